@@ -1,0 +1,1 @@
+"""A plan as instructions on lanes over buffers: ``lower(decisions)``, derived edges, liveness, independent checkers."""

@@ -1,0 +1,164 @@
+"""What happens to skeletal tensors between forward and backward: keep, full recompute, swap, token-wise.
+
+Each policy is a choice of families for the skeletal slots of the forward and backward templates, plus copies:
+
+    keep        one buffer per micro-batch and layer, from forward to backward
+    full        only the layer input is kept; backward rebuilds the rest in buffers of its own
+    rounding    two buffers that layers take in turn; a layer whose buffer is overwritten is offloaded to host buffers after its
+                forward and prefetched before its backward. Of the tokens that are not swapped, tokenwise rebuilds the rows in
+                backward, none keeps a copy of them on the device.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from memo_sim.contract.plan import Decisions
+from memo_sim.program.builder import Rows, TemplateBuilder, reads, writes
+from memo_sim.program.instruction import BufferClass, Family, Lane, Template
+from memo_sim.program.shape import Shape
+from memo_sim.program.tensors import Fate, Skeletal, skeletal_tensors
+from memo_sim.program.visits import ROUNDING_BUFFERS
+from memo_sim.program.work import Copy, Rowwise
+
+
+@dataclass(frozen=True)
+class Activations:
+    """The activation policy of one program."""
+
+    decisions: Decisions
+    shape: Shape
+    micro_batches: int
+
+    @property
+    def tensors(self) -> tuple[Skeletal, ...]:
+        """The layer's skeletal tensors."""
+        return skeletal_tensors(self.decisions.model, self.shape, self.decisions.dtype)
+
+    @property
+    def rounding(self) -> bool:
+        """Whether skeletal tensors live in rounding buffers."""
+        return self.decisions.recompute == "tokenwise" or self.decisions.swapped_tokens > 0
+
+    @property
+    def kept_per_layer(self) -> int:
+        """Buffers that a per-layer family has."""
+        return self.micro_batches * self.decisions.model.layers
+
+    @property
+    def recomputed(self) -> tuple[int, int] | None:
+        """Row block that backward of a swapped layer rebuilds, or None."""
+        first, total = self.decisions.swapped_tokens, self.shape.tokens
+        return (first, total - first) if self.decisions.recompute == "tokenwise" and first < total else None
+
+    @property
+    def row_blocks(self) -> list[tuple[int, int]]:
+        """Row blocks of the forward: they end at ``swapped_tokens``, so that recompute repeats the same calls."""
+        if self.recomputed is None or self.decisions.swapped_tokens == 0:
+            return [(0, self.shape.tokens)]
+        return [(0, self.decisions.swapped_tokens), self.recomputed]
+
+    @property
+    def kept_rows(self) -> bool:
+        """Whether rows that are not swapped are copied aside on the device."""
+        return (
+            self.rounding and self.decisions.recompute == "none" and self.decisions.swapped_tokens < self.shape.tokens
+        )
+
+    def swapped_rows(self, tensor: Skeletal) -> int:
+        """Return how many rows of ``tensor`` travel to the host."""
+        if tensor.fate is Fate.WHOLE and self.decisions.recompute == "tokenwise":
+            return tensor.tokens
+        swapped = self.decisions.swapped_tokens
+        return self.shape.shard(swapped) if tensor.sharded else swapped
+
+    def kept(self, tensor: Skeletal) -> int:
+        """Return how many rows of ``tensor`` are copied aside on the device."""
+        return tensor.tokens - self.swapped_rows(tensor) if self.kept_rows else 0
+
+    def families(self) -> list[Family]:
+        """Return the shared families that hold skeletal tensors, and the host's copies of them."""
+        count = ROUNDING_BUFFERS if self.rounding else self.kept_per_layer
+        lifetime: Literal["step", "dynamic"] = "step" if self.rounding else "dynamic"
+        names = [t for t in self.tensors if self._shared(t)]
+        found = [
+            Family(f"skeletal.{t.name}", BufferClass.SKELETAL, t.dtype, t.tokens, t.features, count, "device", lifetime)
+            for t in names
+        ]
+        if self.rounding:
+            for t in self.tensors:
+                shape = (t.dtype, self.swapped_rows(t), t.features, self.kept_per_layer)
+                if shape[1]:
+                    found.append(Family(f"host.{t.name}", BufferClass.SKELETAL, *shape, "host"))
+                if self.kept(t):
+                    name = f"aside.{t.name}"
+                    found.append(
+                        Family(name, BufferClass.SKELETAL, t.dtype, self.kept(t), t.features, self.kept_per_layer)
+                    )
+        return found
+
+    def _shared(self, tensor: Skeletal) -> bool:
+        """Full recompute shares the layer input only; its other tensors belong to each template instance."""
+        return self.decisions.recompute != "full" or tensor.name == "x"
+
+    def bind(self, builder: TemplateBuilder, families: dict[str, Family]) -> None:
+        """Add a slot for every skeletal tensor to a forward or backward template."""
+        for t in self.tensors:
+            if self._shared(t):
+                builder.bind(families[f"skeletal.{t.name}"], slot=t.name)
+            else:
+                builder.own(t.name, BufferClass.SKELETAL, t.dtype, t.tokens, t.features)
+
+    def index(self, slot: str, micro_batch: int, layer: int) -> int:
+        """Return which buffer of its family a skeletal, host or aside slot takes for one layer."""
+        per_layer = micro_batch * self.decisions.model.layers + layer
+        if slot.startswith(("host.", "aside.")) or not self.rounding:
+            return per_layer
+        return layer % ROUNDING_BUFFERS
+
+    def offload(self, families: dict[str, Family]) -> Template:
+        """Return the copies of one layer to the host, in the order forward wrote the tensors."""
+        builder = TemplateBuilder("layer.offload", "off")
+        for t in self.tensors:
+            self._transfer(builder, families, t, Lane.D2H)
+        return builder.build()
+
+    def prefetch(self, families: dict[str, Family], backward: Template) -> Template:
+        """Return the copies of one layer back to the device, in the order ``backward`` reads the tensors."""
+        first_use: dict[str, int] = {}
+        for i, instruction in enumerate(backward.instructions):
+            for operand in instruction.operands:
+                first_use.setdefault(backward.slots[operand.slot], i)
+        builder = TemplateBuilder("layer.prefetch", "pre")
+        for t in sorted(self.tensors, key=lambda t: first_use.get(f"skeletal.{t.name}", len(backward.instructions))):
+            self._transfer(builder, families, t, Lane.H2D)
+        return builder.build()
+
+    def _transfer(self, builder: TemplateBuilder, families: dict[str, Family], t: Skeletal, lane: Lane) -> None:
+        slot = builder.bind(families[f"skeletal.{t.name}"], slot=t.name)
+        out = lane is Lane.D2H
+        rows = self.swapped_rows(t)
+        if rows:
+            host = builder.bind(families[f"host.{t.name}"])
+            device_rows, host_rows = Rows(slot, 0, rows), Rows(host, 0, rows)
+            builder.emit(
+                t.name,
+                "d2h" if out else "h2d",
+                lane,
+                Copy(families[f"host.{t.name}"].bytes),
+                source=reads(device_rows if out else host_rows),
+                target=writes(host_rows if out else device_rows),
+            )
+        if self.kept(t):
+            aside = builder.bind(families[f"aside.{t.name}"])
+            size = families[f"aside.{t.name}"].bytes
+            device_rows, aside_rows = Rows(slot, rows, t.tokens - rows), builder.all(aside)
+            builder.emit(
+                f"{t.name}.aside",
+                "copy",
+                Lane.COMPUTE,
+                Rowwise("copy", t.tokens - rows, size, size),
+                source=reads(device_rows if out else aside_rows),
+                target=writes(aside_rows if out else device_rows),
+            )

@@ -1,0 +1,203 @@
+"""Causal attention over a rank's tokens: local, or a zigzag ring over context-parallel ranks (Megatron-LM CP, Ring Attention).
+
+With cp ranks the sequence is cut into 2 x cp chunks and rank r holds chunks r and 2*cp - 1 - r, so that every rank has the same
+work. Step 0 is the local causal square. Step j meets the keys and values of rank r - j: when they come from a later rank only this
+rank's late half attends to them (all of them), when from an earlier rank all queries attend to their early half; both cost half a
+square. Partial outputs merge by log-sum-exp. Keys and values travel one hop a step beside the attention of the step before; their
+gradients follow one step behind and end at home after cp - 1 hops.
+
+Representative: rank 0, for which every other rank is a later one.
+"""
+
+from __future__ import annotations
+
+from memo_sim.contract.plan import Decisions
+from memo_sim.contract.units import DTYPE_BYTES
+from memo_sim.program.builder import Rows, TemplateBuilder, accumulates, reads, writes
+from memo_sim.program.instruction import BufferClass, Lane
+from memo_sim.program.kernel_table import attention_workspace_bytes
+from memo_sim.program.shape import Shape
+from memo_sim.program.work import Attention, Exchange, Mask, Rowwise
+
+
+def _work(decisions: Decisions, shape: Shape, q: int, k: int, mask: Mask, *, backward: bool) -> Attention:
+    batch = decisions.micro_batch
+    return Attention(
+        batch=batch,
+        q_tokens=q // batch,
+        k_tokens=k // batch,
+        mask=mask,
+        heads=shape.heads,
+        kv_heads=shape.kv_heads,
+        head_dim=decisions.model.head_dim,
+        backward=backward,
+        kernel=decisions.kernels.attention,
+        dtype=decisions.dtype,
+    )
+
+
+def _workspace(builder: TemplateBuilder, decisions: Decisions, work: Attention, name: str) -> str | None:
+    """Add the kernel's scratch as a buffer of one instruction; return its slot, or None when it needs none."""
+    size = attention_workspace_bytes(work, decisions.kernels.head_groups)
+    if not size:
+        return None
+    return builder.own(name, BufferClass.WORKSPACE, "fp32", 1, -(-size // 4))
+
+
+def forward(builder: TemplateBuilder, decisions: Decisions, shape: Shape) -> None:
+    """Write attention forward: reads slot ``qkv``, writes ``attn`` and ``lse``."""
+    tokens = shape.tokens
+    work = _work(decisions, shape, tokens, tokens, "causal", backward=False)
+    scratch = _workspace(builder, decisions, work, "attn.scratch")
+    if shape.cp > 1:
+        _pack(builder, decisions, shape)
+        _hop(builder, decisions, shape, 1, "kv")
+    builder.emit(
+        "attn",
+        "attention",
+        Lane.COMPUTE,
+        work,
+        qkv=reads(builder.all("qkv")),
+        out=writes(builder.all("attn")),
+        lse=writes(builder.all("lse")),
+        workspace=writes(builder.all(scratch)) if scratch else None,
+    )
+    for step in range(1, shape.cp):
+        _ring_forward(builder, decisions, shape, step)
+
+
+def backward(builder: TemplateBuilder, decisions: Decisions, shape: Shape) -> None:
+    """Write attention backward: reads ``qkv``, ``attn``, ``lse``, ``d_attn``; writes ``d_qkv``."""
+    tokens = shape.tokens
+    work = _work(decisions, shape, tokens, tokens, "causal", backward=True)
+    scratch = _workspace(builder, decisions, work, "attn.bwd.scratch")
+    if shape.cp > 1:
+        _pack(builder, decisions, shape, suffix=".bwd")
+        _hop(builder, decisions, shape, 1, "kv", suffix=".bwd")
+    builder.emit(
+        "attn.bwd",
+        "attention.bwd",
+        Lane.COMPUTE,
+        work,
+        grad=reads(builder.all("d_attn")),
+        qkv=reads(builder.all("qkv")),
+        out=reads(builder.all("attn")),
+        lse=reads(builder.all("lse")),
+        grad_qkv=writes(builder.all("d_qkv")),
+        workspace=writes(builder.all(scratch)) if scratch else None,
+    )
+    for step in range(1, shape.cp):
+        _ring_backward(builder, decisions, shape, step)
+    if shape.cp > 1:
+        width = 2 * shape.kv_width
+        size = DTYPE_BYTES[decisions.dtype]
+        builder.emit(
+            "d_kv.home",
+            "kv.accumulate",
+            Lane.COMPUTE,
+            Rowwise("kv.accumulate", tokens, 2 * tokens * width * size, tokens * width * size),
+            x=reads(builder.all(_buffer("d_kv", shape.cp))),
+            out=accumulates(builder.all("d_qkv")),
+        )
+
+
+def _buffer(kind: str, step: int) -> str:
+    """Name of the exchange buffer that holds the keys and values (or gradients) of ``step``: two take turns."""
+    return f"{kind}.ring{step % 2}"
+
+
+def _ring_buffers(builder: TemplateBuilder, decisions: Decisions, shape: Shape, kind: str) -> None:
+    for turn in range(2):
+        if not builder.has(_buffer(kind, turn)):
+            builder.own(_buffer(kind, turn), BufferClass.EXCHANGE, decisions.dtype, shape.tokens, 2 * shape.kv_width)
+
+
+def _pack(builder: TemplateBuilder, decisions: Decisions, shape: Shape, suffix: str = "") -> None:
+    """Copy this rank's keys and values out of the packed Q, K, V into the first exchange buffer."""
+    _ring_buffers(builder, decisions, shape, "kv")
+    size = shape.tokens * 2 * shape.kv_width * DTYPE_BYTES[decisions.dtype]
+    builder.emit(
+        f"kv.pack{suffix}",
+        "kv.pack",
+        Lane.COMPUTE,
+        Rowwise("kv.pack", shape.tokens, size, size),
+        qkv=reads(builder.all("qkv")),
+        out=writes(builder.all(_buffer("kv", 0))),
+    )
+
+
+def _hop(builder: TemplateBuilder, decisions: Decisions, shape: Shape, step: int, kind: str, suffix: str = "") -> None:
+    """Send this step's buffer to the next rank while the following step's arrives from the previous one."""
+    size = shape.tokens * 2 * shape.kv_width * DTYPE_BYTES[decisions.dtype]
+    builder.emit(
+        f"{kind}.hop{step}{suffix}",
+        "send_recv",
+        Lane.P2P,
+        Exchange(size, shape.cp, "cp"),
+        send=reads(builder.all(_buffer(kind, step - 1))),
+        recv=writes(builder.all(_buffer(kind, step))),
+    )
+
+
+def _late(builder: TemplateBuilder, slot: str, shape: Shape) -> Rows:
+    """Return the late half of the rank's tokens of ``slot``."""
+    return Rows(slot, shape.tokens // 2, shape.tokens - shape.tokens // 2)
+
+
+def _ring_forward(builder: TemplateBuilder, decisions: Decisions, shape: Shape, step: int) -> None:
+    if step + 1 < shape.cp:
+        _hop(builder, decisions, shape, step + 1, "kv")
+    late = shape.tokens - shape.tokens // 2
+    if not builder.has("attn.part"):
+        builder.own("attn.part", BufferClass.TRANSIENT, decisions.dtype, late, shape.q_width)
+        builder.own("lse.part", BufferClass.TRANSIENT, "fp32", late, shape.heads)
+    work = _work(decisions, shape, late, shape.tokens, "none", backward=False)
+    scratch = _workspace(builder, decisions, work, f"attn.ring{step}.scratch")
+    builder.emit(
+        f"attn.ring{step}",
+        "attention",
+        Lane.COMPUTE,
+        work,
+        qkv=reads(_late(builder, "qkv", shape)),
+        kv=reads(builder.all(_buffer("kv", step))),
+        out=writes(builder.all("attn.part")),
+        lse=writes(builder.all("lse.part")),
+        workspace=writes(builder.all(scratch)) if scratch else None,
+    )
+    size = DTYPE_BYTES[decisions.dtype]
+    row = shape.q_width * size + 4 * shape.heads
+    builder.emit(
+        f"attn.merge{step}",
+        "attention.merge",
+        Lane.COMPUTE,
+        Rowwise("attention.merge", late, 2 * late * row, late * row),
+        part=reads(builder.all("attn.part")),
+        part_lse=reads(builder.all("lse.part")),
+        out=accumulates(_late(builder, "attn", shape)),
+        lse=accumulates(_late(builder, "lse", shape)),
+    )
+
+
+def _ring_backward(builder: TemplateBuilder, decisions: Decisions, shape: Shape, step: int) -> None:
+    if step + 1 < shape.cp:
+        _hop(builder, decisions, shape, step + 1, "kv", suffix=".bwd")
+    late = shape.tokens - shape.tokens // 2
+    _ring_buffers(builder, decisions, shape, "d_kv")
+    work = _work(decisions, shape, late, shape.tokens, "none", backward=True)
+    scratch = _workspace(builder, decisions, work, f"attn.ring{step}.bwd.scratch")
+    into = builder.all(_buffer("d_kv", step))
+    builder.emit(
+        f"attn.ring{step}.bwd",
+        "attention.bwd",
+        Lane.COMPUTE,
+        work,
+        grad=reads(_late(builder, "d_attn", shape)),
+        qkv=reads(_late(builder, "qkv", shape)),
+        kv=reads(builder.all(_buffer("kv", step))),
+        out=reads(_late(builder, "attn", shape)),
+        lse=reads(_late(builder, "lse", shape)),
+        grad_qkv=accumulates(_late(builder, "d_qkv", shape)),
+        grad_kv=writes(into) if step == 1 else accumulates(into),
+        workspace=writes(builder.all(scratch)) if scratch else None,
+    )
+    _hop(builder, decisions, shape, step + 1, "d_kv", suffix="")

@@ -1,0 +1,89 @@
+"""Writing templates: slots by name, operands as token ranges, one ``emit`` an instruction."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from memo_sim.program.instruction import BufferClass, Family, Instruction, Lane, Mode, Operand, Template
+from memo_sim.program.work import Work
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """A token range of a slot: what an operand refers to before it has a role and a mode."""
+
+    slot: str
+    first: int
+    tokens: int
+
+
+Access = tuple[Rows, Mode]
+
+
+def reads(rows: Rows) -> Access:
+    """Return ``rows`` as a read operand."""
+    return rows, Mode.READ
+
+
+def writes(rows: Rows) -> Access:
+    """Return ``rows`` as a written operand."""
+    return rows, Mode.WRITE
+
+
+def accumulates(rows: Rows) -> Access:
+    """Return ``rows`` as an operand that is read and written in place."""
+    return rows, Mode.ACCUMULATE
+
+
+@dataclass
+class TemplateBuilder:
+    """Collects one template; slots are named after their families (or ``slot_name`` where a family is bound twice)."""
+
+    name: str
+    phase: str
+    _slots: dict[str, str] = field(default_factory=dict)
+    _tokens: dict[str, int] = field(default_factory=dict)
+    _own: list[Family] = field(default_factory=list)
+    _instructions: list[Instruction] = field(default_factory=list)
+
+    def bind(self, family: Family, *, slot: str | None = None) -> str:
+        """Add a slot that each instance binds to one buffer of the shared ``family``; return the slot's name."""
+        slot = slot or family.name
+        self._slots[slot] = family.name
+        self._tokens[slot] = family.tokens
+        return slot
+
+    def own(self, name: str, buffer_class: BufferClass, dtype: str, tokens: int, features: int) -> str:
+        """Add a buffer that lives inside each instance; return its slot's name."""
+        self._own.append(Family(name, buffer_class, dtype, tokens, features))
+        self._slots[name] = name
+        self._tokens[name] = tokens
+        return name
+
+    def has(self, slot: str) -> bool:
+        """Return whether ``slot`` was added before."""
+        return slot in self._slots
+
+    def all(self, slot: str) -> Rows:
+        """Return all tokens of ``slot``."""
+        return Rows(slot, 0, self._tokens[slot])
+
+    def emit(self, name: str, op: str, lane: Lane, work: Work, **operands: Access | None) -> None:
+        """Append an instruction; operands that are None (a missing bias, say) are left out."""
+        order = list(self._slots)
+        listed = tuple(
+            Operand(role, order.index(access[0].slot), access[0].first, access[0].tokens, access[1])
+            for role, access in operands.items()
+            if access is not None
+        )
+        self._instructions.append(Instruction(f"{self.phase}/{name}", op, lane, work, listed))
+
+    def build(self) -> Template:
+        """Return the finished template."""
+        return Template(self.name, tuple(self._slots.values()), tuple(self._own), tuple(self._instructions))
+
+    @property
+    def bound_slots(self) -> list[str]:
+        """Names of the slots that an instance has to bind, in slot order."""
+        own = {f.name for f in self._own}
+        return [slot for slot in self._slots if slot not in own]

@@ -1,0 +1,106 @@
+"""Every ordering between instructions of different lanes, derived from program order and token ranges.
+
+A write must come after the previous write and the reads since (WAW, WAR), a read after the last write (RAW), range by range,
+device and host buffers alike. Orders inside a lane are implied (lanes are FIFO) and so are edges that an earlier edge between
+the same two lanes already enforces; both are dropped.
+
+      compute   [fwd l0 writes A]...............[fwd l2 writes A]
+      d2h                  [offload reads A]........^
+                 RAW -----------^    WAR -----------|
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from memo_sim.program.columns import Columns, Ints
+from memo_sim.program.instruction import Lane, Mode
+
+
+@dataclass(frozen=True)
+class Edges:
+    """``consumer[i]`` may start when ``producer[i]`` has ended; sorted by consumer."""
+
+    producer: Ints
+    consumer: Ints
+
+
+def derive_edges(columns: Columns) -> Edges:
+    """Return the cross-lane edges of the program, none implied by another through lane order."""
+    segment, instruction, mode = _segments(columns)
+    lane = columns.lane[instruction]
+    writes = (mode & Mode.WRITE) > 0
+    producers: list[Ints] = []
+    consumers: list[Ints] = []
+    row = np.arange(len(segment), dtype=np.int64)
+    starts = np.flatnonzero(np.r_[True, segment[1:] != segment[:-1]]) if len(segment) else row
+    group_start = np.repeat(starts, np.diff(np.r_[starts, len(segment)]))
+    last_write = _last_before(writes, row, group_start)
+    for producer_lane in np.unique(lane):
+        in_lane = lane == producer_lane
+        # RAW and WAW: the last write before this access, when it was made on the other lane.
+        found = (last_write >= 0) & (lane != producer_lane) & in_lane[np.maximum(last_write, 0)]
+        producers.append(instruction[last_write[found]])
+        consumers.append(instruction[found])
+        # WAR: the last read on the other lane since the last write.
+        reads = in_lane & ((mode & Mode.READ) > 0)
+        last_read = _last_before(reads, row, group_start)
+        found = writes & (lane != producer_lane) & (last_read > last_write)
+        producers.append(instruction[last_read[found]])
+        consumers.append(instruction[found])
+    return _reduced(np.concatenate(producers), np.concatenate(consumers), columns.lane)
+
+
+def _segments(columns: Columns) -> tuple[Ints, Ints, Ints]:
+    """Cut the buffers that several lanes touch at every range boundary; return (segment, instruction, mode) in program order."""
+    buffer = columns.operand_buffer
+    lane = columns.lane[columns.operand_instruction]
+    lanes_touching = np.zeros(len(columns.buffer_bytes), dtype=np.int64)
+    np.bitwise_or.at(lanes_touching, buffer, 1 << lane)
+    shared = (lanes_touching & (lanes_touching - 1)) > 0
+    keep = shared[buffer] & (columns.operand_end > columns.operand_first)
+    buffer, instruction, mode = buffer[keep], columns.operand_instruction[keep], columns.operand_mode[keep]
+    first, end = columns.operand_first[keep], columns.operand_end[keep]
+    span = int(end.max(initial=0)) + 1
+    cuts = np.unique(np.concatenate((buffer * span + first, buffer * span + end)))
+    low = np.searchsorted(cuts, buffer * span + first)
+    pieces = np.searchsorted(cuts, buffer * span + end) - low
+    source = np.repeat(np.arange(len(buffer), dtype=np.int64), pieces)
+    within = np.arange(len(source), dtype=np.int64) - np.repeat(np.cumsum(pieces) - pieces, pieces)
+    segment = low[source] + within
+    order = np.lexsort((instruction[source], segment))
+    return segment[order], instruction[source][order], mode[source][order]
+
+
+def _last_before(flags: np.ndarray, row: Ints, group_start: Ints) -> Ints:
+    """Return for each row the last earlier row of its group where ``flags`` holds, or -1."""
+    latest = np.maximum.accumulate(np.where(flags, row, -1)) if len(row) else row
+    before = np.r_[-1, latest[:-1]] if len(row) else row
+    return np.where(before >= group_start, before, -1)
+
+
+def _reduced(producer: Ints, consumer: Ints, lane: Ints) -> Edges:
+    """Drop edges implied by lane order and another edge between the same two lanes."""
+    kept_producers, kept_consumers = [], []
+    pair = lane[producer] * len(Lane) + lane[consumer]
+    for value in np.unique(pair):
+        chosen = pair == value
+        p, c = producer[chosen], consumer[chosen]
+        order = np.lexsort((p, c))
+        p, c = p[order], c[order]
+        best = np.maximum.accumulate(p)
+        last_of_consumer = np.r_[c[1:] != c[:-1], True]
+        # Keep, per consumer, its latest producer, and only where that is later than what earlier consumers waited for.
+        first_row = np.maximum.accumulate(np.where(np.r_[True, c[1:] != c[:-1]], np.arange(len(c)), 0))
+        before = np.where(first_row > 0, best[np.maximum(first_row - 1, 0)], -1)
+        keep = last_of_consumer & (best > before)
+        kept_producers.append(best[keep])
+        kept_consumers.append(c[keep])
+    if not kept_producers:
+        empty = np.zeros(0, dtype=np.int64)
+        return Edges(empty, empty)
+    p, c = np.concatenate(kept_producers), np.concatenate(kept_consumers)
+    order = np.lexsort((p, c))
+    return Edges(p[order], c[order])

@@ -1,0 +1,238 @@
+"""The two ends of the model: embedding, and final norm with classifier and loss.
+
+The head plays forward and backward of a chunk of tokens before the next chunk, so that the logits of ``loss_chunk_tokens`` tokens
+exist at once (of all tokens when that is 0). The vocabulary is divided over tensor-parallel ranks.
+"""
+
+from __future__ import annotations
+
+from memo_sim.contract.plan import Decisions
+from memo_sim.contract.units import DTYPE_BYTES
+from memo_sim.program.builder import Access, Rows, TemplateBuilder, accumulates, reads, writes
+from memo_sim.program.instruction import BufferClass, Family, Lane, Template
+from memo_sim.program.kernel_table import loss_workspace_bytes, norm_backward_workspace_bytes
+from memo_sim.program.layer import LayerWriter
+from memo_sim.program.parameters import Block
+from memo_sim.program.shape import Shape
+from memo_sim.program.work import Collective, Gemm, Rowwise
+
+Families = dict[str, Family]
+
+
+def _param(block: Block, name: str, slot: str, *, gradient: bool = False) -> Access | None:
+    found = block.find(name)
+    if found is None:
+        return None
+    rows = Rows(slot, found.first, found.elements)
+    return accumulates(rows) if gradient else reads(rows)
+
+
+def embed_forward(decisions: Decisions, shape: Shape, block: Block, families: Families) -> Template:
+    """Return the lookup: slots ``input.ids``, ``params.embed``, ``x`` (the first layer's input)."""
+    builder = TemplateBuilder("embed.fwd", "fwd")
+    builder.bind(families["input.ids"])
+    builder.bind(families["params.embed"])
+    builder.bind(families["skeletal.x"], slot="x")
+    writer = LayerWriter(builder, decisions, shape, block)
+    row_bytes = shape.hidden * DTYPE_BYTES[decisions.dtype]
+    target = "x"
+    if shape.tp > 1:
+        target = builder.own("embedded", BufferClass.TRANSIENT, decisions.dtype, shape.tokens, shape.hidden)
+    factor = 2 if block.find("positions.weight") else 1
+    builder.emit(
+        "lookup",
+        "embed",
+        Lane.COMPUTE,
+        Rowwise("embed", shape.tokens, factor * shape.tokens * row_bytes, shape.tokens * row_bytes),
+        ids=reads(builder.all("input.ids")),
+        weight=_param(block, "tokens.weight", "params.embed"),
+        positions=_param(block, "positions.weight", "params.embed"),
+        out=writes(builder.all(target)),
+    )
+    if shape.tp > 1:
+        summed = writer.scatter("embed", builder.all("embedded"))
+        size = shape.shard_tokens * row_bytes
+        builder.emit(
+            "store",
+            "copy",
+            Lane.COMPUTE,
+            Rowwise("copy", shape.shard_tokens, size, size),
+            source=reads(summed),
+            target=writes(builder.all("x")),
+        )
+    return builder.build()
+
+
+def embed_backward(decisions: Decisions, shape: Shape, block: Block, families: Families) -> Template:
+    """Return the scatter of the first layer's input gradient into the embedding's."""
+    builder = TemplateBuilder("embed.bwd", "bwd")
+    builder.bind(families["input.ids"])
+    builder.bind(families["grads.embed"])
+    builder.bind(families["grad.x"])
+    writer = LayerWriter(builder, decisions, shape, block)
+    grad = writer.gather("grad", builder.all("grad.x"), "grad_full", 0)
+    row = shape.hidden
+    builder.emit(
+        "scatter",
+        "embed.bwd",
+        Lane.COMPUTE,
+        Rowwise(
+            "embed.bwd", shape.tokens, shape.tokens * row * (DTYPE_BYTES[decisions.dtype] + 4), shape.tokens * row * 4
+        ),
+        ids=reads(builder.all("input.ids")),
+        grad=reads(grad),
+        grad_weight=_param(block, "tokens.weight", "grads.embed", gradient=True),
+        grad_positions=_param(block, "positions.weight", "grads.embed", gradient=True),
+    )
+    return builder.build()
+
+
+def head(decisions: Decisions, shape: Shape, head_block: Block, embed_block: Block, families: Families) -> Template:
+    """Return final norm, classifier, loss and their backward: slots ``head.x`` in, ``grad.x`` out."""
+    builder = TemplateBuilder("head", "fwd")
+    for name in ("head.x", "input.labels", "params.head", "grads.head", "loss", "grad.x"):
+        builder.bind(families[name])
+    tied = decisions.model.tied_embeddings
+    if tied:
+        builder.bind(families["params.embed"])
+        builder.bind(families["grads.embed"])
+    classifier = _Classifier(builder, decisions, shape, embed_block if tied else head_block, tied)
+    norm = _FinalNorm(builder, decisions, shape, head_block)
+    norm.forward()
+    writer = LayerWriter(builder, decisions, shape, head_block)
+    full = writer.gather("norm", builder.all("final"), "final_full", 0)
+    builder.own("d_final", BufferClass.TRANSIENT, decisions.dtype, shape.tokens, shape.hidden)
+    chunk = decisions.loss_chunk_tokens or shape.tokens
+    for i, first in enumerate(range(0, shape.tokens, chunk)):
+        classifier.chunk(i, full.slot, first, min(chunk, shape.tokens - first))
+    norm.backward(writer.scatter("d_final", builder.all("d_final")))
+    return builder.build()
+
+
+class _FinalNorm:
+    """The norm after the last layer, forward and backward."""
+
+    def __init__(self, builder: TemplateBuilder, decisions: Decisions, shape: Shape, block: Block) -> None:
+        self.builder, self.shape, self.block = builder, shape, block
+        self.kind = "layer_norm" if decisions.model.family == "gpt" else "rms_norm"
+        self.size = DTYPE_BYTES[decisions.dtype]
+        self.dtype = decisions.dtype
+
+    def forward(self) -> None:
+        builder, shape = self.builder, self.shape
+        rows = shape.shard_tokens
+        builder.own("final", BufferClass.TRANSIENT, self.dtype, rows, shape.hidden)
+        builder.own("final_stats", BufferClass.TRANSIENT, "fp32", rows, 2 if self.kind == "layer_norm" else 1)
+        moved = rows * shape.hidden * self.size
+        builder.emit(
+            "norm",
+            self.kind,
+            Lane.COMPUTE,
+            Rowwise(self.kind, rows, moved, moved),
+            x=reads(builder.all("head.x")),
+            weight=_param(self.block, "norm.weight", "params.head"),
+            bias=_param(self.block, "norm.bias", "params.head"),
+            out=writes(builder.all("final")),
+            stats=writes(builder.all("final_stats")),
+        )
+
+    def backward(self, grad: Rows) -> None:
+        builder, shape = self.builder, self.shape
+        rows = shape.shard_tokens
+        scratch = norm_backward_workspace_bytes(rows, shape.hidden, self.dtype)
+        builder.own("norm.scratch", BufferClass.WORKSPACE, "fp32", 1, scratch // 4)
+        moved = rows * shape.hidden * self.size
+        builder.emit(
+            "norm.bwd",
+            f"{self.kind}.bwd",
+            Lane.COMPUTE,
+            Rowwise(f"{self.kind}.bwd", rows, 3 * moved, moved),
+            grad=reads(grad),
+            x=reads(builder.all("head.x")),
+            stats=reads(builder.all("final_stats")),
+            weight=_param(self.block, "norm.weight", "params.head"),
+            out=writes(builder.all("grad.x")),
+            grad_weight=_param(self.block, "norm.weight", "grads.head", gradient=True),
+            grad_bias=_param(self.block, "norm.bias", "grads.head", gradient=True),
+            workspace=writes(builder.all("norm.scratch")),
+        )
+
+
+class _Classifier:
+    """Logits, loss and their gradients for one chunk of tokens at a time."""
+
+    def __init__(self, builder: TemplateBuilder, decisions: Decisions, shape: Shape, block: Block, tied: bool) -> None:
+        self.builder, self.decisions, self.shape = builder, decisions, shape
+        name = "tokens.weight" if tied else "classifier.weight"
+        self.weight = _param(block, name, "params.embed" if tied else "params.head")
+        self.grad = _param(block, name, "grads.embed" if tied else "grads.head", gradient=True)
+        chunk = min(decisions.loss_chunk_tokens or shape.tokens, shape.tokens)
+        builder.own("logits", BufferClass.TRANSIENT, decisions.dtype, chunk, shape.vocab)
+        builder.own("d_logits", BufferClass.TRANSIENT, decisions.dtype, chunk, shape.vocab)
+        if shape.tp > 1:
+            builder.own("loss_stats", BufferClass.EXCHANGE, "fp32", chunk, 3)
+        builder.own("loss.scratch", BufferClass.WORKSPACE, "fp32", 1, loss_workspace_bytes(chunk, shape.vocab) // 4)
+
+    def chunk(self, index: int, source: str, first: int, tokens: int) -> None:
+        builder, shape, dtype = self.builder, self.shape, self.decisions.dtype
+        suffix = f".c{index}"
+        rows, local = Rows(source, first, tokens), Rows("logits", 0, tokens)
+        gradient = Rows("d_logits", 0, tokens)
+        logits = Gemm(tokens, shape.vocab, shape.hidden, "fprop", dtype)
+        builder.emit(
+            f"classifier{suffix}", "linear", Lane.COMPUTE, logits, x=reads(rows), weight=self.weight, out=writes(local)
+        )
+        self._loss(suffix, local, gradient, Rows("input.labels", first, tokens))
+        builder.emit(
+            f"classifier.dgrad{suffix}",
+            "linear.dgrad",
+            Lane.COMPUTE,
+            Gemm(tokens, shape.hidden, shape.vocab, "dgrad", dtype),
+            grad=reads(gradient),
+            weight=self.weight,
+            out=writes(Rows("d_final", first, tokens)),
+        )
+        builder.emit(
+            f"classifier.wgrad{suffix}",
+            "linear.wgrad",
+            Lane.COMPUTE,
+            Gemm(shape.vocab, shape.hidden, tokens, "wgrad", dtype),
+            grad=reads(gradient),
+            x=reads(rows),
+            out=self.grad,
+        )
+
+    def _loss(self, suffix: str, logits: Rows, gradient: Rows, labels: Rows) -> None:
+        builder, shape = self.builder, self.shape
+        size = logits.tokens * shape.vocab * DTYPE_BYTES[self.decisions.dtype]
+        stats = None
+        if shape.tp > 1:
+            stats = Rows("loss_stats", 0, logits.tokens)
+            builder.emit(
+                f"loss.stats{suffix}",
+                "cross_entropy.stats",
+                Lane.COMPUTE,
+                Rowwise("cross_entropy.stats", logits.tokens, size, 12 * logits.tokens),
+                logits=reads(logits),
+                labels=reads(labels),
+                out=writes(stats),
+            )
+            builder.emit(
+                f"loss.reduce{suffix}",
+                "all_reduce",
+                Lane.COLLECTIVE,
+                Collective("all_reduce", 12 * logits.tokens, shape.tp, "tp"),
+                tensor=accumulates(stats),
+            )
+        builder.emit(
+            f"loss{suffix}",
+            "cross_entropy",
+            Lane.COMPUTE,
+            Rowwise("cross_entropy", logits.tokens, (1 if stats else 2) * size, size),
+            logits=reads(logits),
+            labels=reads(labels),
+            stats=reads(stats) if stats else None,
+            grad=writes(gradient),
+            loss=accumulates(builder.all("loss")),
+            workspace=writes(builder.all("loss.scratch")),
+        )

@@ -1,0 +1,179 @@
+"""The end of a step: gradients summed over the ranks that share parameters, their norm, AdamW, parameters back.
+
+Each block (embed, every layer, head) is played by itself. ``zero`` 1 divides the optimizer's states over the ranks that hold the
+same parameters (cp x dp): gradients are reduce-scattered, parameters gathered; ``zero`` 0 all-reduces. States ``bf16`` keeps both
+moments in bf16; ``host`` keeps master and moments in host memory, updates them on the host's cores, and copies gradients down and
+parameters up.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from memo_sim.contract.plan import Decisions
+from memo_sim.contract.units import DTYPE_BYTES
+from memo_sim.program.builder import Rows, TemplateBuilder, accumulates, reads, writes
+from memo_sim.program.instruction import BufferClass, Family, Lane, Template
+from memo_sim.program.parameters import Block
+from memo_sim.program.work import Collective, Copy, HostUpdate, Rowwise
+
+Families = dict[str, Family]
+
+
+@dataclass(frozen=True)
+class Optimizer:
+    """Writes one block's zeroing, reduction and update."""
+
+    decisions: Decisions
+    block: Block
+    kind: str
+    """``embed``, ``layer`` or ``head``: the suffix of the block's families."""
+    count: int
+
+    @property
+    def replicas(self) -> int:
+        """Ranks that hold the same parameters."""
+        return self.decisions.layout.cp * self.decisions.layout.dp
+
+    @property
+    def shards(self) -> int:
+        """Ranks that the optimizer's states are divided over."""
+        return self.replicas if self.decisions.layout.zero >= 1 else 1
+
+    @property
+    def master(self) -> bool:
+        """Whether there is an fp32 copy beside the parameters."""
+        return self.decisions.dtype != "fp32" or self.on_host
+
+    @property
+    def on_host(self) -> bool:
+        """Whether master and moments live in host memory."""
+        return self.decisions.states == "host"
+
+    def runs(self) -> list[tuple[str, int, int]]:
+        """Return (name, first element of the block, elements of this rank's share) for decayed and other parameters."""
+        decayed, total = self.block.decayed_elements, self.block.elements
+        parts = [("decay", 0, decayed), ("no_decay", decayed, total - decayed)]
+        return [(name, first, -(-length // self.shards)) for name, first, length in parts if length]
+
+    def state_elements(self) -> int:
+        """Return how many elements of the block this rank updates."""
+        return sum(length for _, _, length in self.runs())
+
+    def families(self) -> list[Family]:
+        """Return parameters, gradients, master and moments of the block."""
+        space: Literal["device", "host"] = "host" if self.on_host else "device"
+        moment = "bf16" if self.decisions.states == "bf16" else "fp32"
+        share = self.state_elements()
+
+        def state(name: str, dtype: str, elements: int, where: Literal["device", "host"]) -> Family:
+            return Family(f"{name}.{self.kind}", BufferClass.STATE, dtype, elements, 1, self.count, where, "step")
+
+        found = [state("params", self.decisions.dtype, self.block.elements, "device")]
+        found.append(state("grads", "fp32", self.block.elements, "device"))
+        if self.master:
+            found.append(state("master", "fp32", share, space))
+        found += [state("moment1", moment, share, space), state("moment2", moment, share, space)]
+        if self.on_host:
+            found.append(state("host_grads", "fp32", share, "host"))
+            found.append(state("host_params", self.decisions.dtype, share, "host"))
+        return found
+
+    def zero(self, families: Families) -> Template:
+        """Return the zeroing of the block's gradients at the start of a step."""
+        builder = TemplateBuilder(f"{self.kind}.zero", "zero")
+        builder.bind(families[f"grads.{self.kind}"], slot="grads")
+        work = Rowwise("zero", self.block.elements, 0, 4 * self.block.elements)
+        builder.emit("grads", "zero", Lane.COMPUTE, work, target=writes(builder.all("grads")))
+        return builder.build()
+
+    def reduce(self, families: Families) -> Template:
+        """Return the gradients' sum over the ranks that share parameters, and the block's share of the global norm."""
+        builder = TemplateBuilder(f"{self.kind}.reduce", "reduce")
+        builder.bind(families[f"grads.{self.kind}"], slot="grads")
+        builder.bind(families["grad_norm"])
+        layout = self.decisions.layout
+        vectors = self.block.elements - self.block.decayed_elements
+        if layout.tp > 1 and layout.sequence_parallel and vectors:
+            rows = Rows("grads", self.block.decayed_elements, vectors)
+            work = Collective("all_reduce", 4 * vectors, layout.tp, "tp")
+            builder.emit("vectors", "all_reduce", Lane.COLLECTIVE, work, tensor=accumulates(rows))
+        whole = builder.all("grads")
+        if self.replicas > 1:
+            kind: Literal["reduce_scatter", "all_reduce"] = "reduce_scatter" if self.shards > 1 else "all_reduce"
+            work = Collective(kind, 4 * self.block.elements, self.replicas, "grads")
+            builder.emit("grads", f"grads.{kind}", Lane.COLLECTIVE, work, tensor=accumulates(whole))
+        share = self.state_elements()
+        builder.emit(
+            "norm",
+            "grad_norm",
+            Lane.COMPUTE,
+            Rowwise("grad_norm", share, 4 * share, 4),
+            grads=reads(whole),
+            out=accumulates(builder.all("grad_norm")),
+        )
+        return builder.build()
+
+    def update(self, families: Families) -> Template:
+        """Return AdamW over the block's two runs, and the gathering of the parameters when the states are divided."""
+        builder = TemplateBuilder(f"{self.kind}.update", "opt")
+        for name in ("params", "grads", "master", "moment1", "moment2", "host_grads", "host_params"):
+            if f"{name}.{self.kind}" in families:
+                builder.bind(families[f"{name}.{self.kind}"], slot=name)
+        builder.bind(families["grad_norm"])
+        offset = 0
+        for name, first, length in self.runs():
+            if self.on_host:
+                self._host_update(builder, name, first, offset, length)
+            else:
+                self._device_update(builder, name, first, offset, length)
+            offset += length
+        if self.shards > 1:
+            size = self.block.elements * DTYPE_BYTES[self.decisions.dtype]
+            work = Collective("all_gather", size, self.replicas, "grads")
+            builder.emit(
+                "gather", "params.all_gather", Lane.COLLECTIVE, work, tensor=accumulates(builder.all("params"))
+            )
+        return builder.build()
+
+    def _device_update(self, builder: TemplateBuilder, name: str, first: int, offset: int, length: int) -> None:
+        size = DTYPE_BYTES[self.decisions.dtype]
+        moment = 2 if self.decisions.states == "bf16" else 4
+        read = 4 + 2 * moment + 4
+        written = 2 * moment + 4 + (size if self.master else 0)
+        params = Rows("params", first, length)
+        builder.emit(
+            f"adamw.{name}",
+            f"adamw.{name}",
+            Lane.COMPUTE,
+            Rowwise("adamw", length, read * length, written * length),
+            grads=reads(Rows("grads", first, length)),
+            norm=reads(builder.all("grad_norm")),
+            master=accumulates(Rows("master", offset, length)) if self.master else None,
+            moment1=accumulates(Rows("moment1", offset, length)),
+            moment2=accumulates(Rows("moment2", offset, length)),
+            params=writes(params) if self.master else accumulates(params),
+        )
+
+    def _host_update(self, builder: TemplateBuilder, name: str, first: int, offset: int, length: int) -> None:
+        size = DTYPE_BYTES[self.decisions.dtype]
+        share = Rows("host_grads", offset, length)
+        updated = Rows("host_params", offset, length)
+        grads, params = Rows("grads", first, length), Rows("params", first, length)
+        builder.emit(f"grads.{name}", "d2h", Lane.D2H, Copy(4 * length), source=reads(grads), target=writes(share))
+        builder.emit(
+            f"adamw.{name}",
+            f"adamw.{name}",
+            Lane.HOST,
+            HostUpdate(length, (4 * 4 + 3 * 4 + size) * length),
+            grads=reads(share),
+            norm=reads(builder.all("grad_norm")),
+            master=accumulates(Rows("master", offset, length)),
+            moment1=accumulates(Rows("moment1", offset, length)),
+            moment2=accumulates(Rows("moment2", offset, length)),
+            params=writes(updated),
+        )
+        builder.emit(
+            f"params.{name}", "h2d", Lane.H2D, Copy(size * length), source=reads(updated), target=writes(params)
+        )

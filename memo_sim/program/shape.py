@@ -1,0 +1,113 @@
+"""The sizes one rank sees: tokens and features after the layout has divided them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from memo_sim.contract.errors import Infeasible
+from memo_sim.contract.plan import SWAP_GRANULE_TOKENS, Decisions
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Per-rank sizes of one micro-batch.
+
+    ``tokens``: of the rank's context-parallel shard (all sequences of the micro-batch folded); ``shard_tokens``: of the
+    sequence-parallel shard of it (= tokens without sequence parallelism). Widths are features after tensor parallelism.
+    """
+
+    tokens: int
+    shard_tokens: int
+    hidden: int
+    q_width: int
+    kv_width: int
+    ffn: int
+    vocab: int
+    heads: int
+    kv_heads: int
+    tp: int
+    cp: int
+    gathered: bool
+    """Whether sequence parallelism shards tokens outside of the tensor-parallel products."""
+
+    @property
+    def qkv_width(self) -> int:
+        """Features of the packed Q, K, V."""
+        return self.q_width + 2 * self.kv_width
+
+    def shard(self, tokens: int) -> int:
+        """Return how many sequence-parallel shard tokens stand for ``tokens`` of the whole."""
+        return tokens // self.tp if self.gathered else tokens
+
+
+def shape_of(decisions: Decisions) -> Shape:
+    """Return the per-rank sizes of ``decisions``.
+
+    Raises:
+        Infeasible: when the layout does not divide the model or the sequence, or names a degree that no lowering plays yet.
+    """
+    model, layout = decisions.model, decisions.layout
+    for name in ("ulysses", "metp", "pp", "subsequences"):
+        if getattr(layout, name) != 1:
+            raise Infeasible(f"{name} has no lowering yet", where=f"layout.{name}", got=getattr(layout, name), wanted=1)
+    if layout.zero > 1:
+        raise Infeasible("zero 2 and 3 have no lowering yet", where="layout.zero", got=layout.zero, wanted="0 or 1")
+    _divides("heads", model.heads, "tp", layout.tp)
+    _divides("kv_heads", model.kv_heads, "tp", layout.tp)
+    _divides("ffn_hidden", model.ffn_hidden, "tp", layout.tp)
+    _divides("global_batch", decisions.global_batch, "micro_batch x dp", decisions.micro_batch * layout.dp)
+    if model.learned_positions and decisions.seq_tokens > model.max_positions:
+        raise Infeasible(
+            "the sequence is longer than the model's position table",
+            where="seq_tokens",
+            got=decisions.seq_tokens,
+            wanted=f"at most {model.max_positions}",
+        )
+    chunks = 2 * layout.cp if layout.cp > 1 else 1
+    _divides("seq_tokens", decisions.seq_tokens, "2 x cp", chunks)
+    gathered = layout.sequence_parallel and layout.tp > 1
+    tokens = decisions.local_tokens
+    if gathered:
+        _divides("tokens of a rank", tokens, "tp", layout.tp)
+    _check_swapped(decisions, tokens, layout.tp if gathered else 1)
+    return Shape(
+        tokens=tokens,
+        shard_tokens=tokens // layout.tp if gathered else tokens,
+        hidden=model.hidden,
+        q_width=model.q_width // layout.tp,
+        kv_width=model.kv_width // layout.tp,
+        ffn=model.ffn_hidden // layout.tp,
+        vocab=-(-model.vocab // layout.tp),
+        heads=model.heads // layout.tp,
+        kv_heads=model.kv_heads // layout.tp,
+        tp=layout.tp,
+        cp=layout.cp,
+        gathered=gathered,
+    )
+
+
+def swap_granule(decisions: Decisions) -> int:
+    """Return the tokens that ``swapped_tokens`` must be a multiple of: 128, and a whole row on every tensor-parallel rank."""
+    tp = decisions.layout.tp if decisions.layout.sequence_parallel else 1
+    return SWAP_GRANULE_TOKENS * tp
+
+
+def _check_swapped(decisions: Decisions, tokens: int, tp: int) -> None:
+    swapped = decisions.swapped_tokens
+    granule = SWAP_GRANULE_TOKENS * tp
+    if swapped > tokens or (swapped % granule and swapped != tokens):
+        raise Infeasible(
+            "swapped_tokens does not fall on a row block",
+            where="decisions.swapped_tokens",
+            got=swapped,
+            wanted=f"a multiple of {granule} up to {tokens}, or {tokens}",
+        )
+    if swapped and decisions.recompute == "full":
+        raise Infeasible("full recompute swaps nothing", where="decisions.swapped_tokens", got=swapped, wanted=0)
+
+
+def _divides(what: str, value: int, by: str, divisor: int) -> None:
+    if value % divisor:
+        raise Infeasible(
+            f"{by} = {divisor} does not divide {what}", where=what, got=value, wanted=f"a multiple of {divisor}"
+        )

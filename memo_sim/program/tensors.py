@@ -1,0 +1,72 @@
+"""The skeletal tensors of one transformer layer (MEMO 3.2, Figure 4): what backward needs of forward.
+
+For a GPT layer they sum to 16 x tokens x hidden elements: input 1, norm1 1, Q K V 3, attention output 1, residual 1, norm2 1,
+first FFN product 4, activation 4; the log-sum-exp and the norms' statistics come on top. Row i of every tensor belongs to token i
+of the rank's shard.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from memo_sim.contract.model import Model
+from memo_sim.contract.units import DTYPE_BYTES
+from memo_sim.program.shape import Shape
+
+
+class Fate(StrEnum):
+    """How MEMO 4.1 treats a tensor: layer input and attention output are always swapped whole, the others by token."""
+
+    WHOLE = "whole"
+    BY_TOKEN = "by_token"
+
+
+@dataclass(frozen=True, slots=True)
+class Skeletal:
+    """One skeletal tensor; ``sharded`` when its rows are divided by sequence parallelism as well."""
+
+    name: str
+    tokens: int
+    features: int
+    dtype: str
+    fate: Fate
+    sharded: bool
+    statistics: bool = False
+
+    @property
+    def bytes(self) -> int:
+        """Size on one rank."""
+        return self.tokens * self.features * DTYPE_BYTES[self.dtype]
+
+
+def skeletal_tensors(model: Model, shape: Shape, dtype: str) -> tuple[Skeletal, ...]:
+    """Return the skeletal tensors of one layer in the order forward writes them."""
+    stats = 2 if model.family == "gpt" else 1
+    up = 2 * shape.ffn if model.gated else shape.ffn
+
+    def sharded(name: str, features: int, fate: Fate = Fate.BY_TOKEN) -> Skeletal:
+        return Skeletal(name, shape.shard_tokens, features, dtype, fate, sharded=True)
+
+    def local(name: str, features: int, fate: Fate = Fate.BY_TOKEN) -> Skeletal:
+        return Skeletal(name, shape.tokens, features, dtype, fate, sharded=False)
+
+    def statistics(name: str) -> Skeletal:
+        return Skeletal(name, shape.shard_tokens, stats, "fp32", Fate.BY_TOKEN, sharded=True, statistics=True)
+
+    raw = (local("qk_raw", shape.q_width + shape.kv_width),) if model.qk_norm else ()
+    lse = Skeletal("lse", shape.tokens, shape.heads, "fp32", Fate.WHOLE, sharded=False, statistics=True)
+    return (
+        sharded("x", shape.hidden, Fate.WHOLE),
+        sharded("norm1", shape.hidden),
+        statistics("norm1_stats"),
+        *raw,
+        local("qkv", shape.qkv_width),
+        local("attn", shape.q_width, Fate.WHOLE),
+        lse,
+        sharded("resid", shape.hidden),
+        sharded("norm2", shape.hidden),
+        statistics("norm2_stats"),
+        local("up", up),
+        local("act", shape.ffn),
+    )
