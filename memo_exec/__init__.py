@@ -1,0 +1,1 @@
+"""Executor: plays a plan's program with torch on real devices and times each instruction."""

@@ -1,0 +1,1 @@
+"""Process groups, collectives and exchanges as the program names them."""

@@ -1,0 +1,1 @@
+"""Where buffers live: caching store, planned arena and host slab."""

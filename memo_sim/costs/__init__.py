@@ -1,0 +1,1 @@
+"""Instruction and machine profile to seconds: compute, transfer and collective costs."""

@@ -1,0 +1,1 @@
+"""Plays a priced program in SimPy: lanes, node topology and host memory."""

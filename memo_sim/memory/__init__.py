@@ -1,0 +1,1 @@
+"""Placement solvers, and models of PyTorch's device and pinned allocators."""

@@ -1,0 +1,1 @@
+"""Chooses decisions: alpha, number of subsequences, layout, and the named presets."""

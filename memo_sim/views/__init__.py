@@ -1,0 +1,1 @@
+"""Contracts to pictures and text: timeline, Perfetto trace, report and diff."""
