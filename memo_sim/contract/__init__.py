@@ -1,0 +1,1 @@
+"""What files say: units, errors and the typed, versioned documents that memo-sim and memo-exec exchange."""

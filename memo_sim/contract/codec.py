@@ -1,0 +1,197 @@
+"""Reading and writing the documents: canonical JSON, atomic writes, errors that say where.
+
+Canonical: keys sorted, two-space indent, a list of numbers on one line, the shortest float text that reads back equal,
+newline at the end; so writing what was read gives the same bytes. A ``.toml`` file is read as the JSON that it stands
+for; none is ever written.
+"""
+
+from __future__ import annotations
+
+import codecs
+import hashlib
+import math
+import os
+import re
+import secrets
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from memo_sim.contract.diagnosis import explain_invalid, explain_malformed, explain_schema
+from memo_sim.contract.errors import BadInput, MemoError, UsageError
+
+T = TypeVar("T", bound=msgspec.Struct)
+
+_NUMBER_LIST = re.compile(rb"\[\n[-+.0-9eE,\s]*\]")
+"""A formatted list of nothing but numbers. A raw newline never stands inside a JSON string, so no string can match."""
+
+
+class _Head(msgspec.Struct):
+    """The one field that says what a document is; the others are skipped."""
+
+    schema: str | None = None
+
+
+def encode(document: msgspec.Struct) -> bytes:
+    """Return the canonical JSON of a document.
+
+    Raises:
+        MemoError: when nobody could read it back: it breaks its own schema, or holds what JSON cannot carry (NaN).
+    """
+    try:
+        # Through the decoder, because constructors check nothing and keep the int that was given for a float.
+        readable = msgspec.json.decode(msgspec.json.encode(document, order="sorted"), type=type(document))
+    except msgspec.ValidationError as error:
+        raise _unwritable(document, str(error)) from None
+    if readable != document:
+        raise _unwritable(document, "a number that is not finite, or a field of the wrong type")
+    text = msgspec.json.format(msgspec.json.encode(readable, order="sorted"), indent=2)
+    return _NUMBER_LIST.sub(lambda match: b"[" + b" ".join(match[0][1:-1].split()) + b"]", text) + b"\n"
+
+
+def _unwritable(document: msgspec.Struct, got: str) -> MemoError:
+    """Return the error for a document that the program should never have made."""
+    return MemoError(
+        "a document cannot be written",
+        where=str(document.__struct_config__.tag),
+        got=got,
+        wanted="a document that can be read back",
+        hint="this is a bug; please report it",
+    )
+
+
+def sha256_of(document: msgspec.Struct) -> str:
+    """Return the SHA-256 of a document's canonical JSON, in lower-case hexadecimal.
+
+    Raises:
+        MemoError: as ``encode`` does.
+    """
+    return hashlib.sha256(encode(document)).hexdigest()
+
+
+def decode(raw: bytes, kind: type[T], *, where: str) -> T:
+    """Return the document of type ``kind`` in the JSON text ``raw``, whose ``schema`` has to be the kind's.
+
+    Raises:
+        BadInput: with ``where`` (the file), the JSON path, what was got and wanted, and the nearest known name.
+    """
+    schema = schema_of(raw, where=where)
+    if schema != kind.__struct_config__.tag:
+        raise explain_schema(schema, [kind], where)
+    try:
+        return msgspec.json.decode(raw, type=kind)
+    except msgspec.ValidationError as error:
+        raise explain_invalid(str(error), raw, kind, where) from None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise explain_malformed(error, raw, where) from None
+
+
+def schema_of(raw: bytes, *, where: str) -> str | None:
+    """Return the ``schema`` of the JSON object in ``raw`` (``memo.plan/1``), None when it has none.
+
+    Raises:
+        BadInput: when ``raw`` is not a JSON object, or its ``schema`` is not text.
+    """
+    try:
+        return msgspec.json.decode(raw, type=_Head).schema
+    except msgspec.ValidationError as error:
+        raise explain_invalid(str(error), raw, _Head, where) from None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise explain_malformed(error, raw, where) from None
+
+
+def decode_object(raw: bytes, *, where: str) -> dict[str, Any]:
+    """Return any JSON object as a dictionary (for formats that are not ours).
+
+    Raises:
+        BadInput: when ``raw`` is not a JSON object.
+    """
+    try:
+        return msgspec.json.decode(raw, type=dict[str, Any])
+    except msgspec.ValidationError as error:
+        raise explain_invalid(str(error), raw, dict, where) from None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise explain_malformed(error, raw, where) from None
+
+
+def read(path: str | Path, kind: type[T]) -> T:
+    """Return the document of type ``kind`` in a JSON (or ``.toml``) file.
+
+    Raises:
+        BadInput: when the file cannot be read or does not hold such a document.
+    """
+    return decode(read_raw(path), kind, where=str(path))
+
+
+def read_raw(path: str | Path) -> bytes:
+    """Return the JSON text in a file; a ``.toml`` file's is the JSON that it stands for.
+
+    Raises:
+        BadInput: when there is no such file, it cannot be read, or it is not TOML though it is called so.
+    """
+    try:
+        raw = Path(path).read_bytes().removeprefix(codecs.BOM_UTF8)
+    except FileNotFoundError:
+        raise BadInput("no such file", where=str(path)) from None
+    except IsADirectoryError:
+        raise BadInput("this is a directory", where=str(path), wanted="a file") from None
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the name
+        raise BadInput("the file cannot be read", where=repr(str(path)), got=str(error)) from None
+    if Path(path).suffix.lower() != ".toml":
+        return raw
+    import tomllib
+
+    try:
+        return msgspec.json.encode(tomllib.loads(raw.decode(), parse_float=_finite))
+    except (ValueError, RecursionError) as error:  # tomllib's and the UTF-8 decoder's errors are ValueErrors
+        raise BadInput("not a TOML document", where=str(path), got=str(error), hint="is the file whole?") from None
+
+
+def _finite(text: str) -> float:
+    """Return the number in ``text``; TOML knows nan and inf, the documents do not."""
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"{text} is not a finite number")
+    return value
+
+
+def write(path: str | Path, document: msgspec.Struct) -> None:
+    """Write a document's canonical JSON atomically: a reader sees the old file or the whole new one.
+
+    Raises:
+        UsageError: when the file cannot be written there; what was there stays.
+        MemoError: as ``encode`` does, before anything is touched.
+    """
+    write_bytes(path, encode(document))
+
+
+def write_bytes(path: str | Path, content: bytes) -> None:
+    """Write ``content`` atomically (pictures, traces of other formats); a link's target is replaced, not the link.
+
+    Raises:
+        UsageError: when the file cannot be written there; what was there stays.
+    """
+    try:
+        if Path(path).exists() and not Path(path).is_file():  # a device or a pipe has no old content to keep
+            Path(path).write_bytes(content)
+        else:
+            _replace(Path(os.path.realpath(path)), content)
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise UsageError("the file cannot be written", where=str(path), got=reason) from None
+
+
+def _replace(target: Path, content: bytes) -> None:
+    """Put ``content`` in a new file beside ``target``, on the disk, and rename it."""
+    fresh = target.with_name(f".{secrets.token_hex(8)}.tmp")
+    descriptor = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(descriptor)
+        os.replace(fresh, target)
+    except BaseException:
+        fresh.unlink(missing_ok=True)
+        raise

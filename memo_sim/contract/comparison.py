@@ -1,0 +1,44 @@
+"""Measured beside predicted, for one plan on the machine that ran it (``memo.comparison/1``)."""
+
+from __future__ import annotations
+
+import msgspec
+
+from memo_sim.contract.plan import MovedBytes
+from memo_sim.contract.units import Bytes, Seconds
+
+
+class StepFigures(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One step's figures, predicted or measured; ``lanes`` is busy time."""
+
+    step_s: Seconds
+    peak_device_bytes: Bytes
+    moved_bytes: MovedBytes
+    lanes: dict[str, Seconds]
+    ops: dict[str, Seconds] = {}
+    """Busy time by instruction kind."""
+
+
+class Ratio(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """predicted / measured; entries whose measured side is zero are left out."""
+
+    step_s: float
+    peak_device_bytes: float
+    moved_bytes: dict[str, float]
+    lanes: dict[str, float]
+    ops: dict[str, float] = {}
+
+
+class Comparison(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="schema", tag="memo.comparison/1"
+):
+    """What ``memo-exec run`` and ``compare`` report; ``measured`` is the median step after warm-up."""
+
+    program_sha256: str
+    machine: str
+    predicted: StepFigures | None
+    measured: StepFigures
+    ratio: Ratio | None
+    losses: list[float] = []
+    grad_norms: list[float] = []
+    steps_measured: int = 1

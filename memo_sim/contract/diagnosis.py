@@ -1,0 +1,169 @@
+"""Turns what the JSON decoder complains of into a ``BadInput`` that a person can act on.
+
+The decoder names a broken rule and a path: ``Expected `int` >= 1 - at `$.reserve[...].value` ``. The text and the
+wanted type say the rest: the value that was got, the names allowed, the key behind ``[...]``, the nearest known name.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from types import NoneType, UnionType
+from typing import Annotated, Any, NamedTuple, Union, get_args, get_origin, get_type_hints
+
+import msgspec
+
+from memo_sim.contract.errors import BadInput, did_you_mean
+
+_COMPLAINT = re.compile(r"(?P<what>.*?)(?: - at (?P<key>`key` in )?`(?P<path>\$[^`]*)`)?", re.DOTALL)
+_UNKNOWN = re.compile(r"Object contains unknown field `(.*)`", re.DOTALL)
+_MISSING = re.compile(r"Object missing required field `(.*)`", re.DOTALL)
+_EXPECTED = re.compile(r"Expected (?P<wanted>.*?)(?:, got (?P<got>.*))?", re.DOTALL)
+_STEP = re.compile(r"\.(?P<field>\w+)|\[(?P<index>\d+)\]|\[\.\.\.\]")
+_AT_BYTE = re.compile(r"(?:JSON is malformed: )?(?P<what>.*) \(byte (?P<at>\d+)\)")
+_WORD = re.compile(rb"[-+.\w]+")
+
+_LONGEST_SHOWN = 60
+
+
+class _Place(NamedTuple):
+    """Where a path leads: the path with its keys filled in, the type wanted there, the value found there if known."""
+
+    path: str
+    wanted: Any
+    value: Any
+
+
+def explain_schema(schema: str | None, kinds: Sequence[type[msgspec.Struct]], where: str) -> BadInput:
+    """Return the error for a document whose ``schema`` (None: it has none) is none of the kinds'."""
+    tags = [str(kind.__struct_config__.tag) for kind in kinds]
+    what = "the document does not say what it is" if schema is None else "another kind of document was expected"
+    got = "no schema" if schema is None else _shown(schema)
+    return BadInput(
+        what, where=f"{where}: $.schema", got=got, wanted=" or ".join(tags), hint=did_you_mean(schema or "", tags)
+    )
+
+
+def explain_malformed(error: Exception, raw: bytes, where: str) -> BadInput:
+    """Return the error for text that is not JSON at all: empty, cut off, not UTF-8, nested beyond reason."""
+    if not raw.strip():
+        return BadInput("the file is empty", where=where, wanted="a JSON document")
+    got = str(error)
+    if isinstance(error, RecursionError):
+        got = "brackets nested too deep"
+    elif isinstance(error, UnicodeDecodeError):
+        got = "text that is not UTF-8"
+    elif "truncated" in got:
+        got = "a document that ends too early"
+    elif match := _AT_BYTE.fullmatch(got):
+        at = int(match["at"])
+        line, column = raw.count(b"\n", 0, at) + 1, at - raw.rfind(b"\n", 0, at)
+        where = f"{where}: line {line}, column {column}"
+        word = _WORD.match(raw, at)
+        got = match["what"] + (f" at {_shown(word[0].decode())}" if word else "")
+    return BadInput("not a JSON document", where=where, got=got, hint="is the file whole?")
+
+
+def explain_invalid(complaint: str, raw: bytes, kind: type, where: str) -> BadInput:
+    """Return the error for the JSON in ``raw`` that breaks the rule of type ``kind`` which ``complaint`` names."""
+    parts = _COMPLAINT.fullmatch(complaint)
+    assert parts is not None
+    place = _find(parts["path"] or "$", kind, raw)
+    here = f"{where}: {place.path}"
+    if unknown := _UNKNOWN.fullmatch(parts["what"]):
+        names = getattr(_bare(place.wanted), "__struct_fields__", ())
+        known = "one of " + ", ".join(names)
+        hint = did_you_mean(unknown[1], names)
+        at = f"{here}.{_key(unknown[1])}"
+        return BadInput("unknown field", where=at, got=_shown(unknown[1]), wanted=known, hint=hint)
+    if missing := _MISSING.fullmatch(parts["what"]):
+        return BadInput("a field is missing", where=f"{here}.{missing[1]}", wanted="a value")
+    if parts["what"].startswith("Invalid enum value"):
+        return _not_allowed(place, here, is_key=parts["key"] is not None)
+    if expected := _EXPECTED.fullmatch(parts["what"]):
+        got = expected["got"] if place.value is msgspec.UNSET else _shown(place.value)
+        return BadInput("a wrong value", where=here, got=got, wanted=expected["wanted"].replace("`", ""))
+    return BadInput(parts["what"], where=here)
+
+
+def _not_allowed(place: _Place, here: str, *, is_key: bool) -> BadInput:
+    """Return the error for a value, or a key of the object there, outside the few that are allowed."""
+    wanted = _bare(place.wanted)
+    allowed = [str(choice) for choice in get_args(_bare(get_args(wanted)[0]) if is_key else wanted)]
+    got = place.value
+    if is_key and isinstance(got, dict):
+        got = next((key for key in got if key not in allowed), msgspec.UNSET)
+    return BadInput(
+        "not an allowed name" if is_key else "not an allowed value",
+        where=here,
+        got=None if got is msgspec.UNSET else _shown(got),
+        wanted="one of " + ", ".join(allowed),
+        hint=did_you_mean(str(got), allowed),
+    )
+
+
+def _find(path: str, kind: type, raw: bytes) -> _Place:
+    """Return the place that ``path`` leads to in a document of type ``kind``."""
+    try:
+        value = msgspec.json.decode(raw)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):  # broken elsewhere, too
+        value = msgspec.UNSET
+    place = _Place("$", kind, value)
+    for step in _STEP.finditer(path):
+        wanted = _bare(place.wanted)
+        if step["field"]:
+            place = _field(place, wanted, step["field"])
+        elif step["index"]:
+            place = _item(place, wanted, int(step["index"]))
+        else:
+            place = _bad_entry(place, wanted)
+    return place
+
+
+def _field(place: _Place, wanted: Any, name: str) -> _Place:
+    """Return the place of a struct's field."""
+    hints = get_type_hints(wanted, include_extras=True) if isinstance(wanted, type) else {}
+    value = place.value.get(name, msgspec.UNSET) if isinstance(place.value, dict) else msgspec.UNSET
+    return _Place(f"{place.path}.{name}", hints.get(name, Any), value)
+
+
+def _item(place: _Place, wanted: Any, index: int) -> _Place:
+    """Return the place of a list's item."""
+    known = isinstance(place.value, list) and index < len(place.value)
+    hint = next(iter(get_args(wanted)), Any)
+    return _Place(f"{place.path}[{index}]", hint, place.value[index] if known else msgspec.UNSET)
+
+
+def _bad_entry(place: _Place, wanted: Any) -> _Place:
+    """Return the place of the first entry of an object that is not what its entries have to be."""
+    hint = get_args(wanted)[1] if len(get_args(wanted)) == 2 else Any
+    for key, value in place.value.items() if isinstance(place.value, dict) else ():
+        try:
+            msgspec.convert(value, hint)
+        except msgspec.ValidationError:
+            return _Place(f"{place.path}.{_key(key)}", hint, value)
+    return _Place(f"{place.path}[...]", hint, msgspec.UNSET)
+
+
+def _bare(hint: Any) -> Any:
+    """Return a type without its constraints and without ``| None``."""
+    if get_origin(hint) is Annotated:
+        return _bare(get_args(hint)[0])
+    if get_origin(hint) in (Union, UnionType):
+        return _bare(next(option for option in get_args(hint) if option is not NoneType))
+    return hint
+
+
+def _key(name: str) -> str:
+    """Return an object's key as a path shows it."""
+    return _shown(name).strip('"')
+
+
+def _shown(value: Any) -> str:
+    """Return a value as the file has it, shortened."""
+    if isinstance(value, dict):
+        return "an object"
+    if isinstance(value, list):
+        return f"an array of {len(value)}"
+    text = msgspec.json.encode(value).decode()
+    return text if len(text) <= _LONGEST_SHOWN else text[:_LONGEST_SHOWN] + "..."

@@ -1,0 +1,242 @@
+"""A Hugging Face ``config.json`` as a ``Model``: Llama, Qwen2, Qwen3 and GPT-2.
+
+Keys that do not concern the shape are ignored, but those that do must be there: the class defaults of transformers are
+no real model's (Qwen3's ``intermediate_size`` is 22016, the real 8B's 12288). What would change the arithmetic and is
+not modelled (sliding windows in use, experts, other rotary scalings, biases on some products) is refused, not dropped.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+from memo_sim.contract.errors import BadInput, did_you_mean
+from memo_sim.contract.model import Model, RopeScaling
+
+SUPPORTED = ("gpt2", "llama", "qwen2", "qwen3")
+
+T = TypeVar("T")
+
+_GELU = {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"}
+_EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_intermediate_size")
+_BEYOND_FLOATS = 10**300
+_DROPOUT_KEYS = ("attention_dropout", "attn_pdrop", "embd_pdrop", "resid_pdrop")
+
+
+def model_from_config(fields: dict[str, Any], *, where: str, name: str) -> Model:
+    """Return the model that a ``config.json`` describes; ``name`` is used when the file has none.
+
+    Raises:
+        BadInput: for a ``model_type`` not supported, a shape key missing or not a positive whole number, or a feature
+            that is not modelled; with ``where`` (the file) and the key.
+    """
+    config = _Config(fields, where)
+    model_type = config.text("model_type", "")
+    if model_type not in SUPPORTED:
+        raise config.refusal(
+            "model_type",
+            "this type of model is not supported",
+            wanted="one of " + ", ".join(SUPPORTED),
+            hint=did_you_mean(model_type, SUPPORTED) or "write its shape as a memo.model/1 file",
+        )
+    _refuse_unmodelled(config)
+    dropout = max((config.number(key, 0.0, least=0.0) for key in _DROPOUT_KEYS if key in fields), default=0.0)
+    source = f"Hugging Face config.json of model_type {model_type}"
+    try:
+        return Model(
+            name=config.text("_name_or_path", "").rstrip("/").rpartition("/")[2] or name,
+            vocab=config.whole("vocab_size"),
+            source=source + (f"; its dropout of {dropout:g} is not applied" if dropout else ""),
+            **(_gpt2(config) if model_type == "gpt2" else _rotary(config, model_type)),
+        )
+    except ValueError as error:
+        raise BadInput(str(error), where=where) from None
+
+
+class _Config:
+    """The keys of one object of the file, each checked when it is asked for."""
+
+    def __init__(self, fields: dict[str, Any], where: str, path: str = "$") -> None:
+        self.fields = fields
+        self.where = where
+        self.path = path
+
+    def refusal(self, key: str, what: str, *, wanted: str | None = None, hint: str | None = None) -> BadInput:
+        """Return the error about one key."""
+        got = repr(self.fields[key]) if key in self.fields else "nothing"
+        return BadInput(what, where=f"{self.where}: {self.path}.{key}", got=got[:80], wanted=wanted, hint=hint)
+
+    def whole(self, key: str, default: int | None = None) -> int:
+        """Return a positive whole number; null and absent are ``default``, or an error when there is none."""
+        value = self._get(key, default)
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise self.refusal(key, "a wrong value", wanted="a positive whole number")
+        return value
+
+    def number(self, key: str, default: float | None = None, *, least: float | None = None) -> float:
+        """Return a number above zero, or from ``least`` on."""
+        value = self._get(key, default)
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            enough = value > 0 if least is None else value >= least
+            if enough and value < _BEYOND_FLOATS:
+                return float(value)
+        wanted = "a positive number" if least is None else f"a number from {least:g} on"
+        raise self.refusal(key, "a wrong value", wanted=wanted)
+
+    def flag(self, key: str, default: bool) -> bool:
+        """Return a truth value."""
+        return self._typed(key, default, bool, "true or false")
+
+    def text(self, key: str, default: str) -> str:
+        """Return a text."""
+        return self._typed(key, default, str, "a text")
+
+    def part(self, key: str) -> _Config:
+        """Return the object under ``key``; absent and null are an empty one."""
+        return _Config(self._typed(key, {}, dict, "an object"), self.where, f"{self.path}.{key}")
+
+    def _typed(self, key: str, default: T, kind: type[T], wanted: str) -> T:
+        value = self._get(key, default)
+        if not isinstance(value, kind):
+            raise self.refusal(key, "a wrong value", wanted=wanted)
+        return value
+
+    def _get(self, key: str, default: object) -> object:
+        value = self.fields.get(key)
+        if value is None and default is None:
+            raise self.refusal(key, "a field that the model's shape needs is missing")
+        return default if value is None else value
+
+
+def _gpt2(config: _Config) -> dict[str, Any]:
+    """Return GPT-2's shape: learned positions, biases everywhere, ``n_inner`` null = four times the width."""
+    if not config.flag("scale_attn_weights", True):
+        raise config.refusal("scale_attn_weights", "attention without its scale is not modelled", wanted="true")
+    for key in ("scale_attn_by_inverse_layer_idx", "add_cross_attention"):
+        if config.flag(key, False):
+            raise config.refusal(key, "this attention is not modelled", wanted="false")
+    activation = config.text("activation_function", "gelu_new")
+    if activation not in _GELU:
+        raise config.refusal("activation_function", "not modelled", wanted="one of " + ", ".join(_GELU))
+    hidden, heads = config.whole("n_embd"), config.whole("n_head")
+    return {
+        "family": "gpt",
+        "layers": config.whole("n_layer"),
+        "hidden": hidden,
+        "heads": heads,
+        "kv_heads": heads,
+        "head_dim": _even_split(config, "n_embd", hidden, heads),
+        "ffn_hidden": config.whole("n_inner", 4 * hidden),
+        "tied_embeddings": config.flag("tie_word_embeddings", True),
+        "max_positions": config.whole("n_positions"),
+        "norm_eps": config.number("layer_norm_epsilon", 1e-5),
+        "qkv_bias": True,
+        "linear_bias": True,
+        "activation": _GELU[activation],
+    }
+
+
+def _rotary(config: _Config, model_type: str) -> dict[str, Any]:
+    """Return the shape of a Llama or Qwen: rotary positions, a gated FFN, grouped-query heads."""
+    if config.text("hidden_act", "silu") != "silu":
+        raise config.refusal("hidden_act", "only FFNs gated by silu are modelled", wanted="silu")
+    layers = config.whole("num_hidden_layers")
+    _refuse_windows(config, layers)
+    hidden, heads = config.whole("hidden_size"), config.whole("num_attention_heads")
+    if model_type != "llama" and "num_key_value_heads" not in config.fields:  # Llama's first configs have no such key
+        raise config.refusal("num_key_value_heads", "a field that the model's shape needs is missing")
+    if model_type == "qwen3" or config.fields.get("head_dim") is not None:
+        head_dim = config.whole("head_dim")
+    else:
+        head_dim = _even_split(config, "hidden_size", hidden, heads)
+    biased = _all_biased(config, model_type)
+    theta, scaling = _rope(config)
+    return {
+        "family": "llama",
+        "layers": layers,
+        "hidden": hidden,
+        "heads": heads,
+        "kv_heads": config.whole("num_key_value_heads", heads),
+        "head_dim": head_dim,
+        "ffn_hidden": config.whole("intermediate_size"),
+        "tied_embeddings": config.flag("tie_word_embeddings", False),
+        "norm_eps": config.number("rms_norm_eps", 1e-6),
+        "rope_theta": theta,
+        "rope_scaling": scaling,
+        "qkv_bias": biased or model_type == "qwen2",
+        "linear_bias": biased,
+        "qk_norm": model_type == "qwen3",
+        "activation": "silu",
+    }
+
+
+def _even_split(config: _Config, key: str, hidden: int, heads: int) -> int:
+    """Return the head size that the width and the number of heads imply."""
+    if hidden % heads:
+        raise config.refusal(key, "the width does not divide into heads", wanted=f"a multiple of {heads} heads")
+    return hidden // heads
+
+
+def _all_biased(config: _Config, model_type: str) -> bool:
+    """Return whether every product has a bias; a model has them all, none, or (Qwen2) those of Q, K and V."""
+    if model_type == "qwen2":
+        return False
+    attention, ffn = config.flag("attention_bias", False), model_type == "llama" and config.flag("mlp_bias", False)
+    if attention != ffn:
+        key = "attention_bias" if attention else "mlp_bias"
+        raise config.refusal(key, "biases on a part of the products are not modelled", wanted="false")
+    return attention
+
+
+def _rope(config: _Config) -> tuple[float, RopeScaling | None]:
+    """Return base and scaling of the rotary tables, from the keys of transformers 4 (which win, as there) or 5."""
+    table = config.part("rope_scaling" if config.fields.get("rope_scaling") else "rope_parameters")
+    for part in (config, table):
+        if part.number("partial_rotary_factor", 1.0) != 1.0:
+            raise part.refusal("partial_rotary_factor", "rotating a part of a head is not modelled", wanted="1")
+    for key, value in table.fields.items():
+        if isinstance(value, dict):
+            raise table.refusal(key, "rotary tables that differ by layer are not modelled")
+    theta = table.number("rope_theta", config.number("rope_theta", 10000.0))
+    kind_key = "rope_type" if "rope_type" in table.fields else "type"
+    kind = table.text(kind_key, "default")
+    if kind == "default":
+        return theta, None
+    if kind == "linear":
+        return theta, RopeScaling(kind="linear", factor=table.number("factor", least=1.0))
+    if kind == "llama3":
+        scaling = RopeScaling(
+            kind="llama3",
+            factor=table.number("factor", least=1.0),
+            low_freq_factor=table.number("low_freq_factor"),
+            high_freq_factor=table.number("high_freq_factor"),
+            original_max_positions=table.whole("original_max_position_embeddings"),
+        )
+        return theta, scaling
+    raise table.refusal(kind_key, "this rotary scaling is not modelled", wanted="default, linear or llama3")
+
+
+def _refuse_unmodelled(config: _Config) -> None:
+    """Refuse nested models, encoders and experts."""
+    if config.fields.get("text_config") is not None:
+        hint = "save the object under text_config as a config.json of its own"
+        raise config.refusal("text_config", "a model inside a model is not supported", hint=hint)
+    if config.flag("is_encoder_decoder", False):
+        raise config.refusal("is_encoder_decoder", "only decoders are modelled", wanted="false")
+    for key in _EXPERT_KEYS:
+        if config.fields.get(key):
+            raise config.refusal(key, "mixtures of experts are not modelled", wanted="no such key")
+
+
+def _refuse_windows(config: _Config, layers: int) -> None:
+    """Refuse attention that sees a window in any layer; a window that is configured but unused is none."""
+    kinds = config.fields.get("layer_types")
+    if kinds is not None:
+        if not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds):
+            raise config.refusal(
+                "layer_types", "only full attention is modelled", wanted="full_attention in each layer"
+            )
+        return
+    if not config.flag("use_sliding_window", False) or config.fields.get("sliding_window") is None:
+        return
+    if config.whole("max_window_layers", 1) < layers:
+        raise config.refusal("use_sliding_window", "sliding windows are not modelled", wanted="false")

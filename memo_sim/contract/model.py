@@ -1,0 +1,127 @@
+"""A decoder-only transformer, by its shape alone (``memo.model/1``)."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+
+from memo_sim.contract.units import Positive, Rate, Tokens
+
+Family = Literal["gpt", "llama"]
+
+
+class RopeScaling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Llama 3's frequency scaling of the rotary tables (``rope_type`` llama3), or linear scaling."""
+
+    kind: Literal["llama3", "linear"]
+    factor: Annotated[float, msgspec.Meta(ge=1)]
+    low_freq_factor: Rate = 1.0
+    high_freq_factor: Rate = 4.0
+    original_max_positions: Positive = 8192
+
+    def __post_init__(self) -> None:
+        """Refuse a band between the two frequencies that is empty."""
+        if self.kind == "llama3" and self.high_freq_factor <= self.low_freq_factor:
+            raise ValueError("high_freq_factor must be more than low_freq_factor")
+
+
+class Model(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="schema", tag="memo.model/1"
+):
+    """The shape of a model.
+
+    ``gpt``: LayerNorm, GELU, biases, learned positions (or rotary, see ``max_positions``). ``llama``: RMSNorm, rotary
+    positions, SwiGLU, grouped-query heads.
+    """
+
+    name: str
+    family: Family
+    layers: Positive
+    hidden: Positive
+    heads: Positive
+    kv_heads: Positive
+    head_dim: Positive
+    ffn_hidden: Positive
+    vocab: Positive
+    tied_embeddings: bool
+    max_positions: Tokens = 0
+    """Rows of a gpt's learned position table; 0 = none, its order is rotary (a table for 1M tokens would outweigh a
+    7B)."""
+    norm_eps: Rate = 1e-5
+    rope_theta: Rate = 10000.0
+    rope_scaling: RopeScaling | None = None
+    qkv_bias: bool = False
+    linear_bias: bool = False
+    """Biases on the attention projection and both FFN products."""
+    qk_norm: bool = False
+    """RMSNorm over each head of Q and K before the rotary (Qwen3)."""
+    activation: Literal["gelu", "gelu_tanh", "silu"] = "gelu"
+    source: str = ""
+
+    def __post_init__(self) -> None:
+        """Refuse shapes no transformer can have."""
+        if self.heads % self.kv_heads:
+            raise ValueError(f"heads ({self.heads}) must be a multiple of kv_heads ({self.kv_heads})")
+        if not self.learned_positions and self.head_dim % 2:
+            raise ValueError(f"head_dim ({self.head_dim}) must be even for rotary positions")
+        if (self.activation == "silu") != self.gated:
+            wanted = "silu" if self.gated else "gelu or gelu_tanh"
+            raise ValueError(f"activation of the {self.family} family must be {wanted}, not {self.activation}")
+
+    @property
+    def learned_positions(self) -> bool:
+        """Whether there is a trained position table; every other model is rotary."""
+        return self.family == "gpt" and self.max_positions > 0
+
+    @property
+    def gated(self) -> bool:
+        """Whether the FFN has a gate (three matrices instead of two)."""
+        return self.family == "llama"
+
+    @property
+    def q_width(self) -> int:
+        """Features of Q: heads x head_dim."""
+        return self.heads * self.head_dim
+
+    @property
+    def kv_width(self) -> int:
+        """Features of K (and of V): kv_heads x head_dim."""
+        return self.kv_heads * self.head_dim
+
+    @property
+    def layer_matrix_params(self) -> int:
+        """Weights of one layer's matrices (no biases, no norms)."""
+        attention = self.hidden * (2 * self.q_width + 2 * self.kv_width)
+        return attention + (3 if self.gated else 2) * self.hidden * self.ffn_hidden
+
+    @property
+    def layer_vector_params(self) -> int:
+        """Weights of one layer's norms and biases."""
+        norms = 2 * self.hidden * self._norm_vectors + (2 * self.head_dim if self.qk_norm else 0)
+        qkv_bias = self.q_width + 2 * self.kv_width if self.qkv_bias else 0
+        linear_bias = 2 * self.hidden + (2 if self.gated else 1) * self.ffn_hidden if self.linear_bias else 0
+        return norms + qkv_bias + linear_bias
+
+    @property
+    def total_params(self) -> int:
+        """Every trained weight."""
+        layers = self.layers * (self.layer_matrix_params + self.layer_vector_params)
+        embeddings = (1 if self.tied_embeddings else 2) * self.vocab * self.hidden
+        positions = self.max_positions * self.hidden if self.learned_positions else 0
+        return layers + embeddings + positions + self.hidden * self._norm_vectors
+
+    @property
+    def _norm_vectors(self) -> int:
+        """Vectors of one norm: LayerNorm has a weight and a bias, RMSNorm a weight."""
+        return 2 if self.family == "gpt" else 1
+
+    @property
+    def mfu_params(self) -> int:
+        """P of MEMO 5.1: the matrix weights and the classifier, one embedding; 12*n*h^2 + V*h for the GPT presets."""
+        return self.layers * self.layer_matrix_params + self.vocab * self.hidden
+
+    def step_flops(self, seq_tokens: int, sequences: int = 1) -> float:
+        """Model FLOPs of one step by MEMO 5.1: 6*s*P + 6*n*(heads*head_dim)*s^2 a sequence (causal mask counted)."""
+        attention = 6.0 * self.layers * self.q_width * float(seq_tokens) ** 2
+        return sequences * (6.0 * seq_tokens * self.mfu_params + attention)

@@ -1,0 +1,179 @@
+"""The decisions of one training step, what they are predicted to cost, and where they came from (``memo.plan/1``).
+
+Decisions alone determine the program; prediction and provenance can be dropped or computed anew on another machine.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+
+from memo_sim.contract.hardware import DtypeName
+from memo_sim.contract.model import Model
+from memo_sim.contract.units import Bytes, Fraction, Positive, Seconds, Tokens
+
+Recompute = Literal["none", "full", "tokenwise"]
+MemoryPolicy = Literal["planned", "caching"]
+States = Literal["fp32", "bf16", "host"]
+HostAllocator = Literal["exact", "power_of_two"]
+Status = Literal["ok", "gpu_oom", "host_oom", "invalid"]
+
+SWAP_GRANULE_TOKENS = 128
+
+
+class Layout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How the work is divided: each number is a degree."""
+
+    tp: Positive = 1
+    sequence_parallel: bool = False
+    cp: Positive = 1
+    ulysses: Positive = 1
+    metp: Positive = 1
+    pp: Positive = 1
+    dp: Positive = 1
+    zero: Annotated[int, msgspec.Meta(ge=0, le=3)] = 0
+    subsequences: Positive = 1
+
+    @property
+    def devices(self) -> int:
+        """Devices the layout occupies."""
+        return self.tp * self.cp * self.ulysses * self.metp * self.pp * self.dp
+
+
+class Kernels(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Which implementation plays an operator; it decides workspaces, so it belongs to the plan."""
+
+    attention: str = "flash2"
+    head_groups: Positive = 1
+    """Attention runs in this many groups of heads, one after the other (bounds its workspace)."""
+
+
+class Decisions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Everything that ``lower`` reads, and nothing else.
+
+    ``swapped_tokens`` counts the tokens of one rank's micro-batch shard (micro_batch x seq_tokens / cp / ulysses) whose
+    skeletal tensors are swapped: 0 with recompute none = keep, all of them = full swap; a multiple of 128 or all.
+    With ``tokenwise`` the other tokens are recomputed, and layer input and attention output are swapped whole.
+    """
+
+    model: Model
+    layout: Layout = Layout()
+    seq_tokens: Positive
+    micro_batch: Positive = 1
+    global_batch: Positive = 1
+    recompute: Recompute = "none"
+    swapped_tokens: Tokens = 0
+    memory_policy: MemoryPolicy = "planned"
+    host_allocator: HostAllocator = "exact"
+    states: States = "fp32"
+    loss_chunk_tokens: Tokens = 0
+    """Tokens whose logits exist at once; 0 = all of them."""
+    kernels: Kernels = Kernels()
+    dtype: DtypeName = "bf16"
+    deterministic: bool = False
+
+    def __post_init__(self) -> None:
+        """Refuse a number of swapped tokens that row blocks cannot have."""
+        swapped, tokens = self.swapped_tokens, self.local_tokens
+        if swapped > tokens:
+            raise ValueError(f"swapped_tokens ({swapped}) are more than the {tokens} tokens of a rank's micro-batch")
+        if swapped % SWAP_GRANULE_TOKENS and swapped != tokens:
+            raise ValueError(
+                f"swapped_tokens ({swapped}) must be a multiple of {SWAP_GRANULE_TOKENS}, or all {tokens} tokens"
+            )
+
+    @property
+    def local_tokens(self) -> int:
+        """Tokens of one micro-batch on one rank, outside of sequence-parallel regions."""
+        return self.micro_batch * self.seq_tokens // (self.layout.cp * self.layout.ulysses)
+
+    @property
+    def alpha(self) -> float:
+        """Fraction of tokens swapped (MEMO 4.1)."""
+        return self.swapped_tokens / self.local_tokens
+
+    @property
+    def micro_batches(self) -> int:
+        """Micro-batches each data-parallel rank plays in a step."""
+        return self.global_batch // (self.micro_batch * self.layout.dp)
+
+
+class Stall(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Time a lane stood still for one kind of instruction of another lane (summed over the step)."""
+
+    lane: str
+    waits_for: str
+    seconds: Seconds
+    count: int
+
+
+class MovedBytes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Bytes one rank copies in a step."""
+
+    d2h: Bytes = 0
+    h2d: Bytes = 0
+
+
+class Prediction(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What the engine says of a plan on one cluster; no time when it does not fit."""
+
+    status: Status
+    hardware: str = ""
+    step_s: Seconds | None = None
+    mfu: float | None = None
+    tgs: float | None = None
+    peak_device_bytes: Bytes = 0
+    peak_by_class: dict[str, Bytes] = {}
+    peak_host_bytes_per_node: Bytes = 0
+    moved_bytes: MovedBytes = MovedBytes()
+    lanes: dict[str, Seconds] = {}
+    """Busy time by lane."""
+    stalls: list[Stall] = []
+    shortfall_bytes: Bytes = 0
+    reason: str = ""
+    outside_calibration: list[str] = []
+    """Curves that were asked beyond the range they were measured in."""
+
+
+class Provenance(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Who made the file, when, from what; never read by ``lower``."""
+
+    created: str = ""
+    memo_version: str = ""
+    command: str = ""
+    cluster: str = ""
+    hardware_sha256: str = ""
+
+
+class Plan(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="schema", tag="memo.plan/1"
+):
+    """A plan file: decisions, prediction and provenance apart; ``program_sha256`` pins the program they lower to."""
+
+    decisions: Decisions
+    program_sha256: str
+    prediction: Prediction | None = None
+    provenance: Provenance = Provenance()
+
+
+class PlanRow(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One evaluated plan as scripts read it (in ``memo.result/1``)."""
+
+    status: Status
+    system: str = ""
+    mfu: float | None
+    tgs: float | None
+    step_s: Seconds | None
+    alpha: Fraction
+    layout: Layout
+    recompute: Recompute
+    memory_policy: MemoryPolicy
+    states: States
+    micro_batch: Positive
+    peak_device_bytes: Bytes
+    peak_host_bytes_per_node: Bytes
+    stalls: list[Stall]
+    shortfall_bytes: Bytes = 0
+    reason: str = ""
+    outside_calibration: list[str] = []

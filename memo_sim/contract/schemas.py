@@ -1,0 +1,44 @@
+"""The documents by name, and the JSON Schema of each for editors and other programs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from memo_sim.contract.cluster import Cluster
+from memo_sim.contract.comparison import Comparison
+from memo_sim.contract.errors import UsageError, did_you_mean
+from memo_sim.contract.hardware import Hardware
+from memo_sim.contract.model import Model
+from memo_sim.contract.placement import Placement
+from memo_sim.contract.plan import Plan
+from memo_sim.contract.result import Result
+from memo_sim.contract.trace import Trace
+from memo_sim.contract.validation import Validation
+
+DOCUMENTS: dict[str, type[msgspec.Struct]] = {
+    "model": Model,
+    "hardware": Hardware,
+    "cluster": Cluster,
+    "plan": Plan,
+    "placement": Placement,
+    "trace": Trace,
+    "result": Result,
+    "validation": Validation,
+    "comparison": Comparison,
+}
+
+
+def json_schema(name: str) -> dict[str, Any]:
+    """Return the JSON Schema (2020-12) of the document called ``name``.
+
+    Raises:
+        UsageError: when there is no such document.
+    """
+    if name not in DOCUMENTS:
+        known = ", ".join(DOCUMENTS)
+        raise UsageError(
+            "no such document", got=repr(name), wanted=f"one of {known}", hint=did_you_mean(name, DOCUMENTS)
+        )
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **msgspec.json.schema(DOCUMENTS[name])}

@@ -1,0 +1,70 @@
+"""Units as types, and the two ways people write them: ``64k`` tokens and ``1.5 GiB``.
+
+Names carry the unit (``_bytes``, ``_s``, ``_tokens``). Memory is shown in GiB (2**30), rates in GB/s (1e9).
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated
+
+import msgspec
+
+from memo_sim.contract.errors import UsageError
+
+KIB = 1024
+GIB = 2**30
+
+Bytes = Annotated[int, msgspec.Meta(ge=0)]
+Tokens = Annotated[int, msgspec.Meta(ge=0)]
+Positive = Annotated[int, msgspec.Meta(ge=1)]
+Seconds = Annotated[float, msgspec.Meta(ge=0)]
+NonNegative = Annotated[float, msgspec.Meta(ge=0)]
+Rate = Annotated[float, msgspec.Meta(gt=0)]
+Fraction = Annotated[float, msgspec.Meta(ge=0, le=1)]
+
+_TOKENS = re.compile(r"(\d{1,18})(?:\.(\d{1,18}))?\s*([km]?)", re.IGNORECASE | re.ASCII)
+_SCALE = {"": 1, "k": KIB, "m": KIB * KIB}
+
+DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "int64": 8, "int32": 4}
+
+
+def parse_tokens(text: str) -> int:
+    """Return the number of tokens that ``text`` names: ``4096``, ``64k`` = 65,536, ``1m`` = 1,048,576.
+
+    Raises:
+        UsageError: when ``text`` is not a positive whole number of tokens.
+    """
+    if match := _TOKENS.fullmatch(text.strip()):
+        whole, decimals, suffix = match.groups(default="")
+        one = int("1" + "0" * len(decimals))
+        tokens, rest = divmod(int(whole + decimals) * _SCALE[suffix.lower()], one)
+        if tokens and not rest:
+            return tokens
+    raise UsageError(
+        "not a number of tokens", got=repr(text), wanted="a positive whole number, 64k or 1m", hint="--seq-len 64k"
+    )
+
+
+def format_tokens(tokens: int) -> str:
+    """Return ``tokens`` the short way (``64k``, ``1m``) when that is exact, in digits otherwise."""
+    for suffix in ("m", "k"):
+        if tokens and tokens % _SCALE[suffix] == 0:
+            return f"{tokens // _SCALE[suffix]}{suffix}"
+    return str(tokens)
+
+
+def format_bytes(size_bytes: float) -> str:
+    """Return a size in GiB, or MiB / KiB below 0.1 GiB (model and laptop sizes)."""
+    for unit, scale in (("GiB", GIB), ("MiB", 2**20), ("KiB", KIB)):
+        if abs(size_bytes) >= 0.1 * scale or unit == "KiB":
+            return f"{size_bytes / scale:.2f} {unit}"
+    raise AssertionError
+
+
+def format_seconds(seconds: float) -> str:
+    """Return a duration with the unit that keeps three to four digits before the point small."""
+    for unit, scale in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
+        if abs(seconds) >= scale or unit == "us":
+            return f"{seconds / scale:.3g} {unit}" if seconds < 1000 else f"{seconds:.0f} s"
+    raise AssertionError
