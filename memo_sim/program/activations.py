@@ -4,9 +4,9 @@ Each policy is a choice of families for the skeletal slots of the forward and ba
 
     keep        one buffer per micro-batch and layer, from forward to backward
     full        only the layer input is kept; backward rebuilds the rest in buffers of its own
-    rounding    two buffers that layers take in turn; a layer whose buffer is overwritten is offloaded to host buffers after its
-                forward and prefetched before its backward. Of the tokens that are not swapped, tokenwise rebuilds the rows in
-                backward, none keeps a copy of them on the device.
+    rounding    two buffers that layers take in turn; a layer whose buffer is overwritten is offloaded to host
+                buffers after its forward and prefetched before its backward. Of the tokens that are not swapped,
+                tokenwise rebuilds the rows in backward, none keeps a copy of them on the device.
 """
 
 from __future__ import annotations

@@ -1,10 +1,12 @@
-"""Causal attention over a rank's tokens: local, or a zigzag ring over context-parallel ranks (Megatron-LM CP, Ring Attention).
+"""Causal attention over a rank's tokens: local, or a zigzag ring over context-parallel ranks (Megatron-LM CP, Ring
+Attention).
 
-With cp ranks the sequence is cut into 2 x cp chunks and rank r holds chunks r and 2*cp - 1 - r, so that every rank has the same
-work. Step 0 is the local causal square. Step j meets the keys and values of rank r - j: when they come from a later rank only this
-rank's late half attends to them (all of them), when from an earlier rank all queries attend to their early half; both cost half a
-square. Partial outputs merge by log-sum-exp. Keys and values travel one hop a step beside the attention of the step before; their
-gradients follow one step behind and end at home after cp - 1 hops.
+With cp ranks the sequence is cut into 2 x cp chunks and rank r holds chunks r and 2*cp - 1 - r, so that every rank
+has the same work. Step 0 is the local causal square. Step j meets the keys and values of rank r - j: when they come
+from a later rank only this rank's late half attends to them (all of them), when from an earlier rank all queries
+attend to their early half; both cost half a square. Partial outputs merge by log-sum-exp. Keys and values travel one
+hop a step beside the attention of the step before; their gradients follow one step behind and end at home after cp -
+1 hops.
 
 Representative: rank 0, for which every other rank is a later one.
 """
@@ -126,7 +128,9 @@ def _pack(builder: TemplateBuilder, decisions: Decisions, shape: Shape, suffix: 
     )
 
 
-def _hop(builder: TemplateBuilder, decisions: Decisions, shape: Shape, step: int, kind: str, suffix: str = "") -> None:
+def _hop(
+    builder: TemplateBuilder, decisions: Decisions, shape: Shape, step: int, kind: str, *, suffix: str = ""
+) -> None:
     """Send this step's buffer to the next rank while the following step's arrives from the previous one."""
     size = shape.tokens * 2 * shape.kv_width * DTYPE_BYTES[decisions.dtype]
     builder.emit(

@@ -1,7 +1,7 @@
 """A program expanded to integer columns: one row an instruction, one row an operand.
 
-This is the only form that is as long as the step; everything that looks at all instructions (edges, liveness, the engine) works
-on these arrays.
+This is the only form that is as long as the step; everything that looks at all instructions (edges, liveness, the
+engine) works on these arrays.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Every ordering between instructions of different lanes, derived from program order and token ranges.
 
-A write must come after the previous write and the reads since (WAW, WAR), a read after the last write (RAW), range by range,
-device and host buffers alike. Orders inside a lane are implied (lanes are FIFO) and so are edges that an earlier edge between
-the same two lanes already enforces; both are dropped.
+A write must come after the previous write and the reads since (WAW, WAR), a read after the last write (RAW), range by
+range, device and host buffers alike. Orders inside a lane are implied (lanes are FIFO) and so are edges that an
+earlier edge between the same two lanes already enforces; both are dropped.
 
       compute   [fwd l0 writes A]...............[fwd l2 writes A]
       d2h                  [offload reads A]........^
@@ -50,11 +50,12 @@ def derive_edges(columns: Columns) -> Edges:
         found = writes & (lane != producer_lane) & (last_read > last_write)
         producers.append(instruction[last_read[found]])
         consumers.append(instruction[found])
-    return _reduced(np.concatenate(producers), np.concatenate(consumers), columns.lane)
+    none = [np.zeros(0, dtype=np.int64)]
+    return _reduced(np.concatenate(none + producers), np.concatenate(none + consumers), columns.lane)
 
 
 def _segments(columns: Columns) -> tuple[Ints, Ints, Ints]:
-    """Cut the buffers that several lanes touch at every range boundary; return (segment, instruction, mode) in program order."""
+    """Cut the buffers that several lanes touch at every range boundary; return (segment, instruction, mode)."""
     buffer = columns.operand_buffer
     lane = columns.lane[columns.operand_instruction]
     lanes_touching = np.zeros(len(columns.buffer_bytes), dtype=np.int64)

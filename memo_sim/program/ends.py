@@ -1,7 +1,8 @@
 """The two ends of the model: embedding, and final norm with classifier and loss.
 
-The head plays forward and backward of a chunk of tokens before the next chunk, so that the logits of ``loss_chunk_tokens`` tokens
-exist at once (of all tokens when that is 0). The vocabulary is divided over tensor-parallel ranks.
+The head plays forward and backward of a chunk of tokens before the next chunk, so that the logits of
+``loss_chunk_tokens`` tokens exist at once (of all tokens when that is 0). The vocabulary is divided over
+tensor-parallel ranks.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Lanes, buffers and the instructions over them: the vocabulary both interpreters share.
 
-An operand is a token range of a buffer with an access mode; edges between instructions are never written down, they follow
-from program order and ranges (``edges.py``). Everything here is immutable and hashes by value.
+An operand is a token range of a buffer with an access mode; edges between instructions are never written down, they
+follow from program order and ranges (``edges.py``). Everything here is immutable and hashes by value.
 """
 
 from __future__ import annotations
@@ -55,7 +55,8 @@ class BufferClass(StrEnum):
 class Family:
     """``count`` buffers of one shape: tokens x features, token-major and contiguous.
 
-    lifetime ``step``: there before the first instruction and after the last; ``dynamic``: from its first access to its last.
+    lifetime ``step``: there before the first instruction and after the last; ``dynamic``: from its first access to
+    its last.
     """
 
     name: str

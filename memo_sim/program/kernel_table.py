@@ -1,7 +1,7 @@
 """Scratch memory of each kernel, in bytes: what a library allocates behind a call, so that a plan can count it.
 
-Kernels belong to the plan because they change buffers (design.md, point 4). Sources: executor_facts.md items 0.4 and 2, the
-libraries' own code as quoted there; CPU figures from torch 2.13's operators, which return their results.
+Kernels belong to the plan because they change buffers (design.md, point 4). Sources: executor_facts.md items 0.4 and
+2, the libraries' own code as quoted there; CPU figures from torch 2.13's operators, which return their results.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from memo_sim.contract.units import DTYPE_BYTES
 from memo_sim.program.work import Attention
 
 ATTENTION_KERNELS = ("flash2", "torch-flash", "torch-cudnn", "torch-flash-cpu")
-"""flash2: flash-attn 2, results into given tensors. torch-*: aten operators, results returned and copied into the plan's buffers."""
+"""flash2: flash-attn 2, results into given tensors. torch-*: aten operators, which return their results."""
 
 LOSS_ROWS = 1024
 """Rows whose fp32 logits the loss kernel holds at once."""
@@ -23,8 +23,8 @@ NORM_ROWS = 4096
 def attention_workspace_bytes(work: Attention, head_groups: int) -> int:
     """Return the scratch of one attention call, played in ``head_groups`` groups of heads one after the other.
 
-    flash-attn 2 backward: dq in fp32 (4 bytes x tokens x heads x head_dim), softmax_d in fp32, and with grouped queries dk and dv
-    expanded to all heads. Operators that return their result add it.
+    flash-attn 2 backward: dq in fp32 (4 bytes x tokens x heads x head_dim), softmax_d in fp32, and with grouped
+    queries dk and dv expanded to all heads. Operators that return their result add it.
 
     Raises:
         Infeasible: for a kernel this table does not know, or groups that do not divide the key/value heads.

@@ -5,9 +5,10 @@ Forward of a row block [first, first + tokens) of the rank's tokens (products ar
     x -> norm1 -> [all-gather] -> qkv -> (qk norm, rotary) | attention over all rows | -> proj -> [reduce-scatter]
       -> resid = x + proj -> norm2 -> [all-gather] -> up -> act | -> down -> [reduce-scatter] -> next x = resid + down
 
-Everything left of the last bar is rebuilt by recompute: QKV, projection and first FFN product, not the second, and not attention
-(MEMO 4.1). Collectives in brackets exist with tensor parallelism; with Megatron's sequence parallelism they gather and scatter
-token shards, without it they are all-reduces of whole tensors after proj and down (and their mirror images in backward).
+Everything left of the last bar is rebuilt by recompute: QKV, projection and first FFN product, not the second, and
+not attention (MEMO 4.1). Collectives in brackets exist with tensor parallelism; with Megatron's sequence parallelism
+they gather and scatter token shards, without it they are all-reduces of whole tensors after proj and down (and their
+mirror images in backward).
 """
 
 from __future__ import annotations
@@ -184,7 +185,7 @@ class LayerWriter:
         self._own("proj_out", shape.tokens, shape.hidden)
         product = Rows("proj_out", first, tokens)
         self._linear("proj", Rows("attn", first, tokens), product, shape.hidden, shape.q_width, bias=False)
-        self._residual("resid_add", "x", self.scatter("proj", product), "resid", rows, "proj.bias")
+        self._residual("resid_add", "x", self.scatter("proj", product), out="resid", rows=rows, bias="proj.bias")
         self._norm("norm2", "resid", rows)
         source = self.gather("norm2", self._shard_rows("norm2", rows), "norm2_full", first)
         width = 2 * shape.ffn if model.gated else shape.ffn
@@ -203,7 +204,7 @@ class LayerWriter:
     def _activation(self) -> str:
         return "swiglu" if self.model.gated else "gelu"
 
-    def _residual(self, name: str, x: str, y: Rows, out: str, rows: RowBlock, bias: str) -> None:
+    def _residual(self, name: str, x: str, y: Rows, *, out: str, rows: RowBlock, bias: str) -> None:
         shard = self._shard_rows(out, rows)
         h = self.shape.hidden
         self._rowwise(
@@ -223,7 +224,8 @@ class LayerWriter:
         self._own("down_out", shape.tokens, shape.hidden)
         product = self.builder.all("down_out")
         self._linear("ffn_down", self.builder.all("act"), product, shape.hidden, shape.ffn, bias=False)
-        self._residual("out_add", "resid", self.scatter("ffn_down", product), out, (0, shape.tokens), "ffn_down.bias")
+        whole = (0, shape.tokens)
+        self._residual("out_add", "resid", self.scatter("ffn_down", product), out=out, rows=whole, bias="ffn_down.bias")
 
     def backward(self, grad_out: str, grad_in: str) -> None:
         """Write the backward: reads ``grad_out`` (of the layer's output), writes ``grad_in`` (of its input)."""
@@ -245,7 +247,9 @@ class LayerWriter:
             grad_x=writes(builder.all("d_up")),
         )
         self._own("d_resid", shape.shard_tokens, shape.hidden)
-        self._product_and_norm("ffn_up", "norm2", "d_up", width, "resid", grad_out, "d_resid")
+        self._product_and_norm(
+            "ffn_up", "norm2", grad="d_up", width=width, norm_input="resid", residual_grad=grad_out, out="d_resid"
+        )
         d_proj = self.gather("proj.grad", builder.all("d_resid"), "d_proj_full", 0)
         self._own("d_attn", shape.tokens, shape.q_width)
         self._dgrad("proj", d_proj, builder.all("d_attn"), shape.q_width, shape.hidden)
@@ -253,7 +257,9 @@ class LayerWriter:
         self._own("d_qkv", shape.tokens, shape.qkv_width)
         attention.backward(builder, self.decisions, shape)
         self._positions_backward()
-        self._product_and_norm("qkv", "norm1", "d_qkv", shape.qkv_width, "x", "d_resid", grad_in)
+        self._product_and_norm(
+            "qkv", "norm1", grad="d_qkv", width=shape.qkv_width, norm_input="x", residual_grad="d_resid", out=grad_in
+        )
 
     def _positions_backward(self) -> None:
         shape, builder = self.shape, self.builder
@@ -310,12 +316,12 @@ class LayerWriter:
             )
 
     def _product_and_norm(
-        self, product: str, norm: str, grad: str, width: int, norm_input: str, residual_grad: str, out: str
+        self, product: str, norm: str, *, grad: str, width: int, norm_input: str, residual_grad: str, out: str
     ) -> None:
         """Backward through ``product`` and the norm before it, plus the residual branch's gradient.
 
-        The input gradient is summed over the ranks while the weight gradient is computed, and the norm's output is gathered
-        again (Megatron-LM saves only its shard) while the input gradient is.
+        The input gradient is summed over the ranks while the weight gradient is computed, and the norm's output is
+        gathered again (Megatron-LM saves only its shard) while the input gradient is.
         """
         shape, builder = self.shape, self.builder
         source = self.gather(f"{norm}.again", builder.all(norm), f"{norm}_full", 0)

@@ -1,8 +1,8 @@
 """When each buffer lives, and what lives together: the memory a program needs, known before anything runs.
 
-A dynamic buffer is born at the first instruction that touches it and dies after the last, in program order; a buffer with
-lifetime ``step`` is there all the time. The peak counts device bytes the way an allocator that serves the program's requests
-counts them: at each instruction, everything born and not yet dead, its workspace included.
+A dynamic buffer is born at the first instruction that touches it and dies after the last, in program order; a buffer
+with lifetime ``step`` is there all the time. The peak counts device bytes the way an allocator that serves the
+program's requests counts them: at each instruction, everything born and not yet dead, its workspace included.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """The end of a step: gradients summed over the ranks that share parameters, their norm, AdamW, parameters back.
 
-Each block (embed, every layer, head) is played by itself. ``zero`` 1 divides the optimizer's states over the ranks that hold the
-same parameters (cp x dp): gradients are reduce-scattered, parameters gathered; ``zero`` 0 all-reduces. States ``bf16`` keeps both
-moments in bf16; ``host`` keeps master and moments in host memory, updates them on the host's cores, and copies gradients down and
-parameters up.
+Each block (embed, every layer, head) is played by itself. ``zero`` 1 divides the optimizer's states over the ranks
+that hold the same parameters (cp x dp): gradients are reduce-scattered, parameters gathered; ``zero`` 0 all-reduces.
+States ``bf16`` keeps both moments in bf16; ``host`` keeps master and moments in host memory, updates them on the
+host's cores, and copies gradients down and parameters up.
 """
 
 from __future__ import annotations

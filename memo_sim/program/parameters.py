@@ -1,7 +1,7 @@
 """Where each parameter lies in its block: ``embed``, one block a layer, ``head``; matrices (decayed) before vectors.
 
-Blocks are flat: element ranges, features 1, so that an optimizer sees two runs (decay, no decay) and a checkpoint sees names.
-Names inside a layer are ours; ``memo_exec`` maps them to Hugging Face's.
+Blocks are flat: element ranges, features 1, so that an optimizer sees two runs (decay, no decay) and a checkpoint
+sees names. Names inside a layer are ours; ``memo_exec`` maps them to Hugging Face's.
 """
 
 from __future__ import annotations

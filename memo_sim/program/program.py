@@ -1,6 +1,7 @@
 """A program: families of buffers, templates, and their instances in program order.
 
-Instructions are numbered by expanding the instances in order; ids are derived (``m0/s0/l12/bwd/ffn_up.dgrad``), never stored.
+Instructions are numbered by expanding the instances in order; ids are derived (``m0/s0/l12/bwd/ffn_up.dgrad``), never
+stored.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ FORMAT_VERSION = 1
 class Program:
     """What one rank role plays in a step.
 
-    ``families`` are the buffers shared between instances; a template's own families follow them, one buffer an instance.
+    ``families`` are the buffers shared between instances; a template's own families follow them, one buffer an
+    instance.
     """
 
     role: str

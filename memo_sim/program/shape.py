@@ -44,7 +44,8 @@ def shape_of(decisions: Decisions) -> Shape:
     """Return the per-rank sizes of ``decisions``.
 
     Raises:
-        Infeasible: when the layout does not divide the model or the sequence, or names a degree that no lowering plays yet.
+        Infeasible: when the layout does not divide the model or the sequence, or names a degree that no lowering
+        plays yet.
     """
     model, layout = decisions.model, decisions.layout
     for name in ("ulysses", "metp", "pp", "subsequences"):
@@ -87,7 +88,7 @@ def shape_of(decisions: Decisions) -> Shape:
 
 
 def swap_granule(decisions: Decisions) -> int:
-    """Return the tokens that ``swapped_tokens`` must be a multiple of: 128, and a whole row on every tensor-parallel rank."""
+    """Return what ``swapped_tokens`` must be a multiple of: 128 rows on every rank that holds a token shard."""
     tp = decisions.layout.tp if decisions.layout.sequence_parallel else 1
     return SWAP_GRANULE_TOKENS * tp
 

@@ -1,8 +1,8 @@
 """The skeletal tensors of one transformer layer (MEMO 3.2, Figure 4): what backward needs of forward.
 
-For a GPT layer they sum to 16 x tokens x hidden elements: input 1, norm1 1, Q K V 3, attention output 1, residual 1, norm2 1,
-first FFN product 4, activation 4; the log-sum-exp and the norms' statistics come on top. Row i of every tensor belongs to token i
-of the rank's shard.
+For a GPT layer they sum to 16 x tokens x hidden elements: input 1, norm1 1, Q K V 3, attention output 1, residual 1,
+norm2 1, first FFN product 4, activation 4; the log-sum-exp and the norms' statistics come on top. Row i of every
+tensor belongs to token i of the rank's shard.
 """
 
 from __future__ import annotations

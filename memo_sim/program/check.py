@@ -1,0 +1,193 @@
+"""Checks a program without trusting what wrote it: every way it can be wrong is enumerated, in plain loops.
+
+Nothing here is shared with the lowering, with ``edges.py`` or with ``liveness.py`` but the data they exchange.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+from memo_sim.program.columns import Columns
+from memo_sim.program.edges import Edges
+from memo_sim.program.instruction import BufferClass, Instruction, Lane, Mode
+from memo_sim.program.program import Program
+from memo_sim.program.work import Collective, Copy, Exchange
+
+
+def check_program(program: Program, columns: Columns) -> list[str]:
+    """Return every fault of one role's program: bounds, aliasing, reads of nothing written, unmatched copies."""
+    return [
+        *_check_ids(program),
+        *_check_operands(program),
+        *_check_defined(program, columns),
+        *_check_lifetimes(program, columns),
+    ]
+
+
+def check_roles(programs: tuple[Program, ...]) -> list[str]:
+    """Return every way the roles' collectives and exchanges fail to meet.
+
+    All roles must call the same collectives of a group in the same order with the same size, on the same lane; then lane
+    order, which nothing reorders, admits no cycle between ranks.
+    """
+    calls = [_group_calls(p) for p in programs]
+    faults = []
+    for program, mine in zip(programs[1:], calls[1:], strict=True):
+        for group in sorted(set(calls[0]) | set(mine)):
+            first, other = calls[0].get(group, []), mine.get(group, [])
+            for i in range(max(len(first), len(other))):
+                a = first[i] if i < len(first) else None
+                b = other[i] if i < len(other) else None
+                if a != b:
+                    faults.append(f"group {group}, call {i}: {programs[0].role} has {a}, {program.role} has {b}")
+                    break
+    return faults
+
+
+def check_edges(columns: Columns, edges: Edges) -> list[str]:
+    """Return every pair of conflicting accesses that lane order and ``edges`` together leave unordered.
+
+    Each instruction carries, for every lane, the last instruction known to have ended before it starts.
+    """
+    lanes = len(Lane)
+    lane = columns.lane.tolist()
+    incoming: dict[int, list[int]] = defaultdict(list)
+    for p, c in zip(edges.producer.tolist(), edges.consumer.tolist(), strict=True):
+        incoming[c].append(p)
+    known: list[list[int]] = []
+    previous = [-1] * lanes
+    for i, mine in enumerate(lane):
+        clock = [-1] * lanes
+        for before in (previous[mine], *incoming[i]):
+            if before >= 0:
+                clock = [max(a, b) for a, b in zip(clock, known[before], strict=True)]
+                clock[lane[before]] = max(clock[lane[before]], before)
+        known.append(clock)
+        previous[mine] = i
+    faults = []
+    accesses: dict[int, list[tuple[int, int, int, int]]] = defaultdict(list)
+    rows = zip(
+        columns.operand_buffer.tolist(),
+        columns.operand_instruction.tolist(),
+        columns.operand_first.tolist(),
+        columns.operand_end.tolist(),
+        columns.operand_mode.tolist(),
+        strict=True,
+    )
+    for buffer, i, first, end, mode in rows:
+        for j, other_first, other_end, other_mode in accesses[buffer]:
+            overlap = first < other_end and other_first < end
+            writes = (mode | other_mode) & Mode.WRITE
+            if overlap and writes and lane[i] != lane[j] and known[i][lane[j]] < j:
+                faults.append(f"instructions {j} and {i} touch buffer {buffer} and nothing orders them")
+        accesses[buffer].append((i, first, end, mode))
+    return faults
+
+
+def _check_ids(program: Program) -> list[str]:
+    seen: set[str] = set()
+    faults = []
+    for name in program.ids():
+        if name in seen:
+            faults.append(f"id {name} is used twice")
+        seen.add(name)
+    return faults
+
+
+def _check_operands(program: Program) -> list[str]:
+    tokens = {f.name: f.tokens for f in program.all_families}
+    row_bytes = {f.name: f.row_bytes for f in program.all_families}
+    faults = []
+    for template in program.templates:
+        own = {f.name for f in template.own}
+        names = [f"{template.name}/{s}" if s in own else s for s in template.slots]
+        for instruction in template.instructions:
+            label = f"{template.name}: {instruction.name}"
+            faults += [
+                f"{label}: {o.role} leaves its buffer"
+                for o in instruction.operands
+                if o.first < 0 or o.tokens <= 0 or o.first + o.tokens > tokens[names[o.slot]]
+            ]
+            faults += [f"{label}: {fault}" for fault in _aliases(instruction)]
+            moved = [o.tokens * row_bytes[names[o.slot]] for o in instruction.operands]
+            if isinstance(instruction.work, Copy | Exchange) and set(moved) != {instruction.work.bytes}:
+                faults.append(f"{label}: moves {moved} bytes but is priced for {instruction.work.bytes}")
+    return faults
+
+
+def _aliases(instruction: Instruction) -> list[str]:
+    faults = []
+    for i, a in enumerate(instruction.operands):
+        for b in instruction.operands[i + 1 :]:
+            overlap = a.slot == b.slot and a.first < b.first + b.tokens and b.first < a.first + a.tokens
+            if overlap and (a.mode | b.mode) & Mode.WRITE:
+                faults.append(f"{a.role} and {b.role} overlap and one is written")
+    return faults
+
+
+def _check_defined(program: Program, columns: Columns) -> list[str]:
+    """Find reads of dynamic buffers' rows that nothing has written before."""
+    given = [
+        f.lifetime == "step" and f.buffer_class in {BufferClass.STATE, BufferClass.INPUT} for f in program.all_families
+    ]
+    written: dict[int, list[tuple[int, int]]] = defaultdict(list)
+    ids = program.ids()
+    faults = []
+    rows = zip(
+        columns.operand_instruction.tolist(),
+        columns.operand_buffer.tolist(),
+        columns.operand_first.tolist(),
+        columns.operand_end.tolist(),
+        columns.operand_mode.tolist(),
+        strict=True,
+    )
+    pending: list[tuple[int, int, int]] = []
+    current = -1
+    for i, buffer, first, end, mode in rows:
+        if i != current:
+            for b, low, high in pending:
+                written[b].append((low, high))
+            pending, current = [], i
+        if given[columns.buffer_family[buffer]]:
+            continue
+        if mode & Mode.READ and not _covered(written[buffer], first, end):
+            faults.append(f"{ids[i]} reads rows [{first}, {end}) of buffer {buffer} before they are written")
+        if mode & Mode.WRITE:
+            pending.append((buffer, first, end))
+    return faults
+
+
+def _covered(ranges: list[tuple[int, int]], first: int, end: int) -> bool:
+    for low, high in sorted(ranges):
+        if low > first:
+            return False
+        first = max(first, high)
+        if first >= end:
+            return True
+    return first >= end
+
+
+def _check_lifetimes(program: Program, columns: Columns) -> list[str]:
+    """Find dynamic device buffers that a copy lane uses last: nothing on the compute lane would say when they are free.
+
+    A communication lane may be last, because what it wrote is read on the compute lane, which waits for it.
+    """
+    last = dict(zip(columns.operand_buffer.tolist(), columns.operand_instruction.tolist(), strict=True))
+    families = program.all_families
+    faults = []
+    for buffer, i in last.items():
+        family = families[columns.buffer_family[buffer]]
+        lane = Lane(int(columns.lane[i]))
+        if family.lifetime == "dynamic" and family.space == "device" and lane in {Lane.D2H, Lane.H2D, Lane.HOST}:
+            faults.append(f"buffer {buffer} ({family.name}) is last used by lane {lane.label}")
+    return faults
+
+
+def _group_calls(program: Program) -> dict[str, list[tuple[str, int, int, str]]]:
+    calls: dict[str, list[tuple[str, int, int, str]]] = defaultdict(list)
+    for _, instruction in program.walk():
+        if isinstance(instruction.work, Collective | Exchange):
+            work = instruction.work
+            kind = work.kind if isinstance(work, Collective) else "send_recv"
+            calls[work.group].append((kind, work.bytes, work.ranks, instruction.lane.label))
+    return calls
