@@ -146,7 +146,7 @@ class Activations:
                 t.name,
                 "d2h" if out else "h2d",
                 lane,
-                Copy(families[f"host.{t.name}"].bytes),
+                Copy(families[f"host.{t.name}"].bytes, "d2h" if out else "h2d"),
                 source=reads(device_rows if out else host_rows),
                 target=writes(host_rows if out else device_rows),
             )

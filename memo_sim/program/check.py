@@ -15,7 +15,7 @@ from memo_sim.program.work import Collective, Copy, Exchange
 
 
 def check_program(program: Program, columns: Columns) -> list[str]:
-    """Return every fault of one role's program: bounds, aliasing, reads of nothing written, unmatched copies."""
+    """Return every fault of one program: bounds, aliasing, reads of what was never written, unmatched copies."""
     return [
         *_check_ids(program),
         *_check_operands(program),
@@ -27,8 +27,8 @@ def check_program(program: Program, columns: Columns) -> list[str]:
 def check_roles(programs: tuple[Program, ...]) -> list[str]:
     """Return every way the roles' collectives and exchanges fail to meet.
 
-    All roles must call the same collectives of a group in the same order with the same size, on the same lane; then lane
-    order, which nothing reorders, admits no cycle between ranks.
+    All roles must call the same collectives of a group in the same order with the same size, on the same lane; then
+    lane order, which nothing reorders, admits no cycle between ranks.
     """
     calls = [_group_calls(p) for p in programs]
     faults = []

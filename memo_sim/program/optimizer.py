@@ -161,7 +161,9 @@ class Optimizer:
         share = Rows("host_grads", offset, length)
         updated = Rows("host_params", offset, length)
         grads, params = Rows("grads", first, length), Rows("params", first, length)
-        builder.emit(f"grads.{name}", "d2h", Lane.D2H, Copy(4 * length), source=reads(grads), target=writes(share))
+        builder.emit(
+            f"grads.{name}", "d2h", Lane.D2H, Copy(4 * length, "d2h"), source=reads(grads), target=writes(share)
+        )
         builder.emit(
             f"adamw.{name}",
             f"adamw.{name}",
@@ -175,5 +177,5 @@ class Optimizer:
             params=writes(updated),
         )
         builder.emit(
-            f"params.{name}", "h2d", Lane.H2D, Copy(size * length), source=reads(updated), target=writes(params)
+            f"params.{name}", "h2d", Lane.H2D, Copy(size * length, "h2d"), source=reads(updated), target=writes(params)
         )

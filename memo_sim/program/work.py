@@ -73,9 +73,10 @@ class Rowwise:
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """A copy between device and host memory."""
+    """A copy from device to host memory, or back."""
 
     bytes: int
+    direction: Literal["d2h", "h2d"]
 
 
 @dataclass(frozen=True, slots=True)

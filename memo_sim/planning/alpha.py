@@ -1,0 +1,125 @@
+"""How much to swap: the paper's linear program in closed form, and the alpha that is best in the engine.
+
+MEMO 4.1: maximise alpha so that a layer's offload hides under a layer's forward and the swapped layers fit host memory,
+
+    (S_input + S_attn + alpha * S_others) / B <= T_layer,      (n - 2) * (S_input + S_attn + alpha * S_others) <= M_CPU
+
+with one variable, so the optimum is the smaller of the two bounds. The engine's best differs where the paper's model
+is coarse: stalls are not all or nothing, backward has more time than forward, and host blocks may be rounded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from memo_sim.contract.plan import Decisions, Prediction
+from memo_sim.planning.space import with_alpha
+from memo_sim.program.shape import shape_of, swap_granule
+from memo_sim.program.tensors import Fate, skeletal_tensors
+
+
+@dataclass(frozen=True, slots=True)
+class LinearProgram:
+    """The paper's problem for one rank: bytes of one layer, offload bandwidth, layer time, host bytes of this rank."""
+
+    input_bytes: int
+    attention_bytes: int
+    others_bytes: int
+    bandwidth_bytes_per_s: float
+    layer_forward_s: float
+    swapped_layers: int
+    host_bytes: float
+
+    @property
+    def overlap_bound(self) -> float:
+        """Largest alpha whose offload hides under one layer's forward; negative when even alpha 0 does not."""
+        hidden = self.bandwidth_bytes_per_s * self.layer_forward_s
+        return (hidden - self.input_bytes - self.attention_bytes) / self.others_bytes
+
+    @property
+    def host_bound(self) -> float:
+        """Largest alpha that host memory holds; negative when even alpha 0 does not fit."""
+        if self.swapped_layers <= 0:
+            return 1.0
+        return (self.host_bytes / self.swapped_layers - self.input_bytes - self.attention_bytes) / self.others_bytes
+
+    @property
+    def alpha(self) -> float:
+        """The optimum, between 0 and 1."""
+        return min(1.0, max(0.0, min(self.overlap_bound, self.host_bound)))
+
+    @property
+    def binds(self) -> str:
+        """What limits alpha: ``nothing``, ``overlap`` or ``host memory``."""
+        if min(self.overlap_bound, self.host_bound) >= 1:
+            return "nothing"
+        return "overlap" if self.overlap_bound < self.host_bound else "host memory"
+
+    @property
+    def full_overlap_bandwidth(self) -> float:
+        """Offload bandwidth (bytes/s) that would hide a full swap."""
+        return (self.input_bytes + self.attention_bytes + self.others_bytes) / self.layer_forward_s
+
+
+def linear_program(
+    decisions: Decisions, *, layer_forward_s: float, bandwidth_bytes_per_s: float, host_bytes: float
+) -> LinearProgram:
+    """Return the paper's problem for a plan; ``host_bytes`` is one rank's share of host memory."""
+    shape = shape_of(decisions)
+    tensors = skeletal_tensors(decisions.model, shape, decisions.dtype)
+    whole = {t.name: t.bytes for t in tensors if t.fate is Fate.WHOLE}
+    return LinearProgram(
+        input_bytes=whole["x"],
+        attention_bytes=whole["attn"] + whole["lse"],
+        others_bytes=sum(t.bytes for t in tensors if t.fate is Fate.BY_TOKEN),
+        bandwidth_bytes_per_s=bandwidth_bytes_per_s,
+        layer_forward_s=layer_forward_s,
+        swapped_layers=decisions.model.layers - 2,
+        host_bytes=host_bytes,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class AlphaSearch:
+    """Result of ``best_alpha``: the decisions that won (None when nothing fits), and how many were evaluated."""
+
+    decisions: Decisions | None
+    prediction: Prediction
+    evaluated: int
+
+
+def best_alpha(
+    base: Decisions, predict: Callable[[Decisions], Prediction], *, start: float, resolution: int = 64
+) -> AlphaSearch:
+    """Return the token-wise plan that is fastest in the engine.
+
+    Step time falls with alpha (less recompute) until copies stall compute, then rises: it is searched by shrinking
+    steps from ``start`` (the linear program's answer) over multiples of 1 / ``resolution``; what memory refuses counts
+    as slower than anything.
+    """
+    seen: dict[int, tuple[Decisions, Prediction]] = {}
+    granule = swap_granule(base)
+    steps = max(1, min(resolution, base.local_tokens // granule))
+
+    def time_of(step: int) -> float:
+        if step not in seen:
+            decisions = with_alpha(base, "tokenwise", step / steps)
+            seen[step] = (decisions, predict(decisions))
+        prediction = seen[step][1]
+        return prediction.step_s if prediction.step_s is not None else float("inf")
+
+    best = 0
+    for candidate in dict.fromkeys((round(start * steps), steps, 0)):
+        if time_of(candidate) < time_of(best) or best not in seen:
+            best = candidate
+    stride = max(1, steps // 4)
+    while stride:
+        neighbours = [s for s in (best - stride, best + stride) if 0 <= s <= steps]
+        better = [s for s in neighbours if time_of(s) < time_of(best)]
+        if better:
+            best = min(better, key=time_of)
+        else:
+            stride //= 2
+    decisions, prediction = seen[best]
+    return AlphaSearch(decisions if prediction.step_s is not None else None, prediction, len(seen))

@@ -1,0 +1,79 @@
+"""Systems of the literature as presets: which knobs they fix, and what they leave to the search.
+
+A system is no code path: it narrows the policies that ``space.py`` enumerates and sets how host memory is allocated.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from memo_sim.contract.errors import UsageError, did_you_mean
+from memo_sim.contract.plan import HostAllocator
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """What a system may do with activations: a recompute mode, and a fixed alpha or None for a searched one."""
+
+    recompute: str
+    alpha: float | None
+
+    @property
+    def label(self) -> str:
+        """How the policy is called in tables and sentences."""
+        if self.recompute == "full":
+            return "full recompute"
+        if self.recompute == "none":
+            return {0.0: "keep", 1.0: "full swap"}.get(self.alpha or 0.0, "partial swap")
+        return "token-wise"
+
+
+KEEP = Policy("none", 0.0)
+FULL_RECOMPUTE = Policy("full", 0.0)
+FULL_SWAP = Policy("none", 1.0)
+TOKENWISE = Policy("tokenwise", None)
+
+
+@dataclass(frozen=True, slots=True)
+class System:
+    """One preset. ``short_sequences`` are policies it falls back to where memory allows (MEMO 5.2)."""
+
+    name: str
+    about: str
+    policies: tuple[Policy, ...]
+    short_sequences: tuple[Policy, ...] = ()
+    host_allocator: HostAllocator = "exact"
+
+
+SYSTEMS = {
+    s.name: s
+    for s in (
+        System(
+            "any",
+            "every policy this program knows, host memory as one slab of exact size",
+            (KEEP, TOKENWISE, FULL_RECOMPUTE, FULL_SWAP),
+        ),
+        System(
+            "memo",
+            "MEMO: token-wise recompute and swap, keep when that fits and is faster; one pinned block a layer",
+            (TOKENWISE,),
+            short_sequences=(KEEP,),
+            host_allocator="power_of_two",
+        ),
+        System(
+            "full-recompute", "every layer keeps its input alone and runs forward again in backward", (FULL_RECOMPUTE,)
+        ),
+        System("full-swap", "every skeletal tensor goes to the host and comes back", (FULL_SWAP,)),
+    )
+}
+
+
+def find_system(name: str) -> System:
+    """Return the preset called ``name``.
+
+    Raises:
+        UsageError: when there is none.
+    """
+    if name not in SYSTEMS:
+        raise UsageError("unknown system", got=repr(name), wanted=", ".join(SYSTEMS), hint=did_you_mean(name, SYSTEMS))
+    return SYSTEMS[name]

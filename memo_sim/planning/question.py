@@ -1,0 +1,66 @@
+"""What is asked: a model, a sequence, a cluster, a system, and the knobs that are pinned."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import msgspec
+
+from memo_sim.contract.cluster import Cluster
+from memo_sim.contract.hardware import DtypeName, Hardware, Quantity, Source
+from memo_sim.contract.model import Model
+from memo_sim.contract.plan import Recompute, States
+
+OPTION_SOURCE = "option"
+
+
+@dataclass(frozen=True, slots=True)
+class Pins:
+    """Knobs with a fixed value; None is left to the search."""
+
+    tp: int | None = None
+    sequence_parallel: bool | None = None
+    cp: int | None = None
+    dp: int | None = None
+    zero: int | None = None
+    alpha: float | None = None
+    recompute: Recompute | None = None
+    loss_chunk_tokens: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """One what-if question. ``global_batch`` and ``micro_batch`` are in sequences."""
+
+    model: Model
+    cluster: Cluster
+    hardware: Hardware
+    seq_tokens: int
+    system: str = "any"
+    pins: Pins = field(default_factory=Pins)
+    states: States = "fp32"
+    micro_batch: int = 1
+    global_batch: int = 1
+
+    @property
+    def dtype(self) -> DtypeName:
+        """Dtype of parameters and activations: bf16 where the device has it, fp32 elsewhere (CPUs)."""
+        return "bf16" if "bf16" in self.hardware.peak_flops else "fp32"
+
+
+def with_memory(
+    cluster: Cluster, hardware: Hardware, *, device_bytes: int | None, host_bytes: int | None
+) -> tuple[Cluster, Hardware]:
+    """Return the cluster and profile with other memory sizes (of one device, of one node's host)."""
+    if device_bytes is None and host_bytes is None:
+        return cluster, hardware
+    source = Source(kind="assumed", text="given on the command line")
+    changes: dict[str, object] = {"sources": {**hardware.sources, OPTION_SOURCE: source}}
+    if device_bytes is not None:
+        changes["device_memory_bytes"] = Quantity(value=float(device_bytes), source=OPTION_SOURCE)
+    hardware = msgspec.structs.replace(hardware, **changes)
+    if host_bytes is not None:
+        quantity = Quantity(value=float(host_bytes), source=OPTION_SOURCE)
+        sources = {**cluster.sources, OPTION_SOURCE: source}
+        cluster = msgspec.structs.replace(cluster, host_memory_bytes=quantity, sources=sources)
+    return cluster, hardware

@@ -1,0 +1,169 @@
+"""The candidates of a question: layouts that divide the devices and the model, times the system's policies.
+
+Alpha is not enumerated here: a token-wise candidate carries the range of alphas that ``alpha.py`` searches.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from memo_sim.contract.errors import Infeasible, UsageError
+from memo_sim.contract.plan import Decisions, Kernels, Layout
+from memo_sim.contract.units import DTYPE_BYTES
+from memo_sim.planning.presets import Policy, System, find_system
+from memo_sim.planning.question import Question
+from memo_sim.program.shape import shape_of, swap_granule
+
+LOGIT_BYTES = 2**30
+"""Logits and their gradient of one loss chunk stay under this; the classifier's rate does not suffer at such sizes."""
+
+INT32_ELEMENTS = 2**31
+"""flash-attn's backward indexes batch x heads x tokens x head_dim with 32 bits (executor_facts.md 0.3)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """One layout with one policy; ``base`` has no swapped tokens yet when the policy leaves alpha open."""
+
+    base: Decisions
+    policy: Policy
+
+
+def layouts(question: Question) -> list[Layout]:
+    """Return every layout of the question's devices with its pins, tensor parallelism changing slowest.
+
+    Raises:
+        UsageError: when the pinned degrees do not make up the cluster.
+    """
+    pins, devices = question.pins, question.cluster.devices
+    found = []
+    for tp in _degrees(pins.tp, devices):
+        for cp in _degrees(pins.cp, devices // tp):
+            dp = devices // (tp * cp)
+            if tp * cp * dp != devices or (pins.dp is not None and dp != pins.dp):
+                continue
+            zero = pins.zero if pins.zero is not None else int(cp * dp > 1)
+            parallel = tp > 1 if pins.sequence_parallel is None else pins.sequence_parallel and tp > 1
+            found.append(Layout(tp=tp, sequence_parallel=parallel, cp=cp, dp=dp, zero=zero))
+    if not found:
+        asked = ", ".join(f"{n} {v}" for n, v in (("tp", pins.tp), ("cp", pins.cp), ("dp", pins.dp)) if v is not None)
+        raise UsageError(
+            "the pinned layout does not fill the cluster",
+            got=asked,
+            wanted=f"degrees whose product is {devices} devices",
+            hint="leave one degree out, or name a cluster of another size",
+        )
+    return found
+
+
+def _degrees(pinned: int | None, devices: int) -> list[int]:
+    if pinned is not None:
+        return [pinned] if pinned <= devices and devices % pinned == 0 else []
+    return [d for d in range(1, devices + 1) if devices % d == 0]
+
+
+def policies(question: Question) -> tuple[Policy, ...]:
+    """Return the policies to try: the system's, narrowed by a pinned alpha or recompute (which turn fallbacks off)."""
+    system, pins = find_system(question.system), question.pins
+    if pins.recompute is None and pins.alpha is None:
+        return system.short_sequences + system.policies
+    if pins.recompute == "full":
+        if pins.alpha:
+            raise UsageError("full recompute swaps nothing", got=f"alpha {pins.alpha}", wanted="no alpha")
+        return (Policy("full", 0.0),)
+    if pins.recompute == "none":
+        return (Policy("none", pins.alpha if pins.alpha is not None else _fixed_alpha(system)),)
+    return (Policy("tokenwise", pins.alpha),)
+
+
+def _fixed_alpha(system: System) -> float:
+    """Alpha of ``recompute none`` when only that is pinned: the system's own, else keep."""
+    return next((p.alpha for p in system.policies if p.recompute == "none" and p.alpha is not None), 0.0)
+
+
+def candidates(question: Question) -> tuple[list[Candidate], list[str]]:
+    """Return the candidates that can be lowered, and why each other layout cannot.
+
+    Raises:
+        Infeasible: when no layout divides the model and the sequence.
+    """
+    system = find_system(question.system)
+    chosen = policies(question)
+    found: list[Candidate] = []
+    refused: list[str] = []
+    for layout in layouts(question):
+        base = Decisions(
+            model=question.model,
+            layout=layout,
+            seq_tokens=question.seq_tokens,
+            micro_batch=question.micro_batch,
+            global_batch=question.global_batch,
+            host_allocator=system.host_allocator,
+            states=question.states,
+            dtype=question.dtype,
+        )
+        try:
+            shape = shape_of(base)
+        except Infeasible as error:
+            refused.append(f"tp {layout.tp} cp {layout.cp} dp {layout.dp}: {error.what}")
+            continue
+        pinned = question.pins.loss_chunk_tokens
+        chunk = pinned if pinned is not None else default_loss_chunk(shape.tokens, shape.vocab, base)
+        kernels = Kernels(
+            attention=attention_kernel(question), head_groups=head_groups(shape.tokens, shape.heads, base)
+        )
+        complete = _replaced(base, loss_chunk_tokens=chunk, kernels=kernels)
+        found += [Candidate(with_alpha(complete, p.recompute, p.alpha or 0.0), p) for p in chosen]
+    if not found:
+        raise Infeasible(
+            "no layout divides this model and sequence",
+            where=f"{question.cluster.name}, {question.seq_tokens} tokens, global batch {question.global_batch}",
+            got="; ".join(refused[:4]) + (f"; and {len(refused) - 4} more" if len(refused) > 4 else ""),
+            wanted="degrees that divide heads, tokens (cp: in 2 x cp chunks) and the global batch (dp)",
+            hint="a longer --seq-len that is a multiple of the devices, or a larger --global-batch for --dp",
+        )
+    return found, refused
+
+
+def with_alpha(base: Decisions, recompute: str, alpha: float) -> Decisions:
+    """Return ``base`` with the fraction ``alpha`` swapped, rounded down to whole row blocks."""
+    tokens = base.local_tokens
+    granule = swap_granule(base)
+    swapped = tokens if alpha >= 1 else int(alpha * tokens + 1e-6) // granule * granule
+    return _replaced(base, recompute=recompute, swapped_tokens=swapped)
+
+
+def _replaced(base: Decisions, **changes: object) -> Decisions:
+    fields = {name: getattr(base, name) for name in base.__struct_fields__}
+    return Decisions(**{**fields, **changes})
+
+
+def default_loss_chunk(tokens: int, vocab: int, base: Decisions) -> int:
+    """Return the largest power of two of tokens whose logits and gradient stay under 1 GiB; 0 when all do."""
+    per_token = 2 * vocab * DTYPE_BYTES[base.dtype]
+    if tokens * per_token <= LOGIT_BYTES:
+        return 0
+    return 1 << (LOGIT_BYTES // per_token).bit_length() - 1
+
+
+def head_groups(tokens: int, heads: int, base: Decisions) -> int:
+    """Return the fewest groups of heads whose attention stays within 32-bit indexing."""
+    kv_heads = base.model.kv_heads // base.layout.tp
+    elements = tokens * heads * max(base.model.head_dim, 32)
+    return next((g for g in range(1, kv_heads + 1) if kv_heads % g == 0 and elements / g <= INT32_ELEMENTS), kv_heads)
+
+
+def attention_kernel(question: Question) -> str:
+    """Return the measured attention kernel of the question's dtype that is fastest at its longest length."""
+    fastest: dict[str, float] = {}
+    for table in question.hardware.attention:
+        if table.dtype == question.dtype and table.attention_pass == "backward":
+            fastest[table.kernel] = max(fastest.get(table.kernel, 0.0), *(row[2] for row in table.rows))
+    if not fastest:
+        raise Infeasible(
+            "the profile has measured no attention kernel for this dtype",
+            where=question.hardware.name,
+            got=question.dtype,
+            hint="calibrate the device again",
+        )
+    return max(fastest, key=lambda kernel: fastest[kernel])
