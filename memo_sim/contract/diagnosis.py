@@ -34,14 +34,13 @@ class _Place(NamedTuple):
     value: Any
 
 
-def explain_schema(schema: str | None, kinds: Sequence[type[msgspec.Struct]], where: str) -> BadInput:
-    """Return the error for a document whose ``schema`` (None: it has none) is none of the kinds'."""
+def explain_schema(schema: object, kinds: Sequence[type[msgspec.Struct]], where: str, path: str = "$") -> BadInput:
+    """Return the error for the document at ``path`` whose ``schema`` (None: it has none) is none of the kinds'."""
     tags = [str(kind.__struct_config__.tag) for kind in kinds]
     what = "the document does not say what it is" if schema is None else "another kind of document was expected"
     got = "no schema" if schema is None else _shown(schema)
-    return BadInput(
-        what, where=f"{where}: $.schema", got=got, wanted=" or ".join(tags), hint=did_you_mean(schema or "", tags)
-    )
+    hint = did_you_mean(schema, tags) if isinstance(schema, str) else f'give it "schema": "{tags[0]}"'
+    return BadInput(what, where=f"{where}: {path}.schema", got=got, wanted=" or ".join(tags), hint=hint)
 
 
 def explain_malformed(error: Exception, raw: bytes, where: str) -> BadInput:
@@ -80,9 +79,12 @@ def explain_invalid(complaint: str, raw: bytes, kind: type, where: str) -> BadIn
         return BadInput("a field is missing", where=f"{here}.{missing[1]}", wanted="a value")
     if parts["what"].startswith("Invalid enum value"):
         return _not_allowed(place, here, is_key=parts["key"] is not None)
+    if parts["what"].startswith("Invalid value"):  # the tag of a document inside this one
+        path = place.path.removesuffix(".schema")
+        return explain_schema(place.value, [_bare(_find(path, kind, raw).wanted)], where, path)
     if expected := _EXPECTED.fullmatch(parts["what"]):
-        got = expected["got"] if place.value is msgspec.UNSET else _shown(place.value)
-        return BadInput("a wrong value", where=here, got=got, wanted=expected["wanted"].replace("`", ""))
+        got = (expected["got"] or "").strip("`") if place.value is msgspec.UNSET else _shown(place.value)
+        return BadInput("a wrong value", where=here, got=got or None, wanted=expected["wanted"].replace("`", ""))
     return BadInput(parts["what"], where=here)
 
 

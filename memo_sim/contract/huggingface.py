@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any, TypeVar
 
-from memo_sim.contract.errors import BadInput, did_you_mean
+from memo_sim.contract.errors import BadInput
 from memo_sim.contract.model import Model, RopeScaling
 
 SUPPORTED = ("gpt2", "llama", "qwen2", "qwen3")
@@ -36,7 +36,7 @@ def model_from_config(fields: dict[str, Any], *, where: str, name: str) -> Model
             "model_type",
             "this type of model is not supported",
             wanted="one of " + ", ".join(SUPPORTED),
-            hint=did_you_mean(model_type, SUPPORTED) or "write its shape as a memo.model/1 file",
+            hint="write its shape as a memo.model/1 file",
         )
     _refuse_unmodelled(config)
     dropout = max((config.number(key, 0.0, least=0.0) for key in _DROPOUT_KEYS if key in fields), default=0.0)

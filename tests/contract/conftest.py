@@ -1,0 +1,256 @@
+"""One sample of every document, small but with every part filled in."""
+
+from collections.abc import Callable
+
+import msgspec
+import pytest
+
+from memo_sim.contract.cluster import Cluster, Network
+from memo_sim.contract.comparison import Comparison, Ratio, StepFigures
+from memo_sim.contract.hardware import (
+    AttentionTable,
+    CollectiveTable,
+    CopyRates,
+    Curve,
+    GemmTable,
+    Hardware,
+    Quantity,
+    Source,
+)
+from memo_sim.contract.model import Model, RopeScaling
+from memo_sim.contract.placement import Placement, TemplateSlots
+from memo_sim.contract.plan import (
+    Decisions,
+    Layout,
+    MovedBytes,
+    Plan,
+    PlanRow,
+    Prediction,
+    Provenance,
+    Stall,
+)
+from memo_sim.contract.result import Result
+from memo_sim.contract.trace import MemoryCurve, Spans, Trace, Wait
+from memo_sim.contract.validation import CaseError, CasePrediction, CaseReport, Expectation, Validation
+
+SHA = "0123456789abcdef" * 4
+
+
+def model() -> Model:
+    return Model(
+        name="sample",
+        family="llama",
+        layers=4,
+        hidden=128,
+        heads=4,
+        kv_heads=2,
+        head_dim=32,
+        ffn_hidden=384,
+        vocab=256,
+        tied_embeddings=False,
+        activation="silu",
+        rope_scaling=RopeScaling(kind="llama3", factor=8.0),
+        source="a test",
+    )
+
+
+def quantity(value: float) -> Quantity:
+    return Quantity(value=value, source="sheet")
+
+
+def curve(*y: float) -> Curve:
+    return Curve(x=[float(2**i) for i in range(len(y))], y=list(y), source="bench", spread=0.01)
+
+
+def hardware() -> Hardware:
+    copies = CopyRates(alone=curve(1e9, 25e9), duplex=quantity(11e9), all_devices=quantity(10.3e9))
+    return Hardware(
+        name="sample",
+        device="cuda",
+        peak_flops={"bf16": quantity(312e12)},
+        device_memory_bytes=quantity(80e9),
+        reserve_bytes={"context": quantity(5e8), "nccl": quantity(0.0)},
+        gemm=[GemmTable(dtype="bf16", gemm_pass="fprop", rows=[[4096.0, 4096.0, 4096.0, 2.2e14]], source="bench")],
+        attention=[
+            AttentionTable(
+                kernel="flash2",
+                dtype="bf16",
+                attention_pass="backward",
+                head_dim=128,
+                rows=[[512.0, 16.0, 9e13], [16384.0, 16.0, 1.86e14]],
+                source="bench",
+            )
+        ],
+        memory_bound_bytes_per_s=curve(1.65e12),
+        rowwise_bytes_per_s={"adamw": curve(1.6e12)},
+        launch_floor_s=quantity(5e-6),
+        d2h=copies,
+        h2d=copies,
+        devices_per_uplink=quantity(2),
+        collectives=[
+            CollectiveTable(
+                kind="all_gather", ranks=8, alpha_s=4.5e-5, bus_bytes_per_s=curve(1e9, 157e9), source="bench"
+            )
+        ],
+        compute_slowdown={"copy": quantity(1.02)},
+        device_malloc_s=quantity(1e-3),
+        device_free_s=quantity(1e-3),
+        host_register_bytes_per_s=quantity(1e9),
+        host_memory_bytes=quantity(2e12),
+        host_copy_bytes_per_s=quantity(2e11),
+        devices=8,
+        sources={
+            "sheet": Source(kind="datasheet", text="a data sheet"),
+            "bench": Source(kind="measured", text="a benchmark"),
+        },
+        provenance={"tool": "a test"},
+    )
+
+
+def cluster() -> Cluster:
+    network = Network(
+        nics_per_node=8, nic_bytes_per_s=quantity(23.5e9), latency_s=quantity(2e-5), size_efficiency=curve(0.3, 0.9)
+    )
+    return Cluster(
+        name="sample",
+        hardware="profile.json",
+        nodes=2,
+        devices_per_node=8,
+        host_memory_bytes=quantity(1e12),
+        network=network,
+        sources=hardware().sources,
+    )
+
+
+def plan() -> Plan:
+    decisions = Decisions(
+        model=model(),
+        layout=Layout(tp=2, sequence_parallel=True),
+        seq_tokens=4096,
+        recompute="tokenwise",
+        swapped_tokens=512,
+    )
+    prediction = Prediction(
+        status="ok",
+        hardware="sample",
+        step_s=1.25,
+        mfu=0.5,
+        tgs=3276.8,
+        peak_device_bytes=7_000_000_000,
+        peak_by_class={"skeletal": 4_000_000_000, "state": 3_000_000_000},
+        peak_host_bytes_per_node=1_000_000,
+        moved_bytes=MovedBytes(d2h=10, h2d=10),
+        lanes={"compute": 1.0, "d2h": 0.25},
+        stalls=[Stall(lane="compute", waits_for="h2d", seconds=0.125, count=3)],
+        outside_calibration=["attention flash2 forward"],
+    )
+    provenance = Provenance(created="2026-01-02T03:04:05Z", memo_version="0.1.0", command="memo-sim what-if sample")
+    return Plan(decisions=decisions, program_sha256=SHA, prediction=prediction, provenance=provenance)
+
+
+def placement() -> Placement:
+    slots = TemplateSlots(template="layer.fwd", offsets_bytes={"q": 0, "k": 512})
+    return Placement(
+        program_sha256=SHA, arena_bytes=4096, templates=[slots], instance_bases_bytes=[0, 1024], buffers={"x": 2048}
+    )
+
+
+def trace() -> Trace:
+    spans = Spans(
+        ids=["m0/l0/fwd/qkv", "m0/l0/fwd/attn"],
+        ops=["gemm", "attention"],
+        lanes=["compute", "compute"],
+        start_s=[0.0, 0.5],
+        end_s=[0.5, 1.0],
+    )
+    memory = MemoryCurve(time_s=[0.0, 0.5], bytes_by_class={"skeletal": [0, 1024]})
+    wait = Wait(instruction="m0/l0/fwd/attn", waits_for="m0/l0/fwd/qkv", start_s=0.5, seconds=0.0)
+    return Trace(
+        origin="predicted",
+        program_sha256=SHA,
+        step_s=1.0,
+        spans=spans,
+        device_memory=memory,
+        host_memory=memory,
+        waits=[wait],
+    )
+
+
+def result() -> Result:
+    row = PlanRow(
+        status="gpu_oom",
+        system="memo",
+        mfu=None,
+        tgs=None,
+        step_s=None,
+        alpha=0.125,
+        layout=Layout(),
+        recompute="tokenwise",
+        memory_policy="planned",
+        states="fp32",
+        micro_batch=1,
+        peak_device_bytes=90_000_000_000,
+        peak_host_bytes_per_node=0,
+        stalls=[],
+        shortfall_bytes=10_000_000_000,
+        reason="device memory",
+    )
+    return Result(model="sample", cluster="a800-1x8", seq_tokens=4096, best=None, plans=[row], evaluated=1, pruned=0)
+
+
+def validation() -> Validation:
+    case = CaseReport(
+        case="one",
+        source="memo-table3",
+        system="memo",
+        predicted=CasePrediction(status="ok", mfu=0.5, layout=Layout(tp=4, cp=2)),
+        expected=Expectation(status="ok", mfu=0.4),
+        error=CaseError(status=True, mfu=0.25),
+        fitted=False,
+    )
+    return Validation(cases=[case])
+
+
+def comparison() -> Comparison:
+    figures = StepFigures(
+        step_s=1.0,
+        peak_device_bytes=1024,
+        moved_bytes=MovedBytes(d2h=1, h2d=1),
+        lanes={"compute": 0.9},
+        ops={"gemm": 0.5},
+    )
+    ratio = Ratio(step_s=1.0, peak_device_bytes=1.0, moved_bytes={"d2h": 1.0}, lanes={"compute": 1.0})
+    return Comparison(
+        program_sha256=SHA,
+        machine="a test",
+        predicted=figures,
+        measured=figures,
+        ratio=ratio,
+        losses=[5.5],
+        grad_norms=[1.0],
+    )
+
+
+_SAMPLES: dict[str, Callable[[], msgspec.Struct]] = {
+    "model": model,
+    "hardware": hardware,
+    "cluster": cluster,
+    "plan": plan,
+    "placement": placement,
+    "trace": trace,
+    "result": result,
+    "validation": validation,
+    "comparison": comparison,
+}
+
+
+@pytest.fixture(scope="session")
+def samples() -> dict[str, msgspec.Struct]:
+    """One document of every kind, by the names of ``schemas.DOCUMENTS``."""
+    return {name: make() for name, make in _SAMPLES.items()}
+
+
+@pytest.fixture(scope="session", params=sorted(_SAMPLES))
+def sample(request: pytest.FixtureRequest) -> msgspec.Struct:
+    """Each of the documents in turn."""
+    return _SAMPLES[request.param]()

@@ -1,0 +1,270 @@
+"""Whatever a file holds, reading it ends in the document or in one clear ``BadInput``."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from memo_sim.contract import codec
+from memo_sim.contract.catalog import load_cluster, load_model
+from memo_sim.contract.errors import BadInput
+from memo_sim.contract.hardware import Hardware
+from memo_sim.contract.model import Model
+from memo_sim.contract.plan import Plan
+from memo_sim.contract.schemas import DOCUMENTS
+
+
+def refusal(raw: bytes, kind: type[msgspec.Struct]) -> BadInput:
+    with pytest.raises(BadInput) as error:
+        codec.decode(raw, kind, where="file.json")
+    assert error.value.exit_code == 3
+    assert error.value.where is not None
+    assert error.value.where.startswith("file.json")
+    assert error.value.what
+    return error.value
+
+
+def changed(document: msgspec.Struct, path: str, value: Any) -> bytes:
+    """Return the document's JSON with the value at a dotted path set, or removed (``...``)."""
+    tree = json.loads(codec.encode(document))
+    *parents, last = path.split(".")
+    place = tree
+    for name in parents:
+        place = place[int(name)] if isinstance(place, list) else place[name]
+    if value is ...:
+        del place[last]
+    else:
+        place[int(last) if isinstance(place, list) else last] = value
+    return json.dumps(tree).encode()
+
+
+@pytest.mark.parametrize(
+    ("change", "where", "told"),
+    [
+        (("plan", "decisions.dtpye", 1), "$.decisions.dtpye", ('"dtpye"', "one of model, layout", "'dtype'")),
+        (("plan", "colour", 1), "$.colour", ('"colour"', "one of decisions, program_sha256", None)),
+        (("plan", "decisions.model.layers", -2), "$.decisions.model.layers", ("-2", "int >= 1", None)),
+        (("plan", "decisions.layout.tp", "2"), "$.decisions.layout.tp", ('"2"', "int", None)),
+        (("plan", "decisions.layout.tp", 2.5), "$.decisions.layout.tp", ("2.5", "int", None)),
+        (("plan", "decisions.layout.tp", True), "$.decisions.layout.tp", ("true", "int", None)),
+        (("plan", "decisions.model", [1]), "$.decisions.model", ("an array of 1", "object", None)),
+        (("plan", "decisions.model", ...), "$.decisions.model", (None, "a value", None)),
+        (
+            ("plan", "decisions.recompute", "token-wise"),
+            "$.decisions.recompute",
+            ('"token-wise"', "full", "'tokenwise'"),
+        ),
+        (("plan", "prediction.stalls.0.seconds", -1.0), "$.prediction.stalls[0].seconds", ("-1.0", "float >= 0", None)),
+        (("plan", "prediction.peak_by_class.state", -5), "$.prediction.peak_by_class.state", ("-5", "int >= 0", None)),
+        (
+            ("plan", "decisions.model.schema", "memo.model/2"),
+            "$.decisions.model.schema",
+            ('"memo.model/2"', "memo.model/1", "'memo.model/1'"),
+        ),
+        (("result", "plans.0.alpha", 1.5), "$.plans[0].alpha", ("1.5", "float <= 1.0", None)),
+        (("result", "plans.0.layuot", {}), "$.plans[0].layuot", ('"layuot"', "one of status", "'layout'")),
+        (("hardware", "peak_flops.bf17", {}), "$.peak_flops", ('"bf17"', "one of fp32, bf16, fp16", "'bf16'")),
+        (("hardware", "gemm.0.rows.0", [1, 2, 3]), "$.gemm[0].rows[0]", ("an array of 3", "length >= 4", None)),
+        (("hardware", "gemm.0.rows", []), "$.gemm[0].rows", ("an array of 0", "length >= 1", None)),
+        (("hardware", "device_memory_bytes.value", -1), "$.device_memory_bytes.value", ("-1", "float >= 0.0", None)),
+        (("hardware", "reserve_bytes.nccl.value", "x"), "$.reserve_bytes.nccl.value", ('"x"', "float", None)),
+        (("hardware", "sources.bench.kind", "guess"), "$.sources.bench.kind", ('"guess"', "measured, datasheet", None)),
+        (("cluster", "host_memory_bytes.value", None), "$.host_memory_bytes.value", ("null", "float", None)),
+    ],
+    ids=lambda value: value[1] if isinstance(value, tuple) else "",
+)
+def test_the_message_says_where_what_and_what_instead(
+    samples: dict[str, msgspec.Struct],
+    change: tuple[str, str, Any],
+    where: str,
+    told: tuple[str | None, str, str | None],
+) -> None:
+    document, path, value = change
+    got, wanted, hint = told
+    error = refusal(changed(samples[document], path, value), DOCUMENTS[document])
+    assert error.where == f"file.json: {where}"
+    assert error.got == got
+    assert wanted in str(error.wanted)
+    assert error.hint == (None if hint is None else f"did you mean {hint}?")
+
+
+@pytest.mark.parametrize(
+    ("document", "path", "value", "message"),
+    [
+        ("plan", "decisions.swapped_tokens", 6144, "more than the 4096 tokens"),
+        ("plan", "decisions.swapped_tokens", 100, "multiple of 128"),
+        ("plan", "decisions.model.kv_heads", 3, "multiple of kv_heads"),
+        ("model", "activation", "gelu", "must be silu"),
+        ("model", "head_dim", 33, "must be even"),
+        ("model", "rope_scaling.low_freq_factor", 4.0, "more than low_freq_factor"),
+        ("trace", "spans.end_s", [0.5, 0.25], "runs from"),
+        ("trace", "spans.ids", ["one"], "differ in length"),
+        ("hardware", "memory_bound_bytes_per_s.x", [2.0], "x"),
+        ("hardware", "d2h.alone.x", [2.0, 2.0], "must increase"),
+        ("hardware", "sources.bench", ..., "no entry in sources for bench"),
+        ("hardware", "peak_flops", {}, "peak_flops"),
+        ("hardware", "h2d.duplex.value", 0, "h2d.duplex"),
+        ("hardware", "compute_slowdown.copy.value", 0.5, "compute_slowdown.copy"),
+        ("cluster", "network", None, "need a network"),
+        ("cluster", "network.nic_bytes_per_s.value", 0, "nic_bytes_per_s"),
+        ("cluster", "sources.sheet", ..., "no entry in sources for sheet"),
+    ],
+)
+def test_documents_that_make_no_sense_are_refused(
+    samples: dict[str, msgspec.Struct], document: str, path: str, value: Any, message: str
+) -> None:
+    raw = changed(samples[document], path, value)
+    if (document, path) == ("hardware", "memory_bound_bytes_per_s.x"):
+        raw = changed(samples[document], path, [1.0, 2.0])
+    assert message in str(refusal(raw, DOCUMENTS[document]))
+
+
+def test_another_kind_of_document_is_named(samples: dict[str, msgspec.Struct]) -> None:
+    error = refusal(codec.encode(samples["hardware"]), Plan)
+    assert (error.got, error.wanted) == ('"memo.hardware/1"', "memo.plan/1")
+    newer = refusal(changed(samples["plan"], "schema", "memo.plan/2"), Plan)
+    assert (newer.got, newer.wanted) == ('"memo.plan/2"', "memo.plan/1")
+
+
+@pytest.mark.parametrize("schema", [..., None])
+def test_a_document_must_say_what_it_is(sample: msgspec.Struct, schema: object) -> None:
+    error = refusal(changed(sample, "schema", schema), type(sample))
+    assert "does not say what it is" in error.what
+    assert error.wanted == sample.__struct_config__.tag
+
+
+@pytest.mark.parametrize(
+    ("raw", "message"),
+    [
+        (b"", "the file is empty"),
+        (b" \n\t", "the file is empty"),
+        (b"[]", "an array of 0"),
+        (b"null", "object"),
+        (b"3", "object"),
+        (b'{"schema": 3}', "$.schema"),
+        (b"plan: yes", "line 1, column 1"),
+        (b'{\n  "schema": "memo.plan/1",\n  "decisions": NaN\n}', "line 3, column 16"),
+        (b'{"schema": "memo.plan/1"} trailing', "trailing characters"),
+        (b'{"schema": "memo.plan/1", "program_sha256": "\xff"}', "not UTF-8"),
+        (b"\xff\xfe{\x00}\x00", "line 1, column 1"),
+        (b"PK\x03\x04\x00\x00", "line 1, column 1"),
+        (b'{"schema": "memo.plan/1", "decisions": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "nested too deep"),
+        (b"[" * 100_000, "got: array"),
+        (b'{"a":' * 100_000, "nested too deep"),
+        (b'{"schema": "memo.plan/1", "decisions": {"seq_tokens": ' + b"9" * 5000 + b"}}", "out of range"),
+        (b'{"schema": "memo.plan/1", "prediction": {"status": "ok", "step_s": 1e999}}', "out of range"),
+        (b'{"schema": "memo.plan/1", "x` - at `$.y": 1}', "unknown field"),
+        (b'{"schema": "memo.plan/1", "x\\ny": 1}', "unknown field"),
+    ],
+)
+def test_files_that_hold_something_else(raw: bytes, message: str) -> None:
+    error = refusal(raw, Plan)
+    assert message in str(error)
+    assert len(str(error)) < 1000
+    assert len(str(error).splitlines()) <= 5
+
+
+def test_what_stands_at_the_wrong_place_is_shown() -> None:
+    assert "NaN" in str(refusal(b'{"schema": NaN}', Plan))
+
+
+def test_every_truncation_is_noticed(samples: dict[str, msgspec.Struct]) -> None:
+    raw = codec.encode(samples["plan"])
+    for length in range(len(raw) - 2):
+        refusal(raw[:length], Plan)
+
+
+def test_unreadable_files(tmp_path: Path) -> None:
+    (tmp_path / "folder.json").mkdir()
+    for path, message in [
+        (tmp_path / "missing.json", "no such file"),
+        (tmp_path / "folder.json", "a directory"),
+        (Path("a\0b.json"), "cannot be read"),
+        (tmp_path / ("x" * 300), "cannot be read"),
+    ]:
+        with pytest.raises(BadInput, match=message):
+            codec.read(path, Plan)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
+def test_a_file_without_permission(tmp_path: Path) -> None:
+    path = tmp_path / "secret.json"
+    path.touch(mode=0)
+    with pytest.raises(BadInput, match="cannot be read"):
+        codec.read(path, Plan)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *[b"= 1", b'schema = "memo.cluster/1', b"x = nan", b"x = -inf", b"x = 1e999", b"\xff", b"x = 1\nx = 2"],
+        *[b"x = " + b"[" * 100_000, b"x = " + b"9" * 5000, b"", b"x = 2020-01-01", b'"\\ud800" = 1'],
+    ],
+)
+def test_toml_that_is_none(tmp_path: Path, text: bytes) -> None:
+    path = tmp_path / "cluster.toml"
+    path.write_bytes(text)
+    with pytest.raises(BadInput, match=r"cluster\.toml"):
+        load_cluster(str(path))
+
+
+@given(raw=st.binary(max_size=200), kind=st.sampled_from(sorted(DOCUMENTS)))
+def test_garbage_never_escapes(raw: bytes, kind: str) -> None:
+    refusal(raw, DOCUMENTS[kind])
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=10),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=10), inner, max_size=4),
+    max_leaves=8,
+)
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=300)
+@given(data=st.data())
+def test_mutated_documents_never_escape(samples: dict[str, msgspec.Struct], data: st.DataObject) -> None:
+    """One value anywhere in a valid document is replaced, removed, renamed or cut through."""
+    name = data.draw(st.sampled_from(sorted(samples)))
+    tree = json.loads(codec.encode(samples[name]))
+    place: Any = tree
+    while True:
+        key = data.draw(st.sampled_from(sorted(place) if isinstance(place, dict) else range(len(place))))
+        if not isinstance(place[key], dict | list) or not place[key] or data.draw(st.booleans()):
+            break
+        place = place[key]
+    if isinstance(place, dict) and data.draw(st.booleans()):
+        place[data.draw(st.text(max_size=10))] = place.pop(key)
+    else:
+        place[key] = data.draw(JSON)
+    raw = bytearray(json.dumps(tree, ensure_ascii=data.draw(st.booleans())).encode(errors="surrogatepass"))
+    for _ in range(data.draw(st.integers(0, 2))):
+        raw[data.draw(st.integers(0, len(raw) - 1))] = data.draw(st.integers(0, 255))
+    try:
+        document = codec.decode(bytes(raw), DOCUMENTS[name], where="file.json")
+    except BadInput as error:
+        assert str(error).startswith(error.what)  # noqa: PT017
+        assert "file.json" in str(error)  # noqa: PT017
+    else:
+        assert codec.decode(codec.encode(document), DOCUMENTS[name], where="file.json") == document
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=100)
+@given(fields=st.dictionaries(st.sampled_from(["model_type", "schema", "n_embd", "x"]), JSON))
+def test_model_files_never_escape(tmp_path: Path, fields: dict[str, Any]) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(fields))
+    with pytest.raises(BadInput):
+        load_model(str(path))
+
+
+def test_errors_do_not_depend_on_the_order_of_keys(samples: dict[str, msgspec.Struct]) -> None:
+    """Canonical files have ``schema`` near their end; the wrong kind is still the first thing said."""
+    tree = json.loads(codec.encode(samples["hardware"]))
+    backwards = json.dumps(dict(reversed(tree.items()))).encode()
+    assert str(refusal(backwards, Model)) == str(refusal(codec.encode(samples["hardware"]), Model))
+    assert codec.decode(backwards, Hardware, where="file.json") == samples["hardware"]

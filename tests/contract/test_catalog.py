@@ -1,0 +1,189 @@
+"""Models, profiles and clusters by name and by file."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from memo_sim.contract import codec
+from memo_sim.contract.catalog import (
+    DATA,
+    list_clusters,
+    list_hardware,
+    list_models,
+    load_cluster,
+    load_hardware,
+    load_model,
+)
+from memo_sim.contract.cluster import Cluster
+from memo_sim.contract.errors import BadInput, UsageError
+
+
+@pytest.fixture
+def profile(samples: dict[str, msgspec.Struct], tmp_path: Path) -> Path:
+    path = tmp_path / "profile.json"
+    codec.write(path, samples["hardware"])
+    return path
+
+
+@pytest.mark.parametrize(
+    ("name", "nodes", "devices", "cards"),
+    [
+        ("a800-1x8", 1, 8, 8),
+        ("a800-8x8", 8, 8, 8),
+        ("a100-1x4", 1, 4, 8),
+        ("a100-16x8-hdr4", 16, 8, 4),
+        ("a100-64x8-hdr1", 64, 8, 1),
+    ],
+)
+def test_clusters_by_name(name: str, nodes: int, devices: int, cards: int) -> None:
+    cluster, hardware = load_cluster(name)
+    assert (cluster.name, cluster.nodes, cluster.devices_per_node, cluster.devices) == (
+        name,
+        nodes,
+        devices,
+        nodes * devices,
+    )
+    assert cluster.network is not None
+    assert cluster.network.nics_per_node == cards
+    assert cluster.network.nic_bytes_per_s.value == 23.5e9
+    assert hardware.name == cluster.hardware == name.partition("-")[0] + "-sxm4-80gb"
+    assert cluster.host_memory_bytes is None
+    assert codec.decode(codec.encode(cluster), Cluster, where="here") == cluster
+
+
+def test_the_network_by_message_size() -> None:
+    network = load_cluster("a800-2x8")[0].network
+    assert network is not None
+    points = dict(zip(network.size_efficiency.x, network.size_efficiency.y, strict=True))
+    assert (points[16 * 2**20], points[256 * 2**20], points[2**30], points[16 * 2**30]) == (0.32, 0.85, 0.92, 0.96)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *["a800", "a800-1", "a800-0x8", "a800-1x0", "a800-1x8-hdr0", "a800-1x8-ndr4", "a801-1x8", "A800-1x8", ""],
+        *["a800-1x8 ", "a800-01x8", "-1x8", "a800-1x8-hdr", "x" * 5000, "a\0b"],
+    ],
+)
+def test_other_cluster_names_are_usage_errors(name: str) -> None:
+    with pytest.raises(UsageError, match="no such cluster") as error:
+        load_cluster(name)
+    assert "a800-1x8" in str(error.value)
+    assert "<gpu>-<nodes>x<gpus per node>" in str(error.value)
+
+
+def test_near_cluster_names_are_suggested() -> None:
+    with pytest.raises(UsageError, match="did you mean 'a800-1x8'"):
+        load_cluster("a80-1x8")
+
+
+def test_more_devices_than_a_node_has() -> None:
+    with pytest.raises(UsageError, match="at most the 8 devices"):
+        load_cluster("a800-1x16")
+
+
+def test_listed_names_load() -> None:
+    assert list_hardware() == ["a100-sxm4-80gb", "a800-sxm4-80gb"]
+    assert list_clusters() == ["a100-1x8", "a800-1x8"]
+    for name in list_hardware():
+        assert load_hardware(name).name == name
+    for name in list_clusters():
+        cluster, hardware = load_cluster(name)
+        assert cluster.devices == hardware.devices
+
+
+def test_no_two_profiles_share_their_first_word() -> None:
+    """Clusters are named by it."""
+    words = [name.split("-")[0] for name in list_hardware()]
+    assert len(set(words)) == len(words)
+
+
+def test_the_commented_example_is_the_named_cluster() -> None:
+    example, hardware = load_cluster(str(DATA / "clusters" / "example.toml"))
+    assert (example, hardware) == load_cluster("a800-2x8")
+    assert sum(line.startswith("#") for line in (DATA / "clusters" / "example.toml").read_text().splitlines()) > 10
+
+
+def test_a_profile_file_is_one_node(profile: Path, samples: dict[str, msgspec.Struct]) -> None:
+    cluster, hardware = load_cluster(str(profile))
+    assert hardware == samples["hardware"] == load_hardware(str(profile))
+    assert (cluster.nodes, cluster.devices_per_node, cluster.network) == (1, 8, None)
+
+
+def test_a_cluster_file_finds_the_profile_beside_it(
+    profile: Path, samples: dict[str, msgspec.Struct], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = profile.parent / "cluster.json"
+    codec.write(path, samples["cluster"])
+    assert load_cluster(str(path)) == (samples["cluster"], samples["hardware"])
+    monkeypatch.chdir(path.parent)
+    assert load_cluster("cluster.json") == (samples["cluster"], samples["hardware"])
+
+
+def test_a_cluster_file_without_its_profile(samples: dict[str, msgspec.Struct], tmp_path: Path) -> None:
+    path = tmp_path / "cluster.json"
+    codec.write(path, msgspec.structs.replace(samples["cluster"], hardware="a800-sxm4-80bg"))
+    with pytest.raises(BadInput, match="did you mean 'a800-sxm4-80gb'") as error:
+        load_cluster(str(path))
+    assert error.value.where == f"{path}: $.hardware"
+
+
+def test_another_document_is_no_cluster(samples: dict[str, msgspec.Struct], tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    codec.write(path, samples["plan"])
+    with pytest.raises(BadInput, match=r"memo\.cluster/1 or memo\.hardware/1"):
+        load_cluster(str(path))
+
+
+def test_a_model_file(samples: dict[str, msgspec.Struct], tmp_path: Path) -> None:
+    path = tmp_path / "mine"
+    codec.write(path, samples["model"])
+    assert load_model(str(path)) == samples["model"]
+
+
+def test_a_config_is_told_apart_by_its_content(tmp_path: Path) -> None:
+    path = tmp_path / "my-gpt2" / "model.json"
+    path.parent.mkdir()
+    path.write_text(
+        '{"model_type": "gpt2", "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 32, "vocab_size": 99}'
+    )
+    model = load_model(str(path))
+    assert (model.name, model.family, model.hidden, model.max_positions) == ("my-gpt2", "gpt", 64, 32)
+
+
+def test_a_file_that_is_neither(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"hidden_size": 64}))
+    with pytest.raises(BadInput, match="neither a model nor a Hugging Face config"):
+        load_model(str(path))
+
+
+def test_unknown_models_are_usage_errors() -> None:
+    with pytest.raises(UsageError, match="did you mean 'gpt-7b'") as error:
+        load_model("gpt-7B")
+    assert all(name in str(error.value) for name in list_models())
+    with pytest.raises(UsageError, match="no such hardware profile"):
+        load_hardware("h9000")
+
+
+@pytest.mark.parametrize("load", [load_model, load_hardware, load_cluster])
+def test_what_is_written_like_a_file_is_one(load: object, tmp_path: Path) -> None:
+    assert callable(load)
+    with pytest.raises(BadInput, match="no such file"):
+        load("missing.json")
+    with pytest.raises(BadInput, match="a directory"):
+        load(str(tmp_path))
+
+
+def test_loading_is_light() -> None:
+    """No numpy, no simpy, nothing that makes ``--help`` wait."""
+    code = (
+        "import sys; from memo_sim.contract import catalog; catalog.load_cluster('a800-2x8'); "
+        "catalog.load_model('gpt-7b'); print(*sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert not {"numpy", "simpy", "mip", "click", "rich", "matplotlib", "torch"} & set(done.stdout.split())

@@ -1,0 +1,269 @@
+"""Hugging Face configs: counts against a committed table and against transformers, and every trap refused."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from memo_sim.contract.errors import BadInput
+from memo_sim.contract.huggingface import SUPPORTED, model_from_config
+from memo_sim.contract.model import Model, RopeScaling
+
+REAL = json.loads((Path(__file__).parent / "huggingface_configs.json").read_text())
+"""Configs of published shapes, each with the parameters that transformers counts in its model."""
+
+LLAMA: dict[str, Any] = {
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 100,
+}
+QWEN2 = {**LLAMA, "model_type": "qwen2"}
+QWEN3 = {**LLAMA, "model_type": "qwen3", "head_dim": 32}
+GPT2: dict[str, Any] = {
+    "model_type": "gpt2",
+    "n_embd": 64,
+    "n_layer": 3,
+    "n_head": 4,
+    "n_positions": 32,
+    "vocab_size": 100,
+}
+LLAMA3_ROPE = {
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
+
+def loaded(config: dict[str, Any]) -> Model:
+    return model_from_config(config, where="config.json", name="fallback")
+
+
+def refusal(config: dict[str, Any]) -> BadInput:
+    with pytest.raises(BadInput) as error:
+        loaded(config)
+    assert str(error.value.where).startswith("config.json")
+    return error.value
+
+
+@pytest.mark.parametrize("name", REAL)
+def test_real_shapes_have_their_published_size(name: str) -> None:
+    model = loaded(REAL[name]["config"])
+    assert model.total_params == REAL[name]["params"]
+    assert model.name == name
+
+
+TINY = {
+    "llama": LLAMA,
+    "llama without grouped heads": {**LLAMA, "num_key_value_heads": None},
+    "llama with its own head size": {**LLAMA, "head_dim": 32},
+    "llama tied": {**LLAMA, "tie_word_embeddings": True},
+    "llama biased": {**LLAMA, "attention_bias": True, "mlp_bias": True},
+    "qwen2": QWEN2,
+    "qwen2 tied": {**QWEN2, "tie_word_embeddings": True},
+    "qwen3": QWEN3,
+    "gpt2": GPT2,
+    "gpt2 with its own inner width": {**GPT2, "n_inner": 80},
+    "gpt2 untied": {**GPT2, "tie_word_embeddings": False},
+}
+
+
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("name", TINY)
+def test_tiny_configs_count_as_transformers_does(name: str) -> None:
+    torch = pytest.importorskip("torch")
+    auto = pytest.importorskip("transformers.models.auto")
+    fields = {key: value for key, value in TINY[name].items() if key != "model_type"}
+    with torch.device("meta"):
+        oracle = auto.AutoModelForCausalLM.from_config(auto.AutoConfig.for_model(TINY[name]["model_type"], **fields))
+    assert loaded(TINY[name]).total_params == sum(parameter.numel() for parameter in oracle.parameters())
+
+
+def test_families() -> None:
+    llama, qwen2, qwen3, gpt2 = (loaded(config) for config in (LLAMA, QWEN2, QWEN3, GPT2))
+    assert [m.family for m in (llama, qwen2, qwen3, gpt2)] == ["llama", "llama", "llama", "gpt"]
+    assert [m.qkv_bias for m in (llama, qwen2, qwen3, gpt2)] == [False, True, False, True]
+    assert [m.linear_bias for m in (llama, qwen2, qwen3, gpt2)] == [False, False, False, True]
+    assert [m.qk_norm for m in (llama, qwen2, qwen3, gpt2)] == [False, False, True, False]
+    assert [m.head_dim for m in (llama, qwen2, qwen3, gpt2)] == [16, 16, 32, 16]
+    assert [m.tied_embeddings for m in (llama, qwen2, qwen3, gpt2)] == [False, False, False, True]
+    assert [m.norm_eps for m in (llama, qwen2, qwen3, gpt2)] == [1e-6, 1e-6, 1e-6, 1e-5]
+    assert [m.activation for m in (llama, qwen2, qwen3, gpt2)] == ["silu", "silu", "silu", "gelu_tanh"]
+    assert (gpt2.ffn_hidden, gpt2.max_positions, llama.max_positions) == (256, 32, 0)
+
+
+@pytest.mark.parametrize(
+    ("keys", "theta", "scaling"),
+    [
+        ({}, 1e4, None),
+        ({"rope_theta": 5e5}, 5e5, None),
+        ({"rope_theta": 5e5, "rope_scaling": None}, 5e5, None),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}, 1e6, None),
+        ({"rope_theta": 1e6, "rope_parameters": {"rope_type": "default"}}, 1e6, None),
+        ({"rope_scaling": {"type": "linear", "factor": 4}}, 1e4, RopeScaling(kind="linear", factor=4.0)),
+        (
+            {"rope_theta": 5e5, "rope_scaling": {"rope_type": "llama3", **LLAMA3_ROPE}},
+            5e5,
+            RopeScaling(kind="llama3", factor=8.0),
+        ),
+        (
+            {"rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5, **LLAMA3_ROPE}},
+            5e5,
+            RopeScaling(kind="llama3", factor=8.0),
+        ),
+    ],
+)
+def test_rotary_keys_of_both_generations(keys: dict[str, Any], theta: float, scaling: RopeScaling | None) -> None:
+    model = loaded({**LLAMA, **keys})
+    assert (model.rope_theta, model.rope_scaling) == (theta, scaling)
+
+
+@pytest.mark.parametrize(
+    ("config", "key"),
+    [
+        ({}, "model_type"),
+        ({"model_type": "lama"}, "model_type"),
+        ({"model_type": 3}, "model_type"),
+        ({**LLAMA, "hidden_size": "64"}, "hidden_size"),
+        ({**LLAMA, "hidden_size": 64.0}, "hidden_size"),
+        ({**LLAMA, "hidden_size": True}, "hidden_size"),
+        ({**LLAMA, "hidden_size": 0}, "hidden_size"),
+        ({**LLAMA, "hidden_size": 62}, "hidden_size"),
+        ({**LLAMA, "rms_norm_eps": 0}, "rms_norm_eps"),
+        ({**LLAMA, "rope_theta": 10**400}, "rope_theta"),
+        ({**LLAMA, "rope_theta": -1.0}, "rope_theta"),
+        ({**LLAMA, "hidden_act": "gelu"}, "hidden_act"),
+        ({**LLAMA, "attention_bias": True}, "attention_bias"),
+        ({**LLAMA, "mlp_bias": True}, "mlp_bias"),
+        ({**QWEN3, "attention_bias": True}, "attention_bias"),
+        ({**LLAMA, "tie_word_embeddings": "no"}, "tie_word_embeddings"),
+        ({**LLAMA, "num_local_experts": 8}, "num_local_experts"),
+        ({**QWEN3, "num_experts": 128}, "num_experts"),
+        ({**QWEN3, "moe_intermediate_size": 768}, "moe_intermediate_size"),
+        ({**LLAMA, "text_config": dict(LLAMA)}, "text_config"),
+        ({**LLAMA, "is_encoder_decoder": True}, "is_encoder_decoder"),
+        ({**LLAMA, "partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ({**LLAMA, "rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_scaling.rope_type"),
+        ({**LLAMA, "rope_scaling": {"type": "dynamic", "factor": 4.0}}, "rope_scaling.type"),
+        ({**LLAMA, "rope_scaling": {"type": "linear"}}, "rope_scaling.factor"),
+        ({**LLAMA, "rope_scaling": {"type": "linear", "factor": 0.5}}, "rope_scaling.factor"),
+        ({**LLAMA, "rope_scaling": "linear"}, "rope_scaling"),
+        ({**LLAMA, "rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "rope_scaling.low_freq_factor"),
+        ({**LLAMA, "rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "rope_parameters.full_attention"),
+        ({**LLAMA, "rope_parameters": {"partial_rotary_factor": 0.5}}, "rope_parameters.partial_rotary_factor"),
+        ({**QWEN2, "use_sliding_window": True, "sliding_window": 32, "max_window_layers": 2}, "use_sliding_window"),
+        ({**QWEN2, "use_sliding_window": True, "sliding_window": 32}, "use_sliding_window"),
+        ({**QWEN3, "layer_types": ["full_attention", "sliding_attention", "full_attention"]}, "layer_types"),
+        ({**QWEN3, "layer_types": "full_attention"}, "layer_types"),
+        ({**GPT2, "activation_function": "relu"}, "activation_function"),
+        ({**GPT2, "scale_attn_weights": False}, "scale_attn_weights"),
+        ({**GPT2, "scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx"),
+        ({**GPT2, "add_cross_attention": True}, "add_cross_attention"),
+        ({**GPT2, "n_embd": 66}, "n_embd"),
+        ({**GPT2, "attn_pdrop": -1}, "attn_pdrop"),
+    ],
+)
+def test_what_is_not_modelled_is_refused(config: dict[str, Any], key: str) -> None:
+    assert refusal(config).where == f"config.json: $.{key}"
+
+
+@pytest.mark.parametrize(
+    ("config", "optional"),
+    [(LLAMA, {"num_key_value_heads"}), (QWEN2, set()), (QWEN3, set()), (GPT2, set())],
+    ids=["llama", "qwen2", "qwen3", "gpt2"],
+)
+def test_shape_keys_have_no_defaults(config: dict[str, Any], optional: set[str]) -> None:
+    for key in set(config) - optional:
+        rest = {name: value for name, value in config.items() if name != key}
+        assert refusal(rest).where == f"config.json: $.{key}"
+
+
+def test_shapes_that_contradict_themselves() -> None:
+    assert "multiple of kv_heads" in str(refusal({**LLAMA, "num_key_value_heads": 3}))
+    assert "must be even" in str(refusal({**LLAMA, "head_dim": 15}))
+    rope = {"rope_type": "llama3", **LLAMA3_ROPE, "high_freq_factor": 1.0}
+    assert "high_freq_factor" in str(refusal({**LLAMA, "rope_scaling": rope}))
+
+
+def test_unknown_types_list_the_supported_ones() -> None:
+    error = refusal({**LLAMA, "model_type": "qwen4"})
+    assert all(name in str(error) for name in SUPPORTED)
+    assert error.got == "'qwen4'"
+    assert "memo.model/1" in str(refusal({"model_type": "mamba"}))
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 1},
+        {"use_sliding_window": True, "sliding_window": None},
+        {"use_sliding_window": True, "sliding_window": 4096, "max_window_layers": 3},
+        {"layer_types": ["full_attention"] * 3},
+    ],
+)
+def test_a_window_that_no_layer_uses_is_none(keys: dict[str, Any]) -> None:
+    assert loaded({**QWEN2, **keys}) == loaded(QWEN2)
+
+
+def test_keys_that_do_not_concern_the_shape_are_ignored() -> None:
+    other = {"torch_dtype": "bfloat16", "use_cache": True, "eos_token_id": [1, 2], "max_position_embeddings": 131072}
+    assert loaded({**LLAMA, **other, "quantization_config": {"bits": 4}, "num_experts": None}) == loaded(LLAMA)
+
+
+def test_dropout_is_said_to_be_left_out() -> None:
+    assert "dropout" not in loaded({**GPT2, "resid_pdrop": 0.0}).source
+    assert "its dropout of 0.1 is not applied" in loaded({**GPT2, "resid_pdrop": 0.1, "attn_pdrop": 0.05}).source
+
+
+@pytest.mark.parametrize(
+    ("given_name", "name"),
+    [
+        ("org/some-model", "some-model"),
+        ("some-model", "some-model"),
+        ("", "fallback"),
+        (None, "fallback"),
+        ("/", "fallback"),
+    ],
+)
+def test_names(given_name: str | None, name: str) -> None:
+    assert loaded({**LLAMA, "_name_or_path": given_name}).name == name
+
+
+VALUES = (
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text(max_size=5)
+    | st.just({})
+    | st.just([])
+    | st.just({"type": 1})
+)
+
+
+@given(data=st.data())
+def test_mutated_configs_never_escape(data: st.DataObject) -> None:
+    config = dict(data.draw(st.sampled_from([LLAMA, QWEN2, QWEN3, GPT2])))
+    extra = [
+        "rope_scaling",
+        "rope_parameters",
+        "layer_types",
+        "_name_or_path",
+        "attn_pdrop",
+        "num_experts",
+        "text_config",
+    ]
+    for _ in range(data.draw(st.integers(1, 3))):
+        config[data.draw(st.sampled_from([*config, *extra]))] = data.draw(VALUES)
+    try:
+        model = loaded(config)
+    except BadInput:
+        return
+    assert model.total_params > 0

@@ -1,0 +1,74 @@
+"""Shapes and parameter counts of the presets."""
+
+import pytest
+
+from memo_sim.contract import codec
+from memo_sim.contract.catalog import DATA, list_models, load_model
+from memo_sim.contract.model import Model
+
+MEMO_TABLE_2 = {
+    "gpt-7b": (32, 4096, 16384, 32),
+    "gpt-13b": (40, 5120, 20480, 40),
+    "gpt-30b": (48, 7168, 28672, 56),
+    "gpt-65b": (80, 8192, 32768, 64),
+}
+
+
+def test_presets() -> None:
+    tiny = ["gpt-tiny", "llama-tiny"]
+    assert list_models() == sorted([*MEMO_TABLE_2, "llama3-8b", "llama3-70b", *tiny])
+    for name in list_models():
+        model = load_model(name)
+        assert model.name == name
+        assert model.source
+        assert codec.encode(model) == (DATA / "models" / f"{name}.json").read_bytes()
+
+
+@pytest.mark.parametrize("name", MEMO_TABLE_2)
+def test_memo_models(name: str) -> None:
+    model = load_model(name)
+    n, h, ffn, heads = MEMO_TABLE_2[name]
+    assert (model.layers, model.hidden, model.ffn_hidden, model.heads) == (n, h, ffn, heads)
+    assert (model.head_dim, model.kv_heads, model.vocab) == (128, heads, 50257)
+    assert model.mfu_params == 12 * n * h**2 + 50257 * h
+    s = 1_048_576
+    assert model.step_flops(s, 16) == pytest.approx(16 * (6 * s * model.mfu_params + 6 * n * h * s**2), rel=1e-15)
+
+
+@pytest.mark.parametrize(("name", "params"), [("llama3-8b", 8_030_261_248), ("llama3-70b", 70_553_706_496)])
+def test_llama_3(name: str, params: int) -> None:
+    model = load_model(name)
+    assert model.total_params == params
+    assert (model.rope_theta, model.rope_scaling, model.vocab) == (500_000.0, None, 128_256)
+
+
+@pytest.mark.parametrize("name", ["gpt-tiny", "llama-tiny"])
+def test_tiny_models_read_bytes_on_a_laptop(name: str) -> None:
+    model = load_model(name)
+    assert model.vocab == 256
+    assert model.layers * model.layer_matrix_params < 1_000_000
+
+
+def test_total_params_of_gpt_counts_everything_once() -> None:
+    model = load_model("gpt-tiny")
+    h, f = model.hidden, model.ffn_hidden
+    matrices = 4 * h * h + 2 * h * f
+    biases = 3 * h + h + f + h
+    norms = 4 * h
+    expected = model.layers * (matrices + biases + norms) + 256 * h + model.max_positions * h + 2 * h
+    assert model.total_params == expected
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"kv_heads": 3}, "multiple of kv_heads"),
+        ({"head_dim": 15}, "even"),
+        ({"activation": "gelu"}, "must be silu"),
+        ({"family": "gpt"}, "must be gelu"),
+    ],
+)
+def test_impossible_shapes(changes: dict[str, object], message: str) -> None:
+    shape = {field: getattr(load_model("llama-tiny"), field) for field in Model.__struct_fields__}
+    with pytest.raises(ValueError, match=message):
+        Model(**{**shape, **changes})

@@ -1,0 +1,64 @@
+"""The two ways people write sizes, and how sizes are shown."""
+
+import pytest
+
+from memo_sim.contract.errors import UsageError
+from memo_sim.contract.units import format_bytes, format_seconds, format_tokens, parse_tokens
+
+
+@pytest.mark.parametrize(
+    ("text", "tokens"),
+    [
+        ("1", 1),
+        ("4096", 4096),
+        ("64k", 65_536),
+        ("64K", 65_536),
+        (" 64 k ", 65_536),
+        ("1m", 1_048_576),
+        ("1.5k", 1536),
+        ("1.25m", 1_310_720),
+        ("1408k", 1_441_792),
+        ("2.0", 2),
+        ("007", 7),
+        ("123456789012345678", 123_456_789_012_345_678),
+    ],
+)
+def test_tokens_are_read(text: str, tokens: int) -> None:
+    assert parse_tokens(text) == tokens
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *["", " ", "0", "0k", "0.0", "-3", "+3", "1e3", "1.5", "0.3k", "k", "64kb", "64ki", "64g", "64kk", "1,000"],
+        *["1_000", "nan", "inf", "0x10", "1.", ".5k", "\u0663", "9" * 5000, "1." + "0" * 5000],
+    ],
+)
+def test_other_texts_are_refused(text: str) -> None:
+    with pytest.raises(UsageError) as error:
+        parse_tokens(text)
+    assert error.value.exit_code == 2
+
+
+@pytest.mark.parametrize("tokens", [1, 1000, 1023, 1024, 1536, 65_536, 1_048_576, 1_310_720, 1_441_792])
+def test_shown_tokens_read_back(tokens: int) -> None:
+    assert parse_tokens(format_tokens(tokens)) == tokens
+
+
+def test_shown_tokens_are_short() -> None:
+    assert [format_tokens(n) for n in (0, 1000, 65_536, 1_048_576, 1_441_792)] == ["0", "1000", "64k", "1m", "1408k"]
+
+
+def test_shown_bytes_are_binary() -> None:
+    shown = [format_bytes(size) for size in (0, 512, 2**20, 5 * 2**28, 80 * 2**30, -(2**30))]
+    assert shown == ["0.00 KiB", "0.50 KiB", "1.00 MiB", "1.25 GiB", "80.00 GiB", "-1.00 GiB"]
+
+
+def test_shown_seconds_choose_a_unit() -> None:
+    assert [format_seconds(s) for s in (0, 2.5e-6, 0.0125, 1.5, 4321.6)] == [
+        "0 us",
+        "2.5 us",
+        "12.5 ms",
+        "1.5 s",
+        "4322 s",
+    ]
