@@ -1,0 +1,296 @@
+"""``memo-sim``: parse, call, render; nothing else.
+
+Results go to standard output, progress and warnings to standard error. Everything heavier than click is imported
+inside the command that needs it.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from memo_sim import __version__
+from memo_sim.contract.errors import BadInput, Infeasible, MemoError, OutOfTolerance, UsageError
+
+if TYPE_CHECKING:
+    from memo_sim.contract.plan import Plan
+    from memo_sim.planning.question import Question
+    from memo_sim.what_if import Answer
+
+GIB = 2**30
+Options = dict[str, Any]
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.version_option(__version__, prog_name="memo-sim")
+def cli() -> None:
+    """Plan long-context training: does it fit, how fast will it be, with which plan, and why.
+
+    Exit codes: 0 fine, 1 a bug, 2 wrong usage, 3 a bad input file, 4 nothing fits, 5 outside --max-error.
+    """
+
+
+@cli.command("what-if")
+@click.argument("model", required=False)
+@click.option("--cluster", required=True, help="a800-1x8, a cluster file, or a hardware profile file.")
+@click.option("--seq-len", help="Tokens of one sequence: 65536, 64k, 1m.")
+@click.option("--plan", "plan_path", type=click.Path(), help="Price this plan.json instead of searching.")
+@click.option("--system", default="any", show_default=True, help="A preset of `memo-sim list systems`.")
+@click.option("--tp", type=click.IntRange(1), help="Tensor parallelism (with sequence parallelism when above 1).")
+@click.option("--cp", type=click.IntRange(1), help="Context parallelism (zigzag ring).")
+@click.option("--dp", type=click.IntRange(1), help="Data parallelism.")
+@click.option("--zero", type=click.IntRange(0, 1), help="1 divides optimizer states over cp x dp.")
+@click.option("--alpha", type=click.FloatRange(0, 1), help="Fraction of tokens swapped; turns the keep fallback off.")
+@click.option("--recompute", type=click.Choice(["none", "full", "tokenwise"]), help="What happens to the others.")
+@click.option("--states", type=click.Choice(["fp32", "bf16", "host"]), default="fp32", show_default=True)
+@click.option("--loss-chunk", help="Tokens whose logits exist at once; 0 = all. Chosen when not given.")
+@click.option("--micro-batch", type=click.IntRange(1), default=1, show_default=True, help="Sequences.")
+@click.option("--global-batch", type=click.IntRange(1), default=1, show_default=True, help="Sequences of a step.")
+@click.option("--device-memory-gib", type=click.FloatRange(0, min_open=True), help="Instead of the profile's.")
+@click.option("--host-memory-gib", type=click.FloatRange(0, min_open=True), help="Of one node, instead of its own.")
+@click.option("--top", type=click.IntRange(1), default=10, show_default=True, help="Plans to list.")
+@click.option("-o", "--output", type=click.Path(), help="Write the best plan here, its predicted trace beside it.")
+@click.option("--plot", type=click.Path(), help="Draw the best plan's timeline (.png or .svg).")
+@click.option("--trace", "trace_path", type=click.Path(), help="Write its timeline for ui.perfetto.dev.")
+@click.option("--json", "as_json", is_flag=True, help="Print one memo.result/1 document.")
+def what_if_command(**options: Any) -> None:
+    """Search every knob that is not pinned, and rank the plans.
+
+    MODEL is a preset, a memo.model/1 file or a Hugging Face config.json.
+    """
+    from memo_sim.contract.codec import encode
+    from memo_sim.views.tables import result_table
+
+    plan, question = _question(options)
+    answer = _ask(plan, question, options)
+    _write_files(answer, question, options)
+    if options["as_json"]:
+        click.echo(encode(answer.result).decode(), nl=False)
+    else:
+        click.echo(result_table(answer.result))
+        for line in answer.result.why:
+            click.echo(line)
+    if answer.result.best is None:
+        raise Infeasible("no plan fits", hint="see the reasons above") if not options["as_json"] else _Silent(4)
+
+
+class _Silent(MemoError):
+    """Ends the process with a code when the document already says everything."""
+
+    def __init__(self, exit_code: int) -> None:
+        super().__init__("")
+        self.exit_code = exit_code
+
+
+def _question(options: Options) -> tuple[Plan | None, Question]:
+    from memo_sim.contract.catalog import load_cluster, load_model
+    from memo_sim.contract.codec import read
+    from memo_sim.contract.plan import Plan
+    from memo_sim.contract.units import parse_tokens
+    from memo_sim.planning.presets import find_system
+    from memo_sim.planning.question import Pins, Question, with_memory
+
+    find_system(options["system"])
+    plan = read(options["plan_path"], Plan) if options["plan_path"] else None
+    if plan is None and not (options["model"] and options["seq_len"]):
+        raise UsageError("a question needs MODEL and --seq-len, or --plan", hint="memo-sim what-if --help")
+    if plan is not None and (options["model"] or options["seq_len"]):
+        raise UsageError("--plan brings its own model and sequence", hint="leave MODEL and --seq-len out")
+    cluster, hardware = with_memory(
+        *load_cluster(options["cluster"]),
+        device_bytes=_gib(options["device_memory_gib"]),
+        host_bytes=_gib(options["host_memory_gib"]),
+    )
+    chunk = options["loss_chunk"]
+    pins = Pins(
+        tp=options["tp"],
+        cp=options["cp"],
+        dp=options["dp"],
+        zero=options["zero"],
+        alpha=options["alpha"],
+        recompute=options["recompute"],
+        loss_chunk_tokens=None if chunk is None else 0 if chunk == "0" else parse_tokens(chunk),
+    )
+    question = Question(
+        model=plan.decisions.model if plan else load_model(options["model"]),
+        cluster=cluster,
+        hardware=hardware,
+        seq_tokens=plan.decisions.seq_tokens if plan else parse_tokens(options["seq_len"]),
+        system=options["system"],
+        pins=pins,
+        states=options["states"],
+        micro_batch=options["micro_batch"],
+        global_batch=options["global_batch"],
+    )
+    return plan, question
+
+
+def _gib(value: float | None) -> int | None:
+    return None if value is None else int(value * GIB)
+
+
+def _ask(plan: Plan | None, question: Question, options: Options) -> Answer:
+    from memo_sim.what_if import price, what_if
+
+    if plan is not None:
+        return price(plan, question)
+    return _with_progress("plans", lambda tell: what_if(question, top=options["top"], progress=tell))
+
+
+def _with_progress(label: str, work: Callable[[Callable[[int, int], None]], Any]) -> Any:
+    """Run ``work`` with a callback (done, all) that draws a bar on standard error when that is a terminal."""
+    if not sys.stderr.isatty():
+        return work(lambda done, total: None)
+    with click.progressbar(length=1, label=label, file=sys.stderr) as bar:
+
+        def tell(done: int, total: int) -> None:
+            bar.length = total
+            bar.update(done - bar.pos)
+
+        return work(tell)
+
+
+def _write_files(answer: Answer, question: Question, options: Options) -> None:
+    wanted = [options[name] for name in ("output", "plot", "trace_path") if options[name]]
+    for path in wanted:
+        if not Path(path).resolve().parent.is_dir():
+            raise UsageError("no such folder", where=path, hint="make it first")
+    if answer.best is None or not wanted:
+        return
+    from memo_sim.contract.codec import write
+    from memo_sim.explain import plan_title
+    from memo_sim.what_if import plan_of
+
+    trace = answer.best.trace()
+    title = plan_title(answer.best.decisions, answer.best.prediction.step_s)
+    if options["output"]:
+        path = Path(options["output"])
+        write(path.with_name(f"{path.stem}.trace.json"), trace)
+        write(path, plan_of(answer.best, question, created=_now(), command=_command_line()))
+    if options["plot"]:
+        from memo_sim.views.timeline import draw_timeline
+
+        capacity = int(question.hardware.device_memory_bytes.value)
+        draw_timeline(trace, Path(options["plot"]), title=title, capacity_bytes=capacity)
+    if options["trace_path"]:
+        from memo_sim.views.chrome_trace import write_chrome_trace
+
+        write_chrome_trace([trace], Path(options["trace_path"]))
+
+
+def _now() -> str:
+    from datetime import UTC, datetime
+
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def _command_line() -> str:
+    return " ".join(["memo-sim", *sys.argv[1:]])
+
+
+@cli.command("validate")
+@click.argument("cases")
+@click.option("--source", help="Only the rows of this source.")
+@click.option("--system", help="Only the rows of this system.")
+@click.option("--max-error", type=click.FloatRange(0), help="Exit 5 when a mean absolute error exceeds this fraction.")
+@click.option("--json", "as_json", is_flag=True, help="Print one memo.validation/1 document.")
+def validate_command(
+    cases: str, source: str | None, system: str | None, max_error: float | None, *, as_json: bool
+) -> None:
+    """Predict published cases and compare: CASES is a bundled file's name (memo-table5) or a CSV file."""
+    from memo_sim.cases import load_cases
+    from memo_sim.contract.codec import encode
+    from memo_sim.validate import validate, worst_mean_error
+    from memo_sim.views.tables import validation_table
+
+    rows = [c for c in load_cases(cases) if source in (None, c.source) and system in (None, c.question.system)]
+    if not rows:
+        raise UsageError("no such rows", got=f"source {source}, system {system}", hint=f"see the columns of {cases}")
+    report = _with_progress("cases", lambda tell: validate(rows, progress=tell))
+    click.echo(encode(report).decode() if as_json else validation_table(report), nl=not as_json)
+    if max_error is not None:
+        worst = worst_mean_error(report)
+        if worst > max_error:
+            got = f"mean absolute error {worst:.4f}"
+            raise OutOfTolerance("predictions miss", got=got, wanted=f"at most {max_error}")
+
+
+@cli.command("fit")
+@click.argument("cases")
+@click.option("--case", "chosen", multiple=True, required=True, help="A case to fit on (repeat).")
+@click.option("--from", "low", type=float, required=True, help="Least rate allowed, GB/s.")
+@click.option("--to", "high", type=float, required=True, help="Greatest rate allowed, GB/s.")
+@click.option("--unfitted", type=float, required=True, help="The rate one would assume without a fit, GB/s.")
+def fit_command(cases: str, chosen: tuple[str, ...], low: float, high: float, unfitted: float) -> None:
+    """Fit the rate at which all devices of a node copy at once, and show what the fit buys.
+
+    Prints the fitted rate and the errors of all rows with it, with the unfitted rate, and with each length's rows left out of
+    the fit.
+    """
+    from memo_sim.cases import load_cases
+    from memo_sim.fit import fit_copy_rate
+    from memo_sim.views.tables import fit_table
+
+    report = _with_progress(
+        "fits",
+        lambda tell: fit_copy_rate(load_cases(cases), chosen, low * 1e9, high * 1e9, unfitted * 1e9, progress=tell),
+    )
+    click.echo(fit_table(report))
+
+
+@cli.command("list")
+@click.argument("what", type=click.Choice(["models", "clusters", "systems", "cases", "hardware"]))
+def list_command(what: str) -> None:
+    """List what can be named: models, clusters, systems, case files, hardware profiles."""
+    from memo_sim.listing import describe
+
+    for line in describe(what):
+        click.echo(line)
+
+
+@cli.command("schema")
+@click.argument("name")
+def schema_command(name: str) -> None:
+    """Print the JSON Schema of a document: model, hardware, cluster, plan, trace, result, ..."""
+    import json
+
+    from memo_sim.contract.schemas import json_schema
+
+    click.echo(json.dumps(json_schema(name), indent=2, sort_keys=True))
+
+
+def main() -> None:
+    """Run the command line; every expected failure becomes its message and exit code."""
+    try:
+        cli.main(prog_name="memo-sim", standalone_mode=False)
+    except click.ClickException as error:
+        error.show()
+        sys.exit(error.exit_code)
+    except click.Abort:
+        click.echo("interrupted", err=True)
+        sys.exit(130)
+    except MemoError as error:
+        if str(error):
+            click.echo(f"memo-sim: {error}", err=True)
+        sys.exit(error.exit_code)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(141)
+    except OSError as error:
+        failure = BadInput("cannot read or write", where=error.filename, got=error.strerror)
+        click.echo(f"memo-sim: {failure}", err=True)
+        sys.exit(failure.exit_code)
+    except Exception as error:
+        if os.environ.get("MEMO_TRACEBACK"):
+            raise
+        click.echo(f"memo-sim: a bug: {error!r}\n  next: run again with MEMO_TRACEBACK=1 and report it", err=True)
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,131 @@
+"""Why the best plan is best, in sentences: what binds, what lives at the worst instant, what the runner-up loses."""
+
+from __future__ import annotations
+
+from memo_sim.contract.plan import Decisions, Layout
+from memo_sim.contract.units import format_bytes, format_seconds
+from memo_sim.engine.simulate import Simulation
+from memo_sim.planning.presets import KEEP, TOKENWISE, find_system
+from memo_sim.planning.question import Question
+from memo_sim.planning.search import Evaluated, SearchResult
+
+SLACK = 0.01
+"""A lane that leaves less than this fraction of the step idle is what binds."""
+
+
+def explain(question: Question, found: SearchResult, simulation: Simulation | None) -> list[str]:
+    """Return the reasons, most important first; for a question without an answer, what is missing."""
+    if simulation is None:
+        return _nothing_fits(found)
+    lines = [_binding(simulation), _peak(simulation), *_alpha(found), *_fallback(question, found), *_runner_up(found)]
+    outside = simulation.prediction.outside_calibration
+    if outside:
+        lines.append(f"Beyond what was calibrated: {', '.join(outside)}; treat the figures as extrapolation.")
+    if found.refused:
+        lines.append(f"{len(found.refused)} layouts do not divide the model or the sequence, e.g. {found.refused[0]}.")
+    return lines
+
+
+def short_layout(layout: Layout) -> str:
+    """Return a layout the short way: ``tp4+sp cp2``; ``1 device`` when nothing is divided."""
+    parts = [
+        f"{name}{getattr(layout, name)}{'+sp' if name == 'tp' and layout.sequence_parallel else ''}"
+        for name in ("tp", "cp", "ulysses", "metp", "pp", "dp")
+        if getattr(layout, name) > 1
+    ]
+    if layout.zero and layout.cp * layout.dp > 1:
+        parts.append(f"zero{layout.zero}")
+    return " ".join(parts) or "1 device"
+
+
+def _label(evaluated: Evaluated) -> str:
+    decisions = evaluated.decisions
+    alpha = f" at alpha {decisions.alpha:.3g}" if evaluated.policy == TOKENWISE else ""
+    return f"{evaluated.policy.label}{alpha} on {short_layout(decisions.layout)}"
+
+
+def _nothing_fits(found: SearchResult) -> list[str]:
+    if not found.ranked:
+        return ["The plan does not fit."]
+    nearest = min(found.ranked, key=lambda e: e.prediction.shortfall_bytes)
+    need = format_bytes(nearest.prediction.shortfall_bytes)
+    return [
+        f"Nothing fits. Nearest: {_label(nearest)}, short of {need}: {nearest.prediction.reason}.",
+        "A shorter sequence, more devices, --states bf16 or host, or more memory would be the ways out.",
+    ]
+
+
+def _binding(simulation: Simulation) -> str:
+    prediction = simulation.prediction
+    step_s = prediction.step_s or 0.0
+    compute_s = prediction.lanes.get("compute", 0.0)
+    idle_s = step_s - compute_s
+    head = f"Compute is busy {compute_s / step_s:.1%} of the step" if step_s else "Nothing is played"
+    if idle_s < SLACK * step_s:
+        return f"{head}: it binds; copies and communication hide behind it."
+    waits = [s for s in prediction.stalls if s.lane == "compute"][:3]
+    listed = ", ".join(f"{s.waits_for} {format_seconds(s.seconds)}" for s in waits)
+    return f"{head}; it waits {format_seconds(idle_s)} in all, most for {listed}."
+
+
+def _peak(simulation: Simulation) -> str:
+    prediction = simulation.prediction
+    by_class = sorted(prediction.peak_by_class.items(), key=lambda item: -item[1])
+    listed = ", ".join(f"{name} {format_bytes(size)}" for name, size in by_class)
+    return f"Device memory is fullest at {simulation.peak_id}: {format_bytes(prediction.peak_device_bytes)} ({listed})."
+
+
+def _alpha(found: SearchResult) -> list[str]:
+    """Compare the paper's linear program with the engine's best, for the best token-wise plan."""
+    best = next((e for e in found.ranked if e.linear_program and e.prediction.status == "ok"), None)
+    if best is None or best.linear_program is None:
+        return []
+    program = best.linear_program
+    where = short_layout(best.decisions.layout)
+    bound = f"bound by {program.binds}; a layer's forward takes {format_seconds(program.layer_forward_s)}"
+    rates = f"offload gets {program.bandwidth_bytes_per_s / 1e9:.1f} GB/s"
+    full = f"hiding a full swap would need {program.full_overlap_bandwidth / 1e9:.1f} GB/s"
+    chosen = f"the engine's best is {best.decisions.alpha:.3g}, MEMO's linear program says {program.alpha:.3g}"
+    return [f"Alpha on {where}: {chosen} ({bound} and {rates}; {full})."]
+
+
+def _fallback(question: Question, found: SearchResult) -> list[str]:
+    """Say when a system's short-sequence fallback was taken."""
+    best = found.best
+    system = find_system(question.system)
+    if best and best.policy == KEEP and KEEP in system.short_sequences:
+        return [f"{system.name} falls back to keeping every activation: it fits, and nothing is faster."]
+    return []
+
+
+def _runner_up(found: SearchResult) -> list[str]:
+    fitting = [e for e in found.ranked if e.prediction.status == "ok"]
+    best, others = fitting[:1], fitting[1:2]
+    if not others or not best:
+        return []
+    first_s, second_s = best[0].prediction.step_s or 0.0, others[0].prediction.step_s or 0.0
+    loss = second_s - first_s
+    text = f"Runner-up: {_label(others[0])}, {format_seconds(loss)} ({loss / first_s:.1%}) slower"
+    return [f"{text}{_where_lost(best[0], others[0])}."]
+
+
+def _where_lost(best: Evaluated, other: Evaluated) -> str:
+    """Name the lane-level difference that explains most of a loss."""
+    mine, theirs = best.prediction, other.prediction
+    busier = theirs.lanes.get("compute", 0.0) - mine.lanes.get("compute", 0.0)
+    idle = ((theirs.step_s or 0.0) - theirs.lanes.get("compute", 0.0)) - (
+        (mine.step_s or 0.0) - mine.lanes.get("compute", 0.0)
+    )
+    if busier >= idle:
+        return f": {format_seconds(busier)} more compute" if busier > 0 else ""
+    waits = next((s.waits_for for s in theirs.stalls if s.lane == "compute"), "")
+    return f": {format_seconds(idle)} more waiting" + (f", most for {waits}" if waits else "")
+
+
+def plan_title(decisions: Decisions, prediction_step_s: float | None) -> str:
+    """Return the one-line heading of a picture."""
+    policy = {"none": "keep", "full": "full recompute", "tokenwise": "token-wise"}[decisions.recompute]
+    if decisions.swapped_tokens:
+        policy = f"{policy} alpha {decisions.alpha:.3g}" if decisions.recompute == "tokenwise" else "swap"
+    step = f", step {format_seconds(prediction_step_s)}" if prediction_step_s is not None else ""
+    return f"{decisions.model.name}, {decisions.seq_tokens} tokens, {short_layout(decisions.layout)}, {policy}{step}"

@@ -1,0 +1,173 @@
+"""Predicts published cases and sets the predictions beside what was measured.
+
+A prediction sees ``Case.question`` alone. Knobs that a row leaves blank are searched under the system's rules, as its
+authors tuned them. What this version cannot evaluate is reported as invalid with the reason, never dropped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from memo_sim.cases import Case, CaseQuestion
+from memo_sim.contract.catalog import list_models, load_cluster, load_model
+from memo_sim.contract.errors import BadInput, Infeasible, UsageError
+from memo_sim.contract.hardware import Hardware
+from memo_sim.contract.model import Model
+from memo_sim.contract.units import GIB
+from memo_sim.contract.validation import CaseError, CasePrediction, CaseReport, Expectation, Validation
+from memo_sim.planning.presets import SYSTEMS
+from memo_sim.planning.question import Pins, Question
+from memo_sim.planning.search import search
+
+QUANTITIES = ("mfu", "tgs", "step_ms", "allocated_gib", "reserved_gib")
+
+
+def validate(
+    cases: list[Case],
+    *,
+    progress: Callable[[int, int], None] | None = None,
+    change: Callable[[Hardware], Hardware] | None = None,
+) -> Validation:
+    """Return one report a case, in order. ``change`` alters each hardware profile first (what a fit does)."""
+    reports = []
+    for i, case in enumerate(cases):
+        predicted, fitted = predict(case.question, change=change)
+        reports.append(
+            CaseReport(
+                case=case.case,
+                source=case.source,
+                system=case.question.system,
+                predicted=predicted,
+                expected=case.expected,
+                error=_errors(predicted, case.expected),
+                fitted=case.case in fitted,
+            )
+        )
+        if progress:
+            progress(i + 1, len(cases))
+    return Validation(cases=reports)
+
+
+def predict(
+    asked: CaseQuestion, *, change: Callable[[Hardware], Hardware] | None = None
+) -> tuple[CasePrediction, frozenset[str]]:
+    """Return the prediction for one question, and the cases that the hardware profile's constants were fitted on."""
+    reason = _not_built(asked)
+    if reason:
+        return CasePrediction(status="invalid", reason=reason), frozenset()
+    try:
+        question = _question(asked)
+        if change:
+            question = replace(question, hardware=change(question.hardware))
+        found = search(question)
+    except (Infeasible, UsageError, BadInput) as error:
+        return CasePrediction(status="invalid", reason=str(error).replace("\n ", ";")), frozenset()
+    fitted = frozenset(name for s in question.hardware.sources.values() for name in s.cases)
+    outcome = found.ranked[0]
+    prediction = outcome.prediction
+    return (
+        CasePrediction(
+            status=prediction.status,
+            reason=prediction.reason,
+            mfu=prediction.mfu,
+            tgs=prediction.tgs,
+            step_ms=prediction.step_s * 1e3 if prediction.step_s is not None else None,
+            allocated_gib=prediction.peak_device_bytes / GIB if prediction.status == "ok" else None,
+            alpha=outcome.decisions.alpha,
+            layout=outcome.decisions.layout,
+        ),
+        fitted,
+    )
+
+
+def _not_built(asked: CaseQuestion) -> str:
+    """Return why this version cannot evaluate a row, or nothing."""
+    if asked.system not in SYSTEMS:
+        return f"system {asked.system} is not built yet (built: {', '.join(SYSTEMS)})"
+    for degree in ("pp", "ulysses"):
+        if asked.integers.get(degree, 1) > 1:
+            return f"{degree} {asked.integers[degree]} has no lowering yet"
+    if asked.words.get("attention") == "plain":
+        return "attention without flash kernels is not built yet"
+    if asked.words.get("recompute") == "selective":
+        return "selective recompute is not built yet"
+    if asked.words.get("memory_plan") == "no":
+        return "PyTorch's caching allocator is not modelled yet"
+    return ""
+
+
+def _question(asked: CaseQuestion) -> Question:
+    cluster, hardware = load_cluster(asked.cluster)
+    given = asked.integers
+    sp = asked.words.get("sp")
+    pins = Pins(
+        tp=given.get("tp"),
+        sequence_parallel=None if sp is None else sp == "yes",
+        cp=given.get("cp"),
+        dp=given.get("dp"),
+        zero=given.get("zero"),
+        alpha=asked.alpha,
+        recompute=asked.words.get("recompute"),  # type: ignore[arg-type]
+    )
+    return Question(
+        model=_model(asked),
+        cluster=cluster,
+        hardware=hardware,
+        seq_tokens=asked.seq_tokens,
+        system=asked.system,
+        pins=pins,
+        micro_batch=given.get("micro_batch", 1),
+        global_batch=given.get("global_batch", 1),
+    )
+
+
+def _model(asked: CaseQuestion) -> Model:
+    """Return the preset a row names, or the shape it gives."""
+    sizes = asked.integers
+    if "layers" not in sizes:
+        return load_model(asked.model)
+    missing = [c for c in ("hidden", "heads", "vocab") if c not in sizes]
+    if missing or asked.model not in ("gpt", "llama"):
+        raise BadInput(
+            "a row with layers must give the whole model",
+            got=f"model {asked.model}, missing {', '.join(missing) or 'nothing'}",
+            wanted=f"model gpt or llama with hidden, heads and vocab, or one of {', '.join(list_models())} alone",
+        )
+    gpt = asked.model == "gpt"
+    return Model(
+        name=asked.model,
+        family="gpt" if gpt else "llama",
+        layers=sizes["layers"],
+        hidden=sizes["hidden"],
+        heads=sizes["heads"],
+        kv_heads=sizes.get("kv_heads", sizes["heads"]),
+        head_dim=sizes["hidden"] // sizes["heads"],
+        ffn_hidden=sizes.get("ffn", 4 * sizes["hidden"]),
+        vocab=sizes["vocab"],
+        tied_embeddings=gpt,
+        qkv_bias=gpt,
+        linear_bias=gpt,
+        activation="gelu" if gpt else "silu",
+    )
+
+
+def _errors(predicted: CasePrediction, expected: Expectation) -> CaseError:
+    status = None if expected.status is None else expected.status == predicted.status
+    relative = {}
+    for name in QUANTITIES:
+        mine, theirs = getattr(predicted, name), getattr(expected, name)
+        if mine is not None and theirs:
+            relative[name] = mine / theirs - 1
+    return CaseError(status=status, **relative)
+
+
+def worst_mean_error(report: Validation) -> float:
+    """Return the largest mean absolute relative error over the quantities; infinite when a status is wrong."""
+    if any(c.error.status is False for c in report.cases):
+        return float("inf")
+    means = [0.0]
+    for name in QUANTITIES:
+        misses = [abs(e) for c in report.cases if (e := getattr(c.error, name)) is not None]
+        means.append(sum(misses) / len(misses) if misses else 0.0)
+    return max(means)

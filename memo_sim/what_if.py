@@ -1,0 +1,112 @@
+"""Answers a what-if question: the ranked plans, the best one as a plan file, and why it is best."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import memo_sim
+from memo_sim.contract.codec import sha256_of
+from memo_sim.contract.plan import Decisions, Plan, PlanRow, Prediction, Provenance
+from memo_sim.contract.result import Result
+from memo_sim.engine.simulate import Simulation
+from memo_sim.explain import explain
+from memo_sim.planning.question import Question
+from memo_sim.planning.search import Evaluated, SearchResult, play, search
+from memo_sim.program.lower import program_sha256
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The result document, and the best plan played (None when nothing fits)."""
+
+    result: Result
+    best: Simulation | None
+    decisions: Decisions | None
+
+
+def what_if(question: Question, *, top: int = 10, progress: Callable[[int, int], None] | None = None) -> Answer:
+    """Return the answer to ``question`` with its ``top`` plans.
+
+    Raises:
+        Infeasible: when no layout divides the model and the sequence.
+        UsageError: when pinned knobs contradict each other or the cluster.
+    """
+    found = search(question, progress=progress)
+    best = found.best
+    simulation = play(question, best.decisions) if best else None
+    rows = [row(e.decisions, e.prediction, system=_system(e, question)) for e in found.ranked[:top]]
+    result = Result(
+        model=question.model.name,
+        cluster=question.cluster.name,
+        seq_tokens=question.seq_tokens,
+        best=rows[0] if best else None,
+        plans=rows,
+        evaluated=found.evaluated,
+        pruned=found.pruned,
+        why=explain(question, found, simulation),
+    )
+    return Answer(result, simulation, best.decisions if best else None)
+
+
+def price(plan: Plan, question: Question) -> Answer:
+    """Return an existing plan played on the question's cluster, as the only candidate."""
+    simulation = play(question, plan.decisions)
+    prediction = simulation.prediction
+    fits = prediction.status == "ok"
+    line = row(plan.decisions, prediction, system="plan")
+    found = SearchResult(ranked=[], evaluated=1, pruned=0)
+    result = Result(
+        model=plan.decisions.model.name,
+        cluster=question.cluster.name,
+        seq_tokens=plan.decisions.seq_tokens,
+        best=line if fits else None,
+        plans=[line],
+        evaluated=1,
+        pruned=0,
+        why=explain(question, found, simulation if fits else None),
+    )
+    return Answer(result, simulation if fits else None, plan.decisions if fits else None)
+
+
+def plan_of(simulation: Simulation, question: Question, *, created: str, command: str) -> Plan:
+    """Return the plan file of a played plan: decisions, prediction and provenance apart."""
+    return Plan(
+        decisions=simulation.decisions,
+        program_sha256=program_sha256((simulation.full_program,)),
+        prediction=simulation.prediction,
+        provenance=Provenance(
+            created=created,
+            memo_version=memo_sim.__version__,
+            command=command,
+            cluster=question.cluster.name,
+            hardware_sha256=sha256_of(question.hardware),
+        ),
+    )
+
+
+def row(decisions: Decisions, prediction: Prediction, *, system: str) -> PlanRow:
+    """Return one plan as scripts read it."""
+    return PlanRow(
+        status=prediction.status,
+        system=system,
+        mfu=prediction.mfu,
+        tgs=prediction.tgs,
+        step_s=prediction.step_s,
+        alpha=decisions.alpha,
+        layout=decisions.layout,
+        recompute=decisions.recompute,
+        memory_policy=decisions.memory_policy,
+        states=decisions.states,
+        micro_batch=decisions.micro_batch,
+        peak_device_bytes=prediction.peak_device_bytes,
+        peak_host_bytes_per_node=prediction.peak_host_bytes_per_node,
+        stalls=prediction.stalls,
+        shortfall_bytes=prediction.shortfall_bytes,
+        reason=prediction.reason,
+        outside_calibration=prediction.outside_calibration,
+    )
+
+
+def _system(evaluated: Evaluated, question: Question) -> str:
+    return f"{question.system}: {evaluated.policy.label}" if question.system != "any" else evaluated.policy.label
