@@ -1,0 +1,113 @@
+"""Case files: what is read, what is refused, and that expectations never reach a prediction."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from memo_sim.cases import COLUMNS, load_cases
+from memo_sim.contract.errors import BadInput, UsageError
+from memo_sim.validate import validate
+
+ROW = {
+    "case": "a",
+    "source": "s",
+    "system": "memo",
+    "model": "gpt-7b",
+    "cluster": "a800-1x8",
+    "seq_tokens": "65536",
+    "tp": "4",
+    "cp": "2",
+    "alpha": "0.5",
+    "recompute": "tokenwise",
+    "expected_status": "ok",
+    "expected_mfu": "0.5",
+}
+
+
+def case_file(folder: Path, *rows: dict[str, str], columns: list[str] = COLUMNS) -> Path:
+    path = folder / "cases.csv"
+    with path.open("w", newline="") as out:
+        writer = csv.DictWriter(out, columns, restval="")
+        writer.writeheader()
+        writer.writerows(rows)
+    return path
+
+
+def test_bundled_files_load_by_name() -> None:
+    sizes = {name: len(load_cases(name)) for name in ("memo-table3", "memo-table4", "memo-table5")}
+    assert sizes == {"memo-table3": 96, "memo-table4": 16, "memo-table5": 18}
+    row = load_cases("memo-table5")[1]
+    assert (row.question.alpha, row.question.integers["tp"], row.expected.mfu) == (0.125, 4, 0.5186)
+
+
+@pytest.mark.parametrize(
+    ("column", "value"),
+    [
+        ("alpha", "1.5"),
+        ("alpha", "nan"),
+        ("seq_tokens", "-4"),
+        ("tp", "two"),
+        ("recompute", "sometimes"),
+        ("expected_mfu", "high"),
+        ("expected_status", "maybe"),
+        ("model", ""),
+        ("sp", "true"),
+    ],
+)
+def test_a_bad_cell_is_named_by_line_and_column(tmp_path: Path, column: str, value: str) -> None:
+    path = case_file(tmp_path, ROW, {**ROW, column: value})
+    with pytest.raises(BadInput) as error:
+        load_cases(str(path))
+    assert f"cases.csv:3, column {column}" in str(error.value)
+
+
+def test_headers_and_ragged_rows_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(BadInput, match="columns"):
+        load_cases(str(case_file(tmp_path, columns=[c for c in COLUMNS if c != "alpha"])))
+    path = case_file(tmp_path, ROW)
+    path.write_text(path.read_text() + "x,y\n")
+    with pytest.raises(BadInput, match="cells"):
+        load_cases(str(path))
+    path.write_bytes(b"\xff\xfe")
+    with pytest.raises(BadInput):
+        load_cases(str(path))
+
+
+def test_an_unknown_name_is_a_usage_error_that_suggests(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="memo-table5"):
+        load_cases("memo-tabel5")
+
+
+def test_predictions_do_not_see_labels_or_expectations(tmp_path: Path) -> None:
+    rows = [r for r in load_cases("memo-table5") if r.question.seq_tokens == 196608][:3]
+    rows += [r for r in load_cases("memo-table4") if r.question.words.get("memory_plan") == "no"][:1]
+    blank = [msgspec.convert({}, type(r.expected)) for r in rows]
+    hidden = [type(r)("x", "y", r.question, e) for r, e in zip(rows, blank, strict=True)]
+    mine, theirs = validate(rows), validate(hidden)
+    assert [c.predicted for c in mine.cases] == [c.predicted for c in theirs.cases]
+    assert mine.cases[0].predicted.mfu is not None
+    assert mine.cases[0].error.mfu is not None
+    assert theirs.cases[0].error.mfu is None
+
+
+def test_rows_that_cannot_be_evaluated_say_why_and_are_kept(tmp_path: Path) -> None:
+    changes = [
+        {"system": "deepspeed-ulysses"},
+        {"pp": "2"},
+        {"memory_plan": "no"},
+        {"attention": "plain"},
+        {"recompute": "selective", "alpha": ""},
+        {"cluster": "z9-1x8"},
+        {"model": "gpt-8b"},
+        {"model": "gpt", "layers": "4"},
+        {"tp": "16"},
+        {"seq_tokens": "65537"},
+    ]
+    path = case_file(tmp_path, *({**ROW, **c} for c in changes))
+    report = validate(load_cases(str(path)))
+    assert [c.predicted.status for c in report.cases] == ["invalid"] * len(changes)
+    assert all(c.predicted.reason and c.predicted.mfu is None for c in report.cases)
