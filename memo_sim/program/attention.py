@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from memo_sim.contract.plan import Decisions
 from memo_sim.contract.units import DTYPE_BYTES
-from memo_sim.program.builder import Rows, TemplateBuilder, accumulates, reads, writes
+from memo_sim.program.builder import Access, Rows, TemplateBuilder, accumulates, reads, writes
 from memo_sim.program.instruction import BufferClass, Lane
 from memo_sim.program.kernel_table import attention_workspace_bytes
 from memo_sim.program.shape import Shape
@@ -38,12 +38,9 @@ def _work(decisions: Decisions, shape: Shape, q: int, k: int, mask: Mask, *, bac
     )
 
 
-def _workspace(builder: TemplateBuilder, decisions: Decisions, work: Attention, name: str) -> str | None:
-    """Add the kernel's scratch as a buffer of one instruction; return its slot, or None when it needs none."""
-    size = attention_workspace_bytes(work, decisions.kernels.head_groups)
-    if not size:
-        return None
-    return builder.own(name, BufferClass.WORKSPACE, "fp32", 1, -(-size // 4))
+def _workspace(builder: TemplateBuilder, decisions: Decisions, work: Attention, name: str) -> Access | None:
+    """Add the kernel's scratch as a buffer of one instruction."""
+    return builder.scratch(name, attention_workspace_bytes(work, decisions.kernels.head_groups))
 
 
 def forward(builder: TemplateBuilder, decisions: Decisions, shape: Shape) -> None:
@@ -62,7 +59,7 @@ def forward(builder: TemplateBuilder, decisions: Decisions, shape: Shape) -> Non
         qkv=reads(builder.all("qkv")),
         out=writes(builder.all("attn")),
         lse=writes(builder.all("lse")),
-        workspace=writes(builder.all(scratch)) if scratch else None,
+        workspace=scratch,
     )
     for step in range(1, shape.cp):
         _ring_forward(builder, decisions, shape, step)
@@ -86,7 +83,7 @@ def backward(builder: TemplateBuilder, decisions: Decisions, shape: Shape) -> No
         out=reads(builder.all("attn")),
         lse=reads(builder.all("lse")),
         grad_qkv=writes(builder.all("d_qkv")),
-        workspace=writes(builder.all(scratch)) if scratch else None,
+        workspace=scratch,
     )
     for step in range(1, shape.cp):
         _ring_backward(builder, decisions, shape, step)
@@ -166,7 +163,7 @@ def _ring_forward(builder: TemplateBuilder, decisions: Decisions, shape: Shape, 
         kv=reads(builder.all(_buffer("kv", step))),
         out=writes(builder.all("attn.part")),
         lse=writes(builder.all("lse.part")),
-        workspace=writes(builder.all(scratch)) if scratch else None,
+        workspace=scratch,
     )
     size = DTYPE_BYTES[decisions.dtype]
     row = shape.q_width * size + 4 * shape.heads
@@ -202,6 +199,6 @@ def _ring_backward(builder: TemplateBuilder, decisions: Decisions, shape: Shape,
         lse=reads(_late(builder, "lse", shape)),
         grad_qkv=accumulates(_late(builder, "d_qkv", shape)),
         grad_kv=writes(into) if step == 1 else accumulates(into),
-        workspace=writes(builder.all(scratch)) if scratch else None,
+        workspace=scratch,
     )
     _hop(builder, decisions, shape, step + 1, "d_kv", suffix="")

@@ -60,6 +60,12 @@ class TemplateBuilder:
         self._tokens[name] = tokens
         return name
 
+    def scratch(self, name: str, size: int) -> Access | None:
+        """Add a workspace of ``size`` bytes and return it as a written operand; None when there is none."""
+        if not size:
+            return None
+        return writes(self.all(self.own(name, BufferClass.WORKSPACE, "fp32", 1, -(-size // 4))))
+
     def has(self, slot: str) -> bool:
         """Return whether ``slot`` was added before."""
         return slot in self._slots

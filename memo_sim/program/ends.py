@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from memo_sim.contract.plan import Decisions
 from memo_sim.contract.units import DTYPE_BYTES
+from memo_sim.program import kernel_table as table
 from memo_sim.program.builder import Access, Rows, TemplateBuilder, accumulates, reads, writes
 from memo_sim.program.instruction import BufferClass, Family, Lane, Template
-from memo_sim.program.kernel_table import loss_workspace_bytes, norm_backward_workspace_bytes
 from memo_sim.program.layer import LayerWriter
 from memo_sim.program.parameters import Block
 from memo_sim.program.shape import Shape
@@ -84,6 +84,9 @@ def embed_backward(decisions: Decisions, shape: Shape, block: Block, families: F
         grad=reads(grad),
         grad_weight=_param(block, "tokens.weight", "grads.embed", gradient=True),
         grad_positions=_param(block, "positions.weight", "grads.embed", gradient=True),
+        workspace=builder.scratch(
+            "scatter.scratch", table.embed_backward_workspace_bytes(shape.tokens, row, decisions.dtype)
+        ),
     )
     return builder.build()
 
@@ -135,13 +138,13 @@ class _FinalNorm:
             bias=_param(self.block, "norm.bias", "params.head"),
             out=writes(builder.all("final")),
             stats=writes(builder.all("final_stats")),
+            workspace=builder.scratch("norm.scratch", table.norm_workspace_bytes(rows, shape.hidden, self.dtype)),
         )
 
     def backward(self, grad: Rows) -> None:
         builder, shape = self.builder, self.shape
         rows = shape.shard_tokens
-        scratch = norm_backward_workspace_bytes(rows, shape.hidden, self.dtype)
-        builder.own("norm.scratch", BufferClass.WORKSPACE, "fp32", 1, scratch // 4)
+        scratch = table.norm_backward_workspace_bytes(rows, shape.hidden, self.dtype)
         moved = rows * shape.hidden * self.size
         builder.emit(
             "norm.bwd",
@@ -155,7 +158,7 @@ class _FinalNorm:
             out=writes(builder.all("grad.x")),
             grad_weight=_param(self.block, "norm.weight", "grads.head", gradient=True),
             grad_bias=_param(self.block, "norm.bias", "grads.head", gradient=True),
-            workspace=writes(builder.all("norm.scratch")),
+            workspace=builder.scratch("norm.bwd.scratch", scratch),
         )
 
 
@@ -172,7 +175,7 @@ class _Classifier:
         builder.own("d_logits", BufferClass.TRANSIENT, decisions.dtype, chunk, shape.vocab)
         if shape.tp > 1:
             builder.own("loss_stats", BufferClass.EXCHANGE, "fp32", chunk, 3)
-        builder.own("loss.scratch", BufferClass.WORKSPACE, "fp32", 1, loss_workspace_bytes(chunk, shape.vocab) // 4)
+        self.scratch = builder.scratch("loss.scratch", table.loss_workspace_bytes(chunk, shape.vocab, decisions.dtype))
 
     def chunk(self, index: int, source: str, first: int, tokens: int) -> None:
         builder, shape, dtype = self.builder, self.shape, self.decisions.dtype
@@ -180,6 +183,8 @@ class _Classifier:
         rows, local = Rows(source, first, tokens), Rows("logits", 0, tokens)
         gradient = Rows("d_logits", 0, tokens)
         logits = Gemm(tokens, shape.vocab, shape.hidden, "fprop", dtype)
+        kernel = self.decisions.kernels.attention
+        scratch = table.wgrad_workspace_bytes(shape.vocab, shape.hidden, tokens, dtype, kernel)
         builder.emit(
             f"classifier{suffix}", "linear", Lane.COMPUTE, logits, x=reads(rows), weight=self.weight, out=writes(local)
         )
@@ -201,6 +206,7 @@ class _Classifier:
             grad=reads(gradient),
             x=reads(rows),
             out=self.grad,
+            workspace=builder.scratch(f"wgrad.scratch{suffix}", scratch),
         )
 
     def _loss(self, suffix: str, logits: Rows, gradient: Rows, labels: Rows) -> None:
@@ -235,5 +241,5 @@ class _Classifier:
             stats=reads(stats) if stats else None,
             grad=writes(gradient),
             loss=accumulates(builder.all("loss")),
-            workspace=writes(builder.all("loss.scratch")),
+            workspace=self.scratch,
         )

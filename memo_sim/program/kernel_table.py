@@ -1,4 +1,4 @@
-"""Scratch memory of each kernel, in bytes: what a library allocates behind a call, so that a plan can count it.
+"""Scratch memory of each kernel, in bytes: what it or its library needs beside the operands, so that a plan counts it.
 
 Kernels belong to the plan because they change buffers (design.md, point 4). Sources: executor_facts.md items 0.4 and
 2, the libraries' own code as quoted there; CPU figures from torch 2.13's operators, which return their results.
@@ -14,10 +14,16 @@ ATTENTION_KERNELS = ("flash2", "torch-flash", "torch-cudnn", "torch-flash-cpu")
 """flash2: flash-attn 2, results into given tensors. torch-*: aten operators, which return their results."""
 
 LOSS_ROWS = 1024
-"""Rows whose fp32 logits the loss kernel holds at once."""
+"""Rows that the loss kernel works on at once."""
 
 NORM_ROWS = 4096
-"""Rows that a norm's backward works on at once; its results are returned, then stored."""
+"""Rows that norms, rotary and casts work on at once."""
+
+ADAMW_ELEMENTS = 2**20
+"""Elements whose bf16 moments are widened at once."""
+
+PIECE_BYTES = 64
+"""A workspace is cut into pieces that start on this boundary."""
 
 
 def attention_workspace_bytes(work: Attention, head_groups: int) -> int:
@@ -42,22 +48,92 @@ def attention_workspace_bytes(work: Attention, head_groups: int) -> int:
     row = work.batch * work.q_tokens * heads
     returned = work.kernel != "flash2"
     if not work.backward:
-        return (q_bytes * size + 4 * row) if returned else 0
+        return q_bytes * size + 4 * row if returned else 4 * row
     total = (q_bytes + 2 * kv_bytes) * size if returned else 0
     if work.kernel in ("flash2", "torch-flash"):
-        total += 4 * q_bytes + 4 * row
+        total += 4 * q_bytes + 2 * 4 * row
         if heads != kv_heads:
             total += 2 * work.batch * work.k_tokens * heads * work.head_dim * size
     elif work.kernel == "torch-cudnn":
-        total += 4 * q_bytes + 4 * row
+        total += 4 * q_bytes + 2 * 4 * row
     return total
 
 
-def loss_workspace_bytes(rows: int, vocab: int) -> int:
-    """Return the scratch of the loss over ``rows`` tokens: fp32 logits and gradient of a block of rows."""
-    return 2 * 4 * min(rows, LOSS_ROWS) * vocab
+def _pieces(*sizes: int) -> int:
+    """Return the bytes of a workspace that is cut into pieces of these sizes."""
+    return sum(-(-size // PIECE_BYTES) * PIECE_BYTES for size in sizes)
+
+
+def _wide(elements: int, dtype: str) -> tuple[int, ...]:
+    """Return the fp32 copy of a block that is not fp32 itself."""
+    return () if dtype == "fp32" else (4 * elements,)
+
+
+def loss_workspace_bytes(rows: int, vocab: int, dtype: str) -> int:
+    """Return the scratch of the loss over ``rows`` tokens: five numbers a row, and the fp32 logits of a block."""
+    block = min(rows, LOSS_ROWS)
+    return _pieces(8 * block, block, *[4 * block] * 4, 4, *_wide(block * vocab, dtype))
+
+
+def norm_workspace_bytes(rows: int, features: int, dtype: str) -> int:
+    """Return the scratch of a norm: the block in fp32, none where it is fp32."""
+    return _pieces(*_wide(min(rows, NORM_ROWS) * features, dtype))
 
 
 def norm_backward_workspace_bytes(rows: int, features: int, dtype: str) -> int:
-    """Return the scratch of a norm's backward: the input gradient of a block of rows and the fp32 weight gradients."""
-    return min(rows, NORM_ROWS) * features * DTYPE_BYTES[dtype] + 2 * 4 * features
+    """Return the scratch of a norm's backward: the normalised block, two numbers a row, two vectors of features."""
+    block = min(rows, NORM_ROWS)
+    return _pieces(4 * block * features, *[4 * block] * 2, *[4 * features] * 2, *_wide(block * features, dtype))
+
+
+def qk_norm_workspace_bytes(rows: int, heads: int, head_dim: int, dtype: str) -> int:
+    """Return the scratch of the norm over each of ``heads`` heads (of Q and K): a number a head and row."""
+    block = min(rows, NORM_ROWS) * heads
+    return _pieces(4 * block, *_wide(block * head_dim, dtype))
+
+
+def qk_norm_backward_workspace_bytes(rows: int, heads: int, head_dim: int, dtype: str) -> int:
+    """Return the scratch of that norm's backward: two blocks, two numbers a head and row, two vectors of a head."""
+    block = min(rows, NORM_ROWS) * heads
+    wide = _wide(block * head_dim, dtype)
+    return _pieces(*[4 * block * head_dim] * 2, *[4 * block] * 2, *[4 * head_dim] * 2, *wide)
+
+
+def rotary_workspace_bytes(rows: int, heads: int, head_dim: int, dtype: str) -> int:
+    """Return the scratch of rotating ``heads`` heads: a block's positions, cosines and sines, and half of its heads."""
+    block, half, size = min(rows, NORM_ROWS), head_dim // 2, DTYPE_BYTES[dtype]
+    tables = [4 * block * half] * 2
+    narrow = [] if dtype == "fp32" else [size * block * half] * 2
+    return _pieces(4 * block, *tables, *narrow, size * block * heads * half)
+
+
+def embed_backward_workspace_bytes(rows: int, features: int, dtype: str) -> int:
+    """Return the scratch of adding gradient rows to an fp32 table: a block of them in fp32."""
+    return _pieces(*_wide(min(rows, NORM_ROWS) * features, dtype))
+
+
+def bias_backward_workspace_bytes(rows: int, features: int, dtype: str) -> int:
+    """Return the scratch of a sum over rows: the sum, and a block of rows in fp32."""
+    return _pieces(4 * features, *_wide(min(rows, NORM_ROWS) * features, dtype))
+
+
+def wgrad_workspace_bytes(m: int, n: int, tokens: int, dtype: str, attention_kernel: str) -> int:
+    """Return the scratch of an (m x n) weight gradient that accumulates in fp32.
+
+    CUDA multiplies bf16 into fp32; the CPU's products return their operands' dtype, so blocks of rows are widened.
+    """
+    if dtype == "fp32" or not on_cpu(attention_kernel):
+        return 0
+    block = min(tokens, NORM_ROWS)
+    return _pieces(4 * block * m, 4 * block * n)
+
+
+def adamw_workspace_bytes(elements: int, states: str) -> int:
+    """Return the scratch of the update: both moments of a block of elements in fp32 when they are stored in bf16."""
+    block = min(elements, ADAMW_ELEMENTS)
+    return _pieces(4 * block, 4 * block) if states == "bf16" else 0
+
+
+def on_cpu(attention_kernel: str) -> bool:
+    """Return whether a plan with this attention kernel plays on a CPU."""
+    return attention_kernel == "torch-flash-cpu"

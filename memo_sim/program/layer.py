@@ -17,9 +17,9 @@ from memo_sim.contract.model import Model
 from memo_sim.contract.plan import Decisions
 from memo_sim.contract.units import DTYPE_BYTES
 from memo_sim.program import attention
+from memo_sim.program import kernel_table as table
 from memo_sim.program.builder import Access, Rows, TemplateBuilder, accumulates, reads, writes
 from memo_sim.program.instruction import BufferClass, Lane
-from memo_sim.program.kernel_table import norm_backward_workspace_bytes
 from memo_sim.program.parameters import Block
 from memo_sim.program.shape import Shape
 from memo_sim.program.work import Collective, Gemm, Rowwise
@@ -83,10 +83,13 @@ class LayerWriter:
     def _shard_rows(self, slot: str, rows: RowBlock) -> Rows:
         return Rows(slot, self.shape.shard(rows[0]), self.shape.shard(rows[1]))
 
-    def _rowwise(self, name: str, op: str, rows: int, read: int, written: int, **operands: Access | None) -> None:
-        """Emit a memory-bound operator that reads and writes so many elements a row."""
+    def _rowwise(
+        self, name: str, op: str, rows: int, read: int, written: int, *, scratch: int = 0, **operands: Access | None
+    ) -> None:
+        """Emit a memory-bound operator that reads and writes so many elements a row, with a workspace of its own."""
         work = Rowwise(op, rows, rows * read * self.size, rows * written * self.size)
-        self.builder.emit(name + self.suffix, op, Lane.COMPUTE, work, **operands)
+        workspace = self.builder.scratch(f"{self.builder.phase}.{name}{self.suffix}.scratch", scratch)
+        self.builder.emit(name + self.suffix, op, Lane.COMPUTE, work, **operands, workspace=workspace)
 
     def _norm(self, which: str, source: str, rows: RowBlock) -> None:
         op = "layer_norm" if self.model.family == "gpt" else "rms_norm"
@@ -97,6 +100,7 @@ class LayerWriter:
             shard.tokens,
             self.shape.hidden,
             self.shape.hidden,
+            scratch=table.norm_workspace_bytes(shard.tokens, self.shape.hidden, self.dtype),
             x=reads(self._shard_rows(source, rows)),
             weight=self._param(f"{which}.weight"),
             bias=self._param(f"{which}.bias"),
@@ -171,13 +175,20 @@ class LayerWriter:
                 tokens,
                 width,
                 2 * width,
+                scratch=table.qk_norm_workspace_bytes(tokens, *self._rotated, self.dtype),
                 qkv=accumulates(packed),
                 q_weight=self._param("q_norm.weight"),
                 k_weight=self._param("k_norm.weight"),
                 raw=writes(Rows("qk_raw", first, tokens)),
             )
         if not model.learned_positions:
-            self._rowwise("rotary", "rotary", tokens, width, width, qkv=accumulates(packed))
+            scratch = table.rotary_workspace_bytes(tokens, *self._rotated, self.dtype)
+            self._rowwise("rotary", "rotary", tokens, width, width, scratch=scratch, qkv=accumulates(packed))
+
+    @property
+    def _rotated(self) -> tuple[int, int]:
+        """Heads of Q and K together, and their size."""
+        return self.shape.heads + self.shape.kv_heads, self.model.head_dim
 
     def _after_attention(self, rows: RowBlock) -> None:
         first, tokens = rows
@@ -265,9 +276,9 @@ class LayerWriter:
         shape, builder = self.shape, self.builder
         width = shape.q_width + shape.kv_width
         if not self.model.learned_positions:
-            self._rowwise(
-                "rotary.bwd", "rotary.bwd", shape.tokens, width, width, grad=accumulates(builder.all("d_qkv"))
-            )
+            scratch = table.rotary_workspace_bytes(shape.tokens, *self._rotated, self.dtype)
+            grad = accumulates(builder.all("d_qkv"))
+            self._rowwise("rotary.bwd", "rotary.bwd", shape.tokens, width, width, scratch=scratch, grad=grad)
         if self.model.qk_norm:
             self._rowwise(
                 "qk_norm.bwd",
@@ -275,6 +286,7 @@ class LayerWriter:
                 shape.tokens,
                 2 * width,
                 width,
+                scratch=table.qk_norm_backward_workspace_bytes(shape.tokens, *self._rotated, self.dtype),
                 grad=accumulates(builder.all("d_qkv")),
                 raw=reads(builder.all("qk_raw")),
                 q_weight=self._param("q_norm.weight"),
@@ -295,6 +307,8 @@ class LayerWriter:
         )
 
     def _wgrad(self, name: str, grad: Rows, x: Rows, m: int, n: int) -> None:
+        kernel = self.decisions.kernels.attention
+        scratch = table.wgrad_workspace_bytes(m, n, grad.tokens, self.dtype, kernel)
         self.builder.emit(
             f"{name}.wgrad",
             "linear.wgrad",
@@ -303,6 +317,7 @@ class LayerWriter:
             grad=reads(grad),
             x=reads(x),
             out=self._grad(f"{name}.weight"),
+            workspace=self.builder.scratch(f"{name}.wgrad.scratch", scratch),
         )
         if self.block.find(f"{name}.bias"):
             self._rowwise(
@@ -311,6 +326,7 @@ class LayerWriter:
                 grad.tokens,
                 m,
                 0,
+                scratch=table.bias_backward_workspace_bytes(grad.tokens, m, self.dtype),
                 grad=reads(grad),
                 out=self._grad(f"{name}.bias"),
             )
@@ -331,15 +347,13 @@ class LayerWriter:
         self._wgrad(product, builder.all(grad), source, width, shape.hidden)
         op = "layer_norm.bwd" if self.model.family == "gpt" else "rms_norm.bwd"
         rows = shape.shard_tokens
-        scratch = norm_backward_workspace_bytes(rows, shape.hidden, self.dtype)
-        workspace = f"{norm}.scratch"
-        builder.own(workspace, BufferClass.WORKSPACE, "fp32", 1, scratch // 4)
         self._rowwise(
             f"{norm}.bwd",
             op,
             rows,
             4 * shape.hidden,
             2 * shape.hidden,
+            scratch=table.norm_backward_workspace_bytes(rows, shape.hidden, self.dtype),
             grad=reads(summed),
             x=reads(builder.all(norm_input)),
             stats=reads(builder.all(f"{norm}_stats")),
@@ -348,5 +362,4 @@ class LayerWriter:
             out=writes(builder.all(out)),
             grad_weight=self._grad(f"{norm}.weight"),
             grad_bias=self._grad(f"{norm}.bias"),
-            workspace=writes(builder.all(workspace)),
         )

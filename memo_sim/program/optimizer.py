@@ -3,7 +3,7 @@
 Each block (embed, every layer, head) is played by itself. ``zero`` 1 divides the optimizer's states over the ranks
 that hold the same parameters (cp x dp): gradients are reduce-scattered, parameters gathered; ``zero`` 0 all-reduces.
 States ``bf16`` keeps both moments in bf16; ``host`` keeps master and moments in host memory, updates them on the
-host's cores, and copies gradients down and parameters up.
+host's cores, and copies gradients down and parameters up. Where clipping applies the update scales gradients in place.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from memo_sim.contract.plan import Decisions
 from memo_sim.contract.units import DTYPE_BYTES
 from memo_sim.program.builder import Rows, TemplateBuilder, accumulates, reads, writes
 from memo_sim.program.instruction import BufferClass, Family, Lane, Template
+from memo_sim.program.kernel_table import adamw_workspace_bytes
 from memo_sim.program.parameters import Block
 from memo_sim.program.work import Collective, Copy, HostUpdate, Rowwise
 
@@ -148,12 +149,13 @@ class Optimizer:
             f"adamw.{name}",
             Lane.COMPUTE,
             Rowwise("adamw", length, read * length, written * length),
-            grads=reads(Rows("grads", first, length)),
+            grads=accumulates(Rows("grads", first, length)),
             norm=reads(builder.all("grad_norm")),
             master=accumulates(Rows("master", offset, length)) if self.master else None,
             moment1=accumulates(Rows("moment1", offset, length)),
             moment2=accumulates(Rows("moment2", offset, length)),
             params=writes(params) if self.master else accumulates(params),
+            workspace=builder.scratch(f"adamw.{name}.scratch", adamw_workspace_bytes(length, self.decisions.states)),
         )
 
     def _host_update(self, builder: TemplateBuilder, name: str, first: int, offset: int, length: int) -> None:
@@ -169,7 +171,7 @@ class Optimizer:
             f"adamw.{name}",
             Lane.HOST,
             HostUpdate(length, (4 * 4 + 3 * 4 + size) * length),
-            grads=reads(share),
+            grads=accumulates(share),
             norm=reads(builder.all("grad_norm")),
             master=accumulates(Rows("master", offset, length)),
             moment1=accumulates(Rows("moment1", offset, length)),

@@ -82,7 +82,7 @@ def layer_block(model: Model, tp: int) -> Block:
     if model.qkv_bias:
         shapes.append(("qkv.bias", (q + 2 * kv,), False))
     if model.linear_bias:
-        shapes += [("proj.bias", (h,), False), ("ffn_up.bias", (f,), False), ("ffn_down.bias", (h,), False)]
+        shapes += [("proj.bias", (h,), False), ("ffn_up.bias", up[:1], False), ("ffn_down.bias", (h,), False)]
     if model.qk_norm:
         shapes += [("q_norm.weight", (model.head_dim,), False), ("k_norm.weight", (model.head_dim,), False)]
     return _block("layer", shapes)
