@@ -1,0 +1,218 @@
+"""Device and host memory of a program: what it needs, whether that fits, and by class over time.
+
+What is needed follows from program order alone, so it is known before anything is played: the device needs the
+program's peak beside the profile's reserve; a node's host memory serves all of its local ranks, in plain bytes (one
+registered slab) or with every layer's block rounded up to a power of two, as PyTorch's pinned allocator does.
+
+      320k tokens, 7B, TP4 CP2, alpha .75: 30 layers x 3.91 GiB x 8 ranks = 937 GiB exact, 30 x 4 x 8 = 960 GiB rounded
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Literal
+
+import numpy as np
+
+from memo_sim.contract.cluster import Cluster
+from memo_sim.contract.hardware import Hardware
+from memo_sim.contract.plan import Decisions
+from memo_sim.contract.trace import MemoryCurve
+from memo_sim.contract.units import format_bytes
+from memo_sim.engine.playback import Playback
+from memo_sim.program.columns import Columns, Ints
+from memo_sim.program.instruction import BufferClass
+from memo_sim.program.liveness import Liveness, Peak, live_bytes, liveness, peak
+from memo_sim.program.program import Program
+
+
+@dataclass(frozen=True)
+class OutOfMemory:
+    """The first instruction that finds too little memory, what lives there, and what is missing at the worst one."""
+
+    status: Literal["gpu_oom", "host_oom"]
+    instruction: int
+    id: str
+    live: dict[str, int]
+    """Bytes by class at that instruction: of one device with its reserve, or of one node's host memory."""
+    capacity_bytes: int
+    shortfall_bytes: int
+
+    @property
+    def reason(self) -> str:
+        """One line: where, how much was needed, how much there is, what lives there, how much is missing at worst."""
+        largest = sorted(self.live.items(), key=lambda item: -item[1])
+        parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in largest if size)
+        where = "device" if self.status == "gpu_oom" else "a node's host"
+        need, have = format_bytes(sum(self.live.values())), format_bytes(self.capacity_bytes)
+        worst = f"{format_bytes(self.shortfall_bytes)} are missing at the worst instant"
+        return f"{where} memory runs out at {self.id}: {need} ({parts}) of {have}; {worst}"
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What a step needs on one rank's device and on one node's host."""
+
+    program: Program
+    device_lives: Liveness
+    host_lives: Liveness
+    """Lives of host blocks of one rank, as its allocator rounds them."""
+    reserve: dict[str, int]
+    """Device bytes outside the program, itemised."""
+    device_capacity_bytes: int
+    host_capacity_bytes: int
+    local_ranks: int
+
+    @cached_property
+    def device_curves(self) -> dict[str, Ints]:
+        """Live device bytes by class at every instruction."""
+        return live_bytes(self.device_lives, device=True)
+
+    @cached_property
+    def host_curves(self) -> dict[str, Ints]:
+        """Live host bytes of one rank by class at every instruction."""
+        return live_bytes(self.host_lives, device=False)
+
+    @cached_property
+    def device(self) -> Peak:
+        """The program's own worst instant on the device, the reserve not counted."""
+        return peak(self.device_curves)
+
+    @cached_property
+    def host(self) -> Peak:
+        """One rank's worst instant on the host."""
+        return peak(self.host_curves)
+
+    @property
+    def reserve_bytes(self) -> int:
+        """Sum of the reserve."""
+        return sum(self.reserve.values())
+
+    @property
+    def device_total_bytes(self) -> int:
+        """Program peak and reserve."""
+        return self.device.bytes + self.reserve_bytes
+
+    @property
+    def host_per_node_bytes(self) -> int:
+        """Host memory that the local ranks of one node need together."""
+        return self.host.bytes * self.local_ranks
+
+    @cached_property
+    def fault(self) -> OutOfMemory | None:
+        """Why the step does not fit, or None when it does; the device is looked at first."""
+        if self.device_total_bytes > self.device_capacity_bytes:
+            room = self.device_capacity_bytes - self.reserve_bytes
+            at, live = _first_above(self.device_curves, room)
+            live["reserve"] = self.reserve_bytes
+            missing = self.device_total_bytes - self.device_capacity_bytes
+            return OutOfMemory("gpu_oom", at, self.program_id(at), live, self.device_capacity_bytes, missing)
+        if self.host_per_node_bytes > self.host_capacity_bytes:
+            at, mine = _first_above(self.host_curves, self.host_capacity_bytes // self.local_ranks)
+            live = {name: size * self.local_ranks for name, size in mine.items()}
+            missing = self.host_per_node_bytes - self.host_capacity_bytes
+            return OutOfMemory("host_oom", at, self.program_id(at), live, self.host_capacity_bytes, missing)
+        return None
+
+    def program_id(self, instruction: int) -> str:
+        """Return the id of an instruction by its number, without making all of them."""
+        for instance in self.program.instances:
+            instructions = self.program.templates[instance.template].instructions
+            if instruction < len(instructions):
+                return f"{instance.place}/{instructions[instruction].name}"
+            instruction -= len(instructions)
+        raise IndexError(instruction)
+
+    def device_over_time(self, playback: Playback) -> MemoryCurve:
+        """Return the device's live bytes by class, from each buffer's first user's start to its last user's end."""
+        return _over_time(self.device_lives, playback, device=True)
+
+    def host_over_time(self, playback: Playback) -> MemoryCurve:
+        """Return the live bytes of one rank's host memory by class."""
+        return _over_time(self.host_lives, playback, device=False)
+
+
+def memory_of(program: Program, columns: Columns, decisions: Decisions, hardware: Hardware, cluster: Cluster) -> Memory:
+    """Return what ``program`` needs and what ``cluster`` has; inputs count for all micro-batches of the step.
+
+    ``program`` may hold fewer micro-batches than ``decisions``: the others repeat them.
+    """
+    lives = liveness(program, columns)
+    sizes = lives.bytes.copy()
+    for family, base in zip(program.all_families, program.family_bases.values(), strict=True):
+        if family.buffer_class is BufferClass.INPUT and family.lifetime == "step" and family.count:
+            sizes[base] += (decisions.micro_batches - program.micro_batches) * family.bytes
+    lives = replace(lives, bytes=sizes)
+    host_memory = cluster.host_memory_bytes or hardware.host_memory_bytes
+    return Memory(
+        program=program,
+        device_lives=lives,
+        host_lives=_pinned_blocks(lives, program) if decisions.host_allocator == "power_of_two" else lives,
+        reserve={name: int(quantity.value) for name, quantity in hardware.reserve_bytes.items()},
+        device_capacity_bytes=int(hardware.device_memory_bytes.value),
+        host_capacity_bytes=int(host_memory.value),
+        local_ranks=min(cluster.devices_per_node, decisions.layout.devices),
+    )
+
+
+def _pinned_blocks(lives: Liveness, program: Program) -> Liveness:
+    """Return host blocks as PyTorch's pinned allocator makes them: one for what a layer swaps, one for each state.
+
+    The host copies of one (micro-batch, layer) have the same index in their families; each block is rounded up to a
+    power of two and lives from the first to the last of what it holds.
+    """
+    bases = np.array(list(program.family_bases.values()), dtype=np.int64)
+    chosen = np.flatnonzero(~lives.on_device & (lives.death >= lives.birth))
+    if not len(chosen):
+        return lives
+    lasting = lives.birth[chosen] < 0
+    # Blocks are numbered by index; states, each its own block, come after them.
+    key = np.where(lasting, len(lives.bytes) + chosen, chosen - bases[lives.family[chosen]])
+    blocks, block = np.unique(key, return_inverse=True)
+    birth = np.full(len(blocks), lives.instructions, dtype=np.int64)
+    death = np.full(len(blocks), -1, dtype=np.int64)
+    size = np.zeros(len(blocks), dtype=np.int64)
+    np.minimum.at(birth, block, lives.birth[chosen])
+    np.maximum.at(death, block, lives.death[chosen])
+    np.add.at(size, block, lives.bytes[chosen])
+    example = np.zeros(len(blocks), dtype=np.int64)
+    example[block] = chosen
+    return replace(
+        lives,
+        birth=birth,
+        death=death,
+        bytes=np.array([1 << (int(b) - 1).bit_length() if b else 0 for b in size], dtype=np.int64),
+        family=lives.family[example],
+        on_device=np.zeros(len(blocks), dtype=bool),
+        class_of=lives.class_of[example],
+    )
+
+
+def _first_above(curves: dict[str, Ints], limit: int) -> tuple[int, dict[str, int]]:
+    """Return the first instruction whose live bytes pass ``limit``, and its live bytes by class."""
+    total = np.sum(list(curves.values()), axis=0)
+    at = int(np.argmax(total > limit))
+    return at, {name: int(curve[at]) for name, curve in curves.items() if curve[at]}
+
+
+def _over_time(lives: Liveness, playback: Playback, *, device: bool) -> MemoryCurve:
+    used = (lives.on_device == device) & (lives.death >= lives.birth)
+    lasting = lives.birth < 0
+    dynamic = used & ~lasting
+    births = playback.start_s[lives.birth[dynamic]]
+    deaths = playback.end_s[lives.death[dynamic]]
+    times, at = np.unique(np.concatenate(([0.0], births, deaths)), return_inverse=True)
+    born, died = at[1 : 1 + len(births)], at[1 + len(births) :]
+    curves: dict[str, list[int]] = {}
+    for number, name in enumerate(lives.class_names):
+        mine = lives.class_of == number
+        if not (used & mine).any():
+            continue
+        change = np.zeros(len(times), dtype=np.int64)
+        change[0] = lives.bytes[used & lasting & mine].sum()
+        chosen = mine[dynamic]
+        np.add.at(change, born[chosen], lives.bytes[dynamic][chosen])
+        np.subtract.at(change, died[chosen], lives.bytes[dynamic][chosen])
+        curves[name] = np.cumsum(change).tolist()
+    return MemoryCurve(time_s=times.tolist(), bytes_by_class=curves)

@@ -1,0 +1,86 @@
+"""A program as it was played: one span an instruction, and what follows from the spans and the edges.
+
+An instruction starts when the last of two things has happened: the previous instruction of its lane has ended, and
+every producer on another lane has. Whichever was later binds; following what binds from the step's end to its start is
+the critical path, and a producer for which the lane stood still is a stall.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from memo_sim.program.columns import Columns, Ints
+from memo_sim.program.edges import Edges
+from memo_sim.program.instruction import Lane
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Waits:
+    """Stalls by column: ``instruction`` could have started at ``start_s`` but for ``waits_for``, ``seconds`` later."""
+
+    instruction: Ints
+    waits_for: Ints
+    start_s: Floats
+    seconds: Floats
+
+
+@dataclass(frozen=True)
+class Playback:
+    """Start and end (seconds from the step's start) of every instruction, in program order."""
+
+    columns: Columns
+    edges: Edges
+    start_s: Floats
+    end_s: Floats
+
+    @cached_property
+    def span_s(self) -> float:
+        """From the first start to the last end."""
+        return float(self.end_s.max(initial=0.0))
+
+    @cached_property
+    def busy_s(self) -> Floats:
+        """Seconds each lane was busy."""
+        seconds = self.end_s - self.start_s
+        return np.bincount(self.columns.lane, weights=seconds, minlength=len(Lane)).astype(np.float64)
+
+    @cached_property
+    def previous(self) -> Ints:
+        """The instruction before each on its lane, or -1."""
+        order = np.argsort(self.columns.lane, kind="stable")
+        lane = self.columns.lane[order]
+        before = np.full(len(order), -1, dtype=np.int64)
+        same = np.flatnonzero(lane[1:] == lane[:-1]) + 1
+        before[order[same]] = order[same - 1]
+        return before
+
+    @cached_property
+    def waits(self) -> Waits:
+        """Every stall of a lane that had work left and waited for another lane, in program order."""
+        producer, consumer = self.edges.producer, self.edges.consumer
+        order = np.lexsort((self.end_s[producer], consumer))
+        producer, consumer = producer[order], consumer[order]
+        latest = np.flatnonzero(np.append(consumer[1:] != consumer[:-1], True)[: len(consumer)])
+        producer, consumer = producer[latest], consumer[latest]
+        before = self.previous[consumer]
+        ready = np.where(before >= 0, self.end_s[before], 0.0)
+        stalled = self.end_s[producer] > ready
+        producer, consumer, ready = producer[stalled], consumer[stalled], ready[stalled]
+        return Waits(consumer, producer, ready, self.start_s[consumer] - ready)
+
+    def critical_path(self) -> list[int]:
+        """Return the chain of instructions that binds the step, from its start to its end."""
+        if not len(self.end_s):
+            return []
+        binds = self.previous.copy()
+        binds[self.waits.instruction] = self.waits.waits_for
+        path = [int(np.argmax(self.end_s))]
+        while (before := int(binds[path[-1]])) >= 0:
+            path.append(before)
+        return path[::-1]
