@@ -1,0 +1,72 @@
+"""How well predictions meet published measurements: errors by group and quantity, and statuses.
+
+Rows on which a constant was fitted are counted apart from those that were only predicted. The bias is the mean signed
+error; an error is predicted / expected - 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from memo_sim.contract.validation import CaseReport
+
+QUANTITIES = ("mfu", "tgs", "step_ms", "allocated_gib", "reserved_gib")
+
+
+@dataclass(frozen=True)
+class Errors:
+    """Errors of one quantity over ``count`` rows."""
+
+    count: int
+    bias: float
+    mean_abs: float
+    max_abs: float
+    worst: str
+    """The case with the largest error."""
+
+
+@dataclass(frozen=True)
+class Accuracy:
+    """One group of rows, all fitted or all only predicted; ``statuses`` is how many have one to meet."""
+
+    group: str
+    fitted: bool
+    rows: int
+    statuses_right: int
+    statuses: int
+    errors: dict[str, Errors]
+    """By quantity; one that no row of the group has is not there."""
+
+
+def summarise(cases: Sequence[CaseReport], groups: Sequence[str] | None = None) -> list[Accuracy]:
+    """Return the accuracy of each group, in the order in which they first occur.
+
+    ``groups`` names the group of each case (None: one for all). Fitted rows follow the others.
+    """
+    by_group: dict[str, list[CaseReport]] = {}
+    for case, name in zip(cases, groups or ["all"] * len(cases), strict=True):
+        by_group.setdefault(name, []).append(case)
+    return [
+        _accuracy(name, fitted, chosen)
+        for name, members in by_group.items()
+        for fitted in (False, True)
+        if (chosen := [c for c in members if c.fitted == fitted])
+    ]
+
+
+def _accuracy(name: str, fitted: bool, cases: Sequence[CaseReport]) -> Accuracy:
+    errors = {}
+    for quantity in QUANTITIES:
+        known = [(c.case, e) for c in cases if (e := getattr(c.error, quantity)) is not None]
+        if known:
+            worst = max(known, key=lambda pair: abs(pair[1]))
+            errors[quantity] = Errors(
+                count=len(known),
+                bias=sum(e for _, e in known) / len(known),
+                mean_abs=sum(abs(e) for _, e in known) / len(known),
+                max_abs=abs(worst[1]),
+                worst=worst[0],
+            )
+    right = [c.error.status for c in cases if c.error.status is not None]
+    return Accuracy(name, fitted, len(cases), sum(right), len(right), errors)

@@ -1,0 +1,133 @@
+"""A trace as the bars of a picture: spans merged by place and phase, and the times a lane stood still.
+
+    spans   | l0 norm1 | l0 qkv | l0 attn |        | l1 norm1 | l1 qkv |
+    bars    |          l0 fwd             |        |      l1 fwd       |
+    stalls                                |  d2h   |
+
+Nothing here draws.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from memo_sim.contract.trace import Trace
+
+LANES = ("compute", "d2h", "h2d", "collective", "p2p", "host")
+"""Lanes from top to bottom; a trace's other lanes follow in the order of their names."""
+
+_LAYER = re.compile(r"l(\d+)")
+_MICRO_BATCH = re.compile(r"m(\d+)/")
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """What an instruction's id says: ``m0/s0/l12/bwd/ffn_up.dgrad``; ``layer`` is -1 outside of layers.
+
+    ``phase`` is embed or head there, whatever the direction, except in the step's own part (zero, reduce, opt).
+    """
+
+    where: str
+    phase: str
+    layer: int
+    name: str
+
+    @property
+    def label(self) -> str:
+        """The place in a few characters: ``l12 bwd``."""
+        last = self.where.rpartition("/")[2]
+        return last if last == self.phase else f"{last} {self.phase}"
+
+
+def place_of(instruction_id: str) -> Place:
+    """Return the parts of an instruction's id; a foreign id is its own place and phase."""
+    parts = instruction_id.rsplit("/", 2)
+    if len(parts) < 3:
+        return Place(where=instruction_id, phase="other", layer=-1, name=instruction_id)
+    where, phase, name = parts
+    last = where.rpartition("/")[2]
+    layer = _LAYER.fullmatch(last)
+    if layer is None and last in ("embed", "head") and phase in ("fwd", "bwd"):
+        phase = last
+    return Place(where=where, phase=phase, layer=int(layer[1]) if layer else -1, name=name)
+
+
+@dataclass(frozen=True, slots=True)
+class Bar:
+    """Consecutive spans of one lane, place and phase; ``busy_s`` leaves out the gaps between them."""
+
+    lane: str
+    place: Place
+    start_s: float
+    end_s: float
+    busy_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Stall:
+    """A time in which ``lane`` stood still because an instruction of lane ``waits_for`` had not ended."""
+
+    lane: str
+    waits_for: str
+    start_s: float
+    end_s: float
+
+
+def lanes_of(traces: Iterable[Trace]) -> list[str]:
+    """Return the lanes that have spans in any of the traces, from top to bottom."""
+    found = {lane for trace in traces for lane in trace.spans.lanes}
+    return [lane for lane in LANES if lane in found] + sorted(found.difference(LANES))
+
+
+def bars_of(trace: Trace, *, bridge_s: float = float("inf")) -> list[Bar]:
+    """Return the trace's bars in program order; a gap of more than ``bridge_s`` inside one ends it.
+
+    Spans without length are left out.
+    """
+    spans = trace.spans
+    bars: list[Bar] = []
+    last: dict[str, int] = {}
+    for name, lane, start, end in zip(spans.ids, spans.lanes, spans.start_s, spans.end_s, strict=True):
+        if end <= start:
+            continue
+        place = place_of(name)
+        number = last.get(lane)
+        before = bars[number] if number is not None else None
+        same = before is not None and (before.place.where, before.place.phase) == (place.where, place.phase)
+        if number is not None and before is not None and same and start - before.end_s <= bridge_s:
+            bars[number] = Bar(lane, before.place, before.start_s, end, before.busy_s + end - start)
+        else:
+            last[lane] = len(bars)
+            bars.append(Bar(lane, place, start, end, end - start))
+    return bars
+
+
+def stalls_of(trace: Trace) -> list[Stall]:
+    """Return every wait as the lanes of both sides; one for an instruction that was not played waits for ``other``."""
+    lane_of = dict(zip(trace.spans.ids, trace.spans.lanes, strict=True))
+    return [
+        Stall(lane_of[w.instruction], lane_of.get(w.waits_for, "other"), w.start_s, w.start_s + w.seconds)
+        for w in trace.waits
+        if w.seconds > 0 and w.instruction in lane_of
+    ]
+
+
+def played_s(trace: Trace) -> float:
+    """Return when the last span ended; less than ``step_s`` when identical micro-batches were played once."""
+    return max(trace.spans.end_s, default=trace.step_s)
+
+
+def first_micro_batch(trace: Trace) -> tuple[float, float] | None:
+    """Return from when to when the first micro-batch ran, None when the spans hold only one."""
+    starts: dict[str, float] = {}
+    ends: dict[str, float] = {}
+    for name, start, end in zip(trace.spans.ids, trace.spans.start_s, trace.spans.end_s, strict=True):
+        if match := _MICRO_BATCH.match(name):
+            starts[match[1]] = min(starts.get(match[1], start), start)
+            ends[match[1]] = max(ends.get(match[1], end), end)
+    if len(ends) < 2:
+        return None
+    first = min(ends, key=int)
+    return starts[first], ends[first]

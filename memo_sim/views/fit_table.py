@@ -1,0 +1,67 @@
+"""A fit as text: the constant, and the errors with it, without it, and with each length's cases left out of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+from memo_sim.contract.units import format_tokens
+from memo_sim.contract.validation import Validation
+from memo_sim.views.accuracy import Accuracy, summarise
+from memo_sim.views.text_table import number, percent, text_table
+from memo_sim.views.validation_table import LABELS
+
+
+class FitReport(Protocol):
+    """What is shown of a fit: the rate (bytes/s) and the validations that judge it."""
+
+    @property
+    def rate(self) -> float:
+        """The fitted rate."""
+
+    @property
+    def fitted(self) -> Validation:
+        """All cases, priced with the fitted rate."""
+
+    @property
+    def unfitted(self) -> Validation:
+        """All cases, priced with the rate that one would assume."""
+
+    @property
+    def left_out(self) -> Mapping[int, tuple[float, Validation]]:
+        """By length: the rate fitted without its cases, and the validation of just those."""
+
+
+def fit_table(fit: FitReport) -> str:
+    """Return the fitted rate and its errors; a length's row shows its own cases, with the rate fitted without them."""
+    rows = [*_rows("fitted", fit.rate, fit.fitted), *_rows("unfitted", None, fit.unfitted)]
+    for length, (rate, held) in sorted(fit.left_out.items()):
+        rows += _rows(f"{format_tokens(length)}, left out of a fit", rate, held)
+    headers = ["with", "GB/s", "quantity", "n", "bias", "mean |error|", "max |error|", "status right"]
+    return f"fitted rate: {fit.rate / 1e9:.3f} GB/s\n\n{text_table(headers, rows, 'lrlrrrrr')}"
+
+
+def _rows(name: str, rate: float | None, validation: Validation) -> list[list[str | None]]:
+    rows: list[list[str | None]] = []
+    for accuracy in _whole(validation):
+        for quantity, errors in accuracy.errors.items():
+            rows.append(
+                [
+                    "" if rows else name,
+                    "" if rows else number(rate / 1e9 if rate else None, 3),
+                    LABELS[quantity],
+                    str(errors.count),
+                    percent(errors.bias, digits=2, signed=True),
+                    percent(errors.mean_abs, digits=2),
+                    percent(errors.max_abs, digits=2),
+                    "" if rows else f"{accuracy.statuses_right}/{accuracy.statuses}",
+                ]
+            )
+    return rows
+
+
+def _whole(validation: Validation) -> list[Accuracy]:
+    """Return the accuracy of all cases; the profile's own mark of fitted cases does not hold for another rate."""
+    import msgspec
+
+    return summarise([msgspec.structs.replace(c, fitted=False) for c in validation.cases])

@@ -1,0 +1,223 @@
+"""One trace's lanes drawn into given axes: a row of bars a lane, stalls hatched, layer numbers where they fit.
+
+Stalls of the compute lane too short to be seen one by one (exposed collectives inside a layer) show in the row
+``waiting`` under it: the share of the time that compute stood still, in narrow slices of the time axis.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from memo_sim.contract.trace import Trace
+from memo_sim.contract.units import format_seconds
+from memo_sim.views.bars import Bar, Stall, bars_of, played_s, stalls_of
+from memo_sim.views.palette import QUIET_TEXT, TEXT, WAITS, lighter, phase_colour
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+HEIGHTS = {"compute": 1.0, "waiting": 0.42}
+OTHER_HEIGHT = 0.62
+GAP = 0.16
+NUMBERED = ("fwd", "rec", "bwd", "off", "pre")
+"""Phases whose bars carry their layer's number."""
+DIGIT_PIXELS = 9.0
+"""Width of a digit of a layer number, with its share of the space around the number."""
+SLICE_PIXELS = 6.0
+"""Width of a slice of the row ``waiting``."""
+
+
+@dataclass(frozen=True)
+class LanePanel:
+    """Where and how the lanes of ``trace`` are drawn: a window of its time, ``pixels`` wide, ``unit_s`` a tick unit."""
+
+    trace: Trace
+    lanes: list[str]
+    window: tuple[float, float]
+    unit_s: float
+    pixels: float
+
+    @property
+    def pixel_s(self) -> float:
+        """Seconds in a pixel."""
+        return (self.window[1] - self.window[0]) / self.pixels
+
+    @property
+    def shown_s(self) -> float:
+        """Seconds of the window in which the step ran; shares are of these."""
+        return max(min(self.window[1], played_s(self.trace)) - self.window[0], 1e-12)
+
+    def draw(self, ax: Axes) -> list[str]:
+        """Draw all rows; return the phases that can be seen in them."""
+        start, end = self.window
+        bars = [b for b in bars_of(self.trace, bridge_s=2 * self.pixel_s) if b.end_s > start and b.start_s < end]
+        stalls = [s for s in stalls_of(self.trace) if s.end_s > start and s.start_s < end and s.lane == "compute"]
+        ticks, labels, top = [], [], 0.0
+        for row in row_names(self.lanes, stalls=bool(self.trace.waits)):
+            height = HEIGHTS.get(row, OTHER_HEIGHT)
+            bottom = top - height
+            if row == "waiting":
+                self._waiting(ax, stalls, bottom, height)
+                waited = sum(min(s.end_s, end) - max(s.start_s, start) for s in stalls)
+                labels.append(f"waiting {waited / self.shown_s:.0%}")
+            else:
+                own = [b for b in bars if b.lane == row]
+                self._row(ax, own, bottom, height)
+                if row == "compute":
+                    self._hatch(ax, stalls, bottom, height)
+                labels.append(f"{row} {self._busy(row):.0%}")
+            ticks.append(bottom + height / 2)
+            top = bottom - (0.02 if row == "compute" else GAP)
+        ax.set_ylim(top + GAP - 0.06, 0.06)
+        ax.set_yticks(ticks, labels)
+        for spine in ("top", "right", "left"):
+            ax.spines[spine].set_visible(False)
+        ax.tick_params(axis="y", length=0)
+        ax.grid(axis="x", color="#ececec", linewidth=0.6)
+        ax.set_axisbelow(True)
+        return list(dict.fromkeys(b.place.phase for b in bars if self._width(b) >= 1))
+
+    def _busy(self, lane: str) -> float:
+        """Return the share of the window that the lane's spans fill."""
+        start, end = self.window
+        spans = self.trace.spans
+        busy = sum(
+            max(0.0, min(e, end) - max(s, start))
+            for own, s, e in zip(spans.lanes, spans.start_s, spans.end_s, strict=True)
+            if own == lane
+        )
+        return busy / self.shown_s
+
+    def _row(self, ax: Axes, bars: list[Bar], bottom: float, height: float) -> None:
+        edge = 0.6 if _median([self._width(b) for b in bars]) > 5 else 0.0
+        ax.broken_barh(
+            [(b.start_s / self.unit_s, (b.end_s - b.start_s) / self.unit_s) for b in bars],
+            (bottom, height),
+            facecolors=[shade(b) for b in bars],
+            edgecolors="white",
+            linewidth=edge,
+            snap=False,
+        )
+        for phase in NUMBERED:
+            self._number(ax, [b for b in bars if b.place.phase == phase], bottom + height / 2)
+
+    def _width(self, bar: Bar) -> float:
+        return (bar.end_s - bar.start_s) / self.pixel_s
+
+    def _number(self, ax: Axes, bars: list[Bar], middle: float) -> None:
+        """Write layer numbers on the bars: on all, or on those of every 2nd, 5th, 10th … layer where they crowd."""
+        widest: dict[str, Bar] = {}
+        for bar in bars:
+            if bar.place.layer >= 0 and self._width(bar) >= self._width(widest.get(bar.place.where, bar)):
+                widest[bar.place.where] = bar
+        if not widest or bars[0].lane not in ("compute", "d2h", "h2d"):
+            return
+        digits = len(str(max(b.place.layer for b in widest.values())))
+        pitch = _median([self._width(b) for b in widest.values()])
+        if pitch < 2.5:
+            return
+        # A recomputed part stands alone between two parts of backward: its number has to fit on it.
+        steps = (1,) if bars[0].place.phase == "rec" else (1, 2, 5, 10, 20, 50)
+        step = next((k for k in steps if k * pitch >= DIGIT_PIXELS * (digits + 0.6)), 0)
+        for bar in widest.values():
+            centre = (bar.start_s + bar.end_s) / 2
+            inside = self.window[0] < centre < self.window[1]
+            if inside and step and bar.place.layer % step == 0 and self._width(bar) >= pitch / 2:
+                ax.text(
+                    centre / self.unit_s,
+                    middle,
+                    str(bar.place.layer),
+                    ha="center",
+                    va="center",
+                    fontsize=6.5,
+                    color=number_colour(shade(bar)),
+                    clip_on=True,
+                )
+
+    def _hatch(self, ax: Axes, stalls: list[Stall], bottom: float, height: float) -> None:
+        """Hatch the stalls that can be seen, in the colour of what they wait for."""
+        for lane in waited_for(stalls):
+            seen = [s for s in stalls if s.waits_for == lane and s.end_s - s.start_s > 2 * self.pixel_s]
+            ax.broken_barh(
+                [(s.start_s / self.unit_s, (s.end_s - s.start_s) / self.unit_s) for s in seen],
+                (bottom, height),
+                facecolors="white",
+                edgecolors=wait_colour(lane),
+                hatch="//////",
+                linewidth=0.0,
+                snap=False,
+            )
+
+    def _waiting(self, ax: Axes, stalls: list[Stall], bottom: float, height: float) -> None:
+        """Draw the share of each slice of time in which compute stood still, by what it waited for."""
+        import numpy as np
+
+        start, end = self.window[0], self.window[0] + self.shown_s
+        count = max(1, int(self.shown_s / self.pixel_s / SLICE_PIXELS))
+        edges = np.linspace(start, end, count + 1)
+        base = np.zeros(count)
+        ax.broken_barh([(start / self.unit_s, self.shown_s / self.unit_s)], (bottom, height), facecolors="#f1f1f1")
+        for lane in waited_for(stalls):
+            filled = np.zeros(count + 1)
+            for stall in (s for s in stalls if s.waits_for == lane):
+                filled += np.clip(edges, stall.start_s, stall.end_s) - stall.start_s
+            share = np.diff(filled) / np.diff(edges)
+            ax.stairs(
+                bottom + height * (base + share),
+                edges / self.unit_s,
+                baseline=bottom + height * base,
+                fill=True,
+                color=wait_colour(lane),
+                linewidth=0,
+            )
+            base = base + share
+
+
+def row_names(lanes: list[str], *, stalls: bool) -> list[str]:
+    """Return the rows of a panel from top to bottom: the lanes, and ``waiting`` under compute."""
+    return [row for lane in lanes for row in ((lane, "waiting") if lane == "compute" and stalls else (lane,))]
+
+
+def panel_height(lanes: list[str], *, stalls: bool) -> float:
+    """Return the height of the rows, in units of the compute lane's."""
+    return sum(HEIGHTS.get(row, OTHER_HEIGHT) + GAP for row in row_names(lanes, stalls=stalls))
+
+
+def shade(bar: Bar) -> str:
+    """Return a bar's colour: its phase's, lighter for odd layers so that neighbours differ."""
+    colour = phase_colour(bar.place.phase)
+    return lighter(colour, 0.28) if bar.place.layer > 0 and bar.place.layer % 2 else colour
+
+
+def number_colour(background: str) -> str:
+    """Return white or black, whichever reads better on ``background``."""
+    red, green, blue = (int(background[i : i + 2], 16) for i in (1, 3, 5))
+    return "white" if 0.299 * red + 0.587 * green + 0.114 * blue < 145 else TEXT
+
+
+def wait_colour(lane: str) -> str:
+    """Return the colour of waits for ``lane``."""
+    return WAITS.get(lane, QUIET_TEXT)
+
+
+def waited_for(stalls: list[Stall]) -> list[str]:
+    """Return the lanes that are waited for, the longest wait first."""
+    total: dict[str, float] = {}
+    for stall in stalls:
+        total[stall.waits_for] = total.get(stall.waits_for, 0.0) + stall.end_s - stall.start_s
+    return sorted(total, key=lambda lane: -total[lane])
+
+
+def wait_labels(trace: Trace, window: tuple[float, float]) -> dict[str, str]:
+    """Return for each lane that compute waits for inside the window a legend such as ``d2h 1.2 s``."""
+    total: dict[str, float] = {}
+    for stall in stalls_of(trace):
+        inside = min(stall.end_s, window[1]) - max(stall.start_s, window[0])
+        if stall.lane == "compute" and inside > 0:
+            total[stall.waits_for] = total.get(stall.waits_for, 0.0) + inside
+    return {lane: f"{lane} {format_seconds(total[lane])}" for lane in sorted(total, key=lambda name: -total[name])}
+
+
+def _median(values: list[float]) -> float:
+    return sorted(values)[len(values) // 2] if values else 0.0

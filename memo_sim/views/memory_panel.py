@@ -1,0 +1,145 @@
+"""Live memory over time drawn into given axes: buffer classes stacked as steps, the capacity, the peak.
+
+A curve with more steps than pixels is drawn by the fullest instant of each pixel, so that no peak is lost.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from memo_sim.contract.trace import MemoryCurve
+from memo_sim.contract.units import GIB, format_bytes
+from memo_sim.views.palette import CAPACITY, CLASSES, OTHER, QUIET_TEXT, TEXT, ordered_classes
+
+if TYPE_CHECKING:
+    import numpy as np
+    from matplotlib.axes import Axes
+    from numpy.typing import NDArray
+
+CAPACITY_SHOWN = 0.3
+"""A peak below this share of the capacity would be flattened by showing the capacity's line: it is written instead."""
+
+
+@dataclass(frozen=True)
+class Peak:
+    """The fullest instant of a curve inside a window."""
+
+    at_s: float
+    bytes: int
+
+
+@dataclass(frozen=True)
+class MemoryPanel:
+    """Where and how a curve is drawn; ``end_s`` is when it stops, ``unit_s`` a tick unit of the time axis."""
+
+    curve: MemoryCurve
+    window: tuple[float, float]
+    end_s: float
+    unit_s: float
+    pixels: float
+    label: str
+    capacity_bytes: int | None = None
+
+    def draw(self, ax: Axes) -> list[str]:
+        """Draw the stack, the capacity's line and the peak; return the classes from bottom to top."""
+        names = ordered_classes({n for n, c in self.curve.bytes_by_class.items() if any(c)})
+        unit, scale = memory_unit(peak_of(self.curve, self.window).bytes)
+        edges, heights = self._steps(names)
+        base = 0.0 * heights.sum(axis=0)
+        for name, height in zip(names, heights / scale, strict=True):
+            ax.stairs(
+                base + height,
+                edges / self.unit_s,
+                baseline=base,
+                fill=True,
+                color=CLASSES.get(name, OTHER),
+                linewidth=0,
+            )
+            base = base + height
+        ax.set_ylabel(f"{self.label}\n{unit}")
+        self._mark(ax, scale)
+        for spine in ("top", "right"):
+            ax.spines[spine].set_visible(False)
+        ax.grid(color="#ececec", linewidth=0.6)
+        ax.set_axisbelow(True)
+        return names
+
+    def _steps(self, names: list[str]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """Return (edges of the steps, bytes of each class at each step)."""
+        import numpy as np
+
+        times = np.array(self.curve.time_s)
+        live = np.array([self.curve.bytes_by_class[n] for n in names], dtype=np.float64).reshape(len(names), len(times))
+        start, end = self.window[0], min(self.window[1], max(self.end_s, self.window[0]))
+        first = max(0, int(np.searchsorted(times, start, side="right")) - 1)
+        last = max(first + 1, int(np.searchsorted(times, end, side="left")))
+        times, live = np.maximum(times[first:last], start), live[:, first:last]
+        slices = int(self.pixels)
+        if len(times) > 2 * slices:
+            pixel = np.minimum((times - start) / (end - start) * slices, slices - 1).astype(np.int64)
+            order = np.lexsort((live.sum(axis=0), pixel))
+            fullest = order[np.flatnonzero(np.r_[pixel[order][1:] != pixel[order][:-1], True])]
+            times = start + pixel[fullest] * ((end - start) / slices)
+            live = live[:, fullest]
+        return np.append(times, end), live
+
+    def _mark(self, ax: Axes, scale: float) -> None:
+        """Mark the peak, draw or write the capacity, and leave room above for both."""
+        peak = peak_of(self.curve, self.window)
+        highest = peak.bytes / scale
+        text = f"peak {format_bytes(peak.bytes)}"
+        capacity = self.capacity_bytes
+        top = highest
+        if capacity:
+            text += f" ({peak.bytes / capacity:.0%} of capacity)"
+            if peak.bytes >= CAPACITY_SHOWN * capacity:
+                top = max(top, capacity / scale)
+                ax.axhline(capacity / scale, color=CAPACITY, linewidth=1.2, linestyle=(0, (5, 2)))
+                ax.annotate(
+                    f"capacity {format_bytes(capacity)}",
+                    (0, capacity / scale),
+                    xycoords=("axes fraction", "data"),
+                    xytext=(3, 2),
+                    textcoords="offset points",
+                    fontsize=7,
+                    color=CAPACITY,
+                )
+            else:
+                corner = {"ha": "right", "va": "top", "fontsize": 7, "color": QUIET_TEXT}
+                ax.text(1, 1, f"capacity {format_bytes(capacity)}", corner, transform=ax.transAxes)
+        ax.set_ylim(0, 1.22 * top if top else 1.0)
+        where = peak.at_s / self.unit_s
+        right = peak.at_s > (self.window[0] + self.window[1]) / 2
+        beside = capacity is not None and abs(top - highest) < 0.13 * top  # the line would strike the text out
+        ax.plot([where], [highest], marker="v", markersize=5, color=TEXT, clip_on=False)
+        ax.annotate(
+            text,
+            (where, top if beside else highest),
+            xytext=(-6 if right else 6, 4),
+            textcoords="offset points",
+            ha="right" if right else "left",
+            fontsize=7.5,
+            color=TEXT,
+            bbox={"boxstyle": "square,pad=0.15", "facecolor": "white", "alpha": 0.8, "linewidth": 0},
+        )
+
+
+def peak_of(curve: MemoryCurve, window: tuple[float, float] | None = None) -> Peak:
+    """Return the first fullest instant of a curve, of all of it or inside a window."""
+    totals = [sum(step) for step in zip(*curve.bytes_by_class.values(), strict=True)]
+    ends = [*curve.time_s[1:], float("inf")]
+    start, end = window or (float("-inf"), float("inf"))
+    inside = [i for i in range(len(totals)) if ends[i] > start and curve.time_s[i] < end]
+    if not inside:
+        return Peak(at_s=max(start, 0.0), bytes=0)
+    best = max(inside, key=lambda i: (totals[i], -i))
+    return Peak(at_s=max(curve.time_s[best], start), bytes=totals[best])
+
+
+def memory_unit(size_bytes: int) -> tuple[str, float]:
+    """Return the unit and its bytes in which an axis up to ``size_bytes`` reads well."""
+    for unit, scale in (("GiB", GIB), ("MiB", 2**20)):
+        if size_bytes >= 0.5 * scale:
+            return unit, float(scale)
+    return "KiB", 1024.0

@@ -1,0 +1,69 @@
+"""The colours of the pictures, one per phase, lane and buffer class, and the words of their legends.
+
+Phases differ in hue and lightness, so that they are told apart without colour vision too; blocks without a layer are
+grey or violet, and what is waited for is drawn in the dark colour of its lane.
+"""
+
+from __future__ import annotations
+
+PHASES = {
+    "embed": ("embed, head", "#8a63b8"),
+    "head": ("embed, head", "#8a63b8"),
+    "fwd": ("forward", "#3b76b5"),
+    "rec": ("recompute", "#f0a030"),
+    "bwd": ("backward", "#3f9b6b"),
+    "off": ("offload", "#7fb8d6"),
+    "pre": ("prefetch", "#e58fa6"),
+    "zero": ("zero gradients", "#b8b8b8"),
+    "reduce": ("reduce gradients", "#8c8c8c"),
+    "opt": ("optimizer", "#5c5c5c"),
+}
+"""Legend and colour by the phase in an instruction's id."""
+
+WAITS = {
+    "compute": "#303030",
+    "d2h": "#1b6f94",
+    "h2d": "#b03060",
+    "collective": "#8c4a00",
+    "p2p": "#5a3b8c",
+    "host": "#556b2f",
+}
+"""Colour by the lane that is waited for."""
+
+CLASSES = {
+    "state": "#9aa5b1",
+    "input": "#c7ccd1",
+    "gathered": "#6f7f8f",
+    "carried": "#7b6fb0",
+    "skeletal": "#4f93c8",
+    "transient": "#f2b75f",
+    "workspace": "#d9603b",
+    "exchange": "#76b38a",
+}
+"""Colour by buffer class, from the bottom of the memory curve to its top."""
+
+OTHER = "#c0a0a0"
+CAPACITY = "#c00000"
+TEXT = "#202020"
+QUIET_TEXT = "#606060"
+
+
+def phase_colour(phase: str) -> str:
+    """Return the colour of a phase."""
+    return PHASES.get(phase, (phase, OTHER))[1]
+
+
+def phase_label(phase: str) -> str:
+    """Return what a legend calls a phase."""
+    return PHASES.get(phase, (phase, OTHER))[0]
+
+
+def lighter(colour: str, share: float) -> str:
+    """Return ``colour`` mixed with ``share`` of white: the other shade of two neighbouring layers."""
+    parts = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
+    return "#" + "".join(f"{round(p + (255 - p) * share):02x}" for p in parts)
+
+
+def ordered_classes(names: set[str]) -> list[str]:
+    """Return buffer classes from the bottom of the memory curve to its top."""
+    return [name for name in CLASSES if name in names] + sorted(names.difference(CLASSES))

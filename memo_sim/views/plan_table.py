@@ -1,0 +1,120 @@
+"""Plans as text: the ranked answer to a what-if question, the peak's classes, the stalls of one plan.
+
+A plan that does not fit shows why and by how much, and never a speed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from memo_sim.contract.plan import Layout, PlanRow, Stall
+from memo_sim.contract.result import Result
+from memo_sim.contract.units import GIB, format_bytes, format_seconds, format_tokens
+from memo_sim.views.palette import ordered_classes
+from memo_sim.views.text_table import number, percent, text_table
+
+
+def layout_label(layout: Layout) -> str:
+    """Return a layout in a few characters: ``tp4+sp cp2 dp1``; tp, cp and dp always, others when they divide."""
+    parts = [f"tp{layout.tp}{'+sp' if layout.sequence_parallel else ''}", f"cp{layout.cp}"]
+    for name in ("ulysses", "metp", "pp"):
+        degree = getattr(layout, name)
+        parts += [f"{name}{degree}"] if degree > 1 else []
+    parts.append(f"dp{layout.dp}")
+    parts += [f"zero{layout.zero}"] if layout.zero else []
+    parts += [f"n{layout.subsequences}"] if layout.subsequences > 1 else []
+    return " ".join(parts)
+
+
+def result_table(result: Result, *, top: int | None = None) -> str:
+    """Return the answer: the question, the ranked plans, the plans that do not fit (why: ``result.why``).
+
+    ``top`` limits the rows of each table.
+    """
+    question = f"{result.model} on {result.cluster}, {format_tokens(result.seq_tokens)} tokens"
+    count = f"{result.evaluated} plans evaluated, {result.pruned} pruned"
+    fitting = [p for p in result.plans if p.status == "ok"]
+    others = [p for p in result.plans if p.status != "ok"]
+    blocks = [f"{question}: {count}"]
+    if fitting:
+        blocks.append(ranked_table(fitting, top=top))
+    else:
+        blocks.append("no plan fits")
+    if others:
+        blocks.append("does not fit:\n" + infeasible_table(others, top=top))
+    return "\n\n".join(blocks)
+
+
+def ranked_table(plans: Sequence[PlanRow], *, top: int | None = None) -> str:
+    """Return the plans that fit, in the order given, one a row."""
+    rows: list[list[str | None]] = []
+    outside: set[str] = set()
+    for rank, plan in enumerate(plans[:top], start=1):
+        outside.update(plan.outside_calibration)
+        stall = max(plan.stalls, key=lambda s: s.seconds, default=None)
+        rows.append(
+            [
+                f"{rank}{'*' if plan.outside_calibration else ' '}",
+                plan.system or None,
+                layout_label(plan.layout),
+                f"{plan.alpha:.3f}",
+                plan.recompute,
+                None if plan.step_s is None else format_seconds(plan.step_s),
+                None if plan.mfu is None else f"{100 * plan.mfu:.2f}",
+                number(plan.tgs),
+                f"{plan.peak_device_bytes / GIB:.1f}",
+                f"{plan.peak_host_bytes_per_node / GIB:.1f}",
+                None if stall is None else stall_label(stall),
+            ]
+        )
+    headers = ["", "system", "layout", "alpha", "recompute", "step", "MFU %", "TGS", "device GiB", "host GiB/node"]
+    table = text_table([*headers, "longest stall"], rows, "rllrlrrrrrl")
+    if outside:
+        table += f"\n* outside the range that was calibrated: {', '.join(sorted(outside))}"
+    if top is not None and len(plans) > top:
+        table += f"\n... and {len(plans) - top} more"
+    return table
+
+
+def infeasible_table(plans: Sequence[PlanRow], *, top: int | None = None) -> str:
+    """Return the plans that do not fit, one a row: what is short, by how much, why."""
+    rows = [
+        [
+            plan.system or None,
+            layout_label(plan.layout),
+            f"{plan.alpha:.3f}",
+            plan.recompute,
+            plan.status,
+            format_bytes(plan.shortfall_bytes) if plan.shortfall_bytes else None,
+            plan.reason or None,
+        ]
+        for plan in plans[:top]
+    ]
+    table = text_table(["system", "layout", "alpha", "recompute", "status", "short by", "reason"], rows, "llrllrl")
+    return table + (f"\n... and {len(plans) - top} more" if top is not None and len(plans) > top else "")
+
+
+def stall_label(stall: Stall) -> str:
+    """Return a stall in a few words: ``compute for d2h 1.2 s``."""
+    return f"{stall.lane} for {stall.waits_for} {format_seconds(stall.seconds)}"
+
+
+def stall_table(stalls: Sequence[Stall], step_s: float) -> str:
+    """Return the stalls, the longest first, with their share of the step."""
+    rows = [
+        [s.lane, s.waits_for, format_seconds(s.seconds), percent(s.seconds / step_s if step_s else None), str(s.count)]
+        for s in sorted(stalls, key=lambda s: -s.seconds)
+    ]
+    return text_table(["lane", "waits for", "time", "of step", "times"], rows, "llrrr")
+
+
+def peak_table(peak_by_class: Mapping[str, int], *, capacity_bytes: int | None = None) -> str:
+    """Return what lives at the fullest instant by class, the largest first, its total, and what is left."""
+    total = sum(peak_by_class.values())
+    names = sorted(ordered_classes(set(peak_by_class)), key=lambda name: -peak_by_class[name])
+    sizes = [(name, peak_by_class[name]) for name in names if peak_by_class[name]] + [("total", total)]
+    if capacity_bytes is not None:
+        sizes += [("capacity", capacity_bytes), ("free" if total <= capacity_bytes else "short by", 0)]
+        sizes[-1] = (sizes[-1][0], abs(capacity_bytes - total))
+    rows = [[name, format_bytes(size), percent(size / total if total else None)] for name, size in sizes]
+    return text_table(["class", "at the peak", "share"], rows, "lrr")

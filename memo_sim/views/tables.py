@@ -1,0 +1,22 @@
+"""Every table of text, by the document it shows."""
+
+from __future__ import annotations
+
+from memo_sim.views.comparison_table import comparison_table
+from memo_sim.views.fit_table import fit_table
+from memo_sim.views.plan_table import infeasible_table, peak_table, ranked_table, result_table, stall_table
+from memo_sim.views.text_table import text_table
+from memo_sim.views.validation_table import summary_table, validation_table
+
+__all__ = [
+    "comparison_table",
+    "fit_table",
+    "infeasible_table",
+    "peak_table",
+    "ranked_table",
+    "result_table",
+    "stall_table",
+    "summary_table",
+    "text_table",
+    "validation_table",
+]

@@ -1,0 +1,44 @@
+"""Columns of plain text: the same bytes on a terminal, in a pipe and in a file.
+
+>>> print(text_table(["plan", "step"], [["memo", "57.7 s"], ["full-recompute", "69 s"]], "lr"))
+plan              step
+memo            57.7 s
+full-recompute    69 s
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+BLANK = "-"
+"""What stands where nothing is known or nothing applies."""
+
+
+def text_table(headers: Sequence[str], rows: Sequence[Sequence[str | None]], align: str = "") -> str:
+    """Return a table without a newline at its end.
+
+    ``align`` has ``l`` or ``r`` for each column (left where it ends); None in a cell stands for nothing known.
+    """
+    cells = [[BLANK if cell is None else cell for cell in row] for row in rows]
+    align = align.ljust(len(headers), "l")
+    widths = [max(len(row[c]) for row in [headers, *cells]) for c in range(len(headers))]
+    lines = []
+    for row in [headers, *cells]:
+        parts = [
+            cell.rjust(width) if side == "r" else cell.ljust(width)
+            for cell, width, side in zip(row, widths, align, strict=False)
+        ]
+        lines.append("  ".join(parts).rstrip())
+    return "\n".join(lines)
+
+
+def percent(fraction: float | None, *, digits: int = 1, signed: bool = False) -> str | None:
+    """Return a fraction in percent (``53.6 %``), with its sign where that matters."""
+    if fraction is None:
+        return None
+    return f"{100 * fraction:{'+' if signed else ''}.{digits}f} %"
+
+
+def number(value: float | None, digits: int = 1) -> str | None:
+    """Return a number with so many decimals."""
+    return None if value is None else f"{value:.{digits}f}"

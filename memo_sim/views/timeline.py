@@ -1,0 +1,262 @@
+"""Pictures of a step: its lanes over time with the memory under them, and predicted beside measured.
+
+The name of the file decides the format (``.png``, ``.svg``, ``.pdf``). Of a step with several micro-batches the first
+one is shown, because they are alike; ``window`` shows any other part.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from memo_sim.contract import codec
+from memo_sim.contract.errors import UsageError
+from memo_sim.contract.trace import Trace
+from memo_sim.contract.units import format_seconds
+from memo_sim.views.bars import first_micro_batch, lanes_of, played_s
+from memo_sim.views.lane_panel import LanePanel, panel_height, wait_colour, wait_labels
+from memo_sim.views.memory_panel import MemoryPanel, peak_of
+from memo_sim.views.palette import CLASSES, OTHER, PHASES, QUIET_TEXT, phase_colour, phase_label
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+FORMATS = (".png", ".svg", ".pdf")
+DPI = 150
+WIDTH_IN, LEFT_IN, RIGHT_IN = 14.0, 1.3, 1.75
+TOP_IN, BOTTOM_IN, GAP_IN = 0.72, 0.5, 0.16
+LANE_IN = 0.52
+"""Height of the compute lane's row."""
+DEVICE_IN, HOST_IN = 2.0, 0.9
+
+Window = tuple[float, float]
+
+
+def draw_timeline(
+    trace: Trace,
+    path: str | Path,
+    *,
+    title: str = "",
+    capacity_bytes: int | None = None,
+    window: Window | None = None,
+) -> None:
+    """Draw a trace's lanes, its stalls and its memory by class into ``path``.
+
+    ``title`` names the plan; ``window`` is (from, to) in seconds.
+
+    Raises:
+        UsageError: when the window is empty or the file's kind or place is not possible.
+    """
+    shown, note = _window([trace], window)
+    picture = _Picture(shown)
+    lanes = lanes_of([trace])
+    picture.add_lanes(trace, lanes)
+    picture.add_memory(trace, capacity_bytes)
+    about = f"{trace.origin} step {format_seconds(trace.step_s)}"
+    picture.write(path, title or f"{trace.origin} step", f"{about} · {note}" if note else about)
+
+
+def draw_comparison(
+    predicted: Trace,
+    measured: Trace,
+    path: str | Path,
+    *,
+    title: str = "",
+    capacity_bytes: int | None = None,
+    window: Window | None = None,
+) -> None:
+    """Draw two traces of one program above each other on one time axis, both from their step's start.
+
+    Raises:
+        UsageError: as ``draw_timeline`` does.
+    """
+    traces = [predicted, measured]
+    shown, note = _window(traces, window)
+    picture = _Picture(shown)
+    lanes = lanes_of(traces)
+    for trace in traces:
+        picture.add_lanes(trace, lanes, heading=trace.origin)
+    for trace in traces:
+        picture.add_memory(trace, capacity_bytes, heading=trace.origin, host=False)
+    picture.share_memory_scale()
+    times = f"predicted {format_seconds(predicted.step_s)}, measured {format_seconds(measured.step_s)}"
+    ratio = f" (predicted / measured {predicted.step_s / measured.step_s:.3f})" if measured.step_s else ""
+    picture.write(path, title or "predicted and measured step", " · ".join(filter(None, [times + ratio, note])))
+
+
+@dataclass
+class _Panel:
+    """A piece of the picture: its height, and how it is drawn into axes."""
+
+    kind: str
+    height_in: float
+    content: LanePanel | MemoryPanel
+    heading: str = ""
+    waits: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def gap_in(self) -> float:
+        """Space above the panel, for its heading too."""
+        return 0.3 if self.heading else GAP_IN
+
+
+class _Picture:
+    """Panels stacked from top to bottom over one time axis, each with its legend to the right."""
+
+    def __init__(self, window: Window) -> None:
+        self.window = window
+        self.unit, self.unit_s = time_unit(window[1] - window[0])
+        self.pixels = (WIDTH_IN - LEFT_IN - RIGHT_IN) * DPI
+        self.panels: list[_Panel] = []
+        self.one_memory_scale = False
+
+    def add_lanes(self, trace: Trace, lanes: list[str], heading: str = "") -> None:
+        """Add a row for each lane of ``trace``."""
+        content = LanePanel(trace, lanes, self.window, self.unit_s, self.pixels)
+        height = LANE_IN * panel_height(lanes, stalls=bool(trace.waits))
+        self.panels.append(_Panel("lanes", height, content, heading, wait_labels(trace, self.window)))
+
+    def add_memory(self, trace: Trace, capacity_bytes: int | None, heading: str = "", *, host: bool = True) -> None:
+        """Add the device's memory curve, and the host's when the step uses any."""
+        sides = [("device memory", trace.device_memory, DEVICE_IN, capacity_bytes)]
+        if host and peak_of(trace.host_memory).bytes:
+            sides.append(("host memory", trace.host_memory, HOST_IN, None))
+        for label, curve, height, capacity in sides:
+            if curve.time_s:
+                content = MemoryPanel(
+                    curve,
+                    self.window,
+                    played_s(trace),
+                    self.unit_s,
+                    self.pixels,
+                    f"{heading} {label}".strip(),
+                    capacity,
+                )
+                self.panels.append(_Panel("memory", height, content))
+
+    def share_memory_scale(self) -> None:
+        """Draw all memory curves to the same height."""
+        self.one_memory_scale = True
+
+    def write(self, path: str | Path, title: str, subtitle: str) -> None:
+        """Draw everything and write it atomically."""
+        suffix = Path(path).suffix.lower()
+        if suffix not in FORMATS:
+            raise UsageError("not a kind of picture", where=str(path), got=repr(suffix), wanted=", ".join(FORMATS))
+        mpl = _matplotlib()
+        # Text stays text in an SVG, and the same trace always gives the same bytes.
+        with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "memo", "hatch.linewidth": 0.7}):
+            figure = self._figure(title, subtitle)
+            raw = io.BytesIO()
+            stamp = {".png": "Software", ".svg": "Date", ".pdf": "CreationDate"}[suffix]
+            figure.savefig(raw, format=suffix[1:], dpi=DPI, metadata={stamp: None})
+        codec.write_bytes(path, raw.getvalue())
+
+    def _figure(self, title: str, subtitle: str) -> Figure:
+        from matplotlib.figure import Figure
+
+        height = TOP_IN + BOTTOM_IN + sum(p.height_in + p.gap_in for p in self.panels) - GAP_IN
+        figure = Figure(figsize=(WIDTH_IN, height), facecolor="white")
+        figure.text(LEFT_IN / WIDTH_IN, 1 - 0.16 / height, title, fontsize=12, weight="bold", va="top")
+        figure.text(LEFT_IN / WIDTH_IN, 1 - 0.42 / height, subtitle, fontsize=9, color=QUIET_TEXT, va="top")
+        top = height - TOP_IN + GAP_IN
+        axes: list[Axes] = []
+        for panel in self.panels:
+            top -= panel.gap_in
+            box = (LEFT_IN, top - panel.height_in, WIDTH_IN - LEFT_IN - RIGHT_IN, panel.height_in)
+            ax = figure.add_axes(
+                (box[0] / WIDTH_IN, box[1] / height, box[2] / WIDTH_IN, box[3] / height),
+                sharex=axes[0] if axes else None,
+            )
+            names = panel.content.draw(ax)
+            if panel.heading:
+                ax.set_title(panel.heading, loc="left", fontsize=8.5, pad=2, weight="bold")
+            _legends(ax, panel, names, WIDTH_IN - LEFT_IN - RIGHT_IN)
+            ax.tick_params(labelsize=8, labelbottom=panel is self.panels[-1])
+            ax.yaxis.label.set_fontsize(8)
+            axes.append(ax)
+            top -= panel.height_in
+        memory = [ax for ax, panel in zip(axes, self.panels, strict=True) if panel.kind == "memory"]
+        if self.one_memory_scale and memory:
+            highest = max(ax.get_ylim()[1] for ax in memory)
+            for ax in memory:
+                ax.set_ylim(0, highest)
+        axes[-1].set_xlim(self.window[0] / self.unit_s, self.window[1] / self.unit_s)
+        axes[-1].set_xlabel(f"time from the step's start ({self.unit})", fontsize=8)
+        return figure
+
+
+def _legends(ax: Any, panel: _Panel, names: Sequence[str], width_in: float) -> None:
+    """Put a panel's legends to its right: phases and waits, or buffer classes."""
+    from matplotlib.patches import Patch
+
+    def box(handles: list[Any], title: str, y: float, loc: str) -> Any:
+        return ax.legend(
+            handles=handles,
+            title=title,
+            loc=loc,
+            bbox_to_anchor=(1 + 0.08 / width_in, y),
+            borderaxespad=0,
+            frameon=False,
+            fontsize=7.5,
+            title_fontsize=7.5,
+            alignment="left",
+            handlelength=1.3,
+            labelspacing=0.25,
+        )
+
+    if panel.kind == "memory":
+        handles = [Patch(color=CLASSES.get(n, OTHER), label=n) for n in reversed(names)]
+        box(handles, "", 1.0, "upper left")
+        return
+    order = [p for p in PHASES if p in names] + [p for p in names if p not in PHASES]
+    labels = {phase_label(p): phase_colour(p) for p in order}
+    box([Patch(color=colour, label=label) for label, colour in labels.items()], "", 1.0, "upper left")
+    if panel.waits:
+        ax.add_artist(ax.get_legend())
+        waits = [
+            Patch(facecolor="white", edgecolor=wait_colour(lane), hatch="//////", linewidth=0, label=label)
+            for lane, label in panel.waits.items()
+        ]
+        box(waits, "compute waits for", 0.0, "lower left")
+
+
+def _window(traces: list[Trace], window: Window | None) -> tuple[Window, str]:
+    """Return the part of the step to show, and what to say when that is not all of it."""
+    if window is not None:
+        if not 0 <= window[0] < window[1]:
+            raise UsageError("an empty time window", got=window, wanted="0 <= from < to, in seconds")
+        return window, f"from {format_seconds(window[0])} to {format_seconds(window[1])}"
+    count = max(t.micro_batches for t in traces)
+    firsts = [first for trace in traces if (first := first_micro_batch(trace)) is not None]
+    if firsts:
+        shown = (min(f[0] for f in firsts), max(f[1] for f in firsts))
+        return shown, f"first of {count} micro-batches shown"
+    end = max(played_s(t) for t in traces)
+    note = f"one of {count} micro-batches played and repeated" if count > 1 else ""
+    return (0.0, end if end > 0 else 1e-6), note
+
+
+def time_unit(seconds: float) -> tuple[str, float]:
+    """Return the unit, and its seconds, in which an axis of this length reads well."""
+    for unit, scale in (("s", 1.0), ("ms", 1e-3)):
+        if seconds >= 1.5 * scale:
+            return unit, scale
+    return "µs", 1e-6
+
+
+def _matplotlib() -> Any:
+    """Return matplotlib; a plan runs without it.
+
+    Raises:
+        UsageError: when it is not installed.
+    """
+    try:
+        import matplotlib as mpl
+    except ImportError as error:
+        raise UsageError("pictures need matplotlib", got=str(error), hint="pip install 'memo[sim]'") from None
+    return mpl

@@ -1,0 +1,92 @@
+"""A validation as text: each case with its errors, and the accuracy by source, system and length."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from memo_sim.contract.units import format_tokens
+from memo_sim.contract.validation import CaseReport, Validation
+from memo_sim.views.accuracy import QUANTITIES, Accuracy, summarise
+from memo_sim.views.plan_table import layout_label
+from memo_sim.views.text_table import number, percent, text_table
+
+LABELS = {
+    "mfu": "MFU",
+    "tgs": "TGS",
+    "step_ms": "step",
+    "allocated_gib": "allocated",
+    "reserved_gib": "reserved",
+}
+
+
+def validation_table(validation: Validation, *, seq_tokens: Sequence[int] | None = None) -> str:
+    """Return the cases and the summary of their errors; ``seq_tokens`` of each case adds the summary by length."""
+    return f"{case_table(validation.cases)}\n\n{summary_table(validation.cases, seq_tokens=seq_tokens)}"
+
+
+def case_table(cases: Sequence[CaseReport]) -> str:
+    """Return one row a case: status, and each quantity that some case has as predicted, expected and error."""
+    quantities = [q for q in QUANTITIES if any(getattr(c.expected, q) is not None for c in cases)]
+    headers = ["case", "system", "", "status", "expected", "layout", "alpha"]
+    for quantity in quantities:
+        headers += [LABELS[quantity], "expected", "error"]
+    rows: list[list[str | None]] = []
+    for case in cases:
+        predicted, expected = case.predicted, case.expected
+        wrong = " !" if case.error.status is False else ""
+        row: list[str | None] = [case.case, case.system, "fitted" if case.fitted else ""]
+        row += [f"{predicted.status}{wrong}", expected.status]
+        row.append(None if predicted.layout is None else layout_label(predicted.layout))
+        row.append(number(predicted.alpha, 3))
+        for quantity in quantities:
+            row += [_value(quantity, getattr(side, quantity)) for side in (predicted, expected)]
+            row.append(percent(getattr(case.error, quantity), signed=True))
+        rows.append(row)
+    table = text_table(headers, rows, "llllllr" + "rrr" * len(quantities))
+    reasons = [f"{c.case}: {c.predicted.status}, {c.predicted.reason}" for c in cases if c.predicted.reason]
+    return "\n".join([table, "", *reasons]) if reasons else table
+
+
+def summary_table(cases: Sequence[CaseReport], *, seq_tokens: Sequence[int] | None = None) -> str:
+    """Return the accuracy by source, system and length (where there are several) and of all; fitted cases apart."""
+    blocks = []
+    for title, groups in (("source", [c.source for c in cases]), ("system", [c.system for c in cases])):
+        if len(set(groups)) > 1:
+            blocks.append(accuracy_table(summarise(cases, groups), title))
+    if seq_tokens is not None and len(set(seq_tokens)) > 1:
+        order = sorted(range(len(cases)), key=lambda i: seq_tokens[i])
+        by_length = summarise([cases[i] for i in order], [format_tokens(seq_tokens[i]) for i in order])
+        blocks.append(accuracy_table(by_length, "length"))
+    return "\n\n".join([*blocks, accuracy_table(summarise(cases), "")])
+
+
+def accuracy_table(accuracies: Sequence[Accuracy], title: str) -> str:
+    """Return one row for each group and quantity: how many, bias, mean and largest error, statuses right."""
+    rows: list[list[str | None]] = []
+    for accuracy in accuracies:
+        status = f"{accuracy.statuses_right}/{accuracy.statuses}" if accuracy.statuses else None
+        head = [accuracy.group, "fitted" if accuracy.fitted else "predicted", str(accuracy.rows), status]
+        for quantity, errors in accuracy.errors.items():
+            rows.append(
+                [
+                    *head,
+                    LABELS[quantity],
+                    str(errors.count),
+                    percent(errors.bias, digits=2, signed=True),
+                    percent(errors.mean_abs, digits=2),
+                    percent(errors.max_abs, digits=2),
+                    errors.worst,
+                ]
+            )
+            head = ["", "", "", ""]
+        if not accuracy.errors:
+            rows.append([*head, *[None] * 6])
+    headers = [title, "rows", "", "status right", "quantity", "n", "bias", "mean |error|", "max |error|", "worst case"]
+    return text_table(headers, rows, "llrrlrrrrl")
+
+
+def _value(quantity: str, value: float | None) -> str | None:
+    """Return a quantity in its unit: MFU in percent, the others as they stand in the file."""
+    if value is None:
+        return None
+    return f"{100 * value:.2f} %" if quantity == "mfu" else f"{value:.1f}"

@@ -1,0 +1,136 @@
+"""The pictures: that they are drawn, whole, and say what they must. Whether they read well was looked at."""
+
+import re
+import subprocess
+import sys
+import time
+
+import pytest
+
+from memo_sim.contract.errors import UsageError
+from memo_sim.contract.trace import MemoryCurve, Trace
+from memo_sim.contract.units import GIB
+from memo_sim.views.memory_panel import MemoryPanel, peak_of
+from memo_sim.views.timeline import draw_comparison, draw_timeline, time_unit
+
+
+def texts(svg) -> list[str]:
+    return re.findall(r"<text[^>]*>([^<]*)</text>", svg.read_text())
+
+
+def test_a_png_and_the_same_one_again(tmp_path, played) -> None:
+    draw_timeline(played(), tmp_path / "a.png", title="a plan", capacity_bytes=80 * GIB)
+    draw_timeline(played(), tmp_path / "b.png", title="a plan", capacity_bytes=80 * GIB)
+
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "a.png").read_bytes() == (tmp_path / "b.png").read_bytes()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["a.png", "b.png"]
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.5, 1.0])
+def test_the_picture_says_what_it_shows(tmp_path, played, alpha) -> None:
+    trace = played(seq_tokens=1 << 17, alpha=alpha)
+    peak = peak_of(trace.device_memory).bytes
+    draw_timeline(trace, tmp_path / "t.svg", title="gpt, alpha", capacity_bytes=2 * peak)
+
+    found = texts(tmp_path / "t.svg")
+
+    assert "gpt, alpha" in found
+    for label in ("forward", "backward", "skeletal", "state", "compute waits for", "offload", "prefetch"):
+        assert label in found, label
+    assert ("recompute" in found) == (alpha < 1)
+    assert f"peak {peak / GIB:.2f} GiB (50% of capacity)" in found
+    assert f"capacity {2 * peak / GIB:.2f} GiB" in found
+    assert {"0", "1", "2", "3"} <= set(found)  # the layers
+    for lane in ("compute", "waiting", "d2h", "h2d", "collective", "p2p"):
+        assert any(re.fullmatch(rf"{lane} \d+%", text) for text in found), lane
+
+
+def test_stalls_are_hatched_and_totalled(tmp_path, played) -> None:
+    trace = played(seq_tokens=1 << 16, rates={"d2h": 1e9})
+    draw_timeline(trace, tmp_path / "t.svg")
+
+    assert "<pattern" in (tmp_path / "t.svg").read_text()
+    assert any(re.fullmatch(r"d2h [\d.]+ m?s", text) for text in texts(tmp_path / "t.svg"))
+
+
+def test_of_many_micro_batches_the_first_is_shown(tmp_path, played) -> None:
+    trace = played(layers=2, global_batch=5)
+    draw_timeline(trace, tmp_path / "first.svg")
+    draw_timeline(trace, tmp_path / "part.svg", window=(0.001, 0.002))
+
+    assert any("first of 5 micro-batches shown" in text for text in texts(tmp_path / "first.svg"))
+    assert any("from 1 ms to 2 ms" in text for text in texts(tmp_path / "part.svg"))
+
+
+def test_predicted_and_measured_share_an_axis(tmp_path, played) -> None:
+    measured = played(slower=1.25, origin="measured")
+    draw_comparison(played(), measured, tmp_path / "c.svg", title="both", capacity_bytes=20 * GIB)
+
+    found = texts(tmp_path / "c.svg")
+
+    assert {"both", "predicted", "measured"} <= set(found)
+    assert any("predicted / measured 0.800" in text for text in found)
+
+
+@pytest.mark.parametrize(
+    ("name", "window", "message"),
+    [("t.jpg", None, "kind of picture"), ("t", None, "kind of picture"), ("t.png", (2.0, 1.0), "empty time window")],
+)
+def test_what_cannot_be_drawn_is_refused(tmp_path, played, name, window, message) -> None:
+    with pytest.raises(UsageError, match=message):
+        draw_timeline(played(), tmp_path / name, window=window)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_trace_without_memory_and_waits_is_drawn(tmp_path, played) -> None:
+    nothing = MemoryCurve(time_s=[], bytes_by_class={})
+    trace = played(layers=2)
+    bare = Trace(
+        origin="measured",
+        program_sha256=trace.program_sha256,
+        step_s=trace.step_s,
+        spans=trace.spans,
+        device_memory=nothing,
+        host_memory=nothing,
+    )
+
+    draw_timeline(bare, tmp_path / "t.svg", capacity_bytes=GIB)
+
+    assert "measured step" in texts(tmp_path / "t.svg")
+
+
+def test_no_peak_is_lost_between_pixels() -> None:
+    times = [i / 100_000 for i in range(100_000)]
+    live = [100 if i == 54_321 else 10 for i in range(100_000)]
+    curve = MemoryCurve(time_s=times, bytes_by_class={"state": [5] * 100_000, "workspace": live})
+    panel = MemoryPanel(curve, (0.0, 1.0), 1.0, 1.0, 500, "device memory")
+
+    edges, heights = panel._steps(["state", "workspace"])
+
+    assert heights.sum(axis=0).max() == 105
+    assert len(edges) == heights.shape[1] + 1 == 501
+    assert peak_of(curve).bytes == 105
+    assert peak_of(curve).at_s == times[54_321]
+    assert peak_of(curve, (0.6, 1.0)).bytes == 15
+
+
+def test_axes_have_readable_units() -> None:
+    assert [time_unit(s)[0] for s in (600, 2, 0.4, 0.002, 1e-4)] == ["s", "s", "ms", "ms", "µs"]
+
+
+def test_a_long_step_is_drawn_in_seconds(tmp_path, played) -> None:
+    trace = played(layers=32, seq_tokens=1 << 20)
+    begin = time.perf_counter()
+    draw_timeline(trace, tmp_path / "t.svg", capacity_bytes=80 * GIB)
+
+    assert time.perf_counter() - begin < 15
+    assert (tmp_path / "t.svg").stat().st_size < 2_000_000
+
+
+def test_importing_a_view_loads_no_library_for_pictures() -> None:
+    code = (
+        "import memo_sim.views.timeline, memo_sim.views.chrome_trace, memo_sim.views.tables, sys;"
+        "raise SystemExit(bool({'matplotlib', 'numpy', 'torch', 'rich', 'click'} & set(sys.modules)))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
