@@ -17,16 +17,14 @@ from dataclasses import dataclass
 
 import numpy as np
 import simpy
-from numpy.typing import NDArray
 
 from memo_sim.contract.errors import MemoError
-from memo_sim.engine.playback import Playback
+from memo_sim.engine.playback import Floats, Playback
 from memo_sim.engine.segments import Segments, cut
 from memo_sim.program.columns import Columns
 from memo_sim.program.edges import Edges
 from memo_sim.program.instruction import Lane
 
-Floats = NDArray[np.float64]
 Rates = Callable[[int], tuple[float, ...]]
 """From the busy lanes (bit ``1 << lane``) to every lane's rate, in (0, 1]."""
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from memo_sim.engine.playback import Playback
+from memo_sim.engine.playback import Floats, Playback
 from memo_sim.program.columns import Columns, Ints
 from memo_sim.program.program import Program
 
@@ -47,14 +47,26 @@ class Repetition:
             weights[(micro_batch == self.steady)[self.columns.instance]] += self.times
         return weights
 
-    def step_s(self, playback: Playback) -> float:
-        """Return the seconds of the whole step."""
+    def added_s(self, playback: Playback) -> float:
+        """Return the seconds that the repetitions add to what was played."""
         if not self.times:
-            return playback.span_s
-        first, second = (self._start_s(playback, m) for m in (self.steady, self.steady + 1))
-        return playback.span_s + self.times * (second - first)
+            return 0.0
+        first, second = (float(playback.start_s[self._first(m)]) for m in (self.steady, self.steady + 1))
+        return self.times * (second - first)
 
-    def _start_s(self, playback: Playback, micro_batch: int) -> float:
-        """Return when the micro-batch's first instruction in program order starts."""
+    def wait_s(self, playback: Playback) -> Floats:
+        """Return the seconds of every wait of ``playback`` in the whole step.
+
+        Where a lane has nothing to do in the repeated micro-batch, the wait across it lasts through the repetitions.
+        """
+        waits = playback.waits
+        if not self.times:
+            return waits.seconds
+        before, after = playback.previous[waits.instruction], waits.instruction
+        across = (before < self._first(self.steady)) & (after >= self._first(self.steady + 1))
+        return waits.seconds + across * self.added_s(playback)
+
+    def _first(self, micro_batch: int) -> int:
+        """Return the micro-batch's first instruction in program order."""
         instance = next(n for n, i in enumerate(self.program.instances) if i.micro_batch == micro_batch)
-        return float(playback.start_s[np.searchsorted(self.columns.instance, instance)])
+        return int(np.searchsorted(self.columns.instance, instance))

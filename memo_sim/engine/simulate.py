@@ -11,7 +11,6 @@ from functools import cached_property
 from typing import Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
 from memo_sim.contract.cluster import Cluster
 from memo_sim.contract.errors import Infeasible
@@ -20,7 +19,7 @@ from memo_sim.contract.plan import Decisions, MovedBytes, Prediction, Stall
 from memo_sim.contract.trace import Spans, Trace, Wait
 from memo_sim.costs.pricing import NodeRates, Pricer
 from memo_sim.engine.memory import Memory, memory_of
-from memo_sim.engine.playback import Playback
+from memo_sim.engine.playback import Floats, Playback
 from memo_sim.engine.player import Rates, play
 from memo_sim.engine.repetition import PLAYED, Repetition
 from memo_sim.program.columns import expand
@@ -29,8 +28,6 @@ from memo_sim.program.instruction import Instruction, Lane
 from memo_sim.program.lower import lower
 from memo_sim.program.program import Program
 from memo_sim.program.work import Copy, Work
-
-Floats = NDArray[np.float64]
 
 RECOMPUTE_PHASE = "rec/"
 
@@ -231,7 +228,7 @@ class Simulation:
                 where="decisions.dtype",
                 wanted=" or ".join(self.hardware.peak_flops),
             )
-        step_s = self._repetition.step_s(self.playback)
+        step_s = self.playback.span_s + self._repetition.added_s(self.playback)
         flops = decisions.model.step_flops(decisions.seq_tokens, decisions.global_batch)
         span_s = (self.playback.end_s - self.playback.start_s) * self._weights
         lanes = np.bincount(self.columns.lane, weights=span_s, minlength=len(Lane))
@@ -279,7 +276,7 @@ class Simulation:
         kind = self._per_instruction(lambda i: number[i.op])[waits.waits_for].astype(np.int64)
         key = columns.lane[waits.instruction] * len(names) + kind
         weights = self._weights[waits.instruction]
-        seconds = np.bincount(key, weights=waits.seconds * weights)
+        seconds = np.bincount(key, weights=self._repetition.wait_s(self.playback) * weights)
         count = np.bincount(key, weights=weights)
         found = [
             Stall(

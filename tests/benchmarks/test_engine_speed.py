@@ -1,0 +1,72 @@
+"""How long the engine takes, as the best of five: run with ``pytest -m benchmark -s tests/benchmarks``."""
+
+from __future__ import annotations
+
+import gc
+import time
+
+import pytest
+
+from memo_sim.contract.catalog import load_model
+from memo_sim.contract.cluster import Cluster, Network
+from memo_sim.contract.hardware import Curve, Quantity
+from memo_sim.contract.plan import Decisions, Layout
+from memo_sim.engine.simulate import Simulation, simulate
+from tests.sim.toy_machine import SOURCES, ToyPrices, contended, toy_hardware
+
+pytestmark = [pytest.mark.benchmark, pytest.mark.slow]  # slow: other tests beside it would disturb the clock
+
+CLUSTER = Cluster(
+    name="toy-8x8",
+    hardware="toy",
+    nodes=8,
+    devices_per_node=8,
+    network=Network(
+        nics_per_node=8,
+        nic_bytes_per_s=Quantity(value=20e9, source="toy"),
+        latency_s=Quantity(value=1e-5, source="toy"),
+        size_efficiency=Curve(x=[1.0], y=[1.0], source="toy"),
+    ),
+    sources=SOURCES,
+)
+
+
+def evaluate(layers: int) -> Simulation:
+    """Evaluate gpt-65b (so many layers of it) at 1M tokens on 64 ranks."""
+    model = load_model("gpt-65b")
+    shape = {f: getattr(model, f) for f in model.__struct_fields__} | {"layers": layers}
+    decisions = Decisions(
+        model=type(model)(**shape),
+        layout=Layout(tp=8, sequence_parallel=True, cp=8, zero=1),
+        seq_tokens=1 << 20,
+        recompute="tokenwise",
+        swapped_tokens=65536,
+        loss_chunk_tokens=16384,
+    )
+    hardware = toy_hardware(device_bytes=1e15, host_bytes=1e15)  # a plan that does not fit is not played
+    return simulate(decisions, hardware, CLUSTER, pricer=ToyPrices(), rates=contended)
+
+
+def best_s(layers: int) -> float:
+    gc.collect()
+    times = []
+    for _ in range(5):
+        begin = time.perf_counter()
+        evaluate(layers)
+        times.append(time.perf_counter() - begin)
+    return min(times)
+
+
+def test_gpt_65b_at_1m_on_64_ranks() -> None:
+    simulation = evaluate(80)
+    assert simulation.prediction.status == "ok"
+    instructions, edges = len(simulation.columns.lane), len(simulation.playback.edges.producer)
+    seconds = best_s(80)
+    print(f"\ngpt-65b, 1M, 64 ranks: {instructions} instructions, {edges} edges in {seconds * 1e3:.0f} ms")
+    assert seconds < 0.1
+
+
+def test_time_is_linear_in_layers() -> None:
+    few, many = best_s(40), best_s(160)
+    print(f"\n40 layers {few * 1e3:.0f} ms, 160 layers {many * 1e3:.0f} ms")
+    assert many < 1.25 * 4 * few
