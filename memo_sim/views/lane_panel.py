@@ -76,7 +76,10 @@ class LanePanel:
         ax.tick_params(axis="y", length=0)
         ax.grid(axis="x", color="#ececec", linewidth=0.6)
         ax.set_axisbelow(True)
-        return list(dict.fromkeys(b.place.phase for b in bars if self._width(b) >= 1))
+        widths: dict[str, float] = {}
+        for bar in bars:
+            widths[bar.place.phase] = widths.get(bar.place.phase, 0.0) + self._width(bar)
+        return [phase for phase, width in widths.items() if width >= 2]
 
     def _busy(self, lane: str) -> float:
         """Return the share of the window that the lane's spans fill."""
@@ -124,6 +127,9 @@ class LanePanel:
             centre = (bar.start_s + bar.end_s) / 2
             inside = self.window[0] < centre < self.window[1]
             if inside and step and bar.place.layer % step == 0 and self._width(bar) >= pitch / 2:
+                # Wider than its bar, a number may lie on hatching: it brings its own ground.
+                wide = self._width(bar) < DIGIT_PIXELS * len(str(bar.place.layer))
+                ground = {"boxstyle": "square,pad=0.08", "facecolor": shade(bar), "linewidth": 0}
                 ax.text(
                     centre / self.unit_s,
                     middle,
@@ -132,13 +138,15 @@ class LanePanel:
                     va="center",
                     fontsize=6.5,
                     color=number_colour(shade(bar)),
+                    bbox=ground if wide else None,
                     clip_on=True,
                 )
 
     def _hatch(self, ax: Axes, stalls: list[Stall], bottom: float, height: float) -> None:
         """Hatch the stalls that can be seen, in the colour of what they wait for."""
         for lane in waited_for(stalls):
-            seen = [s for s in stalls if s.waits_for == lane and s.end_s - s.start_s > 2 * self.pixel_s]
+            own = joined([s for s in stalls if s.waits_for == lane], 2 * self.pixel_s)
+            seen = [s for s in own if s.end_s - s.start_s > 2 * self.pixel_s]
             ax.broken_barh(
                 [(s.start_s / self.unit_s, (s.end_s - s.start_s) / self.unit_s) for s in seen],
                 (bottom, height),
@@ -199,6 +207,23 @@ def number_colour(background: str) -> str:
 def wait_colour(lane: str) -> str:
     """Return the colour of waits for ``lane``."""
     return WAITS.get(lane, QUIET_TEXT)
+
+
+def joined(stalls: list[Stall], bridge_s: float) -> list[Stall]:
+    """Return stalls in which neighbours are one, where the lane ran for less than ``bridge_s`` and half the time."""
+    found: list[Stall] = []
+    stood_s = 0.0
+    for stall in sorted(stalls, key=lambda s: s.start_s):
+        length = stall.end_s - stall.start_s
+        last = found[-1] if found else None
+        near = last is not None and stall.start_s - last.end_s <= bridge_s
+        if last is not None and near and stood_s + length >= (stall.end_s - last.start_s) / 2:
+            found[-1] = Stall(last.lane, last.waits_for, last.start_s, stall.end_s)
+            stood_s += length
+        else:
+            found.append(stall)
+            stood_s = length
+    return found
 
 
 def waited_for(stalls: list[Stall]) -> list[str]:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from numpy.typing import NDArray
 
-CAPACITY_SHOWN = 0.3
+CAPACITY_SHOWN = 0.5
 """A peak below this share of the capacity would be flattened by showing the capacity's line: it is written instead."""
 
 

@@ -6,12 +6,16 @@ A plan that does not fit shows why and by how much, and never a speed.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from textwrap import shorten
 
 from memo_sim.contract.plan import Layout, PlanRow, Stall
 from memo_sim.contract.result import Result
 from memo_sim.contract.units import GIB, format_bytes, format_seconds, format_tokens
 from memo_sim.views.palette import ordered_classes
 from memo_sim.views.text_table import number, percent, text_table
+
+REASON_WIDTH = 80
+"""A reason is cut to so many characters; the document has it whole."""
 
 
 def layout_label(layout: Layout) -> str:
@@ -51,7 +55,8 @@ def ranked_table(plans: Sequence[PlanRow], *, top: int | None = None) -> str:
     outside: set[str] = set()
     for rank, plan in enumerate(plans[:top], start=1):
         outside.update(plan.outside_calibration)
-        stall = max(plan.stalls, key=lambda s: s.seconds, default=None)
+        # A copy lane that waits is nothing lost; compute that waits is.
+        stall = max((s for s in plan.stalls if s.lane == "compute"), key=lambda s: s.seconds, default=None)
         rows.append(
             [
                 f"{rank}{'*' if plan.outside_calibration else ' '}",
@@ -64,11 +69,11 @@ def ranked_table(plans: Sequence[PlanRow], *, top: int | None = None) -> str:
                 number(plan.tgs),
                 f"{plan.peak_device_bytes / GIB:.1f}",
                 f"{plan.peak_host_bytes_per_node / GIB:.1f}",
-                None if stall is None else stall_label(stall),
+                None if stall is None else f"{stall.waits_for} {format_seconds(stall.seconds)}",
             ]
         )
     headers = ["", "system", "layout", "alpha", "recompute", "step", "MFU %", "TGS", "device GiB", "host GiB/node"]
-    table = text_table([*headers, "longest stall"], rows, "rllrlrrrrrl")
+    table = text_table([*headers, "compute waits for"], rows, "rllrlrrrrrl")
     if outside:
         table += f"\n* outside the range that was calibrated: {', '.join(sorted(outside))}"
     if top is not None and len(plans) > top:
@@ -86,17 +91,12 @@ def infeasible_table(plans: Sequence[PlanRow], *, top: int | None = None) -> str
             plan.recompute,
             plan.status,
             format_bytes(plan.shortfall_bytes) if plan.shortfall_bytes else None,
-            plan.reason or None,
+            shorten(plan.reason, REASON_WIDTH, placeholder=" ...") or None,
         ]
         for plan in plans[:top]
     ]
     table = text_table(["system", "layout", "alpha", "recompute", "status", "short by", "reason"], rows, "llrllrl")
     return table + (f"\n... and {len(plans) - top} more" if top is not None and len(plans) > top else "")
-
-
-def stall_label(stall: Stall) -> str:
-    """Return a stall in a few words: ``compute for d2h 1.2 s``."""
-    return f"{stall.lane} for {stall.waits_for} {format_seconds(stall.seconds)}"
 
 
 def stall_table(stalls: Sequence[Stall], step_s: float) -> str:

@@ -124,7 +124,7 @@ class _Picture:
         """Add the device's memory curve, and the host's when the step uses any."""
         sides = [("device memory", trace.device_memory, DEVICE_IN, capacity_bytes)]
         if host and peak_of(trace.host_memory).bytes:
-            sides.append(("host memory", trace.host_memory, HOST_IN, None))
+            sides.append(("host, one rank", trace.host_memory, HOST_IN, None))
         for label, curve, height, capacity in sides:
             if curve.time_s:
                 content = MemoryPanel(

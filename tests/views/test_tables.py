@@ -31,6 +31,7 @@ def plan(**changed) -> PlanRow:
         "peak_device_bytes": 71 * GIB,
         "peak_host_bytes_per_node": 1200 * GIB,
         "stalls": [
+            Stall(lane="h2d", waits_for="linear.wgrad", seconds=60.0, count=28),
             Stall(lane="compute", waits_for="d2h", seconds=0.25, count=3),
             Stall(lane="compute", waits_for="all_gather", seconds=1.5, count=128),
         ],
@@ -80,9 +81,9 @@ def test_ranked_plans() -> None:
         """\
         gpt-7b on a800-1x8, 1m tokens: 12 plans evaluated, 3 pruned
 
-            system  layout          alpha  recompute    step  MFU %     TGS  device GiB  host GiB/node  longest stall
-        1   memo    tp4+sp cp2 dp1  0.125  tokenwise  83.6 s  52.31  1567.2        71.0         1200.0  compute for all_gather 1.5 s
-        2*  memo    tp4+sp cp2 dp1  0.125  tokenwise    90 s  48.00  1456.0        71.0         1200.0  compute for all_gather 1.5 s
+            system  layout          alpha  recompute    step  MFU %     TGS  device GiB  host GiB/node  compute waits for
+        1   memo    tp4+sp cp2 dp1  0.125  tokenwise  83.6 s  52.31  1567.2        71.0         1200.0  all_gather 1.5 s
+        2*  memo    tp4+sp cp2 dp1  0.125  tokenwise    90 s  48.00  1456.0        71.0         1200.0  all_gather 1.5 s
         * outside the range that was calibrated: attention, gemm
 
         does not fit:
@@ -121,11 +122,12 @@ def test_peak_by_class() -> None:
 
 
 def test_stalls() -> None:
-    assert stall_table(plan().stalls, 10.0) == dedent(
+    assert stall_table(plan().stalls, 100.0) == dedent(
         """\
-        lane     waits for     time  of step  times
-        compute  all_gather   1.5 s   15.0 %    128
-        compute  d2h         250 ms    2.5 %      3"""
+        lane     waits for       time  of step  times
+        h2d      linear.wgrad    60 s   60.0 %     28
+        compute  all_gather     1.5 s    1.5 %    128
+        compute  d2h           250 ms    0.2 %      3"""
     )
 
 

@@ -10,6 +10,8 @@ import pytest
 from memo_sim.contract.errors import UsageError
 from memo_sim.contract.trace import MemoryCurve, Trace
 from memo_sim.contract.units import GIB
+from memo_sim.views.bars import Stall
+from memo_sim.views.lane_panel import joined
 from memo_sim.views.memory_panel import MemoryPanel, peak_of
 from memo_sim.views.timeline import draw_comparison, draw_timeline, time_unit
 
@@ -52,6 +54,15 @@ def test_stalls_are_hatched_and_totalled(tmp_path, played) -> None:
 
     assert "<pattern" in (tmp_path / "t.svg").read_text()
     assert any(re.fullmatch(r"d2h [\d.]+ m?s", text) for text in texts(tmp_path / "t.svg"))
+
+
+def test_stalls_are_joined_where_the_lane_hardly_ran() -> None:
+    stalls = [Stall("compute", "collective", at, at + 0.8) for at in (0.0, 1.0, 2.0, 9.0)]
+    short = [Stall("compute", "collective", at, at + 0.1) for at in (0.0, 1.0, 2.0)]
+
+    assert [(s.start_s, s.end_s) for s in joined(stalls, 1.0)] == [(0.0, 2.8), (9.0, 9.8)]
+    assert joined(stalls, 0.1) == stalls
+    assert joined(short, 1.0) == short
 
 
 def test_of_many_micro_batches_the_first_is_shown(tmp_path, played) -> None:
