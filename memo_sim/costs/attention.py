@@ -1,0 +1,88 @@
+"""Rate of one attention call by sequence length, heads and head size.
+
+A call is a grid of blocks (heads x tokens) that each loop over the other side's tokens. Its rate depends on the loop's
+length (start-up, and the half-masked diagonal when causal) and on the grid's size (few heads of a short sequence do not
+fill the device; from 64K tokens on few heads are enough). A table's rows [tokens, heads, rate] of one length make a
+curve over heads; a length in between is asked at its two neighbours at the same grid, and interpolated in log tokens:
+
+    rate(tokens, heads) between rate(t0, heads * tokens / t0) and rate(t1, heads * tokens / t1)
+
+Forward loops over keys in a grid of queries, backward over queries in a grid of keys, so a call whose two lengths
+differ has a definite loop and grid. Without a mask the rate is the causal one times ``full_mask_gain``. Head sizes
+between two tables are interpolated in log size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import log
+
+from memo_sim.contract.errors import Infeasible
+from memo_sim.contract.hardware import AttentionTable
+from memo_sim.costs.curves import LogCurve, between
+from memo_sim.program.work import Attention
+
+
+class _HeadSize:
+    """One table: curves over heads at each length."""
+
+    def __init__(self, table: AttentionTable) -> None:
+        self.head_dim = table.head_dim
+        self.gain = table.full_mask_gain
+        by_tokens: dict[float, list[tuple[float, float]]] = {}
+        for tokens, heads, rate in table.rows:
+            by_tokens.setdefault(tokens, []).append((heads, rate))
+        self.tokens = sorted(by_tokens)
+        self._logs = [log(t) for t in self.tokens]
+        self._curves = [LogCurve(*zip(*sorted(by_tokens[t]), strict=True)) for t in self.tokens]
+        self.fewest_heads = min(curve.first for curve in self._curves)
+
+    def rate(self, loop: float, grid: float, *, masked: bool) -> float:
+        """Return FLOP/s for ``loop`` tokens and a grid of heads x tokens."""
+        asked = log(loop)
+        i = 0
+        while i < len(self._logs) - 2 and self._logs[i + 1] < asked:
+            i += 1
+        near = slice(i, i + 2)
+        rates = [curve(grid / tokens) for tokens, curve in zip(self.tokens[near], self._curves[near], strict=True)]
+        return between(self._logs[near], rates, asked) * (1.0 if masked else self.gain)
+
+
+class AttentionRates:
+    """The attention kernels of one profile."""
+
+    def __init__(self, tables: Sequence[AttentionTable]) -> None:
+        self._sizes: dict[tuple[str, str, bool], list[_HeadSize]] = {}
+        for table in sorted(tables, key=lambda table: table.head_dim):
+            key = (table.kernel, table.dtype, table.attention_pass == "backward")
+            self._sizes.setdefault(key, []).append(_HeadSize(table))
+
+    def seconds(self, work: Attention, outside: set[str]) -> float:
+        """Return how long the call takes, without the launch floor.
+
+        Raises:
+            Infeasible: when the profile has not measured that kernel in that dtype.
+        """
+        sizes = self._sizes.get((work.kernel, work.dtype, work.backward))
+        if sizes is None:
+            known = ", ".join(sorted({f"{kernel} ({dtype})" for kernel, dtype, _ in self._sizes}))
+            raise Infeasible(
+                "the profile has no such attention kernel", got=f"{work.kernel} ({work.dtype})", wanted=known or "any"
+            )
+        loop, grid_tokens = work.k_tokens, work.q_tokens
+        if work.backward:
+            loop, grid_tokens = grid_tokens, loop
+        heads = work.batch * work.heads
+        grid = float(heads) * grid_tokens
+        masked = work.mask == "causal"
+        low = max((s for s in sizes if s.head_dim <= work.head_dim), key=lambda s: s.head_dim, default=sizes[0])
+        high = min((s for s in sizes if s.head_dim >= work.head_dim), key=lambda s: s.head_dim, default=sizes[-1])
+        inside = low.tokens[0] <= loop <= low.tokens[-1] and heads >= low.fewest_heads
+        if not inside or not low.head_dim <= work.head_dim <= high.head_dim:
+            name = "backward" if work.backward else "forward"
+            outside.add(f"attention.{work.kernel}.{work.dtype}.{name}")
+        rate = low.rate(loop, grid, masked=masked)
+        if high is not low:
+            ends = (log(low.head_dim), log(high.head_dim))
+            rate = between(ends, (rate, high.rate(loop, grid, masked=masked)), log(work.head_dim))
+        return work.flops / rate

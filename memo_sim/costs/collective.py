@@ -1,0 +1,132 @@
+"""Seconds of collectives and of pairwise exchanges, inside a node and across nodes.
+
+    seconds = alpha + factor(ranks) * bytes / bus rate(bytes)
+
+    factor   all-reduce 2(n-1)/n    all-gather, reduce-scatter, all-to-all (n-1)/n    broadcast, reduce, send+receive 1
+
+``bytes`` is the whole tensor; for all-to-all what one rank holds. Inside a node alpha and bus rate come from the
+profile's tables, interpolated in log ranks. A ring over several nodes runs at its slowest link: the lesser of the bus
+rate among the group's ranks of one node and the group's share of the node's cards, which all groups of the node use at
+once. An all-to-all sends each rank's bytes for other nodes through that rank's own share of the cards, at most one card
+(sjeaugey, nccl-tests#267), beside those that stay inside. Each node that a message passes adds the network's latency.
+"""
+
+from __future__ import annotations
+
+from math import log2
+
+from memo_sim.contract.cluster import Cluster, Network
+from memo_sim.contract.errors import Infeasible
+from memo_sim.contract.hardware import CollectiveKind, Hardware
+from memo_sim.contract.plan import Layout
+from memo_sim.costs.curves import LogCurve, between
+from memo_sim.costs.placement import Placement, place
+from memo_sim.program.work import Collective, Exchange
+
+ALIKE: dict[CollectiveKind, tuple[CollectiveKind, ...]] = {
+    "all_reduce": ("all_reduce", "reduce_scatter", "all_gather"),
+    "all_gather": ("all_gather", "reduce_scatter", "all_reduce"),
+    "reduce_scatter": ("reduce_scatter", "all_gather", "all_reduce"),
+    "broadcast": ("broadcast", "all_gather", "all_reduce"),
+    "reduce": ("reduce", "reduce_scatter", "all_reduce"),
+    "all_to_all": ("all_to_all", "send_recv"),
+    "send_recv": ("send_recv", "all_to_all"),
+}
+"""Whose table serves a kind that the profile has not measured: a ring's bus rate does not depend on what it carries."""
+
+
+def volume_factor(kind: CollectiveKind, ranks: int) -> float:
+    """Return how many times ``bytes`` cross the slowest link."""
+    if kind == "all_reduce":
+        return 2.0 * (ranks - 1) / ranks
+    if kind in ("all_gather", "reduce_scatter", "all_to_all"):
+        return (ranks - 1) / ranks
+    return 1.0
+
+
+class CollectiveTimes:
+    """The collectives of one layout on one cluster."""
+
+    def __init__(self, hardware: Hardware, cluster: Cluster, layout: Layout) -> None:
+        self._layout = layout
+        self._devices_per_node = cluster.devices_per_node
+        self._network = cluster.network
+        self._efficiency = LogCurve.of(cluster.network.size_efficiency) if cluster.network else None
+        self._tables: dict[CollectiveKind, list[tuple[float, float, LogCurve]]] = {}
+        for table in sorted(hardware.collectives, key=lambda table: table.ranks):
+            entry = (log2(table.ranks), table.alpha_s, LogCurve.of(table.bus_bytes_per_s))
+            self._tables.setdefault(table.kind, []).append(entry)
+
+    def seconds(self, work: Collective, outside: set[str]) -> float:
+        """Return how long the collective takes for every rank of its group."""
+        placement = place(work.group, work.ranks, self._layout, self._devices_per_node)
+        return self._time(work.kind, work.bytes, placement, outside)
+
+    def exchange_seconds(self, work: Exchange, outside: set[str]) -> float:
+        """Return how long one hop of a ring takes: the slowest of its ranks sets the pace."""
+        placement = place(work.group, work.ranks, self._layout, self._devices_per_node)
+        return self._time("send_recv", work.bytes, placement, outside)
+
+    def _time(self, kind: CollectiveKind, size_bytes: int, placement: Placement, outside: set[str]) -> float:
+        if placement.ranks < 2 or size_bytes <= 0:
+            return 0.0
+        crossing = placement.nodes > 1
+        alpha_s, bus, covered = self._inside(kind, size_bytes, placement.ranks)
+        name = f"collective.{kind}"
+        if not crossing:
+            streaming = volume_factor(kind, placement.ranks) * size_bytes / bus
+        else:
+            streaming, covered = self._streaming_across(kind, size_bytes, placement)
+            alpha_s += self._hops(kind, placement) * self._net.latency_s.value
+            name = "network"
+        if not covered and streaming > alpha_s:
+            outside.add(name)
+        return alpha_s + streaming
+
+    def _inside(self, kind: CollectiveKind, size_bytes: int, ranks: int) -> tuple[float, float, bool]:
+        """Return alpha, bus rate and whether they were calibrated, for ``ranks`` of one node."""
+        tables = next((self._tables[like] for like in ALIKE[kind] if like in self._tables), None)
+        if tables is None:
+            known = ", ".join(sorted(self._tables)) or "none"
+            raise Infeasible("the profile has no such collective", got=kind, wanted=known)
+        logs = [entry[0] for entry in tables]
+        asked = log2(ranks)
+        alpha_s = between(logs, [entry[1] for entry in tables], asked)
+        bus = between(logs, [entry[2](size_bytes) for entry in tables], asked)
+        covered = logs[0] <= asked <= logs[-1] and all(entry[2].covers(size_bytes) for entry in tables)
+        return alpha_s, bus, covered
+
+    @property
+    def _net(self) -> Network:
+        if self._network is None:
+            raise Infeasible(
+                "a group of ranks does not fit on one node, and there is no network", wanted="fewer ranks a group"
+            )
+        return self._network
+
+    def _hops(self, kind: CollectiveKind, placement: Placement) -> int:
+        """Return how often a message passes from node to node, one after the other."""
+        if kind in ("send_recv", "all_to_all"):
+            return 1
+        return (placement.nodes - 1) * (2 if kind == "all_reduce" else 1)
+
+    def _streaming_across(self, kind: CollectiveKind, size_bytes: int, placement: Placement) -> tuple[float, bool]:
+        """Return the transfer's time over several nodes, and whether the network's curve covers it."""
+        efficiency = self._net_efficiency(size_bytes)
+        card = self._net.nic_bytes_per_s.value * efficiency
+        node = card * self._net.nics_per_node
+        local, covered = float("inf"), self._efficiency is not None and self._efficiency.covers(size_bytes)
+        if placement.per_node > 1:
+            local = self._inside(kind, size_bytes, placement.per_node)[1]
+        if kind == "all_to_all":
+            own = min(card, node / (placement.together * placement.per_node))
+            out = (placement.ranks - placement.per_node) / placement.ranks * size_bytes / own
+            stay = (placement.per_node - 1) / placement.ranks * size_bytes / local
+            return max(out, stay), covered
+        share = node / placement.together
+        if kind == "send_recv":
+            share = min(card, share)
+        return volume_factor(kind, placement.ranks) * size_bytes / min(local, share), covered
+
+    def _net_efficiency(self, size_bytes: int) -> float:
+        return self._efficiency(size_bytes) if self._efficiency else 1.0

@@ -1,0 +1,77 @@
+"""What lanes of one rank take from each other, and what the node's other devices take from all of them.
+
+Every rank of a node does the same at the same time (one representative rank per role), so a busy copy lane means that
+all local devices copy this way. A device's copy gets the least of
+
+    its link           alone, or ``duplex`` while the other direction runs, divided by the devices on one PCIe uplink
+    its share of       ``all_devices`` x the profile's devices: what the node carries one way in all
+    the host's memory  ``host_copy_bytes_per_s`` over everything that all local devices move, both ways
+
+Compute runs slower by ``compute_slowdown`` beside copies, collectives and exchanges (the factors multiply: they take
+different resources). Multipliers are rates relative to the lane's instruction alone, in (0, 1].
+"""
+
+from __future__ import annotations
+
+from memo_sim.contract.cluster import Cluster
+from memo_sim.contract.hardware import Hardware
+from memo_sim.program.instruction import Lane
+
+COPY = (1 << Lane.D2H) | (1 << Lane.H2D)
+
+
+class NodeRates:
+    """Rate multipliers of a rank's lanes, given which of them are busy."""
+
+    def __init__(self, hardware: Hardware, cluster: Cluster, local_devices: int | None = None) -> None:
+        """``local_devices``: devices of one node that take part; all of them unless given."""
+        self._hardware = hardware
+        self.local_devices = local_devices or cluster.devices_per_node
+        self._known: dict[int, tuple[float, ...]] = {}
+
+    def rates(self, busy: int) -> tuple[float, ...]:
+        """Return each lane's multiplier, indexed by ``Lane`` (idle lanes 1); ``busy`` has bit ``1 << lane`` of busy ones."""
+        found = self._known.get(busy)
+        if found is None:
+            found = self._known[busy] = self._rates(busy)
+        return found
+
+    def _rates(self, busy: int) -> tuple[float, ...]:
+        slowed = [1.0] * len(Lane)
+        if busy & (1 << Lane.COMPUTE):
+            slowed[Lane.COMPUTE] = self._compute(busy)
+        d2h, h2d = bool(busy & (1 << Lane.D2H)), bool(busy & (1 << Lane.H2D))
+        down = self._link(Lane.D2H, both=h2d) if d2h else 0.0
+        up = self._link(Lane.H2D, both=d2h) if h2d else 0.0
+        share = self._hardware.host_copy_bytes_per_s.value / self.local_devices
+        # The host's own work (an optimizer's update) is priced at a device's whole share of host memory.
+        host = share if busy & (1 << Lane.HOST) else 0.0
+        left = min(1.0, share / (down + up + host)) if busy & (COPY | (1 << Lane.HOST)) else 1.0
+        for lane, rate in ((Lane.D2H, down), (Lane.H2D, up)):
+            if rate:
+                slowed[lane] = min(1.0, rate * left / self._alone(lane))
+        if host:
+            slowed[Lane.HOST] = left
+        return tuple(slowed)
+
+    def _compute(self, busy: int) -> float:
+        slowdown = self._hardware.compute_slowdown
+        factor = 1.0
+        for name, lanes in (("copy", COPY), ("collective", 1 << Lane.COLLECTIVE), ("p2p", 1 << Lane.P2P)):
+            if busy & lanes and name in slowdown:
+                factor *= slowdown[name].value
+        return 1.0 / factor
+
+    def _alone(self, lane: Lane) -> float:
+        """Return the rate of a large copy alone."""
+        return (self._hardware.d2h if lane is Lane.D2H else self._hardware.h2d).alone.y[-1]
+
+    def _link(self, lane: Lane, *, both: bool) -> float:
+        """Return the rate a large copy gets beside those of the other devices, before host memory is shared."""
+        hardware = self._hardware
+        copies = hardware.d2h if lane is Lane.D2H else hardware.h2d
+        alone = self._alone(lane)
+        link = min(alone, copies.duplex.value) if both else alone
+        sharing = min(self.local_devices, max(1, round(hardware.devices_per_uplink.value)))
+        node = copies.all_devices.value * hardware.devices
+        return min(link / sharing, node / self.local_devices)

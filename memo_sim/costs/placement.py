@@ -1,0 +1,40 @@
+"""Where the ranks of a group lie: in one node or over several, and what leaves a node at the same time.
+
+Ranks count tensor-parallel first, then context-parallel, then data-parallel, so consecutive ranks of a group are so
+many ranks apart:
+
+    tp 1      cp tp      dp tp*cp      grads (cp x dp, everything that holds the same parameters) tp
+
+    tp 4, cp 2, dp 2 on nodes of eight:   node 0 [0 1 2 3 | 4 5 6 7]   node 1 [8 9 10 11 | 12 13 14 15]
+    tp group of rank 0: 0 1 2 3    cp: 0 4    dp: 0 8    grads: 0 4 8 12 (two a node; four such groups share its cards)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from memo_sim.contract.plan import Layout
+from memo_sim.program.work import Group
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """A group of ``ranks`` on ``nodes`` nodes, ``per_node`` of them in each; ``together`` such groups share a node."""
+
+    ranks: int
+    per_node: int
+    nodes: int
+    together: int
+
+
+def stride(group: Group, layout: Layout) -> int:
+    """Return how many ranks apart consecutive ranks of the group are."""
+    inner = layout.tp
+    return {"tp": 1, "cp": inner, "grads": inner, "dp": inner * layout.ulysses * layout.metp * layout.cp}[group]
+
+
+def place(group: Group, ranks: int, layout: Layout, devices_per_node: int) -> Placement:
+    """Return where a group of ``ranks`` lies on nodes of ``devices_per_node``."""
+    per_node = min(ranks, max(1, -(-devices_per_node // stride(group, layout))))
+    used = min(devices_per_node, layout.devices)
+    return Placement(ranks, per_node, -(-ranks // per_node), max(1, used // per_node))

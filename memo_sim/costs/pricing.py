@@ -1,0 +1,109 @@
+"""Seconds of every kind of work on one cluster: the one door into this room.
+
+A ``Pricer`` prices work as if its lane alone were busy; ``NodeRates`` says what lanes that are busy at once take from
+each other. Work is a value, so each distinct one is priced once.
+"""
+
+from __future__ import annotations
+
+from memo_sim.contract.cluster import Cluster
+from memo_sim.contract.hardware import Hardware
+from memo_sim.contract.plan import Layout
+from memo_sim.contract.units import DTYPE_BYTES
+from memo_sim.costs.attention import AttentionRates
+from memo_sim.costs.collective import CollectiveTimes
+from memo_sim.costs.contention import NodeRates
+from memo_sim.costs.gemm import GemmRates
+from memo_sim.costs.rowwise import RowwiseRates
+from memo_sim.costs.transfer import CopyTimes
+from memo_sim.program.work import Attention, Collective, Copy, Exchange, Gemm, HostUpdate, Rowwise, Work
+
+__all__ = ["NodeRates", "Pricer"]
+
+_PREPARED = 8
+"""Profiles whose kernel models are kept: a search makes hundreds of pricers for one profile."""
+
+
+class _Kernels:
+    """What depends on the profile alone: models of the compute kernels and copies."""
+
+    def __init__(self, hardware: Hardware) -> None:
+        self.hardware = hardware
+        self.gemm = GemmRates(hardware.gemm)
+        self.attention = AttentionRates(hardware.attention)
+        self.rowwise = RowwiseRates(hardware)
+        directions = {"d2h": hardware.d2h, "h2d": hardware.h2d}
+        self.copies = {
+            name: CopyTimes(name, rates, hardware.launch_floor_s.value) for name, rates in directions.items()
+        }
+
+
+_prepared: list[_Kernels] = []
+
+
+def _kernels(hardware: Hardware) -> _Kernels:
+    """Return the profile's models, made once per profile object."""
+    for found in _prepared:
+        if found.hardware is hardware:
+            return found
+    made = _Kernels(hardware)
+    _prepared.append(made)
+    del _prepared[:-_PREPARED]
+    return made
+
+
+class Pricer:
+    """Prices the works of one layout on one cluster; ``outside`` names the curves asked beyond their calibration."""
+
+    def __init__(self, hardware: Hardware, cluster: Cluster, layout: Layout) -> None:
+        self.outside: set[str] = set()
+        self._hardware = hardware
+        self._kernels = _kernels(hardware)
+        self._collectives = CollectiveTimes(hardware, cluster, layout)
+        self._floor_s = hardware.launch_floor_s.value
+        self._host_bytes_per_s = hardware.host_copy_bytes_per_s.value / min(cluster.devices_per_node, layout.devices)
+        self._known: dict[Work, float] = {}
+
+    def seconds(self, work: Work) -> float:
+        """Return how long ``work`` takes when nothing else runs.
+
+        Raises:
+            Infeasible: when the profile has not measured such work (dtype, attention kernel, collective).
+        """
+        found = self._known.get(work)
+        if found is None:
+            found = self._known[work] = self._price(work)
+        return found
+
+    def _price(self, work: Work) -> float:  # noqa: PLR0911 - one return a kind of work
+        kernels = self._kernels
+        match work:
+            case Gemm():
+                return self._gemm(work)
+            case Attention():
+                return max(self._floor_s, kernels.attention.seconds(work, self.outside))
+            case Rowwise():
+                return kernels.rowwise.seconds(work, self.outside)
+            case Copy():
+                return kernels.copies[work.direction].seconds(work.bytes, self.outside)
+            case Collective():
+                return self._collectives.seconds(work, self.outside)
+            case Exchange():
+                return self._collectives.exchange_seconds(work, self.outside)
+            case HostUpdate():
+                return work.moved_bytes / self._host_bytes_per_s
+
+    def _gemm(self, work: Gemm) -> float:
+        """Return the product's time; thinner than any that was measured, at least its operands' way through memory."""
+        model = self._kernels.gemm.model(work, self.outside)
+        shape = (work.m, work.n, work.k)
+        seconds = max(self._floor_s, work.flops / model.rate(*shape))
+        if model.covers(*shape):
+            return seconds
+        if seconds > self._floor_s:
+            self.outside.add(f"gemm.{work.dtype}.{work.gemm_pass}")
+        if model.thinner(*shape):
+            elements = work.m * work.k + work.k * work.n + work.m * work.n
+            moved_bytes = elements * DTYPE_BYTES[work.dtype]
+            seconds = max(seconds, self._kernels.rowwise.stream_seconds(moved_bytes))
+        return seconds

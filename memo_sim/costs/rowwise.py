@@ -1,0 +1,39 @@
+"""Seconds of memory-bound kernels: ``max(launch floor, bytes / rate(bytes))``.
+
+An operator that was measured by itself has its own curve; its variants (``gelu.bwd``, ``cross_entropy.stats``) take the
+operator's where they have none; everything else takes the curve of memory-bound kernels.
+"""
+
+from __future__ import annotations
+
+from memo_sim.contract.hardware import Hardware
+from memo_sim.costs.curves import LogCurve
+from memo_sim.program.work import Rowwise
+
+
+class RowwiseRates:
+    """The memory-bound kernels of one profile."""
+
+    def __init__(self, hardware: Hardware) -> None:
+        self._common = LogCurve.of(hardware.memory_bound_bytes_per_s)
+        self._by_kind = {kind: LogCurve.of(curve) for kind, curve in hardware.rowwise_bytes_per_s.items()}
+        self._floor_s = hardware.launch_floor_s.value
+
+    def seconds(self, work: Rowwise, outside: set[str]) -> float:
+        """Return how long the kernel takes."""
+        for name in (work.kind, work.kind.split(".")[0]):
+            if name in self._by_kind:
+                return self._time(f"rowwise.{name}", self._by_kind[name], work.moved_bytes, outside)
+        return self._time("memory_bound", self._common, work.moved_bytes, outside)
+
+    def stream_seconds(self, moved_bytes: float) -> float:
+        """Return the least time in which a kernel of any kind can read and write so many bytes."""
+        return moved_bytes / self._common(moved_bytes) if moved_bytes > 0 else 0.0
+
+    def _time(self, name: str, curve: LogCurve, moved_bytes: int, outside: set[str]) -> float:
+        streaming = moved_bytes / curve(moved_bytes) if moved_bytes > 0 else 0.0
+        if streaming <= self._floor_s:
+            return self._floor_s
+        if not curve.covers(moved_bytes):
+            outside.add(name)
+        return streaming
