@@ -30,7 +30,7 @@ class NodeRates:
         self._known: dict[int, tuple[float, ...]] = {}
 
     def rates(self, busy: int) -> tuple[float, ...]:
-        """Return each lane's multiplier, indexed by ``Lane`` (idle lanes 1); ``busy`` has bit ``1 << lane`` of busy ones."""
+        """Return each lane's multiplier, indexed by ``Lane`` (idle: 1); ``busy`` has bit ``1 << lane`` of busy ones."""
         found = self._known.get(busy)
         if found is None:
             found = self._known[busy] = self._rates(busy)
