@@ -3,6 +3,8 @@
 from time import perf_counter
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from memo_sim.contract.catalog import load_hardware, load_model
@@ -83,6 +85,12 @@ class TestWorks:
         assert pricer().seconds(copy) == pytest.approx(1e9 / rate)
         small = pricer().seconds(Copy(10**6, copy.direction))
         assert small == pytest.approx(1e6 / (rate * 0.7 / 0.95), rel=1e-3)
+
+    @given(st.integers(1, 2**36), st.floats(1, 3))
+    def test_more_bytes_never_take_less_time(self, size: int, factor: float) -> None:
+        price, more = pricer(), int(size * factor)
+        assert price.seconds(Copy(size, "d2h")) <= price.seconds(Copy(more, "d2h")) * (1 + 1e-12)
+        assert price.seconds(Rowwise("gelu", 1, size, 0)) <= price.seconds(Rowwise("gelu", 1, more, 0)) * (1 + 1e-12)
 
     def test_a_product_pays_launch_and_memory_when_thin(self) -> None:
         price = pricer()
