@@ -139,8 +139,9 @@ class _Lowering:
 
     def _index(self, slot: str, micro_batch: int, layer: int) -> int:
         layers = self.decisions.model.layers
-        if slot in ("params", "grads", "master", "moment1", "moment2", "host_grads", "host_params"):
-            return max(layer, 0)
+        state, _, kind = slot.partition(".")
+        if state in ("params", "grads", "master", "moment1", "moment2", "host_grads", "host_params"):
+            return max(layer, 0) if kind in ("", "layer") else 0
         if slot in ("grad_in", "grad_out", "grad.x"):
             boundary = {"grad_in": layer, "grad_out": layer + 1, "grad.x": layers if layer == layers else 0}[slot]
             return micro_batch * (layers + 1) + boundary
@@ -148,7 +149,7 @@ class _Lowering:
             return micro_batch if layer == layers - 1 else self.activations.index("x", micro_batch, layer + 1)
         if slot in ("head.x", "input.ids", "input.labels"):
             return micro_batch
-        if slot in ("loss", "grad_norm") or slot.startswith(("params.", "grads.")):
+        if slot in ("loss", "grad_norm"):
             return 0
         return self.activations.index(slot, micro_batch, max(layer, 0))
 
