@@ -1,0 +1,232 @@
+"""Plays a program: lanes over buffers, kernels by op, every ordering a derived edge.
+
+    interpreter = Interpreter(decisions, program, device="cpu")
+    record = interpreter.run_step([(ids, labels)], StepScalars(lr=1e-3, loss_scale=1 / targets))
+
+Each lane is a thread that plays its instructions in program order. On the CPU an instruction has ended when its kernel
+returns; on CUDA the thread issues it on the lane's stream, and events order and time it. Everything runs in inference
+mode: nothing is saved behind the program's back.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from concurrent.futures import wait
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from memo_exec.kernels import KERNELS, Call, Context, Kernel, StepScalars
+from memo_exec.kernels.attention import BACKENDS
+from memo_exec.lanes import HostTimekeeper, LaneStopped, Progress, Timekeeper, lane_threads
+from memo_exec.memory.slab import HostSlab
+from memo_exec.memory.store import CachingStore
+from memo_exec.probe import Probe
+from memo_exec.record import StepRecord, device_curve, host_curve, waits_of
+from memo_exec.schedule import Bound, schedule
+from memo_exec.streams import StreamTimekeeper
+from memo_sim.contract.errors import CannotRun
+from memo_sim.contract.plan import Decisions, MovedBytes
+from memo_sim.program.edges import Edges
+from memo_sim.program.instruction import Lane
+from memo_sim.program.program import Program
+
+
+class Interpreter:
+    """One rank's program with its buffers made, ready to play steps.
+
+    ``debug`` poisons what has been offloaded, checks sums of what was copied, and the order of everything that touched
+    the same bytes. ``kernels`` and ``edges`` replace the real ones in tests.
+    """
+
+    def __init__(
+        self,
+        decisions: Decisions,
+        program: Program,
+        *,
+        device: torch.device | str = "cpu",
+        debug: bool = False,
+        kernels: Mapping[str, Kernel] = KERNELS,
+        edges: Edges | None = None,
+    ) -> None:
+        self.decisions = decisions
+        self.program = program
+        self.device = torch.device(device)
+        _refuse(decisions, program, self.device, kernels)
+        self.kernels = kernels
+        self.schedule = schedule(program, edges=edges)
+        self.context = Context(decisions, self.device)
+        self.store = CachingStore(self.schedule, self.device, poison=debug)
+        pinned = self.device.type == "cuda"
+        self.slab = HostSlab(program, self.schedule.columns, self.schedule.slab, pinned=pinned)
+        self.probe = Probe(self.schedule) if debug else None
+        self._timekeeper: Timekeeper = (
+            StreamTimekeeper(self.schedule.lanes, self.device) if pinned else HostTimekeeper()
+        )
+        self._threads = lane_threads(self.schedule.lanes, self.device)
+        self._moved = {Lane.D2H: 0, Lane.H2D: 0}
+        self._lock = threading.Lock()
+
+    def buffer(self, family: str, index: int = 0) -> Tensor:
+        """Return a buffer that lasts (``params.layer``, 3): flat for parameters, on the device or in the host slab.
+
+        Raises:
+            KeyError: when the program has no such buffer.
+        """
+        number = self.program.family_bases[family] + index
+        if (host := self.slab.views.get(number)) is not None:
+            return host
+        return self.store.view(number, 0, self.schedule.family(number).tokens)
+
+    def states(self) -> dict[str, Tensor]:
+        """Return what training continues from: parameters, masters and moments, as ``params.layer/3``."""
+        kinds = ("params.", "master.", "moment1.", "moment2.")
+        return {
+            f"{family.name}/{i}": self.buffer(family.name, i)
+            for family in self.program.families
+            if family.name.startswith(kinds)
+            for i in range(family.count)
+        }
+
+    def run_step(self, batch: Sequence[tuple[Tensor, Tensor]], scalars: StepScalars) -> StepRecord:
+        """Play the program once; ``batch`` has (ids, shifted labels) of every micro-batch, -100 = not counted.
+
+        Raises:
+            ValueError: for a batch of another shape than the program's, or a kernel that broke its operands.
+        """
+        self._load(batch)
+        self.context.scalars = scalars
+        self.store.begin_step()
+        self._moved = dict.fromkeys(self._moved, 0)
+        progress = Progress(self.schedule.lanes)
+        if self.probe:
+            self.probe.begin_step()
+        self._timekeeper.begin_step(self.program.instruction_count)
+        futures = [
+            self._threads[lane].submit(self._play, lane, bounds, progress)
+            for lane, bounds in self.schedule.lanes.items()
+        ]
+        wait(futures)
+        if progress.failure is not None:
+            raise progress.failure
+        return self._record()
+
+    def close(self) -> None:
+        """Stop the threads and unpin the slab."""
+        for thread in self._threads.values():
+            thread.shutdown()
+        self.slab.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def _load(self, batch: Sequence[tuple[Tensor, Tensor]]) -> None:
+        tokens = self.decisions.local_tokens
+        if len(batch) != self.program.micro_batches:
+            raise ValueError(f"{len(batch)} micro-batches given, the program plays {self.program.micro_batches}")
+        for i, pair in enumerate(batch):
+            for name, values in zip(("input.ids", "input.labels"), pair, strict=True):
+                if values.numel() != tokens:
+                    raise ValueError(f"{name} of micro-batch {i} has {values.numel()} tokens, wanted {tokens}")
+                self.buffer(name, i).copy_(values.reshape(-1))
+        for name in ("loss", "grad_norm"):
+            self.buffer(name).zero_()
+
+    def _play(self, lane: Lane, bounds: list[Bound], progress: Progress) -> None:
+        """Play one lane's instructions; any error stops the other lanes."""
+        try:
+            with torch.inference_mode(), self._timekeeper.playing(lane):
+                for bound in bounds:
+                    self._play_one(lane, bound, progress)
+        except LaneStopped:
+            pass
+        except BaseException as error:  # raised again in run_step
+            progress.fail(error)
+
+    def _play_one(self, lane: Lane, bound: Bound, progress: Progress) -> None:
+        timekeeper, number = self._timekeeper, bound.number
+        for other, producer in bound.waits:
+            progress.wait(other, producer)
+            timekeeper.order(lane, other, producer)
+        for buffer in bound.births:
+            self.store.birth(buffer, number)
+        call = self._call(bound)
+        if self.probe:
+            self.probe.before(bound, call)
+        held = [(t, t.data_ptr(), t.shape) for t in call.tensors.values()]
+        timekeeper.start(lane, number)
+        self.kernels[bound.instruction.op](call)
+        timekeeper.end(lane, number)
+        for tensor, pointer, shape in held:
+            if tensor.data_ptr() != pointer or tensor.shape != shape:
+                raise ValueError(f"{bound.instruction.name} moved or resized an operand of {bound.instruction.op}")
+        if lane in self._moved:
+            self._moved[lane] += call["target"].nbytes
+        if self.probe:
+            self.probe.after(bound, call, progress)
+        for buffer, others in bound.deaths:
+            for other, last in others:
+                progress.wait(other, last)
+            self.store.death(buffer, number)
+        progress.finish(lane, number, awaited=bound.awaited or self.probe is not None)
+
+    def _call(self, bound: Bound) -> Call:
+        tensors = {}
+        for touch in bound.touches:
+            host = self.slab.views.get(touch.buffer)
+            if host is not None:
+                tensors[touch.role] = host[touch.first : touch.first + touch.tokens]
+            elif touch.buffer not in self.schedule.library:
+                tensors[touch.role] = self.store.view(touch.buffer, touch.first, touch.tokens)
+        return Call(bound.instruction, self.context, tensors)
+
+    def _record(self) -> StepRecord:
+        start_s, end_s = self._timekeeper.times()
+        if self.probe:
+            self.probe.end_step(start_s, end_s)
+        return StepRecord(
+            loss=float(self.buffer("loss")),
+            grad_norm=float(self.buffer("grad_norm")) ** 0.5,
+            start_s=start_s,
+            end_s=end_s,
+            step_s=float(end_s.max(initial=0.0)),
+            peak_device_bytes=self.store.peak_bytes,
+            peak_host_bytes=self.slab.bytes,
+            moved=MovedBytes(d2h=self._moved[Lane.D2H], h2d=self._moved[Lane.H2D]),
+            waits=waits_of(self.schedule, start_s, end_s),
+            device_memory=device_curve(self.store, start_s, end_s),
+            host_memory=host_curve(self.schedule, end_s),
+        )
+
+
+def _refuse(decisions: Decisions, program: Program, device: torch.device, kernels: Mapping[str, Kernel]) -> None:
+    """Refuse what this interpreter cannot play.
+
+    Raises:
+        CannotRun: for several ranks, an op without a kernel, or an attention kernel of another device.
+    """
+    if decisions.layout.devices > 1:
+        raise CannotRun(
+            "this layout needs several ranks, and collectives are not built yet",
+            where="decisions.layout",
+            got=f"{decisions.layout.devices} devices",
+            wanted="1",
+        )
+    missing = sorted({i.op for t in program.templates for i in t.instructions} - set(kernels))
+    if missing:
+        raise CannotRun("there is no kernel for some operators", got=", ".join(missing))
+    kernel = decisions.kernels.attention
+    fitting = [name for name in BACKENDS if (name == "torch-flash-cpu") == (device.type == "cpu")]
+    if kernel not in fitting:
+        raise CannotRun(
+            f"attention kernel {kernel} does not play on {device.type}",
+            where="decisions.kernels.attention",
+            got=kernel,
+            wanted=" or ".join(fitting),
+            hint="make the plan for this machine's profile",
+        )

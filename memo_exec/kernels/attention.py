@@ -1,0 +1,85 @@
+"""Attention over the packed Q, K, V: cuts it into sequences and groups of heads and hands views to the plan's backend.
+
+A backend is a module with ``forward`` and ``backward`` on (batch, tokens, heads, head_dim) views and a log-sum-exp of
+(batch, tokens, heads) in fp32; the mask is none or the causal square.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib import import_module
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from memo_exec.kernels.call import Call
+from memo_sim.program.work import Attention
+
+BACKENDS = {
+    "torch-flash-cpu": "memo_exec.kernels.attention_torch_cpu",
+    "torch-flash": "memo_exec.kernels.attention_torch_flash",
+    "torch-cudnn": "memo_exec.kernels.attention_torch_cudnn",
+    "flash2": "memo_exec.kernels.attention_flash2",
+}
+"""Module of each attention kernel that a plan can name."""
+
+
+def attention(call: Call) -> None:
+    """``out, lse = attention(qkv)``."""
+    work, backend = _work(call), _backend(call)
+    q, k, v = _packed(call["qkv"], work)
+    out, lse = call["out"].view(q.shape), call.matrix("lse").view(q.shape[:3])
+    for queries, keys in _groups(call, work):
+        backend.forward(
+            q[:, :, queries],
+            k[:, :, keys],
+            v[:, :, keys],
+            out[:, :, queries],
+            lse[:, :, queries],
+            causal=work.mask == "causal",
+        )
+
+
+def attention_backward(call: Call) -> None:
+    """``grad_qkv`` of ``attention`` from its output, log-sum-exp and the output's gradient."""
+    work, backend = _work(call), _backend(call)
+    q, k, v = _packed(call["qkv"], work)
+    grad_q, grad_k, grad_v = _packed(call["grad_qkv"], work)
+    grad, out = call["grad"].view(q.shape), call["out"].view(q.shape)
+    lse = call.matrix("lse").view(q.shape[:3])
+    for queries, keys in _groups(call, work):
+        backend.backward(
+            grad[:, :, queries],
+            (q[:, :, queries], k[:, :, keys], v[:, :, keys]),
+            out[:, :, queries],
+            lse[:, :, queries],
+            (grad_q[:, :, queries], grad_k[:, :, keys], grad_v[:, :, keys]),
+            causal=work.mask == "causal",
+            deterministic=call.context.decisions.deterministic,
+        )
+
+
+def _work(call: Call) -> Attention:
+    work = call.instruction.work
+    assert isinstance(work, Attention)
+    return work
+
+
+def _backend(call: Call) -> ModuleType:
+    return import_module(BACKENDS[_work(call).kernel])
+
+
+def _packed(qkv: Tensor, work: Attention) -> tuple[Tensor, Tensor, Tensor]:
+    """Return Q, K, V as (batch, tokens, heads, head_dim) views of the packed rows."""
+    heads = qkv.view(work.batch, work.q_tokens, -1, work.head_dim)
+    q, k, v = torch.split(heads, [work.heads, work.kv_heads, work.kv_heads], dim=2)
+    return q, k, v
+
+
+def _groups(call: Call, work: Attention) -> Iterator[tuple[slice, slice]]:
+    """Yield (query heads, key/value heads) of each group, aligned to grouped queries."""
+    groups = call.context.decisions.kernels.head_groups
+    q, kv = work.heads // groups, work.kv_heads // groups
+    for i in range(groups):
+        yield slice(i * q, (i + 1) * q), slice(i * kv, (i + 1) * kv)

@@ -1,0 +1,34 @@
+"""``flash2``: flash-attn 2.7 and newer (CUDA); output and gradients go straight into the plan's tensors."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, causal: bool) -> None:
+    """Write output and log-sum-exp."""
+    from flash_attn.flash_attn_interface import flash_attn_gpu
+
+    scale = q.shape[-1] ** -0.5
+    _, logsumexp, *_ = flash_attn_gpu.fwd(q, k, v, out, None, 0.0, scale, causal, -1, -1, 0.0, False, None)
+    lse.copy_(logsumexp.transpose(1, 2))
+
+
+def backward(
+    grad: Tensor,
+    qkv: tuple[Tensor, Tensor, Tensor],
+    out: Tensor,
+    lse: Tensor,
+    grads: tuple[Tensor, Tensor, Tensor],
+    *,
+    causal: bool,
+    deterministic: bool,
+) -> None:
+    """Write the gradients of Q, K, V."""
+    from flash_attn.flash_attn_interface import _flash_attn_backward
+
+    scale = out.shape[-1] ** -0.5
+    logsumexp = lse.transpose(1, 2).contiguous()
+    _flash_attn_backward(
+        grad, *qkv, out, logsumexp, *grads, 0.0, scale, causal, -1, -1, 0.0, None, deterministic, rng_state=None
+    )

@@ -1,0 +1,116 @@
+"""What a kernel gets: its operands by role, its instruction, and what the whole step shares.
+
+A tensor is a view of exactly the operand's tokens: (tokens, features), or flat where the buffer has one feature. Ranges
+of parameter blocks are flat, too; the kernel gives them the parameter's shape.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from math import prod
+
+import torch
+from torch import Tensor
+
+from memo_exec.kernels.frequencies import inverse_frequencies
+from memo_sim.contract.model import Model
+from memo_sim.contract.plan import Decisions
+from memo_sim.program.instruction import Instruction, Lane
+from memo_sim.program.kernel_table import PIECE_BYTES
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepScalars:
+    """The numbers that change from step to step; ``step`` counts from 1."""
+
+    lr: float = 0.0
+    step: int = 1
+    loss_scale: float = 1.0
+    """1 / number of counted targets in the global batch."""
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+    clip: float | None = None
+    """Largest global norm of the gradients, None = no clipping."""
+
+
+@dataclass
+class Context:
+    """What every kernel of a step may read beside its operands."""
+
+    decisions: Decisions
+    device: torch.device
+    scalars: StepScalars = field(default_factory=StepScalars)
+
+    @property
+    def model(self) -> Model:
+        """The model's shape."""
+        return self.decisions.model
+
+    @cached_property
+    def inverse_frequencies(self) -> Tensor:
+        """Rotary frequencies, fp32, half a head long."""
+        return inverse_frequencies(self.model).to(self.device)
+
+    @cached_property
+    def _cells(self) -> dict[bool, Tensor]:
+        host = torch.device("cpu")
+        return {host_lane: torch.zeros(4, device=host if host_lane else self.device) for host_lane in (False, True)}
+
+    def cell(self, lane: Lane, index: int) -> Tensor:
+        """Return one of a lane's fp32 numbers, shape (1,): scratch of scalar kernels."""
+        return self._cells[lane is Lane.HOST][index : index + 1]
+
+
+@dataclass(slots=True)
+class Call:
+    """One kernel call."""
+
+    instruction: Instruction
+    context: Context
+    tensors: dict[str, Tensor]
+
+    def __getitem__(self, role: str) -> Tensor:
+        """Return the operand with this role."""
+        return self.tensors[role]
+
+    def get(self, role: str) -> Tensor | None:
+        """Return the operand with this role, None when the model has none (a bias, say)."""
+        return self.tensors.get(role)
+
+    def matrix(self, role: str) -> Tensor:
+        """Return the operand as (tokens, features), also where it has one feature."""
+        tensor = self.tensors[role]
+        return tensor if tensor.dim() == 2 else tensor.unsqueeze(1)
+
+    def first(self, role: str) -> int:
+        """Return the operand's first token."""
+        return next(operand.first for operand in self.instruction.operands if operand.role == role)
+
+    def scratch(self) -> Scratch:
+        """Return the call's workspace, to be cut into pieces."""
+        return Scratch(self.tensors.get("workspace"))
+
+
+class Scratch:
+    """A workspace cut into pieces, in the order and of the sizes that ``kernel_table`` adds up."""
+
+    def __init__(self, workspace: Tensor | None) -> None:
+        self._bytes = None if workspace is None else workspace.reshape(-1).view(torch.uint8)
+        self._used = 0
+
+    def take(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Return the next piece.
+
+        Raises:
+            ValueError: when the program declares less than the kernel takes.
+        """
+        size = prod(shape) * dtype.itemsize
+        declared = 0 if self._bytes is None else self._bytes.numel()
+        if self._bytes is None or self._used + size > declared:
+            raise ValueError(f"the workspace has {declared} bytes, {self._used} taken, {size} more asked for")
+        piece = self._bytes[self._used : self._used + size]
+        self._used += -(-size // PIECE_BYTES) * PIECE_BYTES
+        return piece.view(dtype).view(shape)

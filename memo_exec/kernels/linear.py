@@ -1,0 +1,59 @@
+"""Products with a weight (out, in), and the sum over rows that is a bias's gradient."""
+
+from __future__ import annotations
+
+import torch
+
+from memo_exec.kernels.call import Call
+from memo_sim.program.kernel_table import NORM_ROWS
+
+
+def linear(call: Call) -> None:
+    """``out = x @ weight.T (+ bias)``."""
+    x, out = call.matrix("x"), call.matrix("out")
+    weight, bias = call["weight"].view(out.shape[1], x.shape[1]), call.get("bias")
+    if bias is None:
+        torch.mm(x, weight.t(), out=out)
+    else:
+        torch.addmm(bias, x, weight.t(), out=out)
+
+
+def linear_dgrad(call: Call) -> None:
+    """``out = grad @ weight``: the gradient of the input."""
+    grad, out = call.matrix("grad"), call.matrix("out")
+    torch.mm(grad, call["weight"].view(grad.shape[1], out.shape[1]), out=out)
+
+
+def linear_wgrad(call: Call) -> None:
+    """``out += grad.T @ x`` in fp32: the gradient of the weight."""
+    grad, x = call.matrix("grad"), call.matrix("x")
+    out = call["out"].view(grad.shape[1], x.shape[1])
+    if grad.dtype == out.dtype:
+        out.addmm_(grad.t(), x)
+    elif grad.is_cuda:
+        torch.ops.aten.addmm.dtype_out(out, grad.t(), x, torch.float32, out=out)
+    else:
+        scratch, rows = call.scratch(), min(len(x), NORM_ROWS)
+        wide_grad, wide_x = scratch.take(rows, grad.shape[1]), scratch.take(rows, x.shape[1])
+        for first in range(0, len(x), rows):
+            count = min(rows, len(x) - first)
+            wide_grad[:count].copy_(grad[first : first + count])
+            wide_x[:count].copy_(x[first : first + count])
+            out.addmm_(wide_grad[:count].t(), wide_x[:count])
+
+
+def bias_backward(call: Call) -> None:
+    """``out += sum of grad over rows`` in fp32."""
+    grad, out = call.matrix("grad"), call["out"]
+    scratch = call.scratch()
+    total = scratch.take(grad.shape[1])
+    if grad.dtype == out.dtype:
+        torch.sum(grad, 0, out=total)
+        out.add_(total)
+        return
+    rows = min(len(grad), NORM_ROWS)
+    wide = scratch.take(rows, grad.shape[1])
+    for block in torch.split(grad, rows):
+        wide[: len(block)].copy_(block)
+        torch.sum(wide[: len(block)], 0, out=total)
+        out.add_(total)

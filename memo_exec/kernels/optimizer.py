@@ -1,0 +1,86 @@
+"""The gradients' norm and AdamW (torch's fused kernel) on flat runs of parameters, on the device or on the host."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from memo_exec.kernels.call import Call
+from memo_sim.program.kernel_table import ADAMW_ELEMENTS
+
+DOT_ELEMENTS = 2**24
+"""Elements in one dot product; their sums are added one by one."""
+
+
+def grad_norm(call: Call) -> None:
+    """``out += sum of grads**2``."""
+    lane = call.instruction.lane
+    cell = call.context.cell(lane, 0)
+    for piece in torch.split(call["grads"], DOT_ELEMENTS):
+        torch.dot(piece, piece, out=cell[0])
+        call["out"].add_(cell)
+
+
+def adamw_decay(call: Call) -> None:
+    """Update matrices: with weight decay."""
+    _adamw(call, call.context.scalars.weight_decay)
+
+
+def adamw_no_decay(call: Call) -> None:
+    """Update norms and biases: without."""
+    _adamw(call, 0.0)
+
+
+def _adamw(call: Call, weight_decay: float) -> None:
+    params = call["params"]
+    master = call.get("master")
+    updated = params if master is None else master
+    grads, moments = call["grads"], (call["moment1"], call["moment2"])
+    scale = _grad_scale(call)
+    if moments[0].dtype == updated.dtype:
+        _fused(call, (updated, grads, *moments), weight_decay, scale)
+    else:
+        scratch, count = call.scratch(), min(len(updated), ADAMW_ELEMENTS)
+        wide = scratch.take(count), scratch.take(count)
+        for first in range(0, len(updated), count):
+            part = slice(first, min(len(updated), first + count))
+            n = part.stop - first
+            block = wide[0][:n].copy_(moments[0][part]), wide[1][:n].copy_(moments[1][part])
+            _fused(call, (updated[part], grads[part], *block), weight_decay, scale)
+            moments[0][part].copy_(block[0])
+            moments[1][part].copy_(block[1])
+    if master is not None:
+        params.copy_(master)
+
+
+def _grad_scale(call: Call) -> Tensor | None:
+    """Return what gradients are divided by so that their norm is at most ``clip``; None without clipping."""
+    clip = call.context.scalars.clip
+    if clip is None:
+        return None
+    cell = call.context.cell(call.instruction.lane, 1)
+    cell.copy_(call["norm"]).sqrt_().add_(1e-6).div_(clip).clamp_(min=1.0)
+    return cell[0]
+
+
+def _fused(call: Call, run: tuple[Tensor, ...], weight_decay: float, scale: Tensor | None) -> None:
+    """Update (parameters, gradients, first moments, second moments)."""
+    params, grads, moment1, moment2 = run
+    scalars = call.context.scalars
+    step = call.context.cell(call.instruction.lane, 2).fill_(float(scalars.step))
+    torch._fused_adamw_(
+        [params],
+        [grads],
+        [moment1],
+        [moment2],
+        [],
+        [step[0]],
+        lr=scalars.lr,
+        beta1=scalars.beta1,
+        beta2=scalars.beta2,
+        weight_decay=weight_decay,
+        eps=scalars.eps,
+        amsgrad=False,
+        maximize=False,
+        grad_scale=scale,
+    )

@@ -1,0 +1,13 @@
+"""Names of dtypes in programs, as torch's."""
+
+from __future__ import annotations
+
+import torch
+
+TORCH_DTYPES = {
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "int64": torch.int64,
+    "int32": torch.int32,
+}

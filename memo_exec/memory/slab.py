@@ -1,0 +1,150 @@
+"""The host slab: one stretch of host memory in which host buffers take turns, first fit over their program-order lives.
+
+Its size is the peak of what lives at once, not the sum. On CUDA it is registered (pinned) once and exactly, where
+torch's own pinned allocator would round every block up to a power of two.
+
+      first step  [ l0 ][ l1 ][ l2 ]        births in forward order
+      later       [ l0 ][    m1/l0    ]     a hole is filled by the next birth that fits
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from memo_exec.memory.dtypes import TORCH_DTYPES
+from memo_sim.contract.errors import CannotRun
+from memo_sim.program.columns import Columns, Ints
+from memo_sim.program.liveness import Liveness
+from memo_sim.program.program import Program
+
+ALIGNMENT_BYTES = 64
+
+
+@dataclass(frozen=True)
+class SlabLayout:
+    """Offset of every host buffer that is used (-1 for all others), and the slab's size."""
+
+    offsets: Ints
+    bytes: int
+
+
+def lay_out(program: Program, columns: Columns, lives: Liveness) -> SlabLayout:
+    """Return where each host buffer lies."""
+    used = ~lives.on_device & (lives.death >= lives.birth)
+    chosen = np.flatnonzero(used)
+    offsets = np.full(len(lives.bytes), -1, dtype=np.int64)
+    births = sorted(chosen.tolist(), key=lambda b: (int(lives.birth[b]), b))
+    deaths = sorted(chosen.tolist(), key=lambda b: (int(lives.death[b]), b))
+    holes = _Holes()
+    dead = 0
+    for buffer in births:
+        while dead < len(deaths) and lives.death[deaths[dead]] < lives.birth[buffer]:
+            gone = deaths[dead]
+            holes.give(int(offsets[gone]), int(lives.bytes[gone]))
+            dead += 1
+        offsets[buffer] = holes.take(int(lives.bytes[buffer]))
+    return SlabLayout(offsets, holes.top)
+
+
+class _Holes:
+    """Free ranges below ``top``, sorted by offset."""
+
+    def __init__(self) -> None:
+        self.top = 0
+        self.free: list[tuple[int, int]] = []
+
+    def take(self, size: int) -> int:
+        """Return the lowest offset with ``size`` free bytes, growing the slab when there is none."""
+        size = _aligned(size)
+        for i, (offset, length) in enumerate(self.free):
+            if length >= size:
+                self.free[i : i + 1] = [(offset + size, length - size)] if length > size else []
+                return offset
+        if self.free and sum(self.free[-1]) == self.top:
+            offset, _ = self.free.pop()
+        else:
+            offset = self.top
+        self.top = offset + size
+        return offset
+
+    def give(self, offset: int, size: int) -> None:
+        """Return a range, merged with its neighbours."""
+        self.free.append((offset, _aligned(size)))
+        self.free.sort()
+        merged: list[tuple[int, int]] = []
+        for start, length in self.free:
+            if merged and sum(merged[-1]) == start:
+                merged[-1] = (merged[-1][0], merged[-1][1] + length)
+            else:
+                merged.append((start, length))
+        self.free = merged
+
+
+def _aligned(size: int) -> int:
+    return -(-size // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+
+
+def in_slab(program: Program, columns: Columns, slab: SlabLayout) -> Columns:
+    """Return the columns with every host operand as a byte range of one buffer, the slab."""
+    if not slab.bytes:
+        return columns
+    rows = slab.offsets[columns.operand_buffer] >= 0
+    row_bytes = np.array([f.row_bytes for f in program.all_families], dtype=np.int64)
+    scale = row_bytes[columns.buffer_family[columns.operand_buffer]]
+    base = slab.offsets[columns.operand_buffer]
+    return replace(
+        columns,
+        operand_buffer=np.where(rows, len(columns.buffer_bytes), columns.operand_buffer),
+        operand_first=np.where(rows, base + scale * columns.operand_first, columns.operand_first),
+        operand_end=np.where(rows, base + scale * columns.operand_end, columns.operand_end),
+        buffer_bytes=np.append(columns.buffer_bytes, slab.bytes),
+    )
+
+
+class HostSlab:
+    """The memory itself, and the host buffers as views of it."""
+
+    def __init__(self, program: Program, columns: Columns, layout: SlabLayout, *, pinned: bool) -> None:
+        self.bytes = layout.bytes
+        self.memory = torch.zeros(layout.bytes, dtype=torch.uint8)
+        self.registered = pinned and layout.bytes > 0
+        if self.registered:
+            _register(self.memory)
+        self.views: dict[int, Tensor] = {}
+        families = program.all_families
+        for buffer in np.flatnonzero(layout.offsets >= 0).tolist():
+            family = families[int(columns.buffer_family[buffer])]
+            offset = int(layout.offsets[buffer])
+            flat = self.memory[offset : offset + family.bytes].view(TORCH_DTYPES[family.dtype])
+            self.views[buffer] = flat if family.features == 1 else flat.view(family.tokens, family.features)
+
+    def close(self) -> None:
+        """Give the registration back."""
+        if self.registered:
+            _cudart().cudaHostUnregister(self.memory.data_ptr())
+            self.registered = False
+
+
+def _cudart() -> Any:
+    return torch.cuda.cudart()  # type: ignore[no-untyped-call]
+
+
+def _register(memory: Tensor) -> None:
+    """Pin ``memory`` where it lies.
+
+    Raises:
+        CannotRun: when the driver refuses (a limit on locked memory, say).
+    """
+    status = _cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0)
+    if int(status) != 0:
+        raise CannotRun(
+            "the host slab cannot be pinned",
+            got=f"CUDA error {int(status)} for {memory.numel()} bytes",
+            wanted="enough lockable memory",
+            hint="raise the limit on locked memory, or swap fewer tokens",
+        )

@@ -1,0 +1,147 @@
+"""A program bound to its buffers: per lane, the instructions in order with what each touches, waits for and frees.
+
+Orderings come from ``derive_edges`` alone. Host buffers are first laid out in the slab, and edges are derived over the
+slab's bytes, so that two buffers that take turns in the same bytes are ordered like any other reuse.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from memo_exec.kernels import LIBRARY_SCRATCH
+from memo_exec.memory.slab import SlabLayout, in_slab, lay_out
+from memo_sim.program.columns import Columns, Ints, expand
+from memo_sim.program.edges import Edges, derive_edges
+from memo_sim.program.instruction import BufferClass, Family, Instruction, Lane, Mode
+from memo_sim.program.liveness import Liveness, liveness
+from memo_sim.program.program import Program
+
+Wait = tuple[Lane, int]
+"""A lane and the number of the instruction on it that must have ended."""
+
+
+@dataclass(frozen=True, slots=True)
+class Touch:
+    """An operand bound to its buffer."""
+
+    role: str
+    buffer: int
+    first: int
+    tokens: int
+    mode: Mode
+
+
+@dataclass(slots=True)
+class Bound:
+    """An instruction with its buffers; ``awaited``: another lane waits for it."""
+
+    number: int
+    instruction: Instruction
+    touches: tuple[Touch, ...]
+    waits: list[Wait] = field(default_factory=list)
+    births: list[int] = field(default_factory=list)
+    deaths: list[tuple[int, tuple[Wait, ...]]] = field(default_factory=list)
+    """Buffers that no later instruction touches, and the other lanes' last uses of them."""
+    awaited: bool = False
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Everything about a program that does not change from step to step."""
+
+    program: Program
+    columns: Columns
+    lives: Liveness
+    slab: SlabLayout
+    edges: Edges
+    lanes: dict[Lane, list[Bound]]
+    families: tuple[Family, ...]
+    library: frozenset[int]
+    """Workspaces that a library allocates: counted, never made."""
+
+    def family(self, buffer: int) -> Family:
+        """Return the family of a buffer."""
+        return self.families[int(self.columns.buffer_family[buffer])]
+
+
+def schedule(program: Program, *, edges: Edges | None = None) -> Schedule:
+    """Return the schedule of ``program``; ``edges`` replaces the derived ones (a test plants a race with it).
+
+    Raises:
+        ValueError: when an instruction writes what it also touches under another role.
+    """
+    columns = expand(program)
+    lives = liveness(program, columns)
+    slab = lay_out(program, columns, lives)
+    if edges is None:
+        edges = derive_edges(in_slab(program, columns, slab))
+    bound = _bind(program, columns)
+    lanes: dict[Lane, list[Bound]] = {}
+    for each in bound:
+        lanes.setdefault(each.instruction.lane, []).append(each)
+    for producer, consumer in zip(edges.producer.tolist(), edges.consumer.tolist(), strict=True):
+        bound[consumer].waits.append((bound[producer].instruction.lane, producer))
+        bound[producer].awaited = True
+    _add_lives(bound, columns, lives)
+    library = frozenset(
+        touch.buffer
+        for each in bound
+        if each.instruction.op in LIBRARY_SCRATCH
+        for touch in each.touches
+        if touch.role == "workspace"
+    )
+    return Schedule(program, columns, lives, slab, edges, lanes, program.all_families, library)
+
+
+def _bind(program: Program, columns: Columns) -> list[Bound]:
+    buffers, first = columns.operand_buffer.tolist(), columns.operand_first.tolist()
+    bound = []
+    row = 0
+    for number, (name, instruction) in enumerate(program.walk()):
+        touches = []
+        for operand in instruction.operands:
+            touches.append(Touch(operand.role, buffers[row], first[row], operand.tokens, operand.mode))
+            row += 1
+        _refuse_aliases(name, touches)
+        bound.append(Bound(number, instruction, tuple(touches)))
+    return bound
+
+
+def _refuse_aliases(name: str, touches: list[Touch]) -> None:
+    for one in touches:
+        for two in touches:
+            overlap = one.first < two.first + two.tokens and two.first < one.first + one.tokens
+            if one is not two and one.buffer == two.buffer and overlap and one.mode is not Mode.READ:
+                raise ValueError(f"{name}: {one.role} is written and overlaps {two.role}")
+
+
+def _add_lives(bound: list[Bound], columns: Columns, lives: Liveness) -> None:
+    """Attach births and deaths of dynamic device buffers; the last user waits for the other lanes' last uses."""
+    dynamic = lives.on_device & (lives.birth >= 0) & (lives.death >= lives.birth)
+    last = _last_uses(columns, dynamic)
+    for buffer in np.flatnonzero(dynamic).tolist():
+        birth, death = int(lives.birth[buffer]), int(lives.death[buffer])
+        own = bound[death].instruction.lane
+        others = tuple((lane, number) for lane, number in last.get(buffer, {}).items() if lane is not own)
+        bound[birth].births.append(buffer)
+        bound[death].deaths.append((buffer, others))
+
+
+def _last_uses(columns: Columns, chosen: np.ndarray) -> dict[int, dict[Lane, int]]:
+    """Return the last use by lane of the chosen buffers that several lanes touch."""
+    lane: Ints = columns.lane[columns.operand_instruction]
+    touching = np.zeros(len(chosen), dtype=np.int64)
+    np.bitwise_or.at(touching, columns.operand_buffer, 1 << lane)
+    rows = chosen[columns.operand_buffer] & ((touching & (touching - 1)) > 0)[columns.operand_buffer]
+    found: dict[int, dict[Lane, int]] = {}
+    for row in np.flatnonzero(rows).tolist():
+        uses = found.setdefault(int(columns.operand_buffer[row]), {})
+        uses[Lane(int(lane[row]))] = int(columns.operand_instruction[row])
+    return found
+
+
+def buffer_class(schedule: Schedule, buffer: int) -> BufferClass:
+    """Return the class of a buffer."""
+    return schedule.family(buffer).buffer_class

@@ -1,0 +1,95 @@
+"""Lanes as CUDA streams: threads only issue, events order and time.
+
+Every instruction is recorded between two events; a lane that waits for another makes its stream wait for the event, so
+nothing synchronises with the host inside a step. The host lane is the exception by nature: its thread waits for the
+events it needs.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+
+from memo_exec.lanes import Floats
+from memo_sim.program.instruction import Lane
+
+
+class StreamTimekeeper:
+    """One stream a lane; time zero is an event that every stream waits for."""
+
+    def __init__(self, lanes: Iterable[Lane], device: torch.device) -> None:
+        self.device = device
+        self.streams = {lane: _stream(device) for lane in lanes if lane is not Lane.HOST}
+        self._zero = _event()
+        self._zero_s = 0.0
+        self._starts: list[torch.cuda.Event | float | None] = []
+        self._ends: list[torch.cuda.Event | float | None] = []
+
+    def begin_step(self, instructions: int) -> None:
+        """Record time zero, and let no stream start before it."""
+        self._starts = [None] * instructions
+        self._ends = [None] * instructions
+        torch.cuda.synchronize(self.device)
+        self._zero.record(torch.cuda.current_stream(self.device))
+        for stream in self.streams.values():
+            stream.wait_event(self._zero)
+        torch.cuda.synchronize(self.device)
+        self._zero_s = time.perf_counter()
+
+    @contextmanager
+    def playing(self, lane: Lane) -> Iterator[None]:
+        """Make the lane's stream current."""
+        if lane is Lane.HOST:
+            yield
+            return
+        with torch.cuda.device(self.device), torch.cuda.stream(self.streams[lane]):
+            yield
+
+    def order(self, lane: Lane, producer_lane: Lane, producer: int) -> None:
+        """Make the lane's stream (or, for the host lane, its thread) wait for the producer's event."""
+        event = self._ends[producer]
+        if producer_lane is Lane.HOST or not isinstance(event, torch.cuda.Event):
+            return
+        if lane is Lane.HOST:
+            event.synchronize()
+        else:
+            self.streams[lane].wait_event(event)
+
+    def start(self, lane: Lane, number: int) -> None:
+        """Record an event, or note the time on the host lane."""
+        self._starts[number] = self._now(lane)
+
+    def end(self, lane: Lane, number: int) -> None:
+        """Record an event, or note the time on the host lane."""
+        self._ends[number] = self._now(lane)
+
+    def _now(self, lane: Lane) -> torch.cuda.Event | float:
+        if lane is Lane.HOST:
+            return time.perf_counter() - self._zero_s
+        event = _event()
+        event.record(self.streams[lane])
+        return event
+
+    def times(self) -> tuple[Floats, Floats]:
+        """Return start and end of every instruction in seconds, after all streams have drained."""
+        torch.cuda.synchronize(self.device)
+        return self._seconds(self._starts), self._seconds(self._ends)
+
+    def _seconds(self, marks: list[torch.cuda.Event | float | None]) -> Floats:
+        found = [
+            self._zero.elapsed_time(mark) / 1e3 if isinstance(mark, torch.cuda.Event) else float(mark or 0.0)
+            for mark in marks
+        ]
+        return np.array([max(0.0, seconds) for seconds in found])
+
+
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+
+def _event() -> torch.cuda.Event:
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
