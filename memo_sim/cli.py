@@ -10,7 +10,7 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 GIB = 2**30
 Options = dict[str, Any]
+T = TypeVar("T")
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
@@ -72,7 +73,7 @@ def what_if_command(**options: Any) -> None:
     if options["as_json"]:
         click.echo(encode(answer.result).decode(), nl=False)
     else:
-        click.echo(result_table(answer.result))
+        click.echo(result_table(answer.result) + "\n")
         for line in answer.result.why:
             click.echo(line)
     if answer.result.best is None:
@@ -142,7 +143,7 @@ def _ask(plan: Plan | None, question: Question, options: Options) -> Answer:
     return _with_progress("plans", lambda tell: what_if(question, top=options["top"], progress=tell))
 
 
-def _with_progress(label: str, work: Callable[[Callable[[int, int], None]], Any]) -> Any:
+def _with_progress(label: str, work: Callable[[Callable[[int, int], None]], T]) -> T:
     """Run ``work`` with a callback (done, all) that draws a bar on standard error when that is a terminal."""
     if not sys.stderr.isatty():
         return work(lambda done, total: None)
@@ -212,7 +213,10 @@ def validate_command(
     if not rows:
         raise UsageError("no such rows", got=f"source {source}, system {system}", hint=f"see the columns of {cases}")
     report = _with_progress("cases", lambda tell: validate(rows, progress=tell))
-    click.echo(encode(report).decode() if as_json else validation_table(report), nl=not as_json)
+    if as_json:
+        click.echo(encode(report).decode(), nl=False)
+    else:
+        click.echo(validation_table(report, seq_tokens=[c.question.seq_tokens for c in rows]))
     if max_error is not None:
         worst = worst_mean_error(report)
         if worst > max_error:
@@ -229,8 +233,8 @@ def validate_command(
 def fit_command(cases: str, chosen: tuple[str, ...], low: float, high: float, unfitted: float) -> None:
     """Fit the rate at which all devices of a node copy at once, and show what the fit buys.
 
-    Prints the fitted rate and the errors of all rows with it, with the unfitted rate, and with each length's rows left out of
-    the fit.
+    Prints the fitted rate and the errors of all rows with it, with the unfitted rate, and with each length's rows left
+    out of the fit.
     """
     from memo_sim.cases import load_cases
     from memo_sim.fit import fit_copy_rate

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from memo_sim.contract.plan import Decisions, Layout
+from memo_sim.contract.plan import Decisions
 from memo_sim.contract.units import format_bytes, format_seconds
 from memo_sim.engine.simulate import Simulation
 from memo_sim.planning.presets import KEEP, TOKENWISE, find_system
 from memo_sim.planning.question import Question
 from memo_sim.planning.search import Evaluated, SearchResult
+from memo_sim.views.plan_table import layout_label
 
 SLACK = 0.01
 """A lane that leaves less than this fraction of the step idle is what binds."""
@@ -26,22 +27,10 @@ def explain(question: Question, found: SearchResult, simulation: Simulation | No
     return lines
 
 
-def short_layout(layout: Layout) -> str:
-    """Return a layout the short way: ``tp4+sp cp2``; ``1 device`` when nothing is divided."""
-    parts = [
-        f"{name}{getattr(layout, name)}{'+sp' if name == 'tp' and layout.sequence_parallel else ''}"
-        for name in ("tp", "cp", "ulysses", "metp", "pp", "dp")
-        if getattr(layout, name) > 1
-    ]
-    if layout.zero and layout.cp * layout.dp > 1:
-        parts.append(f"zero{layout.zero}")
-    return " ".join(parts) or "1 device"
-
-
 def _label(evaluated: Evaluated) -> str:
     decisions = evaluated.decisions
     alpha = f" at alpha {decisions.alpha:.3g}" if evaluated.policy == TOKENWISE else ""
-    return f"{evaluated.policy.label}{alpha} on {short_layout(decisions.layout)}"
+    return f"{evaluated.policy.label}{alpha} on {layout_label(decisions.layout)}"
 
 
 def _nothing_fits(found: SearchResult) -> list[str]:
@@ -81,7 +70,7 @@ def _alpha(found: SearchResult) -> list[str]:
     if best is None or best.linear_program is None:
         return []
     program = best.linear_program
-    where = short_layout(best.decisions.layout)
+    where = layout_label(best.decisions.layout)
     bound = f"bound by {program.binds}; a layer's forward takes {format_seconds(program.layer_forward_s)}"
     rates = f"offload gets {program.bandwidth_bytes_per_s / 1e9:.1f} GB/s"
     full = f"hiding a full swap would need {program.full_overlap_bandwidth / 1e9:.1f} GB/s"
@@ -128,4 +117,4 @@ def plan_title(decisions: Decisions, prediction_step_s: float | None) -> str:
     if decisions.swapped_tokens:
         policy = f"{policy} alpha {decisions.alpha:.3g}" if decisions.recompute == "tokenwise" else "swap"
     step = f", step {format_seconds(prediction_step_s)}" if prediction_step_s is not None else ""
-    return f"{decisions.model.name}, {decisions.seq_tokens} tokens, {short_layout(decisions.layout)}, {policy}{step}"
+    return f"{decisions.model.name}, {decisions.seq_tokens} tokens, {layout_label(decisions.layout)}, {policy}{step}"

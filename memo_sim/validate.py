@@ -19,8 +19,7 @@ from memo_sim.contract.validation import CaseError, CasePrediction, CaseReport, 
 from memo_sim.planning.presets import SYSTEMS
 from memo_sim.planning.question import Pins, Question
 from memo_sim.planning.search import search
-
-QUANTITIES = ("mfu", "tgs", "step_ms", "allocated_gib", "reserved_gib")
+from memo_sim.views.accuracy import QUANTITIES, summarise
 
 
 def validate(
@@ -164,10 +163,7 @@ def _errors(predicted: CasePrediction, expected: Expectation) -> CaseError:
 
 def worst_mean_error(report: Validation) -> float:
     """Return the largest mean absolute relative error over the quantities; infinite when a status is wrong."""
-    if any(c.error.status is False for c in report.cases):
+    groups = summarise(report.cases)
+    if any(g.statuses_right < g.statuses for g in groups):
         return float("inf")
-    means = [0.0]
-    for name in QUANTITIES:
-        misses = [abs(e) for c in report.cases if (e := getattr(c.error, name)) is not None]
-        means.append(sum(misses) / len(misses) if misses else 0.0)
-    return max(means)
+    return max((e.mean_abs for g in groups for e in g.errors.values()), default=0.0)

@@ -22,7 +22,7 @@ from memo_sim.contract.trace import MemoryCurve
 from memo_sim.contract.units import format_bytes
 from memo_sim.engine.playback import Playback
 from memo_sim.program.columns import Columns, Ints
-from memo_sim.program.instruction import BufferClass
+from memo_sim.program.instruction import BufferClass, Lane
 from memo_sim.program.liveness import Liveness, Peak, live_bytes, liveness, peak
 from memo_sim.program.program import Program
 
@@ -125,12 +125,25 @@ class Memory:
         raise IndexError(instruction)
 
     def device_over_time(self, playback: Playback) -> MemoryCurve:
-        """Return the device's live bytes by class, from each buffer's first user's start to its last user's end."""
-        return _over_time(self.device_lives, playback, device=True)
+        """Return the device's live bytes by class as the compute lane proceeds.
+
+        Memory is handed out in program order, whatever other lanes run ahead or behind: between the starts of two
+        kernels lives what lives at the second or at instructions of other lanes that precede it, whichever is most.
+        So the curve's peak is the program's.
+        """
+        lane = playback.columns.lane
+        kernels = np.flatnonzero(lane == Lane.COMPUTE)
+        total = np.sum(list(self.device_curves.values()), axis=0)
+        group = np.minimum(np.searchsorted(kernels, np.arange(len(lane))), len(kernels) - 1)
+        fullest = np.lexsort((-total, group))[np.searchsorted(group, np.arange(len(kernels)))]
+        times = playback.start_s[kernels].copy()
+        times[0] = 0.0
+        curves = {name: curve[fullest].tolist() for name, curve in self.device_curves.items()}
+        return MemoryCurve(time_s=times.tolist(), bytes_by_class=curves)
 
     def host_over_time(self, playback: Playback) -> MemoryCurve:
         """Return the live bytes of one rank's host memory by class."""
-        return _over_time(self.host_lives, playback, device=False)
+        return _host_over_time(self.host_lives, playback)
 
 
 def memory_of(program: Program, columns: Columns, decisions: Decisions, hardware: Hardware, cluster: Cluster) -> Memory:
@@ -196,8 +209,9 @@ def _first_above(curves: dict[str, Ints], limit: int) -> tuple[int, dict[str, in
     return at, {name: int(curve[at]) for name, curve in curves.items() if curve[at]}
 
 
-def _over_time(lives: Liveness, playback: Playback, *, device: bool) -> MemoryCurve:
-    used = (lives.on_device == device) & (lives.death >= lives.birth)
+def _host_over_time(lives: Liveness, playback: Playback) -> MemoryCurve:
+    """Return host memory from each buffer's first copy's start to its last copy's end."""
+    used = ~lives.on_device & (lives.death >= lives.birth)
     lasting = lives.birth < 0
     dynamic = used & ~lasting
     births = playback.start_s[lives.birth[dynamic]]

@@ -27,7 +27,6 @@ from tests.sim.toy_machine import (
     SOURCES,
     TOY_CLUSTER,
     ToyPrices,
-    alone,
     contended,
     decide,
     small_decisions,
@@ -72,24 +71,21 @@ def test_the_peak_is_the_programs_own(decisions: Decisions) -> None:
 
 @given(decisions=small_decisions())
 @settings(max_examples=25, deadline=None)
-def test_memory_over_time_holds_every_buffer_for_its_life(decisions: Decisions) -> None:
+def test_host_memory_over_time_holds_every_buffer_for_its_life(decisions: Decisions) -> None:
     found = memory(decisions)
     columns = expand(found.program)
     seconds = np.random.default_rng(0).uniform(1e-4, 1e-3, len(columns.lane))
     playback = play(columns, derive_edges(columns), seconds, contended)
-    for lives, curve, device in (
-        (found.device_lives, found.device_over_time(playback), True),
-        (found.host_lives, found.host_over_time(playback), False),
-    ):
-        used = (lives.on_device == device) & (lives.death >= lives.birth)
-        held = 0.0
-        for birth, death, size in zip(lives.birth[used], lives.death[used], lives.bytes[used], strict=True):
-            whole_step = birth < 0
-            born_s = 0.0 if whole_step else playback.start_s[birth]
-            died_s = playback.span_s if whole_step else playback.end_s[death]
-            held += float(size) * (died_s - born_s)
-        assert area(curve, playback.span_s) == pytest.approx(held, rel=1e-9)
-        assert all(min(values) >= 0 for values in curve.bytes_by_class.values())
+    lives, curve = found.host_lives, found.host_over_time(playback)
+    used = ~lives.on_device & (lives.death >= lives.birth)
+    held = 0.0
+    for birth, death, size in zip(lives.birth[used], lives.death[used], lives.bytes[used], strict=True):
+        whole_step = birth < 0
+        born_s = 0.0 if whole_step else playback.start_s[birth]
+        died_s = playback.span_s if whole_step else playback.end_s[death]
+        held += float(size) * (died_s - born_s)
+    assert area(curve, playback.span_s) == pytest.approx(held, rel=1e-9)
+    assert all(min(values) >= 0 for values in curve.bytes_by_class.values())
 
 
 def area(curve: MemoryCurve, end_s: float) -> float:
@@ -98,13 +94,16 @@ def area(curve: MemoryCurve, end_s: float) -> float:
     return float(sum(np.dot(values, widths) for values in curve.bytes_by_class.values()))
 
 
-@pytest.mark.parametrize("policy", [("none", 0.0), ("full", 0.0)])
-def test_over_time_the_peak_of_one_lane_is_the_programs(policy: tuple[str, float]) -> None:
-    found = memory(decide(policy, layers=4))
+@given(decisions=small_decisions())
+@settings(max_examples=25, deadline=None)
+def test_device_memory_over_time_peaks_at_the_programs_peak(decisions: Decisions) -> None:
+    found = memory(decisions)
     columns = expand(found.program)
-    playback = play(columns, derive_edges(columns), np.ones(len(columns.lane)), alone)
-    total = np.sum(list(found.device_over_time(playback).bytes_by_class.values()), axis=0)
+    playback = play(columns, derive_edges(columns), np.ones(len(columns.lane)), contended)
+    curve = found.device_over_time(playback)
+    total = np.sum(list(curve.bytes_by_class.values()), axis=0)
     assert total.max() == found.device.bytes
+    assert np.all(np.diff(curve.time_s) >= 0)
 
 
 def test_a_plan_fits_to_the_byte() -> None:

@@ -1,0 +1,199 @@
+"""``memo-sim`` as scripts use it: documents, exit codes, messages, and nothing half written."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from memo_sim.contract import codec
+from memo_sim.contract.plan import Plan
+from memo_sim.contract.result import Result
+from memo_sim.contract.trace import Trace
+from memo_sim.contract.validation import Validation
+from memo_sim.program.lower import lower, program_sha256
+
+SMALL = ["gpt-7b", "--cluster", "a800-1x8", "--seq-len", "64k", "--tp", "8", "--recompute", "full"]
+
+
+def memo_sim(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    """Run the command line the way a shell does."""
+    return subprocess.run(
+        [sys.executable, "-m", "memo_sim", *arguments], capture_output=True, text=True, cwd=cwd, check=False
+    )
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with everything what-if can write."""
+    folder = tmp_path_factory.mktemp("plan")
+    done = memo_sim(
+        "what-if",
+        *("gpt-7b", "--cluster", "a800-1x8", "--seq-len", "128k", "--system", "memo", "--tp", "4"),
+        *("-o", "plan.json", "--plot", "timeline.png", "--trace", "trace.json", "--json"),
+        cwd=folder,
+    )
+    assert done.returncode == 0, done.stderr
+    (folder / "result.json").write_text(done.stdout)
+    return folder
+
+
+def test_the_result_is_one_document(written: Path) -> None:
+    result = codec.read(written / "result.json", Result)
+    assert result.best == result.plans[0]
+    assert result.best is not None
+    assert result.best.status == "ok"
+    assert 0.2 < (result.best.mfu or 0) < 0.7
+    assert result.evaluated + result.pruned >= len(result.plans)
+
+
+def test_the_plan_pins_the_program_and_its_trace_lies_beside_it(written: Path) -> None:
+    plan = codec.read(written / "plan.json", Plan)
+    programs = lower(plan.decisions)
+    assert plan.program_sha256 == program_sha256(programs)
+    trace = codec.read(written / "plan.trace.json", Trace)
+    assert trace.spans.ids == programs[0].ids()
+    assert plan.prediction is not None
+    assert trace.step_s == pytest.approx(plan.prediction.step_s)
+    assert (written / "timeline.png").read_bytes().startswith(b"\x89PNG")
+    events = json.loads((written / "trace.json").read_text())["traceEvents"]
+    assert any(e["ph"] == "X" for e in events)
+
+
+def test_a_plan_is_priced_elsewhere(written: Path) -> None:
+    plan = str(written / "plan.json")
+    here, there = (
+        Result_of(memo_sim("what-if", "--plan", plan, "--cluster", cluster, "--json"))
+        for cluster in ("a800-1x8", "a100-1x8")
+    )
+    assert here.plans[0].layout == there.plans[0].layout
+    assert here.plans[0].step_s != there.plans[0].step_s
+
+
+def Result_of(done: subprocess.CompletedProcess[str]) -> Result:  # noqa: N802 - reads as a constructor
+    return codec.decode(done.stdout.encode(), Result, where="standard output")
+
+
+def test_the_table_says_why() -> None:
+    done = memo_sim("what-if", *SMALL)
+    assert done.returncode == 0, done.stderr
+    assert "tp8+sp" in done.stdout
+    assert "full recompute" in done.stdout
+    assert "Device memory is fullest at" in done.stdout
+    assert done.stderr == ""
+
+
+def test_nothing_fits_exits_4_and_prints_no_speed(tmp_path: Path) -> None:
+    question = [*SMALL, "--device-memory-gib", "4"]
+    done = memo_sim("what-if", *question, "--json", "-o", str(tmp_path / "plan.json"))
+    assert done.returncode == 4
+    result = Result_of(done)
+    assert result.best is None
+    assert result.plans[0].status == "gpu_oom"
+    assert result.plans[0].step_s is result.plans[0].mfu is result.plans[0].tgs is None
+    assert result.plans[0].shortfall_bytes > 0
+    assert list(tmp_path.iterdir()) == []
+    shown = memo_sim("what-if", *question)
+    assert shown.returncode == 4
+    assert "Nothing fits" in shown.stdout
+    assert "MFU" not in shown.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "says"),
+    [
+        (["what-if", *SMALL, "--alpha", "1.5"], 2, "alpha"),
+        (["what-if", "gpt-7b", "--cluster", "a800-1x8", "--seq-len", "many"], 2, "tokens"),
+        (["what-if", "gpt-7c", "--cluster", "a800-1x8", "--seq-len", "64k"], 2, "gpt-7b"),
+        (["what-if", "gpt-7b", "--cluster", "a801-1x8", "--seq-len", "64k"], 2, "a800"),
+        (["what-if", *SMALL, "--system", "memmo"], 2, "memo"),
+        (["what-if", *SMALL, "--cp", "8"], 2, "8 devices"),
+        (["what-if", *SMALL, "--alpha", "0.5"], 2, "full recompute"),
+        (["what-if", "gpt-7b", "--cluster", "a800-1x8", "--seq-len", "65537"], 4, "no layout divides"),
+        (["what-if", "--cluster", "a800-1x8"], 2, "MODEL"),
+        (["what-if", *SMALL, "-o", "/no/such/folder/plan.json"], 2, "folder"),
+        (["validate", "no-such-cases"], 2, "memo-table5"),
+        (["schema", "plam"], 2, "plan"),
+        (["what-if", *SMALL, "--metp", "2"], 2, "metp"),
+    ],
+)
+def test_wrong_usage_is_one_clear_message(arguments: list[str], code: int, says: str) -> None:
+    done = memo_sim(*arguments)
+    assert done.returncode == code
+    assert says in done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.stdout == ""
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        ("", "empty"),
+        ('{"schema": "memo.model/1", "name"', "model"),
+        ('{"model_type": "mamba"}', "mamba"),
+        ('{"schema": "memo.plan/1"}', "memo.model/1"),
+    ],
+)
+def test_a_bad_model_file_exits_3(tmp_path: Path, content: str, says: str) -> None:
+    path = tmp_path / "model.json"
+    path.write_text(content)
+    done = memo_sim("what-if", str(path), "--cluster", "a800-1x8", "--seq-len", "64k")
+    assert done.returncode == 3
+    assert str(path) in done.stderr
+    assert says in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_alpha_of_one_and_a_half_in_a_file_exits_3(written: Path, tmp_path: Path) -> None:
+    document = json.loads((written / "plan.json").read_text())
+    document["decisions"]["swapped_tokens"] = document["decisions"]["seq_tokens"] * 3
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps(document))
+    done = memo_sim("what-if", "--plan", str(path), "--cluster", "a800-1x8")
+    assert done.returncode == 3
+    assert "swapped_tokens" in done.stderr
+
+
+def test_lists_and_schemas() -> None:
+    for what, expected in (
+        ("models", "gpt-65b"),
+        ("clusters", "a800-1x8"),
+        ("systems", "memo"),
+        ("cases", "memo-table5"),
+        ("hardware", "a100-sxm4-80gb"),
+    ):
+        done = memo_sim("list", what)
+        assert done.returncode == 0
+        assert expected in done.stdout
+    schema = json.loads(memo_sim("schema", "plan").stdout)
+    assert "memo.plan/1" in json.dumps(schema)
+
+
+def test_validate_prints_a_document_and_honours_max_error(tmp_path: Path) -> None:
+    arguments = ["validate", "memo-table4", "--system", "memo", "--json"]
+    done = memo_sim(*arguments)
+    assert done.returncode == 0, done.stderr
+    report = codec.decode(done.stdout.encode(), Validation, where="standard output")
+    assert len(report.cases) == 16
+    assert memo_sim(*arguments, "--max-error", "0").returncode == 5
+    table = memo_sim("validate", "memo-table4")
+    assert "memo-t4-memo-64k" in table.stdout
+
+
+def test_equal_questions_give_equal_plans(tmp_path: Path) -> None:
+    names = ("first.json", "second.json")
+    for name in names:
+        assert memo_sim("what-if", *SMALL, "-o", name, cwd=tmp_path).returncode == 0
+    first, second = (json.loads((tmp_path / n).read_text()) for n in names)
+    first.pop("provenance")
+    second.pop("provenance")
+    assert first == second
+    assert sorted(p.name for p in tmp_path.iterdir()) == [
+        "first.json",
+        "first.trace.json",
+        "second.json",
+        "second.trace.json",
+    ]
