@@ -1,0 +1,88 @@
+"""The same models in plain torch with autograd, written without the kernels: the reference of every gradient.
+
+Attention is a masked softmax over a full matrix, rotary positions are complex products, and the loss is torch's.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F  # noqa: N812
+
+from memo_sim.contract.model import Model
+
+
+class AutogradModel:
+    """A forward pass over named leaves."""
+
+    def __init__(self, model: Model, parameters: dict[str, Tensor], dtype: torch.dtype = torch.float64) -> None:
+        self.model = model
+        self.p = {name: value.detach().clone().to(dtype).requires_grad_() for name, value in parameters.items()}
+
+    def loss(self, ids: Tensor, labels: Tensor, scale: float) -> Tensor:
+        """Return the scaled sum of losses over (sequences, tokens)."""
+        logits = self.logits(ids)
+        summed = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum")
+        return summed * scale
+
+    def logits(self, ids: Tensor) -> Tensor:
+        x = self.p["embed/tokens.weight"][ids]
+        if "embed/positions.weight" in self.p:
+            x = x + self.p["embed/positions.weight"][torch.arange(ids.shape[1])]
+        for i in range(self.model.layers):
+            x = self._layer(x, f"layer.{i}/")
+        x = self._norm(x, "head/norm")
+        return F.linear(x, self.p.get("head/classifier.weight", self.p["embed/tokens.weight"]))
+
+    def _layer(self, x: Tensor, at: str) -> Tensor:
+        x = x + self._attention(self._norm(x, f"{at}norm1"), at)
+        up = self._linear(self._norm(x, f"{at}norm2"), f"{at}ffn_up")
+        if self.model.gated:
+            gate, up = up.chunk(2, dim=-1)
+            act = F.silu(gate) * up
+        else:
+            act = F.gelu(up, approximate="tanh" if self.model.activation == "gelu_tanh" else "none")
+        return x + self._linear(act, f"{at}ffn_down")
+
+    def _norm(self, x: Tensor, name: str) -> Tensor:
+        weight, width = self.p[f"{name}.weight"], x.shape[-1:]
+        if self.model.family == "gpt":
+            return F.layer_norm(x, width, weight, self.p[f"{name}.bias"], self.model.norm_eps)
+        return F.rms_norm(x, width, weight, self.model.norm_eps)
+
+    def _linear(self, x: Tensor, name: str) -> Tensor:
+        return F.linear(x, self.p[f"{name}.weight"], self.p.get(f"{name}.bias"))
+
+    def _attention(self, x: Tensor, at: str) -> Tensor:
+        m = self.model
+        packed = self._linear(x, f"{at}qkv").unflatten(-1, (-1, m.head_dim)).transpose(1, 2)
+        q, k, v = packed.split([m.heads, m.kv_heads, m.kv_heads], dim=1)
+        if m.qk_norm:
+            q = F.rms_norm(q, q.shape[-1:], self.p[f"{at}q_norm.weight"], m.norm_eps)
+            k = F.rms_norm(k, k.shape[-1:], self.p[f"{at}k_norm.weight"], m.norm_eps)
+        if not m.learned_positions:
+            q, k = self._rotated(q), self._rotated(k)
+        k, v = (t.repeat_interleave(m.heads // m.kv_heads, dim=1) for t in (k, v))
+        scores = q @ k.transpose(2, 3) / math.sqrt(m.head_dim)
+        seen = torch.ones(scores.shape[-2:], dtype=torch.bool).tril()
+        out = scores.masked_fill(~seen, -torch.inf).softmax(-1) @ v
+        return self._linear(out.transpose(1, 2).flatten(2), f"{at}proj")
+
+    def _rotated(self, x: Tensor) -> Tensor:
+        first, second = x.chunk(2, dim=-1)
+        angles = torch.arange(x.shape[2], dtype=x.dtype)[:, None] * self._frequencies().to(x.dtype)
+        turned = torch.complex(first, second) * torch.polar(torch.ones_like(angles), angles)
+        return torch.cat((turned.real, turned.imag), dim=-1)
+
+    def _frequencies(self) -> Tensor:
+        m = self.model
+        found = []
+        for i in range(m.head_dim // 2):
+            frequency = m.rope_theta ** (-2 * i / m.head_dim)
+            if m.rope_scaling is not None:
+                s = m.rope_scaling
+                turns = s.original_max_positions * frequency / (2 * math.pi)
+                share = min(1.0, max(0.0, (turns - s.low_freq_factor) / (s.high_freq_factor - s.low_freq_factor)))
+                frequency = (1 - share) * frequency / s.factor + share * frequency
+            found.append(frequency)
+        return torch.tensor(found, dtype=torch.float64)

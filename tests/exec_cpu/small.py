@@ -1,0 +1,149 @@
+"""Small models, plans and batches, and steps played with them."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from memo_exec import weights
+from memo_exec.interpreter import Interpreter
+from memo_exec.kernels import StepScalars
+from memo_exec.record import StepRecord
+from memo_sim.contract.model import Model, RopeScaling
+from memo_sim.contract.plan import Decisions, Kernels
+from memo_sim.program.lower import lower
+
+VOCAB = 97
+CPU_KERNELS = Kernels(attention="torch-flash-cpu")
+LLAMA3 = RopeScaling(kind="llama3", factor=8.0, original_max_positions=64)
+
+
+def gpt(**changes: Any) -> Model:
+    fields: dict[str, Any] = {
+        "name": "gpt-small",
+        "family": "gpt",
+        "layers": 3,
+        "hidden": 64,
+        "heads": 4,
+        "kv_heads": 4,
+        "head_dim": 16,
+        "ffn_hidden": 256,
+        "vocab": VOCAB,
+        "tied_embeddings": True,
+        "max_positions": 512,
+        "qkv_bias": True,
+        "linear_bias": True,
+    }
+    return Model(**(fields | changes))
+
+
+def llama(**changes: Any) -> Model:
+    fields: dict[str, Any] = {
+        "name": "llama-small",
+        "family": "llama",
+        "layers": 3,
+        "hidden": 64,
+        "heads": 4,
+        "kv_heads": 2,
+        "head_dim": 16,
+        "ffn_hidden": 160,
+        "vocab": VOCAB,
+        "tied_embeddings": False,
+        "activation": "silu",
+    }
+    return Model(**(fields | changes))
+
+
+MODELS = {
+    "gpt2": gpt(),
+    "gpt-bare": gpt(tied_embeddings=False, max_positions=0, qkv_bias=False, linear_bias=False, activation="gelu_tanh"),
+    "llama": llama(),
+    "llama-biased": llama(qkv_bias=True, linear_bias=True, rope_scaling=LLAMA3, rope_theta=500.0),
+    "qwen2": llama(qkv_bias=True, tied_embeddings=True, heads=8, head_dim=8, kv_heads=2),
+    "qwen3": llama(qk_norm=True, head_dim=32, kv_heads=1),
+}
+"""Both families, grouped queries, biases, tied and untied, every way to know positions."""
+
+
+def decide(model: Model, **changes: Any) -> Decisions:
+    """Return a plan's decisions: fp32 on the CPU, two sequences of 128 tokens."""
+    fields: dict[str, Any] = {
+        "model": model,
+        "seq_tokens": 128,
+        "micro_batch": 2,
+        "dtype": "fp32",
+        "kernels": CPU_KERNELS,
+    }
+    fields |= changes
+    return Decisions(**({"global_batch": fields["micro_batch"]} | fields))
+
+
+def play(decisions: Decisions, **options: Any) -> Interpreter:
+    """Return an interpreter whose weights are random enough that every gradient counts."""
+    (program,) = lower(decisions)
+    interpreter = Interpreter(decisions, program, **options)
+    weights.initialize(interpreter, seed=1)
+    generator = torch.Generator().manual_seed(2)
+    for value in weights.named_parameters(interpreter).values():
+        value.add_(torch.normal(0.0, 0.08, value.shape, generator=generator))
+    for kind in ("embed", "layer", "head"):
+        if f"master.{kind}" in interpreter.program.family_bases:
+            for i in range(decisions.model.layers if kind == "layer" else 1):
+                interpreter.buffer(f"master.{kind}", i).copy_(interpreter.buffer(f"params.{kind}", i))
+    return interpreter
+
+
+def batch(decisions: Decisions, seed: int = 0, *, ignored: float = 0.0) -> list[tuple[Tensor, Tensor]]:
+    """Return (ids, labels) of every micro-batch, a fraction of the labels not counted."""
+    generator = torch.Generator().manual_seed(seed)
+    shape = (decisions.micro_batches, decisions.local_tokens)
+    ids = torch.randint(0, decisions.model.vocab, shape, generator=generator)
+    labels = torch.randint(0, decisions.model.vocab, shape, generator=generator)
+    labels[torch.rand(shape, generator=generator) < ignored] = -100
+    return list(zip(ids, labels, strict=True))
+
+
+def counted(batches: list[tuple[Tensor, Tensor]]) -> int:
+    """Return how many targets count."""
+    return sum(int((labels != -100).sum()) for _, labels in batches)
+
+
+def scalars(batches: list[tuple[Tensor, Tensor]], **changes: Any) -> StepScalars:
+    """Return a step's numbers."""
+    return StepScalars(**({"lr": 1e-3, "loss_scale": 1 / counted(batches)} | changes))
+
+
+def gradients(interpreter: Interpreter) -> dict[str, Tensor]:
+    """Return copies of all gradients by name."""
+    return {name: value.clone() for name, value in weights.named_gradients(interpreter).items()}
+
+
+def one_step(
+    decisions: Decisions, batches: list[tuple[Tensor, Tensor]] | None = None, **options: Any
+) -> tuple[StepRecord, dict[str, Tensor]]:
+    """Play one step without an update; return its record and gradients."""
+    batches = batches or batch(decisions)
+    with play(decisions, **options) as interpreter:
+        record = interpreter.run_step(batches, scalars(batches, lr=0.0))
+        return record, gradients(interpreter)
+
+
+def losses(decisions: Decisions, steps: int, **changes: Any) -> list[float]:
+    """Return the losses of training on one batch after another."""
+    found = []
+    with play(decisions) as interpreter:
+        for step in range(1, steps + 1):
+            batches = batch(decisions, seed=step % 5)
+            found.append(interpreter.run_step(batches, scalars(batches, step=step, **changes)).loss)
+    return found
+
+
+def wrapped(kernel: Callable[[Any], None], before: Callable[[Any], None]) -> Callable[[Any], None]:
+    """Return a kernel that calls ``before`` first."""
+
+    def call(arguments: Any) -> None:
+        before(arguments)
+        kernel(arguments)
+
+    return call
