@@ -29,6 +29,7 @@ class Fit:
 
     rate: float
     fitted: Validation
+    unfitted_rate: float
     unfitted: Validation
     left_out: dict[int, tuple[float, Validation]]
     """By length (tokens): the rate fitted without that length's cases, and the report of just those."""
@@ -76,7 +77,13 @@ def fit_copy_rate(
         left_out[length] = (again, _report(held, again))
         if progress:
             progress(i + 2, total)
-    return Fit(rate=rate, fitted=_report(cases, rate), unfitted=_report(cases, unfitted), left_out=left_out)
+    return Fit(
+        rate=rate,
+        fitted=_report(cases, rate),
+        unfitted_rate=unfitted,
+        unfitted=_report(cases, unfitted),
+        left_out=left_out,
+    )
 
 
 def _report(cases: list[Case], rate: float) -> Validation:

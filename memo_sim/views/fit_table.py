@@ -24,6 +24,10 @@ class FitReport(Protocol):
         """All cases, priced with the fitted rate."""
 
     @property
+    def unfitted_rate(self) -> float:
+        """The rate that one would assume without a fit."""
+
+    @property
     def unfitted(self) -> Validation:
         """All cases, priced with the rate that one would assume."""
 
@@ -34,21 +38,21 @@ class FitReport(Protocol):
 
 def fit_table(fit: FitReport) -> str:
     """Return the fitted rate and its errors; a length's row shows its own cases, with the rate fitted without them."""
-    rows = [*_rows("fitted", fit.rate, fit.fitted), *_rows("unfitted", None, fit.unfitted)]
+    rows = [*_rows("fitted", fit.rate, fit.fitted), *_rows("unfitted", fit.unfitted_rate, fit.unfitted)]
     for length, (rate, held) in sorted(fit.left_out.items()):
         rows += _rows(f"{format_tokens(length)}, left out of a fit", rate, held)
     headers = ["with", "GB/s", "quantity", "n", "bias", "mean |error|", "max |error|", "status right"]
     return f"fitted rate: {fit.rate / 1e9:.3f} GB/s\n\n{text_table(headers, rows, 'lrlrrrrr')}"
 
 
-def _rows(name: str, rate: float | None, validation: Validation) -> list[list[str | None]]:
+def _rows(name: str, rate: float, validation: Validation) -> list[list[str | None]]:
     rows: list[list[str | None]] = []
     for accuracy in _whole(validation):
         for quantity, errors in accuracy.errors.items():
             rows.append(
                 [
                     "" if rows else name,
-                    "" if rows else number(rate / 1e9 if rate else None, 3),
+                    "" if rows else number(rate / 1e9, 3),
                     LABELS[quantity],
                     str(errors.count),
                     percent(errors.bias, digits=2, signed=True),

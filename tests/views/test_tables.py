@@ -190,7 +190,8 @@ def test_validation() -> None:
 
 def test_a_fit_is_judged_three_ways() -> None:
     fitted, unfitted, held = (Validation(cases=[case("a", e)]) for e in (0.001, -0.2, 0.004))
-    fit = SimpleNamespace(rate=10.3e9, fitted=fitted, unfitted=unfitted, left_out={196608: (10.4e9, held)})
+    left_out = {196608: (10.4e9, held)}
+    fit = SimpleNamespace(rate=10.3e9, fitted=fitted, unfitted_rate=12e9, unfitted=unfitted, left_out=left_out)
 
     assert fit_table(fit) == dedent(
         """\
@@ -198,7 +199,7 @@ def test_a_fit_is_judged_three_ways() -> None:
 
         with                       GB/s  quantity  n      bias  mean |error|  max |error|  status right
         fitted                   10.300  MFU       1   +0.10 %        0.10 %       0.10 %           1/1
-        unfitted                      -  MFU       1  -20.00 %       20.00 %      20.00 %           1/1
+        unfitted                 12.000  MFU       1  -20.00 %       20.00 %      20.00 %           1/1
         192k, left out of a fit  10.400  MFU       1   +0.40 %        0.40 %       0.40 %           1/1"""
     )
 
