@@ -168,12 +168,12 @@ class Interpreter:
         if lane in self._moved:
             self._moved[lane] += call["target"].nbytes
         if self.probe:
-            self.probe.after(bound, call, progress)
+            self.probe.after(bound, call)
         for buffer, others in bound.deaths:
             for other, last in others:
                 progress.wait(other, last)
             self.store.death(buffer, number)
-        progress.finish(lane, number, awaited=bound.awaited or self.probe is not None)
+        progress.finish(lane, number, awaited=bound.awaited)
 
     def _call(self, bound: Bound) -> Call:
         tensors = {}

@@ -1,21 +1,25 @@
 """Debug mode: nothing that was offloaded can be read before it is back, and nothing that shares bytes can overlap.
 
-    poison      when an offload and every earlier reader of the rows have ended, the rows become NaN; reading NaN fails
+    poison      once an offload and every earlier reader of its rows have ended, the rows become NaN; reading NaN fails
     checksums   the host's copy equals the rows it came from, and the prefetched rows equal the host's copy
     order       after the step, every pair of instructions that a range orders is compared by its measured times
 
-Orders are derived anew, never taken from the schedule, so that a missing edge shows.
+Orders are derived anew, never taken from the schedule, so that a missing edge shows. The compute lane poisons, between
+two of its instructions, so that no copy lane waits for more than its edges say.
 """
 
 from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from memo_exec.kernels import Call
-from memo_exec.lanes import Floats, Progress
-from memo_exec.schedule import Bound, Schedule, Touch
+from memo_exec.lanes import Floats
+from memo_exec.schedule import Bound, Schedule
 from memo_sim.program.edges import derive_edges
 from memo_sim.program.instruction import BufferClass, Lane, Mode
 
@@ -24,35 +28,42 @@ class RaceFound(Exception):
     """Two instructions touched the same bytes in the wrong order."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Offloaded:
+    """Rows that have been copied and may be poisoned once ``last_reader`` has ended."""
+
+    name: str
+    rows: Tensor
+    checksum: int
+    last_reader: int
+
+
 class Probe:
     """Watches one interpreter."""
 
     def __init__(self, schedule: Schedule) -> None:
+        self._schedule = schedule
         self._names = schedule.program.ids()
         self._edges = derive_edges(schedule.columns)
-        self._skeletal = frozenset(
-            buffer
-            for bounds in schedule.lanes.values()
-            for bound in bounds
-            for touch in bound.touches
-            for buffer in (touch.buffer,)
-            if schedule.family(buffer).buffer_class is BufferClass.SKELETAL
-        )
-        self._readers = _readers_before_offload(schedule, self._skeletal)
+        self._readers = _readers_before_offload(schedule)
         self._sums: dict[tuple[int, int, int], int] = {}
+        self._offloaded: deque[_Offloaded] = deque()
 
     def begin_step(self) -> None:
-        """Forget the sums of the last step."""
+        """Forget the last step."""
         self._sums.clear()
+        self._offloaded.clear()
 
     def before(self, bound: Bound, call: Call) -> None:
-        """Refuse to read poison.
+        """On the compute lane: poison what has been offloaded, and refuse to read poison.
 
         Raises:
-            RaceFound: when an operand that is read holds NaN.
+            RaceFound: when an operand that is read holds NaN, or offloaded rows are not what the host got.
         """
         if bound.instruction.lane is not Lane.COMPUTE:
             return
+        for _ in range(len(self._offloaded)):
+            self._poison(self._offloaded.popleft(), bound.number)
         for touch in bound.touches:
             tensor = call.tensors.get(touch.role)
             if tensor is None or not touch.mode & Mode.READ or not tensor.is_floating_point():
@@ -61,40 +72,39 @@ class Probe:
                 name = self._names[bound.number]
                 raise RaceFound(f"{name} reads {touch.role} before it was written, or it was not a number")
 
-    def after(self, bound: Bound, call: Call, progress: Progress) -> None:
-        """Check a copy, and poison the rows of an offload once nobody reads them any more.
+    def _poison(self, offloaded: _Offloaded, number: int) -> None:
+        """Poison rows that no instruction before ``number`` still reads; keep others for later."""
+        if offloaded.last_reader >= number:
+            self._offloaded.append(offloaded)
+            return
+        _synchronize(offloaded.rows)
+        if checksum(offloaded.rows) != offloaded.checksum:
+            raise RaceFound(f"{offloaded.name} copied rows that were not yet, or no longer, the ones to keep")
+        offloaded.rows.fill_(float("nan"))
+        _synchronize(offloaded.rows)
+
+    def after(self, bound: Bound, call: Call) -> None:
+        """On a copy lane: note an offload, or check a prefetch.
 
         Raises:
-            RaceFound: when a copy differs from its source, or a prefetch finds no finished offload.
+            RaceFound: when a prefetch finds no finished offload, or brings back other bytes.
         """
         lane = bound.instruction.lane
         if lane not in (Lane.D2H, Lane.H2D):
             return
         source, target = (next(t for t in bound.touches if t.role == role) for role in ("source", "target"))
         device, host = (source, target) if lane is Lane.D2H else (target, source)
-        if device.buffer not in self._skeletal:
+        if self._schedule.family(device.buffer).buffer_class is not BufferClass.SKELETAL:
             return
-        if lane is Lane.H2D:
-            self._check_prefetch(bound, call, host)
-            return
-        _synchronize(call["source"])
-        if bound.number in self._readers:
-            progress.wait(Lane.COMPUTE, self._readers[bound.number])
-            _synchronize(call["source"])
+        name, key = self._names[bound.number], (host.buffer, host.first, host.tokens)
+        _synchronize(call[source.role if lane is Lane.D2H else target.role])
         found = checksum(call["target"])
-        if found != checksum(call["source"]):
-            raise RaceFound(f"{self._names[bound.number]} copied rows that were written at the same time")
-        self._sums[host.buffer, host.first, host.tokens] = found
-        call["source"].fill_(float("nan"))
-        _synchronize(call["source"])
-
-    def _check_prefetch(self, bound: Bound, call: Call, host: Touch) -> None:
-        name = self._names[bound.number]
-        _synchronize(call["target"])
-        wanted = self._sums.get((host.buffer, host.first, host.tokens))
-        if wanted is None:
+        if lane is Lane.D2H:
+            self._sums[key] = found
+            self._offloaded.append(_Offloaded(name, call["source"], found, self._readers.get(bound.number, -1)))
+        elif key not in self._sums:
             raise RaceFound(f"{name} came before the offload had ended")
-        if checksum(call["target"]) != wanted:
+        elif found != self._sums[key]:
             raise RaceFound(f"{name} brought back other bytes than were offloaded")
 
     def end_step(self, start_s: Floats, end_s: Floats) -> None:
@@ -112,10 +122,12 @@ class Probe:
 
 
 def checksum(tensor: Tensor) -> int:
-    """Return a sum over the tensor's bytes as integers, in which every byte's place within 8 counts."""
+    """Return a sum over the tensor's bytes, in eights, in which every place counts."""
     flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
     words = flat[: flat.numel() // 8 * 8].view(torch.int64)
-    return int(words.sum()) ^ int(flat[words.numel() * 8 :].sum(dtype=torch.int64))
+    places = torch.arange(1, len(words) + 1, device=words.device)
+    rest = flat[len(words) * 8 :]
+    return int((words * places).sum()) ^ int((rest * torch.arange(1, len(rest) + 1, device=rest.device)).sum())
 
 
 def _synchronize(tensor: Tensor) -> None:
@@ -123,22 +135,16 @@ def _synchronize(tensor: Tensor) -> None:
         torch.cuda.synchronize(tensor.device)
 
 
-def _readers_before_offload(schedule: Schedule, skeletal: frozenset[int]) -> dict[int, int]:
+def _readers_before_offload(schedule: Schedule) -> dict[int, int]:
     """Return for every offload the last compute instruction before it that touches its rows."""
     found: dict[int, int] = {}
-    last: dict[int, list[tuple[int, int, int]]] = {}
+    touched: dict[int, list[tuple[int, int, int]]] = {}
     for bound in sorted((b for bounds in schedule.lanes.values() for b in bounds), key=lambda b: b.number):
         for touch in bound.touches:
-            if touch.buffer not in skeletal:
-                continue
+            first, end = touch.first, touch.first + touch.tokens
             if bound.instruction.lane is Lane.COMPUTE:
-                last.setdefault(touch.buffer, []).append((bound.number, touch.first, touch.first + touch.tokens))
+                touched.setdefault(touch.buffer, []).append((bound.number, first, end))
             elif bound.instruction.lane is Lane.D2H and touch.role == "source":
-                earlier = [
-                    number
-                    for number, first, end in last.pop(touch.buffer, [])
-                    if first < touch.first + touch.tokens and touch.first < end
-                ]
-                if earlier:
-                    found[bound.number] = max(earlier)
+                earlier = [n for n, low, high in touched.pop(touch.buffer, []) if low < end and first < high]
+                found[bound.number] = max(earlier, default=-1)
     return found

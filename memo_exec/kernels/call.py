@@ -7,7 +7,6 @@ of parameter blocks are flat, too; the kernel gives them the parameter's shape.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import cached_property
 from math import prod
 
 import torch
@@ -44,20 +43,16 @@ class Context:
     device: torch.device
     scalars: StepScalars = field(default_factory=StepScalars)
 
+    def __post_init__(self) -> None:
+        """Make the constants, so that no kernel does."""
+        self._cells = {host: torch.zeros(4, device="cpu" if host else self.device) for host in (False, True)}
+        self.inverse_frequencies = inverse_frequencies(self.model).to(self.device)
+        """Rotary frequencies, fp32, half a head long."""
+
     @property
     def model(self) -> Model:
         """The model's shape."""
         return self.decisions.model
-
-    @cached_property
-    def inverse_frequencies(self) -> Tensor:
-        """Rotary frequencies, fp32, half a head long."""
-        return inverse_frequencies(self.model).to(self.device)
-
-    @cached_property
-    def _cells(self) -> dict[bool, Tensor]:
-        host = torch.device("cpu")
-        return {host_lane: torch.zeros(4, device=host if host_lane else self.device) for host_lane in (False, True)}
 
     def cell(self, lane: Lane, index: int) -> Tensor:
         """Return one of a lane's fp32 numbers, shape (1,): scratch of scalar kernels."""
