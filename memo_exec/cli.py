@@ -1,0 +1,251 @@
+"""``memo-exec``: parse, call, render; nothing else.
+
+Results go to standard output; step lines, progress and warnings to standard error. torch is imported inside the
+commands.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from memo_sim import __version__
+from memo_sim.contract.errors import MemoError, UsageError
+
+if TYPE_CHECKING:
+    from memo_exec.run import Outcome
+    from memo_sim.contract.comparison import Comparison
+    from memo_sim.contract.trace import Trace
+
+Options = dict[str, Any]
+FILE = click.Path(path_type=Path, dir_okay=False)
+DIRECTORY = click.Path(path_type=Path, file_okay=False)
+SIGNALLED = 128
+"""A process that a signal ended exits with this and the signal's number."""
+
+HYPERPARAMETERS = {
+    "lr": "learning_rate",
+    "beta1": "beta1",
+    "beta2": "beta2",
+    "eps": "epsilon",
+    "weight_decay": "weight_decay",
+    "clip": "clip",
+    "warmup_steps": "warmup_steps",
+    "decay_steps": "decay_steps",
+    "final_fraction": "final_fraction",
+}
+"""Options and the fields of ``Hyperparameters`` they set."""
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.version_option(__version__, prog_name="memo-exec")
+def cli() -> None:
+    """Run a plan on this machine, measure it, and compare with what was predicted.
+
+    Exit codes: 0 fine, 1 a bug, 2 wrong usage, 3 a bad input file, 5 outside --tolerance, 6 this machine cannot run the
+    plan, 130 interrupted.
+    """
+
+
+@cli.command("run")
+@click.argument("plan", type=FILE)
+@click.option("--data", type=FILE, help="Text (its bytes are the tokens), or token ids: .npy, .bin, .ids.")
+@click.option("--weights", type=DIRECTORY, help="Start from these Hugging Face safetensors, not from random weights.")
+@click.option("--steps", type=click.IntRange(1), default=10, show_default=True, help="Steps of the whole run.")
+@click.option("--seed", type=click.IntRange(0), help="Of the weights and the order of the data; 0 unless given.")
+@click.option("--lr", type=click.FloatRange(0, min_open=True), help="Learning rate [default: 3e-4].")
+@click.option("--warmup-steps", type=click.IntRange(0), help="Steps of linear warm-up [default: 0].")
+@click.option(
+    "--decay-steps", type=click.IntRange(0), help="Steps of cosine decay after it; 0 = constant [default: 0]."
+)
+@click.option("--final-fraction", type=click.FloatRange(0, 1), help="Of --lr, where the decay ends [default: 0.1].")
+@click.option("--weight-decay", type=click.FloatRange(0), help="Of matrices and embeddings [default: 0.1].")
+@click.option("--clip", type=click.FloatRange(0), help="Largest gradient norm; 0 = no clipping [default: 1].")
+@click.option("--beta1", type=click.FloatRange(0, 1, max_open=True), help="[default: 0.9]")
+@click.option("--beta2", type=click.FloatRange(0, 1, max_open=True), help="[default: 0.95]")
+@click.option("--eps", type=click.FloatRange(0, min_open=True), help="[default: 1e-8]")
+@click.option("--save", type=DIRECTORY, help="Keep checkpoints here, and the trained weights at the end.")
+@click.option("--save-every", type=click.IntRange(1), default=10, show_default=True, help="Steps between checkpoints.")
+@click.option("--resume", is_flag=True, help="Go on from the newest checkpoint of --save; begin when there is none.")
+@click.option("--tolerance", type=click.FloatRange(0), help="Exit 5 when the step time's error exceeds this fraction.")
+@click.option("--trace", "trace_path", type=FILE, help="Write both timelines for ui.perfetto.dev.")
+@click.option("--measured", "measured_path", type=FILE, help="Write the measured step as memo.trace/1.")
+@click.option("--debug", is_flag=True, help="Poison what was offloaded and check every copy and order (slow).")
+@click.option("--json", "as_json", is_flag=True, help="Print one memo.comparison/1 document.")
+def run_command(**options: Any) -> None:
+    """Train by PLAN and print measured against predicted (the median step after warm-up)."""
+    from memo_exec.run import RunOptions, run
+
+    _need_folders(options["trace_path"], options["measured_path"])
+    chosen = RunOptions(
+        hyperparameters={HYPERPARAMETERS[k]: v for k, v in options.items() if k in HYPERPARAMETERS and v is not None},
+        **{
+            name: options[name]
+            for name in ("steps", "data", "weights", "seed", "save", "save_every", "resume", "debug")
+        },
+    )
+    outcome = run(options["plan"], chosen, tell=lambda figure: _say(figure.line()), note=_say)
+    if outcome is None:
+        raise click.Abort
+    _write_traces(outcome, options["trace_path"], options["measured_path"])
+    if outcome.stopped_by:
+        _say(f"interrupted after step {outcome.steps}")
+        sys.exit(SIGNALLED + outcome.stopped_by)
+    _print_comparison(outcome.comparison, as_json=options["as_json"], tolerance=options["tolerance"])
+
+
+@cli.command("profile")
+@click.argument("plan", type=FILE)
+@click.option("--steps", type=click.IntRange(1), default=5, show_default=True, help="Steps to play; the median counts.")
+@click.option(
+    "--trace", "trace_path", type=FILE, help="For ui.perfetto.dev [default: PLAN's name with .perfetto.json]."
+)
+@click.option("-o", "--output", type=FILE, help="The measured memo.trace/1 [default: PLAN's name with .measured.json].")
+def profile_command(plan: Path, steps: int, trace_path: Path | None, output: Path | None) -> None:
+    """Play a few steps of PLAN and write the measured timeline."""
+    from memo_exec.run import RunOptions, run
+
+    trace_path = trace_path or plan.with_name(f"{plan.stem}.perfetto.json")
+    output = output or plan.with_name(f"{plan.stem}.measured.json")
+    _need_folders(trace_path, output)
+    outcome = run(plan, RunOptions(steps=steps), tell=lambda figure: _say(figure.line()), note=_say)
+    if outcome is None or outcome.stopped_by:
+        raise click.Abort
+    _write_perfetto([outcome.measured], trace_path)
+    _write_document(output, outcome.measured)
+    click.echo(f"{output}: one measured step\n{trace_path}: open it at ui.perfetto.dev")
+
+
+@cli.command("compare")
+@click.argument("predicted", type=FILE)
+@click.argument("measured", type=FILE)
+@click.option("--tolerance", type=click.FloatRange(0), help="Exit 5 when the step time's error exceeds this fraction.")
+@click.option("--trace", "trace_path", type=FILE, help="Write both timelines for ui.perfetto.dev.")
+@click.option("--json", "as_json", is_flag=True, help="Print one memo.comparison/1 document.")
+def compare_command(
+    predicted: Path, measured: Path, tolerance: float | None, trace_path: Path | None, *, as_json: bool
+) -> None:
+    """Compare a prediction with a measured step, by lane and by kind of instruction.
+
+    PREDICTED is a plan (with its trace beside it) or a memo.trace/1; MEASURED is a memo.trace/1 (of run --measured or
+    profile).
+    """
+    from memo_exec.compare import compare_files
+
+    _need_folders(trace_path)
+    comparison, traces = compare_files(predicted, measured)
+    if trace_path is not None:
+        _write_perfetto(traces, trace_path)
+    _print_comparison(comparison, as_json=as_json, tolerance=tolerance)
+
+
+@cli.command("calibrate")
+@click.option("-o", "--output", type=FILE, required=True, help="The memo.hardware/1 profile to write.")
+@click.option("--name", help="Of the profile; made from the device's name unless given.")
+def calibrate_command(output: Path, name: str | None) -> None:
+    """Measure single operators and copies on this machine and write its profile."""
+    from memo_exec.calibrate import calibrate
+
+    _need_folders(output)
+    profile = _with_progress("calibrating", lambda tell: calibrate(name=name, progress=tell, command=_command_line()))
+    _write_document(output, profile)
+    click.echo(f"{output}: profile {profile.name}; plan with memo-sim what-if MODEL --cluster {output} --seq-len ...")
+
+
+@cli.command("doctor")
+def doctor_command() -> None:
+    """Show what is here: device, memory, kernels, versions."""
+    from memo_exec.doctor import report
+
+    click.echo(report())
+
+
+def _say(text: str) -> None:
+    click.echo(text, err=True)
+
+
+def _command_line() -> str:
+    return " ".join(["memo-exec", *sys.argv[1:]])
+
+
+def _need_folders(*paths: Path | None) -> None:
+    """Refuse now what could not be written after minutes of work."""
+    for path in paths:
+        if path is not None and not path.resolve().parent.is_dir():
+            raise UsageError("no such folder", where=str(path), hint="make it first")
+
+
+def _print_comparison(comparison: Comparison, *, as_json: bool, tolerance: float | None) -> None:
+    from memo_exec.compare import check_tolerance
+    from memo_sim.contract.codec import encode
+    from memo_sim.views.comparison_table import comparison_table
+
+    click.echo(encode(comparison).decode() if as_json else comparison_table(comparison), nl=not as_json)
+    if tolerance is not None:
+        check_tolerance(comparison, tolerance)
+
+
+def _write_traces(outcome: Outcome, trace_path: Path | None, measured_path: Path | None) -> None:
+    if trace_path is not None:
+        both = [outcome.predicted, outcome.measured]
+        _write_perfetto([trace for trace in both if trace is not None], trace_path)
+    if measured_path is not None:
+        _write_document(measured_path, outcome.measured)
+
+
+def _write_perfetto(traces: list[Trace], path: Path) -> None:
+    from memo_sim.views.chrome_trace import write_chrome_trace
+
+    write_chrome_trace(traces, path)
+
+
+def _write_document(path: Path, document: Any) -> None:
+    from memo_sim.contract.codec import write
+
+    write(path, document)
+
+
+def _with_progress(label: str, work: Callable[[Callable[[int, int], None]], Any]) -> Any:
+    """Run ``work`` with a callback (done, all) that draws a bar on standard error when that is a terminal."""
+    if not sys.stderr.isatty():
+        return work(lambda done, total: None)
+    with click.progressbar(length=1, label=label, file=sys.stderr) as bar:
+
+        def tell(done: int, total: int) -> None:
+            bar.length = total
+            bar.update(done - bar.pos)
+
+        return work(tell)
+
+
+def main() -> None:
+    """Run the command line; every expected failure becomes its message and exit code."""
+    try:
+        cli.main(prog_name="memo-exec", standalone_mode=False)
+    except click.ClickException as error:
+        error.show()
+        sys.exit(error.exit_code)
+    except (click.Abort, KeyboardInterrupt):
+        _say("interrupted")
+        sys.exit(SIGNALLED + signal.SIGINT)
+    except MemoError as error:
+        _say(f"memo-exec: {error}")
+        sys.exit(error.exit_code)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(141)
+    except Exception as error:
+        if os.environ.get("MEMO_TRACEBACK"):
+            raise
+        _say(f"memo-exec: a bug: {error!r}\n  next: run again with MEMO_TRACEBACK=1 and report it")
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,122 @@
+"""Token sequences out of one file, the same ones for the same (seed, step) on every machine.
+
+The suffix decides how a file is read:
+
+    .npy          a one-dimensional numpy array of whole numbers
+    .bin          raw little-endian token ids: uint16, or uint32 for vocabularies above 65,536
+    .ids          whole numbers in decimal, separated by white space
+    anything else text: its bytes are the tokens, which needs a vocabulary of at least 256
+
+The file is one document. A sequence is a window of it at a drawn place; its labels are the next tokens, so a window
+spans one token more than the sequence. A file shorter than that is padded, and padding is not counted in the loss.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from functools import cached_property
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from memo_sim.contract.errors import BadInput
+
+TEXT_VOCAB = 256
+IGNORED_LABEL = -100
+"""Label of a token without a target (padding): no loss, no gradient, not counted."""
+
+Ids = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Token ids and labels of one global batch, each (sequences, tokens)."""
+
+    ids: Ids
+    labels: Ids
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """The tokens of a file and the windows drawn from it."""
+
+    path: Path
+    tokens: NDArray[Any]
+
+    @cached_property
+    def sha256(self) -> str:
+        """Hash of the file; a checkpoint pins it."""
+        with self.path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+
+    def batch(self, seed: int, step: int, sequences: int, seq_tokens: int) -> Batch:
+        """Return the global batch of one step; it depends on nothing but the arguments and the file."""
+        places = max(len(self.tokens) - seq_tokens, 1)
+        starts = np.random.default_rng([seed, step]).integers(0, places, size=sequences)
+        ids = np.zeros((sequences, seq_tokens), dtype=np.int64)
+        labels = np.full((sequences, seq_tokens), IGNORED_LABEL, dtype=np.int64)
+        for row, start in enumerate(starts):
+            window = np.asarray(self.tokens[start : start + seq_tokens + 1], dtype=np.int64)
+            ids[row, : min(len(window), seq_tokens)] = window[:seq_tokens]
+            labels[row, : len(window) - 1] = window[1:]
+        return Batch(ids, labels)
+
+
+def load_dataset(path: str | Path | None, vocab: int) -> Dataset:
+    """Return the tokens of ``path``, or of the shipped text when it is None.
+
+    Raises:
+        BadInput: when the file cannot be read, holds fewer than two tokens, or ids that the vocabulary has not.
+    """
+    file = Path(path) if path is not None else Path(str(files("memo_exec").joinpath("data", "shakespeare.txt")))
+    try:
+        tokens = _read(file, vocab)
+    except FileNotFoundError:
+        raise BadInput("no such file", where=str(file)) from None
+    except (OSError, ValueError, OverflowError) as error:
+        raise BadInput("token ids cannot be read", where=str(file), got=str(error)) from None
+    if len(tokens) < 2:
+        raise BadInput("too few tokens to train on", where=str(file), got=len(tokens), wanted="at least 2")
+    least, most = int(tokens.min()), int(tokens.max())
+    if least < 0 or most >= vocab:
+        raise BadInput(
+            "a token id outside the model's vocabulary",
+            where=str(file),
+            got=least if least < 0 else most,
+            wanted=f"0 to {vocab - 1}",
+            hint="was the file made with another tokenizer?",
+        )
+    return Dataset(file, tokens)
+
+
+def _read(file: Path, vocab: int) -> NDArray[Any]:
+    """Return the tokens in ``file``, mapped rather than loaded where its form admits it."""
+    suffix = file.suffix.lower()
+    if suffix == ".npy":
+        return _one_dimensional(np.load(file, mmap_mode="r", allow_pickle=False))
+    if suffix == ".bin":
+        dtype = np.dtype("<u2" if vocab <= 2**16 else "<u4")
+        if file.stat().st_size % dtype.itemsize:
+            raise ValueError(f"{file.stat().st_size} bytes, not a multiple of {dtype.itemsize} ({dtype.name})")
+        return np.fromfile(file, dtype=dtype) if not file.stat().st_size else np.memmap(file, dtype=dtype, mode="r")
+    if suffix == ".ids":
+        return np.array(file.read_bytes().split(), dtype=np.int64)
+    if vocab < TEXT_VOCAB:
+        raise BadInput(
+            "text is read as bytes, and the model's vocabulary has no token for each",
+            where=str(file),
+            got=f"a vocabulary of {vocab}",
+            wanted=f"at least {TEXT_VOCAB}",
+            hint="give token ids: .npy, .bin or .ids",
+        )
+    return np.frombuffer(file.read_bytes(), dtype=np.uint8)
+
+
+def _one_dimensional(tokens: NDArray[Any]) -> NDArray[Any]:
+    if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
+        raise ValueError(f"an array of {tokens.dtype} with {tokens.ndim} dimensions, not of whole numbers with one")
+    return tokens

@@ -1,0 +1,45 @@
+"""How AdamW updates: what a run may choose, and the learning rate of each step.
+
+    warm-up, linear:  lr x step / warmup_steps
+    then constant, or a cosine from lr down to lr x final_fraction over decay_steps, and constant from there
+
+The schedule does not depend on how many steps a run plays, so a run that is resumed or prolonged goes on as it would
+have.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated
+
+import msgspec
+
+from memo_sim.contract.units import Fraction, NonNegative, Rate, Tokens
+
+BelowOne = Annotated[float, msgspec.Meta(ge=0, lt=1)]
+
+
+class Hyperparameters(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """AdamW's constants, the clip and the schedule; a checkpoint keeps them."""
+
+    learning_rate: Rate = 3e-4
+    beta1: BelowOne = 0.9
+    beta2: BelowOne = 0.95
+    epsilon: Rate = 1e-8
+    weight_decay: NonNegative = 0.1
+    """Applied to matrices and embeddings, not to norms and biases."""
+    clip: NonNegative = 1.0
+    """Largest global norm of the gradients; 0 = no clipping."""
+    warmup_steps: Tokens = 0
+    decay_steps: Tokens = 0
+    final_fraction: Fraction = 0.1
+
+    def learning_rate_at(self, step: int) -> float:
+        """Return the learning rate of a step; the first is 1."""
+        if step <= self.warmup_steps:
+            return self.learning_rate * step / self.warmup_steps
+        if not self.decay_steps:
+            return self.learning_rate
+        progress = min(1.0, (step - self.warmup_steps) / self.decay_steps)
+        cosine = 0.5 * (1.0 + math.cos(math.pi * progress))
+        return self.learning_rate * (self.final_fraction + (1.0 - self.final_fraction) * cosine)

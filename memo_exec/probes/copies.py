@@ -1,0 +1,109 @@
+"""Copies between device and host as the interpreter makes them: in the lanes' own threads (on CUDA, streams).
+
+Alone by size, both ways at once, beside compute, and the other way round: what compute loses beside copies.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import nullcontext
+from types import TracebackType
+from typing import Literal, Self, TypeVar
+
+import torch
+from torch import Tensor
+
+from memo_exec.kernels import KERNELS, Call, Context
+from memo_exec.lanes import lane_threads
+from memo_exec.probes.operators import MOST_TURNS
+from memo_exec.probes.timing import Effort, Sample, sample_of, time_call
+from memo_sim.contract.plan import Decisions
+from memo_sim.program.instruction import Instruction, Lane
+from memo_sim.program.work import Copy
+
+T = TypeVar("T")
+
+OPS: dict[Lane, Literal["d2h", "h2d"]] = {Lane.D2H: "d2h", Lane.H2D: "h2d"}
+
+
+class Lanes:
+    """The compute and copy lanes of one device, each able to repeat something until it is told to stop."""
+
+    def __init__(self, device: torch.device, decisions: Decisions, cache_bytes: int) -> None:
+        self.device = device
+        self.cache_bytes = cache_bytes
+        self.context = Context(decisions, device)
+        self._threads = lane_threads((Lane.COMPUTE, Lane.D2H, Lane.H2D), device)
+        self._streams: dict[Lane, torch.cuda.Stream] = {}
+        if device.type == "cuda":
+            for lane in self._threads:
+                self._streams[lane] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for thread in self._threads.values():
+            thread.shutdown()
+
+    def inside(self, lane: Lane, work: Callable[[], T]) -> T:
+        """Return ``work()``, played in the lane's thread (and stream) with its number of intra-op threads."""
+        return self._threads[lane].submit(self._in_lane, lane, work).result()
+
+    def alone(self, lane: Lane, size_bytes: int, effort: Effort) -> Sample:
+        """Return how long one copy of ``size_bytes`` takes when nothing else runs."""
+        copy = self.copier(lane, size_bytes)
+        return self.inside(lane, lambda: time_call(copy, self.device, effort))
+
+    def copier(self, lane: Lane, size_bytes: int) -> Callable[[int], None]:
+        """Return a call that copies ``size_bytes`` the lane's way, taking turns over buffers beyond the cache."""
+        turns = min(4 * MOST_TURNS, 2 + self.cache_bytes // size_bytes)
+        pairs = [self._pair(lane, size_bytes) for _ in range(turns)]
+        instruction = Instruction(OPS[lane], OPS[lane], lane, Copy(size_bytes, OPS[lane]), ())
+        calls = [Call(instruction, self.context, pair) for pair in pairs]
+        kernel = KERNELS[OPS[lane]]
+        return lambda i: kernel(calls[i % turns])
+
+    def _pair(self, lane: Lane, size_bytes: int) -> dict[str, Tensor]:
+        on_device = torch.ones(size_bytes // 4, device=self.device)
+        host = torch.ones(size_bytes // 4, pin_memory=self.device.type == "cuda")
+        return {"source": on_device, "target": host} if lane is Lane.D2H else {"source": host, "target": on_device}
+
+    def together(self, seconds: float, work: dict[Lane, Callable[[int], None]]) -> dict[Lane, Sample]:
+        """Repeat each lane's call for so long, all lanes at once; return how long one call takes in each."""
+        stop, ready = threading.Event(), threading.Barrier(len(work) + 1)
+        futures: dict[Lane, Future[Sample]] = {
+            lane: self._threads[lane].submit(self._in_lane, lane, lambda call=call: self._repeat(call, ready, stop))
+            for lane, call in work.items()
+        }
+        ready.wait()
+        time.sleep(seconds)
+        stop.set()
+        return {lane: future.result() for lane, future in futures.items()}
+
+    def _in_lane(self, lane: Lane, work: Callable[[], T]) -> T:
+        stream = torch.cuda.stream(self._streams[lane]) if self._streams else nullcontext()
+        with torch.inference_mode(), stream:
+            return work()
+
+    def _repeat(self, call: Callable[[int], None], ready: threading.Barrier, stop: threading.Event) -> Sample:
+        """Repeat until stopped; on CUDA each call is waited for, so that calls are long and few."""
+        durations: list[float] = []
+        call(0)
+        self._drain()
+        ready.wait()
+        while not stop.is_set() or not durations:
+            start = time.perf_counter()
+            call(len(durations))
+            self._drain()
+            durations.append(time.perf_counter() - start)
+        return sample_of(durations[:-1] or durations)
+
+    def _drain(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()

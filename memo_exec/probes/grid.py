@@ -1,0 +1,142 @@
+"""Which operators to time: small models lowered over widths and lengths, attention over heads, head sizes and lengths.
+
+The shapes are those of models in general (each family's products and row-wise operators), spaced by octaves; operators
+that would take long are left out, for rates no longer change there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from memo_exec.probes.operators import Operator
+from memo_sim.contract.hardware import DtypeName
+from memo_sim.contract.model import Family, Model
+from memo_sim.contract.plan import Decisions, Kernels
+from memo_sim.program.instruction import Instruction, Lane
+from memo_sim.program.work import Attention, Gemm, Mask, Rowwise
+
+VOCAB = 256
+
+
+@dataclass(frozen=True, kw_only=True)
+class Grid:
+    """The shapes for one kind of device."""
+
+    dtype: DtypeName
+    widths: tuple[int, ...]
+    lengths: tuple[int, ...]
+    head_dims: tuple[int, ...]
+    heads: tuple[int, ...]
+    attention_lengths: tuple[int, ...]
+    most_flops: float
+    most_bytes: float
+    copy_bytes: tuple[int, ...]
+    beside_s: float = 1.0
+    """How long lanes run beside each other."""
+
+    def wanted(self, operator: Operator) -> bool:
+        """Whether an operator is worth its time."""
+        work = operator.instruction.work
+        if isinstance(work, Gemm):
+            return work.flops <= self.most_flops
+        return isinstance(work, Rowwise) and work.moved_bytes <= self.most_bytes
+
+
+CPU = Grid(
+    dtype="fp32",
+    widths=(128, 256, 512, 1024),
+    lengths=(512, 2048, 8192),
+    head_dims=(32, 64, 128),
+    heads=(1, 8),
+    attention_lengths=(256, 512, 1024, 2048, 4096, 8192, 16384),
+    most_flops=5e9,
+    most_bytes=1e8,
+    copy_bytes=tuple(2**k for k in range(14, 28, 2)),
+)
+
+CUDA = Grid(
+    dtype="bf16",
+    widths=(512, 1024, 2048, 4096, 8192),
+    lengths=(1024, 4096, 16384, 65536),
+    head_dims=(64, 128),
+    heads=(4, 32),
+    attention_lengths=(1024, 4096, 16384, 65536, 131072),
+    most_flops=4e13,
+    most_bytes=8e9,
+    copy_bytes=tuple(2**k for k in range(16, 31, 2)),
+)
+
+
+def decisions(grid: Grid, kernel: str) -> Iterator[Decisions]:
+    """Yield steps whose operators are to be timed: both families, every width and length, most rows kept aside."""
+    for family in ("gpt", "llama"):
+        for width in grid.widths:
+            for tokens in grid.lengths:
+                yield Decisions(
+                    model=_model(family, width, grid.head_dims[len(grid.head_dims) // 2]),
+                    seq_tokens=tokens,
+                    swapped_tokens=128,
+                    kernels=Kernels(attention=kernel),
+                    dtype=grid.dtype,
+                )
+
+
+def middle(grid: Grid, kernel: str) -> Decisions:
+    """Return a step of middling width and length, for what is measured with one layer."""
+    found = list(decisions(grid, kernel))[: len(grid.widths) * len(grid.lengths)]
+    return found[len(found) // 2]
+
+
+def _model(family: Family, width: int, head_dim: int) -> Model:
+    gpt = family == "gpt"
+    heads = max(1, width // head_dim)
+    return Model(
+        name=f"{family}-{width}",
+        family=family,
+        layers=1,
+        hidden=width,
+        heads=heads,
+        kv_heads=heads if gpt else max(1, heads // 2),
+        head_dim=head_dim,
+        ffn_hidden=4 * width if gpt else 3 * width,
+        vocab=VOCAB,
+        tied_embeddings=gpt,
+        qkv_bias=gpt,
+        linear_bias=gpt,
+        qk_norm=not gpt,
+        activation="gelu" if gpt else "silu",
+    )
+
+
+def attention_operators(grid: Grid, kernel: str, head_dim: int) -> Iterator[Operator]:
+    """Yield attention forward and backward over lengths and heads, causal; at the middle length without a mask, too."""
+    middle = grid.attention_lengths[len(grid.attention_lengths) // 2]
+    for heads in grid.heads:
+        for tokens in grid.attention_lengths:
+            masks: tuple[Mask, ...] = ("causal", "none") if (tokens, heads) == (middle, grid.heads[-1]) else ("causal",)
+            for mask in masks:
+                for backward in (False, True):
+                    operator = attention_operator(
+                        grid.dtype, kernel, (tokens, heads, head_dim), mask, backward=backward
+                    )
+                    if isinstance(operator.instruction.work, Attention) and (
+                        operator.instruction.work.flops <= grid.most_flops * (2.5 if backward else 1.0)
+                    ):
+                        yield operator
+
+
+def attention_operator(
+    dtype: DtypeName, kernel: str, shape: tuple[int, int, int], mask: Mask, *, backward: bool
+) -> Operator:
+    """Return one attention call over (tokens, heads, head_dim)."""
+    tokens, heads, head_dim = shape
+    width = heads * head_dim
+    work = Attention(1, tokens, tokens, mask, heads, heads, head_dim, backward, kernel, dtype)
+    op = "attention.bwd" if backward else "attention"
+    operands = [("qkv", (tokens, 3 * width), dtype), ("out", (tokens, width), dtype), ("lse", (tokens, heads), "fp32")]
+    if backward:
+        operands = [("grad", (tokens, width), dtype), *operands, ("grad_qkv", (tokens, 3 * width), dtype)]
+    model = _model("gpt", width, head_dim)
+    steps = Decisions(model=model, seq_tokens=tokens, kernels=Kernels(attention=kernel), dtype=dtype)
+    return Operator(Instruction(op, op, Lane.COMPUTE, work, ()), steps, tuple(operands))

@@ -1,0 +1,104 @@
+"""Timed operators as the tables and curves of a profile.
+
+Works of equal shape that differ in detail (a product with and without its bias) are averaged; row-wise operators of
+nearly equal bytes (different row lengths) share a point: bytes of all over seconds of all.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+from math import exp, log, log2
+from statistics import fmean
+
+from memo_exec.probes.timing import Sample
+from memo_sim.contract.hardware import AttentionTable, Curve, GemmPass, GemmTable
+from memo_sim.program.work import Attention, Gemm, Rowwise, Work
+
+POINTS_PER_OCTAVE = 2
+
+
+@dataclass(frozen=True)
+class Timed:
+    """One operator's work and how long it takes in a step, its dispatch included."""
+
+    work: Work
+    seconds: float
+    spread: float
+
+    @classmethod
+    def of(cls, work: Work, sample: Sample, dispatch_s: float) -> Timed:
+        """Return a sample with the dispatch of one instruction added."""
+        return cls(work, sample.seconds + dispatch_s, sample.spread)
+
+
+def gemm_tables(timed: list[Timed], source: str) -> list[GemmTable]:
+    """Return one table a pass and dtype."""
+    groups: dict[tuple[str, GemmPass], dict[Gemm, list[Timed]]] = defaultdict(lambda: defaultdict(list))
+    for each in timed:
+        if isinstance(each.work, Gemm):
+            groups[each.work.dtype, each.work.gemm_pass][each.work].append(each)
+    tables = []
+    for (_, gemm_pass), by_work in sorted(groups.items()):
+        first = next(iter(by_work))
+        rows = [
+            [float(w.m), float(w.n), float(w.k), w.flops / fmean(t.seconds for t in ts)] for w, ts in by_work.items()
+        ]
+        spread = fmean(t.spread for ts in by_work.values() for t in ts)
+        tables.append(
+            GemmTable(dtype=first.dtype, gemm_pass=gemm_pass, rows=sorted(rows), source=source, spread=spread)
+        )
+    return tables
+
+
+def attention_tables(timed: list[Timed], source: str) -> list[AttentionTable]:
+    """Return one table a kernel, dtype, pass and head size, with what the missing mask gains."""
+    groups: dict[tuple[str, str, bool, int], list[tuple[Attention, Timed]]] = defaultdict(list)
+    for each in timed:
+        if isinstance(each.work, Attention):
+            work = each.work
+            groups[work.kernel, work.dtype, work.backward, work.head_dim].append((work, each))
+    tables = []
+    for (kernel, _, backward, head_dim), found in sorted(groups.items(), key=lambda item: str(item[0])):
+        causal = {(w.q_tokens, w.heads): w.flops / t.seconds for w, t in found if w.mask == "causal"}
+        gains = [
+            w.flops / t.seconds / causal[w.q_tokens, w.heads]
+            for w, t in found
+            if w.mask == "none" and (w.q_tokens, w.heads) in causal
+        ]
+        tables.append(
+            AttentionTable(
+                kernel=kernel,
+                dtype=found[0][0].dtype,
+                attention_pass="backward" if backward else "forward",
+                head_dim=head_dim,
+                rows=[[float(tokens), float(heads), rate] for (tokens, heads), rate in sorted(causal.items())],
+                source=source,
+                full_mask_gain=fmean(gains) if gains else 1.0,
+                spread=fmean(t.spread for _, t in found),
+            )
+        )
+    return tables
+
+
+def rowwise_curves(timed: list[Timed], source: str) -> dict[str, Curve]:
+    """Return a curve for every kind of row-wise operator."""
+    kinds: dict[str, list[tuple[float, Timed]]] = defaultdict(list)
+    for each in timed:
+        if isinstance(each.work, Rowwise) and each.work.moved_bytes > 0:
+            kinds[each.work.kind].append((float(each.work.moved_bytes), each))
+    return {kind: _curve(found, source) for kind, found in sorted(kinds.items())}
+
+
+def _curve(found: list[tuple[float, Timed]], source: str) -> Curve:
+    bins: dict[int, list[tuple[float, Timed]]] = defaultdict(list)
+    for size, each in found:
+        bins[round(log2(size) * POINTS_PER_OCTAVE)].append((size, each))
+    points = []
+    for members in bins.values():
+        x = exp(fmean(log(size) for size, _ in members))
+        rate = sum(size for size, _ in members) / sum(each.seconds for _, each in members)
+        points.append((x, rate))
+    points.sort()
+    spread = fmean(each.spread for _, each in found)
+    return Curve(x=[x for x, _ in points], y=[y for _, y in points], source=source, spread=spread)

@@ -1,0 +1,103 @@
+"""How long a call takes: repeated after a warm-up, the middle of the repeats, and how far they spread.
+
+    seconds = median of repeats        spread = (largest - smallest, the outermost tenth left out) / 2 / median
+
+On a CPU a call has ended when it returns; on CUDA events around each call are read after the last.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from statistics import median
+
+import torch
+
+WARM_UPS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One measured duration; ``spread`` is the relative half range of the repeats."""
+
+    seconds: float
+    spread: float
+
+
+@dataclass(frozen=True, slots=True)
+class Effort:
+    """How long to repeat: until ``seconds`` have passed, at least ``repeats`` times and at most ``most`` times.
+
+    A call so long that ``repeats`` of it take more than ``patience_s`` is repeated three times.
+    """
+
+    repeats: int = 5
+    seconds: float = 0.06
+    most: int = 40
+    patience_s: float = 0.3
+
+
+def time_call(
+    call: Callable[[int], None], device: torch.device, effort: Effort, prepare: Callable[[int], None] | None = None
+) -> Sample:
+    """Return how long ``call(i)`` takes; ``prepare(i)`` runs before it and is not timed."""
+    begin = time.perf_counter()
+    for i in range(WARM_UPS):
+        if prepare is not None:
+            prepare(i)
+        call(i)
+        if time.perf_counter() - begin > effort.patience_s / 2:
+            break
+    return sample_of(_on_cuda(call, effort, prepare) if device.type == "cuda" else _on_cpu(call, effort, prepare))
+
+
+def _on_cpu(call: Callable[[int], None], effort: Effort, prepare: Callable[[int], None] | None) -> list[float]:
+    found: list[float] = []
+    begin = time.perf_counter()
+    while not _enough(found, begin, effort):
+        if prepare is not None:
+            prepare(len(found))
+        start = time.perf_counter()
+        call(len(found))
+        found.append(time.perf_counter() - start)
+    return found
+
+
+def _on_cuda(call: Callable[[int], None], effort: Effort, prepare: Callable[[int], None] | None) -> list[float]:
+    torch.cuda.synchronize()
+    pairs: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+    begin = time.perf_counter()
+    while not _enough(pairs, begin, effort):
+        if prepare is not None:
+            prepare(len(pairs))
+        start, end = _event(), _event()
+        start.record()
+        call(len(pairs))
+        end.record()
+        pairs.append((start, end))
+        end.synchronize()
+    return [start.elapsed_time(end) / 1e3 for start, end in pairs]
+
+
+def _event() -> torch.cuda.Event:
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+
+
+def _enough(found: list[float] | list[tuple[torch.cuda.Event, torch.cuda.Event]], begin: float, effort: Effort) -> bool:
+    """Return whether the repeats suffice."""
+    if len(found) < min(3, effort.repeats):
+        return False
+    passed = time.perf_counter() - begin
+    if len(found) < effort.repeats:
+        return passed > effort.patience_s
+    return len(found) >= effort.most or passed > effort.seconds
+
+
+def sample_of(durations: list[float]) -> Sample:
+    """Return the middle of ``durations`` and their spread, the outermost left out (a noisy neighbour, an interrupt)."""
+    ordered = sorted(durations)
+    middle = median(ordered)
+    cut = max(1, len(ordered) // 10) if len(ordered) >= 5 else 0
+    inner = ordered[cut : len(ordered) - cut]
+    return Sample(middle, (inner[-1] - inner[0]) / 2 / middle if middle > 0 else 0.0)

@@ -1,0 +1,209 @@
+"""One run of a plan, from its file to measured beside predicted: what ``memo-exec run`` and ``profile`` call.
+
+read plan -> lower, compare hashes -> preflight -> buffers -> weights or checkpoint -> steps -> comparison, traces
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+
+from memo_exec import checkpoint, compare, preflight, weights
+from memo_exec.dataset import load_dataset
+from memo_exec.hyperparameters import Hyperparameters
+from memo_exec.interpreter import Interpreter
+from memo_exec.machine import Machine, this_machine
+from memo_exec.record import lane_busy_s, measured_trace
+from memo_exec.training import StepFigure, Training
+from memo_sim.contract import codec
+from memo_sim.contract.comparison import Comparison, StepFigures
+from memo_sim.contract.errors import UsageError
+from memo_sim.contract.plan import Plan
+from memo_sim.contract.trace import Trace
+
+WARM_UPS = 2
+"""First steps that do not count: memory is touched and libraries choose their algorithms then."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOptions:
+    """What a run may choose; ``hyperparameters`` holds the ones that were asked for."""
+
+    steps: int = 10
+    data: Path | None = None
+    weights: Path | None = None
+    seed: int | None = None
+    save: Path | None = None
+    save_every: int = 10
+    resume: bool = False
+    debug: bool = False
+    hyperparameters: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a run leaves: the document, both timelines, and how it ended."""
+
+    comparison: Comparison
+    measured: Trace
+    predicted: Trace | None
+    stopped_by: int
+    """The signal that ended the run early; 0 when it played all its steps."""
+    steps: int
+
+
+def run(
+    plan_path: Path,
+    options: RunOptions,
+    *,
+    tell: Callable[[StepFigure], None] = lambda figure: None,
+    note: Callable[[str], None] = lambda text: None,
+) -> Outcome | None:
+    """Train by a plan; None when a signal came before the first step had ended.
+
+    Raises:
+        BadInput: for a plan, data, weights or checkpoint that cannot be used.
+        CannotRun: when this machine cannot run the plan.
+        UsageError: for options that contradict each other or the checkpoint.
+    """
+    plan = codec.read(plan_path, Plan)
+    predicted = compare.predicted_trace(plan_path, plan)
+    program = preflight.checked_program(plan, where=str(plan_path))
+    machine = this_machine()
+    preflight.check(plan.decisions, program, machine)
+    dataset = load_dataset(options.data, plan.decisions.model.vocab)
+    saved, state = _checkpoint(options, note)
+    if saved is not None and state is not None:
+        checkpoint.check(state, plan.decisions, dataset.sha256, where=saved)
+        _refuse_other_seed(options, state)
+    base = state.hyperparameters if state is not None else Hyperparameters()
+    seed = state.data.seed if state is not None else options.seed or 0
+    with Interpreter(plan.decisions, program, device=machine.device, debug=options.debug) as interpreter:
+        training = Training(
+            plan=plan,
+            interpreter=interpreter,
+            dataset=dataset,
+            hyperparameters=msgspec.structs.replace(base, **options.hyperparameters),
+            seed=seed,
+        )
+        if saved is not None and state is not None:
+            training.restore(saved, state)
+        elif options.weights is not None:
+            weights.load(interpreter, options.weights)
+        else:
+            weights.initialize(interpreter, seed)
+        if training.step >= options.steps:
+            raise UsageError(
+                "the checkpoint has played all steps already",
+                where=str(saved),
+                got=f"step {training.step}",
+                wanted=f"--steps above {training.step}",
+            )
+        with _signals(training, note):
+            training.run(options.steps, save=options.save, save_every=options.save_every, tell=tell)
+        if not training.records:
+            return None
+        if options.save is not None and not training.stopped_by:
+            _save_weights(interpreter, options.save / "weights", note)
+        return _outcome(training, machine, predicted)
+
+
+def _save_weights(interpreter: Interpreter, directory: Path, note: Callable[[str], None]) -> None:
+    """Write what was trained for others to load; a shape Hugging Face does not know stays in the checkpoint alone."""
+    try:
+        weights.save(interpreter, directory)
+    except UsageError as error:
+        note(f"weights not written for Hugging Face: {error.what}")
+
+
+def _checkpoint(
+    options: RunOptions, note: Callable[[str], None]
+) -> tuple[Path, checkpoint.RunState] | tuple[None, None]:
+    """Return the checkpoint to go on from, None twice to begin anew."""
+    if options.save is None:
+        if options.resume:
+            raise UsageError("--resume needs to know where the checkpoint lies", hint="add --save DIR")
+        return None, None
+    found = checkpoint.latest(options.save)
+    if found is not None and not options.resume:
+        raise UsageError(
+            "the directory holds a checkpoint, which a new run would replace",
+            where=str(found),
+            hint="add --resume to go on from it, or choose another --save directory",
+        )
+    if found is None:
+        if options.resume:
+            note(f"no checkpoint in {options.save} yet: starting with step 1")
+        return None, None
+    state = checkpoint.load_run(found)
+    note(f"going on after step {state.step} from {found}")
+    return found, state
+
+
+def _refuse_other_seed(options: RunOptions, state: checkpoint.RunState) -> None:
+    if options.seed is not None and options.seed != state.data.seed:
+        raise UsageError(
+            "a resumed run keeps its seed",
+            got=f"--seed {options.seed}",
+            wanted=state.data.seed,
+            hint="leave --seed out",
+        )
+
+
+@contextmanager
+def _signals(training: Training, note: Callable[[str], None]) -> Iterator[None]:
+    """Let the first SIGINT or SIGTERM end the run after the step being played, a second one at once."""
+
+    def ask(number: int, frame: object) -> None:
+        del frame
+        training.stopped_by = number
+        note("stopping after this step; once more to stop at once")
+        signal.signal(number, signal.SIG_DFL)
+
+    kinds = (signal.SIGINT, signal.SIGTERM)
+    try:
+        before = {kind: signal.signal(kind, ask) for kind in kinds}
+    except ValueError:  # not in the main thread: whoever runs us handles signals
+        yield
+        return
+    try:
+        yield
+    finally:
+        for kind, handler in before.items():
+            signal.signal(kind, handler)
+
+
+def _outcome(training: Training, machine: Machine, predicted: Trace | None) -> Outcome:
+    plan, program = training.plan, training.interpreter.program
+    record, steps_measured = training.median_record(WARM_UPS)
+    measured = measured_trace(program, record)
+    figures = StepFigures(
+        step_s=record.step_s,
+        peak_device_bytes=record.peak_device_bytes,
+        moved_bytes=record.moved,
+        lanes=lane_busy_s(program, record),
+        ops=compare.busy_by(measured)[1],
+    )
+    comparison = compare.compare(
+        compare.figures_of_prediction(plan.prediction, predicted),
+        figures,
+        program_sha256=plan.program_sha256,
+        machine=machine_text(machine),
+        losses=training.losses,
+        grad_norms=training.grad_norms,
+        steps_measured=steps_measured,
+    )
+    return Outcome(comparison, measured, predicted, training.stopped_by, training.step)
+
+
+def machine_text(machine: Machine) -> str:
+    """Return the machine in a few words."""
+    threads = f", {machine.compute_threads} compute threads" if machine.device == "cpu" else ""
+    return f"{machine.name} ({machine.device}{threads}), torch {torch.__version__}"

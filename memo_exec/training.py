@@ -1,0 +1,201 @@
+"""The training loop: one optimizer step over the global batch at a time, its figures, and when to save.
+
+    for step n: batch(seed, n) -> micro-batches -> the program, once -> loss and gradient norm -> line, maybe checkpoint
+
+The loss is the sum over counted targets divided by their number in the whole global batch. Nothing here depends on how
+many steps were played before, so a run that was killed and resumed has the losses it would have had.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from math import isfinite
+from pathlib import Path
+
+import torch
+
+from memo_exec import checkpoint
+from memo_exec.dataset import IGNORED_LABEL, Batch, Dataset
+from memo_exec.hyperparameters import Hyperparameters
+from memo_exec.interpreter import Interpreter
+from memo_exec.kernels import StepScalars
+from memo_exec.record import StepRecord
+from memo_sim.contract.errors import UsageError
+from memo_sim.contract.plan import Plan
+from memo_sim.contract.units import GIB, format_seconds
+from memo_sim.program.instruction import Lane
+
+MOST_RECORDS = 32
+"""Steps whose record is kept for the comparison: the last ones."""
+
+
+@dataclass(frozen=True)
+class StepFigure:
+    """One step in one line."""
+
+    step: int
+    loss: float
+    grad_norm: float
+    tokens_per_s: float
+    mfu: float | None
+    device_bytes: int
+    stalls_s: float
+
+    def line(self) -> str:
+        """Return the line that a run prints for this step."""
+        mfu = "-" if self.mfu is None else f"{self.mfu:.1%}"
+        return (
+            f"step {self.step:>5}  loss {self.loss:.4f}  grad norm {self.grad_norm:.3f}  "
+            f"{self.tokens_per_s:,.0f} tokens/s  MFU {mfu}  device {self.device_bytes / GIB:.3f} GiB  "
+            f"stalls {format_seconds(self.stalls_s)}"
+        )
+
+
+@dataclass
+class Training:
+    """A run: where it stands, and what it has seen."""
+
+    plan: Plan
+    interpreter: Interpreter
+    dataset: Dataset
+    hyperparameters: Hyperparameters
+    seed: int
+    step: int = 0
+    losses: list[float] = field(default_factory=list)
+    grad_norms: list[float] = field(default_factory=list)
+    records: deque[StepRecord] = field(default_factory=lambda: deque(maxlen=MOST_RECORDS))
+    stopped_by: int = 0
+    """The signal that came, if any: the loop ends after the step that is being played."""
+
+    def __post_init__(self) -> None:
+        names = self.interpreter.program.walk()
+        self._computes = frozenset(name for name, instruction in names if instruction.lane is Lane.COMPUTE)
+
+    def run(
+        self,
+        steps: int,
+        *,
+        save: Path | None = None,
+        save_every: int = 10,
+        tell: Callable[[StepFigure], None] = lambda figure: None,
+    ) -> None:
+        """Play steps until ``steps`` have ended, counted from the run's first.
+
+        Raises:
+            UsageError: when the loss stops being a number.
+        """
+        saved = self.step
+        while self.step < steps and not self.stopped_by:
+            tell(self.play_step())
+            if save is not None and self.step - saved >= save_every:
+                self.save(save)
+                saved = self.step
+        if save is not None and self.step > saved:
+            self.save(save)
+
+    def play_step(self) -> StepFigure:
+        """Play the next step and return its figures."""
+        decisions = self.plan.decisions
+        number = self.step + 1
+        batch = self.dataset.batch(self.seed, number, decisions.global_batch, decisions.seq_tokens)
+        record = self.interpreter.run_step(self._micro_batches(batch), self._scalars(number, batch))
+        if not (isfinite(record.loss) and isfinite(record.grad_norm)):
+            raise UsageError(
+                "the loss is not a number any more",
+                where=f"step {number}",
+                got=f"loss {record.loss}, grad norm {record.grad_norm}",
+                hint="a lower --lr, or --warmup-steps",
+            )
+        self.step = number
+        self.losses.append(record.loss)
+        self.grad_norms.append(record.grad_norm)
+        self.records.append(record)
+        return self._figure(record)
+
+    def _micro_batches(self, batch: Batch) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Cut the global batch into the program's micro-batches, sequences in order."""
+        size = self.plan.decisions.micro_batch
+        ids, labels = torch.from_numpy(batch.ids), torch.from_numpy(batch.labels)
+        return list(zip(torch.split(ids, size), torch.split(labels, size), strict=True))
+
+    def _scalars(self, step: int, batch: Batch) -> StepScalars:
+        chosen = self.hyperparameters
+        targets = int((batch.labels != IGNORED_LABEL).sum())
+        return StepScalars(
+            lr=chosen.learning_rate_at(step),
+            step=step,
+            loss_scale=1.0 / targets,
+            beta1=chosen.beta1,
+            beta2=chosen.beta2,
+            eps=chosen.epsilon,
+            weight_decay=chosen.weight_decay,
+            clip=chosen.clip or None,
+        )
+
+    def _figure(self, record: StepRecord) -> StepFigure:
+        decisions = self.plan.decisions
+        tokens = decisions.global_batch * decisions.seq_tokens
+        peak = peak_flops(self.plan)
+        flops = decisions.model.step_flops(decisions.seq_tokens, decisions.global_batch)
+        return StepFigure(
+            step=self.step,
+            loss=record.loss,
+            grad_norm=record.grad_norm,
+            tokens_per_s=tokens / record.step_s,
+            mfu=flops / (record.step_s * peak) if peak else None,
+            device_bytes=record.peak_device_bytes,
+            stalls_s=sum(wait.seconds for wait in record.waits if wait.instruction in self._computes),
+        )
+
+    def median_record(self, warm_ups: int) -> tuple[StepRecord, int]:
+        """Return the median step of those this process played after the warm-ups, and how many those were."""
+        chosen = list(self.records)
+        if len(chosen) < MOST_RECORDS:  # else the first have been forgotten
+            chosen = chosen[min(warm_ups, (len(chosen) - 1) // 2) :]
+        ordered = sorted(chosen, key=lambda record: record.step_s)
+        return ordered[(len(ordered) - 1) // 2], len(ordered)
+
+    def save(self, directory: Path) -> Path:
+        """Write a checkpoint.
+
+        Raises:
+            UsageError: when it cannot be written there.
+        """
+        return checkpoint.save(directory, self._state(), self.interpreter.states())
+
+    def _state(self) -> checkpoint.RunState:
+        decisions = self.plan.decisions
+        return checkpoint.RunState(
+            step=self.step,
+            model=decisions.model,
+            dtype=decisions.dtype,
+            states=decisions.states,
+            seq_tokens=decisions.seq_tokens,
+            global_batch=decisions.global_batch,
+            hyperparameters=self.hyperparameters,
+            data=checkpoint.DataPosition(file=str(self.dataset.path), sha256=self.dataset.sha256, seed=self.seed),
+            losses=self.losses,
+            grad_norms=self.grad_norms,
+            program_sha256=self.plan.program_sha256,
+        )
+
+    def restore(self, saved: Path, run: checkpoint.RunState) -> None:
+        """Go on from a checkpoint that ``checkpoint.check`` found fitting.
+
+        Raises:
+            BadInput: when its tensors cannot be read or are others than the plan's.
+        """
+        checkpoint.load_tensors(saved, self.interpreter.states())
+        self.step = run.step
+        self.losses, self.grad_norms = list(run.losses), list(run.grad_norms)
+
+
+def peak_flops(plan: Plan) -> float | None:
+    """Return the peak that the prediction's MFU is a fraction of (the profile's), None without a prediction."""
+    predicted, decisions = plan.prediction, plan.decisions
+    if predicted is None or not predicted.mfu or not predicted.step_s:
+        return None
+    flops = decisions.model.step_flops(decisions.seq_tokens, decisions.global_batch)
+    return flops / (predicted.mfu * predicted.step_s * decisions.layout.devices)
