@@ -13,6 +13,7 @@ import msgspec
 from memo_sim.contract.errors import UsageError
 
 KIB = 1024
+MIB = 2**20
 GIB = 2**30
 
 Bytes = Annotated[int, msgspec.Meta(ge=0)]
@@ -56,7 +57,7 @@ def format_tokens(tokens: int) -> str:
 
 def format_bytes(size_bytes: float) -> str:
     """Return a size in GiB, or MiB / KiB below 0.1 GiB (model and laptop sizes)."""
-    for unit, scale in (("GiB", GIB), ("MiB", 2**20), ("KiB", KIB)):
+    for unit, scale in (("GiB", GIB), ("MiB", MIB), ("KiB", KIB)):
         if abs(size_bytes) >= 0.1 * scale or unit == "KiB":
             return f"{size_bytes / scale:.2f} {unit}"
     raise AssertionError

@@ -76,8 +76,8 @@ def loss_workspace_bytes(rows: int, vocab: int, dtype: str) -> int:
 
 
 def norm_workspace_bytes(rows: int, features: int, dtype: str) -> int:
-    """Return the scratch of a norm: the block in fp32, none where it is fp32."""
-    return _pieces(*_wide(min(rows, NORM_ROWS) * features, dtype))
+    """Return the scratch of a norm: a block and a vector in fp32, none where they are fp32."""
+    return _pieces(*_wide(min(rows, NORM_ROWS) * features, dtype), *_wide(features, dtype))
 
 
 def norm_backward_workspace_bytes(rows: int, features: int, dtype: str) -> int:

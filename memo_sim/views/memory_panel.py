@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from memo_sim.contract.trace import MemoryCurve
-from memo_sim.contract.units import GIB, format_bytes
+from memo_sim.contract.units import GIB, MIB, format_bytes
 from memo_sim.views.palette import CAPACITY, CLASSES, OTHER, QUIET_TEXT, TEXT, ordered_classes
 
 if TYPE_CHECKING:
@@ -139,7 +139,7 @@ def peak_of(curve: MemoryCurve, window: tuple[float, float] | None = None) -> Pe
 
 def memory_unit(size_bytes: int) -> tuple[str, float]:
     """Return the unit and its bytes in which an axis up to ``size_bytes`` reads well."""
-    for unit, scale in (("GiB", GIB), ("MiB", 2**20)):
+    for unit, scale in (("GiB", GIB), ("MiB", MIB)):
         if size_bytes >= 0.5 * scale:
             return unit, float(scale)
     return "KiB", 1024.0

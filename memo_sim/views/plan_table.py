@@ -10,7 +10,7 @@ from textwrap import shorten
 
 from memo_sim.contract.plan import Layout, PlanRow, Stall
 from memo_sim.contract.result import Result
-from memo_sim.contract.units import GIB, format_bytes, format_seconds, format_tokens
+from memo_sim.contract.units import GIB, MIB, format_bytes, format_seconds, format_tokens
 from memo_sim.views.palette import ordered_classes
 from memo_sim.views.text_table import number, percent, text_table
 
@@ -36,7 +36,7 @@ def result_table(result: Result, *, top: int | None = None) -> str:
     ``top`` limits the rows of each table.
     """
     question = f"{result.model} on {result.cluster}, {format_tokens(result.seq_tokens)} tokens"
-    count = f"{result.evaluated} plans evaluated, {result.pruned} pruned"
+    count = f"{result.evaluated} plan{'' if result.evaluated == 1 else 's'} evaluated, {result.pruned} pruned"
     fitting = [p for p in result.plans if p.status == "ok"]
     others = [p for p in result.plans if p.status != "ok"]
     blocks = [f"{question}: {count}"]
@@ -53,6 +53,8 @@ def ranked_table(plans: Sequence[PlanRow], *, top: int | None = None) -> str:
     """Return the plans that fit, in the order given, one a row."""
     rows: list[list[str | None]] = []
     outside: set[str] = set()
+    # One unit for the table: GiB, or MiB where models are small.
+    unit, scale = ("GiB", GIB) if any(p.peak_device_bytes >= GIB for p in plans[:top]) else ("MiB", MIB)
     for rank, plan in enumerate(plans[:top], start=1):
         outside.update(plan.outside_calibration)
         # A copy lane that waits is nothing lost; compute that waits is.
@@ -67,12 +69,23 @@ def ranked_table(plans: Sequence[PlanRow], *, top: int | None = None) -> str:
                 None if plan.step_s is None else format_seconds(plan.step_s),
                 None if plan.mfu is None else f"{100 * plan.mfu:.2f}",
                 number(plan.tgs),
-                f"{plan.peak_device_bytes / GIB:.1f}",
-                f"{plan.peak_host_bytes_per_node / GIB:.1f}",
+                f"{plan.peak_device_bytes / scale:.1f}",
+                f"{plan.peak_host_bytes_per_node / scale:.1f}",
                 None if stall is None else f"{stall.waits_for} {format_seconds(stall.seconds)}",
             ]
         )
-    headers = ["", "system", "layout", "alpha", "recompute", "step", "MFU %", "TGS", "device GiB", "host GiB/node"]
+    headers = [
+        "",
+        "system",
+        "layout",
+        "alpha",
+        "recompute",
+        "step",
+        "MFU %",
+        "TGS",
+        f"device {unit}",
+        f"host {unit}/node",
+    ]
     table = text_table([*headers, "compute waits for"], rows, "rllrlrrrrrl")
     if outside:
         table += f"\n* outside the range that was calibrated: {', '.join(sorted(outside))}"
