@@ -25,8 +25,8 @@ from memo_exec.memory.slab import HostSlab
 from memo_exec.memory.store import CachingStore
 from memo_exec.probe import Probe
 from memo_exec.record import StepRecord, device_curve, host_curve, waits_of
-from memo_exec.schedule import Bound, schedule
-from memo_exec.streams import StreamTimekeeper
+from memo_exec.schedule import Bound, Schedule, Touch, schedule
+from memo_exec.streams import StreamTimekeeper, make_deterministic
 from memo_sim.contract.errors import CannotRun
 from memo_sim.contract.plan import Decisions, MovedBytes
 from memo_sim.program.edges import Edges
@@ -57,6 +57,10 @@ class Interpreter:
         _refuse(decisions, program, self.device, kernels)
         self.kernels = kernels
         self.schedule = schedule(program, edges=edges)
+        if self.device.type == "cuda":
+            _refuse_shared_releases(self.schedule)
+            if decisions.deterministic:
+                make_deterministic()
         self.context = Context(decisions, self.device)
         self.store = CachingStore(self.schedule, self.device, poison=debug)
         pinned = self.device.type == "cuda"
@@ -65,6 +69,8 @@ class Interpreter:
         self._timekeeper: Timekeeper = (
             StreamTimekeeper(self.schedule.lanes, self.device) if pinned else HostTimekeeper()
         )
+        self._views: dict[tuple[int, int, int], Tensor] = {}
+        self._operands = {b.number: self._fixed(b) for bounds in self.schedule.lanes.values() for b in bounds}
         self._threads = lane_threads(self.schedule.lanes, self.device)
         self._moved = {Lane.D2H: 0, Lane.H2D: 0}
         self._lock = threading.Lock()
@@ -175,14 +181,26 @@ class Interpreter:
             self.store.death(buffer, number)
         progress.finish(lane, number, awaited=bound.awaited)
 
-    def _call(self, bound: Bound) -> Call:
-        tensors = {}
+    def _fixed(self, bound: Bound) -> tuple[dict[str, Tensor], tuple[Touch, ...]]:
+        """Return an instruction's operands that never move, made once, and those to be found when it is played."""
+        fixed, moving = {}, []
         for touch in bound.touches:
-            host = self.slab.views.get(touch.buffer)
-            if host is not None:
-                tensors[touch.role] = host[touch.first : touch.first + touch.tokens]
+            if (host := self.slab.views.get(touch.buffer)) is not None:
+                fixed[touch.role] = host[touch.first : touch.first + touch.tokens]
+            elif self.store.lasts(touch.buffer):
+                key = (touch.buffer, touch.first, touch.tokens)
+                if key not in self._views:
+                    self._views[key] = self.store.view(*key)
+                fixed[touch.role] = self._views[key]
             elif touch.buffer not in self.schedule.library:
-                tensors[touch.role] = self.store.view(touch.buffer, touch.first, touch.tokens)
+                moving.append(touch)
+        return fixed, tuple(moving)
+
+    def _call(self, bound: Bound) -> Call:
+        fixed, moving = self._operands[bound.number]
+        tensors = fixed.copy()
+        for touch in moving:
+            tensors[touch.role] = self.store.view(touch.buffer, touch.first, touch.tokens)
         return Call(bound.instruction, self.context, tensors)
 
     def _record(self) -> StepRecord:
@@ -202,6 +220,21 @@ class Interpreter:
             device_memory=device_curve(self.store, start_s, end_s),
             host_memory=host_curve(self.schedule, end_s),
         )
+
+
+def _refuse_shared_releases(schedule: Schedule) -> None:
+    """Refuse buffers that die while another stream may still use them: the allocator would hand them out too early.
+
+    Raises:
+        CannotRun: when several lanes touch a buffer that does not last the whole step.
+    """
+    for bounds in schedule.lanes.values():
+        for bound in bounds:
+            if any(others for _, others in bound.deaths):
+                raise CannotRun(
+                    "a buffer that several streams use dies inside the step, which has no release on CUDA yet",
+                    where=bound.instruction.name,
+                )
 
 
 def _refuse(decisions: Decisions, program: Program, device: torch.device, kernels: Mapping[str, Kernel]) -> None:

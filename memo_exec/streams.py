@@ -7,6 +7,7 @@ events it needs.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -85,6 +86,13 @@ class StreamTimekeeper:
             for mark in marks
         ]
         return np.array([max(0.0, seconds) for seconds in found])
+
+
+def make_deterministic() -> None:
+    """Let torch choose only kernels that give the same bits each time, in the whole process."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
 def _stream(device: torch.device) -> torch.cuda.Stream:

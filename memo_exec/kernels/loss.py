@@ -51,6 +51,7 @@ class _Pieces:
         torch.sum(losses, 0, out=self.total)
         loss.add_(self.total, alpha=scale)
         work.mul_(sums.reciprocal_().mul_(scale).masked_fill_(ignored, 0.0))
-        work.scatter_add_(1, targets, chosen.fill_(-scale).masked_fill_(ignored, 0.0))
+        torch.gather(work, 1, targets, out=chosen)
+        work.scatter_(1, targets, chosen.sub_(losses.fill_(scale).masked_fill_(ignored, 0.0)))
         if self.wide is not None:
             grad.copy_(work)

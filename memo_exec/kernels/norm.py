@@ -48,7 +48,9 @@ def _forward(call: Call, *, centred: bool) -> None:
     rows, features = x.shape
     stats, weight, bias = call["stats"].view(rows, -1), call["weight"], call.get("bias")
     narrow = x.dtype != torch.float32
-    wide = call.scratch().take(min(rows, NORM_ROWS), features) if narrow else out
+    scratch = call.scratch()
+    wide = scratch.take(min(rows, NORM_ROWS), features) if narrow else out
+    vector = scratch.take(features) if narrow and centred else None
     for first in range(0, rows, NORM_ROWS):
         block = slice(first, min(rows, first + NORM_ROWS))
         source, target, rstd = x[block], out[block], stats[block, -1:]
@@ -64,9 +66,9 @@ def _forward(call: Call, *, centred: bool) -> None:
         if not centred and narrow:  # Hugging Face rounds before it multiplies by the weight
             target.copy_(work).mul_(weight)
             continue
-        work.mul_(weight)
+        work.mul_(weight if vector is None else vector.copy_(weight))
         if bias is not None:
-            work.add_(bias)
+            work.add_(bias if vector is None else vector.copy_(bias))
         if narrow:
             target.copy_(work)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -25,6 +26,9 @@ class BufferStore(Protocol):
     live_bytes: int
     peak_bytes: int
 
+    def lasts(self, buffer: int) -> bool:
+        """Return whether a buffer is there all the time, at one address."""
+
     def view(self, buffer: int, first: int, tokens: int) -> Tensor:
         """Return the tokens of a living buffer: (tokens, features), flat where it has one feature."""
 
@@ -38,6 +42,33 @@ class BufferStore(Protocol):
         """Forget the last step's peak and log, and whatever a failed step left alive."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Spec:
+    """What a buffer is."""
+
+    buffer_class: BufferClass
+    bytes: int
+    tokens: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class _Block:
+    """Memory that buffers of one size take in turns, and the tensors it has been."""
+
+    __slots__ = ("raw", "tensors")
+
+    def __init__(self, size: int, device: torch.device) -> None:
+        self.raw = torch.empty(size, dtype=torch.uint8, device=device)
+        self.tensors: dict[tuple[torch.dtype, tuple[int, ...]], Tensor] = {}
+
+    def tensor(self, spec: _Spec) -> Tensor:
+        key = (spec.dtype, spec.shape)
+        if (found := self.tensors.get(key)) is None:
+            found = self.tensors[key] = self.raw.view(spec.dtype).view(spec.shape)
+        return found
+
+
 class CachingStore:
     """``torch.empty`` at birth, release at death.
 
@@ -49,93 +80,80 @@ class CachingStore:
     def __init__(self, schedule: Schedule, device: torch.device, *, poison: bool = False) -> None:
         self.device = device
         self.poison = poison
-        self.reused = device.type == "cpu"
-        self.live_bytes = 0
-        self.peak_bytes = 0
         self.log: list[tuple[int, BufferClass, int]] = []
         """(instruction, class, bytes born or, negative, released), in the order it happened."""
-        self._schedule = schedule
+        specs = [_spec(family) for family in schedule.families]
+        self._specs = [specs[family] for family in schedule.columns.buffer_family.tolist()]
+        self._library = schedule.library
+        self._reused = device.type == "cpu"
         self._lock = threading.Lock()
+        self._blocks: dict[int, _Block] = {}
+        self._free: dict[int, list[_Block]] = defaultdict(list)
+        lives = schedule.lives
+        lasting = (lives.on_device & (lives.birth < 0)).nonzero()[0].tolist()
+        self._lasting = {b: torch.zeros(s.shape, dtype=s.dtype, device=device) for b, s in self._chosen(lasting)}
         self._tensors: dict[int, Tensor] = {}
-        self._blocks: dict[int, Tensor] = {}
-        self._free: dict[int, list[Tensor]] = defaultdict(list)
-        self._views: dict[tuple[int, int, int], Tensor] = {}
-        self._lasting_bytes: dict[BufferClass, int] = defaultdict(int)
-        self._lasting = self._make_lasting()
-
-    def _make_lasting(self) -> frozenset[int]:
-        lives = self._schedule.lives
-        made = []
-        for buffer, (on_device, birth) in enumerate(zip(lives.on_device.tolist(), lives.birth.tolist(), strict=True)):
-            if on_device and birth < 0:
-                family = self._schedule.family(buffer)
-                self._tensors[buffer] = torch.zeros(
-                    _shape(family), dtype=TORCH_DTYPES[family.dtype], device=self.device
-                )
-                self._lasting_bytes[family.buffer_class] += family.bytes
-                made.append(buffer)
-        self.live_bytes = self.peak_bytes = sum(self._lasting_bytes.values())
-        return frozenset(made)
-
-    @property
-    def lasting_bytes(self) -> dict[BufferClass, int]:
+        self.lasting_bytes: dict[BufferClass, int] = defaultdict(int)
         """Bytes by class of the buffers that last the whole step."""
-        return dict(self._lasting_bytes)
+        for _, spec in self._chosen(lasting):
+            self.lasting_bytes[spec.buffer_class] += spec.bytes
+        self.live_bytes = self.peak_bytes = sum(self.lasting_bytes.values())
+
+    def _chosen(self, buffers: list[int]) -> list[tuple[int, _Spec]]:
+        return [(buffer, self._specs[buffer]) for buffer in buffers]
 
     def begin_step(self) -> None:
         """Forget the last step's peak and log, and whatever a failed step left alive."""
-        for buffer in [b for b in self._tensors if b not in self._lasting]:
+        for buffer in list(self._tensors):
             self.death(buffer, -1)
-        self.live_bytes = self.peak_bytes = sum(self._lasting_bytes.values())
+        self.live_bytes = self.peak_bytes = sum(self.lasting_bytes.values())
         self.log.clear()
         if self.poison:
-            for buffer in self._lasting:
-                if self._schedule.family(buffer).buffer_class is BufferClass.SKELETAL:
-                    self._tensors[buffer].fill_(float("nan"))
+            for buffer, tensor in self._lasting.items():
+                if self._specs[buffer].buffer_class is BufferClass.SKELETAL:
+                    tensor.fill_(float("nan"))
+
+    def lasts(self, buffer: int) -> bool:
+        """Return whether a buffer is there all the time, at one address."""
+        return buffer in self._lasting
 
     def view(self, buffer: int, first: int, tokens: int) -> Tensor:
         """Return the tokens of a living buffer."""
-        if buffer not in self._lasting:
-            whole = self._tensors[buffer]
-            return whole if len(whole) == tokens else whole[first : first + tokens]
-        key = (buffer, first, tokens)
-        found = self._views.get(key)
-        if found is None:
-            found = self._views[key] = self._tensors[buffer][first : first + tokens]
-        return found
+        whole = self._tensors.get(buffer)
+        if whole is None:
+            whole = self._lasting[buffer]
+        return whole if tokens == self._specs[buffer].tokens else whole[first : first + tokens]
 
     def birth(self, buffer: int, instruction: int) -> None:
         """Make a buffer, unless a library makes it; count it in any case."""
-        family = self._schedule.family(buffer)
+        spec = self._specs[buffer]
         with self._lock:
-            self._count(instruction, family, 1)
-            if buffer in self._schedule.library:
+            self.log.append((instruction, spec.buffer_class, spec.bytes))
+            self.live_bytes += spec.bytes
+            self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+            if buffer in self._library:
                 return
-            if self.reused:
-                free = self._free[family.bytes]
-                block = free.pop() if free else torch.empty(family.bytes, dtype=torch.uint8, device=self.device)
-                self._blocks[buffer] = block
-                tensor = block.view(TORCH_DTYPES[family.dtype]).view(_shape(family))
+            if self._reused:
+                free = self._free[spec.bytes]
+                block = self._blocks[buffer] = free.pop() if free else _Block(spec.bytes, self.device)
+                tensor = block.tensor(spec)
             else:
-                tensor = torch.empty(_shape(family), dtype=TORCH_DTYPES[family.dtype], device=self.device)
+                tensor = torch.empty(spec.shape, dtype=spec.dtype, device=self.device)
             self._tensors[buffer] = tensor
         if self.poison and tensor.is_floating_point():
             tensor.fill_(float("nan"))
 
     def death(self, buffer: int, instruction: int) -> None:
         """Release a buffer."""
-        family = self._schedule.family(buffer)
+        spec = self._specs[buffer]
         with self._lock:
-            self._count(instruction, family, -1)
+            self.log.append((instruction, spec.buffer_class, -spec.bytes))
+            self.live_bytes -= spec.bytes
             self._tensors.pop(buffer, None)
             if (block := self._blocks.pop(buffer, None)) is not None:
-                self._free[family.bytes].append(block)
-
-    def _count(self, instruction: int, family: Family, sign: int) -> None:
-        self.log.append((instruction, family.buffer_class, sign * family.bytes))
-        self.live_bytes += sign * family.bytes
-        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+                self._free[spec.bytes].append(block)
 
 
-def _shape(family: Family) -> tuple[int, ...]:
-    return (family.tokens,) if family.features == 1 else (family.tokens, family.features)
+def _spec(family: Family) -> _Spec:
+    shape = (family.tokens,) if family.features == 1 else (family.tokens, family.features)
+    return _Spec(family.buffer_class, family.bytes, family.tokens, shape, TORCH_DTYPES[family.dtype])

@@ -15,8 +15,9 @@ THREAD_BYTES = 2**20
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama-biased", "qwen3"])
-def test_hidden_allocations(name: str) -> None:
-    decisions = decide(MODELS[name], recompute="full")
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_hidden_allocations(name: str, dtype: str) -> None:
+    decisions = decide(MODELS[name], recompute="full", dtype=dtype, states=dtype)
     hidden: dict[str, int] = {}
     declared: dict[str, int] = {}
 

@@ -1,0 +1,25 @@
+"""The CUDA backends' calls fit the operators' schemas: played on tensors without memory (meta), which says no more."""
+
+import pytest
+import torch
+
+from memo_exec.kernels import attention_torch_cudnn, attention_torch_flash
+
+
+@pytest.mark.parametrize("backend", [attention_torch_flash, attention_torch_cudnn])
+@pytest.mark.parametrize("kv_heads", [2, 4])
+def test_attention(backend: object, kv_heads: int) -> None:
+    def empty(heads: int) -> torch.Tensor:
+        return torch.empty(2, 256, heads, 64, dtype=torch.bfloat16, device="meta")
+
+    q, k, v, out, lse = empty(4), empty(kv_heads), empty(kv_heads), empty(4), torch.empty(2, 256, 4, device="meta")
+    backend.forward(q, k, v, out, lse, causal=True)
+    grads = empty(4), empty(kv_heads), empty(kv_heads)
+    backend.backward(empty(4), (q, k, v), out, lse, grads, causal=True, deterministic=False)
+
+
+def test_weight_gradients_accumulate_in_fp32() -> None:
+    total = torch.empty(8, 16, device="meta")
+    grad, x = (torch.empty(32, width, dtype=torch.bfloat16, device="meta") for width in (8, 16))
+    result = torch.ops.aten.addmm.dtype_out(total, grad.t(), x, torch.float32, out=total)
+    assert result.dtype == torch.float32

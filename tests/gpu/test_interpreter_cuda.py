@@ -1,0 +1,86 @@
+"""The interpreter on a CUDA device: the same program, streams and events instead of threads."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from memo_exec import weights
+from memo_exec.interpreter import Interpreter
+from memo_exec.record import StepRecord
+from memo_sim.contract.plan import Decisions, Kernels
+from memo_sim.program.lower import lower
+from tests.exec_cpu.small import batch, decide, gpt, gradients, llama, scalars
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+POLICIES: list[dict[str, Any]] = [
+    {},
+    {"recompute": "full"},
+    {"swapped_tokens": 256},
+    {"recompute": "tokenwise"},
+    {"recompute": "tokenwise", "swapped_tokens": 128},
+]
+
+
+def on_cuda(kernel: str, **changes: Any) -> Decisions:
+    model = llama(layers=4) if kernel != "flash2" else gpt(layers=4)
+    return decide(model, dtype="bf16", deterministic=True, kernels=Kernels(attention=kernel), **changes)
+
+
+def steps(decisions: Decisions, **options: Any) -> tuple[StepRecord, dict[str, torch.Tensor]]:
+    with Interpreter(decisions, lower(decisions)[0], device="cuda", **options) as interpreter:
+        weights.initialize(interpreter, seed=1)
+        batches = batch(decisions)
+        for step in (1, 2):
+            record = interpreter.run_step(batches, scalars(batches, step=step, clip=1.0))
+        return record, gradients(interpreter)
+
+
+@pytest.mark.parametrize("kernel", ["torch-flash", "torch-cudnn"])
+@pytest.mark.parametrize("policy", POLICIES[1:])
+def test_policies_give_the_bits_of_keep(kernel: str, policy: dict[str, Any]) -> None:
+    kept, wanted = steps(on_cuda(kernel))
+    record, found = steps(on_cuda(kernel, **policy))
+    assert record.loss == kept.loss
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_gradients_are_those_of_the_cpu(policy: dict[str, Any]) -> None:
+    _, found = steps(on_cuda("torch-flash", **policy))
+    reference = decide(llama(layers=4), dtype="bf16")
+    with Interpreter(reference, lower(reference)[0]) as interpreter:
+        weights.initialize(interpreter, seed=1)
+        batches = batch(reference)
+        for step in (1, 2):
+            interpreter.run_step(batches, scalars(batches, step=step, clip=1.0))
+        wanted = gradients(interpreter)
+    for name, value in wanted.items():
+        assert float((found[name].cpu() - value).norm() / value.norm()) < 0.1, name
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_debug_mode_finds_no_race(policy: dict[str, Any]) -> None:
+    _, wanted = steps(on_cuda("torch-flash", **policy))
+    _, found = steps(on_cuda("torch-flash", **policy), debug=True)
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+@pytest.mark.parametrize("states", ["fp32", "bf16", "host"])
+def test_memory_is_the_programs(states: str) -> None:
+    decisions = on_cuda("torch-flash", swapped_tokens=256, states=states)
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    record, _ = steps(decisions)
+    allocated = torch.cuda.max_memory_allocated() - before
+    assert allocated <= record.peak_device_bytes * 1.05 + 2**20
+    assert record.moved.d2h > 0
+
+
+def test_a_kernel_of_the_cpu_is_refused() -> None:
+    decisions = decide(gpt())
+    with pytest.raises(Exception, match="does not play on cuda"):
+        Interpreter(decisions, lower(decisions)[0], device="cuda")
