@@ -1,0 +1,207 @@
+"""``memo-exec`` as scripts use it: documents, exit codes, messages, signals, and what starting up loads."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+from click.testing import CliRunner
+
+from memo_exec.cli import cli
+from memo_sim.contract import codec
+from memo_sim.contract.comparison import Comparison
+from memo_sim.contract.plan import Plan
+from memo_sim.contract.trace import Trace
+from tests.exec_cpu.plans import byte_decisions, predicted, write_plan
+
+OPTIONS = {
+    "calibrate": {"--output", "--name"},
+    "compare": {"--tolerance", "--trace", "--json"},
+    "doctor": set(),
+    "profile": {"--steps", "--trace", "--output"},
+    "run": {
+        *("--data", "--weights", "--steps", "--seed", "--lr", "--warmup-steps", "--decay-steps", "--final-fraction"),
+        *("--weight-decay", "--clip", "--beta1", "--beta2", "--eps", "--save", "--save-every", "--resume"),
+        *("--tolerance", "--trace", "--measured", "--debug", "--json"),
+    },
+}
+
+
+def memo_exec(*arguments: str | Path, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    """Run the command line the way a shell does."""
+    command = [sys.executable, "-m", "memo_exec", *map(str, arguments)]
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, env=env, check=False)
+
+
+@pytest.fixture(scope="module")
+def plan(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_plan(tmp_path_factory.mktemp("plan") / "plan.json", prediction=predicted())
+
+
+def failed(done: subprocess.CompletedProcess[str], code: int) -> str:
+    assert done.returncode == code, done.stderr
+    assert "Traceback" not in done.stderr
+    return done.stderr
+
+
+def test_no_option_comes_or_goes_unnoticed() -> None:
+    found = {
+        name: {o for p in command.params for o in p.opts if o[:2] == "--"} for name, command in cli.commands.items()
+    }
+    assert found == OPTIONS
+
+
+def test_help_loads_no_torch(tmp_path: Path) -> None:
+    code = (
+        "import sys; sys.argv = ['memo-exec', 'run', '--help']\n"
+        "try:\n    from memo_exec.cli import main; main()\n"
+        "except SystemExit: pass\n"
+        "heavy = {'torch', 'numpy', 'safetensors', 'rich', 'simpy', 'matplotlib'} & set(sys.modules)\n"
+        "print(sorted(heavy), file=sys.stderr)"
+    )
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=env, cwd=tmp_path, check=True
+    )
+    assert "Train by PLAN" in done.stdout
+    assert done.stderr.strip() == "[]"
+
+
+def test_run_prints_one_document_and_nothing_else(plan: Path, tmp_path: Path) -> None:
+    files = {"--trace": tmp_path / "perfetto.json", "--measured": tmp_path / "measured.json"}
+    written = [part for pair in files.items() for part in pair]
+    done = memo_exec("run", plan, "--steps", 3, "--json", *written)
+    assert done.returncode == 0, done.stderr
+    comparison = codec.decode(done.stdout.encode(), Comparison, where="stdout")
+    assert len(comparison.losses) == len(comparison.grad_norms) == 3
+    assert comparison.ratio is not None
+    assert done.stderr.count("step ") == 3
+    events = json.loads(files["--trace"].read_text())["traceEvents"]
+    assert any(event["ph"] == "X" for event in events)
+    measured = codec.read(files["--measured"], Trace)
+    assert measured.origin == "measured"
+    assert measured.step_s == comparison.measured.step_s
+
+
+def test_run_prints_a_table_for_people(plan: Path) -> None:
+    done = memo_exec("run", plan, "--steps", 1)
+    assert done.returncode == 0
+    assert "predicted" in done.stdout
+    assert "compute" in done.stdout
+    assert not done.stdout.lstrip().startswith("{")
+
+
+def test_tolerance_sets_the_exit_code_after_the_document(plan: Path) -> None:
+    done = memo_exec("run", plan, "--steps", 1, "--json", "--tolerance", "0.000001")
+    assert "differ by more than the tolerance" in failed(done, 5)
+    codec.decode(done.stdout.encode(), Comparison, where="stdout")
+
+
+def test_profile_then_compare(plan: Path, tmp_path: Path) -> None:
+    measured, perfetto = tmp_path / "measured.json", tmp_path / "both.json"
+    done = memo_exec("profile", plan, "--steps", 2, "-o", measured, "--trace", tmp_path / "one.json")
+    assert done.returncode == 0, done.stderr
+    done = memo_exec("compare", plan, measured, "--json", "--trace", perfetto)
+    assert done.returncode == 0, done.stderr
+    comparison = codec.decode(done.stdout.encode(), Comparison, where="stdout")
+    assert comparison.measured.ops["linear"] > 0
+    assert perfetto.is_file()
+    assert "tolerance" in failed(memo_exec("compare", plan, measured, "--tolerance", "0.000001"), 5)
+
+
+def test_doctor_says_what_is_here() -> None:
+    done = CliRunner().invoke(cli, ["doctor"])
+    assert done.exit_code == 0
+    assert "attention torch-flash-cpu" in done.output
+    assert "host memory" in done.output
+
+
+@pytest.fixture(scope="module")
+def wrong(tmp_path_factory: pytest.TempPathFactory, plan: Path) -> Path:
+    """A folder of plans that cannot be used."""
+    folder = tmp_path_factory.mktemp("wrong")
+    raw = plan.read_text()
+    (folder / "truncated.json").write_text(raw[:200])
+    (folder / "unknown.json").write_text(raw.replace('"dtype"', '"dtpye"'))
+    (folder / "negative.json").write_text(raw.replace('"seq_tokens": 256', '"seq_tokens": -256'))
+    (folder / "edited.json").write_text(raw.replace('"seq_tokens": 256', '"seq_tokens": 512'))
+    write_plan(folder / "fp16.json", byte_decisions(dtype="fp16"))
+    pipeline = msgspec.structs.replace(byte_decisions().layout, pp=2)
+    read = codec.read(plan, Plan)
+    decisions = msgspec.structs.replace(read.decisions, layout=pipeline)
+    codec.write(folder / "pipeline.json", msgspec.structs.replace(read, decisions=decisions))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("file", "code", "said"),
+    [
+        ("none.json", 3, "no such file"),
+        ("truncated.json", 3, "truncated.json"),
+        ("unknown.json", 3, "did you mean 'dtype'?"),
+        ("negative.json", 3, "$.decisions.seq_tokens"),
+        ("edited.json", 3, "another program"),
+        ("pipeline.json", 4, "no lowering"),
+        ("fp16.json", 6, "does not compute"),
+    ],
+)
+def test_a_plan_that_cannot_be_used(wrong: Path, file: str, code: int, said: str) -> None:
+    done = memo_exec("run", wrong / file, "--json")
+    assert said in failed(done, code)
+    assert done.stdout == ""
+
+
+def test_wrong_usage(plan: Path, tmp_path: Path) -> None:
+    assert "--steps" in failed(memo_exec("run", plan, "--steps", "0"), 2)
+    assert "--resume needs" in failed(memo_exec("run", plan, "--resume"), 2)
+    nowhere = tmp_path / "none" / "here.json"
+    assert "no such folder" in failed(memo_exec("calibrate", "-o", nowhere), 2)
+    assert "No such command" in failed(memo_exec("clibrate"), 2)
+
+
+def test_a_bug_is_one_line_and_says_how_to_see_more(plan: Path) -> None:
+    code = (
+        "import sys; from memo_exec import cli, run\n"
+        "def broken(*a, **k): raise ValueError('boom')\n"
+        "run.run = broken\n"
+        f"sys.argv = ['memo-exec', 'run', {str(plan)!r}]; cli.main()"
+    )
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, check=False)
+    assert "MEMO_TRACEBACK=1" in failed(done, 1)
+    shown = {**env, "MEMO_TRACEBACK": "1"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=shown, check=False)
+    assert "Traceback" in done.stderr
+
+
+@pytest.mark.parametrize(("kind", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_ends_the_run_cleanly_after_the_step(plan: Path, tmp_path: Path, kind: int, code: int) -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "memo_exec",
+        "run",
+        str(plan),
+        "--steps",
+        "1000000",
+        "--save",
+        str(tmp_path / "run"),
+    ]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert process.stderr is not None
+    while not process.stderr.readline().startswith("step     2"):
+        assert process.poll() is None
+    process.send_signal(kind)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == code
+    assert out == ""
+    assert "Traceback" not in err
+    last = int(err.split("interrupted after step ")[1])
+    assert [path.name for path in (tmp_path / "run").iterdir()] == [f"step-{last:08d}"]

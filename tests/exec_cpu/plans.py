@@ -1,0 +1,33 @@
+"""Plan files of small models that train on bytes, with a prediction when one is wanted."""
+
+from pathlib import Path
+from typing import Any
+
+from memo_sim.contract import codec
+from memo_sim.contract.plan import Decisions, MovedBytes, Plan, Prediction
+from memo_sim.program.lower import lower, program_sha256
+from tests.exec_cpu.small import decide, gpt
+
+BYTES = 256
+
+
+def byte_decisions(**changes: Any) -> Decisions:
+    """Return a plan's decisions for a small GPT over bytes: swaps a half, two micro-batches."""
+    fields: dict[str, Any] = {"seq_tokens": 256, "micro_batch": 1, "global_batch": 2}
+    fields |= {"recompute": "tokenwise", "swapped_tokens": 128}
+    return decide(changes.pop("model", gpt(vocab=BYTES)), **(fields | changes))
+
+
+def plan_of(decisions: Decisions, prediction: Prediction | None = None) -> Plan:
+    return Plan(decisions=decisions, program_sha256=program_sha256(lower(decisions)), prediction=prediction)
+
+
+def write_plan(path: Path, decisions: Decisions | None = None, prediction: Prediction | None = None) -> Path:
+    codec.write(path, plan_of(decisions or byte_decisions(), prediction))
+    return path
+
+
+def predicted(step_s: float = 0.1, **changes: Any) -> Prediction:
+    fields: dict[str, Any] = {"status": "ok", "step_s": step_s, "mfu": 0.5, "lanes": {"compute": step_s}}
+    fields |= {"peak_device_bytes": 10**6, "moved_bytes": MovedBytes(d2h=5, h2d=5)}
+    return Prediction(**(fields | changes))
