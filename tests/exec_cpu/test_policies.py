@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from memo_exec.kernels import KERNELS, Call
 from memo_sim.contract.plan import Decisions
 from memo_sim.program.columns import expand
 from memo_sim.program.instruction import Lane
@@ -107,3 +108,31 @@ def test_gradients_of_a_second_step_do_not_remember_the_first() -> None:
         again = gradients(interpreter)
     _, fresh = one_step(decisions, batches)
     assert all(torch.equal(again[name], fresh[name]) for name in fresh)
+
+
+@pytest.mark.parametrize("rest", [1, 3, 72])
+@pytest.mark.parametrize("name", ["gpt2", "qwen3"])
+def test_recompute_repeats_the_forward_of_its_rows(name: str, rest: int) -> None:
+    """Whatever the number of rows: a library may round a product of very few rows otherwise than one of many."""
+    decisions = decide(MODELS[name], seq_tokens=128 + rest, micro_batch=1, recompute="tokenwise", swapped_tokens=128)
+    found: dict[str, list[torch.Tensor]] = {}
+
+    def watching(op: str) -> Any:
+        def kernel(call: Call) -> None:
+            KERNELS[op](call)
+            phase, _, rest_of_name = call.instruction.name.partition("/")
+            if phase in ("fwd", "rec") and rest_of_name.endswith(".r1"):
+                written = [
+                    call.tensors[role].clone() for role in ("out", "qkv", "stats", "raw") if role in call.tensors
+                ]
+                found.setdefault(call.instruction.name, []).extend(written)
+
+        return kernel
+
+    one_step(decisions, kernels={op: watching(op) for op in KERNELS})
+
+    recomputed = {key.removeprefix("rec/"): values for key, values in found.items() if key.startswith("rec/")}
+    assert {"norm1.r1", "qkv.r1", "proj.r1", "ffn_up.r1", "act.r1"} < set(recomputed)
+    for key, values in recomputed.items():
+        forward = found[f"fwd/{key}"][: len(values)]  # the swapped layer is the first one
+        assert all(torch.equal(a, b) for a, b in zip(values, forward, strict=True)), key
