@@ -11,7 +11,7 @@ import msgspec
 
 from memo_sim.contract.hardware import DtypeName
 from memo_sim.contract.model import Model
-from memo_sim.contract.units import Bytes, Fraction, Positive, Seconds, Tokens
+from memo_sim.contract.units import Bytes, Fraction, Positive, Seconds, SequenceTokens, Tokens
 
 Recompute = Literal["none", "full", "tokenwise"]
 MemoryPolicy = Literal["planned", "caching"]
@@ -59,7 +59,7 @@ class Decisions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     model: Model
     layout: Layout = Layout()
-    seq_tokens: Positive
+    seq_tokens: SequenceTokens
     micro_batch: Positive = 1
     global_batch: Positive = 1
     recompute: Recompute = "none"

@@ -19,6 +19,9 @@ GIB = 2**30
 Bytes = Annotated[int, msgspec.Meta(ge=0)]
 Tokens = Annotated[int, msgspec.Meta(ge=0)]
 Positive = Annotated[int, msgspec.Meta(ge=1)]
+MOST_TOKENS = 2**30
+"""Longest sequence that is taken for meant; a program of chunks grows with it."""
+SequenceTokens = Annotated[int, msgspec.Meta(ge=1, le=MOST_TOKENS)]
 Seconds = Annotated[float, msgspec.Meta(ge=0)]
 NonNegative = Annotated[float, msgspec.Meta(ge=0)]
 Rate = Annotated[float, msgspec.Meta(gt=0)]
@@ -34,16 +37,19 @@ def parse_tokens(text: str) -> int:
     """Return the number of tokens that ``text`` names: ``4096``, ``64k`` = 65,536, ``1m`` = 1,048,576.
 
     Raises:
-        UsageError: when ``text`` is not a positive whole number of tokens.
+        UsageError: when ``text`` is not a positive whole number of tokens, or more than a billion.
     """
     if match := _TOKENS.fullmatch(text.strip()):
         whole, decimals, suffix = match.groups(default="")
         one = int("1" + "0" * len(decimals))
         tokens, rest = divmod(int(whole + decimals) * _SCALE[suffix.lower()], one)
-        if tokens and not rest:
+        if 0 < tokens <= MOST_TOKENS and not rest:
             return tokens
     raise UsageError(
-        "not a number of tokens", got=repr(text), wanted="a positive whole number, 64k or 1m", hint="--seq-len 64k"
+        "not a number of tokens",
+        got=repr(text),
+        wanted="a whole number from 1 to 1024m, as 65536 or 64k",
+        hint="--seq-len 64k",
     )
 
 
