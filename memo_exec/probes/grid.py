@@ -45,11 +45,11 @@ class Grid:
 
 CPU = Grid(
     dtype="fp32",
-    widths=(128, 256, 512, 1024),
-    lengths=(512, 2048, 8192),
+    widths=(64, 128, 256, 512, 1024),
+    lengths=(128, 512, 2048, 8192),
     head_dims=(32, 64, 128),
     heads=(1, 8),
-    attention_lengths=(256, 512, 1024, 2048, 4096, 8192, 16384),
+    attention_lengths=(128, 256, 512, 1024, 2048, 4096, 8192, 16384),
     most_flops=5e9,
     most_bytes=1e8,
     copy_bytes=tuple(2**k for k in range(14, 28, 2)),
