@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from memo_sim import __version__
-from memo_sim.contract.errors import MemoError, UsageError
+from memo_sim.contract.errors import MemoError, UsageError, missing_package
 
 if TYPE_CHECKING:
     from memo_exec.run import Outcome
@@ -241,6 +241,9 @@ def main() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(141)
     except Exception as error:
+        if absent := missing_package(error):
+            _say(f"memo-exec: {absent}")
+            sys.exit(absent.exit_code)
         if os.environ.get("MEMO_TRACEBACK"):
             raise
         _say(f"memo-exec: a bug: {error!r}\n  next: run again with MEMO_TRACEBACK=1 and report it")

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from memo_sim import __version__
-from memo_sim.contract.errors import BadInput, Infeasible, MemoError, OutOfTolerance, UsageError
+from memo_sim.contract.errors import BadInput, Infeasible, MemoError, OutOfTolerance, UsageError, missing_package
 
 if TYPE_CHECKING:
     from memo_sim.contract.plan import Plan
@@ -290,6 +290,9 @@ def main() -> None:
         click.echo(f"memo-sim: {failure}", err=True)
         sys.exit(failure.exit_code)
     except Exception as error:
+        if absent := missing_package(error):
+            click.echo(f"memo-sim: {absent}", err=True)
+            sys.exit(absent.exit_code)
         if os.environ.get("MEMO_TRACEBACK"):
             raise
         click.echo(f"memo-sim: a bug: {error!r}\n  next: run again with MEMO_TRACEBACK=1 and report it", err=True)

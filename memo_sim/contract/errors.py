@@ -81,3 +81,17 @@ def did_you_mean(got: str, known: Iterable[str]) -> str | None:
 
     near = get_close_matches(got, list(known), n=1)
     return f"did you mean {near[0]!r}?" if near else None
+
+
+EXTRAS = {"simpy": "sim", "mip": "sim", "matplotlib": "sim", "torch": "exec", "safetensors": "exec"}
+"""The extra that brings each package which not every installation needs."""
+
+
+def missing_package(error: Exception) -> CannotRun | None:
+    """Return what to say when ``error`` is the absence of an optional package, or None when it is something else."""
+    name = error.name if isinstance(error, ModuleNotFoundError) else None
+    if name not in EXTRAS:
+        return None
+    return CannotRun(
+        "a package that this command needs is not installed", got=name, hint=f"install memo[{EXTRAS[name]}]"
+    )

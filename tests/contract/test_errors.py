@@ -32,3 +32,12 @@ def test_message_survives_another_process() -> None:
 def test_nearest_name() -> None:
     assert errors.did_you_mean("alpah", ["alpha", "beta"]) == "did you mean 'alpha'?"
     assert errors.did_you_mean("gamma-ray", ["alpha", "beta"]) is None
+
+
+def test_an_absent_optional_package_is_no_bug() -> None:
+    absent = errors.missing_package(ModuleNotFoundError("No module named 'simpy'", name="simpy"))
+    assert absent is not None
+    assert absent.exit_code == 6
+    assert "memo[sim]" in str(absent)
+    assert errors.missing_package(ModuleNotFoundError("No module named 'x'", name="x")) is None
+    assert errors.missing_package(ValueError("simpy")) is None
