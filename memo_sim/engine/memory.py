@@ -2,7 +2,8 @@
 
 What is needed follows from program order alone, so it is known before anything is played: the device needs the
 program's peak beside the profile's reserve; a node's host memory serves all of its local ranks, in plain bytes (one
-registered slab) or with every layer's block rounded up to a power of two, as PyTorch's pinned allocator does.
+registered slab) or in pinned blocks rounded up to powers of two, as PyTorch's pinned allocator makes them: one block
+for a layer's activations, and one for each of its small statistics tensors (log-sum-exp, the norms' statistics).
 
       320k tokens, 7B, TP4 CP2, alpha .75: 30 layers x 3.91 GiB x 8 ranks = 937 GiB exact, 30 x 4 x 8 = 960 GiB rounded
 """
@@ -25,6 +26,8 @@ from memo_sim.program.columns import Columns, Ints
 from memo_sim.program.instruction import BufferClass, Lane
 from memo_sim.program.liveness import Liveness, Peak, live_bytes, liveness, peak
 from memo_sim.program.program import Program
+from memo_sim.program.shape import shape_of
+from memo_sim.program.tensors import skeletal_tensors
 
 
 @dataclass(frozen=True)
@@ -161,7 +164,7 @@ def memory_of(program: Program, columns: Columns, decisions: Decisions, hardware
     return Memory(
         program=program,
         device_lives=lives,
-        host_lives=_pinned_blocks(lives, program) if decisions.host_allocator == "power_of_two" else lives,
+        host_lives=_pinned_blocks(lives, program, decisions) if decisions.host_allocator == "power_of_two" else lives,
         reserve={name: int(quantity.value) for name, quantity in hardware.reserve_bytes.items()},
         device_capacity_bytes=int(hardware.device_memory_bytes.value),
         host_capacity_bytes=int(host_memory.value),
@@ -169,19 +172,25 @@ def memory_of(program: Program, columns: Columns, decisions: Decisions, hardware
     )
 
 
-def _pinned_blocks(lives: Liveness, program: Program) -> Liveness:
-    """Return host blocks as PyTorch's pinned allocator makes them: one for what a layer swaps, one for each state.
+def _pinned_blocks(lives: Liveness, program: Program, decisions: Decisions) -> Liveness:
+    """Return host blocks as PyTorch's pinned allocator makes them.
 
-    The host copies of one (micro-batch, layer) have the same index in their families; each block is rounded up to a
-    power of two and lives from the first to the last of what it holds.
+    What a layer swaps is one block for its activations and one for each statistics tensor: fp32 beside the activations'
+    dtype, they are allocations of their own, and in the layer's block their percent would double it where the
+    activations fill a power of two (7B at 256k, TP4 CP2, alpha 1: 4 GiB a layer). Each state is a block too. The host
+    copies of one (micro-batch, layer) have the same index in their families; a block is rounded up to a power of two
+    and lives from the first to the last of what it holds.
     """
+    tensors = skeletal_tensors(decisions.model, shape_of(decisions), decisions.dtype)
+    statistics = {f"host.{t.name}" for t in tensors if t.statistics}
+    apart = np.array([f.name in statistics for f in program.all_families], dtype=bool)
     bases = np.array(list(program.family_bases.values()), dtype=np.int64)
     chosen = np.flatnonzero(~lives.on_device & (lives.death >= lives.birth))
     if not len(chosen):
         return lives
-    lasting = lives.birth[chosen] < 0
-    # Blocks are numbered by index; states, each its own block, come after them.
-    key = np.where(lasting, len(lives.bytes) + chosen, chosen - bases[lives.family[chosen]])
+    alone = (lives.birth[chosen] < 0) | apart[lives.family[chosen]]
+    # Layers' blocks are numbered by index; what is a block alone comes after them.
+    key = np.where(alone, len(lives.bytes) + chosen, chosen - bases[lives.family[chosen]])
     blocks, block = np.unique(key, return_inverse=True)
     birth = np.full(len(blocks), lives.instructions, dtype=np.int64)
     death = np.full(len(blocks), -1, dtype=np.int64)
