@@ -103,6 +103,7 @@ def in_slab(program: Program, columns: Columns, slab: SlabLayout) -> Columns:
         operand_first=np.where(rows, base + scale * columns.operand_first, columns.operand_first),
         operand_end=np.where(rows, base + scale * columns.operand_end, columns.operand_end),
         buffer_bytes=np.append(columns.buffer_bytes, slab.bytes),
+        buffer_dynamic=np.append(columns.buffer_dynamic, False),
     )
 
 

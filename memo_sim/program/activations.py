@@ -16,7 +16,7 @@ from typing import Literal
 
 from memo_sim.contract.plan import Decisions
 from memo_sim.program.builder import Rows, TemplateBuilder, reads, writes
-from memo_sim.program.instruction import BufferClass, Family, Lane, Template
+from memo_sim.program.instruction import BufferClass, Family, Lane, Mode, Template
 from memo_sim.program.shape import Shape
 from memo_sim.program.tensors import Fate, Skeletal, skeletal_tensors
 from memo_sim.program.visits import ROUNDING_BUFFERS
@@ -127,9 +127,13 @@ class Activations:
     def prefetch(self, families: dict[str, Family], backward: Template) -> Template:
         """Return the copies of one layer back to the device, in the order ``backward`` reads the tensors."""
         first_use: dict[str, int] = {}
+        rows = {f"skeletal.{t.name}": self.swapped_rows(t) for t in self.tensors}
         for i, instruction in enumerate(backward.instructions):
             for operand in instruction.operands:
-                first_use.setdefault(backward.slots[operand.slot], i)
+                family = backward.slots[operand.slot]
+                # What recompute writes and reads again are other rows than those that come from the host.
+                if operand.mode & Mode.READ and operand.first < rows.get(family, 0):
+                    first_use.setdefault(family, i)
         builder = TemplateBuilder("layer.prefetch", "pre")
         for t in sorted(self.tensors, key=lambda t: first_use.get(f"skeletal.{t.name}", len(backward.instructions))):
             self._transfer(builder, families, t, Lane.H2D)

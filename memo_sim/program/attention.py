@@ -3,12 +3,15 @@ Attention).
 
 With cp ranks the sequence is cut into 2 x cp chunks and rank r holds chunks r and 2*cp - 1 - r, so that every rank
 has the same work. Step 0 is the local causal square. Step j meets the keys and values of rank r - j: when they come
-from a later rank only this rank's late half attends to them (all of them), when from an earlier rank all queries
-attend to their early half; both cost half a square. Partial outputs merge by log-sum-exp. Keys and values travel one
-hop a step beside the attention of the step before; their gradients follow one step behind and end at home after cp -
-1 hops.
+from an earlier rank all queries attend to their early half, when from a later rank only the late half of the queries
+attends (to all of them); both cost half a square. Partial outputs merge by log-sum-exp.
 
-Representative: rank 0, for which every other rank is a later one.
+Keys and values travel one hop a step beside the attention of the step before. In backward a kernel writes its
+gradients aside while the sums made so far arrive from the previous rank, adds them, and sends them on; they end at home
+after cp - 1 hops. Only the last hop has nothing to hide behind.
+
+Representative: rank cp - 1, for which every other rank is an earlier one. It merges all of its rows at every step,
+more than any other rank, and a ring goes at its slowest rank's pace.
 """
 
 from __future__ import annotations
@@ -88,16 +91,20 @@ def backward(builder: TemplateBuilder, decisions: Decisions, shape: Shape) -> No
     for step in range(1, shape.cp):
         _ring_backward(builder, decisions, shape, step)
     if shape.cp > 1:
-        width = 2 * shape.kv_width
-        size = DTYPE_BYTES[decisions.dtype]
-        builder.emit(
-            "d_kv.home",
-            "kv.accumulate",
-            Lane.COMPUTE,
-            Rowwise("kv.accumulate", tokens, 2 * tokens * width * size, tokens * width * size),
-            x=reads(builder.all(_buffer("d_kv", shape.cp))),
-            out=accumulates(builder.all("d_qkv")),
-        )
+        _add(builder, decisions, "d_kv.home", builder.all(_buffer("d_kv", shape.cp)), builder.all("d_qkv"))
+
+
+def _add(builder: TemplateBuilder, decisions: Decisions, name: str, part: Rows, into: Rows) -> None:
+    """Add gradients that were written aside to their sum; ``into`` may be wider (packed Q, K, V)."""
+    moved = part.tokens * builder.features(part.slot) * DTYPE_BYTES[decisions.dtype]
+    builder.emit(
+        name,
+        "grad.accumulate",
+        Lane.COMPUTE,
+        Rowwise("grad.accumulate", part.tokens, 2 * moved, moved),
+        x=reads(part),
+        out=accumulates(into),
+    )
 
 
 def _buffer(kind: str, step: int) -> str:
@@ -140,65 +147,81 @@ def _hop(
     )
 
 
-def _late(builder: TemplateBuilder, slot: str, shape: Shape) -> Rows:
-    """Return the late half of the rank's tokens of ``slot``."""
-    return Rows(slot, shape.tokens // 2, shape.tokens - shape.tokens // 2)
+def _early(slot: str, shape: Shape) -> Rows:
+    """Return the early half of a rank's tokens of ``slot``."""
+    return Rows(slot, 0, shape.tokens // 2)
 
 
 def _ring_forward(builder: TemplateBuilder, decisions: Decisions, shape: Shape, step: int) -> None:
     if step + 1 < shape.cp:
         _hop(builder, decisions, shape, step + 1, "kv")
-    late = shape.tokens - shape.tokens // 2
+    tokens = shape.tokens
     if not builder.has("attn.part"):
-        builder.own("attn.part", BufferClass.TRANSIENT, decisions.dtype, late, shape.q_width)
-        builder.own("lse.part", BufferClass.TRANSIENT, "fp32", late, shape.heads)
-    work = _work(decisions, shape, late, shape.tokens, "none", backward=False)
-    scratch = _workspace(builder, decisions, work, f"attn.ring{step}.scratch")
+        builder.own("attn.part", BufferClass.TRANSIENT, decisions.dtype, tokens, shape.q_width)
+        builder.own("lse.part", BufferClass.TRANSIENT, "fp32", tokens, shape.heads)
+    work = _work(decisions, shape, tokens, tokens // 2, "none", backward=False)
     builder.emit(
         f"attn.ring{step}",
         "attention",
         Lane.COMPUTE,
         work,
-        qkv=reads(_late(builder, "qkv", shape)),
-        kv=reads(builder.all(_buffer("kv", step))),
+        qkv=reads(builder.all("qkv")),
+        kv=reads(_early(_buffer("kv", step), shape)),
         out=writes(builder.all("attn.part")),
         lse=writes(builder.all("lse.part")),
-        workspace=scratch,
+        workspace=_workspace(builder, decisions, work, f"attn.ring{step}.scratch"),
     )
-    size = DTYPE_BYTES[decisions.dtype]
-    row = shape.q_width * size + 4 * shape.heads
+    row = shape.q_width * DTYPE_BYTES[decisions.dtype] + 4 * shape.heads
     builder.emit(
         f"attn.merge{step}",
         "attention.merge",
         Lane.COMPUTE,
-        Rowwise("attention.merge", late, 2 * late * row, late * row),
+        Rowwise("attention.merge", tokens, 2 * tokens * row, tokens * row),
         part=reads(builder.all("attn.part")),
         part_lse=reads(builder.all("lse.part")),
-        out=accumulates(_late(builder, "attn", shape)),
-        lse=accumulates(_late(builder, "lse", shape)),
+        out=accumulates(builder.all("attn")),
+        lse=accumulates(builder.all("lse")),
     )
 
 
 def _ring_backward(builder: TemplateBuilder, decisions: Decisions, shape: Shape, step: int) -> None:
     if step + 1 < shape.cp:
         _hop(builder, decisions, shape, step + 1, "kv", suffix=".bwd")
-    late = shape.tokens - shape.tokens // 2
     _ring_buffers(builder, decisions, shape, "d_kv")
-    work = _work(decisions, shape, late, shape.tokens, "none", backward=True)
-    scratch = _workspace(builder, decisions, work, f"attn.ring{step}.bwd.scratch")
-    into = builder.all(_buffer("d_kv", step))
+    tokens, width = shape.tokens, 2 * shape.kv_width
+    if not builder.has("d_q.part"):
+        builder.own("d_q.part", BufferClass.TRANSIENT, decisions.dtype, tokens, shape.q_width)
+    sums = _buffer("d_kv", step)
+    if step == 1:
+        into = _early(sums, shape)
+        _clear_late(builder, decisions, shape, sums)
+    else:
+        if not builder.has("d_kv.part"):
+            builder.own("d_kv.part", BufferClass.TRANSIENT, decisions.dtype, tokens // 2, width)
+        into = builder.all("d_kv.part")
+    work = _work(decisions, shape, tokens, tokens // 2, "none", backward=True)
     builder.emit(
         f"attn.ring{step}.bwd",
         "attention.bwd",
         Lane.COMPUTE,
         work,
-        grad=reads(_late(builder, "d_attn", shape)),
-        qkv=reads(_late(builder, "qkv", shape)),
-        kv=reads(builder.all(_buffer("kv", step))),
-        out=reads(_late(builder, "attn", shape)),
-        lse=reads(_late(builder, "lse", shape)),
-        grad_qkv=accumulates(_late(builder, "d_qkv", shape)),
-        grad_kv=writes(into) if step == 1 else accumulates(into),
-        workspace=scratch,
+        grad=reads(builder.all("d_attn")),
+        qkv=reads(builder.all("qkv")),
+        kv=reads(_early(_buffer("kv", step), shape)),
+        out=reads(builder.all("attn")),
+        lse=reads(builder.all("lse")),
+        grad_q=writes(builder.all("d_q.part")),
+        grad_kv=writes(into),
+        workspace=_workspace(builder, decisions, work, f"attn.ring{step}.bwd.scratch"),
     )
-    _hop(builder, decisions, shape, step + 1, "d_kv", suffix="")
+    _add(builder, decisions, f"d_q.add{step}", builder.all("d_q.part"), builder.all("d_qkv"))
+    if step > 1:
+        _add(builder, decisions, f"d_kv.add{step}", into, _early(sums, shape))
+    _hop(builder, decisions, shape, step + 1, "d_kv")
+
+
+def _clear_late(builder: TemplateBuilder, decisions: Decisions, shape: Shape, slot: str) -> None:
+    """Zero the sums of the late half, to which the first rank on their way adds nothing."""
+    rows = Rows(slot, shape.tokens // 2, shape.tokens - shape.tokens // 2)
+    size = rows.tokens * 2 * shape.kv_width * DTYPE_BYTES[decisions.dtype]
+    builder.emit("d_kv.clear", "zero", Lane.COMPUTE, Rowwise("zero", rows.tokens, 0, size), target=writes(rows))

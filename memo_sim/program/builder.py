@@ -43,6 +43,7 @@ class TemplateBuilder:
     phase: str
     _slots: dict[str, str] = field(default_factory=dict)
     _tokens: dict[str, int] = field(default_factory=dict)
+    _features: dict[str, int] = field(default_factory=dict)
     _own: list[Family] = field(default_factory=list)
     _instructions: list[Instruction] = field(default_factory=list)
 
@@ -51,6 +52,7 @@ class TemplateBuilder:
         slot = slot or family.name
         self._slots[slot] = family.name
         self._tokens[slot] = family.tokens
+        self._features[slot] = family.features
         return slot
 
     def own(self, name: str, buffer_class: BufferClass, dtype: str, tokens: int, features: int) -> str:
@@ -58,6 +60,7 @@ class TemplateBuilder:
         self._own.append(Family(name, buffer_class, dtype, tokens, features))
         self._slots[name] = name
         self._tokens[name] = tokens
+        self._features[name] = features
         return name
 
     def scratch(self, name: str, size: int) -> Access | None:
@@ -69,6 +72,10 @@ class TemplateBuilder:
     def has(self, slot: str) -> bool:
         """Return whether ``slot`` was added before."""
         return slot in self._slots
+
+    def features(self, slot: str) -> int:
+        """Return the features of a token of ``slot``."""
+        return self._features[slot]
 
     def all(self, slot: str) -> Rows:
         """Return all tokens of ``slot``."""

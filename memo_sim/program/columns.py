@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from memo_sim.program.program import Program
 
 Ints = NDArray[np.int64]
+Flags = NDArray[np.bool_]
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,8 @@ class Columns:
     operand_mode: Ints
     buffer_bytes: Ints
     buffer_family: Ints
+    buffer_dynamic: Flags
+    """Whether a buffer's device memory is handed out and taken back during the step."""
 
 
 def expand(program: Program) -> Columns:
@@ -65,6 +68,9 @@ def expand(program: Program) -> Columns:
         operand_mode=stacked[4][order],
         buffer_bytes=np.repeat(np.array([f.bytes for f in families], dtype=np.int64), counts),
         buffer_family=np.repeat(np.arange(len(families), dtype=np.int64), counts),
+        buffer_dynamic=np.repeat(
+            np.array([f.space == "device" and f.lifetime == "dynamic" for f in families], dtype=np.bool_), counts
+        ),
     )
 
 

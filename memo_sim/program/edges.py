@@ -4,6 +4,10 @@ A write must come after the previous write and the reads since (WAW, WAR), a rea
 range, device and host buffers alike. Orders inside a lane are implied (lanes are FIFO) and so are edges that an
 earlier edge between the same two lanes already enforces; both are dropped.
 
+Memory is handed out in program order too. A dynamic device buffer that a lane other than compute touches first takes
+bytes that compute may still be using, and one that such a lane touches last gives bytes that compute may use again; so
+its birth waits for the compute before it, and the births after its death wait for that.
+
       compute   [fwd l0 writes A]...............[fwd l2 writes A]
       d2h                  [offload reads A]........^
                  RAW -----------^    WAR -----------|
@@ -50,8 +54,34 @@ def derive_edges(columns: Columns) -> Edges:
         found = writes & (lane != producer_lane) & (last_read > last_write)
         producers.append(instruction[last_read[found]])
         consumers.append(instruction[found])
-    none = [np.zeros(0, dtype=np.int64)]
-    return _reduced(np.concatenate(none + producers), np.concatenate(none + consumers), columns.lane)
+    memory_producers, memory_consumers = _memory_edges(columns)
+    return _reduced(
+        np.concatenate([*producers, memory_producers]), np.concatenate([*consumers, memory_consumers]), columns.lane
+    )
+
+
+def _memory_edges(columns: Columns) -> tuple[Ints, Ints]:
+    """Return the orderings that handing out memory in program order asks for, as (producers, consumers)."""
+    total = len(columns.lane)
+    birth = np.full(len(columns.buffer_bytes), total, dtype=np.int64)
+    death = np.full(len(columns.buffer_bytes), -1, dtype=np.int64)
+    np.minimum.at(birth, columns.operand_buffer, columns.operand_instruction)
+    np.maximum.at(death, columns.operand_buffer, columns.operand_instruction)
+    used = columns.buffer_dynamic & (death >= 0)
+    births, deaths = np.unique(birth[used]), np.unique(death[used])
+    kernels = np.flatnonzero(columns.lane == Lane.COMPUTE)
+    early = births[columns.lane[births] != Lane.COMPUTE]
+    before = np.searchsorted(kernels, early) - 1
+    producers, consumers = [kernels[before[before >= 0]]], [early[before >= 0]]
+    late = deaths[columns.lane[deaths] != Lane.COMPUTE]
+    for lane in np.unique(columns.lane[births]):
+        here = births[columns.lane[births] == lane]
+        others = late[columns.lane[late] != lane]
+        after = np.searchsorted(here, others, side="right")
+        found = after < len(here)
+        producers.append(others[found])
+        consumers.append(here[after[found]])
+    return np.concatenate(producers), np.concatenate(consumers)
 
 
 def _segments(columns: Columns) -> tuple[Ints, Ints, Ints]:

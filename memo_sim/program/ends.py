@@ -47,18 +47,21 @@ def embed_forward(decisions: Decisions, shape: Shape, block: Block, families: Fa
         Rowwise("embed", shape.tokens, factor * shape.tokens * row_bytes, shape.tokens * row_bytes),
         ids=reads(builder.all("input.ids")),
         weight=_param(block, "tokens.weight", "params.embed"),
-        positions=_param(block, "positions.weight", "params.embed"),
+        positions=_param(block, "positions.weight", "params.embed") if shape.tp == 1 else None,
         out=writes(builder.all(target)),
     )
     if shape.tp > 1:
         summed = writer.scatter("embed", builder.all("embedded"))
         size = shape.shard_tokens * row_bytes
+        # Every rank looks up a part of the vocabulary; positions are added once, to the sum.
+        positions = _param(block, "positions.weight", "params.embed")
         builder.emit(
             "store",
-            "copy",
+            "positions.add" if positions else "copy",
             Lane.COMPUTE,
-            Rowwise("copy", shape.shard_tokens, size, size),
+            Rowwise("copy", shape.shard_tokens, factor * size, size),
             source=reads(summed),
+            positions=positions,
             target=writes(builder.all("x")),
         )
     return builder.build()

@@ -58,13 +58,18 @@ class LayerWriter:
         self._second_product(out)
 
     def recompute(self, rows: RowBlock, index: int, *, whole: bool) -> None:
-        """Write the rebuilding of one row block; with ``whole`` attention too (full recompute, one block)."""
+        """Write the rebuilding of one row block; ``whole``: the layer's forward once more, its output thrown away.
+
+        A whole layer is what activation checkpointing replays (one block, attention and second product included).
+        """
         self.suffix = "" if whole else f".r{index}"
         self._before_attention(rows)
         if whole:
             attention.forward(self.builder, self.decisions, self.shape)
         self._after_attention(rows)
         self.suffix = ""
+        if whole:
+            self._second_product(self._own("rebuilt_out", self.shape.shard_tokens, self.shape.hidden))
 
     def _own(self, name: str, tokens: int, features: int, cls: BufferClass = BufferClass.TRANSIENT) -> str:
         """Return a template-own buffer, made at its first use (row blocks share it)."""
@@ -246,6 +251,7 @@ class LayerWriter:
         self._own("d_act", shape.tokens, shape.ffn)
         self._dgrad("ffn_down", dy, builder.all("d_act"), shape.ffn, shape.hidden)
         self._wgrad("ffn_down", dy, builder.all("act"), shape.hidden, shape.ffn)
+        self._bgrad("ffn_down", builder.all(grad_out), shape.hidden)
         self._own("d_up", shape.tokens, width)
         self._rowwise(
             "act.bwd",
@@ -265,6 +271,7 @@ class LayerWriter:
         self._own("d_attn", shape.tokens, shape.q_width)
         self._dgrad("proj", d_proj, builder.all("d_attn"), shape.q_width, shape.hidden)
         self._wgrad("proj", d_proj, builder.all("attn"), shape.hidden, shape.q_width)
+        self._bgrad("proj", builder.all("d_resid"), shape.hidden)
         self._own("d_qkv", shape.tokens, shape.qkv_width)
         attention.backward(builder, self.decisions, shape)
         self._positions_backward()
@@ -319,14 +326,17 @@ class LayerWriter:
             out=self._grad(f"{name}.weight"),
             workspace=self.builder.scratch(f"{name}.wgrad.scratch", scratch),
         )
+
+    def _bgrad(self, name: str, grad: Rows, width: int) -> None:
+        """Sum the output gradient over rows, where the product has a bias; of its token shard, where it has one."""
         if self.block.find(f"{name}.bias"):
             self._rowwise(
                 f"{name}.bgrad",
                 "bias.bwd",
                 grad.tokens,
-                m,
+                width,
                 0,
-                scratch=table.bias_backward_workspace_bytes(grad.tokens, m, self.dtype),
+                scratch=table.bias_backward_workspace_bytes(grad.tokens, width, self.dtype),
                 grad=reads(grad),
                 out=self._grad(f"{name}.bias"),
             )
@@ -345,6 +355,7 @@ class LayerWriter:
         self._dgrad(product, builder.all(grad), builder.all(partial), shape.hidden, width)
         summed = self.scatter(f"d_{norm}", builder.all(partial))
         self._wgrad(product, builder.all(grad), source, width, shape.hidden)
+        self._bgrad(product, builder.all(grad), width)
         op = "layer_norm.bwd" if self.model.family == "gpt" else "rms_norm.bwd"
         rows = shape.shard_tokens
         self._rowwise(

@@ -14,7 +14,7 @@ from memo_sim.program.builder import TemplateBuilder
 from memo_sim.program.ends import embed_backward, embed_forward, head
 from memo_sim.program.instruction import BufferClass, Family, Instance, Template
 from memo_sim.program.layer import LayerWriter
-from memo_sim.program.optimizer import Optimizer
+from memo_sim.program.optimizer import Optimizer, totals
 from memo_sim.program.parameters import embed_block, head_block, layer_block
 from memo_sim.program.program import Program
 from memo_sim.program.shape import Shape, shape_of
@@ -74,8 +74,9 @@ class _Lowering:
     def program(self) -> Program:
         self._layer_templates()
         for optimizer in self.optimizers.values():
-            for template in (optimizer.zero, optimizer.reduce, optimizer.update):
+            for template in (optimizer.zero, optimizer.reduce, optimizer.norm, optimizer.update):
                 self._add(template(self.families))
+        self._add(totals(self.decisions, self.families))
         self._add(embed_forward(self.decisions, self.shape, self.embed, self.families))
         self._add(embed_backward(self.decisions, self.shape, self.embed, self.families))
         self._add(head(self.decisions, self.shape, self.head, self.embed, self.families))
@@ -88,7 +89,9 @@ class _Lowering:
             micro_batches=self.micro_batches,
         )
 
-    def _add(self, template: Template, slots: list[str] | None = None) -> None:
+    def _add(self, template: Template | None, slots: list[str] | None = None) -> None:
+        if template is None:
+            return
         own = {f.name for f in template.own}
         self.numbers[template.name] = len(self.templates)
         self.templates.append(template)
@@ -172,9 +175,15 @@ class _Lowering:
                 self._place(
                     "layer.prefetch", f"m{wanted.micro_batch}/s0/l{wanted.layer}", wanted.micro_batch, wanted.layer
                 )
-        for stage in ("reduce", "update"):
-            for kind, place, layer in self._blocks():
-                self._place(f"{kind}.{stage}", place, 0, layer)
+        for kind, place, layer in reversed(self._blocks()):  # in the order in which gradients are complete
+            if f"{kind}.reduce" in self.numbers:
+                self._place(f"{kind}.reduce", place, 0, layer)
+        for kind, place, layer in self._blocks():
+            self._place(f"{kind}.norm", place, 0, layer)
+        if "totals" in self.numbers:
+            self._place("totals", "step/totals", 0)
+        for kind, place, layer in self._blocks():
+            self._place(f"{kind}.update", place, 0, layer)
 
     def _forward(self, visit: Visit, swapped: bool) -> None:
         m, layer, layers = visit.micro_batch, visit.layer, self.decisions.model.layers

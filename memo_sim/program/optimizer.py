@@ -17,7 +17,7 @@ from memo_sim.program.builder import Rows, TemplateBuilder, accumulates, reads, 
 from memo_sim.program.instruction import BufferClass, Family, Lane, Template
 from memo_sim.program.kernel_table import adamw_workspace_bytes
 from memo_sim.program.parameters import Block
-from memo_sim.program.work import Collective, Copy, HostUpdate, Rowwise
+from memo_sim.program.work import Collective, Copy, Group, HostUpdate, Rowwise
 
 Families = dict[str, Family]
 
@@ -89,29 +89,38 @@ class Optimizer:
         builder.emit("grads", "zero", Lane.COMPUTE, work, target=writes(builder.all("grads")))
         return builder.build()
 
-    def reduce(self, families: Families) -> Template:
-        """Return the gradients' sum over the ranks that share parameters, and the block's share of the global norm."""
+    def reduce(self, families: Families) -> Template | None:
+        """Return the gradients' sums over ranks: of vectors computed in part over tp, of all over the replicas.
+
+        None when every rank has the whole gradients already.
+        """
         builder = TemplateBuilder(f"{self.kind}.reduce", "reduce")
         builder.bind(families[f"grads.{self.kind}"], slot="grads")
-        builder.bind(families["grad_norm"])
         layout = self.decisions.layout
-        vectors = self.block.elements - self.block.decayed_elements
-        if layout.tp > 1 and layout.sequence_parallel and vectors:
-            rows = Rows("grads", self.block.decayed_elements, vectors)
-            work = Collective("all_reduce", 4 * vectors, layout.tp, "tp")
+        partial = self.block.partial_elements(sequence_parallel=layout.sequence_parallel) if layout.tp > 1 else 0
+        if partial:
+            rows = Rows("grads", self.block.elements - partial, partial)
+            work = Collective("all_reduce", 4 * partial, layout.tp, "tp")
             builder.emit("vectors", "all_reduce", Lane.COLLECTIVE, work, tensor=accumulates(rows))
-        whole = builder.all("grads")
         if self.replicas > 1:
             kind: Literal["reduce_scatter", "all_reduce"] = "reduce_scatter" if self.shards > 1 else "all_reduce"
             work = Collective(kind, 4 * self.block.elements, self.replicas, "grads")
-            builder.emit("grads", f"grads.{kind}", Lane.COLLECTIVE, work, tensor=accumulates(whole))
+            whole = accumulates(builder.all("grads"))
+            builder.emit("grads", f"grads.{kind}", Lane.COLLECTIVE, work, tensor=whole)
+        return builder.build() if partial or self.replicas > 1 else None
+
+    def norm(self, families: Families) -> Template:
+        """Return the block's share of the squared gradient norm; a vector that tp ranks share is counted by one."""
+        builder = TemplateBuilder(f"{self.kind}.norm", "reduce")
+        builder.bind(families[f"grads.{self.kind}"], slot="grads")
+        builder.bind(families["grad_norm"])
         share = self.state_elements()
         builder.emit(
             "norm",
             "grad_norm",
             Lane.COMPUTE,
             Rowwise("grad_norm", share, 4 * share, 4),
-            grads=reads(whole),
+            grads=reads(builder.all("grads")),
             out=accumulates(builder.all("grad_norm")),
         )
         return builder.build()
@@ -181,3 +190,23 @@ class Optimizer:
         builder.emit(
             f"params.{name}", "h2d", Lane.H2D, Copy(size * length, "h2d"), source=reads(updated), target=writes(params)
         )
+
+
+def totals(decisions: Decisions, families: Families) -> Template | None:
+    """Return the sums of gradient norm and loss over the ranks that hold parts of them; None for one process."""
+    layout = decisions.layout
+    replicas = layout.cp * layout.dp
+    builder = TemplateBuilder("totals", "reduce")
+    for name in ("grad_norm", "loss"):
+        builder.bind(families[name])
+    wanted: list[tuple[str, Group, int, bool]] = [
+        ("grad_norm", "tp", layout.tp, True),
+        ("grad_norm", "grads", replicas, layout.zero >= 1),
+        ("loss", "grads", replicas, True),
+    ]
+    chosen = [(name, group, ranks) for name, group, ranks, needed in wanted if needed and ranks > 1]
+    for name, group, ranks in chosen:
+        work = Collective("all_reduce", 4, ranks, group)
+        tensor = accumulates(builder.all(name))
+        builder.emit(f"{name}.{group}", "all_reduce", Lane.COLLECTIVE, work, tensor=tensor)
+    return builder.build() if chosen else None

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from memo_sim.contract.plan import Decisions
 from memo_sim.program.columns import Columns, expand
 from memo_sim.program.edges import Edges, derive_edges
+from memo_sim.program.instruction import Lane
 from memo_sim.program.lower import lower
 from tests.sim.test_engine_player import conflicts
 from tests.sim.toy_machine import decide, small_decisions
@@ -32,12 +33,31 @@ def reachable(columns: Columns, edges: Edges) -> list[int]:
     return before
 
 
+def memory_orders(columns: Columns) -> list[tuple[int, int]]:
+    """Every order that handing out memory in program order asks for, by plain loops."""
+    lane = columns.lane.tolist()
+    uses: dict[int, list[int]] = {}
+    for buffer, i in zip(columns.operand_buffer.tolist(), columns.operand_instruction.tolist(), strict=True):
+        if columns.buffer_dynamic[buffer]:
+            uses.setdefault(buffer, []).append(i)
+    births = [min(u) for u in uses.values()]
+    wanted = []
+    for birth in births:
+        kernels = [i for i in range(birth) if lane[i] == Lane.COMPUTE]
+        if lane[birth] != Lane.COMPUTE and kernels:
+            wanted.append((kernels[-1], birth))
+    for death in (max(u) for u in uses.values()):
+        if lane[death] != Lane.COMPUTE:
+            wanted += [(death, birth) for birth in births if birth > death and lane[birth] != lane[death]]
+    return wanted
+
+
 @given(decisions=small_decisions())
 @settings(max_examples=40, deadline=None)
-def test_edges_order_every_conflict_and_nothing_else(decisions: Decisions) -> None:
+def test_edges_order_every_conflict_and_reuse_of_memory_and_nothing_else(decisions: Decisions) -> None:
     columns = expand(lower(decisions)[0])
     edges = derive_edges(columns)
-    before, wanted = reachable(columns, edges), conflicts(columns)
+    before, wanted = reachable(columns, edges), [*conflicts(columns), *memory_orders(columns)]
     assert [(i, j) for i, j in wanted if not before[j] >> i & 1] == []
     assert set(zip(edges.producer.tolist(), edges.consumer.tolist(), strict=True)) <= set(wanted)
 

@@ -107,6 +107,23 @@ def test_device_memory_over_time_peaks_at_the_programs_peak(decisions: Decisions
     assert np.all(np.diff(curve.time_s) >= 0)
 
 
+@given(decisions=small_decisions())
+@settings(max_examples=25, deadline=None)
+def test_no_instant_holds_more_than_the_programs_peak(decisions: Decisions) -> None:
+    """Lanes run ahead of program order, but never into memory that another still holds."""
+    found = memory(decisions)
+    columns = expand(found.program)
+    seconds = np.random.default_rng(1).uniform(1e-4, 1e-3, len(columns.lane))
+    playback = play(columns, derive_edges(columns), seconds, contended)
+    lives = found.device_lives
+    dynamic = lives.on_device & (lives.birth >= 0) & (lives.death >= lives.birth)
+    lasting = int(lives.bytes[lives.on_device & (lives.birth < 0)].sum())
+    starts, ends = playback.start_s[lives.birth[dynamic]], playback.end_s[lives.death[dynamic]]
+    sizes = lives.bytes[dynamic]
+    held = [int(sizes[(starts <= t) & (t < ends)].sum()) for t in starts]
+    assert lasting + max(held, default=0) <= found.device.bytes
+
+
 def test_a_plan_fits_to_the_byte() -> None:
     decisions = decide(("tokenwise", 0.5), layers=6)
     needed = run(decisions).prediction.peak_device_bytes + RESERVE
