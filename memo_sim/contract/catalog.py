@@ -124,7 +124,13 @@ def _named_cluster(name: str, match: re.Match[str]) -> tuple[Cluster, Hardware]:
         raise UsageError("more devices than a node has", got=repr(name), wanted=wanted)
     example = codec.read(DATA / "clusters" / "example.toml", Cluster)
     assert example.network is not None
-    network: Network = msgspec.structs.replace(example.network, nics_per_node=int(match[4] or 8))
+    cards = int(match[4] or example.network.nics_per_node)
+    curve = example.network.size_efficiency
+    # The curve's sizes are of tensors spread over the example's cards: the same bytes on each of fewer make less.
+    sizes = [size * cards / example.network.nics_per_node for size in curve.x]
+    network: Network = msgspec.structs.replace(
+        example.network, nics_per_node=cards, size_efficiency=msgspec.structs.replace(curve, x=sizes)
+    )
     cluster = Cluster(
         name=name,
         hardware=hardware_name,

@@ -17,7 +17,7 @@ class Network(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     latency_s: Quantity
     """What one message between two nodes costs before its first byte."""
     size_efficiency: Curve
-    """Fraction of the cards' rate reached, by message bytes."""
+    """Fraction of the cards' rate reached, by whole-tensor bytes of a ring over two nodes that uses all their cards."""
 
     def __post_init__(self) -> None:
         """Refuse cards that carry nothing."""

@@ -9,6 +9,13 @@ profile's tables, interpolated in log ranks. A ring over several nodes runs at i
 rate among the group's ranks of one node and the group's share of the node's cards, which all groups of the node use at
 once. An all-to-all sends each rank's bytes for other nodes through that rank's own share of the cards, at most one card
 (sjeaugey, nccl-tests#267), beside those that stay inside. Each node that a message passes adds the network's latency.
+
+The network's efficiency by size is that of a ring over two whole nodes, which spreads a tensor over all of their cards.
+Whoever has fewer cards is asked for at equal bytes per card, bytes x cards of a node / cards it can use:
+
+    a node's cards / groups together    collectives        at most one card a rank    all-to-all, pairwise exchanges
+
+More than two nodes are outside of what that curve tells.
 """
 
 from __future__ import annotations
@@ -33,6 +40,9 @@ ALIKE: dict[CollectiveKind, tuple[CollectiveKind, ...]] = {
     "send_recv": ("send_recv", "all_to_all"),
 }
 """Whose table serves a kind that the profile has not measured: a ring's bus rate does not depend on what it carries."""
+
+CURVE_NODES = 2
+"""Nodes that the network's efficiency by size was measured on."""
 
 
 def volume_factor(kind: CollectiveKind, ranks: int) -> float:
@@ -79,7 +89,7 @@ class CollectiveTimes:
             streaming, covered = self._streaming_across(kind, size_bytes, placement)
             alpha_s += self._hops(kind, placement) * self._net.latency_s.value
             name = "network"
-        if not covered and streaming > alpha_s:
+        if (not covered and streaming > alpha_s) or placement.nodes > CURVE_NODES:
             outside.add(name)
         return alpha_s + streaming
 
@@ -112,21 +122,21 @@ class CollectiveTimes:
 
     def _streaming_across(self, kind: CollectiveKind, size_bytes: int, placement: Placement) -> tuple[float, bool]:
         """Return the transfer's time over several nodes, and whether the network's curve covers it."""
-        efficiency = self._net_efficiency(size_bytes)
-        card = self._net.nic_bytes_per_s.value * efficiency
-        node = card * self._net.nics_per_node
-        local, covered = float("inf"), self._efficiency is not None and self._efficiency.covers(size_bytes)
+        cards = self._net.nics_per_node / placement.together
+        if kind == "all_to_all":
+            cards /= placement.per_node
+        if kind in ("send_recv", "all_to_all"):
+            cards = min(1.0, cards)
+        whole = size_bytes * self._net.nics_per_node / cards
+        efficiency, covered = 1.0, False
+        if self._efficiency:
+            efficiency, covered = self._efficiency(whole), self._efficiency.covers(whole)
+        share = self._net.nic_bytes_per_s.value * efficiency * cards
+        local = float("inf")
         if placement.per_node > 1:
             local = self._inside(kind, size_bytes, placement.per_node)[1]
         if kind == "all_to_all":
-            own = min(card, node / (placement.together * placement.per_node))
-            out = (placement.ranks - placement.per_node) / placement.ranks * size_bytes / own
+            out = (placement.ranks - placement.per_node) / placement.ranks * size_bytes / share
             stay = (placement.per_node - 1) / placement.ranks * size_bytes / local
             return max(out, stay), covered
-        share = node / placement.together
-        if kind == "send_recv":
-            share = min(card, share)
         return volume_factor(kind, placement.ranks) * size_bytes / min(local, share), covered
-
-    def _net_efficiency(self, size_bytes: int) -> float:
-        return self._efficiency(size_bytes) if self._efficiency else 1.0

@@ -60,6 +60,10 @@ def test_the_network_by_message_size() -> None:
     assert network is not None
     points = dict(zip(network.size_efficiency.x, network.size_efficiency.y, strict=True))
     assert (points[16 * 2**20], points[256 * 2**20], points[2**30], points[16 * 2**30]) == (0.32, 0.85, 0.92, 0.96)
+    fewer = load_cluster("a800-2x8-hdr4")[0].network
+    assert fewer is not None
+    assert fewer.size_efficiency.y == network.size_efficiency.y
+    assert fewer.size_efficiency.x == [size / 2 for size in network.size_efficiency.x]  # equal bytes per card
 
 
 @pytest.mark.parametrize(

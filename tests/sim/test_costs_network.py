@@ -165,6 +165,39 @@ class TestAcrossNodes:
         times(cluster(2), layout).seconds(Collective("all_reduce", 10**13, 2, "grads"), outside)
         assert outside == {"network"}
 
+    @pytest.mark.parametrize(
+        ("work", "layout", "cards"),
+        [
+            (Collective("all_reduce", 2**30, 16, "tp"), Layout(tp=16), 8),
+            (Collective("all_reduce", 2**30, 4, "grads"), Layout(tp=4, cp=2, dp=2), 2),
+            (Collective("all_reduce", 2**30, 2, "grads"), Layout(tp=8, dp=2), 1),
+            (Collective("all_to_all", 2**30, 16, "tp"), Layout(tp=16), 1),
+            (Exchange(2**30, 2, "cp"), Layout(tp=8, cp=2), 1),
+            (Exchange(2**30, 16, "cp"), Layout(cp=16), 1),
+        ],
+    )
+    def test_efficiency_is_asked_at_equal_bytes_per_card(
+        self, work: Collective | Exchange, layout: Layout, cards: int
+    ) -> None:
+        def seconds(efficiency_at: float) -> float:
+            two = cluster(2)
+            assert two.network is not None
+            # Half of the rate at that size and less, all of it from one per mille above.
+            curve = Curve(x=[efficiency_at, efficiency_at * 1.001], y=[0.5, 1.0], source="test")
+            here = times(replace(two, network=replace(two.network, size_efficiency=curve)), layout)
+            if isinstance(work, Exchange):
+                return here.exchange_seconds(work, set())
+            return here.seconds(work, set())
+
+        asked = 2**30 * 8 / cards
+        assert seconds(asked) == pytest.approx(2 * seconds(asked / 1.01), rel=0.02)
+
+    @pytest.mark.parametrize("nodes", [2, 4])
+    def test_more_than_two_nodes_are_outside_the_curve(self, nodes: int) -> None:
+        here, outside = times(cluster(nodes), Layout(tp=8, dp=nodes)), set[str]()
+        here.seconds(Collective("all_reduce", 2**30, nodes, "grads"), outside)
+        assert outside == (set() if nodes == 2 else {"network"})
+
     def test_no_network_is_said(self) -> None:
         with pytest.raises(Infeasible, match="no network"):
             times(cluster(), Layout(tp=16)).seconds(Collective("all_reduce", 2**20, 16, "tp"), set())
