@@ -59,6 +59,7 @@ def predict(
         question = _question(asked)
         if change:
             question = replace(question, hardware=change(question.hardware))
+        _check_precision(asked, question)
         found = search(question)
     except (Infeasible, UsageError, BadInput) as error:
         return CasePrediction(status="invalid", reason=str(error).replace("\n ", ";")), frozenset()
@@ -80,6 +81,14 @@ def predict(
     )
 
 
+_UNBUILT = (
+    ("attention", "plain", "attention without flash kernels is not built yet"),
+    ("recompute", "selective", "selective recompute is not built yet"),
+    ("memory_plan", "no", "PyTorch's caching allocator is not modelled yet"),
+)
+"""Words of a case file that this version reads and cannot evaluate."""
+
+
 def _not_built(asked: CaseQuestion) -> str:
     """Return why this version cannot evaluate a row, or nothing."""
     if asked.system not in SYSTEMS:
@@ -87,13 +96,24 @@ def _not_built(asked: CaseQuestion) -> str:
     for degree in ("pp", "ulysses"):
         if asked.integers.get(degree, 1) > 1:
             return f"{degree} {asked.integers[degree]} has no lowering yet"
-    if asked.words.get("attention") == "plain":
-        return "attention without flash kernels is not built yet"
-    if asked.words.get("recompute") == "selective":
-        return "selective recompute is not built yet"
-    if asked.words.get("memory_plan") == "no":
-        return "PyTorch's caching allocator is not modelled yet"
+    for column, word, reason in _UNBUILT:
+        if asked.words.get(column) == word:
+            return reason
+    if asked.words.get("overlap") == "yes" and max(asked.integers.get(d, 1) for d in ("dp", "cp")) > 1:
+        return "overlap of data-parallel communication is not built yet"
     return ""
+
+
+def _check_precision(asked: CaseQuestion, question: Question) -> None:
+    """Refuse a row in another precision than the one that the question is answered in."""
+    precision = asked.words.get("precision", question.dtype)
+    if precision != question.dtype:
+        raise Infeasible(
+            f"{precision} is not the precision that {question.hardware.name} is priced in",
+            where="precision",
+            got=precision,
+            wanted=question.dtype,
+        )
 
 
 def _question(asked: CaseQuestion) -> Question:

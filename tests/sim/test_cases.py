@@ -106,8 +106,17 @@ def test_rows_that_cannot_be_evaluated_say_why_and_are_kept(tmp_path: Path) -> N
         {"model": "gpt", "layers": "4"},
         {"tp": "16"},
         {"seq_tokens": "65537"},
+        {"precision": "fp16"},
+        {"overlap": "yes"},
     ]
     path = case_file(tmp_path, *({**ROW, **c} for c in changes))
     report = validate(load_cases(str(path)))
     assert [c.predicted.status for c in report.cases] == ["invalid"] * len(changes)
     assert all(c.predicted.reason and c.predicted.mfu is None for c in report.cases)
+    assert "fp16 is not the precision" in report.cases[-2].predicted.reason
+    assert report.cases[-1].predicted.reason == "overlap of data-parallel communication is not built yet"
+
+
+def test_precision_and_overlap_that_change_nothing_are_evaluated(tmp_path: Path) -> None:
+    path = case_file(tmp_path, {**ROW, "precision": "bf16"}, {**ROW, "tp": "8", "cp": "1", "overlap": "yes"})
+    assert [c.predicted.status for c in validate(load_cases(str(path))).cases] == ["ok", "ok"]
