@@ -30,9 +30,12 @@ class Grid:
     heads: tuple[int, ...]
     attention_lengths: tuple[int, ...]
     most_flops: float
+    """Of one product."""
+    most_attention_flops: float
+    """Of one forward; backward has 2.5 times as many."""
     most_bytes: float
     copy_bytes: tuple[int, ...]
-    beside_s: float = 1.0
+    beside_s: float = 0.4
     """How long lanes run beside each other."""
 
     def wanted(self, operator: Operator) -> bool:
@@ -50,7 +53,8 @@ CPU = Grid(
     head_dims=(32, 64, 128),
     heads=(1, 8),
     attention_lengths=(128, 256, 512, 1024, 2048, 4096, 8192, 16384),
-    most_flops=5e9,
+    most_flops=2e9,
+    most_attention_flops=5e9,
     most_bytes=1e8,
     copy_bytes=tuple(2**k for k in range(14, 28, 2)),
 )
@@ -62,7 +66,8 @@ CUDA = Grid(
     head_dims=(64, 128),
     heads=(4, 32),
     attention_lengths=(1024, 4096, 16384, 65536, 131072),
-    most_flops=4e13,
+    most_flops=1e13,
+    most_attention_flops=4e13,
     most_bytes=8e9,
     copy_bytes=tuple(2**k for k in range(16, 31, 2)),
 )
@@ -121,7 +126,7 @@ def attention_operators(grid: Grid, kernel: str, head_dim: int) -> Iterator[Oper
                         grid.dtype, kernel, (tokens, heads, head_dim), mask, backward=backward
                     )
                     if isinstance(operator.instruction.work, Attention) and (
-                        operator.instruction.work.flops <= grid.most_flops * (2.5 if backward else 1.0)
+                        operator.instruction.work.flops <= grid.most_attention_flops * (2.5 if backward else 1.0)
                     ):
                         yield operator
 

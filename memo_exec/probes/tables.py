@@ -18,6 +18,11 @@ from memo_sim.program.work import Attention, Gemm, Rowwise, Work
 POINTS_PER_OCTAVE = 2
 
 
+def point_of(work: Rowwise) -> int:
+    """Return the number of the point that a row-wise operator shares with others of its kind and nearly its bytes."""
+    return round(log2(work.moved_bytes) * POINTS_PER_OCTAVE)
+
+
 @dataclass(frozen=True)
 class Timed:
     """One operator's work and how long it takes in a step, its dispatch included."""
@@ -83,22 +88,19 @@ def attention_tables(timed: list[Timed], source: str) -> list[AttentionTable]:
 
 def rowwise_curves(timed: list[Timed], source: str) -> dict[str, Curve]:
     """Return a curve for every kind of row-wise operator."""
-    kinds: dict[str, list[tuple[float, Timed]]] = defaultdict(list)
+    kinds: dict[str, dict[int, list[tuple[float, Timed]]]] = defaultdict(lambda: defaultdict(list))
     for each in timed:
         if isinstance(each.work, Rowwise) and each.work.moved_bytes > 0:
-            kinds[each.work.kind].append((float(each.work.moved_bytes), each))
-    return {kind: _curve(found, source) for kind, found in sorted(kinds.items())}
+            kinds[each.work.kind][point_of(each.work)].append((float(each.work.moved_bytes), each))
+    return {kind: _curve(list(found.values()), source) for kind, found in sorted(kinds.items())}
 
 
-def _curve(found: list[tuple[float, Timed]], source: str) -> Curve:
-    bins: dict[int, list[tuple[float, Timed]]] = defaultdict(list)
-    for size, each in found:
-        bins[round(log2(size) * POINTS_PER_OCTAVE)].append((size, each))
+def _curve(found: list[list[tuple[float, Timed]]], source: str) -> Curve:
     points = []
-    for members in bins.values():
+    for members in found:
         x = exp(fmean(log(size) for size, _ in members))
         rate = sum(size for size, _ in members) / sum(each.seconds for _, each in members)
         points.append((x, rate))
     points.sort()
-    spread = fmean(each.spread for _, each in found)
+    spread = fmean(each.spread for members in found for _, each in members)
     return Curve(x=[x for x, _ in points], y=[y for _, y in points], source=source, spread=spread)

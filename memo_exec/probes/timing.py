@@ -8,9 +8,9 @@ On a CPU a call has ended when it returns; on CUDA events around each call are r
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from statistics import median
+from statistics import fmean, median
 
 import torch
 
@@ -32,13 +32,13 @@ class Sample:
 class Effort:
     """How long to repeat: until ``seconds`` have passed, at least ``repeats`` times and at most ``most`` times.
 
-    A call so long that ``repeats`` of it take more than ``patience_s`` is repeated three times.
+    A call so long that fewer of it take more than ``patience_s`` is repeated no more.
     """
 
-    repeats: int = 5
-    seconds: float = 0.03
+    repeats: int = 3
+    seconds: float = 0.01
     most: int = 40
-    patience_s: float = 0.3
+    patience_s: float = 0.1
 
 
 def time_call(
@@ -90,12 +90,23 @@ def _event() -> torch.cuda.Event:
 
 def _enough(found: list[float] | list[tuple[torch.cuda.Event, torch.cuda.Event]], begin: float, effort: Effort) -> bool:
     """Return whether the repeats suffice."""
-    if len(found) < min(3, effort.repeats):
+    if not found:
         return False
     passed = time.perf_counter() - begin
     if len(found) < effort.repeats:
         return passed > effort.patience_s
     return len(found) >= effort.most or passed > effort.seconds
+
+
+def of_passes(samples: Sequence[Sample]) -> Sample:
+    """Return the middle of samples taken at different times, and the larger of their range and their own spreads.
+
+    A neighbour that slows one pass does not count.
+    """
+    middles = sorted(sample.seconds for sample in samples)
+    middle = median(middles)
+    between = (middles[-1] - middles[0]) / 2 / middle if middle > 0 else 0.0
+    return Sample(middle, max(between, fmean(sample.spread for sample in samples)))
 
 
 def sample_of(durations: list[float]) -> Sample:

@@ -15,7 +15,7 @@ from memo_exec.kernels import KERNELS
 from memo_exec.probes import grid as grids
 from memo_exec.probes.operators import Bench, operators_of
 from memo_exec.probes.tables import Timed, attention_tables, gemm_tables, rowwise_curves
-from memo_exec.probes.timing import Effort, Sample, sample_of
+from memo_exec.probes.timing import Effort, Sample, of_passes, sample_of
 from memo_sim.contract import codec
 from memo_sim.contract.catalog import load_model
 from memo_sim.contract.hardware import Hardware
@@ -111,6 +111,12 @@ def _middle() -> Decisions:
 def test_a_sample_is_the_middle_and_leaves_outliers_out() -> None:
     assert sample_of([1.0, 1.1, 0.9, 1.0, 50.0]).seconds == 1.0
     assert sample_of([1.0, 1.1, 0.9, 1.0, 50.0]).spread == pytest.approx(0.05)
+
+
+def test_a_pass_that_a_neighbour_slowed_does_not_count() -> None:
+    sample = of_passes([Sample(1.0, 0.1), Sample(1.1, 0.1), Sample(4.0, 0.1)])
+    assert sample.seconds == 1.1
+    assert sample.spread == pytest.approx(1.5 / 1.1)
 
 
 def test_tables_average_equal_works_and_join_near_points() -> None:
