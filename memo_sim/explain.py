@@ -5,7 +5,7 @@ from __future__ import annotations
 from memo_sim.contract.plan import Decisions
 from memo_sim.contract.units import format_bytes, format_seconds
 from memo_sim.engine.simulate import Simulation
-from memo_sim.planning.presets import KEEP, TOKENWISE, find_system
+from memo_sim.planning.presets import KEEP, find_system
 from memo_sim.planning.question import Question
 from memo_sim.planning.search import Evaluated, SearchResult
 from memo_sim.views.plan_table import layout_label
@@ -29,7 +29,7 @@ def explain(question: Question, found: SearchResult, simulation: Simulation | No
 
 def _label(evaluated: Evaluated) -> str:
     decisions = evaluated.decisions
-    alpha = f" at alpha {decisions.alpha:.3g}" if evaluated.policy == TOKENWISE else ""
+    alpha = f" at alpha {decisions.alpha:.3g}" if evaluated.policy.alpha is None else ""
     return f"{evaluated.policy.label}{alpha} on {layout_label(decisions.layout)}"
 
 
@@ -115,6 +115,7 @@ def plan_title(decisions: Decisions, prediction_step_s: float | None) -> str:
     """Return the one-line heading of a picture."""
     policy = {"none": "keep", "full": "full recompute", "tokenwise": "token-wise"}[decisions.recompute]
     if decisions.swapped_tokens:
-        policy = f"{policy} alpha {decisions.alpha:.3g}" if decisions.recompute == "tokenwise" else "swap"
+        swap = "full swap" if decisions.swapped_tokens == decisions.local_tokens else "partial swap"
+        policy = f"{swap if decisions.recompute == 'none' else policy} alpha {decisions.alpha:.3g}"
     step = f", step {format_seconds(prediction_step_s)}" if prediction_step_s is not None else ""
     return f"{decisions.model.name}, {decisions.seq_tokens} tokens, {layout_label(decisions.layout)}, {policy}{step}"

@@ -24,13 +24,14 @@ class Policy:
         if self.recompute == "full":
             return "full recompute"
         if self.recompute == "none":
-            return {0.0: "keep", 1.0: "full swap"}.get(self.alpha or 0.0, "partial swap")
+            return {0.0: "keep", 1.0: "full swap"}.get(-1.0 if self.alpha is None else self.alpha, "partial swap")
         return "token-wise"
 
 
 KEEP = Policy("none", 0.0)
 FULL_RECOMPUTE = Policy("full", 0.0)
 FULL_SWAP = Policy("none", 1.0)
+PARTIAL_SWAP = Policy("none", None)
 TOKENWISE = Policy("tokenwise", None)
 
 
@@ -51,7 +52,7 @@ SYSTEMS = {
         System(
             "any",
             "every policy this program knows, host memory as one slab of exact size",
-            (KEEP, TOKENWISE, FULL_RECOMPUTE, FULL_SWAP),
+            (KEEP, TOKENWISE, FULL_RECOMPUTE, FULL_SWAP, PARTIAL_SWAP),
         ),
         System(
             "memo",

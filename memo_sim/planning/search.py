@@ -3,7 +3,7 @@
 Order of work: every candidate is checked against memory first (cheap, inside ``simulate``). A token-wise candidate is
 played at alpha 0, which gives the paper's linear program its layer time and a bound: no alpha can beat the compute
 lane without recompute. Candidates whose bound is worse than the best plan found are pruned; the others have their
-alpha searched.
+alpha searched. A partial swap has the same bound, and is pruned too where everything can be kept: that copies less.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from memo_sim.contract.plan import Decisions, Prediction
 from memo_sim.costs.pricing import NodeRates, Pricer
 from memo_sim.engine.simulate import Simulation, simulate
-from memo_sim.planning.alpha import LinearProgram, best_alpha, linear_program
-from memo_sim.planning.presets import Policy
+from memo_sim.planning.alpha import AlphaSearch, LinearProgram, best_alpha, best_partial_swap, linear_program
+from memo_sim.planning.presets import PARTIAL_SWAP, Policy
 from memo_sim.planning.question import Question
 from memo_sim.planning.space import Candidate, candidates
 from memo_sim.program.instruction import Lane
@@ -24,12 +24,18 @@ from memo_sim.program.work import Copy
 
 @dataclass(frozen=True, slots=True)
 class Evaluated:
-    """One candidate's outcome; ``linear_program`` where alpha was searched."""
+    """One candidate's outcome.
+
+    Where alpha was searched, ``above`` and ``below`` are what memory said of the next alphas where it refused them;
+    ``linear_program`` is there for token-wise plans alone.
+    """
 
     policy: Policy
     decisions: Decisions
     prediction: Prediction
     linear_program: LinearProgram | None = None
+    above: Prediction | None = None
+    below: Prediction | None = None
 
     @property
     def rank_key(self) -> tuple[bool, float, int]:
@@ -65,8 +71,9 @@ def search(question: Question, *, progress: Callable[[int, int], None] | None = 
     order = sorted(found, key=lambda c: c.policy.alpha is None)
     result = SearchResult(ranked=[], evaluated=0, pruned=0, refused=refused)
     fastest = float("inf")
+    known: dict[Decisions, Prediction] = {}
     for i, candidate in enumerate(order):
-        outcome = _evaluate(question, candidate, fastest)
+        outcome = _evaluate(question, candidate, fastest, known)
         if outcome is None:
             result.pruned += 1
         else:
@@ -92,25 +99,37 @@ def offload_bandwidth(question: Question, decisions: Decisions, size_bytes: int)
     return alone * NodeRates(question.hardware, question.cluster).rates(busy)[Lane.D2H]
 
 
-def _evaluate(question: Question, candidate: Candidate, fastest: float) -> Evaluated | None:
-    """Return the outcome of one candidate, or None when it cannot beat ``fastest``."""
-    simulation = play(question, candidate.base)
-    if candidate.policy.alpha is not None:
-        return Evaluated(candidate.policy, candidate.base, simulation.prediction)
-    if simulation.prediction.status != "ok":
-        return Evaluated(candidate.policy, candidate.base, simulation.prediction)
-    if simulation.compute_s_without_recompute >= fastest:
-        return None
-    program = _linear_program(question, candidate.base, simulation)
-    known = {candidate.base: simulation.prediction}
+def _evaluate(
+    question: Question, candidate: Candidate, fastest: float, known: dict[Decisions, Prediction]
+) -> Evaluated | None:
+    """Return the outcome of one candidate, or None when it cannot beat ``fastest``; ``known`` is added to."""
+    policy, base = candidate.policy, candidate.base
 
     def predict(decisions: Decisions) -> Prediction:
         if decisions not in known:
             known[decisions] = play(question, decisions).prediction
         return known[decisions]
 
-    best = best_alpha(candidate.base, predict, start=program.alpha)
-    return Evaluated(candidate.policy, best.decisions or candidate.base, best.prediction, program)
+    if policy.alpha is not None:
+        return Evaluated(policy, base, predict(base))
+    if policy == PARTIAL_SWAP and base in known and known[base].status == "ok":
+        return None
+    simulation = play(question, base)
+    fits = simulation.prediction.status == "ok"
+    known[base] = simulation.prediction
+    if policy != PARTIAL_SWAP and not fits:
+        return Evaluated(policy, base, simulation.prediction)
+    if simulation.compute_s_without_recompute >= fastest or (policy == PARTIAL_SWAP and fits):
+        return None
+    if policy == PARTIAL_SWAP:
+        partial = best_partial_swap(base, predict)
+        return _searched(policy, partial, None) if partial else None
+    program = _linear_program(question, base, simulation)
+    return _searched(policy, best_alpha(base, predict, start=program.alpha), program)
+
+
+def _searched(policy: Policy, found: AlphaSearch, program: LinearProgram | None) -> Evaluated:
+    return Evaluated(policy, found.decisions, found.prediction, program, found.above, found.below)
 
 
 def _linear_program(question: Question, base: Decisions, simulation: Simulation) -> LinearProgram:

@@ -10,7 +10,7 @@ import pytest
 
 from memo_sim.contract.catalog import load_model
 from memo_sim.contract.plan import Decisions, Layout, Prediction
-from memo_sim.planning.alpha import LinearProgram, best_alpha, linear_program
+from memo_sim.planning.alpha import LinearProgram, best_alpha, best_partial_swap, linear_program
 from memo_sim.program.shape import shape_of
 from memo_sim.program.tensors import skeletal_tensors
 
@@ -76,9 +76,41 @@ def test_the_search_finds_what_a_full_scan_finds(valley: float, ceiling: float) 
     scanned = min((step / 64 for step in range(65) if step / 64 <= ceiling), key=lambda alpha: abs(alpha - valley))
     for start in (0.0, 0.5, 1.0):
         found = best_alpha(base, predict, start=start)
-        assert found.decisions is not None
         assert found.decisions.alpha == pytest.approx(scanned)
         assert found.evaluated < 30
+        refused = ceiling < found.decisions.alpha + 1 / 64 <= 1
+        assert (found.above.status if found.above else None) == ("host_oom" if refused else None)
+
+
+@pytest.mark.parametrize("valley", [0.0, 0.5, 0.7])
+@pytest.mark.parametrize("ceiling", [1.0, 0.6, 0.3])
+@pytest.mark.parametrize("floor", [0.01, 0.28, 0.4375])
+def test_partial_swap_finds_what_a_full_scan_finds(floor: float, ceiling: float, valley: float) -> None:
+    base = Decisions(model=load_model("gpt-7b"), seq_tokens=1 << 16)
+    asked = []
+
+    def predict(decisions: Decisions) -> Prediction:
+        assert decisions.recompute == "none"
+        asked.append(decisions.alpha)
+        if decisions.alpha < floor:
+            return Prediction(status="gpu_oom", shortfall_bytes=1)
+        if decisions.alpha > ceiling:
+            return Prediction(status="host_oom", shortfall_bytes=1)
+        return Prediction(status="ok", step_s=10 + max(0.0, decisions.alpha - valley))
+
+    found = best_partial_swap(base, predict)
+    assert found is not None
+    least = next(step / 64 for step in range(1, 64) if step / 64 >= floor)
+    assert found.decisions.alpha == least
+    assert found.prediction.status == ("ok" if least <= ceiling else "host_oom")
+    assert (found.below is not None) == (least > 1 / 64)
+    assert len(asked) == len(set(asked)) < 20
+    assert 0 < min(asked) <= max(asked) < 1
+
+
+def test_too_few_rows_have_no_part() -> None:
+    base = Decisions(model=load_model("gpt-tiny"), seq_tokens=128)
+    assert best_partial_swap(base, lambda _: pytest.fail("nothing to predict")) is None
 
 
 def test_nothing_fits_is_reported_with_the_smallest_plan() -> None:
@@ -88,7 +120,8 @@ def test_nothing_fits_is_reported_with_the_smallest_plan() -> None:
         return Prediction(status="gpu_oom", shortfall_bytes=decisions.swapped_tokens + 1)
 
     found = best_alpha(base, predict, start=0.5)
-    assert found.decisions is None
+    assert found.decisions.alpha == 0
+    assert found.prediction.step_s is None
     assert found.prediction.shortfall_bytes == 1
 
 

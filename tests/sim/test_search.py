@@ -1,0 +1,62 @@
+"""The search over a question's candidates: what is tried, what is pruned, and that a partial swap can win."""
+
+from __future__ import annotations
+
+from memo_sim.contract.catalog import load_cluster, load_model
+from memo_sim.planning.presets import FULL_RECOMPUTE, FULL_SWAP, KEEP, PARTIAL_SWAP, TOKENWISE
+from memo_sim.planning.question import Pins, Question
+from memo_sim.planning.search import SearchResult, search
+from memo_sim.planning.space import candidates
+
+
+def question(seq_tokens: int, *, system: str = "any", tp: int = 4, cp: int = 2, global_batch: int = 2) -> Question:
+    cluster, hardware = load_cluster("a800-1x8")
+    return Question(
+        model=load_model("gpt-7b"),
+        cluster=cluster,
+        hardware=hardware,
+        seq_tokens=seq_tokens,
+        system=system,
+        pins=Pins(tp=tp, cp=cp),
+        global_batch=global_batch,
+    )
+
+
+def accounted(asked: Question) -> SearchResult:
+    """Search, and check that every candidate is evaluated or pruned."""
+    found = search(asked)
+    assert found.evaluated + found.pruned == len(candidates(asked)[0])
+    assert found.evaluated == len(found.ranked)
+    return found
+
+
+def test_swapping_a_part_and_keeping_the_rest_can_win() -> None:
+    found = accounted(question(128 * 1024))
+    by_policy = {e.policy: e for e in found.ranked}
+    assert set(by_policy) == {KEEP, TOKENWISE, FULL_RECOMPUTE, FULL_SWAP, PARTIAL_SWAP}
+    assert by_policy[KEEP].prediction.status == "gpu_oom"
+    best = found.best
+    assert best is by_policy[PARTIAL_SWAP]
+    assert best.policy.label == "partial swap"
+    assert 0 < best.decisions.alpha < 1
+    assert best.decisions.recompute == "none"
+
+
+def test_no_part_is_swapped_where_everything_can_be_kept() -> None:
+    found = accounted(question(32 * 1024))
+    by_policy = {e.policy: e for e in found.ranked}
+    assert by_policy[KEEP].prediction.status == "ok"
+    assert PARTIAL_SWAP not in by_policy
+    assert found.pruned >= 1
+
+
+def test_a_part_that_does_not_fit_is_told_with_its_alpha() -> None:
+    found = accounted(question(1 << 20, tp=2, cp=4, global_batch=1))
+    partial = next(e for e in found.ranked if e.policy == PARTIAL_SWAP)
+    assert partial.prediction.status == "host_oom" or partial.decisions.alpha > 0.9
+    assert partial.prediction.shortfall_bytes > 0
+
+
+def test_labels() -> None:
+    labels = [p.label for p in (KEEP, PARTIAL_SWAP, FULL_SWAP, TOKENWISE, FULL_RECOMPUTE)]
+    assert labels == ["keep", "partial swap", "full swap", "token-wise", "full recompute"]
