@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from memo_sim.contract.plan import Decisions
+from memo_sim.contract.plan import Decisions, Prediction
 from memo_sim.contract.units import format_bytes, format_seconds
 from memo_sim.engine.simulate import Simulation
-from memo_sim.planning.presets import KEEP, find_system
+from memo_sim.planning.presets import KEEP, PARTIAL_SWAP, TOKENWISE, find_system
 from memo_sim.planning.question import Question
 from memo_sim.planning.search import Evaluated, SearchResult
 from memo_sim.views.plan_table import layout_label
@@ -14,11 +14,16 @@ SLACK = 0.01
 """A lane that leaves less than this fraction of the step idle is what binds."""
 
 
+SMALLEST_SHARE = 0.0005
+"""Recompute below this part of compute is shown as nothing."""
+
+
 def explain(question: Question, found: SearchResult, simulation: Simulation | None) -> list[str]:
     """Return the reasons, most important first; for a question without an answer, what is missing."""
     if simulation is None:
         return _nothing_fits(found)
-    lines = [_binding(simulation), _peak(simulation), *_alpha(found), *_fallback(question, found), *_runner_up(found)]
+    lines = [_binding(simulation), *_recompute(found, simulation), _peak(simulation)]
+    lines += [*_alpha(found), *_partial_swap(found), *_fallback(question, found), *_runner_up(found)]
     outside = simulation.prediction.outside_calibration
     if outside:
         lines.append(f"Beyond what was calibrated: {', '.join(outside)}; treat the figures as extrapolation.")
@@ -57,11 +62,47 @@ def _binding(simulation: Simulation) -> str:
     return f"{head}; it waits {format_seconds(idle_s)} in all, most for {listed}."
 
 
+def _recompute(found: SearchResult, simulation: Simulation) -> list[str]:
+    """Say what part of a busy compute lane is work done twice, and what keeps it from being swapped instead."""
+    share = simulation.recompute_share
+    if share < SMALLEST_SHARE:
+        return []
+    why = _why_no_more_is_swapped(found)
+    return [f"Recompute is {share:.1%} of compute seconds{': ' if why else ''}{why}."]
+
+
+def _why_no_more_is_swapped(found: SearchResult) -> str:
+    """Return why the best plan's alpha is not higher; nothing when it was not the search's choice."""
+    best = found.best
+    if best is None:
+        return ""
+    if best.policy.recompute == "full":
+        swapping = [e for e in found.ranked if e.policy == TOKENWISE and e.prediction.status != "ok"]
+        same = next((e for e in swapping if e.decisions.layout == best.decisions.layout), None)
+        return f"swapping instead does not fit on this layout, {_short(same.prediction)}" if same else ""
+    if best.policy.alpha is not None:
+        return ""
+    if best.above is not None:
+        return f"{_memory(best.above)} keeps alpha from being higher, {_short(best.above)} at the next one up"
+    return "with a higher alpha copies would hold compute up for longer than recompute does"
+
+
+def _memory(refused: Prediction) -> str:
+    return "host memory" if refused.status == "host_oom" else "device memory"
+
+
+def _short(refused: Prediction) -> str:
+    return f"{refused.status}, short of {format_bytes(refused.shortfall_bytes)}"
+
+
 def _peak(simulation: Simulation) -> str:
     prediction = simulation.prediction
     by_class = sorted(prediction.peak_by_class.items(), key=lambda item: -item[1])
     listed = ", ".join(f"{name} {format_bytes(size)}" for name, size in by_class)
-    return f"Device memory is fullest at {simulation.peak_id}: {format_bytes(prediction.peak_device_bytes)} ({listed})."
+    memory = simulation.memory
+    room = f"plus {format_bytes(memory.reserve_bytes)} reserve, of {format_bytes(memory.device_capacity_bytes)}"
+    peak = f"{format_bytes(prediction.peak_device_bytes)} ({listed})"
+    return f"Device memory is fullest at {simulation.peak_id}: {peak}, {room}."
 
 
 def _alpha(found: SearchResult) -> list[str]:
@@ -75,7 +116,19 @@ def _alpha(found: SearchResult) -> list[str]:
     rates = f"offload gets {program.bandwidth_bytes_per_s / 1e9:.1f} GB/s"
     full = f"hiding a full swap would need {program.full_overlap_bandwidth / 1e9:.1f} GB/s"
     chosen = f"the engine's best is {best.decisions.alpha:.3g}, MEMO's linear program says {program.alpha:.3g}"
-    return [f"Alpha on {where}: {chosen} ({bound} and {rates}; {full})."]
+    refused = f"; the next alpha up is refused: {_short(best.above)}" if best.above else ""
+    return [f"Alpha on {where}: {chosen} ({bound} and {rates}; {full}){refused}."]
+
+
+def _partial_swap(found: SearchResult) -> list[str]:
+    """Say why a plan that keeps what it does not swap swaps as much as it does."""
+    best = found.best
+    if best is None or best.policy != PARTIAL_SWAP:
+        return []
+    text = f"Alpha {best.decisions.alpha:.3g} is swapped and the rest kept, nothing is recomputed"
+    less = f"; the next alpha down is refused: {_short(best.below)}" if best.below else ""
+    more = f"; the next alpha up is refused: {_short(best.above)}" if best.above else ""
+    return [f"{text}{less}{more}."]
 
 
 def _fallback(question: Question, found: SearchResult) -> list[str]:

@@ -143,6 +143,12 @@ class Simulation:
         return float(np.sum(self.seconds * self._weights * kept))
 
     @property
+    def recompute_share(self) -> float:
+        """Fraction of the step's compute seconds, each kernel alone, that rebuild activations."""
+        compute = self._per_instruction(lambda i: float(i.lane == Lane.COMPUTE))
+        return 1.0 - self.compute_s_without_recompute / float(np.sum(self.seconds * self._weights * compute))
+
+    @property
     def layer_forward_s(self) -> float:
         """Seconds a middle layer's forward holds the compute lane, waits for exchanges and collectives included.
 

@@ -1,0 +1,66 @@
+"""The reasons a what-if gives: what binds, what memory refuses, what is done twice."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+
+from memo_sim.contract.plan import Layout
+from memo_sim.contract.units import GIB, format_bytes
+from memo_sim.planning.question import Question, with_memory
+from memo_sim.planning.search import play
+from memo_sim.what_if import what_if
+from tests.sim.test_search import question
+from tests.sim.toy_machine import decide
+
+
+def why(asked: Question) -> str:
+    return "\n".join(what_if(asked).result.why)
+
+
+def test_the_memory_that_refuses_a_higher_alpha_is_named() -> None:
+    text = why(question(320 * 1024, system="memo"))
+    assert re.search(
+        r"Recompute is \d+\.\d% of compute seconds: host memory keeps alpha from being higher, host_oom, short of", text
+    )
+    assert re.search(
+        r"MEMO's linear program says .*; the next alpha up is refused: host_oom, short of [\d.]+ GiB\.", text
+    )
+
+
+def test_copies_that_keep_alpha_down_are_named() -> None:
+    text = why(question(128 * 1024, system="memo"))
+    assert "with a higher alpha copies would hold compute up" in text
+    assert "is refused" not in text
+
+
+def test_full_recompute_says_that_swapping_does_not_fit() -> None:
+    asked = question(256 * 1024)
+    cluster, hardware = with_memory(asked.cluster, asked.hardware, device_bytes=None, host_bytes=64 * GIB)
+    text = why(dataclasses.replace(asked, cluster=cluster, hardware=hardware))
+    assert re.search(
+        r"Recompute is \d+\.\d% of compute seconds: swapping instead does not fit on this layout, \w+_oom", text
+    )
+
+
+def test_a_partial_swap_recomputes_nothing_and_says_so() -> None:
+    text = why(question(128 * 1024))
+    assert "is swapped and the rest kept, nothing is recomputed" in text
+    assert "Recompute is" not in text
+
+
+def test_the_peak_is_told_beside_the_reserve_and_the_capacity() -> None:
+    answer = what_if(question(128 * 1024, system="full-recompute"))
+    assert answer.best is not None
+    memory = answer.best.memory
+    wanted = f"plus {format_bytes(memory.reserve_bytes)} reserve, of {format_bytes(memory.device_capacity_bytes)}."
+    assert any(line.startswith("Device memory is fullest") and line.endswith(wanted) for line in answer.result.why)
+
+
+def test_the_share_of_recompute() -> None:
+    asked = question(64 * 1024)
+    shares = [
+        play(asked, decide(policy, layers=6, layout=Layout(tp=2))).recompute_share
+        for policy in (("none", 0.0), ("tokenwise", 1.0), ("tokenwise", 0.5), ("full", 0.0))
+    ]
+    assert shares[0] == shares[1] == 0 < shares[2] < shares[3] < 0.5
