@@ -6,6 +6,7 @@ commands.
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import sys
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from memo_sim import __version__
-from memo_sim.contract.errors import MemoError, UsageError, missing_package
+from memo_sim.contract.errors import BadInput, MemoError, UsageError, missing_package
 
 if TYPE_CHECKING:
     from memo_exec.run import Outcome
@@ -43,6 +44,17 @@ HYPERPARAMETERS = {
 """Options and the fields of ``Hyperparameters`` they set."""
 
 
+class Finite(click.FloatRange):
+    """A range of floats that infinity and NaN are not part of."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        """Return the number, or fail with the option's name."""
+        number = float(super().convert(value, param, ctx))
+        if not math.isfinite(number):
+            self.fail(f"{value} is not a finite number.", param, ctx)
+        return number
+
+
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
 @click.version_option(__version__, prog_name="memo-exec")
 def cli() -> None:
@@ -59,21 +71,21 @@ def cli() -> None:
 @click.option("--weights", type=DIRECTORY, help="Start from these Hugging Face safetensors, not from random weights.")
 @click.option("--steps", type=click.IntRange(1), default=10, show_default=True, help="Steps of the whole run.")
 @click.option("--seed", type=click.IntRange(0), help="Of the weights and the order of the data; 0 unless given.")
-@click.option("--lr", type=click.FloatRange(0, min_open=True), help="Learning rate [default: 3e-4].")
+@click.option("--lr", type=Finite(0, min_open=True), help="Learning rate [default: 3e-4].")
 @click.option("--warmup-steps", type=click.IntRange(0), help="Steps of linear warm-up [default: 0].")
 @click.option(
     "--decay-steps", type=click.IntRange(0), help="Steps of cosine decay after it; 0 = constant [default: 0]."
 )
-@click.option("--final-fraction", type=click.FloatRange(0, 1), help="Of --lr, where the decay ends [default: 0.1].")
-@click.option("--weight-decay", type=click.FloatRange(0), help="Of matrices and embeddings [default: 0.1].")
-@click.option("--clip", type=click.FloatRange(0), help="Largest gradient norm; 0 = no clipping [default: 1].")
-@click.option("--beta1", type=click.FloatRange(0, 1, max_open=True), help="[default: 0.9]")
-@click.option("--beta2", type=click.FloatRange(0, 1, max_open=True), help="[default: 0.95]")
-@click.option("--eps", type=click.FloatRange(0, min_open=True), help="[default: 1e-8]")
+@click.option("--final-fraction", type=Finite(0, 1), help="Of --lr, where the decay ends [default: 0.1].")
+@click.option("--weight-decay", type=Finite(0), help="Of matrices and embeddings [default: 0.1].")
+@click.option("--clip", type=Finite(0), help="Largest gradient norm; 0 = no clipping [default: 1].")
+@click.option("--beta1", type=Finite(0, 1, max_open=True), help="[default: 0.9]")
+@click.option("--beta2", type=Finite(0, 1, max_open=True), help="[default: 0.95]")
+@click.option("--eps", type=Finite(0, min_open=True), help="[default: 1e-8]")
 @click.option("--save", type=DIRECTORY, help="Keep checkpoints here, and the trained weights at the end.")
 @click.option("--save-every", type=click.IntRange(1), default=10, show_default=True, help="Steps between checkpoints.")
 @click.option("--resume", is_flag=True, help="Go on from the newest checkpoint of --save; begin when there is none.")
-@click.option("--tolerance", type=click.FloatRange(0), help="Exit 5 when the step time's error exceeds this fraction.")
+@click.option("--tolerance", type=Finite(0), help="Exit 5 when the step time's error exceeds this fraction.")
 @click.option("--trace", "trace_path", type=FILE, help="Write both timelines for ui.perfetto.dev.")
 @click.option("--measured", "measured_path", type=FILE, help="Write the measured step as memo.trace/1.")
 @click.option("--debug", is_flag=True, help="Poison what was offloaded and check every copy and order (slow).")
@@ -125,7 +137,7 @@ def profile_command(plan: Path, steps: int, trace_path: Path | None, output: Pat
 @cli.command("compare")
 @click.argument("predicted", type=FILE)
 @click.argument("measured", type=FILE)
-@click.option("--tolerance", type=click.FloatRange(0), help="Exit 5 when the step time's error exceeds this fraction.")
+@click.option("--tolerance", type=Finite(0), help="Exit 5 when the step time's error exceeds this fraction.")
 @click.option("--trace", "trace_path", type=FILE, help="Write both timelines for ui.perfetto.dev.")
 @click.option("--json", "as_json", is_flag=True, help="Print one memo.comparison/1 document.")
 def compare_command(
@@ -240,6 +252,10 @@ def main() -> None:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(141)
+    except OSError as error:
+        failure = BadInput("cannot read or write", where=error.filename, got=error.strerror)
+        _say(f"memo-exec: {failure}")
+        sys.exit(failure.exit_code)
     except Exception as error:
         if absent := missing_package(error):
             _say(f"memo-exec: {absent}")

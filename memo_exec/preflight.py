@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from memo_exec.machine import Machine
-from memo_sim.contract.errors import BadInput, CannotRun
+from memo_sim.contract.errors import BadInput, CannotRun, Infeasible
 from memo_sim.contract.plan import Decisions, Plan
 from memo_sim.contract.units import format_bytes
 from memo_sim.program.columns import expand
@@ -42,9 +42,14 @@ def checked_program(plan: Plan, *, where: str) -> Program:
 
     Raises:
         BadInput: when it is not the one the plan pins.
-        Infeasible: when the decisions cannot be lowered.
+        CannotRun: when the decisions cannot be lowered.
     """
-    programs = lower(plan.decisions)
+    try:
+        programs = lower(plan.decisions)
+    except Infeasible as error:
+        raise CannotRun(
+            error.what, where=f"{where}: {error.where or 'decisions'}", got=error.got, wanted=error.wanted
+        ) from None
     found = program_sha256(programs)
     if found != plan.program_sha256:
         raise BadInput(

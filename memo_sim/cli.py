@@ -6,6 +6,7 @@ inside the command that needs it.
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from collections.abc import Callable
@@ -23,8 +24,26 @@ if TYPE_CHECKING:
     from memo_sim.what_if import Answer
 
 GIB = 2**30
+PICTURES = (".png", ".svg", ".pdf")
+SEARCHED = (
+    *("model", "seq_len", "system", "tp", "cp", "dp", "zero", "alpha", "recompute", "states", "loss_chunk"),
+    *("micro_batch", "global_batch", "top"),
+)
+"""What a plan decides, so that none of it can be given beside ``--plan``."""
+MOST_SEQUENCES = 2**20
 Options = dict[str, Any]
 T = TypeVar("T")
+
+
+class Finite(click.FloatRange):
+    """A range of floats that infinity and NaN are not part of."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        """Return the number, or fail with the option's name."""
+        number = float(super().convert(value, param, ctx))
+        if not math.isfinite(number):
+            self.fail(f"{value} is not a finite number.", param, ctx)
+        return number
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
@@ -46,14 +65,16 @@ def cli() -> None:
 @click.option("--cp", type=click.IntRange(1), help="Context parallelism (zigzag ring).")
 @click.option("--dp", type=click.IntRange(1), help="Data parallelism.")
 @click.option("--zero", type=click.IntRange(0, 1), help="1 divides optimizer states over cp x dp.")
-@click.option("--alpha", type=click.FloatRange(0, 1), help="Fraction of tokens swapped; turns the keep fallback off.")
+@click.option("--alpha", type=Finite(0, 1), help="Fraction of tokens swapped; turns the keep fallback off.")
 @click.option("--recompute", type=click.Choice(["none", "full", "tokenwise"]), help="What happens to the others.")
 @click.option("--states", type=click.Choice(["fp32", "bf16", "host"]), default="fp32", show_default=True)
 @click.option("--loss-chunk", help="Tokens whose logits exist at once; 0 = all. Chosen when not given.")
-@click.option("--micro-batch", type=click.IntRange(1), default=1, show_default=True, help="Sequences.")
-@click.option("--global-batch", type=click.IntRange(1), default=1, show_default=True, help="Sequences of a step.")
-@click.option("--device-memory-gib", type=click.FloatRange(0, min_open=True), help="Instead of the profile's.")
-@click.option("--host-memory-gib", type=click.FloatRange(0, min_open=True), help="Of one node, instead of its own.")
+@click.option("--micro-batch", type=click.IntRange(1, MOST_SEQUENCES), default=1, show_default=True, help="Sequences.")
+@click.option(
+    "--global-batch", type=click.IntRange(1, MOST_SEQUENCES), default=1, show_default=True, help="Sequences of a step."
+)
+@click.option("--device-memory-gib", type=Finite(2**-20, 2**30), help="Instead of the profile's.")
+@click.option("--host-memory-gib", type=Finite(2**-20, 2**30), help="Of one node, instead of its own.")
 @click.option("--top", type=click.IntRange(1), default=10, show_default=True, help="Plans to list.")
 @click.option("-o", "--output", type=click.Path(), help="Write the best plan here, its predicted trace beside it.")
 @click.option("--plot", type=click.Path(), help="Draw the best plan's timeline (.png or .svg).")
@@ -66,9 +87,17 @@ def what_if_command(**options: Any) -> None:
     """
     from memo_sim.contract.codec import encode
     from memo_sim.views.tables import result_table
+    from memo_sim.what_if import without_answer
 
+    _check_outputs(options)
     plan, question = _question(options)
-    answer = _ask(plan, question, options)
+    try:
+        answer = _ask(plan, question, options)
+    except Infeasible as error:
+        if not options["as_json"]:
+            raise
+        click.echo(encode(without_answer(question, error)).decode(), nl=False)
+        raise _Silent(error.exit_code) from None
     _write_files(answer, question, options)
     if options["as_json"]:
         click.echo(encode(answer.result).decode(), nl=False)
@@ -100,8 +129,8 @@ def _question(options: Options) -> tuple[Plan | None, Question]:
     plan = read(options["plan_path"], Plan) if options["plan_path"] else None
     if plan is None and not (options["model"] and options["seq_len"]):
         raise UsageError("a question needs MODEL and --seq-len, or --plan", hint="memo-sim what-if --help")
-    if plan is not None and (options["model"] or options["seq_len"]):
-        raise UsageError("--plan brings its own model and sequence", hint="leave MODEL and --seq-len out")
+    if plan is not None and (given := _given(SEARCHED)):
+        raise UsageError("--plan brings its own knobs", got=", ".join(given), hint="leave those out")
     cluster, hardware = with_memory(
         *load_cluster(options["cluster"]),
         device_bytes=_gib(options["device_memory_gib"]),
@@ -131,6 +160,39 @@ def _question(options: Options) -> tuple[Plan | None, Question]:
     return plan, question
 
 
+def _given(names: tuple[str, ...]) -> list[str]:
+    """Return which of the command's parameters were typed."""
+    context = click.get_current_context()
+    typed = click.core.ParameterSource.COMMANDLINE
+    return [name.replace("_", "-") for name in names if context.get_parameter_source(name) is typed]
+
+
+def _check_outputs(options: Options) -> None:
+    """Refuse files that cannot be written, or that would overwrite each other, before any work is done."""
+    named = {name: Path(options[name]) for name in ("output", "plot", "trace_path") if options[name]}
+    for path in named.values():
+        if path.is_dir():
+            raise UsageError("a folder cannot be written as a file", where=str(path))
+    if "output" in named:
+        named["predicted trace"] = _trace_beside(named["output"])
+    for name, path in named.items():
+        folder = path.resolve().parent
+        if not folder.is_dir():
+            raise UsageError("no such folder", where=str(path), hint="make it first")
+        if not os.access(path if path.exists() else folder, os.W_OK):
+            raise UsageError("this file cannot be written", where=str(path))
+        same = [other for other, beside in named.items() if other != name and beside.resolve() == path.resolve()]
+        if same:
+            raise UsageError("two outputs would be one file", where=str(path), hint="name them apart")
+    if "plot" in named and named["plot"].suffix not in PICTURES:
+        raise UsageError("not a kind of picture", got=str(named["plot"]), wanted=", ".join(PICTURES))
+
+
+def _trace_beside(plan: Path) -> Path:
+    """Return where a plan's predicted trace lies."""
+    return plan.with_name(f"{plan.stem}.trace.json")
+
+
 def _gib(value: float | None) -> int | None:
     return None if value is None else int(value * GIB)
 
@@ -158,9 +220,6 @@ def _with_progress(label: str, work: Callable[[Callable[[int, int], None]], T]) 
 
 def _write_files(answer: Answer, question: Question, options: Options) -> None:
     wanted = [options[name] for name in ("output", "plot", "trace_path") if options[name]]
-    for path in wanted:
-        if not Path(path).resolve().parent.is_dir():
-            raise UsageError("no such folder", where=path, hint="make it first")
     if answer.best is None or not wanted:
         return
     from memo_sim.contract.codec import write
@@ -171,7 +230,7 @@ def _write_files(answer: Answer, question: Question, options: Options) -> None:
     title = plan_title(answer.best.decisions, answer.best.prediction.step_s)
     if options["output"]:
         path = Path(options["output"])
-        write(path.with_name(f"{path.stem}.trace.json"), trace)
+        write(_trace_beside(path), trace)
         write(path, plan_of(answer.best, question, created=_now(), command=_command_line()))
     if options["plot"]:
         from memo_sim.views.timeline import draw_timeline
@@ -198,7 +257,7 @@ def _command_line() -> str:
 @click.argument("cases")
 @click.option("--source", help="Only the rows of this source.")
 @click.option("--system", help="Only the rows of this system.")
-@click.option("--max-error", type=click.FloatRange(0), help="Exit 5 when a mean absolute error exceeds this fraction.")
+@click.option("--max-error", type=Finite(0), help="Exit 5 when a mean absolute error exceeds this fraction.")
 @click.option("--json", "as_json", is_flag=True, help="Print one memo.validation/1 document.")
 def validate_command(
     cases: str, source: str | None, system: str | None, max_error: float | None, *, as_json: bool

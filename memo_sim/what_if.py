@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import memo_sim
 from memo_sim.contract.codec import sha256_of
+from memo_sim.contract.errors import Infeasible
 from memo_sim.contract.plan import Decisions, Plan, PlanRow, Prediction, Provenance
 from memo_sim.contract.result import Result
 from memo_sim.engine.simulate import Simulation
@@ -67,6 +68,20 @@ def price(plan: Plan, question: Question) -> Answer:
         why=explain(question, found, simulation if fits else None),
     )
     return Answer(result, simulation if fits else None, plan.decisions if fits else None)
+
+
+def without_answer(question: Question, error: Infeasible) -> Result:
+    """Return the document of a question that nothing could be evaluated for; the error says why."""
+    return Result(
+        model=question.model.name,
+        cluster=question.cluster.name,
+        seq_tokens=question.seq_tokens,
+        best=None,
+        plans=[],
+        evaluated=0,
+        pruned=0,
+        why=[line.strip() for line in error.message().splitlines()],
+    )
 
 
 def plan_of(simulation: Simulation, question: Question, *, created: str, command: str) -> Plan:

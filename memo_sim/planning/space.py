@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from memo_sim.contract.errors import Infeasible, UsageError
 from memo_sim.contract.plan import Decisions, Kernels, Layout
 from memo_sim.contract.units import DTYPE_BYTES
-from memo_sim.planning.presets import Policy, System, find_system
+from memo_sim.planning.presets import KEEP, Policy, find_system
 from memo_sim.planning.question import Question
 from memo_sim.program.shape import shape_of, swap_granule
 
@@ -71,14 +71,11 @@ def policies(question: Question) -> tuple[Policy, ...]:
         if pins.alpha:
             raise UsageError("full recompute swaps nothing", got=f"alpha {pins.alpha}", wanted="no alpha")
         return (Policy("full", 0.0),)
+    if pins.recompute == "none" and pins.alpha is None:
+        return tuple(p for p in system.short_sequences + system.policies if p.recompute == "none") or (KEEP,)
     if pins.recompute == "none":
-        return (Policy("none", pins.alpha if pins.alpha is not None else _fixed_alpha(system)),)
+        return (Policy("none", pins.alpha),)
     return (Policy("tokenwise", pins.alpha),)
-
-
-def _fixed_alpha(system: System) -> float:
-    """Alpha of ``recompute none`` when only that is pinned: the system's own, else keep."""
-    return next((p.alpha for p in system.policies if p.recompute == "none" and p.alpha is not None), 0.0)
 
 
 def candidates(question: Question) -> tuple[list[Candidate], list[str]]:

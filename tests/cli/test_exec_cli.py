@@ -148,7 +148,7 @@ def wrong(tmp_path_factory: pytest.TempPathFactory, plan: Path) -> Path:
         ("unknown.json", 3, "did you mean 'dtype'?"),
         ("negative.json", 3, "$.decisions.seq_tokens"),
         ("edited.json", 3, "another program"),
-        ("pipeline.json", 4, "no lowering"),
+        ("pipeline.json", 6, "no lowering"),
         ("fp16.json", 6, "does not compute"),
     ],
 )

@@ -77,6 +77,20 @@ def Result_of(done: subprocess.CompletedProcess[str]) -> Result:  # noqa: N802 -
     return codec.decode(done.stdout.encode(), Result, where="standard output")
 
 
+def test_a_plan_leaves_nothing_to_search(written: Path) -> None:
+    done = memo_sim("what-if", "--plan", str(written / "plan.json"), "--cluster", "a800-1x8", "--tp", "8")
+    assert done.returncode == 2
+    assert "tp" in done.stderr
+
+
+def test_a_question_without_any_layout_has_a_document_too() -> None:
+    done = memo_sim("what-if", "gpt-7b", "--cluster", "a800-1x8", "--seq-len", "1000001", "--json")
+    assert done.returncode == 4
+    result = Result_of(done)
+    assert result.best is None
+    assert "no layout divides" in result.why[0]
+
+
 def test_the_table_says_why() -> None:
     done = memo_sim("what-if", *SMALL)
     assert done.returncode == 0, done.stderr
@@ -118,6 +132,11 @@ def test_nothing_fits_exits_4_and_prints_no_speed(tmp_path: Path) -> None:
         (["validate", "no-such-cases"], 2, "memo-table5"),
         (["schema", "plam"], 2, "plan"),
         (["what-if", *SMALL, "--metp", "2"], 2, "metp"),
+        (["what-if", *SMALL, "--alpha", "nan"], 2, "finite"),
+        (["what-if", *SMALL, "--device-memory-gib", "inf"], 2, "device-memory-gib"),
+        (["what-if", *SMALL, "-o", "x.json", "--trace", "x.trace.json"], 2, "one file"),
+        (["what-if", *SMALL, "-o", "x.json", "--plot", "x.doc"], 2, "picture"),
+        (["what-if", *SMALL, "-o", "."], 2, "folder"),
     ],
 )
 def test_wrong_usage_is_one_clear_message(arguments: list[str], code: int, says: str) -> None:

@@ -12,7 +12,7 @@ from memo_exec import preflight
 from memo_exec.machine import Machine
 from memo_exec.run import RunOptions, run
 from memo_sim.contract import codec
-from memo_sim.contract.errors import BadInput, CannotRun, Infeasible
+from memo_sim.contract.errors import BadInput, CannotRun
 from memo_sim.contract.plan import Decisions, Kernels, Layout
 from memo_sim.program.lower import lower
 from tests.exec_cpu.plans import byte_decisions, plan_of, write_plan
@@ -94,9 +94,9 @@ def test_an_edited_plan_is_refused(tmp_path: Path) -> None:
     assert "$.program_sha256" in str(caught.value)
 
 
-def test_a_layout_nothing_lowers_is_infeasible() -> None:
+def test_a_layout_nothing_lowers_cannot_run() -> None:
     plan = plan_of(byte_decisions())
-    with pytest.raises(Infeasible):
+    with pytest.raises(CannotRun, match="no lowering"):
         preflight.checked_program(
             msgspec.structs.replace(plan, decisions=byte_decisions(layout=Layout(pp=2))), where="plan.json"
         )
