@@ -76,6 +76,7 @@ def predict(
             allocated_gib=prediction.peak_device_bytes / GIB if prediction.status == "ok" else None,
             alpha=outcome.decisions.alpha,
             layout=outcome.decisions.layout,
+            outside_calibration=prediction.outside_calibration,
         ),
         fitted,
     )

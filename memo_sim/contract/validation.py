@@ -19,6 +19,8 @@ class CasePrediction(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     reserved_gib: float | None = None
     alpha: float | None = None
     layout: Layout | None = None
+    outside_calibration: list[str] = []
+    """Curves that were asked beyond the range they were measured in."""
 
 
 class Expectation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

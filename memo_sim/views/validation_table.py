@@ -35,7 +35,8 @@ def case_table(cases: Sequence[CaseReport]) -> str:
         predicted, expected = case.predicted, case.expected
         wrong = " !" if case.error.status is False else ""
         row: list[str | None] = [case.case, case.system, "fitted" if case.fitted else ""]
-        row += [f"{predicted.status}{wrong}", expected.status]
+        beyond = " *" if predicted.outside_calibration else ""
+        row += [f"{predicted.status}{wrong}{beyond}", expected.status]
         row.append(None if predicted.layout is None else layout_label(predicted.layout))
         row.append(number(predicted.alpha, 3))
         for quantity in quantities:
@@ -44,6 +45,9 @@ def case_table(cases: Sequence[CaseReport]) -> str:
         rows.append(row)
     table = text_table(headers, rows, "llllllr" + "rrr" * len(quantities))
     reasons = [f"{c.case}: {c.predicted.status}, {c.predicted.reason}" for c in cases if c.predicted.reason]
+    outside = sorted({curve for c in cases for curve in c.predicted.outside_calibration})
+    if outside:
+        table += f"\n* outside the range that was calibrated: {', '.join(outside)}"
     return "\n".join([table, "", *reasons]) if reasons else table
 
 
