@@ -28,7 +28,7 @@ class Errors:
 
 @dataclass(frozen=True)
 class Accuracy:
-    """One group of rows, all fitted or all only predicted; ``statuses`` is how many have one to meet."""
+    """One group of rows, all fitted or all only predicted; ``statuses``: evaluated rows that have one to meet."""
 
     group: str
     fitted: bool
@@ -68,5 +68,6 @@ def _accuracy(name: str, fitted: bool, cases: Sequence[CaseReport]) -> Accuracy:
                 max_abs=abs(worst[1]),
                 worst=worst[0],
             )
-    right = [c.error.status for c in cases if c.error.status is not None]
+    # A row that could not be evaluated is no wrong prediction; its reason is listed.
+    right = [c.error.status for c in cases if c.error.status is not None and c.predicted.status != "invalid"]
     return Accuracy(name, fitted, len(cases), sum(right), len(right), errors)
