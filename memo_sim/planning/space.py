@@ -67,6 +67,10 @@ def policies(question: Question) -> tuple[Policy, ...]:
     system, pins = find_system(question.system), question.pins
     if pins.recompute is None and pins.alpha is None:
         return system.short_sequences + system.policies
+    if pins.alpha is not None and all(p.alpha is not None for p in system.policies):
+        raise UsageError(
+            f"{system.name} decides alpha itself", got=f"alpha {pins.alpha}", hint="leave --alpha or --system out"
+        )
     if pins.recompute == "full":
         if pins.alpha:
             raise UsageError("full recompute swaps nothing", got=f"alpha {pins.alpha}", wanted="no alpha")

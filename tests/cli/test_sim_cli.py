@@ -133,6 +133,7 @@ def test_nothing_fits_exits_4_and_prints_no_speed(tmp_path: Path) -> None:
         (["schema", "plam"], 2, "plan"),
         (["what-if", *SMALL, "--metp", "2"], 2, "metp"),
         (["what-if", *SMALL, "--alpha", "nan"], 2, "finite"),
+        (["what-if", *SMALL[:7], "--system", "full-swap", "--alpha", "0.5"], 2, "decides alpha"),
         (["what-if", *SMALL, "--device-memory-gib", "inf"], 2, "device-memory-gib"),
         (["what-if", *SMALL, "-o", "x.json", "--trace", "x.trace.json"], 2, "one file"),
         (["what-if", *SMALL, "-o", "x.json", "--plot", "x.doc"], 2, "picture"),
