@@ -8,8 +8,10 @@ from memo_sim.engine.simulate import Simulation
 from memo_sim.planning.presets import KEEP, PARTIAL_SWAP, TOKENWISE, find_system
 from memo_sim.planning.question import Question
 from memo_sim.planning.search import Evaluated, SearchResult
+from memo_sim.program.shape import swap_granule
 from memo_sim.views.plan_table import layout_label
 
+EXACT = 1e-6
 SLACK = 0.01
 """A lane that leaves less than this fraction of the step idle is what binds."""
 
@@ -22,7 +24,7 @@ def explain(question: Question, found: SearchResult, simulation: Simulation | No
     """Return the reasons, most important first; for a question without an answer, what is missing."""
     if simulation is None:
         return _nothing_fits(found)
-    lines = [_binding(simulation), *_recompute(found, simulation), _peak(simulation)]
+    lines = [*_rounded(question, simulation), _binding(simulation), *_recompute(found, simulation), _peak(simulation)]
     lines += [*_alpha(found), *_partial_swap(found), *_fallback(question, found), *_runner_up(found)]
     outside = simulation.prediction.outside_calibration
     if outside:
@@ -32,6 +34,15 @@ def explain(question: Question, found: SearchResult, simulation: Simulation | No
     return lines
 
 
+def _rounded(question: Question, simulation: Simulation) -> list[str]:
+    """Say when a pinned alpha does not fall on whole row blocks."""
+    asked, alpha = question.pins.alpha, simulation.decisions.alpha
+    if asked is None or abs(alpha - asked) < EXACT:
+        return []
+    granule = swap_granule(simulation.decisions)
+    return [f"Alpha {asked:.3g} becomes {alpha:.3g}: tokens are swapped in blocks of {granule}."]
+
+
 def _label(evaluated: Evaluated) -> str:
     decisions = evaluated.decisions
     alpha = f" at alpha {decisions.alpha:.3g}" if evaluated.policy.alpha is None else ""
@@ -39,9 +50,9 @@ def _label(evaluated: Evaluated) -> str:
 
 
 def _nothing_fits(found: SearchResult) -> list[str]:
-    if not found.ranked:
-        return ["The plan does not fit."]
-    nearest = min(found.ranked, key=lambda e: e.prediction.shortfall_bytes)
+    nearest = found.ranked[0]
+    if nearest.prediction.status == "invalid":
+        return [f"Nothing can be evaluated, e.g. {_label(nearest)}: {nearest.prediction.reason}."]
     need = format_bytes(nearest.prediction.shortfall_bytes)
     return [
         f"Nothing fits. Nearest: {_label(nearest)}, short of {need}: {nearest.prediction.reason}.",

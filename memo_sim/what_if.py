@@ -12,6 +12,7 @@ from memo_sim.contract.plan import Decisions, Plan, PlanRow, Prediction, Provena
 from memo_sim.contract.result import Result
 from memo_sim.engine.simulate import Simulation
 from memo_sim.explain import explain
+from memo_sim.planning.presets import Policy
 from memo_sim.planning.question import Question
 from memo_sim.planning.search import Evaluated, SearchResult, play, search
 from memo_sim.program.lower import program_sha256
@@ -56,7 +57,9 @@ def price(plan: Plan, question: Question) -> Answer:
     prediction = simulation.prediction
     fits = prediction.status == "ok"
     line = row(plan.decisions, prediction, system="plan")
-    found = SearchResult(ranked=[], evaluated=1, pruned=0)
+    policy = Policy(plan.decisions.recompute, plan.decisions.alpha)
+    only = Evaluated(policy, plan.decisions, prediction)
+    found = SearchResult(ranked=[only], evaluated=1, pruned=0)
     result = Result(
         model=plan.decisions.model.name,
         cluster=question.cluster.name,

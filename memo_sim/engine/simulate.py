@@ -59,6 +59,8 @@ def simulate(
         Infeasible: when the layout divides neither model nor sequence, or is larger than the cluster.
     """
     layout = decisions.layout
+    if decisions.memory_policy == "caching":
+        raise Infeasible("PyTorch's caching allocator is not modelled yet", where="memory_policy", wanted="planned")
     if layout.devices > cluster.devices:
         raise Infeasible(
             "the layout is larger than the cluster",

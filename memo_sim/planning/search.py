@@ -9,8 +9,9 @@ alpha searched. A partial swap has the same bound, and is pruned too where every
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+from memo_sim.contract.errors import Infeasible
 from memo_sim.contract.plan import Decisions, Prediction
 from memo_sim.costs.pricing import NodeRates, Pricer
 from memo_sim.engine.simulate import Simulation, simulate
@@ -38,10 +39,11 @@ class Evaluated:
     below: Prediction | None = None
 
     @property
-    def rank_key(self) -> tuple[bool, float, int]:
-        """Plans that fit first, the fastest first; among equals the one that needs less device memory."""
-        step_s = self.prediction.step_s
-        return (step_s is None, step_s or float(self.prediction.shortfall_bytes), self.prediction.peak_device_bytes)
+    def rank_key(self) -> tuple[bool, bool, float, int]:
+        """Plans that fit first, the fastest first; then by what is short; what cannot be evaluated comes last."""
+        prediction = self.prediction
+        step_s, peak = prediction.step_s, prediction.peak_device_bytes
+        return (step_s is None, prediction.status == "invalid", step_s or float(prediction.shortfall_bytes), peak)
 
 
 @dataclass
@@ -73,7 +75,11 @@ def search(question: Question, *, progress: Callable[[int, int], None] | None = 
     fastest = float("inf")
     known: dict[Decisions, Prediction] = {}
     for i, candidate in enumerate(order):
-        outcome = _evaluate(question, candidate, fastest, known)
+        try:
+            outcome = _evaluate(question, candidate, fastest, known)
+        except Infeasible as error:  # a layout whose work the profile has not measured, say: the others may do
+            reason = f"{error.what}: {error.got}"
+            outcome = Evaluated(candidate.policy, candidate.base, Prediction(status="invalid", reason=reason))
         if outcome is None:
             result.pruned += 1
         else:
@@ -142,9 +148,4 @@ def _linear_program(question: Question, base: Decisions, simulation: Simulation)
         host_bytes=host.value / local,
     )
     size = program.input_bytes + program.attention_bytes + program.others_bytes
-    return linear_program(
-        base,
-        layer_forward_s=simulation.layer_forward_s,
-        bandwidth_bytes_per_s=offload_bandwidth(question, base, size),
-        host_bytes=host.value / local,
-    )
+    return replace(program, bandwidth_bytes_per_s=offload_bandwidth(question, base, size))

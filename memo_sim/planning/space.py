@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import msgspec
+
 from memo_sim.contract.errors import Infeasible, UsageError
 from memo_sim.contract.plan import Decisions, Kernels, Layout
 from memo_sim.contract.units import DTYPE_BYTES
@@ -113,7 +115,7 @@ def candidates(question: Question) -> tuple[list[Candidate], list[str]]:
         kernels = Kernels(
             attention=attention_kernel(question), head_groups=head_groups(shape.tokens, shape.heads, base)
         )
-        complete = _replaced(base, loss_chunk_tokens=chunk, kernels=kernels)
+        complete = msgspec.structs.replace(base, loss_chunk_tokens=chunk, kernels=kernels)
         found += [Candidate(with_alpha(complete, p.recompute, p.alpha or 0.0), p) for p in chosen]
     if not found:
         raise Infeasible(
@@ -131,12 +133,7 @@ def with_alpha(base: Decisions, recompute: str, alpha: float) -> Decisions:
     tokens = base.local_tokens
     granule = swap_granule(base)
     swapped = tokens if alpha >= 1 else int(alpha * tokens + 1e-6) // granule * granule
-    return _replaced(base, recompute=recompute, swapped_tokens=swapped)
-
-
-def _replaced(base: Decisions, **changes: object) -> Decisions:
-    fields = {name: getattr(base, name) for name in base.__struct_fields__}
-    return Decisions(**{**fields, **changes})
+    return msgspec.structs.replace(base, recompute=recompute, swapped_tokens=swapped)
 
 
 def default_loss_chunk(tokens: int, vocab: int, base: Decisions) -> int:

@@ -77,6 +77,28 @@ def Result_of(done: subprocess.CompletedProcess[str]) -> Result:  # noqa: N802 -
     return codec.decode(done.stdout.encode(), Result, where="standard output")
 
 
+def test_an_alpha_that_is_no_row_block_says_what_it_becomes() -> None:
+    done = memo_sim("what-if", *SMALL[:5], "--tp", "8", "--alpha", "0.3")
+    assert done.returncode == 0
+    assert "Alpha 0.3 becomes 0.297" in done.stdout
+
+
+def test_a_plan_for_the_caching_allocator_is_not_priced_as_planned(written: Path, tmp_path: Path) -> None:
+    document = json.loads((written / "plan.json").read_text())
+    document["decisions"]["memory_policy"] = "caching"
+    (tmp_path / "plan.json").write_text(json.dumps(document))
+    done = memo_sim("what-if", "--plan", str(tmp_path / "plan.json"), "--cluster", "a800-1x8")
+    assert done.returncode == 4
+    assert "caching" in done.stderr
+
+
+def test_a_plan_that_does_not_fit_says_why(written: Path) -> None:
+    small = ("--cluster", "a800-1x8", "--device-memory-gib", "8")
+    done = memo_sim("what-if", "--plan", str(written / "plan.json"), *small)
+    assert done.returncode == 4
+    assert "device memory runs out" in done.stdout
+
+
 def test_a_plan_leaves_nothing_to_search(written: Path) -> None:
     done = memo_sim("what-if", "--plan", str(written / "plan.json"), "--cluster", "a800-1x8", "--tp", "8")
     assert done.returncode == 2
