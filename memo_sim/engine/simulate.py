@@ -31,6 +31,9 @@ from memo_sim.program.work import Copy, Work
 
 RECOMPUTE_PHASE = "rec/"
 
+MOST_SPANS = 200_000
+"""Spans that a trace of a whole step may have; some 40 MB."""
+
 
 class Prices(Protocol):
     """What the engine needs of a pricer: seconds alone on the lane, and which curves were asked beyond their range."""
@@ -176,23 +179,27 @@ class Simulation:
         return [ids[i] for i in self.playback.critical_path()]
 
     def trace(self) -> Trace:
-        """Return every span of the whole step (micro-batches that were repeated are played now), memory and waits.
+        """Return every span of the whole step, memory and waits.
+
+        Micro-batches that were repeated are played now, unless that makes more than ``MOST_SPANS``: then the trace
+        holds those that were played, says so, and its ``step_s`` is still the whole step's.
 
         Raises:
             Infeasible: when the plan does not fit.
         """
         if self.memory.fault is not None:
             raise Infeasible(f"no trace: {self.memory.fault.reason}")
-        if self.program is not self.full_program:
+        repeated = self.program is not self.full_program
+        if repeated and self.full_program.instruction_count <= MOST_SPANS:
             return self._whole().trace()
         playback, ids = self.playback, self.program.ids()
         operations = [i.op for _, i in self.program.walk()]
         waits = playback.waits
         return Trace(
             origin="predicted",
-            program_sha256=self.program.sha256,
+            program_sha256=self.full_program.sha256,
             world_size=self.decisions.layout.devices,
-            step_s=playback.span_s,
+            step_s=(self.prediction.step_s or 0.0) if repeated else playback.span_s,
             spans=Spans(
                 ids=ids,
                 ops=operations,

@@ -192,3 +192,15 @@ def test_a_layout_larger_than_the_cluster_is_refused() -> None:
 def test_a_dtype_without_a_peak_is_refused() -> None:
     with pytest.raises(Infeasible, match="no peak for fp32"):
         run(decide(("none", 0.0), dtype="fp32"))
+
+
+def test_a_trace_of_very_many_micro_batches_holds_the_played_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    simulation = run(decide(("tokenwise", 0.5), global_batch=8))
+    whole = simulation.trace()
+    assert (whole.micro_batches_played, whole.micro_batches) == (8, 8)
+    monkeypatch.setattr("memo_sim.engine.simulate.MOST_SPANS", len(whole.spans.ids) - 1)
+    short = simulation.trace()
+    assert (short.micro_batches_played, short.micro_batches) == (3, 8)
+    assert set(short.spans.ids) < set(whole.spans.ids)
+    assert short.program_sha256 == whole.program_sha256
+    assert short.step_s == pytest.approx(whole.step_s, rel=1e-9)
