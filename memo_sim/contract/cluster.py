@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from memo_sim.contract.hardware import Curve, Quantity, Source, require_sources
-from memo_sim.contract.units import Positive
+from memo_sim.contract.units import Degree, Positive
 
 
 class Network(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -33,8 +33,8 @@ class Cluster(
     name: str
     hardware: str
     """A shipped profile's name, or the path of a ``memo.hardware/1`` file (relative to this file)."""
-    nodes: Positive
-    devices_per_node: Positive
+    nodes: Degree
+    devices_per_node: Degree
     host_memory_bytes: Quantity | None = None
     """Host memory of one node that training may use; the hardware profile's when not given."""
     network: Network | None = None

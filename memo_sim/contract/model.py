@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from memo_sim.contract.units import Positive, Rate, Tokens
+from memo_sim.contract.units import MOST_TOKENS, Layers, Positive, Rate, Width
 
 Family = Literal["gpt", "llama"]
 
@@ -37,15 +37,15 @@ class Model(
 
     name: str
     family: Family
-    layers: Positive
-    hidden: Positive
-    heads: Positive
-    kv_heads: Positive
-    head_dim: Positive
-    ffn_hidden: Positive
-    vocab: Positive
+    layers: Layers
+    hidden: Width
+    heads: Width
+    kv_heads: Width
+    head_dim: Width
+    ffn_hidden: Width
+    vocab: Width
     tied_embeddings: bool
-    max_positions: Tokens = 0
+    max_positions: Annotated[int, msgspec.Meta(ge=0, le=MOST_TOKENS)] = 0
     """Rows of a gpt's learned position table; 0 = none, its order is rotary (a table for 1M tokens would outweigh a
     7B)."""
     norm_eps: Rate = 1e-5

@@ -11,7 +11,7 @@ import msgspec
 
 from memo_sim.contract.hardware import DtypeName
 from memo_sim.contract.model import Model
-from memo_sim.contract.units import Bytes, Fraction, Positive, Seconds, SequenceTokens, Tokens
+from memo_sim.contract.units import Bytes, Degree, Fraction, Positive, Seconds, SequenceTokens, Tokens, Width
 
 Recompute = Literal["none", "full", "tokenwise"]
 MemoryPolicy = Literal["planned", "caching"]
@@ -25,15 +25,15 @@ SWAP_GRANULE_TOKENS = 128
 class Layout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How the work is divided: each number is a degree."""
 
-    tp: Positive = 1
+    tp: Degree = 1
     sequence_parallel: bool = False
-    cp: Positive = 1
-    ulysses: Positive = 1
-    metp: Positive = 1
-    pp: Positive = 1
-    dp: Positive = 1
+    cp: Degree = 1
+    ulysses: Degree = 1
+    metp: Degree = 1
+    pp: Degree = 1
+    dp: Degree = 1
     zero: Annotated[int, msgspec.Meta(ge=0, le=3)] = 0
-    subsequences: Positive = 1
+    subsequences: Degree = 1
 
     @property
     def devices(self) -> int:
@@ -45,7 +45,7 @@ class Kernels(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Which implementation plays an operator; it decides workspaces, so it belongs to the plan."""
 
     attention: str = "flash2"
-    head_groups: Positive = 1
+    head_groups: Width = 1
     """Attention runs in this many groups of heads, one after the other (bounds its workspace)."""
 
 
@@ -60,8 +60,8 @@ class Decisions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     model: Model
     layout: Layout = Layout()
     seq_tokens: SequenceTokens
-    micro_batch: Positive = 1
-    global_batch: Positive = 1
+    micro_batch: Degree = 1
+    global_batch: Degree = 1
     recompute: Recompute = "none"
     swapped_tokens: Tokens = 0
     memory_policy: MemoryPolicy = "planned"

@@ -22,6 +22,11 @@ Positive = Annotated[int, msgspec.Meta(ge=1)]
 MOST_TOKENS = 2**30
 """Longest sequence that is taken for meant; a program of chunks grows with it."""
 SequenceTokens = Annotated[int, msgspec.Meta(ge=1, le=MOST_TOKENS)]
+Layers = Annotated[int, msgspec.Meta(ge=1, le=10_000)]
+Width = Annotated[int, msgspec.Meta(ge=1, le=2**24)]
+"""Heads or features of a layer, rows of a vocabulary; far above any model, low enough that no size overflows."""
+Degree = Annotated[int, msgspec.Meta(ge=1, le=2**20)]
+"""Devices, nodes, or sequences."""
 Seconds = Annotated[float, msgspec.Meta(ge=0)]
 NonNegative = Annotated[float, msgspec.Meta(ge=0)]
 Rate = Annotated[float, msgspec.Meta(gt=0)]

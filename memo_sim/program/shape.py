@@ -6,6 +6,9 @@ from dataclasses import dataclass
 
 from memo_sim.contract.errors import Infeasible
 from memo_sim.contract.plan import SWAP_GRANULE_TOKENS, Decisions
+from memo_sim.contract.units import MOST_TOKENS
+
+MOST_LOSS_CHUNKS = 2**16
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +74,7 @@ def shape_of(decisions: Decisions) -> Shape:
     if gathered:
         _divides("tokens of a rank", tokens, "tp", layout.tp)
     _check_swapped(decisions, tokens, layout.tp if gathered else 1)
+    _check_size(decisions, tokens)
     return Shape(
         tokens=tokens,
         shard_tokens=tokens // layout.tp if gathered else tokens,
@@ -105,6 +109,26 @@ def _check_swapped(decisions: Decisions, tokens: int, tp: int) -> None:
         )
     if swapped and decisions.recompute == "full":
         raise Infeasible("full recompute swaps nothing", where="decisions.swapped_tokens", got=swapped, wanted=0)
+
+
+def _check_size(decisions: Decisions, tokens: int) -> None:
+    """Refuse a micro-batch whose program would never be finished: it grows with the loss's chunks."""
+    if tokens > MOST_TOKENS:
+        raise Infeasible(
+            "a rank's micro-batch has too many tokens",
+            where="micro_batch",
+            got=f"{tokens} tokens",
+            wanted=f"at most {MOST_TOKENS}",
+            hint="a smaller --micro-batch, or more --cp",
+        )
+    chunk = decisions.loss_chunk_tokens
+    if chunk and tokens > chunk * MOST_LOSS_CHUNKS:
+        raise Infeasible(
+            "the loss is cut into too many chunks",
+            where="loss_chunk_tokens",
+            got=f"{chunk} of {tokens} tokens",
+            wanted=f"chunks of at least {-(-tokens // MOST_LOSS_CHUNKS)} tokens",
+        )
 
 
 def _divides(what: str, value: int, by: str, divisor: int) -> None:
