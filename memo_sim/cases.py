@@ -32,6 +32,7 @@ _WORDS = {
     "recompute": ("none", "full", "selective", "tokenwise"),
     "memory_plan": ("yes", "no"),
     "attention": ("flash", "plain"),
+    "schedule": ("gpipe", "1f1b", "interleaved", "zero-bubble"),
     "overlap": ("yes", "no"),
     "precision": ("bf16", "fp16"),
     "expected_status": ("ok", "gpu_oom", "host_oom", "invalid"),
@@ -94,9 +95,12 @@ def load_cases(name_or_path: str) -> list[Case]:
     try:
         header = list(reader.fieldnames or [])
         _check_header(header, str(path))
-        return [_case(row, f"{path}:{reader.line_num}") for row in reader]
+        cases = [_case(row, f"{path}:{reader.line_num}") for row in reader]
     except csv.Error as error:
         raise BadInput("not a CSV file", where=f"{path}:{reader.line_num}", got=str(error)) from None
+    if not cases:
+        raise BadInput("a case file without a row", where=str(path), wanted="a header and one row a case")
+    return cases
 
 
 def _check_header(header: list[str], where: str) -> None:
@@ -118,8 +122,6 @@ def _case(row: dict[str, str], where: str) -> Case:
     if cells["zero"]:
         integers["zero"] = _whole(cells["zero"], f"{where}, column zero", least=0)
     words = {c: _word(cells[c], c, where) for c in QUESTION_COLUMNS if c in _WORDS and cells[c]}
-    if cells["schedule"]:
-        words["schedule"] = cells["schedule"]
     alpha = _number(cells["alpha"], f"{where}, column alpha")
     if alpha is not None and not 0 <= alpha <= 1:
         raise BadInput("alpha is a fraction", where=f"{where}, column alpha", got=alpha, wanted="0 to 1")

@@ -11,9 +11,10 @@ from dataclasses import replace
 
 from memo_sim.cases import Case, CaseQuestion
 from memo_sim.contract.catalog import list_models, load_cluster, load_model
-from memo_sim.contract.errors import BadInput, Infeasible, UsageError
+from memo_sim.contract.errors import BadInput, Infeasible, OutOfTolerance, UsageError
 from memo_sim.contract.hardware import Hardware
 from memo_sim.contract.model import Model
+from memo_sim.contract.plan import Layout
 from memo_sim.contract.units import GIB
 from memo_sim.contract.validation import CaseError, CasePrediction, CaseReport, Expectation, Validation
 from memo_sim.planning.presets import SYSTEMS
@@ -66,6 +67,8 @@ def predict(
     fitted = frozenset(name for s in question.hardware.sources.values() for name in s.cases)
     outcome = found.ranked[0]
     prediction = outcome.prediction
+    if reason := _overlap_refused(asked, outcome.decisions.layout):
+        return CasePrediction(status="invalid", reason=reason), frozenset()
     return (
         CasePrediction(
             status=prediction.status,
@@ -100,8 +103,19 @@ def _not_built(asked: CaseQuestion) -> str:
     for column, word, reason in _UNBUILT:
         if asked.words.get(column) == word:
             return reason
-    if asked.words.get("overlap") == "yes" and max(asked.integers.get(d, 1) for d in ("dp", "cp")) > 1:
-        return "overlap of data-parallel communication is not built yet"
+    return ""
+
+
+def _overlap_refused(asked: CaseQuestion, layout: Layout) -> str:
+    """Return why a row's word on overlap cannot be honoured by the layout that was played, or nothing.
+
+    What is built: a context-parallel ring always overlaps attention, nothing else overlaps compute.
+    """
+    word = asked.words.get("overlap")
+    if word == "no" and layout.cp > 1:
+        return f"the exchange of cp {layout.cp} always overlaps attention here; the row asks for none"
+    if word == "yes" and (layout.tp > 1 or layout.cp * layout.dp > 1):
+        return f"collectives of tp {layout.tp} cp {layout.cp} dp {layout.dp} do not overlap compute yet"
     return ""
 
 
@@ -182,9 +196,20 @@ def _errors(predicted: CasePrediction, expected: Expectation) -> CaseError:
     return CaseError(status=status, **relative)
 
 
-def worst_mean_error(report: Validation) -> float:
-    """Return the largest mean absolute relative error over the quantities; infinite when a status is wrong."""
+def check_error(report: Validation, most: float) -> None:
+    """Hold the mean absolute relative error of every quantity, fitted rows apart, against ``most``.
+
+    Raises:
+        OutOfTolerance: when one is larger, a status is wrong, or nothing could be compared.
+    """
     groups = summarise(report.cases)
-    if any(g.statuses_right < g.statuses for g in groups):
-        return float("inf")
-    return max((e.mean_abs for g in groups for e in g.errors.values()), default=0.0)
+    wrong = sum(g.statuses - g.statuses_right for g in groups)
+    if wrong:
+        raise OutOfTolerance("predicted statuses are wrong", got=f"{wrong} rows", wanted="none")
+    if not any(g.errors or g.statuses for g in groups):
+        raise OutOfTolerance("no row could be compared", hint="the reasons are in the table")
+    for g in groups:
+        for name, error in g.errors.items():
+            if error.mean_abs > most:
+                got = f"{name}: mean absolute error {error.mean_abs:.4f} over {error.count} rows"
+                raise OutOfTolerance("predictions miss", got=got, wanted=f"at most {most}")

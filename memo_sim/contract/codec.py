@@ -156,6 +156,21 @@ def _finite(text: str) -> float:
     return value
 
 
+def check_writable(path: Path) -> None:
+    """Find out before minutes of work whether a file can be written there.
+
+    Raises:
+        UsageError: when it is a folder, lies in none, or may not be written.
+    """
+    folder = path.resolve().parent
+    if path.is_dir():
+        raise UsageError("a folder cannot be written as a file", where=str(path))
+    if not folder.is_dir():
+        raise UsageError("no such folder", where=str(path), hint="make it first")
+    if not os.access(path if path.exists() else folder, os.W_OK):
+        raise UsageError("this file cannot be written", where=str(path))
+
+
 def write(path: str | Path, document: msgspec.Struct) -> None:
     """Write a document's canonical JSON atomically: a reader sees the old file or the whole new one.
 

@@ -9,8 +9,8 @@ import msgspec
 import pytest
 
 from memo_sim.cases import COLUMNS, load_cases
-from memo_sim.contract.errors import BadInput, UsageError
-from memo_sim.validate import validate
+from memo_sim.contract.errors import BadInput, OutOfTolerance, UsageError
+from memo_sim.validate import check_error, validate
 
 ROW = {
     "case": "a",
@@ -56,6 +56,7 @@ def test_bundled_files_load_by_name() -> None:
         ("expected_status", "maybe"),
         ("model", ""),
         ("sp", "true"),
+        ("schedule", "2f2b"),
     ],
 )
 def test_a_bad_cell_is_named_by_line_and_column(tmp_path: Path, column: str, value: str) -> None:
@@ -72,6 +73,8 @@ def test_headers_and_ragged_rows_are_refused(tmp_path: Path) -> None:
     path.write_text(path.read_text() + "x,y\n")
     with pytest.raises(BadInput, match="cells"):
         load_cases(str(path))
+    with pytest.raises(BadInput, match="without a row"):
+        load_cases(str(case_file(tmp_path)))
     path.write_bytes(b"\xff\xfe")
     with pytest.raises(BadInput):
         load_cases(str(path))
@@ -114,9 +117,31 @@ def test_rows_that_cannot_be_evaluated_say_why_and_are_kept(tmp_path: Path) -> N
     assert [c.predicted.status for c in report.cases] == ["invalid"] * len(changes)
     assert all(c.predicted.reason and c.predicted.mfu is None for c in report.cases)
     assert "fp16 is not the precision" in report.cases[-2].predicted.reason
-    assert report.cases[-1].predicted.reason == "overlap of data-parallel communication is not built yet"
+    assert "collectives of tp 4 cp 2 dp 1 do not overlap" in report.cases[-1].predicted.reason
 
 
 def test_precision_and_overlap_that_change_nothing_are_evaluated(tmp_path: Path) -> None:
-    path = case_file(tmp_path, {**ROW, "precision": "bf16"}, {**ROW, "tp": "8", "cp": "1", "overlap": "yes"})
+    path = case_file(tmp_path, {**ROW, "precision": "bf16"}, {**ROW, "tp": "8", "cp": "1", "overlap": "no"})
     assert [c.predicted.status for c in validate(load_cases(str(path))).cases] == ["ok", "ok"]
+
+
+def test_overlap_is_held_against_the_layout_that_was_played(tmp_path: Path) -> None:
+    path = case_file(tmp_path, {**ROW, "overlap": "no"}, {**ROW, "tp": "", "cp": "", "overlap": "yes"})
+    ring, searched = (c.predicted for c in validate(load_cases(str(path))).cases)
+    assert (ring.status, searched.status) == ("invalid", "invalid")
+    assert "exchange of cp 2 always overlaps" in ring.reason
+    assert "do not overlap compute yet" in searched.reason
+
+
+@pytest.mark.parametrize(
+    ("mfu", "status", "most", "says"),
+    [
+        ("0.5", "ok", 0.001, "predictions miss"),
+        ("", "host_oom", 1.0, "statuses are wrong"),
+        ("", "", 1.0, "no row could be compared"),
+    ],
+)
+def test_an_error_that_is_too_large_is_named(tmp_path: Path, mfu: str, status: str, most: float, says: str) -> None:
+    report = validate(load_cases(str(case_file(tmp_path, {**ROW, "expected_mfu": mfu, "expected_status": status}))))
+    with pytest.raises(OutOfTolerance, match=says):
+        check_error(report, most)
