@@ -62,6 +62,20 @@ class RunState(
     program_sha256: str
 
 
+def check_directory(directory: Path) -> None:
+    """Make the directory of a run's checkpoints now, rather than find out after the first steps that it cannot be.
+
+    Raises:
+        UsageError: when it cannot be made or written to.
+    """
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError("checkpoints cannot be written there", where=str(directory), got=error.strerror) from None
+    if not os.access(directory, os.W_OK | os.X_OK):
+        raise UsageError("checkpoints cannot be written there", where=str(directory), got="no permission")
+
+
 def save(directory: Path, run: RunState, tensors: Mapping[str, Tensor]) -> Path:
     """Write a checkpoint atomically, then remove the older ones; return its directory.
 

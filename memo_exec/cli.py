@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from memo_sim import __version__
-from memo_sim.contract.errors import BadInput, MemoError, UsageError, missing_package
+from memo_sim.contract.errors import BadInput, MemoError, missing_package
 
 if TYPE_CHECKING:
     from memo_exec.run import Outcome
@@ -94,7 +94,7 @@ def run_command(**options: Any) -> None:
     """Train by PLAN and print measured against predicted (the median step after warm-up)."""
     from memo_exec.run import RunOptions, run
 
-    _need_folders(options["trace_path"], options["measured_path"])
+    _check_writable(options["trace_path"], options["measured_path"])
     chosen = RunOptions(
         hyperparameters={HYPERPARAMETERS[k]: v for k, v in options.items() if k in HYPERPARAMETERS and v is not None},
         **{
@@ -105,11 +105,13 @@ def run_command(**options: Any) -> None:
     outcome = run(options["plan"], chosen, tell=lambda figure: _say(figure.line()), note=_say)
     if outcome is None:
         raise click.Abort
+    if not outcome.stopped_by:
+        _print_comparison(outcome.comparison, as_json=options["as_json"])
     _write_traces(outcome, options["trace_path"], options["measured_path"])
     if outcome.stopped_by:
         _say(f"interrupted after step {outcome.steps}")
         sys.exit(SIGNALLED + outcome.stopped_by)
-    _print_comparison(outcome.comparison, as_json=options["as_json"], tolerance=options["tolerance"])
+    _check_tolerance(outcome.comparison, options["tolerance"])
 
 
 @cli.command("profile")
@@ -125,7 +127,7 @@ def profile_command(plan: Path, steps: int, trace_path: Path | None, output: Pat
 
     trace_path = trace_path or plan.with_name(f"{plan.stem}.perfetto.json")
     output = output or plan.with_name(f"{plan.stem}.measured.json")
-    _need_folders(trace_path, output)
+    _check_writable(trace_path, output)
     outcome = run(plan, RunOptions(steps=steps), tell=lambda figure: _say(figure.line()), note=_say)
     if outcome is None or outcome.stopped_by:
         raise click.Abort
@@ -150,11 +152,12 @@ def compare_command(
     """
     from memo_exec.compare import compare_files
 
-    _need_folders(trace_path)
+    _check_writable(trace_path)
     comparison, traces = compare_files(predicted, measured)
+    _print_comparison(comparison, as_json=as_json)
     if trace_path is not None:
         _write_perfetto(traces, trace_path)
-    _print_comparison(comparison, as_json=as_json, tolerance=tolerance)
+    _check_tolerance(comparison, tolerance)
 
 
 @cli.command("calibrate")
@@ -164,7 +167,7 @@ def calibrate_command(output: Path, name: str | None) -> None:
     """Measure single operators and copies on this machine and write its profile."""
     from memo_exec.calibrate import calibrate
 
-    _need_folders(output)
+    _check_writable(output)
     profile = _with_progress("calibrating", lambda tell: calibrate(name=name, progress=tell, command=_command_line()))
     _write_document(output, profile)
     click.echo(f"{output}: profile {profile.name}; plan with memo-sim what-if MODEL --cluster {output} --seq-len ...")
@@ -186,19 +189,24 @@ def _command_line() -> str:
     return " ".join(["memo-exec", *sys.argv[1:]])
 
 
-def _need_folders(*paths: Path | None) -> None:
+def _check_writable(*paths: Path | None) -> None:
     """Refuse now what could not be written after minutes of work."""
-    for path in paths:
-        if path is not None and not path.resolve().parent.is_dir():
-            raise UsageError("no such folder", where=str(path), hint="make it first")
+    from memo_sim.contract.codec import check_writable
+
+    for path in filter(None, paths):
+        check_writable(path)
 
 
-def _print_comparison(comparison: Comparison, *, as_json: bool, tolerance: float | None) -> None:
-    from memo_exec.compare import check_tolerance
+def _print_comparison(comparison: Comparison, *, as_json: bool) -> None:
     from memo_sim.contract.codec import encode
     from memo_sim.views.comparison_table import comparison_table
 
     click.echo(encode(comparison).decode() if as_json else comparison_table(comparison), nl=not as_json)
+
+
+def _check_tolerance(comparison: Comparison, tolerance: float | None) -> None:
+    from memo_exec.compare import check_tolerance
+
     if tolerance is not None:
         check_tolerance(comparison, tolerance)
 

@@ -10,6 +10,7 @@ the second count as often as it stands for others.
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Mapping
 from pathlib import Path
 
 from memo_sim.contract import codec
@@ -70,7 +71,7 @@ def figures_of_trace(trace: Trace, moved: MovedBytes | None = None) -> StepFigur
     return StepFigures(
         step_s=trace.step_s,
         peak_device_bytes=max((sum(at) for at in zip(*curves, strict=True)), default=0),
-        moved_bytes=moved or MovedBytes(),
+        moved_bytes=moved,
         lanes=lanes,
         ops=ops,
     )
@@ -109,17 +110,19 @@ def ratio_of(predicted: StepFigures, measured: StepFigures) -> Ratio | None:
     """Return predicted / measured, None when nothing was measured; entries whose measured side is zero are left out."""
     if not measured.step_s or not measured.peak_device_bytes:
         return None
-    moved = {way: (getattr(predicted.moved_bytes, way), getattr(measured.moved_bytes, way)) for way in ("d2h", "h2d")}
+    ours, theirs = (
+        {way: getattr(side.moved_bytes, way, 0) for way in ("d2h", "h2d")} for side in (predicted, measured)
+    )
     return Ratio(
         step_s=predicted.step_s / measured.step_s,
         peak_device_bytes=predicted.peak_device_bytes / measured.peak_device_bytes,
-        moved_bytes={way: ours / theirs for way, (ours, theirs) in moved.items() if theirs},
+        moved_bytes=_ratios(ours, theirs),
         lanes=_ratios(predicted.lanes, measured.lanes),
         ops=_ratios(predicted.ops, measured.ops),
     )
 
 
-def _ratios(predicted: dict[str, float], measured: dict[str, float]) -> dict[str, float]:
+def _ratios(predicted: Mapping[str, float], measured: Mapping[str, float]) -> dict[str, float]:
     return {name: value / measured[name] for name, value in predicted.items() if measured.get(name)}
 
 
@@ -174,6 +177,7 @@ def compare_files(predicted_path: Path, measured_path: Path) -> tuple[Comparison
         BadInput: when a file is not such a document, or they are of different programs.
     """
     measured = codec.read(measured_path, Trace)
+    moved: MovedBytes | None = None
     raw = codec.read_raw(predicted_path)
     if codec.schema_of(raw, where=str(predicted_path)) == Plan.__struct_config__.tag:
         plan = codec.decode(raw, Plan, where=str(predicted_path))
@@ -183,7 +187,7 @@ def compare_files(predicted_path: Path, measured_path: Path) -> tuple[Comparison
         moved = moved_bytes(lower(plan.decisions)[0])
     else:
         trace = codec.decode(raw, Trace, where=str(predicted_path))
-        program_sha256, moved = trace.program_sha256, MovedBytes()
+        program_sha256 = trace.program_sha256
         predicted = figures_of_trace(trace)
     if program_sha256 != measured.program_sha256:
         raise BadInput(

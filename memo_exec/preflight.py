@@ -29,6 +29,10 @@ CUDA_RESERVE_BYTES = 2**29
 """Device bytes that the context and libraries take after the check."""
 
 
+MOST_INSTRUCTIONS = 2_000_000
+"""Of one step; each is bound to its buffers in Python before the first step."""
+
+
 @dataclass(frozen=True)
 class Needs:
     """Bytes a program asks for: on its device, and on the host."""
@@ -45,6 +49,7 @@ def checked_program(plan: Plan, *, where: str) -> Program:
         CannotRun: when the decisions cannot be lowered.
     """
     try:
+        _check_length(plan.decisions)
         programs = lower(plan.decisions)
     except Infeasible as error:
         raise CannotRun(
@@ -62,6 +67,18 @@ def checked_program(plan: Plan, *, where: str) -> Program:
     return programs[0]
 
 
+def _check_length(decisions: Decisions) -> None:
+    """Refuse a step that Python would bind for hours."""
+    one = lower(decisions, micro_batches=1)[0].instruction_count
+    if one * decisions.micro_batches > MOST_INSTRUCTIONS:
+        raise Infeasible(
+            "the step has more instructions than the executor plays",
+            where="global_batch",
+            got=f"{decisions.micro_batches} micro-batches of about {one} instructions",
+            wanted=f"at most {MOST_INSTRUCTIONS} instructions",
+        )
+
+
 def check(decisions: Decisions, program: Program, machine: Machine) -> Needs:
     """Return what the program needs, when this machine has it.
 
@@ -77,7 +94,10 @@ def check(decisions: Decisions, program: Program, machine: Machine) -> Needs:
 
 
 def _check_ranks(decisions: Decisions) -> None:
-    wanted, started = decisions.layout.devices, int(os.environ.get("WORLD_SIZE", "1"))
+    wanted, ranks = decisions.layout.devices, os.environ.get("WORLD_SIZE", "1")
+    if not (ranks.isascii() and ranks.isdigit()):
+        raise CannotRun("WORLD_SIZE is not a number of ranks", got=repr(ranks), wanted="what torchrun sets, or none")
+    started = int(ranks)
     if wanted > 1:
         raise CannotRun(
             "the plan's layout needs several ranks, which the executor does not play yet",

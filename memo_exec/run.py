@@ -78,6 +78,8 @@ def run(
     program = preflight.checked_program(plan, where=str(plan_path))
     machine = this_machine()
     preflight.check(plan.decisions, program, machine)
+    if plan.decisions.memory_policy == "planned":
+        note("buffers come from torch's allocator: the planned arena is not built yet")
     dataset = load_dataset(options.data, plan.decisions.model.vocab)
     saved, state = _checkpoint(options, note)
     if saved is not None and state is not None:
@@ -131,6 +133,7 @@ def _checkpoint(
         if options.resume:
             raise UsageError("--resume needs to know where the checkpoint lies", hint="add --save DIR")
         return None, None
+    checkpoint.check_directory(options.save)
     found = checkpoint.latest(options.save)
     if found is not None and not options.resume:
         raise UsageError(

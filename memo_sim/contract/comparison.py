@@ -13,7 +13,8 @@ class StepFigures(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     step_s: Seconds
     peak_device_bytes: Bytes
-    moved_bytes: MovedBytes
+    moved_bytes: MovedBytes | None
+    """None where only a trace is known, which does not say how much was copied."""
     lanes: dict[str, Seconds]
     ops: dict[str, Seconds] = {}
     """Busy time by instruction kind."""

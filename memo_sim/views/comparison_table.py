@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from memo_sim.contract.comparison import Comparison
+from memo_sim.contract.comparison import Comparison, StepFigures
 from memo_sim.contract.units import format_bytes, format_seconds
 from memo_sim.views.bars import LANES
 from memo_sim.views.text_table import percent, text_table
@@ -26,9 +26,10 @@ def comparison_table(comparison: Comparison, *, top: int | None = None) -> str:
 
     rows = [one("step", "step_s", format_seconds), one("peak device memory", "peak_device_bytes", format_bytes)]
     for lane in ("d2h", "h2d"):
-        before = None if predicted is None else format_bytes(getattr(predicted.moved_bytes, lane))
+        before = None if predicted is None else _moved(predicted, lane)
         share = None if ratio is None else _ratio(ratio.moved_bytes, lane)
-        rows.append([f"moved {lane}", before, format_bytes(getattr(measured.moved_bytes, lane)), share])
+        if after := _moved(measured, lane):
+            rows.append([f"moved {lane}", before, after, share])
     blocks.append(text_table(["", "predicted", "measured", "ratio"], rows, "lrrr"))
 
     lanes = {**dict.fromkeys(LANES), **dict.fromkeys(measured.lanes)}
@@ -48,6 +49,10 @@ def comparison_table(comparison: Comparison, *, top: int | None = None) -> str:
         if top is not None and len(order) > top:
             blocks[-1] += f"\n... and {len(order) - top} more"
     return "\n\n".join(blocks)
+
+
+def _moved(figures: StepFigures, lane: str) -> str | None:
+    return None if figures.moved_bytes is None else format_bytes(getattr(figures.moved_bytes, lane))
 
 
 def _busy_table(

@@ -163,6 +163,8 @@ def test_wrong_usage(plan: Path, tmp_path: Path) -> None:
     assert "--resume needs" in failed(memo_exec("run", plan, "--resume"), 2)
     nowhere = tmp_path / "none" / "here.json"
     assert "no such folder" in failed(memo_exec("calibrate", "-o", nowhere), 2)
+    assert "no such folder" in failed(memo_exec("run", plan, "--measured", nowhere), 2)
+    assert "cannot be written" in failed(memo_exec("run", plan, "--save", plan / "run"), 2)
     assert "No such command" in failed(memo_exec("clibrate"), 2)
 
 

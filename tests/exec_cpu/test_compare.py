@@ -14,6 +14,7 @@ from memo_sim.contract.plan import MovedBytes
 from memo_sim.contract.trace import MemoryCurve, Spans, Trace
 from memo_sim.program.lower import lower
 from memo_sim.views.chrome_trace import chrome_trace
+from memo_sim.views.comparison_table import comparison_table
 from tests.exec_cpu.plans import byte_decisions, plan_of, predicted, write_plan
 
 
@@ -102,12 +103,15 @@ def test_a_trace_may_stand_for_its_plan(measured: Path) -> None:
     assert comparison.ratio is not None
     assert comparison.ratio.step_s == 1.0
     assert comparison.ratio.peak_device_bytes == 1.0
+    assert comparison.measured.moved_bytes is None
+    assert "moved" not in comparison_table(comparison)
 
 
 def test_the_measured_peak_and_bytes_are_the_programs(measured: Path) -> None:
     (program,) = lower(byte_decisions())
     trace = codec.read(measured / "measured.json", Trace)
     outcome = compare.figures_of_trace(trace, compare.moved_bytes(program))
+    assert outcome.moved_bytes is not None
     assert outcome.moved_bytes.d2h == outcome.moved_bytes.h2d
     assert trace.spans.ids == program.ids()
 

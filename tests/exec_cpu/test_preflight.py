@@ -102,6 +102,17 @@ def test_a_layout_nothing_lowers_cannot_run() -> None:
         )
 
 
+def test_a_step_of_too_many_micro_batches_is_refused_at_once() -> None:
+    plan = msgspec.structs.replace(plan_of(byte_decisions()), decisions=byte_decisions(global_batch=2**20))
+    with pytest.raises(CannotRun, match="more instructions than the executor plays"):
+        preflight.checked_program(plan, where="plan.json")
+
+
+def test_world_size_must_be_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "abc")
+    assert "WORLD_SIZE is not a number" in refusal(byte_decisions())
+
+
 def test_nothing_is_allocated_for_a_plan_that_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def too_late(*arguments: object, **options: object) -> None:
         raise AssertionError("the interpreter was made")
