@@ -7,28 +7,12 @@ import time
 
 import pytest
 
-from memo_sim.contract.catalog import load_model
-from memo_sim.contract.cluster import Cluster, Network
-from memo_sim.contract.hardware import Curve, Quantity
+from memo_sim.contract.catalog import load_cluster, load_model
 from memo_sim.contract.plan import Decisions, Layout
 from memo_sim.engine.simulate import Simulation, simulate
-from tests.sim.toy_machine import SOURCES, ToyPrices, contended, toy_hardware
+from memo_sim.planning.question import with_memory
 
 pytestmark = [pytest.mark.benchmark, pytest.mark.slow]  # slow: other tests beside it would disturb the clock
-
-CLUSTER = Cluster(
-    name="toy-8x8",
-    hardware="toy",
-    nodes=8,
-    devices_per_node=8,
-    network=Network(
-        nics_per_node=8,
-        nic_bytes_per_s=Quantity(value=20e9, source="toy"),
-        latency_s=Quantity(value=1e-5, source="toy"),
-        size_efficiency=Curve(x=[1.0], y=[1.0], source="toy"),
-    ),
-    sources=SOURCES,
-)
 
 
 def evaluate(layers: int) -> Simulation:
@@ -43,8 +27,9 @@ def evaluate(layers: int) -> Simulation:
         swapped_tokens=65536,
         loss_chunk_tokens=16384,
     )
-    hardware = toy_hardware(device_bytes=1e15, host_bytes=1e15)  # a plan that does not fit is not played
-    return simulate(decisions, hardware, CLUSTER, pricer=ToyPrices(), rates=contended)
+    # Room for any number of layers: a plan that does not fit is not played.
+    cluster, hardware = with_memory(*load_cluster("a800-8x8"), device_bytes=2**50, host_bytes=2**50)
+    return simulate(decisions, hardware, cluster)
 
 
 def best_s(layers: int) -> float:
