@@ -13,6 +13,7 @@ from memo_sim.contract.hardware import Hardware
 from memo_sim.contract.model import Model
 from memo_sim.contract.placement import Placement
 from memo_sim.contract.plan import Plan
+from memo_sim.contract.requests import Requests
 from memo_sim.contract.result import Result
 from memo_sim.contract.trace import Trace
 from memo_sim.contract.validation import Validation
@@ -22,6 +23,7 @@ DOCUMENTS: dict[str, type[msgspec.Struct]] = {
     "hardware": Hardware,
     "cluster": Cluster,
     "plan": Plan,
+    "requests": Requests,
     "placement": Placement,
     "trace": Trace,
     "result": Result,

@@ -18,7 +18,7 @@ from memo_sim.contract.hardware import (
     Source,
 )
 from memo_sim.contract.model import Model, RopeScaling
-from memo_sim.contract.placement import Placement, TemplateSlots
+from memo_sim.contract.placement import Placement
 from memo_sim.contract.plan import (
     Decisions,
     Layout,
@@ -29,6 +29,7 @@ from memo_sim.contract.plan import (
     Provenance,
     Stall,
 )
+from memo_sim.contract.requests import Phase, Requests
 from memo_sim.contract.result import Result
 from memo_sim.contract.trace import MemoryCurve, Spans, Trace, Wait
 from memo_sim.contract.validation import CaseError, CasePrediction, CaseReport, Expectation, Validation
@@ -148,10 +149,33 @@ def plan() -> Plan:
     return Plan(decisions=decisions, program_sha256=SHA, prediction=prediction, provenance=provenance)
 
 
+def requests() -> Requests:
+    return Requests(
+        program_sha256=SHA,
+        ids=["qkv[0]", "qkv[1]"],
+        lower=[0, 2],
+        upper=[3, 4],
+        size_bytes=[1000, 512],
+        classes=["skeletal", "transient"],
+        phases=[Phase(name="m0/l0/layer.fwd", kind="layer.fwd", lower=0, upper=4)],
+        alignment_bytes=512,
+    )
+
+
 def placement() -> Placement:
-    slots = TemplateSlots(template="layer.fwd", offsets_bytes={"q": 0, "k": 512})
     return Placement(
-        program_sha256=SHA, arena_bytes=4096, templates=[slots], instance_bases_bytes=[0, 1024], buffers={"x": 2048}
+        program_sha256=SHA,
+        arena_bytes=1536,
+        lower_bound_bytes=1536,
+        alignment_bytes=512,
+        solver="greedy",
+        elapsed_s=0.25,
+        ids=["qkv[0]", "qkv[1]"],
+        lower=[0, 2],
+        upper=[3, 4],
+        size_bytes=[1000, 512],
+        offset_bytes=[0, 1024],
+        classes=["skeletal", "transient"],
     )
 
 
@@ -236,6 +260,7 @@ _SAMPLES: dict[str, Callable[[], msgspec.Struct]] = {
     "hardware": hardware,
     "cluster": cluster,
     "plan": plan,
+    "requests": requests,
     "placement": placement,
     "trace": trace,
     "result": result,

@@ -1,0 +1,107 @@
+"""The placement problem by numbers, and what every solver shares: the bound, the checked answer, the clock.
+
+A problem is rectangles that may move up and down only: buffer i occupies [lower_i, upper_i) in time and needs size_i
+addresses; find offsets without overlap whose highest end is least. No peak is below the largest live sum, so a peak
+that equals it is proven optimal.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from memo_sim.contract.requests import Requests
+
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True, eq=False)
+class Problem:
+    """Lives [lower, upper) in instants and sizes in units of ``unit_bytes`` (the sizes' greatest common divisor)."""
+
+    lower: Ints
+    upper: Ints
+    size: Ints
+    unit_bytes: int = 1
+
+    @property
+    def count(self) -> int:
+        """How many buffers there are."""
+        return len(self.size)
+
+    @cached_property
+    def lower_bound(self) -> int:
+        """The largest live sum, in units: no placement needs less."""
+        return int(self.live.max(initial=0))
+
+    @cached_property
+    def instants(self) -> Ints:
+        """The instants at which anything is born, in order: live sums change upwards only there."""
+        return np.unique(self.lower)
+
+    @cached_property
+    def live(self) -> Ints:
+        """Live units at each of ``instants``."""
+        born = np.searchsorted(self.instants, self.lower)
+        dead = np.searchsorted(self.instants, self.upper)
+        change = np.zeros(len(self.instants) + 1, dtype=np.int64)
+        np.add.at(change, born, self.size)
+        np.subtract.at(change, dead, self.size)
+        live: Ints = np.cumsum(change)[:-1]
+        return live
+
+    def peak(self, offsets: Ints) -> int:
+        """Return the highest end of a placement, in units."""
+        return int((offsets + self.size).max(initial=0))
+
+    def part(self, chosen: Ints) -> Problem:
+        """Return the problem of some of the buffers."""
+        return Problem(self.lower[chosen], self.upper[chosen], self.size[chosen], self.unit_bytes)
+
+
+def problem_of(requests: Requests) -> Problem:
+    """Return the problem that ``requests`` pose; sizes are rounded up to the alignment, empty buffers included."""
+    unit = requests.alignment_bytes
+    sizes = -(-np.array(requests.size_bytes, dtype=np.int64) // unit) * unit
+    scale = int(np.gcd.reduce(sizes, initial=0)) or unit
+    return Problem(
+        lower=np.array(requests.lower, dtype=np.int64),
+        upper=np.array(requests.upper, dtype=np.int64),
+        size=sizes // scale,
+        unit_bytes=scale,
+    )
+
+
+class Clock:
+    """A time limit that every solver keeps."""
+
+    def __init__(self, limit_s: float) -> None:
+        self.began = time.monotonic()
+        self.limit_s = limit_s
+
+    @property
+    def elapsed_s(self) -> float:
+        """Seconds since the clock was made."""
+        return time.monotonic() - self.began
+
+    @property
+    def left_s(self) -> float:
+        """Seconds that are left, not below zero."""
+        return max(0.0, self.limit_s - self.elapsed_s)
+
+
+class Solver(Protocol):
+    """A technique that places buffers.
+
+    Returns offsets in units, or None when it found nothing better than ``incumbent`` (offsets already known, if any)
+    in time. It stops as soon as its peak is ``problem.lower_bound``. What it returns may still be wrong: whoever asked
+    checks it.
+    """
+
+    def __call__(self, problem: Problem, clock: Clock, incumbent: Ints | None) -> Ints | None:
+        """Place the buffers of ``problem`` before ``clock`` runs out."""

@@ -1,0 +1,108 @@
+"""Checks a placement without trusting what made it: every way it can be wrong is enumerated, pair by pair.
+
+Quadratic and plain on purpose. Nothing is shared with the solvers; the executor runs it before it obeys a placement.
+"""
+
+from __future__ import annotations
+
+from memo_sim.contract.placement import Placement
+from memo_sim.contract.requests import Requests
+
+MOST_FAULTS = 20
+
+
+def check_placement(placement: Placement, requests: Requests) -> list[str]:
+    """Return the faults of ``placement`` for ``requests``, the first twenty of each kind.
+
+    Wrong are: a buffer that is missing, unknown or placed twice; another life, size or class of alignment than was
+    requested; an offset that is negative, not aligned or leaves the arena; two buffers that share an address while both
+    live; another program; a lower bound that is not the requests'; an arena of another size than its highest end.
+    """
+    faults: list[str] = []
+    if placement.program_sha256 != requests.program_sha256:
+        faults.append(
+            f"the placement is of program {placement.program_sha256[:12] or 'none'}, "
+            f"the requests are of {requests.program_sha256[:12] or 'none'}"
+        )
+    if placement.alignment_bytes != requests.alignment_bytes:
+        faults.append(f"alignment is {placement.alignment_bytes} bytes, requested were {requests.alignment_bytes}")
+    faults += _same_buffers(placement, requests)[:MOST_FAULTS]
+    faults += _inside(placement)[:MOST_FAULTS]
+    faults += _overlaps(placement)
+    bound = _largest_live_sum(requests)
+    if placement.lower_bound_bytes != bound:
+        faults.append(f"the lower bound is said to be {placement.lower_bound_bytes} bytes and is {bound}")
+    return faults
+
+
+def _same_buffers(placement: Placement, requests: Requests) -> list[str]:
+    wanted = {
+        name: (lower, upper, size)
+        for name, lower, upper, size in zip(
+            requests.ids, requests.lower, requests.upper, requests.size_bytes, strict=True
+        )
+    }
+    faults = []
+    seen: set[str] = set()
+    rows = zip(placement.ids, placement.lower, placement.upper, placement.size_bytes, strict=True)
+    for name, lower, upper, size in rows:
+        if name in seen:
+            faults.append(f"{name} is placed twice")
+        seen.add(name)
+        if name not in wanted:
+            faults.append(f"{name} was never requested")
+        elif (lower, upper) != wanted[name][:2]:
+            faults.append(f"{name} lives in [{lower}, {upper}), requested was [{wanted[name][0]}, {wanted[name][1]})")
+        elif size != wanted[name][2]:
+            faults.append(f"{name} has {size} bytes, requested were {wanted[name][2]}")
+    faults += [f"{name} is not placed" for name in wanted if name not in seen]
+    return faults
+
+
+def _inside(placement: Placement) -> list[str]:
+    faults = []
+    highest = 0
+    for name, offset, size in zip(placement.ids, placement.offset_bytes, placement.size_bytes, strict=True):
+        if offset < 0:
+            faults.append(f"{name} starts at {offset}")
+        if offset % placement.alignment_bytes:
+            faults.append(f"{name} starts at {offset}, which is no multiple of {placement.alignment_bytes}")
+        if offset + size > placement.arena_bytes:
+            faults.append(f"{name} ends at {offset + size}, behind the arena's {placement.arena_bytes} bytes")
+        highest = max(highest, -(-(offset + size) // placement.alignment_bytes) * placement.alignment_bytes)
+    if highest < placement.arena_bytes:
+        faults.append(f"the arena has {placement.arena_bytes} bytes, the highest buffer ends at {highest}")
+    return faults
+
+
+def _overlaps(placement: Placement) -> list[str]:
+    faults = []
+    rows = list(
+        zip(placement.lower, placement.upper, placement.offset_bytes, placement.size_bytes, placement.ids, strict=True)
+    )
+    rows.sort()
+    for i, (lower, upper, offset, size, name) in enumerate(rows):
+        for other_lower, other_upper, other_offset, other_size, other in rows[i + 1 :]:
+            if other_lower >= upper:
+                break  # sorted by birth: whatever follows is born after this one is dead
+            lives = lower < other_upper and other_lower < upper
+            if lives and offset < other_offset + other_size and other_offset < offset + size:
+                faults.append(f"{name} and {other} share addresses from {max(offset, other_offset)} while both live")
+                if len(faults) == MOST_FAULTS:
+                    return faults
+    return faults
+
+
+def _largest_live_sum(requests: Requests) -> int:
+    """Return the most bytes that live at one instant, sizes rounded up to the alignment."""
+    unit = requests.alignment_bytes
+    changes: dict[int, int] = {}
+    for lower, upper, size in zip(requests.lower, requests.upper, requests.size_bytes, strict=True):
+        rounded = -(-size // unit) * unit
+        changes[lower] = changes.get(lower, 0) + rounded
+        changes[upper] = changes.get(upper, 0) - rounded
+    live = most = 0
+    for _, change in sorted(changes.items()):
+        live += change
+        most = max(most, live)
+    return most

@@ -1,0 +1,123 @@
+"""The checker finds every way in which a placement can be wrong."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from memo_sim.contract.catalog import load_model
+from memo_sim.contract.placement import Placement
+from memo_sim.contract.plan import Decisions
+from memo_sim.contract.requests import Requests
+from memo_sim.program.check_placement import check_placement
+from memo_sim.program.columns import expand
+from memo_sim.program.liveness import live_bytes, liveness, peak
+from memo_sim.program.lower import lower
+from memo_sim.program.requests import requests_of
+
+REQUESTS = Requests(
+    program_sha256="p",
+    ids=["a", "b", "c"],
+    lower=[0, 1, 2],
+    upper=[2, 3, 4],
+    size_bytes=[1000, 512, 100],
+    alignment_bytes=512,
+)
+RIGHT = Placement(
+    program_sha256="p",
+    arena_bytes=1536,
+    lower_bound_bytes=1536,
+    alignment_bytes=512,
+    ids=REQUESTS.ids,
+    lower=REQUESTS.lower,
+    upper=REQUESTS.upper,
+    size_bytes=REQUESTS.size_bytes,
+    offset_bytes=[0, 1024, 0],
+)
+
+
+def test_a_right_placement_has_no_fault() -> None:
+    assert check_placement(RIGHT, REQUESTS) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"program_sha256": "q"}, "of program q"),
+        ({"alignment_bytes": 256}, "alignment"),
+        ({"ids": ["a", "b", "d"]}, "d was never requested"),
+        ({"ids": ["a", "b", "d"]}, "c is not placed"),
+        ({"ids": ["a", "b", "a"]}, "a is placed twice"),
+        ({"lower": [0, 1, 1]}, "c lives in [1, 4)"),
+        ({"upper": [2, 2, 4]}, "b lives in [1, 2)"),
+        ({"size_bytes": [1000, 512, 99]}, "c has 99 bytes"),
+        ({"offset_bytes": [0, 1024, 100]}, "no multiple"),
+        ({"offset_bytes": [0, 1536, 0]}, "behind the arena"),
+        ({"offset_bytes": [0, 512, 0]}, "a and b share addresses from 512"),
+        ({"offset_bytes": [0, 1024, 1024]}, "b and c share addresses"),
+        ({"arena_bytes": 2048}, "highest buffer ends at 1536"),
+        ({"lower_bound_bytes": 1024}, "is 1536"),
+    ],
+)
+def test_every_fault_is_named(change: dict[str, Any], says: str) -> None:
+    faults = check_placement(msgspec.structs.replace(RIGHT, **change), REQUESTS)
+    assert any(says in fault for fault in faults), faults
+
+
+def test_a_negative_offset_is_found_though_a_file_cannot_hold_one() -> None:
+    assert any("starts at -512" in f for f in check_placement(_with_offsets([-512, 1024, 0]), REQUESTS))
+
+
+def _with_offsets(offsets: list[int]) -> Placement:
+    return msgspec.structs.replace(RIGHT, offset_bytes=offsets)
+
+
+@given(st.data())
+def test_faults_are_found_exactly_where_bytes_collide(data: st.DataObject) -> None:
+    """Against a map of every (instant, address), for random small placements."""
+    count = data.draw(st.integers(1, 6))
+    lower = [data.draw(st.integers(0, 6)) for _ in range(count)]
+    upper = [low + data.draw(st.integers(1, 4)) for low in lower]
+    size = [data.draw(st.integers(0, 4)) for _ in range(count)]
+    offset = [data.draw(st.integers(0, 6)) for _ in range(count)]
+    names = [f"b{i}" for i in range(count)]
+    cells: set[tuple[int, int]] = set()
+    collides = False
+    for a, b, o, s in zip(lower, upper, offset, size, strict=True):
+        mine = {(t, x) for t in range(a, b) for x in range(o, o + s)}
+        collides |= bool(mine & cells)
+        cells |= mine
+    live = [sum(s for a, b, s in zip(lower, upper, size, strict=True) if a <= t < b) for t in range(12)]
+    requests = Requests(ids=names, lower=lower, upper=upper, size_bytes=size)
+    placement = Placement(
+        arena_bytes=max(o + s for o, s in zip(offset, size, strict=True)),
+        lower_bound_bytes=max(live),
+        ids=names,
+        lower=lower,
+        upper=upper,
+        size_bytes=size,
+        offset_bytes=offset,
+    )
+    assert bool(check_placement(placement, requests)) == collides
+
+
+@pytest.mark.parametrize("model", ["gpt-tiny", "llama-tiny"])
+@pytest.mark.parametrize(("recompute", "swapped"), [("none", 0), ("none", 1024), ("tokenwise", 512), ("full", 0)])
+def test_a_programs_requests_are_its_buffers(model: str, recompute: Any, swapped: int) -> None:
+    decisions = Decisions(model=load_model(model), seq_tokens=1024, recompute=recompute, swapped_tokens=swapped)
+    (program,) = lower(decisions)
+    requests = requests_of(program)
+    live = [0] * program.instruction_count
+    for low, up, size in zip(requests.lower, requests.upper, requests.size_bytes, strict=True):
+        for instant in range(low, up):
+            live[instant] += size
+    columns = expand(program)
+    assert max(live) == peak(live_bytes(liveness(program, columns), device=True)).bytes
+    assert requests.phases[0].lower == 0
+    assert all(a.upper == b.lower for a, b in zip(requests.phases, requests.phases[1:], strict=False))
+    assert requests.phases[-1].upper == program.instruction_count
+    assert {p.kind for p in requests.phases if "/l0" in p.name} <= {t.name for t in program.templates}
