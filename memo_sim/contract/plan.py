@@ -153,6 +153,8 @@ class Plan(
 
     decisions: Decisions
     program_sha256: str
+    placement_sha256: str = ""
+    """Of the placement beside the plan (``plan.placement.json``) that a planned program runs in."""
     prediction: Prediction | None = None
     provenance: Provenance = Provenance()
 

@@ -5,6 +5,8 @@ Quadratic and plain on purpose. Nothing is shared with the solvers; the executor
 
 from __future__ import annotations
 
+import numpy as np
+
 from memo_sim.contract.placement import Placement
 from memo_sim.contract.requests import Requests
 
@@ -76,20 +78,22 @@ def _inside(placement: Placement) -> list[str]:
 
 
 def _overlaps(placement: Placement) -> list[str]:
-    faults = []
-    rows = list(
-        zip(placement.lower, placement.upper, placement.offset_bytes, placement.size_bytes, placement.ids, strict=True)
+    """Compare every slot with all that are born during its life."""
+    order = sorted(range(len(placement.ids)), key=lambda i: placement.lower[i])
+    lower, upper, start, size = (
+        np.array(column, dtype=np.int64)[order]
+        for column in (placement.lower, placement.upper, placement.offset_bytes, placement.size_bytes)
     )
-    rows.sort()
-    for i, (lower, upper, offset, size, name) in enumerate(rows):
-        for other_lower, other_upper, other_offset, other_size, other in rows[i + 1 :]:
-            if other_lower >= upper:
-                break  # sorted by birth: whatever follows is born after this one is dead
-            lives = lower < other_upper and other_lower < upper
-            if lives and offset < other_offset + other_size and other_offset < offset + size:
-                faults.append(f"{name} and {other} share addresses from {max(offset, other_offset)} while both live")
-                if len(faults) == MOST_FAULTS:
-                    return faults
+    end = start + size
+    faults = []
+    for i in range(len(order)):
+        later = slice(i + 1, int(np.searchsorted(lower, upper[i])))  # nobody behind it is born before i is dead
+        shared = (upper[later] > lower[i]) & (start[later] < end[i]) & (start[i] < end[later]) & (size[later] > 0)
+        for j in (np.flatnonzero(shared) + i + 1).tolist() if size[i] else ():
+            one, two = placement.ids[order[i]], placement.ids[order[j]]
+            faults.append(f"{one} and {two} share addresses from {max(start[i], start[j])} while both live")
+            if len(faults) == MOST_FAULTS:
+                return faults
     return faults
 
 
