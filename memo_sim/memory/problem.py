@@ -28,6 +28,8 @@ class Problem:
     upper: Ints
     size: Ints
     unit_bytes: int = 1
+    enough: int = 0
+    """A peak in units below which nothing is gained: what is beside this problem needs as much anyway."""
 
     @property
     def count(self) -> int:
@@ -36,8 +38,8 @@ class Problem:
 
     @cached_property
     def lower_bound(self) -> int:
-        """The largest live sum, in units: no placement needs less."""
-        return int(self.live.max(initial=0))
+        """The largest live sum, in units: no placement needs less; or ``enough`` where that is more."""
+        return int(self.live.max(initial=self.enough))
 
     @cached_property
     def instants(self) -> Ints:
@@ -61,7 +63,7 @@ class Problem:
 
     def part(self, chosen: Ints) -> Problem:
         """Return the problem of some of the buffers."""
-        return Problem(self.lower[chosen], self.upper[chosen], self.size[chosen], self.unit_bytes)
+        return Problem(self.lower[chosen], self.upper[chosen], self.size[chosen], self.unit_bytes, self.enough)
 
 
 def problem_of(requests: Requests) -> Problem:

@@ -1,0 +1,103 @@
+"""First fit over several orders: each buffer takes the lowest gap among those already placed that live beside it.
+
+    order        takes first
+    area         the most bytes times instants
+    size         the most bytes
+    lifetime     the longest life
+    birth        the oldest, as an allocator without foresight would
+    wide_large   the longest life, then the most bytes, by powers of two
+    breadth      what lives in the fullest instants
+
+Pisarchyk and Lee (arXiv 2001.03288) and XLA's heap simulator use the same family of orders.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from memo_sim.memory.problem import Clock, Ints, Problem
+
+ORDERS = ("area", "size", "lifetime", "wide_large", "breadth", "birth")
+
+
+def solve_greedy(problem: Problem, clock: Clock, incumbent: Ints | None) -> Ints | None:
+    """Return the best of all orders in units, or None when none beats ``incumbent``; stops at the lower bound.
+
+    The first order is finished even if ``clock`` has run out, so that there always is some placement.
+    """
+    best = incumbent
+    most = problem.peak(incumbent) if incumbent is not None else None
+    for order in ORDERS:
+        if best is not None and (most == problem.lower_bound or clock.left_s == 0):
+            break
+        offsets = first_fit(problem, order_of(problem, order))
+        peak = problem.peak(offsets)
+        if most is None or peak < most:
+            best, most = offsets, peak
+    return None if best is incumbent else best
+
+
+def order_of(problem: Problem, name: str) -> Ints:
+    """Return the buffers in the order called ``name``; ties go to the larger, then to the older."""
+    life = problem.upper - problem.lower
+    age = np.arange(problem.count)
+    if name == "area":
+        keys = (age, -problem.size, -problem.size * life)
+    elif name == "size":
+        keys = (age, -life, -problem.size)
+    elif name == "lifetime":
+        keys = (age, -problem.size, -life)
+    elif name == "wide_large":
+        keys = (age, -problem.size, -np.frexp(life.astype(float))[1])
+    elif name == "breadth":
+        keys = (age, -problem.size, -_fullest(problem))
+    else:
+        keys = (age, -problem.size, problem.lower)
+    order: Ints = np.lexsort(keys)
+    return order
+
+
+def _fullest(problem: Problem) -> Ints:
+    """Return per buffer the largest live sum during its life."""
+    first = np.searchsorted(problem.instants, problem.lower)
+    last = np.searchsorted(problem.instants, problem.upper)
+    live = problem.live
+    return np.array([live[a:b].max() for a, b in zip(first.tolist(), last.tolist(), strict=True)], dtype=np.int64)
+
+
+def first_fit(problem: Problem, order: Ints) -> Ints:
+    """Return offsets in units where each buffer of ``order`` takes the lowest gap that is free during its life."""
+    offsets = np.zeros(problem.count, dtype=np.int64)
+    # Columns of what is placed, by rising offset: birth, death, offset, end.
+    placed = np.empty((4, problem.count), dtype=np.int64)
+    count = 0
+    rows = zip(
+        order.tolist(),
+        problem.lower[order].tolist(),
+        problem.upper[order].tolist(),
+        problem.size[order].tolist(),
+        strict=True,
+    )
+    for buffer, lower, upper, size in rows:
+        if not size:
+            continue
+        beside = np.flatnonzero((placed[0, :count] < upper) & (placed[1, :count] > lower))
+        offset = _lowest_gap(placed[2, beside], placed[3, beside], size)
+        offsets[buffer] = offset
+        at = int(np.searchsorted(placed[2, :count], offset))
+        placed[:, at + 1 : count + 1] = placed[:, at:count].copy()
+        placed[:, at] = (lower, upper, offset, offset + size)
+        count += 1
+    return offsets
+
+
+def _lowest_gap(begins: Ints, ends: Ints, size: int) -> int:
+    """Return the lowest address with ``size`` free units beside intervals sorted by where they begin."""
+    if not len(begins):
+        return 0
+    reach = np.empty(len(ends) + 1, dtype=np.int64)
+    reach[0] = 0
+    np.maximum.accumulate(ends, out=reach[1:])
+    fits = begins - reach[:-1] >= size
+    first = int(fits.argmax())
+    return int(reach[first]) if fits[first] else int(reach[-1])

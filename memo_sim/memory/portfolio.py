@@ -1,0 +1,58 @@
+"""Techniques one after the other until one reaches the lower bound: what is cheap goes first, proof ends it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from importlib.util import find_spec
+
+from memo_sim.memory.greedy import solve_greedy
+from memo_sim.memory.problem import Clock, Ints, Problem, Solver
+
+
+class Portfolio:
+    """A solver made of solvers; ``found_by`` says which of them found what was returned last."""
+
+    def __init__(self, techniques: Sequence[str]) -> None:
+        self.techniques = tuple(techniques)
+        self.found_by: dict[str, None] = {}
+
+    def __call__(self, problem: Problem, clock: Clock, incumbent: Ints | None) -> Ints | None:
+        """Place the buffers of ``problem``; each technique starts from the best so far, in units."""
+        best, finder = incumbent, ""
+        for name in self.techniques:
+            if best is not None and (problem.peak(best) <= problem.lower_bound or clock.left_s == 0):
+                break
+            found = SOLVERS[name]()(problem, clock, best)
+            if found is not None and (best is None or problem.peak(found) < problem.peak(best)):
+                best, finder = found, name
+        if finder:
+            self.found_by[finder] = None
+        return None if best is incumbent else best
+
+
+def _greedy() -> Solver:
+    return solve_greedy
+
+
+def _cp_sat() -> Solver:
+    from memo_sim.memory.cp_sat import solve_cp_sat
+
+    return solve_cp_sat
+
+
+def _mip() -> Solver:
+    from memo_sim.memory.mip_model import solve_mip
+
+    return solve_mip
+
+
+def installed() -> list[str]:
+    """Return the techniques whose packages are installed, cheapest first."""
+    return [name for name in SOLVERS if name not in PACKAGES or find_spec(PACKAGES[name])]
+
+
+SOLVERS: dict[str, Callable[[], Solver]] = {"greedy": _greedy, "cp-sat": _cp_sat, "mip": _mip}
+"""Techniques by name, cheapest first; each is imported when it is first needed."""
+
+PACKAGES = {"cp-sat": "ortools", "mip": "mip"}
+"""What a technique needs beyond numpy."""
