@@ -1,0 +1,263 @@
+"""Offline placement as a mixed integer program, by CBC or HiGHS through python-mip (MEMO 4.2).
+
+For two buffers i, j that live at one instant, z_ij = 0 puts i below j and z_ij = 1 puts j below i:
+
+    A_i + S_i <= A_j + z_ij M_cap        A_j + S_j <= A_i + (1 - z_ij) M_cap        A_i + S_i <= M
+
+The strengthened form says more about the same placements. Where buffers C live at one instant (a section), what lies
+below i in C lies under A_i, and what lies above it fits between i and M:
+
+    sum of S_j, j in C below i  <=  A_i            A_i + S_i + sum of S_j, j in C above i  <=  M
+
+so that even a fractional z stacks the whole section: the relaxation's bound is the largest live sum, which in the
+paper's form it is far below. The reals A_i only serve the solver. Addresses are rebuilt as whole numbers from z.
+"""
+
+from __future__ import annotations
+
+import math
+from graphlib import CycleError, TopologicalSorter
+from typing import Any
+
+import numpy as np
+
+from memo_sim.contract.errors import MemoError
+from memo_sim.memory.mip_outcome import Backend, Form, MipOutcome, contradiction
+from memo_sim.memory.problem import Clock, Ints, Problem
+from memo_sim.memory.reduction import crumbs_of, place_by_cores, put_back, sections
+
+EXACT_UNITS = 1 << 24
+"""Up to here a peak is told to the solver as a whole number; above, its tolerances would be whole units anyway."""
+
+TOLERANCE = 1e-6
+"""Relative: differences below this are none to a solver (the feasibility tolerance of both)."""
+
+
+def solve_mip(
+    problem: Problem,
+    clock: Clock,
+    incumbent: Ints | None,
+    *,
+    backend: Backend = "highs",
+    form: Form = "strengthened",
+    cold: bool = False,
+) -> Ints | None:
+    """Return offsets in units, or None when there is nothing better than ``incumbent``; see ``mip_outcome``.
+
+    Raises MemoError when the solver's answer is impossible.
+    """
+    outcome = mip_outcome(problem, clock, incumbent, backend=backend, form=form, cold=cold)
+    if outcome.fault:
+        raise MemoError("a MIP solver contradicts itself (a bug)", where=backend, got=outcome.fault)
+    if outcome.offsets is None or incumbent is None:
+        return outcome.offsets
+    return outcome.offsets if problem.peak(outcome.offsets) < problem.peak(incumbent) else None
+
+
+def mip_outcome(
+    problem: Problem,
+    clock: Clock,
+    incumbent: Ints | None,
+    *,
+    backend: Backend,
+    form: Form,
+    cold: bool,
+    known: int | None = None,
+) -> MipOutcome:
+    """Return what ``backend`` makes of ``problem`` before ``clock`` runs out.
+
+    The paper's form is one MIP over all buffers as they are. The strengthened form solves the cores of ``problem`` (see
+    ``reduction``). When ``cold`` the solver gets neither ``incumbent`` nor any live sum, and the reduction uses none:
+    each core is then solved without its crumbs first, and that answer, crumbs put back, starts the MIP of the core.
+    ``known`` is the peak, in units, of a placement that only checks the answer.
+    """
+    if incumbent is not None:
+        known = min(problem.peak(incumbent), problem.peak(incumbent) if known is None else known)
+    if form == "paper":
+        outcome = _solve_whole(problem, clock, incumbent, backend, cold)
+    else:
+        outcome = _solve_cores(problem, clock, incumbent, backend, cold)
+    fault = outcome.fault or contradiction(problem, outcome, known)
+    return MipOutcome(**{**vars(outcome), "fault": fault})
+
+
+def _solve_whole(problem: Problem, clock: Clock, incumbent: Ints | None, backend: Backend, cold: bool) -> MipOutcome:
+    model = _Model(problem, backend, capacity=int(problem.size.sum()))
+    if not cold:
+        model.help(problem.lower_bound, incumbent)
+    return model.solve(clock)
+
+
+def _solve_cores(problem: Problem, clock: Clock, incumbent: Ints | None, backend: Backend, cold: bool) -> MipOutcome:
+    outcomes: list[MipOutcome] = []
+
+    def solve_core(part: Problem, buffers: Ints) -> Ints | None:
+        if cold:
+            start = _without_crumbs(part, clock, backend)
+        else:
+            start = None if incumbent is None else _dropped_down(part, incumbent[buffers])
+        model = _Model(part, backend, capacity=int(part.size.sum()) if start is None else part.peak(start))
+        model.strengthen()
+        model.help(0 if cold else part.lower_bound, start)
+        outcomes.append(model.solve(clock))
+        return outcomes[-1].offsets
+
+    offsets = place_by_cores(problem, solve_core, bounded=not cold)
+    proved = offsets is not None and all(o.proved for o in outcomes)
+    return MipOutcome(
+        offsets=offsets,
+        bound=problem.peak(offsets) if offsets is not None and proved else 0,
+        said_optimal=all(o.said_optimal for o in outcomes),
+        proved=proved,
+        elapsed_s=clock.elapsed_s,
+        models=len(outcomes),
+        fault="; ".join(o.fault for o in outcomes if o.fault),
+    )
+
+
+def _without_crumbs(part: Problem, clock: Clock, backend: Backend) -> Ints | None:
+    """Return a placement of ``part`` whose larger buffers lie as a MIP of their own has them."""
+    crumbs = crumbs_of(part)
+    if not crumbs.size:
+        return None
+    larger = np.setdiff1d(np.arange(part.count), crumbs)
+    found = _solve_cores(part.part(larger), clock, None, backend, cold=True).offsets
+    if found is None:
+        return None
+    offsets = np.zeros(part.count, dtype=np.int64)
+    offsets[larger] = found
+    put_back(part, larger, crumbs, offsets)
+    return offsets
+
+
+def _dropped_down(part: Problem, offsets: Ints) -> Ints:
+    """Return the placement of a part of the buffers, each as low as the order of ``offsets`` lets it lie."""
+    order = np.argsort(offsets, kind="stable")
+    below = {(int(i), int(j)) for n, i in enumerate(order) for j in order[n + 1 :]}
+    lowest = _lowest(part, [pair for pair in _pairs(part) if pair in below or pair[::-1] in below], below)
+    assert lowest is not None  # an order of all buffers has no cycle
+    return lowest
+
+
+def _pairs(problem: Problem) -> list[tuple[int, int]]:
+    """Return the buffers (i, j), i < j, that live at one instant."""
+    beside = (problem.lower[:, None] < problem.upper) & (problem.lower < problem.upper[:, None])
+    return [(int(i), int(j)) for i, j in zip(*np.nonzero(np.triu(beside, 1)), strict=True)]
+
+
+def _lowest(problem: Problem, pairs: list[tuple[int, int]], below: set[tuple[int, int]]) -> Ints | None:
+    """Return the lowest whole offsets where (i, j) in ``below`` puts i under j: longest paths. None: it has a cycle."""
+    under: dict[int, list[int]] = {i: [] for i in range(problem.count)}
+    for i, j in pairs:
+        low, high = (i, j) if (i, j) in below else (j, i)
+        under[high].append(low)
+    offsets = np.zeros(problem.count, dtype=np.int64)
+    try:
+        order = list(TopologicalSorter(under).static_order())
+    except CycleError:
+        return None
+    for buffer in order:
+        offsets[buffer] = max((int(offsets[low] + problem.size[low]) for low in under[buffer]), default=0)
+    return offsets
+
+
+def _lowered(peak: float) -> int:
+    """Return the least whole peak that a solver cannot tell from ``peak``: with few units that is the peak itself."""
+    return math.ceil(peak * (1 - TOLERANCE) - TOLERANCE)
+
+
+class _Model:
+    """One fresh model of python-mip for one solve."""
+
+    def __init__(self, problem: Problem, backend: Backend, capacity: int) -> None:
+        import mip
+
+        self.problem = problem
+        self.capacity = capacity
+        self.model: Any = mip.Model(sense=mip.MINIMIZE, solver_name={"cbc": mip.CBC, "highs": mip.HIGHS}[backend])
+        self.model.verbose = 0
+        self.model.max_mip_gap = 0.0
+        self.model.threads = 1
+        self.model.integer_tol = 1e-6
+        self.exact = capacity <= EXACT_UNITS
+        self.peak = self.model.add_var(ub=capacity, var_type=mip.INTEGER if self.exact else mip.CONTINUOUS)
+        self.address = [self.model.add_var(ub=capacity) for _ in range(problem.count)]
+        self.pairs = _pairs(problem)
+        self.above = {pair: self.model.add_var(var_type=mip.BINARY) for pair in self.pairs}
+        self.model.objective = mip.minimize(self.peak)
+        sizes = problem.size.tolist()
+        for i, size in enumerate(sizes):
+            self.model += self.address[i] + size <= self.peak
+        for (i, j), z in self.above.items():
+            self.model += self.address[i] + sizes[i] <= self.address[j] + capacity * z
+            self.model += self.address[j] + sizes[j] <= self.address[i] + capacity * (1 - z)
+
+    def strengthen(self) -> None:
+        """Add the sections, an order among equal buffers, and one of every placement and its mirror image."""
+        import mip
+
+        sizes = self.problem.size.tolist()
+        for section in sections(self.problem):
+            members = section.tolist()
+            for i in members:
+                others = [j for j in members if j != i]
+                self.model += self.address[i] >= mip.xsum(sizes[j] * self._is_below(j, i) for j in others)
+                on_top = mip.xsum(sizes[j] * self._is_below(i, j) for j in others)
+                self.model += self.address[i] + sizes[i] + on_top <= self.peak
+        for (i, j), z in self.above.items():
+            if self._same(i, j):
+                self.model += z == 0
+        life = self.problem.upper - self.problem.lower
+        largest = int(np.argmax(life * self.problem.size))  # the first of its equals, as their order is fixed
+        self.model += 2 * self.address[largest] + sizes[largest] <= self.peak
+
+    def help(self, lower_bound: int, incumbent: Ints | None) -> None:
+        """Tell the solver the least possible peak, and a placement to start from."""
+        self.peak.lb = min(lower_bound, self.capacity)
+        if incumbent is None:
+            return
+        self.model.start = [
+            (self.peak, float(self.problem.peak(incumbent))),
+            *((a, float(offset)) for a, offset in zip(self.address, incumbent.tolist(), strict=True)),
+            *((z, float(incumbent[i] > incumbent[j])) for (i, j), z in self.above.items()),
+        ]
+
+    def solve(self, clock: Clock) -> MipOutcome:
+        """Return the answer with its addresses rebuilt."""
+        import mip
+
+        began = clock.elapsed_s
+        if clock.left_s == 0:
+            return MipOutcome(None, bound=0, said_optimal=False, proved=False, elapsed_s=0.0)
+        status = self.model.optimize(max_seconds=clock.left_s)
+        said_optimal = status == mip.OptimizationStatus.OPTIMAL
+        bound = max(0, _lowered(self.model.objective_bound))
+        offsets, fault = None, ""
+        if self.model.num_solutions:
+            below = {(i, j) if z.x < 0.5 else (j, i) for (i, j), z in self.above.items()}
+            offsets = _lowest(self.problem, self.pairs, below)
+            if offsets is None:
+                fault = "the order of addresses that the solver found has a cycle"
+        elif status not in (mip.OptimizationStatus.NO_SOLUTION_FOUND, mip.OptimizationStatus.TRUNCATED):
+            fault = f"a problem that has solutions is {status.name.lower()}"
+        return MipOutcome(
+            offsets=offsets,
+            bound=bound,
+            said_optimal=said_optimal,
+            proved=offsets is not None and _lowered(self.problem.peak(offsets)) <= max(bound, self.problem.enough),
+            elapsed_s=clock.elapsed_s - began,
+            fault=fault,
+        )
+
+    def _is_below(self, i: int, j: int) -> Any:
+        """Return the expression that is 1 where i lies below j, and 0 where it lies above."""
+        return 1 - self.above[i, j] if i < j else self.above[j, i]
+
+    def _same(self, i: int, j: int) -> bool:
+        """Whether i and j live at the same time and are equally large, so that they may change places."""
+        problem = self.problem
+        return bool(
+            problem.lower[i] == problem.lower[j]
+            and problem.upper[i] == problem.upper[j]
+            and problem.size[i] == problem.size[j]
+        )

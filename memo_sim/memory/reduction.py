@@ -1,0 +1,156 @@
+"""Makes a placement problem smaller without losing its optimum, so that a solver sees only its hard cores.
+
+Four steps, repeated until nothing changes; each keeps the least peak what it is:
+
+1. Buffers that surely fit later are set aside (as colours of small degree are in graph colouring). If k buffers that
+   live beside one take n units of C, the C - n free ones lie in at most k + 1 gaps, so one of s units fits into some
+   gap when C - n > (k + 1)(s - 1). C is the largest live sum, which no placement undercuts.
+2. Where nothing lives across an instant, the buffers before and after it are two problems, and the peak is the larger.
+3. A buffer that lives beside all others of its part splits the addresses: what is below it can move above it. So it
+   lies at the bottom, and the rest is a problem of its own above it.
+4. What is left is a core. Sizes are divided by what all of them share.
+
+    [ a ][   b   ]      c lives beside all and goes to the bottom; then time falls apart at the bar,
+    [      c     ]  ->  and each of a and b lives beside all of its part: nothing is left to solve.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import numpy as np
+
+from memo_sim.memory.problem import Ints, Problem
+
+Core = Callable[[Problem, Ints], Ints | None]
+"""Places a core, a problem in its own units, given the numbers of its buffers in the whole problem."""
+
+CRUMBS = 32
+"""A crumb is no larger than the largest buffer divided by this."""
+
+
+def place_by_cores(problem: Problem, core: Core, *, bounded: bool = True) -> Ints | None:
+    """Return offsets in units of ``problem``, or None when ``core`` found none for some core.
+
+    The placement is optimal when each core's is, or keeps within that core's ``lower_bound``, which holds what other
+    parts need anyway. Without ``bounded`` the live sum is not used at all: no step 1, and cores know no ``enough``.
+    """
+    offsets = np.zeros(problem.count, dtype=np.int64)
+    everything = np.arange(problem.count)
+    enough = problem.lower_bound if bounded else 0
+    return offsets if _place(problem, everything, enough, offsets, core) else None
+
+
+def cores_of(problem: Problem, *, bounded: bool = True) -> list[Problem]:
+    """Return what is left to solve of ``problem``; an empty list means that the reduction alone proves the optimum."""
+    found: list[Problem] = []
+
+    def remember(core: Problem, buffers: Ints) -> Ints:
+        found.append(core)
+        return np.cumsum(core.size) - core.size
+
+    place_by_cores(problem, remember, bounded=bounded)
+    return found
+
+
+def crumbs_of(problem: Problem) -> Ints:
+    """Return the buffers that are small beside the largest, largest first: they rarely decide how the others lie."""
+    crumbs = np.flatnonzero(problem.size * CRUMBS <= problem.size.max(initial=0))
+    largest_first: Ints = crumbs[np.argsort(-problem.size[crumbs], kind="stable")]
+    return largest_first
+
+
+def put_back(problem: Problem, placed: Ints, missing: Ints, offsets: Ints) -> None:
+    """Write the offset of each buffer of ``missing``, one after the other the lowest that is free beside ``placed``."""
+    for buffer in missing.tolist():
+        offsets[buffer] = _lowest_gap(problem, placed, buffer, offsets)
+        placed = np.append(placed, buffer)
+
+
+def sections(problem: Problem) -> list[Ints]:
+    """Return the sets of buffers that live at one instant, without those that are part of another."""
+    later = np.append(problem.instants[1:], problem.upper.max(initial=0))
+    found = []
+    for instant, following in zip(problem.instants, later, strict=True):
+        if bool(np.any((problem.upper > instant) & (problem.upper <= following))):
+            found.append(np.flatnonzero((problem.lower <= instant) & (problem.upper > instant)))
+    return found
+
+
+def _place(problem: Problem, chosen: Ints, enough: int, offsets: Ints, core: Core) -> bool:
+    """Write the offsets of ``chosen``, from address 0; a peak up to ``enough`` needs no improvement."""
+    kept, aside = _set_aside(problem, chosen, enough)
+    for part in _parts(problem, kept):
+        if not _place_part(problem, part, enough, offsets, core):
+            return False
+    put_back(problem, kept, np.concatenate([*reversed(aside), kept[:0]]), offsets)
+    return True
+
+
+def _place_part(problem: Problem, part: Ints, enough: int, offsets: Ints, core: Core) -> bool:
+    """Place buffers that hang together in time."""
+    everywhere = (problem.lower[part] < problem.upper[part].min()) & (problem.upper[part] > problem.lower[part].max())
+    if everywhere.any():
+        bottom, rest = part[everywhere], part[~everywhere]
+        ends = np.cumsum(problem.size[bottom])
+        offsets[bottom] = ends - problem.size[bottom]
+        if not _place(problem, rest, max(0, enough - int(ends[-1])), offsets, core):
+            return False
+        offsets[rest] += ends[-1]
+        return True
+    unit = int(np.gcd.reduce(problem.size[part]))  # not 0: empty buffers are set aside
+    small = Problem(
+        lower=problem.lower[part],
+        upper=problem.upper[part],
+        size=problem.size[part] // unit,
+        unit_bytes=problem.unit_bytes * unit,
+        enough=enough // unit,
+    )
+    found = core(small, part)
+    if found is None:
+        return False
+    offsets[part] = found * unit
+    return True
+
+
+def _set_aside(problem: Problem, chosen: Ints, capacity: int) -> tuple[Ints, list[Ints]]:
+    """Return what is kept, and batches of what surely fits into ``capacity`` afterwards, in the order set aside.
+
+    Within a batch each buffer is judged with all the others of the batch beside it, so they may return in any order.
+    """
+    batches = []
+    while True:
+        lower, upper, size = problem.lower[chosen], problem.upper[chosen], problem.size[chosen]
+        by_birth, by_death = np.argsort(lower), np.argsort(upper)
+        born = np.searchsorted(lower[by_birth], upper, side="left")
+        dead = np.searchsorted(upper[by_death], lower, side="right")
+        units_born = np.append(0, np.cumsum(size[by_birth]))[born]
+        units_dead = np.append(0, np.cumsum(size[by_death]))[dead]
+        beside = born - dead - 1
+        free = capacity - (units_born - units_dead - size)
+        fits = (size == 0) | ((capacity > 0) & (free > (beside + 1) * (size - 1)))
+        if not fits.any():
+            return chosen, batches
+        batches.append(chosen[fits])
+        chosen = chosen[~fits]
+
+
+def _parts(problem: Problem, chosen: Ints) -> Iterator[Ints]:
+    """Yield the buffers between two instants across which nothing lives."""
+    order = chosen[np.argsort(problem.lower[chosen], kind="stable")]
+    lasting = np.maximum.accumulate(problem.upper[order])
+    cuts = np.flatnonzero(problem.lower[order][1:] >= lasting[:-1]) + 1
+    for part in np.split(order, cuts):
+        if part.size:
+            yield np.sort(part)
+
+
+def _lowest_gap(problem: Problem, placed: Ints, buffer: int, offsets: Ints) -> int:
+    """Return the lowest address at which ``buffer`` fits beside what is placed."""
+    beside = placed[(problem.lower[placed] < problem.upper[buffer]) & (problem.upper[placed] > problem.lower[buffer])]
+    address = 0
+    for other in beside[np.argsort(offsets[beside], kind="stable")]:
+        if offsets[other] >= address + problem.size[buffer]:
+            break
+        address = max(address, int(offsets[other] + problem.size[other]))
+    return address
