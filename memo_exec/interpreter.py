@@ -21,6 +21,7 @@ from torch import Tensor
 from memo_exec.kernels import KERNELS, Call, Context, Kernel, StepScalars
 from memo_exec.kernels.attention import BACKENDS
 from memo_exec.lanes import HostTimekeeper, LaneStopped, Progress, Timekeeper, lane_threads
+from memo_exec.memory.arena import ArenaStore
 from memo_exec.memory.slab import HostSlab
 from memo_exec.memory.store import CachingStore
 from memo_exec.probe import Probe
@@ -28,6 +29,7 @@ from memo_exec.record import StepRecord, device_curve, host_curve, waits_of
 from memo_exec.schedule import Bound, Schedule, Touch, schedule
 from memo_exec.streams import StreamTimekeeper, make_deterministic
 from memo_sim.contract.errors import CannotRun
+from memo_sim.contract.placement import Placement
 from memo_sim.contract.plan import Decisions, MovedBytes
 from memo_sim.program.edges import Edges
 from memo_sim.program.instruction import Lane
@@ -37,6 +39,7 @@ from memo_sim.program.program import Program
 class Interpreter:
     """One rank's program with its buffers made, ready to play steps.
 
+    ``placement``, already checked, puts the device buffers in one arena; without one they come from torch's allocator.
     ``debug`` poisons what has been offloaded, checks sums of what was copied, and the order of everything that touched
     the same bytes. ``kernels`` and ``edges`` replace the real ones in tests.
     """
@@ -47,6 +50,7 @@ class Interpreter:
         program: Program,
         *,
         device: torch.device | str = "cpu",
+        placement: Placement | None = None,
         debug: bool = False,
         kernels: Mapping[str, Kernel] = KERNELS,
         edges: Edges | None = None,
@@ -56,13 +60,15 @@ class Interpreter:
         self.device = torch.device(device)
         _refuse(decisions, program, self.device, kernels)
         self.kernels = kernels
-        self.schedule = schedule(program, edges=edges)
+        self.schedule = schedule(program, placement=placement, edges=edges)
         if self.device.type == "cuda":
-            _refuse_shared_releases(self.schedule)
+            if placement is None:
+                _refuse_shared_releases(self.schedule)
             if decisions.deterministic:
                 make_deterministic()
         self.context = Context(decisions, self.device)
-        self.store = CachingStore(self.schedule, self.device, poison=debug)
+        store = CachingStore if placement is None else ArenaStore
+        self.store = store(self.schedule, self.device, poison=debug)
         pinned = self.device.type == "cuda"
         self.slab = HostSlab(program, self.schedule.columns, self.schedule.slab, pinned=pinned)
         self.probe = Probe(self.schedule) if debug else None

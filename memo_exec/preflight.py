@@ -1,8 +1,9 @@
 """Whether this machine can run a plan, asked before anything is allocated.
 
 Refused, with what was got and wanted and nothing substituted: a program that is not the one the plan pins, kernels that
-are missing here, dtypes the device cannot compute in, more ranks than were started, and memory that is not there. The
-container's limit counts as the host's memory, not the machine's.
+are missing here, dtypes the device cannot compute in, more ranks than were started, a placement that is not the one the
+plan pins or that is wrong, and memory that is not there. The container's limit counts as the host's memory, not the
+machine's.
 """
 
 from __future__ import annotations
@@ -10,17 +11,22 @@ from __future__ import annotations
 import importlib.util
 import os
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
 from memo_exec.machine import Machine
+from memo_sim.contract import codec
 from memo_sim.contract.errors import BadInput, CannotRun, Infeasible
+from memo_sim.contract.placement import Placement
 from memo_sim.contract.plan import Decisions, Plan
 from memo_sim.contract.units import format_bytes
-from memo_sim.program.columns import expand
+from memo_sim.program.check_placement import check_placement
+from memo_sim.program.columns import Flags, expand
 from memo_sim.program.liveness import Liveness, live_bytes, liveness, peak
 from memo_sim.program.lower import lower, program_sha256
 from memo_sim.program.program import Program
+from memo_sim.program.requests import requests_of
 
 DTYPES = {"cpu": ("fp32", "bf16"), "cuda": ("bf16",)}
 """What kernels compute in: attention on CUDA has no fp32, and fp16 would need a scaled loss, which is not built."""
@@ -31,6 +37,9 @@ CUDA_RESERVE_BYTES = 2**29
 
 MOST_INSTRUCTIONS = 2_000_000
 """Of one step; each is bound to its buffers in Python before the first step."""
+
+SHOWN_FAULTS = 3
+"""Of a wrong placement, in the message."""
 
 
 @dataclass(frozen=True)
@@ -79,8 +88,59 @@ def _check_length(decisions: Decisions) -> None:
         )
 
 
-def check(decisions: Decisions, program: Program, machine: Machine) -> Needs:
-    """Return what the program needs, when this machine has it.
+def placement_path(plan_path: Path) -> Path:
+    """Return where the placement of a plan lies: ``plan.placement.json`` beside ``plan.json``."""
+    return plan_path.with_name(f"{plan_path.stem}.placement.json")
+
+
+def checked_placement(plan: Plan, program: Program, plan_path: Path) -> Placement | None:
+    """Return the placement that a plan runs in; None when the plan is for the caching allocator.
+
+    Raises:
+        CannotRun: when the plan pins none, or none lies beside it.
+        BadInput: when it is another than the plan pins, or wrong for ``program``.
+    """
+    if plan.decisions.memory_policy == "caching":
+        return None
+    path = placement_path(plan_path)
+    if not plan.placement_sha256:
+        raise CannotRun(
+            "the plan wants planned memory and pins no placement",
+            where=f"{plan_path}: $.placement_sha256",
+            wanted="the hash of the placement beside it",
+            hint=f"make the plan with memo-sim what-if -o {plan_path}, or memory_policy caching",
+        )
+    if not path.is_file():
+        raise CannotRun(
+            "the plan wants planned memory and its placement is not there",
+            where=str(path),
+            wanted=f"the placement {plan.placement_sha256[:16]}",
+            hint=f"memo-sim plan-memory {plan_path} -o {path}",
+        )
+    placement = codec.read(path, Placement)
+    found = codec.sha256_of(placement)
+    if found != plan.placement_sha256:
+        raise BadInput(
+            "the placement beside the plan is not the one the plan pins",
+            where=str(path),
+            got=found[:16],
+            wanted=plan.placement_sha256[:16],
+            hint="make plan and placement again with memo-sim what-if -o",
+        )
+    if faults := check_placement(placement, requests_of(program)):
+        more = f" (and {len(faults) - SHOWN_FAULTS} more)" if len(faults) > SHOWN_FAULTS else ""
+        raise BadInput(
+            "the placement is wrong for the plan's program",
+            where=str(path),
+            got="; ".join(faults[:SHOWN_FAULTS]) + more,
+            wanted="every buffer at an address of its own while it lives",
+            hint="make plan and placement again with memo-sim what-if -o",
+        )
+    return placement
+
+
+def check(decisions: Decisions, program: Program, machine: Machine, placement: Placement | None = None) -> Needs:
+    """Return what the program needs, when this machine has it; ``placement`` is the arena it will run in.
 
     Raises:
         CannotRun: naming the first thing that is missing.
@@ -88,7 +148,7 @@ def check(decisions: Decisions, program: Program, machine: Machine) -> Needs:
     _check_ranks(decisions)
     _check_kernels(decisions, program, machine)
     _check_dtype(decisions, machine)
-    needs = needs_of(program, machine)
+    needs = needs_of(program, machine, placement)
     _check_memory(needs, machine)
     return needs
 
@@ -183,14 +243,31 @@ def _check_dtype(decisions: Decisions, machine: Machine) -> None:
         )
 
 
-def needs_of(program: Program, machine: Machine) -> Needs:
-    """Return the bytes the program will ask for here."""
+def needs_of(program: Program, machine: Machine, placement: Placement | None = None) -> Needs:
+    """Return the bytes the program will ask for here.
+
+    With a placement these are the arena and, beside it, the workspaces that libraries allocate themselves.
+    """
     lives = liveness(program, expand(program))
     device = peak(live_bytes(lives, device=True)).bytes
     host = peak(live_bytes(lives, device=False)).bytes
-    if machine.device == "cpu":
+    if placement is not None:
+        device = placement.arena_bytes + _outside_bytes(program, lives)
+    elif machine.device == "cpu":
         device = max(device, _kept_by_size(lives))
     return Needs(device, host)
+
+
+def _outside_bytes(program: Program, lives: Liveness) -> int:
+    """Return the most bytes of library workspaces that live at once: torch's allocator hands them out."""
+    from memo_exec.schedule import library_workspaces
+
+    chosen: Flags = np.zeros(len(lives.bytes), dtype=np.bool_)
+    chosen[list(library_workspaces(program))] = True
+    change = np.zeros(lives.instructions + 2, dtype=np.int64)
+    np.add.at(change, lives.birth[chosen], lives.bytes[chosen])
+    np.add.at(change, lives.death[chosen] + 1, -lives.bytes[chosen])
+    return int(np.cumsum(change).max(initial=0))
 
 
 def _kept_by_size(lives: Liveness) -> int:

@@ -1,6 +1,7 @@
 """One run of a plan, from its file to measured beside predicted: what ``memo-exec run`` and ``profile`` call.
 
-read plan -> lower, compare hashes -> preflight -> buffers -> weights or checkpoint -> steps -> comparison, traces
+read plan -> lower, compare hashes -> placement -> preflight -> buffers -> weights or checkpoint -> steps
+-> comparison, traces
 """
 
 from __future__ import annotations
@@ -77,9 +78,8 @@ def run(
     predicted = compare.predicted_trace(plan_path, plan)
     program = preflight.checked_program(plan, where=str(plan_path))
     machine = this_machine()
-    preflight.check(plan.decisions, program, machine)
-    if plan.decisions.memory_policy == "planned":
-        note("buffers come from torch's allocator: the planned arena is not built yet")
+    placement = preflight.checked_placement(plan, program, plan_path)
+    preflight.check(plan.decisions, program, machine, placement)
     dataset = load_dataset(options.data, plan.decisions.model.vocab)
     saved, state = _checkpoint(options, note)
     if saved is not None and state is not None:
@@ -87,7 +87,9 @@ def run(
         _refuse_other_seed(options, state)
     base = state.hyperparameters if state is not None else Hyperparameters()
     seed = state.data.seed if state is not None else options.seed or 0
-    with Interpreter(plan.decisions, program, device=machine.device, debug=options.debug) as interpreter:
+    with Interpreter(
+        plan.decisions, program, device=machine.device, placement=placement, debug=options.debug
+    ) as interpreter:
         training = Training(
             plan=plan,
             interpreter=interpreter,

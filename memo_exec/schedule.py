@@ -1,7 +1,9 @@
 """A program bound to its buffers: per lane, the instructions in order with what each touches, waits for and frees.
 
 Orderings come from ``derive_edges`` alone. Host buffers are first laid out in the slab, and edges are derived over the
-slab's bytes, so that two buffers that take turns in the same bytes are ordered like any other reuse.
+slab's bytes, so that two buffers that take turns in the same bytes are ordered like any other reuse. With a placement
+the same is done over the arena's bytes; what the program's own edges imply already is dropped (in every program of ours
+that is all: memory is handed out in program order anyway).
 """
 
 from __future__ import annotations
@@ -11,12 +13,14 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from memo_exec.kernels import LIBRARY_SCRATCH
-from memo_exec.memory.slab import SlabLayout, in_slab, lay_out
+from memo_exec.memory.slab import SlabLayout, in_memory, lay_out
+from memo_sim.contract.placement import Placement
 from memo_sim.program.columns import Columns, Ints, expand
 from memo_sim.program.edges import Edges, derive_edges
 from memo_sim.program.instruction import BufferClass, Family, Instruction, Lane, Mode
 from memo_sim.program.liveness import Liveness, liveness
 from memo_sim.program.program import Program
+from memo_sim.program.requests import buffer_names
 
 Wait = tuple[Lane, int]
 """A lane and the number of the instruction on it that must have ended."""
@@ -60,23 +64,29 @@ class Schedule:
     families: tuple[Family, ...]
     library: frozenset[int]
     """Workspaces that a library allocates: counted, never made."""
+    arena: SlabLayout | None = None
+    """Where device buffers lie when a placement was given."""
 
     def family(self, buffer: int) -> Family:
         """Return the family of a buffer."""
         return self.families[int(self.columns.buffer_family[buffer])]
 
 
-def schedule(program: Program, *, edges: Edges | None = None) -> Schedule:
+def schedule(program: Program, *, placement: Placement | None = None, edges: Edges | None = None) -> Schedule:
     """Return the schedule of ``program``; ``edges`` replaces the derived ones (a test plants a race with it).
 
     Raises:
-        ValueError: when an instruction writes what it also touches under another role.
+        ValueError: when an instruction writes what it also touches under another role, or ``placement`` names other
+            buffers than the program has.
     """
     columns = expand(program)
     lives = liveness(program, columns)
     slab = lay_out(program, columns, lives)
+    arena = arena_layout(program, lives, placement) if placement is not None else None
     if edges is None:
-        edges = derive_edges(in_slab(program, columns, slab))
+        edges = derive_edges(in_memory(program, columns, slab))
+        if arena is not None:
+            edges = joined(edges, derive_edges(in_memory(program, columns, slab, arena)), columns.lane)
     bound = _bind(program, columns)
     lanes: dict[Lane, list[Bound]] = {}
     for each in bound:
@@ -85,14 +95,78 @@ def schedule(program: Program, *, edges: Edges | None = None) -> Schedule:
         bound[consumer].waits.append((bound[producer].instruction.lane, producer))
         bound[producer].awaited = True
     _add_lives(bound, columns, lives)
-    library = frozenset(
-        touch.buffer
-        for each in bound
-        if each.instruction.op in LIBRARY_SCRATCH
-        for touch in each.touches
-        if touch.role == "workspace"
-    )
-    return Schedule(program, columns, lives, slab, edges, lanes, program.all_families, library)
+    library = library_workspaces(program, columns)
+    return Schedule(program, columns, lives, slab, edges, lanes, program.all_families, library, arena)
+
+
+def library_workspaces(program: Program, columns: Columns | None = None) -> frozenset[int]:
+    """Return the numbers of the buffers that libraries allocate themselves."""
+    columns = columns or expand(program)
+    found: set[int] = set()
+    row = 0
+    buffers = columns.operand_buffer.tolist()
+    for _, instruction in program.walk():
+        if instruction.op in LIBRARY_SCRATCH:
+            roles = enumerate(instruction.operands, row)
+            found.update(buffers[i] for i, operand in roles if operand.role == "workspace")
+        row += len(instruction.operands)
+    return frozenset(found)
+
+
+def arena_layout(program: Program, lives: Liveness, placement: Placement) -> SlabLayout:
+    """Return the offset of every device buffer, by number.
+
+    Raises:
+        ValueError: when the placement names other buffers than the program uses on its device.
+    """
+    numbers = {name: number for number, name in enumerate(buffer_names(program))}
+    offsets = np.full(len(lives.bytes), -1, dtype=np.int64)
+    for name, offset in zip(placement.ids, placement.offset_bytes, strict=True):
+        if name not in numbers:
+            raise ValueError(f"the placement has a buffer {name}, the program has none of this name")
+        offsets[numbers[name]] = offset
+    wanted = lives.on_device & (lives.death >= lives.birth)
+    if (wrong := np.flatnonzero(wanted != (offsets >= 0))).size:
+        raise ValueError(f"{len(wrong)} device buffers are not placed, or placed and never used")
+    return SlabLayout(offsets, placement.arena_bytes)
+
+
+def joined(edges: Edges, more: Edges, lane: Ints) -> Edges:
+    """Return ``edges`` and those of ``more`` that they do not imply; both sorted by consumer, as derived."""
+    needed = unimplied(edges, more, lane)
+    producer = np.concatenate((edges.producer, more.producer[needed]))
+    consumer = np.concatenate((edges.consumer, more.consumer[needed]))
+    order = np.lexsort((producer, consumer))
+    return Edges(producer[order], consumer[order])
+
+
+def unimplied(edges: Edges, more: Edges, lane: Ints) -> np.ndarray:
+    """Return which of ``more`` neither lane order nor ``edges`` imply, through any chain of them.
+
+    Every instruction carries, lane by lane, the last instruction that has ended when it starts: what its lane's
+    previous instruction knew, that instruction itself, and what its producers knew.
+    """
+    waits: dict[int, list[int]] = {}
+    for producer, consumer in zip(edges.producer.tolist(), edges.consumer.tolist(), strict=True):
+        waits.setdefault(consumer, []).append(producer)
+    asked: dict[int, list[int]] = {}
+    for row, consumer in enumerate(more.consumer.tolist()):
+        asked.setdefault(consumer, []).append(row)
+    lanes, producers = lane.tolist(), more.producer.tolist()
+    now = {each: [-1] * len(Lane) for each in set(lanes)}
+    awaited = set(edges.producer.tolist())
+    at_end: dict[int, list[int]] = {}
+    missing = np.zeros(len(producers), dtype=np.bool_)
+    for number, own in enumerate(lanes):
+        known = now[own]
+        for producer in waits.get(number, ()):
+            known[:] = map(max, known, at_end[producer])
+        for row in asked.get(number, ()):
+            missing[row] = known[lanes[producers[row]]] < producers[row]
+        known[own] = number
+        if number in awaited:
+            at_end[number] = known.copy()
+    return missing
 
 
 def _bind(program: Program, columns: Columns) -> list[Bound]:

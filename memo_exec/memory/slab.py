@@ -27,7 +27,10 @@ ALIGNMENT_BYTES = 64
 
 @dataclass(frozen=True)
 class SlabLayout:
-    """Offset of every host buffer that is used (-1 for all others), and the slab's size."""
+    """Offset of every buffer that lies in one stretch of memory (-1 for all others), and the stretch's size.
+
+    The slab of host buffers has one, and so has the planned arena of device buffers.
+    """
 
     offsets: Ints
     bytes: int
@@ -89,21 +92,31 @@ def _aligned(size: int) -> int:
     return -(-size // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
-def in_slab(program: Program, columns: Columns, slab: SlabLayout) -> Columns:
-    """Return the columns with every host operand as a byte range of one buffer, the slab."""
-    if not slab.bytes:
-        return columns
-    rows = slab.offsets[columns.operand_buffer] >= 0
+def in_memory(program: Program, columns: Columns, *layouts: SlabLayout) -> Columns:
+    """Return the columns with every operand that lies in one of ``layouts`` as a byte range of one buffer, that one.
+
+    Edges derived from them order buffers that take turns in the same bytes.
+    """
     row_bytes = np.array([f.row_bytes for f in program.all_families], dtype=np.int64)
     scale = row_bytes[columns.buffer_family[columns.operand_buffer]]
-    base = slab.offsets[columns.operand_buffer]
+    buffer, first, end = columns.operand_buffer, columns.operand_first, columns.operand_end
+    sizes, dynamic = columns.buffer_bytes, columns.buffer_dynamic
+    for layout in layouts:
+        if not layout.bytes:
+            continue
+        base = layout.offsets[columns.operand_buffer]
+        inside = base >= 0
+        buffer = np.where(inside, len(sizes), buffer)
+        first = np.where(inside, base + scale * columns.operand_first, first)
+        end = np.where(inside, base + scale * columns.operand_end, end)
+        sizes, dynamic = np.append(sizes, layout.bytes), np.append(dynamic, False)
     return replace(
         columns,
-        operand_buffer=np.where(rows, len(columns.buffer_bytes), columns.operand_buffer),
-        operand_first=np.where(rows, base + scale * columns.operand_first, columns.operand_first),
-        operand_end=np.where(rows, base + scale * columns.operand_end, columns.operand_end),
-        buffer_bytes=np.append(columns.buffer_bytes, slab.bytes),
-        buffer_dynamic=np.append(columns.buffer_dynamic, False),
+        operand_buffer=buffer,
+        operand_first=first,
+        operand_end=end,
+        buffer_bytes=sizes,
+        buffer_dynamic=dynamic,
     )
 
 

@@ -43,7 +43,7 @@ class BufferStore(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class _Spec:
+class Spec:
     """What a buffer is."""
 
     buffer_class: BufferClass
@@ -62,7 +62,7 @@ class _Block:
         self.raw = torch.empty(size, dtype=torch.uint8, device=device)
         self.tensors: dict[tuple[torch.dtype, tuple[int, ...]], Tensor] = {}
 
-    def tensor(self, spec: _Spec) -> Tensor:
+    def tensor(self, spec: Spec) -> Tensor:
         key = (spec.dtype, spec.shape)
         if (found := self.tensors.get(key)) is None:
             found = self.tensors[key] = self.raw.view(spec.dtype).view(spec.shape)
@@ -91,7 +91,7 @@ class CachingStore:
         self._free: dict[int, list[_Block]] = defaultdict(list)
         lives = schedule.lives
         lasting = (lives.on_device & (lives.birth < 0)).nonzero()[0].tolist()
-        self._lasting = {b: torch.zeros(s.shape, dtype=s.dtype, device=device) for b, s in self._chosen(lasting)}
+        self._lasting = {b: self._make_lasting(b, s) for b, s in self._chosen(lasting)}
         self._tensors: dict[int, Tensor] = {}
         self.lasting_bytes: dict[BufferClass, int] = defaultdict(int)
         """Bytes by class of the buffers that last the whole step."""
@@ -99,7 +99,7 @@ class CachingStore:
             self.lasting_bytes[spec.buffer_class] += spec.bytes
         self.live_bytes = self.peak_bytes = sum(self.lasting_bytes.values())
 
-    def _chosen(self, buffers: list[int]) -> list[tuple[int, _Spec]]:
+    def _chosen(self, buffers: list[int]) -> list[tuple[int, Spec]]:
         return [(buffer, self._specs[buffer]) for buffer in buffers]
 
     def begin_step(self) -> None:
@@ -133,13 +133,7 @@ class CachingStore:
             self.peak_bytes = max(self.peak_bytes, self.live_bytes)
             if buffer in self._library:
                 return
-            if self._reused:
-                free = self._free[spec.bytes]
-                block = self._blocks[buffer] = free.pop() if free else _Block(spec.bytes, self.device)
-                tensor = block.tensor(spec)
-            else:
-                tensor = torch.empty(spec.shape, dtype=spec.dtype, device=self.device)
-            self._tensors[buffer] = tensor
+            tensor = self._tensors[buffer] = self._take(buffer, spec)
         if self.poison and tensor.is_floating_point():
             tensor.fill_(float("nan"))
 
@@ -150,10 +144,27 @@ class CachingStore:
             self.log.append((instruction, spec.buffer_class, -spec.bytes))
             self.live_bytes -= spec.bytes
             self._tensors.pop(buffer, None)
-            if (block := self._blocks.pop(buffer, None)) is not None:
-                self._free[spec.bytes].append(block)
+            self._give_back(buffer, spec)
+
+    def _make_lasting(self, buffer: int, spec: Spec) -> Tensor:
+        """Return the zeroed memory of a buffer that lasts the whole step."""
+        del buffer
+        return torch.zeros(spec.shape, dtype=spec.dtype, device=self.device)
+
+    def _take(self, buffer: int, spec: Spec) -> Tensor:
+        """Return the memory of a buffer that is born."""
+        if not self._reused:
+            return torch.empty(spec.shape, dtype=spec.dtype, device=self.device)
+        free = self._free[spec.bytes]
+        block = self._blocks[buffer] = free.pop() if free else _Block(spec.bytes, self.device)
+        return block.tensor(spec)
+
+    def _give_back(self, buffer: int, spec: Spec) -> None:
+        """Keep the block of a buffer that is dead, if it was made of one."""
+        if (block := self._blocks.pop(buffer, None)) is not None:
+            self._free[spec.bytes].append(block)
 
 
-def _spec(family: Family) -> _Spec:
+def _spec(family: Family) -> Spec:
     shape = (family.tokens,) if family.features == 1 else (family.tokens, family.features)
-    return _Spec(family.buffer_class, family.bytes, family.tokens, shape, TORCH_DTYPES[family.dtype])
+    return Spec(family.buffer_class, family.bytes, family.tokens, shape, TORCH_DTYPES[family.dtype])

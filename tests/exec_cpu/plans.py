@@ -4,8 +4,11 @@ from pathlib import Path
 from typing import Any
 
 from memo_sim.contract import codec
+from memo_sim.contract.placement import Placement
 from memo_sim.contract.plan import Decisions, MovedBytes, Plan, Prediction
+from memo_sim.memory.place import place
 from memo_sim.program.lower import lower, program_sha256
+from memo_sim.program.requests import requests_of
 from tests.exec_cpu.small import decide, gpt
 
 BYTES = 256
@@ -18,12 +21,27 @@ def byte_decisions(**changes: Any) -> Decisions:
     return decide(changes.pop("model", gpt(vocab=BYTES)), **(fields | changes))
 
 
-def plan_of(decisions: Decisions, prediction: Prediction | None = None) -> Plan:
-    return Plan(decisions=decisions, program_sha256=program_sha256(lower(decisions)), prediction=prediction)
+def placed(decisions: Decisions) -> Placement:
+    """Return a placement of the decisions' program."""
+    return place(requests_of(lower(decisions)[0]), solver="greedy")
+
+
+def plan_of(decisions: Decisions, prediction: Prediction | None = None, *, placement: Placement | None = None) -> Plan:
+    return Plan(
+        decisions=decisions,
+        program_sha256=program_sha256(lower(decisions)),
+        placement_sha256=codec.sha256_of(placement) if placement is not None else "",
+        prediction=prediction,
+    )
 
 
 def write_plan(path: Path, decisions: Decisions | None = None, prediction: Prediction | None = None) -> Path:
-    codec.write(path, plan_of(decisions or byte_decisions(), prediction))
+    """Write a plan, and beside it the placement it runs in."""
+    decisions = decisions or byte_decisions()
+    placement = placed(decisions) if decisions.memory_policy == "planned" else None
+    if placement is not None:
+        codec.write(path.with_name(f"{path.stem}.placement.json"), placement)
+    codec.write(path, plan_of(decisions, prediction, placement=placement))
     return path
 
 

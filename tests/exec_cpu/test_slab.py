@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from memo_exec.memory.slab import ALIGNMENT_BYTES, _Holes, in_slab, lay_out
+from memo_exec.memory.slab import ALIGNMENT_BYTES, _Holes, in_memory, lay_out
 from memo_sim.program.columns import expand
 from memo_sim.program.edges import derive_edges
 from memo_sim.program.liveness import live_bytes, liveness, peak
@@ -54,7 +54,7 @@ def test_reuse_of_bytes_is_an_edge() -> None:
         found = derive_edges(of)
         return {(names[p], names[c]) for p, c in zip(found.producer.tolist(), found.consumer.tolist(), strict=True)}
 
-    added = edges(in_slab(program, columns, layout)) - edges(columns)
+    added = edges(in_memory(program, columns, layout)) - edges(columns)
     assert {(p.split("/")[-2], c.split("/")[-2]) for p, c in added} == {("pre", "off")}
     assert all(p.startswith("m0/") and c.startswith("m1/") for p, c in added)
 
