@@ -77,7 +77,12 @@ def cli() -> None:
 @click.option("--device-memory-gib", type=Finite(2**-20, 2**30), help="Instead of the profile's.")
 @click.option("--host-memory-gib", type=Finite(2**-20, 2**30), help="Of one node, instead of its own.")
 @click.option("--top", type=click.IntRange(1), default=10, show_default=True, help="Plans to list.")
-@click.option("-o", "--output", type=click.Path(), help="Write the best plan here, its predicted trace beside it.")
+@click.option(
+    "-o",
+    "--output",
+    type=click.Path(),
+    help="Write the best plan, its trace and placement beside it.",
+)
 @click.option("--plot", type=click.Path(), help="Draw the best plan's timeline (.png or .svg).")
 @click.option("--trace", "trace_path", type=click.Path(), help="Write its timeline for ui.perfetto.dev.")
 @click.option("--json", "as_json", is_flag=True, help="Print one memo.result/1 document.")
@@ -176,8 +181,9 @@ def _check_outputs(options: Options) -> None:
     for path in named.values():
         check_writable(path)
     if "output" in named:
-        named["predicted trace"] = _trace_beside(named["output"])
-        check_writable(named["predicted trace"])
+        for kind in ("trace", "placement"):
+            named[kind] = _beside(Path(options["output"]), kind)
+            check_writable(named[kind])
     for name, path in named.items():
         same = [other for other, beside in named.items() if other != name and beside.resolve() == path.resolve()]
         if same:
@@ -186,9 +192,9 @@ def _check_outputs(options: Options) -> None:
         raise UsageError("not a kind of picture", got=str(named["plot"]), wanted=", ".join(PICTURES))
 
 
-def _trace_beside(plan: Path) -> Path:
-    """Return where a plan's predicted trace lies."""
-    return plan.with_name(f"{plan.stem}.trace.json")
+def _beside(plan: Path, kind: str) -> Path:
+    """Return where a plan's predicted trace or its placement lies."""
+    return plan.with_name(f"{plan.stem}.{kind}.json")
 
 
 def _gib(value: float | None) -> int | None:
@@ -237,8 +243,11 @@ def _write_files(answer: Answer, question: Question, options: Options) -> None:
         write_chrome_trace([trace], Path(options["trace_path"]))
     if options["output"]:
         path = Path(options["output"])
-        write(_trace_beside(path), trace)
-        write(path, plan_of(answer.best, question, created=_now(), command=_command_line()))
+        plan, placement = plan_of(answer.best, answer.arena, question, created=_now(), command=_command_line())
+        write(_beside(path, "trace"), trace)
+        if placement is not None:
+            write(_beside(path, "placement"), placement)
+        write(path, plan)
 
 
 def _now() -> str:
@@ -320,6 +329,37 @@ def schema_command(name: str) -> None:
     from memo_sim.contract.schemas import json_schema
 
     click.echo(json.dumps(json_schema(name), indent=2, sort_keys=True))
+
+
+@cli.command("plan-memory")
+@click.argument("path", metavar="INPUT")
+@click.option(
+    "--solver",
+    type=click.Choice(["portfolio", "bilevel-mip", "mip", "greedy", "cp-sat"]),
+    default="portfolio",
+    show_default=True,
+)
+@click.option("--time-limit", type=Finite(0, min_open=True), default=60, show_default=True, help="Seconds to solve.")
+@click.option("--device", type=click.IntRange(0), help="Of a snapshot; the one with most memory when not given.")
+@click.option("--device-memory-gib", type=Finite(2**-20, 2**30), help="What the caching allocator may reserve.")
+@click.option("-o", "--output", type=click.Path(path_type=Path), help="Write the placement: .json, .csv or .pickle.")
+@click.option("--plot", type=click.Path(path_type=Path), help="Draw addresses over time (.png or .svg).")
+@click.option("--json", "as_json", is_flag=True, help="Print one memo.memory/1 document.")
+def plan_memory_command(path: str, output: Path | None, plot: Path | None, *, as_json: bool, **options: Any) -> None:
+    """Place every buffer of INPUT in one arena, beside what PyTorch's caching allocator would reserve.
+
+    INPUT is a plan, memo.requests/1, a CSV id,lower,upper,size, a log of malloc and free lines, or a PyTorch memory
+    snapshot. A placement in a .pickle opens in PyTorch's memory viewer.
+    """
+    from memo_sim.contract.codec import encode
+    from memo_sim.plan_memory import check_outputs, plan_memory, write_files
+    from memo_sim.views.tables import placement_report
+
+    check_outputs(output, plot)
+    limits = {"time_limit_s": options["time_limit"], "capacity_bytes": _gib(options["device_memory_gib"])}
+    plan = plan_memory(path, solver=options["solver"], device=options["device"], **limits)
+    write_files(plan, output, plot)
+    click.echo(encode(plan.report).decode() if as_json else f"{placement_report(plan.report)}\n", nl=False)
 
 
 def main() -> None:

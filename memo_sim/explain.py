@@ -5,6 +5,7 @@ from __future__ import annotations
 from memo_sim.contract.plan import Decisions, Prediction
 from memo_sim.contract.units import format_bytes, format_seconds
 from memo_sim.engine.simulate import Simulation
+from memo_sim.planning.arena import Arena
 from memo_sim.planning.presets import KEEP, PARTIAL_SWAP, TOKENWISE, find_system
 from memo_sim.planning.question import Question
 from memo_sim.planning.search import Evaluated, SearchResult
@@ -20,11 +21,14 @@ SMALLEST_SHARE = 0.0005
 """Recompute below this part of compute is shown as nothing."""
 
 
-def explain(question: Question, found: SearchResult, simulation: Simulation | None) -> list[str]:
+def explain(
+    question: Question, found: SearchResult, simulation: Simulation | None, arena: Arena | None = None
+) -> list[str]:
     """Return the reasons, most important first; for a question without an answer, what is missing."""
     if simulation is None:
-        return _nothing_fits(found)
+        return _nothing_fits(question, found)
     lines = [*_rounded(question, simulation), _binding(simulation), *_recompute(found, simulation), _peak(simulation)]
+    lines += _arena(simulation, arena) if arena else []
     lines += [*_alpha(found), *_partial_swap(found), *_fallback(question, found), *_runner_up(found)]
     outside = simulation.prediction.outside_calibration
     if outside:
@@ -49,15 +53,33 @@ def _label(evaluated: Evaluated) -> str:
     return f"{evaluated.policy.label}{alpha} on {layout_label(decisions.layout)}"
 
 
-def _nothing_fits(found: SearchResult) -> list[str]:
+def _nothing_fits(question: Question, found: SearchResult) -> list[str]:
     nearest = found.ranked[0]
     if nearest.prediction.status == "invalid":
         return [f"Nothing can be evaluated, e.g. {_label(nearest)}: {nearest.prediction.reason}."]
     need = format_bytes(nearest.prediction.shortfall_bytes)
     return [
         f"Nothing fits. Nearest: {_label(nearest)}, short of {need}: {nearest.prediction.reason}.",
-        "A shorter sequence, more devices, --states bf16 or host, or more memory would be the ways out.",
+        f"Ways out: {'; '.join(_ways_out(question, nearest.prediction))}.",
     ]
+
+
+def _ways_out(question: Question, nearest: Prediction) -> list[str]:
+    """Return what would help the nearest plan, given what is short and what was asked for."""
+    pins = question.pins
+    names = ("alpha", "recompute", "tp", "cp", "dp", "zero")
+    pinned = [f"--{name}" for name in names if getattr(pins, name) is not None]
+    ways = [f"leave {', '.join(pinned)} to the search"] if pinned else []
+    if nearest.status == "host_oom":
+        return [*ways, "more host memory in a node", "more nodes"]
+    capacity = question.hardware.device_memory_bytes.value
+    smaller = [
+        f"--states {states}" for states in {"fp32": ("bf16", "host"), "bf16": ("host",)}.get(question.states, ())
+    ]
+    ways += ["more devices", *smaller]
+    if nearest.peak_by_class.get("state", 0) < capacity:  # else weights and optimizer alone are too much
+        ways.append("a shorter sequence")
+    return ways
 
 
 def _binding(simulation: Simulation) -> str:
@@ -68,8 +90,11 @@ def _binding(simulation: Simulation) -> str:
     head = f"Compute is busy {compute_s / step_s:.1%} of the step" if step_s else "Nothing is played"
     if idle_s < SLACK * step_s:
         return f"{head}: it binds; copies and communication hide behind it."
-    waits = [s for s in prediction.stalls if s.lane == "compute"][:3]
-    listed = ", ".join(f"{s.waits_for} {format_seconds(s.seconds)}" for s in waits)
+    waits = [(s.seconds, s.waits_for) for s in prediction.stalls if s.lane == "compute"]
+    lane, tail_s = simulation.after_compute
+    if tail_s > SMALLEST_SHARE * step_s:
+        waits.append((tail_s, f"{lane} after its last kernel"))
+    listed = ", ".join(f"{name} {format_seconds(seconds)}" for seconds, name in sorted(waits, reverse=True)[:3])
     return f"{head}; it waits {format_seconds(idle_s)} in all, most for {listed}."
 
 
@@ -116,9 +141,22 @@ def _peak(simulation: Simulation) -> str:
     return f"Device memory is fullest at {simulation.peak_id}: {peak}, {room}."
 
 
+def _arena(simulation: Simulation, arena: Arena) -> list[str]:
+    """Say how large the planned arena is, and whether a smaller one can exist."""
+    placement = arena.placement
+    size, gap = arena.prediction.peak_device_bytes, placement.arena_bytes - placement.lower_bound_bytes
+    proof = "the least there can be" if not gap else f"at most {format_bytes(gap)} above the least there can be"
+    text = f"Planned arena: {format_bytes(size)} for {len(placement.ids)} buffers, {proof} ({placement.solver})"
+    if not arena.whole:
+        text += f"; planned for {simulation.program.micro_batches} micro-batches, too many to write a placement of all"
+    return [f"{text}."]
+
+
 def _alpha(found: SearchResult) -> list[str]:
     """Compare the paper's linear program with the engine's best, for the best token-wise plan."""
-    best = next((e for e in found.ranked if e.linear_program and e.prediction.status == "ok"), None)
+    tried = [e for e in found.ranked if e.linear_program and e.prediction.status == "ok"]
+    layout = found.best.decisions.layout if found.best else None
+    best = next((e for e in tried if e.decisions.layout == layout), tried[0] if tried else None)
     if best is None or best.linear_program is None:
         return []
     program = best.linear_program

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import memo_sim
 from memo_sim.contract.codec import sha256_of
 from memo_sim.contract.errors import Infeasible
+from memo_sim.contract.placement import Placement
 from memo_sim.contract.plan import Decisions, Plan, PlanRow, Prediction, Provenance
 from memo_sim.contract.result import Result
 from memo_sim.engine.simulate import Simulation
 from memo_sim.explain import explain
+from memo_sim.planning.arena import Arena, arena_of
 from memo_sim.planning.presets import Policy
 from memo_sim.planning.question import Question
 from memo_sim.planning.search import Evaluated, SearchResult, play, search
@@ -20,11 +22,11 @@ from memo_sim.program.lower import program_sha256
 
 @dataclass(frozen=True)
 class Answer:
-    """The result document, and the best plan played (None when nothing fits)."""
+    """The result document, the best plan played and its arena (None when nothing fits, or memory is not planned)."""
 
     result: Result
     best: Simulation | None
-    decisions: Decisions | None
+    arena: Arena | None
 
 
 def what_if(question: Question, *, top: int = 10, progress: Callable[[int, int], None] | None = None) -> Answer:
@@ -35,8 +37,8 @@ def what_if(question: Question, *, top: int = 10, progress: Callable[[int, int],
         UsageError: when pinned knobs contradict each other or the cluster.
     """
     found = search(question, progress=progress)
+    simulation, arena = _best_that_fits(question, found)
     best = found.best
-    simulation = play(question, best.decisions) if best else None
     rows = [row(e.decisions, e.prediction, system=_system(e, question)) for e in found.ranked[:top]]
     result = Result(
         model=question.model.name,
@@ -46,31 +48,44 @@ def what_if(question: Question, *, top: int = 10, progress: Callable[[int, int],
         plans=rows,
         evaluated=found.evaluated,
         pruned=found.pruned,
-        why=explain(question, found, simulation),
+        why=explain(question, found, simulation, arena),
     )
-    return Answer(result, simulation, best.decisions if best else None)
+    return Answer(result, simulation, arena)
+
+
+def _best_that_fits(question: Question, found: SearchResult) -> tuple[Simulation | None, Arena | None]:
+    """Play and place the best plan; where the arena does not fit, that is said of the plan and the next one is best."""
+    while best := found.best:
+        simulation = play(question, best.decisions)
+        if best.decisions.memory_policy != "planned":
+            return simulation, None
+        arena = arena_of(simulation)
+        at = found.ranked.index(best)
+        found.ranked[at] = replace(best, prediction=arena.prediction)
+        if arena.prediction.status == "ok":
+            return simulation, arena
+        found.ranked.sort(key=lambda e: e.rank_key)
+    return None, None
 
 
 def price(plan: Plan, question: Question) -> Answer:
     """Return an existing plan played on the question's cluster, as the only candidate."""
-    simulation = play(question, plan.decisions)
-    prediction = simulation.prediction
-    fits = prediction.status == "ok"
-    line = row(plan.decisions, prediction, system="plan")
+    prediction = play(question, plan.decisions).prediction
     policy = Policy(plan.decisions.recompute, plan.decisions.alpha)
-    only = Evaluated(policy, plan.decisions, prediction)
-    found = SearchResult(ranked=[only], evaluated=1, pruned=0)
+    found = SearchResult(ranked=[Evaluated(policy, plan.decisions, prediction)], evaluated=1, pruned=0)
+    simulation, arena = _best_that_fits(question, found)
+    line = row(plan.decisions, found.ranked[0].prediction, system="plan")
     result = Result(
         model=plan.decisions.model.name,
         cluster=question.cluster.name,
         seq_tokens=plan.decisions.seq_tokens,
-        best=line if fits else None,
+        best=line if simulation else None,
         plans=[line],
         evaluated=1,
         pruned=0,
-        why=explain(question, found, simulation if fits else None),
+        why=explain(question, found, simulation, arena),
     )
-    return Answer(result, simulation if fits else None, plan.decisions if fits else None)
+    return Answer(result, simulation, arena)
 
 
 def without_answer(question: Question, error: Infeasible) -> Result:
@@ -87,12 +102,19 @@ def without_answer(question: Question, error: Infeasible) -> Result:
     )
 
 
-def plan_of(simulation: Simulation, question: Question, *, created: str, command: str) -> Plan:
-    """Return the plan file of a played plan: decisions, prediction and provenance apart."""
-    return Plan(
+def plan_of(
+    simulation: Simulation, arena: Arena | None, question: Question, *, created: str, command: str
+) -> tuple[Plan, Placement | None]:
+    """Return the plan file of a played plan (decisions, prediction and provenance apart), and the placement it pins.
+
+    There is none for a step of too many micro-batches, or for memory that is not planned.
+    """
+    placement = arena.placement if arena and arena.whole else None
+    plan = Plan(
         decisions=simulation.decisions,
         program_sha256=program_sha256((simulation.full_program,)),
-        prediction=simulation.prediction,
+        placement_sha256=sha256_of(placement) if placement else "",
+        prediction=arena.prediction if arena else simulation.prediction,
         provenance=Provenance(
             created=created,
             memo_version=memo_sim.__version__,
@@ -101,6 +123,7 @@ def plan_of(simulation: Simulation, question: Question, *, created: str, command
             hardware_sha256=sha256_of(question.hardware),
         ),
     )
+    return plan, placement
 
 
 def row(decisions: Decisions, prediction: Prediction, *, system: str) -> PlanRow:

@@ -173,6 +173,13 @@ class Simulation:
         held = self.playback.end_s[chosen[-1]] - self.playback.start_s[chosen[0]]
         return float(held - waits.seconds[stalled].sum())
 
+    @property
+    def after_compute(self) -> tuple[str, float]:
+        """The lane that ends the step, and how long it goes on after the compute lane's last kernel (seconds)."""
+        ends, lane = self.playback.end_s, self.columns.lane
+        last = int(np.argmax(ends))
+        return Lane(int(lane[last])).label, float(ends[last] - ends[lane == Lane.COMPUTE].max(initial=0.0))
+
     def critical_path(self) -> list[str]:
         """Return the ids of the played instructions that bind the step, from its start to its end."""
         ids = self.program.ids()

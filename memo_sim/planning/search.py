@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
+import msgspec
+
 from memo_sim.contract.errors import Infeasible
 from memo_sim.contract.plan import Decisions, Prediction
 from memo_sim.costs.pricing import NodeRates, Pricer
@@ -131,7 +133,10 @@ def _evaluate(
         partial = best_partial_swap(base, predict)
         return _searched(policy, partial, None) if partial else None
     program = _linear_program(question, base, simulation)
-    return _searched(policy, best_alpha(base, predict, start=program.alpha), program)
+    best = best_alpha(base, predict, start=program.alpha)
+    # Swapping every token recomputes none: that is the full swap, which was evaluated before.
+    same = best.decisions.alpha == 1 and msgspec.structs.replace(best.decisions, recompute="none") in known
+    return None if same else _searched(policy, best, program)
 
 
 def _searched(policy: Policy, found: AlphaSearch, program: LinearProgram | None) -> Evaluated:

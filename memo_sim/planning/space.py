@@ -123,7 +123,7 @@ def candidates(question: Question) -> tuple[list[Candidate], list[str]]:
             where=f"{question.cluster.name}, {question.seq_tokens} tokens, global batch {question.global_batch}",
             got="; ".join(refused[:4]) + (f"; and {len(refused) - 4} more" if len(refused) > 4 else ""),
             wanted="degrees that divide heads, tokens (cp: in 2 x cp chunks) and the global batch (dp)",
-            hint="a longer --seq-len that is a multiple of the devices, or a larger --global-batch for --dp",
+            hint="the first reason says which number has to change",
         )
     return found, refused
 

@@ -64,3 +64,18 @@ def test_the_share_of_recompute() -> None:
         for policy in (("none", 0.0), ("tokenwise", 1.0), ("tokenwise", 0.5), ("full", 0.0))
     ]
     assert shares[0] == shares[1] == 0 < shares[2] < shares[3] < 0.5
+
+
+def test_what_comes_after_the_last_kernel_is_named() -> None:
+    asked = dataclasses.replace(question(32 * 1024, system="full-recompute"), states="host")
+    line = next(line for line in what_if(asked).result.why if line.startswith("Compute is busy"))
+    assert re.search(r"collective after its last kernel [\d.]+ m?s", line)
+
+
+def test_ways_out_are_those_that_are_left() -> None:
+    asked = dataclasses.replace(question(1024, system="full-swap"), states="bf16")
+    small: dict[str, int | None] = {"device_bytes": GIB, "host_bytes": None}
+    cluster, hardware = with_memory(asked.cluster, asked.hardware, **small)
+    text = why(dataclasses.replace(asked, cluster=cluster, hardware=hardware))
+    assert "Ways out: leave --tp, --cp to the search; more devices; --states host." in text
+    assert "more host memory" in why(question(1024 * 1024, system="full-swap"))

@@ -60,3 +60,12 @@ def test_a_part_that_does_not_fit_is_told_with_its_alpha() -> None:
 def test_labels() -> None:
     labels = [p.label for p in (KEEP, PARTIAL_SWAP, FULL_SWAP, TOKENWISE, FULL_RECOMPUTE)]
     assert labels == ["keep", "partial swap", "full swap", "token-wise", "full recompute"]
+
+
+def test_swapping_every_token_is_one_plan_not_two() -> None:
+    cluster, hardware = load_cluster("a800-8x8")
+    asked = Question(load_model("gpt-65b"), cluster, hardware, 1 << 19, pins=Pins(tp=8, cp=8))
+    found = accounted(asked)
+    assert TOKENWISE in {c.policy for c in candidates(asked)[0]}
+    assert [e.policy for e in found.ranked if e.decisions.alpha == 1] == [FULL_SWAP]
+    assert TOKENWISE not in {e.policy for e in found.ranked}

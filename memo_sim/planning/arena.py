@@ -1,0 +1,70 @@
+"""Gives a plan that fits by its live bytes the arena it will really take (MEMO 4.2), or says that it does not fit.
+
+The search compares plans by live bytes, which no placement is below. What a user is told is the arena of a placement
+that passed the checker.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import msgspec
+
+from memo_sim.contract.placement import Placement
+from memo_sim.contract.plan import Prediction
+from memo_sim.contract.units import format_bytes
+from memo_sim.engine.simulate import Simulation
+from memo_sim.memory.place import place
+from memo_sim.program.instruction import BufferClass
+from memo_sim.program.program import Program
+from memo_sim.program.requests import requests_of
+
+MOST_INSTRUCTIONS = 200_000
+"""Of a step that is placed whole; of a longer one the micro-batches that were played are placed."""
+
+TIME_LIMIT_S = 10.0
+
+
+@dataclass(frozen=True)
+class Arena:
+    """A plan's placement, and what that makes of its prediction.
+
+    ``whole``: the placement has every buffer of the step, so that the executor can obey it.
+    """
+
+    placement: Placement
+    prediction: Prediction
+    whole: bool
+
+
+def arena_of(simulation: Simulation) -> Arena:
+    """Return the arena of a plan whose live bytes fit; its prediction is gpu_oom when the arena does not."""
+    whole = simulation.full_program.instruction_count <= MOST_INSTRUCTIONS
+    program = simulation.full_program if whole else simulation.program
+    placement = place(requests_of(program), time_limit_s=TIME_LIMIT_S)
+    placement = msgspec.structs.replace(placement, elapsed_s=0.0)  # equal plans are equal files
+    beyond = simulation.decisions.micro_batches - program.micro_batches
+    size = placement.arena_bytes + beyond * _input_bytes(program, placement.alignment_bytes)
+    prediction = msgspec.structs.replace(simulation.prediction, peak_device_bytes=size)
+    memory = simulation.memory
+    missing = size + memory.reserve_bytes - memory.device_capacity_bytes
+    if missing > 0:
+        prediction = msgspec.structs.replace(
+            prediction,
+            status="gpu_oom",
+            step_s=None,
+            mfu=None,
+            tgs=None,
+            lanes={},
+            stalls=[],
+            shortfall_bytes=missing,
+            reason=f"the planned arena of {format_bytes(size)} and {format_bytes(memory.reserve_bytes)} reserve do not "
+            f"fit, though the {format_bytes(memory.device.bytes)} that live at once would",
+        )
+    return Arena(placement, prediction, whole)
+
+
+def _input_bytes(program: Program, alignment_bytes: int) -> int:
+    """Return what the inputs of one more micro-batch take; they last the whole step."""
+    inputs = [f for f in program.all_families if f.buffer_class is BufferClass.INPUT and f.lifetime == "step"]
+    return sum(-(-f.bytes // alignment_bytes) * alignment_bytes for f in inputs)
