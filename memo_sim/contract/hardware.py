@@ -133,7 +133,11 @@ class Hardware(
     compute_slowdown: dict[Literal["copy", "collective", "p2p"], Quantity]
     """Factor (>= 1) on the time of compute while a copy / collective / exchange runs beside it."""
     device_malloc_s: Quantity
+    """Seconds that one cudaMalloc holds the device, whatever its size."""
     device_free_s: Quantity
+    device_malloc_s_per_gib: Quantity | None = None
+    """Seconds more for every GiB; nothing when the profile does not know."""
+    device_free_s_per_gib: Quantity | None = None
     host_register_bytes_per_s: Quantity
     host_memory_bytes: Quantity
     host_copy_bytes_per_s: Quantity

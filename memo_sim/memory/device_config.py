@@ -1,0 +1,124 @@
+"""How PyTorch's CUDA caching allocator is set up, and the sizes that follow (c10/core/AllocatorConfig.h).
+
+A request is first rounded to a block size, which decides the pool; a segment is what the device is then asked for:
+
+    request     block        pool     segment
+      700 B     1 KiB        small      2 MiB
+      1 MiB     1 MiB        small      2 MiB
+    1.5 MiB     1.5 MiB      large     20 MiB
+     11 MiB     11 MiB       large     12 MiB   (multiples of 2 MiB from 10 MiB on)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from memo_sim.contract.errors import UsageError
+from memo_sim.contract.units import MIB
+
+BLOCK_BYTES = 512
+"""Least block, and what every block is a multiple of."""
+SMALL_BYTES = MIB
+"""Largest block of the small pool."""
+SMALL_SEGMENT_BYTES = 2 * MIB
+ROUNDED_ALONE_BYTES = 10 * MIB
+"""From this block size on a request gets a segment of its own size, rounded up to ``SEGMENT_UNIT_BYTES``."""
+SEGMENT_UNIT_BYTES = 2 * MIB
+LEAST_SPLIT_LIMIT_MB = 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class AllocatorConfig:
+    """The settings of PYTORCH_ALLOC_CONF, by PyTorch's names and with its defaults; ``_mb`` are MiB."""
+
+    max_split_size_mb: int | None = None
+    """Blocks of this size or more are never split; None: any may be."""
+    max_non_split_rounding_mb: int = 20
+    """How much larger than a request of ``max_split_size_mb`` or more the cached block that serves it may be."""
+    roundup_power2_divisions: int = 1
+    """Round sizes up to one of so many equal steps between powers of two; 1: to multiples of 512 bytes."""
+    garbage_collection_threshold: float = 0.0
+    """Share of the capacity above which old cached segments are given back before a new one is asked for; 0: never."""
+    expandable_segments: bool = False
+    large_segment_size_mb: int = 20
+
+    def __post_init__(self) -> None:
+        """Refuse what PyTorch refuses.
+
+        Raises:
+            UsageError: naming the setting.
+        """
+        divisions = self.roundup_power2_divisions
+        for name, got, wanted, right in (
+            (
+                "max_split_size_mb",
+                self.max_split_size_mb,
+                f"more than {LEAST_SPLIT_LIMIT_MB}, or nothing",
+                self.max_split_size_mb is None or self.max_split_size_mb > LEAST_SPLIT_LIMIT_MB,
+            ),
+            (
+                "max_non_split_rounding_mb",
+                self.max_non_split_rounding_mb,
+                f"at least {LEAST_SPLIT_LIMIT_MB}",
+                self.max_non_split_rounding_mb >= LEAST_SPLIT_LIMIT_MB,
+            ),
+            (
+                "roundup_power2_divisions",
+                divisions,
+                "a power of two",
+                divisions > 0 and not divisions & (divisions - 1),
+            ),
+            (
+                "garbage_collection_threshold",
+                self.garbage_collection_threshold,
+                "from 0 (never) to below 1",
+                0 <= self.garbage_collection_threshold < 1,
+            ),
+            (
+                "large_segment_size_mb",
+                self.large_segment_size_mb,
+                "at least 20, a multiple of 2",
+                self.large_segment_size_mb >= LEAST_SPLIT_LIMIT_MB and self.large_segment_size_mb % 2 == 0,
+            ),
+            (
+                "expandable_segments",
+                "with max_split_size_mb",
+                "one of the two: PyTorch fails where it would free an oversize block of an expandable segment",
+                not (self.expandable_segments and self.max_split_size_mb is not None),
+            ),
+        ):
+            if not right:
+                raise UsageError("not a setting of the caching allocator", where=name, got=got, wanted=wanted)
+
+    @property
+    def max_split_bytes(self) -> int | None:
+        """``max_split_size_mb`` in bytes."""
+        return None if self.max_split_size_mb is None else self.max_split_size_mb * MIB
+
+    @property
+    def max_non_split_rounding_bytes(self) -> int:
+        """``max_non_split_rounding_mb`` in bytes."""
+        return self.max_non_split_rounding_mb * MIB
+
+    @property
+    def large_segment_bytes(self) -> int:
+        """``large_segment_size_mb`` in bytes: a segment for blocks below 10 MiB, a page of an expandable one."""
+        return self.large_segment_size_mb * MIB
+
+    def block_bytes(self, size_bytes: int) -> int:
+        """Return the block size that a request of ``size_bytes`` (at least 1) is rounded up to."""
+        if size_bytes < BLOCK_BYTES:
+            return BLOCK_BYTES
+        divisions = self.roundup_power2_divisions
+        if divisions > 1 and size_bytes > BLOCK_BYTES * divisions:
+            step = (1 << (size_bytes.bit_length() - 1)) // divisions
+            return -(-size_bytes // step) * step
+        return -(-size_bytes // BLOCK_BYTES) * BLOCK_BYTES
+
+    def segment_bytes(self, block_bytes: int) -> int:
+        """Return what the device is asked for when no cached block serves a block of ``block_bytes``."""
+        if block_bytes <= SMALL_BYTES:
+            return SMALL_SEGMENT_BYTES
+        if block_bytes < ROUNDED_ALONE_BYTES:
+            return self.large_segment_bytes
+        return -(-block_bytes // SEGMENT_UNIT_BYTES) * SEGMENT_UNIT_BYTES

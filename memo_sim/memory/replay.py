@@ -1,0 +1,237 @@
+"""Plays requests through the model of PyTorch's caching allocator, step after step.
+
+The first iteration warms the cache; the last shows the steady state. Buffers that live over all instants (parameters,
+gradients, optimizer states) are handed out once, before the first iteration. At one instant memory is taken back before
+it is handed out, in the order listed. All requests are of one stream: a program's edges order its lanes, so none of its
+buffers waits for an event.
+
+    a: 6 GiB at instants 0 to 1;  b: 2 GiB and c: 6 GiB from 1 on.  a is freed, b is cut from the front of its segment:
+
+        | b  |   free    |  6 GiB        c does not fit behind b, and the segment cannot go while b lives: with 12 GiB
+        | c              |  6 GiB        12 are reserved for 8; with 10 GiB c cannot be had, though 4 are free
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from memo_sim.contract.hardware import Hardware
+from memo_sim.contract.requests import Requests
+from memo_sim.contract.units import GIB
+from memo_sim.memory.device_allocator import DEFAULT, DeviceAllocator, DeviceCall, OutOfDeviceMemory
+from memo_sim.memory.device_blocks import Block
+from memo_sim.memory.device_config import AllocatorConfig
+
+
+@dataclass(frozen=True)
+class AllocationCosts:
+    """Seconds that the device stands still for a call: so many a call, and so many a GiB."""
+
+    malloc_s: float = 0.0
+    free_s: float = 0.0
+    malloc_s_per_gib: float = 0.0
+    free_s_per_gib: float = 0.0
+
+    def seconds(self, calls: list[DeviceCall]) -> float:
+        """Return how long ``calls`` take; waiting for streams is what their work takes anyway."""
+        total = 0.0
+        for kind, size in calls:
+            if kind in ("malloc", "map"):
+                total += self.malloc_s + self.malloc_s_per_gib * size / GIB
+            elif kind in ("free", "unmap"):
+                total += self.free_s + self.free_s_per_gib * size / GIB
+        return total
+
+
+NO_COSTS = AllocationCosts()
+
+
+def allocation_costs(hardware: Hardware) -> AllocationCosts:
+    """Return what the profile says of cudaMalloc and cudaFree."""
+    return AllocationCosts(
+        malloc_s=hardware.device_malloc_s.value,
+        free_s=hardware.device_free_s.value,
+        malloc_s_per_gib=hardware.device_malloc_s_per_gib.value if hardware.device_malloc_s_per_gib else 0.0,
+        free_s_per_gib=hardware.device_free_s_per_gib.value if hardware.device_free_s_per_gib else 0.0,
+    )
+
+
+@dataclass(frozen=True)
+class DeviceStop:
+    """One request that made the allocator call the device: where, for which buffer, which calls, how long they took."""
+
+    instant: int
+    buffer: str
+    calls: tuple[DeviceCall, ...]
+    seconds: float
+    reorganised: bool
+    """Whether everything cached was given back (MEMO's reorganisation), rather than a segment asked for alone."""
+
+
+@dataclass(frozen=True)
+class ReplayOutOfMemory:
+    """The request that could not be served, and what the allocator held then (bytes)."""
+
+    iteration: int
+    """From 0; -1: before the first, with the buffers that live over all instants."""
+    instant: int
+    buffer: str
+    requested_bytes: int
+    allocated_bytes: int
+    reserved_bytes: int
+
+
+@dataclass
+class Iteration:
+    """One step through the allocator: where it stopped, and both curves by instant (highest value at each, bytes)."""
+
+    instants: list[int] = field(default_factory=list)
+    allocated_bytes: list[int] = field(default_factory=list)
+    reserved_bytes: list[int] = field(default_factory=list)
+    stops: list[DeviceStop] = field(default_factory=list)
+
+    @property
+    def reorganisations(self) -> int:
+        """How often everything cached was given back."""
+        return sum(stop.reorganised for stop in self.stops)
+
+    @property
+    def seconds(self) -> float:
+        """How long the device stood still."""
+        return sum(stop.seconds for stop in self.stops)
+
+
+@dataclass(frozen=True)
+class Replay:
+    """What became of the requests; sizes in bytes, peaks over all iterations."""
+
+    iterations: list[Iteration]
+    live_peak_bytes: int
+    """Most bytes asked for and alive at once, not rounded."""
+    allocated_peak_bytes: int
+    reserved_peak_bytes: int
+    segments_allocated: int
+    segments_freed: int
+    reorganisations: int
+    out_of_memory: ReplayOutOfMemory | None
+
+    @property
+    def fragmentation(self) -> float:
+        """Share of the reserved peak that was never handed out at once."""
+        return 1 - self.allocated_peak_bytes / self.reserved_peak_bytes if self.reserved_peak_bytes else 0.0
+
+    @property
+    def steady(self) -> Iteration:
+        """The last iteration."""
+        return self.iterations[-1]
+
+
+def replay(
+    requests: Requests,
+    config: AllocatorConfig = DEFAULT,
+    *,
+    iterations: int = 3,
+    capacity_bytes: int | None = None,
+    reserve_bytes: int = 0,
+    costs: AllocationCosts = NO_COSTS,
+) -> Replay:
+    """Return what PyTorch's caching allocator makes of ``requests``.
+
+    ``capacity_bytes`` is the device's, of which ``reserve_bytes`` are not the allocator's (None: no limit). A request
+    that cannot be served ends the replay and is told in ``out_of_memory``; it is an answer, not an error.
+    """
+    limit = None if capacity_bytes is None else max(0, capacity_bytes - reserve_bytes)
+    player = _Player(requests, DeviceAllocator(config, limit), costs)
+    failed = player.play_lasting()
+    for number in range(iterations):
+        failed = failed or player.play(number)
+    device = player.device
+    return Replay(
+        iterations=player.iterations,
+        live_peak_bytes=player.live_peak,
+        allocated_peak_bytes=device.peak_allocated_bytes,
+        reserved_peak_bytes=device.peak_reserved_bytes,
+        segments_allocated=device.num_device_alloc,
+        segments_freed=device.num_device_free,
+        reorganisations=device.num_alloc_retries,
+        out_of_memory=failed,
+    )
+
+
+class _Player:
+    """The allocator, the blocks in use by buffer number, and the steps played so far."""
+
+    def __init__(self, requests: Requests, device: DeviceAllocator, costs: AllocationCosts) -> None:
+        self.requests = requests
+        self.device = device
+        self.costs = costs
+        self.iterations: list[Iteration] = []
+        self.live = self.live_peak = 0
+        self._held: dict[int, Block] = {}
+        end = max(requests.upper, default=0)
+        self._lasting: list[int] = []
+        self._born: dict[int, list[int]] = {}
+        self._dead: dict[int, list[int]] = {}
+        for number, (lower, upper) in enumerate(zip(requests.lower, requests.upper, strict=True)):
+            if not requests.size_bytes[number]:
+                continue
+            if lower == 0 and upper == end:
+                self._lasting.append(number)
+            else:
+                self._born.setdefault(lower, []).append(number)
+                self._dead.setdefault(upper, []).append(number)
+        self._instants = sorted(self._born.keys() | self._dead.keys())
+
+    def play_lasting(self) -> ReplayOutOfMemory | None:
+        """Hand out what lives over all instants; return what failed, or None."""
+        for number in self._lasting:
+            if failed := self._malloc(number, -1, 0, []):
+                return failed
+        return None
+
+    def play(self, number: int) -> ReplayOutOfMemory | None:
+        """Play one step; return what failed, or None."""
+        step = Iteration()
+        self.iterations.append(step)
+        for instant in self._instants:
+            for buffer in self._dead.get(instant, ()):
+                self.device.free(self._held.pop(buffer))
+                self.live -= self.requests.size_bytes[buffer]
+            allocated, reserved = self.device.allocated_bytes, self.device.reserved_bytes
+            for buffer in self._born.get(instant, ()):
+                if failed := self._malloc(buffer, number, instant, step.stops):
+                    return failed
+                allocated = max(allocated, self.device.allocated_bytes)
+                reserved = max(reserved, self.device.reserved_bytes)
+            step.instants.append(instant)
+            step.allocated_bytes.append(allocated)
+            step.reserved_bytes.append(reserved)
+        return None
+
+    def _malloc(self, buffer: int, iteration: int, instant: int, stops: list[DeviceStop]) -> ReplayOutOfMemory | None:
+        device, size = self.device, self.requests.size_bytes[buffer]
+        called, retried = len(device.calls), device.num_alloc_retries
+        try:
+            self._held[buffer] = device.malloc(size)
+        except OutOfDeviceMemory:
+            return ReplayOutOfMemory(
+                iteration=iteration,
+                instant=instant,
+                buffer=self.requests.ids[buffer],
+                requested_bytes=size,
+                allocated_bytes=device.allocated_bytes,
+                reserved_bytes=device.reserved_bytes,
+            )
+        self.live += size
+        self.live_peak = max(self.live_peak, self.live)
+        if calls := device.calls[called:]:
+            stops.append(
+                DeviceStop(
+                    instant=instant,
+                    buffer=self.requests.ids[buffer],
+                    calls=tuple(calls),
+                    seconds=self.costs.seconds(calls),
+                    reorganised=device.num_alloc_retries > retried,
+                )
+            )
+        return None
