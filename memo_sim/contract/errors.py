@@ -83,7 +83,14 @@ def did_you_mean(got: str, known: Iterable[str]) -> str | None:
     return f"did you mean {near[0]!r}?" if near else None
 
 
-EXTRAS = {"simpy": "sim", "mip": "sim", "matplotlib": "sim", "torch": "exec", "safetensors": "exec"}
+EXTRAS = {
+    "simpy": "sim",
+    "mip": "sim",
+    "matplotlib": "sim",
+    "ortools": "cp-sat",
+    "torch": "exec",
+    "safetensors": "exec",
+}
 """The extra that brings each package which not every installation needs."""
 
 

@@ -10,6 +10,7 @@ from memo_sim.contract.cluster import Cluster
 from memo_sim.contract.comparison import Comparison
 from memo_sim.contract.errors import UsageError, did_you_mean
 from memo_sim.contract.hardware import Hardware
+from memo_sim.contract.memory_report import MemoryReport
 from memo_sim.contract.model import Model
 from memo_sim.contract.placement import Placement
 from memo_sim.contract.plan import Plan
@@ -25,6 +26,7 @@ DOCUMENTS: dict[str, type[msgspec.Struct]] = {
     "plan": Plan,
     "requests": Requests,
     "placement": Placement,
+    "memory": MemoryReport,
     "trace": Trace,
     "result": Result,
     "validation": Validation,

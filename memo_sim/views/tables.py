@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from memo_sim.views.comparison_table import comparison_table
 from memo_sim.views.fit_table import fit_table
+from memo_sim.views.placement_table import placement_report
 from memo_sim.views.plan_table import infeasible_table, peak_table, ranked_table, result_table, stall_table
 from memo_sim.views.text_table import text_table
 from memo_sim.views.validation_table import summary_table, validation_table
@@ -13,6 +14,7 @@ __all__ = [
     "fit_table",
     "infeasible_table",
     "peak_table",
+    "placement_report",
     "ranked_table",
     "result_table",
     "stall_table",

@@ -17,6 +17,7 @@ from memo_sim.contract.hardware import (
     Quantity,
     Source,
 )
+from memo_sim.contract.memory_report import MemoryReport
 from memo_sim.contract.model import Model, RopeScaling
 from memo_sim.contract.placement import Placement
 from memo_sim.contract.plan import (
@@ -179,6 +180,30 @@ def placement() -> Placement:
     )
 
 
+def memory() -> MemoryReport:
+    return MemoryReport(
+        input="plan.json",
+        input_kind="plan",
+        notes=["the first of 2 roles, stage0"],
+        buffers=2,
+        alignment_bytes=512,
+        live_bytes=1512,
+        worst_instant=2,
+        worst_phase="m0/l0/layer.fwd",
+        live_by_class={"skeletal": 1000, "transient": 512},
+        peak_bytes=1536,
+        lower_bound_bytes=1536,
+        gap=0.0,
+        optimal=True,
+        solver="greedy",
+        elapsed_s=0.25,
+        bilevel_peak_bytes=1536,
+        capacity_bytes=2**30,
+        reserved_caching_bytes=2**21,
+        reorganisations=0,
+    )
+
+
 def trace() -> Trace:
     spans = Spans(
         ids=["m0/l0/fwd/qkv", "m0/l0/fwd/attn"],
@@ -262,6 +287,7 @@ _SAMPLES: dict[str, Callable[[], msgspec.Struct]] = {
     "plan": plan,
     "requests": requests,
     "placement": placement,
+    "memory": memory,
     "trace": trace,
     "result": result,
     "validation": validation,

@@ -1,0 +1,82 @@
+"""Reads requests from whatever holds them: a plan, requests, a CSV, an allocator's log, a PyTorch memory snapshot.
+
+What a file is shows in its content: a binary pickle, a JSON document (by its ``schema``), a table's header, a log's
+first word. Its name counts only for ``.toml``, which is read as the JSON it stands for.
+"""
+
+from __future__ import annotations
+
+import codecs
+
+from memo_sim.contract import codec
+from memo_sim.contract.diagnosis import explain_schema
+from memo_sim.contract.errors import BadInput, UsageError
+from memo_sim.contract.plan import Plan
+from memo_sim.contract.requests import Requests
+from memo_sim.memory.allocation_log import is_allocation_log, read_allocation_log
+from memo_sim.memory.plain_pickle import is_pickle
+from memo_sim.memory.request_table import is_request_table, read_request_table
+from memo_sim.memory.snapshot import read_snapshot
+from memo_sim.memory.source import Source, check_countable
+from memo_sim.program.lower import lower, program_sha256
+from memo_sim.program.requests import requests_of
+
+KINDS = (
+    "a memo.plan/1 or memo.requests/1 document, a CSV id,lower,upper,size, "
+    "a log of 'malloc ID SIZE' and 'free ID SIZE', or a PyTorch memory snapshot"
+)
+
+
+def read_requests(path: str, *, device: int | None = None) -> Source:
+    """Return the requests in a file; ``device`` chooses one of a snapshot's.
+
+    Raises:
+        BadInput: with file and line, path or event, when the file cannot be read, is of no known kind, or contradicts
+            itself.
+        UsageError: when a device is asked for and the file is no snapshot, or has none such.
+        Infeasible: when a plan's decisions do not divide its model or sequence.
+    """
+    source = _read(codec.read_raw(path), path, device)
+    check_countable(source.requests, path)
+    if device is not None and source.kind != "snapshot":
+        raise UsageError("only a snapshot has devices", where=path, got=f"--device {device}, a {source.kind}")
+    return source
+
+
+def _read(raw: bytes, where: str, device: int | None) -> Source:
+    if is_pickle(raw):
+        return read_snapshot(raw, where, device)
+    if raw.lstrip()[:1] == b"{":
+        return _read_document(raw, where)
+    try:
+        text = raw.removeprefix(codecs.BOM_UTF8).decode()
+    except UnicodeDecodeError as error:
+        raise BadInput("neither text nor a pickle", where=where, got=f"byte {error.start}", wanted=KINDS) from None
+    if not text.strip():
+        raise BadInput("the file is empty", where=where, wanted=KINDS)
+    if is_allocation_log(text):
+        return read_allocation_log(text, where)
+    if is_request_table(text):
+        return read_request_table(text, where)
+    first = next(line for line in text.splitlines() if line.strip())
+    raise BadInput("not a kind of requests", where=where, got=repr(first[:80]), wanted=KINDS)
+
+
+def _read_document(raw: bytes, where: str) -> Source:
+    schema = codec.schema_of(raw, where=where)
+    if schema == Requests.__struct_config__.tag:
+        return Source(codec.decode(raw, Requests, where=where), "requests")
+    if schema != Plan.__struct_config__.tag:
+        raise explain_schema(schema, [Plan, Requests], where)
+    plan = codec.decode(raw, Plan, where=where)
+    programs = lower(plan.decisions)
+    if plan.program_sha256 != (sha256 := program_sha256(programs)):
+        raise BadInput(
+            "the plan pins another program than its decisions lower to",
+            where=f"{where}: $.program_sha256",
+            got=plan.program_sha256[:12],
+            wanted=sha256[:12],
+            hint="the plan was edited, or made by another version: write it again with memo-sim what-if",
+        )
+    notes = [f"the first of {len(programs)} roles, {programs[0].role}"] if len(programs) > 1 else []
+    return Source(requests_of(programs[0]), "plan", notes)

@@ -1,0 +1,111 @@
+"""Requests from a CSV file with the columns ``id,lower,upper,size``, in any order, beside columns of the user's own.
+
+    id,lower,upper,size
+    qkv,0,3,1048576
+
+A buffer lives in [lower, upper). This is the format of google/minimalloc (its ``alignment`` column is obeyed; its
+``gaps``, ``hint`` and fixed ``offset`` columns are not, and a note says so); sizes and instants may be in any unit.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+
+from memo_sim.contract.errors import BadInput, did_you_mean
+from memo_sim.contract.requests import Requests
+from memo_sim.memory.source import Source
+
+COLUMNS = ("id", "lower", "upper", "size")
+ALIGNMENT = "alignment"
+NOT_OBEYED = ("gaps", "hint", "offset")
+MOST_DIGITS = 18
+
+
+def is_request_table(text: str) -> bool:
+    """Tell whether the first line that is not empty looks like a table's header."""
+    first = next((line for line in text.splitlines() if line.strip()), "")
+    cells = {cell.strip() for cell in first.split(",")}
+    return len(cells) > 1 and bool(cells & set(COLUMNS))
+
+
+def read_request_table(text: str, where: str) -> Source:
+    """Return the requests in a CSV, in the order of its rows, with the rows themselves.
+
+    Raises:
+        BadInput: with file and line, when a column is missing, a cell is no whole number, a row is shorter or longer
+            than the header, a life is never, or an id is used twice.
+    """
+    lines = _rows(text, where)
+    if not lines:
+        raise BadInput("the table is empty", where=where, wanted=f"a header {','.join(COLUMNS)} and rows")
+    line, header = lines[0]
+    at = _columns(header, f"{where}: line {line}")
+    ids: list[str] = []
+    lower, upper, size, alignments = [], [], [], [1]
+    first_line: dict[str, int] = {}
+    for line, row in lines[1:]:
+        here = f"{where}: line {line}"
+        if len(row) != len(header):
+            raise BadInput("a row of another length", where=here, got=f"{len(row)} cells", wanted=f"{len(header)}")
+        name = row[at["id"]].strip()
+        if name in first_line:
+            raise BadInput("an id is used twice", where=here, got=name, hint=f"line {first_line[name]} has it too")
+        first_line[name] = line
+        born, dead = (_number(row[at[c]], c, here) for c in ("lower", "upper"))
+        if born >= dead:
+            raise BadInput("a buffer that never lives", where=here, got=f"[{born}, {dead})", wanted="lower < upper")
+        ids.append(name)
+        lower.append(born)
+        upper.append(dead)
+        size.append(_number(row[at["size"]], "size", here))
+        if ALIGNMENT in at and row[at[ALIGNMENT]].strip():
+            alignments.append(max(1, _number(row[at[ALIGNMENT]], ALIGNMENT, here)))
+    requests = Requests(ids=ids, lower=lower, upper=upper, size_bytes=size, alignment_bytes=math.lcm(*set(alignments)))
+    return Source(requests, "csv", _notes(at, requests), header, [row for _, row in lines[1:]])
+
+
+def _rows(text: str, where: str) -> list[tuple[int, list[str]]]:
+    """Return (line, cells) of every line that is not empty."""
+    reader = csv.reader(io.StringIO(text, newline=""), strict=True)
+    try:
+        return [(reader.line_num, row) for row in reader if any(cell.strip() for cell in row)]
+    except csv.Error as error:
+        raise BadInput("not a CSV table", where=f"{where}: line {reader.line_num}", got=str(error)) from None
+
+
+def _columns(header: list[str], here: str) -> dict[str, int]:
+    """Return the index of every column by its name."""
+    names = [cell.strip() for cell in header]
+    for column in COLUMNS:
+        if column not in names:
+            raise BadInput(
+                "a column is missing",
+                where=here,
+                got=", ".join(names),
+                wanted=", ".join(COLUMNS),
+                hint=did_you_mean(column, names) or f"add a column {column!r}",
+            )
+    for name in (*COLUMNS, ALIGNMENT):
+        if names.count(name) > 1:
+            raise BadInput("a column is there twice", where=here, got=name)
+    return {name: index for index, name in enumerate(names)}
+
+
+def _number(cell: str, column: str, here: str) -> int:
+    """Return a cell's whole number, not below zero."""
+    digits = cell.strip()
+    if not (digits.isascii() and digits.isdigit() and len(digits) <= MOST_DIGITS):
+        wanted = f"a whole number from 0, at most {MOST_DIGITS} digits"
+        raise BadInput("not a number", where=f"{here}, column {column}", got=repr(cell), wanted=wanted)
+    return int(digits)
+
+
+def _notes(at: dict[str, int], requests: Requests) -> list[str]:
+    notes = [f"column {name!r} is kept, not obeyed" for name in NOT_OBEYED if name in at]
+    if requests.alignment_bytes > 1:
+        notes.append(
+            f"every offset is a multiple of {requests.alignment_bytes}, which all alignments of the file divide"
+        )
+    return notes

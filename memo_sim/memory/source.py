@@ -1,0 +1,40 @@
+"""A file's requests with what the file had besides: its own columns, and what was left out or assumed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from memo_sim.contract.errors import BadInput
+from memo_sim.contract.requests import Requests
+
+Kind = Literal["csv", "log", "snapshot", "requests", "plan"]
+
+MOST_BYTES = 2**62
+"""All sizes together stay below it, and all instants, so that no sum overflows 64 bits."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """Requests as read; ``header`` and ``rows`` are a CSV's own text, row by row in the order of the requests."""
+
+    requests: Requests
+    kind: Kind
+    notes: list[str] = field(default_factory=list)
+    header: list[str] = field(default_factory=list)
+    rows: list[list[str]] = field(default_factory=list)
+
+
+def check_countable(requests: Requests, where: str) -> None:
+    """Refuse requests that hold nothing, or numbers beyond what placements can be computed with.
+
+    Raises:
+        BadInput: with ``where``, the file.
+    """
+    if not requests.ids:
+        raise BadInput("no buffer is requested", where=where, wanted="at least one")
+    unit = requests.alignment_bytes
+    if sum(-(-size // unit) * unit for size in requests.size_bytes) >= MOST_BYTES:
+        raise BadInput("the sizes add up to more than can be placed", where=where, wanted=f"less than {MOST_BYTES}")
+    if (last := max(requests.upper)) >= MOST_BYTES:
+        raise BadInput("an instant is too late to count", where=where, got=last, wanted=f"less than {MOST_BYTES}")

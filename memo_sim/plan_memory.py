@@ -1,0 +1,204 @@
+"""Plans the memory of whatever requests it: a placement, the figures beside it, and the files they are written to."""
+
+from __future__ import annotations
+
+import csv
+import io
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from memo_sim.contract.codec import check_writable, encode, write_bytes
+from memo_sim.contract.errors import UsageError
+from memo_sim.contract.memory_report import MemoryReport
+from memo_sim.contract.placement import Placement
+from memo_sim.contract.requests import Requests
+from memo_sim.contract.units import format_bytes
+from memo_sim.memory.bilevel import plan_bilevel
+from memo_sim.memory.place import place
+from memo_sim.memory.portfolio import Portfolio, installed
+from memo_sim.memory.problem import Clock, problem_of
+from memo_sim.memory.read_requests import read_requests
+from memo_sim.memory.replay import Replay, replay
+from memo_sim.memory.source import Source
+from memo_sim.views.timeline import FORMATS
+
+TABLE, SNAPSHOTS, DOCUMENTS = (".csv",), (".pickle", ".pkl"), (".json",)
+OUTPUTS = (*DOCUMENTS, *TABLE, *SNAPSHOTS)
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """The requests as read, where they are placed, and what that amounts to."""
+
+    source: Source
+    placement: Placement
+    report: MemoryReport
+
+
+def plan_memory(
+    path: str,
+    *,
+    solver: str = "portfolio",
+    time_limit_s: float = 60.0,
+    device: int | None = None,
+    capacity_bytes: int | None = None,
+) -> MemoryPlan:
+    """Return the placement of the requests in a file, with its figures.
+
+    ``device`` chooses one of a snapshot's, ``capacity_bytes`` limits what the caching allocator may reserve.
+
+    Raises:
+        BadInput: when the file holds no requests that can be read.
+        UsageError: for an unknown solver, or a device that is not there.
+        CannotRun: when the solver's package is missing.
+    """
+    source = read_requests(path, device=device)
+    placement = place(source.requests, solver=solver, time_limit_s=time_limit_s)
+    bilevel, bilevel_notes = _bilevel_peak(
+        source.requests, placement, Clock(max(0.0, time_limit_s - placement.elapsed_s))
+    )
+    caching = replay(source.requests, capacity_bytes=capacity_bytes)
+    notes = [*source.notes, *bilevel_notes, *_caching_notes(caching)]
+    report = _report(path, source, placement)
+    report = msgspec.structs.replace(
+        report,
+        notes=notes,
+        bilevel_peak_bytes=bilevel,
+        capacity_bytes=capacity_bytes,
+        reserved_caching_bytes=None if caching.out_of_memory else caching.reserved_peak_bytes,
+        reorganisations=None if caching.out_of_memory else caching.steady.reorganisations,
+    )
+    return MemoryPlan(source, placement, report)
+
+
+def _bilevel_peak(requests: Requests, placement: Placement, clock: Clock) -> tuple[int | None, list[str]]:
+    """Return the arena in bytes when every phase is planned apart (None: no phases, or no time), and what to say."""
+    if not requests.phases:
+        return None, []
+    if placement.solver == "bilevel-mip":
+        return placement.arena_bytes, []
+    plan = plan_bilevel(requests, clock, Portfolio(["greedy"] if placement.solver == "greedy" else installed()))
+    if plan is None:
+        return None, ["the time limit left none for the bi-level plan: it is not known"]
+    return plan.peak * problem_of(requests).unit_bytes, []
+
+
+def _caching_notes(caching: Replay) -> list[str]:
+    """Say where the caching allocator runs out of memory."""
+    failed = caching.out_of_memory
+    if failed is None:
+        return []
+    asked = f"{failed.buffer} wants {format_bytes(failed.requested_bytes)} at instant {failed.instant}"
+    held = f"{format_bytes(failed.allocated_bytes)} of the {format_bytes(failed.reserved_bytes)} reserved are in use"
+    return [f"the caching allocator runs out of memory: {asked}, {held}"]
+
+
+def _report(path: str, source: Source, placement: Placement) -> MemoryReport:
+    requests = source.requests
+    instant, by_class = worst_instant(requests)
+    bound = placement.lower_bound_bytes
+    return MemoryReport(
+        input=path,
+        input_kind=source.kind,
+        buffers=len(requests.ids),
+        alignment_bytes=requests.alignment_bytes,
+        live_bytes=sum(by_class.values()),
+        worst_instant=instant,
+        worst_phase=next((p.name for p in requests.phases if p.lower <= instant < p.upper), ""),
+        live_by_class=by_class if requests.classes else {},
+        peak_bytes=placement.arena_bytes,
+        lower_bound_bytes=bound,
+        gap=placement.arena_bytes / bound - 1 if bound else 0.0,
+        optimal=placement.arena_bytes == bound,
+        solver=placement.solver,
+        elapsed_s=placement.elapsed_s,
+    )
+
+
+def worst_instant(requests: Requests) -> tuple[int, dict[str, int]]:
+    """Return the first instant at which most bytes live, and how many of each class (one class "" when unknown)."""
+    classes = requests.classes or [""] * len(requests.ids)
+    changes = sorted(
+        [(upper, -size) for upper, size in zip(requests.upper, requests.size_bytes, strict=True)]
+        + [(lower, size) for lower, size in zip(requests.lower, requests.size_bytes, strict=True)]
+    )
+    live = most = 0
+    worst = min(requests.lower)
+    for instant, change in changes:
+        live += change
+        if live > most:
+            most, worst = live, instant
+    by_class: dict[str, int] = {}
+    for lower, upper, size, name in zip(requests.lower, requests.upper, requests.size_bytes, classes, strict=True):
+        if lower <= worst < upper:
+            by_class[name] = by_class.get(name, 0) + size
+    return worst, by_class
+
+
+def check_outputs(output: Path | None, picture: Path | None) -> None:
+    """Refuse early what could not be written.
+
+    Raises:
+        UsageError: when a file's kind is unknown, it cannot be written there, or both are one file.
+    """
+    for path, kinds in ((output, OUTPUTS), (picture, FORMATS)):
+        if path is not None:
+            if path.suffix.lower() not in kinds:
+                raise UsageError("not a kind of file", got=str(path), wanted=", ".join(kinds))
+            check_writable(path)
+    if output is not None and picture is not None and output.resolve() == picture.resolve():
+        raise UsageError("two outputs would be one file", where=str(output), hint="name them apart")
+
+
+def write_files(plan: MemoryPlan, output: Path | None, picture: Path | None) -> None:
+    """Write the placement and its picture atomically, the picture first: a drawing that fails leaves nothing behind.
+
+    The placement's suffix decides: ``.json`` is memo.placement/1, ``.csv`` a table, ``.pickle`` for PyTorch's viewer.
+
+    Raises:
+        UsageError: when a file's kind is unknown or it cannot be written; what was there stays.
+        CannotRun: when a picture is asked for and matplotlib is missing.
+    """
+    check_outputs(output, picture)
+    if picture is not None:
+        from memo_sim.views.memory_map import draw_memory_map
+
+        title = f"{Path(plan.report.input).name}: {plan.report.buffers} buffers"
+        draw_memory_map(plan.placement, picture, title=title, phases=plan.source.requests.phases)
+    if output is not None:
+        write_bytes(output, _content(plan, output.suffix.lower()))
+
+
+def _content(plan: MemoryPlan, suffix: str) -> bytes:
+    if suffix in TABLE:
+        return placement_table(plan).encode()
+    if suffix in SNAPSHOTS:
+        from memo_sim.views.torch_snapshot import torch_snapshot
+
+        return torch_snapshot(plan.placement)
+    return encode(plan.placement)
+
+
+def placement_table(plan: MemoryPlan) -> str:
+    """Return a CSV: the input's columns and rows as they were and ``offset``; of other inputs id, life and size.
+
+    An ``offset`` column that the input has already is replaced.
+    """
+    placement, source = plan.placement, plan.source
+    offset_of = dict(zip(placement.ids, placement.offset_bytes, strict=True))
+    offsets = [offset_of[name] for name in source.requests.ids]
+    header = source.header or ["id", "lower", "upper", "size", *(["class"] if placement.classes else [])]
+    rows = source.rows or [list(row) for row in zip(*_columns(source.requests), strict=True)]
+    kept = [index for index, name in enumerate(header) if name.strip() != "offset"]
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow([*(header[i] for i in kept), "offset"])
+    writer.writerows([*(row[i] for i in kept), offset] for row, offset in zip(rows, offsets, strict=True))
+    return text.getvalue()
+
+
+def _columns(requests: Requests) -> list[list[str]]:
+    numbers = [[str(cell) for cell in column] for column in (requests.lower, requests.upper, requests.size_bytes)]
+    return [requests.ids, *numbers, *([requests.classes] if requests.classes else [])]

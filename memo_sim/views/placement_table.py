@@ -1,0 +1,67 @@
+"""A planned memory as text: live, reserved and planned bytes side by side, and what lives at the worst instant."""
+
+from __future__ import annotations
+
+from memo_sim.contract.memory_report import MemoryReport
+from memo_sim.contract.units import format_bytes, format_seconds
+from memo_sim.views.plan_table import peak_table
+from memo_sim.views.text_table import percent, text_table
+
+
+def placement_report(report: MemoryReport) -> str:
+    """Return the figures of ``report`` as a table, sentences on how good they are, and the worst instant's classes."""
+    blocks = [_figures(report), _verdict(report)]
+    if report.live_by_class:
+        where = f" ({report.worst_phase})" if report.worst_phase else ""
+        blocks.append(f"Most lives at instant {report.worst_instant}{where}:\n{peak_table(report.live_by_class)}")
+    blocks += [f"note: {note}" for note in report.notes]
+    return "\n\n".join(blocks[:3]) + "".join(f"\n{block}" for block in blocks[3:])
+
+
+def _figures(report: MemoryReport) -> str:
+    live = report.live_bytes
+    rows = [
+        ["live", _size(live), None, "what the buffers of the worst instant add up to"],
+        [
+            "caching",
+            _size(report.reserved_caching_bytes),
+            _above(report.reserved_caching_bytes, live),
+            _caching(report),
+        ],
+        [
+            "bi-level",
+            _size(report.bilevel_peak_bytes),
+            _above(report.bilevel_peak_bytes, live),
+            "every phase planned apart",
+        ],
+        ["planned", _size(report.peak_bytes), _above(report.peak_bytes, live), f"one arena, by {report.solver}"],
+    ]
+    shown = [row for row in rows if row[0] != "bi-level" or report.bilevel_peak_bytes is not None]
+    return text_table(["memory", "size", "above live", ""], shown, "lrrl")
+
+
+def _caching(report: MemoryReport) -> str:
+    limit = "" if report.capacity_bytes is None else f" of {format_bytes(report.capacity_bytes)}"
+    if report.reserved_caching_bytes is None:
+        return f"PyTorch's allocator runs out of memory{limit}"
+    count = report.reorganisations or 0
+    times = f"{count} reorganisation{'' if count == 1 else 's'} an iteration"
+    return f"what PyTorch's allocator reserves{limit}; {times}"
+
+
+def _verdict(report: MemoryReport) -> str:
+    buffers = f"{report.buffers} buffers placed in {format_seconds(report.elapsed_s)}"
+    if report.optimal:
+        return f"{buffers}: optimal, the arena is the lower bound."
+    gap = percent(report.gap, digits=2)
+    return f"{buffers}: {gap} above the lower bound {format_bytes(report.lower_bound_bytes)}, not proven optimal."
+
+
+def _size(size_bytes: int | None) -> str | None:
+    return None if size_bytes is None else format_bytes(size_bytes)
+
+
+def _above(size_bytes: int | None, live_bytes: int) -> str | None:
+    if size_bytes is None or not live_bytes:
+        return None
+    return percent(size_bytes / live_bytes - 1, signed=True)
