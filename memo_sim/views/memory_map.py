@@ -80,7 +80,7 @@ def _figure(placement: Placement, title: str, phases: Sequence[Phase]) -> Figure
     unit, scale = memory_unit(placement.arena_bytes)
     floor = _floor(placement, start, end) / scale
     bottom, top = 0.0, max(placement.arena_bytes / scale, 1e-9)
-    if floor > MOST_CONSTANT * top:
+    if MOST_CONSTANT * top < floor < top:
         bottom = max(0.0, floor - CONSTANT_SHOWN * (top - floor))
     highest = top + 0.07 * (top - bottom)
     ax.set_xlim(start, end)

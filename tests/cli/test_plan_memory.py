@@ -1,0 +1,195 @@
+"""``memo-sim plan-memory`` as scripts use it: documents, files, exit codes, and nothing half written."""
+
+from __future__ import annotations
+
+import csv
+import json
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from memo_sim.contract import codec
+from memo_sim.contract.catalog import load_model
+from memo_sim.contract.memory_report import MemoryReport
+from memo_sim.contract.placement import Placement
+from memo_sim.contract.plan import Decisions, Plan
+from memo_sim.memory.read_requests import read_requests
+from memo_sim.program.check_placement import check_placement
+from memo_sim.program.lower import lower, program_sha256
+
+TABLE = "note,id,lower,upper,size\n,b,2,4,300\nfirst,a,0,3,700\n,c,4,6,900\n"
+WITHOUT = "import sys; sys.modules[{name!r}] = None; sys.argv[0] = 'memo-sim'; from memo_sim.cli import main; main()"
+
+
+def plan_memory(*arguments: str, cwd: Path, code: str = "") -> subprocess.CompletedProcess[str]:
+    start = ["-c", code] if code else ["-m", "memo_sim"]
+    return subprocess.run(
+        [sys.executable, *start, "plan-memory", *arguments], capture_output=True, text=True, cwd=cwd, check=False
+    )
+
+
+def report_of(done: subprocess.CompletedProcess[str]) -> MemoryReport:
+    assert done.returncode == 0, done.stderr
+    return codec.decode(done.stdout.encode(), MemoryReport, where="standard output")
+
+
+@pytest.fixture
+def table(tmp_path: Path) -> Path:
+    (tmp_path / "t.csv").write_text(TABLE)
+    return tmp_path
+
+
+@pytest.fixture(scope="module")
+def plan(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    decisions = Decisions(model=load_model("gpt-tiny"), seq_tokens=1024, recompute="full")
+    folder = tmp_path_factory.mktemp("plan")
+    codec.write(folder / "plan.json", Plan(decisions=decisions, program_sha256=program_sha256(lower(decisions))))
+    return folder
+
+
+def test_json_is_one_document_with_every_figure(plan: Path) -> None:
+    report = report_of(plan_memory("plan.json", "--json", cwd=plan))
+    requests = read_requests(str(plan / "plan.json")).requests
+    assert report.input_kind == "plan"
+    assert report.buffers == len(requests.ids)
+    assert report.peak_bytes == report.lower_bound_bytes
+    assert (report.gap, report.optimal) == (0.0, True)
+    assert sum(report.live_by_class.values()) == report.live_bytes <= report.lower_bound_bytes
+    assert report.bilevel_peak_bytes is not None
+    assert report.bilevel_peak_bytes >= report.lower_bound_bytes
+    assert report.reserved_caching_bytes is not None
+    assert report.reserved_caching_bytes >= report.lower_bound_bytes
+    assert report.reorganisations == 0
+    assert report.worst_phase in {p.name for p in requests.phases}
+    rows = zip(requests.lower, requests.upper, requests.size_bytes, strict=True)
+    assert sum(s for low, up, s in rows if low <= report.worst_instant < up) == report.live_bytes
+
+
+def test_text_shows_the_three_numbers_and_the_worst_instant(plan: Path) -> None:
+    done = plan_memory("plan.json", cwd=plan)
+    assert done.returncode == 0, done.stderr
+    for word in ("live", "caching", "planned", "bi-level", "reorganisations", "Most lives at instant", "state"):
+        assert word in done.stdout
+    assert done.stderr == ""
+
+
+def test_a_csv_gets_its_own_columns_back_with_offsets(table: Path) -> None:
+    done = plan_memory("t.csv", "-o", "out.csv", "--json", cwd=table)
+    report = report_of(done)
+    assert report.bilevel_peak_bytes is None  # a table has no phases
+    assert report.peak_bytes == report.lower_bound_bytes == 1000
+    with (table / "out.csv").open(newline="") as file:
+        rows = list(csv.reader(file))
+    assert rows[0] == ["note", "id", "lower", "upper", "size", "offset"]
+    assert [row[:5] for row in rows[1:]] == [line.split(",") for line in TABLE.splitlines()[1:]]
+    offsets = {row[1]: int(row[5]) for row in rows[1:]}
+    assert sorted([offsets["a"], offsets["b"]]) in ([0, 300], [0, 700])
+    again = plan_memory("out.csv", "-o", "out.csv", cwd=table)
+    assert again.returncode == 0
+    assert "'offset' is kept, not obeyed" in again.stdout
+    assert (table / "out.csv").read_text().splitlines()[0] == "note,id,lower,upper,size,offset"
+
+
+def test_a_written_placement_passes_the_checker(plan: Path, tmp_path: Path) -> None:
+    target, picture = tmp_path / "p.json", tmp_path / "m.png"
+    done = plan_memory("plan.json", "-o", str(target), "--plot", str(picture), cwd=plan)
+    assert done.returncode == 0, done.stderr
+    placement = codec.read(target, Placement)
+    assert check_placement(placement, read_requests(str(plan / "plan.json")).requests) == []
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_snapshot_is_written_and_planned_again(plan: Path, tmp_path: Path) -> None:
+    assert plan_memory("plan.json", "-o", str(tmp_path / "s.pickle"), cwd=plan).returncode == 0
+    first, second = (
+        report_of(plan_memory(str(path), "--json", cwd=tmp_path))
+        for path in (plan / "plan.json", tmp_path / "s.pickle")
+    )
+    assert second.input_kind == "snapshot"
+    assert (second.live_bytes, second.peak_bytes) == (first.live_bytes, first.peak_bytes)
+    assert (second.worst_instant, second.live_by_class) == (first.worst_instant, first.live_by_class)
+
+
+def test_a_log_is_planned(tmp_path: Path) -> None:
+    (tmp_path / "log").write_text("malloc a 600\nmalloc b 400\nfree a 600\nmalloc c 600\n")
+    report = report_of(plan_memory("log", "--solver", "greedy", "--json", cwd=tmp_path))
+    assert (report.input_kind, report.peak_bytes, report.solver) == ("log", 1000, "greedy")
+
+
+def test_a_caching_allocator_without_room_is_said(plan: Path) -> None:
+    done = plan_memory("plan.json", "--device-memory-gib", "0.001", "--json", cwd=plan)
+    report = report_of(done)
+    assert report.reserved_caching_bytes is None
+    assert report.reorganisations is None
+    assert report.capacity_bytes == int(0.001 * 2**30)
+    assert any("runs out of memory" in note for note in report.notes)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "says"),
+    [
+        (["missing.csv"], 3, "no such file"),
+        (["."], 3, "directory"),
+        (["t.csv", "--solver", "best"], 2, "portfolio"),
+        (["t.csv", "--time-limit", "0"], 2, "time-limit"),
+        (["t.csv", "--time-limit", "nan"], 2, "time-limit"),
+        (["t.csv", "--device", "0"], 2, "only a snapshot"),
+        (["t.csv", "-o", "x.txt"], 2, "kind of file"),
+        (["t.csv", "-o", "no/such/x.json"], 2, "no such folder"),
+        (["t.csv", "--plot", "x.jpg"], 2, "kind of file"),
+        (["t.csv", "--solver", "bilevel-mip"], 3, "phases"),
+        ([], 2, "INPUT"),
+    ],
+)
+def test_wrong_usage_is_one_clear_message(table: Path, arguments: list[str], code: int, says: str) -> None:
+    done = plan_memory(*arguments, cwd=table)
+    assert done.returncode == code
+    assert says in done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.stdout == ""
+    assert [p.name for p in table.iterdir()] == ["t.csv"]
+
+
+def test_bad_input_leaves_what_was_there(table: Path) -> None:
+    (table / "bad.csv").write_text("id,lower,upper,size\na,3,1,5\n")
+    (table / "out.json").write_text("old")
+    done = plan_memory("bad.csv", "-o", "out.json", cwd=table)
+    assert done.returncode == 3
+    assert "bad.csv: line 2" in done.stderr
+    assert (table / "out.json").read_text() == "old"
+
+
+def dissection() -> list[tuple[int, int, int]]:
+    """Return (lower, upper, size) of a rectangle cut without waste: no greedy order fits it together again."""
+    draw = random.Random(7)
+    pieces = [(0, 1000, 1000)]
+    while len(pieces) < 60:
+        lower, upper, size = pieces.pop(
+            max(range(len(pieces)), key=lambda i: (pieces[i][1] - pieces[i][0]) * pieces[i][2])
+        )
+        share = draw.uniform(0.3, 0.7)
+        if draw.random() < 0.5:
+            middle = lower + int((upper - lower) * share)
+            pieces += [(lower, middle, size), (middle, upper, size)]
+        else:
+            pieces += [(lower, upper, int(size * share)), (lower, upper, size - int(size * share))]
+    return pieces
+
+
+@pytest.mark.parametrize(("solver", "package", "extra"), [("mip", "mip", "sim"), ("cp-sat", "ortools", "cp-sat")])
+def test_a_missing_solver_is_named_with_its_extra(tmp_path: Path, solver: str, package: str, extra: str) -> None:
+    rows = [f"{i},{lower},{upper},{size}" for i, (lower, upper, size) in enumerate(dissection())]
+    (tmp_path / "t.csv").write_text("\n".join(["id,lower,upper,size", *rows]))
+    done = plan_memory("t.csv", "--solver", solver, cwd=tmp_path, code=WITHOUT.format(name=package))
+    assert done.returncode == 6, (done.stdout, done.stderr)
+    assert f"memo[{extra}]" in done.stderr
+
+
+def test_the_document_is_described() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "memo_sim", "schema", "memory"], capture_output=True, text=True, check=False
+    )
+    assert "reserved_caching_bytes" in json.dumps(json.loads(done.stdout))

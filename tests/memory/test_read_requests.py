@@ -1,0 +1,154 @@
+"""Requests are read from every kind of file, by content; what is malformed is named with its place."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from memo_sim.contract import codec
+from memo_sim.contract.catalog import load_model
+from memo_sim.contract.errors import BadInput, UsageError
+from memo_sim.contract.plan import Decisions, Plan
+from memo_sim.contract.requests import Requests
+from memo_sim.memory.allocation_log import read_allocation_log
+from memo_sim.memory.read_requests import read_requests
+from memo_sim.program.lower import lower, program_sha256
+from memo_sim.program.requests import requests_of
+
+LOG = "malloc a 100\nmalloc b 20\nfree a 100\n\n# again\nmalloc a 7\nfree b 20\nmalloc c 1\n"
+TABLE = "name,size,id,lower,upper\nfirst,100,a,0,2\n,20,b,1,4\n"
+
+
+def written(folder: Path, content: str | bytes, name: str = "input") -> str:
+    path = folder / name
+    path.write_bytes(content.encode() if isinstance(content, str) else content)
+    return str(path)
+
+
+def test_a_table_keeps_its_rows_and_own_columns(tmp_path: Path) -> None:
+    source = read_requests(written(tmp_path, TABLE))
+    assert source.kind == "csv"
+    assert source.requests == Requests(ids=["a", "b"], lower=[0, 1], upper=[2, 4], size_bytes=[100, 20])
+    assert source.header == ["name", "size", "id", "lower", "upper"]
+    assert source.rows == [["first", "100", "a", "0", "2"], ["", "20", "b", "1", "4"]]
+
+
+def test_alignments_of_a_table_are_obeyed_and_fixed_offsets_are_not(tmp_path: Path) -> None:
+    source = read_requests(
+        written(tmp_path, "id,lower,upper,size,alignment,offset\na,0,1,5,4,0\nb,0,1,5,6,9\nc,0,1,5,,\n")
+    )
+    assert source.requests.alignment_bytes == 12
+    assert any("'offset' is kept, not obeyed" in note for note in source.notes)
+
+
+def test_a_log_counts_lines_and_names_second_lives(tmp_path: Path) -> None:
+    source = read_requests(written(tmp_path, LOG))
+    requests = source.requests
+    assert source.kind == "log"
+    assert requests.ids == ["a", "b", "a#2", "c"]
+    assert requests.lower == [0, 1, 3, 5]
+    assert requests.upper == [2, 4, 6, 6]  # two are never freed: they live to the end
+    assert requests.size_bytes == [100, 20, 7, 1]
+    assert source.notes == ["2 of 4 buffers are never freed: they live to the end"]
+
+
+def test_a_second_life_does_not_take_anothers_name() -> None:
+    log = "malloc a#2 1\nmalloc a 1\nfree a 1\nmalloc a 1\n"
+    assert read_allocation_log(log, "log").requests.ids == ["a#2", "a", "a#2'"]
+
+
+@given(st.lists(st.tuples(st.booleans(), st.integers(0, 3), st.integers(0, 9)), max_size=40))
+def test_a_logs_live_bytes_are_its_own_at_every_line(wishes: list[tuple[bool, int, int]]) -> None:
+    """Against a plain walk of the log: what lives after each line is the same set of sizes."""
+    live: dict[str, int] = {}
+    lines, after = [], []
+    for wants_malloc, name, size in wishes:
+        key = f"t{name}"
+        if wants_malloc and key not in live:
+            live[key] = size
+            lines.append(f"malloc {key} {size}")
+        elif not wants_malloc and key in live:
+            lines.append(f"free {key} {live.pop(key)}")
+        else:
+            continue
+        after.append(sorted(live.values()))
+    requests = read_allocation_log("\n".join(lines), "log").requests
+    rows = list(zip(requests.lower, requests.upper, requests.size_bytes, strict=True))
+    assert [sorted(s for low, up, s in rows if low <= t < up) for t in range(len(after))] == after
+
+
+@pytest.mark.parametrize(
+    ("content", "says", "where"),
+    [
+        ("", "empty", ""),
+        ("\n \n", "empty", ""),
+        ("what is this", "not a kind of requests", ""),
+        (b"\xff\xfe\x00", "neither text nor a pickle", ""),
+        ("malloc a 1\nfree b 1\n", "not live", "line 2"),
+        ("malloc a 1\nfree a 1\nfree a 1\n", "freed before", "line 3"),
+        ("malloc a 1\n\nfree a 2\n", "another size", "line 3"),
+        ("malloc a 1\nmalloc a 1\n", "malloced again", "line 2"),
+        ("malloc a 1\nrealloc a 2\n", "neither a malloc nor a free", "line 2"),
+        ("malloc a -1\n", "neither a malloc nor a free", "line 1"),
+        ("malloc a 1e3\n", "neither a malloc nor a free", "line 1"),
+        ("id,lower,upper\na,0,1\n", "column is missing", "line 1"),
+        ("id,lower,uper,size\na,0,1,1\n", "did you mean 'uper'", "line 1"),
+        ("id,lower,upper,size,size\na,0,1,1,1\n", "twice", "line 1"),
+        ("id,lower,upper,size\na,0,1\n", "another length", "line 2"),
+        ("id,lower,upper,size\na,0,1,1\n\na,1,2,1\n", "id is used twice", "line 4"),
+        ("id,lower,upper,size\na,2,2,1\n", "never lives", "line 2"),
+        ("id,lower,upper,size\na,0,1,many\n", "not a number", "line 2, column size"),
+        ("id,lower,upper,size\na,-1,1,1\n", "not a number", "line 2, column lower"),
+        ("id,lower,upper,size\na,0,1.5,1\n", "not a number", "line 2, column upper"),
+        ('id,lower,upper,size\n"a,0,1,1\n', "not a CSV table", "line 2"),
+        ("id,lower,upper,size\n", "no buffer", ""),
+        (f"id,lower,upper,size\n{'9' * 19},0,1,{'9' * 19}\n", "not a number", "line 2"),
+        ("\n".join(["id,lower,upper,size", *(f"{i},0,1,{10**18 - 1}" for i in range(5))]), "add up to more", ""),
+        ("{", "ends too early", ""),
+        ("{}", "does not say what it is", "$.schema"),
+        ('{"schema": "memo.trace/1"}', "another kind of document", "$.schema"),
+        ('{"schema": "memo.requests/1", "ids": ["a"], "lower": [1], "upper": [1], "size_bytes": [1]}', "never", "$"),
+        (
+            '{"schema": "memo.requests/1", "ids": ["a"], "lower": [0], "upper": [1], "size_bytes": [-1]}',
+            "-1",
+            "size_bytes",
+        ),
+        ('{"schema": "memo.requests/1", "ids": [], "lower": [], "upper": [], "size_bytes": []}', "no buffer", ""),
+    ],
+)
+def test_malformed_input_is_named_with_its_place(tmp_path: Path, content: str | bytes, says: str, where: str) -> None:
+    path = written(tmp_path, content)
+    with pytest.raises(BadInput) as error:
+        read_requests(path)
+    assert says in str(error.value)
+    assert path in str(error.value.where)
+    assert where in str(error.value.where)
+
+
+def test_documents_are_told_apart_by_their_schema(tmp_path: Path) -> None:
+    decisions = Decisions(model=load_model("gpt-tiny"), seq_tokens=1024)
+    programs = lower(decisions)
+    plan = Plan(decisions=decisions, program_sha256=program_sha256(programs))
+    requests = requests_of(programs[0])
+    for document, kind in ((plan, "plan"), (requests, "requests")):
+        source = read_requests(written(tmp_path, codec.encode(document), "misnamed.csv"))
+        assert (source.kind, source.requests) == (kind, requests)
+
+
+def test_a_plan_that_pins_another_program_is_refused(tmp_path: Path) -> None:
+    decisions = Decisions(model=load_model("gpt-tiny"), seq_tokens=1024)
+    plan = Plan(decisions=decisions, program_sha256=program_sha256(lower(decisions)))
+    edited = msgspec.structs.replace(plan, decisions=msgspec.structs.replace(decisions, recompute="full"))
+    with pytest.raises(BadInput, match="pins another program"):
+        read_requests(written(tmp_path, codec.encode(edited)))
+
+
+def test_only_a_snapshot_has_devices(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="only a snapshot"):
+        read_requests(written(tmp_path, TABLE), device=0)
+    with pytest.raises(BadInput, match="no such file"):
+        read_requests(str(tmp_path / "missing"))

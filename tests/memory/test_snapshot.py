@@ -1,0 +1,153 @@
+"""PyTorch snapshots are read as data; lives follow their events, and nothing in them runs."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from memo_sim.contract.errors import BadInput, UsageError
+from memo_sim.memory.plain_pickle import load_plain
+from memo_sim.memory.snapshot import read_snapshot
+
+
+def event(action: str, addr: int, size: int, **more: Any) -> dict[str, Any]:
+    return {"action": action, "addr": addr, "size": size, "stream": 0, "frames": [], **more}
+
+
+def freed(addr: int, size: int, **more: Any) -> list[dict[str, Any]]:
+    return [event("free_requested", addr, size, **more), event("free_completed", addr, size, **more)]
+
+
+def snapshot(*traces: list[dict[str, Any]], segments: list[dict[str, Any]] | None = None) -> bytes:
+    return pickle.dumps({"segments": segments or [], "device_traces": list(traces), "allocator_settings": {}})
+
+
+def lives(raw: bytes, device: int | None = None) -> list[tuple[int, int, int]]:
+    requests = read_snapshot(raw, "snap", device).requests
+    return list(zip(requests.lower, requests.upper, requests.size_bytes, strict=True))
+
+
+def test_completed_frees_close_lives_and_sizes_are_what_was_asked_for() -> None:
+    trace = [
+        event("segment_alloc", 0x1000, 2 << 20),
+        event("alloc", 0x1000, 700),
+        event("free_requested", 0x1000, 700),  # still waits for another stream
+        event("alloc", 0x1400, 512),
+        event("free_completed", 0x1000, 700),
+        event("alloc", 0x1000, 100),
+        event("snapshot", 0, 0),
+    ]
+    assert lives(snapshot(trace)) == [(0, 2, 700), (1, 4, 512), (3, 4, 100)]
+    requests = read_snapshot(snapshot(trace), "snap").requests
+    assert requests.alignment_bytes == 512
+    assert len(set(requests.ids)) == 3
+
+
+def test_names_come_from_the_innermost_frame_outside_of_torch() -> None:
+    frames = [
+        {"filename": "??", "line": 0, "name": "c10::alloc"},
+        {"filename": "/x/torch/nn/modules/linear.py", "line": 9, "name": "forward"},
+        {"filename": "/x/model.py", "line": 57, "name": "block"},
+    ]
+    trace = [event("alloc", 0x1000, 1, frames=frames), event("alloc", 0x1200, 1, frames=frames[:2])]
+    assert read_snapshot(snapshot(trace), "snap").requests.ids == ["b0 model.py:57:block", "b1 linear.py:9:forward"]
+
+
+def test_what_is_older_than_the_record_lives_from_its_start() -> None:
+    blocks = [
+        {"size": 1024, "requested_size": 1000, "state": "active_allocated", "frames": []},
+        {"size": 512, "requested_size": 0, "state": "inactive", "frames": []},
+        {"size": 512, "requested_size": 9, "state": "active_allocated", "frames": []},
+    ]
+    segment = {"device": 0, "address": 0x1000, "total_size": 2048, "stream": 0, "blocks": blocks}
+    trace = [event("alloc", 0x1600, 9), *freed(0x9000, 77), event("alloc", 0x9000, 5)]
+    source = read_snapshot(snapshot(trace, segments=[segment]), "snap")
+    requests = source.requests
+    rows = sorted(zip(requests.lower, requests.upper, requests.size_bytes, strict=True))
+    assert rows == [(0, 1, 77), (0, 3, 9), (0, 3, 1000), (2, 3, 5)]
+    assert any("2 buffers are older than the record" in note for note in source.notes)
+
+
+def test_the_fullest_device_and_pool_is_read_and_the_others_are_named() -> None:
+    small = [event("alloc", 0x1000, 10)]
+    large = [event("alloc", 0x1000, 500), event("alloc", 0x8000, 40, pool_id=(0, 1)), *freed(0x1000, 500)]
+    source = read_snapshot(snapshot(small, large), "snap")
+    assert source.requests.name == "device 1"
+    assert source.requests.size_bytes == [500]
+    assert any("left out: device 0 (1 buffers), device 1 pool (0, 1) (1 buffers)" in note for note in source.notes)
+    assert lives(snapshot(small, large), device=0) == [(0, 1, 10)]
+    with pytest.raises(UsageError, match="no history of this device"):
+        read_snapshot(snapshot(small, large), "snap", 2)
+
+
+def test_streams_that_share_the_arena_are_said() -> None:
+    trace = [event("alloc", 0x1000, 1), event("alloc", 0x2000, 1, stream=7)]
+    assert any("2 streams share" in note for note in read_snapshot(snapshot(trace), "snap").notes)
+
+
+@pytest.mark.parametrize(
+    ("raw", "says", "where"),
+    [
+        (pickle.dumps([1, 2]), "not a memory snapshot", "snap"),
+        (pickle.dumps({"device_traces": 3}), "not a memory snapshot", "snap"),
+        (snapshot(), "no history", "device_traces"),
+        (snapshot([event("segment_alloc", 0, 1)]), "no history", "device_traces"),
+        (pickle.dumps({"device_traces": [{}]}), "not a list of events", "device_traces[0]"),
+        (snapshot([3]), "not an event", "device_traces[0][0]"),  # type: ignore[list-item]
+        (snapshot([event("alloc", 1, 1), {"action": "alloc", "addr": 4}]), "whole number", "device_traces[0][1].size"),
+        (snapshot([event("alloc", 1, -1)]), "whole number", "device_traces[0][0].size"),
+        (snapshot([event("alloc", 1, 1.5)]), "whole number", "size"),  # type: ignore[arg-type]
+        (snapshot([event("alloc", 1, 2**70)]), "whole number", "size"),
+        (snapshot([event("alloc", 1, 1, pool_id="x")]), "not a memory pool", "pool_id"),
+        (snapshot([event("alloc", 1, 1), event("alloc", 1, 1)]), "allocated twice", "device_traces[0][1]"),
+        (snapshot([event("alloc", 1, 1), *freed(1, 1), *freed(1, 1)]), "freed twice", "device_traces[0][4]"),
+        (snapshot([event("alloc", 1, 1)], segments=[{"device": 0}]), "not a segment", "segments[0]"),
+        (snapshot([event("alloc", 1, 1)])[:-9], "not a pickle of plain data", "snap"),
+        (b"\x80\x04garbage", "not a pickle of plain data", "snap"),
+        (b"\x80\x04.", "not a pickle of plain data", "snap"),
+    ],
+)
+def test_what_contradicts_itself_is_refused_with_its_place(raw: bytes, says: str, where: str) -> None:
+    with pytest.raises(BadInput) as error:
+        read_snapshot(raw, "snap")
+    assert says in str(error.value)
+    assert where in str(error.value.where)
+
+
+class Touch:
+    """What a hostile pickle is made of: unpickled plainly, it calls whatever it likes."""
+
+    def __init__(self, function: Callable[..., Any], *arguments: Any) -> None:
+        self.call = (function, arguments)
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return self.call
+
+
+@pytest.mark.parametrize("protocol", range(2, pickle.HIGHEST_PROTOCOL + 1))
+def test_code_in_a_pickle_never_runs(tmp_path: Path, protocol: int) -> None:
+    target = tmp_path / "made"
+    raw = pickle.dumps({"device_traces": [[Touch(os.mkdir, str(target))]]}, protocol)
+    with pytest.raises(BadInput, match=r"it names .*mkdir"):
+        load_plain(raw, "snap")
+    assert not target.exists()
+    pickle.loads(raw)  # the same bytes do run where nothing refuses them
+    assert target.exists()
+
+
+def test_references_and_classes_are_refused() -> None:
+    for raw in (
+        b"\x80\x04\x8c\x01xQ.",
+        pickle.dumps(Path("x")),
+        pickle.dumps({1: complex(1, 2)}),
+        pickle.dumps(range(3)),
+    ):
+        with pytest.raises(BadInput, match="plain data"):
+            load_plain(raw, "snap")
+    plain = {"a": [1, 2.5, True, None, b"x", "y"], "b": ({1, 2}, (3,)), "big": 2**80}
+    assert load_plain(pickle.dumps(plain), "snap") == plain
