@@ -9,17 +9,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+import msgspec
+
 from memo_sim.cases import Case, CaseQuestion
 from memo_sim.contract.catalog import list_models, load_cluster, load_model
 from memo_sim.contract.errors import BadInput, Infeasible, OutOfTolerance, UsageError
 from memo_sim.contract.hardware import Hardware
 from memo_sim.contract.model import Model
-from memo_sim.contract.plan import Layout
+from memo_sim.contract.plan import Layout, Prediction
 from memo_sim.contract.units import GIB
 from memo_sim.contract.validation import CaseError, CasePrediction, CaseReport, Expectation, Validation
 from memo_sim.planning.presets import SYSTEMS
 from memo_sim.planning.question import Pins, Question
-from memo_sim.planning.search import search
+from memo_sim.planning.search import Evaluated, play, search
 from memo_sim.views.accuracy import QUANTITIES, summarise
 
 
@@ -61,11 +63,10 @@ def predict(
         if change:
             question = replace(question, hardware=change(question.hardware))
         _check_precision(asked, question)
-        found = search(question)
+        outcome = _evaluate(asked, question)
     except (Infeasible, UsageError, BadInput) as error:
         return CasePrediction(status="invalid", reason=str(error).replace("\n ", ";")), frozenset()
     fitted = frozenset(name for s in question.hardware.sources.values() for name in s.cases)
-    outcome = found.ranked[0]
     prediction = outcome.prediction
     if reason := _overlap_refused(asked, outcome.decisions.layout):
         return CasePrediction(status="invalid", reason=reason), frozenset()
@@ -77,6 +78,7 @@ def predict(
             tgs=prediction.tgs,
             step_ms=prediction.step_s * 1e3 if prediction.step_s is not None else None,
             allocated_gib=prediction.peak_device_bytes / GIB if prediction.status == "ok" else None,
+            reserved_gib=_reserved_gib(prediction),
             alpha=outcome.decisions.alpha,
             layout=outcome.decisions.layout,
             outside_calibration=prediction.outside_calibration,
@@ -85,10 +87,32 @@ def predict(
     )
 
 
+def _evaluate(asked: CaseQuestion, question: Question) -> Evaluated:
+    """Return the best plan; where the row plans no memory, of the same plans played with the caching allocator."""
+    ranked = search(question).ranked
+    if asked.words.get("memory_plan") == "no":
+        ranked = [_with_caching(outcome, question) for outcome in ranked]
+    return min(ranked, key=lambda outcome: outcome.rank_key)
+
+
+def _with_caching(outcome: Evaluated, question: Question) -> Evaluated:
+    """Return ``outcome`` with its memory from the caching allocator; what could not be evaluated stays that."""
+    if outcome.prediction.status == "invalid":
+        return outcome
+    decisions = msgspec.structs.replace(outcome.decisions, memory_policy="caching")
+    return replace(outcome, decisions=decisions, prediction=play(question, decisions).prediction)
+
+
+def _reserved_gib(prediction: Prediction) -> float | None:
+    """Return what the caching allocator reserves of a plan that fits; None where memory is planned."""
+    if prediction.status != "ok" or prediction.reserved_bytes is None:
+        return None
+    return prediction.reserved_bytes / GIB
+
+
 _UNBUILT = (
     ("attention", "plain", "attention without flash kernels is not built yet"),
     ("recompute", "selective", "selective recompute is not built yet"),
-    ("memory_plan", "no", "PyTorch's caching allocator is not modelled yet"),
 )
 """Words of a case file that this version reads and cannot evaluate."""
 

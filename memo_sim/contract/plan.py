@@ -125,6 +125,10 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     tgs: float | None = None
     peak_device_bytes: Bytes = 0
     peak_by_class: dict[str, Bytes] = {}
+    reserved_bytes: Bytes | None = None
+    """Most that PyTorch's caching allocator reserves; null where it runs out, or memory is planned."""
+    reorganisations: int = 0
+    """Times in a step that the allocator gives back all it has cached, and asks the device again."""
     peak_host_bytes_per_node: Bytes = 0
     moved_bytes: MovedBytes = MovedBytes()
     lanes: dict[str, Seconds] = {}

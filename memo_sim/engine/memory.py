@@ -1,9 +1,10 @@
 """Device and host memory of a program: what it needs, whether that fits, and by class over time.
 
 What is needed follows from program order alone, so it is known before anything is played: the device needs the
-program's peak beside the profile's reserve; a node's host memory serves all of its local ranks, in plain bytes (one
-registered slab) or in pinned blocks rounded up to powers of two, as PyTorch's pinned allocator makes them: one block
-for a layer's activations, and one for each of its small statistics tensors (log-sum-exp, the norms' statistics).
+program's peak beside the profile's reserve (and, with the caching policy, what PyTorch's allocator reserves for it); a
+node's host memory serves all of its local ranks, in plain bytes (one registered slab) or in pinned blocks rounded up to
+powers of two, as PyTorch's pinned allocator makes them: one block for a layer's activations, and one for each of its
+small statistics tensors (log-sum-exp, the norms' statistics).
 
       320k tokens, 7B, TP4 CP2, alpha .75: 30 layers x 3.91 GiB x 8 ranks = 937 GiB exact, 30 x 4 x 8 = 960 GiB rounded
 """
@@ -21,6 +22,7 @@ from memo_sim.contract.hardware import Hardware
 from memo_sim.contract.plan import Decisions
 from memo_sim.contract.trace import MemoryCurve
 from memo_sim.contract.units import format_bytes
+from memo_sim.engine.caching import CachingMemory, caching_memory
 from memo_sim.engine.playback import Playback
 from memo_sim.program.columns import Columns, Ints
 from memo_sim.program.instruction import BufferClass, Lane
@@ -38,7 +40,10 @@ class OutOfMemory:
     instruction: int
     id: str
     live: dict[str, int]
-    """Bytes by class at that instruction: of one device with its reserve, or of one node's host memory."""
+    """Bytes by class at that instruction: of one device with its reserve, or of one node's host memory.
+
+    Where the caching allocator fails, what it holds instead: allocated, requested, and free but not given back.
+    """
     capacity_bytes: int
     shortfall_bytes: int
 
@@ -66,6 +71,8 @@ class Memory:
     device_capacity_bytes: int
     host_capacity_bytes: int
     local_ranks: int
+    caching: CachingMemory | None = None
+    """What the caching allocator makes of it; None where memory is planned."""
 
     @cached_property
     def device_curves(self) -> dict[str, Ints]:
@@ -110,6 +117,16 @@ class Memory:
             at, live = _first_above(self.device_curves, room)
             live["reserve"] = self.reserve_bytes
             missing = self.device_total_bytes - self.device_capacity_bytes
+            return OutOfMemory("gpu_oom", at, self.program_id(at), live, self.device_capacity_bytes, missing)
+        if self.caching is not None and (failed := self.caching.replay.out_of_memory):
+            live = {
+                "allocated": failed.allocated_bytes,
+                "requested": failed.segment_bytes,
+                "reserved but unallocated": failed.reserved_bytes - failed.allocated_bytes,
+                "reserve": self.reserve_bytes,
+            }
+            missing = sum(live.values()) - self.device_capacity_bytes
+            at = failed.instant
             return OutOfMemory("gpu_oom", at, self.program_id(at), live, self.device_capacity_bytes, missing)
         if self.host_per_node_bytes > self.host_capacity_bytes:
             at, mine = _first_above(self.host_curves, self.host_capacity_bytes // self.local_ranks)
@@ -160,6 +177,7 @@ def memory_of(program: Program, columns: Columns, decisions: Decisions, hardware
         if family.buffer_class is BufferClass.INPUT and family.lifetime == "step" and family.count:
             sizes[base] += (decisions.micro_batches - program.micro_batches) * family.bytes
     lives = replace(lives, bytes=sizes)
+    caching = decisions.memory_policy == "caching"
     host_memory = cluster.host_memory_bytes or hardware.host_memory_bytes
     return Memory(
         program=program,
@@ -169,6 +187,7 @@ def memory_of(program: Program, columns: Columns, decisions: Decisions, hardware
         device_capacity_bytes=int(hardware.device_memory_bytes.value),
         host_capacity_bytes=int(host_memory.value),
         local_ranks=min(cluster.devices_per_node, decisions.layout.devices),
+        caching=caching_memory(program, columns, lives, hardware) if caching else None,
     )
 
 

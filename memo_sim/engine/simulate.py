@@ -31,6 +31,9 @@ from memo_sim.program.work import Copy, Work
 
 RECOMPUTE_PHASE = "rec/"
 
+ALLOCATOR = "allocator"
+"""What a kernel waits for when PyTorch's caching allocator calls the device."""
+
 MOST_SPANS = 200_000
 """Spans that a trace of a whole step may have; some 40 MB."""
 
@@ -62,8 +65,6 @@ def simulate(
         Infeasible: when the layout divides neither model nor sequence, or is larger than the cluster.
     """
     layout = decisions.layout
-    if decisions.memory_policy == "caching":
-        raise Infeasible("PyTorch's caching allocator is not modelled yet", where="memory_policy", wanted="planned")
     if layout.devices > cluster.devices:
         raise Infeasible(
             "the layout is larger than the cluster",
@@ -121,14 +122,16 @@ class Simulation:
 
     @cached_property
     def seconds(self) -> Floats:
-        """Seconds of every played instruction alone on the machine."""
+        """Seconds of every played instruction alone on the machine, the allocator's work not counted."""
         return self._per_instruction(lambda i: self._pricer.seconds(i.work))
 
     @cached_property
     def playback(self) -> Playback:
         """The spans as played (of a plan that does not fit: as if it did)."""
         edges = derive_edges(self.columns)
-        return play(self.columns, edges, self.seconds, self._rates, name=self.memory.program_id)
+        caching = self.memory.caching
+        seconds = self.seconds if caching is None else self.seconds + caching.stall_s
+        return play(self.columns, edges, seconds, self._rates, name=self.memory.program_id)
 
     @property
     def fault_s(self) -> float | None:
@@ -262,6 +265,8 @@ class Simulation:
             tgs=decisions.global_batch * decisions.seq_tokens / (step_s * layout.devices),
             peak_device_bytes=self.memory.device.bytes,
             peak_by_class=self.memory.device.by_class,
+            reserved_bytes=self._reserved_bytes,
+            reorganisations=self._reorganisations(),
             peak_host_bytes_per_node=self.memory.host_per_node_bytes,
             moved_bytes=self._moved_bytes(),
             lanes={Lane(lane).label: float(lanes[lane]) for lane in np.unique(self.columns.lane)},
@@ -277,11 +282,22 @@ class Simulation:
             hardware=self.hardware.name,
             peak_device_bytes=self.memory.device.bytes,
             peak_by_class=self.memory.device.by_class,
+            reserved_bytes=self._reserved_bytes,
             peak_host_bytes_per_node=self.memory.host_per_node_bytes,
             moved_bytes=self._moved_bytes(),
             shortfall_bytes=fault.shortfall_bytes,
             reason=fault.reason,
         )
+
+    @property
+    def _reserved_bytes(self) -> int | None:
+        caching = self.memory.caching
+        return None if caching is None or caching.replay.out_of_memory else caching.replay.reserved_peak_bytes
+
+    def _reorganisations(self) -> int:
+        """Return how often the whole step, the allocator's cache warm, reorganises memory."""
+        caching = self.memory.caching
+        return 0 if caching is None else int(np.sum(caching.reorganised * self._weights))
 
     def _moved_bytes(self) -> MovedBytes:
         """Return what one rank copies over each lane in the whole step."""
@@ -309,7 +325,16 @@ class Simulation:
             )
             for k in np.flatnonzero(count).tolist()
         ]
-        return sorted(found, key=lambda stall: -stall.seconds)
+        return sorted(found + self._allocator_stalls(), key=lambda stall: -stall.seconds)
+
+    def _allocator_stalls(self) -> list[Stall]:
+        """Return the kernels of the whole step that stand still while the allocator asks the device."""
+        caching = self.memory.caching
+        if caching is None or not caching.stall_s.any():
+            return []
+        seconds = float(np.sum(caching.stall_s * self._weights))
+        count = int(np.sum((caching.stall_s > 0) * self._weights))
+        return [Stall(lane=Lane.COMPUTE.label, waits_for=ALLOCATOR, seconds=seconds, count=count)]
 
     def _per_instruction(self, value: Callable[[Instruction], float]) -> Floats:
         """Return a value of each played instruction, asked once for each instruction of a template."""

@@ -77,6 +77,8 @@ class ReplayOutOfMemory:
     instant: int
     buffer: str
     requested_bytes: int
+    segment_bytes: int
+    """What a segment for it takes: the request, rounded up."""
     allocated_bytes: int
     reserved_bytes: int
 
@@ -219,6 +221,7 @@ class _Player:
                 instant=instant,
                 buffer=self.requests.ids[buffer],
                 requested_bytes=size,
+                segment_bytes=device.config.segment_bytes(device.config.block_bytes(size)),
                 allocated_bytes=device.allocated_bytes,
                 reserved_bytes=device.reserved_bytes,
             )

@@ -97,11 +97,21 @@ def test_predictions_do_not_see_labels_or_expectations(tmp_path: Path) -> None:
     assert theirs.cases[0].error.mfu is None
 
 
+def test_rows_without_a_memory_plan_get_their_memory_from_the_caching_allocator(tmp_path: Path) -> None:
+    rows = ({**ROW, "memory_plan": word} for word in ("yes", "no"))
+    planned, caching = (c.predicted for c in validate(load_cases(str(case_file(tmp_path, *rows)))).cases)
+    assert (planned.status, caching.status) == ("ok", "ok")
+    assert planned.reserved_gib is None
+    assert planned.allocated_gib is not None
+    assert caching.allocated_gib == planned.allocated_gib
+    assert caching.reserved_gib is not None
+    assert caching.reserved_gib > planned.allocated_gib
+
+
 def test_rows_that_cannot_be_evaluated_say_why_and_are_kept(tmp_path: Path) -> None:
     changes = [
         {"system": "deepspeed-ulysses"},
         {"pp": "2"},
-        {"memory_plan": "no"},
         {"attention": "plain"},
         {"recompute": "selective", "alpha": ""},
         {"cluster": "z9-1x8"},
