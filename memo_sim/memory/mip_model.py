@@ -32,6 +32,11 @@ EXACT_UNITS = 1 << 24
 TOLERANCE = 1e-6
 """Relative: differences below this are none to a solver (the feasibility tolerance of both)."""
 
+S_PER_TERM = 2e-5
+"""About how long python-mip takes to state one coefficient of the sections."""
+
+UNKNOWN = MipOutcome(None, bound=0, said_optimal=False, proved=False, elapsed_s=0.0)
+
 
 def solve_mip(
     problem: Problem,
@@ -82,6 +87,8 @@ def mip_outcome(
 
 
 def _solve_whole(problem: Problem, clock: Clock, incumbent: Ints | None, backend: Backend, cold: bool) -> MipOutcome:
+    if _too_large(problem, clock):
+        return UNKNOWN
     model = _Model(problem, backend, capacity=int(problem.size.sum()))
     if not cold:
         model.help(problem.lower_bound, incumbent)
@@ -92,15 +99,19 @@ def _solve_cores(problem: Problem, clock: Clock, incumbent: Ints | None, backend
     outcomes: list[MipOutcome] = []
 
     def solve_core(part: Problem, buffers: Ints) -> Ints | None:
+        start = None
         if cold:
-            start = _without_crumbs(part, clock, backend)
-        else:
-            start = None if incumbent is None else _dropped_down(part, incumbent[buffers])
+            start = _without_crumbs(part, Clock(clock.left_s / 2), backend)
+        elif incumbent is not None:
+            start = _dropped_down(part, incumbent[buffers])
+        if _too_large(part, clock):
+            outcomes.append(UNKNOWN)
+            return start
         model = _Model(part, backend, capacity=int(part.size.sum()) if start is None else part.peak(start))
         model.strengthen()
         model.help(0 if cold else part.lower_bound, start)
         outcomes.append(model.solve(clock))
-        return outcomes[-1].offsets
+        return start if outcomes[-1].offsets is None else outcomes[-1].offsets
 
     offsets = place_by_cores(problem, solve_core, bounded=not cold)
     proved = offsets is not None and all(o.proved for o in outcomes)
@@ -132,9 +143,7 @@ def _without_crumbs(part: Problem, clock: Clock, backend: Backend) -> Ints | Non
 
 def _dropped_down(part: Problem, offsets: Ints) -> Ints:
     """Return the placement of a part of the buffers, each as low as the order of ``offsets`` lets it lie."""
-    order = np.argsort(offsets, kind="stable")
-    below = {(int(i), int(j)) for n, i in enumerate(order) for j in order[n + 1 :]}
-    lowest = _lowest(part, [pair for pair in _pairs(part) if pair in below or pair[::-1] in below], below)
+    lowest = _lowest(part, [(i, j) if offsets[i] <= offsets[j] else (j, i) for i, j in _pairs(part)])
     assert lowest is not None  # an order of all buffers has no cycle
     return lowest
 
@@ -145,20 +154,26 @@ def _pairs(problem: Problem) -> list[tuple[int, int]]:
     return [(int(i), int(j)) for i, j in zip(*np.nonzero(np.triu(beside, 1)), strict=True)]
 
 
-def _lowest(problem: Problem, pairs: list[tuple[int, int]], below: set[tuple[int, int]]) -> Ints | None:
-    """Return the lowest whole offsets where (i, j) in ``below`` puts i under j: longest paths. None: it has a cycle."""
+def _lowest(problem: Problem, order: list[tuple[int, int]]) -> Ints | None:
+    """Return the lowest whole offsets where i lies under j for all (i, j): longest paths. None: there is a cycle."""
     under: dict[int, list[int]] = {i: [] for i in range(problem.count)}
-    for i, j in pairs:
-        low, high = (i, j) if (i, j) in below else (j, i)
+    for low, high in order:
         under[high].append(low)
     offsets = np.zeros(problem.count, dtype=np.int64)
     try:
-        order = list(TopologicalSorter(under).static_order())
+        bottom_up = list(TopologicalSorter(under).static_order())
     except CycleError:
         return None
-    for buffer in order:
+    for buffer in bottom_up:
         offsets[buffer] = max((int(offsets[low] + problem.size[low]) for low in under[buffer]), default=0)
     return offsets
+
+
+def _too_large(problem: Problem, clock: Clock) -> bool:
+    """Whether stating the model alone would take more than half of the time that is left."""
+    live = np.searchsorted(np.sort(problem.lower), problem.instants, side="right")
+    live = live - np.searchsorted(np.sort(problem.upper), problem.instants, side="right")
+    return 2 * S_PER_TERM * float(np.sum(live.astype(float) ** 2)) > clock.left_s
 
 
 def _lowered(peak: float) -> int:
@@ -182,8 +197,7 @@ class _Model:
         self.exact = capacity <= EXACT_UNITS
         self.peak = self.model.add_var(ub=capacity, var_type=mip.INTEGER if self.exact else mip.CONTINUOUS)
         self.address = [self.model.add_var(ub=capacity) for _ in range(problem.count)]
-        self.pairs = _pairs(problem)
-        self.above = {pair: self.model.add_var(var_type=mip.BINARY) for pair in self.pairs}
+        self.above = {pair: self.model.add_var(var_type=mip.BINARY) for pair in _pairs(problem)}
         self.model.objective = mip.minimize(self.peak)
         sizes = problem.size.tolist()
         for i, size in enumerate(sizes):
@@ -228,14 +242,14 @@ class _Model:
 
         began = clock.elapsed_s
         if clock.left_s == 0:
-            return MipOutcome(None, bound=0, said_optimal=False, proved=False, elapsed_s=0.0)
+            return UNKNOWN
         status = self.model.optimize(max_seconds=clock.left_s)
         said_optimal = status == mip.OptimizationStatus.OPTIMAL
         bound = max(0, _lowered(self.model.objective_bound))
         offsets, fault = None, ""
         if self.model.num_solutions:
-            below = {(i, j) if z.x < 0.5 else (j, i) for (i, j), z in self.above.items()}
-            offsets = _lowest(self.problem, self.pairs, below)
+            order = [(i, j) if z.x < 0.5 else (j, i) for (i, j), z in self.above.items()]
+            offsets = _lowest(self.problem, order)
             if offsets is None:
                 fault = "the order of addresses that the solver found has a cycle"
         elif status not in (mip.OptimizationStatus.NO_SOLUTION_FOUND, mip.OptimizationStatus.TRUNCATED):

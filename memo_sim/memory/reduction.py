@@ -118,7 +118,7 @@ def _set_aside(problem: Problem, chosen: Ints, capacity: int) -> tuple[Ints, lis
 
     Within a batch each buffer is judged with all the others of the batch beside it, so they may return in any order.
     """
-    batches = []
+    batches: list[Ints] = []
     while True:
         lower, upper, size = problem.lower[chosen], problem.upper[chosen], problem.size[chosen]
         by_birth, by_death = np.argsort(lower), np.argsort(upper)
