@@ -121,10 +121,23 @@ def run_command(**options: Any) -> None:
     "--trace", "trace_path", type=FILE, help="For ui.perfetto.dev [default: PLAN's name with .perfetto.json]."
 )
 @click.option("-o", "--output", type=FILE, help="The measured memo.trace/1 [default: PLAN's name with .measured.json].")
-def profile_command(plan: Path, steps: int, trace_path: Path | None, output: Path | None) -> None:
-    """Play a few steps of PLAN and write the measured timeline."""
+@click.option(
+    "--requests",
+    "as_requests",
+    is_flag=True,
+    help="Record what a step asks of the allocator instead (-o: memo.requests/1 [default: .requests.json]).",
+)
+def profile_command(plan: Path, steps: int, trace_path: Path | None, output: Path | None, *, as_requests: bool) -> None:
+    """Play a few steps of PLAN and write the measured timeline.
+
+    With --requests one step is recorded request by request and compared with the program's own peak. Where no GPU can
+    run the step it is played with fake tensors, so it need not fit this machine.
+    """
     from memo_exec.run import RunOptions, run
 
+    if as_requests:
+        _profile_requests(plan, output or plan.with_name(f"{plan.stem}.requests.json"))
+        return
     trace_path = trace_path or plan.with_name(f"{plan.stem}.perfetto.json")
     output = output or plan.with_name(f"{plan.stem}.measured.json")
     _check_writable(trace_path, output)
@@ -134,6 +147,15 @@ def profile_command(plan: Path, steps: int, trace_path: Path | None, output: Pat
     _write_perfetto([outcome.measured], trace_path)
     _write_document(output, outcome.measured)
     click.echo(f"{output}: one measured step\n{trace_path}: open it at ui.perfetto.dev")
+
+
+def _profile_requests(plan: Path, output: Path) -> None:
+    from memo_exec.run import observe
+
+    _check_writable(output)
+    found = observe(plan, _say)
+    _write_document(output, found.requests)
+    click.echo("\n".join([*found.lines(), f"{output}: the requests of one step"]))
 
 
 @cli.command("compare")

@@ -20,12 +20,14 @@ from memo_exec import checkpoint, compare, preflight, weights
 from memo_exec.dataset import load_dataset
 from memo_exec.hyperparameters import Hyperparameters
 from memo_exec.interpreter import Interpreter
+from memo_exec.kernels import KERNELS
 from memo_exec.machine import Machine, this_machine
+from memo_exec.observed import Observed
 from memo_exec.record import lane_busy_s, measured_trace
 from memo_exec.training import StepFigure, Training
 from memo_sim.contract import codec
 from memo_sim.contract.comparison import Comparison, StepFigures
-from memo_sim.contract.errors import UsageError
+from memo_sim.contract.errors import CannotRun, UsageError
 from memo_sim.contract.plan import Plan
 from memo_sim.contract.trace import Trace
 
@@ -117,6 +119,32 @@ def run(
         if options.save is not None and not training.stopped_by:
             _save_weights(interpreter, options.save / "weights", note)
         return _outcome(training, machine, predicted)
+
+
+def observe(plan_path: Path, note: Callable[[str], None]) -> Observed:
+    """Return what one step of a plan asks of the allocator: on a GPU that can run it, else with fake tensors.
+
+    Raises:
+        BadInput: for a plan that cannot be used.
+        CannotRun: when the program has operators without a kernel (several ranks).
+    """
+    from memo_exec.fake_player import observe_fake  # loads much of torch that a run does not need
+    from memo_exec.memory_history import observe_cuda
+
+    plan = codec.read(plan_path, Plan)
+    program = preflight.checked_program(plan, where=str(plan_path))
+    machine = this_machine()
+    missing = sorted({i.op for t in program.templates for i in t.instructions} - set(KERNELS))
+    if missing:
+        raise CannotRun("the plan's program has operators without a kernel", got=", ".join(missing))
+    if machine.device == "cuda":
+        try:
+            preflight.check(plan.decisions, program, machine)
+        except CannotRun as error:
+            note(f"played with fake tensors, because {error.what}")
+        else:
+            return observe_cuda(plan.decisions, program)
+    return observe_fake(plan.decisions, program)
 
 
 def _save_weights(interpreter: Interpreter, directory: Path, note: Callable[[str], None]) -> None:

@@ -74,10 +74,10 @@ class CachingStore:
 
     On CUDA torch's caching allocator serves the requests. On the CPU, where the system's allocator would map and fault
     in large blocks anew each time, released blocks are kept by size and handed out again. ``poison`` fills what is not
-    yet written with NaN.
+    yet written with NaN; without ``reuse`` nothing is kept, so that every request is seen.
     """
 
-    def __init__(self, schedule: Schedule, device: torch.device, *, poison: bool = False) -> None:
+    def __init__(self, schedule: Schedule, device: torch.device, *, poison: bool = False, reuse: bool = True) -> None:
         self.device = device
         self.poison = poison
         self.log: list[tuple[int, BufferClass, int]] = []
@@ -85,7 +85,7 @@ class CachingStore:
         specs = [_spec(family) for family in schedule.families]
         self._specs = [specs[family] for family in schedule.columns.buffer_family.tolist()]
         self._library = schedule.library
-        self._reused = device.type == "cpu"
+        self._reused = reuse and device.type == "cpu"
         self._lock = threading.Lock()
         self._blocks: dict[int, _Block] = {}
         self._free: dict[int, list[_Block]] = defaultdict(list)

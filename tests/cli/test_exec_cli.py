@@ -15,16 +15,18 @@ from click.testing import CliRunner
 
 from memo_exec.cli import cli
 from memo_sim.contract import codec
+from memo_sim.contract.catalog import load_model
 from memo_sim.contract.comparison import Comparison
-from memo_sim.contract.plan import Plan
+from memo_sim.contract.plan import Decisions, Kernels, Plan
+from memo_sim.contract.requests import Requests
 from memo_sim.contract.trace import Trace
-from tests.exec_cpu.plans import byte_decisions, predicted, write_plan
+from tests.exec_cpu.plans import byte_decisions, plan_of, predicted, write_plan
 
 OPTIONS = {
     "calibrate": {"--output", "--name"},
     "compare": {"--tolerance", "--trace", "--json"},
     "doctor": set(),
-    "profile": {"--steps", "--trace", "--output"},
+    "profile": {"--steps", "--trace", "--output", "--requests"},
     "run": {
         *("--data", "--weights", "--steps", "--seed", "--lr", "--warmup-steps", "--decay-steps", "--final-fraction"),
         *("--weight-decay", "--clip", "--beta1", "--beta2", "--eps", "--save", "--save-every", "--resume"),
@@ -207,3 +209,25 @@ def test_a_signal_ends_the_run_cleanly_after_the_step(plan: Path, tmp_path: Path
     assert "Traceback" not in err
     last = int(err.split("interrupted after step ")[1])
     assert [path.name for path in (tmp_path / "run").iterdir()] == [f"step-{last:08d}"]
+
+
+def test_profile_records_requests_of_a_step_that_fits_no_machine_here(tmp_path: Path) -> None:
+    long = Decisions(model=load_model("gpt-7b"), seq_tokens=65_536, recompute="full", kernels=Kernels())
+    codec.write(tmp_path / "long.json", plan_of(long))
+    done = memo_exec("profile", tmp_path / "long.json", "--requests")
+    assert done.returncode == 0, done.stderr
+    assert "recorded with   fake tensors" in done.stdout
+    assert "1.0000 of the program's" in done.stdout
+    assert "unexplained     no tensors" in done.stdout
+    found = codec.read(tmp_path / "long.requests.json", Requests)
+    assert max(found.size_bytes) > 2**30
+    assert {"state", "transient", "not observed"} <= set(found.classes)
+    assert "no such folder" in failed(
+        memo_exec("profile", tmp_path / "long.json", "--requests", "-o", tmp_path / "no" / "x.json"), 2
+    )
+
+
+def test_a_planned_plan_without_its_placement_cannot_run(tmp_path: Path) -> None:
+    path = write_plan(tmp_path / "plan.json")
+    (tmp_path / "plan.placement.json").unlink()
+    assert "memo-sim plan-memory" in failed(memo_exec("run", path, "--steps", 1), 6)
