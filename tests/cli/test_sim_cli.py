@@ -238,7 +238,9 @@ def test_equal_questions_give_equal_plans(tmp_path: Path) -> None:
     assert first == second
     assert sorted(p.name for p in tmp_path.iterdir()) == [
         "first.json",
+        "first.placement.json",
         "first.trace.json",
         "second.json",
+        "second.placement.json",
         "second.trace.json",
     ]
