@@ -1,0 +1,49 @@
+"""The planned arena and the recording of requests on a CUDA device. Not yet run: no GPU was at hand."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from memo_exec.interpreter import Interpreter
+from memo_exec.memory_history import observe_cuda
+from memo_sim.program.lower import lower
+from tests.exec_cpu.plans import placed
+from tests.exec_cpu.small import batch, scalars
+from tests.gpu.test_interpreter_cuda import POLICIES, on_cuda, steps
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_an_arena_gives_the_bits_of_the_caching_store(policy: dict[str, Any]) -> None:
+    decisions = on_cuda("torch-flash", **policy)
+    plain, wanted = steps(decisions)
+    record, found = steps(decisions, placement=placed(decisions))
+    assert record.loss == plain.loss
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+    assert record.peak_device_bytes == placed(decisions).arena_bytes
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_after_the_first_step_no_segment_comes_or_goes(policy: dict[str, Any]) -> None:
+    decisions = on_cuda("torch-flash", **policy)
+    with Interpreter(decisions, lower(decisions)[0], device="cuda", placement=placed(decisions)) as interpreter:
+        batches = batch(decisions)
+        found = []
+        for step in (1, 2, 3):
+            interpreter.run_step(batches, scalars(batches, step=step))
+            stats = torch.cuda.memory_stats()
+            found.append([stats[f"segment.all.{key}"] for key in ("current", "allocated", "freed")])
+            found[-1].append(torch.cuda.memory_reserved())
+    assert found[0] == found[1] == found[2]
+
+
+def test_requests_of_a_step_are_the_programs() -> None:
+    decisions = on_cuda("torch-flash", recompute="full", seq_tokens=65_536, micro_batch=1, global_batch=1)
+    found = observe_cuda(decisions, lower(decisions)[0])
+    assert found.ratio == pytest.approx(1, abs=0.02)
+    assert found.unexplained == ()
