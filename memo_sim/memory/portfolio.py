@@ -34,6 +34,12 @@ def _greedy() -> Solver:
     return solve_greedy
 
 
+def _canonical() -> Solver:
+    from memo_sim.memory.canonical import solve_canonical
+
+    return solve_canonical
+
+
 def _cp_sat() -> Solver:
     from memo_sim.memory.cp_sat import solve_cp_sat
 
@@ -51,7 +57,7 @@ def installed() -> list[str]:
     return [name for name in SOLVERS if name not in PACKAGES or find_spec(PACKAGES[name])]
 
 
-SOLVERS: dict[str, Callable[[], Solver]] = {"greedy": _greedy, "cp-sat": _cp_sat, "mip": _mip}
+SOLVERS: dict[str, Callable[[], Solver]] = {"greedy": _greedy, "canonical": _canonical, "cp-sat": _cp_sat, "mip": _mip}
 """Techniques by name, cheapest first; each is imported when it is first needed."""
 
 PACKAGES = {"cp-sat": "ortools", "mip": "mip"}

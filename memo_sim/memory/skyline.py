@@ -1,0 +1,308 @@
+"""One exact search: buffers stacked section by section under a fixed capacity, the first fit that fails taken back.
+
+A section is the time between two births; its floor is where the next buffer of the section may begin, its slack how
+much of the capacity it can still waste. Sections next to each other with one floor, between higher ones, are a valley:
+
+    floor  ^ ####              ####
+           | ####     ##       ####      Whatever covers section q next lies inside the valley, on its floor, or the
+           | ####_____##___q___####      floor of q is raised to the next height at which anything could begin there.
+           +-----------------------> sections
+
+So a node picks one section and tries each buffer that could be its next, then the raise. It follows google/minimalloc
+(Moffitt, ASPLOS 2023) in looking at canonical placements only (every buffer rests on another or on the ground), in
+refusing sections that no longer fit, and in splitting where no buffer that is left crosses. Branching on one section,
+the walls and the jumps are our own:
+
+- wall: beside a step in the skyline that a buffer still has to cross, what ends there and what begins there must be
+  able to level the step, up to both slacks (subset sums);
+- jump: a failure names the sections it follows from; decisions that touch none of them are not varied.
+
+Sets of buffers are bits of whole numbers, by rank in the order of preference: 500 buffers are 17 digits.
+"""
+
+from __future__ import annotations
+
+import sys
+from bisect import bisect_left
+from collections.abc import Callable
+from itertools import pairwise
+from typing import NamedTuple
+
+from memo_sim.memory.problem import Clock, Ints, Problem
+
+Why = tuple[int, int]
+"""The sections [first, end) that a failure follows from."""
+
+Rule = Callable[[int, int, int, int], tuple[int, ...]]
+"""Ranks sections by candidates' number, the best candidate's bit, floor and slack; the least is branched on."""
+
+RULES: dict[str, Rule] = {
+    "low_first": lambda number, first, floor, slack: (floor, first, number),
+    "first_low": lambda number, first, floor, slack: (first, floor),
+    "low_few": lambda number, first, floor, slack: (floor, number, slack),
+    "tight": lambda number, first, floor, slack: (slack, floor, number),
+    "few": lambda number, first, floor, slack: (number, floor, slack),
+    "ceiling": lambda number, first, floor, slack: (floor + slack, first),
+}
+"""Where to branch; a section with one choice goes first in all of them. None is best everywhere."""
+
+MOST_SUMMANDS = 6
+"""Walls with more buffers on one side are not looked into: nearly every sum can be made."""
+
+HIGHEST = 1 << 62
+
+
+class Choice(NamedTuple):
+    """Section ``q`` of the valley [first, end), the buffers that could be its next, and its raise (0: none)."""
+
+    first: int
+    end: int
+    q: int
+    could: int
+    raised: int
+
+
+class OutOfNodes(Exception):
+    """The search reached its number of nodes or the end of its time."""
+
+
+class Skyline:
+    """The search for one placement of ``problem``, whose lives are counted in sections, within ``capacity`` units.
+
+    ``order`` ranks the buffers: the first is preferred wherever several may come next. ``nodes`` counts the states
+    looked at.
+    """
+
+    def __init__(self, problem: Problem, capacity: int, order: Ints, rule: Rule) -> None:
+        self.lower = problem.lower[order].tolist()
+        self.upper = problem.upper[order].tolist()
+        self.size = problem.size[order].tolist()
+        self.rule = rule
+        self.nodes = 0
+        self.offset = [0] * problem.count
+        self.left = (1 << problem.count) - 1
+        """The buffers that are not placed."""
+        sections = max(self.upper)
+        self.sections = sections
+        self.floor = [0] * sections
+        self.begin = [0] * (sections + 1)
+        self.end = [0] * (sections + 1)
+        change = [0] * (sections + 1)
+        for i, (a, b) in enumerate(zip(self.lower, self.upper, strict=True)):
+            self.begin[a] |= 1 << i
+            self.end[b] |= 1 << i
+            change[a] += self.size[i]
+            change[b] -= self.size[i]
+        self.active, self.slack = [], []
+        active = live = 0
+        for s in range(sections):
+            active = active & ~self.end[s] | self.begin[s]
+            live += change[s]
+            self.active.append(active)
+            self.slack.append(capacity - live)
+        # By edge, the one before section e: what crosses it, what begins at it or later, what ends at it or sooner.
+        self.cross = [a & ~b for a, b in zip(self.active, self.begin, strict=False)]
+        self.later = _gathered(self.begin[::-1])[::-1]
+        self.sooner = _gathered(self.end)
+        self._failed: dict[int, Why] = {}
+        self._sums: dict[int, list[int]] = {}
+
+    def search(self, nodes: int, clock: Clock) -> bool | None:
+        """Return whether a placement exists (then it is in ``offset``, by rank), or None when nodes or time run out.
+
+        False is a proof: every placement within the capacity can be pushed down to a canonical one, and none exists.
+        """
+        if min(self.slack) < 0:
+            return False
+        self._most, self._clock = nodes, clock
+        deepest = sys.getrecursionlimit()
+        sys.setrecursionlimit(max(deepest, 2 * nodes + deepest))  # a node is two calls deep
+        try:
+            return self._parts(0, self.sections) is None
+        except OutOfNodes:
+            return None
+        finally:
+            sys.setrecursionlimit(deepest)
+
+    def _parts(self, x: int, y: int) -> Why | None:
+        """Fill sections [x, y), part by part where nothing that is left crosses; return why that fails."""
+        left, cross = self.left, self.cross
+        edges = [x, *[e for e in range(x + 1, y) if not cross[e] & left], y]
+        if len(edges) == 2:
+            return self._node(x, y)
+        counts = [((left & self.later[a] & self.sooner[b]).bit_count(), a, b) for a, b in pairwise(edges)]
+        floor, slack = self.floor[x:y], self.slack[x:y]
+        for _, a, b in sorted(counts):
+            why = self._node(a, b)
+            if why is not None:
+                self.left, self.floor[x:y], self.slack[x:y] = left, floor, slack
+                return why
+        return None
+
+    def _node(self, x: int, y: int) -> Why | None:
+        """Fill sections [x, y), which hang together; return why that fails, with the state as it was."""
+        mine = self.left & self.later[x] & self.sooner[y]
+        if not mine:
+            return None
+        self.nodes += 1
+        if self.nodes > self._most or (not self.nodes & 63 and not self._clock.left_s):
+            raise OutOfNodes
+        key = hash((x, mine, tuple(self.floor[x:y])))
+        why = self._failed.get(key) or self._covered(x, y)
+        if why is None:
+            choice = self._choose(x, y)
+            why = self._branch(x, y, choice) if isinstance(choice, Choice) else choice
+            if why is None:
+                return None
+        self._failed[key] = why
+        return why
+
+    def _covered(self, x: int, y: int) -> Why | None:
+        """Return why some section without slack outside the valleys has nothing that could be its next."""
+        steps: list[tuple[int, int, int, int]] = []  # floor, first section, end, end of what is higher to the left
+        higher: list[tuple[int, int]] = []
+        floor, s = self.floor, x
+        while s < y:
+            level, first = floor[s], s
+            while s < y and floor[s] == level:
+                s += 1
+            while higher and higher[-1][0] <= level:
+                higher.pop()
+            steps.append((level, first, s, higher[-1][1] if higher else x))
+            higher.append((level, s))
+        higher.clear()
+        for level, first, end, a in reversed(steps):
+            while higher and higher[-1][0] <= level:
+                higher.pop()
+            b = higher[-1][1] if higher else y
+            higher.append((level, first))
+            if (a, b) == (first, end):
+                continue  # a valley: the choice looks at it
+            fits = self.left & self.later[a] & self.sooner[b]
+            for q in range(first, end):
+                if not self.slack[q] and not self.active[q] & fits:
+                    return a - 1, b + 1
+        return None
+
+    def _choose(self, x: int, y: int) -> Why | Choice:
+        """Return where to branch, or why there is a section with no choice at all."""
+        floor, slack, active, left = self.floor, self.slack, self.active, self.left
+        best: tuple[int, int, int, int, int] | None = None  # valley, section, candidates, lower wall
+        least: tuple[int, ...] = ()
+        before, s = HIGHEST, x
+        while s < y:
+            level, a = floor[s], s
+            while s < y and floor[s] == level:
+                s += 1
+            after = floor[s] if s < y else HIGHEST
+            if before > level < after:
+                wall = min(before, after)
+                fits = left & self.later[a] & self.sooner[s]
+                for q in range(a, s):
+                    could = active[q] & fits
+                    if not could and wall - level > slack[q]:
+                        return a - 1, s + 1
+                    number = could.bit_count() + (slack[q] > 0) if could else 1
+                    rank = (number > 1, *self.rule(number, could & -could, level, slack[q]))
+                    if best is None or rank < least:
+                        best, least = (a, s, q, could, wall), rank
+            before = level
+        if best is None:
+            raise AssertionError("sections that hang together have a lowest one")
+        a, b, q, could, wall = best
+        return Choice(a, b, q, could, self._raised(best))
+
+    def _raised(self, choice: tuple[int, int, int, int, int]) -> int:
+        """Return the least height at which section ``q`` could go on if nothing begins on its floor; 0 if too high."""
+        a, b, q, could, wall = choice
+        height, floor = wall, self.floor[q]
+        if could:  # candidates may come later, on something in the valley that does not cover q
+            beside = self.left & self.later[a] & self.sooner[b] & ~self.active[q]
+            while beside:
+                low = beside & -beside
+                beside ^= low
+                height = min(height, floor + self.size[low.bit_length() - 1])
+        return height if height - floor <= self.slack[q] else 0
+
+    def _branch(self, x: int, y: int, choice: Choice) -> Why | None:
+        """Try each candidate for the section, then the raise; return why all fail."""
+        q, could, raised = choice.q, choice.could, choice.raised
+        floor, left, level = self.floor, self.left, self.floor[q]
+        first, end = choice.first - 1, choice.end + 1
+        tried = set()
+        while could:
+            low = could & -could
+            could ^= low
+            i = low.bit_length() - 1
+            lower, upper, size = self.lower[i], self.upper[i], self.size[i]
+            if (lower, upper, size) in tried:
+                continue  # equal to one that failed
+            tried.add((lower, upper, size))
+            self.left = left & ~low
+            floor[lower:upper] = [level + size] * (upper - lower)
+            self.offset[i] = level
+            why: Why | None
+            if lower != x and not self._level(lower):
+                why = (lower - 1, lower + 1)
+            elif upper != y and not self._level(upper):
+                why = (upper - 1, upper + 1)
+            else:
+                why = self._parts(x, y)
+            if why is None:
+                return None
+            floor[lower:upper] = [level] * (upper - lower)
+            self.left = left
+            if why[1] <= lower or why[0] >= upper:
+                return why
+            first, end = min(first, why[0]), max(end, why[1])
+        if raised:
+            floor[q] = raised
+            self.slack[q] -= raised - level
+            why = self._node(x, y)
+            if why is None:
+                return None
+            floor[q] = level
+            self.slack[q] += raised - level
+            if not why[0] <= q < why[1]:
+                return why
+            first, end = min(first, why[0]), max(end, why[1])
+        return first, end
+
+    def _level(self, edge: int) -> bool:
+        """Return whether the step at ``edge`` can still be levelled for what has to cross it."""
+        if not self.cross[edge] & self.left:
+            return True
+        step = self.floor[edge - 1] - self.floor[edge]
+        least, most = step - self.slack[edge], step + self.slack[edge - 1]
+        if least <= 0 <= most:
+            return True
+        begin, end = self.begin[edge] & self.left, self.end[edge] & self.left
+        if max(begin.bit_count(), end.bit_count()) > MOST_SUMMANDS:
+            return True
+        above = self._sums_of(begin)
+        for other in self._sums_of(end):
+            at = bisect_left(above, least + other)
+            if at < len(above) and above[at] <= most + other:
+                return True
+        return False
+
+    def _sums_of(self, buffers: int) -> list[int]:
+        known = self._sums.get(buffers)
+        if known is None:
+            sums, rest = {0}, buffers
+            while rest:
+                low = rest & -rest
+                rest ^= low
+                size = self.size[low.bit_length() - 1]
+                sums |= {s + size for s in sums}
+            known = self._sums[buffers] = sorted(sums)
+        return known
+
+
+def _gathered(bits: list[int]) -> list[int]:
+    """Return the union of each entry and all before it."""
+    union, unions = 0, []
+    for entry in bits:
+        union |= entry
+        unions.append(union)
+    return unions
