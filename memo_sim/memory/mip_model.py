@@ -245,7 +245,8 @@ class _Model:
             return UNKNOWN
         status = self.model.optimize(max_seconds=clock.left_s)
         said_optimal = status == mip.OptimizationStatus.OPTIMAL
-        bound = max(0, _lowered(self.model.objective_bound))
+        said = self.model.objective_bound  # None or infinite when the solver was cut off before it had one
+        bound = max(0, _lowered(said)) if said is not None and math.isfinite(said) else 0
         offsets, fault = None, ""
         if self.model.num_solutions:
             order = [(i, j) if z.x < 0.5 else (j, i) for (i, j), z in self.above.items()]

@@ -17,6 +17,7 @@ Four steps, repeated until nothing changes; each keeps the least peak what it is
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -36,9 +37,8 @@ def place_by_cores(problem: Problem, core: Core, *, bounded: bool = True) -> Int
     parts need anyway. Without ``bounded`` the live sum is not used at all: no step 1, and cores know no ``enough``.
     """
     offsets = np.zeros(problem.count, dtype=np.int64)
-    everything = np.arange(problem.count)
-    enough = problem.lower_bound if bounded else 0
-    return offsets if _place(problem, everything, enough, offsets, core) else None
+    whole = _Scope(np.arange(problem.count), base=0, enough=problem.lower_bound if bounded else 0)
+    return offsets if _place(problem, whole, offsets, core) else None
 
 
 def cores_of(problem: Problem, *, bounded: bool = True) -> list[Problem]:
@@ -60,10 +60,10 @@ def crumbs_of(problem: Problem) -> Ints:
     return largest_first
 
 
-def put_back(problem: Problem, placed: Ints, missing: Ints, offsets: Ints) -> None:
-    """Write the offset of each buffer of ``missing``, one after the other the lowest that is free beside ``placed``."""
+def put_back(problem: Problem, placed: Ints, missing: Ints, offsets: Ints, base: int = 0) -> None:
+    """Write the offset of each of ``missing``, one after the other the lowest from ``base`` free beside ``placed``."""
     for buffer in missing.tolist():
-        offsets[buffer] = _lowest_gap(problem, placed, buffer, offsets)
+        offsets[buffer] = _lowest_gap(problem, placed, buffer, offsets, base)
         placed = np.append(placed, buffer)
 
 
@@ -77,46 +77,78 @@ def sections(problem: Problem) -> list[Ints]:
     return found
 
 
-def _place(problem: Problem, chosen: Ints, enough: int, offsets: Ints, core: Core) -> bool:
-    """Write the offsets of ``chosen``, from address 0; a peak up to ``enough`` needs no improvement."""
-    kept, aside = _set_aside(problem, chosen, enough)
-    for part in _parts(problem, kept):
-        if not _place_part(problem, part, enough, offsets, core):
-            return False
-    put_back(problem, kept, np.concatenate([*reversed(aside), kept[:0]]), offsets)
+@dataclass(frozen=True, eq=False)
+class _Scope:
+    """Buffers to place from address ``base`` up; to end within ``enough`` units of it needs no improvement."""
+
+    buffers: Ints
+    base: int
+    enough: int
+
+
+@dataclass(frozen=True, eq=False)
+class _Return:
+    """Buffers that were set aside and come back beside ``kept`` once these are placed."""
+
+    aside: Ints
+    kept: Ints
+    base: int
+
+
+def _place(problem: Problem, whole: _Scope, offsets: Ints, core: Core) -> bool:
+    """Write the offsets of a scope; false when ``core`` failed. A stack and no recursion: lives nest thousands deep."""
+    work: list[_Scope | _Return] = [whole]
+    while work:
+        task = work.pop()
+        if isinstance(task, _Return):
+            put_back(problem, task.kept, task.aside, offsets, base=task.base)
+            continue
+        kept, aside = _set_aside(problem, task.buffers, task.enough)
+        if aside.size:
+            work.append(_Return(aside, kept, task.base))  # below its parts in the stack, so after them
+        for part in _parts(problem, kept):
+            rest = _above_bottom(problem, _Scope(part, task.base, task.enough), offsets)
+            if rest is not None:
+                work.append(rest)
+            elif not _place_core(problem, _Scope(part, task.base, task.enough), offsets, core):
+                return False
     return True
 
 
-def _place_part(problem: Problem, part: Ints, enough: int, offsets: Ints, core: Core) -> bool:
-    """Place buffers that hang together in time."""
-    everywhere = (problem.lower[part] < problem.upper[part].min()) & (problem.upper[part] > problem.lower[part].max())
-    if everywhere.any():
-        bottom, rest = part[everywhere], part[~everywhere]
-        ends = np.cumsum(problem.size[bottom])
-        offsets[bottom] = ends - problem.size[bottom]
-        if not _place(problem, rest, max(0, enough - int(ends[-1])), offsets, core):
-            return False
-        offsets[rest] += ends[-1]
-        return True
-    unit = int(np.gcd.reduce(problem.size[part]))  # not 0: empty buffers are set aside
+def _above_bottom(problem: Problem, part: _Scope, offsets: Ints) -> _Scope | None:
+    """Place what lives beside all others of ``part`` and return the scope above it; None when nothing does."""
+    lower, upper = problem.lower[part.buffers], problem.upper[part.buffers]
+    everywhere = (lower < upper.min()) & (upper > lower.max())
+    if not everywhere.any():
+        return None
+    bottom = part.buffers[everywhere]
+    ends = np.cumsum(problem.size[bottom])
+    offsets[bottom] = part.base + ends - problem.size[bottom]
+    height = int(ends[-1])
+    return _Scope(part.buffers[~everywhere], part.base + height, max(0, part.enough - height))
+
+
+def _place_core(problem: Problem, part: _Scope, offsets: Ints, core: Core) -> bool:
+    size = problem.size[part.buffers]
+    unit = int(np.gcd.reduce(size))  # not 0: empty buffers are set aside
     small = Problem(
-        lower=problem.lower[part],
-        upper=problem.upper[part],
-        size=problem.size[part] // unit,
+        lower=problem.lower[part.buffers],
+        upper=problem.upper[part.buffers],
+        size=size // unit,
         unit_bytes=problem.unit_bytes * unit,
-        enough=enough // unit,
+        enough=part.enough // unit,
     )
-    found = core(small, part)
+    found = core(small, part.buffers)
     if found is None:
         return False
-    offsets[part] = found * unit
+    offsets[part.buffers] = part.base + found * unit
     return True
 
 
-def _set_aside(problem: Problem, chosen: Ints, capacity: int) -> tuple[Ints, list[Ints]]:
-    """Return what is kept, and batches of what surely fits into ``capacity`` afterwards, in the order set aside.
+def _set_aside(problem: Problem, chosen: Ints, capacity: int) -> tuple[Ints, Ints]:
+    """Return what is kept, and what surely fits into ``capacity`` afterwards, in the order in which to put it back.
 
-    Within a batch each buffer is judged with all the others of the batch beside it, so they may return in any order.
+    That is batch by batch, the last first. Within a batch each buffer is judged with all the others beside it.
     """
     batches: list[Ints] = []
     while True:
@@ -130,7 +162,7 @@ def _set_aside(problem: Problem, chosen: Ints, capacity: int) -> tuple[Ints, lis
         free = capacity - (units_born - units_dead - size)
         fits = (size == 0) | ((capacity > 0) & (free > (beside + 1) * (size - 1)))
         if not fits.any():
-            return chosen, batches
+            return chosen, np.concatenate([*reversed(batches), chosen[:0]])
         batches.append(chosen[fits])
         chosen = chosen[~fits]
 
@@ -145,10 +177,10 @@ def _parts(problem: Problem, chosen: Ints) -> Iterator[Ints]:
             yield np.sort(part)
 
 
-def _lowest_gap(problem: Problem, placed: Ints, buffer: int, offsets: Ints) -> int:
-    """Return the lowest address at which ``buffer`` fits beside what is placed."""
+def _lowest_gap(problem: Problem, placed: Ints, buffer: int, offsets: Ints, base: int) -> int:
+    """Return the lowest address from ``base`` up at which ``buffer`` fits beside what is placed."""
     beside = placed[(problem.lower[placed] < problem.upper[buffer]) & (problem.upper[placed] > problem.lower[buffer])]
-    address = 0
+    address = base
     for other in beside[np.argsort(offsets[beside], kind="stable")]:
         if offsets[other] >= address + problem.size[buffer]:
             break

@@ -188,3 +188,20 @@ def test_nested_lives_leave_nothing_to_solve() -> None:
     assert cores_of(problem, bounded=False) == []
     offsets = solve_mip(problem, Clock(60), solve_greedy(problem, Clock(60), None), cold=True)
     assert offsets is None
+
+
+def test_lives_may_nest_thousands_deep() -> None:
+    depth = 3000
+    lower = np.arange(depth)
+    problem = Problem(lower, 2 * depth - lower, np.full(depth, 2))
+    offsets = place_by_cores(problem, lambda part, buffers: None, bounded=False)
+    assert offsets is not None
+    assert offsets.tolist() == list(range(0, 2 * depth, 2))
+
+
+@pytest.mark.parametrize("backend", ["cbc", "highs"])
+def test_a_solver_that_is_cut_off_at_once_knows_nothing(backend: Backend) -> None:
+    problem = Problem(np.arange(60), np.arange(60) + 30, 7 + 5 * np.arange(60))
+    outcome = mip_model._Model(problem, backend, int(problem.size.sum())).solve(Clock(1e-3))
+    assert not outcome.proved
+    assert not outcome.fault
