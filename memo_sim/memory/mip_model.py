@@ -245,8 +245,9 @@ class _Model:
             return UNKNOWN
         status = self.model.optimize(max_seconds=clock.left_s)
         said_optimal = status == mip.OptimizationStatus.OPTIMAL
-        said = self.model.objective_bound  # None or infinite when the solver was cut off before it had one
-        bound = max(0, _lowered(said)) if said is not None and math.isfinite(said) else 0
+        said = self.model.objective_bound
+        # Cut off before it has a bound, a solver says None, an infinity, or the largest number that there is.
+        bound = 0 if said is None or abs(said) > 1e100 else max(0, _lowered(said))
         offsets, fault = None, ""
         if self.model.num_solutions:
             order = [(i, j) if z.x < 0.5 else (j, i) for (i, j), z in self.above.items()]
