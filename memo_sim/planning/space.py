@@ -14,13 +14,12 @@ from memo_sim.contract.plan import Decisions, Kernels, Layout
 from memo_sim.contract.units import DTYPE_BYTES
 from memo_sim.planning.presets import KEEP, Policy, find_system
 from memo_sim.planning.question import Question
-from memo_sim.program.shape import shape_of, swap_granule
+from memo_sim.program.head_groups import fewest_head_groups
+from memo_sim.program.shape import Shape, shape_of, swap_granule
+from memo_sim.program.work import Attention
 
 LOGIT_BYTES = 2**30
 """Logits and their gradient of one loss chunk stay under this; the classifier's rate does not suffer at such sizes."""
-
-INT32_ELEMENTS = 2**31
-"""flash-attn's backward indexes batch x heads x tokens x head_dim with 32 bits (executor_facts.md 0.3)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +90,7 @@ def candidates(question: Question) -> tuple[list[Candidate], list[str]]:
         Infeasible: when no layout divides the model and the sequence.
     """
     system = find_system(question.system)
-    chosen = policies(question)
+    chosen, kernel = policies(question), attention_kernel(question)
     found: list[Candidate] = []
     refused: list[str] = []
     for layout in layouts(question):
@@ -107,14 +106,13 @@ def candidates(question: Question) -> tuple[list[Candidate], list[str]]:
         )
         try:
             shape = shape_of(base)
+            groups = head_groups(shape, base, kernel)
         except Infeasible as error:
             refused.append(f"tp {layout.tp} cp {layout.cp} dp {layout.dp}: {error.what}")
             continue
         pinned = question.pins.loss_chunk_tokens
         chunk = pinned if pinned is not None else default_loss_chunk(shape.tokens, shape.vocab, base)
-        kernels = Kernels(
-            attention=attention_kernel(question), head_groups=head_groups(shape.tokens, shape.heads, base)
-        )
+        kernels = Kernels(attention=kernel, head_groups=groups)
         complete = msgspec.structs.replace(base, loss_chunk_tokens=chunk, kernels=kernels)
         found += [Candidate(with_alpha(complete, p.recompute, p.alpha or 0.0), p) for p in chosen]
     if not found:
@@ -144,11 +142,25 @@ def default_loss_chunk(tokens: int, vocab: int, base: Decisions) -> int:
     return 1 << (LOGIT_BYTES // per_token).bit_length() - 1
 
 
-def head_groups(tokens: int, heads: int, base: Decisions) -> int:
-    """Return the fewest groups of heads whose attention stays within 32-bit indexing."""
-    kv_heads = base.model.kv_heads // base.layout.tp
-    elements = tokens * heads * max(base.model.head_dim, 32)
-    return next((g for g in range(1, kv_heads + 1) if kv_heads % g == 0 and elements / g <= INT32_ELEMENTS), kv_heads)
+def head_groups(shape: Shape, base: Decisions, kernel: str) -> int:
+    """Return the fewest groups of heads whose attention stays within the kernel's integers.
+
+    Raises:
+        Infeasible: when no number of groups does.
+    """
+    work = Attention(
+        batch=base.micro_batch,
+        q_tokens=shape.tokens // base.micro_batch,
+        k_tokens=shape.tokens // base.micro_batch,
+        mask="causal",
+        heads=shape.heads,
+        kv_heads=shape.kv_heads,
+        head_dim=base.model.head_dim,
+        backward=True,
+        kernel=kernel,
+        dtype=base.dtype,
+    )
+    return fewest_head_groups(work)
 
 
 def attention_kernel(question: Question) -> str:

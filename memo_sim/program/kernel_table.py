@@ -8,10 +8,15 @@ from __future__ import annotations
 
 from memo_sim.contract.errors import Infeasible
 from memo_sim.contract.units import DTYPE_BYTES
+from memo_sim.program.head_groups import check_head_groups, flash3_head_dim, round_up
 from memo_sim.program.work import Attention
 
-ATTENTION_KERNELS = ("flash2", "torch-flash", "torch-cudnn", "torch-flash-cpu")
-"""flash2: flash-attn 2, results into given tensors. torch-*: aten operators, which return their results."""
+ATTENTION_KERNELS = ("flash2", "flash3", "flash4", "torch-flash", "torch-cudnn", "te-fused", "torch-flash-cpu")
+"""flash*: flash-attn, results into given tensors. torch-*: aten operators, which return their results. te-fused: cuDNN
+through transformer-engine, which takes contiguous tensors and returns its results."""
+
+FLASH_TILE_TOKENS, FLASH_LEAST_TILE_TOKENS = 128, 64
+"""The most and the least tokens that flash-attn 3's and 4's backward round up to at once."""
 
 LOSS_ROWS = 1024
 """Rows that the loss kernel works on at once."""
@@ -30,33 +35,51 @@ def attention_workspace_bytes(work: Attention, head_groups: int) -> int:
     """Return the scratch of one attention call, played in ``head_groups`` groups of heads one after the other.
 
     flash-attn 2 backward: dq in fp32 (4 bytes x tokens x heads x head_dim), softmax_d in fp32, and with grouped
-    queries dk and dv expanded to all heads. Operators that return their result add it.
+    queries dk and dv expanded to all heads. flash-attn 3 and 4: ``_wide_accumulators``. Operators that return their
+    result add it, transformer-engine the contiguous copies of its operands.
 
     Raises:
-        Infeasible: for a kernel this table does not know, or groups that do not divide the key/value heads.
+        Infeasible: for a kernel this table does not know, groups that do not divide the key/value heads, or groups so
+        few that the kernel's integers overflow.
     """
     if work.kernel not in ATTENTION_KERNELS:
         raise Infeasible("unknown attention kernel", got=work.kernel, wanted=", ".join(ATTENTION_KERNELS))
-    if work.kv_heads % head_groups:
-        raise Infeasible(
-            "head_groups does not divide the key/value heads", got=head_groups, wanted=f"a divisor of {work.kv_heads}"
-        )
+    check_head_groups(work, head_groups)
     heads, kv_heads = work.heads // head_groups, work.kv_heads // head_groups
     size = DTYPE_BYTES[work.dtype]
     q_bytes = work.batch * work.q_tokens * heads * work.head_dim
     kv_bytes = work.batch * work.k_tokens * kv_heads * work.head_dim
     row = work.batch * work.q_tokens * heads
-    returned = work.kernel != "flash2"
+    returned = work.kernel not in ("flash2", "flash3", "flash4")
+    copied = (q_bytes + 2 * kv_bytes) * size if work.kernel == "te-fused" else 0
     if not work.backward:
-        return q_bytes * size + 4 * row if returned else 4 * row
-    total = (q_bytes + 2 * kv_bytes) * size if returned else 0
+        return copied + (q_bytes * size if returned else 0) + 4 * row
+    if copied:
+        copied += 2 * q_bytes * size + 4 * row
+    total = copied + ((q_bytes + 2 * kv_bytes) * size if returned else 0)
     if work.kernel in ("flash2", "torch-flash"):
         total += 4 * q_bytes + 2 * 4 * row
         if heads != kv_heads:
             total += 2 * work.batch * work.k_tokens * heads * work.head_dim * size
-    elif work.kernel == "torch-cudnn":
+    elif work.kernel in ("torch-cudnn", "te-fused"):
         total += 4 * q_bytes + 2 * 4 * row
+    elif work.kernel in ("flash3", "flash4"):
+        total += _wide_accumulators(work, heads, kv_heads)
     return total
+
+
+def _wide_accumulators(work: Attention, heads: int, kv_heads: int) -> int:
+    """Return the scratch of flash-attn 3's and 4's backward on ``heads`` heads.
+
+    fp32 dq with tokens and head_dim rounded up to tiles (of at most 128 tokens), three fp32 numbers a row (log-sum-exp
+    with rows together, the same for base 2, and grad x out), with grouped queries fp32 dk and dv, and counters of
+    tiles that order the sums (hopper/flash_api.cpp, flash_attn/cute/interface.py).
+    """
+    size = flash3_head_dim(work.head_dim) if work.kernel == "flash3" else round_up(work.head_dim, 32)
+    rows = work.batch * heads * (work.q_tokens + FLASH_TILE_TOKENS)
+    kv_rows = work.batch * kv_heads * (work.k_tokens + FLASH_TILE_TOKENS)
+    counters = 4 * (rows + 4 * kv_rows) // FLASH_LEAST_TILE_TOKENS
+    return 4 * rows * (size + 3) + (2 * 4 * kv_rows * size if heads != kv_heads else 0) + counters
 
 
 def _pieces(*sizes: int) -> int:
