@@ -21,6 +21,7 @@ from memo_sim.memory.portfolio import Portfolio, installed
 from memo_sim.memory.problem import Clock, problem_of
 from memo_sim.memory.read_requests import read_requests
 from memo_sim.memory.replay import Replay, replay
+from memo_sim.memory.request_table import column_name
 from memo_sim.memory.source import Source
 from memo_sim.views.timeline import FORMATS
 
@@ -191,7 +192,7 @@ def placement_table(plan: MemoryPlan) -> str:
     offsets = [offset_of[name] for name in source.requests.ids]
     header = source.header or ["id", "lower", "upper", "size", *(["class"] if placement.classes else [])]
     rows = source.rows or [list(row) for row in zip(*_columns(source.requests), strict=True)]
-    kept = [index for index, name in enumerate(header) if name.strip() != "offset"]
+    kept = [index for index, name in enumerate(header) if column_name(name) != "offset"]
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow([*(header[i] for i in kept), "offset"])

@@ -1,27 +1,29 @@
-"""Reads a pickle as data: plain containers, text, numbers, bytes; nothing in the file can name code or run it."""
+"""Reads a pickle as data: lists, dictionaries, tuples, text, numbers, bytes; nothing in it can name code or run it.
+
+A reader of its own, because the standard one crashes or eats all memory before any of its hooks is asked: at a tuple
+nested a hundred thousand times as a key, a memo index of two billion, a length of eight GiB. Here every opcode that is
+not listed is refused, a memo index counts up by one, a length ends inside the file, a key is text or a number, and
+nothing recurses: what is read takes time and memory in proportion to the file.
+
+    80 04  } 94  8c 01 a 94  4b 05  73  2e        {"a": 5}: protocol, {}, memo 0, "a", memo 1, 5, set item, stop
+"""
 
 from __future__ import annotations
 
-import io
-import pickle
-from typing import Any, NoReturn
+import struct
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 from memo_sim.contract.errors import BadInput
 
-_PROTO = 0x80
+_PROTO, _STOP, _SHORT_GET, _LONG_GET = 0x80, 0x2E, 0x68, 0x6A
 _HIGHEST = 5
+_KEYS = (str, int, float, bytes, type(None))
 
 
-class _PlainUnpickler(pickle.Unpickler):
-    """Refuses every class, function and reference outside of the file; a pickle can call nothing else."""
-
-    def find_class(self, module_name: str, global_name: str) -> NoReturn:
-        """Refuse whatever the pickle wants imported."""
-        raise pickle.UnpicklingError(f"it names {module_name}.{global_name}")
-
-    def persistent_load(self, pid: Any) -> NoReturn:
-        """Refuse references to objects outside of the file."""
-        raise pickle.UnpicklingError("it refers to objects outside of the file")
+class _Refused(Exception):
+    """Why the bytes are not read."""
 
 
 def is_pickle(raw: bytes) -> bool:
@@ -30,17 +32,188 @@ def is_pickle(raw: bytes) -> bool:
 
 
 def load_plain(raw: bytes, where: str) -> Any:
-    """Return the object in a pickle made of dict, list, tuple, set, str, int, float, bool, None and bytes alone.
+    """Return the object in a pickle made of dict, list, tuple, str, int, float, bool, None and bytes alone.
 
     Raises:
         BadInput: when it holds anything else, is cut short, or is no pickle.
     """
     try:
-        return _PlainUnpickler(io.BytesIO(raw)).load()
-    except Exception as error:  # a broken pickle raises nearly anything
-        raise BadInput(
-            "not a pickle of plain data",
-            where=where,
-            got=str(error) or type(error).__name__,
-            wanted="dictionaries, lists, text and numbers, as torch.cuda.memory._dump_snapshot writes",
-        ) from None
+        return _Reader(raw).read()
+    except _Refused as error:
+        why = str(error)
+    except IndexError:
+        why = "it is cut short, or takes more than it has made"
+    raise BadInput(
+        "not a pickle of plain data",
+        where=where,
+        got=why,
+        wanted="dictionaries, lists, text and numbers, as torch.cuda.memory._dump_snapshot writes",
+    )
+
+
+class _Reader:
+    """The stack that opcodes build an object on; ``below`` holds what lies under each mark."""
+
+    def __init__(self, raw: bytes) -> None:
+        self.raw = raw
+        self.at = 0
+        self.stack: list[Any] = []
+        self.below: list[list[Any]] = []
+        self.memo: list[Any] = []
+
+    def read(self) -> Any:
+        """Return the object."""
+        while (code := self.next_code()) != _STOP:
+            handler = _HANDLERS.get(code)
+            if handler is None:
+                raise _Refused(f"opcode {code:#04x} at byte {self.at - 1}, which plain data does not need")
+            handler(self)
+        if self.below or len(self.stack) != 1:
+            raise _Refused("it ends with more or less than one object")
+        return self.stack[0]
+
+    def next_code(self) -> int:
+        """Return the next opcode that is no ``get``; most of a snapshot are those, so they are obeyed on the way."""
+        raw, memo, push, at = self.raw, self.memo, self.stack.append, self.at
+        while True:
+            code = raw[at]
+            if code == _LONG_GET:
+                push(memo[int.from_bytes(raw[at + 1 : at + 5], "little")])
+                at += 5
+            elif code == _SHORT_GET:
+                push(memo[raw[at + 1]])
+                at += 2
+            else:
+                self.at = at + 1
+                return code
+
+    def take(self, count: int) -> bytes:
+        """Return the next ``count`` bytes of the file."""
+        taken = self.raw[self.at : self.at + count]
+        if len(taken) < count:
+            raise _Refused("it is cut short")
+        self.at += count
+        return taken
+
+    def number(self, width: int) -> int:
+        """Return the next ``width`` bytes as a whole number from 0."""
+        return int.from_bytes(self.take(width), "little")
+
+    def constant(self, value: Any) -> None:
+        """Push a number or None."""
+        self.stack.append(value)
+
+    def fresh(self, kind: type) -> None:
+        """Push an empty container."""
+        self.stack.append(kind())
+
+    def fixed(self, form: struct.Struct) -> None:
+        """Push a number of fixed width."""
+        self.stack.append(form.unpack(self.take(form.size))[0])
+
+    def long(self) -> None:
+        """Push a whole number of up to 255 bytes."""
+        self.stack.append(int.from_bytes(self.take(self.number(1)), "little", signed=True))
+
+    def text(self, width: int) -> None:
+        """Push text; what is no Unicode in it is replaced."""
+        self.stack.append(self.take(self.number(width)).decode(errors="replace"))
+
+    def data(self, width: int) -> None:
+        """Push bytes."""
+        self.stack.append(self.take(self.number(width)))
+
+    def skip(self, count: int) -> None:
+        """Pass over a frame's length, or a protocol's number."""
+        self.take(count)
+
+    def put(self, width: int) -> None:
+        """Remember the last object under the next index."""
+        if width and self.number(width) != len(self.memo):
+            raise _Refused("its memo does not count up")
+        self.memo.append(self.stack[-1])
+
+    def mark(self) -> None:
+        """Begin a group of objects."""
+        self.below.append(self.stack)
+        self.stack = []
+
+    def group(self, count: int | None) -> list[Any]:
+        """Take the last ``count`` objects off, or those since the mark."""
+        if count is None:
+            taken, self.stack = self.stack, self.below.pop()
+            return taken
+        if len(self.stack) < count:
+            raise _Refused("it takes more than it has made")
+        taken = self.stack[-count:]
+        del self.stack[-count:]
+        return taken
+
+    def tuple(self, count: int | None) -> None:
+        """Push a tuple of the group."""
+        items = self.group(count)
+        self.stack.append(tuple(items))
+
+    def extend(self, count: int | None) -> None:
+        """Append the group to the list before it."""
+        items, target = self.group(count), self.stack[-1]
+        if not isinstance(target, list):
+            raise _Refused(f"it appends to a {type(target).__name__}")
+        target += items
+
+    def set_items(self, count: int | None) -> None:
+        """Set the group's keys and values in the dictionary before it."""
+        items, target = self.group(count), self.stack[-1]
+        if not isinstance(target, dict) or len(items) % 2:
+            raise _Refused(f"it sets items of a {type(target).__name__}")
+        for key in items[::2]:
+            if not isinstance(key, _KEYS):
+                raise _Refused(f"a key that is a {type(key).__name__}")
+        target.update(zip(items[::2], items[1::2], strict=True))
+
+    def name(self, *, on_stack: bool) -> None:
+        """Refuse what is to be imported, by its name."""
+        if on_stack:
+            module, name = (str(part)[:80] if isinstance(part, str) else "?" for part in self.group(2))
+        else:
+            module, name, *_ = [*self.raw[self.at : self.at + 160].decode(errors="replace").split("\n"), ""]
+        raise _Refused(f"it names {module}.{name}")
+
+
+_Handler = Callable[[_Reader], None]
+_HANDLERS: dict[int, _Handler] = {
+    _PROTO: partial(_Reader.skip, count=1),
+    0x95: partial(_Reader.skip, count=8),
+    0x4E: partial(_Reader.constant, value=None),
+    0x88: partial(_Reader.constant, value=True),
+    0x89: partial(_Reader.constant, value=False),
+    0x5D: partial(_Reader.fresh, kind=list),
+    0x7D: partial(_Reader.fresh, kind=dict),
+    0x29: partial(_Reader.fresh, kind=tuple),
+    0x4B: partial(_Reader.fixed, form=struct.Struct("<B")),
+    0x4D: partial(_Reader.fixed, form=struct.Struct("<H")),
+    0x4A: partial(_Reader.fixed, form=struct.Struct("<i")),
+    0x47: partial(_Reader.fixed, form=struct.Struct(">d")),
+    0x8A: _Reader.long,
+    0x8C: partial(_Reader.text, width=1),
+    0x58: partial(_Reader.text, width=4),
+    0x8D: partial(_Reader.text, width=8),
+    0x43: partial(_Reader.data, width=1),
+    0x42: partial(_Reader.data, width=4),
+    0x8E: partial(_Reader.data, width=8),
+    0x94: partial(_Reader.put, width=0),
+    0x71: partial(_Reader.put, width=1),
+    0x72: partial(_Reader.put, width=4),
+    0x28: _Reader.mark,
+    0x85: partial(_Reader.tuple, count=1),
+    0x86: partial(_Reader.tuple, count=2),
+    0x87: partial(_Reader.tuple, count=3),
+    0x74: partial(_Reader.tuple, count=None),
+    0x61: partial(_Reader.extend, count=1),
+    0x65: partial(_Reader.extend, count=None),
+    0x73: partial(_Reader.set_items, count=2),
+    0x75: partial(_Reader.set_items, count=None),
+    0x63: partial(_Reader.name, on_stack=False),
+    0x93: partial(_Reader.name, on_stack=True),
+}
+"""Opcodes of protocols 2 to 5, in hexadecimal as Python's ``pickletools`` lists them."""

@@ -1,4 +1,4 @@
-"""Requests from a CSV file with the columns ``id,lower,upper,size``, in any order, beside columns of the user's own.
+"""Requests from a CSV file with the columns ``id,lower,upper,size``, in any order and case, beside the user's own.
 
     id,lower,upper,size
     qkv,0,3,1048576
@@ -26,8 +26,13 @@ MOST_DIGITS = 18
 def is_request_table(text: str) -> bool:
     """Tell whether the first line that is not empty looks like a table's header."""
     first = next((line for line in text.splitlines() if line.strip()), "")
-    cells = {cell.strip() for cell in first.split(",")}
+    cells = {column_name(cell) for cell in first.split(",")}
     return len(cells) > 1 and bool(cells & set(COLUMNS))
+
+
+def column_name(cell: str) -> str:
+    """Return what a header's cell calls its column, as it is compared."""
+    return cell.strip().lower()
 
 
 def read_request_table(text: str, where: str) -> Source:
@@ -35,7 +40,7 @@ def read_request_table(text: str, where: str) -> Source:
 
     Raises:
         BadInput: with file and line, when a column is missing, a cell is no whole number, a row is shorter or longer
-            than the header, a life is never, or an id is used twice.
+            than the header, a life is never, or an id is missing or used twice.
     """
     lines = _rows(text, where)
     if not lines:
@@ -50,6 +55,8 @@ def read_request_table(text: str, where: str) -> Source:
         if len(row) != len(header):
             raise BadInput("a row of another length", where=here, got=f"{len(row)} cells", wanted=f"{len(header)}")
         name = row[at["id"]].strip()
+        if not name:
+            raise BadInput("a buffer without an id", where=here)
         if name in first_line:
             raise BadInput("an id is used twice", where=here, got=name, hint=f"line {first_line[name]} has it too")
         first_line[name] = line
@@ -77,7 +84,7 @@ def _rows(text: str, where: str) -> list[tuple[int, list[str]]]:
 
 def _columns(header: list[str], here: str) -> dict[str, int]:
     """Return the index of every column by its name."""
-    names = [cell.strip() for cell in header]
+    names = [column_name(cell) for cell in header]
     for column in COLUMNS:
         if column not in names:
             raise BadInput(

@@ -23,6 +23,10 @@ DEFAULT_POOL = (0, 0)
 ALIGNMENT_BYTES = 512
 """PyTorch hands out device memory in multiples of it."""
 ACTIVE = ("active_allocated", "active_awaiting_free", "active_pending_free")
+MOST_FRAMES = 256
+"""How deep a buffer's name is looked for in its stack."""
+MOST_SHOWN = 80
+"""Characters of a wrong value in a message."""
 HINT = "record with torch.cuda.memory._record_memory_history() and no skip_actions"
 
 Pool = tuple[int, int]
@@ -49,11 +53,11 @@ class _Space:
     def open(self, event: dict[str, Any], size: int, instant: int) -> int:
         """Add a buffer whose life begins at ``instant``; return its number."""
         self.labels.append(_own_name(event, self.sizes) if self.own else _label(event.get("frames")))
-        self.classes.append(str(event.get("category", "")))
+        self.classes.append(_text(event.get("category")))
         self.lower.append(instant)
         self.upper.append(-1)
         self.sizes.append(size)
-        self.streams.add(event.get("stream", 0))
+        self.streams.add(_plain(event.get("stream", 0)))
         return len(self.sizes) - 1
 
     @property
@@ -152,7 +156,7 @@ def _space(spaces: dict[Pool, _Space], device: int, pool_id: Any, here: str, *, 
         case [int(owner), int(number)]:
             return spaces.setdefault((owner, number), _Space(device, (owner, number), own))
         case _:
-            raise BadInput("not a memory pool", where=f"{here}.pool_id", got=repr(pool), wanted="two whole numbers")
+            raise BadInput("not a memory pool", where=f"{here}.pool_id", got=_plain(pool), wanted="two whole numbers")
 
 
 def _open_before(tree: dict[str, Any], device: int, spaces: dict[Pool, _Space], seen: set[int], where: str) -> None:
@@ -193,8 +197,8 @@ def _own_requests(space: _Space, own: dict[str, Any], where: str) -> Requests:
     """Return what a snapshot written from a placement was made of: its entries carry names, classes and instants."""
     try:
         return Requests(
-            name=str(own.get("name", "")),
-            program_sha256=str(own.get("program_sha256", "")),
+            name=_text(own.get("name")),
+            program_sha256=_text(own.get("program_sha256")),
             ids=space.labels,
             lower=space.lower,
             upper=space.upper,
@@ -231,19 +235,32 @@ def _label(frames: Any) -> str:
     if not isinstance(frames, list):
         return ""
     innermost = None
-    for frame in frames:
-        if isinstance(frame, dict) and str(frame.get("filename", "")).endswith(".py"):
+    for frame in frames[:MOST_FRAMES]:
+        if isinstance(frame, dict) and _text(frame.get("filename")).endswith(".py"):
             innermost = innermost or frame
-            if "/torch/" not in str(frame["filename"]):
+            if "/torch/" not in frame["filename"]:
                 innermost = frame
                 break
     if innermost is None:
         return ""
-    return f"{str(innermost['filename']).rpartition('/')[2]}:{innermost.get('line', 0)}:{innermost.get('name', '')}"
+    file = innermost["filename"].rpartition("/")[2]
+    return f"{file}:{_plain(innermost.get('line', 0))}:{_text(innermost.get('name'))}"
 
 
 def _whole(event: dict[str, Any], key: str, here: str) -> int:
     value = event.get(key)
     if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < MOST_BYTES:
-        raise BadInput("not a whole number", where=f"{here}.{key}", got=repr(value)[:80], wanted="0 or more")
+        raise BadInput("not a whole number", where=f"{here}.{key}", got=_plain(value), wanted=f"0 to {MOST_BYTES - 1}")
     return value
+
+
+def _text(value: Any) -> str:
+    """Return text as it is, and nothing for what is none."""
+    return value if isinstance(value, str) else ""
+
+
+def _plain(value: Any) -> str:
+    """Return how a value is shown: a container by its kind, since one that holds itself often is endlessly long."""
+    if isinstance(value, (dict, list, tuple)):
+        return f"a {type(value).__name__}"
+    return repr(value)[:MOST_SHOWN]

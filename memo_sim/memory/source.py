@@ -34,7 +34,13 @@ def check_countable(requests: Requests, where: str) -> None:
     if not requests.ids:
         raise BadInput("no buffer is requested", where=where, wanted="at least one")
     unit = requests.alignment_bytes
+    if unit >= MOST_BYTES:
+        raise BadInput("the alignment is too large", where=where, got=unit, wanted=f"less than {MOST_BYTES}")
     if sum(-(-size // unit) * unit for size in requests.size_bytes) >= MOST_BYTES:
         raise BadInput("the sizes add up to more than can be placed", where=where, wanted=f"less than {MOST_BYTES}")
-    if (last := max(requests.upper)) >= MOST_BYTES:
+    for phase in requests.phases:
+        if phase.lower > phase.upper:
+            got = f"{phase.name} [{phase.lower}, {phase.upper})"
+            raise BadInput("a phase that ends before it begins", where=f"{where}: $.phases", got=got)
+    if (last := max([*requests.upper, *(phase.upper for phase in requests.phases)])) >= MOST_BYTES:
         raise BadInput("an instant is too late to count", where=where, got=last, wanted=f"less than {MOST_BYTES}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import msgspec
@@ -27,6 +28,18 @@ def written(folder: Path, content: str | bytes, name: str = "input") -> str:
     path = folder / name
     path.write_bytes(content.encode() if isinstance(content, str) else content)
     return str(path)
+
+
+def with_phase(*, lower: int, upper: int, **more: int) -> str:
+    phase = {"name": "fwd", "kind": "fwd", "lower": lower, "upper": upper}
+    columns = {"ids": ["a"], "lower": [0], "upper": [1], "size_bytes": [1]}
+    return json.dumps({"schema": "memo.requests/1", "phases": [phase], **columns, **more})
+
+
+def test_a_header_in_another_case_is_read(tmp_path: Path) -> None:
+    source = read_requests(written(tmp_path, "ID,Lower,UPPER,Size,Name\na,0,1,5,x\n"))
+    assert source.requests == Requests(ids=["a"], lower=[0], upper=[1], size_bytes=[5])
+    assert source.header == ["ID", "Lower", "UPPER", "Size", "Name"]
 
 
 def test_a_table_keeps_its_rows_and_own_columns(tmp_path: Path) -> None:
@@ -108,6 +121,16 @@ def test_a_logs_live_bytes_are_its_own_at_every_line(wishes: list[tuple[bool, in
         ("id,lower,upper,size\n", "no buffer", ""),
         (f"id,lower,upper,size\n{'9' * 19},0,1,{'9' * 19}\n", "not a number", "line 2"),
         ("\n".join(["id,lower,upper,size", *(f"{i},0,1,{10**18 - 1}" for i in range(5))]), "add up to more", ""),
+        ("id,lower,upper,size\n ,0,1,1\n", "without an id", "line 2"),
+        # Alignments without a common factor multiply: 10^18 - 1 and 10^18 - 11.
+        (
+            "id,lower,upper,size,alignment\n" + "".join(f"{i},0,1,0,{10**18 - i}\n" for i in (1, 11)),
+            "alignment is too large",
+            "",
+        ),
+        (with_phase(lower=5, upper=2), "ends before it begins", "$.phases"),
+        (with_phase(lower=0, upper=2**62), "too late to count", ""),
+        (with_phase(lower=0, upper=1, alignment_bytes=2**70), "alignment is too large", ""),
         ("{", "ends too early", ""),
         ("{}", "does not say what it is", "$.schema"),
         ('{"schema": "memo.trace/1"}', "another kind of document", "$.schema"),

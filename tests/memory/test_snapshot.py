@@ -5,10 +5,13 @@ from __future__ import annotations
 import os
 import pickle
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from memo_sim.contract.errors import BadInput, UsageError
 from memo_sim.memory.plain_pickle import load_plain
@@ -149,5 +152,75 @@ def test_references_and_classes_are_refused() -> None:
     ):
         with pytest.raises(BadInput, match="plain data"):
             load_plain(raw, "snap")
-    plain = {"a": [1, 2.5, True, None, b"x", "y"], "b": ({1, 2}, (3,)), "big": 2**80}
+    plain = {"a": [1, 2.5, True, None, b"x", "y"], "b": ((), (3,)), "big": 2**80, "low": -(2**80), 7: [-1, 70000]}
     assert load_plain(pickle.dumps(plain), "snap") == plain
+
+
+PLAIN = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
+    lambda inner: (
+        st.lists(inner)
+        | st.lists(inner).map(tuple)
+        | st.dictionaries(st.text() | st.integers() | st.booleans() | st.none(), inner)
+    ),
+    max_leaves=40,
+)
+
+
+@given(tree=PLAIN, protocol=st.integers(2, pickle.HIGHEST_PROTOCOL))
+def test_whatever_is_plain_is_read_as_it_was_written(tree: Any, protocol: int) -> None:
+    held_twice = [tree, tree]
+    assert load_plain(pickle.dumps(held_twice, protocol), "snap") == held_twice
+
+
+@given(raw=st.binary(max_size=60), protocol=st.integers(2, 5))
+def test_bytes_of_any_kind_are_read_or_refused(raw: bytes, protocol: int) -> None:
+    with suppress(BadInput):
+        load_plain(bytes([0x80, protocol]) + raw, "snap")
+
+
+@given(tree=PLAIN, data=st.data())
+def test_a_pickle_cut_short_is_refused(tree: Any, data: st.DataObject) -> None:
+    whole = pickle.dumps(tree, 4)
+    with pytest.raises(BadInput):
+        load_plain(whole[: data.draw(st.integers(2, len(whole) - 1))], "snap")
+
+
+@pytest.mark.parametrize(
+    ("raw", "says"),
+    [
+        (b"\x80\x02})" + b"\x85" * 200_000 + b"K\x01s.", "a key that is a tuple"),  # hashed, it ends the process
+        (b"\x80\x04}r\xff\xff\xff\x7f.", "memo does not count up"),  # a table of 16 GiB
+        (b"\x80\x05\x96" + (8 << 30).to_bytes(8, "little") + b"x.", "opcode 0x96"),  # a buffer of 8 GiB
+        (b"\x80\x04X\xff\xff\xff\x7fx.", "cut short"),
+        (b"\x80\x02\x8b\x00\x00\x00\x40.", "opcode 0x8b"),  # a number too long to be shown
+        (b"\x80\x04K\x01K\x02.", "more or less than one object"),
+        (b"\x80\x04(.", "more or less than one object"),
+        (b"\x80\x04K\x01K\x02K\x03s.", "sets items of a int"),
+        (b"\x80\x04K\x01K\x02a.", "appends to a int"),
+        (b"\x80\x04K\x01\x86.", "more than it has made"),
+        (b"\x80\x04h\x00.", "more than it has made"),
+        (b"\x80\x04cposix\nsystem\n.", "names posix.system"),
+    ],
+)
+def test_bytes_that_would_hurt_the_standard_reader_are_refused(raw: bytes, says: str) -> None:
+    with pytest.raises(BadInput, match=says):
+        load_plain(raw, "snap")
+
+
+def test_values_that_hold_themselves_are_shown_by_their_kind() -> None:
+    layers: list[Any] = []
+    for _ in range(60):
+        layers = [layers] * 10  # written out, 10^60 brackets
+    bad = [
+        ([event("alloc", 1, layers)], "a list"),  # type: ignore[arg-type]
+        ([event("alloc", 1, 1, pool_id=layers)], "a list"),
+        ([event("alloc", 1, {})], "a dict"),  # type: ignore[arg-type]
+    ]
+    for trace, shown in bad:
+        with pytest.raises(BadInput) as error:
+            read_snapshot(snapshot(trace), "snap")
+        assert error.value.got == shown
+    odd = event("alloc", 1, 1, category=layers) | {"stream": layers, "frames": [{"filename": "a.py", "line": layers}]}
+    requests = read_snapshot(snapshot([odd]), "snap").requests
+    assert (requests.ids, requests.classes) == (["b0 a.py:a list:"], [])
