@@ -1,15 +1,14 @@
 """Predicts published cases and sets the predictions beside what was measured.
 
 A prediction sees ``Case.question`` alone. Knobs that a row leaves blank are searched under the system's rules, as its
-authors tuned them. What this version cannot evaluate is reported as invalid with the reason, never dropped.
+authors tuned them; a row that plans no memory is played as an eager framework would. What this version cannot evaluate
+is reported as invalid with the reason, never dropped.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-
-import msgspec
 
 from memo_sim.cases import Case, CaseQuestion
 from memo_sim.contract.catalog import list_models, load_cluster, load_model
@@ -21,7 +20,7 @@ from memo_sim.contract.units import GIB
 from memo_sim.contract.validation import CaseError, CasePrediction, CaseReport, Expectation, Validation
 from memo_sim.planning.presets import SYSTEMS
 from memo_sim.planning.question import Pins, Question
-from memo_sim.planning.search import Evaluated, play, search
+from memo_sim.planning.search import Evaluated, search
 from memo_sim.views.accuracy import QUANTITIES, summarise
 
 
@@ -63,7 +62,7 @@ def predict(
         if change:
             question = replace(question, hardware=change(question.hardware))
         _check_precision(asked, question)
-        outcome = _evaluate(asked, question)
+        outcome = search(question).ranked[0]
     except (Infeasible, UsageError, BadInput) as error:
         return CasePrediction(status="invalid", reason=str(error).replace("\n ", ";")), frozenset()
     fitted = frozenset(name for s in question.hardware.sources.values() for name in s.cases)
@@ -79,6 +78,7 @@ def predict(
             step_ms=prediction.step_s * 1e3 if prediction.step_s is not None else None,
             allocated_gib=prediction.peak_device_bytes / GIB if prediction.status == "ok" else None,
             reserved_gib=_reserved_gib(prediction),
+            reorganisations=_reorganisations(outcome),
             alpha=outcome.decisions.alpha,
             layout=outcome.decisions.layout,
             outside_calibration=prediction.outside_calibration,
@@ -87,27 +87,18 @@ def predict(
     )
 
 
-def _evaluate(asked: CaseQuestion, question: Question) -> Evaluated:
-    """Return the best plan; where the row plans no memory, of the same plans played with the caching allocator."""
-    ranked = search(question).ranked
-    if asked.words.get("memory_plan") == "no":
-        ranked = [_with_caching(outcome, question) for outcome in ranked]
-    return min(ranked, key=lambda outcome: outcome.rank_key)
-
-
-def _with_caching(outcome: Evaluated, question: Question) -> Evaluated:
-    """Return ``outcome`` with its memory from the caching allocator; what could not be evaluated stays that."""
-    if outcome.prediction.status == "invalid":
-        return outcome
-    decisions = msgspec.structs.replace(outcome.decisions, memory_policy="caching")
-    return replace(outcome, decisions=decisions, prediction=play(question, decisions).prediction)
-
-
 def _reserved_gib(prediction: Prediction) -> float | None:
     """Return what the caching allocator reserves of a plan that fits; None where memory is planned."""
     if prediction.status != "ok" or prediction.reserved_bytes is None:
         return None
     return prediction.reserved_bytes / GIB
+
+
+def _reorganisations(outcome: Evaluated) -> float | None:
+    """Return how often a micro-batch finds the allocator's memory reorganised; None where memory is planned."""
+    if outcome.prediction.status != "ok" or outcome.decisions.memory_policy == "planned":
+        return None
+    return outcome.prediction.reorganisations / outcome.decisions.micro_batches
 
 
 _UNBUILT = (
@@ -167,6 +158,7 @@ def _question(asked: CaseQuestion) -> Question:
         zero=given.get("zero"),
         alpha=asked.alpha,
         recompute=asked.words.get("recompute"),  # type: ignore[arg-type]
+        memory_policy="eager" if asked.words.get("memory_plan") == "no" else "planned",
     )
     return Question(
         model=_model(asked),

@@ -14,7 +14,9 @@ from memo_sim.contract.model import Model
 from memo_sim.contract.units import Bytes, Degree, Fraction, Positive, Seconds, SequenceTokens, Tokens, Width
 
 Recompute = Literal["none", "full", "tokenwise"]
-MemoryPolicy = Literal["planned", "caching"]
+MemoryPolicy = Literal["planned", "caching", "eager"]
+"""planned: one arena with planned addresses. caching: the same requests, served by PyTorch's caching allocator. eager:
+that allocator under an eager framework, which asks for more (an fp32 loss) and gets it back late (``record_stream``)."""
 States = Literal["fp32", "bf16", "host"]
 HostAllocator = Literal["exact", "power_of_two"]
 Status = Literal["ok", "gpu_oom", "host_oom", "invalid"]

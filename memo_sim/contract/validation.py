@@ -17,6 +17,8 @@ class CasePrediction(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     step_ms: float | None = None
     allocated_gib: float | None = None
     reserved_gib: float | None = None
+    reorganisations: float | None = None
+    """Of a micro-batch (a sequence, where it is one), where memory is not planned."""
     alpha: float | None = None
     layout: Layout | None = None
     outside_calibration: list[str] = []
@@ -32,6 +34,7 @@ class Expectation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     step_ms: float | None = None
     allocated_gib: float | None = None
     reserved_gib: float | None = None
+    reorganisations: float | None = None
 
 
 class CaseError(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -43,6 +46,7 @@ class CaseError(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     step_ms: float | None = None
     allocated_gib: float | None = None
     reserved_gib: float | None = None
+    reorganisations: float | None = None
 
 
 class CaseReport(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -1,6 +1,7 @@
 """Device memory of a plan that PyTorch's caching allocator serves: its requests replayed, not a placement.
 
-The program frees in program order. A step's cost is that of the last of three replayed steps, when the cache is warm; a
+The program frees in program order; as an eager framework plays it, it asks for more and gets some back later
+(``memory/eager.py``). A step's cost is that of the last of three replayed steps, when the cache is warm; a
 reorganisation stops the device, so its seconds are added to the kernel at which it happens:
 
       compute  | norm | qkv |##### reorganisation #####  attention | ...
@@ -11,17 +12,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-import msgspec
 import numpy as np
 
 from memo_sim.contract.hardware import Hardware
 from memo_sim.engine.playback import Floats
-from memo_sim.memory.replay import DeviceStop, Replay, allocation_costs, replay
+from memo_sim.memory.replay import DeviceStop, Replay, RunAhead, allocation_costs, replay
 from memo_sim.program.columns import Columns, Ints
 from memo_sim.program.instruction import Lane
 from memo_sim.program.liveness import Liveness
 from memo_sim.program.program import Program
-from memo_sim.program.requests import device_buffers, requests_of
+from memo_sim.program.requests import requests_of
 
 
 @dataclass(frozen=True)
@@ -60,16 +60,26 @@ class CachingMemory:
         return stopped
 
 
-def caching_memory(program: Program, columns: Columns, lives: Liveness, hardware: Hardware) -> CachingMemory:
-    """Return what the allocator makes of ``program`` on one device; ``lives`` are its buffers, with their sizes."""
-    requests = requests_of(program, columns)
-    requests = msgspec.structs.replace(requests, size_bytes=lives.bytes[device_buffers(lives)].tolist())
+def caching_memory(
+    program: Program,
+    columns: Columns,
+    lives: Liveness,
+    hardware: Hardware,
+    *,
+    names: list[str] | None = None,
+    ahead: RunAhead | None = None,
+) -> CachingMemory:
+    """Return what the allocator makes of ``program`` on one device.
+
+    ``lives`` are the buffers asked for, with their sizes; ``names`` those of buffers that are not the program's.
+    """
     return CachingMemory(
         replay(
-            requests,
+            requests_of(program, columns, lives=lives, names=names),
             capacity_bytes=int(hardware.device_memory_bytes.value),
             reserve_bytes=sum(int(quantity.value) for quantity in hardware.reserve_bytes.values()),
             costs=allocation_costs(hardware),
+            ahead=ahead,
         ),
         columns.lane,
     )

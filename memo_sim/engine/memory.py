@@ -24,6 +24,8 @@ from memo_sim.contract.trace import MemoryCurve
 from memo_sim.contract.units import format_bytes
 from memo_sim.engine.caching import CachingMemory, caching_memory
 from memo_sim.engine.playback import Playback
+from memo_sim.memory.eager import eager_buffers, run_ahead
+from memo_sim.memory.replay import RunAhead
 from memo_sim.program.columns import Columns, Ints
 from memo_sim.program.instruction import BufferClass, Lane
 from memo_sim.program.liveness import Liveness, Peak, live_bytes, liveness, peak
@@ -177,7 +179,12 @@ def memory_of(program: Program, columns: Columns, decisions: Decisions, hardware
         if family.buffer_class is BufferClass.INPUT and family.lifetime == "step" and family.count:
             sizes[base] += (decisions.micro_batches - program.micro_batches) * family.bytes
     lives = replace(lives, bytes=sizes)
-    caching = decisions.memory_policy == "caching"
+    names: list[str] | None = None
+    ahead: RunAhead | None = None
+    if decisions.memory_policy == "eager":
+        lives, names = eager_buffers(program, columns, lives)
+        ahead = run_ahead(program, columns, lives)
+    caching = decisions.memory_policy != "planned"
     host_memory = cluster.host_memory_bytes or hardware.host_memory_bytes
     return Memory(
         program=program,
@@ -187,7 +194,7 @@ def memory_of(program: Program, columns: Columns, decisions: Decisions, hardware
         device_capacity_bytes=int(hardware.device_memory_bytes.value),
         host_capacity_bytes=int(host_memory.value),
         local_ranks=min(cluster.devices_per_node, decisions.layout.devices),
-        caching=caching_memory(program, columns, lives, hardware) if caching else None,
+        caching=caching_memory(program, columns, lives, hardware, names=names, ahead=ahead) if caching else None,
     )
 
 

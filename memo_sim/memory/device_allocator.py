@@ -119,9 +119,13 @@ class DeviceAllocator:
         if stream != block.stream:
             block.streams.add(stream)
 
-    def pass_events(self, stream: int) -> None:
-        """Say that ``stream`` has done all it was given up to now; the next ``malloc`` notices."""
-        self._passed[stream] = len(self._waiting.get(stream, ()))
+    def pass_events(self, stream: int, most: int | None = None) -> None:
+        """Say that ``stream`` has done all it was given up to now; the next ``malloc`` notices.
+
+        With ``most``, only the events of the first so many blocks that wait for it have passed.
+        """
+        waiting = len(self._waiting.get(stream, ()))
+        self._passed[stream] = waiting if most is None else min(most, waiting)
 
     def empty_cache(self) -> None:
         """Give back everything that is not in use, as ``torch.cuda.empty_cache`` does."""

@@ -2,8 +2,9 @@
 
 The first iteration warms the cache; the last shows the steady state. Buffers that live over all instants (parameters,
 gradients, optimizer states) are handed out once, before the first iteration. At one instant memory is taken back before
-it is handed out, in the order listed. All requests are of one stream: a program's edges order its lanes, so none of its
-buffers waits for an event.
+it is handed out, in the order listed. All requests are of one stream. A program's edges order its lanes, so none of its
+buffers waits for an event; a framework that marks tensors with ``record_stream`` instead gets them back only when the
+device has passed the work, and its host is ahead of the device: ``RunAhead``.
 
     a: 6 GiB at instants 0 to 1;  b: 2 GiB and c: 6 GiB from 1 on.  a is freed, b is cut from the front of its segment:
 
@@ -13,6 +14,9 @@ buffers waits for an event.
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from memo_sim.contract.hardware import Hardware
@@ -54,6 +58,22 @@ def allocation_costs(hardware: Hardware) -> AllocationCosts:
         malloc_s_per_gib=hardware.device_malloc_s_per_gib.value if hardware.device_malloc_s_per_gib else 0.0,
         free_s_per_gib=hardware.device_free_s_per_gib.value if hardware.device_free_s_per_gib else 0.0,
     )
+
+
+@dataclass(frozen=True)
+class RunAhead:
+    """How far the device is behind the host that asks for memory, and which buffers have to wait for it.
+
+    What is freed at an instant can be handed out again when the device has done everything that the streams which used
+    it were given by then. The device catches up at the end of a step, and when everything cached is given back.
+    """
+
+    streams: Mapping[int, Sequence[int]]
+    """By buffer number: the streams that ``record_stream`` notes (not the one it is allocated on)."""
+    work: Mapping[int, Sequence[int]]
+    """By stream: the instants of its work, in order."""
+    done: Sequence[int]
+    """By instant: the last one whose work the device has done when the host is there (-1: none)."""
 
 
 @dataclass(frozen=True)
@@ -136,18 +156,20 @@ def replay(
     capacity_bytes: int | None = None,
     reserve_bytes: int = 0,
     costs: AllocationCosts = NO_COSTS,
+    ahead: RunAhead | None = None,
 ) -> Replay:
     """Return what PyTorch's caching allocator makes of ``requests``.
 
     ``capacity_bytes`` is the device's, of which ``reserve_bytes`` are not the allocator's (None: no limit). A request
-    that cannot be served ends the replay and is told in ``out_of_memory``; it is an answer, not an error.
+    that cannot be served ends the replay and is told in ``out_of_memory``; it is an answer, not an error. Without
+    ``ahead`` no block waits for a stream.
     """
     limit = None if capacity_bytes is None else max(0, capacity_bytes - reserve_bytes)
-    player = _Player(requests, DeviceAllocator(config, limit), costs)
+    device = DeviceAllocator(config, limit)
+    player = _Player(requests, device, costs, _Streams(device, ahead) if ahead else None)
     failed = player.play_lasting()
     for number in range(iterations):
         failed = failed or player.play(number)
-    device = player.device
     return Replay(
         iterations=player.iterations,
         live_peak_bytes=player.live_peak,
@@ -160,13 +182,57 @@ def replay(
     )
 
 
+class _Streams:
+    """The streams that blocks wait for, as the device works through them."""
+
+    def __init__(self, device: DeviceAllocator, ahead: RunAhead) -> None:
+        self._device = device
+        self._ahead = ahead
+        self._caught_up = -1
+        self._waiting: dict[int, deque[int]] = {}
+        """By stream: after which instant each block that waits for it comes back."""
+
+    def free(self, number: int, block: Block, instant: int) -> None:
+        """Give back the block of a buffer; one that other streams used waits for what they were given by now."""
+        for stream in self._ahead.streams.get(number, ()):
+            work = self._ahead.work[stream]
+            given = bisect_left(work, instant)
+            self._device.record_stream(block, stream)
+            self._waiting.setdefault(stream, deque()).append(work[given - 1] if given else -1)
+        self._device.free(block)
+
+    def reach(self, instant: int) -> None:
+        """Say that the host has come to ``instant``: what the device has done by then is no longer waited for."""
+        done = max(self._ahead.done[instant], self._caught_up)
+        for stream, waiting in self._waiting.items():
+            passed = 0
+            while waiting and waiting[0] <= done:
+                waiting.popleft()
+                passed += 1
+            self._device.pass_events(stream, passed)
+
+    def catch_up(self, instant: int) -> None:
+        """Say that the host has waited for the device at ``instant``, and the allocator has taken all blocks back."""
+        self._caught_up = instant - 1
+        self._waiting.clear()
+
+    def end_step(self) -> None:
+        """Say that the device has done the whole step."""
+        for stream in self._waiting:
+            self._device.pass_events(stream)
+        self.catch_up(0)
+
+
 class _Player:
     """The allocator, the blocks in use by buffer number, and the steps played so far."""
 
-    def __init__(self, requests: Requests, device: DeviceAllocator, costs: AllocationCosts) -> None:
+    def __init__(
+        self, requests: Requests, device: DeviceAllocator, costs: AllocationCosts, streams: _Streams | None
+    ) -> None:
         self.requests = requests
         self.device = device
         self.costs = costs
+        self.streams = streams
         self.iterations: list[Iteration] = []
         self.live = self.live_peak = 0
         self._held: dict[int, Block] = {}
@@ -197,8 +263,7 @@ class _Player:
         self.iterations.append(step)
         for instant in self._instants:
             for buffer in self._dead.get(instant, ()):
-                self.device.free(self._held.pop(buffer))
-                self.live -= self.requests.size_bytes[buffer]
+                self._free(buffer, instant)
             allocated, reserved = self.device.allocated_bytes, self.device.reserved_bytes
             for buffer in self._born.get(instant, ()):
                 if failed := self._malloc(buffer, number, instant, step.stops):
@@ -208,11 +273,23 @@ class _Player:
             step.instants.append(instant)
             step.allocated_bytes.append(allocated)
             step.reserved_bytes.append(reserved)
+        if self.streams:
+            self.streams.end_step()
         return None
+
+    def _free(self, buffer: int, instant: int) -> None:
+        block = self._held.pop(buffer)
+        if self.streams:
+            self.streams.free(buffer, block, instant)
+        else:
+            self.device.free(block)
+        self.live -= self.requests.size_bytes[buffer]
 
     def _malloc(self, buffer: int, iteration: int, instant: int, stops: list[DeviceStop]) -> ReplayOutOfMemory | None:
         device, size = self.device, self.requests.size_bytes[buffer]
         called, retried = len(device.calls), device.num_alloc_retries
+        if self.streams and iteration >= 0:
+            self.streams.reach(instant)
         try:
             self._held[buffer] = device.malloc(size)
         except OutOfDeviceMemory:
@@ -227,6 +304,9 @@ class _Player:
             )
         self.live += size
         self.live_peak = max(self.live_peak, self.live)
+        reorganised = device.num_alloc_retries > retried
+        if self.streams and reorganised:
+            self.streams.catch_up(instant)
         if calls := device.calls[called:]:
             stops.append(
                 DeviceStop(
@@ -234,7 +314,7 @@ class _Player:
                     buffer=self.requests.ids[buffer],
                     calls=tuple(calls),
                     seconds=self.costs.seconds(calls),
-                    reorganised=device.num_alloc_retries > retried,
+                    reorganised=reorganised,
                 )
             )
         return None

@@ -9,14 +9,17 @@ import msgspec
 from memo_sim.contract.cluster import Cluster
 from memo_sim.contract.hardware import DtypeName, Hardware, Quantity, Source
 from memo_sim.contract.model import Model
-from memo_sim.contract.plan import Recompute, States
+from memo_sim.contract.plan import MemoryPolicy, Recompute, States
 
 OPTION_SOURCE = "option"
 
 
 @dataclass(frozen=True, slots=True)
 class Pins:
-    """Knobs with a fixed value; None is left to the search."""
+    """Knobs with a fixed value; None is left to the search.
+
+    ``memory_policy`` is not searched: who plans memory wants a plan, who does not wants to know what that costs.
+    """
 
     tp: int | None = None
     sequence_parallel: bool | None = None
@@ -26,6 +29,7 @@ class Pins:
     alpha: float | None = None
     recompute: Recompute | None = None
     loss_chunk_tokens: int | None = None
+    memory_policy: MemoryPolicy = "planned"
 
 
 @dataclass(frozen=True, slots=True)

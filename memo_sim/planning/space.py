@@ -101,6 +101,7 @@ def candidates(question: Question) -> tuple[list[Candidate], list[str]]:
             micro_batch=question.micro_batch,
             global_batch=question.global_batch,
             host_allocator=system.host_allocator,
+            memory_policy=question.pins.memory_policy,
             states=question.states,
             dtype=question.dtype,
         )
@@ -135,7 +136,12 @@ def with_alpha(base: Decisions, recompute: str, alpha: float) -> Decisions:
 
 
 def default_loss_chunk(tokens: int, vocab: int, base: Decisions) -> int:
-    """Return the largest power of two of tokens whose logits and gradient stay under 1 GiB; 0 when all do."""
+    """Return the largest power of two of tokens whose logits and gradient stay under 1 GiB; 0 when all do.
+
+    An eager framework does not cut the loss into chunks: 0.
+    """
+    if base.memory_policy == "eager":
+        return 0
     per_token = 2 * vocab * DTYPE_BYTES[base.dtype]
     if tokens * per_token <= LOGIT_BYTES:
         return 0

@@ -26,12 +26,21 @@ def device_buffers(lives: Liveness) -> list[int]:
     return ordered
 
 
-def requests_of(program: Program, columns: Columns | None = None) -> Requests:
-    """Return what ``program`` asks of its device, one entry a buffer, in the order of the requests."""
+def requests_of(
+    program: Program,
+    columns: Columns | None = None,
+    *,
+    lives: Liveness | None = None,
+    names: list[str] | None = None,
+) -> Requests:
+    """Return what ``program`` asks of its device, one entry a buffer, in the order of the requests.
+
+    ``lives`` and ``names`` (by buffer number) are there for buffers of other sizes or lives than the program's.
+    """
     columns = columns or expand(program)
-    lives = liveness(program, columns)
+    lives = lives or liveness(program, columns)
     chosen = device_buffers(lives)
-    names = buffer_names(program)
+    names = names or buffer_names(program)
     return Requests(
         name=program.role,
         program_sha256=program.sha256,

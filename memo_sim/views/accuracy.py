@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from memo_sim.contract.validation import CaseReport
 
-QUANTITIES = ("mfu", "tgs", "step_ms", "allocated_gib", "reserved_gib")
+QUANTITIES = ("mfu", "tgs", "step_ms", "allocated_gib", "reserved_gib", "reorganisations")
 
 
 @dataclass(frozen=True)

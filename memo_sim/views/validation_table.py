@@ -16,6 +16,7 @@ LABELS = {
     "step_ms": "step",
     "allocated_gib": "allocated",
     "reserved_gib": "reserved",
+    "reorganisations": "reorganised",
 }
 
 

@@ -204,6 +204,19 @@ def test_a_block_that_another_stream_uses_waits_for_its_event() -> None:
     assert device.num_device_alloc == 2
 
 
+def test_of_the_blocks_that_wait_for_a_stream_the_first_come_back_first() -> None:
+    device = DeviceAllocator()
+    blocks = [device.malloc(size * MIB) for size in (12, 14, 16)]
+    for block in blocks:
+        device.record_stream(block, 7)
+        device.free(block)
+    device.pass_events(7, 2)
+    assert [device.malloc(size * MIB).address // MIB for size in (12, 14)] == [0, 12]
+    assert device.malloc(16 * MIB).address == 42 * MIB  # the third is still awaited
+    device.pass_events(7, 5)  # more than there are
+    assert device.malloc(16 * MIB).address == 26 * MIB
+
+
 def test_an_event_that_comes_later_than_what_passed_is_still_awaited() -> None:
     device = DeviceAllocator()
     first, second = device.malloc(12 * MIB), device.malloc(14 * MIB)

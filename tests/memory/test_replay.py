@@ -14,7 +14,7 @@ from memo_sim.contract.requests import Requests
 from memo_sim.contract.units import GIB
 from memo_sim.memory.device_config import AllocatorConfig
 from memo_sim.memory.problem import problem_of
-from memo_sim.memory.replay import AllocationCosts, allocation_costs, replay
+from memo_sim.memory.replay import AllocationCosts, RunAhead, allocation_costs, replay
 from memo_sim.program.lower import lower
 from memo_sim.program.requests import requests_of
 
@@ -102,6 +102,56 @@ def test_a_tight_step_reorganises_again_before_it_settles() -> None:
     assert tight.iterations[1].reorganisations > 0
     assert tight.steady.reorganisations == 0
     assert replay(requests, iterations=8, capacity_bytes=55 * GIB).reorganisations == 0
+
+
+CHAIN = asked(("a", 0, 1, 4), ("b", 1, 2, 4), ("c", 2, 3, 4))
+
+
+def ahead(done: list[int], work: list[int] | None = None) -> RunAhead:
+    """Return a host under which every buffer of ``CHAIN`` is used by stream 3 too."""
+    return RunAhead(streams={0: [3], 1: [3], 2: [3]}, work={3: [0, 1, 2] if work is None else work}, done=done)
+
+
+def test_a_host_that_runs_ahead_asks_for_memory_that_is_free_soon() -> None:
+    far = replay(CHAIN, ahead=ahead([-1, -1, -1]))
+    assert (far.live_peak_bytes, far.reserved_peak_bytes) == (4 * GIB, 12 * GIB)
+    # The device has done instant i - 1 when the host comes to i: nothing is awaited.
+    assert replay(CHAIN, ahead=ahead([-1, 0, 1])).reserved_peak_bytes == 4 * GIB
+    # One behind: b is fresh, c takes what a had.
+    assert replay(CHAIN, ahead=ahead([-1, -1, 0])).reserved_peak_bytes == 8 * GIB
+
+
+def test_a_buffer_that_no_stream_uses_comes_back_at_once() -> None:
+    alone = RunAhead(streams={1: [3]}, work={3: [1]}, done=[-1, -1, -1])
+    assert replay(CHAIN, ahead=alone).reserved_peak_bytes == 8 * GIB
+
+
+def test_an_event_covers_all_that_its_stream_was_given() -> None:
+    # a is used at 0 and freed at 1, but the stream has work of 0 alone; with work at 1 too, b's memory waits longer.
+    assert replay(CHAIN, ahead=ahead([-1, 0, 0], work=[0])).reserved_peak_bytes == 4 * GIB
+    assert replay(CHAIN, ahead=ahead([-1, 0, 0], work=[0, 1])).reserved_peak_bytes == 8 * GIB
+
+
+def test_a_reorganisation_lets_the_device_catch_up() -> None:
+    done = replay(CHAIN, capacity_bytes=10 * GIB, costs=COSTS, ahead=ahead([-1, -1, -1]))
+    assert done.out_of_memory is None
+    # a and b are awaited when c asks: both come back, both go, c is fresh. The next steps begin with c's memory.
+    assert [i.reorganisations for i in done.iterations] == [1, 1, 1]
+    stop = done.iterations[0].stops[-1]
+    assert (stop.buffer, stop.reorganised) == ("c", True)
+    assert [call.kind for call in stop.calls] == ["synchronize", "free", "free", "malloc"]
+    assert stop.seconds == 2 * (10 + 4 * 0.5) + (1 + 4 * 0.25)
+    longer = asked(("a", 0, 1, 4), ("b", 1, 2, 4), ("c", 2, 3, 4), ("d", 3, 4, 4))
+    host = RunAhead(streams={n: [3] for n in range(4)}, work={3: [0, 1, 2, 3]}, done=[-1] * 4)
+    # What a, b and c were given before the host waited is done; c's own work is not: d is fresh.
+    again = replay(longer, iterations=1, capacity_bytes=10 * GIB, ahead=host)
+    assert (again.reorganisations, again.segments_allocated) == (1, 4)
+
+
+def test_the_device_has_done_a_step_when_the_next_begins() -> None:
+    done = replay(CHAIN, ahead=ahead([-1, -1, -1]))
+    assert done.segments_allocated == 3
+    assert [len(i.stops) for i in done.iterations] == [3, 0, 0]
 
 
 def test_the_reserve_is_not_the_allocators() -> None:

@@ -113,7 +113,7 @@ def test_stops_lengthen_the_step_as_often_as_their_micro_batch_is_played(monkeyp
     kernels = plain.columns.lane == Lane.COMPUTE
     first, repeated = (int(np.flatnonzero(kernels & (micro_batch == m))[3]) for m in (0, 1))
 
-    def found(*_: object) -> CachingMemory:
+    def found(*_: object, **__: object) -> CachingMemory:
         return CachingMemory(stopped((first, 0.5, True), (repeated, 0.25, True)), plain.columns.lane)
 
     monkeypatch.setattr(engine_memory, "caching_memory", found)
@@ -140,3 +140,20 @@ def test_the_profile_says_what_a_call_costs() -> None:
         assert stop.seconds == pytest.approx(sum(2.0 + 3.0 * call.bytes / GIB for call in stop.calls))
     # The steady step asks for nothing, so costs do not matter to it.
     assert run(decisions, costly).prediction.step_s == run(decisions).prediction.step_s
+
+
+def test_an_eager_framework_needs_more_and_gets_it_back_later() -> None:
+    layout = Layout(tp=2, sequence_parallel=True)
+    decisions = decide(("full", 0.0), layout=layout, layers=24)
+    eager = msgspec.structs.replace(decisions, memory_policy="eager")
+    roomy, cached = run(eager).prediction, run(caching(decisions)).prediction
+    assert roomy.peak_device_bytes > cached.peak_device_bytes
+    assert roomy.reserved_bytes is not None
+    assert cached.reserved_bytes is not None
+    # The layers in flight hold what they gathered and scattered: more than the loss's fp32 tensors alone explain.
+    assert roomy.reserved_bytes - cached.reserved_bytes > roomy.peak_device_bytes - cached.peak_device_bytes
+    assert roomy.reorganisations == 0
+    tight = toy_hardware(roomy.reserved_bytes - 2**21 + RESERVE)
+    found = run(eager, tight).prediction
+    assert (found.status, run(caching(decisions), tight).prediction.reorganisations) == ("ok", 0)
+    assert found.reorganisations > 0
