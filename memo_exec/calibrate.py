@@ -20,8 +20,8 @@ from functools import partial
 import msgspec
 import torch
 
+from memo_exec.attention_kernels import attention_kernels
 from memo_exec.machine import Machine, this_machine, versions
-from memo_exec.preflight import attention_kernels
 from memo_exec.probes import grid as grids
 from memo_exec.probes import memory
 from memo_exec.probes.copies import Lanes

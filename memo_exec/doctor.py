@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from memo_exec.attention_kernels import attention_kernels
 from memo_exec.machine import this_machine, versions
-from memo_exec.preflight import DTYPES, attention_kernels
+from memo_exec.preflight import DTYPES
 from memo_sim.contract.units import format_bytes
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from memo_exec.lanes import Floats
-from memo_exec.memory.store import CachingStore
+from memo_exec.memory.store import BufferStore
 from memo_exec.schedule import Schedule
 from memo_sim.contract.plan import MovedBytes
 from memo_sim.contract.trace import MemoryCurve, Spans, Trace, Wait
@@ -97,7 +97,7 @@ def waits_of(schedule: Schedule, start_s: Floats, end_s: Floats) -> tuple[Wait, 
     return tuple(found)
 
 
-def device_curve(store: CachingStore, start_s: Floats, end_s: Floats) -> MemoryCurve:
+def device_curve(store: BufferStore, start_s: Floats, end_s: Floats) -> MemoryCurve:
     """Return the device bytes by class as the store counted them, placed in time by the instructions."""
     events = [(start_s[i] if size > 0 else end_s[i], by, size) for i, by, size in store.log]
     return _curve(events, store.lasting_bytes)

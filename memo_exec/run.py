@@ -23,6 +23,7 @@ from memo_exec.interpreter import Interpreter
 from memo_exec.kernels import KERNELS
 from memo_exec.machine import Machine, this_machine
 from memo_exec.observed import Observed
+from memo_exec.placement_file import checked_placement
 from memo_exec.record import lane_busy_s, measured_trace
 from memo_exec.training import StepFigure, Training
 from memo_sim.contract import codec
@@ -80,7 +81,7 @@ def run(
     predicted = compare.predicted_trace(plan_path, plan)
     program = preflight.checked_program(plan, where=str(plan_path))
     machine = this_machine()
-    placement = preflight.checked_placement(plan, program, plan_path)
+    placement = checked_placement(plan, program, plan_path)
     preflight.check(plan.decisions, program, machine, placement)
     dataset = load_dataset(options.data, plan.decisions.model.vocab)
     saved, state = _checkpoint(options, note)

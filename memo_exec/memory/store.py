@@ -25,6 +25,10 @@ class BufferStore(Protocol):
 
     live_bytes: int
     peak_bytes: int
+    log: list[tuple[int, BufferClass, int]]
+    """(instruction, class, bytes born or, negative, released), in the order it happened."""
+    lasting_bytes: dict[BufferClass, int]
+    """Bytes by class of the buffers that last the whole step."""
 
     def lasts(self, buffer: int) -> bool:
         """Return whether a buffer is there all the time, at one address."""

@@ -16,7 +16,8 @@ from memo_exec.interpreter import Interpreter
 from memo_exec.kernels import KERNELS, Call
 from memo_exec.memory.arena import ArenaStore
 from memo_exec.memory.slab import in_memory
-from memo_exec.preflight import Needs, checked_placement, needs_of
+from memo_exec.needs import RESULTS, needs_of
+from memo_exec.placement_file import checked_placement
 from memo_exec.record import StepRecord
 from memo_exec.run import RunOptions, run
 from memo_exec.schedule import Schedule, joined, schedule, unimplied
@@ -262,9 +263,11 @@ def test_the_arena_is_what_is_asked_of_the_machine() -> None:
     decisions = byte_decisions()
     (program,) = lower(decisions)
     planned = schedule(program, placement=placed(decisions))
-    found: Needs = needs_of(program, CPU, placed(decisions))
+    found = needs_of(program, CPU, placed(decisions))
     largest = max(int(planned.lives.bytes[buffer]) for buffer in planned.library)
-    assert found.device_bytes == placed(decisions).arena_bytes + largest
+    assert found.device_bytes == placed(decisions).arena_bytes
+    assert found.reserve[RESULTS] == largest
+    assert RESULTS not in needs_of(program, CPU, placed(decisions), lent=True).reserve
     assert found.host_bytes == peak(live_bytes(planned.lives, device=False)).bytes
 
 

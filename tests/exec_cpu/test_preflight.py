@@ -9,9 +9,12 @@ import pytest
 
 from memo_exec import machine as machines
 from memo_exec import preflight
+from memo_exec.attention_kernels import attention_kernels
 from memo_exec.machine import Machine
+from memo_exec.needs import check_memory, needs_of
 from memo_exec.run import RunOptions, run
 from memo_sim.contract import codec
+from memo_sim.contract.catalog import load_cluster
 from memo_sim.contract.errors import BadInput, CannotRun
 from memo_sim.contract.plan import Decisions, Kernels, Layout
 from memo_sim.program.lower import lower
@@ -46,7 +49,7 @@ def test_a_kernel_of_another_device_is_refused_not_replaced() -> None:
 
 
 def test_a_kernel_that_is_not_installed_is_refused() -> None:
-    assert "flash-attn" in preflight.attention_kernels(GPU)["flash2"]
+    assert "flash-attn" in attention_kernels(GPU)["flash2"]
     assert "flash-attn is not installed" in refusal(byte_decisions(kernels=Kernels(attention="flash2")), GPU)
 
 
@@ -56,7 +59,11 @@ def test_dtypes_the_device_does_not_compute_in() -> None:
 
 @pytest.mark.parametrize("layout", [Layout(dp=2), Layout(tp=2, sequence_parallel=True)])
 def test_several_ranks_are_refused(layout: Layout) -> None:
-    assert "$.decisions.layout" in refusal(byte_decisions(layout=layout, swapped_tokens=0))
+    message = refusal(byte_decisions(layout=layout, swapped_tokens=0))
+    assert "$.decisions.layout" in message
+    assert "next: plan for one device: memo-sim what-if --cluster a800-1x1 " in message
+    cluster, _ = load_cluster("a800-1x1")
+    assert cluster.devices == 1
 
 
 def test_more_ranks_than_the_layout_has(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,7 +79,7 @@ def on_gpu(**changes: Any) -> str:
     decisions = byte_decisions(kernels=Kernels(attention="torch-flash"), dtype="bf16")
     (program,) = lower(decisions)
     with pytest.raises(CannotRun) as caught:
-        preflight._check_memory(preflight.needs_of(program, GPU), replace(GPU, **changes))
+        check_memory(needs_of(program, GPU), replace(GPU, **changes))
     return str(caught.value)
 
 
@@ -83,7 +90,7 @@ def test_too_little_device_or_host_memory_beside_a_gpu() -> None:
 
 def test_the_cpus_store_needs_no_less_than_the_programs_peak() -> None:
     (program,) = lower(byte_decisions())
-    assert preflight.needs_of(program, CPU).device_bytes >= preflight.needs_of(program, GPU).device_bytes
+    assert needs_of(program, CPU).device_bytes >= needs_of(program, GPU).device_bytes
 
 
 def test_an_edited_plan_is_refused(tmp_path: Path) -> None:

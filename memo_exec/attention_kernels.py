@@ -1,0 +1,64 @@
+"""Which attention kernels can be used on a machine, and why the others cannot."""
+
+from __future__ import annotations
+
+import importlib.util
+
+from memo_exec.kernels import KERNELS
+from memo_exec.kernels.attention import BACKENDS
+from memo_exec.machine import Machine
+from memo_sim.contract.errors import CannotRun
+from memo_sim.contract.plan import Decisions
+from memo_sim.program.program import Program
+
+
+def check_kernels(decisions: Decisions, program: Program, machine: Machine) -> None:
+    """Refuse a program with operators or attention that nothing here plays; nothing is substituted.
+
+    Raises:
+        CannotRun: naming them, and the attention kernels that can be used.
+    """
+    missing = sorted({i.op for t in program.templates for i in t.instructions} - set(KERNELS))
+    if missing:
+        raise CannotRun("the plan's program has operators without a kernel", got=", ".join(missing))
+    kernel, available = decisions.kernels.attention, attention_kernels(machine)
+    reason = available.get(kernel, "no such kernel in this version")
+    if reason:
+        fitting = ", ".join(name for name, why_not in available.items() if not why_not)
+        raise CannotRun(
+            "the plan's attention kernel cannot be used here",
+            where="$.decisions.kernels.attention",
+            got=f"{kernel}: {reason}",
+            wanted=fitting or "an attention kernel for this device",
+            hint="another kernel is another plan: memo-exec calibrate -o here.json, then what-if --cluster here.json",
+        )
+
+
+def attention_kernels(machine: Machine) -> dict[str, str]:
+    """Return for every attention kernel why it cannot be used on this machine's device; "" when it can."""
+    return {name: _why_not(name, machine) for name in BACKENDS}
+
+
+def _why_not(kernel: str, machine: Machine) -> str:
+    wanted = "cpu" if kernel == "torch-flash-cpu" else "cuda"
+    if machine.device != wanted:
+        return f"it plays on {wanted}, this device is {machine.device}"
+    if kernel == "flash2":
+        return _flash_attn_missing()
+    if kernel == "torch-cudnn":
+        import torch
+
+        found = torch.backends.cudnn.is_available()  # type: ignore[no-untyped-call]
+        return "" if found else "this torch has no cuDNN"
+    return ""
+
+
+def _flash_attn_missing() -> str:
+    """Return "" when flash-attn 2's low-level calls can be imported (flash-attn 4 brings the package without them)."""
+    if importlib.util.find_spec("flash_attn") is None:
+        return "flash-attn is not installed"
+    try:
+        from flash_attn.flash_attn_interface import _flash_attn_backward, flash_attn_gpu
+    except (ImportError, OSError) as error:
+        return f"flash-attn cannot be imported: {error}"
+    return "" if _flash_attn_backward and flash_attn_gpu else "flash-attn lacks its low-level calls"

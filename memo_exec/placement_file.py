@@ -1,0 +1,67 @@
+"""The placement beside a plan: read, compared with the hash that the plan pins, and checked against its program."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from memo_sim.contract import codec
+from memo_sim.contract.errors import BadInput, CannotRun
+from memo_sim.contract.placement import Placement
+from memo_sim.contract.plan import Plan
+from memo_sim.program.check_placement import check_placement
+from memo_sim.program.program import Program
+from memo_sim.program.requests import requests_of
+
+SHOWN_FAULTS = 3
+"""Of a wrong placement, in the message."""
+
+
+def placement_path(plan_path: Path) -> Path:
+    """Return where the placement of a plan lies: ``plan.placement.json`` beside ``plan.json``."""
+    return plan_path.with_name(f"{plan_path.stem}.placement.json")
+
+
+def checked_placement(plan: Plan, program: Program, plan_path: Path) -> Placement | None:
+    """Return the placement that a plan runs in; None when the plan is for the caching allocator.
+
+    Raises:
+        CannotRun: when the plan pins none, or none lies beside it.
+        BadInput: when it is another than the plan pins, or wrong for ``program``.
+    """
+    if plan.decisions.memory_policy == "caching":
+        return None
+    path = placement_path(plan_path)
+    if not plan.placement_sha256:
+        raise CannotRun(
+            "the plan wants planned memory and pins no placement",
+            where=f"{plan_path}: $.placement_sha256",
+            wanted="the hash of the placement beside it",
+            hint=f"make the plan with memo-sim what-if -o {plan_path}, or memory_policy caching",
+        )
+    if not path.is_file():
+        raise CannotRun(
+            "the plan wants planned memory and its placement is not there",
+            where=str(path),
+            wanted=f"the placement {plan.placement_sha256[:16]}",
+            hint=f"memo-sim plan-memory {plan_path} -o {path}",
+        )
+    placement = codec.read(path, Placement)
+    found = codec.sha256_of(placement)
+    if found != plan.placement_sha256:
+        raise BadInput(
+            "the placement beside the plan is not the one the plan pins",
+            where=str(path),
+            got=found[:16],
+            wanted=plan.placement_sha256[:16],
+            hint="make plan and placement again with memo-sim what-if -o",
+        )
+    if faults := check_placement(placement, requests_of(program)):
+        more = f" (and {len(faults) - SHOWN_FAULTS} more)" if len(faults) > SHOWN_FAULTS else ""
+        raise BadInput(
+            "the placement is wrong for the plan's program",
+            where=str(path),
+            got="; ".join(faults[:SHOWN_FAULTS]) + more,
+            wanted="every buffer at an address of its own while it lives",
+            hint="make plan and placement again with memo-sim what-if -o",
+        )
+    return placement
