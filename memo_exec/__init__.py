@@ -1,1 +1,24 @@
-"""Executor: plays a plan's program with torch on real devices and times each instruction."""
+"""Executor: plays a plan's program with torch on real devices and times each instruction.
+
+``memo_exec.offload_activations`` needs no plan: it offloads what autograd saves of any torch model.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from memo_exec.offload import OffloadActivations, keep_activations
+
+    offload_activations = OffloadActivations
+
+__all__ = ["keep_activations", "offload_activations"]
+
+
+def __getattr__(name: str) -> object:
+    """Import torch only when something of it is asked for."""
+    if name in __all__:
+        from memo_exec import offload
+
+        return offload.keep_activations if name == "keep_activations" else offload.OffloadActivations
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

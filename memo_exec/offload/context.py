@@ -1,0 +1,199 @@
+"""``offload_activations``: the context manager."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from memo_exec.offload.block import Block, Kept, Original, Saved, Wrapped
+from memo_exec.offload.eligible import Eligible
+from memo_exec.offload.host import HostMemory
+from memo_exec.offload.statistics import OffloadStatistics, Why
+from memo_exec.offload.swap import Swap
+from memo_exec.offload.version import Version
+from memo_exec.offload.view import View
+from memo_sim.contract.errors import CannotRun, UsageError
+
+Packed = Saved | Kept | Wrapped
+
+
+class OffloadActivations:
+    """What autograd saves under this context goes to host memory, and comes back ahead of backward.
+
+    Keep one context for the whole training and enter it around every forward; backward may run inside or outside. The
+    arguments that torchtune's and TRL's ``OffloadActivations`` have mean the same here.
+
+    A tensor is offloaded at most once however many views of it are saved, and never when it is a parameter or a buffer.
+    When the original is still alive in backward it is used as it is. Gradients are those of plain autograd bit for bit,
+    with one exception: a view with gaps (a column block) comes back without them, and a kernel that chooses its method
+    by the strides may round differently. Tensor subclasses that wrap others (``DTensor``) are offloaded inside; what is
+    no plain tensor at all stays where it is.
+
+    After ``__exit__`` at most the last ``max_fwd_stash_size`` tensors are still on the device, where backward finds
+    them. They live no longer than the graph; ``synchronize`` frees them at once.
+
+    Args:
+        use_pin_memory: pin the host slab (CUDA only).
+        use_streams: copy on lanes beside compute; without, copies run in line with compute.
+        max_fwd_stash_size: copies to the host that may be on their way before compute waits for the oldest; at least 1.
+        min_offload_size: bytes below which a tensor stays.
+        fraction: share of the eligible bytes that go (MEMO's alpha), spread evenly over the forward pass.
+        host_bytes: size of the host slab, made at once; what does not fit stays on the device. None: as large as the
+            first pass needs, whose copies go to pageable memory.
+        max_bwd_stash_size: how many saved tensors ahead of backward are brought back.
+        model: its parameters and buffers stay even where autograd saves them as plain tensors (FSDP does).
+        device: whose tensors are offloaded. None: CUDA's, or the CPU's where there is no GPU; such a context saves no
+            memory, but moves the bytes all the same, so that code can be tried without a GPU.
+        debug: compare checksums of what went and what came back, and poison memory that is reused.
+
+    Raises:
+        UsageError: for an argument out of its range.
+        CannotRun: when the device is of no known kind, or the host memory cannot be had or pinned.
+    """
+
+    def __init__(
+        self,
+        *,
+        use_pin_memory: bool = True,
+        use_streams: bool = True,
+        max_fwd_stash_size: int = 5,
+        min_offload_size: int = 1024,
+        fraction: float = 1.0,
+        host_bytes: int | None = None,
+        max_bwd_stash_size: int = 5,
+        model: nn.Module | None = None,
+        device: torch.device | str | None = None,
+        debug: bool = False,
+    ) -> None:
+        _refuse("max_fwd_stash_size", max_fwd_stash_size, "at least 1", max_fwd_stash_size >= 1)
+        _refuse("max_bwd_stash_size", max_bwd_stash_size, "at least 0", max_bwd_stash_size >= 0)
+        _refuse("min_offload_size", min_offload_size, "at least 0 bytes", min_offload_size >= 0)
+        _refuse("fraction", fraction, "between 0 and 1", 0 <= fraction <= 1)
+        _refuse("host_bytes", host_bytes, "at least 0 bytes, or None", host_bytes is None or host_bytes >= 0)
+        device = _device(device)
+        self.statistics = OffloadStatistics()
+        host = HostMemory(host_bytes, pinned=use_pin_memory and device.type == "cuda")
+        self._swap = Swap(
+            host,
+            self.statistics,
+            streams=use_streams,
+            forward=max_fwd_stash_size,
+            backward=max_bwd_stash_size,
+            debug=debug,
+        )
+        self._swap.settle()
+        self._eligible = Eligible(device, min_offload_size, model)
+        self._fraction = fraction
+        self._seen_bytes = self._gone_bytes = 0
+        self._blocks: weakref.WeakValueDictionary[tuple[int, View | None], Block] = weakref.WeakValueDictionary()
+        self._lock = threading.Lock()
+        self._entered: list[saved_tensors_hooks] = []
+
+    def __enter__(self) -> Self:
+        if not self._entered:
+            with self._lock:
+                self._swap.settle()
+                self._eligible.look_again()
+                self._seen_bytes = self._gone_bytes = 0
+        hooks = saved_tensors_hooks(self._pack, self._unpack)
+        hooks.__enter__()
+        self._entered.append(hooks)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._entered.pop().__exit__(kind, error, trace)
+        with self._lock:
+            self._swap.collect()
+
+    def synchronize(self) -> None:
+        """Block until every copy to the host has run, and free the originals."""
+        with self._lock:
+            self._swap.synchronize()
+
+    def _pack(self, tensor: Tensor) -> Packed:
+        with self._lock:
+            return self._packed(tensor)
+
+    @torch.no_grad()
+    def _unpack(self, packed: Packed) -> Tensor:
+        with self._lock:
+            return self._unpacked(packed)
+
+    def _packed(self, tensor: Tensor) -> Packed:
+        why = self._eligible.refuse(tensor)
+        if why is Why.KIND and is_traceable_wrapper_subclass(tensor):
+            names, context = tensor.__tensor_flatten__()
+            inner = {name: self._packed(getattr(tensor, name)) for name in names}
+            return Wrapped(type(tensor), context, tensor.shape, tensor.stride(), inner)
+        return self._offloaded(tensor) if why is None else self._keep(tensor, why)
+
+    def _keep(self, tensor: Tensor, why: Why) -> Kept:
+        self.statistics.kept_bytes[why] += 0 if why is Why.KIND else tensor.nbytes
+        return Kept(Version(tensor, holding=True))
+
+    def _offloaded(self, tensor: Tensor) -> Packed:
+        view, storage = View.of(tensor), tensor.untyped_storage()
+        original = Original(tensor)
+        place = view if not view.gapless else None
+        block = self._blocks.get((storage._cdata, place))
+        if block is None or not block.serves(view, original):
+            size = view.own_bytes
+            self._seen_bytes += size
+            if self._gone_bytes + size > self._fraction * self._seen_bytes:
+                return self._keep(tensor, Why.FRACTION)
+            block = self._swap.offload(original, storage, view)
+            if block is None:
+                return self._keep(tensor, Why.HOST)
+            self._gone_bytes += size
+            self._blocks[storage._cdata, place] = block
+        else:
+            self.statistics.shared_tensors += 1
+        inside = view.after(block.first) if view.gapless else view.packed()
+        return self._swap.save(block, view, inside, original)
+
+    def _unpacked(self, packed: Packed) -> Tensor:
+        if isinstance(packed, Wrapped):
+            inner = {name: self._unpacked(each) for name, each in packed.inner.items()}
+            kind: Any = packed.kind
+            found: Tensor = kind.__tensor_unflatten__(inner, packed.context, packed.size, packed.stride)
+            return found
+        packed.version.check()
+        if isinstance(packed, Kept):
+            return packed.version.alias
+        storage, view = self._swap.storage_for(packed)
+        return view.over(storage)
+
+
+class keep_activations(saved_tensors_hooks):  # noqa: N801 - reads as a statement: with keep_activations()
+    """What autograd saves under this context stays on the device: for a head whose output backward needs at once."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda tensor: Kept(Version(tensor, holding=True)), _kept)
+
+
+def _kept(packed: Kept) -> Tensor:
+    packed.version.check()
+    return packed.version.alias
+
+
+def _device(device: torch.device | str | None) -> torch.device:
+    if device is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    found = torch.device(device)
+    if found.type not in ("cuda", "cpu"):
+        raise CannotRun("activations are offloaded from CUDA devices and CPUs only", got=str(found))
+    return found
+
+
+def _refuse(name: str, got: object, wanted: str, fits: bool) -> None:
+    if not fits:
+        raise UsageError("offload_activations cannot use this argument", where=name, got=got, wanted=wanted)

@@ -1,0 +1,62 @@
+"""Which saved tensors may be offloaded: plain strided ones, on the context's device, that only autograd holds."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from memo_exec.offload.statistics import Why
+
+PLAIN = (Tensor, nn.Parameter, nn.Buffer)
+
+
+class Eligible:
+    """The rules of one context."""
+
+    def __init__(self, device: torch.device, min_bytes: int, model: nn.Module | None) -> None:
+        self._device = device
+        self._min_bytes = min_bytes
+        self._model = model
+        self._held: set[int] = set()
+
+    def look_again(self) -> None:
+        """Note the storages of the model's parameters and buffers, which optimizers and FSDP may have replaced."""
+        if self._model is None:
+            return
+        tensors = [*self._model.parameters(), *self._model.buffers()]
+        plain = [getattr(tensor, "_local_tensor", tensor) for tensor in tensors]
+        self._held = {t.untyped_storage()._cdata for t in plain if type(t) in PLAIN and _is_plain(t)}
+
+    def refuse(self, tensor: Tensor) -> Why | None:
+        """Return why a tensor stays on the device, None when it may go."""
+        if self._is_held(tensor):
+            return Why.PARAMETER
+        if type(tensor) is not Tensor or not _is_plain(tensor):
+            return Why.KIND
+        if not self._is_ours(tensor.device):
+            return Why.DEVICE
+        if min(tensor.nbytes, tensor.untyped_storage().nbytes()) < max(1, self._min_bytes):
+            return Why.SMALL
+        if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
+            return Why.CAPTURED
+        return None
+
+    def _is_held(self, tensor: Tensor) -> bool:
+        root = tensor if tensor._base is None else tensor._base
+        if isinstance(root, (nn.Parameter, nn.Buffer)):
+            return True
+        return type(tensor) is Tensor and _is_plain(tensor) and tensor.untyped_storage()._cdata in self._held
+
+    def _is_ours(self, device: torch.device) -> bool:
+        return device.type == self._device.type and self._device.index in (None, device.index)
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Whether a tensor is its bytes: dense, real storage, seen by no transform."""
+    return (
+        tensor.layout is torch.strided
+        and not tensor.is_quantized
+        and not tensor.is_inference()
+        and not tensor.is_meta
+        and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+    )

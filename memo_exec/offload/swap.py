@@ -1,0 +1,205 @@
+"""Moves blocks: to the host as they are saved, back ahead of backward, and keeps every hazard ordered.
+
+    D2H reads the source      after compute has written it (a mark at the save)
+    compute reuses the source after D2H has read it (waited for before the source is let go)
+    H2D reads the host        after D2H has written it (the block's own mark)
+    H2D writes the device     after compute has done with that memory (a mark at the allocation)
+    compute reads the device  after H2D has written it (waited for at the unpack)
+    D2H reuses host bytes     after H2D has read them (the D2H lane is held)
+
+Device memory always comes from the stream compute is on, and goes back to it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+
+import torch
+from torch import Tensor
+
+from memo_exec.offload.block import Block, Leftover, Original, Saved
+from memo_exec.offload.checks import check, poison, total
+from memo_exec.offload.host import HostMemory
+from memo_exec.offload.lanes import HostLanes, Lanes, StreamLanes
+from memo_exec.offload.statistics import OffloadStatistics
+from memo_exec.offload.view import View, bytes_of
+
+
+class Swap:
+    """The blocks of one context. Callers hold the context's lock."""
+
+    def __init__(
+        self,
+        host: HostMemory,
+        statistics: OffloadStatistics,
+        *,
+        streams: bool,
+        forward: int,
+        backward: int,
+        debug: bool,
+    ) -> None:
+        self._host = host
+        self._statistics = statistics
+        self._streams = streams
+        self._forward = forward if streams else 0
+        self._ahead = backward if streams else 0
+        self._reach = backward
+        self._debug = debug
+        self._lanes: dict[torch.device, Lanes] = {}
+        self._stash: deque[weakref.ref[Block]] = deque()
+        self._saved: weakref.WeakValueDictionary[int, Saved] = weakref.WeakValueDictionary()
+        self._restored: list[weakref.ref[Block]] = []
+        self._leftovers: deque[Leftover] = deque()
+        self._count = 0
+
+    def save(self, block: Block, view: View, inside: View, original: Original) -> Saved:
+        """Return what autograd holds for a view of a block."""
+        self._count += 1
+        block.views.append(self._count)
+        saved = self._saved[self._count] = Saved(block, self._count, original.version, view, inside)
+        return saved
+
+    def offload(self, original: Original, storage: torch.UntypedStorage, view: View) -> Block | None:
+        """Start a block on its way; None when the host has no room for it."""
+        self.collect()
+        if view.gapless:
+            first, end = view.reach(storage.nbytes())
+            source = bytes_of(storage, first, end)
+        else:
+            first = 0
+            source = view.gathered(storage).view(torch.uint8)
+        host = self._host.take(source.numel())
+        if host is None:
+            return None
+        block = Block(original, first, source, host, self._leftovers)
+        lanes = self._on(source.device)
+        if self._debug:
+            block.total = total(source)
+        block.home = lanes.here()
+        block.copied = lanes.offload(host.memory, source, [lanes.now()])
+        self._stash.append(weakref.ref(block))
+        self._statistics.offloaded_tensors += 1
+        self._statistics.offloaded_bytes += source.numel()
+        self._statistics.host_peak_bytes = self._host.peak_bytes
+        self._let_go(self._forward)
+        return block
+
+    def storage_for(self, saved: Saved) -> tuple[torch.UntypedStorage, View]:
+        """Return bytes that hold a saved view, on the device, and where in them it lies; start on what comes next."""
+        self.collect()
+        self._let_go(self._forward)
+        block = saved.block
+        storage, view = block.original.storage(), saved.view
+        if storage is not None:
+            self._statistics.reused_tensors += 1
+        else:
+            lanes = self._on(block.device)
+            restored = self._restore(block, lanes)
+            self._look_ahead(saved, lanes)
+            lanes.wait(block.fetched, block.restored_home)
+            if block.total is not None:
+                check(restored, block.total)
+            storage, view = restored.untyped_storage(), saved.inside
+        block.waiting.discard(saved.number)
+        block.unused = False
+        self._drop_used(saved.number)
+        return storage, view
+
+    def _restore(self, block: Block, lanes: Lanes) -> Tensor:
+        """Return a block's bytes on the device, on their way or there, for the stream that compute is on now."""
+        if block.restored is not None and block.restored_home == lanes.here():
+            return block.restored
+        self._drop(block)
+        restored = torch.empty(block.host.memory.numel(), dtype=torch.uint8, device=block.device)
+        if self._debug:
+            poison(restored)
+        block.restored, block.restored_home = restored, lanes.here()
+        # The last copy out of these host bytes need not be waited for: it is on the same lane.
+        block.fetched = lanes.restore(restored, block.host.memory, [block.copied, lanes.now()])
+        block.waiting = {number for number in block.views if number in self._saved}
+        block.unused = True
+        self._restored.append(weakref.ref(block))
+        self._statistics.restored_tensors += 1
+        self._statistics.restored_bytes += restored.numel()
+        return restored
+
+    def _look_ahead(self, saved: Saved, lanes: Lanes) -> None:
+        """Bring back what was saved just before: backward needs it next."""
+        for number in range(saved.number - 1, saved.number - 1 - self._ahead, -1):
+            ahead = self._saved.get(number)
+            if ahead is None or ahead.block.device != saved.block.device or ahead.block.restored is not None:
+                continue
+            if ahead.block.original.storage() is None:
+                self._restore(ahead.block, lanes)
+
+    def _drop_used(self, number: int) -> None:
+        """Let go of what no view waits for any more, and of what backward has passed by."""
+        kept = []
+        for ref in self._restored:
+            block = ref()
+            if block is None or block.restored is None:
+                continue
+            if any(abs(waiting - number) <= self._reach for waiting in block.waiting):
+                kept.append(ref)
+            else:
+                self._statistics.dropped_prefetches += block.unused
+                self._drop(block)
+        self._restored = kept
+
+    def _drop(self, block: Block) -> None:
+        if block.restored is not None:
+            self._on(block.device).release(block.fetched, block.restored_home)
+            block.restored = None
+
+    def _let_go(self, most: int) -> None:
+        """Free the sources that D2H has read; wait for the oldest when more than ``most`` are on their way."""
+        while self._stash:
+            block = self._stash[0]()
+            if block is not None:
+                if not block.copied.done():
+                    if len(self._stash) <= most:
+                        return
+                    self._statistics.forward_waits += most > 0
+                self._on(block.device).wait(block.copied, block.home)
+                block.source = None
+            self._stash.popleft()
+
+    def collect(self) -> None:
+        """Free what dead blocks left, in order with the copies that still use it."""
+        while self._leftovers:
+            left = self._leftovers.popleft()
+            own = self._on(left.device)
+            own.release(left.copied, left.home)
+            own.release(left.fetched, left.restored_home)
+            if self._debug or not left.host.in_slab:
+                left.copied.join()
+                left.fetched.join()
+            for lanes in self._lanes.values():
+                lanes.hold(left.copied)
+                lanes.hold(left.fetched)
+            if self._debug:
+                poison(left.host.memory)
+            self._host.give(left.host)
+
+    def settle(self) -> None:
+        """Between passes: let the slab have its exact size."""
+        self.collect()
+        self._host.settle()
+        self._statistics.host_bytes = self._host.bytes
+
+    def synchronize(self) -> None:
+        """Block until every copy has run, and free every source."""
+        self.collect()
+        for ref in self._stash:
+            if (block := ref()) is not None:
+                block.copied.join()
+        self._let_go(0)
+
+    def _on(self, device: torch.device) -> Lanes:
+        if device not in self._lanes:
+            on_cuda = device.type == "cuda"
+            self._lanes[device] = (
+                StreamLanes(device, lanes=self._streams) if on_cuda else HostLanes(lanes=self._streams)
+            )
+        return self._lanes[device]

@@ -1,0 +1,96 @@
+"""A tensor as a place in its storage: which bytes it reaches, and how to make it again over another copy of them.
+
+flat     the view reaches every byte between its first and its last: those bytes are copied as they lie
+packed   it leaves gaps (a column block, one of q, k, v): only its own elements are copied, dims in the same order
+
+     storage  [ q0 k0 v0 | q1 k1 v1 | q2 k2 v2 ]     k has gaps; its packed copy is  [ k0 k1 k2 ]
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+ALIGNMENT_BYTES = 64
+"""Copies start at a multiple of this in the storage, so that kernels see the alignment they saw in forward."""
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """Geometry of a strided tensor; ``first_bytes`` counts from the start of the storage or copy it lies in."""
+
+    dtype: torch.dtype
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    first_bytes: int
+    conj: bool = False
+    neg: bool = False
+
+    @staticmethod
+    def of(tensor: Tensor) -> View:
+        """Return the geometry of a strided tensor."""
+        first_bytes = int(tensor.storage_offset()) * tensor.element_size()
+        size, stride = tuple(tensor.shape), tuple(tensor.stride())
+        return View(tensor.dtype, size, stride, first_bytes, tensor.is_conj(), tensor.is_neg())
+
+    @property
+    def own_bytes(self) -> int:
+        """Bytes of the elements, those of an expanded dimension counted once."""
+        return math.prod(n for n, step in zip(self.size, self.stride, strict=True) if step) * self.dtype.itemsize
+
+    @property
+    def end_bytes(self) -> int:
+        """The end of the last element."""
+        last = sum((n - 1) * step for n, step in zip(self.size, self.stride, strict=True))
+        return self.first_bytes + (last + 1) * self.dtype.itemsize
+
+    @property
+    def gapless(self) -> bool:
+        """Whether every byte from the first to the last is its own."""
+        return self.own_bytes >= self.end_bytes - self.first_bytes
+
+    def reach(self, storage_bytes: int) -> tuple[int, int]:
+        """Return the aligned range (first, end) of storage bytes that holds the view."""
+        first = self.first_bytes // ALIGNMENT_BYTES * ALIGNMENT_BYTES
+        end = -(-self.end_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        return first, min(end, storage_bytes)
+
+    def after(self, first_bytes: int) -> View:
+        """Return the same view of a copy that starts at ``first_bytes`` of the storage."""
+        return replace(self, first_bytes=self.first_bytes - first_bytes)
+
+    def packed(self) -> View:
+        """Return the view without gaps, at the start of its own copy."""
+        stride, step = [0] * len(self.size), 1
+        for dim in sorted(range(len(self.size)), key=lambda d: (self.stride[d], -d)):
+            if self.stride[dim]:
+                stride[dim] = step
+                step *= self.size[dim]
+        return replace(self, stride=tuple(stride), first_bytes=0)
+
+    def over(self, storage: torch.UntypedStorage) -> Tensor:
+        """Return the tensor that this view is of ``storage``."""
+        found = self._raw(storage, self.size)
+        if self.conj:
+            found = found.conj()
+        return torch._neg_view(found) if self.neg else found
+
+    def gathered(self, storage: torch.UntypedStorage) -> Tensor:
+        """Return the elements as new contiguous bytes, in the order of ``packed``."""
+        kept = tuple(n if step else 1 for n, step in zip(self.size, self.stride, strict=True))
+        order = sorted(range(len(kept)), key=lambda d: (-self.stride[d], d))
+        elements = self._raw(storage, kept).permute(order)
+        return torch.empty(elements.shape, dtype=self.dtype, device=storage.device).copy_(elements).view(-1)
+
+    def _raw(self, storage: torch.UntypedStorage, size: tuple[int, ...]) -> Tensor:
+        """Return the view without its lazy conjugate and sign."""
+        empty = torch.empty(0, dtype=self.dtype, device=storage.device)
+        return empty.set_(storage, self.first_bytes // self.dtype.itemsize, size, self.stride)
+
+
+def bytes_of(storage: torch.UntypedStorage, first: int, end: int) -> Tensor:
+    """Return bytes ``first`` to ``end`` of a storage; they keep it alive."""
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, first, (end - first,), (1,))
