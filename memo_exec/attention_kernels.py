@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from importlib import import_module
 
 from memo_exec.kernels import KERNELS
 from memo_exec.kernels.attention import BACKENDS
@@ -43,6 +44,8 @@ def _why_not(kernel: str, machine: Machine) -> str:
     wanted = "cpu" if kernel == "torch-flash-cpu" else "cuda"
     if machine.device != wanted:
         return f"it plays on {wanted}, this device is {machine.device}"
+    if kernel in ("flash3", "flash4", "te-fused"):
+        return str(import_module(BACKENDS[kernel]).missing())
     if kernel == "flash2":
         return _flash_attn_missing()
     if kernel == "torch-cudnn":

@@ -21,6 +21,9 @@ BACKENDS = {
     "torch-flash": "memo_exec.kernels.attention_torch_flash",
     "torch-cudnn": "memo_exec.kernels.attention_torch_cudnn",
     "flash2": "memo_exec.kernels.attention_flash2",
+    "flash3": "memo_exec.kernels.attention_flash3",
+    "flash4": "memo_exec.kernels.attention_flash4",
+    "te-fused": "memo_exec.kernels.attention_te",
 }
 """Module of each attention kernel that a plan can name."""
 

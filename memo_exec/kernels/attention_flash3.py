@@ -1,0 +1,77 @@
+"""``flash3``: flash-attn 3 (Hopper); output and gradients go straight into the plan's tensors.
+
+Its operators are called as torch's own glue calls them, not through ``flash_attn_interface._flash_attn_forward``: that
+one is a functional custom operator, which may not return the output it was given. Nor through torch's registry
+(``activate_flash_attention_impl``), which plays the same operators, switches the whole process and returns gradients.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor
+
+FORWARD_ARGUMENTS = frozenset({"q", "k", "v", "out", "softmax_scale", "is_causal", "num_splits"})
+BACKWARD_ARGUMENTS = frozenset(
+    {"dout", "q", "k", "v", "out", "softmax_lse", "dq", "dk", "dv", "softmax_scale", "is_causal", "deterministic"}
+)
+
+
+def missing() -> str:
+    """Return why this kernel cannot be used here; "" when it can."""
+    if importlib.util.find_spec("flash_attn_interface") is None:
+        return "flash-attn 3 is not installed (its package is flash_attn_interface)"
+    try:
+        operators = _operators()
+        for name, wanted in (("fwd", FORWARD_ARGUMENTS), ("bwd", BACKWARD_ARGUMENTS)):
+            found = {argument.name for argument in getattr(operators, name).default._schema.arguments}
+            if not wanted <= found:
+                return f"flash-attn 3's {name} has no argument {', '.join(sorted(wanted - found))}"
+    except (ImportError, OSError, AttributeError) as error:
+        return f"flash-attn 3 cannot be imported: {error}"
+    if torch.cuda.is_available() and torch.cuda.get_device_capability()[0] != 9:
+        return "flash-attn 3 needs compute capability 9.0"
+    return ""
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, causal: bool) -> None:
+    """Write output and log-sum-exp; one split, so that nothing is summed in another order."""
+    _, logsumexp, *_ = _operators().fwd(
+        q, k, v, out=out, softmax_scale=q.shape[-1] ** -0.5, is_causal=causal, num_splits=1
+    )
+    lse.copy_(logsumexp.transpose(1, 2))
+
+
+def backward(
+    grad: Tensor,
+    qkv: tuple[Tensor, Tensor, Tensor],
+    out: Tensor,
+    lse: Tensor,
+    grads: tuple[Tensor, Tensor, Tensor],
+    *,
+    causal: bool,
+    deterministic: bool,
+) -> None:
+    """Write the gradients of Q, K, V."""
+    dq, dk, dv = grads
+    _operators().bwd(
+        grad,
+        *qkv,
+        out,
+        lse.transpose(1, 2).contiguous(),
+        dq=dq,
+        dk=dk,
+        dv=dv,
+        softmax_scale=out.shape[-1] ** -0.5,
+        is_causal=causal,
+        deterministic=deterministic,
+    )
+
+
+def _operators() -> Any:
+    """Return the namespace of its operators, which importing the package registers."""
+    import_module("flash_attn_interface")
+    return torch.ops.flash_attn_3

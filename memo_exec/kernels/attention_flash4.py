@@ -1,0 +1,85 @@
+"""``flash4``: flash-attn 4 (CuTe DSL); output and gradients go straight into the plan's tensors.
+
+Everything is passed by name: positions changed between its betas, and so did what forward returns, which is not read.
+Kernels are compiled at their first call, by shape class.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor
+
+MODULE = "flash_attn.cute.interface"
+FORWARD_ARGUMENTS = frozenset({"q", "k", "v", "softmax_scale", "causal", "return_lse", "out", "lse"})
+BACKWARD_ARGUMENTS = frozenset(
+    {"q", "k", "v", "out", "dout", "lse", "softmax_scale", "causal", "deterministic", "dq", "dk", "dv"}
+)
+CAPABILITIES = (9, 10, 11, 12)
+"""Major compute capabilities that have a backward."""
+
+
+def missing() -> str:
+    """Return why this kernel cannot be used here; "" when it can."""
+    try:
+        if importlib.util.find_spec(MODULE) is None:
+            return "flash-attn-4 is not installed"
+        interface = _interface()
+        for name, wanted in (("_flash_attn_fwd", FORWARD_ARGUMENTS), ("_flash_attn_bwd", BACKWARD_ARGUMENTS)):
+            found = inspect.signature(getattr(interface, name)).parameters.keys()
+            if not wanted <= found:
+                return f"flash-attn-4's {name} has no argument {', '.join(sorted(wanted - found))}"
+    except ModuleNotFoundError as error:
+        return f"flash-attn-4 is not installed: {error}"
+    except (ImportError, OSError, AttributeError) as error:
+        return f"flash-attn-4 cannot be imported: {error}"
+    if torch.cuda.is_available() and torch.cuda.get_device_capability()[0] not in CAPABILITIES:
+        return "flash-attn-4 needs compute capability 9.0 or higher"
+    return ""
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, causal: bool) -> None:
+    """Write output and log-sum-exp; the library wants the latter with rows together."""
+    batch, tokens, heads, head_dim = q.shape
+    logsumexp = torch.empty(batch, heads, tokens, dtype=torch.float32, device=q.device)
+    _interface()._flash_attn_fwd(
+        q=q, k=k, v=v, softmax_scale=head_dim**-0.5, causal=causal, return_lse=True, out=out, lse=logsumexp
+    )
+    lse.copy_(logsumexp.transpose(1, 2))
+
+
+def backward(
+    grad: Tensor,
+    qkv: tuple[Tensor, Tensor, Tensor],
+    out: Tensor,
+    lse: Tensor,
+    grads: tuple[Tensor, Tensor, Tensor],
+    *,
+    causal: bool,
+    deterministic: bool,
+) -> None:
+    """Write the gradients of Q, K, V."""
+    q, k, v = qkv
+    dq, dk, dv = grads
+    _interface()._flash_attn_bwd(
+        q=q,
+        k=k,
+        v=v,
+        out=out,
+        dout=grad,
+        lse=lse.transpose(1, 2).contiguous(),
+        softmax_scale=out.shape[-1] ** -0.5,
+        causal=causal,
+        deterministic=deterministic,
+        dq=dq,
+        dk=dk,
+        dv=dv,
+    )
+
+
+def _interface() -> Any:
+    return import_module(MODULE)

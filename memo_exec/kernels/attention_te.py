@@ -1,0 +1,122 @@
+"""``te-fused``: cuDNN's fused attention through transformer-engine; results are returned, then stored.
+
+Its tensors carry a layout's name and no strides: views of the packed Q, K, V would be read as if they were contiguous,
+so operands are copied where they are not. Versions to 2.15 want the gradients' dtype, later ones the results' layouts.
+The backend is named, so nothing else can run.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor
+
+MODULE = "transformer_engine.pytorch.cpp_extensions.fused_attn"
+LAYOUT, FORMAT = "bshd_bshd_bshd", "bshd"
+BACKEND = "F16_arbitrary_seqlen"
+LEAST_CAPABILITY = 8
+
+
+def missing() -> str:
+    """Return why this kernel cannot be used here; "" when it can."""
+    if importlib.util.find_spec("transformer_engine") is None:
+        return "transformer-engine is not installed"
+    try:
+        library = import_module(MODULE)
+        wanted = (library.fused_attn_fwd, library.fused_attn_bwd, library.FusedAttnBackend[BACKEND])
+    except (ImportError, OSError, AttributeError, KeyError) as error:
+        return f"transformer-engine's fused attention cannot be imported: {error}"
+    if None in wanted:
+        return "transformer-engine lacks its fused attention"
+    if torch.cuda.is_available() and torch.cuda.get_device_capability()[0] < LEAST_CAPABILITY:
+        return f"transformer-engine's fused attention needs compute capability {LEAST_CAPABILITY}.0 or higher"
+    return ""
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, causal: bool) -> None:
+    """Write output and log-sum-exp."""
+    call = import_module(MODULE).fused_attn_fwd
+    result, (logsumexp, *_), *_ = call(
+        is_training=True,
+        q=q.contiguous(),
+        k=k.contiguous(),
+        v=v.contiguous(),
+        **_shared(call, q, k, causal=causal),
+        **_known(call, o_format=FORMAT),
+    )
+    out.copy_(result.view(out.shape))
+    lse.copy_(logsumexp.view(lse.transpose(1, 2).shape).transpose(1, 2))
+
+
+def backward(
+    grad: Tensor,
+    qkv: tuple[Tensor, Tensor, Tensor],
+    out: Tensor,
+    lse: Tensor,
+    grads: tuple[Tensor, Tensor, Tensor],
+    *,
+    causal: bool,
+    deterministic: bool,
+) -> None:
+    """Write the gradients of Q, K, V; without dropout the random state is asked for and not read."""
+    call = import_module(MODULE).fused_attn_bwd
+    q, k, v = (x.contiguous() for x in qkv)
+    found = call(
+        q=q,
+        k=k,
+        v=v,
+        o=out.contiguous(),
+        d_o=grad.contiguous(),
+        aux_ctx_tensors=[
+            lse.transpose(1, 2).unsqueeze(-1).contiguous(),
+            torch.zeros(2, dtype=torch.int64, device=q.device),
+        ],
+        deterministic=deterministic,
+        **_shared(call, q, k, causal=causal),
+        **_known(call, o_format=FORMAT, do_format=FORMAT, dqkv_layout=LAYOUT),
+        **_gradient_dtype(call, q.dtype),
+    )
+    for target, result in zip(grads, found[:3], strict=True):
+        target.copy_(result.view(target.shape))
+
+
+def _shared(call: Callable[..., Any], q: Tensor, k: Tensor, *, causal: bool) -> dict[str, Any]:
+    """Return the arguments that both passes have: lengths, layout, scale, mask."""
+    return {
+        "max_seqlen_q": q.shape[1],
+        "max_seqlen_kv": k.shape[1],
+        "cu_seqlens_q": _starts(q),
+        "cu_seqlens_kv": _starts(k),
+        "fake_dtype": q.dtype,
+        "fused_attention_backend": import_module(MODULE).FusedAttnBackend[BACKEND],
+        "attn_scale": q.shape[-1] ** -0.5,
+        "dropout": 0.0,
+        "qkv_layout": LAYOUT,
+        "attn_bias_type": "no_bias",
+        "attn_mask_type": "causal" if causal else "no_mask",
+        "window_size": (-1, 0) if causal else (-1, -1),
+    }
+
+
+def _starts(x: Tensor) -> Tensor:
+    """Return the first row of each sequence, and the end of the last."""
+    batch, tokens = x.shape[:2]
+    return torch.arange(0, (batch + 1) * tokens, tokens, dtype=torch.int32, device=x.device)
+
+
+def _known(call: Callable[..., Any], **arguments: Any) -> dict[str, Any]:
+    """Return those of ``arguments`` that this version asks for."""
+    parameters = inspect.signature(call).parameters
+    return {name: value for name, value in arguments.items() if name in parameters}
+
+
+def _gradient_dtype(call: Callable[..., Any], dtype: torch.dtype) -> dict[str, Any]:
+    """Return the gradients' dtype as this version wants it, nothing where it does not."""
+    if "dqkv_dtype" not in inspect.signature(call).parameters:
+        return {}
+    return {"dqkv_dtype": import_module("transformer_engine.pytorch.constants").TE_DType[dtype]}

@@ -1,0 +1,78 @@
+"""flash-attn 3, 4 and transformer-engine are called as their sources document: played on fakes of their signatures."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import partial
+from types import ModuleType
+
+import pytest
+import torch
+
+from memo_exec.attention_kernels import check_kernels
+from memo_exec.kernels import attention_flash3, attention_flash4, attention_te
+from memo_exec.kernels.attention import BACKENDS
+from memo_exec.machine import Machine
+from memo_sim.contract.errors import CannotRun
+from memo_sim.contract.plan import Kernels
+from memo_sim.program.lower import lower
+from tests.exec_cpu import fake_libraries as fakes
+from tests.exec_cpu.attention_conformance import CASES, Case, faults
+from tests.exec_cpu.small import decide, llama
+
+GPU = Machine("cuda", "a GPU", 1, 1, 2**33, 2**33, 2**33, 2**33)
+Library = Callable[[], AbstractContextManager[None]]
+LIBRARIES: list[tuple[ModuleType, Library]] = [
+    (attention_flash3, fakes.flash3),
+    (attention_flash4, partial(fakes.flash4, new=False)),
+    (attention_flash4, partial(fakes.flash4, new=True)),
+    (attention_te, partial(fakes.transformer_engine, new=False)),
+    (attention_te, partial(fakes.transformer_engine, new=True)),
+]
+NAMES = ["flash3", "flash4-b17", "flash4", "te-2.9", "te-2.20"]
+
+
+@pytest.mark.parametrize(("backend", "library"), LIBRARIES, ids=NAMES)
+@pytest.mark.parametrize("case", [CASES[0], CASES[1], CASES[4], CASES[6]], ids=str)
+def test_calls_are_right(backend: ModuleType, library: Library, case: Case) -> None:
+    with library():
+        assert backend.missing() == ""
+        assert faults(backend, case, dtype=torch.bfloat16, deterministic=True) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "library"), [("flash3", LIBRARIES[0]), ("flash4", LIBRARIES[2]), ("te-fused", LIBRARIES[4])]
+)
+def test_a_plan_with_a_library_that_is_not_installed_is_refused(name: str, library: tuple[ModuleType, Library]) -> None:
+    decisions = decide(llama(), dtype="bf16", kernels=Kernels(attention=name))
+    (program,) = lower(decisions)
+    with pytest.raises(CannotRun, match=f"{name}: .*not installed") as caught:
+        check_kernels(decisions, program, GPU)
+    assert caught.value.exit_code == 6
+    with library[1]():
+        check_kernels(decisions, program, GPU)
+
+
+@pytest.mark.parametrize("name", ["flash3", "flash4", "te-fused"])
+def test_without_its_library_a_kernel_is_missing(name: str) -> None:
+    backend = {"flash3": attention_flash3, "flash4": attention_flash4, "te-fused": attention_te}[name]
+    assert BACKENDS[name] == backend.__name__
+    assert "not installed" in backend.missing()
+
+
+def test_flash_attn_2_alone_is_no_flash_attn_4() -> None:
+    with fakes.installed({"flash_attn": {}}):
+        assert "flash-attn-4 is not installed" in attention_flash4.missing()
+
+
+def test_an_unknown_version_is_refused_before_it_is_called() -> None:
+    with fakes.flash3(forward=fakes.FLASH3_FORWARD.replace("num_splits", "splits")):
+        assert attention_flash3.missing() == "flash-attn 3's fwd has no argument num_splits"
+    modules = {"flash_attn": {}, "flash_attn.cute": {}, "flash_attn.cute.interface": {"_flash_attn_fwd": lambda q: q}}
+    with fakes.installed(modules):
+        assert "has no argument causal, k, lse" in attention_flash4.missing()
+    package = "transformer_engine.pytorch"
+    names = ["transformer_engine", package, f"{package}.cpp_extensions", f"{package}.cpp_extensions.fused_attn"]
+    with fakes.installed({name: {} for name in names}):
+        assert "cannot be imported" in attention_te.missing()
