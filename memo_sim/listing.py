@@ -32,7 +32,7 @@ def _models() -> Iterator[tuple[str, str]]:
 
 def _clusters() -> Iterator[tuple[str, str]]:
     yield from ((name, "one node") for name in list_clusters())
-    yield CLUSTER_FORM, "any other: hdr = cards of 200 Gb/s a node, 8 unless named"
+    yield CLUSTER_FORM, "any other: cards a node of 200 (hdr) or 400 (ndr) Gb/s, 8 unless named"
 
 
 def _systems() -> Iterator[tuple[str, str]]:

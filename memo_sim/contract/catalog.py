@@ -1,7 +1,8 @@
 """Models, hardware profiles and clusters, by the names that users type: a preset's, or a file's.
 
-A cluster's name is ``<gpu>-<nodes>x<gpus per node>[-hdr<K>]``: ``a800-1x8``, ``a100-16x8-hdr4``. The gpu is the first
-word of a shipped profile's name, K the number of 200 Gb/s cards of a node (8 unless named).
+A cluster's name is ``<gpu>-<nodes>x<gpus per node>[-<card><K>]``: ``a800-1x8``, ``a100-16x8-hdr4``, ``h100-2x8-ndr8``.
+The gpu is the first word of a shipped profile's name, K the number of network cards of a node (8 unless named). A gpu's
+nodes have the cards of its generation: hdr (200 Gb/s), with H100 ndr (400 Gb/s).
 """
 
 from __future__ import annotations
@@ -23,9 +24,15 @@ from memo_sim.contract.huggingface import model_from_config
 from memo_sim.contract.model import Model
 
 DATA = Path(__file__).parents[1] / "data"
-CLUSTER_FORM = "<gpu>-<nodes>x<gpus per node>[-hdr<cards per node>]"
+CLUSTER_FORM = "<gpu>-<nodes>x<gpus per node>[-<hdr or ndr><cards per node>]"
 
-_CLUSTER_NAME = re.compile(r"([a-z0-9]+)-([1-9]\d{0,5})x([1-9]\d{0,5})(?:-hdr([1-9]\d{0,2}))?", re.ASCII)
+_CLUSTER_NAME = re.compile(r"([a-z0-9]+)-([1-9]\d{0,5})x([1-9]\d{0,5})(?:-(hdr|ndr)([1-9]\d{0,2}))?", re.ASCII)
+_NETWORKS = {"hdr": "example.toml", "ndr": "h100.toml"}
+"""The cluster file whose network stands for each kind of card."""
+
+_CARDS = {"h100": "ndr"}
+"""The cards of a gpu's nodes; hdr where none are named."""
+
 _MODEL_TAG, _CLUSTER_TAG, _HARDWARE_TAG = (kind.__struct_config__.tag for kind in (Model, Cluster, Hardware))
 
 
@@ -87,7 +94,7 @@ def load_cluster(name_or_path: str) -> tuple[Cluster, Hardware]:
         BadInput: when the file (or the profile that it names) cannot be read or is wrong.
     """
     match = _CLUSTER_NAME.fullmatch(name_or_path)
-    if match and match[1] in _gpus():
+    if match and match[1] in _gpus() and match[4] in (None, _CARDS.get(match[1], "hdr")):
         return _named_cluster(name_or_path, match)
     if not _is_file_name(name_or_path):
         _unknown("cluster", name_or_path, list_clusters(), f"a name {CLUSTER_FORM}, a cluster file or a profile file")
@@ -122,9 +129,9 @@ def _named_cluster(name: str, match: re.Match[str]) -> tuple[Cluster, Hardware]:
     if devices > hardware.devices:
         wanted = f"at most the {hardware.devices} devices that a node of {hardware_name} has"
         raise UsageError("more devices than a node has", got=repr(name), wanted=wanted)
-    example = codec.read(DATA / "clusters" / "example.toml", Cluster)
+    example = codec.read(DATA / "clusters" / _NETWORKS[_CARDS.get(match[1], "hdr")], Cluster)
     assert example.network is not None
-    cards = int(match[4] or example.network.nics_per_node)
+    cards = int(match[5] or example.network.nics_per_node)
     curve = example.network.size_efficiency
     # The curve's sizes are of tensors spread over the example's cards: the same bytes on each of fewer make less.
     sizes = [size * cards / example.network.nics_per_node for size in curve.x]

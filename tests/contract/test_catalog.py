@@ -55,6 +55,15 @@ def test_clusters_by_name(name: str, nodes: int, devices: int, cards: int) -> No
     assert codec.decode(codec.encode(cluster), Cluster, where="here") == cluster
 
 
+def test_clusters_of_h100_have_the_cards_of_their_generation() -> None:
+    for name, cards in (("h100-2x8", 8), ("h100-2x8-ndr4", 4)):
+        cluster, hardware = load_cluster(name)
+        assert hardware.name == cluster.hardware == "h100-sxm5-80gb"
+        assert cluster.network is not None
+        assert (cluster.network.nics_per_node, cluster.network.nic_bytes_per_s.value) == (cards, 47e9)
+    assert load_cluster("h100-2x8") == load_cluster(str(DATA / "clusters" / "h100.toml"))
+
+
 def test_the_network_by_message_size() -> None:
     network = load_cluster("a800-2x8")[0].network
     assert network is not None
@@ -70,7 +79,7 @@ def test_the_network_by_message_size() -> None:
     "name",
     [
         *["a800", "a800-1", "a800-0x8", "a800-1x0", "a800-1x8-hdr0", "a800-1x8-ndr4", "a801-1x8", "A800-1x8", ""],
-        *["a800-1x8 ", "a800-01x8", "-1x8", "a800-1x8-hdr", "x" * 5000, "a\0b"],
+        *["a800-1x8 ", "a800-01x8", "-1x8", "a800-1x8-hdr", "h100-2x8-hdr4", "x" * 5000, "a\0b"],
     ],
 )
 def test_other_cluster_names_are_usage_errors(name: str) -> None:
@@ -91,8 +100,8 @@ def test_more_devices_than_a_node_has() -> None:
 
 
 def test_listed_names_load() -> None:
-    assert list_hardware() == ["a100-sxm4-80gb", "a800-sxm4-80gb"]
-    assert list_clusters() == ["a100-1x8", "a800-1x8"]
+    assert list_hardware() == ["a100-sxm4-80gb", "a800-sxm4-80gb", "h100-sxm5-80gb"]
+    assert list_clusters() == ["a100-1x8", "a800-1x8", "h100-1x8"]
     for name in list_hardware():
         assert load_hardware(name).name == name
     for name in list_clusters():

@@ -1,0 +1,73 @@
+"""The profile of a GPU that nobody measured here: published points only, enough of them, and below what is possible."""
+
+import pytest
+
+from memo_sim.contract import codec
+from memo_sim.contract.catalog import load_hardware
+from memo_sim.contract.hardware import Curve, Hardware
+
+NVLINK_BYTES_PER_S = 450e9
+GEN5_BYTES_PER_S = 63e9
+HBM_BYTES_PER_S = 3350e9
+
+
+@pytest.fixture(scope="module")
+def h100() -> Hardware:
+    return load_hardware("h100-sxm5-80gb")
+
+
+def curves(hardware: Hardware) -> dict[str, Curve]:
+    found = {"memory_bound": hardware.memory_bound_bytes_per_s}
+    found |= {"d2h": hardware.d2h.alone, "h2d": hardware.h2d.alone}
+    return found | {f"{t.kind}.{t.ranks}": t.bus_bytes_per_s for t in hardware.collectives}
+
+
+def test_every_curve_has_five_points(h100: Hardware) -> None:
+    assert all(len(curve.x) >= 5 for curve in curves(h100).values())
+    assert all(len(table.rows) >= 5 for table in h100.gemm)
+    assert all(len({row[0] for row in table.rows}) >= 5 for table in h100.attention)
+    few = {name for name, source in h100.sources.items() if "Fewer than five published points" in source.text}
+    assert few == {"pcie-sizes"} == {h100.d2h.alone.source, h100.h2d.alone.source}
+
+
+def test_every_source_is_used_and_none_is_ours(h100: Hardware) -> None:
+    written = codec.encode(h100).decode()
+    assert all(f'"source": "{name}"' in written for name in h100.sources)
+    assert not any("memo-exec" in source.text for source in h100.sources.values())
+
+
+def test_nothing_is_faster_than_the_data_sheet(h100: Hardware) -> None:
+    peak = h100.peak_flops["bf16"].value
+    assert all(0 < row[3] < peak for table in h100.gemm for row in table.rows)
+    assert all(0 < row[2] < peak for table in h100.attention for row in table.rows)
+    assert max(h100.memory_bound_bytes_per_s.y) < HBM_BYTES_PER_S
+    assert max(*h100.d2h.alone.y, *h100.h2d.alone.y) < GEN5_BYTES_PER_S
+    # The switches reduce for an all-reduce, so its bus rate alone may pass the link's.
+    assert all(max(t.bus_bytes_per_s.y) < NVLINK_BYTES_PER_S for t in h100.collectives if t.kind != "all_reduce")
+
+
+@pytest.mark.parametrize(
+    ("kernel", "published"),
+    [
+        ("flash2", (191, 260, 298, 319, 333, 335)),
+        ("torch-cudnn", (315, 410, 484, 518, 529, 539)),
+        ("flash3", (292, 423, 521, 579, 602, 616)),
+    ],
+)
+def test_published_points_of_attention_stand_as_they_are(
+    h100: Hardware, kernel: str, published: tuple[int, ...]
+) -> None:
+    (table,) = (t for t in h100.attention if (t.kernel, t.attention_pass, t.head_dim) == (kernel, "forward", 128))
+    rates = {(tokens, heads): rate for tokens, heads, rate in table.rows}
+    lengths = (512, 1024, 2048, 4096, 8192, 16384)
+    assert [rates[tokens, 16 * 16384 / tokens] / 1e12 for tokens in lengths] == pytest.approx(published)
+
+
+def test_fewer_heads_and_the_fp32_result_never_gain(h100: Hardware) -> None:
+    for table in h100.attention:
+        for (tokens, heads, rate), (other, more, faster) in zip(table.rows, table.rows[1:], strict=False):
+            assert other != tokens or (more > heads and faster >= rate)
+    rates = {t.gemm_pass: {tuple(row[:3]): row[3] for row in t.rows} for t in h100.gemm}
+    shared = set(rates["wgrad"]) & set(rates["fprop"])
+    assert len(shared) >= 5
+    assert all(rates["wgrad"][shape] < rates["fprop"][shape] for shape in shared)
