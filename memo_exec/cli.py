@@ -89,6 +89,11 @@ def cli() -> None:
 @click.option("--trace", "trace_path", type=FILE, help="Write both timelines for ui.perfetto.dev.")
 @click.option("--measured", "measured_path", type=FILE, help="Write the measured step as memo.trace/1.")
 @click.option("--debug", is_flag=True, help="Poison what was offloaded and check every copy and order (slow).")
+@click.option(
+    "--replay-allocator",
+    is_flag=True,
+    help="CUDA: hand out device memory below torch, at planned addresses, and say what did not fit the plan.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one memo.comparison/1 document.")
 def run_command(**options: Any) -> None:
     """Train by PLAN and print measured against predicted (the median step after warm-up)."""
@@ -97,10 +102,7 @@ def run_command(**options: Any) -> None:
     _check_writable(options["trace_path"], options["measured_path"])
     chosen = RunOptions(
         hyperparameters={HYPERPARAMETERS[k]: v for k, v in options.items() if k in HYPERPARAMETERS and v is not None},
-        **{
-            name: options[name]
-            for name in ("steps", "data", "weights", "seed", "save", "save_every", "resume", "debug")
-        },
+        **{name: options[name] for name in RunOptions.__dataclass_fields__ if name in options},
     )
     outcome = run(options["plan"], chosen, tell=lambda figure: _say(figure.line()), note=_say)
     if outcome is None:

@@ -10,9 +10,11 @@ mode: nothing is saved behind the program's back.
 
 from __future__ import annotations
 
+import ctypes
 import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import wait
+from contextlib import AbstractContextManager, nullcontext
 from typing import Self
 
 import torch
@@ -22,6 +24,7 @@ from memo_exec.kernels import KERNELS, Call, Context, Kernel, StepScalars
 from memo_exec.kernels.attention import BACKENDS
 from memo_exec.lanes import HostTimekeeper, LaneStopped, Progress, Timekeeper, lane_threads
 from memo_exec.memory.arena import ArenaStore
+from memo_exec.memory.replaying import BelowTorch
 from memo_exec.memory.slab import HostSlab
 from memo_exec.memory.store import CachingStore
 from memo_exec.probe import Probe
@@ -41,7 +44,8 @@ class Interpreter:
 
     ``placement``, already checked, puts the device buffers in one arena; without one they come from torch's allocator.
     ``debug`` poisons what has been offloaded, checks sums of what was copied, and the order of everything that touched
-    the same bytes. ``kernels`` and ``edges`` replace the real ones in tests.
+    the same bytes. ``allocator``, which torch uses already, lends libraries their slots of the arena or, without one,
+    replays what a step asks for. ``kernels`` and ``edges`` replace the real ones in tests.
     """
 
     def __init__(
@@ -52,6 +56,7 @@ class Interpreter:
         device: torch.device | str = "cpu",
         placement: Placement | None = None,
         debug: bool = False,
+        allocator: ctypes.CDLL | None = None,
         kernels: Mapping[str, Kernel] = KERNELS,
         edges: Edges | None = None,
     ) -> None:
@@ -77,6 +82,7 @@ class Interpreter:
         )
         self._views: dict[tuple[int, int, int], Tensor] = {}
         self._operands = {b.number: self._fixed(b) for bounds in self.schedule.lanes.values() for b in bounds}
+        self.below = self._below(allocator)
         self._threads = lane_threads(self.schedule.lanes, self.device)
         self._moved = {Lane.D2H: 0, Lane.H2D: 0}
         self._lock = threading.Lock()
@@ -112,6 +118,8 @@ class Interpreter:
         self.context.scalars = scalars
         self.store.begin_step()
         self._moved = dict.fromkeys(self._moved, 0)
+        if self.below:
+            self.below.begin_step()
         progress = Progress(self.schedule.lanes)
         if self.probe:
             self.probe.begin_step()
@@ -123,10 +131,15 @@ class Interpreter:
         wait(futures)
         if progress.failure is not None:
             raise progress.failure
-        return self._record()
+        record = self._record()
+        if self.below:
+            self.below.end_step()
+        return record
 
     def close(self) -> None:
-        """Stop the threads and unpin the slab."""
+        """Stop the threads and the allocator's replay, and unpin the slab."""
+        if self.below:
+            self.below.close()
         for thread in self._threads.values():
             thread.shutdown()
         self.slab.close()
@@ -172,7 +185,8 @@ class Interpreter:
             self.probe.before(bound, call)
         held = [(t, t.data_ptr(), t.shape) for t in call.tensors.values()]
         timekeeper.start(lane, number)
-        self.kernels[bound.instruction.op](call)
+        with self._lent(bound):
+            self.kernels[bound.instruction.op](call)
         timekeeper.end(lane, number)
         for tensor, pointer, shape in held:
             if tensor.data_ptr() != pointer or tensor.shape != shape:
@@ -208,6 +222,23 @@ class Interpreter:
         for touch in moving:
             tensors[touch.role] = self.store.view(touch.buffer, touch.first, touch.tokens)
         return Call(bound.instruction, self.context, tensors)
+
+    def _below(self, allocator: ctypes.CDLL | None) -> BelowTorch | None:
+        """Return what serves the compute lane's requests, None when torch's own allocator does."""
+        if allocator is None:
+            return None
+        stream = 0
+        if isinstance(self._timekeeper, StreamTimekeeper):
+            stream = self._timekeeper.streams[Lane.COMPUTE].cuda_stream
+        return BelowTorch(allocator, stream, lends=isinstance(self.store, ArenaStore))
+
+    def _lent(self, bound: Bound) -> AbstractContextManager[None]:
+        """Return a context in which a library's call gets the slot that the program declares for its results."""
+        if self.below is not None and isinstance(self.store, ArenaStore):
+            for touch in bound.touches:
+                if (slot := self.store.slots.get(touch.buffer)) is not None:
+                    return self.below.lending(slot)
+        return nullcontext()
 
     def _record(self) -> StepRecord:
         start_s, end_s = self._timekeeper.times()

@@ -6,6 +6,8 @@ read plan -> lower, compare hashes -> placement -> preflight -> buffers -> weigh
 
 from __future__ import annotations
 
+import ctypes
+import dataclasses
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -22,6 +24,7 @@ from memo_exec.hyperparameters import Hyperparameters
 from memo_exec.interpreter import Interpreter
 from memo_exec.kernels import KERNELS
 from memo_exec.machine import Machine, this_machine
+from memo_exec.memory.replaying import check_device, use_for_torch
 from memo_exec.observed import Observed
 from memo_exec.placement_file import checked_placement
 from memo_exec.record import lane_busy_s, measured_trace
@@ -48,6 +51,8 @@ class RunOptions:
     save_every: int = 10
     resume: bool = False
     debug: bool = False
+    replay_allocator: bool = False
+    """Serve libraries from the arena's slots, or replay a recorded step; CUDA only."""
     hyperparameters: dict[str, Any] = field(default_factory=dict)
 
 
@@ -78,11 +83,12 @@ def run(
         UsageError: for options that contradict each other or the checkpoint.
     """
     plan = codec.read(plan_path, Plan)
+    allocator = _replay_allocator() if options.replay_allocator else None
     predicted = compare.predicted_trace(plan_path, plan)
     program = preflight.checked_program(plan, where=str(plan_path))
     machine = this_machine()
     placement = checked_placement(plan, program, plan_path)
-    preflight.check(plan.decisions, program, machine, placement)
+    preflight.check(plan.decisions, program, machine, placement, lent=allocator is not None)
     dataset = load_dataset(options.data, plan.decisions.model.vocab)
     saved, state = _checkpoint(options, note)
     if saved is not None and state is not None:
@@ -91,7 +97,12 @@ def run(
     base = state.hyperparameters if state is not None else Hyperparameters()
     seed = state.data.seed if state is not None else options.seed or 0
     with Interpreter(
-        plan.decisions, program, device=machine.device, placement=placement, debug=options.debug
+        plan.decisions,
+        program,
+        device=machine.device,
+        placement=placement,
+        debug=options.debug,
+        allocator=allocator,
     ) as interpreter:
         training = Training(
             plan=plan,
@@ -119,7 +130,23 @@ def run(
             return None
         if options.save is not None and not training.stopped_by:
             _save_weights(interpreter, options.save / "weights", note)
+        if interpreter.below is not None:
+            note(interpreter.below.report().line())
         return _outcome(training, machine, predicted)
+
+
+def _replay_allocator() -> ctypes.CDLL:
+    """Make torch use the allocator below it, before anything asks the device.
+
+    Raises:
+        CannotRun: without CUDA, or when the allocator cannot be built.
+    """
+    from memo_exec.memory.native_library import library, library_path  # a run seldom needs a compiler
+
+    check_device()
+    path = library_path()
+    use_for_torch(path)
+    return library(path)
 
 
 def observe(plan_path: Path, note: Callable[[str], None]) -> Observed:
@@ -234,6 +261,8 @@ def _outcome(training: Training, machine: Machine, predicted: Trace | None) -> O
         grad_norms=training.grad_norms,
         steps_measured=steps_measured,
     )
+    if (below := training.interpreter.below) is not None:
+        comparison = msgspec.structs.replace(comparison, allocator=dataclasses.asdict(below.report()))
     return Outcome(comparison, measured, predicted, training.stopped_by, training.step)
 
 

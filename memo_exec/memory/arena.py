@@ -6,7 +6,8 @@
       +--------------------------------------> instructions
 
 Nothing is handed out during a step, so nothing fragments and no pointer changes; births and deaths are counted for the
-trace alone. Workspaces that a library allocates itself keep their slot, empty.
+trace alone. Workspaces that a library allocates itself keep their slot: empty, unless an allocator below torch lends it
+to the library's call.
 """
 
 from __future__ import annotations
@@ -39,11 +40,16 @@ class ArenaStore(CachingStore):
             for buffer, spec in enumerate(self._specs)
             if self._offsets[buffer] >= 0 and buffer not in self._library
         }
+        self.slots = {buffer: self._slot(buffer) for buffer in sorted(self._library) if self._offsets[buffer] >= 0}
+        """Of the workspaces that a library allocates itself, as bytes."""
         self.peak_bytes = self.arena_bytes
 
-    def _cut(self, buffer: int, spec: Spec) -> Tensor:
+    def _slot(self, buffer: int) -> Tensor:
         offset = self._offsets[buffer]
-        return self.memory[offset : offset + spec.bytes].view(spec.dtype).view(spec.shape)
+        return self.memory[offset : offset + self._specs[buffer].bytes]
+
+    def _cut(self, buffer: int, spec: Spec) -> Tensor:
+        return self._slot(buffer).view(spec.dtype).view(spec.shape)
 
     def _make_lasting(self, buffer: int, spec: Spec) -> Tensor:
         return self._cut(buffer, spec).zero_()

@@ -1,71 +1,33 @@
-"""The allocator that records and replays, as Python sees it: built on first use, driven by ctypes.
-
-The library keeps one state per process, as torch keeps one allocator. It needs g++, and no CUDA to build.
-"""
+"""What a step asks of the allocator, recorded below torch, and the slots that its requests get."""
 
 from __future__ import annotations
 
 import ctypes
-import hashlib
-import os
-import secrets
-import shutil
-import subprocess
-from functools import cache
-from pathlib import Path
 
-from memo_sim.contract.errors import CannotRun
+import numpy as np
+
+from memo_sim.contract.placement import Placement
 from memo_sim.contract.requests import ARENA_ALIGNMENT_BYTES, Requests
-
-SOURCE = Path(__file__).parent / "native" / "replay_allocator.cpp"
-FLAGS = ("-O2", "-std=c++17", "-shared", "-fPIC")
+from memo_sim.program.check_placement import check_placement
 
 
-def cache_directory() -> Path:
-    """Return where built libraries are kept."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "memo"
+class Recorder:
+    """Records what a stream asks of the allocator between ``start`` and ``stop``."""
 
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._library = library
 
-def library_path(directory: Path | None = None) -> Path:
-    """Return the built library, building it when there is none of this source yet.
+    def start(self, stream: int = 0) -> None:
+        """Forget what was recorded, and record what ``stream`` (its handle) asks for."""
+        self._library.memo_record(1, stream)
 
-    Raises:
-        CannotRun: without g++, or when it fails.
-    """
-    source = SOURCE.read_bytes()
-    directory = directory or cache_directory()
-    built = directory / f"replay_allocator-{hashlib.sha256(source).hexdigest()[:16]}.so"
-    if built.is_file():
-        return built
-    compiler = shutil.which("g++")
-    if compiler is None:
-        raise CannotRun("the replaying allocator is built on first use and there is no compiler", wanted="g++")
-    directory.mkdir(parents=True, exist_ok=True)
-    fresh = directory / f".{secrets.token_hex(8)}.so"
-    command = [compiler, *FLAGS, str(SOURCE), "-o", str(fresh), "-ldl"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        fresh.unlink(missing_ok=True)
-        raise CannotRun("the replaying allocator does not build", got=done.stderr.strip()[-500:], where=str(SOURCE))
-    fresh.replace(built)  # whoever builds at the same time puts the same file there
-    return built
-
-
-@cache
-def library(path: Path) -> ctypes.CDLL:
-    """Return the loaded library with its functions' types."""
-    loaded = ctypes.CDLL(str(path))
-    numbers = ctypes.POINTER(ctypes.c_int64)
-    loaded.memo_malloc.restype = ctypes.c_void_p
-    loaded.memo_malloc.argtypes = [ctypes.c_ssize_t, ctypes.c_int, ctypes.c_void_p]
-    loaded.memo_free.argtypes = [ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int, ctypes.c_void_p]
-    loaded.memo_record.argtypes = [ctypes.c_int]
-    loaded.memo_replay.argtypes = [numbers, numbers, ctypes.c_int64, ctypes.c_int64]
-    loaded.memo_event_count.restype = ctypes.c_int64
-    loaded.memo_events.argtypes = [numbers]
-    loaded.memo_counts.argtypes = [numbers]
-    loaded.memo_arena.restype = ctypes.c_int64
-    return loaded
+    def stop(self) -> Requests:
+        """Stop, and return the requests since ``start``."""
+        self._library.memo_record(0, None)
+        count = self._library.memo_event_count()
+        flat = (ctypes.c_int64 * (2 * count))()
+        count = self._library.memo_events(flat, count)
+        return requests_of_events(list(zip(flat[: 2 * count : 2], flat[1 : 2 * count : 2], strict=True)))
 
 
 def requests_of_events(events: list[tuple[int, int]]) -> Requests:
@@ -96,20 +58,46 @@ def requests_of_events(events: list[tuple[int, int]]) -> Requests:
     )
 
 
-class Recorder:
-    """Records what is asked of the allocator between ``start`` and ``stop``."""
+def place_recorded(requests: Requests) -> Placement:
+    """Return slots for recorded requests: first fit, the largest first; checked like any other placement.
 
-    def __init__(self, path: Path) -> None:
-        self._library = library(path)
+    The planner's solvers are not at hand where a plan runs. Largest first is at the largest live sum, or within a few
+    percent of it, for the steps of transformers.
 
-    def start(self) -> None:
-        """Forget what was recorded, and record."""
-        self._library.memo_record(1)
+    Raises:
+        ValueError: when the slots are wrong, which would be a bug.
+    """
+    unit = requests.alignment_bytes
+    size = -(-np.array(requests.size_bytes, dtype=np.int64) // unit) * unit
+    lower, upper = (np.array(column, dtype=np.int64) for column in (requests.lower, requests.upper))
+    offset = np.full(len(size), -1, dtype=np.int64)
+    for row in np.lexsort((lower, -size)).tolist():
+        others = np.flatnonzero((offset >= 0) & (lower < upper[row]) & (upper > lower[row]))
+        top = 0
+        for other in others[np.argsort(offset[others])].tolist():
+            if offset[other] - top >= size[row]:
+                break
+            top = max(top, int(offset[other] + size[other]))
+        offset[row] = top
+    placement = Placement(
+        name=requests.name,
+        arena_bytes=int((offset + size).max(initial=0)),
+        lower_bound_bytes=_largest_live_sum(lower, upper, size),
+        alignment_bytes=unit,
+        solver="first fit",
+        ids=requests.ids,
+        lower=requests.lower,
+        upper=requests.upper,
+        size_bytes=requests.size_bytes,
+        offset_bytes=offset.tolist(),
+    )
+    if faults := check_placement(placement, requests):
+        raise ValueError("; ".join(faults))
+    return placement
 
-    def stop(self) -> Requests:
-        """Stop, and return the requests since ``start``."""
-        self._library.memo_record(0)
-        count = self._library.memo_event_count()
-        flat = (ctypes.c_int64 * (2 * count))()
-        self._library.memo_events(flat)
-        return requests_of_events(list(zip(flat[::2], flat[1::2], strict=True)))
+
+def _largest_live_sum(lower: np.ndarray, upper: np.ndarray, size: np.ndarray) -> int:
+    change = np.zeros(int(upper.max(initial=0)) + 1, dtype=np.int64)
+    np.add.at(change, lower, size)
+    np.add.at(change, upper, -size)
+    return int(np.cumsum(change).max(initial=0))

@@ -43,3 +43,5 @@ class Comparison(
     losses: list[float] = []
     grad_norms: list[float] = []
     steps_measured: int = 1
+    allocator: dict[str, int] = {}
+    """How many requests the allocator below torch served, and how, with ``run --replay-allocator``; else empty."""

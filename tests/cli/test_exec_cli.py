@@ -30,7 +30,7 @@ OPTIONS = {
     "run": {
         *("--data", "--weights", "--steps", "--seed", "--lr", "--warmup-steps", "--decay-steps", "--final-fraction"),
         *("--weight-decay", "--clip", "--beta1", "--beta2", "--eps", "--save", "--save-every", "--resume"),
-        *("--tolerance", "--trace", "--measured", "--debug", "--json"),
+        *("--tolerance", "--trace", "--measured", "--debug", "--replay-allocator", "--json"),
     },
 }
 

@@ -5,17 +5,25 @@ import random
 import shutil
 import subprocess
 import sys
+import threading
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 import torch
 
-from memo_exec.memory.recorder import Recorder, library, library_path, requests_of_events
-from memo_exec.memory.replaying import Replay, Replayer
+from memo_exec.kernels import KERNELS, Call, Kernel
+from memo_exec.memory.native_library import FLAGS, SOURCE, cache_directory, library, library_path
+from memo_exec.memory.recorder import Recorder, place_recorded, requests_of_events
+from memo_exec.memory.replaying import BelowTorch, Replay, Replayer, counted
+from memo_exec.run import RunOptions, run
 from memo_sim.contract.errors import BadInput, CannotRun
 from memo_sim.contract.placement import Placement
 from memo_sim.memory.place import place
+from tests.exec_cpu.plans import byte_decisions, placed, write_plan
+from tests.exec_cpu.small import batch, play, scalars
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 
@@ -28,7 +36,7 @@ class Caller:
     """Asks the way torch does."""
 
     def __init__(self, path: Path) -> None:
-        self.library = library(path)
+        self.library = on_host(path)
 
     def malloc(self, size: int, stream: int = 0) -> int:
         return int(self.library.memo_malloc(size, 0, stream) or 0)
@@ -63,27 +71,39 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return library_path(tmp_path_factory.mktemp("built"))
 
 
+def on_host(path: Path) -> ctypes.CDLL:
+    """Return the library, handing out host memory."""
+    loaded = library(path)
+    assert loaded.memo_use_host_memory() == 0
+    return loaded
+
+
 @pytest.fixture(autouse=True)
-def host(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MEMO_REPLAY_HOST", "1")
+def nothing_leaks(path: Path) -> Iterator[None]:
+    """Whatever a test does: at its end everything has been given back."""
+    loaded = on_host(path)
+    yield
+    loaded.memo_stop()
+    assert loaded.memo_living() == 0
+    assert loaded.memo_arena() == 0
 
 
 def recorded(path: Path, step: list[tuple[str, int]]) -> Placement:
-    recorder = Recorder(path)
+    recorder = Recorder(on_host(path))
     recorder.start()
     Caller(path).play(step)
     return place(recorder.stop(), solver="greedy")
 
 
 def replaying(path: Path, placement: Placement) -> Replayer:
-    replayer = Replayer(path)
+    replayer = Replayer(on_host(path))
     replayer.start(placement)
     replayer.begin_step()
     return replayer
 
 
 def test_what_is_recorded_is_what_was_asked(path: Path) -> None:
-    recorder = Recorder(path)
+    recorder = Recorder(on_host(path))
     recorder.start()
     Caller(path).play(STEP)
     found = recorder.stop()
@@ -95,23 +115,25 @@ def test_what_is_recorded_is_what_was_asked(path: Path) -> None:
 def test_a_step_is_replayed_at_its_planned_addresses(path: Path) -> None:
     placement = recorded(path, STEP)
     replayer, caller = replaying(path, placement), Caller(path)
+    assert replayer.address()
     wanted = [replayer.address() + offset for offset in placement.offset_bytes]
     for _ in range(3):
         replayer.begin_step()
         assert caller.play(STEP) == wanted
     report = replayer.stop()
     assert (report.replayed, report.mismatches, report.fallback_bytes, report.unknown_frees) == (15, 0, 0, 0)
-    assert report.line().startswith("15 of 15 requests at planned addresses")
+    assert report.line().startswith("allocator: 15 of 15 requests at planned addresses")
 
 
 def test_a_step_that_differs_falls_back_and_is_counted(path: Path) -> None:
     replayer, caller = replaying(path, recorded(path, STEP)), Caller(path)
     changed = [*STEP[:1], ("b", 7 * MIB), *STEP[2:], ("f", MIB)]
+    start = replayer.address()
     addresses = caller.play(changed)
     report = replayer.stop()
-    assert report == Replay(4, 1, 1, 0, 0, 8 * MIB, 0)
-    end = replayer.address() + recorded(path, STEP).arena_bytes
-    inside = [replayer.address() <= address < end for address in addresses]
+    assert report == Replay(4, 0, 1, 1, 0, 0, 0, 8 * MIB, 0)
+    end = start + recorded(path, STEP).arena_bytes
+    inside = [start <= address < end for address in addresses]
     assert inside == [True, False, True, True, True, False]
     assert "1 of another size, 1 beyond the plan" in report.line()
 
@@ -125,13 +147,23 @@ def test_a_slot_that_still_lives_is_not_handed_out_twice(path: Path) -> None:
     assert report.replayed + report.slot_taken == 5
 
 
-def test_a_second_stream_gets_no_slot(path: Path) -> None:
+def test_a_second_stream_gets_no_slot_and_takes_no_number(path: Path) -> None:
     replayer, caller = replaying(path, recorded(path, STEP)), Caller(path)
-    one, two = caller.malloc(4 * MIB, stream=1), caller.malloc(MIB, stream=2)
+    blocks = [caller.malloc(4 * MIB), caller.malloc(MIB, stream=2), caller.malloc(MIB)]
     report = replayer.stop()
-    assert (report.replayed, report.other_stream) == (1, 1)
-    caller.free(one, 4 * MIB)
-    caller.free(two, MIB)
+    assert (report.replayed, report.mismatches, report.other_stream) == (2, 1, 1)
+    for block in blocks:
+        caller.free(block, 1)
+
+
+def test_a_second_stream_is_not_recorded(path: Path) -> None:
+    recorder, caller = Recorder(on_host(path)), Caller(path)
+    recorder.start(stream=7)
+    blocks = [caller.malloc(MIB), caller.malloc(2 * MIB, stream=7)]
+    for block in blocks:
+        caller.free(block, MIB)
+    found = recorder.stop()
+    assert (found.size_bytes, found.lower, found.upper) == ([2 * MIB], [0], [1])
 
 
 def test_random_steps_never_share_bytes(path: Path) -> None:
@@ -147,7 +179,7 @@ def test_random_steps_never_share_bytes(path: Path) -> None:
                 held.append(f"t{i}")
         replayer = replaying(path, recorded(path, step))
         Caller(path).play(step)
-        assert replayer.report().mismatches == 0
+        assert counted(on_host(path)).mismatches == 0
         replayer.begin_step()
         other = [(name, size + chance.choice((0, 0, 512))) if size else (name, size) for name, size in step]
         late = chance.sample(range(len(other)), 10)
@@ -161,16 +193,240 @@ def test_an_arena_in_use_stays(path: Path) -> None:
     block = caller.malloc(4 * MIB)
     with pytest.raises(CannotRun, match="still in use"):
         replayer.start(placement)
+    assert replayer.stop().unknown_frees == 0
+    assert replayer.address()
+    ctypes.memset(block, 1, 4 * MIB)
     caller.free(block, 4 * MIB)
-    caller.free(block, 4 * MIB)
-    assert replayer.stop().unknown_frees == 1
+    assert not replayer.address()
     replayer.start(placement)
+
+
+def test_what_was_not_handed_out_is_not_given_back(path: Path) -> None:
+    """Twice, inside a block, or from elsewhere: counted, and left alone."""
+    replayer, caller = replaying(path, recorded(path, STEP)), Caller(path)
+    inside, outside = caller.malloc(4 * MIB), caller.malloc(9 * MIB)
+    own = ctypes.create_string_buffer(b"mine", 4096)
+    for pointer in (inside + 512, outside + 512, ctypes.addressof(own)):
+        caller.free(pointer, 512)
+    ctypes.memset(inside, 1, 4 * MIB)
+    ctypes.memset(outside, 1, 9 * MIB)
+    assert own.raw[:4] == b"mine"
+    for pointer in (inside, outside, inside, outside):
+        caller.free(pointer, 1)
+    assert replayer.stop().unknown_frees == 5
+
+
+def test_a_slot_outside_the_arena_is_refused(path: Path) -> None:
+    wrong = msgspec.structs.replace(recorded(path, STEP), arena_bytes=MIB)
+    with pytest.raises(BadInput, match="outside the arena"):
+        Replayer(on_host(path)).start(wrong)
+    assert not Replayer(on_host(path)).address()
+
+
+def test_too_much_memory_is_an_error_and_not_a_null_pointer(path: Path, tmp_path: Path) -> None:
+    """What torch calls throws; memory for an arena that is not there is said."""
+    huge = Placement(
+        arena_bytes=2**62,
+        lower_bound_bytes=2**62,
+        ids=["0"],
+        lower=[0],
+        upper=[1],
+        size_bytes=[2**62],
+        offset_bytes=[0],
+    )
+    with pytest.raises(CannotRun, match="no memory for the arena"):
+        Replayer(on_host(path)).start(huge)
+    caller = tmp_path / "caller.cpp"
+    caller.write_text(
+        "#include <sys/types.h>\n#include <new>\n"
+        'extern "C" { int memo_use_host_memory(); void* memo_torch_malloc(ssize_t, int, void*); }\n'
+        "int main() {\n  memo_use_host_memory();\n  if (!memo_torch_malloc(512, 0, nullptr)) return 1;\n"
+        "  if (memo_torch_malloc(0, 0, nullptr)) return 2;\n"
+        "  try { memo_torch_malloc(1L << 62, 0, nullptr); } catch (const std::bad_alloc&) { return 0; }\n"
+        "  return 3;\n}\n"
+    )
+    program = tmp_path / "caller"
+    subprocess.run(["g++", "-std=c++17", str(caller), str(SOURCE), "-o", str(program), "-ldl"], check=True)
+    assert subprocess.run([str(program)], check=False).returncode == 0
+
+
+def test_it_builds_without_a_warning(tmp_path: Path) -> None:
+    command = ["g++", *FLAGS, "-Wshadow", "-Werror", str(SOURCE), "-o", str(tmp_path / "x.so"), "-ldl"]
+    assert subprocess.run(command, capture_output=True, text=True, check=False).stderr == ""
+
+
+def test_threads_never_get_the_same_bytes(path: Path) -> None:
+    """Four threads ask at once, one of them for the served stream; each writes its mark and finds it again."""
+    replayer = replaying(path, recorded(path, STEP))
+    wrong: list[int] = []
+
+    def ask(mark: int) -> None:
+        caller, chance = Caller(path), random.Random(mark)
+        for _ in range(200):
+            size = chance.choice((4 * MIB, MIB, 700))
+            pointer = caller.malloc(size, stream=0 if mark == 1 else mark)
+            ctypes.memset(pointer, mark, 64)
+            if ctypes.string_at(pointer, 64) != bytes([mark]) * 64:
+                wrong.append(mark)
+            caller.free(pointer, size)
+
+    threads = [threading.Thread(target=ask, args=(mark,)) for mark in range(1, 5)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    report = replayer.stop()
+    assert wrong == []
+    assert report.replayed + report.mismatches == 800
+    assert (report.other_stream, report.unknown_frees) == (600, 0)
+
+
+def lend(path: Path, slot: torch.Tensor) -> BelowTorch:
+    below = BelowTorch(on_host(path), lends=True)
+    assert below.report() == Replay(*[0] * len(Replay.__dataclass_fields__))
+    return below
+
+
+def test_a_lent_slot_is_cut_into_pieces(path: Path) -> None:
+    slot = torch.zeros(8192, dtype=torch.uint8)
+    below, caller = lend(path, slot), Caller(path)
+    with below.lending(slot):
+        one, two = caller.malloc(1000), caller.malloc(1024)
+        other = caller.malloc(64, stream=3)
+        assert (one, two) == (slot.data_ptr(), slot.data_ptr() + 1024)
+        caller.free(two, 1024)
+        three = caller.malloc(7168)
+        assert three == slot.data_ptr() + 1024
+        late = caller.malloc(1)
+        caller.free(one, 1000)
+        caller.free(three, 7168)
+        assert caller.malloc(8192) == slot.data_ptr()
+    ctypes.memset(late, 1, 1)
+    after = caller.malloc(512)
+    assert not slot.data_ptr() <= after < slot.data_ptr() + 8192
+    for pointer in (other, late, after, slot.data_ptr()):
+        caller.free(pointer, 1)
+    report = below.report()
+    assert (report.lent, report.no_room, report.mismatches, report.fallback_bytes) == (4, 1, 1, 1)
+    assert report.unknown_frees == 0
+
+
+def asking(path: Path, asked: list[int]) -> dict[str, Kernel]:
+    """Return kernels whose attention asks the allocator for its results as a library on CUDA would."""
+
+    def kernel(op: str) -> Kernel:
+        def call(arguments: Call) -> None:
+            caller = Caller(path)
+            sizes = [arguments["out"].nbytes, arguments["lse"].nbytes]
+            blocks = [caller.malloc(size) for size in sizes]
+            for block, size in zip(blocks, sizes, strict=True):
+                ctypes.memset(block, 255, size)
+            KERNELS[op](arguments)
+            asked.extend(blocks)
+            for block in reversed(blocks):
+                caller.free(block, 1)
+
+        return call
+
+    return {**KERNELS, "attention": kernel("attention"), "attention.bwd": kernel("attention.bwd")}
+
+
+def four_steps(path: Path, **options: Any) -> tuple[list[float], list[list[int]], Replay]:
+    """Play four steps; return losses, what each was given, and how."""
+    asked: list[int] = []
+    given = []
+    decisions = byte_decisions()
+    with play(decisions, allocator=on_host(path), kernels=asking(path, asked), **options) as interpreter:
+        losses = []
+        for step in (1, 2, 3, 4):
+            batches = batch(decisions, seed=step)
+            losses.append(interpreter.run_step(batches, scalars(batches, step=step)).loss)
+            given.append(asked.copy())
+            asked.clear()
+        assert interpreter.below is not None
+        return losses, given, interpreter.below.report()
+
+
+def plain_losses() -> list[float]:
+    decisions = byte_decisions()
+    with play(decisions) as interpreter:
+        steps = [(step, batch(decisions, seed=step)) for step in (1, 2, 3, 4)]
+        return [interpreter.run_step(batches, scalars(batches, step=step)).loss for step, batches in steps]
+
+
+def test_a_library_gets_the_slots_of_the_arena(path: Path) -> None:
+    """All of its results lie in the arena, at the same addresses each step, and nothing else is overwritten."""
+    placement = placed(byte_decisions())
+    losses, given, report = four_steps(path, placement=placement)
+    assert losses == plain_losses()
+    assert given[0] == given[1] == given[3]
+    assert max(given[0]) - min(given[0]) < placement.arena_bytes
+    assert (report.lent, report.mismatches) == (sum(map(len, given)), 0)
+    assert report.lent > 0
+
+
+def test_the_second_step_is_recorded_and_those_after_it_are_replayed(path: Path) -> None:
+    losses, given, report = four_steps(path)
+    assert losses == plain_losses()
+    assert given[2] == given[3]
+    assert (report.replayed, report.mismatches) == (len(given[2]) + len(given[3]), 0)
+    assert report.replayed > 0
+
+
+def test_a_step_that_fails_while_it_is_recorded_is_recorded_anew(path: Path) -> None:
+    decisions = byte_decisions()
+    failing = False
+    asked: list[int] = []
+    kernels = asking(path, asked)
+
+    def gelu(call: Call) -> None:
+        if failing:
+            raise ZeroDivisionError
+        KERNELS["gelu"](call)
+
+    with play(decisions, allocator=on_host(path), kernels={**kernels, "gelu": gelu}) as interpreter:
+        batches = batch(decisions)
+        interpreter.run_step(batches, scalars(batches))
+        failing = True
+        with pytest.raises(ZeroDivisionError):
+            interpreter.run_step(batches, scalars(batches))
+        failing = False
+        for _ in range(2):
+            asked.clear()
+            interpreter.run_step(batches, scalars(batches))
+        assert interpreter.below is not None
+        assert (interpreter.below.report().replayed, interpreter.below.report().mismatches) == (len(asked), 0)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is CUDA")
+def test_a_cpu_has_no_allocator_to_replace(tmp_path: Path) -> None:
+    """Refused before anything is built or allocated."""
+    plan = write_plan(tmp_path / "plan.json")
+    with pytest.raises(CannotRun, match="serves CUDA devices") as caught:
+        run(plan, RunOptions(steps=1, replay_allocator=True))
+    assert caught.value.exit_code == 6
+    assert "leave --replay-allocator out" in str(caught.value)
+
+
+def test_recorded_requests_get_slots_of_their_own(path: Path) -> None:
+    """By the checker of placements; and near the most that lives at once."""
+    chance = random.Random(1)
+    for _ in range(20):
+        events: list[tuple[int, int]] = []
+        held: list[int] = []
+        for number in range(60):
+            events.append((number, chance.randrange(1, 100_000)))
+            held.append(number)
+            while held and chance.random() < 0.5:
+                events.append((held.pop(chance.randrange(len(held))), -1))
+        found = place_recorded(requests_of_events(events))
+        assert found.lower_bound_bytes <= found.arena_bytes <= 1.3 * found.lower_bound_bytes
 
 
 def test_a_placement_of_something_else_is_refused(path: Path) -> None:
     named = msgspec.structs.replace(recorded(path, STEP), ids=["a", "b", "c", "d", "e"])
     with pytest.raises(BadInput, match="not of recorded requests"):
-        Replayer(path).start(named)
+        Replayer(on_host(path)).start(named)
 
 
 def test_events_that_make_no_sense_are_refused() -> None:
@@ -190,6 +446,31 @@ def test_the_library_is_built_once_and_a_missing_compiler_is_said(
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is CUDA")
 def test_without_cuda_nothing_is_handed_out(path: Path) -> None:
     """In a process of its own: no host memory asked for, no CUDA there."""
-    code = f"from memo_exec.memory.recorder import *; print(library(Path({str(path)!r})).memo_malloc(512, 0, None))"
+    code = (
+        f"from memo_exec.memory.native_library import *; print(library(Path({str(path)!r})).memo_malloc(512, 0, None))"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env={})
     assert done.stdout.strip() == "None"
+
+
+def test_the_library_is_not_loaded_from_where_others_may_write(tmp_path: Path) -> None:
+    tmp_path.chmod(0o777)
+    with pytest.raises(CannotRun, match="others may write"):
+        library_path(tmp_path)
+    tmp_path.chmod(0o700)
+    built = library_path(tmp_path)
+    built.chmod(0o722)
+    with pytest.raises(CannotRun, match="others may write") as caught:
+        library_path(tmp_path)
+    assert str(built) in str(caught.value)
+
+
+def test_where_built_libraries_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert cache_directory() == tmp_path / "memo"
+    monkeypatch.setenv("XDG_CACHE_HOME", "relative")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert cache_directory() == tmp_path / ".cache" / "memo"
+    (tmp_path / ".cache").write_text("")
+    with pytest.raises(CannotRun, match="no folder"):
+        library_path()

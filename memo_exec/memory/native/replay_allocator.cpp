@@ -1,27 +1,32 @@
-// An allocator for torch.cuda.memory.CUDAPluggableAllocator that records the requests of a step, or serves them from
-// one arena at planned offsets, request by request in the order of the plan.
+// An allocator for torch.cuda.memory.CUDAPluggableAllocator. It records the requests of a step, serves them from one
+// arena at planned offsets, request by request in the order of the plan, or cuts them out of memory that is lent to it.
 //
-// A request that is not the planned one (another size, none left, a slot still taken) goes to the fallback allocator and
-// is counted. So does a request of a second stream: slots are reused without waiting, which is right in one stream's order
-// alone. Needs no CUDA headers: cudaMalloc and cudaFree are looked up at run time; MEMO_REPLAY_HOST=1 takes host
-// memory instead, so that the logic can be tested without a GPU.
+// One stream is served: slots are reused without waiting, which is right in one stream's order alone, and requests of
+// several threads have no order. A request that is not the planned one (another size, none left, a slot still taken, no
+// room in what is lent), or of another stream, goes to the device's allocator and is counted.
+//
+// Needs no CUDA headers: cudaMalloc and cudaFree are looked up when first used. Tests take host memory instead
+// (memo_use_host_memory). Only memo_torch_malloc throws, std::bad_alloc: torch makes it a Python error, and would use a
+// null pointer.
 
 #include <dlfcn.h>
 #include <sys/mman.h>
 #include <sys/types.h>
 
 #include <cstdint>
-#include <cstdlib>
+#include <exception>
 #include <iterator>
 #include <map>
 #include <mutex>
+#include <new>
 #include <unordered_map>
 #include <vector>
 
 namespace {
 
-using CudaMalloc = int (*)(void**, size_t);
-using CudaFree = int (*)(void*);
+constexpr int64_t kAlignment = 512;
+constexpr int64_t kNone = -1;
+constexpr int kBadPlan = 3, kInUse = 2, kNoMemory = 1, kDone = 0;
 
 struct Slot {
   int64_t offset;
@@ -30,66 +35,83 @@ struct Slot {
 
 struct Event {
   int64_t request;
-  int64_t size;  // -1: the request is given back
+  int64_t size;  // kNone: the request is given back
 };
 
-enum Count { kReplayed, kOtherSize, kBeyondPlan, kSlotTaken, kOtherStream, kFallbackBytes, kUnknownFree, kCounts };
+struct Block {
+  int64_t size;
+  int64_t request;  // kNone: not recorded
+};
+
+enum Count {
+  kReplayed, kLent, kOtherSize, kBeyondPlan, kSlotTaken, kNoRoom, kOtherStream, kFallbackBytes, kUnknownFree, kCounts
+};
 
 std::mutex guard;
-std::vector<Slot> plan;
-std::vector<Event> events;
-std::map<int64_t, int64_t> taken;                // offset -> end, of living slots
-std::unordered_map<void*, int64_t> requests;     // pointer -> number of its request, while recording
-int64_t next_request = 0;
-int64_t counts[kCounts] = {};
+bool host_memory = false;
 bool recording = false;
 bool replaying = false;
+void* served = nullptr;  // the stream that is recorded, replayed or lent to
+int64_t next_request = 0;
+int64_t counts[kCounts] = {};
+// Never destroyed: torch gives memory back until the process has ended.
+auto& plan = *new std::vector<Slot>;
+auto& events = *new std::vector<Event>;
+auto& blocks = *new std::unordered_map<void*, Block>;  // living, of the device's allocator
+auto& taken = *new std::map<int64_t, int64_t>;         // offset -> size: living, of the arena
+auto& cut = *new std::map<char*, int64_t>;             // address -> size: living, of what is or was lent
 char* arena = nullptr;
 int64_t arena_bytes = 0;
-void* replayed_stream = nullptr;
-bool stream_known = false;
-
-bool on_host() { return std::getenv("MEMO_REPLAY_HOST") != nullptr; }
+char* lent = nullptr;
+int64_t lent_bytes = 0;
 
 void* cuda_symbol(const char* name) {
   if (void* found = dlsym(RTLD_DEFAULT, name)) return found;
-  for (const char* library : {"libcudart.so", "libcudart.so.13", "libcudart.so.12"}) {
-    if (void* handle = dlopen(library, RTLD_NOW | RTLD_GLOBAL)) {
-      if (void* found = dlsym(handle, name)) return found;
+  // The runtime that torch has loaded comes first: another one would be a second runtime in this process.
+  for (int how : {RTLD_NOW | RTLD_NOLOAD, RTLD_NOW}) {
+    for (const char* library : {"libcudart.so.13", "libcudart.so.12", "libcudart.so"}) {
+      if (void* handle = dlopen(library, how)) {
+        if (void* found = dlsym(handle, name)) return found;
+      }
     }
   }
   return nullptr;
 }
 
 void* backend_malloc(int64_t size) {
-  if (size <= 0) return nullptr;
-  if (on_host()) {
+  if (host_memory) {
     void* found = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     return found == MAP_FAILED ? nullptr : found;
   }
-  static auto cuda_malloc = reinterpret_cast<CudaMalloc>(cuda_symbol("cudaMalloc"));
+  static const auto cuda_malloc = reinterpret_cast<int (*)(void**, size_t)>(cuda_symbol("cudaMalloc"));
   void* found = nullptr;
   return cuda_malloc && cuda_malloc(&found, size) == 0 ? found : nullptr;
 }
 
 void backend_free(void* pointer, int64_t size) {
-  if (!pointer) return;
-  if (on_host()) {
+  if (host_memory) {
     munmap(pointer, size);
     return;
   }
-  static auto cuda_free = reinterpret_cast<CudaFree>(cuda_symbol("cudaFree"));
+  static const auto cuda_free = reinterpret_cast<int (*)(void*)>(cuda_symbol("cudaFree"));
   if (cuda_free) cuda_free(pointer);
+}
+
+void drop_arena_if_idle() {
+  if (replaying || !taken.empty() || !arena) return;
+  backend_free(arena, arena_bytes);
+  arena = nullptr;
+  arena_bytes = 0;
 }
 
 bool is_free(const Slot& slot) {
   auto after = taken.lower_bound(slot.offset);
   if (after != taken.end() && after->first < slot.offset + slot.size) return false;
-  return after == taken.begin() || std::prev(after)->second <= slot.offset;
+  return after == taken.begin() || std::prev(after)->first + std::prev(after)->second <= slot.offset;
 }
 
 // Returns the planned address of this request, or null after counting why there is none.
-void* planned(int64_t request, int64_t size, void* stream) {
+void* planned(int64_t request, int64_t size) {
   if (request >= static_cast<int64_t>(plan.size())) {
     ++counts[kBeyondPlan];
     return nullptr;
@@ -103,56 +125,153 @@ void* planned(int64_t request, int64_t size, void* stream) {
     ++counts[kSlotTaken];
     return nullptr;
   }
-  if (stream_known && stream != replayed_stream) {
-    ++counts[kOtherStream];
-    return nullptr;
-  }
-  replayed_stream = stream;
-  stream_known = true;
-  taken[slot.offset] = slot.offset + slot.size;
+  taken[slot.offset] = size;
   ++counts[kReplayed];
   return arena + slot.offset;
 }
 
-bool in_arena(void* pointer) {
-  return arena && static_cast<char*>(pointer) >= arena && static_cast<char*>(pointer) < arena + arena_bytes;
+// Returns the address behind the last living piece of what is lent, or null after counting that there is no room.
+void* cut_from_lent(int64_t size) {
+  char* start = lent;
+  auto behind = cut.lower_bound(lent + lent_bytes);
+  if (behind != cut.begin()) {
+    auto last = std::prev(behind);
+    if (last->first >= lent) {
+      const int64_t used = last->first + last->second - lent;
+      start = lent + (used + kAlignment - 1) / kAlignment * kAlignment;
+    }
+  }
+  if (size > lent + lent_bytes - start) {
+    ++counts[kNoRoom];
+    return nullptr;
+  }
+  cut[start] = size;
+  ++counts[kLent];
+  return start;
+}
+
+void* served_request(int64_t size) {
+  if (lent) return cut_from_lent(size);
+  if (replaying) return planned(next_request++, size);
+  return nullptr;
+}
+
+void* allocate(int64_t size, void* stream) {
+  if (size <= 0) return nullptr;
+  {
+    std::lock_guard<std::mutex> lock(guard);
+    if (replaying || lent) {
+      if (stream == served) {
+        if (void* found = served_request(size)) return found;
+      } else if (replaying) {
+        ++counts[kOtherStream];
+      }
+    }
+  }
+  void* found = backend_malloc(size);  // outside the lock: the device may have to finish first
+  if (!found) return nullptr;
+  std::lock_guard<std::mutex> lock(guard);
+  try {
+    Block block{size, kNone};
+    if (recording && stream == served) {
+      events.push_back({next_request, size});
+      block.request = next_request++;
+    }
+    blocks[found] = block;
+  } catch (const std::bad_alloc&) {
+    backend_free(found, size);
+    return nullptr;
+  }
+  if (replaying || (lent && stream == served)) counts[kFallbackBytes] += size;
+  return found;
+}
+
+// Takes a pointer out of the tables; returns the block that the device's allocator must take back, if it is its.
+Block forget(void* pointer) {
+  std::lock_guard<std::mutex> lock(guard);
+  char* address = static_cast<char*>(pointer);
+  if (auto block = blocks.find(pointer); block != blocks.end()) {
+    Block found = block->second;
+    blocks.erase(block);
+    if (recording && found.request != kNone) events.push_back({found.request, kNone});
+    return found;
+  }
+  if (cut.erase(address)) return {0, kNone};
+  if (arena && address >= arena && address < arena + arena_bytes && taken.erase(address - arena)) {
+    drop_arena_if_idle();
+    return {0, kNone};
+  }
+  ++counts[kUnknownFree];
+  return {0, kNone};
 }
 
 }  // namespace
 
 extern "C" {
 
-void* memo_malloc(ssize_t size, int, void* stream) {
+// Takes host memory in place of the device's from now on; returns 0, or 2 when something was handed out already.
+int memo_use_host_memory() {
   std::lock_guard<std::mutex> lock(guard);
-  if (size <= 0) return nullptr;
-  const int64_t request = next_request++;
-  void* found = replaying ? planned(request, size, stream) : nullptr;
-  if (!found) {
-    found = backend_malloc(size);
-    if (replaying && found) counts[kFallbackBytes] += size;
-  }
-  if (recording && found) {
-    events.push_back({request, size});
-    requests[found] = request;
-  }
+  if (!host_memory && (!blocks.empty() || arena)) return kInUse;
+  host_memory = true;
+  return kDone;
+}
+
+void* memo_malloc(ssize_t size, int, void* stream) try {
+  return allocate(size, stream);
+} catch (const std::exception&) {
+  return nullptr;
+}
+
+// What torch calls.
+void* memo_torch_malloc(ssize_t size, int, void* stream) {
+  void* found = allocate(size, stream);
+  if (!found && size > 0) throw std::bad_alloc();
   return found;
 }
 
-void memo_free(void* pointer, ssize_t size, int, void*) {
-  std::lock_guard<std::mutex> lock(guard);
+// A pointer that was not handed out is counted and left alone; the size of the request counts, not the caller's.
+void memo_free(void* pointer, ssize_t, int, void*) try {
   if (!pointer) return;
-  if (recording) {
-    auto known = requests.find(pointer);
-    if (known != requests.end()) {
-      events.push_back({known->second, -1});
-      requests.erase(known);
-    }
+  if (Block block = forget(pointer); block.size) backend_free(pointer, block.size);
+} catch (const std::exception&) {
+}
+
+// Records the requests of a stream from now on, numbered from 0; `on` 0 stops. What lives already has no number.
+void memo_record(int on, void* stream) {
+  std::lock_guard<std::mutex> lock(guard);
+  recording = on != 0;
+  if (!recording) return;
+  events.clear();
+  for (auto& block : blocks) block.second.request = kNone;
+  served = stream;
+  next_request = 0;
+}
+
+// Takes an arena and serves a stream from it; returns 0, or 1 without memory, 2 while an arena is in use, 3 for slots
+// that lie outside the arena.
+int memo_replay(const int64_t* offsets, const int64_t* sizes, int64_t count, int64_t bytes, void* stream) try {
+  std::lock_guard<std::mutex> lock(guard);
+  for (int64_t i = 0; i < count; ++i) {
+    if (offsets[i] < 0 || sizes[i] < 0 || sizes[i] > bytes - offsets[i]) return kBadPlan;
   }
-  if (!in_arena(pointer)) {
-    backend_free(pointer, size);
-  } else if (!taken.erase(static_cast<char*>(pointer) - arena)) {
-    ++counts[kUnknownFree];
+  if (!taken.empty()) return kInUse;
+  replaying = false;
+  drop_arena_if_idle();
+  plan.clear();
+  for (int64_t i = 0; i < count; ++i) plan.push_back({offsets[i], sizes[i]});
+  for (int64_t& each : counts) each = 0;
+  next_request = 0;
+  served = stream;
+  if (bytes > 0) {
+    arena = static_cast<char*>(backend_malloc(bytes));
+    if (!arena) return kNoMemory;
   }
+  arena_bytes = bytes;
+  replaying = true;
+  return kDone;
+} catch (const std::exception&) {
+  return kNoMemory;
 }
 
 // Starts a step: requests count from 0 again. What still lives keeps its slot.
@@ -161,36 +280,20 @@ void memo_begin_step() {
   next_request = 0;
 }
 
-void memo_record(int on) {
+// Serves a stream from this memory, until it is taken back with a null pointer. What lives in it then stays valid as
+// long as the lender leaves it alone.
+void memo_lend(void* pointer, int64_t bytes, void* stream) {
   std::lock_guard<std::mutex> lock(guard);
-  recording = on != 0;
-  if (recording) {
-    events.clear();
-    requests.clear();
-    next_request = 0;
-  }
+  lent = static_cast<char*>(pointer);
+  lent_bytes = bytes;
+  if (lent) served = stream;
 }
 
-// Takes the arena and serves requests from it; returns 0, or 1 without memory, or 2 while slots are in use.
-int memo_replay(const int64_t* offsets, const int64_t* sizes, int64_t count, int64_t bytes) {
-  std::lock_guard<std::mutex> lock(guard);
-  if (!taken.empty()) return 2;
-  backend_free(arena, arena_bytes);
-  plan.clear();
-  for (int64_t i = 0; i < count; ++i) plan.push_back({offsets[i], sizes[i]});
-  for (int64_t& each : counts) each = 0;
-  next_request = 0;
-  stream_known = false;
-  arena_bytes = bytes;
-  arena = static_cast<char*>(backend_malloc(bytes));
-  replaying = arena != nullptr;
-  return arena || bytes == 0 ? 0 : 1;
-}
-
-// Goes back to the fallback; what lives in the arena stays valid, and so does the arena.
+// Goes back to the device's allocator; the arena is given back when nothing lives in it any more.
 void memo_stop() {
   std::lock_guard<std::mutex> lock(guard);
   replaying = false;
+  drop_arena_if_idle();
 }
 
 int64_t memo_event_count() {
@@ -198,13 +301,20 @@ int64_t memo_event_count() {
   return static_cast<int64_t>(events.size());
 }
 
-// Copies the recorded events as pairs (request, size or -1).
-void memo_events(int64_t* out) {
+// Copies up to `most` recorded events as pairs (request, size or -1); returns how many.
+int64_t memo_events(int64_t* out, int64_t most) {
   std::lock_guard<std::mutex> lock(guard);
-  for (size_t i = 0; i < events.size(); ++i) {
-    out[2 * i] = events[i].request;
-    out[2 * i + 1] = events[i].size;
+  int64_t count = 0;
+  for (; count < most && count < static_cast<int64_t>(events.size()); ++count) {
+    out[2 * count] = events[count].request;
+    out[2 * count + 1] = events[count].size;
   }
+  return count;
+}
+
+void memo_reset_counts() {
+  std::lock_guard<std::mutex> lock(guard);
+  for (int64_t& each : counts) each = 0;
 }
 
 void memo_counts(int64_t* out) {
@@ -212,6 +322,15 @@ void memo_counts(int64_t* out) {
   for (int i = 0; i < kCounts; ++i) out[i] = counts[i];
 }
 
-int64_t memo_arena() { return reinterpret_cast<int64_t>(arena); }
+int64_t memo_arena() {
+  std::lock_guard<std::mutex> lock(guard);
+  return reinterpret_cast<int64_t>(arena);
+}
+
+// Returns how many requests of the device's allocator live.
+int64_t memo_living() {
+  std::lock_guard<std::mutex> lock(guard);
+  return static_cast<int64_t>(blocks.size());
+}
 
 }  // extern "C"
