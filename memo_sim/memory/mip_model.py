@@ -16,24 +16,29 @@ paper's form it is far below. The reals A_i only serve the solver. Addresses are
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Iterator
 from graphlib import CycleError, TopologicalSorter
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from memo_sim.contract.errors import MemoError
+from memo_sim.memory.greedy import first_fit
 from memo_sim.memory.mip_outcome import Backend, Form, MipOutcome, contradiction
 from memo_sim.memory.problem import Clock, Ints, Problem
 from memo_sim.memory.reduction import crumbs_of, place_by_cores, put_back, sections
 
 EXACT_UNITS = 1 << 24
-"""Up to here a peak is told to the solver as a whole number; above, its tolerances would be whole units anyway."""
+"""Up to here a peak is told to the solver as a whole number and its bound believed. Above, its tolerances would be
+whole units, and from 2^30 on HiGHS was seen to call placements optimal that are not, and from 2^42 CBC too."""
 
 TOLERANCE = 1e-6
 """Relative: differences below this are none to a solver (the feasibility tolerance of both)."""
 
 S_PER_TERM = 2e-5
 """About how long python-mip takes to state one coefficient of the sections."""
+
+T = TypeVar("T")
 
 UNKNOWN = MipOutcome(None, bound=0, said_optimal=False, proved=False, elapsed_s=0.0)
 
@@ -87,12 +92,7 @@ def mip_outcome(
 
 
 def _solve_whole(problem: Problem, clock: Clock, incumbent: Ints | None, backend: Backend, cold: bool) -> MipOutcome:
-    if _too_large(problem, clock):
-        return UNKNOWN
-    model = _Model(problem, backend, capacity=int(problem.size.sum()))
-    if not cold:
-        model.help(problem.lower_bound, incumbent)
-    return model.solve(clock)
+    return _outcome(problem, None if cold else incumbent, backend, clock, cold=cold, strengthened=False)
 
 
 def _solve_cores(problem: Problem, clock: Clock, incumbent: Ints | None, backend: Backend, cold: bool) -> MipOutcome:
@@ -103,14 +103,9 @@ def _solve_cores(problem: Problem, clock: Clock, incumbent: Ints | None, backend
         if cold:
             start = _without_crumbs(part, Clock(clock.left_s / 2), backend)
         elif incumbent is not None:
-            start = _dropped_down(part, incumbent[buffers])
-        if _too_large(part, clock):
-            outcomes.append(UNKNOWN)
-            return start
-        model = _Model(part, backend, capacity=int(part.size.sum()) if start is None else part.peak(start))
-        model.strengthen()
-        model.help(0 if cold else part.lower_bound, start)
-        outcomes.append(model.solve(clock))
+            # Each as low as it can lie: the incumbent has them above other parts' buffers, and in other units.
+            start = first_fit(part, np.argsort(incumbent[buffers], kind="stable"))
+        outcomes.append(_outcome(part, start, backend, clock, cold=cold, strengthened=True))
         return start if outcomes[-1].offsets is None else outcomes[-1].offsets
 
     offsets = place_by_cores(problem, solve_core, bounded=not cold)
@@ -141,11 +136,34 @@ def _without_crumbs(part: Problem, clock: Clock, backend: Backend) -> Ints | Non
     return offsets
 
 
-def _dropped_down(part: Problem, offsets: Ints) -> Ints:
-    """Return the placement of a part of the buffers, each as low as the order of ``offsets`` lets it lie."""
-    lowest = _lowest(part, [(i, j) if offsets[i] <= offsets[j] else (j, i) for i, j in _pairs(part)])
-    assert lowest is not None  # an order of all buffers has no cycle
-    return lowest
+def _outcome(
+    problem: Problem, start: Ints | None, backend: Backend, clock: Clock, *, cold: bool, strengthened: bool
+) -> MipOutcome:
+    """Return the answer of one model, or that nothing is known when it cannot be stated in time."""
+    if _too_large(problem, clock):
+        return UNKNOWN
+    # In the paper's form M stays the sum of all sizes, whatever is known.
+    capacity = problem.peak(start) if strengthened and start is not None else int(problem.size.sum())
+    try:
+        model = _Model(problem, backend, capacity, clock)
+        if strengthened:
+            model.strengthen()
+    except _NoTimeLeftError:
+        return UNKNOWN
+    model.help(0 if cold else problem.lower_bound, start)
+    return model.solve(clock)
+
+
+class _NoTimeLeftError(Exception):
+    """The clock ran out while a model was stated."""
+
+
+def _while_time(items: Iterable[T], clock: Clock) -> Iterator[T]:
+    """Yield ``items`` for as long as ``clock`` runs, then raise."""
+    for item in items:
+        if clock.left_s == 0:
+            raise _NoTimeLeftError
+        yield item
 
 
 def _pairs(problem: Problem) -> list[tuple[int, int]]:
@@ -182,13 +200,14 @@ def _lowered(peak: float) -> int:
 
 
 class _Model:
-    """One fresh model of python-mip for one solve."""
+    """One fresh model of python-mip for one solve; stating it raises ``_NoTimeLeftError`` when ``clock`` runs out."""
 
-    def __init__(self, problem: Problem, backend: Backend, capacity: int) -> None:
+    def __init__(self, problem: Problem, backend: Backend, capacity: int, clock: Clock) -> None:
         import mip
 
         self.problem = problem
         self.capacity = capacity
+        self.clock = clock
         self.model: Any = mip.Model(sense=mip.MINIMIZE, solver_name={"cbc": mip.CBC, "highs": mip.HIGHS}[backend])
         self.model.verbose = 0
         self.model.max_mip_gap = 0.0
@@ -202,7 +221,7 @@ class _Model:
         sizes = problem.size.tolist()
         for i, size in enumerate(sizes):
             self.model += self.address[i] + size <= self.peak
-        for (i, j), z in self.above.items():
+        for (i, j), z in _while_time(self.above.items(), clock):
             self.model += self.address[i] + sizes[i] <= self.address[j] + capacity * z
             self.model += self.address[j] + sizes[j] <= self.address[i] + capacity * (1 - z)
 
@@ -211,7 +230,7 @@ class _Model:
         import mip
 
         sizes = self.problem.size.tolist()
-        for section in sections(self.problem):
+        for section in _while_time(sections(self.problem), self.clock):
             members = section.tolist()
             for i in members:
                 others = [j for j in members if j != i]
@@ -260,10 +279,15 @@ class _Model:
             offsets=offsets,
             bound=bound,
             said_optimal=said_optimal,
-            proved=offsets is not None and _lowered(self.problem.peak(offsets)) <= max(bound, self.problem.enough),
+            proved=offsets is not None and self._proves(bound, self.problem.peak(offsets)),
             elapsed_s=clock.elapsed_s - began,
             fault=fault,
         )
+
+    def _proves(self, bound: int, peak: int) -> bool:
+        """Whether a bound of the solver's proves ``peak``; one in large numbers only together with the live sum."""
+        reached = _lowered(peak) <= max(bound, self.problem.enough)
+        return reached and (self.exact or peak <= self.problem.lower_bound)
 
     def _is_below(self, i: int, j: int) -> Any:
         """Return the expression that is 1 where i lies below j, and 0 where it lies above."""

@@ -23,7 +23,8 @@ class MipOutcome:
     proved: bool
     """The placement, rebuilt in whole numbers, needs no more than the solver's bound, up to the solver's tolerance.
 
-    The tolerance is 1e-6 of the peak. Where the peak is the largest live sum, it is optimal beyond any tolerance.
+    The tolerance is 1e-6 of the peak. Where the peak is the largest live sum, it is optimal beyond any tolerance; in
+    numbers above ``EXACT_UNITS`` nothing else is a proof, because there solvers call optimal what is not.
     """
     elapsed_s: float
     models: int = 1
