@@ -133,7 +133,7 @@ class Saved:
         """Where it lies in the block's bytes."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, weakref_slot=True)
 class Kept:
     """What autograd holds instead of a tensor that stays: an alias, since the tensor itself would be a cycle."""
 

@@ -92,6 +92,8 @@ class OffloadActivations:
         self._eligible = Eligible(device, min_offload_size, model)
         self._fraction = fraction
         self._seen_bytes = self._gone_bytes = 0
+        self._going: weakref.WeakValueDictionary[int, Block] = weakref.WeakValueDictionary()
+        self._staying: weakref.WeakValueDictionary[int, Kept] = weakref.WeakValueDictionary()
         self._blocks: weakref.WeakValueDictionary[tuple[int, View | None], Block] = weakref.WeakValueDictionary()
         self._lock = threading.Lock()
         self._entered: list[saved_tensors_hooks] = []
@@ -142,23 +144,35 @@ class OffloadActivations:
 
     def _offloaded(self, tensor: Tensor) -> Packed:
         view, storage = View.of(tensor), tensor.untyped_storage()
-        original = Original(tensor)
+        original, key = Original(tensor), storage._cdata
         place = view if not view.gapless else None
-        block = self._blocks.get((storage._cdata, place))
-        if block is None or not block.serves(view, original):
-            size = view.own_bytes
-            self._seen_bytes += size
-            if self._gone_bytes + size > self._fraction * self._seen_bytes:
-                return self._keep(tensor, Why.FRACTION)
+        block = self._blocks.get((key, place))
+        if block is not None and block.serves(view, original):
+            self.statistics.shared_tensors += 1
+        else:
+            if (why := self._choose(key, view.own_bytes)) is not None:
+                return self._stay(tensor, why, key)
             block = self._swap.offload(original, storage, view)
             if block is None:
-                return self._keep(tensor, Why.HOST)
-            self._gone_bytes += size
-            self._blocks[storage._cdata, place] = block
-        else:
-            self.statistics.shared_tensors += 1
+                return self._stay(tensor, Why.HOST, key)
+            self._going[key] = self._blocks[key, place] = block
         inside = view.after(block.first) if view.gapless else view.packed()
         return self._swap.save(block, view, inside, original)
+
+    def _choose(self, key: int, size_bytes: int) -> Why | None:
+        """Return why a tensor stays, None when it goes: with its storage, or as the fraction has it."""
+        if key in self._staying:
+            return Why.STORAGE
+        self._seen_bytes += size_bytes
+        if key not in self._going and self._gone_bytes + size_bytes > self._fraction * self._seen_bytes:
+            return Why.FRACTION
+        self._gone_bytes += size_bytes
+        return None
+
+    def _stay(self, tensor: Tensor, why: Why, key: int) -> Kept:
+        """Keep a tensor, and with it every later view of its storage: a copy of one would free nothing."""
+        kept = self._staying[key] = self._keep(tensor, why)
+        return kept
 
     def _unpacked(self, packed: Packed) -> Tensor:
         if isinstance(packed, Wrapped):

@@ -17,6 +17,7 @@ class Why(StrEnum):
     CAPTURED = "saved while a graph is captured"
     FRACTION = "beyond the fraction"
     HOST = "host memory is full"
+    STORAGE = "view of a storage that stays"
 
 
 @dataclass
