@@ -28,6 +28,14 @@ def checked_placement(plan: Plan, program: Program, plan_path: Path) -> Placemen
         CannotRun: when the plan pins none, or none lies beside it.
         BadInput: when it is another than the plan pins, or wrong for ``program``.
     """
+    if plan.decisions.memory_policy == "eager":
+        raise CannotRun(
+            "the plan is of another framework: an eager one, whose requests and stalls memo-exec does not have",
+            where=f"{plan_path}: $.decisions.memory_policy",
+            got="eager",
+            wanted="planned or caching",
+            hint=f"memo-sim what-if ... --memory-policy caching -o {plan_path}",
+        )
     if plan.decisions.memory_policy == "caching":
         return None
     path = placement_path(plan_path)

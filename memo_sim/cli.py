@@ -21,13 +21,12 @@ from memo_sim.contract.errors import BadInput, Infeasible, MemoError, UsageError
 if TYPE_CHECKING:
     from memo_sim.contract.plan import Plan
     from memo_sim.planning.question import Question
-    from memo_sim.what_if import Answer
+    from memo_sim.what_if import Answer, Outputs
 
 GIB = 2**30
-PICTURES = (".png", ".svg", ".pdf")
 SEARCHED = (
     *("model", "seq_len", "system", "tp", "cp", "dp", "zero", "alpha", "recompute", "states", "loss_chunk"),
-    *("micro_batch", "global_batch", "top"),
+    *("memory_policy", "micro_batch", "global_batch", "top"),
 )
 """What a plan decides, so that none of it can be given beside ``--plan``."""
 MOST_SEQUENCES = 2**16
@@ -69,6 +68,13 @@ def cli() -> None:
 @click.option("--alpha", type=Finite(0, 1), help="Fraction of tokens swapped; turns the keep fallback off.")
 @click.option("--recompute", type=click.Choice(["none", "full", "tokenwise"]), help="What happens to the others.")
 @click.option("--states", type=click.Choice(["fp32", "bf16", "host"]), default="fp32", show_default=True)
+@click.option(
+    "--memory-policy",
+    type=click.Choice(["planned", "caching", "eager"]),
+    default="planned",
+    show_default=True,
+    help="One planned arena; PyTorch's caching allocator; or that under an eager framework (Megatron-LM).",
+)
 @click.option("--loss-chunk", help="Tokens whose logits exist at once; 0 = all. Chosen when not given.")
 @click.option("--micro-batch", type=click.IntRange(1, MOST_SEQUENCES), default=1, show_default=True, help="Sequences.")
 @click.option(
@@ -93,9 +99,9 @@ def what_if_command(**options: Any) -> None:
     """
     from memo_sim.contract.codec import encode
     from memo_sim.views.tables import result_table
-    from memo_sim.what_if import without_answer
+    from memo_sim.what_if import without_answer, write_files
 
-    _check_outputs(options)
+    outputs = _outputs(options)
     plan, question = _question(options)
     try:
         answer = _ask(plan, question, options)
@@ -104,7 +110,7 @@ def what_if_command(**options: Any) -> None:
             raise
         click.echo(encode(without_answer(question, error)).decode(), nl=False)
         raise _Silent(error.exit_code) from None
-    _write_files(answer, question, options)
+    write_files(answer, question, outputs, created=_now(), command=_command_line())
     if options["as_json"]:
         click.echo(encode(answer.result).decode(), nl=False)
     else:
@@ -151,6 +157,7 @@ def _question(options: Options) -> tuple[Plan | None, Question]:
         alpha=options["alpha"],
         recompute=options["recompute"],
         loss_chunk_tokens=None if chunk is None else 0 if chunk == "0" else parse_tokens(chunk),
+        memory_policy=options["memory_policy"],
     )
     question = Question(
         model=plan.decisions.model if plan else load_model(options["model"]),
@@ -173,28 +180,13 @@ def _given(names: tuple[str, ...]) -> list[str]:
     return [name.replace("_", "-") for name in names if context.get_parameter_source(name) is typed]
 
 
-def _check_outputs(options: Options) -> None:
-    """Refuse files that cannot be written, or that would overwrite each other, before any work is done."""
-    from memo_sim.contract.codec import check_writable
+def _outputs(options: Options) -> Outputs:
+    from memo_sim.what_if import Outputs
 
-    named = {name: Path(options[name]) for name in ("output", "plot", "trace_path") if options[name]}
-    for path in named.values():
-        check_writable(path)
-    if "output" in named:
-        for kind in ("trace", "placement"):
-            named[kind] = _beside(Path(options["output"]), kind)
-            check_writable(named[kind])
-    for name, path in named.items():
-        same = [other for other, beside in named.items() if other != name and beside.resolve() == path.resolve()]
-        if same:
-            raise UsageError("two outputs would be one file", where=str(path), hint="name them apart")
-    if "plot" in named and named["plot"].suffix not in PICTURES:
-        raise UsageError("not a kind of picture", got=str(named["plot"]), wanted=", ".join(PICTURES))
-
-
-def _beside(plan: Path, kind: str) -> Path:
-    """Return where a plan's predicted trace or its placement lies."""
-    return plan.with_name(f"{plan.stem}.{kind}.json")
+    plan, picture, timeline = (Path(options[n]) if options[n] else None for n in ("output", "plot", "trace_path"))
+    outputs = Outputs(plan=plan, picture=picture, timeline=timeline)
+    outputs.check()
+    return outputs
 
 
 def _gib(value: float | None) -> int | None:
@@ -220,34 +212,6 @@ def _with_progress(label: str, work: Callable[[Callable[[int, int], None]], T]) 
             bar.update(done - bar.pos)
 
         return work(tell)
-
-
-def _write_files(answer: Answer, question: Question, options: Options) -> None:
-    wanted = [options[name] for name in ("output", "plot", "trace_path") if options[name]]
-    if answer.best is None or not wanted:
-        return
-    from memo_sim.contract.codec import write
-    from memo_sim.explain import plan_title
-    from memo_sim.what_if import plan_of
-
-    trace = answer.best.trace()
-    if options["plot"]:  # first: a drawing that fails leaves nothing behind
-        from memo_sim.views.timeline import draw_timeline
-
-        title = plan_title(answer.best.decisions, answer.best.prediction.step_s)
-        capacity = int(question.hardware.device_memory_bytes.value)
-        draw_timeline(trace, Path(options["plot"]), title=title, capacity_bytes=capacity)
-    if options["trace_path"]:
-        from memo_sim.views.chrome_trace import write_chrome_trace
-
-        write_chrome_trace([trace], Path(options["trace_path"]))
-    if options["output"]:
-        path = Path(options["output"])
-        plan, placement = plan_of(answer.best, answer.arena, question, created=_now(), command=_command_line())
-        write(_beside(path, "trace"), trace)
-        if placement is not None:
-            write(_beside(path, "placement"), placement)
-        write(path, plan)
 
 
 def _now() -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from memo_sim.contract.plan import Decisions, Prediction
 from memo_sim.contract.units import format_bytes, format_seconds
-from memo_sim.engine.simulate import Simulation
+from memo_sim.engine.simulate import ALLOCATOR, Simulation
 from memo_sim.planning.arena import Arena
 from memo_sim.planning.presets import KEEP, PARTIAL_SWAP, TOKENWISE, find_system
 from memo_sim.planning.question import Question
@@ -29,6 +29,7 @@ def explain(
         return _nothing_fits(question, found)
     lines = [*_rounded(question, simulation), _binding(simulation), *_recompute(found, simulation), _peak(simulation)]
     lines += _arena(simulation, arena) if arena else []
+    lines += _allocator(simulation)
     lines += [*_alpha(found), *_partial_swap(found), *_fallback(question, found), *_runner_up(found)]
     outside = simulation.prediction.outside_calibration
     if outside:
@@ -77,6 +78,8 @@ def _ways_out(question: Question, nearest: Prediction) -> list[str]:
         f"--states {states}" for states in {"fp32": ("bf16", "host"), "bf16": ("host",)}.get(question.states, ())
     ]
     ways += ["more devices", *smaller]
+    if pins.memory_policy != "planned":
+        ways.append("--memory-policy planned")
     if nearest.peak_by_class.get("state", 0) < capacity:  # else weights and optimizer alone are too much
         ways.append("a shorter sequence")
     return ways
@@ -150,6 +153,25 @@ def _arena(simulation: Simulation, arena: Arena) -> list[str]:
     if not arena.whole:
         text += f"; planned for {simulation.program.micro_batches} micro-batches, too many to write a placement of all"
     return [f"{text}."]
+
+
+def _allocator(simulation: Simulation) -> list[str]:
+    """Say what the caching allocator makes of a plan whose memory is not planned, and what its calls cost."""
+    prediction = simulation.prediction
+    if prediction.reserved_bytes is None:
+        return []
+    who = "an eager framework" if simulation.decisions.memory_policy == "eager" else "the caching allocator"
+    above = prediction.reserved_bytes / prediction.peak_device_bytes - 1
+    often = prediction.reorganisations / simulation.decisions.micro_batches
+    text = (
+        f"Memory is not planned: {who} reserves {format_bytes(prediction.reserved_bytes)}, {above:.1%} above the peak"
+    )
+    times = f"{often:.3g} reorganisations a micro-batch" if often else "it reorganises nothing"
+    stalled = sum(s.seconds for s in prediction.stalls if s.waits_for == ALLOCATOR)
+    share = (
+        f"; its calls hold compute up for {stalled / prediction.step_s:.1%} of the step" if prediction.step_s else ""
+    )
+    return [f"{text}; {times}{share if stalled else ''}."]
 
 
 def _alpha(found: SearchResult) -> list[str]:

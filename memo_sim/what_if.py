@@ -4,20 +4,56 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import memo_sim
-from memo_sim.contract.codec import sha256_of
-from memo_sim.contract.errors import Infeasible
+from memo_sim.contract.codec import check_writable, sha256_of, write
+from memo_sim.contract.errors import Infeasible, UsageError
 from memo_sim.contract.placement import Placement
 from memo_sim.contract.plan import Decisions, Plan, PlanRow, Prediction, Provenance
 from memo_sim.contract.result import Result
 from memo_sim.engine.simulate import Simulation
-from memo_sim.explain import explain
+from memo_sim.explain import explain, plan_title
 from memo_sim.planning.arena import Arena, arena_of
 from memo_sim.planning.presets import Policy
 from memo_sim.planning.question import Question
 from memo_sim.planning.search import Evaluated, SearchResult, play, search
 from memo_sim.program.lower import program_sha256
+
+PICTURES = (".png", ".svg", ".pdf")
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """The files an answer is written to: the plan (trace and placement beside it), a picture, a timeline."""
+
+    plan: Path | None = None
+    picture: Path | None = None
+    timeline: Path | None = None
+
+    def check(self) -> None:
+        """Refuse files that cannot be written, or that would overwrite each other, before any work is done.
+
+        Raises:
+            UsageError: when one cannot be written, two are one file, or the picture is of no known kind.
+        """
+        named = [path for path in (self.plan, self.picture, self.timeline) if path is not None]
+        for path in named:
+            check_writable(path)
+        if self.plan is not None:
+            for kind in ("trace", "placement"):
+                named.append(beside(self.plan, kind))
+                check_writable(named[-1])
+        for i, path in enumerate(named):
+            if any(other.resolve() == path.resolve() for other in named[:i]):
+                raise UsageError("two outputs would be one file", where=str(path), hint="name them apart")
+        if self.picture is not None and self.picture.suffix not in PICTURES:
+            raise UsageError("not a kind of picture", got=str(self.picture), wanted=", ".join(PICTURES))
+
+
+def beside(plan: Path, kind: str) -> Path:
+    """Return where a plan's predicted trace or its placement lies."""
+    return plan.with_name(f"{plan.stem}.{kind}.json")
 
 
 @dataclass(frozen=True)
@@ -126,6 +162,29 @@ def plan_of(
     return plan, placement
 
 
+def write_files(answer: Answer, question: Question, outputs: Outputs, *, created: str, command: str) -> None:
+    """Write the best plan of ``answer`` to ``outputs``; where nothing fits there is nothing to write."""
+    if answer.best is None or outputs == Outputs():
+        return
+    trace = answer.best.trace()
+    if outputs.picture:  # first: a drawing that fails leaves nothing behind
+        from memo_sim.views.timeline import draw_timeline
+
+        title = plan_title(answer.best.decisions, answer.best.prediction.step_s)
+        capacity = int(question.hardware.device_memory_bytes.value)
+        draw_timeline(trace, outputs.picture, title=title, capacity_bytes=capacity)
+    if outputs.timeline:
+        from memo_sim.views.chrome_trace import write_chrome_trace
+
+        write_chrome_trace([trace], outputs.timeline)
+    if outputs.plan:
+        plan, placement = plan_of(answer.best, answer.arena, question, created=created, command=command)
+        write(beside(outputs.plan, "trace"), trace)
+        if placement is not None:
+            write(beside(outputs.plan, "placement"), placement)
+        write(outputs.plan, plan)
+
+
 def row(decisions: Decisions, prediction: Prediction, *, system: str) -> PlanRow:
     """Return one plan as scripts read it."""
     return PlanRow(
@@ -141,6 +200,8 @@ def row(decisions: Decisions, prediction: Prediction, *, system: str) -> PlanRow
         states=decisions.states,
         micro_batch=decisions.micro_batch,
         peak_device_bytes=prediction.peak_device_bytes,
+        reserved_bytes=prediction.reserved_bytes,
+        reorganisations=prediction.reorganisations,
         peak_host_bytes_per_node=prediction.peak_host_bytes_per_node,
         stalls=prediction.stalls,
         shortfall_bytes=prediction.shortfall_bytes,

@@ -16,7 +16,7 @@ from memo_sim.contract.units import Bytes, Degree, Fraction, Positive, Seconds, 
 Recompute = Literal["none", "full", "tokenwise"]
 MemoryPolicy = Literal["planned", "caching", "eager"]
 """planned: one arena with planned addresses. caching: the same requests, served by PyTorch's caching allocator. eager:
-that allocator under an eager framework, which asks for more (an fp32 loss) and gets it back late (``record_stream``)."""
+that allocator under an eager framework, which asks for more (an fp32 loss) and gets it late (``record_stream``)."""
 States = Literal["fp32", "bf16", "host"]
 HostAllocator = Literal["exact", "power_of_two"]
 Status = Literal["ok", "gpu_oom", "host_oom", "invalid"]
@@ -180,6 +180,10 @@ class PlanRow(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     states: States
     micro_batch: Positive
     peak_device_bytes: Bytes
+    reserved_bytes: Bytes | None = None
+    """Most that PyTorch's caching allocator reserves; null where it runs out, or memory is planned."""
+    reorganisations: int = 0
+    """Times in a step that it gives back all it has cached."""
     peak_host_bytes_per_node: Bytes
     stalls: list[Stall]
     shortfall_bytes: Bytes = 0

@@ -55,6 +55,7 @@ def ranked_table(plans: Sequence[PlanRow], *, top: int | None = None) -> str:
     outside: set[str] = set()
     # One unit for the table: GiB, or MiB where models are small.
     unit, scale = ("GiB", GIB) if any(p.peak_device_bytes >= GIB for p in plans[:top]) else ("MiB", MIB)
+    cached = any(p.memory_policy != "planned" for p in plans[:top])
     for rank, plan in enumerate(plans[:top], start=1):
         outside.update(plan.outside_calibration)
         # A copy lane that waits is nothing lost; compute that waits is.
@@ -70,6 +71,7 @@ def ranked_table(plans: Sequence[PlanRow], *, top: int | None = None) -> str:
                 None if plan.mfu is None else f"{100 * plan.mfu:.2f}",
                 number(plan.tgs),
                 f"{plan.peak_device_bytes / scale:.1f}",
+                *(_allocator(plan, scale) if cached else []),
                 f"{plan.peak_host_bytes_per_node / scale:.1f}",
                 None if stall is None else f"{stall.waits_for} {format_seconds(stall.seconds)}",
             ]
@@ -84,14 +86,22 @@ def ranked_table(plans: Sequence[PlanRow], *, top: int | None = None) -> str:
         "MFU %",
         "TGS",
         f"device {unit}",
+        *(["memory", f"reserved {unit}", "reorganised"] if cached else []),
         f"host {unit}/node",
     ]
-    table = text_table([*headers, "compute waits for"], rows, "rllrlrrrrrl")
+    table = text_table([*headers, "compute waits for"], rows, "rllrlrrrr" + "lrr" * cached + "rl")
     if outside:
         table += f"\n* outside the range that was calibrated: {', '.join(sorted(outside))}"
     if top is not None and len(plans) > top:
         table += f"\n... and {len(plans) - top} more"
     return table
+
+
+def _allocator(plan: PlanRow, scale: int) -> list[str | None]:
+    """Return a plan's memory policy, what is reserved for it, and how often a step reorganises that."""
+    if plan.reserved_bytes is None:
+        return [plan.memory_policy, None, None]
+    return [plan.memory_policy, f"{plan.reserved_bytes / scale:.1f}", str(plan.reorganisations)]
 
 
 def infeasible_table(plans: Sequence[PlanRow], *, top: int | None = None) -> str:

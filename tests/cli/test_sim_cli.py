@@ -95,6 +95,19 @@ def test_a_plan_for_the_caching_allocator_says_what_that_reserves(written: Path,
     assert document["prediction"]["reserved_bytes"] is None
 
 
+def test_plans_of_the_caching_policy_are_searched_and_written_without_an_arena(tmp_path: Path) -> None:
+    done = memo_sim("what-if", *SMALL, "--memory-policy", "caching", "--json", "-o", "plan.json", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    found = Result_of(done)
+    assert {p.memory_policy for p in found.plans} == {"caching"}
+    assert found.best is not None
+    assert (found.best.reserved_bytes or 0) > found.best.peak_device_bytes
+    plan = json.loads((tmp_path / "plan.json").read_text())
+    assert plan["decisions"]["memory_policy"] == "caching"
+    assert plan["placement_sha256"] == ""
+    assert not (tmp_path / "plan.placement.json").exists()
+
+
 def test_a_plan_that_does_not_fit_says_why(written: Path) -> None:
     small = ("--cluster", "a800-1x8", "--device-memory-gib", "8")
     done = memo_sim("what-if", "--plan", str(written / "plan.json"), *small)

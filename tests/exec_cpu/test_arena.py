@@ -259,6 +259,13 @@ def test_the_caching_policy_needs_none_and_plays_the_same_program(tmp_path: Path
     assert codec.read(path, Plan).program_sha256 == codec.read(tmp_path / "planned.json", Plan).program_sha256
 
 
+def test_a_plan_of_an_eager_framework_is_refused(tmp_path: Path) -> None:
+    path = write_plan(tmp_path / "plan.json", byte_decisions(memory_policy="eager"))
+    with pytest.raises(CannotRun, match="another framework") as caught:
+        run(path, RunOptions(steps=1))
+    assert caught.value.exit_code == 6
+
+
 def test_the_arena_is_what_is_asked_of_the_machine() -> None:
     decisions = byte_decisions()
     (program,) = lower(decisions)

@@ -79,3 +79,23 @@ def test_ways_out_are_those_that_are_left() -> None:
     text = why(dataclasses.replace(asked, cluster=cluster, hardware=hardware))
     assert "Ways out: leave --tp, --cp to the search; more devices; --states host." in text
     assert "more host memory" in why(question(1024 * 1024, system="full-swap"))
+
+
+def test_what_the_allocator_reserves_and_costs_is_told() -> None:
+    text = why(question(128 * 1024, system="full-recompute", memory_policy="eager"))
+    assert re.search(
+        r"Memory is not planned: an eager framework reserves 7\d\.\d\d GiB, \d+\.\d% above the peak; "
+        r"[\d.]+ reorganisations a micro-batch; its calls hold compute up for \d+\.\d% of the step\.",
+        text,
+    )
+    cached = why(question(128 * 1024, system="full-recompute", memory_policy="caching"))
+    assert re.search(r"the caching allocator reserves .* above the peak; it reorganises nothing\.", cached)
+    assert "Planned arena" not in cached
+    assert "not planned" not in why(question(128 * 1024, system="full-recompute"))
+
+
+def test_a_planned_arena_is_a_way_out() -> None:
+    asked = question(512 * 1024, system="full-recompute", memory_policy="eager")
+    assert re.search(r"Ways out: .*--memory-policy planned", why(asked))
+    short = question(2048 * 1024, system="full-recompute")
+    assert "--memory-policy" not in why(short)

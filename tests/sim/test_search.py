@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from memo_sim.contract.catalog import load_cluster, load_model
+from memo_sim.contract.plan import MemoryPolicy
 from memo_sim.planning.presets import FULL_RECOMPUTE, FULL_SWAP, KEEP, PARTIAL_SWAP, TOKENWISE
 from memo_sim.planning.question import Pins, Question
 from memo_sim.planning.search import SearchResult, search
 from memo_sim.planning.space import candidates
 
 
-def question(seq_tokens: int, *, system: str = "any", tp: int = 4, cp: int = 2, global_batch: int = 2) -> Question:
+def question(
+    seq_tokens: int,
+    *,
+    system: str = "any",
+    tp: int = 4,
+    cp: int = 2,
+    global_batch: int = 2,
+    memory_policy: MemoryPolicy = "planned",
+) -> Question:
     cluster, hardware = load_cluster("a800-1x8")
     return Question(
         model=load_model("gpt-7b"),
@@ -17,7 +28,7 @@ def question(seq_tokens: int, *, system: str = "any", tp: int = 4, cp: int = 2, 
         hardware=hardware,
         seq_tokens=seq_tokens,
         system=system,
-        pins=Pins(tp=tp, cp=cp),
+        pins=Pins(tp=tp, cp=cp, memory_policy=memory_policy),
         global_batch=global_batch,
     )
 
@@ -69,3 +80,26 @@ def test_swapping_every_token_is_one_plan_not_two() -> None:
     assert TOKENWISE in {c.policy for c in candidates(asked)[0]}
     assert [e.policy for e in found.ranked if e.decisions.alpha == 1] == [FULL_SWAP]
     assert TOKENWISE not in {e.policy for e in found.ranked}
+
+
+def test_candidates_of_the_caching_policy_are_evaluated_with_its_memory() -> None:
+    found = accounted(question(128 * 1024, memory_policy="caching"))
+    assert {e.decisions.memory_policy for e in found.ranked} == {"caching"}
+    assert found.best is not None
+    assert all(e.prediction.reserved_bytes for e in found.ranked if e.prediction.status == "ok")
+    # The allocator's holes leave no room for as much as an arena has: more has to be swapped.
+    planned = accounted(question(128 * 1024)).best
+    assert planned is not None
+    assert found.best.policy == planned.policy == PARTIAL_SWAP
+    assert found.best.decisions.alpha >= planned.decisions.alpha
+
+
+def test_an_eager_framework_has_all_logits_at_once() -> None:
+    asked = question(128 * 1024, system="full-recompute", memory_policy="eager")
+    (candidate,), _ = candidates(asked)
+    assert candidate.base.loss_chunk_tokens == 0
+    (planned,), _ = candidates(question(128 * 1024, system="full-recompute"))
+    assert planned.base.loss_chunk_tokens > 0
+    pins = Pins(tp=4, cp=2, memory_policy="eager", loss_chunk_tokens=4096)
+    (pinned,), _ = candidates(replace(asked, pins=pins))
+    assert pinned.base.loss_chunk_tokens == 4096

@@ -62,6 +62,15 @@ def result(*plans: PlanRow) -> Result:
     )
 
 
+def test_plans_whose_memory_is_not_planned_show_what_is_reserved() -> None:
+    cached = plan(memory_policy="eager", reserved_bytes=77 * GIB, reorganisations=95)
+    lines = result_table(result(cached, plan())).splitlines()
+    assert "device GiB  memory   reserved GiB  reorganised  host GiB/node" in lines[2]
+    assert lines[3].split()[-8:-3] == ["71.0", "eager", "77.0", "95", "1200.0"]
+    assert lines[4].split()[-8:-3] == ["71.0", "planned", "-", "-", "1200.0"]
+    assert "reserved" not in result_table(result(plan()))
+
+
 @pytest.mark.parametrize(
     ("layout", "label"),
     [
