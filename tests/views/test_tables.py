@@ -174,6 +174,14 @@ def test_accuracy_tells_fitted_from_predicted() -> None:
     assert summarise([]) == []
 
 
+def test_reorganisations_are_shown_where_they_are_predicted() -> None:
+    lines = validation_table(Validation(cases=[case("a", 0.1, reorganisations=5.9375), case("b", 0.1)])).splitlines()
+    assert lines[0].split()[-3:] == ["reorganised", "expected", "error"]
+    assert lines[1].split()[-3:] == ["5.9", "-", "-"]
+    assert lines[2].split()[-3:] == ["-", "-", "-"]
+    assert "reorganised" not in validation_table(Validation(cases=CASES))
+
+
 def test_validation() -> None:
     text = validation_table(Validation(cases=CASES), seq_tokens=[131072, 65536, 65536, 131072])
 
