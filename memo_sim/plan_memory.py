@@ -31,10 +31,11 @@ OUTPUTS = (*DOCUMENTS, *TABLE, *SNAPSHOTS)
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """The requests as read, where they are placed, and what that amounts to."""
+    """The requests as read, where they are placed, what the caching allocator does with them, and the figures."""
 
     source: Source
     placement: Placement
+    caching: Replay
     report: MemoryReport
 
 
@@ -71,7 +72,7 @@ def plan_memory(
         reserved_caching_bytes=None if caching.out_of_memory else caching.reserved_peak_bytes,
         reorganisations=None if caching.out_of_memory else caching.steady.reorganisations,
     )
-    return MemoryPlan(source, placement, report)
+    return MemoryPlan(source, placement, caching, report)
 
 
 def _bilevel_peak(requests: Requests, placement: Placement, clock: Clock) -> tuple[int | None, list[str]]:
@@ -166,10 +167,24 @@ def write_files(plan: MemoryPlan, output: Path | None, picture: Path | None) -> 
     if picture is not None:
         from memo_sim.views.memory_map import draw_memory_map
 
-        title = f"{Path(plan.report.input).name}: {plan.report.buffers} buffers"
-        draw_memory_map(plan.placement, picture, title=title, phases=plan.source.requests.phases)
+        draw_memory_map(
+            plan.placement,
+            picture,
+            title=f"{Path(plan.report.input).name}: {plan.report.buffers} buffers",
+            phases=plan.source.requests.phases,
+            reserved=_reserved(plan.caching),
+        )
     if output is not None:
         write_bytes(output, _content(plan, output.suffix.lower()))
+
+
+def _reserved(caching: Replay) -> tuple[list[int], list[int]]:
+    """Return the instants and bytes of what is reserved in a steady iteration; nothing when memory runs out."""
+    if caching.out_of_memory is not None:
+        return [], []
+    if not caching.steady.instants:  # everything lives all the time
+        return [0], [caching.reserved_peak_bytes]
+    return caching.steady.instants, caching.steady.reserved_bytes
 
 
 def _content(plan: MemoryPlan, suffix: str) -> bytes:

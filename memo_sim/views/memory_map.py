@@ -1,4 +1,4 @@
-"""Picture of a placement: address against time, one rectangle a buffer, the live sum and the arena's top over it.
+"""Picture of a placement: address against time, one rectangle a buffer; over it live, reserved and planned bytes.
 
 The name of the file decides the format (``.png``, ``.svg``, ``.pdf``). Rectangles are drawn as one image, names only
 where they fit, so that a picture of thousands of buffers stays small and readable.
@@ -39,14 +39,29 @@ NAME_PT, BAND_PT, CHARACTER = 6.5, 6.0, 0.6
 """Size of a buffer's name and of a phase's, and a character's width as part of it."""
 MOST_CONSTANT, CONSTANT_SHOWN = 0.35, 0.12
 """A bottom that never changes and is more than this share of the arena is cut, but for so much of the rest's height."""
+RESERVED = "#6a3d9a"
+MOST_ABOVE = 2
+"""Times the arena: more than that is reserved far above the map, and only said."""
 MOST_HALOED = 300
 """Steps of the live sum above which its line is thin and has no white rim."""
+Curve = tuple[Sequence[int], Sequence[int]]
+"""Instants, and bytes from each of them on."""
+NO_CURVE: Curve = ((), ())
 PHASE_KINDS = {"offload": "off", "prefetch": "pre", "update": "opt", "recompute": "rec", "optimizer": "opt"}
 """Phases of the palette by the second word of a phase's kind, where they are called differently."""
 
 
-def draw_memory_map(placement: Placement, path: str | Path, *, title: str = "", phases: Sequence[Phase] = ()) -> None:
+def draw_memory_map(
+    placement: Placement,
+    path: str | Path,
+    *,
+    title: str = "",
+    phases: Sequence[Phase] = (),
+    reserved: Curve = NO_CURVE,
+) -> None:
     """Draw ``placement`` into ``path``, with ``phases`` as a strip under it.
+
+    ``reserved`` is what the caching allocator reserves for the same requests, in bytes from each instant on.
 
     Raises:
         UsageError: when the file's kind or place is not possible.
@@ -59,15 +74,16 @@ def draw_memory_map(placement: Placement, path: str | Path, *, title: str = "", 
 
     # Text stays text in an SVG, and the same placement always gives the same bytes.
     with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "memo"}):
-        figure = _figure(placement, title, phases)
+        figure = _figure(placement, title, phases, reserved)
         raw = io.BytesIO()
         stamp = {".png": "Software", ".svg": "Date", ".pdf": "CreationDate"}[suffix]
         figure.savefig(raw, format=suffix[1:], dpi=DPI, metadata={stamp: None})
     codec.write_bytes(path, raw.getvalue())
 
 
-def _figure(placement: Placement, title: str, phases: Sequence[Phase]) -> Figure:
+def _figure(placement: Placement, title: str, phases: Sequence[Phase], reserved: Curve) -> Figure:
     from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
 
     figure = Figure(figsize=(WIDTH_IN, HEIGHT_IN), facecolor="white")
     band = BAND_IN + BAND_GAP_IN if phases else 0.0
@@ -79,7 +95,8 @@ def _figure(placement: Placement, title: str, phases: Sequence[Phase]) -> Figure
     start, end = min(placement.lower, default=0), max(placement.upper, default=1)
     unit, scale = memory_unit(placement.arena_bytes)
     floor = _floor(placement, start, end) / scale
-    bottom, top = 0.0, max(placement.arena_bytes / scale, 1e-9)
+    far = max(reserved[1], default=0) > MOST_ABOVE * placement.arena_bytes
+    bottom, top = 0.0, max(placement.arena_bytes, *([] if far else reserved[1]), 1e-9) / scale
     if MOST_CONSTANT * top < floor < top:
         bottom = max(0.0, floor - CONSTANT_SHOWN * (top - floor))
     highest = top + 0.07 * (top - bottom)
@@ -88,8 +105,15 @@ def _figure(placement: Placement, title: str, phases: Sequence[Phase]) -> Figure
     _draw_buffers(ax, placement, scale)
     _draw_names(ax, placement, scale, ((end - start) / (72 * width), (highest - bottom) / (72 * height)))
     _draw_lines(ax, placement, scale)
+    if far:
+        figure.text(
+            left + right, 1 - 0.42 / HEIGHT_IN, _reserves(reserved), fontsize=9, color=RESERVED, va="top", ha="right"
+        )
+    elif reserved[0]:
+        _draw_reserved(ax, reserved, (start, end), scale)
     if bottom:
         _say_what_is_below(ax, floor * scale)
+    ax.xaxis.set_major_locator(MaxNLocator(integer=True))
     ax.xaxis.set_major_formatter("{x:,.0f}")
     ax.set_ylabel(f"address ({unit})", fontsize=8.5)
     ax.tick_params(labelsize=8, labelbottom=not phases)
@@ -100,6 +124,7 @@ def _figure(placement: Placement, title: str, phases: Sequence[Phase]) -> Figure
         lowest = figure.add_axes((left, BOTTOM_IN / HEIGHT_IN, right, BAND_IN / HEIGHT_IN), sharex=ax)
         _draw_phases(lowest, phases, (end - start) / (72 * width))
         lowest.tick_params(labelsize=8)
+        lowest.set_ylabel("layer", fontsize=8.5, rotation=0, ha="right", va="center")
     lowest.set_xlabel("instant", fontsize=8.5)
     _draw_legend(ax, placement, width)
     return figure
@@ -219,6 +244,27 @@ def _draw_lines(ax: Axes, placement: Placement, scale: float) -> None:
     )
 
 
+def _draw_reserved(ax: Axes, reserved: Curve, life: tuple[int, int], scale: float) -> None:
+    """Draw what the caching allocator reserves as steps; a step begins with what the one before left."""
+    heights = [size / scale for size in reserved[1]]
+    times = [life[0], *reserved[0], life[1]]
+    ax.step(times, [heights[-1], *heights, heights[-1]], where="post", color=RESERVED, linewidth=1.1, label="caching")
+    ax.annotate(
+        _reserves(reserved),
+        (1, max(heights)),
+        xycoords=("axes fraction", "data"),
+        xytext=(-4, 3),
+        textcoords="offset points",
+        ha="right",
+        fontsize=8,
+        color=RESERVED,
+    )
+
+
+def _reserves(reserved: Curve) -> str:
+    return f"the caching allocator reserves {format_bytes(max(reserved[1]))}"
+
+
 def live_curve(placement: Placement) -> tuple[list[int], list[int]]:
     """Return the instants at which the live sum changes, and the bytes that live from each on."""
     changes: dict[int, int] = {}
@@ -269,7 +315,7 @@ def _palette_phase(kind: str) -> str:
 
 
 def _draw_legend(ax: Axes, placement: Placement, width_in: float) -> None:
-    """Name the two lines, and the classes from the bottom of the palette to its top."""
+    """Name the lines, and the classes from the bottom of the palette to its top."""
     from matplotlib.patches import Patch
 
     names = reversed(ordered_classes(set(placement.classes)))

@@ -102,6 +102,18 @@ def test_a_written_placement_passes_the_checker(plan: Path, tmp_path: Path) -> N
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+def test_the_picture_names_live_planned_and_reserved_bytes(plan: Path, tmp_path: Path) -> None:
+    (tmp_path / "t.csv").write_text("id,lower,upper,size\na,0,1,3145728\n")  # lives all the time: 20 MiB for 3
+    (tmp_path / "few").write_text("malloc a 12582912\nmalloc b 12582912\nfree a 12582912\nmalloc c 12582912\n")
+    for name, says in (("t.csv", "reserves 20.00 MiB"), ("few", "reserves 24.00 MiB")):
+        done = plan_memory(name, "--plot", "m.svg", cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        picture = (tmp_path / "m.svg").read_text()
+        assert says in picture
+        assert ">live<" in picture
+        assert ">arena<" in picture
+
+
 def test_a_snapshot_is_written_and_planned_again(plan: Path, tmp_path: Path) -> None:
     assert plan_memory("plan.json", "-o", str(tmp_path / "s.pickle"), cwd=plan).returncode == 0
     first, second = (

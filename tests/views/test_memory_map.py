@@ -71,6 +71,26 @@ def test_an_arena_above_its_bound_is_not_called_optimal(tmp_path: Path) -> None:
     assert any("lower bound 0.00 KiB" in text for text in found)
 
 
+def test_what_the_caching_allocator_reserves_is_a_line_and_far_above_only_said(tmp_path: Path) -> None:
+    placement = placed(layered(20))
+    arena_mib = placement.arena_bytes // MIB
+    for times_arena, in_legend in ((1, True), (2, True), (3, False)):
+        reserved = ([2, 9], [placement.arena_bytes, times_arena * placement.arena_bytes])
+        draw_memory_map(placement, tmp_path / "m.svg", reserved=reserved)
+        found = texts(tmp_path / "m.svg")
+        assert ("caching" in found) is in_legend
+        assert f"the caching allocator reserves {times_arena * arena_mib}.00 MiB" in found
+    draw_memory_map(placement, tmp_path / "m.svg")
+    assert not any("caching" in text for text in texts(tmp_path / "m.svg"))
+
+
+def test_few_instants_are_whole_numbers_once_each(tmp_path: Path) -> None:
+    requests = Requests(ids=["a"], lower=[0], upper=[2], size_bytes=[700 * MIB])
+    draw_memory_map(placed(requests), tmp_path / "m.svg")
+    found = texts(tmp_path / "m.svg")
+    assert [text for text in found if text in ("0", "1", "2")] == ["0", "1", "2"]
+
+
 def test_names_stand_where_they_fit(tmp_path: Path) -> None:
     draw_memory_map(placed(layered(20)), tmp_path / "few.svg")
     draw_memory_map(placed(layered(2000)), tmp_path / "many.svg")
