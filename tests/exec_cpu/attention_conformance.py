@@ -65,7 +65,7 @@ class Operands:
     def __post_init__(self) -> None:
         """Make inputs at random and results full of NaN."""
         case = self.case
-        generator = torch.Generator().manual_seed(case.tokens)
+        generator = torch.Generator(self.device).manual_seed(case.tokens)
         q_heads, kv_heads = case.heads * case.groups, case.kv_heads * case.groups
         rows = {"q": case.tokens, "kv": case.keys or case.tokens}
         self.results: list[Tensor] = []
@@ -75,7 +75,7 @@ class Operands:
             if not random:
                 self.results.append(torch.full(shape, torch.nan, dtype=self.dtype, device=self.device))
                 return self.results[-1]
-            return torch.randn(shape, generator=generator).to(self.dtype).to(self.device)
+            return torch.randn(shape, generator=generator, dtype=self.dtype, device=self.device)
 
         def packed(*, random: bool) -> Triple:
             if case.causal:

@@ -1,0 +1,95 @@
+"""Every attention backend that is installed here conforms before its first use, also around 2**31 elements.
+
+The conformance test itself is proven on the CPU (tests/exec_cpu/test_kernels_conformance.py), where the backends' calls
+are played on fakes. ``-k flash3`` runs one backend. Not yet run: no GPU was at hand.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from memo_exec.attention_kernels import attention_kernels
+from memo_exec.kernels.attention import BACKENDS
+from memo_exec.machine import this_machine
+from memo_sim.program.head_groups import INT32_ELEMENTS, fewest_head_groups
+from memo_sim.program.work import Attention
+from tests.exec_cpu import attention_reference as reference
+from tests.exec_cpu.attention_conformance import CASES, Case, faults
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+ON_CUDA = [name for name in BACKENDS if name != "torch-flash-cpu"]
+
+
+def installed(name: str) -> Any:
+    if why_not := attention_kernels(this_machine())[name]:
+        pytest.skip(f"{name}: {why_not}")
+    return import_module(BACKENDS[name])
+
+
+@pytest.mark.parametrize("name", ON_CUDA)
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_a_backend_conforms(name: str, case: Case, deterministic: bool) -> None:
+    backend = installed(name)
+    if name == "flash3" and deterministic and case.head_dim == 256:
+        pytest.skip("flash-attn 3 has no deterministic backward for heads of 256")
+    assert faults(backend, case, device="cuda", dtype=torch.bfloat16, deterministic=deterministic) == []
+
+
+@pytest.mark.parametrize("name", ON_CUDA)
+def test_rows_may_lie_beyond_32_bits(name: str) -> None:
+    """A group of heads at the end of wide packed rows: its last rows are more than 2**31 elements from the first."""
+    case = Case(65_664, 2, 1, 128, groups=86)
+    assert case.tokens * case.groups * (case.heads + 2 * case.kv_heads) * case.head_dim > INT32_ELEMENTS
+    assert faults(installed(name), case, device="cuda", dtype=torch.bfloat16) == []
+
+
+@pytest.mark.parametrize("name", ON_CUDA)
+def test_as_many_elements_as_the_plan_allows(name: str) -> None:
+    """The most heads that one group may have (flash3: more than 2**31 elements); first and last heads are compared."""
+    backend = installed(name)
+    heads, shared, tokens, head_dim = (4160 if name == "flash3" else 4096), 8, 4096, 128
+    work = Attention(1, tokens, tokens, "causal", heads, heads // shared, head_dim, True, name, "bf16")
+    assert fewest_head_groups(work) == 1
+    assert heads * tokens * head_dim >= INT32_ELEMENTS
+
+    def made(heads: int) -> Tensor:
+        return torch.randn(1, tokens, heads, head_dim, dtype=torch.bfloat16, device="cuda")
+
+    torch.manual_seed(0)
+    with torch.inference_mode():
+        q, k, v, grad = made(heads), made(heads // shared), made(heads // shared), made(heads)
+        out, grads = torch.empty_like(q), tuple(torch.empty_like(x) for x in (q, k, v))
+        lse = torch.empty(1, tokens, heads, device="cuda")
+        backend.forward(q, k, v, out, lse, causal=True)
+        backend.backward(grad, (q, k, v), out, lse, grads, causal=True, deterministic=False)
+        for group in (0, heads // shared // 2, heads // shared - 1):
+            mine, its = slice(group * shared, (group + 1) * shared), slice(group, group + 1)
+            qkv = q[:, :, mine].float(), k[:, :, its].float(), v[:, :, its].float()
+            wanted_out, wanted_lse = reference.forward(*qkv, causal=True)
+            wanted = reference.backward(grad[:, :, mine].float(), qkv, wanted_out, wanted_lse, causal=True)
+            found = out[:, :, mine], grads[0][:, :, mine], grads[1][:, :, its], grads[2][:, :, its]
+            assert (lse[:, :, mine] - wanted_lse).abs().max() < 1e-3
+            for result, true in zip(found, (wanted_out, *wanted), strict=True):
+                assert (result - true).norm() / true.norm() < 0.02
+
+
+@pytest.mark.parametrize("kernel", ["torch-cudnn", "torch-flash"])
+def test_the_kernel_that_runs_is_the_one_that_is_named(kernel: str) -> None:
+    """What the profiler saw: cuDNN's kernels for cuDNN, flash's for flash, and none of the other's."""
+    backend, operands = installed(kernel), [torch.randn(1, 512, 4, 64, device="cuda").bfloat16() for _ in range(4)]
+    lse = torch.empty(1, 512, 4, device="cuda")
+    with torch.inference_mode(), torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        backend.forward(*operands, lse, causal=True)
+        torch.cuda.synchronize()
+    names = " ".join(event.key.lower() for event in profile.key_averages())
+    assert ("cudnn" in names) == (kernel == "torch-cudnn"), names
+    assert ("flash_fwd" in names) == (kernel == "torch-flash"), names
