@@ -95,7 +95,7 @@ class Block:
         self.views: list[int] = []
         """Numbers of the saved views."""
         self.waiting: set[int] = set()
-        """Those that have not been unpacked since the bytes were last brought back."""
+        """Those that this backward pass has not unpacked yet."""
         self.unused = False
         """Whether the bytes were brought back and nobody has used them."""
         self.total: Tensor | None = None
@@ -121,11 +121,13 @@ class Block:
 class Saved:
     """What autograd holds instead of a tensor that was offloaded."""
 
-    __slots__ = ("__weakref__", "block", "inside", "number", "version", "view")
+    __slots__ = ("__weakref__", "backward", "block", "inside", "number", "version", "view")
 
     def __init__(self, block: Block, number: int, version: Version, view: View, inside: View) -> None:
         self.block = block
         self.number = number
+        self.backward = -1
+        """The backward pass that has unpacked it, counted as in ``Swap``."""
         self.version = version
         self.view = view
         """Where the tensor lay in the original storage."""

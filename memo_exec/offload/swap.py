@@ -12,6 +12,7 @@ Device memory always comes from the stream compute is on, and goes back to it.
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections import deque
 
@@ -52,6 +53,9 @@ class Swap:
         self._restored: list[weakref.ref[Block]] = []
         self._leftovers: deque[Leftover] = deque()
         self._count = 0
+        self._backward = 0
+        """A view unpacked again means another backward pass (over a retained graph)."""
+        self._number = self._anchor = 0
 
     def save(self, block: Block, view: View, inside: View, original: Original) -> Saved:
         """Return what autograd holds for a view of a block."""
@@ -89,6 +93,7 @@ class Swap:
         """Return bytes that hold a saved view, on the device, and where in them it lies; start on what comes next."""
         self.collect()
         self._let_go(self._forward)
+        self._arrive(saved)
         block = saved.block
         storage, view = block.original.storage(), saved.view
         if storage is not None:
@@ -103,7 +108,7 @@ class Swap:
             storage, view = restored.untyped_storage(), saved.inside
         block.waiting.discard(saved.number)
         block.unused = False
-        self._drop_used(saved.number)
+        self._drop_used()
         return storage, view
 
     def _restore(self, block: Block, lanes: Lanes) -> Tensor:
@@ -117,7 +122,7 @@ class Swap:
         block.restored, block.restored_home = restored, lanes.here()
         # The last copy out of these host bytes need not be waited for: it is on the same lane.
         block.fetched = lanes.restore(restored, block.host.memory, [block.copied, lanes.now()])
-        block.waiting = {number for number in block.views if number in self._saved}
+        block.waiting = {number for number in block.views if self._is_waiting(number)}
         block.unused = True
         self._restored.append(weakref.ref(block))
         self._statistics.restored_tensors += 1
@@ -125,22 +130,41 @@ class Swap:
         return restored
 
     def _look_ahead(self, saved: Saved, lanes: Lanes) -> None:
-        """Bring back what was saved just before: backward needs it next."""
-        for number in range(saved.number - 1, saved.number - 1 - self._ahead, -1):
-            ahead = self._saved.get(number)
-            if ahead is None or ahead.block.device != saved.block.device or ahead.block.restored is not None:
-                continue
-            if ahead.block.original.storage() is None:
-                self._restore(ahead.block, lanes)
+        """Bring back what backward needs next: the rest of this node's tensors, then those that were saved before."""
+        rest = range(saved.number + 1, saved.number + 1 + self._ahead)
+        nodes = itertools.takewhile(self._is_waiting, rest)
+        before = filter(self._is_waiting, range(self._anchor - 1, self._anchor - 1 - self._ahead, -1))
+        for number in itertools.chain(nodes, before):
+            block = self._saved[number].block
+            if block.device == saved.block.device and block.restored is None and block.original.storage() is None:
+                self._restore(block, lanes)
 
-    def _drop_used(self, number: int) -> None:
+    def _arrive(self, saved: Saved) -> None:
+        """Note where backward is: nodes in the reverse order of their saves, a node's own tensors in the order of them.
+
+        The anchor is the first tensor of the node that backward is in.
+        """
+        if saved.backward == self._backward:
+            self._backward += 1
+        saved.backward = self._backward
+        if not self._number < saved.number <= self._number + self._reach:
+            self._anchor = saved.number
+        self._number = saved.number
+
+    def _is_waiting(self, number: int) -> bool:
+        """Return whether a saved view is alive and not yet unpacked in this backward pass."""
+        saved = self._saved.get(number)
+        return saved is not None and saved.backward != self._backward
+
+    def _drop_used(self) -> None:
         """Let go of what no view waits for any more, and of what backward has passed by."""
+        first, last = self._anchor - self._reach, self._number + self._reach
         kept = []
         for ref in self._restored:
             block = ref()
             if block is None or block.restored is None:
                 continue
-            if any(abs(waiting - number) <= self._reach for waiting in block.waiting):
+            if any(first <= number <= last for number in block.waiting):
                 kept.append(ref)
             else:
                 self._statistics.dropped_prefetches += block.unused
