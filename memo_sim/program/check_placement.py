@@ -11,14 +11,17 @@ from memo_sim.contract.placement import Placement
 from memo_sim.contract.requests import Requests
 
 MOST_FAULTS = 20
+MOST_COUNTED = 2**62
+"""Addresses and instants stay below it, so that no sum of two leaves 64 bits."""
 
 
 def check_placement(placement: Placement, requests: Requests) -> list[str]:
     """Return the faults of ``placement`` for ``requests``, the first twenty of each kind.
 
-    Wrong are: a buffer that is missing, unknown or placed twice; another life, size or class of alignment than was
-    requested; an offset that is negative, not aligned or leaves the arena; two buffers that share an address while both
-    live; another program; a lower bound that is not the requests'; an arena of another size than its highest end.
+    Wrong are: a buffer that is missing, unknown or placed twice; another life, size, class or alignment than was
+    requested (classes may be left out); an offset that is negative, not aligned or leaves the arena; two buffers that
+    share an address while both live; another program; a lower bound that is not the requests'; an arena of another size
+    than its highest end, rounded up to the alignment; numbers too large to be compared.
     """
     faults: list[str] = []
     if placement.program_sha256 != requests.program_sha256:
@@ -29,8 +32,9 @@ def check_placement(placement: Placement, requests: Requests) -> list[str]:
     if placement.alignment_bytes != requests.alignment_bytes:
         faults.append(f"alignment is {placement.alignment_bytes} bytes, requested were {requests.alignment_bytes}")
     faults += _same_buffers(placement, requests)[:MOST_FAULTS]
-    faults += _inside(placement)[:MOST_FAULTS]
-    faults += _overlaps(placement)
+    faults += _same_classes(placement, requests)[:MOST_FAULTS]
+    faults += _inside(placement)
+    faults += _uncountable(placement)[:MOST_FAULTS] or _overlaps(placement)
     bound = _largest_live_sum(requests)
     if placement.lower_bound_bytes != bound:
         faults.append(f"the lower bound is said to be {placement.lower_bound_bytes} bytes and is {bound}")
@@ -61,6 +65,26 @@ def _same_buffers(placement: Placement, requests: Requests) -> list[str]:
     return faults
 
 
+def _same_classes(placement: Placement, requests: Requests) -> list[str]:
+    if not (placement.classes and requests.classes):
+        return []
+    wanted = dict(zip(requests.ids, requests.classes, strict=True))
+    return [
+        f"{name} is of class {kind or 'none'}, requested was {wanted[name] or 'none'}"
+        for name, kind in zip(placement.ids, placement.classes, strict=True)
+        if name in wanted and kind != wanted[name]
+    ]
+
+
+def _uncountable(placement: Placement) -> list[str]:
+    rows = zip(placement.ids, placement.upper, placement.offset_bytes, placement.size_bytes, strict=True)
+    return [
+        f"{name} dies at {upper} and ends at {offset + size}: beyond {MOST_COUNTED} nothing is compared"
+        for name, upper, offset, size in rows
+        if max(upper, offset + size) > MOST_COUNTED
+    ]
+
+
 def _inside(placement: Placement) -> list[str]:
     faults = []
     highest = 0
@@ -72,7 +96,8 @@ def _inside(placement: Placement) -> list[str]:
         if offset + size > placement.arena_bytes:
             faults.append(f"{name} ends at {offset + size}, behind the arena's {placement.arena_bytes} bytes")
         highest = max(highest, -(-(offset + size) // placement.alignment_bytes) * placement.alignment_bytes)
-    if highest < placement.arena_bytes:
+    faults = faults[:MOST_FAULTS]
+    if highest != placement.arena_bytes:
         faults.append(f"the arena has {placement.arena_bytes} bytes, the highest buffer ends at {highest}")
     return faults
 

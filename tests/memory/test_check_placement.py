@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import msgspec
@@ -25,6 +26,7 @@ REQUESTS = Requests(
     lower=[0, 1, 2],
     upper=[2, 3, 4],
     size_bytes=[1000, 512, 100],
+    classes=["state", "transient", "transient"],
     alignment_bytes=512,
 )
 RIGHT = Placement(
@@ -37,11 +39,18 @@ RIGHT = Placement(
     upper=REQUESTS.upper,
     size_bytes=REQUESTS.size_bytes,
     offset_bytes=[0, 1024, 0],
+    classes=REQUESTS.classes,
 )
 
 
 def test_a_right_placement_has_no_fault() -> None:
     assert check_placement(RIGHT, REQUESTS) == []
+    assert check_placement(msgspec.structs.replace(RIGHT, classes=[]), REQUESTS) == []
+    turned = {
+        column: getattr(RIGHT, column)[::-1]
+        for column in ("ids", "lower", "upper", "size_bytes", "offset_bytes", "classes")
+    }
+    assert check_placement(msgspec.structs.replace(RIGHT, **turned), REQUESTS) == []  # in any order
 
 
 @pytest.mark.parametrize(
@@ -60,12 +69,47 @@ def test_a_right_placement_has_no_fault() -> None:
         ({"offset_bytes": [0, 512, 0]}, "a and b share addresses from 512"),
         ({"offset_bytes": [0, 1024, 1024]}, "b and c share addresses"),
         ({"arena_bytes": 2048}, "highest buffer ends at 1536"),
+        ({"arena_bytes": 1535}, "highest buffer ends at 1536"),  # not rounded up
+        ({"arena_bytes": 1024}, "b ends at 1536, behind the arena's 1024 bytes"),
         ({"lower_bound_bytes": 1024}, "is 1536"),
+        ({"classes": ["state", "state", "transient"]}, "b is of class state, requested was transient"),
+        ({"offset_bytes": [0, 2**70, 0]}, "b dies at 3 and ends at"),
+        ({"upper": [2, 2**64, 4]}, "beyond 4611686018427387904 nothing is compared"),
     ],
 )
 def test_every_fault_is_named(change: dict[str, Any], says: str) -> None:
     faults = check_placement(msgspec.structs.replace(RIGHT, **change), REQUESTS)
     assert any(says in fault for fault in faults), faults
+
+
+def test_sums_that_would_leave_64_bits_hide_no_overlap() -> None:
+    """Two buffers at one address whose ends wrap around, in an arena that is large enough for them."""
+    high = 2**63 - 512
+    placement = msgspec.structs.replace(RIGHT, offset_bytes=[0, high, high], arena_bytes=high + 512)
+    assert any("nothing is compared" in fault for fault in check_placement(placement, REQUESTS))
+
+
+def test_ten_thousand_buffers_are_compared_in_seconds() -> None:
+    """All live at once, each beside every other: 50 million pairs."""
+    count = 10_000
+    requests = Requests(
+        ids=[f"b{i}" for i in range(count)], lower=[0] * count, upper=[9] * count, size_bytes=[8] * count
+    )
+    placement = Placement(
+        arena_bytes=8 * count,
+        lower_bound_bytes=8 * count,
+        ids=requests.ids,
+        lower=requests.lower,
+        upper=requests.upper,
+        size_bytes=requests.size_bytes,
+        offset_bytes=list(range(0, 8 * count, 8)),
+    )
+    began = time.process_time()
+    assert check_placement(placement, requests) == []
+    assert time.process_time() - began < 5
+    collided = [*placement.offset_bytes[:-1], placement.offset_bytes[-1] - 1]
+    faults = check_placement(msgspec.structs.replace(placement, offset_bytes=collided), requests)
+    assert any("b9998 and b9999 share addresses" in fault for fault in faults)
 
 
 def test_a_negative_offset_is_found_though_a_file_cannot_hold_one() -> None:
