@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -21,24 +21,30 @@ from memo_sim.program.parameters import Block, embed_block, head_block, layer_bl
 INIT_STD = 0.02
 
 
-def initialize(interpreter: Interpreter, seed: int = 0) -> None:
-    """Draw weights as GPT-2 does: normal with deviation 0.02, products into the residual stream 0.02 / sqrt(2 layers).
-
-    Norms start at 1, biases at 0. Every tensor has its own generator, seeded by seed and name.
-    """
-    residual = INIT_STD / math.sqrt(2 * interpreter.decisions.model.layers)
+def initialize(interpreter: Interpreter, seed: int = 0, *, draw_on: torch.device | str = "cpu") -> None:
+    """Draw weights as GPT-2 does; ``draw_on`` says where, and another device draws other numbers."""
+    layers = interpreter.decisions.model.layers
     for name, target in _writable(interpreter):
-        last = name.rpartition("/")[2]
-        if last.endswith(".bias"):
-            target.zero_()
-        elif target.dim() == 1:
-            target.fill_(1.0)
-        else:
-            digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
-            generator = torch.Generator().manual_seed(int.from_bytes(digest[:7]))
-            std = residual if last in ("proj.weight", "ffn_down.weight") else INIT_STD
-            target.copy_(torch.normal(0.0, std, target.shape, generator=generator))
+        target.copy_(initial(name, target.shape, layers=layers, seed=seed, device=draw_on))
     publish(interpreter)
+
+
+def initial(name: str, shape: Sequence[int], *, layers: int, seed: int, device: torch.device | str = "cpu") -> Tensor:
+    """Return the first value of a parameter in fp32, as GPT-2 draws it.
+
+    Normal with deviation 0.02, products into the residual stream 0.02 / sqrt(2 layers); norms start at 1, biases at 0.
+    Every tensor has its own generator, seeded by seed and name.
+    """
+    last = name.rpartition("/")[2]
+    if last.endswith(".bias"):
+        return torch.zeros(*shape, device=device)
+    if len(shape) == 1:
+        return torch.ones(*shape, device=device)
+    digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
+    generator = torch.Generator(device).manual_seed(int.from_bytes(digest[:7]))
+    residual = INIT_STD / math.sqrt(2 * layers)
+    std = residual if last in ("proj.weight", "ffn_down.weight") else INIT_STD
+    return torch.normal(0.0, std, tuple(shape), generator=generator, device=device)
 
 
 def load(interpreter: Interpreter, directory: Path) -> None:

@@ -1,0 +1,135 @@
+"""``python -m benchmarks.gpu``: runs the parts that were asked for, in order, within the budget."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+
+from benchmarks.gpu import checks, longest, side_by_side, suite
+from benchmarks.gpu.case import Case, Part
+from benchmarks.gpu.launcher import Budget, Launcher
+from benchmarks.gpu.plans import Plans, cluster_for
+from benchmarks.gpu.report import write_report
+from benchmarks.gpu.results import VARIABLE, Results, results_folder
+from benchmarks.gpu.row import Row
+from benchmarks.gpu.scale import FULL, QUICK
+from benchmarks.gpu.session import Session
+from memo_sim.contract.errors import CannotRun, MemoError
+
+PARTS: tuple[Part, ...] = ("checks", "calibrate", "suite", "rivals", "longest")
+SHARES: dict[Part, float] = {"checks": 0.15, "calibrate": 0.5, "suite": 0.5, "rivals": 0.8, "longest": 1.0}
+"""Of the time that is left when a part begins."""
+BUDGET_S = 540.0
+WITH_PLANS = ("suite", "rivals", "longest")
+
+
+def main() -> int:
+    """Parse, run, and return the process's status."""
+    options = _options()
+    try:
+        return _run(options)
+    except MemoError as error:
+        _tell(f"benchmarks.gpu: {error}")
+        return error.exit_code
+    except KeyboardInterrupt:
+        _tell("interrupted; the rows so far are written")
+        return 130
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=__doc__)
+    parser.add_argument("--budget-s", type=float, default=BUDGET_S, help="seconds that the whole run may take")
+    parser.add_argument("--only", choices=PARTS, action="append", help="this part alone (may be given several times)")
+    parser.add_argument("--profile", help="a profile file, or a cluster's name, instead of the one calibrated here")
+    parser.add_argument("--quick", action="store_true", help="tiny shapes, on any machine")
+    parser.epilog = f"Results go to the folder that {VARIABLE} names. Exit codes: 0 fine, 1 a check failed, 6 no GPU."
+    return parser.parse_args()
+
+
+def _run(options: argparse.Namespace) -> int:
+    parts = [part for part in PARTS if not options.only or part in options.only]
+    results = Results(results_folder())
+    budget = Budget(options.budget_s)
+    launcher = Launcher(results.folder / "tries", budget)
+    here = launcher.one(Case(rival="machine", kind="machine", part="checks"))
+    if here.status != "ok":
+        raise CannotRun("this machine cannot be asked what it is", got=here.message)
+    if here.message != "cuda" and not options.quick:
+        raise CannotRun(
+            "a GPU is needed",
+            got=here.device,
+            wanted="a CUDA device",
+            hint="--quick runs everything on tiny shapes, to prove that the script works",
+        )
+    launcher.device, launcher.versions = here.device, here.versions
+    session = Session(
+        results,
+        launcher,
+        budget,
+        QUICK if options.quick else FULL,
+        device=here.message,
+        kernels=here.backend.split(","),
+        tell=_tell,
+    )
+    results.forget(set(parts))
+    try:
+        for part in parts:
+            _part(session, part, options.profile, last=part == parts[-1])
+    finally:
+        write_report(results, " ".join(["python -m benchmarks.gpu", *sys.argv[1:]]), _tell, quick=options.quick)
+    return int(any(_failed(row) for row in results.rows))
+
+
+def _part(session: Session, part: Part, profile: str | None, *, last: bool) -> None:
+    """Run one part with its share of the time that is left."""
+    whole = session.budget
+    share = Budget(whole.left_s * (1.0 if last else SHARES[part]))
+    session.budget = session.launcher.budget = share
+    _tell(f"-- {part}, at most {share.left_s:.0f} s")
+    if part in WITH_PLANS and session.plans is None:
+        try:
+            cluster = profile or cluster_for(session.launcher.device, session.results.profile)
+            session.plans = Plans(session.results.plans, cluster)
+        except CannotRun as error:
+            session.without_plans = str(error)
+            _tell(f"memo's systems cannot be planned: {error}")
+    RUNNERS[part](session)
+    session.budget = session.launcher.budget = whole
+
+
+def _calibrate(session: Session) -> None:
+    case = Case(
+        rival="calibration",
+        kind="calibrate",
+        part="calibrate",
+        output=str(session.results.profile),
+        quick=session.scale.quick,
+    )
+    session.measure([case])
+
+
+RUNNERS: dict[Part, Callable[[Session], None]] = {
+    "checks": checks.run,
+    "calibrate": _calibrate,
+    "suite": suite.run,
+    "rivals": side_by_side.run,
+    "longest": longest.run,
+}
+
+
+def _failed(row: Row) -> bool:
+    """Whether a check or the calibration failed, or memo did not compute what autograd does."""
+    memo = row.rival.startswith("memo,")
+    if row.status == "error":
+        return memo or row.part in ("checks", "calibrate")
+    return memo and row.agrees is False
+
+
+def _tell(text: str) -> None:
+    sys.stderr.write(text + "\n")
+    sys.stderr.flush()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,43 @@
+"""What a measuring process is asked to do: one system, one model, one length."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from memo_sim.contract.hardware import DtypeName
+from memo_sim.contract.model import Model
+
+Kind = Literal["machine", "calibrate", "plain", "hugging face", "memo"]
+Part = Literal["checks", "calibrate", "suite", "rivals", "longest"]
+
+SEED = 1
+SEQUENCES = 1
+"""In a step: one micro-batch of one sequence, for every system."""
+
+
+class Case(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One measurement; ``kind`` says which code plays it."""
+
+    rival: str
+    kind: Kind
+    part: Part
+    model: Model | None = None
+    seq_tokens: int = 0
+    dtype: DtypeName = "bf16"
+    steps: int = 5
+    warm_ups: int = 2
+    data: str = ""
+    """File of token ids."""
+    plan: str = ""
+    """Plan file of a memo system."""
+    policy: str = ""
+    output: str = ""
+    """Where a calibration writes its profile."""
+    quick: bool = False
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of one step."""
+        return SEQUENCES * self.seq_tokens

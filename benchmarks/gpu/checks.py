@@ -1,0 +1,119 @@
+"""Whether results here can be believed: the GPU tests, and every memo policy beside plain autograd on small models."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+
+from benchmarks.gpu.agreement import reference_of, with_agreement
+from benchmarks.gpu.case import SEQUENCES, Case
+from benchmarks.gpu.launcher import ROOT
+from benchmarks.gpu.plans import model_of
+from benchmarks.gpu.row import Row, Status
+from benchmarks.gpu.session import Session
+from memo_sim.contract import codec
+from memo_sim.contract.hardware import DtypeName
+from memo_sim.contract.model import Model
+from memo_sim.contract.plan import Decisions, Kernels, Plan, Recompute
+from memo_sim.program.lower import lower, program_sha256
+
+PRESETS = ("llama-tiny", "gpt-tiny")
+LAYERS = 4
+REFERENCE = "autograd keep-all"
+STEPS = 3
+PYTEST_SHARE = 0.4
+"""Of the time that is left."""
+NO_TESTS = 5
+"""pytest's status when it ran none."""
+
+
+def run(session: Session) -> None:
+    """Run both and record what they say."""
+    _tests(session)
+    cases = [case for preset in PRESETS for case in _policies(session, model_of(preset, LAYERS))]
+    rows = session.measure(cases)
+    for preset in PRESETS:
+        model = model_of(preset, LAYERS).name
+        _compare(session, [row for row in rows if row.model == model], cases[0].dtype)
+
+
+def _tests(session: Session) -> None:
+    """Run ``pytest -m gpu`` where pytest is installed; on a machine without a GPU it skips visibly."""
+    case = Case(rival="pytest -m gpu", kind="machine", part="checks")
+    if session.device != "cuda":
+        session.note(case, "not run", "there is no CUDA device: every test in tests/gpu skips")
+        return
+    if importlib.util.find_spec("pytest") is None:
+        session.note(case, "not installed", "pytest is not installed: the comparison with autograd below still runs")
+        return
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", "tests/gpu"]
+    try:
+        limit_s = PYTEST_SHARE * session.budget.left_s
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=limit_s, check=False)
+    except subprocess.TimeoutExpired:
+        session.note(case, "not run", f"cut off after {limit_s:.0f} s")
+        return
+    (session.results.folder / "pytest.log").write_text(done.stdout + done.stderr)
+    last = done.stdout.strip().splitlines()[-1:] or [done.stderr.strip()[-200:]]
+    session.note(case, _status(done.returncode, last[0]), last[0])
+
+
+def _status(returned: int, summary: str) -> Status:
+    if returned in (0, NO_TESTS):
+        return "ok" if " passed" in summary else "not run"
+    return "error"
+
+
+def _policies(session: Session, model: Model) -> list[Case]:
+    """Return plain autograd and every policy on every attention kernel."""
+    tokens = session.scale.check_tokens
+    fields = {"part": "checks", "steps": STEPS, "warm_ups": 0}
+    cases = [session.case(model, tokens, rival=REFERENCE, kind="plain", **fields)]
+    for kernel in session.kernels:
+        for policy, (recompute, swapped) in _chosen(tokens).items():
+            plan = _plan(session, model, kernel, recompute, swapped)
+            name = f"memo, {policy}, {kernel}"
+            cases.append(session.case(model, tokens, rival=name, kind="memo", policy=policy, plan=str(plan), **fields))
+    return cases
+
+
+def _compare(session: Session, rows: list[Row], dtype: DtypeName) -> None:
+    """Say of every row whether its losses are plain autograd's; one that disagrees is an error."""
+    reference = reference_of(rows, (REFERENCE,))
+    for row in rows:
+        compared = with_agreement(row, reference, dtype)
+        if compared.agrees is False:
+            compared = msgspec.structs.replace(compared, status="error")
+            session.tell(f"{row.rival}: {compared.message}")
+        session.results.replace(row, compared)
+
+
+def _chosen(tokens: int) -> dict[str, tuple[Recompute, int]]:
+    return {
+        "keep": ("none", 0),
+        "token-wise": ("tokenwise", tokens // 2),
+        "full recompute": ("full", 0),
+        "full swap": ("none", tokens),
+    }
+
+
+def _plan(session: Session, model: Model, kernel: str, recompute: Recompute, swapped: int) -> Path:
+    """Write a plan without a prediction, in torch's caching allocator: it needs neither a profile nor a placement."""
+    decisions = Decisions(
+        model=model,
+        seq_tokens=session.scale.check_tokens,
+        micro_batch=SEQUENCES,
+        global_batch=SEQUENCES,
+        recompute=recompute,
+        swapped_tokens=swapped,
+        memory_policy="caching",
+        kernels=Kernels(attention=kernel),
+        dtype="bf16" if session.device == "cuda" else "fp32",
+    )
+    path = session.results.plans / f"check-{model.name}-{kernel}-{recompute}-{swapped}.json"
+    codec.write(path, Plan(decisions=decisions, program_sha256=program_sha256(lower(decisions))))
+    return path

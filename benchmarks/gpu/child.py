@@ -1,0 +1,133 @@
+"""The process that measures: reads cases, plays each, appends its row as one line.
+
+    python -m benchmarks.gpu.child cases.json rows.jsonl
+
+Memory that ran out may have left anything behind, so the process ends after such a case with ``SPOILED``; its parent
+starts another one for the cases that are left.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+
+import msgspec
+
+from benchmarks.gpu import huggingface
+from benchmarks.gpu.case import Case
+from benchmarks.gpu.rivals import RIVALS
+from benchmarks.gpu.row import Row, row_of
+from memo_sim.contract.errors import CannotRun, MemoError
+
+SPOILED = 75
+
+
+def main(cases_path: str, rows_path: str) -> int:
+    """Play the cases of one file; return the process's status."""
+    _die_first()
+    for case in msgspec.json.decode(Path(cases_path).read_bytes(), type=list[Case]):
+        row = play(case)
+        with Path(rows_path).open("ab") as file:
+            file.write(msgspec.json.encode(row) + b"\n")
+        if row.status in ("oom", "error"):
+            return SPOILED
+    return 0
+
+
+def play(case: Case) -> Row:
+    """Return the row of one case, however it ends."""
+    import torch
+
+    from memo_exec.machine import this_machine, versions
+
+    try:
+        row = _measure(case)
+    except torch.OutOfMemoryError as error:
+        row = row_of(case, "oom", _first_line(error))
+    except CannotRun as error:
+        row = row_of(case, "oom" if "memory" in error.what else "error", str(error))
+    except MemoError as error:
+        row = row_of(case, "error", str(error))
+    except Exception as error:  # whatever a rival raises is its row, and the others still run
+        text = f"{type(error).__name__}: {_first_line(error)}"
+        row = row_of(case, "oom" if _is_memory(error) else "error", text)
+    return msgspec.structs.replace(
+        row,
+        device=this_machine().name,
+        versions=versions(),
+        created=datetime.now(UTC).isoformat(timespec="seconds"),
+    )
+
+
+def _measure(case: Case) -> Row:
+    if case.kind == "machine":
+        return _machine(case)
+    if case.kind == "calibrate":
+        return _calibrate(case)
+    if case.kind == "memo":
+        from benchmarks.gpu import memo_run
+
+        return memo_run.measure(case)
+    assert case.model is not None
+    absent = huggingface.why_not(case.model) if case.kind == "hugging face" else RIVALS[case.rival].why_not()
+    if absent:
+        return row_of(case, "not installed", absent)
+    from benchmarks.gpu import plain_run
+
+    return plain_run.measure(case)
+
+
+def _machine(case: Case) -> Row:
+    """Say what is here, so that the parent need not touch the device: its context would take memory from every try."""
+    from memo_exec.attention_kernels import attention_kernels
+    from memo_exec.machine import this_machine
+
+    machine = this_machine()
+    kernels = [name for name, why_not in attention_kernels(machine).items() if not why_not]
+    return msgspec.structs.replace(row_of(case, "ok", machine.device), backend=",".join(kernels))
+
+
+def _calibrate(case: Case) -> Row:
+    """Measure this machine's profile and write it where the case says; quick takes a few shapes alone."""
+    from memo_exec.calibrate import calibrate
+    from memo_exec.probes import grid as grids
+    from memo_sim.contract import codec
+
+    few = replace(
+        grids.CPU,
+        widths=(64,),
+        lengths=(256,),
+        head_dims=(32,),
+        heads=(2,),
+        attention_lengths=(128, 512),
+        copy_bytes=(2**14, 2**18),
+        beside_s=0.05,
+    )
+    profile = calibrate(command="python -m benchmarks.gpu", grid=few if case.quick else None)
+    assert profile is not None  # one rank alone calibrates
+    codec.write(Path(case.output), profile)
+    return row_of(case, "ok", f"{profile.provenance['seconds']} s, {case.output}")
+
+
+def _is_memory(error: Exception) -> bool:
+    """Whether an error says that memory ran out: pinned memory and library handles raise plain RuntimeErrors."""
+    text = str(error).lower()
+    return "out of memory" in text or "alloc_failed" in text or isinstance(error, MemoryError)
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [""])[0][:400]
+
+
+def _die_first() -> None:
+    """Ask the kernel to end this process before its parent when the host's memory runs out."""
+    try:
+        Path("/proc/self/oom_score_adj").write_text("1000")
+    except OSError:  # no such file on this system: the parent's watch is all there is
+        return
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

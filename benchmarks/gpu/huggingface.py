@@ -1,0 +1,73 @@
+"""transformers' own Llama with its own gradient checkpointing and offload: the closest rival, unchanged.
+
+Our weights are written into it; its hidden states go through the same chunked loss as everyone's, because its own loss
+would make all logits at once. ``gradient_checkpointing_enable`` has ``offload`` from version 5.16 on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.gpu.loss import ChunkedLoss
+from memo_exec import huggingface
+from memo_sim.contract.errors import UsageError
+from memo_sim.contract.model import Model
+
+FIRST_WITH_OFFLOAD = (5, 16)
+ON_CPU = "without offload: there is no device to copy from, and no memory to pin"
+
+
+def why_not(model: Model) -> str:
+    """Return why transformers cannot be run with this model, "" when it can."""
+    try:
+        found = version("transformers")
+    except PackageNotFoundError:
+        return "transformers is not installed"
+    if tuple(int(part) for part in found.split(".")[:2]) < FIRST_WITH_OFFLOAD:
+        return f"transformers {found} has no checkpointing with offload, 5.16 has"
+    try:
+        kind = huggingface.model_type(model)
+    except UsageError as error:
+        return error.what
+    return "" if kind == "llama" else f"only Llama is built here, this model is a {kind}"
+
+
+class HuggingFaceModel:
+    """A LlamaForCausalLM that offloads the inputs of its checkpointed layers."""
+
+    def __init__(self, model: Model, tokens: int, device: torch.device, dtype: torch.dtype) -> None:
+        # Its annotations say less than it does, so it is used untyped.
+        transformers: Any = import_module("transformers")
+        fields = huggingface.config(model, positions=tokens)
+        config = transformers.LlamaConfig(
+            **{k: v for k, v in fields.items() if k not in ("architectures", "model_type")}
+        )
+        config._attn_implementation = "sdpa"
+        config.use_cache = False
+        with torch.device(device):
+            self.network = transformers.LlamaForCausalLM(config)
+        self.network.to(dtype).train()
+        self.network.gradient_checkpointing_enable({"use_reentrant": False}, offload=device.type == "cuda")
+        self.model = model
+
+    def parts(self) -> Iterator[tuple[nn.Parameter, str, slice]]:
+        """Yield every parameter with the memo name and the rows of the tensor that it is a part of."""
+        theirs = dict(self.network.named_parameters())
+        for entry in huggingface.entries(self.model):
+            first = 0
+            for name, rows in entry.parts:
+                yield theirs[name], entry.ours, slice(first, first + rows)
+                first += rows
+
+    def loss(self, ids: Tensor, labels: Tensor, scale: float, *_: Callable[..., Tensor]) -> Tensor:
+        """Return ``scale`` times the summed loss over ids and labels of (sequences, tokens)."""
+        hidden = self.network.model(input_ids=ids, use_cache=False).last_hidden_state
+        weight = self.network.get_output_embeddings().weight
+        loss: Tensor = ChunkedLoss.apply(hidden.flatten(0, 1), weight, labels.flatten(), scale)  # type: ignore[no-untyped-call]
+        return loss

@@ -1,0 +1,127 @@
+"""Steps of a torch rival: the same batches, weights, loss scale and update as memo's, timed from batch to update."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from torch import Tensor
+
+from benchmarks.gpu import huggingface
+from benchmarks.gpu.backend import best_backend
+from benchmarks.gpu.case import SEED, SEQUENCES, Case
+from benchmarks.gpu.model import Layer, build
+from benchmarks.gpu.optimizer import MasterAdamW
+from benchmarks.gpu.rivals import RIVALS, host_bytes
+from benchmarks.gpu.row import Row, row_of, timed
+from memo_exec.dataset import IGNORED_LABEL, Dataset, load_dataset
+from memo_exec.hyperparameters import Hyperparameters
+from memo_exec.machine import this_machine
+from memo_exec.memory.dtypes import TORCH_DTYPES
+from memo_exec.weights import initial
+
+Loss = Callable[[Tensor, Tensor, float], Tensor]
+
+
+def measure(case: Case) -> Row:
+    """Return the row of a rival that can be used here.
+
+    Raises:
+        CannotRun: when no attention backend runs the shape.
+        torch.OutOfMemoryError: when the device is too small.
+    """
+    assert case.model is not None
+    machine = this_machine()
+    device, dtype = torch.device(machine.device), TORCH_DTYPES[case.dtype]
+    if device.type == "cpu":
+        torch.set_num_threads(machine.compute_threads)  # as many as memo's compute lane has
+    backend = best_backend(case.model, case.seq_tokens, device, dtype)
+    loss, optimizer = (_hugging_face if case.kind == "hugging face" else _plain)(case, device, dtype, backend)
+    dataset = load_dataset(Path(case.data), case.model.vocab)
+    step_s, losses, norms = [], [], []
+    for step in range(1, case.warm_ups + case.steps + 1):
+        if step == case.warm_ups + 1 and device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        _synchronise(device)
+        begin = time.perf_counter()
+        ids, labels, scale = _batch(dataset, case, step, device)
+        value = loss(ids, labels, scale)
+        value.backward()  # type: ignore[no-untyped-call]
+        norms.append(optimizer.update(step))
+        losses.append(float(value))
+        _synchronise(device)
+        if step > case.warm_ups:
+            step_s.append(time.perf_counter() - begin)
+    row = timed(row_of(case, "ok"), case, step_s, machine.name)
+    return msgspec.structs.replace(
+        row,
+        losses=losses,
+        grad_norms=norms,
+        backend=f"sdpa {backend.name.lower().removesuffix('_attention')}",
+        message=huggingface.ON_CPU if case.kind == "hugging face" and device.type == "cpu" else "",
+        host_bytes=host_bytes(case.rival, device),
+        **peaks(device),
+    )
+
+
+def peaks(device: torch.device) -> dict[str, Any]:
+    """Return the most that torch's allocator handed out and held since the warm-up; nothing on a CPU."""
+    if device.type == "cpu":
+        return {}
+    return {
+        "peak_device_bytes": torch.cuda.max_memory_allocated(),
+        "peak_reserved_bytes": torch.cuda.max_memory_reserved(),
+    }
+
+
+def _plain(case: Case, device: torch.device, dtype: torch.dtype, backend: Any) -> tuple[Loss, MasterAdamW]:
+    assert case.model is not None
+    rival, layers = RIVALS[case.rival], case.model.layers
+    model = build(case.model, case.seq_tokens, device, dtype, backend)
+    pairs = (
+        (parameter, initial(name, parameter.shape, layers=layers, seed=SEED, device=device))
+        for name, parameter in model.by_memo_name()
+    )
+    optimizer = MasterAdamW(pairs, Hyperparameters())
+    if rival.compiled:
+        for layer in model.layers:
+            assert isinstance(layer, Layer)
+            layer.compiled = True
+            layer.compile(dynamic=False)
+    return lambda ids, labels, scale: model.loss(ids, labels, scale, rival.run_layers), optimizer
+
+
+def _hugging_face(case: Case, device: torch.device, dtype: torch.dtype, backend: Any) -> tuple[Loss, MasterAdamW]:
+    assert case.model is not None
+    model, layers = huggingface.HuggingFaceModel(case.model, case.seq_tokens, device, dtype), case.model.layers
+    shapes: dict[str, tuple[int, ...]] = {}
+    parts = list(model.parts())
+    for parameter, name, rows in parts:
+        shapes[name] = (rows.stop, *parameter.shape[1:])
+    pairs = (
+        (parameter, initial(name, shapes[name], layers=layers, seed=SEED, device=device)[rows].clone())
+        for parameter, name, rows in parts
+    )
+    optimizer = MasterAdamW(pairs, Hyperparameters())
+
+    def loss(ids: Tensor, labels: Tensor, scale: float) -> Tensor:
+        with torch.nn.attention.sdpa_kernel([backend]):
+            return model.loss(ids, labels, scale)
+
+    return loss, optimizer
+
+
+def _batch(dataset: Dataset, case: Case, step: int, device: torch.device) -> tuple[Tensor, Tensor, float]:
+    """Return ids and labels on the device, and 1 / counted targets."""
+    batch = dataset.batch(SEED, step, SEQUENCES, case.seq_tokens)
+    ids, labels = torch.from_numpy(batch.ids).to(device), torch.from_numpy(batch.labels).to(device)
+    return ids, labels, 1.0 / int((batch.labels != IGNORED_LABEL).sum())
+
+
+def _synchronise(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()

@@ -1,0 +1,135 @@
+"""Plans of memo's systems: asked of memo-sim with this machine's profile, or found where they were made beforehand."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+import msgspec
+
+from benchmarks.gpu.case import SEQUENCES
+from memo_sim.contract import codec
+from memo_sim.contract.catalog import load_cluster, load_model
+from memo_sim.contract.errors import CannotRun, Infeasible, missing_package
+from memo_sim.contract.hardware import DtypeName
+from memo_sim.contract.model import Model
+from memo_sim.contract.plan import Plan
+from memo_sim.planning.question import Pins, Question
+
+POLICIES = {
+    "planned": Pins(),
+    "token-wise": Pins(recompute="tokenwise"),
+    "alpha 0": Pins(recompute="tokenwise", alpha=0.0),
+    "keep": Pins(recompute="none", alpha=0.0),
+    "full recompute": Pins(recompute="full"),
+    "full swap": Pins(recompute="none", alpha=1.0),
+}
+"""What each policy pins; ``planned`` leaves everything to the search, ``token-wise`` alpha."""
+VOCAB = 32_768
+"""Rows of the vocabulary in layers cut out of a large model, so that embedding and classifier do not outweigh them."""
+QUICK_TOKENS = 2048
+
+
+@dataclass(frozen=True)
+class Refused:
+    """No plan: why not."""
+
+    reason: str
+
+
+def model_of(preset: str, layers: int) -> Model:
+    """Return so many layers of a preset, with a small vocabulary; the tiny presets keep theirs."""
+    model = load_model(preset)
+    vocab = min(model.vocab, VOCAB)
+    return msgspec.structs.replace(model, name=f"{preset}-{layers}l", layers=layers, vocab=vocab)
+
+
+class Plans:
+    """Plan files in one folder, made when they are not there or were made with another profile."""
+
+    def __init__(self, folder: Path, cluster: str) -> None:
+        self.folder = folder
+        self.name = cluster
+        self.cluster, self.hardware = load_cluster(cluster)
+        self._hash = codec.sha256_of(self.hardware)
+        self._refused: dict[Path, Refused] = {}
+
+    @property
+    def dtype(self) -> DtypeName:
+        """Dtype of parameters and activations."""
+        return "bf16" if "bf16" in self.hardware.peak_flops else "fp32"
+
+    def path(self, model: Model, tokens: int, policy: str) -> Path:
+        """Return where the plan lies."""
+        return self.folder / f"{model.name}-{tokens}-{policy.replace(' ', '-')}.json"
+
+    def get(self, model: Model, tokens: int, policy: str) -> Path | Refused:
+        """Return a plan's file, or why there is none."""
+        path = self.path(model, tokens, policy)
+        if path in self._refused:
+            return self._refused[path]
+        if path.is_file() and codec.read(path, Plan).provenance.hardware_sha256 == self._hash:
+            return path
+        found = self._make(model, tokens, policy, path)
+        if isinstance(found, Refused):
+            self._refused[path] = found
+        return found
+
+    def most_layers(self, preset: str, tokens: int, policy: str, most: int) -> int:
+        """Return how many layers at most a plan fits with, 0 when not even one does."""
+        fitting = (
+            n for n in range(most, 0, -1) if not isinstance(self.get(model_of(preset, n), tokens, policy), Refused)
+        )
+        return next(fitting, 0)
+
+    def _make(self, model: Model, tokens: int, policy: str, path: Path) -> Path | Refused:
+        question = Question(
+            model=model,
+            cluster=self.cluster,
+            hardware=self.hardware,
+            seq_tokens=tokens,
+            pins=POLICIES[policy],
+            micro_batch=SEQUENCES,
+            global_batch=SEQUENCES,
+        )
+        try:
+            from memo_sim.what_if import plan_of, what_if
+
+            answer = what_if(question)
+        except Infeasible as error:
+            return Refused(str(error))
+        except ModuleNotFoundError as error:
+            raise missing_package(error) or error from None
+        if answer.best is None:
+            first = answer.result.plans[0] if answer.result.plans else None
+            return Refused(f"the planner: {first.reason}" if first else "the planner found no plan")
+        created = datetime.now(UTC).isoformat(timespec="seconds")
+        plan, placement = plan_of(answer.best, answer.arena, question, created=created, command="benchmarks.gpu")
+        codec.write(path.with_name(f"{path.stem}.trace.json"), answer.best.trace())
+        if placement is not None:
+            codec.write(path.with_name(f"{path.stem}.placement.json"), placement)
+        codec.write(path, plan)
+        return path
+
+
+def cluster_for(device: str, profile: Path) -> str:
+    """Return what to plan with: the profile that was calibrated here, else a shipped one of the device's kind.
+
+    Raises:
+        CannotRun: when there is neither.
+    """
+    if profile.is_file():
+        return str(profile)
+    from memo_sim.contract.catalog import list_clusters
+
+    for cluster in list_clusters():
+        gpu = cluster.partition("-")[0]
+        if gpu in device.lower():
+            return f"{gpu}-1x1"
+    raise CannotRun(
+        "no profile of this device",
+        where=str(profile),
+        got=device,
+        hint="run python -m benchmarks.gpu --only calibrate first, or give --profile",
+    )

@@ -1,0 +1,116 @@
+"""What every part of a run shares: results, plans, processes, budget, and the one way a case becomes a row."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from benchmarks.gpu.case import Case
+from benchmarks.gpu.launcher import Budget, Launcher
+from benchmarks.gpu.plans import Plans, Refused
+from benchmarks.gpu.results import Results
+from benchmarks.gpu.row import Row, Status, row_of
+from benchmarks.gpu.scale import Scale
+from memo_exec.dataset import TEXT_VOCAB, load_dataset
+from memo_sim.contract.model import Model
+
+
+@dataclass
+class Session:
+    """One run of the command."""
+
+    results: Results
+    launcher: Launcher
+    budget: Budget
+    scale: Scale
+    device: str
+    """``cuda`` or ``cpu``."""
+    kernels: list[str]
+    """Attention kernels that plans can name here."""
+    tell: Callable[[str], None]
+    plans: Plans | None = None
+    """None where this device has no profile: rivals run all the same."""
+    without_plans: str = ""
+    """Why there are none."""
+
+    def get_plan(self, case: Case) -> Path | Refused:
+        """Return the plan of a case's policy, or why there is none."""
+        assert case.model is not None
+        if self.plans is None:
+            return Refused(self.without_plans)
+        return self.plans.get(case.model, case.seq_tokens, case.policy)
+
+    def most_layers(self, preset: str, tokens: int, policies: tuple[str, ...], most: int) -> int:
+        """Return how many layers the first of ``policies`` that fits at all fits with; 0 when none does."""
+        if self.plans is None:
+            return 0
+        fitting = (self.plans.most_layers(preset, tokens, policy, most) for policy in policies)
+        return next(filter(None, fitting), 0)
+
+    def measure(self, cases: list[Case]) -> list[Row]:
+        """Measure cases in one process and record a row for each; those that the budget has no time for are not run."""
+        fitting = list(cases)
+        while fitting and self.scale.seconds(fitting) > self.budget.left_s:
+            fitting.pop()
+        rows = self.launcher.run(fitting)
+        for case in cases[len(fitting) :]:
+            rows.append(self._left_out(case))
+        for row in rows:
+            self.record(row)
+        return rows
+
+    def record(self, row: Row) -> Row:
+        """Add a row and say so."""
+        self.results.add(row)
+        self.tell(line_of(row))
+        return row
+
+    def note(self, case: Case, status: Status, message: str) -> Row:
+        """Record a case that no process was started for."""
+        return self.record(self._filled(row_of(case, status, message)))
+
+    def planned(self, case: Case) -> Case | None:
+        """Return the case with its policy's plan; None where there is none, which is recorded."""
+        found = self.get_plan(case)
+        if isinstance(found, Refused):
+            self.note(case, "oom" if self.plans else "error", found.reason)
+            return None
+        return msgspec.structs.replace(case, plan=str(found))
+
+    def data(self) -> str:
+        """Return a file with the shipped text, over and over, that is longer than any sequence here."""
+        path = self.results.folder / "text.npy"
+        if not path.is_file():
+            longest = max(self.scale.longest_to, *self.scale.suite_lengths, *self.scale.rival_lengths)
+            np.save(path, np.resize(load_dataset(None, TEXT_VOCAB).tokens, 2 * longest))
+        return str(path.resolve())
+
+    def case(self, model: Model, tokens: int, **fields: Any) -> Case:
+        """Return a case of this run's dtype and data."""
+        shared: dict[str, Any] = {"model": model, "seq_tokens": tokens, "data": self.data()}
+        return Case(**(shared | {"dtype": "bf16" if self.device == "cuda" else "fp32"} | fields))
+
+    def _left_out(self, case: Case) -> Row:
+        return self._filled(row_of(case, "not run", "left out: the time budget has no room for it"))
+
+    def _filled(self, row: Row) -> Row:
+        return msgspec.structs.replace(row, device=self.launcher.device, versions=self.launcher.versions)
+
+
+def line_of(row: Row) -> str:
+    """Return a row in one line, for the terminal."""
+    where = (
+        f"{row.part:9} {row.model:14} {row.sequence:>8} {row.rival:38}" if row.model else f"{row.part:9} {row.rival}"
+    )
+    if row.median_step_s is None:
+        return f"{where} {row.status}: {row.message.splitlines()[0] if row.message else ''}"
+    mfu = "" if row.mfu is None else f"  MFU {row.mfu:.1%}"
+    ratio = row.comparison.ratio if row.comparison else None
+    beside = "" if ratio is None else f"  predicted / measured {ratio.step_s:.3f}"
+    wrong = "  LOSSES DIFFER" if row.agrees is False else ""
+    return f"{where} {row.median_step_s:8.3f} s  {row.tokens_per_s:10,.0f} tokens/s{mfu}{beside}{wrong}"

@@ -1,0 +1,89 @@
+"""Memo beside what people use today: the same layers, weights, batches, dtype and update, each in its own process.
+
+``memo, ideal`` keeps everything: the same kernels with nothing swapped or recomputed, on as few layers as fit; its MFU
+is what memo's is measured against.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from benchmarks.gpu.agreement import reference_of, with_agreement
+from benchmarks.gpu.case import Case, Kind
+from benchmarks.gpu.plans import model_of
+from benchmarks.gpu.rivals import HUGGING_FACE, RIVALS
+from benchmarks.gpu.row import Row
+from benchmarks.gpu.session import Session
+
+MEMO = {
+    "memo, planned alpha": "planned",
+    "memo, full recompute": "full recompute",
+    "memo, full swap": "full swap",
+}
+IDEAL = "memo, ideal"
+REFERENCES = ("autograd keep-all", "checkpoint", "checkpoint, input offloaded", "memo, full recompute")
+FIRST = ("memo, planned alpha", "checkpoint", "checkpoint, input offloaded", "autograd keep-all")
+"""Measured first at every length; the others follow in the order they are listed in, compiled ones last."""
+SHORT_STEP_S = 2.0
+
+
+def systems() -> dict[str, Kind]:
+    """Return every system of the comparison by name, in the order they are measured."""
+    names: dict[str, Kind] = dict.fromkeys(MEMO, "memo")
+    names |= {name: "plain" for name, rival in RIVALS.items() if not rival.compiled}
+    names[HUGGING_FACE] = "hugging face"
+    names |= {name: "plain" for name, rival in RIVALS.items() if rival.compiled}
+    return {name: names[name] for name in (*FIRST, *(n for n in names if n not in FIRST))}
+
+
+def run(session: Session) -> None:
+    """Measure every system at every length that the budget has room for; the others are listed as not run."""
+    for tokens in session.scale.rival_lengths:
+        _length(session, tokens)
+
+
+def _length(session: Session, tokens: int) -> None:
+    preset, scale = session.scale.rival_model, session.scale
+    wanted = scale.layers(preset, tokens)
+    layers = session.most_layers(preset, tokens, ("planned",), wanted) or wanted
+    cases = []
+    for name, kind in systems().items():
+        case = _case(session, name, kind, layers, tokens)
+        if kind == "plain" and RIVALS[name].compiled and scale.quick:
+            session.note(case, "not run", "compiling takes longer than a quick run may")
+            continue
+        planned = session.planned(case) if kind == "memo" else case
+        if planned is not None:
+            cases.append(planned)
+    ideal = session.most_layers(preset, tokens, ("keep",), layers)
+    case = _case(session, IDEAL, "memo", ideal or 1, tokens)
+    if planned := session.planned(case):
+        cases.insert(1, planned)
+    # One process for all where nothing can run out of memory: starting one takes longer than a tiny step.
+    groups = [cases] if scale.quick else [[case] for case in cases]
+    rows = [row for group in groups for row in session.measure(group)]
+    _compare(session, rows, cases[0])
+
+
+def _case(session: Session, name: str, kind: Kind, layers: int, tokens: int) -> Case:
+    case = session.case(
+        model_of(session.scale.rival_model, layers),
+        tokens,
+        rival=name,
+        kind=kind,
+        part="rivals",
+        policy="keep" if name == IDEAL else MEMO.get(name, ""),
+        steps=session.scale.rival_steps,
+    )
+    warm_ups = 2 if session.scale.step_s(case) <= SHORT_STEP_S else 1
+    return msgspec.structs.replace(case, warm_ups=warm_ups)
+
+
+def _compare(session: Session, rows: list[Row], case: Case) -> None:
+    """Say of every row whether its losses are the reference's."""
+    reference = reference_of(rows, REFERENCES)
+    for row in rows:
+        compared = with_agreement(row, reference, case.dtype)
+        session.results.replace(row, compared)
+        if compared.agrees is False:
+            session.tell(f"{row.rival} at {row.sequence}: {compared.message}")
