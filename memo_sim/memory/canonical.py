@@ -1,12 +1,17 @@
-"""Exact search under one capacity after the other, restarted with other orders and ever more nodes.
+"""Exact search under one capacity after the other, restarted with other orders and more nodes.
 
-Search of this kind either succeeds soon or is lost for long, and which order succeeds cannot be told before. So every
-rule and order gets few nodes, then four times as many, and so on; some orders are shaken at random, from a fixed seed.
+Search of this kind either succeeds soon or is lost for long, and which order succeeds cannot be told before. So it is
+restarted over and over, with nodes by Luby's sequence (1, 1, 2, 1, 1, 2, 4, ... times the least), each time with
+another rule, an order shaken at random from a fixed seed, and weights that tell where earlier searches failed.
+
+Where sizes leave slack above the lower bound, nobody knows which capacity is within reach. So each restart tries the
+bound and one higher: halfway from it to the best peak known and, for each restart that fails, a step nearer to that.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import count
 
 import numpy as np
 
@@ -15,59 +20,85 @@ from memo_sim.memory.problem import Clock, Ints, Problem
 from memo_sim.memory.skyline import RULES, Rule, Skyline
 
 FIRST_NODES = 1000
-GROWTH = 4
 SHAKES = (0.05, 0.3, 1.0)
 """By what fraction at most a life counts longer than it is, in orders that are shaken."""
 
+SHARES = (8, 12, 14, 15)
+"""How far above the bound the second capacity is, in sixteenths of the way to the best peak known; begun anew after
+a success and when all have failed."""
 
-def solve_canonical(problem: Problem, clock: Clock, incumbent: Ints | None) -> Ints | None:
-    """Return the best placement found in units, or None when none is better than ``incumbent``."""
-    return search(problem, clock, incumbent)[0]
+FADE = 0.5
+"""What is left of a weight's excess over 1 at the next restart."""
 
 
-def search(problem: Problem, clock: Clock, incumbent: Ints | None) -> tuple[Ints | None, bool]:
+def solve_canonical(
+    problem: Problem, clock: Clock, incumbent: Ints | None, *, most_nodes: int | None = None
+) -> Ints | None:
+    """Return the best placement found in units, or None when none is better than ``incumbent``.
+
+    With ``most_nodes`` it stops there too, at the same place on every machine and under any load.
+    """
+    return search(problem, clock, incumbent, most_nodes=most_nodes)[0]
+
+
+def search(
+    problem: Problem,
+    clock: Clock,
+    incumbent: Ints | None,
+    *,
+    rules: tuple[str, ...] = tuple(RULES),
+    most_nodes: int | None = None,
+) -> tuple[Ints | None, bool]:
     """Return what ``solve_canonical`` does, and whether it is proven that nothing better exists.
 
-    Every round tries the lower bound, then, as long as that fails, a capacity halfway to the best peak known. A
-    capacity that a search exhausts is too small; when only the best peak is left, that is the proof.
+    A capacity that a search exhausts is too small; when only the best peak is left, that is the proof.
     """
     chosen = np.flatnonzero(problem.size)
+    if not chosen.size:
+        return (np.zeros(problem.count, dtype=np.int64) if incumbent is None else None), True
     whole, problem = problem, compressed(problem.part(chosen))
     best = incumbent
     known = whole.peak(incumbent) if incumbent is not None else int(problem.size.sum()) + 1
     possible = problem.lower_bound
-    for nodes, rule, order in _attempts(problem):
-        for capacity in {possible: None, (possible + known) // 2: None}:
-            if not possible <= capacity < known:
-                continue
-            sky = Skyline(problem, capacity, order, rule)
+    weight = [1.0] * len(problem.instants)
+    spent = 0
+    ease = 0
+    for many, rule, order in _attempts(problem, rules):
+        for sixteenths in (0, SHARES[ease % len(SHARES)]):
+            if possible >= known or known <= whole.lower_bound or not clock.left_s:
+                return (None if best is incumbent else best), possible >= known
+            nodes = many if most_nodes is None else min(many, most_nodes - spent)
+            if nodes <= 0:
+                return (None if best is incumbent else best), False
+            capacity = possible + (known - 1 - possible) * sixteenths // 16
+            sky = Skyline(problem, capacity, order, rule, weight=weight)
             found = sky.search(nodes, clock)
+            spent += sky.nodes
             if found:
                 offsets = np.zeros(whole.count, dtype=np.int64)
                 offsets[chosen[order]] = sky.offset
                 best, known = offsets, whole.peak(offsets)
-                break
-            if found is False:
+                ease = -1
+            elif found is False:
                 possible = capacity + 1
-        if possible >= known or known <= whole.lower_bound or not clock.left_s:
-            break
-    return (None if best is incumbent else best), possible >= known
+        ease += 1
+        weight = [1 + (w - 1) * FADE for w in weight]
+    raise AssertionError("attempts have no end")
 
 
-def _attempts(problem: Problem) -> Iterator[tuple[int, Rule, Ints]]:
+def _attempts(problem: Problem, rules: tuple[str, ...]) -> Iterator[tuple[int, Rule, Ints]]:
     """Yield nodes, rule and order of one search after the other, without end."""
     random = np.random.default_rng(0)
     life = problem.upper - problem.lower
-    fullest = np.array(
-        [problem.live[a:b].max() for a, b in zip(problem.lower.tolist(), problem.upper.tolist(), strict=True)]
-    )
-    by_life = np.lexsort((-problem.size, -life))
-    by_load = np.lexsort((-problem.size, -life, -fullest))
-    nodes = FIRST_NODES
-    while True:
-        for rule in RULES.values():
-            yield nodes, rule, by_life
-            yield nodes, rule, by_load
-            shaken = life * (1 + random.choice(SHAKES) * random.random(problem.count))
-            yield nodes, rule, np.lexsort((-problem.size, -shaken))
-        nodes *= GROWTH
+    for number in count():
+        shake = SHAKES[number // len(rules) % len(SHAKES)] if number >= len(rules) else 0.0
+        shaken = life * (1 + shake * random.random(problem.count))
+        nodes = FIRST_NODES * _luby(number + 1)
+        yield nodes, RULES[rules[number % len(rules)]], np.lexsort((-problem.size, -shaken))
+
+
+def _luby(number: int) -> int:
+    """Return the entry of Luby's sequence 1, 1, 2, 1, 1, 2, 4, ... with this number, from 1."""
+    while number & (number + 1):
+        number -= (1 << (number.bit_length() - 1)) - 1
+    return (number + 1) // 2

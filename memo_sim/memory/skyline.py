@@ -15,7 +15,8 @@ the walls and the jumps are our own:
 
 - wall: beside a step in the skyline that a buffer still has to cross, what ends there and what begins there must be
   able to level the step, up to both slacks (subset sums);
-- jump: a failure names the sections it follows from; decisions that touch none of them are not varied.
+- jump: a failure names the sections it follows from; decisions that touch none of them are not varied;
+- weight: a section at which a branch ended weighs more in the rules that ask for it, in later searches too.
 
 Sets of buffers are bits of whole numbers, by rank in the order of preference: 500 buffers are 17 digits.
 """
@@ -33,16 +34,14 @@ from memo_sim.memory.problem import Clock, Ints, Problem
 Why = tuple[int, int]
 """The sections [first, end) that a failure follows from."""
 
-Rule = Callable[[int, int, int, int], tuple[int, ...]]
-"""Ranks sections by candidates' number, the best candidate's bit, floor and slack; the least is branched on."""
+Rule = Callable[[int, int, int, int, float], tuple[float, ...]]
+"""Ranks sections by candidates' number, best candidate's bit, floor, slack and weight; the least is branched on."""
 
 RULES: dict[str, Rule] = {
-    "low_first": lambda number, first, floor, slack: (floor, first, number),
-    "first_low": lambda number, first, floor, slack: (first, floor),
-    "low_few": lambda number, first, floor, slack: (floor, number, slack),
-    "tight": lambda number, first, floor, slack: (slack, floor, number),
-    "few": lambda number, first, floor, slack: (number, floor, slack),
-    "ceiling": lambda number, first, floor, slack: (floor + slack, first),
+    "troubled": lambda number, first, floor, slack, weight: (-weight, number),
+    "low_troubled": lambda number, first, floor, slack, weight: (floor / weight, number / weight),
+    "low_few": lambda number, first, floor, slack, weight: (floor, number, slack),
+    "few": lambda number, first, floor, slack, weight: (number, floor, slack),
 }
 """Where to branch; a section with one choice goes first in all of them. None is best everywhere."""
 
@@ -50,6 +49,15 @@ MOST_SUMMANDS = 6
 """Walls with more buffers on one side are not looked into: nearly every sum can be made."""
 
 HIGHEST = 1 << 62
+
+MOST_REMEMBERED = 20_000_000
+"""Floors kept with failures (160 MB); later failures are found again, which is slow but no less exact."""
+
+MOST_FRAMES = 300_000
+"""How deep the search may call itself: a node is three calls, which Python 3.11 takes from its heap."""
+
+State = tuple[int, int, tuple[int, ...]]
+"""What a failure depends on: the first section, the buffers that are left and the floors above them."""
 
 
 class Choice(NamedTuple):
@@ -70,20 +78,35 @@ class Skyline:
     """The search for one placement of ``problem``, whose lives are counted in sections, within ``capacity`` units.
 
     ``order`` ranks the buffers: the first is preferred wherever several may come next. ``nodes`` counts the states
-    looked at.
+    looked at. ``weight`` has one entry a section and is added to. ``walls``, ``jumps`` and ``memory`` switch off what
+    the search may do without.
     """
 
-    def __init__(self, problem: Problem, capacity: int, order: Ints, rule: Rule) -> None:
+    def __init__(
+        self,
+        problem: Problem,
+        capacity: int,
+        order: Ints,
+        rule: Rule,
+        *,
+        weight: list[float] | None = None,
+        walls: bool = True,
+        jumps: bool = True,
+        memory: bool = True,
+    ) -> None:
         self.lower = problem.lower[order].tolist()
         self.upper = problem.upper[order].tolist()
         self.size = problem.size[order].tolist()
         self.rule = rule
+        self.walls, self.jumps = walls, jumps
+        self._room = MOST_REMEMBERED if memory else 0
         self.nodes = 0
         self.offset = [0] * problem.count
         self.left = (1 << problem.count) - 1
         """The buffers that are not placed."""
         sections = max(self.upper)
         self.sections = sections
+        self.weight = [1.0] * sections if weight is None else weight
         self.floor = [0] * sections
         self.begin = [0] * (sections + 1)
         self.end = [0] * (sections + 1)
@@ -104,22 +127,23 @@ class Skyline:
         self.cross = [a & ~b for a, b in zip(self.active, self.begin, strict=False)]
         self.later = _gathered(self.begin[::-1])[::-1]
         self.sooner = _gathered(self.end)
-        self._failed: dict[int, Why] = {}
+        self._failed: dict[State, Why] = {}
         self._sums: dict[int, list[int]] = {}
 
     def search(self, nodes: int, clock: Clock) -> bool | None:
-        """Return whether a placement exists (then it is in ``offset``, by rank), or None when nodes or time run out.
+        """Return whether a placement exists (then it is in ``offset``, by rank), or None when that stays open.
 
+        It stays open when nodes or time run out, or when the search would go deeper than ``MOST_FRAMES``.
         False is a proof: every placement within the capacity can be pushed down to a canonical one, and none exists.
         """
         if min(self.slack) < 0:
             return False
         self._most, self._clock = nodes, clock
         deepest = sys.getrecursionlimit()
-        sys.setrecursionlimit(max(deepest, 2 * nodes + deepest))  # a node is two calls deep
+        sys.setrecursionlimit(deepest + min(3 * nodes + 3, MOST_FRAMES))
         try:
             return self._parts(0, self.sections) is None
-        except OutOfNodes:
+        except (OutOfNodes, RecursionError):
             return None
         finally:
             sys.setrecursionlimit(deepest)
@@ -147,14 +171,16 @@ class Skyline:
         self.nodes += 1
         if self.nodes > self._most or (not self.nodes & 63 and not self._clock.left_s):
             raise OutOfNodes
-        key = hash((x, mine, tuple(self.floor[x:y])))
-        why = self._failed.get(key) or self._covered(x, y)
+        state = (x, mine, tuple(self.floor[x:y]))
+        why = self._failed.get(state) or self._covered(x, y)
         if why is None:
             choice = self._choose(x, y)
             why = self._branch(x, y, choice) if isinstance(choice, Choice) else choice
             if why is None:
                 return None
-        self._failed[key] = why
+        if self._room >= y - x:
+            self._room -= y - x
+            self._failed[state] = why
         return why
 
     def _covered(self, x: int, y: int) -> Why | None:
@@ -181,6 +207,7 @@ class Skyline:
             fits = self.left & self.later[a] & self.sooner[b]
             for q in range(first, end):
                 if not self.slack[q] and not self.active[q] & fits:
+                    self.weight[q] += 1
                     return a - 1, b + 1
         return None
 
@@ -188,7 +215,7 @@ class Skyline:
         """Return where to branch, or why there is a section with no choice at all."""
         floor, slack, active, left = self.floor, self.slack, self.active, self.left
         best: tuple[int, int, int, int, int] | None = None  # valley, section, candidates, lower wall
-        least: tuple[int, ...] = ()
+        least: tuple[float, ...] = ()
         before, s = HIGHEST, x
         while s < y:
             level, a = floor[s], s
@@ -201,9 +228,10 @@ class Skyline:
                 for q in range(a, s):
                     could = active[q] & fits
                     if not could and wall - level > slack[q]:
+                        self.weight[q] += 1
                         return a - 1, s + 1
                     number = could.bit_count() + (slack[q] > 0) if could else 1
-                    rank = (number > 1, *self.rule(number, could & -could, level, slack[q]))
+                    rank = (number > 1, *self.rule(number, could & -could, level, slack[q], self.weight[q]))
                     if best is None or rank < least:
                         best, least = (a, s, q, could, wall), rank
             before = level
@@ -241,32 +269,35 @@ class Skyline:
             self.left = left & ~low
             floor[lower:upper] = [level + size] * (upper - lower)
             self.offset[i] = level
-            why: Why | None
-            if lower != x and not self._level(lower):
-                why = (lower - 1, lower + 1)
-            elif upper != y and not self._level(upper):
-                why = (upper - 1, upper + 1)
-            else:
-                why = self._parts(x, y)
+            why = self._broken(lower, upper, x, y) or self._parts(x, y)
             if why is None:
                 return None
             floor[lower:upper] = [level] * (upper - lower)
             self.left = left
-            if why[1] <= lower or why[0] >= upper:
+            if self.jumps and (why[1] <= lower or why[0] >= upper):
                 return why
             first, end = min(first, why[0]), max(end, why[1])
         if raised:
             floor[q] = raised
             self.slack[q] -= raised - level
-            why = self._node(x, y)
+            why = self._broken(q, q + 1, x, y) or self._node(x, y)
             if why is None:
                 return None
             floor[q] = level
             self.slack[q] += raised - level
-            if not why[0] <= q < why[1]:
+            if self.jumps and not why[0] <= q < why[1]:
                 return why
             first, end = min(first, why[0]), max(end, why[1])
         return first, end
+
+    def _broken(self, first: int, end: int, x: int, y: int) -> Why | None:
+        """Return why what has changed at sections [first, end) of [x, y) leaves a step that cannot be levelled."""
+        for edge in (first, end):
+            if self.walls and x < edge < y and not self._level(edge):
+                self.weight[edge - 1] += 1
+                self.weight[edge] += 1
+                return edge - 1, edge + 1
+        return None
 
     def _level(self, edge: int) -> bool:
         """Return whether the step at ``edge`` can still be levelled for what has to cross it."""
