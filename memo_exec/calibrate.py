@@ -1,19 +1,21 @@
 """Measures this machine and writes it down as a hardware profile: operators and copies by themselves, never a model.
 
+    together (probes/collectives.py, copy_rates.py)   under torchrun: collectives by size and group, all devices copying
     operators (probes/operators.py)   GEMM, attention and row-wise tables, through the kernels that runs use
-    copies (probes/copies.py)         alone by size, duplex, beside compute; what compute loses beside them
+    copies (probes/copy_rates.py)     alone by size, duplex, beside compute; what compute loses beside them
     memory (probes/memory.py)         dispatch of one instruction, allocation, host memory
 
 On a CPU a lane issues and computes in one thread, so every rate includes the dispatch of one instruction; on CUDA
-issuing runs ahead, and dispatch is the launch floor alone. Every number is the median of repeats and keeps its spread.
+issuing runs ahead, and the least time of a kernel is the launch floor. Every number is the median of repeats and keeps
+its spread. Operators are timed in passes; none is begun that would end beyond the budget.
 """
 
 from __future__ import annotations
 
-import re
+import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
 
@@ -21,35 +23,28 @@ import msgspec
 import torch
 
 from memo_exec.attention_kernels import attention_kernels
-from memo_exec.machine import Machine, this_machine, versions
+from memo_exec.machine import Machine, library_versions, this_machine, versions
+from memo_exec.probes import clocks, collectives, copy_rates, memory
 from memo_exec.probes import grid as grids
-from memo_exec.probes import memory
 from memo_exec.probes.copies import Lanes
+from memo_exec.probes.copy_rates import AllDevices
 from memo_exec.probes.grid import Grid
 from memo_exec.probes.operators import Bench, Operator, operators_of
-from memo_exec.probes.tables import Timed, attention_tables, gemm_tables, point_of, rowwise_curves
+from memo_exec.probes.profile import COLLECTIVES, COPIES, Found, Shared, profile_of
+from memo_exec.probes.ranks import Ranks, joined
+from memo_exec.probes.tables import Timed, point_of
 from memo_exec.probes.timing import Effort, Sample, of_passes
 from memo_sim.contract.errors import CannotRun
-from memo_sim.contract.hardware import CopyRates, Curve, Hardware, Quantity, Source
+from memo_sim.contract.hardware import Hardware
+from memo_sim.contract.plan import Decisions
 from memo_sim.program.instruction import Lane
 from memo_sim.program.work import Rowwise
 
 Progress = Callable[[int, int], None]
 
-OPERATORS, COPIES, MEMORY, SYSTEM, ONE_DEVICE = "operators", "copies", "memory", "system", "one-device"
-COPY_BYTES = 2**24
 SHARING_A_POINT = 2
 PASSES = 3
 """How often everything is timed, one pass after the other: load that comes and goes spoils one of them at most."""
-
-
-@dataclass(frozen=True)
-class _Copies:
-    """What the copy lanes measured."""
-
-    rates: dict[Lane, CopyRates]
-    slowdown: Quantity
-    together_bytes_per_s: float
 
 
 def calibrate(
@@ -58,19 +53,71 @@ def calibrate(
     progress: Progress = lambda done, total: None,
     command: str = "",
     grid: Grid | None = None,
-) -> Hardware:
+    budget_s: float | None = None,
+) -> Hardware | None:
     """Return the profile of this machine's device; ``grid`` chooses other shapes (a test's few).
 
+    Under torchrun all ranks measure what they share, then rank 0 its device alone; the others return None. The budget
+    (the grid's unless given) is checked between passes over the operators: the first is always made.
+
     Raises:
-        CannotRun: when no attention kernel works here.
+        CannotRun: when no attention kernel works here, or another rank stops.
+        UsageError: when the environment is not what torchrun sets.
     """
-    machine = this_machine()
+    begun, deadline = datetime.now(UTC), time.perf_counter()
+    with joined() as ranks:
+        machine = this_machine()
+        grid = grid or (grids.CPU if machine.device == "cpu" else grids.CUDA)
+        deadline += grid.budget_s if budget_s is None else budget_s
+        kernels = [kernel for kernel, why_not in attention_kernels(machine).items() if not why_not]
+        if not kernels:
+            raise CannotRun("no attention kernel works on this device", got=machine.name)
+        base = next(grids.decisions(grid, kernels[0]))
+        together = _together(ranks, base, grid) if ranks.world > 1 else None
+    if not ranks.first:
+        return None
+    measured = _measure(machine, grid, kernels, deadline, progress)
+    found, shared = measured.found, None
+    if together is not None:
+        shared, everywhere = together
+        found = replace(found, copies=found.copies.beside_all(everywhere, COPIES))
+    seconds = (datetime.now(UTC) - begun).total_seconds()
+    provenance = {
+        **versions(),
+        **library_versions(),
+        **measured.notes,
+        "device": machine.name,
+        "compute_threads": str(machine.compute_threads),
+        "ranks": str(ranks.world),
+        "created": begun.isoformat(timespec="seconds"),
+        "seconds": f"{seconds:.0f}",
+        "command": command,
+    }
+    return msgspec.structs.replace(profile_of(found, shared, name), provenance=provenance)
+
+
+def _together(ranks: Ranks, base: Decisions, grid: Grid) -> tuple[Shared, AllDevices]:
+    """Measure what ranks do together; every rank calls this."""
+    before = _outside_torch(ranks.device)
+    tables = collectives.measure(ranks, grid.message_bytes, grid.message_s, COLLECTIVES)
+    communicators = max(0, _outside_torch(ranks.device) - before)
+    with Lanes(ranks.device, base, memory.cache_bytes(ranks.device)) as lanes:
+        everywhere = copy_rates.all_devices(ranks, lanes, grid)
+    return Shared(ranks.world, tables, communicators), everywhere
+
+
+@dataclass(frozen=True)
+class _Measured:
+    """One device's findings, and what provenance says of them."""
+
+    found: Found
+    notes: dict[str, str]
+
+
+def _measure(machine: Machine, grid: Grid, kernels: list[str], deadline: float, progress: Progress) -> _Measured:
+    """Measure one device alone."""
     device = torch.device(machine.device)
-    grid = grid or (grids.CPU if machine.device == "cpu" else grids.CUDA)
-    kernels = [kernel for kernel, why_not in attention_kernels(machine).items() if not why_not]
-    if not kernels:
-        raise CannotRun("no attention kernel works on this device", got=machine.name)
-    begun = datetime.now(UTC)
+    before = machine.device_memory_bytes - machine.device_free_bytes
     base = next(grids.decisions(grid, kernels[0]))
     dispatch = memory.dispatch(base, device)
     added_s = dispatch.seconds if machine.device == "cpu" else 0.0
@@ -80,21 +127,40 @@ def calibrate(
         timings = PASSES * len(operators)
         total = timings + 2 * len(grid.copy_bytes) + 6
         bench = Bench(device, cache_bytes)
-        timed = _time_all(lanes, bench, operators, added_s, lambda n: progress(n, total))
+        with clocks.watched(device) as clock_notes:
+            samples = _time_all(lanes, bench, operators, deadline, lambda n: progress(n, total))
+        timed = [
+            Timed.of(operator.instruction.work, of_passes(found), added_s)
+            for operator, found in zip(operators, samples, strict=True)
+        ]
         layer = bench.chain(operators_of([grids.middle(grid, kernels[0])]))
-        copies = _copies(lanes, grid, layer, lambda n: progress(timings + n, total))
-    profile = _profile(machine, timed, copies, dispatch, name)
+        copies = copy_rates.one_device(lanes, grid, layer, COPIES, lambda n: progress(timings + n, total))
+        floor = lanes.inside(Lane.COMPUTE, partial(memory.launch_floor, device)) if device.type == "cuda" else dispatch
+    reserve = {"in use when calibrated": before}
+    if device.type == "cuda":
+        reserve["kernels and libraries"] = max(0, _outside_torch(device) - before)
+    found = Found(
+        machine=machine,
+        timed=timed,
+        copies=copies,
+        floor=floor,
+        allocation=memory.allocation(device),
+        host_ready=memory.host_ready(device),
+        host_allocated=memory.host_allocated(device),
+        reserve_bytes=reserve,
+    )
     progress(total, total)
-    seconds = (datetime.now(UTC) - begun).total_seconds()
-    provenance = {
-        **versions(),
-        "device": machine.name,
-        "compute_threads": str(machine.compute_threads),
-        "created": begun.isoformat(timespec="seconds"),
-        "seconds": f"{seconds:.0f}",
-        "command": command,
-    }
-    return msgspec.structs.replace(profile, provenance=provenance)
+    passes = {"passes": str(len(samples[0])), "dispatch_us": f"{dispatch.seconds * 1e6:.1f}"}
+    return _Measured(found, {**passes, **clock_notes})
+
+
+def _outside_torch(device: torch.device) -> int:
+    """Return the device bytes in use that torch's allocator does not hold; 0 on a CPU."""
+    if device.type == "cpu":
+        return 0
+    torch.cuda.synchronize(device)
+    free, whole = torch.cuda.mem_get_info(device)
+    return int(whole - free - torch.cuda.memory_reserved(device))
 
 
 def _operators(grid: Grid, kernels: list[str]) -> list[Operator]:
@@ -122,131 +188,19 @@ def _thinned(operators: list[Operator]) -> list[Operator]:
 
 
 def _time_all(
-    lanes: Lanes, bench: Bench, operators: list[Operator], added_s: float, tell: Callable[[int], None]
-) -> list[Timed]:
-    """Time every operator in the compute lane's thread, in several passes over all; ``added_s`` is its dispatch."""
+    lanes: Lanes, bench: Bench, operators: list[Operator], deadline: float, tell: Callable[[int], None]
+) -> list[list[Sample]]:
+    """Time every operator in the compute lane's thread, in several passes over all; return each one's samples.
+
+    A pass that would take as long as the last and end after ``deadline`` (by ``time.perf_counter``) is not begun.
+    """
     samples: list[list[Sample]] = [[] for _ in operators]
     for turn in range(PASSES):
+        start = time.perf_counter()
         for i, operator in enumerate(operators):
             samples[i].append(lanes.inside(Lane.COMPUTE, partial(bench.seconds, operator, Effort())))
             tell(turn * len(operators) + i + 1)
-    return [
-        Timed.of(operator.instruction.work, of_passes(found), added_s)
-        for operator, found in zip(operators, samples, strict=True)
-    ]
-
-
-@dataclass(frozen=True)
-class _Round:
-    """Lanes beside each other, once: copies both ways, copies beside compute, and what compute lost."""
-
-    duplex: dict[Lane, Sample]
-    beside: dict[Lane, Sample]
-    slowdown: float
-
-
-def _round(
-    lanes: Lanes, grid: Grid, layer: Callable[[int], None], copiers: dict[Lane, Callable[[int], None]]
-) -> _Round:
-    """Run copy lanes beside each other, and each beside a layer's operators."""
-    duplex = lanes.together(grid.beside_s, copiers)
-    alone = lanes.together(grid.beside_s, {Lane.COMPUTE: layer})[Lane.COMPUTE]
-    both = {
-        lane: lanes.together(grid.beside_s, {Lane.COMPUTE: layer, lane: copier}) for lane, copier in copiers.items()
-    }
-    slowed = [found[Lane.COMPUTE].seconds / alone.seconds for found in both.values()]
-    return _Round(duplex, {lane: found[lane] for lane, found in both.items()}, sum(slowed) / len(slowed))
-
-
-def _copies(lanes: Lanes, grid: Grid, layer: Callable[[int], None], tell: Callable[[int], None]) -> _Copies:
-    both = (Lane.D2H, Lane.H2D)
-    curves: dict[Lane, Curve] = {}
-    for lane in both:
-        samples = []
-        for i, size in enumerate(grid.copy_bytes):
-            samples.append(lanes.alone(lane, size, Effort(seconds=0.2)))
-            tell(i + 1 + (len(grid.copy_bytes) if lane is Lane.H2D else 0))
-        rates = [size / sample.seconds for size, sample in zip(grid.copy_bytes, samples, strict=True)]
-        spread = sum(sample.spread for sample in samples) / len(samples)
-        curves[lane] = Curve(x=[float(size) for size in grid.copy_bytes], y=rates, source=COPIES, spread=spread)
-    copiers = {lane: lanes.copier(lane, COPY_BYTES) for lane in both}
-    rounds = [_round(lanes, grid, layer, copiers) for _ in range(PASSES)]
-    duplex = {lane: of_passes([each.duplex[lane] for each in rounds]) for lane in both}
-    beside = {lane: of_passes([each.beside[lane] for each in rounds]) for lane in both}
-    slowed = sorted(each.slowdown for each in rounds)
-    slowdown = Quantity(
-        value=max(1.0, slowed[len(slowed) // 2]), source=COPIES, spread=(slowed[-1] - slowed[0]) / 2 / slowed[0]
-    )
-    rates_by_lane = {
-        lane: CopyRates(
-            alone=curves[lane],
-            duplex=_rate(COPY_BYTES, duplex[lane], COPIES),
-            all_devices=_rate(COPY_BYTES, beside[lane], COPIES),
-        )
-        for lane in both
-    }
-    summed = sum(rates_by_lane[lane].duplex.value for lane in both)
-    return _Copies(rates_by_lane, slowdown, max(summed, *(max(curve.y) for curve in curves.values())))
-
-
-def _rate(size_bytes: int, sample: Sample, source: str) -> Quantity:
-    return Quantity(value=size_bytes / sample.seconds, source=source, spread=sample.spread)
-
-
-def _seconds(sample: Sample, source: str) -> Quantity:
-    return Quantity(value=sample.seconds, source=source, spread=sample.spread)
-
-
-def _profile(machine: Machine, timed: list[Timed], copies: _Copies, dispatch: Sample, name: str | None) -> Hardware:
-    device = torch.device(machine.device)
-    asked, given_back = memory.allocation(device)
-    ready = memory.host_ready(device)
-    curves = rowwise_curves(timed, OPERATORS)
-    gemm = gemm_tables(timed, OPERATORS)
-    peaks = {
-        dtype: Quantity(value=max(row[3] for t in gemm if t.dtype == dtype for row in t.rows), source=OPERATORS)
-        for dtype in {t.dtype for t in gemm}
-    }
-    taken = machine.device_memory_bytes - machine.device_free_bytes
-    return Hardware(
-        name=name or re.sub(r"[^a-z0-9]+", "-", machine.name.lower()).strip("-"),
-        device=machine.device,
-        peak_flops=peaks,
-        device_memory_bytes=Quantity(value=float(machine.device_memory_bytes), source=SYSTEM),
-        reserve_bytes={"in use when calibrated": Quantity(value=float(taken), source=SYSTEM)},
-        gemm=gemm,
-        attention=attention_tables(timed, OPERATORS),
-        memory_bound_bytes_per_s=curves["copy"],
-        rowwise_bytes_per_s=curves,
-        launch_floor_s=_seconds(dispatch, MEMORY),
-        d2h=copies.rates[Lane.D2H],
-        h2d=copies.rates[Lane.H2D],
-        devices_per_uplink=Quantity(value=1.0, source=ONE_DEVICE),
-        collectives=[],
-        compute_slowdown={"copy": copies.slowdown},
-        device_malloc_s=_seconds(asked, MEMORY),
-        device_free_s=_seconds(given_back, MEMORY),
-        host_register_bytes_per_s=_rate(memory.BLOCK_BYTES, ready, MEMORY),
-        host_memory_bytes=Quantity(value=float(machine.host_memory_bytes), source=SYSTEM),
-        host_copy_bytes_per_s=Quantity(value=copies.together_bytes_per_s, source=COPIES),
-        devices=1,
-        sources=_sources(machine),
-    )
-
-
-def _sources(machine: Machine) -> dict[str, Source]:
-    where = f"memo-exec calibrate on {machine.name}, torch {torch.__version__}"
-    dispatched = " and the dispatch of one instruction" if machine.device == "cpu" else ""
-    texts = {
-        OPERATORS: f"{where}: single operators through the executor's kernels, newest input in cache, others not; "
-        f"median{dispatched}",
-        COPIES: f"{where}: copies in the executor's lanes, median; all_devices is the rate beside compute; "
-        "host_copy is both directions at once; compute_slowdown is a layer's operators beside one copy lane",
-        MEMORY: f"{where}: an instruction without a kernel in the interpreter; blocks of {memory.BLOCK_BYTES} bytes",
-        SYSTEM: f"{where}: what the system reports; the container's limit counts as the host's memory",
-    }
-    sources = {name: Source(kind="measured", text=text) for name, text in texts.items()}
-    return {
-        **sources,
-        ONE_DEVICE: Source(kind="assumed", text="one device was measured: it shares its link with no other"),
-    }
+        now = time.perf_counter()
+        if now + (now - start) > deadline:
+            break
+    return samples

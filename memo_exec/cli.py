@@ -187,12 +187,26 @@ def compare_command(
 @cli.command("calibrate")
 @click.option("-o", "--output", type=FILE, required=True, help="The memo.hardware/1 profile to write.")
 @click.option("--name", help="Of the profile; made from the device's name unless given.")
-def calibrate_command(output: Path, name: str | None) -> None:
-    """Measure single operators and copies on this machine and write its profile."""
+@click.option(
+    "--budget-s",
+    type=Finite(0, min_open=True),
+    help="Begin no further pass over the operators beyond so many seconds [default: 240].",
+)
+def calibrate_command(output: Path, name: str | None, budget_s: float | None) -> None:
+    """Measure single operators and copies on this machine and write its profile.
+
+    Under torchrun, one rank a device of this node, also collectives, and copies with every device copying; rank 0
+    writes.
+    """
     from memo_exec.calibrate import calibrate
 
     _check_writable(output)
-    profile = _with_progress("calibrating", lambda tell: calibrate(name=name, progress=tell, command=_command_line()))
+    profile = _with_progress(
+        "calibrating",
+        lambda tell: calibrate(name=name, progress=tell, command=_command_line(), budget_s=budget_s),
+    )
+    if profile is None:  # rank 0 writes
+        return
     _write_document(output, profile)
     click.echo(f"{output}: profile {profile.name}; plan with memo-sim what-if MODEL --cluster {output} --seq-len ...")
 

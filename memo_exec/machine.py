@@ -120,3 +120,17 @@ def versions() -> dict[str, str]:
         except importlib.metadata.PackageNotFoundError:
             continue
     return found
+
+
+def library_versions() -> dict[str, str]:
+    """Return the versions of the GPU libraries that torch uses here; none without a GPU."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return {}
+    cudnn = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
+    found = {"cuda": str(torch.version.cuda), "cudnn": str(cudnn)}
+    if torch.distributed.is_nccl_available():
+        version = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
+        found["nccl"] = ".".join(str(part) for part in version)
+    return found

@@ -19,7 +19,7 @@ from torch import Tensor
 from memo_exec.kernels import KERNELS, Call, Context
 from memo_exec.lanes import lane_threads
 from memo_exec.probes.operators import MOST_TURNS
-from memo_exec.probes.timing import Effort, Sample, sample_of, time_call
+from memo_exec.probes.timing import Effort, Sample, back_to_back, sample_of, time_call
 from memo_sim.contract.plan import Decisions
 from memo_sim.program.instruction import Instruction, Lane
 from memo_sim.program.work import Copy
@@ -81,9 +81,13 @@ class Lanes:
             lane: self._threads[lane].submit(self._in_lane, lane, lambda call=call: self._repeat(call, ready, stop))
             for lane, call in work.items()
         }
-        ready.wait()
-        time.sleep(seconds)
-        stop.set()
+        try:
+            ready.wait()
+            time.sleep(seconds)
+        except threading.BrokenBarrierError:
+            _raise_first([future.exception() for future in futures.values()])
+        finally:
+            stop.set()
         return {lane: future.result() for lane, future in futures.items()}
 
     def _in_lane(self, lane: Lane, work: Callable[[], T]) -> T:
@@ -92,18 +96,21 @@ class Lanes:
             return work()
 
     def _repeat(self, call: Callable[[int], None], ready: threading.Barrier, stop: threading.Event) -> Sample:
-        """Repeat until stopped; on CUDA each call is waited for, so that calls are long and few."""
-        durations: list[float] = []
-        call(0)
-        self._drain()
+        """Repeat until stopped, once all lanes are ready; the first call and the one that was cut off do not count."""
+        try:
+            call(0)
+            if self.device.type == "cuda":
+                torch.cuda.current_stream(self.device).synchronize()
+        except BaseException:
+            ready.abort()
+            raise
         ready.wait()
-        while not stop.is_set() or not durations:
-            start = time.perf_counter()
-            call(len(durations))
-            self._drain()
-            durations.append(time.perf_counter() - start)
-        return sample_of(durations[:-1] or durations)
+        durations = back_to_back(call, self.device, stop.is_set)
+        return sample_of(durations[1:-1] or durations)
 
-    def _drain(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.current_stream(self.device).synchronize()
+
+def _raise_first(errors: list[BaseException | None]) -> None:
+    """Raise what broke the barrier, not that it broke."""
+    for error in errors:
+        if error is not None and not isinstance(error, threading.BrokenBarrierError):
+            raise error

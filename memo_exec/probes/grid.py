@@ -16,14 +16,15 @@ from memo_sim.contract.plan import Decisions, Kernels
 from memo_sim.program.instruction import Instruction, Lane
 from memo_sim.program.work import Attention, Gemm, Mask, Rowwise
 
-VOCAB = 256
-
 
 @dataclass(frozen=True, kw_only=True)
 class Grid:
     """The shapes for one kind of device."""
 
     dtype: DtypeName
+    vocab: int
+    loss_chunk_tokens: int
+    """Rows of logits at once, as a plan would cut them; 0 = all tokens of a sequence."""
     widths: tuple[int, ...]
     lengths: tuple[int, ...]
     head_dims: tuple[int, ...]
@@ -35,8 +36,16 @@ class Grid:
     """Of one forward; backward has 2.5 times as many."""
     most_bytes: float
     copy_bytes: tuple[int, ...]
+    message_bytes: tuple[int, ...]
+    """Of a collective or an exchange."""
+    message_s: float
+    """How long each of them is repeated."""
     beside_s: float = 0.4
     """How long lanes run beside each other."""
+    copied_bytes: int = 2**24
+    """Of one copy while lanes run beside each other."""
+    budget_s: float = 240.0
+    """When no further pass over the operators is begun."""
 
     def wanted(self, operator: Operator) -> bool:
         """Whether an operator is worth its time."""
@@ -48,6 +57,8 @@ class Grid:
 
 CPU = Grid(
     dtype="fp32",
+    vocab=256,
+    loss_chunk_tokens=0,
     widths=(64, 128, 256, 512, 1024),
     lengths=(128, 512, 2048, 8192),
     head_dims=(32, 64, 128),
@@ -57,19 +68,26 @@ CPU = Grid(
     most_attention_flops=5e9,
     most_bytes=1e8,
     copy_bytes=tuple(2**k for k in range(14, 28, 2)),
+    message_bytes=tuple(2**k for k in range(10, 25, 2)),
+    message_s=0.05,
 )
 
 CUDA = Grid(
     dtype="bf16",
+    vocab=131_072,
+    loss_chunk_tokens=4096,
     widths=(512, 1024, 2048, 4096, 8192),
     lengths=(1024, 4096, 16384, 65536),
     head_dims=(64, 128),
     heads=(4, 32),
-    attention_lengths=(1024, 4096, 16384, 65536, 131072),
+    attention_lengths=(1024, 4096, 16384, 65536, 131072, 262144),
     most_flops=1e13,
-    most_attention_flops=4e13,
+    most_attention_flops=7.5e13,
     most_bytes=8e9,
     copy_bytes=tuple(2**k for k in range(16, 31, 2)),
+    copied_bytes=2**26,
+    message_bytes=tuple(2**k for k in range(10, 31, 2)),
+    message_s=0.05,
 )
 
 
@@ -79,8 +97,9 @@ def decisions(grid: Grid, kernel: str) -> Iterator[Decisions]:
         for width in grid.widths:
             for tokens in grid.lengths:
                 yield Decisions(
-                    model=_model(family, width, grid.head_dims[len(grid.head_dims) // 2]),
+                    model=_model(family, width, grid.head_dims[len(grid.head_dims) // 2], grid.vocab),
                     seq_tokens=tokens,
+                    loss_chunk_tokens=min(tokens, grid.loss_chunk_tokens),
                     swapped_tokens=128,
                     kernels=Kernels(attention=kernel),
                     dtype=grid.dtype,
@@ -93,7 +112,7 @@ def middle(grid: Grid, kernel: str) -> Decisions:
     return found[len(found) // 2]
 
 
-def _model(family: Family, width: int, head_dim: int) -> Model:
+def _model(family: Family, width: int, head_dim: int, vocab: int = 256) -> Model:
     gpt = family == "gpt"
     heads = max(1, width // head_dim)
     return Model(
@@ -105,7 +124,7 @@ def _model(family: Family, width: int, head_dim: int) -> Model:
         kv_heads=heads if gpt else max(1, heads // 2),
         head_dim=head_dim,
         ffn_hidden=4 * width if gpt else 3 * width,
-        vocab=VOCAB,
+        vocab=vocab,
         tied_embeddings=gpt,
         qkv_bias=gpt,
         linear_bias=gpt,

@@ -87,6 +87,7 @@ class Bench:
         self.cache_bytes = cache_bytes
         self.generator = torch.Generator(device=device).manual_seed(0)
         self.noise = torch.empty(NOISE_NUMBERS, device=device).normal_(0.0, 0.05, generator=self.generator)
+        self._settle()
 
     def seconds(self, operator: Operator, effort: Effort) -> Sample:
         """Return how long the operator takes."""
@@ -109,6 +110,7 @@ class Bench:
         """Return a call that plays the operators one after the other, each on operands of its own."""
         context = [Context(o.decisions, self.device, StepScalars(lr=1e-4, clip=1.0)) for o in operators]
         calls = [Call(o.instruction, c, self._tensors(o)) for o, c in zip(operators, context, strict=True)]
+        self._settle()
 
         def play(i: int) -> None:
             del i
@@ -116,6 +118,11 @@ class Bench:
                 KERNELS[call.instruction.op](call)
 
         return play
+
+    def _settle(self) -> None:
+        """Return once what this stream has written is there: other lanes' streams do not wait for it."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
 
     def _tensors(self, operator: Operator) -> dict[str, Tensor]:
         return {role: self._tensor(role, shape, dtype, operator) for role, shape, dtype in operator.operands}

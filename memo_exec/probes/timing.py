@@ -2,7 +2,8 @@
 
     seconds = median of repeats        spread = (largest - smallest, the outermost tenth left out) / 2 / median
 
-On a CPU a call has ended when it returns; on CUDA events around each call are read after the last.
+On a CPU a call has ended when it returns. On CUDA events lie around each call, and a product of ``FILLER`` numbers
+squared is played before it: the call is issued before the device comes to it, and the clocks are those of a busy step.
 """
 
 from __future__ import annotations
@@ -10,14 +11,15 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from statistics import fmean, median
 
 import torch
 
 WARM_UPS = 2
 
-AHEAD_CYCLES = 2_000_000
-"""Clock cycles (about a millisecond) that a GPU idles before each call, so that the call is issued before it starts."""
+FILLER = 8192
+"""Rows and columns of the product before each call on a GPU: a millisecond or two, and full power."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,11 +70,14 @@ def _on_cpu(call: Callable[[int], None], effort: Effort, prepare: Callable[[int]
 
 
 def _on_cuda(call: Callable[[int], None], effort: Effort, prepare: Callable[[int], None] | None) -> list[float]:
+    # Random numbers: a product of equal ones draws less power.
+    factor = torch.randn((FILLER, FILLER), dtype=torch.bfloat16, device="cuda")
+    product = torch.empty_like(factor)
     torch.cuda.synchronize()
     pairs: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
     begin = time.perf_counter()
     while not _enough(pairs, begin, effort):
-        torch.cuda._sleep(AHEAD_CYCLES)  # type: ignore[no-untyped-call]
+        torch.mm(factor, factor, out=product)
         if prepare is not None:
             prepare(len(pairs))
         start, end = _event(), _event()
@@ -82,6 +87,29 @@ def _on_cuda(call: Callable[[int], None], effort: Effort, prepare: Callable[[int
         pairs.append((start, end))
         end.synchronize()
     return [start.elapsed_time(end) / 1e3 for start, end in pairs]
+
+
+def back_to_back(call: Callable[[int], None], device: torch.device, stop: Callable[[], bool]) -> list[float]:
+    """Return how long each call takes while they follow one another without a gap, until ``stop``; at least one.
+
+    On CUDA the next call is issued while the one before runs, and the time is that from end to end.
+    """
+    if device.type != "cuda":
+        found: list[float] = []
+        while not found or not stop():
+            start = time.perf_counter()
+            call(len(found))
+            found.append(time.perf_counter() - start)
+        return found
+    ends = [_event()]
+    ends[0].record()
+    while len(ends) < 3 or not stop():
+        call(len(ends) - 1)
+        ends.append(_event())
+        ends[-1].record()
+        ends[-2].synchronize()
+    ends[-1].synchronize()
+    return [start.elapsed_time(end) / 1e3 for start, end in pairwise(ends)]
 
 
 def _event() -> torch.cuda.Event:

@@ -139,6 +139,8 @@ class Hardware(
     """Seconds more for every GiB; nothing when the profile does not know."""
     device_free_s_per_gib: Quantity | None = None
     host_register_bytes_per_s: Quantity
+    host_alloc_bytes_per_s: Quantity | None = None
+    """Rate at which torch's pinned allocator gets new blocks; nothing when the profile does not know."""
     host_memory_bytes: Quantity
     host_copy_bytes_per_s: Quantity
     """What all local devices' copies together can draw from host memory."""

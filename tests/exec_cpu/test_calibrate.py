@@ -34,12 +34,16 @@ FEW = replace(
     attention_lengths=(128, 256),
     copy_bytes=(2**14, 2**18),
     beside_s=0.1,
+    message_bytes=(2**10, 2**14, 2**18, 2**20, 2**22),
+    message_s=0.02,
 )
 
 
 @pytest.fixture(scope="module")
 def profile() -> Hardware:
-    return calibrate(grid=FEW, command="a test")
+    found = calibrate(grid=FEW, command="a test")
+    assert found is not None
+    return found
 
 
 def test_the_profile_can_be_written_and_read_back(profile: Hardware, tmp_path: Path) -> None:
@@ -48,9 +52,9 @@ def test_the_profile_can_be_written_and_read_back(profile: Hardware, tmp_path: P
 
 
 def test_every_number_says_where_it_came_from(profile: Hardware) -> None:
-    assert {source.kind for name, source in profile.sources.items() if name != "one-device"} == {"measured"}
+    assert {source.kind for name, source in profile.sources.items() if name != "link"} == {"measured"}
     assert profile.provenance["torch"] == torch.__version__
-    assert {"device", "compute_threads", "created", "seconds", "command"} <= set(profile.provenance)
+    assert {"device", "compute_threads", "created", "seconds", "command", "passes", "dispatch_us", "ranks"} <= set(profile.provenance)
 
 
 def test_curves_cover_every_operator_of_the_tiny_models(profile: Hardware) -> None:

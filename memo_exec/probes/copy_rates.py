@@ -1,0 +1,124 @@
+"""Copies as a profile holds them: alone by size, both ways at once, beside compute, and with every rank copying.
+
+One device alone: ``all_devices`` is the rate beside compute. Several: the slowest rank's rate while all of them copy
+the same way at once, so that links and host memory that they share show.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import msgspec
+
+from memo_exec.probes.copies import Lanes
+from memo_exec.probes.grid import Grid
+from memo_exec.probes.ranks import Ranks
+from memo_exec.probes.timing import Effort, Sample, of_passes
+from memo_sim.contract.hardware import CopyRates, Curve, Quantity
+from memo_sim.program.instruction import Lane
+
+BOTH = (Lane.D2H, Lane.H2D)
+PASSES = 3
+"""How often lanes run beside each other: load that comes and goes spoils one of them at most."""
+
+Call = Callable[[int], None]
+
+
+@dataclass(frozen=True)
+class Copies:
+    """What the copy lanes measured."""
+
+    rates: dict[Lane, CopyRates]
+    slowdown: Quantity
+    together_bytes_per_s: float
+
+    def beside_all(self, shared: AllDevices, source: str) -> Copies:
+        """Return the same with what every rank at once was measured to get."""
+        rates = {
+            lane: msgspec.structs.replace(found, all_devices=rate_of(shared.copied_bytes, shared.one_way[lane], source))
+            for lane, found in self.rates.items()
+        }
+        return replace(self, rates=rates, together_bytes_per_s=shared.together_bytes_per_s)
+
+
+@dataclass(frozen=True)
+class AllDevices:
+    """One copy while every rank copies the same way, and what all ranks move both ways."""
+
+    copied_bytes: int
+    one_way: dict[Lane, Sample]
+    together_bytes_per_s: float
+
+
+def rate_of(size_bytes: int, sample: Sample, source: str) -> Quantity:
+    """Return bytes/s from a size and its duration."""
+    return Quantity(value=size_bytes / sample.seconds, source=source, spread=sample.spread)
+
+
+def all_devices(ranks: Ranks, lanes: Lanes, grid: Grid) -> AllDevices:
+    """Return what copies get while all ranks make them; every rank calls this."""
+    copiers = {lane: lanes.copier(lane, grid.copied_bytes) for lane in BOTH}
+    one_way = {}
+    for lane in BOTH:
+        found = []
+        for _ in range(PASSES):
+            ranks.wait()
+            found.append(ranks.slowest(lanes.together(grid.beside_s, {lane: copiers[lane]})[lane]))
+        one_way[lane] = of_passes(found)
+    ranks.wait()
+    duplex = lanes.together(grid.beside_s, copiers)
+    moved = ranks.total(sum(grid.copied_bytes / duplex[lane].seconds for lane in BOTH))
+    fastest = ranks.world * max(grid.copied_bytes / sample.seconds for sample in one_way.values())
+    return AllDevices(grid.copied_bytes, one_way, max(moved, fastest))
+
+
+def one_device(lanes: Lanes, grid: Grid, layer: Call, source: str, tell: Callable[[int], None]) -> Copies:
+    """Return the copies of one device; ``layer`` is what compute plays beside them."""
+    curves = {}
+    for turn, lane in enumerate(BOTH):
+        samples = []
+        for i, size in enumerate(grid.copy_bytes):
+            samples.append(lanes.alone(lane, size, Effort(seconds=0.2)))
+            tell(turn * len(grid.copy_bytes) + i + 1)
+        rates = [size / sample.seconds for size, sample in zip(grid.copy_bytes, samples, strict=True)]
+        spread = sum(sample.spread for sample in samples) / len(samples)
+        curves[lane] = Curve(x=[float(size) for size in grid.copy_bytes], y=rates, source=source, spread=spread)
+    copiers = {lane: lanes.copier(lane, grid.copied_bytes) for lane in BOTH}
+    rounds = [_round(lanes, grid, layer, copiers) for _ in range(PASSES)]
+    duplex = {lane: of_passes([each.duplex[lane] for each in rounds]) for lane in BOTH}
+    beside = {lane: of_passes([each.beside[lane] for each in rounds]) for lane in BOTH}
+    slowed = sorted(each.slowdown for each in rounds)
+    slowdown = Quantity(
+        value=max(1.0, slowed[len(slowed) // 2]), source=source, spread=(slowed[-1] - slowed[0]) / 2 / slowed[0]
+    )
+    rates_by_lane = {
+        lane: CopyRates(
+            alone=curves[lane],
+            duplex=rate_of(grid.copied_bytes, duplex[lane], source),
+            all_devices=rate_of(grid.copied_bytes, beside[lane], source),
+        )
+        for lane in BOTH
+    }
+    summed = sum(rates_by_lane[lane].duplex.value for lane in BOTH)
+    return Copies(rates_by_lane, slowdown, max(summed, *(max(curve.y) for curve in curves.values())))
+
+
+@dataclass(frozen=True)
+class _Round:
+    """Lanes beside each other, once: copies both ways, copies beside compute, and what compute lost."""
+
+    duplex: dict[Lane, Sample]
+    beside: dict[Lane, Sample]
+    slowdown: float
+
+
+def _round(lanes: Lanes, grid: Grid, layer: Call, copiers: dict[Lane, Call]) -> _Round:
+    """Run copy lanes beside each other, and each beside a layer's operators."""
+    duplex = lanes.together(grid.beside_s, copiers)
+    alone = lanes.together(grid.beside_s, {Lane.COMPUTE: layer})[Lane.COMPUTE]
+    both = {
+        lane: lanes.together(grid.beside_s, {Lane.COMPUTE: layer, lane: copier}) for lane, copier in copiers.items()
+    }
+    slowed = [found[Lane.COMPUTE].seconds / alone.seconds for found in both.values()]
+    return _Round(duplex, {lane: found[lane] for lane, found in both.items()}, sum(slowed) / len(slowed))

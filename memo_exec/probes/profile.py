@@ -1,0 +1,133 @@
+"""What the probes found, as a ``memo.hardware/1`` document: every number with its source, spread and versions."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+import torch
+
+from memo_exec.machine import Machine, library_versions
+from memo_exec.probes import memory
+from memo_exec.probes.copy_rates import Copies, rate_of
+from memo_exec.probes.tables import Timed, attention_tables, gemm_tables, rowwise_curves
+from memo_exec.probes.timing import Sample
+from memo_sim.contract.hardware import CollectiveTable, Hardware, Quantity, Source
+from memo_sim.program.instruction import Lane
+
+OPERATORS, COPIES, MEMORY, SYSTEM = "operators", "copies", "memory", "system"
+COLLECTIVES, LINK, DATASHEET = "collectives", "link", "datasheet"
+
+PEAK_BF16_FLOPS = {
+    "NVIDIA A100-SXM4-80GB": 312e12,
+    "NVIDIA A800-SXM4-80GB": 312e12,
+    "NVIDIA H100 80GB HBM3": 989e12,
+    "NVIDIA H200": 989e12,
+    "NVIDIA B200": 2250e12,
+}
+"""Dense peaks of NVIDIA's data sheets, by the name that CUDA reports: what a published MFU is a fraction of."""
+
+
+@dataclass(frozen=True)
+class Shared:
+    """What several ranks measured together."""
+
+    world: int
+    tables: list[CollectiveTable]
+    communicator_bytes: int
+    """Device memory of one rank's communicators, all groups together; 0 on a CPU."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """Everything that was measured on one device."""
+
+    machine: Machine
+    timed: list[Timed]
+    copies: Copies
+    floor: Sample
+    allocation: memory.Allocation
+    host_ready: Sample
+    host_allocated: Sample | None
+    reserve_bytes: dict[str, int]
+
+
+def profile_of(found: Found, shared: Shared | None, name: str | None) -> Hardware:
+    """Return the profile of one device, and of the node's collectives when several ranks measured them."""
+    machine, copies, allocation = found.machine, found.copies, found.allocation
+    curves = rowwise_curves(found.timed, OPERATORS)
+    gemm = gemm_tables(found.timed, OPERATORS)
+    peaks = {
+        dtype: Quantity(value=max(row[3] for t in gemm if t.dtype == dtype for row in t.rows), source=OPERATORS)
+        for dtype in {t.dtype for t in gemm}
+    }
+    if machine.name in PEAK_BF16_FLOPS:
+        peaks["bf16"] = Quantity(value=PEAK_BF16_FLOPS[machine.name], source=DATASHEET)
+    reserve = dict(found.reserve_bytes)
+    if shared is not None and shared.communicator_bytes:
+        reserve["communicators"] = shared.communicator_bytes
+    pinned = found.host_allocated
+    return Hardware(
+        name=name or re.sub(r"[^a-z0-9]+", "-", machine.name.lower()).strip("-"),
+        device=machine.device,
+        peak_flops=peaks,
+        device_memory_bytes=Quantity(value=float(machine.device_memory_bytes), source=SYSTEM),
+        reserve_bytes={item: Quantity(value=float(size), source=SYSTEM) for item, size in reserve.items()},
+        gemm=gemm,
+        attention=attention_tables(found.timed, OPERATORS),
+        memory_bound_bytes_per_s=curves["copy"],
+        rowwise_bytes_per_s=curves,
+        launch_floor_s=_seconds(found.floor),
+        d2h=copies.rates[Lane.D2H],
+        h2d=copies.rates[Lane.H2D],
+        devices_per_uplink=Quantity(value=1.0, source=LINK),
+        collectives=shared.tables if shared else [],
+        compute_slowdown={"copy": copies.slowdown},
+        device_malloc_s=_seconds(allocation.asked),
+        device_free_s=_seconds(allocation.given_back),
+        device_malloc_s_per_gib=_seconds(allocation.asked_per_gib),
+        device_free_s_per_gib=_seconds(allocation.given_back_per_gib),
+        host_register_bytes_per_s=rate_of(memory.BLOCK_BYTES, found.host_ready, MEMORY),
+        host_alloc_bytes_per_s=rate_of(memory.BLOCK_BYTES, pinned, MEMORY) if pinned else None,
+        host_memory_bytes=Quantity(value=float(machine.host_memory_bytes), source=SYSTEM),
+        host_copy_bytes_per_s=Quantity(value=copies.together_bytes_per_s, source=COPIES),
+        devices=shared.world if shared else 1,
+        sources=_sources(machine, shared),
+    )
+
+
+def _seconds(sample: Sample) -> Quantity:
+    return Quantity(value=sample.seconds, source=MEMORY, spread=sample.spread)
+
+
+def _sources(machine: Machine, shared: Shared | None) -> dict[str, Source]:
+    libraries = ", ".join(f"{name} {version}" for name, version in library_versions().items())
+    where = f"memo-exec calibrate on {machine.name}, torch {torch.__version__}"
+    where += f", {libraries}" if libraries else ""
+    cpu = machine.device == "cpu"
+    dispatched = " and the dispatch of one instruction" if cpu else ""
+    least = "an instruction without a kernel in the interpreter" if cpu else "a kernel of many in a row that do nothing"
+    every = f"with {shared.world} ranks copying at once" if shared else "the rate beside compute"
+    texts = {
+        OPERATORS: f"{where}: single operators through the executor's kernels, newest input in cache, others not; "
+        f"median{dispatched}",
+        COPIES: f"{where}: copies in the executor's lanes, median; all_devices is {every}; host_copy is both "
+        "directions at once; compute_slowdown is a layer's operators beside one copy lane",
+        MEMORY: f"{where}: {least}; device blocks of {memory.BLOCK_BYTES} and {memory.LARGE_BYTES} bytes, a line "
+        f"through both; host blocks of {memory.BLOCK_BYTES} bytes",
+        SYSTEM: f"{where}: what the system reports; the container's limit counts as the host's memory",
+    }
+    sources = {name: Source(kind="measured", text=text) for name, text in texts.items()}
+    if machine.name in PEAK_BF16_FLOPS:
+        sources[DATASHEET] = Source(kind="datasheet", text=f"NVIDIA's data sheet for {machine.name}: dense bf16")
+    if shared is None:
+        text = "one device was measured: it shares its link with no other"
+    else:
+        text = f"what a link shared by {shared.world} devices costs is in all_devices"
+        over = "gloo" if cpu else "NCCL"
+        sources[COLLECTIVES] = Source(
+            kind="measured",
+            text=f"{where}: {over} between {shared.world} ranks of one node, calls back to back, slowest rank, median; "
+            "alpha is the shortest time of any size",
+        )
+    return {**sources, LINK: Source(kind="assumed", text=text)}

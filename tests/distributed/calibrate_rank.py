@@ -1,0 +1,54 @@
+"""One rank of a calibration with few, quick sizes.
+
+``python -m tests.distributed.calibrate_rank OUTPUT [RANK THAT DIES]``, in the environment that torchrun sets.
+"""
+
+import os
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from memo_exec.calibrate import calibrate
+from memo_exec.probes import collectives
+from memo_exec.probes import grid as grids
+from memo_sim.contract import codec
+from memo_sim.contract.errors import MemoError
+
+QUICK = replace(
+    grids.CPU,
+    widths=(64,),
+    lengths=(256,),
+    head_dims=(32,),
+    heads=(2,),
+    attention_lengths=(128,),
+    copy_bytes=(2**14, 2**18),
+    beside_s=0.05,
+    message_bytes=(2**10, 2**14, 2**18, 2**20, 2**22),
+    message_s=0.02,
+    budget_s=0.0,
+)
+DIED = 9
+
+
+def main(output: str, dies: str = "") -> None:
+    if dies == os.environ["RANK"]:
+        call = collectives._call
+
+        def stops(kind: str, *rest: Any) -> Any:
+            if kind == "all_to_all":
+                os._exit(DIED)
+            return call(kind, *rest)  # type: ignore[arg-type]
+
+        collectives._call = stops  # type: ignore[assignment]
+    try:
+        profile = calibrate(grid=QUICK, command="a test")
+    except MemoError as error:
+        print(error, file=sys.stderr)
+        sys.exit(error.exit_code)
+    if profile is not None:
+        codec.write(Path(output), profile)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
