@@ -11,8 +11,10 @@ runs out. What ``malloc`` does, in this order:
 Step 6 is MEMO's reorganisation: everything is waited for, cudaFree and cudaMalloc follow. A block of which any part is
 in use keeps its whole segment, so the memory that step 6 finds can be less than what is free: fragmentation.
 
-Left out: private pools of CUDA graphs and of ``MemPool``, and the driver's own fragmentation. A new segment lies behind
-all earlier ones, where the driver may reuse addresses; only ties between equal sizes can tell.
+Left out: private pools of CUDA graphs and of ``MemPool``, callbacks that free memory, and the driver's own
+fragmentation. A new segment lies behind all earlier ones, where the driver may reuse addresses; only ties between equal
+sizes can tell. The capacity is the device's: under PyTorch's own limit (a memory fraction) a request that grows an
+expandable segment is refused by the size of a whole segment, even where less would have to be mapped.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ SMALL_SEGMENT_BYTES = 2 * MIB
 ROUNDED_ALONE_BYTES = 10 * MIB
 """From this block size on a request gets a segment of its own size, rounded up to ``SEGMENT_UNIT_BYTES``."""
 SEGMENT_UNIT_BYTES = 2 * MIB
-LEAST_SPLIT_LIMIT_MB = 20
+DEFAULT_ROUNDING_MB = 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +33,7 @@ class AllocatorConfig:
 
     max_split_size_mb: int | None = None
     """Blocks of this size or more are never split; None: any may be."""
-    max_non_split_rounding_mb: int = 20
+    max_non_split_rounding_mb: int = DEFAULT_ROUNDING_MB
     """How much larger than a request of ``max_split_size_mb`` or more the cached block that serves it may be."""
     roundup_power2_divisions: int = 1
     """Round sizes up to one of so many equal steps between powers of two; 1: to multiples of 512 bytes."""
@@ -41,26 +41,28 @@ class AllocatorConfig:
     """Share of the capacity above which old cached segments are given back before a new one is asked for; 0: never."""
     expandable_segments: bool = False
     large_segment_size_mb: int = 20
+    """What the device is asked for when a block of 1 to 10 MiB finds no room; a page of an expandable segment."""
 
     def __post_init__(self) -> None:
-        """Refuse what PyTorch refuses.
+        """Refuse what PyTorch 2.13 refuses, and what it fails with later.
 
         Raises:
             UsageError: naming the setting.
         """
         divisions = self.roundup_power2_divisions
+        segment_mb = self.large_segment_size_mb
         for name, got, wanted, right in (
             (
                 "max_split_size_mb",
                 self.max_split_size_mb,
-                f"more than {LEAST_SPLIT_LIMIT_MB}, or nothing",
-                self.max_split_size_mb is None or self.max_split_size_mb > LEAST_SPLIT_LIMIT_MB,
+                f"at least large_segment_size_mb, {segment_mb}, or nothing",
+                self.max_split_size_mb is None or self.max_split_size_mb >= segment_mb,
             ),
             (
                 "max_non_split_rounding_mb",
                 self.max_non_split_rounding_mb,
-                f"at least {LEAST_SPLIT_LIMIT_MB}",
-                self.max_non_split_rounding_mb >= LEAST_SPLIT_LIMIT_MB,
+                f"at least large_segment_size_mb, {segment_mb}",
+                self.max_non_split_rounding_mb >= segment_mb or self.max_non_split_rounding_mb == DEFAULT_ROUNDING_MB,
             ),
             (
                 "roundup_power2_divisions",
@@ -76,9 +78,9 @@ class AllocatorConfig:
             ),
             (
                 "large_segment_size_mb",
-                self.large_segment_size_mb,
-                "at least 20, a multiple of 2",
-                self.large_segment_size_mb >= LEAST_SPLIT_LIMIT_MB and self.large_segment_size_mb % 2 == 0,
+                segment_mb,
+                f"more than {ROUNDED_ALONE_BYTES // MIB}, and even with expandable_segments: the device maps 2 MiB",
+                segment_mb * MIB > ROUNDED_ALONE_BYTES and not (self.expandable_segments and segment_mb % 2),
             ),
             (
                 "expandable_segments",

@@ -4,6 +4,10 @@ Every request is rounded up to a power of two and served by a cached block of ex
 first; there is no splitting and no merging, and nothing is given back until ``empty_cache``:
 
     3.0 GiB -> a block of 4 GiB        freed, it serves 2.1 GiB to 4 GiB and nothing else
+
+PyTorch 2.13 can be told otherwise: above ``pinned_max_cached_size_mb`` a block is neither rounded nor kept. Its
+``pinned_max_round_threshold_mb`` is not modelled: free lists go by powers of two and look at no size, so that by its
+source a kept block that is not rounded could serve a larger request.
 """
 
 from __future__ import annotations
@@ -29,9 +33,10 @@ class PinnedBlock:
 
 
 class PinnedAllocator:
-    """The pinned memory of one process, in bytes."""
+    """The pinned memory of one process, in bytes; what is above ``max_cached_bytes`` is neither rounded nor kept."""
 
-    def __init__(self) -> None:
+    def __init__(self, max_cached_bytes: int | None = None) -> None:
+        self.max_cached_bytes = max_cached_bytes
         self.num_host_alloc = 0
         """Blocks registered: cudaHostAlloc."""
         self.num_host_free = 0
@@ -45,7 +50,7 @@ class PinnedAllocator:
 
     def malloc(self, size_bytes: int) -> PinnedBlock:
         """Hand out a block for ``size_bytes`` (at least 1; an empty tensor asks for none)."""
-        size = pinned_bytes(size_bytes)
+        size = size_bytes if self._is_exact(size_bytes) else pinned_bytes(size_bytes)
         cached = self._free.get(size)
         if cached:
             block = cached.pop()
@@ -71,7 +76,7 @@ class PinnedAllocator:
         if block.streams:
             self._waiting.append(block)
         else:
-            self._free.setdefault(block.size, []).append(block)
+            self._take_back(block)
 
     def record_event(self, block: PinnedBlock) -> None:
         """Note that a copy of another stream uses the block."""
@@ -81,7 +86,7 @@ class PinnedAllocator:
         """Say that all copies given so far have ended."""
         for block in self._waiting:
             block.streams = 0
-            self._free.setdefault(block.size, []).append(block)
+            self._take_back(block)
         self._waiting.clear()
 
     def empty_cache(self) -> None:
@@ -90,3 +95,13 @@ class PinnedAllocator:
             self.num_host_free += len(blocks)
             self.reserved_bytes -= sum(block.size for block in blocks)
         self._free.clear()
+
+    def _is_exact(self, size: int) -> bool:
+        return self.max_cached_bytes is not None and size > self.max_cached_bytes
+
+    def _take_back(self, block: PinnedBlock) -> None:
+        if self._is_exact(block.size):
+            self.num_host_free += 1
+            self.reserved_bytes -= block.size
+        else:
+            self._free.setdefault(block.size, []).append(block)

@@ -50,6 +50,32 @@ def test_a_block_that_a_copy_uses_waits_for_it() -> None:
     assert host.num_host_alloc == 2
 
 
+def test_above_the_cached_size_blocks_are_exact_and_go_back_at_once() -> None:
+    host = PinnedAllocator(max_cached_bytes=3 * GIB)
+    exact = host.malloc(5 * GIB)
+    assert exact.size == 5 * GIB
+    host.free(exact)
+    assert (host.reserved_bytes, host.num_host_alloc, host.num_host_free) == (0, 1, 1)
+    awaited = host.malloc(3 * GIB + 1)
+    host.record_event(awaited)
+    host.free(awaited)
+    assert host.reserved_bytes == 3 * GIB + 1
+    host.pass_events()
+    assert (host.reserved_bytes, host.num_host_free) == (0, 2)
+
+
+def test_a_size_that_is_rounded_beyond_the_cached_size_is_not_kept() -> None:
+    """3 GiB may be cached and becomes a block of 4, which may not: PyTorch asks for the block's size at its free."""
+    host = PinnedAllocator(max_cached_bytes=3 * GIB)
+    rounded = host.malloc(3 * GIB)
+    assert rounded.size == 4 * GIB
+    host.free(rounded)
+    assert (host.reserved_bytes, host.num_host_free) == (0, 1)
+    kept = host.malloc(2 * GIB)
+    host.free(kept)
+    assert host.malloc(2 * GIB) is kept
+
+
 def test_a_block_is_freed_once() -> None:
     host = PinnedAllocator()
     block = host.malloc(8)
