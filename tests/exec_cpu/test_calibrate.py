@@ -1,10 +1,13 @@
 """Calibration: a valid profile from single operators, that prices every operator of the models it is for."""
 
 import json
+import os
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,10 +15,15 @@ import torch
 
 from memo_exec.calibrate import calibrate
 from memo_exec.kernels import KERNELS
+from memo_exec.machine import this_machine
+from memo_exec.probes import clocks, memory
 from memo_exec.probes import grid as grids
+from memo_exec.probes.copies import Lanes
+from memo_exec.probes.copy_rates import Copies
 from memo_exec.probes.operators import Bench, operators_of
+from memo_exec.probes.profile import Found, profile_of
 from memo_exec.probes.tables import Timed, attention_tables, gemm_tables, rowwise_curves
-from memo_exec.probes.timing import Effort, Sample, of_passes, sample_of
+from memo_exec.probes.timing import Effort, Sample, back_to_back, of_passes, sample_of
 from memo_sim.contract import codec
 from memo_sim.contract.catalog import load_model
 from memo_sim.contract.hardware import Hardware
@@ -54,7 +62,9 @@ def test_the_profile_can_be_written_and_read_back(profile: Hardware, tmp_path: P
 def test_every_number_says_where_it_came_from(profile: Hardware) -> None:
     assert {source.kind for name, source in profile.sources.items() if name != "link"} == {"measured"}
     assert profile.provenance["torch"] == torch.__version__
-    assert {"device", "compute_threads", "created", "seconds", "command", "passes", "dispatch_us", "ranks"} <= set(profile.provenance)
+    assert {"device", "compute_threads", "created", "seconds", "command", "passes", "dispatch_us", "ranks"} <= set(
+        profile.provenance
+    )
 
 
 def test_curves_cover_every_operator_of_the_tiny_models(profile: Hardware) -> None:
@@ -135,6 +145,98 @@ def test_tables_average_equal_works_and_join_near_points() -> None:
     (attention,) = attention_tables(timed, "s")
     assert attention.rows == [[64.0, 2.0, causal.flops]]
     assert attention.full_mask_gain == pytest.approx(2 / 1.6)
+
+
+def test_no_pass_is_begun_beyond_the_budget() -> None:
+    few = replace(FEW, attention_lengths=(128,), copy_bytes=(2**14,), beside_s=0.02)
+    short, long = calibrate(grid=few, budget_s=0.001), calibrate(grid=few, budget_s=600.0)
+    assert short is not None
+    assert long is not None
+    assert short.provenance["passes"] == "1"
+    assert long.provenance["passes"] == "3"
+    assert {table.gemm_pass for table in short.gemm} == {"fprop", "dgrad", "wgrad"}  # the first pass is whole
+
+
+def test_two_sizes_of_blocks_make_a_line() -> None:
+    asked, per_gib = memory._line(Sample(2e-3, 0.1), Sample(9e-3, 0.2), (2**26, 2**29))
+    assert asked.seconds == pytest.approx(1e-3)
+    assert asked.seconds + per_gib.seconds * 2**29 / 2**30 == pytest.approx(9e-3)
+    flat, nothing = memory._line(Sample(2e-3, 0.1), Sample(1e-3, 0.2), (2**26, 2**29))
+    assert (flat.seconds, nothing.seconds) == (2e-3, 0.0)
+
+
+def test_calls_back_to_back_until_told_to_stop() -> None:
+    seen: list[int] = []
+    durations = back_to_back(seen.append, torch.device("cpu"), lambda: len(seen) >= 3)
+    assert seen == [0, 1, 2]
+    assert len(durations) == 3
+
+
+def test_a_lane_that_fails_is_no_endless_wait() -> None:
+    def fails(i: int) -> None:
+        raise ValueError(f"call {i}")
+
+    with Lanes(torch.device("cpu"), grids.middle(FEW, "torch-flash-cpu"), 2**20) as lanes:
+        copier = lanes.copier(Lane.D2H, 2**14)
+        with pytest.raises(ValueError, match="call 0"):
+            lanes.together(0.01, {Lane.D2H: copier, Lane.COMPUTE: fails})
+
+
+SMI = "580.82.07, P0, 1980, 1980, 2619, 512.33, 700.00\n580.82.07, P0, 1755, 1980, 2619, 698.10, 700.00\n580.82"
+
+
+def test_clocks_are_summed_up_and_a_line_that_was_cut_off_is_left_out() -> None:
+    assert clocks.summary(SMI) == {
+        "driver": "580.82.07",
+        "power_state": "P0",
+        "sm_clock_mhz": "1867.5 (1755 to 1980), at most 1980",
+        "memory_clock_mhz": "2619 (2619 to 2619)",
+        "power_w": "605.215 (512.33 to 698.1), limit 700.00",
+    }
+    assert clocks.summary(SMI.replace("512.33", "[N/A]"))["power_w"] == "698.10, limit 700.00"
+    assert clocks.summary("") == {"clocks": "not known: nvidia-smi printed nothing"}
+
+
+def test_clocks_are_read_beside_what_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = tmp_path / "nvidia-smi"
+    program.write_text(f"#!/bin/sh\nprintf '%s\\n' \"$@\" > {tmp_path}/asked\nprintf '{SMI}'\nexec sleep 60\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="1-2-3"))
+    with clocks.watched(torch.device("cuda")) as notes:
+        deadline = time.monotonic() + 20
+        while not (tmp_path / "asked").exists() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        time.sleep(0.2)
+        assert notes == {}
+    assert notes["driver"] == "580.82.07"
+    asked = (tmp_path / "asked").read_text().split()
+    assert "--id=GPU-1-2-3" in asked
+    assert f"--loop-ms={clocks.PERIOD_MS}" in asked
+
+
+def test_without_nvidia_smi_the_clocks_are_not_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with clocks.watched(torch.device("cuda")) as notes:
+        pass
+    assert notes == {"clocks": "not known: no nvidia-smi"}
+    with clocks.watched(torch.device("cpu")) as nothing:
+        pass
+    assert nothing == {}
+
+
+def test_the_peak_of_a_known_device_is_the_data_sheets(profile: Hardware) -> None:
+    timed = [Timed.of(Gemm(64, 32, 16, "fprop", "bf16"), Sample(1.0, 0.1), 0.0)]
+    timed += [Timed(Rowwise("copy", 10, 600, 400), 1.0, 0.0)]
+    machine = replace(this_machine(), device="cuda", name="NVIDIA H200")
+    copies = Copies({Lane.D2H: profile.d2h, Lane.H2D: profile.h2d}, profile.compute_slowdown["copy"], 1e9)
+    sample = Sample(1e-3, 0.1)
+    blocks = memory.Allocation(sample, sample, sample, sample)
+    found = profile_of(Found(machine, timed, copies, sample, blocks, sample, sample, {"context": 1}), None, None)
+    assert found.peak_flops["bf16"].value == 989e12
+    assert found.sources["datasheet"].kind == "datasheet"
+    assert found.host_alloc_bytes_per_s is not None
+    assert found.name == "nvidia-h200"
 
 
 # The loop: calibrate, plan, run, compare. Three sizes by three policies, as a user would.
