@@ -7,7 +7,7 @@ future. Without lanes the copies run where they are issued, in order with comput
 from __future__ import annotations
 
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Protocol
 
 import torch
@@ -21,7 +21,10 @@ class Mark(Protocol):
         """Return whether the lane has passed it."""
 
     def join(self) -> None:
-        """Block the calling thread until it has."""
+        """Block the calling thread until it has; raise what the copy before it raised."""
+
+    def settle(self) -> None:
+        """Block the calling thread until it has, whatever came of the copy."""
 
 
 class Lanes(Protocol):
@@ -87,7 +90,7 @@ class HostLanes:
     def hold(self, mark: Mark) -> None:
         """Let the D2H thread wait."""
         if self._d2h is not None and not mark.done():
-            self._d2h.submit(mark.join)
+            self._d2h.submit(mark.settle)
 
 
 class StreamLanes:
@@ -146,6 +149,9 @@ class _Passed:
     def join(self) -> None:
         return
 
+    def settle(self) -> None:
+        return
+
 
 PASSED: Mark = _Passed()
 
@@ -164,6 +170,9 @@ class _Task:
     def join(self) -> None:
         self._future.result()
 
+    def settle(self) -> None:
+        wait([self._future])
+
 
 class _Event:
     """The mark of a point on a stream."""
@@ -178,6 +187,9 @@ class _Event:
         return bool(self.event.query())  # type: ignore[no-untyped-call]
 
     def join(self) -> None:
+        self.event.synchronize()
+
+    def settle(self) -> None:
         self.event.synchronize()
 
 

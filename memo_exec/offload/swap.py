@@ -180,14 +180,14 @@ class Swap:
         """Free the sources that D2H has read; wait for the oldest when more than ``most`` are on their way."""
         while self._stash:
             block = self._stash[0]()
+            under_way = block is not None and not block.copied.done()
+            if under_way and len(self._stash) <= most:
+                return
+            self._stash.popleft()
             if block is not None:
-                if not block.copied.done():
-                    if len(self._stash) <= most:
-                        return
-                    self._statistics.forward_waits += most > 0
+                self._statistics.forward_waits += under_way and most > 0
                 self._on(block.device).wait(block.copied, block.home)
                 block.source = None
-            self._stash.popleft()
 
     def collect(self) -> None:
         """Free what dead blocks left, in order with the copies that still use it."""
@@ -197,8 +197,8 @@ class Swap:
             own.release(left.copied, left.home)
             own.release(left.fetched, left.restored_home)
             if self._debug or not left.host.in_slab:
-                left.copied.join()
-                left.fetched.join()
+                left.copied.settle()
+                left.fetched.settle()
             for lanes in self._lanes.values():
                 lanes.hold(left.copied)
                 lanes.hold(left.fetched)
@@ -215,10 +215,10 @@ class Swap:
     def synchronize(self) -> None:
         """Block until every copy has run, and free every source."""
         self.collect()
-        for ref in self._stash:
-            if (block := ref()) is not None:
+        while self._stash:
+            if (block := self._stash.popleft()()) is not None:
                 block.copied.join()
-        self._let_go(0)
+                block.source = None
 
     def _on(self, device: torch.device) -> Lanes:
         if device not in self._lanes:
