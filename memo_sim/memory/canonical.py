@@ -20,6 +20,9 @@ from memo_sim.memory.problem import Clock, Ints, Problem
 from memo_sim.memory.skyline import RULES, Rule, Skyline
 
 FIRST_NODES = 1000
+NODES_PER_BUFFER = 4
+"""The least nodes of a search are these, whichever is more: one that never fails still needs a node a buffer."""
+
 SHAKES = (0.05, 0.3, 1.0)
 """By what fraction at most a life counts longer than it is, in orders that are shaken."""
 
@@ -93,7 +96,7 @@ def _attempts(problem: Problem, rules: tuple[str, ...]) -> Iterator[tuple[int, R
     for number in count():
         shake = SHAKES[number // len(rules) % len(SHAKES)] if number >= len(rules) else 0.0
         shaken = life * (1 + shake * random.random(problem.count))
-        nodes = FIRST_NODES * _luby(number + 1)
+        nodes = max(FIRST_NODES, NODES_PER_BUFFER * problem.count) * _luby(number + 1)
         yield nodes, RULES[rules[number % len(rules)]], np.lexsort((-problem.size, -shaken))
 
 

@@ -8,15 +8,20 @@ from memo_sim.contract.errors import MemoError, UsageError, did_you_mean
 from memo_sim.contract.placement import Placement
 from memo_sim.contract.requests import Requests
 from memo_sim.memory.decompose import solve_decomposed
-from memo_sim.memory.portfolio import SOLVERS, Portfolio, installed
+from memo_sim.memory.portfolio import COUNTED, SOLVERS, Portfolio, installed
 from memo_sim.memory.problem import Clock, Ints, Problem, problem_of
 from memo_sim.program.check_placement import check_placement
 
 SOLVER_NAMES = ("portfolio", "bilevel-mip", "mip", "greedy", "cp-sat")
 
 
-def place(requests: Requests, *, solver: str = "portfolio", time_limit_s: float = 60.0) -> Placement:
+def place(
+    requests: Requests, *, solver: str = "portfolio", time_limit_s: float = 60.0, most_nodes: int | None = None
+) -> Placement:
     """Return a placement of ``requests``, checked; its ``solver`` says what found it.
+
+    With ``most_nodes`` the portfolio searches at most so many nodes per core and leaves out what only a clock ends:
+    equal requests get equal placements on every machine, unless ``time_limit_s`` cuts in.
 
     A solver that finds nothing better than greedy within ``time_limit_s`` seconds leaves greedy's placement, and
     ``solver`` then says greedy. Raises UsageError for an unknown solver or a time limit that is none, CannotRun when
@@ -30,7 +35,7 @@ def place(requests: Requests, *, solver: str = "portfolio", time_limit_s: float 
         raise UsageError("a solver needs time", got=time_limit_s, wanted="seconds above 0")
     clock = Clock(time_limit_s)
     problem = problem_of(requests)
-    offsets, found_by = _solve(requests, problem, solver, clock)
+    offsets, found_by = _solve(requests, problem, solver, clock, most_nodes)
     placement = placement_of(requests, problem, offsets, solver=found_by, elapsed_s=clock.elapsed_s)
     faults = check_placement(placement, requests)
     if faults:
@@ -60,7 +65,7 @@ def placement_of(requests: Requests, problem: Problem, offsets: Ints, *, solver:
     )
 
 
-def _solve(requests: Requests, problem: Problem, solver: str, clock: Clock) -> tuple[Ints, str]:
+def _solve(requests: Requests, problem: Problem, solver: str, clock: Clock, most_nodes: int | None) -> tuple[Ints, str]:
     """Return offsets in units and the names of what found them."""
     if solver == "bilevel-mip":
         from memo_sim.memory.bilevel import solve_bilevel
@@ -68,8 +73,9 @@ def _solve(requests: Requests, problem: Problem, solver: str, clock: Clock) -> t
         offsets = solve_bilevel(requests, clock, SOLVERS["mip"]())
         if offsets is not None:
             return offsets, solver
-    techniques = {"portfolio": installed(), "greedy": ["greedy"], "bilevel-mip": ["greedy"]}
-    portfolio = Portfolio(techniques.get(solver, ["greedy", solver]))
+    whole = installed() if most_nodes is None else COUNTED
+    techniques = {"portfolio": whole, "greedy": ("greedy",), "bilevel-mip": ("greedy",)}
+    portfolio = Portfolio(techniques.get(solver, ("greedy", solver)), most_nodes=most_nodes)
     found = solve_decomposed(problem, clock, None, portfolio)
     if found is None:
         raise MemoError("no technique placed the buffers (a bug)", got=solver)

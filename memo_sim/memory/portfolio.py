@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from importlib.util import find_spec
 
 from memo_sim.memory.greedy import solve_greedy
@@ -10,10 +11,14 @@ from memo_sim.memory.problem import Clock, Ints, Problem, Solver
 
 
 class Portfolio:
-    """A solver made of solvers; ``found_by`` says which of them found what was returned last."""
+    """A solver made of solvers; ``found_by`` says which of them found what was returned last.
 
-    def __init__(self, techniques: Sequence[str]) -> None:
+    ``most_nodes`` bounds the canonical search of each problem beside the clock.
+    """
+
+    def __init__(self, techniques: Sequence[str], *, most_nodes: int | None = None) -> None:
         self.techniques = tuple(techniques)
+        self.most_nodes = most_nodes
         self.found_by: dict[str, None] = {}
 
     def __call__(self, problem: Problem, clock: Clock, incumbent: Ints | None) -> Ints | None:
@@ -22,12 +27,16 @@ class Portfolio:
         for name in self.techniques:
             if best is not None and (problem.peak(best) <= problem.lower_bound or clock.left_s == 0):
                 break
-            found = SOLVERS[name]()(problem, clock, best)
+            found = self._solver(name)(problem, clock, best)
             if found is not None and (best is None or problem.peak(found) < problem.peak(best)):
                 best, finder = found, name
         if finder:
             self.found_by[finder] = None
         return None if best is incumbent else best
+
+    def _solver(self, name: str) -> Solver:
+        solver = SOLVERS[name]()
+        return partial(solver, most_nodes=self.most_nodes) if name == "canonical" else solver
 
 
 def _greedy() -> Solver:
@@ -57,8 +66,16 @@ def installed() -> list[str]:
     return [name for name in SOLVERS if name not in PACKAGES or find_spec(PACKAGES[name])]
 
 
-SOLVERS: dict[str, Callable[[], Solver]] = {"greedy": _greedy, "canonical": _canonical, "cp-sat": _cp_sat, "mip": _mip}
+SOLVERS: dict[str, Callable[[], Callable[..., Ints | None]]] = {
+    "greedy": _greedy,
+    "canonical": _canonical,
+    "cp-sat": _cp_sat,
+    "mip": _mip,
+}
 """Techniques by name, cheapest first; each is imported when it is first needed."""
+
+COUNTED = ("greedy", "canonical")
+"""Techniques that end by themselves or by a number of nodes, hence give equal problems equal placements."""
 
 PACKAGES = {"cp-sat": "ortools", "mip": "mip"}
 """What a technique needs beyond numpy."""

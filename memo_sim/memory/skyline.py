@@ -38,6 +38,7 @@ Rule = Callable[[int, int, int, int, float], tuple[float, ...]]
 """Ranks sections by candidates' number, best candidate's bit, floor, slack and weight; the least is branched on."""
 
 RULES: dict[str, Rule] = {
+    "low_first": lambda number, first, floor, slack, weight: (floor, first, number),
     "troubled": lambda number, first, floor, slack, weight: (-weight, number),
     "low_troubled": lambda number, first, floor, slack, weight: (floor / weight, number / weight),
     "low_few": lambda number, first, floor, slack, weight: (floor, number, slack),

@@ -22,7 +22,11 @@ from memo_sim.program.requests import requests_of
 MOST_INSTRUCTIONS = 200_000
 """Of a step that is placed whole; of a longer one the micro-batches that were played are placed."""
 
-TIME_LIMIT_S = 60.0
+MOST_NODES = 6000
+"""Of the exact search, per core of the problem: about half a second."""
+
+TIME_LIMIT_S = 600.0
+"""A safety net that is not reached: what is found in time must not depend on it."""
 
 
 @dataclass(frozen=True)
@@ -41,8 +45,8 @@ def arena_of(simulation: Simulation) -> Arena:
     """Return the arena of a plan whose live bytes fit; its prediction is gpu_oom when the arena does not."""
     whole = simulation.full_program.instruction_count <= MOST_INSTRUCTIONS
     program = simulation.full_program if whole else simulation.program
-    # First fit alone: a search that ends by the clock would make equal questions unequal plans.
-    placement = place(requests_of(program), solver="greedy", time_limit_s=TIME_LIMIT_S)
+    # Ended by nodes: a search that ends by the clock would make equal questions unequal plans.
+    placement = place(requests_of(program), time_limit_s=TIME_LIMIT_S, most_nodes=MOST_NODES)
     placement = msgspec.structs.replace(placement, elapsed_s=0.0)  # equal plans are equal files
     beyond = simulation.decisions.micro_batches - program.micro_batches
     size = placement.arena_bytes + beyond * _input_bytes(program, placement.alignment_bytes)
