@@ -7,6 +7,7 @@ where they fit, so that a picture of thousands of buffers stays small and readab
 from __future__ import annotations
 
 import io
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -73,7 +74,8 @@ def draw_memory_map(
     import matplotlib as mpl
 
     # Text stays text in an SVG, and the same placement always gives the same bytes.
-    with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "memo"}):
+    with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "memo"}), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph .* missing")  # names in any script; what no font has is a box
         figure = _figure(placement, title, phases, reserved)
         raw = io.BytesIO()
         stamp = {".png": "Software", ".svg": "Date", ".pdf": "CreationDate"}[suffix]
@@ -90,7 +92,8 @@ def _figure(placement: Placement, title: str, phases: Sequence[Phase], reserved:
     width, height = WIDTH_IN - LEFT_IN - RIGHT_IN, HEIGHT_IN - TOP_IN - BOTTOM_IN - band
     left, right = LEFT_IN / WIDTH_IN, width / WIDTH_IN
     ax = figure.add_axes((left, (BOTTOM_IN + band) / HEIGHT_IN, right, height / HEIGHT_IN))
-    figure.text(left, 1 - 0.16 / HEIGHT_IN, title or "memory map", fontsize=12, weight="bold", va="top")
+    heading = _printable(title) or "memory map"
+    figure.text(left, 1 - 0.16 / HEIGHT_IN, heading, fontsize=12, weight="bold", va="top", parse_math=False)
     figure.text(left, 1 - 0.42 / HEIGHT_IN, _subtitle(placement), fontsize=9, color=QUIET_TEXT, va="top")
     start, end = min(placement.lower, default=0), max(placement.upper, default=1)
     unit, scale = memory_unit(placement.arena_bytes)
@@ -205,7 +208,7 @@ def _draw_names(ax: Axes, placement: Placement, scale: float, a_pt: tuple[float,
     lives = [upper - lower for lower, upper in zip(placement.lower, placement.upper, strict=True)]
     order = sorted(range(len(lives)), key=lambda i: -placement.size_bytes[i] * lives[i])
     for i in order[:MOST_NAMES]:
-        name = placement.ids[i].rpartition("/")[2]
+        name = _printable(placement.ids[i].rpartition("/")[2])
         low = max(bottom, placement.offset_bytes[i] / scale)
         high = (placement.offset_bytes[i] + placement.size_bytes[i]) / scale
         wide = lives[i] / a_pt[0] >= CHARACTER * NAME_PT * len(name) + 3
@@ -291,7 +294,7 @@ def _draw_phases(ax: Axes, phases: Sequence[Phase], instants_a_pt: float) -> Non
         linewidth=0,
     )
     for phase in phases:
-        label = _place(phase)
+        label = _printable(_place(phase))
         if (phase.upper - phase.lower) / instants_a_pt >= CHARACTER * BAND_PT * len(label):
             middle = (phase.lower + phase.upper) / 2
             ax.text(middle, 0.48, label, ha="center", va="center", fontsize=BAND_PT, color=TEXT, parse_math=False)
@@ -299,6 +302,11 @@ def _draw_phases(ax: Axes, phases: Sequence[Phase], instants_a_pt: float) -> Non
     ax.set_yticks([])
     for spine in ("top", "right", "left"):
         ax.spines[spine].set_visible(False)
+
+
+def _printable(text: str) -> str:
+    """Return ``text`` without control characters, which an SVG may not hold."""
+    return "".join(character if character.isprintable() else "?" for character in text)
 
 
 def _place(phase: Phase) -> str:

@@ -6,7 +6,9 @@ import re
 import subprocess
 import sys
 import time
+import warnings
 from pathlib import Path
+from xml.etree import ElementTree as ET
 
 import pytest
 
@@ -128,6 +130,16 @@ def test_names_with_dollars_are_text(tmp_path: Path) -> None:
     requests = Requests(ids=["$\\frac{"], lower=[0], upper=[5], size_bytes=[MIB])
     draw_memory_map(placed(requests), tmp_path / "m.svg")
     assert "$\\frac{" in texts(tmp_path / "m.svg")
+
+
+def test_names_of_any_characters_are_drawn_without_a_word(tmp_path: Path) -> None:
+    requests = Requests(ids=["a\nb\x1b[31m\x00", "\u5c42"], lower=[0, 0], upper=[5, 5], size_bytes=[MIB, MIB])
+    for name in ("m.svg", "m.png"):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            draw_memory_map(placed(requests), tmp_path / name, title="t\x1b $x$")
+    found = [element.text for element in ET.parse(tmp_path / "m.svg").iter() if element.text]
+    assert {"a?b?[31m?", "\u5c42", "t? $x$"} <= set(found)
 
 
 def test_what_cannot_be_drawn_is_refused(tmp_path: Path) -> None:
