@@ -20,7 +20,7 @@ from memo_sim.program.lower import lower
 BLOCK_BYTES = 2**26
 LARGE_BYTES = 2**29
 REPEATS = 7
-BURST = 200
+BURST = 100
 """Kernels in a row, so that a pair of events around them does not count."""
 
 CPU_CACHE_BYTES = 2**25

@@ -9,6 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from memo_exec.calibrate import calibrate
 from memo_exec.probes import collectives
 from memo_exec.probes import grid as grids
@@ -17,6 +19,7 @@ from memo_sim.contract.errors import MemoError
 
 QUICK = replace(
     grids.CPU,
+    dtype="bf16" if torch.cuda.is_available() else "fp32",
     widths=(64,),
     lengths=(256,),
     head_dims=(32,),
