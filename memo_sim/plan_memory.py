@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 
 from memo_sim.contract.codec import check_writable, encode, write_bytes
-from memo_sim.contract.errors import UsageError
+from memo_sim.contract.errors import BadInput, UsageError
 from memo_sim.contract.memory_report import MemoryReport
 from memo_sim.contract.placement import Placement
 from memo_sim.contract.requests import Requests
@@ -81,7 +81,11 @@ def _bilevel_peak(requests: Requests, placement: Placement, clock: Clock) -> tup
         return None, []
     if placement.solver == "bilevel-mip":
         return placement.arena_bytes, []
-    plan = plan_bilevel(requests, clock, Portfolio(["greedy"] if placement.solver == "greedy" else installed()))
+    level = Portfolio(["greedy"] if placement.solver == "greedy" else installed())
+    try:
+        plan = plan_bilevel(requests, clock, level)
+    except BadInput as error:  # about the phases, which the placement itself did not need
+        return None, [f"no bi-level plan: {error.what} ({error.got})"]
     if plan is None:
         return None, ["the time limit left none for the bi-level plan: it is not known"]
     return plan.peak * problem_of(requests).unit_bytes, []

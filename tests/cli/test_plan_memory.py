@@ -125,6 +125,26 @@ def test_a_snapshot_is_written_and_planned_again(plan: Path, tmp_path: Path) -> 
     assert (second.worst_instant, second.live_by_class) == (first.worst_instant, first.live_by_class)
 
 
+def test_phases_that_overlap_cost_only_the_bilevel_figure(tmp_path: Path) -> None:
+    phases = [{"name": name, "kind": name, "lower": low, "upper": low + 2} for low, name in enumerate("xy")]
+    columns = {"ids": ["a"], "lower": [0], "upper": [3], "size_bytes": [5]}
+    (tmp_path / "r.json").write_text(json.dumps({"schema": "memo.requests/1", "phases": phases, **columns}))
+    report = report_of(plan_memory("r.json", "--json", cwd=tmp_path))
+    assert (report.peak_bytes, report.bilevel_peak_bytes) == (5, None)
+    assert any("phases overlap" in note and "x [0, 2) and y [1, 3)" in note for note in report.notes)
+    refused = plan_memory("r.json", "--solver", "bilevel-mip", cwd=tmp_path)
+    assert (refused.returncode, refused.stdout) == (3, "")
+
+
+def test_a_snapshot_that_would_end_the_standard_reader_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "s.pickle").write_bytes(b"\x80\x02})" + b"\x85" * 200_000 + b"K\x01s.")
+    (tmp_path / "out.csv").write_text("old")
+    done = plan_memory("s.pickle", "-o", "out.csv", cwd=tmp_path)
+    assert done.returncode == 3
+    assert "not a pickle of plain data" in done.stderr
+    assert (tmp_path / "out.csv").read_text() == "old"
+
+
 def test_a_log_is_planned(tmp_path: Path) -> None:
     (tmp_path / "log").write_text("malloc a 600\nmalloc b 400\nfree a 600\nmalloc c 600\n")
     report = report_of(plan_memory("log", "--solver", "greedy", "--json", cwd=tmp_path))
