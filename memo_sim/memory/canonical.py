@@ -93,11 +93,14 @@ def _attempts(problem: Problem, rules: tuple[str, ...]) -> Iterator[tuple[int, R
     """Yield nodes, rule and order of one search after the other, without end."""
     random = np.random.default_rng(0)
     life = problem.upper - problem.lower
+    opening, *others = rules
     for number in count():
+        # The opening rule finds at once what programs pose, and seldom anything later.
+        rule = others[number % len(others)] if number and others else opening
         shake = SHAKES[number // len(rules) % len(SHAKES)] if number >= len(rules) else 0.0
         shaken = life * (1 + shake * random.random(problem.count))
         nodes = max(FIRST_NODES, NODES_PER_BUFFER * problem.count) * _luby(number + 1)
-        yield nodes, RULES[rules[number % len(rules)]], np.lexsort((-problem.size, -shaken))
+        yield nodes, RULES[rule], np.lexsort((-problem.size, -shaken))
 
 
 def _luby(number: int) -> int:
