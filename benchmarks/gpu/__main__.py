@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 
 from benchmarks.gpu import checks, longest, side_by_side, suite
 from benchmarks.gpu.case import Case, Part
@@ -13,9 +14,10 @@ from benchmarks.gpu.plans import Plans, cluster_for
 from benchmarks.gpu.report import write_report
 from benchmarks.gpu.results import VARIABLE, Results, results_folder
 from benchmarks.gpu.row import Row
-from benchmarks.gpu.scale import FULL, QUICK
+from benchmarks.gpu.scale import FULL, QUICK, Scale
 from benchmarks.gpu.session import Session
 from memo_sim.contract.errors import CannotRun, MemoError
+from memo_sim.contract.units import parse_tokens
 
 PARTS: tuple[Part, ...] = ("checks", "calibrate", "suite", "rivals", "longest")
 SHARES: dict[Part, float] = {"checks": 0.15, "calibrate": 0.5, "suite": 0.5, "rivals": 0.8, "longest": 1.0}
@@ -42,12 +44,14 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--budget-s", type=float, default=BUDGET_S, help="seconds that the whole run may take")
     parser.add_argument("--only", choices=PARTS, action="append", help="this part alone (may be given several times)")
     parser.add_argument("--profile", help="a profile file, or a cluster's name, instead of the one calibrated here")
+    parser.add_argument("--lengths", help="these alone in suite and rivals, in this order: 128k,64k")
     parser.add_argument("--quick", action="store_true", help="tiny shapes, on any machine")
     parser.epilog = f"Results go to the folder that {VARIABLE} names. Exit codes: 0 fine, 1 a check failed, 6 no GPU."
     return parser.parse_args()
 
 
 def _run(options: argparse.Namespace) -> int:
+    lengths = tuple(parse_tokens(text) for text in options.lengths.split(",")) if options.lengths else None
     parts = [part for part in PARTS if not options.only or part in options.only]
     results = Results(results_folder())
     budget = Budget(options.budget_s)
@@ -67,18 +71,23 @@ def _run(options: argparse.Namespace) -> int:
         results,
         launcher,
         budget,
-        QUICK if options.quick else FULL,
+        _scale(options.quick, lengths),
         device=here.message,
         kernels=here.backend.split(","),
         tell=_tell,
     )
-    results.forget(set(parts))
+    results.forget(parts, lengths)
     try:
         for part in parts:
             _part(session, part, options.profile, last=part == parts[-1])
     finally:
         write_report(results, " ".join(["python -m benchmarks.gpu", *sys.argv[1:]]), _tell, quick=options.quick)
     return int(any(_failed(row) for row in results.rows))
+
+
+def _scale(quick: bool, lengths: tuple[int, ...] | None) -> Scale:
+    scale = QUICK if quick else FULL
+    return replace(scale, suite_lengths=lengths, rival_lengths=lengths) if lengths else scale
 
 
 def _part(session: Session, part: Part, profile: str | None, *, last: bool) -> None:

@@ -35,6 +35,7 @@ def best_backend(model: Model, tokens: int, device: torch.device, dtype: torch.d
             reasons.append(f"{backend.name}: {error}")
     if not seconds:
         raise CannotRun("no fused attention runs for this shape", where=model.name, got="; ".join(reasons))
+    torch.cuda.empty_cache()
     return min(seconds, key=lambda backend: seconds[backend])
 
 

@@ -8,6 +8,7 @@ starts another one for the cases that are left.
 
 from __future__ import annotations
 
+import gc
 import sys
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -42,6 +43,9 @@ def play(case: Case) -> Row:
 
     from memo_exec.machine import this_machine, versions
 
+    # What the case before held must be gone: the next looks how much memory is free.
+    gc.collect()
+    torch.cuda.empty_cache()
     try:
         row = _measure(case)
     except torch.OutOfMemoryError as error:

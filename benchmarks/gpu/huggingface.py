@@ -1,12 +1,12 @@
 """transformers' own Llama with its own gradient checkpointing and offload: the closest rival, unchanged.
 
 Our weights are written into it; its hidden states go through the same chunked loss as everyone's, because its own loss
-would make all logits at once. ``gradient_checkpointing_enable`` has ``offload`` from version 5.16 on.
+would make all logits at once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -52,8 +52,12 @@ class HuggingFaceModel:
         config.use_cache = False
         with torch.device(device):
             self.network = transformers.LlamaForCausalLM(config)
-        self.network.to(dtype).train()
-        self.network.gradient_checkpointing_enable({"use_reentrant": False}, offload=device.type == "cuda")
+        for parameter in self.network.parameters():  # not its buffers: rotary frequencies stay in fp32
+            parameter.data = parameter.data.to(dtype)
+        self.network.train()
+        old, new = "gradient_checkpointing_enable", "activation_checkpointing_enable"
+        enable = getattr(self.network, new if hasattr(self.network, new) else old)
+        enable({"use_reentrant": False}, offload=device.type == "cuda")
         self.model = model
 
     def parts(self) -> Iterator[tuple[nn.Parameter, str, slice]]:
@@ -65,7 +69,7 @@ class HuggingFaceModel:
                 yield theirs[name], entry.ours, slice(first, first + rows)
                 first += rows
 
-    def loss(self, ids: Tensor, labels: Tensor, scale: float, *_: Callable[..., Tensor]) -> Tensor:
+    def loss(self, ids: Tensor, labels: Tensor, scale: float) -> Tensor:
         """Return ``scale`` times the summed loss over ids and labels of (sequences, tokens)."""
         hidden = self.network.model(input_ids=ids, use_cache=False).last_hidden_state
         weight = self.network.get_output_embeddings().weight

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -21,6 +22,7 @@ from benchmarks.gpu.row import Row, row_of
 from memo_exec.machine import host_available_bytes, host_memory_bytes
 
 ROOT = Path(__file__).parents[2]
+CHILD = (sys.executable, "-m", "benchmarks.gpu.child")
 POLL_S = 0.1
 LEAST_HOST_BYTES = 3 * 2**30
 LEAST_HOST_SHARE = 0.03
@@ -43,8 +45,9 @@ class Budget:
 class Launcher:
     """Runs cases; rows of cases that never answered are made here."""
 
-    def __init__(self, folder: Path, budget: Budget) -> None:
+    def __init__(self, folder: Path, budget: Budget, command: Sequence[str] = CHILD) -> None:
         self.folder = folder
+        self.command = command
         self.budget = budget
         self._number = 0
         self._floor_bytes = min(LEAST_HOST_BYTES, int(LEAST_HOST_SHARE * host_memory_bytes()))
@@ -68,7 +71,7 @@ class Launcher:
         asked, told, log = (self.folder / f"{self._number:03}.{end}" for end in ("json", "rows", "log"))
         asked.write_bytes(msgspec.json.encode(cases))
         told.unlink(missing_ok=True)
-        command = [sys.executable, "-m", "benchmarks.gpu.child", str(asked), str(told)]
+        command = [*self.command, str(asked), str(told)]
         # Segments that grow suit long sequences best: every system gets them.
         environment = {"PYTORCH_ALLOC_CONF": "expandable_segments:True", **os.environ}
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))

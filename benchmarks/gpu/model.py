@@ -1,8 +1,8 @@
 """The same models in plain torch with autograd, as fast as plain torch gets: what the rivals train.
 
-Q, K, V and the two halves of a gated FFN are one product each, attention is torch's scaled_dot_product_attention on one
-asserted backend, rotary saves nothing, and logits exist by chunks. Parameters carry memo's names, so that all systems
-start from the same weights.
+Q, K, V and the two halves of a gated FFN are one product each, attention is torch's scaled_dot_product_attention on
+whichever backend the caller allows, rotary saves nothing, and logits exist by chunks. Parameters carry memo's names, so
+that all systems start from the same weights.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.gpu.loss import ChunkedLoss
 from memo_exec.kernels.frequencies import inverse_frequencies
@@ -69,7 +68,6 @@ class Layer(nn.Module):
         if model.qk_norm:
             self.q_norm, self.k_norm = _norm(model, model.head_dim), _norm(model, model.head_dim)
         self.positions: Positions | None = None
-        self.backend = SDPBackend.FLASH_ATTENTION
         self.compiled = False
 
     def forward(self, x: Tensor) -> Tensor:
@@ -95,8 +93,7 @@ class Layer(nn.Module):
             # A view of V would keep Q and K from before the rotary alive with it.
             v = v.contiguous()
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-        with sdpa_kernel([self.backend]):
-            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=m.heads != m.kv_heads)
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=m.heads != m.kv_heads)
         return out.transpose(1, 2).flatten(2)
 
     def _rotated(self, x: Tensor) -> Tensor:
@@ -152,7 +149,7 @@ class PlainModel(nn.Module):
                 yield f"{'embed' if place in ('tokens', 'positions') else 'head'}/{name}", parameter
 
 
-def build(model: Model, tokens: int, device: torch.device, dtype: torch.dtype, backend: SDPBackend) -> PlainModel:
+def build(model: Model, tokens: int, device: torch.device, dtype: torch.dtype) -> PlainModel:
     """Return a model with room for its weights, which nothing has been written to yet."""
     with torch.device("meta"):
         plain = PlainModel(model)
@@ -160,5 +157,5 @@ def build(model: Model, tokens: int, device: torch.device, dtype: torch.dtype, b
     positions = None if model.learned_positions else Positions(model, tokens, device, dtype)
     for layer in plain.layers:
         assert isinstance(layer, Layer)
-        layer.positions, layer.backend = positions, backend
+        layer.positions = positions
     return plain

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import torch
 from torch import Tensor
+from torch.nn.attention import sdpa_kernel
 
 from benchmarks.gpu import huggingface
 from benchmarks.gpu.backend import best_backend
@@ -40,32 +42,45 @@ def measure(case: Case) -> Row:
     if device.type == "cpu":
         torch.set_num_threads(machine.compute_threads)  # as many as memo's compute lane has
     backend = best_backend(case.model, case.seq_tokens, device, dtype)
-    loss, optimizer = (_hugging_face if case.kind == "hugging face" else _plain)(case, device, dtype, backend)
-    dataset = load_dataset(Path(case.data), case.model.vocab)
-    step_s, losses, norms = [], [], []
-    for step in range(1, case.warm_ups + case.steps + 1):
-        if step == case.warm_ups + 1 and device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats()
-        _synchronise(device)
-        begin = time.perf_counter()
-        ids, labels, scale = _batch(dataset, case, step, device)
-        value = loss(ids, labels, scale)
-        value.backward()  # type: ignore[no-untyped-call]
-        norms.append(optimizer.update(step))
-        losses.append(float(value))
-        _synchronise(device)
-        if step > case.warm_ups:
-            step_s.append(time.perf_counter() - begin)
-    row = timed(row_of(case, "ok"), case, step_s, machine.name)
+    loss, optimizer = (_hugging_face if case.kind == "hugging face" else _plain)(case, device, dtype)
+    steps = _Steps()
+    with sdpa_kernel([backend]):  # around backward too, which runs checkpointed attention again
+        steps.play(case, device, loss, optimizer)
     return msgspec.structs.replace(
-        row,
-        losses=losses,
-        grad_norms=norms,
+        timed(row_of(case, "ok"), case, steps.step_s, machine.name),
+        losses=steps.losses,
+        grad_norms=steps.norms,
         backend=f"sdpa {backend.name.lower().removesuffix('_attention')}",
         message=huggingface.ON_CPU if case.kind == "hugging face" and device.type == "cpu" else "",
         host_bytes=host_bytes(case.rival, device),
         **peaks(device),
     )
+
+
+@dataclass
+class _Steps:
+    """What steps leave behind."""
+
+    step_s: list[float] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+
+    def play(self, case: Case, device: torch.device, loss: Loss, optimizer: MasterAdamW) -> None:
+        """Play the case's steps."""
+        assert case.model is not None
+        dataset = load_dataset(Path(case.data), case.model.vocab)
+        for step in range(1, case.warm_ups + case.steps + 1):
+            if step == case.warm_ups + 1 and device.type == "cuda":
+                torch.cuda.reset_peak_memory_stats()
+            _synchronise(device)
+            begin = time.perf_counter()
+            value = loss(*_batch(dataset, case, step, device))
+            value.backward()  # type: ignore[no-untyped-call]
+            self.norms.append(optimizer.update(step))
+            self.losses.append(float(value.detach()))
+            _synchronise(device)
+            if step > case.warm_ups:
+                self.step_s.append(time.perf_counter() - begin)
 
 
 def peaks(device: torch.device) -> dict[str, Any]:
@@ -78,10 +93,10 @@ def peaks(device: torch.device) -> dict[str, Any]:
     }
 
 
-def _plain(case: Case, device: torch.device, dtype: torch.dtype, backend: Any) -> tuple[Loss, MasterAdamW]:
+def _plain(case: Case, device: torch.device, dtype: torch.dtype) -> tuple[Loss, MasterAdamW]:
     assert case.model is not None
     rival, layers = RIVALS[case.rival], case.model.layers
-    model = build(case.model, case.seq_tokens, device, dtype, backend)
+    model = build(case.model, case.seq_tokens, device, dtype)
     pairs = (
         (parameter, initial(name, parameter.shape, layers=layers, seed=SEED, device=device))
         for name, parameter in model.by_memo_name()
@@ -95,7 +110,7 @@ def _plain(case: Case, device: torch.device, dtype: torch.dtype, backend: Any) -
     return lambda ids, labels, scale: model.loss(ids, labels, scale, rival.run_layers), optimizer
 
 
-def _hugging_face(case: Case, device: torch.device, dtype: torch.dtype, backend: Any) -> tuple[Loss, MasterAdamW]:
+def _hugging_face(case: Case, device: torch.device, dtype: torch.dtype) -> tuple[Loss, MasterAdamW]:
     assert case.model is not None
     model, layers = huggingface.HuggingFaceModel(case.model, case.seq_tokens, device, dtype), case.model.layers
     shapes: dict[str, tuple[int, ...]] = {}
@@ -106,13 +121,7 @@ def _hugging_face(case: Case, device: torch.device, dtype: torch.dtype, backend:
         (parameter, initial(name, shapes[name], layers=layers, seed=SEED, device=device)[rows].clone())
         for parameter, name, rows in parts
     )
-    optimizer = MasterAdamW(pairs, Hyperparameters())
-
-    def loss(ids: Tensor, labels: Tensor, scale: float) -> Tensor:
-        with torch.nn.attention.sdpa_kernel([backend]):
-            return model.loss(ids, labels, scale)
-
-    return loss, optimizer
+    return model.loss, MasterAdamW(pairs, Hyperparameters())
 
 
 def _batch(dataset: Dataset, case: Case, step: int, device: torch.device) -> tuple[Tensor, Tensor, float]:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import msgspec
 
+from benchmarks.gpu.case import Part
 from benchmarks.gpu.row import Row
 from memo_sim.contract.errors import BadInput, UsageError
 
@@ -30,9 +31,9 @@ class Results:
             ) from None
         self.rows = list(self._read())
 
-    def forget(self, parts: set[str]) -> None:
-        """Drop the rows of parts that are about to be measured again."""
-        self.rows = [row for row in self.rows if row.part not in parts]
+    def forget(self, parts: list[Part], lengths: tuple[int, ...] | None) -> None:
+        """Drop the rows that are about to be measured again: of these parts, and of these lengths (None: of all)."""
+        self.rows = [r for r in self.rows if r.part not in parts or (lengths and r.sequence not in lengths)]
 
     def add(self, row: Row) -> None:
         """Append a row and write the file, so that nothing is lost when the run ends here."""

@@ -1,7 +1,8 @@
 """The ways people run a model's layers today, each a function ``run_layers(model, x)`` over a plain model.
 
 A rival that is not installed says so: it is listed, never silently absent. Those of libraries are called as their
-documentation shows; the head is outside of all of them, as its loss needs no activations.
+documentation shows. The head is outside of all of them, as its loss needs no activations; random states are not kept,
+as nothing here is random.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ def keep_all(model: PlainModel, x: Tensor) -> Tensor:
 def checkpointed(model: PlainModel, x: Tensor) -> Tensor:
     """Every layer keeps its input alone and runs again in backward."""
     for layer in model.layers:
-        x = checkpoint(layer, x, use_reentrant=False)
+        x = checkpoint(layer, x, use_reentrant=False, preserve_rng_state=False)
     return x
 
 
@@ -72,7 +73,7 @@ def checkpointed_on_cpu(model: PlainModel, x: Tensor) -> Tensor:
     """Every layer's input goes to pinned memory; the layer runs again in backward (as transformers does it)."""
     for layer in model.layers:
         with save_on_cpu(pin_memory=True):
-            x = checkpoint(layer, x, use_reentrant=False)
+            x = checkpoint(layer, x, use_reentrant=False, preserve_rng_state=False)
     return x
 
 
@@ -80,7 +81,7 @@ def attention_kept(model: PlainModel, x: Tensor) -> Tensor:
     """Attention's output and log-sum-exp stay on the device, all else runs again (selective checkpointing)."""
     contexts = partial(create_selective_checkpoint_contexts, _policy)
     for layer in model.layers:
-        x = checkpoint(layer, x, use_reentrant=False, context_fn=contexts)
+        x = checkpoint(layer, x, use_reentrant=False, preserve_rng_state=False, context_fn=contexts)
     return x
 
 
@@ -181,4 +182,5 @@ def host_bytes(rival: str, device: torch.device) -> int | None:
     if device.type == "cpu":
         return None
     slab = hooks_of(fraction).statistics.host_bytes if (fraction := FRACTIONS.get(rival)) else 0
-    return slab + int(torch.cuda.host_memory_stats().get("allocated_bytes.peak", 0))
+    pinned = torch.cuda.host_memory_stats()
+    return slab + (int(pinned["allocated_bytes.peak"]) if pinned else 0)

@@ -52,6 +52,9 @@ def _length(session: Session, tokens: int) -> None:
         if kind == "plain" and RIVALS[name].compiled and scale.quick:
             session.note(case, "not run", "compiling takes longer than a quick run may")
             continue
+        if shorter := _ran_out(session, case):
+            session.note(case, "oom", f"not tried: memory ran out at {shorter} tokens already")
+            continue
         planned = session.planned(case) if kind == "memo" else case
         if planned is not None:
             cases.append(planned)
@@ -77,6 +80,20 @@ def _case(session: Session, name: str, kind: Kind, layers: int, tokens: int) -> 
     )
     warm_ups = 2 if session.scale.step_s(case) <= SHORT_STEP_S else 1
     return msgspec.structs.replace(case, warm_ups=warm_ups)
+
+
+def _ran_out(session: Session, case: Case) -> int | None:
+    """Return a shorter length that a rival ran out of memory at with no more layers, None where it never did."""
+    if case.kind == "memo" or case.model is None:
+        return None
+    found = (
+        row.sequence
+        for row in session.results.of("rivals")
+        if (row.rival, row.status) == (case.rival, "oom")
+        and row.sequence < case.seq_tokens
+        and row.layers <= case.model.layers
+    )
+    return next(found, None)
 
 
 def _compare(session: Session, rows: list[Row], case: Case) -> None:
