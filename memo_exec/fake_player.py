@@ -78,6 +78,18 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._known[key] = weakref.ref(storage, ended)
 
 
+def _most_alive(events: list[_Event]) -> int:
+    sizes: dict[int, int] = {}
+    most = 0
+    for event in events:
+        if event.size is None:
+            del sizes[event.tensor]
+        else:
+            sizes[event.tensor] = event.size
+            most = max(most, sum(sizes.values()))
+    return most
+
+
 def observe_fake(decisions: Decisions, program: Program, *, kernels: Mapping[str, Kernel] = KERNELS) -> Observed:
     """Play ``program`` with fake tensors, and return what it asked of its device.
 
@@ -151,9 +163,13 @@ class _FakePlayer:
         declared = sum(
             self.schedule.family(touch.buffer).bytes for touch in bound.touches if touch.buffer in self.schedule.library
         )
+        events = self._played[instruction]
+        unseen = None
+        if declared > (returned := _most_alive(events)):  # lives beside what is returned
+            unseen = self.log.open(f"{name}: scratch", declared - returned, NOT_OBSERVED)
         rows: dict[int, int] = {}
-        alive = most = 0
-        for event in self._played[instruction]:
+        alive = 0
+        for event in events:
             if event.size is None:
                 row = rows.pop(event.tensor)
                 self.log.close(row)
@@ -162,15 +178,14 @@ class _FakePlayer:
             label = f"{name}: {event.operator} {event.tensor}"
             rows[event.tensor] = self.log.open(label, event.size, BufferClass.WORKSPACE.value)
             alive += event.size
-            most = max(most, alive)
             excess = min(event.size, alive - declared)
             if excess > LARGE_BYTES:
                 self.unexplained.append(Unexplained(name, event.operator, event.size, excess))
         if declared:
             before = self._workspaces.get(instruction.op, (0, 0))
-            self._workspaces[instruction.op] = max(before[0], declared), max(before[1], most)
-        if declared > most:
-            self.log.close(self.log.open(f"{name}: scratch", declared - most, NOT_OBSERVED))
+            self._workspaces[instruction.op] = max(before[0], declared), max(before[1], returned)
+        if unseen is not None:
+            self.log.close(unseen)
 
     def _events(self, bound: Bound) -> list[_Event]:
         """Play a kernel; return the tensors it makes."""

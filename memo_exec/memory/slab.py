@@ -1,7 +1,8 @@
 """The host slab: one stretch of host memory in which host buffers take turns, first fit over their program-order lives.
 
 Its size is the peak of what lives at once, not the sum. On CUDA it is registered (pinned) once and exactly, where
-torch's own pinned allocator would round every block up to a power of two.
+torch's own pinned allocator would round every block up to a power of two. Registering touches the pages first, so they
+lie on the NUMA node of the thread that makes the slab: start the process on the GPU's node (numactl --cpunodebind).
 
       first step  [ l0 ][ l1 ][ l2 ]        births in forward order
       later       [ l0 ][    m1/l0    ]     a hole is filled by the next birth that fits
@@ -9,6 +10,7 @@ torch's own pinned allocator would round every block up to a power of two.
 
 from __future__ import annotations
 
+import mmap
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -125,10 +127,9 @@ class HostSlab:
 
     def __init__(self, program: Program, columns: Columns, layout: SlabLayout, *, pinned: bool) -> None:
         self.bytes = layout.bytes
-        self.memory = torch.zeros(layout.bytes, dtype=torch.uint8)
-        self.registered = pinned and layout.bytes > 0
-        if self.registered:
-            _register(self.memory)
+        self.registered = False
+        to_pin = pinned and layout.bytes > 0
+        self.memory = _mapping(layout.bytes) if to_pin else torch.zeros(layout.bytes, dtype=torch.uint8)
         self.views: dict[int, Tensor] = {}
         families = program.all_families
         for buffer in np.flatnonzero(layout.offsets >= 0).tolist():
@@ -136,12 +137,20 @@ class HostSlab:
             offset = int(layout.offsets[buffer])
             flat = self.memory[offset : offset + family.bytes].view(TORCH_DTYPES[family.dtype])
             self.views[buffer] = flat if family.features == 1 else flat.view(family.tokens, family.features)
+        if to_pin:
+            _register(self.memory)
+            self.registered = True
 
     def close(self) -> None:
         """Give the registration back."""
         if self.registered:
             _cudart().cudaHostUnregister(self.memory.data_ptr())
             self.registered = False
+
+
+def _mapping(size: int) -> Tensor:
+    """Return zeroed memory on pages of its own, which nothing has touched: nobody else's bytes are pinned with it."""
+    return torch.frombuffer(mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype=torch.uint8)
 
 
 def _cudart() -> Any:

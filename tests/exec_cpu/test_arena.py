@@ -1,5 +1,6 @@
 """The planned arena: bitwise what torch's allocator gives, at the planned size, free of races, and never wrong."""
 
+import json
 import random
 import time
 from collections.abc import Callable
@@ -26,16 +27,17 @@ from memo_sim.contract.errors import BadInput, CannotRun
 from memo_sim.contract.placement import Placement
 from memo_sim.contract.plan import Decisions, Plan
 from memo_sim.program.edges import Edges, derive_edges
-from memo_sim.program.instruction import Lane
 from memo_sim.program.liveness import live_bytes, peak
 from memo_sim.program.lower import lower
-from tests.exec_cpu.hand_call import allocations
 from tests.exec_cpu.plans import byte_decisions, placed, write_plan
 from tests.exec_cpu.small import batch, decide, gpt, gradients, llama, one_step, play, scalars, wrapped
 from tests.exec_cpu.test_preflight import CPU
 
 POLICIES: dict[str, dict[str, Any]] = {
     "keep": {},
+    "alpha 0": {"recompute": "tokenwise"},
+    "alpha 1": {"recompute": "tokenwise", "swapped_tokens": 256},
+    "half swapped, half kept": {"swapped_tokens": 128},
     "alpha 0.5": {"recompute": "tokenwise", "swapped_tokens": 128},
     "full swap": {"swapped_tokens": 256},
     "full recompute": {"recompute": "full"},
@@ -207,9 +209,54 @@ def off_its_alignment(placement: Placement) -> Placement:
     return moved(placement, row, placement.offset_bytes[row] + 4)
 
 
+def placed_twice(placement: Placement) -> Placement:
+    columns = ("ids", "lower", "upper", "size_bytes", "offset_bytes", "classes")
+    twice = {name: [*getattr(placement, name), getattr(placement, name)[0]] for name in columns}
+    return msgspec.structs.replace(placement, **twice)
+
+
+def of_a_stranger(placement: Placement) -> Placement:
+    return msgspec.structs.replace(placement, ids=["stranger", *placement.ids[1:]])
+
+
+def dying_early(placement: Placement) -> Placement:
+    row = max(range(len(placement.ids)), key=lambda i: placement.upper[i] - placement.lower[i])
+    upper = list(placement.upper)
+    upper[row] -= 1
+    return msgspec.structs.replace(placement, upper=upper)
+
+
+def too_short(placement: Placement) -> Placement:
+    return msgspec.structs.replace(placement, size_bytes=[placement.size_bytes[0] - 1, *placement.size_bytes[1:]])
+
+
+def too_large(placement: Placement) -> Placement:
+    return msgspec.structs.replace(placement, arena_bytes=placement.arena_bytes + 512)
+
+
+def of_another_alignment(placement: Placement) -> Placement:
+    return msgspec.structs.replace(placement, alignment_bytes=256)
+
+
+def with_another_bound(placement: Placement) -> Placement:
+    return msgspec.structs.replace(placement, lower_bound_bytes=placement.lower_bound_bytes + 512)
+
+
+def of_another_class(placement: Placement) -> Placement:
+    return msgspec.structs.replace(placement, classes=["exchange", *placement.classes[1:]])
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [
+        (placed_twice, "placed twice"),
+        (of_a_stranger, "never requested"),
+        (dying_early, "lives in"),
+        (too_short, "bytes, requested were"),
+        (too_large, "the highest buffer ends at"),
+        (of_another_alignment, "alignment is 256"),
+        (with_another_bound, "the lower bound is said to be"),
+        (of_another_class, "class"),
         (onto_a_living_neighbour, "share addresses"),
         (too_small, "behind the arena's"),
         (of_another_program, "the placement is of program"),
@@ -232,6 +279,31 @@ def test_a_placement_that_is_not_the_pinned_one_is_refused(tmp_path: Path) -> No
     path = write_plan(tmp_path / "plan.json")
     other = msgspec.structs.replace(placed(byte_decisions()), solver="another")
     codec.write(tmp_path / "plan.placement.json", other)
+    with pytest.raises(BadInput, match="not the one the plan pins"):
+        run(path, RunOptions(steps=1))
+
+
+def test_a_placement_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
+    path = write_plan(tmp_path / "plan.json")
+    beside = tmp_path / "plan.placement.json"
+    whole = beside.read_text()
+    negative = json.loads(whole)
+    negative["offset_bytes"][3] = -512
+    for text, said in ((whole[:1000], "ends too early"), (json.dumps(negative), r"\$\.offset_bytes\[3\]")):
+        beside.write_text(text)
+        with pytest.raises(BadInput, match=said) as caught:
+            run(path, RunOptions(steps=1))
+        assert caught.value.exit_code == 3
+        assert "plan.placement.json" in str(caught.value)
+
+
+def test_nothing_is_allocated_for_a_placement_that_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def too_late(*arguments: object, **options: object) -> None:
+        raise AssertionError("the interpreter was made")
+
+    monkeypatch.setattr("memo_exec.run.Interpreter", too_late)
+    path = write_plan(tmp_path / "plan.json")
+    codec.write(tmp_path / "plan.placement.json", too_small(placed(byte_decisions())))
     with pytest.raises(BadInput, match="not the one the plan pins"):
         run(path, RunOptions(steps=1))
 
@@ -284,46 +356,3 @@ def test_a_checked_placement_is_the_plans(tmp_path: Path) -> None:
     found = checked_placement(codec.read(path, Plan), program, path)
     assert found is not None
     assert found.offset_bytes == placed(byte_decisions()).offset_bytes
-
-
-NUMBER_BYTES = 16
-THREAD_BYTES = 2**20
-"""torch's CPU attention keeps a tile per thread."""
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-def test_after_the_first_step_only_declared_workspaces_are_allocated(policy: str) -> None:
-    """torch's profiler, instruction by instruction: nothing, or a library's declared workspace."""
-    decisions = decide(llama(), **POLICIES[policy])
-    taken: list[tuple[Call, int]] = []
-    steps = 0
-
-    def counting(op: str) -> Callable[[Call], None]:
-        def call(arguments: Call) -> None:
-            if steps < 2 or arguments.instruction.lane is not Lane.COMPUTE:
-                KERNELS[op](arguments)
-                return
-            sizes = allocations(lambda: KERNELS[op](arguments))
-            taken.append((arguments, sum(size for size in sizes if size > NUMBER_BYTES)))
-
-        return call
-
-    with play(decisions, placement=placed(decisions), kernels={op: counting(op) for op in KERNELS}) as interpreter:
-        batches = batch(decisions)
-        for steps in (1, 2):  # noqa: B007 (the kernels read it)
-            interpreter.run_step(batches, scalars(batches, lr=0.0))
-        declared = {
-            bound.instruction: sum(
-                interpreter.schedule.family(touch.buffer).bytes
-                for touch in bound.touches
-                if touch.buffer in interpreter.schedule.library
-            )
-            for bounds in interpreter.schedule.lanes.values()
-            for bound in bounds
-        }
-        compute = interpreter.schedule.lanes[Lane.COMPUTE]
-    assert len(taken) == len(compute)
-    assert any(size for _, size in taken)
-    for call, size in taken:
-        limit = declared[call.instruction]
-        assert size <= (limit + THREAD_BYTES if limit else 0), (call.instruction.name, size, limit)

@@ -37,16 +37,17 @@ def long(model: str, kernel: str, tokens: int = LONG, **policy: Any) -> Decision
     [
         ("gpt-7b", "torch-flash", {}),
         ("gpt-7b", "torch-flash", {"recompute": "tokenwise", "swapped_tokens": 8192}),
+        ("gpt-7b", "torch-flash", {"recompute": "tokenwise", "swapped_tokens": 16_384, "loss_chunk_tokens": 4096}),
         ("llama3-8b", "torch-cudnn", {"recompute": "full", "loss_chunk_tokens": 4096}),
         ("gpt-7b", "flash2", {"recompute": "full", "loss_chunk_tokens": 4096}),
     ],
 )
 def test_a_step_that_fits_no_machine_here_is_recorded(model: str, kernel: str, policy: dict[str, Any]) -> None:
-    """Within 2 % of the program's peak, and nothing large that no instruction declares."""
+    """Within 2 % of the program's peak, with what is not seen at that peak, and nothing large that is not declared."""
     found = observed(long(model, kernel, **policy))
-    assert found.program_peak_bytes > 60 * 2**30
+    assert found.program_peak_bytes > 50 * 2**30
     assert found.ratio == pytest.approx(1, abs=0.02)
-    assert found.with_scratch_peak_bytes == pytest.approx(found.program_peak_bytes, rel=0.02)
+    assert found.with_scratch_peak_bytes == pytest.approx(found.program_peak_bytes, rel=1e-3)
     assert found.unexplained == ()
     assert NOT_OBSERVED in found.requests.classes
 

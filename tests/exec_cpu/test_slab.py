@@ -1,5 +1,6 @@
 """Host buffers in the slab: no two that live at once share a byte, and the slab is no larger than it must be."""
 
+import mmap
 from typing import Any
 
 import numpy as np
@@ -7,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from memo_exec.memory.slab import ALIGNMENT_BYTES, _Holes, in_memory, lay_out
+from memo_exec.memory.slab import ALIGNMENT_BYTES, HostSlab, _Holes, in_memory, lay_out
+from memo_sim.contract.errors import CannotRun
 from memo_sim.program.columns import expand
 from memo_sim.program.edges import derive_edges
 from memo_sim.program.liveness import live_bytes, liveness, peak
@@ -57,6 +59,57 @@ def test_reuse_of_bytes_is_an_edge() -> None:
     added = edges(in_memory(program, columns, layout)) - edges(columns)
     assert {(p.split("/")[-2], c.split("/")[-2]) for p, c in added} == {("pre", "off")}
     assert all(p.startswith("m0/") and c.startswith("m1/") for p, c in added)
+
+
+class Runtime:
+    """Stands where the CUDA runtime would; keeps what it was asked."""
+
+    def __init__(self, status: int = 0) -> None:
+        self.status = status
+        self.asked: list[tuple[Any, ...]] = []
+
+    def cudaHostRegister(self, *arguments: int) -> int:  # noqa: N802 (the runtime's name)
+        self.asked.append(("register", *arguments))
+        return self.status
+
+    def cudaHostUnregister(self, *arguments: int) -> int:  # noqa: N802
+        self.asked.append(("unregister", *arguments))
+        return 0
+
+
+def slab(monkeypatch: pytest.MonkeyPatch, runtime: Runtime, **policy: Any) -> HostSlab:
+    monkeypatch.setattr("torch.cuda.cudart", lambda: runtime)
+    (program,) = lower(decide(gpt(layers=4), global_batch=4, **policy))
+    columns = expand(program)
+    return HostSlab(program, columns, lay_out(program, columns, liveness(program, columns)), pinned=True)
+
+
+def test_the_slab_is_registered_once_at_its_exact_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not rounded to a power of two, on pages of its own, and given back once."""
+    runtime = Runtime()
+    found = slab(monkeypatch, runtime, swapped_tokens=256)
+    first = found.memory.data_ptr()
+    assert found.bytes == found.memory.numel() > 0
+    assert found.bytes & (found.bytes - 1)
+    assert first % mmap.PAGESIZE == 0
+    assert runtime.asked == [("register", first, found.bytes, 0)]
+    assert all(first <= view.data_ptr() < first + found.bytes for view in found.views.values())
+    assert not found.memory.any()
+    found.close()
+    found.close()
+    assert runtime.asked[1:] == [("unregister", first)]
+
+
+def test_nothing_is_registered_where_nothing_is_swapped(monkeypatch: pytest.MonkeyPatch) -> None:
+    runtime = Runtime()
+    slab(monkeypatch, runtime, recompute="full").close()
+    assert runtime.asked == []
+
+
+def test_a_slab_that_cannot_be_pinned_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(CannotRun, match="cannot be pinned") as caught:
+        slab(monkeypatch, Runtime(status=2), swapped_tokens=256)
+    assert "CUDA error 2" in str(caught.value)
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(1, 500)), max_size=60))
