@@ -22,6 +22,14 @@ def check_kernels(decisions: Decisions, program: Program, machine: Machine) -> N
     missing = sorted({i.op for t in program.templates for i in t.instructions} - set(KERNELS))
     if missing:
         raise CannotRun("the plan's program has operators without a kernel", got=", ".join(missing))
+    if decisions.kernels.rowwise == "triton" and (reason := _triton_missing(machine)):
+        raise CannotRun(
+            "the plan's row-wise kernels cannot be used here",
+            where="$.decisions.kernels.rowwise",
+            got=f"triton: {reason}",
+            wanted="torch",
+            hint="another kernel is another plan: price it again with kernels.rowwise torch",
+        )
     kernel, available = decisions.kernels.attention, attention_kernels(machine)
     reason = available.get(kernel, "no such kernel in this version")
     if reason:
@@ -33,6 +41,13 @@ def check_kernels(decisions: Decisions, program: Program, machine: Machine) -> N
             wanted=fitting or "an attention kernel for this device",
             hint="another kernel is another plan: memo-exec calibrate -o here.json, then what-if --cluster here.json",
         )
+
+
+def _triton_missing(machine: Machine) -> str:
+    """Return why Triton's kernels cannot be used here; "" when they can."""
+    if machine.device != "cuda":
+        return f"it plays on cuda, this device is {machine.device}"
+    return "" if importlib.util.find_spec("triton") else "triton is not installed (CUDA builds of torch bring it)"
 
 
 def attention_kernels(machine: Machine) -> dict[str, str]:

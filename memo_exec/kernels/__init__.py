@@ -2,12 +2,15 @@
 
 ``KERNELS[instruction.op](call)`` plays an instruction. Kernels write into their operands and cut scratch out of the
 declared workspace; those in ``LIBRARY_SCRATCH`` call operators that allocate their results themselves, so their
-workspace is counted and left to the library.
+workspace is counted and left to the library. A plan with ``rowwise: triton`` plays the row-wise ones as fused Triton
+kernels, from modules that are imported at their first call: Triton is not installed on a machine without a GPU.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import cache
+from importlib import import_module
 
 from memo_exec.kernels import (
     activation,
@@ -25,29 +28,47 @@ from memo_exec.kernels.call import Call, Context, Scratch, StepScalars
 
 Kernel = Callable[[Call], None]
 
+
+@cache
+def _fused(module: str, name: str) -> Kernel:
+    kernel: Kernel = getattr(import_module(f"memo_exec.kernels.{module}"), name)
+    return kernel
+
+
+def _either(plain: Kernel, module: str) -> Kernel:
+    """Return the kernel that plays ``plain``, or its namesake in ``module`` where the plan wants Triton."""
+    name = plain.__name__
+
+    def play(call: Call) -> None:
+        fused = call.context.decisions.kernels.rowwise == "triton"
+        (_fused(module, name) if fused else plain)(call)
+
+    return play
+
+
 KERNELS: Mapping[str, Kernel] = {
     "embed": embedding.embed,
     "embed.bwd": embedding.embed_backward,
-    "layer_norm": norm.layer_norm,
-    "layer_norm.bwd": norm.layer_norm_backward,
-    "rms_norm": norm.rms_norm,
-    "rms_norm.bwd": norm.rms_norm_backward,
+    "layer_norm": _either(norm.layer_norm, "triton_norm"),
+    "layer_norm.bwd": _either(norm.layer_norm_backward, "triton_norm"),
+    "rms_norm": _either(norm.rms_norm, "triton_norm"),
+    "rms_norm.bwd": _either(norm.rms_norm_backward, "triton_norm"),
     "linear": linear.linear,
     "linear.dgrad": linear.linear_dgrad,
     "linear.wgrad": linear.linear_wgrad,
     "bias.bwd": linear.bias_backward,
-    "gelu": activation.gelu,
-    "gelu.bwd": activation.gelu_backward,
-    "swiglu": activation.swiglu,
-    "swiglu.bwd": activation.swiglu_backward,
-    "rotary": rotary.rotary,
-    "rotary.bwd": rotary.rotary_backward,
+    "gelu": _either(activation.gelu, "triton_activation"),
+    "gelu.bwd": _either(activation.gelu_backward, "triton_activation"),
+    "swiglu": _either(activation.swiglu, "triton_activation"),
+    "swiglu.bwd": _either(activation.swiglu_backward, "triton_activation"),
+    "rotary": _either(rotary.rotary, "triton_rotary"),
+    "rotary.bwd": _either(rotary.rotary_backward, "triton_rotary"),
     "qk_norm": qk_norm.qk_norm,
     "qk_norm.bwd": qk_norm.qk_norm_backward,
     "attention": attention.attention,
     "attention.bwd": attention.attention_backward,
     "residual_add": move.residual_add,
-    "cross_entropy": loss.cross_entropy,
+    "cross_entropy": _either(loss.cross_entropy, "triton_loss"),
     "copy": move.copy,
     "d2h": move.transfer,
     "h2d": move.transfer,

@@ -9,6 +9,7 @@ row block at a time (a table for 1M tokens would take 512 MiB) in fp32, then rou
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from memo_exec.kernels.call import Call
 from memo_sim.program.kernel_table import NORM_ROWS
@@ -24,29 +25,40 @@ def rotary_backward(call: Call) -> None:
     _rotate(call, "grad", -1.0)
 
 
+class Tables:
+    """Cosines and sines of one row block at a time, in the workspace."""
+
+    def __init__(self, call: Call, packed: Tensor, first: int) -> None:
+        self._call, self._first = call, first
+        half, self.scratch = call.context.model.head_dim // 2, call.scratch()
+        rows = min(len(packed), NORM_ROWS)
+        self._positions = self.scratch.take(rows)
+        self._wide = self.scratch.take(rows, half), self.scratch.take(rows, half)
+        narrow = packed.dtype != torch.float32
+        self._narrow = [self.scratch.take(rows, half, dtype=packed.dtype) for _ in range(2)] if narrow else None
+
+    def of(self, first: int, rows: int) -> tuple[Tensor, Tensor]:
+        """Return cosines and sines, (rows, half a head) in the packed tensor's dtype, from row ``first`` on."""
+        period, positions, (cosines, sines) = self._call.context.decisions.seq_tokens, self._positions, self._wide
+        start = (self._first + first) % period
+        torch.arange(start, start + rows, out=positions[:rows])
+        positions[:rows].remainder_(period)
+        torch.outer(positions[:rows], self._call.context.inverse_frequencies, out=sines[:rows])
+        torch.cos(sines[:rows], out=cosines[:rows])
+        sines[:rows].sin_()
+        if self._narrow is None:
+            return cosines[:rows], sines[:rows]
+        return self._narrow[0][:rows].copy_(cosines[:rows]), self._narrow[1][:rows].copy_(sines[:rows])
+
+
 def _rotate(call: Call, role: str, sign: float) -> None:
-    packed, decisions, model = call[role], call.context.decisions, call.context.model
-    rows, half, tp = len(packed), model.head_dim // 2, decisions.layout.tp
-    heads = (model.heads + model.kv_heads) // tp
-    scratch, count = call.scratch(), min(rows, NORM_ROWS)
-    positions = scratch.take(count)
-    cosines, sines = scratch.take(count, half), scratch.take(count, half)
-    narrow = packed.dtype != torch.float32
-    if narrow:
-        narrow_tables = [scratch.take(count, half, dtype=packed.dtype) for _ in range(2)]
-    kept = scratch.take(count, heads, half, dtype=packed.dtype)
-    for first in range(0, rows, NORM_ROWS):
-        n = min(rows, first + NORM_ROWS) - first
-        start = (call.first(role) + first) % decisions.seq_tokens
-        torch.arange(start, start + n, out=positions[:n])
-        positions[:n].remainder_(decisions.seq_tokens)
-        torch.outer(positions[:n], call.context.inverse_frequencies, out=sines[:n])
-        torch.cos(sines[:n], out=cosines[:n])
-        sines[:n].sin_()
-        tables = cosines[:n], sines[:n]
-        if narrow:
-            tables = narrow_tables[0][:n].copy_(cosines[:n]), narrow_tables[1][:n].copy_(sines[:n])
-        cos, sin = (table.unsqueeze(1) for table in tables)
+    packed, model = call[role], call.context.model
+    half, heads = model.head_dim // 2, (model.heads + model.kv_heads) // call.context.decisions.layout.tp
+    tables = Tables(call, packed, call.first(role))
+    kept = tables.scratch.take(min(len(packed), NORM_ROWS), heads, half, dtype=packed.dtype)
+    for first in range(0, len(packed), NORM_ROWS):
+        n = min(len(packed), first + NORM_ROWS) - first
+        cos, sin = (table.unsqueeze(1) for table in tables.of(first, n))
         pairs = packed[first : first + n, : heads * 2 * half].view(n, heads, 2, half)
         one, two, old = pairs[:, :, 0], pairs[:, :, 1], kept[:n]
         old.copy_(one)

@@ -18,6 +18,7 @@ MemoryPolicy = Literal["planned", "caching", "eager"]
 """planned: one arena with planned addresses. caching: the same requests, served by PyTorch's caching allocator. eager:
 that allocator under an eager framework, which asks for more (an fp32 loss) and gets it late (``record_stream``)."""
 States = Literal["fp32", "bf16", "host"]
+RowwiseKernel = Literal["torch", "triton"]
 HostAllocator = Literal["exact", "power_of_two"]
 Status = Literal["ok", "gpu_oom", "host_oom", "invalid"]
 
@@ -49,6 +50,8 @@ class Kernels(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     attention: str = "flash2"
     head_groups: Width = 1
     """Attention runs in this many groups of heads, one after the other (bounds its workspace)."""
+    rowwise: RowwiseKernel = "torch"
+    """What plays norms, activations, rotary and loss: torch's operators one by one, or fused Triton kernels."""
 
 
 class Decisions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -32,7 +32,7 @@ def embed_forward(decisions: Decisions, shape: Shape, block: Block, families: Fa
     """Return the lookup: slots ``input.ids``, ``params.embed``, ``x`` (the first layer's input)."""
     builder = TemplateBuilder("embed.fwd", "fwd")
     builder.bind(families["input.ids"])
-    builder.bind(families["params.embed"])
+    builder.bind(families["params.embed"], slot="params.embed")
     builder.bind(families["skeletal.x"], slot="x")
     writer = LayerWriter(builder, decisions, shape, block)
     row_bytes = shape.hidden * DTYPE_BYTES[decisions.dtype]
@@ -71,7 +71,7 @@ def embed_backward(decisions: Decisions, shape: Shape, block: Block, families: F
     """Return the scatter of the first layer's input gradient into the embedding's."""
     builder = TemplateBuilder("embed.bwd", "bwd")
     builder.bind(families["input.ids"])
-    builder.bind(families["grads.embed"])
+    builder.bind(families["grads.embed"], slot="grads.embed")
     builder.bind(families["grad.x"])
     writer = LayerWriter(builder, decisions, shape, block)
     grad = writer.gather("grad", builder.all("grad.x"), "grad_full", 0)
@@ -98,11 +98,11 @@ def head(decisions: Decisions, shape: Shape, head_block: Block, embed_block: Blo
     """Return final norm, classifier, loss and their backward: slots ``head.x`` in, ``grad.x`` out."""
     builder = TemplateBuilder("head", "fwd")
     for name in ("head.x", "input.labels", "params.head", "grads.head", "loss", "grad.x"):
-        builder.bind(families[name])
+        builder.bind(families[name], slot=name)
     tied = decisions.model.tied_embeddings
     if tied:
-        builder.bind(families["params.embed"])
-        builder.bind(families["grads.embed"])
+        for name in ("params.embed", "grads.embed"):
+            builder.bind(families[name], slot=name)
     classifier = _Classifier(builder, decisions, shape, embed_block if tied else head_block, tied)
     norm = _FinalNorm(builder, decisions, shape, head_block)
     norm.forward()
@@ -123,7 +123,7 @@ class _FinalNorm:
         self.builder, self.shape, self.block = builder, shape, block
         self.kind = "layer_norm" if decisions.model.family == "gpt" else "rms_norm"
         self.size = DTYPE_BYTES[decisions.dtype]
-        self.dtype = decisions.dtype
+        self.dtype, self.rowwise = decisions.dtype, decisions.kernels.rowwise
 
     def forward(self) -> None:
         builder, shape = self.builder, self.shape
@@ -141,13 +141,15 @@ class _FinalNorm:
             bias=_param(self.block, "norm.bias", "params.head"),
             out=writes(builder.all("final")),
             stats=writes(builder.all("final_stats")),
-            workspace=builder.scratch("norm.scratch", table.norm_workspace_bytes(rows, shape.hidden, self.dtype)),
+            workspace=builder.scratch(
+                "norm.scratch", table.norm_workspace_bytes(rows, shape.hidden, self.dtype, self.rowwise)
+            ),
         )
 
     def backward(self, grad: Rows) -> None:
         builder, shape = self.builder, self.shape
         rows = shape.shard_tokens
-        scratch = table.norm_backward_workspace_bytes(rows, shape.hidden, self.dtype)
+        scratch = table.norm_backward_workspace_bytes(rows, shape.hidden, self.dtype, self.rowwise)
         moved = rows * shape.hidden * self.size
         builder.emit(
             "norm.bwd",
@@ -178,7 +180,8 @@ class _Classifier:
         builder.own("d_logits", BufferClass.TRANSIENT, decisions.dtype, chunk, shape.vocab)
         if shape.tp > 1:
             builder.own("loss_stats", BufferClass.EXCHANGE, "fp32", chunk, 3)
-        self.scratch = builder.scratch("loss.scratch", table.loss_workspace_bytes(chunk, shape.vocab, decisions.dtype))
+        scratch = table.loss_workspace_bytes(chunk, shape.vocab, decisions.dtype, decisions.kernels.rowwise)
+        self.scratch = builder.scratch("loss.scratch", scratch)
 
     def chunk(self, index: int, source: str, first: int, tokens: int) -> None:
         builder, shape, dtype = self.builder, self.shape, self.decisions.dtype

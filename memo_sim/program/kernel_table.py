@@ -7,6 +7,7 @@ Kernels belong to the plan because they change buffers (design.md, point 4). Sou
 from __future__ import annotations
 
 from memo_sim.contract.errors import Infeasible
+from memo_sim.contract.plan import RowwiseKernel
 from memo_sim.contract.units import DTYPE_BYTES
 from memo_sim.program.head_groups import check_head_groups, flash3_head_dim, round_up
 from memo_sim.program.work import Attention
@@ -26,6 +27,9 @@ NORM_ROWS = 4096
 
 ADAMW_ELEMENTS = 2**20
 """Elements whose bf16 moments are widened at once."""
+
+NORM_PROGRAMS = 256
+"""Programs of a Triton norm's backward, each with a sum of its own: more than a GPU has multiprocessors."""
 
 PIECE_BYTES = 64
 """A workspace is cut into pieces that start on this boundary."""
@@ -92,21 +96,38 @@ def _wide(elements: int, dtype: str) -> tuple[int, ...]:
     return () if dtype == "fp32" else (4 * elements,)
 
 
-def loss_workspace_bytes(rows: int, vocab: int, dtype: str) -> int:
-    """Return the scratch of the loss over ``rows`` tokens: five numbers a row, and the fp32 logits of a block."""
+def loss_workspace_bytes(rows: int, vocab: int, dtype: str, rowwise: RowwiseKernel = "torch") -> int:
+    """Return the scratch of the loss over ``rows`` tokens: five numbers a row, and the fp32 logits of a block.
+
+    Triton: each row's loss, and their sum.
+    """
+    if rowwise == "triton":
+        return _pieces(4 * rows, 4)
     block = min(rows, LOSS_ROWS)
     return _pieces(8 * block, block, *[4 * block] * 4, 4, *_wide(block * vocab, dtype))
 
 
-def norm_workspace_bytes(rows: int, features: int, dtype: str) -> int:
-    """Return the scratch of a norm: a block and a vector in fp32, none where they are fp32."""
+def norm_workspace_bytes(rows: int, features: int, dtype: str, rowwise: RowwiseKernel = "torch") -> int:
+    """Return the scratch of a norm: a block and a vector in fp32, none where they are fp32, or with Triton."""
+    if rowwise == "triton":
+        return 0
     return _pieces(*_wide(min(rows, NORM_ROWS) * features, dtype), *_wide(features, dtype))
 
 
-def norm_backward_workspace_bytes(rows: int, features: int, dtype: str) -> int:
-    """Return the scratch of a norm's backward: the normalised block, two numbers a row, two vectors of features."""
+def norm_backward_workspace_bytes(rows: int, features: int, dtype: str, rowwise: RowwiseKernel = "torch") -> int:
+    """Return the scratch of a norm's backward: the normalised block, two numbers a row, two vectors of features.
+
+    Triton: two sums over rows (of weight and bias) by program, and one more.
+    """
+    if rowwise == "triton":
+        return _pieces(2 * 4 * norm_programs(rows) * features, 4 * features)
     block = min(rows, NORM_ROWS)
     return _pieces(4 * block * features, *[4 * block] * 2, *[4 * features] * 2, *_wide(block * features, dtype))
+
+
+def norm_programs(rows: int) -> int:
+    """Return how many programs play a Triton norm's backward."""
+    return min(rows, NORM_PROGRAMS)
 
 
 def qk_norm_workspace_bytes(rows: int, heads: int, head_dim: int, dtype: str) -> int:
@@ -122,12 +143,16 @@ def qk_norm_backward_workspace_bytes(rows: int, heads: int, head_dim: int, dtype
     return _pieces(*[4 * block * head_dim] * 2, *[4 * block] * 2, *[4 * head_dim] * 2, *wide)
 
 
-def rotary_workspace_bytes(rows: int, heads: int, head_dim: int, dtype: str) -> int:
-    """Return the scratch of rotating ``heads`` heads: a block's positions, cosines and sines, and half of its heads."""
+def rotary_workspace_bytes(rows: int, heads: int, head_dim: int, dtype: str, rowwise: RowwiseKernel = "torch") -> int:
+    """Return the scratch of rotating ``heads`` heads: a block's positions, cosines and sines, and half of its heads.
+
+    Triton needs no copy of the heads.
+    """
     block, half, size = min(rows, NORM_ROWS), head_dim // 2, DTYPE_BYTES[dtype]
     tables = [4 * block * half] * 2
     narrow = [] if dtype == "fp32" else [size * block * half] * 2
-    return _pieces(4 * block, *tables, *narrow, size * block * heads * half)
+    kept = [] if rowwise == "triton" else [size * block * heads * half]
+    return _pieces(4 * block, *tables, *narrow, *kept)
 
 
 def embed_backward_workspace_bytes(rows: int, features: int, dtype: str) -> int:

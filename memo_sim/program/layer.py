@@ -40,7 +40,7 @@ class LayerWriter:
         self.model: Model = decisions.model
         self.shape = shape
         self.block = block
-        self.dtype = decisions.dtype
+        self.dtype, self.rowwise = decisions.dtype, decisions.kernels.rowwise
         self.size = DTYPE_BYTES[decisions.dtype]
         self.suffix = ""
 
@@ -105,7 +105,7 @@ class LayerWriter:
             shard.tokens,
             self.shape.hidden,
             self.shape.hidden,
-            scratch=table.norm_workspace_bytes(shard.tokens, self.shape.hidden, self.dtype),
+            scratch=table.norm_workspace_bytes(shard.tokens, self.shape.hidden, self.dtype, self.rowwise),
             x=reads(self._shard_rows(source, rows)),
             weight=self._param(f"{which}.weight"),
             bias=self._param(f"{which}.bias"),
@@ -187,7 +187,7 @@ class LayerWriter:
                 raw=writes(Rows("qk_raw", first, tokens)),
             )
         if not model.learned_positions:
-            scratch = table.rotary_workspace_bytes(tokens, *self._rotated, self.dtype)
+            scratch = table.rotary_workspace_bytes(tokens, *self._rotated, self.dtype, self.rowwise)
             self._rowwise("rotary", "rotary", tokens, width, width, scratch=scratch, qkv=accumulates(packed))
 
     @property
@@ -283,7 +283,7 @@ class LayerWriter:
         shape, builder = self.shape, self.builder
         width = shape.q_width + shape.kv_width
         if not self.model.learned_positions:
-            scratch = table.rotary_workspace_bytes(shape.tokens, *self._rotated, self.dtype)
+            scratch = table.rotary_workspace_bytes(shape.tokens, *self._rotated, self.dtype, self.rowwise)
             grad = accumulates(builder.all("d_qkv"))
             self._rowwise("rotary.bwd", "rotary.bwd", shape.tokens, width, width, scratch=scratch, grad=grad)
         if self.model.qk_norm:
@@ -364,7 +364,7 @@ class LayerWriter:
             rows,
             4 * shape.hidden,
             2 * shape.hidden,
-            scratch=table.norm_backward_workspace_bytes(rows, shape.hidden, self.dtype),
+            scratch=table.norm_backward_workspace_bytes(rows, shape.hidden, self.dtype, self.rowwise),
             grad=reads(summed),
             x=reads(builder.all(norm_input)),
             stats=reads(builder.all(f"{norm}_stats")),

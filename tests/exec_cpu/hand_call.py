@@ -21,14 +21,15 @@ def play(
     first: int = 0,
     workspace_bytes: int = 0,
     scalars: StepScalars | None = None,
+    device: str = "cpu",
 ) -> Call:
     """Play one kernel; ``first`` is every operand's first token."""
     given = {role: tensor for role, tensor in tensors.items() if tensor is not None}
     if workspace_bytes:
-        given["workspace"] = torch.full((workspace_bytes // 4,), float("nan"))
+        given["workspace"] = torch.full((workspace_bytes // 4,), float("nan"), device=device)
     operands = tuple(Operand(role, i, first, len(t), Mode.READ) for i, (role, t) in enumerate(given.items()))
     instruction = Instruction(f"fwd/{op}", op, Lane.COMPUTE, work or Rowwise(op, 1, 0, 0), operands)
-    context = Context(decisions, torch.device("cpu"), scalars or StepScalars())
+    context = Context(decisions, torch.device(device), scalars or StepScalars())
     call = Call(instruction, context, given)
     with torch.inference_mode():
         KERNELS[op](call)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from functools import partial
 from types import ModuleType
 
@@ -76,3 +78,16 @@ def test_an_unknown_version_is_refused_before_it_is_called() -> None:
     names = ["transformer_engine", package, f"{package}.cpp_extensions", f"{package}.cpp_extensions.fused_attn"]
     with fakes.installed({name: {} for name in names}):
         assert "cannot be imported" in attention_te.missing()
+
+
+def test_triton_is_refused_where_it_cannot_play() -> None:
+    decisions = decide(llama(), dtype="bf16", kernels=Kernels(attention="torch-flash", rowwise="triton"))
+    (program,) = lower(decisions)
+    with pytest.raises(CannotRun, match=r"decisions.kernels.rowwise") as caught:
+        check_kernels(decisions, program, replace(GPU, device="cpu"))
+    assert caught.value.exit_code == 6
+    if importlib.util.find_spec("triton") is None:
+        with pytest.raises(CannotRun, match="triton is not installed"):
+            check_kernels(decisions, program, GPU)
+    with fakes.installed({"triton": {}}):
+        check_kernels(decisions, program, GPU)
