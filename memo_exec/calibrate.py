@@ -1,6 +1,7 @@
 """Measures this machine and writes it down as a hardware profile: operators and copies by themselves, never a model.
 
-    together (probes/collectives.py, copy_rates.py)   under torchrun: collectives by size and group, all devices copying
+    together (probes/collectives.py, overlap.py, copy_rates.py)   under torchrun: collectives by size and group, what
+                                      compute loses beside them, all devices copying at once
     operators (probes/operators.py)   GEMM, attention and row-wise tables, through the kernels that runs use
     copies (probes/copy_rates.py)     alone by size, duplex, beside compute; what compute loses beside them
     memory (probes/memory.py)         dispatch of one instruction, allocation, host memory
@@ -24,7 +25,7 @@ import torch
 
 from memo_exec.attention_kernels import attention_kernels
 from memo_exec.machine import Machine, library_versions, this_machine, versions
-from memo_exec.probes import clocks, collectives, copy_rates, memory
+from memo_exec.probes import clocks, collectives, copy_rates, memory, overlap
 from memo_exec.probes import grid as grids
 from memo_exec.probes.copies import Lanes
 from memo_exec.probes.copy_rates import AllDevices
@@ -72,8 +73,8 @@ def calibrate(
         kernels = [kernel for kernel, why_not in attention_kernels(machine).items() if not why_not]
         if not kernels:
             raise CannotRun("no attention kernel works on this device", got=machine.name)
-        base = next(grids.decisions(grid, kernels[0]))
-        together = _together(ranks, base, grid) if ranks.world > 1 else None
+        middle = grids.middle(grid, kernels[0])
+        together = _together(ranks, middle, grid) if ranks.world > 1 else None
     if not ranks.first:
         return None
     measured = _measure(machine, grid, kernels, deadline, progress)
@@ -96,14 +97,16 @@ def calibrate(
     return msgspec.structs.replace(profile_of(found, shared, name), provenance=provenance)
 
 
-def _together(ranks: Ranks, base: Decisions, grid: Grid) -> tuple[Shared, AllDevices]:
+def _together(ranks: Ranks, middle: Decisions, grid: Grid) -> tuple[Shared, AllDevices]:
     """Measure what ranks do together; every rank calls this."""
     before = _outside_torch(ranks.device)
     tables = collectives.measure(ranks, grid.message_bytes, grid.message_s, COLLECTIVES)
     communicators = max(0, _outside_torch(ranks.device) - before)
-    with Lanes(ranks.device, base, memory.cache_bytes(ranks.device)) as lanes:
+    with Lanes(ranks.device, middle, memory.cache_bytes(ranks.device)) as lanes:
         everywhere = copy_rates.all_devices(ranks, lanes, grid)
-    return Shared(ranks.world, tables, communicators), everywhere
+        layer = Bench(ranks.device, lanes.cache_bytes).chain(operators_of([middle]))
+        slowdowns = overlap.slowdowns(ranks, lanes, grid, layer, COLLECTIVES)
+    return Shared(ranks.world, tables, slowdowns, communicators), everywhere
 
 
 @dataclass(frozen=True)

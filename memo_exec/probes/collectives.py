@@ -61,7 +61,9 @@ def measure(ranks: Ranks, sizes: Sequence[int], seconds: float, source: str) -> 
             samples = []
             if ranks.rank < count:
                 with ranks.answered():
-                    samples = [_time(ranks, _call(kind, ranks, count, size, group), group, seconds) for size in sizes]
+                    samples = [
+                        time_calls(ranks, call_of(kind, ranks, count, size, group), group, seconds) for size in sizes
+                    ]
             ranks.wait()
             found = [ranks.slowest(samples[i] if samples else Sample(0.0, 0.0)) for i in range(len(sizes))]
             tables.append(table_of(kind, count, dict(zip(sizes, found, strict=True)), source))
@@ -83,7 +85,7 @@ def table_of(kind: CollectiveKind, ranks: int, found: dict[int, Sample], source:
     return CollectiveTable(kind=kind, ranks=ranks, alpha_s=alpha_s, bus_bytes_per_s=curve, source=source)
 
 
-def _time(ranks: Ranks, call: Callable[[], None], group: Group, seconds: float) -> Sample:
+def time_calls(ranks: Ranks, call: Callable[[], None], group: Group, seconds: float) -> Sample:
     """Return how long one of many calls back to back takes on the group's slowest rank."""
     call()
     one = ranks.slowest(sample_of([_elapsed(call, 1, ranks.device)]), group).seconds
@@ -107,7 +109,7 @@ def _elapsed(call: Callable[[], None], calls: int, device: torch.device) -> floa
     return time.perf_counter() - begin
 
 
-def _call(kind: CollectiveKind, ranks: Ranks, count: int, size: int, group: Group) -> Callable[[], None]:
+def call_of(kind: CollectiveKind, ranks: Ranks, count: int, size: int, group: Group) -> Callable[[], None]:
     """Return one call of a kind over ``size`` bytes; a size that the ranks do not divide loses the rest."""
     dtype: torch.dtype = torch.float32 if ranks.device.type == "cpu" else torch.bfloat16
     elements = max(1, size // dtype.itemsize // count) * count

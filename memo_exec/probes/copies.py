@@ -53,7 +53,11 @@ class Lanes:
 
     def inside(self, lane: Lane, work: Callable[[], T]) -> T:
         """Return ``work()``, played in the lane's thread (and stream) with its number of intra-op threads."""
-        return self._threads[lane].submit(self._in_lane, lane, work).result()
+        return self.submit(lane, work).result()
+
+    def submit(self, lane: Lane, work: Callable[[], T]) -> Future[T]:
+        """Begin ``work()`` in the lane's thread (and stream)."""
+        return self._threads[lane].submit(self._in_lane, lane, work)
 
     def alone(self, lane: Lane, size_bytes: int, effort: Effort) -> Sample:
         """Return how long one copy of ``size_bytes`` takes when nothing else runs."""

@@ -10,6 +10,7 @@ import torch
 from memo_exec.machine import Machine, library_versions
 from memo_exec.probes import memory
 from memo_exec.probes.copy_rates import Copies, rate_of
+from memo_exec.probes.overlap import Slowed
 from memo_exec.probes.tables import Timed, attention_tables, gemm_tables, rowwise_curves
 from memo_exec.probes.timing import Sample
 from memo_sim.contract.hardware import CollectiveTable, Hardware, Quantity, Source
@@ -34,6 +35,7 @@ class Shared:
 
     world: int
     tables: list[CollectiveTable]
+    slowdowns: dict[Slowed, Quantity]
     communicator_bytes: int
     """Device memory of one rank's communicators, all groups together; 0 on a CPU."""
 
@@ -82,7 +84,7 @@ def profile_of(found: Found, shared: Shared | None, name: str | None) -> Hardwar
         h2d=copies.rates[Lane.H2D],
         devices_per_uplink=Quantity(value=1.0, source=LINK),
         collectives=shared.tables if shared else [],
-        compute_slowdown={"copy": copies.slowdown},
+        compute_slowdown={"copy": copies.slowdown, **(shared.slowdowns if shared else {})},
         device_malloc_s=_seconds(allocation.asked),
         device_free_s=_seconds(allocation.given_back),
         device_malloc_s_per_gib=_seconds(allocation.asked_per_gib),
@@ -128,6 +130,6 @@ def _sources(machine: Machine, shared: Shared | None) -> dict[str, Source]:
         sources[COLLECTIVES] = Source(
             kind="measured",
             text=f"{where}: {over} between {shared.world} ranks of one node, calls back to back, slowest rank, median; "
-            "alpha is the shortest time of any size",
+            "alpha is the shortest time of any size; compute_slowdown is a layer's operators beside them",
         )
     return {**sources, LINK: Source(kind="assumed", text=text)}

@@ -120,8 +120,14 @@ def joined() -> Iterator[Ranks]:
         )
     except (RuntimeError, ValueError) as error:
         raise CannotRun("the ranks did not meet", got=_first_line(error), wanted=f"{world} ranks") from None
-    yield Ranks(rank, world, device)
-    # After a failure the process ends instead: leaving in order would wait for the rank that is gone.
+    try:
+        yield Ranks(rank, world, device)
+    except BaseException:
+        # NCCL's groups are left to the process's end: leaving in order would wait for the rank that is gone. gloo's
+        # threads must not outlive the interpreter.
+        if not cuda:
+            dist.destroy_process_group()
+        raise
     dist.destroy_process_group()
 
 

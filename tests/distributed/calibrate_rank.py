@@ -36,14 +36,14 @@ DIED = 9
 
 def main(output: str, dies: str = "") -> None:
     if dies == os.environ["RANK"]:
-        call = collectives._call
+        call = collectives.call_of
 
         def stops(kind: str, *rest: Any) -> Any:
             if kind == "all_to_all":
                 os._exit(DIED)
             return call(kind, *rest)  # type: ignore[arg-type]
 
-        collectives._call = stops  # type: ignore[assignment]
+        collectives.call_of = stops  # type: ignore[assignment]
     try:
         profile = calibrate(grid=QUICK, command="a test")
     except MemoError as error:

@@ -67,6 +67,7 @@ def test_every_kind_has_a_curve(profile: Hardware) -> None:
     assert profile.sources["collectives"].kind == "measured"
     assert "2 ranks" in profile.sources["collectives"].text
     assert profile.provenance["ranks"] == "2"
+    assert set(profile.compute_slowdown) == {"copy", "collective", "p2p"}
 
 
 @LINUX_ONLY
