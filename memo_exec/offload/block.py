@@ -144,10 +144,10 @@ class Kept:
 
 @dataclass(frozen=True, slots=True)
 class Wrapped:
-    """What autograd holds instead of a wrapper subclass: its tensors, packed one by one."""
+    """What autograd holds instead of a wrapper subclass: its parts, the tensors among them packed one by one."""
 
     kind: type
     context: object
     size: torch.Size
     stride: tuple[int, ...]
-    inner: dict[str, Saved | Kept | Wrapped]
+    inner: dict[str, object]

@@ -134,7 +134,9 @@ class OffloadActivations:
         why = self._eligible.refuse(tensor)
         if why is Why.KIND and is_traceable_wrapper_subclass(tensor):
             names, context = tensor.__tensor_flatten__()
-            inner = {name: self._packed(getattr(tensor, name)) for name in names}
+            parts = {name: getattr(tensor, name) for name in names}
+            # DTensor names its mesh among its tensors.
+            inner = {name: self._packed(part) if isinstance(part, Tensor) else part for name, part in parts.items()}
             return Wrapped(type(tensor), context, tensor.shape, tensor.stride(), inner)
         return self._offloaded(tensor) if why is None else self._keep(tensor, why)
 
@@ -176,7 +178,8 @@ class OffloadActivations:
 
     def _unpacked(self, packed: Packed) -> Tensor:
         if isinstance(packed, Wrapped):
-            inner = {name: self._unpacked(each) for name, each in packed.inner.items()}
+            parts = packed.inner.items()
+            inner = {name: self._unpacked(part) if isinstance(part, Packed) else part for name, part in parts}
             kind: Any = packed.kind
             found: Tensor = kind.__tensor_unflatten__(inner, packed.context, packed.size, packed.stride)
             return found

@@ -13,6 +13,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
+from mmap import mmap
 from typing import Any
 
 import torch
@@ -84,7 +85,9 @@ class HostMemory:
 
     def _make(self, size_bytes: int) -> None:
         _refuse_too_much(size_bytes)
-        self._slab = torch.empty(size_bytes, dtype=torch.uint8, device="cpu")
+        # Mapped memory starts at a page, as the driver wants it, and goes back to the system when it is dropped.
+        pages = mmap(-1, size_bytes) if size_bytes else bytearray(1)
+        self._slab = torch.frombuffer(pages, dtype=torch.uint8)[:size_bytes]
         if self._pinned and size_bytes:
             _register(self._slab)
             # The finalizer holds the memory, so it cannot be freed while the driver still has it registered.

@@ -2,14 +2,20 @@
 
 import gc
 from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.testing._internal.two_tensor import TwoTensor
 
@@ -327,7 +333,42 @@ def test_vmap_passes_through() -> None:
     assert context.statistics.restored_bytes > 0
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_distributed_tensors(tmp_path: Path) -> None:
+    """``DTensor`` and FSDP2: local tensors move; sharded parameters and what is gathered of them stay."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        torch.manual_seed(0)
+        weight = distribute_tensor(torch.randn(SIZE, SIZE), mesh, [Shard(0)]).requires_grad_()
+        layers = nn.Sequential(*(nn.Sequential(nn.Linear(SIZE, SIZE), nn.GELU()) for _ in range(3)))
+        for layer in layers:
+            fully_shard(layer, mesh=mesh)
+        x = distribute_tensor(torch.randn(SIZE, SIZE), mesh, [Shard(0)])
+
+        def gradients(context: Any) -> list[Tensor]:
+            with context:
+                loss = ((x * 1.5) @ weight).tanh().square().sum().full_tensor() + layers(x.to_local() * 1).sum()
+            loss.backward()
+            leaves = [weight, *layers.parameters()]
+            found = [leaf.grad.full_tensor().clone() for leaf in leaves]
+            for leaf in leaves:
+                leaf.grad = None
+            return found
+
+        wanted = gradients(nullcontext())
+        context = offload_activations(debug=True)
+        for _ in range(2):
+            assert all(torch.equal(a, b) for a, b in zip(gradients(context), wanted, strict=True))
+        assert context.statistics.restored_bytes >= 2 * 7 * base().nbytes
+        assert (
+            context.statistics.kept_bytes[Why.PARAMETER] == 2 * 2 * base().nbytes
+        )  # the first needs no input gradient
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_a_compiled_model(backend: str) -> None:
     torch._dynamo.reset()
     torch.manual_seed(0)

@@ -88,6 +88,7 @@ def test_gradients_are_those_of_autograd(fraction: float, use_streams: bool, pin
     assert moved.host_bytes == moved.host_peak_bytes
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 @pytest.mark.parametrize("stash", [1, 2, 5])
 def test_without_debug_nothing_synchronises_and_nothing_breaks(stash: int) -> None:
     layers, x = model(), tokens()
@@ -209,6 +210,7 @@ def test_tensors_of_the_cpu_stay() -> None:
     assert context.statistics.kept_bytes[Why.DEVICE] > 0
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_a_compiled_model(backend: str) -> None:
     torch._dynamo.reset()
