@@ -88,7 +88,7 @@ def run(
     program = preflight.checked_program(plan, where=str(plan_path))
     machine = this_machine()
     placement = checked_placement(plan, program, plan_path)
-    preflight.check(plan.decisions, program, machine, placement, lent=allocator is not None)
+    note(preflight.check(plan.decisions, program, machine, placement, lent=allocator is not None).line())
     dataset = load_dataset(options.data, plan.decisions.model.vocab)
     saved, state = _checkpoint(options, note)
     if saved is not None and state is not None:

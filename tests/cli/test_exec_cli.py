@@ -11,6 +11,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+import torch
 from click.testing import CliRunner
 
 from memo_exec.cli import cli
@@ -20,10 +21,11 @@ from memo_sim.contract.comparison import Comparison
 from memo_sim.contract.plan import Decisions, Kernels, Plan
 from memo_sim.contract.requests import Requests
 from memo_sim.contract.trace import Trace
-from tests.exec_cpu.plans import byte_decisions, plan_of, predicted, write_plan
+from memo_sim.contract.units import format_bytes
+from tests.exec_cpu.plans import byte_decisions, placed, plan_of, predicted, write_plan
 
 OPTIONS = {
-    "calibrate": {"--output", "--name"},
+    "calibrate": {"--output", "--name", "--budget-s"},
     "compare": {"--tolerance", "--trace", "--json"},
     "doctor": set(),
     "profile": {"--steps", "--trace", "--output", "--requests"},
@@ -225,6 +227,35 @@ def test_profile_records_requests_of_a_step_that_fits_no_machine_here(tmp_path: 
     assert "no such folder" in failed(
         memo_exec("profile", tmp_path / "long.json", "--requests", "-o", tmp_path / "no" / "x.json"), 2
     )
+
+
+def test_a_run_says_what_lies_outside_its_arena(plan: Path) -> None:
+    done = memo_exec("run", plan, "--steps", 1)
+    arena = format_bytes(placed(byte_decisions()).arena_bytes)
+    assert f"device: {arena} of buffers; outside: " in done.stderr
+    assert "results of library calls" in done.stderr
+
+
+def test_a_wrong_placement_is_refused(tmp_path: Path) -> None:
+    path = write_plan(tmp_path / "plan.json")
+    plan, right = codec.read(path, Plan), placed(byte_decisions())
+    wrong = msgspec.structs.replace(right, offset_bytes=[0] * len(right.ids))
+    codec.write(tmp_path / "plan.placement.json", wrong)
+    said = failed(memo_exec("run", path, "--steps", 1), 3)
+    assert "not the one the plan pins" in said
+    codec.write(path, msgspec.structs.replace(plan, placement_sha256=codec.sha256_of(wrong)))
+    done = memo_exec("run", path, "--steps", 1, "--json")
+    assert "share addresses" in failed(done, 3)
+    assert done.stdout == ""
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is CUDA")
+def test_the_replaying_allocator_is_for_cuda(plan: Path) -> None:
+    done = memo_exec("run", plan, "--replay-allocator", "--json")
+    said = failed(done, 6)
+    assert "wanted: a CUDA device" in said
+    assert "next: leave --replay-allocator out" in said
+    assert done.stdout == ""
 
 
 def test_a_planned_plan_without_its_placement_cannot_run(tmp_path: Path) -> None:

@@ -1,15 +1,21 @@
 """The planned arena and the recording of requests on a CUDA device. Not yet run: no GPU was at hand."""
 
+import ast
+import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
 from memo_exec.interpreter import Interpreter
 from memo_exec.memory_history import observe_cuda
 from memo_sim.program.lower import lower
-from tests.exec_cpu.plans import placed
-from tests.exec_cpu.small import batch, scalars
+from tests.exec_cpu.plans import placed, write_plan
+from tests.exec_cpu.small import batch, llama, scalars
 from tests.gpu.test_interpreter_cuda import POLICIES, on_cuda, steps
 
 pytestmark = [
@@ -40,6 +46,43 @@ def test_after_the_first_step_no_segment_comes_or_goes(policy: dict[str, Any]) -
             found.append([stats[f"segment.all.{key}"] for key in ("current", "allocated", "freed")])
             found[-1].append(torch.cuda.memory_reserved())
     assert found[0] == found[1] == found[2]
+
+
+def test_the_slab_is_pinned_at_its_exact_size() -> None:
+    decisions = on_cuda("torch-flash", swapped_tokens=256)
+    with Interpreter(decisions, lower(decisions)[0], device="cuda", placement=placed(decisions)) as interpreter:
+        assert interpreter.slab.memory.numel() == interpreter.slab.bytes
+        assert all(view.is_pinned() for view in interpreter.slab.views.values())
+
+
+REPLAYED = """
+import sys
+from pathlib import Path
+from memo_exec.run import RunOptions, run
+outcome = run(Path(sys.argv[1]), RunOptions(steps=5, replay_allocator=sys.argv[2] == "yes"))
+print(outcome.comparison.losses, outcome.comparison.allocator)
+"""
+
+
+@pytest.mark.parametrize("memory_policy", ["planned", "caching"])
+def test_the_allocator_below_torch_serves_every_request(tmp_path: Path, memory_policy: str) -> None:
+    """In processes of their own: torch keeps the allocator it has."""
+    decisions = on_cuda("torch-flash", recompute="full", memory_policy=memory_policy)
+    of_bytes = msgspec.structs.replace(decisions, model=llama(layers=4, vocab=256))
+    plan = write_plan(tmp_path / "plan.json", of_bytes)
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    found = []
+    for answer in ("no", "yes"):
+        command = [sys.executable, "-c", REPLAYED, str(plan), answer]
+        done = subprocess.run(command, capture_output=True, text=True, env=env, check=False)
+        assert done.returncode == 0, done.stderr
+        found.append(done.stdout)
+    losses, counts = found[1].split("] ")
+    assert found[0].startswith(losses)
+    served = ast.literal_eval(counts)
+    kind = "lent" if memory_policy == "planned" else "replayed"
+    assert served.pop(kind) > 0
+    assert set(served.values()) == {0}
 
 
 def test_requests_of_a_step_are_the_programs() -> None:
