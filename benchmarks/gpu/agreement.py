@@ -7,11 +7,11 @@ import msgspec
 from benchmarks.gpu.row import Row
 from memo_sim.contract.hardware import DtypeName
 
-TOLERANCES: dict[str, tuple[float, float]] = {"fp32": (1e-4, 1e-3), "bf16": (2.0**-8, 2.0**-5)}
+TOLERANCES: dict[str, tuple[float, float]] = {"fp32": (1e-4, 1e-3), "bf16": (2.0**-10, 2.0**-7)}
 """Of every step's loss, and of the first gradient norm.
 
-Systems differ in the order of their sums and in what they round. A loss is a mean over thousands of tokens and stays
-within one rounding of bf16 (2**-8); of a norm every term is rounded several times on its way back, and most cancels.
+Systems differ in the order of their sums and in what they round (bf16 to 2**-8). A loss is a mean over many tokens, a norm
+a sum over many weights, and most of that cancels: small models on a CPU differ by 3e-5 and 2e-4 in bf16.
 """
 
 

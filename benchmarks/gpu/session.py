@@ -84,7 +84,7 @@ class Session:
 
     def data(self) -> str:
         """Return a file with the shipped text, over and over, that is longer than any sequence here."""
-        path = self.results.folder / "text.npy"
+        path = self.launcher.folder / "text.npy"
         if not path.is_file():
             longest = max(self.scale.longest_to, *self.scale.suite_lengths, *self.scale.rival_lengths)
             np.save(path, np.resize(load_dataset(None, TEXT_VOCAB).tokens, 2 * longest))

@@ -226,6 +226,18 @@ def test_memo_and_rivals_have_the_same_losses(model: Model, tmp_path: Path) -> N
     assert ours.host_bytes
 
 
+@pytest.mark.parametrize("model", [gpt(vocab=256), llama(vocab=256)], ids=lambda model: model.name)
+def test_in_bf16_they_agree_within_its_rounding(model: Model, tmp_path: Path) -> None:
+    decided = decide(model, seq_tokens=256, micro_batch=1, recompute="full", dtype="bf16")
+    plan = write_plan(tmp_path / "plan.json", decided)
+    ours = memo_run.measure(case(tmp_path, model, rival="memo", kind="memo", plan=str(plan), dtype="bf16"))
+    theirs = plain_run.measure(case(tmp_path, model, rival="checkpoint", dtype="bf16"))
+    compared = with_agreement(ours, theirs, "bf16")
+    assert compared.agrees
+    assert compared.loss_error is not None
+    assert compared.loss_error > 0
+
+
 def test_another_update_is_seen_as_a_disagreement(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     one = plain_run.measure(case(tmp_path, llama(vocab=256), rival="checkpoint"))
     monkeypatch.setattr(plain_run, "Hyperparameters", lambda: Hyperparameters(learning_rate=2e-4))
