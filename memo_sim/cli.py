@@ -64,16 +64,18 @@ def cli() -> None:
 @click.option("--tp", type=click.IntRange(1), help="Tensor parallelism (with sequence parallelism when above 1).")
 @click.option("--cp", type=click.IntRange(1), help="Context parallelism (zigzag ring).")
 @click.option("--dp", type=click.IntRange(1), help="Data parallelism.")
-@click.option("--zero", type=click.IntRange(0, 1), help="1 divides optimizer states over cp x dp.")
+@click.option(
+    "--zero",
+    type=click.IntRange(0, 3),
+    help="Over cp x dp: 1 divides optimizer states, 2 gradients too, 3 parameters too (FSDP).",
+)
 @click.option("--alpha", type=Finite(0, 1), help="Fraction of tokens swapped; turns the keep fallback off.")
 @click.option("--recompute", type=click.Choice(["none", "full", "tokenwise"]), help="What happens to the others.")
 @click.option("--states", type=click.Choice(["fp32", "bf16", "host"]), default="fp32", show_default=True)
 @click.option(
     "--memory-policy",
     type=click.Choice(["planned", "caching", "eager"]),
-    default="planned",
-    show_default=True,
-    help="One planned arena; PyTorch's caching allocator; or that under an eager framework (Megatron-LM).",
+    help="One planned arena; PyTorch's caching allocator; that under an eager framework. Not given: the system's own.",
 )
 @click.option("--loss-chunk", help="Tokens whose logits exist at once; 0 = all. Chosen when not given.")
 @click.option("--micro-batch", type=click.IntRange(1, MOST_SEQUENCES), default=1, show_default=True, help="Sequences.")

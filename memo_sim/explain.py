@@ -30,7 +30,13 @@ def explain(
     lines = [*_rounded(question, simulation), _binding(simulation), *_recompute(found, simulation), _peak(simulation)]
     lines += _arena(simulation, arena) if arena else []
     lines += _allocator(simulation)
-    lines += [*_alpha(found), *_partial_swap(found), *_fallback(question, found), *_runner_up(found)]
+    lines += [
+        *_sharding(simulation),
+        *_alpha(found),
+        *_partial_swap(found),
+        *_fallback(question, found),
+        *_runner_up(found),
+    ]
     outside = simulation.prediction.outside_calibration
     if outside:
         lines.append(f"Beyond what was calibrated: {', '.join(outside)}; treat the figures as extrapolation.")
@@ -78,7 +84,7 @@ def _ways_out(question: Question, nearest: Prediction) -> list[str]:
         f"--states {states}" for states in {"fp32": ("bf16", "host"), "bf16": ("host",)}.get(question.states, ())
     ]
     ways += ["more devices", *smaller]
-    if pins.memory_policy != "planned":
+    if question.memory_policy != "planned":
         ways.append("--memory-policy planned")
     if nearest.peak_by_class.get("state", 0) < capacity:  # else weights and optimizer alone are too much
         ways.append("a shorter sequence")
@@ -153,6 +159,19 @@ def _arena(simulation: Simulation, arena: Arena) -> list[str]:
     if not arena.whole:
         text += f"; planned for {simulation.program.micro_batches} micro-batches, too many to write a placement of all"
     return [f"{text}."]
+
+
+def _sharding(simulation: Simulation) -> list[str]:
+    """Say what ZeRO 2 and 3 move of parameters and gradients, and what of it compute waits for."""
+    layout, moved = simulation.decisions.layout, simulation.collective_bytes
+    if layout.zero < 2 or not moved:
+        return []
+    held = "gradients" if layout.zero == 2 else "gradients and parameters"
+    names = {"params.all_gather": "gathers", "grads.reduce_scatter": "scatters"}
+    parts = [f"{verb} {format_bytes(moved[op])}" for op, verb in names.items() if op in moved]
+    waited = sum(s.seconds for s in simulation.prediction.stalls if s.lane == "compute" and s.waits_for in names)
+    text = f"ZeRO {layout.zero}: a rank holds its share of {held}, {' and '.join(parts)} a step"
+    return [f"{text}; compute waits {format_seconds(waited)} for that."]
 
 
 def _allocator(simulation: Simulation) -> list[str]:

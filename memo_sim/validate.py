@@ -15,7 +15,7 @@ from memo_sim.contract.catalog import list_models, load_cluster, load_model
 from memo_sim.contract.errors import BadInput, Infeasible, OutOfTolerance, UsageError
 from memo_sim.contract.hardware import Hardware
 from memo_sim.contract.model import Model
-from memo_sim.contract.plan import Layout, Prediction
+from memo_sim.contract.plan import Layout, MemoryPolicy, Prediction
 from memo_sim.contract.units import GIB
 from memo_sim.contract.validation import CaseError, CasePrediction, CaseReport, Expectation, Validation
 from memo_sim.planning.presets import SYSTEMS
@@ -108,6 +108,10 @@ _UNBUILT = (
 """Words of a case file that this version reads and cannot evaluate."""
 
 
+_MEMORY: dict[str, MemoryPolicy | None] = {"no": "eager", "yes": "planned", "": None}
+"""Who serves the memory of a row that says whether it plans it; a blank leaves that to the system."""
+
+
 def _not_built(asked: CaseQuestion) -> str:
     """Return why this version cannot evaluate a row, or nothing."""
     if asked.system not in SYSTEMS:
@@ -124,12 +128,15 @@ def _not_built(asked: CaseQuestion) -> str:
 def _overlap_refused(asked: CaseQuestion, layout: Layout) -> str:
     """Return why a row's word on overlap cannot be honoured by the layout that was played, or nothing.
 
-    What is built: a context-parallel ring always overlaps attention, nothing else overlaps compute.
+    What is built: a context-parallel ring always overlaps attention, ZeRO 2 and 3 the passes beside them; nothing else
+    overlaps compute.
     """
     word = asked.words.get("overlap")
     if word == "no" and layout.cp > 1:
         return f"the exchange of cp {layout.cp} always overlaps attention here; the row asks for none"
-    if word == "yes" and (layout.tp > 1 or layout.cp * layout.dp > 1):
+    if word == "no" and layout.zero > 1:
+        return f"the collectives of zero {layout.zero} always overlap compute here; the row asks for none"
+    if word == "yes" and (layout.tp > 1 or (layout.cp * layout.dp > 1 and layout.zero < 2)):
         return f"collectives of tp {layout.tp} cp {layout.cp} dp {layout.dp} do not overlap compute yet"
     return ""
 
@@ -158,7 +165,7 @@ def _question(asked: CaseQuestion) -> Question:
         zero=given.get("zero"),
         alpha=asked.alpha,
         recompute=asked.words.get("recompute"),  # type: ignore[arg-type]
-        memory_policy="eager" if asked.words.get("memory_plan") == "no" else "planned",
+        memory_policy=_MEMORY[asked.words.get("memory_plan", "")],
     )
     return Question(
         model=_model(asked),

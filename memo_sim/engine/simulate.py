@@ -27,7 +27,7 @@ from memo_sim.program.edges import derive_edges
 from memo_sim.program.instruction import Instruction, Lane
 from memo_sim.program.lower import lower
 from memo_sim.program.program import Program
-from memo_sim.program.work import Copy, Work
+from memo_sim.program.work import Collective, Copy, Work
 
 RECOMPUTE_PHASE = "rec/"
 
@@ -305,6 +305,15 @@ class Simulation:
         moved = size.astype(np.int64) * self._weights
         down, up = (int(moved[self.columns.lane == lane].sum()) for lane in (Lane.D2H, Lane.H2D))
         return MovedBytes(d2h=down, h2d=up)
+
+    @property
+    def collective_bytes(self) -> dict[str, int]:
+        """Bytes of the whole tensors that collectives work on in the step, by operator."""
+        found: dict[str, int] = {}
+        for (_, instruction), times in zip(self.program.walk(), self._weights.tolist(), strict=True):
+            if isinstance(instruction.work, Collective):
+                found[instruction.op] = found.get(instruction.op, 0) + instruction.work.bytes * times
+        return found
 
     def _stalls(self) -> list[Stall]:
         """Return the waits of the whole step summed by lane and kind of instruction waited for, longest first."""

@@ -1,6 +1,11 @@
 """Systems of the literature as presets: which knobs they fix, and what they leave to the search.
 
-A system is no code path: it narrows the policies that ``space.py`` enumerates and sets how host memory is allocated.
+A system is no code path: it narrows the policies and the layouts that ``space.py`` enumerates, and says who serves its
+memory. The rivals run on PyTorch's caching allocator under an eager framework (``memory/eager.py``).
+
+    megatron-lm        tensor parallelism with sequence parallelism, a zigzag ring, the distributed optimizer (MEMO 5.1)
+    fsdp               data parallelism alone, every parameter gathered for one use (ZeRO 3)
+    ring-attention     a ring over sequence blocks, parameters sharded over all ranks (Liu et al. 2023, section 4)
 """
 
 from __future__ import annotations
@@ -8,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from memo_sim.contract.errors import UsageError, did_you_mean
-from memo_sim.contract.plan import HostAllocator
+from memo_sim.contract.plan import HostAllocator, MemoryPolicy
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,13 +42,19 @@ TOKENWISE = Policy("tokenwise", None)
 
 @dataclass(frozen=True, slots=True)
 class System:
-    """One preset. ``short_sequences`` are policies it falls back to where memory allows (MEMO 5.2)."""
+    """One preset. ``short_sequences`` are policies it falls back to where memory allows (MEMO 5.2).
+
+    ``degrees`` are the ways to divide work that it has; ``zero`` is None where 1 divides what several ranks hold.
+    """
 
     name: str
     about: str
     policies: tuple[Policy, ...]
     short_sequences: tuple[Policy, ...] = ()
     host_allocator: HostAllocator = "exact"
+    memory_policy: MemoryPolicy = "planned"
+    degrees: tuple[str, ...] = ("tp", "cp", "dp")
+    zero: int | None = None
 
 
 SYSTEMS = {
@@ -65,6 +76,28 @@ SYSTEMS = {
             "full-recompute", "every layer keeps its input alone and runs forward again in backward", (FULL_RECOMPUTE,)
         ),
         System("full-swap", "every skeletal tensor goes to the host and comes back", (FULL_SWAP,)),
+        System(
+            "megatron-lm",
+            "Megatron-LM: tp with sequence parallelism, ring cp, ZeRO 1; keep or full recompute, caching allocator",
+            (KEEP, FULL_RECOMPUTE),
+            memory_policy="eager",
+        ),
+        System(
+            "fsdp",
+            "FSDP: dp alone with ZeRO 3; keep or full recompute, caching allocator",
+            (KEEP, FULL_RECOMPUTE),
+            memory_policy="eager",
+            degrees=("dp",),
+            zero=3,
+        ),
+        System(
+            "ring-attention",
+            "Ring Attention: a ring over the sequence and ZeRO 3; keep or full recompute, caching allocator",
+            (KEEP, FULL_RECOMPUTE),
+            memory_policy="eager",
+            degrees=("cp", "dp"),
+            zero=3,
+        ),
     )
 }
 

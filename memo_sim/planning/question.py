@@ -10,6 +10,7 @@ from memo_sim.contract.cluster import Cluster
 from memo_sim.contract.hardware import DtypeName, Hardware, Quantity, Source
 from memo_sim.contract.model import Model
 from memo_sim.contract.plan import MemoryPolicy, Recompute, States
+from memo_sim.planning.presets import find_system
 
 OPTION_SOURCE = "option"
 
@@ -18,7 +19,8 @@ OPTION_SOURCE = "option"
 class Pins:
     """Knobs with a fixed value; None is left to the search.
 
-    ``memory_policy`` is not searched: who plans memory wants a plan, who does not wants to know what that costs.
+    ``memory_policy`` is not searched: who plans memory wants a plan, who does not wants to know what that costs. None:
+    the system's own.
     """
 
     tp: int | None = None
@@ -29,7 +31,7 @@ class Pins:
     alpha: float | None = None
     recompute: Recompute | None = None
     loss_chunk_tokens: int | None = None
-    memory_policy: MemoryPolicy = "planned"
+    memory_policy: MemoryPolicy | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +47,11 @@ class Question:
     states: States = "fp32"
     micro_batch: int = 1
     global_batch: int = 1
+
+    @property
+    def memory_policy(self) -> MemoryPolicy:
+        """What is pinned, or else the system's own."""
+        return self.pins.memory_policy or find_system(self.system).memory_policy
 
     @property
     def dtype(self) -> DtypeName:

@@ -34,16 +34,17 @@ def layouts(question: Question) -> list[Layout]:
     """Return every layout of the question's devices with its pins, tensor parallelism changing slowest.
 
     Raises:
-        UsageError: when the pinned degrees do not make up the cluster.
+        UsageError: when the pinned degrees do not make up the cluster, or the system does not divide work that way.
     """
-    pins, devices = question.pins, question.cluster.devices
+    pins, devices, system = question.pins, question.cluster.devices, find_system(question.system)
+    _check_degrees(question)
     found = []
-    for tp in _degrees(pins.tp, devices):
-        for cp in _degrees(pins.cp, devices // tp):
+    for tp in _degrees(pins.tp, devices, "tp" in system.degrees):
+        for cp in _degrees(pins.cp, devices // tp, "cp" in system.degrees):
             dp = devices // (tp * cp)
             if tp * cp * dp != devices or (pins.dp is not None and dp != pins.dp):
                 continue
-            zero = pins.zero if pins.zero is not None else int(cp * dp > 1)
+            zero = pins.zero if pins.zero is not None else (system.zero or 1) if cp * dp > 1 else 0
             parallel = tp > 1 if pins.sequence_parallel is None else pins.sequence_parallel and tp > 1
             found.append(Layout(tp=tp, sequence_parallel=parallel, cp=cp, dp=dp, zero=zero))
     if not found:
@@ -57,9 +58,24 @@ def layouts(question: Question) -> list[Layout]:
     return found
 
 
-def _degrees(pinned: int | None, devices: int) -> list[int]:
-    if pinned is not None:
-        return [pinned] if pinned <= devices and devices % pinned == 0 else []
+def _check_degrees(question: Question) -> None:
+    """Refuse a pinned degree that the system does not have."""
+    system = find_system(question.system)
+    for name in ("tp", "cp", "dp"):
+        degree = getattr(question.pins, name)
+        if degree is not None and degree > 1 and name not in system.degrees:
+            raise UsageError(
+                f"{system.name} does not divide work that way",
+                got=f"{name} {degree}",
+                wanted=" and ".join(system.degrees),
+                hint="leave it out, or --system any",
+            )
+
+
+def _degrees(pinned: int | None, devices: int, searched: bool) -> list[int]:
+    if pinned is not None or not searched:
+        wanted = pinned or 1
+        return [wanted] if wanted <= devices and devices % wanted == 0 else []
     return [d for d in range(1, devices + 1) if devices % d == 0]
 
 
@@ -101,7 +117,7 @@ def candidates(question: Question) -> tuple[list[Candidate], list[str]]:
             micro_batch=question.micro_batch,
             global_batch=question.global_batch,
             host_allocator=system.host_allocator,
-            memory_policy=question.pins.memory_policy,
+            memory_policy=question.memory_policy,
             states=question.states,
             dtype=question.dtype,
         )

@@ -21,6 +21,7 @@ def check_program(program: Program, columns: Columns) -> list[str]:
         *_check_operands(program),
         *_check_defined(program, columns),
         *_check_lifetimes(program, columns),
+        *_check_gathered(program, columns),
     ]
 
 
@@ -112,6 +113,26 @@ def _check_operands(program: Program) -> list[str]:
             moved = [o.tokens * row_bytes[names[o.slot]] for o in instruction.operands]
             if isinstance(instruction.work, Copy | Exchange) and set(moved) != {instruction.work.bytes}:
                 faults.append(f"{label}: moves {moved} bytes but is priced for {instruction.work.bytes}")
+            if isinstance(instruction.work, Collective):
+                sizes = {o.role: size for o, size in zip(instruction.operands, moved, strict=True)}
+                rows = {o.role: row_bytes[names[o.slot]] for o in instruction.operands}
+                faults += [f"{label}: {fault}" for fault in _collective_sizes(instruction.work, sizes, rows)]
+    return faults
+
+
+def _collective_sizes(work: Collective, sizes: dict[str, int], row_bytes: dict[str, int]) -> list[str]:
+    """Compare a collective's operands (bytes by role) with its work: the whole tensor, and what one rank has of it.
+
+    A share may be up to two rows longer than a rank's part: two runs of a block, each divided and rounded up.
+    """
+    faults = []
+    for role, size in sizes.items():
+        if role == "shard":
+            beyond = size * work.ranks - work.bytes
+            if not 0 <= beyond <= 2 * work.ranks * row_bytes[role]:
+                faults.append(f"a shard of {size} bytes is not one of {work.ranks} of {work.bytes}")
+        elif size != work.bytes:
+            faults.append(f"{role} has {size} bytes but the {work.kind} is priced for {work.bytes}")
     return faults
 
 
@@ -180,6 +201,32 @@ def _check_lifetimes(program: Program, columns: Columns) -> list[str]:
         lane = Lane(int(columns.lane[i]))
         if family.lifetime == "dynamic" and family.space == "device" and lane in {Lane.D2H, Lane.H2D, Lane.HOST}:
             faults.append(f"buffer {buffer} ({family.name}) is last used by lane {lane.label}")
+    return faults
+
+
+def _check_gathered(program: Program, columns: Columns) -> list[str]:
+    """Find gathered buffers that something but one collective writes, or that more than one pass reads."""
+    families = program.all_families
+    writers: dict[int, list[int]] = defaultdict(list)
+    readers: dict[int, set[int]] = defaultdict(set)
+    for buffer, i, mode in zip(
+        columns.operand_buffer.tolist(),
+        columns.operand_instruction.tolist(),
+        columns.operand_mode.tolist(),
+        strict=True,
+    ):
+        if families[columns.buffer_family[buffer]].buffer_class is BufferClass.GATHERED:
+            if mode & Mode.WRITE:
+                writers[buffer].append(int(columns.lane[i]))
+            if mode & Mode.READ:
+                readers[buffer].add(int(columns.instance[i]))
+    faults = []
+    for buffer in sorted(set(writers) | set(readers)):
+        name = families[columns.buffer_family[buffer]].name
+        if writers[buffer] != [Lane.COLLECTIVE]:
+            faults.append(f"buffer {buffer} ({name}) is not written by one collective alone")
+        if len(readers[buffer]) != 1:
+            faults.append(f"buffer {buffer} ({name}) is read by {len(readers[buffer])} passes")
     return faults
 
 

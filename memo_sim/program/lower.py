@@ -2,6 +2,8 @@
 
 step/*/zero | per micro-batch: embed, layers forward (+ offload), head, layers backward (+ prefetch), embed backward
 | step/*/reduce | step/*/opt
+
+With ZeRO 2 and 3 every pass has its gathering and scattering around it (``sharding.py``), and no reduce at the end.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from memo_sim.program.optimizer import Optimizer, totals
 from memo_sim.program.parameters import embed_block, head_block, layer_block
 from memo_sim.program.program import Program
 from memo_sim.program.shape import Shape, shape_of
+from memo_sim.program.sharding import Sharding
 from memo_sim.program.visits import Visit, step_visits, swap_schedule
 
 
@@ -50,9 +53,13 @@ class _Lowering:
             "layer": Optimizer(decisions, self.layer, "layer", model.layers),
             "head": Optimizer(decisions, self.head, "head", 1),
         }
+        self.sharding = Sharding(decisions, self.optimizers, micro_batches)
         self.families = {f.name: f for f in self._families()}
+        self.seen = self.sharding.whole(self.families)
+        """The families as a pass sees them: whole parameters and gradients under the names of what a rank holds."""
         self.templates: list[Template] = []
-        self.slots: list[list[str]] = []
+        self.slots: list[list[tuple[str, str]]] = []
+        """Of each template, the slots that an instance binds: name and family."""
         self.instances: list[Instance] = []
         self.numbers: dict[str, int] = {}
 
@@ -69,17 +76,20 @@ class _Lowering:
         ]
         for optimizer in self.optimizers.values():
             found += optimizer.families()
-        return found + self.activations.families()
+        return found + self.sharding.families() + self.activations.families()
 
     def program(self) -> Program:
         self._layer_templates()
         for optimizer in self.optimizers.values():
             for template in (optimizer.zero, optimizer.reduce, optimizer.norm, optimizer.update):
-                self._add(template(self.families))
+                if template != optimizer.reduce or not self.sharding.grads:
+                    self._add(template(self.families))
+        for made in self.sharding.templates(self.families):
+            self._add(made)
         self._add(totals(self.decisions, self.families))
-        self._add(embed_forward(self.decisions, self.shape, self.embed, self.families))
-        self._add(embed_backward(self.decisions, self.shape, self.embed, self.families))
-        self._add(head(self.decisions, self.shape, self.head, self.embed, self.families))
+        self._add(embed_forward(self.decisions, self.shape, self.embed, self.seen))
+        self._add(embed_backward(self.decisions, self.shape, self.embed, self.seen))
+        self._add(head(self.decisions, self.shape, self.head, self.embed, self.seen))
         self._step()
         return Program(
             role="rank",
@@ -95,13 +105,14 @@ class _Lowering:
         own = {f.name for f in template.own}
         self.numbers[template.name] = len(self.templates)
         self.templates.append(template)
-        self.slots.append(slots if slots is not None else [s for s in template.slots if s not in own])
+        families = [f for f in template.slots if f not in own]
+        self.slots.append(list(zip(slots or families, families, strict=True)))
 
     def _layer_builder(self, name: str, phase: str, *, gradients: bool) -> tuple[TemplateBuilder, LayerWriter]:
         builder = TemplateBuilder(name, phase)
-        builder.bind(self.families["params.layer"], slot="params")
+        builder.bind(self.seen["params.layer"], slot="params")
         if gradients:
-            builder.bind(self.families["grads.layer"], slot="grads")
+            builder.bind(self.seen["grads.layer"], slot="grads")
         self.activations.bind(builder, self.families)
         return builder, LayerWriter(builder, self.decisions, self.shape, self.layer)
 
@@ -137,8 +148,20 @@ class _Lowering:
 
     def _place(self, template: str, place: str, micro_batch: int, layer: int = -1) -> None:
         number = self.numbers[template]
-        indices = tuple(self._index(slot, micro_batch, layer) for slot in self.slots[number])
-        self.instances.append(Instance(number, place, indices, micro_batch, layer))
+        indices = []
+        for slot, family in self.slots[number]:
+            whole = self.sharding.index(family, template, micro_batch, layer)
+            indices.append(self._index(slot, micro_batch, layer) if whole is None else whole)
+        self.instances.append(Instance(number, place, tuple(indices), micro_batch, layer))
+
+    def _pass(self, template: str, place: str, micro_batch: int, layer: int = -1, *, backward: bool = False) -> None:
+        """Place what needs parameters or makes gradients, with what gathers and scatters them around it."""
+        before, after = self.around[place, backward]
+        for p in before:
+            self._place(p.template, p.place, p.micro_batch, p.layer)
+        self._place(template, place, micro_batch, layer)
+        for p in after:
+            self._place(p.template, p.place, p.micro_batch, p.layer)
 
     def _index(self, slot: str, micro_batch: int, layer: int) -> int:
         layers = self.decisions.model.layers
@@ -165,6 +188,7 @@ class _Lowering:
         for kind, place, layer in self._blocks():
             self._place(f"{kind}.zero", place, 0, layer)
         visits = step_visits(self.decisions.model.layers, self.micro_batches)
+        self.around = self.sharding.around(visits)
         schedule = swap_schedule(visits) if self.activations.rounding else None
         for i, visit in enumerate(visits):
             if visit.backward:
@@ -188,20 +212,20 @@ class _Lowering:
     def _forward(self, visit: Visit, swapped: bool) -> None:
         m, layer, layers = visit.micro_batch, visit.layer, self.decisions.model.layers
         if layer == 0:
-            self._place("embed.fwd", f"m{m}/s0/embed", m)
+            self._pass("embed.fwd", f"m{m}/s0/embed", m)
         last = layer == layers - 1
-        self._place("layer.fwd.last" if last else "layer.fwd", f"m{m}/s0/l{layer}", m, layer)
+        self._pass("layer.fwd.last" if last else "layer.fwd", f"m{m}/s0/l{layer}", m, layer)
         if swapped:
             self._place("layer.offload", f"m{m}/s0/l{layer}", m, layer)
         if last:
-            self._place("head", f"m{m}/s0/head", m, layers)
+            self._pass("head", f"m{m}/s0/head", m, layers, backward=True)
 
     def _backward(self, visit: Visit, swapped: bool) -> None:
         m, layer = visit.micro_batch, visit.layer
         resident = self.activations.rounding and not swapped
-        self._place("layer.bwd.resident" if resident else "layer.bwd", f"m{m}/s0/l{layer}", m, layer)
+        self._pass("layer.bwd.resident" if resident else "layer.bwd", f"m{m}/s0/l{layer}", m, layer, backward=True)
         if layer == 0:
-            self._place("embed.bwd", f"m{m}/s0/embed", m)
+            self._pass("embed.bwd", f"m{m}/s0/embed", m, backward=True)
 
 
 def program_sha256(programs: tuple[Program, ...]) -> str:

@@ -2,6 +2,7 @@
 
 Each block (embed, every layer, head) is played by itself. ``zero`` 1 divides the optimizer's states over the ranks
 that hold the same parameters (cp x dp): gradients are reduce-scattered, parameters gathered; ``zero`` 0 all-reduces.
+``zero`` 2 keeps this rank's share of the gradients alone, 3 of the parameters too (``sharding.py``).
 States ``bf16`` keeps both moments in bf16; ``host`` keeps master and moments in host memory, updates them on the
 host's cores, and copies gradients down and parameters up. Where clipping applies the update scales gradients in place.
 """
@@ -52,6 +53,10 @@ class Optimizer:
         """Whether master and moments live in host memory."""
         return self.decisions.states == "host"
 
+    def shared(self, name: Literal["params", "grads"]) -> bool:
+        """Whether a rank holds its share of the block's parameters or gradients alone."""
+        return self.shards > 1 and self.decisions.layout.zero >= {"grads": 2, "params": 3}[name]
+
     def runs(self) -> list[tuple[str, int, int]]:
         """Return (name, first element of the block, elements of this rank's share) for decayed and other parameters."""
         decayed, total = self.block.decayed_elements, self.block.elements
@@ -71,8 +76,9 @@ class Optimizer:
         def state(name: str, dtype: str, elements: int, where: Literal["device", "host"]) -> Family:
             return Family(f"{name}.{self.kind}", BufferClass.STATE, dtype, elements, 1, self.count, where, "step")
 
-        found = [state("params", self.decisions.dtype, self.block.elements, "device")]
-        found.append(state("grads", "fp32", self.block.elements, "device"))
+        held = {name: share if self.shared(name) else self.block.elements for name in ("params", "grads")}
+        found = [state("params", self.decisions.dtype, held["params"], "device")]
+        found.append(state("grads", "fp32", held["grads"], "device"))
         if self.master:
             found.append(state("master", "fp32", share, space))
         found += [state("moment1", moment, share, space), state("moment2", moment, share, space)]
@@ -82,15 +88,16 @@ class Optimizer:
         return found
 
     def zero(self, families: Families) -> Template:
-        """Return the zeroing of the block's gradients at the start of a step."""
+        """Return the zeroing of the gradients this rank holds at the start of a step."""
         builder = TemplateBuilder(f"{self.kind}.zero", "zero")
         builder.bind(families[f"grads.{self.kind}"], slot="grads")
-        work = Rowwise("zero", self.block.elements, 0, 4 * self.block.elements)
-        builder.emit("grads", "zero", Lane.COMPUTE, work, target=writes(builder.all("grads")))
+        held = builder.all("grads")
+        work = Rowwise("zero", held.tokens, 0, 4 * held.tokens)
+        builder.emit("grads", "zero", Lane.COMPUTE, work, target=writes(held))
         return builder.build()
 
     def reduce(self, families: Families) -> Template | None:
-        """Return the gradients' sums over ranks: of vectors computed in part over tp, of all over the replicas.
+        """Return the whole gradients' sums over ranks: of vectors computed in part over tp, of all over the replicas.
 
         None when every rank has the whole gradients already.
         """
@@ -139,7 +146,7 @@ class Optimizer:
             else:
                 self._device_update(builder, name, first, offset, length)
             offset += length
-        if self.shards > 1:
+        if self.shards > 1 and not self.shared("params"):
             size = self.block.elements * DTYPE_BYTES[self.decisions.dtype]
             work = Collective("all_gather", size, self.replicas, "grads")
             builder.emit(
@@ -147,18 +154,22 @@ class Optimizer:
             )
         return builder.build()
 
+    def _held(self, name: Literal["params", "grads"], first: int, offset: int, length: int) -> Rows:
+        """Return a run's share: at ``first`` of the whole block, at ``offset`` where a rank holds shares alone."""
+        return Rows(name, offset if self.shared(name) else first, length)
+
     def _device_update(self, builder: TemplateBuilder, name: str, first: int, offset: int, length: int) -> None:
         size = DTYPE_BYTES[self.decisions.dtype]
         moment = 2 if self.decisions.states == "bf16" else 4
         read = 4 + 2 * moment + 4
         written = 2 * moment + 4 + (size if self.master else 0)
-        params = Rows("params", first, length)
+        params = self._held("params", first, offset, length)
         builder.emit(
             f"adamw.{name}",
             f"adamw.{name}",
             Lane.COMPUTE,
             Rowwise("adamw", length, read * length, written * length),
-            grads=accumulates(Rows("grads", first, length)),
+            grads=accumulates(self._held("grads", first, offset, length)),
             norm=reads(builder.all("grad_norm")),
             master=accumulates(Rows("master", offset, length)) if self.master else None,
             moment1=accumulates(Rows("moment1", offset, length)),
@@ -171,7 +182,7 @@ class Optimizer:
         size = DTYPE_BYTES[self.decisions.dtype]
         share = Rows("host_grads", offset, length)
         updated = Rows("host_params", offset, length)
-        grads, params = Rows("grads", first, length), Rows("params", first, length)
+        grads, params = (self._held(held, first, offset, length) for held in ("grads", "params"))
         builder.emit(
             f"grads.{name}", "d2h", Lane.D2H, Copy(4 * length, "d2h"), source=reads(grads), target=writes(share)
         )

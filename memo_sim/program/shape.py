@@ -54,8 +54,6 @@ def shape_of(decisions: Decisions) -> Shape:
     for name in ("ulysses", "metp", "pp", "subsequences"):
         if getattr(layout, name) != 1:
             raise Infeasible(f"{name} has no lowering yet", where=f"layout.{name}", got=getattr(layout, name), wanted=1)
-    if layout.zero > 1:
-        raise Infeasible("zero 2 and 3 have no lowering yet", where="layout.zero", got=layout.zero, wanted="0 or 1")
     _divides("heads", model.heads, "tp", layout.tp)
     _divides("kv_heads", model.kv_heads, "tp", layout.tp)
     _divides("ffn_hidden", model.ffn_hidden, "tp", layout.tp)

@@ -20,6 +20,8 @@ LAYOUTS = [
     Layout(tp=2, sequence_parallel=True),
     Layout(cp=2, zero=1),
     Layout(tp=2, sequence_parallel=True, cp=2, dp=2, zero=1),
+    Layout(cp=2, zero=2),
+    Layout(tp=2, sequence_parallel=True, dp=2, zero=3),
 ]
 POLICIES = [("none", 0.0), ("full", 0.0), ("tokenwise", 0.0), ("tokenwise", 0.5), ("none", 0.5), ("none", 1.0)]
 SOURCES = {"toy": Source(kind="assumed", text="round numbers")}

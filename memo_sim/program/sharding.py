@@ -1,0 +1,210 @@
+"""ZeRO 2 and 3 (FSDP): gradients and parameters that are whole for one use alone.
+
+A use is one pass of the embedding, a layer or the head that needs a block of parameters or adds to its gradients.
+
+    zero 2   whole gradients are zeroed before a use and reduce-scattered after it, over the ranks that hold the same
+             parameters (cp x dp); this rank's share is added to what it has of earlier micro-batches
+    zero 3   a rank holds its share of the parameters too: the whole block is gathered before every use, for backward
+             once more, and dead after it
+
+The gathering of a use stands before the use that precedes it, so that it runs beside that; two blocks are whole at a
+time. A share is added after the next use, so that no kernel waits for the scattering beside it. Nothing is gathered
+ahead over the end of a micro-batch: the first layer's parameters are waited for.
+
+      collective  [gather l2][gather l1]   [scatter l2][gather l0]     [scatter l1]
+      compute                [backward l2 .....       ][backward l1 .........     ][add l2][backward l0 ...
+
+The collective lane is one queue in program order: what a layer itself exchanges (tensor parallelism, Ulysses) waits for
+the gathering and the scattering that were asked for before.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from memo_sim.contract.plan import Decisions
+from memo_sim.contract.units import DTYPE_BYTES
+from memo_sim.program.builder import Rows, TemplateBuilder, accumulates, reads, writes
+from memo_sim.program.instruction import BufferClass, Family, Lane, Template
+from memo_sim.program.optimizer import Optimizer
+from memo_sim.program.visits import Visit
+from memo_sim.program.work import Collective, Rowwise
+
+Families = dict[str, Family]
+
+
+@dataclass(frozen=True, slots=True)
+class Use:
+    """One pass that needs parameters or makes gradients; blocks by kind: ``embed``, ``layer``, ``head``.
+
+    ``layer`` is the number of layers for the head, which stands behind the last one, and -1 for the embedding.
+    """
+
+    place: str
+    micro_batch: int
+    layer: int
+    backward: bool
+    params: tuple[str, ...]
+    grads: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """A template to be played at a place, for a micro-batch and a layer (see ``Use``)."""
+
+    template: str
+    place: str
+    micro_batch: int
+    layer: int
+
+
+Around = tuple[list[Placed], list[Placed]]
+"""What is played before a use, and after it."""
+
+
+class Sharding:
+    """What a layout adds to a step so that ranks hold shares; nothing where zero is below 2 or nobody shares."""
+
+    def __init__(self, decisions: Decisions, optimizers: dict[str, Optimizer], micro_batches: int) -> None:
+        self.decisions = decisions
+        self.optimizers = optimizers
+        self.micro_batches = micro_batches
+        self.layers = decisions.model.layers
+        self.grads = optimizers["layer"].shared("grads")
+        self.params = optimizers["layer"].shared("params")
+        self.embed_uses = 2 if decisions.model.tied_embeddings else 1
+
+    def families(self) -> list[Family]:
+        """Return the buffers of whole gradients and parameters, one a use."""
+        m, found = self.micro_batches, []
+        uses = {"embed": m * self.embed_uses, "layer": m * self.layers, "head": m}
+        for kind, optimizer in self.optimizers.items():
+            elements = optimizer.block.elements
+            if self.grads:
+                name = f"whole_grads.{kind}"
+                found.append(Family(name, BufferClass.TRANSIENT, "fp32", elements, 1, uses[kind]))
+            if self.params:
+                count = 2 * uses[kind] if kind == "layer" else uses[kind]
+                name, dtype = f"gathered.{kind}", self.decisions.dtype
+                found.append(Family(name, BufferClass.GATHERED, dtype, elements, 1, count))
+        return found
+
+    def whole(self, families: Families) -> Families:
+        """Return ``families`` as a pass sees them: whole parameters and gradients under the shares' names."""
+        seen = dict(families)
+        for kind in self.optimizers:
+            if self.grads:
+                seen[f"grads.{kind}"] = families[f"whole_grads.{kind}"]
+            if self.params:
+                seen[f"params.{kind}"] = families[f"gathered.{kind}"]
+        return seen
+
+    def templates(self, families: Families) -> list[Template]:
+        """Return what gathers parameters, and what clears, scatters and adds gradients, block by block."""
+        found = []
+        for kind, optimizer in self.optimizers.items():
+            if self.grads:
+                cleared = optimizer.zero(self.whole(families))
+                scattered = optimizer.reduce(self.whole(families))
+                assert scattered is not None  # grads: there are ranks to scatter over
+                found += [replace(cleared, name=f"{kind}.clear"), replace(scattered, name=f"{kind}.scatter")]
+                found.append(self._add(kind, families))
+            if self.params:
+                found.append(self._gather(kind, families, "gather"))
+                if kind == "layer":
+                    found.append(self._gather(kind, families, "regather"))
+        return found
+
+    def _gather(self, kind: str, families: Families, phase: str) -> Template:
+        builder = TemplateBuilder(f"{kind}.{phase}", phase)
+        share = builder.bind(families[f"params.{kind}"])
+        full = builder.bind(families[f"gathered.{kind}"])
+        optimizer = self.optimizers[kind]
+        size = optimizer.block.elements * DTYPE_BYTES[self.decisions.dtype]
+        builder.emit(
+            f"params.{kind}",
+            "params.all_gather",
+            Lane.COLLECTIVE,
+            Collective("all_gather", size, optimizer.replicas, "grads"),
+            shard=reads(builder.all(share)),
+            full=writes(builder.all(full)),
+        )
+        return builder.build()
+
+    def _add(self, kind: str, families: Families) -> Template:
+        """Return the adding of this rank's share, which scattering in place leaves at the start of each run."""
+        builder = TemplateBuilder(f"{kind}.add", "reduce")
+        whole = builder.bind(families[f"whole_grads.{kind}"])
+        share = builder.bind(families[f"grads.{kind}"])
+        offset = 0
+        for name, first, length in self.optimizers[kind].runs():
+            builder.emit(
+                f"add.{name}",
+                "grad.accumulate",
+                Lane.COMPUTE,
+                Rowwise("grad.accumulate", length, 8 * length, 4 * length),
+                x=reads(Rows(whole, first, length)),
+                out=accumulates(Rows(share, offset, length)),
+            )
+            offset += length
+        return builder.build()
+
+    def index(self, family: str, template: str, micro_batch: int, layer: int) -> int | None:
+        """Return which buffer of ``family`` a pass or what stands around it takes; None for what is not made here."""
+        what, _, kind = family.partition(".")
+        if what not in ("gathered", "whole_grads"):
+            return None
+        if kind == "embed":
+            return micro_batch * self.embed_uses + (self.embed_uses - 1 if layer == self.layers else 0)
+        if kind == "head":
+            return micro_batch
+        use = micro_batch * self.layers + layer
+        again = template.startswith(("layer.bwd", "layer.regather"))
+        return 2 * use + again if what == "gathered" else use
+
+    def uses(self, visits: list[Visit]) -> list[Use]:
+        """Return the uses of a step in program order, given the order in which layers are visited."""
+        head = ("head", "embed") if self.embed_uses > 1 else ("head",)
+        found = []
+        for v in visits:
+            m, at = v.micro_batch, f"m{v.micro_batch}/s0"
+            if v.layer == 0 and not v.backward:
+                found.append(Use(f"{at}/embed", m, -1, False, ("embed",), ()))
+            grads = ("layer",) if v.backward else ()
+            found.append(Use(f"{at}/l{v.layer}", m, v.layer, v.backward, ("layer",), grads))
+            if v.layer == self.layers - 1 and not v.backward:
+                found.append(Use(f"{at}/head", m, self.layers, True, head, head))
+            if v.layer == 0 and v.backward:
+                found.append(Use(f"{at}/embed", m, -1, True, (), ("embed",)))
+        return found
+
+    def around(self, visits: list[Visit]) -> dict[tuple[str, bool], Around]:
+        """Return what is played before and after each use, found by its place and whether it is a backward."""
+        uses, found = self.uses(visits), {}
+        waiting: list[Placed] = []
+        for i, use in enumerate(uses):
+            starts = i == 0 or uses[i - 1].micro_batch != use.micro_batch
+            following = [u for u in uses[i + 1 : i + 2] if u.micro_batch == use.micro_batch]
+            before, after = [], []
+            if self.params:
+                before = [p for u in [use] * starts + following for p in _gathered(u)]
+            if self.grads and use.grads:
+                before += _placed(use, use.grads, "clear")
+                after = _placed(use, use.grads, "scatter") + waiting
+                waiting = _placed(use, use.grads, "add")
+            if not following:
+                after, waiting = after + waiting, []
+            found[use.place, use.backward] = (before, after)
+        return found
+
+
+def _gathered(use: Use) -> list[Placed]:
+    again = use.backward and "layer" in use.params
+    return _placed(use, use.params, "regather" if again else "gather")
+
+
+def _placed(use: Use, kinds: tuple[str, ...], what: str) -> list[Placed]:
+    """Return a template a block; the tied embedding's at the head has a place of its own."""
+    tied = f"{use.place}.embed"
+    places = [tied if kind == "embed" and "head" in (*use.params, *use.grads) else use.place for kind in kinds]
+    return [Placed(f"{kind}.{what}", at, use.micro_batch, use.layer) for kind, at in zip(kinds, places, strict=True)]

@@ -1,0 +1,47 @@
+"""Two small models, every policy, and decisions for them: what the lowering's tests start from."""
+
+from __future__ import annotations
+
+from memo_sim.contract.model import Model
+from memo_sim.contract.plan import Decisions, Layout
+
+GPT = Model(
+    name="gpt",
+    family="gpt",
+    layers=5,
+    hidden=256,
+    heads=4,
+    kv_heads=4,
+    head_dim=64,
+    ffn_hidden=1024,
+    vocab=100,
+    tied_embeddings=True,
+    qkv_bias=True,
+    linear_bias=True,
+)
+LLAMA = Model(
+    name="llama",
+    family="llama",
+    layers=4,
+    hidden=256,
+    heads=8,
+    kv_heads=4,
+    head_dim=32,
+    ffn_hidden=640,
+    vocab=100,
+    tied_embeddings=False,
+    qk_norm=True,
+    activation="silu",
+)
+POLICIES = [("none", 0.0), ("full", 0.0), ("tokenwise", 0.0), ("tokenwise", 0.5), ("none", 0.5), ("none", 1.0)]
+
+
+def decide(
+    model: Model = GPT, layout: Layout | None = None, policy: tuple[str, float] = ("none", 0.0), **more
+) -> Decisions:
+    """Return decisions of a few thousand tokens, ``policy`` a recompute mode and alpha."""
+    layout = layout or Layout()
+    seq = more.pop("seq_tokens", 2048)
+    swapped = int(policy[1] * seq // (layout.cp * layout.ulysses))
+    fields = {"global_batch": 2 * layout.dp, "loss_chunk_tokens": 512, **more}
+    return Decisions(model=model, layout=layout, seq_tokens=seq, recompute=policy[0], swapped_tokens=swapped, **fields)

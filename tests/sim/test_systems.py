@@ -1,0 +1,78 @@
+"""Systems of the literature: which layouts and policies they have, and whose memory they run in."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from memo_sim.contract.catalog import load_cluster, load_model
+from memo_sim.contract.errors import UsageError
+from memo_sim.planning.presets import FULL_RECOMPUTE, KEEP
+from memo_sim.planning.question import Pins, Question
+from memo_sim.planning.space import candidates, layouts
+from memo_sim.what_if import what_if
+
+
+def ask(system: str, *, seq_tokens: int = 16384, global_batch: int = 16, **pins: object) -> Question:
+    cluster, hardware = load_cluster("a800-1x8")
+    return Question(
+        load_model("gpt-7b"),
+        cluster,
+        hardware,
+        seq_tokens,
+        system=system,
+        pins=Pins(**pins),
+        global_batch=global_batch,
+    )
+
+
+@pytest.mark.parametrize(
+    ("system", "degrees", "zero"),
+    [("fsdp", {"dp"}, 3), ("ring-attention", {"cp", "dp"}, 3), ("megatron-lm", {"tp", "cp", "dp"}, 1)],
+)
+def test_a_system_divides_work_its_own_way(system: str, degrees: set[str], zero: int) -> None:
+    found = layouts(ask(system))
+    used = {name for layout in found for name in ("tp", "cp", "dp") if getattr(layout, name) > 1}
+    assert used == degrees
+    assert {layout.zero for layout in found if layout.cp * layout.dp > 1} == {zero}
+    assert all(layout.sequence_parallel == (layout.tp > 1) for layout in found)
+    assert {c.policy for c in candidates(ask(system))[0]} == {KEEP, FULL_RECOMPUTE}
+
+
+def test_a_degree_that_a_system_lacks_is_refused() -> None:
+    with pytest.raises(UsageError, match="fsdp does not divide work that way") as error:
+        layouts(ask("fsdp", tp=2))
+    assert error.value.exit_code == 2
+    assert [layout.tp for layout in layouts(ask("fsdp", tp=1))] == [1]
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_zero_can_be_pinned(zero: int) -> None:
+    for system in ("any", "fsdp"):
+        assert {layout.zero for layout in layouts(ask(system, zero=zero))} == {zero}
+
+
+def test_rivals_run_on_an_eager_frameworks_memory_unless_told_otherwise() -> None:
+    def policy(system: str, **pins: object) -> set[str]:
+        return {c.base.memory_policy for c in candidates(ask(system, **pins))[0]}
+
+    assert policy("megatron-lm") == policy("fsdp") == policy("ring-attention") == {"eager"}
+    assert policy("memo") == policy("any") == {"planned"}
+    assert policy("fsdp", memory_policy="planned") == {"planned"}
+
+
+def test_the_answer_says_what_zero_3_moves_and_waits_for() -> None:
+    result = what_if(ask("fsdp")).result
+    assert result.best is not None
+    assert result.best.layout.zero == 3
+    (line,) = [line for line in result.why if line.startswith("ZeRO 3")]
+    gathered, scattered, unit = re.search(r"gathers ([\d.]+) GiB and scatters ([\d.]+) (GiB)", line).groups()
+    # Two micro-batches: layers twice in bf16, the tied embedding for the lookup and the classifier; gradients in fp32.
+    model = load_model("gpt-7b")
+    layers = model.layers * (12 * model.hidden**2 + 13 * model.hidden) / 2**30
+    embedding = model.vocab * model.hidden / 2**30
+    assert float(gathered) == pytest.approx(2 * 2 * (2 * layers + 2 * embedding), rel=0.01)
+    assert float(scattered) == pytest.approx(2 * 4 * (layers + 2 * embedding), rel=0.01)
+    assert unit == "GiB"
+    assert "compute waits" in line
