@@ -20,7 +20,7 @@ from memo_sim.contract.errors import CannotRun, MemoError
 from memo_sim.contract.units import parse_tokens
 
 PARTS: tuple[Part, ...] = ("checks", "calibrate", "suite", "rivals", "longest")
-SHARES: dict[Part, float] = {"checks": 0.15, "calibrate": 0.5, "suite": 0.5, "rivals": 0.8, "longest": 1.0}
+SHARES: dict[Part, float] = {"checks": 0.15, "calibrate": 0.6, "suite": 0.5, "rivals": 0.8, "longest": 1.0}
 """Of the time that is left when a part begins."""
 BUDGET_S = 540.0
 WITH_PLANS = ("suite", "rivals", "longest")

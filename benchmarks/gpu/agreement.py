@@ -10,8 +10,8 @@ from memo_sim.contract.hardware import DtypeName
 TOLERANCES: dict[str, tuple[float, float]] = {"fp32": (1e-4, 1e-3), "bf16": (2.0**-10, 2.0**-7)}
 """Of every step's loss, and of the first gradient norm.
 
-Systems differ in the order of their sums and in what they round (bf16 to 2**-8). A loss is a mean over many tokens, a norm
-a sum over many weights, and most of that cancels: small models on a CPU differ by 3e-5 and 2e-4 in bf16.
+Systems differ in the order of their sums and in what they round (bf16 to 2**-8). A loss is a mean over many tokens, a
+norm a sum over many weights, and most of that cancels: small models on a CPU differ by 3e-5 and 2e-4 in bf16.
 """
 
 

@@ -32,6 +32,9 @@ class Case(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """File of token ids."""
     plan: str = ""
     """Plan file of a memo system."""
+    predicted_step_s: float = 0.0
+    predicted_host_bytes: int = 0
+    """The plan's, for the estimate of how long the case takes."""
     policy: str = ""
     output: str = ""
     """Where a calibration writes its profile."""

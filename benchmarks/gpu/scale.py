@@ -8,6 +8,8 @@ from benchmarks.gpu.case import Case
 from benchmarks.gpu.plans import model_of
 
 K = 1024
+PINNED_BYTES_PER_S = 3e9
+"""At which host memory is touched and registered, for the estimate alone."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,23 +45,26 @@ class Scale:
         return self.least_layers
 
     def step_s(self, case: Case) -> float:
-        """Return about how long a step takes."""
+        """Return about how long a step takes: as predicted, else from its FLOPs."""
+        if case.predicted_step_s:
+            return case.predicted_step_s
         return 0.0 if case.model is None else case.model.step_flops(case.seq_tokens) / self.flops_per_s
 
     def seconds(self, cases: list[Case]) -> float:
         """Return about how long the cases take in one process."""
-        return self.start_s + sum((case.warm_ups + case.steps) * self.step_s(case) for case in cases)
+        steps = sum((case.warm_ups + case.steps) * self.step_s(case) for case in cases)
+        return self.start_s + steps + sum(case.predicted_host_bytes for case in cases) / PINNED_BYTES_PER_S
 
 
 FULL = Scale(
     models=("llama3-8b", "gpt-7b"),
-    suite_lengths=tuple(n * K for n in (128, 32, 64, 256, 16, 512, 1024)),
+    suite_lengths=tuple(n * K for n in (128, 32, 64, 16, 256, 512, 1024)),
     rival_model="llama3-8b",
     rival_lengths=tuple(n * K for n in (128, 32, 64, 16, 256, 512)),
     most_layers=8,
     least_layers=3,
     longest_layers=8,
-    longest_from=16 * K,
+    longest_from=64 * K,
     longest_to=4096 * K,
     longest_granule=8 * K,
     check_tokens=1024,

@@ -17,7 +17,9 @@ from benchmarks.gpu.results import Results
 from benchmarks.gpu.row import Row, Status, row_of
 from benchmarks.gpu.scale import Scale
 from memo_exec.dataset import TEXT_VOCAB, load_dataset
+from memo_sim.contract import codec
 from memo_sim.contract.model import Model
+from memo_sim.contract.plan import Plan
 
 
 @dataclass
@@ -80,7 +82,14 @@ class Session:
         if isinstance(found, Refused):
             self.note(case, "oom" if self.plans else "error", found.reason)
             return None
-        return msgspec.structs.replace(case, plan=str(found))
+        prediction = codec.read(found, Plan).prediction
+        assert prediction is not None
+        return msgspec.structs.replace(
+            case,
+            plan=str(found),
+            predicted_step_s=prediction.step_s or 0.0,
+            predicted_host_bytes=prediction.peak_host_bytes_per_node,
+        )
 
     def data(self) -> str:
         """Return a file with the shipped text, over and over, that is longer than any sequence here."""
