@@ -1,0 +1,55 @@
+"""Triton's row-wise kernels compile for Hopper, down to its binaries: Triton's wheel brings the assembler.
+
+Skipped without Triton, and in its interpreter. That they compute the right numbers is shown in test_kernels_triton.py.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from importlib import import_module
+from typing import Any
+
+import pytest
+
+pytestmark = [
+    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton"),
+    pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing"),
+    pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION"),  # a notice of Triton 3.9 about its next version
+]
+BF16, FP32, INT, LONG = "*bf16", "*fp32", "i32", "i64"
+NORM = [BF16, BF16, BF16, BF16, FP32, INT, INT, INT, "fp32"]
+NORM_BACKWARD = [BF16, BF16, BF16, FP32, BF16, BF16, FP32, *[INT] * 7]
+KERNELS: list[tuple[str, list[str], dict[str, Any], int]] = [
+    ("norm._forward_kernel", NORM, {"CENTRED": True, "BIASED": True, "BLOCK": 8192}, 16),
+    ("norm._forward_kernel", NORM, {"CENTRED": False, "BIASED": False, "BLOCK": 4096}, 8),
+    ("norm._backward_kernel", NORM_BACKWARD, {"CENTRED": True, "RESIDUAL": True, "BIASED": True, "BLOCK": 8192}, 16),
+    ("norm._backward_kernel", NORM_BACKWARD, {"CENTRED": False, "RESIDUAL": False, "BIASED": False, "BLOCK": 4096}, 8),
+    ("activation._gelu_kernel", [BF16, BF16, BF16, LONG], {"TANH": True, "BACKWARD": True, "BLOCK": 1024}, 4),
+    ("activation._gelu_kernel", [BF16, BF16, BF16, LONG], {"TANH": False, "BACKWARD": True, "BLOCK": 1024}, 4),
+    ("activation._swiglu_kernel", [BF16, BF16, INT, INT, INT], {"BLOCK": 1024}, 4),
+    ("activation._swiglu_backward_kernel", [BF16, BF16, BF16, INT, INT, INT, INT], {"BLOCK": 1024}, 4),
+    ("rotary._rotate_kernel", [BF16, BF16, BF16, INT, INT, "fp32"], {"BLOCK": 64}, 1),
+    (
+        "loss._cross_entropy_kernel",
+        [BF16, "*i64", BF16, FP32, INT, INT, INT, "fp32"],
+        {"IGNORED": -100, "BLOCK": 4096},
+        8,
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "types", "constants", "warps"), KERNELS, ids=lambda value: str(value)[:40])
+def test_it_compiles_for_hopper(name: str, types: list[str], constants: dict[str, Any], warps: int) -> None:
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource, compile
+
+    module, kernel = name.split(".")
+    function = getattr(import_module(f"memo_exec.kernels.triton_{module}"), kernel)
+    given = iter(types)
+    signature = {n: "constexpr" if n in constants else next(given) for n in function.arg_names}
+    assert next(given, None) is None
+    source = ASTSource(function, signature, constants)
+    compiled = compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps})
+    assert len(compiled.asm["cubin"]) > 0
+    assert ".local" not in compiled.asm["ptx"]  # nothing is kept in slow memory
