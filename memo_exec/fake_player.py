@@ -80,13 +80,14 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def _most_alive(events: list[_Event]) -> int:
     sizes: dict[int, int] = {}
-    most = 0
+    alive = most = 0
     for event in events:
         if event.size is None:
-            del sizes[event.tensor]
+            alive -= sizes.pop(event.tensor)
         else:
             sizes[event.tensor] = event.size
-            most = max(most, sum(sizes.values()))
+            alive += event.size
+            most = max(most, alive)
     return most
 
 
@@ -126,7 +127,7 @@ class _FakePlayer:
         self.log = RequestLog()
         self.unexplained: list[Unexplained] = []
         self._rows: dict[int, int] = {}
-        self._played: dict[Instruction, list[_Event]] = {}
+        self._played: dict[Instruction, tuple[list[_Event], int]] = {}
         self._workspaces: dict[str, tuple[int, int]] = {}
 
     def play(self) -> Observed:
@@ -159,13 +160,14 @@ class _FakePlayer:
         if instruction.lane is Lane.HOST:
             return  # it asks the host, not the device
         if instruction not in self._played:
-            self._played[instruction] = self._events(bound)
+            events = self._events(bound)
+            self._played[instruction] = events, _most_alive(events)
         declared = sum(
             self.schedule.family(touch.buffer).bytes for touch in bound.touches if touch.buffer in self.schedule.library
         )
-        events = self._played[instruction]
+        events, returned = self._played[instruction]
         unseen = None
-        if declared > (returned := _most_alive(events)):  # lives beside what is returned
+        if declared > returned:  # lives beside what is returned
             unseen = self.log.open(f"{name}: scratch", declared - returned, NOT_OBSERVED)
         rows: dict[int, int] = {}
         alive = 0
