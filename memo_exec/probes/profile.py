@@ -90,7 +90,7 @@ def profile_of(found: Found, shared: Shared | None, name: str | None) -> Hardwar
         device_malloc_s_per_gib=_seconds(allocation.asked_per_gib),
         device_free_s_per_gib=_seconds(allocation.given_back_per_gib),
         host_register_bytes_per_s=rate_of(memory.BLOCK_BYTES, found.host_ready, MEMORY),
-        host_alloc_bytes_per_s=rate_of(memory.BLOCK_BYTES, pinned, MEMORY) if pinned else None,
+        host_alloc_bytes_per_s=rate_of(memory.PINNED_BYTES, pinned, MEMORY) if pinned else None,
         host_memory_bytes=Quantity(value=float(machine.host_memory_bytes), source=SYSTEM),
         host_copy_bytes_per_s=Quantity(value=copies.together_bytes_per_s, source=COPIES),
         devices=shared.world if shared else 1,
@@ -116,7 +116,8 @@ def _sources(machine: Machine, shared: Shared | None) -> dict[str, Source]:
         COPIES: f"{where}: copies in the executor's lanes, median; all_devices is {every}; host_copy is both "
         "directions at once; compute_slowdown is a layer's operators beside one copy lane",
         MEMORY: f"{where}: {least}; device blocks of {memory.BLOCK_BYTES} and {memory.LARGE_BYTES} bytes, a line "
-        f"through both; host blocks of {memory.BLOCK_BYTES} bytes",
+        f"through both; host blocks of {memory.BLOCK_BYTES} bytes, "
+        f"pinned ones of {memory.PINNED_BYTES}",
         SYSTEM: f"{where}: what the system reports; the container's limit counts as the host's memory",
     }
     sources = {name: Source(kind="measured", text=text) for name, text in texts.items()}

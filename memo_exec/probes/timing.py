@@ -54,7 +54,9 @@ def time_call(
         call(i)
         if time.perf_counter() - begin > effort.patience_s / 2:
             break
-    return sample_of(_on_cuda(call, effort, prepare) if device.type == "cuda" else _on_cpu(call, effort, prepare))
+    return sample_of(
+        _on_cuda(call, device, effort, prepare) if device.type == "cuda" else _on_cpu(call, effort, prepare)
+    )
 
 
 def _on_cpu(call: Callable[[int], None], effort: Effort, prepare: Callable[[int], None] | None) -> list[float]:
@@ -69,9 +71,11 @@ def _on_cpu(call: Callable[[int], None], effort: Effort, prepare: Callable[[int]
     return found
 
 
-def _on_cuda(call: Callable[[int], None], effort: Effort, prepare: Callable[[int], None] | None) -> list[float]:
+def _on_cuda(
+    call: Callable[[int], None], device: torch.device, effort: Effort, prepare: Callable[[int], None] | None
+) -> list[float]:
     # Random numbers: a product of equal ones draws less power.
-    factor = torch.randn((FILLER, FILLER), dtype=torch.bfloat16, device="cuda")
+    factor = torch.randn((FILLER, FILLER), dtype=torch.bfloat16, device=device)
     product = torch.empty_like(factor)
     torch.cuda.synchronize()
     pairs: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []

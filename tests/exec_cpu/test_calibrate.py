@@ -8,7 +8,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ import torch
 from memo_exec.calibrate import calibrate
 from memo_exec.kernels import KERNELS
 from memo_exec.machine import this_machine
-from memo_exec.probes import clocks, memory
+from memo_exec.probes import clocks, memory, timing
 from memo_exec.probes import grid as grids
 from memo_exec.probes.copies import Lanes
 from memo_exec.probes.copy_rates import Copies
@@ -170,6 +170,58 @@ def test_calls_back_to_back_until_told_to_stop() -> None:
     durations = back_to_back(seen.append, torch.device("cpu"), lambda: len(seen) >= 3)
     assert seen == [0, 1, 2]
     assert len(durations) == 3
+
+
+class Clock:
+    """Stands for CUDA's events: a device that is done with everything up to the event it is asked about."""
+
+    def __init__(self) -> None:
+        self.recorded: list[Clock.Event] = []
+
+    class Event:
+        def __init__(self, clock: "Clock") -> None:
+            self.clock, self.at_ms, self.waited = clock, -1.0, False
+
+        def record(self) -> None:
+            self.at_ms = 1.0 + len(self.clock.recorded) ** 2
+            self.clock.recorded.append(self)
+
+        def synchronize(self) -> None:
+            assert self.at_ms >= 0
+            self.waited = True
+
+        def elapsed_time(self, other: "Clock.Event") -> float:
+            assert other.waited  # not known before the device got there
+            return other.at_ms - self.at_ms
+
+
+def test_on_cuda_each_call_lies_between_two_events(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, order = Clock(), list[str]()
+    monkeypatch.setattr(timing, "_event", lambda: Clock.Event(clock))
+    monkeypatch.setattr(timing, "FILLER", 8)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: order.append("settle"))
+    found = timing._on_cuda(
+        lambda i: order.append(f"call {i}"),
+        torch.device("cpu"),
+        Effort(repeats=2, seconds=0.0),
+        lambda i: order.append(f"prepare {i}"),
+    )
+    assert order == ["settle", "prepare 0", "call 0", "prepare 1", "call 1"]
+    assert found == [pytest.approx(1e-3), pytest.approx(5e-3)]  # milliseconds between events 0, 1 and 2, 3
+
+
+def test_on_cuda_the_next_call_is_issued_before_the_last_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, calls = Clock(), list[int]()
+
+    def call(i: int) -> None:
+        calls.append(i)
+        assert not clock.recorded[-1].waited
+
+    monkeypatch.setattr(timing, "_event", lambda: Clock.Event(clock))
+    device = cast("torch.device", SimpleNamespace(type="cuda"))
+    found = back_to_back(call, device, lambda: len(calls) >= 3)
+    assert calls == [0, 1, 2]
+    assert found == [pytest.approx(ms / 1e3) for ms in (1.0, 3.0, 5.0)]
 
 
 def test_a_lane_that_fails_is_no_endless_wait() -> None:
