@@ -10,6 +10,7 @@ from memo_exec.kernels.attention import BACKENDS
 from memo_exec.machine import Machine
 from memo_sim.contract.errors import CannotRun
 from memo_sim.contract.plan import Decisions
+from memo_sim.program.head_groups import flash3_head_dim
 from memo_sim.program.program import Program
 
 
@@ -31,7 +32,7 @@ def check_kernels(decisions: Decisions, program: Program, machine: Machine) -> N
             hint="another kernel is another plan: price it again with kernels.rowwise torch",
         )
     kernel, available = decisions.kernels.attention, attention_kernels(machine)
-    reason = available.get(kernel, "no such kernel in this version")
+    reason = available.get(kernel, "no such kernel in this version") or _unsupported(decisions)
     if reason:
         fitting = ", ".join(name for name, why_not in available.items() if not why_not)
         raise CannotRun(
@@ -68,6 +69,18 @@ def _why_not(kernel: str, machine: Machine) -> str:
 
         found = torch.backends.cudnn.is_available()  # type: ignore[no-untyped-call]
         return "" if found else "this torch has no cuDNN"
+    return ""
+
+
+def _unsupported(decisions: Decisions) -> str:
+    """Return why a library that is there has no kernel for these heads; "" when it has."""
+    kernel, head_dim = decisions.kernels.attention, decisions.model.head_dim
+    if kernel not in ("flash3", "flash4", "te-fused"):
+        return ""
+    if head_dim % 8 or head_dim > 256:
+        return f"heads of {head_dim}: it has multiples of 8 up to 256"
+    if kernel == "flash3" and decisions.deterministic and flash3_head_dim(head_dim) == 256:
+        return f"heads of {head_dim}: its deterministic backward has up to 192"
     return ""
 
 

@@ -56,6 +56,22 @@ def test_a_plan_with_a_library_that_is_not_installed_is_refused(name: str, libra
         check_kernels(decisions, program, GPU)
 
 
+@pytest.mark.parametrize(
+    ("head_dim", "deterministic", "refused"),
+    [(256, False, ""), (256, True, "up to 192"), (192, True, ""), (12, False, "8")],
+)
+def test_heads_without_a_kernel_are_refused(head_dim: int, deterministic: bool, refused: str) -> None:
+    model, kernels = llama(head_dim=head_dim), Kernels(attention="flash3")
+    decisions = decide(model, dtype="bf16", deterministic=deterministic, kernels=kernels)
+    (program,) = lower(decisions)
+    with fakes.flash3():
+        if not refused:
+            check_kernels(decisions, program, GPU)
+            return
+        with pytest.raises(CannotRun, match=f"flash3: heads of {head_dim}: .*{refused}"):
+            check_kernels(decisions, program, GPU)
+
+
 @pytest.mark.parametrize("name", ["flash3", "flash4", "te-fused"])
 def test_without_its_library_a_kernel_is_missing(name: str) -> None:
     backend = {"flash3": attention_flash3, "flash4": attention_flash4, "te-fused": attention_te}[name]
