@@ -183,4 +183,5 @@ def host_bytes(rival: str, device: torch.device) -> int | None:
         return None
     slab = hooks_of(fraction).statistics.host_bytes if (fraction := FRACTIONS.get(rival)) else 0
     pinned = torch.cuda.host_memory_stats()
-    return slab + (int(pinned["allocated_bytes.peak"]) if pinned else 0)
+    # Older versions count what is locked as reserved, newer ones as allocated.
+    return slab + max(int(pinned.get(f"{name}_bytes.peak", 0)) for name in ("allocated", "reserved"))

@@ -27,7 +27,9 @@ from benchmarks.gpu.rivals import HUGGING_FACE, RIVALS
 from benchmarks.gpu.row import Row, mfu_of, row_of, timed
 from benchmarks.gpu.scale import FULL, QUICK
 from benchmarks.gpu.session import Session
+from memo_sim.contract import codec
 from memo_sim.contract.errors import BadInput, CannotRun
+from memo_sim.contract.plan import Plan
 
 ROOT = Path(__file__).parents[2]
 WITHOUT_GPU = {"CUDA_VISIBLE_DEVICES": ""}
@@ -276,6 +278,21 @@ def test_plans_are_made_once_and_refusals_say_why(tmp_path: Path) -> None:
     assert isinstance(refused, Refused)
     assert "device memory" in refused.reason
     assert 0 < made.most_layers("llama3-8b", 2**17, "keep", 8) < 8
+
+
+def test_estimates_follow_the_plan(tmp_path: Path) -> None:
+    launch = launcher(tmp_path, "")
+    found = session(tmp_path, launch)
+    model = model_of("llama3-8b", 4)
+    asked = found.case(model, 2**17, rival="memo, full swap", kind="memo", part="suite", policy="full swap")
+    planned = found.planned(asked)
+    assert planned is not None
+    prediction = codec.read(planned.plan, Plan).prediction
+    assert prediction is not None
+    assert FULL.step_s(planned) == prediction.step_s
+    assert FULL.seconds([planned]) > FULL.seconds([asked]) > FULL.start_s
+    assert found.planned(msgspec.structs.replace(asked, seq_tokens=2**20)) is None
+    assert found.results.rows[-1].status == "oom"
 
 
 def test_a_device_without_a_profile_is_told_what_to_do(tmp_path: Path) -> None:
