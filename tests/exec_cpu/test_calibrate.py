@@ -13,7 +13,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from memo_exec.calibrate import calibrate
+from memo_exec.calibrate import _operators, calibrate
 from memo_exec.kernels import KERNELS
 from memo_exec.machine import this_machine
 from memo_exec.probes import clocks, memory, timing
@@ -29,6 +29,7 @@ from memo_sim.contract.catalog import load_model
 from memo_sim.contract.hardware import Hardware
 from memo_sim.contract.plan import Decisions
 from memo_sim.program.instruction import Lane
+from memo_sim.program.kernel_table import ATTENTION_KERNELS
 from memo_sim.program.lower import lower
 from memo_sim.program.work import Attention, Gemm, Rowwise
 from tests.exec_cpu.small import CPU_KERNELS
@@ -155,6 +156,23 @@ def test_no_pass_is_begun_beyond_the_budget() -> None:
     assert short.provenance["passes"] == "1"
     assert long.provenance["passes"] == "3"
     assert {table.gemm_pass for table in short.gemm} == {"fprop", "dgrad", "wgrad"}  # the first pass is whole
+
+
+def test_the_gpus_grid_fits_its_budget() -> None:
+    """Points x repeats at half of an H100's published rates, with every attention kernel: two passes fit in 240 s."""
+    kernels = [kernel for kernel in ATTENTION_KERNELS if kernel != "torch-flash-cpu"]
+    effort, filler_s, host_s = Effort(), 2e-3, 2e-3
+    total = 0.0
+    for operator in _operators(grids.CUDA, kernels):
+        work = operator.instruction.work
+        rate, amount = (1.3e12, work.moved_bytes) if isinstance(work, Rowwise) else (2.5e14, work.flops)  # type: ignore[union-attr]
+        call_s = 1e-5 + amount / rate
+        warm_ups = 1 if call_s > effort.patience_s / 2 else timing.WARM_UPS
+        repeat_s = filler_s + call_s
+        fewest = 1 if repeat_s > effort.patience_s else effort.repeats
+        total += warm_ups * call_s + max(fewest * repeat_s, effort.seconds) + host_s
+        assert operator.bytes * 3 < 40e9  # two sets of operands and a copy fit
+    assert 2 * total < grids.CUDA.budget_s
 
 
 def test_two_sizes_of_blocks_make_a_line() -> None:
