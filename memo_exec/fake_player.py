@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from memo_exec.kernels import KERNELS, Call, Context, Kernel
+from memo_exec.kernels import FUSED, KERNELS, Call, Context, Kernel
 from memo_exec.memory.slab import HostSlab
 from memo_exec.memory.store import CachingStore
 from memo_exec.observed import LARGE_BYTES, NOT_OBSERVED, Observed, RequestLog, Unexplained, compared
@@ -192,8 +192,10 @@ class _FakePlayer:
     def _events(self, bound: Bound) -> list[_Event]:
         """Play a kernel; return the tensors it makes."""
         work = bound.instruction.work
-        if isinstance(work, Attention) and work.kernel == "flash2":
-            return []  # flash-attn's low-level calls know no fake tensors; results go into operands
+        if isinstance(work, Attention) and not work.kernel.startswith("torch-"):
+            return []  # libraries' low-level calls know no fake tensors
+        if bound.instruction.op in FUSED and self.context.decisions.kernels.rowwise == "triton":
+            return []  # nor does Triton, whose kernels return nothing
         tensors = {}
         for touch in bound.touches:
             if (host := self.slab.views.get(touch.buffer)) is not None:

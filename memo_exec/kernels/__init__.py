@@ -46,29 +46,29 @@ def _either(plain: Kernel, module: str) -> Kernel:
     return play
 
 
-KERNELS: Mapping[str, Kernel] = {
+_PLAIN: Mapping[str, Kernel] = {
     "embed": embedding.embed,
     "embed.bwd": embedding.embed_backward,
-    "layer_norm": _either(norm.layer_norm, "triton_norm"),
-    "layer_norm.bwd": _either(norm.layer_norm_backward, "triton_norm"),
-    "rms_norm": _either(norm.rms_norm, "triton_norm"),
-    "rms_norm.bwd": _either(norm.rms_norm_backward, "triton_norm"),
+    "layer_norm": norm.layer_norm,
+    "layer_norm.bwd": norm.layer_norm_backward,
+    "rms_norm": norm.rms_norm,
+    "rms_norm.bwd": norm.rms_norm_backward,
     "linear": linear.linear,
     "linear.dgrad": linear.linear_dgrad,
     "linear.wgrad": linear.linear_wgrad,
     "bias.bwd": linear.bias_backward,
-    "gelu": _either(activation.gelu, "triton_activation"),
-    "gelu.bwd": _either(activation.gelu_backward, "triton_activation"),
-    "swiglu": _either(activation.swiglu, "triton_activation"),
-    "swiglu.bwd": _either(activation.swiglu_backward, "triton_activation"),
-    "rotary": _either(rotary.rotary, "triton_rotary"),
-    "rotary.bwd": _either(rotary.rotary_backward, "triton_rotary"),
+    "gelu": activation.gelu,
+    "gelu.bwd": activation.gelu_backward,
+    "swiglu": activation.swiglu,
+    "swiglu.bwd": activation.swiglu_backward,
+    "rotary": rotary.rotary,
+    "rotary.bwd": rotary.rotary_backward,
     "qk_norm": qk_norm.qk_norm,
     "qk_norm.bwd": qk_norm.qk_norm_backward,
     "attention": attention.attention,
     "attention.bwd": attention.attention_backward,
     "residual_add": move.residual_add,
-    "cross_entropy": _either(loss.cross_entropy, "triton_loss"),
+    "cross_entropy": loss.cross_entropy,
     "copy": move.copy,
     "d2h": move.transfer,
     "h2d": move.transfer,
@@ -77,9 +77,28 @@ KERNELS: Mapping[str, Kernel] = {
     "adamw.decay": optimizer.adamw_decay,
     "adamw.no_decay": optimizer.adamw_no_decay,
 }
+
+FUSED: Mapping[str, str] = {
+    "layer_norm": "triton_norm",
+    "layer_norm.bwd": "triton_norm",
+    "rms_norm": "triton_norm",
+    "rms_norm.bwd": "triton_norm",
+    "gelu": "triton_activation",
+    "gelu.bwd": "triton_activation",
+    "swiglu": "triton_activation",
+    "swiglu.bwd": "triton_activation",
+    "rotary": "triton_rotary",
+    "rotary.bwd": "triton_rotary",
+    "cross_entropy": "triton_loss",
+}
+"""Module of the Triton kernel of each op that has one; its function is the plain one's namesake."""
+
+KERNELS: Mapping[str, Kernel] = {
+    op: _either(plain, FUSED[op]) if op in FUSED else plain for op, plain in _PLAIN.items()
+}
 """The kernel of every op that a program without collectives has."""
 
 LIBRARY_SCRATCH = frozenset({"attention", "attention.bwd"})
 """Ops whose library allocates the workspace that the program declares."""
 
-__all__ = ["KERNELS", "LIBRARY_SCRATCH", "Call", "Context", "Kernel", "Scratch", "StepScalars"]
+__all__ = ["FUSED", "KERNELS", "LIBRARY_SCRATCH", "Call", "Context", "Kernel", "Scratch", "StepScalars"]

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from memo_exec.attention_kernels import check_kernels
+from memo_exec.fake_player import observe_fake
 from memo_exec.kernels import attention_flash3, attention_flash4, attention_te
 from memo_exec.kernels.attention import BACKENDS
 from memo_exec.machine import Machine
@@ -107,3 +108,13 @@ def test_triton_is_refused_where_it_cannot_play() -> None:
             check_kernels(decisions, program, GPU)
     with fakes.installed({"triton": {}}):
         check_kernels(decisions, program, GPU)
+
+
+@pytest.mark.parametrize("name", ["flash3", "flash4", "te-fused"])
+def test_requests_are_recorded_without_the_library(name: str) -> None:
+    """What a library asks for is counted as declared; the rest of the step is seen."""
+    decisions = decide(llama(), dtype="bf16", kernels=Kernels(attention=name, rowwise="triton"))
+    (program,) = lower(decisions)
+    found = observe_fake(decisions, program)
+    assert found.unexplained == ()
+    assert found.with_scratch_peak_bytes == pytest.approx(found.program_peak_bytes, rel=0.02)
