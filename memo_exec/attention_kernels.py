@@ -64,6 +64,11 @@ def _why_not(kernel: str, machine: Machine) -> str:
         return str(import_module(BACKENDS[kernel]).missing())
     if kernel == "flash2":
         return _flash_attn_missing()
+    if kernel == "torch-flash":
+        from torch.nn import attention
+
+        active = attention.current_flash_attention_impl()
+        return f"{active} plays torch's flash operators in this process" if active else ""
     if kernel == "torch-cudnn":
         import torch
 

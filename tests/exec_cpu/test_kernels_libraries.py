@@ -12,7 +12,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from memo_exec.attention_kernels import check_kernels
+from memo_exec.attention_kernels import attention_kernels, check_kernels
 from memo_exec.fake_player import observe_fake
 from memo_exec.kernels import attention_flash3, attention_flash4, attention_te
 from memo_exec.kernels.attention import BACKENDS
@@ -78,6 +78,12 @@ def test_without_its_library_a_kernel_is_missing(name: str) -> None:
     backend = {"flash3": attention_flash3, "flash4": attention_flash4, "te-fused": attention_te}[name]
     assert BACKENDS[name] == backend.__name__
     assert "not installed" in backend.missing()
+
+
+def test_another_implementation_behind_torchs_operators_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert attention_kernels(GPU)["torch-flash"] == ""
+    monkeypatch.setattr(torch.nn.attention, "current_flash_attention_impl", lambda: "FA3")
+    assert attention_kernels(GPU)["torch-flash"] == "FA3 plays torch's flash operators in this process"
 
 
 def test_flash_attn_2_alone_is_no_flash_attn_4() -> None:
