@@ -72,8 +72,9 @@ class Launcher:
         asked.write_bytes(msgspec.json.encode(cases))
         told.unlink(missing_ok=True)
         command = [*self.command, str(asked), str(told)]
-        # Segments that grow suit long sequences best: every system gets them.
-        environment = {"PYTORCH_ALLOC_CONF": "expandable_segments:True", **os.environ}
+        # Segments that grow suit long sequences best: every system gets them. A calibration times plain allocation.
+        settings = {} if cases[0].kind == "calibrate" else {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+        environment = settings | dict(os.environ)
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
         with log.open("wb") as output:
             process = subprocess.Popen(command, stdout=output, stderr=output, env=environment, start_new_session=True)

@@ -250,7 +250,7 @@ def test_another_update_is_seen_as_a_disagreement(tmp_path: Path, monkeypatch: p
 
 def test_transformers_own_model_has_the_same_losses(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
-    model = llama(vocab=256, kv_heads=2)
+    model = llama(vocab=256, rope_theta=300.0)
     assert huggingface.why_not(model) == ""
     theirs = plain_run.measure(case(tmp_path, model, rival=rivals.HUGGING_FACE, kind="hugging face"))
     ours = plain_run.measure(case(tmp_path, model, rival="checkpoint"))
