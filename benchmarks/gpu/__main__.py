@@ -99,7 +99,7 @@ def _part(session: Session, part: Part, profile: str | None, *, last: bool) -> N
     if part in WITH_PLANS and session.plans is None:
         try:
             cluster = profile or cluster_for(session.launcher.device, session.results.profile)
-            session.plans = Plans(session.results.plans, cluster)
+            session.plans = Plans(session.results.plans, cluster, session.kernels)
         except CannotRun as error:
             session.without_plans = str(error)
             _tell(f"memo's systems cannot be planned: {error}")

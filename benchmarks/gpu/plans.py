@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -12,7 +13,6 @@ from benchmarks.gpu.case import SEQUENCES
 from memo_sim.contract import codec
 from memo_sim.contract.catalog import load_cluster, load_model
 from memo_sim.contract.errors import CannotRun, Infeasible, missing_package
-from memo_sim.contract.hardware import DtypeName
 from memo_sim.contract.model import Model
 from memo_sim.contract.plan import Plan
 from memo_sim.planning.question import Pins, Question
@@ -46,19 +46,19 @@ def model_of(preset: str, layers: int) -> Model:
 
 
 class Plans:
-    """Plan files in one folder, made when they are not there or were made with another profile."""
+    """Plan files in one folder, made when they are not there or were made with another profile.
 
-    def __init__(self, folder: Path, cluster: str) -> None:
+    ``kernels`` are the attention kernels that plans may name.
+    """
+
+    def __init__(self, folder: Path, cluster: str, kernels: Collection[str]) -> None:
         self.folder = folder
-        self.name = cluster
-        self.cluster, self.hardware = load_cluster(cluster)
+        self.cluster, hardware = load_cluster(cluster)
+        # A shipped profile has measured attention kernels that may not be installed here.
+        usable = [table for table in hardware.attention if table.kernel in kernels]
+        self.hardware = msgspec.structs.replace(hardware, attention=usable)
         self._hash = codec.sha256_of(self.hardware)
         self._refused: dict[Path, Refused] = {}
-
-    @property
-    def dtype(self) -> DtypeName:
-        """Dtype of parameters and activations."""
-        return "bf16" if "bf16" in self.hardware.peak_flops else "fp32"
 
     def path(self, model: Model, tokens: int, policy: str) -> Path:
         """Return where the plan lies."""

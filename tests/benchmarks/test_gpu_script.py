@@ -32,6 +32,7 @@ from memo_sim.contract.errors import BadInput, CannotRun
 from memo_sim.contract.plan import Plan
 
 ROOT = Path(__file__).parents[2]
+KERNELS = ["torch-flash", "torch-cudnn"]
 WITHOUT_GPU = {"CUDA_VISIBLE_DEVICES": ""}
 
 
@@ -248,9 +249,9 @@ def session(folder: Path, launch: Launcher, cluster: str | None = "h100-1x1") ->
         launch.budget,
         FULL,
         device="cuda",
-        kernels=[],
+        kernels=KERNELS,
         tell=lambda text: None,
-        plans=Plans(results.plans, cluster) if cluster else None,
+        plans=Plans(results.plans, cluster, KERNELS) if cluster else None,
         without_plans="" if cluster else "no profile of this device",
     )
 
@@ -265,17 +266,19 @@ def test_what_does_not_fit_the_budget_is_listed(tmp_path: Path) -> None:
 
 
 def test_plans_are_made_once_and_refusals_say_why(tmp_path: Path) -> None:
-    made = Plans(tmp_path, "h100-1x1")
+    made = Plans(tmp_path, "h100-1x1", KERNELS)
     model = model_of("llama3-8b", 2)
     assert (model.layers, model.vocab) == (2, plans.VOCAB)
     path = made.get(model, 16384, "planned")
     assert isinstance(path, Path)
     before = path.stat().st_mtime_ns
-    assert Plans(tmp_path, "h100-1x1").get(model, 16384, "planned") == path
+    assert Plans(tmp_path, "h100-1x1", KERNELS).get(model, 16384, "planned") == path
     assert path.stat().st_mtime_ns == before
     refused = made.get(model, 2**20, "keep")
     assert isinstance(refused, Refused)
     assert "device memory" in refused.reason
+    assert codec.read(path, Plan).decisions.kernels.attention in KERNELS
+    assert isinstance(Plans(tmp_path / "none", "h100-1x1", []).get(model, 16384, "planned"), Refused)
     assert 0 < made.most_layers("llama3-8b", 2**17, "keep", 8) < 8
 
 
