@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 GIB = 2**30
 SEARCHED = (
-    *("model", "seq_len", "system", "tp", "cp", "dp", "zero", "alpha", "recompute", "states", "loss_chunk"),
+    *("model", "seq_len", "system", "tp", "cp", "ulysses", "dp", "zero", "alpha", "recompute", "states", "loss_chunk"),
     *("memory_policy", "micro_batch", "global_batch", "top"),
 )
 """What a plan decides, so that none of it can be given beside ``--plan``."""
@@ -63,11 +63,12 @@ def cli() -> None:
 @click.option("--system", default="any", show_default=True, help="A preset of `memo-sim list systems`.")
 @click.option("--tp", type=click.IntRange(1), help="Tensor parallelism (with sequence parallelism when above 1).")
 @click.option("--cp", type=click.IntRange(1), help="Context parallelism (zigzag ring).")
+@click.option("--ulysses", type=click.IntRange(1), help="All-to-all around attention, heads divided.")
 @click.option("--dp", type=click.IntRange(1), help="Data parallelism.")
 @click.option(
     "--zero",
     type=click.IntRange(0, 3),
-    help="Over cp x dp: 1 divides optimizer states, 2 gradients too, 3 parameters too (FSDP).",
+    help="Over cp x ulysses x dp: 1 divides optimizer states, 2 gradients too, 3 parameters too (FSDP).",
 )
 @click.option("--alpha", type=Finite(0, 1), help="Fraction of tokens swapped; turns the keep fallback off.")
 @click.option("--recompute", type=click.Choice(["none", "full", "tokenwise"]), help="What happens to the others.")
@@ -154,6 +155,7 @@ def _question(options: Options) -> tuple[Plan | None, Question]:
     pins = Pins(
         tp=options["tp"],
         cp=options["cp"],
+        ulysses=options["ulysses"],
         dp=options["dp"],
         zero=options["zero"],
         alpha=options["alpha"],

@@ -9,6 +9,7 @@ from memo_sim.planning.arena import Arena
 from memo_sim.planning.presets import KEEP, PARTIAL_SWAP, TOKENWISE, find_system
 from memo_sim.planning.question import Question
 from memo_sim.planning.search import Evaluated, SearchResult
+from memo_sim.planning.space import DEGREES
 from memo_sim.program.shape import swap_granule
 from memo_sim.views.plan_table import layout_label
 
@@ -16,6 +17,9 @@ EXACT = 1e-6
 SLACK = 0.01
 """A lane that leaves less than this fraction of the step idle is what binds."""
 
+
+MOST_ZERO = 3
+"""Divides parameters, gradients and optimizer states."""
 
 SMALLEST_SHARE = 0.0005
 """Recompute below this part of compute is shown as nothing."""
@@ -67,14 +71,14 @@ def _nothing_fits(question: Question, found: SearchResult) -> list[str]:
     need = format_bytes(nearest.prediction.shortfall_bytes)
     return [
         f"Nothing fits. Nearest: {_label(nearest)}, short of {need}: {nearest.prediction.reason}.",
-        f"Ways out: {'; '.join(_ways_out(question, nearest.prediction))}.",
+        f"Ways out: {'; '.join(_ways_out(question, nearest))}.",
     ]
 
 
-def _ways_out(question: Question, nearest: Prediction) -> list[str]:
+def _ways_out(question: Question, evaluated: Evaluated) -> list[str]:
     """Return what would help the nearest plan, given what is short and what was asked for."""
-    pins = question.pins
-    names = ("alpha", "recompute", "tp", "cp", "dp", "zero")
+    pins, nearest, layout = question.pins, evaluated.prediction, evaluated.decisions.layout
+    names = ("alpha", "recompute", *DEGREES, "zero")
     pinned = [f"--{name}" for name in names if getattr(pins, name) is not None]
     ways = [f"leave {', '.join(pinned)} to the search"] if pinned else []
     if nearest.status == "host_oom":
@@ -84,6 +88,8 @@ def _ways_out(question: Question, nearest: Prediction) -> list[str]:
         f"--states {states}" for states in {"fp32": ("bf16", "host"), "bf16": ("host",)}.get(question.states, ())
     ]
     ways += ["more devices", *smaller]
+    if layout.replicas > 1 and layout.zero < MOST_ZERO:
+        ways.append(f"--zero {MOST_ZERO}")
     if question.memory_policy != "planned":
         ways.append("--memory-policy planned")
     if nearest.peak_by_class.get("state", 0) < capacity:  # else weights and optimizer alone are too much

@@ -22,6 +22,7 @@ from memo_sim.planning.presets import SYSTEMS
 from memo_sim.planning.question import Pins, Question
 from memo_sim.planning.search import Evaluated, search
 from memo_sim.views.accuracy import QUANTITIES, summarise
+from memo_sim.views.plan_table import layout_label
 
 
 def validate(
@@ -116,9 +117,8 @@ def _not_built(asked: CaseQuestion) -> str:
     """Return why this version cannot evaluate a row, or nothing."""
     if asked.system not in SYSTEMS:
         return f"system {asked.system} is not built yet (built: {', '.join(SYSTEMS)})"
-    for degree in ("pp", "ulysses"):
-        if asked.integers.get(degree, 1) > 1:
-            return f"{degree} {asked.integers[degree]} has no lowering yet"
+    if asked.integers.get("pp", 1) > 1:
+        return f"pp {asked.integers['pp']} has no lowering yet"
     for column, word, reason in _UNBUILT:
         if asked.words.get(column) == word:
             return reason
@@ -136,8 +136,8 @@ def _overlap_refused(asked: CaseQuestion, layout: Layout) -> str:
         return f"the exchange of cp {layout.cp} always overlaps attention here; the row asks for none"
     if word == "no" and layout.zero > 1:
         return f"the collectives of zero {layout.zero} always overlap compute here; the row asks for none"
-    if word == "yes" and (layout.tp > 1 or (layout.cp * layout.dp > 1 and layout.zero < 2)):
-        return f"collectives of tp {layout.tp} cp {layout.cp} dp {layout.dp} do not overlap compute yet"
+    if word == "yes" and (layout.tp * layout.ulysses > 1 or (layout.replicas > 1 and layout.zero < 2)):
+        return f"collectives of {layout_label(layout)} do not overlap compute yet"
     return ""
 
 
@@ -161,6 +161,7 @@ def _question(asked: CaseQuestion) -> Question:
         tp=given.get("tp"),
         sequence_parallel=None if sp is None else sp == "yes",
         cp=given.get("cp"),
+        ulysses=given.get("ulysses"),
         dp=given.get("dp"),
         zero=given.get("zero"),
         alpha=asked.alpha,

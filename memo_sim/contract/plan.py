@@ -43,6 +43,11 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         """Devices the layout occupies."""
         return self.tp * self.cp * self.ulysses * self.metp * self.pp * self.dp
 
+    @property
+    def replicas(self) -> int:
+        """Ranks that hold the same parameters, over which ZeRO divides."""
+        return self.cp * self.ulysses * self.dp
+
 
 class Kernels(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Which implementation plays an operator; it decides workspaces, so it belongs to the plan."""

@@ -3,6 +3,7 @@
 A system is no code path: it narrows the policies and the layouts that ``space.py`` enumerates, and says who serves its
 memory. The rivals run on PyTorch's caching allocator under an eager framework (``memory/eager.py``).
 
+    deepspeed-ulysses  all-to-all around attention, degrees that divide the heads, ZeRO 3 over all ranks (MEMO 5.1, 5.2)
     megatron-lm        tensor parallelism with sequence parallelism, a zigzag ring, the distributed optimizer (MEMO 5.1)
     fsdp               data parallelism alone, every parameter gathered for one use (ZeRO 3)
     ring-attention     a ring over sequence blocks, parameters sharded over all ranks (Liu et al. 2023, section 4)
@@ -81,6 +82,14 @@ SYSTEMS = {
             "Megatron-LM: tp with sequence parallelism, ring cp, ZeRO 1; keep or full recompute, caching allocator",
             (KEEP, FULL_RECOMPUTE),
             memory_policy="eager",
+        ),
+        System(
+            "deepspeed-ulysses",
+            "DeepSpeed-Ulysses: all-to-all around attention and ZeRO 3; keep or full recompute, caching allocator",
+            (KEEP, FULL_RECOMPUTE),
+            memory_policy="eager",
+            degrees=("ulysses", "dp"),
+            zero=3,
         ),
         System(
             "fsdp",

@@ -26,6 +26,7 @@ class Pins:
     tp: int | None = None
     sequence_parallel: bool | None = None
     cp: int | None = None
+    ulysses: int | None = None
     dp: int | None = None
     zero: int | None = None
     alpha: float | None = None

@@ -22,6 +22,10 @@ LOGIT_BYTES = 2**30
 """Logits and their gradient of one loss chunk stay under this; the classifier's rate does not suffer at such sizes."""
 
 
+DEGREES = ("tp", "cp", "ulysses", "dp")
+"""The degrees of a layout that can be pinned or searched."""
+
+
 @dataclass(frozen=True, slots=True)
 class Candidate:
     """One layout with one policy; ``base`` has no swapped tokens yet when the policy leaves alpha open."""
@@ -41,14 +45,18 @@ def layouts(question: Question) -> list[Layout]:
     found = []
     for tp in _degrees(pins.tp, devices, "tp" in system.degrees):
         for cp in _degrees(pins.cp, devices // tp, "cp" in system.degrees):
-            dp = devices // (tp * cp)
-            if tp * cp * dp != devices or (pins.dp is not None and dp != pins.dp):
-                continue
-            zero = pins.zero if pins.zero is not None else (system.zero or 1) if cp * dp > 1 else 0
-            parallel = tp > 1 if pins.sequence_parallel is None else pins.sequence_parallel and tp > 1
-            found.append(Layout(tp=tp, sequence_parallel=parallel, cp=cp, dp=dp, zero=zero))
+            for ulysses in _degrees(pins.ulysses, devices // (tp * cp), "ulysses" in system.degrees):
+                inner = tp * cp * ulysses
+                dp = devices // inner
+                if inner * dp != devices or (pins.dp is not None and dp != pins.dp):
+                    continue
+                shared = devices // tp > 1
+                zero = pins.zero if pins.zero is not None else (system.zero or 1) if shared else 0
+                parallel = tp > 1 if pins.sequence_parallel is None else pins.sequence_parallel and tp > 1
+                found.append(Layout(tp=tp, sequence_parallel=parallel, cp=cp, ulysses=ulysses, dp=dp, zero=zero))
     if not found:
-        asked = ", ".join(f"{n} {v}" for n, v in (("tp", pins.tp), ("cp", pins.cp), ("dp", pins.dp)) if v is not None)
+        named = {name: getattr(pins, name) for name in DEGREES}
+        asked = ", ".join(f"{name} {degree}" for name, degree in named.items() if degree is not None)
         raise UsageError(
             "the pinned layout does not fill the cluster",
             got=asked,
@@ -61,15 +69,20 @@ def layouts(question: Question) -> list[Layout]:
 def _check_degrees(question: Question) -> None:
     """Refuse a pinned degree that the system does not have."""
     system = find_system(question.system)
-    for name in ("tp", "cp", "dp"):
+    for name in DEGREES:
         degree = getattr(question.pins, name)
-        if degree is not None and degree > 1 and name not in system.degrees:
+        if degree is not None and degree > 1 and name not in system.degrees and system.name != "any":
             raise UsageError(
                 f"{system.name} does not divide work that way",
                 got=f"{name} {degree}",
                 wanted=" and ".join(system.degrees),
                 hint="leave it out, or --system any",
             )
+
+
+def _degrees_of(layout: Layout) -> str:
+    """Return a layout's degrees in words; those that few layouts have, only where they divide."""
+    return " ".join(f"{n} {getattr(layout, n)}" for n in DEGREES if n != "ulysses" or layout.ulysses > 1)
 
 
 def _degrees(pinned: int | None, devices: int, searched: bool) -> list[int]:
@@ -125,7 +138,7 @@ def candidates(question: Question) -> tuple[list[Candidate], list[str]]:
             shape = shape_of(base)
             groups = head_groups(shape, base, kernel)
         except Infeasible as error:
-            refused.append(f"tp {layout.tp} cp {layout.cp} dp {layout.dp}: {error.what}")
+            refused.append(f"{_degrees_of(layout)}: {error.what}")
             continue
         pinned = question.pins.loss_chunk_tokens
         chunk = pinned if pinned is not None else default_loss_chunk(shape.tokens, shape.vocab, base)
@@ -137,7 +150,7 @@ def candidates(question: Question) -> tuple[list[Candidate], list[str]]:
             "no layout divides this model and sequence",
             where=f"{question.cluster.name}, {question.seq_tokens} tokens, global batch {question.global_batch}",
             got="; ".join(refused[:4]) + (f"; and {len(refused) - 4} more" if len(refused) > 4 else ""),
-            wanted="degrees that divide heads, tokens (cp: in 2 x cp chunks) and the global batch (dp)",
+            wanted="degrees that divide heads (tp, ulysses), tokens (cp: in 2 x cp chunks) and the global batch (dp)",
             hint="the first reason says which number has to change",
         )
     return found, refused
@@ -170,6 +183,7 @@ def head_groups(shape: Shape, base: Decisions, kernel: str) -> int:
     Raises:
         Infeasible: when no number of groups does.
     """
+    shape = shape.attention
     work = Attention(
         batch=base.micro_batch,
         q_tokens=shape.tokens // base.micro_batch,

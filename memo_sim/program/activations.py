@@ -70,8 +70,7 @@ class Activations:
         """Return how many rows of ``tensor`` travel to the host."""
         if tensor.fate is Fate.WHOLE and self.decisions.recompute == "tokenwise":
             return tensor.tokens
-        swapped = self.decisions.swapped_tokens
-        return self.shape.shard(swapped) if tensor.sharded else swapped
+        return tensor.tokens * self.decisions.swapped_tokens // self.shape.tokens
 
     def kept(self, tensor: Skeletal) -> int:
         """Return how many rows of ``tensor`` are copied aside on the device."""

@@ -22,6 +22,7 @@ from memo_sim.program.builder import Access, Rows, TemplateBuilder, accumulates,
 from memo_sim.program.instruction import BufferClass, Lane
 from memo_sim.program.parameters import Block
 from memo_sim.program.shape import Shape
+from memo_sim.program.ulysses import Ulysses
 from memo_sim.program.work import Collective, Gemm, Rowwise
 
 RowBlock = tuple[int, int]
@@ -42,6 +43,7 @@ class LayerWriter:
         self.block = block
         self.dtype, self.rowwise = decisions.dtype, decisions.kernels.rowwise
         self.size = DTYPE_BYTES[decisions.dtype]
+        self.ulysses = Ulysses(builder, shape, decisions.dtype)
         self.suffix = ""
 
     def forward(self, blocks: list[RowBlock], out: str) -> None:
@@ -50,7 +52,7 @@ class LayerWriter:
             self.suffix = f".r{i}" if len(blocks) > 1 else ""
             self._before_attention(rows)
         self.suffix = ""
-        attention.forward(self.builder, self.decisions, self.shape)
+        attention.forward(self.builder, self.decisions, self.shape.attention)
         for i, rows in enumerate(blocks):
             self.suffix = f".r{i}" if len(blocks) > 1 else ""
             self._after_attention(rows)
@@ -65,7 +67,7 @@ class LayerWriter:
         self.suffix = "" if whole else f".r{index}"
         self._before_attention(rows)
         if whole:
-            attention.forward(self.builder, self.decisions, self.shape)
+            attention.forward(self.builder, self.decisions, self.shape.attention)
         self._after_attention(rows)
         self.suffix = ""
         if whole:
@@ -170,7 +172,7 @@ class LayerWriter:
         shape, model = self.shape, self.model
         self._norm("norm1", "x", rows)
         source = self.gather("norm1", self._shard_rows("norm1", rows), "norm1_full", first)
-        packed = Rows("qkv", first, tokens)
+        packed = Rows(self._own(self.ulysses.home("qkv"), shape.tokens, shape.qkv_width), first, tokens)
         self._linear("qkv", source, packed, shape.qkv_width, shape.hidden)
         width = shape.q_width + shape.kv_width
         if model.qk_norm:
@@ -189,6 +191,7 @@ class LayerWriter:
         if not model.learned_positions:
             scratch = table.rotary_workspace_bytes(tokens, *self._rotated, self.dtype, self.rowwise)
             self._rowwise("rotary", "rotary", tokens, width, width, scratch=scratch, qkv=accumulates(packed))
+        self.ulysses.to_heads("qkv", packed, self.suffix)
 
     @property
     def _rotated(self) -> tuple[int, int]:
@@ -200,7 +203,9 @@ class LayerWriter:
         shape, model = self.shape, self.model
         self._own("proj_out", shape.tokens, shape.hidden)
         product = Rows("proj_out", first, tokens)
-        self._linear("proj", Rows("attn", first, tokens), product, shape.hidden, shape.q_width, bias=False)
+        attended = Rows(self.ulysses.home("attn"), first, tokens)
+        self.ulysses.to_tokens("attn", attended, self.suffix)
+        self._linear("proj", attended, product, shape.hidden, shape.q_width, bias=False)
         self._residual("resid_add", "x", self.scatter("proj", product), out="resid", rows=rows, bias="proj.bias")
         self._norm("norm2", "resid", rows)
         source = self.gather("norm2", self._shard_rows("norm2", rows), "norm2_full", first)
@@ -268,23 +273,28 @@ class LayerWriter:
             "ffn_up", "norm2", grad="d_up", width=width, norm_input="resid", residual_grad=grad_out, out="d_resid"
         )
         d_proj = self.gather("proj.grad", builder.all("d_resid"), "d_proj_full", 0)
-        self._own("d_attn", shape.tokens, shape.q_width)
-        self._dgrad("proj", d_proj, builder.all("d_attn"), shape.q_width, shape.hidden)
-        self._wgrad("proj", d_proj, builder.all("attn"), shape.hidden, shape.q_width)
+        inside, home = shape.attention, self.ulysses.home
+        d_attn = builder.all(self._own(home("d_attn"), shape.tokens, shape.q_width))
+        self._dgrad("proj", d_proj, d_attn, shape.q_width, shape.hidden)
+        self._own("d_attn", inside.tokens, inside.q_width)
+        self.ulysses.to_heads("d_attn", d_attn)
+        self._wgrad("proj", d_proj, builder.all(home("attn")), shape.hidden, shape.q_width)
         self._bgrad("proj", builder.all("d_resid"), shape.hidden)
-        self._own("d_qkv", shape.tokens, shape.qkv_width)
-        attention.backward(builder, self.decisions, shape)
-        self._positions_backward()
+        self._own("d_qkv", inside.tokens, inside.qkv_width)
+        attention.backward(builder, self.decisions, inside)
+        d_qkv = self._own(home("d_qkv"), shape.tokens, shape.qkv_width)
+        self.ulysses.to_tokens("d_qkv", builder.all(d_qkv))
+        self._positions_backward(d_qkv)
         self._product_and_norm(
-            "qkv", "norm1", grad="d_qkv", width=shape.qkv_width, norm_input="x", residual_grad="d_resid", out=grad_in
+            "qkv", "norm1", grad=d_qkv, width=shape.qkv_width, norm_input="x", residual_grad="d_resid", out=grad_in
         )
 
-    def _positions_backward(self) -> None:
+    def _positions_backward(self, d_qkv: str) -> None:
         shape, builder = self.shape, self.builder
         width = shape.q_width + shape.kv_width
         if not self.model.learned_positions:
             scratch = table.rotary_workspace_bytes(shape.tokens, *self._rotated, self.dtype, self.rowwise)
-            grad = accumulates(builder.all("d_qkv"))
+            grad = accumulates(builder.all(d_qkv))
             self._rowwise("rotary.bwd", "rotary.bwd", shape.tokens, width, width, scratch=scratch, grad=grad)
         if self.model.qk_norm:
             self._rowwise(
@@ -294,7 +304,7 @@ class LayerWriter:
                 2 * width,
                 width,
                 scratch=table.qk_norm_backward_workspace_bytes(shape.tokens, *self._rotated, self.dtype),
-                grad=accumulates(builder.all("d_qkv")),
+                grad=accumulates(builder.all(d_qkv)),
                 raw=reads(builder.all("qk_raw")),
                 q_weight=self._param("q_norm.weight"),
                 k_weight=self._param("k_norm.weight"),

@@ -1,8 +1,8 @@
 """The end of a step: gradients summed over the ranks that share parameters, their norm, AdamW, parameters back.
 
 Each block (embed, every layer, head) is played by itself. ``zero`` 1 divides the optimizer's states over the ranks
-that hold the same parameters (cp x dp): gradients are reduce-scattered, parameters gathered; ``zero`` 0 all-reduces.
-``zero`` 2 keeps this rank's share of the gradients alone, 3 of the parameters too (``sharding.py``).
+that hold the same parameters (cp x ulysses x dp): gradients are reduce-scattered, parameters gathered; ``zero`` 0
+all-reduces, 2 keeps this rank's share of the gradients alone, 3 of the parameters too (``sharding.py``).
 States ``bf16`` keeps both moments in bf16; ``host`` keeps master and moments in host memory, updates them on the
 host's cores, and copies gradients down and parameters up. Where clipping applies the update scales gradients in place.
 """
@@ -36,7 +36,7 @@ class Optimizer:
     @property
     def replicas(self) -> int:
         """Ranks that hold the same parameters."""
-        return self.decisions.layout.cp * self.decisions.layout.dp
+        return self.decisions.layout.replicas
 
     @property
     def shards(self) -> int:
@@ -206,7 +206,7 @@ class Optimizer:
 def totals(decisions: Decisions, families: Families) -> Template | None:
     """Return the sums of gradient norm and loss over the ranks that hold parts of them; None for one process."""
     layout = decisions.layout
-    replicas = layout.cp * layout.dp
+    replicas = layout.replicas
     builder = TemplateBuilder("totals", "reduce")
     for name in ("grad_norm", "loss"):
         builder.bind(families[name])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from memo_sim.contract.errors import Infeasible
 from memo_sim.contract.plan import SWAP_GRANULE_TOKENS, Decisions
@@ -15,8 +15,9 @@ MOST_LOSS_CHUNKS = 2**16
 class Shape:
     """Per-rank sizes of one micro-batch.
 
-    ``tokens``: of the rank's context-parallel shard (all sequences of the micro-batch folded); ``shard_tokens``: of the
-    sequence-parallel shard of it (= tokens without sequence parallelism). Widths are features after tensor parallelism.
+    ``tokens``: of the rank's context-parallel and Ulysses shard (all sequences of the micro-batch folded);
+    ``shard_tokens``: of the sequence-parallel shard of it (= tokens without sequence parallelism). Widths are features
+    after tensor parallelism.
     """
 
     tokens: int
@@ -30,6 +31,7 @@ class Shape:
     kv_heads: int
     tp: int
     cp: int
+    ulysses: int
     gathered: bool
     """Whether sequence parallelism shards tokens outside of the tensor-parallel products."""
 
@@ -37,6 +39,19 @@ class Shape:
     def qkv_width(self) -> int:
         """Features of the packed Q, K, V."""
         return self.q_width + 2 * self.kv_width
+
+    @property
+    def attention(self) -> Shape:
+        """The sizes inside attention: Ulysses exchanges tokens of this rank for those of its heads."""
+        degree = self.ulysses
+        return replace(
+            self,
+            tokens=self.tokens * degree,
+            q_width=self.q_width // degree,
+            kv_width=self.kv_width // degree,
+            heads=self.heads // degree,
+            kv_heads=self.kv_heads // degree,
+        )
 
     def shard(self, tokens: int) -> int:
         """Return how many sequence-parallel shard tokens stand for ``tokens`` of the whole."""
@@ -51,11 +66,12 @@ def shape_of(decisions: Decisions) -> Shape:
         plays yet.
     """
     model, layout = decisions.model, decisions.layout
-    for name in ("ulysses", "metp", "pp", "subsequences"):
+    for name in ("metp", "pp", "subsequences"):
         if getattr(layout, name) != 1:
             raise Infeasible(f"{name} has no lowering yet", where=f"layout.{name}", got=getattr(layout, name), wanted=1)
-    _divides("heads", model.heads, "tp", layout.tp)
-    _divides("kv_heads", model.kv_heads, "tp", layout.tp)
+    for what in ("heads", "kv_heads"):
+        _divides(what, getattr(model, what), "tp", layout.tp)
+        _divides(what, getattr(model, what), "tp x ulysses", layout.tp * layout.ulysses)
     _divides("ffn_hidden", model.ffn_hidden, "tp", layout.tp)
     _divides("global_batch", decisions.global_batch, "micro_batch x dp", decisions.micro_batch * layout.dp)
     if model.learned_positions and decisions.seq_tokens > model.max_positions:
@@ -67,6 +83,7 @@ def shape_of(decisions: Decisions) -> Shape:
         )
     chunks = 2 * layout.cp if layout.cp > 1 else 1
     _divides("seq_tokens", decisions.seq_tokens, "2 x cp", chunks)
+    _divides("seq_tokens", decisions.seq_tokens, "cp chunks x ulysses", chunks * layout.ulysses)
     gathered = layout.sequence_parallel and layout.tp > 1
     tokens = decisions.local_tokens
     if gathered:
@@ -85,6 +102,7 @@ def shape_of(decisions: Decisions) -> Shape:
         kv_heads=model.kv_heads // layout.tp,
         tp=layout.tp,
         cp=layout.cp,
+        ulysses=layout.ulysses,
         gathered=gathered,
     )
 

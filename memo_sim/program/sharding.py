@@ -3,7 +3,7 @@
 A use is one pass of the embedding, a layer or the head that needs a block of parameters or adds to its gradients.
 
     zero 2   whole gradients are zeroed before a use and reduce-scattered after it, over the ranks that hold the same
-             parameters (cp x dp); this rank's share is added to what it has of earlier micro-batches
+             parameters (cp x ulysses x dp); this rank's share is added to what it has of earlier micro-batches
     zero 3   a rank holds its share of the parameters too: the whole block is gathered before every use, for backward
              once more, and dead after it
 

@@ -3,6 +3,9 @@
 For a GPT layer they sum to 16 x tokens x hidden elements: input 1, norm1 1, Q K V 3, attention output 1, residual 1,
 norm2 1, first FFN product 4, activation 4; the log-sum-exp and the norms' statistics come on top. Row i of every
 tensor belongs to token i of the rank's shard.
+
+With Ulysses attention's own tensors (Q K V, output, log-sum-exp) hold the rank's heads of all tokens, in row blocks cut
+as the shard is; the projection's input, this rank's tokens of the output, is one more.
 """
 
 from __future__ import annotations
@@ -24,14 +27,13 @@ class Fate(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Skeletal:
-    """One skeletal tensor; ``sharded`` when its rows are divided by sequence parallelism as well."""
+    """One skeletal tensor; ``tokens`` are its rows on one rank, divided or multiplied by what shards it."""
 
     name: str
     tokens: int
     features: int
     dtype: str
     fate: Fate
-    sharded: bool
     statistics: bool = False
 
     @property
@@ -46,24 +48,27 @@ def skeletal_tensors(model: Model, shape: Shape, dtype: str) -> tuple[Skeletal, 
     up = 2 * shape.ffn if model.gated else shape.ffn
 
     def sharded(name: str, features: int, fate: Fate = Fate.BY_TOKEN) -> Skeletal:
-        return Skeletal(name, shape.shard_tokens, features, dtype, fate, sharded=True)
+        return Skeletal(name, shape.shard_tokens, features, dtype, fate)
 
-    def local(name: str, features: int, fate: Fate = Fate.BY_TOKEN) -> Skeletal:
-        return Skeletal(name, shape.tokens, features, dtype, fate, sharded=False)
+    def local(name: str, features: int) -> Skeletal:
+        return Skeletal(name, shape.tokens, features, dtype, Fate.BY_TOKEN)
 
     def statistics(name: str) -> Skeletal:
-        return Skeletal(name, shape.shard_tokens, stats, "fp32", Fate.BY_TOKEN, sharded=True, statistics=True)
+        return Skeletal(name, shape.shard_tokens, stats, "fp32", Fate.BY_TOKEN, statistics=True)
 
+    inside = shape.attention
+    home = (local("attn_home", shape.q_width),) if shape.ulysses > 1 else ()
     raw = (local("qk_raw", shape.q_width + shape.kv_width),) if model.qk_norm else ()
-    lse = Skeletal("lse", shape.tokens, shape.heads, "fp32", Fate.WHOLE, sharded=False, statistics=True)
+    lse = Skeletal("lse", inside.tokens, inside.heads, "fp32", Fate.WHOLE, statistics=True)
     return (
         sharded("x", shape.hidden, Fate.WHOLE),
         sharded("norm1", shape.hidden),
         statistics("norm1_stats"),
         *raw,
-        local("qkv", shape.qkv_width),
-        local("attn", shape.q_width, Fate.WHOLE),
+        Skeletal("qkv", inside.tokens, inside.qkv_width, dtype, Fate.BY_TOKEN),
+        Skeletal("attn", inside.tokens, inside.q_width, dtype, Fate.WHOLE),
         lse,
+        *home,
         sharded("resid", shape.hidden),
         sharded("norm2", shape.hidden),
         statistics("norm2_stats"),

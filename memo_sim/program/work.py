@@ -11,8 +11,8 @@ from typing import Literal
 from memo_sim.contract.hardware import CollectiveKind, DtypeName, GemmPass
 
 Mask = Literal["none", "causal"]
-Group = Literal["tp", "cp", "dp", "grads"]
-"""Which ranks take part: ``grads`` = all ranks that hold the same parameters (cp x dp)."""
+Group = Literal["tp", "ulysses", "cp", "dp", "grads"]
+"""Which ranks take part: ``grads`` = all ranks that hold the same parameters (ulysses x cp x dp)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -136,7 +136,7 @@ def test_the_column_of_reorganisations_may_be_left_out(tmp_path: Path) -> None:
 
 def test_rows_that_cannot_be_evaluated_say_why_and_are_kept(tmp_path: Path) -> None:
     changes = [
-        {"system": "deepspeed-ulysses"},
+        {"system": "calculon"},
         {"pp": "2"},
         {"attention": "plain"},
         {"recompute": "selective", "alpha": ""},
@@ -153,7 +153,7 @@ def test_rows_that_cannot_be_evaluated_say_why_and_are_kept(tmp_path: Path) -> N
     assert [c.predicted.status for c in report.cases] == ["invalid"] * len(changes)
     assert all(c.predicted.reason and c.predicted.mfu is None for c in report.cases)
     assert "fp16 is not the precision" in report.cases[-2].predicted.reason
-    assert "collectives of tp 4 cp 2 dp 1 do not overlap" in report.cases[-1].predicted.reason
+    assert "collectives of tp4+sp cp2 dp1 zero1 do not overlap" in report.cases[-1].predicted.reason
 
 
 def test_precision_and_overlap_that_change_nothing_are_evaluated(tmp_path: Path) -> None:

@@ -19,9 +19,10 @@ LAYOUTS = [
     Layout(tp=2),
     Layout(tp=2, sequence_parallel=True),
     Layout(cp=2, zero=1),
-    Layout(tp=2, sequence_parallel=True, cp=2, dp=2, zero=1),
     Layout(cp=2, zero=2),
     Layout(tp=2, sequence_parallel=True, dp=2, zero=3),
+    Layout(ulysses=2, zero=3),
+    Layout(tp=2, sequence_parallel=True, cp=2, dp=2, zero=1),
 ]
 POLICIES = [("none", 0.0), ("full", 0.0), ("tokenwise", 0.0), ("tokenwise", 0.5), ("none", 0.5), ("none", 1.0)]
 SOURCES = {"toy": Source(kind="assumed", text="round numbers")}
@@ -126,7 +127,7 @@ def decide(
     return Decisions(
         model=small_model(layers=layers, llama=llama),
         layout=layout,
-        seq_tokens=tokens * layout.cp,
+        seq_tokens=tokens * layout.cp * layout.ulysses,
         recompute=recompute,
         swapped_tokens=int(alpha * tokens),
         **knobs,

@@ -1,0 +1,79 @@
+"""Ulysses: attention over whole sequences for a part of the heads, between two all-to-alls (DeepSpeed-Ulysses).
+
+Outside of attention a rank of ``ulysses`` holds a part of the tokens with all features ("home"); inside all tokens of
+its context-parallel shard with ``1 / ulysses`` of the heads. Both have the same bytes:
+
+    home   tokens x width                                  heads   ulysses x tokens x (width / ulysses)
+
+              | h0 h1 |                                               | h0 |  tokens of rank 0
+    rank 0    | h0 h1 |  its tokens    -- all-to-all -->     rank 0   | h0 |  tokens of rank 1
+
+A layer sends Q, K and V to the heads and the output home, and in backward the output's gradient to the heads and those
+of Q, K and V home: 4 x tokens x hidden each way for equal heads, whatever the degree. What is sent is packed by head
+before, what arrives home is unpacked after; on the heads' side rows lie in the ranks' order and need neither.
+
+Token shards are cut at the same row blocks as the whole: rows [first, first + n) of every rank arrive as rows [ulysses
+x first, ulysses x (first + n)), so recompute of [swapped_tokens, end) sends those alone. The degree is limited by heads
+and key/value heads: each rank needs whole ones.
+"""
+
+from __future__ import annotations
+
+from memo_sim.contract.units import DTYPE_BYTES
+from memo_sim.program.builder import Rows, TemplateBuilder, reads, writes
+from memo_sim.program.instruction import BufferClass, Lane
+from memo_sim.program.shape import Shape
+from memo_sim.program.work import Collective, Rowwise
+
+
+class Ulysses:
+    """Writes the exchanges of one template; with degree 1 none are written, and home is where the heads are."""
+
+    def __init__(self, builder: TemplateBuilder, shape: Shape, dtype: str) -> None:
+        self.builder = builder
+        self.shape = shape
+        self.dtype = dtype
+
+    def home(self, slot: str) -> str:
+        """Return the slot that holds this rank's own tokens of what attention calls ``slot``."""
+        return slot if self.shape.ulysses == 1 else f"{slot}_home"
+
+    def to_heads(self, slot: str, rows: Rows, suffix: str = "") -> None:
+        """Send ``rows`` of the home slot to the ranks of their heads, into ``slot``."""
+        if self.shape.ulysses == 1:
+            return
+        width = self.builder.features(rows.slot)
+        sent = self._exchange(f"{slot}.packed", width, rows)
+        self._copy(f"{slot}.pack{suffix}", rows, sent)
+        self._all_to_all(f"{slot}.to_heads{suffix}", sent, self._on_heads(slot, rows), width)
+
+    def to_tokens(self, slot: str, rows: Rows, suffix: str = "") -> None:
+        """Send what ranks hold of ``slot`` for the tokens of ``rows``, a home slot's, to the ranks of those tokens."""
+        if self.shape.ulysses == 1:
+            return
+        width = self.builder.features(rows.slot)
+        arrived = self._exchange(f"{slot}.arrived", width, rows)
+        self._all_to_all(f"{slot}.to_tokens{suffix}", self._on_heads(slot, rows), arrived, width)
+        self._copy(f"{slot}.unpack{suffix}", arrived, rows)
+
+    def _on_heads(self, slot: str, rows: Rows) -> Rows:
+        degree = self.shape.ulysses
+        return Rows(slot, degree * rows.first, degree * rows.tokens)
+
+    def _exchange(self, name: str, width: int, rows: Rows) -> Rows:
+        """Return the rows' place in an exchange buffer of the template's phase."""
+        name = f"{self.builder.phase}.{name}"
+        if not self.builder.has(name):
+            self.builder.own(name, BufferClass.EXCHANGE, self.dtype, self.shape.tokens, width)
+        return Rows(name, rows.first, rows.tokens)
+
+    def _all_to_all(self, name: str, send: Rows, recv: Rows, width: int) -> None:
+        tokens = min(send.tokens, recv.tokens)
+        work = Collective("all_to_all", tokens * width * DTYPE_BYTES[self.dtype], self.shape.ulysses, "ulysses")
+        self.builder.emit(name, "all_to_all", Lane.COLLECTIVE, work, send=reads(send), recv=writes(recv))
+
+    def _copy(self, name: str, source: Rows, target: Rows) -> None:
+        """Emit the rearrangement of heads in memory, every element read and written once."""
+        size = source.tokens * self.builder.features(source.slot) * DTYPE_BYTES[self.dtype]
+        work = Rowwise("transpose", source.tokens, size, size)
+        self.builder.emit(name, "heads.transpose", Lane.COMPUTE, work, source=reads(source), target=writes(target))
