@@ -84,7 +84,7 @@ def _try(session: Session, case: Case) -> Row:
     if case.kind == "memo":
         found = session.get_plan(case)
         if isinstance(found, Refused):
-            return row_of(case, "oom" if session.plans else "error", found.reason)
+            return row_of(case, found.status, found.reason)
         case = msgspec.structs.replace(case, plan=str(found))
     return session.launcher.one(case)
 

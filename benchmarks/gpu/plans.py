@@ -10,6 +10,7 @@ from pathlib import Path
 import msgspec
 
 from benchmarks.gpu.case import SEQUENCES
+from benchmarks.gpu.row import Status
 from memo_sim.contract import codec
 from memo_sim.contract.catalog import load_cluster, load_model
 from memo_sim.contract.errors import CannotRun, Infeasible, missing_package
@@ -33,9 +34,10 @@ QUICK_TOKENS = 2048
 
 @dataclass(frozen=True)
 class Refused:
-    """No plan: why not."""
+    """No plan: why not, and what a row then says of it."""
 
     reason: str
+    status: Status = "oom"
 
 
 def model_of(preset: str, layers: int) -> Model:
@@ -100,7 +102,10 @@ class Plans:
         except Infeasible as error:
             return Refused(str(error))
         except ModuleNotFoundError as error:
-            raise missing_package(error) or error from None
+            absent = missing_package(error)
+            if absent is None:
+                raise
+            return Refused(f"not made beforehand, and cannot be made here: {absent}", status="error")
         if answer.best is None:
             first = answer.result.plans[0] if answer.result.plans else None
             return Refused(f"the planner: {first.reason}" if first else "the planner found no plan")

@@ -44,7 +44,7 @@ class Session:
         """Return the plan of a case's policy, or why there is none."""
         assert case.model is not None
         if self.plans is None:
-            return Refused(self.without_plans)
+            return Refused(self.without_plans, status="error")
         return self.plans.get(case.model, case.seq_tokens, case.policy)
 
     def most_layers(self, preset: str, tokens: int, policies: tuple[str, ...], most: int) -> int:
@@ -80,7 +80,7 @@ class Session:
         """Return the case with its policy's plan; None where there is none, which is recorded."""
         found = self.get_plan(case)
         if isinstance(found, Refused):
-            self.note(case, "oom" if self.plans else "error", found.reason)
+            self.note(case, found.status, found.reason)
             return None
         prediction = codec.read(found, Plan).prediction
         assert prediction is not None

@@ -36,6 +36,17 @@ KERNELS = ["torch-flash", "torch-cudnn"]
 WITHOUT_GPU = {"CUDA_VISIBLE_DEVICES": ""}
 
 
+class Without:
+    """An import system in which a package is not installed."""
+
+    def __init__(self, package: str) -> None:
+        self.package = package
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> None:
+        if name == self.package:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+
 def script(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, **WITHOUT_GPU, "MEMO_RESULTS": str(folder)}
     command = [sys.executable, "-m", "benchmarks.gpu", *options]
@@ -282,6 +293,20 @@ def test_plans_are_made_once_and_refusals_say_why(tmp_path: Path) -> None:
     assert 0 < made.most_layers("llama3-8b", 2**17, "keep", 8) < 8
 
 
+def test_plans_made_beforehand_need_no_simulator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = model_of("llama3-8b", 2)
+    made = Plans(tmp_path, "h100-1x1", KERNELS).get(model, 16384, "planned")
+    for name in [name for name in sys.modules if name.startswith(("simpy", "memo_sim.engine", "memo_sim.what_if"))]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(sys, "meta_path", [Without("simpy"), *sys.meta_path])
+    later = Plans(tmp_path, "h100-1x1", KERNELS)
+    assert later.get(model, 16384, "planned") == made
+    refused = later.get(model, 32768, "planned")
+    assert isinstance(refused, Refused)
+    assert refused.status == "error"
+    assert "simpy" in refused.reason
+
+
 def test_estimates_follow_the_plan(tmp_path: Path) -> None:
     launch = launcher(tmp_path, "")
     found = session(tmp_path, launch)
@@ -338,18 +363,10 @@ def test_systems_that_compute_something_else_are_named() -> None:
     assert with_agreement(msgspec.structs.replace(far, sequence=16), one, "bf16").agrees is None
 
 
-class NoMatplotlib:
-    """An import system in which matplotlib is not installed."""
-
-    def find_spec(self, name: str, path: object = None, target: object = None) -> None:
-        if name == "matplotlib":
-            raise ModuleNotFoundError("No module named 'matplotlib'", name="matplotlib")
-
-
 def test_a_report_without_matplotlib_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in sys.modules if name.partition(".")[0] == "matplotlib"]:
         monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setattr(sys, "meta_path", [NoMatplotlib(), *sys.meta_path])
+    monkeypatch.setattr(sys, "meta_path", [Without("matplotlib"), *sys.meta_path])
     results = Results(tmp_path)
     results.add(Row(rival="x", part="checks", status="ok"))
     write_report(results, "a command", lambda text: None, quick=False)
