@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 GIB = 2**30
 SEARCHED = (
-    *("model", "seq_len", "system", "tp", "cp", "ulysses", "dp", "zero", "alpha", "recompute", "states", "loss_chunk"),
-    *("memory_policy", "micro_batch", "global_batch", "top"),
+    *("model", "seq_len", "system", "tp", "cp", "cp_exchange", "ulysses", "dp", "zero", "alpha", "recompute", "states"),
+    *("loss_chunk", "memory_policy", "micro_batch", "global_batch", "top"),
 )
 """What a plan decides, so that none of it can be given beside ``--plan``."""
 MOST_SEQUENCES = 2**16
@@ -62,7 +62,14 @@ def cli() -> None:
 @click.option("--plan", "plan_path", type=click.Path(), help="Price this plan.json instead of searching.")
 @click.option("--system", default="any", show_default=True, help="A preset of `memo-sim list systems`.")
 @click.option("--tp", type=click.IntRange(1), help="Tensor parallelism (with sequence parallelism when above 1).")
-@click.option("--cp", type=click.IntRange(1), help="Context parallelism (zigzag ring).")
+@click.option("--cp", type=click.IntRange(1), help="Context parallelism (zigzag).")
+@click.option(
+    "--cp-exchange",
+    type=click.Choice(["ring", "all_gather"]),
+    default="ring",
+    show_default=True,
+    help="Keys and values of cp ranks: hop by hop, or all at once.",
+)
 @click.option("--ulysses", type=click.IntRange(1), help="All-to-all around attention, heads divided.")
 @click.option("--dp", type=click.IntRange(1), help="Data parallelism.")
 @click.option(
@@ -155,6 +162,7 @@ def _question(options: Options) -> tuple[Plan | None, Question]:
     pins = Pins(
         tp=options["tp"],
         cp=options["cp"],
+        cp_exchange=options["cp_exchange"],
         ulysses=options["ulysses"],
         dp=options["dp"],
         zero=options["zero"],

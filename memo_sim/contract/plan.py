@@ -18,6 +18,8 @@ MemoryPolicy = Literal["planned", "caching", "eager"]
 """planned: one arena with planned addresses. caching: the same requests, served by PyTorch's caching allocator. eager:
 that allocator under an eager framework, which asks for more (an fp32 loss) and gets it late (``record_stream``)."""
 States = Literal["fp32", "bf16", "host"]
+CpExchange = Literal["ring", "all_gather"]
+"""How context-parallel ranks come by each other's keys and values: passed on hop by hop, or gathered at once."""
 RowwiseKernel = Literal["torch", "triton"]
 HostAllocator = Literal["exact", "power_of_two"]
 Status = Literal["ok", "gpu_oom", "host_oom", "invalid"]
@@ -31,6 +33,7 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     tp: Degree = 1
     sequence_parallel: bool = False
     cp: Degree = 1
+    cp_exchange: CpExchange = "ring"
     ulysses: Degree = 1
     metp: Degree = 1
     pp: Degree = 1

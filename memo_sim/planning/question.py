@@ -9,7 +9,7 @@ import msgspec
 from memo_sim.contract.cluster import Cluster
 from memo_sim.contract.hardware import DtypeName, Hardware, Quantity, Source
 from memo_sim.contract.model import Model
-from memo_sim.contract.plan import MemoryPolicy, Recompute, States
+from memo_sim.contract.plan import CpExchange, MemoryPolicy, Recompute, States
 from memo_sim.planning.presets import find_system
 
 OPTION_SOURCE = "option"
@@ -19,6 +19,7 @@ OPTION_SOURCE = "option"
 class Pins:
     """Knobs with a fixed value; None is left to the search.
 
+    ``cp_exchange`` is not searched: what it changes is small, and whoever asks compares the two.
     ``memory_policy`` is not searched: who plans memory wants a plan, who does not wants to know what that costs. None:
     the system's own.
     """
@@ -26,6 +27,7 @@ class Pins:
     tp: int | None = None
     sequence_parallel: bool | None = None
     cp: int | None = None
+    cp_exchange: CpExchange = "ring"
     ulysses: int | None = None
     dp: int | None = None
     zero: int | None = None

@@ -14,6 +14,7 @@ from memo_sim.contract.plan import Decisions, Kernels, Layout
 from memo_sim.contract.units import DTYPE_BYTES
 from memo_sim.planning.presets import KEEP, Policy, find_system
 from memo_sim.planning.question import Question
+from memo_sim.program.attention import longest_keys
 from memo_sim.program.head_groups import fewest_head_groups
 from memo_sim.program.shape import Shape, shape_of, swap_granule
 from memo_sim.program.work import Attention
@@ -53,7 +54,10 @@ def layouts(question: Question) -> list[Layout]:
                 shared = devices // tp > 1
                 zero = pins.zero if pins.zero is not None else (system.zero or 1) if shared else 0
                 parallel = tp > 1 if pins.sequence_parallel is None else pins.sequence_parallel and tp > 1
-                found.append(Layout(tp=tp, sequence_parallel=parallel, cp=cp, ulysses=ulysses, dp=dp, zero=zero))
+                exchange = pins.cp_exchange if cp > 1 else "ring"
+                degrees = Layout(tp=tp, cp=cp, ulysses=ulysses, dp=dp)
+                chosen = {"sequence_parallel": parallel, "zero": zero, "cp_exchange": exchange}
+                found.append(msgspec.structs.replace(degrees, **chosen))
     if not found:
         named = {name: getattr(pins, name) for name in DEGREES}
         asked = ", ".join(f"{name} {degree}" for name, degree in named.items() if degree is not None)
@@ -187,7 +191,7 @@ def head_groups(shape: Shape, base: Decisions, kernel: str) -> int:
     work = Attention(
         batch=base.micro_batch,
         q_tokens=shape.tokens // base.micro_batch,
-        k_tokens=shape.tokens // base.micro_batch,
+        k_tokens=longest_keys(base, shape) // base.micro_batch,
         mask="causal",
         heads=shape.heads,
         kv_heads=shape.kv_heads,

@@ -19,8 +19,12 @@ REASON_WIDTH = 80
 
 
 def layout_label(layout: Layout) -> str:
-    """Return a layout in a few characters: ``tp4+sp cp2 dp1``; tp, cp and dp always, others when they divide."""
-    parts = [f"tp{layout.tp}{'+sp' if layout.sequence_parallel else ''}", f"cp{layout.cp}"]
+    """Return a layout in a few characters: ``tp4+sp cp2 dp1``; tp, cp and dp always, others when they divide.
+
+    ``+ag``: context-parallel ranks gather all keys and values.
+    """
+    gathered = "+ag" if layout.cp > 1 and layout.cp_exchange == "all_gather" else ""
+    parts = [f"tp{layout.tp}{'+sp' if layout.sequence_parallel else ''}", f"cp{layout.cp}{gathered}"]
     for name in ("ulysses", "metp", "pp"):
         degree = getattr(layout, name)
         parts += [f"{name}{degree}"] if degree > 1 else []

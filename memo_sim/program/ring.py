@@ -1,0 +1,107 @@
+"""The zigzag ring over context-parallel ranks (Megatron-LM CP, Ring Attention), around the local square.
+
+With cp ranks the sequence is cut into 2 x cp chunks and rank r holds chunks r and 2*cp - 1 - r, so that every rank
+has the same work. Step 0 is the local causal square. Step j meets the keys and values of rank r - j: when they come
+from an earlier rank all queries attend to their early half, when from a later rank only the late half of the queries
+attends (to all of them); both cost half a square. Partial outputs merge by log-sum-exp.
+
+Keys and values travel one hop a step beside the attention of the step before. In backward a kernel writes its
+gradients aside while the sums made so far arrive from the previous rank, adds them, and sends them on; they end at home
+after cp - 1 hops. Only the last hop has nothing to hide behind.
+
+Representative: rank cp - 1, for which every other rank is an earlier one. It merges all of its rows at every step,
+more than any other rank, and a ring goes at its slowest rank's pace.
+"""
+
+from __future__ import annotations
+
+from memo_sim.contract.plan import Decisions
+from memo_sim.contract.units import DTYPE_BYTES
+from memo_sim.program.attention_part import add, own_d_q, pack, part_backward, part_forward
+from memo_sim.program.builder import Rows, TemplateBuilder, reads, writes
+from memo_sim.program.instruction import BufferClass, Lane
+from memo_sim.program.shape import Shape
+from memo_sim.program.work import Exchange, Rowwise
+
+
+def start(builder: TemplateBuilder, decisions: Decisions, shape: Shape, suffix: str = "") -> None:
+    """Write what comes before the local square: this rank's keys and values, and the first hop."""
+    _buffers(builder, decisions, shape, "kv")
+    pack(builder, decisions, shape, _buffer("kv", 0), suffix)
+    _hop(builder, decisions, shape, 1, "kv", suffix=suffix)
+
+
+def forward(builder: TemplateBuilder, decisions: Decisions, shape: Shape) -> None:
+    """Write the steps after the local square."""
+    for step in range(1, shape.cp):
+        if step + 1 < shape.cp:
+            _hop(builder, decisions, shape, step + 1, "kv")
+        keys = _early(_buffer("kv", step), shape)
+        part_forward(builder, decisions, shape, keys, f"attn.ring{step}", merge=f"attn.merge{step}")
+
+
+def backward(builder: TemplateBuilder, decisions: Decisions, shape: Shape) -> None:
+    """Write the steps after the local square's backward, and the last hop's arrival."""
+    for step in range(1, shape.cp):
+        _step_backward(builder, decisions, shape, step)
+    add(builder, decisions, "d_kv.home", builder.all(_buffer("d_kv", shape.cp)), builder.all("d_qkv"))
+
+
+def _buffer(kind: str, step: int) -> str:
+    """Name of the exchange buffer that holds the keys and values (or gradients) of ``step``: two take turns."""
+    return f"{kind}.ring{step % 2}"
+
+
+def _buffers(builder: TemplateBuilder, decisions: Decisions, shape: Shape, kind: str) -> None:
+    for turn in range(2):
+        if not builder.has(_buffer(kind, turn)):
+            builder.own(_buffer(kind, turn), BufferClass.EXCHANGE, decisions.dtype, shape.tokens, 2 * shape.kv_width)
+
+
+def _hop(
+    builder: TemplateBuilder, decisions: Decisions, shape: Shape, step: int, kind: str, *, suffix: str = ""
+) -> None:
+    """Send this step's buffer to the next rank while the following step's arrives from the previous one."""
+    size = shape.tokens * 2 * shape.kv_width * DTYPE_BYTES[decisions.dtype]
+    builder.emit(
+        f"{kind}.hop{step}{suffix}",
+        "send_recv",
+        Lane.P2P,
+        Exchange(size, shape.cp, "cp"),
+        send=reads(builder.all(_buffer(kind, step - 1))),
+        recv=writes(builder.all(_buffer(kind, step))),
+    )
+
+
+def _early(slot: str, shape: Shape) -> Rows:
+    """Return the early half of a rank's tokens of ``slot``."""
+    return Rows(slot, 0, shape.tokens // 2)
+
+
+def _step_backward(builder: TemplateBuilder, decisions: Decisions, shape: Shape, step: int) -> None:
+    if step + 1 < shape.cp:
+        _hop(builder, decisions, shape, step + 1, "kv", suffix=".bwd")
+    _buffers(builder, decisions, shape, "d_kv")
+    own_d_q(builder, decisions, shape)
+    sums = _buffer("d_kv", step)
+    if step == 1:
+        into = _early(sums, shape)
+        _clear_late(builder, decisions, shape, sums)
+    else:
+        if not builder.has("d_kv.part"):
+            tokens, width = shape.tokens // 2, 2 * shape.kv_width
+            builder.own("d_kv.part", BufferClass.TRANSIENT, decisions.dtype, tokens, width)
+        into = builder.all("d_kv.part")
+    keys = _early(_buffer("kv", step), shape)
+    part_backward(builder, decisions, shape, keys, f"attn.ring{step}.bwd", into=into)
+    add(builder, decisions, f"d_q.add{step}", builder.all("d_q.part"), builder.all("d_qkv"))
+    if step > 1:
+        add(builder, decisions, f"d_kv.add{step}", into, _early(sums, shape))
+    _hop(builder, decisions, shape, step + 1, "d_kv")
+
+
+def _clear_late(builder: TemplateBuilder, decisions: Decisions, shape: Shape, slot: str) -> None:
+    """Zero the sums of the late half, to which the first rank on their way adds nothing."""
+    rows = Rows(slot, shape.tokens // 2, shape.tokens - shape.tokens // 2)
+    size = rows.tokens * 2 * shape.kv_width * DTYPE_BYTES[decisions.dtype]
+    builder.emit("d_kv.clear", "zero", Lane.COMPUTE, Rowwise("zero", rows.tokens, 0, size), target=writes(rows))
