@@ -78,7 +78,9 @@ def cli() -> None:
     help="Over cp x ulysses x dp: 1 divides optimizer states, 2 gradients too, 3 parameters too (FSDP).",
 )
 @click.option("--alpha", type=Finite(0, 1), help="Fraction of tokens swapped; turns the keep fallback off.")
-@click.option("--recompute", type=click.Choice(["none", "full", "tokenwise"]), help="What happens to the others.")
+@click.option(
+    "--recompute", type=click.Choice(["none", "full", "selective", "tokenwise"]), help="What happens to the others."
+)
 @click.option("--states", type=click.Choice(["fp32", "bf16", "host"]), default="fp32", show_default=True)
 @click.option(
     "--memory-policy",

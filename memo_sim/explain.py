@@ -127,6 +127,8 @@ def _why_no_more_is_swapped(found: SearchResult) -> str:
     best = found.best
     if best is None:
         return ""
+    if best.policy.recompute == "selective":
+        return "attention runs forward again, which with a flash kernel spares its log-sum-exp alone"
     if best.policy.recompute == "full":
         swapping = [e for e in found.ranked if e.policy == TOKENWISE and e.prediction.status != "ok"]
         same = next((e for e in swapping if e.decisions.layout == best.decisions.layout), None)
@@ -262,7 +264,8 @@ def _where_lost(best: Evaluated, other: Evaluated) -> str:
 
 def plan_title(decisions: Decisions, prediction_step_s: float | None) -> str:
     """Return the one-line heading of a picture."""
-    policy = {"none": "keep", "full": "full recompute", "tokenwise": "token-wise"}[decisions.recompute]
+    names = {"none": "keep", "full": "full recompute", "selective": "selective recompute", "tokenwise": "token-wise"}
+    policy = names[decisions.recompute]
     if decisions.swapped_tokens:
         swap = "full swap" if decisions.swapped_tokens == decisions.local_tokens else "partial swap"
         policy = f"{swap if decisions.recompute == 'none' else policy} alpha {decisions.alpha:.3g}"

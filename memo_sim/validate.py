@@ -102,13 +102,6 @@ def _reorganisations(outcome: Evaluated) -> float | None:
     return outcome.prediction.reorganisations / outcome.decisions.micro_batches
 
 
-_UNBUILT = (
-    ("attention", "plain", "attention without flash kernels is not built yet"),
-    ("recompute", "selective", "selective recompute is not built yet"),
-)
-"""Words of a case file that this version reads and cannot evaluate."""
-
-
 _MEMORY: dict[str, MemoryPolicy | None] = {"no": "eager", "yes": "planned", "": None}
 """Who serves the memory of a row that says whether it plans it; a blank leaves that to the system."""
 
@@ -119,9 +112,8 @@ def _not_built(asked: CaseQuestion) -> str:
         return f"system {asked.system} is not built yet (built: {', '.join(SYSTEMS)})"
     if asked.integers.get("pp", 1) > 1:
         return f"pp {asked.integers['pp']} has no lowering yet"
-    for column, word, reason in _UNBUILT:
-        if asked.words.get(column) == word:
-            return reason
+    if asked.words.get("attention") == "plain":
+        return "attention without flash kernels is not built yet"
     return ""
 
 

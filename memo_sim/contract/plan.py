@@ -13,7 +13,9 @@ from memo_sim.contract.hardware import DtypeName
 from memo_sim.contract.model import Model
 from memo_sim.contract.units import Bytes, Degree, Fraction, Positive, Seconds, SequenceTokens, Tokens, Width
 
-Recompute = Literal["none", "full", "tokenwise"]
+Recompute = Literal["none", "full", "selective", "tokenwise"]
+"""none: nothing is rebuilt. full: each layer's whole forward. selective: attention alone, from kept Q, K, V (as
+Megatron-LM does). tokenwise: the rows that are not swapped, attention never (MEMO)."""
 MemoryPolicy = Literal["planned", "caching", "eager"]
 """planned: one arena with planned addresses. caching: the same requests, served by PyTorch's caching allocator. eager:
 that allocator under an eager framework, which asks for more (an fp32 loss) and gets it late (``record_stream``)."""

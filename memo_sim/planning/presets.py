@@ -27,8 +27,8 @@ class Policy:
     @property
     def label(self) -> str:
         """How the policy is called in tables and sentences."""
-        if self.recompute == "full":
-            return "full recompute"
+        if self.recompute in ("full", "selective"):
+            return f"{self.recompute} recompute"
         if self.recompute == "none":
             return {0.0: "keep", 1.0: "full swap"}.get(-1.0 if self.alpha is None else self.alpha, "partial swap")
         return "token-wise"
@@ -36,6 +36,7 @@ class Policy:
 
 KEEP = Policy("none", 0.0)
 FULL_RECOMPUTE = Policy("full", 0.0)
+SELECTIVE_RECOMPUTE = Policy("selective", 0.0)
 FULL_SWAP = Policy("none", 1.0)
 PARTIAL_SWAP = Policy("none", None)
 TOKENWISE = Policy("tokenwise", None)
@@ -79,8 +80,8 @@ SYSTEMS = {
         System("full-swap", "every skeletal tensor goes to the host and comes back", (FULL_SWAP,)),
         System(
             "megatron-lm",
-            "Megatron-LM: tp with sequence parallelism, ring cp, ZeRO 1; keep or full recompute, caching allocator",
-            (KEEP, FULL_RECOMPUTE),
+            "Megatron-LM: tp with sequence parallelism, ring cp, ZeRO 1; any recompute of its own, caching allocator",
+            (KEEP, SELECTIVE_RECOMPUTE, FULL_RECOMPUTE),
             memory_policy="eager",
         ),
         System(

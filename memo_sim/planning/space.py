@@ -105,10 +105,10 @@ def policies(question: Question) -> tuple[Policy, ...]:
         raise UsageError(
             f"{system.name} decides alpha itself", got=f"alpha {pins.alpha}", hint="leave --alpha or --system out"
         )
-    if pins.recompute == "full":
+    if pins.recompute in ("full", "selective"):
         if pins.alpha:
-            raise UsageError("full recompute swaps nothing", got=f"alpha {pins.alpha}", wanted="no alpha")
-        return (Policy("full", 0.0),)
+            raise UsageError(f"{pins.recompute} recompute swaps nothing", got=f"alpha {pins.alpha}", wanted="no alpha")
+        return (Policy(pins.recompute, 0.0),)
     if pins.recompute == "none" and pins.alpha is None:
         return tuple(p for p in system.short_sequences + system.policies if p.recompute == "none") or (KEEP,)
     if pins.recompute == "none":

@@ -4,6 +4,7 @@ Each policy is a choice of families for the skeletal slots of the forward and ba
 
     keep        one buffer per micro-batch and layer, from forward to backward
     full        only the layer input is kept; backward rebuilds the rest in buffers of its own
+    selective   all but what attention alone makes (``selective.py``)
     rounding    two buffers that layers take in turn; a layer whose buffer is overwritten is offloaded to host
                 buffers after its forward and prefetched before its backward. Of the tokens that are not swapped,
                 tokenwise rebuilds the rows in backward, none keeps a copy of them on the device.
@@ -15,6 +16,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from memo_sim.contract.plan import Decisions
+from memo_sim.program import selective
 from memo_sim.program.builder import Rows, TemplateBuilder, reads, writes
 from memo_sim.program.instruction import BufferClass, Family, Lane, Mode, Template
 from memo_sim.program.shape import Shape
@@ -98,7 +100,9 @@ class Activations:
         return found
 
     def _shared(self, tensor: Skeletal) -> bool:
-        """Full recompute shares the layer input only; its other tensors belong to each template instance."""
+        """Full recompute shares the layer input only; other tensors that are rebuilt belong to each instance."""
+        if self.decisions.recompute == "selective":
+            return tensor.name not in selective.rebuilt(self.shape)
         return self.decisions.recompute != "full" or tensor.name == "x"
 
     def bind(self, builder: TemplateBuilder, families: dict[str, Family]) -> None:

@@ -16,7 +16,7 @@ from __future__ import annotations
 from memo_sim.contract.model import Model
 from memo_sim.contract.plan import Decisions
 from memo_sim.contract.units import DTYPE_BYTES
-from memo_sim.program import attention
+from memo_sim.program import attention, selective
 from memo_sim.program import kernel_table as table
 from memo_sim.program.builder import Access, Rows, TemplateBuilder, accumulates, reads, writes
 from memo_sim.program.instruction import BufferClass, Lane
@@ -281,6 +281,8 @@ class LayerWriter:
         self._wgrad("proj", d_proj, builder.all(home("attn")), shape.hidden, shape.q_width)
         self._bgrad("proj", builder.all("d_resid"), shape.hidden)
         self._own("d_qkv", inside.tokens, inside.qkv_width)
+        if self.decisions.recompute == "selective":
+            selective.rebuild(builder, self.decisions, inside)
         attention.backward(builder, self.decisions, inside)
         d_qkv = self._own(home("d_qkv"), shape.tokens, shape.qkv_width)
         self.ulysses.to_tokens("d_qkv", builder.all(d_qkv))

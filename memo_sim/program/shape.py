@@ -123,8 +123,10 @@ def _check_swapped(decisions: Decisions, tokens: int, tp: int) -> None:
             got=swapped,
             wanted=f"a multiple of {granule} up to {tokens}, or {tokens}",
         )
-    if swapped and decisions.recompute == "full":
-        raise Infeasible("full recompute swaps nothing", where="decisions.swapped_tokens", got=swapped, wanted=0)
+    if swapped and decisions.recompute in ("full", "selective"):
+        raise Infeasible(
+            f"{decisions.recompute} recompute swaps nothing", where="decisions.swapped_tokens", got=swapped, wanted=0
+        )
 
 
 def _check_size(decisions: Decisions, tokens: int) -> None:

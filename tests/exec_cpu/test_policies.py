@@ -17,6 +17,7 @@ from tests.exec_cpu.small import MODELS, batch, decide, gpt, gradients, llama, l
 
 POLICIES: dict[str, dict[str, Any]] = {
     "full recompute": {"recompute": "full"},
+    "selective recompute": {"recompute": "selective"},
     "full swap": {"swapped_tokens": 256},
     "half swapped, half kept": {"swapped_tokens": 128},
     "alpha 0": {"recompute": "tokenwise"},
@@ -58,7 +59,7 @@ def moved(decisions: Decisions, lane: Lane) -> int:
     return sum(work.bytes for work in works if isinstance(work, Copy))
 
 
-@pytest.mark.parametrize("policy", [name for name in POLICIES if name != "full recompute"])
+@pytest.mark.parametrize("policy", [name for name in POLICIES if not name.endswith(" recompute")])
 def test_swapping_really_moves_bytes(policy: str) -> None:
     record, _ = one_step(decide(gpt(), **POLICIES[policy]))
     assert record.moved.d2h > 0

@@ -139,7 +139,6 @@ def test_rows_that_cannot_be_evaluated_say_why_and_are_kept(tmp_path: Path) -> N
         {"system": "calculon"},
         {"pp": "2"},
         {"attention": "plain"},
-        {"recompute": "selective", "alpha": ""},
         {"cluster": "z9-1x8"},
         {"model": "gpt-8b"},
         {"model": "gpt", "layers": "4"},

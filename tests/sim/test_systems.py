@@ -8,7 +8,7 @@ import pytest
 
 from memo_sim.contract.catalog import load_cluster, load_model
 from memo_sim.contract.errors import UsageError
-from memo_sim.planning.presets import FULL_RECOMPUTE, KEEP
+from memo_sim.planning.presets import FULL_RECOMPUTE, KEEP, SELECTIVE_RECOMPUTE
 from memo_sim.planning.question import Pins, Question
 from memo_sim.planning.space import candidates, layouts
 from memo_sim.what_if import what_if
@@ -37,7 +37,8 @@ def test_a_system_divides_work_its_own_way(system: str, degrees: set[str], zero:
     assert used == degrees
     assert {layout.zero for layout in found if layout.cp * layout.dp > 1} == {zero}
     assert all(layout.sequence_parallel == (layout.tp > 1) for layout in found)
-    assert {c.policy for c in candidates(ask(system))[0]} == {KEEP, FULL_RECOMPUTE}
+    own = {SELECTIVE_RECOMPUTE} if system == "megatron-lm" else set()
+    assert {c.policy for c in candidates(ask(system))[0]} == {KEEP, FULL_RECOMPUTE} | own
 
 
 def test_a_degree_that_a_system_lacks_is_refused() -> None:
