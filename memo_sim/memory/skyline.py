@@ -8,10 +8,11 @@ much of the capacity it can still waste. Sections next to each other with one fl
            | ####_____##___q___####      floor of q is raised to the next height at which anything could begin there.
            +-----------------------> sections
 
-So a node picks one section and tries each buffer that could be its next, then the raise. It follows google/minimalloc
-(Moffitt, ASPLOS 2023) in looking at canonical placements only (every buffer rests on another or on the ground), in
-refusing sections that no longer fit, and in splitting where no buffer that is left crosses. Branching on one section,
-the walls and the jumps are our own:
+So a node first raises every section whose next nothing could be, again and again, then picks one of the others and
+tries each buffer that could be its next, then the raise. It follows google/minimalloc (Moffitt, ASPLOS 2023) in
+looking at canonical placements only (every buffer rests on another or on the ground), in refusing sections that no
+longer fit, and in splitting where no buffer that is left crosses. Branching on one section, the walls and the jumps
+are our own:
 
 - wall: beside a step in the skyline that a buffer still has to cross, what ends there and what begins there must be
   able to level the step, up to both slacks (subset sums);
@@ -55,10 +56,14 @@ MOST_REMEMBERED = 20_000_000
 """Floors kept with failures (160 MB); later failures are found again, which is slow but no less exact."""
 
 MOST_FRAMES = 300_000
-"""How deep the search may call itself: a node is three calls, which Python 3.11 takes from its heap."""
+"""How deep the search may call itself: a node is four calls, which Python 3.11 takes from its heap."""
 
 State = tuple[int, int, tuple[int, ...]]
 """What a failure depends on: the first section, the buffers that are left and the floors above them."""
+
+
+Raise = tuple[int, int, int, int]
+"""A section raised because nothing fits on its floor, that floor, and the sections [first, end) that say so."""
 
 
 class Choice(NamedTuple):
@@ -141,7 +146,7 @@ class Skyline:
             return False
         self._most, self._clock = nodes, clock
         deepest = sys.getrecursionlimit()
-        sys.setrecursionlimit(deepest + min(3 * nodes + 3, MOST_FRAMES))
+        sys.setrecursionlimit(deepest + min(4 * nodes + 4, MOST_FRAMES))
         try:
             return self._parts(0, self.sections) is None
         except (OutOfNodes, RecursionError):
@@ -172,16 +177,27 @@ class Skyline:
         self.nodes += 1
         if self.nodes > self._most or (not self.nodes & 63 and not self._clock.left_s):
             raise OutOfNodes
-        state = (x, mine, tuple(self.floor[x:y]))
-        why = self._failed.get(state) or self._covered(x, y)
+        raises: list[Raise] = []
+        found = self._settle(x, y, raises)
+        why = self._open(x, y, mine, found) if isinstance(found, Choice) else found
         if why is None:
-            choice = self._choose(x, y)
-            why = self._branch(x, y, choice) if isinstance(choice, Choice) else choice
-            if why is None:
-                return None
-        if self._room >= y - x:
-            self._room -= y - x
-            self._failed[state] = why
+            return None
+        for q, level, first, end in reversed(raises):
+            self.slack[q] += self.floor[q] - level
+            self.floor[q] = level
+            if why[0] <= q < why[1]:
+                why = min(first, why[0]), max(end, why[1])
+        return why
+
+    def _open(self, x: int, y: int, mine: int, choice: Choice) -> Why | None:
+        """Fill sections [x, y), where every next buffer is one of several, with ``mine``; return why that fails."""
+        state = (x, mine, tuple(self.floor[x:y]))
+        why = self._failed.get(state)
+        if why is None:
+            why = self._covered(x, y) or self._branch(x, y, choice)
+            if why is not None and self._room >= y - x:
+                self._room -= y - x
+                self._failed[state] = why
         return why
 
     def _covered(self, x: int, y: int) -> Why | None:
@@ -212,45 +228,54 @@ class Skyline:
                     return a - 1, b + 1
         return None
 
-    def _choose(self, x: int, y: int) -> Why | Choice:
-        """Return where to branch, or why there is a section with no choice at all."""
+    def _settle(self, x: int, y: int, raises: list[Raise]) -> Why | Choice:
+        """Raise sections without a candidate until all have some; return where to branch, or why there is no way."""
         floor, slack, active, left = self.floor, self.slack, self.active, self.left
-        best: tuple[int, int, int, int, int] | None = None  # valley, section, candidates, lower wall
-        least: tuple[float, ...] = ()
-        before, s = HIGHEST, x
-        while s < y:
-            level, a = floor[s], s
-            while s < y and floor[s] == level:
-                s += 1
-            after = floor[s] if s < y else HIGHEST
-            if before > level < after:
-                wall = min(before, after)
-                fits = left & self.later[a] & self.sooner[s]
-                for q in range(a, s):
-                    could = active[q] & fits
-                    if not could and wall - level > slack[q]:
-                        self.weight[q] += 1
-                        return a - 1, s + 1
-                    number = could.bit_count() + (slack[q] > 0) if could else 1
-                    rank = (number > 1, *self.rule(number, could & -could, level, slack[q], self.weight[q]))
-                    if best is None or rank < least:
-                        best, least = (a, s, q, could, wall), rank
-            before = level
-        if best is None:
-            raise AssertionError("sections that hang together have a lowest one")
-        a, b, q, could, wall = best
-        return Choice(a, b, q, could, self._raised(best))
+        while True:
+            done = len(raises)
+            best: tuple[int, int, int, int, int] | None = None  # valley, section, candidates, lower wall
+            least: tuple[float, ...] = ()
+            before, s = HIGHEST, x
+            while s < y:
+                level, a = floor[s], s
+                while s < y and floor[s] == level:
+                    s += 1
+                after = floor[s] if s < y else HIGHEST
+                if before > level < after:
+                    wall = min(before, after)
+                    fits = left & self.later[a] & self.sooner[s]
+                    for q in range(a, s):
+                        could = active[q] & fits
+                        if could:
+                            number = could.bit_count() + (slack[q] > 0)
+                            rank = (number > 1, *self.rule(number, could & -could, level, slack[q], self.weight[q]))
+                            if best is None or rank < least:
+                                best, least = (a, s, q, could, wall), rank
+                        elif wall - level > slack[q]:
+                            self.weight[q] += 1
+                            return a - 1, s + 1
+                        else:
+                            raises.append((q, level, a - 1, s + 1))
+                            floor[q] = wall
+                            slack[q] -= wall - level
+                before = level
+            if best is not None and len(raises) == done:
+                return Choice(best[0], best[1], best[2], best[3], self._raised(best))
+            for q, *_ in raises[done:]:
+                why = self._broken(q, q + 1, x, y)
+                if why is not None:
+                    return why
 
     def _raised(self, choice: tuple[int, int, int, int, int]) -> int:
         """Return the least height at which section ``q`` could go on if nothing begins on its floor; 0 if too high."""
-        a, b, q, could, wall = choice
+        a, b, q, _, wall = choice
         height, floor = wall, self.floor[q]
-        if could:  # candidates may come later, on something in the valley that does not cover q
-            beside = self.left & self.later[a] & self.sooner[b] & ~self.active[q]
-            while beside:
-                low = beside & -beside
-                beside ^= low
-                height = min(height, floor + self.size[low.bit_length() - 1])
+        # Candidates may come later, on something in the valley that does not cover q.
+        beside = self.left & self.later[a] & self.sooner[b] & ~self.active[q]
+        while beside:
+            low = beside & -beside
+            beside ^= low
+            height = min(height, floor + self.size[low.bit_length() - 1])
         return height if height - floor <= self.slack[q] else 0
 
     def _branch(self, x: int, y: int, choice: Choice) -> Why | None:

@@ -159,6 +159,18 @@ def staircase(count: int) -> Problem:
     return compressed(Problem(born, born + 2, np.where(born % 2, 3, 2)))
 
 
+def test_what_is_forced_costs_no_nodes() -> None:
+    """A long buffer rests on the tallest of many short ones: the sections of all others can only be raised."""
+    count = 60
+    born = np.append(np.arange(count), 0)
+    problem = compressed(Problem(born, np.append(born[:-1] + 1, count), np.append(np.arange(count) + 1, 1000)))
+    order = np.argsort(problem.size)  # the short ones first
+    sky = Skyline(problem, count + 1000, order, RULES["low_first"])
+    assert sky.search(NODES, Clock(300)) is True
+    assert sky.nodes <= problem.count
+    assert sky.offset[-1] == count
+
+
 def test_a_search_may_be_deep() -> None:
     problem = staircase(2_500)
     sky = Skyline(problem, 5, np.arange(problem.count), RULES["low_few"])
