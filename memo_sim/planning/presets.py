@@ -46,7 +46,8 @@ TOKENWISE = Policy("tokenwise", None)
 class System:
     """One preset. ``short_sequences`` are policies it falls back to where memory allows (MEMO 5.2).
 
-    ``degrees`` are the ways to divide work that it has; ``zero`` is None where 1 divides what several ranks hold.
+    ``degrees`` are the ways to divide work that it has; ``zeros`` the levels of ZeRO, where several ranks hold the same
+    parameters.
     """
 
     name: str
@@ -56,7 +57,7 @@ class System:
     host_allocator: HostAllocator = "exact"
     memory_policy: MemoryPolicy = "planned"
     degrees: tuple[str, ...] = ("tp", "cp", "dp")
-    zero: int | None = None
+    zeros: tuple[int, ...] = (1,)
 
 
 SYSTEMS = {
@@ -66,6 +67,13 @@ SYSTEMS = {
             "any",
             "every policy this program knows, host memory as one slab of exact size",
             (KEEP, TOKENWISE, FULL_RECOMPUTE, FULL_SWAP, PARTIAL_SWAP),
+        ),
+        System(
+            "every-layout",
+            "every policy of `any` on every layout there is: tp, ring cp, Ulysses and dp, with ZeRO 1 or 3",
+            (KEEP, TOKENWISE, FULL_RECOMPUTE, FULL_SWAP, PARTIAL_SWAP),
+            degrees=("tp", "cp", "ulysses", "dp"),
+            zeros=(1, 3),
         ),
         System(
             "memo",
@@ -90,7 +98,7 @@ SYSTEMS = {
             (KEEP, FULL_RECOMPUTE),
             memory_policy="eager",
             degrees=("ulysses", "dp"),
-            zero=3,
+            zeros=(3,),
         ),
         System(
             "fsdp",
@@ -98,7 +106,7 @@ SYSTEMS = {
             (KEEP, FULL_RECOMPUTE),
             memory_policy="eager",
             degrees=("dp",),
-            zero=3,
+            zeros=(3,),
         ),
         System(
             "ring-attention",
@@ -106,7 +114,7 @@ SYSTEMS = {
             (KEEP, FULL_RECOMPUTE),
             memory_policy="eager",
             degrees=("cp", "dp"),
-            zero=3,
+            zeros=(3,),
         ),
     )
 }

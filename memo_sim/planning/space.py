@@ -13,7 +13,7 @@ from memo_sim.contract.errors import Infeasible, UsageError
 from memo_sim.contract.plan import Decisions, Kernels, Layout
 from memo_sim.contract.units import DTYPE_BYTES
 from memo_sim.planning.presets import KEEP, Policy, find_system
-from memo_sim.planning.question import Question
+from memo_sim.planning.question import Pins, Question
 from memo_sim.program.attention import longest_keys
 from memo_sim.program.head_groups import fewest_head_groups
 from memo_sim.program.shape import Shape, shape_of, swap_granule
@@ -47,17 +47,11 @@ def layouts(question: Question) -> list[Layout]:
     for tp in _degrees(pins.tp, devices, "tp" in system.degrees):
         for cp in _degrees(pins.cp, devices // tp, "cp" in system.degrees):
             for ulysses in _degrees(pins.ulysses, devices // (tp * cp), "ulysses" in system.degrees):
-                inner = tp * cp * ulysses
-                dp = devices // inner
-                if inner * dp != devices or (pins.dp is not None and dp != pins.dp):
+                dp = devices // (tp * cp * ulysses)
+                if pins.dp is not None and dp != pins.dp:
                     continue
-                shared = devices // tp > 1
-                zero = pins.zero if pins.zero is not None else (system.zero or 1) if shared else 0
-                parallel = tp > 1 if pins.sequence_parallel is None else pins.sequence_parallel and tp > 1
-                exchange = pins.cp_exchange if cp > 1 else "ring"
-                degrees = Layout(tp=tp, cp=cp, ulysses=ulysses, dp=dp)
-                chosen = {"sequence_parallel": parallel, "zero": zero, "cp_exchange": exchange}
-                found.append(msgspec.structs.replace(degrees, **chosen))
+                degrees = {"tp": tp, "cp": cp, "ulysses": ulysses, "dp": dp}
+                found += [_layout(pins, zero, **degrees) for zero in _zeros(question, devices // tp)]
     if not found:
         named = {name: getattr(pins, name) for name in DEGREES}
         asked = ", ".join(f"{name} {degree}" for name, degree in named.items() if degree is not None)
@@ -87,6 +81,25 @@ def _check_degrees(question: Question) -> None:
 def _degrees_of(layout: Layout) -> str:
     """Return a layout's degrees in words; those that few layouts have, only where they divide."""
     return " ".join(f"{n} {getattr(layout, n)}" for n in DEGREES if n != "ulysses" or layout.ulysses > 1)
+
+
+def _zeros(question: Question, replicas: int) -> tuple[int, ...]:
+    """Return the levels of ZeRO to try: none of the system's where every rank holds parameters of its own."""
+    if question.pins.zero is not None:
+        return (question.pins.zero,)
+    return find_system(question.system).zeros if replicas > 1 else (0,)
+
+
+def _layout(pins: Pins, zero: int, *, tp: int, cp: int, ulysses: int, dp: int) -> Layout:
+    return Layout(
+        tp=tp,
+        sequence_parallel=tp > 1 if pins.sequence_parallel is None else pins.sequence_parallel and tp > 1,
+        cp=cp,
+        cp_exchange=pins.cp_exchange if cp > 1 else "ring",
+        ulysses=ulysses,
+        dp=dp,
+        zero=zero,
+    )
 
 
 def _degrees(pinned: int | None, devices: int, searched: bool) -> list[int]:

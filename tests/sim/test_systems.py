@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 
 import pytest
@@ -10,6 +11,7 @@ from memo_sim.contract.catalog import load_cluster, load_model
 from memo_sim.contract.errors import UsageError
 from memo_sim.planning.presets import FULL_RECOMPUTE, KEEP, SELECTIVE_RECOMPUTE
 from memo_sim.planning.question import Pins, Question
+from memo_sim.planning.search import search
 from memo_sim.planning.space import candidates, layouts
 from memo_sim.what_if import what_if
 
@@ -77,3 +79,25 @@ def test_the_answer_says_what_zero_3_moves_and_waits_for() -> None:
     assert float(scattered) == pytest.approx(2 * 4 * (layers + 2 * embedding), rel=0.01)
     assert unit == "GiB"
     assert "compute waits" in line
+
+
+def test_every_layout_holds_those_of_any_and_its_search_accounts_for_all() -> None:
+    asked = ask("every-layout", seq_tokens=65536, tp=2)
+    found = layouts(asked)
+    assert len(set(found)) == len(found)
+    assert set(layouts(ask("any", seq_tokens=65536, tp=2))) < set(found)
+    assert {(layout.cp, layout.ulysses, layout.dp, layout.zero) for layout in found} == {
+        (cp, ulysses, 4 // cp // ulysses, zero)
+        for cp, ulysses, zero in itertools.product((1, 2, 4), (1, 2, 4), (1, 3))
+        if cp * ulysses <= 4
+    }
+    result = search(asked)
+    assert result.evaluated + result.pruned == len(candidates(asked)[0])
+    alone = search(ask("any", seq_tokens=65536, tp=2)).best
+    assert result.best is not None
+    assert alone is not None
+    assert result.best.prediction.step_s <= alone.prediction.step_s
+
+
+def test_where_no_rank_shares_parameters_there_is_one_level_of_zero() -> None:
+    assert [layout.zero for layout in layouts(ask("every-layout", tp=8))] == [0]

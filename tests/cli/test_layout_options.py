@@ -1,0 +1,88 @@
+"""Options of layouts and recompute on the command line: answers, refusals with their exit codes, and plans written."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+QUESTION = ("what-if", "gpt-7b", "--cluster", "a800-1x8", "--seq-len", "64k")
+
+
+def memo_sim(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "memo_sim", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False, cwd=cwd, timeout=120)
+
+
+@pytest.mark.parametrize(
+    ("options", "layout", "recompute"),
+    [
+        (("--system", "fsdp", "--global-batch", "8", "--seq-len", "16k"), {"dp": 8, "zero": 3}, "full"),
+        (("--ulysses", "8", "--zero", "3", "--recompute", "full"), {"ulysses": 8, "zero": 3}, "full"),
+        (("--tp", "2", "--cp", "4", "--zero", "2", "--recompute", "full"), {"tp": 2, "cp": 4, "zero": 2}, "full"),
+        (
+            ("--tp", "4", "--cp", "2", "--cp-exchange", "all_gather", "--recompute", "selective", "--states", "bf16"),
+            {"tp": 4, "cp": 2, "cp_exchange": "all_gather"},
+            "selective",
+        ),
+    ],
+)
+def test_a_layout_is_planned_as_asked_for(
+    options: tuple[str, ...], layout: dict[str, object], recompute: str, tmp_path: Path
+) -> None:
+    done = memo_sim(*QUESTION, *options, "--json", "-o", "plan.json", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    best = json.loads(done.stdout)["best"]
+    assert best["recompute"] == recompute
+    assert layout.items() <= best["layout"].items()
+    written = json.loads((tmp_path / "plan.json").read_text())
+    assert written["decisions"]["layout"] == best["layout"]
+    again = memo_sim("what-if", "--plan", "plan.json", "--cluster", "a800-1x8", "--json", cwd=tmp_path)
+    assert again.returncode == 0, again.stderr
+    assert json.loads(again.stdout)["best"]["step_s"] == best["step_s"]
+    refused = subprocess.run(
+        [sys.executable, "-m", "memo_exec", "run", "plan.json"],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=tmp_path,
+        timeout=120,
+    )
+    assert refused.returncode == 6, refused.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "said"),
+    [
+        (("--zero", "4"), 2, "0<=x<=3"),
+        (("--cp-exchange", "tree"), 2, "all_gather"),
+        (("--system", "fsdp", "--ulysses", "2"), 2, "fsdp does not divide work that way"),
+        (("--ulysses", "3"), 2, "does not fill the cluster"),
+        (("--recompute", "selective", "--alpha", "0.5"), 2, "selective recompute swaps nothing"),
+        (("--plan", "p.json", "--ulysses", "2"), 2, "--plan brings its own knobs"),
+    ],
+)
+def test_what_cannot_be_asked_is_refused(options: tuple[str, ...], code: int, said: str, tmp_path: Path) -> None:
+    plan = memo_sim(*QUESTION, "--tp", "4", "--cp", "2", "--alpha", "0", "-o", "p.json", cwd=tmp_path)
+    assert plan.returncode == 0, plan.stderr
+    question = ("what-if", "--cluster", "a800-1x8") if "--plan" in options else QUESTION
+    done = memo_sim(*question, *options, cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (code, "")
+    assert said in done.stderr
+
+
+def test_degrees_that_divide_no_heads_are_told_with_the_reason() -> None:
+    done = memo_sim("what-if", "gpt-13b", "--cluster", "a800-2x8", "--seq-len", "64k", "--ulysses", "16")
+    assert done.returncode == 4
+    assert "tp x ulysses = 16 does not divide heads" in done.stderr
+
+
+def test_help_names_every_way_to_divide_work() -> None:
+    text = memo_sim("what-if", "--help").stdout
+    assert all(option in text for option in ("--tp", "--cp", "--cp-exchange", "--ulysses", "--dp", "--zero"))
+    systems = memo_sim("list", "systems").stdout
+    names = ("megatron-lm", "deepspeed-ulysses", "fsdp", "ring-attention", "every-layout")
+    assert all(name in systems for name in names)
