@@ -201,8 +201,8 @@ class Skyline:
         return why
 
     def _covered(self, x: int, y: int) -> Why | None:
-        """Return why some section without slack outside the valleys has nothing that could be its next."""
-        steps: list[tuple[int, int, int, int]] = []  # floor, first section, end, end of what is higher to the left
+        """Return why some section outside the valleys has nothing that could be its next before it is too high."""
+        steps: list[tuple[int, int, int, int, int]] = []
         higher: list[tuple[int, int]] = []
         floor, s = self.floor, x
         while s < y:
@@ -211,19 +211,20 @@ class Skyline:
                 s += 1
             while higher and higher[-1][0] <= level:
                 higher.pop()
-            steps.append((level, first, s, higher[-1][1] if higher else x))
+            steps.append((level, first, s, higher[-1][1] if higher else x, higher[-1][0] if higher else HIGHEST))
             higher.append((level, s))
         higher.clear()
-        for level, first, end, a in reversed(steps):
+        for level, first, end, a, left_wall in reversed(steps):
             while higher and higher[-1][0] <= level:
                 higher.pop()
-            b = higher[-1][1] if higher else y
+            b, wall = (higher[-1][1], min(left_wall, higher[-1][0])) if higher else (y, left_wall)
             higher.append((level, first))
             if (a, b) == (first, end):
-                continue  # a valley: the choice looks at it
+                continue  # a valley: it was looked at when sections were raised
             fits = self.left & self.later[a] & self.sooner[b]
+            missing = wall - level
             for q in range(first, end):
-                if not self.slack[q] and not self.active[q] & fits:
+                if self.slack[q] < missing and not self.active[q] & fits:
                     self.weight[q] += 1
                     return a - 1, b + 1
         return None

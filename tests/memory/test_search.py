@@ -18,7 +18,7 @@ from memo_sim.memory.skyline import RULES, Skyline
 NODES = 1_000_000
 """More than any of the small problems has."""
 
-SWITCHES = (
+SWITCHES: tuple[dict[str, bool], ...] = (
     {},
     {"walls": False},
     {"jumps": False},
