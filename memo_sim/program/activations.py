@@ -3,11 +3,12 @@
 Each policy is a choice of families for the skeletal slots of the forward and backward templates, plus copies:
 
     keep        one buffer per micro-batch and layer, from forward to backward
-    full        only the layer input is kept; backward rebuilds the rest in buffers of its own
+    full        only the layer input is kept; backward rebuilds the rest in buffers of its own. Swapped inputs lie in
+                the two rounding buffers, one of them read while the other comes back for the next layer's backward
     selective   all but what attention alone makes (``selective.py``)
     rounding    two buffers that layers take in turn; a layer whose buffer is overwritten is offloaded to host
                 buffers after its forward and prefetched before its backward. Of the tokens that are not swapped,
-                tokenwise rebuilds the rows in backward, none keeps a copy of them on the device.
+                tokenwise rebuilds the rows in backward, none and full keep a copy of them on the device.
 """
 
 from __future__ import annotations
@@ -64,9 +65,13 @@ class Activations:
     @property
     def kept_rows(self) -> bool:
         """Whether rows that are not swapped are copied aside on the device."""
-        return (
-            self.rounding and self.decisions.recompute == "none" and self.decisions.swapped_tokens < self.shape.tokens
-        )
+        partly = self.decisions.swapped_tokens < self.shape.tokens
+        return self.rounding and self.decisions.recompute in ("none", "full") and partly
+
+    @property
+    def resident_differs(self) -> bool:
+        """Whether the backward of a layer that was not swapped is another: its rows need no rebuilding."""
+        return self.rounding and self.decisions.recompute != "full"
 
     def swapped_rows(self, tensor: Skeletal) -> int:
         """Return how many rows of ``tensor`` travel to the host."""
@@ -82,13 +87,12 @@ class Activations:
         """Return the shared families that hold skeletal tensors, and the host's copies of them."""
         count = ROUNDING_BUFFERS if self.rounding else self.kept_per_layer
         lifetime: Literal["step", "dynamic"] = "step" if self.rounding else "dynamic"
-        names = [t for t in self.tensors if self._shared(t)]
         found = [
             Family(f"skeletal.{t.name}", BufferClass.SKELETAL, t.dtype, t.tokens, t.features, count, "device", lifetime)
-            for t in names
+            for t in self.shared
         ]
         if self.rounding:
-            for t in self.tensors:
+            for t in self.shared:
                 shape = (t.dtype, self.swapped_rows(t), t.features, self.kept_per_layer)
                 if shape[1]:
                     found.append(Family(f"host.{t.name}", BufferClass.SKELETAL, *shape, "host"))
@@ -98,6 +102,11 @@ class Activations:
                         Family(name, BufferClass.SKELETAL, t.dtype, self.kept(t), t.features, self.kept_per_layer)
                     )
         return found
+
+    @property
+    def shared(self) -> tuple[Skeletal, ...]:
+        """The tensors that outlive a forward or a backward: those that can be swapped."""
+        return tuple(t for t in self.tensors if self._shared(t))
 
     def _shared(self, tensor: Skeletal) -> bool:
         """Full recompute shares the layer input only; other tensors that are rebuilt belong to each instance."""
@@ -123,14 +132,14 @@ class Activations:
     def offload(self, families: dict[str, Family]) -> Template:
         """Return the copies of one layer to the host, in the order forward wrote the tensors."""
         builder = TemplateBuilder("layer.offload", "off")
-        for t in self.tensors:
+        for t in self.shared:
             self._transfer(builder, families, t, Lane.D2H)
         return builder.build()
 
     def prefetch(self, families: dict[str, Family], backward: Template) -> Template:
         """Return the copies of one layer back to the device, in the order ``backward`` reads the tensors."""
         first_use: dict[str, int] = {}
-        rows = {f"skeletal.{t.name}": self.swapped_rows(t) for t in self.tensors}
+        rows = {f"skeletal.{t.name}": self.swapped_rows(t) for t in self.shared}
         for i, instruction in enumerate(backward.instructions):
             for operand in instruction.operands:
                 family = backward.slots[operand.slot]
@@ -138,7 +147,7 @@ class Activations:
                 if operand.mode & Mode.READ and operand.first < rows.get(family, 0):
                     first_use.setdefault(family, i)
         builder = TemplateBuilder("layer.prefetch", "pre")
-        for t in sorted(self.tensors, key=lambda t: first_use.get(f"skeletal.{t.name}", len(backward.instructions))):
+        for t in sorted(self.shared, key=lambda t: first_use.get(f"skeletal.{t.name}", len(backward.instructions))):
             self._transfer(builder, families, t, Lane.H2D)
         return builder.build()
 

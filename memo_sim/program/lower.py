@@ -123,8 +123,9 @@ class _Lowering:
             writer.forward(self.activations.row_blocks, "next_x")
             self._add(builder.build(), builder.bound_slots)
         self._add_backward("layer.bwd", rebuild=True)
-        if self.activations.rounding:
+        if self.activations.resident_differs:
             self._add_backward("layer.bwd.resident", rebuild=False)
+        if self.activations.rounding:
             backward = self.templates[self.numbers["layer.bwd"]]
             self._add_copies(self.activations.offload(self.families))
             self._add_copies(self.activations.prefetch(self.families, backward))
@@ -222,7 +223,7 @@ class _Lowering:
 
     def _backward(self, visit: Visit, swapped: bool) -> None:
         m, layer = visit.micro_batch, visit.layer
-        resident = self.activations.rounding and not swapped
+        resident = self.activations.resident_differs and not swapped
         self._pass("layer.bwd.resident" if resident else "layer.bwd", f"m{m}/s0/l{layer}", m, layer, backward=True)
         if layer == 0:
             self._pass("embed.bwd", f"m{m}/s0/embed", m, backward=True)

@@ -123,10 +123,8 @@ def _check_swapped(decisions: Decisions, tokens: int, tp: int) -> None:
             got=swapped,
             wanted=f"a multiple of {granule} up to {tokens}, or {tokens}",
         )
-    if swapped and decisions.recompute in ("full", "selective"):
-        raise Infeasible(
-            f"{decisions.recompute} recompute swaps nothing", where="decisions.swapped_tokens", got=swapped, wanted=0
-        )
+    if swapped and decisions.recompute == "selective":
+        raise Infeasible("selective recompute swaps nothing", where="decisions.swapped_tokens", got=swapped, wanted=0)
 
 
 def _check_size(decisions: Decisions, tokens: int) -> None:

@@ -41,6 +41,7 @@ POLICIES: dict[str, dict[str, Any]] = {
     "alpha 0.5": {"recompute": "tokenwise", "swapped_tokens": 128},
     "full swap": {"swapped_tokens": 256},
     "full recompute": {"recompute": "full"},
+    "full recompute, inputs swapped": {"recompute": "full", "swapped_tokens": 256},
 }
 MODELS = {"gpt": gpt(layers=4), "llama": llama(layers=4)}
 HOST_STATES = decide(llama(layers=4), global_batch=6, states="host", recompute="tokenwise", swapped_tokens=128)

@@ -66,6 +66,7 @@ def test_every_dropped_edge_is_found(dropped: int) -> None:
     [
         {},
         {"recompute": "full"},
+        {"recompute": "full", "swapped_tokens": 256},
         {"swapped_tokens": 256},
         {"swapped_tokens": 128},
         {"recompute": "tokenwise"},

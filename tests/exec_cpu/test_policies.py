@@ -17,6 +17,8 @@ from tests.exec_cpu.small import MODELS, batch, decide, gpt, gradients, llama, l
 
 POLICIES: dict[str, dict[str, Any]] = {
     "full recompute": {"recompute": "full"},
+    "full recompute, inputs swapped": {"recompute": "full", "swapped_tokens": 256},
+    "full recompute, inputs partly swapped": {"recompute": "full", "swapped_tokens": 128},
     "selective recompute": {"recompute": "selective"},
     "full swap": {"swapped_tokens": 256},
     "half swapped, half kept": {"swapped_tokens": 128},

@@ -19,6 +19,7 @@ pytestmark = [
 POLICIES: list[dict[str, Any]] = [
     {},
     {"recompute": "full"},
+    {"recompute": "full", "swapped_tokens": 256},
     {"swapped_tokens": 256},
     {"recompute": "tokenwise"},
     {"recompute": "tokenwise", "swapped_tokens": 128},

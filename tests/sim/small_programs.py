@@ -33,7 +33,11 @@ LLAMA = Model(
     qk_norm=True,
     activation="silu",
 )
-POLICIES = [("none", 0.0), ("full", 0.0), ("tokenwise", 0.0), ("tokenwise", 0.5), ("none", 0.5), ("none", 1.0)]
+POLICIES = [
+    *[("none", 0.0), ("none", 0.5), ("none", 1.0)],
+    *[("full", 0.0), ("full", 0.5), ("full", 1.0)],
+    *[("tokenwise", 0.0), ("tokenwise", 0.5)],
+]
 
 
 def decide(

@@ -24,7 +24,11 @@ LAYOUTS = [
     Layout(ulysses=2, zero=3),
     Layout(tp=2, sequence_parallel=True, cp=2, dp=2, zero=1),
 ]
-POLICIES = [("none", 0.0), ("full", 0.0), ("tokenwise", 0.0), ("tokenwise", 0.5), ("none", 0.5), ("none", 1.0)]
+POLICIES = [
+    *[("none", 0.0), ("none", 0.5), ("none", 1.0)],
+    *[("full", 0.0), ("full", 1.0)],
+    *[("tokenwise", 0.0), ("tokenwise", 0.5)],
+]
 SOURCES = {"toy": Source(kind="assumed", text="round numbers")}
 
 
@@ -138,9 +142,8 @@ def decide(
 def small_decisions(draw: st.DrawFn) -> Decisions:
     layout = draw(st.sampled_from(LAYOUTS))
     recompute = draw(st.sampled_from(["none", "full", "tokenwise"]))
-    alpha = 0.0 if recompute == "full" else draw(st.sampled_from([0.0, 0.25, 0.5, 0.75, 1.0]))
     return decide(
-        (recompute, alpha),
+        (recompute, draw(st.sampled_from([0.0, 0.25, 0.5, 0.75, 1.0]))),
         layout=layout,
         layers=draw(st.integers(1, 6)),
         llama=draw(st.booleans()),
