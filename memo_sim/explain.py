@@ -36,6 +36,7 @@ def explain(
     lines += _allocator(simulation)
     lines += [
         *_sharding(simulation),
+        *_ulysses(simulation),
         *_alpha(found),
         *_partial_swap(found),
         *_fallback(question, found),
@@ -179,6 +180,16 @@ def _sharding(simulation: Simulation) -> list[str]:
     parts = [f"{verb} {format_bytes(moved[op])}" for op, verb in names.items() if op in moved]
     waited = sum(s.seconds for s in simulation.prediction.stalls if s.lane == "compute" and s.waits_for in names)
     text = f"ZeRO {layout.zero}: a rank holds its share of {held}, {' and '.join(parts)} a step"
+    return [f"{text}; compute waits {format_seconds(waited)} for that."]
+
+
+def _ulysses(simulation: Simulation) -> list[str]:
+    """Say what Ulysses exchanges, and what of it compute waits for."""
+    degree, moved = simulation.decisions.layout.ulysses, simulation.collective_bytes.get("all_to_all", 0)
+    if degree == 1:
+        return []
+    waited = sum(s.seconds for s in simulation.prediction.stalls if (s.lane, s.waits_for) == ("compute", "all_to_all"))
+    text = f"Ulysses {degree}: a rank exchanges {format_bytes(moved)} of tokens for heads and back a step"
     return [f"{text}; compute waits {format_seconds(waited)} for that."]
 
 

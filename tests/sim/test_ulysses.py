@@ -214,6 +214,10 @@ def test_the_answer_waits_for_all_to_alls() -> None:
     best = answer.result.best
     assert best is not None
     assert (best.layout.ulysses, best.layout.zero, best.memory_policy) == (8, 3, "eager")
+    layer = 4 * (131072 // 8) * 4096 * 2 / 2**30  # a layer's forward; as much in backward, and in recompute
+    passes = {"none": 2, "full": 3}[best.recompute]
+    (line,) = [line for line in answer.result.why if line.startswith("Ulysses 8")]
+    assert f"exchanges {16 * 32 * passes * layer:.2f} GiB" in line
     waited = {s.waits_for: s.seconds for s in best.stalls if s.lane == "compute"}
     assert waited["all_to_all"] == max(waited.values())
 
