@@ -77,7 +77,7 @@ def cli() -> None:
     type=click.IntRange(0, 3),
     help="Over cp x ulysses x dp: 1 divides optimizer states, 2 gradients too, 3 parameters too (FSDP).",
 )
-@click.option("--alpha", type=Finite(0, 1), help="Fraction of tokens swapped; turns the keep fallback off.")
+@click.option("--alpha", type=Finite(0, 1), help="Fraction of tokens swapped (full recompute: of its inputs).")
 @click.option(
     "--recompute", type=click.Choice(["none", "full", "selective", "tokenwise"]), help="What happens to the others."
 )

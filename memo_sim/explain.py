@@ -6,7 +6,7 @@ from memo_sim.contract.plan import Decisions, Prediction
 from memo_sim.contract.units import format_bytes, format_seconds
 from memo_sim.engine.simulate import ALLOCATOR, Simulation
 from memo_sim.planning.arena import Arena
-from memo_sim.planning.presets import KEEP, PARTIAL_SWAP, TOKENWISE, find_system
+from memo_sim.planning.presets import FULL_RECOMPUTE, INPUTS_SWAPPED, KEEP, PARTIAL_SWAP, TOKENWISE, Policy, find_system
 from memo_sim.planning.question import Question
 from memo_sim.planning.search import Evaluated, SearchResult
 from memo_sim.planning.space import DEGREES
@@ -39,6 +39,7 @@ def explain(
         *_ulysses(simulation),
         *_alpha(found),
         *_partial_swap(found),
+        *_inputs_swapped(found),
         *_fallback(question, found),
         *_runner_up(found),
     ]
@@ -240,6 +241,19 @@ def _partial_swap(found: SearchResult) -> list[str]:
     return [f"{text}{less}{more}."]
 
 
+def _inputs_swapped(found: SearchResult) -> list[str]:
+    """Say what full recompute with swapped inputs moves, and by how much keeping them does not fit."""
+    best = found.best
+    if best is None or best.policy != INPUTS_SWAPPED:
+        return []
+    kept = next(
+        (e for e in found.ranked if e.policy == FULL_RECOMPUTE and e.decisions.layout == best.decisions.layout), None
+    )
+    moved = format_bytes(best.prediction.moved_bytes.d2h)
+    less = f"; kept on the device they do not fit, {_short(kept.prediction)}" if kept else ""
+    return [f"Layer inputs wait for backward in host memory, {moved} a step{less}."]
+
+
 def _fallback(question: Question, found: SearchResult) -> list[str]:
     """Say when a system's short-sequence fallback was taken."""
     best = found.best
@@ -277,7 +291,9 @@ def plan_title(decisions: Decisions, prediction_step_s: float | None) -> str:
     """Return the one-line heading of a picture."""
     names = {"none": "keep", "full": "full recompute", "selective": "selective recompute", "tokenwise": "token-wise"}
     policy = names[decisions.recompute]
-    if decisions.swapped_tokens:
+    if decisions.recompute == "full":
+        policy = Policy("full", decisions.alpha).label
+    elif decisions.swapped_tokens:
         swap = "full swap" if decisions.swapped_tokens == decisions.local_tokens else "partial swap"
         policy = f"{swap if decisions.recompute == 'none' else policy} alpha {decisions.alpha:.3g}"
     step = f", step {format_seconds(prediction_step_s)}" if prediction_step_s is not None else ""

@@ -69,7 +69,8 @@ class Decisions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     ``swapped_tokens`` counts the tokens of one rank's micro-batch shard (micro_batch x seq_tokens / cp / ulysses) whose
     skeletal tensors are swapped: 0 with recompute none = keep, all of them = full swap; a multiple of 128 or all.
-    With ``tokenwise`` the other tokens are recomputed, and layer input and attention output are swapped whole.
+    With ``tokenwise`` the other tokens are recomputed, and layer input and attention output are swapped whole. With
+    ``full`` the layer input is all there is to swap; rows of it that are not swapped are kept.
     """
 
     model: Model

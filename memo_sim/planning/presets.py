@@ -27,6 +27,8 @@ class Policy:
     @property
     def label(self) -> str:
         """How the policy is called in tables and sentences."""
+        if self.recompute == "full" and self.alpha:
+            return f"full recompute, inputs {'swapped' if self.alpha == 1 else 'partly swapped'}"
         if self.recompute in ("full", "selective"):
             return f"{self.recompute} recompute"
         if self.recompute == "none":
@@ -36,6 +38,8 @@ class Policy:
 
 KEEP = Policy("none", 0.0)
 FULL_RECOMPUTE = Policy("full", 0.0)
+INPUTS_SWAPPED = Policy("full", 1.0)
+"""Full recompute whose layer inputs, all that it keeps, lie in host memory."""
 SELECTIVE_RECOMPUTE = Policy("selective", 0.0)
 FULL_SWAP = Policy("none", 1.0)
 PARTIAL_SWAP = Policy("none", None)
@@ -66,12 +70,12 @@ SYSTEMS = {
         System(
             "any",
             "every policy this program knows, host memory as one slab of exact size",
-            (KEEP, TOKENWISE, FULL_RECOMPUTE, FULL_SWAP, PARTIAL_SWAP),
+            (KEEP, TOKENWISE, FULL_RECOMPUTE, INPUTS_SWAPPED, FULL_SWAP, PARTIAL_SWAP),
         ),
         System(
             "every-layout",
             "every policy of `any` on every layout there is: tp, ring cp, Ulysses and dp, with ZeRO 1 or 3",
-            (KEEP, TOKENWISE, FULL_RECOMPUTE, FULL_SWAP, PARTIAL_SWAP),
+            (KEEP, TOKENWISE, FULL_RECOMPUTE, INPUTS_SWAPPED, FULL_SWAP, PARTIAL_SWAP),
             degrees=("tp", "cp", "ulysses", "dp"),
             zeros=(1, 3),
         ),

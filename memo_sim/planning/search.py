@@ -4,6 +4,7 @@ Order of work: every candidate is checked against memory first (cheap, inside ``
 played at alpha 0, which gives the paper's linear program its layer time and a bound: no alpha can beat the compute
 lane without recompute. Candidates whose bound is worse than the best plan found are pruned; the others have their
 alpha searched. A partial swap has the same bound, and is pruned too where everything can be kept: that copies less.
+So is full recompute with swapped inputs where they can be kept: it computes the same.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from memo_sim.contract.plan import Decisions, Prediction
 from memo_sim.costs.pricing import NodeRates, Pricer
 from memo_sim.engine.simulate import Simulation, simulate
 from memo_sim.planning.alpha import AlphaSearch, LinearProgram, best_alpha, best_partial_swap, linear_program
-from memo_sim.planning.presets import PARTIAL_SWAP, Policy
+from memo_sim.planning.presets import INPUTS_SWAPPED, PARTIAL_SWAP, Policy
 from memo_sim.planning.question import Question
 from memo_sim.planning.space import Candidate, candidates
 from memo_sim.program.instruction import Lane
@@ -118,10 +119,11 @@ def _evaluate(
             known[decisions] = play(question, decisions).prediction
         return known[decisions]
 
+    kept = known.get(msgspec.structs.replace(base, swapped_tokens=0))
+    if policy in (PARTIAL_SWAP, INPUTS_SWAPPED) and kept is not None and kept.status == "ok":
+        return None
     if policy.alpha is not None:
         return Evaluated(policy, base, predict(base))
-    if policy == PARTIAL_SWAP and base in known and known[base].status == "ok":
-        return None
     simulation = play(question, base)
     fits = simulation.prediction.status == "ok"
     known[base] = simulation.prediction

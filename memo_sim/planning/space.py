@@ -12,7 +12,7 @@ import msgspec
 from memo_sim.contract.errors import Infeasible, UsageError
 from memo_sim.contract.plan import Decisions, Kernels, Layout
 from memo_sim.contract.units import DTYPE_BYTES
-from memo_sim.planning.presets import KEEP, Policy, find_system
+from memo_sim.planning.presets import FULL_RECOMPUTE, KEEP, SELECTIVE_RECOMPUTE, TOKENWISE, Policy, find_system
 from memo_sim.planning.question import Pins, Question
 from memo_sim.program.attention import longest_keys
 from memo_sim.program.head_groups import fewest_head_groups
@@ -118,15 +118,13 @@ def policies(question: Question) -> tuple[Policy, ...]:
         raise UsageError(
             f"{system.name} decides alpha itself", got=f"alpha {pins.alpha}", hint="leave --alpha or --system out"
         )
-    if pins.recompute in ("full", "selective"):
-        if pins.alpha:
-            raise UsageError(f"{pins.recompute} recompute swaps nothing", got=f"alpha {pins.alpha}", wanted="no alpha")
-        return (Policy(pins.recompute, 0.0),)
-    if pins.recompute == "none" and pins.alpha is None:
-        return tuple(p for p in system.short_sequences + system.policies if p.recompute == "none") or (KEEP,)
-    if pins.recompute == "none":
-        return (Policy("none", pins.alpha),)
-    return (Policy("tokenwise", pins.alpha),)
+    if pins.recompute == "selective" and pins.alpha:
+        raise UsageError("selective recompute swaps nothing", got=f"alpha {pins.alpha}", wanted="no alpha")
+    mode = pins.recompute or TOKENWISE.recompute
+    if pins.alpha is not None:
+        return (Policy(mode, pins.alpha),)
+    own = tuple(p for p in system.short_sequences + system.policies if p.recompute == mode)
+    return own or (next(p for p in (KEEP, FULL_RECOMPUTE, SELECTIVE_RECOMPUTE, TOKENWISE) if p.recompute == mode),)
 
 
 def candidates(question: Question) -> tuple[list[Candidate], list[str]]:

@@ -163,7 +163,7 @@ def test_nothing_fits_exits_4_and_prints_no_speed(tmp_path: Path) -> None:
         (["what-if", "gpt-7b", "--cluster", "a801-1x8", "--seq-len", "64k"], 2, "a800"),
         (["what-if", *SMALL, "--system", "memmo"], 2, "memo"),
         (["what-if", *SMALL, "--cp", "8"], 2, "8 devices"),
-        (["what-if", *SMALL, "--alpha", "0.5"], 2, "full recompute"),
+        (["what-if", *SMALL[:-1], "selective", "--alpha", "0.5"], 2, "selective recompute"),
         (["what-if", "gpt-7b", "--cluster", "a800-1x8", "--seq-len", "65537"], 4, "no layout divides"),
         (["what-if", "--cluster", "a800-1x8"], 2, "MODEL"),
         (["what-if", *SMALL, "-o", "/no/such/folder/plan.json"], 2, "folder"),

@@ -4,8 +4,14 @@ from __future__ import annotations
 
 import pytest
 
+from memo_sim.contract.catalog import load_cluster, load_model
 from memo_sim.contract.model import Model
 from memo_sim.contract.plan import Decisions, Layout
+from memo_sim.explain import plan_title
+from memo_sim.planning.presets import FULL_RECOMPUTE, INPUTS_SWAPPED, Policy
+from memo_sim.planning.question import Pins, Question
+from memo_sim.planning.search import search
+from memo_sim.planning.space import policies
 from memo_sim.program.check import check_edges, check_program, check_roles
 from memo_sim.program.columns import expand
 from memo_sim.program.edges import derive_edges
@@ -13,6 +19,7 @@ from memo_sim.program.instruction import Lane
 from memo_sim.program.liveness import live_bytes, liveness, peak
 from memo_sim.program.lower import lower
 from memo_sim.program.work import Copy
+from memo_sim.what_if import what_if
 from tests.sim.small_programs import GPT, LLAMA, decide
 
 LAYOUTS = [
@@ -107,3 +114,43 @@ def test_an_input_leaves_while_its_own_layer_reads_it() -> None:
     back = "m0/s0/l2/pre/x"
     assert "m0/s0/l4/bwd/norm1.bwd" in {p for p, c in pairs if c == back}
     assert {c for p, c in pairs if p == back} == {"m0/s0/l2/rec/norm1"}
+
+
+def ask(seq_tokens: int, *, system: str = "any", **pins) -> Question:
+    cluster, hardware = load_cluster("h100-1x8")
+    pinned = Pins(tp=8, recompute="full", **pins)
+    return Question(load_model("llama3-8b"), cluster, hardware, seq_tokens, system=system, pins=pinned)
+
+
+def test_it_is_tried_where_inputs_cannot_be_kept_and_costs_no_time_there() -> None:
+    short, long = search(ask(1 << 19)), search(ask(1 << 20))
+    assert [e.policy for e in short.ranked] == [FULL_RECOMPUTE]
+    assert short.pruned == 1
+    assert [(e.policy, e.prediction.status) for e in long.ranked] == [
+        (INPUTS_SWAPPED, "ok"),
+        (FULL_RECOMPUTE, "gpu_oom"),
+    ]
+    alone = search(ask(1 << 19, alpha=1.0)).best
+    assert alone is not None
+    assert short.best is not None
+    assert alone.policy == INPUTS_SWAPPED
+    assert alone.prediction.peak_device_bytes < short.best.prediction.peak_device_bytes
+    hidden = alone.prediction.step_s / short.best.prediction.step_s
+    assert hidden == pytest.approx(1, abs=1e-3)
+
+
+def test_who_keeps_inputs_in_the_literature_does_not_swap_them() -> None:
+    assert policies(ask(1 << 20)) == (FULL_RECOMPUTE, INPUTS_SWAPPED)
+    for system in ("megatron-lm", "full-recompute", "memo"):
+        assert policies(ask(1 << 20, system=system)) == (FULL_RECOMPUTE,)
+    assert policies(ask(1 << 20, alpha=0.5)) == (Policy("full", 0.5),)
+
+
+def test_the_answer_says_what_it_moves_and_why() -> None:
+    answer = what_if(ask(1 << 20))
+    (line,) = [line for line in answer.result.why if line.startswith("Layer inputs")]
+    # 30 of 32 layers, 1 Mi tokens of 4096 features in bf16, an eighth of them on each rank.
+    assert "30.00 GiB a step" in line
+    assert "gpu_oom" in line
+    assert answer.best is not None
+    assert ", full recompute, inputs swapped, step" in plan_title(answer.best.decisions, 1.0)

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from memo_sim.contract.catalog import load_cluster, load_model
 from memo_sim.contract.plan import MemoryPolicy
-from memo_sim.planning.presets import FULL_RECOMPUTE, FULL_SWAP, KEEP, PARTIAL_SWAP, TOKENWISE
+from memo_sim.planning.presets import FULL_RECOMPUTE, FULL_SWAP, INPUTS_SWAPPED, KEEP, PARTIAL_SWAP, TOKENWISE
 from memo_sim.planning.question import Pins, Question
 from memo_sim.planning.search import SearchResult, search
 from memo_sim.planning.space import candidates
@@ -69,8 +69,9 @@ def test_a_part_that_does_not_fit_is_told_with_its_alpha() -> None:
 
 
 def test_labels() -> None:
-    labels = [p.label for p in (KEEP, PARTIAL_SWAP, FULL_SWAP, TOKENWISE, FULL_RECOMPUTE)]
-    assert labels == ["keep", "partial swap", "full swap", "token-wise", "full recompute"]
+    labels = [p.label for p in (KEEP, PARTIAL_SWAP, FULL_SWAP, TOKENWISE, FULL_RECOMPUTE, INPUTS_SWAPPED)]
+    names = ["keep", "partial swap", "full swap", "token-wise", "full recompute", "full recompute, inputs swapped"]
+    assert labels == names
 
 
 def test_swapping_every_token_is_one_plan_not_two() -> None:
