@@ -35,6 +35,9 @@ STRESS_LIMIT_S = float(os.environ.get("MEMO_PLACEMENT_LIMIT_S", "60"))
 LEVEL_1_LIMIT_S = 1.0
 FLAT_LIMIT_S = 5.0
 SOLVERS = ("greedy", "canonical", "portfolio", *(["cp-sat"] if find_spec("ortools") else []))
+SEEDS = {150: 3, 300: 2, 500: 1}
+"""How many problems are generated of each kind, by their number of buffers: most that fail take the whole limit."""
+
 KINDS = tuple(f"{cuts}{slack}" for slack in ("", ", shaved", ", dropped") for cuts in ("guillotine", "pinwheel"))
 
 Row = tuple[float, float]
@@ -71,8 +74,8 @@ def cell(row: Row) -> str:
     return f"{row[0]:7.2f} s {'none':>7}" if row[1] == float("inf") else f"{row[0]:7.2f} s {row[1]:7.2%}"
 
 
-def heading(first: str) -> str:
-    return f"\n{first:38}  " + "  ".join(f"{solver:>17}" for solver in SOLVERS)
+def heading(first: str, solvers: tuple[str, ...] = SOLVERS) -> str:
+    return f"\n{first:38}  " + "  ".join(f"{solver:>17}" for solver in solvers)
 
 
 def worst(rows: list[Row]) -> Row:
@@ -169,15 +172,16 @@ def cut_problem(count: int, seed: int, kind: str) -> Problem:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("count", [150, 300, 500])
+@pytest.mark.parametrize("count", sorted(SEEDS))
 def test_generated_problems_of_that_kind(count: int, kind: str) -> None:
     """What is within 1 MiB is counted; only the smallest are asserted, larger ones stay open more often than not."""
-    print(heading(f"{kind}, {count}"))
+    solvers = ("greedy", "portfolio")  # the portfolio's time goes to the canonical search
+    print(heading(f"{kind}, {count}", solvers))
     reached = []
-    for seed in range(3):
+    for seed in range(SEEDS[count]):
         problem = cut_problem(count, seed, kind)
-        found = {s: run(problem, requests_from(problem), s, STRESS_LIMIT_S) for s in SOLVERS}
-        print(f"{f'seed {seed}':38}  " + "  ".join(cell(found[s][0]) for s in SOLVERS), flush=True)
+        found = {s: run(problem, requests_from(problem), s, STRESS_LIMIT_S) for s in solvers}
+        print(f"{f'seed {seed}':38}  " + "  ".join(cell(found[s][0]) for s in solvers), flush=True)
         reached.append(found["portfolio"][1] <= CAPACITY)
     print(f"within 1,048,576: {sum(reached)} of {len(reached)}")
     assert all(reached) or count > 150

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,7 +19,7 @@ from memo_sim.memory.skyline import RULES, Skyline
 NODES = 1_000_000
 """More than any of the small problems has."""
 
-SWITCHES: tuple[dict[str, bool], ...] = (
+SWITCHES: tuple[dict[str, Any], ...] = (
     {},
     {"walls": False},
     {"jumps": False},
