@@ -85,6 +85,9 @@ class Decisions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     states: States = "fp32"
     loss_chunk_tokens: Tokens = 0
     """Tokens whose logits exist at once; 0 = all of them."""
+    mlp_chunk_tokens: Tokens = 0
+    """Tokens of a rank's micro-batch whose MLP exists at once, under full recompute alone; 0 = all of them. In row
+    blocks the MLP is rebuilt without its second product, block by block, right before each block's backward."""
     kernels: Kernels = Kernels()
     dtype: DtypeName = "bf16"
     deterministic: bool = False

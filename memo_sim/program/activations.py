@@ -20,6 +20,7 @@ from memo_sim.contract.plan import Decisions
 from memo_sim.program import selective
 from memo_sim.program.builder import Rows, TemplateBuilder, reads, writes
 from memo_sim.program.instruction import BufferClass, Family, Lane, Mode, Template
+from memo_sim.program.mlp import rows_at_once
 from memo_sim.program.shape import Shape
 from memo_sim.program.tensors import Fate, Skeletal, skeletal_tensors
 from memo_sim.program.visits import ROUNDING_BUFFERS
@@ -120,7 +121,8 @@ class Activations:
             if self._shared(t):
                 builder.bind(families[f"skeletal.{t.name}"], slot=t.name)
             else:
-                builder.own(t.name, BufferClass.SKELETAL, t.dtype, t.tokens, t.features)
+                rows = rows_at_once(t, self.decisions, self.shape)
+                builder.own(t.name, BufferClass.SKELETAL, t.dtype, rows, t.features)
 
     def index(self, slot: str, micro_batch: int, layer: int) -> int:
         """Return which buffer of its family a skeletal, host or aside slot takes for one layer."""

@@ -9,6 +9,8 @@ from memo_sim.contract.plan import SWAP_GRANULE_TOKENS, Decisions
 from memo_sim.contract.units import MOST_TOKENS
 
 MOST_LOSS_CHUNKS = 2**16
+MOST_MLP_CHUNKS = 2**10
+"""In every layer, forward and backward: more than that makes programs of millions of instructions."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +91,7 @@ def shape_of(decisions: Decisions) -> Shape:
     if gathered:
         _divides("tokens of a rank", tokens, "tp", layout.tp)
     _check_swapped(decisions, tokens, layout.tp if gathered else 1)
+    _check_mlp_blocks(decisions, tokens)
     _check_size(decisions, tokens)
     return Shape(
         tokens=tokens,
@@ -125,6 +128,26 @@ def _check_swapped(decisions: Decisions, tokens: int, tp: int) -> None:
         )
     if swapped and decisions.recompute == "selective":
         raise Infeasible("selective recompute swaps nothing", where="decisions.swapped_tokens", got=swapped, wanted=0)
+
+
+def _check_mlp_blocks(decisions: Decisions, tokens: int) -> None:
+    chunk, granule = decisions.mlp_chunk_tokens, swap_granule(decisions)
+    if not chunk:
+        return
+    if decisions.recompute != "full":
+        raise Infeasible(
+            "only full recompute has the MLP in row blocks",
+            where="decisions.mlp_chunk_tokens",
+            got=f"{chunk} with recompute {decisions.recompute}",
+            wanted="0, or recompute full",
+        )
+    if chunk < tokens and (chunk % granule or chunk * MOST_MLP_CHUNKS < tokens):
+        raise Infeasible(
+            "the MLP is cut into row blocks that cannot be",
+            where="decisions.mlp_chunk_tokens",
+            got=f"{chunk} of {tokens} tokens",
+            wanted=f"a multiple of {granule}, in at most {MOST_MLP_CHUNKS} row blocks",
+        )
 
 
 def _check_size(decisions: Decisions, tokens: int) -> None:

@@ -42,6 +42,7 @@ POLICIES: dict[str, dict[str, Any]] = {
     "full swap": {"swapped_tokens": 256},
     "full recompute": {"recompute": "full"},
     "full recompute, inputs swapped": {"recompute": "full", "swapped_tokens": 256},
+    "MLP in row blocks": {"recompute": "full", "swapped_tokens": 256, "mlp_chunk_tokens": 128},
 }
 MODELS = {"gpt": gpt(layers=4), "llama": llama(layers=4)}
 HOST_STATES = decide(llama(layers=4), global_batch=6, states="host", recompute="tokenwise", swapped_tokens=128)

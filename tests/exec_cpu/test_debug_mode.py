@@ -66,7 +66,7 @@ def test_every_dropped_edge_is_found(dropped: int) -> None:
     [
         {},
         {"recompute": "full"},
-        {"recompute": "full", "swapped_tokens": 256},
+        {"recompute": "full", "swapped_tokens": 256, "mlp_chunk_tokens": 128},
         {"swapped_tokens": 256},
         {"swapped_tokens": 128},
         {"recompute": "tokenwise"},
