@@ -16,7 +16,7 @@ Four steps, repeated until nothing changes; each keeps the least peak what it is
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -36,21 +36,49 @@ def place_by_cores(problem: Problem, core: Core, *, bounded: bool = True) -> Int
     The placement is optimal when each core's is, or keeps within that core's ``lower_bound``, which holds what other
     parts need anyway. Without ``bounded`` the live sum is not used at all: no step 1, and cores know no ``enough``.
     """
-    offsets = np.zeros(problem.count, dtype=np.int64)
-    whole = _Scope(np.arange(problem.count), base=0, enough=problem.lower_bound if bounded else 0)
-    return offsets if _place(problem, whole, offsets, core) else None
+    reduction = reduced(problem, bounded=bounded)
+    found = []
+    for part in reduction.parts:
+        offsets = core(part.core, part.buffers)
+        if offsets is None:
+            return None
+        found.append(offsets)
+    return reduction.put_together(found)
 
 
 def cores_of(problem: Problem, *, bounded: bool = True) -> list[Problem]:
     """Return what is left to solve of ``problem``; an empty list means that the reduction alone proves the optimum."""
-    found: list[Problem] = []
+    return [part.core for part in reduced(problem, bounded=bounded).parts]
 
-    def remember(core: Problem, buffers: Ints) -> Ints:
-        found.append(core)
-        return np.cumsum(core.size) - core.size
 
-    place_by_cores(problem, remember, bounded=bounded)
-    return found
+@dataclass(frozen=True, eq=False)
+class Part:
+    """A core, the numbers of its ``buffers`` in the whole problem, and the address ``base`` of its lowest unit."""
+
+    core: Problem
+    buffers: Ints
+    base: int
+
+
+@dataclass(frozen=True, eq=False)
+class Reduction:
+    """A problem taken apart: the cores, and how their placements make one of the whole."""
+
+    problem: Problem
+    parts: list[Part]
+    bottoms: Ints
+    """Offsets of what lies at the bottom of its part, 0 for all others."""
+    returns: list[Return]
+    """What was set aside, in the order in which it comes back."""
+
+    def put_together(self, found: Sequence[Ints]) -> Ints:
+        """Return offsets in units of ``problem``, given those of each of ``parts`` in its own units."""
+        offsets = self.bottoms.copy()
+        for part, inner in zip(self.parts, found, strict=True):
+            offsets[part.buffers] = part.base + inner * (part.core.unit_bytes // self.problem.unit_bytes)
+        for back in self.returns:
+            put_back(self.problem, back.kept, back.aside, offsets, base=back.base)
+        return offsets
 
 
 def crumbs_of(problem: Problem) -> Ints:
@@ -87,7 +115,7 @@ class _Scope:
 
 
 @dataclass(frozen=True, eq=False)
-class _Return:
+class Return:
     """Buffers that were set aside and come back beside ``kept`` once these are placed."""
 
     aside: Ints
@@ -95,24 +123,29 @@ class _Return:
     base: int
 
 
-def _place(problem: Problem, whole: _Scope, offsets: Ints, core: Core) -> bool:
-    """Write the offsets of a scope; false when ``core`` failed. A stack and no recursion: lives nest thousands deep."""
-    work: list[_Scope | _Return] = [whole]
+def reduced(problem: Problem, *, bounded: bool = True) -> Reduction:
+    """Take ``problem`` apart, without the live sum unless ``bounded``. A stack: lives nest thousands deep."""
+    parts: list[Part] = []
+    returns: list[Return] = []
+    offsets = np.zeros(problem.count, dtype=np.int64)
+    whole = _Scope(np.arange(problem.count), base=0, enough=problem.lower_bound if bounded else 0)
+    work: list[_Scope | Return] = [whole]
     while work:
         task = work.pop()
-        if isinstance(task, _Return):
-            put_back(problem, task.kept, task.aside, offsets, base=task.base)
+        if isinstance(task, Return):
+            returns.append(task)
             continue
         kept, aside = _set_aside(problem, task.buffers, task.enough)
         if aside.size:
-            work.append(_Return(aside, kept, task.base))  # below its parts in the stack, so after them
-        for part in _parts(problem, kept):
-            rest = _above_bottom(problem, _Scope(part, task.base, task.enough), offsets)
+            work.append(Return(aside, kept, task.base))  # below its parts in the stack, so after them
+        for chosen in _parts(problem, kept):
+            scope = _Scope(chosen, task.base, task.enough)
+            rest = _above_bottom(problem, scope, offsets)
             if rest is not None:
                 work.append(rest)
-            elif not _place_core(problem, _Scope(part, task.base, task.enough), offsets, core):
-                return False
-    return True
+            else:
+                parts.append(_core(problem, scope))
+    return Reduction(problem, parts, offsets, returns)
 
 
 def _above_bottom(problem: Problem, part: _Scope, offsets: Ints) -> _Scope | None:
@@ -128,21 +161,17 @@ def _above_bottom(problem: Problem, part: _Scope, offsets: Ints) -> _Scope | Non
     return _Scope(part.buffers[~everywhere], part.base + height, max(0, part.enough - height))
 
 
-def _place_core(problem: Problem, part: _Scope, offsets: Ints, core: Core) -> bool:
+def _core(problem: Problem, part: _Scope) -> Part:
     size = problem.size[part.buffers]
     unit = int(np.gcd.reduce(size))  # not 0: empty buffers are set aside
-    small = Problem(
+    core = Problem(
         lower=problem.lower[part.buffers],
         upper=problem.upper[part.buffers],
         size=size // unit,
         unit_bytes=problem.unit_bytes * unit,
         enough=part.enough // unit,
     )
-    found = core(small, part.buffers)
-    if found is None:
-        return False
-    offsets[part.buffers] = part.base + found * unit
-    return True
+    return Part(core, part.buffers, part.base)
 
 
 def _set_aside(problem: Problem, chosen: Ints, capacity: int) -> tuple[Ints, Ints]:
