@@ -1,8 +1,6 @@
 """The host slab: one stretch of host memory in which host buffers take turns, first fit over their program-order lives.
 
-Its size is the peak of what lives at once, not the sum. On CUDA it is registered (pinned) once and exactly, where
-torch's own pinned allocator would round every block up to a power of two. Registering touches the pages first, so they
-lie on the NUMA node of the thread that makes the slab: start the process on the GPU's node (numactl --cpunodebind).
+Its size is the peak of what lives at once, not the sum. On CUDA it is pinned once and exactly (``pinned.py``).
 
       first step  [ l0 ][ l1 ][ l2 ]        births in forward order
       later       [ l0 ][    m1/l0    ]     a hole is filled by the next birth that fits
@@ -10,21 +8,18 @@ lie on the NUMA node of the thread that makes the slab: start the process on the
 
 from __future__ import annotations
 
-import mmap
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from memo_exec.memory.dtypes import TORCH_DTYPES
-from memo_sim.contract.errors import CannotRun
+from memo_exec.memory.first_fit import FirstFit
+from memo_exec.memory.pinned import mapping, pin, unpin
 from memo_sim.program.columns import Columns, Ints
 from memo_sim.program.liveness import Liveness
 from memo_sim.program.program import Program
-
-ALIGNMENT_BYTES = 64
 
 
 @dataclass(frozen=True)
@@ -45,53 +40,17 @@ def lay_out(program: Program, columns: Columns, lives: Liveness) -> SlabLayout:
     offsets = np.full(len(lives.bytes), -1, dtype=np.int64)
     births = sorted(chosen.tolist(), key=lambda b: (int(lives.birth[b]), b))
     deaths = sorted(chosen.tolist(), key=lambda b: (int(lives.death[b]), b))
-    holes = _Holes()
+    holes = FirstFit()
     dead = 0
     for buffer in births:
         while dead < len(deaths) and lives.death[deaths[dead]] < lives.birth[buffer]:
             gone = deaths[dead]
             holes.give(int(offsets[gone]), int(lives.bytes[gone]))
             dead += 1
-        offsets[buffer] = holes.take(int(lives.bytes[buffer]))
+        offset = holes.take(int(lives.bytes[buffer]))
+        assert offset is not None, "a stretch without a limit grows"
+        offsets[buffer] = offset
     return SlabLayout(offsets, holes.top)
-
-
-class _Holes:
-    """Free ranges below ``top``, sorted by offset."""
-
-    def __init__(self) -> None:
-        self.top = 0
-        self.free: list[tuple[int, int]] = []
-
-    def take(self, size: int) -> int:
-        """Return the lowest offset with ``size`` free bytes, growing the slab when there is none."""
-        size = _aligned(size)
-        for i, (offset, length) in enumerate(self.free):
-            if length >= size:
-                self.free[i : i + 1] = [(offset + size, length - size)] if length > size else []
-                return offset
-        if self.free and sum(self.free[-1]) == self.top:
-            offset, _ = self.free.pop()
-        else:
-            offset = self.top
-        self.top = offset + size
-        return offset
-
-    def give(self, offset: int, size: int) -> None:
-        """Return a range, merged with its neighbours."""
-        self.free.append((offset, _aligned(size)))
-        self.free.sort()
-        merged: list[tuple[int, int]] = []
-        for start, length in self.free:
-            if merged and sum(merged[-1]) == start:
-                merged[-1] = (merged[-1][0], merged[-1][1] + length)
-            else:
-                merged.append((start, length))
-        self.free = merged
-
-
-def _aligned(size: int) -> int:
-    return -(-size // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
 def in_memory(program: Program, columns: Columns, *layouts: SlabLayout) -> Columns:
@@ -129,7 +88,7 @@ class HostSlab:
         self.bytes = layout.bytes
         self.registered = False
         to_pin = pinned and layout.bytes > 0
-        self.memory = _mapping(layout.bytes) if to_pin else torch.zeros(layout.bytes, dtype=torch.uint8)
+        self.memory = mapping(layout.bytes) if to_pin else torch.zeros(layout.bytes, dtype=torch.uint8)
         self.views: dict[int, Tensor] = {}
         families = program.all_families
         for buffer in np.flatnonzero(layout.offsets >= 0).tolist():
@@ -138,36 +97,11 @@ class HostSlab:
             flat = self.memory[offset : offset + family.bytes].view(TORCH_DTYPES[family.dtype])
             self.views[buffer] = flat if family.features == 1 else flat.view(family.tokens, family.features)
         if to_pin:
-            _register(self.memory)
+            pin(self.memory)
             self.registered = True
 
     def close(self) -> None:
         """Give the registration back."""
         if self.registered:
-            _cudart().cudaHostUnregister(self.memory.data_ptr())
+            unpin(self.memory)
             self.registered = False
-
-
-def _mapping(size: int) -> Tensor:
-    """Return zeroed memory on pages of its own, which nothing has touched: nobody else's bytes are pinned with it."""
-    return torch.frombuffer(mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype=torch.uint8)
-
-
-def _cudart() -> Any:
-    return torch.cuda.cudart()  # type: ignore[no-untyped-call]
-
-
-def _register(memory: Tensor) -> None:
-    """Pin ``memory`` where it lies.
-
-    Raises:
-        CannotRun: when the driver refuses (a limit on locked memory, say).
-    """
-    status = _cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0)
-    if int(status) != 0:
-        raise CannotRun(
-            "the host slab cannot be pinned",
-            got=f"CUDA error {int(status)} for {memory.numel()} bytes",
-            wanted="enough lockable memory",
-            hint="raise the limit on locked memory, or swap fewer tokens",
-        )

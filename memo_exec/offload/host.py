@@ -13,16 +13,14 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from mmap import mmap
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from memo_exec.machine import host_available_bytes
+from memo_exec.memory.first_fit import FirstFit
+from memo_exec.memory.pinned import mapping, pin, unpin
 from memo_sim.contract.errors import CannotRun
-
-ALIGNMENT_BYTES = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,51 +84,11 @@ class HostMemory:
     def _make(self, size_bytes: int) -> None:
         _refuse_too_much(size_bytes)
         # Mapped memory starts at a page, as the driver wants it, and goes back to the system when it is dropped.
-        pages = mmap(-1, size_bytes) if size_bytes else bytearray(1)
-        self._slab = torch.frombuffer(pages, dtype=torch.uint8)[:size_bytes]
+        self._slab = mapping(size_bytes)
         if self._pinned and size_bytes:
-            _register(self._slab)
+            pin(self._slab)
             # The finalizer holds the memory, so it cannot be freed while the driver still has it registered.
             self._unpin = weakref.finalize(self, _unregister, self._slab)
-
-
-class FirstFit:
-    """Free ranges below ``top``, sorted by offset."""
-
-    def __init__(self) -> None:
-        self.top = 0
-        self._free: list[tuple[int, int]] = []
-
-    def take(self, size: int, limit: int | None = None) -> int | None:
-        """Return the lowest offset with ``size`` free bytes that ends by ``limit``, None when there is none."""
-        size = _aligned(size)
-        for i, (offset, length) in enumerate(self._free):
-            if length >= size:
-                self._free[i : i + 1] = [(offset + size, length - size)] if length > size else []
-                return offset
-        last = self._free[-1] if self._free and sum(self._free[-1]) == self.top else (self.top, 0)
-        if limit is not None and last[0] + size > limit:
-            return None
-        if last[1]:
-            self._free.pop()
-        self.top = last[0] + size
-        return last[0]
-
-    def give(self, offset: int, size: int) -> None:
-        """Return a range, merged with its neighbours."""
-        self._free.append((offset, _aligned(size)))
-        self._free.sort()
-        merged: list[tuple[int, int]] = []
-        for start, length in self._free:
-            if merged and sum(merged[-1]) == start:
-                merged[-1] = (merged[-1][0], merged[-1][1] + length)
-            else:
-                merged.append((start, length))
-        self._free = merged
-
-
-def _aligned(size: int) -> int:
-    return -(-size // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
 def _refuse_too_much(size_bytes: int) -> None:
@@ -144,10 +102,6 @@ def _refuse_too_much(size_bytes: int) -> None:
         )
 
 
-def _cudart() -> Any:
-    return torch.cuda.cudart()  # type: ignore[no-untyped-call]
-
-
 def _nothing() -> None:
     return
 
@@ -155,20 +109,4 @@ def _nothing() -> None:
 def _unregister(memory: Tensor) -> None:
     """Give the registration back, once no copy can be on its way."""
     torch.cuda.synchronize()
-    _cudart().cudaHostUnregister(memory.data_ptr())
-
-
-def _register(memory: Tensor) -> None:
-    """Pin ``memory`` where it lies.
-
-    Raises:
-        CannotRun: when the driver refuses (a limit on locked memory, say).
-    """
-    status = _cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0)
-    if int(status) != 0:
-        raise CannotRun(
-            "the host slab cannot be pinned",
-            got=f"CUDA error {int(status)} for {memory.numel()} bytes",
-            wanted="enough lockable memory",
-            hint="raise the limit on locked memory, offload a smaller fraction, or set use_pin_memory=False",
-        )
+    unpin(memory)

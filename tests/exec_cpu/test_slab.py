@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from memo_exec.memory.slab import ALIGNMENT_BYTES, HostSlab, _Holes, in_memory, lay_out
+from memo_exec.memory.first_fit import ALIGNMENT_BYTES, FirstFit
+from memo_exec.memory.slab import HostSlab, in_memory, lay_out
 from memo_sim.contract.errors import CannotRun
 from memo_sim.program.columns import expand
 from memo_sim.program.edges import derive_edges
@@ -114,11 +115,12 @@ def test_a_slab_that_cannot_be_pinned_is_refused(monkeypatch: pytest.MonkeyPatch
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(1, 500)), max_size=60))
 def test_holes_never_overlap(actions: list[tuple[bool, int]]) -> None:
-    holes = _Holes()
+    holes = FirstFit()
     taken: dict[int, int] = {}
     for take, size in actions:
         if take or not taken:
             offset = holes.take(size)
+            assert offset is not None
             end = offset + size
             assert all(end <= o or o + s <= offset for o, s in taken.items())
             assert end <= holes.top

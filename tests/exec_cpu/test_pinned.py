@@ -1,0 +1,70 @@
+"""Pinning runs on the cores beside the GPU, as Linux tells of them, and leaves the thread as it was."""
+
+import os
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from memo_exec.memory import pinned
+from memo_sim.contract.errors import CannotRun
+
+GPU = SimpleNamespace(pci_domain_id=0, pci_bus_id=0x3B, pci_device_id=0)
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.current_device", lambda: 0)
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda _: GPU)
+
+
+@pytest.fixture
+def cores(monkeypatch: pytest.MonkeyPatch) -> list[set[int]]:
+    """Four cores, and where the thread has run."""
+    ran = [{0, 1, 2, 3}]
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: ran[-1])
+    monkeypatch.setattr(os, "sched_setaffinity", lambda _, allowed: ran.append(set(allowed)))
+    return ran
+
+
+def tells(root: Path, ranges: str) -> Path:
+    device = root / "sys/bus/pci/devices/0000:3b:00.0"
+    device.mkdir(parents=True)
+    (device / "local_cpulist").write_text(ranges)
+    return root
+
+
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize(
+    ("ranges", "wanted"),
+    [("2-3,8-11\n", {2, 3}), ("1\n", {1}), ("0-63\n", {0, 1, 2, 3})],
+)
+def test_it_runs_beside_the_gpu(tmp_path: Path, cores: list[set[int]], ranges: str, wanted: set[int]) -> None:
+    with pinned.near_gpu(tells(tmp_path, ranges)):
+        assert cores[-1] == wanted
+    assert cores[-1] == {0, 1, 2, 3}
+
+
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize("ranges", ["8-11\n", "\n", "none\n"])
+def test_without_such_a_core_it_stays_where_it_is(tmp_path: Path, cores: list[set[int]], ranges: str) -> None:
+    with pinned.near_gpu(tells(tmp_path, ranges)):
+        pass
+    assert cores == [{0, 1, 2, 3}]
+
+
+@pytest.mark.usefixtures("gpu")
+def test_without_such_a_file_it_stays_where_it_is(tmp_path: Path, cores: list[set[int]]) -> None:
+    with pinned.near_gpu(tmp_path):
+        pass
+    assert cores == [{0, 1, 2, 3}]
+
+
+@pytest.mark.usefixtures("gpu")
+def test_it_comes_back_when_the_driver_refuses(monkeypatch: pytest.MonkeyPatch, cores: list[set[int]]) -> None:
+    monkeypatch.setattr(pinned, "_cores_of_gpu", lambda _: {1})
+    monkeypatch.setattr("torch.cuda.cudart", lambda: SimpleNamespace(cudaHostRegister=lambda *_: 2))
+    with pytest.raises(CannotRun, match="cannot be pinned"):
+        pinned.pin(pinned.mapping(4096))
+    assert cores[1:] == [{1}, {0, 1, 2, 3}]
