@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 GIB = 2**30
 SEARCHED = (
     *("model", "seq_len", "system", "tp", "cp", "cp_exchange", "ulysses", "dp", "zero", "alpha", "recompute", "states"),
-    *("loss_chunk", "memory_policy", "micro_batch", "global_batch", "top"),
+    *("loss_chunk", "mlp_chunk", "memory_policy", "micro_batch", "global_batch", "top"),
 )
 """What a plan decides, so that none of it can be given beside ``--plan``."""
 MOST_SEQUENCES = 2**16
@@ -88,6 +88,7 @@ def cli() -> None:
     help="One planned arena; PyTorch's caching allocator; that under an eager framework. Not given: the system's own.",
 )
 @click.option("--loss-chunk", help="Tokens whose logits exist at once; 0 = all. Chosen when not given.")
+@click.option("--mlp-chunk", help="Full recompute: tokens whose MLP exists at once; 0 = all. Chosen when not given.")
 @click.option("--micro-batch", type=click.IntRange(1, MOST_SEQUENCES), default=1, show_default=True, help="Sequences.")
 @click.option(
     "--global-batch", type=click.IntRange(1, MOST_SEQUENCES), default=1, show_default=True, help="Sequences of a step."
@@ -160,7 +161,6 @@ def _question(options: Options) -> tuple[Plan | None, Question]:
         device_bytes=_gib(options["device_memory_gib"]),
         host_bytes=_gib(options["host_memory_gib"]),
     )
-    chunk = options["loss_chunk"]
     pins = Pins(
         tp=options["tp"],
         cp=options["cp"],
@@ -170,7 +170,8 @@ def _question(options: Options) -> tuple[Plan | None, Question]:
         zero=options["zero"],
         alpha=options["alpha"],
         recompute=options["recompute"],
-        loss_chunk_tokens=None if chunk is None else 0 if chunk == "0" else parse_tokens(chunk),
+        loss_chunk_tokens=_chunk(options["loss_chunk"]),
+        mlp_chunk_tokens=_chunk(options["mlp_chunk"]),
         memory_policy=options["memory_policy"],
     )
     question = Question(
@@ -185,6 +186,13 @@ def _question(options: Options) -> tuple[Plan | None, Question]:
         global_batch=options["global_batch"],
     )
     return plan, question
+
+
+def _chunk(text: str | None) -> int | None:
+    """Return a number of tokens, 0 for all of them, None where none was given."""
+    from memo_sim.contract.units import parse_tokens
+
+    return 0 if text == "0" else None if text is None else parse_tokens(text)
 
 
 def _given(names: tuple[str, ...]) -> list[str]:

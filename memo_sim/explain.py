@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from memo_sim.contract.plan import Decisions, Prediction
-from memo_sim.contract.units import format_bytes, format_seconds
+from memo_sim.contract.units import format_bytes, format_seconds, format_tokens
 from memo_sim.engine.simulate import ALLOCATOR, Simulation
 from memo_sim.planning.arena import Arena
-from memo_sim.planning.presets import FULL_RECOMPUTE, INPUTS_SWAPPED, KEEP, PARTIAL_SWAP, TOKENWISE, Policy, find_system
+from memo_sim.planning.presets import KEEP, PARTIAL_SWAP, TOKENWISE, Policy, find_system
 from memo_sim.planning.question import Question
 from memo_sim.planning.search import Evaluated, SearchResult
 from memo_sim.planning.space import DEGREES
@@ -40,6 +42,7 @@ def explain(
         *_alpha(found),
         *_partial_swap(found),
         *_inputs_swapped(found),
+        *_mlp_blocks(found),
         *_fallback(question, found),
         *_runner_up(found),
     ]
@@ -244,14 +247,40 @@ def _partial_swap(found: SearchResult) -> list[str]:
 def _inputs_swapped(found: SearchResult) -> list[str]:
     """Say what full recompute with swapped inputs moves, and by how much keeping them does not fit."""
     best = found.best
-    if best is None or best.policy != INPUTS_SWAPPED:
+    if best is None or best.policy.recompute != "full" or not best.decisions.swapped_tokens:
         return []
-    kept = next(
-        (e for e in found.ranked if e.policy == FULL_RECOMPUTE and e.decisions.layout == best.decisions.layout), None
-    )
+    kept = _same_but(found, best.decisions, swapped_tokens=0)
     moved = format_bytes(best.prediction.moved_bytes.d2h)
-    less = f"; kept on the device they do not fit, {_short(kept.prediction)}" if kept else ""
+    less = f"; kept on the device they do not fit, {_short(kept.prediction)}" if kept and not _fits(kept) else ""
     return [f"Layer inputs wait for backward in host memory, {moved} a step{less}."]
+
+
+def _mlp_blocks(found: SearchResult) -> list[str]:
+    """Say what the MLP in row blocks is worth, against the same plan with the MLP whole."""
+    best = found.best
+    if best is None or not best.decisions.mlp_chunk_tokens:
+        return []
+    rows, tokens = best.decisions.mlp_chunk_tokens, best.decisions.local_tokens
+    text = f"The MLP runs in {-(-tokens // rows)} row blocks of {format_tokens(rows)} tokens, each rebuilt right before"
+    text += " its backward, without its second product"
+    whole = _same_but(found, best.decisions, mlp_chunk_tokens=0)
+    if whole is None:
+        return [f"{text}."]
+    if not _fits(whole):
+        return [f"{text}; whole it does not fit, {_short(whole.prediction)}."]
+    peak = format_bytes(whole.prediction.peak_device_bytes)
+    slower_s = (whole.prediction.step_s or 0.0) - (best.prediction.step_s or 0.0)
+    return [f"{text}; whole, device memory would be {peak} and the step {format_seconds(slower_s)} longer."]
+
+
+def _same_but(found: SearchResult, decisions: Decisions, **changes: int) -> Evaluated | None:
+    """Return the evaluated plan that differs from ``decisions`` in ``changes`` alone."""
+    wanted = msgspec.structs.replace(decisions, **changes)
+    return next((e for e in found.ranked if e.decisions == wanted), None)
+
+
+def _fits(evaluated: Evaluated) -> bool:
+    return evaluated.prediction.status == "ok"
 
 
 def _fallback(question: Question, found: SearchResult) -> list[str]:
@@ -292,7 +321,7 @@ def plan_title(decisions: Decisions, prediction_step_s: float | None) -> str:
     names = {"none": "keep", "full": "full recompute", "selective": "selective recompute", "tokenwise": "token-wise"}
     policy = names[decisions.recompute]
     if decisions.recompute == "full":
-        policy = Policy("full", decisions.alpha).label
+        policy = Policy.of(decisions).label
     elif decisions.swapped_tokens:
         swap = "full swap" if decisions.swapped_tokens == decisions.local_tokens else "partial swap"
         policy = f"{swap if decisions.recompute == 'none' else policy} alpha {decisions.alpha:.3g}"

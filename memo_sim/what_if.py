@@ -107,7 +107,7 @@ def _best_that_fits(question: Question, found: SearchResult) -> tuple[Simulation
 def price(plan: Plan, question: Question) -> Answer:
     """Return an existing plan played on the question's cluster, as the only candidate."""
     prediction = play(question, plan.decisions).prediction
-    policy = Policy(plan.decisions.recompute, plan.decisions.alpha)
+    policy = Policy.of(plan.decisions)
     found = SearchResult(ranked=[Evaluated(policy, plan.decisions, prediction)], evaluated=1, pruned=0)
     simulation, arena = _best_that_fits(question, found)
     line = row(plan.decisions, found.ranked[0].prediction, system="plan")
@@ -196,6 +196,7 @@ def row(decisions: Decisions, prediction: Prediction, *, system: str) -> PlanRow
         alpha=decisions.alpha,
         layout=decisions.layout,
         recompute=decisions.recompute,
+        mlp_chunk_tokens=decisions.mlp_chunk_tokens,
         memory_policy=decisions.memory_policy,
         states=decisions.states,
         micro_batch=decisions.micro_batch,

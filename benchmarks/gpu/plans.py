@@ -23,7 +23,7 @@ POLICIES = {
     "token-wise": Pins(recompute="tokenwise"),
     "alpha 0": Pins(recompute="tokenwise", alpha=0.0),
     "keep": Pins(recompute="none", alpha=0.0),
-    "full recompute": Pins(recompute="full"),
+    "full recompute": Pins(recompute="full", alpha=0.0, mlp_chunk_tokens=0),
     "full swap": Pins(recompute="none", alpha=1.0),
 }
 """What each policy pins; ``planned`` leaves everything to the search, ``token-wise`` alpha."""

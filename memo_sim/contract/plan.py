@@ -193,6 +193,7 @@ class PlanRow(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     alpha: Fraction
     layout: Layout
     recompute: Recompute
+    mlp_chunk_tokens: Tokens = 0
     memory_policy: MemoryPolicy
     states: States
     micro_batch: Positive

@@ -14,23 +14,33 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from memo_sim.contract.errors import UsageError, did_you_mean
-from memo_sim.contract.plan import HostAllocator, MemoryPolicy
+from memo_sim.contract.plan import Decisions, HostAllocator, MemoryPolicy
 
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """What a system may do with activations: a recompute mode, and a fixed alpha or None for a searched one."""
+    """What a system may do with activations: a recompute mode, and a fixed alpha or None for a searched one.
+
+    ``mlp_blocks``: the MLP in row blocks, which full recompute alone can have.
+    """
 
     recompute: str
     alpha: float | None
+    mlp_blocks: bool = False
+
+    @classmethod
+    def of(cls, decisions: Decisions) -> Policy:
+        """Return what ``decisions`` do, as a policy that fixes it."""
+        return cls(decisions.recompute, decisions.alpha, decisions.mlp_chunk_tokens > 0)
 
     @property
     def label(self) -> str:
         """How the policy is called in tables and sentences."""
-        if self.recompute == "full" and self.alpha:
-            return f"full recompute, inputs {'swapped' if self.alpha == 1 else 'partly swapped'}"
-        if self.recompute in ("full", "selective"):
-            return f"{self.recompute} recompute"
+        if self.recompute == "full":
+            inputs = f", inputs {'swapped' if self.alpha == 1 else 'partly swapped'}" if self.alpha else ""
+            return f"full recompute{inputs}{', MLP in blocks' if self.mlp_blocks else ''}"
+        if self.recompute == "selective":
+            return "selective recompute"
         if self.recompute == "none":
             return {0.0: "keep", 1.0: "full swap"}.get(-1.0 if self.alpha is None else self.alpha, "partial swap")
         return "token-wise"
@@ -40,10 +50,13 @@ KEEP = Policy("none", 0.0)
 FULL_RECOMPUTE = Policy("full", 0.0)
 INPUTS_SWAPPED = Policy("full", 1.0)
 """Full recompute whose layer inputs, all that it keeps, lie in host memory."""
+MLP_IN_BLOCKS = Policy("full", 0.0, mlp_blocks=True)
+INPUTS_SWAPPED_MLP_IN_BLOCKS = Policy("full", 1.0, mlp_blocks=True)
 SELECTIVE_RECOMPUTE = Policy("selective", 0.0)
 FULL_SWAP = Policy("none", 1.0)
 PARTIAL_SWAP = Policy("none", None)
 TOKENWISE = Policy("tokenwise", None)
+EVERY_FULL = (FULL_RECOMPUTE, INPUTS_SWAPPED, MLP_IN_BLOCKS, INPUTS_SWAPPED_MLP_IN_BLOCKS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,12 +83,12 @@ SYSTEMS = {
         System(
             "any",
             "every policy this program knows, host memory as one slab of exact size",
-            (KEEP, TOKENWISE, FULL_RECOMPUTE, INPUTS_SWAPPED, FULL_SWAP, PARTIAL_SWAP),
+            (KEEP, TOKENWISE, *EVERY_FULL, FULL_SWAP, PARTIAL_SWAP),
         ),
         System(
             "every-layout",
             "every policy of `any` on every layout there is: tp, ring cp, Ulysses and dp, with ZeRO 1 or 3",
-            (KEEP, TOKENWISE, FULL_RECOMPUTE, INPUTS_SWAPPED, FULL_SWAP, PARTIAL_SWAP),
+            (KEEP, TOKENWISE, *EVERY_FULL, FULL_SWAP, PARTIAL_SWAP),
             degrees=("tp", "cp", "ulysses", "dp"),
             zeros=(1, 3),
         ),

@@ -34,6 +34,7 @@ class Pins:
     alpha: float | None = None
     recompute: Recompute | None = None
     loss_chunk_tokens: int | None = None
+    mlp_chunk_tokens: int | None = None
     memory_policy: MemoryPolicy | None = None
 
 

@@ -19,7 +19,7 @@ from memo_sim.contract.plan import Decisions, Prediction
 from memo_sim.costs.pricing import NodeRates, Pricer
 from memo_sim.engine.simulate import Simulation, simulate
 from memo_sim.planning.alpha import AlphaSearch, LinearProgram, best_alpha, best_partial_swap, linear_program
-from memo_sim.planning.presets import INPUTS_SWAPPED, PARTIAL_SWAP, Policy
+from memo_sim.planning.presets import INPUTS_SWAPPED, INPUTS_SWAPPED_MLP_IN_BLOCKS, PARTIAL_SWAP, Policy
 from memo_sim.planning.question import Question
 from memo_sim.planning.space import Candidate, candidates
 from memo_sim.program.instruction import Lane
@@ -120,7 +120,11 @@ def _evaluate(
         return known[decisions]
 
     kept = known.get(msgspec.structs.replace(base, swapped_tokens=0))
-    if policy in (PARTIAL_SWAP, INPUTS_SWAPPED) and kept is not None and kept.status == "ok":
+    if (
+        policy in (PARTIAL_SWAP, INPUTS_SWAPPED, INPUTS_SWAPPED_MLP_IN_BLOCKS)
+        and kept is not None
+        and kept.status == "ok"
+    ):
         return None
     if policy.alpha is not None:
         return Evaluated(policy, base, predict(base))

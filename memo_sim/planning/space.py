@@ -5,7 +5,7 @@ Alpha is not enumerated here: a token-wise candidate carries the range of alphas
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import msgspec
 
@@ -22,6 +22,11 @@ from memo_sim.program.work import Attention
 LOGIT_BYTES = 2**30
 """Logits and their gradient of one loss chunk stay under this; the classifier's rate does not suffer at such sizes."""
 
+
+MLP_BLOCKS = 8
+"""Row blocks of the MLP: so many that what is left of its wide tensors is less than what attention's backward needs."""
+LEAST_MLP_ROWS = 4096
+"""Rows of the MLP's blocks at least: products of fewer run slower (the profiles' curves by rows)."""
 
 DEGREES = ("tp", "cp", "ulysses", "dp")
 """The degrees of a layout that can be pinned or searched."""
@@ -110,7 +115,25 @@ def _degrees(pinned: int | None, devices: int, searched: bool) -> list[int]:
 
 
 def policies(question: Question) -> tuple[Policy, ...]:
-    """Return the policies to try: the system's, narrowed by a pinned alpha or recompute (which turn fallbacks off)."""
+    """Return the policies to try: the system's, narrowed by a pinned alpha or recompute (which turn fallbacks off).
+
+    A pinned chunk of the MLP leaves full recompute alone, in row blocks or, where it is 0, whole.
+    """
+    chunk, found = question.pins.mlp_chunk_tokens, _by_recompute(question)
+    if chunk is None:
+        return found
+    if chunk == 0:
+        return tuple(p for p in found if not p.mlp_blocks)
+    if not any(p.recompute == "full" for p in found):
+        raise UsageError(
+            "only full recompute has the MLP in row blocks",
+            got=f"mlp chunk {chunk} with {', '.join(p.label for p in found)}",
+            hint="--recompute full, or leave --mlp-chunk out",
+        )
+    return tuple(dict.fromkeys(replace(p, mlp_blocks=True) for p in found if p.recompute == "full"))
+
+
+def _by_recompute(question: Question) -> tuple[Policy, ...]:
     system, pins = find_system(question.system), question.pins
     if pins.recompute is None and pins.alpha is None:
         return system.short_sequences + system.policies
@@ -122,7 +145,8 @@ def policies(question: Question) -> tuple[Policy, ...]:
         raise UsageError("selective recompute swaps nothing", got=f"alpha {pins.alpha}", wanted="no alpha")
     mode = pins.recompute or TOKENWISE.recompute
     if pins.alpha is not None:
-        return (Policy(mode, pins.alpha),)
+        cut = mode == "full" and any(p.mlp_blocks for p in system.policies)
+        return (Policy(mode, pins.alpha), *([Policy(mode, pins.alpha, mlp_blocks=True)] if cut else []))
     own = tuple(p for p in system.short_sequences + system.policies if p.recompute == mode)
     return own or (next(p for p in (KEEP, FULL_RECOMPUTE, SELECTIVE_RECOMPUTE, TOKENWISE) if p.recompute == mode),)
 
@@ -159,7 +183,13 @@ def candidates(question: Question) -> tuple[list[Candidate], list[str]]:
         chunk = pinned if pinned is not None else default_loss_chunk(shape.tokens, shape.vocab, base)
         kernels = Kernels(attention=kernel, head_groups=groups)
         complete = msgspec.structs.replace(base, loss_chunk_tokens=chunk, kernels=kernels)
-        found += [Candidate(with_alpha(complete, p.recompute, p.alpha or 0.0), p) for p in chosen]
+        rows = mlp_chunk(question, complete)
+        for policy in chosen:
+            if policy.mlp_blocks and not rows:
+                continue
+            decisions = with_alpha(complete, policy.recompute, policy.alpha or 0.0)
+            cut = msgspec.structs.replace(decisions, mlp_chunk_tokens=rows if policy.mlp_blocks else 0)
+            found.append(Candidate(cut, policy))
     if not found:
         raise Infeasible(
             "no layout divides this model and sequence",
@@ -190,6 +220,15 @@ def default_loss_chunk(tokens: int, vocab: int, base: Decisions) -> int:
     if tokens * per_token <= LOGIT_BYTES:
         return 0
     return 1 << (LOGIT_BYTES // per_token).bit_length() - 1
+
+
+def mlp_chunk(question: Question, base: Decisions) -> int:
+    """Return the rows of the MLP's blocks: those pinned, or an eighth of the tokens; 0 where that is too few rows."""
+    pinned, tokens, granule = question.pins.mlp_chunk_tokens, base.local_tokens, swap_granule(base)
+    if pinned is not None:
+        return pinned
+    rows = -(-max(-(-tokens // MLP_BLOCKS), LEAST_MLP_ROWS) // granule) * granule
+    return rows if rows < tokens else 0
 
 
 def head_groups(shape: Shape, base: Decisions, kernel: str) -> int:

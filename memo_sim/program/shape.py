@@ -143,10 +143,10 @@ def _check_mlp_blocks(decisions: Decisions, tokens: int) -> None:
         )
     if chunk < tokens and (chunk % granule or chunk * MOST_MLP_CHUNKS < tokens):
         raise Infeasible(
-            "the MLP is cut into row blocks that cannot be",
+            f"the MLP's row blocks have to be multiples of {granule} tokens, {MOST_MLP_CHUNKS} of them at most",
             where="decisions.mlp_chunk_tokens",
             got=f"{chunk} of {tokens} tokens",
-            wanted=f"a multiple of {granule}, in at most {MOST_MLP_CHUNKS} row blocks",
+            wanted=f"a multiple of {granule}, at least {-(-tokens // MOST_MLP_CHUNKS)}",
         )
 
 

@@ -70,7 +70,7 @@ def ranked_table(plans: Sequence[PlanRow], *, top: int | None = None) -> str:
                 plan.system or None,
                 layout_label(plan.layout),
                 f"{plan.alpha:.3f}",
-                plan.recompute,
+                _recompute(plan),
                 None if plan.step_s is None else format_seconds(plan.step_s),
                 None if plan.mfu is None else f"{100 * plan.mfu:.2f}",
                 number(plan.tgs),
@@ -101,6 +101,11 @@ def ranked_table(plans: Sequence[PlanRow], *, top: int | None = None) -> str:
     return table
 
 
+def _recompute(plan: PlanRow) -> str:
+    """Return the recompute mode, and the rows of the MLP that exist at once where those are not all."""
+    return plan.recompute + (f", mlp {format_tokens(plan.mlp_chunk_tokens)}" if plan.mlp_chunk_tokens else "")
+
+
 def _allocator(plan: PlanRow, scale: int) -> list[str | None]:
     """Return a plan's memory policy, what is reserved for it, and how often a step reorganises that."""
     if plan.reserved_bytes is None:
@@ -115,7 +120,7 @@ def infeasible_table(plans: Sequence[PlanRow], *, top: int | None = None) -> str
             plan.system or None,
             layout_label(plan.layout),
             f"{plan.alpha:.3f}",
-            plan.recompute,
+            _recompute(plan),
             plan.status,
             format_bytes(plan.shortfall_bytes) if plan.shortfall_bytes else None,
             shorten(plan.reason, REASON_WIDTH, placeholder=" ...") or None,

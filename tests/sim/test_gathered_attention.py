@@ -129,7 +129,7 @@ def test_calls_and_buffers_do_not_grow_as_the_rings_do() -> None:
 
 def ask(exchange: CpExchange, seq_tokens: int, cluster_name: str = "a800-1x8") -> Question:
     cluster, hardware = load_cluster(cluster_name)
-    pins = Pins(tp=1, cp=8, cp_exchange=exchange, recompute="full", alpha=0.0, zero=3)
+    pins = Pins(tp=1, cp=8, cp_exchange=exchange, recompute="full", alpha=0.0, mlp_chunk_tokens=0, zero=3)
     return Question(load_model("gpt-7b"), cluster, hardware, seq_tokens, pins=pins)
 
 
@@ -162,7 +162,7 @@ def test_without_context_parallelism_nothing_is_gathered() -> None:
     one, other = (lower(decide(GPT, Layout(tp=2, cp_exchange=e)))[0].sha256 for e in ("ring", "all_gather"))
     assert one == other
     asked = ask("all_gather", 1 << 16)
-    pins = Pins(tp=8, cp=1, cp_exchange="all_gather", recompute="full", alpha=0.0)
+    pins = Pins(tp=8, cp=1, cp_exchange="all_gather", recompute="full", alpha=0.0, mlp_chunk_tokens=0)
     (candidate,), _ = candidates(replace(asked, pins=pins))
     assert candidate.base.layout.cp_exchange == "ring"
     assert shape_of(candidate.base).cp == 1

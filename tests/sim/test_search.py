@@ -6,7 +6,15 @@ from dataclasses import replace
 
 from memo_sim.contract.catalog import load_cluster, load_model
 from memo_sim.contract.plan import MemoryPolicy
-from memo_sim.planning.presets import FULL_RECOMPUTE, FULL_SWAP, INPUTS_SWAPPED, KEEP, PARTIAL_SWAP, TOKENWISE
+from memo_sim.planning.presets import (
+    EVERY_FULL,
+    FULL_RECOMPUTE,
+    FULL_SWAP,
+    KEEP,
+    MLP_IN_BLOCKS,
+    PARTIAL_SWAP,
+    TOKENWISE,
+)
 from memo_sim.planning.question import Pins, Question
 from memo_sim.planning.search import SearchResult, search
 from memo_sim.planning.space import candidates
@@ -44,7 +52,7 @@ def accounted(asked: Question) -> SearchResult:
 def test_swapping_a_part_and_keeping_the_rest_can_win() -> None:
     found = accounted(question(128 * 1024))
     by_policy = {e.policy: e for e in found.ranked}
-    assert set(by_policy) == {KEEP, TOKENWISE, FULL_RECOMPUTE, FULL_SWAP, PARTIAL_SWAP}
+    assert set(by_policy) == {KEEP, TOKENWISE, FULL_RECOMPUTE, MLP_IN_BLOCKS, FULL_SWAP, PARTIAL_SWAP}
     assert by_policy[KEEP].prediction.status == "gpu_oom"
     best = found.best
     assert best is by_policy[PARTIAL_SWAP]
@@ -69,8 +77,9 @@ def test_a_part_that_does_not_fit_is_told_with_its_alpha() -> None:
 
 
 def test_labels() -> None:
-    labels = [p.label for p in (KEEP, PARTIAL_SWAP, FULL_SWAP, TOKENWISE, FULL_RECOMPUTE, INPUTS_SWAPPED)]
+    labels = [p.label for p in (KEEP, PARTIAL_SWAP, FULL_SWAP, TOKENWISE, *EVERY_FULL)]
     names = ["keep", "partial swap", "full swap", "token-wise", "full recompute", "full recompute, inputs swapped"]
+    names += ["full recompute, MLP in blocks", "full recompute, inputs swapped, MLP in blocks"]
     assert labels == names
 
 
