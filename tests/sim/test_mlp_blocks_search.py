@@ -75,6 +75,11 @@ def test_a_pinned_chunk() -> None:
         policies(ask(1 << 19, mlp_chunk_tokens=8192, recompute="none"))
 
 
+def test_a_pinned_chunk_that_cannot_be_is_said_to_be_the_reason() -> None:
+    why = what_if(ask(1 << 17, mlp_chunk_tokens=1000)).result.why
+    assert "the MLP's row blocks have to be multiples of 128 tokens" in why[0]
+
+
 def test_the_answer_says_what_it_is_worth() -> None:
     (line,) = [line for line in what_if(ask(1 << 17)).result.why if line.startswith("The MLP")]
     assert "8 row blocks of 16k tokens" in line
