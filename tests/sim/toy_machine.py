@@ -145,6 +145,7 @@ def small_decisions(draw: st.DrawFn) -> Decisions:
     return decide(
         (recompute, draw(st.sampled_from([0.0, 0.25, 0.5, 0.75, 1.0]))),
         layout=layout,
+        mlp_chunk_tokens=draw(st.sampled_from([0, 256])) if recompute == "full" else 0,
         layers=draw(st.integers(1, 6)),
         llama=draw(st.booleans()),
         states=draw(st.sampled_from(["fp32", "bf16", "host"])),
