@@ -80,6 +80,8 @@ def _why_not(kernel: str, machine: Machine) -> str:
 def _unsupported(decisions: Decisions) -> str:
     """Return why a library that is there has no kernel for these heads; "" when it has."""
     kernel, head_dim = decisions.kernels.attention, decisions.model.head_dim
+    if kernel == "torch-cudnn" and decisions.deterministic:
+        return "torch does not ask cuDNN for its deterministic backward"
     if kernel not in ("flash3", "flash4", "te-fused"):
         return ""
     if head_dim % 8 or head_dim > 256:

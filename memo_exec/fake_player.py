@@ -57,6 +57,9 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._known[storage._cdata] = storage
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.addmm.dtype_out:
+            # torch 2.11 decomposes fake ones and takes the dtype for a factor (pytorch#163880); it returns ``out``.
+            return (kwargs or {})["out"]
         found = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(found):
             if isinstance(tensor, torch.Tensor):
@@ -97,8 +100,10 @@ def observe_fake(decisions: Decisions, program: Program, *, kernels: Mapping[str
     Instructions that are equal ask for the same, so each different one is played once and its requests are repeated.
     """
     cuda = not on_cpu(decisions.kernels.attention)
-    with FakeTensorMode(), torch.inference_mode(), _LooksLikeCuda() if cuda else nullcontext():
-        return _FakePlayer(decisions, schedule(program), kernels).play()
+    built = cuda and torch.version.cuda is not None
+    with FakeTensorMode(), torch.inference_mode(), _LooksLikeCuda() if cuda and not built else nullcontext():
+        device = torch.device("cuda" if built else "cpu")
+        return _FakePlayer(decisions, schedule(program), kernels, device).play()
 
 
 class _LooksLikeCuda(TorchFunctionMode):
@@ -113,9 +118,10 @@ class _LooksLikeCuda(TorchFunctionMode):
 class _FakePlayer:
     """Plays in program order what lanes would play side by side."""
 
-    def __init__(self, decisions: Decisions, plan: Schedule, kernels: Mapping[str, Kernel]) -> None:
+    def __init__(
+        self, decisions: Decisions, plan: Schedule, kernels: Mapping[str, Kernel], device: torch.device
+    ) -> None:
         self.kernels = kernels
-        device = torch.device("cpu")
         self.schedule = plan
         self.names = buffer_names(plan.program)
         self.context = Context(decisions, device)

@@ -96,11 +96,12 @@ def _machine(case: Case) -> Row:
 def _calibrate(case: Case) -> Row:
     """Measure this machine's profile and write it where the case says; quick takes a few shapes alone."""
     from memo_exec.calibrate import calibrate
+    from memo_exec.machine import this_machine
     from memo_exec.probes import grid as grids
     from memo_sim.contract import codec
 
     few = replace(
-        grids.CPU,
+        grids.CPU if this_machine().device == "cpu" else grids.CUDA,
         widths=(64,),
         lengths=(256,),
         head_dims=(32,),

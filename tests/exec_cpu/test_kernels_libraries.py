@@ -73,6 +73,13 @@ def test_heads_without_a_kernel_are_refused(head_dim: int, deterministic: bool, 
             check_kernels(decisions, program, GPU)
 
 
+def test_bits_that_cudnn_does_not_promise_are_refused() -> None:
+    decisions = decide(llama(), dtype="bf16", deterministic=True, kernels=Kernels(attention="torch-cudnn"))
+    (program,) = lower(decisions)
+    with pytest.raises(CannotRun, match=r"torch-cudnn: .*deterministic"):
+        check_kernels(decisions, program, GPU)
+
+
 @pytest.mark.parametrize("name", ["flash3", "flash4", "te-fused"])
 def test_without_its_library_a_kernel_is_missing(name: str) -> None:
     backend = {"flash3": attention_flash3, "flash4": attention_flash4, "te-fused": attention_te}[name]

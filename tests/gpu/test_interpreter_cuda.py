@@ -31,7 +31,9 @@ otherwise."""
 
 def on_cuda(kernel: str, **changes: Any) -> Decisions:
     model = llama(layers=4) if kernel != "flash2" else gpt(layers=4)
-    return decide(model, dtype="bf16", deterministic=True, kernels=Kernels(attention=kernel), **changes)
+    # torch's cuDNN attention has no deterministic backward.
+    fields = {"deterministic": kernel != "torch-cudnn"} | changes
+    return decide(model, dtype="bf16", kernels=Kernels(attention=kernel), **fields)
 
 
 def steps(decisions: Decisions, *, count: int = 2, **options: Any) -> tuple[StepRecord, dict[str, torch.Tensor]]:
@@ -43,13 +45,22 @@ def steps(decisions: Decisions, *, count: int = 2, **options: Any) -> tuple[Step
         return record, gradients(interpreter)
 
 
-@pytest.mark.parametrize("kernel", ["torch-flash", "torch-cudnn"])
 @pytest.mark.parametrize("policy", POLICIES[1:])
-def test_policies_give_the_bits_of_keep(kernel: str, policy: dict[str, Any]) -> None:
-    kept, wanted = steps(on_cuda(kernel))
-    record, found = steps(on_cuda(kernel, **policy))
+def test_policies_give_the_bits_of_keep(policy: dict[str, Any]) -> None:
+    kept, wanted = steps(on_cuda("torch-flash"))
+    record, found = steps(on_cuda("torch-flash", **policy))
     assert record.loss == kept.loss
     assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+@pytest.mark.parametrize("policy", POLICIES[1:])
+def test_without_determinism_policies_are_within_the_noise_of_keep(policy: dict[str, Any]) -> None:
+    """Two runs of keep say how far apart results may be; and no further than bf16 rounds."""
+    (_, wanted), (_, again) = (steps(on_cuda("torch-cudnn")) for _ in range(2))
+    _, found = steps(on_cuda("torch-cudnn", **policy))
+    for name, value in wanted.items():
+        most = 2 * float((again[name] - value).norm()) + 2.0**-8 * float(value.norm())
+        assert float((found[name] - value).norm()) <= most, name
 
 
 @pytest.mark.parametrize("policy", [*POLICIES, MLP_IN_BLOCKS])
