@@ -67,7 +67,7 @@ def needs_of(program: Program, machine: Machine, placement: Placement | None = N
     if placement is not None:
         device = placement.arena_bytes
         if not lent:
-            reserve[RESULTS] = _results_bytes(program, lives)
+            reserve[RESULTS] = results_bytes(program)
     elif machine.device == "cpu":
         device = max(device, _kept_by_size(lives))
     if machine.device == "cpu":
@@ -78,8 +78,9 @@ def needs_of(program: Program, machine: Machine, placement: Placement | None = N
     return Needs(device, host, reserve)
 
 
-def _results_bytes(program: Program, lives: Liveness) -> int:
+def results_bytes(program: Program) -> int:
     """Return the most bytes of library workspaces that live at once: torch's allocator hands them out."""
+    lives = liveness(program, expand(program))
     chosen: Flags = np.zeros(len(lives.bytes), dtype=np.bool_)
     chosen[list(library_workspaces(program))] = True
     change = np.zeros(lives.instructions + 2, dtype=np.int64)

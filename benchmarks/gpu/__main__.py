@@ -16,6 +16,7 @@ from benchmarks.gpu.results import VARIABLE, Results, results_folder
 from benchmarks.gpu.row import Row
 from benchmarks.gpu.scale import FULL, QUICK, Scale
 from benchmarks.gpu.session import Session
+from memo_exec.machine import host_available_bytes
 from memo_sim.contract.errors import CannotRun, MemoError
 from memo_sim.contract.units import parse_tokens
 
@@ -99,7 +100,8 @@ def _part(session: Session, part: Part, profile: str | None, *, last: bool) -> N
     if part in WITH_PLANS and session.plans is None:
         try:
             cluster = profile or cluster_for(session.launcher.device, session.results.profile)
-            session.plans = Plans(session.results.plans, cluster, session.kernels)
+            free_bytes = host_available_bytes() - session.launcher.floor_bytes
+            session.plans = Plans(session.results.plans, cluster, session.kernels, free_bytes)
         except CannotRun as error:
             session.without_plans = str(error)
             _tell(f"memo's systems cannot be planned: {error}")

@@ -51,7 +51,9 @@ def _tests(session: Session) -> None:
     if importlib.util.find_spec("pytest") is None:
         session.note(case, "not installed", "pytest is not installed: the comparison with autograd below still runs")
         return
-    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", *_settings(), "tests/gpu"]
+    # What libraries of this machine warn of is no fault of the results; it is in the log.
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", "-W", "default"]
+    command += [*_settings(), "tests/gpu"]
     try:
         limit_s = PYTEST_SHARE * session.budget.left_s
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=limit_s, check=False)

@@ -27,9 +27,13 @@ from benchmarks.gpu.rivals import HUGGING_FACE, RIVALS
 from benchmarks.gpu.row import Row, mfu_of, row_of, timed
 from benchmarks.gpu.scale import FULL, QUICK
 from benchmarks.gpu.session import Session
+from memo_exec.machine import Machine
+from memo_exec.needs import check_memory, needs_of
+from memo_exec.placement_file import checked_placement
 from memo_sim.contract import codec
 from memo_sim.contract.errors import BadInput, CannotRun
 from memo_sim.contract.plan import Plan
+from memo_sim.program.lower import lower
 
 ROOT = Path(__file__).parents[2]
 KERNELS = ["torch-flash", "torch-cudnn"]
@@ -291,6 +295,27 @@ def test_plans_are_made_once_and_refusals_say_why(tmp_path: Path) -> None:
     assert codec.read(path, Plan).decisions.kernels.attention in KERNELS
     assert isinstance(Plans(tmp_path / "none", "h100-1x1", []).get(model, 16384, "planned"), Refused)
     assert 0 < made.most_layers("llama3-8b", 2**17, "keep", 8) < 8
+
+
+def test_plans_leave_room_for_what_libraries_return_beside_the_arena(tmp_path: Path) -> None:
+    """Seven layers fill the device with the arena alone; what is planned passes the check before a run."""
+    made = Plans(tmp_path, "h100-1x1", KERNELS)
+    layers = made.most_layers("llama3-8b", 131_072, "full swap", 7)
+    assert layers == 6
+    path = made.get(model_of("llama3-8b", layers), 131_072, "full swap")
+    assert isinstance(path, Path)
+    plan = codec.read(path, Plan)
+    (program,) = lower(plan.decisions)
+    device = int(made.hardware.device_memory_bytes.value)
+    context = int(made.hardware.reserve_bytes["cuda_context"].value)
+    machine = Machine("cuda", "H100", 1, 1, device, device - context, 2**40, 2**40)
+    check_memory(needs_of(program, machine, checked_placement(plan, program, path)), machine)
+
+
+def test_plans_swap_no_more_than_the_host_has_free(tmp_path: Path) -> None:
+    found = Plans(tmp_path, "h100-1x1", KERNELS, 2**30).get(model_of("llama3-8b", 4), 131_072, "full swap")
+    assert isinstance(found, Refused)
+    assert "host memory" in found.reason
 
 
 def test_plans_made_beforehand_need_no_simulator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
