@@ -9,7 +9,7 @@ from __future__ import annotations
 import mmap
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +23,7 @@ def mapping(size: int) -> Tensor:
     """Return zeroed memory on pages of its own, which nothing has touched: nobody else's bytes are pinned with it."""
     if not size:
         return torch.empty(0, dtype=torch.uint8)
-    pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        with suppress(OSError):  # advice alone: a kernel without huge pages takes small ones
-            pages.madvise(mmap.MADV_HUGEPAGE)  # fewer pages to touch and to pin
-    return torch.frombuffer(pages, dtype=torch.uint8)
+    return torch.frombuffer(mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype=torch.uint8)
 
 
 def pin(memory: Tensor) -> None:
