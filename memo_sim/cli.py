@@ -206,7 +206,8 @@ def _outputs(options: Options) -> Outputs:
     from memo_sim.what_if import Outputs
 
     plan, picture, timeline = (Path(options[n]) if options[n] else None for n in ("output", "plot", "trace_path"))
-    outputs = Outputs(plan=plan, picture=picture, timeline=timeline)
+    read = tuple(Path(options[n]) for n in ("model", "cluster", "plan_path") if options[n])
+    outputs = Outputs(plan=plan, picture=picture, timeline=timeline, read=read)
     outputs.check()
     return outputs
 
@@ -341,7 +342,7 @@ def plan_memory_command(path: str, output: Path | None, plot: Path | None, *, as
     from memo_sim.plan_memory import check_outputs, plan_memory, write_files
     from memo_sim.views.tables import placement_report
 
-    check_outputs(output, plot)
+    check_outputs(output, plot, read=Path(path))
     limits = {"time_limit_s": options["time_limit"], "capacity_bytes": _gib(options["device_memory_gib"])}
     plan = plan_memory(path, solver=options["solver"], device=options["device"], **limits)
     write_files(plan, output, plot)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import msgspec
 
-from memo_sim.contract.codec import check_writable, encode, write_bytes
+from memo_sim.contract.codec import check_not_read, check_writable, encode, write_bytes
 from memo_sim.contract.errors import BadInput, UsageError
 from memo_sim.contract.memory_report import MemoryReport
 from memo_sim.contract.placement import Placement
@@ -143,12 +143,13 @@ def worst_instant(requests: Requests) -> tuple[int, dict[str, int]]:
     return worst, by_class
 
 
-def check_outputs(output: Path | None, picture: Path | None) -> None:
-    """Refuse early what could not be written.
+def check_outputs(output: Path | None, picture: Path | None, *, read: Path) -> None:
+    """Refuse early what could not be written, or would replace the file that is ``read``.
 
     Raises:
-        UsageError: when a file's kind is unknown, it cannot be written there, or both are one file.
+        UsageError: when a file's kind is unknown, it cannot be written there, is read, or both are one file.
     """
+    check_not_read([path for path in (output, picture) if path is not None], (read,))
     for path, kinds in ((output, OUTPUTS), (picture, FORMATS)):
         if path is not None:
             if path.suffix.lower() not in kinds:
@@ -167,7 +168,7 @@ def write_files(plan: MemoryPlan, output: Path | None, picture: Path | None) -> 
         UsageError: when a file's kind is unknown or it cannot be written; what was there stays.
         CannotRun: when a picture is asked for and matplotlib is missing.
     """
-    check_outputs(output, picture)
+    check_outputs(output, picture, read=Path(plan.report.input))
     if picture is not None:
         from memo_sim.views.memory_map import draw_memory_map
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import memo_sim
-from memo_sim.contract.codec import check_writable, sha256_of, write
+from memo_sim.contract.codec import check_not_read, check_writable, sha256_of, write
 from memo_sim.contract.errors import Infeasible, UsageError
 from memo_sim.contract.placement import Placement
 from memo_sim.contract.plan import Decisions, Plan, PlanRow, Prediction, Provenance
@@ -25,17 +25,21 @@ PICTURES = (".png", ".svg", ".pdf")
 
 @dataclass(frozen=True)
 class Outputs:
-    """The files an answer is written to: the plan (trace and placement beside it), a picture, a timeline."""
+    """The files an answer is written to: the plan (trace and placement beside it), a picture, a timeline.
+
+    ``read`` are the files that the question comes from.
+    """
 
     plan: Path | None = None
     picture: Path | None = None
     timeline: Path | None = None
+    read: tuple[Path, ...] = ()
 
     def check(self) -> None:
-        """Refuse files that cannot be written, or that would overwrite each other, before any work is done.
+        """Refuse files that cannot be written, or that would overwrite what is read or each other, before any work.
 
         Raises:
-            UsageError: when one cannot be written, two are one file, or the picture is of no known kind.
+            UsageError: when one cannot be written, is read, or is of no known kind, or two are one file.
         """
         named = [path for path in (self.plan, self.picture, self.timeline) if path is not None]
         for path in named:
@@ -44,11 +48,14 @@ class Outputs:
             for kind in ("trace", "placement"):
                 named.append(beside(self.plan, kind))
                 check_writable(named[-1])
+        check_not_read(named, self.read)
         for i, path in enumerate(named):
             if any(other.resolve() == path.resolve() for other in named[:i]):
                 raise UsageError("two outputs would be one file", where=str(path), hint="name them apart")
         if self.picture is not None and self.picture.suffix not in PICTURES:
             raise UsageError("not a kind of picture", got=str(self.picture), wanted=", ".join(PICTURES))
+        if self.plan is not None and self.plan.suffix != ".json":
+            raise UsageError("a plan is a JSON file", got=str(self.plan), wanted="a name that ends in .json")
 
 
 def beside(plan: Path, kind: str) -> Path:

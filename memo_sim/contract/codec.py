@@ -13,6 +13,7 @@ import math
 import os
 import re
 import secrets
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -169,6 +170,18 @@ def check_writable(path: Path) -> None:
         raise UsageError("no such folder", where=str(path), hint="make it first")
     if not os.access(path if path.exists() else folder, os.W_OK):
         raise UsageError("this file cannot be written", where=str(path))
+
+
+def check_not_read(written: Iterable[Path], read: Iterable[Path]) -> None:
+    """Refuse to write over a file that the command reads.
+
+    Raises:
+        UsageError: when a file that is there is among both.
+    """
+    inputs = {path.resolve() for path in read if path.exists()}
+    for path in written:
+        if path.resolve() in inputs:
+            raise UsageError("this file is read, and would be replaced", where=str(path), hint="write to another file")
 
 
 def write(path: str | Path, document: msgspec.Struct) -> None:

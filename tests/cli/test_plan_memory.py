@@ -172,6 +172,7 @@ def test_a_caching_allocator_without_room_is_said(plan: Path) -> None:
         (["t.csv", "-o", "x.txt"], 2, "kind of file"),
         (["t.csv", "-o", "no/such/x.json"], 2, "no such folder"),
         (["t.csv", "--plot", "x.jpg"], 2, "kind of file"),
+        (["t.csv", "-o", "./t.csv"], 2, "is read"),
         (["t.csv", "--solver", "bilevel-mip"], 3, "phases"),
         ([], 2, "INPUT"),
     ],

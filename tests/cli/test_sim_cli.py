@@ -177,6 +177,7 @@ def test_nothing_fits_exits_4_and_prints_no_speed(tmp_path: Path) -> None:
         (["what-if", *SMALL, "-o", "x.json", "--trace", "x.trace.json"], 2, "one file"),
         (["what-if", *SMALL, "-o", "x.json", "--plot", "x.doc"], 2, "picture"),
         (["what-if", *SMALL, "-o", "."], 2, "folder"),
+        (["what-if", *SMALL, "-o", "plan.txt"], 2, ".json"),
     ],
 )
 def test_wrong_usage_is_one_clear_message(arguments: list[str], code: int, says: str) -> None:
@@ -258,3 +259,21 @@ def test_equal_questions_give_equal_plans(tmp_path: Path) -> None:
         "second.placement.json",
         "second.trace.json",
     ]
+
+
+@pytest.mark.parametrize("kind", ["model", "cluster", "plan"])
+def test_what_is_read_is_not_written_over(tmp_path: Path, kind: str) -> None:
+    """Under another name, too: a link to the file is the file."""
+    given, link = tmp_path / "given.json", tmp_path / "link.json"
+    given.write_text("{}")
+    link.symlink_to(given)
+    arguments = {
+        "model": [str(given), "--cluster", "a800-1x8", "--seq-len", "64k"],
+        "cluster": ["gpt-7b", "--cluster", str(given), "--seq-len", "64k"],
+        "plan": ["--plan", str(given), "--cluster", "a800-1x8"],
+    }
+    for option in ("-o", "--trace"):
+        done = memo_sim("what-if", *arguments[kind], option, str(link))
+        assert done.returncode == 2
+        assert "is read" in done.stderr
+    assert given.read_text() == "{}"
