@@ -148,6 +148,8 @@ def _expectation(cells: dict[str, str], where: str) -> Expectation:
         for c in (*EXPECTED_COLUMNS, *OPTIONAL_COLUMNS)
         if c != "expected_status" and c in cells
     }
+    if (mfu := numbers["mfu"]) is not None and mfu > 1:
+        raise BadInput("MFU is a fraction", where=f"{where}, column expected_mfu", got=mfu, wanted="0 to 1")
     return Expectation(status=status, **numbers)
 
 

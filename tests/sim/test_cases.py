@@ -53,6 +53,7 @@ def test_bundled_files_load_by_name() -> None:
         ("tp", "two"),
         ("recompute", "sometimes"),
         ("expected_mfu", "high"),
+        ("expected_mfu", "51.04"),
         ("expected_status", "maybe"),
         ("model", ""),
         ("sp", "true"),
