@@ -34,21 +34,11 @@ from memo_sim.contract import codec
 from memo_sim.contract.errors import BadInput, CannotRun
 from memo_sim.contract.plan import Plan
 from memo_sim.program.lower import lower
+from tests.benchmarks.uninstalled import uninstall
 
 ROOT = Path(__file__).parents[2]
 KERNELS = ["torch-flash", "torch-cudnn"]
 WITHOUT_GPU = {"CUDA_VISIBLE_DEVICES": ""}
-
-
-class Without:
-    """An import system in which a package is not installed."""
-
-    def __init__(self, package: str) -> None:
-        self.package = package
-
-    def find_spec(self, name: str, path: object = None, target: object = None) -> None:
-        if name == self.package:
-            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
 
 def script(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
@@ -321,9 +311,7 @@ def test_plans_swap_no_more_than_the_host_has_free(tmp_path: Path) -> None:
 def test_plans_made_beforehand_need_no_simulator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = model_of("llama3-8b", 2)
     made = Plans(tmp_path, "h100-1x1", KERNELS).get(model, 16384, "planned")
-    for name in [name for name in sys.modules if name.startswith(("simpy", "memo_sim.engine", "memo_sim.what_if"))]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setattr(sys, "meta_path", [Without("simpy"), *sys.meta_path])
+    uninstall("simpy", monkeypatch, users=("memo_sim.engine", "memo_sim.what_if"))
     later = Plans(tmp_path, "h100-1x1", KERNELS)
     assert later.get(model, 16384, "planned") == made
     refused = later.get(model, 32768, "planned")
@@ -389,9 +377,7 @@ def test_systems_that_compute_something_else_are_named() -> None:
 
 
 def test_a_report_without_matplotlib_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in [name for name in sys.modules if name.partition(".")[0] == "matplotlib"]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setattr(sys, "meta_path", [Without("matplotlib"), *sys.meta_path])
+    uninstall("matplotlib", monkeypatch)
     results = Results(tmp_path)
     results.add(Row(rival="x", part="checks", status="ok"))
     write_report(results, "a command", lambda text: None, quick=False)

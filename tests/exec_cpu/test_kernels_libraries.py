@@ -73,7 +73,8 @@ def test_heads_without_a_kernel_are_refused(head_dim: int, deterministic: bool, 
             check_kernels(decisions, program, GPU)
 
 
-def test_bits_that_cudnn_does_not_promise_are_refused() -> None:
+def test_bits_that_cudnn_does_not_promise_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.backends.cudnn.is_available", lambda: True)
     decisions = decide(llama(), dtype="bf16", deterministic=True, kernels=Kernels(attention="torch-cudnn"))
     (program,) = lower(decisions)
     with pytest.raises(CannotRun, match=r"torch-cudnn: .*deterministic"):
