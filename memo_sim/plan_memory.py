@@ -144,12 +144,13 @@ def worst_instant(requests: Requests) -> tuple[int, dict[str, int]]:
 
 
 def check_outputs(output: Path | None, picture: Path | None, *, read: Path) -> None:
-    """Refuse early what could not be written, or would replace the file that is ``read``.
+    """Refuse early what could not be written, or would replace the file that is ``read``; a table may gain a column.
 
     Raises:
         UsageError: when a file's kind is unknown, it cannot be written there, is read, or both are one file.
     """
-    check_not_read([path for path in (output, picture) if path is not None], (read,))
+    written = [path for path in (output, picture) if path is not None]
+    check_not_read([path for path in written if path.suffix.lower() != ".csv"], (read,))
     for path, kinds in ((output, OUTPUTS), (picture, FORMATS)):
         if path is not None:
             if path.suffix.lower() not in kinds:

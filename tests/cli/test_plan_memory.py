@@ -172,7 +172,6 @@ def test_a_caching_allocator_without_room_is_said(plan: Path) -> None:
         (["t.csv", "-o", "x.txt"], 2, "kind of file"),
         (["t.csv", "-o", "no/such/x.json"], 2, "no such folder"),
         (["t.csv", "--plot", "x.jpg"], 2, "kind of file"),
-        (["t.csv", "-o", "./t.csv"], 2, "is read"),
         (["t.csv", "--solver", "bilevel-mip"], 3, "phases"),
         ([], 2, "INPUT"),
     ],
@@ -184,6 +183,14 @@ def test_wrong_usage_is_one_clear_message(table: Path, arguments: list[str], cod
     assert "Traceback" not in done.stderr
     assert done.stdout == ""
     assert [p.name for p in table.iterdir()] == ["t.csv"]
+
+
+def test_a_plan_is_not_replaced_by_its_placement(plan: Path) -> None:
+    before = (plan / "plan.json").read_bytes()
+    done = plan_memory("plan.json", "-o", "./plan.json", cwd=plan)
+    assert done.returncode == 2
+    assert "is read" in done.stderr
+    assert (plan / "plan.json").read_bytes() == before
 
 
 def test_bad_input_leaves_what_was_there(table: Path) -> None:
