@@ -17,6 +17,8 @@ GemmPass = Literal["fprop", "dgrad", "wgrad"]
 AttentionPass = Literal["forward", "backward"]
 CollectiveKind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send_recv", "broadcast", "reduce"]
 DtypeName = Literal["fp32", "bf16", "fp16"]
+FusedKernel = Literal["triton"]
+"""What can play row-wise operators instead of torch's own, fused."""
 
 
 class _Part(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -124,6 +126,9 @@ class Hardware(
     """Rate of elementwise and norm kernels by bytes moved (reads + writes)."""
     rowwise_bytes_per_s: dict[str, Curve] = {}
     """Where an operator was measured by itself (cross_entropy, adamw, gelu ...), its own curve by bytes moved."""
+    fused_rowwise_bytes_per_s: dict[FusedKernel, dict[str, Curve]] = {}
+    """The same of operators played by another implementation than torch's, by implementation; none where the profile
+    has not measured one."""
     launch_floor_s: Quantity
     """Least time of one kernel when the stream runs ahead."""
     d2h: CopyRates

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from memo_sim.contract.cluster import Cluster
 from memo_sim.contract.hardware import Hardware
-from memo_sim.contract.plan import Layout
+from memo_sim.contract.plan import Layout, RowwiseKernel
 from memo_sim.contract.units import DTYPE_BYTES
 from memo_sim.costs.attention import AttentionRates
 from memo_sim.costs.collective import CollectiveTimes
@@ -16,7 +16,7 @@ from memo_sim.costs.contention import NodeRates
 from memo_sim.costs.gemm import GemmRates
 from memo_sim.costs.rowwise import RowwiseRates
 from memo_sim.costs.transfer import CopyTimes
-from memo_sim.program.work import Attention, Collective, Copy, Exchange, Gemm, HostUpdate, Rowwise, Work
+from memo_sim.program.work import Attention, BatchedGemm, Collective, Copy, Exchange, Gemm, HostUpdate, Rowwise, Work
 
 __all__ = ["NodeRates", "Pricer"]
 
@@ -53,10 +53,16 @@ def _kernels(hardware: Hardware) -> _Kernels:
 
 
 class Pricer:
-    """Prices the works of one layout on one cluster; ``outside`` names the curves asked beyond their calibration."""
+    """Prices the works of one layout on one cluster; ``outside`` names the curves asked beyond their calibration.
 
-    def __init__(self, hardware: Hardware, cluster: Cluster, layout: Layout) -> None:
+    ``rowwise``: what plays the plan's row-wise operators.
+    """
+
+    def __init__(
+        self, hardware: Hardware, cluster: Cluster, layout: Layout, *, rowwise: RowwiseKernel = "torch"
+    ) -> None:
         self.outside: set[str] = set()
+        self._rowwise: RowwiseKernel = rowwise
         self._hardware = hardware
         self._kernels = _kernels(hardware)
         self._collectives = CollectiveTimes(hardware, cluster, layout)
@@ -68,7 +74,7 @@ class Pricer:
         """Return how long ``work`` takes when nothing else runs.
 
         Raises:
-            Infeasible: when the profile has not measured such work (dtype, attention kernel, collective).
+            Infeasible: when the profile has not measured such work (dtype, attention or fused kernel, collective).
         """
         found = self._known.get(work)
         if found is None:
@@ -80,10 +86,12 @@ class Pricer:
         match work:
             case Gemm():
                 return self._gemm(work)
+            case BatchedGemm():
+                return self._batched(work)
             case Attention():
                 return max(self._floor_s, kernels.attention.seconds(work, self.outside))
             case Rowwise():
-                return kernels.rowwise.seconds(work, self.outside)
+                return kernels.rowwise.seconds(work, self.outside, self._rowwise)
             case Copy():
                 return kernels.copies[work.direction].seconds(work.bytes, self.outside)
             case Collective():
@@ -92,6 +100,16 @@ class Pricer:
                 return self._collectives.exchange_seconds(work, self.outside)
             case HostUpdate():
                 return work.moved_bytes / self._host_bytes_per_s
+
+    def _batched(self, work: BatchedGemm) -> float:
+        """Return the time of a batch: its tiles are those of one product with all rows, its operands its own.
+
+        Scores are many and the sum over a head is short, so that memory may bind: the operands' way through it is the
+        least time.
+        """
+        rows = Gemm(work.batch * work.m, work.n, work.k, work.gemm_pass, work.dtype)
+        moved_bytes = work.elements * DTYPE_BYTES[work.dtype]
+        return max(self._gemm(rows), self._kernels.rowwise.stream_seconds(moved_bytes))
 
     def _gemm(self, work: Gemm) -> float:
         """Return the product's time; thinner than any that was measured, at least its operands' way through memory."""

@@ -1,13 +1,17 @@
 """Seconds of memory-bound kernels: ``max(launch floor, bytes / rate(bytes))``.
 
 An operator that was measured by itself has its own curve; its variants (``gelu.bwd``, ``cross_entropy.stats``) take the
-operator's where they have none; everything else takes the curve of memory-bound kernels.
+operator's where they have none; everything else takes the curve of memory-bound kernels. What a plan's fused kernels
+play has a curve of that implementation, or no price: torch's says nothing of it.
 """
 
 from __future__ import annotations
 
+from memo_sim.contract.errors import Infeasible
 from memo_sim.contract.hardware import Hardware
+from memo_sim.contract.plan import RowwiseKernel
 from memo_sim.costs.curves import LogCurve
+from memo_sim.program.kernel_table import FUSED_KINDS
 from memo_sim.program.work import Rowwise
 
 
@@ -15,12 +19,31 @@ class RowwiseRates:
     """The memory-bound kernels of one profile."""
 
     def __init__(self, hardware: Hardware) -> None:
+        self._hardware = hardware.name
         self._common = LogCurve.of(hardware.memory_bound_bytes_per_s)
         self._by_kind = {kind: LogCurve.of(curve) for kind, curve in hardware.rowwise_bytes_per_s.items()}
+        self._fused = {
+            (kernel, kind): LogCurve.of(curve)
+            for kernel, curves in hardware.fused_rowwise_bytes_per_s.items()
+            for kind, curve in curves.items()
+        }
         self._floor_s = hardware.launch_floor_s.value
 
-    def seconds(self, work: Rowwise, outside: set[str]) -> float:
-        """Return how long the kernel takes."""
+    def seconds(self, work: Rowwise, outside: set[str], kernel: RowwiseKernel = "torch") -> float:
+        """Return how long the kernel takes in a plan whose row-wise operators ``kernel`` plays.
+
+        Raises:
+            Infeasible: when the profile has not measured that implementation of the operator.
+        """
+        if kernel != "torch" and work.kind in FUSED_KINDS:
+            curve = self._fused.get((kernel, work.kind))
+            if curve is None:
+                raise Infeasible(
+                    f"the profile has not measured {kernel}'s {work.kind}",
+                    where=self._hardware,
+                    hint="calibrate on a machine where it is installed, or plan with kernels.rowwise torch",
+                )
+            return self._time(f"rowwise.{kernel}.{work.kind}", curve, work.moved_bytes, outside)
         for name in (work.kind, work.kind.split(".")[0]):
             if name in self._by_kind:
                 return self._time(f"rowwise.{name}", self._by_kind[name], work.moved_bytes, outside)

@@ -80,7 +80,7 @@ def simulate(
         hardware=hardware,
         cluster=cluster,
         program=program,
-        pricer=pricer or Pricer(hardware, cluster, layout),
+        pricer=pricer or Pricer(hardware, cluster, layout, rowwise=decisions.kernels.rowwise),
         rates=rates or NodeRates(hardware, cluster, local_devices).rates,
     )
 

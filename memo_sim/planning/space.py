@@ -14,6 +14,7 @@ from memo_sim.contract.plan import Decisions, Kernels, Layout
 from memo_sim.contract.units import DTYPE_BYTES
 from memo_sim.planning.presets import FULL_RECOMPUTE, KEEP, SELECTIVE_RECOMPUTE, TOKENWISE, Policy, find_system
 from memo_sim.planning.question import Pins, Question
+from memo_sim.planning.rowwise_kernels import RowwiseChoice
 from memo_sim.program.attention import longest_keys
 from memo_sim.program.head_groups import fewest_head_groups
 from memo_sim.program.shape import Shape, shape_of, swap_granule
@@ -159,6 +160,7 @@ def candidates(question: Question) -> tuple[list[Candidate], list[str]]:
     """
     system = find_system(question.system)
     chosen, kernel = policies(question), attention_kernel(question)
+    rowwise = RowwiseChoice(question.hardware)
     found: list[Candidate] = []
     refused: list[str] = []
     for layout in layouts(question):
@@ -189,7 +191,7 @@ def candidates(question: Question) -> tuple[list[Candidate], list[str]]:
                 continue
             decisions = with_alpha(complete, policy.recompute, policy.alpha or 0.0)
             cut = msgspec.structs.replace(decisions, mlp_chunk_tokens=rows if policy.mlp_blocks else 0)
-            found.append(Candidate(cut, policy))
+            found.append(Candidate(rowwise.faster(cut), policy))
     if not found:
         raise Infeasible(
             "no layout divides this model and sequence",
@@ -254,7 +256,9 @@ def head_groups(shape: Shape, base: Decisions, kernel: str) -> int:
 
 
 def attention_kernel(question: Question) -> str:
-    """Return the measured attention kernel of the question's dtype that is fastest at its longest length."""
+    """Return the pinned attention kernel, or the measured one of the dtype that is fastest at its longest length."""
+    if question.pins.attention:
+        return question.pins.attention
     fastest: dict[str, float] = {}
     for table in question.hardware.attention:
         if table.dtype == question.dtype and table.attention_pass == "backward":

@@ -16,6 +16,11 @@ ATTENTION_KERNELS = ("flash2", "flash3", "flash4", "torch-flash", "torch-cudnn",
 """flash*: flash-attn, results into given tensors. torch-*: aten operators, which return their results. te-fused: cuDNN
 through transformer-engine, which takes contiguous tensors and returns its results."""
 
+FUSED_KINDS = frozenset(
+    f"{kind}{backward}" for kind in ("layer_norm", "rms_norm", "gelu", "swiglu", "rotary") for backward in ("", ".bwd")
+) | {"cross_entropy"}
+"""Row-wise works that a plan with fused kernels plays fused; torch plays the others in every plan."""
+
 FLASH_TILE_TOKENS, FLASH_LEAST_TILE_TOKENS = 128, 64
 """The most and the least tokens that flash-attn 3's and 4's backward round up to at once."""
 

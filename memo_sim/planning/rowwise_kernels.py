@@ -1,0 +1,73 @@
+"""Which implementation plays a plan's row-wise operators: torch's one by one, or a fused one that the profile measured.
+
+One implementation plays all of them, so what counts is the sum over a micro-batch, recompute included: fused kernels
+that win at norms and lose at the loss are taken where the norms weigh more.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import msgspec
+
+from memo_sim.contract.hardware import Hardware
+from memo_sim.contract.plan import Decisions, RowwiseKernel
+from memo_sim.costs.rowwise import RowwiseRates
+from memo_sim.program.kernel_table import FUSED_KINDS
+from memo_sim.program.lower import lower
+from memo_sim.program.work import Rowwise
+
+
+class RowwiseChoice:
+    """Chooses for the candidates of one question; those with the same row-wise work in a micro-batch are priced once.
+
+    Of a plan whose alpha is still open this is the choice at alpha 0, where most is recomputed.
+    """
+
+    def __init__(self, hardware: Hardware) -> None:
+        self._measured = hardware.fused_rowwise_bytes_per_s
+        self._rates = RowwiseRates(hardware)
+        self._known: dict[Decisions, RowwiseKernel] = {}
+
+    def faster(self, decisions: Decisions) -> Decisions:
+        """Return ``decisions`` with the implementation that spends the least seconds; torch where it is as fast.
+
+        Raises:
+            Infeasible: when the layout cannot be lowered.
+        """
+        if not self._measured:
+            return decisions
+        alike = msgspec.structs.replace(
+            decisions,
+            swapped_tokens=0,
+            layout=msgspec.structs.replace(decisions.layout, dp=1, zero=0),
+            global_batch=decisions.micro_batch,
+        )
+        if alike not in self._known:
+            self._known[alike] = self._fastest(alike)
+        kernels = msgspec.structs.replace(decisions.kernels, rowwise=self._known[alike])
+        return msgspec.structs.replace(decisions, kernels=kernels)
+
+    def _fastest(self, decisions: Decisions) -> RowwiseKernel:
+        works = _works(decisions)
+        seconds: dict[RowwiseKernel, float] = {"torch": self._seconds(works, "torch")}
+        for kernel, curves in self._measured.items():
+            if all(work.kind in curves for work in works):
+                seconds[kernel] = self._seconds(works, kernel)
+        return min(seconds, key=lambda kernel: seconds[kernel])
+
+    def _seconds(self, works: Counter[Rowwise], kernel: RowwiseKernel) -> float:
+        outside: set[str] = set()
+        return sum(times * self._rates.seconds(work, outside, kernel) for work, times in works.items())
+
+
+def _works(decisions: Decisions) -> Counter[Rowwise]:
+    """Return what fused kernels would play in a micro-batch, over all roles, and how often."""
+    found: Counter[Rowwise] = Counter()
+    for program in lower(decisions, micro_batches=1):
+        uses = Counter(instance.template for instance in program.instances)
+        for number, times in uses.items():
+            for instruction in program.templates[number].instructions:
+                if isinstance(instruction.work, Rowwise) and instruction.work.kind in FUSED_KINDS:
+                    found[instruction.work] += times
+    return found
