@@ -1,9 +1,6 @@
 """Where the ranks of a group lie: in one node or over several, and what leaves a node at the same time.
 
-Ranks count tensor-parallel first, then Ulysses, then context-parallel, then data-parallel, so consecutive ranks of a
-group are so many ranks apart:
-
-    tp 1   ulysses tp   cp tp*ulysses   dp tp*ulysses*cp   grads (all that hold the same parameters) tp
+Ranks are ordered as ``program/ranks.py`` says.
 
     tp 4, cp 2, dp 2 on nodes of eight:   node 0 [0 1 2 3 | 4 5 6 7]   node 1 [8 9 10 11 | 12 13 14 15]
     tp group of rank 0: 0 1 2 3    cp: 0 4    dp: 0 8    grads: 0 4 8 12 (two a node; four such groups share its cards)
@@ -14,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from memo_sim.contract.plan import Layout
+from memo_sim.program.ranks import stride
 from memo_sim.program.work import Group
 
 
@@ -25,13 +23,6 @@ class Placement:
     per_node: int
     nodes: int
     together: int
-
-
-def stride(group: Group, layout: Layout) -> int:
-    """Return how many ranks apart consecutive ranks of the group are."""
-    inner = layout.tp
-    ring = inner * layout.ulysses
-    return {"tp": 1, "ulysses": inner, "cp": ring, "grads": inner, "dp": ring * layout.metp * layout.cp}[group]
 
 
 def place(group: Group, ranks: int, layout: Layout, devices_per_node: int) -> Placement:

@@ -1,0 +1,45 @@
+"""The order of ranks in a layout, for prices and for process groups alike.
+
+Ranks count tensor-parallel first, then Ulysses, context-parallel, METP, data-parallel, pipeline stages last, so the
+ranks of a group are so many ranks apart:
+
+    tp 1   ulysses tp   cp tp*ulysses   dp tp*ulysses*cp*metp   pp what is left
+    grads (all that hold the same parameters: ulysses x cp x dp) tp
+
+    tp 4, cp 2, dp 2:   tp group of rank 0: 0 1 2 3    cp: 0 4    dp: 0 8    grads: 0 4 8 12
+"""
+
+from __future__ import annotations
+
+from math import prod
+
+from memo_sim.contract.plan import Layout
+
+AXES = ("tp", "ulysses", "cp", "metp", "dp", "pp")
+"""Axes of a layout, neighbouring ranks first."""
+
+GRADS = "grads"
+"""The group that spans ulysses, cp and dp."""
+
+
+def stride(group: str, layout: Layout) -> int:
+    """Return how many ranks apart consecutive ranks of ``group`` (an axis, or ``grads``) are."""
+    first = "ulysses" if group == GRADS else group
+    return prod(degree(axis, layout) for axis in AXES[: AXES.index(first)])
+
+
+def degree(group: str, layout: Layout) -> int:
+    """Return how many ranks ``group`` has."""
+    return layout.replicas if group == GRADS else int(getattr(layout, group))
+
+
+def coordinate(group: str, layout: Layout, rank: int) -> int:
+    """Return which of its group's ranks ``rank`` is."""
+    return rank // stride(group, layout) % degree(group, layout)
+
+
+def members(group: str, layout: Layout, rank: int) -> list[int]:
+    """Return the ranks of the group that ``rank`` is in, in order of their coordinates."""
+    step = stride(group, layout)
+    first = rank - coordinate(group, layout, rank) * step
+    return [first + i * step for i in range(degree(group, layout))]
