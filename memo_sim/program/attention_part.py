@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from memo_sim.contract.plan import Decisions
 from memo_sim.contract.units import DTYPE_BYTES
 from memo_sim.program.builder import Access, Rows, TemplateBuilder, accumulates, reads, writes
@@ -59,58 +61,84 @@ def add(builder: TemplateBuilder, decisions: Decisions, name: str, part: Rows, i
     )
 
 
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Queries against ``keys`` of other ranks, none masked: all of the rank's, or the late half of each sequence's."""
+
+    keys: Rows
+    late: bool = False
+    suffix: str = ""
+    """Ends the names of the instructions, where several parts have the same."""
+
+    def queries(self, shape: Shape) -> int:
+        """Return how many queries it has."""
+        return shape.tokens // 2 if self.late else shape.tokens
+
+
 def part_forward(
-    builder: TemplateBuilder, decisions: Decisions, shape: Shape, keys: Rows, name: str, *, merge: str
+    builder: TemplateBuilder, decisions: Decisions, shape: Shape, part: Part, name: str, *, merge: str, most_keys: int
 ) -> None:
-    """Write all queries against ``keys``, none masked, and the merge into ``attn`` and ``lse`` by log-sum-exp."""
-    tokens = shape.tokens
+    """Write a part and its merge into ``attn`` and ``lse`` by log-sum-exp.
+
+    Parts of one ``name`` share a workspace, of all queries against ``most_keys``: every rank has the same buffers.
+    """
+    tokens = part.queries(shape)
     if not builder.has("attn.part"):
-        builder.own("attn.part", BufferClass.TRANSIENT, decisions.dtype, tokens, shape.q_width)
-        builder.own("lse.part", BufferClass.TRANSIENT, "fp32", tokens, shape.heads)
-    work = attention_work(decisions, shape, tokens, keys.tokens, "none", backward=False)
+        builder.own("attn.part", BufferClass.TRANSIENT, decisions.dtype, shape.tokens, shape.q_width)
+        builder.own("lse.part", BufferClass.TRANSIENT, "fp32", shape.tokens, shape.heads)
+    out, lse = Rows("attn.part", 0, tokens), Rows("lse.part", 0, tokens)
     builder.emit(
-        name,
+        f"{name}{part.suffix}",
         "attention",
         Lane.COMPUTE,
-        work,
+        attention_work(decisions, shape, tokens, part.keys.tokens, "none", backward=False),
         qkv=reads(builder.all("qkv")),
-        kv=reads(keys),
-        out=writes(builder.all("attn.part")),
-        lse=writes(builder.all("lse.part")),
-        workspace=workspace(builder, decisions, work, f"{name}.scratch"),
+        kv=reads(part.keys),
+        out=writes(out),
+        lse=writes(lse),
+        workspace=_shared_workspace(builder, decisions, shape, name, most_keys, backward=False),
     )
     row = shape.q_width * DTYPE_BYTES[decisions.dtype] + 4 * shape.heads
     builder.emit(
-        merge,
+        f"{merge}{part.suffix}",
         "attention.merge",
         Lane.COMPUTE,
         Rowwise("attention.merge", tokens, 2 * tokens * row, tokens * row),
-        part=reads(builder.all("attn.part")),
-        part_lse=reads(builder.all("lse.part")),
+        part=reads(out),
+        part_lse=reads(lse),
         out=accumulates(builder.all("attn")),
         lse=accumulates(builder.all("lse")),
     )
 
 
 def part_backward(
-    builder: TemplateBuilder, decisions: Decisions, shape: Shape, keys: Rows, name: str, *, into: Rows
+    builder: TemplateBuilder, decisions: Decisions, shape: Shape, part: Part, name: str, *, into: Rows, most_keys: int
 ) -> None:
-    """Write the backward of a part into slot ``d_q.part`` and, for its keys and values, ``into``."""
-    work = attention_work(decisions, shape, shape.tokens, keys.tokens, "none", backward=True)
+    """Write the backward of a part; gradients of its keys and values go ``into``, its queries' to slot ``d_q.part``."""
+    tokens = part.queries(shape)
     builder.emit(
-        name,
+        f"{name}{part.suffix}",
         "attention.bwd",
         Lane.COMPUTE,
-        work,
+        attention_work(decisions, shape, tokens, part.keys.tokens, "none", backward=True),
         grad=reads(builder.all("d_attn")),
         qkv=reads(builder.all("qkv")),
-        kv=reads(keys),
+        kv=reads(part.keys),
         out=reads(builder.all("attn")),
         lse=reads(builder.all("lse")),
-        grad_q=writes(builder.all("d_q.part")),
+        grad_q=writes(Rows("d_q.part", 0, tokens)),
         grad_kv=writes(into),
-        workspace=workspace(builder, decisions, work, f"{name}.scratch"),
+        workspace=_shared_workspace(builder, decisions, shape, name, most_keys, backward=True),
     )
+
+
+def _shared_workspace(
+    builder: TemplateBuilder, decisions: Decisions, shape: Shape, name: str, keys: int, *, backward: bool
+) -> Access | None:
+    if builder.has(f"{name}.scratch"):
+        return writes(builder.all(f"{name}.scratch"))
+    work = attention_work(decisions, shape, shape.tokens, keys, "none", backward=backward)
+    return workspace(builder, decisions, work, f"{name}.scratch")
 
 
 def own_d_q(builder: TemplateBuilder, decisions: Decisions, shape: Shape) -> None:

@@ -11,14 +11,15 @@ before an early chunk is one range (chunks c0 .. c7 of cp 4, rank 3 holds c3 and
     rank 3      `--- before both of its chunks, c3 is its own: 2 chunks of queries x 3 of keys, half a square a hop
 
 Against the ring: as many bytes and FLOPs, two calls instead of cp, one wait for all rows instead of one for the last
-hop, and buffers of cp shards instead of two. Representative: rank cp - 1, as there.
+hop, and buffers of cp shards instead of two. Representative: rank cp - 1, as there. The late chunk of another rank also
+attends to what later ranks hold before it, in two more calls: in the picture that of rank 1 (c6) to c2 c3 and to c5 c4.
 """
 
 from __future__ import annotations
 
 from memo_sim.contract.plan import Decisions
 from memo_sim.contract.units import DTYPE_BYTES
-from memo_sim.program.attention_part import add, own_d_q, pack, part_backward, part_forward
+from memo_sim.program.attention_part import Part, add, own_d_q, pack, part_backward, part_forward
 from memo_sim.program.builder import Rows, TemplateBuilder, reads, writes
 from memo_sim.program.instruction import BufferClass, Lane
 from memo_sim.program.shape import Shape
@@ -45,9 +46,10 @@ def start(builder: TemplateBuilder, decisions: Decisions, shape: Shape, suffix: 
 
 
 def forward(builder: TemplateBuilder, decisions: Decisions, shape: Shape) -> None:
-    """Write what follows the local square: the part of all keys before, merged into ``attn`` and ``lse``."""
-    keys = Rows(ALL, 0, keys_before(shape))
-    part_forward(builder, decisions, shape, keys, "attn.before", merge="attn.merge")
+    """Write what follows the local square: the parts of all other keys before, merged into ``attn`` and ``lse``."""
+    for part in _parts(shape):
+        most = keys_before(shape)
+        part_forward(builder, decisions, shape, part, "attn.before", merge="attn.merge", most_keys=most)
 
 
 def backward(builder: TemplateBuilder, decisions: Decisions, shape: Shape) -> None:
@@ -55,13 +57,16 @@ def backward(builder: TemplateBuilder, decisions: Decisions, shape: Shape) -> No
     for name, ranks in ((D_ALL, shape.cp), (D_MINE, 1)):
         builder.own(name, BufferClass.EXCHANGE, decisions.dtype, ranks * shape.tokens, 2 * shape.kv_width)
     own_d_q(builder, decisions, shape)
-    before = keys_before(shape)
-    keys, into = Rows(ALL, 0, before), Rows(D_ALL, 0, before)
-    part_backward(builder, decisions, shape, keys, "attn.before.bwd", into=into)
-    add(builder, decisions, "d_q.add", builder.all("d_q.part"), builder.all("d_qkv"))
-    others = Rows(D_ALL, before, shape.cp * shape.tokens - before)
-    size = others.tokens * 2 * shape.kv_width * DTYPE_BYTES[decisions.dtype]
-    builder.emit("d_kv.clear", "zero", Lane.COMPUTE, Rowwise("zero", others.tokens, 0, size), target=writes(others))
+    for part in _parts(shape):
+        into = Rows(D_ALL, part.keys.first, part.keys.tokens)
+        most = keys_before(shape)
+        part_backward(builder, decisions, shape, part, "attn.before.bwd", into=into, most_keys=most)
+        queries = Rows("d_q.part", 0, part.queries(shape))
+        add(builder, decisions, f"d_q.add{part.suffix}", queries, builder.all("d_qkv"))
+    for i, rows in enumerate(_unmet(shape)):
+        size = rows.tokens * 2 * shape.kv_width * DTYPE_BYTES[decisions.dtype]
+        work = Rowwise("zero", rows.tokens, 0, size)
+        builder.emit(f"d_kv.clear{i or ''}", "zero", Lane.COMPUTE, work, target=writes(rows))
     builder.emit(
         "d_kv.scatter",
         "reduce_scatter",
@@ -71,6 +76,24 @@ def backward(builder: TemplateBuilder, decisions: Decisions, shape: Shape) -> No
         shard=writes(builder.all(D_MINE)),
     )
     add(builder, decisions, "d_kv.home", builder.all(D_MINE), builder.all("d_qkv"))
+
+
+def _parts(shape: Shape) -> list[Part]:
+    """Return what precedes this rank's chunks but is not its own: early chunks before both, and others its late one."""
+    half, rank, cp = shape.tokens // 2, shape.cp_rank, shape.cp
+    parts = [Part(Rows(ALL, 0, rank * half))] if rank else []
+    if later := (cp - 1 - rank) * half:
+        parts.append(Part(Rows(ALL, (rank + 1) * half, later), late=True, suffix=".early"))
+        parts.append(Part(Rows(ALL, (cp + rank + 1) * half, later), late=True, suffix=".late"))
+    return parts
+
+
+def _unmet(shape: Shape) -> list[Rows]:
+    """Return the gathered rows that no part meets: what follows this rank's chunks, and the chunks themselves."""
+    half, rank, cp = shape.tokens // 2, shape.cp_rank, shape.cp
+    if rank == cp - 1:
+        return [Rows(D_ALL, rank * half, (cp + 1) * half)]
+    return [Rows(D_ALL, rank * half, half), Rows(D_ALL, cp * half, (rank + 1) * half)]
 
 
 def keys_before(shape: Shape) -> int:

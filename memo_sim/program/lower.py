@@ -24,15 +24,16 @@ from memo_sim.program.sharding import Sharding
 from memo_sim.program.visits import Visit, step_visits, swap_schedule
 
 
-def lower(decisions: Decisions, *, micro_batches: int | None = None) -> tuple[Program, ...]:
+def lower(decisions: Decisions, *, micro_batches: int | None = None, cp_rank: int | None = None) -> tuple[Program, ...]:
     """Return the program of each rank role; without pipeline stages there is one.
 
-    ``micro_batches`` plays fewer than the decisions name (the engine repeats identical ones).
+    ``micro_batches`` plays fewer than the decisions name (the engine repeats identical ones). ``cp_rank``: the program
+    of this context-parallel rank, in place of the representative's (cp - 1), which plans pin and the engine plays.
 
     Raises:
         Infeasible: when the layout does not divide the model or the sequence, or asks for what no lowering plays yet.
     """
-    shape = shape_of(decisions)
+    shape = shape_of(decisions, cp_rank=cp_rank)
     return (_Lowering(decisions, shape, micro_batches or decisions.micro_batches).program(),)
 
 

@@ -3,21 +3,25 @@
 With cp ranks the sequence is cut into 2 x cp chunks and rank r holds chunks r and 2*cp - 1 - r, so that every rank
 has the same work. Step 0 is the local causal square. Step j meets the keys and values of rank r - j: when they come
 from an earlier rank all queries attend to their early half, when from a later rank only the late half of the queries
-attends (to all of them); both cost half a square. Partial outputs merge by log-sum-exp.
+attends (to all of them, half by half); both cost half a square. Partial outputs merge by log-sum-exp.
 
 Keys and values travel one hop a step beside the attention of the step before. In backward a kernel writes its
 gradients aside while the sums made so far arrive from the previous rank, adds them, and sends them on; they end at home
 after cp - 1 hops. Only the last hop has nothing to hide behind.
 
-Representative: rank cp - 1, for which every other rank is an earlier one. It merges all of its rows at every step,
-more than any other rank, and a ring goes at its slowest rank's pace.
+With several sequences in a micro-batch a rank's rows are one sequence after the other, in each the early chunk before
+the late one; what travels has every sequence's early chunk before the late ones, so that a half is one range.
+
+Representative: rank cp - 1, for which every other rank is an earlier one: one call a step. Ranks have the same
+exchanges and the same buffers, and as much work, so one placement serves all of them; ``Shape.cp_rank`` says whose
+program is written.
 """
 
 from __future__ import annotations
 
 from memo_sim.contract.plan import Decisions
 from memo_sim.contract.units import DTYPE_BYTES
-from memo_sim.program.attention_part import add, own_d_q, pack, part_backward, part_forward
+from memo_sim.program.attention_part import Part, add, own_d_q, pack, part_backward, part_forward
 from memo_sim.program.builder import Rows, TemplateBuilder, reads, writes
 from memo_sim.program.instruction import BufferClass, Lane
 from memo_sim.program.shape import Shape
@@ -36,8 +40,9 @@ def forward(builder: TemplateBuilder, decisions: Decisions, shape: Shape) -> Non
     for step in range(1, shape.cp):
         if step + 1 < shape.cp:
             _hop(builder, decisions, shape, step + 1, "kv")
-        keys = _early(_buffer("kv", step), shape)
-        part_forward(builder, decisions, shape, keys, f"attn.ring{step}", merge=f"attn.merge{step}")
+        for part in _parts(shape, step):
+            name, merge = f"attn.ring{step}", f"attn.merge{step}"
+            part_forward(builder, decisions, shape, part, name, merge=merge, most_keys=shape.tokens // 2)
 
 
 def backward(builder: TemplateBuilder, decisions: Decisions, shape: Shape) -> None:
@@ -73,9 +78,18 @@ def _hop(
     )
 
 
-def _early(slot: str, shape: Shape) -> Rows:
-    """Return the early half of a rank's tokens of ``slot``."""
-    return Rows(slot, 0, shape.tokens // 2)
+def _half(slot: str, shape: Shape, *, late: bool = False) -> Rows:
+    """Return the early or the late half of a rank's tokens of ``slot``."""
+    half = shape.tokens // 2
+    return Rows(slot, half if late else 0, half)
+
+
+def _parts(shape: Shape, step: int) -> list[Part]:
+    """Return what this rank's queries meet at ``step``: keys of an earlier rank, or, once around, of a later one."""
+    slot = _buffer("kv", step)
+    if step <= shape.cp_rank:
+        return [Part(_half(slot, shape))]
+    return [Part(_half(slot, shape, late=late), late=True, suffix=(".early", ".late")[late]) for late in (False, True)]
 
 
 def _step_backward(builder: TemplateBuilder, decisions: Decisions, shape: Shape, step: int) -> None:
@@ -83,20 +97,19 @@ def _step_backward(builder: TemplateBuilder, decisions: Decisions, shape: Shape,
         _hop(builder, decisions, shape, step + 1, "kv", suffix=".bwd")
     _buffers(builder, decisions, shape, "d_kv")
     own_d_q(builder, decisions, shape)
-    sums = _buffer("d_kv", step)
-    if step == 1:
-        into = _early(sums, shape)
+    sums, parts, half = _buffer("d_kv", step), _parts(shape, step), shape.tokens // 2
+    if step == 1 and len(parts) == 1:
         _clear_late(builder, decisions, shape, sums)
-    else:
-        if not builder.has("d_kv.part"):
-            tokens, width = shape.tokens // 2, 2 * shape.kv_width
-            builder.own("d_kv.part", BufferClass.TRANSIENT, decisions.dtype, tokens, width)
-        into = builder.all("d_kv.part")
-    keys = _early(_buffer("kv", step), shape)
-    part_backward(builder, decisions, shape, keys, f"attn.ring{step}.bwd", into=into)
-    add(builder, decisions, f"d_q.add{step}", builder.all("d_q.part"), builder.all("d_qkv"))
-    if step > 1:
-        add(builder, decisions, f"d_kv.add{step}", into, _early(sums, shape))
+    if step > 1 and not builder.has("d_kv.part"):
+        builder.own("d_kv.part", BufferClass.TRANSIENT, decisions.dtype, half, 2 * shape.kv_width)
+    for part in parts:
+        home = Rows(sums, part.keys.first, half)
+        into = home if step == 1 else builder.all("d_kv.part")
+        part_backward(builder, decisions, shape, part, f"attn.ring{step}.bwd", into=into, most_keys=half)
+        queries = Rows("d_q.part", 0, part.queries(shape))
+        add(builder, decisions, f"d_q.add{step}{part.suffix}", queries, builder.all("d_qkv"))
+        if step > 1:
+            add(builder, decisions, f"d_kv.add{step}{part.suffix}", into, home)
     _hop(builder, decisions, shape, step + 1, "d_kv")
 
 

@@ -36,6 +36,8 @@ class Shape:
     ulysses: int
     gathered: bool
     """Whether sequence parallelism shards tokens outside of the tensor-parallel products."""
+    cp_rank: int = 0
+    """Which of the context-parallel ranks; they differ in the keys that are before theirs (``ring.py``)."""
 
     @property
     def qkv_width(self) -> int:
@@ -60,8 +62,8 @@ class Shape:
         return tokens // self.tp if self.gathered else tokens
 
 
-def shape_of(decisions: Decisions) -> Shape:
-    """Return the per-rank sizes of ``decisions``.
+def shape_of(decisions: Decisions, *, cp_rank: int | None = None) -> Shape:
+    """Return the per-rank sizes of ``decisions``, as the representative of the context-parallel ranks has them.
 
     Raises:
         Infeasible: when the layout does not divide the model or the sequence, or names a degree that no lowering
@@ -107,6 +109,7 @@ def shape_of(decisions: Decisions) -> Shape:
         cp=layout.cp,
         ulysses=layout.ulysses,
         gathered=gathered,
+        cp_rank=layout.cp - 1 if cp_rank is None else cp_rank,
     )
 
 
