@@ -49,6 +49,7 @@ def embed_forward(decisions: Decisions, shape: Shape, block: Block, families: Fa
         weight=_param(block, "tokens.weight", "params.embed"),
         positions=_param(block, "positions.weight", "params.embed") if shape.tp == 1 else None,
         out=writes(builder.all(target)),
+        workspace=builder.scratch("lookup.scratch", table.divided_ids_bytes(shape.tokens)) if shape.tp > 1 else None,
     )
     if shape.tp > 1:
         summed = writer.scatter("embed", builder.all("embedded"))
@@ -88,7 +89,8 @@ def embed_backward(decisions: Decisions, shape: Shape, block: Block, families: F
         grad_weight=_param(block, "tokens.weight", "grads.embed", gradient=True),
         grad_positions=_param(block, "positions.weight", "grads.embed", gradient=True),
         workspace=builder.scratch(
-            "scatter.scratch", table.embed_backward_workspace_bytes(shape.tokens, row, decisions.dtype)
+            "scatter.scratch",
+            table.embed_backward_workspace_bytes(shape.tokens, row, decisions.dtype, divided=shape.tp > 1),
         ),
     )
     return builder.build()
@@ -180,7 +182,8 @@ class _Classifier:
         builder.own("d_logits", BufferClass.TRANSIENT, decisions.dtype, chunk, shape.vocab)
         if shape.tp > 1:
             builder.own("loss_stats", BufferClass.EXCHANGE, "fp32", chunk, 3)
-        scratch = table.loss_workspace_bytes(chunk, shape.vocab, decisions.dtype, decisions.kernels.rowwise)
+        rowwise = decisions.kernels.rowwise if shape.tp == 1 else "torch"  # no fused loss over a divided vocabulary
+        scratch = table.loss_workspace_bytes(chunk, shape.vocab, decisions.dtype, rowwise)
         self.scratch = builder.scratch("loss.scratch", scratch)
 
     def chunk(self, index: int, source: str, first: int, tokens: int) -> None:
@@ -228,11 +231,13 @@ class _Classifier:
                 Rowwise("cross_entropy.stats", logits.tokens, size, 12 * logits.tokens),
                 logits=reads(logits),
                 labels=reads(labels),
+                exponentials=writes(gradient),
                 out=writes(stats),
+                workspace=self.scratch,
             )
             builder.emit(
                 f"loss.reduce{suffix}",
-                "all_reduce",
+                "loss.all_reduce",
                 Lane.COLLECTIVE,
                 Collective("all_reduce", 12 * logits.tokens, shape.tp, "tp"),
                 tensor=accumulates(stats),

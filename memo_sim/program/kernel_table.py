@@ -160,9 +160,21 @@ def rotary_workspace_bytes(rows: int, heads: int, head_dim: int, dtype: str, row
     return _pieces(4 * block, *tables, *narrow, *kept)
 
 
-def embed_backward_workspace_bytes(rows: int, features: int, dtype: str) -> int:
-    """Return the scratch of adding gradient rows to an fp32 table: a block of them in fp32."""
-    return _pieces(*_wide(min(rows, NORM_ROWS) * features, dtype))
+def divided_ids_bytes(rows: int) -> int:
+    """Return the scratch of looking tokens up in a part of the vocabulary: a block's ids there, and which are not."""
+    block = min(rows, NORM_ROWS)
+    return _pieces(8 * block, block)
+
+
+def embed_backward_workspace_bytes(rows: int, features: int, dtype: str, *, divided: bool = False) -> int:
+    """Return the scratch of adding gradient rows to an fp32 table: a block of them in fp32.
+
+    ``divided``: the table is a part of the vocabulary, and rows of other tokens are cleared.
+    """
+    block = min(rows, NORM_ROWS)
+    if divided:
+        return _pieces(8 * block, block, 4 * block * features)
+    return _pieces(*_wide(block * features, dtype))
 
 
 def bias_backward_workspace_bytes(rows: int, features: int, dtype: str) -> int:
