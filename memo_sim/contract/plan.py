@@ -22,6 +22,12 @@ that allocator under an eager framework, which asks for more (an fp32 loss) and 
 States = Literal["fp32", "bf16", "host"]
 CpExchange = Literal["ring", "all_gather"]
 """How context-parallel ranks come by each other's keys and values: passed on hop by hop, or gathered at once."""
+Overlap = Literal["none", "gradients", "both"]
+"""What of ZeRO 0 and 1 runs beside compute. none: gradients are summed over replicas and parameters gathered when the
+step's last gradient is there. gradients: each block's are summed behind its last backward. both: and the parameters of
+ZeRO 1 are gathered at the start of the following step, block by block, ahead of its forward."""
+Schedule = Literal["gpipe", "1f1b", "interleaved", "zero-bubble"]
+"""In which order a pipeline stage plays micro-batches (``program/schedule.py``)."""
 RowwiseKernel = Literal["torch", "triton"]
 HostAllocator = Literal["exact", "power_of_two"]
 Status = Literal["ok", "gpu_oom", "host_oom", "invalid"]
@@ -39,6 +45,13 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     ulysses: Degree = 1
     metp: Degree = 1
     pp: Degree = 1
+    """Pipeline stages: each holds as many layers; the first the embedding as well, the last the head."""
+    schedule: Schedule = "1f1b"
+    virtual_stages: Degree = 1
+    """Chunks of layers a stage holds, for the interleaved schedule alone."""
+    overlap_handovers: bool = True
+    """Whether stages compute beside what they hand over: received a pass ahead, sent beside the next pass. Without,
+    each pass is followed by its sends (Megatron-LM's 1F1B)."""
     dp: Degree = 1
     zero: Annotated[int, msgspec.Meta(ge=0, le=3)] = 0
     subsequences: Degree = 1
@@ -83,6 +96,7 @@ class Decisions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     memory_policy: MemoryPolicy = "planned"
     host_allocator: HostAllocator = "exact"
     states: States = "fp32"
+    overlap: Overlap = "none"
     loss_chunk_tokens: Tokens = 0
     """Tokens whose logits exist at once; 0 = all of them."""
     mlp_chunk_tokens: Tokens = 0
