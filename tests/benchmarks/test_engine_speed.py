@@ -9,6 +9,7 @@ import pytest
 
 from memo_sim.contract.catalog import load_cluster, load_model
 from memo_sim.contract.plan import Decisions, Layout
+from memo_sim.costs.pricing import Pricer
 from memo_sim.engine.simulate import Simulation, simulate
 from memo_sim.planning.question import with_memory
 
@@ -55,3 +56,17 @@ def test_time_is_linear_in_layers() -> None:
     few, many = best_s(40), best_s(160)
     print(f"\n40 layers {few * 1e3:.0f} ms, 160 layers {many * 1e3:.0f} ms")
     assert many < 1.25 * 4 * few
+
+
+def test_pricing_a_candidate() -> None:
+    """The profile's models are made beforehand, as in a search."""
+    simulation = evaluate(80)
+    works = [i.work for template in simulation.program.templates for i in template.instructions]
+    times = []
+    for _ in range(6):
+        begin = time.perf_counter()
+        price = Pricer(simulation.hardware, simulation.cluster, simulation.decisions.layout)
+        for work in works:
+            price.seconds(work)
+        times.append(time.perf_counter() - begin)
+    print(f"\n{len(works)} works priced in {min(times[1:]) * 1e3:.1f} ms")

