@@ -21,6 +21,7 @@ from memo_sim.contract.validation import CaseError, CasePrediction, CaseReport, 
 from memo_sim.planning.presets import SYSTEMS
 from memo_sim.planning.question import Pins, Question
 from memo_sim.planning.search import Evaluated, search
+from memo_sim.program.plain_attention import PLAIN
 from memo_sim.views.accuracy import QUANTITIES, summarise
 from memo_sim.views.plan_table import layout_label
 
@@ -62,7 +63,6 @@ def predict(
         question = _question(asked)
         if change:
             question = replace(question, hardware=change(question.hardware))
-        _check_precision(asked, question)
         outcome = search(question).ranked[0]
     except (Infeasible, UsageError, BadInput) as error:
         return CasePrediction(status="invalid", reason=str(error).replace("\n ", ";")), frozenset()
@@ -112,8 +112,6 @@ def _not_built(asked: CaseQuestion) -> str:
         return f"system {asked.system} is not built yet (built: {', '.join(SYSTEMS)})"
     if asked.integers.get("pp", 1) > 1:
         return f"pp {asked.integers['pp']} has no lowering yet"
-    if asked.words.get("attention") == "plain":
-        return "attention without flash kernels is not built yet"
     return ""
 
 
@@ -133,18 +131,6 @@ def _overlap_refused(asked: CaseQuestion, layout: Layout) -> str:
     return ""
 
 
-def _check_precision(asked: CaseQuestion, question: Question) -> None:
-    """Refuse a row in another precision than the one that the question is answered in."""
-    precision = asked.words.get("precision", question.dtype)
-    if precision != question.dtype:
-        raise Infeasible(
-            f"{precision} is not the precision that {question.hardware.name} is priced in",
-            where="precision",
-            got=precision,
-            wanted=question.dtype,
-        )
-
-
 def _question(asked: CaseQuestion) -> Question:
     cluster, hardware = load_cluster(asked.cluster)
     given = asked.integers
@@ -159,6 +145,8 @@ def _question(asked: CaseQuestion) -> Question:
         alpha=asked.alpha,
         recompute=asked.words.get("recompute"),  # type: ignore[arg-type]
         memory_policy=_MEMORY[asked.words.get("memory_plan", "")],
+        attention=PLAIN if asked.words.get("attention") == "plain" else None,
+        dtype=asked.words.get("precision"),  # type: ignore[arg-type]
     )
     return Question(
         model=_model(asked),

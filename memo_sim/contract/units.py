@@ -35,7 +35,7 @@ Fraction = Annotated[float, msgspec.Meta(ge=0, le=1)]
 _TOKENS = re.compile(r"(\d{1,18})(?:\.(\d{1,18}))?\s*([km]?)", re.IGNORECASE | re.ASCII)
 _SCALE = {"": 1, "k": KIB, "m": KIB * KIB}
 
-DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "int64": 8, "int32": 4}
+DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "int64": 8, "int32": 4, "uint8": 1}
 
 
 def parse_tokens(text: str) -> int:

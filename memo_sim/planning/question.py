@@ -36,6 +36,9 @@ class Pins:
     loss_chunk_tokens: int | None = None
     mlp_chunk_tokens: int | None = None
     memory_policy: MemoryPolicy | None = None
+    attention: str | None = None
+    """A kernel by name; None: the fastest that the profile measured."""
+    dtype: DtypeName | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +62,9 @@ class Question:
 
     @property
     def dtype(self) -> DtypeName:
-        """Dtype of parameters and activations: bf16 where the device has it, fp32 elsewhere (CPUs)."""
+        """Dtype of parameters and activations: what is pinned, else bf16 where the device has it, or fp32 (CPUs)."""
+        if self.pins.dtype:
+            return self.pins.dtype
         return "bf16" if "bf16" in self.hardware.peak_flops else "fp32"
 
 

@@ -21,6 +21,7 @@ from memo_sim.program import selective
 from memo_sim.program.builder import Rows, TemplateBuilder, reads, writes
 from memo_sim.program.instruction import BufferClass, Family, Lane, Mode, Template
 from memo_sim.program.mlp import rows_at_once
+from memo_sim.program.plain_attention import score_keys
 from memo_sim.program.shape import Shape
 from memo_sim.program.tensors import Fate, Skeletal, skeletal_tensors
 from memo_sim.program.visits import ROUNDING_BUFFERS
@@ -38,7 +39,8 @@ class Activations:
     @property
     def tensors(self) -> tuple[Skeletal, ...]:
         """The layer's skeletal tensors."""
-        return skeletal_tensors(self.decisions.model, self.shape, self.decisions.dtype)
+        keys = score_keys(self.decisions, self.shape)
+        return skeletal_tensors(self.decisions.model, self.shape, self.decisions.dtype, score_keys=keys)
 
     @property
     def rounding(self) -> bool:

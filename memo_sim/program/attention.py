@@ -3,6 +3,8 @@
 cp 1           one causal square over all tokens
 ring           keys and values pass from rank to rank (``ring.py``)
 all_gather     every rank gathers all of them (``gathered_attention.py``)
+
+Without a flash kernel the scores are written out (``plain_attention.py``).
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from memo_sim.contract.plan import Decisions
-from memo_sim.program import gathered_attention, ring
+from memo_sim.program import gathered_attention, plain_attention, ring
 from memo_sim.program.attention_part import attention_work, workspace
 from memo_sim.program.builder import TemplateBuilder, reads, writes
 from memo_sim.program.instruction import Lane
@@ -28,7 +30,10 @@ class _Around(Protocol):
 
 
 def forward(builder: TemplateBuilder, decisions: Decisions, shape: Shape) -> None:
-    """Write attention forward: reads slot ``qkv``, writes ``attn`` and ``lse``."""
+    """Write attention forward: reads slot ``qkv``, writes ``attn`` and ``lse`` (plain: scores instead)."""
+    if decisions.kernels.attention == plain_attention.PLAIN:
+        plain_attention.forward(builder, decisions, shape)
+        return
     tokens, around = shape.tokens, _around(decisions)
     work = attention_work(decisions, shape, tokens, tokens, "causal", backward=False)
     scratch = workspace(builder, decisions, work, "attn.scratch")
@@ -49,7 +54,10 @@ def forward(builder: TemplateBuilder, decisions: Decisions, shape: Shape) -> Non
 
 
 def backward(builder: TemplateBuilder, decisions: Decisions, shape: Shape) -> None:
-    """Write attention backward: reads ``qkv``, ``attn``, ``lse``, ``d_attn``; writes ``d_qkv``."""
+    """Write attention backward: reads ``qkv``, ``attn``, ``lse`` (plain: scores), ``d_attn``; writes ``d_qkv``."""
+    if decisions.kernels.attention == plain_attention.PLAIN:
+        plain_attention.backward(builder, decisions, shape)
+        return
     tokens, around = shape.tokens, _around(decisions)
     work = attention_work(decisions, shape, tokens, tokens, "causal", backward=True)
     scratch = workspace(builder, decisions, work, "attn.bwd.scratch")

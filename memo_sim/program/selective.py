@@ -16,7 +16,8 @@ from memo_sim.program.shape import Shape
 
 def rebuilt(shape: Shape) -> frozenset[str]:
     """Return the skeletal tensors that are not kept; the output is the projection's input unless Ulysses sends it."""
-    return frozenset({"lse", "attn"} if shape.ulysses > 1 else {"lse"})
+    own = {"lse", "probs", "dropped", "kept"}
+    return frozenset(own | {"attn"} if shape.ulysses > 1 else own)
 
 
 def rebuild(builder: TemplateBuilder, decisions: Decisions, shape: Shape) -> None:

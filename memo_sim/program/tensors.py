@@ -5,7 +5,8 @@ norm2 1, first FFN product 4, activation 4; the log-sum-exp and the norms' stati
 tensor belongs to token i of the rank's shard.
 
 With Ulysses attention's own tensors (Q K V, output, log-sum-exp) hold the rank's heads of all tokens, in row blocks cut
-as the shard is; the projection's input, this rank's tokens of the output, is one more.
+as the shard is; the projection's input, this rank's tokens of the output, is one more. Attention without a flash kernel
+keeps scores instead of the log-sum-exp (``plain_attention.py``).
 """
 
 from __future__ import annotations
@@ -42,8 +43,11 @@ class Skeletal:
         return self.tokens * self.features * DTYPE_BYTES[self.dtype]
 
 
-def skeletal_tensors(model: Model, shape: Shape, dtype: str) -> tuple[Skeletal, ...]:
-    """Return the skeletal tensors of one layer in the order forward writes them."""
+def skeletal_tensors(model: Model, shape: Shape, dtype: str, *, score_keys: int = 0) -> tuple[Skeletal, ...]:
+    """Return the skeletal tensors of one layer in the order forward writes them.
+
+    ``score_keys``: the keys whose scores attention keeps for each query, 0 with a flash kernel.
+    """
     stats = 2 if model.family == "gpt" else 1
     up = 2 * shape.ffn if model.gated else shape.ffn
 
@@ -59,7 +63,10 @@ def skeletal_tensors(model: Model, shape: Shape, dtype: str) -> tuple[Skeletal, 
     inside = shape.attention
     home = (local("attn_home", shape.q_width),) if shape.ulysses > 1 else ()
     raw = (local("qk_raw", shape.q_width + shape.kv_width),) if model.qk_norm else ()
-    lse = Skeletal("lse", inside.tokens, inside.heads, "fp32", Fate.WHOLE, statistics=True)
+    kept = (Skeletal("lse", inside.tokens, inside.heads, "fp32", Fate.WHOLE, statistics=True),)
+    if score_keys:
+        scores = (("probs", dtype), ("dropped", dtype), ("kept", "uint8"))
+        kept = tuple(Skeletal(n, inside.tokens, inside.heads * score_keys, t, Fate.WHOLE) for n, t in scores)
     return (
         sharded("x", shape.hidden, Fate.WHOLE),
         sharded("norm1", shape.hidden),
@@ -67,7 +74,7 @@ def skeletal_tensors(model: Model, shape: Shape, dtype: str) -> tuple[Skeletal, 
         *raw,
         Skeletal("qkv", inside.tokens, inside.qkv_width, dtype, Fate.BY_TOKEN),
         Skeletal("attn", inside.tokens, inside.q_width, dtype, Fate.WHOLE),
-        lse,
+        *kept,
         *home,
         sharded("resid", shape.hidden),
         sharded("norm2", shape.hidden),

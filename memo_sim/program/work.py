@@ -32,6 +32,28 @@ class Gemm:
 
 
 @dataclass(frozen=True, slots=True)
+class BatchedGemm:
+    """``batch`` products ``(m x k) @ (k x n)`` in one kernel: 2*batch*m*n*k FLOPs."""
+
+    batch: int
+    m: int
+    n: int
+    k: int
+    gemm_pass: GemmPass
+    dtype: DtypeName
+
+    @property
+    def flops(self) -> float:
+        """Floating-point operations."""
+        return 2.0 * self.batch * self.m * self.n * self.k
+
+    @property
+    def elements(self) -> int:
+        """Elements read and written."""
+        return self.batch * (self.m * self.k + self.k * self.n + self.m * self.n)
+
+
+@dataclass(frozen=True, slots=True)
 class Attention:
     """Queries against keys, ``batch`` sequences; mask causal = square (q_tokens == k_tokens), lower triangle counted.
 
@@ -106,4 +128,4 @@ class HostUpdate:
     moved_bytes: int
 
 
-Work = Gemm | Attention | Rowwise | Copy | Collective | Exchange | HostUpdate
+Work = Gemm | BatchedGemm | Attention | Rowwise | Copy | Collective | Exchange | HostUpdate

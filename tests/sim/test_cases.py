@@ -139,20 +139,20 @@ def test_rows_that_cannot_be_evaluated_say_why_and_are_kept(tmp_path: Path) -> N
     changes = [
         {"system": "calculon"},
         {"pp": "2"},
-        {"attention": "plain"},
+        {"attention": "plain"},  # with a ring, whose parts only a log-sum-exp can merge
         {"cluster": "z9-1x8"},
         {"model": "gpt-8b"},
         {"model": "gpt", "layers": "4"},
         {"tp": "16"},
         {"seq_tokens": "65537"},
-        {"precision": "fp16"},
+        {"precision": "fp16", "cluster": "h100-1x8"},
         {"overlap": "yes"},
     ]
     path = case_file(tmp_path, *({**ROW, **c} for c in changes))
     report = validate(load_cases(str(path)))
     assert [c.predicted.status for c in report.cases] == ["invalid"] * len(changes)
     assert all(c.predicted.reason and c.predicted.mfu is None for c in report.cases)
-    assert "fp16 is not the precision" in report.cases[-2].predicted.reason
+    assert "no attention kernel for this dtype" in report.cases[-2].predicted.reason
     assert "collectives of tp4+sp cp2 dp1 zero1 do not overlap" in report.cases[-1].predicted.reason
 
 
