@@ -72,11 +72,13 @@ class OffloadActivations:
         device: torch.device | str | None = None,
         debug: bool = False,
     ) -> None:
-        _refuse("max_fwd_stash_size", max_fwd_stash_size, "at least 1", max_fwd_stash_size >= 1)
-        _refuse("max_bwd_stash_size", max_bwd_stash_size, "at least 0", max_bwd_stash_size >= 0)
-        _refuse("min_offload_size", min_offload_size, "at least 0 bytes", min_offload_size >= 0)
-        _refuse("fraction", fraction, "between 0 and 1", 0 <= fraction <= 1)
-        _refuse("host_bytes", host_bytes, "at least 0 bytes, or None", host_bytes is None or host_bytes >= 0)
+        _count("max_fwd_stash_size", max_fwd_stash_size, least=1)
+        _count("max_bwd_stash_size", max_bwd_stash_size)
+        _count("min_offload_size", min_offload_size)
+        if not isinstance(fraction, int | float) or not 0 <= fraction <= 1:
+            raise _refused("fraction", fraction, "a number between 0 and 1")
+        if host_bytes is not None:
+            _count("host_bytes", host_bytes)
         device = _device(device)
         self.statistics = OffloadStatistics()
         host = HostMemory(host_bytes, pinned=use_pin_memory and device.type == "cuda")
@@ -211,6 +213,10 @@ def _device(device: torch.device | str | None) -> torch.device:
     return found
 
 
-def _refuse(name: str, got: object, wanted: str, fits: bool) -> None:
-    if not fits:
-        raise UsageError("offload_activations cannot use this argument", where=name, got=got, wanted=wanted)
+def _count(name: str, got: object, *, least: int = 0) -> None:
+    if not isinstance(got, int) or got < least:
+        raise _refused(name, got, f"a whole number, at least {least}")
+
+
+def _refused(name: str, got: object, wanted: str) -> UsageError:
+    return UsageError("offload_activations cannot use this argument", where=name, got=got, wanted=wanted)

@@ -370,7 +370,9 @@ def test_backward_on_many_threads() -> None:
         {"max_fwd_stash_size": 0},
         {"max_bwd_stash_size": -1},
         {"min_offload_size": -1},
+        {"max_fwd_stash_size": 2.5},
         {"fraction": 1.5},
+        {"fraction": "half"},
         {"host_bytes": -1},
     ],
 )
