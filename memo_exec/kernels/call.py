@@ -6,6 +6,7 @@ of parameter blocks are flat, too; the kernel gives them the parameter's shape.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from math import prod
 
@@ -17,6 +18,7 @@ from memo_sim.contract.model import Model
 from memo_sim.contract.plan import Decisions
 from memo_sim.program.instruction import Instruction, Lane
 from memo_sim.program.kernel_table import PIECE_BYTES
+from memo_sim.program.token_order import clipped, row_blocks, token_runs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,12 +44,21 @@ class Context:
     decisions: Decisions
     device: torch.device
     scalars: StepScalars = field(default_factory=StepScalars)
+    rank: int = 0
+    """Of the layout's ranks: it decides which tokens the rows are."""
 
     def __post_init__(self) -> None:
         """Make the constants, so that no kernel does."""
         self._cells = {host: torch.zeros(4, device="cpu" if host else self.device) for host in (False, True)}
         self.inverse_frequencies = inverse_frequencies(self.model).to(self.device)
         """Rotary frequencies, fp32, half a head long."""
+        self.runs = token_runs(self.decisions, self.rank)
+        self.row_blocks = row_blocks(self.decisions)
+
+    def positions(self, first: int, rows: int) -> Iterator[tuple[slice, int]]:
+        """Yield (rows, position of the first) for the runs of rows [first, first + rows), counted from ``first``."""
+        for run in clipped(self.runs, first, rows):
+            yield slice(run.row - first, run.row - first + run.tokens), run.token % self.decisions.seq_tokens
 
     @property
     def model(self) -> Model:

@@ -40,11 +40,5 @@ def embed_backward(call: Call) -> None:
 
 def _sequences(call: Call, first: int, count: int) -> Iterator[tuple[slice, slice]]:
     """Yield (rows, positions) of each run of ``count`` tokens from ``first`` on that lies in one sequence."""
-    length = call.context.decisions.seq_tokens
-    token, end = call.first("ids") + first, call.first("ids") + first + count
-    while token < end:
-        place = token % length
-        run = min(length - place, end - token)
-        row = token - call.first("ids") - first
-        yield slice(row, row + run), slice(place, place + run)
-        token += run
+    for rows, place in call.context.positions(call.first("ids") + first, count):
+        yield rows, slice(place, place + rows.stop - rows.start)

@@ -2,8 +2,8 @@
 
     first' = first * cos - second * sin        second' = second * cos + first * sin
 
-Rows know their position from the operand's first token modulo the sequence length; cosines and sines are made for one
-row block at a time (a table for 1M tokens would take 512 MiB) in fp32, then rounded to the dtype.
+Rows know their position from the operand's first row and the rank's order of tokens; cosines and sines are made for
+one row block at a time (a table for 1M tokens would take 512 MiB) in fp32, then rounded to the dtype.
 """
 
 from __future__ import annotations
@@ -39,10 +39,9 @@ class Tables:
 
     def of(self, first: int, rows: int) -> tuple[Tensor, Tensor]:
         """Return cosines and sines, (rows, half a head) in the packed tensor's dtype, from row ``first`` on."""
-        period, positions, (cosines, sines) = self._call.context.decisions.seq_tokens, self._positions, self._wide
-        start = (self._first + first) % period
-        torch.arange(start, start + rows, out=positions[:rows])
-        positions[:rows].remainder_(period)
+        positions, (cosines, sines) = self._positions, self._wide
+        for run, place in self._call.context.positions(self._first + first, rows):
+            torch.arange(place, place + run.stop - run.start, out=positions[run])
         torch.outer(positions[:rows], self._call.context.inverse_frequencies, out=sines[:rows])
         torch.cos(sines[:rows], out=cosines[:rows])
         sines[:rows].sin_()

@@ -1,0 +1,83 @@
+"""Which token of the micro-batch lies at which row of a rank: what positions, inputs and labels follow.
+
+A micro-batch's tokens count sequence by sequence. Context parallelism gives rank r chunks r and 2 x cp - 1 - r of every
+sequence (``ring.py``), its rows are one sequence after the other. Ulysses divides those rows, row block by row block,
+so that attention finds them in order whichever block was exchanged (``ulysses.py``). With cp 2, ulysses 2, 16 tokens,
+and row blocks that end at row 2 of 4:
+
+    cp rank 0      0  1  2  3 | 12 13 14 15
+    ulysses 0      0  1 | 12 13        its first row block, then its second
+    ulysses 1      2  3 | 14 15
+
+Tensor-parallel ranks share the rows of their group; a gathered row block has them in this order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from memo_sim.contract.plan import Decisions
+from memo_sim.program.activations import Activations
+from memo_sim.program.ranks import coordinate
+from memo_sim.program.shape import shape_of
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Rows [row, row + tokens) that hold tokens [token, token + tokens) of the micro-batch, of one sequence."""
+
+    row: int
+    token: int
+    tokens: int
+
+
+def row_blocks(decisions: Decisions) -> list[tuple[int, int]]:
+    """Return (first row, rows) of the blocks in which a rank's rows are exchanged or gathered.
+
+    Raises:
+        Infeasible: as ``shape_of``.
+    """
+    return Activations(decisions, shape_of(decisions), 1).row_blocks
+
+
+def pieces(blocks: Iterable[tuple[int, int]], first: int, rows: int) -> Iterator[tuple[int, int]]:
+    """Yield (first row, rows) of what the row blocks have of rows [first, first + rows)."""
+    for start, length in blocks:
+        low, high = max(start, first), min(start + length, first + rows)
+        if low < high:
+            yield low, high - low
+
+
+def token_runs(decisions: Decisions, rank: int = 0) -> tuple[Run, ...]:
+    """Return the runs of a rank's rows, in order of rows; their rows are ``decisions.local_tokens``."""
+    layout = decisions.layout
+    whole = _cp_runs(decisions, coordinate("cp", layout, rank))
+    if layout.ulysses == 1:
+        return tuple(whole)
+    mine = coordinate("ulysses", layout, rank)
+    starts = [(first, layout.ulysses * first + mine * rows, rows) for first, rows in row_blocks(decisions)]
+    return tuple(
+        Run(first + run.row - start, run.token, run.tokens)
+        for first, start, rows in starts
+        for run in clipped(whole, start, rows)
+    )
+
+
+def clipped(runs: Iterable[Run], first: int, rows: int) -> Iterator[Run]:
+    """Yield what ``runs`` have of rows [first, first + rows)."""
+    for run in runs:
+        low, high = max(run.row, first), min(run.row + run.tokens, first + rows)
+        if low < high:
+            yield Run(low, run.token + low - run.row, high - low)
+
+
+def _cp_runs(decisions: Decisions, rank: int) -> list[Run]:
+    cp, length = decisions.layout.cp, decisions.seq_tokens
+    starts = range(0, decisions.micro_batch * length, length)
+    if cp == 1:
+        return [Run(start, start, length) for start in starts]
+    chunk = length // (2 * cp)
+    places = (rank * chunk, (2 * cp - 1 - rank) * chunk)
+    tokens = [start + place for start in starts for place in places]
+    return [Run(i * chunk, token, chunk) for i, token in enumerate(tokens)]
