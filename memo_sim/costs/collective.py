@@ -41,6 +41,9 @@ ALIKE: dict[CollectiveKind, tuple[CollectiveKind, ...]] = {
 }
 """Whose table serves a kind that the profile has not measured: a ring's bus rate does not depend on what it carries."""
 
+LARGE_BYTES = 2**30
+"""A tensor whose collective runs at the link's full rate."""
+
 CURVE_NODES = 2
 """Nodes that the network's efficiency by size was measured on."""
 
@@ -76,6 +79,22 @@ class CollectiveTimes:
         """Return how long one hop of a ring takes: the slowest of its ranks sets the pace."""
         placement = place(work.group, work.ranks, self._layout, self._devices_per_node)
         return self._time("send_recv", work.bytes, placement, outside)
+
+    @property
+    def replica_link_share(self) -> float:
+        """Fraction of a device's link inside its node that a large collective over the replicas takes while it runs.
+
+        All of it inside a node; across nodes what the cards let through; none where a node has one rank of the group.
+        """
+        layout = self._layout
+        placement = place("grads", layout.replicas, layout, self._devices_per_node)
+        if placement.per_node < 2 or not self._tables:
+            return 0.0
+        if placement.nodes == 1:
+            return 1.0
+        cards = self._net.nics_per_node / placement.together
+        bus = self._inside("reduce_scatter", LARGE_BYTES, placement.per_node)[1]
+        return min(1.0, self._net.nic_bytes_per_s.value * cards / bus)
 
     def _time(self, kind: CollectiveKind, size_bytes: int, placement: Placement, outside: set[str]) -> float:
         if placement.ranks < 2 or size_bytes <= 0:

@@ -8,7 +8,9 @@ all local devices copy this way. A device's copy gets the least of
     the host's memory  ``host_copy_bytes_per_s`` over everything that all local devices move, both ways
 
 Compute runs slower by ``compute_slowdown`` beside copies, collectives and exchanges (the factors multiply: they take
-different resources). Multipliers are rates relative to the lane's instruction alone, in (0, 1].
+different resources; the two lanes of collectives take the same one). A collective over the replicas beside one of a
+layer, or beside a ring's exchange, shares the link inside the node: of ``1 + replica_link_share`` that they ask for,
+each gets its part. Multipliers are rates relative to the lane's instruction alone, in (0, 1].
 """
 
 from __future__ import annotations
@@ -18,13 +20,27 @@ from memo_sim.contract.hardware import Hardware
 from memo_sim.program.instruction import Lane
 
 COPY = (1 << Lane.D2H) | (1 << Lane.H2D)
+COLLECTIVE = (1 << Lane.COLLECTIVE) | (1 << Lane.REPLICA)
+LAYERS = (Lane.COLLECTIVE, Lane.P2P)
+"""Lanes of what layers exchange over the link that the replicas' collectives may use."""
 
 
 class NodeRates:
     """Rate multipliers of a rank's lanes, given which of them are busy."""
 
-    def __init__(self, hardware: Hardware, cluster: Cluster, local_devices: int | None = None) -> None:
-        """``local_devices``: devices of one node that take part; all of them unless given."""
+    def __init__(
+        self,
+        hardware: Hardware,
+        cluster: Cluster,
+        local_devices: int | None = None,
+        *,
+        replica_link_share: float = 0.0,
+    ) -> None:
+        """``local_devices``: devices of one node that take part; all of them unless given.
+
+        ``replica_link_share``: what a collective over the replicas takes of a device's link inside the node, in [0, 1].
+        """
+        self._shared_link = 1.0 / (1.0 + replica_link_share)
         self._hardware = hardware
         self.local_devices = local_devices or cluster.devices_per_node
         self._known: dict[int, tuple[float, ...]] = {}
@@ -40,6 +56,10 @@ class NodeRates:
         slowed = [1.0] * len(Lane)
         if busy & (1 << Lane.COMPUTE):
             slowed[Lane.COMPUTE] = self._compute(busy)
+        if busy & (1 << Lane.REPLICA):
+            for lane in LAYERS:
+                if busy & (1 << lane):
+                    slowed[lane] = slowed[Lane.REPLICA] = self._shared_link
         d2h, h2d = bool(busy & (1 << Lane.D2H)), bool(busy & (1 << Lane.H2D))
         down = self._link(Lane.D2H, both=h2d) if d2h else 0.0
         up = self._link(Lane.H2D, both=d2h) if h2d else 0.0
@@ -57,7 +77,7 @@ class NodeRates:
     def _compute(self, busy: int) -> float:
         slowdown = self._hardware.compute_slowdown
         factor = 1.0
-        for name, lanes in (("copy", COPY), ("collective", 1 << Lane.COLLECTIVE), ("p2p", 1 << Lane.P2P)):
+        for name, lanes in (("copy", COPY), ("collective", COLLECTIVE), ("p2p", 1 << Lane.P2P)):
             if busy & lanes and name in slowdown:
                 factor *= slowdown[name].value
         return 1.0 / factor

@@ -70,6 +70,11 @@ class Pricer:
         self._host_bytes_per_s = hardware.host_copy_bytes_per_s.value / min(cluster.devices_per_node, layout.devices)
         self._known: dict[Work, float] = {}
 
+    @property
+    def replica_link_share(self) -> float:
+        """Fraction of a device's link inside its node that a collective over the replicas takes (``NodeRates``)."""
+        return self._collectives.replica_link_share
+
     def seconds(self, work: Work) -> float:
         """Return how long ``work`` takes when nothing else runs.
 

@@ -75,13 +75,15 @@ def simulate(
     played = min(decisions.micro_batches, micro_batches_played or PLAYED)
     (program,) = lower(decisions, micro_batches=played)
     local_devices = min(cluster.devices_per_node, layout.devices)
+    prices = Pricer(hardware, cluster, layout, rowwise=decisions.kernels.rowwise)
+    shared = 0.0 if decisions.overlap == "none" else prices.replica_link_share
     return Simulation(
         decisions=decisions,
         hardware=hardware,
         cluster=cluster,
         program=program,
-        pricer=pricer or Pricer(hardware, cluster, layout, rowwise=decisions.kernels.rowwise),
-        rates=rates or NodeRates(hardware, cluster, local_devices).rates,
+        pricer=pricer or prices,
+        rates=rates or NodeRates(hardware, cluster, local_devices, replica_link_share=shared).rates,
     )
 
 

@@ -23,6 +23,8 @@ class Lane(IntEnum):
     COLLECTIVE = 3
     P2P = 4
     HOST = 5
+    REPLICA = 6
+    """Collectives over the ranks that hold the same parameters, where they run beside a layer's own."""
 
     @property
     def label(self) -> str:

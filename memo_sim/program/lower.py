@@ -82,7 +82,7 @@ class _Lowering:
     def program(self) -> Program:
         self._layer_templates()
         for optimizer in self.optimizers.values():
-            for template in (optimizer.zero, optimizer.reduce, optimizer.norm, optimizer.update):
+            for template in (optimizer.zero, optimizer.gather, optimizer.reduce, optimizer.norm, optimizer.update):
                 if template != optimizer.reduce or not self.sharding.grads:
                     self._add(template(self.families))
         for made in self.sharding.templates(self.families):
@@ -188,6 +188,9 @@ class _Lowering:
 
     def _step(self) -> None:
         for kind, place, layer in self._blocks():
+            if f"{kind}.gather" in self.numbers and not self.sharding.params:
+                self._place(f"{kind}.gather", place, 0, layer)
+        for kind, place, layer in self._blocks():
             self._place(f"{kind}.zero", place, 0, layer)
         visits = step_visits(self.decisions.model.layers, self.micro_batches)
         self.around = self.sharding.around(visits)
@@ -202,7 +205,7 @@ class _Lowering:
                     "layer.prefetch", f"m{wanted.micro_batch}/s0/l{wanted.layer}", wanted.micro_batch, wanted.layer
                 )
         for kind, place, layer in reversed(self._blocks()):  # in the order in which gradients are complete
-            if f"{kind}.reduce" in self.numbers:
+            if f"{kind}.reduce" in self.numbers and not self.sharding.reduced_early:
                 self._place(f"{kind}.reduce", place, 0, layer)
         for kind, place, layer in self._blocks():
             self._place(f"{kind}.norm", place, 0, layer)

@@ -3,6 +3,7 @@
 Each block (embed, every layer, head) is played by itself. ``zero`` 1 divides the optimizer's states over the ranks
 that hold the same parameters (cp x ulysses x dp): gradients are reduce-scattered, parameters gathered; ``zero`` 0
 all-reduces, 2 keeps this rank's share of the gradients alone, 3 of the parameters too (``sharding.py``).
+``overlap`` moves both beside compute, on a lane of their own (``sharding.py`` says where they are played).
 States ``bf16`` keeps both moments in bf16; ``host`` keeps master and moments in host memory, updates them on the
 host's cores, and copies gradients down and parameters up. Where clipping applies the update scales gradients in place.
 """
@@ -56,6 +57,16 @@ class Optimizer:
     def shared(self, name: Literal["params", "grads"]) -> bool:
         """Whether a rank holds its share of the block's parameters or gradients alone."""
         return self.shards > 1 and self.decisions.layout.zero >= {"grads": 2, "params": 3}[name]
+
+    @property
+    def reduced_early(self) -> bool:
+        """Whether whole gradients are summed over replicas behind the block's last backward."""
+        return self.decisions.overlap != "none" and self.replicas > 1 and not self.shared("grads")
+
+    @property
+    def gathered_late(self) -> bool:
+        """Whether whole parameters are gathered at the start of the following step."""
+        return self.decisions.overlap == "both" and self.shards > 1 and not self.shared("params")
 
     def runs(self) -> list[tuple[str, int, int]]:
         """Return (name, first element of the block, elements of this rank's share) for decayed and other parameters."""
@@ -113,7 +124,8 @@ class Optimizer:
             kind: Literal["reduce_scatter", "all_reduce"] = "reduce_scatter" if self.shards > 1 else "all_reduce"
             work = Collective(kind, 4 * self.block.elements, self.replicas, "grads")
             whole = accumulates(builder.all("grads"))
-            builder.emit("grads", f"grads.{kind}", Lane.COLLECTIVE, work, tensor=whole)
+            lane = Lane.REPLICA if self.reduced_early else Lane.COLLECTIVE
+            builder.emit("grads", f"grads.{kind}", lane, work, tensor=whole)
         return builder.build() if partial or self.replicas > 1 else None
 
     def norm(self, families: Families) -> Template:
@@ -146,13 +158,23 @@ class Optimizer:
             else:
                 self._device_update(builder, name, first, offset, length)
             offset += length
-        if self.shards > 1 and not self.shared("params"):
-            size = self.block.elements * DTYPE_BYTES[self.decisions.dtype]
-            work = Collective("all_gather", size, self.replicas, "grads")
-            builder.emit(
-                "gather", "params.all_gather", Lane.COLLECTIVE, work, tensor=accumulates(builder.all("params"))
-            )
+        if self.shards > 1 and not self.shared("params") and not self.gathered_late:
+            self._gather(builder, Lane.COLLECTIVE)
         return builder.build()
+
+    def gather(self, families: Families) -> Template | None:
+        """Return the gathering of what the step before has updated; None where that step did it."""
+        if not self.gathered_late:
+            return None
+        builder = TemplateBuilder(f"{self.kind}.gather", "gather")
+        builder.bind(families[f"params.{self.kind}"], slot="params")
+        self._gather(builder, Lane.REPLICA)
+        return builder.build()
+
+    def _gather(self, builder: TemplateBuilder, lane: Lane) -> None:
+        size = self.block.elements * DTYPE_BYTES[self.decisions.dtype]
+        work = Collective("all_gather", size, self.replicas, "grads")
+        builder.emit("gather", "params.all_gather", lane, work, tensor=accumulates(builder.all("params")))
 
     def _held(self, name: Literal["params", "grads"], first: int, offset: int, length: int) -> Rows:
         """Return a run's share: at ``first`` of the whole block, at ``offset`` where a rank holds shares alone."""

@@ -14,6 +14,13 @@ ahead over the end of a micro-batch: the first layer's parameters are waited for
       collective  [gather l2][gather l1]   [scatter l2][gather l0]     [scatter l1]
       compute                [backward l2 .....       ][backward l1 .........     ][add l2][backward l0 ...
 
+With ZeRO 0 and 1 a rank has whole gradients all along, and ``overlap`` sums each block's over the replicas behind its
+last backward of the step, on a lane of its own: it shares links with the layers' collectives (``costs/contention.py``),
+but they do not wait for it.
+
+      replica                                 [reduce l2 .......][reduce l1 .......]
+      compute  m1 [backward l2 .....][backward l1 .....][backward l0 .....]
+
 The collective lane is one queue in program order: what a layer itself exchanges (tensor parallelism, Ulysses) waits for
 the gathering and the scattering that were asked for before.
 """
@@ -72,6 +79,7 @@ class Sharding:
         self.layers = decisions.model.layers
         self.grads = optimizers["layer"].shared("grads")
         self.params = optimizers["layer"].shared("params")
+        self.reduced_early = optimizers["layer"].reduced_early
         self.embed_uses = 2 if decisions.model.tied_embeddings else 1
 
     def families(self) -> list[Family]:
@@ -194,8 +202,15 @@ class Sharding:
                 waiting = _placed(use, use.grads, "add")
             if not following:
                 after, waiting = after + waiting, []
-            found[use.place, use.backward] = (before, after)
+            found[use.place, use.backward] = (before, after + self._reduced(use))
         return found
+
+    def _reduced(self, use: Use) -> list[Placed]:
+        """Return what sums over replicas the gradients that are complete with ``use``."""
+        if not self.reduced_early or use.micro_batch < self.micro_batches - 1:
+            return []
+        complete = [kind for kind in use.grads if kind != "embed" or use.layer < 0]
+        return [Placed(f"{kind}.reduce", f"step/{use.place.rpartition('/')[2]}", 0, use.layer) for kind in complete]
 
 
 def _gathered(use: Use) -> list[Placed]:

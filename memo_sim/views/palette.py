@@ -25,6 +25,7 @@ WAITS = {
     "d2h": "#1b6f94",
     "h2d": "#b03060",
     "collective": "#8c4a00",
+    "replica": "#b8860b",
     "p2p": "#5a3b8c",
     "host": "#556b2f",
 }
