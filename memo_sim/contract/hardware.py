@@ -131,6 +131,8 @@ class Hardware(
     has not measured one."""
     launch_floor_s: Quantity
     """Least time of one kernel when the stream runs ahead."""
+    host_launch_s: Quantity | None = None
+    """Seconds an eager framework's host (Python, autograd) takes a kernel; nothing when the profile does not know."""
     d2h: CopyRates
     h2d: CopyRates
     devices_per_uplink: Quantity

@@ -18,6 +18,7 @@ from memo_sim.contract.hardware import Hardware
 from memo_sim.contract.plan import Decisions, MovedBytes, Prediction, Stall
 from memo_sim.contract.trace import Spans, Trace, Wait
 from memo_sim.costs.pricing import NodeRates, Pricer
+from memo_sim.engine.launches import launch_waits
 from memo_sim.engine.memory import Memory, memory_of
 from memo_sim.engine.playback import Floats, Playback
 from memo_sim.engine.player import Rates, play
@@ -33,6 +34,9 @@ RECOMPUTE_PHASE = "rec/"
 
 ALLOCATOR = "allocator"
 """What a kernel waits for when PyTorch's caching allocator calls the device."""
+
+HOST = "launch"
+"""What a kernel waits for when an eager framework's host has not launched it yet."""
 
 MOST_SPANS = 200_000
 """Spans that a trace of a whole step may have; some 40 MB."""
@@ -128,11 +132,18 @@ class Simulation:
         return self._per_instruction(lambda i: self._pricer.seconds(i.work))
 
     @cached_property
+    def waits_outside(self) -> dict[str, Floats]:
+        """Seconds that every played instruction waits for what is no lane: the allocator, the host that launches it."""
+        caching = self.memory.caching
+        none = np.zeros(len(self.seconds))
+        launches = launch_waits(self.program, self.columns, self.seconds, self.decisions, self.hardware)
+        return {ALLOCATOR: none if caching is None else caching.stall_s, HOST: launches}
+
+    @cached_property
     def playback(self) -> Playback:
         """The spans as played (of a plan that does not fit: as if it did)."""
         edges = derive_edges(self.columns)
-        caching = self.memory.caching
-        seconds = self.seconds if caching is None else self.seconds + caching.stall_s
+        seconds = self.seconds + self.waits_outside[ALLOCATOR] + self.waits_outside[HOST]
         return play(self.columns, edges, seconds, self._rates, name=self.memory.program_id)
 
     @property
@@ -336,16 +347,16 @@ class Simulation:
             )
             for k in np.flatnonzero(count).tolist()
         ]
-        return sorted(found + self._allocator_stalls(), key=lambda stall: -stall.seconds)
+        return sorted(found + self._stalls_outside(), key=lambda stall: -stall.seconds)
 
-    def _allocator_stalls(self) -> list[Stall]:
-        """Return the kernels of the whole step that stand still while the allocator asks the device."""
-        caching = self.memory.caching
-        if caching is None or not caching.stall_s.any():
-            return []
-        seconds = float(np.sum(caching.stall_s * self._weights))
-        count = int(np.sum((caching.stall_s > 0) * self._weights))
-        return [Stall(lane=Lane.COMPUTE.label, waits_for=ALLOCATOR, seconds=seconds, count=count)]
+    def _stalls_outside(self) -> list[Stall]:
+        """Return the kernels of the whole step that stand still for the allocator, and for the host's launches."""
+        found = []
+        for name, waits in self.waits_outside.items():
+            if waits.any():
+                seconds, count = np.sum(waits * self._weights), np.sum((waits > 0) * self._weights)
+                found.append(Stall(lane=Lane.COMPUTE.label, waits_for=name, seconds=float(seconds), count=int(count)))
+        return found
 
     def _per_instruction(self, value: Callable[[Instruction], float]) -> Floats:
         """Return a value of each played instruction, asked once for each instruction of a template."""
