@@ -72,7 +72,15 @@ class Layer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the layer's output."""
-        x = x + self.proj(self._attention(self.norm1(x)))
+        return self.mlp(self.attend(x))
+
+    def attend(self, x: Tensor) -> Tensor:
+        """Return the layer's input plus attention."""
+        out: Tensor = x + self.proj(self._attention(self.norm1(x)))
+        return out
+
+    def mlp(self, x: Tensor) -> Tensor:
+        """Return ``x`` plus the MLP, token by token."""
         up = self.ffn_up(self.norm2(x))
         if self.model.gated:
             gate, up = up.chunk(2, dim=-1)

@@ -20,6 +20,7 @@ from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from benchmarks.gpu.model import PlainModel
+from benchmarks.gpu.tiled import tiled_layer
 from memo_exec.offload import OffloadActivations
 
 RunLayers = Callable[[PlainModel, Tensor], Tensor]
@@ -74,6 +75,14 @@ def checkpointed_on_cpu(model: PlainModel, x: Tensor) -> Tensor:
     for layer in model.layers:
         with save_on_cpu(pin_memory=True):
             x = checkpoint(layer, x, use_reentrant=False, preserve_rng_state=False)
+    return x
+
+
+def sequence_tiled(model: PlainModel, x: Tensor) -> Tensor:
+    """Every layer's input goes to pinned memory, and the MLP runs in tiles of the sequence, in backward once more."""
+    for layer in model.layers:
+        with save_on_cpu(pin_memory=True):
+            x = checkpoint(tiled_layer, layer, x, use_reentrant=False, preserve_rng_state=False)
     return x
 
 
@@ -150,6 +159,10 @@ RIVALS = {
     "checkpoint, input offloaded": Rival(
         "save_on_cpu(pin_memory) around checkpoint: transformers' gradient checkpointing with offload, on our model",
         checkpointed_on_cpu,
+    ),
+    "sequence tiling": Rival(
+        "checkpoint with offload, MLP and loss in tiles of the sequence, as ALST (DeepSpeed, Arctic) has them",
+        sequence_tiled,
     ),
     "checkpoint, attention kept": Rival("selective checkpoint that saves attention", attention_kept),
     "save_on_cpu": Rival("torch.autograd.graph.save_on_cpu(pin_memory)", saved_on_cpu),
