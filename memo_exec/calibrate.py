@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
@@ -23,7 +23,6 @@ from functools import partial
 import msgspec
 import torch
 
-from memo_exec.attention_kernels import attention_kernels
 from memo_exec.machine import Machine, library_versions, this_machine, versions
 from memo_exec.probes import clocks, collectives, copy_rates, memory, overlap
 from memo_exec.probes import grid as grids
@@ -35,9 +34,9 @@ from memo_exec.probes.profile import COLLECTIVES, COPIES, Found, Shared, profile
 from memo_exec.probes.ranks import Ranks, joined
 from memo_exec.probes.tables import Timed, point_of
 from memo_exec.probes.timing import Effort, Sample, of_passes
-from memo_sim.contract.errors import CannotRun
+from memo_exec.probes.usable import Usable, usable
 from memo_sim.contract.hardware import Hardware
-from memo_sim.contract.plan import Decisions
+from memo_sim.contract.plan import Decisions, RowwiseKernel
 from memo_sim.program.instruction import Lane
 from memo_sim.program.work import Rowwise
 
@@ -70,10 +69,8 @@ def calibrate(
         machine = this_machine()
         grid = grid or (grids.CPU if machine.device == "cpu" else grids.CUDA)
         deadline += grid.budget_s if budget_s is None else budget_s
-        kernels = [kernel for kernel, why_not in attention_kernels(machine).items() if not why_not]
-        if not kernels:
-            raise CannotRun("no attention kernel works on this device", got=machine.name)
-        middle = grids.middle(grid, kernels[0])
+        kernels = usable(machine, grid)
+        middle = grids.middle(grid, kernels.attention[0])
         together = _together(ranks, middle, grid) if ranks.world > 1 else None
     if not ranks.first:
         return None
@@ -87,6 +84,7 @@ def calibrate(
         **versions(),
         **library_versions(),
         **measured.notes,
+        **{f"not measured: {name}": fault for name, fault in kernels.left_out.items()},
         "device": machine.name,
         "compute_threads": str(machine.compute_threads),
         "ranks": str(ranks.world),
@@ -117,26 +115,27 @@ class _Measured:
     notes: dict[str, str]
 
 
-def _measure(machine: Machine, grid: Grid, kernels: list[str], deadline: float, progress: Progress) -> _Measured:
+def _measure(machine: Machine, grid: Grid, kernels: Usable, deadline: float, progress: Progress) -> _Measured:
     """Measure one device alone."""
     device = torch.device(machine.device)
     before = machine.device_memory_bytes - machine.device_free_bytes
-    base = next(grids.decisions(grid, kernels[0]))
+    base = next(grids.decisions(grid, kernels.attention[0]))
     dispatch = memory.dispatch(base, device)
     added_s = dispatch.seconds if machine.device == "cpu" else 0.0
     cache_bytes = memory.cache_bytes(device)
     with Lanes(device, base, cache_bytes) as lanes:
-        operators = _operators(grid, kernels)
+        operators = _operators(grid, kernels.attention, kernels.rowwise)
         timings = PASSES * len(operators)
         total = timings + 2 * len(grid.copy_bytes) + 6
         bench = Bench(device, cache_bytes)
         with clocks.watched(device) as clock_notes:
+            _compile(lanes, bench, operators)
             samples = _time_all(lanes, bench, operators, deadline, lambda n: progress(n, total))
         timed = [
-            Timed.of(operator.instruction.work, of_passes(found), added_s)
+            Timed.of(operator.instruction.work, of_passes(found), added_s, operator.rowwise)
             for operator, found in zip(operators, samples, strict=True)
         ]
-        layer = bench.chain(operators_of([grids.middle(grid, kernels[0])]))
+        layer = bench.chain(operators_of([grids.middle(grid, kernels.attention[0])]))
         copies = copy_rates.one_device(lanes, grid, layer, COPIES, lambda n: progress(timings + n, total))
         floor = lanes.inside(Lane.COMPUTE, partial(memory.launch_floor, device)) if device.type == "cuda" else dispatch
     reserve = {"in use when calibrated": before}
@@ -166,10 +165,14 @@ def _outside_torch(device: torch.device) -> int:
     return int(whole - free - torch.cuda.memory_reserved(device))
 
 
-def _operators(grid: Grid, kernels: list[str]) -> list[Operator]:
-    """Return everything to time: products and row-wise operators once, attention for every kernel."""
-    found = _thinned([o for o in operators_of(grids.decisions(grid, kernels[0])) if grid.wanted(o)])
-    for kernel in kernels:
+def _operators(grid: Grid, attention: list[str], rowwise: Sequence[RowwiseKernel] = ("torch",)) -> list[Operator]:
+    """Return everything to time: products once, row-wise operators and attention for every kernel."""
+    found: list[Operator] = []
+    for implementation in rowwise:
+        operators = operators_of(grids.decisions(grid, attention[0], implementation))
+        mine = [o for o in operators if implementation in (o.rowwise, "torch")]
+        found += _thinned([o for o in mine if grid.wanted(o)])
+    for kernel in attention:
         for head_dim in grid.head_dims:
             found += grids.attention_operators(grid, kernel, head_dim)
     return found
@@ -188,6 +191,13 @@ def _thinned(operators: list[Operator]) -> list[Operator]:
                 continue
         kept.append(operator)
     return kept
+
+
+def _compile(lanes: Lanes, bench: Bench, operators: list[Operator]) -> None:
+    """Play every fused operator once at every width, so that no pass takes the time of its compilation."""
+    fused = {(o.instruction.op, o.decisions.model.hidden, o.key[2]): o for o in operators if o.rowwise != "torch"}
+    for operator in fused.values():
+        lanes.inside(Lane.COMPUTE, partial(bench.seconds, operator, Effort(repeats=1, seconds=0.0)))
 
 
 def _time_all(

@@ -1,14 +1,15 @@
 """Whether this machine can run a plan, asked before anything is allocated.
 
 Refused, with what was got and wanted and nothing substituted: a program that is not the one the plan pins, more ranks
-than were started, kernels that are missing here, dtypes the device cannot compute in, and memory that is not there.
+than were started, kernels that are missing here, dtypes the device cannot compute in, memory that is not there, and
+kernels that fail when they are tried on a few tokens.
 """
 
 from __future__ import annotations
 
 import os
 
-from memo_exec.attention_kernels import check_kernels
+from memo_exec.attention_kernels import check_kernels, try_kernels
 from memo_exec.machine import Machine
 from memo_exec.needs import Needs, check_memory, needs_of
 from memo_sim.contract.errors import BadInput, CannotRun, Infeasible
@@ -87,6 +88,8 @@ def check(
     _check_dtype(decisions, machine)
     needs = needs_of(program, machine, placement, lent=lent)
     check_memory(needs, machine)
+    if machine.device == "cuda":  # torch's kernels for CPUs are in every build
+        try_kernels(decisions, machine)
     return needs
 
 

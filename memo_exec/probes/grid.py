@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from memo_exec.probes.operators import Operator
 from memo_sim.contract.hardware import DtypeName
 from memo_sim.contract.model import Family, Model
-from memo_sim.contract.plan import Decisions, Kernels
+from memo_sim.contract.plan import Decisions, Kernels, RowwiseKernel
 from memo_sim.program.instruction import Instruction, Lane
 from memo_sim.program.work import Attention, Gemm, Mask, Rowwise
 
@@ -91,7 +91,7 @@ CUDA = Grid(
 )
 
 
-def decisions(grid: Grid, kernel: str) -> Iterator[Decisions]:
+def decisions(grid: Grid, kernel: str, rowwise: RowwiseKernel = "torch") -> Iterator[Decisions]:
     """Yield steps whose operators are to be timed: both families, every width and length, most rows kept aside."""
     for family in ("gpt", "llama"):
         for width in grid.widths:
@@ -101,7 +101,7 @@ def decisions(grid: Grid, kernel: str) -> Iterator[Decisions]:
                     seq_tokens=tokens,
                     loss_chunk_tokens=min(tokens, grid.loss_chunk_tokens),
                     swapped_tokens=128,
-                    kernels=Kernels(attention=kernel),
+                    kernels=Kernels(attention=kernel, rowwise=rowwise),
                     dtype=grid.dtype,
                 )
 

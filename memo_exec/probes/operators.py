@@ -16,10 +16,10 @@ from math import log, prod
 import torch
 from torch import Tensor
 
-from memo_exec.kernels import KERNELS, Call, Context, StepScalars
+from memo_exec.kernels import FUSED, KERNELS, Call, Context, StepScalars
 from memo_exec.memory.dtypes import TORCH_DTYPES
 from memo_exec.probes.timing import Effort, Sample, time_call
-from memo_sim.contract.plan import Decisions
+from memo_sim.contract.plan import Decisions, RowwiseKernel
 from memo_sim.program.instruction import Instruction, Lane
 from memo_sim.program.lower import lower
 from memo_sim.program.work import Work
@@ -47,6 +47,11 @@ class Operator:
     def key(self) -> tuple[str, Work, tuple[str, ...]]:
         """What tells operators apart that cost differently: the kind, the work, and which operands there are."""
         return self.instruction.op, self.instruction.work, tuple(role for role, _, _ in self.operands)
+
+    @property
+    def rowwise(self) -> RowwiseKernel:
+        """What plays it, of row-wise operators; torch of all that no fused kernel plays."""
+        return self.decisions.kernels.rowwise if self.instruction.op in FUSED else "torch"
 
     @cached_property
     def bytes(self) -> int:

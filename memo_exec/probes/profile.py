@@ -58,6 +58,7 @@ def profile_of(found: Found, shared: Shared | None, name: str | None) -> Hardwar
     """Return the profile of one device, and of the node's collectives when several ranks measured them."""
     machine, copies, allocation = found.machine, found.copies, found.allocation
     curves = rowwise_curves(found.timed, OPERATORS)
+    fused = rowwise_curves(found.timed, OPERATORS, "triton")
     gemm = gemm_tables(found.timed, OPERATORS)
     peaks = {
         dtype: Quantity(value=max(row[3] for t in gemm if t.dtype == dtype for row in t.rows), source=OPERATORS)
@@ -79,6 +80,7 @@ def profile_of(found: Found, shared: Shared | None, name: str | None) -> Hardwar
         attention=attention_tables(found.timed, OPERATORS),
         memory_bound_bytes_per_s=curves["copy"],
         rowwise_bytes_per_s=curves,
+        fused_rowwise_bytes_per_s={"triton": fused} if fused else {},
         launch_floor_s=_seconds(found.floor),
         d2h=copies.rates[Lane.D2H],
         h2d=copies.rates[Lane.H2D],

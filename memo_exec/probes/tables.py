@@ -13,6 +13,7 @@ from statistics import fmean
 
 from memo_exec.probes.timing import Sample
 from memo_sim.contract.hardware import AttentionTable, Curve, GemmPass, GemmTable
+from memo_sim.contract.plan import RowwiseKernel
 from memo_sim.program.work import Attention, Gemm, Rowwise, Work
 
 POINTS_PER_OCTAVE = 2
@@ -30,11 +31,13 @@ class Timed:
     work: Work
     seconds: float
     spread: float
+    rowwise: RowwiseKernel = "torch"
+    """What played it, of row-wise operators."""
 
     @classmethod
-    def of(cls, work: Work, sample: Sample, dispatch_s: float) -> Timed:
+    def of(cls, work: Work, sample: Sample, dispatch_s: float, rowwise: RowwiseKernel = "torch") -> Timed:
         """Return a sample with the dispatch of one instruction added."""
-        return cls(work, sample.seconds + dispatch_s, sample.spread)
+        return cls(work, sample.seconds + dispatch_s, sample.spread, rowwise)
 
 
 def gemm_tables(timed: list[Timed], source: str) -> list[GemmTable]:
@@ -86,11 +89,11 @@ def attention_tables(timed: list[Timed], source: str) -> list[AttentionTable]:
     return tables
 
 
-def rowwise_curves(timed: list[Timed], source: str) -> dict[str, Curve]:
-    """Return a curve for every kind of row-wise operator."""
+def rowwise_curves(timed: list[Timed], source: str, rowwise: RowwiseKernel = "torch") -> dict[str, Curve]:
+    """Return a curve for every kind of row-wise operator that ``rowwise`` played."""
     kinds: dict[str, dict[int, list[tuple[float, Timed]]]] = defaultdict(lambda: defaultdict(list))
     for each in timed:
-        if isinstance(each.work, Rowwise) and each.work.moved_bytes > 0:
+        if isinstance(each.work, Rowwise) and each.work.moved_bytes > 0 and each.rowwise == rowwise:
             kinds[each.work.kind][point_of(each.work)].append((float(each.work.moved_bytes), each))
     return {kind: _curve(list(found.values()), source) for kind, found in sorted(kinds.items())}
 

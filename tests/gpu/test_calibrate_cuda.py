@@ -1,5 +1,6 @@
 """Calibration of a CUDA device. Not yet run: no GPU was at hand."""
 
+import importlib.util
 import time
 from dataclasses import replace
 
@@ -7,6 +8,7 @@ import pytest
 import torch
 
 from memo_exec.calibrate import calibrate
+from memo_exec.kernels import FUSED
 from memo_exec.probes import grid as grids
 from memo_exec.probes import memory
 from memo_exec.probes.timing import Effort, time_call
@@ -41,6 +43,13 @@ def test_rates_are_those_of_a_gpu(profile: Hardware) -> None:
     assert all(5e12 < row[2] < 2e15 for table in profile.attention for row in table.rows)
     assert max(profile.memory_bound_bytes_per_s.y) > 2e11
     assert 5e-7 < profile.launch_floor_s.value < 5e-5
+
+
+def test_fused_kernels_have_curves_where_triton_is_installed(profile: Hardware) -> None:
+    curves = profile.fused_rowwise_bytes_per_s.get("triton", {})
+    installed = importlib.util.find_spec("triton") is not None
+    assert set(curves) == (set(FUSED) if installed else set())
+    assert all(1e11 < rate < 1e13 for curve in curves.values() for rate in curve.y)
 
 
 def test_copies_beside_each_other_gain_nothing(profile: Hardware) -> None:

@@ -1,0 +1,42 @@
+"""Which kernels calibration measures: those that work when they are tried. Of others that are installed, why not."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from memo_exec.attention_kernels import attention_kernels, tried_attention_kernels
+from memo_exec.machine import Machine
+from memo_exec.probes.grid import Grid
+from memo_exec.rowwise_kernels import rowwise_kernels, tried_rowwise_kernels
+from memo_sim.contract.errors import CannotRun
+from memo_sim.contract.plan import RowwiseKernel
+
+
+@dataclass(frozen=True)
+class Usable:
+    """What is measured; ``left_out``: what is installed and failed, by name."""
+
+    attention: list[str]
+    rowwise: list[RowwiseKernel]
+    left_out: dict[str, str]
+
+
+def usable(machine: Machine, grid: Grid) -> Usable:
+    """Return the kernels that work here, attention with every head size of the grid.
+
+    Raises:
+        CannotRun: when no attention kernel does.
+    """
+    missing: dict[str, str] = {**attention_kernels(machine), **rowwise_kernels(machine)}
+    faults = {
+        name: next((f"heads of {size}: {why_not}" for size, why_not in found.items() if why_not), "")
+        for name, found in tried_attention_kernels(machine, grid.dtype, grid.head_dims).items()
+    }
+    rowwise = tried_rowwise_kernels(machine)
+    attention = [name for name, fault in faults.items() if not fault]
+    if not attention:
+        reasons = "; ".join(f"{name}: {missing[name] or fault}" for name, fault in faults.items())
+        raise CannotRun("no attention kernel works on this device", got=f"{machine.name} ({reasons})")
+    failed: dict[str, str] = {**faults, **rowwise}
+    left_out = {name: fault for name, fault in failed.items() if fault and not missing[name]}
+    return Usable(attention, [name for name, fault in rowwise.items() if not fault], left_out)
