@@ -23,6 +23,7 @@ from memo_sim.program.instruction import BufferClass, Family, Lane, Mode, Templa
 from memo_sim.program.mlp import rows_at_once
 from memo_sim.program.plain_attention import score_keys
 from memo_sim.program.shape import Shape
+from memo_sim.program.stage import Stage
 from memo_sim.program.tensors import Fate, Skeletal, skeletal_tensors
 from memo_sim.program.visits import ROUNDING_BUFFERS
 from memo_sim.program.work import Copy, Rowwise
@@ -35,6 +36,7 @@ class Activations:
     decisions: Decisions
     shape: Shape
     micro_batches: int
+    stage: Stage
 
     @property
     def tensors(self) -> tuple[Skeletal, ...]:
@@ -50,7 +52,7 @@ class Activations:
     @property
     def kept_per_layer(self) -> int:
         """Buffers that a per-layer family has."""
-        return self.micro_batches * self.decisions.model.layers
+        return self.micro_batches * len(self.stage.layers)
 
     @property
     def recomputed(self) -> tuple[int, int] | None:
@@ -128,7 +130,7 @@ class Activations:
 
     def index(self, slot: str, micro_batch: int, layer: int) -> int:
         """Return which buffer of its family a skeletal, host or aside slot takes for one layer."""
-        per_layer = micro_batch * self.decisions.model.layers + layer
+        per_layer = micro_batch * len(self.stage.layers) + layer
         if slot.startswith(("host.", "aside.")) or not self.rounding:
             return per_layer
         return layer % ROUNDING_BUFFERS

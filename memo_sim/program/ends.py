@@ -96,8 +96,13 @@ def embed_backward(decisions: Decisions, shape: Shape, block: Block, families: F
     return builder.build()
 
 
-def head(decisions: Decisions, shape: Shape, head_block: Block, embed_block: Block, families: Families) -> Template:
-    """Return final norm, classifier, loss and their backward: slots ``head.x`` in, ``grad.x`` out."""
+def head(
+    decisions: Decisions, shape: Shape, head_block: Block, embed_block: Block | None, families: Families
+) -> Template:
+    """Return final norm, classifier, loss and their backward: slots ``head.x`` in, ``grad.x`` out.
+
+    ``embed_block`` holds the classifier where embeddings are tied.
+    """
     builder = TemplateBuilder("head", "fwd")
     for name in ("head.x", "input.labels", "params.head", "grads.head", "loss", "grad.x"):
         builder.bind(families[name], slot=name)
@@ -105,7 +110,7 @@ def head(decisions: Decisions, shape: Shape, head_block: Block, embed_block: Blo
     if tied:
         for name in ("params.embed", "grads.embed"):
             builder.bind(families[name], slot=name)
-    classifier = _Classifier(builder, decisions, shape, embed_block if tied else head_block, tied)
+    classifier = _Classifier(builder, decisions, shape, embed_block if tied and embed_block else head_block, tied)
     norm = _FinalNorm(builder, decisions, shape, head_block)
     norm.forward()
     writer = LayerWriter(builder, decisions, shape, head_block)

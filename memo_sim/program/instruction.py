@@ -25,6 +25,9 @@ class Lane(IntEnum):
     HOST = 5
     REPLICA = 6
     """Collectives over the ranks that hold the same parameters, where they run beside a layer's own."""
+    SEND = 7
+    RECEIVE = 8
+    """Hand-overs between pipeline stages (``handover.py``)."""
 
     @property
     def label(self) -> str:

@@ -225,6 +225,18 @@ class Optimizer:
         )
 
 
+def tied(block: Block, families: Families) -> Template:
+    """Return the sum of the token embedding's gradient over the two stages that hold it: lookup's and classifier's."""
+    builder = TemplateBuilder("embed.tied", "reduce")
+    builder.bind(families["grads.embed"], slot="grads")
+    tokens = block.find("tokens.weight")
+    assert tokens is not None  # every embedding has it
+    rows = Rows("grads", tokens.first, tokens.elements)
+    work = Collective("all_reduce", 4 * tokens.elements, 2, "tied")
+    builder.emit("tied", "all_reduce", Lane.COLLECTIVE, work, tensor=accumulates(rows))
+    return builder.build()
+
+
 def totals(decisions: Decisions, families: Families) -> Template | None:
     """Return the sums of gradient norm and loss over the ranks that hold parts of them; None for one process."""
     layout = decisions.layout
@@ -235,7 +247,9 @@ def totals(decisions: Decisions, families: Families) -> Template | None:
     wanted: list[tuple[str, Group, int, bool]] = [
         ("grad_norm", "tp", layout.tp, True),
         ("grad_norm", "grads", replicas, layout.zero >= 1),
+        ("grad_norm", "pp", layout.pp, True),
         ("loss", "grads", replicas, True),
+        ("loss", "pp", layout.pp, True),
     ]
     chosen = [(name, group, ranks) for name, group, ranks, needed in wanted if needed and ranks > 1]
     for name, group, ranks in chosen:

@@ -84,10 +84,13 @@ def _block(name: str, matrices: Matrices, vectors: Vectors) -> Block:
     return Block(name, tuple(parameters))
 
 
-def embed_block(model: Model, tp: int) -> Block:
-    """Return the embedding block: the vocabulary's rows of this rank, and learned positions."""
+def embed_block(model: Model, tp: int, *, positions: bool = True) -> Block:
+    """Return the embedding block: the vocabulary's rows of this rank, and learned positions.
+
+    The head's stage, where it is tied to an embedding on another, has no use for ``positions``.
+    """
     matrices: Matrices = [("tokens.weight", (-(-model.vocab // tp), model.hidden))]
-    if model.learned_positions:
+    if model.learned_positions and positions:
         matrices.append(("positions.weight", (model.max_positions, model.hidden)))
     return _block("embed", matrices, [])
 

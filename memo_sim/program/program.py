@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from memo_sim.program.instruction import Family, Instance, Instruction, Template
+from memo_sim.program.schedule import Pass
 
 FORMAT_VERSION = 1
 
@@ -29,6 +30,8 @@ class Program:
     templates: tuple[Template, ...]
     instances: tuple[Instance, ...]
     micro_batches: int
+    passes: tuple[tuple[Pass, int], ...] = ()
+    """The passes of the role's schedule, each with the number of its first instance."""
 
     @cached_property
     def instruction_count(self) -> int:

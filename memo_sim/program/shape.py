@@ -70,7 +70,7 @@ def shape_of(decisions: Decisions, *, cp_rank: int | None = None) -> Shape:
         plays yet.
     """
     model, layout = decisions.model, decisions.layout
-    for name in ("metp", "pp", "subsequences"):
+    for name in ("metp", "subsequences"):
         if getattr(layout, name) != 1:
             raise Infeasible(f"{name} has no lowering yet", where=f"layout.{name}", got=getattr(layout, name), wanted=1)
     for what in ("heads", "kv_heads"):

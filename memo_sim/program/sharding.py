@@ -34,6 +34,7 @@ from memo_sim.contract.units import DTYPE_BYTES
 from memo_sim.program.builder import Rows, TemplateBuilder, accumulates, reads, writes
 from memo_sim.program.instruction import BufferClass, Family, Lane, Template
 from memo_sim.program.optimizer import Optimizer
+from memo_sim.program.stage import Stage
 from memo_sim.program.visits import Visit
 from memo_sim.program.work import Collective, Rowwise
 
@@ -72,11 +73,14 @@ Around = tuple[list[Placed], list[Placed]]
 class Sharding:
     """What a layout adds to a step so that ranks hold shares; nothing where zero is below 2 or nobody shares."""
 
-    def __init__(self, decisions: Decisions, optimizers: dict[str, Optimizer], micro_batches: int) -> None:
+    def __init__(
+        self, decisions: Decisions, optimizers: dict[str, Optimizer], micro_batches: int, stage: Stage
+    ) -> None:
+        self.stage = stage
         self.decisions = decisions
         self.optimizers = optimizers
         self.micro_batches = micro_batches
-        self.layers = decisions.model.layers
+        self.layers = len(stage.layers)
         self.grads = optimizers["layer"].shared("grads")
         self.params = optimizers["layer"].shared("params")
         self.reduced_early = optimizers["layer"].reduced_early
@@ -176,13 +180,13 @@ class Sharding:
         found = []
         for v in visits:
             m, at = v.micro_batch, f"m{v.micro_batch}/s0"
-            if v.layer == 0 and not v.backward:
+            if self.stage.begins_model(v.layer) and not v.backward:
                 found.append(Use(f"{at}/embed", m, -1, False, ("embed",), ()))
             grads = ("layer",) if v.backward else ()
-            found.append(Use(f"{at}/l{v.layer}", m, v.layer, v.backward, ("layer",), grads))
-            if v.layer == self.layers - 1 and not v.backward:
+            found.append(Use(f"{at}/l{self.stage.layers[v.layer]}", m, v.layer, v.backward, ("layer",), grads))
+            if self.stage.ends_model(v.layer) and not v.backward:
                 found.append(Use(f"{at}/head", m, self.layers, True, head, head))
-            if v.layer == 0 and v.backward:
+            if self.stage.begins_model(v.layer) and v.backward:
                 found.append(Use(f"{at}/embed", m, -1, True, (), ("embed",)))
         return found
 

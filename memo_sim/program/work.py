@@ -11,8 +11,9 @@ from typing import Literal
 from memo_sim.contract.hardware import CollectiveKind, DtypeName, GemmPass
 
 Mask = Literal["none", "causal"]
-Group = Literal["tp", "ulysses", "cp", "dp", "grads"]
-"""Which ranks take part: ``grads`` = all ranks that hold the same parameters (ulysses x cp x dp)."""
+Group = Literal["tp", "ulysses", "cp", "dp", "grads", "pp", "tied"]
+"""Which ranks take part: ``grads`` = all ranks that hold the same parameters (ulysses x cp x dp), ``pp`` = one of every
+pipeline stage, ``tied`` = one of the first and one of the last."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +122,15 @@ class Exchange:
 
 
 @dataclass(frozen=True, slots=True)
+class Handover:
+    """``bytes`` from a rank of pipeline stage ``source`` to its like of stage ``target``; both sides have this work."""
+
+    bytes: int
+    source: int
+    target: int
+
+
+@dataclass(frozen=True, slots=True)
 class HostUpdate:
     """The optimizer's update of ``elements`` parameters by the host's cores."""
 
@@ -128,4 +138,4 @@ class HostUpdate:
     moved_bytes: int
 
 
-Work = Gemm | BatchedGemm | Attention | Rowwise | Copy | Collective | Exchange | HostUpdate
+Work = Gemm | BatchedGemm | Attention | Rowwise | Copy | Collective | Exchange | Handover | HostUpdate

@@ -1,0 +1,138 @@
+"""What a pipeline stage hands to its neighbours: outputs to the next, gradients of its inputs to the one before.
+
+A hand-over is one instruction on each side: ``send`` on the sender's lane of sends, ``receive`` on the receiver's lane
+of receives, with equal work; it is played when both have come to it. Each lane is a queue in program order, so where
+they stand decides what they overlap with:
+
+    overlapped      receives stand before the pass that precedes theirs, sends behind the pass that follows theirs
+    not overlapped  receives stand right before their pass, sends right behind it: the stage waits for both
+
+      overlapped, stage 0 of 1F1B      receive   [grad 0 .....]           [grad 1 ....]
+                                       compute   F1      F2   B0          F3  B1
+                                       send        [out 1]  [out 2]           [out 3]
+
+A stage's input is received into the first layer's own input; where that is a rounding buffer, which other layers use
+until then, into a buffer of its own (carried), and copied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from memo_sim.contract.plan import Decisions
+from memo_sim.contract.units import DTYPE_BYTES
+from memo_sim.program.builder import TemplateBuilder, reads, writes
+from memo_sim.program.instruction import BufferClass, Family, Lane
+from memo_sim.program.schedule import Kind, Pass
+from memo_sim.program.shape import Shape
+from memo_sim.program.stage import Stage
+from memo_sim.program.work import Handover, Rowwise
+
+Families = dict[str, Family]
+
+
+@dataclass(frozen=True, slots=True)
+class Handed:
+    """A template of this module to be played for a micro-batch, at a layer (local number)."""
+
+    template: str
+    micro_batch: int
+    layer: int
+
+
+@dataclass(frozen=True)
+class Handovers:
+    """The hand-overs of one stage."""
+
+    decisions: Decisions
+    shape: Shape
+    stage: Stage
+    micro_batches: int
+    rounding: bool
+    """Whether layers' inputs lie in rounding buffers."""
+
+    @property
+    def ahead(self) -> int:
+        """Passes between a receive and its pass, and between a pass and its send."""
+        return int(self.decisions.layout.overlap_handovers)
+
+    def families(self) -> list[Family]:
+        """Return the buffers of what comes in and goes out, one for each micro-batch and chunk."""
+        if self.stage.stages == 1:
+            return []
+        shape, count = self.shape, self.micro_batches * self.stage.chunks
+        names = ["stage.x", "stage.out"] if self.rounding else ["stage.out"]
+        return [
+            Family(name, BufferClass.CARRIED, self.decisions.dtype, shape.shard_tokens, shape.hidden, count)
+            for name in names
+        ]
+
+    def templates(self, families: Families) -> list[TemplateBuilder]:
+        """Return one template for each way to hand over, and the copy of an input into its rounding buffer."""
+        if self.stage.stages == 1:
+            return []
+        before, after = (self.stage.index - 1) % self.stage.stages, (self.stage.index + 1) % self.stage.stages
+        incoming = ("stage.x", "stage.x") if self.rounding else ("skeletal.x", "x")
+        found = [
+            self._moved("receive.x", families[incoming[0]], incoming[1], before),
+            self._moved("send.x", families["stage.out"], "stage.out", after),
+            self._moved("receive.grad", families["grad.x"], "grad_out", after),
+            self._moved("send.grad", families["grad.x"], "grad_in", before),
+        ]
+        return [*found, self._enter(families)] if self.rounding else found
+
+    def _moved(self, name: str, family: Family, slot: str, peer: int) -> TemplateBuilder:
+        builder = TemplateBuilder(f"stage.{name}", "pp")
+        whole, me = builder.all(builder.bind(family, slot=slot)), self.stage.index
+        if name.startswith("send"):
+            builder.emit(name, "send", Lane.SEND, Handover(family.bytes, me, peer), send=reads(whole))
+        else:
+            builder.emit(name, "receive", Lane.RECEIVE, Handover(family.bytes, peer, me), recv=writes(whole))
+        return builder
+
+    def _enter(self, families: Families) -> TemplateBuilder:
+        builder = TemplateBuilder("stage.enter", "pp")
+        source, target = builder.bind(families["stage.x"]), builder.bind(families["skeletal.x"], slot="x")
+        rows = self.shape.shard_tokens
+        size = rows * self.shape.hidden * DTYPE_BYTES[self.decisions.dtype]
+        builder.emit(
+            "enter",
+            "copy",
+            Lane.COMPUTE,
+            Rowwise("copy", rows, size, size),
+            source=reads(builder.all(source)),
+            target=writes(builder.all(target)),
+        )
+        return builder
+
+    def behind(self, passes: list[Pass], number: int) -> Iterator[Handed]:
+        """Yield what stands behind a pass (-1: before the first), receives first: they must not wait for the sends."""
+        for wanted in range(0 if number < 0 else number + 1 + self.ahead, number + 2 + self.ahead):
+            yield from self._received(passes, wanted)
+        last = number if number == len(passes) - 1 else number - self.ahead
+        for made in range(number - self.ahead, last + 1):
+            yield from self._sent(passes, made)
+
+    def entered(self, each: Pass) -> Iterator[Handed]:
+        """Yield the copy of a received input into its rounding buffer, where a pass begins with one."""
+        if self.rounding and each.kind is Kind.FORWARD and self.stage.source(each.chunk) is not None:
+            yield Handed("stage.enter", each.micro_batch, self.stage.chunk(each.chunk)[0])
+
+    def _received(self, passes: list[Pass], number: int) -> Iterator[Handed]:
+        if number >= len(passes):
+            return
+        each, layers = passes[number], self.stage.chunk(passes[number].chunk)
+        if each.kind is Kind.FORWARD and self.stage.source(each.chunk) is not None:
+            yield Handed("stage.receive.x", each.micro_batch, layers[0])
+        if each.kind is Kind.BACKWARD and self.stage.target(each.chunk) is not None:
+            yield Handed("stage.receive.grad", each.micro_batch, layers[-1])
+
+    def _sent(self, passes: list[Pass], number: int) -> Iterator[Handed]:
+        if number < 0:
+            return
+        each, layers = passes[number], self.stage.chunk(passes[number].chunk)
+        if each.kind is Kind.FORWARD and self.stage.target(each.chunk) is not None:
+            yield Handed("stage.send.x", each.micro_batch, layers[-1])
+        if each.kind is Kind.BACKWARD and self.stage.source(each.chunk) is not None:
+            yield Handed("stage.send.grad", each.micro_batch, layers[0])
