@@ -17,6 +17,7 @@ from memo_sim.contract.errors import CannotRun
 from memo_sim.contract.placement import Placement
 from memo_sim.contract.units import format_bytes
 from memo_sim.program.columns import Flags, expand
+from memo_sim.program.kernel_table import merge_scratch_bytes
 from memo_sim.program.liveness import Liveness, live_bytes, liveness, peak
 from memo_sim.program.program import Program
 from memo_sim.program.work import Attention
@@ -30,6 +31,7 @@ their rounded copies, and a few numbers. Measured with torch 2.13, heads of 64 t
 
 RESULTS = "results of library calls"
 TILES = "attention tiles, one a thread"
+MERGES = "merges of attention parts"
 CONTEXT = "context and libraries"
 
 
@@ -70,6 +72,8 @@ def needs_of(program: Program, machine: Machine, placement: Placement | None = N
             reserve[RESULTS] = results_bytes(program)
     elif machine.device == "cpu":
         device = max(device, _kept_by_size(lives))
+    if merges := merging_bytes(program):
+        reserve[MERGES] = merges
     if machine.device == "cpu":
         tiles = [TILE_BYTES[dtype] for dtype in _attention_dtypes(program)]
         reserve[TILES] = machine.compute_threads * max(tiles, default=0)
@@ -87,6 +91,15 @@ def results_bytes(program: Program) -> int:
     np.add.at(change, lives.birth[chosen], lives.bytes[chosen])
     np.add.at(change, lives.death[chosen] + 1, -lives.bytes[chosen])
     return int(np.cumsum(change).max(initial=0))
+
+
+def merging_bytes(program: Program) -> int:
+    """Return the memory that merges of attention parts share; 0 where nothing is merged."""
+    instructions = [i for template in program.templates for i in template.instructions]
+    if not any(i.op == "attention.merge" for i in instructions):
+        return 0
+    works = [i.work for i in instructions if isinstance(i.work, Attention)]
+    return max(merge_scratch_bytes(work.heads, work.head_dim, work.dtype) for work in works)
 
 
 def _attention_dtypes(program: Program) -> set[str]:

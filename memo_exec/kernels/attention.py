@@ -29,9 +29,9 @@ BACKENDS = {
 
 
 def attention(call: Call) -> None:
-    """``out, lse = attention(qkv)``."""
+    """``out, lse = attention(qkv)``, or of its (last) queries against the keys and values of ``kv``."""
     work, backend = _work(call), _backend(call)
-    q, k, v = _packed(call["qkv"], work)
+    q, k, v = _operands(call, work)
     out, lse = call["out"].view(q.shape), call.matrix("lse").view(q.shape[:3])
     for queries, keys in _groups(call, work):
         backend.forward(
@@ -45,12 +45,18 @@ def attention(call: Call) -> None:
 
 
 def attention_backward(call: Call) -> None:
-    """``grad_qkv`` of ``attention`` from its output, log-sum-exp and the output's gradient."""
+    """``grad_qkv`` of ``attention`` from its output, log-sum-exp and the output's gradient.
+
+    Of queries against other keys: ``grad_q`` and ``grad_kv``, from output and log-sum-exp over all the query's keys.
+    """
     work, backend = _work(call), _backend(call)
-    q, k, v = _packed(call["qkv"], work)
-    grad_q, grad_k, grad_v = _packed(call["grad_qkv"], work)
-    grad, out = call["grad"].view(q.shape), call["out"].view(q.shape)
-    lse = call.matrix("lse").view(q.shape[:3])
+    q, k, v = _operands(call, work)
+    if call.get("grad_kv") is None:
+        grad_q, grad_k, grad_v = _packed(call["grad_qkv"], work)
+    else:
+        grad_q, (grad_k, grad_v) = call["grad_q"].view(q.shape), _keys(call["grad_kv"], work)
+    grad, out = (_queries(call[role].unflatten(1, q.shape[2:]), work) for role in ("grad", "out"))
+    lse = _queries(call.matrix("lse"), work)
     for queries, keys in _groups(call, work):
         backend.backward(
             grad[:, :, queries],
@@ -73,11 +79,27 @@ def _backend(call: Call) -> ModuleType:
     return import_module(BACKENDS[_work(call).kernel])
 
 
+def _operands(call: Call, work: Attention) -> tuple[Tensor, Tensor, Tensor]:
+    """Return Q, K, V as (batch, tokens, heads, head_dim) views: of the packed rows, or keys and values of ``kv``."""
+    q, k, v = _packed(call["qkv"], work)
+    kv = call.get("kv")
+    return (q, k, v) if kv is None else (q, *_keys(kv, work))
+
+
 def _packed(qkv: Tensor, work: Attention) -> tuple[Tensor, Tensor, Tensor]:
-    """Return Q, K, V as (batch, tokens, heads, head_dim) views of the packed rows."""
-    heads = qkv.view(work.batch, work.q_tokens, -1, work.head_dim)
+    heads = _queries(qkv.unflatten(1, (-1, work.head_dim)), work)
     q, k, v = torch.split(heads, [work.heads, work.kv_heads, work.kv_heads], dim=2)
     return q, k, v
+
+
+def _keys(kv: Tensor, work: Attention) -> tuple[Tensor, Tensor]:
+    k, v = kv.view(work.batch, work.k_tokens, 2, work.kv_heads, work.head_dim).unbind(2)
+    return k, v
+
+
+def _queries(rows: Tensor, work: Attention) -> Tensor:
+    """Return the last ``q_tokens`` rows of each sequence."""
+    return rows.unflatten(0, (work.batch, -1))[:, -work.q_tokens :]
 
 
 def _groups(call: Call, work: Attention) -> Iterator[tuple[slice, slice]]:

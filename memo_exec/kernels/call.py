@@ -17,7 +17,7 @@ from memo_exec.kernels.frequencies import inverse_frequencies
 from memo_sim.contract.model import Model
 from memo_sim.contract.plan import Decisions
 from memo_sim.program.instruction import Instruction, Lane
-from memo_sim.program.kernel_table import PIECE_BYTES
+from memo_sim.program.kernel_table import PIECE_BYTES, merge_scratch_bytes
 from memo_sim.program.token_order import clipped, row_blocks, token_runs
 
 
@@ -54,6 +54,15 @@ class Context:
         """Rotary frequencies, fp32, half a head long."""
         self.runs = token_runs(self.decisions, self.rank)
         self.row_blocks = row_blocks(self.decisions)
+        self.merging = self._merging()
+        """Memory in which parts of attention are merged; None where nothing is."""
+
+    def _merging(self) -> Tensor | None:
+        model, layout = self.model, self.decisions.layout
+        if layout.cp == 1:
+            return None
+        size = merge_scratch_bytes(model.heads // (layout.tp * layout.ulysses), model.head_dim, self.decisions.dtype)
+        return torch.empty(size, dtype=torch.uint8, device=self.device)
 
     def positions(self, first: int, rows: int) -> Iterator[tuple[slice, int]]:
         """Yield (rows, position of the first) for the runs of rows [first, first + rows), counted from ``first``."""

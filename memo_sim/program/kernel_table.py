@@ -30,6 +30,9 @@ LOSS_ROWS = 1024
 NORM_ROWS = 4096
 """Rows that norms, rotary and casts work on at once."""
 
+MERGE_ROWS = 512
+"""Rows of attention's parts that are merged at once."""
+
 ADAMW_ELEMENTS = 2**20
 """Elements whose bf16 moments are widened at once."""
 
@@ -164,6 +167,15 @@ def divided_ids_bytes(rows: int) -> int:
     """Return the scratch of looking tokens up in a part of the vocabulary: a block's ids there, and which are not."""
     block = min(rows, NORM_ROWS)
     return _pieces(8 * block, block)
+
+
+def merge_scratch_bytes(heads: int, head_dim: int, dtype: str) -> int:
+    """Return what merging parts of attention takes: a weight a row and head, and both outputs in fp32.
+
+    No program declares it: the executor makes it once, for all merges, and counts it in its reserve.
+    """
+    block = MERGE_ROWS * heads
+    return _pieces(4 * block, *_wide(block * head_dim, dtype) * 2)
 
 
 def embed_backward_workspace_bytes(rows: int, features: int, dtype: str, *, divided: bool = False) -> int:

@@ -9,7 +9,8 @@ and row blocks that end at row 2 of 4:
     ulysses 0      0  1 | 12 13        its first row block, then its second
     ulysses 1      2  3 | 14 15
 
-Tensor-parallel ranks share the rows of their group; a gathered row block has them in this order.
+Tensor-parallel ranks share the rows of their group; a gathered row block has them in this order. Sequence parallelism
+divides them once more, in the same way, outside of the products.
 """
 
 from __future__ import annotations
@@ -18,9 +19,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from memo_sim.contract.plan import Decisions
-from memo_sim.program.activations import Activations
 from memo_sim.program.ranks import coordinate
-from memo_sim.program.shape import shape_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,12 +32,14 @@ class Run:
 
 
 def row_blocks(decisions: Decisions) -> list[tuple[int, int]]:
-    """Return (first row, rows) of the blocks in which a rank's rows are exchanged or gathered.
+    """Return (first row, rows) of the blocks in which a layer's rows are made, gathered and exchanged.
 
-    Raises:
-        Infeasible: as ``shape_of``.
+    They end where recompute begins, so that it repeats forward's calls (``activations.py``).
     """
-    return Activations(decisions, shape_of(decisions), 1).row_blocks
+    tokens, swapped = decisions.local_tokens, decisions.swapped_tokens
+    if decisions.recompute == "tokenwise" and 0 < swapped < tokens:
+        return [(0, swapped), (swapped, tokens - swapped)]
+    return [(0, tokens)]
 
 
 def pieces(blocks: Iterable[tuple[int, int]], first: int, rows: int) -> Iterator[tuple[int, int]]:
@@ -61,6 +62,22 @@ def token_runs(decisions: Decisions, rank: int = 0) -> tuple[Run, ...]:
         Run(first + run.row - start, run.token, run.tokens)
         for first, start, rows in starts
         for run in clipped(whole, start, rows)
+    )
+
+
+def shard_runs(decisions: Decisions, rank: int = 0) -> tuple[Run, ...]:
+    """Return the runs of a rank's sequence-parallel token shard; those of all its rows without sequence parallelism."""
+    layout, runs = decisions.layout, token_runs(decisions, rank)
+    if layout.tp == 1 or not layout.sequence_parallel:
+        return runs
+    mine = coordinate("tp", layout, rank)
+    starts = [
+        (first // layout.tp, first + mine * (n // layout.tp), n // layout.tp) for first, n in row_blocks(decisions)
+    ]
+    return tuple(
+        Run(first + run.row - start, run.token, run.tokens)
+        for first, start, rows in starts
+        for run in clipped(runs, start, rows)
     )
 
 

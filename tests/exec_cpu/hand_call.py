@@ -1,12 +1,12 @@
 """One kernel call made by hand, and the memory that torch hands out behind it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from memo_exec.kernels import KERNELS, Call, Context, StepScalars
+from memo_exec.kernels import KERNELS, Call, Context, Kernel, StepScalars
 from memo_sim.contract.plan import Decisions
 from memo_sim.program.instruction import Instruction, Lane, Mode, Operand
 from memo_sim.program.work import Rowwise, Work
@@ -22,17 +22,19 @@ def play(
     workspace_bytes: int = 0,
     scalars: StepScalars | None = None,
     device: str = "cpu",
+    name: str = "",
+    kernels: Mapping[str, Kernel] = KERNELS,
 ) -> Call:
-    """Play one kernel; ``first`` is every operand's first token."""
+    """Play one kernel; ``first`` is every operand's first token, ``name`` the instruction's."""
     given = {role: tensor for role, tensor in tensors.items() if tensor is not None}
     if workspace_bytes:
         given["workspace"] = torch.full((workspace_bytes // 4,), float("nan"), device=device)
     operands = tuple(Operand(role, i, first, len(t), Mode.READ) for i, (role, t) in enumerate(given.items()))
-    instruction = Instruction(f"fwd/{op}", op, Lane.COMPUTE, work or Rowwise(op, 1, 0, 0), operands)
+    instruction = Instruction(name or f"fwd/{op}", op, Lane.COMPUTE, work or Rowwise(op, 1, 0, 0), operands)
     context = Context(decisions, torch.device(device), scalars or StepScalars())
     call = Call(instruction, context, given)
     with torch.inference_mode():
-        KERNELS[op](call)
+        kernels[op](call)
     return call
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from memo_sim.contract.plan import Decisions, Layout
+from memo_sim.program.lower import lower
 from memo_sim.program.token_order import Run, clipped, pieces, row_blocks, token_runs
 from tests.sim.small_programs import GPT, decide
 
@@ -60,3 +61,11 @@ def test_clipping() -> None:
     assert list(clipped(runs, 2, 4)) == [Run(2, 12, 2), Run(4, 40, 2)]
     assert list(pieces([(0, 128), (128, 64)], 0, 192)) == [(0, 128), (128, 64)]
     assert list(pieces([(0, 128), (128, 64)], 128, 64)) == [(128, 64)]
+
+
+@pytest.mark.parametrize("policy", [("tokenwise", 0.0), ("tokenwise", 0.5), ("none", 0.5), ("full", 1.0)])
+def test_row_blocks_are_those_of_the_program(policy: tuple[str, float]) -> None:
+    decisions = decide(GPT, Layout(ulysses=2), policy)
+    forward = next(t for t in lower(decisions)[0].templates if t.name == "layer.fwd")
+    packs = [i.operands[0] for i in forward.instructions if "/qkv.pack" in i.name]
+    assert row_blocks(decisions) == [(o.first, o.tokens) for o in packs]

@@ -1,0 +1,68 @@
+"""Rows put in the order in which ranks exchange them, and gradients that come back added where they belong.
+
+keys and values   every sequence's early chunk, then every sequence's late one (``memo_sim/program/ring.py``)
+heads             by rank: its heads of Q, of K, of V (``memo_sim/program/ulysses.py``), row block by row block
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import Tensor
+
+from memo_exec.kernels.call import Call
+from memo_sim.program.token_order import pieces
+
+
+def kv_pack(call: Call) -> None:
+    """Copy keys and values out of the packed Q, K, V into the order in which they travel."""
+    out = call["out"]
+    _travelling(out, call).copy_(_at_home(call["qkv"], out.shape[1], call))
+
+
+def accumulate(call: Call) -> None:
+    """``out += x``; x has all features, or those of Q, or those of K and V in the order in which they travelled."""
+    x, out = call["x"], call["out"]
+    width, name = x.shape[1], call.instruction.name.rpartition("/")[2]
+    if width == out.shape[1]:
+        out.add_(x)
+    elif name.startswith("d_kv"):
+        _at_home(out, width, call).add_(_travelling(x, call))
+    else:
+        batch = call.context.decisions.micro_batch
+        queries = x.unflatten(0, (batch, -1))
+        out[:, :width].unflatten(0, (batch, -1))[:, -queries.shape[1] :].add_(queries)
+
+
+def heads_transpose(call: Call) -> None:
+    """Group features by the rank that has their heads, or (``unpack``) put those of each rank back."""
+    source, target = call.matrix("source"), call.matrix("target")
+    packs, start = ".unpack" not in call.instruction.name, call.first("source")
+    for first, rows in pieces(call.context.row_blocks, start, len(source)):
+        block = slice(first - start, first - start + rows)
+        plain, grouped = (source, target) if packs else (target, source)
+        for features, ranks in _by_rank(plain[block], grouped[block], call):
+            (ranks if packs else features).copy_(features if packs else ranks)
+
+
+def _travelling(rows: Tensor, call: Call) -> Tensor:
+    """Return keys and values in the order in which they travel as (half, sequence, row, features)."""
+    return rows.unflatten(0, (2, call.context.decisions.micro_batch, -1))
+
+
+def _at_home(qkv: Tensor, width: int, call: Call) -> Tensor:
+    """Return the last ``width`` features of a rank's rows in the same order."""
+    return qkv[:, -width:].unflatten(0, (call.context.decisions.micro_batch, 2, -1)).transpose(0, 1)
+
+
+def _by_rank(plain: Tensor, grouped: Tensor, call: Call) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield of Q, K and V (or of Q alone) both forms as (rank, row, features of the rank)."""
+    model, layout = call.context.model, call.context.decisions.layout
+    q, kv = model.q_width // layout.tp, model.kv_width // layout.tp
+    width, degree = plain.shape[1], layout.ulysses
+    ranks = grouped.view(degree, len(plain), width // degree)
+    first = 0
+    for part in (q,) if width == q else (q, kv, kv):
+        features = plain[:, first : first + part].unflatten(1, (degree, -1)).transpose(0, 1)
+        yield features, ranks[:, :, first // degree : (first + part) // degree]
+        first += part
