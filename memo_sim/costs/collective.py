@@ -27,8 +27,8 @@ from memo_sim.contract.errors import Infeasible
 from memo_sim.contract.hardware import CollectiveKind, Hardware
 from memo_sim.contract.plan import Layout
 from memo_sim.costs.curves import LogCurve, between
-from memo_sim.costs.placement import Placement, place
-from memo_sim.program.work import Collective, Exchange
+from memo_sim.costs.placement import Placement, hop, place
+from memo_sim.program.work import Collective, Exchange, Handover
 
 ALIKE: dict[CollectiveKind, tuple[CollectiveKind, ...]] = {
     "all_reduce": ("all_reduce", "reduce_scatter", "all_gather"),
@@ -95,6 +95,11 @@ class CollectiveTimes:
         cards = self._net.nics_per_node / placement.together
         bus = self._inside("reduce_scatter", LARGE_BYTES, placement.per_node)[1]
         return min(1.0, self._net.nic_bytes_per_s.value * cards / bus)
+
+    def handover_seconds(self, work: Handover, outside: set[str]) -> float:
+        """Return how long a rank of one pipeline stage sends to its like of another."""
+        placement = hop(work.source, work.target, self._layout, self._devices_per_node)
+        return self._time("send_recv", work.bytes, placement, outside)
 
     def _time(self, kind: CollectiveKind, size_bytes: int, placement: Placement, outside: set[str]) -> float:
         if placement.ranks < 2 or size_bytes <= 0:

@@ -20,6 +20,7 @@ from memo_sim.contract.hardware import Hardware
 from memo_sim.program.instruction import Lane
 
 COPY = (1 << Lane.D2H) | (1 << Lane.H2D)
+P2P = (1 << Lane.P2P) | (1 << Lane.SEND) | (1 << Lane.RECEIVE)
 COLLECTIVE = (1 << Lane.COLLECTIVE) | (1 << Lane.REPLICA)
 LAYERS = (Lane.COLLECTIVE, Lane.P2P)
 """Lanes of what layers exchange over the link that the replicas' collectives may use."""
@@ -77,7 +78,7 @@ class NodeRates:
     def _compute(self, busy: int) -> float:
         slowdown = self._hardware.compute_slowdown
         factor = 1.0
-        for name, lanes in (("copy", COPY), ("collective", COLLECTIVE), ("p2p", 1 << Lane.P2P)):
+        for name, lanes in (("copy", COPY), ("collective", COLLECTIVE), ("p2p", P2P)):
             if busy & lanes and name in slowdown:
                 factor *= slowdown[name].value
         return 1.0 / factor

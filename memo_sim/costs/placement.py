@@ -25,6 +25,17 @@ class Placement:
     together: int
 
 
+def hop(source: int, target: int, layout: Layout, devices_per_node: int) -> Placement:
+    """Return where a pair of ranks lies that hand over from one pipeline stage to another: across nodes if any pair is.
+
+    All ranks of the stage hand over at once, so those of one node share its cards.
+    """
+    step = stride("pp", layout)
+    ranks = range(source * step, (source + 1) * step)
+    away = any(r // devices_per_node != (r + (target - source) * step) // devices_per_node for r in ranks)
+    return Placement(2, 1 if away else 2, 2 if away else 1, min(step, devices_per_node))
+
+
 def place(group: Group, ranks: int, layout: Layout, devices_per_node: int) -> Placement:
     """Return where a group of ``ranks`` lies on nodes of ``devices_per_node``."""
     per_node = min(ranks, max(1, -(-devices_per_node // stride(group, layout))))

@@ -16,7 +16,18 @@ from memo_sim.costs.contention import NodeRates
 from memo_sim.costs.gemm import GemmRates
 from memo_sim.costs.rowwise import RowwiseRates
 from memo_sim.costs.transfer import CopyTimes
-from memo_sim.program.work import Attention, BatchedGemm, Collective, Copy, Exchange, Gemm, HostUpdate, Rowwise, Work
+from memo_sim.program.work import (
+    Attention,
+    BatchedGemm,
+    Collective,
+    Copy,
+    Exchange,
+    Gemm,
+    Handover,
+    HostUpdate,
+    Rowwise,
+    Work,
+)
 
 __all__ = ["NodeRates", "Pricer"]
 
@@ -103,6 +114,8 @@ class Pricer:
                 return self._collectives.seconds(work, self.outside)
             case Exchange():
                 return self._collectives.exchange_seconds(work, self.outside)
+            case Handover():
+                return self._collectives.handover_seconds(work, self.outside)
             case HostUpdate():
                 return work.moved_bytes / self._host_bytes_per_s
 

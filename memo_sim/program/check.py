@@ -11,7 +11,7 @@ from memo_sim.program.columns import Columns
 from memo_sim.program.edges import Edges
 from memo_sim.program.instruction import BufferClass, Instruction, Lane, Mode
 from memo_sim.program.program import Program
-from memo_sim.program.work import Collective, Copy, Exchange
+from memo_sim.program.work import Collective, Copy, Exchange, Handover
 
 
 def check_program(program: Program, columns: Columns) -> list[str]:
@@ -111,7 +111,7 @@ def _check_operands(program: Program) -> list[str]:
             ]
             faults += [f"{label}: {fault}" for fault in _aliases(instruction)]
             moved = [o.tokens * row_bytes[names[o.slot]] for o in instruction.operands]
-            if isinstance(instruction.work, Copy | Exchange) and set(moved) != {instruction.work.bytes}:
+            if isinstance(instruction.work, Copy | Exchange | Handover) and set(moved) != {instruction.work.bytes}:
                 faults.append(f"{label}: moves {moved} bytes but is priced for {instruction.work.bytes}")
             if isinstance(instruction.work, Collective):
                 sizes = {o.role: size for o, size in zip(instruction.operands, moved, strict=True)}

@@ -18,18 +18,24 @@ from memo_sim.contract.plan import Layout
 AXES = ("tp", "ulysses", "cp", "metp", "dp", "pp")
 """Axes of a layout, neighbouring ranks first."""
 
+TIED = "tied"
+"""The group of the first pipeline stage and the last."""
 GRADS = "grads"
 """The group that spans ulysses, cp and dp."""
 
 
 def stride(group: str, layout: Layout) -> int:
     """Return how many ranks apart consecutive ranks of ``group`` (an axis, or ``grads``) are."""
+    if group == TIED:
+        return stride("pp", layout) * max(1, layout.pp - 1)
     first = "ulysses" if group == GRADS else group
     return prod(degree(axis, layout) for axis in AXES[: AXES.index(first)])
 
 
 def degree(group: str, layout: Layout) -> int:
     """Return how many ranks ``group`` has."""
+    if group == TIED:
+        return min(2, layout.pp)
     return layout.replicas if group == GRADS else int(getattr(layout, group))
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from memo_sim.contract.trace import Trace
 
-LANES = ("compute", "d2h", "h2d", "collective", "replica", "p2p", "host")
+LANES = ("compute", "d2h", "h2d", "collective", "replica", "p2p", "send", "receive", "host")
 """Lanes from top to bottom; a trace's other lanes follow in the order of their names."""
 
 _LAYER = re.compile(r"l(\d+)")

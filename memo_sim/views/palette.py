@@ -27,6 +27,8 @@ WAITS = {
     "collective": "#8c4a00",
     "replica": "#b8860b",
     "p2p": "#5a3b8c",
+    "send": "#2f7f6f",
+    "receive": "#7a5230",
     "host": "#556b2f",
 }
 """Colour by the lane that is waited for."""
