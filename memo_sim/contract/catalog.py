@@ -2,7 +2,7 @@
 
 A cluster's name is ``<gpu>-<nodes>x<gpus per node>[-<card><K>]``: ``a800-1x8``, ``a100-16x8-hdr4``, ``h100-2x8-ndr8``.
 The gpu is the first word of a shipped profile's name, K the number of network cards of a node (8 unless named). A gpu's
-nodes have the cards of its generation: hdr (200 Gb/s), with H100 ndr (400 Gb/s).
+nodes have the cards of its generation: hdr (200 Gb/s); H100 and H200 ndr (400 Gb/s); B200 ndr, or xdr (800 Gb/s).
 """
 
 from __future__ import annotations
@@ -24,14 +24,15 @@ from memo_sim.contract.huggingface import model_from_config
 from memo_sim.contract.model import Model
 
 DATA = Path(__file__).parents[1] / "data"
-CLUSTER_FORM = "<gpu>-<nodes>x<gpus per node>[-<hdr or ndr><cards per node>]"
+CLUSTER_FORM = "<gpu>-<nodes>x<gpus per node>[-<hdr, ndr or xdr><cards per node>]"
 
-_CLUSTER_NAME = re.compile(r"([a-z0-9]+)-([1-9]\d{0,5})x([1-9]\d{0,5})(?:-(hdr|ndr)([1-9]\d{0,2}))?", re.ASCII)
-_NETWORKS = {"hdr": "example.toml", "ndr": "h100.toml"}
+_CLUSTER_NAME = re.compile(r"([a-z0-9]+)-([1-9]\d{0,5})x([1-9]\d{0,5})(?:-(hdr|ndr|xdr)([1-9]\d{0,2}))?", re.ASCII)
+_NETWORKS = {"hdr": "example.toml", "ndr": "h100.toml", "xdr": "b200.toml"}
 """The cluster file whose network stands for each kind of card."""
 
-_CARDS = {"h100": "ndr"}
-"""The cards of a gpu's nodes; hdr where none are named."""
+_CARDS = {"h100": ("ndr",), "h200": ("ndr",), "b200": ("ndr", "xdr")}
+"""The cards that a gpu's nodes may have, those of a name without cards first; hdr where no gpu is named."""
+_OLDER_CARDS = ("hdr",)
 
 _MODEL_TAG, _CLUSTER_TAG, _HARDWARE_TAG = (kind.__struct_config__.tag for kind in (Model, Cluster, Hardware))
 
@@ -94,7 +95,7 @@ def load_cluster(name_or_path: str) -> tuple[Cluster, Hardware]:
         BadInput: when the file (or the profile that it names) cannot be read or is wrong.
     """
     match = _CLUSTER_NAME.fullmatch(name_or_path)
-    if match and match[1] in _gpus() and match[4] in (None, _CARDS.get(match[1], "hdr")):
+    if match and match[1] in _gpus() and match[4] in (None, *_CARDS.get(match[1], _OLDER_CARDS)):
         return _named_cluster(name_or_path, match)
     if not _is_file_name(name_or_path):
         _unknown("cluster", name_or_path, list_clusters(), f"a name {CLUSTER_FORM}, a cluster file or a profile file")
@@ -129,7 +130,8 @@ def _named_cluster(name: str, match: re.Match[str]) -> tuple[Cluster, Hardware]:
     if devices > hardware.devices:
         wanted = f"at most the {hardware.devices} devices that a node of {hardware_name} has"
         raise UsageError("more devices than a node has", got=repr(name), wanted=wanted)
-    example = codec.read(DATA / "clusters" / _NETWORKS[_CARDS.get(match[1], "hdr")], Cluster)
+    kind = match[4] or _CARDS.get(match[1], _OLDER_CARDS)[0]
+    example = codec.read(DATA / "clusters" / _NETWORKS[kind], Cluster)
     assert example.network is not None
     cards = int(match[5] or example.network.nics_per_node)
     curve = example.network.size_efficiency

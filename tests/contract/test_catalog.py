@@ -64,6 +64,33 @@ def test_clusters_of_h100_have_the_cards_of_their_generation() -> None:
     assert load_cluster("h100-2x8") == load_cluster(str(DATA / "clusters" / "h100.toml"))
 
 
+@pytest.mark.parametrize(
+    ("name", "profile", "cards", "card_bytes_per_s"),
+    [
+        ("h200-4x8", "h200-sxm5-141gb", 8, 47e9),
+        ("h200-4x8-ndr4", "h200-sxm5-141gb", 4, 47e9),
+        ("b200-1x8", "b200-sxm6-180gb", 8, 47e9),
+        ("b200-4x8-ndr8", "b200-sxm6-180gb", 8, 47e9),
+        ("b200-4x8-xdr8", "b200-sxm6-180gb", 8, 94e9),
+    ],
+)
+def test_clusters_of_later_gpus(name: str, profile: str, cards: int, card_bytes_per_s: float) -> None:
+    cluster, hardware = load_cluster(name)
+    assert hardware.name == cluster.hardware == profile
+    assert cluster.network is not None
+    assert (cluster.network.nics_per_node, cluster.network.nic_bytes_per_s.value) == (cards, card_bytes_per_s)
+
+
+def test_the_file_of_the_fastest_cards_is_its_named_cluster() -> None:
+    assert load_cluster("b200-2x8-xdr8") == load_cluster(str(DATA / "clusters" / "b200.toml"))
+
+
+def test_a_gpus_nodes_have_no_cards_of_another_generation() -> None:
+    for name in ("h100-2x8-xdr8", "h200-2x8-hdr8", "b200-2x8-hdr8", "a800-2x8-ndr8"):
+        with pytest.raises(UsageError, match="no such cluster"):
+            load_cluster(name)
+
+
 def test_the_network_by_message_size() -> None:
     network = load_cluster("a800-2x8")[0].network
     assert network is not None
@@ -100,8 +127,14 @@ def test_more_devices_than_a_node_has() -> None:
 
 
 def test_listed_names_load() -> None:
-    assert list_hardware() == ["a100-sxm4-80gb", "a800-sxm4-80gb", "h100-sxm5-80gb"]
-    assert list_clusters() == ["a100-1x8", "a800-1x8", "h100-1x8"]
+    assert list_hardware() == [
+        "a100-sxm4-80gb",
+        "a800-sxm4-80gb",
+        "b200-sxm6-180gb",
+        "h100-sxm5-80gb",
+        "h200-sxm5-141gb",
+    ]
+    assert list_clusters() == ["a100-1x8", "a800-1x8", "b200-1x8", "h100-1x8", "h200-1x8"]
     for name in list_hardware():
         assert load_hardware(name).name == name
     for name in list_clusters():
