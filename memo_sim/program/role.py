@@ -230,7 +230,8 @@ class RoleLowering:
         self._passes()
         if self._tied:
             self._place("embed.tied", "step/embed", 0)
-        for kind, place, layer in reversed(blocks):  # in the order in which gradients are complete
+        # The first block's gradients are complete last: in this order none leaves before the last backward has ended.
+        for kind, place, layer in blocks:
             late = not self.sharding.reduced_early or (kind == "embed" and self._tied)
             if f"{kind}.reduce" in self.numbers and late:
                 self._place(f"{kind}.reduce", place, 0, layer)

@@ -125,3 +125,14 @@ def test_a_link_is_shared_with_what_layers_exchange() -> None:
     assert rates.rates(1 << Lane.REPLICA)[Lane.REPLICA] == 1.0
     beside = 1 << Lane.COMPUTE | 1 << Lane.REPLICA
     assert rates.rates(beside)[Lane.COMPUTE] == rates.rates(beside | 1 << Lane.COLLECTIVE)[Lane.COMPUTE] < 1.0
+
+
+@pytest.mark.parametrize("layout", [Layout(dp=4), Layout(dp=4, zero=1), Layout(tp=2, dp=4)])
+def test_without_overlap_no_gradient_leaves_before_the_last_backward_has_ended(layout: Layout) -> None:
+    cluster, hardware = load_cluster("a800-1x8")
+    simulation = simulate(decide(GPT, layout), hardware, cluster)
+    ids, playback = simulation.program.ids(), simulation.playback
+    backward_end = max(playback.end_s[i] for i, name in enumerate(ids) if "/bwd/" in name)
+    left = [playback.start_s[i] for i, name in enumerate(ids) if name.endswith("/reduce/grads")]
+    assert left
+    assert min(left) >= backward_end
