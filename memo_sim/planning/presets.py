@@ -3,6 +3,9 @@
 A system is no code path: it narrows the policies and the layouts that ``space.py`` enumerates, and says who serves its
 memory. The rivals run on PyTorch's caching allocator under an eager framework (``memory/eager.py``).
 
+    memo               Megatron-LM's model and parallelisms (MEMO 4.3.4): its whole logits, its distributed optimizer with
+                       gradients reduced and parameters gathered beside compute (NVIDIA/Megatron-LM#391). Layouts were
+                       tuned by hand (5.2); every one that the paper names has tensor parallelism of 4, 8 or 16
     deepspeed-ulysses  all-to-all around attention, degrees that divide the heads, ZeRO 3 over all ranks (MEMO 5.1, 5.2)
     megatron-lm        tensor parallelism with sequence parallelism, a zigzag ring, the distributed optimizer (MEMO 5.1)
     fsdp               data parallelism alone, every parameter gathered for one use (ZeRO 3)
@@ -14,7 +17,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from memo_sim.contract.errors import UsageError, did_you_mean
-from memo_sim.contract.plan import Decisions, HostAllocator, MemoryPolicy
+from memo_sim.contract.plan import Decisions, HostAllocator, MemoryPolicy, Overlap
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +67,8 @@ class System:
     """One preset. ``short_sequences`` are policies it falls back to where memory allows (MEMO 5.2).
 
     ``degrees`` are the ways to divide work that it has; ``zeros`` the levels of ZeRO, where several ranks hold the same
-    parameters.
+    parameters; ``overlap`` what of them runs beside compute. ``least_tp`` is the least tensor parallelism that its
+    authors name, where a node has as many devices.
     """
 
     name: str
@@ -75,6 +79,10 @@ class System:
     memory_policy: MemoryPolicy = "planned"
     degrees: tuple[str, ...] = ("tp", "cp", "dp")
     zeros: tuple[int, ...] = (1,)
+    overlap: Overlap = "none"
+    least_tp: int = 1
+    whole_loss: bool = False
+    """Whether the logits of all tokens exist at once."""
 
 
 SYSTEMS = {
@@ -98,6 +106,9 @@ SYSTEMS = {
             (TOKENWISE,),
             short_sequences=(KEEP,),
             host_allocator="power_of_two",
+            overlap="both",
+            least_tp=4,
+            whole_loss=True,
         ),
         System(
             "full-recompute", "every layer keeps its input alone and runs forward again in backward", (FULL_RECOMPUTE,)
@@ -108,6 +119,9 @@ SYSTEMS = {
             "Megatron-LM: tp with sequence parallelism, ring cp, ZeRO 1; any recompute of its own, caching allocator",
             (KEEP, SELECTIVE_RECOMPUTE, FULL_RECOMPUTE),
             memory_policy="eager",
+            overlap="both",
+            least_tp=4,
+            whole_loss=True,
         ),
         System(
             "deepspeed-ulysses",

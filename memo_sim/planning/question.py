@@ -9,7 +9,7 @@ import msgspec
 from memo_sim.contract.cluster import Cluster
 from memo_sim.contract.hardware import DtypeName, Hardware, Quantity, Source
 from memo_sim.contract.model import Model
-from memo_sim.contract.plan import CpExchange, MemoryPolicy, Recompute, States
+from memo_sim.contract.plan import CpExchange, MemoryPolicy, Overlap, Recompute, States
 from memo_sim.planning.presets import find_system
 
 OPTION_SOURCE = "option"
@@ -36,6 +36,8 @@ class Pins:
     loss_chunk_tokens: int | None = None
     mlp_chunk_tokens: int | None = None
     memory_policy: MemoryPolicy | None = None
+    overlap: Overlap | None = None
+    """What of ZeRO 0 and 1 runs beside compute; None: what the system does. Not searched."""
     attention: str | None = None
     """A kernel by name; None: the fastest that the profile measured."""
     dtype: DtypeName | None = None
@@ -54,6 +56,11 @@ class Question:
     states: States = "fp32"
     micro_batch: int = 1
     global_batch: int = 1
+
+    @property
+    def overlap(self) -> Overlap:
+        """What is pinned, or else the system's own."""
+        return self.pins.overlap or find_system(self.system).overlap
 
     @property
     def memory_policy(self) -> MemoryPolicy:

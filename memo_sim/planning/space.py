@@ -51,6 +51,8 @@ def layouts(question: Question) -> list[Layout]:
     _check_degrees(question)
     found = []
     for tp in _degrees(pins.tp, devices, "tp" in system.degrees):
+        if tp < _least_tp(question):
+            continue
         for cp in _degrees(pins.cp, devices // tp, "cp" in system.degrees):
             for ulysses in _degrees(pins.ulysses, devices // (tp * cp), "ulysses" in system.degrees):
                 dp = devices // (tp * cp * ulysses)
@@ -68,6 +70,19 @@ def layouts(question: Question) -> list[Layout]:
             hint="leave one degree out, or name a cluster of another size",
         )
     return found
+
+
+def _least_tp(question: Question) -> int:
+    """Return the least tensor parallelism of the system, or what the model's heads and a node's devices allow of it.
+
+    Who pins a degree is not held to it.
+    """
+    model, cluster = question.model, question.cluster
+    if any(getattr(question.pins, name) is not None for name in DEGREES):
+        return 1
+    wanted = min(find_system(question.system).least_tp, cluster.devices_per_node)
+    divided = (model.heads, model.kv_heads, model.ffn_hidden, cluster.devices)
+    return max(d for d in range(1, wanted + 1) if all(n % d == 0 for n in divided))
 
 
 def _check_degrees(question: Question) -> None:
@@ -182,7 +197,8 @@ def candidates(question: Question) -> tuple[list[Candidate], list[str]]:
             refused.append(f"{_degrees_of(layout)}: {error.what}")
             continue
         pinned = question.pins.loss_chunk_tokens
-        chunk = pinned if pinned is not None else default_loss_chunk(shape.tokens, shape.vocab, base)
+        default = 0 if system.whole_loss else default_loss_chunk(shape.tokens, shape.vocab, base)
+        chunk = default if pinned is None else pinned
         kernels = Kernels(attention=kernel, head_groups=groups)
         complete = msgspec.structs.replace(base, loss_chunk_tokens=chunk, kernels=kernels)
         rows = mlp_chunk(question, complete)
