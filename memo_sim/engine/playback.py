@@ -74,13 +74,18 @@ class Playback:
         producer, consumer, ready = producer[stalled], consumer[stalled], ready[stalled]
         return Waits(consumer, producer, ready, self.start_s[consumer] - ready)
 
+    @cached_property
+    def binds(self) -> Ints:
+        """What each instruction started after: the one before it on its lane or the last producer, or -1."""
+        binds = self.previous.copy()
+        binds[self.waits.instruction] = self.waits.waits_for
+        return binds
+
     def critical_path(self) -> list[int]:
         """Return the chain of instructions that binds the step, from its start to its end."""
         if not len(self.end_s):
             return []
-        binds = self.previous.copy()
-        binds[self.waits.instruction] = self.waits.waits_for
         path = [int(np.argmax(self.end_s))]
-        while (before := int(binds[path[-1]])) >= 0:
+        while (before := int(self.binds[path[-1]])) >= 0:
             path.append(before)
         return path[::-1]

@@ -1,19 +1,23 @@
-"""Plays a program in SimPy: serial lanes in program order, edges between them, rates that fall when lanes contend.
+"""Plays programs in SimPy: serial lanes in program order, edges between them, rates that fall when lanes contend.
 
 Work is a fluid. An instruction of w seconds (alone on its machine) is w units of its lane's work; while the set of busy
-lanes is S the lane does ``rates(S)[lane]`` units a second. Rates are read again whenever S changes, and what is left is
-rescaled. A segment (``segments.py``) is one event; its lane's work clock is piecewise linear, so the instants between
-its instructions are interpolated:
+lanes of its role is S the lane does ``rates(S)[lane]`` units a second. Rates are read again whenever S changes, and
+what is left is rescaled. A segment (``segments.py``) is one event; its lane's work clock is piecewise linear, so the
+instants between its instructions are interpolated:
 
       rate of compute     1.0 |-------|        |-----        work done   w ........./
                           0.8 |       |--------|                           ____----
                                       copy runs                        ___/             -> time
+
+Roles are played together. Instructions that meet (a send and its receive, a collective over stages) start when the last
+of them could, and run at the least of their lanes' rates.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import simpy
@@ -21,7 +25,7 @@ import simpy
 from memo_sim.contract.errors import MemoError
 from memo_sim.engine.playback import Floats, Playback
 from memo_sim.engine.segments import Segments, cut
-from memo_sim.program.columns import Columns
+from memo_sim.program.columns import Columns, Ints
 from memo_sim.program.edges import Edges
 from memo_sim.program.instruction import Lane
 
@@ -29,29 +33,81 @@ Rates = Callable[[int], tuple[float, ...]]
 """From the busy lanes (bit ``1 << lane``) to every lane's rate, in (0, 1]."""
 
 _IDLE = float("inf")
-_LANES_OF = [tuple(lane for lane in range(len(Lane)) if busy >> lane & 1) for busy in range(1 << len(Lane))]
+_LANES = len(Lane)
+_LANES_OF = [tuple(lane for lane in range(_LANES) if busy >> lane & 1) for busy in range(1 << _LANES)]
+
+
+@dataclass(frozen=True)
+class Part:
+    """One role to be played: its instructions, the edges between them, and their durations alone."""
+
+    columns: Columns
+    edges: Edges
+    seconds: Floats
+    name: Callable[[int], str] = str
+    """Gives the id of an instruction."""
+
+
+Meeting = tuple[tuple[int, int], ...]
+"""Instructions of different roles that are played at once: (role, instruction) of each."""
 
 
 def play(
     columns: Columns, edges: Edges, seconds: Floats, rates: Rates, *, name: Callable[[int], str] = str
 ) -> Playback:
-    """Return when every instruction starts and ends; ``seconds`` are their durations alone, ``name`` gives their ids.
+    """Return when every instruction of a single role starts and ends; ``seconds`` are their durations alone.
 
     Raises:
         MemoError: when instructions wait for each other in a circle (no program of ``lower`` does).
     """
-    segments = cut(columns, edges)
+    return play_roles([Part(columns, edges, seconds, name)], rates)[0]
+
+
+def play_roles(parts: Sequence[Part], rates: Rates, meetings: Sequence[Meeting] = ()) -> list[Playback]:
+    """Return the playback of each role; lanes of a role contend with each other alone.
+
+    Raises:
+        MemoError: when instructions wait for each other in a circle (no programs of ``lower`` do).
+    """
+    first = np.cumsum([0] + [len(part.seconds) for part in parts])
+    joined = Edges(
+        np.concatenate([part.edges.producer + first[r] for r, part in enumerate(parts)]),
+        np.concatenate([part.edges.consumer + first[r] for r, part in enumerate(parts)]),
+    )
+    lanes: Ints = np.concatenate([part.columns.lane + _LANES * r for r, part in enumerate(parts)])
+    seconds: Floats = np.concatenate([part.seconds for part in parts])
+    met = [[int(first[role] + i) for role, i in meeting] for meeting in meetings]
+    segments = cut(lanes, joined, _LANES * len(parts), np.array([i for each in met for i in each], dtype=np.int64))
     work = np.add.reduceat(seconds[segments.order], segments.first) if len(seconds) else np.zeros(0)
-    clock = _run(segments, work.tolist(), rates)
+    clock = _run(segments, work.tolist(), rates, _met_segments(segments, met))
+
+    def name(i: int) -> str:
+        role = int(np.searchsorted(first, i, side="right")) - 1
+        return parts[role].name(i - int(first[role]))
+
     stuck = [s for s, limit in zip(clock.heads, segments.lane_bounds[1:], strict=True) if s < limit]
     if stuck:
         raise MemoError(
             "the program cannot be played: instructions wait for each other",
-            got="; ".join(_waiting(segments, edges, clock, s, name) for s in stuck),
+            got="; ".join(_waiting(segments, joined, clock, s, name) for s in stuck),
             hint="this is a bug in the lowering or in the derived edges",
         )
     start_s, end_s = _spans(segments, work, clock, seconds)
-    return Playback(columns=columns, edges=edges, start_s=start_s, end_s=end_s)
+    bounds = [slice(int(a), int(b)) for a, b in pairwise(first)]
+    return [
+        Playback(columns=part.columns, edges=part.edges, start_s=start_s[mine], end_s=end_s[mine])
+        for part, mine in zip(parts, bounds, strict=True)
+    ]
+
+
+def _met_segments(segments: Segments, met: list[list[int]]) -> dict[int, tuple[int, ...]]:
+    """Return for every segment that meets others all segments of its meeting."""
+    if not met:
+        return {}
+    segment = np.empty(len(segments.order), dtype=np.int64)
+    segment[segments.order] = segments.of
+    groups = [tuple(segment[each].tolist()) for each in met]
+    return {s: group for group in groups for s in group}
 
 
 @dataclass(frozen=True)
@@ -67,38 +123,75 @@ class _Clock:
     points: list[float]
 
 
-def _run(segments: Segments, work: list[float], rates: Rates) -> _Clock:
-    """Play the segments, one SimPy event each."""
+def _run(segments: Segments, work: list[float], rates: Rates, met: dict[int, tuple[int, ...]]) -> _Clock:  # noqa: PLR0915 - locals are fast
+    """Play the segments, one SimPy event each; lanes count through all roles."""
     env = simpy.Environment()
     bounds, targets, target_bounds = segments.lane_bounds, segments.targets, segments.target_bounds
-    lane_of = [lane for lane in Lane for _ in range(bounds[lane + 1] - bounds[lane])]
+    lanes = len(bounds) - 1
+    lane_of = [lane for lane in range(lanes) for _ in range(bounds[lane + 1] - bounds[lane])]
     missing, heads = list(segments.waits), bounds[:-1]
     start, end = [0.0] * len(work), [0.0] * len(work)
-    left, since, rate, finish = ([0.0] * len(Lane), [0.0] * len(Lane), [0.0] * len(Lane), [_IDLE] * len(Lane))
+    left, since, rate, finish = ([0.0] * lanes, [0.0] * lanes, [0.0] * lanes, [_IDLE] * lanes)
+    busy = [0] * (lanes // _LANES)
+    beside: dict[int, tuple[int, ...]] = {}
+    """The lanes of the meeting that a lane plays now."""
+    come: dict[tuple[int, ...], int] = {}
     known: dict[int, tuple[float, ...]] = {}
     points: list[float] = []
-    busy = ending = 0
+    changed: set[int] = set()
+    """Roles whose busy lanes have changed."""
+    ending = 0
+
+    def rates_of(lanes_busy: int) -> tuple[float, ...]:
+        found = known.get(lanes_busy)
+        if found is None:
+            found = known[lanes_busy] = rates(lanes_busy)
+        return found
 
     def begin(segment: int, lane: int, now: float) -> None:
-        nonlocal busy
-        busy |= 1 << lane
+        role = lane // _LANES
+        busy[role] |= 1 << lane % _LANES
+        changed.add(role)
         start[segment] = since[lane] = now
         left[lane] = work[segment]
         rate[lane] = 0.0
 
+    def arrive(segment: int, lane: int, now: float) -> None:
+        """Begin a segment that nothing of its own role holds up, once all that it meets have come as far."""
+        group = met.get(segment)
+        if group is None:
+            begin(segment, lane, now)
+            return
+        come[group] = come.get(group, 0) + 1
+        if come[group] == len(group):
+            together = tuple(lane_of[each] for each in group)
+            for each, its_lane in zip(group, together, strict=True):
+                beside[its_lane] = together
+                begin(each, its_lane, now)
+
+    def change(lane: int, speed: float, now: float) -> None:
+        rest = left[lane] = left[lane] - (now - since[lane]) * rate[lane]
+        since[lane] = now
+        rate[lane] = speed
+        finish[lane] = now + rest / speed
+        points.extend((heads[lane], now, rest, speed))
+
     def settle(now: float) -> None:
         """Read the rates of the lanes that are busy now, and wait for the one that ends first."""
         nonlocal ending
-        current = known.get(busy)
-        if current is None:
-            current = known[busy] = rates(busy)
-        for lane in _LANES_OF[busy]:
-            if rate[lane] != current[lane]:
-                rest = left[lane] = left[lane] - (now - since[lane]) * rate[lane]
-                since[lane] = now
-                speed = rate[lane] = current[lane]
-                finish[lane] = now + rest / speed
-                points.extend((heads[lane], now, rest, speed))
+        for role in changed:
+            current, base = rates_of(busy[role]), role * _LANES
+            for lane in _LANES_OF[busy[role]]:
+                together = beside.get(base + lane)
+                if together is None:
+                    if rate[base + lane] != current[lane]:
+                        change(base + lane, current[lane], now)
+                    continue
+                least = min(rates_of(busy[each // _LANES])[each % _LANES] for each in together)
+                for each in together:
+                    if rate[each] != least:
+                        change(each, least, now)
+        changed.clear()
         soonest = min(finish)
         if soonest < _IDLE:
             ending = finish.index(soonest)
@@ -106,24 +199,27 @@ def _run(segments: Segments, work: list[float], rates: Rates) -> _Clock:
             env.timeout(max(0.0, soonest - now)).callbacks.append(on_end)
 
     def on_end(_: simpy.Event) -> None:
-        nonlocal busy
         lane, now = ending, env.now
         segment = heads[lane]
         end[segment] = now
         finish[lane] = _IDLE
-        busy &= ~(1 << lane)
+        role = lane // _LANES
+        busy[role] &= ~(1 << lane % _LANES)
+        changed.add(role)
+        for each in beside.pop(lane, ()):  # the others end in events of their own, at this instant
+            beside.pop(each, None)
         heads[lane] = following = segment + 1
         if following < bounds[lane + 1] and not missing[following]:
-            begin(following, lane, now)
+            arrive(following, lane, now)
         for target in targets[target_bounds[segment] : target_bounds[following]]:
             missing[target] -= 1
             if not missing[target] and heads[lane_of[target]] == target:
-                begin(target, lane_of[target], now)
+                arrive(target, lane_of[target], now)
         settle(now)
 
-    for lane in Lane:
+    for lane in range(lanes):
         if heads[lane] < bounds[lane + 1] and not missing[heads[lane]]:
-            begin(heads[lane], lane, 0.0)
+            arrive(heads[lane], lane, 0.0)
     settle(0.0)
     env.run()
     return _Clock(start=start, end=end, heads=heads, points=points)

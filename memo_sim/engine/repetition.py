@@ -1,72 +1,113 @@
 """Identical micro-batches are played once and repeated.
 
-Once the step is under way every micro-batch finds the lanes as the one before did, so the last but one that is played
-stands for all that are not:
+Once the step is under way every micro-batch finds the lanes as the one before did. So a window of the played step, from
+a pass to the same pass of a later micro-batch, stands for all that are not played:
 
       played     | m0 | m1 | m2 | end           the step of five:  | m0 | m1 | m1 | m1 | m2 | end
-                      |<-->| period
+                      |<-->| window
+
+Stages of a pipeline have a window each, from the same backward to the same backward. Whether a pipeline is under way is
+not assumed but looked at: every instruction of all windows comes as much later than its like of the period before
+(``steady``). If not, more has to be played.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
+from memo_sim.contract.plan import Layout
 from memo_sim.engine.playback import Floats, Playback
 from memo_sim.program.columns import Columns, Ints
 from memo_sim.program.program import Program
+from memo_sim.program.schedule import Kind, Pass
 
 PLAYED = 3
 """Micro-batches that show a whole period: the first starts from empty lanes, the last ends into the step's end."""
 
+STEADY = 1e-11
+"""How far shifts within a period may differ, relative to when they are: rounding, and nothing of a transient."""
+
 
 @dataclass(frozen=True)
+class Window:
+    """A run of passes of one role, ``first`` to before ``end``; the passes from ``before`` are the period before it."""
+
+    before: int
+    first: int
+    end: int
+
+
+def played_at_first(layout: Layout, micro_batches: int) -> int:
+    """Return how many micro-batches show the period of a schedule, at the least.
+
+    A pipeline has to be full, and then two periods long. GPipe holds all micro-batches at once: they are all played.
+    """
+    if layout.pp == 1:
+        return min(micro_batches, PLAYED)
+    if layout.schedule == "gpipe":
+        return micro_batches
+    periods = {"1f1b": layout.pp + PLAYED, "zero-bubble": 2 * layout.pp + PLAYED, "interleaved": 5 * layout.pp}
+    return min(micro_batches, periods[layout.schedule])
+
+
+def windows(layout: Layout, roles: Sequence[Sequence[Pass]]) -> list[Window]:
+    """Return the last window that the played passes of all roles have, one a role; nothing where there are too few."""
+    kind = Kind.FORWARD if layout.pp == 1 else Kind.BACKWARD
+    group = layout.pp if layout.schedule == "interleaved" and layout.pp > 1 else 1
+    step = group * layout.virtual_stages
+    marks = [[n for n, each in enumerate(passes) if each.kind is kind] for passes in roles]
+    for last in range(min(len(mine) for mine in marks) // step - 1, 1, -1):
+        found = [Window(m[(last - 2) * step], m[(last - 1) * step], m[last * step]) for m in marks]
+        if layout.pp == 1 or all(_repeats(p, w, group) for p, w in zip(roles, found, strict=True)):
+            return found
+    return []
+
+
+def _repeats(passes: Sequence[Pass], window: Window, group: int) -> bool:
+    """Return whether a window's passes are those before it, ``group`` micro-batches later."""
+    earlier = [replace(each, micro_batch=each.micro_batch + group) for each in passes[window.before : window.first]]
+    return earlier == list(passes[window.first : window.end])
+
+
 class Repetition:
-    """``times`` repetitions of the micro-batch before the last one of ``program``."""
+    """``times`` repetitions of one role's window; none without a window."""
 
-    program: Program
-    columns: Columns
-    times: int
-
-    def __post_init__(self) -> None:
-        """Refuse to repeat what was not played."""
-        if self.times < 0 or (self.times and self.program.micro_batches < PLAYED):
-            raise ValueError(f"cannot repeat {self.times} times: {self.program.micro_batches} micro-batches are played")
-
-    @property
-    def steady(self) -> int:
-        """The micro-batch that is repeated."""
-        return self.program.micro_batches - 2
+    def __init__(self, program: Program, columns: Columns, window: Window | None, times: int) -> None:
+        self.times = times if window else 0
+        marks = [program.passes[p][1] for p in (window.before, window.first, window.end)] if window else [0, 0, 0]
+        self.before, self.first, self.end = np.searchsorted(columns.instance, marks).tolist()
+        """First instructions of the period before the window, of the window, and after it."""
+        self._instructions = len(columns.lane)
 
     def weights(self) -> Ints:
         """Return how often the step holds each instruction of the program."""
-        weights = np.ones(len(self.columns.lane), dtype=np.int64)
-        if self.times:
-            micro_batch = np.array([i.micro_batch for i in self.program.instances], dtype=np.int64)
-            weights[(micro_batch == self.steady)[self.columns.instance]] += self.times
+        weights = np.ones(self._instructions, dtype=np.int64)
+        weights[self.first : self.end] += self.times
         return weights
+
+    def steady(self, playback: Playback) -> bool:
+        """Return whether every instruction of the window comes as much later than its like before as all others do."""
+        earlier, later = slice(self.before, self.first), slice(self.first, self.end)
+        if self.end - self.first != self.first - self.before:
+            return False
+        shifts = [each[later] - each[earlier] for each in (playback.start_s, playback.end_s)]
+        return bool(np.ptp(np.concatenate(shifts)) <= STEADY * playback.span_s)
 
     def added_s(self, playback: Playback) -> float:
         """Return the seconds that the repetitions add to what was played."""
-        if not self.times:
-            return 0.0
-        first, second = (float(playback.start_s[self._first(m)]) for m in (self.steady, self.steady + 1))
-        return self.times * (second - first)
+        return self.times * float(playback.start_s[self.end] - playback.start_s[self.first]) if self.times else 0.0
 
     def wait_s(self, playback: Playback) -> Floats:
         """Return the seconds of every wait of ``playback`` in the whole step.
 
-        Where a lane has nothing to do in the repeated micro-batch, the wait across it lasts through the repetitions.
+        Where a lane has nothing to do in the repeated window, the wait across it lasts through the repetitions.
         """
         waits = playback.waits
         if not self.times:
             return waits.seconds
         before, after = playback.previous[waits.instruction], waits.instruction
-        across = (before < self._first(self.steady)) & (after >= self._first(self.steady + 1))
+        across = (before < self.first) & (after >= self.end)
         return waits.seconds + across * self.added_s(playback)
-
-    def _first(self, micro_batch: int) -> int:
-        """Return the micro-batch's first instruction in program order."""
-        instance = next(n for n, i in enumerate(self.program.instances) if i.micro_batch == micro_batch)
-        return int(np.searchsorted(self.columns.instance, instance))

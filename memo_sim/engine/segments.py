@@ -14,9 +14,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from memo_sim.program.columns import Columns, Ints
+from memo_sim.program.columns import Ints
 from memo_sim.program.edges import Edges
-from memo_sim.program.instruction import Lane
 
 
 @dataclass(frozen=True)
@@ -39,15 +38,17 @@ class Segments:
     target_bounds: list[int]
 
 
-def cut(columns: Columns, edges: Edges) -> Segments:
-    """Return the segments of a program."""
-    total = len(columns.lane)
-    order = np.argsort(columns.lane, kind="stable")
-    lane = columns.lane[order]
+def cut(lanes: Ints, edges: Edges, count: int, alone: Ints) -> Segments:
+    """Return the segments of instructions on ``count`` lanes; those of ``alone`` are segments by themselves."""
+    total = len(lanes)
+    order = np.argsort(lanes, kind="stable")
+    lane = lanes[order]
     has_in = np.zeros(total, dtype=bool)
     has_in[edges.consumer] = True
+    has_in[alone] = True
     has_out = np.zeros(total, dtype=bool)
     has_out[edges.producer] = True
+    has_out[alone] = True
     begins = has_in[order]
     begins[1:] |= has_out[order][:-1] | (lane[1:] != lane[:-1])
     begins[:1] = True
@@ -65,7 +66,7 @@ def cut(columns: Columns, edges: Edges) -> Segments:
         of=of,
         first=first,
         last=last,
-        lane_bounds=np.searchsorted(lane[first], np.arange(len(Lane) + 1)).tolist(),
+        lane_bounds=np.searchsorted(lane[first], np.arange(count + 1)).tolist(),
         waits=np.bincount(consumer, minlength=len(first)).tolist(),
         targets=consumer[by_producer].tolist(),
         target_bounds=np.searchsorted(producer[by_producer], numbers).tolist(),

@@ -2,53 +2,36 @@
 
 Memory comes first: a plan that does not fit is never priced or played, and has no time. MFU is
 ``model FLOPs (MEMO 5.1) / (step time x GPUs x peak of the dtype)``; TGS is tokens per GPU per second.
+
+Pipeline stages are roles that are played together: the step ends with the last of them, the one that needs most memory
+decides whether the plan fits, and a node's host memory serves all stages that have ranks there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from dataclasses import replace
 from functools import cached_property
-from typing import Protocol
-
-import numpy as np
 
 from memo_sim.contract.cluster import Cluster
 from memo_sim.contract.errors import Infeasible
 from memo_sim.contract.hardware import Hardware
-from memo_sim.contract.plan import Decisions, MovedBytes, Prediction, Stall
-from memo_sim.contract.trace import Spans, Trace, Wait
+from memo_sim.contract.plan import Decisions, Prediction
+from memo_sim.contract.trace import Trace
 from memo_sim.costs.pricing import NodeRates, Pricer
-from memo_sim.engine.launches import launch_waits
-from memo_sim.engine.memory import Memory, memory_of
+from memo_sim.engine.memory import Memory
 from memo_sim.engine.playback import Floats, Playback
-from memo_sim.engine.player import Rates, play
-from memo_sim.engine.repetition import PLAYED, Repetition
-from memo_sim.program.columns import expand
-from memo_sim.program.edges import derive_edges
-from memo_sim.program.instruction import Instruction, Lane
-from memo_sim.program.lower import lower
+from memo_sim.engine.player import Rates, play_roles
+from memo_sim.engine.repetition import played_at_first, windows
+from memo_sim.engine.role import ALLOCATOR, HOST, Prices, Role
+from memo_sim.program.columns import Columns
+from memo_sim.program.lower import lower, program_sha256
+from memo_sim.program.meetings import meetings
 from memo_sim.program.program import Program
-from memo_sim.program.work import Collective, Copy, Work
 
-RECOMPUTE_PHASE = "rec/"
-
-ALLOCATOR = "allocator"
-"""What a kernel waits for when PyTorch's caching allocator calls the device."""
-
-HOST = "launch"
-"""What a kernel waits for when an eager framework's host has not launched it yet."""
+__all__ = ["ALLOCATOR", "HOST", "Prices", "Simulation", "simulate"]
 
 MOST_SPANS = 200_000
 """Spans that a trace of a whole step may have; some 40 MB."""
-
-
-class Prices(Protocol):
-    """What the engine needs of a pricer: seconds alone on the lane, and which curves were asked beyond their range."""
-
-    outside: set[str]
-
-    def seconds(self, work: Work) -> float:
-        """Return how long ``work`` takes when nothing else runs."""
 
 
 def simulate(
@@ -62,8 +45,9 @@ def simulate(
 ) -> Simulation:
     """Return ``decisions`` played on ``cluster``.
 
-    Of more than three micro-batches three are played and the second repeated, unless ``micro_batches_played`` says
-    otherwise (at least three, or all).
+    As many micro-batches are played as show the schedule's period, and the period is repeated (``repetition.py``),
+    unless ``micro_batches_played`` says how many (at least those, or all). A pipeline that has not come to its period
+    is played again, twice as far.
 
     Raises:
         Infeasible: when the layout divides neither model nor sequence, or is larger than the cluster.
@@ -76,25 +60,29 @@ def simulate(
             got=f"{layout.devices} devices",
             wanted=f"at most the {cluster.devices} of {cluster.name}",
         )
-    played = min(decisions.micro_batches, micro_batches_played or PLAYED)
-    (program,) = lower(decisions, micro_batches=played)
+    played = min(decisions.micro_batches, micro_batches_played or played_at_first(layout, decisions.micro_batches))
     local_devices = min(cluster.devices_per_node, layout.devices)
     prices = Pricer(hardware, cluster, layout, rowwise=decisions.kernels.rowwise)
     shared = 0.0 if decisions.overlap == "none" else prices.replica_link_share
-    return Simulation(
-        decisions=decisions,
-        hardware=hardware,
-        cluster=cluster,
-        program=program,
-        pricer=pricer or prices,
-        rates=rates or NodeRates(hardware, cluster, local_devices, replica_link_share=shared).rates,
-    )
+    while True:
+        simulation = Simulation(
+            decisions=decisions,
+            hardware=hardware,
+            cluster=cluster,
+            programs=lower(decisions, micro_batches=played),
+            pricer=pricer or prices,
+            rates=rates or NodeRates(hardware, cluster, local_devices, replica_link_share=shared).rates,
+        )
+        if micro_batches_played or simulation.memory.fault is not None or simulation.steady:
+            return simulation
+        played = min(decisions.micro_batches, 2 * played)
 
 
 class Simulation:
     """One plan on one cluster; everything beyond the prediction is computed when it is asked for.
 
-    ``program`` is what is played: the whole step, or a few of its micro-batches (``full_program`` is the step).
+    ``roles`` are what was played: the whole step, or a few of its micro-batches (``full_programs`` are the step). What
+    is asked of memory is answered for the ``fullest`` role, what is asked of time for the one that sets the ``pace``.
     """
 
     def __init__(
@@ -103,106 +91,167 @@ class Simulation:
         decisions: Decisions,
         hardware: Hardware,
         cluster: Cluster,
-        program: Program,
+        programs: tuple[Program, ...],
         pricer: Prices,
         rates: Rates,
     ) -> None:
         self.decisions = decisions
         self.hardware = hardware
         self.cluster = cluster
-        self.program = program
-        self.columns = expand(program)
-        self.memory: Memory = memory_of(program, self.columns, decisions, hardware, cluster)
         self._pricer = pricer
         self._rates = rates
-        self._repetition = Repetition(program, self.columns, decisions.micro_batches - program.micro_batches)
-        self._weights = self._repetition.weights()
+        times = decisions.micro_batches - programs[0].micro_batches
+        found = windows(decisions.layout, [[each for each, _ in p.passes] for p in programs]) if times > 0 else []
+        if times and not found:
+            raise ValueError(f"cannot repeat {times} times: {programs[0].micro_batches} micro-batches are played")
+        self.roles = tuple(
+            Role(
+                program,
+                decisions,
+                hardware,
+                cluster,
+                pricer=pricer,
+                window=found[number] if found else None,
+                playbacks=lambda: self.playbacks,
+                number=number,
+            )
+            for number, program in enumerate(programs)
+        )
+        self._share_host()
         self.prediction = self._fits() if self.memory.fault is None else self._does_not_fit()
 
+    def _share_host(self) -> None:
+        """Tell every stage what the others on its node need of the host."""
+        layout, per_node = self.decisions.layout, self.cluster.devices_per_node
+        ranks = layout.devices // layout.pp
+        if layout.pp == 1 or ranks >= per_node:
+            return
+        needed = [role.memory.host.bytes for role in self.roles]
+        for number, role in enumerate(self.roles):
+            node = number * ranks // per_node
+            here = range(node * per_node, min(layout.devices, (node + 1) * per_node))
+            beside = sum(needed[rank // ranks] for rank in here if rank // ranks != number)
+            role.memory = replace(role.memory, host_beside_bytes=beside)
+
     @cached_property
+    def fullest(self) -> Role:
+        """The role whose device memory is fullest; one whose memory runs out, if any does."""
+        return max(
+            self.roles,
+            key=lambda role: (
+                role.memory.fault.shortfall_bytes if role.memory.fault else 0,
+                role.reserved_bytes or role.memory.device.bytes,
+            ),
+        )
+
+    @cached_property
+    def pace(self) -> Role:
+        """The role with most to compute."""
+        return max(self.roles, key=lambda role: role.compute_s)
+
+    @property
+    def program(self) -> Program:
+        """The program of the role that sets the pace."""
+        return self.pace.program
+
+    @property
+    def columns(self) -> Columns:
+        """Its instructions as columns."""
+        return self.pace.columns
+
+    @property
+    def memory(self) -> Memory:
+        """The memory of the fullest role."""
+        return self.fullest.memory
+
+    @cached_property
+    def full_programs(self) -> tuple[Program, ...]:
+        """The programs of the whole step, one a role."""
+        programs = tuple(role.program for role in self.roles)
+        return programs if programs[0].micro_batches == self.decisions.micro_batches else lower(self.decisions)
+
+    @property
     def full_program(self) -> Program:
-        """The program of the whole step."""
-        if self.program.micro_batches == self.decisions.micro_batches:
-            return self.program
-        return lower(self.decisions)[0]
+        """The program of the whole step, of the role whose memory is fullest."""
+        return self.full_programs[self.roles.index(self.fullest)]
 
     @cached_property
-    def seconds(self) -> Floats:
-        """Seconds of every played instruction alone on the machine, the allocator's work not counted."""
-        return self._per_instruction(lambda i: self._pricer.seconds(i.work))
+    def playbacks(self) -> list[Playback]:
+        """The spans of every role, as played together."""
+        met = meetings([role.program for role in self.roles])
+        return play_roles([role.part for role in self.roles], self._rates, met)
 
-    @cached_property
-    def waits_outside(self) -> dict[str, Floats]:
-        """Seconds that every played instruction waits for what is no lane: the allocator, the host that launches it."""
-        caching = self.memory.caching
-        none = np.zeros(len(self.seconds))
-        launches = launch_waits(self.program, self.columns, self.seconds, self.decisions, self.hardware)
-        return {ALLOCATOR: none if caching is None else caching.stall_s, HOST: launches}
-
-    @cached_property
+    @property
     def playback(self) -> Playback:
-        """The spans as played (of a plan that does not fit: as if it did)."""
-        edges = derive_edges(self.columns)
-        seconds = self.seconds + self.waits_outside[ALLOCATOR] + self.waits_outside[HOST]
-        return play(self.columns, edges, seconds, self._rates, name=self.memory.program_id)
+        """The spans of the role that sets the pace."""
+        return self.pace.playback
+
+    @property
+    def seconds(self) -> Floats:
+        """Seconds of every instruction of the role that sets the pace, alone on the machine."""
+        return self.pace.seconds
+
+    @property
+    def steady(self) -> bool:
+        """Whether what was repeated had come to its period; without pipeline three micro-batches show it."""
+        repeated = any(role.repetition.times for role in self.roles)
+        return len(self.roles) == 1 or not repeated or all(r.repetition.steady(r.playback) for r in self.roles)
 
     @property
     def fault_s(self) -> float | None:
         """When memory runs out, seconds from the step's start; None when the plan fits."""
         fault = self.memory.fault
-        return None if fault is None else float(self.playback.start_s[fault.instruction])
+        return None if fault is None else float(self.fullest.playback.start_s[fault.instruction])
 
     @property
     def peak_id(self) -> str:
         """The instruction at which device memory is fullest."""
-        return self.memory.program_id(self.memory.device.instruction)
+        return self._of(self.fullest, self.fullest.peak_id)
 
     @property
     def compute_s_without_recompute(self) -> float:
-        """Seconds of the step's compute, were nothing rebuilt: a bound that no share of swapped tokens can beat."""
-        kept = self._per_instruction(lambda i: float(i.lane == Lane.COMPUTE and not i.name.startswith(RECOMPUTE_PHASE)))
-        return float(np.sum(self.seconds * self._weights * kept))
+        """Seconds of a role's compute, were nothing rebuilt: a bound that no share of swapped tokens can beat."""
+        return max(role.compute_s_without_recompute for role in self.roles)
 
     @property
     def recompute_share(self) -> float:
         """Fraction of the step's compute seconds, each kernel alone, that rebuild activations."""
-        compute = self._per_instruction(lambda i: float(i.lane == Lane.COMPUTE))
-        return 1.0 - self.compute_s_without_recompute / float(np.sum(self.seconds * self._weights * compute))
+        return 1.0 - self.pace.compute_s_without_recompute / self.pace.compute_s
 
     @property
     def layer_forward_s(self) -> float:
-        """Seconds a middle layer's forward holds the compute lane, waits for exchanges and collectives included.
-
-        Waits for copies are left out: this is the time that copies can hide under (the paper's linear program).
-        """
-        wanted = self.decisions.model.layers // 2
-        instance = next(
-            n
-            for n, i in enumerate(self.program.instances)
-            if i.layer == wanted and self.program.templates[i.template].name.startswith("layer.fwd")
-        )
-        mine = (self.columns.instance == instance) & (self.columns.lane == Lane.COMPUTE)
-        chosen = np.flatnonzero(mine)
-        waits = self.playback.waits
-        copies = np.isin(self.columns.lane[waits.waits_for], (Lane.D2H, Lane.H2D))
-        stalled = mine[waits.instruction] & copies & (waits.instruction != chosen[0])
-        held = self.playback.end_s[chosen[-1]] - self.playback.start_s[chosen[0]]
-        return float(held - waits.seconds[stalled].sum())
+        """Seconds a middle layer's forward holds the compute lane (``Role.layer_forward_s``)."""
+        return self.pace.layer_forward_s
 
     @property
     def after_compute(self) -> tuple[str, float]:
-        """The lane that ends the step, and how long it goes on after the compute lane's last kernel (seconds)."""
-        ends, lane = self.playback.end_s, self.columns.lane
-        last = int(np.argmax(ends))
-        return Lane(int(lane[last])).label, float(ends[last] - ends[lane == Lane.COMPUTE].max(initial=0.0))
+        """The lane that ends the step, and how long it goes on after its role's last kernel (seconds)."""
+        return max(self.roles, key=lambda role: role.playback.span_s).after_compute
+
+    @property
+    def collective_bytes(self) -> dict[str, int]:
+        """Bytes of the whole tensors that the pace-setting role's collectives work on, by operator."""
+        return self.pace.collective_bytes
 
     def critical_path(self) -> list[str]:
-        """Return the ids of the played instructions that bind the step, from its start to its end."""
-        ids = self.program.ids()
-        return [ids[i] for i in self.playback.critical_path()]
+        """Return the ids of the played instructions that bind the step, from its start to its end.
 
-    def trace(self) -> Trace:
-        """Return every span of the whole step, memory and waits.
+        Where instructions of several roles meet, the path goes on with the one that came last.
+        """
+        met = {each: meeting for meeting in meetings([role.program for role in self.roles]) for each in meeting}
+        names = [role.program.ids() for role in self.roles]
+        plays = [role.playback for role in self.roles]
+        last = max(range(len(plays)), key=lambda number: plays[number].span_s)
+        role, at = last, int(plays[last].end_s.argmax())
+        path = []
+        while at >= 0:
+            path.append(self._of(self.roles[role], names[role][at]))
+            came = [(plays[r].binds[i], r) for r, i in met.get((role, at), ((role, at),))]
+            at, role = max(((int(i), r) for i, r in came), key=lambda each: _end_s(plays[each[1]], each[0]))
+        return path[::-1]
+
+    def trace(self, role: Role | None = None) -> Trace:
+        """Return every span of a role's whole step (of the first if not said), memory and waits.
 
         Micro-batches that were repeated are played now, unless that makes more than ``MOST_SPANS``: then the trace
         holds those that were played, says so, and its ``step_s`` is still the whole step's.
@@ -212,38 +261,16 @@ class Simulation:
         """
         if self.memory.fault is not None:
             raise Infeasible(f"no trace: {self.memory.fault.reason}")
-        repeated = self.program is not self.full_program
-        if repeated and self.full_program.instruction_count <= MOST_SPANS:
-            return self._whole().trace()
-        playback, ids = self.playback, self.program.ids()
-        operations = [i.op for _, i in self.program.walk()]
-        waits = playback.waits
-        return Trace(
-            origin="predicted",
-            program_sha256=self.full_program.sha256,
-            world_size=self.decisions.layout.devices,
-            step_s=(self.prediction.step_s or 0.0) if repeated else playback.span_s,
-            spans=Spans(
-                ids=ids,
-                ops=operations,
-                lanes=[Lane(lane).label for lane in self.columns.lane.tolist()],
-                start_s=playback.start_s.tolist(),
-                end_s=playback.end_s.tolist(),
-            ),
-            device_memory=self.memory.device_over_time(playback),
-            host_memory=self.memory.host_over_time(playback),
-            waits=[
-                Wait(instruction=ids[i], waits_for=ids[p], start_s=start, seconds=seconds)
-                for i, p, start, seconds in zip(
-                    waits.instruction.tolist(),
-                    waits.waits_for.tolist(),
-                    waits.start_s.tolist(),
-                    waits.seconds.tolist(),
-                    strict=True,
-                )
-            ],
-            micro_batches_played=self.program.micro_batches,
-            micro_batches=self.decisions.micro_batches,
+        number = self.roles.index(role) if role else 0
+        repeated = self.roles[0].program is not self.full_programs[0]
+        if repeated and sum(program.instruction_count for program in self.full_programs) <= MOST_SPANS:
+            whole = self._whole()
+            return whole.trace(whole.roles[number])
+        step_s = max(each.playback.span_s for each in self.roles)
+        return self.roles[number].trace(
+            program_sha256=program_sha256(self.full_programs),
+            rank=number * (self.decisions.layout.devices // len(self.roles)),
+            step_s=(self.prediction.step_s or 0.0) if repeated else step_s,
         )
 
     def _whole(self) -> Simulation:
@@ -252,10 +279,14 @@ class Simulation:
             decisions=self.decisions,
             hardware=self.hardware,
             cluster=self.cluster,
-            program=self.full_program,
+            programs=self.full_programs,
             pricer=self._pricer,
             rates=self._rates,
         )
+
+    def _of(self, role: Role, text: str) -> str:
+        """Return what is said of a role, with its name where there are several."""
+        return text if len(self.roles) == 1 else f"{role.program.role}: {text}"
 
     def _fits(self) -> Prediction:
         decisions, layout = self.decisions, self.decisions.layout
@@ -266,10 +297,8 @@ class Simulation:
                 where="decisions.dtype",
                 wanted=" or ".join(self.hardware.peak_flops),
             )
-        step_s = self.playback.span_s + self._repetition.added_s(self.playback)
+        step_s = max(role.step_s for role in self.roles)
         flops = decisions.model.step_flops(decisions.seq_tokens, decisions.global_batch)
-        span_s = (self.playback.end_s - self.playback.start_s) * self._weights
-        lanes = np.bincount(self.columns.lane, weights=span_s, minlength=len(Lane))
         return Prediction(
             status="ok",
             hardware=self.hardware.name,
@@ -278,12 +307,12 @@ class Simulation:
             tgs=decisions.global_batch * decisions.seq_tokens / (step_s * layout.devices),
             peak_device_bytes=self.memory.device.bytes,
             peak_by_class=self.memory.device.by_class,
-            reserved_bytes=self._reserved_bytes,
-            reorganisations=self._reorganisations(),
-            peak_host_bytes_per_node=self.memory.host_per_node_bytes,
-            moved_bytes=self._moved_bytes(),
-            lanes={Lane(lane).label: float(lanes[lane]) for lane in np.unique(self.columns.lane)},
-            stalls=self._stalls(),
+            reserved_bytes=self.fullest.reserved_bytes,
+            reorganisations=max(role.reorganisations for role in self.roles),
+            peak_host_bytes_per_node=max(role.memory.host_per_node_bytes for role in self.roles),
+            moved_bytes=self.pace.moved_bytes,
+            lanes=self.pace.lanes_s,
+            stalls=self.pace.stalls,
             outside_calibration=sorted(self._pricer.outside),
         )
 
@@ -295,74 +324,14 @@ class Simulation:
             hardware=self.hardware.name,
             peak_device_bytes=self.memory.device.bytes,
             peak_by_class=self.memory.device.by_class,
-            reserved_bytes=self._reserved_bytes,
-            peak_host_bytes_per_node=self.memory.host_per_node_bytes,
-            moved_bytes=self._moved_bytes(),
+            reserved_bytes=self.fullest.reserved_bytes,
+            peak_host_bytes_per_node=max(role.memory.host_per_node_bytes for role in self.roles),
+            moved_bytes=self.fullest.moved_bytes,
             shortfall_bytes=fault.shortfall_bytes,
-            reason=fault.reason,
+            reason=self._of(self.fullest, fault.reason),
         )
 
-    @property
-    def _reserved_bytes(self) -> int | None:
-        caching = self.memory.caching
-        return None if caching is None or caching.replay.out_of_memory else caching.replay.reserved_peak_bytes
 
-    def _reorganisations(self) -> int:
-        """Return how often the whole step, the allocator's cache warm, reorganises memory."""
-        caching = self.memory.caching
-        return 0 if caching is None else int(np.sum(caching.reorganised * self._weights))
-
-    def _moved_bytes(self) -> MovedBytes:
-        """Return what one rank copies over each lane in the whole step."""
-        size = self._per_instruction(lambda i: i.work.bytes if isinstance(i.work, Copy) else 0)
-        moved = size.astype(np.int64) * self._weights
-        down, up = (int(moved[self.columns.lane == lane].sum()) for lane in (Lane.D2H, Lane.H2D))
-        return MovedBytes(d2h=down, h2d=up)
-
-    @property
-    def collective_bytes(self) -> dict[str, int]:
-        """Bytes of the whole tensors that collectives work on in the step, by operator."""
-        found: dict[str, int] = {}
-        for (_, instruction), times in zip(self.program.walk(), self._weights.tolist(), strict=True):
-            if isinstance(instruction.work, Collective):
-                found[instruction.op] = found.get(instruction.op, 0) + instruction.work.bytes * times
-        return found
-
-    def _stalls(self) -> list[Stall]:
-        """Return the waits of the whole step summed by lane and kind of instruction waited for, longest first."""
-        waits, columns = self.playback.waits, self.columns
-        names = sorted({i.op for t in self.program.templates for i in t.instructions})
-        number = {name: n for n, name in enumerate(names)}
-        kind = self._per_instruction(lambda i: number[i.op])[waits.waits_for].astype(np.int64)
-        key = columns.lane[waits.instruction] * len(names) + kind
-        weights = self._weights[waits.instruction]
-        seconds = np.bincount(key, weights=self._repetition.wait_s(self.playback) * weights)
-        count = np.bincount(key, weights=weights)
-        found = [
-            Stall(
-                lane=Lane(k // len(names)).label,
-                waits_for=names[k % len(names)],
-                seconds=float(seconds[k]),
-                count=int(count[k]),
-            )
-            for k in np.flatnonzero(count).tolist()
-        ]
-        return sorted(found + self._stalls_outside(), key=lambda stall: -stall.seconds)
-
-    def _stalls_outside(self) -> list[Stall]:
-        """Return the kernels of the whole step that stand still for the allocator, and for the host's launches."""
-        found = []
-        for name, waits in self.waits_outside.items():
-            if waits.any():
-                seconds, count = np.sum(waits * self._weights), np.sum((waits > 0) * self._weights)
-                found.append(Stall(lane=Lane.COMPUTE.label, waits_for=name, seconds=float(seconds), count=int(count)))
-        return found
-
-    def _per_instruction(self, value: Callable[[Instruction], float]) -> Floats:
-        """Return a value of each played instruction, asked once for each instruction of a template."""
-        templates = self.program.templates
-        table = np.zeros((len(templates), max((len(t.instructions) for t in templates), default=0)))
-        for row, template in zip(table, templates, strict=True):
-            row[: len(template.instructions)] = [value(i) for i in template.instructions]
-        found: Floats = table[self.columns.template, self.columns.position]
-        return found
+def _end_s(playback: Playback, instruction: int) -> float:
+    """Return when an instruction ends; before everything for none (-1)."""
+    return float(playback.end_s[instruction]) if instruction >= 0 else -1.0
