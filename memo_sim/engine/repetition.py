@@ -27,6 +27,9 @@ from memo_sim.program.schedule import Kind, Pass
 PLAYED = 3
 """Micro-batches that show a whole period: the first starts from empty lanes, the last ends into the step's end."""
 
+RECEIVED_AHEAD = 2
+"""Passes behind a window for which it receives (``program/handover.py``)."""
+
 STEADY = 1e-11
 """How far shifts within a period may differ, relative to when they are: rounding, and nothing of a transient."""
 
@@ -38,6 +41,8 @@ class Window:
     before: int
     first: int
     end: int
+    micro_batches: int
+    """Micro-batches that one repetition stands for."""
 
 
 def played_at_first(layout: Layout, micro_batches: int) -> int:
@@ -49,8 +54,9 @@ def played_at_first(layout: Layout, micro_batches: int) -> int:
         return min(micro_batches, PLAYED)
     if layout.schedule == "gpipe":
         return micro_batches
-    periods = {"1f1b": layout.pp + PLAYED, "zero-bubble": 2 * layout.pp + PLAYED, "interleaved": 5 * layout.pp}
-    return min(micro_batches, periods[layout.schedule])
+    full = 2 * layout.pp if layout.schedule == "zero-bubble" else layout.pp
+    periods = 5 * layout.pp if layout.schedule == "interleaved" else full + PLAYED + RECEIVED_AHEAD
+    return min(micro_batches, periods)
 
 
 def windows(layout: Layout, roles: Sequence[Sequence[Pass]]) -> list[Window]:
@@ -60,23 +66,25 @@ def windows(layout: Layout, roles: Sequence[Sequence[Pass]]) -> list[Window]:
     step = group * layout.virtual_stages
     marks = [[n for n, each in enumerate(passes) if each.kind is kind] for passes in roles]
     for last in range(min(len(mine) for mine in marks) // step - 1, 1, -1):
-        found = [Window(m[(last - 2) * step], m[(last - 1) * step], m[last * step]) for m in marks]
+        found = [Window(m[(last - 2) * step], m[(last - 1) * step], m[last * step], group) for m in marks]
         if layout.pp == 1 or all(_repeats(p, w, group) for p, w in zip(roles, found, strict=True)):
             return found
     return []
 
 
 def _repeats(passes: Sequence[Pass], window: Window, group: int) -> bool:
-    """Return whether a window's passes are those before it, ``group`` micro-batches later."""
-    earlier = [replace(each, micro_batch=each.micro_batch + group) for each in passes[window.before : window.first]]
-    return earlier == list(passes[window.first : window.end])
+    """Return whether a window's passes, and those it receives for, are those before, ``group`` micro-batches later."""
+    before = passes[window.before : window.first + RECEIVED_AHEAD]
+    earlier = [replace(each, micro_batch=each.micro_batch + group) for each in before]
+    return earlier == list(passes[window.first : window.end + RECEIVED_AHEAD])
 
 
 class Repetition:
     """``times`` repetitions of one role's window; none without a window."""
 
-    def __init__(self, program: Program, columns: Columns, window: Window | None, times: int) -> None:
-        self.times = times if window else 0
+    def __init__(self, program: Program, columns: Columns, window: Window | None, beyond: int) -> None:
+        """``beyond``: micro-batches of the step that are not played; they fill whole windows."""
+        self.times = beyond // window.micro_batches if window else 0
         marks = [program.passes[p][1] for p in (window.before, window.first, window.end)] if window else [0, 0, 0]
         self.before, self.first, self.end = np.searchsorted(columns.instance, marks).tolist()
         """First instructions of the period before the window, of the window, and after it."""

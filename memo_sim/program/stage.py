@@ -123,6 +123,13 @@ def _check(decisions: Decisions) -> None:
             got=f"{layout.virtual_stages} with {layout.schedule} on {layout.pp} stages",
             wanted="more than 1 with the schedule interleaved on several stages, else 1",
         )
+    if layout.virtual_stages > 1 and not layout.overlap_handovers:
+        raise Infeasible(
+            "stages that wait for their hand-overs cannot play the interleaved schedule: they wait in a circle",
+            where="layout.overlap_handovers",
+            got=False,
+            wanted=True,
+        )
     if layers % runs:
         raise Infeasible(
             f"pp x virtual stages = {runs} does not divide the layers",
