@@ -20,6 +20,9 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from memo_exec.distributed.groups import Groups, missing_groups
+from memo_exec.distributed.own_program import own_program
+from memo_exec.distributed.place import Place
 from memo_exec.kernels import KERNELS, Call, Context, Kernel, StepScalars
 from memo_exec.kernels.attention import BACKENDS
 from memo_exec.lanes import HostTimekeeper, LaneStopped, Progress, Timekeeper, lane_threads
@@ -45,7 +48,8 @@ class Interpreter:
     ``placement``, already checked, puts the device buffers in one arena; without one they come from torch's allocator.
     ``debug`` poisons what has been offloaded, checks sums of what was copied, and the order of everything that touched
     the same bytes. ``allocator``, which torch uses already, lends libraries their slots of the arena or, without one,
-    replays what a step asks for. ``kernels`` and ``edges`` replace the real ones in tests.
+    replays what a step asks for. ``rank`` is this process's of the layout's, ``groups`` are the process groups in which
+    it talks to the others (``make_groups``). ``kernels`` and ``edges`` replace the real ones in tests.
     """
 
     def __init__(
@@ -57,21 +61,25 @@ class Interpreter:
         placement: Placement | None = None,
         debug: bool = False,
         allocator: ctypes.CDLL | None = None,
+        rank: int = 0,
+        groups: Groups | None = None,
         kernels: Mapping[str, Kernel] = KERNELS,
         edges: Edges | None = None,
     ) -> None:
         self.decisions = decisions
         self.program = program
         self.device = torch.device(device)
-        _refuse(decisions, program, self.device, kernels)
+        groups = groups or {}
+        _refuse(decisions, program, self.device, kernels, groups)
         self.kernels = kernels
-        self.schedule = schedule(program, placement=placement, edges=edges)
+        self.place = Place(decisions.layout, rank)
+        self.schedule = schedule(own_program(program, decisions, self.place), placement=placement, edges=edges)
         if self.device.type == "cuda":
             if placement is None:
                 _refuse_shared_releases(self.schedule)
             if decisions.deterministic:
                 make_deterministic()
-        self.context = Context(decisions, self.device)
+        self.context = Context(decisions, self.device, rank=rank, groups=groups)
         store = CachingStore if placement is None else ArenaStore
         self.store = store(self.schedule, self.device, poison=debug)
         pinned = self.device.type == "cuda"
@@ -158,7 +166,8 @@ class Interpreter:
             for name, values in zip(("input.ids", "input.labels"), pair, strict=True):
                 if values.numel() != tokens:
                     raise ValueError(f"{name} of micro-batch {i} has {values.numel()} tokens, wanted {tokens}")
-                self.buffer(name, i).copy_(values.reshape(-1))
+                if name in self.program.family_bases:  # pipeline stages between the ends have neither
+                    self.buffer(name, i).copy_(values.reshape(-1))
         for name in ("loss", "grad_norm"):
             self.buffer(name).zero_()
 
@@ -274,18 +283,22 @@ def _refuse_shared_releases(schedule: Schedule) -> None:
                 )
 
 
-def _refuse(decisions: Decisions, program: Program, device: torch.device, kernels: Mapping[str, Kernel]) -> None:
+def _refuse(
+    decisions: Decisions, program: Program, device: torch.device, kernels: Mapping[str, Kernel], groups: Groups
+) -> None:
     """Refuse what this interpreter cannot play.
 
     Raises:
-        CannotRun: for several ranks, an op without a kernel, or an attention kernel of another device.
+        CannotRun: for groups that were not made, an op without a kernel, or an attention kernel of another device.
     """
-    if decisions.layout.devices > 1:
+    layout = decisions.layout
+    if missing_groups(program, layout, groups):
         raise CannotRun(
-            "this layout needs several ranks, and collectives are not built yet",
+            "this layout needs several ranks, and this process is alone",
             where="decisions.layout",
-            got=f"{decisions.layout.devices} devices",
-            wanted="1",
+            got="1 process",
+            wanted=f"{layout.devices}",
+            hint=f"torchrun --nproc_per_node {layout.devices} -m memo_exec run PLAN",
         )
     missing = sorted({i.op for t in program.templates for i in t.instructions} - set(kernels))
     if missing:

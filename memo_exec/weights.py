@@ -1,7 +1,8 @@
 """A model's weights by name, in the flat blocks that the program trains: initialised, loaded, saved.
 
-Names are ``embed/tokens.weight``, ``layer.3/qkv.weight``, ``head/norm.weight``. Where there are fp32 masters they are
-written first and the parameters rounded from them, so that weights do not depend on dtype, states or activation policy.
+Names are ``embed/tokens.weight``, ``layer.3/qkv.weight``, ``head/norm.weight``. A rank holds rectangles of them
+(``distributed/pieces.py``), one process all. Parameters are rounded from the same fp32 numbers as their masters, so
+weights do not depend on dtype, states, activation policy or layout.
 """
 
 from __future__ import annotations
@@ -9,24 +10,40 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from memo_exec import huggingface
+from memo_exec.distributed.pieces import KINDS, pieces_of
 from memo_exec.interpreter import Interpreter
-from memo_sim.program.parameters import Block, embed_block, head_block, layer_block
 
 INIT_STD = 0.02
+
+
+@dataclass(frozen=True)
+class Held:
+    """What this rank holds of a whole tensor: the rectangle at ``offsets``, as a view of its buffer."""
+
+    name: str
+    whole: tuple[int, ...]
+    offsets: tuple[int, ...]
+    view: Tensor
+
+    def of(self, whole: Tensor) -> Tensor:
+        """Return the same rectangle of ``whole``."""
+        return whole[tuple(slice(o, o + n) for o, n in zip(self.offsets, self.view.shape, strict=True))]
 
 
 def initialize(interpreter: Interpreter, seed: int = 0, *, draw_on: torch.device | str = "cpu") -> None:
     """Draw weights as GPT-2 does; ``draw_on`` says where, and another device draws other numbers."""
     layers = interpreter.decisions.model.layers
-    for name, target in _writable(interpreter):
-        target.copy_(initial(name, target.shape, layers=layers, seed=seed, device=draw_on))
-    publish(interpreter)
+    for name, found in by_name(interpreter).items():
+        whole = initial(name, found[0].whole, layers=layers, seed=seed, device=draw_on)
+        for held in found:
+            held.view.copy_(held.of(whole))
 
 
 def initial(name: str, shape: Sequence[int], *, layers: int, seed: int, device: torch.device | str = "cpu") -> Tensor:
@@ -54,10 +71,10 @@ def load(interpreter: Interpreter, directory: Path) -> None:
         BadInput: when it is of another model, or a tensor is missing, unknown or misshapen; nothing is read then.
         UsageError: when no model type of Hugging Face has this shape.
     """
-    targets = dict(_writable(interpreter))
-    for name, value in huggingface.read(directory, interpreter.decisions.model, list(targets)):
-        targets[name].copy_(value)
-    publish(interpreter)
+    targets = by_name(interpreter)
+    for name, whole in huggingface.read(directory, interpreter.decisions.model, list(targets)):
+        for held in targets[name]:
+            held.view.copy_(held.of(whole))
 
 
 def save(interpreter: Interpreter, directory: Path) -> None:
@@ -71,44 +88,34 @@ def save(interpreter: Interpreter, directory: Path) -> None:
 
 
 def named_parameters(interpreter: Interpreter) -> dict[str, Tensor]:
-    """Return every parameter by name, as views of what the kernels read."""
-    return dict(_views(interpreter, "params"))
+    """Return every parameter by name, as views of what the kernels read; of one process, which holds them whole."""
+    return {held.name: held.view for held in held_by(interpreter, "params")}
 
 
 def named_gradients(interpreter: Interpreter) -> dict[str, Tensor]:
-    """Return every parameter's gradient by name, in fp32."""
-    return dict(_views(interpreter, "grads"))
+    """Return every parameter's gradient by name, in fp32; of one process, which holds them whole."""
+    return {held.name: held.view for held in held_by(interpreter, "grads")}
 
 
-def publish(interpreter: Interpreter) -> None:
-    """Round the parameters from their fp32 masters, where there are masters."""
-    known = {family.name for family in interpreter.program.families}
-    for kind, count, _ in _blocks(interpreter):
-        if f"master.{kind}" in known:
-            for i in range(count):
-                interpreter.buffer(f"params.{kind}", i).copy_(interpreter.buffer(f"master.{kind}", i))
-
-
-def _writable(interpreter: Interpreter) -> Iterator[tuple[str, Tensor]]:
-    """Yield every parameter where it is kept most precisely."""
-    known = {family.name for family in interpreter.program.families}
-    yield from _views(interpreter, "master" if "master.layer" in known else "params")
-
-
-def _views(interpreter: Interpreter, state: str) -> Iterator[tuple[str, Tensor]]:
-    for kind, count, block in _blocks(interpreter):
-        for i in range(count):
+def held_by(interpreter: Interpreter, state: str) -> Iterator[Held]:
+    """Yield what this rank's buffers of ``state`` (params, grads, master, ...) hold of each whole tensor."""
+    decisions = interpreter.decisions
+    for kind in KINDS:
+        if f"{state}.{kind}" not in interpreter.program.family_bases:
+            continue
+        pieces = pieces_of(decisions, interpreter.place, state, kind)
+        for i in range(decisions.model.layers if kind == "layer" else 1):
             flat = interpreter.buffer(f"{state}.{kind}", i)
-            place = f"layer.{i}" if kind == "layer" else kind
-            for p in block.parameters:
-                yield f"{place}/{p.name}", flat[p.first : p.first + p.elements].view(p.shape)
+            at = f"layer.{i}" if kind == "layer" else kind
+            for p in pieces:
+                view = flat[p.first : p.first + math.prod(p.sizes)].view(p.sizes)
+                yield Held(f"{at}/{p.name}", p.whole, p.offsets, view)
 
 
-def _blocks(interpreter: Interpreter) -> list[tuple[str, int, Block]]:
-    """Return (kind, how many, block)."""
-    model, tp = interpreter.decisions.model, interpreter.decisions.layout.tp
-    return [
-        ("embed", 1, embed_block(model, tp)),
-        ("layer", model.layers, layer_block(model, tp)),
-        ("head", 1, head_block(model, tp)),
-    ]
+def by_name(interpreter: Interpreter) -> dict[str, list[Held]]:
+    """Return what this rank holds of each weight: as parameter, and as fp32 master where there are masters."""
+    found: dict[str, list[Held]] = {}
+    for state in ("params", "master"):
+        for held in held_by(interpreter, state):
+            found.setdefault(held.name, []).append(held)
+    return found

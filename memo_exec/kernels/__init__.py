@@ -15,7 +15,10 @@ from importlib import import_module
 from memo_exec.kernels import (
     activation,
     attention,
+    collective,
+    divided_loss,
     embedding,
+    handover,
     linear,
     loss,
     merge,
@@ -48,8 +51,18 @@ def _either(plain: Kernel, module: str) -> Kernel:
     return play
 
 
+def _divided(plain: Kernel, divided: Kernel) -> Kernel:
+    """Return the kernel that plays ``divided`` where tensor-parallel ranks have a part of the vocabulary each."""
+
+    def play(call: Call) -> None:
+        (divided if call.context.place.size("tp") > 1 else plain)(call)
+
+    return play
+
+
 _PLAIN: Mapping[str, Kernel] = {
-    "embed": embedding.embed,
+    "embed": _divided(embedding.embed, embedding.divided_embed),
+    "positions.add": embedding.positions_add,
     "embed.bwd": embedding.embed_backward,
     "layer_norm": norm.layer_norm,
     "layer_norm.bwd": norm.layer_norm_backward,
@@ -75,6 +88,7 @@ _PLAIN: Mapping[str, Kernel] = {
     "grad.accumulate": packing.accumulate,
     "residual_add": move.residual_add,
     "cross_entropy": loss.cross_entropy,
+    "cross_entropy.stats": divided_loss.divided_stats,
     "copy": move.copy,
     "d2h": move.transfer,
     "h2d": move.transfer,
@@ -82,6 +96,17 @@ _PLAIN: Mapping[str, Kernel] = {
     "grad_norm": optimizer.grad_norm,
     "adamw.decay": optimizer.adamw_decay,
     "adamw.no_decay": optimizer.adamw_no_decay,
+    "all_gather": collective.all_gather,
+    "reduce_scatter": collective.reduce_scatter,
+    "all_reduce": collective.all_reduce,
+    "loss.all_reduce": collective.loss_all_reduce,
+    "all_to_all": collective.all_to_all,
+    "send_recv": collective.send_recv,
+    "send": handover.send,
+    "receive": handover.receive,
+    "grads.all_reduce": collective.all_reduce,
+    "grads.reduce_scatter": collective.grads_reduce_scatter,
+    "params.all_gather": collective.params_all_gather,
 }
 
 FUSED: Mapping[str, str] = {
@@ -101,8 +126,8 @@ FUSED: Mapping[str, str] = {
 
 KERNELS: Mapping[str, Kernel] = {
     op: _either(plain, FUSED[op]) if op in FUSED else plain for op, plain in _PLAIN.items()
-}
-"""The kernel of every op that a program without collectives has."""
+} | {"cross_entropy": _divided(_either(loss.cross_entropy, "triton_loss"), divided_loss.divided_cross_entropy)}
+"""The kernel of every op."""
 
 LIBRARY_SCRATCH = frozenset({"attention", "attention.bwd"})
 """Ops whose library allocates the workspace that the program declares."""

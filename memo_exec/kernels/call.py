@@ -13,12 +13,14 @@ from math import prod
 import torch
 from torch import Tensor
 
+from memo_exec.distributed.groups import Groups
+from memo_exec.distributed.place import Place
 from memo_exec.kernels.frequencies import inverse_frequencies
 from memo_sim.contract.model import Model
 from memo_sim.contract.plan import Decisions
 from memo_sim.program.instruction import Instruction, Lane
 from memo_sim.program.kernel_table import PIECE_BYTES, merge_scratch_bytes
-from memo_sim.program.token_order import clipped, row_blocks, token_runs
+from memo_sim.program.token_order import clipped, row_blocks, shard_runs, token_runs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,13 +48,18 @@ class Context:
     scalars: StepScalars = field(default_factory=StepScalars)
     rank: int = 0
     """Of the layout's ranks: it decides which tokens the rows are."""
+    groups: Groups = field(default_factory=dict)
+    """Process groups by lane and kind of group; none where the layout has one device."""
 
     def __post_init__(self) -> None:
         """Make the constants, so that no kernel does."""
         self._cells = {host: torch.zeros(4, device="cpu" if host else self.device) for host in (False, True)}
         self.inverse_frequencies = inverse_frequencies(self.model).to(self.device)
         """Rotary frequencies, fp32, half a head long."""
+        self.place = Place(self.decisions.layout, self.rank)
+        """This rank's coordinates."""
         self.runs = token_runs(self.decisions, self.rank)
+        self._shard_runs = shard_runs(self.decisions, self.rank)
         self.row_blocks = row_blocks(self.decisions)
         self.merging = self._merging()
         """Memory in which parts of attention are merged; None where nothing is."""
@@ -64,9 +71,12 @@ class Context:
         size = merge_scratch_bytes(model.heads // (layout.tp * layout.ulysses), model.head_dim, self.decisions.dtype)
         return torch.empty(size, dtype=torch.uint8, device=self.device)
 
-    def positions(self, first: int, rows: int) -> Iterator[tuple[slice, int]]:
-        """Yield (rows, position of the first) for the runs of rows [first, first + rows), counted from ``first``."""
-        for run in clipped(self.runs, first, rows):
+    def positions(self, first: int, rows: int, *, shard: bool = False) -> Iterator[tuple[slice, int]]:
+        """Yield (rows, position of the first) for the runs of rows [first, first + rows), counted from ``first``.
+
+        ``shard``: rows of the sequence-parallel token shard.
+        """
+        for run in clipped(self._shard_runs if shard else self.runs, first, rows):
             yield slice(run.row - first, run.row - first + run.tokens), run.token % self.decisions.seq_tokens
 
     @property
@@ -94,6 +104,10 @@ class Call:
     def get(self, role: str) -> Tensor | None:
         """Return the operand with this role, None when the model has none (a bias, say)."""
         return self.tensors.get(role)
+
+    def numbered(self, role: str) -> dict[str, Tensor]:
+        """Return the operands ``role.x`` by their ends ``x``."""
+        return {name.partition(".")[2]: value for name, value in self.tensors.items() if name.startswith(f"{role}.")}
 
     def matrix(self, role: str) -> Tensor:
         """Return the operand as (tokens, features), also where it has one feature."""

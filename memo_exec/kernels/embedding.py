@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
+from torch import Tensor
 
-from memo_exec.kernels.call import Call
+from memo_exec.kernels.call import Call, Scratch
 from memo_sim.program.kernel_table import NORM_ROWS
 
 
@@ -20,22 +21,66 @@ def embed(call: Call) -> None:
             out[rows].add_(table[place])
 
 
+def divided_embed(call: Call) -> None:
+    """``out = weight[ids]`` where this rank has the token, else 0: a tensor-parallel rank's part of the sum."""
+    out, ids = call.matrix("out"), call["ids"]
+    table = call["weight"].view(-1, out.shape[1])
+    count = min(len(out), NORM_ROWS)
+    divided = _DividedIds(call, call.scratch(), count, len(table))
+    for first in range(0, len(out), count):
+        rows = out[first : first + count]
+        own, absent = divided.of(ids[first : first + count])
+        torch.index_select(table, 0, own, out=rows)
+        rows.masked_fill_(absent.unsqueeze(1), 0.0)
+
+
+def positions_add(call: Call) -> None:
+    """``target = source + positions``: of the rows of this rank's token shard, where there are shards."""
+    source, target = call.matrix("source"), call.matrix("target")
+    table = call["positions"].view(-1, target.shape[1])
+    for rows, place in call.context.positions(call.first("target"), len(target), shard=True):
+        torch.add(source[rows], table[place : place + rows.stop - rows.start], out=target[rows])
+
+
 def embed_backward(call: Call) -> None:
     """``grad_weight[ids] += grad``, and the same by position."""
     grad, ids = call.matrix("grad"), call["ids"]
     table = call["grad_weight"].view(-1, grad.shape[1])
     positions = call.get("grad_positions")
     count = min(len(grad), NORM_ROWS)
-    wide = call.scratch().take(count, grad.shape[1]) if grad.dtype != table.dtype else None
+    scratch, divided = call.scratch(), None
+    if call.context.place.size("tp") > 1:
+        divided = _DividedIds(call, scratch, count, len(table))
+    wide = scratch.take(count, grad.shape[1]) if divided or grad.dtype != table.dtype else None
     for first in range(0, len(grad), count):
         n = min(count, len(grad) - first)
-        source = grad[first : first + n]
+        source, rows = grad[first : first + n], ids[first : first + n]
         if wide is not None:
             source = wide[:n].copy_(source)
-        table.index_add_(0, ids[first : first + n], source)
         if positions is not None:
-            for rows, place in _sequences(call, first, n):
-                positions.view(-1, grad.shape[1])[place].add_(source[rows])
+            for run, place in _sequences(call, first, n):
+                positions.view(-1, grad.shape[1])[place].add_(source[run])
+        if divided is not None:
+            rows, absent = divided.of(rows)
+            source.masked_fill_(absent.unsqueeze(1), 0.0)
+        table.index_add_(0, rows, source)
+
+
+class _DividedIds:
+    """Token ids as rows of this rank's part of the vocabulary, in the workspace."""
+
+    def __init__(self, call: Call, scratch: Scratch, rows: int, size: int) -> None:
+        self._first, self._size = call.context.place.at("tp") * size, size
+        self._ids, self._absent = scratch.take(rows, dtype=torch.int64), scratch.take(rows, dtype=torch.bool)
+
+    def of(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the rows, 0 for a token of another rank, and which those are."""
+        own, absent = self._ids[: len(ids)], self._absent[: len(ids)]
+        torch.sub(ids, self._first, out=own)
+        torch.lt(own, 0, out=absent)
+        own.masked_fill_(absent, self._size)  # as those beyond
+        torch.ge(own, self._size, out=absent)
+        return own.masked_fill_(absent, 0), absent
 
 
 def _sequences(call: Call, first: int, count: int) -> Iterator[tuple[slice, slice]]:

@@ -13,12 +13,13 @@ DOT_ELEMENTS = 2**24
 
 
 def grad_norm(call: Call) -> None:
-    """``out += sum of grads**2``."""
+    """``out += sum of grads**2``, of the ranges that this rank counts."""
     lane = call.instruction.lane
     cell = call.context.cell(lane, 0)
-    for piece in torch.split(call["grads"], DOT_ELEMENTS):
-        torch.dot(piece, piece, out=cell[0])
-        call["out"].add_(cell)
+    for counted in [call["grads"]] if "grads" in call.tensors else call.numbered("grads").values():
+        for piece in torch.split(counted, DOT_ELEMENTS):
+            torch.dot(piece, piece, out=cell[0])
+            call["out"].add_(cell)
 
 
 def adamw_decay(call: Call) -> None:

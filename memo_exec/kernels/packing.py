@@ -22,7 +22,7 @@ def kv_pack(call: Call) -> None:
 
 def accumulate(call: Call) -> None:
     """``out += x``; x has all features, or those of Q, or those of K and V in the order in which they travelled."""
-    x, out = call["x"], call["out"]
+    x, out = call.matrix("x"), call.matrix("out")
     width, name = x.shape[1], call.instruction.name.rpartition("/")[2]
     if width == out.shape[1]:
         out.add_(x)

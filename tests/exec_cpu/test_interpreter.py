@@ -125,7 +125,7 @@ def test_a_batch_of_another_shape_is_refused() -> None:
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
-        ({"layout": Layout(tp=2)}, "several ranks"),
+        ({"layout": Layout(tp=2)}, "this process is alone"),
         ({"kernels": Kernels(attention="flash2")}, "flash2 does not play on cpu"),
     ],
 )

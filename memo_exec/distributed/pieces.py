@@ -1,0 +1,161 @@
+"""What a rank holds of each whole tensor: rectangles, and where they lie in its flat buffers.
+
+Tensor parallelism divides rows (Q, K, V, first FFN product, vocabulary) or columns (projection, second FFN product);
+packed tensors are divided part by part, so that a rank has its heads of Q, K and V. ZeRO divides a rank's flat blocks:
+a share may begin and end inside a row.
+
+    [q0 q1 | k0 k1 | v0 v1], tp 2:   rank 0 [q0 | k0 | v0]   rank 1 [q1 | k1 | v1]
+
+The vocabulary is rounded up to equal parts: rows beyond it belong to no tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from memo_exec.distributed.place import Place, Share
+from memo_sim.contract.model import Model
+from memo_sim.contract.plan import Decisions
+from memo_sim.program.optimizer import Optimizer
+from memo_sim.program.parameters import Block, Parameter, embed_block, head_block, layer_block
+
+KINDS = ("embed", "layer", "head")
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A rectangle of the whole tensor ``name``, contiguous in a buffer from element ``first`` on."""
+
+    name: str
+    whole: tuple[int, ...]
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    first: int
+
+
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """Elements [first, first + count) of a block, which lie in a buffer from element ``held`` on."""
+
+    first: int
+    count: int
+    held: int
+
+
+@dataclass(frozen=True, slots=True)
+class Strip:
+    """``rows`` of a rank's tensor from row ``first`` on, which are rows of the whole one from ``whole_first`` on."""
+
+    first: int
+    rows: int
+    whole_first: int
+
+
+def block_of(model: Model, tp: int, kind: str) -> Block:
+    """Return the parameters of one rank's block."""
+    return {"embed": embed_block, "layer": layer_block, "head": head_block}[kind](model, tp)
+
+
+def optimizer_of(decisions: Decisions, kind: str) -> Optimizer:
+    """Return how a block's states are divided."""
+    count = decisions.model.layers if kind == "layer" else 1
+    return Optimizer(decisions, block_of(decisions.model, decisions.layout.tp, kind), kind, count)
+
+
+def divided_elements(model: Model, tp: int, kind: str) -> int:
+    """Return how many leading elements of a block belong to parameters that tensor parallelism divides.
+
+    Raises:
+        ValueError: when a divided parameter follows one that every rank has whole.
+    """
+    count = 0
+    for own, whole in _paired(model, tp, kind):
+        if own.shape != whole.shape:
+            if own.first != count:
+                raise ValueError(f"{own.name} lies behind parameters that every rank has whole")
+            count = own.first + own.elements
+    return count
+
+
+def stretches(decisions: Decisions, place: Place, state: str, kind: str) -> list[Stretch]:
+    """Return what the buffer of ``state`` (params, grads, master, moment1, ...) holds of a block on this rank.
+
+    Of whole gradients that are reduced into shares, and of whole parameters that the next step gathers, it is this
+    rank's share that counts.
+    """
+    optimizer = optimizer_of(decisions, kind)
+    in_place = state in ("params", "grads") and not optimizer.shared("params" if state == "params" else "grads")
+    whole = state == "params" and in_place and not optimizer.gathered_late
+    if optimizer.shards == 1 or whole:
+        return [Stretch(0, optimizer.block.elements, 0)]
+    return [Stretch(run.first, run.count, run.first if in_place else run.held) for run in own_runs(optimizer, place)]
+
+
+def own_runs(optimizer: Optimizer, place: Place) -> list[Stretch]:
+    """Return this rank's share of the decayed and of the other parameters, and its place in a buffer of shares."""
+    block, found = optimizer.block, []
+    ends = {"decay": block.decayed_elements, "no_decay": block.elements}
+    held = 0
+    for name, first, size in optimizer.runs():
+        start, count = Share(ends[name] - first, optimizer.shards).of(place.at("grads") if optimizer.shards > 1 else 0)
+        found.append(Stretch(first + start, count, held))
+        held += size
+    return found
+
+
+def pieces_of(decisions: Decisions, place: Place, state: str, kind: str) -> list[Piece]:
+    """Return the rectangles that a buffer of ``state`` holds of each parameter of its block."""
+    model, tp = decisions.model, decisions.layout.tp
+    found = []
+    for stretch in stretches(decisions, place, state, kind):
+        for own, whole in _paired(model, tp, kind):
+            low, high = max(stretch.first, own.first), min(stretch.first + stretch.count, own.first + own.elements)
+            if low < high:
+                held = Stretch(low, high - low, stretch.held + low - stretch.first)
+                found += _rectangles(own, whole, model, place.at("tp"), held)
+    return found
+
+
+def _paired(model: Model, tp: int, kind: str) -> list[tuple[Parameter, Parameter]]:
+    """Return each parameter as a rank has it, and whole."""
+    return list(zip(block_of(model, tp, kind).parameters, block_of(model, 1, kind).parameters, strict=True))
+
+
+def _strips(model: Model, own: Parameter, whole: Parameter, tp_rank: int) -> list[Strip]:
+    """Return which rows of the whole tensor the rows of a rank's are, part by part; columns do not count here."""
+    if own.shape[0] == whole.shape[0]:
+        return [Strip(0, own.shape[0], 0)]
+    if own.name in ("tokens.weight", "classifier.weight"):
+        first = tp_rank * own.shape[0]
+        return [Strip(0, max(0, min(own.shape[0], whole.shape[0] - first)), first)]
+    packed = {"qkv": (model.q_width, model.kv_width, model.kv_width), "ffn_up": (model.ffn_hidden,) * 2}
+    parts = packed.get(own.name.partition(".")[0], (whole.shape[0],))
+    if not model.gated and own.name.startswith("ffn_up"):
+        parts = (model.ffn_hidden,)
+    ratio = whole.shape[0] // own.shape[0]
+    found, here, there = [], 0, 0
+    for part in parts:
+        rows = part // ratio
+        found.append(Strip(here, rows, there + tp_rank * rows))
+        here, there = here + rows, there + part
+    return found
+
+
+def _rectangles(own: Parameter, whole: Parameter, model: Model, tp_rank: int, held: Stretch) -> Iterator[Piece]:
+    """Yield the elements of the block that are ``held``, all of ``own``, as rectangles of ``whole``."""
+    width = own.shape[1] if len(own.shape) > 1 else 1
+    column = tp_rank * width if len(own.shape) > 1 and own.shape[1] != whole.shape[1] else 0
+    for strip in _strips(model, own, whole, tp_rank):
+        start = own.first + strip.first * width
+        first, end = max(held.first, start), min(held.first + held.count, start + strip.rows * width)
+        while first < end:
+            row, inside = divmod(first - start, width)
+            rows, columns = (end - first) // width, width
+            if inside or not rows:  # a row that a share begins or ends in is a rectangle of its own
+                rows, columns = 1, min(width - inside, end - first)
+            offsets, sizes = (strip.whole_first + row, column + inside), (rows, columns)
+            if len(own.shape) == 1:
+                offsets, sizes = offsets[:1], sizes[:1]
+            yield Piece(own.name, whole.shape, offsets, sizes, held.held + first - held.first)
+            first += rows * columns

@@ -1,0 +1,110 @@
+"""Cross entropy where each tensor-parallel rank has a part of the vocabulary, in three steps.
+
+    stats     of the rank's logits: log-sum-exp, twice, and the target's logit where the rank has the target
+    reduce    over the ranks: largest log-sum-exp, sum of exponentials over it, target's logit (``collective.py``)
+    loss      as ``loss.py``, with the log-sum-exp of the whole vocabulary
+
+The three numbers of a token lie in three rows of tokens. Columns beyond the vocabulary, which the last ranks have when
+it does not divide, count as minus infinity and get no gradient.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from memo_exec.kernels.call import Call, Scratch
+from memo_exec.kernels.loss import IGNORED
+from memo_sim.program.kernel_table import LOSS_ROWS
+
+
+def divided_stats(call: Call) -> None:
+    """Write (log-sum-exp, log-sum-exp, target's logit or 0) of this rank's part of the vocabulary."""
+    logits, work, labels = call.matrix("logits"), call.matrix("exponentials"), call["labels"]
+    rows, width = logits.shape
+    first, columns = own_columns(call, width)
+    numbers = call["out"].view(3, rows)
+    pieces = _Pieces(call.scratch(), min(rows, LOSS_ROWS), width, wide=logits.dtype != torch.float32)
+    for start in range(0, rows, LOSS_ROWS):
+        block = slice(start, min(rows, start + LOSS_ROWS))
+        targets, absent = pieces.targets(labels[block], first, columns)
+        source = pieces.source(logits[block])
+        found = numbers[:, block].unsqueeze(2)
+        if not columns:
+            found[:2].fill_(float("-inf"))
+            found[2].zero_()
+            continue
+        torch.gather(source, 1, targets, out=pieces.chosen[: len(source)])
+        found[2].copy_(pieces.chosen[: len(source)]).masked_fill_(absent, 0.0)
+        largest = pieces.largest[: len(source)]
+        torch.amax(source[:, :columns], 1, keepdim=True, out=largest)
+        exponentials = (work[block] if pieces.wide is None else source)[:, :columns]
+        torch.sub(source[:, :columns], largest, out=exponentials).exp_()
+        torch.sum(exponentials, 1, keepdim=True, out=pieces.chosen[: len(source)])
+        found[0].copy_(pieces.chosen[: len(source)]).log_().add_(largest)
+        found[1].copy_(found[0])
+
+
+def divided_cross_entropy(call: Call) -> None:
+    """``grad = scale * (softmax(logits) - onehot(labels))`` of this rank's columns; ``loss`` as of all."""
+    logits, grad, labels = call.matrix("logits"), call.matrix("grad"), call["labels"]
+    scale = call.context.scalars.loss_scale
+    rows, width = logits.shape
+    first, columns = own_columns(call, width)
+    numbers = call["stats"].view(3, rows)
+    pieces = _Pieces(call.scratch(), min(rows, LOSS_ROWS), width, wide=logits.dtype != torch.float32)
+    for start in range(0, rows, LOSS_ROWS):
+        block = slice(start, min(rows, start + LOSS_ROWS))
+        n = block.stop - start
+        targets, absent = pieces.targets(labels[block], first, columns)
+        all_sum, ignored = pieces.largest[:n], pieces.ignored(labels[block])
+        torch.log(numbers[1, block].unsqueeze(1), out=all_sum).add_(numbers[0, block].unsqueeze(1))
+        losses = torch.sub(all_sum, numbers[2, block].unsqueeze(1), out=pieces.chosen[:n]).masked_fill_(ignored, 0.0)
+        torch.sum(losses, 0, out=pieces.total)
+        call["loss"].add_(pieces.total, alpha=scale)
+        work = grad[block] if pieces.wide is None else pieces.wide[:n]
+        source = logits[block] if pieces.wide is None else work.copy_(logits[block])
+        torch.sub(source, all_sum, out=work).exp_()
+        work[:, columns:].zero_()
+        work.mul_(pieces.chosen[:n].fill_(scale).masked_fill_(ignored, 0.0))
+        # A token without a target is absent from every rank's part.
+        work.scatter_add_(1, targets, pieces.chosen[:n].fill_(-scale).masked_fill_(absent, 0.0))
+        if pieces.wide is not None:
+            grad[block].copy_(work)
+
+
+def own_columns(call: Call, width: int) -> tuple[int, int]:
+    """Return the first token of this rank's part of the vocabulary, and how many of its ``width`` are tokens."""
+    first = call.context.place.at("tp") * width
+    return first, max(0, min(width, call.context.model.vocab - first))
+
+
+class _Pieces:
+    """The workspace of one call, cut as ``kernel_table.loss_workspace_bytes`` adds it up."""
+
+    def __init__(self, scratch: Scratch, rows: int, vocab: int, *, wide: bool) -> None:
+        self._targets = scratch.take(rows, 1, dtype=torch.int64)
+        self._mask = scratch.take(rows, 1, dtype=torch.bool)
+        self.largest, _, self.chosen, flags = (scratch.take(rows, 1) for _ in range(4))
+        self._ignored = flags.view(torch.uint8)[:, :1].view(torch.bool)
+        self.total = scratch.take(1)
+        self.wide = scratch.take(rows, vocab) if wide else None
+
+    def targets(self, labels: Tensor, first: int, columns: int) -> tuple[Tensor, Tensor]:
+        """Return each token's target as a column of this rank, 0 where it has none, and where it has none."""
+        targets, absent = self._targets[: len(labels)], self._mask[: len(labels)]
+        torch.sub(labels.unsqueeze(1), first, out=targets)
+        torch.lt(targets, 0, out=absent)
+        targets.masked_fill_(absent, columns)  # a column that it has not, as those beyond
+        torch.ge(targets, columns, out=absent)
+        return targets.masked_fill_(absent, 0), absent
+
+    def ignored(self, labels: Tensor) -> Tensor:
+        """Return which tokens have no target on any rank."""
+        found = self._ignored[: len(labels)]
+        torch.eq(labels.unsqueeze(1), IGNORED, out=found)
+        return found
+
+    def source(self, logits: Tensor) -> Tensor:
+        """Return the logits in fp32: as they are, or widened into the workspace."""
+        return logits if self.wide is None else self.wide[: len(logits)].copy_(logits)

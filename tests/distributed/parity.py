@@ -1,0 +1,129 @@
+"""A layout against one process: the same weights and batches, so the same gradients and losses.
+
+Every rank plays its own program; what it holds of each gradient comes back as rectangles, and the test puts them
+together.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import torch
+from torch import Tensor
+
+from memo_exec import weights
+from memo_exec.distributed.groups import make_groups
+from memo_exec.distributed.own_program import rank_program
+from memo_exec.distributed.place import Place
+from memo_exec.interpreter import Interpreter
+from memo_exec.kernels import StepScalars
+from memo_sim.contract.plan import Decisions, Layout
+from memo_sim.program.lower import lower
+from memo_sim.program.ranks import coordinate
+from memo_sim.program.token_order import token_runs
+from tests.distributed.team import PATIENCE_S, Member, Team
+
+TOLERANCE = 1e-5
+"""Relative to the largest entry of a tensor, as for one process against autograd."""
+
+SEED = 3
+
+Batch = list[tuple[Tensor, Tensor]]
+
+
+@dataclass(frozen=True)
+class Played:
+    """What a rank brings back: losses and norms of the steps, and rectangles (name, offsets, whole, values)."""
+
+    losses: list[float]
+    norms: list[float]
+    gradients: list[tuple[str, tuple[int, ...], tuple[int, ...], Tensor]]
+    names: list[str]
+
+
+def one_process(decisions: Decisions) -> Decisions:
+    """Return the same training by one process."""
+    return msgspec.structs.replace(decisions, layout=Layout(), swapped_tokens=0, recompute="none")
+
+
+def global_batch(decisions: Decisions, step: int) -> tuple[Tensor, Tensor]:
+    """Return ids and labels (sequences, tokens) of a step; a fifth of the labels are not counted."""
+    generator = torch.Generator().manual_seed(step)
+    shape = (decisions.global_batch, decisions.seq_tokens)
+    ids = torch.randint(0, decisions.model.vocab, shape, generator=generator)
+    labels = torch.randint(0, decisions.model.vocab, shape, generator=generator)
+    labels[torch.rand(shape, generator=generator) < 0.2] = -100
+    return ids, labels
+
+
+def own_batch(decisions: Decisions, rank: int, step: int) -> Batch:
+    """Return the micro-batches of a rank."""
+    chosen = torch.cat([torch.arange(r.token, r.token + r.tokens) for r in token_runs(decisions, rank)])
+    share = coordinate("dp", decisions.layout, rank)
+    split = []
+    for whole in global_batch(decisions, step):
+        sequences = whole.view(decisions.layout.dp, -1, decisions.seq_tokens)[share]
+        split.append([part.reshape(-1)[chosen] for part in torch.split(sequences, decisions.micro_batch)])
+    return list(zip(*split, strict=True))
+
+
+def play(member: Member, decisions: Decisions, steps: int, options: dict[str, Any]) -> Played:
+    """Play ``steps`` steps on a rank; the gradients are the first step's."""
+    place = Place(decisions.layout, member.rank)
+    program = rank_program(decisions, place)
+    groups = make_groups(lower(decisions), place, patience_s=PATIENCE_S) if member.world > 1 else {}
+    with Interpreter(decisions, program, rank=member.rank, groups=groups, **options) as interpreter:
+        randomise(interpreter)
+        found: list[tuple[str, tuple[int, ...], tuple[int, ...], Tensor]] = []
+        losses, norms = [], []
+        for step in range(1, steps + 1):
+            targets = int((global_batch(decisions, step)[1] != -100).sum())
+            scalars = StepScalars(lr=1e-2, step=step, loss_scale=1 / targets)
+            record = interpreter.run_step(own_batch(decisions, member.rank, step), scalars)
+            losses.append(record.loss)
+            norms.append(record.grad_norm)
+            if step == 1:
+                held = weights.held_by(interpreter, "grads")
+                found = [(each.name, each.offsets, each.whole, each.view.clone()) for each in held]
+        return Played(losses, norms, found, interpreter.schedule.program.ids())
+
+
+def randomise(interpreter: Interpreter) -> None:
+    """Give every parameter values that differ enough for every gradient to count."""
+    weights.initialize(interpreter, seed=SEED)
+    for name, found in weights.by_name(interpreter).items():
+        generator = torch.Generator().manual_seed(sum(name.encode()))
+        noise = torch.normal(0.0, 0.08, found[0].whole, generator=generator)
+        for held in found:
+            held.view.add_(held.of(noise))
+
+
+def whole_gradients(ranks: list[Played]) -> dict[str, Tensor]:
+    """Return the gradients that all ranks together hold; where several hold an entry they must agree."""
+    found: dict[str, Tensor] = {}
+    for rank in ranks:
+        for name, offsets, whole, values in rank.gradients:
+            target = found.setdefault(name, torch.full(whole, torch.nan))
+            place = target[tuple(slice(o, o + n) for o, n in zip(offsets, values.shape, strict=True))]
+            known = ~place.isnan()
+            assert torch.allclose(place[known], values[known], rtol=1e-6, atol=1e-9), f"ranks disagree on {name}"
+            place.copy_(values)
+    return found
+
+
+def check(team: Team, decisions: Decisions, reference: Played, *, steps: int, **options: Any) -> list[Played]:
+    """Compare a layout with one process: gradients of the first step, losses and norms of all."""
+    ranks = team.play(play, decisions.layout.devices, decisions, steps, options)
+    wanted, found = whole_gradients([reference]), whole_gradients(ranks)
+    assert set(found) == set(wanted)
+    for name, gradient in wanted.items():
+        assert not found[name].isnan().any(), f"no rank holds all of {name}"
+        error = (found[name] - gradient).abs().max() / gradient.abs().max()
+        assert error <= TOLERANCE, f"{name}: {error}"
+    for rank in ranks:
+        for step in range(steps):
+            assert abs(rank.losses[step] / reference.losses[step] - 1) <= TOLERANCE, (rank.losses, reference.losses)
+            assert abs(rank.norms[step] / reference.norms[step] - 1) <= TOLERANCE, (rank.norms, reference.norms)
+    return ranks

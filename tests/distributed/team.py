@@ -1,0 +1,129 @@
+"""Ranks for tests: processes that are started once and play one case after another over gloo.
+
+    with Team(4) as team:
+        found = team.play(function, 2, argument)      what function(ranks, argument) returned on ranks 0 and 1
+
+``function`` and its arguments travel by pickle, so it is a module's own. It gets a ``Member``: rank, world and a fresh
+default group. Processes fork from a server that has imported torch, with one intra-op thread each. A case that fails
+on a rank raises ``Failed`` with its traceback; one that takes longer than ``limit_s`` ends all ranks.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, Self
+
+LIMIT_S = 60.0
+"""Of one case, on two busy cores."""
+
+PATIENCE_S = 30.0
+"""How long a rank of a test waits for another."""
+
+
+class Failed(AssertionError):
+    """A rank raised, died, or took too long."""
+
+
+@dataclass(frozen=True)
+class Member:
+    """One rank of a case."""
+
+    rank: int
+    world: int
+
+
+def _serve(connection: Connection) -> None:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    while True:
+        try:
+            case = connection.recv()
+        except EOFError:  # the test is over
+            return
+        function, rank, world, store, arguments = case
+        try:
+            if world > 1:
+                dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
+            try:
+                found = (True, function(Member(rank, world), *arguments))
+            finally:
+                if world > 1:
+                    dist.destroy_process_group()
+        except BaseException:  # told to the test, which raises it
+            found = (False, traceback.format_exc())
+        connection.send(found)
+
+
+class Team:
+    """Processes that wait for cases; made anew after one that failed."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload(["tests.distributed.preload"])
+        self._ranks: list[tuple[Any, Connection]] = []
+        self._folder = tempfile.TemporaryDirectory()
+        self._cases = 0
+
+    def play(self, function: Callable[..., Any], world: int, *arguments: Any, limit_s: float = LIMIT_S) -> list[Any]:
+        """Return what ``function(member, *arguments)`` returned on each of ``world`` ranks.
+
+        Raises:
+            Failed: when a rank did not return.
+        """
+        if world > self.size:
+            raise ValueError(f"{world} ranks asked of a team of {self.size}")
+        self._start()
+        self._cases += 1
+        store = Path(self._folder.name) / f"case{self._cases}"
+        chosen = self._ranks[:world]
+        for rank, (_, connection) in enumerate(chosen):
+            connection.send((function, rank, world, store, arguments))
+        end = time.monotonic() + limit_s
+        found = [self._answer(connection, end) for _, connection in chosen]
+        wrong = [f"rank {rank} of {world}:\n{text}" for rank, (fine, text) in enumerate(found) if not fine]
+        if wrong:
+            self.stop()
+            raise Failed("\n".join(wrong))
+        return [value for _, value in found]
+
+    def _answer(self, connection: Connection, end: float) -> tuple[bool, Any]:
+        try:
+            if connection.poll(max(0.0, end - time.monotonic())):
+                answer: tuple[bool, Any] = connection.recv()
+                return answer
+        except (EOFError, OSError):
+            return False, "the process ended"
+        return False, "no answer in time"
+
+    def _start(self) -> None:
+        while len(self._ranks) < self.size:
+            ours, theirs = self._context.Pipe()
+            process = self._context.Process(target=_serve, args=(theirs,), daemon=True)
+            process.start()
+            theirs.close()
+            self._ranks.append((process, ours))
+
+    def stop(self) -> None:
+        """End the processes."""
+        for process, connection in self._ranks:
+            connection.close()
+            process.kill()
+            process.join()
+        self._ranks.clear()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.stop()
+        self._folder.cleanup()
