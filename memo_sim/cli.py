@@ -276,24 +276,28 @@ def validate_command(
 
 @cli.command("fit")
 @click.argument("cases")
+@click.option("--constant", default="copy-rate", show_default=True, help="copy-rate, attention-factor, device-memory.")
+@click.option("--system", help="Only that system's cases.")
 @click.option("--case", "chosen", multiple=True, required=True, help="A case to fit on (repeat).")
-@click.option("--from", "low", type=float, required=True, help="Least rate allowed, GB/s.")
-@click.option("--to", "high", type=float, required=True, help="Greatest rate allowed, GB/s.")
-@click.option("--unfitted", type=float, required=True, help="The rate one would assume without a fit, GB/s.")
-def fit_command(cases: str, chosen: tuple[str, ...], low: float, high: float, unfitted: float) -> None:
-    """Fit the rate at which all devices of a node copy at once, and show what the fit buys.
+@click.option("--from", "low", type=Finite(0), required=True, help="Least value allowed, in the constant's unit.")
+@click.option("--to", "high", type=Finite(0), required=True, help="Greatest value allowed.")
+@click.option("--unfitted", type=Finite(0), required=True, help="The value one would assume without a fit.")
+def fit_command(cases: str, constant: str, system: str | None, chosen: tuple[str, ...], **values: float) -> None:
+    """Fit one constant of a profile on published cases, and show what the fit buys.
 
-    Prints the fitted rate and the errors of all rows with it, with the unfitted rate, and with each length's rows left
-    out of the fit.
+    copy-rate: the rate at which all devices of a node copy at once, GB/s. attention-factor: how many times as long
+    attention takes under DeepSpeed-Ulysses as measured. device-memory: what cudaMalloc and cudaFree of a GiB take
+    together, ms/GiB.
+
+    Prints the fitted value and the errors of all rows with it, with the unfitted value, and with each length's rows
+    left out of the fit. The profile is not changed.
     """
     from memo_sim.cases import load_cases
-    from memo_sim.fit import fit_copy_rate
+    from memo_sim.fit import find_constant, fit
     from memo_sim.views.tables import fit_table
 
-    report = _with_progress(
-        "fits",
-        lambda tell: fit_copy_rate(load_cases(cases), chosen, low * 1e9, high * 1e9, unfitted * 1e9, progress=tell),
-    )
+    rows = [c for c in load_cases(cases) if system in (None, c.question.system)]
+    report = _with_progress("fits", lambda tell: fit(find_constant(constant), rows, chosen, progress=tell, **values))
     click.echo(fit_table(report))
 
 

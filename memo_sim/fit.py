@@ -1,8 +1,12 @@
-"""Fits the one constant that MEMO's tables may fit: the rate a device copies at while its whole node copies.
+"""Fits the constants of a profile that published tables may fit, one at a time.
 
-Everything else in a profile stays as sourced. The rate is chosen so that the mean absolute relative MFU error of the
-named cases is least; beside it stand the errors with an unfitted rate, and with the rate fitted again while one
+Everything else in a profile stays as sourced. The value is chosen so that the mean absolute relative MFU error of the
+named cases is least; beside it stand the errors with an unfitted value, and with the value fitted again while one
 length's cases are left out.
+
+    copy-rate           the rate a device copies at while its whole node copies
+    attention-factor    how many times as long attention takes as measured, under DeepSpeed-Ulysses
+    device-memory       what cudaMalloc and cudaFree of one GiB take together (half of it each)
 """
 
 from __future__ import annotations
@@ -13,8 +17,8 @@ from dataclasses import dataclass
 import msgspec
 
 from memo_sim.cases import Case
-from memo_sim.contract.errors import UsageError
-from memo_sim.contract.hardware import CopyRates, Hardware
+from memo_sim.contract.errors import UsageError, did_you_mean
+from memo_sim.contract.hardware import CopyRates, Hardware, Quantity, Source
 from memo_sim.contract.validation import Validation
 from memo_sim.validate import validate
 
@@ -22,17 +26,32 @@ Progress = Callable[[int, int], None]
 GOLDEN = 0.6180339887498949
 ITERATIONS = 12
 
+ASSUMED = "fit"
+"""The source of a value that is being tried."""
+
+
+@dataclass(frozen=True, slots=True)
+class Constant:
+    """A number of a profile: ``unit`` is what it is given and shown in, ``scale`` what one of it is in SI units."""
+
+    name: str
+    unit: str
+    scale: float
+    change: Callable[[Hardware, float], Hardware]
+    """From a profile and a value in SI units to the profile with it."""
+
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """The fitted rate (bytes/s) and the reports that judge it."""
+    """The fitted value (in the constant's unit) and the reports that judge it."""
 
-    rate: float
+    constant: Constant
+    value: float
     fitted: Validation
-    unfitted_rate: float
+    unfitted_value: float
     unfitted: Validation
     left_out: dict[int, tuple[float, Validation]]
-    """By length (tokens): the rate fitted without that length's cases, and the report of just those."""
+    """By length (tokens): the value fitted without that length's cases, and the report of just those."""
 
 
 def with_copy_rate(hardware: Hardware, rate: float) -> Hardware:
@@ -44,16 +63,57 @@ def with_copy_rate(hardware: Hardware, rate: float) -> Hardware:
     return msgspec.structs.replace(hardware, d2h=changed(hardware.d2h), h2d=changed(hardware.h2d))
 
 
-def fit_copy_rate(
+def with_attention_factor(hardware: Hardware, factor: float) -> Hardware:
+    """Return the profile with another factor on attention's time under DeepSpeed-Ulysses."""
+    known = hardware.system_attention | {"deepspeed-ulysses": Quantity(value=factor, source=ASSUMED)}
+    return msgspec.structs.replace(hardware, system_attention=known, sources=_with_source(hardware))
+
+
+def with_device_memory(hardware: Hardware, seconds: float) -> Hardware:
+    """Return the profile with other times of cudaMalloc and cudaFree: ``seconds`` a GiB for both together."""
+    half = Quantity(value=seconds / 2, source=ASSUMED)
+    return msgspec.structs.replace(
+        hardware, device_malloc_s_per_gib=half, device_free_s_per_gib=half, sources=_with_source(hardware)
+    )
+
+
+def _with_source(hardware: Hardware) -> dict[str, Source]:
+    return hardware.sources | {ASSUMED: Source(kind="fitted", text="a value that a fit tries")}
+
+
+CONSTANTS = {
+    c.name: c
+    for c in (
+        Constant("copy-rate", "GB/s", 1e9, with_copy_rate),
+        Constant("attention-factor", "x", 1.0, with_attention_factor),
+        Constant("device-memory", "ms/GiB", 1e-3, with_device_memory),
+    )
+}
+
+
+def find_constant(name: str) -> Constant:
+    """Return the constant called ``name``.
+
+    Raises:
+        UsageError: when there is none.
+    """
+    if name not in CONSTANTS:
+        wanted = ", ".join(CONSTANTS)
+        raise UsageError("no such constant", got=repr(name), wanted=wanted, hint=did_you_mean(name, CONSTANTS))
+    return CONSTANTS[name]
+
+
+def fit(
+    constant: Constant,
     cases: list[Case],
     chosen: tuple[str, ...],
+    *,
     low: float,
     high: float,
     unfitted: float,
-    *,
     progress: Progress | None = None,
 ) -> Fit:
-    """Return the rate in [low, high] (bytes/s) that suits the ``chosen`` cases best.
+    """Return the value in [low, high] (in the constant's unit) that suits the ``chosen`` cases best.
 
     Raises:
         UsageError: when a chosen case is not in the file, or the range is empty.
@@ -62,39 +122,40 @@ def fit_copy_rate(
     if missing:
         raise UsageError("no such case", got=", ".join(missing), wanted="cases of the file")
     if not 0 < low < high:
-        raise UsageError("not a range of rates", got=f"{low / 1e9} to {high / 1e9} GB/s")
+        raise UsageError("not a range of values", got=f"{low:g} to {high:g} {constant.unit}")
     used = [c for c in cases if c.case in chosen]
     lengths = sorted({c.question.seq_tokens for c in used})
     total = 1 + (len(lengths) if len(lengths) > 1 else 0)
-    rate = _best_rate(used, low, high)
+    value = _best(constant, used, low, high)
     if progress:
         progress(1, total)
     left_out = {}
     for i, length in enumerate(lengths if len(lengths) > 1 else []):
         others = [c for c in used if c.question.seq_tokens != length]
-        again = _best_rate(others, low, high)
+        again = _best(constant, others, low, high)
         held = [c for c in cases if c.question.seq_tokens == length]
-        left_out[length] = (again, _report(held, again))
+        left_out[length] = (again, _report(constant, held, again))
         if progress:
             progress(i + 2, total)
     return Fit(
-        rate=rate,
-        fitted=_report(cases, rate),
-        unfitted_rate=unfitted,
-        unfitted=_report(cases, unfitted),
+        constant=constant,
+        value=value,
+        fitted=_report(constant, cases, value),
+        unfitted_value=unfitted,
+        unfitted=_report(constant, cases, unfitted),
         left_out=left_out,
     )
 
 
-def _report(cases: list[Case], rate: float) -> Validation:
-    return validate(cases, change=lambda hardware: with_copy_rate(hardware, rate))
+def _report(constant: Constant, cases: list[Case], value: float) -> Validation:
+    return validate(cases, change=lambda hardware: constant.change(hardware, value * constant.scale))
 
 
-def _best_rate(cases: list[Case], low: float, high: float) -> float:
-    """Golden-section search: the error falls towards the right rate from both sides."""
+def _best(constant: Constant, cases: list[Case], low: float, high: float) -> float:
+    """Golden-section search: the error falls towards the right value from both sides."""
 
-    def error(rate: float) -> float:
-        misses = [abs(c.error.mfu) for c in _report(cases, rate).cases if c.error.mfu is not None]
+    def error(value: float) -> float:
+        misses = [abs(c.error.mfu) for c in _report(constant, cases, value).cases if c.error.mfu is not None]
         return sum(misses) / len(misses) if misses else float("inf")
 
     a, b = low, high

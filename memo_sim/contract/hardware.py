@@ -122,6 +122,8 @@ class Hardware(
     """Device bytes outside every plan (context, libraries, communicators), itemised."""
     gemm: list[GemmTable]
     attention: list[AttentionTable]
+    system_attention: dict[str, Quantity] = {}
+    """By system: how many times as long as these tables say attention takes under it (a kernel nobody measured)."""
     memory_bound_bytes_per_s: Curve
     """Rate of elementwise and norm kernels by bytes moved (reads + writes)."""
     rowwise_bytes_per_s: dict[str, Curve] = {}
@@ -169,6 +171,7 @@ class Hardware(
             "h2d.duplex": self.h2d.duplex,
             "h2d.all_devices": self.h2d.all_devices,
             "devices_per_uplink": self.devices_per_uplink,
+            **{f"system_attention.{system}": factor for system, factor in self.system_attention.items()},
             "host_register_bytes_per_s": self.host_register_bytes_per_s,
             "host_memory_bytes": self.host_memory_bytes,
             "host_copy_bytes_per_s": self.host_copy_bytes_per_s,

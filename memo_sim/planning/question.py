@@ -62,6 +62,10 @@ class Question:
         """What is pinned, or else the system's own."""
         return self.pins.overlap or find_system(self.system).overlap
 
+    def __post_init__(self) -> None:
+        """Take the profile as the system's own kernels run on it."""
+        object.__setattr__(self, "hardware", under_system(self.hardware, self.system))
+
     @property
     def memory_policy(self) -> MemoryPolicy:
         """What is pinned, or else the system's own."""
@@ -73,6 +77,24 @@ class Question:
         if self.pins.dtype:
             return self.pins.dtype
         return "bf16" if "bf16" in self.hardware.peak_flops else "fp32"
+
+
+def under_system(hardware: Hardware, system: str) -> Hardware:
+    """Return the profile with attention as slow as it is under ``system``; the same profile where nothing is known.
+
+    What comes back has no factor for the system any more, so that asking twice slows once.
+    """
+    factor = hardware.system_attention.get(system)
+    if factor is None:
+        return hardware
+    slowed = [
+        msgspec.structs.replace(
+            table, rows=[[tokens, heads, rate / factor.value] for tokens, heads, rate in table.rows]
+        )
+        for table in hardware.attention
+    ]
+    others = {name: known for name, known in hardware.system_attention.items() if name != system}
+    return msgspec.structs.replace(hardware, attention=slowed, system_attention=others)
 
 
 def with_memory(

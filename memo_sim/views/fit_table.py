@@ -12,47 +12,64 @@ from memo_sim.views.text_table import number, percent, text_table
 from memo_sim.views.validation_table import LABELS
 
 
-class FitReport(Protocol):
-    """What is shown of a fit: the rate (bytes/s) and the validations that judge it."""
+class FittedConstant(Protocol):
+    """What is shown of a constant."""
 
     @property
-    def rate(self) -> float:
-        """The fitted rate."""
+    def name(self) -> str:
+        """What the command calls it."""
+
+    @property
+    def unit(self) -> str:
+        """What its values are in."""
+
+
+class FitReport(Protocol):
+    """What is shown of a fit: the value (in the constant's unit) and the validations that judge it."""
+
+    @property
+    def constant(self) -> FittedConstant:
+        """What was fitted."""
+
+    @property
+    def value(self) -> float:
+        """The fitted value."""
 
     @property
     def fitted(self) -> Validation:
-        """All cases, priced with the fitted rate."""
+        """All cases, priced with the fitted value."""
 
     @property
-    def unfitted_rate(self) -> float:
-        """The rate that one would assume without a fit."""
+    def unfitted_value(self) -> float:
+        """The value that one would assume without a fit."""
 
     @property
     def unfitted(self) -> Validation:
-        """All cases, priced with the rate that one would assume."""
+        """All cases, priced with the value that one would assume."""
 
     @property
     def left_out(self) -> Mapping[int, tuple[float, Validation]]:
-        """By length: the rate fitted without its cases, and the validation of just those."""
+        """By length: the value fitted without its cases, and the validation of just those."""
 
 
 def fit_table(fit: FitReport) -> str:
-    """Return the fitted rate and its errors; a length's row shows its own cases, with the rate fitted without them."""
-    rows = [*_rows("fitted", fit.rate, fit.fitted), *_rows("unfitted", fit.unfitted_rate, fit.unfitted)]
-    for length, (rate, held) in sorted(fit.left_out.items()):
-        rows += _rows(f"{format_tokens(length)}, left out of a fit", rate, held)
-    headers = ["with", "GB/s", "quantity", "n", "bias", "mean |error|", "max |error|", "status right"]
-    return f"fitted rate: {fit.rate / 1e9:.3f} GB/s\n\n{text_table(headers, rows, 'lrlrrrrr')}"
+    """Return the fitted value and its errors; a length's row: its own cases, the value fitted without them."""
+    rows = [*_rows("fitted", fit.value, fit.fitted), *_rows("unfitted", fit.unfitted_value, fit.unfitted)]
+    for length, (value, held) in sorted(fit.left_out.items()):
+        rows += _rows(f"{format_tokens(length)}, left out of a fit", value, held)
+    unit = fit.constant.unit
+    headers = ["with", unit, "quantity", "n", "bias", "mean |error|", "max |error|", "status right"]
+    return f"fitted {fit.constant.name}: {fit.value:.3f} {unit}\n\n{text_table(headers, rows, 'lrlrrrrr')}"
 
 
-def _rows(name: str, rate: float, validation: Validation) -> list[list[str | None]]:
+def _rows(name: str, value: float, validation: Validation) -> list[list[str | None]]:
     rows: list[list[str | None]] = []
     for accuracy in _whole(validation):
         for quantity, errors in accuracy.errors.items():
             rows.append(
                 [
                     "" if rows else name,
-                    "" if rows else number(rate / 1e9, 3),
+                    "" if rows else number(value, 3),
                     LABELS[quantity],
                     str(errors.count),
                     percent(errors.bias, digits=2, signed=True),

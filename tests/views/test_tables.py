@@ -207,12 +207,13 @@ def test_validation() -> None:
 
 def test_a_fit_is_judged_three_ways() -> None:
     fitted, unfitted, held = (Validation(cases=[case("a", e)]) for e in (0.001, -0.2, 0.004))
-    left_out = {196608: (10.4e9, held)}
-    fit = SimpleNamespace(rate=10.3e9, fitted=fitted, unfitted_rate=12e9, unfitted=unfitted, left_out=left_out)
+    constant = SimpleNamespace(name="copy-rate", unit="GB/s")
+    values = {"value": 10.3, "unfitted_value": 12.0, "left_out": {196608: (10.4, held)}}
+    fit = SimpleNamespace(constant=constant, fitted=fitted, unfitted=unfitted, **values)
 
     assert fit_table(fit) == dedent(
         """\
-        fitted rate: 10.300 GB/s
+        fitted copy-rate: 10.300 GB/s
 
         with                       GB/s  quantity  n      bias  mean |error|  max |error|  status right
         fitted                   10.300  MFU       1   +0.10 %        0.10 %       0.10 %           1/1
