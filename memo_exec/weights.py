@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from memo_exec import huggingface
-from memo_exec.distributed.pieces import KINDS, pieces_of
+from memo_exec.distributed.pieces import KINDS, layers_of, pieces_of
 from memo_exec.interpreter import Interpreter
 
 INIT_STD = 0.02
@@ -104,9 +104,10 @@ def held_by(interpreter: Interpreter, state: str) -> Iterator[Held]:
         if f"{state}.{kind}" not in interpreter.program.family_bases:
             continue
         pieces = pieces_of(decisions, interpreter.place, state, kind)
-        for i in range(decisions.model.layers if kind == "layer" else 1):
+        layers = layers_of(decisions, interpreter.place)
+        places = [f"layer.{number}" for number in layers] if kind == "layer" else [kind]
+        for i, at in enumerate(places):
             flat = interpreter.buffer(f"{state}.{kind}", i)
-            at = f"layer.{i}" if kind == "layer" else kind
             for p in pieces:
                 view = flat[p.first : p.first + math.prod(p.sizes)].view(p.sizes)
                 yield Held(f"{at}/{p.name}", p.whole, p.offsets, view)

@@ -56,7 +56,7 @@ def _own_template(template: Template, decisions: Decisions, place: Place) -> Tem
     kind, _, what = template.name.partition(".")
     if kind not in KINDS or kind == template.name:
         return template
-    block = _Block(optimizer_of(decisions, kind), template, decisions, place)
+    block = _Block(optimizer_of(decisions, kind, place), template, decisions, place)
     return replace(template, instructions=tuple(block.own(i, what) for i in template.instructions))
 
 
@@ -65,7 +65,7 @@ class _Block:
 
     def __init__(self, optimizer: Optimizer, template: Template, decisions: Decisions, place: Place) -> None:
         self.optimizer, self.template, self.place = optimizer, template, place
-        self.divided = divided_elements(decisions.model, decisions.layout.tp, optimizer.kind)
+        self.divided = divided_elements(decisions.model, decisions.layout.tp, optimizer.kind, place)
         found = dict(zip([name for name, _, _ in optimizer.runs()], own_runs(optimizer, place), strict=True))
         self.runs: dict[str, Stretch] = found
 

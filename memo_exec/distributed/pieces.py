@@ -19,6 +19,7 @@ from memo_sim.contract.model import Model
 from memo_sim.contract.plan import Decisions
 from memo_sim.program.optimizer import Optimizer
 from memo_sim.program.parameters import Block, Parameter, embed_block, head_block, layer_block
+from memo_sim.program.stage import stages_of
 
 KINDS = ("embed", "layer", "head")
 
@@ -52,25 +53,37 @@ class Strip:
     whole_first: int
 
 
-def block_of(model: Model, tp: int, kind: str) -> Block:
-    """Return the parameters of one rank's block."""
-    return {"embed": embed_block, "layer": layer_block, "head": head_block}[kind](model, tp)
+def block_of(model: Model, tp: int, kind: str, place: Place) -> Block:
+    """Return the parameters of one rank's block; a later pipeline stage's embedding has no positions."""
+    if kind == "embed":
+        return embed_block(model, tp, positions=place.at("pp") == 0)
+    return {"layer": layer_block, "head": head_block}[kind](model, tp)
 
 
-def optimizer_of(decisions: Decisions, kind: str) -> Optimizer:
+def whole_block(model: Model, kind: str) -> Block:
+    """Return a block as one process has it."""
+    return {"embed": embed_block, "layer": layer_block, "head": head_block}[kind](model, 1)
+
+
+def layers_of(decisions: Decisions, place: Place) -> tuple[int, ...]:
+    """Return the model's layers that this rank's stage holds, in the order of its buffers."""
+    return stages_of(decisions)[place.at("pp")].layers
+
+
+def optimizer_of(decisions: Decisions, kind: str, place: Place) -> Optimizer:
     """Return how a block's states are divided."""
-    count = decisions.model.layers if kind == "layer" else 1
-    return Optimizer(decisions, block_of(decisions.model, decisions.layout.tp, kind), kind, count)
+    count = len(layers_of(decisions, place)) if kind == "layer" else 1
+    return Optimizer(decisions, block_of(decisions.model, decisions.layout.tp, kind, place), kind, count)
 
 
-def divided_elements(model: Model, tp: int, kind: str) -> int:
+def divided_elements(model: Model, tp: int, kind: str, place: Place) -> int:
     """Return how many leading elements of a block belong to parameters that tensor parallelism divides.
 
     Raises:
         ValueError: when a divided parameter follows one that every rank has whole.
     """
     count = 0
-    for own, whole in _paired(model, tp, kind):
+    for own, whole in _paired(model, tp, kind, place):
         if own.shape != whole.shape:
             if own.first != count:
                 raise ValueError(f"{own.name} lies behind parameters that every rank has whole")
@@ -84,7 +97,7 @@ def stretches(decisions: Decisions, place: Place, state: str, kind: str) -> list
     Of whole gradients that are reduced into shares, and of whole parameters that the next step gathers, it is this
     rank's share that counts.
     """
-    optimizer = optimizer_of(decisions, kind)
+    optimizer = optimizer_of(decisions, kind, place)
     in_place = state in ("params", "grads") and not optimizer.shared("params" if state == "params" else "grads")
     whole = state == "params" and in_place and not optimizer.gathered_late
     if optimizer.shards == 1 or whole:
@@ -109,7 +122,7 @@ def pieces_of(decisions: Decisions, place: Place, state: str, kind: str) -> list
     model, tp = decisions.model, decisions.layout.tp
     found = []
     for stretch in stretches(decisions, place, state, kind):
-        for own, whole in _paired(model, tp, kind):
+        for own, whole in _paired(model, tp, kind, place):
             low, high = max(stretch.first, own.first), min(stretch.first + stretch.count, own.first + own.elements)
             if low < high:
                 held = Stretch(low, high - low, stretch.held + low - stretch.first)
@@ -117,9 +130,10 @@ def pieces_of(decisions: Decisions, place: Place, state: str, kind: str) -> list
     return found
 
 
-def _paired(model: Model, tp: int, kind: str) -> list[tuple[Parameter, Parameter]]:
+def _paired(model: Model, tp: int, kind: str, place: Place) -> list[tuple[Parameter, Parameter]]:
     """Return each parameter as a rank has it, and whole."""
-    return list(zip(block_of(model, tp, kind).parameters, block_of(model, 1, kind).parameters, strict=True))
+    own, whole = (block_of(model, degree, kind, place).parameters for degree in (tp, 1))
+    return list(zip(own, whole, strict=True))
 
 
 def _strips(model: Model, own: Parameter, whole: Parameter, tp_rank: int) -> list[Strip]:

@@ -1,0 +1,60 @@
+"""Context parallelism, as a ring and gathered, against one process: gradients and losses, whatever is swapped."""
+
+import pytest
+
+from memo_exec.distributed.own_program import rank_program
+from memo_exec.distributed.place import Place
+from memo_sim.contract.errors import CannotRun, Infeasible
+from memo_sim.contract.plan import Layout
+from tests.distributed.team import Team
+from tests.distributed.training import label, parity, training
+from tests.exec_cpu.small import gpt, llama
+
+RING, GATHERED = Layout(cp=2), Layout(cp=2, cp_exchange="all_gather")
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("name", ["gpt", "llama"])
+@pytest.mark.parametrize("layout", [RING, GATHERED], ids=label)
+def test_two_ranks(team: Team, name: str, layout: Layout, alpha: float) -> None:
+    parity(team, name, layout, alpha)
+
+
+def test_the_loss_curve(team: Team) -> None:
+    parity(team, "gpt", RING, 0.5, steps=5)
+
+
+@pytest.mark.parametrize("policy", [("none", 0), ("none", 256), ("full", 0), ("selective", 0)])
+@pytest.mark.parametrize("layout", [RING, GATHERED], ids=label)
+@pytest.mark.slow
+def test_other_policies(team: Team, layout: Layout, policy: tuple[str, int]) -> None:
+    parity(team, "llama", layout, recompute=policy[0], swapped_tokens=policy[1])
+
+
+def test_sequences_of_a_micro_batch_go_round_together(team: Team) -> None:
+    parity(team, "llama", RING, 0.5, micro_batch=2, global_batch=2)
+
+
+def test_no_race_on_any_rank(team: Team) -> None:
+    parity(team, "gpt", Layout(cp=4), 0.5, seq_tokens=1024, debug=True)
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize(("name", "exchange"), [("gpt", "all_gather"), ("llama", "ring"), ("llama", "all_gather")])
+@pytest.mark.slow
+def test_four_ranks(team: Team, name: str, exchange: str, alpha: float) -> None:
+    parity(team, name, Layout(cp=4, cp_exchange=exchange), alpha, seq_tokens=1024)
+
+
+def test_gathered_sequences_of_a_micro_batch_are_refused() -> None:
+    with pytest.raises(CannotRun, match="one sequence") as caught:
+        rank_program(training(llama(), GATHERED, micro_batch=2, global_batch=2), Place(GATHERED))
+    assert caught.value.exit_code == 6
+
+
+@pytest.mark.parametrize(
+    ("layout", "tokens"), [(Layout(cp=4), 508), (Layout(ulysses=2, cp=2), 508), (Layout(ulysses=4), 510)]
+)
+def test_a_sequence_that_the_layout_does_not_divide_is_refused(layout: Layout, tokens: int) -> None:
+    with pytest.raises(Infeasible, match="does not divide seq_tokens"):
+        rank_program(training(gpt(), layout, seq_tokens=tokens, recompute="none"), Place(layout))

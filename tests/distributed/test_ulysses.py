@@ -1,0 +1,42 @@
+"""Ulysses alone and with other axes against one process: gradients and losses, whatever is swapped."""
+
+import pytest
+
+from memo_sim.contract.plan import Layout
+from tests.distributed.team import Team
+from tests.distributed.training import label, parity
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("name", ["gpt", "llama"])
+def test_two_ranks(team: Team, name: str, alpha: float) -> None:
+    parity(team, name, Layout(ulysses=2), alpha)
+
+
+@pytest.mark.slow
+def test_four_ranks_and_sequences_that_cross_them(team: Team) -> None:
+    parity(team, "gpt", Layout(ulysses=4), 0.5, micro_batch=3, global_batch=3, seq_tokens=1024)
+
+
+COMBINED = [
+    Layout(ulysses=2, dp=2),
+    Layout(ulysses=2, cp=2),
+    Layout(ulysses=2, cp=2, cp_exchange="all_gather"),
+    Layout(tp=2, cp=2),
+    Layout(tp=2, sequence_parallel=True, cp=2),
+    Layout(tp=2, sequence_parallel=True, cp=2, cp_exchange="all_gather"),
+    Layout(cp=2, dp=2, zero=1),
+    Layout(cp=2, dp=2, zero=3),
+]
+
+
+@pytest.mark.parametrize("layout", [COMBINED[1], COMBINED[4]], ids=label)
+def test_with_context_and_tensor_parallelism(team: Team, layout: Layout) -> None:
+    parity(team, "llama" if layout.tp > 1 else "gpt", layout, 0.5, seq_tokens=1024)
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("layout", COMBINED, ids=label)
+@pytest.mark.slow
+def test_every_combination(team: Team, layout: Layout, alpha: float) -> None:
+    parity(team, "gpt" if alpha == 0.5 else "llama", layout, alpha, seq_tokens=1024)

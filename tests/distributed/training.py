@@ -1,0 +1,45 @@
+"""Trainings that a layout and one process play alike."""
+
+from functools import cache
+from typing import Any
+
+from memo_sim.contract.model import Model
+from memo_sim.contract.plan import Decisions, Layout
+from tests.distributed.parity import Played, check, one_process, play
+from tests.distributed.team import Member, Team
+from tests.exec_cpu.small import decide, gpt, llama
+
+SEQ_TOKENS = 512
+MODELS: dict[str, Model] = {"gpt": gpt(max_positions=2 * SEQ_TOKENS), "llama": llama()}
+MODELS |= {"gpt4": gpt(layers=4), "llama4": llama(layers=4)}
+"""The longer ones divide into stages."""
+
+
+def training(model: Model, layout: Layout, alpha: float = 0.0, **changes: Any) -> Decisions:
+    """Return a training of two micro-batches a rank, tokenwise: what is not swapped is recomputed."""
+    fields: dict[str, Any] = {"seq_tokens": SEQ_TOKENS, "micro_batch": 1, "global_batch": 2 * layout.dp} | changes
+    tokens = fields["seq_tokens"] * fields["micro_batch"] // (layout.cp * layout.ulysses)
+    return decide(model, layout=layout, **({"recompute": "tokenwise", "swapped_tokens": int(alpha * tokens)} | fields))
+
+
+@cache
+def reference(name: str, seq_tokens: int, global_batch: int, steps: int) -> Played:
+    """Return one process's training, a micro-batch a sequence."""
+    alone = decide(MODELS[name], seq_tokens=seq_tokens, micro_batch=1, global_batch=global_batch)
+    return play(Member(0, 1), one_process(alone), steps, {})
+
+
+def parity(
+    team: Team, name: str, layout: Layout, alpha: float = 0.0, *, steps: int = 2, debug: bool = False, **changes: Any
+) -> list[Played]:
+    """Play a training on the layout's ranks and compare it with one process's."""
+    chosen = training(MODELS[name], layout, alpha, **changes)
+    alone = reference(name, chosen.seq_tokens, chosen.global_batch, steps)
+    return check(team, chosen, alone, steps=steps, debug=debug)
+
+
+def label(layout: Layout) -> str:
+    """Return the layout's degrees as a test's name."""
+    axes = ("tp", "ulysses", "cp", "dp", "pp", "zero")
+    found = [f"{axis}{getattr(layout, axis)}" for axis in axes if getattr(layout, axis) > (axis != "zero")]
+    return "-".join([*found, *(["sp"] if layout.sequence_parallel else []), layout.cp_exchange])
