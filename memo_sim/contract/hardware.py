@@ -17,6 +17,8 @@ GemmPass = Literal["fprop", "dgrad", "wgrad"]
 AttentionPass = Literal["forward", "backward"]
 CollectiveKind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send_recv", "broadcast", "reduce"]
 DtypeName = Literal["fp32", "bf16", "fp16"]
+Libraries = Literal["2024", "2025"]
+"""A generation of PyTorch and Transformer Engine: 2025 is PyTorch 2.8 and Transformer Engine 2.8, or later."""
 FusedKernel = Literal["triton"]
 """What can play row-wise operators instead of torch's own, fused."""
 
@@ -139,6 +141,8 @@ class Hardware(
     h2d: CopyRates
     devices_per_uplink: Quantity
     collectives: list[CollectiveTable]
+    eager_libraries: Libraries = "2024"
+    """What eager frameworks on this device run with; it decides what they hold (``memory/eager.py``)."""
     compute_slowdown: dict[Literal["copy", "collective", "p2p"], Quantity]
     """Factor (>= 1) on the time of compute while a copy / collective / exchange runs beside it."""
     device_malloc_s: Quantity

@@ -66,18 +66,20 @@ def caching_memory(
     lives: Liveness,
     hardware: Hardware,
     *,
+    reserve_bytes: int,
     names: list[str] | None = None,
     ahead: RunAhead | None = None,
 ) -> CachingMemory:
     """Return what the allocator makes of ``program`` on one device.
 
-    ``lives`` are the buffers asked for, with their sizes; ``names`` those of buffers that are not the program's.
+    ``lives`` are the buffers asked for, with their sizes; ``names`` those of buffers that are not the program's;
+    ``reserve_bytes`` of the device are not the allocator's.
     """
     return CachingMemory(
         replay(
             requests_of(program, columns, lives=lives, names=names),
             capacity_bytes=int(hardware.device_memory_bytes.value),
-            reserve_bytes=sum(int(quantity.value) for quantity in hardware.reserve_bytes.values()),
+            reserve_bytes=reserve_bytes,
             costs=allocation_costs(hardware),
             ahead=ahead,
         ),

@@ -24,7 +24,7 @@ from memo_sim.contract.trace import MemoryCurve
 from memo_sim.contract.units import format_bytes
 from memo_sim.engine.caching import CachingMemory, caching_memory
 from memo_sim.engine.playback import Playback
-from memo_sim.memory.eager import eager_buffers, run_ahead
+from memo_sim.memory.eager import WORKSPACES, eager_buffers, run_ahead
 from memo_sim.memory.replay import RunAhead
 from memo_sim.program.columns import Columns, Ints
 from memo_sim.program.instruction import BufferClass, Lane
@@ -181,20 +181,26 @@ def memory_of(program: Program, columns: Columns, decisions: Decisions, hardware
     lives = replace(lives, bytes=sizes)
     names: list[str] | None = None
     ahead: RunAhead | None = None
+    reserve = {name: int(quantity.value) for name, quantity in hardware.reserve_bytes.items()}
     if decisions.memory_policy == "eager":
-        lives, names = eager_buffers(program, columns, lives)
-        ahead = run_ahead(program, columns, lives)
+        libraries, workspace_bytes = hardware.eager_libraries, reserve.pop(WORKSPACES, 0)
+        lives, names = eager_buffers(program, columns, lives, libraries=libraries, workspace_bytes=workspace_bytes)
+        ahead = run_ahead(program, columns, lives) if libraries == "2024" else None
     caching = decisions.memory_policy != "planned"
     host_memory = cluster.host_memory_bytes or hardware.host_memory_bytes
     return Memory(
         program=program,
         device_lives=lives,
         host_lives=_pinned_blocks(lives, program, decisions) if decisions.host_allocator == "power_of_two" else lives,
-        reserve={name: int(quantity.value) for name, quantity in hardware.reserve_bytes.items()},
+        reserve=reserve,
         device_capacity_bytes=int(hardware.device_memory_bytes.value),
         host_capacity_bytes=int(host_memory.value),
         local_ranks=min(cluster.devices_per_node, decisions.layout.devices),
-        caching=caching_memory(program, columns, lives, hardware, names=names, ahead=ahead) if caching else None,
+        caching=caching_memory(
+            program, columns, lives, hardware, reserve_bytes=sum(reserve.values()), names=names, ahead=ahead
+        )
+        if caching
+        else None,
     )
 
 

@@ -3,21 +3,30 @@
 The program's own requests are those of an executor that orders its lanes by events and works on the loss in blocks of
 rows. A framework that leaves memory to autograd and ``torch.distributed`` differs in what is documented of it:
 
-    loss        logits are copied to fp32 whole, and their softmax, fp32 too, is kept for backward (Megatron-LM,
-                core/tensor_parallel/cross_entropy.py): bytes a logit, bf16: 2 + 4 + 4 forward, 4 + 2 backward
     checkpoint  a rebuilt layer's output lives as long as its backward (torch.utils.checkpoint and Megatron-LM's own
                 hold it to call backward on it)
-    streams     a collective's tensors are marked with ``record_stream`` (c10d before PyTorch 2.8): their memory comes
-                back when the device, not the host, has passed the collective (pytorch/pytorch#76861, #147168). The host
-                runs ahead until the launch queue is full, and waits for the loss (Megatron-LM looks for a NaN in it)
+    embedding   its weight's gradient is a table of its own before it is added to the fp32 one (torch's embedding)
+    workspaces  what a profile reserves for libraries comes from the allocator (torch.empty, cuBLAS's handles)
 
-So with kernels of milliseconds each layer in flight holds its own gathered and scattered tensors, and memory runs full
-with half of it alive:
+and in what depends on the generation of its libraries (``Hardware.eager_libraries``):
+
+    2024        loss: logits are copied to fp32 whole, and their softmax, fp32 too, is kept for backward (Megatron-LM,
+                core/tensor_parallel/cross_entropy.py): bytes a logit, bf16: 2 + 4 + 4 forward, 4 + 2 backward
+                streams: a collective's tensors are marked with ``record_stream`` (c10d before PyTorch 2.8): their
+                memory comes back when the device, not the host, has passed the collective (pytorch/pytorch#76861,
+                #147168). The host runs ahead until the launch queue is full, and waits for the loss (Megatron-LM looks
+                for a NaN in it)
+    2025        loss: Transformer Engine's fused one writes the gradient over the logits: 2 bytes a logit
+                gradients: a weight's is summed in fp32 by its product, and autograd gets a tensor of the weight's shape
+                and dtype instead; one for every shape, kept for good (Transformer Engine 2.8, ``get_dummy_wgrad``)
+
+So with 2024's libraries and kernels of milliseconds each layer in flight holds its own gathered and scattered tensors,
+and memory runs full with half of it alive:
 
     host    | l0 | l1 | l2 | l3 | ...           l0's collectives are not passed: l1, l2, l3 ask for fresh memory
     device  | l0              | l1 ...
 
-Not modelled: other temporaries that Python frames hold, TransformerEngine's own stream for every second ring step, and
+Not modelled: other temporaries that Python frames hold, Transformer Engine's own stream for every second ring step, and
 optimizer states that are made in the first step only.
 """
 
@@ -28,12 +37,15 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from memo_sim.contract.hardware import Libraries
+from memo_sim.contract.units import DTYPE_BYTES
 from memo_sim.memory.replay import RunAhead
 from memo_sim.program.columns import Columns, Ints
-from memo_sim.program.instruction import BufferClass, Lane, Mode
+from memo_sim.program.instruction import BufferClass, Instruction, Lane, Mode
 from memo_sim.program.liveness import Liveness
 from memo_sim.program.program import Program
 from memo_sim.program.requests import buffer_names, device_buffers
+from memo_sim.program.work import Gemm
 
 LAUNCH_QUEUE = 1024
 """Kernels that a stream takes before a launch has to wait: about 1,000 (forums.developer.nvidia.com, topic 68937)."""
@@ -44,9 +56,14 @@ dispatching one (tests/exec_cpu/test_eager_kernels.py)."""
 
 FP32_BYTES = 4
 
+WORKSPACES = "library_workspaces"
+"""The item of a profile's reserve that libraries take from PyTorch's allocator."""
+
 LOSS, STATISTICS = "cross_entropy", "cross_entropy.stats"
 """Kernels of the loss: what writes the gradient, and what comes before it where the vocabulary is divided."""
 
+EMBEDDING = "embed.bwd"
+"""The kernel that adds the rows' gradients to the embedding's."""
 
 STREAMS = (Lane.D2H, Lane.H2D, Lane.COLLECTIVE, Lane.P2P)
 """Lanes that are streams beside the one that tensors are allocated on."""
@@ -64,26 +81,57 @@ class _Loss:
     dtype: str
 
 
-def eager_buffers(program: Program, columns: Columns, lives: Liveness) -> tuple[Liveness, list[str]]:
+@dataclass(frozen=True)
+class _Added:
+    """A buffer that the program does not have; ``like`` is the number of one of the same family."""
+
+    name: str
+    birth: int
+    death: int
+    bytes: int
+    like: int
+
+
+def eager_buffers(
+    program: Program,
+    columns: Columns,
+    lives: Liveness,
+    *,
+    libraries: Libraries = "2024",
+    workspace_bytes: int = 0,
+) -> tuple[Liveness, list[str]]:
     """Return the buffers as the framework has them, and their names by number.
 
-    ``lives`` are the program's, with the sizes to count; the loss's fp32 tensors are numbered after them.
+    ``lives`` are the program's, with the sizes to count; what is added is numbered after them. ``workspace_bytes`` of
+    libraries are held for good.
     """
-    birth, death = lives.birth.copy(), lives.death.copy()
+    birth, death, sizes = lives.birth.copy(), lives.death.copy(), lives.bytes.copy()
     held = _never_read(program, columns, lives)
     death[held] = np.searchsorted(columns.instance, columns.instance[birth[held]], side="right") - 1
-    names = buffer_names(program)
-    added: list[tuple[int, int, int, int]] = []
+    added: list[_Added] = []
     for loss in _losses(program, columns):
-        # Softmax becomes the gradient in place; it is cast to the logits' dtype when the loss is done.
-        if loss.dtype == "fp32":
+        if libraries == "2025":
+            death[loss.logits] = max(death[loss.logits], death[loss.gradient])
+            sizes[loss.gradient] = 0
+        elif loss.dtype == "fp32":
+            # Softmax becomes the gradient in place.
             birth[loss.gradient] = min(birth[loss.gradient], loss.first)
-            continue
-        birth[loss.gradient] += birth[loss.gradient] == loss.last
-        size = FP32_BYTES * loss.elements
-        added += [(loss.first, loss.last, size, loss.logits), (loss.first, loss.last + 1, size, loss.logits)]
-        names += [f"logits.fp32[{loss.last}]", f"softmax.fp32[{loss.last}]"]
-    return _with(replace(lives, birth=birth, death=death), added), names
+        else:
+            # Softmax becomes the gradient in place; it is cast to the logits' dtype when the loss is done.
+            if loss.first <= birth[loss.gradient] <= loss.last:
+                birth[loss.gradient] = loss.last + 1
+            added += _wide(loss)
+    added += _dense_embedding(program, columns)
+    state = _a_state(program, lives)
+    if libraries == "2025":
+        added += [
+            _Added(f"wgrad.dummy[{m}x{n}]", -1, lives.instructions, size, state)
+            for (m, n), size in sorted(_weight_gradients(program).items())
+        ]
+    if workspace_bytes:
+        added.append(_Added(WORKSPACES, -1, lives.instructions, workspace_bytes, state))
+    names = buffer_names(program) + [new.name for new in added]
+    return _with(replace(lives, birth=birth, death=death, bytes=sizes), added), names
 
 
 def run_ahead(program: Program, columns: Columns, lives: Liveness) -> RunAhead:
@@ -116,28 +164,66 @@ def _never_read(program: Program, columns: Columns, lives: Liveness) -> Ints:
     return np.flatnonzero(~read & transient[lives.family] & (lives.birth >= 0) & (lives.death >= lives.birth))
 
 
+def _numbered(program: Program, columns: Columns) -> Iterator[tuple[int, Instruction, dict[str, int]]]:
+    """Yield every instruction of the loss and the embedding with its number, and its buffers' numbers by role."""
+    for base, instance in zip(_starts(program, columns), program.instances, strict=True):
+        for at, instruction in enumerate(program.templates[instance.template].instructions, start=base):
+            if instruction.op in (LOSS, STATISTICS, EMBEDDING):
+                first = int(np.searchsorted(columns.operand_instruction, at))
+                numbers = columns.operand_buffer[first : first + len(instruction.operands)].tolist()
+                yield at, instruction, {o.role: n for o, n in zip(instruction.operands, numbers, strict=True)}
+
+
 def _losses(program: Program, columns: Columns) -> Iterator[_Loss]:
     """Yield the calls of the loss in program order."""
-    for base, instance in zip(_starts(program, columns), program.instances, strict=True):
-        template, first = program.templates[instance.template], None
-        for at, instruction in enumerate(template.instructions, start=base):
-            if instruction.op == STATISTICS:
-                first = at
-            elif instruction.op == LOSS:
-                operands = int(np.searchsorted(columns.operand_instruction, at))
-                numbers = {
-                    o.role: int(columns.operand_buffer[operands + i]) for i, o in enumerate(instruction.operands)
-                }
-                tokens = next(o.tokens for o in instruction.operands if o.role == "logits")
-                family = program.all_families[columns.buffer_family[numbers["logits"]]]
-                yield _Loss(
-                    first=at if first is None else first,
-                    last=at,
-                    logits=numbers["logits"],
-                    gradient=numbers["grad"],
-                    elements=tokens * family.features,
-                    dtype=family.dtype,
-                )
+    first: int | None = None
+    for at, instruction, numbers in _numbered(program, columns):
+        if instruction.op == STATISTICS:
+            first = at
+        elif instruction.op == LOSS:
+            tokens = next(o.tokens for o in instruction.operands if o.role == "logits")
+            family = program.all_families[columns.buffer_family[numbers["logits"]]]
+            yield _Loss(
+                first=at if first is None else first,
+                last=at,
+                logits=numbers["logits"],
+                gradient=numbers["grad"],
+                elements=tokens * family.features,
+                dtype=family.dtype,
+            )
+            first = None
+
+
+def _wide(loss: _Loss) -> list[_Added]:
+    """Return the fp32 logits and their softmax."""
+    size = FP32_BYTES * loss.elements
+    return [
+        _Added(f"logits.fp32[{loss.last}]", loss.first, loss.last, size, loss.logits),
+        _Added(f"softmax.fp32[{loss.last}]", loss.first, loss.last + 1, size, loss.logits),
+    ]
+
+
+def _dense_embedding(program: Program, columns: Columns) -> Iterator[_Added]:
+    """Yield the embedding's gradient of one micro-batch, in the rows' dtype."""
+    for at, instruction, numbers in _numbered(program, columns):
+        if instruction.op == EMBEDDING:
+            elements = next(o.tokens for o in instruction.operands if o.role == "grad_weight")
+            dtype = program.all_families[columns.buffer_family[numbers["grad"]]].dtype
+            yield _Added(f"embed.dense[{at}]", at, at, elements * DTYPE_BYTES[dtype], numbers["grad"])
+
+
+def _weight_gradients(program: Program) -> dict[tuple[int, int], int]:
+    """Return the bytes of a weight in its products' dtype, by its shape, for every shape that has a gradient."""
+    works = (i.work for t in program.templates for i in t.instructions)
+    return {
+        (w.m, w.n): w.m * w.n * DTYPE_BYTES[w.dtype] for w in works if isinstance(w, Gemm) and w.gemm_pass == "wgrad"
+    }
+
+
+def _a_state(program: Program, lives: Liveness) -> int:
+    """Return the number of a buffer of the class of states, on the device."""
+    state = np.array([f.buffer_class is BufferClass.STATE for f in program.all_families], dtype=np.bool_)
+    return int(np.flatnonzero(state[lives.family] & lives.on_device)[0])
 
 
 def _looks_at_loss(program: Program, columns: Columns) -> Iterator[int]:
@@ -152,16 +238,20 @@ def _starts(program: Program, columns: Columns) -> list[int]:
     return starts
 
 
-def _with(lives: Liveness, added: list[tuple[int, int, int, int]]) -> Liveness:
-    """Return ``lives`` and further buffers: birth, death, bytes, and the number of one of the same family."""
+def _with(lives: Liveness, added: list[_Added]) -> Liveness:
+    """Return ``lives`` and the added buffers."""
     if not added:
         return lives
-    birth, death, size, like = np.array(added, dtype=np.int64).T
+    like = np.array([new.like for new in added], dtype=np.int64)
+
+    def column(before: Ints, values: list[int]) -> Ints:
+        return np.concatenate([before, np.array(values, dtype=np.int64)])
+
     return replace(
         lives,
-        birth=np.concatenate([lives.birth, birth]),
-        death=np.concatenate([lives.death, death]),
-        bytes=np.concatenate([lives.bytes, size]),
+        birth=column(lives.birth, [new.birth for new in added]),
+        death=column(lives.death, [new.death for new in added]),
+        bytes=column(lives.bytes, [new.bytes for new in added]),
         family=np.concatenate([lives.family, lives.family[like]]),
         on_device=np.concatenate([lives.on_device, lives.on_device[like]]),
         class_of=np.concatenate([lives.class_of, lives.class_of[like]]),

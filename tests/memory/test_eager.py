@@ -8,9 +8,11 @@ import numpy as np
 import pytest
 
 from memo_sim.contract.catalog import load_model
+from memo_sim.contract.hardware import Libraries
+from memo_sim.contract.model import Model
 from memo_sim.contract.plan import Decisions, Layout
 from memo_sim.memory import eager
-from memo_sim.memory.eager import eager_buffers, run_ahead
+from memo_sim.memory.eager import WORKSPACES, eager_buffers, run_ahead
 from memo_sim.memory.replay import replay
 from memo_sim.program.columns import Columns, expand
 from memo_sim.program.instruction import Lane
@@ -36,9 +38,8 @@ class Lowered:
 
 def lowered(**knobs: object) -> Lowered:
     layout = Layout(tp=2, sequence_parallel=True, cp=2, zero=1)
-    decisions = Decisions(
-        model=load_model("gpt-tiny"), **{"seq_tokens": 2 * TOKENS, "layout": layout, "recompute": "full", **knobs}
-    )
+    usual = {"model": load_model("gpt-tiny"), "seq_tokens": 2 * TOKENS, "layout": layout, "recompute": "full"}
+    decisions = Decisions(**{**usual, **knobs})
     (program,) = lower(decisions)
     columns = expand(program)
     return Lowered(program, columns, liveness(program, columns))
@@ -80,17 +81,18 @@ def test_without_a_divided_vocabulary_the_loss_begins_with_its_own_kernel() -> N
 def test_every_chunk_of_the_loss_has_its_own_fp32_tensors() -> None:
     case = lowered(loss_chunk_tokens=256)
     lives, number = named(case)
-    whole, _ = named(lowered())
+    whole, numbered = named(lowered())
     wide = [n for name, n in number.items() if name.startswith("logits.fp32")]
     assert len(wide) == TOKENS // 256
-    assert lives.bytes[wide].sum() == whole.bytes[-1]
+    (only,) = [n for name, n in numbered.items() if name.startswith("logits.fp32")]
+    assert lives.bytes[wide].sum() == whole.bytes[only]
     assert (np.diff(lives.birth[wide]) > 0).all()
 
 
 def test_an_fp32_loss_is_not_copied() -> None:
     case = lowered(dtype="fp32")
     lives, number = named(case)
-    assert len(lives.birth) == len(case.lives.birth)
+    assert not any("logits.fp32" in name or "softmax" in name for name in number)
     assert lives.birth[number["head/d_logits"]] == case.at("fwd/loss.stats.c0")
 
 
@@ -161,3 +163,100 @@ def test_a_short_program_is_launched_whole_before_its_loss() -> None:
     done = run_ahead(case.program, case.columns, case.lives).done
     loss = case.at("fwd/loss.c0")
     assert set(done[: loss + 1]) == {-1}
+
+
+def eager_2025(**knobs: object) -> tuple[Lowered, Liveness, dict[str, int]]:
+    case = lowered(**{"recompute": "none", **knobs})
+    lives, names = eager_buffers(case.program, case.columns, case.lives, libraries="2025", workspace_bytes=3 * 2**20)
+    return case, lives, {name: number for number, name in enumerate(names)}
+
+
+def test_later_libraries_write_the_losss_gradient_over_the_logits() -> None:
+    case, lives, number = eager_2025()
+    logits, gradient = (number[f"head/{name}"] for name in ("logits", "d_logits"))
+    assert lives.bytes[gradient] == 0
+    assert lives.bytes[logits] == case.lives.bytes[logits]
+    assert lives.death[logits] == case.lives.death[gradient] > case.lives.death[logits]
+    assert not any("fp32" in name for name in number)
+
+
+def test_later_libraries_keep_one_tensor_for_every_shape_of_a_weight() -> None:
+    """gpt-tiny over tp 2: a layer's four products, and the classifier."""
+    _, lives, number = eager_2025()
+    model = load_model("gpt-tiny")
+    h, f = model.hidden, model.ffn_hidden
+    shapes = {(3 * h // 2, h), (h, h // 2), (f // 2, h), (h, f // 2), (-(-model.vocab // 2), h)}
+    kept = {name: n for name, n in number.items() if name.startswith("wgrad.dummy")}
+    assert set(kept) == {f"wgrad.dummy[{m}x{n}]" for m, n in shapes}
+    assert lives.bytes[list(kept.values())].sum() == sum(2 * m * n for m, n in shapes)
+    assert {(lives.birth[n], lives.death[n]) for n in kept.values()} == {(-1, lives.instructions)}
+
+
+@pytest.mark.parametrize("libraries", ["2024", "2025"])
+def test_an_embeddings_gradient_is_a_table_while_it_is_added(libraries: Libraries) -> None:
+    case = lowered(micro_batch=1, global_batch=2)
+    lives, names = eager_buffers(case.program, case.columns, case.lives, libraries=libraries)
+    model = load_model("gpt-tiny")
+    dense = [n for n, name in enumerate(names) if name.startswith("embed.dense")]
+    at = [n for n, i in enumerate(case.program.ids()) if i.endswith("embed/bwd/scatter")]
+    assert lives.birth[dense].tolist() == lives.death[dense].tolist() == at
+    assert len(at) == 2
+    assert lives.bytes[dense].tolist() == [2 * -(-model.vocab // 2) * model.hidden] * 2
+
+
+def test_workspaces_are_the_allocators() -> None:
+    _, lives, number = eager_2025()
+    assert lives.bytes[number[WORKSPACES]] == 3 * 2**20
+    assert lives.birth[number[WORKSPACES]] == -1
+
+
+def test_a_step_of_megatron_in_bytes() -> None:
+    """Llama of one layer over tp 2 with sequence parallelism, dp 2, 2025: every tensor named in the modules' code.
+
+    Parameters 2 + 4 bytes and 12 over dp. Kept: layer input, two norm outputs and the residual stream (token shards),
+    packed Q K V, attention's output, both products of the MLP, log-sum-exp and the norms' statistics. At the peak,
+    the classifier's input gradient: logits (in place their gradient), the final norm's input shard, its gathered output
+    and that output's gradient.
+    """
+    h, f, heads, kv, vocab, tokens, tp, dp = 512, 1536, 8, 4, 8192, 1024, 2, 2
+    model = Model(
+        name="one",
+        family="llama",
+        layers=1,
+        hidden=h,
+        heads=heads,
+        kv_heads=kv,
+        head_dim=h // heads,
+        ffn_hidden=f,
+        vocab=vocab,
+        activation="silu",
+        tied_embeddings=False,
+        qkv_bias=False,
+        linear_bias=False,
+    )
+    case, lives, number = eager_2025(
+        model=model,
+        seq_tokens=tokens,
+        global_batch=dp,
+        layout=Layout(tp=tp, sequence_parallel=True, dp=dp, zero=1),
+    )
+    wide = (h + 2 * kv * h // heads) // tp
+    matrices = wide * h + h * h // tp + 3 * f // tp * h
+    table = vocab // tp * h
+    states = (2 + 4 + 12 / dp) * (matrices + 2 * h + 2 * table + h)
+    shard = 2 * tokens // tp * h
+    kept = 4 * shard + 2 * tokens * (wide + h // tp + 3 * f // tp) + 4 * (tokens * heads // tp + 2 * tokens // tp)
+    dummies = 2 * (matrices + table)
+    assert lives.bytes[[n for name, n in number.items() if name.startswith("wgrad.dummy")]].sum() == dummies
+    head = 2 * tokens * vocab // tp + shard + 2 * 2 * tokens * h + 4 * tokens // tp
+    small = lives.bytes[[n for name, n in number.items() if name in ("loss", "grad_norm") or "input." in name]].sum()
+    curves = live_bytes(lives, device=True)
+    at = case.at("classifier.dgrad.c0")
+    found = sum(int(curve[at]) for curve in curves.values())
+    extra = sum(
+        int(lives.bytes[n])
+        for name, n in number.items()
+        if ("loss_stats" in name or "scratch" in name) and lives.birth[n] <= at <= lives.death[n]
+    )
+    assert found == int(states + kept + dummies + head + small + extra) + 3 * 2**20
+    assert extra < 0.01 * found
