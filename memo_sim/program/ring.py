@@ -12,6 +12,9 @@ after cp - 1 hops. Only the last hop has nothing to hide behind.
 With several sequences in a micro-batch a rank's rows are one sequence after the other, in each the early chunk before
 the late one; what travels has every sequence's early chunk before the late ones, so that a half is one range.
 
+An eager framework has a fresh buffer for every hop of a forward, and they live as long as its attention
+(TransformerEngine 1.3, AttnFuncWithCP); what is sent on from one of two buffers is what a plan needs.
+
 Representative: rank cp - 1, for which every other rank is an earlier one: one call a step. Ranks have the same
 exchanges and the same buffers, and as much work, so one placement serves all of them; ``Shape.cp_rank`` says whose
 program is written.
@@ -27,20 +30,25 @@ from memo_sim.program.instruction import BufferClass, Lane
 from memo_sim.program.shape import Shape
 from memo_sim.program.work import Exchange, Rowwise
 
+TURNS = 2
+"""Exchange buffers that hops take in turn."""
+
 
 def start(builder: TemplateBuilder, decisions: Decisions, shape: Shape, suffix: str = "") -> None:
     """Write what comes before the local square: this rank's keys and values, and the first hop."""
-    _buffers(builder, decisions, shape, "kv")
+    turns = TURNS if suffix else _forward_turns(decisions, shape)
+    _buffers(builder, decisions, shape, "kv", turns)
     pack(builder, decisions, shape, _buffer("kv", 0), suffix)
-    _hop(builder, decisions, shape, 1, "kv", suffix=suffix)
+    _hop(builder, decisions, shape, 1, "kv", turns, suffix=suffix)
 
 
 def forward(builder: TemplateBuilder, decisions: Decisions, shape: Shape) -> None:
     """Write the steps after the local square."""
+    turns = _forward_turns(decisions, shape)
     for step in range(1, shape.cp):
         if step + 1 < shape.cp:
-            _hop(builder, decisions, shape, step + 1, "kv")
-        for part in _parts(shape, step):
+            _hop(builder, decisions, shape, step + 1, "kv", turns)
+        for part in _parts(shape, step, turns):
             name, merge = f"attn.ring{step}", f"attn.merge{step}"
             part_forward(builder, decisions, shape, part, name, merge=merge, most_keys=shape.tokens // 2)
 
@@ -52,19 +60,32 @@ def backward(builder: TemplateBuilder, decisions: Decisions, shape: Shape) -> No
     add(builder, decisions, "d_kv.home", builder.all(_buffer("d_kv", shape.cp)), builder.all("d_qkv"))
 
 
-def _buffer(kind: str, step: int) -> str:
-    """Name of the exchange buffer that holds the keys and values (or gradients) of ``step``: two take turns."""
-    return f"{kind}.ring{step % 2}"
+def _forward_turns(decisions: Decisions, shape: Shape) -> int:
+    return shape.cp if decisions.memory_policy == "eager" else TURNS
 
 
-def _buffers(builder: TemplateBuilder, decisions: Decisions, shape: Shape, kind: str) -> None:
-    for turn in range(2):
-        if not builder.has(_buffer(kind, turn)):
-            builder.own(_buffer(kind, turn), BufferClass.EXCHANGE, decisions.dtype, shape.tokens, 2 * shape.kv_width)
+def _buffer(kind: str, step: int, turns: int = TURNS) -> str:
+    """Name of the exchange buffer that holds the keys and values (or gradients) of ``step``: ``turns`` take turns."""
+    return f"{kind}.ring{step % turns}"
 
 
-def _hop(
-    builder: TemplateBuilder, decisions: Decisions, shape: Shape, step: int, kind: str, *, suffix: str = ""
+def _buffers(builder: TemplateBuilder, decisions: Decisions, shape: Shape, kind: str, turns: int = TURNS) -> None:
+    for turn in range(turns):
+        if not builder.has(_buffer(kind, turn, turns)):
+            builder.own(
+                _buffer(kind, turn, turns), BufferClass.EXCHANGE, decisions.dtype, shape.tokens, 2 * shape.kv_width
+            )
+
+
+def _hop(  # noqa: PLR0917 - what and whose, which buffers, and where it stands
+    builder: TemplateBuilder,
+    decisions: Decisions,
+    shape: Shape,
+    step: int,
+    kind: str,
+    turns: int = TURNS,
+    *,
+    suffix: str = "",
 ) -> None:
     """Send this step's buffer to the next rank while the following step's arrives from the previous one."""
     size = shape.tokens * 2 * shape.kv_width * DTYPE_BYTES[decisions.dtype]
@@ -73,8 +94,8 @@ def _hop(
         "send_recv",
         Lane.P2P,
         Exchange(size, shape.cp, "cp"),
-        send=reads(builder.all(_buffer(kind, step - 1))),
-        recv=writes(builder.all(_buffer(kind, step))),
+        send=reads(builder.all(_buffer(kind, step - 1, turns))),
+        recv=writes(builder.all(_buffer(kind, step, turns))),
     )
 
 
@@ -84,9 +105,9 @@ def _half(slot: str, shape: Shape, *, late: bool = False) -> Rows:
     return Rows(slot, half if late else 0, half)
 
 
-def _parts(shape: Shape, step: int) -> list[Part]:
+def _parts(shape: Shape, step: int, turns: int = TURNS) -> list[Part]:
     """Return what this rank's queries meet at ``step``: keys of an earlier rank, or, once around, of a later one."""
-    slot = _buffer("kv", step)
+    slot = _buffer("kv", step, turns)
     if step <= shape.cp_rank:
         return [Part(_half(slot, shape))]
     return [Part(_half(slot, shape, late=late), late=True, suffix=(".early", ".late")[late]) for late in (False, True)]
