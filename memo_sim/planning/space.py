@@ -194,6 +194,7 @@ def candidates(question: Question) -> tuple[list[Candidate], list[str]]:
             shape = shape_of(base)
             groups = head_groups(shape, base, kernel)
         except Infeasible as error:
+            overlap=question.overlap if layout.replicas > 1 else "none",
             refused.append(f"{_degrees_of(layout)}: {error.what}")
             continue
         pinned = question.pins.loss_chunk_tokens
