@@ -10,6 +10,7 @@ two of its instructions, so that no copy lane waits for more than its edges say.
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from dataclasses import dataclass
 
@@ -48,6 +49,7 @@ class Probe:
         self._readers = _readers_before_offload(schedule)
         self._sums: dict[tuple[int, int, int], int] = {}
         self._offloaded: deque[_Offloaded] = deque()
+        self._poisoning = threading.Lock()
 
     def begin_step(self) -> None:
         """Forget the last step."""
@@ -57,13 +59,21 @@ class Probe:
     def before(self, bound: Bound, call: Call) -> None:
         """On the compute lane: poison what has been offloaded, and refuse to read poison.
 
+        A prefetch may come to offloaded rows before compute plays again (a pipeline stage brings one micro-batch back
+        while it waits for another): they are its own from then on.
+
         Raises:
             RaceFound: when an operand that is read holds NaN, or offloaded rows are not what the host got.
         """
+        if bound.instruction.lane is Lane.H2D:
+            with self._poisoning:
+                kept = [each for each in self._offloaded if not _overlap(each.rows, call["target"])]
+                self._offloaded = deque(kept)
         if bound.instruction.lane is not Lane.COMPUTE:
             return
-        for _ in range(len(self._offloaded)):
-            self._poison(self._offloaded.popleft(), bound.number)
+        with self._poisoning:
+            for _ in range(len(self._offloaded)):
+                self._poison(self._offloaded.popleft(), bound.number)
         for touch in bound.touches:
             tensor = call.tensors.get(touch.role)
             if tensor is None or not touch.mode & Mode.READ or not tensor.is_floating_point():
@@ -101,7 +111,9 @@ class Probe:
         found = checksum(call["target"])
         if lane is Lane.D2H:
             self._sums[key] = found
-            self._offloaded.append(_Offloaded(name, call["source"], found, self._readers.get(bound.number, -1)))
+            last = self._readers.get(bound.number, -1)
+            with self._poisoning:
+                self._offloaded.append(_Offloaded(name, call["source"], found, last))
         elif key not in self._sums:
             raise RaceFound(f"{name} came before the offload had ended")
         elif found != self._sums[key]:
@@ -128,6 +140,11 @@ def checksum(tensor: Tensor) -> int:
     places = torch.arange(1, len(words) + 1, device=words.device)
     rest = flat[len(words) * 8 :]
     return int((words * places).sum()) ^ int((rest * torch.arange(1, len(rest) + 1, device=rest.device)).sum())
+
+
+def _overlap(one: Tensor, two: Tensor) -> bool:
+    """Return whether two contiguous tensors share bytes."""
+    return one.data_ptr() < two.data_ptr() + two.nbytes and two.data_ptr() < one.data_ptr() + one.nbytes
 
 
 def _synchronize(tensor: Tensor) -> None:

@@ -1,0 +1,59 @@
+"""Pipelines by every schedule against one process: gradients and losses, whatever is swapped."""
+
+from typing import Any
+
+import pytest
+
+from memo_sim.contract.plan import Layout
+from tests.distributed.team import Team
+from tests.distributed.training import label, parity
+
+SCHEDULES: dict[str, dict[str, Any]] = {
+    "gpipe": {"schedule": "gpipe"},
+    "1f1b": {"schedule": "1f1b"},
+    "interleaved": {"schedule": "interleaved", "virtual_stages": 2},
+    "zero-bubble": {"schedule": "zero-bubble"},
+}
+
+
+@pytest.mark.parametrize(("name", "alpha"), [("gpt4", 0.5), ("llama4", 1.0)])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_two_stages(team: Team, name: str, schedule: str, alpha: float) -> None:
+    parity(team, name, Layout(pp=2, **SCHEDULES[schedule]), alpha, global_batch=4)
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("name", ["gpt4", "llama4"])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.slow
+def test_every_schedule(team: Team, name: str, schedule: str, alpha: float) -> None:
+    parity(team, name, Layout(pp=2, **SCHEDULES[schedule]), alpha, global_batch=4, steps=5)
+
+
+COMBINED = [
+    Layout(pp=4),
+    Layout(pp=4, schedule="gpipe"),
+    Layout(tp=2, sequence_parallel=True, pp=2),
+    Layout(cp=2, pp=2),
+    Layout(cp=2, cp_exchange="all_gather", pp=2),
+    Layout(ulysses=2, pp=2, **SCHEDULES["interleaved"]),
+    Layout(dp=2, pp=2),
+    Layout(dp=2, pp=2, zero=1),
+    Layout(pp=2, overlap_handovers=False),
+]
+
+
+@pytest.mark.parametrize("layout", [COMBINED[2], COMBINED[3]], ids=label)
+def test_with_tensor_and_context_parallelism(team: Team, layout: Layout) -> None:
+    parity(team, "gpt4" if layout.cp > 1 else "llama4", layout, 0.5, seq_tokens=512, global_batch=4)
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("layout", COMBINED, ids=label)
+@pytest.mark.slow
+def test_every_combination(team: Team, layout: Layout, alpha: float) -> None:
+    parity(team, "gpt4" if alpha == 0.5 else "llama4", layout, alpha, global_batch=4)
+
+
+def test_no_race_on_any_stage(team: Team) -> None:
+    parity(team, "gpt4", Layout(pp=2), 0.5, global_batch=4, debug=True)
