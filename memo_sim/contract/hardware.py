@@ -124,6 +124,8 @@ class Hardware(
     """Device bytes outside every plan (context, libraries, communicators), itemised."""
     gemm: list[GemmTable]
     attention: list[AttentionTable]
+    device_deviation: Quantity | None = None
+    """Standard deviation of the devices' rates of products and attention, over their mean; of one kind, under load."""
     system_attention: dict[str, Quantity] = {}
     """By system: how many times as long as these tables say attention takes under it (a kernel nobody measured)."""
     memory_bound_bytes_per_s: Curve
@@ -137,6 +139,8 @@ class Hardware(
     """Least time of one kernel when the stream runs ahead."""
     host_launch_s: Quantity | None = None
     """Seconds an eager framework's host (Python, autograd) takes a kernel; nothing when the profile does not know."""
+    host_pass_s: Quantity | None = None
+    """Seconds it takes besides, before a micro-batch's forward or backward through a stage."""
     d2h: CopyRates
     h2d: CopyRates
     devices_per_uplink: Quantity

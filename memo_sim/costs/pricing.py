@@ -14,6 +14,7 @@ from memo_sim.costs.attention import AttentionRates
 from memo_sim.costs.collective import CollectiveTimes
 from memo_sim.costs.contention import NodeRates
 from memo_sim.costs.gemm import GemmRates
+from memo_sim.costs.pace import pace
 from memo_sim.costs.rowwise import RowwiseRates
 from memo_sim.costs.transfer import CopyTimes
 from memo_sim.program.work import (
@@ -79,6 +80,7 @@ class Pricer:
         self._collectives = CollectiveTimes(hardware, cluster, layout)
         self._floor_s = hardware.launch_floor_s.value
         self._host_bytes_per_s = hardware.host_copy_bytes_per_s.value / min(cluster.devices_per_node, layout.devices)
+        self._pace = pace(hardware, layout.devices)
         self._known: dict[Work, float] = {}
 
     @property
@@ -101,11 +103,11 @@ class Pricer:
         kernels = self._kernels
         match work:
             case Gemm():
-                return self._gemm(work)
+                return self._pace * self._gemm(work)
             case BatchedGemm():
-                return self._batched(work)
+                return self._pace * self._batched(work)
             case Attention():
-                return max(self._floor_s, kernels.attention.seconds(work, self.outside))
+                return self._pace * max(self._floor_s, kernels.attention.seconds(work, self.outside))
             case Rowwise():
                 return kernels.rowwise.seconds(work, self.outside, self._rowwise)
             case Copy():
