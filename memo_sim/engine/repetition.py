@@ -6,9 +6,11 @@ a pass to the same pass of a later micro-batch, stands for all that are not play
       played     | m0 | m1 | m2 | end           the step of five:  | m0 | m1 | m1 | m1 | m2 | end
                       |<-->| window
 
-Stages of a pipeline have a window each, from the same backward to the same backward. Whether a pipeline is under way is
-not assumed but looked at: every instruction of all windows comes as much later than its like of the period before
-(``steady``). If not, more has to be played.
+Stages of a pipeline have a window each, from the same backward to the same backward, of one or a few micro-batches
+(what is under way may come back to itself only after a few). Whether a pipeline is under way is not assumed but looked
+at: every instruction of all windows comes as much later than its like of the period before (``steady``). Then the
+repetition is exact. If not, twice as many are played; stages that drift apart slowly may still not be steady, and then
+the slowest stage's window is an estimate.
 """
 
 from __future__ import annotations
@@ -29,6 +31,9 @@ PLAYED = 3
 
 RECEIVED_AHEAD = 2
 """Passes behind a window for which it receives (``program/handover.py``)."""
+
+LENGTHS = (1, 2, 4)
+"""Periods of the schedule that a window may have."""
 
 STEADY = 1e-11
 """How far shifts within a period may differ, relative to when they are: rounding, and nothing of a transient."""
@@ -56,26 +61,45 @@ def played_at_first(layout: Layout, micro_batches: int) -> int:
         return micro_batches
     full = 2 * layout.pp if layout.schedule == "zero-bubble" else layout.pp
     periods = 5 * layout.pp if layout.schedule == "interleaved" else full + PLAYED + RECEIVED_AHEAD
-    return min(micro_batches, periods)
+    return whole_windows(layout, micro_batches, periods)
 
 
-def windows(layout: Layout, roles: Sequence[Sequence[Pass]]) -> list[Window]:
-    """Return the last window that the played passes of all roles have, one a role; nothing where there are too few."""
+def whole_windows(layout: Layout, micro_batches: int, played: int) -> int:
+    """Return ``played`` or a few more, so that the micro-batches beyond fill windows of any length."""
+    most = _group(layout) * (2 if layout.virtual_stages > 1 else max(LENGTHS))
+    return micro_batches - max(0, micro_batches - played) // most * most
+
+
+def windows(layout: Layout, roles: Sequence[Sequence[Pass]], beyond: int) -> list[list[Window]]:
+    """Return the last windows that the played passes of all roles have, one a role, short ones first.
+
+    ``beyond`` micro-batches are not played; windows that they do not fill are left out.
+    """
     kind = Kind.FORWARD if layout.pp == 1 else Kind.BACKWARD
-    group = layout.pp if layout.schedule == "interleaved" and layout.pp > 1 else 1
-    step = group * layout.virtual_stages
     marks = [[n for n, each in enumerate(passes) if each.kind is kind] for passes in roles]
-    for last in range(min(len(mine) for mine in marks) // step - 1, 1, -1):
-        found = [Window(m[(last - 2) * step], m[(last - 1) * step], m[last * step], group) for m in marks]
-        if layout.pp == 1 or all(_repeats(p, w, group) for p, w in zip(roles, found, strict=True)):
-            return found
-    return []
+    every = []
+    for length in LENGTHS[:1] if layout.pp == 1 else LENGTHS:
+        group = _group(layout) * length
+        step = group * layout.virtual_stages
+        # A window may end at any backward that its group begins with; the last that all roles have is best.
+        one = _group(layout) * layout.virtual_stages
+        for last in range(min(len(m) - 1 for m in marks) // one * one, 2 * step - 1, -one):
+            found = [Window(m[last - 2 * step], m[last - step], m[last], group) for m in marks]
+            if layout.pp == 1 or all(_repeats(p, w) for p, w in zip(roles, found, strict=True)):
+                every += [found] if beyond % group == 0 else []
+                break
+    return every
 
 
-def _repeats(passes: Sequence[Pass], window: Window, group: int) -> bool:
-    """Return whether a window's passes, and those it receives for, are those before, ``group`` micro-batches later."""
+def _group(layout: Layout) -> int:
+    """Return the micro-batches after which a schedule's order comes back."""
+    return layout.pp if layout.schedule == "interleaved" and layout.pp > 1 else 1
+
+
+def _repeats(passes: Sequence[Pass], window: Window) -> bool:
+    """Return whether a window's passes, and those it receives for, are those before, of later micro-batches."""
     before = passes[window.before : window.first + RECEIVED_AHEAD]
-    earlier = [replace(each, micro_batch=each.micro_batch + group) for each in before]
+    earlier = [replace(each, micro_batch=each.micro_batch + window.micro_batches) for each in before]
     return earlier == list(passes[window.first : window.end + RECEIVED_AHEAD])
 
 

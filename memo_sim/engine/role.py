@@ -56,7 +56,6 @@ class Role:
         cluster: Cluster,
         *,
         pricer: Prices,
-        window: Window | None,
         playbacks: Callable[[], list[Playback]],
         number: int = 0,
     ) -> None:
@@ -65,11 +64,16 @@ class Role:
         self.hardware = hardware
         self.columns = expand(program)
         self.memory: Memory = memory_of(program, self.columns, decisions, hardware, cluster)
-        self.repetition = Repetition(program, self.columns, window, decisions.micro_batches - program.micro_batches)
-        self.weights = self.repetition.weights()
+        self.repeat(None)
         self._pricer = pricer
         self._playbacks = playbacks
         self._number = number
+
+    def repeat(self, window: Window | None) -> None:
+        """Let ``window`` stand for the micro-batches that are not played."""
+        beyond = self.decisions.micro_batches - self.program.micro_batches
+        self.repetition = Repetition(self.program, self.columns, window, beyond)
+        self.weights = self.repetition.weights()
 
     @cached_property
     def seconds(self) -> Floats:
@@ -99,11 +103,6 @@ class Role:
     def playback(self) -> Playback:
         """The spans as played (of a plan that does not fit: as if it did)."""
         return self._playbacks()[self._number]
-
-    @property
-    def step_s(self) -> float:
-        """When the role ends the whole step."""
-        return self.playback.span_s + self.repetition.added_s(self.playback)
 
     @property
     def peak_id(self) -> str:

@@ -21,7 +21,7 @@ from memo_sim.costs.pricing import NodeRates, Pricer
 from memo_sim.engine.memory import Memory
 from memo_sim.engine.playback import Floats, Playback
 from memo_sim.engine.player import Rates, play_roles
-from memo_sim.engine.repetition import played_at_first, windows
+from memo_sim.engine.repetition import played_at_first, whole_windows, windows
 from memo_sim.engine.role import ALLOCATOR, HOST, Prices, Role
 from memo_sim.program.columns import Columns
 from memo_sim.program.lower import lower, program_sha256
@@ -47,7 +47,7 @@ def simulate(
 
     As many micro-batches are played as show the schedule's period, and the period is repeated (``repetition.py``),
     unless ``micro_batches_played`` says how many (at least those, or all). A pipeline that has not come to its period
-    is played again, twice as far.
+    is played once more, twice as far; if it still has not, its step is an estimate (``Simulation.steady``).
 
     Raises:
         Infeasible: when the layout divides neither model nor sequence, or is larger than the cluster.
@@ -64,6 +64,7 @@ def simulate(
     local_devices = min(cluster.devices_per_node, layout.devices)
     prices = Pricer(hardware, cluster, layout, rowwise=decisions.kernels.rowwise)
     shared = 0.0 if decisions.overlap == "none" else prices.replica_link_share
+    again = False
     while True:
         simulation = Simulation(
             decisions=decisions,
@@ -73,9 +74,9 @@ def simulate(
             pricer=pricer or prices,
             rates=rates or NodeRates(hardware, cluster, local_devices, replica_link_share=shared).rates,
         )
-        if micro_batches_played or simulation.memory.fault is not None or simulation.steady:
+        if micro_batches_played or simulation.steady or again:
             return simulation
-        played = min(decisions.micro_batches, 2 * played)
+        played, again = whole_windows(layout, decisions.micro_batches, 2 * played), True
 
 
 class Simulation:
@@ -100,10 +101,6 @@ class Simulation:
         self.cluster = cluster
         self._pricer = pricer
         self._rates = rates
-        times = decisions.micro_batches - programs[0].micro_batches
-        found = windows(decisions.layout, [[each for each, _ in p.passes] for p in programs]) if times > 0 else []
-        if times and not found:
-            raise ValueError(f"cannot repeat {times} times: {programs[0].micro_batches} micro-batches are played")
         self.roles = tuple(
             Role(
                 program,
@@ -111,14 +108,35 @@ class Simulation:
                 hardware,
                 cluster,
                 pricer=pricer,
-                window=found[number] if found else None,
                 playbacks=lambda: self.playbacks,
                 number=number,
             )
             for number, program in enumerate(programs)
         )
         self._share_host()
+        self.steady = self._repeat()
         self.prediction = self._fits() if self.memory.fault is None else self._does_not_fit()
+
+    def _repeat(self) -> bool:
+        """Let a window of every role stand for what is not played; return whether it was seen to be steady.
+
+        Without pipeline stages three micro-batches show a period. Of a plan that does not fit, whose step is not
+        played, bytes alone are counted, which any window has.
+        """
+        played = self.roles[0].program.micro_batches
+        beyond = self.decisions.micro_batches - played
+        if not beyond:
+            return True
+        passes = [[each for each, _ in role.program.passes] for role in self.roles]
+        found = windows(self.decisions.layout, passes, beyond)
+        if not found:
+            raise ValueError(f"cannot repeat {beyond} times: {played} micro-batches are played")
+        for mine in found:
+            for role, window in zip(self.roles, mine, strict=True):
+                role.repeat(window)
+            if len(self.roles) == 1 or self.memory.fault or all(r.repetition.steady(r.playback) for r in self.roles):
+                return True
+        return False
 
     def _share_host(self) -> None:
         """Tell every stage what the others on its node need of the host."""
@@ -190,12 +208,6 @@ class Simulation:
     def seconds(self) -> Floats:
         """Seconds of every instruction of the role that sets the pace, alone on the machine."""
         return self.pace.seconds
-
-    @property
-    def steady(self) -> bool:
-        """Whether what was repeated had come to its period; without pipeline three micro-batches show it."""
-        repeated = any(role.repetition.times for role in self.roles)
-        return len(self.roles) == 1 or not repeated or all(r.repetition.steady(r.playback) for r in self.roles)
 
     @property
     def fault_s(self) -> float | None:
@@ -297,7 +309,9 @@ class Simulation:
                 where="decisions.dtype",
                 wanted=" or ".join(self.hardware.peak_flops),
             )
-        step_s = max(role.step_s for role in self.roles)
+        # Stages drift no further apart than they hold micro-batches: in the end all go at the slowest one's pace.
+        step_s = max(role.playback.span_s for role in self.roles)
+        step_s += max(role.repetition.added_s(role.playback) for role in self.roles)
         flops = decisions.model.step_flops(decisions.seq_tokens, decisions.global_batch)
         return Prediction(
             status="ok",
