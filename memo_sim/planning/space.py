@@ -188,13 +188,13 @@ def candidates(question: Question) -> tuple[list[Candidate], list[str]]:
             host_allocator=system.host_allocator,
             memory_policy=question.memory_policy,
             states=question.states,
+            overlap=question.overlap if layout.replicas > 1 else "none",
             dtype=question.dtype,
         )
         try:
             shape = shape_of(base)
             groups = head_groups(shape, base, kernel)
         except Infeasible as error:
-            overlap=question.overlap if layout.replicas > 1 else "none",
             refused.append(f"{_degrees_of(layout)}: {error.what}")
             continue
         pinned = question.pins.loss_chunk_tokens
