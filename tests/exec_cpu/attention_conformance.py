@@ -51,6 +51,7 @@ CASES = [
     Case(384, 6, 2, 128, groups=3),
     Case(192, 4, 2, 128, keys=96),
     Case(130, 2, 1, 64, keys=65, batch=2),
+    Case(96, 4, 2, 64, keys=288, batch=2),
 ]
 
 
