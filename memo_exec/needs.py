@@ -12,27 +12,22 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from memo_exec.machine import Machine
-from memo_exec.schedule import library_workspaces
 from memo_sim.contract.errors import CannotRun
 from memo_sim.contract.placement import Placement
 from memo_sim.contract.units import format_bytes
-from memo_sim.program.columns import Flags, expand
+from memo_sim.program.columns import expand
 from memo_sim.program.kernel_table import merge_scratch_bytes
+from memo_sim.program.library_results import LATER, LATER_BYTES, RESULTS, results_bytes
 from memo_sim.program.liveness import Liveness, live_bytes, liveness, peak
 from memo_sim.program.program import Program
 from memo_sim.program.work import Attention
-
-CUDA_RESERVE_BYTES = 2**29
-"""Device bytes that the context and libraries take after the check: assumed, no GPU has been measured yet."""
 
 TILE_BYTES = {"fp32": 2 * 256 * 512 * 4 + 4096, "bf16": 2 * 256 * 512 * 6 + 4096}
 """What a thread of torch's CPU attention works in, backward: two blocks of 256 queries x 512 keys in fp32, in bf16 also
 their rounded copies, and a few numbers. Measured with torch 2.13, heads of 64 to 256 features."""
 
-RESULTS = "results of library calls"
 TILES = "attention tiles, one a thread"
 MERGES = "merges of attention parts"
-CONTEXT = "context and libraries"
 
 
 @dataclass(frozen=True)
@@ -78,19 +73,8 @@ def needs_of(program: Program, machine: Machine, placement: Placement | None = N
         tiles = [TILE_BYTES[dtype] for dtype in _attention_dtypes(program)]
         reserve[TILES] = machine.compute_threads * max(tiles, default=0)
     else:
-        reserve[CONTEXT] = CUDA_RESERVE_BYTES
+        reserve[LATER] = LATER_BYTES
     return Needs(device, host, reserve)
-
-
-def results_bytes(program: Program) -> int:
-    """Return the most bytes of library workspaces that live at once: torch's allocator hands them out."""
-    lives = liveness(program, expand(program))
-    chosen: Flags = np.zeros(len(lives.bytes), dtype=np.bool_)
-    chosen[list(library_workspaces(program))] = True
-    change = np.zeros(lives.instructions + 2, dtype=np.int64)
-    np.add.at(change, lives.birth[chosen], lives.bytes[chosen])
-    np.add.at(change, lives.death[chosen] + 1, -lives.bytes[chosen])
-    return int(np.cumsum(change).max(initial=0))
 
 
 def merging_bytes(program: Program) -> int:
@@ -123,18 +107,22 @@ def _kept_by_size(lives: Liveness) -> int:
 
 
 def check_memory(needs: Needs, machine: Machine) -> None:
-    """Refuse what does not fit: the reserve is taken off first.
+    """Refuse what does not fit: the reserve is taken off first. Ranks that share a host have a part of its memory each.
 
     Raises:
         CannotRun: naming the memory that is short.
     """
     outside = ", ".join(f"{format_bytes(size)} for {name}" for name, size in needs.reserve.items())
     device = format_bytes(needs.device_bytes)
+    host_bytes = machine.host_available_bytes // machine.sharing
+    host = f"{format_bytes(machine.host_available_bytes)} free of {format_bytes(machine.host_memory_bytes)}"
+    if machine.sharing > 1:
+        host += f", for {machine.sharing} ranks"
     if machine.device == "cpu":
-        if needs.device_bytes + needs.host_bytes > machine.host_available_bytes - needs.reserve_bytes:
+        if needs.device_bytes + needs.host_bytes > host_bytes - needs.reserve_bytes:
             raise CannotRun(
                 "the plan needs more memory than this host has free (on a CPU, device and host memory are one)",
-                got=f"{format_bytes(machine.host_available_bytes)} free of {format_bytes(machine.host_memory_bytes)}",
+                got=host,
                 wanted=f"{device} device + {format_bytes(needs.host_bytes)} host, and {outside}",
                 hint="a shorter sequence, or recompute instead of swap",
             )
@@ -146,10 +134,10 @@ def check_memory(needs: Needs, machine: Machine) -> None:
             wanted=f"{device}, and {outside}",
             hint="plan with --device-memory-gib, or stop what else uses the device",
         )
-    if needs.host_bytes > machine.host_available_bytes:
+    if needs.host_bytes > host_bytes:
         raise CannotRun(
             "the plan swaps more than this host's free memory (the container's limit counts)",
-            got=f"{format_bytes(machine.host_available_bytes)} free of {format_bytes(machine.host_memory_bytes)}",
+            got=host,
             wanted=format_bytes(needs.host_bytes),
             hint="plan with --host-memory-gib, or a smaller --alpha",
         )

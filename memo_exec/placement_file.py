@@ -8,9 +8,13 @@ from memo_sim.contract import codec
 from memo_sim.contract.errors import BadInput, CannotRun
 from memo_sim.contract.placement import Placement
 from memo_sim.contract.plan import Plan
+from memo_sim.contract.requests import Requests
 from memo_sim.program.check_placement import check_placement
+from memo_sim.program.columns import expand
+from memo_sim.program.library_results import library_workspaces, without_library
+from memo_sim.program.liveness import liveness
 from memo_sim.program.program import Program
-from memo_sim.program.requests import requests_of
+from memo_sim.program.requests import buffer_names, requests_of
 
 SHOWN_FAULTS = 3
 """Of a wrong placement, in the message."""
@@ -63,7 +67,7 @@ def checked_placement(plan: Plan, program: Program, plan_path: Path) -> Placemen
             wanted=plan.placement_sha256[:16],
             hint="make plan and placement again with memo-sim what-if -o",
         )
-    if faults := check_placement(placement, requests_of(program)):
+    if faults := check_placement(placement, _requests(plan, program, placement)):
         more = f" (and {len(faults) - SHOWN_FAULTS} more)" if len(faults) > SHOWN_FAULTS else ""
         raise BadInput(
             "the placement is wrong for the plan's program",
@@ -73,3 +77,19 @@ def checked_placement(plan: Plan, program: Program, plan_path: Path) -> Placemen
             hint="make plan and placement again with memo-sim what-if -o",
         )
     return placement
+
+
+def has_library_slots(program: Program, placement: Placement) -> bool:
+    """Return whether the arena has a slot for what libraries allocate, or they allocate nothing."""
+    names = buffer_names(program)
+    library = {names[buffer] for buffer in library_workspaces(program)}
+    return not library or not library.isdisjoint(placement.ids)
+
+
+def _requests(plan: Plan, program: Program, placement: Placement) -> Requests:
+    """Return what the arena has to hold: libraries' workspaces too where it has slots for them, or has to have them."""
+    columns = expand(program)
+    lives = liveness(program, columns)
+    if not plan.decisions.replay_allocator and not has_library_slots(program, placement):
+        lives = without_library(program, columns, lives)
+    return requests_of(program, columns, lives=lives)

@@ -12,12 +12,12 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from memo_exec.kernels import LIBRARY_SCRATCH
 from memo_exec.memory.slab import SlabLayout, in_memory, lay_out
 from memo_sim.contract.placement import Placement
 from memo_sim.program.columns import Columns, Ints, expand
 from memo_sim.program.edges import Edges, derive_edges
 from memo_sim.program.instruction import BufferClass, Family, Instruction, Lane, Mode
+from memo_sim.program.library_results import library_workspaces
 from memo_sim.program.liveness import Liveness, liveness
 from memo_sim.program.program import Program
 from memo_sim.program.requests import buffer_names
@@ -99,22 +99,8 @@ def schedule(program: Program, *, placement: Placement | None = None, edges: Edg
     return Schedule(program, columns, lives, slab, edges, lanes, program.all_families, library, arena)
 
 
-def library_workspaces(program: Program, columns: Columns | None = None) -> frozenset[int]:
-    """Return the numbers of the buffers that libraries allocate themselves."""
-    columns = columns or expand(program)
-    found: set[int] = set()
-    row = 0
-    buffers = columns.operand_buffer.tolist()
-    for _, instruction in program.walk():
-        if instruction.op in LIBRARY_SCRATCH:
-            roles = enumerate(instruction.operands, row)
-            found.update(buffers[i] for i, operand in roles if operand.role == "workspace")
-        row += len(instruction.operands)
-    return frozenset(found)
-
-
 def arena_layout(program: Program, lives: Liveness, placement: Placement) -> SlabLayout:
-    """Return the offset of every device buffer, by number.
+    """Return the offset of every device buffer, by number; workspaces that libraries allocate may have none.
 
     Raises:
         ValueError: when the placement names other buffers than the program uses on its device.
@@ -126,7 +112,9 @@ def arena_layout(program: Program, lives: Liveness, placement: Placement) -> Sla
             raise ValueError(f"the placement has a buffer {name}, the program has none of this name")
         offsets[numbers[name]] = offset
     wanted = lives.on_device & (lives.death >= lives.birth)
-    if (wrong := np.flatnonzero(wanted != (offsets >= 0))).size:
+    wrong = wanted != (offsets >= 0)
+    wrong[[buffer for buffer in library_workspaces(program) if offsets[buffer] < 0]] = False
+    if (wrong := np.flatnonzero(wrong)).size:
         raise ValueError(f"{len(wrong)} device buffers are not placed, or placed and never used")
     return SlabLayout(offsets, placement.arena_bytes)
 

@@ -59,10 +59,11 @@ def attention_fails(
         generator = torch.Generator().manual_seed(0)
         width = heads.heads + 2 * heads.kv_heads
         packed = torch.randn(1, TOKENS, width, heads.head_dim, generator=generator).to(device, TORCH_DTYPES[dtype])
-        q, k, v = packed.split([heads.heads, heads.kv_heads, heads.kv_heads], dim=2)
+        parts = [heads.heads, heads.kv_heads, heads.kv_heads]
+        q, k, v = torch.split(packed, parts, dim=2)
         grad = torch.randn(q.shape, generator=generator).to(device, packed.dtype)
         out, lse = torch.empty_like(grad), torch.empty(q.shape[:3], device=device)
-        grads = torch.empty_like(packed).split([heads.heads, heads.kv_heads, heads.kv_heads], dim=2)
+        grads = torch.split(torch.empty_like(packed), parts, dim=2)
         backend.forward(q, k, v, out, lse, causal=True)
         backend.backward(grad, (q, k, v), out, lse, grads, causal=True, deterministic=deterministic)
         return _difference((out, lse, *grads), _definition(grad.float(), q.float(), k.float(), v.float()))

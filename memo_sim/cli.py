@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 GIB = 2**30
 SEARCHED = (
     *("model", "seq_len", "system", "tp", "cp", "cp_exchange", "ulysses", "dp", "zero", "alpha", "recompute", "states"),
-    *("loss_chunk", "mlp_chunk", "memory_policy", "micro_batch", "global_batch", "top"),
+    *("loss_chunk", "mlp_chunk", "memory_policy", "replay_allocator", "micro_batch", "global_batch", "top"),
 )
 """What a plan decides, so that none of it can be given beside ``--plan``."""
 MOST_SEQUENCES = 2**16
@@ -87,6 +87,7 @@ def cli() -> None:
     type=click.Choice(["planned", "caching", "eager"]),
     help="One planned arena; PyTorch's caching allocator; that under an eager framework. Not given: the system's own.",
 )
+@click.option("--replay-allocator", is_flag=True, help="CUDA: memo-exec's allocator serves libraries from the arena.")
 @click.option("--loss-chunk", help="Tokens whose logits exist at once; 0 = all. Chosen when not given.")
 @click.option("--mlp-chunk", help="Full recompute: tokens whose MLP exists at once; 0 = all. Chosen when not given.")
 @click.option("--micro-batch", type=click.IntRange(1, MOST_SEQUENCES), default=1, show_default=True, help="Sequences.")
@@ -173,6 +174,7 @@ def _question(options: Options) -> tuple[Plan | None, Question]:
         loss_chunk_tokens=_chunk(options["loss_chunk"]),
         mlp_chunk_tokens=_chunk(options["mlp_chunk"]),
         memory_policy=options["memory_policy"],
+        replay_allocator=options["replay_allocator"],
     )
     question = Question(
         model=plan.decisions.model if plan else load_model(options["model"]),

@@ -12,6 +12,7 @@ from memo_sim.planning.presets import KEEP, PARTIAL_SWAP, TOKENWISE, Policy, fin
 from memo_sim.planning.question import Question
 from memo_sim.planning.search import Evaluated, SearchResult
 from memo_sim.planning.space import DEGREES
+from memo_sim.program.library_results import RESULTS
 from memo_sim.program.shape import swap_granule
 from memo_sim.views.plan_table import layout_label
 
@@ -158,7 +159,11 @@ def _peak(simulation: Simulation) -> str:
     by_class = sorted(prediction.peak_by_class.items(), key=lambda item: -item[1])
     listed = ", ".join(f"{name} {format_bytes(size)}" for name, size in by_class)
     memory = simulation.memory
-    room = f"plus {format_bytes(memory.reserve_bytes)} reserve, of {format_bytes(memory.device_capacity_bytes)}"
+    beside = memory.reserve.get(RESULTS, 0)
+    libraries = f" (of which {format_bytes(beside)} {RESULTS})" if beside else ""
+    room = (
+        f"plus {format_bytes(memory.reserve_bytes)} reserve{libraries}, of {format_bytes(memory.device_capacity_bytes)}"
+    )
     peak = f"{format_bytes(prediction.peak_device_bytes)} ({listed})"
     return f"Device memory is fullest at {simulation.peak_id}: {peak}, {room}."
 

@@ -3,27 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import msgspec
 
 from benchmarks.gpu.case import SEQUENCES
 from benchmarks.gpu.row import Status
-from memo_exec.needs import CUDA_RESERVE_BYTES, results_bytes
 from memo_sim.contract import codec
 from memo_sim.contract.catalog import load_cluster, load_model
 from memo_sim.contract.errors import CannotRun, Infeasible, missing_package
-from memo_sim.contract.hardware import Hardware
 from memo_sim.contract.model import Model
 from memo_sim.contract.plan import Plan
 from memo_sim.planning.question import Pins, Question, with_memory
-from memo_sim.program.lower import lower
-
-if TYPE_CHECKING:
-    from memo_sim.what_if import Answer
 
 POLICIES = {
     "planned": Pins(),
@@ -110,15 +103,6 @@ class Plans:
             from memo_sim.what_if import plan_of, what_if
 
             answer = what_if(question)
-            if short := _short_bytes(answer, self.hardware):
-                # Libraries return their results beside the arena, whose slots for them stay empty.
-                _, less = with_memory(
-                    self.cluster,
-                    self.hardware,
-                    device_bytes=int(self.hardware.device_memory_bytes.value) - short,
-                    host_bytes=None,
-                )
-                answer = what_if(replace(question, hardware=less))
         except Infeasible as error:
             return Refused(str(error))
         except ModuleNotFoundError as error:
@@ -136,16 +120,6 @@ class Plans:
             codec.write(path.with_name(f"{path.stem}.placement.json"), placement)
         codec.write(path, plan)
         return path
-
-
-def _short_bytes(answer: Answer, hardware: Hardware) -> int:
-    """Return the device bytes to take off for what libraries return beside the arena; 0 when there is room for it."""
-    if answer.best is None or answer.arena is None or not answer.arena.whole:
-        return 0
-    beside = results_bytes(lower(answer.best.decisions)[0])
-    reserve = sum(item.value for item in hardware.reserve_bytes.values())
-    room = hardware.device_memory_bytes.value - reserve - CUDA_RESERVE_BYTES - answer.arena.placement.arena_bytes
-    return beside + CUDA_RESERVE_BYTES if beside > room else 0
 
 
 def cluster_for(device: str, profile: Path) -> str:

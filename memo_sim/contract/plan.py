@@ -105,6 +105,9 @@ class Decisions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     kernels: Kernels = Kernels()
     dtype: DtypeName = "bf16"
     deterministic: bool = False
+    replay_allocator: bool = False
+    """Whether memo-exec's allocator below torch serves libraries out of the arena (CUDA alone); else torch's allocator
+    hands out what they ask for, beside it."""
 
     def __post_init__(self) -> None:
         """Refuse a number of swapped tokens that row blocks cannot have."""

@@ -28,6 +28,7 @@ from memo_sim.memory.eager import WORKSPACES, eager_buffers, run_ahead
 from memo_sim.memory.replay import RunAhead
 from memo_sim.program.columns import Columns, Ints
 from memo_sim.program.instruction import BufferClass, Lane
+from memo_sim.program.library_results import lives_in_arena, reserve_of
 from memo_sim.program.liveness import Liveness, Peak, live_bytes, liveness, peak
 from memo_sim.program.program import Program
 from memo_sim.program.shape import shape_of
@@ -190,9 +191,9 @@ def memory_of(program: Program, columns: Columns, decisions: Decisions, hardware
     host_memory = cluster.host_memory_bytes or hardware.host_memory_bytes
     return Memory(
         program=program,
-        device_lives=lives,
+        device_lives=lives_in_arena(program, columns, lives, decisions),
         host_lives=_pinned_blocks(lives, program, decisions) if decisions.host_allocator == "power_of_two" else lives,
-        reserve=reserve,
+        reserve=reserve_of(program, columns, decisions, reserve),
         device_capacity_bytes=int(hardware.device_memory_bytes.value),
         host_capacity_bytes=int(host_memory.value),
         local_ranks=min(cluster.devices_per_node, decisions.layout.devices),

@@ -19,7 +19,7 @@ from memo_sim.memory.request_table import is_request_table, read_request_table
 from memo_sim.memory.snapshot import read_snapshot
 from memo_sim.memory.source import Source, check_countable
 from memo_sim.program.lower import lower, program_sha256
-from memo_sim.program.requests import requests_of
+from memo_sim.program.requests import arena_requests
 
 KINDS = (
     "a memo.plan/1 or memo.requests/1 document, a CSV id,lower,upper,size, "
@@ -79,4 +79,4 @@ def _read_document(raw: bytes, where: str) -> Source:
             hint="the plan was edited, or made by another version: write it again with memo-sim what-if",
         )
     notes = [f"the first of {len(programs)} roles, {programs[0].role}"] if len(programs) > 1 else []
-    return Source(requests_of(programs[0]), "plan", notes)
+    return Source(arena_requests(programs[0], plan.decisions), "plan", notes)

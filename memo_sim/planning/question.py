@@ -41,6 +41,7 @@ class Pins:
     attention: str | None = None
     """A kernel by name; None: the fastest that the profile measured."""
     dtype: DtypeName | None = None
+    replay_allocator: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -190,6 +190,7 @@ def candidates(question: Question) -> tuple[list[Candidate], list[str]]:
             states=question.states,
             overlap=question.overlap if layout.replicas > 1 else "none",
             dtype=question.dtype,
+            replay_allocator=question.pins.replay_allocator,
         )
         try:
             shape = shape_of(base)

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import numpy as np
 
+from memo_sim.contract.plan import Decisions
 from memo_sim.contract.requests import ARENA_ALIGNMENT_BYTES, Phase, Requests
 from memo_sim.program.columns import Columns, expand
+from memo_sim.program.library_results import lives_in_arena
 from memo_sim.program.liveness import Liveness, liveness
 from memo_sim.program.program import Program
 
@@ -52,6 +54,13 @@ def requests_of(
         phases=_phases(program, columns),
         alignment_bytes=ARENA_ALIGNMENT_BYTES,
     )
+
+
+def arena_requests(program: Program, decisions: Decisions) -> Requests:
+    """Return what the plan's arena has to hold: all of it but what libraries allocate beside it."""
+    columns = expand(program)
+    lives = lives_in_arena(program, columns, liveness(program, columns), decisions)
+    return requests_of(program, columns, lives=lives)
 
 
 def _phases(program: Program, columns: Columns) -> list[Phase]:

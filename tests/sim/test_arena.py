@@ -14,7 +14,7 @@ from memo_sim.planning.arena import arena_of
 from memo_sim.planning.question import Pins, Question
 from memo_sim.planning.search import play, search
 from memo_sim.program.check_placement import check_placement
-from memo_sim.program.requests import requests_of
+from memo_sim.program.requests import arena_requests
 from memo_sim.what_if import plan_of, what_if
 
 
@@ -31,7 +31,7 @@ def test_the_predicted_peak_is_the_arenas() -> None:
     assert answer.best is not None
     assert answer.arena is not None
     placement = answer.arena.placement
-    assert check_placement(placement, requests_of(answer.best.full_program)) == []
+    assert check_placement(placement, arena_requests(answer.best.full_program, answer.best.decisions)) == []
     assert answer.result.best is not None
     assert answer.result.best.peak_device_bytes == placement.arena_bytes >= answer.best.memory.device.bytes
     assert any("Planned arena" in line and "the least there can be" in line for line in answer.result.why)

@@ -125,7 +125,7 @@ def test_no_instant_holds_more_than_the_programs_peak(decisions: Decisions) -> N
 
 
 def test_a_plan_fits_to_the_byte() -> None:
-    decisions = decide(("tokenwise", 0.5), layers=6)
+    decisions = decide(("tokenwise", 0.5), layers=6, replay_allocator=True)
     needed = run(decisions).prediction.peak_device_bytes + RESERVE
     assert run(decisions, device_bytes=needed).prediction.status == "ok"
     short = run(decisions, device_bytes=needed - 3)
@@ -136,7 +136,7 @@ def test_a_plan_fits_to_the_byte() -> None:
 
 
 def test_out_of_device_memory_says_when_what_and_how_much() -> None:
-    decisions = decide(("none", 0.0), layers=6)
+    decisions = decide(("none", 0.0), layers=6, replay_allocator=True)
     fitting = run(decisions)
     curves = fitting.memory.device_curves
     total = np.sum(list(curves.values()), axis=0)

@@ -1,0 +1,97 @@
+"""What libraries allocate themselves: results and scratch of attention, which no plan can put at an address.
+
+The program declares them as workspaces, so that they are counted. Whether they lie in the arena is the plan's choice:
+
+    replay_allocator   memo-exec's allocator below torch lends every call its slot of the arena
+    otherwise          torch's allocator hands them out beside the arena, which then has no slots for them
+
+The planner takes their sum off before it says that a plan fits, and the executor before it allocates: one function.
+Plans of several devices and of CPUs keep the slots, whose bytes the executor counts once more beside them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from memo_sim.contract.plan import Decisions
+from memo_sim.program.columns import Columns, Flags, expand
+from memo_sim.program.kernel_table import on_cpu
+from memo_sim.program.liveness import Liveness, liveness
+from memo_sim.program.program import Program
+
+LIBRARY_OPS = frozenset({"attention", "attention.bwd"})
+"""Operators whose library allocates the workspace that the program declares."""
+
+RESULTS = "results of library calls"
+LATER = "context and libraries"
+LATER_BYTES = 2**29
+"""Device bytes that the context and libraries take once a run has begun, at least: assumed, for a profile that has
+measured less or nothing."""
+IN_USE = "in use when calibrated"
+"""What a profile's reserve calls the bytes that a run finds taken already."""
+
+
+def beside_arena(decisions: Decisions) -> bool:
+    """Return whether libraries' workspaces lie outside the plan's arena."""
+    alone = decisions.layout.devices == 1 and not on_cpu(decisions.kernels.attention)
+    return alone and decisions.memory_policy == "planned" and not decisions.replay_allocator
+
+
+def reserve_of(program: Program, columns: Columns, decisions: Decisions, known: dict[str, int]) -> dict[str, int]:
+    """Return a plan's reserve by who takes it: the profile's ``known`` items, and what libraries take beside the arena.
+
+    For such plans as much is taken off as the executor takes off at least.
+    """
+    if not beside_arena(decisions):
+        return known
+    found = known | {RESULTS: results_bytes(program, columns)}
+    later = sum(size for item, size in known.items() if item != IN_USE)
+    return found | {LATER: LATER_BYTES - later} if later < LATER_BYTES else found
+
+
+def library_workspaces(program: Program, columns: Columns | None = None) -> frozenset[int]:
+    """Return the numbers of the buffers that libraries allocate themselves."""
+    columns = columns or expand(program)
+    found: set[int] = set()
+    row = 0
+    buffers = columns.operand_buffer.tolist()
+    for _, instruction in program.walk():
+        if instruction.op in LIBRARY_OPS:
+            roles = enumerate(instruction.operands, row)
+            found.update(buffers[i] for i, operand in roles if operand.role == "workspace")
+        row += len(instruction.operands)
+    return frozenset(found)
+
+
+def results_bytes(program: Program, columns: Columns | None = None) -> int:
+    """Return the most bytes of library workspaces that live at once: torch's allocator hands them out."""
+    columns = columns or expand(program)
+    lives = liveness(program, columns)
+    chosen = _chosen(program, columns, lives)
+    change = np.zeros(lives.instructions + 2, dtype=np.int64)
+    np.add.at(change, lives.birth[chosen], lives.bytes[chosen])
+    np.add.at(change, lives.death[chosen] + 1, -lives.bytes[chosen])
+    return int(np.cumsum(change).max(initial=0))
+
+
+def lives_in_arena(program: Program, columns: Columns, lives: Liveness, decisions: Decisions) -> Liveness:
+    """Return the lives with the workspaces that lie beside the plan's arena as never used."""
+    if not beside_arena(decisions):
+        return lives
+    return without_library(program, columns, lives)
+
+
+def without_library(program: Program, columns: Columns, lives: Liveness) -> Liveness:
+    """Return the lives with every library's workspace as never used."""
+    chosen = _chosen(program, columns, lives)
+    return replace(
+        lives, birth=np.where(chosen, lives.instructions, lives.birth), death=np.where(chosen, -1, lives.death)
+    )
+
+
+def _chosen(program: Program, columns: Columns, lives: Liveness) -> Flags:
+    chosen: Flags = np.zeros(len(lives.bytes), dtype=np.bool_)
+    chosen[list(library_workspaces(program, columns))] = True
+    return chosen

@@ -1,0 +1,224 @@
+"""What libraries allocate beside the arena: planner and executor take off the same bytes, and agree on what fits."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+
+from memo_exec import preflight, run
+from memo_exec.kernels import LIBRARY_SCRATCH
+from memo_exec.memory.arena import ArenaStore
+from memo_exec.needs import Needs, check_memory, needs_of
+from memo_exec.placement_file import checked_placement, has_library_slots, placement_path
+from memo_exec.schedule import schedule
+from memo_sim.contract import codec
+from memo_sim.contract.catalog import load_cluster, load_model
+from memo_sim.contract.errors import BadInput, CannotRun
+from memo_sim.contract.hardware import Hardware, Quantity
+from memo_sim.contract.placement import Placement
+from memo_sim.contract.plan import Decisions, Kernels, Plan
+from memo_sim.memory.place import place
+from memo_sim.planning.question import Pins, Question
+from memo_sim.program.kernel_table import attention_workspace_bytes
+from memo_sim.program.library_results import (
+    IN_USE,
+    LATER,
+    LATER_BYTES,
+    LIBRARY_OPS,
+    RESULTS,
+    beside_arena,
+    library_workspaces,
+    results_bytes,
+)
+from memo_sim.program.lower import lower, program_sha256
+from memo_sim.program.requests import arena_requests, buffer_names, requests_of
+from memo_sim.program.work import Attention
+from memo_sim.what_if import Answer, what_if
+from tests.exec_cpu.small import decide, llama
+from tests.exec_cpu.test_preflight import GPU
+
+GIB, TAKEN = 2**30, 3 * 2**28
+POLICIES = {
+    "keep": Pins(recompute="none", alpha=0.0),
+    "alpha 0.5": Pins(recompute="tokenwise", alpha=0.5),
+    "full recompute": Pins(recompute="full", alpha=0.0, mlp_chunk_tokens=0),
+    "inputs swapped, MLP in blocks": Pins(recompute="full", alpha=1.0, mlp_chunk_tokens=4096),
+    "replay": Pins(recompute="full", alpha=0.0, mlp_chunk_tokens=0, replay_allocator=True),
+}
+
+
+def hardware_of(device_bytes: int, *, later_bytes: int = 2**20) -> Hardware:
+    """Return a GPU of so much memory, as a calibration would find it: some in use, some for kernels and libraries."""
+    _, hardware = load_cluster("a800-1x1")
+    source = hardware.device_memory_bytes.source
+    reserve = {IN_USE: float(TAKEN), "kernels and libraries": float(later_bytes)}
+    return msgspec.structs.replace(
+        hardware,
+        device_memory_bytes=Quantity(value=float(device_bytes), source=source),
+        reserve_bytes={name: Quantity(value=size, source=source) for name, size in reserve.items()},
+    )
+
+
+def asked(tokens: int, pins: Pins, hardware: Hardware) -> Answer:
+    cluster, _ = load_cluster("a800-1x1")
+    model = msgspec.structs.replace(load_model("llama3-8b"), layers=2, vocab=32_768)
+    return what_if(Question(model=model, cluster=cluster, hardware=hardware, seq_tokens=tokens, pins=pins))
+
+
+def needs(answer: Answer) -> Needs:
+    assert answer.best is not None
+    assert answer.arena is not None
+    lent = answer.best.decisions.replay_allocator
+    return needs_of(answer.best.full_program, GPU, answer.arena.placement, lent=lent)
+
+
+@pytest.mark.parametrize("tokens", [8192, 65_536])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_what_if_and_run_agree_to_the_byte(policy: str, tokens: int) -> None:
+    pins = POLICIES[policy]
+    found = needs(asked(tokens, pins, hardware_of(200 * GIB)))
+    least = found.device_bytes + found.reserve_bytes + TAKEN
+    # The profile's own items count on top of a lent arena as they are; else as much as the executor takes off.
+    if pins.replay_allocator:
+        least += 2**20 - LATER_BYTES
+    for device_bytes, fits in ((least, True), (least - 1, False)):
+        answer = asked(tokens, pins, hardware_of(device_bytes))
+        assert (answer.best is not None) is fits
+        machine = replace(GPU, device_memory_bytes=device_bytes, device_free_bytes=device_bytes - TAKEN)
+        machine = replace(machine, host_available_bytes=2**50)
+        if pins.replay_allocator:
+            continue
+        if fits:
+            check_memory(needs(answer), machine)
+        else:
+            with pytest.raises(CannotRun, match="more device memory"):
+                check_memory(found, machine)
+
+
+def test_the_same_items_on_both_sides() -> None:
+    answer = asked(16_384, POLICIES["full recompute"], hardware_of(200 * GIB))
+    assert answer.best is not None
+    planned, played = answer.best.memory.reserve, needs(answer).reserve
+    assert planned[RESULTS] == played[RESULTS] == results_bytes(answer.best.full_program) > 0
+    assert planned["kernels and libraries"] + planned[LATER] == played[LATER] == LATER_BYTES
+    assert any(RESULTS in line for line in answer.result.why)
+
+
+def test_a_profile_that_measured_more_is_believed() -> None:
+    answer = asked(8192, POLICIES["keep"], hardware_of(200 * GIB, later_bytes=GIB))
+    assert answer.best is not None
+    assert set(answer.best.memory.reserve) == {IN_USE, "kernels and libraries", RESULTS}
+
+
+def test_they_are_attentions_workspaces() -> None:
+    assert LIBRARY_OPS == LIBRARY_SCRATCH
+    decisions = decide(llama(), dtype="bf16", recompute="full", kernels=Kernels(attention="flash2"))
+    (program,) = lower(decisions)
+    works = [i.work for _, i in program.walk() if isinstance(i.work, Attention)]
+    assert results_bytes(program) == max(attention_workspace_bytes(work, 1) for work in works)
+
+
+@pytest.mark.parametrize(
+    ("changes", "beside"),
+    [
+        ({}, True),
+        ({"replay_allocator": True}, False),
+        ({"memory_policy": "caching"}, False),
+        ({"kernels": Kernels(attention="torch-flash-cpu")}, False),
+    ],
+)
+def test_which_plans_have_them_beside_the_arena(changes: dict[str, object], beside: bool) -> None:
+    decisions = decide(llama(), **({"dtype": "bf16", "kernels": Kernels(attention="flash2")} | changes))
+    (program,) = lower(decisions)
+    assert beside_arena(decisions) is beside
+    names = {buffer_names(program)[buffer] for buffer in library_workspaces(program)}
+    assert names
+    assert names.isdisjoint(arena_requests(program, decisions).ids) is beside
+    assert set(requests_of(program).ids) - set(arena_requests(program, decisions).ids) == (names if beside else set())
+
+
+def written(path: Path, decisions: Decisions, placement: Placement) -> Plan:
+    plan = Plan(
+        decisions=decisions,
+        program_sha256=program_sha256(lower(decisions)),
+        placement_sha256=codec.sha256_of(placement),
+    )
+    codec.write(path, plan)
+    codec.write(placement_path(path), placement)
+    return plan
+
+
+def small(**changes: object) -> Decisions:
+    return decide(llama(), dtype="bf16", recompute="full", kernels=Kernels(attention="torch-flash"), **changes)
+
+
+def test_an_arena_without_their_slots_is_whole(tmp_path: Path) -> None:
+    decisions = small()
+    (program,) = lower(decisions)
+    lean, full = (place(found, solver="greedy") for found in (arena_requests(program, decisions), requests_of(program)))
+    assert lean.arena_bytes <= full.arena_bytes
+    for placement in (lean, full):  # plans made before had slots for them
+        plan = written(tmp_path / "plan.json", decisions, placement)
+        assert checked_placement(plan, program, tmp_path / "plan.json") == placement
+        store = ArenaStore(schedule(program, placement=placement), torch.device("cpu"))
+        assert store.arena_bytes == placement.arena_bytes
+        assert bool(store.slots) is (placement is full) is has_library_slots(program, placement)
+
+
+def test_without_their_slots_a_long_sequence_needs_less(tmp_path: Path) -> None:
+    """Attention's backward is the worst instant then, and its workspace the arena's largest hole."""
+    model = msgspec.structs.replace(load_model("llama3-8b"), layers=1, vocab=32_768)
+    kernels = Kernels(attention="flash2", rowwise="triton")
+    fields = {"recompute": "full", "loss_chunk_tokens": 4096, "mlp_chunk_tokens": 8192, "kernels": kernels}
+    decisions = Decisions(model=model, seq_tokens=262_144, **fields)
+    (program,) = lower(decisions)
+    lean, full = (place(found, solver="greedy") for found in (arena_requests(program, decisions), requests_of(program)))
+    assert lean.arena_bytes < full.arena_bytes - results_bytes(program) / 2
+
+
+def test_any_other_missing_buffer_is_a_fault(tmp_path: Path) -> None:
+    decisions = small()
+    (program,) = lower(decisions)
+    lean = place(arena_requests(program, decisions), solver="greedy")
+    shorter = msgspec.structs.replace(
+        lean,
+        **{
+            name: getattr(lean, name)[1:] for name in ("ids", "lower", "upper", "size_bytes", "offset_bytes", "classes")
+        },
+    )
+    plan = written(tmp_path / "plan.json", decisions, shorter)
+    with pytest.raises(BadInput, match="wrong for the plan's program"):
+        checked_placement(plan, program, tmp_path / "plan.json")
+    with pytest.raises(ValueError, match="1 device buffers are not placed"):
+        schedule(program, placement=shorter)
+
+
+def test_a_plan_that_lends_needs_their_slots(tmp_path: Path) -> None:
+    decisions = small(replay_allocator=True)
+    (program,) = lower(decisions)
+    lean = place(arena_requests(program, small()), solver="greedy")
+    with pytest.raises(BadInput, match="wrong for the plan's program"):
+        checked_placement(written(tmp_path / "plan.json", decisions, lean), program, tmp_path / "plan.json")
+
+
+def test_an_arena_without_slots_lends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_bf16_supported", lambda: True)
+    decisions = small()
+    (program,) = lower(decisions)
+    lean = place(arena_requests(program, decisions), solver="greedy")
+    with pytest.raises(CannotRun, match="no slots to serve libraries from") as caught:
+        preflight.check(decisions, program, GPU, lean, lent=True)
+    assert caught.value.exit_code == 6
+
+
+def test_a_plan_that_lends_is_run_with_the_allocator(tmp_path: Path) -> None:
+    """On a machine without CUDA that is refused before anything is made, not run without it."""
+    decisions = small(replay_allocator=True)
+    (program,) = lower(decisions)
+    written(tmp_path / "plan.json", decisions, place(requests_of(program), solver="greedy"))
+    with pytest.raises(CannotRun, match="replaying allocator serves CUDA"):
+        run.run(tmp_path / "plan.json", run.RunOptions(steps=1))
