@@ -4,10 +4,12 @@ import pytest
 
 from memo_exec.distributed.own_program import rank_program
 from memo_exec.distributed.place import Place
+from memo_exec.kernels import KERNELS
 from memo_sim.contract.errors import CannotRun, Infeasible
-from memo_sim.contract.plan import CpExchange, Layout
-from tests.distributed.team import Team
-from tests.distributed.training import label, parity, training
+from memo_sim.contract.plan import CpExchange, Decisions, Layout
+from tests.distributed.parity import TOLERANCE, Played, play, whole_gradients
+from tests.distributed.team import Member, Team
+from tests.distributed.training import MODELS, label, parity, reference, training
 from tests.exec_cpu.small import gpt, llama
 
 RING, GATHERED = Layout(cp=2), Layout(cp=2, cp_exchange="all_gather")
@@ -45,6 +47,20 @@ def test_no_race_on_any_rank(team: Team) -> None:
 @pytest.mark.slow
 def test_four_ranks(team: Team, name: str, exchange: CpExchange, alpha: float) -> None:
     parity(team, name, Layout(cp=4, cp_exchange=exchange), alpha, seq_tokens=1024)
+
+
+def play_without(member: Member, decisions: Decisions, op: str) -> Played:
+    """Play a step in which an operator does nothing."""
+    return play(member, decisions, 1, {"kernels": {**KERNELS, op: lambda call: None}})
+
+
+@pytest.mark.parametrize("op", ["attention.merge", "grad.accumulate"])
+def test_the_comparison_finds_an_operator_that_is_left_out(team: Team, op: str) -> None:
+    chosen = training(MODELS["llama"], RING)
+    found = whole_gradients(team.play(play_without, 2, chosen, op))
+    wanted = whole_gradients([reference("llama", chosen.seq_tokens, chosen.global_batch, 2)])
+    errors = {name: float((found[name] - value).abs().max() / value.abs().max()) for name, value in wanted.items()}
+    assert max(errors.values()) > 1000 * TOLERANCE
 
 
 def test_gathered_sequences_of_a_micro_batch_are_refused() -> None:
