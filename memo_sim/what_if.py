@@ -22,6 +22,9 @@ from memo_sim.program.lower import program_sha256
 
 PICTURES = (".png", ".svg", ".pdf")
 
+LEAST_EXACT = 3
+"""Plans whose rank is exact however few are listed: the best, the runner-up, and one for a best whose arena fails."""
+
 
 @dataclass(frozen=True)
 class Outputs:
@@ -73,13 +76,13 @@ class Answer:
 
 
 def what_if(question: Question, *, top: int = 10, progress: Callable[[int, int], None] | None = None) -> Answer:
-    """Return the answer to ``question`` with its ``top`` plans.
+    """Return the answer to ``question`` with its ``top`` plans, which are those that evaluating everything would give.
 
     Raises:
         Infeasible: when no layout divides the model and the sequence.
         UsageError: when pinned knobs contradict each other or the cluster.
     """
-    found = search(question, progress=progress)
+    found = search(question, keep=max(top, LEAST_EXACT), siblings=True, progress=progress)
     simulation, arena = _best_that_fits(question, found)
     best = found.best
     rows = [row(e.decisions, e.prediction, system=_system(e, question)) for e in found.ranked[:top]]
@@ -155,7 +158,7 @@ def plan_of(
     placement = arena.placement if arena and arena.whole else None
     plan = Plan(
         decisions=simulation.decisions,
-        program_sha256=program_sha256((simulation.full_program,)),
+        program_sha256=program_sha256(simulation.full_programs),
         placement_sha256=sha256_of(placement) if placement else "",
         prediction=arena.prediction if arena else simulation.prediction,
         provenance=Provenance(
@@ -173,20 +176,21 @@ def write_files(answer: Answer, question: Question, outputs: Outputs, *, created
     """Write the best plan of ``answer`` to ``outputs``; where nothing fits there is nothing to write."""
     if answer.best is None or outputs == Outputs():
         return
-    trace = answer.best.trace()
+    traces = answer.best.traces()
     if outputs.picture:  # first: a drawing that fails leaves nothing behind
         from memo_sim.views.timeline import draw_timeline
 
         title = plan_title(answer.best.decisions, answer.best.prediction.step_s)
         capacity = int(question.hardware.device_memory_bytes.value)
-        draw_timeline(trace, outputs.picture, title=title, capacity_bytes=capacity)
+        draw_timeline(traces[0], outputs.picture, title=title, capacity_bytes=capacity)
     if outputs.timeline:
         from memo_sim.views.chrome_trace import write_chrome_trace
 
-        write_chrome_trace([trace], outputs.timeline)
+        write_chrome_trace(traces, outputs.timeline)
     if outputs.plan:
         plan, placement = plan_of(answer.best, answer.arena, question, created=created, command=command)
-        write(beside(outputs.plan, "trace"), trace)
+        for number, trace in enumerate(traces):
+            write(beside(outputs.plan, f"trace.stage{number}" if number else "trace"), trace)
         if placement is not None:
             write(beside(outputs.plan, "placement"), placement)
         write(outputs.plan, plan)

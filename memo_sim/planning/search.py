@@ -1,16 +1,20 @@
 """Evaluates the candidates of a question in the engine and ranks them.
 
-Order of work: every candidate is checked against memory first (cheap, inside ``simulate``). A token-wise candidate is
-played at alpha 0, which gives the paper's linear program its layer time and a bound: no alpha can beat the compute
-lane without recompute. Candidates whose bound is worse than the best plan found are pruned; the others have their
-alpha searched. A partial swap has the same bound, and is pruned too where everything can be kept: that copies less.
-So is full recompute with swapped inputs where they can be kept: it computes the same.
+Order of work: every candidate gets a floor (``floors.py``): no alpha of it is faster, and none needs less memory. The
+candidates with the lowest floors are played first, those that may fit before those that cannot. Once ``keep`` plans
+rank before a candidate's floor that candidate is pruned, as are all after it: the ``keep`` best are those that
+evaluating everything would give. Where the Pareto front is asked for, a candidate is pruned only when a plan that was
+played is as fast as its floor and needs as little of either memory.
+
+A partial swap is pruned too where everything can be kept: that copies less. So is full recompute with swapped inputs
+where they can be kept: it computes the same. A front keeps both: they need less device memory.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from heapq import heappop, heappush
 
 import msgspec
 
@@ -18,12 +22,17 @@ from memo_sim.contract.errors import Infeasible
 from memo_sim.contract.plan import Decisions, Prediction
 from memo_sim.costs.pricing import NodeRates, Pricer
 from memo_sim.engine.simulate import Simulation, simulate
-from memo_sim.planning.alpha import AlphaSearch, LinearProgram, best_alpha, best_partial_swap, linear_program
-from memo_sim.planning.presets import INPUTS_SWAPPED, INPUTS_SWAPPED_MLP_IN_BLOCKS, PARTIAL_SWAP, Policy
+from memo_sim.planning.alpha import LinearProgram, linear_program
+from memo_sim.planning.alpha_search import Grid, best_alpha, best_partial_swap
+from memo_sim.planning.floors import Floor, Floors
+from memo_sim.planning.presets import FULL_SWAP, INPUTS_SWAPPED, INPUTS_SWAPPED_MLP_IN_BLOCKS, PARTIAL_SWAP, Policy
 from memo_sim.planning.question import Question
-from memo_sim.planning.space import Candidate, candidates
+from memo_sim.planning.space import Candidate, candidates, policies
 from memo_sim.program.instruction import Lane
 from memo_sim.program.work import Copy
+
+STAND_BACK = (PARTIAL_SWAP, INPUTS_SWAPPED, INPUTS_SWAPPED_MLP_IN_BLOCKS)
+"""What is not worth its copies where the same can be kept on the device."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,11 +51,24 @@ class Evaluated:
     below: Prediction | None = None
 
     @property
-    def rank_key(self) -> tuple[bool, bool, float, int]:
-        """Plans that fit first, the fastest first; then by what is short; what cannot be evaluated comes last."""
+    def rank_key(self) -> tuple[bool, bool, float, int, int, str]:
+        """Plans that fit first, the fastest first; then by what is short; what cannot be evaluated comes last.
+
+        Of equals the one with less host memory, then less device memory; the last word is the plan's own text, so that
+        the order never depends on the order of evaluation.
+        """
         prediction = self.prediction
-        step_s, peak = prediction.step_s, prediction.peak_device_bytes
-        return (step_s is None, prediction.status == "invalid", step_s or float(prediction.shortfall_bytes), peak)
+        step_s = prediction.step_s
+        order = step_s if step_s is not None else float(prediction.shortfall_bytes)
+        host, device = prediction.peak_host_bytes_per_node, prediction.peak_device_bytes
+        return (step_s is None, prediction.status == "invalid", order, host, device, repr(self.decisions))
+
+    @property
+    def costs(self) -> tuple[float, int, int]:
+        """Step time (seconds), device memory and host memory of a node (bytes): what a Pareto front weighs."""
+        prediction = self.prediction
+        step_s = float("inf") if prediction.step_s is None else prediction.step_s
+        return (step_s, prediction.peak_device_bytes, prediction.peak_host_bytes_per_node)
 
 
 @dataclass
@@ -64,36 +86,206 @@ class SearchResult:
         """The fastest plan that fits."""
         return next((e for e in self.ranked if e.prediction.status == "ok"), None)
 
+    @property
+    def front(self) -> list[Evaluated]:
+        """The plans that no other evaluated one beats or equals in all of step time, device and host memory."""
+        found: list[Evaluated] = []
+        for one in self.ranked:
+            if one.prediction.status == "ok" and not any(_as_good(e.costs, one.costs) for e in found):
+                found.append(one)
+        return found
 
-def search(question: Question, *, progress: Callable[[int, int], None] | None = None) -> SearchResult:
+
+def search(
+    question: Question,
+    *,
+    keep: int = 1,
+    front: bool = False,
+    prune: bool = True,
+    siblings: bool = False,
+    progress: Callable[[int, int], None] | None = None,
+) -> SearchResult:
     """Return every candidate of ``question`` evaluated or pruned; ``progress`` is told (done, all).
+
+    The ``keep`` best are exact, with ``front`` the Pareto front too. Without ``prune`` everything is evaluated; with
+    ``siblings`` so are all policies on the best plan's layout, which it is explained by.
 
     Raises:
         Infeasible: when no layout divides the model and the sequence.
         UsageError: when pinned knobs contradict each other or the cluster.
     """
     found, refused = candidates(question)
-    order = sorted(found, key=lambda c: c.policy.alpha is None)
-    result = SearchResult(ranked=[], evaluated=0, pruned=0, refused=refused)
-    fastest = float("inf")
-    known: dict[Decisions, Prediction] = {}
-    for i, candidate in enumerate(order):
+    return _Search(question, keep=keep, front=front, prune=prune, siblings=siblings).run(found, refused, progress)
+
+
+@dataclass(frozen=True, slots=True)
+class _Bounded:
+    """A candidate with its floor (None where it cannot be had, which evaluating will explain)."""
+
+    candidate: Candidate
+    floor: Floor | None
+    shortfall_bytes: int
+    rough: bool
+    """Whether a higher floor can be had for a lowering."""
+
+    @property
+    def least_key(self) -> tuple[bool, bool, float]:
+        """No outcome of the candidate ranks before this (``Evaluated.rank_key``)."""
+        if self.floor is None:
+            return (False, False, 0.0)
+        short = self.shortfall_bytes > 0
+        return (short, False, float(self.shortfall_bytes) if short else self.floor.step_s)
+
+
+class _Search:
+    """One search: what was played, and the floors of what was not."""
+
+    def __init__(self, question: Question, *, keep: int, front: bool, prune: bool, siblings: bool) -> None:
+        self.question = question
+        self.keep = keep
+        self.front = front
+        self.prune = prune
+        self.siblings = siblings
+        self.floors = Floors(question.hardware, question.cluster)
+        self.known: dict[Decisions, Prediction] = {}
+        self.ranked: list[Evaluated] = []
+        self.bases: set[Decisions] = set()
+
+    def run(
+        self, found: list[Candidate], refused: list[str], progress: Callable[[int, int], None] | None
+    ) -> SearchResult:
+        self.bases = {candidate.base for candidate in found}
+        waiting = []
+        for number, candidate in enumerate(found):
+            one = self._roughly(candidate)
+            heappush(waiting, (one.least_key, number, one))
+        pruned: list[Candidate] = []
+        done = stood_for = 0
+        while waiting:
+            _, number, one = heappop(waiting)
+            beyond = self.prune and self._cannot_matter(one)
+            if one.rough and self.prune and not beyond:
+                one = self._bounded(one.candidate)
+                heappush(waiting, (one.least_key, number, one))
+                continue
+            if beyond:
+                pruned.append(one.candidate)
+            else:
+                stood_for += not self._add(one.candidate)
+            done += 1
+            if progress:
+                progress(done, len(found))
+        best = min(self.ranked, key=lambda e: e.rank_key)
+        beside = [c for c in pruned if c.base.layout == best.decisions.layout] if self.siblings else []
+        stood_for += sum(not self._add(candidate) for candidate in beside)
+        self.ranked.sort(key=lambda e: e.rank_key)
+        self.ranked[0] = self._with_refusals(self.ranked[0])
+        return SearchResult(self.ranked, len(self.ranked), len(pruned) - len(beside) + stood_for, refused)
+
+    def _add(self, candidate: Candidate) -> bool:
+        """Evaluate a candidate; return False where another candidate stands for it."""
+        outcome = self._outcome(candidate)
+        if outcome is not None:
+            self.ranked.append(outcome)
+        return outcome is not None
+
+    def _roughly(self, candidate: Candidate) -> _Bounded:
+        """Return a floor from what other candidates share."""
+        keep = msgspec.structs.replace(candidate.base, recompute="none", swapped_tokens=0, mlp_chunk_tokens=0)
         try:
-            outcome = _evaluate(question, candidate, fastest, known)
+            floor = self.floors.rough(candidate.base, keep=keep if keep in self.bases else None)
+        except Infeasible:
+            return _Bounded(candidate, None, 0, rough=False)
+        return _Bounded(candidate, floor, self.floors.shortfall_bytes(floor), rough=True)
+
+    def _bounded(self, candidate: Candidate) -> _Bounded:
+        try:
+            floor = self._floor(candidate)
+        except Infeasible:
+            return _Bounded(candidate, None, 0, rough=False)
+        return _Bounded(candidate, floor, self.floors.shortfall_bytes(floor), rough=False)
+
+    def _floor(self, candidate: Candidate) -> Floor:
+        if candidate.policy.alpha is not None:
+            return self.floors.of(candidate.base)
+        grid = Grid.of(candidate.base)
+        partial = candidate.policy == PARTIAL_SWAP
+        low, high = (1, grid.steps - 1) if partial else (0, grid.steps)
+        if high < low:
+            return self.floors.of(candidate.base)
+        most = low
+        while most < high:  # the highest alpha that host memory may hold
+            middle = (most + high + 1) // 2
+            most, high = (most, middle - 1) if self.floors.lack_host(grid.at(middle)) else (middle, high)
+        if not partial:
+            return self.floors.between(grid.at(low), grid.at(most))
+        floor = self.floors.between(grid.at(most), grid.at(most))
+        if most < grid.steps - 1 and floor.device_bytes > self.floors.device_room_bytes:
+            # One memory or the other is short at every alpha, by how much is not known.
+            return replace(floor, device_bytes=self.floors.device_room_bytes + 1, host_bytes_per_node=0)
+        return replace(floor, host_bytes_per_node=0)
+
+    def _cannot_matter(self, one: _Bounded) -> bool:
+        """Return whether no outcome of the candidate changes the best plans, or the front."""
+        floor = one.floor
+        if floor is None:
+            return False
+        if self.front and one.shortfall_bytes == 0:
+            least = (floor.step_s, floor.device_bytes, floor.host_bytes_per_node)
+            return any(_as_good(e.costs, least) for e in self.ranked if e.prediction.status == "ok")
+        if len(self.ranked) < self.keep:
+            return False
+        return sorted(e.rank_key for e in self.ranked)[self.keep - 1] < one.least_key
+
+    def predict(self, decisions: Decisions) -> Prediction:
+        """Return the engine's prediction, played once."""
+        if decisions not in self.known:
+            self.known[decisions] = play(self.question, decisions).prediction
+        return self.known[decisions]
+
+    def _outcome(self, candidate: Candidate) -> Evaluated | None:
+        try:
+            return self._evaluate(candidate)
         except Infeasible as error:  # a layout whose work the profile has not measured, say: the others may do
             reason = f"{error.what}: {error.got}"
-            outcome = Evaluated(candidate.policy, candidate.base, Prediction(status="invalid", reason=reason))
-        if outcome is None:
-            result.pruned += 1
-        else:
-            result.evaluated += 1
-            result.ranked.append(outcome)
-            if outcome.prediction.step_s is not None:
-                fastest = min(fastest, outcome.prediction.step_s)
-        if progress:
-            progress(i + 1, len(order))
-    result.ranked.sort(key=lambda e: e.rank_key)
-    return result
+            return Evaluated(candidate.policy, candidate.base, Prediction(status="invalid", reason=reason))
+
+    def _evaluate(self, candidate: Candidate) -> Evaluated | None:
+        """Return the outcome of one candidate, or None where another candidate stands for it."""
+        policy, base = candidate.policy, candidate.base
+        if policy in STAND_BACK and not self.front:
+            kept = msgspec.structs.replace(base, swapped_tokens=0)
+            if (policy.alpha is None or kept in self.bases) and self.predict(kept).status == "ok":
+                return None
+        if policy.alpha is not None:
+            return Evaluated(policy, base, self.predict(base))
+        floors = self.floors if self.prune else None
+        if policy == PARTIAL_SWAP:
+            partial = best_partial_swap(base, self.predict, floors=floors)
+            return Evaluated(policy, partial.decisions, partial.prediction) if partial else None
+        simulation = play(self.question, base)
+        self.known[base] = simulation.prediction
+        if simulation.prediction.status != "ok":
+            return Evaluated(policy, base, simulation.prediction)
+        program = _linear_program(self.question, base, simulation)
+        best = best_alpha(base, self.predict, start=program.alpha, floors=floors)
+        # Swapping every token recomputes none: that is the full swap, a candidate of its own.
+        full_swap = best.decisions.alpha == 1 and any(p == FULL_SWAP for p in policies(self.question))
+        return None if full_swap else Evaluated(policy, best.decisions, best.prediction, program)
+
+    def _with_refusals(self, one: Evaluated) -> Evaluated:
+        """Return the plan with what memory says of the next alphas, where alpha was searched."""
+        if one.policy.alpha is not None or one.prediction.status != "ok":
+            return one
+        grid = Grid.of(one.decisions)
+        step = grid.step_of(one.decisions)
+        above, below = (grid.refusal(s, self.predict) for s in (step + 1, step - 1))
+        return replace(one, above=above, below=below)
+
+
+def _as_good(costs: tuple[float, int, int], other: tuple[float, int, int]) -> bool:
+    """Return whether nothing of ``costs`` is more than the other's."""
+    return all(mine <= theirs for mine, theirs in zip(costs, other, strict=True))
 
 
 def play(question: Question, decisions: Decisions) -> Simulation:
@@ -106,47 +298,6 @@ def offload_bandwidth(question: Question, decisions: Decisions, size_bytes: int)
     alone = size_bytes / Pricer(question.hardware, question.cluster, decisions.layout).seconds(Copy(size_bytes, "d2h"))
     busy = 1 << Lane.COMPUTE | 1 << Lane.D2H
     return alone * NodeRates(question.hardware, question.cluster).rates(busy)[Lane.D2H]
-
-
-def _evaluate(
-    question: Question, candidate: Candidate, fastest: float, known: dict[Decisions, Prediction]
-) -> Evaluated | None:
-    """Return the outcome of one candidate, or None when it cannot beat ``fastest``; ``known`` is added to."""
-    policy, base = candidate.policy, candidate.base
-
-    def predict(decisions: Decisions) -> Prediction:
-        if decisions not in known:
-            known[decisions] = play(question, decisions).prediction
-        return known[decisions]
-
-    kept = known.get(msgspec.structs.replace(base, swapped_tokens=0))
-    if (
-        policy in (PARTIAL_SWAP, INPUTS_SWAPPED, INPUTS_SWAPPED_MLP_IN_BLOCKS)
-        and kept is not None
-        and kept.status == "ok"
-    ):
-        return None
-    if policy.alpha is not None:
-        return Evaluated(policy, base, predict(base))
-    simulation = play(question, base)
-    fits = simulation.prediction.status == "ok"
-    known[base] = simulation.prediction
-    if policy != PARTIAL_SWAP and not fits:
-        return Evaluated(policy, base, simulation.prediction)
-    if simulation.compute_s_without_recompute >= fastest or (policy == PARTIAL_SWAP and fits):
-        return None
-    if policy == PARTIAL_SWAP:
-        partial = best_partial_swap(base, predict)
-        return _searched(policy, partial, None) if partial else None
-    program = _linear_program(question, base, simulation)
-    best = best_alpha(base, predict, start=program.alpha)
-    # Swapping every token recomputes none: that is the full swap, which was evaluated before.
-    same = best.decisions.alpha == 1 and msgspec.structs.replace(best.decisions, recompute="none") in known
-    return None if same else _searched(policy, best, program)
-
-
-def _searched(policy: Policy, found: AlphaSearch, program: LinearProgram | None) -> Evaluated:
-    return Evaluated(policy, found.decisions, found.prediction, program, found.above, found.below)
 
 
 def _linear_program(question: Question, base: Decisions, simulation: Simulation) -> LinearProgram:

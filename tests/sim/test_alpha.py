@@ -10,7 +10,8 @@ import pytest
 
 from memo_sim.contract.catalog import load_model
 from memo_sim.contract.plan import Decisions, Layout, Prediction
-from memo_sim.planning.alpha import LinearProgram, best_alpha, best_partial_swap, linear_program
+from memo_sim.planning.alpha import LinearProgram, linear_program
+from memo_sim.planning.alpha_search import Grid, best_alpha, best_partial_swap
 from memo_sim.program.shape import shape_of
 from memo_sim.program.tensors import skeletal_tensors
 
@@ -79,7 +80,9 @@ def test_the_search_finds_what_a_full_scan_finds(valley: float, ceiling: float) 
         assert found.decisions.alpha == pytest.approx(scanned)
         assert found.evaluated < 30
         refused = ceiling < found.decisions.alpha + 1 / 64 <= 1
-        assert (found.above.status if found.above else None) == ("host_oom" if refused else None)
+        grid = Grid.of(base)
+        above = grid.refusal(grid.step_of(found.decisions) + 1, predict)
+        assert (above.status if above else None) == ("host_oom" if refused else None)
 
 
 @pytest.mark.parametrize("valley", [0.0, 0.5, 0.7])
@@ -103,9 +106,11 @@ def test_partial_swap_finds_what_a_full_scan_finds(floor: float, ceiling: float,
     least = next(step / 64 for step in range(1, 64) if step / 64 >= floor)
     assert found.decisions.alpha == least
     assert found.prediction.status == ("ok" if least <= ceiling else "host_oom")
-    assert (found.below is not None) == (least > 1 / 64)
     assert len(asked) == len(set(asked)) < 20
     assert 0 < min(asked) <= max(asked) < 1
+    grid = Grid.of(base)
+    below = grid.refusal(grid.step_of(found.decisions) - 1, predict) if least > 1 / 64 else None
+    assert (below.status if below else None) == ("gpu_oom" if least > 1 / 64 else None)
 
 
 def test_too_few_rows_have_no_part() -> None:

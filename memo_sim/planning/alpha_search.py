@@ -1,0 +1,147 @@
+"""The alpha that is fastest in the engine, over multiples of 1 / ``RESOLUTION``.
+
+Where floors are given, a plan that cannot fit or cannot be faster than what was found is not played; the plan found is
+the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from memo_sim.contract.plan import Decisions, Prediction
+from memo_sim.planning.floors import Floors
+from memo_sim.planning.space import with_alpha
+from memo_sim.program.shape import swap_granule
+
+RESOLUTION = 64
+STRIDES = (8, 1)
+"""Of the descent: step time has one valley, with ripples of a step or two where products' rates change."""
+Predict = Callable[[Decisions], Prediction]
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """The plans of one layout and recompute mode at multiples of 1 / ``steps`` of alpha."""
+
+    base: Decisions
+    steps: int
+
+    @classmethod
+    def of(cls, base: Decisions, resolution: int = RESOLUTION) -> Grid:
+        """Return the finest grid up to ``resolution`` that the row blocks of ``base`` allow."""
+        return cls(base, max(1, min(resolution, base.local_tokens // swap_granule(base))))
+
+    def at(self, step: int) -> Decisions:
+        """Return the plan at a step."""
+        return with_alpha(self.base, self.base.recompute, step / self.steps)
+
+    def step_of(self, decisions: Decisions) -> int:
+        """Return the step of one of the grid's plans."""
+        return round(decisions.alpha * self.steps)
+
+    def refusal(self, step: int, predict: Predict) -> Prediction | None:
+        """Return what memory says of the plan at a step where it refuses that; None off the grid as well."""
+        prediction = predict(self.at(step)) if 0 <= step <= self.steps else None
+        return prediction if prediction is not None and prediction.step_s is None else None
+
+
+@dataclass(frozen=True, slots=True)
+class AlphaSearch:
+    """Result of a search over alpha: the plan that won (nearest to fitting when none does), how many were played."""
+
+    decisions: Decisions
+    prediction: Prediction
+    evaluated: int
+
+
+class _Scan:
+    """The plans of a grid, each predicted once."""
+
+    def __init__(self, grid: Grid, predict: Predict, floors: Floors | None) -> None:
+        self.grid = grid
+        self._predict = predict
+        self._floors = floors
+        self._seen: dict[int, tuple[Decisions, Prediction]] = {}
+
+    def at(self, step: int) -> tuple[Decisions, Prediction]:
+        """Return the plan at a step, and what is predicted of it."""
+        if step not in self._seen:
+            decisions = self.grid.at(step)
+            self._seen[step] = (decisions, self._predict(decisions))
+        return self._seen[step]
+
+    def time_of(self, step: int, *, limit_s: float = float("inf")) -> float:
+        """Return the step time; what memory refuses is slower than anything, as is what cannot be below the limit."""
+        if step not in self._seen and self._floors and self._floors.reach(self.grid.at(step), limit_s):
+            return float("inf")
+        step_s = self.at(step)[1].step_s
+        return step_s if step_s is not None else float("inf")
+
+    def device_refuses(self, step: int) -> bool:
+        """Return whether the plan at a step needs more device memory than there is."""
+        if step not in self._seen and self._floors and self._floors.lack_device(self.grid.at(step)):
+            return True
+        return self.at(step)[1].status == "gpu_oom"
+
+    def descend(self, starts: tuple[int, ...], lowest: int, highest: int) -> int:
+        """Return the fastest step downhill from the best of ``starts``, by long strides and then by single steps."""
+        best = starts[0]
+        for start in starts[1:]:
+            if self.time_of(start, limit_s=self.time_of(best)) < self.time_of(best):
+                best = start
+        for stride in STRIDES:
+            better = [best]
+            while better:
+                best = min(better, key=self.time_of)
+                neighbours = [s for s in (best - stride, best + stride) if lowest <= s <= highest]
+                limit_s = self.time_of(best)
+                better = [s for s in neighbours if self.time_of(s, limit_s=limit_s) < limit_s]
+        return best
+
+    def result(self, step: int) -> AlphaSearch:
+        """Return the search's result with the plan at ``step``."""
+        return AlphaSearch(*self.at(step), len(self._seen))
+
+
+def best_alpha(
+    base: Decisions,
+    predict: Predict,
+    *,
+    start: float,
+    floors: Floors | None = None,
+    resolution: int = RESOLUTION,
+) -> AlphaSearch:
+    """Return the plan with ``base``'s recompute mode that is fastest in the engine at any alpha.
+
+    Step time falls with alpha (less recompute) until copies stall compute, then rises: it is searched from
+    ``start`` (the linear program's answer) over multiples of 1 / ``resolution``; what memory refuses counts as slower
+    than anything.
+    """
+    scan = _Scan(Grid.of(base, resolution), predict, floors)
+    steps = scan.grid.steps
+    starts = tuple(dict.fromkeys((0, round(start * steps), steps)))
+    return scan.result(scan.descend(starts, 0, steps))
+
+
+def best_partial_swap(
+    base: Decisions, predict: Predict, *, floors: Floors | None = None, resolution: int = RESOLUTION
+) -> AlphaSearch | None:
+    """Return the fastest plan that swaps a part and keeps the rest; None when ``base`` has too few rows for a part.
+
+    Device memory falls with alpha, host memory and copies rise: the least alpha that the device holds is found by
+    bisection, and the fastest is searched from there upward.
+    """
+    scan = _Scan(Grid.of(base, resolution), predict, floors)
+    lowest, highest = 1, scan.grid.steps - 1
+    if highest < lowest:
+        return None
+    while lowest < highest:
+        middle = (lowest + highest) // 2
+        if scan.device_refuses(middle):
+            lowest = middle + 1
+        else:
+            highest = middle
+    if scan.at(lowest)[1].status != "ok":
+        return scan.result(lowest)
+    return scan.result(scan.descend((lowest,), lowest, scan.grid.steps - 1))

@@ -1,0 +1,171 @@
+"""What a plan cannot go below: step time, device memory and host memory, from a few of its layers (``passes.py``).
+
+Below the step time lie the compute lane's work W and the time I for which it has to stand still. A lane beside compute
+that is busy for B slows compute to the rate r; compute escapes that only by standing still as well:
+
+    T >= W + (1 - r) B + r I
+
+Of a pipeline's stages the one with most to do has the mean at least; the last waits for its first input to pass the
+others, and the first for the last gradient. Every micro-batch passes every stage.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+
+from memo_sim.contract.cluster import Cluster
+from memo_sim.contract.hardware import Hardware
+from memo_sim.contract.plan import Decisions
+from memo_sim.costs.pricing import NodeRates
+from memo_sim.planning.passes import Pass, Passes
+from memo_sim.program.activations import Activations
+from memo_sim.program.instruction import Lane
+from memo_sim.program.optimizer import Optimizer
+from memo_sim.program.parameters import Block, embed_block, head_block, layer_block
+from memo_sim.program.shape import shape_of
+from memo_sim.program.stage import stages_of
+from memo_sim.program.visits import ROUNDING_BUFFERS
+
+
+@dataclass(frozen=True, slots=True)
+class Floor:
+    """No plan is faster (seconds), and none needs less (bytes of a device, of a node's host)."""
+
+    step_s: float
+    device_bytes: int
+    host_bytes_per_node: int
+
+
+class Floors:
+    """The floors of plans on one cluster."""
+
+    def __init__(self, hardware: Hardware, cluster: Cluster) -> None:
+        reserve = sum(int(quantity.value) for quantity in hardware.reserve_bytes.values())
+        self.device_room_bytes = int(hardware.device_memory_bytes.value) - reserve
+        self.host_room_bytes = int((cluster.host_memory_bytes or hardware.host_memory_bytes).value)
+        self._devices_per_node = cluster.devices_per_node
+        self._passes = Passes(hardware, cluster)
+        rates = NodeRates(hardware, cluster)
+        beside = {"copy_s": Lane.D2H, "collective_s": Lane.COLLECTIVE, "p2p_s": Lane.P2P}
+        self._slowed = {name: rates.rates(1 << Lane.COMPUTE | 1 << lane)[Lane.COMPUTE] for name, lane in beside.items()}
+        """Compute's rate while a lane beside it is busy."""
+
+    def shortfall_bytes(self, floor: Floor) -> int:
+        """Return what is missing at least, looking at the device first; 0 for what may fit."""
+        device, host = floor.device_bytes - self.device_room_bytes, floor.host_bytes_per_node - self.host_room_bytes
+        return max(0, device if device > 0 else host)
+
+    def of(self, decisions: Decisions) -> Floor:
+        """Return the floor of one plan.
+
+        Raises:
+            Infeasible: when the plan cannot be lowered, or the profile has not measured its work.
+        """
+        layers = decisions.model.layers
+        one, stage = self._passes.of(decisions, layers), self._of_stage(decisions)
+        return self._floor(decisions, one, stage)
+
+    def between(self, low: Decisions, high: Decisions) -> Floor:
+        """Return the floor of every plan that swaps as many rows as ``low`` at least and as ``high`` at most.
+
+        More rows swapped are fewer rows rebuilt and copied aside, no more device memory, and more host memory. A
+        forward that is cut into two row blocks is no faster than a whole one.
+        """
+        layers = low.model.layers
+        few, many = self._passes.of(low, layers), self._passes.of(high, layers)
+        stages = self._of_stage(low), self._of_stage(high)
+        return self._floor(low, _either(few, many), _either(*stages))
+
+    def rough(self, decisions: Decisions, *, keep: Decisions | None) -> Floor:
+        """Return a floor that costs little: of states, of what is swapped, and of the compute lane of ``keep``.
+
+        ``keep``: the same layout's plan that keeps everything, None where that is not at hand. All others compute as
+        much; full recompute plays attention's forward twice.
+        """
+        device, host = self._states(decisions)
+        floor = Floor(0.0, device, (host + self._swapped_bytes(decisions)) * self._local(decisions))
+        if keep is None or self.shortfall_bytes(floor):
+            return floor
+        kept = self._passes.of(keep, keep.model.layers)
+        work_s = kept.compute_s + (kept.attention_s if decisions.recompute == "full" else 0.0)
+        return replace(floor, step_s=work_s * decisions.micro_batches / decisions.layout.pp)
+
+    def reach(self, decisions: Decisions, limit_s: float) -> bool:
+        """Return whether the plan is known not to fit, or to take ``limit_s`` at least."""
+        if self.lack_host(decisions):
+            return True
+        floor = self.of(decisions)
+        return floor.step_s >= limit_s or self.shortfall_bytes(floor) > 0
+
+    def lack_device(self, decisions: Decisions) -> bool:
+        """Return whether the plan is known to need more device memory than there is."""
+        return self.of(decisions).device_bytes > self.device_room_bytes
+
+    def lack_host(self, decisions: Decisions) -> bool:
+        """Return whether host memory is known not to hold states and what one micro-batch swaps."""
+        host = self._states(decisions)[1] + self._swapped_bytes(decisions)
+        return host * self._local(decisions) > self.host_room_bytes
+
+    def _swapped_bytes(self, decisions: Decisions) -> int:
+        """Return what one micro-batch of a stage swaps at least, without lowering anything."""
+        stage = stages_of(decisions)[0]
+        kept = Activations(decisions, shape_of(decisions), 1, stage)
+        apart = {f"host.{t.name}" for t in kept.tensors if t.statistics}  # blocks of their own (engine/memory.py)
+        layer = sum(f.bytes for f in kept.families() if f.space == "host" and f.name not in apart)
+        if decisions.host_allocator == "power_of_two" and layer:
+            layer = 1 << (layer - 1).bit_length()
+        return layer * max(0, len(stage.layers) - ROUNDING_BUFFERS)
+
+    def _local(self, decisions: Decisions) -> int:
+        return min(self._devices_per_node, decisions.layout.devices)
+
+    def _of_stage(self, decisions: Decisions) -> Pass:
+        return self._passes.of(decisions, max(1, decisions.model.layers // decisions.layout.pp))
+
+    def _floor(self, decisions: Decisions, whole: Pass, stage: Pass) -> Floor:
+        device, host = self._states(decisions)
+        return Floor(
+            step_s=self._step_s(decisions, whole, stage),
+            device_bytes=device + stage.device_bytes,
+            host_bytes_per_node=(host + stage.host_bytes) * self._local(decisions),
+        )
+
+    def _step_s(self, decisions: Decisions, whole: Pass, stage: Pass) -> float:
+        layout, times = decisions.layout, decisions.micro_batches
+        mean_s = self._busy_s(whole) * times / layout.pp
+        if layout.pp == 1:
+            return mean_s
+        # The last stage has its layers' work, and what stands before its first and behind its last.
+        layers = decisions.model.layers
+        each = (self._busy_s(whole) - self._busy_s(stage)) / (layers - layers // layout.pp)
+        chunk = layers // (layout.pp * layout.virtual_stages)
+        fill_s = (layout.pp - 1) * chunk * whole.forward_s / layers
+        # Weight gradients may stand behind what is handed over: a schedule may have nothing left to wait for.
+        return max(mean_s, times * layers / layout.pp * each + fill_s)
+
+    def _busy_s(self, one: Pass) -> float:
+        """Return how long compute is busy or waits in one pass."""
+        found = one.compute_s + one.idle_s
+        for name, rate in self._slowed.items():
+            found = max(found, one.compute_s + (1 - rate) * getattr(one, name) + rate * one.idle_s)
+        return max(found, one.copy_s, one.collective_s, one.p2p_s)
+
+    def _states(self, decisions: Decisions) -> tuple[int, int]:
+        """Return bytes of parameters, gradients and optimizer states of one rank: on the device, on the host.
+
+        Of a pipeline's stages: those of the layers, which every stage has.
+        """
+        model, layout = decisions.model, decisions.layout
+        blocks: list[tuple[Block, str, int]] = [(layer_block(model, layout.tp), "layer", model.layers // layout.pp)]
+        if layout.pp == 1:
+            blocks += [(embed_block(model, layout.tp), "embed", 1), (head_block(model, layout.tp), "head", 1)]
+        families = [f for block, kind, count in blocks for f in Optimizer(decisions, block, kind, count).families()]
+        device, host = (sum(f.bytes * f.count for f in families if f.space == space) for space in ("device", "host"))
+        return device, host
+
+
+def _either(first: Pass, second: Pass) -> Pass:
+    """Return what both take at least, and with the rebuilding of the one that rebuilds less; copies are left out."""
+    least = {f.name: min(getattr(first, f.name), getattr(second, f.name)) for f in fields(Pass)}
+    kept_s = min(first.compute_s - first.rebuild_s, second.compute_s - second.rebuild_s)
+    return replace(Pass(**least), compute_s=kept_s + least["rebuild_s"])

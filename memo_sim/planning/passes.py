@@ -1,0 +1,205 @@
+"""What one micro-batch of so many layers takes of one rank: work of each lane, waits that nothing avoids, bytes.
+
+Middle layers are alike: a few layers are lowered, and two in the middle stand for all that are left out. Two, because
+layers take turns in two rounding buffers.
+
+      lowered   l0 l1 l2 l3 l4 l5        eighty layers   l0 l1 (l2 l3) x 38 l78 l79
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from memo_sim.contract.cluster import Cluster
+from memo_sim.contract.hardware import Hardware
+from memo_sim.contract.plan import Decisions
+from memo_sim.costs.pricing import Pricer
+from memo_sim.program.columns import Columns, Flags, Ints, expand
+from memo_sim.program.edges import derive_edges
+from memo_sim.program.instruction import BufferClass, Instruction, Lane, Template
+from memo_sim.program.liveness import Liveness, live_bytes, liveness
+from memo_sim.program.lower import lower
+from memo_sim.program.program import Program
+from memo_sim.program.work import Attention
+
+FEW = 6
+"""Layers lowered: two that are swapped, two that stand for others, and the last two, which are not swapped. One more
+where the number of layers is odd."""
+FIRST_MIDDLE = 2
+MIDDLE = 2
+
+FORWARD, HEAD, REBUILD = "layer.fwd", "head", "rec/"
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """Seconds of each lane alone, and bytes at the fullest instant beside parameters, gradients and states."""
+
+    compute_s: float
+    rebuild_s: float
+    """Of ``compute_s``, what builds activations again."""
+    forward_s: float
+    """Of ``compute_s``, the layers' forward."""
+    attention_s: float
+    """Of ``forward_s``, attention's kernels."""
+    idle_s: float
+    """Compute stands still between two kernels: the second needs what another lane makes of the first's result."""
+    copy_s: float
+    """Of the copy lane that has more to do."""
+    collective_s: float
+    p2p_s: float
+    device_bytes: int
+    host_bytes: int
+
+
+class Passes:
+    """Passes of plans on one cluster; what plans share is lowered once.
+
+    dp, ZeRO, pipeline stages and the states' dtypes change nothing in a pass.
+    """
+
+    def __init__(self, hardware: Hardware, cluster: Cluster) -> None:
+        self._hardware = hardware
+        self._cluster = cluster
+        self._lowered: dict[Decisions, _FewLayers] = {}
+        self._known: dict[tuple[Decisions, int], Pass] = {}
+
+    def of(self, decisions: Decisions, layers: int) -> Pass:
+        """Return what one micro-batch of ``layers`` layers takes.
+
+        Raises:
+            Infeasible: when the plan cannot be lowered, or the profile has not measured its work.
+        """
+        few = min(layers, FEW + layers % 2)
+        alone = msgspec.structs.replace(
+            decisions,
+            model=msgspec.structs.replace(decisions.model, layers=few),
+            layout=msgspec.structs.replace(decisions.layout, dp=1, pp=1, zero=0, schedule="1f1b", virtual_stages=1),
+            global_batch=decisions.micro_batch,
+            states="fp32",
+            overlap="none",
+            memory_policy="planned",
+            host_allocator="exact",
+        )
+        if (alone, layers) not in self._known:
+            if alone not in self._lowered:
+                pricer = Pricer(self._hardware, self._cluster, alone.layout, rowwise=alone.kernels.rowwise)
+                self._lowered[alone] = _FewLayers(alone, pricer)
+            self._known[alone, layers] = self._lowered[alone].repeated((layers - few) // MIDDLE)
+        return self._known[alone, layers]
+
+
+class _FewLayers:
+    """One micro-batch of a few layers, whose middle ones can be repeated."""
+
+    def __init__(self, decisions: Decisions, pricer: Pricer) -> None:
+        (program,) = lower(decisions)
+        columns = expand(program)
+        self._lane = columns.lane
+        self._inside = _of_instances(columns, [i.place.startswith("m") for i in program.instances])
+        middle = range(FIRST_MIDDLE, FIRST_MIDDLE + MIDDLE)
+        self._middle = self._inside & _of_instances(columns, [i.layer in middle for i in program.instances])
+        self._seconds = _by_instruction(program, lambda _, i: pricer.seconds(i.work)) * self._inside
+        self._forward = _by_instruction(program, lambda t, _: float(t.name.startswith(FORWARD)))
+        self._attention = self._forward * _by_instruction(program, lambda _, i: float(isinstance(i.work, Attention)))
+        self._rebuilt = _by_instruction(program, lambda _, i: float(i.name.startswith(REBUILD)))
+        self._idle_s = _idle_s(columns, self._seconds)
+        self._lives = liveness(program, columns)
+        self._middle_buffers = _of_layers(program, middle, layers=decisions.model.layers)
+        self._all_kept = self._between(program, columns)
+
+    def _between(self, program: Program, columns: Columns) -> Flags:
+        """Return the instants around the head, when every repetition of a middle layer holds what it keeps."""
+        at = np.arange(len(self._lane))
+        head = [program.templates[i.template].name == HEAD for i in program.instances]
+        turn = int(at[_of_instances(columns, head)][0])
+        middle = at[self._middle]
+        before, after = middle[middle < turn], middle[middle > turn]
+        return (at > before.max(initial=-1)) & (at < after.min(initial=len(at))) & self._inside
+
+    def repeated(self, times: int) -> Pass:
+        """Return the pass with the middle layers played so many times more."""
+        weights = 1.0 + times * self._middle
+        lanes = np.bincount(self._lane, weights=self._seconds * weights, minlength=len(Lane))
+        compute_s = self._seconds * weights * (self._lane == Lane.COMPUTE)
+        sizes = self._lives.bytes * (1 + times * self._middle_buffers)
+        return Pass(
+            compute_s=float(compute_s.sum()),
+            rebuild_s=float(compute_s @ self._rebuilt),
+            forward_s=float(compute_s @ self._forward),
+            attention_s=float(compute_s @ self._attention),
+            idle_s=float(self._idle_s @ weights),
+            copy_s=float(max(lanes[Lane.D2H], lanes[Lane.H2D])),
+            collective_s=float(lanes[Lane.COLLECTIVE]),
+            p2p_s=float(lanes[Lane.P2P]),
+            device_bytes=self._fullest(sizes, device=True),
+            host_bytes=self._fullest(sizes, device=False),
+        )
+
+    def _fullest(self, sizes: Ints, *, device: bool) -> int:
+        """Return the most bytes that live at once, states left out; ``sizes`` count repeated buffers."""
+        once = _live(self._lives, self._lives.bytes, device=device)[self._inside].max(initial=0)
+        return int(max(once, _live(self._lives, sizes, device=device)[self._all_kept].max(initial=0)))
+
+
+def _of_instances(columns: Columns, flags: list[bool]) -> Flags:
+    found: Flags = np.array(flags, dtype=np.bool_)[columns.instance]
+    return found
+
+
+def _of_layers(program: Program, chosen: range, *, layers: int) -> Ints:
+    """Return 1 for the buffers that belong to the ``chosen`` layers: those of families with a buffer a layer."""
+    index = [np.arange(f.count, dtype=np.int64) for f in program.families]
+    mine = [(n >= chosen.start) & (n < chosen.stop) & (len(n) >= layers) for n in index]
+    own = sum(f.count for f in program.all_families) - sum(f.count for f in program.families)
+    return np.concatenate([*mine, np.zeros(own, dtype=np.bool_)]).astype(np.int64)
+
+
+def _by_instruction(program: Program, value: Callable[[Template, Instruction], float]) -> Floats:
+    """Return a value of every instruction, asked once for each of a template."""
+    rows = [np.array([value(t, i) for i in t.instructions], dtype=np.float64) for t in program.templates]
+    return np.concatenate([rows[i.template] for i in program.instances])
+
+
+def _live(lives: Liveness, sizes: Ints, *, device: bool) -> Ints:
+    """Return the live bytes at every instruction, states left out."""
+    curves = live_bytes(lives, device=device, sizes=sizes)
+    counted = [curve for name, curve in curves.items() if name != BufferClass.STATE.value]
+    return np.sum([np.zeros(lives.instructions, dtype=np.int64), *counted], axis=0)
+
+
+def _idle_s(columns: Columns, seconds: Floats) -> Floats:
+    """Return for each kernel how long compute stands still before it at least, whatever other lanes run ahead.
+
+    Between kernel A and the next kernel B lies what other lanes have to do after A and before B:
+
+        compute      [A]      [B]
+        collective      [C ]           C reads what A wrote, B reads what C wrote
+    """
+    edges, lane = derive_edges(columns), columns.lane
+    kernels = np.flatnonzero(lane == Lane.COMPUTE)
+    earlier = np.full(len(lane), -1, dtype=np.int64)
+    earlier[kernels[1:]] = kernels[:-1]
+    from_compute = lane[edges.producer] == Lane.COMPUTE
+    after = np.full(len(lane), -1, dtype=np.int64)
+    np.maximum.at(after, edges.consumer[from_compute], edges.producer[from_compute])
+    # Of each instruction beside compute: the last kernel before it, through its lane too, and the seconds since then.
+    since = seconds.copy()
+    last: dict[int, int] = {}
+    for i in np.flatnonzero(lane != Lane.COMPUTE).tolist():
+        before = last.get(int(lane[i]), -1)
+        if before >= 0 and after[before] >= after[i]:
+            after[i] = after[before]
+            since[i] += since[before]
+        last[int(lane[i])] = i
+    producer, consumer = edges.producer[~from_compute], edges.consumer[~from_compute]
+    bound = (lane[consumer] == Lane.COMPUTE) & (after[producer] == earlier[consumer]) & (after[producer] >= 0)
+    idle = np.zeros(len(lane))
+    np.maximum.at(idle, consumer[bound], since[producer[bound]])
+    return idle

@@ -1,0 +1,145 @@
+"""Floors: never above what the engine says, and a search that prunes by them ends where playing everything ends."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import msgspec
+import pytest
+
+from memo_sim.contract.catalog import load_cluster, load_model
+from memo_sim.contract.plan import Decisions, Layout
+from memo_sim.engine.simulate import simulate
+from memo_sim.planning.floors import Floors
+from memo_sim.planning.question import Pins, Question, with_memory
+from memo_sim.planning.search import SearchResult, search
+from memo_sim.planning.space import candidates, with_alpha
+
+GIB = 2**30
+ROOM = 2**50
+
+
+def shallow(layers: int) -> object:
+    return msgspec.structs.replace(load_model("gpt-7b"), layers=layers)
+
+
+def ask(
+    devices: int, *, device_gib: int, host_gib: int, seq_tokens: int = 1 << 17, system: str = "every-layout"
+) -> Question:
+    cluster, hardware = load_cluster("a800-1x8")
+    cluster, hardware = with_memory(cluster, hardware, device_bytes=device_gib * GIB, host_bytes=host_gib * GIB)
+    cluster = msgspec.structs.replace(cluster, devices_per_node=devices)
+    return Question(shallow(6), cluster, hardware, seq_tokens, system=system, global_batch=2)
+
+
+LAYOUTS = [
+    Layout(tp=4, sequence_parallel=True, cp=2, zero=1),
+    Layout(tp=2, sequence_parallel=True, ulysses=2, dp=2, zero=3),
+    Layout(cp=4, cp_exchange="all_gather", dp=2, zero=2),
+    Layout(tp=8),
+]
+POLICIES = [
+    *(("none", alpha) for alpha in (0.0, 0.5, 1.0)),
+    *(("tokenwise", alpha) for alpha in (0.0, 0.25, 0.75)),
+    *(("full", alpha) for alpha in (0.0, 1.0)),
+    ("selective", 0.0),
+]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: f"tp{layout.tp} cp{layout.cp} zero{layout.zero}")
+@pytest.mark.parametrize("layers", [4, 9, 12])
+def test_no_plan_goes_below_its_floor(layout: Layout, layers: int) -> None:
+    cluster, hardware = with_memory(*load_cluster("a800-1x8"), device_bytes=ROOM, host_bytes=ROOM)
+    floors = Floors(hardware, cluster)
+    for recompute, alpha in POLICIES:
+        base = Decisions(
+            model=shallow(layers),
+            layout=layout,
+            seq_tokens=1 << 16,
+            global_batch=2 * layout.dp,
+            loss_chunk_tokens=4096,
+        )
+        decisions = with_alpha(base, recompute, alpha)
+        floor, played = floors.of(decisions), simulate(decisions, hardware, cluster).prediction
+        assert played.step_s is not None
+        assert floor.step_s <= played.step_s
+        if not alpha:
+            assert floor.step_s > 0.85 * played.step_s
+        assert floor.device_bytes <= played.peak_device_bytes
+        assert floor.host_bytes_per_node == played.peak_host_bytes_per_node
+        if layout.zero < 2:
+            assert floor.device_bytes > 0.95 * played.peak_device_bytes
+
+
+@pytest.mark.parametrize("states", ["bf16", "host"])
+@pytest.mark.parametrize("policy", ["planned", "eager"])
+def test_floors_hold_for_other_states_and_memory_policies(states: str, policy: str) -> None:
+    cluster, hardware = with_memory(*load_cluster("a800-1x8"), device_bytes=ROOM, host_bytes=ROOM)
+    decisions = Decisions(
+        model=shallow(8),
+        layout=Layout(tp=2, sequence_parallel=True, cp=2, dp=2, zero=1),
+        seq_tokens=1 << 15,
+        global_batch=8,
+        states=states,
+        memory_policy=policy,
+    )
+    floor, played = Floors(hardware, cluster).of(decisions), simulate(decisions, hardware, cluster).prediction
+    assert floor.step_s <= played.step_s
+    assert floor.device_bytes <= played.peak_device_bytes
+    assert floor.host_bytes_per_node <= played.peak_host_bytes_per_node
+
+
+def test_a_range_of_alphas_lies_above_its_floor() -> None:
+    cluster, hardware = with_memory(*load_cluster("a800-1x8"), device_bytes=ROOM, host_bytes=ROOM)
+    floors = Floors(hardware, cluster)
+    base = Decisions(
+        model=shallow(8), layout=Layout(tp=4, sequence_parallel=True, cp=2, zero=1), seq_tokens=1 << 16,
+        recompute="tokenwise", loss_chunk_tokens=4096,
+    )  # fmt: skip
+    for low, high in ((0.0, 1.0), (0.25, 0.5)):
+        floor = floors.between(with_alpha(base, "tokenwise", low), with_alpha(base, "tokenwise", high))
+        for alpha in (low, (low + high) / 2, high):
+            played = simulate(with_alpha(base, "tokenwise", alpha), hardware, cluster).prediction
+            assert floor.step_s <= played.step_s
+            assert floor.device_bytes <= played.peak_device_bytes
+            assert floor.host_bytes_per_node <= played.peak_host_bytes_per_node
+
+
+def costs(found: SearchResult) -> list[tuple[float, int, int]]:
+    return sorted(e.costs for e in found.front)
+
+
+@pytest.mark.parametrize(
+    ("devices", "device_gib", "host_gib"), [(2, 80, 2000), (2, 44, 2000), (2, 44, 60), (2, 30, 8), (2, 12, 2000)]
+)
+def test_pruning_changes_neither_the_best_nor_the_front(devices: int, device_gib: int, host_gib: int) -> None:
+    asked = ask(devices, device_gib=device_gib, host_gib=host_gib)
+    space = len(candidates(asked)[0])
+    everything = search(asked, prune=False)
+    assert everything.evaluated + everything.pruned == space
+    for keep in (1, 3):
+        found = search(asked, keep=keep)
+        assert found.evaluated + found.pruned == space
+        assert [e.rank_key for e in found.ranked[:keep]] == [e.rank_key for e in everything.ranked[:keep]]
+    assert found.pruned > everything.pruned
+
+
+@pytest.mark.parametrize(("device_gib", "host_gib"), [(80, 2000), (44, 60)])
+def test_the_front_is_that_of_brute_force(device_gib: int, host_gib: int) -> None:
+    asked = ask(2, device_gib=device_gib, host_gib=host_gib)
+    brute, found = search(asked, prune=False, front=True), search(asked, front=True)
+    assert costs(found) == costs(brute)
+    assert found.evaluated + found.pruned == len(candidates(asked)[0])
+    for one, other in itertools.permutations(found.front, 2):
+        assert any(a < b for a, b in zip(one.costs, other.costs, strict=True))
+    assert len(found.front) > 1
+    best = found.best
+    assert best is not None
+    assert best.prediction.step_s == min(e.prediction.step_s for e in brute.ranked if e.prediction.step_s)
+
+
+def test_equal_plans_have_one_order() -> None:
+    asked = replace(ask(2, device_gib=80, host_gib=2000), pins=Pins(tp=2))
+    orders = [[e.decisions for e in search(asked, keep=5).ranked[:5]] for _ in range(2)]
+    assert orders[0] == orders[1]
