@@ -276,7 +276,7 @@ class Simulation:
         number = self.roles.index(role) if role else 0
         repeated = self.roles[0].program is not self.full_programs[0]
         if repeated and sum(program.instruction_count for program in self.full_programs) <= MOST_SPANS:
-            whole = self._whole()
+            whole = self._whole
             return whole.trace(whole.roles[number])
         step_s = max(each.playback.span_s for each in self.roles)
         return self.roles[number].trace(
@@ -285,6 +285,11 @@ class Simulation:
             step_s=(self.prediction.step_s or 0.0) if repeated else step_s,
         )
 
+    def traces(self) -> list[Trace]:
+        """Return the trace of every role, first stage first (see ``trace``)."""
+        return [self.trace(role) for role in self.roles]
+
+    @cached_property
     def _whole(self) -> Simulation:
         """Return the same simulation with every micro-batch played."""
         return Simulation(
