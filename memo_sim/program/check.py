@@ -25,26 +25,6 @@ def check_program(program: Program, columns: Columns) -> list[str]:
     ]
 
 
-def check_roles(programs: tuple[Program, ...]) -> list[str]:
-    """Return every way the roles' collectives and exchanges fail to meet.
-
-    All roles must call the same collectives of a group in the same order with the same size, on the same lane; then
-    lane order, which nothing reorders, admits no cycle between ranks.
-    """
-    calls = [_group_calls(p) for p in programs]
-    faults = []
-    for program, mine in zip(programs[1:], calls[1:], strict=True):
-        for group in sorted(set(calls[0]) | set(mine)):
-            first, other = calls[0].get(group, []), mine.get(group, [])
-            for i in range(max(len(first), len(other))):
-                a = first[i] if i < len(first) else None
-                b = other[i] if i < len(other) else None
-                if a != b:
-                    faults.append(f"group {group}, call {i}: {programs[0].role} has {a}, {program.role} has {b}")
-                    break
-    return faults
-
-
 def check_edges(columns: Columns, edges: Edges) -> list[str]:
     """Return every pair of conflicting accesses that lane order and ``edges`` together leave unordered.
 
@@ -228,13 +208,3 @@ def _check_gathered(program: Program, columns: Columns) -> list[str]:
         if len(readers[buffer]) != 1:
             faults.append(f"buffer {buffer} ({name}) is read by {len(readers[buffer])} passes")
     return faults
-
-
-def _group_calls(program: Program) -> dict[str, list[tuple[str, int, int, str]]]:
-    calls: dict[str, list[tuple[str, int, int, str]]] = defaultdict(list)
-    for _, instruction in program.walk():
-        if isinstance(instruction.work, Collective | Exchange):
-            work = instruction.work
-            kind = work.kind if isinstance(work, Collective) else "send_recv"
-            calls[work.group].append((kind, work.bytes, work.ranks, instruction.lane.label))
-    return calls

@@ -12,7 +12,8 @@ from memo_sim.planning.presets import FULL_RECOMPUTE, INPUTS_SWAPPED, Policy
 from memo_sim.planning.question import Pins, Question
 from memo_sim.planning.search import search
 from memo_sim.planning.space import policies
-from memo_sim.program.check import check_edges, check_program, check_roles
+from memo_sim.program.check import check_edges, check_program
+from memo_sim.program.check_roles import check_roles
 from memo_sim.program.columns import expand
 from memo_sim.program.edges import derive_edges
 from memo_sim.program.instruction import Lane

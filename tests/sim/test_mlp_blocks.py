@@ -9,7 +9,8 @@ import pytest
 from memo_sim.contract.errors import Infeasible
 from memo_sim.contract.model import Model
 from memo_sim.contract.plan import Decisions, Layout
-from memo_sim.program.check import check_edges, check_program, check_roles
+from memo_sim.program.check import check_edges, check_program
+from memo_sim.program.check_roles import check_roles
 from memo_sim.program.columns import expand
 from memo_sim.program.edges import derive_edges
 from memo_sim.program.instruction import Mode
