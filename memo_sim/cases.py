@@ -26,8 +26,10 @@ QUESTION_COLUMNS = [
 ]
 EXPECTED_COLUMNS = [f"expected_{name}" for name in ("status", "mfu", "tgs", "step_ms", "allocated_gib", "reserved_gib")]
 COLUMNS = ["case", "source", *QUESTION_COLUMNS, *EXPECTED_COLUMNS, "note"]
-OPTIONAL_COLUMNS = ["expected_reorganisations"]
-"""Of the caching allocator, in a micro-batch: a column that few sources have a figure for, and a file may leave out."""
+OPTIONAL_COLUMNS = ["virtual_stages", "expected_reorganisations"]
+"""Columns that few sources have a figure for, and a file may leave out."""
+SIZES = frozenset({"layers", "hidden", "heads", "kv_heads", "ffn", "vocab"})
+"""What gives a model by its sizes instead of a name."""
 
 _WORDS = {
     "sp": ("yes", "no"),
@@ -41,7 +43,7 @@ _WORDS = {
 }
 _INTEGERS = {
     *("layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "seq_tokens", "global_batch", "micro_batch"),
-    *("tp", "pp", "dp", "cp", "ulysses"),
+    *("tp", "pp", "dp", "cp", "ulysses", "virtual_stages"),
 }
 
 
@@ -120,7 +122,7 @@ def _case(row: dict[str, str], where: str) -> Case:
     for required in ("case", "source", "system", "model", "cluster", "seq_tokens"):
         if not cells[required]:
             raise BadInput("an empty cell that must be given", where=f"{where}, column {required}")
-    integers = {c: _whole(cells[c], f"{where}, column {c}") for c in _INTEGERS if cells[c]}
+    integers = {c: _whole(cells[c], f"{where}, column {c}") for c in _INTEGERS if cells.get(c)}
     if cells["zero"]:
         integers["zero"] = _whole(cells["zero"], f"{where}, column zero", least=0)
     words = {c: _word(cells[c], c, where) for c in QUESTION_COLUMNS if c in _WORDS and cells[c]}
@@ -146,7 +148,7 @@ def _expectation(cells: dict[str, str], where: str) -> Expectation:
     numbers = {
         c.removeprefix("expected_"): _number(cells[c], f"{where}, column {c}")
         for c in (*EXPECTED_COLUMNS, *OPTIONAL_COLUMNS)
-        if c != "expected_status" and c in cells
+        if c.startswith("expected_") and c != "expected_status" and c in cells
     }
     if (mfu := numbers["mfu"]) is not None and mfu > 1:
         raise BadInput("MFU is a fraction", where=f"{where}, column expected_mfu", got=mfu, wanted="0 to 1")

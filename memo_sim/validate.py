@@ -8,14 +8,13 @@ is reported as invalid with the reason, never dropped.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 
-from memo_sim.cases import Case, CaseQuestion
+from memo_sim.cases import SIZES, Case, CaseQuestion
 from memo_sim.contract.catalog import list_models, load_cluster, load_model
 from memo_sim.contract.errors import BadInput, Infeasible, OutOfTolerance, UsageError
 from memo_sim.contract.hardware import Hardware
 from memo_sim.contract.model import Model
-from memo_sim.contract.plan import Layout, MemoryPolicy, Prediction
+from memo_sim.contract.plan import Layout, MemoryPolicy, Overlap, Prediction
 from memo_sim.contract.units import GIB
 from memo_sim.contract.validation import CaseError, CasePrediction, CaseReport, Expectation, Validation
 from memo_sim.planning.presets import SYSTEMS
@@ -60,9 +59,7 @@ def predict(
     if reason:
         return CasePrediction(status="invalid", reason=reason), frozenset()
     try:
-        question = _question(asked)
-        if change:
-            question = replace(question, hardware=change(question.hardware))
+        question = _question(asked, change)
         outcome = search(question).ranked[0]
     except (Infeasible, UsageError, BadInput) as error:
         return CasePrediction(status="invalid", reason=str(error).replace("\n ", ";")), frozenset()
@@ -110,41 +107,52 @@ def _not_built(asked: CaseQuestion) -> str:
     """Return why this version cannot evaluate a row, or nothing."""
     if asked.system not in SYSTEMS:
         return f"system {asked.system} is not built yet (built: {', '.join(SYSTEMS)})"
-    if asked.integers.get("pp", 1) > 1:
-        return f"pp {asked.integers['pp']} has no lowering yet"
+    sizes = sorted(SIZES & set(asked.integers))
+    if sizes and "layers" not in asked.integers:
+        return f"{', '.join(sizes)} of a model that {asked.model} names already; layers would give a whole model"
     return ""
 
 
 def _overlap_refused(asked: CaseQuestion, layout: Layout) -> str:
     """Return why a row's word on overlap cannot be honoured by the layout that was played, or nothing.
 
-    What is built: a context-parallel ring always overlaps attention, ZeRO 2 and 3 the passes beside them; nothing else
-    overlaps compute.
+    What runs beside compute here: a context-parallel ring and what ZeRO 2 and 3 gather and scatter, always; what
+    replicas sum and stages hand over, as the row says. What tensor parallelism and Ulysses exchange never does.
     """
     word = asked.words.get("overlap")
     if word == "no" and layout.cp > 1:
         return f"the exchange of cp {layout.cp} always overlaps attention here; the row asks for none"
     if word == "no" and layout.zero > 1:
         return f"the collectives of zero {layout.zero} always overlap compute here; the row asks for none"
-    if word == "yes" and (layout.tp * layout.ulysses > 1 or (layout.replicas > 1 and layout.zero < 2)):
-        return f"collectives of {layout_label(layout)} do not overlap compute yet"
+    if word == "yes" and layout.tp * layout.ulysses > 1 and layout.replicas * layout.pp == 1:
+        return f"collectives of {layout_label(layout)} do not overlap compute here"
     return ""
 
 
-def _question(asked: CaseQuestion) -> Question:
+_OVERLAP: dict[str, Overlap | None] = {"no": "none", "yes": "both", "": None}
+"""What replicas exchange beside compute; a blank leaves that to the system."""
+
+
+def _question(asked: CaseQuestion, change: Callable[[Hardware], Hardware] | None) -> Question:
     cluster, hardware = load_cluster(asked.cluster)
+    hardware = change(hardware) if change else hardware
     given = asked.integers
-    sp = asked.words.get("sp")
+    sp, overlap = asked.words.get("sp"), asked.words.get("overlap")
     pins = Pins(
         tp=given.get("tp"),
         sequence_parallel=None if sp is None else sp == "yes",
         cp=given.get("cp"),
         ulysses=given.get("ulysses"),
+        pp=given.get("pp"),
+        schedule=asked.words.get("schedule"),  # type: ignore[arg-type]
+        virtual_stages=given.get("virtual_stages"),
+        overlap_handovers=None if overlap is None else overlap == "yes",
         dp=given.get("dp"),
         zero=given.get("zero"),
         alpha=asked.alpha,
         recompute=asked.words.get("recompute"),  # type: ignore[arg-type]
         memory_policy=_MEMORY[asked.words.get("memory_plan", "")],
+        overlap=_OVERLAP[overlap or ""],
         attention=PLAIN if asked.words.get("attention") == "plain" else None,
         dtype=asked.words.get("precision"),  # type: ignore[arg-type]
     )

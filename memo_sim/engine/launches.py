@@ -1,7 +1,8 @@
 """What an eager framework's host costs: it launches every kernel, and a device that is faster waits for it.
 
-Python and autograd take ``host_launch_s`` a kernel. As long as the device is slower the host runs ahead, and costs
-nothing; where kernels are shorter than their launch the device stands still before each:
+Python and autograd take ``host_launch_s`` a kernel, and a pass of a micro-batch takes ``host_pass_s`` before its first
+(the batch, the loop over micro-batches, what is handed over). As long as the device is slower the host runs ahead, and
+costs nothing; where kernels are shorter than their launch the device stands still before each:
 
     host     |l0|l1|l2|l3|l4|            |l0|l1|l2|l3|
     device      |k0|..|k1|..|k2|            |k0------|k1----|k2...
@@ -46,15 +47,17 @@ def launch_waits(
     if decisions.memory_policy != "eager" or hardware.host_launch_s is None or not len(seconds):
         return waits
     serial = np.flatnonzero(np.isin(columns.lane, _SERIAL))
-    kernels = np.where(columns.lane[serial] == Lane.COMPUTE, KERNELS, 1)
+    launch_s = np.where(columns.lane[serial] == Lane.COMPUTE, KERNELS, 1) * hardware.host_launch_s.value
+    if hardware.host_pass_s is not None:
+        starts = np.searchsorted(columns.instance[serial], [instance for _, instance in program.passes])
+        launch_s[starts] += hardware.host_pass_s.value
     window = _windows(program, columns)[serial]
-    launched = np.cumsum(kernels) * hardware.host_launch_s.value
     busy_before = np.cumsum(seconds[serial]) - seconds[serial]
-    behind = launched - busy_before
+    behind = np.cumsum(launch_s) - busy_before
     bounds = [*np.flatnonzero(np.append(True, window[1:] != window[:-1])).tolist(), len(serial)]
     for first, end in pairwise(bounds):
         # Launches and busy time count from the window's start, where the host has just seen the device finish.
-        ahead = behind[first] - kernels[first] * hardware.host_launch_s.value
+        ahead = behind[first] - launch_s[first]
         highest = np.maximum(np.maximum.accumulate(behind[first:end] - ahead), 0.0)
         waits[serial[first:end]] = np.diff(highest, prepend=0.0)
     return waits
@@ -65,7 +68,7 @@ def _windows(program: Program, columns: Columns) -> Ints:
     keys = [_key(program, instance) for instance in program.instances]
     changed = np.array([a != b for a, b in pairwise(keys)], dtype=np.int64)
     of_instance = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(changed)])
-    handed_over = np.cumsum(columns.lane == Lane.P2P)
+    handed_over = np.cumsum(np.isin(columns.lane, (Lane.SEND, Lane.RECEIVE)))
     windows: Ints = of_instance[columns.instance] + handed_over
     return windows
 

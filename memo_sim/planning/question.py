@@ -9,7 +9,7 @@ import msgspec
 from memo_sim.contract.cluster import Cluster
 from memo_sim.contract.hardware import DtypeName, Hardware, Quantity, Source
 from memo_sim.contract.model import Model
-from memo_sim.contract.plan import CpExchange, MemoryPolicy, Overlap, Recompute, States
+from memo_sim.contract.plan import CpExchange, MemoryPolicy, Overlap, Recompute, Schedule, States
 from memo_sim.planning.presets import find_system
 
 OPTION_SOURCE = "option"
@@ -29,6 +29,11 @@ class Pins:
     cp: int | None = None
     cp_exchange: CpExchange = "ring"
     ulysses: int | None = None
+    pp: int | None = None
+    schedule: Schedule | None = None
+    virtual_stages: int | None = None
+    overlap_handovers: bool | None = None
+    """Pipeline stages and how they are played; None: one stage, and the layout's defaults. Not searched."""
     dp: int | None = None
     zero: int | None = None
     alpha: float | None = None
@@ -58,14 +63,14 @@ class Question:
     micro_batch: int = 1
     global_batch: int = 1
 
+    def __post_init__(self) -> None:
+        """Take the profile as the system's own kernels run on it."""
+        object.__setattr__(self, "hardware", under_system(self.hardware, self.system))
+
     @property
     def overlap(self) -> Overlap:
         """What is pinned, or else the system's own."""
         return self.pins.overlap or find_system(self.system).overlap
-
-    def __post_init__(self) -> None:
-        """Take the profile as the system's own kernels run on it."""
-        object.__setattr__(self, "hardware", under_system(self.hardware, self.system))
 
     @property
     def memory_policy(self) -> MemoryPolicy:

@@ -47,10 +47,11 @@ def layouts(question: Question) -> list[Layout]:
     Raises:
         UsageError: when the pinned degrees do not make up the cluster, or the system does not divide work that way.
     """
-    pins, devices, system = question.pins, question.cluster.devices, find_system(question.system)
+    pins, system = question.pins, find_system(question.system)
+    devices, left = divmod(question.cluster.devices, pins.pp or 1)
     _check_degrees(question)
-    found = []
-    for tp in _degrees(pins.tp, devices, "tp" in system.degrees):
+    found: list[Layout] = []
+    for tp in [] if left else _degrees(pins.tp, devices, "tp" in system.degrees):
         if tp < _least_tp(question):
             continue
         for cp in _degrees(pins.cp, devices // tp, "cp" in system.degrees):
@@ -61,12 +62,12 @@ def layouts(question: Question) -> list[Layout]:
                 degrees = {"tp": tp, "cp": cp, "ulysses": ulysses, "dp": dp}
                 found += [_layout(pins, zero, **degrees) for zero in _zeros(question, devices // tp)]
     if not found:
-        named = {name: getattr(pins, name) for name in DEGREES}
+        named = {name: getattr(pins, name) for name in (*DEGREES, "pp")}
         asked = ", ".join(f"{name} {degree}" for name, degree in named.items() if degree is not None)
         raise UsageError(
             "the pinned layout does not fill the cluster",
             got=asked,
-            wanted=f"degrees whose product is {devices} devices",
+            wanted=f"degrees whose product is {question.cluster.devices} devices",
             hint="leave one degree out, or name a cluster of another size",
         )
     return found
@@ -101,7 +102,8 @@ def _check_degrees(question: Question) -> None:
 
 def _degrees_of(layout: Layout) -> str:
     """Return a layout's degrees in words; those that few layouts have, only where they divide."""
-    return " ".join(f"{n} {getattr(layout, n)}" for n in DEGREES if n != "ulysses" or layout.ulysses > 1)
+    rare = ("ulysses", "pp")
+    return " ".join(f"{n} {getattr(layout, n)}" for n in (*DEGREES, "pp") if n not in rare or getattr(layout, n) > 1)
 
 
 def _zeros(question: Question, replicas: int) -> tuple[int, ...]:
@@ -118,6 +120,10 @@ def _layout(pins: Pins, zero: int, *, tp: int, cp: int, ulysses: int, dp: int) -
         cp=cp,
         cp_exchange=pins.cp_exchange if cp > 1 else "ring",
         ulysses=ulysses,
+        pp=pins.pp or 1,
+        schedule=pins.schedule or "1f1b",
+        virtual_stages=pins.virtual_stages or 1,
+        overlap_handovers=True if pins.overlap_handovers is None else pins.overlap_handovers,
         dp=dp,
         zero=zero,
     )

@@ -145,15 +145,19 @@ def test_rows_that_cannot_be_evaluated_say_why_and_are_kept(tmp_path: Path) -> N
         {"model": "gpt", "layers": "4"},
         {"tp": "16"},
         {"seq_tokens": "65537"},
+        {"heads": "32", "ffn": "100"},
+        {"pp": "2", "cp": "1", "schedule": "interleaved"},
         {"precision": "fp16", "cluster": "h100-1x8"},
-        {"overlap": "yes"},
+        {"tp": "8", "cp": "1", "overlap": "yes"},
     ]
     path = case_file(tmp_path, *({**ROW, **c} for c in changes))
     report = validate(load_cases(str(path)))
     assert [c.predicted.status for c in report.cases] == ["invalid"] * len(changes)
     assert all(c.predicted.reason and c.predicted.mfu is None for c in report.cases)
     assert "no attention kernel for this dtype" in report.cases[-2].predicted.reason
-    assert "collectives of tp4+sp cp2 dp1 zero1 do not overlap" in report.cases[-1].predicted.reason
+    assert "collectives of tp8+sp cp1 dp1 do not overlap" in report.cases[-1].predicted.reason
+    assert "ffn, heads of a model that gpt-7b names already" in report.cases[-4].predicted.reason
+    assert "virtual stages" in report.cases[-3].predicted.reason
 
 
 def test_precision_and_overlap_that_change_nothing_are_evaluated(tmp_path: Path) -> None:
@@ -162,11 +166,32 @@ def test_precision_and_overlap_that_change_nothing_are_evaluated(tmp_path: Path)
 
 
 def test_overlap_is_held_against_the_layout_that_was_played(tmp_path: Path) -> None:
-    path = case_file(tmp_path, {**ROW, "overlap": "no"}, {**ROW, "tp": "", "cp": "", "overlap": "yes"})
-    ring, searched = (c.predicted for c in validate(load_cases(str(path))).cases)
-    assert (ring.status, searched.status) == ("invalid", "invalid")
+    path = case_file(tmp_path, {**ROW, "overlap": "no"})
+    (ring,) = (c.predicted for c in validate(load_cases(str(path))).cases)
+    assert ring.status == "invalid"
     assert "exchange of cp 2 always overlaps" in ring.reason
-    assert "do not overlap compute yet" in searched.reason
+
+
+def test_a_row_says_whether_replicas_and_stages_exchange_beside_compute(tmp_path: Path) -> None:
+    row = {**ROW, "system": "megatron-lm", "alpha": "", "recompute": "full", "global_batch": "16", "memory_plan": "yes"}
+    row |= {"tp": "2", "cp": "1", "dp": "2", "pp": "2", "schedule": "1f1b", "seq_tokens": "4096"}
+    path = case_file(tmp_path, *({**row, "overlap": word} for word in ("yes", "no")))
+    beside, after = (c.predicted for c in validate(load_cases(str(path))).cases)
+    assert beside.layout is not None
+    assert (beside.layout.pp, beside.layout.overlap_handovers) == (2, True)
+    assert beside.mfu is not None
+    assert after.mfu is not None
+    assert beside.mfu > after.mfu
+
+
+def test_stages_may_hold_several_chunks(tmp_path: Path) -> None:
+    row = {**ROW, "alpha": "", "recompute": "full", "global_batch": "8", "tp": "2", "cp": "1", "pp": "4"}
+    columns = [*COLUMNS[:-1], "virtual_stages", COLUMNS[-1]]
+    rows = ({**row, "schedule": "1f1b"}, {**row, "schedule": "interleaved", "virtual_stages": "2"})
+    plain, chunks = (c.predicted for c in validate(load_cases(str(case_file(tmp_path, *rows, columns=columns)))).cases)
+    assert plain.mfu is not None
+    assert chunks.mfu is not None
+    assert chunks.mfu > 1.03 * plain.mfu
 
 
 @pytest.mark.parametrize(

@@ -81,7 +81,8 @@ class TestGemm:
         assert 0 < GemmModel(table.rows).rate(*shape) <= max(row[3] for row in table.rows)
 
     def test_small_k_and_a_small_grid_fall_off(self) -> None:
-        fprop, _, wgrad = (GemmModel(table.rows) for table in load_hardware("a800-sxm4-80gb").gemm)
+        tables = [t for t in load_hardware("a800-sxm4-80gb").gemm if t.dtype == "bf16"]
+        fprop, _, wgrad = (GemmModel(table.rows) for table in tables)
         assert fprop.rate(65536, 4096, 1024) < 0.95 * fprop.rate(65536, 4096, 8192)
         assert wgrad.rate(4096, 1024, 65536) < 0.9 * wgrad.rate(4096, 16384, 65536)
 

@@ -42,10 +42,13 @@ class TestProfiles:
         a800, a100 = (load_hardware(name) for name in PROFILES)
         assert a800.gemm == a100.gemm
         assert a800.attention == a100.attention
-        for ours, full in zip(a800.collectives, a100.collectives, strict=True):
-            assert ours.alpha_s == full.alpha_s
-            scaled = [y * 160 / 230 for y in full.bus_bytes_per_s.y]
-            assert ours.bus_bytes_per_s.y == pytest.approx(scaled, rel=1e-3)
+        # The A100's own were measured by ranks; the A800's are an earlier measurement of eight A100, scaled.
+        ours, full = (
+            next(t for t in p.collectives if (t.kind, t.ranks) == ("all_reduce", 8)).bus_bytes_per_s
+            for p in (a800, a100)
+        )
+        rates = [curve.y[curve.x.index(2**30)] for curve in (ours, full)]
+        assert rates[0] == pytest.approx(rates[1] * 160 / 230, rel=0.01)
 
     @pytest.mark.parametrize("name", PROFILES)
     def test_no_rate_is_above_the_datasheet(self, name: str) -> None:
