@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from memo_exec.rank_placement import rank_placement
 from memo_sim.contract import codec
 from memo_sim.contract.errors import BadInput, CannotRun
 from memo_sim.contract.placement import Placement
@@ -13,6 +14,7 @@ from memo_sim.program.check_placement import check_placement
 from memo_sim.program.columns import expand
 from memo_sim.program.library_results import library_workspaces, without_library
 from memo_sim.program.liveness import liveness
+from memo_sim.program.lower import lower
 from memo_sim.program.program import Program
 from memo_sim.program.requests import buffer_names, requests_of
 
@@ -26,7 +28,9 @@ def placement_path(plan_path: Path) -> Path:
 
 
 def checked_placement(plan: Plan, program: Program, plan_path: Path) -> Placement | None:
-    """Return the placement that a plan runs in; None when the plan is for the caching allocator.
+    """Return the placement that a rank of a plan runs in; None when the plan is for the caching allocator.
+
+    ``program`` is the rank's; where the plan's placement was made for another's, it follows from that one.
 
     Raises:
         CannotRun: when the plan pins none, or none lies beside it.
@@ -67,7 +71,8 @@ def checked_placement(plan: Plan, program: Program, plan_path: Path) -> Placemen
             wanted=plan.placement_sha256[:16],
             hint="make plan and placement again with memo-sim what-if -o",
         )
-    if faults := check_placement(placement, _requests(plan, program, placement)):
+    made_for = _made_for(plan, program, placement)
+    if faults := check_placement(placement, _requests(plan, made_for, placement)):
         more = f" (and {len(faults) - SHOWN_FAULTS} more)" if len(faults) > SHOWN_FAULTS else ""
         raise BadInput(
             "the placement is wrong for the plan's program",
@@ -76,7 +81,15 @@ def checked_placement(plan: Plan, program: Program, plan_path: Path) -> Placemen
             wanted="every buffer at an address of its own while it lives",
             hint="make plan and placement again with memo-sim what-if -o",
         )
-    return placement
+    if made_for is program:
+        return placement
+    return rank_placement(placement, requests_of(program))
+
+
+def _made_for(plan: Plan, program: Program, placement: Placement) -> Program:
+    """Return the role's program that the placement names; the rank's own where it names none of the plan's."""
+    roles = lower(plan.decisions) if placement.program_sha256 != program.sha256 else ()
+    return next((role for role in roles if role.sha256 == placement.program_sha256), program)
 
 
 def has_library_slots(program: Program, placement: Placement) -> bool:

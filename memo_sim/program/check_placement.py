@@ -35,7 +35,7 @@ def check_placement(placement: Placement, requests: Requests) -> list[str]:
     faults += _same_classes(placement, requests)[:MOST_FAULTS]
     faults += _inside(placement)
     faults += _uncountable(placement)[:MOST_FAULTS] or _overlaps(placement)
-    bound = _largest_live_sum(requests)
+    bound = largest_live_sum(requests)
     if placement.lower_bound_bytes != bound:
         faults.append(f"the lower bound is said to be {placement.lower_bound_bytes} bytes and is {bound}")
     return faults
@@ -122,7 +122,7 @@ def _overlaps(placement: Placement) -> list[str]:
     return faults
 
 
-def _largest_live_sum(requests: Requests) -> int:
+def largest_live_sum(requests: Requests) -> int:
     """Return the most bytes that live at one instant, sizes rounded up to the alignment."""
     unit = requests.alignment_bytes
     changes: dict[int, int] = {}

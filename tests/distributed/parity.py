@@ -116,6 +116,12 @@ def whole_gradients(ranks: list[Played]) -> dict[str, Tensor]:
 def check(team: Team, decisions: Decisions, reference: Played, *, steps: int, **options: Any) -> list[Played]:
     """Compare a layout with one process: gradients of the first step, losses and norms of all."""
     ranks = team.play(play, decisions.layout.devices, decisions, steps, options)
+    compare(ranks, reference, steps=steps)
+    return ranks
+
+
+def compare(ranks: list[Played], reference: Played, *, steps: int) -> None:
+    """Compare what the ranks brought back with one process."""
     wanted, found = whole_gradients([reference]), whole_gradients(ranks)
     assert set(found) == set(wanted)
     for name, gradient in wanted.items():
@@ -126,4 +132,3 @@ def check(team: Team, decisions: Decisions, reference: Played, *, steps: int, **
         for step in range(steps):
             assert abs(rank.losses[step] / reference.losses[step] - 1) <= TOLERANCE, (rank.losses, reference.losses)
             assert abs(rank.norms[step] / reference.norms[step] - 1) <= TOLERANCE, (rank.norms, reference.norms)
-    return ranks

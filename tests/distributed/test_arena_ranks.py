@@ -1,0 +1,31 @@
+"""Ranks in one arena each, as the plan's placement has it, have the gradients and losses of one process."""
+
+import pytest
+
+from memo_exec.distributed.own_program import rank_program
+from memo_exec.distributed.place import Place
+from memo_exec.rank_placement import rank_placement
+from memo_sim.contract.plan import Decisions, Layout
+from memo_sim.memory.place import place
+from memo_sim.program.lower import lower
+from memo_sim.program.requests import requests_of
+from tests.distributed.parity import Played, compare, play
+from tests.distributed.team import Member, Team
+from tests.distributed.training import MODELS, label, reference, training
+
+STEPS = 2
+
+
+def play_planned(member: Member, decisions: Decisions) -> Played:
+    """Play in the arena of the first role's representative, or what follows from it."""
+    planned = place(requests_of(lower(decisions)[0]), solver="greedy")
+    program = rank_program(decisions, Place(decisions.layout, member.rank))
+    own = planned if planned.program_sha256 == program.sha256 else rank_placement(planned, requests_of(program))
+    return play(member, decisions, STEPS, {"placement": own, "debug": True})
+
+
+@pytest.mark.parametrize("layout", [Layout(cp=2), Layout(pp=2), Layout(cp=2, cp_exchange="all_gather")], ids=label)
+def test_planned_memory(team: Team, layout: Layout) -> None:
+    chosen = training(MODELS["gpt4"], layout, 0.5, global_batch=4)
+    ranks = team.play(play_planned, 2, chosen)
+    compare(ranks, reference("gpt4", chosen.seq_tokens, chosen.global_batch, STEPS), steps=STEPS)
