@@ -76,14 +76,17 @@ def embed_backward(decisions: Decisions, shape: Shape, block: Block, families: F
     builder.bind(families["grad.x"])
     writer = LayerWriter(builder, decisions, shape, block)
     grad = writer.gather("grad", builder.all("grad.x"), "grad_full", 0)
-    row = shape.hidden
+    row, size = shape.hidden, DTYPE_BYTES[decisions.dtype]
+    read, written = shape.tokens * row * (size + 4), shape.tokens * row * 4
+    if decisions.memory_policy == "eager":
+        # The gradient is a table of its own, cleared first, and then added to the fp32 one (memory/eager.py).
+        elements = sum(p.elements for p in block.parameters if p.name == "tokens.weight")
+        read, written = read + (size + 4) * elements, written + (size + 4) * elements
     builder.emit(
         "scatter",
         "embed.bwd",
         Lane.COMPUTE,
-        Rowwise(
-            "embed.bwd", shape.tokens, shape.tokens * row * (DTYPE_BYTES[decisions.dtype] + 4), shape.tokens * row * 4
-        ),
+        Rowwise("embed.bwd", shape.tokens, read, written),
         ids=reads(builder.all("input.ids")),
         grad=reads(grad),
         grad_weight=_param(block, "tokens.weight", "grads.embed", gradient=True),

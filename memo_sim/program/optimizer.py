@@ -4,6 +4,9 @@ Each block (embed, every layer, head) is played by itself. ``zero`` 1 divides th
 that hold the same parameters (cp x ulysses x dp): gradients are reduce-scattered, parameters gathered; ``zero`` 0
 all-reduces, 2 keeps this rank's share of the gradients alone, 3 of the parameters too (``sharding.py``).
 ``overlap`` moves both beside compute, on a lane of their own (``sharding.py`` says where they are played).
+An eager framework goes over the gradients more often (Megatron-LM, ``core/distributed/param_and_grad_buffer.py`` and
+``core/optimizer``): it looks for a NaN in them and divides them by the replicas before they are reduced, scales what is
+clipped in a pass of its own, and copies the fp32 parameters to the layers' in another.
 States ``bf16`` keeps both moments in bf16; ``host`` keeps master and moments in host memory, updates them on the
 host's cores, and copies gradients down and parameters up. Where clipping applies the update scales gradients in place.
 """
@@ -68,6 +71,11 @@ class Optimizer:
         """Whether whole parameters are gathered at the start of the following step."""
         return self.decisions.overlap == "both" and self.shards > 1 and not self.shared("params")
 
+    @property
+    def eager(self) -> bool:
+        """Whether an eager framework goes over whole gradients before they are reduced."""
+        return self.decisions.memory_policy == "eager" and not self.shared("grads")
+
     def runs(self) -> list[tuple[str, int, int]]:
         """Return (name, first element of the block, elements of this rank's share) for decayed and other parameters."""
         decayed, total = self.block.decayed_elements, self.block.elements
@@ -107,6 +115,23 @@ class Optimizer:
         builder.emit("grads", "zero", Lane.COMPUTE, work, target=writes(held))
         return builder.build()
 
+    def prepare(self, families: Families) -> Template | None:
+        """Return what an eager framework does to whole gradients before any of them is reduced; None for none."""
+        if not self.eager or self.reduced_early:
+            return None
+        builder = TemplateBuilder(f"{self.kind}.prepare", "reduce")
+        builder.bind(families[f"grads.{self.kind}"], slot="grads")
+        self._prepare(builder)
+        return builder.build()
+
+    def _prepare(self, builder: TemplateBuilder) -> None:
+        whole, size = builder.all("grads"), 4 * self.block.elements
+        looked, norm = Rowwise("grad_norm", self.block.elements, size, 4), builder.scratch("check.norm", 4)
+        builder.emit("check", "grads.check", Lane.COMPUTE, looked, grads=reads(whole), workspace=norm)
+        if self.replicas > 1:
+            scaled = Rowwise("scale", self.block.elements, size, size)
+            builder.emit("scale", "grads.scale", Lane.COMPUTE, scaled, grads=accumulates(whole))
+
     def reduce(self, families: Families) -> Template | None:
         """Return the whole gradients' sums over ranks: of vectors computed in part over tp, of all over the replicas.
 
@@ -115,6 +140,8 @@ class Optimizer:
         builder = TemplateBuilder(f"{self.kind}.reduce", "reduce")
         builder.bind(families[f"grads.{self.kind}"], slot="grads")
         layout = self.decisions.layout
+        if self.eager and self.reduced_early:
+            self._prepare(builder)
         partial = self.block.partial_elements(sequence_parallel=layout.sequence_parallel) if layout.tp > 1 else 0
         if partial:
             rows = Rows("grads", self.block.elements - partial, partial)
@@ -185,6 +212,8 @@ class Optimizer:
         moment = 2 if self.decisions.states == "bf16" else 4
         read = 4 + 2 * moment + 4
         written = 2 * moment + 4 + (size if self.master else 0)
+        if self.decisions.memory_policy == "eager":
+            read, written = read + 8, written + 4
         params = self._held("params", first, offset, length)
         builder.emit(
             f"adamw.{name}",

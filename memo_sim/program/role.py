@@ -92,7 +92,8 @@ class RoleLowering:
         """Return the role's program."""
         self._layer_templates()
         for optimizer in self.optimizers.values():
-            for template in (optimizer.zero, optimizer.gather, optimizer.reduce, optimizer.norm, optimizer.update):
+            before, after = (optimizer.zero, optimizer.gather, optimizer.prepare), (optimizer.norm, optimizer.update)
+            for template in (*before, optimizer.reduce, *after):
                 if template != optimizer.reduce or not self.sharding.grads:
                     self._add(template(self.families))
         for made in self.sharding.templates(self.families):
@@ -230,6 +231,9 @@ class RoleLowering:
         self._passes()
         if self._tied:
             self._place("embed.tied", "step/embed", 0)
+        for kind, place, layer in reversed(blocks):
+            if f"{kind}.prepare" in self.numbers:
+                self._place(f"{kind}.prepare", place, 0, layer)
         # The first block's gradients are complete last: in this order none leaves before the last backward has ended.
         for kind, place, layer in blocks:
             late = not self.sharding.reduced_early or (kind == "embed" and self._tied)
