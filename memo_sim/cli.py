@@ -6,7 +6,6 @@ inside the command that needs it.
 
 from __future__ import annotations
 
-import math
 import os
 import sys
 from collections.abc import Callable
@@ -17,32 +16,14 @@ import click
 
 from memo_sim import __version__
 from memo_sim.contract.errors import BadInput, Infeasible, MemoError, UsageError, missing_package
+from memo_sim.question_options import Finite, Options, gib, question_of, question_options
 
 if TYPE_CHECKING:
     from memo_sim.contract.plan import Plan
     from memo_sim.planning.question import Question
     from memo_sim.what_if import Answer, Outputs
 
-GIB = 2**30
-SEARCHED = (
-    *("model", "seq_len", "system", "tp", "cp", "cp_exchange", "ulysses", "dp", "zero", "alpha", "recompute", "states"),
-    *("loss_chunk", "mlp_chunk", "memory_policy", "replay_allocator", "micro_batch", "global_batch", "top"),
-)
-"""What a plan decides, so that none of it can be given beside ``--plan``."""
-MOST_SEQUENCES = 2**16
-Options = dict[str, Any]
 T = TypeVar("T")
-
-
-class Finite(click.FloatRange):
-    """A range of floats that infinity and NaN are not part of."""
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        """Return the number, or fail with the option's name."""
-        number = float(super().convert(value, param, ctx))
-        if not math.isfinite(number):
-            self.fail(f"{value} is not a finite number.", param, ctx)
-        return number
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
@@ -60,42 +41,7 @@ def cli() -> None:
 @click.option("--cluster", required=True, help="a800-1x8, a cluster file, or a hardware profile file.")
 @click.option("--seq-len", help="Tokens of one sequence: 65536, 64k, 1m.")
 @click.option("--plan", "plan_path", type=click.Path(), help="Price this plan.json instead of searching.")
-@click.option("--system", default="any", show_default=True, help="A preset of `memo-sim list systems`.")
-@click.option("--tp", type=click.IntRange(1), help="Tensor parallelism (with sequence parallelism when above 1).")
-@click.option("--cp", type=click.IntRange(1), help="Context parallelism (zigzag).")
-@click.option(
-    "--cp-exchange",
-    type=click.Choice(["ring", "all_gather"]),
-    default="ring",
-    show_default=True,
-    help="Keys and values of cp ranks: hop by hop, or all at once.",
-)
-@click.option("--ulysses", type=click.IntRange(1), help="All-to-all around attention, heads divided.")
-@click.option("--dp", type=click.IntRange(1), help="Data parallelism.")
-@click.option(
-    "--zero",
-    type=click.IntRange(0, 3),
-    help="Over cp x ulysses x dp: 1 divides optimizer states, 2 gradients too, 3 parameters too (FSDP).",
-)
-@click.option("--alpha", type=Finite(0, 1), help="Fraction of tokens swapped (full recompute: of its inputs).")
-@click.option(
-    "--recompute", type=click.Choice(["none", "full", "selective", "tokenwise"]), help="What happens to the others."
-)
-@click.option("--states", type=click.Choice(["fp32", "bf16", "host"]), default="fp32", show_default=True)
-@click.option(
-    "--memory-policy",
-    type=click.Choice(["planned", "caching", "eager"]),
-    help="One planned arena; PyTorch's caching allocator; that under an eager framework. Not given: the system's own.",
-)
-@click.option("--replay-allocator", is_flag=True, help="CUDA: memo-exec's allocator serves libraries from the arena.")
-@click.option("--loss-chunk", help="Tokens whose logits exist at once; 0 = all. Chosen when not given.")
-@click.option("--mlp-chunk", help="Full recompute: tokens whose MLP exists at once; 0 = all. Chosen when not given.")
-@click.option("--micro-batch", type=click.IntRange(1, MOST_SEQUENCES), default=1, show_default=True, help="Sequences.")
-@click.option(
-    "--global-batch", type=click.IntRange(1, MOST_SEQUENCES), default=1, show_default=True, help="Sequences of a step."
-)
-@click.option("--device-memory-gib", type=Finite(2**-20, 2**30), help="Instead of the profile's.")
-@click.option("--host-memory-gib", type=Finite(2**-20, 2**30), help="Of one node, instead of its own.")
+@question_options
 @click.option("--top", type=click.IntRange(1), default=10, show_default=True, help="Plans to list.")
 @click.option(
     "-o",
@@ -116,7 +62,7 @@ def what_if_command(**options: Any) -> None:
     from memo_sim.what_if import without_answer, write_files
 
     outputs = _outputs(options)
-    plan, question = _question(options)
+    plan, question = question_of(options)
     try:
         answer = _ask(plan, question, options)
     except Infeasible as error:
@@ -143,67 +89,6 @@ class _Silent(MemoError):
         self.exit_code = exit_code
 
 
-def _question(options: Options) -> tuple[Plan | None, Question]:
-    from memo_sim.contract.catalog import load_cluster, load_model
-    from memo_sim.contract.codec import read
-    from memo_sim.contract.plan import Plan
-    from memo_sim.contract.units import parse_tokens
-    from memo_sim.planning.presets import find_system
-    from memo_sim.planning.question import Pins, Question, with_memory
-
-    find_system(options["system"])
-    plan = read(options["plan_path"], Plan) if options["plan_path"] else None
-    if plan is None and not (options["model"] and options["seq_len"]):
-        raise UsageError("a question needs MODEL and --seq-len, or --plan", hint="memo-sim what-if --help")
-    if plan is not None and (given := _given(SEARCHED)):
-        raise UsageError("--plan brings its own knobs", got=", ".join(given), hint="leave those out")
-    cluster, hardware = with_memory(
-        *load_cluster(options["cluster"]),
-        device_bytes=_gib(options["device_memory_gib"]),
-        host_bytes=_gib(options["host_memory_gib"]),
-    )
-    pins = Pins(
-        tp=options["tp"],
-        cp=options["cp"],
-        cp_exchange=options["cp_exchange"],
-        ulysses=options["ulysses"],
-        dp=options["dp"],
-        zero=options["zero"],
-        alpha=options["alpha"],
-        recompute=options["recompute"],
-        loss_chunk_tokens=_chunk(options["loss_chunk"]),
-        mlp_chunk_tokens=_chunk(options["mlp_chunk"]),
-        memory_policy=options["memory_policy"],
-        replay_allocator=options["replay_allocator"],
-    )
-    question = Question(
-        model=plan.decisions.model if plan else load_model(options["model"]),
-        cluster=cluster,
-        hardware=hardware,
-        seq_tokens=plan.decisions.seq_tokens if plan else parse_tokens(options["seq_len"]),
-        system=options["system"],
-        pins=pins,
-        states=options["states"],
-        micro_batch=options["micro_batch"],
-        global_batch=options["global_batch"],
-    )
-    return plan, question
-
-
-def _chunk(text: str | None) -> int | None:
-    """Return a number of tokens, 0 for all of them, None where none was given."""
-    from memo_sim.contract.units import parse_tokens
-
-    return 0 if text == "0" else None if text is None else parse_tokens(text)
-
-
-def _given(names: tuple[str, ...]) -> list[str]:
-    """Return which of the command's parameters were typed."""
-    context = click.get_current_context()
-    typed = click.core.ParameterSource.COMMANDLINE
-    return [name.replace("_", "-") for name in names if context.get_parameter_source(name) is typed]
-
-
 def _outputs(options: Options) -> Outputs:
     from memo_sim.what_if import Outputs
 
@@ -212,10 +97,6 @@ def _outputs(options: Options) -> Outputs:
     outputs = Outputs(plan=plan, picture=picture, timeline=timeline, read=read)
     outputs.check()
     return outputs
-
-
-def _gib(value: float | None) -> int | None:
-    return None if value is None else int(value * GIB)
 
 
 def _ask(plan: Plan | None, question: Question, options: Options) -> Answer:
@@ -303,6 +184,34 @@ def fit_command(cases: str, constant: str, system: str | None, chosen: tuple[str
     click.echo(fit_table(report))
 
 
+@cli.command("figure")
+@click.argument("name")
+@click.option("-o", "--output", type=click.Path(), help="Draw the figure into this file: .png, .svg, .pdf.")
+@click.option("--json", "as_json", is_flag=True, help="Print one memo.figure/1 (of a table memo.validation/1).")
+def figure_command(name: str, output: str | None, *, as_json: bool) -> None:
+    """Compute a figure or table of MEMO again: 1b, 6, 11a, 11b, 11c, table3, table4, table5.
+
+    A table's predictions stand where the paper printed the measurements, with the error beneath each.
+    """
+    from memo_sim.contract.codec import encode
+    from memo_sim.figures import figure
+    from memo_sim.published import TABLES, published
+    from memo_sim.views.chart import draw_chart
+    from memo_sim.views.tables import chart_table, published_table, summary_table
+
+    if name in TABLES:
+        if output:
+            raise UsageError("a table is not drawn", got=f"-o {output}", hint="leave -o out, or --json")
+        report, cells = _with_progress("cases", lambda tell: published(name, progress=tell))
+        text = f"{published_table(cells)}\n\n{summary_table(report.cases)}"
+        click.echo(encode(report).decode() if as_json else text, nl=not as_json)
+        return
+    found = _with_progress("plans", lambda tell: figure(name, progress=tell))
+    if output:
+        draw_chart(found, output)
+    click.echo(encode(found).decode() if as_json else chart_table(found), nl=not as_json)
+
+
 @cli.command("list")
 @click.argument("what", type=click.Choice(["models", "clusters", "systems", "cases", "hardware"]))
 def list_command(what: str) -> None:
@@ -349,7 +258,7 @@ def plan_memory_command(path: str, output: Path | None, plot: Path | None, *, as
     from memo_sim.views.tables import placement_report
 
     check_outputs(output, plot, read=Path(path))
-    limits = {"time_limit_s": options["time_limit"], "capacity_bytes": _gib(options["device_memory_gib"])}
+    limits = {"time_limit_s": options["time_limit"], "capacity_bytes": gib(options["device_memory_gib"])}
     plan = plan_memory(path, solver=options["solver"], device=options["device"], **limits)
     write_files(plan, output, plot)
     click.echo(encode(plan.report).decode() if as_json else f"{placement_report(plan.report)}\n", nl=False)

@@ -1,0 +1,176 @@
+"""Options that ``memo-sim`` questions share, and the question they make.
+
+Everything heavier than click is imported inside the functions that need it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+from memo_sim.contract.errors import UsageError
+
+if TYPE_CHECKING:
+    from memo_sim.contract.plan import Plan
+    from memo_sim.planning.question import Question
+
+GIB = 2**30
+SEARCHED = (
+    *("model", "seq_len", "system", "tp", "cp", "cp_exchange", "ulysses", "dp", "zero", "alpha", "recompute", "states"),
+    *("loss_chunk", "mlp_chunk", "memory_policy", "replay_allocator", "micro_batch", "global_batch", "top"),
+)
+"""What a plan decides, so that none of it can be given beside ``--plan``."""
+MOST_SEQUENCES = 2**16
+Options = dict[str, Any]
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+
+class Finite(click.FloatRange):
+    """A range of floats that infinity and NaN are not part of."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        """Return the number, or fail with the option's name."""
+        number = float(super().convert(value, param, ctx))
+        if not math.isfinite(number):
+            self.fail(f"{value} is not a finite number.", param, ctx)
+        return number
+
+    def _describe_range(self) -> str:
+        """Return the bounds in few digits: 2**-20 is 9.5e-07."""
+        low = "" if self.min is None else f"{self.min:.2g}{'<' if self.min_open else '<='}"
+        high = "" if self.max is None else f"{'<' if self.max_open else '<='}{self.max:.2g}"
+        return f"{low}x{high}"
+
+
+KNOBS = (
+    click.option("--system", default="any", show_default=True, help="A preset of `memo-sim list systems`."),
+    click.option("--tp", type=click.IntRange(1), help="Tensor parallelism (with sequence parallelism when above 1)."),
+    click.option("--cp", type=click.IntRange(1), help="Context parallelism (zigzag)."),
+    click.option(
+        "--cp-exchange",
+        type=click.Choice(["ring", "all_gather"]),
+        default="ring",
+        show_default=True,
+        help="Keys and values of cp ranks: hop by hop, or all at once.",
+    ),
+    click.option("--ulysses", type=click.IntRange(1), help="All-to-all around attention, heads divided."),
+    click.option("--dp", type=click.IntRange(1), help="Data parallelism."),
+    click.option(
+        "--zero",
+        type=click.IntRange(0, 3),
+        help="Over cp x ulysses x dp: 1 divides optimizer states, 2 gradients too, 3 parameters too (FSDP).",
+    ),
+    click.option("--alpha", type=Finite(0, 1), help="Fraction of tokens swapped (full recompute: of its inputs)."),
+    click.option(
+        "--recompute", type=click.Choice(["none", "full", "selective", "tokenwise"]), help="What happens to the others."
+    ),
+    click.option("--states", type=click.Choice(["fp32", "bf16", "host"]), default="fp32", show_default=True),
+    click.option(
+        "--memory-policy",
+        type=click.Choice(["planned", "caching", "eager"]),
+        help="One planned arena; PyTorch's caching allocator; that under an eager framework. The system's own unless"
+        " given.",
+    ),
+    click.option(
+        "--replay-allocator", is_flag=True, help="CUDA: memo-exec's allocator serves libraries from the arena."
+    ),
+    click.option("--loss-chunk", help="Tokens whose logits exist at once; 0 = all. Chosen when not given."),
+    click.option(
+        "--mlp-chunk", help="Full recompute: tokens whose MLP exists at once; 0 = all. Chosen when not given."
+    ),
+    click.option(
+        "--micro-batch", type=click.IntRange(1, MOST_SEQUENCES), default=1, show_default=True, help="Sequences."
+    ),
+    click.option(
+        "--global-batch",
+        type=click.IntRange(1, MOST_SEQUENCES),
+        default=1,
+        show_default=True,
+        help="Sequences of a step.",
+    ),
+    click.option("--device-memory-gib", type=Finite(2**-20, 2**30), help="Instead of the profile's."),
+    click.option("--host-memory-gib", type=Finite(2**-20, 2**30), help="Of one node, instead of its own."),
+)
+"""What is asked beside the model and the sequence; each knob can be pinned."""
+
+
+def question_options(command: Command) -> Command:
+    """Give ``command`` every knob."""
+    for option in reversed(KNOBS):
+        command = option(command)
+    return command
+
+
+def question_of(options: Options) -> tuple[Plan | None, Question]:
+    """Return the question, and the plan that is to be priced in place of a search (None without ``--plan``).
+
+    Raises:
+        UsageError: when the options contradict each other, or name what there is not.
+        BadInput: when a file cannot be read.
+    """
+    from memo_sim.contract.catalog import load_cluster, load_model
+    from memo_sim.contract.codec import read
+    from memo_sim.contract.plan import Plan
+    from memo_sim.contract.units import parse_tokens
+    from memo_sim.planning.presets import find_system
+    from memo_sim.planning.question import Pins, Question, with_memory
+
+    find_system(options["system"])
+    plan = read(options["plan_path"], Plan) if options["plan_path"] else None
+    if plan is None and not (options["model"] and options["seq_len"]):
+        raise UsageError("a question needs MODEL and --seq-len, or --plan", hint="memo-sim what-if --help")
+    if plan is not None and (given := _given(SEARCHED)):
+        raise UsageError("--plan brings its own knobs", got=", ".join(given), hint="leave those out")
+    cluster, hardware = with_memory(
+        *load_cluster(options["cluster"]),
+        device_bytes=gib(options["device_memory_gib"]),
+        host_bytes=gib(options["host_memory_gib"]),
+    )
+    pins = Pins(
+        tp=options["tp"],
+        cp=options["cp"],
+        cp_exchange=options["cp_exchange"],
+        ulysses=options["ulysses"],
+        dp=options["dp"],
+        zero=options["zero"],
+        alpha=options["alpha"],
+        recompute=options["recompute"],
+        loss_chunk_tokens=_chunk(options["loss_chunk"]),
+        mlp_chunk_tokens=_chunk(options["mlp_chunk"]),
+        memory_policy=options["memory_policy"],
+        replay_allocator=options["replay_allocator"],
+    )
+    question = Question(
+        model=plan.decisions.model if plan else load_model(options["model"]),
+        cluster=cluster,
+        hardware=hardware,
+        seq_tokens=plan.decisions.seq_tokens if plan else parse_tokens(options["seq_len"]),
+        system=options["system"],
+        pins=pins,
+        states=options["states"],
+        micro_batch=options["micro_batch"],
+        global_batch=options["global_batch"],
+    )
+    return plan, question
+
+
+def _chunk(text: str | None) -> int | None:
+    """Return a number of tokens, 0 for all of them, None where none was given."""
+    from memo_sim.contract.units import parse_tokens
+
+    return 0 if text == "0" else None if text is None else parse_tokens(text)
+
+
+def _given(names: tuple[str, ...]) -> list[str]:
+    """Return which of the command's parameters were typed."""
+    context = click.get_current_context()
+    typed = click.core.ParameterSource.COMMANDLINE
+    return [name.replace("_", "-") for name in names if context.get_parameter_source(name) is typed]
+
+
+def gib(value: float | None) -> int | None:
+    """Return bytes."""
+    return None if value is None else int(value * GIB)
