@@ -55,7 +55,7 @@ def attention_backward(call: Call) -> None:
         grad_q, grad_k, grad_v = _packed(call["grad_qkv"], work)
     else:
         grad_q, (grad_k, grad_v) = call["grad_q"].view(q.shape), _keys(call["grad_kv"], work)
-    grad, out = (_queries(call[role].unflatten(1, q.shape[2:]), work) for role in ("grad", "out"))
+    grad, out = (_queries(torch.unflatten(call[role], 1, q.shape[2:]), work) for role in ("grad", "out"))
     lse = _queries(call.matrix("lse"), work)
     for queries, keys in _groups(call, work):
         backend.backward(
@@ -87,7 +87,7 @@ def _operands(call: Call, work: Attention) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _packed(qkv: Tensor, work: Attention) -> tuple[Tensor, Tensor, Tensor]:
-    heads = _queries(qkv.unflatten(1, (-1, work.head_dim)), work)
+    heads = _queries(torch.unflatten(qkv, 1, (-1, work.head_dim)), work)
     q, k, v = torch.split(heads, [work.heads, work.kv_heads, work.kv_heads], dim=2)
     return q, k, v
 
@@ -99,7 +99,7 @@ def _keys(kv: Tensor, work: Attention) -> tuple[Tensor, Tensor]:
 
 def _queries(rows: Tensor, work: Attention) -> Tensor:
     """Return the last ``q_tokens`` rows of each sequence."""
-    return rows.unflatten(0, (work.batch, -1))[:, -work.q_tokens :]
+    return torch.unflatten(rows, 0, (work.batch, -1))[:, -work.q_tokens :]
 
 
 def _groups(call: Call, work: Attention) -> Iterator[tuple[slice, slice]]:

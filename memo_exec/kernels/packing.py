@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import torch
 from torch import Tensor
 
 from memo_exec.kernels.call import Call
@@ -30,8 +31,8 @@ def accumulate(call: Call) -> None:
         _at_home(out, width, call).add_(_travelling(x, call))
     else:
         batch = call.context.decisions.micro_batch
-        queries = x.unflatten(0, (batch, -1))
-        out[:, :width].unflatten(0, (batch, -1))[:, -queries.shape[1] :].add_(queries)
+        queries = torch.unflatten(x, 0, (batch, -1))
+        torch.unflatten(out[:, :width], 0, (batch, -1))[:, -queries.shape[1] :].add_(queries)
 
 
 def heads_transpose(call: Call) -> None:
@@ -47,12 +48,12 @@ def heads_transpose(call: Call) -> None:
 
 def _travelling(rows: Tensor, call: Call) -> Tensor:
     """Return keys and values in the order in which they travel as (half, sequence, row, features)."""
-    return rows.unflatten(0, (2, call.context.decisions.micro_batch, -1))
+    return torch.unflatten(rows, 0, (2, call.context.decisions.micro_batch, -1))
 
 
 def _at_home(qkv: Tensor, width: int, call: Call) -> Tensor:
     """Return the last ``width`` features of a rank's rows in the same order."""
-    return qkv[:, -width:].unflatten(0, (call.context.decisions.micro_batch, 2, -1)).transpose(0, 1)
+    return torch.unflatten(qkv[:, -width:], 0, (call.context.decisions.micro_batch, 2, -1)).transpose(0, 1)
 
 
 def _by_rank(plain: Tensor, grouped: Tensor, call: Call) -> Iterator[tuple[Tensor, Tensor]]:
@@ -63,6 +64,6 @@ def _by_rank(plain: Tensor, grouped: Tensor, call: Call) -> Iterator[tuple[Tenso
     ranks = grouped.view(degree, len(plain), width // degree)
     first = 0
     for part in (q,) if width == q else (q, kv, kv):
-        features = plain[:, first : first + part].unflatten(1, (degree, -1)).transpose(0, 1)
+        features = torch.unflatten(plain[:, first : first + part], 1, (degree, -1)).transpose(0, 1)
         yield features, ranks[:, :, first // degree : (first + part) // degree]
         first += part
