@@ -38,6 +38,7 @@ from memo_exec.probes.usable import Usable, usable
 from memo_sim.contract.hardware import Hardware
 from memo_sim.contract.plan import Decisions, RowwiseKernel
 from memo_sim.program.instruction import Lane
+from memo_sim.program.library_results import IN_USE
 from memo_sim.program.work import Rowwise
 
 Progress = Callable[[int, int], None]
@@ -138,7 +139,7 @@ def _measure(machine: Machine, grid: Grid, kernels: Usable, deadline: float, pro
         layer = bench.chain(operators_of([grids.middle(grid, kernels.attention[0])]))
         copies = copy_rates.one_device(lanes, grid, layer, COPIES, lambda n: progress(timings + n, total))
         floor = lanes.inside(Lane.COMPUTE, partial(memory.launch_floor, device)) if device.type == "cuda" else dispatch
-    reserve = {"in use when calibrated": before}
+    reserve = {IN_USE: before}
     if device.type == "cuda":
         reserve["kernels and libraries"] = max(0, _outside_torch(device) - before)
     found = Found(

@@ -35,7 +35,9 @@ def _attention(machine: Machine) -> dict[str, str]:
     """Return what each attention kernel can do: missing, or tried with every head size."""
     missing = attention_kernels(machine)
     found = {}
-    for name, faults in tried_attention_kernels(machine, DTYPES[machine.device][0], HEAD_DIMS).items():
+    for name, faults in tried_attention_kernels(
+        machine, "fp32" if machine.device == "cpu" else "bf16", HEAD_DIMS
+    ).items():
         works = ", ".join(str(size) for size, fault in faults.items() if not fault)
         wrong = [f"heads of {size}: {fault}" for size, fault in faults.items() if fault]
         tried = [f"available with heads of {works}"] if works else []

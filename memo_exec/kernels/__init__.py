@@ -30,6 +30,7 @@ from memo_exec.kernels import (
     rotary,
 )
 from memo_exec.kernels.call import Call, Context, Scratch, StepScalars
+from memo_sim.program.library_results import LIBRARY_OPS
 
 Kernel = Callable[[Call], None]
 
@@ -129,7 +130,7 @@ KERNELS: Mapping[str, Kernel] = {
 } | {"cross_entropy": _divided(_either(loss.cross_entropy, "triton_loss"), divided_loss.divided_cross_entropy)}
 """The kernel of every op."""
 
-LIBRARY_SCRATCH = frozenset({"attention", "attention.bwd"})
+LIBRARY_SCRATCH = LIBRARY_OPS
 """Ops whose library allocates the workspace that the program declares."""
 
 __all__ = ["FUSED", "KERNELS", "LIBRARY_SCRATCH", "Call", "Context", "Kernel", "Scratch", "StepScalars"]

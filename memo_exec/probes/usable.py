@@ -27,7 +27,7 @@ def usable(machine: Machine, grid: Grid) -> Usable:
     Raises:
         CannotRun: when no attention kernel does.
     """
-    missing: dict[str, str] = {**attention_kernels(machine), **rowwise_kernels(machine)}
+    missing = attention_kernels(machine) | _by_name(rowwise_kernels(machine))
     faults = {
         name: next((f"heads of {size}: {why_not}" for size, why_not in found.items() if why_not), "")
         for name, found in tried_attention_kernels(machine, grid.dtype, grid.head_dims).items()
@@ -37,6 +37,10 @@ def usable(machine: Machine, grid: Grid) -> Usable:
     if not attention:
         reasons = "; ".join(f"{name}: {missing[name] or fault}" for name, fault in faults.items())
         raise CannotRun("no attention kernel works on this device", got=f"{machine.name} ({reasons})")
-    failed: dict[str, str] = {**faults, **rowwise}
+    failed = faults | _by_name(rowwise)
     left_out = {name: fault for name, fault in failed.items() if fault and not missing[name]}
     return Usable(attention, [name for name, fault in rowwise.items() if not fault], left_out)
+
+
+def _by_name(found: dict[RowwiseKernel, str]) -> dict[str, str]:
+    return {str(name): why_not for name, why_not in found.items()}

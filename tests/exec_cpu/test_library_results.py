@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from memo_exec import preflight, run
-from memo_exec.kernels import LIBRARY_SCRATCH
 from memo_exec.memory.arena import ArenaStore
 from memo_exec.needs import Needs, check_memory, needs_of
 from memo_exec.placement_file import checked_placement, has_library_slots, placement_path
@@ -28,7 +27,6 @@ from memo_sim.program.library_results import (
     IN_USE,
     LATER,
     LATER_BYTES,
-    LIBRARY_OPS,
     RESULTS,
     beside_arena,
     library_workspaces,
@@ -115,7 +113,6 @@ def test_a_profile_that_measured_more_is_believed() -> None:
 
 
 def test_they_are_attentions_workspaces() -> None:
-    assert LIBRARY_OPS == LIBRARY_SCRATCH
     decisions = decide(llama(), dtype="bf16", recompute="full", kernels=Kernels(attention="flash2"))
     (program,) = lower(decisions)
     works = [i.work for _, i in program.walk() if isinstance(i.work, Attention)]

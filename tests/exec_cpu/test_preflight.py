@@ -10,12 +10,13 @@ import pytest
 from memo_exec import machine as machines
 from memo_exec import preflight
 from memo_exec.attention_kernels import attention_kernels
+from memo_exec.distributed.world import Launch, launched
 from memo_exec.machine import Machine
 from memo_exec.needs import check_memory, needs_of
 from memo_exec.run import RunOptions, run
 from memo_sim.contract import codec
 from memo_sim.contract.catalog import load_cluster
-from memo_sim.contract.errors import BadInput, CannotRun
+from memo_sim.contract.errors import BadInput, CannotRun, UsageError
 from memo_sim.contract.plan import Decisions, Kernels, Layout
 from memo_sim.program.lower import lower
 from tests.exec_cpu.plans import byte_decisions, plan_of, write_plan
@@ -59,16 +60,27 @@ def test_dtypes_the_device_does_not_compute_in() -> None:
 
 @pytest.mark.parametrize("layout", [Layout(dp=2), Layout(tp=2, sequence_parallel=True)])
 def test_several_ranks_are_refused(layout: Layout) -> None:
-    message = refusal(byte_decisions(layout=layout, swapped_tokens=0))
-    assert "$.decisions.layout" in message
-    assert "next: plan for one device: memo-sim what-if --cluster a800-1x1 " in message
+    with pytest.raises(CannotRun) as caught:
+        preflight.check_ranks(byte_decisions(layout=layout, swapped_tokens=0), Launch())
+    assert "$.decisions.layout" in str(caught.value)
+    assert "next: torchrun --nproc_per_node 2 -m memo_exec run PLAN" in str(caught.value)
+
+
+def test_more_ranks_than_the_layout_has() -> None:
+    with pytest.raises(CannotRun, match="WORLD_SIZE 2") as caught:
+        preflight.check_ranks(byte_decisions(), Launch(0, 2, 0, 2))
+    assert "plan for one device: memo-sim what-if --cluster a800-1x1 " in str(caught.value)
     cluster, _ = load_cluster("a800-1x1")
     assert cluster.devices == 1
 
 
-def test_more_ranks_than_the_layout_has(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    assert "WORLD_SIZE 2" in refusal(byte_decisions())
+def test_ranks_of_a_host_share_its_memory() -> None:
+    decisions = byte_decisions()
+    needed = needs_of(lower(decisions)[0], CPU)
+    free = needed.device_bytes + needed.host_bytes + needed.reserve_bytes
+    check_memory(needed, replace(CPU, host_available_bytes=free))
+    with pytest.raises(CannotRun, match="for 2 ranks"):
+        check_memory(needed, replace(CPU, host_available_bytes=free, sharing=2))
 
 
 def test_too_little_memory() -> None:
@@ -105,7 +117,7 @@ def test_a_layout_nothing_lowers_cannot_run() -> None:
     plan = plan_of(byte_decisions())
     with pytest.raises(CannotRun, match="no lowering"):
         preflight.checked_program(
-            msgspec.structs.replace(plan, decisions=byte_decisions(layout=Layout(pp=2))), where="plan.json"
+            msgspec.structs.replace(plan, decisions=byte_decisions(layout=Layout(metp=2))), where="plan.json"
         )
 
 
@@ -117,7 +129,8 @@ def test_a_step_of_too_many_micro_batches_is_refused_at_once() -> None:
 
 def test_world_size_must_be_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "abc")
-    assert "WORLD_SIZE is not a number" in refusal(byte_decisions())
+    with pytest.raises(UsageError, match="WORLD_SIZE is not a number"):
+        launched()
 
 
 def test_nothing_is_allocated_for_a_plan_that_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
