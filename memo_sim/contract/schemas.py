@@ -9,6 +9,7 @@ import msgspec
 from memo_sim.contract.cluster import Cluster
 from memo_sim.contract.comparison import Comparison
 from memo_sim.contract.errors import UsageError, did_you_mean
+from memo_sim.contract.figure import Figure
 from memo_sim.contract.hardware import Hardware
 from memo_sim.contract.memory_report import MemoryReport
 from memo_sim.contract.model import Model
@@ -31,6 +32,7 @@ DOCUMENTS: dict[str, type[msgspec.Struct]] = {
     "result": Result,
     "validation": Validation,
     "comparison": Comparison,
+    "figure": Figure,
 }
 
 

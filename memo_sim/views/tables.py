@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+from memo_sim.views.chart_table import chart_table
 from memo_sim.views.comparison_table import comparison_table
 from memo_sim.views.fit_table import fit_table
 from memo_sim.views.placement_table import placement_report
 from memo_sim.views.plan_table import infeasible_table, peak_table, ranked_table, result_table, stall_table
+from memo_sim.views.published_table import published_table
 from memo_sim.views.text_table import text_table
 from memo_sim.views.validation_table import summary_table, validation_table
 
 __all__ = [
+    "chart_table",
     "comparison_table",
     "fit_table",
     "infeasible_table",
     "peak_table",
     "placement_report",
+    "published_table",
     "ranked_table",
     "result_table",
     "stall_table",

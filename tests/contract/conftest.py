@@ -7,6 +7,7 @@ import pytest
 
 from memo_sim.contract.cluster import Cluster, Network
 from memo_sim.contract.comparison import Comparison, Ratio, StepFigures
+from memo_sim.contract.figure import Figure, Line, Point
 from memo_sim.contract.hardware import (
     AttentionTable,
     CollectiveTable,
@@ -280,6 +281,21 @@ def comparison() -> Comparison:
     )
 
 
+def figure() -> Figure:
+    points = [Point(x=8, y=1048576, note="tp 4"), Point(x=16, y=None, note="nothing fits")]
+    return Figure(
+        name="11a",
+        title="a test",
+        x_label="GPUs",
+        y_label="tokens",
+        x_kind="number",
+        y_kind="tokens",
+        lines=[Line(label="memo", points=points)],
+        findings=["one"],
+        step_tokens=131072,
+    )
+
+
 _SAMPLES: dict[str, Callable[[], msgspec.Struct]] = {
     "model": model,
     "hardware": hardware,
@@ -292,6 +308,7 @@ _SAMPLES: dict[str, Callable[[], msgspec.Struct]] = {
     "result": result,
     "validation": validation,
     "comparison": comparison,
+    "figure": figure,
 }
 
 

@@ -1,0 +1,42 @@
+"""A figure of a paper, computed again (``memo.figure/1``): its curves as numbers, before anything is drawn."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from memo_sim.contract.units import Tokens
+
+
+class Point(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One value; ``y`` is null where there is none (a plan that does not fit), and ``note`` says why or how."""
+
+    x: float
+    y: float | None
+    note: str = ""
+
+
+class Line(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What one label stands for."""
+
+    label: str
+    points: list[Point]
+
+
+class Figure(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="schema", tag="memo.figure/1"
+):
+    """Lines over one axis. Units stand in the axes' labels; ``tokens`` and ``fraction`` are shown as 64k and 53.1 %."""
+
+    name: str
+    title: str
+    x_label: str
+    y_label: str
+    x_kind: Literal["tokens", "number"]
+    y_kind: Literal["tokens", "fraction", "number"]
+    lines: list[Line]
+    findings: list[str] = []
+    """What the paper reads off the figure, read off this one; one sentence each."""
+    step_tokens: Tokens = 0
+    """How finely lengths were searched; 0 where none were."""

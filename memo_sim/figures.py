@@ -1,0 +1,292 @@
+"""Figures of MEMO computed again: every value is the engine's, on the paper's models and clusters.
+
+    1b    a layer's forward, its FlashAttention and the full offload of its activations by length; gpt-7b, tp 8, 8 A800
+    6     FlashAttention and the rest of a layer's forward, the same
+    11a   the longest sequence of three systems on 8 to 64 GPUs, gpt-7b;  11b: their MFU there
+    11c   their MFU on 64 GPUs from 1024K to 8192K tokens
+
+Layouts are searched as for the tables. A length is the longest when it fits and the one a step longer does not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from memo_sim.contract.catalog import load_cluster, load_model
+from memo_sim.contract.errors import Infeasible, UsageError, did_you_mean
+from memo_sim.contract.figure import Figure, Line, Point
+from memo_sim.contract.units import KIB, format_tokens
+from memo_sim.costs.pricing import Pricer
+from memo_sim.planning.question import Pins, Question
+from memo_sim.planning.search import Evaluated, offload_bandwidth, play, search
+from memo_sim.planning.space import candidates
+from memo_sim.program.lower import lower
+from memo_sim.program.work import Attention, Copy
+from memo_sim.views.plan_table import layout_label
+
+Progress = Callable[[int, int], None]
+
+MODEL = "gpt-7b"
+SYSTEMS = ("deepspeed-ulysses", "megatron-lm", "memo")
+"""In the order in which the paper names them."""
+GLOBAL_BATCH = 16
+"""Sequences of a step: the tables' tokens of a step over their lengths."""
+NODES = (1, 2, 4, 8)
+GPUS = 8
+"""Of a node."""
+STEP_TOKENS = 128 * KIB
+MOST_STEPS = 128
+LAYER_TOKENS = tuple(64 * KIB * n for n in range(1, 13))
+LONG_TOKENS = tuple(1024 * KIB * n for n in range(1, 9))
+
+
+@dataclass(frozen=True, slots=True)
+class LayerTimes:
+    """Seconds on one GPU of a node: a layer's forward, the attention in it, and the offload of all that it keeps."""
+
+    forward_s: float
+    attention_s: float
+    offload_s: float
+
+
+def figure(name: str, *, progress: Progress | None = None) -> Figure:
+    """Return the figure called ``name``.
+
+    Raises:
+        UsageError: when there is none.
+    """
+    if name not in FIGURES:
+        raise UsageError("no such figure", got=repr(name), wanted=", ".join(FIGURES), hint=did_you_mean(name, FIGURES))
+    return FIGURES[name](progress or (lambda done, total: None))
+
+
+def layer_times(seq_tokens: int, *, model: str = MODEL, gpus: int = GPUS) -> LayerTimes:
+    """Return the times of a middle layer whose every tensor is swapped, with tensor parallelism over ``gpus``."""
+    question = _question("full-swap", seq_tokens, gpus=gpus, model=model, sequences=1, pins=Pins(tp=gpus))
+    decisions = candidates(question)[0][0].base
+    (program,) = lower(decisions)
+    works = {t.name: [i.work for i in t.instructions] for t in program.templates}
+    pricer = Pricer(question.hardware, question.cluster, decisions.layout)
+    copied = sum(work.bytes for work in works["layer.offload"] if isinstance(work, Copy))
+    return LayerTimes(
+        forward_s=play(question, decisions).layer_forward_s,
+        attention_s=sum(pricer.seconds(work) for work in works["layer.fwd"] if isinstance(work, Attention)),
+        offload_s=copied / offload_bandwidth(question, decisions, copied),
+    )
+
+
+def longest(question: Callable[[int], Question], step_tokens: int, most_steps: int) -> tuple[int, Evaluated | None]:
+    """Return the most tokens, a multiple of ``step_tokens``, whose ``question`` has a plan, and the best plan of it.
+
+    What fits is taken to fit at every shorter length. 0 and no plan where one step does not fit.
+    """
+    known: dict[int, Evaluated | None] = {}
+
+    def best(steps: int) -> Evaluated | None:
+        if steps not in known:
+            known[steps] = _best(question(steps * step_tokens))
+        return known[steps]
+
+    low, high = 0, 1
+    while high <= most_steps and best(high) is not None:
+        low, high = high, 2 * high
+    high = min(high, most_steps + 1)
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if best(middle) is not None else (low, middle)
+    return low * step_tokens, known.get(low)
+
+
+def _best(question: Question) -> Evaluated | None:
+    try:
+        return search(question).best
+    except Infeasible:  # no layout divides this length
+        return None
+
+
+def _question(
+    system: str,
+    seq_tokens: int,
+    *,
+    gpus: int,
+    model: str = MODEL,
+    sequences: int = GLOBAL_BATCH,
+    pins: Pins | None = None,
+) -> Question:
+    nodes = max(1, gpus // GPUS)
+    cluster, hardware = load_cluster(f"a800-{nodes}x{gpus // nodes}")
+    return Question(
+        model=load_model(model),
+        cluster=cluster,
+        hardware=hardware,
+        seq_tokens=seq_tokens,
+        system=system,
+        global_batch=sequences,
+        pins=pins or Pins(),
+    )
+
+
+def _layers(progress: Progress) -> list[tuple[int, LayerTimes]]:
+    found = []
+    for done, tokens in enumerate(LAYER_TOKENS, start=1):
+        found.append((tokens, layer_times(tokens)))
+        progress(done, len(LAYER_TOKENS))
+    return found
+
+
+def _offload_and_forward(progress: Progress) -> Figure:
+    found = _layers(progress)
+    hidden = [tokens for tokens, times in found if times.offload_s <= times.forward_s]
+    lines = {
+        "one layer's full offload": [times.offload_s for _, times in found],
+        "one layer's forward": [times.forward_s for _, times in found],
+        "FlashAttention forward": [times.attention_s for _, times in found],
+    }
+    return Figure(
+        name="1b",
+        title="A layer's forward beside the offload of its activations: gpt-7b, 8 A800, tp 8",
+        x_label="sequence length (tokens)",
+        y_label="milliseconds",
+        x_kind="tokens",
+        y_kind="number",
+        lines=[_line(label, [t for t, _ in found], [1e3 * s for s in values]) for label, values in lines.items()],
+        findings=[
+            f"Forward hides the offload from {format_tokens(hidden[0])} tokens on (MEMO: beyond 192K)."
+            if hidden
+            else "Forward hides the offload at none of these lengths."
+        ],
+    )
+
+
+def _attention_share(progress: Progress) -> Figure:
+    found = _layers(progress)
+    share = {tokens: times.attention_s / times.forward_s for tokens, times in found}
+    at_last = f"{100 * share[LAYER_TOKENS[-1]]:.1f} % of the forward at {format_tokens(LAYER_TOKENS[-1])}"
+    ninety = [tokens for tokens, part in share.items() if part > 0.9]
+    return Figure(
+        name="6",
+        title="A layer's forward: FlashAttention and the rest; gpt-7b, 8 A800, tp 8",
+        x_label="sequence length (tokens)",
+        y_label="milliseconds",
+        x_kind="tokens",
+        y_kind="number",
+        lines=[
+            _line("FlashAttention", list(share), [1e3 * times.attention_s for _, times in found]),
+            _line("the rest", list(share), [1e3 * (times.forward_s - times.attention_s) for _, times in found]),
+        ],
+        findings=[
+            f"FlashAttention is {at_last}.",
+            f"It is more than 90 % from {format_tokens(ninety[0])} on (MEMO: beyond 576K)."
+            if ninety
+            else "It stays under 90 % at these lengths (MEMO: more beyond 576K).",
+        ],
+    )
+
+
+def _on_more_gpus(progress: Progress) -> dict[str, list[tuple[int, int, Evaluated | None]]]:
+    """Return (GPUs, longest sequence, its best plan) of every system."""
+    found: dict[str, list[tuple[int, int, Evaluated | None]]] = {system: [] for system in SYSTEMS}
+    for i, system in enumerate(SYSTEMS):
+        for j, nodes in enumerate(NODES):
+            gpus = nodes * GPUS
+            tokens, best = longest(lambda t, s=system, g=gpus: _question(s, t, gpus=g), STEP_TOKENS, MOST_STEPS)  # type: ignore[misc]
+            found[system].append((gpus, tokens, best))
+            progress(i * len(NODES) + j + 1, len(SYSTEMS) * len(NODES))
+    return found
+
+
+def _longest(progress: Progress) -> Figure:
+    found = _on_more_gpus(progress)
+    per_gpu = [tokens // gpus // KIB for gpus, tokens, _ in found["memo"]]
+    return Figure(
+        name="11a",
+        title="The longest sequence of gpt-7b by number of A800",
+        x_label="GPUs",
+        y_label="sequence length (tokens)",
+        x_kind="number",
+        y_kind="tokens",
+        lines=[
+            Line(
+                label=system,
+                points=[Point(x=gpus, y=tokens or None, note=_how(best)) for gpus, tokens, best in rows],
+            )
+            for system, rows in found.items()
+        ],
+        findings=[f"memo holds {', '.join(map(str, per_gpu))}K tokens a GPU (MEMO: linear, 128K a GPU on 8)."],
+        step_tokens=STEP_TOKENS,
+    )
+
+
+def _at_the_longest(progress: Progress) -> Figure:
+    found = _on_more_gpus(progress)
+    return Figure(
+        name="11b",
+        title="MFU of gpt-7b at each system's longest sequence",
+        x_label="GPUs",
+        y_label="MFU",
+        x_kind="number",
+        y_kind="fraction",
+        lines=[
+            Line(
+                label=system,
+                points=[
+                    Point(x=gpus, y=_mfu(best), note=f"{format_tokens(tokens)}, {_how(best)}")
+                    for gpus, tokens, best in rows
+                ],
+            )
+            for system, rows in found.items()
+        ],
+        findings=[_least_mfu([best for _, _, best in found["memo"]])],
+        step_tokens=STEP_TOKENS,
+    )
+
+
+def _on_64_gpus(progress: Progress) -> Figure:
+    lines, total = [], len(SYSTEMS) * len(LONG_TOKENS)
+    plans: dict[str, list[Evaluated | None]] = {}
+    for i, system in enumerate(SYSTEMS):
+        plans[system] = []
+        for j, tokens in enumerate(LONG_TOKENS):
+            plans[system].append(_best(_question(system, tokens, gpus=NODES[-1] * GPUS)))
+            progress(i * len(LONG_TOKENS) + j + 1, total)
+        points = [Point(x=t, y=_mfu(p), note=_how(p)) for t, p in zip(LONG_TOKENS, plans[system], strict=True)]
+        lines.append(Line(label=system, points=points))
+    return Figure(
+        name="11c",
+        title="MFU of gpt-7b on 64 A800",
+        x_label="sequence length (tokens)",
+        y_label="MFU",
+        x_kind="tokens",
+        y_kind="fraction",
+        lines=lines,
+        findings=[_least_mfu(plans["memo"])],
+    )
+
+
+def _line(label: str, x: Sequence[float], y: Sequence[float]) -> Line:
+    return Line(label=label, points=[Point(x=a, y=b) for a, b in zip(x, y, strict=True)])
+
+
+def _mfu(best: Evaluated | None) -> float | None:
+    return None if best is None else best.prediction.mfu
+
+
+def _how(best: Evaluated | None) -> str:
+    return "nothing fits" if best is None else f"{layout_label(best.decisions.layout)}, {best.policy.label}"
+
+
+def _least_mfu(plans: Sequence[Evaluated | None]) -> str:
+    values = [value for plan in plans if (value := _mfu(plan)) is not None]
+    if not values:
+        return "memo fits nowhere."
+    return f"memo: {100 * min(values):.1f} % at least where it fits, {len(values)} of {len(plans)} (MEMO: over 50 %)."
+
+
+FIGURES: dict[str, Callable[[Progress], Figure]] = {
+    "1b": _offload_and_forward,
+    "6": _attention_share,
+    "11a": _longest,
+    "11b": _at_the_longest,
+    "11c": _on_64_gpus,
+}
