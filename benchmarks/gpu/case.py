@@ -6,12 +6,15 @@ from typing import Literal
 
 import msgspec
 
-from memo_sim.contract.hardware import DtypeName
+from memo_sim.contract.hardware import DtypeName, FusedKernel
 from memo_sim.contract.model import Model
+from memo_sim.contract.plan import Kernels
 
 Kind = Literal["machine", "calibrate", "plain", "hugging face", "memo"]
 Part = Literal["checks", "calibrate", "suite", "rivals", "longest"]
 
+FUSED: FusedKernel = "triton"
+"""The row-wise kernels that a plan may name where they work, listed with the attention kernels."""
 SEED = 1
 SEQUENCES = 1
 """In a step: one micro-batch of one sequence, for every system."""
@@ -44,3 +47,8 @@ class Case(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     def tokens(self) -> int:
         """Tokens of one step."""
         return SEQUENCES * self.seq_tokens
+
+
+def named(kernels: Kernels) -> str:
+    """Return a plan's kernels in a word."""
+    return kernels.attention + (f" + {kernels.rowwise}" if kernels.rowwise != "torch" else "")

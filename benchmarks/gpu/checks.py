@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 
 from benchmarks.gpu.agreement import reference_of, with_agreement
-from benchmarks.gpu.case import SEQUENCES, Case
+from benchmarks.gpu.case import FUSED, SEQUENCES, Case, named
 from benchmarks.gpu.launcher import ROOT
 from benchmarks.gpu.plans import model_of
 from benchmarks.gpu.row import Row, Status
@@ -79,14 +79,18 @@ def _status(returned: int, summary: str) -> Status:
 
 
 def _policies(session: Session, model: Model) -> list[Case]:
-    """Return plain autograd and every policy on every attention kernel."""
+    """Return plain autograd and every policy on every attention kernel, with the first on fused kernels as well."""
     tokens = session.scale.check_tokens
     fields = {"part": "checks", "steps": STEPS, "warm_ups": 0}
     cases = [session.case(model, tokens, rival=REFERENCE, kind="plain", **fields)]
-    for kernel in session.kernels:
+    attention = [name for name in session.kernels if name != FUSED]
+    chosen = [Kernels(attention=name) for name in attention]
+    if FUSED in session.kernels:
+        chosen.append(Kernels(attention=attention[0], rowwise=FUSED))
+    for kernels in chosen:
         for policy, (recompute, swapped) in _chosen(tokens).items():
-            plan = _plan(session, model, kernel, recompute, swapped)
-            name = f"memo, {policy}, {kernel}"
+            plan = _plan(session, model, kernels, recompute, swapped)
+            name = f"memo, {policy}, {named(kernels)}"
             cases.append(session.case(model, tokens, rival=name, kind="memo", policy=policy, plan=str(plan), **fields))
     return cases
 
@@ -111,7 +115,7 @@ def _chosen(tokens: int) -> dict[str, tuple[Recompute, int]]:
     }
 
 
-def _plan(session: Session, model: Model, kernel: str, recompute: Recompute, swapped: int) -> Path:
+def _plan(session: Session, model: Model, kernels: Kernels, recompute: Recompute, swapped: int) -> Path:
     """Write a plan without a prediction, in torch's caching allocator: it needs neither a profile nor a placement."""
     decisions = Decisions(
         model=model,
@@ -121,9 +125,11 @@ def _plan(session: Session, model: Model, kernel: str, recompute: Recompute, swa
         recompute=recompute,
         swapped_tokens=swapped,
         memory_policy="caching",
-        kernels=Kernels(attention=kernel),
+        kernels=kernels,
         dtype="bf16" if session.device == "cuda" else "fp32",
     )
-    path = session.results.plans / f"check-{model.name}-{kernel}-{recompute}-{swapped}.json"
+    path = (
+        session.results.plans / f"check-{model.name}-{kernels.attention}-{kernels.rowwise}-{recompute}-{swapped}.json"
+    )
     codec.write(path, Plan(decisions=decisions, program_sha256=program_sha256(lower(decisions))))
     return path

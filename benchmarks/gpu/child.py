@@ -17,7 +17,7 @@ from pathlib import Path
 import msgspec
 
 from benchmarks.gpu import huggingface
-from benchmarks.gpu.case import Case
+from benchmarks.gpu.case import FUSED, Case
 from benchmarks.gpu.rivals import RIVALS
 from benchmarks.gpu.row import Row, row_of
 from memo_sim.contract.errors import CannotRun, MemoError
@@ -87,9 +87,11 @@ def _machine(case: Case) -> Row:
     """Say what is here, so that the parent need not touch the device: its context would take memory from every try."""
     from memo_exec.attention_kernels import attention_kernels
     from memo_exec.machine import this_machine
+    from memo_exec.rowwise_kernels import tried_rowwise_kernels
 
     machine = this_machine()
-    kernels = [name for name, why_not in attention_kernels(machine).items() if not why_not]
+    found = attention_kernels(machine) | {FUSED: tried_rowwise_kernels(machine)[FUSED]}
+    kernels = [name for name, why_not in found.items() if not why_not]
     return msgspec.structs.replace(row_of(case, "ok", machine.device), backend=",".join(kernels))
 
 

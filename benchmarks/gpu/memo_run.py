@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 import torch
 
-from benchmarks.gpu.case import SEED, SEQUENCES, Case
+from benchmarks.gpu.case import SEED, SEQUENCES, Case, named
 from benchmarks.gpu.plain_run import peaks
 from benchmarks.gpu.row import Row, mfu_of, row_of, timed
 from memo_exec import compare, preflight, weights
@@ -105,7 +105,7 @@ def _with_prediction(row: Row, case: Case, plan: Plan, comparison: Comparison) -
         losses=comparison.losses,
         grad_norms=comparison.grad_norms,
         comparison=comparison,
-        backend=decided.kernels.attention,
+        backend=named(decided.kernels),
     )
     if found is None or found.step_s is None:
         return row

@@ -50,8 +50,8 @@ def model_of(preset: str, layers: int) -> Model:
 class Plans:
     """Plan files in one folder, made when they are not there or were made with another profile.
 
-    ``kernels`` are the attention kernels that plans may name; ``host_bytes`` is the host memory that is free here,
-    where that is less than the profile's.
+    ``kernels`` are the attention and fused kernels that plans may name; ``host_bytes`` is the host memory that is free
+    here, where that is less than the profile's.
     """
 
     def __init__(self, folder: Path, cluster: str, kernels: Collection[str], host_bytes: int | None = None) -> None:
@@ -60,9 +60,12 @@ class Plans:
         known = self.cluster.host_memory_bytes or hardware.host_memory_bytes
         if host_bytes is not None and host_bytes < known.value:
             self.cluster, hardware = with_memory(self.cluster, hardware, device_bytes=None, host_bytes=host_bytes)
-        # A shipped profile has measured attention kernels that may not be installed here.
-        usable = [table for table in hardware.attention if table.kernel in kernels]
-        self.hardware = msgspec.structs.replace(hardware, attention=usable)
+        # A shipped profile has measured kernels that may not be installed here.
+        self.hardware = msgspec.structs.replace(
+            hardware,
+            attention=[table for table in hardware.attention if table.kernel in kernels],
+            fused_rowwise_bytes_per_s={k: v for k, v in hardware.fused_rowwise_bytes_per_s.items() if k in kernels},
+        )
         self._hash = codec.sha256_of(self.hardware)
         self._refused: dict[Path, Refused] = {}
 

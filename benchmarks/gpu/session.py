@@ -33,7 +33,7 @@ class Session:
     device: str
     """``cuda`` or ``cpu``."""
     kernels: list[str]
-    """Attention kernels that plans can name here."""
+    """Attention kernels that plans can name here, and fused row-wise ones."""
     tell: Callable[[str], None]
     plans: Plans | None = None
     """None where this device has no profile: rivals run all the same."""
