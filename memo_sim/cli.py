@@ -81,6 +81,41 @@ def what_if_command(**options: Any) -> None:
         raise Infeasible("no plan fits", hint="see the reasons above") if not options["as_json"] else _Silent(4)
 
 
+@cli.command("longest")
+@click.argument("model")
+@click.option("--cluster", required=True, help="a800-1x8, a cluster file, or a hardware profile file.")
+@click.option("--step", default="64k", show_default=True, help="The answer is a multiple of so many tokens.")
+@click.option("--max-step-s", type=Finite(0, min_open=True), help="Seconds that a training step may take at most.")
+@question_options
+@click.option("-o", "--output", type=click.Path(), help="Write the plan, its trace and placement beside it.")
+@click.option("--plot", type=click.Path(), help="Draw its timeline (.png or .svg).")
+@click.option("--trace", "trace_path", type=click.Path(), help="Write its timeline for ui.perfetto.dev.")
+@click.option("--json", "as_json", is_flag=True, help="Print one memo.longest/1 document.")
+def longest_command(*, step: str, max_step_s: float | None, **options: Any) -> None:
+    """Find the longest sequence that fits, to a step: the fastest plan there, and what bounds it.
+
+    MODEL is a preset, a memo.model/1 file or a Hugging Face config.json.
+    """
+    from memo_sim.contract.codec import encode
+    from memo_sim.contract.units import parse_tokens
+    from memo_sim.longest import longest
+    from memo_sim.views.tables import longest_table
+    from memo_sim.what_if import write_files
+
+    outputs = _outputs({**options, "plan_path": None})
+    _, question = question_of({**options, "plan_path": None, "seq_len": step})
+    limits = {"step_tokens": parse_tokens(step), "most_step_s": max_step_s}
+    found = _with_progress("lengths", lambda tell: longest(question, **limits, progress=tell))
+    if found.answer is not None:
+        write_files(found.answer, found.question, outputs, created=_now(), command=_command_line())
+    if options["as_json"]:
+        click.echo(encode(found.document).decode(), nl=False)
+    else:
+        click.echo(longest_table(found.document) + "\n\n" + "\n".join(found.document.why))
+    if found.answer is None:
+        raise Infeasible("no length fits", hint="see the reasons above") if not options["as_json"] else _Silent(4)
+
+
 class _Silent(MemoError):
     """Ends the process with a code when the document already says everything."""
 

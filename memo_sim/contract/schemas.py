@@ -11,6 +11,7 @@ from memo_sim.contract.comparison import Comparison
 from memo_sim.contract.errors import UsageError, did_you_mean
 from memo_sim.contract.figure import Figure
 from memo_sim.contract.hardware import Hardware
+from memo_sim.contract.longest import Longest
 from memo_sim.contract.memory_report import MemoryReport
 from memo_sim.contract.model import Model
 from memo_sim.contract.placement import Placement
@@ -30,6 +31,7 @@ DOCUMENTS: dict[str, type[msgspec.Struct]] = {
     "memory": MemoryReport,
     "trace": Trace,
     "result": Result,
+    "longest": Longest,
     "validation": Validation,
     "comparison": Comparison,
     "figure": Figure,

@@ -121,7 +121,8 @@ class _FewLayers:
         turn = int(at[_of_instances(columns, head)][0])
         middle = at[self._middle]
         before, after = middle[middle < turn], middle[middle > turn]
-        return (at > before.max(initial=-1)) & (at < after.min(initial=len(at))) & self._inside
+        found: Flags = (at > before.max(initial=-1)) & (at < after.min(initial=len(at))) & self._inside
+        return found
 
     def repeated(self, times: int) -> Pass:
         """Return the pass with the middle layers played so many times more."""
@@ -171,7 +172,8 @@ def _live(lives: Liveness, sizes: Ints, *, device: bool) -> Ints:
     """Return the live bytes at every instruction, states left out."""
     curves = live_bytes(lives, device=device, sizes=sizes)
     counted = [curve for name, curve in curves.items() if name != BufferClass.STATE.value]
-    return np.sum([np.zeros(lives.instructions, dtype=np.int64), *counted], axis=0)
+    total: Ints = np.sum([np.zeros(lives.instructions, dtype=np.int64), *counted], axis=0)
+    return total
 
 
 def _idle_s(columns: Columns, seconds: Floats) -> Floats:

@@ -103,19 +103,22 @@ def search(
     front: bool = False,
     prune: bool = True,
     siblings: bool = False,
+    enough_s: float | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> SearchResult:
     """Return every candidate of ``question`` evaluated or pruned; ``progress`` is told (done, all).
 
     The ``keep`` best are exact, with ``front`` the Pareto front too. Without ``prune`` everything is evaluated; with
-    ``siblings`` so are all policies on the best plan's layout, which it is explained by.
+    ``siblings`` so are all policies on the best plan's layout, which it is explained by. With ``enough_s`` the search
+    ends at the first plan that fits and takes no longer: all others count as pruned.
 
     Raises:
         Infeasible: when no layout divides the model and the sequence.
         UsageError: when pinned knobs contradict each other or the cluster.
     """
     found, refused = candidates(question)
-    return _Search(question, keep=keep, front=front, prune=prune, siblings=siblings).run(found, refused, progress)
+    made = _Search(question, keep=keep, front=front, prune=prune, siblings=siblings, enough_s=enough_s)
+    return made.run(found, refused, progress)
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,12 +143,15 @@ class _Bounded:
 class _Search:
     """One search: what was played, and the floors of what was not."""
 
-    def __init__(self, question: Question, *, keep: int, front: bool, prune: bool, siblings: bool) -> None:
+    def __init__(
+        self, question: Question, *, keep: int, front: bool, prune: bool, siblings: bool, enough_s: float | None
+    ) -> None:
         self.question = question
         self.keep = keep
         self.front = front
         self.prune = prune
         self.siblings = siblings
+        self.enough_s = enough_s
         self.floors = Floors(question.hardware, question.cluster)
         self.known: dict[Decisions, Prediction] = {}
         self.ranked: list[Evaluated] = []
@@ -155,7 +161,7 @@ class _Search:
         self, found: list[Candidate], refused: list[str], progress: Callable[[int, int], None] | None
     ) -> SearchResult:
         self.bases = {candidate.base for candidate in found}
-        waiting = []
+        waiting: list[tuple[tuple[bool, bool, float], int, _Bounded]] = []
         for number, candidate in enumerate(found):
             one = self._roughly(candidate)
             heappush(waiting, (one.least_key, number, one))
@@ -163,7 +169,7 @@ class _Search:
         done = stood_for = 0
         while waiting:
             _, number, one = heappop(waiting)
-            beyond = self.prune and self._cannot_matter(one)
+            beyond = self.prune and (self._found_enough() or self._cannot_matter(one))
             if one.rough and self.prune and not beyond:
                 one = self._bounded(one.candidate)
                 heappush(waiting, (one.least_key, number, one))
@@ -181,6 +187,12 @@ class _Search:
         self.ranked.sort(key=lambda e: e.rank_key)
         self.ranked[0] = self._with_refusals(self.ranked[0])
         return SearchResult(self.ranked, len(self.ranked), len(pruned) - len(beside) + stood_for, refused)
+
+    def _found_enough(self) -> bool:
+        return bool(self.ranked) and self._enough(self.ranked[-1].prediction)
+
+    def _enough(self, prediction: Prediction) -> bool:
+        return self.enough_s is not None and prediction.step_s is not None and prediction.step_s <= self.enough_s
 
     def _add(self, candidate: Candidate) -> bool:
         """Evaluate a candidate; return False where another candidate stands for it."""
@@ -265,7 +277,7 @@ class _Search:
             return Evaluated(policy, partial.decisions, partial.prediction) if partial else None
         simulation = play(self.question, base)
         self.known[base] = simulation.prediction
-        if simulation.prediction.status != "ok":
+        if simulation.prediction.status != "ok" or self._enough(simulation.prediction):
             return Evaluated(policy, base, simulation.prediction)
         program = _linear_program(self.question, base, simulation)
         best = best_alpha(base, self.predict, start=program.alpha, floors=floors)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from memo_sim.views.chart_table import chart_table
 from memo_sim.views.comparison_table import comparison_table
 from memo_sim.views.fit_table import fit_table
+from memo_sim.views.longest_table import longest_table
 from memo_sim.views.placement_table import placement_report
 from memo_sim.views.plan_table import infeasible_table, peak_table, ranked_table, result_table, stall_table
 from memo_sim.views.published_table import published_table
@@ -16,6 +17,7 @@ __all__ = [
     "comparison_table",
     "fit_table",
     "infeasible_table",
+    "longest_table",
     "peak_table",
     "placement_report",
     "published_table",
