@@ -34,14 +34,17 @@ def check_roles(programs: tuple[Program, ...]) -> list[str]:
     return [*_check_calls(programs), *_check_handovers(programs)]
 
 
-def check_deadlock(programs: Sequence[Program], columns: Sequence[Columns], edges: Sequence[Edges]) -> list[str]:
+def check_deadlock(
+    programs: Sequence[Program], columns: Sequence[Columns], edges: Sequence[Edges], across: Sequence[str] = ACROSS
+) -> list[str]:
     """Return the instructions that could never start: those that wait for each other in a circle, and what follows.
 
     Lanes are first in, first out, ``edges`` hold, and what meets starts when all of it can. No time is looked at: an
-    order without a circle ends whatever instructions last.
+    order without a circle ends whatever instructions last. ``across`` are the groups that the programs meet in; for the
+    ranks of a context-parallel ring, say, ``cp``.
     """
     node: dict[tuple[int, int], tuple[int, int]] = {}
-    for role, number, call in _shared(programs):
+    for role, number, call in _shared(programs, across):
         node[role, number] = first = node.get(call, (role, number))
         node.setdefault(call, first)
     waits: dict[tuple[int, int], int] = defaultdict(int)
@@ -141,7 +144,7 @@ def _same(sent: str, received: str) -> bool:
     return (a[1], a[2], int(a[3]) + (1 if a[4] == "x" else -1)) == (b[1], b[2], int(b[3]))
 
 
-def _shared(programs: Sequence[Program]) -> list[tuple[int, int, tuple[int, int]]]:
+def _shared(programs: Sequence[Program], across: Sequence[str]) -> list[tuple[int, int, tuple[int, int]]]:
     """Return (role, instruction, call) of all that roles do together; a call is (-1, its number)."""
     numbers: dict[tuple[object, ...], int] = {}
     found = []
@@ -151,7 +154,7 @@ def _shared(programs: Sequence[Program]) -> list[tuple[int, int, tuple[int, int]
             work = instruction.work
             if isinstance(work, Handover):
                 kind: tuple[object, ...] = (work.source, work.target)
-            elif isinstance(work, Collective) and work.group in ACROSS and len(programs) > 1:
+            elif isinstance(work, Collective | Exchange) and work.group in across and len(programs) > 1:
                 kind = (work.group,)
             else:
                 continue

@@ -13,14 +13,14 @@ from memo_sim.contract.plan import CpExchange, Decisions, Layout
 from memo_sim.memory.place import place
 from memo_sim.program.check import check_edges, check_program
 from memo_sim.program.check_placement import check_placement
-from memo_sim.program.check_roles import check_roles
+from memo_sim.program.check_roles import check_deadlock, check_roles
 from memo_sim.program.columns import expand
-from memo_sim.program.edges import derive_edges
-from memo_sim.program.instruction import Instruction
+from memo_sim.program.edges import Edges, derive_edges
+from memo_sim.program.instruction import Instruction, Lane
 from memo_sim.program.lower import lower
 from memo_sim.program.program import Program
 from memo_sim.program.requests import requests_of
-from memo_sim.program.work import Attention
+from memo_sim.program.work import Attention, Collective, Exchange, Handover
 from tests.sim.small_programs import GPT, LLAMA, POLICIES, decide
 
 EXCHANGES: list[CpExchange] = ["ring", "all_gather"]
@@ -47,11 +47,42 @@ def test_every_rank_passes_the_checkers_and_meets_the_others(
     model: Model, policy: tuple[str, float], exchange: CpExchange
 ) -> None:
     programs = ranks(decide(model, Layout(cp=4, cp_exchange=exchange), policy))
+    columns = [expand(program) for program in programs]
+    edges = [derive_edges(each) for each in columns]
     assert check_roles(programs) == []
-    for program in programs:
-        columns = expand(program)
-        assert check_program(program, columns) == []
-        assert check_edges(columns, derive_edges(columns)) == []
+    assert check_deadlock(programs, columns, edges, ("cp", "grads")) == []
+    for program, mine, orders in zip(programs, columns, edges, strict=True):
+        assert check_program(program, mine) == []
+        assert check_edges(mine, orders) == []
+
+
+@pytest.mark.parametrize("exchange", EXCHANGES)
+def test_stages_meet_at_every_context_parallel_rank(exchange: CpExchange) -> None:
+    decisions = decide(LLAMA, Layout(cp=2, pp=2, cp_exchange=exchange), ("tokenwise", 0.5), global_batch=4)
+    by_rank = [lower(decisions, cp_rank=rank) for rank in range(2)]
+    for stages in by_rank:
+        assert check_roles(stages) == []
+        columns = [expand(program) for program in stages]
+        assert check_deadlock(stages, columns, [derive_edges(each) for each in columns]) == []
+    for one, other in zip(*by_rank, strict=True):
+        assert _calls(one) == _calls(other)
+
+
+def _calls(program: Program) -> list[object]:
+    """Return all that a rank does together with others, lane by lane."""
+    found = [(i.lane, i.work) for _, i in program.walk() if isinstance(i.work, Collective | Exchange | Handover)]
+    return sorted(found, key=lambda each: each[0])
+
+
+def test_a_hop_in_another_place_waits_for_ever() -> None:
+    """A hop that waits for the hop behind it never starts, nor does what follows on either rank."""
+    decisions = decide(LLAMA, Layout(cp=2))
+    programs = list(ranks(decisions))
+    columns = [expand(program) for program in programs]
+    edges = [derive_edges(each) for each in columns]
+    hops = np.flatnonzero(columns[0].lane == Lane.P2P)
+    late = Edges(np.append(edges[0].producer, hops[1]), np.append(edges[0].consumer, hops[0]))
+    assert check_deadlock(programs, columns, [late, edges[1]], ("cp",)) != []
 
 
 @pytest.mark.parametrize("exchange", EXCHANGES)
