@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import msgspec
 
 from memo_sim.contract.errors import Infeasible, UsageError
-from memo_sim.contract.plan import Decisions, Kernels, Layout
+from memo_sim.contract.plan import SWAP_GRANULE_TOKENS, Decisions, Kernels, Layout
 from memo_sim.contract.units import DTYPE_BYTES
 from memo_sim.planning.presets import FULL_RECOMPUTE, KEEP, SELECTIVE_RECOMPUTE, TOKENWISE, Policy, find_system
 from memo_sim.planning.question import Pins, Question
@@ -31,6 +31,10 @@ LEAST_MLP_ROWS = 4096
 
 DEGREES = ("tp", "cp", "ulysses", "dp")
 """The degrees of a layout that can be pinned or searched."""
+
+
+OF_THE_SEQUENCE = ("seq_tokens", "tokens of a rank")
+"""Where a refusal names the sequence's length."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,7 +187,7 @@ def candidates(question: Question) -> tuple[list[Candidate], list[str]]:
     chosen, kernel = policies(question), attention_kernel(question)
     rowwise = RowwiseChoice(question.hardware)
     found: list[Candidate] = []
-    refused: list[str] = []
+    refused: list[tuple[str | None, str]] = []
     for layout in layouts(question):
         base = Decisions(
             model=question.model,
@@ -202,7 +206,7 @@ def candidates(question: Question) -> tuple[list[Candidate], list[str]]:
             shape = shape_of(base)
             groups = head_groups(shape, base, kernel)
         except Infeasible as error:
-            refused.append(f"{_degrees_of(layout)}: {error.what}")
+            refused.append((error.where, f"{_degrees_of(layout)}: {error.what}"))
             continue
         pinned = question.pins.loss_chunk_tokens
         default = 0 if system.whole_loss else default_loss_chunk(shape.tokens, shape.vocab, base)
@@ -216,15 +220,37 @@ def candidates(question: Question) -> tuple[list[Candidate], list[str]]:
             decisions = with_alpha(complete, policy.recompute, policy.alpha or 0.0)
             cut = msgspec.structs.replace(decisions, mlp_chunk_tokens=rows if policy.mlp_blocks else 0)
             found.append(Candidate(rowwise.faster(cut), policy))
+    # What the sequence is to blame for comes first: other degrees may help everything else.
+    refused.sort(key=lambda reason: reason[0] not in OF_THE_SEQUENCE)
+    reasons = [text for _, text in refused]
     if not found:
-        raise Infeasible(
-            "no layout divides this model and sequence",
-            where=f"{question.cluster.name}, {question.seq_tokens} tokens, global batch {question.global_batch}",
-            got="; ".join(refused[:4]) + (f"; and {len(refused) - 4} more" if len(refused) > 4 else ""),
-            wanted="degrees that divide heads (tp, ulysses), tokens (cp: in 2 x cp chunks) and the global batch (dp)",
-            hint="the first reason says which number has to change",
+        raise _nothing_divides(question, reasons, sequence=refused[0][0] in OF_THE_SEQUENCE)
+    return found, reasons
+
+
+def _nothing_divides(question: Question, reasons: list[str], *, sequence: bool) -> Infeasible:
+    asked, model = question.seq_tokens, question.model
+    if model.learned_positions and asked > model.max_positions:
+        return Infeasible(
+            "the sequence is longer than the model's position table",
+            where=model.name,
+            got=f"{asked} tokens",
+            wanted=f"at most {model.max_positions}",
+            hint=f"--seq-len {model.max_positions}, or a model without learned positions",
         )
-    return found, refused
+    # A row block on each of as many ranks as there are, in two chunks a rank.
+    whole = 2 * question.cluster.devices * SWAP_GRANULE_TOKENS
+    near = max(whole, round(asked / whole) * whole)
+    hint = "the first reason says which number has to change"
+    if sequence and near != asked:
+        hint = f"--seq-len {near}, or another multiple of {whole} tokens, divides any way"
+    return Infeasible(
+        "no layout divides this model and sequence",
+        where=f"{question.cluster.name}, {asked} tokens, global batch {question.global_batch}",
+        got="; ".join(reasons[:4]) + (f"; and {len(reasons) - 4} more" if len(reasons) > 4 else ""),
+        wanted="degrees that divide heads (tp, ulysses), tokens (cp: in 2 x cp chunks) and the global batch (dp)",
+        hint=hint,
+    )
 
 
 def with_alpha(base: Decisions, recompute: str, alpha: float) -> Decisions:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
 from memo_sim.contract.catalog import load_cluster, load_model
+from memo_sim.contract.errors import Infeasible
 from memo_sim.contract.plan import MemoryPolicy
 from memo_sim.planning.presets import (
     EVERY_FULL,
@@ -113,3 +116,16 @@ def test_an_eager_framework_has_all_logits_at_once() -> None:
     pins = Pins(tp=4, cp=2, memory_policy="eager", loss_chunk_tokens=4096)
     (pinned,), _ = candidates(replace(asked, pins=pins))
     assert pinned.base.loss_chunk_tokens == 4096
+
+
+def test_what_the_sequence_is_to_blame_for_is_told_first() -> None:
+    cluster, hardware = load_cluster("a800-1x8")
+    odd = Question(load_model("gpt-7b"), cluster, hardware, 1_000_001)
+    with pytest.raises(Infeasible, match="does not divide seq_tokens") as error:
+        candidates(odd)
+    assert "seq_tokens" in str(error.value.got).split(";", maxsplit=1)[0]
+    assert "--seq-len 999424" in (error.value.hint or "")
+    assert candidates(replace(odd, seq_tokens=999424))[0]
+    tiny = load_model("gpt-tiny")
+    with pytest.raises(Infeasible, match="longer than the model's position table"):
+        candidates(replace(odd, model=tiny, seq_tokens=16 << 20))
