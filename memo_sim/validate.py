@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import msgspec
+
 from memo_sim.cases import SIZES, Case, CaseQuestion
 from memo_sim.contract.catalog import list_models, load_cluster, load_model
 from memo_sim.contract.errors import BadInput, Infeasible, OutOfTolerance, UsageError
@@ -117,7 +119,8 @@ def _overlap_refused(asked: CaseQuestion, layout: Layout) -> str:
     """Return why a row's word on overlap cannot be honoured by the layout that was played, or nothing.
 
     What runs beside compute here: a context-parallel ring and what ZeRO 2 and 3 gather and scatter, always; what
-    replicas sum and stages hand over, as the row says. What tensor parallelism and Ulysses exchange never does.
+    replicas sum and stages hand over, as the row says. Of what tensor parallelism exchanges in backward a part does,
+    unless the row asks for none; what Ulysses exchanges never does.
     """
     word = asked.words.get("overlap")
     if word == "no" and layout.cp > 1:
@@ -133,11 +136,25 @@ _OVERLAP: dict[str, Overlap | None] = {"no": "none", "yes": "both", "": None}
 """What replicas exchange beside compute; a blank leaves that to the system."""
 
 
+STANDS_STILL = 1e6
+"""How many times as long compute takes beside a collective where the two take turns."""
+
+
+def _taking_turns(hardware: Hardware) -> Hardware:
+    """Return the machine as a row sees it that asks for no overlap: while a collective runs compute stands still."""
+    slowdown = dict(hardware.compute_slowdown)
+    if "collective" in slowdown:
+        slowdown["collective"] = msgspec.structs.replace(slowdown["collective"], value=STANDS_STILL)
+    return msgspec.structs.replace(hardware, compute_slowdown=slowdown)
+
+
 def _question(asked: CaseQuestion, change: Callable[[Hardware], Hardware] | None) -> Question:
     cluster, hardware = load_cluster(asked.cluster)
     hardware = change(hardware) if change else hardware
     given = asked.integers
     sp, overlap = asked.words.get("sp"), asked.words.get("overlap")
+    if overlap == "no":
+        hardware = _taking_turns(hardware)
     pins = Pins(
         tp=given.get("tp"),
         sequence_parallel=None if sp is None else sp == "yes",

@@ -126,6 +126,8 @@ class Hardware(
     attention: list[AttentionTable]
     device_deviation: Quantity | None = None
     """Standard deviation of the devices' rates of products and attention, over their mean; of one kind, under load."""
+    rated_devices: Positive | None = None
+    """Devices whose slowest the rates of products and attention are of; those of the node when not given."""
     system_attention: dict[str, Quantity] = {}
     """By system: how many times as long as these tables say attention takes under it (a kernel nobody measured)."""
     memory_bound_bytes_per_s: Curve

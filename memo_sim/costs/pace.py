@@ -6,9 +6,10 @@ slowest of n lies z(n) standard deviations below it (Blom 1958):
 
     z(n) = quantile((n - 3/8) / (n + 1/4))          8: 1.43    32: 2.07    64: 2.34    512: 3.04
 
-A profile's rates are what its node keeps, so only devices beyond one node slow it further:
+A profile's rates are what its node keeps, or fewer devices where it says so (``rated_devices``), so only devices beyond
+those slow it further:
 
-    seconds x (1 + deviation x (z(n) - z(devices of the profile's node)))
+    seconds x (1 + deviation x (z(n) - z(devices that the rates are of)))
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ def slowest(devices: int) -> float:
 def pace(hardware: Hardware, devices: int) -> float:
     """Return the factor (at least 1) on the time of products and attention of ``devices`` that wait for each other."""
     deviation = hardware.device_deviation
-    if deviation is None or devices <= hardware.devices:
+    rated = hardware.rated_devices or hardware.devices
+    if deviation is None or devices <= rated:
         return 1.0
-    return 1.0 + deviation.value * (slowest(devices) - slowest(hardware.devices))
+    return 1.0 + deviation.value * (slowest(devices) - slowest(rated))

@@ -44,3 +44,11 @@ def test_only_devices_beyond_a_node_slow_products_and_attention_and_nothing_else
         assert nodes.seconds(work) == pytest.approx(node.seconds(work) * pace(hardware, 32))
     for other in (Rowwise("gelu", 8192, 2**28, 2**28), Copy(2**28, "d2h")):
         assert nodes.seconds(other) == node.seconds(other)
+
+
+def test_rates_of_one_device_are_too_high_for_a_node_of_them() -> None:
+    _, hardware = load_cluster("b200-1x8")
+    assert hardware.rated_devices == 1
+    assert hardware.device_deviation is not None
+    assert pace(hardware, 1) == 1.0
+    assert pace(hardware, 8) == pytest.approx(1.0 + hardware.device_deviation.value * slowest(8))
