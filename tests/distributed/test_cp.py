@@ -49,6 +49,23 @@ def test_four_ranks(team: Team, name: str, exchange: CpExchange, alpha: float) -
     parity(team, name, Layout(cp=4, cp_exchange=exchange), alpha, seq_tokens=1024)
 
 
+@pytest.mark.parametrize("layout", [RING, GATHERED], ids=label)
+@pytest.mark.slow
+def test_bf16_errs_as_one_process_does(team: Team, layout: Layout) -> None:
+    """Against fp32; parts are rounded before they are merged, so three times one process's error is allowed."""
+    exact, *found = (
+        whole_gradients(team.play(play, each.layout.devices, each, 1, {}))
+        for each in (
+            training(MODELS["llama"], Layout()),
+            training(MODELS["llama"], Layout(), dtype="bf16"),
+            training(MODELS["llama"], layout, 0.5, dtype="bf16"),
+        )
+    )
+    for name, value in exact.items():
+        one, parted = (float((each[name] - value).norm() / value.norm()) for each in found)
+        assert parted < 3 * one, name
+
+
 def play_without(member: Member, decisions: Decisions, op: str) -> Played:
     """Play a step in which an operator does nothing."""
     return play(member, decisions, 1, {"kernels": {**KERNELS, op: lambda call: None}})

@@ -56,5 +56,17 @@ def test_every_combination(team: Team, layout: Layout, name: str, alpha: float) 
     parity(team, name, layout, alpha, global_batch=4)
 
 
+@pytest.mark.parametrize("policy", [("none", 0), ("none", 256), ("full", 0), ("full", 512), ("selective", 0)])
+@pytest.mark.slow
+def test_other_policies(team: Team, policy: tuple[str, int]) -> None:
+    layout = Layout(pp=2, **SCHEDULES["interleaved"])
+    parity(team, "llama4", layout, recompute=policy[0], swapped_tokens=policy[1], global_batch=4)
+
+
+@pytest.mark.slow
+def test_states_on_the_host(team: Team) -> None:
+    parity(team, "gpt4", Layout(dp=2, pp=2, zero=1), 0.5, global_batch=4, states="host")
+
+
 def test_no_race_on_any_stage(team: Team) -> None:
     parity(team, "gpt4", Layout(pp=2), 0.5, global_batch=4, debug=True)
