@@ -1,12 +1,14 @@
 """Fits the constants of a profile that published tables may fit, one at a time.
 
-Everything else in a profile stays as sourced. The value is chosen so that the mean absolute relative MFU error of the
-named cases is least; beside it stand the errors with an unfitted value, and with the value fitted again while one
+Everything else in a profile stays as sourced. The value is chosen so that the mean absolute relative error of the named
+cases is least, of MFU or, where the source has none, of step time; beside it stand the errors with an unfitted value, and with the value fitted again while one
 length's cases are left out.
 
     copy-rate           the rate a device copies at while its whole node copies
     attention-factor    how many times as long attention takes as measured, under DeepSpeed-Ulysses
     device-memory       what cudaMalloc and cudaFree of one GiB take together (half of it each)
+    host-launch         what an eager framework's host takes to launch a kernel
+    host-pass           what it takes besides for a micro-batch's forward or backward through a stage
 """
 
 from __future__ import annotations
@@ -77,6 +79,18 @@ def with_device_memory(hardware: Hardware, seconds: float) -> Hardware:
     )
 
 
+def with_host_launch(hardware: Hardware, seconds: float) -> Hardware:
+    """Return the profile with another time of a launch (seconds)."""
+    launch = Quantity(value=seconds, source=ASSUMED)
+    return msgspec.structs.replace(hardware, host_launch_s=launch, sources=_with_source(hardware))
+
+
+def with_host_pass(hardware: Hardware, seconds: float) -> Hardware:
+    """Return the profile with another time that the host takes before a pass (seconds)."""
+    quantity = Quantity(value=seconds, source=ASSUMED)
+    return msgspec.structs.replace(hardware, host_pass_s=quantity, sources=_with_source(hardware))
+
+
 def _with_source(hardware: Hardware) -> dict[str, Source]:
     return hardware.sources | {ASSUMED: Source(kind="fitted", text="a value that a fit tries")}
 
@@ -87,6 +101,8 @@ CONSTANTS = {
         Constant("copy-rate", "GB/s", 1e9, with_copy_rate),
         Constant("attention-factor", "x", 1.0, with_attention_factor),
         Constant("device-memory", "ms/GiB", 1e-3, with_device_memory),
+        Constant("host-launch", "us", 1e-6, with_host_launch),
+        Constant("host-pass", "ms", 1e-3, with_host_pass),
     )
 }
 
@@ -155,7 +171,9 @@ def _best(constant: Constant, cases: list[Case], low: float, high: float) -> flo
     """Golden-section search: the error falls towards the right value from both sides."""
 
     def error(value: float) -> float:
-        misses = [abs(c.error.mfu) for c in _report(constant, cases, value).cases if c.error.mfu is not None]
+        errors = [c.error for c in _report(constant, cases, value).cases]
+        both = [e.step_ms if e.mfu is None else e.mfu for e in errors]
+        misses = [abs(e) for e in both if e is not None]
         return sum(misses) / len(misses) if misses else float("inf")
 
     a, b = low, high
