@@ -49,7 +49,8 @@ def test_left_open_products_run_beside_collectives(asked: CaseQuestion) -> None:
     words = {name: word for name, word in asked.words.items() if name != "overlap"}
     lapped = played(replace(asked, words=words))
     assert lapped.prediction.step_s is not None
-    assert lapped.prediction.step_s < 0.98 * one_after_the_other_s(lapped)
+    # A step that takes turns is within 0.2 % of the sum: what is gained here is more.
+    assert lapped.prediction.step_s < 0.99 * one_after_the_other_s(lapped)
 
 
 def test_the_profile_itself_is_not_changed(asked: CaseQuestion) -> None:
