@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 GIB = 2**30
 SEARCHED = (
     *("model", "seq_len", "system", "tp", "cp", "cp_exchange", "ulysses", "dp", "zero", "alpha", "recompute", "states"),
-    *("loss_chunk", "mlp_chunk", "memory_policy", "replay_allocator", "micro_batch", "global_batch", "top"),
+    *("loss_chunk", "mlp_chunk", "overlap", "memory_policy", "replay_allocator", "micro_batch", "global_batch", "top"),
 )
 """What a plan decides, so that none of it can be given beside ``--plan``."""
 MOST_SEQUENCES = 2**16
@@ -68,6 +68,12 @@ KNOBS = (
         "--recompute", type=click.Choice(["none", "full", "selective", "tokenwise"]), help="What happens to the others."
     ),
     click.option("--states", type=click.Choice(["fp32", "bf16", "host"]), default="fp32", show_default=True),
+    click.option(
+        "--overlap",
+        type=click.Choice(["none", "gradients", "both"]),
+        help="ZeRO 0 and 1: reduce gradients beside backward, gather parameters beside the next forward. The system's"
+        " own unless given.",
+    ),
     click.option(
         "--memory-policy",
         type=click.Choice(["planned", "caching", "eager"]),
@@ -140,6 +146,7 @@ def question_of(options: Options) -> tuple[Plan | None, Question]:
         recompute=options["recompute"],
         loss_chunk_tokens=_chunk(options["loss_chunk"]),
         mlp_chunk_tokens=_chunk(options["mlp_chunk"]),
+        overlap=options["overlap"],
         memory_policy=options["memory_policy"],
         replay_allocator=options["replay_allocator"],
     )

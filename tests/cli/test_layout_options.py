@@ -22,6 +22,11 @@ def memo_sim(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedPr
     [
         (("--system", "fsdp", "--global-batch", "8", "--seq-len", "16k"), {"dp": 8, "zero": 3}, "full"),
         (("--ulysses", "8", "--zero", "3", "--recompute", "full"), {"ulysses": 8, "zero": 3}, "full"),
+        (
+            ("--tp", "4", "--dp", "2", "--global-batch", "2", "--recompute", "full", "--overlap", "both"),
+            {"dp": 2},
+            "full",
+        ),
         (("--tp", "2", "--cp", "4", "--zero", "2", "--recompute", "full"), {"tp": 2, "cp": 4, "zero": 2}, "full"),
         (
             ("--tp", "4", "--cp", "2", "--cp-exchange", "all_gather", "--recompute", "selective", "--states", "bf16"),
@@ -59,6 +64,7 @@ def test_a_layout_is_planned_as_asked_for(
     [
         (("--zero", "4"), 2, "0<=x<=3"),
         (("--cp-exchange", "tree"), 2, "all_gather"),
+        (("--overlap", "all"), 2, "'gradients', 'both'"),
         (("--system", "fsdp", "--ulysses", "2"), 2, "fsdp does not divide work that way"),
         (("--ulysses", "3"), 2, "does not fill the cluster"),
         (("--recompute", "selective", "--alpha", "0.5"), 2, "selective recompute swaps nothing"),
