@@ -87,6 +87,7 @@ def check(
     _check_ranks(decisions)
     check_kernels(decisions, program, machine)
     _check_dtype(decisions, machine)
+    _check_overlap(decisions)
     if lent and placement is not None and not has_library_slots(program, placement):
         raise CannotRun(
             "the plan's arena has no slots to serve libraries from",
@@ -122,6 +123,18 @@ def _check_ranks(decisions: Decisions) -> None:
             got=f"WORLD_SIZE {started}",
             wanted=wanted,
             hint=f"torchrun --nproc_per_node {wanted}, or no torchrun",
+        )
+
+
+def _check_overlap(decisions: Decisions) -> None:
+    """Refuse a step that leaves parameters to the following one: who reads them between steps has old ones."""
+    if decisions.overlap == "both":
+        raise CannotRun(
+            "parameters gathered at the start of the following step are not whole after the last one",
+            where="$.decisions.overlap",
+            got="both",
+            wanted="gradients, or none",
+            hint="plan with memo-sim what-if --overlap gradients",
         )
 
 
