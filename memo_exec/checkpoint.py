@@ -1,10 +1,12 @@
 """A run on disk, so that one killed at any step goes on with the same losses.
 
-    DIR/step-00000120/state.safetensors    parameters, master copies, moments: every buffer of class state, by name
-    DIR/step-00000120/run.json             step, data position, hyperparameters, losses so far (``memo.checkpoint/1``)
+    DIR/step-00000120/state/      parameters, master copies, moments: whole tensors by name, in the ranks' rectangles
+    DIR/step-00000120/run.json    step, data position, hyperparameters, losses so far (``memo.checkpoint/1``)
 
 A checkpoint is written under another name, flushed and then renamed, so what has the final name is whole; the one
-before is removed only after that. Gradients are not kept: a step begins by zeroing them.
+before is removed only after that. Gradients are not kept: a step begins by zeroing them. What is stored does not
+depend on the layout, so another one can go on from it (``distributed/stored.py``). Older checkpoints, of one process,
+have flat blocks in ``state.safetensors``; they are read, and no longer written.
 """
 
 from __future__ import annotations
@@ -15,11 +17,19 @@ import secrets
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import msgspec
+import torch
+from torch import Tensor
 
+from memo_exec import weights
+from memo_exec.distributed.pieces import KINDS, whole_block
+from memo_exec.distributed.place import Place
+from memo_exec.distributed.world import World
 from memo_exec.hyperparameters import Hyperparameters
+from memo_exec.interpreter import Interpreter
+from memo_exec.memory.dtypes import TORCH_DTYPES
+from memo_exec.weights import Held
 from memo_sim.contract import codec
 from memo_sim.contract.errors import BadInput, UsageError
 from memo_sim.contract.hardware import DtypeName
@@ -27,10 +37,13 @@ from memo_sim.contract.model import Model
 from memo_sim.contract.plan import Decisions, States
 from memo_sim.contract.units import Tokens
 
-if TYPE_CHECKING:
-    from torch import Tensor
+STATE_DIRECTORY, RUN_FILE = "state", "run.json"
+FLAT_FILE = "state.safetensors"
+"""Of checkpoints that one process wrote before there were layouts."""
 
-STATE_FILE, RUN_FILE = "state.safetensors", "run.json"
+STATES = ("params", "master", "moment1", "moment2")
+"""Of buffers: what training continues from."""
+
 _NAME = re.compile(r"step-(\d{8,})")
 _UNFINISHED = ".unfinished-"
 
@@ -76,33 +89,68 @@ def check_directory(directory: Path) -> None:
         raise UsageError("checkpoints cannot be written there", where=str(directory), got="no permission")
 
 
-def save(directory: Path, run: RunState, tensors: Mapping[str, Tensor]) -> Path:
-    """Write a checkpoint atomically, then remove the older ones; return its directory.
+def state_of(interpreter: Interpreter) -> dict[str, list[Held]]:
+    """Return what this rank holds of what training continues from, by name: ``master/layer.3/qkv.weight``."""
+    found: dict[str, list[Held]] = {}
+    for kind in STATES:
+        for held in weights.held_by(interpreter, kind):
+            found.setdefault(f"{kind}/{held.name}", []).append(held)
+    return found
+
+
+def save(directory: Path, run: RunState, interpreter: Interpreter, world: World) -> Path:
+    """Write a checkpoint atomically, then remove the older ones; return its directory. Every rank calls this.
 
     Raises:
         UsageError: when it cannot be written there.
+        CannotRun: when another rank has stopped.
     """
-    from safetensors.torch import save_file
+    from memo_exec.distributed import stored  # slow to import, and a run need not save
 
     final = directory / f"step-{run.step:08d}"
-    if final.exists():
+    if world.by_first(final.exists):
         return final
+    fresh = world.by_first(lambda: _made(directory))
+    try:
+        stored.write(fresh / STATE_DIRECTORY, _written(state_of(interpreter), interpreter.place), world.talk)
+        world.by_first(lambda: _finish(fresh, final, run))
+    finally:
+        if world.first:
+            shutil.rmtree(fresh, ignore_errors=True)
+    return final
+
+
+def _written(state: dict[str, list[Held]], place: Place) -> dict[str, list[Held]]:
+    """Return what a rank writes: of a tied embedding the first pipeline stage's, which cuts it in its own shares."""
+    if place.at("pp") == 0:
+        return state
+    return {name: held for name, held in state.items() if "/embed/" not in name}
+
+
+def _made(directory: Path) -> Path:
     fresh = directory / f"{_UNFINISHED}{secrets.token_hex(8)}"
     try:
         fresh.mkdir(parents=True)
-        try:
-            save_file(dict(tensors), fresh / STATE_FILE)
-            codec.write(fresh / RUN_FILE, run)
-            _flush(fresh / STATE_FILE)
-            _flush(fresh)
-            fresh.rename(final)
-            _flush(directory)
-        finally:
-            shutil.rmtree(fresh, ignore_errors=True)
     except OSError as error:
-        raise UsageError("the checkpoint cannot be written", where=str(directory), got=error.strerror) from None
-    _remove_all_but(directory, final)
-    return final
+        raise _unwritable(directory, error) from None
+    return fresh
+
+
+def _finish(fresh: Path, final: Path, run: RunState) -> None:
+    """Give a written checkpoint its name, when it is on the disk."""
+    try:
+        codec.write(fresh / RUN_FILE, run)
+        for path in (fresh / STATE_DIRECTORY, fresh):
+            _flush(path)
+        fresh.rename(final)
+        _flush(final.parent)
+    except OSError as error:
+        raise _unwritable(final.parent, error) from None
+    _remove_all_but(final.parent, final)
+
+
+def _unwritable(directory: Path, error: OSError) -> UsageError:
+    return UsageError("the checkpoint cannot be written", where=str(directory), got=error.strerror)
 
 
 def _flush(path: Path) -> None:
@@ -168,31 +216,69 @@ def load_run(checkpoint: Path) -> RunState:
     return codec.read(checkpoint / RUN_FILE, RunState)
 
 
-def load_tensors(checkpoint: Path, into: Mapping[str, Tensor]) -> None:
-    """Copy the saved tensors into a run's buffers.
+def load_state(checkpoint: Path, interpreter: Interpreter, world: World) -> None:
+    """Fill this rank's buffers from a checkpoint of any layout. Every rank calls this.
 
     Raises:
-        BadInput: when the file is broken, or holds other tensors than the run has.
+        BadInput: when it is broken, or holds other tensors than the run has.
+        CannotRun: when another rank has stopped.
     """
-    import torch
+    state = state_of(interpreter)
+    if (old := checkpoint / FLAT_FILE).is_file():
+        _load_flat(old, state, interpreter.decisions.model)
+        return
+    from memo_exec.distributed import stored
+
+    stored.read(checkpoint / STATE_DIRECTORY, state, world.talk)
+
+
+def parameters(checkpoint: Path, interpreter: Interpreter) -> dict[str, Tensor]:
+    """Return the whole parameters of a checkpoint by name, read by this process alone.
+
+    Raises:
+        BadInput: when it is broken.
+    """
+    from memo_exec.distributed import stored
+
+    dtype, model = TORCH_DTYPES[interpreter.decisions.dtype], interpreter.decisions.model
+    found = {}
+    for kind in KINDS:
+        for place in [f"layer.{i}" for i in range(model.layers)] if kind == "layer" else [kind]:
+            for each in whole_block(model, kind).parameters:
+                found[f"{place}/{each.name}"] = torch.empty(each.shape, dtype=dtype)
+    held = {f"params/{name}": [Held(name, value.shape, (0,) * value.dim(), value)] for name, value in found.items()}
+    stored.read(checkpoint / STATE_DIRECTORY, held, None)
+    return found
+
+
+def _load_flat(path: Path, state: Mapping[str, list[Held]], model: Model) -> None:
+    """Fill rectangles from the flat blocks of one process (``master.layer/3``)."""
     from safetensors import SafetensorError, safe_open
 
-    path = checkpoint / STATE_FILE
     try:
-        with safe_open(path, framework="pt") as file, torch.inference_mode():
-            saved = set(file.keys())
-            if saved != set(into):
-                odd = sorted(saved ^ set(into))
-                raise BadInput("the checkpoint holds other tensors than the plan has", where=str(path), got=odd[0])
-            for name, target in into.items():
-                source = file.get_tensor(name)
-                if source.shape != target.shape or source.dtype != target.dtype:
+        with safe_open(path, framework="pt") as file:
+            if missing := sorted({_flat_name(name)[0] for name in state} - set(file.keys())):
+                raise BadInput("the checkpoint holds no tensor of this name", where=str(path), wanted=missing[0])
+            for name, found in state.items():
+                block, kind, parameter = _flat_name(name)
+                place = whole_block(model, kind).find(parameter)
+                assert place is not None, "a rank holds parameters of the model"
+                flat = file.get_slice(block)[place.first : place.first + place.elements]
+                if (len(flat), flat.dtype) != (place.elements, found[0].view.dtype):
                     raise BadInput(
-                        f"{name} has another shape or type than the plan's",
+                        f"{block} has another length or type than the plan's",
                         where=str(path),
-                        got=f"{tuple(source.shape)} {source.dtype}",
-                        wanted=f"{tuple(target.shape)} {target.dtype}",
+                        got=f"{len(flat)} of {parameter}'s elements, {flat.dtype}",
+                        wanted=f"{place.elements}, {found[0].view.dtype}",
                     )
-                target.copy_(source)
+                for held in found:
+                    held.view.copy_(held.of(flat.view(place.shape)))
     except (OSError, SafetensorError) as error:
         raise BadInput("the checkpoint cannot be read", where=str(path), got=str(error)) from None
+
+
+def _flat_name(name: str) -> tuple[str, str, str]:
+    """Return (``master.layer/3``, ``layer``, ``qkv.weight``) of ``master/layer.3/qkv.weight``."""
+    state, place, parameter = name.split("/")
+    kind, _, number = place.partition(".")
+    return f"{state}.{kind}/{number or 0}", kind, parameter

@@ -96,9 +96,15 @@ def cli() -> None:
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one memo.comparison/1 document.")
 def run_command(**options: Any) -> None:
-    """Train by PLAN and print measured against predicted (the median step after warm-up)."""
+    """Train by PLAN and print measured against predicted (the median step after warm-up).
+
+    A plan for several devices runs under torchrun, a rank a device: torchrun --nproc_per_node 2 -m memo_exec run PLAN.
+    The first rank prints; every rank writes its own timelines (trace.json, trace.rank1.json, ...).
+    """
     from memo_exec.run import RunOptions, run
 
+    for name in ("trace_path", "measured_path"):
+        options[name] = _of_rank(options[name])
     _check_writable(options["trace_path"], options["measured_path"])
     chosen = RunOptions(
         hyperparameters={HYPERPARAMETERS[k]: v for k, v in options.items() if k in HYPERPARAMETERS and v is not None},
@@ -107,13 +113,14 @@ def run_command(**options: Any) -> None:
     outcome = run(options["plan"], chosen, tell=lambda figure: _say(figure.line()), note=_say)
     if outcome is None:
         raise click.Abort
-    if not outcome.stopped_by:
+    if not outcome.stopped_by and outcome.rank == 0:
         _print_comparison(outcome.comparison, as_json=options["as_json"])
     _write_traces(outcome, options["trace_path"], options["measured_path"])
     if outcome.stopped_by:
         _say(f"interrupted after step {outcome.steps}")
         sys.exit(SIGNALLED + outcome.stopped_by)
-    _check_tolerance(outcome.comparison, options["tolerance"])
+    if outcome.rank == 0:
+        _check_tolerance(outcome.comparison, options["tolerance"])
 
 
 @cli.command("profile")
@@ -140,8 +147,8 @@ def profile_command(plan: Path, steps: int, trace_path: Path | None, output: Pat
     if as_requests:
         _profile_requests(plan, output or plan.with_name(f"{plan.stem}.requests.json"))
         return
-    trace_path = trace_path or plan.with_name(f"{plan.stem}.perfetto.json")
-    output = output or plan.with_name(f"{plan.stem}.measured.json")
+    trace_path = _of_rank(trace_path or plan.with_name(f"{plan.stem}.perfetto.json"))
+    output = _of_rank(output or plan.with_name(f"{plan.stem}.measured.json"))
     _check_writable(trace_path, output)
     outcome = run(plan, RunOptions(steps=steps), tell=lambda figure: _say(figure.line()), note=_say)
     if outcome is None or outcome.stopped_by:
@@ -223,6 +230,18 @@ def _say(text: str) -> None:
     click.echo(text, err=True)
 
 
+def _of_rank(path: Path | None) -> Path | None:
+    """Return where this rank writes: the first as it was told, others with their number before the suffix."""
+    rank = _rank()
+    return path.with_name(f"{path.stem}.rank{rank}{path.suffix}") if path is not None and rank > 0 else path
+
+
+def _rank() -> int:
+    """Return this process's number among those that torchrun started, 0 when it has started none."""
+    rank = os.environ.get("RANK", "0")
+    return int(rank) if rank.isascii() and rank.isdigit() else 0
+
+
 def _command_line() -> str:
     return " ".join(["memo-exec", *sys.argv[1:]])
 
@@ -282,6 +301,11 @@ def _with_progress(label: str, work: Callable[[Callable[[int, int], None]], Any]
         return work(tell)
 
 
+def _who() -> str:
+    """Return which rank speaks, where there are several."""
+    return f"rank {_rank()}: " if os.environ.get("WORLD_SIZE", "1") != "1" else ""
+
+
 def main() -> None:
     """Run the command line; every expected failure becomes its message and exit code."""
     try:
@@ -293,14 +317,14 @@ def main() -> None:
         _say("interrupted")
         sys.exit(SIGNALLED + signal.SIGINT)
     except MemoError as error:
-        _say(f"memo-exec: {error}")
+        _say(f"memo-exec: {_who()}{error}")
         sys.exit(error.exit_code)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(141)
     except OSError as error:
         failure = BadInput("cannot read or write", where=error.filename, got=error.strerror)
-        _say(f"memo-exec: {failure}")
+        _say(f"memo-exec: {_who()}{failure}")
         sys.exit(failure.exit_code)
     except Exception as error:
         if absent := missing_package(error):
@@ -308,7 +332,7 @@ def main() -> None:
             sys.exit(absent.exit_code)
         if os.environ.get("MEMO_TRACEBACK"):
             raise
-        _say(f"memo-exec: a bug: {error!r}\n  next: run again with MEMO_TRACEBACK=1 and report it")
+        _say(f"memo-exec: {_who()}a bug: {error!r}\n  next: run again with MEMO_TRACEBACK=1 and report it")
         sys.exit(1)
 
 

@@ -19,6 +19,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from memo_exec.distributed.groups import communicates
+from memo_exec.distributed.own_program import own_program
+from memo_exec.distributed.place import Place
 from memo_exec.kernels import FUSED, KERNELS, Call, Context, Kernel
 from memo_exec.memory.slab import HostSlab
 from memo_exec.memory.store import CachingStore
@@ -101,9 +104,10 @@ def observe_fake(decisions: Decisions, program: Program, *, kernels: Mapping[str
     """
     cuda = not on_cpu(decisions.kernels.attention)
     built = cuda and torch.version.cuda is not None
+    own = own_program(program, decisions, Place(decisions.layout))
     with FakeTensorMode(), torch.inference_mode(), _LooksLikeCuda() if cuda and not built else nullcontext():
         device = torch.device("cuda" if built else "cpu")
-        return _FakePlayer(decisions, schedule(program), kernels, device).play()
+        return _FakePlayer(decisions, schedule(own), kernels, device).play()
 
 
 class _LooksLikeCuda(TorchFunctionMode):
@@ -163,8 +167,8 @@ class _FakePlayer:
     def _kernel(self, bound: Bound, name: str) -> None:
         """Note what a kernel asks for beside its operands; it is played when none like it has been."""
         instruction = bound.instruction
-        if instruction.lane is Lane.HOST:
-            return  # it asks the host, not the device
+        if instruction.lane is Lane.HOST or communicates(instruction.work):
+            return  # it asks the host, or what its library keeps for all calls
         if instruction not in self._played:
             events = self._events(bound)
             self._played[instruction] = events, _most_alive(events)

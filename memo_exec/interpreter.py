@@ -20,9 +20,10 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from memo_exec.distributed.groups import Groups, missing_groups
+from memo_exec.distributed.groups import Groups, communicates, missing_groups
 from memo_exec.distributed.own_program import own_program
 from memo_exec.distributed.place import Place
+from memo_exec.distributed.world import answered
 from memo_exec.kernels import KERNELS, Call, Context, Kernel, StepScalars
 from memo_exec.kernels.attention import BACKENDS
 from memo_exec.lanes import HostTimekeeper, LaneStopped, Progress, Timekeeper, lane_threads
@@ -49,7 +50,8 @@ class Interpreter:
     ``debug`` poisons what has been offloaded, checks sums of what was copied, and the order of everything that touched
     the same bytes. ``allocator``, which torch uses already, lends libraries their slots of the arena or, without one,
     replays what a step asks for. ``rank`` is this process's of the layout's, ``groups`` are the process groups in which
-    it talks to the others (``make_groups``). ``kernels`` and ``edges`` replace the real ones in tests.
+    it talks to the others (``make_groups``); ``sharing`` processes share this host's cores. ``kernels`` and ``edges``
+    replace the real ones in tests.
     """
 
     def __init__(
@@ -63,6 +65,7 @@ class Interpreter:
         allocator: ctypes.CDLL | None = None,
         rank: int = 0,
         groups: Groups | None = None,
+        sharing: int = 1,
         kernels: Mapping[str, Kernel] = KERNELS,
         edges: Edges | None = None,
     ) -> None:
@@ -91,7 +94,7 @@ class Interpreter:
         self._views: dict[tuple[int, int, int], Tensor] = {}
         self._operands = {b.number: self._fixed(b) for bounds in self.schedule.lanes.values() for b in bounds}
         self.below = self._below(allocator)
-        self._threads = lane_threads(self.schedule.lanes, self.device)
+        self._threads = lane_threads(self.schedule.lanes, self.device, sharing)
         self._moved = {Lane.D2H: 0, Lane.H2D: 0}
         self._lock = threading.Lock()
 
@@ -194,7 +197,7 @@ class Interpreter:
             self.probe.before(bound, call)
         held = [(t, t.data_ptr(), t.shape) for t in call.tensors.values()]
         timekeeper.start(lane, number)
-        with self._lent(bound):
+        with self._lent(bound), self._talking(bound):
             self.kernels[bound.instruction.op](call)
         timekeeper.end(lane, number)
         for tensor, pointer, shape in held:
@@ -247,6 +250,12 @@ class Interpreter:
             for touch in bound.touches:
                 if (slot := self.store.slots.get(touch.buffer)) is not None:
                     return self.below.lending(slot)
+        return nullcontext()
+
+    def _talking(self, bound: Bound) -> AbstractContextManager[None]:
+        """Return a context in which what fails is another rank's failure."""
+        if communicates(bound.instruction.work):
+            return answered(self.place.rank, self.decisions.layout.devices)
         return nullcontext()
 
     def _record(self) -> StepRecord:

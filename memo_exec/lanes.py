@@ -134,19 +134,22 @@ def available_cores() -> int:
     return os.cpu_count() or 1
 
 
-def intra_op_threads(lane: Lane, device: torch.device) -> int:
-    """Return how many threads an operator of ``lane`` uses: all cores but one to compute, one to copy."""
+def intra_op_threads(lane: Lane, device: torch.device, sharing: int = 1) -> int:
+    """Return how many threads an operator of ``lane`` uses: all cores but one to compute, one to copy.
+
+    ``sharing`` processes play here at once and have a part of the cores each.
+    """
     computes = lane is Lane.COMPUTE if device.type == "cpu" else lane is Lane.HOST
-    return max(1, available_cores() - 1) if computes else 1
+    return max(1, available_cores() // sharing - 1) if computes else 1
 
 
-def lane_threads(lanes: Iterable[Lane], device: torch.device) -> dict[Lane, ThreadPoolExecutor]:
+def lane_threads(lanes: Iterable[Lane], device: torch.device, sharing: int = 1) -> dict[Lane, ThreadPoolExecutor]:
     """Return one thread a lane, each with its number of intra-op threads."""
     own = torch.get_num_threads()  # torch reads its default when a thread first asks, so ask before it changes
     threads = {}
     for lane in lanes:
         threads[lane] = ThreadPoolExecutor(1, thread_name_prefix=f"lane-{lane.label}")
-        threads[lane].submit(_set_intra_op_threads, intra_op_threads(lane, device)).result()
+        threads[lane].submit(_set_intra_op_threads, intra_op_threads(lane, device, sharing)).result()
     torch.set_num_threads(own)
     return threads
 

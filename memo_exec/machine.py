@@ -26,10 +26,15 @@ class Machine:
     device_free_bytes: int
     host_memory_bytes: int
     host_available_bytes: int
+    sharing: int = 1
+    """Ranks of this job on the host, which share its memory and its cores."""
 
 
-def this_machine() -> Machine:
-    """Return what this process can use; the first accelerator when there is one, else the CPU."""
+def this_machine(*, sharing: int = 1) -> Machine:
+    """Return what this process can use: the current accelerator when there is one, else the CPU.
+
+    ``sharing`` ranks play here at once.
+    """
     import torch
 
     from memo_exec.lanes import intra_op_threads
@@ -39,9 +44,9 @@ def this_machine() -> Machine:
     if torch.cuda.is_available():
         device_free, device_total = torch.cuda.mem_get_info()
         name, devices = torch.cuda.get_device_name(), torch.cuda.device_count()
-        return Machine("cuda", name, devices, 1, device_total, device_free, total, available)
-    threads = intra_op_threads(Lane.COMPUTE, torch.device("cpu"))
-    return Machine("cpu", cpu_name(), 1, threads, total, available, total, available)
+        return Machine("cuda", name, devices, 1, device_total, device_free, total, available, sharing)
+    threads = intra_op_threads(Lane.COMPUTE, torch.device("cpu"), sharing)
+    return Machine("cpu", cpu_name(), 1, threads, total, available, total, available, sharing)
 
 
 def cpu_name() -> str:

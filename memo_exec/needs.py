@@ -107,18 +107,22 @@ def _kept_by_size(lives: Liveness) -> int:
 
 
 def check_memory(needs: Needs, machine: Machine) -> None:
-    """Refuse what does not fit: the reserve is taken off first.
+    """Refuse what does not fit: the reserve is taken off first. Ranks that share a host have a part of its memory each.
 
     Raises:
         CannotRun: naming the memory that is short.
     """
     outside = ", ".join(f"{format_bytes(size)} for {name}" for name, size in needs.reserve.items())
     device = format_bytes(needs.device_bytes)
+    host_bytes = machine.host_available_bytes // machine.sharing
+    host = f"{format_bytes(machine.host_available_bytes)} free of {format_bytes(machine.host_memory_bytes)}"
+    if machine.sharing > 1:
+        host += f", for {machine.sharing} ranks"
     if machine.device == "cpu":
-        if needs.device_bytes + needs.host_bytes > machine.host_available_bytes - needs.reserve_bytes:
+        if needs.device_bytes + needs.host_bytes > host_bytes - needs.reserve_bytes:
             raise CannotRun(
                 "the plan needs more memory than this host has free (on a CPU, device and host memory are one)",
-                got=f"{format_bytes(machine.host_available_bytes)} free of {format_bytes(machine.host_memory_bytes)}",
+                got=host,
                 wanted=f"{device} device + {format_bytes(needs.host_bytes)} host, and {outside}",
                 hint="a shorter sequence, or recompute instead of swap",
             )
@@ -130,10 +134,10 @@ def check_memory(needs: Needs, machine: Machine) -> None:
             wanted=f"{device}, and {outside}",
             hint="plan with --device-memory-gib, or stop what else uses the device",
         )
-    if needs.host_bytes > machine.host_available_bytes:
+    if needs.host_bytes > host_bytes:
         raise CannotRun(
             "the plan swaps more than this host's free memory (the container's limit counts)",
-            got=f"{format_bytes(machine.host_available_bytes)} free of {format_bytes(machine.host_memory_bytes)}",
+            got=host,
             wanted=format_bytes(needs.host_bytes),
             hint="plan with --host-memory-gib, or a smaller --alpha",
         )

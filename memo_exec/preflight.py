@@ -7,9 +7,10 @@ kernels that fail when they are tried on a few tokens.
 
 from __future__ import annotations
 
-import os
-
 from memo_exec.attention_kernels import check_kernels, try_kernels
+from memo_exec.distributed.own_program import rank_program
+from memo_exec.distributed.place import Place
+from memo_exec.distributed.world import Launch
 from memo_exec.machine import Machine
 from memo_exec.needs import Needs, check_memory, needs_of
 from memo_exec.placement_file import has_library_slots
@@ -31,8 +32,8 @@ ONE_DEVICE = (
 )
 
 
-def checked_program(plan: Plan, *, where: str) -> Program:
-    """Return the program that a plan's decisions lower to.
+def checked_program(plan: Plan, *, where: str, rank: int = 0) -> Program:
+    """Return the program that a plan's decisions lower to for one of its ranks.
 
     Raises:
         BadInput: when it is not the one the plan pins.
@@ -54,7 +55,7 @@ def checked_program(plan: Plan, *, where: str) -> Program:
             wanted=found[:16],
             hint="the plan was edited, or made by another version: price it again with memo-sim what-if --plan",
         )
-    return programs[0]
+    return rank_program(plan.decisions, Place(plan.decisions.layout, rank))
 
 
 def _check_length(decisions: Decisions) -> None:
@@ -84,10 +85,8 @@ def check(
     Raises:
         CannotRun: naming the first thing that is missing.
     """
-    _check_ranks(decisions)
     check_kernels(decisions, program, machine)
     _check_dtype(decisions, machine)
-    _check_overlap(decisions)
     if lent and placement is not None and not has_library_slots(program, placement):
         raise CannotRun(
             "the plan's arena has no slots to serve libraries from",
@@ -103,39 +102,25 @@ def check(
     return needs
 
 
-def _check_ranks(decisions: Decisions) -> None:
-    wanted, ranks = decisions.layout.devices, os.environ.get("WORLD_SIZE", "1")
-    if not (ranks.isascii() and ranks.isdigit()):
-        raise CannotRun("WORLD_SIZE is not a number of ranks", got=repr(ranks), wanted="what torchrun sets, or none")
-    started = int(ranks)
-    if wanted > 1:
-        raise CannotRun(
-            "the plan's layout needs several ranks, which the executor does not play yet",
-            where="$.decisions.layout",
-            got=f"{wanted} devices",
-            wanted="1",
-            hint=ONE_DEVICE,
-        )
-    if started != wanted:
-        raise CannotRun(
-            "more ranks were started than the plan's layout has",
-            where="$.decisions.layout",
-            got=f"WORLD_SIZE {started}",
-            wanted=wanted,
-            hint=f"torchrun --nproc_per_node {wanted}, or no torchrun",
-        )
+def check_ranks(decisions: Decisions, launch: Launch) -> None:
+    """Refuse another number of processes than the plan's layout has.
 
-
-def _check_overlap(decisions: Decisions) -> None:
-    """Refuse a step that leaves parameters to the following one: who reads them between steps has old ones."""
-    if decisions.overlap == "both":
-        raise CannotRun(
-            "parameters gathered at the start of the following step are not whole after the last one",
-            where="$.decisions.overlap",
-            got="both",
-            wanted="gradients, or none",
-            hint="plan with memo-sim what-if --overlap gradients",
-        )
+    Raises:
+        CannotRun: saying how to start them.
+    """
+    wanted = decisions.layout.devices
+    if launch.world == wanted:
+        return
+    alone = f"memo-exec run PLAN, without torchrun; {ONE_DEVICE}" if wanted == 1 else ""
+    raise CannotRun(
+        f"the plan's layout needs {wanted} ranks"
+        if launch.world == 1
+        else "other ranks were started than the plan's layout has",
+        where="$.decisions.layout",
+        got=f"WORLD_SIZE {launch.world}" if launch.world > 1 else "1 process",
+        wanted=wanted,
+        hint=alone or f"torchrun --nproc_per_node {wanted} -m memo_exec run PLAN",
+    )
 
 
 def _check_dtype(decisions: Decisions, machine: Machine) -> None:

@@ -45,12 +45,17 @@ def lane_busy_s(program: Program, record: StepRecord) -> dict[str, float]:
     return dict(busy)
 
 
-def measured_trace(program: Program, record: StepRecord, *, rank: int = 0, world_size: int = 1) -> Trace:
-    """Return the step as a ``memo.trace/1`` of origin measured, with the program's ids."""
+def measured_trace(
+    program: Program, record: StepRecord, *, program_sha256: str | None = None, rank: int = 0, world_size: int = 1
+) -> Trace:
+    """Return the step as a ``memo.trace/1`` of origin measured, with the program's ids.
+
+    ``program_sha256`` is what the plan pins, where that is not this rank's program alone.
+    """
     walked = list(program.walk())
     return Trace(
         origin="measured",
-        program_sha256=program.sha256,
+        program_sha256=program_sha256 or program.sha256,
         rank=rank,
         world_size=world_size,
         step_s=record.step_s,

@@ -1,7 +1,9 @@
 """One run of a plan, from its file to measured beside predicted: what ``memo-exec run`` and ``profile`` call.
 
-read plan -> lower, compare hashes -> placement -> preflight -> buffers -> weights or checkpoint -> steps
--> comparison, traces
+read plan -> lower, compare hashes -> placement -> preflight -> meet the other ranks -> buffers -> weights or checkpoint
+-> steps -> comparison, traces
+
+Every rank does all of it; the first one speaks for all, and the slowest one's step is what is compared.
 """
 
 from __future__ import annotations
@@ -20,9 +22,11 @@ import torch
 
 from memo_exec import checkpoint, compare, preflight, weights
 from memo_exec.dataset import load_dataset
+from memo_exec.distributed.groups import Groups, make_groups
+from memo_exec.distributed.place import Place
+from memo_exec.distributed.world import PATIENCE_S, World, answered, device_of, joined, launched
 from memo_exec.hyperparameters import Hyperparameters
 from memo_exec.interpreter import Interpreter
-from memo_exec.kernels import KERNELS
 from memo_exec.machine import Machine, this_machine
 from memo_exec.memory.replaying import check_device, use_for_torch
 from memo_exec.observed import Observed
@@ -34,6 +38,7 @@ from memo_sim.contract.comparison import Comparison, StepFigures
 from memo_sim.contract.errors import CannotRun, UsageError
 from memo_sim.contract.plan import Plan
 from memo_sim.contract.trace import Trace
+from memo_sim.program.lower import lower
 
 WARM_UPS = 2
 """First steps that do not count: memory is touched and libraries choose their algorithms then."""
@@ -66,6 +71,8 @@ class Outcome:
     stopped_by: int
     """The signal that ended the run early; 0 when it played all its steps."""
     steps: int
+    rank: int = 0
+    """Whose timeline ``measured`` is."""
 
 
 def run(
@@ -82,11 +89,15 @@ def run(
         CannotRun: when this machine cannot run the plan.
         UsageError: for options that contradict each other or the checkpoint.
     """
-    plan = codec.read(plan_path, Plan)
+    launch, plan = launched(), codec.read(plan_path, Plan)
+    program = preflight.checked_program(plan, where=str(plan_path), rank=launch.rank)
+    preflight.check_ranks(plan.decisions, launch)
+    if launch.rank > 0:
+        tell, note = (lambda figure: None), (lambda text: None)
     allocator = _replay_allocator() if options.replay_allocator or plan.decisions.replay_allocator else None
+    device = device_of(launch, "cuda" if torch.cuda.is_available() else "cpu")
     predicted = compare.predicted_trace(plan_path, plan)
-    program = preflight.checked_program(plan, where=str(plan_path))
-    machine = this_machine()
+    machine = this_machine(sharing=launch.local_world)
     placement = checked_placement(plan, program, plan_path)
     note(preflight.check(plan.decisions, program, machine, placement, lent=allocator is not None).line())
     dataset = load_dataset(options.data, plan.decisions.model.vocab)
@@ -96,20 +107,27 @@ def run(
         _refuse_other_seed(options, state)
     base = state.hyperparameters if state is not None else Hyperparameters()
     seed = state.data.seed if state is not None else options.seed or 0
-    with Interpreter(
-        plan.decisions,
-        program,
-        device=machine.device,
-        placement=placement,
-        debug=options.debug,
-        allocator=allocator,
-    ) as interpreter:
+    with (
+        joined(launch, device) as world,
+        Interpreter(
+            plan.decisions,
+            program,
+            device=device,
+            placement=placement,
+            debug=options.debug,
+            allocator=allocator,
+            rank=world.rank,
+            groups=_groups(plan, world),
+            sharing=machine.sharing,
+        ) as interpreter,
+    ):
         training = Training(
             plan=plan,
             interpreter=interpreter,
             dataset=dataset,
             hyperparameters=msgspec.structs.replace(base, **options.hyperparameters),
             seed=seed,
+            world=world,
         )
         if saved is not None and state is not None:
             training.restore(saved, state)
@@ -129,10 +147,18 @@ def run(
         if not training.records:
             return None
         if options.save is not None and not training.stopped_by:
-            _save_weights(interpreter, options.save / "weights", note)
+            _save_weights(training, options.save, note)
         if interpreter.below is not None:
             note(interpreter.below.report().line())
         return _outcome(training, machine, predicted)
+
+
+def _groups(plan: Plan, world: World) -> Groups:
+    """Return this rank's process groups; none where it is alone."""
+    if world.size == 1:
+        return {}
+    with answered(world.rank, world.size):
+        return make_groups(lower(plan.decisions), Place(plan.decisions.layout, world.rank), patience_s=PATIENCE_S)
 
 
 def _replay_allocator() -> ctypes.CDLL:
@@ -150,11 +176,13 @@ def _replay_allocator() -> ctypes.CDLL:
 
 
 def observe(plan_path: Path, note: Callable[[str], None]) -> Observed:
-    """Return what one step of a plan asks of the allocator: on a GPU that can run it, else with fake tensors.
+    """Return what one step of a plan asks of the allocator: on a GPU that can run it alone, else with fake tensors.
+
+    Of a plan for several ranks it is the first rank's step.
 
     Raises:
         BadInput: for a plan that cannot be used.
-        CannotRun: when the program has operators without a kernel (several ranks).
+        CannotRun: when the decisions cannot be lowered.
     """
     from memo_exec.fake_player import observe_fake  # loads much of torch that a run does not need
     from memo_exec.memory_history import observe_cuda
@@ -162,10 +190,7 @@ def observe(plan_path: Path, note: Callable[[str], None]) -> Observed:
     plan = codec.read(plan_path, Plan)
     program = preflight.checked_program(plan, where=str(plan_path))
     machine = this_machine()
-    missing = sorted({i.op for t in program.templates for i in t.instructions} - set(KERNELS))
-    if missing:
-        raise CannotRun("the plan's program has operators without a kernel", got=", ".join(missing))
-    if machine.device == "cuda":
+    if machine.device == "cuda" and plan.decisions.layout.devices == 1:
         try:
             preflight.check(plan.decisions, program, machine)
         except CannotRun as error:
@@ -175,10 +200,20 @@ def observe(plan_path: Path, note: Callable[[str], None]) -> Observed:
     return observe_fake(plan.decisions, program)
 
 
-def _save_weights(interpreter: Interpreter, directory: Path, note: Callable[[str], None]) -> None:
-    """Write what was trained for others to load; a shape Hugging Face does not know stays in the checkpoint alone."""
+def _save_weights(training: Training, directory: Path, note: Callable[[str], None]) -> None:
+    """Write what was trained for others to load; a shape Hugging Face does not know stays in the checkpoint alone.
+
+    Of several ranks the first reads the whole tensors back from the checkpoint that the run has ended with.
+    """
+
+    def write() -> None:
+        interpreter = training.interpreter
+        saved = checkpoint.latest(directory) if training.world.size > 1 else None
+        named = checkpoint.parameters(saved, interpreter) if saved is not None else None
+        weights.save(interpreter, directory / "weights", named=named)
+
     try:
-        weights.save(interpreter, directory)
+        training.world.by_first(write)
     except UsageError as error:
         note(f"weights not written for Hugging Face: {error.what}")
 
@@ -224,7 +259,7 @@ def _signals(training: Training, note: Callable[[str], None]) -> Iterator[None]:
 
     def ask(number: int, frame: object) -> None:
         del frame
-        training.stopped_by = number
+        training.asked = number
         note("stopping after this step; once more to stop at once")
         signal.signal(number, signal.SIG_DFL)
 
@@ -242,31 +277,39 @@ def _signals(training: Training, note: Callable[[str], None]) -> Iterator[None]:
 
 
 def _outcome(training: Training, machine: Machine, predicted: Trace | None) -> Outcome:
-    plan, program = training.plan, training.interpreter.program
-    record, steps_measured = training.median_record(WARM_UPS)
-    measured = measured_trace(program, record)
-    figures = StepFigures(
-        step_s=record.step_s,
-        peak_device_bytes=record.peak_device_bytes,
-        moved_bytes=record.moved,
-        lanes=lane_busy_s(program, record),
-        ops=compare.busy_by(measured)[1],
+    plan, program, world = training.plan, training.interpreter.program, training.world
+    record, times_s, steps_measured = training.median_record(WARM_UPS)
+    measured = measured_trace(
+        program, record, program_sha256=plan.program_sha256, rank=world.rank, world_size=world.size
+    )
+    every = world.gathered(
+        StepFigures(
+            step_s=record.step_s,
+            peak_device_bytes=record.peak_device_bytes,
+            moved_bytes=record.moved,
+            lanes=lane_busy_s(program, record),
+            ops=compare.busy_by(measured)[1],
+        )
     )
     comparison = compare.compare(
         compare.figures_of_prediction(plan.prediction, predicted),
-        figures,
+        every[times_s.index(max(times_s))],
         program_sha256=plan.program_sha256,
         machine=machine_text(machine),
         losses=training.losses,
         grad_norms=training.grad_norms,
         steps_measured=steps_measured,
     )
+    if world.size > 1:
+        peaks = [figures.peak_device_bytes for figures in every]
+        comparison = msgspec.structs.replace(comparison, step_s_by_rank=times_s, peak_device_bytes_by_rank=peaks)
     if (below := training.interpreter.below) is not None:
         comparison = msgspec.structs.replace(comparison, allocator=dataclasses.asdict(below.report()))
-    return Outcome(comparison, measured, predicted, training.stopped_by, training.step)
+    return Outcome(comparison, measured, predicted, training.stopped_by, training.step, world.rank)
 
 
 def machine_text(machine: Machine) -> str:
     """Return the machine in a few words."""
     threads = f", {machine.compute_threads} compute threads" if machine.device == "cpu" else ""
+    threads += f", {machine.sharing} ranks" if machine.sharing > 1 else ""
     return f"{machine.name} ({machine.device}{threads}), torch {torch.__version__}"

@@ -4,6 +4,9 @@
 
 The loss is the sum over counted targets divided by their number in the whole global batch. Nothing here depends on how
 many steps were played before, so a run that was killed and resumed has the losses it would have had.
+
+With several ranks every one draws the whole global batch and plays its own part: its data-parallel share of the
+sequences, and of those the tokens that its rows hold. A step ends for all when the slowest has told the others.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ import torch
 
 from memo_exec import checkpoint
 from memo_exec.dataset import IGNORED_LABEL, Batch, Dataset
+from memo_exec.distributed.world import World
 from memo_exec.hyperparameters import Hyperparameters
 from memo_exec.interpreter import Interpreter
 from memo_exec.kernels import StepScalars
@@ -66,8 +70,14 @@ class Training:
     losses: list[float] = field(default_factory=list)
     grad_norms: list[float] = field(default_factory=list)
     records: deque[StepRecord] = field(default_factory=lambda: deque(maxlen=MOST_RECORDS))
+    asked: int = 0
+    """The signal that came to this process, if any."""
     stopped_by: int = 0
-    """The signal that came, if any: the loop ends after the step that is being played."""
+    """The signal that ends the loop after the step that is being played: one that came to any rank."""
+    world: World = field(default_factory=World)
+    """This process among the others."""
+    times_s: deque[list[float]] = field(default_factory=lambda: deque(maxlen=MOST_RECORDS))
+    """Of every record: how long the step took each rank."""
 
     def __post_init__(self) -> None:
         names = self.interpreter.program.walk()
@@ -87,6 +97,7 @@ class Training:
             UsageError: when the loss stops being a number.
         """
         saved = self.step
+        self.stopped_by = int(max(asked for (asked,) in self.world.numbers(self.asked)))
         while self.step < steps and not self.stopped_by:
             tell(self.play_step())
             if save is not None and self.step - saved >= save_every:
@@ -101,6 +112,7 @@ class Training:
         number = self.step + 1
         batch = self.dataset.batch(self.seed, number, decisions.global_batch, decisions.seq_tokens)
         record = self.interpreter.run_step(self._micro_batches(batch), self._scalars(number, batch))
+        told = self.world.numbers(self.asked, record.step_s, record.peak_device_bytes)
         if not (isfinite(record.loss) and isfinite(record.grad_norm)):
             raise UsageError(
                 "the loss is not a number any more",
@@ -112,13 +124,20 @@ class Training:
         self.losses.append(record.loss)
         self.grad_norms.append(record.grad_norm)
         self.records.append(record)
-        return self._figure(record)
+        self.stopped_by = int(max(asked for asked, _, _ in told))
+        self.times_s.append([seconds for _, seconds, _ in told])
+        return self._figure(record, max(self.times_s[-1]), int(max(peak for _, _, peak in told)))
 
     def _micro_batches(self, batch: Batch) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Cut the global batch into the program's micro-batches, sequences in order."""
-        size = self.plan.decisions.micro_batch
-        ids, labels = torch.from_numpy(batch.ids), torch.from_numpy(batch.labels)
-        return list(zip(torch.split(ids, size), torch.split(labels, size), strict=True))
+        """Cut the global batch into this rank's micro-batches, sequences in order, and take the tokens of its rows."""
+        decisions, context = self.plan.decisions, self.interpreter.context
+        shares, share, size = decisions.layout.dp, context.place.at("dp"), decisions.micro_batch
+        tokens = torch.cat([torch.arange(run.token, run.token + run.tokens) for run in context.runs])
+        parts = []
+        for whole in (batch.ids, batch.labels):
+            own = torch.chunk(torch.from_numpy(whole), shares)[share]
+            parts.append([sequences.reshape(-1)[tokens] for sequences in torch.split(own, size)])
+        return list(zip(*parts, strict=True))
 
     def _scalars(self, step: int, batch: Batch) -> StepScalars:
         chosen = self.hyperparameters
@@ -134,7 +153,7 @@ class Training:
             clip=chosen.clip or None,
         )
 
-    def _figure(self, record: StepRecord) -> StepFigure:
+    def _figure(self, record: StepRecord, step_s: float, device_bytes: int) -> StepFigure:
         decisions = self.plan.decisions
         tokens = decisions.global_batch * decisions.seq_tokens
         peak = peak_flops(self.plan)
@@ -143,27 +162,32 @@ class Training:
             step=self.step,
             loss=record.loss,
             grad_norm=record.grad_norm,
-            tokens_per_s=tokens / record.step_s,
-            mfu=flops / (record.step_s * peak) if peak else None,
-            device_bytes=record.peak_device_bytes,
+            tokens_per_s=tokens / step_s,
+            mfu=flops / (step_s * peak * decisions.layout.devices) if peak else None,
+            device_bytes=device_bytes,
             stalls_s=sum(wait.seconds for wait in record.waits if wait.instruction in self._computes),
         )
 
-    def median_record(self, warm_ups: int) -> tuple[StepRecord, int]:
-        """Return the median step of those this process played after the warm-ups, and how many those were."""
-        chosen = list(self.records)
+    def median_record(self, warm_ups: int) -> tuple[StepRecord, list[float], int]:
+        """Return the median step of those this process played after the warm-ups, and how many those were.
+
+        It is the same step on every rank, by the slowest rank's time; between are all ranks' times of it.
+        """
+        chosen = list(zip(self.records, self.times_s, strict=True))
         if len(chosen) < MOST_RECORDS:  # else the first have been forgotten
             chosen = chosen[min(warm_ups, (len(chosen) - 1) // 2) :]
-        ordered = sorted(chosen, key=lambda record: record.step_s)
-        return ordered[(len(ordered) - 1) // 2], len(ordered)
+        ordered = sorted(chosen, key=lambda played: max(played[1]))
+        record, times_s = ordered[(len(ordered) - 1) // 2]
+        return record, times_s, len(ordered)
 
     def save(self, directory: Path) -> Path:
         """Write a checkpoint.
 
         Raises:
             UsageError: when it cannot be written there.
+            CannotRun: when another rank has stopped.
         """
-        return checkpoint.save(directory, self._state(), self.interpreter.states())
+        return checkpoint.save(directory, self._state(), self.interpreter, self.world)
 
     def _state(self) -> checkpoint.RunState:
         decisions = self.plan.decisions
@@ -187,7 +211,7 @@ class Training:
         Raises:
             BadInput: when its tensors cannot be read or are others than the plan's.
         """
-        checkpoint.load_tensors(saved, self.interpreter.states())
+        checkpoint.load_state(saved, self.interpreter, self.world)
         self.step = run.step
         self.losses, self.grad_norms = list(run.losses), list(run.grad_norms)
 

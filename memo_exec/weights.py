@@ -77,14 +77,17 @@ def load(interpreter: Interpreter, directory: Path) -> None:
             held.view.copy_(held.of(whole))
 
 
-def save(interpreter: Interpreter, directory: Path) -> None:
+def save(interpreter: Interpreter, directory: Path, *, named: dict[str, Tensor] | None = None) -> None:
     """Write a Hugging Face directory that ``transformers`` loads, in the parameters' dtype.
+
+    ``named`` are the whole parameters, where this process does not hold them all.
 
     Raises:
         UsageError: when no model type of Hugging Face has this shape, or the directory cannot be written.
     """
-    model = interpreter.decisions.model
-    huggingface.write(directory, model, named_parameters(interpreter), positions=interpreter.decisions.seq_tokens)
+    decisions = interpreter.decisions
+    whole = named_parameters(interpreter) if named is None else named
+    huggingface.write(directory, decisions.model, whole, positions=decisions.seq_tokens)
 
 
 def named_parameters(interpreter: Interpreter) -> dict[str, Tensor]:

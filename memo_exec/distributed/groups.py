@@ -16,12 +16,17 @@ from memo_sim.contract.plan import Layout
 from memo_sim.program.instruction import Lane
 from memo_sim.program.program import Program
 from memo_sim.program.ranks import stride
-from memo_sim.program.work import Collective, Exchange, Handover
+from memo_sim.program.work import Collective, Exchange, Handover, Work
 
 Key = tuple[Lane, str]
 """A lane and the group that talks on it."""
 
 Groups = Mapping[Key, dist.ProcessGroup]
+
+
+def communicates(work: Work) -> bool:
+    """Whether what has this work waits for other ranks."""
+    return isinstance(work, Collective | Exchange | Handover)
 
 
 def handover_key(work: Handover) -> Key:

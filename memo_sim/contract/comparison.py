@@ -43,5 +43,8 @@ class Comparison(
     losses: list[float] = []
     grad_norms: list[float] = []
     steps_measured: int = 1
+    step_s_by_rank: list[Seconds] = []
+    """Of the measured step; ``measured`` is the slowest rank's. Empty for one process."""
+    peak_device_bytes_by_rank: list[Bytes] = []
     allocator: dict[str, int] = {}
     """How many requests the allocator below torch served, and how, with ``run --replay-allocator``; else empty."""

@@ -31,6 +31,8 @@ def comparison_table(comparison: Comparison, *, top: int | None = None) -> str:
         if after := _moved(measured, lane):
             rows.append([f"moved {lane}", before, after, share])
     blocks.append(text_table(["", "predicted", "measured", "ratio"], rows, "lrrr"))
+    if comparison.step_s_by_rank:
+        blocks.append(_ranks(comparison))
 
     lanes = {**dict.fromkeys(LANES), **dict.fromkeys(measured.lanes)}
     blocks.append(
@@ -49,6 +51,17 @@ def comparison_table(comparison: Comparison, *, top: int | None = None) -> str:
         if top is not None and len(order) > top:
             blocks[-1] += f"\n... and {len(order) - top} more"
     return "\n\n".join(blocks)
+
+
+def _ranks(comparison: Comparison) -> str:
+    """Return each rank's step and peak; what is compared is the slowest one's step."""
+    slowest = comparison.step_s_by_rank.index(max(comparison.step_s_by_rank))
+    found = zip(comparison.step_s_by_rank, comparison.peak_device_bytes_by_rank, strict=True)
+    rows = [
+        [f"{rank} (slowest)" if rank == slowest else str(rank), format_seconds(step_s), format_bytes(peak)]
+        for rank, (step_s, peak) in enumerate(found)
+    ]
+    return text_table(["rank", "step", "peak device memory"], rows, "lrr")
 
 
 def _moved(figures: StepFigures, lane: str) -> str | None:

@@ -18,7 +18,7 @@ from memo_exec.cli import cli
 from memo_sim.contract import codec
 from memo_sim.contract.catalog import load_model
 from memo_sim.contract.comparison import Comparison
-from memo_sim.contract.plan import Decisions, Kernels, Plan
+from memo_sim.contract.plan import Decisions, Kernels, Layout, Plan
 from memo_sim.contract.requests import Requests
 from memo_sim.contract.trace import Trace
 from memo_sim.contract.units import format_bytes
@@ -137,10 +137,10 @@ def wrong(tmp_path_factory: pytest.TempPathFactory, plan: Path) -> Path:
     (folder / "negative.json").write_text(raw.replace('"seq_tokens": 256', '"seq_tokens": -256'))
     (folder / "edited.json").write_text(raw.replace('"seq_tokens": 256', '"seq_tokens": 512'))
     write_plan(folder / "fp16.json", byte_decisions(dtype="fp16"))
-    pipeline = msgspec.structs.replace(byte_decisions().layout, pp=2)
     read = codec.read(plan, Plan)
-    decisions = msgspec.structs.replace(read.decisions, layout=pipeline)
-    codec.write(folder / "pipeline.json", msgspec.structs.replace(read, decisions=decisions))
+    metp = msgspec.structs.replace(read.decisions, layout=Layout(metp=2))
+    codec.write(folder / "metp.json", msgspec.structs.replace(read, decisions=metp))
+    write_plan(folder / "tp2.json", byte_decisions(layout=Layout(tp=2)))
     return folder
 
 
@@ -152,7 +152,8 @@ def wrong(tmp_path_factory: pytest.TempPathFactory, plan: Path) -> Path:
         ("unknown.json", 3, "did you mean 'dtype'?"),
         ("negative.json", 3, "$.decisions.seq_tokens"),
         ("edited.json", 3, "another program"),
-        ("pipeline.json", 6, "no lowering"),
+        ("metp.json", 6, "no lowering"),
+        ("tp2.json", 6, "next: torchrun --nproc_per_node 2 -m memo_exec run"),
         ("fp16.json", 6, "does not compute"),
     ],
 )

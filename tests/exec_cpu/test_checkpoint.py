@@ -11,15 +11,22 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from memo_exec import checkpoint
+from memo_exec.distributed import stored
+from memo_exec.distributed.world import World
+from memo_exec.interpreter import Interpreter
 from memo_exec.run import RunOptions, run
+from memo_exec.weights import Held
 from memo_sim.contract import codec
 from memo_sim.contract.errors import BadInput, UsageError
+from memo_sim.program.lower import lower
 from tests.exec_cpu.plans import byte_decisions, write_plan
 from tests.exec_cpu.small import gpt, llama
 
 STEPS = 6
+FLAT = "state.safetensors"
 
 
 def losses(plan: Path, **options: Any) -> tuple[list[float], list[float]]:
@@ -125,19 +132,54 @@ def test_other_data_is_refused(saved: Path, tmp_path: Path) -> None:
     assert "data.sha256" in refused(saved, BadInput, data=tmp_path / "other.txt")
 
 
-@pytest.mark.parametrize("file", [checkpoint.STATE_FILE, checkpoint.RUN_FILE])
+@pytest.mark.parametrize("file", [checkpoint.RUN_FILE, "state/.metadata", "state/__0_0.distcp"])
 def test_a_truncated_checkpoint_is_refused(saved: Path, tmp_path: Path, file: str) -> None:
     shutil.copytree(saved, tmp_path / "copy")
     broken = tmp_path / "copy/run/step-00000002" / file
     broken.write_bytes(broken.read_bytes()[:100])
-    assert str(broken) in refused(tmp_path / "copy", BadInput)
+    named = broken if file == checkpoint.RUN_FILE else broken.parent
+    assert str(named) in refused(tmp_path / "copy", BadInput)
 
 
-def test_tensors_that_do_not_fit_are_refused(saved: Path) -> None:
+@pytest.mark.parametrize(
+    ("whole", "name", "says"),
+    [
+        ((256, 64), "params/embed/nothing.weight", "holds no params/embed/nothing.weight"),
+        ((128, 64), "params/embed/tokens.weight", r"is \(256, 64\) torch.float32, wanted \(128, 64\)"),
+    ],
+)
+def test_tensors_that_do_not_fit_are_refused(saved: Path, whole: tuple[int, ...], name: str, says: str) -> None:
     found = checkpoint.latest(saved / "run")
     assert found is not None
-    with pytest.raises(BadInput, match="other tensors"):
-        checkpoint.load_tensors(found, {"params.embed/0": torch.zeros(3)})
+    with pytest.raises(BadInput, match=says):
+        stored.read(found / "state", {name: [Held(name, whole, (0, 0), torch.zeros(whole))]}, None)
+
+
+def test_a_checkpoint_of_flat_blocks_is_read(tmp_path: Path) -> None:
+    """As one process wrote them before there were layouts."""
+    plan = write_plan(tmp_path / "plan.json")
+    whole = losses(plan, steps=STEPS)
+    losses(plan, steps=3, save=tmp_path / "run")
+    found = checkpoint.latest(tmp_path / "run")
+    assert found is not None
+    decisions = byte_decisions()
+    with Interpreter(decisions, lower(decisions)[0]) as interpreter:
+        checkpoint.load_state(found, interpreter, World())
+        save_file(interpreter.states(), found / FLAT)
+    shutil.rmtree(found / "state")
+    assert losses(plan, steps=STEPS, save=tmp_path / "run", resume=True) == whole
+
+
+def test_flat_blocks_of_another_model_are_refused(tmp_path: Path) -> None:
+    decisions = byte_decisions()
+    with Interpreter(decisions, lower(decisions)[0]) as interpreter:
+        for tensors, says in (
+            ({"params.embed/0": torch.zeros(3)}, "no tensor of this name"),
+            ({name: value[:5].clone() for name, value in interpreter.states().items()}, "another length or type"),
+        ):
+            save_file(tensors, tmp_path / FLAT)
+            with pytest.raises(BadInput, match=says):
+                checkpoint.load_state(tmp_path, interpreter, World())
 
 
 def test_resuming_where_nothing_was_saved_begins(tmp_path: Path) -> None:
