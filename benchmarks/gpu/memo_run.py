@@ -25,6 +25,7 @@ from memo_sim.contract.comparison import Comparison, StepFigures
 from memo_sim.contract.errors import BadInput
 from memo_sim.contract.plan import Plan
 from memo_sim.program.instruction import Lane
+from memo_sim.program.library_results import beside_arena, results_bytes
 
 
 def measure(case: Case) -> Row:
@@ -64,7 +65,8 @@ def measure(case: Case) -> Row:
             stalls_s=figure.stalls_s,
         )
         row = msgspec.structs.replace(row, **peaks(device))
-    return _with_prediction(row, case, plan, comparison)
+    beside = results_bytes(program) if beside_arena(plan.decisions) else 0
+    return _with_prediction(row, case, plan, comparison, beside)
 
 
 def _check(plan: Plan, case: Case) -> None:
@@ -96,8 +98,8 @@ def _comparison(training: Training, case: Case, machine: Machine, path: Path) ->
     )
 
 
-def _with_prediction(row: Row, case: Case, plan: Plan, comparison: Comparison) -> Row:
-    """Return the row with the plan's side of it."""
+def _with_prediction(row: Row, case: Case, plan: Plan, comparison: Comparison, beside_bytes: int) -> Row:
+    """Return the row with the plan's side of it; ``beside_bytes``: what libraries allocate beside the arena."""
     found, decided = plan.prediction, plan.decisions
     row = msgspec.structs.replace(
         row,
@@ -111,6 +113,7 @@ def _with_prediction(row: Row, case: Case, plan: Plan, comparison: Comparison) -
         return row
     return msgspec.structs.replace(
         row,
+        predicted_device_bytes=found.peak_device_bytes + beside_bytes,
         predicted_mfu=mfu_of(case, found.step_s, this_machine().name),
         predicted_host_bytes=found.peak_host_bytes_per_node,
         predicted_stalls_s=sum(stall.seconds for stall in found.stalls if stall.lane == Lane.COMPUTE.label),

@@ -21,6 +21,7 @@ from memo_sim.planning.question import Pins, Question, with_memory
 POLICIES = {
     "planned": Pins(),
     "token-wise": Pins(recompute="tokenwise"),
+    "alpha 0.5": Pins(recompute="tokenwise", alpha=0.5),
     "alpha 0": Pins(recompute="tokenwise", alpha=0.0),
     "keep": Pins(recompute="none", alpha=0.0),
     "full recompute": Pins(recompute="full", alpha=0.0, mlp_chunk_tokens=0),

@@ -80,7 +80,7 @@ def _suite(rows: list[Row]) -> list[str]:
         (
             *(r.model, format_tokens(r.sequence), r.policy, _number(r.alpha, 3), r.status),
             *(_number(r.median_step_s, 3), _percent(r.mfu), _percent(r.predicted_mfu)),
-            *(_ratio(r, "step_s"), _ratio(r, "peak_device_bytes")),
+            *(_ratio(r, "step_s"), _peak_ratio(r)),
             *(_lane(r, "d2h"), _lane(r, "h2d"), _number(r.stalls_s, 3), _number(r.predicted_stalls_s, 3)),
             *(_gib(r.peak_device_bytes), _gib(r.host_bytes), _gib(r.predicted_host_bytes)),
             _short(r.message),
@@ -161,6 +161,13 @@ def _table(head: Iterable[str], lines: Iterable[Iterable[str]]) -> str:
 def _ratio(row: Row, field: str) -> str:
     ratio: Any = row.comparison.ratio if row.comparison else None
     return "-" if ratio is None else f"{getattr(ratio, field):.3f}"
+
+
+def _peak_ratio(row: Row) -> str:
+    """Return predicted over measured of the device's peak, by torch's allocator: an arena's own size says nothing."""
+    if not row.predicted_device_bytes or not row.peak_device_bytes:
+        return "-"
+    return f"{row.predicted_device_bytes / row.peak_device_bytes:.3f}"
 
 
 def _lane(row: Row, lane: str) -> str:

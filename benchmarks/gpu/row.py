@@ -65,6 +65,8 @@ class Row(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     backend: str = ""
     comparison: Comparison | None = None
     """Predicted beside measured."""
+    predicted_device_bytes: int | None = None
+    """The arena, and what libraries allocate beside it: what torch's allocator should have handed out."""
     predicted_mfu: float | None = None
     predicted_host_bytes: int | None = None
     predicted_stalls_s: float | None = None

@@ -13,7 +13,7 @@ from benchmarks.gpu.case import Case
 from benchmarks.gpu.plans import model_of
 from benchmarks.gpu.session import Session
 
-POLICIES = ("token-wise", "full recompute", "full swap", "alpha 0", "keep")
+POLICIES = ("token-wise", "full recompute", "full swap", "alpha 0", "keep", "alpha 0.5")
 """In order of their worth: what the budget has no room for is left out from the end."""
 LONG_STEP_S = 4.0
 

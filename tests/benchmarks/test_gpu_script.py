@@ -84,7 +84,7 @@ def every_point_has_both_sides(rows: Rows) -> None:
     assert {(row["model"], row["policy"]) for row in rows} == {
         (model, policy)
         for model in ("llama-tiny-3l", "gpt-tiny-3l")
-        for policy in ("token-wise", "full recompute", "full swap", "alpha 0", "keep")
+        for policy in ("token-wise", "full recompute", "full swap", "alpha 0", "keep", "alpha 0.5")
     }
     for row in rows:
         ratio = row["comparison"]["ratio"]

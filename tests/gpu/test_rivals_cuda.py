@@ -26,6 +26,7 @@ MODELS = {
 }
 OFFLOADERS = [
     "checkpoint, input offloaded",
+    "sequence tiling",
     "save_on_cpu",
     "transformer-engine offload",
     "torchtune OffloadActivations",
