@@ -142,4 +142,5 @@ class Repetition:
             return waits.seconds
         before, after = playback.previous[waits.instruction], waits.instruction
         across = (before < self.first) & (after >= self.end)
-        return waits.seconds + across * self.added_s(playback)
+        seconds: Floats = waits.seconds + across * self.added_s(playback)
+        return seconds

@@ -120,11 +120,11 @@ class Activations:
         return self.decisions.recompute != "full" or tensor.name == "x"
 
     def bind(self, builder: TemplateBuilder, families: dict[str, Family]) -> None:
-        """Add a slot for every skeletal tensor to a forward or backward template."""
+        """Add a slot for every skeletal tensor to a forward or backward template that does not have it yet."""
         for t in self.tensors:
             if self._shared(t):
                 builder.bind(families[f"skeletal.{t.name}"], slot=t.name)
-            else:
+            elif not builder.has(t.name):
                 rows = rows_at_once(t, self.decisions, self.shape)
                 builder.own(t.name, BufferClass.SKELETAL, t.dtype, rows, t.features)
 

@@ -55,8 +55,8 @@ def check_deadlock(
             lanes[lane].append(number)
         orders = [pair for lane in lanes.values() for pair in pairwise(lane)]
         orders += list(zip(given.producer.tolist(), given.consumer.tolist(), strict=True))
-        for before, after in orders:
-            a, b = node.get((role, before), (role, before)), node.get((role, after), (role, after))
+        for earlier, later in orders:
+            a, b = node.get((role, earlier), (role, earlier)), node.get((role, later), (role, later))
             follows[a].append(b)
             waits[b] += 1
     everything = {node.get((r, i), (r, i)) for r, mine in enumerate(columns) for i in range(len(mine.lane))}

@@ -132,8 +132,7 @@ class LayerWriter(OperatorWriter):
             "qkv",
             "norm1",
             grad=builder.all(d_qkv),
-            # Megatron-LM saves only its shard of the norm's output, and gathers it again.
-            source=self.gather("norm1.again", builder.all("norm1"), "norm1_full", 0),
+            source=self.gather_again("norm1", builder.all("norm1"), "norm1_full", 0),
             norm_input="x",
             residual_grad="d_resid",
             out=grad_in,

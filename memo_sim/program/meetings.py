@@ -39,16 +39,16 @@ def _calls(program: Program) -> list[tuple[tuple[object, ...], int]]:
     counts: dict[tuple[object, ...], int] = defaultdict(int)
     calls, first = [], 0
     for instance in program.instances:
-        for at, (side, *kind) in shared[instance.template]:
-            key = (side, *kind)
-            calls.append(((*kind, counts[key]), first + at))
+        for at, key in shared[instance.template]:
+            # Both sides of a hand-over count for themselves; what they call is what comes after the lane.
+            calls.append(((*key[1:], counts[key]), first + at))
             counts[key] += 1
         first += len(program.templates[instance.template].instructions)
     return calls
 
 
 def _kind(work: Work, lane: Lane) -> tuple[object, ...]:
-    """Return (side, what is called) of a work that other roles take part in; nothing for others."""
+    """Return (lane, what is called) of a work that other roles take part in; nothing for others."""
     if isinstance(work, Handover):
         return (lane, "handover", work.source, work.target)
     if isinstance(work, Collective) and work.group in SPANNING:

@@ -32,6 +32,8 @@ class OperatorWriter:
         self.dtype, self.rowwise = decisions.dtype, decisions.kernels.rowwise
         self.size = DTYPE_BYTES[decisions.dtype]
         self.suffix = ""
+        self.weights_apart = False
+        """Whether weight gradients are left to another template (``weights.py``)."""
 
     def own(self, name: str, tokens: int, features: int, cls: BufferClass = BufferClass.TRANSIENT) -> str:
         """Return a template-own buffer, made at its first use (row blocks share it)."""
@@ -109,6 +111,13 @@ class OperatorWriter:
         )
         return rows
 
+    def gather_again(self, name: str, source: Rows, full: str, first: int) -> Rows:
+        """Gather what a weight gradient alone reads; nothing where those are left to another template.
+
+        Megatron-LM saves only its shard of a norm's output, and gathers it again.
+        """
+        return source if self.weights_apart else self.gather(f"{name}.again", source, full, first)
+
     def scatter(self, name: str, partial: Rows, *, tokens: int = 0) -> Rows:
         """Sum ``partial`` over the tensor-parallel ranks: into this rank's token shard, or in place as a whole.
 
@@ -167,6 +176,8 @@ class OperatorWriter:
 
     def wgrad(self, name: str, grad: Rows, x: Rows, m: int, n: int) -> None:
         """Emit the weight's gradient, ``m`` output features by ``n`` input features, added to what is there."""
+        if self.weights_apart:
+            return
         kernel = self.decisions.kernels.attention
         scratch = table.wgrad_workspace_bytes(m, n, grad.tokens, self.dtype, kernel)
         self.builder.emit(
@@ -182,7 +193,7 @@ class OperatorWriter:
 
     def bgrad(self, name: str, grad: Rows, width: int) -> None:
         """Sum the output gradient over rows, where the product has a bias; of its token shard, where it has one."""
-        if self.block.find(f"{name}.bias"):
+        if self.block.find(f"{name}.bias") and not self.weights_apart:
             self.memory_bound(
                 f"{name}.bgrad",
                 "bias.bwd",

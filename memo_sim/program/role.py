@@ -19,11 +19,12 @@ from memo_sim.program.layer import LayerWriter
 from memo_sim.program.optimizer import Optimizer, tied, totals
 from memo_sim.program.parameters import Block, embed_block, head_block, layer_block
 from memo_sim.program.program import Program
-from memo_sim.program.schedule import passes_of
+from memo_sim.program.schedule import Kind, passes_of
 from memo_sim.program.shape import Shape
 from memo_sim.program.sharding import Sharding
 from memo_sim.program.stage import Stage
 from memo_sim.program.visits import Visit, pass_visits, swap_schedule
+from memo_sim.program.weights import PendingWeights
 
 
 class RoleLowering:
@@ -37,6 +38,7 @@ class RoleLowering:
         self.passes = passes_of(decisions.layout, stage.index, micro_batches)
         self.activations = Activations(decisions, shape, micro_batches, stage)
         self.handovers = Handovers(decisions, shape, stage, micro_batches, self.activations.rounding)
+        self.pending = PendingWeights(decisions, shape, self.activations)
         self.blocks = self._parameter_blocks()
         counts = {"embed": 1, "layer": len(stage.layers), "head": 1}
         self.optimizers = {kind: Optimizer(decisions, block, kind, counts[kind]) for kind, block in self.blocks.items()}
@@ -86,7 +88,8 @@ class RoleLowering:
         found.append(Family("grad.x", BufferClass.TRANSIENT, dtype, shape.shard_tokens, shape.hidden, count))
         for optimizer in self.optimizers.values():
             found += optimizer.families()
-        return found + self.sharding.families() + self.activations.families() + self.handovers.families()
+        parts = (self.sharding, self.activations, self.handovers, self.pending)
+        return found + [family for part in parts for family in part.families()]
 
     def program(self) -> Program:
         """Return the role's program."""
@@ -132,6 +135,8 @@ class RoleLowering:
         builder.bind(self.seen["params.layer"], slot="params")
         if gradients:
             builder.bind(self.seen["grads.layer"], slot="grads")
+            if self.pending.apart:
+                self.pending.bind(builder, self.families)
         self.activations.bind(builder, self.families)
         return builder, LayerWriter(builder, self.decisions, self.shape, self.blocks["layer"])
 
@@ -146,6 +151,8 @@ class RoleLowering:
         self._add_backward("layer.bwd", rebuild=True)
         if self.activations.resident_differs:
             self._add_backward("layer.bwd.resident", rebuild=False)
+        if self.pending.apart:
+            self._add_weights()
         if self.activations.rounding:
             backward = self.templates[self.numbers["layer.bwd"]]
             self._add_copies(self.activations.offload(self.families))
@@ -165,7 +172,17 @@ class RoleLowering:
             blocks = self.activations.row_blocks
             writer.recompute(self.activations.recomputed, len(blocks) - 1, whole=False)
         builder.phase = "bwd"
+        writer.weights_apart = self.pending.apart
         writer.backward("grad_out", "grad_in")
+        if self.pending.apart:
+            self.pending.keep(builder)
+        self._add(builder.build(), builder.bound_slots)
+
+    def _add_weights(self) -> None:
+        builder = TemplateBuilder("layer.weights", "wgt")
+        builder.bind(self.seen["grads.layer"], slot="grads")
+        self.pending.bind_inputs(builder, self.families)
+        self.pending.write(LayerWriter(builder, self.decisions, self.shape, self.blocks["layer"]))
         self._add(builder.build(), builder.bound_slots)
 
     def _place(self, template: str, place: str, micro_batch: int, layer: int = -1) -> None:
@@ -173,8 +190,10 @@ class RoleLowering:
         number, layers = self.numbers[template], self.stage.layers
         indices = []
         for slot, family in self.slots[number]:
-            whole = self.sharding.index(family, template, micro_batch, layer)
-            indices.append(self._index(slot, micro_batch, layer) if whole is None else whole)
+            index = self.sharding.index(family, template, micro_batch, layer)
+            if family.startswith("pending."):
+                index = micro_batch * len(layers) + layer
+            indices.append(self._index(slot, micro_batch, layer) if index is None else index)
         of_model = layers[layer] if 0 <= layer < len(layers) else min(layer, self.decisions.model.layers)
         self.instances.append(Instance(number, place, tuple(indices), micro_batch, of_model))
 
@@ -264,6 +283,9 @@ class RoleLowering:
                 for wanted in schedule.prefetch_after.get(done, []) if schedule else []:
                     self._place_layer("layer.prefetch", wanted.micro_batch, wanted.layer)
                 done += 1
+            if each.kind is Kind.WEIGHTS:
+                for layer in reversed(self.stage.chunk(each.chunk)):
+                    self._place_layer("layer.weights", each.micro_batch, layer)
             self._hand_over(number)
 
     def _hand_over(self, number: int) -> None:

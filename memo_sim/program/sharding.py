@@ -83,7 +83,9 @@ class Sharding:
         self.layers = len(stage.layers)
         self.grads = optimizers["layer"].shared("grads")
         self.params = optimizers["layer"].shared("params")
-        self.reduced_early = optimizers["layer"].reduced_early
+        # Weight gradients apart come after the last backward.
+        apart = decisions.layout.schedule == "zero-bubble" and stage.stages > 1
+        self.reduced_early = optimizers["layer"].reduced_early and not apart
         self.embed_uses = 2 if decisions.model.tied_embeddings else 1
 
     def families(self) -> list[Family]:

@@ -130,6 +130,13 @@ def _check(decisions: Decisions) -> None:
             got=False,
             wanted=True,
         )
+    if layout.schedule == "zero-bubble" and layout.pp > 1 and decisions.mlp_chunk_tokens:
+        raise Infeasible(
+            "weight gradients apart need the whole MLP's inputs",
+            where="decisions.mlp_chunk_tokens",
+            got=f"{decisions.mlp_chunk_tokens} with the schedule zero-bubble",
+            wanted=0,
+        )
     if layers % runs:
         raise Infeasible(
             f"pp x virtual stages = {runs} does not divide the layers",

@@ -69,6 +69,20 @@ def run(
     )
 
 
+@pytest.mark.parametrize("stages", [2, 4])
+@pytest.mark.parametrize("overlapped", [False, True])
+def test_weight_gradients_fill_the_bubble(stages: int, overlapped: bool) -> None:
+    """ZB-H1: (p - 1)(F + B - 2W) is left of 1F1B's bubble; F, B and W are those of a stage's layers."""
+    whole = run(Layout(), 1)
+    weights = whole.roles[0].per_instruction(lambda i: float(i.op == "linear.wgrad"))
+    step, w = whole.prediction.step_s / stages, float(np.sum(whole.seconds * weights)) / stages
+    assert 0 < w < step / 3
+    layout = Layout(pp=stages, schedule="zero-bubble", overlap_handovers=overlapped)
+    for micro_batches in (stages, 2 * stages, 40):
+        found = run(layout, micro_batches).prediction.step_s
+        assert found == pytest.approx(micro_batches * step + (stages - 1) * (step - 2 * w), rel=1e-9)
+
+
 @pytest.mark.parametrize("layout", SCHEDULES, ids=str)
 @pytest.mark.parametrize("groups", [1, 2, 8])
 def test_the_step_is_the_schedules_closed_form(layout: Layout, groups: int) -> None:
@@ -102,12 +116,12 @@ def test_overlapped_hand_overs_hide_where_a_stage_has_slack() -> None:
         )
 
 
-@pytest.mark.parametrize("layout", SCHEDULES, ids=str)
+@pytest.mark.parametrize("layout", [*SCHEDULES, Layout(pp=4, schedule="zero-bubble")], ids=str)
 @pytest.mark.parametrize("policy", [("none", 0.0), ("none", 1.0), ("full", 0.0), ("full", 1.0), ("tokenwise", 0.5)])
 def test_a_repeated_window_equals_full_play(policy: tuple[str, float], layout: Layout) -> None:
     """With everything priced and lanes that slow each other.
 
-    What was not seen to be steady says so, and is off by what stages have drifted apart (1e-4 where they swing instead).
+    What was not seen to be steady says so, and is off by what stages have drifted apart (1e-4 where they swing).
     """
     prices = ToyPrices(copy_s_per_byte=1 / 2e9)
     short = run(layout, 48, policy, prices=prices, rates=contended)
