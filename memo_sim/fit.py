@@ -1,8 +1,8 @@
 """Fits the constants of a profile that published tables may fit, one at a time.
 
 Everything else in a profile stays as sourced. The value is chosen so that the mean absolute relative error of the named
-cases is least, of MFU or, where the source has none, of step time; beside it stand the errors with an unfitted value, and with the value fitted again while one
-length's cases are left out.
+cases is least, of MFU or, where the source has none, of step time; beside it stand the errors with an unfitted value,
+and with the value fitted again while one length's cases are left out.
 
     copy-rate           the rate a device copies at while its whole node copies
     attention-factor    how many times as long attention takes as measured, under DeepSpeed-Ulysses

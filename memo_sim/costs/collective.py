@@ -7,7 +7,9 @@
 ``bytes`` is the whole tensor; for all-to-all what one rank holds. Inside a node alpha and bus rate come from the
 profile's tables, interpolated in log ranks. A ring over several nodes runs at its slowest link: the lesser of the bus
 rate among the group's ranks of one node and the group's share of the node's cards, which all groups of the node use at
-once. An all-to-all sends each rank's bytes for other nodes through that rank's own share of the cards, at most one card
+once. Over two nodes an all-reduce is a tree where that is faster: the tensor crosses the network once each way, not
+2(n-1)/n times, and the rate may pass the cards' (AddyLaddy, nccl#812; sjeaugey, nccl-tests#196; SimAI has it as well).
+An all-to-all sends each rank's bytes for other nodes through that rank's own share of the cards, at most one card
 (sjeaugey, nccl-tests#267), beside those that stay inside. Each node that a message passes adds the network's latency.
 
 The network's efficiency by size is that of a ring over two whole nodes, which spreads a tensor over all of their cards.
@@ -46,6 +48,10 @@ LARGE_BYTES = 2**30
 
 CURVE_NODES = 2
 """Nodes that the network's efficiency by size was measured on."""
+
+
+TREE_NODES = 2
+"""Nodes between which a tree's root and its child meet without any node in the middle."""
 
 
 def volume_factor(kind: CollectiveKind, ranks: int) -> float:
@@ -163,4 +169,7 @@ class CollectiveTimes:
             out = (placement.ranks - placement.per_node) / placement.ranks * size_bytes / share
             stay = (placement.per_node - 1) / placement.ranks * size_bytes / local
             return max(out, stay), covered
-        return volume_factor(kind, placement.ranks) * size_bytes / min(local, share), covered
+        volume = volume_factor(kind, placement.ranks) * size_bytes
+        if kind == "all_reduce" and placement.nodes == TREE_NODES:
+            return max(size_bytes / share, volume / local), covered
+        return volume / min(local, share), covered

@@ -144,9 +144,19 @@ class TestAcrossNodes:
             assert found == pytest.approx(2**30 / rate, rel=0.01)
 
     def test_ranks_of_one_node_add_their_cards(self) -> None:
-        work, layout = Collective("all_reduce", 2**30, 4, "grads"), Layout(tp=4, cp=2, dp=2)
+        work, layout = Collective("reduce_scatter", 2**30, 4, "grads"), Layout(tp=4, cp=2, dp=2)
         found = times(cluster(2, 8), layout).seconds(work, set())
-        assert found == pytest.approx(1.5 * 2**30 / (40 * GB), rel=0.01)
+        assert found == pytest.approx(0.75 * 2**30 / (40 * GB), rel=0.01)
+
+    def test_over_two_nodes_an_all_reduce_is_a_tree_bound_by_the_cards_once_or_by_the_links(self) -> None:
+        work, ring = (Collective(kind, 2**34, 16, "tp") for kind in ("all_reduce", "reduce_scatter"))
+        bus = table("all_reduce", 8)[1].y[-1]
+        for nics, seconds in ((4, 2**34 / (80 * GB)), (16, 1.875 * 2**34 / bus)):
+            here = times(cluster(2, nics), Layout(tp=16))
+            assert here.seconds(work, set()) == pytest.approx(seconds, rel=0.02)
+            assert here.seconds(work, set()) <= 2 * here.seconds(ring, set())
+        four = times(cluster(4, 4), Layout(tp=32)).seconds(Collective("all_reduce", 2**34, 32, "tp"), set())
+        assert four == pytest.approx(2 * 31 / 32 * 2**34 / (80 * GB), rel=0.02)
 
     def test_a_hop_uses_no_more_than_its_own_card(self) -> None:
         found = times(cluster(2, 8), Layout(tp=8, cp=2)).exchange_seconds(Exchange(2**30, 2, "cp"), set())
@@ -171,7 +181,7 @@ class TestAcrossNodes:
     @pytest.mark.parametrize(
         ("work", "layout", "cards"),
         [
-            (Collective("all_reduce", 2**30, 16, "tp"), Layout(tp=16), 8),
+            (Collective("reduce_scatter", 2**30, 16, "tp"), Layout(tp=16), 8),
             (Collective("all_reduce", 2**30, 4, "grads"), Layout(tp=4, cp=2, dp=2), 2),
             (Collective("all_reduce", 2**30, 2, "grads"), Layout(tp=8, dp=2), 1),
             (Collective("all_to_all", 2**30, 16, "tp"), Layout(tp=16), 1),

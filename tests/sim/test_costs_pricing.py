@@ -5,6 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from memo_sim.cases import list_case_files, load_cases
 from memo_sim.contract.catalog import load_hardware, load_model
 from memo_sim.contract.cluster import Cluster
 from memo_sim.contract.hardware import Curve, Hardware
@@ -29,14 +30,17 @@ class TestProfiles:
         for source in load_hardware(name).sources.values():
             assert len(source.text) > 30
 
-    def test_only_the_a800s_shared_copy_rate_is_fitted(self) -> None:
-        for name in PROFILES:
-            sources = load_hardware(name).sources
-            fitted = [key for key, source in sources.items() if source.kind == "fitted"]
-            assert fitted == (["pcie-all"] if name.startswith("a800") else [])
-        text = load_hardware("a800-sxm4-80gb").sources["pcie-all"].text
-        assert "memo-t5-192k-a0875" in text
-        assert "memo-t5-192k-a1000" in text
+    @pytest.mark.parametrize("name", PROFILES)
+    def test_what_was_fitted_says_on_which_cases(self, name: str) -> None:
+        known = {c.case for file in list_case_files() for c in load_cases(file)}
+        for source in load_hardware(name).sources.values():
+            assert (source.kind == "fitted") == bool(source.cases)
+            assert set(source.cases) <= known
+
+    def test_of_vtrains_tables_five_rows_at_most_were_fitted(self) -> None:
+        cases = {case for source in load_hardware("a100-sxm4-80gb").sources.values() for case in source.cases}
+        assert len(cases) <= 5
+        assert all(case.startswith("vtrain-single") for case in cases)
 
     def test_the_a800_differs_from_the_a100_in_links_alone(self) -> None:
         a800, a100 = (load_hardware(name) for name in PROFILES)
