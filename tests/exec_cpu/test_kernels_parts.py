@@ -11,7 +11,7 @@ from memo_sim.contract.plan import Decisions, Layout
 from memo_sim.program import kernel_table as table
 from memo_sim.program.lower import lower
 from memo_sim.program.token_order import token_runs
-from memo_sim.program.work import Attention
+from tests.exec_cpu.attention_parts import Parted
 from tests.exec_cpu.hand_call import allocations, play
 from tests.exec_cpu.small import decide, llama
 
@@ -28,69 +28,26 @@ def random(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def work(batch: int, q: int, k: int, *, backward: bool = False) -> Attention:
-    return Attention(batch, q, k, "none", HEADS, MODEL.kv_heads, DIM, backward, "torch-flash-cpu", "fp32")
-
-
 def close(found: Tensor, wanted: Tensor) -> None:
     torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5 * float(wanted.abs().max()))
 
 
-class Parted:
-    """Queries of ``batch`` sequences against two sets of keys, the second by the late half of the queries alone."""
-
-    def __init__(self, batch: int, rows: int = 16, first: int = 24, second: int = 10) -> None:
-        self.batch, self.rows, self.sizes = batch, rows, (first, second)
-        self.qkv = random(batch * rows, Q + 2 * KV)
-        self.kv = [random(batch * n, 2 * KV, seed=i + 1) for i, n in enumerate(self.sizes)]
-        self.grad = random(batch * rows, Q, seed=5)
-
-    def reference(self) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
-        """Return output, log-sum-exp, and the gradients of the queries and of both sets of keys and values."""
-        leaves = [x.double().requires_grad_() for x in (self.qkv[:, :Q], *self.kv)]
-        q = leaves[0].view(self.batch, self.rows, HEADS, DIM).transpose(1, 2)
-        kv = torch.cat([x.view(self.batch, -1, 2, MODEL.kv_heads, DIM) for x in leaves[1:]], dim=1)
-        k, v = (x.repeat_interleave(HEADS // MODEL.kv_heads, dim=2).transpose(1, 2) for x in kv.unbind(2))
-        scores = q @ k.transpose(2, 3) / DIM**0.5
-        scores[:, :, : self.rows // 2, self.sizes[0] :] = -torch.inf
-        out = (scores.softmax(-1) @ v).transpose(1, 2).reshape(self.batch * self.rows, Q)
-        out.backward(self.grad.double())
-        lse = scores.logsumexp(-1).transpose(1, 2).reshape(-1, HEADS)
-        grads = [leaf.grad.float() for leaf in leaves if leaf.grad is not None]
-        return out.detach().float(), lse.detach().float(), grads[0], grads[1:]
-
-
 @pytest.mark.parametrize("batch", [1, 2])
 def test_parts_and_their_merge_are_attention_over_all_keys(batch: int) -> None:
-    parted, decisions = Parted(batch), cp_decisions(batch)
-    wanted, wanted_lse, *_ = parted.reference()
-    rows, late = parted.rows, parted.rows // 2
-
-    def forward(which: int, queries: int) -> dict[str, Tensor]:
-        out, lse = torch.empty(batch * queries, Q), torch.empty(batch * queries, HEADS)
-        operands = {"qkv": parted.qkv, "kv": parted.kv[which], "out": out, "lse": lse}
-        play("attention", decisions, operands, work=work(batch, queries, parted.sizes[which]))
-        return {"out": out, "lse": lse}
-
-    whole, part = forward(0, rows), forward(1, late)
-    play("attention.merge", decisions, {"part": part["out"], "part_lse": part["lse"], **whole})
-    close(whole["out"], wanted)
-    close(whole["lse"], wanted_lse)
+    parted = Parted(batch)
+    wanted, found = parted.reference(), parted.forward()
+    close(found.out, wanted.out)
+    close(found.lse, wanted.lse)
 
 
 @pytest.mark.parametrize("batch", [1, 2])
 def test_the_backward_of_parts_adds_up(batch: int) -> None:
-    parted, decisions = Parted(batch), cp_decisions(batch)
-    out, lse, wanted_q, wanted_kv = parted.reference()
-    d_qkv = torch.zeros_like(parted.qkv)
-    for which, queries in ((0, parted.rows), (1, parted.rows // 2)):
-        d_q, d_kv = torch.empty(batch * queries, Q), torch.empty_like(parted.kv[which])
-        operands = {"grad": parted.grad, "qkv": parted.qkv, "kv": parted.kv[which], "out": out, "lse": lse}
-        call = work(batch, queries, parted.sizes[which], backward=True)
-        play("attention.bwd", decisions, {**operands, "grad_q": d_q, "grad_kv": d_kv}, work=call)
-        close(d_kv, wanted_kv[which])
-        play("grad.accumulate", decisions, {"x": d_q, "out": d_qkv})
-    close(d_qkv[:, :Q], wanted_q)
+    parted = Parted(batch)
+    wanted = parted.reference()
+    d_qkv, d_kv = parted.backward(wanted.out, wanted.lse)
+    for mine, true in zip(d_kv, wanted.d_kv, strict=True):
+        close(mine, true)
+    close(d_qkv[:, :Q], wanted.d_q)
     assert not d_qkv[:, Q:].any()
 
 
