@@ -42,14 +42,9 @@ def test_every_source_is_used_and_none_is_ours_or_fitted_here(hardware: Hardware
     assert not any("memo-exec" in source.text or source.kind == "fitted" for source in hardware.sources.values())
 
 
-def test_what_a_host_takes_is_another_profiles_fit_on_other_cases(b200: Hardware) -> None:
-    fitted = load_hardware("a100-sxm4-80gb")
+def test_what_a_host_takes_was_fitted_on_cases_of_another_machine(b200: Hardware) -> None:
     assert b200.host_launch_s is not None
     assert b200.host_pass_s is not None
-    for name in ("host_launch_s", "host_pass_s"):
-        here, there = getattr(b200, name), getattr(fitted, name)
-        assert here.value == there.value
-        assert b200.sources[here.source].cases == fitted.sources[there.source].cases != []
     told = {name for name, source in b200.sources.items() if source.cases}
     assert told == {b200.host_launch_s.source, b200.host_pass_s.source}
     assert all(case.startswith("vtrain-single") for name in told for case in b200.sources[name].cases)
