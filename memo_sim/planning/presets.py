@@ -3,9 +3,9 @@
 A system is no code path: it narrows the policies and the layouts that ``space.py`` enumerates, and says who serves its
 memory. The rivals run on PyTorch's caching allocator under an eager framework (``memory/eager.py``).
 
-    memo               Megatron-LM's model and parallelisms (MEMO 4.3.4): its whole logits, its distributed optimizer with
-                       gradients reduced and parameters gathered beside compute (NVIDIA/Megatron-LM#391). Layouts were
-                       tuned by hand (5.2); every one that the paper names has tensor parallelism of 4, 8 or 16
+    memo               Megatron-LM's model and parallelisms (MEMO 4.3.4): its whole logits, its distributed optimizer
+                       with gradients reduced and parameters gathered beside compute (NVIDIA/Megatron-LM#391). Layouts
+                       were tuned by hand (5.2); every one that the paper names has tensor parallelism of 4, 8 or 16
     deepspeed-ulysses  all-to-all around attention, degrees that divide the heads, ZeRO 3 over all ranks (MEMO 5.1, 5.2)
     megatron-lm        tensor parallelism with sequence parallelism, a zigzag ring, the distributed optimizer (MEMO 5.1)
     fsdp               data parallelism alone, every parameter gathered for one use (ZeRO 3)
@@ -66,9 +66,10 @@ EVERY_FULL = (FULL_RECOMPUTE, INPUTS_SWAPPED, MLP_IN_BLOCKS, INPUTS_SWAPPED_MLP_
 class System:
     """One preset. ``short_sequences`` are policies it falls back to where memory allows (MEMO 5.2).
 
-    ``degrees`` are the ways to divide work that it has; ``zeros`` the levels of ZeRO, where several ranks hold the same
-    parameters; ``overlap`` what of them runs beside compute. ``least_tp`` is the least tensor parallelism that its
-    authors name, where a node has as many devices.
+    ``degrees`` are the ways to divide work that are searched, ``pinnable`` those that it has besides, where a question
+    names them; ``zeros`` the levels of ZeRO, where several ranks hold the same parameters; ``overlap`` what of them
+    runs beside compute. ``least_tp`` is the least tensor parallelism that its authors name, where a node has as many
+    devices.
     """
 
     name: str
@@ -78,6 +79,7 @@ class System:
     host_allocator: HostAllocator = "exact"
     memory_policy: MemoryPolicy = "planned"
     degrees: tuple[str, ...] = ("tp", "cp", "dp")
+    pinnable: tuple[str, ...] = ()
     zeros: tuple[int, ...] = (1,)
     overlap: Overlap = "none"
     least_tp: int = 1
@@ -119,6 +121,7 @@ SYSTEMS = {
             "Megatron-LM: tp with sequence parallelism, ring cp, ZeRO 1; any recompute of its own, caching allocator",
             (KEEP, SELECTIVE_RECOMPUTE, FULL_RECOMPUTE),
             memory_policy="eager",
+            pinnable=("ulysses",),  # cp_comm_type a2a, later than MEMO's comparison
             overlap="both",
             least_tp=4,
             whole_loss=True,

@@ -95,7 +95,8 @@ def _check_degrees(question: Question) -> None:
     system = find_system(question.system)
     for name in DEGREES:
         degree = getattr(question.pins, name)
-        if degree is not None and degree > 1 and name not in system.degrees and system.name != "any":
+        has = name in system.degrees or name in system.pinnable
+        if degree is not None and degree > 1 and not has and system.name != "any":
             raise UsageError(
                 f"{system.name} does not divide work that way",
                 got=f"{name} {degree}",

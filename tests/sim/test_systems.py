@@ -101,3 +101,8 @@ def test_every_layout_holds_those_of_any_and_its_search_accounts_for_all() -> No
 
 def test_where_no_rank_shares_parameters_there_is_one_level_of_zero() -> None:
     assert [layout.zero for layout in layouts(ask("every-layout", tp=8))] == [0]
+
+
+def test_megatron_exchanges_heads_where_a_question_says_so_and_not_otherwise() -> None:
+    assert {(found.tp, found.ulysses) for found in layouts(ask("megatron-lm", tp=4, ulysses=2))} == {(4, 2)}
+    assert not any(found.ulysses > 1 for found in layouts(ask("megatron-lm")))
