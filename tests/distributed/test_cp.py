@@ -33,6 +33,12 @@ def test_other_policies(team: Team, layout: Layout, policy: tuple[str, int]) -> 
     parity(team, "llama", layout, recompute=policy[0], swapped_tokens=policy[1])
 
 
+@pytest.mark.parametrize("layout", [RING, Layout(tp=2, sequence_parallel=True, ulysses=2)], ids=label)
+@pytest.mark.slow
+def test_the_mlp_in_row_blocks(team: Team, layout: Layout) -> None:
+    parity(team, "gpt", layout, recompute="full", swapped_tokens=0, mlp_chunk_tokens=256, seq_tokens=1024)
+
+
 def test_sequences_of_a_micro_batch_go_round_together(team: Team) -> None:
     parity(team, "llama", RING, 0.5, micro_batch=2, global_batch=2)
 

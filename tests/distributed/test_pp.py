@@ -40,6 +40,8 @@ COMBINED = [
     Layout(dp=2, pp=2),
     Layout(dp=2, pp=2, zero=1),
     Layout(pp=2, overlap_handovers=False),
+    Layout(tp=2, pp=2, schedule="zero-bubble"),
+    Layout(cp=2, pp=2, schedule="zero-bubble"),
 ]
 
 

@@ -42,4 +42,5 @@ def label(layout: Layout) -> str:
     """Return the layout's degrees as a test's name."""
     axes = ("tp", "ulysses", "cp", "dp", "pp", "zero")
     found = [f"{axis}{getattr(layout, axis)}" for axis in axes if getattr(layout, axis) > (axis != "zero")]
-    return "-".join([*found, *(["sp"] if layout.sequence_parallel else []), layout.cp_exchange])
+    sp = ["sp"] if layout.sequence_parallel else []
+    return "-".join([*found, *sp, layout.schedule if layout.pp > 1 else layout.cp_exchange])
