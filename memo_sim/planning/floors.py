@@ -39,12 +39,13 @@ class Floor:
 class Floors:
     """The floors of plans on one cluster."""
 
-    def __init__(self, hardware: Hardware, cluster: Cluster) -> None:
+    def __init__(self, hardware: Hardware, cluster: Cluster, passes: Passes | None = None) -> None:
+        """``passes``: those of the same devices with another amount of memory, whose lowerings serve here too."""
         reserve = sum(int(quantity.value) for quantity in hardware.reserve_bytes.values())
         self.device_room_bytes = int(hardware.device_memory_bytes.value) - reserve
         self.host_room_bytes = int((cluster.host_memory_bytes or hardware.host_memory_bytes).value)
         self._devices_per_node = cluster.devices_per_node
-        self._passes = Passes(hardware, cluster)
+        self.passes = passes or Passes(hardware, cluster)
         rates = NodeRates(hardware, cluster)
         beside = {"copy_s": Lane.D2H, "collective_s": Lane.COLLECTIVE, "p2p_s": Lane.P2P}
         self._slowed = {name: rates.rates(1 << Lane.COMPUTE | 1 << lane)[Lane.COMPUTE] for name, lane in beside.items()}
@@ -62,7 +63,7 @@ class Floors:
             Infeasible: when the plan cannot be lowered, or the profile has not measured its work.
         """
         layers = decisions.model.layers
-        one, stage = self._passes.of(decisions, layers), self._of_stage(decisions)
+        one, stage = self.passes.of(decisions, layers), self._of_stage(decisions)
         return self._floor(decisions, one, stage)
 
     def between(self, low: Decisions, high: Decisions) -> Floor:
@@ -72,7 +73,7 @@ class Floors:
         forward that is cut into two row blocks is no faster than a whole one.
         """
         layers = low.model.layers
-        few, many = self._passes.of(low, layers), self._passes.of(high, layers)
+        few, many = self.passes.of(low, layers), self.passes.of(high, layers)
         stages = self._of_stage(low), self._of_stage(high)
         return self._floor(low, _either(few, many), _either(*stages))
 
@@ -86,7 +87,7 @@ class Floors:
         floor = Floor(0.0, device, (host + self._swapped_bytes(decisions)) * self._local(decisions))
         if keep is None or self.shortfall_bytes(floor):
             return floor
-        kept = self._passes.of(keep, keep.model.layers)
+        kept = self.passes.of(keep, keep.model.layers)
         work_s = kept.compute_s + (kept.attention_s if decisions.recompute == "full" else 0.0)
         return replace(floor, step_s=work_s * decisions.micro_batches / decisions.layout.pp)
 
@@ -120,7 +121,7 @@ class Floors:
         return min(self._devices_per_node, decisions.layout.devices)
 
     def _of_stage(self, decisions: Decisions) -> Pass:
-        return self._passes.of(decisions, max(1, decisions.model.layers // decisions.layout.pp))
+        return self.passes.of(decisions, max(1, decisions.model.layers // decisions.layout.pp))
 
     def _floor(self, decisions: Decisions, whole: Pass, stage: Pass) -> Floor:
         device, host = self._states(decisions)

@@ -13,7 +13,7 @@ where they can be kept: it computes the same. A front keeps both: they need less
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 
 import msgspec
@@ -25,75 +25,18 @@ from memo_sim.engine.simulate import Simulation, simulate
 from memo_sim.planning.alpha import LinearProgram, linear_program
 from memo_sim.planning.alpha_search import Grid, best_alpha, best_partial_swap
 from memo_sim.planning.floors import Floor, Floors
-from memo_sim.planning.presets import FULL_SWAP, INPUTS_SWAPPED, INPUTS_SWAPPED_MLP_IN_BLOCKS, PARTIAL_SWAP, Policy
+from memo_sim.planning.outcome import Evaluated, SearchResult, as_good
+from memo_sim.planning.passes import Passes
+from memo_sim.planning.presets import FULL_SWAP, INPUTS_SWAPPED, INPUTS_SWAPPED_MLP_IN_BLOCKS, PARTIAL_SWAP
 from memo_sim.planning.question import Question
-from memo_sim.planning.space import Candidate, candidates, policies
+from memo_sim.planning.space import Candidate, candidates, policies, with_alpha
 from memo_sim.program.instruction import Lane
 from memo_sim.program.work import Copy
 
+__all__ = ["Evaluated", "SearchResult", "best_with_more_memory", "offload_bandwidth", "play", "search"]
+
 STAND_BACK = (PARTIAL_SWAP, INPUTS_SWAPPED, INPUTS_SWAPPED_MLP_IN_BLOCKS)
 """What is not worth its copies where the same can be kept on the device."""
-
-
-@dataclass(frozen=True, slots=True)
-class Evaluated:
-    """One candidate's outcome.
-
-    Where alpha was searched, ``above`` and ``below`` are what memory said of the next alphas where it refused them;
-    ``linear_program`` is there for token-wise plans alone.
-    """
-
-    policy: Policy
-    decisions: Decisions
-    prediction: Prediction
-    linear_program: LinearProgram | None = None
-    above: Prediction | None = None
-    below: Prediction | None = None
-
-    @property
-    def rank_key(self) -> tuple[bool, bool, float, int, int, str]:
-        """Plans that fit first, the fastest first; then by what is short; what cannot be evaluated comes last.
-
-        Of equals the one with less host memory, then less device memory; the last word is the plan's own text, so that
-        the order never depends on the order of evaluation.
-        """
-        prediction = self.prediction
-        step_s = prediction.step_s
-        order = step_s if step_s is not None else float(prediction.shortfall_bytes)
-        host, device = prediction.peak_host_bytes_per_node, prediction.peak_device_bytes
-        return (step_s is None, prediction.status == "invalid", order, host, device, repr(self.decisions))
-
-    @property
-    def costs(self) -> tuple[float, int, int]:
-        """Step time (seconds), device memory and host memory of a node (bytes): what a Pareto front weighs."""
-        prediction = self.prediction
-        step_s = float("inf") if prediction.step_s is None else prediction.step_s
-        return (step_s, prediction.peak_device_bytes, prediction.peak_host_bytes_per_node)
-
-
-@dataclass
-class SearchResult:
-    """Ranked outcomes of a question; ``evaluated`` + ``pruned`` counts every candidate."""
-
-    ranked: list[Evaluated]
-    evaluated: int
-    pruned: int
-    refused: list[str] = field(default_factory=list)
-    """Layouts that cannot be lowered, and why."""
-
-    @property
-    def best(self) -> Evaluated | None:
-        """The fastest plan that fits."""
-        return next((e for e in self.ranked if e.prediction.status == "ok"), None)
-
-    @property
-    def front(self) -> list[Evaluated]:
-        """The plans that no other evaluated one beats or equals in all of step time, device and host memory."""
-        found: list[Evaluated] = []
-        for one in self.ranked:
-            if one.prediction.status == "ok" and not any(_as_good(e.costs, one.costs) for e in found):
-                found.append(one)
-        return found
 
 
 def search(
@@ -108,17 +51,49 @@ def search(
 ) -> SearchResult:
     """Return every candidate of ``question`` evaluated or pruned; ``progress`` is told (done, all).
 
-    The ``keep`` best are exact, with ``front`` the Pareto front too. Without ``prune`` everything is evaluated; with
-    ``siblings`` so are all policies on the best plan's layout, which it is explained by. With ``enough_s`` the search
-    ends at the first plan that fits and takes no longer: all others count as pruned.
+    The ``keep`` best are exact. With ``front`` the Pareto front is too; candidates whose alpha is open then stand for
+    every eighth of it as well. Without ``prune`` everything is evaluated; with ``siblings`` so are all policies on the
+    best plan's layout, which it is explained by. With ``enough_s`` the search ends at the first plan that fits and
+    takes no longer: all others count as pruned.
 
     Raises:
         Infeasible: when no layout divides the model and the sequence.
         UsageError: when pinned knobs contradict each other or the cluster.
     """
     found, refused = candidates(question)
+    if front:
+        found = [*found, *(eighth for candidate in found for eighth in _eighths(candidate))]
     made = _Search(question, keep=keep, front=front, prune=prune, siblings=siblings, enough_s=enough_s)
     return made.run(found, refused, progress)
+
+
+def best_with_more_memory(question: Question, before: SearchResult) -> Evaluated | None:
+    """Return the best plan of a question that was searched ``before`` with less memory.
+
+    What fitted then fits now, so that only what may be faster is played.
+
+    Raises:
+        Infeasible: when no layout divides the model and the sequence.
+    """
+    made = _Search(question, keep=1, front=False, prune=True, siblings=False, enough_s=None, passes=before.passes)
+    made.limit = before.best
+    found = made.run(*candidates(question), None).best
+    fitting = [e for e in (before.best, found) if e is not None]
+    return min(fitting, key=lambda e: e.rank_key, default=None)
+
+
+def _eighths(candidate: Candidate) -> list[Candidate]:
+    """Return a candidate whose alpha is open at every eighth: less host memory for more time, or device memory."""
+    if candidate.policy.alpha is not None:
+        return []
+    least = 1 if candidate.policy == PARTIAL_SWAP else 0
+    made = []
+    for eighth in range(least, 8):
+        policy = replace(candidate.policy, alpha=eighth / 8)
+        base = with_alpha(candidate.base, candidate.base.recompute, eighth / 8)
+        if base.swapped_tokens or not least:
+            made.append(Candidate(base, policy))
+    return made
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +119,15 @@ class _Search:
     """One search: what was played, and the floors of what was not."""
 
     def __init__(
-        self, question: Question, *, keep: int, front: bool, prune: bool, siblings: bool, enough_s: float | None
+        self,
+        question: Question,
+        *,
+        keep: int,
+        front: bool,
+        prune: bool,
+        siblings: bool,
+        enough_s: float | None,
+        passes: Passes | None = None,
     ) -> None:
         self.question = question
         self.keep = keep
@@ -152,7 +135,9 @@ class _Search:
         self.prune = prune
         self.siblings = siblings
         self.enough_s = enough_s
-        self.floors = Floors(question.hardware, question.cluster)
+        self.limit: Evaluated | None = None
+        """A plan that is known to fit, though it is none of this search's outcomes."""
+        self.floors = Floors(question.hardware, question.cluster, passes)
         self.known: dict[Decisions, Prediction] = {}
         self.ranked: list[Evaluated] = []
         self.bases: set[Decisions] = set()
@@ -181,12 +166,15 @@ class _Search:
             done += 1
             if progress:
                 progress(done, len(found))
+        if not self.ranked:
+            return SearchResult([], 0, len(pruned) + stood_for, refused, self.floors.passes)
         best = min(self.ranked, key=lambda e: e.rank_key)
         beside = [c for c in pruned if c.base.layout == best.decisions.layout] if self.siblings else []
         stood_for += sum(not self._add(candidate) for candidate in beside)
         self.ranked.sort(key=lambda e: e.rank_key)
         self.ranked[0] = self._with_refusals(self.ranked[0])
-        return SearchResult(self.ranked, len(self.ranked), len(pruned) - len(beside) + stood_for, refused)
+        left = len(pruned) - len(beside) + stood_for
+        return SearchResult(self.ranked, len(self.ranked), left, refused, self.floors.passes)
 
     def _found_enough(self) -> bool:
         return bool(self.ranked) and self._enough(self.ranked[-1].prediction)
@@ -244,10 +232,11 @@ class _Search:
             return False
         if self.front and one.shortfall_bytes == 0:
             least = (floor.step_s, floor.device_bytes, floor.host_bytes_per_node)
-            return any(_as_good(e.costs, least) for e in self.ranked if e.prediction.status == "ok")
-        if len(self.ranked) < self.keep:
+            return any(as_good(e.costs, least) for e in self.ranked if e.prediction.status == "ok")
+        known = [*self.ranked, self.limit] if self.limit else self.ranked
+        if len(known) < self.keep:
             return False
-        return sorted(e.rank_key for e in self.ranked)[self.keep - 1] < one.least_key
+        return sorted(e.rank_key for e in known)[self.keep - 1] < one.least_key
 
     def predict(self, decisions: Decisions) -> Prediction:
         """Return the engine's prediction, played once."""
@@ -293,11 +282,6 @@ class _Search:
         step = grid.step_of(one.decisions)
         above, below = (grid.refusal(s, self.predict) for s in (step + 1, step - 1))
         return replace(one, above=above, below=below)
-
-
-def _as_good(costs: tuple[float, int, int], other: tuple[float, int, int]) -> bool:
-    """Return whether nothing of ``costs`` is more than the other's."""
-    return all(mine <= theirs for mine, theirs in zip(costs, other, strict=True))
 
 
 def play(question: Question, decisions: Decisions) -> Simulation:

@@ -13,7 +13,7 @@ from memo_sim.contract.plan import Decisions, Layout
 from memo_sim.engine.simulate import simulate
 from memo_sim.planning.floors import Floors
 from memo_sim.planning.question import Pins, Question, with_memory
-from memo_sim.planning.search import SearchResult, search
+from memo_sim.planning.search import SearchResult, best_with_more_memory, search
 from memo_sim.planning.space import candidates, with_alpha
 
 GIB = 2**30
@@ -30,7 +30,7 @@ def ask(
     cluster, hardware = load_cluster("a800-1x8")
     cluster, hardware = with_memory(cluster, hardware, device_bytes=device_gib * GIB, host_bytes=host_gib * GIB)
     cluster = msgspec.structs.replace(cluster, devices_per_node=devices)
-    return Question(shallow(6), cluster, hardware, seq_tokens, system=system, global_batch=2)
+    return Question(shallow(4), cluster, hardware, seq_tokens, system=system, global_batch=2)
 
 
 LAYOUTS = [
@@ -110,11 +110,10 @@ def costs(found: SearchResult) -> list[tuple[float, int, int]]:
     return sorted(e.costs for e in found.front)
 
 
-@pytest.mark.parametrize(
-    ("devices", "device_gib", "host_gib"), [(2, 80, 2000), (2, 44, 2000), (2, 44, 60), (2, 30, 8), (2, 12, 2000)]
-)
-def test_pruning_changes_neither_the_best_nor_the_front(devices: int, device_gib: int, host_gib: int) -> None:
-    asked = ask(devices, device_gib=device_gib, host_gib=host_gib)
+@pytest.mark.parametrize(("device_gib", "host_gib"), [(80, 2000), (32, 2000), (32, 24), (18, 1), (10, 2000)])
+@pytest.mark.parametrize("system", ["any", pytest.param("every-layout", marks=pytest.mark.slow)])
+def test_pruning_changes_neither_the_best_nor_their_order(system: str, device_gib: int, host_gib: int) -> None:
+    asked = ask(2, device_gib=device_gib, host_gib=host_gib, system=system)
     space = len(candidates(asked)[0])
     everything = search(asked, prune=False)
     assert everything.evaluated + everything.pruned == space
@@ -125,18 +124,35 @@ def test_pruning_changes_neither_the_best_nor_the_front(devices: int, device_gib
     assert found.pruned > everything.pruned
 
 
-@pytest.mark.parametrize(("device_gib", "host_gib"), [(80, 2000), (44, 60)])
-def test_the_front_is_that_of_brute_force(device_gib: int, host_gib: int) -> None:
-    asked = ask(2, device_gib=device_gib, host_gib=host_gib)
+@pytest.mark.parametrize(("device_gib", "host_gib"), [(80, 2000), (60, 24)])
+@pytest.mark.parametrize(
+    "system",
+    [pytest.param("any", marks=pytest.mark.slow), pytest.param("every-layout", marks=pytest.mark.slow), "memo"],
+)
+def test_the_front_is_that_of_brute_force(system: str, device_gib: int, host_gib: int) -> None:
+    asked = ask(2, device_gib=device_gib, host_gib=host_gib, system=system)
     brute, found = search(asked, prune=False, front=True), search(asked, front=True)
     assert costs(found) == costs(brute)
-    assert found.evaluated + found.pruned == len(candidates(asked)[0])
+    space = found.evaluated + found.pruned
+    assert space == brute.evaluated + brute.pruned > len(candidates(asked)[0])
     for one, other in itertools.permutations(found.front, 2):
         assert any(a < b for a, b in zip(one.costs, other.costs, strict=True))
-    assert len(found.front) > 1
     best = found.best
     assert best is not None
     assert best.prediction.step_s == min(e.prediction.step_s for e in brute.ranked if e.prediction.step_s)
+
+
+@pytest.mark.parametrize(("space", "device_gib", "host_gib"), [("device", 22, 2000), ("host", 32, 24)])
+def test_a_search_with_more_memory_goes_on_from_one_with_less(space: str, device_gib: int, host_gib: int) -> None:
+    less = ask(2, device_gib=device_gib, host_gib=host_gib, system="any")
+    more = ask(
+        2, device_gib=device_gib + 2 * (space == "device"), host_gib=host_gib + 9 * (space == "host"), system="any"
+    )
+    found, alone = best_with_more_memory(more, search(less)), search(more).best
+    assert found is not None
+    assert alone is not None
+    assert found.costs == alone.costs
+    assert found.costs[0] < search(less).best.costs[0]
 
 
 def test_equal_plans_have_one_order() -> None:
