@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-PACKAGES = ("torch", "numpy", "safetensors", "flash-attn", "flash-attn-4", "transformer-engine")
+PACKAGES = ("torch", "triton", "numpy", "safetensors", "flash-attn", "flash-attn-4", "transformer-engine")
 
 
 @dataclass(frozen=True)

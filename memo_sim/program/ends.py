@@ -229,9 +229,9 @@ class _Classifier:
     def _loss(self, suffix: str, logits: Rows, gradient: Rows, labels: Rows) -> None:
         builder, shape = self.builder, self.shape
         size = logits.tokens * shape.vocab * DTYPE_BYTES[self.decisions.dtype]
-        stats = None
+        stats, kind = None, "cross_entropy"
         if shape.tp > 1:
-            stats = Rows("loss_stats", 0, logits.tokens)
+            stats, kind = Rows("loss_stats", 0, logits.tokens), "cross_entropy.divided"
             builder.emit(
                 f"loss.stats{suffix}",
                 "cross_entropy.stats",
@@ -254,7 +254,7 @@ class _Classifier:
             f"loss{suffix}",
             "cross_entropy",
             Lane.COMPUTE,
-            Rowwise("cross_entropy", logits.tokens, (1 if stats else 2) * size, size),
+            Rowwise(kind, logits.tokens, (1 if stats else 2) * size, size),
             logits=reads(logits),
             labels=reads(labels),
             stats=reads(stats) if stats else None,

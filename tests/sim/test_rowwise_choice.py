@@ -113,6 +113,16 @@ def test_an_implementation_that_lacks_an_operator_is_not_chosen() -> None:
     assert chosen(question(fused, "gpt-tiny")) == {"triton"}  # which has learned positions
 
 
+def test_a_divided_vocabulary_has_no_fused_loss() -> None:
+    """Its loss is torch's in every plan, and so is its price."""
+    cluster, hardware = machine(every(0.99, cross_entropy=1000.0), "a800-1x8")
+    for tp, found in ((1, {"triton"}), (2, {"torch"})):
+        asked = Question(
+            model=load_model("llama-tiny"), cluster=cluster, hardware=hardware, seq_tokens=2**20, pins=Pins(tp=tp)
+        )
+        assert chosen(asked) == found
+
+
 def test_a_plan_with_fused_kernels_has_no_price_where_they_were_not_measured() -> None:
     asked = question(None)
     (first, *_), _ = candidates(asked)
