@@ -7,7 +7,8 @@ is reported as invalid with the reason, never dropped.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 
 import msgspec
 
@@ -19,6 +20,7 @@ from memo_sim.contract.model import Model
 from memo_sim.contract.plan import Layout, MemoryPolicy, Overlap, Prediction
 from memo_sim.contract.units import GIB
 from memo_sim.contract.validation import CaseError, CasePrediction, CaseReport, Expectation, Validation
+from memo_sim.intervals import with_intervals
 from memo_sim.planning.presets import SYSTEMS
 from memo_sim.planning.question import Pins, Question
 from memo_sim.planning.search import Evaluated, search
@@ -26,36 +28,64 @@ from memo_sim.program.plain_attention import PLAIN
 from memo_sim.views.accuracy import QUANTITIES, summarise
 from memo_sim.views.plan_table import layout_label
 
+LONGEST_WAITS = 4
+"""Of compute, to be told."""
+
 
 def validate(
     cases: list[Case],
     *,
     progress: Callable[[int, int], None] | None = None,
     change: Callable[[Hardware], Hardware] | None = None,
+    jobs: int = 1,
 ) -> Validation:
-    """Return one report a case, in order. ``change`` alters each hardware profile first (what a fit does)."""
-    reports = []
-    for i, case in enumerate(cases):
-        predicted, fitted = predict(case.question, change=change)
-        reports.append(
-            CaseReport(
-                case=case.case,
-                source=case.source,
-                system=case.question.system,
-                predicted=predicted,
-                expected=case.expected,
-                error=_errors(predicted, case.expected),
-                fitted=case.case in fitted,
-            )
-        )
+    """Return one report a case, in order.
+
+    ``change`` alters each hardware profile first (what a fit does); ``jobs`` processes share the cases.
+    """
+    questions = [case.question for case in cases]
+    found = []
+    for predicted in _predictions(questions, change, jobs):
+        found.append(predicted)
         if progress:
-            progress(i + 1, len(cases))
-    return Validation(cases=reports)
+            progress(len(found), len(cases))
+    return with_intervals(
+        Validation(cases=[_report(case, *predicted) for case, predicted in zip(cases, found, strict=True)])
+    )
 
 
-def predict(
-    asked: CaseQuestion, *, change: Callable[[Hardware], Hardware] | None = None
-) -> tuple[CasePrediction, frozenset[str]]:
+Predicted = tuple[CasePrediction, frozenset[str]]
+
+
+def _predictions(
+    questions: list[CaseQuestion], change: Callable[[Hardware], Hardware] | None, jobs: int
+) -> Iterator[Predicted]:
+    if jobs == 1 or change is not None:
+        yield from (predict(asked, change=change) for asked in questions)
+        return
+    with ProcessPoolExecutor(jobs) as pool:
+        yield from pool.map(predict, questions)
+
+
+def _report(case: Case, predicted: CasePrediction, fitted: frozenset[str]) -> CaseReport:
+    asked = case.question
+    sizes = asked.integers
+    return CaseReport(
+        case=case.case,
+        source=case.source,
+        system=asked.system,
+        predicted=predicted,
+        expected=case.expected,
+        error=_errors(predicted, case.expected),
+        fitted=case.case in fitted,
+        model=f"{asked.model} {sizes.get('layers', 0)}x{sizes['hidden']}"
+        if {"layers", "hidden"} <= set(sizes)
+        else asked.model,
+        seq_tokens=asked.seq_tokens,
+    )
+
+
+def predict(asked: CaseQuestion, *, change: Callable[[Hardware], Hardware] | None = None) -> Predicted:
     """Return the prediction for one question, and the cases that the hardware profile's constants were fitted on."""
     reason = _not_built(asked)
     if reason:
@@ -82,9 +112,22 @@ def predict(
             alpha=outcome.decisions.alpha,
             layout=outcome.decisions.layout,
             outside_calibration=prediction.outside_calibration,
+            lanes={lane: seconds / prediction.step_s for lane, seconds in prediction.lanes.items()}
+            if prediction.step_s
+            else {},
+            waits=_waits(prediction),
         ),
         fitted,
     )
+
+
+def _waits(prediction: Prediction) -> dict[str, float]:
+    """Return what compute waits for longest, as fractions of the step."""
+    found: dict[str, float] = {}
+    for stall in prediction.stalls:
+        if stall.lane == "compute" and prediction.step_s:
+            found[stall.waits_for] = found.get(stall.waits_for, 0.0) + stall.seconds / prediction.step_s
+    return dict(sorted(found.items(), key=lambda item: -item[1])[:LONGEST_WAITS])
 
 
 def _reserved_gib(prediction: Prediction) -> float | None:

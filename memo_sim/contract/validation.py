@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
 
 from memo_sim.contract.plan import Layout, Status
+
+Measured = Literal["mfu", "tgs", "step_ms", "allocated_gib", "reserved_gib", "reorganisations"]
+"""What a source may have measured."""
 
 
 class CasePrediction(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -23,6 +28,10 @@ class CasePrediction(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     layout: Layout | None = None
     outside_calibration: list[str] = []
     """Curves that were asked beyond the range they were measured in."""
+    lanes: dict[str, float] = {}
+    """Fraction of the step that each lane of the pace-setting rank is busy."""
+    waits: dict[str, float] = {}
+    """Fraction of the step that compute waits, by what it waits for; the longest few."""
 
 
 class Expectation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -49,6 +58,19 @@ class CaseError(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     reorganisations: float | None = None
 
 
+class Interval(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Where the measurement is expected, by how far ``cases`` other predictions of the same kind were off.
+
+    ``low`` and ``high`` are in the quantity's unit; ``level`` is the share of such cases that lie within.
+    """
+
+    quantity: Measured
+    low: float
+    high: float
+    level: float
+    cases: int
+
+
 class CaseReport(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One row of a case file; ``fitted`` when a constant of the profile was fitted on it."""
 
@@ -59,6 +81,10 @@ class CaseReport(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     expected: Expectation
     error: CaseError
     fitted: bool
+    model: str = ""
+    seq_tokens: int = 0
+    interval: Interval | None = None
+    """None where nothing was predicted, or too few others of its system were measured."""
 
 
 class Validation(

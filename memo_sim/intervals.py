@@ -1,0 +1,84 @@
+"""How far a prediction may be off, by how far others of its kind were.
+
+Of the predictions of one source and system whose truth is known and on which nothing was fitted, the log of
+measured / predicted is sorted; an interval of level L leaves (1 - L) / 2 of n + 1 cases below and above it, and where n
+is too small for that it reaches from the least to the largest. A published case's own interval is made from the others
+alone, so whether its measurement lies within says something of the interval.
+
+    n = 9, L = 0.8    |x . . . . . . . x|       the least and the largest of nine
+    n = 19            x|x . . . . . . x|x       one of nineteen below, one above
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import exp, log
+
+import msgspec
+
+from memo_sim.contract.validation import CaseReport, Interval, Measured, Validation
+
+LEVEL = 0.8
+LEAST_CASES = 5
+"""Fewer say nothing of how errors scatter."""
+
+JUDGED: tuple[Measured, ...] = ("step_ms", "mfu")
+"""The quantities of speed, the first that was measured counts."""
+
+
+def judged(report: CaseReport) -> Measured | None:
+    """Return the quantity of speed that is both predicted and measured; None where neither is."""
+    return next((q for q in JUDGED if getattr(report.error, q) is not None), None)
+
+
+def log_ratio(report: CaseReport) -> float | None:
+    """Return log(measured / predicted) of a case that nothing was fitted on, None where there is none."""
+    quantity = judged(report)
+    return None if quantity is None or report.fitted else -log(1 + getattr(report.error, quantity))
+
+
+def bounds(ratios: Sequence[float]) -> tuple[float, float] | None:
+    """Return the log ratios between which ``LEVEL`` of such cases lie; None for fewer than ``LEAST_CASES``."""
+    if len(ratios) < LEAST_CASES:
+        return None
+    ordered = sorted(ratios)
+    left_out = max(0, int((len(ordered) + 1) * (1 - LEVEL) / 2) - 1)
+    return ordered[left_out], ordered[-1 - left_out]
+
+
+def with_intervals(validation: Validation) -> Validation:
+    """Return the reports, each prediction of speed with its interval."""
+    groups: dict[tuple[str, str], list[int]] = {}
+    for i, case in enumerate(validation.cases):
+        groups.setdefault((case.source, case.system), []).append(i)
+    ratios = [log_ratio(case) for case in validation.cases]
+    cases = list(validation.cases)
+    for members in groups.values():
+        for i in members:
+            others = [r for j in members if j != i and (r := ratios[j]) is not None]
+            cases[i] = _with_interval(cases[i], others)
+    return Validation(cases=cases)
+
+
+def _with_interval(case: CaseReport, others: Sequence[float]) -> CaseReport:
+    found = bounds(others)
+    quantity = judged(case) or next((q for q in JUDGED if getattr(case.predicted, q) is not None), None)
+    if found is None or quantity is None:
+        return case
+    predicted = getattr(case.predicted, quantity)
+    interval = Interval(
+        quantity=quantity,
+        low=predicted * exp(found[0]),
+        high=predicted * exp(found[1]),
+        level=LEVEL,
+        cases=len(others),
+    )
+    return msgspec.structs.replace(case, interval=interval)
+
+
+def within(case: CaseReport) -> bool | None:
+    """Return whether the measurement lies in the prediction's interval; None where one of them is missing."""
+    if case.interval is None:
+        return None
+    measured = getattr(case.expected, case.interval.quantity)
+    return None if measured is None else bool(case.interval.low <= measured <= case.interval.high)
