@@ -74,6 +74,9 @@ class Memory:
     device_capacity_bytes: int
     host_capacity_bytes: int
     local_ranks: int
+    """Ranks of this role on one node."""
+    host_beside_bytes: int = 0
+    """What ranks of other roles need of the same node's host memory."""
     caching: CachingMemory | None = None
     """What the caching allocator makes of it; None where memory is planned."""
 
@@ -110,7 +113,7 @@ class Memory:
     @property
     def host_per_node_bytes(self) -> int:
         """Host memory that the local ranks of one node need together."""
-        return self.host.bytes * self.local_ranks
+        return self.host.bytes * self.local_ranks + self.host_beside_bytes
 
     @cached_property
     def fault(self) -> OutOfMemory | None:
@@ -132,8 +135,11 @@ class Memory:
             at = failed.instant
             return OutOfMemory("gpu_oom", at, self.program_id(at), live, self.device_capacity_bytes, missing)
         if self.host_per_node_bytes > self.host_capacity_bytes:
-            at, mine = _first_above(self.host_curves, self.host_capacity_bytes // self.local_ranks)
+            room = max(0, self.host_capacity_bytes - self.host_beside_bytes) // self.local_ranks
+            at, mine = _first_above(self.host_curves, room)
             live = {name: size * self.local_ranks for name, size in mine.items()}
+            if self.host_beside_bytes:
+                live["other stages"] = self.host_beside_bytes
             missing = self.host_per_node_bytes - self.host_capacity_bytes
             return OutOfMemory("host_oom", at, self.program_id(at), live, self.host_capacity_bytes, missing)
         return None
@@ -196,7 +202,7 @@ def memory_of(program: Program, columns: Columns, decisions: Decisions, hardware
         reserve=reserve_of(program, columns, decisions, reserve),
         device_capacity_bytes=int(hardware.device_memory_bytes.value),
         host_capacity_bytes=int(host_memory.value),
-        local_ranks=min(cluster.devices_per_node, decisions.layout.devices),
+        local_ranks=min(cluster.devices_per_node, decisions.layout.devices // decisions.layout.pp),
         caching=caching_memory(
             program, columns, lives, hardware, reserve_bytes=sum(reserve.values()), names=names, ahead=ahead
         )
