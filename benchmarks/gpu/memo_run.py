@@ -80,7 +80,7 @@ def _check(plan: Plan, case: Case) -> None:
 def _comparison(training: Training, case: Case, machine: Machine, path: Path) -> Comparison:
     """Return the median step after the warm-up beside the prediction."""
     plan, program = training.plan, training.interpreter.program
-    record, steps_measured = training.median_record(case.warm_ups)
+    record, _, steps_measured = training.median_record(case.warm_ups)
     return compare.compare(
         compare.figures_of_prediction(plan.prediction, compare.predicted_trace(path, plan)),
         StepFigures(

@@ -32,7 +32,8 @@ def attention_work(decisions: Decisions, shape: Shape, q: int, k: int, mask: Mas
 
 def workspace(builder: TemplateBuilder, decisions: Decisions, work: Attention, name: str) -> Access | None:
     """Add the kernel's scratch as a buffer of one instruction."""
-    return builder.scratch(name, attention_workspace_bytes(work, decisions.kernels.head_groups))
+    groups, deterministic = decisions.kernels.head_groups, decisions.deterministic
+    return builder.scratch(name, attention_workspace_bytes(work, groups, deterministic=deterministic))
 
 
 def pack(builder: TemplateBuilder, decisions: Decisions, shape: Shape, target: str, suffix: str = "") -> None:

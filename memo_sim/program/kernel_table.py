@@ -24,6 +24,9 @@ FUSED_KINDS = frozenset(
 FLASH_TILE_TOKENS, FLASH_LEAST_TILE_TOKENS = 128, 64
 """The most and the least tokens that flash-attn 3's and 4's backward round up to at once."""
 
+MULTIPROCESSORS = 148
+"""Of the largest GPU there are profiles of (a B200; an H100 has 132, an A100 108)."""
+
 LOSS_ROWS = 1024
 """Rows that the loss kernel works on at once."""
 
@@ -43,12 +46,14 @@ PIECE_BYTES = 64
 """A workspace is cut into pieces that start on this boundary."""
 
 
-def attention_workspace_bytes(work: Attention, head_groups: int) -> int:
+def attention_workspace_bytes(work: Attention, head_groups: int, *, deterministic: bool = False) -> int:
     """Return the scratch of one attention call, played in ``head_groups`` groups of heads one after the other.
 
     flash-attn 2 backward: dq in fp32 (4 bytes x tokens x heads x head_dim), softmax_d in fp32, and with grouped
-    queries dk and dv expanded to all heads. flash-attn 3 and 4: ``_wide_accumulators``. Operators that return their
-    result add it, transformer-engine the contiguous copies of its operands.
+    queries dk and dv expanded to all heads. ``deterministic``: a dq for each of the parts that so few heads are split
+    into, multiprocessors / (batch x heads) rounded up (csrc/flash_attn/flash_api.cpp). flash-attn 3 and 4:
+    ``_wide_accumulators``. Operators that return their result add it, transformer-engine the contiguous copies of its
+    operands.
 
     Raises:
         Infeasible: for a kernel this table does not know, groups that do not divide the key/value heads, or groups so
@@ -70,7 +75,8 @@ def attention_workspace_bytes(work: Attention, head_groups: int) -> int:
         copied += 2 * q_bytes * size + 4 * row
     total = copied + ((q_bytes + 2 * kv_bytes) * size if returned else 0)
     if work.kernel in ("flash2", "torch-flash"):
-        total += 4 * q_bytes + 2 * 4 * row
+        parts = -(-MULTIPROCESSORS // (work.batch * heads)) if deterministic else 1
+        total += 4 * q_bytes * parts + 2 * 4 * row
         if heads != kv_heads:
             total += 2 * work.batch * work.k_tokens * heads * work.head_dim * size
     elif work.kernel in ("torch-cudnn", "te-fused"):

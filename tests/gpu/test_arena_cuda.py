@@ -11,11 +11,15 @@ import msgspec
 import pytest
 import torch
 
+from memo_exec import weights
 from memo_exec.interpreter import Interpreter
 from memo_exec.memory_history import observe_cuda
+from memo_sim.memory.place import place
+from memo_sim.program.library_results import results_bytes
 from memo_sim.program.lower import lower
+from memo_sim.program.requests import arena_requests
 from tests.exec_cpu.plans import placed, write_plan
-from tests.exec_cpu.small import batch, llama, scalars
+from tests.exec_cpu.small import batch, gradients, llama, scalars
 from tests.gpu.test_interpreter_cuda import POLICIES, on_cuda, steps
 
 pytestmark = [
@@ -46,6 +50,26 @@ def test_after_the_first_step_no_segment_comes_or_goes(policy: dict[str, Any]) -
             found.append([stats[f"segment.all.{key}"] for key in ("current", "allocated", "freed")])
             found[-1].append(torch.cuda.memory_reserved())
     assert found[0] == found[1] == found[2]
+
+
+def test_libraries_take_beside_the_arena_what_the_planner_counts() -> None:
+    """An arena without their slots: the same bits, and torch hands out the arena and those bytes, no more."""
+    decisions = on_cuda("torch-flash", recompute="full", seq_tokens=16_384, micro_batch=1, global_batch=1)
+    (program,) = lower(decisions)
+    lean = place(arena_requests(program, decisions), solver="greedy")
+    _, wanted = steps(decisions, placement=placed(decisions))
+    with Interpreter(decisions, program, device="cuda", placement=lean) as interpreter:
+        weights.initialize(interpreter, seed=1)
+        batches = batch(decisions)
+        interpreter.run_step(batches, scalars(batches, step=1, clip=1.0))
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        interpreter.run_step(batches, scalars(batches, step=2, clip=1.0))
+        asked = torch.cuda.max_memory_allocated() - before
+        found = gradients(interpreter)
+    assert before >= lean.arena_bytes
+    assert 0 < asked <= results_bytes(program) * 1.02 + 2**20
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
 
 
 def test_the_slab_is_pinned_at_its_exact_size() -> None:

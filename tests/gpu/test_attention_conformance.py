@@ -16,6 +16,8 @@ from torch import Tensor
 from memo_exec.attention_kernels import attention_kernels
 from memo_exec.kernels.attention import BACKENDS
 from memo_exec.machine import this_machine
+from memo_exec.rowwise_kernels import rowwise_kernels
+from memo_exec.trial import Heads, attention_fails, triton_fails
 from memo_sim.program.head_groups import INT32_ELEMENTS, fewest_head_groups
 from memo_sim.program.work import Attention
 from tests.exec_cpu import attention_reference as reference
@@ -42,6 +44,19 @@ def test_a_backend_conforms(name: str, case: Case, deterministic: bool) -> None:
     if name == "flash3" and deterministic and case.head_dim == 256:
         pytest.skip("flash-attn 3 has no deterministic backward for heads of 256")
     assert faults(backend, case, device="cuda", dtype=torch.bfloat16, deterministic=deterministic) == []
+
+
+@pytest.mark.parametrize("name", ON_CUDA)
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_a_backend_that_conforms_passes_its_trial(name: str, head_dim: int) -> None:
+    installed(name)
+    assert attention_fails(name, Heads(4, 1, head_dim), "bf16", torch.device("cuda")) == ""
+
+
+def test_triton_passes_its_trial() -> None:
+    if why_not := rowwise_kernels(this_machine())["triton"]:
+        pytest.skip(why_not)
+    assert triton_fails(torch.device("cuda")) == ""
 
 
 @pytest.mark.parametrize("name", ON_CUDA)

@@ -100,3 +100,13 @@ def test_wide_accumulators_are_those_of_the_libraries() -> None:
         assert found == pytest.approx(plain * (1 + 3 / 128), rel=1e-3)
         found = attention_workspace_bytes(attention(kernel, tokens, kv_heads=8), groups) * groups
         assert found == pytest.approx(plain * (1.5 + 3 / 128), rel=1e-3)
+
+
+@pytest.mark.parametrize(("kernel", "parts"), [("flash2", 5), ("torch-flash", 5), ("flash3", 1), ("torch-cudnn", 1)])
+def test_deterministic_flash_attn_2_adds_up_in_parts(kernel: str, parts: int) -> None:
+    """32 heads leave room for five parts on 148 multiprocessors, 8 (of four groups) for 19."""
+    work = Attention(1, 8192, 8192, "causal", 32, 8, 128, True, kernel, "bf16")
+    one = 4 * 8192 * 32 * 128
+    for groups, more in ((1, parts), (4, 19 if parts > 1 else 1)):
+        plain = attention_workspace_bytes(work, groups)
+        assert attention_workspace_bytes(work, groups, deterministic=True) - plain == (more - 1) * one // groups
