@@ -16,6 +16,7 @@ import numpy as np
 
 from memo_sim.contract.hardware import Hardware
 from memo_sim.engine.playback import Floats
+from memo_sim.memory.beginning import Beginning, without_states
 from memo_sim.memory.replay import DeviceStop, Replay, RunAhead, allocation_costs, replay
 from memo_sim.program.columns import Columns, Ints
 from memo_sim.program.instruction import Lane
@@ -69,12 +70,15 @@ def caching_memory(
     reserve_bytes: int,
     names: list[str] | None = None,
     ahead: RunAhead | None = None,
+    beginning: Beginning | None = None,
 ) -> CachingMemory:
     """Return what the allocator makes of ``program`` on one device.
 
     ``lives`` are the buffers asked for, with their sizes; ``names`` those of buffers that are not the program's;
-    ``reserve_bytes`` of the device are not the allocator's.
+    ``reserve_bytes`` of the device are not the allocator's; ``beginning`` stands for the program's states.
     """
+    if beginning:
+        lives = without_states(program, lives)
     return CachingMemory(
         replay(
             requests_of(program, columns, lives=lives, names=names),
@@ -82,6 +86,7 @@ def caching_memory(
             reserve_bytes=reserve_bytes,
             costs=allocation_costs(hardware),
             ahead=ahead,
+            beginning=beginning,
         ),
         columns.lane,
     )

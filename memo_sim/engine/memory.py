@@ -24,6 +24,7 @@ from memo_sim.contract.trace import MemoryCurve
 from memo_sim.contract.units import format_bytes
 from memo_sim.engine.caching import CachingMemory, caching_memory
 from memo_sim.engine.playback import Playback
+from memo_sim.memory.beginning import Beginning, beginning_of
 from memo_sim.memory.eager import WORKSPACES, eager_buffers, run_ahead
 from memo_sim.memory.replay import RunAhead
 from memo_sim.program.columns import Columns, Ints
@@ -188,11 +189,15 @@ def memory_of(program: Program, columns: Columns, decisions: Decisions, hardware
     lives = replace(lives, bytes=sizes)
     names: list[str] | None = None
     ahead: RunAhead | None = None
+    beginning: Beginning | None = None
     reserve = {name: int(quantity.value) for name, quantity in hardware.reserve_bytes.items()}
     if decisions.memory_policy == "eager":
         libraries, workspace_bytes = hardware.eager_libraries, reserve.pop(WORKSPACES, 0)
         lives, names = eager_buffers(program, columns, lives, libraries=libraries, workspace_bytes=workspace_bytes)
-        ahead = run_ahead(program, columns, lives) if libraries == "2024" else None
+        if libraries == "2024":
+            ahead = run_ahead(program, columns, lives)
+        else:
+            beginning = beginning_of(program, decisions)
     caching = decisions.memory_policy != "planned"
     host_memory = cluster.host_memory_bytes or hardware.host_memory_bytes
     return Memory(
@@ -204,7 +209,14 @@ def memory_of(program: Program, columns: Columns, decisions: Decisions, hardware
         host_capacity_bytes=int(host_memory.value),
         local_ranks=min(cluster.devices_per_node, decisions.layout.devices // decisions.layout.pp),
         caching=caching_memory(
-            program, columns, lives, hardware, reserve_bytes=sum(reserve.values()), names=names, ahead=ahead
+            program,
+            columns,
+            lives,
+            hardware,
+            reserve_bytes=sum(reserve.values()),
+            names=names,
+            ahead=ahead,
+            beginning=beginning,
         )
         if caching
         else None,

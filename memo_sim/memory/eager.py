@@ -19,6 +19,7 @@ and in what depends on the generation of its libraries (``Hardware.eager_librari
     2025        loss: Transformer Engine's fused one writes the gradient over the logits: 2 bytes a logit
                 gradients: a weight's is summed in fp32 by its product, and autograd gets a tensor of the weight's shape
                 and dtype instead; one for every shape, kept for good (Transformer Engine 2.8, ``get_dummy_wgrad``)
+                states: in the order and the pieces in which Megatron-LM makes them (``beginning.py``)
 
 So with 2024's libraries and kernels of milliseconds each layer in flight holds its own gathered and scattered tensors,
 and memory runs full with half of it alive:
@@ -27,7 +28,7 @@ and memory runs full with half of it alive:
     device  | l0              | l1 ...
 
 Not modelled: other temporaries that Python frames hold, Transformer Engine's own stream for every second ring step, and
-optimizer states that are made in the first step only.
+with 2024's libraries that optimizer states are made in the first step.
 """
 
 from __future__ import annotations
@@ -53,6 +54,10 @@ LAUNCH_QUEUE = 1024
 KERNELS = 2
 """Kernels that autograd launches for an instruction: of a GPT layer forward, rebuilt and backward 74 for 39, counted by
 dispatching one (tests/exec_cpu/test_eager_kernels.py)."""
+
+GATHERS_AHEAD = 2
+"""Parameters' gatherings of ZeRO 3 that may be under way before the host waits for the oldest (DeepSpeed,
+partitioned_param_coordinator.py, ``__max_ongoing_fetch_events``; FSDP's ``limit_all_gathers`` likewise)."""
 
 FP32_BYTES = 4
 
@@ -145,6 +150,9 @@ def run_ahead(program: Program, columns: Columns, lives: Liveness) -> RunAhead:
     done = np.where(launched > queued, kernels[np.maximum(launched - queued - 1, 0)], -1)
     for last in _looks_at_loss(program, columns):
         done[last + 1 :] = np.maximum(done[last + 1 :], last)
+    gathers = _gathers(program, columns)
+    for passed, asked in zip(gathers, gathers[GATHERS_AHEAD:], strict=False):
+        done[asked:] = np.maximum(done[asked:], passed)
     order = {number: place for place, number in enumerate(device_buffers(lives))}
     streams: dict[int, list[int]] = {}
     for lane in STREAMS:
@@ -224,6 +232,14 @@ def _a_state(program: Program, lives: Liveness) -> int:
     """Return the number of a buffer of the class of states, on the device."""
     state = np.array([f.buffer_class is BufferClass.STATE for f in program.all_families], dtype=np.bool_)
     return int(np.flatnonzero(state[lives.family] & lives.on_device)[0])
+
+
+def _gathers(program: Program, columns: Columns) -> list[int]:
+    """Return the instructions that gather parameters for one use, in program order."""
+    gathered = np.array([f.buffer_class is BufferClass.GATHERED for f in program.all_families], dtype=np.bool_)
+    writes = gathered[columns.buffer_family[columns.operand_buffer]] & ((columns.operand_mode & Mode.WRITE) > 0)
+    found: list[int] = np.unique(columns.operand_instruction[writes]).tolist()
+    return found
 
 
 def _looks_at_loss(program: Program, columns: Columns) -> Iterator[int]:

@@ -4,7 +4,8 @@ The first iteration warms the cache; the last shows the steady state. Buffers th
 gradients, optimizer states) are handed out once, before the first iteration. At one instant memory is taken back before
 it is handed out, in the order listed. All requests are of one stream. A program's edges order its lanes, so none of its
 buffers waits for an event; a framework that marks tensors with ``record_stream`` instead gets them back only when the
-device has passed the work, and its host is ahead of the device: ``RunAhead``.
+device has passed the work, and its host is ahead of the device: ``RunAhead``. A ``Beginning`` says how a framework
+comes by its states before the second step.
 
     a: 6 GiB at instants 0 to 1;  b: 2 GiB and c: 6 GiB from 1 on.  a is freed, b is cut from the front of its segment:
 
@@ -22,6 +23,7 @@ from dataclasses import dataclass, field
 from memo_sim.contract.hardware import Hardware
 from memo_sim.contract.requests import Requests
 from memo_sim.contract.units import GIB
+from memo_sim.memory.beginning import Beginning
 from memo_sim.memory.device_allocator import DEFAULT, DeviceAllocator, DeviceCall, OutOfDeviceMemory
 from memo_sim.memory.device_blocks import Block
 from memo_sim.memory.device_config import AllocatorConfig
@@ -157,6 +159,7 @@ def replay(
     reserve_bytes: int = 0,
     costs: AllocationCosts = NO_COSTS,
     ahead: RunAhead | None = None,
+    beginning: Beginning | None = None,
 ) -> Replay:
     """Return what PyTorch's caching allocator makes of ``requests``.
 
@@ -167,9 +170,11 @@ def replay(
     limit = None if capacity_bytes is None else max(0, capacity_bytes - reserve_bytes)
     device = DeviceAllocator(config, limit)
     player = _Player(requests, device, costs, _Streams(device, ahead) if ahead else None)
-    failed = player.play_lasting()
+    failed = (player.begin(beginning) if beginning else None) or player.play_lasting()
     for number in range(iterations):
         failed = failed or player.play(number)
+        if beginning and number == 0:
+            failed = failed or player.hold(beginning.later, number)
     return Replay(
         iterations=player.iterations,
         live_peak_bytes=player.live_peak,
@@ -250,6 +255,25 @@ class _Player:
                 self._dead.setdefault(upper, []).append(number)
         self._instants = sorted(self._born.keys() | self._dead.keys())
 
+    def begin(self, beginning: Beginning) -> ReplayOutOfMemory | None:
+        """Hand out what comes before the first step, and give back what passes; return what failed, or None."""
+        passing: list[Block] = []
+        failed = self.hold(beginning.passing, -1, passing) or self.hold(beginning.before, -1)
+        for block in passing:
+            self.device.free(block)
+            self.live -= block.requested
+        return failed or self.hold(beginning.behind, -1)
+
+    def hold(self, sizes: Sequence[int], iteration: int, blocks: list[Block] | None = None) -> ReplayOutOfMemory | None:
+        """Hand out states, for good unless ``blocks`` collects them; return what failed, or None."""
+        for size in sizes:
+            found = self._request(size, "states", iteration, 0)
+            if isinstance(found, ReplayOutOfMemory):
+                return found
+            if blocks is not None:
+                blocks.append(found)
+        return None
+
     def play_lasting(self) -> ReplayOutOfMemory | None:
         """Hand out what lives over all instants; return what failed, or None."""
         for number in self._lasting:
@@ -286,17 +310,32 @@ class _Player:
         self.live -= self.requests.size_bytes[buffer]
 
     def _malloc(self, buffer: int, iteration: int, instant: int, stops: list[DeviceStop]) -> ReplayOutOfMemory | None:
-        device, size = self.device, self.requests.size_bytes[buffer]
+        device, name = self.device, self.requests.ids[buffer]
         called, retried = len(device.calls), device.num_alloc_retries
         if self.streams and iteration >= 0:
             self.streams.reach(instant)
+        found = self._request(self.requests.size_bytes[buffer], name, iteration, instant)
+        if isinstance(found, ReplayOutOfMemory):
+            return found
+        self._held[buffer] = found
+        reorganised = device.num_alloc_retries > retried
+        if self.streams and reorganised:
+            self.streams.catch_up(instant)
+        if calls := device.calls[called:]:
+            seconds = self.costs.seconds(calls)
+            stops.append(DeviceStop(instant, name, tuple(calls), seconds, reorganised))
+        return None
+
+    def _request(self, size: int, name: str, iteration: int, instant: int) -> Block | ReplayOutOfMemory:
+        """Return a block of ``size`` bytes, or what became of the request."""
+        device = self.device
         try:
-            self._held[buffer] = device.malloc(size)
+            block = device.malloc(size)
         except OutOfDeviceMemory:
             return ReplayOutOfMemory(
                 iteration=iteration,
                 instant=instant,
-                buffer=self.requests.ids[buffer],
+                buffer=name,
                 requested_bytes=size,
                 segment_bytes=device.config.segment_bytes(device.config.block_bytes(size)),
                 allocated_bytes=device.allocated_bytes,
@@ -304,17 +343,4 @@ class _Player:
             )
         self.live += size
         self.live_peak = max(self.live_peak, self.live)
-        reorganised = device.num_alloc_retries > retried
-        if self.streams and reorganised:
-            self.streams.catch_up(instant)
-        if calls := device.calls[called:]:
-            stops.append(
-                DeviceStop(
-                    instant=instant,
-                    buffer=self.requests.ids[buffer],
-                    calls=tuple(calls),
-                    seconds=self.costs.seconds(calls),
-                    reorganised=reorganised,
-                )
-            )
-        return None
+        return block
