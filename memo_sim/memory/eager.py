@@ -19,7 +19,6 @@ and in what depends on the generation of its libraries (``Hardware.eager_librari
     2025        loss: Transformer Engine's fused one writes the gradient over the logits: 2 bytes a logit
                 gradients: a weight's is summed in fp32 by its product, and autograd gets a tensor of the weight's shape
                 and dtype instead; one for every shape, kept for good (Transformer Engine 2.8, ``get_dummy_wgrad``)
-                states: in the order and the pieces in which Megatron-LM makes them (``beginning.py``)
 
 So with 2024's libraries and kernels of milliseconds each layer in flight holds its own gathered and scattered tensors,
 and memory runs full with half of it alive:
@@ -28,7 +27,7 @@ and memory runs full with half of it alive:
     device  | l0              | l1 ...
 
 Not modelled: other temporaries that Python frames hold, Transformer Engine's own stream for every second ring step, and
-with 2024's libraries that optimizer states are made in the first step.
+optimizer states that are made in the first step only.
 """
 
 from __future__ import annotations
