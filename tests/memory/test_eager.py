@@ -165,6 +165,17 @@ def test_a_short_program_is_launched_whole_before_its_loss() -> None:
     assert set(done[: loss + 1]) == {-1}
 
 
+def test_under_zero_3_the_host_waits_for_the_gathering_before_last() -> None:
+    case = lowered(layout=Layout(dp=2, zero=3), global_batch=2)
+    done = run_ahead(case.program, case.columns, case.lives).done
+    gathers = [n for n, i in enumerate(case.program.ids()) if "gather" in i and "params" in i]
+    assert len(gathers) > 4
+    assert done[gathers[1]] == -1
+    loss = case.at("fwd/loss.c0")
+    for passed, asked in zip(gathers, gathers[2:], strict=False):
+        assert done[asked] == max(passed, loss if asked > loss else -1)
+
+
 def eager_2025(**knobs: object) -> tuple[Lowered, Liveness, dict[str, int]]:
     case = lowered(**{"recompute": "none", **knobs})
     lives, names = eager_buffers(case.program, case.columns, case.lives, libraries="2025", workspace_bytes=3 * 2**20)
