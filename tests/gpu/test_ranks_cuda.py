@@ -1,0 +1,51 @@
+"""Layouts over NCCL, a GPU a rank, against one GPU. Not yet run: needs two GPUs, and four of them for some."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from memo_sim.contract.plan import Kernels, Layout
+from tests.exec_cpu.plans import byte_decisions
+from tests.exec_cpu.small import gpt
+from tests.exec_cpu.torchrun import losses_of
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices"),
+]
+STEPS = 5
+LAYOUTS = {
+    "tp2-sp": Layout(tp=2, sequence_parallel=True),
+    "dp2-zero3": Layout(dp=2, zero=3),
+    "cp2": Layout(cp=2),
+    "cp2-gathered": Layout(cp=2, cp_exchange="all_gather"),
+    "ulysses2": Layout(ulysses=2),
+    "pp2": Layout(pp=2),
+    "pp2-zero-bubble": Layout(pp=2, schedule="zero-bubble"),
+    "tp2-cp2": Layout(tp=2, sequence_parallel=True, cp=2),
+    "cp2-pp2": Layout(cp=2, pp=2),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_ranks_train_as_one_gpu_does(name: str, tmp_path: Path) -> None:
+    layout = LAYOUTS[name]
+    if layout.devices > torch.cuda.device_count():
+        pytest.skip(f"needs {layout.devices} CUDA devices")
+    one, several = (
+        byte_decisions(
+            model=gpt(vocab=256, layers=4, heads=4, kv_heads=4, head_dim=64, hidden=256, max_positions=1024),
+            seq_tokens=1024,
+            swapped_tokens=256,
+            global_batch=4,
+            layout=each,
+            dtype="bf16",
+            kernels=Kernels(attention="torch-flash"),
+        )
+        for each in (Layout(), layout)
+    )
+    wanted = losses_of(tmp_path / "one", one, steps=STEPS)
+    assert losses_of(tmp_path / "several", several, steps=STEPS) == pytest.approx(wanted, rel=5e-3)
