@@ -33,7 +33,7 @@ from memo_exec.memory.slab import HostSlab
 from memo_exec.memory.store import CachingStore
 from memo_exec.probe import Probe
 from memo_exec.record import StepRecord, device_curve, host_curve, waits_of
-from memo_exec.schedule import Bound, Schedule, Touch, schedule
+from memo_exec.schedule import Bound, Touch, schedule
 from memo_exec.streams import StreamTimekeeper, make_deterministic
 from memo_sim.contract.errors import CannotRun
 from memo_sim.contract.placement import Placement
@@ -77,11 +77,8 @@ class Interpreter:
         self.kernels = kernels
         self.place = Place(decisions.layout, rank)
         self.schedule = schedule(own_program(program, decisions, self.place), placement=placement, edges=edges)
-        if self.device.type == "cuda":
-            if placement is None:
-                _refuse_shared_releases(self.schedule)
-            if decisions.deterministic:
-                make_deterministic()
+        if self.device.type == "cuda" and decisions.deterministic:
+            make_deterministic()
         self.context = Context(decisions, self.device, rank=rank, groups=groups)
         store = CachingStore if placement is None else ArenaStore
         self.store = store(self.schedule, self.device, poison=debug)
@@ -210,6 +207,9 @@ class Interpreter:
         for buffer, others in bound.deaths:
             for other, last in others:
                 progress.wait(other, last)
+            if others and not isinstance(self.store, ArenaStore) and buffer not in self.schedule.library:
+                whole = self.store.view(buffer, 0, self.schedule.family(buffer).tokens)
+                timekeeper.release(whole, [lane, *(other for other, _ in others)])
             self.store.death(buffer, number)
         progress.finish(lane, number, awaited=bound.awaited)
 
@@ -275,21 +275,6 @@ class Interpreter:
             device_memory=device_curve(self.store, start_s, end_s),
             host_memory=host_curve(self.schedule, end_s),
         )
-
-
-def _refuse_shared_releases(schedule: Schedule) -> None:
-    """Refuse buffers that die while another stream may still use them: the allocator would hand them out too early.
-
-    Raises:
-        CannotRun: when several lanes touch a buffer that does not last the whole step.
-    """
-    for bounds in schedule.lanes.values():
-        for bound in bounds:
-            if any(others for _, others in bound.deaths):
-                raise CannotRun(
-                    "a buffer that several streams use dies inside the step, which has no release on CUDA yet",
-                    where=bound.instruction.name,
-                )
 
 
 def _refuse(

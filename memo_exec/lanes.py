@@ -17,6 +17,7 @@ from typing import Protocol
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from memo_sim.program.instruction import Lane
 
@@ -79,6 +80,9 @@ class Timekeeper(Protocol):
     def order(self, lane: Lane, producer_lane: Lane, producer: int) -> None:
         """Make what ``lane`` plays next wait for ``producer``, which its own lane has finished or issued."""
 
+    def release(self, tensor: Tensor, lanes: Iterable[Lane]) -> None:
+        """Let nobody have a tensor's memory before ``lanes`` have ended what they were given of it."""
+
     def start(self, lane: Lane, number: int) -> None:
         """Note that ``number`` starts."""
 
@@ -111,6 +115,9 @@ class HostTimekeeper:
 
     def order(self, lane: Lane, producer_lane: Lane, producer: int) -> None:
         """Nothing to do: the producer has ended."""
+
+    def release(self, tensor: Tensor, lanes: Iterable[Lane]) -> None:
+        """Nothing to do: all of it has ended."""
 
     def start(self, lane: Lane, number: int) -> None:
         """Note the time."""

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from memo_exec.lanes import Floats
 from memo_sim.program.instruction import Lane
@@ -60,6 +61,12 @@ class StreamTimekeeper:
             event.synchronize()
         else:
             self.streams[lane].wait_event(event)
+
+    def release(self, tensor: Tensor, lanes: Iterable[Lane]) -> None:
+        """Make torch's allocator wait for the lanes' streams before it hands the tensor's memory out again."""
+        for lane in lanes:
+            if lane is not Lane.HOST:
+                tensor.record_stream(self.streams[lane])
 
     def start(self, lane: Lane, number: int) -> None:
         """Record an event, or note the time on the host lane."""
