@@ -43,6 +43,10 @@ def cli() -> None:
 @click.option("--plan", "plan_path", type=click.Path(), help="Price this plan.json instead of searching.")
 @question_options
 @click.option("--top", type=click.IntRange(1), default=10, show_default=True, help="Plans to list.")
+@click.option("--pareto", is_flag=True, help="The Pareto front of time, device and host memory over the whole space.")
+@click.option(
+    "--one-more-gib", is_flag=True, help="Say what a GiB more of device and of host memory buys (asks again)."
+)
 @click.option(
     "-o",
     "--output",
@@ -86,12 +90,13 @@ def what_if_command(**options: Any) -> None:
 @click.option("--cluster", required=True, help="a800-1x8, a cluster file, or a hardware profile file.")
 @click.option("--step", default="64k", show_default=True, help="The answer is a multiple of so many tokens.")
 @click.option("--max-step-s", type=Finite(0, min_open=True), help="Seconds that a training step may take at most.")
+@click.option("--one-more-gib", is_flag=True, help="Say how much longer a GiB more makes it (asks again, twice).")
 @question_options
 @click.option("-o", "--output", type=click.Path(), help="Write the plan, its trace and placement beside it.")
 @click.option("--plot", type=click.Path(), help="Draw its timeline (.png or .svg).")
 @click.option("--trace", "trace_path", type=click.Path(), help="Write its timeline for ui.perfetto.dev.")
 @click.option("--json", "as_json", is_flag=True, help="Print one memo.longest/1 document.")
-def longest_command(*, step: str, max_step_s: float | None, **options: Any) -> None:
+def longest_command(*, step: str, max_step_s: float | None, one_more_gib: bool, **options: Any) -> None:
     """Find the longest sequence that fits, to a step: the fastest plan there, and what bounds it.
 
     MODEL is a preset, a memo.model/1 file or a Hugging Face config.json.
@@ -99,13 +104,18 @@ def longest_command(*, step: str, max_step_s: float | None, **options: Any) -> N
     from memo_sim.contract.codec import encode
     from memo_sim.contract.units import parse_tokens
     from memo_sim.longest import longest
+    from memo_sim.more_memory import with_what_more_holds
     from memo_sim.views.tables import longest_table
     from memo_sim.what_if import write_files
 
     outputs = _outputs({**options, "plan_path": None})
     _, question = question_of({**options, "plan_path": None, "seq_len": step})
-    limits = {"step_tokens": parse_tokens(step), "most_step_s": max_step_s}
-    found = _with_progress("lengths", lambda tell: longest(question, **limits, progress=tell))
+    tokens = parse_tokens(step)
+    found = _with_progress(
+        "lengths", lambda tell: longest(question, step_tokens=tokens, most_step_s=max_step_s, progress=tell)
+    )
+    if one_more_gib:
+        found = with_what_more_holds(question, found, step_tokens=tokens, most_step_s=max_step_s)
     if found.answer is not None:
         write_files(found.answer, found.question, outputs, created=_now(), command=_command_line())
     if options["as_json"]:
@@ -135,11 +145,14 @@ def _outputs(options: Options) -> Outputs:
 
 
 def _ask(plan: Plan | None, question: Question, options: Options) -> Answer:
+    from memo_sim.more_memory import with_what_more_buys
     from memo_sim.what_if import price, what_if
 
     if plan is not None:
         return price(plan, question)
-    return _with_progress("plans", lambda tell: what_if(question, top=options["top"], progress=tell))
+    wanted = {"top": options["top"], "pareto": options["pareto"]}
+    answer = _with_progress("plans", lambda tell: what_if(question, **wanted, progress=tell))
+    return with_what_more_buys(question, answer) if options["one_more_gib"] else answer
 
 
 def _with_progress(label: str, work: Callable[[Callable[[int, int], None]], T]) -> T:

@@ -4,25 +4,22 @@ from __future__ import annotations
 
 import msgspec
 
+from memo_sim.contest import label, runner_up, ties
 from memo_sim.contract.plan import Decisions, Prediction
 from memo_sim.contract.units import format_bytes, format_seconds, format_tokens
 from memo_sim.engine.simulate import ALLOCATOR, Simulation
 from memo_sim.planning.arena import Arena
+from memo_sim.planning.outcome import Evaluated, SearchResult
 from memo_sim.planning.presets import KEEP, PARTIAL_SWAP, TOKENWISE, Policy, find_system
 from memo_sim.planning.question import Question
-from memo_sim.planning.search import Evaluated, SearchResult
-from memo_sim.planning.space import DEGREES
 from memo_sim.program.library_results import RESULTS
 from memo_sim.program.shape import swap_granule
 from memo_sim.views.plan_table import layout_label
+from memo_sim.ways_out import ways_out
 
 EXACT = 1e-6
 SLACK = 0.01
 """A lane that leaves less than this fraction of the step idle is what binds."""
-
-
-MOST_ZERO = 3
-"""Divides parameters, gradients and optimizer states."""
 
 SMALLEST_SHARE = 0.0005
 """Recompute below this part of compute is shown as nothing."""
@@ -45,11 +42,14 @@ def explain(
         *_inputs_swapped(found),
         *_mlp_blocks(found),
         *_fallback(question, found),
-        *_runner_up(found),
+        *runner_up(found),
+        *ties(found),
     ]
     outside = simulation.prediction.outside_calibration
     if outside:
-        lines.append(f"Beyond what was calibrated: {', '.join(outside)}; treat the figures as extrapolation.")
+        lines.append(
+            f"Outside the range that was calibrated: {', '.join(outside)}; treat the figures as extrapolation."
+        )
     if found.refused:
         lines.append(f"{len(found.refused)} layouts do not divide the model or the sequence, e.g. {found.refused[0]}.")
     return lines
@@ -64,43 +64,15 @@ def _rounded(question: Question, simulation: Simulation) -> list[str]:
     return [f"Alpha {asked:.3g} becomes {alpha:.3g}: tokens are swapped in blocks of {granule}."]
 
 
-def _label(evaluated: Evaluated) -> str:
-    decisions = evaluated.decisions
-    alpha = f" at alpha {decisions.alpha:.3g}" if evaluated.policy.alpha is None else ""
-    return f"{evaluated.policy.label}{alpha} on {layout_label(decisions.layout)}"
-
-
 def _nothing_fits(question: Question, found: SearchResult) -> list[str]:
     nearest = found.ranked[0]
     if nearest.prediction.status == "invalid":
-        return [f"Nothing can be evaluated, e.g. {_label(nearest)}: {nearest.prediction.reason}."]
+        return [f"Nothing can be evaluated, e.g. {label(nearest)}: {nearest.prediction.reason}."]
     need = format_bytes(nearest.prediction.shortfall_bytes)
     return [
-        f"Nothing fits. Nearest: {_label(nearest)}, short of {need}: {nearest.prediction.reason}.",
-        f"Ways out: {'; '.join(_ways_out(question, nearest))}.",
+        f"Nothing fits. Nearest: {label(nearest)}, short of {need}: {nearest.prediction.reason}.",
+        f"Ways out: {'; '.join(ways_out(question, nearest))}.",
     ]
-
-
-def _ways_out(question: Question, evaluated: Evaluated) -> list[str]:
-    """Return what would help the nearest plan, given what is short and what was asked for."""
-    pins, nearest, layout = question.pins, evaluated.prediction, evaluated.decisions.layout
-    names = ("alpha", "recompute", *DEGREES, "zero")
-    pinned = [f"--{name}" for name in names if getattr(pins, name) is not None]
-    ways = [f"leave {', '.join(pinned)} to the search"] if pinned else []
-    if nearest.status == "host_oom":
-        return [*ways, "more host memory in a node", "more nodes"]
-    capacity = question.hardware.device_memory_bytes.value
-    smaller = [
-        f"--states {states}" for states in {"fp32": ("bf16", "host"), "bf16": ("host",)}.get(question.states, ())
-    ]
-    ways += ["more devices", *smaller]
-    if layout.replicas > 1 and layout.zero < MOST_ZERO:
-        ways.append(f"--zero {MOST_ZERO}")
-    if question.memory_policy != "planned":
-        ways.append("--memory-policy planned")
-    if nearest.peak_by_class.get("state", 0) < capacity:  # else weights and optimizer alone are too much
-        ways.append("a shorter sequence")
-    return ways
 
 
 def _binding(simulation: Simulation) -> str:
@@ -174,7 +146,9 @@ def _arena(simulation: Simulation, arena: Arena) -> list[str]:
     size, gap = arena.prediction.peak_device_bytes, placement.arena_bytes - placement.lower_bound_bytes
     proof = "the least there can be" if not gap else f"at most {format_bytes(gap)} above the least there can be"
     text = f"Planned arena: {format_bytes(size)} for {len(placement.ids)} buffers, {proof} ({placement.solver})"
-    if not arena.whole:
+    if len(simulation.roles) > 1:
+        text += f"; of {simulation.fullest.program.role}, the fullest: a placement of all stages is not written"
+    elif not arena.whole:
         text += f"; planned for {simulation.program.micro_batches} micro-batches, too many to write a placement of all"
     return [f"{text}."]
 
@@ -295,30 +269,6 @@ def _fallback(question: Question, found: SearchResult) -> list[str]:
     if best and best.policy == KEEP and KEEP in system.short_sequences:
         return [f"{system.name} falls back to keeping every activation: it fits, and nothing is faster."]
     return []
-
-
-def _runner_up(found: SearchResult) -> list[str]:
-    fitting = [e for e in found.ranked if e.prediction.status == "ok"]
-    best, others = fitting[:1], fitting[1:2]
-    if not others or not best:
-        return []
-    first_s, second_s = best[0].prediction.step_s or 0.0, others[0].prediction.step_s or 0.0
-    loss = second_s - first_s
-    text = f"Runner-up: {_label(others[0])}, {format_seconds(loss)} ({loss / first_s:.1%}) slower"
-    return [f"{text}{_where_lost(best[0], others[0])}."]
-
-
-def _where_lost(best: Evaluated, other: Evaluated) -> str:
-    """Name the lane-level difference that explains most of a loss."""
-    mine, theirs = best.prediction, other.prediction
-    busier = theirs.lanes.get("compute", 0.0) - mine.lanes.get("compute", 0.0)
-    idle = ((theirs.step_s or 0.0) - theirs.lanes.get("compute", 0.0)) - (
-        (mine.step_s or 0.0) - mine.lanes.get("compute", 0.0)
-    )
-    if busier >= idle:
-        return f": {format_seconds(busier)} more compute" if busier > 0 else ""
-    waits = next((s.waits_for for s in theirs.stalls if s.lane == "compute"), "")
-    return f": {format_seconds(idle)} more waiting" + (f", most for {waits}" if waits else "")
 
 
 def plan_title(decisions: Decisions, prediction_step_s: float | None) -> str:

@@ -68,21 +68,33 @@ def beside(plan: Path, kind: str) -> Path:
 
 @dataclass(frozen=True)
 class Answer:
-    """The result document, the best plan played and its arena (None when nothing fits, or memory is not planned)."""
+    """The result document, the best plan played and its arena (None when nothing fits, or memory is not planned).
+
+    ``found`` is the search behind it, None for a plan that was only priced.
+    """
 
     result: Result
     best: Simulation | None
     arena: Arena | None
+    found: SearchResult | None = None
 
 
-def what_if(question: Question, *, top: int = 10, progress: Callable[[int, int], None] | None = None) -> Answer:
+def what_if(
+    question: Question,
+    *,
+    top: int = 10,
+    pareto: bool = False,
+    progress: Callable[[int, int], None] | None = None,
+) -> Answer:
     """Return the answer to ``question`` with its ``top`` plans, which are those that evaluating everything would give.
+
+    With ``pareto`` the front is that of the whole space, not only of what was evaluated for the best plans.
 
     Raises:
         Infeasible: when no layout divides the model and the sequence.
         UsageError: when pinned knobs contradict each other or the cluster.
     """
-    found = search(question, keep=max(top, LEAST_EXACT), siblings=True, progress=progress)
+    found = search(question, keep=max(top, LEAST_EXACT), siblings=True, front=pareto, progress=progress)
     simulation, arena = _best_that_fits(question, found)
     best = found.best
     rows = [row(e.decisions, e.prediction, system=_system(e, question)) for e in found.ranked[:top]]
@@ -95,8 +107,10 @@ def what_if(question: Question, *, top: int = 10, progress: Callable[[int, int],
         evaluated=found.evaluated,
         pruned=found.pruned,
         why=explain(question, found, simulation, arena),
+        front=[row(e.decisions, e.prediction, system=_system(e, question)) for e in found.front],
+        front_is_whole=pareto,
     )
-    return Answer(result, simulation, arena)
+    return Answer(result, simulation, arena, found)
 
 
 def _best_that_fits(question: Question, found: SearchResult) -> tuple[Simulation | None, Arena | None]:

@@ -7,6 +7,7 @@ from typing import Literal
 import msgspec
 
 from memo_sim.contract.plan import PlanRow
+from memo_sim.contract.result import MoreMemory
 from memo_sim.contract.units import Positive, Seconds, Tokens
 
 Bound = Literal[
@@ -45,3 +46,5 @@ class Longest(
     """Every length that was asked, by length."""
     why: list[str] = []
     """What bounds the length, what the search assumed and how far that was checked, and why the plan is best."""
+    more_memory: list[MoreMemory] = []
+    """The longest sequence with one more GiB, where that was asked."""

@@ -32,6 +32,9 @@ NonNegative = Annotated[float, msgspec.Meta(ge=0)]
 Rate = Annotated[float, msgspec.Meta(gt=0)]
 Fraction = Annotated[float, msgspec.Meta(ge=0, le=1)]
 
+SHORT_DIGITS = 3
+"""Of a duration; with more, zeros at the end are kept, so that a column of them lines up."""
+
 _TOKENS = re.compile(r"(\d{1,18})(?:\.(\d{1,18}))?\s*([km]?)", re.IGNORECASE | re.ASCII)
 _SCALE = {"": 1, "k": KIB, "m": KIB * KIB}
 
@@ -67,16 +70,19 @@ def format_tokens(tokens: int) -> str:
 
 
 def format_bytes(size_bytes: float) -> str:
-    """Return a size in GiB, or MiB / KiB below 0.1 GiB (model and laptop sizes)."""
+    """Return a size in GiB, or MiB / KiB below 0.1 GiB (model and laptop sizes), and bytes below 0.1 KiB."""
     for unit, scale in (("GiB", GIB), ("MiB", MIB), ("KiB", KIB)):
-        if abs(size_bytes) >= 0.1 * scale or unit == "KiB":
+        if abs(size_bytes) >= 0.1 * scale:
             return f"{size_bytes / scale:.2f} {unit}"
-    raise AssertionError
+    return f"{size_bytes:.0f} B"
 
 
-def format_seconds(seconds: float) -> str:
-    """Return a duration with the unit that keeps three to four digits before the point small."""
+def format_seconds(seconds: float, digits: int = 3) -> str:
+    """Return a duration with so many significant digits at least, in the unit that keeps the number small."""
     for unit, scale in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
         if abs(seconds) >= scale or unit == "us":
-            return f"{seconds / scale:.3g} {unit}" if seconds < 1000 else f"{seconds:.0f} s"
+            value = seconds / scale
+            if digits <= SHORT_DIGITS and abs(seconds) < 1000:  # more would be 1e+03
+                return f"{value:.{digits}g} {unit}"
+            return f"{value:.{max(0, digits - len(str(int(abs(value)))))}f} {unit}"
     raise AssertionError

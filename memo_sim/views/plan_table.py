@@ -17,6 +17,9 @@ from memo_sim.views.text_table import number, percent, text_table
 REASON_WIDTH = 80
 """A reason is cut to so many characters; the document has it whole."""
 
+LEAST_DIGITS, MOST_DIGITS = 3, 6
+"""Of step times in one table."""
+
 
 def layout_label(layout: Layout) -> str:
     """Return a layout in a few characters: ``tp4+sp cp2 dp1``; tp, cp and dp always, others when they divide.
@@ -50,6 +53,8 @@ def result_table(result: Result, *, top: int | None = None) -> str:
         blocks.append("no plan fits")
     if others:
         blocks.append("does not fit:\n" + infeasible_table(others, top=top))
+    if result.front_is_whole:
+        blocks.append(f"Pareto front of step time, device memory and host memory:\n{ranked_table(result.front)}")
     return "\n\n".join(blocks)
 
 
@@ -57,6 +62,7 @@ def ranked_table(plans: Sequence[PlanRow], *, top: int | None = None) -> str:
     """Return the plans that fit, in the order given, one a row."""
     rows: list[list[str | None]] = []
     outside: set[str] = set()
+    digits = _digits([p.step_s for p in plans[:top] if p.step_s is not None])
     # One unit for the table: GiB, or MiB where models are small.
     unit, scale = ("GiB", GIB) if any(p.peak_device_bytes >= GIB for p in plans[:top]) else ("MiB", MIB)
     cached = any(p.memory_policy != "planned" for p in plans[:top])
@@ -71,7 +77,7 @@ def ranked_table(plans: Sequence[PlanRow], *, top: int | None = None) -> str:
                 layout_label(plan.layout),
                 f"{plan.alpha:.3f}",
                 _recompute(plan),
-                None if plan.step_s is None else format_seconds(plan.step_s),
+                None if plan.step_s is None else format_seconds(plan.step_s, digits),
                 None if plan.mfu is None else f"{100 * plan.mfu:.2f}",
                 number(plan.tgs),
                 f"{plan.peak_device_bytes / scale:.1f}",
@@ -99,6 +105,15 @@ def ranked_table(plans: Sequence[PlanRow], *, top: int | None = None) -> str:
     if top is not None and len(plans) > top:
         table += f"\n... and {len(plans) - top} more"
     return table
+
+
+def _digits(steps_s: Sequence[float]) -> int:
+    """Return how many digits tell different step times apart: three, or up to six."""
+    apart = {f"{step_s:.{MOST_DIGITS}g}" for step_s in steps_s}
+    for digits in range(LEAST_DIGITS, MOST_DIGITS):
+        if len({f"{step_s:.{digits}g}" for step_s in steps_s}) == len(apart):
+            return digits
+    return MOST_DIGITS
 
 
 def _recompute(plan: PlanRow) -> str:

@@ -10,6 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+MOST_PERCENT = 100.0
+"""A fraction from which it is read more easily as a factor; with a sign it is what comes on top of one."""
+
 BLANK = "-"
 """What stands where nothing is known or nothing applies."""
 
@@ -33,9 +36,11 @@ def text_table(headers: Sequence[str], rows: Sequence[Sequence[str | None]], ali
 
 
 def percent(fraction: float | None, *, digits: int = 1, signed: bool = False) -> str | None:
-    """Return a fraction in percent (``53.6 %``), with its sign where that matters."""
+    """Return a fraction in percent (``53.6 %``), with its sign where that matters; as a factor from 100 (``x101``)."""
     if fraction is None:
         return None
+    if abs(fraction) >= MOST_PERCENT:
+        return f"x{fraction + signed:,.0f}"
     return f"{100 * fraction:{'+' if signed else ''}.{digits}f} %"
 
 

@@ -18,6 +18,7 @@ from memo_sim.contract.hardware import (
     Quantity,
     Source,
 )
+from memo_sim.contract.longest import Longest, Tried
 from memo_sim.contract.memory_report import MemoryReport
 from memo_sim.contract.model import Model, RopeScaling
 from memo_sim.contract.placement import Placement
@@ -32,7 +33,7 @@ from memo_sim.contract.plan import (
     Stall,
 )
 from memo_sim.contract.requests import Phase, Requests
-from memo_sim.contract.result import Result
+from memo_sim.contract.result import MoreMemory, Result
 from memo_sim.contract.trace import MemoryCurve, Spans, Trace, Wait
 from memo_sim.contract.validation import CaseError, CasePrediction, CaseReport, Expectation, Validation
 
@@ -245,7 +246,36 @@ def result() -> Result:
         shortfall_bytes=10_000_000_000,
         reason="device memory",
     )
-    return Result(model="sample", cluster="a800-1x8", seq_tokens=4096, best=None, plans=[row], evaluated=1, pruned=0)
+    more = MoreMemory(space="device", added_bytes=1 << 30, best=row, saved_s=0.5)
+    return Result(
+        model="sample",
+        cluster="a800-1x8",
+        seq_tokens=4096,
+        best=None,
+        plans=[row],
+        evaluated=1,
+        pruned=0,
+        front=[row],
+        more_memory=[more],
+    )
+
+
+def longest() -> Longest:
+    return Longest(
+        model="sample",
+        cluster="a800-1x8",
+        system="memo",
+        step_tokens=65536,
+        seq_tokens=65536,
+        best=result().plans[0],
+        bound="host memory",
+        tried=[
+            Tried(seq_tokens=65536, fits=True, step_s=1.0),
+            Tried(seq_tokens=131072, fits=False, bound="host memory"),
+        ],
+        why=["one"],
+        more_memory=result().more_memory,
+    )
 
 
 def validation() -> Validation:
@@ -306,6 +336,7 @@ _SAMPLES: dict[str, Callable[[], msgspec.Struct]] = {
     "memory": memory,
     "trace": trace,
     "result": result,
+    "longest": longest,
     "validation": validation,
     "comparison": comparison,
     "figure": figure,

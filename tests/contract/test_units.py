@@ -51,7 +51,7 @@ def test_shown_tokens_are_short() -> None:
 
 def test_shown_bytes_are_binary() -> None:
     shown = [format_bytes(size) for size in (0, 512, 2**20, 5 * 2**28, 80 * 2**30, -(2**30))]
-    assert shown == ["0.00 KiB", "0.50 KiB", "1.00 MiB", "1.25 GiB", "80.00 GiB", "-1.00 GiB"]
+    assert shown == ["0 B", "0.50 KiB", "1.00 MiB", "1.25 GiB", "80.00 GiB", "-1.00 GiB"]
 
 
 def test_shown_seconds_choose_a_unit() -> None:

@@ -69,7 +69,7 @@ def test_an_arena_above_its_bound_is_not_called_optimal(tmp_path: Path) -> None:
     draw_memory_map(high, tmp_path / "m.svg")
     found = texts(tmp_path / "m.svg")
     assert not any("optimal" in text for text in found)
-    assert any("lower bound 0.00 KiB" in text for text in found)
+    assert any("lower bound 2 B" in text for text in found)
 
 
 def test_what_the_caching_allocator_reserves_is_a_line_and_far_above_only_said(tmp_path: Path) -> None:
