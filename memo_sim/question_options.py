@@ -19,8 +19,10 @@ if TYPE_CHECKING:
 
 GIB = 2**30
 SEARCHED = (
-    *("model", "seq_len", "system", "tp", "cp", "cp_exchange", "ulysses", "dp", "zero", "alpha", "recompute", "states"),
+    *("model", "seq_len", "system", "tp", "cp", "cp_exchange", "ulysses", "pp", "schedule"),
+    *("virtual_stages", "dp", "zero", "alpha", "recompute", "states"),
     *("loss_chunk", "mlp_chunk", "overlap", "memory_policy", "replay_allocator", "micro_batch", "global_batch", "top"),
+    *("pareto", "one_more_gib"),
 )
 """What a plan decides, so that none of it can be given beside ``--plan``."""
 MOST_SEQUENCES = 2**16
@@ -57,6 +59,15 @@ KNOBS = (
         help="Keys and values of cp ranks: hop by hop, or all at once.",
     ),
     click.option("--ulysses", type=click.IntRange(1), help="All-to-all around attention, heads divided."),
+    click.option("--pp", type=click.IntRange(1), help="Pipeline stages of equal numbers of layers."),
+    click.option(
+        "--schedule",
+        type=click.Choice(["gpipe", "1f1b", "interleaved", "zero-bubble"]),
+        help="Order in which a stage plays micro-batches; 1f1b unless given.",
+    ),
+    click.option(
+        "--virtual-stages", type=click.IntRange(1), help="Chunks of layers a stage, for the interleaved schedule."
+    ),
     click.option("--dp", type=click.IntRange(1), help="Data parallelism."),
     click.option(
         "--zero",
@@ -140,6 +151,9 @@ def question_of(options: Options) -> tuple[Plan | None, Question]:
         cp=options["cp"],
         cp_exchange=options["cp_exchange"],
         ulysses=options["ulysses"],
+        pp=options["pp"],
+        schedule=options["schedule"],
+        virtual_stages=options["virtual_stages"],
         dp=options["dp"],
         zero=options["zero"],
         alpha=options["alpha"],

@@ -33,7 +33,8 @@ TIME_LIMIT_S = 600.0
 class Arena:
     """A plan's placement, and what that makes of its prediction.
 
-    ``whole``: the placement has every buffer of the step, so that the executor can obey it.
+    ``whole``: the placement has every buffer of the step, so that the executor can obey it; of pipeline stages the one
+    that needs most is placed, which is not all of them.
     """
 
     placement: Placement
@@ -44,7 +45,7 @@ class Arena:
 def arena_of(simulation: Simulation) -> Arena:
     """Return the arena of a plan whose live bytes fit; its prediction is gpu_oom when the arena does not."""
     whole = simulation.full_program.instruction_count <= MOST_INSTRUCTIONS
-    program = simulation.full_program if whole else simulation.program
+    program = simulation.full_program if whole else simulation.fullest.program
     # Ended by nodes: a search that ends by the clock would make equal questions unequal plans.
     placement = place(arena_requests(program, simulation.decisions), time_limit_s=TIME_LIMIT_S, most_nodes=MOST_NODES)
     placement = msgspec.structs.replace(placement, elapsed_s=0.0)  # equal plans are equal files
@@ -66,7 +67,7 @@ def arena_of(simulation: Simulation) -> Arena:
             reason=f"the planned arena of {format_bytes(size)} and {format_bytes(memory.reserve_bytes)} reserve do not "
             f"fit, though the {format_bytes(memory.device.bytes)} that live at once would",
         )
-    return Arena(placement, prediction, whole)
+    return Arena(placement, prediction, whole and len(simulation.roles) == 1)
 
 
 def _input_bytes(program: Program, alignment_bytes: int) -> int:

@@ -17,7 +17,9 @@ from memo_sim.planning.question import Pins, Question
 from memo_sim.planning.rowwise_kernels import RowwiseChoice
 from memo_sim.program.attention import longest_keys
 from memo_sim.program.head_groups import fewest_head_groups
+from memo_sim.program.library_results import beside_arena, groups_beside
 from memo_sim.program.shape import Shape, shape_of, swap_granule
+from memo_sim.program.stage import stages_of
 from memo_sim.program.work import Attention
 
 LOGIT_BYTES = 2**30
@@ -52,19 +54,20 @@ def layouts(question: Question) -> list[Layout]:
         UsageError: when the pinned degrees do not make up the cluster, or the system does not divide work that way.
     """
     pins, system = question.pins, find_system(question.system)
-    devices, left = divmod(question.cluster.devices, pins.pp or 1)
     _check_degrees(question)
     found: list[Layout] = []
-    for tp in [] if left else _degrees(pins.tp, devices, "tp" in system.degrees):
-        if tp < _least_tp(question):
-            continue
-        for cp in _degrees(pins.cp, devices // tp, "cp" in system.degrees):
-            for ulysses in _degrees(pins.ulysses, devices // (tp * cp), "ulysses" in system.degrees):
-                dp = devices // (tp * cp * ulysses)
-                if pins.dp is not None and dp != pins.dp:
-                    continue
-                degrees = {"tp": tp, "cp": cp, "ulysses": ulysses, "dp": dp}
-                found += [_layout(pins, zero, **degrees) for zero in _zeros(question, devices // tp)]
+    for pp in _degrees(pins.pp, question.cluster.devices, "pp" in system.degrees):
+        devices = question.cluster.devices // pp
+        for tp in _degrees(pins.tp, devices, "tp" in system.degrees):
+            if tp < _least_tp(question):
+                continue
+            for cp in _degrees(pins.cp, devices // tp, "cp" in system.degrees):
+                for ulysses in _degrees(pins.ulysses, devices // (tp * cp), "ulysses" in system.degrees):
+                    dp = devices // (tp * cp * ulysses)
+                    if pins.dp is not None and dp != pins.dp:
+                        continue
+                    degrees = {"tp": tp, "cp": cp, "ulysses": ulysses, "pp": pp, "dp": dp}
+                    found += [_layout(pins, zero, **degrees) for zero in _zeros(question, devices // tp)]
     if not found:
         named = {name: getattr(pins, name) for name in (*DEGREES, "pp")}
         asked = ", ".join(f"{name} {degree}" for name, degree in named.items() if degree is not None)
@@ -118,14 +121,14 @@ def _zeros(question: Question, replicas: int) -> tuple[int, ...]:
     return find_system(question.system).zeros if replicas > 1 else (0,)
 
 
-def _layout(pins: Pins, zero: int, *, tp: int, cp: int, ulysses: int, dp: int) -> Layout:
+def _layout(pins: Pins, zero: int, *, tp: int, cp: int, ulysses: int, pp: int, dp: int) -> Layout:
     return Layout(
         tp=tp,
         sequence_parallel=tp > 1 if pins.sequence_parallel is None else pins.sequence_parallel and tp > 1,
         cp=cp,
         cp_exchange=pins.cp_exchange if cp > 1 else "ring",
         ulysses=ulysses,
-        pp=pins.pp or 1,
+        pp=pp,
         schedule=pins.schedule or "1f1b",
         virtual_stages=pins.virtual_stages or 1,
         overlap_handovers=True if pins.overlap_handovers is None else pins.overlap_handovers,
@@ -204,6 +207,7 @@ def candidates(question: Question) -> tuple[list[Candidate], list[str]]:
             replay_allocator=question.pins.replay_allocator,
         )
         try:
+            stages_of(base)
             shape = shape_of(base)
             groups = head_groups(shape, base, kernel)
         except Infeasible as error:
@@ -287,6 +291,8 @@ def mlp_chunk(question: Question, base: Decisions) -> int:
 def head_groups(shape: Shape, base: Decisions, kernel: str) -> int:
     """Return the fewest groups of heads whose attention stays within the kernel's integers.
 
+    Where its workspace lies beside the arena, there are as many more as keep that small.
+
     Raises:
         Infeasible: when no number of groups does.
     """
@@ -303,7 +309,9 @@ def head_groups(shape: Shape, base: Decisions, kernel: str) -> int:
         kernel=kernel,
         dtype=base.dtype,
     )
-    return fewest_head_groups(work)
+    fewest = fewest_head_groups(work)
+    planned = msgspec.structs.replace(base, kernels=Kernels(attention=kernel))
+    return groups_beside(work, fewest) if beside_arena(planned) else fewest
 
 
 def attention_kernel(question: Question) -> str:

@@ -29,6 +29,16 @@ def memo_sim(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedPr
         ),
         (("--tp", "2", "--cp", "4", "--zero", "2", "--recompute", "full"), {"tp": 2, "cp": 4, "zero": 2}, "full"),
         (
+            ("--pp", "4", "--tp", "2", "--global-batch", "4", "--schedule", "zero-bubble", "--seq-len", "8k"),
+            {"tp": 2, "pp": 4, "schedule": "zero-bubble"},
+            "none",
+        ),
+        (
+            ("--pp", "2", "--virtual-stages", "4", "--schedule", "interleaved", "--global-batch", "4", "--tp", "4"),
+            {"tp": 4, "pp": 2, "schedule": "interleaved", "virtual_stages": 4},
+            "tokenwise",
+        ),
+        (
             ("--tp", "4", "--cp", "2", "--cp-exchange", "all_gather", "--recompute", "selective", "--states", "bf16"),
             {"tp": 4, "cp": 2, "cp_exchange": "all_gather"},
             "selective",
@@ -66,6 +76,10 @@ def test_a_layout_is_planned_as_asked_for(
         (("--cp-exchange", "tree"), 2, "all_gather"),
         (("--overlap", "all"), 2, "'gradients', 'both'"),
         (("--system", "fsdp", "--ulysses", "2"), 2, "fsdp does not divide work that way"),
+        (("--pp", "3"), 2, "does not fill the cluster"),
+        (("--pp", "2", "--schedule", "dualpipe"), 2, "'1f1b'"),
+        (("--pp", "2", "--virtual-stages", "2"), 4, "virtual stages belong to the interleaved schedule"),
+        (("--pp", "2", "--tp", "2", "--zero", "3"), 4, "pipeline stages keep whole parameters"),
         (("--ulysses", "3"), 2, "does not fill the cluster"),
         (("--recompute", "selective", "--alpha", "0.5"), 2, "selective recompute swaps nothing"),
         (("--plan", "p.json", "--ulysses", "2"), 2, "--plan brings its own knobs"),
