@@ -4,13 +4,16 @@
         found = team.play(function, 2, argument)      what function(ranks, argument) returned on ranks 0 and 1
 
 ``function`` and its arguments travel by pickle, so it is a module's own. It gets a ``Member``: rank, world and a fresh
-default group. Processes fork from a server that has imported torch, with one intra-op thread each. A case that fails
-on a rank raises ``Failed`` with its traceback; one that takes longer than ``limit_s`` ends all ranks.
+default group; with ``meets=False`` none, but the environment that torchrun would set. Processes fork from a server that
+has imported torch, with one intra-op thread each. A case that fails on a rank raises ``Failed`` with its traceback; one
+that takes longer than ``limit_s`` ends all ranks.
 """
 
 from __future__ import annotations
 
 import multiprocessing
+import os
+import socket
 import tempfile
 import time
 import traceback
@@ -28,7 +31,12 @@ PATIENCE_S = 30.0
 
 
 class Failed(AssertionError):
-    """A rank raised, died, or took too long."""
+    """A rank raised, died, or took too long; ``answers`` are what each rank returned, or (False, why not)."""
+
+    def __init__(self, answers: list[tuple[bool, Any]]) -> None:
+        self.answers = answers
+        wrong = [f"rank {rank} of {len(answers)}:\n{text}" for rank, (fine, text) in enumerate(answers) if not fine]
+        super().__init__("\n".join(wrong))
 
 
 @dataclass(frozen=True)
@@ -49,18 +57,27 @@ def _serve(connection: Connection) -> None:
             case = connection.recv()
         except EOFError:  # the test is over
             return
-        function, rank, world, store, arguments = case
+        function, rank, world, store, port, arguments = case
+        meets = world > 1 and not port
+        own = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_PORT": port}
+        os.environ |= {"MASTER_ADDR": "127.0.0.1"} | {name: str(value) for name, value in own.items()}
         try:
-            if world > 1:
+            if meets:
                 dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
             try:
                 found = (True, function(Member(rank, world), *arguments))
             finally:
-                if world > 1:
+                if meets:
                     dist.destroy_process_group()
         except BaseException:  # told to the test, which raises it
             found = (False, traceback.format_exc())
         connection.send(found)
+
+
+def _free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
 
 
 class Team:
@@ -74,7 +91,9 @@ class Team:
         self._folder = tempfile.TemporaryDirectory()
         self._cases = 0
 
-    def play(self, function: Callable[..., Any], world: int, *arguments: Any, limit_s: float = LIMIT_S) -> list[Any]:
+    def play(
+        self, function: Callable[..., Any], world: int, *arguments: Any, limit_s: float = LIMIT_S, meets: bool = True
+    ) -> list[Any]:
         """Return what ``function(member, *arguments)`` returned on each of ``world`` ranks.
 
         Raises:
@@ -86,14 +105,14 @@ class Team:
         self._cases += 1
         store = Path(self._folder.name) / f"case{self._cases}"
         chosen = self._ranks[:world]
+        port = 0 if meets else _free_port()
         for rank, (_, connection) in enumerate(chosen):
-            connection.send((function, rank, world, store, arguments))
+            connection.send((function, rank, world, store, port, arguments))
         end = time.monotonic() + limit_s
         found = [self._answer(connection, end) for _, connection in chosen]
-        wrong = [f"rank {rank} of {world}:\n{text}" for rank, (fine, text) in enumerate(found) if not fine]
-        if wrong:
+        if not all(fine for fine, _ in found):
             self.stop()
-            raise Failed("\n".join(wrong))
+            raise Failed(found)
         return [value for _, value in found]
 
     def _answer(self, connection: Connection, end: float) -> tuple[bool, Any]:

@@ -188,11 +188,3 @@ def test_this_machine_is_described() -> None:
     assert here.name
     assert 0 < here.host_available_bytes <= here.host_memory_bytes
     assert "torch" in machines.versions()
-
-
-def test_a_step_that_leaves_parameters_to_the_next_one_is_refused() -> None:
-    said = refusal(msgspec.structs.replace(byte_decisions(), overlap="both"))
-    assert "not whole after the last one" in said
-    assert "--overlap gradients" in said
-    decisions = msgspec.structs.replace(byte_decisions(), overlap="gradients")
-    assert preflight.check(decisions, lower(decisions)[0], CPU).device_bytes > 0

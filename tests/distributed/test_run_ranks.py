@@ -1,0 +1,221 @@
+"""``memo-exec run`` by several ranks: losses of one process, checkpoints into other layouts, and ranks that die."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from memo_exec import checkpoint
+from memo_exec.run import Outcome, RunOptions, run
+from memo_exec.training import StepFigure
+from memo_sim.contract.errors import CannotRun, MemoError
+from memo_sim.contract.plan import Layout
+from tests.distributed.team import Failed, Member, Team
+from tests.exec_cpu.plans import byte_decisions, write_plan
+
+STEPS, SAVED = 5, 3
+TOLERANCE = 1e-5
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+TORCHRUN += ["-m", "memo_exec", "run"]
+QUICK = {("tp2", "one"), ("tp2", "dp2-zero3"), ("dp3-zero2", "tp4")}
+"""Which checkpoint goes on in which layout in the default run."""
+
+LAYOUTS = {
+    "one": Layout(),
+    "tp2": Layout(tp=2),
+    "tp4": Layout(tp=4),
+    "cp2": Layout(cp=2),
+    "dp2-zero1": Layout(dp=2, zero=1),
+    "dp2-zero3": Layout(dp=2, zero=3),
+    "dp3-zero2": Layout(dp=3, zero=2),
+}
+
+
+@pytest.fixture(scope="module")
+def plans(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A plan a layout, of the same training."""
+    folder = tmp_path_factory.mktemp("plans")
+    for name, layout in LAYOUTS.items():
+        write_plan(folder / f"{name}.json", byte_decisions(layout=layout, global_batch=6))
+    late = byte_decisions(layout=Layout(dp=2, zero=1), global_batch=6, dtype="bf16", overlap="both")
+    write_plan(folder / "late.json", late)
+    return folder
+
+
+def play(member: Member, plan: Path, options: dict[str, Any]) -> Outcome:
+    """Run a plan as a rank."""
+    outcome = run(plan, RunOptions(**options))
+    assert outcome is not None
+    assert outcome.rank == member.rank
+    return outcome
+
+
+def outcomes(team: Team, plans: Path, name: str, **options: Any) -> list[Outcome]:
+    world = LAYOUTS.get(name, Layout(dp=2)).devices
+    found: list[Outcome] = team.play(play, world, plans / f"{name}.json", {"steps": STEPS} | options, meets=False)
+    return found
+
+
+@pytest.fixture(scope="module")
+def whole(team: Team, plans: Path) -> list[float]:
+    """The losses of one process."""
+    return outcomes(team, plans, "one")[0].comparison.losses
+
+
+@pytest.fixture(scope="module")
+def saved(team: Team, plans: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Checkpoints after a few steps of each of these layouts."""
+    folder = tmp_path_factory.mktemp("saved")
+    for name in ("tp2", "dp3-zero2"):
+        outcomes(team, plans, name, steps=SAVED, save=folder / name)
+    return folder
+
+
+def test_ranks_have_the_losses_of_one_process_and_a_peak_each(team: Team, plans: Path, whole: list[float]) -> None:
+    found = outcomes(team, plans, "tp2")
+    for outcome in found:
+        comparison = outcome.comparison
+        assert comparison.losses == pytest.approx(whole, rel=TOLERANCE)
+        assert len(comparison.step_s_by_rank) == len(comparison.peak_device_bytes_by_rank) == 2
+        assert comparison.measured.step_s == max(comparison.step_s_by_rank)
+        assert outcome.measured.rank == outcome.rank
+        assert outcome.measured.world_size == 2
+    assert found[0].comparison == found[1].comparison
+
+
+@pytest.mark.parametrize(
+    "way",
+    [
+        pytest.param(way, marks=() if way in QUICK else pytest.mark.slow, id="-to-".join(way))
+        for way in product(("tp2", "dp3-zero2"), LAYOUTS)
+    ],
+)
+def test_a_checkpoint_goes_on_in_another_layout(
+    team: Team, plans: Path, whole: list[float], saved: Path, way: tuple[str, str]
+) -> None:
+    source, target = way
+    state = checkpoint.latest(saved / source)
+    assert state is not None
+    copy = saved / f"{source}-to-{target}" / state.name
+    shutil.copytree(state, copy)
+    resumed = outcomes(team, plans, target, save=copy.parent, resume=True)
+    assert len(resumed[0].comparison.losses) == STEPS
+    assert resumed[0].comparison.losses == pytest.approx(whole, rel=TOLERANCE)
+
+
+def test_weights_of_several_ranks_are_written_whole(team: Team, plans: Path, saved: Path) -> None:
+    """What follows from them is what follows from the checkpoint: the first loss."""
+    begun = [
+        outcomes(team, plans, name, steps=1, weights=saved / "tp2/weights")[0].comparison.losses[0]
+        for name in ("one", "tp2")
+    ]
+    assert begun[0] == pytest.approx(begun[1], rel=TOLERANCE)
+    assert begun[0] < outcomes(team, plans, "one", steps=1)[0].comparison.losses[0] - 0.1
+
+
+def test_parameters_left_to_the_next_step_are_saved_whole(team: Team, plans: Path, tmp_path: Path) -> None:
+    uninterrupted = outcomes(team, plans, "late")[0].comparison.losses
+    outcomes(team, plans, "late", steps=SAVED, save=tmp_path)
+    assert outcomes(team, plans, "late", save=tmp_path, resume=True)[0].comparison.losses == uninterrupted
+
+
+def stops(member: Member, plan: Path, how: str) -> str:
+    """Run a plan whose last rank stops after its second step; return what the others raise."""
+
+    def end(figure: StepFigure) -> None:
+        if figure.step < 2:
+            return
+        if how == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        raise ZeroDivisionError("a bug of the test")
+
+    from memo_exec.training import Training
+
+    play_step = Training.play_step
+
+    def and_then(self: Training) -> StepFigure:
+        figure = play_step(self)
+        end(figure)
+        return figure
+
+    if member.rank == member.world - 1:
+        Training.play_step = and_then  # type: ignore[method-assign]
+    try:
+        run(plan, RunOptions(steps=10**6))
+    except CannotRun as error:
+        return str(error)
+    finally:
+        Training.play_step = play_step  # type: ignore[method-assign]
+    return "nothing"
+
+
+@pytest.mark.parametrize("how", ["killed", "raises"])
+def test_a_rank_that_dies_takes_the_others_down_with_a_message(plans: Path, how: str) -> None:
+    with Team(2) as own:
+        begin = time.monotonic()
+        with pytest.raises(Failed) as caught:
+            own.play(stops, 2, plans / "tp2.json", how, meets=False, limit_s=90)
+        assert time.monotonic() - begin < 80  # less than any limit: nobody hung
+    (fine, said), (alive, end) = caught.value.answers
+    assert fine
+    assert "another rank has stopped" in said
+    assert "rank 0 of 2" in said
+    assert not alive
+    assert ("the process ended" if how == "killed" else "ZeroDivisionError") in end
+
+
+def refused(member: Member, plan: Path) -> MemoError:
+    """Return what a rank is refused with."""
+    with pytest.raises(CannotRun) as caught:
+        run(plan, RunOptions(steps=1))
+    assert caught.value.exit_code == 6, member
+    return caught.value
+
+
+def test_another_number_of_ranks_is_refused_before_they_meet(team: Team, plans: Path) -> None:
+    for error in team.play(refused, 2, plans / "tp4.json", meets=False):
+        assert "other ranks were started" in error.what
+        assert (error.got, error.wanted) == ("WORLD_SIZE 2", 4)
+        assert "torchrun --nproc_per_node 4" in str(error.hint)
+
+
+@pytest.mark.slow
+def test_torchrun(plans: Path, tmp_path: Path) -> None:
+    """As a user starts it: the first rank prints one document, every rank writes its timeline."""
+    command = [*TORCHRUN, str(plans / "tp2.json"), "--steps", "3", "--json", "--trace", str(tmp_path / "trace.json")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=True)
+    document = json.loads(done.stdout)
+    assert len(document["losses"]) == 3
+    assert len(document["peak_device_bytes_by_rank"]) == 2
+    assert done.stderr.count("step     3") == 1
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["trace.json", "trace.rank1.json"]
+
+
+@pytest.mark.slow
+def test_a_killed_worker_ends_torchrun(plans: Path, tmp_path: Path) -> None:
+    command = [*TORCHRUN, str(plans / "tp2.json"), "--steps", "1000000", "--save", str(tmp_path)]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as job:
+        assert job.stderr is not None
+        while not (line := job.stderr.readline()).startswith("step     2"):
+            assert line, "the job ended before its second step"
+        os.kill(_children(job.pid)[-1], signal.SIGKILL)
+        begin = time.monotonic()
+        _, said = job.communicate(timeout=120)
+        assert time.monotonic() - begin < 60
+    assert job.returncode != 0
+    assert "another rank has stopped" in said or "Signal 9" in said
+
+
+def _children(parent: int) -> list[int]:
+    """Return the processes that ``parent`` has started."""
+    return [int(pid) for pid in Path(f"/proc/{parent}/task/{parent}/children").read_text().split()]
