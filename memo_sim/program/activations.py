@@ -25,6 +25,7 @@ from memo_sim.program.plain_attention import score_keys
 from memo_sim.program.shape import Shape
 from memo_sim.program.stage import Stage
 from memo_sim.program.tensors import Fate, Skeletal, skeletal_tensors
+from memo_sim.program.token_order import row_blocks
 from memo_sim.program.visits import ROUNDING_BUFFERS
 from memo_sim.program.work import Copy, Rowwise
 
@@ -62,10 +63,8 @@ class Activations:
 
     @property
     def row_blocks(self) -> list[tuple[int, int]]:
-        """Row blocks of the forward: they end at ``swapped_tokens``, so that recompute repeats the same calls."""
-        if self.recomputed is None or self.decisions.swapped_tokens == 0:
-            return [(0, self.shape.tokens)]
-        return [(0, self.decisions.swapped_tokens), self.recomputed]
+        """Row blocks of the forward (``token_order.py``)."""
+        return row_blocks(self.decisions)
 
     @property
     def kept_rows(self) -> bool:
