@@ -12,6 +12,7 @@ from memo_sim.contract.units import DTYPE_BYTES
 from memo_sim.program import kernel_table as table
 from memo_sim.program.builder import Access, Rows, TemplateBuilder, accumulates, reads, writes
 from memo_sim.program.instruction import BufferClass, Lane
+from memo_sim.program.optimizer import half_gradients
 from memo_sim.program.parameters import Block
 from memo_sim.program.shape import Shape
 from memo_sim.program.work import Collective, Gemm, Rowwise
@@ -180,6 +181,8 @@ class OperatorWriter:
             return
         kernel = self.decisions.kernels.attention
         scratch = table.wgrad_workspace_bytes(m, n, grad.tokens, self.dtype, kernel)
+        apart = half_gradients(self.decisions)
+        product = self.builder.all(self.own(f"{name}.wgrad.product{self.suffix}", m, n)) if apart else None
         self.builder.emit(
             f"{name}.wgrad{self.suffix}",
             "linear.wgrad",
@@ -187,9 +190,19 @@ class OperatorWriter:
             Gemm(m, n, grad.tokens, "wgrad", self.dtype),
             grad=reads(grad),
             x=reads(x),
-            out=self.grad(f"{name}.weight"),
+            out=writes(product) if product else self.grad(f"{name}.weight"),
             workspace=self.builder.scratch(f"{name}.wgrad.scratch{self.suffix}", scratch),
         )
+        if product:
+            added = Rowwise("grad.accumulate", m, 2 * self.size * m * n, self.size * m * n)
+            self.builder.emit(
+                f"{name}.wgrad.add{self.suffix}",
+                "grad.accumulate",
+                Lane.COMPUTE,
+                added,
+                x=reads(product),
+                out=self.grad(f"{name}.weight"),
+            )
 
     def bgrad(self, name: str, grad: Rows, width: int) -> None:
         """Sum the output gradient over rows, where the product has a bias; of its token shard, where it has one."""

@@ -16,6 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from memo_sim.contract.hardware import DtypeName
 from memo_sim.contract.plan import Decisions
 from memo_sim.contract.units import DTYPE_BYTES
 from memo_sim.program.builder import Rows, TemplateBuilder, accumulates, reads, writes
@@ -25,6 +26,15 @@ from memo_sim.program.parameters import Block
 from memo_sim.program.work import Collective, Copy, Group, HostUpdate, Rowwise
 
 Families = dict[str, Family]
+
+
+def half_gradients(decisions: Decisions) -> bool:
+    """Return whether gradients are summed in fp16, micro-batch by micro-batch and over ranks, instead of fp32.
+
+    Megatron-LM forces fp32 for bf16 alone; with fp16 its ``--accumulate-allreduce-grads-in-fp32`` is off unless asked
+    for (``megatron/training/arguments.py``), and a product's result is added to the sum by a kernel of its own.
+    """
+    return decisions.dtype == "fp16" and decisions.memory_policy == "eager"
 
 
 @dataclass(frozen=True)
@@ -51,6 +61,15 @@ class Optimizer:
     def master(self) -> bool:
         """Whether there is an fp32 copy beside the parameters."""
         return self.decisions.dtype != "fp32" or self.on_host
+
+    @property
+    def grad_dtype(self) -> DtypeName:
+        """What gradients are summed in."""
+        return "fp16" if half_gradients(self.decisions) else "fp32"
+
+    @property
+    def _grad_bytes(self) -> int:
+        return DTYPE_BYTES[self.grad_dtype]
 
     @property
     def on_host(self) -> bool:
@@ -97,7 +116,7 @@ class Optimizer:
 
         held = {name: share if self.shared(name) else self.block.elements for name in ("params", "grads")}
         found = [state("params", self.decisions.dtype, held["params"], "device")]
-        found.append(state("grads", "fp32", held["grads"], "device"))
+        found.append(state("grads", self.grad_dtype, held["grads"], "device"))
         if self.master:
             found.append(state("master", "fp32", share, space))
         found += [state("moment1", moment, share, space), state("moment2", moment, share, space)]
@@ -111,7 +130,7 @@ class Optimizer:
         builder = TemplateBuilder(f"{self.kind}.zero", "zero")
         builder.bind(families[f"grads.{self.kind}"], slot="grads")
         held = builder.all("grads")
-        work = Rowwise("zero", held.tokens, 0, 4 * held.tokens)
+        work = Rowwise("zero", held.tokens, 0, self._grad_bytes * held.tokens)
         builder.emit("grads", "zero", Lane.COMPUTE, work, target=writes(held))
         return builder.build()
 
@@ -125,7 +144,7 @@ class Optimizer:
         return builder.build()
 
     def _prepare(self, builder: TemplateBuilder) -> None:
-        whole, size = builder.all("grads"), 4 * self.block.elements
+        whole, size = builder.all("grads"), self._grad_bytes * self.block.elements
         looked, norm = Rowwise("grad_norm", self.block.elements, size, 4), builder.scratch("check.norm", 4)
         builder.emit("check", "grads.check", Lane.COMPUTE, looked, grads=reads(whole), workspace=norm)
         if self.replicas > 1:
@@ -145,11 +164,11 @@ class Optimizer:
         partial = self.block.partial_elements(sequence_parallel=layout.sequence_parallel) if layout.tp > 1 else 0
         if partial:
             rows = Rows("grads", self.block.elements - partial, partial)
-            work = Collective("all_reduce", 4 * partial, layout.tp, "tp")
+            work = Collective("all_reduce", self._grad_bytes * partial, layout.tp, "tp")
             builder.emit("vectors", "all_reduce", Lane.COLLECTIVE, work, tensor=accumulates(rows))
         if self.replicas > 1:
             kind: Literal["reduce_scatter", "all_reduce"] = "reduce_scatter" if self.shards > 1 else "all_reduce"
-            work = Collective(kind, 4 * self.block.elements, self.replicas, "grads")
+            work = Collective(kind, self._grad_bytes * self.block.elements, self.replicas, "grads")
             whole = accumulates(builder.all("grads"))
             lane = Lane.REPLICA if self.reduced_early else Lane.COLLECTIVE
             builder.emit("grads", f"grads.{kind}", lane, work, tensor=whole)
@@ -165,7 +184,7 @@ class Optimizer:
             "norm",
             "grad_norm",
             Lane.COMPUTE,
-            Rowwise("grad_norm", share, 4 * share, 4),
+            Rowwise("grad_norm", share, self._grad_bytes * share, 4),
             grads=reads(builder.all("grads")),
             out=accumulates(builder.all("grad_norm")),
         )
@@ -261,7 +280,8 @@ def tied(block: Block, families: Families) -> Template:
     tokens = block.find("tokens.weight")
     assert tokens is not None  # every embedding has it
     rows = Rows("grads", tokens.first, tokens.elements)
-    work = Collective("all_reduce", 4 * tokens.elements, 2, "tied")
+    size = DTYPE_BYTES[families["grads.embed"].dtype] * tokens.elements
+    work = Collective("all_reduce", size, 2, "tied")
     builder.emit("tied", "all_reduce", Lane.COLLECTIVE, work, tensor=accumulates(rows))
     return builder.build()
 

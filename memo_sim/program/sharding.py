@@ -96,7 +96,7 @@ class Sharding:
             elements = optimizer.block.elements
             if self.grads:
                 name = f"whole_grads.{kind}"
-                found.append(Family(name, BufferClass.TRANSIENT, "fp32", elements, 1, uses[kind]))
+                found.append(Family(name, BufferClass.TRANSIENT, optimizer.grad_dtype, elements, 1, uses[kind]))
             if self.params:
                 count = 2 * uses[kind] if kind == "layer" else uses[kind]
                 name, dtype = f"gathered.{kind}", self.decisions.dtype

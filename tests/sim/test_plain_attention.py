@@ -116,3 +116,23 @@ def test_long_sequences_cost_more_than_with_a_flash_kernel() -> None:
 
     assert step("plain", 8192) > 2 * step("flash2", 8192)
     assert step("plain", 8192) > 8 * step("plain", 2048)
+
+
+def test_megatrons_fp16_sums_gradients_in_fp16_by_kernels_of_their_own() -> None:
+    half, wide = (
+        lower(plain(layout=Layout(dp=2), dtype=dtype, memory_policy="eager", global_batch=4 * BATCH))[0]
+        for dtype in ("fp16", "bf16")
+    )
+
+    def reduced(program: Program) -> int:
+        return sum(i.work.bytes for _, i in program.walk() if i.op == "grads.all_reduce")
+
+    def added(program: Program) -> int:
+        return sum(i.op == "grad.accumulate" for _, i in program.walk())
+
+    assert 2 * reduced(half) == reduced(wide)
+    # Four products a layer and micro-batch have a weight's gradient.
+    assert added(half) - added(wide) == 4 * GPT.layers * half.micro_batches
+    columns = expand(half)
+    assert check_program(half, columns) == []
+    assert check_edges(columns, derive_edges(columns)) == []
