@@ -104,7 +104,7 @@ def run_command(**options: Any) -> None:
     from memo_exec.run import RunOptions, run
 
     for name in ("trace_path", "measured_path"):
-        options[name] = _of_rank(options[name])
+        options[name] = options[name] and _of_rank(options[name])
     _check_writable(options["trace_path"], options["measured_path"])
     chosen = RunOptions(
         hyperparameters={HYPERPARAMETERS[k]: v for k, v in options.items() if k in HYPERPARAMETERS and v is not None},
@@ -230,10 +230,10 @@ def _say(text: str) -> None:
     click.echo(text, err=True)
 
 
-def _of_rank(path: Path | None) -> Path | None:
+def _of_rank(path: Path) -> Path:
     """Return where this rank writes: the first as it was told, others with their number before the suffix."""
     rank = _rank()
-    return path.with_name(f"{path.stem}.rank{rank}{path.suffix}") if path is not None and rank > 0 else path
+    return path.with_name(f"{path.stem}.rank{rank}{path.suffix}") if rank > 0 else path
 
 
 def _rank() -> int:

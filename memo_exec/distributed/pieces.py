@@ -120,7 +120,7 @@ def own_runs(optimizer: Optimizer, place: Place) -> list[Stretch]:
 def pieces_of(decisions: Decisions, place: Place, state: str, kind: str) -> list[Piece]:
     """Return the rectangles that a buffer of ``state`` holds of each parameter of its block."""
     model, tp = decisions.model, decisions.layout.tp
-    found = []
+    found: list[Piece] = []
     for stretch in stretches(decisions, place, state, kind):
         for own, whole in _paired(model, tp, kind, place):
             low, high = max(stretch.first, own.first), min(stretch.first + stretch.count, own.first + own.elements)
@@ -169,7 +169,6 @@ def _rectangles(own: Parameter, whole: Parameter, model: Model, tp_rank: int, he
             if inside or not rows:  # a row that a share begins or ends in is a rectangle of its own
                 rows, columns = 1, min(width - inside, end - first)
             offsets, sizes = (strip.whole_first + row, column + inside), (rows, columns)
-            if len(own.shape) == 1:
-                offsets, sizes = offsets[:1], sizes[:1]
-            yield Piece(own.name, whole.shape, offsets, sizes, held.held + first - held.first)
+            dims = len(own.shape)
+            yield Piece(own.name, whole.shape, offsets[:dims], sizes[:dims], held.held + first - held.first)
             first += rows * columns

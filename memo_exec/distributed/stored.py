@@ -14,9 +14,9 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     MetadataIndex,
@@ -25,6 +25,8 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 
 from memo_exec.weights import Held
 from memo_sim.contract.errors import BadInput, UsageError
@@ -41,7 +43,7 @@ def write(directory: Path, state: State, talk: dist.ProcessGroup | None) -> None
     """
     try:
         with _quiet():
-            dcp.save(
+            save(
                 _named(state),
                 checkpoint_id=directory,
                 planner=_Writes(state),
@@ -60,7 +62,7 @@ def read(directory: Path, state: State, talk: dist.ProcessGroup | None) -> None:
     """
     try:
         with _quiet():
-            dcp.load(
+            load(
                 _named(state),
                 checkpoint_id=directory,
                 planner=_Reads(state),
@@ -71,7 +73,7 @@ def read(directory: Path, state: State, talk: dist.ProcessGroup | None) -> None:
         raise BadInput("the checkpoint cannot be read", where=str(directory), got=_reason(error)) from None
 
 
-class _Writes(dcp.DefaultSavePlanner):
+class _Writes(DefaultSavePlanner):
     """Plans the writing of this rank's rectangles."""
 
     def __init__(self, state: State) -> None:
@@ -88,7 +90,7 @@ class _Writes(dcp.DefaultSavePlanner):
         return self._held[index].view
 
 
-class _Reads(dcp.DefaultLoadPlanner):
+class _Reads(DefaultLoadPlanner):
     """Plans the reading of this rank's rectangles."""
 
     def __init__(self, state: State) -> None:
