@@ -62,9 +62,7 @@ class Floors:
         Raises:
             Infeasible: when the plan cannot be lowered, or the profile has not measured its work.
         """
-        layers = decisions.model.layers
-        one, stage = self.passes.of(decisions, layers), self._of_stage(decisions)
-        return self._floor(decisions, one, stage)
+        return self._floor(decisions, *self._parts(decisions))
 
     def between(self, low: Decisions, high: Decisions) -> Floor:
         """Return the floor of every plan that swaps as many rows as ``low`` at least and as ``high`` at most.
@@ -72,10 +70,8 @@ class Floors:
         More rows swapped are fewer rows rebuilt and copied aside, no more device memory, and more host memory. A
         forward that is cut into two row blocks is no faster than a whole one.
         """
-        layers = low.model.layers
-        few, many = self.passes.of(low, layers), self.passes.of(high, layers)
-        stages = self._of_stage(low), self._of_stage(high)
-        return self._floor(low, _either(few, many), _either(*stages))
+        parts = zip(self._parts(low), self._parts(high), strict=True)
+        return self._floor(low, *(_either(few, many) for few, many in parts))
 
     def rough(self, decisions: Decisions, *, keep: Decisions | None) -> Floor:
         """Return a floor that costs little: of states, of what is swapped, and of the compute lane of ``keep``.
@@ -120,29 +116,39 @@ class Floors:
     def _local(self, decisions: Decisions) -> int:
         return min(self._devices_per_node, decisions.layout.devices)
 
-    def _of_stage(self, decisions: Decisions) -> Pass:
-        return self.passes.of(decisions, max(1, decisions.model.layers // decisions.layout.pp))
+    def _parts(self, decisions: Decisions) -> tuple[Pass, Pass, Pass]:
+        """Return a pass of the whole model, of a stage's layers, and what one layer adds (nothing without stages)."""
+        layers = decisions.model.layers
+        held = layers // decisions.layout.pp
+        whole, stage = self.passes.of(decisions, layers), self.passes.of(decisions, held)
+        names = [f.name for f in fields(Pass)]
+        added = {name: (getattr(whole, name) - getattr(stage, name)) / max(1, layers - held) for name in names}
+        return whole, stage, Pass(**added)
 
-    def _floor(self, decisions: Decisions, whole: Pass, stage: Pass) -> Floor:
+    def _floor(self, decisions: Decisions, whole: Pass, stage: Pass, layer: Pass) -> Floor:
         device, host = self._states(decisions)
+        layout = decisions.layout
+        # The first stage is as many micro-batches ahead of its first backward as there are stages; with GPipe all.
+        ahead = decisions.micro_batches if layout.schedule == "gpipe" else min(decisions.micro_batches, layout.pp)
+        in_flight = ahead * decisions.model.layers // layout.pp if layout.pp > 1 else 0
         return Floor(
-            step_s=self._step_s(decisions, whole, stage),
-            device_bytes=device + stage.device_bytes,
-            host_bytes_per_node=(host + stage.host_bytes) * self._local(decisions),
+            step_s=self._step_s(decisions, whole, layer),
+            device_bytes=device + int(max(stage.device_bytes, in_flight * layer.device_bytes)),
+            host_bytes_per_node=(host + int(stage.host_bytes)) * self._local(decisions),
         )
 
-    def _step_s(self, decisions: Decisions, whole: Pass, stage: Pass) -> float:
-        layout, times = decisions.layout, decisions.micro_batches
+    def _step_s(self, decisions: Decisions, whole: Pass, layer: Pass) -> float:
+        layout, times, layers = decisions.layout, decisions.micro_batches, decisions.model.layers
         mean_s = self._busy_s(whole) * times / layout.pp
         if layout.pp == 1:
             return mean_s
-        # The last stage has its layers' work, and what stands before its first and behind its last.
-        layers = decisions.model.layers
-        each = (self._busy_s(whole) - self._busy_s(stage)) / (layers - layers // layout.pp)
-        chunk = layers // (layout.pp * layout.virtual_stages)
-        fill_s = (layout.pp - 1) * chunk * whole.forward_s / layers
-        # Weight gradients may stand behind what is handed over: a schedule may have nothing left to wait for.
-        return max(mean_s, times * layers / layout.pp * each + fill_s)
+        # The last stage has its layers' work, and the others' chunks before its first and behind its last.
+        others = (layout.pp - 1) * layers // (layout.pp * layout.virtual_stages)
+        around_s = others * layer.forward_s
+        if layout.schedule != "zero-bubble":  # whose last weight gradients fill that wait
+            # The last layer's gradient leaves its pass before the pass has ended: one layer less is waited for.
+            around_s += (others - 1) * (layer.compute_s - layer.forward_s)
+        return max(mean_s, times * layers / layout.pp * self._busy_s(layer) + around_s)
 
     def _busy_s(self, one: Pass) -> float:
         """Return how long compute is busy or waits in one pass."""

@@ -54,8 +54,8 @@ class Pass:
     """Of the copy lane that has more to do."""
     collective_s: float
     p2p_s: float
-    device_bytes: int
-    host_bytes: int
+    device_bytes: float
+    host_bytes: float
 
 
 class Passes:

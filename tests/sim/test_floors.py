@@ -90,6 +90,26 @@ def test_floors_hold_for_other_states_and_memory_policies(states: str, policy: s
     assert floor.host_bytes_per_node <= played.peak_host_bytes_per_node
 
 
+@pytest.mark.parametrize("pp", [2, 4])
+@pytest.mark.parametrize(
+    ("schedule", "chunks", "ahead"),
+    [("gpipe", 1, 0.72), ("1f1b", 1, 0.72), ("interleaved", 2, 0.72), ("zero-bubble", 1, 0.6)],
+)
+def test_pipelines_do_not_go_below_their_floor(schedule: str, chunks: int, ahead: float, pp: int) -> None:
+    cluster, hardware = with_memory(*load_cluster("a800-1x8"), device_bytes=ROOM, host_bytes=ROOM)
+    floors = Floors(hardware, cluster)
+    layout = Layout(tp=2, sequence_parallel=True, cp=4 // pp, pp=pp, schedule=schedule, virtual_stages=chunks, zero=1)
+    base = Decisions(model=shallow(16), layout=layout, seq_tokens=1 << 15, global_batch=8, loss_chunk_tokens=4096)
+    for recompute, alpha in (("none", 0.0), ("full", 0.0), ("tokenwise", 0.5), ("none", 1.0)):
+        decisions = with_alpha(base, recompute, alpha)
+        floor, played = floors.of(decisions), simulate(decisions, hardware, cluster).prediction
+        assert floor.step_s <= played.step_s
+        assert floor.device_bytes <= played.peak_device_bytes
+        assert floor.host_bytes_per_node <= played.peak_host_bytes_per_node
+        if not alpha:
+            assert floor.step_s > ahead * played.step_s
+
+
 def test_a_range_of_alphas_lies_above_its_floor() -> None:
     cluster, hardware = with_memory(*load_cluster("a800-1x8"), device_bytes=ROOM, host_bytes=ROOM)
     floors = Floors(hardware, cluster)
