@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+SHORT = ("--seq-len", "8k", "--global-batch", "4", "--recompute", "none", "--alpha", "0")
 QUESTION = ("what-if", "gpt-7b", "--cluster", "a800-1x8", "--seq-len", "64k")
 
 
@@ -29,14 +30,14 @@ def memo_sim(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedPr
         ),
         (("--tp", "2", "--cp", "4", "--zero", "2", "--recompute", "full"), {"tp": 2, "cp": 4, "zero": 2}, "full"),
         (
-            ("--pp", "4", "--tp", "2", "--global-batch", "4", "--schedule", "zero-bubble", "--seq-len", "8k"),
-            {"tp": 2, "pp": 4, "schedule": "zero-bubble"},
+            (*SHORT, "--pp", "4", "--schedule", "zero-bubble"),
+            {"pp": 4, "schedule": "zero-bubble"},
             "none",
         ),
         (
-            ("--pp", "2", "--virtual-stages", "4", "--schedule", "interleaved", "--global-batch", "4", "--tp", "4"),
+            (*SHORT, "--tp", "4", "--pp", "2", "--schedule", "interleaved", "--virtual-stages", "4"),
             {"tp": 4, "pp": 2, "schedule": "interleaved", "virtual_stages": 4},
-            "tokenwise",
+            "none",
         ),
         (
             ("--tp", "4", "--cp", "2", "--cp-exchange", "all_gather", "--recompute", "selective", "--states", "bf16"),
