@@ -45,7 +45,8 @@ class Played:
 
 def one_process(decisions: Decisions) -> Decisions:
     """Return the same training by one process."""
-    return msgspec.structs.replace(decisions, layout=Layout(), swapped_tokens=0, recompute="none")
+    policy: dict[str, Any] = {"recompute": "none", "swapped_tokens": 0, "mlp_chunk_tokens": 0, "overlap": "none"}
+    return msgspec.structs.replace(decisions, layout=Layout(), **policy)
 
 
 def global_batch(decisions: Decisions, step: int) -> tuple[Tensor, Tensor]:

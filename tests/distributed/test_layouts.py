@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from itertools import product
 from typing import Any
 
@@ -10,7 +11,8 @@ import pytest
 from memo_sim.contract.model import Model
 from memo_sim.contract.plan import Decisions, Layout
 from tests.distributed import parity
-from tests.distributed.team import Team
+from tests.distributed.team import Member, Team
+from tests.exec_cpu.small import MODELS as KINDS
 from tests.exec_cpu.small import decide, gpt, llama
 
 STEPS = 5
@@ -39,24 +41,84 @@ CASES = [
 ]
 
 
-def decisions(model: Model, layout: Layout, alpha: float, **changes: Any) -> Decisions:
+def decisions(model: Model, layout: Layout, alpha: float = 0.0, **changes: Any) -> Decisions:
     """Return four sequences a step; a rank swaps so much of its tokens and rebuilds the rest."""
-    granule = 128 * (layout.tp if layout.sequence_parallel else 1)
-    swapped = int(alpha * TOKENS) // granule * granule
     fields: dict[str, Any] = {"seq_tokens": TOKENS, "micro_batch": 1, "global_batch": 4, "recompute": "tokenwise"}
-    return decide(model, layout=layout, swapped_tokens=swapped, **(fields | changes))
+    fields |= changes
+    granule = 128 * (layout.tp if layout.sequence_parallel else 1)
+    swapped = int(alpha * fields["seq_tokens"]) // granule * granule
+    return decide(model, layout=layout, **({"swapped_tokens": swapped} | fields))
 
 
-@pytest.fixture(scope="session")
-def alone(team: Team) -> dict[str, parity.Played]:
-    """What one process does with each model."""
-    found = {name: parity.one_process(decisions(model, Layout(), 0.0)) for name, model in MODELS.items()}
-    return {name: team.play(parity.play, 1, each, STEPS, {})[0] for name, each in found.items()}
+@cache
+def alone(chosen: Decisions, steps: int) -> parity.Played:
+    """Return what one process does in the same training."""
+    return parity.play(Member(0, 1), chosen, steps, {})
+
+
+def check(team: Team, chosen: Decisions, steps: int = 2, **options: Any) -> None:
+    parity.check(team, chosen, alone(parity.one_process(chosen), steps), steps=steps, **options)
 
 
 @pytest.mark.parametrize(("model", "layout", "alpha"), CASES)
-def test_a_layout_has_the_gradients_and_losses_of_one_process(
-    team: Team, alone: dict[str, parity.Played], model: str, layout: str, alpha: str
-) -> None:
-    chosen = decisions(MODELS[model], LAYOUTS[layout], ALPHAS[alpha])
-    parity.check(team, chosen, alone[model], steps=STEPS)
+def test_a_layout_has_the_gradients_and_losses_of_one_process(team: Team, model: str, layout: str, alpha: str) -> None:
+    check(team, decisions(MODELS[model], LAYOUTS[layout], ALPHAS[alpha]), STEPS)
+
+
+@pytest.mark.parametrize("zero", [1, pytest.param(2, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow)])
+def test_shares_may_be_uneven(team: Team, zero: int) -> None:
+    """Three ranks divide no parameter block of these models."""
+    check(team, decisions(MODELS["gpt"], Layout(dp=3, zero=zero), 0.5, global_batch=3))
+
+
+@pytest.mark.parametrize("overlap", ["gradients", "both"])
+def test_replicas_talk_beside_compute(team: Team, overlap: str) -> None:
+    layout = Layout(tp=2, dp=2, zero=1)
+    check(team, decisions(MODELS["llama"], layout, overlap=overlap, seq_tokens=256), 3)
+
+
+@pytest.mark.parametrize("layout", ["tp2", "tp2-sp", "dp2-zero1", "dp2-zero2", "dp2-zero3"])
+@pytest.mark.slow
+def test_no_race(team: Team, layout: str) -> None:
+    check(team, decisions(MODELS["gpt"], LAYOUTS[layout], 0.5), debug=True)
+
+
+@pytest.mark.parametrize("states", ["bf16", "host"])
+@pytest.mark.parametrize("layout", [Layout(dp=2, zero=1), Layout(tp=2, dp=2, zero=2), Layout(dp=3, zero=3)], ids=str)
+@pytest.mark.slow
+def test_states(team: Team, layout: Layout, states: str) -> None:
+    check(team, decisions(MODELS["gpt"], layout, states=states, global_batch=6 if layout.dp == 3 else 4), 3)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"recompute": "full"},
+        {"recompute": "full", "swapped_tokens": 256},
+        {"recompute": "full", "mlp_chunk_tokens": 256},
+        {"recompute": "none", "swapped_tokens": 256},
+        {"recompute": "selective"},
+        {"loss_chunk_tokens": 100},
+        {"micro_batch": 2, "seq_tokens": 256, "swapped_tokens": 256},
+    ],
+    ids=str,
+)
+@pytest.mark.slow
+def test_other_policies(team: Team, changes: dict[str, Any]) -> None:
+    check(team, decisions(MODELS["llama"], Layout(tp=2, sequence_parallel=True), **changes))
+
+
+@pytest.mark.parametrize("name", [name for name, model in KINDS.items() if model.kv_heads % 2 == 0])
+@pytest.mark.slow
+def test_every_kind_of_model(team: Team, name: str) -> None:
+    check(team, decisions(KINDS[name], LAYOUTS["tp2-sp-dp2-zero3"], 0.5))
+
+
+@pytest.mark.slow
+def test_norms_of_heads_are_summed_over_tensor_parallel_ranks(team: Team) -> None:
+    check(team, decisions(llama(qk_norm=True), Layout(tp=2, dp=2, zero=1), 0.5))
+
+
+def test_a_rank_may_have_no_token_of_the_vocabulary(team: Team) -> None:
+    """Five tokens by two a rank leave the last of four with nothing."""
+    check(team, decisions(llama(layers=1, kv_heads=4, vocab=5), Layout(tp=4), seq_tokens=128), 1)
