@@ -10,9 +10,10 @@ import csv
 import io
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from memo_sim.contract.catalog import DATA
-from memo_sim.contract.codec import read_raw
+from memo_sim.contract.codec import decode_object, read_raw
 from memo_sim.contract.errors import BadInput, UsageError, did_you_mean
 from memo_sim.contract.plan import Status
 from memo_sim.contract.validation import Expectation
@@ -30,6 +31,47 @@ OPTIONAL_COLUMNS = ["virtual_stages", "expected_reorganisations"]
 """Columns that few sources have a figure for, and a file may leave out."""
 SIZES = frozenset({"layers", "hidden", "heads", "kv_heads", "ffn", "vocab"})
 """What gives a model by its sizes instead of a name."""
+
+COLUMN_TEXTS = {
+    "case": "name of the row, unique in the file",
+    "source": "the table or paper it is from",
+    "system": "a preset of `memo-sim list systems`: what a row leaves open is searched under its rules",
+    "model": "a preset of `memo-sim list models`, or gpt or llama with layers, hidden, heads and vocab",
+    "layers": "transformer layers, where the row gives the whole model",
+    "hidden": "features of a token",
+    "heads": "query heads",
+    "kv_heads": "key/value heads; as heads when blank",
+    "ffn": "features inside the MLP; 4 x hidden when blank",
+    "vocab": "rows of the vocabulary",
+    "cluster": "a cluster's name or file: a100-8x8-hdr4",
+    "seq_tokens": "tokens of one sequence",
+    "global_batch": "sequences of a step; 1 when blank",
+    "micro_batch": "sequences a rank plays at once; 1 when blank",
+    "tp": "degree of tensor parallelism; searched when blank, as are dp, cp, ulysses and zero",
+    "sp": "sequence parallelism beside tensor parallelism",
+    "pp": "pipeline stages; 1 when blank",
+    "dp": "degree of data parallelism",
+    "cp": "degree of context parallelism",
+    "ulysses": "degree of Ulysses",
+    "zero": "level of ZeRO, 0 to 3",
+    "alpha": "fraction of tokens swapped, 0 to 1",
+    "recompute": "what is rebuilt in backward",
+    "memory_plan": "yes: one planned arena; no: PyTorch's caching allocator under an eager framework",
+    "attention": "flash: the fastest kernel that the profile measured; plain: scores written to memory",
+    "schedule": "of pipeline stages; interleaved needs virtual_stages",
+    "overlap": "whether what replicas reduce and gather, and stages hand over, runs beside compute",
+    "precision": "of parameters and activations",
+    "expected_status": "what was measured: whether it ran",
+    "expected_mfu": "measured MFU, a fraction (MEMO 5.1's convention)",
+    "expected_tgs": "measured tokens per GPU per second",
+    "expected_step_ms": "measured step time, ms",
+    "expected_allocated_gib": "measured peak of allocated device memory, GiB",
+    "expected_reserved_gib": "measured peak of reserved device memory, GiB",
+    "note": "anything; read by nobody",
+    "virtual_stages": "chunks of layers a stage holds, for the interleaved schedule",
+    "expected_reorganisations": "measured reorganisations of the caching allocator, of a micro-batch",
+}
+"""What each column holds; blank cells are knobs left open, or quantities nobody measured."""
 
 _WORDS = {
     "sp": ("yes", "no"),
@@ -72,6 +114,39 @@ class Case:
     expected: Expectation
 
 
+def row_schema() -> dict[str, Any]:
+    """Return the JSON Schema of a case file's row: every column as text, what it holds, and the words it may be."""
+    required = ["case", "source", "system", "model", "cluster", "seq_tokens"]
+    columns = {}
+    for name, text in COLUMN_TEXTS.items():
+        column: dict[str, Any] = {"type": "string", "description": text}
+        if name in _WORDS:
+            column["enum"] = [*_WORDS[name], ""]
+        elif name in _INTEGERS or name == "zero":
+            column["pattern"] = "^[0-9]*$"
+        columns[name] = column
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": "a row of a case file (CSV in UTF-8, a header and one row a case)",
+        "type": "object",
+        "properties": columns,
+        "required": [*COLUMNS],
+        "x-may-not-be-blank": required,
+        "additionalProperties": False,
+    }
+
+
+def load_notes() -> list[tuple[str, str]]:
+    """Return what is known of rows that stay wrong: (pattern of case names, prose), from the bundled notes.
+
+    Raises:
+        BadInput: when the notes cannot be read.
+    """
+    path = SHIPPED / "notes.toml"
+    notes = decode_object(read_raw(path), where=str(path))["notes"]
+    return [(pattern, note["text"]) for note in notes for pattern in note["cases"]]
+
+
 def list_case_files() -> list[str]:
     """Return the names of the bundled case files."""
     return sorted(p.stem for p in SHIPPED.glob("*.csv"))
@@ -109,10 +184,19 @@ def load_cases(name_or_path: str) -> list[Case]:
 
 def _check_header(header: list[str], where: str) -> None:
     missing = [c for c in COLUMNS if c not in header]
-    unknown = [c for c in header if c not in (*COLUMNS, *OPTIONAL_COLUMNS)]
-    if missing or unknown or len(set(header)) != len(header):
-        got = f"missing {', '.join(missing) or 'none'}; unknown {', '.join(map(str, unknown)) or 'none'}"
-        raise BadInput("not the columns of a case file", where=where, got=got, wanted=",".join(COLUMNS))
+    unknown = [c for c in dict.fromkeys(header) if c not in (*COLUMNS, *OPTIONAL_COLUMNS)]
+    twice = [c for c in dict.fromkeys(header) if header.count(c) > 1]
+    if missing or unknown or twice:
+        found = (("missing", missing), ("unknown", unknown), ("twice", twice))
+        got = "; ".join(f"{what} {', '.join(map(str, names))}" for what, names in found if names)
+        hint = did_you_mean(str(unknown[0]), [*COLUMNS, *OPTIONAL_COLUMNS]) if unknown else None
+        raise BadInput(
+            "not the columns of a case file",
+            where=where,
+            got=got,
+            wanted="the columns that `memo-sim schema cases` describes",
+            hint=hint,
+        )
 
 
 def _case(row: dict[str, str], where: str) -> Case:

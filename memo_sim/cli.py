@@ -179,30 +179,56 @@ def _command_line() -> str:
 
 
 @cli.command("validate")
-@click.argument("cases")
+@click.argument("cases", required=False)
+@click.option("--all", "every", is_flag=True, help="Every bundled case file, held against the accepted accuracy.")
 @click.option("--source", help="Only the rows of this source.")
 @click.option("--system", help="Only the rows of this system.")
 @click.option("--max-error", type=Finite(0), help="Exit 5 when a mean absolute error exceeds this fraction.")
+@click.option("--report", type=click.Path(path_type=Path), help="Write accuracy, worst and all cases as Markdown.")
+@click.option("--accept", "accepting", is_flag=True, help="With --all: hold this accuracy from now on.")
+@click.option(
+    "--jobs", type=click.IntRange(1, 64), default=1, show_default=True, help="Processes that share the cases."
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one memo.validation/1 document.")
-def validate_command(
-    cases: str, source: str | None, system: str | None, max_error: float | None, *, as_json: bool
-) -> None:
-    """Predict published cases and compare: CASES is a bundled file's name (memo-table5) or a CSV file."""
-    from memo_sim.cases import load_cases
-    from memo_sim.contract.codec import encode
-    from memo_sim.validate import check_error, validate
-    from memo_sim.views.tables import validation_table
+def validate_command(cases: str | None, report: Path | None, *, every: bool, accepting: bool, **options: Any) -> None:
+    """Predict published cases and compare: CASES is a bundled file's name (memo-table5) or a CSV file.
 
-    rows = [c for c in load_cases(cases) if source in (None, c.source) and system in (None, c.question.system)]
+    `memo-sim schema cases` describes the columns of a case file. Where no row can be evaluated the exit code is 4.
+    """
+    from memo_sim.accepted import accept, accuracy_of, check_accepted, load_accepted
+    from memo_sim.cases import list_case_files, load_cases, load_notes
+    from memo_sim.contract.codec import check_writable, encode, write_bytes
+    from memo_sim.validate import check_error, check_evaluated, validate
+    from memo_sim.views.tables import validation_report, validation_table
+
+    if every == (cases is not None):
+        raise UsageError("validate needs a case file, or --all", hint="memo-sim list cases")
+    source, system = options["source"], options["system"]
+    if accepting and not (every and source is None and system is None):
+        raise UsageError("only all cases can be accepted", wanted="--all --accept without --source and --system")
+    if report:
+        check_writable(report)
+    files = list_case_files() if cases is None else [cases]
+    known = [case for file in files for case in load_cases(file)]
+    rows = [c for c in known if source in (None, c.source) and system in (None, c.question.system)]
     if not rows:
         raise UsageError("no such rows", got=f"source {source}, system {system}", hint=f"see the columns of {cases}")
-    report = _with_progress("cases", lambda tell: validate(rows, progress=tell))
-    if as_json:
-        click.echo(encode(report).decode(), nl=False)
+    found = _with_progress("cases", lambda tell: validate(rows, progress=tell, jobs=options["jobs"]))
+    if options["as_json"]:
+        click.echo(encode(found).decode(), nl=False)
     else:
-        click.echo(validation_table(report, seq_tokens=[c.question.seq_tokens for c in rows]))
-    if max_error is not None:
-        check_error(report, max_error)
+        click.echo(validation_table(found, seq_tokens=[c.question.seq_tokens for c in rows]))
+    if report:
+        told = {"command": _command_line(), "created": _now(), "version": __version__}
+        page = validation_report(found, accuracy_of(found).groups, load_notes(), **told)
+        write_bytes(report, page.encode())
+    check_evaluated(found)
+    if accepting:
+        accept(found)
+    elif every:
+        check_accepted(found, load_accepted())
+    if options["max_error"] is not None:
+        check_error(found, options["max_error"])
 
 
 @cli.command("fit")
@@ -273,12 +299,13 @@ def list_command(what: str) -> None:
 @cli.command("schema")
 @click.argument("name")
 def schema_command(name: str) -> None:
-    """Print the JSON Schema of a document: model, hardware, cluster, plan, trace, result, ..."""
+    """Print the JSON Schema of a document: model, hardware, cluster, plan, trace, result, ...; cases: of a row."""
     import json
 
+    from memo_sim.cases import row_schema
     from memo_sim.contract.schemas import json_schema
 
-    click.echo(json.dumps(json_schema(name), indent=2, sort_keys=True))
+    click.echo(json.dumps(row_schema() if name == "cases" else json_schema(name), indent=2, sort_keys=True))
 
 
 @cli.command("plan-memory")

@@ -17,13 +17,11 @@ from math import exp, log
 import msgspec
 
 from memo_sim.contract.validation import CaseReport, Interval, Measured, Validation
+from memo_sim.views.accuracy import JUDGED
 
 LEVEL = 0.8
 LEAST_CASES = 5
 """Fewer say nothing of how errors scatter."""
-
-JUDGED: tuple[Measured, ...] = ("step_ms", "mfu")
-"""The quantities of speed, the first that was measured counts."""
 
 
 def judged(report: CaseReport) -> Measured | None:

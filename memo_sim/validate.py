@@ -268,6 +268,19 @@ def _errors(predicted: CasePrediction, expected: Expectation) -> CaseError:
     return CaseError(status=status, **relative)
 
 
+def check_evaluated(report: Validation) -> None:
+    """Refuse a validation in which nothing was predicted.
+
+    Raises:
+        Infeasible: with the first row's reason.
+    """
+    if all(case.predicted.status == "invalid" for case in report.cases):
+        first = report.cases[0]
+        raise Infeasible(
+            "no row can be evaluated", where=first.case, got=first.predicted.reason, hint="the table has every reason"
+        )
+
+
 def check_error(report: Validation, most: float) -> None:
     """Hold the mean absolute relative error of every quantity, fitted rows apart, against ``most``.
 

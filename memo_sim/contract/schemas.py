@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 
+from memo_sim.contract.accuracy import Accuracies
 from memo_sim.contract.cluster import Cluster
 from memo_sim.contract.comparison import Comparison
 from memo_sim.contract.errors import UsageError, did_you_mean
@@ -22,6 +23,7 @@ from memo_sim.contract.trace import Trace
 from memo_sim.contract.validation import Validation
 
 DOCUMENTS: dict[str, type[msgspec.Struct]] = {
+    "accuracy": Accuracies,
     "model": Model,
     "hardware": Hardware,
     "cluster": Cluster,

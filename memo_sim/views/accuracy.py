@@ -9,7 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from memo_sim.contract.validation import CaseReport
+from memo_sim.contract.validation import CaseReport, Measured
+
+JUDGED: tuple[Measured, ...] = ("step_ms", "mfu")
+"""The quantities of speed; of those that were measured the first counts."""
 
 QUANTITIES = ("mfu", "tgs", "step_ms", "allocated_gib", "reserved_gib", "reorganisations")
 
@@ -71,3 +74,33 @@ def _accuracy(name: str, fitted: bool, cases: Sequence[CaseReport]) -> Accuracy:
     # A row that could not be evaluated is no wrong prediction; its reason is listed.
     right = [c.error.status for c in cases if c.error.status is not None and c.predicted.status != "invalid"]
     return Accuracy(name, fitted, len(cases), sum(right), len(right), errors)
+
+
+def judged_error(case: CaseReport) -> float | None:
+    """Return the error of speed, step time before MFU; None where neither is predicted and measured."""
+    return next((e for q in JUDGED if (e := getattr(case.error, q)) is not None), None)
+
+
+def rank_correlation(pairs: Sequence[tuple[float | None, float | None]]) -> float | None:
+    """Return Spearman's rank correlation of predicted and measured values; None for fewer than three known pairs.
+
+    >>> rank_correlation([(1.0, 10.0), (2.0, 20.0), (3.0, 15.0)])
+    0.5
+    """
+    known = [(a, b) for a, b in pairs if a is not None and b is not None]
+    if len(known) < 3:
+        return None
+    ranks = [_ranks([pair[side] for pair in known]) for side in (0, 1)]
+    mean = (len(known) + 1) / 2
+
+    def product(x: Sequence[float], y: Sequence[float]) -> float:
+        return sum((a - mean) * (b - mean) for a, b in zip(x, y, strict=True))
+
+    spread = product(ranks[0], ranks[0]) * product(ranks[1], ranks[1])
+    return product(*ranks) / spread**0.5 if spread else None
+
+
+def _ranks(values: Sequence[float]) -> list[float]:
+    """Return the rank of every value, equal ones the mean of theirs."""
+    ordered = sorted(values)
+    return [ordered.index(v) + (ordered.count(v) + 1) / 2 for v in values]

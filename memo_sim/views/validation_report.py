@@ -1,0 +1,233 @@
+"""A validation as a page of Markdown: accuracy by system, model and length, the worst cases explained, every case.
+
+An error is predicted / measured - 1, a bias the mean of signed errors. What was fitted is counted apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from fnmatch import fnmatchcase
+
+from memo_sim.contract.accuracy import GroupAccuracy
+from memo_sim.contract.units import format_tokens
+from memo_sim.contract.validation import CaseReport, Validation
+from memo_sim.views.accuracy import JUDGED, Accuracy, judged_error, rank_correlation, summarise
+from memo_sim.views.plan_table import layout_label
+from memo_sim.views.text_table import number, percent
+from memo_sim.views.validation_table import LABELS
+
+WORST = 16
+"""Cases that are explained."""
+
+UNITS: dict[str, Callable[[float], str]] = {"mfu": lambda v: f"{100 * v:.2f} %"}
+"""How a quantity is written; others with one decimal, in the unit of their column."""
+
+HOW_TO_READ = """An error is predicted / measured - 1, the bias the mean of signed errors; mean and largest error are
+of absolute values. Rows that a constant was fitted on are marked, counted apart, and in no interval. The interval of
+a prediction comes from the other rows of its source and system that nothing was fitted on: between its ends lie 80 %
+of their measured / predicted (order statistics; of fewer than nineteen rows from the least to the largest). Whether
+a row's own measurement lies within therefore tests the interval. A prediction sees the row's question alone; layouts
+that a source does not print are searched under the system's rules."""
+
+
+def validation_report(
+    validation: Validation,
+    accuracies: Mapping[str, GroupAccuracy],
+    notes: Sequence[tuple[str, str]],
+    *,
+    command: str,
+    created: str,
+    version: str,
+) -> str:
+    """Return the page; ``notes`` are (pattern of case names, prose), ``accuracies`` by ``<source>/<system>``."""
+    cases = validation.cases
+    parts = [
+        "# Validation: every published case",
+        f"Written by `{command}`, {created}, memo {version}; no GPU took part.",
+        HOW_TO_READ,
+        "## By source and system",
+        _summary(cases, accuracies),
+        *_longest(cases),
+        "## By model",
+        _by(cases, [f"{c.source} {c.system} {c.model}" for c in cases]),
+        "## By length",
+        _by(cases, [f"{c.source} {c.system} {format_tokens(c.seq_tokens)}" for c in cases]),
+        "## The largest errors of speed, and where their predicted steps go",
+        _worst(cases, notes),
+        *_wrong(cases, notes),
+        "## Every case",
+        *_every(cases),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def markdown_table(headers: Sequence[str], rows: Sequence[Sequence[str | None]], align: str) -> str:
+    """Return a Markdown table; ``align`` has ``l`` or ``r`` a column, None in a cell stands for nothing known."""
+    lines = ["| " + " | ".join(headers) + " |", "|" + "|".join("---:" if a == "r" else "---" for a in align) + "|"]
+    lines += ["| " + " | ".join("" if cell is None else cell for cell in row) + " |" for row in rows]
+    return "\n".join(lines)
+
+
+def _grouped(cases: Sequence[CaseReport], name: Callable[[CaseReport], str]) -> dict[str, list[CaseReport]]:
+    groups: dict[str, list[CaseReport]] = {}
+    for case in cases:
+        groups.setdefault(name(case), []).append(case)
+    return groups
+
+
+def _summary(cases: Sequence[CaseReport], accuracies: Mapping[str, GroupAccuracy]) -> str:
+    headers = ["source", "system", "", "rows", "not evaluated", "status right", "quantity", "n", "bias", "mean error"]
+    headers += ["largest", "rank correlation", "80 % within", "own interval holds"]
+    rows: list[list[str | None]] = []
+    for name, members in _grouped(cases, lambda c: f"{c.source}/{c.system}").items():
+        for accuracy in summarise(members, [name] * len(members)):
+            chosen = [c for c in members if c.fitted == accuracy.fitted]
+            invalid = sum(c.predicted.status == "invalid" for c in chosen)
+            head = [*name.split("/", 1), _kind(accuracy), str(accuracy.rows), str(invalid) if invalid else None]
+            rows += _quantities(accuracy, head, chosen, accuracies.get(name))
+    return markdown_table(headers, rows, "lllrrrlrrrrrrr")
+
+
+def _quantities(
+    accuracy: Accuracy, head: list[str | None], cases: Sequence[CaseReport], group: GroupAccuracy | None
+) -> list[list[str | None]]:
+    statuses = f"{accuracy.statuses_right}/{accuracy.statuses}" if accuracy.statuses else None
+    rows: list[list[str | None]] = []
+    for quantity, errors in accuracy.errors.items():
+        speed = quantity in JUDGED and not accuracy.fitted
+        held = [c for c in cases if c.interval and c.interval.quantity == quantity and judged_error(c) is not None]
+        inside = sum(_inside(c) for c in held)
+        band = None
+        if speed and group and group.quantity == quantity and group.low is not None and group.high is not None:
+            band = f"{group.low:+.1%} to {group.high:+.1%}"
+        rank = rank_correlation(
+            [(getattr(c.predicted, quantity), getattr(c.expected, quantity)) for c in cases if not c.fitted]
+        )
+        row = [LABELS[quantity], str(errors.count), percent(errors.bias, signed=True), percent(errors.mean_abs)]
+        row += [f"{percent(errors.max_abs)} ({errors.worst})", number(rank, 3) if speed else None, band]
+        row.append(f"{inside}/{len(held)}" if held and speed else None)
+        rows.append([*head, statuses, *row])
+        head, statuses = [None] * len(head), None
+    return rows or [[*head, statuses, *[None] * 8]]
+
+
+def _kind(accuracy: Accuracy) -> str:
+    return "fitted" if accuracy.fitted else "predicted"
+
+
+def _inside(case: CaseReport) -> bool:
+    assert case.interval is not None
+    measured = getattr(case.expected, case.interval.quantity)
+    return bool(case.interval.low <= measured <= case.interval.high)
+
+
+def _longest(cases: Sequence[CaseReport]) -> list[str]:
+    """Return the longest sequence that fits, predicted and measured, where a source tried one length after another."""
+    rows: list[list[str | None]] = []
+    for name, members in _grouped(cases, lambda c: f"{c.source}|{c.system}|{c.model}").items():
+        tried = sorted({c.seq_tokens for c in members})
+        known = [c for c in members if c.expected.status is not None and c.predicted.status != "invalid"]
+        if len(tried) < 5 or {c.expected.status for c in known} <= {"ok"} or len(known) != len(tried):
+            continue
+        ends = [
+            max((tried.index(c.seq_tokens) for c in known if side(c) == "ok"), default=-1)
+            for side in (lambda c: c.predicted.status, lambda c: c.expected.status)
+        ]
+        shown = [format_tokens(tried[end]) if end >= 0 else "none" for end in ends]
+        rows.append([*name.split("|"), *shown, f"{ends[0] - ends[1]:+d}"])
+    if not rows:
+        return []
+    headers = ["source", "system", "model", "predicted", "measured", "steps apart"]
+    return ["## Longest sequence that fits", markdown_table(headers, rows, "lllrrr")]
+
+
+def _by(cases: Sequence[CaseReport], names: Sequence[str]) -> str:
+    rows: list[list[str | None]] = []
+    for accuracy in summarise(cases, names):
+        source, system, group = accuracy.group.split(" ", 2)
+        statuses = f"{accuracy.statuses_right}/{accuracy.statuses}" if accuracy.statuses else None
+        speed = next((q for q in JUDGED if q in accuracy.errors), None)
+        errors = accuracy.errors[speed] if speed else None
+        row = [source, system, group, _kind(accuracy), str(accuracy.rows), statuses]
+        if errors:
+            shown = [percent(errors.bias, signed=True), percent(errors.mean_abs), percent(errors.max_abs)]
+            row += [LABELS[speed] if speed else None, str(errors.count), *shown]
+        rows.append(row + [None] * (11 - len(row)))
+    headers = ["source", "system", "", "", "rows", "status right", "quantity", "n", "bias", "mean error", "largest"]
+    return markdown_table(headers, rows, "llllrrlrrrr")
+
+
+def _worst(cases: Sequence[CaseReport], notes: Sequence[tuple[str, str]]) -> str:
+    known = [(abs(error), c) for c in cases if not c.fitted and (error := judged_error(c)) is not None]
+    chosen = [case for _, case in sorted(known, key=lambda pair: -pair[0])[:WORST]]
+    rows: list[list[str | None]] = [
+        [case.case, percent(judged_error(case), signed=True), _terms(case), _note(case, notes)] for case in chosen
+    ]
+    return markdown_table(["case", "error", "of the predicted step", "why it stays wrong"], rows, "lrll")
+
+
+def _terms(case: CaseReport) -> str:
+    """Return what the predicted step consists of: busy lanes, then what compute waits for."""
+    busy = [f"{lane} {share:.0%}" for lane, share in sorted(case.predicted.lanes.items(), key=lambda i: -i[1])]
+    waits = [f"{what} {share:.0%}" for what, share in case.predicted.waits.items() if share >= 0.01]
+    parts = [f"busy: {', '.join(b for b in busy if not b.endswith(' 0%'))}"]
+    if waits:
+        parts.append(f"compute waits for {', '.join(waits)}")
+    if case.predicted.reorganisations:
+        parts.append(f"{case.predicted.reorganisations:.2g} reorganisations of memory a micro-batch")
+    return "; ".join(parts)
+
+
+def _note(case: CaseReport, notes: Sequence[tuple[str, str]]) -> str:
+    return " ".join(text for pattern, text in notes if fnmatchcase(case.case, pattern))
+
+
+def _wrong(cases: Sequence[CaseReport], notes: Sequence[tuple[str, str]]) -> list[str]:
+    wrong = [c for c in cases if c.error.status is False]
+    if not wrong:
+        return []
+    rows: list[list[str | None]] = []
+    for case in wrong:
+        reason = case.predicted.reason.split(";")[0]
+        note = _note(case, notes)
+        told = " ".join(part for part in (reason + "." if reason else "", note) if part)
+        rows.append([case.case, case.predicted.status, case.expected.status, told])
+    return ["## Wrong statuses", markdown_table(["case", "predicted", "measured", ""], rows, "llll")]
+
+
+def _every(cases: Sequence[CaseReport]) -> list[str]:
+    parts = []
+    for source, members in _grouped(cases, lambda c: c.source).items():
+        quantities = [q for q in LABELS if any(getattr(c.expected, q) is not None for c in members)]
+        headers = ["case", "system", "", "status", "measured", "layout"]
+        for quantity in quantities:
+            headers += [LABELS[quantity], "measured", "error"]
+        rows = [_case(case, quantities) for case in members]
+        parts += [
+            f"### {source}",
+            markdown_table([*headers, "interval"], rows, "llllll" + "rrr" * len(quantities) + "r"),
+        ]
+    return parts
+
+
+def _case(case: CaseReport, quantities: Sequence[str]) -> list[str | None]:
+    predicted, expected = case.predicted, case.expected
+    row = [case.case, case.system, "fitted" if case.fitted else None]
+    row += [predicted.status + (" (wrong)" if case.error.status is False else ""), expected.status]
+    row.append(None if predicted.layout is None else layout_label(predicted.layout))
+    for quantity in quantities:
+        row += [_value(quantity, getattr(side, quantity)) for side in (predicted, expected)]
+        row.append(percent(getattr(case.error, quantity), signed=True))
+    if case.interval is None:
+        return [*row, None]
+    ends = (
+        f"{_value(case.interval.quantity, case.interval.low)} to {_value(case.interval.quantity, case.interval.high)}"
+    )
+    measured = getattr(expected, case.interval.quantity)
+    return [*row, ends + ("" if measured is None or _inside(case) else " (outside)")]
+
+
+def _value(quantity: str, value: float | None) -> str | None:
+    if value is None:
+        return None
+    return UNITS[quantity](value) if quantity in UNITS else f"{value:.1f}"
