@@ -84,7 +84,7 @@ class Passes:
             global_batch=decisions.micro_batch,
             states="fp32",
             overlap="none",
-            memory_policy="planned",
+            memory_policy="eager" if decisions.memory_policy == "eager" else "planned",
             host_allocator="exact",
         )
         if (alone, layers) not in self._known:

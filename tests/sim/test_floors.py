@@ -131,17 +131,18 @@ def costs(found: SearchResult) -> list[tuple[float, int, int]]:
 
 
 @pytest.mark.parametrize(("device_gib", "host_gib"), [(80, 2000), (32, 2000), (32, 24), (18, 1), (10, 2000)])
-@pytest.mark.parametrize("system", ["any", pytest.param("every-layout", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("system", ["any", "megatron-lm", pytest.param("every-layout", marks=pytest.mark.slow)])
 def test_pruning_changes_neither_the_best_nor_their_order(system: str, device_gib: int, host_gib: int) -> None:
     asked = ask(2, device_gib=device_gib, host_gib=host_gib, system=system)
     space = len(candidates(asked)[0])
     everything = search(asked, prune=False)
     assert everything.evaluated + everything.pruned == space
-    for keep in (1, 3):
+    for keep in (3, 1):
         found = search(asked, keep=keep)
         assert found.evaluated + found.pruned == space
         assert [e.rank_key for e in found.ranked[:keep]] == [e.rank_key for e in everything.ranked[:keep]]
-    assert found.pruned > everything.pruned
+    if space > 3 * 3:  # of few candidates none may be left to prune
+        assert found.pruned > everything.pruned
 
 
 @pytest.mark.parametrize(("device_gib", "host_gib"), [(80, 2000), (60, 24)])
