@@ -26,8 +26,8 @@ MOST_NODES = 6000
 """Of the exact search, per core of the problem: about half a second."""
 
 MOST_NODES_OF_A_STAGE = 500
-"""A pipeline stage holds several micro-batches at once, which makes a node ten times as long; nobody obeys its placement,
-whose size alone is told."""
+"""A pipeline stage holds several micro-batches at once, which makes a node ten times as long; nobody obeys its
+placement, whose size alone is told."""
 
 TIME_LIMIT_S = 600.0
 """A safety net that is not reached: what is found in time must not depend on it."""
