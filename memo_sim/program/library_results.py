@@ -17,9 +17,10 @@ import numpy as np
 
 from memo_sim.contract.plan import Decisions
 from memo_sim.program.columns import Columns, Flags, expand
-from memo_sim.program.kernel_table import on_cpu
+from memo_sim.program.kernel_table import attention_workspace_bytes, on_cpu
 from memo_sim.program.liveness import Liveness, liveness
 from memo_sim.program.program import Program
+from memo_sim.program.work import Attention
 
 LIBRARY_OPS = frozenset({"attention", "attention.bwd"})
 """Operators whose library allocates the workspace that the program declares."""
@@ -29,6 +30,8 @@ LATER = "context and libraries"
 LATER_BYTES = 2**29
 """Device bytes that the context and libraries take once a run has begun, at least: assumed, for a profile that has
 measured less or nothing."""
+MOST_BYTES = 2**31
+"""Of a group's workspace beside the arena. Attention that needs more has work for the whole device in a few heads."""
 IN_USE = "in use when calibrated"
 """What a profile's reserve calls the bytes that a run finds taken already."""
 
@@ -37,6 +40,15 @@ def beside_arena(decisions: Decisions) -> bool:
     """Return whether libraries' workspaces lie outside the plan's arena."""
     alone = decisions.layout.devices == 1 and not on_cpu(decisions.kernels.attention)
     return alone and decisions.memory_policy == "planned" and not decisions.replay_allocator
+
+
+def groups_beside(work: Attention, fewest: int) -> int:
+    """Return the fewest groups of heads, from ``fewest`` on, whose workspace stays under ``MOST_BYTES``.
+
+    Where none does, there is one for each key/value head. ``work`` is attention's backward.
+    """
+    groups = [count for count in range(fewest, work.kv_heads + 1) if work.kv_heads % count == 0]
+    return next((count for count in groups if attention_workspace_bytes(work, count) <= MOST_BYTES), groups[-1])
 
 
 def reserve_of(program: Program, columns: Columns, decisions: Decisions, known: dict[str, int]) -> dict[str, int]:

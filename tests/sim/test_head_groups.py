@@ -2,13 +2,15 @@
 
 import dataclasses
 
+import msgspec
 import pytest
 
 from memo_sim.contract.errors import Infeasible
-from memo_sim.contract.plan import Kernels
+from memo_sim.contract.plan import Kernels, MemoryPolicy
 from memo_sim.planning.space import head_groups
 from memo_sim.program.head_groups import INT32_ELEMENTS, fewest_head_groups, indexed_elements
 from memo_sim.program.kernel_table import ATTENTION_KERNELS, attention_workspace_bytes
+from memo_sim.program.library_results import MOST_BYTES
 from memo_sim.program.lower import lower
 from memo_sim.program.shape import shape_of
 from memo_sim.program.work import Attention
@@ -80,6 +82,7 @@ def test_a_plan_with_too_few_groups_is_refused_with_the_bound() -> None:
 
 def test_micro_batches_count() -> None:
     decisions = decide(gpt(heads=32, kv_heads=32, head_dim=128, max_positions=0), seq_tokens=512 * K, micro_batch=4)
+    decisions = msgspec.structs.replace(decisions, memory_policy="caching")
     assert head_groups(shape_of(decisions), decisions, "flash2") == 4
 
 
@@ -110,3 +113,21 @@ def test_deterministic_flash_attn_2_adds_up_in_parts(kernel: str, parts: int) ->
     for groups, more in ((1, parts), (4, 19 if parts > 1 else 1)):
         plain = attention_workspace_bytes(work, groups)
         assert attention_workspace_bytes(work, groups, deterministic=True) - plain == (more - 1) * one // groups
+
+
+@pytest.mark.parametrize(
+    ("tokens", "policy", "groups"),
+    [(32, "planned", 1), (128, "planned", 4), (256, "planned", 8), (1024, "planned", 8), (128, "caching", 1)],
+)
+def test_what_lies_beside_the_arena_stays_small(tokens: int, policy: MemoryPolicy, groups: int) -> None:
+    """flash-attn 2 at 128K: 2 GiB of fp32 dq and 2 of wide dk and dv in one group, an eighth of it in eight."""
+    model = llama(heads=32, kv_heads=8, head_dim=128)
+    decisions = decide(model, dtype="bf16", seq_tokens=tokens * K, micro_batch=1, memory_policy=policy)
+    found = head_groups(shape_of(decisions), decisions, "flash2")
+    assert found == groups
+    work = attention("flash2", tokens * K, kv_heads=8)
+    fits = attention_workspace_bytes(work, found) <= MOST_BYTES
+    assert fits is (policy == "planned" and tokens <= 256)
+    if found > 1:
+        assert attention_workspace_bytes(work, found // 2) > MOST_BYTES
+    assert head_groups(shape_of(decisions), msgspec.structs.replace(decisions, replay_allocator=True), "flash2") <= 2
