@@ -16,8 +16,9 @@ An eager framework has a fresh buffer for every hop of a forward, and they live 
 (TransformerEngine 1.3, AttnFuncWithCP); what is sent on from one of two buffers is what a plan needs.
 
 Representative: rank cp - 1, for which every other rank is an earlier one: one call a step. Ranks have the same
-exchanges and the same buffers, and as much work, so one placement serves all of them; ``Shape.cp_rank`` says whose
-program is written.
+exchanges and the same buffers, and as many FLOPs, so one placement serves all of them; ``Shape.cp_rank`` says whose
+program is written. Two calls of half the queries are a little slower than one: by an A800's curves rank 0's compute
+takes 0.1 % longer than the representative's at 64K tokens a rank and cp 2, and 2 % at 16K tokens and cp 8.
 """
 
 from __future__ import annotations
