@@ -16,6 +16,7 @@ from dataclasses import dataclass, fields, replace
 from memo_sim.contract.cluster import Cluster
 from memo_sim.contract.hardware import Hardware
 from memo_sim.contract.plan import Decisions
+from memo_sim.contract.units import DTYPE_BYTES
 from memo_sim.costs.pricing import NodeRates
 from memo_sim.planning.passes import Pass, Passes
 from memo_sim.program.activations import Activations
@@ -46,6 +47,7 @@ class Floors:
         self.host_room_bytes = int((cluster.host_memory_bytes or hardware.host_memory_bytes).value)
         self._devices_per_node = cluster.devices_per_node
         self.passes = passes or Passes(hardware, cluster)
+        self._loss_in_place = hardware.eager_libraries == "2025"
         rates = NodeRates(hardware, cluster)
         beside = {"copy_s": Lane.D2H, "collective_s": Lane.COLLECTIVE, "p2p_s": Lane.P2P}
         self._slowed = {name: rates.rates(1 << Lane.COMPUTE | 1 << lane)[Lane.COMPUTE] for name, lane in beside.items()}
@@ -131,11 +133,20 @@ class Floors:
         # The first stage is as many micro-batches ahead of its first backward as there are stages; with GPipe all.
         ahead = decisions.micro_batches if layout.schedule == "gpipe" else min(decisions.micro_batches, layout.pp)
         in_flight = ahead * decisions.model.layers // layout.pp if layout.pp > 1 else 0
+        in_place = self._written_over_bytes(decisions)
         return Floor(
             step_s=self._step_s(decisions, whole, layer),
-            device_bytes=device + int(max(stage.device_bytes, in_flight * layer.device_bytes)),
+            device_bytes=device + int(max(stage.device_bytes - in_place, in_flight * layer.device_bytes)),
             host_bytes_per_node=(host + int(stage.host_bytes)) * self._local(decisions),
         )
+
+    def _written_over_bytes(self, decisions: Decisions) -> int:
+        """Return the bytes of a pass's logits' gradient, where an eager framework writes it over the logits."""
+        if decisions.memory_policy != "eager" or not self._loss_in_place:
+            return 0
+        shape = shape_of(decisions)
+        rows = min(decisions.loss_chunk_tokens or shape.tokens, shape.tokens)
+        return rows * shape.vocab * DTYPE_BYTES[decisions.dtype]
 
     def _step_s(self, decisions: Decisions, whole: Pass, layer: Pass) -> float:
         layout, times, layers = decisions.layout, decisions.micro_batches, decisions.model.layers

@@ -1,0 +1,33 @@
+"""What a plan needs at least is no more than what it takes, of an eager framework whose loss works in place too."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from memo_sim.contract.catalog import load_cluster, load_model
+from memo_sim.contract.hardware import Libraries
+from memo_sim.contract.plan import Decisions, Kernels, Layout
+from memo_sim.engine.simulate import simulate
+from memo_sim.planning.floors import Floors
+
+
+@pytest.mark.parametrize("libraries", ["2024", "2025"])
+@pytest.mark.parametrize("layout", [Layout(), Layout(tp=2, sequence_parallel=True), Layout(pp=2)], ids=str)
+def test_the_floor_is_below_what_is_allocated(layout: Layout, libraries: Libraries) -> None:
+    cluster, hardware = load_cluster(f"b200-1x{layout.devices}")
+    hardware = msgspec.structs.replace(hardware, eager_libraries=libraries)
+    decisions = Decisions(
+        model=msgspec.structs.replace(load_model("llama-tiny"), vocab=32000),
+        layout=layout,
+        seq_tokens=16384,
+        memory_policy="eager",
+        kernels=Kernels(attention="torch-cudnn"),
+    )
+    floor = Floors(hardware, cluster).of(decisions)
+    prediction = simulate(decisions, hardware, cluster).prediction
+    assert prediction.step_s is not None
+    assert floor.device_bytes <= prediction.peak_device_bytes
+    assert floor.step_s <= prediction.step_s
+    if libraries == "2025" and layout.pp == 1:
+        assert floor.device_bytes > 0.8 * prediction.peak_device_bytes
