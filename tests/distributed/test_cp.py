@@ -5,8 +5,9 @@ import pytest
 from memo_exec.distributed.own_program import rank_program
 from memo_exec.distributed.place import Place
 from memo_exec.kernels import KERNELS
-from memo_sim.contract.errors import CannotRun, Infeasible
-from memo_sim.contract.plan import CpExchange, Decisions, Layout
+from memo_exec.preflight import checked_program
+from memo_sim.contract.errors import CannotRun
+from memo_sim.contract.plan import CpExchange, Decisions, Layout, Plan
 from tests.distributed.parity import TOLERANCE, Played, play, whole_gradients
 from tests.distributed.team import Member, Team
 from tests.distributed.training import MODELS, label, parity, reference, training
@@ -22,8 +23,12 @@ def test_two_ranks(team: Team, name: str, layout: Layout, alpha: float) -> None:
     parity(team, name, layout, alpha)
 
 
-def test_the_loss_curve(team: Team) -> None:
-    parity(team, "gpt", RING, 0.5, steps=5)
+@pytest.mark.parametrize("alpha", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("name", ["gpt", "llama"])
+@pytest.mark.parametrize("layout", [RING, GATHERED, Layout(ulysses=2)], ids=label)
+@pytest.mark.slow
+def test_loss_curves(team: Team, name: str, layout: Layout, alpha: float) -> None:
+    parity(team, name, layout, alpha, steps=5)
 
 
 @pytest.mark.parametrize("policy", [("none", 0), ("none", 256), ("full", 0), ("selective", 0)])
@@ -52,7 +57,7 @@ def test_no_race_on_any_rank(team: Team) -> None:
 @pytest.mark.parametrize("exchange", ["ring", "all_gather"])
 @pytest.mark.slow
 def test_four_ranks(team: Team, name: str, exchange: CpExchange, alpha: float) -> None:
-    parity(team, name, Layout(cp=4, cp_exchange=exchange), alpha, seq_tokens=1024)
+    parity(team, name, Layout(cp=4, cp_exchange=exchange), alpha, seq_tokens=1024, steps=5)
 
 
 @pytest.mark.parametrize("layout", [RING, GATHERED], ids=label)
@@ -96,5 +101,8 @@ def test_gathered_sequences_of_a_micro_batch_are_refused() -> None:
     ("layout", "tokens"), [(Layout(cp=4), 508), (Layout(ulysses=2, cp=2), 508), (Layout(ulysses=4), 510)]
 )
 def test_a_sequence_that_the_layout_does_not_divide_is_refused(layout: Layout, tokens: int) -> None:
-    with pytest.raises(Infeasible, match="does not divide seq_tokens"):
-        rank_program(training(gpt(), layout, seq_tokens=tokens, recompute="none"), Place(layout))
+    chosen = training(gpt(), layout, seq_tokens=tokens, recompute="none")
+    with pytest.raises(CannotRun, match="does not divide") as caught:
+        checked_program(Plan(decisions=chosen, program_sha256="0" * 64), where="plan.json", rank=1)
+    assert caught.value.exit_code == 6
+    assert "seq_tokens" in str(caught.value)
