@@ -51,6 +51,8 @@ class RoleLowering:
         """Of each template, the slots that an instance binds: name and family."""
         self.instances: list[Instance] = []
         self.numbers: dict[str, int] = {}
+        self.strides: dict[tuple[int, int], list[tuple[int, int]]] = {}
+        """Of each template at a layer, the first micro-batch's buffers and how many further the next one's are."""
         self.marks: list[int] = []
         """First instance of every pass."""
 
@@ -188,14 +190,22 @@ class RoleLowering:
     def _place(self, template: str, place: str, micro_batch: int, layer: int = -1) -> None:
         """Add an instance; ``layer`` is local: -1 for the embedding, the number of the stage's layers for the head."""
         number, layers = self.numbers[template], self.stage.layers
+        if (number, layer) not in self.strides:
+            first, second = (self._indices(template, m, layer) for m in (0, 1))
+            self.strides[number, layer] = [(a, b - a) for a, b in zip(first, second, strict=True)]
+        indices = tuple(a + micro_batch * step for a, step in self.strides[number, layer])
+        of_model = layers[layer] if 0 <= layer < len(layers) else min(layer, self.decisions.model.layers)
+        self.instances.append(Instance(number, place, indices, micro_batch, of_model))
+
+    def _indices(self, template: str, micro_batch: int, layer: int) -> list[int]:
+        """Return which buffer of its family each bound slot takes."""
         indices = []
-        for slot, family in self.slots[number]:
+        for slot, family in self.slots[self.numbers[template]]:
             index = self.sharding.index(family, template, micro_batch, layer)
             if family.startswith("pending."):
-                index = micro_batch * len(layers) + layer
+                index = micro_batch * len(self.stage.layers) + layer
             indices.append(self._index(slot, micro_batch, layer) if index is None else index)
-        of_model = layers[layer] if 0 <= layer < len(layers) else min(layer, self.decisions.model.layers)
-        self.instances.append(Instance(number, place, tuple(indices), micro_batch, of_model))
+        return indices
 
     def _place_layer(self, template: str, micro_batch: int, layer: int) -> None:
         self._place(template, f"m{micro_batch}/s0/l{self.stage.layers[layer]}", micro_batch, layer)
