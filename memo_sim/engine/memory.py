@@ -25,7 +25,7 @@ from memo_sim.contract.units import format_bytes
 from memo_sim.engine.caching import CachingMemory, caching_memory
 from memo_sim.engine.playback import Playback
 from memo_sim.memory.beginning import Beginning, beginning_of
-from memo_sim.memory.eager import WORKSPACES, eager_buffers, run_ahead
+from memo_sim.memory.eager import WORKSPACES, eager_buffers, libraries_of, run_ahead
 from memo_sim.memory.replay import RunAhead
 from memo_sim.program.columns import Columns, Ints
 from memo_sim.program.instruction import BufferClass, Lane
@@ -192,7 +192,7 @@ def memory_of(program: Program, columns: Columns, decisions: Decisions, hardware
     beginning: Beginning | None = None
     reserve = {name: int(quantity.value) for name, quantity in hardware.reserve_bytes.items()}
     if decisions.memory_policy == "eager":
-        libraries, workspace_bytes = hardware.eager_libraries, reserve.pop(WORKSPACES, 0)
+        libraries, workspace_bytes = libraries_of(decisions, hardware), reserve.pop(WORKSPACES, 0)
         lives, names = eager_buffers(program, columns, lives, libraries=libraries, workspace_bytes=workspace_bytes)
         if libraries == "2024":
             ahead = run_ahead(program, columns, lives)

@@ -8,7 +8,8 @@ rows. A framework that leaves memory to autograd and ``torch.distributed`` diffe
     embedding   its weight's gradient is a table of its own before it is added to the fp32 one (torch's embedding)
     workspaces  what a profile reserves for libraries comes from the allocator (torch.empty, cuBLAS's handles)
 
-and in what depends on the generation of its libraries (``Hardware.eager_libraries``):
+and in what depends on the generation of its libraries (``Hardware.eager_libraries``; what is known of 2025 is
+Megatron-LM 0.14's, so others, with ZeRO 2 and 3, are taken as of 2024):
 
     2024        loss: logits are copied to fp32 whole, and their softmax, fp32 too, is kept for backward (Megatron-LM,
                 core/tensor_parallel/cross_entropy.py): bytes a logit, bf16: 2 + 4 + 4 forward, 4 + 2 backward
@@ -19,6 +20,7 @@ and in what depends on the generation of its libraries (``Hardware.eager_librari
     2025        loss: Transformer Engine's fused one writes the gradient over the logits: 2 bytes a logit
                 gradients: a weight's is summed in fp32 by its product, and autograd gets a tensor of the weight's shape
                 and dtype instead; one for every shape, kept for good (Transformer Engine 2.8, ``get_dummy_wgrad``)
+                states: in the order and the pieces in which Megatron-LM makes them (``beginning.py``)
 
 So with 2024's libraries and kernels of milliseconds each layer in flight holds its own gathered and scattered tensors,
 and memory runs full with half of it alive:
@@ -27,7 +29,7 @@ and memory runs full with half of it alive:
     device  | l0              | l1 ...
 
 Not modelled: other temporaries that Python frames hold, Transformer Engine's own stream for every second ring step, and
-optimizer states that are made in the first step only.
+with 2024's libraries that optimizer states are made in the first step.
 """
 
 from __future__ import annotations
@@ -37,7 +39,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from memo_sim.contract.hardware import Libraries
+from memo_sim.contract.hardware import Hardware, Libraries
+from memo_sim.contract.plan import Decisions
 from memo_sim.contract.units import DTYPE_BYTES
 from memo_sim.memory.replay import RunAhead
 from memo_sim.program.columns import Columns, Ints
@@ -94,6 +97,11 @@ class _Added:
     death: int
     bytes: int
     like: int
+
+
+def libraries_of(decisions: Decisions, hardware: Hardware) -> Libraries:
+    """Return the generation of libraries that a plan's framework is taken to run with."""
+    return hardware.eager_libraries if decisions.layout.zero <= 1 else "2024"
 
 
 def eager_buffers(

@@ -18,6 +18,7 @@ from memo_sim.contract.hardware import Hardware
 from memo_sim.contract.plan import Decisions
 from memo_sim.contract.units import DTYPE_BYTES
 from memo_sim.costs.pricing import NodeRates
+from memo_sim.memory.eager import libraries_of
 from memo_sim.planning.passes import Pass, Passes
 from memo_sim.program.activations import Activations
 from memo_sim.program.instruction import Lane
@@ -47,7 +48,7 @@ class Floors:
         self.host_room_bytes = int((cluster.host_memory_bytes or hardware.host_memory_bytes).value)
         self._devices_per_node = cluster.devices_per_node
         self.passes = passes or Passes(hardware, cluster)
-        self._loss_in_place = hardware.eager_libraries == "2025"
+        self._hardware = hardware
         rates = NodeRates(hardware, cluster)
         beside = {"copy_s": Lane.D2H, "collective_s": Lane.COLLECTIVE, "p2p_s": Lane.P2P}
         self._slowed = {name: rates.rates(1 << Lane.COMPUTE | 1 << lane)[Lane.COMPUTE] for name, lane in beside.items()}
@@ -142,7 +143,7 @@ class Floors:
 
     def _written_over_bytes(self, decisions: Decisions) -> int:
         """Return the bytes of a pass's logits' gradient, where an eager framework writes it over the logits."""
-        if decisions.memory_policy != "eager" or not self._loss_in_place:
+        if decisions.memory_policy != "eager" or libraries_of(decisions, self._hardware) == "2024":
             return 0
         shape = shape_of(decisions)
         rows = min(decisions.loss_chunk_tokens or shape.tokens, shape.tokens)

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from memo_sim.contract.catalog import load_model
+from memo_sim.contract.catalog import load_cluster, load_model
 from memo_sim.contract.hardware import Libraries
 from memo_sim.contract.model import Model
 from memo_sim.contract.plan import Decisions, Layout
 from memo_sim.memory import eager
-from memo_sim.memory.eager import WORKSPACES, eager_buffers, run_ahead
+from memo_sim.memory.eager import WORKSPACES, eager_buffers, libraries_of, run_ahead
 from memo_sim.memory.replay import replay
 from memo_sim.program.columns import Columns, expand
 from memo_sim.program.instruction import Lane
@@ -271,3 +271,15 @@ def test_a_step_of_megatron_in_bytes() -> None:
     )
     assert found == int(states + kept + dummies + head + small + extra) + 3 * 2**20
     assert extra < 0.01 * found
+
+
+def test_only_megatron_is_known_with_later_libraries() -> None:
+    _, hardware = load_cluster("b200-1x8")
+    assert hardware.eager_libraries == "2025"
+    found = {
+        zero: libraries_of(
+            Decisions(model=load_model("gpt-tiny"), seq_tokens=512, layout=Layout(dp=2, zero=zero)), hardware
+        )
+        for zero in range(4)
+    }
+    assert found == {0: "2025", 1: "2025", 2: "2024", 3: "2024"}
