@@ -40,7 +40,7 @@ def bounds(ratios: Sequence[float]) -> tuple[float, float] | None:
     if len(ratios) < LEAST_CASES:
         return None
     ordered = sorted(ratios)
-    left_out = max(0, int((len(ordered) + 1) * (1 - LEVEL) / 2) - 1)
+    left_out = max(0, round((len(ordered) + 1) * (1 - LEVEL) / 2 - 0.499) - 1)
     return ordered[left_out], ordered[-1 - left_out]
 
 

@@ -21,6 +21,8 @@ class GroupAccuracy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     level: float | None = None
     quantity: str = ""
     """What ``low`` and ``high`` are of."""
+    errors: dict[str, float] = {}
+    """By case: predicted / measured - 1 of step time, or of MFU where that was measured alone."""
 
 
 class Accuracies(

@@ -111,6 +111,9 @@ def _collective_sizes(work: Collective, sizes: dict[str, int], row_bytes: dict[s
             beyond = size * work.ranks - work.bytes
             if not 0 <= beyond <= 2 * work.ranks * row_bytes[role]:
                 faults.append(f"a shard of {size} bytes is not one of {work.ranks} of {work.bytes}")
+        elif role == "others":
+            if size + sizes["shard"] != work.bytes:
+                faults.append(f"a shard and {size} bytes of others are not {work.bytes}")
         elif size != work.bytes:
             faults.append(f"{role} has {size} bytes but the {work.kind} is priced for {work.bytes}")
     return faults

@@ -11,6 +11,9 @@ they stand decides what they overlap with:
                                        compute   F1      F2   B0          F3  B1
                                        send        [out 1]  [out 2]           [out 3]
 
+An eager framework's tensor-parallel ranks without sequence parallelism, which hold whole tensors alike, each hand over
+their part, and gather the whole where it arrives (Megatron-LM's scatter and gather, Narayanan et al. 2021, 4.1).
+
 A stage's input is received into the first layer's own input; where that is a rounding buffer, which other layers use
 until then, into a buffer of its own (carried), and copied.
 """
@@ -22,12 +25,12 @@ from dataclasses import dataclass
 
 from memo_sim.contract.plan import Decisions
 from memo_sim.contract.units import DTYPE_BYTES
-from memo_sim.program.builder import TemplateBuilder, reads, writes
+from memo_sim.program.builder import Rows, TemplateBuilder, reads, writes
 from memo_sim.program.instruction import BufferClass, Family, Lane
 from memo_sim.program.schedule import Kind, Pass
 from memo_sim.program.shape import Shape
 from memo_sim.program.stage import Stage
-from memo_sim.program.work import Handover, Rowwise
+from memo_sim.program.work import Collective, Handover, Rowwise
 
 Families = dict[str, Family]
 
@@ -84,12 +87,27 @@ class Handovers:
 
     def _moved(self, name: str, family: Family, slot: str, peer: int) -> TemplateBuilder:
         builder = TemplateBuilder(f"stage.{name}", "pp")
-        whole, me = builder.all(builder.bind(family, slot=slot)), self.stage.index
+        builder.bind(family, slot=slot)
+        me, parts = self.stage.index, self._parts
+        part = Rows(slot, 0, family.tokens // parts)
+        size = family.bytes // parts
         if name.startswith("send"):
-            builder.emit(name, "send", Lane.SEND, Handover(family.bytes, me, peer), send=reads(whole))
-        else:
-            builder.emit(name, "receive", Lane.RECEIVE, Handover(family.bytes, peer, me), recv=writes(whole))
+            builder.emit(name, "send", Lane.SEND, Handover(size, me, peer), send=reads(part))
+            return builder
+        builder.emit(name, "receive", Lane.RECEIVE, Handover(size, peer, me), recv=writes(part))
+        if parts > 1:
+            work = Collective("all_gather", family.bytes, parts, "tp")
+            others = Rows(slot, part.tokens, family.tokens - part.tokens)
+            builder.emit(
+                f"{name}.gather", "all_gather", Lane.COLLECTIVE, work, shard=reads(part), others=writes(others)
+            )
         return builder
+
+    @property
+    def _parts(self) -> int:
+        """Parts that a hand-over is divided into."""
+        whole = self.decisions.memory_policy == "eager" and not self.shape.gathered
+        return self.shape.tp if whole and self.shape.tokens % self.shape.tp == 0 else 1
 
     def _enter(self, families: Families) -> TemplateBuilder:
         builder = TemplateBuilder("stage.enter", "pp")

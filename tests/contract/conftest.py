@@ -6,6 +6,7 @@ import msgspec
 import pytest
 
 from memo_sim.contract.cluster import Cluster, Network
+from memo_sim.contract.accuracy import Accuracies, GroupAccuracy
 from memo_sim.contract.comparison import Comparison, Ratio, StepFigures
 from memo_sim.contract.figure import Figure, Line, Point
 from memo_sim.contract.hardware import (
@@ -291,6 +292,13 @@ def validation() -> Validation:
     return Validation(cases=[case])
 
 
+def accuracy() -> Accuracies:
+    group = GroupAccuracy(
+        cases=9, mean_abs_error={"mfu": 0.02}, low=-0.03, high=0.04, level=0.8, quantity="mfu", wrong_statuses=1
+    )
+    return Accuracies(groups={"memo-table3/memo": group})
+
+
 def comparison() -> Comparison:
     figures = StepFigures(
         step_s=1.0,
@@ -339,6 +347,7 @@ _SAMPLES: dict[str, Callable[[], msgspec.Struct]] = {
     "longest": longest,
     "validation": validation,
     "comparison": comparison,
+    "accuracy": accuracy,
     "figure": figure,
 }
 

@@ -11,6 +11,7 @@ from memo_sim.contract.plan import Decisions, Kernels, Layout
 from memo_sim.costs.pricing import Pricer
 from memo_sim.engine.simulate import simulate
 from memo_sim.program.check import check_edges, check_program
+from memo_sim.program.check_roles import check_roles
 from memo_sim.program.columns import expand
 from memo_sim.program.edges import derive_edges
 from memo_sim.program.lower import lower
@@ -136,3 +137,21 @@ def test_megatrons_fp16_sums_gradients_in_fp16_by_kernels_of_their_own() -> None
     columns = expand(half)
     assert check_program(half, columns) == []
     assert check_edges(columns, derive_edges(columns)) == []
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_ranks_that_hold_whole_tensors_hand_over_their_parts(recompute: str) -> None:
+    layout = Layout(tp=2, pp=5, overlap_handovers=False)
+    eager, planned = (
+        lower(plain(layout=layout, policy=(recompute, 0.0), memory_policy=policy)) for policy in ("eager", "planned")
+    )
+
+    def sent(programs: tuple[Program, ...]) -> list[int]:
+        return sorted(i.work.bytes for p in programs for _, i in p.walk() if i.op == "send")
+
+    assert sent(eager) == [size // 2 for size in sent(planned)]
+    for program in eager:
+        columns = expand(program)
+        assert check_program(program, columns) == []
+        assert check_edges(columns, derive_edges(columns)) == []
+    assert check_roles(eager) == []
