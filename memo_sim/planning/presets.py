@@ -7,6 +7,8 @@ memory. The rivals run on PyTorch's caching allocator under an eager framework (
                        with gradients reduced and parameters gathered beside compute (NVIDIA/Megatron-LM#391). Layouts
                        were tuned by hand (5.2); every one that the paper names has tensor parallelism of 4, 8 or 16
     deepspeed-ulysses  all-to-all around attention, degrees that divide the heads, ZeRO 3 over all ranks (MEMO 5.1, 5.2)
+                       and full recompute, as in Megatron-DeepSpeed's examples of sequence parallelism, and as MEMO 5.2
+                       says of its baselines
     megatron-lm        tensor parallelism with sequence parallelism, a zigzag ring, the distributed optimizer (MEMO 5.1)
     fsdp               data parallelism alone, every parameter gathered for one use (ZeRO 3)
     ring-attention     a ring over sequence blocks, parameters sharded over all ranks (Liu et al. 2023, section 4)
@@ -128,8 +130,8 @@ SYSTEMS = {
         ),
         System(
             "deepspeed-ulysses",
-            "DeepSpeed-Ulysses: all-to-all around attention and ZeRO 3; keep or full recompute, caching allocator",
-            (KEEP, FULL_RECOMPUTE),
+            "DeepSpeed-Ulysses: all-to-all around attention and ZeRO 3; full recompute, caching allocator",
+            (FULL_RECOMPUTE,),
             memory_policy="eager",
             degrees=("ulysses", "dp"),
             zeros=(3,),
