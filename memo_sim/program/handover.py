@@ -83,6 +83,9 @@ class Handovers:
             self._moved("receive.grad", families["grad.x"], "grad_out", after),
             self._moved("send.grad", families["grad.x"], "grad_in", before),
         ]
+        if self._parts > 1:
+            found.append(self._gathered("gather.x", families[incoming[0]], incoming[1]))
+            found.append(self._gathered("gather.grad", families["grad.x"], "grad_out"))
         return [*found, self._enter(families)] if self.rounding else found
 
     def _moved(self, name: str, family: Family, slot: str, peer: int) -> TemplateBuilder:
@@ -95,12 +98,15 @@ class Handovers:
             builder.emit(name, "send", Lane.SEND, Handover(size, me, peer), send=reads(part))
             return builder
         builder.emit(name, "receive", Lane.RECEIVE, Handover(size, peer, me), recv=writes(part))
-        if parts > 1:
-            work = Collective("all_gather", family.bytes, parts, "tp")
-            others = Rows(slot, part.tokens, family.tokens - part.tokens)
-            builder.emit(
-                f"{name}.gather", "all_gather", Lane.COLLECTIVE, work, shard=reads(part), others=writes(others)
-            )
+        return builder
+
+    def _gathered(self, name: str, family: Family, slot: str) -> TemplateBuilder:
+        builder = TemplateBuilder(f"stage.{name}", "pp")
+        builder.bind(family, slot=slot)
+        part = Rows(slot, 0, family.tokens // self._parts)
+        others = Rows(slot, part.tokens, family.tokens - part.tokens)
+        work = Collective("all_gather", family.bytes, self._parts, "tp")
+        builder.emit(name, "all_gather", Lane.COLLECTIVE, work, shard=reads(part), others=writes(others))
         return builder
 
     @property
@@ -133,9 +139,18 @@ class Handovers:
             yield from self._sent(passes, made)
 
     def entered(self, each: Pass) -> Iterator[Handed]:
-        """Yield the copy of a received input into its rounding buffer, where a pass begins with one."""
-        if self.rounding and each.kind is Kind.FORWARD and self.stage.source(each.chunk) is not None:
-            yield Handed("stage.enter", each.micro_batch, self.stage.chunk(each.chunk)[0])
+        """Yield what a pass begins with: the gathering of what was received, its copy into the rounding buffer.
+
+        Neither stands beside its receive: the lane of collectives must not wait there for what comes a pass later.
+        """
+        layers = self.stage.chunk(each.chunk)
+        forward = each.kind is Kind.FORWARD and self.stage.source(each.chunk) is not None
+        if self._parts > 1 and forward:
+            yield Handed("stage.gather.x", each.micro_batch, layers[0])
+        if self._parts > 1 and each.kind is Kind.BACKWARD and self.stage.target(each.chunk) is not None:
+            yield Handed("stage.gather.grad", each.micro_batch, layers[-1])
+        if self.rounding and forward:
+            yield Handed("stage.enter", each.micro_batch, layers[0])
 
     def _received(self, passes: list[Pass], number: int) -> Iterator[Handed]:
         if number >= len(passes):

@@ -88,6 +88,19 @@ def test_stages_hold_all_layers_once_and_hand_over_what_one_layer_hands_the_next
     assert sent == [one] * (2 * 4 * borders)
 
 
+@pytest.mark.parametrize("schedule", [("1f1b", 1), ("gpipe", 1), ("zero-bubble", 1), ("interleaved", 2)])
+def test_what_is_gathered_where_it_arrives_holds_nobody_up(schedule: tuple[str, int]) -> None:
+    """An eager framework's ranks hand over their parts; the lane of collectives must not wait for a later pass."""
+    for overlapped in (True, False) if schedule[1] == 1 else (True,):
+        layout = Layout(pp=4, tp=2, schedule=schedule[0], virtual_stages=schedule[1], overlap_handovers=overlapped)
+        for policy in (("none", 0.0), ("none", 1.0), ("full", 0.0)):
+            programs = lower(stages("gpt", layout, policy, memory_policy="eager"))
+            assert check_roles(programs) + deadlocks(programs) == []
+            for program in programs:
+                columns = expand(program)
+                assert check_program(program, columns) + check_edges(columns, derive_edges(columns)) == []
+
+
 def test_a_stage_has_what_its_place_needs() -> None:
     first, middle, *_, last = lower(stages("gpt", Layout(pp=4)))
     names = [{f.name for f in p.families} for p in (first, middle, last)]
