@@ -33,8 +33,9 @@ LOSS_ROWS = 1024
 NORM_ROWS = 4096
 """Rows that norms, rotary and casts work on at once."""
 
-MERGE_ROWS = 512
-"""Rows of attention's parts that are merged at once."""
+MERGE_ROWS = 2048
+"""Rows of attention's parts that are merged at once: few enough for a small scratch, so many that a GPU's kernels last
+longer than their launches."""
 
 ADAMW_ELEMENTS = 2**20
 """Elements whose bf16 moments are widened at once."""
