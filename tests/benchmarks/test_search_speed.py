@@ -1,0 +1,116 @@
+"""How fast the search is, and how it grows with the space: run with ``pytest -m benchmark -s tests/benchmarks``.
+
+``CALCULON`` names a checkout of github.com/calculon-ai/calculon, a public peer that evaluates closed formulas; where it
+is not set that part is skipped. Nothing of it is in this repository. Wall time and the process's own CPU time are both
+shown: beside other work the first says little.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from memo_sim.contract.catalog import load_cluster, load_model
+from memo_sim.planning.outcome import SearchResult
+from memo_sim.planning.question import Question
+from memo_sim.planning.search import search
+from memo_sim.what_if import what_if
+
+pytestmark = [pytest.mark.benchmark, pytest.mark.slow]
+
+PEER = "CALCULON"
+
+
+@dataclass(frozen=True)
+class Took:
+    """Seconds of one call: on the wall, and of this process's cores."""
+
+    wall_s: float
+    cpu_s: float
+
+    def __str__(self) -> str:
+        return f"{self.wall_s:.2f} s ({self.cpu_s:.2f} s CPU)"
+
+
+def timed(work: Callable[[], object], *, times: int = 1) -> Took:
+    """Return the least of several runs."""
+    taken = []
+    for _ in range(times):
+        wall, cpu = time.perf_counter(), time.process_time()
+        work()
+        taken.append((time.perf_counter() - wall, time.process_time() - cpu))
+    return Took(min(w for w, _ in taken), min(c for _, c in taken))
+
+
+def ask(nodes: int = 8, *, system: str = "every-layout", seq_tokens: int = 1 << 20, model: str = "gpt-65b") -> Question:
+    cluster, hardware = load_cluster("a800-8x8")
+    cluster = msgspec.structs.replace(cluster, nodes=nodes)
+    return Question(load_model(model), cluster, hardware, seq_tokens, system=system)
+
+
+@pytest.mark.parametrize("system", ["memo", "any", "every-layout"])
+def test_gpt_65b_at_1m_on_64_devices(system: str) -> None:
+    found = search(ask(system=system))
+    space = found.evaluated + found.pruned
+    best, ten = (timed(lambda k=keep: search(ask(system=system), keep=k), times=5) for keep in (1, 10))
+    answer = timed(lambda: what_if(ask(system=system)), times=5)
+    print(f"\n{system}: {space} candidates, {found.evaluated} evaluated; best {best}, ten best {ten}, what-if {answer}")
+    assert found.best is not None
+
+
+@pytest.mark.parametrize("nodes", [1, 2, 4, 8, 16])
+def test_growth_with_the_space(nodes: int) -> None:
+    asked = ask(nodes, model="gpt-7b", seq_tokens=1 << 19)
+    results: list[SearchResult] = []
+    pruned = timed(lambda: results.append(search(asked)))
+    brute = timed(lambda: results.append(search(asked, prune=False)))
+    found, everything = results
+    assert found.evaluated + found.pruned == everything.evaluated + everything.pruned
+    assert found.best is not None
+    assert everything.best is not None
+    assert found.best.rank_key == everything.best.rank_key
+    space = found.evaluated + found.pruned
+    print(f"\n{8 * nodes} devices, {space} candidates: {found.evaluated} evaluated in {pruned}; all of them in {brute}")
+
+
+ITS_SEARCH = """
+import json, time
+import calculon
+from calculon.llm import *
+from calculon.llm.optimal_execution import OptimalExecution
+app = Llm.Application(calculon.io.read_json_file("models/megatron-22B.json"))
+system = System(calculon.io.read_json_file("systems/a100_80g.json"))
+wall, cpu, count = time.perf_counter(), time.process_time(), 0
+for tp, pp, dp in ((8, 1, 8), (8, 2, 4), (4, 4, 4)):
+    found = OptimalExecution.search(
+        False, 1, False, 64, 64, "float16", app, system, tp, pp, dp, 1, 64, "full", True, "rs_ag", [True], False, False,
+        False)
+    count += found[1]
+print(json.dumps({"count": count, "wall_s": time.perf_counter() - wall, "cpu_s": time.process_time() - cpu}))
+"""
+"""Three of its layouts of 64 devices, every micro-batch, offload and network: its own loop over closed formulas."""
+
+
+@pytest.mark.skipif(PEER not in os.environ, reason=f"{PEER} names no checkout of calculon-ai/calculon")
+def test_beside_calculon() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", ITS_SEARCH], cwd=Path(os.environ[PEER]), capture_output=True, text=True, check=True
+    )
+    theirs = json.loads(done.stdout)
+    found: list[SearchResult] = []
+    took = timed(lambda: found.append(search(ask())))
+    everything = timed(lambda: found.append(search(ask(system="memo"), prune=False)))
+    space, played = found[0].evaluated + found[0].pruned, found[1].evaluated
+    print(f"\ncalculon: {theirs['count']} evaluations, {theirs['count'] / theirs['cpu_s']:.0f} per CPU second")
+    print(f"memo: {space} candidates decided, {space / took.cpu_s:.0f} per CPU second ({took})")
+    print(f"memo, nothing pruned: {played} candidates, {played / everything.cpu_s:.1f} per CPU second ({everything})")
+    assert theirs["count"] > 0
