@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from memo_sim.contract import codec
+from memo_sim.contract.catalog import DATA
 from memo_sim.contract.plan import Plan
 from memo_sim.contract.result import Result
 from memo_sim.contract.trace import Trace
@@ -241,6 +242,46 @@ def test_validate_prints_a_document_and_honours_max_error(tmp_path: Path) -> Non
     assert memo_sim(*arguments, "--max-error", "0").returncode == 5
     table = memo_sim("validate", "memo-table4")
     assert "memo-t4-memo-64k" in table.stdout
+
+
+def test_validate_writes_a_page_and_fails_where_nothing_can_be_evaluated(tmp_path: Path) -> None:
+    done = memo_sim("validate", "memo-table5", "--report", "page.md", "--jobs", "2", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    page = (tmp_path / "page.md").read_text()
+    assert page.startswith("# Validation")
+    assert page.count("memo-t5-320k-a1000") == 1
+    header, *rows = (DATA / "cases" / "memo-table5.csv").read_text().splitlines()
+    (tmp_path / "none.csv").write_text("\n".join([header, rows[0].replace("a800-1x8", "z9-1x8")]) + "\n")
+    none = memo_sim("validate", "none.csv", cwd=tmp_path)
+    assert none.returncode == 4
+    assert "no row can be evaluated" in none.stderr
+    (tmp_path / "wrong.csv").write_text(header.replace("alpha", "alhpa").replace("note", "alhpa") + "\n")
+    wrong = memo_sim("validate", "wrong.csv", cwd=tmp_path)
+    assert wrong.returncode == 3
+    assert wrong.stderr.count("alhpa") == 2  # as unknown, and as written twice
+    assert "did you mean 'alpha'?" in wrong.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ([], "validate needs a case file, or --all"),
+        (["memo-table5", "--all"], "validate needs a case file, or --all"),
+        (["memo-table5", "--accept"], "only all cases can be accepted"),
+        (["--all", "--accept", "--system", "memo"], "only all cases can be accepted"),
+    ],
+)
+def test_what_validate_cannot_do_is_said(arguments: list[str], says: str) -> None:
+    done = memo_sim("validate", *arguments)
+    assert done.returncode == 2
+    assert says in done.stderr
+
+
+def test_the_columns_of_a_case_file_are_described() -> None:
+    schema = json.loads(memo_sim("schema", "cases").stdout)
+    assert set(schema["required"]) <= set(schema["properties"])
+    assert schema["properties"]["attention"]["enum"] == ["flash", "plain", ""]
+    assert all(column["description"] for column in schema["properties"].values())
 
 
 def test_equal_questions_give_equal_plans(tmp_path: Path) -> None:

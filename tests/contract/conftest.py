@@ -5,8 +5,8 @@ from collections.abc import Callable
 import msgspec
 import pytest
 
-from memo_sim.contract.cluster import Cluster, Network
 from memo_sim.contract.accuracy import Accuracies, GroupAccuracy
+from memo_sim.contract.cluster import Cluster, Network
 from memo_sim.contract.comparison import Comparison, Ratio, StepFigures
 from memo_sim.contract.figure import Figure, Line, Point
 from memo_sim.contract.hardware import (
