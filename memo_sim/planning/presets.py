@@ -85,6 +85,8 @@ class System:
     zeros: tuple[int, ...] = (1,)
     overlap: Overlap = "none"
     least_tp: int = 1
+    waits_for_handovers: bool = False
+    """Whether pipeline stages stand still while they hand over."""
     whole_loss: bool = False
     """Whether the logits of all tokens exist at once."""
 
@@ -124,6 +126,7 @@ SYSTEMS = {
             (KEEP, SELECTIVE_RECOMPUTE, FULL_RECOMPUTE),
             memory_policy="eager",
             pinnable=("ulysses",),  # cp_comm_type a2a, later than MEMO's comparison
+            waits_for_handovers=True,
             overlap="both",
             least_tp=4,
             whole_loss=True,

@@ -13,7 +13,7 @@ from memo_sim.contract.errors import Infeasible, UsageError
 from memo_sim.contract.plan import SWAP_GRANULE_TOKENS, Decisions, Kernels, Layout
 from memo_sim.contract.units import DTYPE_BYTES
 from memo_sim.planning.presets import FULL_RECOMPUTE, KEEP, SELECTIVE_RECOMPUTE, TOKENWISE, Policy, find_system
-from memo_sim.planning.question import Pins, Question
+from memo_sim.planning.question import Question
 from memo_sim.planning.rowwise_kernels import RowwiseChoice
 from memo_sim.program.attention import longest_keys
 from memo_sim.program.head_groups import fewest_head_groups
@@ -67,7 +67,7 @@ def layouts(question: Question) -> list[Layout]:
                     if pins.dp is not None and dp != pins.dp:
                         continue
                     degrees = {"tp": tp, "cp": cp, "ulysses": ulysses, "pp": pp, "dp": dp}
-                    found += [_layout(pins, zero, **degrees) for zero in _zeros(question, devices // tp)]
+                    found += [_layout(question, zero, **degrees) for zero in _zeros(question, devices // tp)]
     if not found:
         named = {name: getattr(pins, name) for name in (*DEGREES, "pp")}
         asked = ", ".join(f"{name} {degree}" for name, degree in named.items() if degree is not None)
@@ -121,7 +121,11 @@ def _zeros(question: Question, replicas: int) -> tuple[int, ...]:
     return find_system(question.system).zeros if replicas > 1 else (0,)
 
 
-def _layout(pins: Pins, zero: int, *, tp: int, cp: int, ulysses: int, pp: int, dp: int) -> Layout:
+def _layout(question: Question, zero: int, *, tp: int, cp: int, ulysses: int, pp: int, dp: int) -> Layout:
+    pins = question.pins
+    schedule = pins.schedule or "1f1b"
+    # Interleaved stages that waited would wait in a circle; Megatron-LM overlaps theirs alone.
+    overlapped = schedule == "interleaved" or not find_system(question.system).waits_for_handovers
     return Layout(
         tp=tp,
         sequence_parallel=tp > 1 if pins.sequence_parallel is None else pins.sequence_parallel and tp > 1,
@@ -129,9 +133,9 @@ def _layout(pins: Pins, zero: int, *, tp: int, cp: int, ulysses: int, pp: int, d
         cp_exchange=pins.cp_exchange if cp > 1 else "ring",
         ulysses=ulysses,
         pp=pp,
-        schedule=pins.schedule or "1f1b",
+        schedule=schedule,
         virtual_stages=pins.virtual_stages or 1,
-        overlap_handovers=True if pins.overlap_handovers is None else pins.overlap_handovers,
+        overlap_handovers=overlapped if pins.overlap_handovers is None else pins.overlap_handovers,
         dp=dp,
         zero=zero,
     )
