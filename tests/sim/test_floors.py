@@ -12,6 +12,7 @@ from memo_sim.contract.catalog import load_cluster, load_model
 from memo_sim.contract.plan import Decisions, Layout
 from memo_sim.engine.simulate import simulate
 from memo_sim.planning.floors import Floors
+from memo_sim.planning.presets import FULL_RECOMPUTE, KEEP, SYSTEMS, TOKENWISE
 from memo_sim.planning.question import Pins, Question, with_memory
 from memo_sim.planning.search import SearchResult, best_with_more_memory, search
 from memo_sim.planning.space import candidates, with_alpha
@@ -174,6 +175,19 @@ def test_a_search_with_more_memory_goes_on_from_one_with_less(space: str, device
     assert alone is not None
     assert found.costs == alone.costs
     assert found.costs[0] < search(less).best.costs[0]
+
+
+@pytest.mark.parametrize("device_gib", [80, 26])
+def test_a_space_with_pipelines_is_pruned_exactly(monkeypatch: pytest.MonkeyPatch, device_gib: int) -> None:
+    policies = (KEEP, TOKENWISE, FULL_RECOMPUTE)
+    staged = replace(SYSTEMS["any"], degrees=("tp", "cp", "dp", "pp"), policies=policies)
+    monkeypatch.setitem(SYSTEMS, "any", staged)
+    asked = replace(ask(2, device_gib=device_gib, host_gib=2000, seq_tokens=1 << 15, system="any"), global_batch=4)
+    assert {c.base.layout.pp for c in candidates(asked)[0]} == {1, 2}
+    everything, found = search(asked, prune=False), search(asked, keep=2)
+    assert found.evaluated + found.pruned == everything.evaluated + everything.pruned
+    assert [e.rank_key for e in found.ranked[:2]] == [e.rank_key for e in everything.ranked[:2]]
+    assert found.pruned > everything.pruned
 
 
 def test_equal_plans_have_one_order() -> None:
