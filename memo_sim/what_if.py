@@ -195,6 +195,7 @@ def write_files(answer: Answer, question: Question, outputs: Outputs, *, created
         from memo_sim.views.timeline import draw_timeline
 
         title = plan_title(answer.best.decisions, answer.best.prediction.step_s)
+        title += f", stage 0 of {len(traces)}" if len(traces) > 1 else ""
         capacity = int(question.hardware.device_memory_bytes.value)
         draw_timeline(traces[0], outputs.picture, title=title, capacity_bytes=capacity)
     if outputs.timeline:
