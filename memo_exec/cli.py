@@ -10,9 +10,10 @@ import math
 import os
 import signal
 import sys
+import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
@@ -306,6 +307,15 @@ def _who() -> str:
     return f"rank {_rank()}: " if os.environ.get("WORLD_SIZE", "1") != "1" else ""
 
 
+def _leave(code: int) -> NoReturn:
+    """End the process: one of several ranks at once, since a thread of it may wait for ranks that wait for this one."""
+    if _who():
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
+
+
 def main() -> None:
     """Run the command line; every expected failure becomes its message and exit code."""
     try:
@@ -318,22 +328,23 @@ def main() -> None:
         sys.exit(SIGNALLED + signal.SIGINT)
     except MemoError as error:
         _say(f"memo-exec: {_who()}{error}")
-        sys.exit(error.exit_code)
+        _leave(error.exit_code)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(141)
     except OSError as error:
         failure = BadInput("cannot read or write", where=error.filename, got=error.strerror)
         _say(f"memo-exec: {_who()}{failure}")
-        sys.exit(failure.exit_code)
+        _leave(failure.exit_code)
     except Exception as error:
         if absent := missing_package(error):
-            _say(f"memo-exec: {absent}")
-            sys.exit(absent.exit_code)
+            _say(f"memo-exec: {_who()}{absent}")
+            _leave(absent.exit_code)
         if os.environ.get("MEMO_TRACEBACK"):
-            raise
-        _say(f"memo-exec: {_who()}a bug: {error!r}\n  next: run again with MEMO_TRACEBACK=1 and report it")
-        sys.exit(1)
+            traceback.print_exc()
+        else:
+            _say(f"memo-exec: {_who()}a bug: {error!r}\n  next: run again with MEMO_TRACEBACK=1 and report it")
+        _leave(1)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections.abc import Mapping, Sequence
-from concurrent.futures import wait
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from contextlib import AbstractContextManager, nullcontext
 from typing import Self
 
@@ -41,6 +41,9 @@ from memo_sim.contract.plan import Decisions, MovedBytes
 from memo_sim.program.edges import Edges
 from memo_sim.program.instruction import Lane
 from memo_sim.program.program import Program
+
+STUCK_S = 10.0
+"""How long lanes that talk to other ranks may go on after another lane has failed: what they wait for may not come."""
 
 
 class Interpreter:
@@ -92,6 +95,7 @@ class Interpreter:
         self._operands = {b.number: self._fixed(b) for bounds in self.schedule.lanes.values() for b in bounds}
         self.below = self._below(allocator)
         self._threads = lane_threads(self.schedule.lanes, self.device, sharing)
+        self._stuck = False
         self._moved = {Lane.D2H: 0, Lane.H2D: 0}
         self._lock = threading.Lock()
 
@@ -136,7 +140,7 @@ class Interpreter:
             self._threads[lane].submit(self._play, lane, bounds, progress)
             for lane, bounds in self.schedule.lanes.items()
         ]
-        wait(futures)
+        self._wait(futures)
         if progress.failure is not None:
             raise progress.failure
         record = self._record()
@@ -144,13 +148,19 @@ class Interpreter:
             self.below.end_step()
         return record
 
+    def _wait(self, futures: list[Future[None]]) -> None:
+        """Wait for all lanes; once one has failed, not for ever for those that wait for other ranks."""
+        playing = wait(futures, return_when=FIRST_EXCEPTION).not_done
+        self._stuck = bool(wait(playing, STUCK_S if self.context.groups else None).not_done)
+
     def close(self) -> None:
         """Stop the threads and the allocator's replay, and unpin the slab."""
         if self.below:
             self.below.close()
         for thread in self._threads.values():
-            thread.shutdown()
-        self.slab.close()
+            thread.shutdown(wait=not self._stuck)
+        if not self._stuck:
+            self.slab.close()
 
     def __enter__(self) -> Self:
         return self
@@ -179,8 +189,9 @@ class Interpreter:
                     self._play_one(lane, bound, progress)
         except LaneStopped:
             pass
-        except BaseException as error:  # raised again in run_step
+        except BaseException as error:  # the first one is raised again in run_step
             progress.fail(error)
+            raise
 
     def _play_one(self, lane: Lane, bound: Bound, progress: Progress) -> None:
         timekeeper, number = self._timekeeper, bound.number

@@ -1,5 +1,6 @@
 """Lanes, order, records and refusals of the interpreter."""
 
+import threading
 import time
 from collections import defaultdict
 from typing import Any
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from memo_exec import interpreter as interpreters
 from memo_exec import lanes
 from memo_exec.interpreter import Interpreter
 from memo_exec.kernels import KERNELS, Call, StepScalars
@@ -182,3 +184,30 @@ def test_measured_trace_has_the_programs_ids() -> None:
     busy = lane_busy_s(program, record)
     assert set(busy) == {"compute", "d2h", "h2d"}
     assert 0 < busy["compute"] <= record.step_s
+
+
+def test_a_lane_that_waits_for_another_rank_does_not_keep_a_failure_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other rank may wait for this one: the step's error comes out, and the process can end."""
+    monkeypatch.setattr(interpreters, "STUCK_S", 0.1)
+    begun, never, layers = threading.Event(), threading.Event(), []
+
+    def waits(call: Call) -> None:
+        del call
+        begun.set()
+        never.wait()
+
+    def fails(call: Call) -> None:
+        layers.append(call)
+        if len(layers) > 1:  # the first layer is on its way to the host
+            begun.wait()
+            raise ZeroDivisionError
+        KERNELS["attention"](call)
+
+    decisions = decide(gpt(), recompute="tokenwise", swapped_tokens=128)
+    kernels = {**KERNELS, "d2h": waits, "attention": fails}
+    interpreter = play(decisions, kernels=kernels, groups={(Lane.COLLECTIVE, "tp"): None})
+    batches = batch(decisions)
+    with pytest.raises(ZeroDivisionError):
+        interpreter.run_step(batches, scalars(batches))
+    interpreter.close()
+    never.set()
