@@ -215,7 +215,9 @@ class Sharding:
         """Return what sums over replicas the gradients that are complete with ``use``."""
         if not self.reduced_early or use.micro_batch < self.micro_batches - 1:
             return []
-        complete = [kind for kind in use.grads if kind != "embed" or use.layer < 0]
+        # What two stages hold is summed between them first, at the step's end.
+        spanning = self.stage.stages > 1 and self.decisions.model.tied_embeddings
+        complete = [kind for kind in use.grads if kind != "embed" or (use.layer < 0 and not spanning)]
         return [Placed(f"{kind}.reduce", f"step/{use.place.rpartition('/')[2]}", 0, use.layer) for kind in complete]
 
 

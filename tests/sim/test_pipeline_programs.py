@@ -165,6 +165,15 @@ def test_layers_that_are_swapped_follow_from_the_stages_own_order(schedule: str)
     assert swapped == ([8, 8, 8, 0] if schedule == "1f1b" else [8, 8, 8, 8])[:4]
 
 
+@pytest.mark.parametrize("overlap", ["none", "gradients", "both"])
+@pytest.mark.parametrize("layout", [Layout(pp=2, dp=2), Layout(pp=2, dp=2, zero=1)], ids=str)
+def test_what_two_stages_hold_is_summed_between_them_and_then_over_replicas_once(layout: Layout, overlap: str) -> None:
+    for program in lower(stages("gpt", layout, overlap=overlap)):
+        assert not [name for name, times in Counter(program.ids()).items() if times > 1]
+        sums = [name for name in program.ids() if name in ("step/embed/reduce/tied", "step/embed/reduce/grads")]
+        assert sums == ["step/embed/reduce/tied", "step/embed/reduce/grads"]
+
+
 def test_a_number_of_stages_is_another_program_and_one_stage_has_no_schedule() -> None:
     hashes = [program_sha256(lower(stages("gpt", layout))) for layout in [Layout(), *LAYOUTS]]
     assert len(set(hashes)) == len(hashes)
