@@ -20,6 +20,7 @@ from memo_sim.engine.simulate import Simulation, simulate
 from memo_sim.program.columns import expand
 from memo_sim.program.edges import derive_edges
 from memo_sim.program.instruction import Lane
+from memo_sim.program.library_results import lives_in_arena
 from memo_sim.program.liveness import live_bytes, liveness, peak
 from memo_sim.program.lower import lower
 from memo_sim.program.work import Work
@@ -62,7 +63,7 @@ def run(decisions: Decisions, device_bytes: float = 80 * GIB, host_bytes: float 
 def test_the_peak_is_the_programs_own(decisions: Decisions) -> None:
     (program,) = lower(decisions)
     lives = liveness(program, expand(program))
-    wanted = peak(live_bytes(lives, device=True))
+    wanted = peak(live_bytes(lives_in_arena(program, expand(program), lives, decisions), device=True))
     prediction = run(decisions).prediction
     assert prediction.peak_device_bytes == wanted.bytes == sum(prediction.peak_by_class.values())
     assert prediction.peak_by_class == wanted.by_class
