@@ -203,14 +203,16 @@ def test_ulysses_is_searched_where_the_system_has_it_and_can_be_pinned_elsewhere
     assert {layout.ulysses for layout in layouts(ask("a800-1x8", "gpt-7b", system="any"))} == {1}
     pinned = layouts(ask("a800-1x8", "gpt-7b", system="any", ulysses=4))
     assert {(layout.tp, layout.cp, layout.dp) for layout in pinned} == {(1, 1, 2), (1, 2, 1), (2, 1, 1)}
-    with pytest.raises(UsageError, match="megatron-lm does not divide work that way"):
-        layouts(ask("a800-1x8", "gpt-7b", system="megatron-lm", ulysses=2))
+    named = layouts(ask("a800-1x8", "gpt-7b", system="megatron-lm", ulysses=2))
+    assert {layout.ulysses for layout in named} == {2}
+    with pytest.raises(UsageError, match="fsdp does not divide work that way"):
+        layouts(ask("a800-1x8", "gpt-7b", system="fsdp", ulysses=2))
     with pytest.raises(UsageError, match="deepspeed-ulysses does not divide work that way"):
         layouts(ask("a800-1x8", "gpt-7b", tp=2))
 
 
 def test_the_answer_waits_for_all_to_alls() -> None:
-    answer = what_if(ask("a800-1x8", "gpt-7b"))
+    answer = what_if(ask("a800-1x8", "gpt-7b", ulysses=8))
     best = answer.result.best
     assert best is not None
     assert (best.layout.ulysses, best.layout.zero, best.memory_policy) == (8, 3, "eager")
