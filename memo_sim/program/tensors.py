@@ -63,7 +63,7 @@ def skeletal_tensors(model: Model, shape: Shape, dtype: str, *, score_keys: int 
     inside = shape.attention
     home = (local("attn_home", shape.q_width),) if shape.ulysses > 1 else ()
     raw = (local("qk_raw", shape.q_width + shape.kv_width),) if model.qk_norm else ()
-    kept = (Skeletal("lse", inside.tokens, inside.heads, "fp32", Fate.WHOLE, statistics=True),)
+    kept: tuple[Skeletal, ...] = (Skeletal("lse", inside.tokens, inside.heads, "fp32", Fate.WHOLE, statistics=True),)
     if score_keys:
         scores = (("probs", dtype), ("dropped", dtype), ("kept", "uint8"))
         kept = tuple(Skeletal(n, inside.tokens, inside.heads * score_keys, t, Fate.WHOLE) for n, t in scores)

@@ -129,10 +129,8 @@ def _longest(cases: Sequence[CaseReport]) -> list[str]:
         known = [c for c in members if c.expected.status is not None and c.predicted.status != "invalid"]
         if len(tried) < 5 or {c.expected.status for c in known} <= {"ok"} or len(known) != len(tried):
             continue
-        ends = [
-            max((tried.index(c.seq_tokens) for c in known if side(c) == "ok"), default=-1)
-            for side in (lambda c: c.predicted.status, lambda c: c.expected.status)
-        ]
+        ran = ([c for c in known if c.predicted.status == "ok"], [c for c in known if c.expected.status == "ok"])
+        ends = [max((tried.index(c.seq_tokens) for c in side), default=-1) for side in ran]
         shown = [format_tokens(tried[end]) if end >= 0 else "none" for end in ends]
         rows.append([*name.split("|"), *shown, f"{ends[0] - ends[1]:+d}"])
     if not rows:
