@@ -35,6 +35,7 @@ def explain(
     lines += _arena(simulation, arena) if arena else []
     lines += _allocator(simulation)
     lines += [
+        *_pipeline(simulation),
         *_sharding(simulation),
         *_ulysses(simulation),
         *_alpha(found),
@@ -150,6 +151,23 @@ def _arena(simulation: Simulation, arena: Arena) -> list[str]:
         text += f"; of {simulation.fullest.program.role}, the fullest: a placement of all stages is not written"
     elif not arena.whole:
         text += f"; planned for {simulation.program.micro_batches} micro-batches, too many to write a placement of all"
+    return [f"{text}."]
+
+
+def _pipeline(simulation: Simulation) -> list[str]:
+    """Say what stages hand over, and whether their step is exact."""
+    layout, count = simulation.decisions.layout, simulation.decisions.micro_batches
+    if layout.pp == 1:
+        return []
+    compute_s = [role.compute_s for role in simulation.roles]
+    sent = format_bytes(max(role.sent_bytes for role in simulation.roles))
+    text = (
+        f"{layout.pp} stages play {count} micro-batches by {layout.schedule}; a rank hands on {sent} a step at most, "
+        f"and the slowest stage computes {max(compute_s) / min(compute_s) - 1:.1%} longer than the fastest"
+    )
+    if not simulation.steady:
+        played = simulation.program.micro_batches
+        text += f". They had not come to a period after {played} of them: the step is an estimate at the slowest's pace"
     return [f"{text}."]
 
 

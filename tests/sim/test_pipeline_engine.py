@@ -7,18 +7,20 @@ import itertools
 import numpy as np
 import pytest
 
-from memo_sim.contract.catalog import load_cluster
+from memo_sim.contract.catalog import load_cluster, load_model
 from memo_sim.contract.cluster import Cluster
 from memo_sim.contract.errors import MemoError
 from memo_sim.contract.plan import Decisions, Layout
-from memo_sim.contract.units import GIB
+from memo_sim.contract.units import GIB, format_bytes
 from memo_sim.engine.player import Rates
 from memo_sim.engine.role import Prices
 from memo_sim.engine.simulate import Simulation, simulate
+from memo_sim.planning.question import Pins, Question
 from memo_sim.program.instruction import Lane
 from memo_sim.program.lower import lower, program_sha256
 from memo_sim.program.meetings import meetings
 from memo_sim.program.work import Attention, Gemm, Handover, Work
+from memo_sim.what_if import what_if
 from tests.sim.toy_machine import FLOPS, TOY_CLUSTER, ToyPrices, alone, contended, decide, toy_hardware
 
 VOCAB = 96
@@ -248,6 +250,19 @@ def test_a_stage_that_misses_its_counterpart_is_a_circle(monkeypatch: pytest.Mon
     with pytest.raises(MemoError, match="wait for each other") as error:
         run(Layout(pp=4, schedule="interleaved", virtual_stages=2), 8)
     assert "waits for" in str(error.value.got)
+
+
+def test_an_answer_says_what_stages_do() -> None:
+    cluster, hardware = load_cluster("a800-1x8")
+    pins = Pins(tp=4, pp=2, recompute="none", alpha=0.0)
+    question = Question(load_model("gpt-tiny"), cluster, hardware, 1024, pins=pins, global_batch=4)
+    answer = what_if(question)
+    assert answer.best is not None
+    layout = answer.best.decisions.layout
+    assert (layout.tp, layout.pp, layout.dp, layout.schedule) == (4, 2, 1, "1f1b")
+    (line,) = [line for line in answer.result.why if " stages play " in line]
+    sent = format_bytes(max(role.sent_bytes for role in answer.best.roles))
+    assert line.startswith(f"2 stages play 4 micro-batches by 1f1b; a rank hands on {sent} a step")
 
 
 def test_a_device_needs_less_for_more_stages() -> None:
