@@ -110,16 +110,6 @@ class Interpreter:
             return host
         return self.store.view(number, 0, self.schedule.family(number).tokens)
 
-    def states(self) -> dict[str, Tensor]:
-        """Return what training continues from: parameters, masters and moments, as ``params.layer/3``."""
-        kinds = ("params.", "master.", "moment1.", "moment2.")
-        return {
-            f"{family.name}/{i}": self.buffer(family.name, i)
-            for family in self.program.families
-            if family.name.startswith(kinds)
-            for i in range(family.count)
-        }
-
     def run_step(self, batch: Sequence[tuple[Tensor, Tensor]], scalars: StepScalars) -> StepRecord:
         """Play the program once; ``batch`` has (ids, shifted labels) of every micro-batch, -100 = not counted.
 

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from memo_exec import weights
+from memo_exec.checkpoint import STATES
 from memo_exec.interpreter import Interpreter
 from memo_exec.kernels import StepScalars
 from memo_exec.record import StepRecord
@@ -117,6 +118,16 @@ def scalars(batches: list[tuple[Tensor, Tensor]], **changes: Any) -> StepScalars
 def gradients(interpreter: Interpreter) -> dict[str, Tensor]:
     """Return copies of all gradients by name."""
     return {name: value.clone() for name, value in weights.named_gradients(interpreter).items()}
+
+
+def states(interpreter: Interpreter) -> dict[str, Tensor]:
+    """Return the flat buffers that training continues from: parameters, masters and moments, as ``params.layer/3``."""
+    return {
+        f"{family.name}/{i}": interpreter.buffer(family.name, i)
+        for family in interpreter.program.families
+        if family.name.startswith(tuple(f"{state}." for state in STATES))
+        for i in range(family.count)
+    }
 
 
 def one_step(

@@ -30,7 +30,7 @@ from memo_sim.program.edges import Edges, derive_edges
 from memo_sim.program.liveness import live_bytes, peak
 from memo_sim.program.lower import lower
 from tests.exec_cpu.plans import byte_decisions, placed, write_plan
-from tests.exec_cpu.small import batch, decide, gpt, gradients, llama, one_step, play, scalars, wrapped
+from tests.exec_cpu.small import batch, decide, gpt, gradients, llama, one_step, play, scalars, states, wrapped
 from tests.exec_cpu.test_preflight import CPU
 
 POLICIES: dict[str, dict[str, Any]] = {
@@ -70,8 +70,8 @@ def trained(decisions: Decisions, **options: Any) -> tuple[StepRecord, dict[str,
         for step in (1, 2, 3):
             batches = batch(decisions, seed=step)
             record = interpreter.run_step(batches, scalars(batches, step=step, clip=1.0))
-        states = {name: value.clone() for name, value in interpreter.states().items()}
-        return record, gradients(interpreter) | states
+        saved = {name: value.clone() for name, value in states(interpreter).items()}
+        return record, gradients(interpreter) | saved
 
 
 def test_nothing_moves_and_nothing_is_left_outside() -> None:
@@ -94,8 +94,8 @@ def test_nothing_moves_and_nothing_is_left_outside() -> None:
 def test_lasting_buffers_start_as_zeros() -> None:
     decisions = byte_decisions()
     with Interpreter(decisions, lower(decisions)[0], placement=placed(decisions)) as interpreter:
-        assert not any(value.any() for value in interpreter.states().values())
-        assert interpreter.states()
+        assert not any(value.any() for value in states(interpreter).values())
+        assert states(interpreter)
 
 
 @pytest.mark.parametrize("decisions", [*EVERY, HOST_STATES], ids=str)

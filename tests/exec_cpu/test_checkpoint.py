@@ -23,7 +23,7 @@ from memo_sim.contract import codec
 from memo_sim.contract.errors import BadInput, UsageError
 from memo_sim.program.lower import lower
 from tests.exec_cpu.plans import byte_decisions, write_plan
-from tests.exec_cpu.small import gpt, llama
+from tests.exec_cpu.small import gpt, llama, states
 
 STEPS = 6
 FLAT = "state.safetensors"
@@ -165,7 +165,7 @@ def test_a_checkpoint_of_flat_blocks_is_read(tmp_path: Path) -> None:
     decisions = byte_decisions()
     with Interpreter(decisions, lower(decisions)[0]) as interpreter:
         checkpoint.load_state(found, interpreter, World())
-        save_file(interpreter.states(), found / FLAT)
+        save_file(states(interpreter), found / FLAT)
     shutil.rmtree(found / "state")
     assert losses(plan, steps=STEPS, save=tmp_path / "run", resume=True) == whole
 
@@ -175,7 +175,7 @@ def test_flat_blocks_of_another_model_are_refused(tmp_path: Path) -> None:
     with Interpreter(decisions, lower(decisions)[0]) as interpreter:
         for tensors, says in (
             ({"params.embed/0": torch.zeros(3)}, "no tensor of this name"),
-            ({name: value[:5].clone() for name, value in interpreter.states().items()}, "another length or type"),
+            ({name: value[:5].clone() for name, value in states(interpreter).items()}, "another length or type"),
         ):
             save_file(tensors, tmp_path / FLAT)
             with pytest.raises(BadInput, match=says):

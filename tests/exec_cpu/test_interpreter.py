@@ -11,6 +11,7 @@ import torch
 
 from memo_exec import interpreter as interpreters
 from memo_exec import lanes
+from memo_exec.checkpoint import state_of
 from memo_exec.interpreter import Interpreter
 from memo_exec.kernels import KERNELS, Call, StepScalars
 from memo_exec.record import lane_busy_s, measured_trace
@@ -21,7 +22,7 @@ from memo_sim.program.columns import expand
 from memo_sim.program.edges import derive_edges
 from memo_sim.program.instruction import Lane
 from memo_sim.program.lower import lower
-from tests.exec_cpu.small import batch, decide, gpt, llama, one_step, play, scalars, wrapped
+from tests.exec_cpu.small import batch, decide, gpt, llama, one_step, play, scalars, states, wrapped
 
 SWAP = decide(gpt(layers=4), swapped_tokens=256)
 
@@ -147,12 +148,13 @@ def test_an_operator_without_a_kernel_is_refused() -> None:
 
 def test_states_are_what_training_continues_from() -> None:
     with play(decide(llama(), states="host", dtype="bf16")) as interpreter:
-        states = interpreter.states()
-        kinds = ("params", "master", "moment1", "moment2")
-        assert {name.split(".")[0] for name in states} == set(kinds)
-        assert states["params.layer/2"].dtype == torch.bfloat16
-        assert states["master.layer/2"].dtype == torch.float32
-        assert states["moment1.head/0"].data_ptr() == interpreter.buffer("moment1.head").data_ptr()
+        found = state_of(interpreter)
+        assert {name.split("/")[0] for name in found} == {"params", "master", "moment1", "moment2"}
+        for state, dtype in (("params", torch.bfloat16), ("master", torch.float32)):
+            (held,) = found[f"{state}/layer.2/qkv.weight"]
+            assert held.view.dtype == dtype
+            assert held.view.shape == held.whole
+            assert held.view.data_ptr() == interpreter.buffer(f"{state}.layer", 2).data_ptr()
         with pytest.raises(KeyError):
             interpreter.buffer("params.tail")
 
@@ -164,10 +166,10 @@ def test_a_step_repeats_from_saved_states(kind: str) -> None:
     with play(decisions) as interpreter:
         for step in (0, 1):
             interpreter.run_step(batches[step], scalars(batches[step], step=step + 1))
-        saved = {name: value.clone() for name, value in interpreter.states().items()}
+        saved = {name: value.clone() for name, value in states(interpreter).items()}
         wanted = [interpreter.run_step(batches[s], scalars(batches[s], step=s + 1)).loss for s in (2, 3)]
     with play(decisions) as interpreter:
-        for name, value in interpreter.states().items():
+        for name, value in states(interpreter).items():
             value.copy_(saved[name])
         found = [interpreter.run_step(batches[s], scalars(batches[s], step=s + 1)).loss for s in (2, 3)]
     assert found == wanted

@@ -13,7 +13,7 @@ from memo_sim.program.instruction import Lane
 from memo_sim.program.liveness import live_bytes, liveness, peak
 from memo_sim.program.lower import lower
 from memo_sim.program.work import Copy
-from tests.exec_cpu.small import MODELS, batch, decide, gpt, gradients, llama, losses, one_step, play, scalars
+from tests.exec_cpu.small import MODELS, batch, decide, gpt, gradients, llama, losses, one_step, play, scalars, states
 
 POLICIES: dict[str, dict[str, Any]] = {
     "full recompute": {"recompute": "full"},
@@ -90,7 +90,7 @@ def test_parameters_after_steps_are_bitwise_those_of_keep() -> None:
             for step in (1, 2):
                 batches = batch(decisions, seed=step)
                 interpreter.run_step(batches, scalars(batches, step=step, clip=0.5))
-            found.append({name: value.clone() for name, value in interpreter.states().items()})
+            found.append({name: value.clone() for name, value in states(interpreter).items()})
     assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
 
 

@@ -19,7 +19,7 @@ from memo_sim.contract.errors import BadInput, UsageError
 from memo_sim.contract.huggingface import model_from_config
 from memo_sim.contract.model import Model
 from memo_sim.program.lower import lower
-from tests.exec_cpu.small import MODELS, decide, gpt, llama
+from tests.exec_cpu.small import MODELS, decide, gpt, llama, states
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 SEQ_TOKENS = 64
@@ -218,7 +218,7 @@ def test_wrong_directories_change_nothing(spoiler: str, saved: Path) -> None:
         with pytest.raises(BadInput, match=text) as error:
             weights.load(interpreter, saved)
         assert error.value.exit_code == 3
-        assert not any(value.any() for value in interpreter.states().values())
+        assert not any(value.any() for value in states(interpreter).values())
 
 
 def test_models_that_hugging_face_has_not_are_refused(tmp_path: Path) -> None:
