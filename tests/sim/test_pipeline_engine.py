@@ -151,6 +151,19 @@ def test_equal_stages_are_seen_to_be_steady(layout: Layout) -> None:
     assert short.prediction.lanes == pytest.approx(full.prediction.lanes, rel=1e-9)
 
 
+def test_of_many_micro_batches_a_pipelines_filling_and_two_periods_are_played() -> None:
+    """How many show the period: p + 5 by 1F1B, 2p + 5 by ZB-H1, 5p interleaved, and a few to fill whole windows."""
+    whole = run(Layout(), 1).prediction.step_s
+    one = run(Layout(pp=8), 512)
+    assert (one.steady, one.program.micro_batches) == (True, 16)
+    assert one.prediction.step_s == pytest.approx((512 + 7) * whole / 8, rel=1e-9)
+    zero = run(Layout(pp=8, schedule="zero-bubble"), 512)
+    assert (zero.steady, zero.program.micro_batches) == (True, 24)
+    interleaved = run(Layout(pp=4, schedule="interleaved", virtual_stages=2), 512)
+    assert (interleaved.steady, interleaved.program.micro_batches) == (True, 24)
+    assert interleaved.prediction.step_s == pytest.approx((512 + 3 / 2) * whole / 4, rel=1e-9)
+
+
 @pytest.mark.parametrize("layout", SCHEDULES, ids=str)
 def test_lanes_are_serial_and_meetings_are_one(layout: Layout) -> None:
     prices = ToyPrices(copy_s_per_byte=1 / 2e9)
