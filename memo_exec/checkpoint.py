@@ -6,8 +6,8 @@
 A checkpoint is written under another name, flushed and then renamed, so what has the final name is whole; the one
 before is removed only after that. Gradients are not kept: a step begins by zeroing them. What is stored does not
 depend on the layout, so another one can go on from it (``distributed/stored.py``); ranks on several nodes need a
-directory that all of them see. Older checkpoints, of one process,
-have flat blocks in ``state.safetensors``; they are read, and no longer written.
+directory that all of them see. Older checkpoints, of one process, have flat blocks in ``state.safetensors``; they are
+read, and no longer written.
 """
 
 from __future__ import annotations

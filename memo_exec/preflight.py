@@ -60,7 +60,8 @@ def checked_program(plan: Plan, *, where: str, rank: int = 0) -> Program:
 
 def _check_length(decisions: Decisions) -> None:
     """Refuse a step that Python would bind for hours."""
-    one = lower(decisions, micro_batches=1)[0].instruction_count
+    few = min(decisions.layout.pp, decisions.micro_batches)  # schedules of stages take no fewer at once
+    one = max(program.instruction_count for program in lower(decisions, micro_batches=few)) // few
     if one * decisions.micro_batches > MOST_INSTRUCTIONS:
         raise Infeasible(
             "the step has more instructions than the executor plays",

@@ -26,6 +26,14 @@ from tests.exec_cpu.small import gpt
 
 STEPS, SAVED = 5, 3
 TOLERANCE = 1e-5
+STAGES = {
+    "one4": Layout(),
+    "pp2": Layout(pp=2),
+    "pp2-dp2-zero1": Layout(pp=2, dp=2, zero=1),
+    "interleaved": Layout(pp=2, schedule="interleaved", virtual_stages=2),
+}
+"""Of a model with as many layers as two stages of two parts."""
+
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
 TORCHRUN += ["-m", "memo_exec", "run"]
 QUICK = {("tp2", "one"), ("tp2", "dp2-zero3"), ("dp3-zero2", "tp4")}
@@ -48,8 +56,9 @@ def plans(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("plans")
     for name, layout in LAYOUTS.items():
         write_plan(folder / f"{name}.json", byte_decisions(layout=layout, global_batch=6))
-    stages = byte_decisions(model=gpt(vocab=BYTES, layers=4), layout=Layout(pp=2), global_batch=6)
-    write_plan(folder / "pp2.json", stages)
+    for name, layout in STAGES.items():
+        stages = byte_decisions(model=gpt(vocab=BYTES, layers=4), layout=layout, global_batch=4)
+        write_plan(folder / f"{name}.json", stages)
     late = byte_decisions(layout=Layout(dp=2, zero=1), global_batch=6, dtype="bf16", overlap="both")
     write_plan(folder / "late.json", late)
     return folder
@@ -64,7 +73,7 @@ def play(member: Member, plan: Path, options: dict[str, Any]) -> Outcome:
 
 
 def outcomes(team: Team, plans: Path, name: str, **options: Any) -> list[Outcome]:
-    world = LAYOUTS.get(name, Layout(dp=2)).devices
+    world = (LAYOUTS | STAGES | {"late": Layout(dp=2)})[name].devices
     found: list[Outcome] = team.play(play, world, plans / f"{name}.json", {"steps": STEPS} | options, meets=False)
     return found
 
@@ -114,6 +123,19 @@ def test_a_checkpoint_goes_on_in_another_layout(
     resumed = outcomes(team, plans, target, save=copy.parent, resume=True)
     assert len(resumed[0].comparison.losses) == STEPS
     assert resumed[0].comparison.losses == pytest.approx(whole, rel=TOLERANCE)
+
+
+@pytest.mark.slow
+def test_a_checkpoint_of_stages_goes_on_in_other_stages(team: Team, plans: Path, tmp_path: Path) -> None:
+    """The embedding is tied: the first and the last stage have it, in shares of their own."""
+    alone = outcomes(team, plans, "one4")[0].comparison.losses
+    outcomes(team, plans, "pp2-dp2-zero1", steps=SAVED, save=tmp_path)
+    state = checkpoint.latest(tmp_path)
+    assert state is not None
+    for target in ("one4", "interleaved"):
+        shutil.copytree(state, tmp_path / target / state.name)
+        resumed = outcomes(team, plans, target, save=tmp_path / target, resume=True)
+        assert resumed[0].comparison.losses == pytest.approx(alone, rel=TOLERANCE)
 
 
 def test_weights_of_several_ranks_are_written_whole(team: Team, plans: Path, saved: Path) -> None:

@@ -20,6 +20,7 @@ from memo_sim.contract.errors import BadInput, CannotRun, UsageError
 from memo_sim.contract.plan import Decisions, Kernels, Layout
 from memo_sim.program.lower import lower
 from tests.exec_cpu.plans import byte_decisions, plan_of, write_plan
+from tests.exec_cpu.small import gpt
 
 GIB = 2**30
 CPU = Machine("cpu", "a CPU", 1, 1, 8 * GIB, 8 * GIB, 8 * GIB, 8 * GIB)
@@ -119,6 +120,13 @@ def test_a_layout_nothing_lowers_cannot_run() -> None:
         preflight.checked_program(
             msgspec.structs.replace(plan, decisions=byte_decisions(layout=Layout(metp=2))), where="plan.json"
         )
+
+
+def test_stages_of_several_parts_have_a_program_each() -> None:
+    layout = Layout(pp=2, schedule="interleaved", virtual_stages=2)
+    plan = plan_of(byte_decisions(model=gpt(vocab=256, layers=4), layout=layout))
+    programs = [preflight.checked_program(plan, where="plan.json", rank=rank) for rank in range(2)]
+    assert [program.role for program in programs] == ["stage0", "stage1"]
 
 
 def test_a_step_of_too_many_micro_batches_is_refused_at_once() -> None:
