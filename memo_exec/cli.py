@@ -118,7 +118,8 @@ def run_command(**options: Any) -> None:
         _print_comparison(outcome.comparison, as_json=options["as_json"])
     _write_traces(outcome, options["trace_path"], options["measured_path"])
     if outcome.stopped_by:
-        _say(f"interrupted after step {outcome.steps}")
+        if outcome.rank == 0:
+            _say(f"interrupted after step {outcome.steps}")
         sys.exit(SIGNALLED + outcome.stopped_by)
     if outcome.rank == 0:
         _check_tolerance(outcome.comparison, options["tolerance"])
