@@ -156,6 +156,8 @@ class Interpreter:
         return self
 
     def __exit__(self, *error: object) -> None:
+        if error[0] is not None and self.device.type == "cuda" and self.context.groups:
+            return  # unpinning would wait for a kernel that waits for another rank; the process's end does not
         self.close()
 
     def _load(self, batch: Sequence[tuple[Tensor, Tensor]]) -> None:

@@ -22,9 +22,10 @@ import torch
 
 from memo_exec import checkpoint, compare, preflight, weights
 from memo_exec.dataset import load_dataset
+from memo_exec.distributed.connections import connect
 from memo_exec.distributed.groups import Groups, make_groups
 from memo_exec.distributed.place import Place
-from memo_exec.distributed.world import PATIENCE_S, World, answered, device_of, joined, launched
+from memo_exec.distributed.world import World, answered, device_of, joined, launched, patience_of, side_by_side
 from memo_exec.hyperparameters import Hyperparameters
 from memo_exec.interpreter import Interpreter
 from memo_exec.machine import Machine, this_machine
@@ -90,6 +91,8 @@ def run(
         UsageError: for options that contradict each other or the checkpoint.
     """
     launch, plan = launched(), codec.read(plan_path, Plan)
+    if launch.world > 1:
+        side_by_side()
     program = preflight.checked_program(plan, where=str(plan_path), rank=launch.rank)
     preflight.check_ranks(plan.decisions, launch)
     if launch.rank > 0:
@@ -108,7 +111,7 @@ def run(
     base = state.hyperparameters if state is not None else Hyperparameters()
     seed = state.data.seed if state is not None else options.seed or 0
     with (
-        joined(launch, device) as world,
+        joined(launch, device, patience_s=_patience_s(plan)) as world,
         Interpreter(
             plan.decisions,
             program,
@@ -117,7 +120,7 @@ def run(
             debug=options.debug,
             allocator=allocator,
             rank=world.rank,
-            groups=_groups(plan, world),
+            groups=_groups(plan, world, device),
             sharing=machine.sharing,
         ) as interpreter,
     ):
@@ -153,12 +156,19 @@ def run(
         return _outcome(training, machine, predicted)
 
 
-def _groups(plan: Plan, world: World) -> Groups:
-    """Return this rank's process groups; none where it is alone."""
+def _groups(plan: Plan, world: World, device: torch.device) -> Groups:
+    """Return this rank's process groups, connected; none where it is alone."""
     if world.size == 1:
         return {}
+    programs, place = lower(plan.decisions), Place(plan.decisions.layout, world.rank)
     with answered(world.rank, world.size):
-        return make_groups(lower(plan.decisions), Place(plan.decisions.layout, world.rank), patience_s=PATIENCE_S)
+        groups = make_groups(programs, place, patience_s=_patience_s(plan))
+        connect(programs, place, groups, device)
+    return groups
+
+
+def _patience_s(plan: Plan) -> float:
+    return patience_of(plan.prediction.step_s if plan.prediction else None)
 
 
 def _replay_allocator() -> ctypes.CDLL:

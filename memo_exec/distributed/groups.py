@@ -6,14 +6,14 @@ is the same on every rank. Groups of one rank are not made.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 
 import torch.distributed as dist
 
 from memo_exec.distributed.place import Place
 from memo_sim.contract.plan import Layout
-from memo_sim.program.instruction import Lane
+from memo_sim.program.instruction import Instruction, Lane
 from memo_sim.program.program import Program
 from memo_sim.program.ranks import stride
 from memo_sim.program.work import Collective, Exchange, Handover, Work
@@ -34,15 +34,26 @@ def handover_key(work: Handover) -> Key:
     return Lane.SEND, f"{work.source}>{work.target}"
 
 
+def stages_of_key(key: Key) -> tuple[int, int]:
+    """Return source and target of a ``handover_key``."""
+    source, _, target = key[1].partition(">")
+    return int(source), int(target)
+
+
+def played(program: Program) -> Iterator[Instruction]:
+    """Yield the instructions of every template that is played: those of others would ask for groups in vain."""
+    for number in sorted({instance.template for instance in program.instances}):
+        yield from program.templates[number].instructions
+
+
 def group_keys(program: Program) -> list[Key]:
     """Return the lanes and groups that ``program`` talks over, in the order in which their groups are made."""
     found: set[Key] = set()
-    for template in program.templates:
-        for instruction in template.instructions:
-            if isinstance(instruction.work, Collective | Exchange):
-                found.add((instruction.lane, instruction.work.group))
-            elif isinstance(instruction.work, Handover):
-                found.add(handover_key(instruction.work))
+    for instruction in played(program):
+        if isinstance(instruction.work, Collective | Exchange):
+            found.add((instruction.lane, instruction.work.group))
+        elif isinstance(instruction.work, Handover):
+            found.add(handover_key(instruction.work))
     return sorted(found)
 
 
@@ -71,7 +82,7 @@ def _ranks(key: Key, layout: Layout) -> list[tuple[int, ...]]:
     """Return the ranks of every group with this key, each group once."""
     name, devices = key[1], layout.devices
     if ">" in name:
-        source, target = (int(stage) for stage in name.split(">"))
+        source, target = stages_of_key(key)
         apart = stride("pp", layout)
         return [(source * apart + i, target * apart + i) for i in range(apart)]
     groups = [tuple(Place(layout, rank).members(name)) for rank in range(devices)]

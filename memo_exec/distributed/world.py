@@ -2,7 +2,7 @@
 
 Without torchrun there is one. Ranks meet over NCCL on GPUs and over gloo on CPUs, and have a gloo group beside it for
 what is no tensor of the program: whether to stop, how long a step took, names of files. A rank that dies takes the
-others down: what they wait for fails, at once over gloo and after ``PATIENCE_S`` at the latest, and says so.
+others down: what they wait for fails, at once over gloo and after their patience at the latest, and says so.
 """
 
 from __future__ import annotations
@@ -21,8 +21,14 @@ from memo_sim.contract.errors import CannotRun, MemoError, UsageError
 
 T = TypeVar("T")
 
-PATIENCE_S = 600
-"""How long a rank waits for the others before it gives up: longer than any step's part."""
+PATIENCE_S = 600.0
+"""How long a rank waits for the others before it gives up, at the least."""
+
+STEPS_OF_PATIENCE = 3
+"""And so many predicted steps, where they are longer: NCCL counts from when a call is issued, and lanes issue ahead."""
+
+CONNECTIONS = 32
+"""Queues through which CUDA takes work from streams, at most; more than there are lanes and groups."""
 
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 
@@ -61,6 +67,21 @@ def _number(name: str, default: int | None) -> int:
     return int(text)
 
 
+def side_by_side() -> None:
+    """Let lanes that wait for other ranks play side by side; to be called before CUDA and NCCL are first used.
+
+    Streams that share a queue wait for each other: a pipeline stage whose receives hold up its sends waits
+    for ever. And groups connect when they are made, not in a step, where that may wait for another lane's call.
+    """
+    os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = str(CONNECTIONS)
+    os.environ.setdefault("NCCL_RUNTIME_CONNECT", "0")
+
+
+def patience_of(step_s: float | None) -> float:
+    """Return how long to wait for other ranks in a run whose steps take about so long (seconds)."""
+    return max(PATIENCE_S, STEPS_OF_PATIENCE * (step_s or 0.0))
+
+
 @contextmanager
 def answered(rank: int, world: int) -> Iterator[None]:
     """Talk to the other ranks inside this block.
@@ -70,6 +91,8 @@ def answered(rank: int, world: int) -> Iterator[None]:
     """
     try:
         yield
+    except torch.OutOfMemoryError:  # a RuntimeError, but this rank's own
+        raise
     except RuntimeError as error:
         raise CannotRun(
             "another rank has stopped, or does not answer",
@@ -144,8 +167,10 @@ class World:
 
 
 @contextmanager
-def joined(launch: Launch, device: torch.device) -> Iterator[World]:
+def joined(launch: Launch, device: torch.device, *, patience_s: float = PATIENCE_S) -> Iterator[World]:
     """Join the other ranks, when there are any, and leave them at the end.
+
+    ``patience_s``: how long to wait for them where they talk beside the program (seconds).
 
     Raises:
         CannotRun: when they do not meet.
@@ -154,7 +179,7 @@ def joined(launch: Launch, device: torch.device) -> Iterator[World]:
         yield World(launch)
         return
     cuda = device.type == "cuda"
-    patience = timedelta(seconds=PATIENCE_S)
+    patience = timedelta(seconds=patience_s)
     try:
         dist.init_process_group(BACKENDS[device.type], timeout=patience, device_id=device if cuda else None)
         talk = dist.new_group(backend="gloo", timeout=patience)

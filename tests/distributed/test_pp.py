@@ -50,6 +50,10 @@ def test_with_tensor_and_context_parallelism(team: Team, layout: Layout) -> None
     parity(team, "gpt4" if layout.cp > 1 else "llama4", layout, 0.5, seq_tokens=512, global_batch=4)
 
 
+def test_replicas_sum_a_tied_embedding_once_beside_compute(team: Team) -> None:
+    parity(team, "gpt4", Layout(dp=2, pp=2), overlap="gradients", global_batch=4)
+
+
 @pytest.mark.parametrize("alpha", [0.0, 0.5, 1.0])
 @pytest.mark.parametrize("name", ["gpt4", "llama4"])
 @pytest.mark.parametrize("layout", COMBINED, ids=label)

@@ -1,0 +1,70 @@
+"""Before the first step every two ranks that will send to each other have done so."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+from memo_exec.distributed.connections import connect
+from memo_exec.distributed.groups import Key, make_groups
+from memo_exec.distributed.place import Place
+from memo_exec.distributed.world import CONNECTIONS, PATIENCE_S, answered, patience_of, side_by_side
+from memo_sim.contract.errors import CannotRun
+from memo_sim.contract.plan import Layout
+from memo_sim.program.instruction import Lane
+from memo_sim.program.lower import lower
+from tests.distributed.team import PATIENCE_S as PATIENCE_OF_TESTS_S
+from tests.distributed.team import Member, Team
+from tests.exec_cpu.small import decide, gpt
+
+ROUND = Layout(pp=2, cp=2, schedule="interleaved", virtual_stages=2)
+
+
+def connected(member: Member, layout: Layout) -> list[Key]:
+    """Return what a rank has connected."""
+    model = gpt(layers=4)
+    programs = lower(decide(model, layout=layout, seq_tokens=512, micro_batch=1, global_batch=4 * layout.dp))
+    place = Place(layout, member.rank)
+    return connect(programs, place, make_groups(programs, place, patience_s=PATIENCE_OF_TESTS_S), torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("layout", "wanted"),
+    [
+        (ROUND, [(Lane.P2P, "cp"), (Lane.SEND, "0>1"), (Lane.SEND, "1>0")]),
+        (Layout(ulysses=2, dp=2, zero=1), [(Lane.COLLECTIVE, "ulysses")]),
+        (Layout(tp=2, sequence_parallel=True, dp=2), []),
+    ],
+    ids=["cp2-pp2", "ulysses2-dp2", "tp2-dp2"],
+)
+def test_ranks_connect_where_they_send_to_each_other(team: Team, layout: Layout, wanted: list[Key]) -> None:
+    assert team.play(connected, 4, layout) == [wanted] * 4
+
+
+def test_stages_in_the_middle_connect_with_both_neighbours(team: Team) -> None:
+    forth, back = ["0>1", "1>2", "2>3"], ["1>0", "2>1", "3>2"]
+    for stage, found in enumerate(team.play(connected, 4, Layout(pp=4))):
+        assert [name for _, name in found] == sorted(n for n in forth + back if str(stage) in n)
+
+
+def test_a_long_step_is_waited_for() -> None:
+    assert patience_of(None) == patience_of(1.0) == PATIENCE_S
+    assert patience_of(1000.0) == pytest.approx(3000.0)
+
+
+def test_streams_have_queues_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the environment says otherwise, as that of Megatron-LM's users does."""
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    monkeypatch.setenv("NCCL_RUNTIME_CONNECT", "1")
+    side_by_side()
+    assert os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == str(CONNECTIONS)
+    assert os.environ["NCCL_RUNTIME_CONNECT"] == "1"
+
+
+def test_memory_that_runs_out_is_no_other_ranks_failure() -> None:
+    with pytest.raises(torch.OutOfMemoryError), answered(0, 2):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+    with pytest.raises(CannotRun, match="another rank has stopped"), answered(0, 2):
+        raise RuntimeError("Connection closed by peer")
