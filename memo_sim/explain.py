@@ -148,8 +148,8 @@ def _arena(simulation: Simulation, arena: Arena) -> list[str]:
     proof = "the least there can be" if not gap else f"at most {format_bytes(gap)} above the least there can be"
     text = f"Planned arena: {format_bytes(size)} for {len(placement.ids)} buffers, {proof} ({placement.solver})"
     if len(simulation.roles) > 1:
-        text += f"; of {simulation.fullest.program.role}, the fullest: a placement of all stages is not written"
-    elif not arena.whole:
+        text += f"; of {simulation.fullest.program.role}, the fullest"
+    if not arena.whole:
         text += f"; planned for {simulation.program.micro_batches} micro-batches, too many to write a placement of all"
     return [f"{text}."]
 

@@ -26,8 +26,7 @@ MOST_NODES = 6000
 """Of the exact search, per core of the problem: about half a second."""
 
 MOST_NODES_OF_A_STAGE = 500
-"""A pipeline stage holds several micro-batches at once, which makes a node ten times as long; nobody obeys its
-placement, whose size alone is told."""
+"""A pipeline stage holds several micro-batches at once, which makes a node ten times as long."""
 
 TIME_LIMIT_S = 600.0
 """A safety net that is not reached: what is found in time must not depend on it."""
@@ -37,8 +36,8 @@ TIME_LIMIT_S = 600.0
 class Arena:
     """A plan's placement, and what that makes of its prediction.
 
-    ``whole``: the placement has every buffer of the step, so that the executor can obey it; of pipeline stages the one
-    that needs most is placed, which is not all of them.
+    ``whole``: the placement has every buffer of the step, so that the executor can obey it. Of pipeline stages the one
+    that needs most is placed; the executor places the others' buffers itself.
     """
 
     placement: Placement
@@ -72,7 +71,7 @@ def arena_of(simulation: Simulation) -> Arena:
             reason=f"the planned arena of {format_bytes(size)} and {format_bytes(memory.reserve_bytes)} reserve do not "
             f"fit, though the {format_bytes(memory.device.bytes)} that live at once would",
         )
-    return Arena(placement, prediction, whole and len(simulation.roles) == 1)
+    return Arena(placement, prediction, whole)
 
 
 def _input_bytes(program: Program, alignment_bytes: int) -> int:

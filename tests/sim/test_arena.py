@@ -13,7 +13,8 @@ from memo_sim.planning import arena as arenas
 from memo_sim.planning.arena import arena_of
 from memo_sim.planning.question import Pins, Question
 from memo_sim.planning.search import play, search
-from memo_sim.program.check_placement import check_placement
+from memo_sim.program.check_placement import check_placement, largest_live_sum
+from memo_sim.program.lower import lower
 from memo_sim.program.requests import arena_requests
 from memo_sim.what_if import plan_of, what_if
 
@@ -39,6 +40,20 @@ def test_the_predicted_peak_is_the_arenas() -> None:
     assert pinned == placement
     assert plan.prediction is not None
     assert plan.prediction.peak_device_bytes == placement.arena_bytes
+
+
+def test_stages_are_planned_by_the_one_that_needs_most() -> None:
+    cluster, hardware = load_cluster("a800-1x2")
+    asked = question(cluster=cluster, hardware=hardware, pins=Pins(alpha=0.5, pp=2), global_batch=3)
+    answer = what_if(asked)
+    assert answer.best is not None
+    plan, placement = plan_of(answer.best, answer.arena, asked, created="", command="")
+    stages = lower(plan.decisions)
+    assert placement is not None
+    (placed,) = [stage for stage in stages if stage.sha256 == placement.program_sha256]
+    assert check_placement(placement, arena_requests(placed, plan.decisions)) == []
+    most = [largest_live_sum(arena_requests(stage, plan.decisions)) for stage in stages]
+    assert max(most) == placement.lower_bound_bytes
 
 
 def test_a_step_of_many_micro_batches_takes_the_same_arena_and_writes_no_placement(
