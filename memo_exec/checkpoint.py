@@ -113,12 +113,30 @@ def save(directory: Path, run: RunState, interpreter: Interpreter, world: World)
         return final
     fresh = world.by_first(lambda: _made(directory))
     try:
+        check_shared(fresh, world)
         stored.write(fresh / STATE_DIRECTORY, _written(state_of(interpreter), interpreter.place), world.talk)
         world.by_first(lambda: _finish(fresh, final, run))
     finally:
         if world.first:
             shutil.rmtree(fresh, ignore_errors=True)
     return final
+
+
+def check_shared(made: Path, world: World) -> None:
+    """Refuse a directory that the first rank has made and another does not see. Every rank calls this.
+
+    Raises:
+        UsageError: when the nodes do not share it: each would keep a part of the checkpoint.
+        CannotRun: when another rank has stopped.
+    """
+    blind = [rank for rank, seen in enumerate(world.gathered(made.is_dir())) if not seen]
+    if blind:
+        raise UsageError(
+            "the ranks do not share the directory of the checkpoints",
+            where=str(made.parent),
+            got=f"not seen by rank {', '.join(map(str, blind))}",
+            hint="choose a --save directory on storage that all nodes have",
+        )
 
 
 def _written(state: dict[str, list[Held]], place: Place) -> dict[str, list[Held]]:

@@ -30,6 +30,7 @@ from memo_exec.hyperparameters import Hyperparameters
 from memo_exec.interpreter import Interpreter
 from memo_exec.machine import Machine, this_machine
 from memo_exec.memory.replaying import check_device, use_for_torch
+from memo_exec.needs import Needs, check_memory
 from memo_exec.observed import Observed
 from memo_exec.placement_file import checked_placement
 from memo_exec.record import lane_busy_s, measured_trace
@@ -102,7 +103,8 @@ def run(
     predicted = compare.predicted_trace(plan_path, plan)
     machine = this_machine(sharing=launch.local_world)
     placement = checked_placement(plan, program, plan_path)
-    note(preflight.check(plan.decisions, program, machine, placement, lent=allocator is not None).line())
+    needs = preflight.check(plan.decisions, program, machine, placement, lent=allocator is not None)
+    note(needs.line())
     dataset = load_dataset(options.data, plan.decisions.model.vocab)
     saved, state = _checkpoint(options, note)
     if saved is not None and state is not None:
@@ -120,7 +122,7 @@ def run(
             debug=options.debug,
             allocator=allocator,
             rank=world.rank,
-            groups=_groups(plan, world, device),
+            groups=_groups(plan, world, device, needs),
             sharing=machine.sharing,
         ) as interpreter,
     ):
@@ -132,6 +134,7 @@ def run(
             seed=seed,
             world=world,
         )
+        _refuse_other_checkpoints(world, state)
         if saved is not None and state is not None:
             training.restore(saved, state)
         elif options.weights is not None:
@@ -156,14 +159,20 @@ def run(
         return _outcome(training, machine, predicted)
 
 
-def _groups(plan: Plan, world: World, device: torch.device) -> Groups:
-    """Return this rank's process groups, connected; none where it is alone."""
+def _groups(plan: Plan, world: World, device: torch.device, needs: Needs) -> Groups:
+    """Return this rank's process groups, connected; none where it is alone.
+
+    Raises:
+        CannotRun: when another rank has stopped, or what NCCL took leaves too little device memory.
+    """
     if world.size == 1:
         return {}
     programs, place = lower(plan.decisions), Place(plan.decisions.layout, world.rank)
     with answered(world.rank, world.size):
         groups = make_groups(programs, place, patience_s=_patience_s(plan))
         connect(programs, place, groups, device)
+    if device.type == "cuda":
+        check_memory(dataclasses.replace(needs, host_bytes=0), this_machine())
     return groups
 
 
@@ -260,6 +269,16 @@ def _refuse_other_seed(options: RunOptions, state: checkpoint.RunState) -> None:
             got=f"--seed {options.seed}",
             wanted=state.data.seed,
             hint="leave --seed out",
+        )
+
+
+def _refuse_other_checkpoints(world: World, state: checkpoint.RunState | None) -> None:
+    steps = world.gathered(state.step if state is not None else 0)
+    if len(set(steps)) > 1:
+        raise UsageError(
+            "the ranks do not see the same checkpoint",
+            got=f"steps {', '.join(map(str, steps))}, rank by rank",
+            hint="choose a --save directory on storage that all nodes have",
         )
 
 

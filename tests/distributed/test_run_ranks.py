@@ -14,11 +14,13 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
+import torch
 
 from memo_exec import checkpoint
+from memo_exec.distributed.world import joined, launched
 from memo_exec.run import Outcome, RunOptions, run
 from memo_exec.training import StepFigure, Training
-from memo_sim.contract.errors import CannotRun, MemoError
+from memo_sim.contract.errors import CannotRun, MemoError, UsageError
 from memo_sim.contract.plan import Layout
 from tests.distributed.team import Failed, Member, Team
 from tests.exec_cpu.plans import BYTES, byte_decisions, write_plan
@@ -237,3 +239,31 @@ def test_a_killed_worker_ends_torchrun(plans: Path, tmp_path: Path) -> None:
 def _children(parent: int) -> list[int]:
     """Return the processes that ``parent`` has started."""
     return [int(pid) for pid in Path(f"/proc/{parent}/task/{parent}/children").read_text().split()]
+
+
+def of_its_own(member: Member, plan: Path, folder: Path) -> str:
+    """Return what a rank is refused with that looks for checkpoints where the others do not."""
+    with pytest.raises(UsageError) as caught:
+        run(plan, RunOptions(steps=STEPS, save=folder / str(member.rank), resume=True))
+    return str(caught.value)
+
+
+def shared(member: Member, folder: Path) -> str:
+    """Return what a rank is refused with whose directory is not the first's."""
+    with joined(launched(), torch.device("cpu")) as world:
+        made = folder / ("first" if member.rank == 0 else "own")
+        with pytest.raises(UsageError) as caught:
+            checkpoint.check_shared(made, world)
+        return str(caught.value)
+
+
+def test_ranks_without_common_storage_are_told_so(team: Team, plans: Path, saved: Path, tmp_path: Path) -> None:
+    state = checkpoint.latest(saved / "tp2")
+    assert state is not None
+    shutil.copytree(state, tmp_path / "0" / state.name)
+    for said in team.play(of_its_own, 2, plans / "tp2.json", tmp_path, meets=False):
+        assert "the ranks do not see the same checkpoint" in said
+        assert f"steps {SAVED}, 0" in said
+    (tmp_path / "first").mkdir()
+    for said in team.play(shared, 2, tmp_path, meets=False):
+        assert "not seen by rank 1" in said
