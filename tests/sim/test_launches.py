@@ -22,7 +22,7 @@ LAUNCH_S = 30e-6
 def with_host(seconds: float | None) -> Hardware:
     quantity = None if seconds is None else Quantity(value=seconds, source="test")
     sources = {**A100.sources, "test": Source(kind="assumed", text="a test's")}
-    return msgspec.structs.replace(A100, host_launch_s=quantity, sources=sources)
+    return msgspec.structs.replace(A100, host_launch_s=quantity, host_pass_s=None, sources=sources)
 
 
 def eager(**more: object) -> Decisions:
@@ -76,6 +76,19 @@ def test_the_step_is_no_shorter_than_the_host_and_no_longer_than_both_together()
     (stall,) = (s for s in slow.stalls if s.waits_for == "launch")
     assert stall.seconds == pytest.approx(slow.step_s - alone.step_s, rel=1e-6)
     assert all(s.waits_for != "launch" for s in alone.stalls)
+
+
+def test_every_pass_of_a_micro_batch_begins_later_by_what_the_host_does_between() -> None:
+    simulation, without = waits(eager(), 0.0)
+    pass_s = 2e-3
+    host = msgspec.structs.replace(with_host(LAUNCH_S), host_pass_s=Quantity(value=pass_s, source="test"))
+    program, columns = simulation.program, simulation.columns
+    found = launch_waits(program, columns, np.zeros(len(without)), simulation.decisions, host)
+    later = np.flatnonzero(found - without > 1e-9)
+    ids = program.ids()
+    # Two micro-batches, each forward and backward.
+    assert [ids[n].split("/")[0] for n in later] == ["m0", "m0", "m1", "m1"]
+    assert found[later] - without[later] == pytest.approx(np.full(4, pass_s))
 
 
 def test_repeated_micro_batches_wait_as_played_ones_do() -> None:
