@@ -202,7 +202,7 @@ def validate_command(cases: str | None, report: Path | None, *, every: bool, acc
     from memo_sim.views.tables import validation_report, validation_table
 
     if every == (cases is not None):
-        raise UsageError("validate needs a case file, or --all", hint="memo-sim list cases")
+        raise UsageError("validate needs either a case file or --all", hint="memo-sim list cases")
     source, system = options["source"], options["system"]
     if accepting and not (every and source is None and system is None):
         raise UsageError("only all cases can be accepted", wanted="--all --accept without --source and --system")
@@ -270,7 +270,7 @@ def figure_command(name: str, output: str | None, *, as_json: bool) -> None:
     from memo_sim.contract.codec import encode
     from memo_sim.figures import figure
     from memo_sim.published import TABLES, published
-    from memo_sim.views.chart import draw_chart
+    from memo_sim.views.chart import check_chart, draw_chart
     from memo_sim.views.tables import chart_table, published_table, summary_table
 
     if name in TABLES:
@@ -280,6 +280,8 @@ def figure_command(name: str, output: str | None, *, as_json: bool) -> None:
         text = f"{published_table(cells)}\n\n{summary_table(report.cases)}"
         click.echo(encode(report).decode() if as_json else text, nl=not as_json)
         return
+    if output:
+        check_chart(output)
     found = _with_progress("plans", lambda tell: figure(name, progress=tell))
     if output:
         draw_chart(found, output)

@@ -11,12 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from math import gcd
 
 from memo_sim.contract.errors import Infeasible, UsageError
 from memo_sim.contract.longest import Bound, Longest, Tried
 from memo_sim.contract.units import MOST_TOKENS, format_seconds, format_tokens
 from memo_sim.planning.question import Question
 from memo_sim.planning.search import SearchResult, search
+from memo_sim.planning.space import candidates, tokens_that_divide
 from memo_sim.what_if import Answer, what_if
 
 CHECKED = 3
@@ -41,13 +43,15 @@ def longest(
 ) -> LongestAnswer:
     """Return the longest multiple of ``step_tokens`` that fits and takes at most ``most_step_s``.
 
-    The length of ``question`` is not looked at. ``progress`` is told (lengths asked, lengths that may have to be).
+    Where no layout divides ``step_tokens`` the step is their least multiple that one divides. The length of
+    ``question`` is not looked at. ``progress`` is told (lengths asked, lengths that may have to be).
 
     Raises:
         UsageError: when pinned knobs contradict each other or the cluster, or the step is too long.
     """
     if not 0 < step_tokens <= MOST_TOKENS:
         raise UsageError("a step of no use", got=step_tokens, wanted=f"1 to {MOST_TOKENS} tokens")
+    asked_tokens, step_tokens = step_tokens, _divided(question, step_tokens)
     scan = _Scan(question, step_tokens, most_step_s, progress)
     low, high = 0, scan.double(0)
     holes: list[int] = []
@@ -75,7 +79,11 @@ def longest(
         best=answer.result.best if answer else None,
         bound=bound,
         tried=[scan.tried[n] for n in sorted(scan.tried)],
-        why=[*_reasons(scan, low, refused, holes), *(answer.result.why if answer else [])],
+        why=[
+            *_reasons(scan, low, refused, holes),
+            *_coarser(asked_tokens, step_tokens),
+            *(answer.result.why if answer else []),
+        ],
     )
     return LongestAnswer(document, scan.asked(max(low, 1)), answer)
 
@@ -165,6 +173,26 @@ class _Scan:
             reason = f"the fastest step takes {format_seconds(nearest.step_s)}"
             return Tried(seq_tokens=seq_tokens, fits=False, step_s=nearest.step_s, bound="time limit", reason=reason)
         return Tried(seq_tokens=seq_tokens, fits=True, step_s=nearest.step_s)
+
+
+def _divided(question: Question, step_tokens: int) -> int:
+    """Return the least multiple of the step that some layout divides; the step where there is none."""
+    beyond = tokens_that_divide(question)
+    beyond //= gcd(beyond, step_tokens)
+    for multiple in (n for n in range(1, beyond + 1) if beyond % n == 0 and n * step_tokens <= MOST_TOKENS):
+        try:
+            candidates(replace(question, seq_tokens=multiple * step_tokens))
+        except Infeasible:
+            continue
+        return multiple * step_tokens
+    return step_tokens
+
+
+def _coarser(asked_tokens: int, step_tokens: int) -> list[str]:
+    if step_tokens == asked_tokens:
+        return []
+    asked, step = format_tokens(asked_tokens), format_tokens(step_tokens)
+    return [f"No layout divides {asked} tokens, the step that was asked for: the step is {step}."]
 
 
 def _reasons(scan: _Scan, low: int, refused: Tried | None, holes: list[int]) -> list[str]:

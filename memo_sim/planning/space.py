@@ -55,6 +55,7 @@ def layouts(question: Question) -> list[Layout]:
     """
     pins, system = question.pins, find_system(question.system)
     _check_degrees(question)
+    _check_schedule(question)
     found: list[Layout] = []
     for pp in _degrees(pins.pp, question.cluster.devices, "pp" in system.degrees):
         devices = question.cluster.devices // pp
@@ -106,6 +107,24 @@ def _check_degrees(question: Question) -> None:
                 wanted=" and ".join(system.degrees),
                 hint="leave it out, or --system any",
             )
+
+
+def _check_schedule(question: Question) -> None:
+    """Refuse what only pipeline stages have where there are none, and interleaving without chunks to interleave."""
+    pins = question.pins
+    staged = pins.schedule not in (None, "1f1b") or (pins.virtual_stages or 1) > 1
+    if staged and pins.pp is None and "pp" not in find_system(question.system).degrees:
+        raise UsageError(
+            "schedules and virtual stages are of pipelines, and stages are not searched here",
+            got=f"schedule {pins.schedule or '1f1b'}, {pins.virtual_stages or 1} virtual stages, no --pp",
+            hint="--pp 2, or more stages",
+        )
+    if (pins.schedule == "interleaved") != ((pins.virtual_stages or 1) > 1):
+        raise UsageError(
+            "the interleaved schedule and virtual stages belong together",
+            got=f"schedule {pins.schedule or '1f1b'}, {pins.virtual_stages or 1} virtual stages",
+            wanted="--schedule interleaved with --virtual-stages 2 or more, or neither",
+        )
 
 
 def _degrees_of(layout: Layout) -> str:
@@ -237,6 +256,11 @@ def candidates(question: Question) -> tuple[list[Candidate], list[str]]:
     return found, reasons
 
 
+def tokens_that_divide(question: Question) -> int:
+    """Return tokens whose multiples every layout divides: a row block for each of as many ranks as there are, twice."""
+    return 2 * question.cluster.devices * SWAP_GRANULE_TOKENS
+
+
 def _nothing_divides(question: Question, reasons: list[str], *, sequence: bool) -> Infeasible:
     asked, model = question.seq_tokens, question.model
     if model.learned_positions and asked > model.max_positions:
@@ -247,8 +271,7 @@ def _nothing_divides(question: Question, reasons: list[str], *, sequence: bool) 
             wanted=f"at most {model.max_positions}",
             hint=f"--seq-len {model.max_positions}, or a model without learned positions",
         )
-    # A row block on each of as many ranks as there are, in two chunks a rank.
-    whole = 2 * question.cluster.devices * SWAP_GRANULE_TOKENS
+    whole = tokens_that_divide(question)
     near = max(whole, round(asked / whole) * whole)
     hint = "the first reason says which number has to change"
     if sequence and near != asked:

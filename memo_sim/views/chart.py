@@ -26,6 +26,18 @@ MARKERS = ("o", "s", "^", "D")
 """Lines differ in colour and marker, so that they are told apart without colour vision too."""
 
 
+def check_chart(path: str | Path) -> None:
+    """Refuse a file that a figure cannot be drawn into, before the figure is computed.
+
+    Raises:
+        UsageError: when the file's kind or place is not possible.
+    """
+    suffix = Path(path).suffix.lower()
+    if suffix not in FORMATS:
+        raise UsageError("not a kind of picture", where=str(path), got=repr(suffix), wanted=", ".join(FORMATS))
+    codec.check_writable(Path(path))
+
+
 def draw_chart(figure: Figure, path: str | Path) -> None:
     """Draw ``figure`` into ``path``; the name of the file decides the format.
 
@@ -33,9 +45,8 @@ def draw_chart(figure: Figure, path: str | Path) -> None:
         UsageError: when the file's kind or place is not possible.
         ModuleNotFoundError: when matplotlib is not installed.
     """
+    check_chart(path)
     suffix = Path(path).suffix.lower()
-    if suffix not in FORMATS:
-        raise UsageError("not a kind of picture", where=str(path), got=repr(suffix), wanted=", ".join(FORMATS))
     import matplotlib as mpl
 
     with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "memo"}):

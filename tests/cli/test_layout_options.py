@@ -79,7 +79,9 @@ def test_a_layout_is_planned_as_asked_for(
         (("--system", "fsdp", "--ulysses", "2"), 2, "fsdp does not divide work that way"),
         (("--pp", "3"), 2, "does not fill the cluster"),
         (("--pp", "2", "--schedule", "dualpipe"), 2, "'1f1b'"),
-        (("--pp", "2", "--virtual-stages", "2"), 4, "virtual stages belong to the interleaved schedule"),
+        (("--pp", "2", "--virtual-stages", "2"), 2, "the interleaved schedule and virtual stages belong together"),
+        (("--pp", "2", "--schedule", "interleaved"), 2, "--schedule interleaved with --virtual-stages 2"),
+        (("--schedule", "gpipe"), 2, "stages are not searched here"),
         (("--pp", "2", "--tp", "2", "--zero", "3"), 4, "pipeline stages keep whole parameters"),
         (("--ulysses", "3"), 2, "does not fill the cluster"),
         (("--recompute", "selective", "--alpha", "0.5"), 2, "selective recompute swaps nothing"),
@@ -107,3 +109,10 @@ def test_help_names_every_way_to_divide_work() -> None:
     systems = memo_sim("list", "systems").stdout
     names = ("megatron-lm", "deepspeed-ulysses", "fsdp", "ring-attention", "every-layout")
     assert all(name in systems for name in names)
+
+
+def test_a_figure_that_cannot_be_written_is_refused_before_it_is_computed(tmp_path: Path) -> None:
+    for name in ("none/f.png", "f.txt"):
+        done = memo_sim("figure", "11a", "-o", name, cwd=tmp_path)
+        assert (done.returncode, done.stdout) == (2, "")
+        assert "plans" not in done.stderr  # no progress was shown

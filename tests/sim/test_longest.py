@@ -76,10 +76,19 @@ def test_a_time_limit_bounds_it() -> None:
 def test_positions_and_divisibility_bound_it() -> None:
     tiny = load_model("gpt-tiny")
     assert longest(ask(model=tiny), step_tokens=tiny.max_positions // 4).document.bound == "positions"
-    odd = replace(ask(), pins=Pins(tp=1, cp=2))
-    document = longest(odd, step_tokens=1001).document  # cp 2 needs a multiple of 4
+    odd = replace(ask(), pins=Pins(tp=1, dp=2))  # a global batch of one sequence has no two parts
+    document = longest(odd, step_tokens=1024).document
     assert document.bound == "divisibility"
     assert document.seq_tokens == 0
+
+
+def test_a_step_that_nothing_divides_becomes_its_least_multiple_that_something_does() -> None:
+    odd = replace(ask(), pins=Pins(tp=1, cp=2))
+    document = longest(odd, step_tokens=10_001).document  # cp 2 needs a multiple of 4
+    assert document.step_tokens == 4 * 10_001
+    assert document.seq_tokens > 0
+    assert document.seq_tokens % document.step_tokens == 0
+    assert any("No layout divides 10001 tokens" in line for line in document.why)
 
 
 def test_a_hole_below_is_found_and_said(monkeypatch: pytest.MonkeyPatch) -> None:
