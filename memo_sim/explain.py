@@ -174,8 +174,10 @@ def _pipeline(simulation: Simulation) -> list[str]:
 def _sharding(simulation: Simulation) -> list[str]:
     """Say what ZeRO 2 and 3 move of parameters and gradients, and what of it compute waits for."""
     layout, moved = simulation.decisions.layout, simulation.collective_bytes
-    if layout.zero < 2 or not moved:
+    if layout.zero < 2:
         return []
+    if layout.replicas == 1:
+        return [f"ZeRO {layout.zero} has nothing to divide here: no two ranks hold the same parameters."]
     held = "gradients" if layout.zero == 2 else "gradients and parameters"
     names = {"params.all_gather": "gathers", "grads.reduce_scatter": "scatters"}
     parts = [f"{verb} {format_bytes(moved[op])}" for op, verb in names.items() if op in moved]

@@ -81,6 +81,11 @@ def test_the_answer_says_what_zero_3_moves_and_waits_for() -> None:
     assert "compute waits" in line
 
 
+def test_the_answer_says_where_zero_3_has_nothing_to_divide() -> None:
+    result = what_if(ask("any", tp=8, zero=3, recompute="full")).result
+    assert any("ZeRO 3 has nothing to divide" in line for line in result.why)
+
+
 def test_every_layout_holds_those_of_any_and_its_search_accounts_for_all() -> None:
     asked = ask("every-layout", seq_tokens=65536, tp=2, recompute="full")
     found = layouts(asked)
