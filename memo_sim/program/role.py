@@ -191,7 +191,8 @@ class RoleLowering:
         """Add an instance; ``layer`` is local: -1 for the embedding, the number of the stage's layers for the head."""
         number, layers = self.numbers[template], self.stage.layers
         if (number, layer) not in self.strides:
-            first, second = (self._indices(template, m, layer) for m in (0, 1))
+            first = self._indices(template, 0, layer)
+            second = self._indices(template, 1, layer) if self.micro_batches > 1 else first
             self.strides[number, layer] = [(a, b - a) for a, b in zip(first, second, strict=True)]
         indices = tuple(a + micro_batch * step for a, step in self.strides[number, layer])
         of_model = layers[layer] if 0 <= layer < len(layers) else min(layer, self.decisions.model.layers)
