@@ -265,8 +265,8 @@ def test_validate_writes_a_page_and_fails_where_nothing_can_be_evaluated(tmp_pat
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        ([], "validate needs a case file, or --all"),
-        (["memo-table5", "--all"], "validate needs a case file, or --all"),
+        ([], "validate needs either a case file or --all"),
+        (["memo-table5", "--all"], "validate needs either a case file or --all"),
         (["memo-table5", "--accept"], "only all cases can be accepted"),
         (["--all", "--accept", "--system", "memo"], "only all cases can be accepted"),
     ],
