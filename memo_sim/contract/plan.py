@@ -28,6 +28,8 @@ step's last gradient is there. gradients: each block's are summed behind its las
 ZeRO 1 are gathered at the start of the following step, block by block, ahead of its forward."""
 Schedule = Literal["gpipe", "1f1b", "interleaved", "zero-bubble"]
 """In which order a pipeline stage plays micro-batches (``program/schedule.py``)."""
+Partition = Literal["length", "flops"]
+"""How a sequence is cut into subsequences: as many tokens each, or as much forward work each (SPPO 4)."""
 RowwiseKernel = Literal["torch", "triton"]
 HostAllocator = Literal["exact", "power_of_two"]
 Status = Literal["ok", "gpu_oom", "host_oom", "invalid"]
@@ -55,6 +57,8 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     dp: Degree = 1
     zero: Annotated[int, msgspec.Meta(ge=0, le=3)] = 0
     subsequences: Degree = 1
+    """Parts of a sequence that pass a stage one behind the other (SPPO's N)."""
+    partition: Partition = "flops"
 
     @property
     def devices(self) -> int:
@@ -84,6 +88,10 @@ class Decisions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     skeletal tensors are swapped: 0 with recompute none = keep, all of them = full swap; a multiple of 128 or all.
     With ``tokenwise`` the other tokens are recomputed, and layer input and attention output are swapped whole. With
     ``full`` the layer input is all there is to swap; rows of it that are not swapped are kept.
+
+    ``subsequence_swapped_tokens`` are those of each subsequence, where there are several and they neither swap nothing
+    nor everything; they sum to ``swapped_tokens``, and each is a multiple of 128 or its whole part
+    (``program/partition.py``).
     """
 
     model: Model
@@ -93,6 +101,7 @@ class Decisions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     global_batch: Degree = 1
     recompute: Recompute = "none"
     swapped_tokens: Tokens = 0
+    subsequence_swapped_tokens: tuple[Tokens, ...] = ()
     memory_policy: MemoryPolicy = "planned"
     host_allocator: HostAllocator = "exact"
     states: States = "fp32"
@@ -114,15 +123,31 @@ class Decisions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         swapped, tokens = self.swapped_tokens, self.local_tokens
         if swapped > tokens:
             raise ValueError(f"swapped_tokens ({swapped}) are more than the {tokens} tokens of a rank's micro-batch")
-        if swapped % SWAP_GRANULE_TOKENS and swapped != tokens:
+        if self.layout.subsequences > 1 and 0 < swapped < tokens:
+            self._check_subsequences()
+        elif self.subsequence_swapped_tokens:
+            raise ValueError("subsequence_swapped_tokens are for several subsequences that swap some of their tokens")
+        elif swapped % SWAP_GRANULE_TOKENS and swapped != tokens:
             raise ValueError(
                 f"swapped_tokens ({swapped}) must be a multiple of {SWAP_GRANULE_TOKENS}, or all {tokens} tokens"
             )
+
+    def _check_subsequences(self) -> None:
+        each, count = self.subsequence_swapped_tokens, self.layout.subsequences
+        if len(each) != count:
+            raise ValueError(f"subsequence_swapped_tokens has {len(each)} entries, wanted {count}: one a subsequence")
+        if sum(each) != self.swapped_tokens:
+            raise ValueError(f"subsequence_swapped_tokens sum to {sum(each)}, swapped_tokens are {self.swapped_tokens}")
 
     @property
     def local_tokens(self) -> int:
         """Tokens of one micro-batch on one rank, outside of sequence-parallel regions."""
         return self.micro_batch * self.seq_tokens // (self.layout.cp * self.layout.ulysses)
+
+    @property
+    def swap_granule(self) -> int:
+        """Tokens that row blocks come in: 128 rows on every rank that holds a token shard."""
+        return SWAP_GRANULE_TOKENS * (self.layout.tp if self.layout.sequence_parallel else 1)
 
     @property
     def alpha(self) -> float:

@@ -115,8 +115,7 @@ def shape_of(decisions: Decisions, *, cp_rank: int | None = None) -> Shape:
 
 def swap_granule(decisions: Decisions) -> int:
     """Return what ``swapped_tokens`` must be a multiple of: 128 rows on every rank that holds a token shard."""
-    tp = decisions.layout.tp if decisions.layout.sequence_parallel else 1
-    return SWAP_GRANULE_TOKENS * tp
+    return decisions.swap_granule
 
 
 def _check_swapped(decisions: Decisions, tokens: int, tp: int) -> None:
