@@ -84,6 +84,8 @@ _PLAIN: Mapping[str, Kernel] = {
     "attention": attention.attention,
     "attention.bwd": attention.attention_backward,
     "attention.merge": merge.merge,
+    "qkv.split": packing.qkv_split,
+    "qkv.join": packing.qkv_join,
     "kv.pack": packing.kv_pack,
     "heads.transpose": packing.heads_transpose,
     "grad.accumulate": packing.accumulate,

@@ -1,4 +1,8 @@
-"""Attention over the packed Q, K, V: cuts it into sequences and groups of heads and hands views to the plan's backend.
+"""Attention over Q, K, V: cuts them into sequences and groups of heads and hands views to the plan's backend.
+
+    qkv        packed rows: each query's keys and values lie beside it
+    qkv, kv    queries of the packed rows against other keys and values (a ring's, or gathered ones)
+    q, kv      queries of their own against carried keys and values: a subsequence's own, or earlier ones
 
 A backend is a module with ``forward`` and ``backward`` on (batch, tokens, heads, head_dim) views and a log-sum-exp of
 (batch, tokens, heads) in fp32; the mask is none or the causal square.
@@ -29,7 +33,7 @@ BACKENDS = {
 
 
 def attention(call: Call) -> None:
-    """``out, lse = attention(qkv)``, or of its (last) queries against the keys and values of ``kv``."""
+    """``out, lse = attention(qkv)``, or of its (last) queries, or of ``q``, against the keys and values of ``kv``."""
     work, backend = _work(call), _backend(call)
     q, k, v = _operands(call, work)
     out, lse = call["out"].view(q.shape), call.matrix("lse").view(q.shape[:3])
@@ -47,7 +51,7 @@ def attention(call: Call) -> None:
 def attention_backward(call: Call) -> None:
     """``grad_qkv`` of ``attention`` from its output, log-sum-exp and the output's gradient.
 
-    Of queries against other keys: ``grad_q`` and ``grad_kv``, from output and log-sum-exp over all the query's keys.
+    Where keys and values are ``kv``: ``grad_q`` and ``grad_kv``, from output and log-sum-exp over all the query's keys.
     """
     work, backend = _work(call), _backend(call)
     q, k, v = _operands(call, work)
@@ -80,16 +84,22 @@ def _backend(call: Call) -> ModuleType:
 
 
 def _operands(call: Call, work: Attention) -> tuple[Tensor, Tensor, Tensor]:
-    """Return Q, K, V as (batch, tokens, heads, head_dim) views: of the packed rows, or keys and values of ``kv``."""
-    q, k, v = _packed(call["qkv"], work)
+    """Return Q, K, V as (batch, tokens, heads, head_dim) views: of the packed rows, or of ``q`` and ``kv``."""
     kv = call.get("kv")
-    return (q, k, v) if kv is None else (q, *_keys(kv, work))
+    if kv is None:
+        return _packed(call["qkv"], work)
+    apart = call.get("q")
+    q = _packed(call["qkv"], work)[0] if apart is None else _by_head(apart, work)
+    return q, *_keys(kv, work)
 
 
 def _packed(qkv: Tensor, work: Attention) -> tuple[Tensor, Tensor, Tensor]:
-    heads = _queries(torch.unflatten(qkv, 1, (-1, work.head_dim)), work)
-    q, k, v = torch.split(heads, [work.heads, work.kv_heads, work.kv_heads], dim=2)
+    q, k, v = torch.split(_by_head(qkv, work), [work.heads, work.kv_heads, work.kv_heads], dim=2)
     return q, k, v
+
+
+def _by_head(rows: Tensor, work: Attention) -> Tensor:
+    return _queries(torch.unflatten(rows, 1, (-1, work.head_dim)), work)
 
 
 def _keys(kv: Tensor, work: Attention) -> tuple[Tensor, Tensor]:

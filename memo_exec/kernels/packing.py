@@ -1,5 +1,6 @@
-"""Rows put in the order in which ranks exchange them, and gradients that come back added where they belong.
+"""Q, K, V packed, split and exchanged, and gradients that come back added where they belong.
 
+subsequences      queries beside carried keys and values, K before V in each row
 keys and values   every sequence's early chunk, then every sequence's late one (``memo_sim/program/ring.py``)
 heads             by rank: its heads of Q, of K, of V (``memo_sim/program/ulysses.py``), row block by row block
 """
@@ -13,6 +14,21 @@ from torch import Tensor
 
 from memo_exec.kernels.call import Call
 from memo_sim.program.token_order import pieces
+
+
+def qkv_split(call: Call) -> None:
+    """Copy packed Q, K, V apart: into ``q`` and, where they are wanted, ``kv``."""
+    qkv, q, kv = call["qkv"], call["q"], call.get("kv")
+    q.copy_(qkv[:, : q.shape[1]])
+    if kv is not None:
+        kv.copy_(qkv[:, q.shape[1] :])
+
+
+def qkv_join(call: Call) -> None:
+    """Copy the gradients of queries, and of keys and values, into those of the packed Q, K, V."""
+    grad_q, grad_qkv = call["grad_q"], call["grad_qkv"]
+    grad_qkv[:, : grad_q.shape[1]].copy_(grad_q)
+    grad_qkv[:, grad_q.shape[1] :].copy_(call["grad_kv"])
 
 
 def kv_pack(call: Call) -> None:

@@ -1,7 +1,8 @@
 """What an attention backend has to fulfil before its first use, on any device.
 
 Causal alignment, log-sum-exp, lengths off the tile, grouped queries, head sizes, and both passes on one group of heads
-out of the packed tensors, as the executor hands them over: results must be right, and every other head untouched.
+out of the packed tensors (Q, K, V together, or queries apart from carried keys and values), as the executor hands them
+over: results must be right, and every other head untouched.
 
 A result may err by twice what plain products in the same dtype err by in the mean square, and by three times in the
 worst element (flash-attention's own factors; the worst element of few thousands is luck), and a log-sum-exp, which
@@ -36,6 +37,8 @@ class Case:
     """0: as many as queries, and causal."""
     batch: int = 1
     groups: int = 2
+    apart: bool = False
+    """Whether queries lie apart from keys and values, as without a mask."""
 
     @property
     def causal(self) -> bool:
@@ -52,6 +55,8 @@ CASES = [
     Case(192, 4, 2, 128, keys=96),
     Case(130, 2, 1, 64, keys=65, batch=2),
     Case(96, 4, 2, 64, keys=288, batch=2),
+    Case(200, 4, 2, 64, apart=True),
+    Case(129, 2, 1, 128, keys=640),
 ]
 
 
@@ -79,7 +84,7 @@ class Operands:
             return torch.randn(shape, generator=generator, dtype=self.dtype, device=self.device)
 
         def packed(*, random: bool) -> Triple:
-            if case.causal:
+            if case.causal and not case.apart:
                 both = made(rows["q"], q_heads + 2 * kv_heads, random=random)
                 q, k, v = torch.split(both, [q_heads, kv_heads, kv_heads], dim=2)
             else:

@@ -37,7 +37,7 @@ NAMES = ["flash3", "flash4-b17", "flash4", "te-2.9", "te-2.20"]
 
 
 @pytest.mark.parametrize(("backend", "library"), LIBRARIES, ids=NAMES)
-@pytest.mark.parametrize("case", [CASES[0], CASES[1], CASES[4], CASES[6]], ids=str)
+@pytest.mark.parametrize("case", [CASES[0], CASES[1], CASES[4], CASES[6], CASES[8], CASES[9]], ids=str)
 def test_calls_are_right(backend: ModuleType, library: Library, case: Case) -> None:
     with library():
         assert backend.missing() == ""

@@ -1,4 +1,4 @@
-"""The ring's attention in parts, by every backend that is installed here: late queries, other keys, and their merge.
+"""Attention in parts by every backend that is installed here: the ring's, and subsequences with carried keys.
 
 Not yet run: no GPU was at hand.
 """
@@ -13,11 +13,13 @@ from memo_exec.attention_kernels import attention_kernels
 from memo_exec.kernels.attention import BACKENDS
 from memo_exec.machine import this_machine
 from tests.exec_cpu.attention_parts import Parted
+from tests.exec_cpu.attention_subsequences import Subsequences
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
+ON_CUDA = [name for name in BACKENDS if name != "torch-flash-cpu"]
 ERROR = 2.0**-6
 """In the mean square: four roundings of bf16."""
 
@@ -26,11 +28,15 @@ def off(found: Tensor, wanted: Tensor) -> float:
     return float((found.float() - wanted).norm() / wanted.norm())
 
 
-@pytest.mark.parametrize("name", [name for name in BACKENDS if name != "torch-flash-cpu"])
-@pytest.mark.parametrize("batch", [1, 2])
-def test_parts_merge_and_their_gradients_add_up(name: str, batch: int) -> None:
+def installed(name: str) -> None:
     if why_not := attention_kernels(this_machine())[name]:
         pytest.skip(f"{name}: {why_not}")
+
+
+@pytest.mark.parametrize("name", ON_CUDA)
+@pytest.mark.parametrize("batch", [1, 2])
+def test_parts_merge_and_their_gradients_add_up(name: str, batch: int) -> None:
+    installed(name)
     parted = Parted(batch, rows=256, keys=(384, 192), head_dim=64, kernel=name, dtype="bf16", device="cuda")
     wanted, found = parted.reference(), parted.forward()
     assert off(found.out, wanted.out) < ERROR
@@ -38,3 +44,14 @@ def test_parts_merge_and_their_gradients_add_up(name: str, batch: int) -> None:
     d_qkv, d_kv = parted.backward(wanted.out, wanted.lse)
     assert off(d_qkv[:, : parted.model.q_width], wanted.d_q) < ERROR
     assert all(off(mine, true) < ERROR for mine, true in zip(d_kv, wanted.d_kv, strict=True))
+
+
+@pytest.mark.parametrize("name", ON_CUDA)
+@pytest.mark.parametrize("head_groups", [1, 2])
+def test_subsequences_are_attention_over_the_whole_sequence(name: str, head_groups: int) -> None:
+    installed(name)
+    case = Subsequences((384, 256, 200), head_dim=64, head_groups=head_groups, kernel=name, dtype="bf16", device="cuda")
+    wanted, found = case.reference(), case.played()
+    assert off(found.out, wanted.out) < ERROR
+    assert (found.lse - wanted.lse).abs().max() < 1e-3
+    assert off(found.grad_qkv, wanted.grad_qkv) < ERROR
