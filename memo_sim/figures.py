@@ -18,8 +18,9 @@ from memo_sim.contract.errors import Infeasible, UsageError, did_you_mean
 from memo_sim.contract.figure import Figure, Line, Point
 from memo_sim.contract.units import KIB, format_tokens
 from memo_sim.costs.pricing import Pricer
+from memo_sim.planning.bandwidth import offload_bandwidth
 from memo_sim.planning.question import Pins, Question
-from memo_sim.planning.search import Evaluated, offload_bandwidth, play, search
+from memo_sim.planning.search import Evaluated, play, search
 from memo_sim.planning.space import candidates
 from memo_sim.program.lower import lower
 from memo_sim.program.work import Attention, Copy

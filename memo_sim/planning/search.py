@@ -20,20 +20,18 @@ import msgspec
 
 from memo_sim.contract.errors import Infeasible
 from memo_sim.contract.plan import Decisions, Prediction
-from memo_sim.costs.pricing import NodeRates, Pricer
 from memo_sim.engine.simulate import Simulation, simulate
 from memo_sim.planning.alpha import LinearProgram, linear_program
 from memo_sim.planning.alpha_search import Grid, best_alpha, best_partial_swap
+from memo_sim.planning.bandwidth import offload_bandwidth
 from memo_sim.planning.floors import Floor, Floors
 from memo_sim.planning.outcome import Evaluated, SearchResult, as_good
 from memo_sim.planning.passes import Passes
 from memo_sim.planning.presets import FULL_SWAP, INPUTS_SWAPPED, INPUTS_SWAPPED_MLP_IN_BLOCKS, PARTIAL_SWAP
 from memo_sim.planning.question import Question
 from memo_sim.planning.space import Candidate, candidates, policies, with_alpha
-from memo_sim.program.instruction import Lane
-from memo_sim.program.work import Copy
 
-__all__ = ["Evaluated", "SearchResult", "best_with_more_memory", "offload_bandwidth", "play", "search"]
+__all__ = ["Evaluated", "SearchResult", "best_with_more_memory", "play", "search"]
 
 STAND_BACK = (PARTIAL_SWAP, INPUTS_SWAPPED, INPUTS_SWAPPED_MLP_IN_BLOCKS)
 """What is not worth its copies where the same can be kept on the device."""
@@ -287,13 +285,6 @@ class _Search:
 def play(question: Question, decisions: Decisions) -> Simulation:
     """Return one plan played on the question's cluster."""
     return simulate(decisions, question.hardware, question.cluster)
-
-
-def offload_bandwidth(question: Question, decisions: Decisions, size_bytes: int) -> float:
-    """Return the rate (bytes/s) one device offloads at while every device of its node does and compute runs beside."""
-    alone = size_bytes / Pricer(question.hardware, question.cluster, decisions.layout).seconds(Copy(size_bytes, "d2h"))
-    busy = 1 << Lane.COMPUTE | 1 << Lane.D2H
-    return alone * NodeRates(question.hardware, question.cluster).rates(busy)[Lane.D2H]
 
 
 def _linear_program(question: Question, base: Decisions, simulation: Simulation) -> LinearProgram:
