@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import accumulate
 from math import prod
 
 import torch
@@ -20,6 +21,7 @@ from memo_sim.contract.model import Model
 from memo_sim.contract.plan import Decisions
 from memo_sim.program.instruction import Instruction, Lane
 from memo_sim.program.kernel_table import PIECE_BYTES, merge_scratch_bytes
+from memo_sim.program.partition import partition
 from memo_sim.program.token_order import clipped, row_blocks, shard_runs, token_runs
 
 
@@ -60,7 +62,10 @@ class Context:
         """This rank's coordinates."""
         self.runs = token_runs(self.decisions, self.rank)
         self._shard_runs = shard_runs(self.decisions, self.rank)
-        self.row_blocks = row_blocks(self.decisions)
+        parts = partition(self.decisions)
+        self._starts = (0, *accumulate(parts))
+        self.row_blocks = [row_blocks(self.decisions, number) for number in range(len(parts))]
+        """Of each subsequence, in its own rows."""
         self.merging = self._merging()
         """Memory in which parts of attention are merged; None where nothing is."""
 
@@ -79,6 +84,11 @@ class Context:
         for run in clipped(self._shard_runs if shard else self.runs, first, rows):
             yield slice(run.row - first, run.row - first + run.tokens), run.token % self.decisions.seq_tokens
 
+    def start(self, subsequence: int, *, shard: bool = False) -> int:
+        """Return a subsequence's first row among the rank's, or among those of its token shard."""
+        first, layout = self._starts[subsequence], self.decisions.layout
+        return first // layout.tp if shard and layout.sequence_parallel else first
+
     @property
     def model(self) -> Model:
         """The model's shape."""
@@ -91,11 +101,12 @@ class Context:
 
 @dataclass(slots=True)
 class Call:
-    """One kernel call."""
+    """One kernel call; ``subsequence`` is whose rows the layer's tensors hold."""
 
     instruction: Instruction
     context: Context
     tensors: dict[str, Tensor]
+    subsequence: int = 0
 
     def __getitem__(self, role: str) -> Tensor:
         """Return the operand with this role."""
@@ -117,6 +128,15 @@ class Call:
     def first(self, role: str) -> int:
         """Return the operand's first token."""
         return next(operand.first for operand in self.instruction.operands if operand.role == role)
+
+    def positions(self, first: int, rows: int, *, shard: bool = False) -> Iterator[tuple[slice, int]]:
+        """Yield as ``Context.positions`` for rows of the call's subsequence."""
+        return self.context.positions(first + self.context.start(self.subsequence, shard=shard), rows, shard=shard)
+
+    @property
+    def row_blocks(self) -> list[tuple[int, int]]:
+        """The row blocks of the call's subsequence."""
+        return self.context.row_blocks[self.subsequence]
 
     def scratch(self) -> Scratch:
         """Return the call's workspace, to be cut into pieces."""

@@ -59,7 +59,7 @@ def all_to_all(call: Call) -> None:
     send, recv, ranks = call["send"], call["recv"], _work(call).ranks
     home = "send" if len(send) < len(recv) else "recv"
     first = call.first(home)
-    for start, rows in pieces(call.context.row_blocks, first, len(call[home])):
+    for start, rows in pieces(call.row_blocks, first, len(call[home])):
         tokens, heads = (slice(n * (start - first), n * (start - first + rows)) for n in (1, ranks))
         given, taken = (tokens, heads) if home == "send" else (heads, tokens)
         dist.all_to_all_single(recv[taken].view(-1), send[given].view(-1), group=_group(call))
@@ -129,7 +129,7 @@ def _blocks(call: Call, full: Tensor) -> Iterator[tuple[slice, slice]]:
     ranks, first = _work(call).ranks, call.first("full")
     half = len(full) // 2
     # Context parallelism has all early chunks, then all late ones.
-    blocks = [(0, half), (half, half)] if _work(call).group == "cp" else call.context.row_blocks
+    blocks = [(0, half), (half, half)] if _work(call).group == "cp" else call.row_blocks
     for start, rows in pieces(blocks, first, len(full)):
         low, high = start - first, start - first + rows
         yield slice(low // ranks, high // ranks), slice(low, high)

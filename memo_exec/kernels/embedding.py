@@ -38,7 +38,7 @@ def positions_add(call: Call) -> None:
     """``target = source + positions``: of the rows of this rank's token shard, where there are shards."""
     source, target = call.matrix("source"), call.matrix("target")
     table = call["positions"].view(-1, target.shape[1])
-    for rows, place in call.context.positions(call.first("target"), len(target), shard=True):
+    for rows, place in call.positions(call.first("target"), len(target), shard=True):
         torch.add(source[rows], table[place : place + rows.stop - rows.start], out=target[rows])
 
 
@@ -84,6 +84,9 @@ class _DividedIds:
 
 
 def _sequences(call: Call, first: int, count: int) -> Iterator[tuple[slice, slice]]:
-    """Yield (rows, positions) of each run of ``count`` tokens from ``first`` on that lies in one sequence."""
+    """Yield (rows, positions) of each run of ``count`` tokens from ``first`` on that lies in one sequence.
+
+    Token ids lie together for all subsequences.
+    """
     for rows, place in call.context.positions(call.first("ids") + first, count):
         yield rows, slice(place, place + rows.stop - rows.start)

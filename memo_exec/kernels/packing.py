@@ -55,7 +55,7 @@ def heads_transpose(call: Call) -> None:
     """Group features by the rank that has their heads, or (``unpack``) put those of each rank back."""
     source, target = call.matrix("source"), call.matrix("target")
     packs, start = ".unpack" not in call.instruction.name, call.first("source")
-    for first, rows in pieces(call.context.row_blocks, start, len(source)):
+    for first, rows in pieces(call.row_blocks, start, len(source)):
         block = slice(first - start, first - start + rows)
         plain, grouped = (source, target) if packs else (target, source)
         for features, ranks in _by_rank(plain[block], grouped[block], call):

@@ -2,8 +2,9 @@
 
     first' = first * cos - second * sin        second' = second * cos + first * sin
 
-Rows know their position from the operand's first row and the rank's order of tokens; cosines and sines are made for
-one row block at a time (a table for 1M tokens would take 512 MiB) in fp32, then rounded to the dtype.
+Rows know their position from the operand's first row, the call's subsequence and the rank's order of tokens; cosines
+and sines are made for one row block at a time (a table for 1M tokens would take 512 MiB) in fp32, then rounded to the
+dtype.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class Tables:
     def of(self, first: int, rows: int) -> tuple[Tensor, Tensor]:
         """Return cosines and sines, (rows, half a head) in the packed tensor's dtype, from row ``first`` on."""
         positions, (cosines, sines) = self._positions, self._wide
-        for run, place in self._call.context.positions(self._first + first, rows):
+        for run, place in self._call.positions(self._first + first, rows):
             torch.arange(place, place + run.stop - run.start, out=positions[run])
         torch.outer(positions[:rows], self._call.context.inverse_frequencies, out=sines[:rows])
         torch.cos(sines[:rows], out=cosines[:rows])

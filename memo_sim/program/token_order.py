@@ -10,7 +10,8 @@ and row blocks that end at row 2 of 4:
     ulysses 1      2  3 | 14 15
 
 Tensor-parallel ranks share the rows of their group; a gathered row block has them in this order. Sequence parallelism
-divides them once more, in the same way, outside of the products.
+divides them once more, in the same way, outside of the products. Subsequences are runs of a rank's rows, each with row
+blocks of its own, so that a token shard has every subsequence's part of it in turn.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from memo_sim.contract.plan import Decisions
+from memo_sim.program.partition import partition, swapped_parts
 from memo_sim.program.ranks import coordinate
 
 
@@ -31,12 +33,13 @@ class Run:
     tokens: int
 
 
-def row_blocks(decisions: Decisions) -> list[tuple[int, int]]:
-    """Return (first row, rows) of the blocks in which a layer's rows are made, gathered and exchanged.
+def row_blocks(decisions: Decisions, subsequence: int = 0) -> list[tuple[int, int]]:
+    """Return (first row, rows) of the blocks in which a layer's rows of a subsequence are made, gathered and exchanged.
 
-    They end where recompute begins, so that it repeats forward's calls (``activations.py``).
+    They end where recompute begins, so that it repeats forward's calls (``activations.py``). Rows count from the
+    subsequence's first.
     """
-    tokens, swapped = decisions.local_tokens, decisions.swapped_tokens
+    tokens, swapped = partition(decisions)[subsequence], swapped_parts(decisions)[subsequence]
     if decisions.recompute == "tokenwise" and 0 < swapped < tokens:
         return [(0, swapped), (swapped, tokens - swapped)]
     return [(0, tokens)]
@@ -48,6 +51,14 @@ def pieces(blocks: Iterable[tuple[int, int]], first: int, rows: int) -> Iterator
         low, high = max(start, first), min(start + length, first + rows)
         if low < high:
             yield low, high - low
+
+
+def _every_block(decisions: Decisions) -> Iterator[tuple[int, int]]:
+    """Yield the row blocks of all subsequences, in rows of the rank."""
+    first = 0
+    for number, tokens in enumerate(partition(decisions)):
+        yield from ((first + start, rows) for start, rows in row_blocks(decisions, number))
+        first += tokens
 
 
 def token_runs(decisions: Decisions, rank: int = 0) -> tuple[Run, ...]:
@@ -72,7 +83,7 @@ def shard_runs(decisions: Decisions, rank: int = 0) -> tuple[Run, ...]:
         return runs
     mine = coordinate("tp", layout, rank)
     starts = [
-        (first // layout.tp, first + mine * (n // layout.tp), n // layout.tp) for first, n in row_blocks(decisions)
+        (first // layout.tp, first + mine * (n // layout.tp), n // layout.tp) for first, n in _every_block(decisions)
     ]
     return tuple(
         Run(first + run.row - start, run.token, run.tokens)

@@ -8,6 +8,7 @@ first; what each adds to the gradients of earlier keys and values lies in a seco
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ from torch import Tensor
 from memo_exec.memory.dtypes import TORCH_DTYPES
 from memo_sim.contract.hardware import DtypeName
 from memo_sim.contract.plan import Kernels, Layout
+from memo_sim.program.partition import partition
 from memo_sim.program.work import Attention, Mask
 from tests.exec_cpu.hand_call import play
 from tests.exec_cpu.small import CPU_KERNELS, decide, llama
@@ -30,11 +32,12 @@ class Found:
 
 
 class Subsequences:
-    """One sequence in parts of ``parts`` tokens, played with ``kernel`` in ``head_groups`` groups of heads."""
+    """One sequence of ``tokens`` in ``parts`` of equal length, played with ``kernel`` in ``head_groups`` of heads."""
 
     def __init__(
         self,
-        parts: tuple[int, ...],
+        tokens: int,
+        parts: int,
         *,
         head_dim: int = 16,
         head_groups: int = 1,
@@ -43,13 +46,13 @@ class Subsequences:
         device: str = "cpu",
     ) -> None:
         self.model = llama(head_dim=head_dim)
-        self.rows = [slice(sum(parts[:i]), sum(parts[: i + 1])) for i in range(len(parts))]
         self.kernel, self.dtype, self.device = kernel, dtype, device
         kernels = Kernels(attention=kernel, head_groups=head_groups)
-        layout = Layout(subsequences=len(parts))
+        layout = Layout(subsequences=parts, partition="length")
         self.decisions = decide(
-            self.model, layout=layout, seq_tokens=sum(parts), micro_batch=1, dtype=dtype, kernels=kernels
+            self.model, layout=layout, seq_tokens=tokens, micro_batch=1, dtype=dtype, kernels=kernels
         )
+        self.rows = [slice(*ends) for ends in pairwise((0, *accumulate(partition(self.decisions))))]
         self.qkv = self._random(self.model.q_width + 2 * self.model.kv_width, seed=0)
         self.grad = self._random(self.model.q_width, seed=1)
 

@@ -23,16 +23,18 @@ def play(
     scalars: StepScalars | None = None,
     device: str = "cpu",
     name: str = "",
+    subsequence: int = 0,
+    rank: int = 0,
     kernels: Mapping[str, Kernel] = KERNELS,
 ) -> Call:
-    """Play one kernel; ``first`` is every operand's first token, ``name`` the instruction's."""
+    """Play one kernel; ``first`` is every operand's first token, ``name`` the instruction's, ``rank`` who plays it."""
     given = {role: tensor for role, tensor in tensors.items() if tensor is not None}
     if workspace_bytes:
         given["workspace"] = torch.full((workspace_bytes // 4,), float("nan"), device=device)
     operands = tuple(Operand(role, i, first, len(t), Mode.READ) for i, (role, t) in enumerate(given.items()))
     instruction = Instruction(name or f"fwd/{op}", op, Lane.COMPUTE, work or Rowwise(op, 1, 0, 0), operands)
-    context = Context(decisions, torch.device(device), scalars or StepScalars())
-    call = Call(instruction, context, given)
+    context = Context(decisions, torch.device(device), scalars or StepScalars(), rank)
+    call = Call(instruction, context, given, subsequence)
     with torch.inference_mode():
         kernels[op](call)
     return call
