@@ -85,9 +85,6 @@ def _binding(simulation: Simulation) -> str:
     if idle_s < SLACK * step_s:
         return f"{head}: it binds; copies and communication hide behind it."
     waits = [(s.seconds, s.waits_for) for s in prediction.stalls if s.lane == "compute"]
-    lane, tail_s = simulation.after_compute
-    if tail_s > SMALLEST_SHARE * step_s:
-        waits.append((tail_s, f"{lane} after its last kernel"))
     listed = ", ".join(f"{name} {format_seconds(seconds)}" for seconds, name in sorted(waits, reverse=True)[:3])
     return f"{head}; it waits {format_seconds(idle_s)} in all, most for {listed}."
 

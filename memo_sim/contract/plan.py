@@ -161,7 +161,10 @@ class Decisions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class Stall(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Time a lane stood still for one kind of instruction of another lane (summed over the step)."""
+    """Time a lane stood still for one kind of instruction of another lane, or another stage; summed over the step.
+
+    Compute's reach to the step's end: busy seconds and stalls are the whole step.
+    """
 
     lane: str
     waits_for: str

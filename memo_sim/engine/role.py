@@ -21,6 +21,7 @@ from memo_sim.engine.memory import Memory, memory_of
 from memo_sim.engine.playback import Floats, Playback
 from memo_sim.engine.player import Part
 from memo_sim.engine.repetition import Repetition, Window
+from memo_sim.engine.stalls import Kinds, Peers, after_compute, stalls_of
 from memo_sim.program.columns import expand
 from memo_sim.program.edges import Edges, derive_edges
 from memo_sim.program.instruction import Instruction, Lane
@@ -141,13 +142,6 @@ class Role:
         return float(held - waits.seconds[stalled].sum())
 
     @property
-    def after_compute(self) -> tuple[str, float]:
-        """The lane that ends the step, and how long it goes on after the compute lane's last kernel (seconds)."""
-        ends, lane = self.playback.end_s, self.columns.lane
-        last = int(np.argmax(ends))
-        return Lane(int(lane[last])).label, float(ends[last] - ends[lane == Lane.COMPUTE].max(initial=0.0))
-
-    @property
     def reserved_bytes(self) -> int | None:
         """Most that the caching allocator reserves; None where it runs out, or memory is planned."""
         caching = self.memory.caching
@@ -190,26 +184,26 @@ class Role:
         return {Lane(lane).label: float(lanes[lane]) for lane in np.unique(self.columns.lane)}
 
     @property
-    def stalls(self) -> list[Stall]:
-        """The waits of the whole step summed by lane and kind of instruction waited for, longest first."""
-        waits, columns = self.playback.waits, self.columns
+    def ended_s(self) -> float:
+        """When the role's last instruction of the whole step ends (seconds)."""
+        return self.playback.span_s + self.repetition.added_s(self.playback)
+
+    def stalls(self, met: Peers) -> list[Stall]:
+        """Return the waits of the whole step summed by lane and what was waited for."""
+        waits = self.playback.waits
+        wait_s, weights = self.repetition.wait_s(self.playback), self.weights[waits.instruction]
+        return stalls_of(self.playback, met, self._kinds, wait_s, weights) + self._stalls_outside()
+
+    def after_compute(self, met: Peers) -> list[Stall]:
+        """Return what the role still plays when its last kernel has ended, as waits of compute."""
+        parts = after_compute(self.playback, met, self._kinds)
+        return [Stall(lane=Lane.COMPUTE.label, waits_for=name, seconds=s, count=1) for name, s in parts.items()]
+
+    @property
+    def _kinds(self) -> Kinds:
         names = sorted({i.op for t in self.program.templates for i in t.instructions})
         number = {name: n for n, name in enumerate(names)}
-        kind = self.per_instruction(lambda i: number[i.op])[waits.waits_for].astype(np.int64)
-        key = columns.lane[waits.instruction] * len(names) + kind
-        weights = self.weights[waits.instruction]
-        seconds = np.bincount(key, weights=self.repetition.wait_s(self.playback) * weights)
-        count = np.bincount(key, weights=weights)
-        found = [
-            Stall(
-                lane=Lane(k // len(names)).label,
-                waits_for=names[k % len(names)],
-                seconds=float(seconds[k]),
-                count=int(count[k]),
-            )
-            for k in np.flatnonzero(count).tolist()
-        ]
-        return sorted(found + self._stalls_outside(), key=lambda stall: -stall.seconds)
+        return Kinds(names, self.per_instruction(lambda i: number[i.op]).astype(np.int64))
 
     def _stalls_outside(self) -> list[Stall]:
         """Return the kernels of the whole step that stand still for the allocator, and for the host's launches."""

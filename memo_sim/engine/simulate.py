@@ -15,7 +15,7 @@ from functools import cached_property
 from memo_sim.contract.cluster import Cluster
 from memo_sim.contract.errors import Infeasible
 from memo_sim.contract.hardware import Hardware
-from memo_sim.contract.plan import Decisions, Prediction
+from memo_sim.contract.plan import Decisions, Prediction, Stall
 from memo_sim.contract.trace import Trace
 from memo_sim.costs.pricing import NodeRates, Pricer
 from memo_sim.engine.memory import Memory
@@ -23,7 +23,9 @@ from memo_sim.engine.playback import Floats, Playback
 from memo_sim.engine.player import Rates, play_roles
 from memo_sim.engine.repetition import played_at_first, whole_windows, windows
 from memo_sim.engine.role import ALLOCATOR, HOST, Prices, Role
+from memo_sim.engine.stalls import ROUNDING, bubble, peers, summed
 from memo_sim.program.columns import Columns
+from memo_sim.program.instruction import Lane
 from memo_sim.program.lower import lower, program_sha256
 from memo_sim.program.meetings import meetings
 from memo_sim.program.program import Program
@@ -235,10 +237,16 @@ class Simulation:
         """Seconds a middle layer's forward holds the compute lane (``Role.layer_forward_s``)."""
         return self.pace.layer_forward_s
 
-    @property
-    def after_compute(self) -> tuple[str, float]:
-        """The lane that ends the step, and how long it goes on after its role's last kernel (seconds)."""
-        return max(self.roles, key=lambda role: role.playback.span_s).after_compute
+    def _stalls(self, step_s: float) -> list[Stall]:
+        """Return the waits of the pace-setting role until the step's end, the longest first."""
+        role, number = self.pace, self.roles.index(self.pace)
+        met = peers(self.playbacks, meetings([each.program for each in self.roles]))[number]
+        found = [*role.stalls(met), *role.after_compute(met)]
+        if (left_s := step_s - role.ended_s) > ROUNDING * step_s:
+            others = [each for each in range(len(self.roles)) if each != number]
+            latest = max(others, key=lambda each: self.roles[each].ended_s)
+            found.append(Stall(lane=Lane.COMPUTE.label, waits_for=bubble(latest), seconds=left_s, count=1))
+        return summed(found)
 
     @property
     def collective_bytes(self) -> dict[str, int]:
@@ -331,7 +339,7 @@ class Simulation:
             peak_host_bytes_per_node=max(role.memory.host_per_node_bytes for role in self.roles),
             moved_bytes=self.pace.moved_bytes,
             lanes=self.pace.lanes_s,
-            stalls=self.pace.stalls,
+            stalls=self._stalls(step_s),
             outside_calibration=sorted(self._pricer.outside),
         )
 

@@ -68,8 +68,12 @@ def test_the_share_of_recompute() -> None:
 
 def test_what_comes_after_the_last_kernel_is_named() -> None:
     asked = dataclasses.replace(question(32 * 1024, system="full-recompute"), states="host")
-    line = next(line for line in what_if(asked).result.why if line.startswith("Compute is busy"))
-    assert re.search(r"collective after its last kernel [\d.]+ m?s", line)
+    result = what_if(asked).result
+    assert result.best is not None
+    line = next(line for line in result.why if line.startswith("Compute is busy"))
+    assert re.search(r"most for adamw\.decay [\d.]+ m?s", line)
+    longest = max((s for s in result.best.stalls if s.lane == "compute"), key=lambda s: s.seconds)
+    assert longest.waits_for == "adamw.decay"
 
 
 def test_ways_out_are_those_that_are_left() -> None:

@@ -1,0 +1,142 @@
+"""What a lane stood still for, by kind of instruction.
+
+A wait ends with the instruction that came last, yet need not be that one's doing: a gathering may have stood behind a
+receive, and that behind a stage that was not done. So the chain of what bound is followed back to the wait's start, and
+what hand-overs took, and other stages, is put down to them; the rest of the wait to the instruction that ended it.
+
+      compute     | pass 1 |         waits          | pass 2 |
+      collective                           | gather |
+      receive                      | recv  |                     gather: the last third, receive: the middle one,
+      stage 1       ... still computes     |                     pipeline bubble (stage 1): the first
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+
+from memo_sim.contract.plan import Stall
+from memo_sim.engine.playback import Floats, Playback
+from memo_sim.program.columns import Ints
+from memo_sim.program.instruction import Lane
+from memo_sim.program.meetings import Meeting
+
+ROUNDING = 1e-12
+"""Of the step: two instants that lie nearer are one."""
+
+HANDOVERS = (Lane.SEND, Lane.RECEIVE)
+
+
+def bubble(stage: int) -> str:
+    """Return what a wait for a stage is called."""
+    return f"pipeline bubble (stage {stage})"
+
+
+@dataclass(frozen=True)
+class Kinds:
+    """The kind of every instruction: ``names[of[i]]``."""
+
+    names: list[str]
+    of: Ints
+
+
+@dataclass(frozen=True)
+class Peers:
+    """The instructions of one role that are played with other stages: when each could have, and who came last."""
+
+    own_ready_s: dict[int, float]
+    latest: dict[int, int]
+
+
+def peers(playbacks: Sequence[Playback], meetings: Sequence[Meeting]) -> list[Peers]:
+    """Return of each role what it plays with others."""
+    ready = [_ready_s(playback) for playback in playbacks]
+    found = [Peers({}, {}) for _ in playbacks]
+    for meeting in meetings:
+        came = [float(ready[role][i]) for role, i in meeting]
+        latest = meeting[came.index(max(came))][0]
+        for (role, i), at in zip(meeting, came, strict=True):
+            found[role].own_ready_s[i] = at
+            found[role].latest[i] = latest
+    return found
+
+
+def _ready_s(playback: Playback) -> Floats:
+    """Return when all that each instruction waits for in its own role has ended."""
+    ready: Floats = np.where(playback.binds >= 0, playback.end_s[playback.binds], 0.0)
+    return ready
+
+
+def stalls_of(playback: Playback, met: Peers, kinds: Kinds, wait_s: Floats, weights: Ints) -> list[Stall]:
+    """Return the waits of a step summed by lane and what was waited for; ``wait_s`` and ``weights`` are of each wait.
+
+    What a wait of the whole step lasts longer than it was played is put down to the instruction that ended it.
+    """
+    waits, columns = playback.waits, playback.columns
+    seconds: dict[tuple[int, str], float] = defaultdict(float)
+    count: dict[tuple[int, str], int] = defaultdict(int)
+    rest = wait_s.copy()
+    own = np.ones(len(rest), dtype=bool)
+    rows = zip(waits.instruction.tolist(), waits.waits_for.tolist(), waits.start_s.tolist(), strict=True)
+    for n, (instruction, producer, since) in enumerate(rows if met.latest else ()):
+        parts = _put_down(playback, met, kinds, (producer, since))
+        rest[n] -= sum(parts.values())
+        own[n] = not parts or rest[n] > ROUNDING * playback.span_s
+        for name, part in parts.items():
+            key = int(columns.lane[instruction]), name
+            seconds[key] += part * int(weights[n])
+            count[key] += int(weights[n])
+    keys = (columns.lane[waits.instruction] * len(kinds.names) + kinds.of[waits.waits_for])[own]
+    sums = np.bincount(keys, weights=(rest * weights)[own])
+    times = np.bincount(keys, weights=weights[own])
+    for k in np.flatnonzero(times).tolist():
+        key = k // len(kinds.names), kinds.names[k % len(kinds.names)]
+        seconds[key] += float(sums[k])
+        count[key] += int(times[k])
+    return [
+        Stall(lane=Lane(lane).label, waits_for=name, seconds=whole, count=count[lane, name])
+        for (lane, name), whole in seconds.items()
+    ]
+
+
+def summed(stalls: Iterable[Stall]) -> list[Stall]:
+    """Return the stalls, those of one lane for one kind added up, the longest first."""
+    found: dict[tuple[str, str], Stall] = {}
+    for stall in stalls:
+        key = stall.lane, stall.waits_for
+        before = found.get(key)
+        found[key] = stall
+        if before is not None:
+            seconds, count = before.seconds + stall.seconds, before.count + stall.count
+            found[key] = msgspec.structs.replace(stall, seconds=seconds, count=count)
+    return sorted(found.values(), key=lambda stall: -stall.seconds)
+
+
+def after_compute(playback: Playback, met: Peers, kinds: Kinds) -> dict[str, float]:
+    """Return what a role still plays when its last kernel has ended, and the seconds of each kind."""
+    compute = playback.end_s[playback.columns.lane == Lane.COMPUTE]
+    wait = int(np.argmax(playback.end_s)), float(compute.max(initial=0.0))
+    return _put_down(playback, met, kinds, wait, tuple(Lane))
+
+
+def _put_down(
+    playback: Playback, met: Peers, kinds: Kinds, wait: tuple[int, float], lanes: Collection[Lane] = HANDOVERS
+) -> dict[str, float]:
+    """Return what other stages, and what is on ``lanes``, took of a ``wait``: (instruction that ends it, its start)."""
+    last, since = wait
+    found: dict[str, float] = defaultdict(float)
+    least = ROUNDING * playback.span_s
+    at = last
+    while at >= 0 and playback.end_s[at] > since:
+        begun = float(playback.start_s[at])
+        played = float(playback.end_s[at]) - max(begun, since)
+        if playback.columns.lane[at] in lanes and played > least:
+            found[kinds.names[kinds.of[at]]] += played
+        if at in met.latest and (held := begun - max(met.own_ready_s[at], since)) > least:
+            found[bubble(met.latest[at])] += held
+        at = int(playback.binds[at])
+    return found
