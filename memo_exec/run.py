@@ -25,6 +25,7 @@ from memo_exec.dataset import load_dataset
 from memo_exec.distributed.connections import connect
 from memo_exec.distributed.groups import Groups, make_groups
 from memo_exec.distributed.place import Place
+from memo_exec.distributed.rendezvous import without_waiting
 from memo_exec.distributed.world import World, answered, device_of, joined, launched, patience_of, side_by_side
 from memo_exec.hyperparameters import Hyperparameters
 from memo_exec.interpreter import Interpreter
@@ -308,6 +309,7 @@ def _signals(training: Training, note: Callable[[str], None]) -> Iterator[None]:
 def _outcome(training: Training, machine: Machine, predicted: Trace | None) -> Outcome:
     plan, program, world = training.plan, training.interpreter.program, training.world
     record, times_s, steps_measured = training.median_record(WARM_UPS)
+    record = without_waiting(record, lower(plan.decisions), training.interpreter.place, world)
     measured = measured_trace(
         program, record, program_sha256=plan.program_sha256, rank=world.rank, world_size=world.size
     )

@@ -22,6 +22,7 @@ from memo_exec.run import Outcome, RunOptions, run
 from memo_exec.training import StepFigure, Training
 from memo_sim.contract.errors import CannotRun, MemoError, UsageError
 from memo_sim.contract.plan import Layout
+from memo_sim.contract.trace import Spans
 from tests.distributed.team import Failed, Member, Team
 from tests.exec_cpu.plans import BYTES, byte_decisions, write_plan
 from tests.exec_cpu.small import gpt
@@ -105,6 +106,19 @@ def test_ranks_have_the_losses_of_one_process_and_a_peak_each(team: Team, plans:
         assert outcome.measured.rank == outcome.rank
         assert outcome.measured.world_size == 2
     assert found[0].comparison == found[1].comparison
+
+
+def test_a_receive_is_busy_as_long_as_its_send(team: Team, plans: Path) -> None:
+    """What it waits for the other stage's kernels is no transfer; the first stage waits for every gradient."""
+    first, second = (outcome.measured.spans for outcome in outcomes(team, plans, "pp2-dp2-zero1")[::2])
+
+    def seconds(spans: Spans, lane: str) -> list[float]:
+        rows = zip(spans.lanes, spans.start_s, spans.end_s, strict=True)
+        return [end - start for at, start, end in rows if at == lane]
+
+    for one, other in ((first, second), (second, first)):
+        assert len(seconds(one, "send")) == 2
+        assert seconds(one, "send") == pytest.approx(seconds(other, "receive"), abs=1e-9)
 
 
 @pytest.mark.parametrize(
