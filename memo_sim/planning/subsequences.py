@@ -1,0 +1,135 @@
+"""What each subsequence costs a stage, and how much of it is offloaded (SPPO 5.2).
+
+A subsequence's activations A_i leave while the next one is computed. Parts of equal work take T each, so what fits
+under a part is the same for all of them, and alpha grows as parts shrink:
+
+    alpha_i A_i = BW T,  at most A_i        the device then holds  M_i = M_{i-1} + A_i - alpha_{i-1} A_{i-1}
+
+Every token has as many bytes, so a constant alpha_i A_i is a constant number of tokens that each part swaps.
+
+      parts  8 5 4 3 tokens, four leave under one      swapped 4 4 4 3      held 8 9 9 8
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+
+import msgspec
+
+from memo_sim.contract.cluster import Cluster
+from memo_sim.contract.hardware import Hardware
+from memo_sim.contract.plan import Decisions, Layout
+from memo_sim.costs.pricing import Pricer
+from memo_sim.program.instruction import Lane, Template
+from memo_sim.program.lower import lower
+from memo_sim.program.partition import partition
+from memo_sim.program.work import Attention
+
+MOST_PART_TOKENS = 16 * 1024
+OCTAVES = 3
+"""From 16K to 2K tokens a subsequence."""
+AN_OCTAVE = 4
+"""Counts tried in each: T has one flat valley."""
+
+
+@dataclass(frozen=True, slots=True)
+class PartTimes:
+    """Seconds of one layer's forward and backward of a subsequence, on one rank."""
+
+    tokens: int
+    forward_s: float
+    backward_s: float
+
+
+class PartPrices:
+    """Prices layers of subsequences: that of a sequence of as many tokens, and attention to the earlier keys."""
+
+    def __init__(self, hardware: Hardware, cluster: Cluster) -> None:
+        self._hardware = hardware
+        self._cluster = cluster
+        self._alone: dict[Decisions, tuple[Template, Template]] = {}
+        self._pricers: dict[tuple[Layout, str], Pricer] = {}
+
+    def parts(self, decisions: Decisions) -> list[PartTimes]:
+        """Return the times of every subsequence.
+
+        Raises:
+            Infeasible: when the layout does not divide the model or the sequence, there are fewer granules than
+            subsequences, or the profile has not measured such work.
+        """
+        sizes = partition(decisions)
+        starts = [0, *accumulate(sizes)]
+        return [self._part(decisions, start, tokens) for start, tokens in zip(starts, sizes, strict=False)]
+
+    def _part(self, decisions: Decisions, start: int, tokens: int) -> PartTimes:
+        alone = msgspec.structs.replace(
+            decisions,
+            model=msgspec.structs.replace(decisions.model, layers=2),
+            layout=Layout(tp=decisions.layout.tp, sequence_parallel=decisions.layout.sequence_parallel),
+            seq_tokens=tokens,
+            global_batch=1,
+            recompute="none",
+            swapped_tokens=0,
+            subsequence_swapped_tokens=(),
+            mlp_chunk_tokens=0,
+            memory_policy="planned",
+        )
+        if alone not in self._alone:
+            (program,) = lower(alone)
+            named = {template.name: template for template in program.templates}
+            self._alone[alone] = (named["layer.fwd"], named["layer.bwd"])
+        forward, backward = self._alone[alone]
+        pricer = self._pricer(decisions)
+        return PartTimes(tokens, _seconds(forward, pricer, start), _seconds(backward, pricer, start))
+
+    def _pricer(self, decisions: Decisions) -> Pricer:
+        key = (decisions.layout, decisions.kernels.rowwise)
+        if key not in self._pricers:
+            rowwise = decisions.kernels.rowwise
+            self._pricers[key] = Pricer(self._hardware, self._cluster, decisions.layout, rowwise=rowwise)
+        return self._pricers[key]
+
+
+def _seconds(template: Template, pricer: Pricer, earlier_tokens: int) -> float:
+    """Return what compute and the collectives between its kernels take, with the earlier keys that attention has."""
+    total = 0.0
+    for instruction in template.instructions:
+        if instruction.lane not in (Lane.COMPUTE, Lane.COLLECTIVE):
+            continue
+        work = instruction.work
+        total += pricer.seconds(work)
+        if earlier_tokens and isinstance(work, Attention):
+            total += pricer.seconds(replace(work, k_tokens=earlier_tokens, mask="none"))
+    return total
+
+
+def counts(seq_tokens: int, an_octave: int = AN_OCTAVE) -> list[int]:
+    """Return numbers of subsequences of 16K tokens down to 2K, ``an_octave`` of them for each halving; at least 1."""
+    lengths = [MOST_PART_TOKENS / 2 ** (i / an_octave) for i in range(OCTAVES * an_octave + 1)]
+    return sorted({max(1, round(seq_tokens / length)) for length in lengths})
+
+
+def held_bytes(sizes: Sequence[float], alphas: Sequence[float]) -> list[float]:
+    """Return M_i: the activations on the device while subsequence i is computed, those before it having left.
+
+    The most is held at the last part k that does not leave whole: the sum of (1 - alpha_j) A_j before it, and A_k. (The
+    paper prints M_max = (1 - alpha_{k-1}) A_{k-1}, which leaves out what the parts before it keep.)
+    """
+    left = [size * (1 - alpha) for size, alpha in zip(sizes, alphas, strict=True)]
+    return [kept + size for kept, size in zip(accumulate([0.0, *left]), sizes, strict=False)]
+
+
+def hidden_tokens(decisions: Decisions, *, forward_s: float, bandwidth_bytes_per_s: float, token_bytes: float) -> int:
+    """Return the tokens of a part whose offload hides under ``forward_s``, rounded down to whole row blocks."""
+    granule = decisions.swap_granule
+    return int(bandwidth_bytes_per_s * forward_s / token_bytes) // granule * granule
+
+
+def swap_each(decisions: Decisions, tokens: int) -> Decisions:
+    """Return ``decisions`` with so many tokens of every subsequence swapped, or all of a part that has fewer."""
+    parts = partition(decisions)
+    each = tuple(min(tokens, part) for part in parts)
+    some = 0 < sum(each) < sum(parts)
+    return msgspec.structs.replace(decisions, swapped_tokens=sum(each), subsequence_swapped_tokens=each if some else ())

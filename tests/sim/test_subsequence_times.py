@@ -1,0 +1,200 @@
+"""Subsequences priced, offloaded by SPPO 5.2 and counted by SPPO 6.1, beside what the paper prints."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from random import Random
+
+import msgspec
+import pytest
+
+from memo_sim.contract.catalog import load_cluster, load_model
+from memo_sim.contract.errors import Infeasible
+from memo_sim.contract.model import Model
+from memo_sim.contract.plan import Decisions, Layout
+from memo_sim.planning.bandwidth import offload_bandwidth
+from memo_sim.planning.question import Question
+from memo_sim.planning.sppo import Choice, solve
+from memo_sim.planning.subsequences import PartPrices, counts, held_bytes, hidden_tokens, swap_each
+from memo_sim.program.partition import balanced, partition, swapped_parts
+
+K = 1024
+GPT_7B = load_model("gpt-7b")
+LLAMA_65B = Model(
+    name="llama-65b",
+    family="llama",
+    layers=80,
+    hidden=8192,
+    heads=64,
+    kv_heads=64,
+    head_dim=128,
+    ffn_hidden=22016,
+    vocab=32000,
+    tied_embeddings=False,
+    activation="silu",
+)
+
+
+def asked(model: str, nodes: int, seq_tokens: int) -> Question:
+    cluster, hardware = load_cluster(f"a100-{nodes}x8-hdr4")
+    return Question(model=load_model(model), cluster=cluster, hardware=hardware, seq_tokens=seq_tokens)
+
+
+def on_a_node(subsequences: int, *, seq_tokens: int = 512 * K) -> Decisions:
+    layout = Layout(tp=8, sequence_parallel=True, pp=4, subsequences=subsequences)
+    return Decisions(model=GPT_7B, layout=layout, seq_tokens=seq_tokens)
+
+
+def test_what_the_device_holds_follows_the_recurrence() -> None:
+    random = Random(0)
+    for _ in range(100):
+        sizes = [random.uniform(1, 9) for _ in range(random.randrange(1, 9))]
+        alphas = [random.random() for _ in sizes]
+        held = held_bytes(sizes, alphas)
+        assert held[0] == sizes[0]
+        for i in range(1, len(sizes)):
+            assert held[i] == pytest.approx(held[i - 1] + sizes[i] - alphas[i - 1] * sizes[i - 1])
+
+
+def test_the_peak_is_at_the_last_part_that_does_not_leave_whole() -> None:
+    random = Random(1)
+    sizes = sorted((random.uniform(1, 9) for _ in range(8)), reverse=True)
+    leaves = 3.0
+    alphas = [min(1.0, leaves / size) for size in sizes]
+    k = alphas.index(1.0)
+    assert 1 < k < len(sizes)
+    held = held_bytes(sizes, alphas)
+    peak = sum((1 - a) * size for a, size in zip(alphas[: k - 1], sizes, strict=False)) + sizes[k - 1]
+    assert max(held) == held[k - 1] == pytest.approx(peak)
+    assert peak > 2 * (1 - alphas[k - 1]) * sizes[k - 1]  # what the paper prints
+
+
+def test_every_part_swaps_as_many_tokens_until_it_has_no_more() -> None:
+    base = on_a_node(32)
+    parts = partition(base)
+    some = swap_each(base, 16 * K)
+    assert swapped_parts(some) == tuple(min(part, 16 * K) for part in parts)
+    alphas = [swapped / part for swapped, part in zip(swapped_parts(some), parts, strict=True)]
+    assert all(before <= after for before, after in pairwise(alphas))
+    assert alphas[0] < 0.25
+    assert alphas[-1] == 1
+    assert swap_each(base, 0) == base
+    assert swap_each(base, 512 * K) == msgspec.structs.replace(base, swapped_tokens=512 * K)
+
+
+def test_what_hides_under_a_part_ends_on_a_row_block() -> None:
+    rate = {"forward_s": 1.0, "bandwidth_bytes_per_s": 5000.0 * 100, "token_bytes": 100.0}
+    assert hidden_tokens(on_a_node(8), **rate) == 4 * K
+
+
+def test_one_part_is_a_layer_and_many_are_slower() -> None:
+    prices = PartPrices(*reversed(load_cluster("a100-4x8-hdr4")))
+    work_s = [sum(p.forward_s for p in prices.parts(on_a_node(n))) for n in (8, 32, 128)]
+    (whole,) = prices.parts(on_a_node(1))
+    # Without the masked diagonal attention is faster; short parts make every kernel slower.
+    assert work_s[0] == pytest.approx(whole.forward_s, rel=0.05)
+    assert work_s[0] < work_s[1] < work_s[2] < 1.2 * whole.forward_s
+
+
+def test_balanced_parts_take_as_long_as_each_other_but_for_short_kernels() -> None:
+    prices = PartPrices(*reversed(load_cluster("a100-4x8-hdr4")))
+    balanced_s = [p.forward_s + p.backward_s for p in prices.parts(on_a_node(8, seq_tokens=1024 * K))]
+    assert max(balanced_s) / min(balanced_s) < 1.1
+    equal = msgspec.structs.replace(on_a_node(8), layout=Layout(tp=8, pp=4, subsequences=8, partition="length"))
+    equal_s = [p.forward_s + p.backward_s for p in prices.parts(msgspec.structs.replace(equal, seq_tokens=1024 * K))]
+    assert equal_s[-1] / equal_s[0] > 4
+
+
+def test_the_bubble_is_a_part_for_each_stage_but_one() -> None:
+    choice = Choice(sp=8, pp=4, subsequences=16, work_s=32.0)
+    assert choice.bubble_s == 6.0  # 3/16 of the work (SPPO 3.3)
+    assert choice.step_s == 38.0
+
+
+def test_counts_reach_from_16k_to_2k_tokens() -> None:
+    assert counts(512 * K) == [32, 38, 45, 54, 64, 76, 91, 108, 128, 152, 181, 215, 256]
+    assert counts(1024 * K, 1) == [64, 128, 256, 512]
+    assert counts(K) == [1]
+
+
+# SPPO Table 4: GPUs' nodes, and (thousands of tokens, N).
+TABLE_4 = {
+    ("gpt-7b", 4): [(512, 32), (640, 64), (768, 80), (896, 128), (1024, 160)],
+    ("gpt-13b", 8): [(512, 32), (640, 48), (768, 64), (1024, 80), (1280, 160)],
+    ("gpt-65b", 16): [(512, 32), (600, 64), (640, 80), (768, 96), (1024, 128)],
+}
+ROWS = [(*job, tokens * K, number) for job, rows in TABLE_4.items() for tokens, number in rows]
+
+
+@pytest.mark.parametrize(("model", "nodes", "seq_tokens", "number"), ROWS)
+def test_table_4_has_2k_to_16k_tokens_a_subsequence(model: str, nodes: int, seq_tokens: int, number: int) -> None:
+    assert 2 * K <= seq_tokens / number <= 16 * K
+
+
+@pytest.mark.parametrize(("model", "nodes", "seq_tokens", "number"), [*ROWS[::5], *ROWS[4::5]])
+def test_the_formula_has_table_4_near_its_valley(model: str, nodes: int, seq_tokens: int, number: int) -> None:
+    """Its N are never ours, yet at most 3 % slower where a stage has four subsequences for each of the others.
+
+    At 512K the paper takes 32, the fewest that its range has: 1, 7 and 20 % slower by the formula, as stages grow.
+    """
+    question = asked(model, nodes, seq_tokens)
+    best, *others = solve(question, sps=[8], numbers=[*counts(seq_tokens, 1), number])
+    printed = next(choice for choice in [best, *others] if choice.subsequences == number)
+    slower = printed.step_s / best.step_s - 1
+    assert slower < (0.03 if number >= 5 * best.pp else 0.21)
+
+
+@pytest.mark.parametrize(("model", "nodes"), [("gpt-13b", 8), ("gpt-65b", 16)])
+def test_the_solver_fills_a_node_with_sequence_parallelism(model: str, nodes: int) -> None:
+    """Table 4 has (8, 8) for 13B, and for 65B (16, 8): SP over two nodes, which its own heuristics exclude."""
+    best = solve(asked(model, nodes, 1024 * K), numbers=[64, 128])[0]
+    assert (best.sp, best.pp) == (8, nodes)
+
+
+@pytest.mark.slow
+def test_the_solver_has_table_4s_layout_for_7b() -> None:
+    best = solve(asked("gpt-7b", 4, 1024 * K))[0]
+    assert (best.sp, best.pp) == (8, 4)
+
+
+def test_a_cluster_that_layers_do_not_divide_over() -> None:
+    with pytest.raises(Infeasible, match="divide this model"):
+        solve(asked("gpt-7b", 3, 64 * K))
+
+
+PRINTED_GB = {8: (10.59, 2.87), 16: (6.04, 1.3)}
+"""SPPO Figure 5: activations of the first and the last of N subsequences of LLaMA-65B at 128K."""
+
+
+@pytest.mark.parametrize("number", PRINTED_GB)
+def test_figure_5_within_five_percent_of_what_it_assumes(number: int) -> None:
+    """The paper does not say how it cut; its four sizes follow from three assumptions.
+
+    Attention counts forward and backward (7/6 of a product's) and without the mask's half, and 64 ranks share 28 bytes
+    a token and feature of each layer: MEMO's 16 half-precision units without K and V, which stay on the GPU.
+    """
+    model, tokens = LLAMA_65B, 128 * K
+    weight = 2 * 7 / 6
+    k = model.layer_matrix_params * 2 / (4 * model.q_width) / weight
+    sizes = balanced(tokens, number, k)
+    token_bytes = 28 * model.hidden * model.layers / 64
+    first, last = PRINTED_GB[number]
+    assert sizes[0] / sizes[-1] == pytest.approx(first / last, rel=0.02)
+    assert sizes[0] * token_bytes / 1e9 == pytest.approx(first, rel=0.05)
+    assert sizes[-1] * token_bytes / 1e9 == pytest.approx(last, rel=0.05)
+
+
+@pytest.mark.parametrize(("number", "ours", "printed"), [(8, 2.73, 3.69), (16, 3.09, 4.65)])
+def test_by_flops_of_the_causal_forward_parts_differ_less(number: int, ours: float, printed: float) -> None:
+    base = Decisions(model=LLAMA_65B, seq_tokens=128 * K, layout=Layout(subsequences=number))
+    parts = partition(base)
+    assert parts[0] / parts[-1] == pytest.approx(ours, rel=0.02)
+    assert parts[0] / parts[-1] < 0.75 * printed
+
+
+@pytest.mark.parametrize(("gigabytes", "milliseconds"), [(10.59, 821), (2.87, 254), (6.04, 435), (1.3, 90)])
+def test_figure_5s_copies_are_as_fast_as_gpus_that_share_an_uplink(gigabytes: float, milliseconds: float) -> None:
+    """Not at the testbed's 32 GB/s: its rates are 11 to 14, ours is 12 while a whole node offloads."""
+    question = asked("gpt-65b", 8, 128 * K)
+    ours = offload_bandwidth(question, on_a_node(8), 10**9)
+    assert gigabytes * 1e9 / (milliseconds * 1e-3) == pytest.approx(ours, rel=0.21)
