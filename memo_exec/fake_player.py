@@ -134,6 +134,8 @@ class _FakePlayer:
         self.watch = _Watch()
         cells = [self.context.cell(lane, 0) for lane in (Lane.COMPUTE, Lane.HOST)]
         self._constants = [self.context.inverse_frequencies, *cells]
+        if self.context.merging is not None:
+            self._constants.append(self.context.merging)
         self.log = RequestLog()
         self.unexplained: list[Unexplained] = []
         self._rows: dict[int, int] = {}
@@ -216,5 +218,6 @@ class _FakePlayer:
         self.watch.events = events
         self.watch.ignore(*self._constants, *tensors.values())
         with self.watch:
-            self.kernels[bound.instruction.op](Call(bound.instruction, self.context, tensors))
+            call = Call(bound.instruction, self.context, tensors, bound.subsequence)
+            self.kernels[bound.instruction.op](call)
         return events

@@ -44,6 +44,7 @@ class Bound:
     number: int
     instruction: Instruction
     touches: tuple[Touch, ...]
+    subsequence: int = 0
     waits: list[Wait] = field(default_factory=list)
     births: list[int] = field(default_factory=list)
     deaths: list[tuple[int, tuple[Wait, ...]]] = field(default_factory=list)
@@ -159,6 +160,7 @@ def unimplied(edges: Edges, more: Edges, lane: Ints) -> np.ndarray:
 
 def _bind(program: Program, columns: Columns) -> list[Bound]:
     buffers, first = columns.operand_buffer.tolist(), columns.operand_first.tolist()
+    instances = columns.instance.tolist()
     bound = []
     row = 0
     for number, (name, instruction) in enumerate(program.walk()):
@@ -167,7 +169,8 @@ def _bind(program: Program, columns: Columns) -> list[Bound]:
             touches.append(Touch(operand.role, buffers[row], first[row], operand.tokens, operand.mode))
             row += 1
         _refuse_aliases(name, touches)
-        bound.append(Bound(number, instruction, tuple(touches)))
+        subsequence = program.instances[instances[number]].subsequence
+        bound.append(Bound(number, instruction, tuple(touches), subsequence))
     return bound
 
 

@@ -6,7 +6,7 @@ follow from program order and ranges (``edges.py``). Everything here is immutabl
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
 from typing import Literal
 
@@ -128,3 +128,5 @@ class Instance:
     indices: tuple[int, ...]
     micro_batch: int
     layer: int = -1
+    subsequence: int = field(default=0, repr=False)
+    """Whose rows it works on; the place says it too, so a program's hash needs no second mention."""
