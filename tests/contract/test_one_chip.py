@@ -9,7 +9,7 @@ from memo_sim.contract.hardware import Hardware
 
 OF_THE_LINK = {"name", "collectives", "sources"}
 FITTED_ON_ONE = {"d2h", "h2d", "system_attention", "device_malloc_s_per_gib", "device_free_s_per_gib"}
-"""What MEMO's tables were fitted on: a node whose eight devices swap, DeepSpeed's attention, a full device's mallocs."""
+"""Of MEMO's tables: the copies of a node whose devices all swap, DeepSpeed's attention, mallocs of a full device."""
 
 
 def fields(hardware: Hardware) -> dict[str, object]:
