@@ -19,7 +19,7 @@ from memo_exec.distributed.own_program import rank_program
 from memo_exec.distributed.place import Place
 from memo_exec.interpreter import Interpreter
 from memo_exec.kernels import StepScalars
-from memo_sim.contract.plan import Decisions, Layout
+from memo_sim.contract.plan import Decisions, Layout, MovedBytes
 from memo_sim.program.lower import lower
 from memo_sim.program.ranks import coordinate
 from memo_sim.program.token_order import token_runs
@@ -41,11 +41,14 @@ class Played:
     norms: list[float]
     gradients: list[tuple[str, tuple[int, ...], tuple[int, ...], Tensor]]
     names: list[str]
+    moved: MovedBytes
+    """To the host and back, in the last step."""
 
 
 def one_process(decisions: Decisions) -> Decisions:
     """Return the same training by one process."""
     policy: dict[str, Any] = {"recompute": "none", "swapped_tokens": 0, "mlp_chunk_tokens": 0, "overlap": "none"}
+    policy["subsequence_swapped_tokens"] = ()
     return msgspec.structs.replace(decisions, layout=Layout(), **policy)
 
 
@@ -78,17 +81,18 @@ def play(member: Member, decisions: Decisions, steps: int, options: dict[str, An
     with Interpreter(decisions, program, rank=member.rank, groups=groups, **options) as interpreter:
         randomise(interpreter)
         found: list[tuple[str, tuple[int, ...], tuple[int, ...], Tensor]] = []
-        losses, norms = [], []
+        losses, norms, moved = [], [], MovedBytes()
         for step in range(1, steps + 1):
             targets = int((global_batch(decisions, step)[1] != -100).sum())
             scalars = StepScalars(lr=1e-2, step=step, loss_scale=1 / targets)
             record = interpreter.run_step(own_batch(decisions, member.rank, step), scalars)
             losses.append(record.loss)
             norms.append(record.grad_norm)
+            moved = record.moved
             if step == 1:
                 held = weights.held_by(interpreter, "grads")
                 found = [(each.name, each.offsets, each.whole, each.view.clone()) for each in held]
-        return Played(losses, norms, found, interpreter.schedule.program.ids())
+        return Played(losses, norms, found, interpreter.schedule.program.ids(), moved)
 
 
 def randomise(interpreter: Interpreter) -> None:
