@@ -29,13 +29,14 @@ from memo_exec.probes import grid as grids
 from memo_exec.probes.copies import Lanes
 from memo_exec.probes.copy_rates import AllDevices
 from memo_exec.probes.grid import Grid
+from memo_exec.probes.load import Load, disturbances, middle_spread
 from memo_exec.probes.operators import Bench, Operator, operators_of
 from memo_exec.probes.profile import COLLECTIVES, COPIES, Found, Shared, profile_of
 from memo_exec.probes.ranks import Ranks, joined
 from memo_exec.probes.tables import Timed, point_of
 from memo_exec.probes.timing import Effort, Sample, of_passes
 from memo_exec.probes.usable import Usable, usable
-from memo_sim.contract.hardware import Hardware
+from memo_sim.contract.hardware import DISTURBED, Hardware
 from memo_sim.contract.plan import Decisions, RowwiseKernel
 from memo_sim.program.instruction import Lane
 from memo_sim.program.library_results import IN_USE
@@ -52,6 +53,7 @@ def calibrate(
     *,
     name: str | None = None,
     progress: Progress = lambda done, total: None,
+    note: Callable[[str], None] = lambda text: None,
     command: str = "",
     grid: Grid | None = None,
     budget_s: float | None = None,
@@ -59,17 +61,21 @@ def calibrate(
     """Return the profile of this machine's device; ``grid`` chooses other shapes (a test's few).
 
     Under torchrun all ranks measure what they share, then rank 0 its device alone; the others return None. The budget
-    (the grid's unless given) is checked between passes over the operators: the first is always made.
+    (the grid's unless given) is checked between passes over the operators: the first is always made. Rank 0 is told by
+    ``note`` what begins, and why the profile is not to be trusted where the machine was busy.
 
     Raises:
         CannotRun: when no attention kernel works here, or another rank stops.
         UsageError: when the environment is not what torchrun sets.
     """
     begun, deadline = datetime.now(UTC), time.perf_counter()
+    load = Load.now()
     with joined() as ranks:
         machine = this_machine()
         grid = grid or (grids.CPU if machine.device == "cpu" else grids.CUDA)
         deadline += grid.budget_s if budget_s is None else budget_s
+        if ranks.first:
+            note(f"measuring {machine.name}, load {load.text()}")
         kernels = usable(machine, grid)
         middle = grids.middle(grid, kernels.attention[0])
         together = _together(ranks, middle, grid) if ranks.world > 1 else None
@@ -80,6 +86,9 @@ def calibrate(
     if together is not None:
         shared, everywhere = together
         found = replace(found, copies=found.copies.beside_all(everywhere, COPIES))
+    disturbed = "; ".join(disturbances(load, machine, measured.samples))
+    if disturbed:
+        note(f"this profile is of a busy machine: {disturbed}\n  next: calibrate again when nothing else runs")
     seconds = (datetime.now(UTC) - begun).total_seconds()
     provenance = {
         **versions(),
@@ -89,6 +98,9 @@ def calibrate(
         "device": machine.name,
         "compute_threads": str(machine.compute_threads),
         "ranks": str(ranks.world),
+        "load_before": load.text(),
+        "middle_spread": f"{middle_spread(measured.samples):.1%}",
+        **({DISTURBED: disturbed} if disturbed else {}),
         "created": begun.isoformat(timespec="seconds"),
         "seconds": f"{seconds:.0f}",
         "command": command,
@@ -114,6 +126,8 @@ class _Measured:
 
     found: Found
     notes: dict[str, str]
+    samples: list[Sample]
+    """Of every operator, all passes together."""
 
 
 def _measure(machine: Machine, grid: Grid, kernels: Usable, deadline: float, progress: Progress) -> _Measured:
@@ -132,9 +146,10 @@ def _measure(machine: Machine, grid: Grid, kernels: Usable, deadline: float, pro
         with clocks.watched(device) as clock_notes:
             _compile(lanes, bench, operators)
             samples = _time_all(lanes, bench, operators, deadline, lambda n: progress(n, total))
+        middles = [of_passes(found) for found in samples]
         timed = [
-            Timed.of(operator.instruction.work, of_passes(found), added_s, operator.rowwise)
-            for operator, found in zip(operators, samples, strict=True)
+            Timed.of(operator.instruction.work, sample, added_s, operator.rowwise)
+            for operator, sample in zip(operators, middles, strict=True)
         ]
         layer = bench.chain(operators_of([grids.middle(grid, kernels.attention[0])]))
         copies = copy_rates.one_device(lanes, grid, layer, COPIES, lambda n: progress(timings + n, total))
@@ -154,7 +169,7 @@ def _measure(machine: Machine, grid: Grid, kernels: Usable, deadline: float, pro
     )
     progress(total, total)
     passes = {"passes": str(len(samples[0])), "dispatch_us": f"{dispatch.seconds * 1e6:.1f}"}
-    return _Measured(found, {**passes, **clock_notes})
+    return _Measured(found, {**passes, **clock_notes}, middles)
 
 
 def _outside_torch(device: torch.device) -> int:

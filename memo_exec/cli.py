@@ -10,6 +10,7 @@ import math
 import os
 import signal
 import sys
+import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -28,6 +29,9 @@ if TYPE_CHECKING:
 Options = dict[str, Any]
 FILE = click.Path(path_type=Path, dir_okay=False)
 DIRECTORY = click.Path(path_type=Path, file_okay=False)
+PROGRESS_S = 10.0
+"""Between lines of progress, where standard error is no terminal."""
+
 SIGNALLED = 128
 """A process that a signal ended exits with this and the signal's number."""
 
@@ -212,7 +216,7 @@ def calibrate_command(output: Path, name: str | None, budget_s: float | None) ->
     _check_writable(output)
     profile = _with_progress(
         "calibrating",
-        lambda tell: calibrate(name=name, progress=tell, command=_command_line(), budget_s=budget_s),
+        lambda tell: calibrate(name=name, progress=tell, note=_say, command=_command_line(), budget_s=budget_s),
     )
     if profile is None:  # rank 0 writes
         return
@@ -291,9 +295,9 @@ def _write_document(path: Path, document: Any) -> None:
 
 
 def _with_progress(label: str, work: Callable[[Callable[[int, int], None]], Any]) -> Any:
-    """Run ``work`` with a callback (done, all) that draws a bar on standard error when that is a terminal."""
+    """Run ``work`` with a callback (done, all) that tells standard error: a bar on a terminal, else a line at times."""
     if not sys.stderr.isatty():
-        return work(lambda done, total: None)
+        return work(_told_at_times(label))
     with click.progressbar(length=1, label=label, file=sys.stderr) as bar:
 
         def tell(done: int, total: int) -> None:
@@ -301,6 +305,20 @@ def _with_progress(label: str, work: Callable[[Callable[[int, int], None]], Any]
             bar.update(done - bar.pos)
 
         return work(tell)
+
+
+def _told_at_times(label: str) -> Callable[[int, int], None]:
+    """Return a callback (done, all) that prints how far the work is, at most once in ``PROGRESS_S``."""
+    begun = told = time.monotonic()
+
+    def tell(done: int, total: int) -> None:
+        nonlocal told
+        now = time.monotonic()
+        if now - told >= PROGRESS_S:
+            told = now
+            _say(f"{label}: {done} of {total} measurements, {now - begun:.0f} s")
+
+    return tell
 
 
 def _who() -> str:

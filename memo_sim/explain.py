@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from memo_sim.contest import label, runner_up, ties
+from memo_sim.contract.hardware import DISTURBED
 from memo_sim.contract.plan import Decisions, Prediction
 from memo_sim.contract.units import format_bytes, format_seconds, format_tokens
 from memo_sim.engine.simulate import ALLOCATOR, Simulation
@@ -51,6 +52,7 @@ def explain(
         lines.append(
             f"Outside the range that was calibrated: {', '.join(outside)}; treat the figures as extrapolation."
         )
+    lines += _profile(question)
     if found.refused:
         lines.append(f"{len(found.refused)} layouts do not divide the model or the sequence, e.g. {found.refused[0]}.")
     return lines
@@ -63,6 +65,14 @@ def _rounded(question: Question, simulation: Simulation) -> list[str]:
         return []
     granule = swap_granule(simulation.decisions)
     return [f"Alpha {asked:.3g} becomes {alpha:.3g}: tokens are swapped in blocks of {granule}."]
+
+
+def _profile(question: Question) -> list[str]:
+    """Say when the profile was measured while the machine had other things to do."""
+    disturbed = question.hardware.provenance.get(DISTURBED)
+    if not disturbed:
+        return []
+    return [f"The profile {question.hardware.name} was measured on a busy machine ({disturbed}): calibrate again."]
 
 
 def _nothing_fits(question: Question, found: SearchResult) -> list[str]:

@@ -22,6 +22,9 @@ Libraries = Literal["2024", "2025"]
 FusedKernel = Literal["triton"]
 """What can play row-wise operators instead of torch's own, fused."""
 
+DISTURBED = "disturbed"
+"""Of a profile's provenance."""
+
 
 class _Part(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Base of the profile's parts: keyword-only, immutable, unknown keys refused."""
@@ -167,6 +170,7 @@ class Hardware(
     """Devices of the node this profile was measured on (or is sold in)."""
     sources: dict[str, Source]
     provenance: dict[str, str] = {}
+    """How it came about; under ``DISTURBED`` what else the machine did while it was measured, where it did."""
 
     def __post_init__(self) -> None:
         """Refuse a profile in which a number names no source, or that nothing can be divided by."""

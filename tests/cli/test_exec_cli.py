@@ -7,6 +7,8 @@ import os
 import signal
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -14,7 +16,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from memo_exec.cli import cli
+from memo_exec.cli import _with_progress, cli
 from memo_sim.contract import codec
 from memo_sim.contract.catalog import load_model
 from memo_sim.contract.comparison import Comparison
@@ -263,3 +265,21 @@ def test_a_planned_plan_without_its_placement_cannot_run(tmp_path: Path) -> None
     path = write_plan(tmp_path / "plan.json")
     (tmp_path / "plan.placement.json").unlink()
     assert "memo-sim plan-memory" in failed(memo_exec("run", path, "--steps", 1), 6)
+
+
+def test_progress_is_told_without_a_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A line at the most every few seconds, on standard error."""
+    times = iter([0.0, 4.0, 11.0, 15.0, 22.0])
+    monkeypatch.setattr(time, "monotonic", lambda: next(times))
+
+    def work(tell: Callable[[int, int], None]) -> str:
+        for done in (1, 2, 3, 4):
+            tell(done, 4)
+        return "found"
+
+    assert _with_progress("calibrating", work) == "found"
+    told = capsys.readouterr()
+    assert told.out == ""
+    assert told.err.splitlines() == ["calibrating: 2 of 4 measurements, 11 s", "calibrating: 4 of 4 measurements, 22 s"]

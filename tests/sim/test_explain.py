@@ -5,6 +5,9 @@ from __future__ import annotations
 import dataclasses
 import re
 
+import msgspec
+
+from memo_sim.contract.hardware import DISTURBED
 from memo_sim.contract.plan import Layout
 from memo_sim.contract.units import GIB, format_bytes
 from memo_sim.planning.question import Question, with_memory
@@ -105,3 +108,11 @@ def test_a_planned_arena_is_a_way_out() -> None:
     assert re.search(r"Ways out: .*--memory-policy planned", why(asked))
     short = question(2048 * 1024, system="full-recompute")
     assert "--memory-policy" not in why(short)
+
+
+def test_a_profile_of_a_busy_machine_is_told_of() -> None:
+    asked = question(32 * 1024, system="full-recompute")
+    busy = msgspec.structs.replace(asked.hardware, provenance={DISTURBED: "the load was 9.0 on 2 cores"})
+    text = why(dataclasses.replace(asked, hardware=busy))
+    assert "was measured on a busy machine (the load was 9.0 on 2 cores)" in text
+    assert "busy machine" not in why(asked)
