@@ -42,6 +42,7 @@ class TemplateBuilder:
     name: str
     phase: str
     _slots: dict[str, str] = field(default_factory=dict)
+    _numbers: dict[str, int] = field(default_factory=dict)
     _tokens: dict[str, int] = field(default_factory=dict)
     _features: dict[str, int] = field(default_factory=dict)
     _own: list[Family] = field(default_factory=list)
@@ -51,6 +52,7 @@ class TemplateBuilder:
         """Add a slot that each instance binds to one buffer of the shared ``family``; return the slot's name."""
         slot = slot or family.name
         self._slots[slot] = family.name
+        self._numbers.setdefault(slot, len(self._numbers))
         self._tokens[slot] = family.tokens
         self._features[slot] = family.features
         return slot
@@ -59,6 +61,7 @@ class TemplateBuilder:
         """Add a buffer that lives inside each instance; return its slot's name."""
         self._own.append(Family(name, buffer_class, dtype, tokens, features))
         self._slots[name] = name
+        self._numbers.setdefault(name, len(self._numbers))
         self._tokens[name] = tokens
         self._features[name] = features
         return name
@@ -83,11 +86,13 @@ class TemplateBuilder:
 
     def emit(self, name: str, op: str, lane: Lane, work: Work, **operands: Access | None) -> None:
         """Append an instruction; operands that are None (a missing bias, say) are left out."""
-        order = list(self._slots)
+        numbers = self._numbers
         listed = tuple(
-            Operand(role, order.index(access[0].slot), access[0].first, access[0].tokens, access[1])
-            for role, access in operands.items()
-            if access is not None
+            [
+                Operand(role, numbers[access[0].slot], access[0].first, access[0].tokens, access[1])
+                for role, access in operands.items()
+                if access is not None
+            ]
         )
         self._instructions.append(Instruction(f"{self.phase}/{name}", op, lane, work, listed))
 

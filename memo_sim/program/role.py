@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from memo_sim.contract.plan import Decisions
 from memo_sim.program.activations import Activations
+from memo_sim.program.bindings import Bindings, Rules
 from memo_sim.program.builder import TemplateBuilder
 from memo_sim.program.ends import embed_backward, embed_forward, head
 from memo_sim.program.handover import Handovers
@@ -47,12 +48,11 @@ class RoleLowering:
         self.seen = self.sharding.whole(self.families)
         """The families as a pass sees them: whole parameters and gradients under the names of what a rank holds."""
         self.templates: list[Template] = []
-        self.slots: list[list[tuple[str, str]]] = []
-        """Of each template, the slots that an instance binds: name and family."""
+        self.rules = Rules(stage, self.activations, self.sharding)
+        self.bindings: list[Bindings] = []
+        """Of each template, which buffers its instances' slots take."""
         self.instances: list[Instance] = []
         self.numbers: dict[str, int] = {}
-        self.strides: dict[tuple[int, int], list[tuple[int, int]]] = {}
-        """Of each template at a layer, the first micro-batch's buffers and how many further the next one's are."""
         self.marks: list[int] = []
         """First instance of every pass."""
 
@@ -130,7 +130,8 @@ class RoleLowering:
         self.numbers[template.name] = len(self.templates)
         self.templates.append(template)
         families = [f for f in template.slots if f not in own]
-        self.slots.append(list(zip(slots or families, families, strict=True)))
+        rules = [self.rules.of(template.name, slot, f) for slot, f in zip(slots or families, families, strict=True)]
+        self.bindings.append(Bindings(rules))
 
     def _layer_builder(self, name: str, phase: str, *, gradients: bool) -> tuple[TemplateBuilder, LayerWriter]:
         builder = TemplateBuilder(name, phase)
@@ -190,23 +191,9 @@ class RoleLowering:
     def _place(self, template: str, place: str, micro_batch: int, layer: int = -1) -> None:
         """Add an instance; ``layer`` is local: -1 for the embedding, the number of the stage's layers for the head."""
         number, layers = self.numbers[template], self.stage.layers
-        if (number, layer) not in self.strides:
-            first = self._indices(template, 0, layer)
-            second = self._indices(template, 1, layer) if self.micro_batches > 1 else first
-            self.strides[number, layer] = [(a, b - a) for a, b in zip(first, second, strict=True)]
-        indices = tuple(a + micro_batch * step for a, step in self.strides[number, layer])
+        indices = self.bindings[number].indices(micro_batch, layer)
         of_model = layers[layer] if 0 <= layer < len(layers) else min(layer, self.decisions.model.layers)
         self.instances.append(Instance(number, place, indices, micro_batch, of_model))
-
-    def _indices(self, template: str, micro_batch: int, layer: int) -> list[int]:
-        """Return which buffer of its family each bound slot takes."""
-        indices = []
-        for slot, family in self.slots[self.numbers[template]]:
-            index = self.sharding.index(family, template, micro_batch, layer)
-            if family.startswith("pending."):
-                index = micro_batch * len(self.stage.layers) + layer
-            indices.append(self._index(slot, micro_batch, layer) if index is None else index)
-        return indices
 
     def _place_layer(self, template: str, micro_batch: int, layer: int) -> None:
         self._place(template, f"m{micro_batch}/s0/l{self.stage.layers[layer]}", micro_batch, layer)
@@ -219,31 +206,6 @@ class RoleLowering:
         self._place(template, place, micro_batch, layer)
         for p in after:
             self._place(p.template, p.place, p.micro_batch, p.layer)
-
-    def _index(self, slot: str, micro_batch: int, layer: int) -> int:  # noqa: PLR0911 - one return a kind of slot
-        stage = self.stage
-        state, _, kind = slot.partition(".")
-        if state in ("params", "grads", "master", "moment1", "moment2", "host_grads", "host_params"):
-            return max(layer, 0) if kind in ("", "layer") else 0
-        if slot in ("loss", "grad_norm"):
-            return 0
-        if slot in ("grad_in", "grad_out", "grad.x"):
-            return micro_batch * stage.boundaries + self._boundary(slot, layer)
-        if slot in ("head.x", "input.ids", "input.labels") or (slot == "next_x" and stage.ends_model(layer)):
-            return micro_batch
-        if slot in ("stage.x", "stage.out") or (slot == "next_x" and stage.ends_chunk(layer)):
-            return micro_batch * stage.chunks + stage.chunk_of(layer)
-        if slot == "next_x":
-            return self.activations.index("x", micro_batch, layer + 1)
-        return self.activations.index(slot, micro_batch, max(layer, 0))
-
-    def _boundary(self, slot: str, layer: int) -> int:
-        """Return which of a micro-batch's gradients a slot takes; at the model's ends the outermost on this stage."""
-        if layer < 0:
-            return 0
-        if layer == len(self.stage.layers):
-            return self.stage.boundaries - 1
-        return self.stage.boundary(layer, after=slot == "grad_out")
 
     def _step_blocks(self) -> list[tuple[str, str, int]]:
         """Return (kind, place, layer) of every parameter block."""

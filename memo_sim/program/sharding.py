@@ -163,11 +163,9 @@ class Sharding:
             offset += length
         return builder.build()
 
-    def index(self, family: str, template: str, micro_batch: int, layer: int) -> int | None:
-        """Return which buffer of ``family`` a pass or what stands around it takes; None for what is not made here."""
+    def index(self, family: str, template: str, micro_batch: int, layer: int) -> int:
+        """Return which whole buffer of ``family`` a pass or what stands around it takes."""
         what, _, kind = family.partition(".")
-        if what not in ("gathered", "whole_grads"):
-            return None
         if kind == "embed":
             return micro_batch * self.embed_uses + (self.embed_uses - 1 if layer == self.layers else 0)
         if kind == "head":
