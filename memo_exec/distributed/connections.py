@@ -12,8 +12,9 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from memo_exec.distributed.groups import Groups, Key, handover_key, played, stages_of_key
+from memo_exec.distributed.groups import Groups
 from memo_exec.distributed.place import Place
+from memo_sim.program.communicators import Key, handover_key, played, stages_of_key
 from memo_sim.program.instruction import Lane
 from memo_sim.program.program import Program
 from memo_sim.program.work import Collective, Exchange, Handover, Work

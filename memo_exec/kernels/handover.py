@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import torch.distributed as dist
 
-from memo_exec.distributed.groups import handover_key
 from memo_exec.kernels.call import Call
+from memo_sim.program.communicators import handover_key
 from memo_sim.program.ranks import stride
 from memo_sim.program.work import Handover
 

@@ -11,11 +11,12 @@ from dataclasses import replace
 
 import pytest
 
-from memo_exec.distributed.groups import communicates, handover_key
+from memo_exec.distributed.groups import communicates
 from memo_exec.distributed.own_program import own_program, rank_program
 from memo_exec.distributed.place import Place
 from memo_sim.contract.plan import Decisions, Layout
 from memo_sim.program.columns import expand
+from memo_sim.program.communicators import handover_key
 from memo_sim.program.edges import derive_edges
 from memo_sim.program.instruction import Lane, Template
 from memo_sim.program.program import Program

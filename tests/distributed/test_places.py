@@ -8,11 +8,12 @@ from math import prod
 import pytest
 import torch
 
-from memo_exec.distributed.groups import group_keys, missing_groups
+from memo_exec.distributed.groups import missing_groups
 from memo_exec.distributed.own_program import own_program
 from memo_exec.distributed.pieces import KINDS, pieces_of
 from memo_exec.distributed.place import Place, Share
 from memo_sim.contract.plan import Decisions, Layout
+from memo_sim.program.communicators import group_keys
 from memo_sim.program.instruction import Lane
 from memo_sim.program.lower import lower
 from memo_sim.program.ranks import AXES, degree, members

@@ -6,13 +6,13 @@ from collections.abc import Iterable
 import pytest
 from torch import Tensor
 
-from memo_exec.distributed.groups import group_keys
 from memo_exec.distributed.own_program import rank_program
 from memo_exec.distributed.place import Place
 from memo_exec.interpreter import Interpreter
 from memo_exec.kernels import KERNELS, Call
 from memo_exec.lanes import HostTimekeeper
 from memo_sim.contract.plan import Layout
+from memo_sim.program.communicators import group_keys
 from memo_sim.program.instruction import Lane
 from tests.exec_cpu.small import batch, decide, gpt, one_step, scalars
 
