@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import click
 
@@ -20,12 +20,13 @@ if TYPE_CHECKING:
 GIB = 2**30
 SEARCHED = (
     *("model", "seq_len", "system", "tp", "cp", "cp_exchange", "ulysses", "pp", "schedule"),
-    *("virtual_stages", "dp", "zero", "alpha", "recompute", "states"),
+    *("virtual_stages", "subsequences", "partition", "dp", "zero", "alpha", "recompute", "states"),
     *("loss_chunk", "mlp_chunk", "overlap", "memory_policy", "replay_allocator", "micro_batch", "global_batch", "top"),
     *("pareto", "one_more_gib"),
 )
 """What a plan decides, so that none of it can be given beside ``--plan``."""
 MOST_SEQUENCES = 2**16
+MOST_SUBSEQUENCES = 2**16
 Options = dict[str, Any]
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -67,6 +68,18 @@ KNOBS = (
     ),
     click.option(
         "--virtual-stages", type=click.IntRange(1), help="Chunks of layers a stage, for the interleaved schedule."
+    ),
+    click.option(
+        "--subsequences",
+        metavar="N|auto",
+        help="Parts of a sequence, one behind the other; auto: searched. One, unless given.",
+    ),
+    click.option(
+        "--partition",
+        type=click.Choice(["length", "flops"]),
+        default="flops",
+        show_default=True,
+        help="Subsequences of equal length, or of equal forward work.",
     ),
     click.option("--dp", type=click.IntRange(1), help="Data parallelism."),
     click.option(
@@ -154,6 +167,8 @@ def question_of(options: Options) -> tuple[Plan | None, Question]:
         pp=options["pp"],
         schedule=options["schedule"],
         virtual_stages=options["virtual_stages"],
+        subsequences=_subsequences(options["subsequences"]),
+        partition=options["partition"],
         dp=options["dp"],
         zero=options["zero"],
         alpha=options["alpha"],
@@ -176,6 +191,22 @@ def question_of(options: Options) -> tuple[Plan | None, Question]:
         global_batch=options["global_batch"],
     )
     return plan, question
+
+
+def _subsequences(text: str | None) -> int | Literal["auto"] | None:
+    """Return a number of subsequences, ``auto``, or None where neither was given."""
+    if text is None:
+        return None
+    if text == "auto":
+        return "auto"
+    if text.isascii() and text.isdigit() and 0 < int(text) <= MOST_SUBSEQUENCES:
+        return int(text)
+    raise UsageError(
+        "not a number of subsequences",
+        got=repr(text),
+        wanted=f"a whole number from 1 to {MOST_SUBSEQUENCES}, or auto",
+        hint="--subsequences 32",
+    )
 
 
 def _chunk(text: str | None) -> int | None:

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from memo_sim.contract.plan import Decisions, Prediction
 from memo_sim.planning.floors import Floors
 from memo_sim.planning.space import with_alpha
+from memo_sim.planning.subsequences import swap_each
+from memo_sim.program.partition import partition, swapped_parts
 from memo_sim.program.shape import swap_granule
 
 RESOLUTION = 64
@@ -29,16 +31,23 @@ class Grid:
 
     @classmethod
     def of(cls, base: Decisions, resolution: int = RESOLUTION) -> Grid:
-        """Return the finest grid up to ``resolution`` that the row blocks of ``base`` allow."""
-        return cls(base, max(1, min(resolution, base.local_tokens // swap_granule(base))))
+        """Return the finest grid up to ``resolution`` that the row blocks of ``base``'s longest part allow."""
+        return cls(base, max(1, min(resolution, partition(base)[0] // swap_granule(base))))
 
     def at(self, step: int) -> Decisions:
         """Return the plan at a step."""
+        if self.base.layout.subsequences > 1:
+            return swap_each(self.base, self._tokens_each(step))
         return with_alpha(self.base, self.base.recompute, step / self.steps)
 
     def step_of(self, decisions: Decisions) -> int:
         """Return the step of one of the grid's plans."""
-        return round(decisions.alpha * self.steps)
+        return round(swapped_parts(decisions)[0] / partition(decisions)[0] * self.steps)
+
+    def _tokens_each(self, step: int) -> int:
+        """Return the tokens that every subsequence swaps at a step; at the last the longest swaps all of its."""
+        longest, granule = partition(self.base)[0], swap_granule(self.base)
+        return longest if step == self.steps else longest * step // self.steps // granule * granule
 
     def refusal(self, step: int, predict: Predict) -> Prediction | None:
         """Return what memory says of the plan at a step where it refuses that; None off the grid as well."""

@@ -12,6 +12,10 @@ memory. The rivals run on PyTorch's caching allocator under an eager framework (
     megatron-lm        tensor parallelism with sequence parallelism, a zigzag ring, the distributed optimizer (MEMO 5.1)
     fsdp               data parallelism alone, every parameter gathered for one use (ZeRO 3)
     ring-attention     a ring over sequence blocks, parameters sharded over all ranks (Liu et al. 2023, section 4)
+    terapipe           subsequences through pipeline stages, all forwards before all backwards (Li et al. 2021)
+    seq1f1b            subsequences through pipeline stages, 1F1B over them (Sun et al. 2024)
+    sppo               seq1f1b whose subsequences are offloaded by as much as hides, no recompute; tensor parallelism
+                       with sequence parallelism inside a node, stages across nodes (SPPO 5.2, 6.1, Table 4)
 """
 
 from __future__ import annotations
@@ -19,7 +23,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from memo_sim.contract.errors import UsageError, did_you_mean
-from memo_sim.contract.plan import Decisions, HostAllocator, MemoryPolicy, Overlap
+from memo_sim.contract.plan import Decisions, HostAllocator, MemoryPolicy, Overlap, Schedule
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +36,8 @@ class Policy:
     recompute: str
     alpha: float | None
     mlp_blocks: bool = False
+    hides: bool = False
+    """Whether alpha is as much as hides under the next subsequence (SPPO 5.2), where it is not searched."""
 
     @classmethod
     def of(cls, decisions: Decisions) -> Policy:
@@ -46,6 +52,8 @@ class Policy:
             return f"full recompute{inputs}{', MLP in blocks' if self.mlp_blocks else ''}"
         if self.recompute == "selective":
             return "selective recompute"
+        if self.hides:
+            return "sequence-aware offload"
         if self.recompute == "none":
             return {0.0: "keep", 1.0: "full swap"}.get(-1.0 if self.alpha is None else self.alpha, "partial swap")
         return "token-wise"
@@ -60,6 +68,8 @@ INPUTS_SWAPPED_MLP_IN_BLOCKS = Policy("full", 1.0, mlp_blocks=True)
 SELECTIVE_RECOMPUTE = Policy("selective", 0.0)
 FULL_SWAP = Policy("none", 1.0)
 PARTIAL_SWAP = Policy("none", None)
+SEQUENCE_AWARE = Policy("none", None, hides=True)
+"""Of each subsequence as much is offloaded as hides under the next one's forward, and the rest kept."""
 TOKENWISE = Policy("tokenwise", None)
 EVERY_FULL = (FULL_RECOMPUTE, INPUTS_SWAPPED, MLP_IN_BLOCKS, INPUTS_SWAPPED_MLP_IN_BLOCKS)
 
@@ -89,6 +99,12 @@ class System:
     """Whether pipeline stages stand still while they hand over."""
     whole_loss: bool = False
     """Whether the logits of all tokens exist at once."""
+    subsequences: bool = False
+    """Whether the number of subsequences is searched; others have it where a question names it."""
+    tp_inside_node: bool = False
+    """Whether tensor parallelism that is not pinned stays within a node."""
+    schedule: Schedule = "1f1b"
+    """In which order stages play their passes, where that is not pinned."""
 
 
 SYSTEMS = {
@@ -154,6 +170,29 @@ SYSTEMS = {
             memory_policy="eager",
             degrees=("cp", "dp"),
             zeros=(3,),
+        ),
+        System(
+            "terapipe",
+            "TeraPipe: subsequences of equal work through pipeline stages, all forwards first; keep or full recompute",
+            (KEEP, FULL_RECOMPUTE),
+            degrees=("tp", "pp"),
+            subsequences=True,
+            schedule="gpipe",
+        ),
+        System(
+            "seq1f1b",
+            "Seq1F1B: subsequences of equal work through pipeline stages in 1F1B's order; keep or full recompute",
+            (KEEP, FULL_RECOMPUTE),
+            degrees=("tp", "pp"),
+            subsequences=True,
+        ),
+        System(
+            "sppo",
+            "SPPO: subsequences through pipeline stages, each offloaded by what hides under the next; tp inside a node",
+            (SEQUENCE_AWARE, FULL_SWAP),
+            degrees=("tp", "pp"),
+            subsequences=True,
+            tp_inside_node=True,
         ),
     )
 }

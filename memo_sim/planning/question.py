@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Literal
 
 import msgspec
 
 from memo_sim.contract.cluster import Cluster
 from memo_sim.contract.hardware import DtypeName, Hardware, Quantity, Source
 from memo_sim.contract.model import Model
-from memo_sim.contract.plan import CpExchange, MemoryPolicy, Overlap, Recompute, Schedule, States
+from memo_sim.contract.plan import CpExchange, MemoryPolicy, Overlap, Partition, Recompute, Schedule, States
 from memo_sim.planning.presets import find_system
 
 OPTION_SOURCE = "option"
@@ -34,6 +35,9 @@ class Pins:
     virtual_stages: int | None = None
     overlap_handovers: bool | None = None
     """Pipeline stages and how they are played; None: one stage, and the layout's defaults. Not searched."""
+    subsequences: int | Literal["auto"] | None = None
+    """Parts of a sequence; ``auto``: searched, as a system does whose own knob it is."""
+    partition: Partition = "flops"
     dp: int | None = None
     zero: int | None = None
     alpha: float | None = None

@@ -30,6 +30,7 @@ from memo_sim.planning.passes import Passes
 from memo_sim.planning.presets import FULL_SWAP, INPUTS_SWAPPED, INPUTS_SWAPPED_MLP_IN_BLOCKS, PARTIAL_SWAP
 from memo_sim.planning.question import Question
 from memo_sim.planning.space import Candidate, candidates, policies, with_alpha
+from memo_sim.planning.subsequences import swap_each
 
 __all__ = ["Evaluated", "SearchResult", "best_with_more_memory", "play", "search"]
 
@@ -189,7 +190,7 @@ class _Search:
 
     def _roughly(self, candidate: Candidate) -> _Bounded:
         """Return a floor from what other candidates share."""
-        keep = msgspec.structs.replace(candidate.base, recompute="none", swapped_tokens=0, mlp_chunk_tokens=0)
+        keep = msgspec.structs.replace(swap_each(candidate.base, 0), recompute="none", mlp_chunk_tokens=0)
         try:
             floor = self.floors.rough(candidate.base, keep=keep if keep in self.bases else None)
         except Infeasible:
@@ -253,7 +254,7 @@ class _Search:
         """Return the outcome of one candidate, or None where another candidate stands for it."""
         policy, base = candidate.policy, candidate.base
         if policy in STAND_BACK and not self.front:
-            kept = msgspec.structs.replace(base, swapped_tokens=0)
+            kept = swap_each(base, 0)
             if (policy.alpha is None or kept in self.bases) and self.predict(kept).status == "ok":
                 return None
         if policy.alpha is not None:

@@ -15,9 +15,11 @@ from memo_sim.contract.units import DTYPE_BYTES
 from memo_sim.planning.presets import FULL_RECOMPUTE, KEEP, SELECTIVE_RECOMPUTE, TOKENWISE, Policy, find_system
 from memo_sim.planning.question import Question
 from memo_sim.planning.rowwise_kernels import RowwiseChoice
+from memo_sim.planning.subsequences import PartPrices, counts, hide, swap_fraction
 from memo_sim.program.attention import longest_keys
 from memo_sim.program.head_groups import fewest_head_groups
 from memo_sim.program.library_results import beside_arena, groups_beside
+from memo_sim.program.partition import partition
 from memo_sim.program.shape import Shape, shape_of, swap_granule
 from memo_sim.program.stage import stages_of
 from memo_sim.program.work import Attention
@@ -60,7 +62,7 @@ def layouts(question: Question) -> list[Layout]:
     for pp in _degrees(pins.pp, question.cluster.devices, "pp" in system.degrees):
         devices = question.cluster.devices // pp
         for tp in _degrees(pins.tp, devices, "tp" in system.degrees):
-            if tp < _least_tp(question):
+            if tp < _least_tp(question) or tp > _most_tp(question):
                 continue
             for cp in _degrees(pins.cp, devices // tp, "cp" in system.degrees):
                 for ulysses in _degrees(pins.ulysses, devices // (tp * cp), "ulysses" in system.degrees):
@@ -68,7 +70,11 @@ def layouts(question: Question) -> list[Layout]:
                     if pins.dp is not None and dp != pins.dp:
                         continue
                     degrees = {"tp": tp, "cp": cp, "ulysses": ulysses, "pp": pp, "dp": dp}
-                    found += [_layout(question, zero, **degrees) for zero in _zeros(question, devices // tp)]
+                    found += [
+                        _layout(question, zero, parts, **degrees)
+                        for zero in _zeros(question, devices // tp)
+                        for parts in _subsequences(question)
+                    ]
     if not found:
         named = {name: getattr(pins, name) for name in (*DEGREES, "pp")}
         asked = ", ".join(f"{name} {degree}" for name, degree in named.items() if degree is not None)
@@ -92,6 +98,23 @@ def _least_tp(question: Question) -> int:
     wanted = min(find_system(question.system).least_tp, cluster.devices_per_node)
     divided = (model.heads, model.kv_heads, model.ffn_hidden, cluster.devices)
     return max(d for d in range(1, wanted + 1) if all(n % d == 0 for n in divided))
+
+
+def _most_tp(question: Question) -> int:
+    """Return the most tensor parallelism of the system: a node's devices, where it is to stay inside."""
+    cluster = question.cluster
+    inside = find_system(question.system).tp_inside_node and question.pins.tp is None
+    return cluster.devices_per_node if inside else cluster.devices
+
+
+def _subsequences(question: Question) -> tuple[int, ...]:
+    """Return the numbers of subsequences to try; one, unless they are asked for or the system's own."""
+    pinned, system = question.pins.subsequences, find_system(question.system)
+    if isinstance(pinned, int):
+        return (pinned,)
+    if pinned == "auto" or system.subsequences:
+        return tuple(dict.fromkeys((*(() if system.subsequences else (1,)), *counts(question.seq_tokens, 1))))
+    return (1,)
 
 
 def _check_degrees(question: Question) -> None:
@@ -129,8 +152,9 @@ def _check_schedule(question: Question) -> None:
 
 def _degrees_of(layout: Layout) -> str:
     """Return a layout's degrees in words; those that few layouts have, only where they divide."""
-    rare = ("ulysses", "pp")
-    return " ".join(f"{n} {getattr(layout, n)}" for n in (*DEGREES, "pp") if n not in rare or getattr(layout, n) > 1)
+    rare = ("ulysses", "pp", "subsequences")
+    names = (*DEGREES, "pp", "subsequences")
+    return " ".join(f"{n} {getattr(layout, n)}" for n in names if n not in rare or getattr(layout, n) > 1)
 
 
 def _zeros(question: Question, replicas: int) -> tuple[int, ...]:
@@ -140,9 +164,11 @@ def _zeros(question: Question, replicas: int) -> tuple[int, ...]:
     return find_system(question.system).zeros if replicas > 1 else (0,)
 
 
-def _layout(question: Question, zero: int, *, tp: int, cp: int, ulysses: int, pp: int, dp: int) -> Layout:
+def _layout(
+    question: Question, zero: int, subsequences: int, *, tp: int, cp: int, ulysses: int, pp: int, dp: int
+) -> Layout:
     pins = question.pins
-    schedule = pins.schedule or "1f1b"
+    schedule = pins.schedule or find_system(question.system).schedule
     # Interleaved stages that waited would wait in a circle; Megatron-LM overlaps theirs alone.
     overlapped = schedule == "interleaved" or not find_system(question.system).waits_for_handovers
     return Layout(
@@ -157,6 +183,8 @@ def _layout(question: Question, zero: int, *, tp: int, cp: int, ulysses: int, pp
         overlap_handovers=overlapped if pins.overlap_handovers is None else pins.overlap_handovers,
         dp=dp,
         zero=zero,
+        subsequences=subsequences,
+        partition=pins.partition,
     )
 
 
@@ -213,6 +241,7 @@ def candidates(question: Question) -> tuple[list[Candidate], list[str]]:
     system = find_system(question.system)
     chosen, kernel = policies(question), attention_kernel(question)
     rowwise = RowwiseChoice(question.hardware)
+    prices = PartPrices(question.hardware, question.cluster)
     found: list[Candidate] = []
     refused: list[tuple[str | None, str]] = []
     for layout in layouts(question):
@@ -232,6 +261,7 @@ def candidates(question: Question) -> tuple[list[Candidate], list[str]]:
         try:
             stages_of(base)
             shape = shape_of(base)
+            partition(base)
             groups = head_groups(shape, base, kernel)
         except Infeasible as error:
             refused.append((error.where, f"{_degrees_of(layout)}: {error.what}"))
@@ -246,8 +276,10 @@ def candidates(question: Question) -> tuple[list[Candidate], list[str]]:
             if policy.mlp_blocks and not rows:
                 continue
             decisions = with_alpha(complete, policy.recompute, policy.alpha or 0.0)
-            cut = msgspec.structs.replace(decisions, mlp_chunk_tokens=rows if policy.mlp_blocks else 0)
-            found.append(Candidate(rowwise.faster(cut), policy))
+            cut = rowwise.faster(msgspec.structs.replace(decisions, mlp_chunk_tokens=rows if policy.mlp_blocks else 0))
+            if policy.hides:
+                cut = hide(question, cut, prices)
+            found.append(Candidate(cut, replace(policy, alpha=cut.alpha) if policy.hides else policy))
     # What the sequence is to blame for comes first: other degrees may help everything else.
     refused.sort(key=lambda reason: reason[0] not in OF_THE_SEQUENCE)
     reasons = [text for _, text in refused]
@@ -287,6 +319,8 @@ def _nothing_divides(question: Question, reasons: list[str], *, sequence: bool) 
 
 def with_alpha(base: Decisions, recompute: str, alpha: float) -> Decisions:
     """Return ``base`` with the fraction ``alpha`` swapped, rounded down to whole row blocks."""
+    if base.layout.subsequences > 1:
+        return swap_fraction(msgspec.structs.replace(base, recompute=recompute), alpha)
     tokens = base.local_tokens
     granule = swap_granule(base)
     swapped = tokens if alpha >= 1 else int(alpha * tokens + 1e-6) // granule * granule

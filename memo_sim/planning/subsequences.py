@@ -12,6 +12,7 @@ Every token has as many bytes, so a constant alpha_i A_i is a constant number of
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -21,13 +22,20 @@ import msgspec
 from memo_sim.contract.cluster import Cluster
 from memo_sim.contract.hardware import Hardware
 from memo_sim.contract.plan import Decisions, Layout
+from memo_sim.contract.units import DTYPE_BYTES
 from memo_sim.costs.pricing import Pricer
+from memo_sim.planning.bandwidth import offload_bandwidth
+from memo_sim.planning.question import Question
 from memo_sim.program.instruction import Lane, Template
 from memo_sim.program.lower import lower
 from memo_sim.program.partition import partition
+from memo_sim.program.shape import shape_of
+from memo_sim.program.tensors import skeletal_tensors
 from memo_sim.program.work import Attention
 
 MOST_PART_TOKENS = 16 * 1024
+ROUNDING = 1e-6
+"""Tokens that a fraction of them may be off by."""
 OCTAVES = 3
 """From 16K to 2K tokens a subsequence."""
 AN_OCTAVE = 4
@@ -121,6 +129,34 @@ def held_bytes(sizes: Sequence[float], alphas: Sequence[float]) -> list[float]:
     return [kept + size for kept, size in zip(accumulate([0.0, *left]), sizes, strict=False)]
 
 
+def hide(question: Question, decisions: Decisions, prices: PartPrices) -> Decisions:
+    """Return ``decisions`` with of each subsequence as much swapped as hides under the next one's forward (SPPO 5.2).
+
+    Raises:
+        Infeasible: as ``PartPrices.parts``.
+    """
+    parts = prices.parts(decisions)
+    token_bytes = offloaded_bytes(decisions)
+    bandwidth = offload_bandwidth(question, decisions, int(token_bytes * decisions.local_tokens / len(parts)))
+    mean_s = sum(part.forward_s for part in parts) / len(parts)
+    tokens = hidden_tokens(decisions, forward_s=mean_s, bandwidth_bytes_per_s=bandwidth, token_bytes=token_bytes)
+    return swap_each(decisions, tokens)
+
+
+def offloaded_bytes(decisions: Decisions) -> float:
+    """Return the bytes of a layer and token that may be offloaded on one rank: all skeletal ones but keys and values.
+
+    Those of earlier subsequences are read by every later one, and stay (SPPO 5.1).
+    """
+    whole = msgspec.structs.replace(decisions.layout, subsequences=1)
+    alone = msgspec.structs.replace(
+        decisions, layout=whole, recompute="none", swapped_tokens=0, subsequence_swapped_tokens=()
+    )
+    shape = shape_of(alone)
+    kept = sum(tensor.bytes for tensor in skeletal_tensors(decisions.model, shape, decisions.dtype))
+    return kept / shape.tokens - 2 * shape.kv_width * DTYPE_BYTES[decisions.dtype]
+
+
 def hidden_tokens(decisions: Decisions, *, forward_s: float, bandwidth_bytes_per_s: float, token_bytes: float) -> int:
     """Return the tokens of a part whose offload hides under ``forward_s``, rounded down to whole row blocks."""
     granule = decisions.swap_granule
@@ -131,5 +167,20 @@ def swap_each(decisions: Decisions, tokens: int) -> Decisions:
     """Return ``decisions`` with so many tokens of every subsequence swapped, or all of a part that has fewer."""
     parts = partition(decisions)
     each = tuple(min(tokens, part) for part in parts)
-    some = 0 < sum(each) < sum(parts)
+    some = len(parts) > 1 and 0 < sum(each) < sum(parts)
     return msgspec.structs.replace(decisions, swapped_tokens=sum(each), subsequence_swapped_tokens=each if some else ())
+
+
+def swap_fraction(decisions: Decisions, alpha: float) -> Decisions:
+    """Return ``decisions`` with at most the fraction ``alpha`` of all tokens swapped, as many of every subsequence.
+
+    Rounded down to what whole row blocks of each can be.
+    """
+    parts, granule = partition(decisions), decisions.swap_granule
+    wanted = sum(parts) if alpha >= 1 else int(alpha * sum(parts) + ROUNDING)
+    blocks = bisect_right(range(-(-parts[0] // granule) + 1), wanted, key=lambda n: _swapped(parts, n * granule)) - 1
+    return swap_each(decisions, blocks * granule)
+
+
+def _swapped(parts: Sequence[int], tokens: int) -> int:
+    return sum(min(tokens, part) for part in parts)
