@@ -33,6 +33,7 @@ from memo_sim.program.library_results import lives_in_arena, reserve_of
 from memo_sim.program.liveness import Liveness, Peak, live_bytes, liveness, peak
 from memo_sim.program.program import Program
 from memo_sim.program.shape import shape_of
+from memo_sim.program.subsequence import subsequences_of
 from memo_sim.program.tensors import skeletal_tensors
 
 
@@ -229,19 +230,24 @@ def _pinned_blocks(lives: Liveness, program: Program, decisions: Decisions) -> L
     What a layer swaps is one block for its activations and one for each statistics tensor: fp32 beside the activations'
     dtype, they are allocations of their own, and in the layer's block their percent would double it where the
     activations fill a power of two (7B at 256k, TP4 CP2, alpha 1: 4 GiB a layer). Each state is a block too. The host
-    copies of one (micro-batch, layer) have the same index in their families; a block is rounded up to a power of two
-    and lives from the first to the last of what it holds.
+    copies of one (micro-batch, layer) have the same index in their families, and a subsequence's are a block apart; a
+    block is rounded up to a power of two and lives from the first to the last of what it holds.
     """
-    tensors = skeletal_tensors(decisions.model, shape_of(decisions), decisions.dtype)
-    statistics = {f"host.{t.name}" for t in tensors if t.statistics}
+    numbers, statistics = {}, set()
+    for each in subsequences_of(decisions, shape_of(decisions)):
+        for t in skeletal_tensors(decisions.model, each.shape, decisions.dtype):
+            numbers[name := f"host.{t.name}{each.suffix}"] = each.number
+            statistics |= {name} if t.statistics else set()
     apart = np.array([f.name in statistics for f in program.all_families], dtype=bool)
+    number = np.array([numbers.get(f.name, 0) for f in program.all_families], dtype=np.int64)
     bases = np.array(list(program.family_bases.values()), dtype=np.int64)
     chosen = np.flatnonzero(~lives.on_device & (lives.death >= lives.birth))
     if not len(chosen):
         return lives
     alone = (lives.birth[chosen] < 0) | apart[lives.family[chosen]]
-    # Layers' blocks are numbered by index; what is a block alone comes after them.
-    key = np.where(alone, len(lives.bytes) + chosen, chosen - bases[lives.family[chosen]])
+    # Layers' blocks are numbered by index and subsequence; what is a block alone comes after them.
+    count, family = decisions.layout.subsequences, lives.family[chosen]
+    key = np.where(alone, count * len(lives.bytes) + chosen, (chosen - bases[family]) * count + number[family])
     blocks, block = np.unique(key, return_inverse=True)
     birth = np.full(len(blocks), lives.instructions, dtype=np.int64)
     death = np.full(len(blocks), -1, dtype=np.int64)

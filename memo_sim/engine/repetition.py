@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from math import gcd
 
 import numpy as np
 
@@ -80,9 +81,9 @@ def windows(layout: Layout, roles: Sequence[Sequence[Pass]], beyond: int) -> lis
     every = []
     for length in LENGTHS[:1] if layout.pp == 1 else LENGTHS:
         group = _group(layout) * length
-        step = group * layout.virtual_stages
         # A window may end at any backward that its group begins with; the last that all roles have is best.
-        one = _group(layout) * layout.virtual_stages
+        one = _group(layout) * layout.virtual_stages * layout.subsequences
+        step = one * length
         for last in range(min(len(m) - 1 for m in marks) // one * one, 2 * step - 1, -one):
             found = [Window(m[last - 2 * step], m[last - step], m[last], group) for m in marks]
             if layout.pp == 1 or all(_repeats(p, w) for p, w in zip(roles, found, strict=True)):
@@ -93,7 +94,8 @@ def windows(layout: Layout, roles: Sequence[Sequence[Pass]], beyond: int) -> lis
 
 def _group(layout: Layout) -> int:
     """Return the micro-batches after which a schedule's order comes back."""
-    return layout.pp if layout.schedule == "interleaved" and layout.pp > 1 else 1
+    alone = layout.schedule != "interleaved" or layout.pp == 1
+    return 1 if alone else layout.pp // gcd(layout.pp, layout.subsequences)
 
 
 def _repeats(passes: Sequence[Pass], window: Window) -> bool:

@@ -9,12 +9,14 @@ Each policy is a choice of families for the skeletal slots of the forward and ba
     rounding    two buffers that layers take in turn; a layer whose buffer is overwritten is offloaded to host
                 buffers after its forward and prefetched before its backward. Of the tokens that are not swapped,
                 tokenwise rebuilds the rows in backward, none and full keep a copy of them on the device.
+
+Subsequences (``subsequence.py``) have buffers as long as they are, and swap as many tokens as their own share says;
+they take the same two rounding buffers in turn, which have room for the longest.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 from memo_sim.contract.plan import Decisions
 from memo_sim.program import selective
@@ -24,26 +26,36 @@ from memo_sim.program.mlp import rows_at_once
 from memo_sim.program.plain_attention import score_keys
 from memo_sim.program.shape import Shape
 from memo_sim.program.stage import Stage
+from memo_sim.program.subsequence import Subsequence
 from memo_sim.program.tensors import Fate, Skeletal, skeletal_tensors
-from memo_sim.program.token_order import row_blocks
 from memo_sim.program.visits import ROUNDING_BUFFERS
 from memo_sim.program.work import Copy, Rowwise
 
 
 @dataclass(frozen=True)
 class Activations:
-    """The activation policy of one program."""
+    """The activation policy of one program, for one subsequence of its micro-batches."""
 
     decisions: Decisions
     shape: Shape
     micro_batches: int
     stage: Stage
+    subsequence: Subsequence | None = None
+    """Which one; without, the whole micro-batch."""
+
+    @property
+    def swapped(self) -> int:
+        """Tokens whose skeletal tensors are swapped."""
+        return self.subsequence.swapped if self.subsequence else self.decisions.swapped_tokens
 
     @property
     def tensors(self) -> tuple[Skeletal, ...]:
         """The layer's skeletal tensors."""
-        keys = score_keys(self.decisions, self.shape)
-        return skeletal_tensors(self.decisions.model, self.shape, self.decisions.dtype, score_keys=keys)
+        return self._tensors(self.shape)
+
+    def _tensors(self, shape: Shape) -> tuple[Skeletal, ...]:
+        keys = score_keys(self.decisions, shape)
+        return skeletal_tensors(self.decisions.model, shape, self.decisions.dtype, score_keys=keys)
 
     @property
     def rounding(self) -> bool:
@@ -58,18 +70,19 @@ class Activations:
     @property
     def recomputed(self) -> tuple[int, int] | None:
         """Row block that backward of a swapped layer rebuilds, or None."""
-        first, total = self.decisions.swapped_tokens, self.shape.tokens
+        first, total = self.swapped, self.shape.tokens
         return (first, total - first) if self.decisions.recompute == "tokenwise" and first < total else None
 
     @property
     def row_blocks(self) -> list[tuple[int, int]]:
-        """Row blocks of the forward (``token_order.py``)."""
-        return row_blocks(self.decisions)
+        """Row blocks of the forward: they end where recompute begins (``token_order.py``)."""
+        first = self.swapped if self.recomputed else 0
+        return [rows for rows in ((0, first), (first, self.shape.tokens - first)) if rows[1]]
 
     @property
     def kept_rows(self) -> bool:
         """Whether rows that are not swapped are copied aside on the device."""
-        partly = self.decisions.swapped_tokens < self.shape.tokens
+        partly = self.swapped < self.shape.tokens
         return self.rounding and self.decisions.recompute in ("none", "full") and partly
 
     @property
@@ -81,30 +94,34 @@ class Activations:
         """Return how many rows of ``tensor`` travel to the host."""
         if tensor.fate is Fate.WHOLE and self.decisions.recompute == "tokenwise":
             return tensor.tokens
-        return tensor.tokens * self.decisions.swapped_tokens // self.shape.tokens
+        return tensor.tokens * self.swapped // self.shape.tokens
 
     def kept(self, tensor: Skeletal) -> int:
         """Return how many rows of ``tensor`` are copied aside on the device."""
         return tensor.tokens - self.swapped_rows(tensor) if self.kept_rows else 0
 
-    def families(self) -> list[Family]:
-        """Return the shared families that hold skeletal tensors, and the host's copies of them."""
-        count = ROUNDING_BUFFERS if self.rounding else self.kept_per_layer
-        lifetime: Literal["step", "dynamic"] = "step" if self.rounding else "dynamic"
-        found = [
-            Family(f"skeletal.{t.name}", BufferClass.SKELETAL, t.dtype, t.tokens, t.features, count, "device", lifetime)
-            for t in self.shared
+    def families_in_turn(self) -> list[Family]:
+        """Return the rounding buffers, which all subsequences take in turn."""
+        room, kind = self.subsequence.room if self.subsequence else self.shape, BufferClass.SKELETAL
+        if not self.rounding:
+            return []
+        return [
+            Family(f"skeletal.{t.name}", kind, t.dtype, t.tokens, t.features, ROUNDING_BUFFERS, "device", "step")
+            for t in self._tensors(room)
+            if self._shared(t)
         ]
-        if self.rounding:
-            for t in self.shared:
-                shape = (t.dtype, self.swapped_rows(t), t.features, self.kept_per_layer)
-                if shape[1]:
-                    found.append(Family(f"host.{t.name}", BufferClass.SKELETAL, *shape, "host"))
-                if self.kept(t):
-                    name = f"aside.{t.name}"
-                    found.append(
-                        Family(name, BufferClass.SKELETAL, t.dtype, self.kept(t), t.features, self.kept_per_layer)
-                    )
+
+    def families(self) -> list[Family]:
+        """Return the buffers that every layer has to itself: skeletal tensors, or what is copied out of buffers."""
+        kind, count, found = BufferClass.SKELETAL, self.kept_per_layer, []
+        for t in self.shared:
+            if not self.rounding:
+                found.append(Family(f"skeletal.{t.name}", kind, t.dtype, t.tokens, t.features, count))
+                continue
+            if rows := self.swapped_rows(t):
+                found.append(Family(f"host.{t.name}", kind, t.dtype, rows, t.features, count, "host"))
+            if rows := self.kept(t):
+                found.append(Family(f"aside.{t.name}", kind, t.dtype, rows, t.features, count))
         return found
 
     @property
@@ -122,29 +139,22 @@ class Activations:
         """Add a slot for every skeletal tensor to a forward or backward template that does not have it yet."""
         for t in self.tensors:
             if self._shared(t):
-                builder.bind(families[f"skeletal.{t.name}"], slot=t.name)
+                builder.bind(families[f"skeletal.{t.name}"], slot=t.name, tokens=t.tokens)
             elif not builder.has(t.name):
                 rows = rows_at_once(t, self.decisions, self.shape)
                 builder.own(t.name, BufferClass.SKELETAL, t.dtype, rows, t.features)
 
-    def index(self, slot: str, micro_batch: int, layer: int) -> int:
-        """Return which buffer of its family a skeletal, host or aside slot takes for one layer."""
-        per_layer = micro_batch * len(self.stage.layers) + layer
-        if slot.startswith(("host.", "aside.")) or not self.rounding:
-            return per_layer
-        return layer % ROUNDING_BUFFERS
-
-    def offload(self, families: dict[str, Family]) -> Template:
+    def offload(self, families: dict[str, Family]) -> TemplateBuilder:
         """Return the copies of one layer to the host, in the order forward wrote the tensors."""
         builder = TemplateBuilder("layer.offload", "off")
         for t in self.shared:
             self._transfer(builder, families, t, Lane.D2H)
-        return builder.build()
+        return builder
 
-    def prefetch(self, families: dict[str, Family], backward: Template) -> Template:
+    def prefetch(self, families: dict[str, Family], backward: Template) -> TemplateBuilder:
         """Return the copies of one layer back to the device, in the order ``backward`` reads the tensors."""
         first_use: dict[str, int] = {}
-        rows = {f"skeletal.{t.name}": self.swapped_rows(t) for t in self.shared}
+        rows = {families[f"skeletal.{t.name}"].name: self.swapped_rows(t) for t in self.shared}
         for i, instruction in enumerate(backward.instructions):
             for operand in instruction.operands:
                 family = backward.slots[operand.slot]
@@ -152,16 +162,17 @@ class Activations:
                 if operand.mode & Mode.READ and operand.first < rows.get(family, 0):
                     first_use.setdefault(family, i)
         builder = TemplateBuilder("layer.prefetch", "pre")
-        for t in sorted(self.shared, key=lambda t: first_use.get(f"skeletal.{t.name}", len(backward.instructions))):
+        never = len(backward.instructions)
+        for t in sorted(self.shared, key=lambda t: first_use.get(families[f"skeletal.{t.name}"].name, never)):
             self._transfer(builder, families, t, Lane.H2D)
-        return builder.build()
+        return builder
 
     def _transfer(self, builder: TemplateBuilder, families: dict[str, Family], t: Skeletal, lane: Lane) -> None:
-        slot = builder.bind(families[f"skeletal.{t.name}"], slot=t.name)
+        slot = builder.bind(families[f"skeletal.{t.name}"], slot=t.name, tokens=t.tokens)
         out = lane is Lane.D2H
         rows = self.swapped_rows(t)
         if rows:
-            host = builder.bind(families[f"host.{t.name}"])
+            host = builder.bind(families[f"host.{t.name}"], slot=f"host.{t.name}")
             device_rows, host_rows = Rows(slot, 0, rows), Rows(host, 0, rows)
             builder.emit(
                 t.name,
@@ -172,7 +183,7 @@ class Activations:
                 target=writes(host_rows if out else device_rows),
             )
         if self.kept(t):
-            aside = builder.bind(families[f"aside.{t.name}"])
+            aside = builder.bind(families[f"aside.{t.name}"], slot=f"aside.{t.name}")
             size = families[f"aside.{t.name}"].bytes
             device_rows, aside_rows = Rows(slot, rows, t.tokens - rows), builder.all(aside)
             builder.emit(

@@ -1,6 +1,7 @@
 """Causal attention over a rank's tokens: the local square, and what context parallelism puts around it.
 
 cp 1           one causal square over all tokens
+subsequences   one over their own tokens, and all keys before (``carried_attention.py``)
 ring           keys and values pass from rank to rank (``ring.py``)
 all_gather     every rank gathers all of them (``gathered_attention.py``)
 
@@ -12,7 +13,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from memo_sim.contract.plan import Decisions
-from memo_sim.program import gathered_attention, plain_attention, ring
+from memo_sim.program import carried_attention, gathered_attention, plain_attention, ring
 from memo_sim.program.attention_part import attention_work, workspace
 from memo_sim.program.builder import TemplateBuilder, reads, writes
 from memo_sim.program.instruction import Lane
@@ -30,9 +31,15 @@ class _Around(Protocol):
 
 
 def forward(builder: TemplateBuilder, decisions: Decisions, shape: Shape) -> None:
-    """Write attention forward: reads slot ``qkv``, writes ``attn`` and ``lse`` (plain: scores instead)."""
+    """Write attention forward: reads ``qkv`` (a subsequence's: ``q`` and ``carried.kv``), writes ``attn`` and ``lse``.
+
+    Plain attention writes scores in place of ``lse``.
+    """
     if decisions.kernels.attention == plain_attention.PLAIN:
         plain_attention.forward(builder, decisions, shape)
+        return
+    if shape.carried:
+        carried_attention.forward(builder, decisions, shape)
         return
     tokens, around = shape.tokens, _around(decisions)
     work = attention_work(decisions, shape, tokens, tokens, "causal", backward=False)
@@ -57,6 +64,9 @@ def backward(builder: TemplateBuilder, decisions: Decisions, shape: Shape) -> No
     """Write attention backward: reads ``qkv``, ``attn``, ``lse`` (plain: scores), ``d_attn``; writes ``d_qkv``."""
     if decisions.kernels.attention == plain_attention.PLAIN:
         plain_attention.backward(builder, decisions, shape)
+        return
+    if shape.carried:
+        carried_attention.backward(builder, decisions, shape)
         return
     tokens, around = shape.tokens, _around(decisions)
     work = attention_work(decisions, shape, tokens, tokens, "causal", backward=True)

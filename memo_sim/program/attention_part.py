@@ -62,9 +62,17 @@ def add(builder: TemplateBuilder, decisions: Decisions, name: str, part: Rows, i
     )
 
 
+def queries(builder: TemplateBuilder) -> dict[str, Access]:
+    """Return a call's queries as an operand: apart where keys and values are carried, else packed with them."""
+    return {name: reads(builder.all(name)) for name in ("q" if builder.has("q") else "qkv",)}
+
+
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Queries against ``keys`` of other ranks, none masked: all of the rank's, or the late half of each sequence's."""
+    """Queries against ``keys`` of other ranks, or before them, none masked.
+
+    All of the rank's queries, or the late half of each sequence's.
+    """
 
     keys: Rows
     late: bool = False
@@ -93,7 +101,7 @@ def part_forward(
         "attention",
         Lane.COMPUTE,
         attention_work(decisions, shape, tokens, part.keys.tokens, "none", backward=False),
-        qkv=reads(builder.all("qkv")),
+        **queries(builder),
         kv=reads(part.keys),
         out=writes(out),
         lse=writes(lse),
@@ -123,7 +131,7 @@ def part_backward(
         Lane.COMPUTE,
         attention_work(decisions, shape, tokens, part.keys.tokens, "none", backward=True),
         grad=reads(builder.all("d_attn")),
-        qkv=reads(builder.all("qkv")),
+        **queries(builder),
         kv=reads(part.keys),
         out=reads(builder.all("attn")),
         lse=reads(builder.all("lse")),

@@ -1,7 +1,8 @@
 """Which buffer of its family each slot of an instance takes.
 
-Slots that are numbered alike share a rule, and every rule is linear in the micro-batch: at a layer it is asked for two
-micro-batches, whatever the number of slots that follow it and of micro-batches that are placed.
+Slots that are numbered alike share a rule, and nearly every rule is linear in the micro-batch: at a layer it is asked
+for two micro-batches, whatever the number of slots that follow it and of micro-batches that are placed. Rounding
+buffers are taken in turn (``visits.py``), and asked for each time. A subsequence's own families count no subsequences.
 
       slot       family       layer 3 of 8, keep       layer 3 of 8, rounding buffers
       q, k, v    skeletal.*   8 m + 3                  1
@@ -11,16 +12,16 @@ micro-batches, whatever the number of slots that follow it and of micro-batches 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from operator import itemgetter
 
-from memo_sim.program.activations import Activations
 from memo_sim.program.sharding import Sharding
 from memo_sim.program.stage import Stage
+from memo_sim.program.visits import Key
 
-Rule = Callable[[int, int], int]
-"""From a micro-batch and a layer to the index of a buffer in its family.
+Rule = Callable[[int, int, int], int]
+"""From a micro-batch, a subsequence and a layer to the index of a buffer in its family.
 
 Layers are local: -1 stands for the embedding, the number of the stage's layers for the head.
 """
@@ -31,10 +32,13 @@ _OF_A_BLOCK = ("params", "grads", "master", "moment1", "moment2", "host_grads", 
 class Rules:
     """The rules of one role's slots."""
 
-    def __init__(self, stage: Stage, activations: Activations, sharding: Sharding) -> None:
+    def __init__(self, stage: Stage, sharding: Sharding, turns: Mapping[Key, int]) -> None:
+        """``turns``: the rounding buffer of each layer's activations; empty where layers have buffers to themselves."""
         self._stage = stage
-        self._activations = activations
         self._sharding = sharding
+        self._turns = turns
+        self.in_turn: frozenset[Rule] = frozenset({self._turn, self._next_turn})
+        """The rules that are not linear."""
 
     def of(self, template: str, slot: str, family: str) -> Rule:  # noqa: PLR0911 - one return a kind of slot
         """Return the rule of a template's slot; equal rules compare equal."""
@@ -54,19 +58,20 @@ class Rules:
         if slot in ("stage.x", "stage.out"):
             return self._chunk
         if slot == "next_x":
-            return self._next_x
-        return self._copied if slot.startswith(("host.", "aside.")) else self._skeletal
+            return self._next_turn if self._turns else self._next_x
+        rounding = self._turns and family.startswith("skeletal.")
+        return self._turn if rounding else self._layer
 
-    def _pending(self, micro_batch: int, layer: int) -> int:
+    def _pending(self, micro_batch: int, _: int, layer: int) -> int:
         return micro_batch * len(self._stage.layers) + layer
 
-    def _block(self, _: int, layer: int) -> int:
+    def _block(self, _: int, __: int, layer: int) -> int:
         return max(layer, 0)
 
-    def _before(self, micro_batch: int, layer: int) -> int:
+    def _before(self, micro_batch: int, _: int, layer: int) -> int:
         return micro_batch * self._stage.boundaries + self._boundary(layer, after=False)
 
-    def _after(self, micro_batch: int, layer: int) -> int:
+    def _after(self, micro_batch: int, _: int, layer: int) -> int:
         return micro_batch * self._stage.boundaries + self._boundary(layer, after=True)
 
     def _boundary(self, layer: int, *, after: bool) -> int:
@@ -77,46 +82,63 @@ class Rules:
             return self._stage.boundaries - 1
         return self._stage.boundary(layer, after=after)
 
-    def _chunk(self, micro_batch: int, layer: int) -> int:
+    def _chunk(self, micro_batch: int, _: int, layer: int) -> int:
         return micro_batch * self._stage.chunks + self._stage.chunk_of(layer)
 
-    def _next_x(self, micro_batch: int, layer: int) -> int:
+    def _layer(self, micro_batch: int, _: int, layer: int) -> int:
+        return micro_batch * len(self._stage.layers) + max(layer, 0)
+
+    def _next_x(self, micro_batch: int, subsequence: int, layer: int) -> int:
         """Return where a layer's output goes: to the head, to the next stage, or to the next layer."""
         if self._stage.ends_model(layer):
             return micro_batch
         if self._stage.ends_chunk(layer):
-            return self._chunk(micro_batch, layer)
-        return self._activations.index("x", micro_batch, layer + 1)
+            return self._chunk(micro_batch, subsequence, layer)
+        return self._layer(micro_batch, subsequence, layer + 1)
 
-    def _copied(self, micro_batch: int, layer: int) -> int:
-        return self._activations.index("host.x", micro_batch, max(layer, 0))
+    def _turn(self, micro_batch: int, subsequence: int, layer: int) -> int:
+        return self._turns[micro_batch, subsequence, max(layer, 0)]
 
-    def _skeletal(self, micro_batch: int, layer: int) -> int:
-        return self._activations.index("x", micro_batch, max(layer, 0))
+    def _next_turn(self, micro_batch: int, subsequence: int, layer: int) -> int:
+        """Return where a layer's output goes: as ``_next_x``, but to the next layer's rounding buffer."""
+        if self._stage.ends_chunk(layer):
+            return self._next_x(micro_batch, subsequence, layer)
+        return self._turns[micro_batch, subsequence, layer + 1]
 
 
 class Bindings:
     """The rules of one template's bound slots, and what they have given."""
 
-    def __init__(self, rules: Sequence[Rule]) -> None:
+    def __init__(self, rules: Sequence[Rule], in_turn: frozenset[Rule]) -> None:
+        """``in_turn``: the rules that are not linear in the micro-batch."""
         self._rules = list(dict.fromkeys(rules))
+        self._not_linear = in_turn
+        self._in_turn = [(number, rule) for number, rule in enumerate(self._rules) if rule in in_turn]
         numbers = [self._rules.index(rule) for rule in rules]
         self._of_slots: Callable[[list[int]], tuple[int, ...]] = itemgetter(*numbers) if len(numbers) > 1 else tuple
-        self._lines: dict[int, list[tuple[int, int]]] = {}
-        """Of each layer and rule, the first micro-batch's buffer and how many further the next one's is."""
+        self._lines: dict[tuple[int, int], list[tuple[int, int]]] = {}
+        """Of each rule, by subsequence and layer: the first micro-batch's buffer, how many further the next one's is."""
 
-    def indices(self, micro_batch: int, layer: int) -> tuple[int, ...]:
+    def indices(self, micro_batch: int, subsequence: int, layer: int) -> tuple[int, ...]:
         """Return which buffer of its family each bound slot takes."""
-        lines = self._lines.get(layer)
+        lines = self._lines.get((subsequence, layer))
         if lines is None:
-            firsts = [(rule(0, layer), rule(1, layer)) for rule in self._rules]
-            lines = self._lines[layer] = [(first, second - first) for first, second in firsts]
-        return self._of_slots([first + micro_batch * further for first, further in lines])
+            lines = self._lines[subsequence, layer] = [self._line(rule, subsequence, layer) for rule in self._rules]
+        taken = [first + micro_batch * further for first, further in lines]
+        for number, rule in self._in_turn:
+            taken[number] = rule(micro_batch, subsequence, layer)
+        return self._of_slots(taken)
+
+    def _line(self, rule: Rule, subsequence: int, layer: int) -> tuple[int, int]:
+        if rule in self._not_linear:
+            return 0, 0
+        first = rule(0, subsequence, layer)
+        return first, rule(1, subsequence, layer) - first
 
 
-def _only(_: int, __: int) -> int:
+def _only(_: int, __: int, ___: int) -> int:
     return 0
 
 
-def _micro_batch(micro_batch: int, _: int) -> int:
+def _micro_batch(micro_batch: int, _: int, __: int) -> int:
     return micro_batch

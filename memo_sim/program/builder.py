@@ -48,12 +48,15 @@ class TemplateBuilder:
     _own: list[Family] = field(default_factory=list)
     _instructions: list[Instruction] = field(default_factory=list)
 
-    def bind(self, family: Family, *, slot: str | None = None) -> str:
-        """Add a slot that each instance binds to one buffer of the shared ``family``; return the slot's name."""
+    def bind(self, family: Family, *, slot: str | None = None, tokens: int | None = None) -> str:
+        """Add a slot that each instance binds to one buffer of the shared ``family``; return the slot's name.
+
+        ``tokens``: the first rows of it that this template uses, where not all.
+        """
         slot = slot or family.name
         self._slots[slot] = family.name
         self._numbers.setdefault(slot, len(self._numbers))
-        self._tokens[slot] = family.tokens
+        self._tokens[slot] = family.tokens if tokens is None else tokens
         self._features[slot] = family.features
         return slot
 

@@ -11,7 +11,7 @@ from memo_sim.contract.plan import Decisions
 from memo_sim.contract.units import DTYPE_BYTES
 from memo_sim.program import kernel_table as table
 from memo_sim.program.builder import Access, Rows, TemplateBuilder, accumulates, reads, writes
-from memo_sim.program.instruction import BufferClass, Family, Lane, Template
+from memo_sim.program.instruction import BufferClass, Family, Lane
 from memo_sim.program.layer import LayerWriter
 from memo_sim.program.parameters import Block
 from memo_sim.program.shape import Shape
@@ -28,12 +28,17 @@ def _param(block: Block, name: str, slot: str, *, gradient: bool = False) -> Acc
     return accumulates(rows) if gradient else reads(rows)
 
 
-def embed_forward(decisions: Decisions, shape: Shape, block: Block, families: Families) -> Template:
+def _own(slot: str, shape: Shape) -> Rows:
+    """Return a subsequence's rows of an input, which holds the whole micro-batch."""
+    return Rows(slot, shape.start, shape.tokens)
+
+
+def embed_forward(decisions: Decisions, shape: Shape, block: Block, families: Families) -> TemplateBuilder:
     """Return the lookup: slots ``input.ids``, ``params.embed``, ``x`` (the first layer's input)."""
     builder = TemplateBuilder("embed.fwd", "fwd")
-    builder.bind(families["input.ids"])
+    builder.bind(families["input.ids"], slot="input.ids")
     builder.bind(families["params.embed"], slot="params.embed")
-    builder.bind(families["skeletal.x"], slot="x")
+    builder.bind(families["skeletal.x"], slot="x", tokens=shape.shard_tokens)
     writer = LayerWriter(builder, decisions, shape, block)
     row_bytes = shape.hidden * DTYPE_BYTES[decisions.dtype]
     target = "x"
@@ -45,7 +50,7 @@ def embed_forward(decisions: Decisions, shape: Shape, block: Block, families: Fa
         "embed",
         Lane.COMPUTE,
         Rowwise("embed", shape.tokens, factor * shape.tokens * row_bytes, shape.tokens * row_bytes),
-        ids=reads(builder.all("input.ids")),
+        ids=reads(_own("input.ids", shape)),
         weight=_param(block, "tokens.weight", "params.embed"),
         positions=_param(block, "positions.weight", "params.embed") if shape.tp == 1 else None,
         out=writes(builder.all(target)),
@@ -65,15 +70,15 @@ def embed_forward(decisions: Decisions, shape: Shape, block: Block, families: Fa
             positions=positions,
             target=writes(builder.all("x")),
         )
-    return builder.build()
+    return builder
 
 
-def embed_backward(decisions: Decisions, shape: Shape, block: Block, families: Families) -> Template:
+def embed_backward(decisions: Decisions, shape: Shape, block: Block, families: Families) -> TemplateBuilder:
     """Return the scatter of the first layer's input gradient into the embedding's."""
     builder = TemplateBuilder("embed.bwd", "bwd")
-    builder.bind(families["input.ids"])
+    builder.bind(families["input.ids"], slot="input.ids")
     builder.bind(families["grads.embed"], slot="grads.embed")
-    builder.bind(families["grad.x"])
+    builder.bind(families["grad.x"], slot="grad.x")
     writer = LayerWriter(builder, decisions, shape, block)
     grad = writer.gather("grad", builder.all("grad.x"), "grad_full", 0)
     row, size = shape.hidden, DTYPE_BYTES[decisions.dtype]
@@ -87,7 +92,7 @@ def embed_backward(decisions: Decisions, shape: Shape, block: Block, families: F
         "embed.bwd",
         Lane.COMPUTE,
         Rowwise("embed.bwd", shape.tokens, read, written),
-        ids=reads(builder.all("input.ids")),
+        ids=reads(_own("input.ids", shape)),
         grad=reads(grad),
         grad_weight=_param(block, "tokens.weight", "grads.embed", gradient=True),
         grad_positions=_param(block, "positions.weight", "grads.embed", gradient=True),
@@ -96,12 +101,12 @@ def embed_backward(decisions: Decisions, shape: Shape, block: Block, families: F
             table.embed_backward_workspace_bytes(shape.tokens, row, decisions.dtype, divided=shape.tp > 1),
         ),
     )
-    return builder.build()
+    return builder
 
 
 def head(
     decisions: Decisions, shape: Shape, head_block: Block, embed_block: Block | None, families: Families
-) -> Template:
+) -> TemplateBuilder:
     """Return final norm, classifier, loss and their backward: slots ``head.x`` in, ``grad.x`` out.
 
     ``embed_block`` holds the classifier where embeddings are tied.
@@ -123,7 +128,7 @@ def head(
     for i, first in enumerate(range(0, shape.tokens, chunk)):
         classifier.chunk(i, full.slot, first, min(chunk, shape.tokens - first))
     norm.backward(writer.scatter("d_final", builder.all("d_final")))
-    return builder.build()
+    return builder
 
 
 class _FinalNorm:
@@ -205,7 +210,7 @@ class _Classifier:
         builder.emit(
             f"classifier{suffix}", "linear", Lane.COMPUTE, logits, x=reads(rows), weight=self.weight, out=writes(local)
         )
-        self._loss(suffix, local, gradient, Rows("input.labels", first, tokens))
+        self._loss(suffix, local, gradient, Rows("input.labels", shape.start + first, tokens))
         builder.emit(
             f"classifier.dgrad{suffix}",
             "linear.dgrad",

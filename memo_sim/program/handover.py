@@ -37,16 +37,17 @@ Families = dict[str, Family]
 
 @dataclass(frozen=True, slots=True)
 class Handed:
-    """A template of this module to be played for a micro-batch, at a layer (local number)."""
+    """A template of this module to be played for a micro-batch's subsequence, at a layer (local number)."""
 
     template: str
     micro_batch: int
     layer: int
+    subsequence: int
 
 
 @dataclass(frozen=True)
 class Handovers:
-    """The hand-overs of one stage."""
+    """The hand-overs of one stage: the buffers and templates of one subsequence, and the order of all of them."""
 
     decisions: Decisions
     shape: Shape
@@ -117,8 +118,9 @@ class Handovers:
 
     def _enter(self, families: Families) -> TemplateBuilder:
         builder = TemplateBuilder("stage.enter", "pp")
-        source, target = builder.bind(families["stage.x"]), builder.bind(families["skeletal.x"], slot="x")
         rows = self.shape.shard_tokens
+        source = builder.bind(families["stage.x"], slot="stage.x")
+        target = builder.bind(families["skeletal.x"], slot="x", tokens=rows)
         size = rows * self.shape.hidden * DTYPE_BYTES[self.decisions.dtype]
         builder.emit(
             "enter",
@@ -146,26 +148,26 @@ class Handovers:
         layers = self.stage.chunk(each.chunk)
         forward = each.kind is Kind.FORWARD and self.stage.source(each.chunk) is not None
         if self._parts > 1 and forward:
-            yield Handed("stage.gather.x", each.micro_batch, layers[0])
+            yield Handed("stage.gather.x", each.micro_batch, layers[0], each.subsequence)
         if self._parts > 1 and each.kind is Kind.BACKWARD and self.stage.target(each.chunk) is not None:
-            yield Handed("stage.gather.grad", each.micro_batch, layers[-1])
+            yield Handed("stage.gather.grad", each.micro_batch, layers[-1], each.subsequence)
         if self.rounding and forward:
-            yield Handed("stage.enter", each.micro_batch, layers[0])
+            yield Handed("stage.enter", each.micro_batch, layers[0], each.subsequence)
 
     def _received(self, passes: list[Pass], number: int) -> Iterator[Handed]:
         if number >= len(passes):
             return
         each, layers = passes[number], self.stage.chunk(passes[number].chunk)
         if each.kind is Kind.FORWARD and self.stage.source(each.chunk) is not None:
-            yield Handed("stage.receive.x", each.micro_batch, layers[0])
+            yield Handed("stage.receive.x", each.micro_batch, layers[0], each.subsequence)
         if each.kind is Kind.BACKWARD and self.stage.target(each.chunk) is not None:
-            yield Handed("stage.receive.grad", each.micro_batch, layers[-1])
+            yield Handed("stage.receive.grad", each.micro_batch, layers[-1], each.subsequence)
 
     def _sent(self, passes: list[Pass], number: int) -> Iterator[Handed]:
         if number < 0:
             return
         each, layers = passes[number], self.stage.chunk(passes[number].chunk)
         if each.kind is Kind.FORWARD and self.stage.target(each.chunk) is not None:
-            yield Handed("stage.send.x", each.micro_batch, layers[-1])
+            yield Handed("stage.send.x", each.micro_batch, layers[-1], each.subsequence)
         if each.kind is Kind.BACKWARD and self.stage.source(each.chunk) is not None:
-            yield Handed("stage.send.grad", each.micro_batch, layers[0])
+            yield Handed("stage.send.grad", each.micro_batch, layers[0], each.subsequence)

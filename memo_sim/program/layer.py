@@ -14,7 +14,7 @@ mirror images in backward).
 from __future__ import annotations
 
 from memo_sim.contract.plan import Decisions
-from memo_sim.program import attention, selective
+from memo_sim.program import attention, carried_attention, selective
 from memo_sim.program import kernel_table as table
 from memo_sim.program.builder import Rows, TemplateBuilder, accumulates, reads, writes
 from memo_sim.program.mlp import Mlp
@@ -92,6 +92,9 @@ class LayerWriter(OperatorWriter):
             scratch = table.rotary_workspace_bytes(tokens, *self._rotated, self.dtype, self.rowwise)
             self.memory_bound("rotary", "rotary", tokens, width, width, scratch=scratch, qkv=accumulates(packed))
         self.ulysses.to_heads("qkv", packed, self.suffix)
+        if shape.carried:
+            fresh = self.builder.phase == "fwd"
+            carried_attention.split(self.builder, self.decisions, shape, packed, self.suffix, keys=fresh)
 
     @property
     def _rotated(self) -> tuple[int, int]:

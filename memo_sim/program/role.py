@@ -4,28 +4,29 @@
                 | step/*/reduce | step/*/opt
 
 A pipeline stage has the embedding or the head only at the model's ends, and hand-overs around its passes
-(``handover.py``). With tied embeddings both ends hold the token embedding, and sum its gradient between them.
+(``handover.py``). With tied embeddings both ends hold the token embedding, and sum its gradient between them. Every
+subsequence has buffers and templates of its own (``passing.py``), whose names end in ``.s0``, ``.s1`` ...
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from memo_sim.contract.plan import Decisions
-from memo_sim.program.activations import Activations
+from memo_sim.program import carried_attention
 from memo_sim.program.bindings import Bindings, Rules
-from memo_sim.program.builder import TemplateBuilder
-from memo_sim.program.ends import embed_backward, embed_forward, head
-from memo_sim.program.handover import Handovers
+from memo_sim.program.handover import Handed
 from memo_sim.program.instruction import BufferClass, Family, Instance, Template
-from memo_sim.program.layer import LayerWriter
 from memo_sim.program.optimizer import Optimizer, tied, totals
 from memo_sim.program.parameters import Block, embed_block, head_block, layer_block
+from memo_sim.program.passing import Passing
 from memo_sim.program.program import Program
 from memo_sim.program.schedule import Kind, passes_of
 from memo_sim.program.shape import Shape
 from memo_sim.program.sharding import Sharding
 from memo_sim.program.stage import Stage
-from memo_sim.program.visits import Visit, pass_visits, swap_schedule
-from memo_sim.program.weights import PendingWeights
+from memo_sim.program.subsequence import subsequences_of
+from memo_sim.program.visits import Visit, pass_visits, swap_schedule, turns
 
 
 class RoleLowering:
@@ -37,18 +38,23 @@ class RoleLowering:
         self.stage = stage
         self.micro_batches = micro_batches
         self.passes = passes_of(decisions.layout, stage.index, micro_batches)
-        self.activations = Activations(decisions, shape, micro_batches, stage)
-        self.handovers = Handovers(decisions, shape, stage, micro_batches, self.activations.rounding)
-        self.pending = PendingWeights(decisions, shape, self.activations)
         self.blocks = self._parameter_blocks()
+        self.passings = [
+            Passing(decisions, each, stage, micro_batches, self.blocks) for each in subsequences_of(decisions, shape)
+        ]
         counts = {"embed": 1, "layer": len(stage.layers), "head": 1}
         self.optimizers = {kind: Optimizer(decisions, block, kind, counts[kind]) for kind, block in self.blocks.items()}
         self.sharding = Sharding(decisions, self.optimizers, micro_batches, stage)
-        self.families = {f.name: f for f in self._families()}
-        self.seen = self.sharding.whole(self.families)
-        """The families as a pass sees them: whole parameters and gradients under the names of what a rank holds."""
+        self.rounding = self.passings[0].activations.rounding
+        self.families: dict[str, Family] = {}
+        self.own: list[dict[str, Family]] = [{} for _ in self.passings]
+        """Of each subsequence, its own families under their plain names."""
+        self._add_families()
         self.templates: list[Template] = []
-        self.rules = Rules(stage, self.activations, self.sharding)
+        self.visits = [pass_visits(each, stage.chunk(each.chunk)) for each in self.passes]
+        self.order = [visit for mine in self.visits for visit in mine]
+        self.turns = turns(self.order, len(self.passings)) if self.rounding else {}
+        self.rules = Rules(stage, self.sharding, self.turns)
         self.bindings: list[Bindings] = []
         """Of each template, which buffers its instances' slots take."""
         self.instances: list[Instance] = []
@@ -72,47 +78,59 @@ class RoleLowering:
         """Whether another stage holds the token embedding too."""
         return self.stage.stages > 1 and self.decisions.model.tied_embeddings and "embed" in self.blocks
 
-    def _families(self) -> list[Family]:
+    def _add_families(self) -> None:
         shape, m = self.shape, self.micro_batches
-        dtype, state = self.decisions.dtype, BufferClass.STATE
-        found = []
+        state = BufferClass.STATE
         if self.stage.first:
-            found.append(Family("input.ids", BufferClass.INPUT, "int64", shape.tokens, 1, m, "device", "step"))
+            self._hold(Family("input.ids", BufferClass.INPUT, "int64", shape.tokens, 1, m, "device", "step"))
         if self.stage.last:
-            found.append(Family("input.labels", BufferClass.INPUT, "int64", shape.tokens, 1, m, "device", "step"))
-        found += [
+            self._hold(Family("input.labels", BufferClass.INPUT, "int64", shape.tokens, 1, m, "device", "step"))
+        self._hold(
             Family("loss", state, "fp32", 1, 1, 1, "device", "step"),
             Family("grad_norm", state, "fp32", 1, 1, 1, "device", "step"),
-        ]
-        if self.stage.last:
-            found.append(Family("head.x", BufferClass.SKELETAL, dtype, shape.shard_tokens, shape.hidden, m))
-        count = m * self.stage.boundaries
-        found.append(Family("grad.x", BufferClass.TRANSIENT, dtype, shape.shard_tokens, shape.hidden, count))
+        )
+        for number, passing in enumerate(self.passings):
+            self._hold(*passing.boundaries(), subsequence=number)
         for optimizer in self.optimizers.values():
-            found += optimizer.families()
-        parts = (self.sharding, self.activations, self.handovers, self.pending)
-        return found + [family for part in parts for family in part.families()]
+            self._hold(*optimizer.families())
+        self._hold(*self.sharding.families(), *self.passings[0].activations.families_in_turn())
+        count = self.passings[0].activations.kept_per_layer
+        self._hold(*carried_attention.families(self.decisions, self.passings[0].shape, count))
+        for number, passing in enumerate(self.passings):
+            self._hold(*passing.families(), subsequence=number)
+
+    def _hold(self, *families: Family, subsequence: int | None = None) -> None:
+        """Add families; those of a subsequence under its own names."""
+        for family in families:
+            name = family.name
+            if subsequence is not None:
+                name += self.passings[subsequence].suffix
+                self.own[subsequence][family.name] = replace(family, name=name)
+            self.families[name] = replace(family, name=name)
 
     def program(self) -> Program:
         """Return the role's program."""
-        self._layer_templates()
+        every = [{**self.families, **mine} for mine in self.own]
+        seen = [self.sharding.whole(families) for families in every]
+        for passing, families, whole in zip(self.passings, every, seen, strict=True):
+            for made in passing.layers(families, whole):
+                self._add_own(passing, *made)
         for optimizer in self.optimizers.values():
             before, after = (optimizer.zero, optimizer.gather, optimizer.prepare), (optimizer.norm, optimizer.update)
             for template in (*before, optimizer.reduce, *after):
                 if template != optimizer.reduce or not self.sharding.grads:
                     self._add(template(self.families))
-        for made in self.sharding.templates(self.families):
-            self._add(made)
+        for sharded in self.sharding.templates(self.families):
+            self._add(sharded)
         self._add(totals(self.decisions, self.families))
-        if self.stage.first:
-            self._add(embed_forward(self.decisions, self.shape, self.blocks["embed"], self.seen))
-            self._add(embed_backward(self.decisions, self.shape, self.blocks["embed"], self.seen))
-        if self.stage.last:
-            self._add(head(self.decisions, self.shape, self.blocks["head"], self.blocks.get("embed"), self.seen))
+        for passing, whole in zip(self.passings, seen, strict=True):
+            for made in passing.ends(whole):
+                self._add_own(passing, *made)
         if self._tied:
             self._add(tied(self.blocks["embed"], self.families))
-        for builder in self.handovers.templates(self.families):
-            self._add(builder.build(), builder.bound_slots)
+        for passing, families in zip(self.passings, every, strict=True):
+            for made in passing.handed(families):
+                self._add_own(passing, *made)
         self._step()
         return Program(
             role=self.stage.role,
@@ -131,81 +149,32 @@ class RoleLowering:
         self.templates.append(template)
         families = [f for f in template.slots if f not in own]
         rules = [self.rules.of(template.name, slot, f) for slot, f in zip(slots or families, families, strict=True)]
-        self.bindings.append(Bindings(rules))
+        self.bindings.append(Bindings(rules, self.rules.in_turn))
 
-    def _layer_builder(self, name: str, phase: str, *, gradients: bool) -> tuple[TemplateBuilder, LayerWriter]:
-        builder = TemplateBuilder(name, phase)
-        builder.bind(self.seen["params.layer"], slot="params")
-        if gradients:
-            builder.bind(self.seen["grads.layer"], slot="grads")
-            if self.pending.apart:
-                self.pending.bind(builder, self.families)
-        self.activations.bind(builder, self.families)
-        return builder, LayerWriter(builder, self.decisions, self.shape, self.blocks["layer"])
+    def _add_own(self, passing: Passing, template: Template, slots: list[str]) -> None:
+        """Add a template of one subsequence."""
+        self._add(replace(template, name=template.name + passing.suffix), slots)
 
-    def _layer_templates(self) -> None:
-        for name, out in (("layer.fwd", "skeletal.x"), ("layer.fwd.last", "head.x"), ("layer.fwd.out", "stage.out")):
-            if out not in self.families:
-                continue
-            builder, writer = self._layer_builder(name, "fwd", gradients=False)
-            builder.bind(self.families[out], slot="next_x")
-            writer.forward(self.activations.row_blocks, "next_x")
-            self._add(builder.build(), builder.bound_slots)
-        self._add_backward("layer.bwd", rebuild=True)
-        if self.activations.resident_differs:
-            self._add_backward("layer.bwd.resident", rebuild=False)
-        if self.pending.apart:
-            self._add_weights()
-        if self.activations.rounding:
-            backward = self.templates[self.numbers["layer.bwd"]]
-            self._add_copies(self.activations.offload(self.families))
-            self._add_copies(self.activations.prefetch(self.families, backward))
-
-    def _add_copies(self, template: Template) -> None:
-        self._add(template, [s.removeprefix("skeletal.") for s in template.slots])
-
-    def _add_backward(self, name: str, *, rebuild: bool) -> None:
-        builder, writer = self._layer_builder(name, "bwd", gradients=True)
-        builder.bind(self.families["grad.x"], slot="grad_out")
-        builder.bind(self.families["grad.x"], slot="grad_in")
-        builder.phase = "rec"
-        if self.decisions.recompute == "full":
-            writer.recompute((0, self.shape.tokens), 0, whole=True)
-        elif rebuild and self.activations.recomputed is not None:
-            blocks = self.activations.row_blocks
-            writer.recompute(self.activations.recomputed, len(blocks) - 1, whole=False)
-        builder.phase = "bwd"
-        writer.weights_apart = self.pending.apart
-        writer.backward("grad_out", "grad_in")
-        if self.pending.apart:
-            self.pending.keep(builder)
-        self._add(builder.build(), builder.bound_slots)
-
-    def _add_weights(self) -> None:
-        builder = TemplateBuilder("layer.weights", "wgt")
-        builder.bind(self.seen["grads.layer"], slot="grads")
-        self.pending.bind_inputs(builder, self.families)
-        self.pending.write(LayerWriter(builder, self.decisions, self.shape, self.blocks["layer"]))
-        self._add(builder.build(), builder.bound_slots)
-
-    def _place(self, template: str, place: str, micro_batch: int, layer: int = -1) -> None:
+    def _place(self, template: str, place: str, micro_batch: int, layer: int = -1, subsequence: int = 0) -> None:
         """Add an instance; ``layer`` is local: -1 for the embedding, the number of the stage's layers for the head."""
         number, layers = self.numbers[template], self.stage.layers
-        indices = self.bindings[number].indices(micro_batch, layer)
+        indices = self.bindings[number].indices(micro_batch, subsequence, layer)
         of_model = layers[layer] if 0 <= layer < len(layers) else min(layer, self.decisions.model.layers)
-        self.instances.append(Instance(number, place, indices, micro_batch, of_model))
+        self.instances.append(Instance(number, place, indices, micro_batch, of_model, subsequence))
 
-    def _place_layer(self, template: str, micro_batch: int, layer: int) -> None:
-        self._place(template, f"m{micro_batch}/s0/l{self.stage.layers[layer]}", micro_batch, layer)
+    def _place_layer(self, template: str, micro_batch: int, layer: int, subsequence: int) -> None:
+        place = f"m{micro_batch}/s{subsequence}/l{self.stage.layers[layer]}"
+        self._place(template + self.passings[subsequence].suffix, place, micro_batch, layer, subsequence)
 
-    def _pass(self, template: str, place: str, micro_batch: int, layer: int = -1, *, backward: bool = False) -> None:
+    def _pass(self, template: str, place: str, visit: Visit, layer: int, *, backward: bool = False) -> None:
         """Place what needs parameters or makes gradients, with what gathers and scatters them around it."""
         before, after = self.around[place, backward]
         for p in before:
-            self._place(p.template, p.place, p.micro_batch, p.layer)
-        self._place(template, place, micro_batch, layer)
+            self._place(p.template, p.place, p.micro_batch, p.layer, p.subsequence)
+        own = template + self.passings[visit.subsequence].suffix
+        self._place(own, place, visit.micro_batch, layer, visit.subsequence)
         for p in after:
-            self._place(p.template, p.place, p.micro_batch, p.layer)
+            self._place(p.template, p.place, p.micro_batch, p.layer, p.subsequence)
 
     def _step_blocks(self) -> list[tuple[str, str, int]]:
         """Return (kind, place, layer) of every parameter block."""
@@ -240,48 +209,49 @@ class RoleLowering:
             self._place(f"{kind}.update", place, 0, layer)
 
     def _passes(self) -> None:
-        visits = [pass_visits(each, self.stage.chunk(each.chunk)) for each in self.passes]
-        order = [visit for mine in visits for visit in mine]
-        self.around = self.sharding.around(order)
-        schedule = swap_schedule(order) if self.activations.rounding else None
+        self.around = self.sharding.around(self.order)
+        schedule = swap_schedule(self.order, self.turns) if self.rounding else None
         self._hand_over(-1)
         done = 0
-        for number, (each, mine) in enumerate(zip(self.passes, visits, strict=True)):
+        for number, (each, mine) in enumerate(zip(self.passes, self.visits, strict=True)):
             self.marks.append(len(self.instances))
-            for handed in self.handovers.entered(each):
-                self._place_layer(handed.template, handed.micro_batch, handed.layer)
+            for handed in self.passings[0].handovers.entered(each):
+                self._place_handed(handed)
             for visit in mine:
-                swapped = schedule is not None and (visit.micro_batch, visit.layer) in schedule.swapped
+                swapped = schedule is not None and visit.key in schedule.swapped
                 (self._backward if visit.backward else self._forward)(visit, swapped)
                 for wanted in schedule.prefetch_after.get(done, []) if schedule else []:
-                    self._place_layer("layer.prefetch", wanted.micro_batch, wanted.layer)
+                    self._place_layer("layer.prefetch", wanted.micro_batch, wanted.layer, wanted.subsequence)
                 done += 1
             if each.kind is Kind.WEIGHTS:
                 for layer in reversed(self.stage.chunk(each.chunk)):
-                    self._place_layer("layer.weights", each.micro_batch, layer)
+                    self._place_layer("layer.weights", each.micro_batch, layer, each.subsequence)
             self._hand_over(number)
 
     def _hand_over(self, number: int) -> None:
-        for handed in self.handovers.behind(self.passes, number):
-            self._place_layer(handed.template, handed.micro_batch, handed.layer)
+        for handed in self.passings[0].handovers.behind(self.passes, number):
+            self._place_handed(handed)
+
+    def _place_handed(self, handed: Handed) -> None:
+        self._place_layer(handed.template, handed.micro_batch, handed.layer, handed.subsequence)
 
     def _forward(self, visit: Visit, swapped: bool) -> None:
-        m, layer, stage = visit.micro_batch, visit.layer, self.stage
-        at = f"m{m}/s0"
+        m, layer, s, stage = visit.micro_batch, visit.layer, visit.subsequence, self.stage
+        at = f"m{m}/s{s}"
         if stage.begins_model(layer):
-            self._pass("embed.fwd", f"{at}/embed", m)
+            self._pass("embed.fwd", f"{at}/embed", visit, -1)
         last = stage.ends_model(layer)
         template = "layer.fwd.last" if last else "layer.fwd.out" if stage.ends_chunk(layer) else "layer.fwd"
-        self._pass(template, f"{at}/l{stage.layers[layer]}", m, layer)
+        self._pass(template, f"{at}/l{stage.layers[layer]}", visit, layer)
         if swapped:
-            self._place_layer("layer.offload", m, layer)
+            self._place_layer("layer.offload", m, layer, s)
         if last:
-            self._pass("head", f"{at}/head", m, len(stage.layers), backward=True)
+            self._pass("head", f"{at}/head", visit, len(stage.layers), backward=True)
 
     def _backward(self, visit: Visit, swapped: bool) -> None:
-        m, layer = visit.micro_batch, visit.layer
-        resident = self.activations.resident_differs and not swapped
-        place = f"m{m}/s0/l{self.stage.layers[layer]}"
-        self._pass("layer.bwd.resident" if resident else "layer.bwd", place, m, layer, backward=True)
+        layer, at = visit.layer, f"m{visit.micro_batch}/s{visit.subsequence}"
+        resident = self.passings[0].activations.resident_differs and not swapped
+        template = "layer.bwd.resident" if resident else "layer.bwd"
+        self._pass(template, f"{at}/l{self.stage.layers[layer]}", visit, layer, backward=True)
         if self.stage.begins_model(layer):
-            self._pass("embed.bwd", f"m{m}/s0/embed", m, backward=True)
+            self._pass("embed.bwd", f"{at}/embed", visit, -1, backward=True)

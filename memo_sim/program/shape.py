@@ -38,6 +38,10 @@ class Shape:
     """Whether sequence parallelism shards tokens outside of the tensor-parallel products."""
     cp_rank: int = 0
     """Which of the context-parallel ranks; they differ in the keys that are before theirs (``ring.py``)."""
+    start: int = 0
+    """The micro-batch's tokens before these, where these are a subsequence of it (``subsequence.py``)."""
+    carried: int = 0
+    """Tokens of the whole micro-batch, whose keys and values are carried; 0 where it is not cut into subsequences."""
 
     @property
     def qkv_width(self) -> int:
@@ -70,9 +74,9 @@ def shape_of(decisions: Decisions, *, cp_rank: int | None = None) -> Shape:
         plays yet.
     """
     model, layout = decisions.model, decisions.layout
-    for name in ("metp", "subsequences"):
-        if getattr(layout, name) != 1:
-            raise Infeasible(f"{name} has no lowering yet", where=f"layout.{name}", got=getattr(layout, name), wanted=1)
+    if layout.metp != 1:
+        raise Infeasible("metp has no lowering yet", where="layout.metp", got=layout.metp, wanted=1)
+    _check_subsequences(decisions)
     for what in ("heads", "kv_heads"):
         _divides(what, getattr(model, what), "tp", layout.tp)
         _divides(what, getattr(model, what), "tp x ulysses", layout.tp * layout.ulysses)
@@ -116,6 +120,41 @@ def shape_of(decisions: Decisions, *, cp_rank: int | None = None) -> Shape:
 def swap_granule(decisions: Decisions) -> int:
     """Return what ``swapped_tokens`` must be a multiple of: 128 rows on every rank that holds a token shard."""
     return decisions.swap_granule
+
+
+def _check_subsequences(decisions: Decisions) -> None:
+    """Refuse what cannot go beside subsequences: they are runs of one whole sequence, on one rank or its tp group."""
+    layout, count = decisions.layout, decisions.layout.subsequences
+    if count == 1:
+        return
+    for name, got in (
+        ("micro_batch", decisions.micro_batch),
+        ("layout.cp", layout.cp),
+        ("layout.ulysses", layout.ulysses),
+    ):
+        if got != 1:
+            raise Infeasible(
+                "subsequences divide one whole sequence",
+                where=name,
+                got=f"{got} with {count} subsequences",
+                wanted=1,
+                hint="tp, pp and dp go with --subsequences",
+            )
+    if decisions.kernels.attention == "plain":
+        raise Infeasible(
+            "plain attention has no log-sum-exp to merge earlier keys by",
+            where="decisions.kernels.attention",
+            got=f"plain with {count} subsequences",
+            wanted="a flash kernel",
+        )
+    if decisions.recompute == "selective":
+        raise Infeasible(
+            "selective recompute is not written for subsequences",
+            where="decisions.recompute",
+            got=f"selective with {count} subsequences",
+            wanted="none, full or tokenwise",
+            hint="--recompute full rebuilds attention too",
+        )
 
 
 def _check_swapped(decisions: Decisions, tokens: int, tp: int) -> None:

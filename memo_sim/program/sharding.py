@@ -45,6 +45,8 @@ Families = dict[str, Family]
 class Use:
     """One pass that needs parameters or makes gradients; blocks by kind: ``embed``, ``layer``, ``head``.
 
+    Every subsequence has passes of its own.
+
     ``layer`` is the number of layers for the head, which stands behind the last one, and -1 for the embedding.
     """
 
@@ -54,16 +56,18 @@ class Use:
     backward: bool
     params: tuple[str, ...]
     grads: tuple[str, ...]
+    subsequence: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """A template to be played at a place, for a micro-batch and a layer (see ``Use``)."""
+    """A template to be played at a place, for a micro-batch's subsequence and a layer (see ``Use``)."""
 
     template: str
     place: str
     micro_batch: int
     layer: int
+    subsequence: int = 0
 
 
 Around = tuple[list[Placed], list[Placed]]
@@ -80,6 +84,7 @@ class Sharding:
         self.decisions = decisions
         self.optimizers = optimizers
         self.micro_batches = micro_batches
+        self.subsequences = decisions.layout.subsequences
         self.layers = len(stage.layers)
         self.grads = optimizers["layer"].shared("grads")
         self.params = optimizers["layer"].shared("params")
@@ -90,7 +95,7 @@ class Sharding:
 
     def families(self) -> list[Family]:
         """Return the buffers of whole gradients and parameters, one a use."""
-        m, found = self.micro_batches, []
+        m, found = self.micro_batches * self.subsequences, []
         uses = {"embed": m * self.embed_uses, "layer": m * self.layers, "head": m}
         for kind, optimizer in self.optimizers.items():
             elements = optimizer.block.elements
@@ -163,14 +168,15 @@ class Sharding:
             offset += length
         return builder.build()
 
-    def index(self, family: str, template: str, micro_batch: int, layer: int) -> int:
+    def index(self, family: str, template: str, micro_batch: int, subsequence: int, layer: int) -> int:
         """Return which whole buffer of ``family`` a pass or what stands around it takes."""
+        passed = micro_batch * self.subsequences + subsequence
         what, _, kind = family.partition(".")
         if kind == "embed":
-            return micro_batch * self.embed_uses + (self.embed_uses - 1 if layer == self.layers else 0)
+            return passed * self.embed_uses + (self.embed_uses - 1 if layer == self.layers else 0)
         if kind == "head":
-            return micro_batch
-        use = micro_batch * self.layers + layer
+            return passed
+        use = passed * self.layers + layer
         again = template.startswith(("layer.bwd", "layer.regather"))
         return 2 * use + again if what == "gathered" else use
 
@@ -179,15 +185,15 @@ class Sharding:
         head = ("head", "embed") if self.embed_uses > 1 else ("head",)
         found = []
         for v in visits:
-            m, at = v.micro_batch, f"m{v.micro_batch}/s0"
+            m, s, at = v.micro_batch, v.subsequence, f"m{v.micro_batch}/s{v.subsequence}"
             if self.stage.begins_model(v.layer) and not v.backward:
-                found.append(Use(f"{at}/embed", m, -1, False, ("embed",), ()))
+                found.append(Use(f"{at}/embed", m, -1, False, ("embed",), (), s))
             grads = ("layer",) if v.backward else ()
-            found.append(Use(f"{at}/l{self.stage.layers[v.layer]}", m, v.layer, v.backward, ("layer",), grads))
+            found.append(Use(f"{at}/l{self.stage.layers[v.layer]}", m, v.layer, v.backward, ("layer",), grads, s))
             if self.stage.ends_model(v.layer) and not v.backward:
-                found.append(Use(f"{at}/head", m, self.layers, True, head, head))
+                found.append(Use(f"{at}/head", m, self.layers, True, head, head, s))
             if self.stage.begins_model(v.layer) and v.backward:
-                found.append(Use(f"{at}/embed", m, -1, True, (), ("embed",)))
+                found.append(Use(f"{at}/embed", m, -1, True, (), ("embed",), s))
         return found
 
     def around(self, visits: list[Visit]) -> dict[tuple[str, bool], Around]:
@@ -211,7 +217,9 @@ class Sharding:
 
     def _reduced(self, use: Use) -> list[Placed]:
         """Return what sums over replicas the gradients that are complete with ``use``."""
-        if not self.reduced_early or use.micro_batch < self.micro_batches - 1:
+        # Backward ends with the first subsequence; the head's is part of forward, and ends with the last one.
+        last = self.subsequences - 1 if use.layer == self.layers else 0
+        if not self.reduced_early or use.micro_batch < self.micro_batches - 1 or use.subsequence != last:
             return []
         # What two stages hold is summed between them first, at the step's end.
         spanning = self.stage.stages > 1 and self.decisions.model.tied_embeddings
@@ -228,4 +236,5 @@ def _placed(use: Use, kinds: tuple[str, ...], what: str) -> list[Placed]:
     """Return a template a block; the tied embedding's at the head has a place of its own."""
     tied = f"{use.place}.embed"
     places = [tied if kind == "embed" and "head" in (*use.params, *use.grads) else use.place for kind in kinds]
-    return [Placed(f"{kind}.{what}", at, use.micro_batch, use.layer) for kind, at in zip(kinds, places, strict=True)]
+    m, layer, s = use.micro_batch, use.layer, use.subsequence
+    return [Placed(f"{kind}.{what}", at, m, layer, s) for kind, at in zip(kinds, places, strict=True)]

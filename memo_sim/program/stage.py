@@ -145,14 +145,8 @@ def _check(decisions: Decisions) -> None:
             wanted=f"a multiple of {runs}",
             hint="stages hold equal numbers of layers: another --pp, or fewer --virtual-stages",
         )
-    if layout.schedule == "interleaved" and layout.pp > 1 and decisions.micro_batches % layout.pp:
-        raise Infeasible(
-            "interleaved micro-batches go in groups of as many as there are stages",
-            where="global_batch",
-            got=f"{decisions.micro_batches} micro-batches",
-            wanted=f"a multiple of {layout.pp}",
-            hint="a larger --global-batch, or --schedule 1f1b",
-        )
+    if layout.schedule == "interleaved" and layout.pp > 1:
+        _check_groups(decisions)
     if layout.pp > 1 and layout.zero > 1:
         raise Infeasible(
             "pipeline stages keep whole parameters and gradients",
@@ -160,4 +154,17 @@ def _check(decisions: Decisions) -> None:
             got=layout.zero,
             wanted="0 or 1",
             hint="what ZeRO 2 and 3 gather and scatter would travel for every micro-batch of every stage",
+        )
+
+
+def _check_groups(decisions: Decisions) -> None:
+    layout, count = decisions.layout, decisions.layout.subsequences
+    if decisions.micro_batches * count % layout.pp:
+        each = f" of {count} subsequences" if count > 1 else ""
+        raise Infeasible(
+            "interleaved micro-batches go in groups of as many as there are stages",
+            where="global_batch",
+            got=f"{decisions.micro_batches} micro-batches{each}",
+            wanted=f"a multiple of {layout.pp}",
+            hint="a larger --global-batch, or --schedule 1f1b",
         )

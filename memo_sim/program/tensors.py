@@ -4,6 +4,8 @@ For a GPT layer they sum to 16 x tokens x hidden elements: input 1, norm1 1, Q K
 norm2 1, first FFN product 4, activation 4; the log-sum-exp and the norms' statistics come on top. Row i of every
 tensor belongs to token i of the rank's shard.
 
+A subsequence keeps its queries alone: keys and values are carried for those behind it (``carried_attention.py``).
+
 With Ulysses attention's own tensors (Q K V, output, log-sum-exp) hold the rank's heads of all tokens, in row blocks cut
 as the shard is; the projection's input, this rank's tokens of the output, is one more. Attention without a flash kernel
 keeps scores instead of the log-sum-exp (``plain_attention.py``).
@@ -63,6 +65,8 @@ def skeletal_tensors(model: Model, shape: Shape, dtype: str, *, score_keys: int 
     inside = shape.attention
     home = (local("attn_home", shape.q_width),) if shape.ulysses > 1 else ()
     raw = (local("qk_raw", shape.q_width + shape.kv_width),) if model.qk_norm else ()
+    name, width = ("q", inside.q_width) if shape.carried else ("qkv", inside.qkv_width)
+    attended = Skeletal(name, inside.tokens, width, dtype, Fate.BY_TOKEN)
     kept: tuple[Skeletal, ...] = (Skeletal("lse", inside.tokens, inside.heads, "fp32", Fate.WHOLE, statistics=True),)
     if score_keys:
         scores = (("probs", dtype), ("dropped", dtype), ("kept", "uint8"))
@@ -72,7 +76,7 @@ def skeletal_tensors(model: Model, shape: Shape, dtype: str, *, score_keys: int 
         sharded("norm1", shape.hidden),
         statistics("norm1_stats"),
         *raw,
-        Skeletal("qkv", inside.tokens, inside.qkv_width, dtype, Fate.BY_TOKEN),
+        attended,
         Skeletal("attn", inside.tokens, inside.q_width, dtype, Fate.WHOLE),
         *kept,
         *home,

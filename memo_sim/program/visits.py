@@ -7,6 +7,9 @@ but the last two are; nothing here knows that.
 
     forward  l0 l1 l2 l3 | backward l3 l2 l1 l0      buffer 0: l0 l2 . . l2 . l0,  buffer 1: l1 l3 l3 . l1 .
                                                      -> l0 and l1 were overwritten, l2 and l3 were not
+
+Subsequences follow each other through the same layers, so what counts with them is the number of a layer's forward
+among all forwards of the stage: otherwise the last of an odd number of layers and the first would share a buffer.
 """
 
 from __future__ import annotations
@@ -14,18 +17,27 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from memo_sim.program.schedule import Kind, Pass, one_forward_one_backward
+from memo_sim.program.schedule import Kind, Pass, Units, one_stage
 
 ROUNDING_BUFFERS = 2
+
+Key = tuple[int, int, int]
+"""Micro-batch, subsequence and layer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Visit:
-    """One layer's forward or backward of one micro-batch; ``layer`` counts on the rank's stage."""
+    """One layer's forward or backward of one micro-batch's subsequence; ``layer`` counts on the rank's stage."""
 
     micro_batch: int
     layer: int
     backward: bool
+    subsequence: int = 0
+
+    @property
+    def key(self) -> Key:
+        """Whose activations it makes or reads."""
+        return self.micro_batch, self.subsequence, self.layer
 
 
 def pass_visits(each: Pass, layers: Sequence[int]) -> list[Visit]:
@@ -33,35 +45,43 @@ def pass_visits(each: Pass, layers: Sequence[int]) -> list[Visit]:
     if each.kind is Kind.WEIGHTS:
         return []
     backward = each.kind is Kind.BACKWARD
-    return [Visit(each.micro_batch, layer, backward) for layer in (reversed(layers) if backward else layers)]
+    order = reversed(layers) if backward else layers
+    return [Visit(each.micro_batch, layer, backward, each.subsequence) for layer in order]
 
 
 def step_visits(layers: int, micro_batches: int) -> list[Visit]:
     """Return the visits of a step without pipeline: each micro-batch forward, then backward."""
-    passes = one_forward_one_backward(0, 1, micro_batches)
+    passes = one_stage(Units(micro_batches))
     return [visit for each in passes for visit in pass_visits(each, range(layers))]
+
+
+def turns(visits: list[Visit], subsequences: int = 1) -> dict[Key, int]:
+    """Return the rounding buffer of every layer's forward and backward."""
+    keys = [visit.key for visit in visits if not visit.backward]
+    if subsequences == 1:
+        return {key: key[2] % ROUNDING_BUFFERS for key in keys}
+    return {key: number % ROUNDING_BUFFERS for number, key in enumerate(keys)}
 
 
 @dataclass(frozen=True, slots=True)
 class SwapSchedule:
-    """What to copy: ``swapped`` (micro_batch, layer) pairs, and the visits to prefetch for once visit i has ended."""
+    """What to copy: whose activations are ``swapped``, and the visits to prefetch for once visit i has ended."""
 
-    swapped: frozenset[tuple[int, int]]
+    swapped: frozenset[Key]
     prefetch_after: dict[int, list[Visit]]
 
 
-def swap_schedule(visits: list[Visit]) -> SwapSchedule:
+def swap_schedule(visits: list[Visit], buffers: dict[Key, int]) -> SwapSchedule:
     """Return which visits find their rounding buffer overwritten, and the earliest moment each can be prefetched."""
-    owner: dict[int, tuple[int, int]] = {}
+    owner: dict[int, Key] = {}
     last_use: dict[int, int] = {}
-    swapped: set[tuple[int, int]] = set()
+    swapped: set[Key] = set()
     prefetch_after: dict[int, list[Visit]] = {}
     for i, visit in enumerate(visits):
-        slot = visit.layer % ROUNDING_BUFFERS
-        key = (visit.micro_batch, visit.layer)
-        if visit.backward and owner.get(slot) != key:
-            swapped.add(key)
+        slot = buffers[visit.key]
+        if visit.backward and owner.get(slot) != visit.key:
+            swapped.add(visit.key)
             prefetch_after.setdefault(last_use[slot], []).append(visit)
-        owner[slot] = key
+        owner[slot] = visit.key
         last_use[slot] = i
     return SwapSchedule(frozenset(swapped), prefetch_after)

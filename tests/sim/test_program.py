@@ -19,7 +19,7 @@ from memo_sim.program.liveness import live_bytes, liveness, peak
 from memo_sim.program.lower import lower, program_sha256
 from memo_sim.program.shape import shape_of
 from memo_sim.program.tensors import Fate, skeletal_tensors
-from memo_sim.program.visits import step_visits, swap_schedule
+from memo_sim.program.visits import step_visits, swap_schedule, turns
 from memo_sim.program.work import Attention, Copy, Gemm
 from tests.sim.small_programs import GPT, LLAMA, POLICIES, decide
 
@@ -85,8 +85,9 @@ def test_recompute_repeats_forward_call_by_call() -> None:
 
 @pytest.mark.parametrize("layers", [1, 2, 3, 4, 7])
 def test_which_layers_are_swapped_is_derived(layers: int) -> None:
-    schedule = swap_schedule(step_visits(layers, micro_batches=2))
-    assert schedule.swapped == {(m, layer) for m in range(2) for layer in range(layers - 2)}
+    visits = step_visits(layers, micro_batches=2)
+    schedule = swap_schedule(visits, turns(visits))
+    assert schedule.swapped == {(m, 0, layer) for m in range(2) for layer in range(layers - 2)}
 
 
 def test_another_order_of_visits_swaps_other_layers() -> None:
@@ -94,8 +95,8 @@ def test_another_order_of_visits_swaps_other_layers() -> None:
     visits = [v for v in step_visits(4, 2) if not v.backward]
     visits += [v for v in step_visits(4, 2) if v.backward and v.micro_batch == 1]
     visits += [v for v in step_visits(4, 2) if v.backward and v.micro_batch == 0]
-    schedule = swap_schedule(visits)
-    assert schedule.swapped == {(0, 0), (0, 1), (0, 2), (0, 3), (1, 0), (1, 1)}
+    schedule = swap_schedule(visits, turns(visits))
+    assert schedule.swapped == {(m, 0, layer) for m, layer in [(0, 0), (0, 1), (0, 2), (0, 3), (1, 0), (1, 1)]}
 
 
 def test_bytes_to_the_host_come_back() -> None:

@@ -1,0 +1,137 @@
+"""What one subsequence of a stage's micro-batches brings to the program: its buffers, and the templates of its passes.
+
+Everything is written under plain names (``grad.x``, ``layer.fwd``); the role adds the subsequence's suffix
+(``role.py``). Without subsequences the one there is holds the whole micro-batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from memo_sim.contract.plan import Decisions
+from memo_sim.program import carried_attention
+from memo_sim.program.activations import Activations
+from memo_sim.program.builder import TemplateBuilder
+from memo_sim.program.ends import embed_backward, embed_forward, head
+from memo_sim.program.handover import Handovers
+from memo_sim.program.instruction import BufferClass, Family, Template
+from memo_sim.program.layer import LayerWriter
+from memo_sim.program.parameters import Block
+from memo_sim.program.stage import Stage
+from memo_sim.program.subsequence import Subsequence
+from memo_sim.program.weights import PendingWeights
+
+Families = dict[str, Family]
+Made = tuple[Template, list[str]]
+"""A template, and the names of the slots that an instance binds."""
+
+
+class Passing:
+    """The families and templates of one subsequence on one stage."""
+
+    def __init__(
+        self,
+        decisions: Decisions,
+        subsequence: Subsequence,
+        stage: Stage,
+        micro_batches: int,
+        blocks: Mapping[str, Block],
+    ) -> None:
+        self.decisions = decisions
+        self.subsequence = subsequence
+        self.shape = subsequence.shape
+        self.stage = stage
+        self.micro_batches = micro_batches
+        self.blocks = blocks
+        self.activations = Activations(decisions, self.shape, micro_batches, stage, subsequence)
+        self.handovers = Handovers(decisions, self.shape, stage, micro_batches, self.activations.rounding)
+        self.pending = PendingWeights(decisions, self.shape, self.activations)
+
+    @property
+    def suffix(self) -> str:
+        """Ends the names of what is this subsequence's own."""
+        return self.subsequence.suffix
+
+    def boundaries(self) -> list[Family]:
+        """Return what lies between the layers: the head's input, and every layer's input gradient."""
+        shape, dtype, m = self.shape, self.decisions.dtype, self.micro_batches
+        found = []
+        if self.stage.last:
+            found.append(Family("head.x", BufferClass.SKELETAL, dtype, shape.shard_tokens, shape.hidden, m))
+        count = m * self.stage.boundaries
+        found.append(Family("grad.x", BufferClass.TRANSIENT, dtype, shape.shard_tokens, shape.hidden, count))
+        return found
+
+    def families(self) -> list[Family]:
+        """Return what its layers keep, hand over and leave for weight gradients."""
+        return [f for each in (self.activations, self.handovers, self.pending) for f in each.families()]
+
+    def layers(self, families: Families, seen: Families) -> Iterator[Made]:
+        """Yield the templates of its layers; ``seen``: the families with whole parameters and gradients."""
+        for name, out in (("layer.fwd", "skeletal.x"), ("layer.fwd.last", "head.x"), ("layer.fwd.out", "stage.out")):
+            if out not in families:
+                continue
+            builder, writer = self._layer(name, "fwd", families, seen, gradients=False)
+            builder.bind(families[out], slot="next_x", tokens=self.shape.shard_tokens)
+            writer.forward(self.activations.row_blocks, "next_x")
+            yield builder.build(), builder.bound_slots
+        yield (whole := self._backward("layer.bwd", families, seen, rebuild=True))
+        if self.activations.resident_differs:
+            yield self._backward("layer.bwd.resident", families, seen, rebuild=False)
+        if self.pending.apart:
+            yield self._weights(families, seen)
+        if self.activations.rounding:
+            for copies in (self.activations.offload(families), self.activations.prefetch(families, whole[0])):
+                yield copies.build(), copies.bound_slots
+
+    def ends(self, seen: Families) -> Iterator[Made]:
+        """Yield the templates of the model's ends that the stage has."""
+        if self.stage.first:
+            for end in (embed_forward, embed_backward):
+                embed = end(self.decisions, self.shape, self.blocks["embed"], seen)
+                yield embed.build(), embed.bound_slots
+        if self.stage.last:
+            found = head(self.decisions, self.shape, self.blocks["head"], self.blocks.get("embed"), seen)
+            yield found.build(), found.bound_slots
+
+    def handed(self, families: Families) -> Iterator[Made]:
+        """Yield the templates of what the stage hands to its neighbours and takes from them."""
+        for builder in self.handovers.templates(families):
+            yield builder.build(), builder.bound_slots
+
+    def _layer(
+        self, name: str, phase: str, families: Families, seen: Families, *, gradients: bool
+    ) -> tuple[TemplateBuilder, LayerWriter]:
+        builder = TemplateBuilder(name, phase)
+        builder.bind(seen["params.layer"], slot="params")
+        if gradients:
+            builder.bind(seen["grads.layer"], slot="grads")
+            if self.pending.apart:
+                self.pending.bind(builder, families)
+        self.activations.bind(builder, families)
+        carried_attention.bind(builder, families, self.shape, gradients=gradients)
+        return builder, LayerWriter(builder, self.decisions, self.shape, self.blocks["layer"])
+
+    def _backward(self, name: str, families: Families, seen: Families, *, rebuild: bool) -> Made:
+        builder, writer = self._layer(name, "bwd", families, seen, gradients=True)
+        builder.bind(families["grad.x"], slot="grad_out")
+        builder.bind(families["grad.x"], slot="grad_in")
+        builder.phase = "rec"
+        if self.decisions.recompute == "full":
+            writer.recompute((0, self.shape.tokens), 0, whole=True)
+        elif rebuild and self.activations.recomputed is not None:
+            blocks = self.activations.row_blocks
+            writer.recompute(self.activations.recomputed, len(blocks) - 1, whole=False)
+        builder.phase = "bwd"
+        writer.weights_apart = self.pending.apart
+        writer.backward("grad_out", "grad_in")
+        if self.pending.apart:
+            self.pending.keep(builder)
+        return builder.build(), builder.bound_slots
+
+    def _weights(self, families: Families, seen: Families) -> Made:
+        builder = TemplateBuilder("layer.weights", "wgt")
+        builder.bind(seen["grads.layer"], slot="grads")
+        self.pending.bind_inputs(builder, families)
+        self.pending.write(LayerWriter(builder, self.decisions, self.shape, self.blocks["layer"]))
+        return builder.build(), builder.bound_slots
