@@ -117,7 +117,7 @@ class Bindings:
         numbers = [self._rules.index(rule) for rule in rules]
         self._of_slots: Callable[[list[int]], tuple[int, ...]] = itemgetter(*numbers) if len(numbers) > 1 else tuple
         self._lines: dict[tuple[int, int], list[tuple[int, int]]] = {}
-        """Of each rule, by subsequence and layer: the first micro-batch's buffer, how many further the next one's is."""
+        """Of each rule, by subsequence and layer: the first micro-batch's buffer and how far the next one's is."""
 
     def indices(self, micro_batch: int, subsequence: int, layer: int) -> tuple[int, ...]:
         """Return which buffer of its family each bound slot takes."""
