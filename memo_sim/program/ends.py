@@ -11,7 +11,7 @@ from memo_sim.contract.plan import Decisions
 from memo_sim.contract.units import DTYPE_BYTES
 from memo_sim.program import kernel_table as table
 from memo_sim.program.builder import Access, Rows, TemplateBuilder, accumulates, reads, writes
-from memo_sim.program.instruction import BufferClass, Family, Lane
+from memo_sim.program.instruction import BufferClass, Family, Lane, Template
 from memo_sim.program.layer import LayerWriter
 from memo_sim.program.parameters import Block
 from memo_sim.program.shape import Shape
@@ -33,10 +33,10 @@ def _own(slot: str, shape: Shape) -> Rows:
     return Rows(slot, shape.start, shape.tokens)
 
 
-def embed_forward(decisions: Decisions, shape: Shape, block: Block, families: Families) -> TemplateBuilder:
+def embed_forward(decisions: Decisions, shape: Shape, block: Block, families: Families) -> Template:
     """Return the lookup: slots ``input.ids``, ``params.embed``, ``x`` (the first layer's input)."""
     builder = TemplateBuilder("embed.fwd", "fwd")
-    builder.bind(families["input.ids"], slot="input.ids")
+    builder.bind(families["input.ids"])
     builder.bind(families["params.embed"], slot="params.embed")
     builder.bind(families["skeletal.x"], slot="x", tokens=shape.shard_tokens)
     writer = LayerWriter(builder, decisions, shape, block)
@@ -70,13 +70,13 @@ def embed_forward(decisions: Decisions, shape: Shape, block: Block, families: Fa
             positions=positions,
             target=writes(builder.all("x")),
         )
-    return builder
+    return builder.build()
 
 
-def embed_backward(decisions: Decisions, shape: Shape, block: Block, families: Families) -> TemplateBuilder:
+def embed_backward(decisions: Decisions, shape: Shape, block: Block, families: Families) -> Template:
     """Return the scatter of the first layer's input gradient into the embedding's."""
     builder = TemplateBuilder("embed.bwd", "bwd")
-    builder.bind(families["input.ids"], slot="input.ids")
+    builder.bind(families["input.ids"])
     builder.bind(families["grads.embed"], slot="grads.embed")
     builder.bind(families["grad.x"], slot="grad.x")
     writer = LayerWriter(builder, decisions, shape, block)
@@ -101,12 +101,12 @@ def embed_backward(decisions: Decisions, shape: Shape, block: Block, families: F
             table.embed_backward_workspace_bytes(shape.tokens, row, decisions.dtype, divided=shape.tp > 1),
         ),
     )
-    return builder
+    return builder.build()
 
 
 def head(
     decisions: Decisions, shape: Shape, head_block: Block, embed_block: Block | None, families: Families
-) -> TemplateBuilder:
+) -> Template:
     """Return final norm, classifier, loss and their backward: slots ``head.x`` in, ``grad.x`` out.
 
     ``embed_block`` holds the classifier where embeddings are tied.
@@ -128,7 +128,7 @@ def head(
     for i, first in enumerate(range(0, shape.tokens, chunk)):
         classifier.chunk(i, full.slot, first, min(chunk, shape.tokens - first))
     norm.backward(writer.scatter("d_final", builder.all("d_final")))
-    return builder
+    return builder.build()
 
 
 class _FinalNorm:
@@ -210,7 +210,7 @@ class _Classifier:
         builder.emit(
             f"classifier{suffix}", "linear", Lane.COMPUTE, logits, x=reads(rows), weight=self.weight, out=writes(local)
         )
-        self._loss(suffix, local, gradient, Rows("input.labels", shape.start + first, tokens))
+        self._loss(suffix, local, gradient, Rows("input.labels", first, tokens))
         builder.emit(
             f"classifier.dgrad{suffix}",
             "linear.dgrad",
@@ -234,6 +234,7 @@ class _Classifier:
     def _loss(self, suffix: str, logits: Rows, gradient: Rows, labels: Rows) -> None:
         builder, shape = self.builder, self.shape
         size = logits.tokens * shape.vocab * DTYPE_BYTES[self.decisions.dtype]
+        labels = Rows(labels.slot, shape.start + labels.first, labels.tokens)
         stats, kind = None, "cross_entropy"
         if shape.tp > 1:
             stats, kind = Rows("loss_stats", 0, logits.tokens), "cross_entropy.divided"

@@ -88,11 +88,15 @@ class Passing:
         """Yield the templates of the model's ends that the stage has."""
         if self.stage.first:
             for end in (embed_forward, embed_backward):
-                embed = end(self.decisions, self.shape, self.blocks["embed"], seen)
-                yield embed.build(), embed.bound_slots
+                yield self._by_family(end(self.decisions, self.shape, self.blocks["embed"], seen))
         if self.stage.last:
-            found = head(self.decisions, self.shape, self.blocks["head"], self.blocks.get("embed"), seen)
-            yield found.build(), found.bound_slots
+            embed = self.blocks.get("embed")
+            yield self._by_family(head(self.decisions, self.shape, self.blocks["head"], embed, seen))
+
+    def _by_family(self, template: Template) -> Made:
+        """Return a template whose slots are named after their families."""
+        own = {f.name for f in template.own}
+        return template, [name.removesuffix(self.suffix) for name in template.slots if name not in own]
 
     def handed(self, families: Families) -> Iterator[Made]:
         """Yield the templates of what the stage hands to its neighbours and takes from them."""
