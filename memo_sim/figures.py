@@ -1,11 +1,12 @@
-"""Figures of MEMO computed again: every value is the engine's, on the paper's models and clusters.
+"""Figures of papers computed again: every value is the engine's, on the paper's models and clusters. Those of MEMO:
 
     1b    a layer's forward, its FlashAttention and the full offload of its activations by length; gpt-7b, tp 8, 8 A800
     6     FlashAttention and the rest of a layer's forward, the same
     11a   the longest sequence of three systems on 8 to 64 GPUs, gpt-7b;  11b: their MFU there
     11c   their MFU on 64 GPUs from 1024K to 8192K tokens
 
-Layouts are searched as for the tables. A length is the longest when it fits and the one a step longer does not.
+SPPO's are in ``sppo_figures.py``. Layouts are searched as for the tables. A length is the longest when it fits and the
+one a step longer does not.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from memo_sim import sppo_figures
 from memo_sim.contract.catalog import load_cluster, load_model
 from memo_sim.contract.errors import Infeasible, UsageError, did_you_mean
 from memo_sim.contract.figure import Figure, Line, Point
@@ -290,4 +292,5 @@ FIGURES: dict[str, Callable[[Progress], Figure]] = {
     "11a": _longest,
     "11b": _at_the_longest,
     "11c": _on_64_gpus,
+    **sppo_figures.FIGURES,
 }
