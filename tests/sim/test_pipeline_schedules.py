@@ -8,9 +8,8 @@ import pytest
 
 from memo_sim.contract.plan import Layout, Schedule
 from memo_sim.program.schedule import Kind, Pass, passes_of
+from tests.sim.pass_orders import B, F, W, in_flight, makespan
 
-F, B, W = 1.0, 2.25, 0.875
-"""Seconds of a stage's forward, its whole backward, and the weight gradients in it."""
 SCHEDULES: list[tuple[Schedule, int]] = [
     *[("gpipe", 1), ("1f1b", 1), ("zero-bubble", 1)],
     *[("interleaved", 2), ("interleaved", 4)],
@@ -21,38 +20,6 @@ STAGES = [2, 3, 4, 8]
 def orders(schedule: Schedule, stages: int, micro_batches: int, chunks: int) -> list[list[Pass]]:
     layout = Layout(pp=stages, schedule=schedule, virtual_stages=chunks)
     return [passes_of(layout, stage, micro_batches) for stage in range(stages)]
-
-
-def before(stage: int, stages: int, chunks: int, each: Pass) -> tuple[int, Pass] | None:
-    """Return the (stage, pass) whose result a pass needs from another stage, or from this one's own forward."""
-    step, stop = (-1, 0) if each.kind is Kind.FORWARD else (1, stages * chunks - 1)
-    place = each.chunk * stages + stage
-    if each.kind is Kind.WEIGHTS:
-        return stage, Pass(Kind.BACKWARD, each.micro_batch, each.chunk)
-    if place == stop:
-        return None if each.kind is Kind.FORWARD else (stage, Pass(Kind.FORWARD, each.micro_batch, each.chunk))
-    chunk, neighbour = divmod(place + step, stages)
-    return neighbour, Pass(each.kind, each.micro_batch, chunk)
-
-
-def makespan(order: list[list[Pass]], chunks: int, seconds: dict[Kind, float]) -> float:
-    """Play the passes greedily in their order; what never comes to its turn is an error."""
-    ends: dict[tuple[int, Pass], float] = {}
-    clocks, at = [0.0] * len(order), [0] * len(order)
-    moved = True
-    while moved:
-        moved = False
-        for stage, mine in enumerate(order):
-            while at[stage] < len(mine):
-                needed = before(stage, len(order), chunks, mine[at[stage]])
-                if needed is not None and needed not in ends:
-                    break
-                start = max(clocks[stage], ends[needed] if needed else 0.0)
-                clocks[stage] = ends[stage, mine[at[stage]]] = start + seconds[mine[at[stage]].kind]
-                at[stage] += 1
-                moved = True
-    assert at == [len(mine) for mine in order]
-    return max(clocks)
 
 
 @pytest.mark.parametrize("stages", STAGES)
@@ -84,15 +51,6 @@ def test_fewer_micro_batches_than_stages_are_played_too(stages: int) -> None:
         for micro_batches in range(1, stages):
             length = makespan(orders(schedule, stages, micro_batches, 1), 1, seconds)
             assert length == pytest.approx((micro_batches + stages - 1) * (F + B), rel=1e-12)
-
-
-def in_flight(order: list[Pass], end: Kind) -> int:
-    """Return the most micro-batches (of all chunks) between their forward and their ``end``."""
-    count = most = 0
-    for each in order:
-        count += (each.kind is Kind.FORWARD) - (each.kind is end)
-        most = max(most, count)
-    return most
 
 
 @pytest.mark.parametrize("stages", STAGES)
