@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
+from memo_exec.error_file import leave_for_torchrun
 from memo_sim import __version__
-from memo_sim.contract.errors import BadInput, MemoError, missing_package
+from memo_sim.contract.errors import BadInput, MemoError, RankLost, missing_package
 
 if TYPE_CHECKING:
     from memo_exec.run import Outcome
@@ -104,7 +105,8 @@ def run_command(**options: Any) -> None:
     """Train by PLAN and print measured against predicted (the median step after warm-up).
 
     A plan for several devices runs under torchrun, a rank a device: torchrun --nproc_per_node 2 -m memo_exec run PLAN.
-    The first rank prints; every rank writes its own timelines (trace.json, trace.rank1.json, ...).
+    The first rank prints; every rank writes its own timelines (trace.json, trace.rank1.json, ...). After a failure
+    torchrun exits with 1; what it prints last says which rank failed, why, and with which of memo-exec's exit codes.
     """
     from memo_exec.run import RunOptions, run
 
@@ -326,8 +328,14 @@ def _who() -> str:
     return f"rank {_rank()}: " if os.environ.get("WORLD_SIZE", "1") != "1" else ""
 
 
-def _leave(code: int) -> NoReturn:
-    """End the process: one of several ranks at once, since a thread of it may wait for ranks that wait for this one."""
+def _fail(text: str, code: int, *, caused_elsewhere: bool = False) -> NoReturn:
+    """Say why and end the process: one of several ranks at once, as a thread of it may wait for ranks that wait for it.
+
+    What torchrun prints at its end is not printed here too.
+    """
+    text = f"memo-exec: {_who()}{text}"
+    if not leave_for_torchrun(text, caused_elsewhere=caused_elsewhere):
+        _say(text)
     if _who():
         sys.stdout.flush()
         sys.stderr.flush()
@@ -346,24 +354,19 @@ def main() -> None:
         _say("interrupted")
         sys.exit(SIGNALLED + signal.SIGINT)
     except MemoError as error:
-        _say(f"memo-exec: {_who()}{error}")
-        _leave(error.exit_code)
+        _fail(str(error), error.exit_code, caused_elsewhere=isinstance(error, RankLost))
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(141)
     except OSError as error:
         failure = BadInput("cannot read or write", where=error.filename, got=error.strerror)
-        _say(f"memo-exec: {_who()}{failure}")
-        _leave(failure.exit_code)
+        _fail(str(failure), failure.exit_code)
     except Exception as error:
         if absent := missing_package(error):
-            _say(f"memo-exec: {_who()}{absent}")
-            _leave(absent.exit_code)
+            _fail(str(absent), absent.exit_code)
         if os.environ.get("MEMO_TRACEBACK"):
-            traceback.print_exc()
-        else:
-            _say(f"memo-exec: {_who()}a bug: {error!r}\n  next: run again with MEMO_TRACEBACK=1 and report it")
-        _leave(1)
+            _fail(traceback.format_exc().rstrip(), 1)
+        _fail(f"a bug: {error!r}\n  next: run again with MEMO_TRACEBACK=1 and report it", 1)
 
 
 if __name__ == "__main__":

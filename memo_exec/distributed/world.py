@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from memo_sim.contract.errors import CannotRun, MemoError, UsageError
+from memo_sim.contract.errors import CannotRun, MemoError, RankLost, UsageError
 
 T = TypeVar("T")
 
@@ -87,14 +87,14 @@ def answered(rank: int, world: int) -> Iterator[None]:
     """Talk to the other ranks inside this block.
 
     Raises:
-        CannotRun: when one of them has stopped, or does not answer in time.
+        RankLost: when one of them has stopped, or does not answer in time.
     """
     try:
         yield
     except torch.OutOfMemoryError:  # a RuntimeError, but this rank's own
         raise
     except RuntimeError as error:
-        raise CannotRun(
+        raise RankLost(
             "another rank has stopped, or does not answer",
             where=f"rank {rank} of {world}",
             got=str(error).splitlines()[0],

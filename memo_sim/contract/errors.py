@@ -75,6 +75,10 @@ class CannotRun(MemoError):
     exit_code = 6
 
 
+class RankLost(CannotRun):
+    """What a rank fails with whose partner has failed before it."""
+
+
 def did_you_mean(got: str, known: Iterable[str]) -> str | None:
     """Return ``did you mean 'alpha'?`` for the known name nearest to ``got``, None when none is near."""
     from difflib import get_close_matches

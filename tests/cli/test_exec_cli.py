@@ -15,8 +15,9 @@ import msgspec
 import pytest
 import torch
 from click.testing import CliRunner
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from memo_exec.cli import _with_progress, cli
+from memo_exec.cli import _fail, _with_progress, cli
 from memo_sim.contract import codec
 from memo_sim.contract.catalog import load_model
 from memo_sim.contract.comparison import Comparison
@@ -188,6 +189,35 @@ def test_a_bug_is_one_line_and_says_how_to_see_more(plan: Path) -> None:
     shown = {**env, "MEMO_TRACEBACK": "1"}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=shown, check=False)
     assert "Traceback" in done.stderr
+
+
+def test_under_torchrun_the_message_is_left_for_it_to_print(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Read by torch's own reader; the rank that only lost another one is not the first in time."""
+    own, lost = tmp_path / "own.json", tmp_path / "lost.json"
+    monkeypatch.setattr(time, "time", lambda: 1000.7)
+    for path, elsewhere in ((own, False), (lost, True)):
+        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(path))
+        with pytest.raises(SystemExit) as left:
+            _fail("broken\n  next: mend it", 6, caused_elsewhere=elsewhere)
+        assert left.value.code == 6
+    assert capsys.readouterr().err == ""
+    failures = {rank: ProcessFailure(rank, 1, 6, str(path)) for rank, path in ((0, lost), (1, own))}
+    said = ChildFailedError("memo_exec", failures).format_msg()
+    cause = said[said.index("Root Cause") :]
+    assert "rank      : 1" in cause
+    assert "exitcode  : 6" in cause
+    assert "memo-exec: broken\n    next: mend it" in cause
+
+
+def test_a_message_that_cannot_be_left_is_printed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "nowhere/error.json"))
+    with pytest.raises(SystemExit):
+        _fail("broken", 6)
+    assert capsys.readouterr().err == "memo-exec: broken\n"
 
 
 @pytest.mark.parametrize(("kind", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])

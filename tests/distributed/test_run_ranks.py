@@ -236,6 +236,17 @@ def test_torchrun(plans: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_torchrun_ends_with_the_message(plans: Path) -> None:
+    command = [*TORCHRUN, str(plans / "tp4.json")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    cause = done.stderr[done.stderr.index("Root Cause") :]
+    assert "other ranks were started" in cause
+    assert "exitcode  : 6" in cause
+    assert done.stderr.count("rank 0: ") <= 1
+    assert done.returncode == 1
+
+
+@pytest.mark.slow
 def test_a_killed_worker_ends_torchrun(plans: Path, tmp_path: Path) -> None:
     command = [*TORCHRUN, str(plans / "tp2.json"), "--steps", "1000000", "--save", str(tmp_path)]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as job:
