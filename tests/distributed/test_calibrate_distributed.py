@@ -117,7 +117,7 @@ def test_more_ranks_than_devices_are_refused(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     for name, value in {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}.items():
         monkeypatch.setenv(name, str(value))
-    with pytest.raises(CannotRun, match="more ranks than devices"), joined():
+    with pytest.raises(CannotRun, match="more ranks on this node than devices"), joined():
         pass
 
 
