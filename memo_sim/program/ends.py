@@ -2,7 +2,9 @@
 
 The head plays forward and backward of a chunk of tokens before the next chunk, so that the logits of
 ``loss_chunk_tokens`` tokens exist at once (of all tokens when that is 0). The vocabulary is divided over
-tensor-parallel ranks.
+tensor-parallel ranks. Under sequence parallelism the classifier's input is gathered once for all chunks; where logits
+are whole it is gathered for the logits and again, beside the product for its gradient, for the weight's (Megatron-LM's
+layers), so that it does not lie beside the loss.
 """
 
 from __future__ import annotations
@@ -126,7 +128,11 @@ def head(
     builder.own("d_final", BufferClass.TRANSIENT, decisions.dtype, shape.tokens, shape.hidden)
     chunk = decisions.loss_chunk_tokens or shape.tokens
     for i, first in enumerate(range(0, shape.tokens, chunk)):
-        classifier.chunk(i, full.slot, first, min(chunk, shape.tokens - first))
+        rows = Rows(full.slot, first, min(chunk, shape.tokens - first))
+        classifier.loss(i, rows)
+        if not decisions.loss_chunk_tokens:
+            rows = writer.gather_again("norm", builder.all("final"), "final_again", 0)
+        classifier.backward(i, rows)
     norm.backward(writer.scatter("d_final", builder.all("d_final")))
     return builder.build()
 
@@ -199,18 +205,29 @@ class _Classifier:
         scratch = table.loss_workspace_bytes(chunk, shape.vocab, decisions.dtype, rowwise)
         self.scratch = builder.scratch("loss.scratch", scratch)
 
-    def chunk(self, index: int, source: str, first: int, tokens: int) -> None:
-        builder, shape, dtype = self.builder, self.shape, self.decisions.dtype
-        suffix = f".c{index}"
-        rows, local = Rows(source, first, tokens), Rows("logits", 0, tokens)
-        gradient = Rows("d_logits", 0, tokens)
-        logits = Gemm(tokens, shape.vocab, shape.hidden, "fprop", dtype)
-        kernel = self.decisions.kernels.attention
-        scratch = table.wgrad_workspace_bytes(shape.vocab, shape.hidden, tokens, dtype, kernel)
+    def loss(self, index: int, rows: Rows) -> None:
+        """Write the logits of ``rows`` of the gathered input, the loss and the logits' gradient."""
+        builder, shape, suffix = self.builder, self.shape, f".c{index}"
+        local = Rows("logits", 0, rows.tokens)
         builder.emit(
-            f"classifier{suffix}", "linear", Lane.COMPUTE, logits, x=reads(rows), weight=self.weight, out=writes(local)
+            f"classifier{suffix}",
+            "linear",
+            Lane.COMPUTE,
+            Gemm(rows.tokens, shape.vocab, shape.hidden, "fprop", self.decisions.dtype),
+            x=reads(rows),
+            weight=self.weight,
+            out=writes(local),
         )
-        self._loss(suffix, local, gradient, Rows("input.labels", first, tokens))
+        self._loss(suffix, local, Rows("d_logits", 0, rows.tokens), Rows("input.labels", rows.first, rows.tokens))
+
+    def backward(self, index: int, rows: Rows) -> None:
+        """Write the gradients of ``rows`` of the gathered input, and the weight's of them."""
+        builder, shape, dtype = self.builder, self.shape, self.decisions.dtype
+        tokens, suffix = rows.tokens, f".c{index}"
+        gradient = Rows("d_logits", 0, tokens)
+        scratch = table.wgrad_workspace_bytes(
+            shape.vocab, shape.hidden, tokens, dtype, self.decisions.kernels.attention
+        )
         builder.emit(
             f"classifier.dgrad{suffix}",
             "linear.dgrad",
@@ -218,7 +235,7 @@ class _Classifier:
             Gemm(tokens, shape.hidden, shape.vocab, "dgrad", dtype),
             grad=reads(gradient),
             weight=self.weight,
-            out=writes(Rows("d_final", first, tokens)),
+            out=writes(Rows("d_final", rows.first, tokens)),
         )
         builder.emit(
             f"classifier.wgrad{suffix}",
