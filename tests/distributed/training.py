@@ -11,7 +11,7 @@ from tests.exec_cpu.small import decide, gpt, llama
 
 SEQ_TOKENS = 512
 MODELS: dict[str, Model] = {"gpt": gpt(max_positions=2 * SEQ_TOKENS), "llama": llama()}
-MODELS |= {"gpt4": gpt(layers=4), "llama4": llama(layers=4)}
+MODELS |= {"gpt4": gpt(layers=4, max_positions=2 * SEQ_TOKENS), "llama4": llama(layers=4)}
 """The longer ones divide into stages."""
 
 

@@ -1,0 +1,175 @@
+"""A sequence in subsequences (SPPO) against the same sequence unsplit: gradients, losses, and the bytes that move.
+
+One process first, then 2 and 4 over gloo. Every subsequence attends to the keys and values that earlier ones left on
+the device; backward goes from the last to the first and adds to their gradients.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from memo_exec.distributed.own_program import rank_program
+from memo_exec.distributed.place import Place
+from memo_exec.kernels import KERNELS
+from memo_sim.contract.plan import Decisions, Layout, MovedBytes
+from memo_sim.program.partition import partition
+from memo_sim.program.work import Copy
+from tests.distributed.parity import TOLERANCE, Played, check, compare, play, whole_gradients
+from tests.distributed.team import Member, Team
+from tests.distributed.training import MODELS, label, reference
+from tests.exec_cpu.small import decide
+
+EVEN, ODD = 512, 700
+"""Tokens: four granules, and five and a half: parts of unequal length, the last one off the granule."""
+
+POLICIES: dict[str, tuple[str, str]] = {
+    "keep": ("none", "nothing"),
+    "full": ("full", "nothing"),
+    "full, inputs mixed": ("full", "mixed"),
+    "swap": ("none", "all"),
+    "swap mixed": ("none", "mixed"),
+    "tokenwise": ("tokenwise", "nothing"),
+    "tokenwise mixed": ("tokenwise", "mixed"),
+    "tokenwise swap": ("tokenwise", "all"),
+}
+"""Recompute, and what is swapped; mixed: all of one subsequence, half of the next, nothing of the third."""
+
+
+def sppo(name: str, layout: Layout, policy: str = "keep", **changes: Any) -> Decisions:
+    """Return a training of two micro-batches a rank in subsequences."""
+    recompute, swaps = POLICIES[policy]
+    fields: dict[str, Any] = {"seq_tokens": EVEN, "micro_batch": 1, "global_batch": 2 * layout.dp} | changes
+    chosen = decide(MODELS[name], layout=layout, recompute=recompute, **fields)
+    if swaps == "all":
+        return msgspec.structs.replace(chosen, swapped_tokens=chosen.seq_tokens)
+    if swaps == "nothing" or layout.subsequences == 1:
+        return chosen
+    granule = chosen.swap_granule
+    parts = tuple((n, n // 2 // granule * granule, 0)[i % 3] for i, n in enumerate(partition(chosen)))
+    return msgspec.structs.replace(chosen, swapped_tokens=sum(parts), subsequence_swapped_tokens=parts)
+
+
+def text(value: object) -> str | None:
+    """Return a layout's name in a test's."""
+    return f"{label(value)}-n{value.subsequences}" if isinstance(value, Layout) else None
+
+
+def planned(decisions: Decisions, rank: int) -> MovedBytes:
+    """Return the bytes that a rank's program copies."""
+    program = rank_program(decisions, Place(decisions.layout, rank))
+    works = [i.work for _, i in program.walk() if isinstance(i.work, Copy)]
+    sums = {way: sum(work.bytes for work in works if work.direction == way) for way in ("d2h", "h2d")}
+    return MovedBytes(**sums)
+
+
+def matches(team: Team, name: str, chosen: Decisions, *, steps: int = 1, **options: Any) -> list[Played]:
+    """Compare the ranks with one process that plays whole sequences, and what they moved with their programs."""
+    alone = reference(name, chosen.seq_tokens, chosen.global_batch, 2)
+    if chosen.layout.devices > 1:
+        ranks = check(team, chosen, alone, steps=steps, **options)
+    else:
+        ranks = [play(Member(0, 1), chosen, steps, options)]
+        compare(ranks, alone, steps=steps)
+    assert [rank.moved for rank in ranks] == [planned(chosen, i) for i in range(len(ranks))]
+    swaps = chosen.recompute == "tokenwise" or chosen.swapped_tokens > 0
+    assert all((rank.moved.d2h > 0) == swaps for rank in ranks)
+    return ranks
+
+
+@pytest.mark.parametrize(("tokens", "parts"), [(EVEN, 1), (EVEN, 2), (EVEN, 4), (ODD, 3), (ODD, 5)])
+@pytest.mark.parametrize("name", ["gpt", "llama"])
+def test_one_process(team: Team, name: str, tokens: int, parts: int) -> None:
+    matches(team, name, sppo(name, Layout(subsequences=parts), seq_tokens=tokens))
+
+
+QUICK = {("gpt", "full, inputs mixed"), ("gpt", "swap"), ("gpt", "tokenwise mixed"), ("llama", "full")}
+QUICK |= {("llama", "swap mixed"), ("llama", "tokenwise"), ("llama", "tokenwise mixed")}
+CASES = [(name, policy) for name in ("gpt", "llama") for policy in POLICIES if policy != "keep"]
+
+
+@pytest.mark.parametrize(
+    ("name", "policy"), [pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow) for case in CASES]
+)
+def test_what_happens_to_activations_changes_no_bit(team: Team, name: str, policy: str) -> None:
+    layout = Layout(subsequences=3)
+    (found,) = matches(team, name, sppo(name, layout, policy, seq_tokens=ODD), debug=True)
+    kept = play(Member(0, 1), sppo(name, layout, seq_tokens=ODD), 1, {})
+    wanted, gradients = whole_gradients([kept]), whole_gradients([found])
+    assert found.losses == kept.losses
+    assert [name for name, gradient in wanted.items() if not gradients[name].equal(gradient)] == []
+
+
+@pytest.mark.parametrize("op", ["attention.merge", "grad.accumulate", "qkv.join"])
+def test_the_comparison_finds_an_operator_that_is_left_out(op: str) -> None:
+    chosen = sppo("llama", Layout(subsequences=4))
+    found = whole_gradients([play(Member(0, 1), chosen, 1, {"kernels": {**KERNELS, op: lambda call: None}})])
+    wanted = whole_gradients([reference("llama", EVEN, 2, 2)])
+    errors = {name: float((found[name] - value).abs().max() / value.abs().max()) for name, value in wanted.items()}
+    assert not max(errors.values()) <= 1000 * TOLERANCE
+
+
+TWO = {
+    "gpt4": [
+        Layout(tp=2, subsequences=4),
+        Layout(pp=2, schedule="gpipe", subsequences=4),
+        Layout(dp=2, zero=1, subsequences=2),
+    ],
+    "llama4": [
+        Layout(tp=2, sequence_parallel=True, subsequences=2),
+        Layout(pp=2, schedule="1f1b", subsequences=4),
+        Layout(dp=2, subsequences=2),
+    ],
+}
+
+
+@pytest.mark.parametrize(("name", "layout"), [(name, each) for name in TWO for each in TWO[name]], ids=text)
+def test_two_processes(team: Team, name: str, layout: Layout) -> None:
+    matches(team, name, sppo(name, layout, "tokenwise mixed"), steps=2)
+
+
+FOUR = [
+    Layout(pp=4, schedule="gpipe", subsequences=3),
+    Layout(pp=4, schedule="1f1b", subsequences=3),
+    Layout(tp=2, sequence_parallel=True, pp=2, subsequences=3),
+]
+
+
+@pytest.mark.parametrize(("name", "layout"), list(zip(["gpt4", "llama4", "gpt4"], FOUR, strict=True)), ids=text)
+def test_four_processes(team: Team, name: str, layout: Layout) -> None:
+    matches(team, name, sppo(name, layout, "tokenwise mixed", seq_tokens=ODD))
+
+
+SLOW = [
+    *(layout for layouts in TWO.values() for layout in layouts),
+    *FOUR,
+    Layout(pp=2, schedule="interleaved", virtual_stages=2, subsequences=2),
+    Layout(pp=2, schedule="zero-bubble", subsequences=4),
+    Layout(pp=2, schedule="1f1b", overlap_handovers=False, subsequences=2),
+    Layout(dp=2, zero=2, subsequences=2),
+    Layout(dp=2, zero=3, subsequences=2),
+    Layout(tp=2, dp=2, zero=1, subsequences=2),
+    Layout(dp=2, pp=2, subsequences=2),
+    Layout(tp=2, pp=2, schedule="zero-bubble", subsequences=2),
+]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("name", ["gpt4", "llama4"])
+@pytest.mark.parametrize("layout", SLOW, ids=text)
+@pytest.mark.slow
+def test_every_combination(team: Team, layout: Layout, name: str, policy: str) -> None:
+    matches(team, name, sppo(name, layout, policy), steps=2)
+
+
+@pytest.mark.parametrize("changes", [{"loss_chunk_tokens": 100}, {"states": "host"}, {"partition": "length"}], ids=str)
+def test_knobs_beside(team: Team, changes: dict[str, Any]) -> None:
+    layout = Layout(subsequences=3, partition=changes.pop("partition", "flops"))
+    matches(team, "llama", sppo("llama", layout, "tokenwise mixed", seq_tokens=ODD, **changes), steps=2)
+
+
+def test_no_race_on_any_stage(team: Team) -> None:
+    chosen = sppo("llama4", Layout(pp=2, subsequences=3), "tokenwise mixed", seq_tokens=ODD)
+    matches(team, "llama4", chosen, debug=True)
