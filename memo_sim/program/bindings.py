@@ -109,10 +109,11 @@ class Rules:
 class Bindings:
     """The rules of one template's bound slots, and what they have given."""
 
-    def __init__(self, rules: Sequence[Rule], in_turn: frozenset[Rule]) -> None:
+    def __init__(self, rules: Sequence[Rule], in_turn: frozenset[Rule], micro_batches: int) -> None:
         """``in_turn``: the rules that are not linear in the micro-batch."""
         self._rules = list(dict.fromkeys(rules))
         self._not_linear = in_turn
+        self._several = micro_batches > 1
         self._in_turn = [(number, rule) for number, rule in enumerate(self._rules) if rule in in_turn]
         numbers = [self._rules.index(rule) for rule in rules]
         self._of_slots: Callable[[list[int]], tuple[int, ...]] = itemgetter(*numbers) if len(numbers) > 1 else tuple
@@ -133,7 +134,7 @@ class Bindings:
         if rule in self._not_linear:
             return 0, 0
         first = rule(0, subsequence, layer)
-        return first, rule(1, subsequence, layer) - first
+        return first, rule(1, subsequence, layer) - first if self._several else 0
 
 
 def _only(_: int, __: int, ___: int) -> int:

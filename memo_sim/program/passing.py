@@ -1,12 +1,15 @@
 """What one subsequence of a stage's micro-batches brings to the program: its buffers, and the templates of its passes.
 
-Everything is written under plain names (``grad.x``, ``layer.fwd``); the role adds the subsequence's suffix
-(``role.py``). Without subsequences the one there is holds the whole micro-batch.
+Families are written under plain names (``grad.x``), to which the role adds the subsequence's suffix (``role.py``);
+templates get it here (``layer.fwd.s1``). Without subsequences the one there is holds the whole micro-batch. Layers are
+the same on every stage, and so are their templates: they are made once (``Made``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from functools import partial
 
 from memo_sim.contract.plan import Decisions
 from memo_sim.program import carried_attention
@@ -22,8 +25,10 @@ from memo_sim.program.subsequence import Subsequence
 from memo_sim.program.weights import PendingWeights
 
 Families = dict[str, Family]
-Made = tuple[Template, list[str]]
+Bound = tuple[Template, list[str]]
 """A template, and the names of the slots that an instance binds."""
+Made = dict[str, Bound]
+"""By name, the templates that every stage of one lowering has alike."""
 
 
 class Passing:
@@ -35,7 +40,9 @@ class Passing:
         subsequence: Subsequence,
         stage: Stage,
         micro_batches: int,
+        *,
         blocks: Mapping[str, Block],
+        made: Made,
     ) -> None:
         self.decisions = decisions
         self.subsequence = subsequence
@@ -43,6 +50,7 @@ class Passing:
         self.stage = stage
         self.micro_batches = micro_batches
         self.blocks = blocks
+        self.made = made
         self.activations = Activations(decisions, self.shape, micro_batches, stage, subsequence)
         self.handovers = Handovers(decisions, self.shape, stage, micro_batches, self.activations.rounding)
         self.pending = PendingWeights(decisions, self.shape, self.activations)
@@ -66,25 +74,40 @@ class Passing:
         """Return what its layers keep, hand over and leave for weight gradients."""
         return [f for each in (self.activations, self.handovers, self.pending) for f in each.families()]
 
-    def layers(self, families: Families, seen: Families) -> Iterator[Made]:
+    def layers(self, families: Families, seen: Families) -> Iterator[Bound]:
         """Yield the templates of its layers; ``seen``: the families with whole parameters and gradients."""
-        for name, out in (("layer.fwd", "skeletal.x"), ("layer.fwd.last", "head.x"), ("layer.fwd.out", "stage.out")):
-            if out not in families:
-                continue
+
+        def forward(name: str, out: str) -> TemplateBuilder:
             builder, writer = self._layer(name, "fwd", families, seen, gradients=False)
             builder.bind(families[out], slot="next_x", tokens=self.shape.shard_tokens)
             writer.forward(self.activations.row_blocks, "next_x")
-            yield builder.build(), builder.bound_slots
-        yield (whole := self._backward("layer.bwd", families, seen, rebuild=True))
-        if self.activations.resident_differs:
-            yield self._backward("layer.bwd.resident", families, seen, rebuild=False)
-        if self.pending.apart:
-            yield self._weights(families, seen)
-        if self.activations.rounding:
-            for copies in (self.activations.offload(families), self.activations.prefetch(families, whole[0])):
-                yield copies.build(), copies.bound_slots
+            return builder
 
-    def ends(self, seen: Families) -> Iterator[Made]:
+        for name, out in (("layer.fwd", "skeletal.x"), ("layer.fwd.last", "head.x"), ("layer.fwd.out", "stage.out")):
+            if out in families:
+                yield self._once(name, partial(forward, name, out))
+        whole = self._once("layer.bwd", lambda: self._backward("layer.bwd", families, seen, rebuild=True))
+        yield whole
+        if self.activations.resident_differs:
+            name = "layer.bwd.resident"
+            yield self._once(name, lambda: self._backward(name, families, seen, rebuild=False))
+        if self.pending.apart:
+            yield self._once("layer.weights", lambda: self._weights(families, seen))
+        if self.activations.rounding:
+            yield self._once("layer.offload", lambda: self.activations.offload(families))
+            yield self._once("layer.prefetch", lambda: self.activations.prefetch(families, whole[0]))
+
+    def _once(self, name: str, make: Callable[[], TemplateBuilder]) -> Bound:
+        """Return a template of layers, written when the first stage asks for it."""
+        name += self.suffix
+        if name not in self.made:
+            self.made[name] = self._named(make())
+        return self.made[name]
+
+    def _named(self, builder: TemplateBuilder) -> Bound:
+        return replace(builder.build(), name=builder.name + self.suffix), builder.bound_slots
+
+    def ends(self, seen: Families) -> Iterator[Bound]:
         """Yield the templates of the model's ends that the stage has."""
         if self.stage.first:
             for end in (embed_forward, embed_backward):
@@ -93,15 +116,16 @@ class Passing:
             embed = self.blocks.get("embed")
             yield self._by_family(head(self.decisions, self.shape, self.blocks["head"], embed, seen))
 
-    def _by_family(self, template: Template) -> Made:
+    def _by_family(self, template: Template) -> Bound:
         """Return a template whose slots are named after their families."""
         own = {f.name for f in template.own}
-        return template, [name.removesuffix(self.suffix) for name in template.slots if name not in own]
+        named = replace(template, name=template.name + self.suffix)
+        return named, [name.removesuffix(self.suffix) for name in template.slots if name not in own]
 
-    def handed(self, families: Families) -> Iterator[Made]:
+    def handed(self, families: Families) -> Iterator[Bound]:
         """Yield the templates of what the stage hands to its neighbours and takes from them."""
         for builder in self.handovers.templates(families):
-            yield builder.build(), builder.bound_slots
+            yield self._named(builder)
 
     def _layer(
         self, name: str, phase: str, families: Families, seen: Families, *, gradients: bool
@@ -116,7 +140,7 @@ class Passing:
         carried_attention.bind(builder, families, self.shape, gradients=gradients)
         return builder, LayerWriter(builder, self.decisions, self.shape, self.blocks["layer"])
 
-    def _backward(self, name: str, families: Families, seen: Families, *, rebuild: bool) -> Made:
+    def _backward(self, name: str, families: Families, seen: Families, *, rebuild: bool) -> TemplateBuilder:
         builder, writer = self._layer(name, "bwd", families, seen, gradients=True)
         builder.bind(families["grad.x"], slot="grad_out")
         builder.bind(families["grad.x"], slot="grad_in")
@@ -131,11 +155,11 @@ class Passing:
         writer.backward("grad_out", "grad_in")
         if self.pending.apart:
             self.pending.keep(builder)
-        return builder.build(), builder.bound_slots
+        return builder
 
-    def _weights(self, families: Families, seen: Families) -> Made:
+    def _weights(self, families: Families, seen: Families) -> TemplateBuilder:
         builder = TemplateBuilder("layer.weights", "wgt")
         builder.bind(seen["grads.layer"], slot="grads")
         self.pending.bind_inputs(builder, families)
         self.pending.write(LayerWriter(builder, self.decisions, self.shape, self.blocks["layer"]))
-        return builder.build(), builder.bound_slots
+        return builder

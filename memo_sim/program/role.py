@@ -19,11 +19,11 @@ from memo_sim.program.handover import Handed
 from memo_sim.program.instruction import BufferClass, Family, Instance, Template
 from memo_sim.program.optimizer import Optimizer, tied, totals
 from memo_sim.program.parameters import Block, embed_block, head_block, layer_block
-from memo_sim.program.passing import Passing
+from memo_sim.program.passing import Made, Passing
 from memo_sim.program.program import Program
 from memo_sim.program.schedule import Kind, passes_of
 from memo_sim.program.shape import Shape
-from memo_sim.program.sharding import Sharding
+from memo_sim.program.sharding import NOTHING, Sharding
 from memo_sim.program.stage import Stage
 from memo_sim.program.subsequence import subsequences_of
 from memo_sim.program.visits import Visit, pass_visits, swap_schedule, turns
@@ -32,15 +32,20 @@ from memo_sim.program.visits import Visit, pass_visits, swap_schedule, turns
 class RoleLowering:
     """Collects families, templates and instances of one role."""
 
-    def __init__(self, decisions: Decisions, shape: Shape, stage: Stage, micro_batches: int) -> None:
+    def __init__(
+        self, decisions: Decisions, shape: Shape, stage: Stage, micro_batches: int, *, made: Made | None = None
+    ) -> None:
+        """``made``: the templates that stages have alike, as far as others have written them."""
         self.decisions = decisions
         self.shape = shape
         self.stage = stage
         self.micro_batches = micro_batches
         self.passes = passes_of(decisions.layout, stage.index, micro_batches)
         self.blocks = self._parameter_blocks()
+        shared = {} if made is None else made
         self.passings = [
-            Passing(decisions, each, stage, micro_batches, self.blocks) for each in subsequences_of(decisions, shape)
+            Passing(decisions, each, stage, micro_batches, blocks=self.blocks, made=shared)
+            for each in subsequences_of(decisions, shape)
         ]
         counts = {"embed": 1, "layer": len(stage.layers), "head": 1}
         self.optimizers = {kind: Optimizer(decisions, block, kind, counts[kind]) for kind, block in self.blocks.items()}
@@ -113,8 +118,8 @@ class RoleLowering:
         every = [{**self.families, **mine} for mine in self.own]
         seen = [self.sharding.whole(families) for families in every]
         for passing, families, whole in zip(self.passings, every, seen, strict=True):
-            for made in passing.layers(families, whole):
-                self._add_own(passing, *made)
+            for found in passing.layers(families, whole):
+                self._add(*found)
         for optimizer in self.optimizers.values():
             before, after = (optimizer.zero, optimizer.gather, optimizer.prepare), (optimizer.norm, optimizer.update)
             for template in (*before, optimizer.reduce, *after):
@@ -124,13 +129,13 @@ class RoleLowering:
             self._add(sharded)
         self._add(totals(self.decisions, self.families))
         for passing, whole in zip(self.passings, seen, strict=True):
-            for made in passing.ends(whole):
-                self._add_own(passing, *made)
+            for found in passing.ends(whole):
+                self._add(*found)
         if self._tied:
             self._add(tied(self.blocks["embed"], self.families))
         for passing, families in zip(self.passings, every, strict=True):
-            for made in passing.handed(families):
-                self._add_own(passing, *made)
+            for found in passing.handed(families):
+                self._add(*found)
         self._step()
         return Program(
             role=self.stage.role,
@@ -149,11 +154,7 @@ class RoleLowering:
         self.templates.append(template)
         families = [f for f in template.slots if f not in own]
         rules = [self.rules.of(template.name, slot, f) for slot, f in zip(slots or families, families, strict=True)]
-        self.bindings.append(Bindings(rules, self.rules.in_turn))
-
-    def _add_own(self, passing: Passing, template: Template, slots: list[str]) -> None:
-        """Add a template of one subsequence."""
-        self._add(replace(template, name=template.name + passing.suffix), slots)
+        self.bindings.append(Bindings(rules, self.rules.in_turn, self.micro_batches))
 
     def _place(self, template: str, place: str, micro_batch: int, layer: int = -1, subsequence: int = 0) -> None:
         """Add an instance; ``layer`` is local: -1 for the embedding, the number of the stage's layers for the head."""
@@ -168,7 +169,7 @@ class RoleLowering:
 
     def _pass(self, template: str, place: str, visit: Visit, layer: int, *, backward: bool = False) -> None:
         """Place what needs parameters or makes gradients, with what gathers and scatters them around it."""
-        before, after = self.around[place, backward]
+        before, after = self.around.get((place, backward), NOTHING)
         for p in before:
             self._place(p.template, p.place, p.micro_batch, p.layer, p.subsequence)
         own = template + self.passings[visit.subsequence].suffix

@@ -72,6 +72,7 @@ class Placed:
 
 Around = tuple[list[Placed], list[Placed]]
 """What is played before a use, and after it."""
+NOTHING: Around = ([], [])
 
 
 class Sharding:
@@ -197,8 +198,11 @@ class Sharding:
         return found
 
     def around(self, visits: list[Visit]) -> dict[tuple[str, bool], Around]:
-        """Return what is played before and after each use, found by its place and whether it is a backward."""
-        uses, found = self.uses(visits), {}
+        """Return what is played before and after each use, found by its place and whether it is a backward.
+
+        A use that is not found has nothing around it.
+        """
+        uses, found = self.uses(visits) if self.params or self.grads or self.reduced_early else [], {}
         waiting: list[Placed] = []
         for i, use in enumerate(uses):
             starts = i == 0 or uses[i - 1].micro_batch != use.micro_batch
