@@ -16,8 +16,7 @@ from memo_sim.contract.errors import CannotRun
 from memo_sim.contract.placement import Placement
 from memo_sim.contract.units import format_bytes
 from memo_sim.program.columns import expand
-from memo_sim.program.kernel_table import merge_scratch_bytes
-from memo_sim.program.library_results import LATER, LATER_BYTES, RESULTS, results_bytes
+from memo_sim.program.library_results import LATER, LATER_BYTES, MERGES, RESULTS, merging_bytes, results_bytes
 from memo_sim.program.liveness import Liveness, live_bytes, liveness, peak
 from memo_sim.program.program import Program
 from memo_sim.program.work import Attention
@@ -27,7 +26,6 @@ TILE_BYTES = {"fp32": 2 * 256 * 512 * 4 + 4096, "bf16": 2 * 256 * 512 * 6 + 4096
 their rounded copies, and a few numbers. Measured with torch 2.13, heads of 64 to 256 features."""
 
 TILES = "attention tiles, one a thread"
-MERGES = "merges of attention parts"
 
 
 @dataclass(frozen=True)
@@ -75,15 +73,6 @@ def needs_of(program: Program, machine: Machine, placement: Placement | None = N
     else:
         reserve[LATER] = LATER_BYTES
     return Needs(device, host, reserve)
-
-
-def merging_bytes(program: Program) -> int:
-    """Return the memory that merges of attention parts share; 0 where nothing is merged."""
-    instructions = [i for template in program.templates for i in template.instructions]
-    if not any(i.op == "attention.merge" for i in instructions):
-        return 0
-    works = [i.work for i in instructions if isinstance(i.work, Attention)]
-    return max(merge_scratch_bytes(work.heads, work.head_dim, work.dtype) for work in works)
 
 
 def _attention_dtypes(program: Program) -> set[str]:

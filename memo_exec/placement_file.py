@@ -72,7 +72,8 @@ def checked_placement(plan: Plan, program: Program, plan_path: Path) -> Placemen
             hint="make plan and placement again with memo-sim what-if -o",
         )
     made_for = _made_for(plan, program, placement)
-    if faults := check_placement(placement, _requests(plan, made_for, placement)):
+    slots = plan.decisions.replay_allocator or has_library_slots(made_for, placement)
+    if faults := check_placement(placement, _requests(made_for, slots=slots)):
         more = f" (and {len(faults) - SHOWN_FAULTS} more)" if len(faults) > SHOWN_FAULTS else ""
         raise BadInput(
             "the placement is wrong for the plan's program",
@@ -83,7 +84,7 @@ def checked_placement(plan: Plan, program: Program, plan_path: Path) -> Placemen
         )
     if made_for is program:
         return placement
-    return rank_placement(placement, requests_of(program))
+    return rank_placement(placement, _requests(program, slots=slots))
 
 
 def _made_for(plan: Plan, program: Program, placement: Placement) -> Program:
@@ -99,10 +100,10 @@ def has_library_slots(program: Program, placement: Placement) -> bool:
     return not library or not library.isdisjoint(placement.ids)
 
 
-def _requests(plan: Plan, program: Program, placement: Placement) -> Requests:
-    """Return what the arena has to hold: libraries' workspaces too where it has slots for them, or has to have them."""
+def _requests(program: Program, *, slots: bool) -> Requests:
+    """Return what an arena has to hold; libraries' workspaces too where it has ``slots`` for them."""
     columns = expand(program)
     lives = liveness(program, columns)
-    if not plan.decisions.replay_allocator and not has_library_slots(program, placement):
+    if not slots:
         lives = without_library(program, columns, lives)
     return requests_of(program, columns, lives=lives)

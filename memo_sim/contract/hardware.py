@@ -124,7 +124,10 @@ class Hardware(
     """Dense peak by dtype: what MFU is a fraction of."""
     device_memory_bytes: Quantity
     reserve_bytes: dict[str, Quantity]
-    """Device bytes outside every plan (context, libraries, communicators), itemised."""
+    """Device bytes outside every plan (context, libraries), itemised; communicators too, where ``communicator_bytes``
+    does not tell what one takes."""
+    communicator_bytes: Curve | None = None
+    """Device bytes of one communicator by how many ranks it has; which a plan has follows from its layout."""
     gemm: list[GemmTable]
     attention: list[AttentionTable]
     device_deviation: Quantity | None = None

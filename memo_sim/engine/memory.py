@@ -22,14 +22,16 @@ from memo_sim.contract.hardware import Hardware
 from memo_sim.contract.plan import Decisions
 from memo_sim.contract.trace import MemoryCurve
 from memo_sim.contract.units import format_bytes
+from memo_sim.costs.curves import LogCurve
 from memo_sim.engine.caching import CachingMemory, caching_memory
 from memo_sim.engine.playback import Playback
 from memo_sim.memory.beginning import Beginning, beginning_of
 from memo_sim.memory.eager import WORKSPACES, eager_buffers, libraries_of, run_ahead
 from memo_sim.memory.replay import RunAhead
 from memo_sim.program.columns import Columns, Ints
+from memo_sim.program.communicators import communicators
 from memo_sim.program.instruction import BufferClass, Lane
-from memo_sim.program.library_results import lives_in_arena, reserve_of
+from memo_sim.program.library_results import COMMUNICATORS, lives_in_arena, reserve_of
 from memo_sim.program.liveness import Liveness, Peak, live_bytes, liveness, peak
 from memo_sim.program.program import Program
 from memo_sim.program.shape import shape_of
@@ -191,14 +193,12 @@ def memory_of(program: Program, columns: Columns, decisions: Decisions, hardware
     names: list[str] | None = None
     ahead: RunAhead | None = None
     beginning: Beginning | None = None
-    reserve = {name: int(quantity.value) for name, quantity in hardware.reserve_bytes.items()}
+    reserve = _known_reserve(program, decisions, hardware)
     if decisions.memory_policy == "eager":
         libraries, workspace_bytes = libraries_of(decisions, hardware), reserve.pop(WORKSPACES, 0)
         lives, names = eager_buffers(program, columns, lives, libraries=libraries, workspace_bytes=workspace_bytes)
-        if libraries == "2024":
-            ahead = run_ahead(program, columns, lives)
-        else:
-            beginning = beginning_of(program, decisions)
+        ahead = run_ahead(program, columns, lives) if libraries == "2024" else None
+        beginning = beginning_of(program, decisions)
     caching = decisions.memory_policy != "planned"
     host_memory = cluster.host_memory_bytes or hardware.host_memory_bytes
     return Memory(
@@ -222,6 +222,18 @@ def memory_of(program: Program, columns: Columns, decisions: Decisions, hardware
         if caching
         else None,
     )
+
+
+def _known_reserve(program: Program, decisions: Decisions, hardware: Hardware) -> dict[str, int]:
+    """Return the profile's reserve by item, and what the plan's communicators take together."""
+    known = {name: int(quantity.value) for name, quantity in hardware.reserve_bytes.items()}
+    ranks = communicators(program, decisions)
+    if not ranks:
+        known.pop(COMMUNICATORS, None)
+    elif hardware.communicator_bytes:
+        each = LogCurve.of(hardware.communicator_bytes)
+        known[COMMUNICATORS] = sum(int(each(count)) for count in ranks)
+    return known
 
 
 def _pinned_blocks(lives: Liveness, program: Program, decisions: Decisions) -> Liveness:

@@ -22,6 +22,7 @@ from memo_sim.costs.pricing import Pricer
 from memo_sim.program.columns import Columns, Flags, Ints, expand
 from memo_sim.program.edges import derive_edges
 from memo_sim.program.instruction import BufferClass, Instruction, Lane, Template
+from memo_sim.program.library_results import lives_in_arena
 from memo_sim.program.liveness import Liveness, live_bytes, liveness
 from memo_sim.program.lower import lower
 from memo_sim.program.program import Program
@@ -110,15 +111,16 @@ class _FewLayers:
         self._attention = self._forward * _by_instruction(program, lambda _, i: float(isinstance(i.work, Attention)))
         self._rebuilt = _by_instruction(program, lambda _, i: float(i.name.startswith(REBUILD)))
         self._idle_s = _idle_s(columns, self._seconds)
-        self._lives = liveness(program, columns)
+        self._lives = lives_in_arena(program, columns, liveness(program, columns), decisions)
         self._middle_buffers = _of_layers(program, middle, layers=decisions.model.layers)
         self._all_kept = self._between(program, columns)
 
     def _between(self, program: Program, columns: Columns) -> Flags:
         """Return the instants around the head, when every repetition of a middle layer holds what it keeps."""
         at = np.arange(len(self._lane))
-        head = [program.templates[i.template].name == HEAD for i in program.instances]
-        turn = int(at[_of_instances(columns, head)][0])
+        names = [program.templates[i.template].name for i in program.instances]
+        heads = [n for n, i in enumerate(program.instances) if names[n].startswith(HEAD) and i.place.startswith("m")]
+        turn = int(at[columns.instance == heads[-1]][0])  # of subsequences the last one's: backward follows
         middle = at[self._middle]
         before, after = middle[middle < turn], middle[middle > turn]
         found: Flags = (at > before.max(initial=-1)) & (at < after.min(initial=len(at))) & self._inside

@@ -6,7 +6,7 @@ The program declares them as workspaces, so that they are counted. Whether they 
     otherwise          torch's allocator hands them out beside the arena, which then has no slots for them
 
 The planner takes their sum off before it says that a plan fits, and the executor before it allocates: one function.
-Plans of several devices and of CPUs keep the slots, whose bytes the executor counts once more beside them.
+Plans for CPUs keep the slots, whose bytes the executor counts once more beside them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 
 from memo_sim.contract.plan import Decisions
 from memo_sim.program.columns import Columns, Flags, expand
-from memo_sim.program.kernel_table import attention_workspace_bytes, on_cpu
+from memo_sim.program.kernel_table import attention_workspace_bytes, merge_scratch_bytes, on_cpu
 from memo_sim.program.liveness import Liveness, liveness
 from memo_sim.program.program import Program
 from memo_sim.program.work import Attention
@@ -26,6 +26,8 @@ LIBRARY_OPS = frozenset({"attention", "attention.bwd"})
 """Operators whose library allocates the workspace that the program declares."""
 
 RESULTS = "results of library calls"
+MERGES = "merges of attention parts"
+COMMUNICATORS = "communicators"
 LATER = "context and libraries"
 LATER_BYTES = 2**29
 """Device bytes that the context and libraries take once a run has begun, at least: assumed, for a profile that has
@@ -38,8 +40,8 @@ IN_USE = "in use when calibrated"
 
 def beside_arena(decisions: Decisions) -> bool:
     """Return whether libraries' workspaces lie outside the plan's arena."""
-    alone = decisions.layout.devices == 1 and not on_cpu(decisions.kernels.attention)
-    return alone and decisions.memory_policy == "planned" and not decisions.replay_allocator
+    planned = decisions.memory_policy == "planned" and not decisions.replay_allocator
+    return planned and not on_cpu(decisions.kernels.attention)
 
 
 def groups_beside(work: Attention, fewest: int) -> int:
@@ -52,15 +54,28 @@ def groups_beside(work: Attention, fewest: int) -> int:
 
 
 def reserve_of(program: Program, columns: Columns, decisions: Decisions, known: dict[str, int]) -> dict[str, int]:
-    """Return a plan's reserve by who takes it: the profile's ``known`` items, and what libraries take beside the arena.
+    """Return a plan's reserve by who takes it: the ``known`` items, what merges share, what lies beside the arena.
 
-    For such plans as much is taken off as the executor takes off at least.
+    ``known`` are the profile's and the plan's communicators. For plans with libraries beside the arena as much is taken
+    off as the executor takes off at least, which finds communicators and what was in use taken already.
     """
+    found = dict(known)
+    if decisions.memory_policy != "eager" and (merges := merging_bytes(program)):
+        found[MERGES] = merges
     if not beside_arena(decisions):
-        return known
-    found = known | {RESULTS: results_bytes(program, columns)}
-    later = sum(size for item, size in known.items() if item != IN_USE)
+        return found
+    found[RESULTS] = results_bytes(program, columns)
+    later = sum(size for item, size in known.items() if item not in (IN_USE, COMMUNICATORS))
     return found | {LATER: LATER_BYTES - later} if later < LATER_BYTES else found
+
+
+def merging_bytes(program: Program) -> int:
+    """Return the memory that merges of attention parts share; 0 where nothing is merged."""
+    instructions = [i for template in program.templates for i in template.instructions]
+    if not any(i.op == "attention.merge" for i in instructions):
+        return 0
+    works = [i.work for i in instructions if isinstance(i.work, Attention)]
+    return max(merge_scratch_bytes(work.heads, work.head_dim, work.dtype) for work in works)
 
 
 def library_workspaces(program: Program, columns: Columns | None = None) -> frozenset[int]:

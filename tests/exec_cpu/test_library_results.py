@@ -10,6 +10,8 @@ import pytest
 import torch
 
 from memo_exec import preflight, run
+from memo_exec.distributed.own_program import rank_program
+from memo_exec.distributed.place import Place
 from memo_exec.memory.arena import ArenaStore
 from memo_exec.needs import Needs, check_memory, needs_of
 from memo_exec.placement_file import checked_placement, has_library_slots, placement_path
@@ -19,14 +21,16 @@ from memo_sim.contract.catalog import load_cluster, load_model
 from memo_sim.contract.errors import BadInput, CannotRun
 from memo_sim.contract.hardware import Hardware, Quantity
 from memo_sim.contract.placement import Placement
-from memo_sim.contract.plan import Decisions, Kernels, Plan
+from memo_sim.contract.plan import Decisions, Kernels, Layout, Plan
 from memo_sim.memory.place import place
 from memo_sim.planning.question import Pins, Question
 from memo_sim.program.kernel_table import attention_workspace_bytes
 from memo_sim.program.library_results import (
+    COMMUNICATORS,
     IN_USE,
     LATER,
     LATER_BYTES,
+    MERGES,
     RESULTS,
     beside_arena,
     library_workspaces,
@@ -61,10 +65,12 @@ def hardware_of(device_bytes: int, *, later_bytes: int = 2**20) -> Hardware:
     )
 
 
-def asked(tokens: int, pins: Pins, hardware: Hardware) -> Answer:
-    cluster, _ = load_cluster("a800-1x1")
+def asked(tokens: int, pins: Pins, hardware: Hardware, devices: int = 1) -> Answer:
+    cluster, _ = load_cluster(f"a800-1x{devices}")
     model = msgspec.structs.replace(load_model("llama3-8b"), layers=2, vocab=32_768)
-    return what_if(Question(model=model, cluster=cluster, hardware=hardware, seq_tokens=tokens, pins=pins))
+    return what_if(
+        Question(model=model, cluster=cluster, hardware=hardware, seq_tokens=tokens, pins=pins, global_batch=devices)
+    )
 
 
 def needs(answer: Answer) -> Needs:
@@ -95,6 +101,41 @@ def test_what_if_and_run_agree_to_the_byte(policy: str, tokens: int) -> None:
         else:
             with pytest.raises(CannotRun, match="more device memory"):
                 check_memory(found, machine)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {"tp": 4},
+        {"tp": 2, "cp": 2},
+        {"ulysses": 2, "dp": 2, "zero": 3},
+        {"pp": 2, "dp": 2},
+    ],
+    ids=lambda layout: " ".join(f"{axis}{degree}" for axis, degree in layout.items()),
+)
+@pytest.mark.parametrize("policy", ["alpha 0.5", "full recompute"])
+def test_so_do_ranks_of_several(layout: dict[str, int], policy: str) -> None:
+    """What libraries take is counted once, merges and communicators are in both: no slots stay empty in the arena."""
+    pins = replace(POLICIES[policy], **dict.fromkeys(("tp", "cp", "ulysses", "dp", "pp"), 1) | layout)
+    found = asked(16_384, pins, hardware_of(200 * GIB), devices=4)
+    assert found.best is not None
+    assert found.arena is not None
+    planned, played = found.best.memory.reserve, needs(found).reserve
+    assert not has_library_slots(found.best.full_program, found.arena.placement)
+    assert planned[RESULTS] == played[RESULTS] > 0
+    assert planned.get(MERGES) == played.get(MERGES)
+    assert (MERGES in played) is ("cp" in layout)
+    least = needs(found).device_bytes + sum(played.values()) + TAKEN + planned[COMMUNICATORS]
+    for device_bytes, fits in ((least, True), (least - 1, False)):
+        answer = asked(16_384, pins, hardware_of(device_bytes), devices=4)
+        assert (answer.best is not None) is fits
+        free = device_bytes - TAKEN - planned[COMMUNICATORS]  # as a rank finds it when its groups are made
+        machine = replace(GPU, device_memory_bytes=device_bytes, device_free_bytes=free, host_available_bytes=2**50)
+        if fits:
+            check_memory(needs(answer), machine)
+        else:
+            with pytest.raises(CannotRun, match="more device memory"):
+                check_memory(needs(found), machine)
 
 
 def test_the_same_items_on_both_sides() -> None:
@@ -164,6 +205,21 @@ def test_an_arena_without_their_slots_is_whole(tmp_path: Path) -> None:
         store = ArenaStore(schedule(program, placement=placement), torch.device("cpu"))
         assert store.arena_bytes == placement.arena_bytes
         assert bool(store.slots) is (placement is full) is has_library_slots(program, placement)
+
+
+@pytest.mark.parametrize("layout", [Layout(cp=2), Layout(pp=2), Layout(tp=2, dp=2, zero=1)])
+def test_every_rank_of_several_runs_in_an_arena_without_them(layout: Layout, tmp_path: Path) -> None:
+    even = msgspec.structs.replace(llama(), layers=4)
+    decisions = msgspec.structs.replace(small(layout=layout, global_batch=4), model=even)
+    first, *_ = lower(decisions)
+    plan = written(tmp_path / "plan.json", decisions, place(arena_requests(first, decisions), solver="greedy"))
+    for rank in range(layout.devices):
+        program = rank_program(decisions, Place(layout, rank))
+        found = checked_placement(plan, program, tmp_path / "plan.json")
+        assert found is not None
+        assert set(found.ids) == set(arena_requests(program, decisions).ids)
+        assert not has_library_slots(program, found)
+        assert not ArenaStore(schedule(program, placement=found), torch.device("cpu")).slots
 
 
 def test_without_their_slots_a_long_sequence_needs_less(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from memo_sim.contract.plan import Layout
 from memo_sim.contract.units import GIB, format_bytes
 from memo_sim.planning.question import Question, with_memory
 from memo_sim.planning.search import play
+from memo_sim.program.library_results import RESULTS
 from memo_sim.what_if import what_if
 from tests.sim.test_search import question
 from tests.sim.toy_machine import decide
@@ -56,7 +57,9 @@ def test_the_peak_is_told_beside_the_reserve_and_the_capacity() -> None:
     answer = what_if(question(128 * 1024, system="full-recompute"))
     assert answer.best is not None
     memory = answer.best.memory
-    wanted = f"plus {format_bytes(memory.reserve_bytes)} reserve, of {format_bytes(memory.device_capacity_bytes)}."
+    libraries = f"of which {format_bytes(memory.reserve[RESULTS])} {RESULTS}"
+    have = format_bytes(memory.device_capacity_bytes)
+    wanted = f"plus {format_bytes(memory.reserve_bytes)} reserve ({libraries}), of {have}."
     assert any(line.startswith("Device memory is fullest") and line.endswith(wanted) for line in answer.result.why)
 
 
@@ -104,7 +107,7 @@ def test_what_the_allocator_reserves_and_costs_is_told() -> None:
 
 
 def test_a_planned_arena_is_a_way_out() -> None:
-    asked = question(512 * 1024, system="full-recompute", memory_policy="eager")
+    asked = question(576 * 1024, system="full-recompute", memory_policy="eager")
     assert re.search(r"Ways out: .*--memory-policy planned", why(asked))
     short = question(2048 * 1024, system="full-recompute")
     assert "--memory-policy" not in why(short)
