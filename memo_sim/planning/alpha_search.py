@@ -118,19 +118,21 @@ def best_alpha(
     predict: Predict,
     *,
     start: float,
+    most: float = 1.0,
     floors: Floors | None = None,
     resolution: int = RESOLUTION,
 ) -> AlphaSearch:
     """Return the plan with ``base``'s recompute mode that is fastest in the engine at any alpha.
 
     Step time falls with alpha (less recompute) until copies stall compute, then rises: it is searched from
-    ``start`` (the linear program's answer) over multiples of 1 / ``resolution``; what memory refuses counts as slower
-    than anything.
+    ``start`` (the linear program's answer), from 0 and from ``most`` (what host memory may hold) over multiples of
+    1 / ``resolution``; what memory refuses counts as slower than anything. Where nothing fits alpha is 0.
     """
     scan = _Scan(Grid.of(base, resolution), predict, floors)
     steps = scan.grid.steps
-    starts = tuple(dict.fromkeys((0, round(start * steps), steps)))
-    return scan.result(scan.descend(starts, 0, steps))
+    starts = tuple(dict.fromkeys((round(most * steps), round(start * steps), 0)))
+    found = scan.descend(starts, 0, steps)
+    return scan.result(found if scan.time_of(found) < float("inf") else 0)
 
 
 def best_partial_swap(

@@ -212,10 +212,7 @@ class _Search:
         low, high = (1, grid.steps - 1) if partial else (0, grid.steps)
         if high < low:
             return self.floors.of(candidate.base)
-        most = low
-        while most < high:  # the highest alpha that host memory may hold
-            middle = (most + high + 1) // 2
-            most, high = (most, middle - 1) if self.floors.lack_host(grid.at(middle)) else (middle, high)
+        most = self._most(grid, low, high)
         if not partial:
             return self.floors.between(grid.at(low), grid.at(most))
         floor = self.floors.between(grid.at(most), grid.at(most))
@@ -223,6 +220,13 @@ class _Search:
             # One memory or the other is short at every alpha, by how much is not known.
             return replace(floor, device_bytes=self.floors.device_room_bytes + 1, host_bytes_per_node=0)
         return replace(floor, host_bytes_per_node=0)
+
+    def _most(self, grid: Grid, low: int, high: int) -> int:
+        """Return the highest step from ``low`` to ``high`` that host memory may hold, or ``low``."""
+        while low < high:
+            middle = (low + high + 1) // 2
+            low, high = (low, middle - 1) if self.floors.lack_host(grid.at(middle)) else (middle, high)
+        return low
 
     def _cannot_matter(self, one: _Bounded) -> bool:
         """Return whether no outcome of the candidate changes the best plans, or the front."""
@@ -263,15 +267,29 @@ class _Search:
         if policy == PARTIAL_SWAP:
             partial = best_partial_swap(base, self.predict, floors=floors)
             return Evaluated(policy, partial.decisions, partial.prediction) if partial else None
-        simulation = play(self.question, base)
-        self.known[base] = simulation.prediction
+        grid = Grid.of(base)
+        most = self._most(grid, 0, grid.steps)
+        for decisions in self._first_played(base, grid.at(most)):
+            simulation = play(self.question, decisions)
+            self.known[decisions] = simulation.prediction
+            if simulation.prediction.status == "ok":
+                break
         if simulation.prediction.status != "ok" or self._enough(simulation.prediction):
-            return Evaluated(policy, base, simulation.prediction)
+            return Evaluated(policy, decisions, simulation.prediction)
         program = _linear_program(self.question, base, simulation)
-        best = best_alpha(base, self.predict, start=program.alpha, floors=floors)
+        best = best_alpha(base, self.predict, start=program.alpha, most=most / grid.steps, floors=floors)
         # Swapping every token recomputes none: that is the full swap, a candidate of its own.
         full_swap = best.decisions.alpha == 1 and any(p == FULL_SWAP for p in policies(self.question))
         return None if full_swap else Evaluated(policy, best.decisions, best.prediction, program)
+
+    def _first_played(self, base: Decisions, most: Decisions) -> tuple[Decisions, ...]:
+        """Return the plans to begin with, the second where the first does not fit: that which swaps the most first.
+
+        Where copies make that the slower one for sure, it is not played.
+        """
+        if most == base or self.floors.of(most).step_s > self.floors.of(base).step_s:
+            return (base,)
+        return (most, base)
 
     def _with_refusals(self, one: Evaluated) -> Evaluated:
         """Return the plan with what memory says of the next alphas, where alpha was searched."""
