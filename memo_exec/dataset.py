@@ -53,6 +53,16 @@ class Dataset:
         with self.path.open("rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
 
+    def short_of(self, seq_tokens: int) -> str:
+        """Return what to say of a file that does not fill one sequence; "" of one that does."""
+        targets = len(self.tokens) - 1
+        if targets >= seq_tokens:
+            return ""
+        return (
+            f"{self.path} has {len(self.tokens)} tokens, too few for a sequence of {seq_tokens}: the rest is padding, "
+            f"and {targets / seq_tokens:.2%} of the targets count"
+        )
+
     def batch(self, seed: int, step: int, sequences: int, seq_tokens: int) -> Batch:
         """Return the global batch of one step; it depends on nothing but the arguments and the file."""
         places = max(len(self.tokens) - seq_tokens, 1)

@@ -41,6 +41,7 @@ from memo_sim.contract.comparison import Comparison, StepFigures
 from memo_sim.contract.errors import CannotRun, UsageError
 from memo_sim.contract.plan import Plan
 from memo_sim.contract.trace import Trace
+from memo_sim.contract.units import counted
 from memo_sim.program.lower import lower
 
 WARM_UPS = 2
@@ -107,6 +108,8 @@ def run(
     needs = preflight.check(plan.decisions, program, machine, placement, lent=allocator is not None)
     note(needs.line())
     dataset = load_dataset(options.data, plan.decisions.model.vocab)
+    if short := dataset.short_of(plan.decisions.seq_tokens):
+        note(short)
     saved, state = _checkpoint(options, note)
     if saved is not None and state is not None:
         checkpoint.check(state, plan.decisions, dataset.sha256, where=saved)
@@ -341,6 +344,6 @@ def _outcome(training: Training, machine: Machine, predicted: Trace | None) -> O
 
 def machine_text(machine: Machine) -> str:
     """Return the machine in a few words."""
-    threads = f", {machine.compute_threads} compute threads" if machine.device == "cpu" else ""
+    threads = f", {counted(machine.compute_threads, 'compute thread')}" if machine.device == "cpu" else ""
     threads += f", {machine.sharing} ranks" if machine.sharing > 1 else ""
     return f"{machine.name} ({machine.device}{threads}), torch {torch.__version__}"

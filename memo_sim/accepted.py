@@ -15,6 +15,7 @@ from memo_sim.contract import codec
 from memo_sim.contract.accuracy import Accuracies, GroupAccuracy
 from memo_sim.contract.catalog import DATA
 from memo_sim.contract.errors import OutOfTolerance
+from memo_sim.contract.units import counted
 from memo_sim.contract.validation import CaseReport, Validation
 from memo_sim.intervals import LEVEL, bounds, judged, log_ratio
 from memo_sim.views.accuracy import judged_error, summarise
@@ -121,7 +122,7 @@ def _worse(found: GroupAccuracy, known: GroupAccuracy) -> Iterator[str]:
     if found.wrong_statuses > known.wrong_statuses:
         yield f"{found.wrong_statuses} wrong statuses, {known.wrong_statuses} accepted"
     if found.not_evaluated > known.not_evaluated:
-        yield f"{found.not_evaluated} rows not evaluated, {known.not_evaluated} accepted"
+        yield f"{counted(found.not_evaluated, 'row')} not evaluated, {known.not_evaluated} accepted"
     bounds_by_quantity = known.mean_abs_error
     errors = found.mean_abs_error
     if found.cases < known.cases:

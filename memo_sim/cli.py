@@ -16,7 +16,7 @@ import click
 
 from memo_sim import __version__
 from memo_sim.contract.errors import BadInput, Infeasible, MemoError, UsageError, missing_package
-from memo_sim.question_options import Finite, Options, gib, question_of, question_options
+from memo_sim.question_options import MEMORY_GIB, Finite, Options, gib, question_of, question_options
 
 if TYPE_CHECKING:
     from memo_sim.contract.plan import Plan
@@ -109,8 +109,8 @@ def longest_command(*, step: str, max_step_s: float | None, one_more_gib: bool, 
     from memo_sim.what_if import write_files
 
     outputs = _outputs({**options, "plan_path": None})
+    tokens = parse_tokens(step, option="--step")
     _, question = question_of({**options, "plan_path": None, "seq_len": step})
-    tokens = parse_tokens(step)
     found = _with_progress(
         "lengths", lambda tell: longest(question, step_tokens=tokens, most_step_s=max_step_s, progress=tell)
     )
@@ -320,7 +320,7 @@ def schema_command(name: str) -> None:
 )
 @click.option("--time-limit", type=Finite(0, min_open=True), default=60, show_default=True, help="Seconds to solve.")
 @click.option("--device", type=click.IntRange(0), help="Of a snapshot; the one with most memory when not given.")
-@click.option("--device-memory-gib", type=Finite(2**-20, 2**30), help="What the caching allocator may reserve.")
+@click.option("--device-memory-gib", type=Finite(*MEMORY_GIB), help="What the caching allocator may reserve.")
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="Write the placement: .json, .csv or .pickle.")
 @click.option("--plot", type=click.Path(path_type=Path), help="Draw addresses over time (.png or .svg).")
 @click.option("--json", "as_json", is_flag=True, help="Print one memo.memory/1 document.")

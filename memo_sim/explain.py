@@ -7,7 +7,7 @@ import msgspec
 from memo_sim.contest import label, runner_up, ties
 from memo_sim.contract.hardware import DISTURBED
 from memo_sim.contract.plan import Decisions, Prediction
-from memo_sim.contract.units import format_bytes, format_seconds, format_tokens
+from memo_sim.contract.units import counted, format_bytes, format_seconds, format_tokens
 from memo_sim.engine.simulate import ALLOCATOR, Simulation
 from memo_sim.planning.arena import Arena
 from memo_sim.planning.outcome import Evaluated, SearchResult
@@ -54,7 +54,8 @@ def explain(
         )
     lines += _profile(question)
     if found.refused:
-        lines.append(f"{len(found.refused)} layouts do not divide the model or the sequence, e.g. {found.refused[0]}.")
+        those = f"{counted(len(found.refused), 'layout')} {'does' if len(found.refused) == 1 else 'do'}"
+        lines.append(f"{those} not divide the model or the sequence, e.g. {found.refused[0]}.")
     return lines
 
 
@@ -153,7 +154,9 @@ def _arena(simulation: Simulation, arena: Arena) -> list[str]:
     placement = arena.placement
     size, gap = arena.prediction.peak_device_bytes, placement.arena_bytes - placement.lower_bound_bytes
     proof = "the least there can be" if not gap else f"at most {format_bytes(gap)} above the least there can be"
-    text = f"Planned arena: {format_bytes(size)} for {len(placement.ids)} buffers, {proof} ({placement.solver})"
+    text = (
+        f"Planned arena: {format_bytes(size)} for {counted(len(placement.ids), 'buffer')}, {proof} ({placement.solver})"
+    )
     if len(simulation.roles) > 1:
         text += f"; of {simulation.fullest.program.role}, the fullest"
     if not arena.whole:
@@ -169,8 +172,9 @@ def _pipeline(simulation: Simulation) -> list[str]:
     compute_s = [role.compute_s for role in simulation.roles]
     sent = format_bytes(max(role.sent_bytes for role in simulation.roles))
     text = (
-        f"{layout.pp} stages play {count} micro-batches by {layout.schedule}; a rank hands on {sent} a step at most, "
-        f"and the slowest stage computes {max(compute_s) / min(compute_s) - 1:.1%} longer than the fastest"
+        f"{layout.pp} stages play {counted(count, 'micro-batch', 'es')} by {layout.schedule}; a rank hands on {sent} "
+        f"a step at most, and the slowest stage computes {max(compute_s) / min(compute_s) - 1:.1%} longer than the "
+        "fastest"
     )
     if not simulation.steady:
         played = simulation.program.micro_batches

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 
 from memo_sim.cases import list_case_files, load_cases
 from memo_sim.contract.catalog import CLUSTER_FORM, list_clusters, list_hardware, list_models, load_hardware, load_model
+from memo_sim.contract.units import counted
 from memo_sim.planning.presets import SYSTEMS
 
 
@@ -40,7 +41,7 @@ def _systems() -> Iterator[tuple[str, str]]:
 
 
 def _cases() -> Iterator[tuple[str, str]]:
-    yield from ((name, f"{len(load_cases(name))} cases") for name in list_case_files())
+    yield from ((name, counted(len(load_cases(name)), "case")) for name in list_case_files())
 
 
 def _hardware() -> Iterator[tuple[str, str]]:

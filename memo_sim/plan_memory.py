@@ -14,7 +14,7 @@ from memo_sim.contract.errors import BadInput, UsageError
 from memo_sim.contract.memory_report import MemoryReport
 from memo_sim.contract.placement import Placement
 from memo_sim.contract.requests import Requests
-from memo_sim.contract.units import format_bytes
+from memo_sim.contract.units import counted, format_bytes
 from memo_sim.memory.bilevel import plan_bilevel
 from memo_sim.memory.place import place
 from memo_sim.memory.portfolio import Portfolio, installed
@@ -176,7 +176,7 @@ def write_files(plan: MemoryPlan, output: Path | None, picture: Path | None) -> 
         draw_memory_map(
             plan.placement,
             picture,
-            title=f"{Path(plan.report.input).name}: {plan.report.buffers} buffers",
+            title=f"{Path(plan.report.input).name}: {counted(plan.report.buffers, 'buffer')}",
             phases=plan.source.requests.phases,
             reserved=_reserved(plan.caching),
         )

@@ -18,13 +18,16 @@ if TYPE_CHECKING:
     from memo_sim.planning.question import Question
 
 GIB = 2**30
+MEMORY_GIB = (0.001, 100_000)
+"""Least and most memory that is taken for meant."""
 SEARCHED = (
     *("model", "seq_len", "system", "tp", "cp", "cp_exchange", "ulysses", "pp", "schedule"),
     *("virtual_stages", "subsequences", "partition", "dp", "zero", "alpha", "recompute", "states"),
-    *("loss_chunk", "mlp_chunk", "overlap", "memory_policy", "replay_allocator", "micro_batch", "global_batch", "top"),
-    *("pareto", "one_more_gib"),
+    *("loss_chunk", "mlp_chunk", "overlap", "memory_policy", "replay_allocator", "micro_batch", "global_batch"),
 )
 """What a plan decides, so that none of it can be given beside ``--plan``."""
+OF_A_SEARCH = ("pareto", "one_more_gib")
+"""What has no answer where one plan is priced."""
 MOST_SEQUENCES = 2**16
 MOST_SUBSEQUENCES = 2**16
 Options = dict[str, Any]
@@ -42,9 +45,9 @@ class Finite(click.FloatRange):
         return number
 
     def _describe_range(self) -> str:
-        """Return the bounds in few digits: 2**-20 is 9.5e-07."""
-        low = "" if self.min is None else f"{self.min:.2g}{'<' if self.min_open else '<='}"
-        high = "" if self.max is None else f"{'<' if self.max_open else '<='}{self.max:.2g}"
+        """Return the bounds without a zero behind the point."""
+        low = "" if self.min is None else f"{self.min:g}{'<' if self.min_open else '<='}"
+        high = "" if self.max is None else f"{'<' if self.max_open else '<='}{self.max:g}"
         return f"{low}x{high}"
 
 
@@ -121,8 +124,8 @@ KNOBS = (
         show_default=True,
         help="Sequences of a step.",
     ),
-    click.option("--device-memory-gib", type=Finite(2**-20, 2**30), help="Instead of the profile's."),
-    click.option("--host-memory-gib", type=Finite(2**-20, 2**30), help="Of one node, instead of its own."),
+    click.option("--device-memory-gib", type=Finite(*MEMORY_GIB), help="Instead of the profile's."),
+    click.option("--host-memory-gib", type=Finite(*MEMORY_GIB), help="Of one node, instead of its own."),
 )
 """What is asked beside the model and the sequence; each knob can be pinned."""
 
@@ -154,6 +157,9 @@ def question_of(options: Options) -> tuple[Plan | None, Question]:
         raise UsageError("a question needs MODEL and --seq-len, or --plan", hint="memo-sim what-if --help")
     if plan is not None and (given := _given(SEARCHED)):
         raise UsageError("--plan brings its own knobs", got=", ".join(given), hint="leave those out")
+    if plan is not None and (given := _given(OF_A_SEARCH)):
+        hint = "leave it out, or ask with MODEL and --seq-len in place of --plan"
+        raise UsageError("--plan is priced alone, nothing is searched", got=", ".join(given), hint=hint)
     cluster, hardware = with_memory(
         *load_cluster(options["cluster"]),
         device_bytes=gib(options["device_memory_gib"]),
@@ -173,8 +179,8 @@ def question_of(options: Options) -> tuple[Plan | None, Question]:
         zero=options["zero"],
         alpha=options["alpha"],
         recompute=options["recompute"],
-        loss_chunk_tokens=_chunk(options["loss_chunk"]),
-        mlp_chunk_tokens=_chunk(options["mlp_chunk"]),
+        loss_chunk_tokens=_chunk(options["loss_chunk"], "--loss-chunk"),
+        mlp_chunk_tokens=_chunk(options["mlp_chunk"], "--mlp-chunk"),
         overlap=options["overlap"],
         memory_policy=options["memory_policy"],
         replay_allocator=options["replay_allocator"],
@@ -209,18 +215,22 @@ def _subsequences(text: str | None) -> int | Literal["auto"] | None:
     )
 
 
-def _chunk(text: str | None) -> int | None:
+def _chunk(text: str | None, option: str) -> int | None:
     """Return a number of tokens, 0 for all of them, None where none was given."""
     from memo_sim.contract.units import parse_tokens
 
-    return 0 if text == "0" else None if text is None else parse_tokens(text)
+    return 0 if text == "0" else None if text is None else parse_tokens(text, option=option)
 
 
 def _given(names: tuple[str, ...]) -> list[str]:
     """Return which of the command's parameters were typed."""
     context = click.get_current_context()
     typed = click.core.ParameterSource.COMMANDLINE
-    return [name.replace("_", "-") for name in names if context.get_parameter_source(name) is typed]
+    return [
+        f"--{name.replace('_', '-')}" if name != "model" else "MODEL"
+        for name in names
+        if context.get_parameter_source(name) is typed
+    ]
 
 
 def gib(value: float | None) -> int | None:

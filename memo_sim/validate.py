@@ -18,7 +18,7 @@ from memo_sim.contract.errors import BadInput, Infeasible, OutOfTolerance, Usage
 from memo_sim.contract.hardware import Hardware
 from memo_sim.contract.model import Model
 from memo_sim.contract.plan import Layout, MemoryPolicy, Overlap, Prediction
-from memo_sim.contract.units import GIB
+from memo_sim.contract.units import GIB, counted
 from memo_sim.contract.validation import CaseError, CasePrediction, CaseReport, Expectation, Validation
 from memo_sim.intervals import with_intervals
 from memo_sim.planning.presets import SYSTEMS
@@ -290,11 +290,11 @@ def check_error(report: Validation, most: float) -> None:
     groups = summarise(report.cases)
     wrong = sum(g.statuses - g.statuses_right for g in groups)
     if wrong:
-        raise OutOfTolerance("predicted statuses are wrong", got=f"{wrong} rows", wanted="none")
+        raise OutOfTolerance("predicted statuses are wrong", got=counted(wrong, "row"), wanted="none")
     if not any(g.errors or g.statuses for g in groups):
         raise OutOfTolerance("no row could be compared", hint="the reasons are in the table")
     for g in groups:
         for name, error in g.errors.items():
             if error.mean_abs > most:
-                got = f"{name}: mean absolute error {error.mean_abs:.4f} over {error.count} rows"
+                got = f"{name}: mean absolute error {error.mean_abs:.4f} over {counted(error.count, 'row')}"
                 raise OutOfTolerance("predictions miss", got=got, wanted=f"at most {most}")

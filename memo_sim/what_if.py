@@ -143,9 +143,19 @@ def price(plan: Plan, question: Question) -> Answer:
         plans=[line],
         evaluated=1,
         pruned=0,
-        why=explain(question, found, simulation, arena),
+        why=[*explain(question, found, simulation, arena), *_idle(plan.decisions, question)],
     )
     return Answer(result, simulation, arena)
+
+
+def _idle(decisions: Decisions, question: Question) -> list[str]:
+    """Say how many of a cluster's devices a plan leaves alone."""
+    used, there = decisions.layout.devices, question.cluster.devices
+    if used >= there:
+        return []
+    idle = "1 stays idle" if there - used == 1 else f"{there - used} stay idle"
+    text = f"The plan is for {used} of the {there} devices of {question.cluster.name}: {idle}"
+    return [f"{text}, and MFU and TGS count the {used} alone; ask with MODEL and --seq-len for a plan that uses all."]
 
 
 def without_answer(question: Question, error: Infeasible) -> Result:

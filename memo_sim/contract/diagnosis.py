@@ -25,6 +25,17 @@ _WORD = re.compile(rb"[-+.\w]+")
 
 _LONGEST_SHOWN = 60
 
+USES = {
+    "memo.hardware": "this is a profile: memo-sim what-if MODEL --cluster FILE --seq-len 64k -o plan.json plans for it",
+    "memo.cluster": "this is a cluster: memo-sim what-if MODEL --cluster FILE --seq-len 64k -o plan.json plans for it",
+    "memo.model": "this is a model: memo-sim what-if FILE --cluster a800-1x8 --seq-len 64k -o plan.json plans for it",
+    "memo.plan": "this is a plan: memo-exec run FILE plays it, memo-sim what-if --plan FILE --cluster ... prices it",
+    "memo.placement": "this is a placement: give the plan that it lies beside",
+    "memo.trace": "this is a timeline: memo-exec compare PLAN FILE sets it beside a plan",
+    "memo.requests": "these are memory requests: memo-sim plan-memory FILE places them",
+}
+"""What to do with a document that was given in another one's place."""
+
 
 class _Place(NamedTuple):
     """Where a path leads: the path with its keys filled in, the type wanted there, the value found there if known."""
@@ -39,8 +50,18 @@ def explain_schema(schema: object, kinds: Sequence[type[msgspec.Struct]], where:
     tags = [str(kind.__struct_config__.tag) for kind in kinds]
     what = "the document does not say what it is" if schema is None else "another kind of document was expected"
     got = "no schema" if schema is None else _shown(schema)
-    hint = did_you_mean(schema, tags) if isinstance(schema, str) else f'give it "schema": "{tags[0]}"'
+    hint: str | None = f'give it "schema": "{tags[0]}"'
+    if isinstance(schema, str):
+        hint = _use_of(schema, tags) or did_you_mean(schema, tags)
     return BadInput(what, where=f"{where}: {path}.schema", got=got, wanted=" or ".join(tags), hint=hint)
+
+
+def _use_of(schema: str, tags: Sequence[str]) -> str | None:
+    """Return which command takes a document of another kind; None for what is none of ours, or of another version."""
+    name, separator, _ = schema.partition("/")
+    if not separator or name in {tag.partition("/")[0] for tag in tags}:
+        return None
+    return USES.get(name)
 
 
 def explain_malformed(error: Exception, raw: bytes, where: str) -> BadInput:

@@ -41,8 +41,10 @@ _SCALE = {"": 1, "k": KIB, "m": KIB * KIB}
 DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "int64": 8, "int32": 4, "uint8": 1}
 
 
-def parse_tokens(text: str) -> int:
+def parse_tokens(text: str, *, option: str = "--seq-len") -> int:
     """Return the number of tokens that ``text`` names: ``4096``, ``64k`` = 65,536, ``1m`` = 1,048,576.
+
+    ``option`` is where it was asked for.
 
     Raises:
         UsageError: when ``text`` is not a positive whole number of tokens, or more than a billion.
@@ -57,7 +59,7 @@ def parse_tokens(text: str) -> int:
         "not a number of tokens",
         got=repr(text),
         wanted="a whole number from 1 to 1024m, as 65536 or 64k",
-        hint="--seq-len 64k",
+        hint=f"{option} 64k",
     )
 
 
@@ -67,6 +69,11 @@ def format_tokens(tokens: int) -> str:
         if tokens and tokens % _SCALE[suffix] == 0:
             return f"{tokens // _SCALE[suffix]}{suffix}"
     return str(tokens)
+
+
+def counted(number: int, noun: str, plural: str = "s") -> str:
+    """Return ``1 layout``, ``2 layouts``; ``plural`` is what the noun's takes at its end."""
+    return f"{number} {noun}{'' if number == 1 else plural}"
 
 
 def format_bytes(size_bytes: float) -> str:

@@ -10,12 +10,13 @@ from dataclasses import dataclass, replace
 import msgspec
 
 from memo_sim.contract.errors import Infeasible, UsageError
-from memo_sim.contract.plan import SWAP_GRANULE_TOKENS, Decisions, Kernels, Layout
+from memo_sim.contract.plan import SWAP_GRANULE_TOKENS, Decisions, Kernels
 from memo_sim.contract.units import DTYPE_BYTES
+from memo_sim.planning.layouts import in_words, layouts
 from memo_sim.planning.presets import FULL_RECOMPUTE, KEEP, SELECTIVE_RECOMPUTE, TOKENWISE, Policy, find_system
 from memo_sim.planning.question import Question
 from memo_sim.planning.rowwise_kernels import RowwiseChoice
-from memo_sim.planning.subsequences import PartPrices, counts, hide, swap_fraction
+from memo_sim.planning.subsequences import PartPrices, hide, swap_fraction
 from memo_sim.program.attention import longest_keys
 from memo_sim.program.head_groups import fewest_head_groups
 from memo_sim.program.library_results import beside_arena, groups_beside
@@ -33,9 +34,6 @@ MLP_BLOCKS = 8
 LEAST_MLP_ROWS = 4096
 """Rows of the MLP's blocks at least: products of fewer run slower (the profiles' curves by rows)."""
 
-DEGREES = ("tp", "cp", "ulysses", "dp")
-"""The degrees of a layout that can be pinned or searched."""
-
 
 OF_THE_SEQUENCE = ("seq_tokens", "tokens of a rank")
 """Where a refusal names the sequence's length."""
@@ -47,152 +45,6 @@ class Candidate:
 
     base: Decisions
     policy: Policy
-
-
-def layouts(question: Question) -> list[Layout]:
-    """Return every layout of the question's devices with its pins, tensor parallelism changing slowest.
-
-    Raises:
-        UsageError: when the pinned degrees do not make up the cluster, or the system does not divide work that way.
-    """
-    pins, system = question.pins, find_system(question.system)
-    _check_degrees(question)
-    _check_schedule(question)
-    found: list[Layout] = []
-    for pp in _degrees(pins.pp, question.cluster.devices, "pp" in system.degrees):
-        devices = question.cluster.devices // pp
-        for tp in _degrees(pins.tp, devices, "tp" in system.degrees):
-            if tp < _least_tp(question) or tp > _most_tp(question):
-                continue
-            for cp in _degrees(pins.cp, devices // tp, "cp" in system.degrees):
-                for ulysses in _degrees(pins.ulysses, devices // (tp * cp), "ulysses" in system.degrees):
-                    dp = devices // (tp * cp * ulysses)
-                    if pins.dp is not None and dp != pins.dp:
-                        continue
-                    degrees = {"tp": tp, "cp": cp, "ulysses": ulysses, "pp": pp, "dp": dp}
-                    found += [
-                        _layout(question, zero, parts, **degrees)
-                        for zero in _zeros(question, devices // tp)
-                        for parts in _subsequences(question)
-                    ]
-    if not found:
-        named = {name: getattr(pins, name) for name in (*DEGREES, "pp")}
-        asked = ", ".join(f"{name} {degree}" for name, degree in named.items() if degree is not None)
-        raise UsageError(
-            "the pinned layout does not fill the cluster",
-            got=asked,
-            wanted=f"degrees whose product is {question.cluster.devices} devices",
-            hint="leave one degree out, or name a cluster of another size",
-        )
-    return found
-
-
-def _least_tp(question: Question) -> int:
-    """Return the least tensor parallelism of the system, or what the model's heads and a node's devices allow of it.
-
-    Who pins a degree is not held to it.
-    """
-    model, cluster = question.model, question.cluster
-    if any(getattr(question.pins, name) is not None for name in DEGREES):
-        return 1
-    wanted = min(find_system(question.system).least_tp, cluster.devices_per_node)
-    divided = (model.heads, model.kv_heads, model.ffn_hidden, cluster.devices)
-    return max(d for d in range(1, wanted + 1) if all(n % d == 0 for n in divided))
-
-
-def _most_tp(question: Question) -> int:
-    """Return the most tensor parallelism of the system: a node's devices, where it is to stay inside."""
-    cluster = question.cluster
-    inside = find_system(question.system).tp_inside_node and question.pins.tp is None
-    return cluster.devices_per_node if inside else cluster.devices
-
-
-def _subsequences(question: Question) -> tuple[int, ...]:
-    """Return the numbers of subsequences to try; one, unless they are asked for or the system's own."""
-    pinned, system = question.pins.subsequences, find_system(question.system)
-    if isinstance(pinned, int):
-        return (pinned,)
-    if pinned == "auto" or system.subsequences:
-        return tuple(dict.fromkeys((*(() if system.subsequences else (1,)), *counts(question.seq_tokens, 1))))
-    return (1,)
-
-
-def _check_degrees(question: Question) -> None:
-    """Refuse a pinned degree that the system does not have."""
-    system = find_system(question.system)
-    for name in DEGREES:
-        degree = getattr(question.pins, name)
-        has = name in system.degrees or name in system.pinnable
-        if degree is not None and degree > 1 and not has and system.name != "any":
-            raise UsageError(
-                f"{system.name} does not divide work that way",
-                got=f"{name} {degree}",
-                wanted=" and ".join(system.degrees),
-                hint="leave it out, or --system any",
-            )
-
-
-def _check_schedule(question: Question) -> None:
-    """Refuse what only pipeline stages have where there are none, and interleaving without chunks to interleave."""
-    pins = question.pins
-    staged = pins.schedule not in (None, "1f1b") or (pins.virtual_stages or 1) > 1
-    if staged and pins.pp is None and "pp" not in find_system(question.system).degrees:
-        raise UsageError(
-            "schedules and virtual stages are of pipelines, and stages are not searched here",
-            got=f"schedule {pins.schedule or '1f1b'}, {pins.virtual_stages or 1} virtual stages, no --pp",
-            hint="--pp 2, or more stages",
-        )
-    if (pins.schedule == "interleaved") != ((pins.virtual_stages or 1) > 1):
-        raise UsageError(
-            "the interleaved schedule and virtual stages belong together",
-            got=f"schedule {pins.schedule or '1f1b'}, {pins.virtual_stages or 1} virtual stages",
-            wanted="--schedule interleaved with --virtual-stages 2 or more, or neither",
-        )
-
-
-def _degrees_of(layout: Layout) -> str:
-    """Return a layout's degrees in words; those that few layouts have, only where they divide."""
-    rare = ("ulysses", "pp", "subsequences")
-    names = (*DEGREES, "pp", "subsequences")
-    return " ".join(f"{n} {getattr(layout, n)}" for n in names if n not in rare or getattr(layout, n) > 1)
-
-
-def _zeros(question: Question, replicas: int) -> tuple[int, ...]:
-    """Return the levels of ZeRO to try: none of the system's where every rank holds parameters of its own."""
-    if question.pins.zero is not None:
-        return (question.pins.zero,)
-    return find_system(question.system).zeros if replicas > 1 else (0,)
-
-
-def _layout(
-    question: Question, zero: int, subsequences: int, *, tp: int, cp: int, ulysses: int, pp: int, dp: int
-) -> Layout:
-    pins = question.pins
-    schedule = pins.schedule or find_system(question.system).schedule
-    # Interleaved stages that waited would wait in a circle; Megatron-LM overlaps theirs alone.
-    overlapped = schedule == "interleaved" or not find_system(question.system).waits_for_handovers
-    return Layout(
-        tp=tp,
-        sequence_parallel=tp > 1 if pins.sequence_parallel is None else pins.sequence_parallel and tp > 1,
-        cp=cp,
-        cp_exchange=pins.cp_exchange if cp > 1 else "ring",
-        ulysses=ulysses,
-        pp=pp,
-        schedule=schedule,
-        virtual_stages=pins.virtual_stages or 1,
-        overlap_handovers=overlapped if pins.overlap_handovers is None else pins.overlap_handovers,
-        dp=dp,
-        zero=zero,
-        subsequences=subsequences,
-        partition=pins.partition,
-    )
-
-
-def _degrees(pinned: int | None, devices: int, searched: bool) -> list[int]:
-    if pinned is not None or not searched:
-        wanted = pinned or 1
-        return [wanted] if wanted <= devices and devices % wanted == 0 else []
-    return [d for d in range(1, devices + 1) if devices % d == 0]
 
 
 def policies(question: Question) -> tuple[Policy, ...]:
@@ -264,7 +116,7 @@ def candidates(question: Question) -> tuple[list[Candidate], list[str]]:
             partition(base)
             groups = head_groups(shape, base, kernel)
         except Infeasible as error:
-            refused.append((error.where, f"{_degrees_of(layout)}: {error.what}"))
+            refused.append((error.where, f"{in_words(layout)}: {error.what}"))
             continue
         pinned = question.pins.loss_chunk_tokens
         default = 0 if system.whole_loss else default_loss_chunk(shape.tokens, shape.vocab, base)
@@ -284,7 +136,7 @@ def candidates(question: Question) -> tuple[list[Candidate], list[str]]:
     refused.sort(key=lambda reason: reason[0] not in OF_THE_SEQUENCE)
     reasons = [text for _, text in refused]
     if not found:
-        raise _nothing_divides(question, reasons, sequence=refused[0][0] in OF_THE_SEQUENCE)
+        raise _nothing_divides(question, reasons, blamed={where for where, _ in refused})
     return found, reasons
 
 
@@ -293,7 +145,8 @@ def tokens_that_divide(question: Question) -> int:
     return 2 * question.cluster.devices * SWAP_GRANULE_TOKENS
 
 
-def _nothing_divides(question: Question, reasons: list[str], *, sequence: bool) -> Infeasible:
+def _nothing_divides(question: Question, reasons: list[str], *, blamed: set[str | None]) -> Infeasible:
+    """Return the refusal of a question none of whose layouts divides; ``blamed`` are the numbers that do not."""
     asked, model = question.seq_tokens, question.model
     if model.learned_positions and asked > model.max_positions:
         return Infeasible(
@@ -306,7 +159,10 @@ def _nothing_divides(question: Question, reasons: list[str], *, sequence: bool) 
     whole = tokens_that_divide(question)
     near = max(whole, round(asked / whole) * whole)
     hint = "the first reason says which number has to change"
-    if sequence and near != asked:
+    if blamed == {"global_batch"}:
+        least = question.micro_batch * min(layout.dp for layout in layouts(question))
+        hint = f"--global-batch {least}, or another multiple of micro-batch x dp"
+    if blamed.intersection(OF_THE_SEQUENCE) and near != asked:
         hint = f"--seq-len {near}, or another multiple of {whole} tokens, divides any way"
     return Infeasible(
         "no layout divides this model and sequence",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from memo_sim.contract.memory_report import MemoryReport
-from memo_sim.contract.units import format_bytes, format_seconds
+from memo_sim.contract.units import counted, format_bytes, format_seconds
 from memo_sim.views.plan_table import peak_table
 from memo_sim.views.text_table import percent, text_table
 
@@ -50,7 +50,7 @@ def _caching(report: MemoryReport) -> str:
 
 
 def _verdict(report: MemoryReport) -> str:
-    buffers = f"{report.buffers} buffers placed in {format_seconds(report.elapsed_s)}"
+    buffers = f"{counted(report.buffers, 'buffer')} placed in {format_seconds(report.elapsed_s)}"
     if report.optimal:
         return f"{buffers}: optimal, the arena is the lower bound."
     gap = percent(report.gap, digits=2)

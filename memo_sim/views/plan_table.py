@@ -10,7 +10,7 @@ from textwrap import shorten
 
 from memo_sim.contract.plan import Layout, PlanRow, Stall
 from memo_sim.contract.result import Result
-from memo_sim.contract.units import GIB, MIB, format_bytes, format_seconds, format_tokens
+from memo_sim.contract.units import GIB, MIB, counted, format_bytes, format_seconds, format_tokens
 from memo_sim.views.palette import ordered_classes
 from memo_sim.views.text_table import number, percent, text_table
 
@@ -43,7 +43,7 @@ def result_table(result: Result, *, top: int | None = None) -> str:
     ``top`` limits the rows of each table.
     """
     question = f"{result.model} on {result.cluster}, {format_tokens(result.seq_tokens)} tokens"
-    count = f"{result.evaluated} plan{'' if result.evaluated == 1 else 's'} evaluated, {result.pruned} pruned"
+    count = f"{counted(result.evaluated, 'plan')} evaluated, {result.pruned} pruned"
     fitting = [p for p in result.plans if p.status == "ok"]
     others = [p for p in result.plans if p.status != "ok"]
     blocks = [f"{question}: {count}"]

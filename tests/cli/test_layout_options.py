@@ -85,7 +85,10 @@ def test_a_layout_is_planned_as_asked_for(
         (("--pp", "2", "--tp", "2", "--zero", "3"), 4, "pipeline stages keep whole parameters"),
         (("--ulysses", "3"), 2, "does not fill the cluster"),
         (("--recompute", "selective", "--alpha", "0.5"), 2, "selective recompute swaps nothing"),
-        (("--plan", "p.json", "--ulysses", "2"), 2, "--plan brings its own knobs"),
+        (("--plan", "p.json", "--ulysses", "2"), 2, "got: --ulysses"),
+        (("--plan", "p.json", "--pareto"), 2, "--plan is priced alone, nothing is searched"),
+        (("--dp", "2"), 4, "next: --global-batch 2, or another multiple of micro-batch x dp"),
+        (("--dp", "2", "--micro-batch", "3"), 4, "next: --global-batch 6, or"),
     ],
 )
 def test_what_cannot_be_asked_is_refused(options: tuple[str, ...], code: int, said: str, tmp_path: Path) -> None:
@@ -116,3 +119,25 @@ def test_a_figure_that_cannot_be_written_is_refused_before_it_is_computed(tmp_pa
         done = memo_sim("figure", "11a", "-o", name, cwd=tmp_path)
         assert (done.returncode, done.stdout) == (2, "")
         assert "plans" not in done.stderr  # no progress was shown
+
+
+def test_a_plan_on_a_larger_cluster_says_what_stays_idle(tmp_path: Path) -> None:
+    """``--top`` may be given: it is no knob of the plan."""
+    plan = memo_sim(*QUESTION, "--tp", "4", "--cp", "2", "--alpha", "0", "-o", "p.json", cwd=tmp_path)
+    assert plan.returncode == 0, plan.stderr
+    done = memo_sim("what-if", "--plan", "p.json", "--cluster", "a800-2x8", "--top", "3", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "The plan is for 8 of the 16 devices of a800-2x8: 8 stay idle" in done.stdout
+    assert "idle" not in memo_sim("what-if", "--plan", "p.json", "--cluster", "a800-1x8", cwd=tmp_path).stdout
+
+
+def test_the_range_of_memory_can_be_read() -> None:
+    text = memo_sim("what-if", "--help").stdout
+    assert "[0.001<=x<=100000]" in text
+    assert "e-0" not in text
+
+
+def test_the_option_that_is_wrong_is_named() -> None:
+    done = memo_sim("longest", "gpt-7b", "--cluster", "a800-1x8", "--step", "2000m")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "next: --step 64k" in done.stderr

@@ -133,6 +133,21 @@ def test_another_kind_of_document_is_named(samples: dict[str, msgspec.Struct]) -
     assert (newer.got, newer.wanted) == ('"memo.plan/2"', "memo.plan/1")
 
 
+@pytest.mark.parametrize(
+    ("kind", "wanted", "hint"),
+    [
+        ("hardware", "plan", "this is a profile: memo-sim what-if MODEL --cluster FILE"),
+        ("plan", "trace", "memo-exec run FILE"),
+        ("trace", "plan", "memo-exec compare PLAN FILE"),
+    ],
+)
+def test_a_document_of_another_kind_says_what_takes_it(
+    samples: dict[str, msgspec.Struct], kind: str, wanted: str, hint: str
+) -> None:
+    error = refusal(codec.encode(samples[kind]), type(samples[wanted]))
+    assert hint in str(error.hint)
+
+
 @pytest.mark.parametrize("schema", [..., None])
 def test_a_document_must_say_what_it_is(sample: msgspec.Struct, schema: object) -> None:
     error = refusal(changed(sample, "schema", schema), type(sample))
@@ -215,6 +230,7 @@ def test_toml_that_is_none(tmp_path: Path, text: bytes) -> None:
         load_cluster(str(path))
 
 
+@settings(deadline=None)
 @given(raw=st.binary(max_size=200), kind=st.sampled_from(sorted(DOCUMENTS)))
 def test_garbage_never_escapes(raw: bytes, kind: str) -> None:
     refusal(raw, DOCUMENTS[kind])
@@ -227,7 +243,7 @@ JSON = st.recursive(
 )
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=300)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=300)
 @given(data=st.data())
 def test_mutated_documents_never_escape(samples: dict[str, msgspec.Struct], data: st.DataObject) -> None:
     """One value anywhere in a valid document is replaced, removed, renamed or cut through."""
@@ -255,7 +271,7 @@ def test_mutated_documents_never_escape(samples: dict[str, msgspec.Struct], data
         assert codec.decode(codec.encode(document), DOCUMENTS[name], where="file.json") == document
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=100)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=100)
 @given(fields=st.dictionaries(st.sampled_from(["model_type", "schema", "n_embd", "x"]), JSON))
 def test_model_files_never_escape(tmp_path: Path, fields: dict[str, Any]) -> None:
     path = tmp_path / "config.json"

@@ -54,6 +54,14 @@ def test_padding_of_a_short_file_is_not_counted(tmp_path: Path) -> None:
     assert IGNORED_LABEL == IGNORED
 
 
+def test_a_file_shorter_than_a_sequence_is_told_of(tmp_path: Path) -> None:
+    (tmp_path / "two.txt").write_text("ab")
+    text = load_dataset(tmp_path / "two.txt", 256).short_of(4096)
+    assert "has 2 tokens, too few for a sequence of 4096" in text
+    assert "0.02% of the targets" in text
+    assert load_dataset(tmp_path / "two.txt", 256).short_of(1) == ""
+
+
 @pytest.mark.parametrize("name", ["t.npy", "t.bin", "t.ids"])
 def test_token_files_by_suffix(tmp_path: Path, name: str) -> None:
     path, tokens = tmp_path / name, np.array([5, 300, 7, 40000], dtype=np.uint16)

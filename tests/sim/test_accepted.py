@@ -73,7 +73,7 @@ def test_a_part_of_the_cases_is_held_against_the_same_part(tmp_path: Path) -> No
     [
         (report("c5", 0.5), "mean error of mfu 9.33%, 1.20% accepted"),
         (report("c5", 0.0, right=False), "1 wrong statuses, 0 accepted"),
-        (msgspec.structs.replace(report("c5", 0.0, status="invalid"), error=CaseError()), "1 rows not evaluated"),
+        (msgspec.structs.replace(report("c5", 0.0, status="invalid"), error=CaseError()), "1 row not evaluated"),
     ],
 )
 def test_what_grew_is_named(tmp_path: Path, worse: CaseReport, says: str) -> None:
