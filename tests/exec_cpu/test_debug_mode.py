@@ -3,36 +3,52 @@
 import random
 import threading
 import time
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from memo_exec.kernels import KERNELS, Call
-from memo_exec.probe import RaceFound, checksum
-from memo_exec.schedule import schedule
+from memo_exec.probe import Probe, RaceFound, checksum
+from memo_exec.schedule import Bound, schedule
+from memo_sim.contract.plan import Decisions, Layout
 from memo_sim.program.edges import Edges
 from memo_sim.program.lower import lower
 from tests.exec_cpu.small import batch, decide, gpt, gradients, llama, one_step, play, scalars, wrapped
 
 SWAP = decide(gpt(), swapped_tokens=256)
-SCHEDULE = schedule(lower(SWAP)[0])
-IDS = SCHEDULE.program.ids()
-PAIRS = list(zip(SCHEDULE.edges.producer.tolist(), SCHEDULE.edges.consumer.tolist(), strict=True))
-IMPLIED = "/off/act->m0/s0/l0/pre/act"
-"""The one edge that others imply: between the two, compute overwrites the buffer after the one and before the other."""
-NEEDED = [
-    pytest.param(i, id=f"{IDS[producer]}->{IDS[consumer]}")
-    for i, (producer, consumer) in enumerate(PAIRS)
-    if not f"{IDS[producer]}->{IDS[consumer]}".endswith(IMPLIED)
-]
+PARTS: dict[str, Any] = {"recompute": "tokenwise", "swapped_tokens": 256, "subsequence_swapped_tokens": (128, 128)}
+SUBSEQUENCES = decide(gpt(layers=2), layout=Layout(subsequences=2), seq_tokens=384, micro_batch=1, **PARTS)
+"""Of 256 and 128 tokens: a half of the first is rebuilt."""
+
+
+class Edged:
+    """A program, and those of its edges that no others imply."""
+
+    def __init__(self, decisions: Decisions, *implied: str) -> None:
+        self.decisions = decisions
+        self.schedule = schedule(lower(decisions)[0])
+        edges, ids = self.schedule.edges, self.schedule.program.ids()
+        self.pairs = list(zip(edges.producer.tolist(), edges.consumer.tolist(), strict=True))
+        names = {f"{ids[producer]}->{ids[consumer]}": i for i, (producer, consumer) in enumerate(self.pairs)}
+        self.needed = {name: i for name, i in names.items() if not name.endswith(implied)}
+
+
+EDGED = {
+    "swap": Edged(SWAP, "/off/act->m0/s0/l0/pre/act"),
+    "subsequences": Edged(SUBSEQUENCES, *(f"/off/{name}->m0/s0/l1/pre/{name}" for name in ("x", "attn", "act"))),
+}
+"""Left out are edges between which compute overwrites the buffer, after the one and before the other."""
+
+DROPPED = [pytest.param(each, i, id=name) for each in EDGED.values() for name, i in each.needed.items()]
 
 
 class Visit:
     """Recognises one instruction among the calls of its equals (layers share templates)."""
 
-    def __init__(self, number: int) -> None:
-        walked = [instruction for _, instruction in SCHEDULE.program.walk()]
+    def __init__(self, edged: Edged, number: int) -> None:
+        walked = [instruction for _, instruction in edged.schedule.program.walk()]
         self.instruction = walked[number]
         self.earlier = walked[:number].count(self.instruction)
 
@@ -43,11 +59,18 @@ class Visit:
         return self.earlier == -1
 
 
-@pytest.mark.parametrize("dropped", NEEDED)
-def test_every_dropped_edge_is_found(dropped: int) -> None:
-    """The producer is held until the consumer, which no longer waits for it, has begun."""
-    producer, consumer = (Visit(number) for number in PAIRS[dropped])
-    begun = threading.Event()
+@pytest.mark.parametrize(("edged", "dropped"), DROPPED)
+def test_every_dropped_edge_is_found(edged: Edged, dropped: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The producer is held until the consumer, which no longer waits for it, has begun or was refused."""
+    producer, consumer = (Visit(edged, number) for number in edged.pairs[dropped])
+    begun, watch = threading.Event(), Probe.before
+
+    def watching(probe: Probe, bound: Bound, call: Call) -> None:
+        try:
+            watch(probe, bound, call)
+        except RaceFound:
+            begun.set()
+            raise
 
     def before(call: Call) -> None:
         if consumer(call):
@@ -55,10 +78,13 @@ def test_every_dropped_edge_is_found(dropped: int) -> None:
         if producer(call):
             assert begun.wait(timeout=20)
 
-    edges = SCHEDULE.edges
+    monkeypatch.setattr(Probe, "before", watching)
+    edges = edged.schedule.edges
     fewer = Edges(np.delete(edges.producer, dropped), np.delete(edges.consumer, dropped))
     with pytest.raises(RaceFound):
-        one_step(SWAP, debug=True, edges=fewer, kernels={op: wrapped(k, before) for op, k in KERNELS.items()})
+        one_step(
+            edged.decisions, debug=True, edges=fewer, kernels={op: wrapped(k, before) for op, k in KERNELS.items()}
+        )
 
 
 @pytest.mark.parametrize(
