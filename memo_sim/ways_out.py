@@ -7,10 +7,10 @@ import msgspec
 from memo_sim.contract.errors import Infeasible
 from memo_sim.contract.plan import Decisions
 from memo_sim.contract.units import format_bytes
+from memo_sim.planning.layouts import DEGREES
 from memo_sim.planning.outcome import Evaluated
 from memo_sim.planning.question import Question
 from memo_sim.planning.search import play
-from memo_sim.planning.space import DEGREES
 
 MOST_ZERO = 3
 """Divides parameters, gradients and optimizer states."""

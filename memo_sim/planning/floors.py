@@ -86,9 +86,9 @@ class Floors:
         floor = Floor(0.0, device, (host + self._swapped_bytes(decisions)) * self._local(decisions))
         if keep is None or self.shortfall_bytes(floor):
             return floor
-        kept = self.passes.of(keep, keep.model.layers)
-        work_s = kept.compute_s + (kept.attention_s if decisions.recompute == "full" else 0.0)
-        return replace(floor, step_s=work_s * decisions.micro_batches / decisions.layout.pp)
+        whole, _, layer = self._parts(keep)
+        again = decisions.recompute == "full"
+        return replace(floor, step_s=self._step_s(decisions, _compute(whole, again), _compute(layer, again)))
 
     def reach(self, decisions: Decisions, limit_s: float) -> bool:
         """Return whether the plan is known not to fit, or to take ``limit_s`` at least."""
@@ -152,7 +152,7 @@ class Floors:
     def _step_s(self, decisions: Decisions, whole: Pass, layer: Pass) -> float:
         layout, times, layers = decisions.layout, decisions.micro_batches, decisions.model.layers
         mean_s = self._busy_s(whole) * times / layout.pp
-        if layout.pp == 1:
+        if layout.pp == 1 or layout.subsequences > 1:  # whose first and last are alone on the way, in parts of others'
             return mean_s
         # The last stage has its layers' work, and the others' chunks before its first and behind its last.
         others = (layout.pp - 1) * layers // (layout.pp * layout.virtual_stages)
@@ -160,7 +160,10 @@ class Floors:
         if layout.schedule != "zero-bubble":  # whose last weight gradients fill that wait
             # The last layer's gradient leaves its pass before the pass has ended: one layer less is waited for.
             around_s += (others - 1) * (layer.compute_s - layer.forward_s)
-        return max(mean_s, times * layers / layout.pp * self._busy_s(layer) + around_s)
+        held = layers // layout.pp
+        last = Pass(**{f.name: held * getattr(layer, f.name) for f in fields(Pass)})
+        last = replace(last, compute_s=last.compute_s + whole.head_s)
+        return max(mean_s, times * self._busy_s(last) + around_s)
 
     def _busy_s(self, one: Pass) -> float:
         """Return how long compute is busy or waits in one pass."""
@@ -181,6 +184,13 @@ class Floors:
         families = [f for block, kind, count in blocks for f in Optimizer(decisions, block, kind, count).families()]
         device, host = (sum(f.bytes * f.count for f in families if f.space == space) for space in ("device", "host"))
         return device, host
+
+
+def _compute(one: Pass, attention_again: bool) -> Pass:
+    """Return what of a pass the compute lane alone does, attention's forward twice if said so."""
+    nothing = Pass(**{f.name: 0.0 for f in fields(Pass)})
+    compute_s = one.compute_s + (one.attention_s if attention_again else 0.0)
+    return replace(nothing, compute_s=compute_s, forward_s=one.forward_s, head_s=one.head_s)
 
 
 def _either(first: Pass, second: Pass) -> Pass:

@@ -9,7 +9,8 @@ memory. The rivals run on PyTorch's caching allocator under an eager framework (
     deepspeed-ulysses  all-to-all around attention, degrees that divide the heads, ZeRO 3 over all ranks (MEMO 5.1, 5.2)
                        and full recompute, as in Megatron-DeepSpeed's examples of sequence parallelism, and as MEMO 5.2
                        says of its baselines
-    megatron-lm        tensor parallelism with sequence parallelism, a zigzag ring, the distributed optimizer (MEMO 5.1)
+    megatron-lm        tensor parallelism with sequence parallelism, a zigzag ring, pipeline stages, the distributed
+                       optimizer (MEMO 5.1)
     fsdp               data parallelism alone, every parameter gathered for one use (ZeRO 3)
     ring-attention     a ring over sequence blocks, parameters sharded over all ranks (Liu et al. 2023, section 4)
     terapipe           subsequences through pipeline stages, all forwards before all backwards (Li et al. 2021)
@@ -103,8 +104,8 @@ class System:
     """Whether the number of subsequences is searched; others have it where a question names it."""
     tp_inside_node: bool = False
     """Whether tensor parallelism that is not pinned stays within a node."""
-    schedule: Schedule = "1f1b"
-    """In which order stages play their passes, where that is not pinned."""
+    schedules: tuple[Schedule, ...] = ("1f1b",)
+    """In which orders stages play their passes, where that is not pinned; the first alone where stages are."""
 
 
 SYSTEMS = {
@@ -138,9 +139,10 @@ SYSTEMS = {
         System("full-swap", "every skeletal tensor goes to the host and comes back", (FULL_SWAP,)),
         System(
             "megatron-lm",
-            "Megatron-LM: tp with sequence parallelism, ring cp, ZeRO 1; any recompute of its own, caching allocator",
+            "Megatron-LM: tp with sequence parallelism, ring cp, pp, ZeRO 1; its own recompute, caching allocator",
             (KEEP, SELECTIVE_RECOMPUTE, FULL_RECOMPUTE),
             memory_policy="eager",
+            degrees=("tp", "cp", "pp", "dp"),
             pinnable=("ulysses",),  # cp_comm_type a2a, later than MEMO's comparison
             waits_for_handovers=True,
             overlap="both",
@@ -177,7 +179,7 @@ SYSTEMS = {
             (KEEP, FULL_RECOMPUTE),
             degrees=("tp", "pp"),
             subsequences=True,
-            schedule="gpipe",
+            schedules=("gpipe",),
         ),
         System(
             "seq1f1b",

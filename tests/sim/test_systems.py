@@ -9,10 +9,11 @@ import pytest
 
 from memo_sim.contract.catalog import load_cluster, load_model
 from memo_sim.contract.errors import UsageError
+from memo_sim.planning.layouts import layouts
 from memo_sim.planning.presets import FULL_RECOMPUTE, KEEP, SELECTIVE_RECOMPUTE
 from memo_sim.planning.question import Pins, Question
 from memo_sim.planning.search import search
-from memo_sim.planning.space import candidates, layouts
+from memo_sim.planning.space import candidates
 from memo_sim.what_if import what_if
 
 

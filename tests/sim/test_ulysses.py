@@ -13,8 +13,9 @@ from memo_sim.contract.errors import Infeasible, UsageError
 from memo_sim.contract.model import Model
 from memo_sim.contract.plan import Decisions, Layout
 from memo_sim.costs.placement import Placement, place
+from memo_sim.planning.layouts import layouts
 from memo_sim.planning.question import Pins, Question
-from memo_sim.planning.space import candidates, layouts
+from memo_sim.planning.space import candidates
 from memo_sim.program.check import check_edges, check_program
 from memo_sim.program.columns import expand
 from memo_sim.program.edges import derive_edges

@@ -1,0 +1,187 @@
+"""The layouts of a question: degrees that make up its devices, and how pipeline stages play their passes."""
+
+from __future__ import annotations
+
+from memo_sim.contract.errors import UsageError
+from memo_sim.contract.plan import Layout, Schedule
+from memo_sim.planning.presets import find_system
+from memo_sim.planning.question import Question
+from memo_sim.planning.subsequences import counts
+
+CHUNKS = (2, 4)
+"""Chunks of layers a stage that the interleaved schedule is tried with."""
+
+DEGREES = ("tp", "cp", "ulysses", "dp")
+"""The degrees of a layout that can be pinned or searched."""
+
+
+def layouts(question: Question) -> list[Layout]:
+    """Return every layout of the question's devices with its pins, tensor parallelism changing slowest.
+
+    Raises:
+        UsageError: when the pinned degrees do not make up the cluster, or the system does not divide work that way.
+    """
+    pins, system = question.pins, find_system(question.system)
+    _check_degrees(question)
+    _check_schedule(question)
+    found: list[Layout] = []
+    for pp in _degrees(pins.pp, question.cluster.devices, "pp" in system.degrees):
+        devices = question.cluster.devices // pp
+        for tp in _degrees(pins.tp, devices, "tp" in system.degrees):
+            if tp < _least_tp(question) or tp > _most_tp(question):
+                continue
+            for cp in _degrees(pins.cp, devices // tp, "cp" in system.degrees):
+                for ulysses in _degrees(pins.ulysses, devices // (tp * cp), "ulysses" in system.degrees):
+                    dp = devices // (tp * cp * ulysses)
+                    if pins.dp is not None and dp != pins.dp:
+                        continue
+                    degrees = {"tp": tp, "cp": cp, "ulysses": ulysses, "pp": pp, "dp": dp}
+                    found += [
+                        _layout(question, zero, parts, schedule, chunks, **degrees)
+                        for zero in _zeros(question, devices // tp, pp)
+                        for parts in _subsequences(question)
+                        for schedule, chunks in _schedules(question, pp)
+                    ]
+    if not found:
+        named = {name: getattr(pins, name) for name in (*DEGREES, "pp")}
+        asked = ", ".join(f"{name} {degree}" for name, degree in named.items() if degree is not None)
+        raise UsageError(
+            "the pinned layout does not fill the cluster",
+            got=asked,
+            wanted=f"degrees whose product is {question.cluster.devices} devices",
+            hint="leave one degree out, or name a cluster of another size",
+        )
+    return found
+
+
+def _least_tp(question: Question) -> int:
+    """Return the least tensor parallelism of the system, or what the model's heads and a node's devices allow of it.
+
+    Who pins a degree is not held to it.
+    """
+    model, cluster = question.model, question.cluster
+    if any(getattr(question.pins, name) is not None for name in DEGREES):
+        return 1
+    wanted = min(find_system(question.system).least_tp, cluster.devices_per_node)
+    divided = (model.heads, model.kv_heads, model.ffn_hidden, cluster.devices)
+    return max(d for d in range(1, wanted + 1) if all(n % d == 0 for n in divided))
+
+
+def _most_tp(question: Question) -> int:
+    """Return the most tensor parallelism of the system: a node's devices, where it is to stay inside."""
+    cluster = question.cluster
+    inside = find_system(question.system).tp_inside_node and question.pins.tp is None
+    return cluster.devices_per_node if inside else cluster.devices
+
+
+def _subsequences(question: Question) -> tuple[int, ...]:
+    """Return the numbers of subsequences to try; one, unless they are asked for or the system's own."""
+    pinned, system = question.pins.subsequences, find_system(question.system)
+    if isinstance(pinned, int):
+        return (pinned,)
+    if pinned == "auto" or system.subsequences:
+        return tuple(dict.fromkeys((*(() if system.subsequences else (1,)), *counts(question.seq_tokens, 1))))
+    return (1,)
+
+
+def _check_degrees(question: Question) -> None:
+    """Refuse a pinned degree that the system does not have."""
+    system = find_system(question.system)
+    for name in DEGREES:
+        degree = getattr(question.pins, name)
+        has = name in system.degrees or name in system.pinnable
+        if degree is not None and degree > 1 and not has and system.name != "any":
+            raise UsageError(
+                f"{system.name} does not divide work that way",
+                got=f"{name} {degree}",
+                wanted=" and ".join(system.degrees),
+                hint="leave it out, or --system any",
+            )
+
+
+def _check_schedule(question: Question) -> None:
+    """Refuse what only pipeline stages have where there are none, and interleaving without chunks to interleave."""
+    pins = question.pins
+    staged = pins.schedule not in (None, "1f1b") or (pins.virtual_stages or 1) > 1
+    if staged and pins.pp is None and "pp" not in find_system(question.system).degrees:
+        raise UsageError(
+            "schedules and virtual stages are of pipelines, and stages are not searched here",
+            got=f"schedule {pins.schedule or '1f1b'}, {pins.virtual_stages or 1} virtual stages, no --pp",
+            hint="--pp 2, or more stages",
+        )
+    if (pins.schedule == "interleaved") != ((pins.virtual_stages or 1) > 1):
+        raise UsageError(
+            "the interleaved schedule and virtual stages belong together",
+            got=f"schedule {pins.schedule or '1f1b'}, {pins.virtual_stages or 1} virtual stages",
+            wanted="--schedule interleaved with --virtual-stages 2 or more, or neither",
+        )
+
+
+def _zeros(question: Question, replicas: int, pp: int) -> tuple[int, ...]:
+    """Return the levels of ZeRO to try: none of the system's where every rank holds parameters of its own.
+
+    Stages have ZeRO 1 at most (``program/stage.py``), the others' place is taken by that.
+    """
+    if question.pins.zero is not None:
+        return (question.pins.zero,)
+    zeros = find_system(question.system).zeros if replicas > 1 else (0,)
+    return zeros if pp == 1 else tuple(dict.fromkeys(min(zero, 1) for zero in zeros))
+
+
+def _schedules(question: Question, pp: int) -> list[tuple[Schedule, int]]:
+    """Return the orders of passes to try, each with its chunks a stage; one where stages or their order are pinned."""
+    pins, known = question.pins, find_system(question.system).schedules
+    if pp == 1 or pins.pp is not None or pins.schedule is not None:
+        return [(pins.schedule or known[0], pins.virtual_stages or 1)]
+    held, found = question.model.layers // pp, list[tuple[Schedule, int]]()
+    for schedule in known:
+        chunks = [c for c in CHUNKS if held % c == 0] if schedule == "interleaved" else [1]
+        found += [(schedule, c) for c in chunks]
+    return found
+
+
+def _layout(
+    question: Question,
+    zero: int,
+    subsequences: int,
+    schedule: Schedule,
+    chunks: int,
+    *,
+    tp: int,
+    cp: int,
+    ulysses: int,
+    pp: int,
+    dp: int,
+) -> Layout:
+    pins = question.pins
+    # Interleaved stages that waited would wait in a circle; Megatron-LM overlaps theirs alone.
+    overlapped = schedule == "interleaved" or not find_system(question.system).waits_for_handovers
+    return Layout(
+        tp=tp,
+        sequence_parallel=tp > 1 if pins.sequence_parallel is None else pins.sequence_parallel and tp > 1,
+        cp=cp,
+        cp_exchange=pins.cp_exchange if cp > 1 else "ring",
+        ulysses=ulysses,
+        pp=pp,
+        schedule=schedule,
+        virtual_stages=chunks,
+        overlap_handovers=overlapped if pins.overlap_handovers is None else pins.overlap_handovers,
+        dp=dp,
+        zero=zero,
+        subsequences=subsequences,
+        partition=pins.partition,
+    )
+
+
+def _degrees(pinned: int | None, devices: int, searched: bool) -> list[int]:
+    if pinned is not None or not searched:
+        wanted = pinned or 1
+        return [wanted] if wanted <= devices and devices % wanted == 0 else []
+    return [d for d in range(1, devices + 1) if devices % d == 0]
+
+
+def in_words(layout: Layout) -> str:
+    """Return a layout's degrees in words; those that few layouts have, only where they divide."""
+    rare = ("ulysses", "pp", "subsequences")
+    names = (*DEGREES, "pp", "subsequences")
+    return " ".join(f"{n} {getattr(layout, n)}" for n in names if n not in rare or getattr(layout, n) > 1)
