@@ -40,6 +40,9 @@ GPUS = 8
 """Of a node."""
 STEP_TOKENS = 128 * KIB
 MOST_STEPS = 128
+MOSTLY = 0.9
+"""Share of a layer's forward that attention passes in the paper's Figure 6, beyond so many tokens:"""
+MEMOS_MOSTLY = 576 * KIB
 LAYER_TOKENS = tuple(64 * KIB * n for n in range(1, 13))
 LONG_TOKENS = tuple(1024 * KIB * n for n in range(1, 9))
 
@@ -130,31 +133,26 @@ def _question(
     )
 
 
-def _layers(progress: Progress) -> list[tuple[int, LayerTimes]]:
-    found = []
+def _layers(progress: Progress) -> dict[int, LayerTimes]:
+    found = {}
     for done, tokens in enumerate(LAYER_TOKENS, start=1):
-        found.append((tokens, layer_times(tokens)))
+        found[tokens] = layer_times(tokens)
         progress(done, len(LAYER_TOKENS))
     return found
 
 
 def _offload_and_forward(progress: Progress) -> Figure:
     found = _layers(progress)
-    hidden = [tokens for tokens, times in found if times.offload_s <= times.forward_s]
-    lines = {
-        "one layer's full offload": [times.offload_s for _, times in found],
-        "one layer's forward": [times.forward_s for _, times in found],
-        "FlashAttention forward": [times.attention_s for _, times in found],
-    }
-    return Figure(
-        name="1b",
-        title="A layer's forward beside the offload of its activations: gpt-7b, 8 A800, tp 8",
-        x_label="sequence length (tokens)",
-        y_label="milliseconds",
-        x_kind="tokens",
-        y_kind="number",
-        lines=[_line(label, [t for t, _ in found], [1e3 * s for s in values]) for label, values in lines.items()],
-        findings=[
+    hidden = [tokens for tokens, times in found.items() if times.offload_s <= times.forward_s]
+    return _layer_figure(
+        "1b",
+        "A layer's forward beside the offload of its activations: gpt-7b, 8 A800, tp 8",
+        {
+            "one layer's full offload": {tokens: times.offload_s for tokens, times in found.items()},
+            "one layer's forward": {tokens: times.forward_s for tokens, times in found.items()},
+            "FlashAttention forward": {tokens: times.attention_s for tokens, times in found.items()},
+        },
+        [
             f"Forward hides the offload from {format_tokens(hidden[0])} tokens on (MEMO: beyond 192K)."
             if hidden
             else "Forward hides the offload at none of these lengths."
@@ -164,26 +162,42 @@ def _offload_and_forward(progress: Progress) -> Figure:
 
 def _attention_share(progress: Progress) -> Figure:
     found = _layers(progress)
-    share = {tokens: times.attention_s / times.forward_s for tokens, times in found}
-    at_last = f"{100 * share[LAYER_TOKENS[-1]]:.1f} % of the forward at {format_tokens(LAYER_TOKENS[-1])}"
-    ninety = [tokens for tokens, part in share.items() if part > 0.9]
+    share = {tokens: times.attention_s / times.forward_s for tokens, times in found.items()}
+    first, last = (f"{100 * share[n]:.1f} % at {format_tokens(n)}" for n in (LAYER_TOKENS[0], LAYER_TOKENS[-1]))
+    above = [tokens for tokens, part in share.items() if part > MOSTLY]
+    passes = f"is above {MOSTLY:.0%} from {format_tokens(above[0])} on" if above else f"never is above {MOSTLY:.0%}"
+    there = (
+        f"; at {format_tokens(MEMOS_MOSTLY)} it is {100 * share[MEMOS_MOSTLY]:.1f} %" if MEMOS_MOSTLY in share else ""
+    )
+    memos = f"in MEMO's paper it is beyond {format_tokens(MEMOS_MOSTLY)}"
+    return _layer_figure(
+        "6",
+        "How long a layer's forward takes, FlashAttention and all else: gpt-7b, 8 A800, tp 8",
+        {
+            "FlashAttention": {tokens: times.attention_s for tokens, times in found.items()},
+            "all else": {tokens: times.forward_s - times.attention_s for tokens, times in found.items()},
+        },
+        [
+            f"FlashAttention's share of the forward grows from {first} tokens to {last}.",
+            f"Here it {passes}{there}; {memos}.",
+        ],
+    )
+
+
+def _layer_figure(name: str, title: str, seconds: dict[str, dict[int, float]], findings: list[str]) -> Figure:
+    """Return a figure of a layer's times by length; ``seconds`` of every line by tokens."""
     return Figure(
-        name="6",
-        title="A layer's forward: FlashAttention and the rest; gpt-7b, 8 A800, tp 8",
+        name=name,
+        title=title,
         x_label="sequence length (tokens)",
         y_label="milliseconds",
         x_kind="tokens",
         y_kind="number",
         lines=[
-            _line("FlashAttention", list(share), [1e3 * times.attention_s for _, times in found]),
-            _line("the rest", list(share), [1e3 * (times.forward_s - times.attention_s) for _, times in found]),
+            Line(label=label, points=[Point(x=tokens, y=1e3 * value) for tokens, value in values.items()])
+            for label, values in seconds.items()
         ],
-        findings=[
-            f"FlashAttention is {at_last}.",
-            f"It is more than 90 % from {format_tokens(ninety[0])} on (MEMO: beyond 576K)."
-            if ninety
-            else "It stays under 90 % at these lengths (MEMO: more beyond 576K).",
-        ],
+        findings=findings,
     )
 
 
@@ -202,6 +216,10 @@ def _on_more_gpus(progress: Progress) -> dict[str, list[tuple[int, int, Evaluate
 def _longest(progress: Progress) -> Figure:
     found = _on_more_gpus(progress)
     per_gpu = [tokens // gpus // KIB for gpus, tokens, _ in found["memo"]]
+    points = {
+        system: [Point(x=gpus, y=tokens or None, note=_how(best)) for gpus, tokens, best in rows]
+        for system, rows in found.items()
+    }
     return Figure(
         name="11a",
         title="The longest sequence of gpt-7b by number of A800",
@@ -209,13 +227,7 @@ def _longest(progress: Progress) -> Figure:
         y_label="sequence length (tokens)",
         x_kind="number",
         y_kind="tokens",
-        lines=[
-            Line(
-                label=system,
-                points=[Point(x=gpus, y=tokens or None, note=_how(best)) for gpus, tokens, best in rows],
-            )
-            for system, rows in found.items()
-        ],
+        lines=_lines(points),
         findings=[f"memo holds {', '.join(map(str, per_gpu))}K tokens a GPU (MEMO: linear, 128K a GPU on 8)."],
         step_tokens=STEP_TOKENS,
     )
@@ -223,6 +235,10 @@ def _longest(progress: Progress) -> Figure:
 
 def _at_the_longest(progress: Progress) -> Figure:
     found = _on_more_gpus(progress)
+    points = {
+        system: [Point(x=gpus, y=_mfu(best), note=f"{format_tokens(n)}, {_how(best)}") for gpus, n, best in rows]
+        for system, rows in found.items()
+    }
     return Figure(
         name="11b",
         title="MFU of gpt-7b at each system's longest sequence",
@@ -230,31 +246,24 @@ def _at_the_longest(progress: Progress) -> Figure:
         y_label="MFU",
         x_kind="number",
         y_kind="fraction",
-        lines=[
-            Line(
-                label=system,
-                points=[
-                    Point(x=gpus, y=_mfu(best), note=f"{format_tokens(tokens)}, {_how(best)}")
-                    for gpus, tokens, best in rows
-                ],
-            )
-            for system, rows in found.items()
-        ],
+        lines=_lines(points),
         findings=[_least_mfu([best for _, _, best in found["memo"]])],
         step_tokens=STEP_TOKENS,
     )
 
 
 def _on_64_gpus(progress: Progress) -> Figure:
-    lines, total = [], len(SYSTEMS) * len(LONG_TOKENS)
-    plans: dict[str, list[Evaluated | None]] = {}
+    plans: dict[str, list[Evaluated | None]] = {system: [] for system in SYSTEMS}
     for i, system in enumerate(SYSTEMS):
-        plans[system] = []
         for j, tokens in enumerate(LONG_TOKENS):
             plans[system].append(_best(_question(system, tokens, gpus=NODES[-1] * GPUS)))
-            progress(i * len(LONG_TOKENS) + j + 1, total)
-        points = [Point(x=t, y=_mfu(p), note=_how(p)) for t, p in zip(LONG_TOKENS, plans[system], strict=True)]
-        lines.append(Line(label=system, points=points))
+            progress(i * len(LONG_TOKENS) + j + 1, len(SYSTEMS) * len(LONG_TOKENS))
+    points = {
+        system: [
+            Point(x=tokens, y=_mfu(best), note=_how(best)) for tokens, best in zip(LONG_TOKENS, found, strict=True)
+        ]
+        for system, found in plans.items()
+    }
     return Figure(
         name="11c",
         title="MFU of gpt-7b on 64 A800",
@@ -262,13 +271,13 @@ def _on_64_gpus(progress: Progress) -> Figure:
         y_label="MFU",
         x_kind="tokens",
         y_kind="fraction",
-        lines=lines,
+        lines=_lines(points),
         findings=[_least_mfu(plans["memo"])],
     )
 
 
-def _line(label: str, x: Sequence[float], y: Sequence[float]) -> Line:
-    return Line(label=label, points=[Point(x=a, y=b) for a, b in zip(x, y, strict=True)])
+def _lines(points: dict[str, list[Point]]) -> list[Line]:
+    return [Line(label=system, points=its) for system, its in points.items()]
 
 
 def _mfu(best: Evaluated | None) -> float | None:

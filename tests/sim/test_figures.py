@@ -43,6 +43,20 @@ def test_attention_and_the_rest_are_the_whole_forward(monkeypatch: pytest.Monkey
         assert (point.y or 0) + (rest.y or 0) == pytest.approx(1e3 * times.forward_s)
 
 
+def test_the_share_of_attention_is_told_where_the_paper_has_it_pass_nine_tenths(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    shares = {65536: 0.5, 576 * 1024: 0.88, 768 * 1024: 0.901}
+    monkeypatch.setattr(figures, "LAYER_TOKENS", tuple(shares))
+    monkeypatch.setattr(figures, "layer_times", lambda tokens: figures.LayerTimes(1.0, shares[tokens], 0.0))
+    assert figure("6").findings == [
+        "FlashAttention's share of the forward grows from 50.0 % at 64k tokens to 90.1 % at 768k.",
+        "Here it is above 90% from 768k on; at 576k it is 88.0 %; in MEMO's paper it is beyond 576k.",
+    ]
+    shares[768 * 1024] = 0.89
+    assert figure("6").findings[1].startswith("Here it never is above 90%; at 576k it is 88.0 %")
+
+
 @pytest.mark.parametrize("fits", [0, 1, 5, 8, 12])
 def test_the_longest_is_the_last_that_fits(monkeypatch: pytest.MonkeyPatch, fits: int) -> None:
     asked: list[int] = []
