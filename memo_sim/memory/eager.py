@@ -6,6 +6,9 @@ rows. A framework that leaves memory to autograd and ``torch.distributed`` diffe
     checkpoint  a rebuilt layer's output lives as long as its backward (torch.utils.checkpoint and Megatron-LM's own
                 hold it to call backward on it)
     embedding   its weight's gradient is a table of its own before it is added to the fp32 one (torch's embedding)
+    classifier  its input is gathered into one buffer that is kept for good (Megatron-LM, GlobalMemoryBuffer ``mpu``)
+    states      in the order and the pieces in which Megatron-LM makes them, moments behind the first step
+                (``beginning.py``; both generations have that order)
     workspaces  what a profile reserves for libraries comes from the allocator (torch.empty, cuBLAS's handles)
 
 and in what depends on the generation of its libraries (``Hardware.eager_libraries``; what is known of 2025 is
@@ -20,7 +23,6 @@ Megatron-LM 0.14's, so others, with ZeRO 2 and 3, are taken as of 2024):
     2025        loss: Transformer Engine's fused one writes the gradient over the logits: 2 bytes a logit
                 gradients: a weight's is summed in fp32 by its product, and autograd gets a tensor of the weight's shape
                 and dtype instead; one for every shape, kept for good (Transformer Engine 2.8, ``get_dummy_wgrad``)
-                states: in the order and the pieces in which Megatron-LM makes them (``beginning.py``)
 
 So with 2024's libraries and kernels of milliseconds each layer in flight holds its own gathered and scattered tensors,
 and memory runs full with half of it alive:
@@ -29,7 +31,7 @@ and memory runs full with half of it alive:
     device  | l0              | l1 ...
 
 Not modelled: other temporaries that Python frames hold, Transformer Engine's own stream for every second ring step, and
-with 2024's libraries that optimizer states are made in the first step.
+that the kept buffer is asked for in the first step's head and not before.
 """
 
 from __future__ import annotations
@@ -71,6 +73,9 @@ LOSS, STATISTICS = "cross_entropy", "cross_entropy.stats"
 
 EMBEDDING = "embed.bwd"
 """The kernel that adds the rows' gradients to the embedding's."""
+
+GATHERED = frozenset({"head/fwd.final_full", "head/fwd.final_again"})
+"""Families of the classifier's gathered input: one buffer for all micro-batches, forward and backward."""
 
 STREAMS = (Lane.D2H, Lane.H2D, Lane.COLLECTIVE, Lane.P2P)
 """Lanes that are streams beside the one that tensors are allocated on."""
@@ -134,6 +139,8 @@ def eager_buffers(
                 birth[loss.gradient] = loss.last + 1
             added += _wide(loss)
     added += _dense_embedding(program, columns)
+    added += _gathered(program, lives)
+    sizes[_of_families(program, lives, GATHERED)] = 0
     state = _a_state(program, lives)
     if libraries == "2025":
         added += [
@@ -225,6 +232,22 @@ def _dense_embedding(program: Program, columns: Columns) -> Iterator[_Added]:
             elements = next(o.tokens for o in instruction.operands if o.role == "grad_weight")
             dtype = program.all_families[columns.buffer_family[numbers["grad"]]].dtype
             yield _Added(f"embed.dense[{at}]", at, at, elements * DTYPE_BYTES[dtype], numbers["grad"])
+
+
+def _gathered(program: Program, lives: Liveness) -> list[_Added]:
+    """Return the buffer that the classifier's input is gathered into, as large as the largest."""
+    mine = _of_families(program, lives, GATHERED)
+    if not len(mine):
+        return []
+    largest = int(mine[np.argmax(lives.bytes[mine])])
+    return [_Added("classifier.gathered", -1, lives.instructions, int(lives.bytes[largest]), largest)]
+
+
+def _of_families(program: Program, lives: Liveness, names: frozenset[str]) -> Ints:
+    """Return the program's buffers of the families called so."""
+    named = np.array([f.name in names for f in program.all_families], dtype=np.bool_)
+    found: Ints = np.flatnonzero(named[lives.family])
+    return found
 
 
 def _weight_gradients(program: Program) -> dict[tuple[int, int], int]:

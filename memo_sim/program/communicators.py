@@ -2,7 +2,9 @@
 
 The executor makes one for each lane and kind of group that a program names, since lanes play at the same time, and one
 over all ranks where they meet (``init_process_group`` with a device). An eager framework makes one for each kind of
-group, and one over all ranks at its first barrier. Groups of one rank are none.
+group, and one over all ranks at its first barrier; with each neighbour in a ring of more than two it has another, which
+sends that are not batched make (Transformer Engine batches a ring's between two; pytorch/pytorch#152220). Groups of one
+rank are none.
 
     tp 4, cp 2, ZeRO 1    all 8    collective tp 4    collective grads 2    p2p cp 2
     a middle stage        all 8    collective tp 2    ...    send 0>1    send 1>0    send 1>2    send 2>1
@@ -61,6 +63,7 @@ def communicators(program: Program, decisions: Decisions) -> list[int]:
     layout, keys = decisions.layout, group_keys(program)
     if decisions.memory_policy == "eager":
         sizes = [degree(group, layout) for group in sorted({"pp" if _pair(key) else key[1] for key in keys})]
+        sizes += [PAIR, PAIR] if (Lane.P2P, "cp") in keys and layout.cp > PAIR else []
     else:
         sizes = [PAIR if _pair(key) else degree(key[1], layout) for key in keys]
     return [size for size in (layout.devices, *sizes) if size > 1]

@@ -283,3 +283,20 @@ def test_only_megatron_is_known_with_later_libraries() -> None:
         for zero in range(4)
     }
     assert found == {0: "2025", 1: "2025", 2: "2024", 3: "2024"}
+
+
+def test_the_classifiers_input_is_gathered_into_a_buffer_that_stays() -> None:
+    """Megatron-LM's global memory buffer: one for forward and backward of all micro-batches, between them too."""
+    case = lowered(global_batch=2)
+    lives, number = named(case)
+    gathered = [n for name, n in number.items() if name.startswith("head/fwd.final_")]
+    assert len(gathered) == 4
+    kept = number["classifier.gathered"]
+    assert (lives.birth[kept], lives.death[kept]) == (-1, lives.instructions)
+    assert lives.bytes[kept] == 2 * TOKENS * load_model("gpt-tiny").hidden == max(case.lives.bytes[gathered])
+    assert not lives.bytes[gathered].any()
+
+
+def test_where_ranks_hold_all_tokens_nothing_is_gathered_for_the_classifier() -> None:
+    _, number = named(lowered(layout=Layout(tp=2)))
+    assert "classifier.gathered" not in number

@@ -55,3 +55,11 @@ def test_stages_of_an_eager_framework_hand_over_in_one_group() -> None:
     first, second, *_ = sizes(STAGES, "eager")
     assert sorted(second) == [2, 2, 4, 16]  # tensor-parallel, replicas, stages, all
     assert sorted(first) == sorted([*second, 2])
+
+
+@pytest.mark.parametrize(
+    ("cp", "exchange", "pairs"), [(2, "ring", []), (4, "ring", [2, 2]), (4, "all_gather", [])], ids=str
+)
+def test_a_ring_of_an_eager_framework_has_one_with_each_neighbour(cp: int, exchange: str, pairs: list[int]) -> None:
+    (eager,) = sizes(Layout(cp=cp, cp_exchange=exchange), "eager")
+    assert eager == [cp, cp, cp, *pairs]  # all, the ring, replicas
