@@ -102,6 +102,10 @@ class Decisions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     recompute: Recompute = "none"
     swapped_tokens: Tokens = 0
     subsequence_swapped_tokens: tuple[Tokens, ...] = ()
+    offload_window: Annotated[int, msgspec.Meta(ge=0, le=64)] = 0
+    """Where what is swapped lies on the device. 0: in two rounding buffers that layers take in turn (MEMO 4.1). Else in
+    buffers of each subsequence's own, which leave while so many following passes of the stage are computed (SPPO 5.2:
+    1), and come back during the pass before their backward."""
     memory_policy: MemoryPolicy = "planned"
     host_allocator: HostAllocator = "exact"
     states: States = "fp32"

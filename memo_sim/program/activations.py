@@ -9,6 +9,9 @@ Each policy is a choice of families for the skeletal slots of the forward and ba
     rounding    two buffers that layers take in turn; a layer whose buffer is overwritten is offloaded to host
                 buffers after its forward and prefetched before its backward. Of the tokens that are not swapped,
                 tokenwise rebuilds the rows in backward, none and full keep a copy of them on the device.
+    window      SPPO's (5.2): buffers of every layer's own, as in keep, until they have left; others when they are back.
+                With A_i the activations of subsequence i, of which alpha_i is swapped, one pass computes i while i - 1
+                leaves: M_i = M_(i-1) + A_i - alpha_(i-1) A_(i-1)
 
 Subsequences (``subsequence.py``) have buffers as long as they are, and swap as many tokens as their own share says;
 they take the same two rounding buffers in turn, which have room for the longest.
@@ -58,9 +61,29 @@ class Activations:
         return skeletal_tensors(self.decisions.model, shape, self.decisions.dtype, score_keys=keys)
 
     @property
+    def moved(self) -> bool:
+        """Whether skeletal tensors are copied out of the buffers that forward writes."""
+        return self.decisions.recompute == "tokenwise" or self.decisions.swapped_tokens > 0
+
+    @property
     def rounding(self) -> bool:
         """Whether skeletal tensors live in rounding buffers."""
-        return self.decisions.recompute == "tokenwise" or self.decisions.swapped_tokens > 0
+        return self.moved and not self.decisions.offload_window
+
+    @property
+    def leaving(self) -> bool:
+        """Whether they live in buffers of their own, which leave some passes later."""
+        return self.moved and self.decisions.offload_window > 0
+
+    @property
+    def travels(self) -> bool:
+        """Whether any row of this subsequence goes to the host."""
+        return self.moved and any(self.swapped_rows(t) for t in self.shared)
+
+    @property
+    def copied_out(self) -> bool:
+        """Whether what forward writes is copied elsewhere, to the host or aside."""
+        return self.rounding or (self.leaving and self.travels)
 
     @property
     def kept_per_layer(self) -> int:
@@ -83,12 +106,12 @@ class Activations:
     def kept_rows(self) -> bool:
         """Whether rows that are not swapped are copied aside on the device."""
         partly = self.swapped < self.shape.tokens
-        return self.rounding and self.decisions.recompute in ("none", "full") and partly
+        return self.copied_out and self.decisions.recompute in ("none", "full") and partly
 
     @property
     def resident_differs(self) -> bool:
         """Whether the backward of a layer that was not swapped is another: its rows need no rebuilding."""
-        return self.rounding and self.decisions.recompute != "full"
+        return self.leaving or (self.rounding and self.decisions.recompute != "full")
 
     def swapped_rows(self, tensor: Skeletal) -> int:
         """Return how many rows of ``tensor`` travel to the host."""
@@ -116,7 +139,9 @@ class Activations:
         kind, count, found = BufferClass.SKELETAL, self.kept_per_layer, []
         for t in self.shared:
             if not self.rounding:
-                found.append(Family(f"skeletal.{t.name}", kind, t.dtype, t.tokens, t.features, count))
+                times = 1 + self.leaving  # those that come back are others than those that have left
+                found.append(Family(f"skeletal.{t.name}", kind, t.dtype, t.tokens, t.features, times * count))
+            if not self.copied_out:
                 continue
             if rows := self.swapped_rows(t):
                 found.append(Family(f"host.{t.name}", kind, t.dtype, rows, t.features, count, "host"))
@@ -169,28 +194,42 @@ class Activations:
 
     def _transfer(self, builder: TemplateBuilder, families: dict[str, Family], t: Skeletal, lane: Lane) -> None:
         slot = builder.bind(families[f"skeletal.{t.name}"], slot=t.name, tokens=t.tokens)
-        out = lane is Lane.D2H
-        rows = self.swapped_rows(t)
-        if rows:
-            host = builder.bind(families[f"host.{t.name}"], slot=f"host.{t.name}")
-            device_rows, host_rows = Rows(slot, 0, rows), Rows(host, 0, rows)
-            builder.emit(
-                t.name,
-                "d2h" if out else "h2d",
-                lane,
-                Copy(families[f"host.{t.name}"].bytes, "d2h" if out else "h2d"),
-                source=reads(device_rows if out else host_rows),
-                target=writes(host_rows if out else device_rows),
-            )
-        if self.kept(t):
-            aside = builder.bind(families[f"aside.{t.name}"], slot=f"aside.{t.name}")
-            size = families[f"aside.{t.name}"].bytes
-            device_rows, aside_rows = Rows(slot, rows, t.tokens - rows), builder.all(aside)
-            builder.emit(
-                f"{t.name}.aside",
-                "copy",
-                Lane.COMPUTE,
-                Rowwise("copy", t.tokens - rows, size, size),
-                source=reads(device_rows if out else aside_rows),
-                target=writes(aside_rows if out else device_rows),
-            )
+        moves = [self._travel, self._set_aside]
+        # A buffer that dies here must not do so with a kernel beside which the copy to the host still reads it.
+        for move in reversed(moves) if self.leaving and lane is Lane.D2H else moves:
+            move(builder, families, t, slot, out=lane is Lane.D2H)
+
+    def _travel(
+        self, builder: TemplateBuilder, families: dict[str, Family], t: Skeletal, slot: str, *, out: bool
+    ) -> None:
+        """Write the copy of the swapped rows to the host, or back."""
+        if not (rows := self.swapped_rows(t)):
+            return
+        host = builder.bind(families[f"host.{t.name}"], slot=f"host.{t.name}")
+        device_rows, host_rows = Rows(slot, 0, rows), Rows(host, 0, rows)
+        builder.emit(
+            t.name,
+            "d2h" if out else "h2d",
+            Lane.D2H if out else Lane.H2D,
+            Copy(families[f"host.{t.name}"].bytes, "d2h" if out else "h2d"),
+            source=reads(device_rows if out else host_rows),
+            target=writes(host_rows if out else device_rows),
+        )
+
+    def _set_aside(
+        self, builder: TemplateBuilder, families: dict[str, Family], t: Skeletal, slot: str, *, out: bool
+    ) -> None:
+        """Write the copy of the rows that stay on the device out of the buffer, or back."""
+        if not (rows := self.kept(t)):
+            return
+        aside = builder.bind(families[f"aside.{t.name}"], slot=f"aside.{t.name}")
+        size = families[f"aside.{t.name}"].bytes
+        device_rows, aside_rows = Rows(slot, t.tokens - rows, rows), builder.all(aside)
+        builder.emit(
+            f"{t.name}.aside",
+            "copy",
+            Lane.COMPUTE,
+            Rowwise("copy", rows, size, size),
+            source=reads(device_rows if out else aside_rows),
+            target=writes(aside_rows if out else device_rows),
+        )

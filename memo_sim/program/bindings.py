@@ -32,11 +32,15 @@ _OF_A_BLOCK = ("params", "grads", "master", "moment1", "moment2", "host_grads", 
 class Rules:
     """The rules of one role's slots."""
 
-    def __init__(self, stage: Stage, sharding: Sharding, turns: Mapping[Key, int]) -> None:
-        """``turns``: the rounding buffer of each layer's activations; empty where layers have buffers to themselves."""
+    def __init__(self, stage: Stage, sharding: Sharding, turns: Mapping[Key, int], *, leaving: bool) -> None:
+        """``turns``: the rounding buffer of each layer's activations; empty where layers have buffers to themselves.
+
+        ``leaving``: each layer has two of them, one to leave from and one to come back to.
+        """
         self._stage = stage
         self._sharding = sharding
         self._turns = turns
+        self._leaving = leaving
         self.in_turn: frozenset[Rule] = frozenset({self._turn, self._next_turn})
         """The rules that are not linear."""
 
@@ -59,8 +63,12 @@ class Rules:
             return self._chunk
         if slot == "next_x":
             return self._next_turn if self._turns else self._next_x
-        rounding = self._turns and family.startswith("skeletal.")
-        return self._turn if rounding else self._layer
+        if not family.startswith("skeletal."):
+            return self._layer
+        if self._leaving:
+            back = template.startswith(("layer.bwd", "layer.prefetch")) and "resident" not in template
+            return self._back if back else self._first
+        return self._turn if self._turns else self._layer
 
     def _pending(self, micro_batch: int, _: int, layer: int) -> int:
         return micro_batch * len(self._stage.layers) + layer
@@ -88,13 +96,20 @@ class Rules:
     def _layer(self, micro_batch: int, _: int, layer: int) -> int:
         return micro_batch * len(self._stage.layers) + max(layer, 0)
 
+    def _first(self, micro_batch: int, subsequence: int, layer: int) -> int:
+        """Return the buffer that forward writes, where there is another that comes back."""
+        return 2 * self._layer(micro_batch, subsequence, layer)
+
+    def _back(self, micro_batch: int, subsequence: int, layer: int) -> int:
+        return self._first(micro_batch, subsequence, layer) + 1
+
     def _next_x(self, micro_batch: int, subsequence: int, layer: int) -> int:
         """Return where a layer's output goes: to the head, to the next stage, or to the next layer."""
         if self._stage.ends_model(layer):
             return micro_batch
         if self._stage.ends_chunk(layer):
             return self._chunk(micro_batch, subsequence, layer)
-        return self._layer(micro_batch, subsequence, layer + 1)
+        return (self._first if self._leaving else self._layer)(micro_batch, subsequence, layer + 1)
 
     def _turn(self, micro_batch: int, subsequence: int, layer: int) -> int:
         return self._turns[micro_batch, subsequence, max(layer, 0)]

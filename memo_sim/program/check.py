@@ -20,7 +20,6 @@ def check_program(program: Program, columns: Columns) -> list[str]:
         *_check_ids(program),
         *_check_operands(program),
         *_check_defined(program, columns),
-        *_check_lifetimes(program, columns),
         *_check_gathered(program, columns),
     ]
 
@@ -62,6 +61,34 @@ def check_edges(columns: Columns, edges: Edges) -> list[str]:
             if overlap and writes and lane[i] != lane[j] and known[i][lane[j]] < j:
                 faults.append(f"instructions {j} and {i} touch buffer {buffer} and nothing orders them")
         accesses[buffer].append((i, first, end, mode))
+    return faults + _check_reuse(columns, known)
+
+
+def _check_reuse(columns: Columns, known: list[list[int]]) -> list[str]:
+    """Find births in memory that may be in use yet: device memory is handed out in program order.
+
+    What is born may take the bytes of any dynamic buffer that died before, so every lane's last use of that has to have
+    ended. ``known``: of each instruction, lane by lane the last one that has ended when it starts.
+    """
+    lane = columns.lane.tolist()
+    births: dict[int, int] = {}
+    uses: dict[int, dict[int, int]] = defaultdict(dict)
+    for buffer, i in zip(columns.operand_buffer.tolist(), columns.operand_instruction.tolist(), strict=True):
+        if columns.buffer_dynamic[buffer]:
+            births.setdefault(buffer, i)
+            uses[buffer][lane[i]] = i
+    born = set(births.values())
+    dead: dict[int, list[int]] = defaultdict(list)
+    for buffer, mine in uses.items():
+        dead[max(mine.values())].append(buffer)
+    faults = []
+    latest = [-1] * len(Lane)
+    for i, own in enumerate(lane):
+        late = [n for n, last in enumerate(latest) if n != own and last > known[i][n]] if i in born else []
+        faults += [f"instruction {i} takes memory that instruction {latest[n]} may still use" for n in late]
+        for buffer in dead[i]:
+            for n, last in uses[buffer].items():
+                latest[n] = max(latest[n], last)
     return faults
 
 
@@ -169,22 +196,6 @@ def _covered(ranges: list[tuple[int, int]], first: int, end: int) -> bool:
         if first >= end:
             return True
     return first >= end
-
-
-def _check_lifetimes(program: Program, columns: Columns) -> list[str]:
-    """Find dynamic device buffers that a copy lane uses last: nothing on the compute lane would say when they are free.
-
-    A communication lane may be last, because what it wrote is read on the compute lane, which waits for it.
-    """
-    last = dict(zip(columns.operand_buffer.tolist(), columns.operand_instruction.tolist(), strict=True))
-    families = program.all_families
-    faults = []
-    for buffer, i in last.items():
-        family = families[columns.buffer_family[buffer]]
-        lane = Lane(int(columns.lane[i]))
-        if family.lifetime == "dynamic" and family.space == "device" and lane in {Lane.D2H, Lane.H2D, Lane.HOST}:
-            faults.append(f"buffer {buffer} ({family.name}) is last used by lane {lane.label}")
-    return faults
 
 
 def _check_gathered(program: Program, columns: Columns) -> list[str]:

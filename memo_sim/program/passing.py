@@ -93,7 +93,7 @@ class Passing:
             yield self._once(name, lambda: self._backward(name, families, seen, rebuild=False))
         if self.pending.apart:
             yield self._once("layer.weights", lambda: self._weights(families, seen))
-        if self.activations.rounding:
+        if self.activations.copied_out:
             yield self._once("layer.offload", lambda: self.activations.offload(families))
             yield self._once("layer.prefetch", lambda: self.activations.prefetch(families, whole[0]))
 

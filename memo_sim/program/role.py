@@ -26,7 +26,7 @@ from memo_sim.program.shape import Shape
 from memo_sim.program.sharding import NOTHING, Sharding
 from memo_sim.program.stage import Stage
 from memo_sim.program.subsequence import subsequences_of
-from memo_sim.program.visits import Visit, pass_visits, swap_schedule, turns
+from memo_sim.program.visits import SwapSchedule, Visit, pass_visits, swap_schedule, turns, window_schedule
 
 
 class RoleLowering:
@@ -59,7 +59,7 @@ class RoleLowering:
         self.visits = [pass_visits(each, stage.chunk(each.chunk)) for each in self.passes]
         self.order = [visit for mine in self.visits for visit in mine]
         self.turns = turns(self.order, len(self.passings)) if self.rounding else {}
-        self.rules = Rules(stage, self.sharding, self.turns)
+        self.rules = Rules(stage, self.sharding, self.turns, leaving=self.passings[0].activations.leaving)
         self.bindings: list[Bindings] = []
         """Of each template, which buffers its instances' slots take."""
         self.instances: list[Instance] = []
@@ -211,7 +211,7 @@ class RoleLowering:
 
     def _passes(self) -> None:
         self.around = self.sharding.around(self.order)
-        schedule = swap_schedule(self.order, self.turns) if self.rounding else None
+        schedule = self._copies()
         self._hand_over(-1)
         done = 0
         for number, (each, mine) in enumerate(zip(self.passes, self.visits, strict=True)):
@@ -219,15 +219,24 @@ class RoleLowering:
             for handed in self.passings[0].handovers.entered(each):
                 self._place_handed(handed)
             for visit in mine:
-                swapped = schedule is not None and visit.key in schedule.swapped
+                swapped = visit.key in schedule.swapped
                 (self._backward if visit.backward else self._forward)(visit, swapped)
-                for wanted in schedule.prefetch_after.get(done, []) if schedule else []:
+                for left in schedule.leave_after.get(done, []):
+                    self._place_layer("layer.offload", left.micro_batch, left.layer, left.subsequence)
+                for wanted in schedule.prefetch_after.get(done, []):
                     self._place_layer("layer.prefetch", wanted.micro_batch, wanted.layer, wanted.subsequence)
                 done += 1
             if each.kind is Kind.WEIGHTS:
                 for layer in reversed(self.stage.chunk(each.chunk)):
                     self._place_layer("layer.weights", each.micro_batch, layer, each.subsequence)
             self._hand_over(number)
+
+    def _copies(self) -> SwapSchedule:
+        """Return which activations are copied to the host and back, and where in the order."""
+        travelling = {n for n, each in enumerate(self.passings) if each.activations.travels}
+        if self.passings[0].activations.leaving:
+            return window_schedule(self.visits, self.decisions.offload_window, travelling)
+        return swap_schedule(self.order, self.turns) if self.rounding else SwapSchedule(frozenset(), {})
 
     def _hand_over(self, number: int) -> None:
         for handed in self.passings[0].handovers.behind(self.passes, number):
@@ -244,7 +253,7 @@ class RoleLowering:
         last = stage.ends_model(layer)
         template = "layer.fwd.last" if last else "layer.fwd.out" if stage.ends_chunk(layer) else "layer.fwd"
         self._pass(template, f"{at}/l{stage.layers[layer]}", visit, layer)
-        if swapped:
+        if swapped and self.rounding:
             self._place_layer("layer.offload", m, layer, s)
         if last:
             self._pass("head", f"{at}/head", visit, len(stage.layers), backward=True)

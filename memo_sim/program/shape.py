@@ -125,6 +125,14 @@ def swap_granule(decisions: Decisions) -> int:
 def _check_subsequences(decisions: Decisions) -> None:
     """Refuse what cannot go beside subsequences: they are runs of one whole sequence, on one rank or its tp group."""
     layout, count = decisions.layout, decisions.layout.subsequences
+    swaps = decisions.swapped_tokens > 0 or decisions.recompute == "tokenwise"
+    if decisions.offload_window and (count == 1 or not swaps):
+        raise Infeasible(
+            "an offload window is for subsequences that are swapped",
+            where="decisions.offload_window",
+            got=f"{decisions.offload_window} with {count} subsequences, {decisions.swapped_tokens} tokens swapped",
+            wanted=0,
+        )
     if count == 1:
         return
     for name, got in (

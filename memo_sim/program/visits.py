@@ -14,8 +14,9 @@ among all forwards of the stage: otherwise the last of an odd number of layers a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
 
 from memo_sim.program.schedule import Kind, Pass, Units, one_stage
 
@@ -65,10 +66,14 @@ def turns(visits: list[Visit], subsequences: int = 1) -> dict[Key, int]:
 
 @dataclass(frozen=True, slots=True)
 class SwapSchedule:
-    """What to copy: whose activations are ``swapped``, and the visits to prefetch for once visit i has ended."""
+    """What to copy: whose activations are ``swapped``, and the visits to prefetch for once visit i has ended.
+
+    ``leave_after``: the forwards whose activations leave once visit i has ended; right after their own if not said.
+    """
 
     swapped: frozenset[Key]
     prefetch_after: dict[int, list[Visit]]
+    leave_after: dict[int, list[Visit]] = field(default_factory=dict)
 
 
 def swap_schedule(visits: list[Visit], buffers: dict[Key, int]) -> SwapSchedule:
@@ -85,3 +90,29 @@ def swap_schedule(visits: list[Visit], buffers: dict[Key, int]) -> SwapSchedule:
         owner[slot] = visit.key
         last_use[slot] = i
     return SwapSchedule(frozenset(swapped), prefetch_after)
+
+
+def window_schedule(passes: Sequence[list[Visit]], window: int, travelling: Collection[int]) -> SwapSchedule:
+    """Return what leaves and comes back, layer by layer, beside other passes of the stage (SPPO 5.2).
+
+    Activations of pass i leave during pass i + ``window``: its n-th layer's once the n-th visit there has ended. They
+    come back during the pass before their backward, in the order in which that needs them. What would have to come back
+    before it has left stays, and so do subsequences that are not ``travelling``.
+
+        window 1    F0 F1 F2 F3 | B3 B2 B1 B0        0 leaves beside F1, 1 beside F2, 2 beside F3, 3 stays
+                                                     2 comes back beside B3, 1 beside B2, 0 beside B1
+    """
+    played = [visits for visits in passes if visits]
+    starts = [0, *accumulate(len(visits) for visits in played)]
+    backward = {visits[0].key: number for number, visits in enumerate(played) if visits[0].backward}
+    found = SwapSchedule(frozenset(), {})
+    swapped: set[Key] = set()
+    for number, visits in enumerate(played):
+        away, back = number + window, backward[visits[-1].key] - 1 if not visits[0].backward else -1
+        if visits[0].subsequence not in travelling or away >= back:
+            continue
+        for n, visit in enumerate(visits):
+            found.leave_after.setdefault(starts[away] + n, []).append(visit)
+            found.prefetch_after.setdefault(starts[back] + n, []).append(visits[-1 - n])
+            swapped.add(visit.key)
+    return replace(found, swapped=frozenset(swapped))

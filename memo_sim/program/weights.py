@@ -57,12 +57,12 @@ class PendingWeights:
     @property
     def _waiting(self) -> list[Skeletal]:
         """Inputs that nothing keeps until the weight gradients are computed."""
-        kept = () if self.activations.rounding else tuple(t.name for t in self.activations.shared)
+        kept = () if self.activations.moved else tuple(t.name for t in self.activations.shared)
         return [t for t in self._inputs if t.name not in kept]
 
     @property
     def _copied(self) -> list[Skeletal]:
-        """Those of them that lie in rounding buffers."""
+        """Those of them that lie in rounding buffers, or leave."""
         shared = {t.name for t in self.activations.shared}
         return [t for t in self._waiting if t.name in shared]
 
