@@ -188,6 +188,8 @@ def _operators(grid: Grid, attention: list[str], rowwise: Sequence[RowwiseKernel
         operators = operators_of(grids.decisions(grid, attention[0], implementation))
         mine = [o for o in operators if implementation in (o.rowwise, "torch")]
         found += _thinned([o for o in mine if grid.wanted(o)])
+    parts = operators_of(grids.subsequences(grid, attention[0]))
+    found += _thinned([o for o in parts if o.instruction.op in grids.OF_PARTS and grid.wanted(o)])
     for kernel in attention:
         for head_dim in grid.head_dims:
             found += grids.attention_operators(grid, kernel, head_dim)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from memo_exec.probes.operators import Operator
 from memo_sim.contract.hardware import DtypeName
 from memo_sim.contract.model import Family, Model
-from memo_sim.contract.plan import Decisions, Kernels, RowwiseKernel
+from memo_sim.contract.plan import Decisions, Kernels, Layout, RowwiseKernel
 from memo_sim.program.instruction import Instruction, Lane
 from memo_sim.program.work import Attention, Gemm, Mask, Rowwise
 
@@ -91,6 +91,10 @@ CUDA = Grid(
 )
 
 
+OF_PARTS = frozenset({"qkv.split", "qkv.join", "attention.merge", "grad.accumulate"})
+"""Row-wise operators of attention in parts."""
+
+
 def decisions(grid: Grid, kernel: str, rowwise: RowwiseKernel = "torch") -> Iterator[Decisions]:
     """Yield steps whose operators are to be timed: both families, every width and length, most rows kept aside."""
     for family in ("gpt", "llama"):
@@ -104,6 +108,20 @@ def decisions(grid: Grid, kernel: str, rowwise: RowwiseKernel = "torch") -> Iter
                     kernels=Kernels(attention=kernel, rowwise=rowwise),
                     dtype=grid.dtype,
                 )
+
+
+def subsequences(grid: Grid, kernel: str) -> Iterator[Decisions]:
+    """Yield steps of two subsequences of every width and length, for the operators that others do not have."""
+    for width in grid.widths:
+        for tokens in grid.lengths:
+            yield Decisions(
+                model=_model("llama", width, grid.head_dims[len(grid.head_dims) // 2], grid.vocab),
+                layout=Layout(subsequences=2, partition="length"),
+                seq_tokens=2 * tokens,
+                loss_chunk_tokens=min(tokens, grid.loss_chunk_tokens),
+                kernels=Kernels(attention=kernel),
+                dtype=grid.dtype,
+            )
 
 
 def middle(grid: Grid, kernel: str) -> Decisions:

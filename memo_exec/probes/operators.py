@@ -24,7 +24,7 @@ from memo_sim.program.instruction import Instruction, Lane
 from memo_sim.program.lower import lower
 from memo_sim.program.work import Work
 
-FRESH_ROLES = ("grad", "logits", "y", "x", "qkv", "source")
+FRESH_ROLES = ("grad", "logits", "y", "x", "qkv", "source", "part", "grad_q")
 """Operands by which an operator follows the one before, most likely first."""
 
 NOISE_NUMBERS = 2**22

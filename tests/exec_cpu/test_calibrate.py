@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -28,7 +29,7 @@ from memo_exec.probes.timing import Effort, Sample, back_to_back, of_passes, sam
 from memo_sim.contract import codec
 from memo_sim.contract.catalog import load_model
 from memo_sim.contract.hardware import Hardware
-from memo_sim.contract.plan import Decisions
+from memo_sim.contract.plan import Decisions, Layout
 from memo_sim.program.instruction import Lane
 from memo_sim.program.kernel_table import ATTENTION_KERNELS
 from memo_sim.program.lower import lower
@@ -72,9 +73,15 @@ def test_every_number_says_where_it_came_from(profile: Hardware) -> None:
 def test_curves_cover_every_operator_of_the_tiny_models(profile: Hardware) -> None:
     assert {table.gemm_pass for table in profile.gemm} == {"fprop", "dgrad", "wgrad"}
     assert {table.attention_pass for table in profile.attention} == {"forward", "backward"}
-    for name in ("gpt-tiny", "llama-tiny"):
+    for name, parts in product(("gpt-tiny", "llama-tiny"), (1, 2)):
         decisions = Decisions(
-            model=load_model(name), seq_tokens=512, swapped_tokens=128, kernels=CPU_KERNELS, dtype="fp32"
+            model=load_model(name),
+            layout=Layout(subsequences=parts),
+            seq_tokens=512,
+            swapped_tokens=128,
+            subsequence_swapped_tokens=(128, 0) if parts > 1 else (),
+            kernels=CPU_KERNELS,
+            dtype="fp32",
         )
         works = [i.work for _, i in lower(decisions)[0].walk() if i.lane is Lane.COMPUTE]
         missing = {work.kind for work in works if isinstance(work, Rowwise)} - set(profile.rowwise_bytes_per_s)
