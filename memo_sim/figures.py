@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from memo_sim import sppo_figures
 from memo_sim.contract.catalog import load_cluster, load_model
 from memo_sim.contract.errors import Infeasible, UsageError, did_you_mean
-from memo_sim.contract.figure import Figure, Line, Point
+from memo_sim.contract.figure import Figure, Line, Point, XKind, YKind
 from memo_sim.contract.units import KIB, format_tokens
 from memo_sim.costs.pricing import Pricer
 from memo_sim.planning.bandwidth import offload_bandwidth
@@ -214,38 +214,30 @@ def _on_more_gpus(progress: Progress) -> dict[str, list[tuple[int, int, Evaluate
 def _longest(progress: Progress) -> Figure:
     found = _on_more_gpus(progress)
     per_gpu = [tokens // gpus // KIB for gpus, tokens, _ in found["memo"]]
-    points = {
-        system: [Point(x=gpus, y=tokens or None, note=_how(best)) for gpus, tokens, best in rows]
-        for system, rows in found.items()
-    }
-    return Figure(
-        name="11a",
-        title="The longest sequence of gpt-7b by number of A800",
-        x_label="GPUs",
-        y_label="sequence length (tokens)",
-        x_kind="number",
-        y_kind="tokens",
-        lines=_lines(points),
-        findings=[f"memo holds {', '.join(map(str, per_gpu))}K tokens a GPU (MEMO: linear, 128K a GPU on 8)."],
+    return _system_figure(
+        ("11a", "The longest sequence of gpt-7b by number of A800"),
+        ("GPUs", "number"),
+        ("sequence length (tokens)", "tokens"),
+        {
+            system: [Point(x=gpus, y=tokens or None, note=_how(best)) for gpus, tokens, best in rows]
+            for system, rows in found.items()
+        },
+        finding=f"memo holds {', '.join(map(str, per_gpu))}K tokens a GPU (MEMO: linear, 128K a GPU on 8).",
         step_tokens=STEP_TOKENS,
     )
 
 
 def _at_the_longest(progress: Progress) -> Figure:
     found = _on_more_gpus(progress)
-    points = {
-        system: [Point(x=gpus, y=_mfu(best), note=f"{format_tokens(n)}, {_how(best)}") for gpus, n, best in rows]
-        for system, rows in found.items()
-    }
-    return Figure(
-        name="11b",
-        title="MFU of gpt-7b at each system's longest sequence",
-        x_label="GPUs",
-        y_label="MFU",
-        x_kind="number",
-        y_kind="fraction",
-        lines=_lines(points),
-        findings=[_least_mfu([best for _, _, best in found["memo"]])],
+    return _system_figure(
+        ("11b", "MFU of gpt-7b at each system's longest sequence"),
+        ("GPUs", "number"),
+        ("MFU", "fraction"),
+        {
+            system: [Point(x=gpus, y=_mfu(best), note=f"{format_tokens(n)}, {_how(best)}") for gpus, n, best in rows]
+            for system, rows in found.items()
+        },
+        finding=_least_mfu([best for _, _, best in found["memo"]]),
         step_tokens=STEP_TOKENS,
     )
 
@@ -256,26 +248,39 @@ def _on_64_gpus(progress: Progress) -> Figure:
         for j, tokens in enumerate(LONG_TOKENS):
             plans[system].append(_best(_question(system, tokens, gpus=NODES[-1] * GPUS)))
             progress(i * len(LONG_TOKENS) + j + 1, len(SYSTEMS) * len(LONG_TOKENS))
-    points = {
-        system: [
-            Point(x=tokens, y=_mfu(best), note=_how(best)) for tokens, best in zip(LONG_TOKENS, found, strict=True)
-        ]
-        for system, found in plans.items()
-    }
-    return Figure(
-        name="11c",
-        title="MFU of gpt-7b on 64 A800",
-        x_label="sequence length (tokens)",
-        y_label="MFU",
-        x_kind="tokens",
-        y_kind="fraction",
-        lines=_lines(points),
-        findings=[_least_mfu(plans["memo"])],
+    return _system_figure(
+        ("11c", "MFU of gpt-7b on 64 A800"),
+        ("sequence length (tokens)", "tokens"),
+        ("MFU", "fraction"),
+        {
+            system: [Point(x=n, y=_mfu(best), note=_how(best)) for n, best in zip(LONG_TOKENS, its, strict=True)]
+            for system, its in plans.items()
+        },
+        finding=_least_mfu(plans["memo"]),
     )
 
 
-def _lines(points: dict[str, list[Point]]) -> list[Line]:
-    return [Line(label=system, points=its) for system, its in points.items()]
+def _system_figure(
+    name: tuple[str, str],
+    x: tuple[str, XKind],
+    y: tuple[str, YKind],
+    points: dict[str, list[Point]],
+    *,
+    finding: str,
+    step_tokens: int = 0,
+) -> Figure:
+    """Return a figure with a line a system; ``name`` with the title, each axis with what it counts."""
+    return Figure(
+        name=name[0],
+        title=name[1],
+        x_label=x[0],
+        y_label=y[0],
+        x_kind=x[1],
+        y_kind=y[1],
+        lines=[Line(label=system, points=its) for system, its in points.items()],
+        findings=[finding],
+        step_tokens=step_tokens,
+    )
 
 
 def _mfu(best: Evaluated | None) -> float | None:

@@ -8,6 +8,10 @@ import msgspec
 
 from memo_sim.contract.units import Tokens
 
+XKind = Literal["tokens", "number"]
+YKind = Literal["tokens", "fraction", "number"]
+"""What an axis counts."""
+
 
 class Point(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One value; ``y`` is null where there is none (a plan that does not fit), and ``note`` says why or how."""
@@ -33,8 +37,8 @@ class Figure(
     title: str
     x_label: str
     y_label: str
-    x_kind: Literal["tokens", "number"]
-    y_kind: Literal["tokens", "fraction", "number"]
+    x_kind: XKind
+    y_kind: YKind
     lines: list[Line]
     findings: list[str] = []
     """What the paper reads off the figure, read off this one; one sentence each."""
