@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -43,13 +44,7 @@ def write(directory: Path, state: State, talk: dist.ProcessGroup | None) -> None
     """
     try:
         with _quiet():
-            save(
-                _named(state),
-                checkpoint_id=directory,
-                planner=_Writes(state),
-                process_group=talk,
-                no_dist=talk is None,
-            )
+            save(_named(state), planner=_Writes(state), **_where(directory, talk))
     except CheckpointException as error:
         raise UsageError("the checkpoint cannot be written", where=str(directory), got=_reason(error)) from None
 
@@ -62,15 +57,14 @@ def read(directory: Path, state: State, talk: dist.ProcessGroup | None) -> None:
     """
     try:
         with _quiet():
-            load(
-                _named(state),
-                checkpoint_id=directory,
-                planner=_Reads(state),
-                process_group=talk,
-                no_dist=talk is None,
-            )
+            load(_named(state), planner=_Reads(state), **_where(directory, talk))
     except CheckpointException as error:
         raise BadInput("the checkpoint cannot be read", where=str(directory), got=_reason(error)) from None
+
+
+def _where(directory: Path, talk: dist.ProcessGroup | None) -> dict[str, Any]:
+    """Return the arguments that name a checkpoint and who takes part."""
+    return {"checkpoint_id": directory, "process_group": talk, "no_dist": talk is None}
 
 
 class _Writes(DefaultSavePlanner):
