@@ -20,6 +20,7 @@ from torch import Tensor
 from memo_exec.kernels import KERNELS, Call, Context
 from memo_exec.kernels.attention import BACKENDS
 from memo_exec.memory.dtypes import TORCH_DTYPES
+from memo_sim.contract.catalog import load_model
 from memo_sim.contract.hardware import DtypeName
 from memo_sim.contract.model import Model
 from memo_sim.contract.plan import Decisions, Kernels, RowwiseKernel
@@ -77,30 +78,16 @@ def triton_fails(device: torch.device) -> str:
     def play() -> str:
         results: list[Tensor] = []
         x = torch.linspace(-3, 3, TOKENS * 64).view(TOKENS, 64).to(device, torch.bfloat16)
+        model = load_model("gpt-tiny")  # of which a kernel reads its kind of activation
         choices: tuple[RowwiseKernel, ...] = ("torch", "triton")
         for rowwise in choices:
-            decisions = Decisions(model=_MODEL, seq_tokens=TOKENS, kernels=Kernels(rowwise=rowwise))
+            decisions = Decisions(model=model, seq_tokens=TOKENS, kernels=Kernels(rowwise=rowwise))
             instruction = Instruction("trial", "gelu", Lane.COMPUTE, Rowwise("gelu", TOKENS, 0, 0), ())
             results.append(torch.empty_like(x))
             KERNELS["gelu"](Call(instruction, Context(decisions, device), {"x": x, "out": results[-1]}))
         return _difference(results[1:], results[:1])
 
     return _tried(play)
-
-
-_MODEL = Model(
-    name="trial",
-    family="gpt",
-    layers=1,
-    hidden=64,
-    heads=1,
-    kv_heads=1,
-    head_dim=64,
-    ffn_hidden=64,
-    vocab=64,
-    tied_embeddings=True,
-)
-"""Of which a kernel reads its kind of activation."""
 
 
 def _tried(play: Callable[[], str]) -> str:
