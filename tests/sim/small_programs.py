@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from memo_sim.contract.model import Model
 from memo_sim.contract.plan import Decisions, Layout
+from memo_sim.program.check import check_edges, check_program
+from memo_sim.program.columns import expand
+from memo_sim.program.edges import derive_edges
+from memo_sim.program.lower import lower
 
 GPT = Model(
     name="gpt",
@@ -49,3 +53,10 @@ def decide(
     swapped = int(policy[1] * seq // (layout.cp * layout.ulysses))
     fields = {"global_batch": 2 * layout.dp, "loss_chunk_tokens": 512, **more}
     return Decisions(model=model, layout=layout, seq_tokens=seq, recompute=policy[0], swapped_tokens=swapped, **fields)
+
+
+def faults_of(decisions: Decisions) -> list[str]:
+    """Return what the independent checkers find wrong with the program of one role."""
+    (program,) = lower(decisions)
+    columns = expand(program)
+    return [*check_program(program, columns), *check_edges(columns, derive_edges(columns))]

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
-from memo_sim.contract.model import Model
 from memo_sim.contract.plan import Decisions, Layout, MemoryPolicy
 from memo_sim.program.check import check_edges, check_program
 from memo_sim.program.columns import expand
@@ -14,22 +14,9 @@ from memo_sim.program.lower import lower
 from memo_sim.program.parameters import embed_block, head_block, layer_block
 from memo_sim.program.program import Program
 from memo_sim.program.work import Rowwise
+from tests.sim.small_programs import LLAMA
 
-MODEL = Model(
-    name="two",
-    family="llama",
-    layers=2,
-    hidden=256,
-    heads=4,
-    kv_heads=2,
-    head_dim=64,
-    ffn_hidden=512,
-    vocab=1024,
-    activation="silu",
-    tied_embeddings=False,
-    qkv_bias=False,
-    linear_bias=False,
-)
+MODEL = msgspec.structs.replace(LLAMA, layers=2)
 TOKENS = 512
 
 

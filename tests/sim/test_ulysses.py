@@ -16,16 +16,13 @@ from memo_sim.costs.placement import Placement, place
 from memo_sim.planning.layouts import layouts
 from memo_sim.planning.question import Pins, Question
 from memo_sim.planning.space import candidates
-from memo_sim.program.check import check_edges, check_program
-from memo_sim.program.columns import expand
-from memo_sim.program.edges import derive_edges
 from memo_sim.program.instruction import Instruction, Template
 from memo_sim.program.lower import lower
 from memo_sim.program.shape import shape_of
 from memo_sim.program.tensors import skeletal_tensors
 from memo_sim.program.work import Attention, Collective, Gemm
 from memo_sim.what_if import what_if
-from tests.sim.small_programs import GPT, LLAMA, POLICIES, decide
+from tests.sim.small_programs import GPT, LLAMA, POLICIES, decide, faults_of
 
 LAYOUTS = [
     Layout(ulysses=4),
@@ -40,10 +37,7 @@ LAYOUTS = [
 @pytest.mark.parametrize("policy", POLICIES, ids=lambda p: f"{p[0]}-{p[1]}")
 def test_every_program_passes_the_independent_checkers(model: Model, policy: tuple[str, float]) -> None:
     for layout in LAYOUTS:
-        (program,) = lower(decide(model, layout, policy, seq_tokens=4096))
-        columns = expand(program)
-        assert check_program(program, columns) == []
-        assert check_edges(columns, derive_edges(columns)) == []
+        assert faults_of(decide(model, layout, policy, seq_tokens=4096)) == []
 
 
 def exchanged(decisions: Decisions) -> Counter[str]:

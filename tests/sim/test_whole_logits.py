@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
-from memo_sim.contract.model import Model
 from memo_sim.contract.plan import Decisions, Layout
 from memo_sim.program.check import check_edges, check_program
 from memo_sim.program.columns import expand
@@ -13,23 +13,10 @@ from memo_sim.program.liveness import liveness
 from memo_sim.program.lower import lower
 from memo_sim.program.program import Program
 from memo_sim.program.requests import buffer_names
+from tests.sim.small_programs import GPT
 
 TOKENS = 1024
-MODEL = Model(
-    name="one",
-    family="gpt",
-    layers=1,
-    hidden=128,
-    heads=4,
-    kv_heads=4,
-    head_dim=32,
-    ffn_hidden=512,
-    vocab=999,
-    activation="gelu",
-    tied_embeddings=True,
-    qkv_bias=True,
-    linear_bias=True,
-)
+MODEL = msgspec.structs.replace(GPT, layers=1, vocab=999)
 
 
 def program(*, chunk: int, sequence_parallel: bool = True, tp: int = 2) -> Program:
