@@ -131,8 +131,10 @@ class Floors:
     def _floor(self, decisions: Decisions, whole: Pass, stage: Pass, layer: Pass) -> Floor:
         device, host = self._states(decisions)
         layout = decisions.layout
-        # The first stage is as many micro-batches ahead of its first backward as there are stages; with GPipe all.
-        ahead = decisions.micro_batches if layout.schedule == "gpipe" else min(decisions.micro_batches, layout.pp)
+        # The first stage is as many micro-batches ahead of its first backward as there are stages; with GPipe all. Of
+        # subsequences it is as many ahead, and those of one micro-batch.
+        stages = layout.pp if layout.subsequences == 1 else 1
+        ahead = decisions.micro_batches if layout.schedule == "gpipe" else min(decisions.micro_batches, stages)
         in_flight = ahead * decisions.model.layers // layout.pp if layout.pp > 1 else 0
         in_place = self._written_over_bytes(decisions)
         return Floor(
@@ -152,14 +154,15 @@ class Floors:
     def _step_s(self, decisions: Decisions, whole: Pass, layer: Pass) -> float:
         layout, times, layers = decisions.layout, decisions.micro_batches, decisions.model.layers
         mean_s = self._busy_s(whole) * times / layout.pp
-        if layout.pp == 1 or layout.subsequences > 1:  # whose first and last are alone on the way, in parts of others'
+        if layout.pp == 1:
             return mean_s
-        # The last stage has its layers' work, and the others' chunks before its first and behind its last.
+        # The last stage has its layers' work, and the others' chunks before its first and behind its last: those of one
+        # subsequence, the first both to come forward and to leave backward.
         others = (layout.pp - 1) * layers // (layout.pp * layout.virtual_stages)
-        around_s = others * layer.forward_s
+        around_s = others * layer.first_forward_s
         if layout.schedule != "zero-bubble":  # whose last weight gradients fill that wait
             # The last layer's gradient leaves its pass before the pass has ended: one layer less is waited for.
-            around_s += (others - 1) * (layer.compute_s - layer.forward_s)
+            around_s += (others - 1) * (layer.first_compute_s - layer.first_forward_s)
         held = layers // layout.pp
         last = Pass(**{f.name: held * getattr(layer, f.name) for f in fields(Pass)})
         last = replace(last, compute_s=last.compute_s + whole.head_s)

@@ -49,6 +49,9 @@ class Pass:
     """Of ``compute_s``, the layers' forward."""
     attention_s: float
     """Of ``forward_s``, attention's kernels."""
+    first_forward_s: float
+    first_compute_s: float
+    """Of ``forward_s`` and ``compute_s``, the first subsequence's: all of it, where there is one."""
     head_s: float
     """Of ``compute_s``, the head and the loss, forward and backward."""
     idle_s: float
@@ -110,7 +113,8 @@ class _FewLayers:
         self._middle = self._inside & _of_instances(columns, [i.layer in middle for i in program.instances])
         self._seconds = _by_instruction(program, lambda _, i: pricer.seconds(i.work)) * self._inside
         self._forward = _by_instruction(program, lambda t, _: float(t.name.startswith(FORWARD)))
-        self._head = _by_instruction(program, lambda t, _: float(t.name == HEAD))
+        self._head = _by_instruction(program, lambda t, _: float(t.name.startswith(HEAD)))
+        self._first = _of_instances(columns, [i.subsequence == 0 for i in program.instances])
         self._attention = self._forward * _by_instruction(program, lambda _, i: float(isinstance(i.work, Attention)))
         self._rebuilt = _by_instruction(program, lambda _, i: float(i.name.startswith(REBUILD)))
         self._idle_s = _idle_s(columns, self._seconds)
@@ -140,6 +144,8 @@ class _FewLayers:
             rebuild_s=float(compute_s @ self._rebuilt),
             forward_s=float(compute_s @ self._forward),
             attention_s=float(compute_s @ self._attention),
+            first_forward_s=float(compute_s @ (self._forward * self._first)),
+            first_compute_s=float(compute_s @ self._first),
             head_s=float(compute_s @ self._head),
             idle_s=float(self._idle_s @ weights),
             copy_s=float(max(lanes[Lane.D2H], lanes[Lane.H2D])),

@@ -22,7 +22,6 @@ import msgspec
 from memo_sim.contract.cluster import Cluster
 from memo_sim.contract.hardware import Hardware
 from memo_sim.contract.plan import Decisions, Layout
-from memo_sim.contract.units import DTYPE_BYTES
 from memo_sim.costs.pricing import Pricer
 from memo_sim.planning.bandwidth import offload_bandwidth
 from memo_sim.planning.question import Question
@@ -30,6 +29,7 @@ from memo_sim.program.instruction import Lane, Template
 from memo_sim.program.lower import lower
 from memo_sim.program.partition import partition
 from memo_sim.program.shape import shape_of
+from memo_sim.program.subsequence import subsequences_of
 from memo_sim.program.tensors import skeletal_tensors
 from memo_sim.program.work import Attention
 
@@ -144,17 +144,12 @@ def hide(question: Question, decisions: Decisions, prices: PartPrices) -> Decisi
 
 
 def offloaded_bytes(decisions: Decisions) -> float:
-    """Return the bytes of a layer and token that may be offloaded on one rank: all skeletal ones but keys and values.
+    """Return the bytes of a layer and token that may be offloaded on one rank: all skeletal ones.
 
-    Those of earlier subsequences are read by every later one, and stay (SPPO 5.1).
+    Keys and values are not, as those of earlier subsequences are read by every later one (SPPO 5.1).
     """
-    whole = msgspec.structs.replace(decisions.layout, subsequences=1)
-    alone = msgspec.structs.replace(
-        decisions, layout=whole, recompute="none", swapped_tokens=0, subsequence_swapped_tokens=()
-    )
-    shape = shape_of(alone)
-    kept = sum(tensor.bytes for tensor in skeletal_tensors(decisions.model, shape, decisions.dtype))
-    return kept / shape.tokens - 2 * shape.kv_width * DTYPE_BYTES[decisions.dtype]
+    first = subsequences_of(decisions, shape_of(decisions))[0].shape
+    return sum(tensor.bytes for tensor in skeletal_tensors(decisions.model, first, decisions.dtype)) / first.tokens
 
 
 def hidden_tokens(decisions: Decisions, *, forward_s: float, bandwidth_bytes_per_s: float, token_bytes: float) -> int:

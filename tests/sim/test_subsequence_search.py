@@ -1,0 +1,119 @@
+"""Numbers of subsequences and what each offloads are searched: floors hold, the best is found, systems have rules."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import msgspec
+import pytest
+
+from memo_sim.contract.catalog import load_cluster, load_model
+from memo_sim.contract.model import Model
+from memo_sim.contract.plan import Decisions, Layout
+from memo_sim.engine.simulate import simulate
+from memo_sim.planning.alpha_search import Grid
+from memo_sim.planning.bandwidth import offload_bandwidth
+from memo_sim.planning.floors import Floors
+from memo_sim.planning.presets import SYSTEMS
+from memo_sim.planning.question import Pins, Question, with_memory
+from memo_sim.planning.search import search
+from memo_sim.planning.space import candidates, layouts, with_alpha
+from memo_sim.planning.subsequences import PartPrices, counts, offloaded_bytes
+from memo_sim.program.partition import partition, swapped_parts
+
+K = 1024
+GIB = 2**30
+POLICIES = [("none", 0.0), ("none", 0.5), ("tokenwise", 0.5), ("full", 1.0)]
+
+
+def shallow(layers: int) -> Model:
+    return msgspec.structs.replace(load_model("gpt-7b"), layers=layers)
+
+
+def asked(
+    system: str = "sppo", *, layers: int = 4, seq_tokens: int = 32 * K, device_gib: int = 80, **pins: object
+) -> Question:
+    cluster, hardware = with_memory(*load_cluster("a100-2x2-hdr4"), device_bytes=device_gib * GIB, host_bytes=None)
+    return Question(shallow(layers), cluster, hardware, seq_tokens, system=system, pins=Pins(**pins))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "sequences", "pp"), [("1f1b", 1, 1), ("1f1b", 3, 4), ("gpipe", 2, 2), ("zero-bubble", 3, 4)]
+)
+def test_no_plan_of_subsequences_goes_below_its_floor(schedule: str, sequences: int, pp: int) -> None:
+    cluster, hardware = with_memory(*load_cluster("a800-1x8"), device_bytes=2**50, host_bytes=2**50)
+    floors = Floors(hardware, cluster)
+    layout = Layout(tp=2, sequence_parallel=True, pp=pp, schedule=schedule, subsequences=4)  # type: ignore[arg-type]
+    base = Decisions(model=shallow(8), layout=layout, seq_tokens=32 * K, global_batch=sequences, loss_chunk_tokens=4096)
+    for recompute, alpha in POLICIES:
+        decisions = with_alpha(base, recompute, alpha)
+        floor, played = floors.of(decisions), simulate(decisions, hardware, cluster).prediction
+        assert played.step_s is not None
+        assert 0.4 * played.step_s < floor.step_s <= played.step_s
+        assert 0.45 * played.peak_device_bytes < floor.device_bytes <= played.peak_device_bytes
+        assert floor.host_bytes_per_node <= played.peak_host_bytes_per_node
+
+
+def test_a_system_has_its_own_numbers_and_others_one_unless_asked() -> None:
+    def numbers(question: Question) -> set[int]:
+        return {layout.subsequences for layout in layouts(question)}
+
+    assert numbers(asked(seq_tokens=128 * K)) == {8, 16, 32, 64} == set(counts(128 * K, 1))
+    assert numbers(asked(subsequences=12)) == {12}
+    assert numbers(asked("any")) == {1}
+    assert numbers(asked("any", subsequences="auto", seq_tokens=128 * K)) == {1, 8, 16, 32, 64}
+    others = [name for name in SYSTEMS if name not in ("sppo", "terapipe", "seq1f1b")]
+    assert all(numbers(asked(name)) == {1} for name in others)
+
+
+def test_sppo_keeps_tensor_parallelism_inside_a_node() -> None:
+    found = {(layout.tp, layout.pp) for layout in layouts(asked()) if layout.dp == 1}
+    assert found == {(1, 4), (2, 2)}
+    assert (4, 1) in {(layout.tp, layout.pp) for layout in layouts(asked(tp=4))}
+
+
+def test_what_hides_is_offloaded_and_alpha_grows_as_parts_shrink() -> None:
+    question = asked(tp=2, pp=2, subsequences=8, seq_tokens=128 * K)
+    aware = next(c for c in candidates(question)[0] if c.policy.label == "sequence-aware offload")
+    parts, swapped = partition(aware.base), swapped_parts(aware.base)
+    assert len(set(swapped)) > 1 or max(swapped) < min(parts)
+    alphas = [some / part for some, part in zip(swapped, parts, strict=True)]
+    assert all(before <= after for before, after in pairwise(alphas))
+    assert aware.policy.alpha == aware.base.alpha == sum(swapped) / sum(parts)
+    # As many tokens as leave under a part, at the node's rate: one row block more would not.
+    forward_s = [part.forward_s for part in PartPrices(question.hardware, question.cluster).parts(aware.base)]
+    token_bytes = offloaded_bytes(aware.base)
+    hidden_bytes = sum(forward_s) / 8 * offload_bandwidth(question, aware.base, 10**9)
+    assert max(swapped) * token_bytes <= hidden_bytes * 1.01
+    assert (max(swapped) + aware.base.swap_granule) * token_bytes > hidden_bytes
+
+
+def test_alpha_is_searched_by_tokens_that_every_part_swaps() -> None:
+    base = Decisions(model=shallow(4), seq_tokens=32 * K, layout=Layout(tp=2, sequence_parallel=True, subsequences=6))
+    grid = Grid.of(base)
+    assert 1 < grid.steps <= 64
+    plans = [grid.at(step) for step in range(grid.steps + 1)]
+    assert [grid.step_of(plan) for plan in plans] == list(range(grid.steps + 1))
+    assert plans[0].swapped_tokens == 0
+    assert plans[-1].swapped_tokens == 32 * K
+    assert all(a.swapped_tokens < b.swapped_tokens for a, b in pairwise(plans))
+
+
+@pytest.mark.parametrize(
+    ("system", "device_gib"),
+    [("sppo", 80), ("seq1f1b", 16), *(pytest.param(s, 12, marks=pytest.mark.slow) for s in ("sppo", "terapipe"))],
+)
+def test_pruning_does_not_change_the_best(system: str, device_gib: int) -> None:
+    question = asked(system, device_gib=device_gib, tp=2, seq_tokens=16 * K)
+    everything, pruned = search(question, prune=False), search(question)
+    assert everything.ranked[0].rank_key == pruned.ranked[0].rank_key
+    assert pruned.evaluated + pruned.pruned == everything.evaluated + everything.pruned
+
+
+def test_a_bubble_is_worth_subsequences_and_one_stage_is_not() -> None:
+    staged = search(asked("any", tp=2, pp=2, subsequences="auto", recompute="none", alpha=0)).best
+    assert staged is not None
+    assert staged.decisions.layout.subsequences > 1
+    alone = search(asked("any", tp=4, pp=1, subsequences="auto", recompute="none", alpha=0)).best
+    assert alone is not None
+    assert alone.decisions.layout.subsequences == 1
