@@ -19,7 +19,7 @@ Megatron-LM 0.14's, so others, with ZeRO 2 and 3, are taken as of 2024):
                 streams: a collective's tensors are marked with ``record_stream`` (c10d before PyTorch 2.8): their
                 memory comes back when the device, not the host, has passed the collective (pytorch/pytorch#76861,
                 #147168). The host runs ahead until the launch queue is full, and waits for the loss (Megatron-LM looks
-                for a NaN in it)
+                for a NaN in it) and for what stages hand over (it synchronises after each)
     2025        loss: Transformer Engine's fused one writes the gradient over the logits: 2 bytes a logit
                 gradients: a weight's is summed in fp32 by its product, and autograd gets a tensor of the weight's shape
                 and dtype instead; one for every shape, kept for good (Transformer Engine 2.8, ``get_dummy_wgrad``)
@@ -156,13 +156,15 @@ def eager_buffers(
 def run_ahead(program: Program, columns: Columns, lives: Liveness) -> RunAhead:
     """Return how far the host is ahead of the device, and which buffers wait for it (numbers as in the requests).
 
-    Kernels are taken to last longer than their launch: the queue is full from its first kernels on.
+    Kernels are taken to last longer than their launch: the queue is full from its first kernels on. The host waits for
+    the device at the loss and at hand-overs between stages (Megatron-LM's p2p_communication synchronises after them).
     """
     queued = LAUNCH_QUEUE // KERNELS
     kernels = np.flatnonzero(columns.lane == Lane.COMPUTE)
     launched = np.searchsorted(kernels, np.arange(len(columns.lane)))
     done = np.where(launched > queued, kernels[np.maximum(launched - queued - 1, 0)], -1)
-    for last in _looks_at_loss(program, columns):
+    handed_over = np.flatnonzero(np.isin(columns.lane, (Lane.SEND, Lane.RECEIVE))).tolist()
+    for last in [*_looks_at_loss(program, columns), *handed_over]:
         done[last + 1 :] = np.maximum(done[last + 1 :], last)
     gathers = _gathers(program, columns)
     for passed, asked in zip(gathers, gathers[GATHERS_AHEAD:], strict=False):

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import itertools
 
+import msgspec
 import numpy as np
 import pytest
 
 from memo_sim.contract.catalog import load_cluster, load_model
 from memo_sim.contract.cluster import Cluster
 from memo_sim.contract.errors import MemoError
-from memo_sim.contract.plan import Decisions, Layout
+from memo_sim.contract.plan import Decisions, Layout, Schedule
 from memo_sim.contract.units import GIB, format_bytes
+from memo_sim.engine.memory import memory_of
 from memo_sim.engine.player import Rates
+from memo_sim.engine.repetition import played_at_first
 from memo_sim.engine.role import Prices
 from memo_sim.engine.simulate import Simulation, simulate
 from memo_sim.planning.question import Pins, Question
+from memo_sim.program.columns import expand
 from memo_sim.program.instruction import Lane
 from memo_sim.program.lower import lower, program_sha256
 from memo_sim.program.meetings import meetings
@@ -290,3 +294,20 @@ def test_decisions_are_what_is_played() -> None:
     assert simulation.full_program in simulation.full_programs
     assert simulation.full_programs[0].micro_batches == 32
     assert simulation.program.micro_batches < 32
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zero-bubble"])
+def test_micro_batches_that_show_the_period_reserve_what_the_whole_step_does(schedule: Schedule) -> None:
+    """A host that waits at every hand-over hands out the same blocks in every period."""
+    cluster, hardware = load_cluster("a100-1x8")
+    model = msgspec.structs.replace(load_model("gpt-7b"), layers=8)
+    chunks = 2 if schedule == "interleaved" else 1
+    layout = Layout(tp=2, sequence_parallel=True, pp=4, schedule=schedule, virtual_stages=chunks)
+    decisions = Decisions(model=model, layout=layout, seq_tokens=4096, global_batch=32, memory_policy="eager")
+    few, whole = (lower(decisions, micro_batches=n) for n in (played_at_first(layout, 32), 32))
+    reserved = [
+        [memory_of(p, expand(p), decisions, hardware, cluster).caching.replay.reserved_peak_bytes for p in (one, all_)]
+        for one, all_ in zip(few, whole, strict=True)
+    ]
+    assert few[0].micro_batches < 32
+    assert all(one == all_ for one, all_ in reserved)
