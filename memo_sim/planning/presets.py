@@ -13,6 +13,8 @@ memory. The rivals run on PyTorch's caching allocator under an eager framework (
                        optimizer (MEMO 5.1)
     fsdp               data parallelism alone, every parameter gathered for one use (ZeRO 3)
     ring-attention     a ring over sequence blocks, parameters sharded over all ranks (Liu et al. 2023, section 4)
+    deepspeed-fpdt     deepspeed-ulysses that offloads layer inputs and plays the MLP in chunks (FPDT, Yao et al. 2024);
+                       FPDT's chunks of attention are not in it
     terapipe           subsequences through pipeline stages, all forwards before all backwards (Li et al. 2021)
     seq1f1b            subsequences through pipeline stages, 1F1B over them (Sun et al. 2024)
     sppo               seq1f1b whose subsequences are offloaded by as much as hides, no recompute; tensor parallelism
@@ -143,6 +145,7 @@ SYSTEMS = {
             (KEEP, SELECTIVE_RECOMPUTE, FULL_RECOMPUTE),
             memory_policy="eager",
             degrees=("tp", "cp", "pp", "dp"),
+            schedules=("1f1b", "interleaved"),
             pinnable=("ulysses",),  # cp_comm_type a2a, later than MEMO's comparison
             waits_for_handovers=True,
             overlap="both",
@@ -171,6 +174,14 @@ SYSTEMS = {
             (KEEP, FULL_RECOMPUTE),
             memory_policy="eager",
             degrees=("cp", "dp"),
+            zeros=(3,),
+        ),
+        System(
+            "deepspeed-fpdt",
+            "DeepSpeed-Ulysses with FPDT: ZeRO 3, full recompute from inputs on the host, MLP in chunks",
+            (INPUTS_SWAPPED, INPUTS_SWAPPED_MLP_IN_BLOCKS),
+            memory_policy="eager",
+            degrees=("ulysses", "dp"),
             zeros=(3,),
         ),
         System(

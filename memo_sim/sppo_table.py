@@ -1,0 +1,211 @@
+"""SPPO's Table 4 played (Figure 10), and what its parts are worth (Figure 11): one sequence a step.
+
+    sppo              SP x PP and N of the table; alpha_i by SPPO 5.2
+    megatron-lm       the table's tuned SP x PP; activations recomputed, as the paper says of its baselines (7)
+    deepspeed-fpdt    Ulysses over the table's SP, or for 65B over as many devices as it has heads, of two sequences a
+                      step; none for 13B, whose 40 heads 64 devices do not divide
+
+SP is tensor parallelism with sequence parallelism; 65B's 16 span two nodes. The paper prints no batch: Megatron-LM's
+stages wait for each other most with one sequence, and its printed speed-ups for 65B need that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from memo_sim.contract.catalog import load_cluster, load_model
+from memo_sim.contract.figure import Figure, Line, Point
+from memo_sim.contract.plan import Prediction
+from memo_sim.contract.units import KIB, format_bytes, format_seconds, format_tokens
+from memo_sim.planning.presets import FULL_SWAP, KEEP, SEQUENCE_AWARE, Policy
+from memo_sim.planning.question import Pins, Question
+from memo_sim.planning.search import play, search
+from memo_sim.planning.space import candidates
+from memo_sim.planning.subsequences import swap_fraction
+from memo_sim.views.plan_table import layout_label
+
+Progress = Callable[[int, int], None]
+
+SPPO, MEGATRON, DEEPSPEED = "sppo", "megatron-lm", "deepspeed-fpdt"
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A model's rows of Table 4: thousands of tokens with SPPO's N, and each system's degrees."""
+
+    model: str
+    nodes: int
+    parts: dict[int, int]
+    sppo: tuple[int, int]
+    megatron: tuple[int, int]
+    ulysses: int | None
+    printed: str
+    """What the paper says of SPPO over Megatron-LM, and of who runs out of memory."""
+
+    def question(self, system: str, thousands: int) -> Question:
+        """Return the question of one cell."""
+        cluster, hardware = load_cluster(f"a100-{self.nodes}x8-hdr4")
+        sp, pp = self.sppo if system == SPPO else self.megatron
+        pins = Pins(tp=sp, cp=1, pp=pp, recompute="full")
+        if system == SPPO:
+            pins = Pins(tp=sp, pp=pp, subsequences=self.parts[thousands])
+        sequences = 1
+        if system == DEEPSPEED:
+            pins, sequences = Pins(ulysses=self.ulysses), cluster.devices // (self.ulysses or cluster.devices)
+        model = load_model(self.model)
+        return Question(model, cluster, hardware, thousands * KIB, system=system, pins=pins, global_batch=sequences)
+
+
+JOBS = (
+    Job(
+        "gpt-7b",
+        4,
+        {512: 32, 640: 64, 768: 80, 896: 128, 1024: 160},
+        (8, 4),
+        (32, 1),
+        32,
+        "1.13 to 1.29; megatron-lm beyond 896K: oom",
+    ),
+    Job(
+        "gpt-13b",
+        8,
+        {512: 32, 640: 48, 768: 64, 1024: 80, 1280: 160},
+        (8, 8),
+        (8, 8),
+        None,
+        "no number; megatron-lm beyond 768K: oom, sppo up to 1280K",
+    ),
+    Job(
+        "gpt-65b",
+        16,
+        {512: 32, 600: 64, 640: 80, 768: 96, 1024: 128},
+        (16, 8),
+        (64, 2),
+        64,
+        "3.38 at 600K, 3.12 at 640K; megatron-lm beyond 768K: oom, deepspeed beyond 512K: oom",
+    ),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One system at one length: what is predicted, and how it went about it."""
+
+    prediction: Prediction
+    how: str
+
+    @property
+    def tgs(self) -> float | None:
+        """Tokens per GPU and second; None where it does not fit."""
+        return self.prediction.tgs
+
+    @property
+    def note(self) -> str:
+        """How, and the step's time, or what is short."""
+        found = self.prediction
+        if found.step_s is None:
+            return f"{found.status}, short of {format_bytes(found.shortfall_bytes)}; {self.how}"
+        return f"{format_seconds(found.step_s)}; {self.how}"
+
+
+def cell(job: Job, system: str, thousands: int, policy: Policy = SEQUENCE_AWARE) -> Cell:
+    """Return one system's cell of the table; ``policy``: what SPPO does with activations."""
+    question = job.question(system, thousands)
+    if system != SPPO:
+        best = search(question).ranked[0]
+        return Cell(best.prediction, f"{layout_label(best.decisions.layout)}, {best.policy.label}")
+    chosen = next(c for c in candidates(question)[0] if c.policy.hides)
+    base = chosen.base if policy.alpha is None else swap_fraction(chosen.base, policy.alpha)
+    label = layout_label(base.layout)
+    return Cell(play(question, base).prediction, f"{label}, {policy.label}, alpha {base.alpha:.2f}")
+
+
+def throughput(progress: Progress) -> Figure:
+    """Return SPPO's Figure 10: tokens per GPU and second of every system at every length of Table 4."""
+    wanted = [
+        (job, system, thousands)
+        for job in JOBS
+        for system in (SPPO, MEGATRON, DEEPSPEED)
+        for thousands in job.parts
+        if system != DEEPSPEED or job.ulysses
+    ]
+    found: dict[tuple[str, str], dict[int, Cell]] = {}
+    for done, (job, system, thousands) in enumerate(wanted, start=1):
+        found.setdefault((job.model, system), {})[thousands] = cell(job, system, thousands)
+        progress(done, len(wanted))
+    return Figure(
+        name="sppo-10",
+        title="SPPO's Table 4: tokens per GPU and second, one sequence a step; A100, four 200 Gb/s cards a node",
+        x_label="sequence length (tokens)",
+        y_label="tokens per GPU and second",
+        x_kind="tokens",
+        y_kind="number",
+        lines=[
+            Line(
+                label=f"{model} {system}",
+                points=[Point(x=n * KIB, y=one.tgs, note=one.note) for n, one in cells.items()],
+            )
+            for (model, system), cells in found.items()
+        ],
+        findings=[line for job in JOBS for line in _speed_ups(job, found)],
+    )
+
+
+def _speed_ups(job: Job, found: dict[tuple[str, str], dict[int, Cell]]) -> list[str]:
+    """Return SPPO over each other system, length by length, beside what is printed."""
+    ours, lines = found[job.model, SPPO], []
+    for system in (MEGATRON, DEEPSPEED):
+        if (job.model, system) not in found:
+            continue
+        ratios = [_ratio(n, ours[n], other) for n, other in found[job.model, system].items()]
+        printed = f" (SPPO prints {job.printed})" if system == MEGATRON else ""
+        lines.append(f"{job.model}, sppo over {system}: {', '.join(ratios)}{printed}.")
+    return lines
+
+
+def _ratio(thousands: int, ours: Cell, other: Cell) -> str:
+    length = format_tokens(thousands * KIB)
+    if ours.tgs is None or other.tgs is None:
+        missing = " and ".join(name for name, one in (("sppo", ours), ("the other", other)) if one.tgs is None)
+        return f"{length} {missing} does not fit"
+    return f"{length} {ours.tgs / other.tgs:.2f}"
+
+
+BREAKDOWN = (("gpt-13b", 512), ("gpt-65b", 640))
+"""The jobs that SPPO's Figure 11 takes apart, and their thousands of tokens."""
+PARTS = (KEEP, FULL_SWAP, SEQUENCE_AWARE)
+
+
+def breakdown(progress: Progress) -> Figure:
+    """Return SPPO's Figure 11 without the multiplexed phases: nothing, everything or what hides is offloaded."""
+    cells: dict[str, list[tuple[Job, int, Cell]]] = {policy.label: [] for policy in PARTS}
+    jobs = {job.model: job for job in JOBS}
+    total = len(PARTS) * len(BREAKDOWN)
+    for i, policy in enumerate(PARTS):
+        for j, (model, thousands) in enumerate(BREAKDOWN):
+            one = cell(jobs[model], SPPO, thousands, policy)
+            cells[policy.label].append((jobs[model], thousands, one))
+            progress(i * len(BREAKDOWN) + j + 1, total)
+    return Figure(
+        name="sppo-11",
+        title="What of SPPO's offloading is worth what: gpt-13b at 512k, gpt-65b at 640k",
+        x_label="sequence length (tokens)",
+        y_label="tokens per GPU and second",
+        x_kind="tokens",
+        y_kind="number",
+        lines=[
+            Line(
+                label=label,
+                points=[Point(x=n * KIB, y=one.tgs, note=f"{job.model}, {_peak(one)}") for job, n, one in found],
+            )
+            for label, found in cells.items()
+        ],
+    )
+
+
+def _peak(one: Cell) -> str:
+    return f"{one.note}, device {format_bytes(one.prediction.peak_device_bytes)}"
+
+
+FIGURES: dict[str, Callable[[Progress], Figure]] = {"sppo-10": throughput, "sppo-11": breakdown}
