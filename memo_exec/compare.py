@@ -4,7 +4,8 @@
 
 A plan carries its prediction, and its predicted trace lies beside it (``tiny.json`` -> ``tiny.trace.json``): nothing
 is priced here. Spans by kind come from that trace; where it played a few of many identical micro-batches, the spans of
-the second count as often as it stands for others.
+the second count as often as it stands for others. A rank of a pipeline is compared with the trace of its own stage
+(``tiny.trace.stage1.json``), the fullest rank's memory with the plan's.
 """
 
 from __future__ import annotations
@@ -13,6 +14,9 @@ from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
 
+import msgspec
+
+from memo_exec.distributed.place import Place
 from memo_sim.contract import codec
 from memo_sim.contract.comparison import Comparison, Ratio, StepFigures
 from memo_sim.contract.errors import BadInput, OutOfTolerance
@@ -29,18 +33,18 @@ _ONLY, _STEADY = "m0/", "m1/"
 COPY_LANES = {Lane.D2H: "d2h", Lane.H2D: "h2d"}
 
 
-def trace_path(plan: Path) -> Path:
-    """Return where a plan's predicted trace lies: beside it."""
-    return plan.with_name(f"{plan.stem}.trace.json")
+def trace_path(plan: Path, stage: int = 0) -> Path:
+    """Return where a plan's predicted trace of a pipeline stage lies: beside it."""
+    return plan.with_name(f"{plan.stem}.trace{f'.stage{stage}' if stage else ''}.json")
 
 
-def predicted_trace(plan_path: Path, plan: Plan) -> Trace | None:
-    """Return the predicted trace beside a plan, None when there is none.
+def predicted_trace(plan_path: Path, plan: Plan, rank: int = 0) -> Trace | None:
+    """Return the predicted trace beside a plan of the stage that ``rank`` plays, None when there is none.
 
     Raises:
         BadInput: when the trace is of another program.
     """
-    path = trace_path(plan_path)
+    path = trace_path(plan_path, Place(plan.decisions.layout, rank).at("pp"))
     if not path.is_file():
         return None
     trace = codec.read(path, Trace)
@@ -93,16 +97,22 @@ def busy_by(trace: Trace) -> tuple[dict[str, float], dict[str, float]]:
     return dict(lanes), dict(ops)
 
 
-def figures_of_prediction(prediction: Prediction | None, trace: Trace | None) -> StepFigures | None:
-    """Return a plan's predicted figures, None when it has none (or no step time)."""
+def figures_of_prediction(
+    prediction: Prediction | None, trace: Trace | None, stage: Program | None = None
+) -> StepFigures | None:
+    """Return a plan's predicted figures, None when it has none (or no step time).
+
+    ``stage`` is the program of the stage that ``trace`` is of, where there are several.
+    """
     if prediction is None or prediction.step_s is None:
         return None
+    lanes, ops = busy_by(trace) if trace is not None else ({}, {})
     return StepFigures(
         step_s=prediction.step_s,
         peak_device_bytes=prediction.peak_device_bytes,
-        moved_bytes=prediction.moved_bytes,
-        lanes=prediction.lanes,
-        ops=busy_by(trace)[1] if trace is not None else {},
+        moved_bytes=prediction.moved_bytes if stage is None else moved_bytes(stage),
+        lanes=prediction.lanes if stage is None else lanes,
+        ops=ops,
     )
 
 
@@ -182,9 +192,13 @@ def compare_files(predicted_path: Path, measured_path: Path) -> tuple[Comparison
     if codec.schema_of(raw, where=str(predicted_path)) == Plan.__struct_config__.tag:
         plan = codec.decode(raw, Plan, where=str(predicted_path))
         program_sha256 = plan.program_sha256
-        trace = predicted_trace(predicted_path, plan)
-        predicted = figures_of_prediction(plan.prediction, trace)
-        moved = moved_bytes(lower(plan.decisions)[0])
+        trace = predicted_trace(predicted_path, plan, measured.rank)
+        programs, stage = lower(plan.decisions), Place(plan.decisions.layout, measured.rank).at("pp")
+        predicted = figures_of_prediction(plan.prediction, trace, programs[stage] if len(programs) > 1 else None)
+        if predicted is not None and trace is not None and len(programs) > 1:
+            peak = figures_of_trace(trace).peak_device_bytes
+            predicted = msgspec.structs.replace(predicted, peak_device_bytes=peak)
+        moved = moved_bytes(programs[stage])
     else:
         trace = codec.decode(raw, Trace, where=str(predicted_path))
         program_sha256 = trace.program_sha256

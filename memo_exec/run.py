@@ -102,7 +102,7 @@ def run(
         tell, note = (lambda figure: None), (lambda text: None)
     allocator = _replay_allocator() if options.replay_allocator or plan.decisions.replay_allocator else None
     device = device_of(launch, "cuda" if torch.cuda.is_available() else "cpu")
-    predicted = compare.predicted_trace(plan_path, plan)
+    predicted = compare.predicted_trace(plan_path, plan, launch.rank)
     machine = this_machine(sharing=launch.local_world)
     placement = checked_placement(plan, program, plan_path)
     needs = preflight.check(plan.decisions, program, machine, placement, lent=allocator is not None)
@@ -160,7 +160,7 @@ def run(
             _save_weights(training, options.save, note)
         if interpreter.below is not None:
             note(interpreter.below.report().line())
-        return _outcome(training, machine, predicted)
+        return _outcome(training, machine, plan_path, predicted)
 
 
 def _groups(plan: Plan, world: World, device: torch.device, needs: Needs) -> Groups:
@@ -309,10 +309,11 @@ def _signals(training: Training, note: Callable[[str], None]) -> Iterator[None]:
             signal.signal(kind, handler)
 
 
-def _outcome(training: Training, machine: Machine, predicted: Trace | None) -> Outcome:
+def _outcome(training: Training, machine: Machine, plan_path: Path, predicted: Trace | None) -> Outcome:
     plan, program, world = training.plan, training.interpreter.program, training.world
     record, times_s, steps_measured = training.median_record(WARM_UPS)
-    record = without_waiting(record, lower(plan.decisions), training.interpreter.place, world)
+    programs = lower(plan.decisions)
+    record = without_waiting(record, programs, training.interpreter.place, world)
     measured = measured_trace(
         program, record, program_sha256=plan.program_sha256, rank=world.rank, world_size=world.size
     )
@@ -325,9 +326,13 @@ def _outcome(training: Training, machine: Machine, predicted: Trace | None) -> O
             ops=compare.busy_by(measured)[1],
         )
     )
+    slowest = times_s.index(max(times_s))
+    stage = programs[Place(plan.decisions.layout, slowest).at("pp")] if len(programs) > 1 else None
+    trace = compare.predicted_trace(plan_path, plan, slowest)
+    peaks = [figures.peak_device_bytes for figures in every]
     comparison = compare.compare(
-        compare.figures_of_prediction(plan.prediction, predicted),
-        every[times_s.index(max(times_s))],
+        compare.figures_of_prediction(plan.prediction, trace, stage),
+        msgspec.structs.replace(every[slowest], peak_device_bytes=max(peaks)),
         program_sha256=plan.program_sha256,
         machine=machine_text(machine),
         losses=training.losses,
@@ -335,7 +340,6 @@ def _outcome(training: Training, machine: Machine, predicted: Trace | None) -> O
         steps_measured=steps_measured,
     )
     if world.size > 1:
-        peaks = [figures.peak_device_bytes for figures in every]
         comparison = msgspec.structs.replace(comparison, step_s_by_rank=times_s, peak_device_bytes_by_rank=peaks)
     if (below := training.interpreter.below) is not None:
         comparison = msgspec.structs.replace(comparison, allocator=dataclasses.asdict(below.report()))

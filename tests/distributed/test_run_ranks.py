@@ -20,11 +20,12 @@ from memo_exec import checkpoint
 from memo_exec.distributed.world import joined, launched
 from memo_exec.run import Outcome, RunOptions, run
 from memo_exec.training import StepFigure, Training
+from memo_sim.contract import codec
 from memo_sim.contract.errors import CannotRun, MemoError, UsageError
-from memo_sim.contract.plan import Layout
+from memo_sim.contract.plan import Layout, Plan
 from memo_sim.contract.trace import Spans
 from tests.distributed.team import Failed, Member, Team
-from tests.exec_cpu.plans import BYTES, byte_decisions, write_plan
+from tests.exec_cpu.plans import BYTES, byte_decisions, predicted, write_plan
 from tests.exec_cpu.small import gpt
 
 STEPS, SAVED = 5, 3
@@ -119,6 +120,23 @@ def test_a_receive_is_busy_as_long_as_its_send(team: Team, plans: Path) -> None:
     for one, other in ((first, second), (second, first)):
         assert len(seconds(one, "send")) == 2
         assert seconds(one, "send") == pytest.approx(seconds(other, "receive"), abs=1e-9)
+
+
+def test_a_rank_of_a_pipeline_is_compared_with_its_own_stage(team: Team, plans: Path) -> None:
+    """The embedding is the first stage's and the loss the last's, in both columns; the fullest rank's memory counts."""
+    plan = write_plan(plans / "known.json", codec.read(plans / "pp2.json", Plan).decisions, predicted())
+    for outcome, beside in zip(outcomes(team, plans, "pp2"), ("trace", "trace.stage1"), strict=True):
+        codec.write(plans / f"known.{beside}.json", outcome.measured)
+    found: list[Outcome] = team.play(play, 2, plan, {"steps": 3}, meets=False)
+    for outcome in found:
+        assert outcome.predicted is not None
+        assert outcome.predicted.spans.ids == outcome.measured.spans.ids
+    comparison = found[0].comparison
+    assert comparison.predicted is not None
+    assert set(comparison.predicted.ops) == set(comparison.measured.ops)
+    assert set(comparison.predicted.lanes) == set(comparison.measured.lanes)
+    assert comparison.predicted.moved_bytes == comparison.measured.moved_bytes
+    assert comparison.measured.peak_device_bytes == max(comparison.peak_device_bytes_by_rank)
 
 
 @pytest.mark.parametrize(
