@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from functools import partial
 
 import msgspec
 import numpy as np
@@ -14,9 +15,7 @@ from memo_sim.contract.errors import MemoError
 from memo_sim.contract.plan import Decisions, Layout, Schedule
 from memo_sim.contract.units import GIB, format_bytes
 from memo_sim.engine.memory import memory_of
-from memo_sim.engine.player import Rates
 from memo_sim.engine.repetition import played_at_first
-from memo_sim.engine.role import Prices
 from memo_sim.engine.simulate import Simulation, simulate
 from memo_sim.planning.question import Pins, Question
 from memo_sim.program.columns import expand
@@ -25,7 +24,7 @@ from memo_sim.program.lower import lower, program_sha256
 from memo_sim.program.meetings import meetings
 from memo_sim.program.work import Attention, Gemm, Handover, Work
 from memo_sim.what_if import what_if
-from tests.sim.toy_machine import FLOPS, TOY_CLUSTER, ToyPrices, alone, contended, decide, toy_hardware
+from tests.sim.toy_machine import FLOPS, TOY_CLUSTER, ToyPrices, alone, contended, decide, run_layout, toy_hardware
 
 VOCAB = 96
 SCHEDULES = [
@@ -53,26 +52,7 @@ class LayersAlone:
         return work.flops / FLOPS if isinstance(work, Gemm | Attention) else 0.0
 
 
-def run(
-    layout: Layout,
-    micro_batches: int,
-    policy: tuple[str, float] = ("none", 0.0),
-    *,
-    prices: Prices | None = None,
-    rates: Rates = alone,
-    played: int | None = None,
-    layers: int = 8,
-    **knobs: object,
-) -> Simulation:
-    decisions = decide(policy, layout=layout, layers=layers, global_batch=micro_batches * layout.dp, **knobs)
-    return simulate(
-        decisions,
-        toy_hardware(),
-        TOY_CLUSTER,
-        pricer=prices or LayersAlone(),
-        rates=rates,
-        micro_batches_played=played,
-    )
+run = partial(run_layout, prices=LayersAlone())
 
 
 @pytest.mark.parametrize("stages", [2, 4])

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 
 from memo_sim.contract.plan import Layout
-from memo_sim.engine.simulate import Simulation, simulate
+from memo_sim.engine.simulate import Simulation
 from memo_sim.program.work import Collective, Handover, Work
 from tests.sim.test_pipeline_engine import LayersAlone
-from tests.sim.toy_machine import TOY_CLUSTER, alone, decide, toy_hardware
+from tests.sim.toy_machine import run_layout
 
 HANDOVER_S, COLLECTIVE_S = 1e-5, 1e-6
 
@@ -22,9 +24,7 @@ class WithExchanges(LayersAlone):
         return HANDOVER_S if isinstance(work, Handover) else super().seconds(work)
 
 
-def run(layout: Layout, micro_batches: int, policy: tuple[str, float] = ("none", 0.0)) -> Simulation:
-    decisions = decide(policy, layout=layout, layers=8, global_batch=micro_batches)
-    return simulate(decisions, toy_hardware(), TOY_CLUSTER, pricer=WithExchanges(), rates=alone)
+run = partial(run_layout, prices=WithExchanges())
 
 
 def waits(simulation: Simulation) -> dict[str, float]:

@@ -6,18 +6,17 @@ F is the forward of one unit on one stage, B its backward, W the weight gradient
 from __future__ import annotations
 
 from collections import Counter
+from functools import partial
 
 import pytest
 
 from memo_sim.contract.plan import Layout, Schedule
-from memo_sim.engine.player import Rates
-from memo_sim.engine.role import Prices
-from memo_sim.engine.simulate import Simulation, simulate
+from memo_sim.engine.simulate import Simulation
 from memo_sim.program.instruction import Lane
 from memo_sim.program.schedule import Kind, Pass, passes_of
 from memo_sim.program.work import Gemm, Work
 from tests.sim.pass_orders import B, F, W, in_flight, makespan
-from tests.sim.toy_machine import TOY_CLUSTER, ToyPrices, alone, contended, decide, toy_hardware
+from tests.sim.toy_machine import ToyPrices, contended, run_layout
 
 VOCAB = 96
 SCHEDULES: list[tuple[Schedule, int]] = [("gpipe", 1), ("1f1b", 1), ("zero-bubble", 1), ("interleaved", 2)]
@@ -86,25 +85,7 @@ class EqualParts:
         return float(isinstance(work, Gemm) and VOCAB not in (work.m, work.n, work.k))
 
 
-def run(
-    layout: Layout,
-    micro_batches: int,
-    policy: tuple[str, float] = ("none", 0.0),
-    *,
-    prices: Prices | None = None,
-    rates: Rates = alone,
-    played: int | None = None,
-    layers: int = 8,
-) -> Simulation:
-    decisions = decide(policy, layout=layout, layers=layers, global_batch=micro_batches * layout.dp)
-    return simulate(
-        decisions,
-        toy_hardware(),
-        TOY_CLUSTER,
-        pricer=prices or EqualParts(),
-        rates=rates,
-        micro_batches_played=played,
-    )
+run = partial(run_layout, prices=EqualParts())
 
 
 @pytest.mark.parametrize("partition", ["length", "flops"])

@@ -9,6 +9,9 @@ from memo_sim.contract.hardware import CopyRates, Curve, Hardware, Quantity, Sou
 from memo_sim.contract.model import Model
 from memo_sim.contract.plan import Decisions, Layout
 from memo_sim.contract.units import GIB
+from memo_sim.engine.player import Rates
+from memo_sim.engine.role import Prices
+from memo_sim.engine.simulate import Simulation, simulate
 from memo_sim.program.instruction import Lane
 from memo_sim.program.work import Attention, Gemm, HostUpdate, Rowwise, Work
 
@@ -152,3 +155,19 @@ def small_decisions(draw: st.DrawFn) -> Decisions:
         loss_chunk_tokens=draw(st.sampled_from([0, 256])),
         global_batch=layout.dp * draw(st.integers(1, 2)),
     )
+
+
+def run_layout(
+    layout: Layout,
+    micro_batches: int,
+    policy: tuple[str, float] = ("none", 0.0),
+    *,
+    prices: Prices,
+    rates: Rates = alone,
+    played: int | None = None,
+    layers: int = 8,
+    **knobs: object,
+) -> Simulation:
+    """Return a small plan of so many micro-batches a replica, ``played`` of them or as many as show the period."""
+    decisions = decide(policy, layout=layout, layers=layers, global_batch=micro_batches * layout.dp, **knobs)
+    return simulate(decisions, toy_hardware(), TOY_CLUSTER, pricer=prices, rates=rates, micro_batches_played=played)
