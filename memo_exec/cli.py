@@ -348,7 +348,8 @@ def main() -> None:
     try:
         cli.main(prog_name="memo-exec", standalone_mode=False)
     except click.ClickException as error:
-        error.show()
+        if not leave_for_torchrun(f"memo-exec: {_who()}{error.format_message()}", caused_elsewhere=False):
+            error.show()
         sys.exit(error.exit_code)
     except (click.Abort, KeyboardInterrupt):
         _say("interrupted")
