@@ -26,6 +26,7 @@ from memo_sim.program.optimizer import Optimizer
 from memo_sim.program.parameters import Block, embed_block, head_block, layer_block
 from memo_sim.program.shape import shape_of
 from memo_sim.program.stage import stages_of
+from memo_sim.program.subsequence import subsequences_of
 from memo_sim.program.visits import ROUNDING_BUFFERS
 
 
@@ -107,14 +108,25 @@ class Floors:
         return host * self._local(decisions) > self.host_room_bytes
 
     def _swapped_bytes(self, decisions: Decisions) -> int:
-        """Return what one micro-batch of a stage swaps at least, without lowering anything."""
+        """Return what one micro-batch of a stage swaps at least, without lowering anything.
+
+        Of its layers, of all subsequences, as many stay as there are rounding buffers. Which subsequences stay in a
+        window says the order: none are counted.
+        """
+        if decisions.offload_window:
+            return 0
         stage = stages_of(decisions)[0]
-        kept = Activations(decisions, shape_of(decisions), 1, stage)
-        apart = {f"host.{t.name}" for t in kept.tensors if t.statistics}  # blocks of their own (engine/memory.py)
+        parts = subsequences_of(decisions, shape_of(decisions))
+        layer = [self._layer_bytes(Activations(decisions, each.shape, 1, stage, each)) for each in parts]
+        return max(0, len(stage.layers) * sum(layer) - ROUNDING_BUFFERS * max(layer))
+
+    def _layer_bytes(self, kept: Activations) -> int:
+        """Return what one layer of a subsequence swaps, statistics left out: they are blocks of their own."""
+        apart = {f"host.{t.name}" for t in kept.tensors if t.statistics}  # engine/memory.py
         layer = sum(f.bytes for f in kept.families() if f.space == "host" and f.name not in apart)
-        if decisions.host_allocator == "power_of_two" and layer:
-            layer = 1 << (layer - 1).bit_length()
-        return layer * max(0, len(stage.layers) - ROUNDING_BUFFERS)
+        if kept.decisions.host_allocator == "power_of_two" and layer:
+            return 1 << (layer - 1).bit_length()
+        return layer
 
     def _local(self, decisions: Decisions) -> int:
         return min(self._devices_per_node, decisions.layout.devices)

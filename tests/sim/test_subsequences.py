@@ -10,6 +10,8 @@ import pytest
 
 from memo_sim.contract.errors import Infeasible
 from memo_sim.contract.plan import Decisions, Kernels, Layout
+from memo_sim.engine.simulate import simulate
+from memo_sim.planning.floors import Floors
 from memo_sim.program.check import check_edges, check_program
 from memo_sim.program.check_roles import check_deadlock, check_roles
 from memo_sim.program.columns import expand
@@ -24,6 +26,7 @@ from memo_sim.program.shape import shape_of
 from memo_sim.program.tensors import skeletal_tensors
 from memo_sim.program.work import Attention, BatchedGemm, Copy, Gemm
 from tests.sim.small_programs import GPT, LLAMA, decide
+from tests.sim.toy_machine import TOY_CLUSTER, ToyPrices, alone, toy_hardware
 
 MODELS = {"gpt": msgspec.structs.replace(GPT, layers=3), "llama": LLAMA}
 LAYOUTS = [
@@ -222,3 +225,21 @@ def test_what_subsequences_cannot_go_with_is_refused(layout: Layout, more: dict,
         lower(cut("llama", layout, **more))
     assert error.value.where == where
     assert error.value.wanted is not None
+
+
+@pytest.mark.parametrize("window", [0, 1])
+@pytest.mark.parametrize("allocator", ["exact", "power_of_two"])
+@pytest.mark.parametrize("policy", [("none", 0.5), ("none", 1.0), ("tokenwise", 0.5)])
+def test_what_a_floor_says_of_the_host_is_never_more_than_is_swapped(
+    policy: tuple[str, float], allocator: str, window: int
+) -> None:
+    """Keys and values are left out of it; a window's last subsequences stay."""
+    for layout in (Layout(subsequences=4), Layout(subsequences=2, pp=2)):
+        model = msgspec.structs.replace(LLAMA, layers=8)
+        decisions = cut("llama", layout, policy, global_batch=1, host_allocator=allocator, offload_window=window)
+        decisions = msgspec.structs.replace(decisions, model=model)
+        floors = Floors(toy_hardware(), TOY_CLUSTER)
+        simulation = simulate(decisions, toy_hardware(), TOY_CLUSTER, pricer=ToyPrices(), rates=alone)
+        rank = simulation.roles[0].memory.host.bytes
+        assert floors._swapped_bytes(decisions) <= rank
+        assert window or floors._swapped_bytes(decisions) > rank // 2
