@@ -203,9 +203,9 @@ class Floors:
 
 def _compute(one: Pass, attention_again: bool) -> Pass:
     """Return what of a pass the compute lane alone does, attention's forward twice if said so."""
-    nothing = Pass(**{f.name: 0.0 for f in fields(Pass)})
+    others = ("idle_s", "copy_s", "collective_s", "p2p_s", "device_bytes", "host_bytes")
     compute_s = one.compute_s + (one.attention_s if attention_again else 0.0)
-    return replace(nothing, compute_s=compute_s, forward_s=one.forward_s, head_s=one.head_s)
+    return replace(one, compute_s=compute_s, **dict.fromkeys(others, 0.0))
 
 
 def _either(first: Pass, second: Pass) -> Pass:

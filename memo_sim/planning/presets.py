@@ -120,10 +120,11 @@ SYSTEMS = {
         ),
         System(
             "every-layout",
-            "every policy of `any` on every layout there is: tp, ring cp, Ulysses and dp, with ZeRO 1 or 3",
+            "every policy of `any` on every layout there is: tp, ring cp, Ulysses, pp and dp, with ZeRO 1 or 3",
             (KEEP, TOKENWISE, *EVERY_FULL, FULL_SWAP, PARTIAL_SWAP),
-            degrees=("tp", "cp", "ulysses", "dp"),
+            degrees=("tp", "cp", "ulysses", "pp", "dp"),
             zeros=(1, 3),
+            schedules=("1f1b", "interleaved", "zero-bubble"),
         ),
         System(
             "memo",

@@ -125,8 +125,8 @@ def candidates(question: Question) -> tuple[list[Candidate], list[str]]:
         complete = msgspec.structs.replace(base, loss_chunk_tokens=chunk, kernels=kernels)
         rows = mlp_chunk(question, complete)
         for policy in chosen:
-            if policy.mlp_blocks and not rows:
-                continue
+            if policy.mlp_blocks and (not rows or (layout.pp > 1 and layout.schedule == "zero-bubble")):
+                continue  # weight gradients apart need the whole MLP's inputs
             decisions = with_alpha(complete, policy.recompute, policy.alpha or 0.0)
             cut = rowwise.faster(msgspec.structs.replace(decisions, mlp_chunk_tokens=rows if policy.mlp_blocks else 0))
             if policy.hides:

@@ -44,6 +44,32 @@ def test_a_system_divides_work_its_own_way(system: str, degrees: set[str], zero:
     assert {c.policy for c in candidates(ask(system))[0]} == {KEEP, FULL_RECOMPUTE} | own
 
 
+def test_megatrons_stages_are_searched_in_its_own_orders() -> None:
+    found = layouts(ask("megatron-lm"))
+    assert {(layout.pp, layout.schedule, layout.virtual_stages) for layout in found} == {
+        (1, "1f1b", 1),
+        *((2, schedule, chunks) for schedule, chunks in (("1f1b", 1), ("interleaved", 2), ("interleaved", 4))),
+    }  # tp 4 at least leaves two stages
+    assert all(layout.overlap_handovers == (layout.schedule == "interleaved") for layout in found if layout.pp > 1)
+    assert all(layout.zero <= 1 for layout in found)
+    assert {layout.pp for layout in layouts(ask("memo"))} == {1}
+
+
+def test_who_pins_stages_or_their_order_has_no_other() -> None:
+    assert {layout.schedule for layout in layouts(ask("megatron-lm", pp=2))} == {"1f1b"}
+    pinned = layouts(ask("megatron-lm", schedule="interleaved", virtual_stages=4))
+    assert {(layout.schedule, layout.virtual_stages) for layout in pinned if layout.pp > 1} == {("interleaved", 4)}
+
+
+def test_chunks_divide_the_layers_of_a_stage() -> None:
+    cluster, hardware = load_cluster("a800-4x8")
+    question = Question(load_model("gpt-30b"), cluster, hardware, 16384, system="megatron-lm", global_batch=16)
+    by_stages: dict[int, set[int]] = {}
+    for layout in layouts(question):
+        by_stages.setdefault(layout.pp, set()).add(layout.virtual_stages)
+    assert by_stages == {1: {1}, 2: {1, 2, 4}, 4: {1, 2, 4}, 8: {1, 2}}  # of 48 layers
+
+
 def test_a_degree_that_a_system_lacks_is_refused() -> None:
     with pytest.raises(UsageError, match="fsdp does not divide work that way") as error:
         layouts(ask("fsdp", tp=2))
@@ -88,18 +114,21 @@ def test_the_answer_says_where_zero_3_has_nothing_to_divide() -> None:
 
 
 def test_every_layout_holds_those_of_any_and_its_search_accounts_for_all() -> None:
-    asked = ask("every-layout", seq_tokens=65536, tp=2, recompute="full")
+    asked = ask("every-layout", seq_tokens=65536, global_batch=4, tp=2, recompute="full")
     found = layouts(asked)
     assert len(set(found)) == len(found)
     assert set(layouts(ask("any", seq_tokens=65536, tp=2, recompute="full"))) < set(found)
-    assert {(layout.cp, layout.ulysses, layout.dp, layout.zero) for layout in found} == {
+    assert {(layout.cp, layout.ulysses, layout.dp, layout.zero) for layout in found if layout.pp == 1} == {
         (cp, ulysses, 4 // cp // ulysses, zero)
         for cp, ulysses, zero in itertools.product((1, 2, 4), (1, 2, 4), (1, 3))
         if cp * ulysses <= 4
     }
+    staged = [layout for layout in found if layout.pp > 1]
+    assert {(layout.pp, layout.zero) for layout in staged} == {(2, 1), (4, 0)}  # four stages of two are alone
+    assert {layout.schedule for layout in staged} == {"1f1b", "interleaved", "zero-bubble"}
     result = search(asked)
     assert result.evaluated + result.pruned == len(candidates(asked)[0])
-    alone = search(ask("any", seq_tokens=65536, tp=2, recompute="full")).best
+    alone = search(ask("any", seq_tokens=65536, global_batch=4, tp=2, recompute="full")).best
     assert result.best is not None
     assert alone is not None
     assert result.best.prediction.step_s <= alone.prediction.step_s
