@@ -9,10 +9,12 @@ from memo_sim.contract.hardware import DISTURBED
 from memo_sim.contract.plan import Decisions, Prediction
 from memo_sim.contract.units import counted, format_bytes, format_seconds, format_tokens
 from memo_sim.engine.simulate import ALLOCATOR, Simulation
+from memo_sim.explain_subsequences import subsequences
 from memo_sim.planning.arena import Arena
 from memo_sim.planning.outcome import Evaluated, SearchResult
 from memo_sim.planning.presets import KEEP, PARTIAL_SWAP, TOKENWISE, Policy, find_system
 from memo_sim.planning.question import Question
+from memo_sim.planning.subsequences import swap_each
 from memo_sim.program.library_results import RESULTS
 from memo_sim.program.shape import swap_granule
 from memo_sim.views.plan_table import layout_label
@@ -37,6 +39,7 @@ def explain(
     lines += _allocator(simulation)
     lines += [
         *_pipeline(simulation),
+        *subsequences(found, simulation),
         *_sharding(simulation),
         *_ulysses(simulation),
         *_alpha(found),
@@ -228,7 +231,8 @@ def _allocator(simulation: Simulation) -> list[str]:
 
 def _alpha(found: SearchResult) -> list[str]:
     """Compare the paper's linear program with the engine's best, for the best token-wise plan."""
-    tried = [e for e in found.ranked if e.linear_program and e.prediction.status == "ok"]
+    whole = [e for e in found.ranked if e.decisions.layout.subsequences == 1]  # which is what that program is about
+    tried = [e for e in whole if e.linear_program and e.prediction.status == "ok"]
     layout = found.best.decisions.layout if found.best else None
     best = next((e for e in tried if e.decisions.layout == layout), tried[0] if tried else None)
     if best is None or best.linear_program is None:
@@ -259,7 +263,7 @@ def _inputs_swapped(found: SearchResult) -> list[str]:
     best = found.best
     if best is None or best.policy.recompute != "full" or not best.decisions.swapped_tokens:
         return []
-    kept = _same_but(found, best.decisions, swapped_tokens=0)
+    kept = next((e for e in found.ranked if e.decisions == swap_each(best.decisions, 0)), None)
     moved = format_bytes(best.prediction.moved_bytes.d2h)
     less = f"; kept on the device they do not fit, {_short(kept.prediction)}" if kept and not _fits(kept) else ""
     return [f"Layer inputs wait for backward in host memory, {moved} a step{less}."]

@@ -29,11 +29,12 @@ ROUNDING = 1e-12
 """Of the step: two instants that lie nearer are one."""
 
 HANDOVERS = (Lane.SEND, Lane.RECEIVE)
+BUBBLE = "pipeline bubble"
 
 
 def bubble(stage: int) -> str:
     """Return what a wait for a stage is called."""
-    return f"pipeline bubble (stage {stage})"
+    return f"{BUBBLE} (stage {stage})"
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ LEAST_DIGITS, MOST_DIGITS = 3, 6
 def layout_label(layout: Layout) -> str:
     """Return a layout in a few characters: ``tp4+sp cp2 dp1``; tp, cp and dp always, others when they divide.
 
-    ``+ag``: context-parallel ranks gather all keys and values.
+    ``+ag``: context-parallel ranks gather all keys and values. ``+length``: subsequences are as long as each other.
     """
     gathered = "+ag" if layout.cp > 1 and layout.cp_exchange == "all_gather" else ""
     parts = [f"tp{layout.tp}{'+sp' if layout.sequence_parallel else ''}", f"cp{layout.cp}{gathered}"]
@@ -33,7 +33,8 @@ def layout_label(layout: Layout) -> str:
         parts += [f"{name}{degree}"] if degree > 1 else []
     parts.append(f"dp{layout.dp}")
     parts += [f"zero{layout.zero}"] if layout.zero else []
-    parts += [f"n{layout.subsequences}"] if layout.subsequences > 1 else []
+    if layout.subsequences > 1:
+        parts.append(f"n{layout.subsequences}{'+length' if layout.partition == 'length' else ''}")
     return " ".join(parts)
 
 

@@ -1,0 +1,79 @@
+"""Why a sequence is cut into so many subsequences: what the bubble and the kernels lose with fewer and with more."""
+
+from __future__ import annotations
+
+import msgspec
+
+from memo_sim.contract.plan import Layout, Prediction
+from memo_sim.contract.units import format_bytes, format_seconds, format_tokens
+from memo_sim.engine.simulate import Simulation
+from memo_sim.engine.stalls import BUBBLE
+from memo_sim.planning.outcome import Evaluated, SearchResult
+from memo_sim.program.partition import partition, swapped_parts
+
+
+def subsequences(found: SearchResult, simulation: Simulation) -> list[str]:
+    """Return what the parts are, what each offloads and keeps, and the numbers next to the chosen one."""
+    decisions = simulation.decisions
+    number = decisions.layout.subsequences
+    if number == 1:
+        return [] if found.best is None else _why_not_cut(found)
+    parts, swapped = partition(decisions), swapped_parts(decisions)
+    text = f"{number} subsequences of {format_tokens(parts[0])} to {format_tokens(parts[-1])} tokens"
+    if decisions.swapped_tokens:
+        first, last = swapped[0] / parts[0], swapped[-1] / parts[-1]
+        text += f" offload {format_tokens(swapped[0])} each or all they have: alpha {first:.2f} to {last:.2f}"
+    if carried := simulation.prediction.peak_by_class.get("carried", 0):
+        text += f"; keys and values stay, {format_bytes(carried)} of them where memory is fullest"
+    return [f"{text}.", *_beside(found, simulation.prediction)]
+
+
+def _why_not_cut(found: SearchResult) -> list[str]:
+    """Return what the best plan that is cut loses, where some were played."""
+    best = found.best
+    assert best is not None
+    cut = [e for e in found.ranked if e.decisions.layout.subsequences > 1 and e.prediction.step_s is not None]
+    if not cut:
+        return []
+    nearest = min(cut, key=lambda e: e.prediction.step_s or 0.0)
+    return [f"The sequence is not cut: {_against(nearest, best.prediction)}."]
+
+
+def _beside(found: SearchResult, chosen: Prediction) -> list[str]:
+    """Return the next fewer and the next more subsequences of the same layout, each by its best plan."""
+    best = found.best
+    if best is None:
+        return []
+    layout = best.decisions.layout
+    others: dict[int, Evaluated] = {}
+    for one in found.ranked:  # the best of a number comes first
+        if one.prediction.step_s is not None and _uncut(one.decisions.layout) == _uncut(layout):
+            others.setdefault(one.decisions.layout.subsequences, one)
+    fewer = max((n for n in others if n < layout.subsequences), default=None)
+    more = min((n for n in others if n > layout.subsequences), default=None)
+    told = [_against(others[n], chosen) for n in (fewer, more) if n is not None]
+    return [f"{'; '.join(told)}."] if told else []
+
+
+def _uncut(layout: Layout) -> Layout:
+    return msgspec.structs.replace(layout, subsequences=1)
+
+
+def _against(other: Evaluated, chosen: Prediction) -> str:
+    """Return what another number changes: the time that stages wait for each other, and the time of kernels."""
+    bubble_s = _bubble_s(other.prediction) - _bubble_s(chosen)
+    compute_s = other.prediction.lanes.get("compute", 0.0) - chosen.lanes.get("compute", 0.0)
+    step_s = (other.prediction.step_s or 0.0) - (chosen.step_s or 0.0)
+    waits, works = _longer(bubble_s), _longer(compute_s)
+    return (
+        f"With {other.decisions.layout.subsequences} the bubble is {waits}, kernels take {works}, "
+        f"and the step is {_longer(step_s)}"
+    )
+
+
+def _longer(seconds: float) -> str:
+    return f"{format_seconds(abs(seconds))} {'longer' if seconds >= 0 else 'shorter'}"
+
+
+def _bubble_s(prediction: Prediction) -> float:
+    return sum(s.seconds for s in prediction.stalls if s.lane == "compute" and s.waits_for.startswith(BUBBLE))

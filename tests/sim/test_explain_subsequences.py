@@ -1,0 +1,65 @@
+"""What is said of subsequences: their tokens, what each offloads, and what another number would change."""
+
+from __future__ import annotations
+
+import re
+
+import msgspec
+import pytest
+
+from memo_sim.contract.catalog import load_cluster, load_model
+from memo_sim.contract.plan import Layout
+from memo_sim.explain_subsequences import subsequences
+from memo_sim.planning.question import Pins, Question
+from memo_sim.planning.search import SearchResult, play, search
+from memo_sim.program.partition import partition, swapped_parts
+from memo_sim.views.plan_table import layout_label
+
+
+def found_for(system: str, **pins: object) -> tuple[SearchResult, list[str]]:
+    cluster, hardware = load_cluster("a100-2x2-hdr4")
+    model = msgspec.structs.replace(load_model("gpt-7b"), layers=4)
+    question = Question(model, cluster, hardware, 32 * 1024, system=system, pins=Pins(**pins))  # type: ignore[arg-type]
+    found = search(question, prune=False)
+    assert found.best is not None
+    return found, subsequences(found, play(question, found.best.decisions))
+
+
+def test_parts_and_their_neighbours_are_told() -> None:
+    found, lines = found_for("sppo", tp=2, pp=2)
+    best = found.best
+    assert best is not None
+    number, parts = best.decisions.layout.subsequences, partition(best.decisions)
+    assert lines[0].startswith(f"{number} subsequences of ")
+    alphas = [some / part for some, part in zip(swapped_parts(best.decisions), parts, strict=True)]
+    assert f"alpha {alphas[0]:.2f} to {alphas[-1]:.2f}" in lines[0]
+    assert "keys and values stay" in lines[0]
+    told = [int(n) for n in re.findall(r"With (\d+) the bubble", lines[1])]
+    assert all(n != number for n in told)
+    assert told == sorted(told)
+    # Fewer make the bubble longer; more make kernels slower. Either way the step is longer: this one is best.
+    for text in lines[1].split("; "):
+        assert "longer" in text.split("bubble is")[1].split(",")[0] or "longer" in text.split("kernels take")[1]
+        assert re.search(r"the step is .* longer", text)
+
+
+def test_a_sequence_that_is_better_whole_says_what_cutting_costs() -> None:
+    _, lines = found_for("any", tp=4, pp=1, subsequences="auto", recompute="none", alpha=0)
+    assert len(lines) == 1
+    assert lines[0].startswith("The sequence is not cut: With ")
+
+
+def test_nothing_is_said_where_nothing_is_cut() -> None:
+    assert found_for("any", tp=4, pp=1, recompute="none", alpha=0)[1] == []
+
+
+@pytest.mark.parametrize(
+    ("layout", "label"),
+    [
+        (Layout(pp=2, subsequences=8), "tp1 cp1 pp2 dp1 n8"),
+        (Layout(subsequences=8, partition="length"), "tp1 cp1 dp1 n8+length"),
+        (Layout(partition="length"), "tp1 cp1 dp1"),
+    ],
+)
+def test_labels_name_the_number_and_the_cut(layout: Layout, label: str) -> None:
+    assert layout_label(layout) == label
