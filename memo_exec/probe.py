@@ -111,6 +111,8 @@ class Probe:
         found = checksum(call["target"])
         if lane is Lane.D2H:
             self._sums[key] = found
+            if self._schedule.lives.death[device.buffer] == bound.number:
+                return  # nobody reads it any more, and its memory is handed out again
             last = self._readers.get(bound.number, -1)
             with self._poisoning:
                 self._offloaded.append(_Offloaded(name, call["source"], found, last))

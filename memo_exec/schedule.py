@@ -190,6 +190,8 @@ def _add_lives(bound: list[Bound], columns: Columns, lives: Liveness) -> None:
         birth, death = int(lives.birth[buffer]), int(lives.death[buffer])
         own = bound[death].instruction.lane
         others = tuple((lane, number) for lane, number in last.get(buffer, {}).items() if lane is not own)
+        for _, number in others:
+            bound[number].awaited = True
         bound[birth].births.append(buffer)
         bound[death].deaths.append((buffer, others))
 

@@ -195,8 +195,9 @@ class Activations:
     def _transfer(self, builder: TemplateBuilder, families: dict[str, Family], t: Skeletal, lane: Lane) -> None:
         slot = builder.bind(families[f"skeletal.{t.name}"], slot=t.name, tokens=t.tokens)
         moves = [self._travel, self._set_aside]
-        # A buffer that dies here must not do so with a kernel beside which the copy to the host still reads it.
-        for move in reversed(moves) if self.leaving and lane is Lane.D2H else moves:
+        # A buffer that dies here must not do so with a kernel beside which the copy to the host still reads it; one
+        # that is born here is born with a kernel, which need not wait for the copy that fills the other rows.
+        for move in reversed(moves) if self.leaving else moves:
             move(builder, families, t, slot, out=lane is Lane.D2H)
 
     def _travel(

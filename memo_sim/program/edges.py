@@ -6,7 +6,8 @@ earlier edge between the same two lanes already enforces; both are dropped.
 
 Memory is handed out in program order too. A dynamic device buffer that a lane other than compute touches first takes
 bytes that compute may still be using, and one that such a lane touches last gives bytes that compute may use again; so
-its birth waits for the compute before it, and the births after its death wait for that.
+its birth waits for the compute before it, and the births after its death wait for that. Nor does any lane touch it
+before it is born, not even rows that no other lane writes.
 
       compute   [fwd l0 writes A]...............[fwd l2 writes A]
       d2h                  [offload reads A]........^
@@ -19,7 +20,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from memo_sim.program.columns import Columns, Ints
+from memo_sim.program.columns import Columns, Flags, Ints
 from memo_sim.program.instruction import Lane, Mode
 
 
@@ -33,7 +34,8 @@ class Edges:
 
 def derive_edges(columns: Columns) -> Edges:
     """Return the cross-lane edges of the program, none implied by another through lane order."""
-    segment, instruction, mode = _segments(columns)
+    shared = _shared(columns)
+    segment, instruction, mode = _segments(columns, shared)
     lane = columns.lane[instruction]
     writes = (mode & Mode.WRITE) > 0
     producers: list[Ints] = []
@@ -54,13 +56,21 @@ def derive_edges(columns: Columns) -> Edges:
         found = writes & (lane != producer_lane) & (last_read > last_write)
         producers.append(instruction[last_read[found]])
         consumers.append(instruction[found])
-    memory_producers, memory_consumers = _memory_edges(columns)
+    memory_producers, memory_consumers = _memory_edges(columns, shared)
     return _reduced(
         np.concatenate([*producers, memory_producers]), np.concatenate([*consumers, memory_consumers]), columns.lane
     )
 
 
-def _memory_edges(columns: Columns) -> tuple[Ints, Ints]:
+def _shared(columns: Columns) -> Flags:
+    """Return which buffers several lanes touch."""
+    touching = np.zeros(len(columns.buffer_bytes), dtype=np.int64)
+    np.bitwise_or.at(touching, columns.operand_buffer, 1 << columns.lane[columns.operand_instruction])
+    found: Flags = (touching & (touching - 1)) > 0
+    return found
+
+
+def _memory_edges(columns: Columns, shared: Flags) -> tuple[Ints, Ints]:
     """Return the orderings that handing out memory in program order asks for, as (producers, consumers)."""
     total = len(columns.lane)
     birth = np.full(len(columns.buffer_bytes), total, dtype=np.int64)
@@ -81,16 +91,18 @@ def _memory_edges(columns: Columns) -> tuple[Ints, Ints]:
         found = after < len(here)
         producers.append(others[found])
         consumers.append(here[after[found]])
-    return np.concatenate(producers), np.concatenate(consumers)
+    touches = np.flatnonzero((shared & columns.buffer_dynamic)[columns.operand_buffer])
+    buffer, instruction = columns.operand_buffer[touches], columns.operand_instruction[touches]
+    # Operands stand in program order, so the first of a buffer and a lane is that lane's first touch.
+    _, firsts = np.unique(buffer * len(Lane) + columns.lane[instruction], return_index=True)
+    born, touched = birth[buffer[firsts]], instruction[firsts]
+    other = columns.lane[born] != columns.lane[touched]
+    return np.concatenate([*producers, born[other]]), np.concatenate([*consumers, touched[other]])
 
 
-def _segments(columns: Columns) -> tuple[Ints, Ints, Ints]:
+def _segments(columns: Columns, shared: Flags) -> tuple[Ints, Ints, Ints]:
     """Cut the buffers that several lanes touch at every range boundary; return (segment, instruction, mode)."""
     buffer = columns.operand_buffer
-    lane = columns.lane[columns.operand_instruction]
-    lanes_touching = np.zeros(len(columns.buffer_bytes), dtype=np.int64)
-    np.bitwise_or.at(lanes_touching, buffer, 1 << lane)
-    shared = (lanes_touching & (lanes_touching - 1)) > 0
     keep = shared[buffer] & (columns.operand_end > columns.operand_first)
     buffer, instruction, mode = buffer[keep], columns.operand_instruction[keep], columns.operand_mode[keep]
     first, end = columns.operand_first[keep], columns.operand_end[keep]

@@ -48,7 +48,7 @@ class Played:
 def one_process(decisions: Decisions) -> Decisions:
     """Return the same training by one process."""
     policy: dict[str, Any] = {"recompute": "none", "swapped_tokens": 0, "mlp_chunk_tokens": 0, "overlap": "none"}
-    policy["subsequence_swapped_tokens"] = ()
+    policy |= {"subsequence_swapped_tokens": (), "offload_window": 0}
     return msgspec.structs.replace(decisions, layout=Layout(), **policy)
 
 

@@ -25,23 +25,30 @@ from tests.exec_cpu.small import decide
 EVEN, ODD = 512, 700
 """Tokens: four granules, and five and a half: parts of unequal length, the last one off the granule."""
 
-POLICIES: dict[str, tuple[str, str]] = {
-    "keep": ("none", "nothing"),
-    "full": ("full", "nothing"),
-    "full, inputs mixed": ("full", "mixed"),
-    "swap": ("none", "all"),
-    "swap mixed": ("none", "mixed"),
-    "tokenwise": ("tokenwise", "nothing"),
-    "tokenwise mixed": ("tokenwise", "mixed"),
-    "tokenwise swap": ("tokenwise", "all"),
+POLICIES: dict[str, tuple[str, str, int]] = {
+    "keep": ("none", "nothing", 0),
+    "full": ("full", "nothing", 0),
+    "full, inputs mixed": ("full", "mixed", 0),
+    "swap": ("none", "all", 0),
+    "swap mixed": ("none", "mixed", 0),
+    "swap in a window": ("none", "all", 1),
+    "swap mixed in a window": ("none", "mixed", 1),
+    "full in a window": ("full", "mixed", 1),
+    "tokenwise": ("tokenwise", "nothing", 0),
+    "tokenwise mixed": ("tokenwise", "mixed", 0),
+    "tokenwise in a window": ("tokenwise", "mixed", 1),
+    "tokenwise swap": ("tokenwise", "all", 0),
 }
-"""Recompute, and what is swapped; mixed: all of one subsequence, half of the next, nothing of the third."""
+"""Recompute, what is swapped, and how many passes later it leaves; mixed: all of one subsequence, half of the next,
+nothing of the third."""
 
 
 def sppo(name: str, layout: Layout, policy: str = "keep", **changes: Any) -> Decisions:
     """Return a training of two micro-batches a rank in subsequences."""
-    recompute, swaps = POLICIES[policy]
+    recompute, swaps, window = POLICIES[policy]
     fields: dict[str, Any] = {"seq_tokens": EVEN, "micro_batch": 1, "global_batch": 2 * layout.dp} | changes
+    if layout.subsequences > 1:
+        fields["offload_window"] = window
     chosen = decide(MODELS[name], layout=layout, recompute=recompute, **fields)
     if swaps == "all":
         return msgspec.structs.replace(chosen, swapped_tokens=chosen.seq_tokens)
@@ -87,6 +94,7 @@ def test_one_process(team: Team, name: str, tokens: int, parts: int) -> None:
 
 QUICK = {("gpt", "full, inputs mixed"), ("gpt", "swap"), ("gpt", "tokenwise mixed"), ("llama", "full")}
 QUICK |= {("llama", "swap mixed"), ("llama", "tokenwise"), ("llama", "tokenwise mixed")}
+QUICK |= {("gpt", "swap mixed in a window"), ("llama", "tokenwise in a window")}
 CASES = [(name, policy) for name in ("gpt", "llama") for policy in POLICIES if policy != "keep"]
 
 
@@ -156,12 +164,18 @@ SLOW = [
 ]
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("name", ["gpt4", "llama4"])
-@pytest.mark.parametrize("layout", SLOW, ids=text)
+COMBINED = [
+    (("gpt4", "llama4")[(i + j) % 2], layout, policy)
+    for i, layout in enumerate(SLOW)
+    for j, policy in enumerate(POLICIES)
+]
+
+
+@pytest.mark.parametrize(("name", "layout", "policy"), COMBINED, ids=text)
 @pytest.mark.slow
-def test_every_combination(team: Team, layout: Layout, name: str, policy: str) -> None:
-    matches(team, name, sppo(name, layout, policy), steps=2)
+def test_every_combination(team: Team, name: str, layout: Layout, policy: str) -> None:
+    tokens = ODD if layout.subsequences == 3 else EVEN
+    matches(team, name, sppo(name, layout, policy, seq_tokens=tokens), steps=2)
 
 
 @pytest.mark.parametrize("changes", [{"loss_chunk_tokens": 100}, {"states": "host"}, {"partition": "length"}], ids=str)

@@ -12,6 +12,7 @@ from memo_sim.program.edges import Edges, derive_edges
 from memo_sim.program.instruction import Lane
 from memo_sim.program.lower import lower
 from tests.sim.test_engine_player import conflicts
+from tests.sim.test_offload_window import windowed
 from tests.sim.toy_machine import decide, small_decisions
 
 LAYERS = 6
@@ -41,7 +42,12 @@ def memory_orders(columns: Columns) -> list[tuple[int, int]]:
         if columns.buffer_dynamic[buffer]:
             uses.setdefault(buffer, []).append(i)
     births = [min(u) for u in uses.values()]
-    wanted = []
+    wanted = [
+        (min(u), next(i for i in sorted(u) if lane[i] == other))
+        for u in uses.values()
+        for other in {lane[i] for i in u}
+    ]
+    wanted = [(birth, touched) for birth, touched in wanted if lane[birth] != lane[touched]]
     for birth in births:
         kernels = [i for i in range(birth) if lane[i] == Lane.COMPUTE]
         if lane[birth] != Lane.COMPUTE and kernels:
@@ -50,6 +56,17 @@ def memory_orders(columns: Columns) -> list[tuple[int, int]]:
         if lane[death] != Lane.COMPUTE:
             wanted += [(death, birth) for birth in births if birth > death and lane[birth] != lane[death]]
     return wanted
+
+
+def test_no_lane_touches_rows_of_a_buffer_that_is_not_born() -> None:
+    """A buffer whose rows come back half from the host, half from beside: neither lane waits for the other's rows."""
+    columns = expand(lower(windowed(1, (256, 128, 128, 0)))[0])
+    edges, wanted = derive_edges(columns), memory_orders(columns)
+    before = reachable(columns, edges)
+    assert all(before[consumer] >> producer & 1 for producer, consumer in wanted)
+    ranges = set(conflicts(columns))
+    apart = [pair for pair in wanted if pair not in ranges and columns.lane[pair[1]] == Lane.H2D]
+    assert any(columns.lane[producer] == Lane.COMPUTE for producer, _ in apart)
 
 
 @given(decisions=small_decisions())
