@@ -1,5 +1,6 @@
 """Figures of SPPO computed again.
 
+sppo-6    which passes touch a layer's tensors of the first subsequence: its keys and values, what it keeps, the rest
 sppo-7    a layer's forward over N subsequences and the bubble that N leaves; h 4096, 128K tokens, one A100
 """
 
@@ -12,6 +13,9 @@ from memo_sim.contract.figure import Figure, Line, Point
 from memo_sim.contract.plan import Decisions, Layout
 from memo_sim.contract.units import KIB, format_tokens
 from memo_sim.planning.subsequences import PartPrices
+from memo_sim.program.access import access_types, accesses
+from memo_sim.program.lower import lower
+from memo_sim.program.partition import partition
 
 Progress = Callable[[int, int], None]
 
@@ -20,6 +24,14 @@ LAYER_TOKENS = 128 * KIB
 PARTS = tuple(2**i for i in range(10))
 STAGES = 4
 """The paper's example of a bubble (3.3); Figure 7b does not say for how many stages it is."""
+ACCESSED_PARTS = 4
+MIDDLE_LAYER = 16
+ACCESSED = {
+    "keys and values": "carried.kv",
+    "queries": "skeletal.q.s0",
+    "attention's projection": "layer.fwd.s0/proj_out",
+}
+"""A tensor of each type, by the family that holds it."""
 SLOWER = 0.03
 """A forward that is so much longer than the shortest counts as slower."""
 
@@ -60,4 +72,29 @@ def _line(label: str, values_s: dict[int, float]) -> Line:
     return Line(label=label, points=[Point(x=LAYER_TOKENS // n, y=1e3 * s) for n, s in values_s.items()])
 
 
-FIGURES: dict[str, Callable[[Progress], Figure]] = {"sppo-7": _kernel_efficiency}
+def _access(progress: Progress) -> Figure:
+    layout = Layout(subsequences=ACCESSED_PARTS)
+    decisions = Decisions(model=load_model("gpt-7b"), seq_tokens=LAYER_TOKENS, layout=layout)
+    (program,) = lower(decisions)
+    found, types = accesses(program, rows=partition(decisions)[0]), access_types(program)
+    passes = range(len(program.passes))
+    lines, findings = [], []
+    for label, family in ACCESSED.items():
+        touched = found[family, MIDDLE_LAYER]
+        points = [Point(x=number + 1, y=touched[number]) for number in passes]
+        lines.append(Line(label=f"type {types[family]}: {label}", points=points))
+        findings.append(f"Type {types[family]}, {label}: touched in {len(touched)} of {len(passes)} passes.")
+    progress(1, 1)
+    return Figure(
+        name="sppo-6",
+        title=f"Accesses to one layer's tensors of the first of {ACCESSED_PARTS} subsequences: gpt-7b, one sequence",
+        x_label="pass: forwards in order, then backwards from the last",
+        y_label="operands",
+        x_kind="number",
+        y_kind="number",
+        lines=lines,
+        findings=[*findings, "Type 0 stays on the device, type 1 may travel between its two passes (SPPO 5.1)."],
+    )
+
+
+FIGURES: dict[str, Callable[[Progress], Figure]] = {"sppo-6": _access, "sppo-7": _kernel_efficiency}
