@@ -59,6 +59,9 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     subsequences: Degree = 1
     """Parts of a sequence that pass a stage one behind the other (SPPO's N)."""
     partition: Partition = "flops"
+    multiplexed: bool = False
+    """Whether stages that have nothing to do, while the pipeline of subsequences fills and drains, play rows of the
+    others' (SPPO 6.2)."""
 
     @property
     def devices(self) -> int:

@@ -91,7 +91,7 @@ class Rules:
         return self._stage.boundary(layer, after=after)
 
     def _chunk(self, micro_batch: int, _: int, layer: int) -> int:
-        return micro_batch * self._stage.chunks + self._stage.chunk_of(layer)
+        return micro_batch * self._stage.chunks + self._stage.chunk_of(max(layer, 0))
 
     def _layer(self, micro_batch: int, _: int, layer: int) -> int:
         return micro_batch * len(self._stage.layers) + max(layer, 0)

@@ -45,18 +45,22 @@ class TemplateBuilder:
     _numbers: dict[str, int] = field(default_factory=dict)
     _tokens: dict[str, int] = field(default_factory=dict)
     _features: dict[str, int] = field(default_factory=dict)
+    _firsts: dict[str, int] = field(default_factory=dict)
     _own: list[Family] = field(default_factory=list)
     _instructions: list[Instruction] = field(default_factory=list)
 
-    def bind(self, family: Family, *, slot: str | None = None, tokens: int | None = None) -> str:
+    def bind(self, family: Family, *, slot: str | None = None, tokens: int | None = None, first: int = 0) -> str:
         """Add a slot that each instance binds to one buffer of the shared ``family``; return the slot's name.
 
-        ``tokens``: the first rows of it that this template uses, where not all.
+        ``tokens``: how many rows of it this template uses, where not all. ``first``: the first of them, from which the
+        template's rows count.
         """
         slot = slot or family.name
+        if first:
+            self._firsts[slot] = first
         self._slots[slot] = family.name
         self._numbers.setdefault(slot, len(self._numbers))
-        self._tokens[slot] = family.tokens if tokens is None else tokens
+        self._tokens[slot] = family.tokens - first if tokens is None else tokens
         self._features[slot] = family.features
         return slot
 
@@ -79,6 +83,10 @@ class TemplateBuilder:
         """Return whether ``slot`` was added before."""
         return slot in self._slots
 
+    def starting(self, prefix: str) -> list[str]:
+        """Return the slots whose names start with ``prefix``, in the order in which they were added."""
+        return [slot for slot in self._slots if slot.startswith(prefix)]
+
     def features(self, slot: str) -> int:
         """Return the features of a token of ``slot``."""
         return self._features[slot]
@@ -89,10 +97,16 @@ class TemplateBuilder:
 
     def emit(self, name: str, op: str, lane: Lane, work: Work, **operands: Access | None) -> None:
         """Append an instruction; operands that are None (a missing bias, say) are left out."""
-        numbers = self._numbers
+        numbers, firsts = self._numbers, self._firsts
         listed = tuple(
             [
-                Operand(role, numbers[access[0].slot], access[0].first, access[0].tokens, access[1])
+                Operand(
+                    role,
+                    numbers[access[0].slot],
+                    access[0].first + firsts.get(access[0].slot, 0),
+                    access[0].tokens,
+                    access[1],
+                )
                 for role, access in operands.items()
                 if access is not None
             ]

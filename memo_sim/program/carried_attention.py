@@ -33,6 +33,8 @@ from memo_sim.program.shape import Shape
 from memo_sim.program.work import Rowwise
 
 KV, D_KV = "carried.kv", "carried.d_kv"
+BEHIND = "behind.d_kv"
+"""Starts the names of what others, who play the rows behind these, add to these rows' gradients (``guest.py``)."""
 KEY_PART, MERGE = "attn.before", "attn.merge"
 
 
@@ -47,9 +49,11 @@ def families(decisions: Decisions, shape: Shape, count: int) -> list[Family]:
 def bind(builder: TemplateBuilder, found: dict[str, Family], shape: Shape, *, gradients: bool) -> None:
     """Add what a forward or (``gradients``) a backward template needs of them."""
     if shape.carried:
-        builder.bind(found[KV])
+        builder.bind(found[KV], slot=KV)
         if gradients:
-            builder.bind(found[D_KV])
+            builder.bind(found[D_KV], slot=D_KV)
+            for name in [name for name in found if name.startswith(BEHIND)]:
+                builder.bind(found[name], slot=name)
 
 
 def split(
@@ -121,6 +125,8 @@ def backward(builder: TemplateBuilder, decisions: Decisions, shape: Shape) -> No
         add(builder, decisions, "d_kv.add", into, mine)
     if shape.start:
         _before_backward(builder, decisions, shape, last=last)
+    for slot in builder.starting(BEHIND):
+        add(builder, decisions, f"d_kv.add{slot.removeprefix(BEHIND)}", builder.all(slot), mine)
     size = shape.tokens * shape.qkv_width * DTYPE_BYTES[decisions.dtype]
     builder.emit(
         "qkv.join",

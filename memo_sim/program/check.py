@@ -199,10 +199,12 @@ def _covered(ranges: list[tuple[int, int]], first: int, end: int) -> bool:
 
 
 def _check_gathered(program: Program, columns: Columns) -> list[str]:
-    """Find gathered buffers that something but one collective writes, or that more than one pass reads."""
+    """Find gathered buffers that something but one collective or receive writes, or that more than one pass reads."""
     families = program.all_families
+    # A guest plays a layer's pass in two instances.
+    passes = [(each.place, *program.templates[each.template].name.split(".")[:3]) for each in program.instances]
     writers: dict[int, list[int]] = defaultdict(list)
-    readers: dict[int, set[int]] = defaultdict(set)
+    readers: dict[int, set[tuple[str, ...]]] = defaultdict(set)
     for buffer, i, mode in zip(
         columns.operand_buffer.tolist(),
         columns.operand_instruction.tolist(),
@@ -213,12 +215,12 @@ def _check_gathered(program: Program, columns: Columns) -> list[str]:
             if mode & Mode.WRITE:
                 writers[buffer].append(int(columns.lane[i]))
             if mode & Mode.READ:
-                readers[buffer].add(int(columns.instance[i]))
+                readers[buffer].add(passes[int(columns.instance[i])])
     faults = []
     for buffer in sorted(set(writers) | set(readers)):
         name = families[columns.buffer_family[buffer]].name
-        if writers[buffer] != [Lane.COLLECTIVE]:
-            faults.append(f"buffer {buffer} ({name}) is not written by one collective alone")
+        if writers[buffer] not in ([Lane.COLLECTIVE], [Lane.RECEIVE]):
+            faults.append(f"buffer {buffer} ({name}) is not written by one collective or receive alone")
         if len(readers[buffer]) != 1:
             faults.append(f"buffer {buffer} ({name}) is read by {len(readers[buffer])} passes")
     return faults

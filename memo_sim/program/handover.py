@@ -15,7 +15,7 @@ An eager framework's tensor-parallel ranks without sequence parallelism, which h
 their part, and gather the whole where it arrives (Megatron-LM's scatter and gather, Narayanan et al. 2021, 4.1).
 
 A stage's input is received into the first layer's own input; where that is a rounding buffer, which other layers use
-until then, into a buffer of its own (carried), and copied.
+until then, into a buffer of its own (carried), and copied. So is what others play the first rows of (``guest.py``).
 """
 
 from __future__ import annotations
@@ -53,8 +53,10 @@ class Handovers:
     shape: Shape
     stage: Stage
     micro_batches: int
-    rounding: bool
-    """Whether layers' inputs lie in rounding buffers."""
+    enters: bool
+    """Whether inputs are copied: layers' own lie in rounding buffers, or hold the last rows alone."""
+    first: int = 0
+    """Rows of an input that others play; those behind them are copied."""
 
     @property
     def ahead(self) -> int:
@@ -66,7 +68,7 @@ class Handovers:
         if self.stage.stages == 1:
             return []
         shape, count = self.shape, self.micro_batches * self.stage.chunks
-        names = ["stage.x", "stage.out"] if self.rounding else ["stage.out"]
+        names = ["stage.x", "stage.out"] if self.enters else ["stage.out"]
         return [
             Family(name, BufferClass.CARRIED, self.decisions.dtype, shape.shard_tokens, shape.hidden, count)
             for name in names
@@ -77,7 +79,7 @@ class Handovers:
         if self.stage.stages == 1:
             return []
         before, after = (self.stage.index - 1) % self.stage.stages, (self.stage.index + 1) % self.stage.stages
-        incoming = ("stage.x", "stage.x") if self.rounding else ("skeletal.x", "x")
+        incoming = ("stage.x", "stage.x") if self.enters else ("skeletal.x", "x")
         found = [
             self._moved("receive.x", families[incoming[0]], incoming[1], before),
             self._moved("send.x", families["stage.out"], "stage.out", after),
@@ -87,7 +89,7 @@ class Handovers:
         if self._parts > 1:
             found.append(self._gathered("gather.x", families[incoming[0]], incoming[1]))
             found.append(self._gathered("gather.grad", families["grad.x"], "grad_out"))
-        return [*found, self._enter(families)] if self.rounding else found
+        return [*found, self._enter(families)] if self.enters else found
 
     def _moved(self, name: str, family: Family, slot: str, peer: int) -> TemplateBuilder:
         builder = TemplateBuilder(f"stage.{name}", "pp")
@@ -118,8 +120,8 @@ class Handovers:
 
     def _enter(self, families: Families) -> TemplateBuilder:
         builder = TemplateBuilder("stage.enter", "pp")
-        rows = self.shape.shard_tokens
-        source = builder.bind(families["stage.x"], slot="stage.x")
+        rows = self.shape.shard_tokens - self.first
+        source = builder.bind(families["stage.x"], slot="stage.x", first=self.first)
         target = builder.bind(families["skeletal.x"], slot="x", tokens=rows)
         size = rows * self.shape.hidden * DTYPE_BYTES[self.decisions.dtype]
         builder.emit(
@@ -151,7 +153,7 @@ class Handovers:
             yield Handed("stage.gather.x", each.micro_batch, layers[0], each.subsequence)
         if self._parts > 1 and each.kind is Kind.BACKWARD and self.stage.target(each.chunk) is not None:
             yield Handed("stage.gather.grad", each.micro_batch, layers[-1], each.subsequence)
-        if self.rounding and forward:
+        if self.enters and forward:
             yield Handed("stage.enter", each.micro_batch, layers[0], each.subsequence)
 
     def _received(self, passes: list[Pass], number: int) -> Iterator[Handed]:

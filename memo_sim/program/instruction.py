@@ -130,3 +130,5 @@ class Instance:
     layer: int = -1
     subsequence: int = field(default=0, repr=False)
     """Whose rows it works on; the place says it too, so a program's hash needs no second mention."""
+    first: int = field(default=0, repr=False)
+    """The subsequence's row that its buffers begin with, where others play those before (``multiplex.py``)."""

@@ -19,6 +19,7 @@ from memo_sim.program.ends import embed_backward, embed_forward, head
 from memo_sim.program.handover import Handovers
 from memo_sim.program.instruction import BufferClass, Family, Template
 from memo_sim.program.layer import LayerWriter
+from memo_sim.program.multiplex import Piece, swapped_at_home
 from memo_sim.program.parameters import Block
 from memo_sim.program.stage import Stage
 from memo_sim.program.subsequence import Subsequence
@@ -43,17 +44,32 @@ class Passing:
         *,
         blocks: Mapping[str, Block],
         made: Made,
+        own: Piece | None = None,
     ) -> None:
+        """``own``: the rows that the stage plays itself, where others play those before (``guest.py``)."""
         self.decisions = decisions
         self.subsequence = subsequence
         self.shape = subsequence.shape
+        self.own = own
+        self.rows = own.shape(self.shape) if own else self.shape
+        """Sizes of the rows that the layers play."""
+        self.first = self.shape.shard(own.first) if own else 0
+        """The first of them, where what lies between stages holds all rows."""
         self.stage = stage
         self.micro_batches = micro_batches
         self.blocks = blocks
-        self.made = made
-        self.activations = Activations(decisions, self.shape, micro_batches, stage, subsequence)
-        self.handovers = Handovers(decisions, self.shape, stage, micro_batches, self.activations.rounding)
-        self.pending = PendingWeights(decisions, self.shape, self.activations)
+        self.made = {} if own else made
+        played = self._played(own) if own else subsequence
+        self.activations = Activations(decisions, self.rows, micro_batches, stage, played)
+        enters = self.activations.rounding or own is not None
+        self.handovers = Handovers(decisions, self.shape, stage, micro_batches, enters, self.first)
+        self.pending = PendingWeights(decisions, self.rows, self.activations)
+
+    def _played(self, own: Piece) -> Subsequence:
+        """Return the subsequence of the rows that the stage plays itself."""
+        tokens, granule = self.shape.tokens, self.decisions.swap_granule
+        swapped = swapped_at_home(self.subsequence.swapped, tokens, own, granule)
+        return replace(self.subsequence, shape=self.rows, swapped=swapped)
 
     @property
     def suffix(self) -> str:
@@ -79,7 +95,8 @@ class Passing:
 
         def forward(name: str, out: str) -> TemplateBuilder:
             builder, writer = self._layer(name, "fwd", families, seen, gradients=False)
-            builder.bind(families[out], slot="next_x", tokens=self.shape.shard_tokens)
+            first = 0 if out == "skeletal.x" else self.first
+            builder.bind(families[out], slot="next_x", tokens=self.rows.shard_tokens, first=first)
             writer.forward(self.activations.row_blocks, "next_x")
             return builder
 
@@ -110,8 +127,9 @@ class Passing:
     def ends(self, seen: Families) -> Iterator[Bound]:
         """Yield the templates of the model's ends that the stage has."""
         if self.stage.first:
+            entered = {**seen, "skeletal.x": seen["stage.x"]} if self.own else seen
             for end in (embed_forward, embed_backward):
-                yield self._by_family(end(self.decisions, self.shape, self.blocks["embed"], seen))
+                yield self._by_family(end(self.decisions, self.shape, self.blocks["embed"], entered))
         if self.stage.last:
             embed = self.blocks.get("embed")
             yield self._by_family(head(self.decisions, self.shape, self.blocks["head"], embed, seen))
@@ -137,16 +155,16 @@ class Passing:
             if self.pending.apart:
                 self.pending.bind(builder, families)
         self.activations.bind(builder, families)
-        carried_attention.bind(builder, families, self.shape, gradients=gradients)
-        return builder, LayerWriter(builder, self.decisions, self.shape, self.blocks["layer"])
+        carried_attention.bind(builder, families, self.rows, gradients=gradients)
+        return builder, LayerWriter(builder, self.decisions, self.rows, self.blocks["layer"])
 
     def _backward(self, name: str, families: Families, seen: Families, *, rebuild: bool) -> TemplateBuilder:
         builder, writer = self._layer(name, "bwd", families, seen, gradients=True)
-        builder.bind(families["grad.x"], slot="grad_out")
-        builder.bind(families["grad.x"], slot="grad_in")
+        for slot in ("grad_out", "grad_in"):
+            builder.bind(families["grad.x"], slot=slot, first=self.first)
         builder.phase = "rec"
         if self.decisions.recompute == "full":
-            writer.recompute((0, self.shape.tokens), 0, whole=True)
+            writer.recompute((0, self.rows.tokens), 0, whole=True)
         elif rebuild and self.activations.recomputed is not None:
             blocks = self.activations.row_blocks
             writer.recompute(self.activations.recomputed, len(blocks) - 1, whole=False)
@@ -161,5 +179,5 @@ class Passing:
         builder = TemplateBuilder("layer.weights", "wgt")
         builder.bind(seen["grads.layer"], slot="grads")
         self.pending.bind_inputs(builder, families)
-        self.pending.write(LayerWriter(builder, self.decisions, self.shape, self.blocks["layer"]))
+        self.pending.write(LayerWriter(builder, self.decisions, self.rows, self.blocks["layer"]))
         return builder

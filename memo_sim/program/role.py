@@ -5,7 +5,8 @@
 
 A pipeline stage has the embedding or the head only at the model's ends, and hand-overs around its passes
 (``handover.py``). With tied embeddings both ends hold the token embedding, and sum its gradient between them. Every
-subsequence has buffers and templates of its own (``passing.py``), whose names end in ``.s0``, ``.s1`` ...
+subsequence has buffers and templates of its own (``passing.py``), whose names end in ``.s0``, ``.s1`` ... In a
+multiplexed pipeline the passes follow each other in waves (``guest_order.py``).
 """
 
 from __future__ import annotations
@@ -15,16 +16,20 @@ from dataclasses import replace
 from memo_sim.contract.plan import Decisions
 from memo_sim.program import carried_attention
 from memo_sim.program.bindings import Bindings, Rules
+from memo_sim.program.guest import Guest
+from memo_sim.program.guest_home import Home
+from memo_sim.program.guest_order import WaveOrder
 from memo_sim.program.handover import Handed
 from memo_sim.program.instruction import BufferClass, Family, Instance, Template
+from memo_sim.program.multiplex import cut_tasks
 from memo_sim.program.optimizer import Optimizer, tied, totals
 from memo_sim.program.parameters import Block, embed_block, head_block, layer_block
 from memo_sim.program.passing import Made, Passing
 from memo_sim.program.program import Program
-from memo_sim.program.schedule import Kind, passes_of
+from memo_sim.program.schedule import Kind, Pass, passes_of
 from memo_sim.program.shape import Shape
 from memo_sim.program.sharding import NOTHING, Sharding
-from memo_sim.program.stage import Stage
+from memo_sim.program.stage import Stage, stages_of
 from memo_sim.program.subsequence import subsequences_of
 from memo_sim.program.visits import SwapSchedule, Visit, pass_visits, swap_schedule, turns, window_schedule
 
@@ -43,9 +48,34 @@ class RoleLowering:
         self.passes = passes_of(decisions.layout, stage.index, micro_batches)
         self.blocks = self._parameter_blocks()
         shared = {} if made is None else made
+        tasks, parts, stages = cut_tasks(decisions), subsequences_of(decisions, shape), stages_of(decisions)
+        mine = {x: task for (x, at), task in tasks.items() if at == stage.index}
         self.passings = [
-            Passing(decisions, each, stage, micro_batches, blocks=self.blocks, made=shared)
-            for each in subsequences_of(decisions, shape)
+            Passing(
+                decisions,
+                each,
+                stage,
+                micro_batches,
+                blocks=self.blocks,
+                made=shared,
+                own=mine[each.number].own if each.number in mine else None,
+            )
+            for each in parts
+        ]
+        self.homes = {x: Home(parts[x].shape, task, stage) for x, task in mine.items()}
+        """Own tasks that other stages play rows of, by subsequence."""
+        self.guests = [
+            Guest(
+                decisions,
+                parts[task.subsequence].shape,
+                task,
+                piece,
+                home=stages[task.stage],
+                block=self.blocks["layer"],
+            )
+            for task in tasks.values()
+            for piece in task.guests
+            if piece.stage == stage.index
         ]
         counts = {"embed": 1, "layer": len(stage.layers), "head": 1}
         self.optimizers = {kind: Optimizer(decisions, block, kind, counts[kind]) for kind, block in self.blocks.items()}
@@ -103,6 +133,10 @@ class RoleLowering:
         self._hold(*carried_attention.families(self.decisions, self.passings[0].shape, count))
         for number, passing in enumerate(self.passings):
             self._hold(*passing.families(), subsequence=number)
+        for home in self.homes.values():
+            self._hold(*home.families(self.decisions.dtype, self.families["grads.layer"]))
+        for guest in self.guests:
+            self._hold(*guest.families())
 
     def _hold(self, *families: Family, subsequence: int | None = None) -> None:
         """Add families; those of a subsequence under its own names."""
@@ -136,6 +170,7 @@ class RoleLowering:
         for passing, families in zip(self.passings, every, strict=True):
             for found in passing.handed(families):
                 self._add(*found)
+        self._add_guests(every)
         self._step()
         return Program(
             role=self.stage.role,
@@ -145,6 +180,16 @@ class RoleLowering:
             micro_batches=self.micro_batches,
             passes=tuple(zip(self.passes, self.marks, strict=True)),
         )
+
+    def _add_guests(self, every: list[dict[str, Family]]) -> None:
+        """Add what is handed to guests and taken from them, and what the stage plays as one; the last templates."""
+        for x, home in self.homes.items():
+            for made in home.templates(every[x]):
+                self._add(replace(made.build(), name=home.name(made.name)), made.bound_slots)
+        for guest in self.guests:
+            for template in guest.templates:
+                self.numbers[template.name] = len(self.templates)
+                self.templates.append(template)
 
     def _add(self, template: Template | None, slots: list[str] | None = None) -> None:
         if template is None:
@@ -156,12 +201,17 @@ class RoleLowering:
         rules = [self.rules.of(template.name, slot, f) for slot, f in zip(slots or families, families, strict=True)]
         self.bindings.append(Bindings(rules, self.rules.in_turn, self.micro_batches))
 
-    def _place(self, template: str, place: str, micro_batch: int, layer: int = -1, subsequence: int = 0) -> None:
-        """Add an instance; ``layer`` is local: -1 for the embedding, the number of the stage's layers for the head."""
+    def _place(
+        self, template: str, place: str, micro_batch: int, layer: int = -1, subsequence: int = 0, *, first: int = 0
+    ) -> None:
+        """Add an instance; ``layer`` is local: -1 for the embedding, the number of the stage's layers for the head.
+
+        ``first``: the subsequence's row that its buffers begin with.
+        """
         number, layers = self.numbers[template], self.stage.layers
         indices = self.bindings[number].indices(micro_batch, subsequence, layer)
         of_model = layers[layer] if 0 <= layer < len(layers) else min(layer, self.decisions.model.layers)
-        self.instances.append(Instance(number, place, indices, micro_batch, of_model, subsequence))
+        self.instances.append(Instance(number, place, indices, micro_batch, of_model, subsequence, first))
 
     def _place_layer(self, template: str, micro_batch: int, layer: int, subsequence: int) -> None:
         place = f"m{micro_batch}/s{subsequence}/l{self.stage.layers[layer]}"
@@ -172,8 +222,9 @@ class RoleLowering:
         before, after = self.around.get((place, backward), NOTHING)
         for p in before:
             self._place(p.template, p.place, p.micro_batch, p.layer, p.subsequence)
-        own = template + self.passings[visit.subsequence].suffix
-        self._place(own, place, visit.micro_batch, layer, visit.subsequence)
+        passing = self.passings[visit.subsequence]
+        first = passing.own.first if passing.own and template.startswith("layer.") else 0
+        self._place(template + passing.suffix, place, visit.micro_batch, layer, visit.subsequence, first=first)
         for p in after:
             self._place(p.template, p.place, p.micro_batch, p.layer, p.subsequence)
 
@@ -211,25 +262,52 @@ class RoleLowering:
 
     def _passes(self) -> None:
         self.around = self.sharding.around(self.order)
-        schedule = self._copies()
+        self.copies = self._copies()
+        self.visited = 0
+        if self.decisions.layout.multiplexed:
+            ahead = self.decisions.layout.overlap_handovers
+            count = len(self.passings)
+            WaveOrder(self, self.stage, count, homes=self.homes, guests=self.guests, ahead=ahead).place()
+            return
         self._hand_over(-1)
-        done = 0
         for number, (each, mine) in enumerate(zip(self.passes, self.visits, strict=True)):
-            self.marks.append(len(self.instances))
-            for handed in self.passings[0].handovers.entered(each):
-                self._place_handed(handed)
+            self.begin(each)
             for visit in mine:
-                swapped = visit.key in schedule.swapped
-                (self._backward if visit.backward else self._forward)(visit, swapped)
-                for left in schedule.leave_after.get(done, []):
-                    self._place_layer("layer.offload", left.micro_batch, left.layer, left.subsequence)
-                for wanted in schedule.prefetch_after.get(done, []):
-                    self._place_layer("layer.prefetch", wanted.micro_batch, wanted.layer, wanted.subsequence)
-                done += 1
+                self.visit(visit)
             if each.kind is Kind.WEIGHTS:
                 for layer in reversed(self.stage.chunk(each.chunk)):
                     self._place_layer("layer.weights", each.micro_batch, layer, each.subsequence)
             self._hand_over(number)
+
+    def begin(self, each: Pass) -> None:
+        """Begin a pass: with what was received, gathered or copied."""
+        self.marks.append(len(self.instances))
+        for handed in self.passings[each.subsequence].handovers.entered(each):
+            self.hand_over(handed)
+
+    def visit(self, visit: Visit) -> None:
+        """Place one layer's forward or backward, with the model's ends and the copies around it."""
+        schedule = self.copies
+        swapped = visit.key in schedule.swapped
+        (self._backward if visit.backward else self._forward)(visit, swapped)
+        for left in schedule.leave_after.get(self.visited, []):
+            self._place_layer("layer.offload", left.micro_batch, left.layer, left.subsequence)
+        for wanted in schedule.prefetch_after.get(self.visited, []):
+            self._place_layer("layer.prefetch", wanted.micro_batch, wanted.layer, wanted.subsequence)
+        self.visited += 1
+
+    def hand_over(self, handed: Handed) -> None:
+        """Place a hand-over between neighbours."""
+        self._place_layer(handed.template, handed.micro_batch, handed.layer, handed.subsequence)
+
+    def at_home(self, template: str, layer: int, subsequence: int) -> None:
+        """Place a template of ``Home`` at a layer (local number)."""
+        place = f"m0/s{subsequence}/l{self.stage.layers[layer]}"
+        self._place(self.homes[subsequence].name(template), place, 0, layer, subsequence)
+
+    def as_guest(self, guest: Guest, template: str, layer: int) -> None:
+        """Place a template of ``Guest`` at a layer, counted on its own stage."""
+        self.instances.append(guest.instance(template, self.numbers[guest.name(template)], layer))
 
     def _copies(self) -> SwapSchedule:
         """Return which activations are copied to the host and back, and where in the order."""
@@ -240,16 +318,15 @@ class RoleLowering:
 
     def _hand_over(self, number: int) -> None:
         for handed in self.passings[0].handovers.behind(self.passes, number):
-            self._place_handed(handed)
-
-    def _place_handed(self, handed: Handed) -> None:
-        self._place_layer(handed.template, handed.micro_batch, handed.layer, handed.subsequence)
+            self.hand_over(handed)
 
     def _forward(self, visit: Visit, swapped: bool) -> None:
         m, layer, s, stage = visit.micro_batch, visit.layer, visit.subsequence, self.stage
         at = f"m{m}/s{s}"
         if stage.begins_model(layer):
             self._pass("embed.fwd", f"{at}/embed", visit, -1)
+            if self.passings[s].own:
+                self._place_layer("stage.enter", m, layer, s)
         last = stage.ends_model(layer)
         template = "layer.fwd.last" if last else "layer.fwd.out" if stage.ends_chunk(layer) else "layer.fwd"
         self._pass(template, f"{at}/l{stage.layers[layer]}", visit, layer)

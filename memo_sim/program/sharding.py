@@ -89,8 +89,8 @@ class Sharding:
         self.layers = len(stage.layers)
         self.grads = optimizers["layer"].shared("grads")
         self.params = optimizers["layer"].shared("params")
-        # Weight gradients apart come after the last backward.
-        apart = decisions.layout.schedule == "zero-bubble" and stage.stages > 1
+        # Weight gradients apart come after the last backward, those of guests after their task's (``guest.py``).
+        apart = (decisions.layout.schedule == "zero-bubble" and stage.stages > 1) or decisions.layout.multiplexed
         self.reduced_early = optimizers["layer"].reduced_early and not apart
         self.embed_uses = 2 if decisions.model.tied_embeddings else 1
 

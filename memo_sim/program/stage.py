@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from memo_sim.contract.errors import Infeasible
 from memo_sim.contract.plan import Decisions
+from memo_sim.program import multiplex
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +116,8 @@ def stages_of(decisions: Decisions) -> tuple[Stage, ...]:
 
 def _check(decisions: Decisions) -> None:
     layout, layers = decisions.layout, decisions.model.layers
+    if layout.multiplexed:
+        multiplex.check(decisions)
     runs = layout.pp * layout.virtual_stages
     if (layout.schedule == "interleaved" and layout.pp > 1) != (layout.virtual_stages > 1):
         raise Infeasible(

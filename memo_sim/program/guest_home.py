@@ -1,0 +1,101 @@
+"""What a stage does around a task of its own whose first rows others play: what it hands them, takes, and adds.
+
+The stage's own rows are a subsequence's like any other, with more keys before them (``passing.py``). Rows of guests
+come into the buffers that lie between stages, and into the carried keys and values; gradients that guests have computed
+for it are received aside and added.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from memo_sim.contract.units import DTYPE_BYTES
+from memo_sim.program.builder import Rows, TemplateBuilder, accumulates, reads
+from memo_sim.program.carried_attention import D_KV, KV
+from memo_sim.program.guest_message import TO_GUEST, TO_HOME, Link, Range
+from memo_sim.program.instruction import BufferClass, Family, Lane
+from memo_sim.program.multiplex import Task
+from memo_sim.program.shape import Shape
+from memo_sim.program.stage import Stage
+from memo_sim.program.work import Rowwise
+
+Families = dict[str, Family]
+
+
+class Home:
+    """One task that guests play rows of, on the stage whose layers they are."""
+
+    def __init__(self, shape: Shape, task: Task, stage: Stage) -> None:
+        """``shape``: of the whole subsequence."""
+        self.task, self.stage, self.shape = task, stage, shape
+        self.links = [Link(shape, task, piece) for piece in task.guests]
+
+    @property
+    def suffix(self) -> str:
+        """Ends the names of what is this task's own."""
+        return f".s{self.task.subsequence}"
+
+    def name(self, template: str) -> str:
+        """Return a template's name in the role."""
+        return f"guest.{template}{self.suffix}"
+
+    def families(self, dtype: str, grads: Family) -> list[Family]:
+        """Return the buffers in which gradients arrive; ``grads``: those of the layers' parameters."""
+        found, count = [], len(self.stage.layers)
+        for link in self.links:
+            stage = link.piece.stage
+            found.append(Family(self._aside("grads", stage), BufferClass.EXCHANGE, grads.dtype, grads.tokens, 1, count))
+            if link.exists("d_kv.before"):
+                rows, width = self.shape.start, 2 * self.shape.kv_width
+                found.append(Family(self._aside("d_kv", stage), BufferClass.EXCHANGE, dtype, rows, width, count))
+        return found
+
+    def _aside(self, what: str, stage: int) -> str:
+        return f"guest.{what}.{stage}{self.suffix}"
+
+    def templates(self, found: Families) -> Iterator[TemplateBuilder]:
+        """Yield its side of everything that is handed over, and the sums."""
+        out = "head.x" if self.stage.last else "stage.out"
+        for link in self.links:
+            stage = link.piece.stage
+            sides: dict[str, tuple[str, str, Range | None]] = {
+                "x": ("stage.x", "stage.x", link.shard),
+                "params": ("params.layer", "params", None),
+                "before": (KV, KV, link.before),
+                "kv": (KV, KV, link.own),
+                "out": (out, out, link.shard),
+                "grad": ("grad.x", "grad_out", link.shard),
+                "again": ("params.layer", "params", None),
+                "kept": (KV, KV, link.known),
+                "d_kv": (D_KV, D_KV, link.own),
+                "d_kv.before": (self._aside("d_kv", stage), "aside", None),
+                "grads": (self._aside("grads", stage), "aside", None),
+                "grad_in": ("grad.x", "grad_in", link.shard),
+            }
+            for what in (*TO_GUEST, *TO_HOME):
+                if link.exists(what):
+                    family, slot, rows = sides[what]
+                    yield link.message(what).side(self.stage.index, found[family], slot, rows)
+            yield self._sums(link, found)
+
+    def _sums(self, link: Link, found: Families) -> TemplateBuilder:
+        stage = link.piece.stage
+        builder = TemplateBuilder(f"bwd.add.{stage}", "guest")
+        targets = {"d_kv": (D_KV, D_KV, link.before), "grads": ("grads.layer", "grads", None)}
+        for what, (family, slot, rows) in targets.items():
+            if what == "d_kv" and not link.exists("d_kv.before"):
+                continue
+            builder.bind(found[family], slot=slot)
+            builder.bind(found[self._aside(what, stage)], slot=f"aside.{what}")
+            part, into = builder.all(f"aside.{what}"), Rows(slot, *rows) if rows else builder.all(slot)
+            given = part.tokens * found[self._aside(what, stage)].row_bytes
+            summed = into.tokens * builder.features(slot) * DTYPE_BYTES[found[family].dtype]
+            builder.emit(
+                f"{what}.add.{stage}",
+                "grad.accumulate",
+                Lane.COMPUTE,
+                Rowwise("grad.accumulate", part.tokens, given + summed, summed),
+                x=reads(part),
+                out=accumulates(into),
+            )
+        return builder
