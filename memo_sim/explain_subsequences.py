@@ -19,13 +19,18 @@ def subsequences(found: SearchResult, simulation: Simulation) -> list[str]:
     if number == 1:
         return [] if found.best is None else _why_not_cut(found)
     parts, swapped = partition(decisions), swapped_parts(decisions)
-    text = f"{number} subsequences of {format_tokens(parts[0])} to {format_tokens(parts[-1])} tokens"
+    lengths = _range(format_tokens(parts[0]), format_tokens(parts[-1]))
+    text = f"{number} subsequences of {lengths} tokens"
     if decisions.swapped_tokens:
-        first, last = swapped[0] / parts[0], swapped[-1] / parts[-1]
-        text += f" offload {format_tokens(swapped[0])} each or all they have: alpha {first:.2f} to {last:.2f}"
+        alphas = _range(f"{swapped[0] / parts[0]:.2f}", f"{swapped[-1] / parts[-1]:.2f}")
+        text += f" offload {format_tokens(swapped[0])} each, or all that they have: alpha {alphas}"
     if carried := simulation.prediction.peak_by_class.get("carried", 0):
         text += f"; keys and values stay, {format_bytes(carried)} of them where memory is fullest"
     return [f"{text}.", *_beside(found, simulation.prediction)]
+
+
+def _range(first: str, last: str) -> str:
+    return first if first == last else f"{first} to {last}"
 
 
 def _why_not_cut(found: SearchResult) -> list[str]:

@@ -81,6 +81,12 @@ def _subsequences(question: Question) -> tuple[int, ...]:
         return (pinned,)
     if pinned == "auto" or system.subsequences:
         return tuple(dict.fromkeys((*(() if system.subsequences else (1,)), *counts(question.seq_tokens, 1))))
+    if question.pins.partition != "flops":
+        raise UsageError(
+            "a partition is of subsequences, and there is one here",
+            got=f"partition {question.pins.partition}",
+            hint="--subsequences auto, or a number",
+        )
     return (1,)
 
 

@@ -1,0 +1,77 @@
+"""Subsequences on the command line: asked for, searched, refused; their plans written and priced again."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from memo_sim.cli import cli
+from memo_sim.contract.errors import MemoError
+
+QUESTION = ("what-if", "gpt-tiny", "--cluster", "a100-1x4", "--seq-len", "4k", "--tp", "2", "--pp", "2")
+KEPT = ("--recompute", "none", "--alpha", "0")
+
+
+def memo_sim(*arguments: str) -> Result:
+    return CliRunner().invoke(cli, [*QUESTION, *arguments])
+
+
+@pytest.mark.parametrize(
+    ("options", "layout"),
+    [
+        (("--subsequences", "4", *KEPT), {"subsequences": 4, "partition": "flops", "schedule": "1f1b"}),
+        (("--subsequences", "3", "--partition", "length", "--recompute", "full"), {"partition": "length"}),
+        (("--system", "sppo", "--subsequences", "4"), {"subsequences": 4, "sequence_parallel": True}),
+        (("--system", "terapipe", "--subsequences", "4"), {"subsequences": 4, "schedule": "gpipe"}),
+    ],
+)
+def test_a_plan_of_subsequences_is_written_and_priced_again(
+    options: tuple[str, ...], layout: dict[str, object], tmp_path: Path
+) -> None:
+    plan = tmp_path / "plan.json"
+    done = memo_sim(*options, "--json", "-o", str(plan))
+    assert done.exit_code == 0, done.output
+    best = json.loads(done.stdout)["best"]
+    assert layout.items() <= best["layout"].items()
+    assert json.loads(plan.read_text())["decisions"]["layout"] == best["layout"]
+    again = CliRunner().invoke(cli, ["what-if", "--plan", str(plan), "--cluster", "a100-1x4", "--json"])
+    assert again.exit_code == 0, again.output
+    assert json.loads(again.stdout)["best"]["step_s"] == best["step_s"]
+
+
+def test_part_of_each_subsequence_is_swapped_as_the_plan_says(tmp_path: Path) -> None:
+    plan = tmp_path / "plan.json"
+    done = memo_sim("--subsequences", "4", "--recompute", "tokenwise", "--alpha", "0.5", "-o", str(plan))
+    assert done.exit_code == 0, done.output
+    decisions = json.loads(plan.read_text())["decisions"]
+    each = decisions["subsequence_swapped_tokens"]
+    assert sum(each) == decisions["swapped_tokens"] == 2048
+    assert each == [512] * 4
+    assert "4 subsequences of 1792 to 512 tokens offload 512 each" in done.stdout
+
+
+def test_numbers_are_searched(tmp_path: Path) -> None:
+    done = memo_sim("--subsequences", "auto", *KEPT, "--json")
+    assert done.exit_code == 0, done.output
+    assert {row["layout"]["subsequences"] for row in json.loads(done.stdout)["plans"]} == {1, 2}
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "said"),
+    [
+        (("--subsequences", "few"), 2, "a whole number from 1 to 65536, or auto"),
+        (("--subsequences", "0"), 2, "not a number of subsequences"),
+        (("--subsequences", "64"), 4, "a subsequence has to have 256 tokens at least"),
+        (("--subsequences", "4", "--partition", "thirds"), 2, "'length', 'flops'"),
+        (("--partition", "length"), 2, "a partition is of subsequences"),
+        (("--subsequences", "4", "--micro-batch", "2", "--global-batch", "2"), 4, "one whole sequence"),
+    ],
+)
+def test_what_subsequences_cannot_be_is_refused(options: tuple[str, ...], code: int, said: str) -> None:
+    done = memo_sim(*options)
+    refusal = done.exception if isinstance(done.exception, MemoError) else None  # which the command's shell prints
+    assert (refusal.exit_code if refusal else done.exit_code) == code, done.output
+    assert said in (str(refusal) if refusal else done.output)
