@@ -218,6 +218,6 @@ class _FakePlayer:
         self.watch.events = events
         self.watch.ignore(*self._constants, *tensors.values())
         with self.watch:
-            call = Call(bound.instruction, self.context, tensors, bound.subsequence)
+            call = Call(bound.instruction, self.context, tensors, bound.subsequence, bound.offset)
             self.kernels[bound.instruction.op](call)
         return events

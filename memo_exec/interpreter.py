@@ -236,7 +236,7 @@ class Interpreter:
         tensors = fixed.copy()
         for touch in moving:
             tensors[touch.role] = self.store.view(touch.buffer, touch.first, touch.tokens)
-        return Call(bound.instruction, self.context, tensors, bound.subsequence)
+        return Call(bound.instruction, self.context, tensors, bound.subsequence, bound.offset)
 
     def _below(self, allocator: ctypes.CDLL | None) -> BelowTorch | None:
         """Return what serves the compute lane's requests, None when torch's own allocator does."""

@@ -45,6 +45,8 @@ class Bound:
     instruction: Instruction
     touches: tuple[Touch, ...]
     subsequence: int = 0
+    offset: int = 0
+    """The subsequence's row that its buffers begin with."""
     waits: list[Wait] = field(default_factory=list)
     births: list[int] = field(default_factory=list)
     deaths: list[tuple[int, tuple[Wait, ...]]] = field(default_factory=list)
@@ -169,8 +171,8 @@ def _bind(program: Program, columns: Columns) -> list[Bound]:
             touches.append(Touch(operand.role, buffers[row], first[row], operand.tokens, operand.mode))
             row += 1
         _refuse_aliases(name, touches)
-        subsequence = program.instances[instances[number]].subsequence
-        bound.append(Bound(number, instruction, tuple(touches), subsequence))
+        instance = program.instances[instances[number]]
+        bound.append(Bound(number, instruction, tuple(touches), instance.subsequence, instance.first))
     return bound
 
 

@@ -22,7 +22,7 @@ from memo_sim.contract.plan import Decisions
 from memo_sim.program.instruction import Instruction, Lane
 from memo_sim.program.kernel_table import PIECE_BYTES, merge_scratch_bytes
 from memo_sim.program.partition import partition
-from memo_sim.program.token_order import clipped, row_blocks, shard_runs, token_runs
+from memo_sim.program.token_order import clipped, pieces, row_blocks, shard_runs, token_runs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,9 +84,9 @@ class Context:
         for run in clipped(self._shard_runs if shard else self.runs, first, rows):
             yield slice(run.row - first, run.row - first + run.tokens), run.token % self.decisions.seq_tokens
 
-    def start(self, subsequence: int, *, shard: bool = False) -> int:
-        """Return a subsequence's first row among the rank's, or among those of its token shard."""
-        first, layout = self._starts[subsequence], self.decisions.layout
+    def start(self, subsequence: int, offset: int = 0, *, shard: bool = False) -> int:
+        """Return a subsequence's row ``offset`` among the rank's rows, or among those of its token shard."""
+        first, layout = self._starts[subsequence] + offset, self.decisions.layout
         return first // layout.tp if shard and layout.sequence_parallel else first
 
     @property
@@ -101,12 +101,13 @@ class Context:
 
 @dataclass(slots=True)
 class Call:
-    """One kernel call; ``subsequence`` is whose rows the layer's tensors hold."""
+    """One kernel call; ``subsequence`` is whose rows the layer's tensors hold, ``offset`` the first of them."""
 
     instruction: Instruction
     context: Context
     tensors: dict[str, Tensor]
     subsequence: int = 0
+    offset: int = 0
 
     def __getitem__(self, role: str) -> Tensor:
         """Return the operand with this role."""
@@ -131,12 +132,17 @@ class Call:
 
     def positions(self, first: int, rows: int, *, shard: bool = False) -> Iterator[tuple[slice, int]]:
         """Yield as ``Context.positions`` for rows of the call's subsequence."""
-        return self.context.positions(first + self.context.start(self.subsequence, shard=shard), rows, shard=shard)
+        start = self.context.start(self.subsequence, self.offset, shard=shard)
+        return self.context.positions(first + start, rows, shard=shard)
 
     @property
     def row_blocks(self) -> list[tuple[int, int]]:
-        """The row blocks of the call's subsequence."""
-        return self.context.row_blocks[self.subsequence]
+        """The row blocks of the call's subsequence, in rows of its buffers."""
+        blocks = self.context.row_blocks[self.subsequence]
+        if not self.offset:
+            return blocks
+        end = blocks[-1][0] + blocks[-1][1]
+        return [(first - self.offset, rows) for first, rows in pieces(blocks, self.offset, end - self.offset)]
 
     def scratch(self) -> Scratch:
         """Return the call's workspace, to be cut into pieces."""

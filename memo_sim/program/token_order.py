@@ -18,8 +18,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 
 from memo_sim.contract.plan import Decisions
+from memo_sim.program.multiplex import boundaries
 from memo_sim.program.partition import partition, swapped_parts
 from memo_sim.program.ranks import coordinate
 
@@ -36,13 +38,15 @@ class Run:
 def row_blocks(decisions: Decisions, subsequence: int = 0) -> list[tuple[int, int]]:
     """Return (first row, rows) of the blocks in which a layer's rows of a subsequence are made, gathered and exchanged.
 
-    They end where recompute begins, so that it repeats forward's calls (``activations.py``). Rows count from the
-    subsequence's first.
+    They end where recompute begins, so that it repeats forward's calls (``activations.py``), and where any stage lets
+    another play the rows before (``multiplex.py``): all stages have one order of a token shard's rows. Rows count from
+    the subsequence's first.
     """
     tokens, swapped = partition(decisions)[subsequence], swapped_parts(decisions)[subsequence]
-    if decisions.recompute == "tokenwise" and 0 < swapped < tokens:
-        return [(0, swapped), (swapped, tokens - swapped)]
-    return [(0, tokens)]
+    ends = {0, tokens} | boundaries(decisions, subsequence, swapped)
+    if decisions.recompute == "tokenwise":
+        ends.add(swapped)
+    return [(first, end - first) for first, end in pairwise(sorted(ends))]
 
 
 def pieces(blocks: Iterable[tuple[int, int]], first: int, rows: int) -> Iterator[tuple[int, int]]:
