@@ -49,7 +49,7 @@ COLUMN_TEXTS = {
     "micro_batch": "sequences a rank plays at once; 1 when blank",
     "tp": "degree of tensor parallelism; searched when blank, as are dp, cp, ulysses and zero",
     "sp": "sequence parallelism beside tensor parallelism",
-    "pp": "pipeline stages; 1 when blank",
+    "pp": "pipeline stages; blank: what the system searches, or 1",
     "dp": "degree of data parallelism",
     "cp": "degree of context parallelism",
     "ulysses": "degree of Ulysses",

@@ -67,7 +67,7 @@ KNOBS = (
     click.option(
         "--schedule",
         type=click.Choice(["gpipe", "1f1b", "interleaved", "zero-bubble"]),
-        help="Order in which a stage plays micro-batches; 1f1b unless given.",
+        help="Order in which a stage plays micro-batches; 1f1b with --pp, else the system's are tried.",
     ),
     click.option(
         "--virtual-stages", type=click.IntRange(1), help="Chunks of layers a stage, for the interleaved schedule."

@@ -34,7 +34,8 @@ class Pins:
     schedule: Schedule | None = None
     virtual_stages: int | None = None
     overlap_handovers: bool | None = None
-    """Pipeline stages and how they are played; None: one stage, and the layout's defaults. Not searched."""
+    """Pipeline stages and how they are played; None: what the system searches, else one stage, and 1F1B where stages
+    are pinned. ``overlap_handovers`` is not searched."""
     subsequences: int | Literal["auto"] | None = None
     """Parts of a sequence; ``auto``: searched, as a system does whose own knob it is."""
     partition: Partition = "flops"
