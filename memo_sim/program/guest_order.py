@@ -19,6 +19,8 @@ same buffer, since memory is handed out in program order. When each starts follo
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Protocol
 
 from memo_sim.program.guest import HALVES, Guest
@@ -42,8 +44,11 @@ class Places(Protocol):
     def begin(self, each: Pass) -> None:
         """Begin a pass: with what was received, gathered or copied."""
 
-    def visit(self, visit: Visit) -> None:
-        """Place one layer's forward or backward, with the model's ends and the copies around it."""
+    def visit(self, visit: Visit, then: Callable[[], None] | None = None) -> None:
+        """Place one layer's forward or backward, with the model's ends and the copies around it.
+
+        ``then`` is called between the layer and the end of the model that follows it.
+        """
 
     def hand_over(self, handed: Handed) -> None:
         """Place a hand-over between neighbours."""
@@ -143,11 +148,8 @@ class WaveOrder:
         self.places.begin(own)
         for layer in self._layers:
             self._exchange(home, layer, "kv")
-            if layer == last:
-                self._exchange(home, layer, "out")
-                if self.ahead:
-                    self._receive(following)
-            self.places.visit(Visit(0, layer, False, own.subsequence))
+            visit = Visit(0, layer, False, own.subsequence)
+            self.places.visit(visit, partial(self._complete, home, layer, "out", following) if layer == last else None)
             if layer == first:
                 self._send()
                 self._exchange(home, layer, "x")
@@ -160,11 +162,9 @@ class WaveOrder:
         ends = own.subsequence == 0
         self.places.begin(own)
         for layer in reversed(self._layers):
-            if layer == first:
-                self._exchange(home, layer, "grad_in")
-                if self.ahead:
-                    self._receive(following)
-            self.places.visit(Visit(0, layer, True, own.subsequence))
+            visit = Visit(0, layer, True, own.subsequence)
+            then = partial(self._complete, home, layer, "grad_in", following) if layer == first else None
+            self.places.visit(visit, then)
             if layer == last:
                 self._send()
                 self._exchange(home, layer, "grad")
@@ -178,6 +178,12 @@ class WaveOrder:
             self._exchange(home, layer, "d_kv")
             self._exchange(home, layer, "d_kv.before", "grads")
         self._add(home, first)
+
+    def _complete(self, home: Home, layer: int, what: str, following: Pass | None) -> None:
+        """Take guests' rows of what a task hands on, behind the kernel that writes the stage's own; then look ahead."""
+        self._exchange(home, layer, what)
+        if self.ahead:
+            self._receive(following)
 
     def _exchange(self, home: Home, layer: int, *whats: str) -> None:
         """Place a home's side of messages with all of its guests."""

@@ -11,6 +11,7 @@ multiplexed pipeline the passes follow each other in waves (``guest_order.py``).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 from memo_sim.contract.plan import Decisions
@@ -285,11 +286,14 @@ class RoleLowering:
         for handed in self.passings[each.subsequence].handovers.entered(each):
             self.hand_over(handed)
 
-    def visit(self, visit: Visit) -> None:
-        """Place one layer's forward or backward, with the model's ends and the copies around it."""
+    def visit(self, visit: Visit, then: Callable[[], None] | None = None) -> None:
+        """Place one layer's forward or backward, with the model's ends and the copies around it.
+
+        ``then`` is called between the layer and the end of the model that follows it.
+        """
         schedule = self.copies
         swapped = visit.key in schedule.swapped
-        (self._backward if visit.backward else self._forward)(visit, swapped)
+        (self._backward if visit.backward else self._forward)(visit, swapped, then)
         for left in schedule.leave_after.get(self.visited, []):
             self._place_layer("layer.offload", left.micro_batch, left.layer, left.subsequence)
         for wanted in schedule.prefetch_after.get(self.visited, []):
@@ -320,7 +324,7 @@ class RoleLowering:
         for handed in self.passings[0].handovers.behind(self.passes, number):
             self.hand_over(handed)
 
-    def _forward(self, visit: Visit, swapped: bool) -> None:
+    def _forward(self, visit: Visit, swapped: bool, then: Callable[[], None] | None) -> None:
         m, layer, s, stage = visit.micro_batch, visit.layer, visit.subsequence, self.stage
         at = f"m{m}/s{s}"
         if stage.begins_model(layer):
@@ -332,13 +336,17 @@ class RoleLowering:
         self._pass(template, f"{at}/l{stage.layers[layer]}", visit, layer)
         if swapped and self.rounding:
             self._place_layer("layer.offload", m, layer, s)
+        if then:
+            then()
         if last:
             self._pass("head", f"{at}/head", visit, len(stage.layers), backward=True)
 
-    def _backward(self, visit: Visit, swapped: bool) -> None:
+    def _backward(self, visit: Visit, swapped: bool, then: Callable[[], None] | None) -> None:
         layer, at = visit.layer, f"m{visit.micro_batch}/s{visit.subsequence}"
         resident = self.passings[0].activations.resident_differs and not swapped
         template = "layer.bwd.resident" if resident else "layer.bwd"
         self._pass(template, f"{at}/l{self.stage.layers[layer]}", visit, layer, backward=True)
+        if then:
+            then()
         if self.stage.begins_model(layer):
             self._pass("embed.bwd", f"{at}/embed", visit, -1, backward=True)

@@ -1,0 +1,91 @@
+"""Multiplexed sequence partitioning against one process: stages play rows of each other's layers while they would wait.
+
+Guests get parameters, keys and values from the layer's own stage, and hand it the gradients that they have computed.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import msgspec
+import pytest
+
+from memo_sim.contract.plan import Decisions, Layout
+from memo_sim.program.multiplex import cut_tasks
+from tests.distributed.parity import check
+from tests.distributed.team import Team
+from tests.distributed.test_sppo_gradients import POLICIES, planned, sppo
+from tests.distributed.training import MODELS, reference
+
+LONG, ODD = 1024, 900
+"""Tokens: eight granules, and seven and some."""
+MODELS["gpt4 far"] = msgspec.structs.replace(MODELS["gpt4"], max_positions=2 * LONG)
+
+
+def multiplexed(name: str, stages: int, count: int, policy: str = "keep", **changes: Any) -> Decisions:
+    """Return a training of one sequence a rank; changes may name fields of the layout."""
+    named = {field: changes.pop(field) for field in list(changes) if field in Layout.__struct_fields__}
+    layout = Layout(pp=stages, subsequences=count, multiplexed=True, **({"partition": "length"} | named))
+    fields: dict[str, Any] = {"seq_tokens": LONG, "global_batch": layout.dp} | changes
+    return sppo(name, layout, policy, **fields)
+
+
+def matches(team: Team, name: str, chosen: Decisions, *, steps: int = 2, **options: Any) -> None:
+    """Compare the ranks with one process that plays the whole sequence; some rows are guests'."""
+    assert cut_tasks(chosen)
+    alone = reference(name, chosen.seq_tokens, chosen.global_batch, 2)
+    ranks = check(team, chosen, alone, steps=steps, **options)
+    assert [rank.moved for rank in ranks] == [planned(chosen, i) for i in range(len(ranks))]
+
+
+@pytest.mark.parametrize("name", ["gpt4", "llama4"])
+def test_two_processes(team: Team, name: str) -> None:
+    matches(team, name, multiplexed(name, 2, 4))
+
+
+@pytest.mark.parametrize("name", ["gpt4 far", "llama4"])
+def test_four_processes(team: Team, name: str) -> None:
+    """Some stages are guests of two others at once, and some tasks have two guests."""
+    chosen = multiplexed(name, 4, 4, seq_tokens=2 * LONG)
+    tasks = cut_tasks(chosen)
+    guests = Counter((x + task.stage, piece.stage) for (x, _), task in tasks.items() for piece in task.guests)
+    assert max(guests.values()) > 1
+    assert max(len(task.guests) for task in tasks.values()) > 1
+    matches(team, name, chosen, steps=1)
+
+
+MORE = [
+    ("gpt4", 2, 3, "swap mixed", {"seq_tokens": ODD}),
+    ("llama4", 2, 4, "tokenwise mixed", {"overlap_handovers": False}),
+    ("llama4", 2, 2, "full", {"tp": 2, "sequence_parallel": True}),
+]
+
+
+@pytest.mark.parametrize("case", MORE, ids=str)
+def test_with_what_happens_to_activations(team: Team, case: tuple[Any, ...]) -> None:
+    *named, changes = case
+    matches(team, named[0], multiplexed(*named, **changes))
+
+
+def test_no_race_on_any_stage(team: Team) -> None:
+    matches(team, "llama4", multiplexed("llama4", 2, 3, "swap mixed"), steps=1, debug=True)
+
+
+SLOW = [
+    (4, 4, {}),
+    (2, 4, {"schedule": "gpipe", "dp": 2, "zero": 1}),
+    (2, 3, {"partition": "flops", "seq_tokens": ODD}),
+    (2, 3, {"tp": 2, "sequence_parallel": True}),
+    (2, 3, {"tp": 2}),
+    (2, 3, {"states": "host"}),
+]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("name", ["gpt4", "llama4"])
+@pytest.mark.parametrize("case", SLOW, ids=str)
+@pytest.mark.slow
+def test_every_combination(team: Team, name: str, case: tuple[Any, ...], policy: str) -> None:
+    *sizes, changes = case
+    matches(team, name, multiplexed(name, *sizes, policy, **changes))
