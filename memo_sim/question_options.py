@@ -22,7 +22,7 @@ MEMORY_GIB = (0.001, 100_000)
 """Least and most memory that is taken for meant."""
 SEARCHED = (
     *("model", "seq_len", "system", "tp", "cp", "cp_exchange", "ulysses", "pp", "schedule"),
-    *("virtual_stages", "subsequences", "partition", "dp", "zero", "alpha", "recompute", "states"),
+    *("virtual_stages", "subsequences", "partition", "multiplexed", "dp", "zero", "alpha", "recompute", "states"),
     *("loss_chunk", "mlp_chunk", "overlap", "memory_policy", "replay_allocator", "micro_batch", "global_batch"),
 )
 """What a plan decides, so that none of it can be given beside ``--plan``."""
@@ -83,6 +83,9 @@ KNOBS = (
         default="flops",
         show_default=True,
         help="Subsequences of equal length, or of equal forward work.",
+    ),
+    click.option(
+        "--multiplexed", is_flag=True, help="Idle stages play rows of subsequences while the pipeline fills and drains."
     ),
     click.option("--dp", type=click.IntRange(1), help="Data parallelism."),
     click.option(
@@ -175,6 +178,7 @@ def question_of(options: Options) -> tuple[Plan | None, Question]:
         virtual_stages=options["virtual_stages"],
         subsequences=_subsequences(options["subsequences"]),
         partition=options["partition"],
+        multiplexed=options["multiplexed"],
         dp=options["dp"],
         zero=options["zero"],
         alpha=options["alpha"],

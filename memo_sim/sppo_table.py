@@ -1,18 +1,19 @@
-"""SPPO's Table 4 played (Figure 10), and what its parts are worth (Figure 11): one sequence a step.
+"""SPPO's Table 4 played (Figure 10), what its parts are worth (Figure 11), and its longest sequences (Figure 1).
 
     sppo              SP x PP and N of the table; alpha_i by SPPO 5.2
     megatron-lm       the table's tuned SP x PP; activations recomputed, as the paper says of its baselines (7)
     deepspeed-fpdt    Ulysses over the table's SP, or for 65B over as many devices as it has heads, of two sequences a
                       step; none for 13B, whose 40 heads 64 devices do not divide
 
-SP is tensor parallelism with sequence parallelism; 65B's 16 span two nodes. The paper prints no batch: Megatron-LM's
-stages wait for each other most with one sequence, and its printed speed-ups for 65B need that.
+All play one sequence a step else. SP is tensor parallelism with sequence parallelism; 65B's 16 span two nodes. The
+paper prints no batch: Megatron-LM's stages wait for each other most with one sequence, and its printed speed-ups for
+65B need that.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from memo_sim.contract.catalog import load_cluster, load_model
 from memo_sim.contract.figure import Figure, Line, Point
@@ -109,9 +110,10 @@ class Cell:
         return f"{format_seconds(found.step_s)}; {self.how}"
 
 
-def cell(job: Job, system: str, thousands: int, policy: Policy = SEQUENCE_AWARE) -> Cell:
+def cell(job: Job, system: str, thousands: int, policy: Policy = SEQUENCE_AWARE, *, multiplexed: bool = False) -> Cell:
     """Return one system's cell of the table; ``policy``: what SPPO does with activations."""
     question = job.question(system, thousands)
+    question = replace(question, pins=replace(question.pins, multiplexed=multiplexed))
     if system != SPPO:
         best = search(question).ranked[0]
         return Cell(best.prediction, f"{layout_label(best.decisions.layout)}, {best.policy.label}")
@@ -174,18 +176,20 @@ def _ratio(thousands: int, ours: Cell, other: Cell) -> str:
 
 BREAKDOWN = (("gpt-13b", 512), ("gpt-65b", 640))
 """The jobs that SPPO's Figure 11 takes apart, and their thousands of tokens."""
-PARTS = (KEEP, FULL_SWAP, SEQUENCE_AWARE)
+PARTS = ((KEEP, False), (FULL_SWAP, False), (SEQUENCE_AWARE, False), (SEQUENCE_AWARE, True))
+"""What is done with activations, and whether idle stages play rows of the fill and the drain."""
 
 
 def breakdown(progress: Progress) -> Figure:
-    """Return SPPO's Figure 11 without the multiplexed phases: nothing, everything or what hides is offloaded."""
-    cells: dict[str, list[tuple[Job, int, Cell]]] = {policy.label: [] for policy in PARTS}
+    """Return SPPO's Figure 11: nothing, everything or what hides is offloaded, and with that multiplexed phases."""
+    cells: dict[str, list[tuple[Job, int, Cell]]] = {}
     jobs = {job.model: job for job in JOBS}
     total = len(PARTS) * len(BREAKDOWN)
-    for i, policy in enumerate(PARTS):
+    for i, (policy, multiplexed) in enumerate(PARTS):
+        label = f"{policy.label}{', multiplexed' if multiplexed else ''}"
         for j, (model, thousands) in enumerate(BREAKDOWN):
-            one = cell(jobs[model], SPPO, thousands, policy)
-            cells[policy.label].append((jobs[model], thousands, one))
+            one = cell(jobs[model], SPPO, thousands, policy, multiplexed=multiplexed)
+            cells.setdefault(label, []).append((jobs[model], thousands, one))
             progress(i * len(BREAKDOWN) + j + 1, total)
     return Figure(
         name="sppo-11",
@@ -208,4 +212,36 @@ def _peak(one: Cell) -> str:
     return f"{one.note}, device {format_bytes(one.prediction.peak_device_bytes)}"
 
 
-FIGURES: dict[str, Callable[[Progress], Figure]] = {"sppo-10": throughput, "sppo-11": breakdown}
+LONG = (
+    Job("gpt-7b", 4, {1024: 64}, (8, 4), (32, 1), None, ""),
+    Job("gpt-7b", 8, {2048: 128}, (8, 8), (32, 2), None, ""),
+    Job("gpt-7b", 16, {4096: 256}, (8, 16), (32, 4), None, ""),
+)
+"""The sequences that SPPO trains on 32, 64 and 128 GPUs, in parts of 16K tokens; it prints no configuration."""
+
+
+def longest(progress: Progress) -> Figure:
+    """Return what of SPPO's Figure 1 is its own: 1M, 2M and 4M tokens of gpt-7b."""
+    points = []
+    for done, job in enumerate(LONG, start=1):
+        ((thousands, _),) = job.parts.items()
+        one = cell(job, SPPO, thousands)
+        mfu = "" if one.prediction.mfu is None else f", MFU {one.prediction.mfu:.1%}"
+        points.append(Point(x=thousands * KIB, y=one.tgs, note=f"{8 * job.nodes} GPUs, {_peak(one)}{mfu}"))
+        progress(done, len(LONG))
+    return Figure(
+        name="sppo-1",
+        title="SPPO on sequences of 1m, 2m and 4m tokens of gpt-7b, one a step: 32, 64 and 128 A100",
+        x_label="sequence length (tokens)",
+        y_label="tokens per GPU and second",
+        x_kind="tokens",
+        y_kind="number",
+        lines=[Line(label="gpt-7b sppo", points=points)],
+    )
+
+
+FIGURES: dict[str, Callable[[Progress], Figure]] = {
+    "sppo-1": longest,
+    "sppo-10": throughput,
+    "sppo-11": breakdown,
+}

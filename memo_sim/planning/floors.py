@@ -89,6 +89,8 @@ class Floors:
             return floor
         whole, _, layer = self._parts(keep)
         again = decisions.recompute == "full"
+        if decisions.layout.multiplexed:
+            return replace(floor, step_s=self._shared_s(_compute(whole, again), decisions.layout.pp))
         return replace(floor, step_s=self._step_s(decisions, _compute(whole, again), _compute(layer, again)))
 
     def reach(self, decisions: Decisions, limit_s: float) -> bool:
@@ -113,7 +115,7 @@ class Floors:
         Of its layers, of all subsequences, as many stay as there are rounding buffers. Which subsequences stay in a
         window says the order: none are counted.
         """
-        if decisions.offload_window:
+        if decisions.offload_window or decisions.layout.multiplexed:
             return 0
         stage = stages_of(decisions)[0]
         parts = subsequences_of(decisions, shape_of(decisions))
@@ -143,6 +145,8 @@ class Floors:
     def _floor(self, decisions: Decisions, whole: Pass, stage: Pass, layer: Pass) -> Floor:
         device, host = self._states(decisions)
         layout = decisions.layout
+        if layout.multiplexed:  # guests hold, swap and exchange other rows than their stage's: what is left is sure
+            return Floor(self._shared_s(whole, layout.pp), device, host * self._local(decisions))
         # The first stage is as many micro-batches ahead of its first backward as there are stages; with GPipe all. Of
         # subsequences it is as many ahead, and those of one micro-batch.
         stages = layout.pp if layout.subsequences == 1 else 1
@@ -179,6 +183,14 @@ class Floors:
         last = Pass(**{f.name: held * getattr(layer, f.name) for f in fields(Pass)})
         last = replace(last, compute_s=last.compute_s + whole.head_s)
         return max(mean_s, times * self._busy_s(last) + around_s)
+
+    def _shared_s(self, whole: Pass, stages: int) -> float:
+        """Return the least that stages compute which share the work, its rows cut anywhere.
+
+        A cut turns a masked square of attention into a smaller one and a rectangle, which may be faster.
+        """
+        gain = max((table.full_mask_gain for table in self._hardware.attention), default=1.0)
+        return whole.compute_s / stages / max(1.0, gain)
 
     def _busy_s(self, one: Pass) -> float:
         """Return how long compute is busy or waits in one pass."""

@@ -176,6 +176,7 @@ def _layout(
         zero=zero,
         subsequences=subsequences,
         partition=pins.partition,
+        multiplexed=pins.multiplexed,
     )
 
 

@@ -86,7 +86,9 @@ class Passes:
         alone = msgspec.structs.replace(
             decisions,
             model=msgspec.structs.replace(decisions.model, layers=few),
-            layout=msgspec.structs.replace(decisions.layout, dp=1, pp=1, zero=0, schedule="1f1b", virtual_stages=1),
+            layout=msgspec.structs.replace(
+                decisions.layout, dp=1, pp=1, zero=0, schedule="1f1b", virtual_stages=1, multiplexed=False
+            ),
             global_batch=decisions.micro_batch,
             states="fp32",
             overlap="none",

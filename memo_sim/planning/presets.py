@@ -104,6 +104,8 @@ class System:
     """Whether the logits of all tokens exist at once."""
     subsequences: bool = False
     """Whether the number of subsequences is searched; others have it where a question names it."""
+    offload_window: int = 0
+    """Passes during which a subsequence's swapped rows leave; 0: as MEMO's layers do (``Decisions.offload_window``)."""
     tp_inside_node: bool = False
     """Whether tensor parallelism that is not pinned stays within a node."""
     schedules: tuple[Schedule, ...] = ("1f1b",)
@@ -206,6 +208,7 @@ SYSTEMS = {
             (SEQUENCE_AWARE, FULL_SWAP),
             degrees=("tp", "pp"),
             subsequences=True,
+            offload_window=1,
             tp_inside_node=True,
         ),
     )

@@ -39,6 +39,9 @@ class Pins:
     subsequences: int | Literal["auto"] | None = None
     """Parts of a sequence; ``auto``: searched, as a system does whose own knob it is."""
     partition: Partition = "flops"
+    multiplexed: bool = False
+    """Whether idle stages play rows of the fill and the drain (SPPO 6.2). Not searched: it loses where stages are
+    joined by a network."""
     dp: int | None = None
     zero: int | None = None
     alpha: float | None = None

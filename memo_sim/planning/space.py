@@ -131,6 +131,8 @@ def candidates(question: Question) -> tuple[list[Candidate], list[str]]:
             cut = rowwise.faster(msgspec.structs.replace(decisions, mlp_chunk_tokens=rows if policy.mlp_blocks else 0))
             if policy.hides:
                 cut = hide(question, cut, prices)
+            if layout.subsequences > 1 and cut.swapped_tokens:
+                cut = msgspec.structs.replace(cut, offload_window=system.offload_window)
             found.append(Candidate(cut, replace(policy, alpha=cut.alpha) if policy.hides else policy))
     # What the sequence is to blame for comes first: other degrees may help everything else.
     refused.sort(key=lambda reason: reason[0] not in OF_THE_SEQUENCE)

@@ -82,6 +82,7 @@ class PartPrices:
             swapped_tokens=0,
             subsequence_swapped_tokens=(),
             mlp_chunk_tokens=0,
+            offload_window=0,
             memory_policy="planned",
         )
         if alone not in self._alone:
@@ -163,7 +164,12 @@ def swap_each(decisions: Decisions, tokens: int) -> Decisions:
     parts = partition(decisions)
     each = tuple(min(tokens, part) for part in parts)
     some = len(parts) > 1 and 0 < sum(each) < sum(parts)
-    return msgspec.structs.replace(decisions, swapped_tokens=sum(each), subsequence_swapped_tokens=each if some else ())
+    return msgspec.structs.replace(
+        decisions,
+        swapped_tokens=sum(each),
+        subsequence_swapped_tokens=each if some else (),
+        offload_window=decisions.offload_window if sum(each) else 0,
+    )
 
 
 def swap_fraction(decisions: Decisions, alpha: float) -> Decisions:

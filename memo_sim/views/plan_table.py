@@ -24,7 +24,8 @@ LEAST_DIGITS, MOST_DIGITS = 3, 6
 def layout_label(layout: Layout) -> str:
     """Return a layout in a few characters: ``tp4+sp cp2 dp1``; tp, cp and dp always, others when they divide.
 
-    ``+ag``: context-parallel ranks gather all keys and values. ``+length``: subsequences are as long as each other.
+    ``+ag``: context-parallel ranks gather all keys and values. ``+length``: subsequences are as long as each other;
+    ``+mx``: idle stages play rows of the pipeline's fill and drain.
     """
     gathered = "+ag" if layout.cp > 1 and layout.cp_exchange == "all_gather" else ""
     parts = [f"tp{layout.tp}{'+sp' if layout.sequence_parallel else ''}", f"cp{layout.cp}{gathered}"]
@@ -35,6 +36,7 @@ def layout_label(layout: Layout) -> str:
     parts += [f"zero{layout.zero}"] if layout.zero else []
     if layout.subsequences > 1:
         parts.append(f"n{layout.subsequences}{'+length' if layout.partition == 'length' else ''}")
+        parts[-1] += "+mx" if layout.multiplexed else ""
     return " ".join(parts)
 
 

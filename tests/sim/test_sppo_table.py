@@ -50,9 +50,22 @@ def test_offloading_is_taken_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sppo_table, "JOBS", (SMALL,))
     monkeypatch.setattr(sppo_table, "BREAKDOWN", (("gpt-7b", 16),))
     found = figure("sppo-11")
-    keep, full, aware = (line.points[0] for line in found.lines)
-    assert [line.label for line in found.lines] == ["keep", "full swap", "sequence-aware offload"]
+    keep, full, aware, multiplexed = (line.points[0] for line in found.lines)
+    labels = ["keep", "full swap", "sequence-aware offload", "sequence-aware offload, multiplexed"]
+    assert [line.label for line in found.lines] == labels
     assert "alpha 0.00" in keep.note
     assert "alpha 1.00" in full.note
     # Nothing is faster than keeping all, where it fits; what hides costs less than offloading everything.
     assert (keep.y or 0) >= (aware.y or 0) >= (full.y or 0) > 0
+    # Inside a node rows reach idle stages sooner than the pipeline does.
+    assert (multiplexed.y or 0) > 1.05 * (aware.y or 0)
+    assert "n4+mx" in multiplexed.note
+
+
+def test_long_sequences_have_16k_tokens_a_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    for job in sppo_table.LONG:
+        assert all(thousands == 16 * parts for thousands, parts in job.parts.items())
+    monkeypatch.setattr(sppo_table, "LONG", (SMALL,))
+    (line,) = figure("sppo-1").lines
+    assert line.points[0].note.startswith("8 GPUs, ")
+    assert "MFU" in line.points[0].note

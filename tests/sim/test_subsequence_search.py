@@ -54,6 +54,29 @@ def test_no_plan_of_subsequences_goes_below_its_floor(schedule: str, sequences: 
         assert floor.host_bytes_per_node <= played.peak_host_bytes_per_node
 
 
+@pytest.mark.parametrize("change", ["window", "multiplexed"])
+def test_floors_hold_for_windows_and_guests(change: str) -> None:
+    cluster, hardware = with_memory(*load_cluster("a800-1x8"), device_bytes=2**50, host_bytes=2**50)
+    floors = Floors(hardware, cluster)
+    layout = Layout(tp=2, sequence_parallel=True, pp=4, subsequences=6, multiplexed=change == "multiplexed")
+    base = Decisions(model=shallow(8), layout=layout, seq_tokens=32 * K, loss_chunk_tokens=4096)
+    for alpha in (0.5, 1.0):
+        decisions = with_alpha(base, "none", alpha)
+        if change == "window":
+            decisions = msgspec.structs.replace(decisions, offload_window=1)
+        floor, played = floors.of(decisions), simulate(decisions, hardware, cluster).prediction
+        assert played.step_s is not None
+        assert 0.4 * played.step_s < floor.step_s <= played.step_s
+        assert 0 < floor.device_bytes <= played.peak_device_bytes
+        assert floor.host_bytes_per_node <= played.peak_host_bytes_per_node
+
+
+def test_sppo_offloads_while_the_next_pass_is_computed() -> None:
+    windows = {c.policy.label: c.base.offload_window for c in candidates(asked(tp=2, pp=2, subsequences=4))[0]}
+    assert windows == {"sequence-aware offload": 1, "full swap": 1}
+    assert {c.base.offload_window for c in candidates(asked("any", tp=2, pp=2, subsequences=4))[0]} == {0}
+
+
 def test_a_system_has_its_own_numbers_and_others_one_unless_asked() -> None:
     def numbers(question: Question) -> set[int]:
         return {layout.subsequences for layout in layouts(question)}
