@@ -21,7 +21,6 @@ from memo_exec.probes import clocks, memory, timing
 from memo_exec.probes import grid as grids
 from memo_exec.probes.copies import Lanes
 from memo_exec.probes.copy_rates import Copies
-from memo_exec.probes.load import Load, disturbances
 from memo_exec.probes.operators import Bench, operators_of
 from memo_exec.probes.profile import Found, profile_of
 from memo_exec.probes.tables import Timed, attention_tables, gemm_tables, rowwise_curves
@@ -115,17 +114,6 @@ def test_a_busy_machine_is_told_of_and_recorded(monkeypatch: pytest.MonkeyPatch)
     assert found.provenance["disturbed"] in warning
     assert found.provenance["load_before"].endswith(f"on {os.cpu_count()} cores")
     assert float(found.provenance["middle_spread"].rstrip("%")) >= 0
-
-
-def test_load_and_spread_disturb_each_by_itself() -> None:
-    machine = replace(this_machine(), compute_threads=3)
-    quiet, noisy = [Sample(1.0, s) for s in (0.0, 0.04, 0.9)], [Sample(1.0, s) for s in (0.0, 0.3, 0.4)]
-    idle, busy, large = Load(0.2, 4), Load(1.2, 4), Load(12.0, 64)
-    assert disturbances(idle, machine, quiet) == disturbances(large, machine, quiet) == []
-    (load,) = disturbances(busy, machine, quiet)
-    assert load.startswith("the load was 1.2 on 4 cores")
-    (spread,) = disturbances(idle, machine, noisy)
-    assert "differ by 30%" in spread
 
 
 def test_operators_are_those_of_the_program_each_once() -> None:
