@@ -9,8 +9,7 @@ import pytest
 from memo_sim.contract.errors import Infeasible
 from memo_sim.contract.plan import Decisions, Layout
 from memo_sim.engine.simulate import Simulation, simulate
-from memo_sim.program.check import check_edges, check_program
-from memo_sim.program.check_roles import check_deadlock, check_roles
+from memo_sim.program.check import check_edges
 from memo_sim.program.columns import expand
 from memo_sim.program.edges import Edges, derive_edges
 from memo_sim.program.instruction import BufferClass, Lane
@@ -23,6 +22,7 @@ from memo_sim.program.shape import shape_of
 from memo_sim.program.subsequence import subsequences_of
 from memo_sim.program.tensors import skeletal_tensors
 from memo_sim.program.work import Copy, Gemm, Work
+from tests.sim.program_faults import faults
 from tests.sim.toy_machine import TOY_CLUSTER, alone, decide, toy_hardware
 
 VOCAB = 96
@@ -50,16 +50,6 @@ def windowed(
     return msgspec.structs.replace(
         decisions, swapped_tokens=sum(swapped), subsequence_swapped_tokens=swapped, offload_window=window
     )
-
-
-def faults(decisions: Decisions) -> list[str]:
-    programs = lower(decisions)
-    columns = [expand(p) for p in programs]
-    edges = [derive_edges(c) for c in columns]
-    found = check_roles(programs) + check_deadlock(programs, columns, edges)
-    for program, mine, given in zip(programs, columns, edges, strict=True):
-        found += check_program(program, mine) + check_edges(mine, given)
-    return found
 
 
 LAYOUTS = [

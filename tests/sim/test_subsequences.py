@@ -7,15 +7,14 @@ from itertools import pairwise
 
 import msgspec
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from memo_sim.contract.errors import Infeasible
 from memo_sim.contract.plan import Decisions, Kernels, Layout
 from memo_sim.engine.simulate import simulate
 from memo_sim.planning.floors import Floors
-from memo_sim.program.check import check_edges, check_program
-from memo_sim.program.check_roles import check_deadlock, check_roles
 from memo_sim.program.columns import expand
-from memo_sim.program.edges import derive_edges
 from memo_sim.program.instruction import Lane, Mode
 from memo_sim.program.liveness import live_bytes, liveness
 from memo_sim.program.lower import lower
@@ -25,6 +24,7 @@ from memo_sim.program.schedule import Kind
 from memo_sim.program.shape import shape_of
 from memo_sim.program.tensors import skeletal_tensors
 from memo_sim.program.work import Attention, BatchedGemm, Copy, Gemm
+from tests.sim.program_faults import faults
 from tests.sim.small_programs import GPT, LLAMA, decide
 from tests.sim.toy_machine import TOY_CLUSTER, ToyPrices, alone, toy_hardware
 
@@ -59,16 +59,6 @@ def cut(model: str, layout: Layout, policy: tuple[str, float] = ("none", 0.0), *
     granule = decisions.swap_granule
     each = tuple(0 if i == 0 else max(granule, n - granule) for i, n in enumerate(partition(decisions)))
     return msgspec.structs.replace(decisions, swapped_tokens=sum(each), subsequence_swapped_tokens=each)
-
-
-def faults(decisions: Decisions) -> list[str]:
-    programs = lower(decisions)
-    columns = [expand(p) for p in programs]
-    edges = [derive_edges(c) for c in columns]
-    found = check_roles(programs) + check_deadlock(programs, columns, edges)
-    for program, mine, given in zip(programs, columns, edges, strict=True):
-        found += check_program(program, mine) + check_edges(mine, given)
-    return found
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
@@ -243,3 +233,55 @@ def test_what_a_floor_says_of_the_host_is_never_more_than_is_swapped(
         rank = simulation.roles[0].memory.host.bytes
         assert floors._swapped_bytes(decisions) <= rank
         assert window or floors._swapped_bytes(decisions) > rank // 2
+
+
+@st.composite
+def random_steps(draw: st.DrawFn) -> Decisions:
+    """Draw stages, a schedule, a policy with unlike shares of every subsequence, and an offload window."""
+    pp = draw(st.sampled_from([1, 2, 4]))
+    schedule = draw(st.sampled_from(["gpipe", "1f1b", "interleaved", "zero-bubble"])) if pp > 1 else "1f1b"
+    count, tp, dp = draw(st.integers(2, 6)), draw(st.sampled_from([1, 2])), draw(st.sampled_from([1, 2]))
+    layout = Layout(
+        tp=tp,
+        sequence_parallel=tp > 1 and draw(st.booleans()),
+        pp=pp,
+        schedule=schedule,
+        virtual_stages=2 if schedule == "interleaved" else 1,
+        overlap_handovers=schedule == "interleaved" or draw(st.booleans()),
+        dp=dp,
+        zero=draw(st.integers(0, 1 if pp > 1 else 3)),
+        subsequences=count * pp if schedule == "interleaved" else count,
+        partition=draw(st.sampled_from(["length", "flops"])),
+    )
+    decisions = decide(
+        msgspec.structs.replace(draw(st.sampled_from([GPT, LLAMA])), layers=pp * layout.virtual_stages),
+        layout,
+        (draw(st.sampled_from(["none", "full", "tokenwise"])), 0.0),
+        seq_tokens=24 * 128 * tp,
+        global_batch=dp * draw(st.integers(1, 3)),
+        states=draw(st.sampled_from(["fp32", "host"])),
+        overlap=draw(st.sampled_from(["none", "both"])),
+    )
+    granule = decisions.swap_granule
+    each = tuple(granule * draw(st.integers(0, tokens // granule)) for tokens in partition(decisions))
+    some = 0 < sum(each) < decisions.local_tokens
+    swaps = sum(each) > 0 or decisions.recompute == "tokenwise"
+    return msgspec.structs.replace(
+        decisions,
+        swapped_tokens=sum(each),
+        subsequence_swapped_tokens=each if some else (),
+        offload_window=draw(st.integers(0, 3)) if swaps else 0,
+    )
+
+
+@settings(max_examples=6, deadline=None)
+@given(random_steps())
+def test_no_order_of_subsequences_waits_in_a_circle(decisions: Decisions) -> None:
+    assert faults(decisions) == []
+
+
+@pytest.mark.slow
+@settings(max_examples=150, deadline=None)
+@given(random_steps())
+def test_none_of_many_orders_waits_in_a_circle(decisions: Decisions) -> None:
+    assert faults(decisions) == []
