@@ -6,6 +6,7 @@ the device; backward goes from the last to the first and adds to their gradients
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -14,13 +15,20 @@ import pytest
 from memo_exec.distributed.own_program import rank_program
 from memo_exec.distributed.place import Place
 from memo_exec.kernels import KERNELS
+from memo_exec.run import Outcome, RunOptions, run
+from memo_sim.contract import codec
 from memo_sim.contract.plan import Decisions, Layout, MovedBytes
+from memo_sim.memory.place import place
+from memo_sim.program.lower import lower
+from memo_sim.program.multiplex import cut_tasks
 from memo_sim.program.partition import partition
+from memo_sim.program.requests import requests_of
 from memo_sim.program.work import Copy
 from tests.distributed.parity import TOLERANCE, Played, check, compare, play, whole_gradients
 from tests.distributed.team import Member, Team
 from tests.distributed.training import MODELS, label, reference
-from tests.exec_cpu.small import decide
+from tests.exec_cpu.plans import BYTES, byte_decisions, plan_of, predicted
+from tests.exec_cpu.small import decide, gpt
 
 EVEN, ODD = 512, 700
 """Tokens: four granules, and five and a half: parts of unequal length, the last one off the granule."""
@@ -150,6 +158,14 @@ def test_four_processes(team: Team, name: str, layout: Layout) -> None:
     matches(team, name, sppo(name, layout, "tokenwise mixed", seq_tokens=ODD))
 
 
+def test_idle_stages_play_rows_of_others(team: Team) -> None:
+    """Multiplexed (SPPO 6.2), with token shards and a window; ``test_multiplexed.py`` has the others."""
+    layout = Layout(tp=2, sequence_parallel=True, pp=2, subsequences=3, multiplexed=True)
+    chosen = sppo("llama4", layout, "swap in a window", seq_tokens=2 * EVEN, global_batch=1)
+    assert cut_tasks(chosen)
+    matches(team, "llama4", chosen)
+
+
 SLOW = [
     *(layout for layouts in TWO.values() for layout in layouts),
     *FOUR,
@@ -175,7 +191,7 @@ COMBINED = [
 @pytest.mark.slow
 def test_every_combination(team: Team, name: str, layout: Layout, policy: str) -> None:
     tokens = ODD if layout.subsequences == 3 else EVEN
-    matches(team, name, sppo(name, layout, policy, seq_tokens=tokens), steps=2)
+    matches(team, name, sppo(name, layout, policy, seq_tokens=tokens))
 
 
 @pytest.mark.parametrize("changes", [{"loss_chunk_tokens": 100}, {"states": "host"}, {"partition": "length"}], ids=str)
@@ -187,3 +203,49 @@ def test_knobs_beside(team: Team, changes: dict[str, Any]) -> None:
 def test_no_race_on_any_stage(team: Team) -> None:
     chosen = sppo("llama4", Layout(pp=2, subsequences=3), "tokenwise mixed", seq_tokens=ODD)
     matches(team, "llama4", chosen, debug=True)
+
+
+RUNS = {
+    "whole": Layout(),
+    "one": Layout(subsequences=2),
+    "pp2": Layout(pp=2, subsequences=2),
+    "pp2-multiplexed": Layout(pp=2, subsequences=2, multiplexed=True),
+}
+
+
+@pytest.fixture(scope="module")
+def plans(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Plan files of the same training, each with its fullest stage's arena, and what its copies come to."""
+    folder = tmp_path_factory.mktemp("plans")
+    for name, layout in RUNS.items():
+        model = gpt(vocab=BYTES, layers=4, max_positions=1024)
+        chosen = byte_decisions(model=model, seq_tokens=1024, swapped_tokens=1024, layout=layout, global_batch=1)
+        arenas = [place(requests_of(each), solver="greedy") for each in lower(chosen)]
+        arena = max(arenas, key=lambda each: each.arena_bytes)
+        prediction = predicted(peak_device_bytes=arena.arena_bytes, moved_bytes=planned(chosen, 0))
+        codec.write(folder / f"{name}.json", plan_of(chosen, prediction, placement=arena))
+        codec.write(folder / f"{name}.placement.json", arena)
+    return folder
+
+
+def train(member: Member, plan: Path) -> Outcome:
+    """Run a plan as ``memo-exec run`` does."""
+    del member
+    outcome = run(plan, RunOptions(steps=3))
+    assert outcome is not None
+    return outcome
+
+
+@pytest.mark.parametrize("name", [name for name in RUNS if name != "whole"])
+def test_memo_exec_runs_it_as_predicted(team: Team, plans: Path, name: str) -> None:
+    whole = train(Member(0, 1), plans / "whole.json").comparison
+    found = team.play(train, RUNS[name].devices, plans / f"{name}.json", meets=False)
+    for outcome in found:
+        assert outcome.comparison.losses == pytest.approx(whole.losses, rel=TOLERANCE)
+    comparison = found[0].comparison
+    peaks = comparison.peak_device_bytes_by_rank or [comparison.measured.peak_device_bytes]
+    assert comparison.predicted is not None
+    assert comparison.predicted.peak_device_bytes in peaks  # of the stage whose arena the plan pins
+    assert max(peaks) < whole.measured.peak_device_bytes
+    assert comparison.ratio is not None
+    assert comparison.ratio.moved_bytes == {"d2h": 1.0, "h2d": 1.0}
