@@ -5,6 +5,7 @@ from __future__ import annotations
 from memo_sim.contract.model import Model
 from memo_sim.contract.plan import Decisions, Layout
 from memo_sim.program.check import check_edges, check_program
+from memo_sim.program.check_roles import check_deadlock, check_roles
 from memo_sim.program.columns import expand
 from memo_sim.program.edges import derive_edges
 from memo_sim.program.lower import lower
@@ -56,7 +57,11 @@ def decide(
 
 
 def faults_of(decisions: Decisions) -> list[str]:
-    """Return what the independent checkers find wrong with the program of one role."""
-    (program,) = lower(decisions)
-    columns = expand(program)
-    return [*check_program(program, columns), *check_edges(columns, derive_edges(columns))]
+    """Return what the independent checkers find wrong with each role's program, and with all of them together."""
+    programs = lower(decisions)
+    columns = [expand(p) for p in programs]
+    edges = [derive_edges(c) for c in columns]
+    found = check_roles(programs) + check_deadlock(programs, columns, edges)
+    for program, mine, orders in zip(programs, columns, edges, strict=True):
+        found += check_program(program, mine) + check_edges(mine, orders)
+    return found

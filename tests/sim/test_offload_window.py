@@ -22,7 +22,7 @@ from memo_sim.program.shape import shape_of
 from memo_sim.program.subsequence import subsequences_of
 from memo_sim.program.tensors import skeletal_tensors
 from memo_sim.program.work import Copy, Gemm, Work
-from tests.sim.program_faults import faults
+from tests.sim.small_programs import faults_of
 from tests.sim.toy_machine import TOY_CLUSTER, alone, decide, toy_hardware
 
 VOCAB = 96
@@ -64,7 +64,9 @@ LAYOUTS = [
 @pytest.mark.parametrize("recompute", ["none", "full", "tokenwise"])
 def test_every_policy_passes_the_independent_checkers(recompute: str, layout: Layout) -> None:
     for window, swapped in ((1, ONE), (2, (256, 0, 128, 128)), (1, None)):
-        assert faults(windowed(window, swapped, recompute=recompute, layout=layout, global_batch=2 * layout.dp)) == []
+        assert (
+            faults_of(windowed(window, swapped, recompute=recompute, layout=layout, global_batch=2 * layout.dp)) == []
+        )
 
 
 def activations(decisions: Decisions, layers: int) -> list[int]:

@@ -24,8 +24,7 @@ from memo_sim.program.schedule import Kind
 from memo_sim.program.shape import shape_of
 from memo_sim.program.tensors import skeletal_tensors
 from memo_sim.program.work import Attention, BatchedGemm, Copy, Gemm
-from tests.sim.program_faults import faults
-from tests.sim.small_programs import GPT, LLAMA, decide
+from tests.sim.small_programs import GPT, LLAMA, decide, faults_of
 from tests.sim.toy_machine import TOY_CLUSTER, ToyPrices, alone, toy_hardware
 
 MODELS = {"gpt": msgspec.structs.replace(GPT, layers=3), "llama": LLAMA}
@@ -65,19 +64,19 @@ def cut(model: str, layout: Layout, policy: tuple[str, float] = ("none", 0.0), *
 @pytest.mark.parametrize("model", MODELS)
 def test_every_policy_passes_the_independent_checkers(model: str, layout: Layout) -> None:
     for policy in SHARES if layout is LAYOUTS[0] else SHARES[1::3]:
-        assert faults(cut(model, layout, policy)) == []
+        assert faults_of(cut(model, layout, policy)) == []
 
 
 @pytest.mark.parametrize("layout", STAGES, ids=str)
 def test_every_stage_passes_the_independent_checkers(layout: Layout) -> None:
     deep = msgspec.structs.replace(cut("llama", layout).model, layers=layout.pp * layout.virtual_stages)
     for policy in (("none", 0.0), ("full", 0.5), ("tokenwise", 0.5)):
-        assert faults(msgspec.structs.replace(cut("llama", layout, policy), model=deep)) == []
+        assert faults_of(msgspec.structs.replace(cut("llama", layout, policy), model=deep)) == []
 
 
 @pytest.mark.parametrize("policy", [("full", 0.0), ("full", 1.0)])
 def test_the_mlp_in_row_blocks_and_states_on_the_host_go_with_them(policy: tuple[str, float]) -> None:
-    assert faults(cut("gpt", LAYOUTS[0], policy, mlp_chunk_tokens=256, states="host", overlap="both")) == []
+    assert faults_of(cut("gpt", LAYOUTS[0], policy, mlp_chunk_tokens=256, states="host", overlap="both")) == []
 
 
 @pytest.mark.parametrize("policy", [("none", 0.0), ("full", 0.0), ("tokenwise", 0.5)])
@@ -277,11 +276,11 @@ def random_steps(draw: st.DrawFn) -> Decisions:
 @settings(max_examples=6, deadline=None)
 @given(random_steps())
 def test_no_order_of_subsequences_waits_in_a_circle(decisions: Decisions) -> None:
-    assert faults(decisions) == []
+    assert faults_of(decisions) == []
 
 
 @pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(random_steps())
 def test_none_of_many_orders_waits_in_a_circle(decisions: Decisions) -> None:
-    assert faults(decisions) == []
+    assert faults_of(decisions) == []
