@@ -12,6 +12,7 @@ from memo_sim.contract.catalog import load_cluster, load_model
 from memo_sim.contract.errors import Infeasible
 from memo_sim.contract.model import Model
 from memo_sim.contract.plan import Decisions, Layout
+from memo_sim.engine.simulate import simulate
 from memo_sim.planning.bandwidth import offload_bandwidth
 from memo_sim.planning.question import Question
 from memo_sim.planning.sppo import Choice, solve
@@ -109,6 +110,26 @@ def test_the_bubble_is_a_part_for_each_stage_but_one() -> None:
     choice = Choice(sp=8, pp=4, subsequences=16, work_s=32.0)
     assert choice.bubble_s == 6.0  # 3/16 of the work (SPPO 3.3)
     assert choice.step_s == 38.0
+
+
+def test_the_engine_departs_from_the_formula_by_the_head_and_by_parts_that_differ() -> None:
+    cluster, hardware = load_cluster("a100-2x2-hdr4")
+    model = msgspec.structs.replace(GPT_7B, layers=8)
+    question = Question(model, cluster, hardware, 128 * K)
+    formula = {n: solve(question, sps=[2], numbers=[n])[0] for n in (4, 16, 64)}
+    steps = {}
+    for number, choice in formula.items():
+        layout = Layout(tp=2, sequence_parallel=True, pp=2, subsequences=number)
+        base = Decisions(model=model, layout=layout, seq_tokens=128 * K, loss_chunk_tokens=4096)
+        played = simulate(base, hardware, cluster).prediction
+        assert played.step_s is not None
+        steps[number] = played.step_s
+        waits = sum(
+            s.seconds for s in played.stalls if s.lane == "compute" and s.waits_for.startswith("pipeline bubble")
+        )
+        assert choice.bubble_s < waits < 1.3 * choice.bubble_s
+        assert choice.step_s < played.step_s < 1.1 * choice.step_s
+    assert min(steps, key=lambda n: steps[n]) == min(formula, key=lambda n: formula[n].step_s) == 16
 
 
 def test_counts_reach_from_16k_to_2k_tokens() -> None:
