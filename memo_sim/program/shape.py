@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from memo_sim.contract.errors import Infeasible
 from memo_sim.contract.plan import SWAP_GRANULE_TOKENS, Decisions
 from memo_sim.contract.units import MOST_TOKENS
+from memo_sim.program.metp_limits import check_metp
 
 MOST_LOSS_CHUNKS = 2**16
 MOST_MLP_CHUNKS = 2**10
@@ -17,9 +19,9 @@ MOST_MLP_CHUNKS = 2**10
 class Shape:
     """Per-rank sizes of one micro-batch.
 
-    ``tokens``: of the rank's context-parallel and Ulysses shard (all sequences of the micro-batch folded);
+    ``tokens``: of the rank's context-parallel, METP and Ulysses shard (all sequences of the micro-batch folded);
     ``shard_tokens``: of the sequence-parallel shard of it (= tokens without sequence parallelism). Widths are features
-    after tensor parallelism.
+    after tensor parallelism, under METP of one of its parts.
     """
 
     tokens: int
@@ -37,11 +39,15 @@ class Shape:
     gathered: bool
     """Whether sequence parallelism shards tokens outside of the tensor-parallel products."""
     cp_rank: int = 0
-    """Which of the context-parallel ranks; they differ in the keys that are before theirs (``ring.py``)."""
+    """Which of the context-parallel (or METP's) ranks; they differ in the keys that are before theirs (``ring.py``)."""
     start: int = 0
     """The micro-batch's tokens before these, where these are a subsequence of it (``subsequence.py``)."""
     carried: int = 0
     """Tokens of the whole micro-batch, whose keys and values are carried; 0 where it is not cut into subsequences."""
+
+    metp: int = 1
+    ring: Literal["cp", "metp"] = "cp"
+    """Which group's ring the ``cp`` ranks are: within METP's heads it is METP's (``metp.py``)."""
 
     @property
     def qkv_width(self) -> int:
@@ -74,13 +80,14 @@ def shape_of(decisions: Decisions, *, cp_rank: int | None = None) -> Shape:
         plays yet.
     """
     model, layout = decisions.model, decisions.layout
-    if layout.metp != 1:
-        raise Infeasible("metp has no lowering yet", where="layout.metp", got=layout.metp, wanted=1)
+    check_metp(decisions)
     _check_subsequences(decisions)
     for what in ("heads", "kv_heads"):
         _divides(what, getattr(model, what), "tp", layout.tp)
         _divides(what, getattr(model, what), "tp x ulysses", layout.tp * layout.ulysses)
+        _divides(what, getattr(model, what), "metp", layout.metp)
     _divides("ffn_hidden", model.ffn_hidden, "tp", layout.tp)
+    _divides("ffn_hidden", model.ffn_hidden, "metp", layout.metp)
     _divides("global_batch", decisions.global_batch, "micro_batch x dp", decisions.micro_batch * layout.dp)
     if model.learned_positions and decisions.seq_tokens > model.max_positions:
         raise Infeasible(
@@ -89,8 +96,8 @@ def shape_of(decisions: Decisions, *, cp_rank: int | None = None) -> Shape:
             got=decisions.seq_tokens,
             wanted=f"at most {model.max_positions}",
         )
-    chunks = 2 * layout.cp if layout.cp > 1 else 1
-    _divides("seq_tokens", decisions.seq_tokens, "2 x cp", chunks)
+    chunks = 2 * layout.ring if layout.ring > 1 else 1
+    _divides("seq_tokens", decisions.seq_tokens, "2 x metp" if layout.metp > 1 else "2 x cp", chunks)
     _divides("seq_tokens", decisions.seq_tokens, "cp chunks x ulysses", chunks * layout.ulysses)
     gathered = layout.sequence_parallel and layout.tp > 1
     tokens = decisions.local_tokens
@@ -103,17 +110,18 @@ def shape_of(decisions: Decisions, *, cp_rank: int | None = None) -> Shape:
         tokens=tokens,
         shard_tokens=tokens // layout.tp if gathered else tokens,
         hidden=model.hidden,
-        q_width=model.q_width // layout.tp,
-        kv_width=model.kv_width // layout.tp,
-        ffn=model.ffn_hidden // layout.tp,
+        q_width=model.q_width // layout.divided,
+        kv_width=model.kv_width // layout.divided,
+        ffn=model.ffn_hidden // layout.divided,
         vocab=-(-model.vocab // layout.tp),
-        heads=model.heads // layout.tp,
-        kv_heads=model.kv_heads // layout.tp,
+        heads=model.heads // layout.divided,
+        kv_heads=model.kv_heads // layout.divided,
         tp=layout.tp,
         cp=layout.cp,
         ulysses=layout.ulysses,
         gathered=gathered,
-        cp_rank=layout.cp - 1 if cp_rank is None else cp_rank,
+        cp_rank=layout.ring - 1 if cp_rank is None else cp_rank,
+        metp=layout.metp,
     )
 
 
@@ -168,7 +176,8 @@ def _check_subsequences(decisions: Decisions) -> None:
 def _check_swapped(decisions: Decisions, tokens: int, tp: int) -> None:
     swapped = decisions.swapped_tokens
     granule = SWAP_GRANULE_TOKENS * tp
-    if swapped > tokens or (swapped % granule and swapped != tokens):
+    several = decisions.layout.subsequences > 1  # each has row blocks of its own (``partition.py``)
+    if swapped > tokens or (swapped % granule and swapped != tokens and not several):
         raise Infeasible(
             "swapped_tokens does not fall on a row block",
             where="decisions.swapped_tokens",

@@ -26,6 +26,7 @@ LAYOUTS = {
     "pp2": Layout(pp=2),
     "pp2-zero-bubble": Layout(pp=2, schedule="zero-bubble"),
     "pp2-subsequences": Layout(pp=2, subsequences=4),
+    "pp2-multiplexed": Layout(pp=2, subsequences=2, multiplexed=True),
     "tp2-subsequences": Layout(tp=2, sequence_parallel=True, subsequences=2),
     "tp2-cp2": Layout(tp=2, sequence_parallel=True, cp=2),
     "cp2-pp2": Layout(cp=2, pp=2),
@@ -39,10 +40,10 @@ def test_ranks_train_as_one_gpu_does(name: str, tmp_path: Path) -> None:
         pytest.skip(f"needs {layout.devices} CUDA devices")
     one, several = (
         byte_decisions(
-            **({"swapped_tokens": 0} if each.subsequences > 1 else {"swapped_tokens": 256}),
+            swapped_tokens=0 if each.subsequences > 1 else 256,
             model=gpt(vocab=256, layers=4, heads=4, kv_heads=4, head_dim=64, hidden=256, max_positions=1024),
             seq_tokens=1024,
-            global_batch=4,
+            global_batch=1 if layout.multiplexed else 4,
             layout=each,
             dtype="bf16",
             kernels=Kernels(attention="torch-flash"),

@@ -31,6 +31,8 @@ POLICIES: list[dict[str, Any]] = [
     MIXED,
     {"recompute": "tokenwise"},
     {"recompute": "tokenwise", **MIXED},
+    {"offload_window": 1, **MIXED},
+    {"recompute": "tokenwise", "offload_window": 1, **MIXED},
 ]
 
 
