@@ -83,6 +83,8 @@ class RoleLowering:
         self.sharding = Sharding(decisions, self.optimizers, micro_batches, stage)
         self.rounding = self.passings[0].activations.rounding
         self.families: dict[str, Family] = {}
+        self.common: dict[str, Family] = {}
+        """Those of no one subsequence."""
         self.own: list[dict[str, Family]] = [{} for _ in self.passings]
         """Of each subsequence, its own families under their plain names."""
         self._add_families()
@@ -141,16 +143,15 @@ class RoleLowering:
 
     def _hold(self, *families: Family, subsequence: int | None = None) -> None:
         """Add families; those of a subsequence under its own names."""
+        suffix = "" if subsequence is None else self.passings[subsequence].suffix
+        held = self.common if subsequence is None else self.own[subsequence]
         for family in families:
-            name = family.name
-            if subsequence is not None:
-                name += self.passings[subsequence].suffix
-                self.own[subsequence][family.name] = replace(family, name=name)
-            self.families[name] = replace(family, name=name)
+            named = replace(family, name=family.name + suffix) if suffix else family
+            held[family.name] = self.families[named.name] = named
 
     def program(self) -> Program:
         """Return the role's program."""
-        every = [{**self.families, **mine} for mine in self.own]
+        every = [{**self.common, **mine} for mine in self.own]
         seen = [self.sharding.whole(families) for families in every]
         for passing, families, whole in zip(self.passings, every, seen, strict=True):
             for found in passing.layers(families, whole):
