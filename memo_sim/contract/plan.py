@@ -46,6 +46,8 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     cp_exchange: CpExchange = "ring"
     ulysses: Degree = 1
     metp: Degree = 1
+    overlap_exchanges: bool = True
+    """Whether METP's ranks compute beside what they exchange; without, compute stands still meanwhile."""
     pp: Degree = 1
     """Pipeline stages: each holds as many layers; the first the embedding as well, the last the head."""
     schedule: Schedule = "1f1b"
@@ -70,8 +72,18 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     @property
     def replicas(self) -> int:
-        """Ranks that hold the same parameters, over which ZeRO divides."""
+        """Ranks that hold the same parameters of a layer, over which ZeRO divides."""
         return self.cp * self.ulysses * self.dp
+
+    @property
+    def divided(self) -> int:
+        """Ranks that a layer's products and heads are divided over."""
+        return self.tp * self.metp
+
+    @property
+    def ring(self) -> int:
+        """Ranks that a sequence is divided over in zigzag chunks: of context parallelism or of METP."""
+        return self.cp * self.metp
 
 
 class Kernels(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -87,7 +99,7 @@ class Kernels(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 class Decisions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Everything that ``lower`` reads, and nothing else.
 
-    ``swapped_tokens`` counts the tokens of one rank's micro-batch shard (micro_batch x seq_tokens / cp / ulysses) whose
+    ``swapped_tokens`` counts the tokens of one rank's micro-batch shard (micro_batch x seq_tokens / cp / metp / ulysses) whose
     skeletal tensors are swapped: 0 with recompute none = keep, all of them = full swap; a multiple of 128 or all.
     With ``tokenwise`` the other tokens are recomputed, and layer input and attention output are swapped whole. With
     ``full`` the layer input is all there is to swap; rows of it that are not swapped are kept.
@@ -149,7 +161,7 @@ class Decisions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     @property
     def local_tokens(self) -> int:
         """Tokens of one micro-batch on one rank, outside of sequence-parallel regions."""
-        return self.micro_batch * self.seq_tokens // (self.layout.cp * self.layout.ulysses)
+        return self.micro_batch * self.seq_tokens // (self.layout.ring * self.layout.ulysses)
 
     @property
     def swap_granule(self) -> int:

@@ -205,7 +205,9 @@ class Floors:
         Of a pipeline's stages: those of the layers, which every stage has.
         """
         model, layout = decisions.model, decisions.layout
-        blocks: list[tuple[Block, str, int]] = [(layer_block(model, layout.tp), "layer", model.layers // layout.pp)]
+        blocks: list[tuple[Block, str, int]] = [
+            (layer_block(model, layout.divided), "layer", model.layers // layout.pp)
+        ]
         if layout.pp == 1:
             blocks += [(embed_block(model, layout.tp), "embed", 1), (head_block(model, layout.tp), "head", 1)]
         families = [f for block, kind, count in blocks for f in Optimizer(decisions, block, kind, count).families()]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
 from memo_sim.program.instruction import BufferClass, Family, Instruction, Lane, Mode, Operand, Template
 from memo_sim.program.work import Work
@@ -48,6 +49,20 @@ class TemplateBuilder:
     _firsts: dict[str, int] = field(default_factory=dict)
     _own: list[Family] = field(default_factory=list)
     _instructions: list[Instruction] = field(default_factory=list)
+    _names: Mapping[str, str] = field(default_factory=dict)
+    _suffix: str = ""
+
+    def under(self, names: Mapping[str, str], suffix: str) -> TemplateBuilder:
+        """Return the same template to be written to under other names: of slots ``names``, of instructions a suffix.
+
+        What is written several times, for a group of heads each, has scratch of its own each time.
+        """
+        return replace(self, _names=names, _suffix=suffix)
+
+    def _real(self, slot: str) -> str:
+        if self._suffix and slot.endswith(".scratch"):
+            return slot + self._suffix
+        return self._names.get(slot, slot)
 
     def bind(self, family: Family, *, slot: str | None = None, tokens: int | None = None, first: int = 0) -> str:
         """Add a slot that each instance binds to one buffer of the shared ``family``; return the slot's name.
@@ -66,11 +81,12 @@ class TemplateBuilder:
 
     def own(self, name: str, buffer_class: BufferClass, dtype: str, tokens: int, features: int) -> str:
         """Add a buffer that lives inside each instance; return its slot's name."""
-        self._own.append(Family(name, buffer_class, dtype, tokens, features))
-        self._slots[name] = name
-        self._numbers.setdefault(name, len(self._numbers))
-        self._tokens[name] = tokens
-        self._features[name] = features
+        real = self._real(name)
+        self._own.append(Family(real, buffer_class, dtype, tokens, features))
+        self._slots[real] = real
+        self._numbers.setdefault(real, len(self._numbers))
+        self._tokens[real] = tokens
+        self._features[real] = features
         return name
 
     def scratch(self, name: str, size: int) -> Access | None:
@@ -81,7 +97,7 @@ class TemplateBuilder:
 
     def has(self, slot: str) -> bool:
         """Return whether ``slot`` was added before."""
-        return slot in self._slots
+        return self._real(slot) in self._slots
 
     def starting(self, prefix: str) -> list[str]:
         """Return the slots whose names start with ``prefix``, in the order in which they were added."""
@@ -89,21 +105,21 @@ class TemplateBuilder:
 
     def features(self, slot: str) -> int:
         """Return the features of a token of ``slot``."""
-        return self._features[slot]
+        return self._features[self._real(slot)]
 
     def all(self, slot: str) -> Rows:
         """Return all tokens of ``slot``."""
-        return Rows(slot, 0, self._tokens[slot])
+        return Rows(slot, 0, self._tokens[self._real(slot)])
 
     def emit(self, name: str, op: str, lane: Lane, work: Work, **operands: Access | None) -> None:
         """Append an instruction; operands that are None (a missing bias, say) are left out."""
-        numbers, firsts = self._numbers, self._firsts
+        numbers, firsts, real = self._numbers, self._firsts, self._real
         listed = tuple(
             [
                 Operand(
                     role,
-                    numbers[access[0].slot],
-                    access[0].first + firsts.get(access[0].slot, 0),
+                    numbers[slot := real(access[0].slot)],
+                    access[0].first + firsts.get(slot, 0),
                     access[0].tokens,
                     access[1],
                 )
@@ -111,7 +127,7 @@ class TemplateBuilder:
                 if access is not None
             ]
         )
-        self._instructions.append(Instruction(f"{self.phase}/{name}", op, lane, work, listed))
+        self._instructions.append(Instruction(f"{self.phase}/{name}{self._suffix}", op, lane, work, listed))
 
     def build(self) -> Template:
         """Return the finished template."""

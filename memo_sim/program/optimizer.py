@@ -23,6 +23,7 @@ from memo_sim.program.builder import Rows, TemplateBuilder, accumulates, reads, 
 from memo_sim.program.instruction import BufferClass, Family, Lane, Template
 from memo_sim.program.kernel_table import adamw_workspace_bytes
 from memo_sim.program.parameters import Block
+from memo_sim.program.ranks import degree
 from memo_sim.program.work import Collective, Copy, Group, HostUpdate, Rowwise
 
 Families = dict[str, Family]
@@ -48,9 +49,14 @@ class Optimizer:
     count: int
 
     @property
+    def group(self) -> Group:
+        """The group of the ranks that hold the same parameters: METP divides a layer's alone."""
+        return "ends" if self.decisions.layout.metp > 1 and self.kind != "layer" else "grads"
+
+    @property
     def replicas(self) -> int:
         """Ranks that hold the same parameters."""
-        return self.decisions.layout.replicas
+        return degree(self.group, self.decisions.layout)
 
     @property
     def shards(self) -> int:
@@ -162,13 +168,16 @@ class Optimizer:
         if self.eager and self.reduced_early:
             self._prepare(builder)
         partial = self.block.partial_elements(sequence_parallel=layout.sequence_parallel) if layout.tp > 1 else 0
+        over: Group = "tp"
+        if layout.metp > 1 and self.kind == "layer":
+            partial, over = self.block.partial_elements(sequence_parallel=True), "metp"
         if partial:
             rows = Rows("grads", self.block.elements - partial, partial)
-            work = Collective("all_reduce", self._grad_bytes * partial, layout.tp, "tp")
+            work = Collective("all_reduce", self._grad_bytes * partial, degree(over, layout), over)
             builder.emit("vectors", "all_reduce", Lane.COLLECTIVE, work, tensor=accumulates(rows))
         if self.replicas > 1:
             kind: Literal["reduce_scatter", "all_reduce"] = "reduce_scatter" if self.shards > 1 else "all_reduce"
-            work = Collective(kind, self._grad_bytes * self.block.elements, self.replicas, "grads")
+            work = Collective(kind, self._grad_bytes * self.block.elements, self.replicas, self.group)
             whole = accumulates(builder.all("grads"))
             lane = Lane.REPLICA if self.reduced_early else Lane.COLLECTIVE
             builder.emit("grads", f"grads.{kind}", lane, work, tensor=whole)
@@ -219,7 +228,7 @@ class Optimizer:
 
     def _gather(self, builder: TemplateBuilder, lane: Lane) -> None:
         size = self.block.elements * DTYPE_BYTES[self.decisions.dtype]
-        work = Collective("all_gather", size, self.replicas, "grads")
+        work = Collective("all_gather", size, self.replicas, self.group)
         builder.emit("gather", "params.all_gather", lane, work, tensor=accumulates(builder.all("params")))
 
     def _held(self, name: Literal["params", "grads"], first: int, offset: int, length: int) -> Rows:
@@ -295,8 +304,10 @@ def totals(decisions: Decisions, families: Families) -> Template | None:
         builder.bind(families[name])
     wanted: list[tuple[str, Group, int, bool]] = [
         ("grad_norm", "tp", layout.tp, True),
+        ("grad_norm", "metp", layout.metp, True),
         ("grad_norm", "grads", replicas, layout.zero >= 1),
         ("grad_norm", "pp", layout.pp, True),
+        ("loss", "metp", layout.metp, True),
         ("loss", "grads", replicas, True),
         ("loss", "pp", layout.pp, True),
     ]

@@ -19,6 +19,7 @@ from memo_sim.program.ends import embed_backward, embed_forward, head
 from memo_sim.program.handover import Handovers
 from memo_sim.program.instruction import BufferClass, Family, Template
 from memo_sim.program.layer import LayerWriter
+from memo_sim.program.metp import MetpLayer
 from memo_sim.program.multiplex import Piece, swapped_at_home
 from memo_sim.program.parameters import Block
 from memo_sim.program.stage import Stage
@@ -147,7 +148,7 @@ class Passing:
 
     def _layer(
         self, name: str, phase: str, families: Families, seen: Families, *, gradients: bool
-    ) -> tuple[TemplateBuilder, LayerWriter]:
+    ) -> tuple[TemplateBuilder, LayerWriter | MetpLayer]:
         builder = TemplateBuilder(name, phase)
         builder.bind(seen["params.layer"], slot="params")
         if gradients:
@@ -156,7 +157,8 @@ class Passing:
                 self.pending.bind(builder, families)
         self.activations.bind(builder, families)
         carried_attention.bind(builder, families, self.rows, gradients=gradients)
-        return builder, LayerWriter(builder, self.decisions, self.rows, self.blocks["layer"])
+        written = MetpLayer if self.rows.metp > 1 else LayerWriter
+        return builder, written(builder, self.decisions, self.rows, self.blocks["layer"])
 
     def _backward(self, name: str, families: Families, seen: Families, *, rebuild: bool) -> TemplateBuilder:
         builder, writer = self._layer(name, "bwd", families, seen, gradients=True)

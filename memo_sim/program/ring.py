@@ -94,7 +94,7 @@ def _hop(  # noqa: PLR0917 - what and whose, which buffers, and where it stands
         f"{kind}.hop{step}{suffix}",
         "send_recv",
         Lane.P2P,
-        Exchange(size, shape.cp, "cp"),
+        Exchange(size, shape.cp, shape.ring),
         send=reads(builder.all(_buffer(kind, step - 1, turns))),
         recv=writes(builder.all(_buffer(kind, step, turns))),
     )

@@ -102,13 +102,13 @@ class RoleLowering:
 
     def _parameter_blocks(self) -> dict[str, Block]:
         """Return the blocks of parameters that the stage holds, by kind."""
-        model, tp, stage = self.decisions.model, self.decisions.layout.tp, self.stage
+        layout, model, stage = self.decisions.layout, self.decisions.model, self.stage
         found = {}
         if stage.first or (stage.last and model.tied_embeddings):
-            found["embed"] = embed_block(model, tp, positions=stage.first)
-        found["layer"] = layer_block(model, tp)
+            found["embed"] = embed_block(model, layout.tp, positions=stage.first)
+        found["layer"] = layer_block(model, layout.divided)
         if stage.last:
-            found["head"] = head_block(model, tp)
+            found["head"] = head_block(model, layout.tp)
         return found
 
     @property

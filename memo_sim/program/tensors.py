@@ -6,6 +6,8 @@ tensor belongs to token i of the rank's shard.
 
 A subsequence keeps its queries alone: keys and values are carried for those behind it (``carried_attention.py``).
 
+METP keeps 3 of the 16 (``_metp_tensors``).
+
 With Ulysses attention's own tensors (Q K V, output, log-sum-exp) hold the rank's heads of all tokens, in row blocks cut
 as the shard is; the projection's input, this rank's tokens of the output, is one more. Attention without a flash kernel
 keeps scores instead of the log-sum-exp (``plain_attention.py``).
@@ -50,6 +52,8 @@ def skeletal_tensors(model: Model, shape: Shape, dtype: str, *, score_keys: int 
 
     ``score_keys``: the keys whose scores attention keeps for each query, 0 with a flash kernel.
     """
+    if shape.metp > 1:
+        return _metp_tensors(shape, dtype)
     stats = 2 if model.family == "gpt" else 1
     up = 2 * shape.ffn if model.gated else shape.ffn
 
@@ -86,3 +90,15 @@ def skeletal_tensors(model: Model, shape: Shape, dtype: str, *, score_keys: int 
         local("up", up),
         local("act", shape.ffn),
     )
+
+
+def _metp_tensors(shape: Shape, dtype: str) -> tuple[Skeletal, ...]:
+    """Return what a layer under METP keeps: its input, attention's output part by part, and the residual.
+
+    The rest is computed again in any backward: both norms, Q K V, and what the MLP makes (METP's Algorithms 2 and 6).
+    """
+    tokens, kept = shape.tokens, [Skeletal("x", shape.tokens, shape.hidden, dtype, Fate.WHOLE)]
+    for part in range(shape.metp):
+        kept.append(Skeletal(f"attn.g{part}", tokens, shape.q_width, dtype, Fate.WHOLE))
+        kept.append(Skeletal(f"lse.g{part}", tokens, shape.heads, "fp32", Fate.WHOLE, statistics=True))
+    return (*kept, Skeletal("resid", tokens, shape.hidden, dtype, Fate.BY_TOKEN))

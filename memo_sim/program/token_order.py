@@ -1,7 +1,7 @@
 """Which token of the micro-batch lies at which row of a rank: what positions, inputs and labels follow.
 
 A micro-batch's tokens count sequence by sequence. Context parallelism gives rank r chunks r and 2 x cp - 1 - r of every
-sequence (``ring.py``), its rows are one sequence after the other. Ulysses divides those rows, row block by row block,
+sequence (``ring.py``), METP likewise, its rows are one sequence after the other. Ulysses divides those rows, row block by row block,
 so that attention finds them in order whichever block was exchanged (``ulysses.py``). With cp 2, ulysses 2, 16 tokens,
 and row blocks that end at row 2 of 4:
 
@@ -68,7 +68,7 @@ def _every_block(decisions: Decisions) -> Iterator[tuple[int, int]]:
 def token_runs(decisions: Decisions, rank: int = 0) -> tuple[Run, ...]:
     """Return the runs of a rank's rows, in order of rows; their rows are ``decisions.local_tokens``."""
     layout = decisions.layout
-    whole = _cp_runs(decisions, coordinate("cp", layout, rank))
+    whole = _ring_runs(decisions, coordinate("metp" if layout.metp > 1 else "cp", layout, rank))
     if layout.ulysses == 1:
         return tuple(whole)
     mine = coordinate("ulysses", layout, rank)
@@ -104,12 +104,12 @@ def clipped(runs: Iterable[Run], first: int, rows: int) -> Iterator[Run]:
             yield Run(low, run.token + low - run.row, high - low)
 
 
-def _cp_runs(decisions: Decisions, rank: int) -> list[Run]:
-    cp, length = decisions.layout.cp, decisions.seq_tokens
+def _ring_runs(decisions: Decisions, rank: int) -> list[Run]:
+    ranks, length = decisions.layout.ring, decisions.seq_tokens
     starts = range(0, decisions.micro_batch * length, length)
-    if cp == 1:
+    if ranks == 1:
         return [Run(start, start, length) for start in starts]
-    chunk = length // (2 * cp)
-    places = (rank * chunk, (2 * cp - 1 - rank) * chunk)
+    chunk = length // (2 * ranks)
+    places = (rank * chunk, (2 * ranks - 1 - rank) * chunk)
     tokens = [start + place for start in starts for place in places]
     return [Run(i * chunk, token, chunk) for i, token in enumerate(tokens)]

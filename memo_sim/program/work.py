@@ -5,14 +5,15 @@ A work is a value: two instructions with equal work cost the same on the same ma
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from memo_sim.contract.hardware import CollectiveKind, DtypeName, GemmPass
 
 Mask = Literal["none", "causal"]
-Group = Literal["tp", "ulysses", "cp", "dp", "grads", "pp", "tied"]
-"""Which ranks take part: ``grads`` = all ranks that hold the same parameters (ulysses x cp x dp), ``pp`` = one of every
+Group = Literal["tp", "ulysses", "cp", "metp", "dp", "grads", "ends", "pp", "tied"]
+"""Which ranks take part: ``grads`` = all ranks that hold the same parameters of a layer (ulysses x cp x dp), ``ends`` =
+those that hold the same embedding and head (metp x ulysses x cp x dp, with METP alone), ``pp`` = one of every
 pipeline stage, ``tied`` = one of the first and one of the last."""
 
 
@@ -110,6 +111,8 @@ class Collective:
     bytes: int
     ranks: int
     group: Group
+    root: int = field(default=0, repr=False)
+    """Coordinate of the rank that broadcasts, or that has the sum; the instruction's name says it too."""
 
 
 @dataclass(frozen=True, slots=True)
