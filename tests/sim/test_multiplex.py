@@ -23,8 +23,7 @@ from memo_sim.program.multiplex import Phase, Piece, cut_tasks, identifiers, sco
 from memo_sim.program.partition import earlier_tokens, partition
 from memo_sim.program.work import Attention, Gemm, Handover, Work
 from tests.sim import toy_machine
-from tests.sim.small_programs import GPT, LLAMA, decide
-from tests.sim.test_subsequences import faults
+from tests.sim.small_programs import GPT, LLAMA, decide, faults_of
 
 POLICIES = [
     *[("none", 0.0), ("none", 1.0), ("full", 0.0), ("full", 1.0), ("tokenwise", 0.0)],
@@ -132,7 +131,7 @@ def test_stages_that_share_a_wave_have_equal_work_but_for_whole_granules(partiti
 def test_every_policy_passes_the_independent_checkers(policy: tuple[str, float], ahead: bool) -> None:
     chosen = multiplexed(3, 4, policy, overlap_handovers=ahead)
     assert len(cut_tasks(chosen)) == 6
-    assert faults(chosen) == []
+    assert faults_of(chosen) == []
 
 
 @pytest.mark.parametrize(
@@ -147,7 +146,7 @@ def test_every_policy_passes_the_independent_checkers(policy: tuple[str, float],
 )
 def test_what_goes_with_it_passes_them_too(more: dict) -> None:
     for policy in POLICIES[::2]:
-        assert faults(multiplexed(2, 3, policy, **more)) == []
+        assert faults_of(multiplexed(2, 3, policy, **more)) == []
 
 
 few = st.tuples(st.integers(2, 4), st.integers(0, 2)).map(lambda drawn: (drawn[0], sum(drawn)))
@@ -161,7 +160,7 @@ def test_no_order_of_stages_and_sizes_waits_in_a_circle(
     stages, count = sizes
     tokens = 128 * granules * count
     assert (
-        faults(multiplexed(stages, count, policy, overlap_handovers=ahead, seq_tokens=tokens, partition=partitioned))
+        faults_of(multiplexed(stages, count, policy, overlap_handovers=ahead, seq_tokens=tokens, partition=partitioned))
         == []
     )
 
