@@ -26,7 +26,7 @@ def subsequences(found: SearchResult, simulation: Simulation) -> list[str]:
         text += f" offload {format_tokens(swapped[0])} each, or all that they have: alpha {alphas}"
     if carried := simulation.prediction.peak_by_class.get("carried", 0):
         text += f"; keys and values stay, {format_bytes(carried)} of them where memory is fullest"
-    return [f"{text}.", *_beside(found, simulation.prediction)]
+    return [f"{text}.", *_beside(found, simulation.prediction), *_guests(found, simulation.prediction)]
 
 
 def _range(first: str, last: str) -> str:
@@ -60,20 +60,40 @@ def _beside(found: SearchResult, chosen: Prediction) -> list[str]:
     return [f"{'; '.join(told)}."] if told else []
 
 
+def _guests(found: SearchResult, chosen: Prediction) -> list[str]:
+    """Return what it changes that idle stages play rows of others (SPPO 6.2), where it was tried with and without."""
+    best = found.best
+    if best is None:
+        return []
+    layout = best.decisions.layout
+    turned = msgspec.structs.replace(_uncut(layout), multiplexed=not layout.multiplexed)
+    others = (e for e in found.ranked if e.prediction.step_s is not None and _uncut(e.decisions.layout) == turned)
+    if (other := next(others, None)) is None:
+        return []
+    number = other.decisions.layout.subsequences
+    if layout.multiplexed:
+        text = f"Idle stages play rows of others: without that, at best in {number} subsequences,"
+    else:
+        text = f"Idle stages do not play rows of others: with that, at best in {number} subsequences,"
+    return [f"{text} {_change(other, chosen)}."]
+
+
 def _uncut(layout: Layout) -> Layout:
     return msgspec.structs.replace(layout, subsequences=1)
 
 
 def _against(other: Evaluated, chosen: Prediction) -> str:
-    """Return what another number changes: the time that stages wait for each other, and the time of kernels."""
+    """Return what another number changes."""
+    return f"With {other.decisions.layout.subsequences} {_change(other, chosen)}"
+
+
+def _change(other: Evaluated, chosen: Prediction) -> str:
+    """Return what another plan changes: the time that stages wait for each other, and the time of kernels."""
     bubble_s = _bubble_s(other.prediction) - _bubble_s(chosen)
     compute_s = other.prediction.lanes.get("compute", 0.0) - chosen.lanes.get("compute", 0.0)
     step_s = (other.prediction.step_s or 0.0) - (chosen.step_s or 0.0)
     waits, works = _longer(bubble_s), _longer(compute_s)
-    return (
-        f"With {other.decisions.layout.subsequences} the bubble is {waits}, kernels take {works}, "
-        f"and the step is {_longer(step_s)}"
-    )
+    return f"the bubble is {waits}, kernels take {works}, and the step is {_longer(step_s)}"
 
 
 def _longer(seconds: float) -> str:

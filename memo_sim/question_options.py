@@ -85,7 +85,9 @@ KNOBS = (
         help="Subsequences of equal length, or of equal forward work.",
     ),
     click.option(
-        "--multiplexed", is_flag=True, help="Idle stages play rows of subsequences while the pipeline fills and drains."
+        "--multiplexed/--no-multiplexed",
+        default=None,
+        help="Idle stages play rows of subsequences while the pipeline fills and drains.",
     ),
     click.option("--dp", type=click.IntRange(1), help="Data parallelism."),
     click.option(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from msgspec.structs import replace
+
 from memo_sim.contract.errors import UsageError
 from memo_sim.contract.plan import Layout, Schedule
 from memo_sim.planning.presets import find_system
@@ -37,10 +39,12 @@ def layouts(question: Question) -> list[Layout]:
                         continue
                     degrees = {"tp": tp, "cp": cp, "ulysses": ulysses, "pp": pp, "dp": dp}
                     found += [
-                        _layout(question, zero, parts, schedule, chunks, **degrees)
+                        replace(layout, multiplexed=shared)
                         for zero in _zeros(question, devices // tp, pp)
                         for parts in _subsequences(question)
                         for schedule, chunks in _schedules(question, pp)
+                        for layout in (_layout(question, zero, parts, schedule, chunks, **degrees),)
+                        for shared in _multiplexed(question, layout)
                     ]
     if not found:
         named = {name: getattr(pins, name) for name in (*DEGREES, "pp")}
@@ -146,6 +150,16 @@ def _schedules(question: Question, pp: int) -> list[tuple[Schedule, int]]:
     return found
 
 
+def _multiplexed(question: Question, layout: Layout) -> tuple[bool, ...]:
+    """Return whether to let idle stages play rows of others: both, where it is the system's own and can pay."""
+    pinned, cluster = question.pins.multiplexed, question.cluster
+    if pinned is not None:
+        return (pinned,)
+    inside = cluster.devices <= cluster.devices_per_node and 1 < layout.pp <= layout.subsequences
+    one = question.global_batch in (None, question.micro_batch * layout.dp)
+    return (False, True) if find_system(question.system).multiplexed and inside and one else (False,)
+
+
 def _layout(
     question: Question,
     zero: int,
@@ -176,7 +190,6 @@ def _layout(
         zero=zero,
         subsequences=subsequences,
         partition=pins.partition,
-        multiplexed=pins.multiplexed,
     )
 
 

@@ -106,6 +106,8 @@ class System:
     """Whether the number of subsequences is searched; others have it where a question names it."""
     offload_window: int = 0
     """Passes during which a subsequence's swapped rows leave; 0: as MEMO's layers do (``Decisions.offload_window``)."""
+    multiplexed: bool = False
+    """Whether idle stages are tried as guests of the others (SPPO 6.2), inside a node."""
     tp_inside_node: bool = False
     """Whether tensor parallelism that is not pinned stays within a node."""
     schedules: tuple[Schedule, ...] = ("1f1b",)
@@ -148,7 +150,6 @@ SYSTEMS = {
             (KEEP, SELECTIVE_RECOMPUTE, FULL_RECOMPUTE),
             memory_policy="eager",
             degrees=("tp", "cp", "pp", "dp"),
-            schedules=("1f1b", "interleaved"),
             pinnable=("ulysses",),  # cp_comm_type a2a, later than MEMO's comparison
             waits_for_handovers=True,
             overlap="both",
@@ -204,11 +205,13 @@ SYSTEMS = {
         ),
         System(
             "sppo",
-            "SPPO: subsequences through pipeline stages, each offloaded by what hides under the next; tp inside a node",
+            "SPPO: subsequences through pipeline stages, each offloaded by what hides under the next; tp in a node, "
+            "multiplexed where all stages are in one",
             (SEQUENCE_AWARE, FULL_SWAP),
             degrees=("tp", "pp"),
             subsequences=True,
             offload_window=1,
+            multiplexed=True,
             tp_inside_node=True,
         ),
     )
