@@ -122,15 +122,13 @@ def test_alpha_is_searched_by_tokens_that_every_part_swaps() -> None:
     assert all(a.swapped_tokens < b.swapped_tokens for a, b in pairwise(plans))
 
 
-@pytest.mark.parametrize(
-    ("system", "device_gib"),
-    [("sppo", 80), ("seq1f1b", 16), *(pytest.param(s, 12, marks=pytest.mark.slow) for s in ("sppo", "terapipe"))],
-)
+@pytest.mark.parametrize(("system", "device_gib"), [("sppo", 80), ("seq1f1b", 16), ("terapipe", 12)])
 def test_pruning_does_not_change_the_best(system: str, device_gib: int) -> None:
     question = asked(system, device_gib=device_gib, tp=2, seq_tokens=16 * K)
     everything, pruned = search(question, prune=False), search(question)
     assert everything.ranked[0].rank_key == pruned.ranked[0].rank_key
     assert pruned.evaluated + pruned.pruned == everything.evaluated + everything.pruned
+    assert pruned.evaluated < everything.evaluated
 
 
 def test_a_bubble_is_worth_subsequences_and_one_stage_is_not() -> None:
