@@ -44,13 +44,11 @@ def test_a_system_divides_work_its_own_way(system: str, degrees: set[str], zero:
     assert {c.policy for c in candidates(ask(system))[0]} == {KEEP, FULL_RECOMPUTE} | own
 
 
-def test_megatrons_stages_are_searched_in_its_own_orders() -> None:
+def test_megatrons_stages_are_searched_in_its_own_order() -> None:
     found = layouts(ask("megatron-lm"))
-    assert {(layout.pp, layout.schedule, layout.virtual_stages) for layout in found} == {
-        (1, "1f1b", 1),
-        *((2, schedule, chunks) for schedule, chunks in (("1f1b", 1), ("interleaved", 2), ("interleaved", 4))),
-    }  # tp 4 at least leaves two stages
-    assert all(layout.overlap_handovers == (layout.schedule == "interleaved") for layout in found if layout.pp > 1)
+    orders = {(layout.pp, layout.schedule, layout.virtual_stages) for layout in found}
+    assert orders == {(1, "1f1b", 1), (2, "1f1b", 1)}  # tp 4 at least leaves two stages
+    assert not any(layout.overlap_handovers for layout in found if layout.pp > 1)
     assert all(layout.zero <= 1 for layout in found)
     assert {layout.pp for layout in layouts(ask("memo"))} == {1}
 
@@ -63,11 +61,11 @@ def test_who_pins_stages_or_their_order_has_no_other() -> None:
 
 def test_chunks_divide_the_layers_of_a_stage() -> None:
     cluster, hardware = load_cluster("a800-4x8")
-    question = Question(load_model("gpt-30b"), cluster, hardware, 16384, system="megatron-lm", global_batch=16)
+    question = Question(load_model("gpt-30b"), cluster, hardware, 16384, system="every-layout", global_batch=16)
     by_stages: dict[int, set[int]] = {}
     for layout in layouts(question):
         by_stages.setdefault(layout.pp, set()).add(layout.virtual_stages)
-    assert by_stages == {1: {1}, 2: {1, 2, 4}, 4: {1, 2, 4}, 8: {1, 2}}  # of 48 layers
+    assert {pp: by_stages[pp] for pp in (1, 2, 4, 8)} == {1: {1}, 2: {1, 2, 4}, 4: {1, 2, 4}, 8: {1, 2}}  # 48 layers
 
 
 def test_a_degree_that_a_system_lacks_is_refused() -> None:
