@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from memo_exec.distributed.pieces import KINDS, Stretch, divided_elements, optimizer_of, own_runs
+from memo_exec.distributed.pieces import KINDS, Stretch, divided_elements, dividing, optimizer_of, own_runs
 from memo_exec.distributed.place import Place
 from memo_sim.contract.errors import CannotRun
 from memo_sim.contract.plan import Decisions
@@ -41,8 +41,8 @@ def rank_program(decisions: Decisions, place: Place) -> Program:
             wanted=1,
             hint="micro-batches of one sequence, or cp_exchange ring",
         )
-    cp_rank = place.at("cp") if place.size("cp") > 1 else None
-    return lower(decisions, cp_rank=cp_rank)[place.at("pp")]
+    ring = "metp" if layout.metp > 1 else "cp"
+    return lower(decisions, cp_rank=place.at(ring) if layout.ring > 1 else None)[place.at("pp")]
 
 
 def own_program(program: Program, decisions: Decisions, place: Place) -> Program:
@@ -65,7 +65,7 @@ class _Block:
 
     def __init__(self, optimizer: Optimizer, template: Template, decisions: Decisions, place: Place) -> None:
         self.optimizer, self.template, self.place = optimizer, template, place
-        self.divided = divided_elements(decisions.model, decisions.layout.tp, optimizer.kind, place)
+        self.divided = divided_elements(decisions, optimizer.kind, place)
         found = dict(zip([name for name, _, _ in optimizer.runs()], own_runs(optimizer, place), strict=True))
         self.runs: dict[str, Stretch] = found
 
@@ -107,8 +107,13 @@ class _Block:
         return replace(operand, first=own.first if self._is_whole(operand) else own.held, tokens=own.count)
 
     def _counted(self, operands: tuple[Operand, ...]) -> Iterator[Operand]:
-        """Yield the gradients that this rank counts: a vector that all of tp have is counted by their first."""
-        limit = self.optimizer.block.elements if self.place.at("tp") == 0 else self.divided
+        """Yield the gradients that this rank counts: a vector that all of tp (or METP) have is counted by their first.
+
+        Where they divide the states of what all of them have, each counts its share.
+        """
+        shares = self.optimizer.group == "ends" and self.optimizer.shards > 1
+        first = self.place.at(dividing(self.place.layout)) == 0
+        limit = self.optimizer.block.elements if first or shares else self.divided
         own = list(self.runs.values()) if self.optimizer.shards > 1 else [Stretch(0, self.optimizer.block.elements, 0)]
         for operand in operands:
             if operand.role != "grads":

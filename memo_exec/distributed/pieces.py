@@ -1,8 +1,8 @@
 """What a rank holds of each whole tensor: rectangles, and where they lie in its flat buffers.
 
-Tensor parallelism divides rows (Q, K, V, first FFN product, vocabulary) or columns (projection, second FFN product);
-packed tensors are divided part by part, so that a rank has its heads of Q, K and V. ZeRO divides a rank's flat blocks:
-a share may begin and end inside a row.
+Tensor parallelism divides rows (Q, K, V, first FFN product, vocabulary) or columns (projection, second FFN product),
+METP those of layers; packed tensors are divided part by part, so that a rank has its heads of Q, K and V. ZeRO divides
+a rank's flat blocks: a share may begin and end inside a row.
 
     [q0 q1 | k0 k1 | v0 v1], tp 2:   rank 0 [q0 | k0 | v0]   rank 1 [q1 | k1 | v1]
 
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from memo_exec.distributed.place import Place, Share
 from memo_sim.contract.model import Model
-from memo_sim.contract.plan import Decisions
+from memo_sim.contract.plan import Decisions, Layout
 from memo_sim.program.optimizer import Optimizer
 from memo_sim.program.parameters import Block, Parameter, embed_block, head_block, layer_block
 from memo_sim.program.stage import stages_of
@@ -53,11 +53,22 @@ class Strip:
     whole_first: int
 
 
-def block_of(model: Model, tp: int, kind: str, place: Place) -> Block:
-    """Return the parameters of one rank's block; a later pipeline stage's embedding has no positions."""
+def dividing(layout: Layout) -> str:
+    """Return the group that divides a layer's products: METP's, or the tensor-parallel one."""
+    return "metp" if layout.metp > 1 else "tp"
+
+
+def block_of(model: Model, degree: int, kind: str, place: Place) -> Block:
+    """Return a block's parameters, divided by ``degree``; a later pipeline stage's embedding has no positions."""
     if kind == "embed":
-        return embed_block(model, tp, positions=place.at("pp") == 0)
-    return {"layer": layer_block, "head": head_block}[kind](model, tp)
+        return embed_block(model, degree, positions=place.at("pp") == 0)
+    return {"layer": layer_block, "head": head_block}[kind](model, degree)
+
+
+def _own_block(decisions: Decisions, kind: str, place: Place) -> Block:
+    """Return the parameters of one rank's block; METP divides a layer's alone."""
+    layout = decisions.layout
+    return block_of(decisions.model, layout.divided if kind == "layer" else layout.tp, kind, place)
 
 
 def whole_block(model: Model, kind: str) -> Block:
@@ -73,17 +84,17 @@ def layers_of(decisions: Decisions, place: Place) -> tuple[int, ...]:
 def optimizer_of(decisions: Decisions, kind: str, place: Place) -> Optimizer:
     """Return how a block's states are divided."""
     count = len(layers_of(decisions, place)) if kind == "layer" else 1
-    return Optimizer(decisions, block_of(decisions.model, decisions.layout.tp, kind, place), kind, count)
+    return Optimizer(decisions, _own_block(decisions, kind, place), kind, count)
 
 
-def divided_elements(model: Model, tp: int, kind: str, place: Place) -> int:
-    """Return how many leading elements of a block belong to parameters that tensor parallelism divides.
+def divided_elements(decisions: Decisions, kind: str, place: Place) -> int:
+    """Return how many leading elements of a block belong to parameters that tensor parallelism or METP divides.
 
     Raises:
         ValueError: when a divided parameter follows one that every rank has whole.
     """
     count = 0
-    for own, whole in _paired(model, tp, kind, place):
+    for own, whole in _paired(decisions, kind, place):
         if own.shape != whole.shape:
             if own.first != count:
                 raise ValueError(f"{own.name} lies behind parameters that every rank has whole")
@@ -111,7 +122,9 @@ def own_runs(optimizer: Optimizer, place: Place) -> list[Stretch]:
     ends = {"decay": block.decayed_elements, "no_decay": block.elements}
     held = 0
     for name, first, size in optimizer.runs():
-        start, count = Share(ends[name] - first, optimizer.shards).of(place.at("grads") if optimizer.shards > 1 else 0)
+        start, count = Share(ends[name] - first, optimizer.shards).of(
+            place.at(optimizer.group) if optimizer.shards > 1 else 0
+        )
         found.append(Stretch(first + start, count, held))
         held += size
     return found
@@ -119,29 +132,29 @@ def own_runs(optimizer: Optimizer, place: Place) -> list[Stretch]:
 
 def pieces_of(decisions: Decisions, place: Place, state: str, kind: str) -> list[Piece]:
     """Return the rectangles that a buffer of ``state`` holds of each parameter of its block."""
-    model, tp = decisions.model, decisions.layout.tp
+    model, part = decisions.model, place.at(dividing(decisions.layout))
     found: list[Piece] = []
     for stretch in stretches(decisions, place, state, kind):
-        for own, whole in _paired(model, tp, kind, place):
+        for own, whole in _paired(decisions, kind, place):
             low, high = max(stretch.first, own.first), min(stretch.first + stretch.count, own.first + own.elements)
             if low < high:
                 held = Stretch(low, high - low, stretch.held + low - stretch.first)
-                found += _rectangles(own, whole, model, place.at("tp"), held)
+                found += _rectangles(own, whole, model, part, held)
     return found
 
 
-def _paired(model: Model, tp: int, kind: str, place: Place) -> list[tuple[Parameter, Parameter]]:
+def _paired(decisions: Decisions, kind: str, place: Place) -> list[tuple[Parameter, Parameter]]:
     """Return each parameter as a rank has it, and whole."""
-    own, whole = (block_of(model, degree, kind, place).parameters for degree in (tp, 1))
-    return list(zip(own, whole, strict=True))
+    own, whole = _own_block(decisions, kind, place), block_of(decisions.model, 1, kind, place)
+    return list(zip(own.parameters, whole.parameters, strict=True))
 
 
-def _strips(model: Model, own: Parameter, whole: Parameter, tp_rank: int) -> list[Strip]:
+def _strips(model: Model, own: Parameter, whole: Parameter, part_rank: int) -> list[Strip]:
     """Return which rows of the whole tensor the rows of a rank's are, part by part; columns do not count here."""
     if own.shape[0] == whole.shape[0]:
         return [Strip(0, own.shape[0], 0)]
     if own.name in ("tokens.weight", "classifier.weight"):
-        first = tp_rank * own.shape[0]
+        first = part_rank * own.shape[0]
         return [Strip(0, max(0, min(own.shape[0], whole.shape[0] - first)), first)]
     packed = {"qkv": (model.q_width, model.kv_width, model.kv_width), "ffn_up": (model.ffn_hidden,) * 2}
     parts = packed.get(own.name.partition(".")[0], (whole.shape[0],))
@@ -151,16 +164,16 @@ def _strips(model: Model, own: Parameter, whole: Parameter, tp_rank: int) -> lis
     found, here, there = [], 0, 0
     for part in parts:
         rows = part // ratio
-        found.append(Strip(here, rows, there + tp_rank * rows))
+        found.append(Strip(here, rows, there + part_rank * rows))
         here, there = here + rows, there + part
     return found
 
 
-def _rectangles(own: Parameter, whole: Parameter, model: Model, tp_rank: int, held: Stretch) -> Iterator[Piece]:
+def _rectangles(own: Parameter, whole: Parameter, model: Model, part_rank: int, held: Stretch) -> Iterator[Piece]:
     """Yield the elements of the block that are ``held``, all of ``own``, as rectangles of ``whole``."""
     width = own.shape[1] if len(own.shape) > 1 else 1
-    column = tp_rank * width if len(own.shape) > 1 and own.shape[1] != whole.shape[1] else 0
-    for strip in _strips(model, own, whole, tp_rank):
+    column = part_rank * width if len(own.shape) > 1 and own.shape[1] != whole.shape[1] else 0
+    for strip in _strips(model, own, whole, part_rank):
         start = own.first + strip.first * width
         first, end = max(held.first, start), min(held.first + held.count, start + strip.rows * width)
         while first < end:

@@ -71,9 +71,11 @@ class Context:
 
     def _merging(self) -> Tensor | None:
         model, layout = self.model, self.decisions.layout
-        if layout.cp == 1 and layout.subsequences == 1:
+        if layout.ring == 1 and layout.subsequences == 1:
             return None
-        size = merge_scratch_bytes(model.heads // (layout.tp * layout.ulysses), model.head_dim, self.decisions.dtype)
+        size = merge_scratch_bytes(
+            model.heads // (layout.divided * layout.ulysses), model.head_dim, self.decisions.dtype
+        )
         return torch.empty(size, dtype=torch.uint8, device=self.device)
 
     def positions(self, first: int, rows: int, *, shard: bool = False) -> Iterator[tuple[slice, int]]:

@@ -65,6 +65,22 @@ def all_to_all(call: Call) -> None:
         dist.all_to_all_single(recv[taken].view(-1), send[given].view(-1), group=_group(call))
 
 
+def broadcast(call: Call) -> None:
+    """``tensor`` = what the root has in ``own``; the other ranks' own is not looked at."""
+    root, tensor = _root(call), call["tensor"]
+    if root == call.context.rank:
+        tensor.copy_(call["own"])
+    dist.broadcast(tensor, root, group=_group(call))
+
+
+def reduce(call: Call) -> None:
+    """The root's ``home`` += the sum of the ranks' ``tensor``; of the other ranks ``tensor`` is undefined then."""
+    root = _root(call)
+    dist.reduce(call["tensor"], root, group=_group(call))
+    if root == call.context.rank:
+        call["home"].add_(call["tensor"])
+
+
 def send_recv(call: Call) -> None:
     """One hop of a ring: ``send`` goes to the next rank of the group, ``recv`` comes from the one before."""
     group, name = _group(call), _work(call).group
@@ -118,6 +134,13 @@ def _work(call: Call) -> Collective | Exchange:
     work = call.instruction.work
     assert isinstance(work, Collective | Exchange)
     return work
+
+
+def _root(call: Call) -> int:
+    """Return which of all ranks broadcasts, or has the sum."""
+    work = _work(call)
+    assert isinstance(work, Collective)
+    return call.context.place.members(work.group)[work.root]
 
 
 def _group(call: Call) -> dist.ProcessGroup:

@@ -18,10 +18,22 @@ def linear(call: Call) -> None:
         torch.addmm(bias, x, weight.t(), out=out)
 
 
+def linear_add(call: Call) -> None:
+    """``out += x @ weight.T``: one term of a sum of products."""
+    x, out = call.matrix("x"), call.matrix("out")
+    out.addmm_(x, call["weight"].view(out.shape[1], x.shape[1]).t())
+
+
 def linear_dgrad(call: Call) -> None:
     """``out = grad @ weight``: the gradient of the input."""
     grad, out = call.matrix("grad"), call.matrix("out")
     torch.mm(grad, call["weight"].view(grad.shape[1], out.shape[1]), out=out)
+
+
+def linear_dgrad_add(call: Call) -> None:
+    """``out += grad @ weight``: one term of an input's gradient."""
+    grad, out = call.matrix("grad"), call.matrix("out")
+    out.addmm_(grad, call["weight"].view(grad.shape[1], out.shape[1]))
 
 
 def linear_wgrad(call: Call) -> None:

@@ -6,8 +6,9 @@ earlier edge between the same two lanes already enforces; both are dropped.
 
 Memory is handed out in program order too. A dynamic device buffer that a lane other than compute touches first takes
 bytes that compute may still be using, and one that such a lane touches last gives bytes that compute may use again; so
-its birth waits for the compute before it, and the births after its death wait for that. Nor does any lane touch it
-before it is born, not even rows that no other lane writes.
+its birth waits for the compute before it, and the births after its death wait for the other lanes' last uses, which
+may still be under way when compute has had its own. Nor does any lane touch it before it is born, not even rows that no
+other lane writes.
 
       compute   [fwd l0 writes A]...............[fwd l2 writes A]
       d2h                  [offload reads A]........^
@@ -83,18 +84,24 @@ def _memory_edges(columns: Columns, shared: Flags) -> tuple[Ints, Ints]:
     early = births[columns.lane[births] != Lane.COMPUTE]
     before = np.searchsorted(kernels, early) - 1
     producers, consumers = [kernels[before[before >= 0]]], [early[before >= 0]]
-    late = deaths[columns.lane[deaths] != Lane.COMPUTE]
-    for lane in np.unique(columns.lane[births]):
-        here = births[columns.lane[births] == lane]
-        others = late[columns.lane[late] != lane]
-        after = np.searchsorted(here, others, side="right")
-        found = after < len(here)
-        producers.append(others[found])
-        consumers.append(here[after[found]])
     touches = np.flatnonzero((shared & columns.buffer_dynamic)[columns.operand_buffer])
     buffer, instruction = columns.operand_buffer[touches], columns.operand_instruction[touches]
     # Operands stand in program order, so the first of a buffer and a lane is that lane's first touch.
-    _, firsts = np.unique(buffer * len(Lane) + columns.lane[instruction], return_index=True)
+    place = buffer * len(Lane) + columns.lane[instruction]
+    _, firsts = np.unique(place, return_index=True)
+    lasts = len(place) - 1 - np.unique(place[::-1], return_index=True)[1]
+    late, dead = deaths[columns.lane[deaths] != Lane.COMPUTE], death[buffer[lasts]]
+    # Where another lane's last use is a read before the end, it may still be under way then; on a write the end waits.
+    under_way = (columns.lane[instruction[lasts]] != Lane.COMPUTE) & (instruction[lasts] < dead)
+    under_way &= columns.operand_mode[touches][lasts] == Mode.READ
+    late, dead = np.r_[late, instruction[lasts][under_way]], np.r_[late, dead[under_way]]
+    for lane in np.unique(columns.lane[births]):
+        here = births[columns.lane[births] == lane]
+        elsewhere = columns.lane[late] != lane
+        after = np.searchsorted(here, dead[elsewhere], side="right")
+        found = after < len(here)
+        producers.append(late[elsewhere][found])
+        consumers.append(here[after[found]])
     born, touched = birth[buffer[firsts]], instruction[firsts]
     other = columns.lane[born] != columns.lane[touched]
     return np.concatenate([*producers, born[other]]), np.concatenate([*consumers, touched[other]])

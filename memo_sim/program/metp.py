@@ -73,7 +73,8 @@ class MetpLayer(OperatorWriter):
             self._pass_weights(step)
             self._at(self.ffn, step)
             self._activated()
-            self._sum_linear("ffn_down", self._all("act"), self._owned("down_out"), self.shape.hidden, self.shape.ffn, step)
+            act, out_rows = self._all("act"), self._owned("down_out")
+            self._sum_linear("ffn_down", act, out_rows, self.shape.hidden, self.shape.ffn, step)
         self._home()
         whole = (0, self.shape.tokens)
         self.residual("out_add", "resid", self._all("down_out"), out=out, rows=whole, bias="ffn_down.bias")
@@ -169,7 +170,11 @@ class MetpLayer(OperatorWriter):
         shape, hidden, tokens = self.shape, self.shape.hidden, self.shape.tokens
         self._whole_norm("norm2", "resid", again=True)
         upstream = self.builder.all(grad_out)
-        d_act, d_up, d_norm = self._owned("d_act", shape.ffn), self._owned("d_up", self.up_width), self._owned("d_norm2")
+        d_act, d_up, d_norm = (
+            self._owned("d_act", shape.ffn),
+            self._owned("d_up", self.up_width),
+            self._owned("d_norm2"),
+        )
         for step in range(self.ranks):
             self._pass_weights(step)
             self._at(self.ffn, step)
@@ -201,9 +206,7 @@ class MetpLayer(OperatorWriter):
         d_qkv = self._owned("d_qkv", shape.qkv_width)
         for part in range(self.ranks):
             self._fetch(part)
-            phase, self.builder.phase = self.builder.phase, "rec"
             self._heads(part)
-            self.builder.phase = phase
             self.suffix = f".g{part}"
             self.dgrad("proj", upstream, d_attn, shape.q_width, hidden)
             attention.backward(self._part(part), self.decisions, self.inside)

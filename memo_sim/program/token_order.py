@@ -1,9 +1,9 @@
 """Which token of the micro-batch lies at which row of a rank: what positions, inputs and labels follow.
 
 A micro-batch's tokens count sequence by sequence. Context parallelism gives rank r chunks r and 2 x cp - 1 - r of every
-sequence (``ring.py``), METP likewise, its rows are one sequence after the other. Ulysses divides those rows, row block by row block,
-so that attention finds them in order whichever block was exchanged (``ulysses.py``). With cp 2, ulysses 2, 16 tokens,
-and row blocks that end at row 2 of 4:
+sequence (``ring.py``), and METP its; a rank's rows are one sequence after the other. Ulysses divides those rows, row
+block by row block, so that attention finds them in order whichever block was exchanged (``ulysses.py``). With cp 2,
+ulysses 2, 16 tokens, and row blocks that end at row 2 of 4:
 
     cp rank 0      0  1  2  3 | 12 13 14 15
     ulysses 0      0  1 | 12 13        its first row block, then its second

@@ -141,7 +141,7 @@ def wrong(tmp_path_factory: pytest.TempPathFactory, plan: Path) -> Path:
     (folder / "edited.json").write_text(raw.replace('"seq_tokens": 256', '"seq_tokens": 512'))
     write_plan(folder / "fp16.json", byte_decisions(dtype="fp16"))
     read = codec.read(plan, Plan)
-    metp = msgspec.structs.replace(read.decisions, layout=Layout(metp=2))
+    metp = msgspec.structs.replace(read.decisions, layout=Layout(metp=2, tp=2))
     codec.write(folder / "metp.json", msgspec.structs.replace(read, decisions=metp))
     write_plan(folder / "tp2.json", byte_decisions(layout=Layout(tp=2)))
     return folder

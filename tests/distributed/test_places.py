@@ -26,6 +26,7 @@ LAYOUTS = {
     "dp3-zero3": Layout(dp=3, zero=3),
     "tp2-dp2-zero2": Layout(tp=2, dp=2, zero=2),
     "tp2-cp2-zero1": Layout(tp=2, cp=2, zero=1),
+    "metp2-dp2-zero1": Layout(metp=2, dp=2, zero=1),
 }
 
 
@@ -41,9 +42,9 @@ def test_shares_cover_a_stretch_once(length: int, ranks: int) -> None:
     assert share.even == (len({share.of(index)[1] for index in range(ranks)}) == 1)
 
 
-def test_groups_partition_the_ranks() -> None:
-    layout = Layout(tp=2, ulysses=2, cp=2, dp=2, pp=2)
-    for group in (*AXES, "grads"):
+@pytest.mark.parametrize("layout", [Layout(tp=2, ulysses=2, cp=2, dp=2, pp=2), Layout(metp=4, dp=3, pp=2)])
+def test_groups_partition_the_ranks(layout: Layout) -> None:
+    for group in (*AXES, "grads", "ends"):
         found = {tuple(members(group, layout, rank)) for rank in range(layout.devices)}
         assert sorted(rank for each in found for rank in each) == list(range(layout.devices))
         assert {len(each) for each in found} == {degree(group, layout)}

@@ -118,7 +118,7 @@ def test_a_layout_nothing_lowers_cannot_run() -> None:
     plan = plan_of(byte_decisions())
     with pytest.raises(CannotRun, match="no lowering"):
         preflight.checked_program(
-            msgspec.structs.replace(plan, decisions=byte_decisions(layout=Layout(metp=2))), where="plan.json"
+            msgspec.structs.replace(plan, decisions=byte_decisions(layout=Layout(metp=2, tp=2))), where="plan.json"
         )
 
 

@@ -52,9 +52,14 @@ def memory_orders(columns: Columns) -> list[tuple[int, int]]:
         kernels = [i for i in range(birth) if lane[i] == Lane.COMPUTE]
         if lane[birth] != Lane.COMPUTE and kernels:
             wanted.append((kernels[-1], birth))
-    for death in (max(u) for u in uses.values()):
-        if lane[death] != Lane.COMPUTE:
-            wanted += [(death, birth) for birth in births if birth > death and lane[birth] != lane[death]]
+    for u in uses.values():
+        lasts = {lane[i]: i for i in sorted(u)}
+        wanted += [
+            (last, birth)
+            for own, last in lasts.items()
+            for birth in births
+            if own != Lane.COMPUTE and birth > max(u) and lane[birth] != own
+        ]
     return wanted
 
 

@@ -149,7 +149,7 @@ def test_equal_decisions_give_equal_hashes_and_others_do_not() -> None:
         {"layout": Layout(dp=3), "global_batch": 2},
         {"swapped_tokens": 128, "recompute": "tokenwise", "layout": Layout(tp=2, sequence_parallel=True)},
         {"swapped_tokens": 128, "recompute": "selective"},
-        {"layout": Layout(metp=2)},
+        {"layout": Layout(metp=2, tp=2)},
         {"model": load_model("gpt-tiny"), "seq_tokens": 1 << 20},
     ],
 )
