@@ -109,11 +109,22 @@ def test_no_race_without_a_plant(policy: dict[str, object]) -> None:
     assert all(torch.equal(found[name], wanted[name]) for name in wanted)
 
 
-def test_any_speed_of_lanes_gives_the_same_bits() -> None:
-    """Three micro-batches take turns in the slab while every kernel is delayed at random."""
-    policy: dict[str, object] = {"recompute": "tokenwise", "swapped_tokens": 128}
-    decisions = decide(gpt(layers=5, hidden=32, ffn_hidden=64, heads=2, kv_heads=2), global_batch=6, **policy)
-    _, wanted = one_step(decide(decisions.model, global_batch=6))
+TURNS: dict[str, Any] = {"recompute": "tokenwise", "swapped_tokens": 128}
+WINDOW: dict[str, Any] = {"offload_window": 1, "swapped_tokens": 188, "subsequence_swapped_tokens": (128, 0, 60)}
+PARTED: dict[str, Any] = {"layout": Layout(subsequences=3), "seq_tokens": 700, "micro_batch": 1, "global_batch": 2}
+SPEEDS = {
+    "three micro-batches take turns in the slab": ({"global_batch": 6}, TURNS),
+    "buffers leave and others come back": (PARTED, WINDOW),
+}
+
+
+@pytest.mark.parametrize("case", SPEEDS)
+def test_any_speed_of_lanes_gives_the_same_bits(case: str) -> None:
+    """Every kernel is delayed at random."""
+    shared, policy = SPEEDS[case]
+    model = gpt(layers=5, hidden=32, ffn_hidden=64, heads=2, kv_heads=2, max_positions=1024)
+    decisions = decide(model, **(shared | policy))
+    _, wanted = one_step(decide(model, **shared))
     delays = random.Random(0)
 
     def before(call: Call) -> None:
