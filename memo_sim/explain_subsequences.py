@@ -57,7 +57,7 @@ def _beside(found: SearchResult, chosen: Prediction) -> list[str]:
     fewer = max((n for n in others if n < layout.subsequences), default=None)
     more = min((n for n in others if n > layout.subsequences), default=None)
     told = [_against(others[n], chosen) for n in (fewer, more) if n is not None]
-    return [f"{'; '.join(told)}."] if told else []
+    return [f"{'; '.join(told)}.".capitalize()] if told else []
 
 
 def _guests(found: SearchResult, chosen: Prediction) -> list[str]:
@@ -84,7 +84,7 @@ def _uncut(layout: Layout) -> Layout:
 
 def _against(other: Evaluated, chosen: Prediction) -> str:
     """Return what another number changes."""
-    return f"With {other.decisions.layout.subsequences} {_change(other, chosen)}"
+    return f"with {other.decisions.layout.subsequences} {_change(other, chosen)}"
 
 
 def _change(other: Evaluated, chosen: Prediction) -> str:
