@@ -204,8 +204,10 @@ def run(layout: Layout, seq_tokens: int, layers: int) -> Simulation:
     return simulate(decisions, hardware, toy_machine.TOY_CLUSTER, pricer=ByRows(), rates=toy_machine.alone)
 
 
-@pytest.mark.parametrize("ahead", [True, False])
-@pytest.mark.parametrize(("stages", "count", "granules"), [(2, 4, 4), (3, 4, 12), (4, 8, 8), (4, 4, 8)])
+LIMITS = [(2, 4, 4, True), (2, 4, 4, False), (3, 4, 12, True), (4, 8, 8, True), (4, 4, 8, False)]
+
+
+@pytest.mark.parametrize(("stages", "count", "granules", "ahead"), LIMITS)
 def test_in_the_papers_limit_no_bubble_is_left(stages: int, count: int, granules: int, ahead: bool) -> None:
     """Figure 8: with p 2 and N 4 forward and backward take N F/N, not (N + 1) F/N; with p stages not (N + p - 1)."""
     layout = Layout(pp=stages, subsequences=count, partition="length", overlap_handovers=ahead)
