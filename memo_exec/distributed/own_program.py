@@ -112,8 +112,8 @@ class _Block:
         Where they divide the states of what all of them have, each counts its share.
         """
         shares = self.optimizer.group == "ends" and self.optimizer.shards > 1
-        first = self.place.at(dividing(self.place.layout)) == 0
-        limit = self.optimizer.block.elements if first or shares else self.divided
+        leads = self.place.at(dividing(self.place.layout)) == 0
+        limit = self.optimizer.block.elements if leads or shares else self.divided
         own = list(self.runs.values()) if self.optimizer.shards > 1 else [Stretch(0, self.optimizer.block.elements, 0)]
         for operand in operands:
             if operand.role != "grads":
