@@ -1,0 +1,94 @@
+"""METP over gloo against one process: gradients and losses, and no byte beside the program's on any rank.
+
+Every entry is compared relative to its tensor's largest, in fp32 (``parity.TOLERANCE`` is 1e-5). What has run on CPUs
+alone says nothing of NCCL.
+"""
+
+import pytest
+
+from memo_exec.distributed.groups import make_groups
+from memo_exec.distributed.own_program import rank_program
+from memo_exec.distributed.place import Place
+from memo_exec.interpreter import Interpreter
+from memo_exec.kernels import KERNELS, StepScalars
+from memo_sim.contract.plan import Decisions, Layout
+from memo_sim.program.columns import expand
+from memo_sim.program.liveness import live_bytes, liveness, peak
+from memo_sim.program.lower import lower
+from tests.distributed.parity import TOLERANCE, Played, own_batch, play, randomise, whole_gradients
+from tests.distributed.team import PATIENCE_S, Member, Team
+from tests.distributed.training import MODELS, parity, reference, training
+from tests.exec_cpu.small import llama
+
+KEEP = {"recompute": "none", "swapped_tokens": 0}
+MODELS.setdefault("llama-mha", llama(kv_heads=4))
+"""Four groups of heads need four key/value heads."""
+NORMED = "llama-normed"
+MODELS.setdefault(NORMED, llama(qk_norm=True))
+
+
+@pytest.mark.parametrize("name", ["gpt", "llama"])
+def test_two_ranks(team: Team, name: str) -> None:
+    parity(team, name, Layout(metp=2), **KEEP)
+
+
+@pytest.mark.parametrize("name", ["gpt", "llama-mha"])
+def test_four_ranks_and_no_race_on_any(team: Team, name: str) -> None:
+    parity(team, name, Layout(metp=4), debug=True, **KEEP)
+
+
+@pytest.mark.parametrize("policy", [("none", 128), ("full", 0), ("tokenwise", 128)])
+def test_other_policies(team: Team, policy: tuple[str, int]) -> None:
+    parity(team, "gpt", Layout(metp=2), recompute=policy[0], swapped_tokens=policy[1])
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        ("gpt", Layout(metp=2, dp=2)),
+        ("llama", Layout(metp=2, dp=2, zero=1)),
+        ("gpt4", Layout(metp=2, pp=2)),
+        ("gpt", Layout(metp=2, zero=1)),
+        ("llama", Layout(metp=2, overlap_exchanges=False)),
+    ],
+    ids=["dp", "zero1", "pp", "ends-shared", "turns"],
+)
+def test_beside_other_layouts(team: Team, name: str, layout: Layout) -> None:
+    parity(team, name, layout, **KEEP)
+
+
+def test_sequences_of_a_micro_batch_and_norms_of_heads(team: Team) -> None:
+    parity(team, NORMED, Layout(metp=2), micro_batch=2, global_batch=2, **KEEP)
+
+
+def play_measured(member: Member, decisions: Decisions) -> tuple[int, int]:
+    """Play a step; return the most bytes of buffers that the store held at once, and what the rank's program says."""
+    place = Place(decisions.layout, member.rank)
+    program = rank_program(decisions, place)
+    groups = make_groups(lower(decisions), place, patience_s=PATIENCE_S)
+    with Interpreter(decisions, program, rank=member.rank, groups=groups) as interpreter:
+        randomise(interpreter)
+        record = interpreter.run_step(own_batch(decisions, member.rank, 1), StepScalars(lr=1e-2))
+    return record.peak_device_bytes, peak(live_bytes(liveness(program, expand(program)), device=True)).bytes
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_each_rank_holds_what_its_program_says(team: Team, ranks: int) -> None:
+    chosen = training(MODELS["gpt"], Layout(metp=ranks), **KEEP)
+    found = team.play(play_measured, ranks, chosen)
+    assert [measured for measured, _ in found] == [wanted for _, wanted in found]
+    assert len({wanted for _, wanted in found}) == 1
+
+
+def play_without(member: Member, decisions: Decisions, op: str) -> Played:
+    """Play a step in which an operator does nothing."""
+    return play(member, decisions, 1, {"kernels": {**KERNELS, op: lambda call: None}})
+
+
+@pytest.mark.parametrize("op", ["reduce", "linear.add", "linear.dgrad.add"])
+def test_the_comparison_finds_an_operator_that_is_left_out(team: Team, op: str) -> None:
+    chosen = training(MODELS["llama"], Layout(metp=2), **KEEP)
+    found = whole_gradients(team.play(play_without, 2, chosen, op))
+    wanted = whole_gradients([reference("llama", chosen.seq_tokens, chosen.global_batch, 2)])
+    errors = {name: float((found[name] - value).abs().max() / value.abs().max()) for name, value in wanted.items()}
+    assert max(errors.values()) > 1000 * TOLERANCE
