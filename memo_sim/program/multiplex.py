@@ -94,23 +94,29 @@ def check(decisions: Decisions) -> None:
         Infeasible: for one stage, fewer subsequences than stages, several micro-batches, an order of passes other than
             gpipe's or 1F1B's, and an eager framework.
     """
-    layout = decisions.layout
-    wanted = (
-        (layout.pp > 1, "layout.pp", layout.pp, "several stages"),
-        (layout.subsequences >= layout.pp, "layout.subsequences", layout.subsequences, f"at least {layout.pp}"),
-        (decisions.micro_batches == 1, "global_batch", f"{decisions.micro_batches} micro-batches", "one"),
-        (layout.schedule in ("gpipe", "1f1b"), "layout.schedule", layout.schedule, "gpipe or 1f1b"),
-        (decisions.memory_policy != "eager", "memory_policy", decisions.memory_policy, "planned or caching"),
+    layout, batches, policy = decisions.layout, decisions.micro_batches, decisions.memory_policy
+    rules: tuple[tuple[bool, str, str, object, str], ...] = (
+        (layout.pp > 1, "one stage has none to play rows for it", "layout.pp", layout.pp, "several stages"),
+        (
+            layout.subsequences >= layout.pp,
+            "fewer subsequences than stages never fill the pipeline that is to be multiplexed",
+            "layout.subsequences",
+            layout.subsequences,
+            f"at least {layout.pp}",
+        ),
+        (batches == 1, "one micro-batch alone can be multiplexed", "global_batch", f"{batches} of them", "one"),
+        (
+            layout.schedule in ("gpipe", "1f1b"),
+            "chunks and weight gradients apart fill the bubble that would be multiplexed",
+            "layout.schedule",
+            layout.schedule,
+            "gpipe or 1f1b",
+        ),
+        (policy != "eager", "no eager framework multiplexes", "memory_policy", policy, "planned or caching"),
     )
-    for fine, where, got, want in wanted:
+    for fine, message, where, got, want in rules:
         if not fine:
-            raise Infeasible(
-                "only the fill and drain of one sequence through several stages can be multiplexed",
-                where=where,
-                got=got,
-                wanted=want,
-                hint="leave out --multiplexed",
-            )
+            raise Infeasible(message, where=where, got=got, wanted=want, hint="--no-multiplexed")
 
 
 def cut_tasks(decisions: Decisions) -> dict[tuple[int, int], Task]:
