@@ -18,13 +18,8 @@ from memo_sim.program.lower import lower
 from tests.distributed.parity import TOLERANCE, Played, own_batch, play, randomise, whole_gradients
 from tests.distributed.team import PATIENCE_S, Member, Team
 from tests.distributed.training import MODELS, parity, reference, training
-from tests.exec_cpu.small import llama
 
 KEEP = {"recompute": "none", "swapped_tokens": 0}
-MODELS.setdefault("llama-mha", llama(kv_heads=4))
-"""Four groups of heads need four key/value heads."""
-NORMED = "llama-normed"
-MODELS.setdefault(NORMED, llama(qk_norm=True))
 
 
 @pytest.mark.parametrize("name", ["gpt", "llama"])
@@ -58,7 +53,7 @@ def test_beside_other_layouts(team: Team, name: str, layout: Layout) -> None:
 
 
 def test_sequences_of_a_micro_batch_and_norms_of_heads(team: Team) -> None:
-    parity(team, NORMED, Layout(metp=2), micro_batch=2, global_batch=2, **KEEP)
+    parity(team, "llama-normed", Layout(metp=2), micro_batch=2, global_batch=2, **KEEP)
 
 
 def play_measured(member: Member, decisions: Decisions) -> tuple[int, int]:

@@ -13,6 +13,8 @@ SEQ_TOKENS = 512
 MODELS: dict[str, Model] = {"gpt": gpt(max_positions=2 * SEQ_TOKENS), "llama": llama()}
 MODELS |= {"gpt4": gpt(layers=4, max_positions=2 * SEQ_TOKENS), "llama4": llama(layers=4)}
 """The longer ones divide into stages."""
+MODELS |= {"llama-mha": llama(kv_heads=4), "llama-normed": llama(qk_norm=True)}
+"""METP on four ranks needs a key/value head each; norms of heads have gradients on every rank."""
 
 
 def training(model: Model, layout: Layout, alpha: float = 0.0, **changes: Any) -> Decisions:
