@@ -99,10 +99,10 @@ class Kernels(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 class Decisions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Everything that ``lower`` reads, and nothing else.
 
-    ``swapped_tokens`` counts the tokens of one rank's micro-batch shard (micro_batch x seq_tokens / cp / metp / ulysses) whose
-    skeletal tensors are swapped: 0 with recompute none = keep, all of them = full swap; a multiple of 128 or all.
-    With ``tokenwise`` the other tokens are recomputed, and layer input and attention output are swapped whole. With
-    ``full`` the layer input is all there is to swap; rows of it that are not swapped are kept.
+    ``swapped_tokens`` counts the tokens of one rank's micro-batch shard (micro_batch x seq_tokens / cp / metp /
+    ulysses) whose skeletal tensors are swapped: 0 with recompute none = keep, all of them = full swap; a multiple of
+    128 or all. With ``tokenwise`` the other tokens are recomputed, and layer input and attention output are swapped
+    whole. With ``full`` the layer input is all there is to swap; rows of it that are not swapped are kept.
 
     ``subsequence_swapped_tokens`` are those of each subsequence, where there are several and they neither swap nothing
     nor everything; they sum to ``swapped_tokens``, and each is a multiple of 128 or its whole part
