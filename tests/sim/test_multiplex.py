@@ -7,6 +7,7 @@ the table's.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from dataclasses import replace
 from itertools import accumulate
 
 import msgspec
@@ -15,9 +16,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memo_sim.contract.errors import Infeasible
+from memo_sim.contract.model import Model
 from memo_sim.contract.plan import Decisions, Layout
 from memo_sim.engine.simulate import Simulation, simulate
-from memo_sim.program.instruction import Family
+from memo_sim.program.check_roles import check_roles
 from memo_sim.program.lower import lower
 from memo_sim.program.multiplex import Phase, Piece, cut_tasks, identifiers, scope
 from memo_sim.program.partition import earlier_tokens, partition
@@ -165,9 +167,32 @@ def test_no_order_of_stages_and_sizes_waits_in_a_circle(
     )
 
 
+@pytest.mark.parametrize("what", ["receive.kv.", "send.d_kv.", "send.grads.", "receive.again."])
+def test_the_checkers_find_what_is_left_out_between_guest_and_home(what: str) -> None:
+    programs = lower(multiplexed(2, 4))
+    role, number = next(
+        (r, n)
+        for r, program in enumerate(programs)
+        for n, instance in enumerate(program.instances)
+        if what in program.templates[instance.template].name
+    )
+    left = programs[role].instances[:number] + programs[role].instances[number + 1 :]
+    changed = tuple(replace(p, instances=left) if r == role else p for r, p in enumerate(programs))
+    assert any("hand-over" in fault for fault in check_roles(changed))
+
+
+def test_the_checkers_find_guests_messages_in_another_order() -> None:
+    programs = lower(multiplexed(2, 4, schedule="gpipe"))
+    names = [programs[1].templates[i.template].name for i in programs[1].instances]
+    first = next(n for n, name in enumerate(names) if "send.params" in name and "send.before" in names[n + 1])
+    order = list(programs[1].instances)
+    order[first], order[first + 1] = order[first + 1], order[first]
+    assert any("hand-over" in f for f in check_roles((programs[0], replace(programs[1], instances=tuple(order)))))
+
+
 @pytest.mark.parametrize("model", [GPT, LLAMA], ids=["gpt", "llama"])
 @pytest.mark.parametrize("policy", [("none", 0.0), ("none", 1.0)], ids=str)
-def test_all_stages_together_have_the_work_of_the_pipeline_without(model: Family, policy: tuple[str, float]) -> None:
+def test_all_stages_together_have_the_work_of_the_pipeline_without(model: Model, policy: tuple[str, float]) -> None:
     chosen = multiplexed(4, 6, policy, model=model)
     layout = msgspec.structs.replace(chosen.layout, multiplexed=False)
     assert flops(chosen) == flops(msgspec.structs.replace(chosen, layout=layout))
