@@ -24,7 +24,9 @@ def play_planned(member: Member, decisions: Decisions) -> Played:
     return play(member, decisions, STEPS, {"placement": own, "debug": True})
 
 
-@pytest.mark.parametrize("layout", [Layout(cp=2), Layout(pp=2), Layout(cp=2, cp_exchange="all_gather")], ids=label)
+@pytest.mark.parametrize(
+    "layout", [Layout(cp=2), Layout(pp=2), Layout(cp=2, cp_exchange="all_gather"), Layout(metp=2)], ids=label
+)
 def test_planned_memory(team: Team, layout: Layout) -> None:
     chosen = training(MODELS["gpt4"], layout, 0.5, global_batch=4)
     ranks = team.play(play_planned, 2, chosen)

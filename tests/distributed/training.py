@@ -20,7 +20,7 @@ MODELS |= {"llama-mha": llama(kv_heads=4), "llama-normed": llama(qk_norm=True)}
 def training(model: Model, layout: Layout, alpha: float = 0.0, **changes: Any) -> Decisions:
     """Return a training of two micro-batches a rank, tokenwise: what is not swapped is recomputed."""
     fields: dict[str, Any] = {"seq_tokens": SEQ_TOKENS, "micro_batch": 1, "global_batch": 2 * layout.dp} | changes
-    tokens = fields["seq_tokens"] * fields["micro_batch"] // (layout.cp * layout.ulysses)
+    tokens = fields["seq_tokens"] * fields["micro_batch"] // (layout.ring * layout.ulysses)
     return decide(model, layout=layout, **({"recompute": "tokenwise", "swapped_tokens": int(alpha * tokens)} | fields))
 
 
@@ -42,7 +42,7 @@ def parity(
 
 def label(layout: Layout) -> str:
     """Return the layout's degrees as a test's name."""
-    axes = ("tp", "ulysses", "cp", "dp", "pp", "zero")
+    axes = ("tp", "ulysses", "cp", "metp", "dp", "pp", "zero")
     found = [f"{axis}{getattr(layout, axis)}" for axis in axes if getattr(layout, axis) > (axis != "zero")]
     sp = ["sp"] if layout.sequence_parallel else []
     return "-".join([*found, *sp, layout.schedule if layout.pp > 1 else layout.cp_exchange])
