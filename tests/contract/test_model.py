@@ -12,11 +12,17 @@ MEMO_TABLE_2 = {
     "gpt-30b": (48, 7168, 28672, 56),
     "gpt-65b": (80, 8192, 32768, 64),
 }
+METP_TABLE_3 = {
+    "llama-7b": (4096, 32, 32, 6_738_415_616),
+    "llama-70b": (8192, 64, 80, 68_976_648_192),
+    "gpt-175b": (12288, 96, 96, 174_590_681_088),
+}
+"""Hidden size, heads, layers; parameters as published for Llama 2, of GPT-175B counted by hand below."""
 
 
 def test_presets() -> None:
     tiny = ["gpt-tiny", "llama-tiny"]
-    assert list_models() == sorted([*MEMO_TABLE_2, "llama3-8b", "llama3-70b", *tiny])
+    assert list_models() == sorted([*MEMO_TABLE_2, *METP_TABLE_3, "llama3-8b", "llama3-70b", *tiny])
     for name in list_models():
         model = load_model(name)
         assert model.name == name
@@ -33,6 +39,18 @@ def test_memo_models(name: str) -> None:
     assert model.mfu_params == 12 * n * h**2 + 50257 * h
     s = 1_048_576
     assert model.step_flops(s, 16) == pytest.approx(16 * (6 * s * model.mfu_params + 6 * n * h * s**2), rel=1e-15)
+
+
+@pytest.mark.parametrize("name", METP_TABLE_3)
+def test_metp_models(name: str) -> None:
+    model = load_model(name)
+    assert (model.hidden, model.heads, model.layers, model.total_params) == METP_TABLE_3[name]
+
+
+def test_gpt_175b_has_twelve_squares_a_layer() -> None:
+    h, layers, vocab = 12288, 96, 51200
+    biases, norms = 3 * h + h + 4 * h + h, 4 * h
+    assert METP_TABLE_3["gpt-175b"][3] == layers * (12 * h * h + biases + norms) + vocab * h + 2 * h
 
 
 @pytest.mark.parametrize(("name", "params"), [("llama3-8b", 8_030_261_248), ("llama3-70b", 70_553_706_496)])
