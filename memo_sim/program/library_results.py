@@ -81,15 +81,12 @@ def merging_bytes(program: Program) -> int:
 def library_workspaces(program: Program, columns: Columns | None = None) -> frozenset[int]:
     """Return the numbers of the buffers that libraries allocate themselves."""
     columns = columns or expand(program)
-    found: set[int] = set()
-    row = 0
-    buffers = columns.operand_buffer.tolist()
-    for _, instruction in program.walk():
-        if instruction.op in LIBRARY_OPS:
-            roles = enumerate(instruction.operands, row)
-            found.update(buffers[i] for i, operand in roles if operand.role == "workspace")
-        row += len(instruction.operands)
-    return frozenset(found)
+    asked = [
+        np.array([i.op in LIBRARY_OPS and o.role == "workspace" for i in t.instructions for o in i.operands], np.bool_)
+        for t in program.templates
+    ]
+    chosen = np.concatenate([asked[instance.template] for instance in program.instances])
+    return frozenset(columns.operand_buffer[chosen].tolist())
 
 
 def results_bytes(program: Program, columns: Columns | None = None) -> int:
