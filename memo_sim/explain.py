@@ -68,7 +68,8 @@ def _rounded(question: Question, simulation: Simulation) -> list[str]:
     if asked is None or abs(alpha - asked) < EXACT:
         return []
     granule = swap_granule(simulation.decisions)
-    return [f"Alpha {asked:.3g} becomes {alpha:.3g}: tokens are swapped in blocks of {granule}."]
+    each = ", as many of every subsequence" if simulation.decisions.layout.subsequences > 1 else ""
+    return [f"Alpha {asked:.3g} becomes {alpha:.3g}: tokens are swapped in blocks of {granule}{each}."]
 
 
 def _profile(question: Question) -> list[str]:

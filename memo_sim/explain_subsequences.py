@@ -22,11 +22,19 @@ def subsequences(found: SearchResult, simulation: Simulation) -> list[str]:
     lengths = _range(format_tokens(parts[0]), format_tokens(parts[-1]))
     text = f"{number} subsequences of {lengths} tokens"
     if decisions.swapped_tokens:
-        alphas = _range(f"{swapped[0] / parts[0]:.2f}", f"{swapped[-1] / parts[-1]:.2f}")
-        text += f" offload {format_tokens(swapped[0])} each, or all that they have: alpha {alphas}"
+        alphas = [some / part for some, part in zip(swapped, parts, strict=True)]
+        text += f" offload {_each(parts, swapped)}: alpha {_range(f'{min(alphas):.2f}', f'{max(alphas):.2f}')}"
     if carried := simulation.prediction.peak_by_class.get("carried", 0):
         text += f"; keys and values stay, {format_bytes(carried)} of them where memory is fullest"
     return [f"{text}.", *_beside(found, simulation.prediction), *_guests(found, simulation.prediction)]
+
+
+def _each(parts: tuple[int, ...], swapped: tuple[int, ...]) -> str:
+    """Return what each offloads: as many tokens, or what a plan written by hand says."""
+    most = max(swapped)
+    if swapped == tuple(min(most, part) for part in parts):
+        return f"{format_tokens(most)} each, or all that they have"
+    return f"{_range(format_tokens(min(swapped)), format_tokens(most))} each"
 
 
 def _range(first: str, last: str) -> str:

@@ -8,12 +8,13 @@ import msgspec
 import pytest
 
 from memo_sim.contract.catalog import load_cluster, load_model
-from memo_sim.contract.plan import Layout
+from memo_sim.contract.plan import Decisions, Layout
 from memo_sim.explain_subsequences import subsequences
 from memo_sim.planning.question import Pins, Question
 from memo_sim.planning.search import SearchResult, play, search
 from memo_sim.program.partition import partition, swapped_parts
 from memo_sim.views.plan_table import layout_label
+from memo_sim.what_if import what_if
 
 
 def found_for(system: str, **pins: object) -> tuple[SearchResult, list[str]]:
@@ -41,6 +42,32 @@ def test_parts_and_their_neighbours_are_told() -> None:
     for text in lines[1].split("; "):
         assert "longer" in text.split("bubble is")[1].split(",")[0] or "longer" in text.split("kernels take")[1]
         assert re.search(r"the step is .* longer", text)
+
+
+@pytest.mark.parametrize(
+    ("swapped", "told"),
+    [
+        ((8192,) * 4, "offload 8k each, or all that they have: alpha 0.32 to 0.74"),
+        ((16384, 16256, 12928, 11136), "offload 16k each, or all that they have: alpha 0.65 to 1.00"),
+        ((0, 4096, 2048, 11136), "offload 0 to 11136 each: alpha 0.00 to 1.00"),
+    ],
+)
+def test_what_a_plan_written_by_hand_offloads_is_told(swapped: tuple[int, ...], told: str) -> None:
+    cluster, hardware = load_cluster("a100-1x1")
+    model = msgspec.structs.replace(load_model("gpt-7b"), layers=2)
+    decisions = Decisions(model=model, layout=Layout(subsequences=4), seq_tokens=65536)
+    assert partition(decisions) == (25216, 16256, 12928, 11136)
+    asked = msgspec.structs.replace(decisions, swapped_tokens=sum(swapped), subsequence_swapped_tokens=swapped)
+    question = Question(model, cluster, hardware, 65536)
+    assert told in subsequences(SearchResult([], 0, 0), play(question, asked))[0]
+
+
+def test_an_alpha_that_no_parts_can_have_is_rounded_and_said() -> None:
+    cluster, hardware = load_cluster("a100-1x1")
+    model = msgspec.structs.replace(load_model("gpt-7b"), layers=2)
+    question = Question(model, cluster, hardware, 2048, pins=Pins(subsequences=4, alpha=0.4))
+    lines = what_if(question).result.why
+    assert "Alpha 0.4 becomes 0.25: tokens are swapped in blocks of 128, as many of every subsequence." in lines
 
 
 def test_a_sequence_that_is_better_whole_says_what_cutting_costs() -> None:
