@@ -49,7 +49,9 @@ def model_type(model: Model) -> str:
     Raises:
         UsageError: when there is none.
     """
-    if model.family == "gpt":
+    if model.bidirectional:
+        pass  # BERT's norms stand behind what is added, ours before the products
+    elif model.family == "gpt":
         square = model.heads == model.kv_heads and model.q_width == model.hidden
         if model.learned_positions and model.qkv_bias and model.linear_bias and square and not model.qk_norm:
             return "gpt2"

@@ -56,6 +56,8 @@ class Model(
     """Biases on the attention projection and both FFN products."""
     qk_norm: bool = False
     """RMSNorm over each head of Q and K before the rotary (Qwen3)."""
+    bidirectional: bool = False
+    """Whether a token attends to those behind it too (BERT); else the mask is causal."""
     activation: Literal["gelu", "gelu_tanh", "silu"] = "gelu"
     source: str = ""
 
@@ -122,6 +124,10 @@ class Model(
         return self.layers * self.layer_matrix_params + self.vocab * self.hidden
 
     def step_flops(self, seq_tokens: int, sequences: int = 1) -> float:
-        """Model FLOPs of one step by MEMO 5.1: 6*s*P + 6*n*(heads*head_dim)*s^2 a sequence (causal mask counted)."""
-        attention = 6.0 * self.layers * self.q_width * float(seq_tokens) ** 2
+        """Model FLOPs of one step by MEMO 5.1: 6*s*P + 6*n*(heads*head_dim)*s^2 a sequence (causal mask counted).
+
+        Without the mask attention has twice as many.
+        """
+        pairs = float(seq_tokens) ** 2 * (2.0 if self.bidirectional else 1.0)
+        attention = 6.0 * self.layers * self.q_width * pairs
         return sequences * (6.0 * seq_tokens * self.mfu_params + attention)

@@ -1,6 +1,6 @@
-"""Causal attention over a rank's tokens: the local square, and what context parallelism puts around it.
+"""Attention over a rank's tokens: the local square, and what context parallelism puts around it.
 
-cp 1           one causal square over all tokens
+cp 1           one square over all tokens, causal unless the model is bidirectional
 subsequences   one over their own tokens, and all keys before (``carried_attention.py``)
 ring           keys and values pass from rank to rank (``ring.py``)
 all_gather     every rank gathers all of them (``gathered_attention.py``)
@@ -18,6 +18,7 @@ from memo_sim.program.attention_part import attention_work, workspace
 from memo_sim.program.builder import TemplateBuilder, reads, writes
 from memo_sim.program.instruction import Lane
 from memo_sim.program.shape import Shape
+from memo_sim.program.work import Mask
 
 
 class _Around(Protocol):
@@ -42,7 +43,7 @@ def forward(builder: TemplateBuilder, decisions: Decisions, shape: Shape) -> Non
         carried_attention.forward(builder, decisions, shape)
         return
     tokens, around = shape.tokens, _around(decisions)
-    work = attention_work(decisions, shape, tokens, tokens, "causal", backward=False)
+    work = attention_work(decisions, shape, tokens, tokens, _mask(decisions), backward=False)
     scratch = workspace(builder, decisions, work, "attn.scratch")
     if shape.cp > 1:
         around.start(builder, decisions, shape)
@@ -69,7 +70,7 @@ def backward(builder: TemplateBuilder, decisions: Decisions, shape: Shape) -> No
         carried_attention.backward(builder, decisions, shape)
         return
     tokens, around = shape.tokens, _around(decisions)
-    work = attention_work(decisions, shape, tokens, tokens, "causal", backward=True)
+    work = attention_work(decisions, shape, tokens, tokens, _mask(decisions), backward=True)
     scratch = workspace(builder, decisions, work, "attn.bwd.scratch")
     if shape.cp > 1:
         around.start(builder, decisions, shape, ".bwd")
@@ -92,6 +93,10 @@ def backward(builder: TemplateBuilder, decisions: Decisions, shape: Shape) -> No
 def longest_keys(decisions: Decisions, shape: Shape) -> int:
     """Return the most keys of one call, tokens of all sequences of the micro-batch; ``shape`` is attention's."""
     return max(shape.tokens, gathered_attention.keys_before(shape) if _gathers(decisions) else 0)
+
+
+def _mask(decisions: Decisions) -> Mask:
+    return "none" if decisions.model.bidirectional else "causal"
 
 
 def _gathers(decisions: Decisions) -> bool:

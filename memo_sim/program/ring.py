@@ -49,7 +49,7 @@ def forward(builder: TemplateBuilder, decisions: Decisions, shape: Shape) -> Non
     for step in range(1, shape.cp):
         if step + 1 < shape.cp:
             _hop(builder, decisions, shape, step + 1, "kv", turns)
-        for part in _parts(shape, step, turns):
+        for part in _parts(decisions, shape, step, turns):
             name, merge = f"attn.ring{step}", f"attn.merge{step}"
             part_forward(builder, decisions, shape, part, name, merge=merge, most_keys=shape.tokens // 2)
 
@@ -106,9 +106,14 @@ def _half(slot: str, shape: Shape, *, late: bool = False) -> Rows:
     return Rows(slot, half if late else 0, half)
 
 
-def _parts(shape: Shape, step: int, turns: int = TURNS) -> list[Part]:
-    """Return what this rank's queries meet at ``step``: keys of an earlier rank, or, once around, of a later one."""
+def _parts(decisions: Decisions, shape: Shape, step: int, turns: int = TURNS) -> list[Part]:
+    """Return what this rank's queries meet at ``step``: keys of an earlier rank, or, once around, of a later one.
+
+    Without a mask all meet all, half of the keys at a time: so they lie, sequence by sequence, in what travels.
+    """
     slot = _buffer("kv", step, turns)
+    if decisions.model.bidirectional:
+        return [Part(_half(slot, shape, late=late), suffix=(".early", ".late")[late]) for late in (False, True)]
     if step <= shape.cp_rank:
         return [Part(_half(slot, shape))]
     return [Part(_half(slot, shape, late=late), late=True, suffix=(".early", ".late")[late]) for late in (False, True)]
@@ -119,7 +124,7 @@ def _step_backward(builder: TemplateBuilder, decisions: Decisions, shape: Shape,
         _hop(builder, decisions, shape, step + 1, "kv", suffix=".bwd")
     _buffers(builder, decisions, shape, "d_kv")
     own_d_q(builder, decisions, shape)
-    sums, parts, half = _buffer("d_kv", step), _parts(shape, step), shape.tokens // 2
+    sums, parts, half = _buffer("d_kv", step), _parts(decisions, shape, step), shape.tokens // 2
     if step == 1 and len(parts) == 1:
         _clear_late(builder, decisions, shape, sums)
     if step > 1 and not builder.has("d_kv.part"):

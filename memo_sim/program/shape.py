@@ -81,6 +81,7 @@ def shape_of(decisions: Decisions, *, cp_rank: int | None = None) -> Shape:
     """
     model, layout = decisions.model, decisions.layout
     check_metp(decisions)
+    _check_bidirectional(decisions)
     _check_subsequences(decisions)
     for what in ("heads", "kv_heads"):
         _divides(what, getattr(model, what), "tp", layout.tp)
@@ -128,6 +129,25 @@ def shape_of(decisions: Decisions, *, cp_rank: int | None = None) -> Shape:
 def swap_granule(decisions: Decisions) -> int:
     """Return what ``swapped_tokens`` must be a multiple of: 128 rows on every rank that holds a token shard."""
     return decisions.swap_granule
+
+
+def _check_bidirectional(decisions: Decisions) -> None:
+    """Refuse what only causal attention has: earlier keys alone, gathered or carried, and written scores."""
+    if not decisions.model.bidirectional:
+        return
+    layout = decisions.layout
+    for where, got, refused in (
+        ("layout.cp_exchange", layout.cp_exchange, layout.cp > 1 and layout.cp_exchange == "all_gather"),
+        ("layout.subsequences", layout.subsequences, layout.subsequences > 1),
+        ("decisions.kernels.attention", "plain", decisions.kernels.attention == "plain"),
+    ):
+        if refused:
+            raise Infeasible(
+                "has no lowering without a causal mask",
+                where=where,
+                got=f"{got} with a bidirectional model",
+                wanted="a ring of whole sequences, or one rank, and a flash kernel",
+            )
 
 
 def _check_subsequences(decisions: Decisions) -> None:

@@ -1,5 +1,6 @@
 """Shapes and parameter counts of the presets."""
 
+import msgspec
 import pytest
 
 from memo_sim.contract import codec
@@ -13,11 +14,12 @@ MEMO_TABLE_2 = {
     "gpt-65b": (80, 8192, 32768, 64),
 }
 METP_TABLE_3 = {
+    "bert-large": (1024, 16, 24, 333_565_952),
     "llama-7b": (4096, 32, 32, 6_738_415_616),
     "llama-70b": (8192, 64, 80, 68_976_648_192),
     "gpt-175b": (12288, 96, 96, 174_590_681_088),
 }
-"""Hidden size, heads, layers; parameters as published for Llama 2, of GPT-175B counted by hand below."""
+"""Hidden size, heads, layers; parameters as published for Llama 2, of the other two counted by hand below."""
 
 
 def test_presets() -> None:
@@ -47,10 +49,20 @@ def test_metp_models(name: str) -> None:
     assert (model.hidden, model.heads, model.layers, model.total_params) == METP_TABLE_3[name]
 
 
-def test_gpt_175b_has_twelve_squares_a_layer() -> None:
-    h, layers, vocab = 12288, 96, 51200
+@pytest.mark.parametrize(("name", "vocab"), [("gpt-175b", 51200), ("bert-large", 30522)])
+def test_they_have_twelve_squares_a_layer(name: str, vocab: int) -> None:
+    h, _, layers, params = METP_TABLE_3[name]
     biases, norms = 3 * h + h + 4 * h + h, 4 * h
-    assert METP_TABLE_3["gpt-175b"][3] == layers * (12 * h * h + biases + norms) + vocab * h + 2 * h
+    assert params == layers * (12 * h * h + biases + norms) + vocab * h + 2 * h
+
+
+def test_attention_without_a_mask_is_twice_the_work() -> None:
+    bert = load_model("bert-large")
+    masked = msgspec.structs.replace(bert, bidirectional=False)
+    assert bert.bidirectional
+    s = 65536
+    both = [model.step_flops(s) - 6.0 * s * model.mfu_params for model in (bert, masked)]
+    assert both[0] == pytest.approx(2 * both[1], rel=1e-12)
 
 
 @pytest.mark.parametrize(("name", "params"), [("llama3-8b", 8_030_261_248), ("llama3-70b", 70_553_706_496)])

@@ -4,6 +4,7 @@ Every entry is compared relative to its tensor's largest, in fp32 (``parity.TOLE
 alone says nothing of NCCL.
 """
 
+import msgspec
 import pytest
 import torch
 from torch import Tensor
@@ -22,6 +23,7 @@ from memo_sim.program.lower import lower
 from tests.distributed.parity import (
     TOLERANCE,
     Played,
+    check,
     global_batch,
     one_process,
     own_batch,
@@ -74,35 +76,43 @@ def test_sequences_of_a_micro_batch_and_norms_of_heads(team: Team) -> None:
 
 
 def encoder_gradients(decisions: Decisions) -> dict[str, Tensor]:
-    """Return the gradients of a step by autograd, each layer torch's ``TransformerEncoderLayer`` with a causal mask."""
+    """Return the gradients of a step by autograd: layers are torch's ``TransformerEncoderLayer``, masked or not."""
     model, alone = decisions.model, one_process(decisions)
     with Interpreter(alone, lower(alone)[0]) as interpreter:
         randomise(interpreter)
         named = {name: value.clone().requires_grad_() for name, value in weights.named_parameters(interpreter).items()}
     ids, labels = global_batch(decisions, 1)
     x = named["embed/tokens.weight"][ids] + named["embed/positions.weight"][: decisions.seq_tokens]
-    mask = torch.nn.Transformer.generate_square_subsequent_mask(decisions.seq_tokens)
+    causal = torch.nn.Transformer.generate_square_subsequent_mask(decisions.seq_tokens)
     sizes = {"d_model": model.hidden, "nhead": model.heads, "dim_feedforward": model.ffn_hidden}
     for number in range(model.layers):
         layer = torch.nn.TransformerEncoderLayer(
             **sizes, dropout=0.0, activation="gelu", layer_norm_eps=model.norm_eps, batch_first=True, norm_first=True
         )
         own = {theirs: named[f"layer.{number}/{ours}"] for ours, theirs in ENCODER_NAMES.items()}
-        x = torch.func.functional_call(layer, own, (x,), {"src_mask": mask})
+        x = torch.func.functional_call(layer, own, (x,), {"src_mask": None if model.bidirectional else causal})
     norm = (named["head/norm.weight"], named["head/norm.bias"])
     logits = functional.layer_norm(x, (model.hidden,), *norm, model.norm_eps) @ named["embed/tokens.weight"].t()
     functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100).backward()
     return {name: value.grad for name, value in named.items() if value.grad is not None}
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_torchs_encoder_layer_has_the_same_gradients(team: Team, ranks: int) -> None:
-    chosen = training(MODELS["gpt"], Layout(metp=ranks), **KEEP)
+@pytest.mark.parametrize(("ranks", "bidirectional"), [(2, False), (4, True)])
+def test_torchs_encoder_layer_has_the_same_gradients(team: Team, ranks: int, bidirectional: bool) -> None:
+    model = msgspec.structs.replace(MODELS["gpt"], bidirectional=bidirectional)
+    chosen = training(model, Layout(metp=ranks), **KEEP)
     wanted = encoder_gradients(chosen)
     found = whole_gradients(team.play(play, ranks, chosen, 1, {}))
     assert set(found) == set(wanted)
     for name, gradient in wanted.items():
         assert (found[name] - gradient).abs().max() <= TOLERANCE * gradient.abs().max(), name
+
+
+@pytest.mark.parametrize("layout", [Layout(metp=2), Layout(cp=2)], ids=["metp", "cp"])
+def test_sequences_without_a_mask_go_round_together(team: Team, layout: Layout) -> None:
+    model = msgspec.structs.replace(MODELS["llama"], bidirectional=True)
+    chosen = training(model, layout, micro_batch=2, global_batch=2, **KEEP)
+    check(team, chosen, play(Member(0, 1), one_process(chosen), 2, {}), steps=2)
 
 
 def play_measured(member: Member, decisions: Decisions) -> tuple[int, int]:

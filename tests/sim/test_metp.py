@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from memo_sim.contract.errors import Infeasible
 from memo_sim.contract.model import Model
-from memo_sim.contract.plan import Decisions, Layout
+from memo_sim.contract.plan import Decisions, Kernels, Layout
 from memo_sim.contract.units import DTYPE_BYTES
 from memo_sim.program.columns import expand
 from memo_sim.program.instruction import BufferClass, Instruction, Mode, Template
@@ -70,6 +70,35 @@ def test_the_checkers_find_nothing_beside_replicas(layout: Layout) -> None:
 def test_what_does_not_go_beside_it_is_refused(layout: Layout, changes: dict, where: str) -> None:
     with pytest.raises(Infeasible) as refused:
         lower(msgspec.structs.replace(decide(GPT, layout, seq_tokens=2048), **changes))
+    assert refused.value.where == where
+
+
+BOTH_WAYS = msgspec.structs.replace(GPT, bidirectional=True)
+
+
+@pytest.mark.parametrize("layout", [Layout(), Layout(cp=4), metp(2), metp(4)])
+def test_without_a_mask_every_query_meets_every_key(layout: Layout) -> None:
+    decisions = chosen(BOTH_WAYS, layout)
+    assert faults_of(decisions) == []
+    ranks = [lower(decisions, cp_rank=rank)[0] for rank in range(layout.ring)]
+    works = [i.work for program in ranks for _, i in program.walk() if isinstance(i.work, Attention)]
+    pairs = sum(w.batch * w.q_tokens * w.k_tokens * w.heads for w in works if not w.backward)
+    assert {w.mask for w in works} == {"none"}
+    assert pairs == decisions.micro_batches * BOTH_WAYS.layers * BOTH_WAYS.heads * 2048**2
+
+
+@pytest.mark.parametrize(
+    ("layout", "kernel", "where"),
+    [
+        (Layout(cp=2, cp_exchange="all_gather"), "flash2", "layout.cp_exchange"),
+        (Layout(subsequences=2), "flash2", "layout.subsequences"),
+        (Layout(), "plain", "decisions.kernels.attention"),
+    ],
+)
+def test_what_needs_a_causal_mask_is_refused_without(layout: Layout, kernel: str, where: str) -> None:
+    decisions = decide(BOTH_WAYS, layout, seq_tokens=2048, kernels=Kernels(attention=kernel))
+    with pytest.raises(Infeasible) as refused:
+        lower(decisions)
     assert refused.value.where == where
 
 
