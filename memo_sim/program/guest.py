@@ -26,15 +26,11 @@ from memo_sim.program.instruction import BufferClass, Family, Instance, Instruct
 from memo_sim.program.multiplex import Piece, Task
 from memo_sim.program.optimizer import Optimizer
 from memo_sim.program.parameters import Block
-from memo_sim.program.passing import Passing
+from memo_sim.program.passing import Bound, Families, Passing
 from memo_sim.program.shape import Shape
 from memo_sim.program.stage import Stage
 from memo_sim.program.subsequence import Subsequence
 from memo_sim.program.work import Rowwise
-
-Families = dict[str, Family]
-Bound = tuple[Template, list[str]]
-"""A template, and the names of the slots that an instance binds."""
 
 PARAMS, GRADS, BETWEEN = "params", "grads", "between"
 HALVES = ("first", "second")
