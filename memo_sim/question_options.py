@@ -21,7 +21,7 @@ GIB = 2**30
 MEMORY_GIB = (0.001, 100_000)
 """Least and most memory that is taken for meant."""
 SEARCHED = (
-    *("model", "seq_len", "system", "tp", "cp", "cp_exchange", "ulysses", "pp", "schedule"),
+    *("model", "seq_len", "system", "tp", "cp", "cp_exchange", "ulysses", "metp", "pp", "schedule"),
     *("virtual_stages", "subsequences", "partition", "multiplexed", "dp", "zero", "alpha", "recompute", "states"),
     *("loss_chunk", "mlp_chunk", "overlap", "memory_policy", "replay_allocator", "micro_batch", "global_batch"),
 )
@@ -63,6 +63,9 @@ KNOBS = (
         help="Keys and values of cp ranks: hop by hop, or all at once.",
     ),
     click.option("--ulysses", type=click.IntRange(1), help="All-to-all around attention, heads divided."),
+    click.option(
+        "--metp", type=click.IntRange(1), help="Memory-efficient tensor parallelism: weights pass round a ring."
+    ),
     click.option("--pp", type=click.IntRange(1), help="Pipeline stages of equal numbers of layers."),
     click.option(
         "--schedule",
@@ -175,6 +178,7 @@ def question_of(options: Options) -> tuple[Plan | None, Question]:
         cp=options["cp"],
         cp_exchange=options["cp_exchange"],
         ulysses=options["ulysses"],
+        metp=options["metp"],
         pp=options["pp"],
         schedule=options["schedule"],
         virtual_stages=options["virtual_stages"],

@@ -56,9 +56,13 @@ class Floors:
         """Compute's rate while a lane beside it is busy."""
 
     def shortfall_bytes(self, floor: Floor) -> int:
-        """Return what is missing at least, looking at the device first; 0 for what may fit."""
+        """Return what is missing at least, looking at the device first; 0 for what may fit.
+
+        Where the host alone is known to be short it is 1: the device may be short as well, by as little, and an
+        outcome tells that first.
+        """
         device, host = floor.device_bytes - self.device_room_bytes, floor.host_bytes_per_node - self.host_room_bytes
-        return max(0, device if device > 0 else host)
+        return device if device > 0 else int(host > 0)
 
     def of(self, decisions: Decisions) -> Floor:
         """Return the floor of one plan.

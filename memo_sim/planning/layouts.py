@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from msgspec.structs import replace
 
 from memo_sim.contract.errors import UsageError
@@ -9,11 +11,12 @@ from memo_sim.contract.plan import Layout, Schedule
 from memo_sim.planning.presets import find_system
 from memo_sim.planning.question import Question
 from memo_sim.planning.subsequences import counts
+from memo_sim.program.metp_limits import METP_SCHEDULES
 
 CHUNKS = (2, 4)
 """Chunks of layers a stage that the interleaved schedule is tried with."""
 
-DEGREES = ("tp", "cp", "ulysses", "dp")
+DEGREES = ("tp", "cp", "ulysses", "metp", "dp")
 """The degrees of a layout that can be pinned or searched."""
 
 
@@ -29,23 +32,16 @@ def layouts(question: Question) -> list[Layout]:
     found: list[Layout] = []
     for pp in _degrees(pins.pp, question.cluster.devices, "pp" in system.degrees):
         devices = question.cluster.devices // pp
-        for tp in _degrees(pins.tp, devices, "tp" in system.degrees):
-            if tp < _least_tp(question) or tp > _most_tp(question):
-                continue
-            for cp in _degrees(pins.cp, devices // tp, "cp" in system.degrees):
-                for ulysses in _degrees(pins.ulysses, devices // (tp * cp), "ulysses" in system.degrees):
-                    dp = devices // (tp * cp * ulysses)
-                    if pins.dp is not None and dp != pins.dp:
-                        continue
-                    degrees = {"tp": tp, "cp": cp, "ulysses": ulysses, "pp": pp, "dp": dp}
-                    found += [
-                        replace(layout, multiplexed=shared)
-                        for zero in _zeros(question, devices // tp, pp)
-                        for parts in _subsequences(question)
-                        for schedule, chunks in _schedules(question, pp)
-                        for layout in (_layout(question, zero, parts, schedule, chunks, **degrees),)
-                        for shared in _multiplexed(question, layout)
-                    ]
+        for tp, cp, ulysses, metp, dp in _divided(question, devices):
+            degrees = {"tp": tp, "cp": cp, "ulysses": ulysses, "metp": metp, "pp": pp, "dp": dp}
+            found += [
+                replace(layout, multiplexed=shared)
+                for zero in _zeros(question, devices // tp, most=1 if pp > 1 or metp > 1 else 3)
+                for parts in _subsequences(question)
+                for schedule, chunks in _schedules(question, pp, metp)
+                for layout in (_layout(question, zero, parts, schedule, chunks, **degrees),)
+                for shared in _multiplexed(question, layout)
+            ]
     if not found:
         named = {name: getattr(pins, name) for name in (*DEGREES, "pp")}
         asked = ", ".join(f"{name} {degree}" for name, degree in named.items() if degree is not None)
@@ -56,6 +52,25 @@ def layouts(question: Question) -> list[Layout]:
             hint="leave one degree out, or name a cluster of another size",
         )
     return found
+
+
+def _divided(question: Question, devices: int) -> Iterator[tuple[int, int, int, int, int]]:
+    """Yield tp, cp, ulysses, metp and dp whose product is ``devices``.
+
+    METP divides weights as tp does and tokens as cp does: beside it neither is tried, nor Ulysses, unless pinned
+    (``program/metp_limits.py``).
+    """
+    pins, searched = question.pins, find_system(question.system).degrees
+    for metp in _degrees(pins.metp, devices, "metp" in searched):
+        alone = metp == 1
+        for tp in _degrees(pins.tp, devices // metp, alone and "tp" in searched):
+            if alone and not _least_tp(question) <= tp <= _most_tp(question):
+                continue
+            for cp in _degrees(pins.cp, devices // (metp * tp), alone and "cp" in searched):
+                for ulysses in _degrees(pins.ulysses, devices // (metp * tp * cp), alone and "ulysses" in searched):
+                    dp = devices // (metp * tp * cp * ulysses)
+                    if pins.dp in (None, dp):
+                        yield tp, cp, ulysses, metp, dp
 
 
 def _least_tp(question: Question) -> int:
@@ -127,20 +142,23 @@ def _check_schedule(question: Question) -> None:
         )
 
 
-def _zeros(question: Question, replicas: int, pp: int) -> tuple[int, ...]:
+def _zeros(question: Question, replicas: int, *, most: int) -> tuple[int, ...]:
     """Return the levels of ZeRO to try: none of the system's where every rank holds parameters of its own.
 
-    Stages have ZeRO 1 at most (``program/stage.py``), the others' place is taken by that.
+    ``replicas`` hold the same parameters of some block: METP's ranks the same embedding. Stages
+    (``program/stage.py``) and METP's ranks have ZeRO 1 at ``most``; the others' place is taken by that.
     """
     if question.pins.zero is not None:
         return (question.pins.zero,)
     zeros = find_system(question.system).zeros if replicas > 1 else (0,)
-    return zeros if pp == 1 else tuple(dict.fromkeys(min(zero, 1) for zero in zeros))
+    return tuple(dict.fromkeys(min(zero, most) for zero in zeros))
 
 
-def _schedules(question: Question, pp: int) -> list[tuple[Schedule, int]]:
+def _schedules(question: Question, pp: int, metp: int) -> list[tuple[Schedule, int]]:
     """Return the orders of passes to try, each with its chunks a stage; one where stages or their order are pinned."""
     pins, known = question.pins, find_system(question.system).schedules
+    if metp > 1:
+        known = tuple(schedule for schedule in known if schedule in METP_SCHEDULES)
     if pp == 1 or pins.pp is not None or pins.schedule is not None:
         return [(pins.schedule or known[0], pins.virtual_stages or 1)]
     held, found = question.model.layers // pp, list[tuple[Schedule, int]]()
@@ -170,6 +188,7 @@ def _layout(
     tp: int,
     cp: int,
     ulysses: int,
+    metp: int,
     pp: int,
     dp: int,
 ) -> Layout:
@@ -182,6 +201,7 @@ def _layout(
         cp=cp,
         cp_exchange=pins.cp_exchange if cp > 1 else "ring",
         ulysses=ulysses,
+        metp=metp,
         pp=pp,
         schedule=schedule,
         virtual_stages=chunks,
@@ -202,6 +222,6 @@ def _degrees(pinned: int | None, devices: int, searched: bool) -> list[int]:
 
 def in_words(layout: Layout) -> str:
     """Return a layout's degrees in words; those that few layouts have, only where they divide."""
-    rare = ("ulysses", "pp", "subsequences")
+    rare = ("ulysses", "metp", "pp", "subsequences")
     names = (*DEGREES, "pp", "subsequences")
     return " ".join(f"{n} {getattr(layout, n)}" for n in names if n not in rare or getattr(layout, n) > 1)

@@ -6,6 +6,9 @@ memory. The rivals run on PyTorch's caching allocator under an eager framework (
     memo               Megatron-LM's model and parallelisms (MEMO 4.3.4): its whole logits, its distributed optimizer
                        with gradients reduced and parameters gathered beside compute (NVIDIA/Megatron-LM#391). Layouts
                        were tuned by hand (5.2); every one that the paper names has tensor parallelism of 4, 8 or 16
+    metp               memory-efficient tensor parallelism (Liang et al. 2025) with dp and ZeRO 1, on planned memory and
+                       with MEMO's swap, which the paper has not. No other system searches its degree, so that their
+                       figures stay; those whose memory and ZeRO allow it have it where a question pins it
     deepspeed-ulysses  all-to-all around attention, degrees that divide the heads, ZeRO 3 over all ranks (MEMO 5.1, 5.2)
                        and full recompute, as in Megatron-DeepSpeed's examples of sequence parallelism, and as MEMO 5.2
                        says of its baselines
@@ -127,6 +130,7 @@ SYSTEMS = {
             "every policy of `any` on every layout there is: tp, ring cp, Ulysses, pp and dp, with ZeRO 1 or 3",
             (KEEP, TOKENWISE, *EVERY_FULL, FULL_SWAP, PARTIAL_SWAP),
             degrees=("tp", "cp", "ulysses", "pp", "dp"),
+            pinnable=("metp",),
             zeros=(1, 3),
             schedules=("1f1b", "interleaved", "zero-bubble"),
         ),
@@ -136,14 +140,24 @@ SYSTEMS = {
             (TOKENWISE,),
             short_sequences=(KEEP,),
             host_allocator="power_of_two",
+            pinnable=("metp",),
             overlap="both",
             least_tp=4,
             whole_loss=True,
         ),
         System(
-            "full-recompute", "every layer keeps its input alone and runs forward again in backward", (FULL_RECOMPUTE,)
+            "full-recompute",
+            "every layer keeps its input alone and runs forward again in backward",
+            (FULL_RECOMPUTE,),
+            pinnable=("metp",),
         ),
-        System("full-swap", "every skeletal tensor goes to the host and comes back", (FULL_SWAP,)),
+        System("full-swap", "every skeletal tensor goes to the host and comes back", (FULL_SWAP,), pinnable=("metp",)),
+        System(
+            "metp",
+            "METP: tokens and weights divided alike, weights pass round a ring; dp, ZeRO 1; keep, alpha or full swap",
+            (KEEP, TOKENWISE, FULL_SWAP),
+            degrees=("metp", "dp"),
+        ),
         System(
             "megatron-lm",
             "Megatron-LM: tp with sequence parallelism, ring cp, pp, ZeRO 1; its own recompute, caching allocator",

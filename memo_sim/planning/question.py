@@ -30,6 +30,7 @@ class Pins:
     cp: int | None = None
     cp_exchange: CpExchange = "ring"
     ulysses: int | None = None
+    metp: int | None = None
     pp: int | None = None
     schedule: Schedule | None = None
     virtual_stages: int | None = None

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import msgspec
 
 from memo_sim.contract.errors import Infeasible, UsageError
-from memo_sim.contract.plan import SWAP_GRANULE_TOKENS, Decisions, Kernels
+from memo_sim.contract.plan import SWAP_GRANULE_TOKENS, Decisions, Kernels, Layout, Overlap
 from memo_sim.contract.units import DTYPE_BYTES
 from memo_sim.planning.layouts import in_words, layouts
 from memo_sim.planning.presets import FULL_RECOMPUTE, KEEP, SELECTIVE_RECOMPUTE, TOKENWISE, Policy, find_system
@@ -20,6 +20,7 @@ from memo_sim.planning.subsequences import PartPrices, hide, swap_fraction
 from memo_sim.program.attention import longest_keys
 from memo_sim.program.head_groups import fewest_head_groups
 from memo_sim.program.library_results import beside_arena, groups_beside
+from memo_sim.program.metp_limits import check_metp
 from memo_sim.program.partition import partition
 from memo_sim.program.shape import Shape, shape_of, swap_granule
 from memo_sim.program.stage import stages_of
@@ -106,7 +107,7 @@ def candidates(question: Question) -> tuple[list[Candidate], list[str]]:
             host_allocator=system.host_allocator,
             memory_policy=question.memory_policy,
             states=question.states,
-            overlap=question.overlap if layout.replicas > 1 else "none",
+            overlap=_overlap(question, layout),
             dtype=question.dtype,
             replay_allocator=question.pins.replay_allocator,
         )
@@ -125,10 +126,15 @@ def candidates(question: Question) -> tuple[list[Candidate], list[str]]:
         complete = msgspec.structs.replace(base, loss_chunk_tokens=chunk, kernels=kernels)
         rows = mlp_chunk(question, complete)
         for policy in chosen:
-            if policy.mlp_blocks and (not rows or (layout.pp > 1 and layout.schedule == "zero-bubble")):
-                continue  # weight gradients apart need the whole MLP's inputs
+            if policy.mlp_blocks and (not rows or _whole_mlp(question, layout)):
+                continue
             decisions = with_alpha(complete, policy.recompute, policy.alpha or 0.0)
             cut = rowwise.faster(msgspec.structs.replace(decisions, mlp_chunk_tokens=rows if policy.mlp_blocks else 0))
+            try:
+                check_metp(cut)
+            except Infeasible as error:
+                refused.append((error, f"{in_words(layout)}: {error.what}"))
+                continue
             if policy.hides:
                 cut = hide(question, cut, prices)
             if layout.subsequences > 1 and cut.swapped_tokens:
@@ -140,6 +146,22 @@ def candidates(question: Question) -> tuple[list[Candidate], list[str]]:
     if not found:
         raise _nothing_divides(question, reasons, blamed={where for where, _ in refused})
     return found, reasons
+
+
+def _overlap(question: Question, layout: Layout) -> Overlap:
+    """Return what of ZeRO runs beside compute: nothing without replicas, and the system's own not beside METP."""
+    if layout.replicas == 1:
+        return "none"
+    return question.overlap if layout.metp == 1 else question.pins.overlap or "none"
+
+
+def _whole_mlp(question: Question, layout: Layout) -> bool:
+    """Return whether an MLP in row blocks is not tried: METP cuts it by weights, unless somebody asks for both.
+
+    Weight gradients apart need the whole MLP's inputs.
+    """
+    apart = layout.pp > 1 and layout.schedule == "zero-bubble"
+    return apart or (layout.metp > 1 and question.pins.mlp_chunk_tokens is None)
 
 
 def tokens_that_divide(question: Question) -> int:
@@ -170,7 +192,7 @@ def _nothing_divides(question: Question, reasons: list[str], *, blamed: set[str 
         "no layout divides this model and sequence",
         where=f"{question.cluster.name}, {asked} tokens, global batch {question.global_batch}",
         got="; ".join(reasons[:4]) + (f"; and {len(reasons) - 4} more" if len(reasons) > 4 else ""),
-        wanted="degrees that divide heads (tp, ulysses), tokens (cp: in 2 x cp chunks) and the global batch (dp)",
+        wanted="degrees that divide heads (tp, ulysses, metp), tokens (cp, metp: 2 a rank), the global batch (dp)",
         hint=hint,
     )
 

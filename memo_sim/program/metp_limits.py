@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from memo_sim.contract.errors import Infeasible
-from memo_sim.contract.plan import Decisions
+from memo_sim.contract.plan import Decisions, Schedule
 
 MOST_ZERO = 1
 """Above, the blocks that a layer needs would be gathered whole, which METP exists to avoid."""
+
+METP_SCHEDULES: tuple[Schedule, ...] = ("gpipe", "1f1b", "interleaved")
+"""Orders of a pipeline's passes that leave weight gradients where METP computes them: beside their data gradients."""
 
 
 def check_metp(decisions: Decisions) -> None:
@@ -24,7 +27,7 @@ def check_metp(decisions: Decisions) -> None:
         ("layout.ulysses", layout.ulysses, (1,)),
         ("layout.subsequences", layout.subsequences, (1,)),
         ("layout.zero", layout.zero, tuple(range(MOST_ZERO + 1))),
-        ("layout.schedule", layout.schedule if layout.pp > 1 else "1f1b", ("gpipe", "1f1b", "interleaved")),
+        ("layout.schedule", layout.schedule if layout.pp > 1 else "1f1b", METP_SCHEDULES),
         ("decisions.recompute", decisions.recompute, ("none", "full", "tokenwise")),
         ("decisions.mlp_chunk_tokens", decisions.mlp_chunk_tokens, (0,)),
         ("decisions.overlap", decisions.overlap, ("none",)),
@@ -32,7 +35,7 @@ def check_metp(decisions: Decisions) -> None:
     ):
         if got not in allowed:
             raise Infeasible(
-                "has no lowering beside METP",
+                f"{name.rpartition('.')[2]} {got} has no lowering beside METP",
                 where=name,
                 got=f"{got} with metp {layout.metp}",
                 wanted=" or ".join(str(each) for each in allowed),

@@ -28,6 +28,7 @@ def memo_sim(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedPr
             {"dp": 2},
             "full",
         ),
+        (("--metp", "8", "--recompute", "tokenwise", "--alpha", "0.5"), {"metp": 8, "tp": 1, "cp": 1}, "tokenwise"),
         (("--tp", "2", "--cp", "4", "--zero", "2", "--recompute", "full"), {"tp": 2, "cp": 4, "zero": 2}, "full"),
         (
             (*SHORT, "--pp", "4", "--schedule", "zero-bubble"),
