@@ -92,16 +92,16 @@ def _uncut(layout: Layout) -> Layout:
 
 def _against(other: Evaluated, chosen: Prediction) -> str:
     """Return what another number changes."""
-    return f"with {other.decisions.layout.subsequences} {_change(other, chosen)}"
+    return f"with {other.decisions.layout.subsequences}, {_change(other, chosen)}"
 
 
 def _change(other: Evaluated, chosen: Prediction) -> str:
-    """Return what another plan changes: the time that stages wait for each other, and the time of kernels."""
-    bubble_s = _bubble_s(other.prediction) - _bubble_s(chosen)
+    """Return what another plan changes: the time that stages wait for each other, if they do, and that of kernels."""
+    bubbles_s = _bubble_s(other.prediction), _bubble_s(chosen)
     compute_s = other.prediction.lanes.get("compute", 0.0) - chosen.lanes.get("compute", 0.0)
     step_s = (other.prediction.step_s or 0.0) - (chosen.step_s or 0.0)
-    waits, works = _longer(bubble_s), _longer(compute_s)
-    return f"the bubble is {waits}, kernels take {works}, and the step is {_longer(step_s)}"
+    waits = f"the bubble is {_longer(bubbles_s[0] - bubbles_s[1])}, " if any(bubbles_s) else ""
+    return f"{waits}kernels take {_longer(compute_s)}, and the step is {_longer(step_s)}"
 
 
 def _longer(seconds: float) -> str:

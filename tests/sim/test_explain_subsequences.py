@@ -35,7 +35,7 @@ def test_parts_and_their_neighbours_are_told() -> None:
     alphas = [some / part for some, part in zip(swapped_parts(best.decisions), parts, strict=True)]
     assert f"alpha {alphas[0]:.2f} to {alphas[-1]:.2f}" in lines[0]
     assert "keys and values stay" in lines[0]
-    told = [int(n) for n in re.findall(r"[Ww]ith (\d+) the bubble", lines[1])]
+    told = [int(n) for n in re.findall(r"[Ww]ith (\d+), the bubble", lines[1])]
     assert all(n != number for n in told)
     assert told == sorted(told)
     # Fewer make the bubble longer; more make kernels slower. Either way the step is longer: this one is best.
@@ -73,7 +73,7 @@ def test_an_alpha_that_no_parts_can_have_is_rounded_and_said() -> None:
 def test_a_sequence_that_is_better_whole_says_what_cutting_costs() -> None:
     _, lines = found_for("any", tp=4, pp=1, subsequences="auto", recompute="none", alpha=0)
     assert len(lines) == 1
-    assert lines[0].startswith("The sequence is not cut: with ")
+    assert re.match(r"The sequence is not cut: with \d+, kernels take ", lines[0])  # one stage has no bubble
 
 
 def test_nothing_is_said_where_nothing_is_cut() -> None:
