@@ -133,7 +133,7 @@ def candidates(question: Question) -> tuple[list[Candidate], list[str]]:
             try:
                 check_metp(cut)
             except Infeasible as error:
-                refused.append((error, f"{in_words(layout)}: {error.what}"))
+                refused.append((error.where, f"{in_words(layout)}: {error.what}"))
                 continue
             if policy.hides:
                 cut = hide(question, cut, prices)
