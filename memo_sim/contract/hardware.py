@@ -36,7 +36,7 @@ class Source(_Part, frozen=True, kw_only=True, forbid_unknown_fields=True):
     kind: SourceKind
     text: str
     cases: list[str] = []
-    """Published cases that a fitted number was fitted on; predictions of them are no evidence."""
+    """Published cases that a number, or what it derives from, was fitted on; predictions of them are no evidence."""
 
 
 class Quantity(_Part, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -121,9 +121,19 @@ def test_calls_and_buffers_do_not_grow_as_the_rings_do() -> None:
     assert attention_calls("all_gather") == 2
 
 
-def ask(exchange: CpExchange, seq_tokens: int, cluster_name: str = "a800-1x8") -> Question:
-    cluster, hardware = load_cluster(cluster_name)
-    pins = Pins(tp=1, cp=8, cp_exchange=exchange, recompute="full", alpha=0.0, mlp_chunk_tokens=0, zero=3)
+def ask(exchange: CpExchange, seq_tokens: int, *, lent: bool = False) -> Question:
+    """``lent``: libraries' workspaces lie in the arena, and need no more groups of heads for being small."""
+    cluster, hardware = load_cluster("a800-1x8")
+    pins = Pins(
+        tp=1,
+        cp=8,
+        cp_exchange=exchange,
+        recompute="full",
+        alpha=0.0,
+        mlp_chunk_tokens=0,
+        zero=3,
+        replay_allocator=lent,
+    )
     return Question(load_model("gpt-7b"), cluster, hardware, seq_tokens, pins=pins)
 
 
@@ -131,7 +141,7 @@ def test_more_keys_in_one_call_need_more_groups_of_heads() -> None:
     """32 heads x 7 x 131072 keys x 128 features are beyond 2**31; the ring's calls have 131072 keys at most."""
     groups = {}
     for exchange in ("ring", "all_gather"):
-        (candidate,), _ = candidates(ask(exchange, 1 << 21))
+        (candidate,), _ = candidates(ask(exchange, 1 << 21, lent=True))
         groups[exchange] = candidate.base.kernels.head_groups
         lower(candidate.base)  # which refuses groups in which a kernel's integers overflow
     assert groups == {"ring": 1, "all_gather": 2}
