@@ -136,13 +136,9 @@ def throughput(progress: Progress) -> Figure:
     for done, (job, system, thousands) in enumerate(wanted, start=1):
         found.setdefault((job.model, system), {})[thousands] = cell(job, system, thousands)
         progress(done, len(wanted))
-    return Figure(
+    return _figure(
         name="sppo-10",
         title="SPPO's Table 4: tokens per GPU and second, one sequence a step; A100, four 200 Gb/s cards a node",
-        x_label="sequence length (tokens)",
-        y_label="tokens per GPU and second",
-        x_kind="tokens",
-        y_kind="number",
         lines=[
             Line(
                 label=f"{model} {system}",
@@ -151,6 +147,20 @@ def throughput(progress: Progress) -> Figure:
             for (model, system), cells in found.items()
         ],
         findings=[line for job in JOBS for line in _speed_ups(job, found)],
+    )
+
+
+def _figure(name: str, title: str, lines: list[Line], findings: list[str] | None = None) -> Figure:
+    """Return a figure of tokens per GPU and second over sequence lengths."""
+    return Figure(
+        name=name,
+        title=title,
+        x_label="sequence length (tokens)",
+        y_label="tokens per GPU and second",
+        x_kind="tokens",
+        y_kind="number",
+        lines=lines,
+        findings=findings or [],
     )
 
 
@@ -191,13 +201,9 @@ def breakdown(progress: Progress) -> Figure:
             one = cell(jobs[model], SPPO, thousands, policy, multiplexed=multiplexed)
             cells.setdefault(label, []).append((jobs[model], thousands, one))
             progress(i * len(BREAKDOWN) + j + 1, total)
-    return Figure(
+    return _figure(
         name="sppo-11",
         title="What of SPPO's offloading is worth what: gpt-13b at 512k, gpt-65b at 640k",
-        x_label="sequence length (tokens)",
-        y_label="tokens per GPU and second",
-        x_kind="tokens",
-        y_kind="number",
         lines=[
             Line(
                 label=label,
@@ -229,13 +235,9 @@ def longest(progress: Progress) -> Figure:
         mfu = "" if one.prediction.mfu is None else f", MFU {one.prediction.mfu:.1%}"
         points.append(Point(x=thousands * KIB, y=one.tgs, note=f"{8 * job.nodes} GPUs, {_peak(one)}{mfu}"))
         progress(done, len(LONG))
-    return Figure(
+    return _figure(
         name="sppo-1",
         title="SPPO on sequences of 1m, 2m and 4m tokens of gpt-7b, one a step: 32, 64 and 128 A100",
-        x_label="sequence length (tokens)",
-        y_label="tokens per GPU and second",
-        x_kind="tokens",
-        y_kind="number",
         lines=[Line(label="gpt-7b sppo", points=points)],
     )
 

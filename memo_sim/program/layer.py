@@ -15,8 +15,7 @@ from __future__ import annotations
 
 from memo_sim.contract.plan import Decisions
 from memo_sim.program import attention, carried_attention, selective
-from memo_sim.program import kernel_table as table
-from memo_sim.program.builder import Rows, TemplateBuilder, accumulates, reads, writes
+from memo_sim.program.builder import Rows, TemplateBuilder
 from memo_sim.program.mlp import Mlp
 from memo_sim.program.operators import OperatorWriter, RowBlock
 from memo_sim.program.parameters import Block
@@ -69,37 +68,16 @@ class LayerWriter(OperatorWriter):
 
     def _before_attention(self, rows: RowBlock) -> None:
         first, tokens = rows
-        shape, model = self.shape, self.model
+        shape = self.shape
         self.norm("norm1", "x", rows, rows)
         source = self.gather("norm1", self.shard_rows("norm1", rows), "norm1_full", first)
         packed = Rows(self.own(self.ulysses.home("qkv"), shape.tokens, shape.qkv_width), first, tokens)
         self.linear("qkv", source, packed, shape.qkv_width, shape.hidden)
-        width = shape.q_width + shape.kv_width
-        if model.qk_norm:
-            self.memory_bound(
-                "qk_norm",
-                "qk_norm",
-                tokens,
-                width,
-                2 * width,
-                scratch=table.qk_norm_workspace_bytes(tokens, *self._rotated, self.dtype),
-                qkv=accumulates(packed),
-                q_weight=self.param("q_norm.weight"),
-                k_weight=self.param("k_norm.weight"),
-                raw=writes(Rows("qk_raw", first, tokens)),
-            )
-        if not model.learned_positions:
-            scratch = table.rotary_workspace_bytes(tokens, *self._rotated, self.dtype, self.rowwise)
-            self.memory_bound("rotary", "rotary", tokens, width, width, scratch=scratch, qkv=accumulates(packed))
+        self.positions(packed, Rows("qk_raw", first, tokens))
         self.ulysses.to_heads("qkv", packed, self.suffix)
         if shape.carried:
             fresh = self.builder.phase == "fwd"
             carried_attention.split(self.builder, self.decisions, shape, packed, self.suffix, keys=fresh)
-
-    @property
-    def _rotated(self) -> tuple[int, int]:
-        """Heads of Q and K together, and their size."""
-        return self.shape.heads + self.shape.kv_heads, self.model.head_dim
 
     def _projection(self, rows: RowBlock) -> None:
         first, tokens = rows
@@ -129,7 +107,7 @@ class LayerWriter(OperatorWriter):
         attention.backward(builder, self.decisions, inside)
         d_qkv = self.own(home("d_qkv"), shape.tokens, shape.qkv_width)
         self.ulysses.to_tokens("d_qkv", builder.all(d_qkv))
-        self._positions_backward(d_qkv)
+        self.positions_backward(builder.all(d_qkv))
         whole = (0, shape.tokens)
         self.product_and_norm_backward(
             "qkv",
@@ -142,26 +120,3 @@ class LayerWriter(OperatorWriter):
             rows=whole,
             at=whole,
         )
-
-    def _positions_backward(self, d_qkv: str) -> None:
-        shape, builder = self.shape, self.builder
-        width = shape.q_width + shape.kv_width
-        if not self.model.learned_positions:
-            scratch = table.rotary_workspace_bytes(shape.tokens, *self._rotated, self.dtype, self.rowwise)
-            grad = accumulates(builder.all(d_qkv))
-            self.memory_bound("rotary.bwd", "rotary.bwd", shape.tokens, width, width, scratch=scratch, grad=grad)
-        if self.model.qk_norm:
-            self.memory_bound(
-                "qk_norm.bwd",
-                "qk_norm.bwd",
-                shape.tokens,
-                2 * width,
-                width,
-                scratch=table.qk_norm_backward_workspace_bytes(shape.tokens, *self._rotated, self.dtype),
-                grad=accumulates(builder.all(d_qkv)),
-                raw=reads(builder.all("qk_raw")),
-                q_weight=self.param("q_norm.weight"),
-                k_weight=self.param("k_norm.weight"),
-                grad_q_weight=self.grad("q_norm.weight"),
-                grad_k_weight=self.grad("k_norm.weight"),
-            )

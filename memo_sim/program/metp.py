@@ -111,30 +111,10 @@ class MetpLayer(OperatorWriter):
         shape, self.suffix = self.shape, f".g{part}"
         packed = Rows(self.own("qkv", shape.tokens, shape.qkv_width), 0, shape.tokens)
         self.linear("qkv", self._all("norm1"), packed, shape.qkv_width, shape.hidden)
-        width = shape.q_width + shape.kv_width
         if self.model.qk_norm:
-            raw = self.own("qk_raw", shape.tokens, width)
-            self.memory_bound(
-                "qk_norm",
-                "qk_norm",
-                shape.tokens,
-                width,
-                2 * width,
-                scratch=table.qk_norm_workspace_bytes(shape.tokens, *self._rotated, self.dtype),
-                qkv=accumulates(packed),
-                q_weight=self.param("q_norm.weight"),
-                k_weight=self.param("k_norm.weight"),
-                raw=writes(self._all(raw)),
-            )
-        if not self.model.learned_positions:
-            scratch = table.rotary_workspace_bytes(shape.tokens, *self._rotated, self.dtype, self.rowwise)
-            self.memory_bound("rotary", "rotary", shape.tokens, width, width, scratch=scratch, qkv=accumulates(packed))
+            self.own("qk_raw", shape.tokens, shape.q_width + shape.kv_width)
+        self.positions(packed, Rows("qk_raw", 0, shape.tokens))
         self.suffix = ""
-
-    @property
-    def _rotated(self) -> tuple[int, int]:
-        """Heads of Q and K of one part together, and their size."""
-        return self.shape.heads + self.shape.kv_heads, self.model.head_dim
 
     def _project(self, part: int, blocks: list[RowBlock], suffix: str) -> None:
         """Add a part's rows of the projection to their sum."""
@@ -210,7 +190,7 @@ class MetpLayer(OperatorWriter):
             self.suffix = f".g{part}"
             self.dgrad("proj", upstream, d_attn, shape.q_width, hidden)
             attention.backward(self._part(part), self.decisions, self.inside)
-            self._positions_backward(d_qkv)
+            self.positions_backward(d_qkv)
             self._sum_dgrad("qkv", d_qkv, d_norm, hidden, shape.qkv_width, part)
             self._clear(self.attn, part)
             self.wgrad("proj", upstream, self._all(f"attn.g{part}"), hidden, shape.q_width)
@@ -219,27 +199,6 @@ class MetpLayer(OperatorWriter):
             self._reduce(part)
         self._home()
         self._norm_backward("norm1", "x", residual_grad="d_resid", out=grad_in)
-
-    def _positions_backward(self, d_qkv: Rows) -> None:
-        shape, width, grad = self.shape, self.shape.q_width + self.shape.kv_width, accumulates(d_qkv)
-        if not self.model.learned_positions:
-            scratch = table.rotary_workspace_bytes(shape.tokens, *self._rotated, self.dtype, self.rowwise)
-            self.memory_bound("rotary.bwd", "rotary.bwd", shape.tokens, width, width, scratch=scratch, grad=grad)
-        if self.model.qk_norm:
-            self.memory_bound(
-                "qk_norm.bwd",
-                "qk_norm.bwd",
-                shape.tokens,
-                2 * width,
-                width,
-                scratch=table.qk_norm_backward_workspace_bytes(shape.tokens, *self._rotated, self.dtype),
-                grad=grad,
-                raw=reads(self._all("qk_raw")),
-                q_weight=self.param("q_norm.weight"),
-                k_weight=self.param("k_norm.weight"),
-                grad_q_weight=self.grad("q_norm.weight"),
-                grad_k_weight=self.grad("k_norm.weight"),
-            )
 
     def _whole_norm(self, which: str, source: str, *, again: bool = False) -> None:
         """Write a norm of all rows into buffers of the template's own; ``again``: as part of a rebuilding."""

@@ -262,3 +262,50 @@ class OperatorWriter:
             grad_weight=self.grad(f"{norm}.weight"),
             grad_bias=self.grad(f"{norm}.bias"),
         )
+
+    def positions(self, packed: Rows, raw: Rows) -> None:
+        """Write what follows the packed product on Q and K in place: their norm (its input goes to ``raw``), rotary."""
+        tokens, width = packed.tokens, self.shape.q_width + self.shape.kv_width
+        if self.model.qk_norm:
+            self.memory_bound(
+                "qk_norm",
+                "qk_norm",
+                tokens,
+                width,
+                2 * width,
+                scratch=table.qk_norm_workspace_bytes(tokens, *self._rotated, self.dtype),
+                qkv=accumulates(packed),
+                q_weight=self.param("q_norm.weight"),
+                k_weight=self.param("k_norm.weight"),
+                raw=writes(raw),
+            )
+        if not self.model.learned_positions:
+            scratch = table.rotary_workspace_bytes(tokens, *self._rotated, self.dtype, self.rowwise)
+            self.memory_bound("rotary", "rotary", tokens, width, width, scratch=scratch, qkv=accumulates(packed))
+
+    def positions_backward(self, d_qkv: Rows) -> None:
+        """Write the backward of ``positions``, in place in the gradient; reads all of ``qk_raw``."""
+        tokens, width, grad = d_qkv.tokens, self.shape.q_width + self.shape.kv_width, accumulates(d_qkv)
+        if not self.model.learned_positions:
+            scratch = table.rotary_workspace_bytes(tokens, *self._rotated, self.dtype, self.rowwise)
+            self.memory_bound("rotary.bwd", "rotary.bwd", tokens, width, width, scratch=scratch, grad=grad)
+        if self.model.qk_norm:
+            self.memory_bound(
+                "qk_norm.bwd",
+                "qk_norm.bwd",
+                tokens,
+                2 * width,
+                width,
+                scratch=table.qk_norm_backward_workspace_bytes(tokens, *self._rotated, self.dtype),
+                grad=grad,
+                raw=reads(self.builder.all("qk_raw")),
+                q_weight=self.param("q_norm.weight"),
+                k_weight=self.param("k_norm.weight"),
+                grad_q_weight=self.grad("q_norm.weight"),
+                grad_k_weight=self.grad("k_norm.weight"),
+            )
+
+    @property
+    def _rotated(self) -> tuple[int, int]:
+        """Heads of Q and K together, and their size."""
+        return self.shape.heads + self.shape.kv_heads, self.model.head_dim
