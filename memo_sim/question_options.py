@@ -78,7 +78,8 @@ KNOBS = (
     click.option(
         "--subsequences",
         metavar="N|auto",
-        help="Parts of a sequence, one behind the other; auto: searched. One, unless given.",
+        help="Parts of a sequence, one behind the other; auto: searched. Unless given: searched by sppo, terapipe and"
+        " seq1f1b, one elsewhere.",
     ),
     click.option(
         "--partition",

@@ -96,7 +96,7 @@ def candidates(question: Question) -> tuple[list[Candidate], list[str]]:
     rowwise = RowwiseChoice(question.hardware)
     prices = PartPrices(question.hardware, question.cluster)
     found: list[Candidate] = []
-    refused: list[tuple[str | None, str]] = []
+    refused: list[tuple[Infeasible, str]] = []
     for layout in layouts(question):
         base = Decisions(
             model=question.model,
@@ -117,7 +117,7 @@ def candidates(question: Question) -> tuple[list[Candidate], list[str]]:
             partition(base)
             groups = head_groups(shape, base, kernel)
         except Infeasible as error:
-            refused.append((error.where, f"{in_words(layout)}: {error.what}"))
+            refused.append((error, f"{in_words(layout)}: {error.what}"))
             continue
         pinned = question.pins.loss_chunk_tokens
         default = 0 if system.whole_loss else default_loss_chunk(shape.tokens, shape.vocab, base)
@@ -133,18 +133,20 @@ def candidates(question: Question) -> tuple[list[Candidate], list[str]]:
             try:
                 check_metp(cut)
             except Infeasible as error:
-                refused.append((error.where, f"{in_words(layout)}: {error.what}"))
+                refused.append((error, f"{in_words(layout)}: {error.what}"))
                 continue
             if policy.hides:
                 cut = hide(question, cut, prices)
             if layout.subsequences > 1 and cut.swapped_tokens:
                 cut = msgspec.structs.replace(cut, offload_window=system.offload_window)
+            if policy.alpha is not None and any(other.policy.hides and other.base == cut for other in found):
+                continue  # where everything hides, a full swap is no other plan
             found.append(Candidate(cut, replace(policy, alpha=cut.alpha) if policy.hides else policy))
     # What the sequence is to blame for comes first: other degrees may help everything else.
-    refused.sort(key=lambda reason: reason[0] not in OF_THE_SEQUENCE)
+    refused.sort(key=lambda reason: reason[0].where not in OF_THE_SEQUENCE)
     reasons = [text for _, text in refused]
     if not found:
-        raise _nothing_divides(question, reasons, blamed={where for where, _ in refused})
+        raise _nothing_divides(question, reasons, [error for error, _ in refused])
     return found, reasons
 
 
@@ -169,8 +171,8 @@ def tokens_that_divide(question: Question) -> int:
     return 2 * question.cluster.devices * SWAP_GRANULE_TOKENS
 
 
-def _nothing_divides(question: Question, reasons: list[str], *, blamed: set[str | None]) -> Infeasible:
-    """Return the refusal of a question none of whose layouts divides; ``blamed`` are the numbers that do not."""
+def _nothing_divides(question: Question, reasons: list[str], errors: list[Infeasible]) -> Infeasible:
+    """Return the refusal of a question none of whose layouts can be lowered: one of ``errors`` where all are alike."""
     asked, model = question.seq_tokens, question.model
     if model.learned_positions and asked > model.max_positions:
         return Infeasible(
@@ -180,6 +182,9 @@ def _nothing_divides(question: Question, reasons: list[str], *, blamed: set[str 
             wanted=f"at most {model.max_positions}",
             hint=f"--seq-len {model.max_positions}, or a model without learned positions",
         )
+    blamed = {error.where for error in errors}
+    if len({error.what for error in errors}) == 1 and not blamed.intersection(("global_batch", *OF_THE_SEQUENCE)):
+        return errors[0]
     whole = tokens_that_divide(question)
     near = max(whole, round(asked / whole) * whole)
     hint = "the first reason says which number has to change"

@@ -8,6 +8,7 @@ import msgspec
 import pytest
 
 from memo_sim.contract.catalog import load_cluster, load_model
+from memo_sim.contract.errors import Infeasible
 from memo_sim.contract.model import Model
 from memo_sim.contract.plan import Decisions, Layout
 from memo_sim.engine.simulate import simulate
@@ -75,6 +76,29 @@ def test_sppo_offloads_while_the_next_pass_is_computed() -> None:
     windows = {c.policy.label: c.base.offload_window for c in candidates(asked(tp=2, pp=2, subsequences=4))[0]}
     assert windows == {"sequence-aware offload": 1, "full swap": 1}
     assert {c.base.offload_window for c in candidates(asked("any", tp=2, pp=2, subsequences=4))[0]} == {0}
+
+
+def test_where_everything_hides_a_full_swap_is_not_played_twice() -> None:
+    asked_for = {"tp": 2, "pp": 2, "subsequences": 4}
+    (only,), _ = candidates(asked(seq_tokens=512 * K, **asked_for))  # type: ignore[arg-type]
+    assert only.policy.hides
+    assert only.base.alpha == 1
+    assert len(candidates(asked(seq_tokens=8 * K, **asked_for))[0]) == 2  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("pins", "where", "wanted"),
+    [
+        ({"tp": 2, "pp": 2, "subsequences": 1000}, "layout.subsequences", "at most 128"),
+        ({"tp": 2, "pp": 2, "subsequences": 1, "multiplexed": True}, "layout.subsequences", "at least 2"),
+        ({"tp": 2, "cp": 2, "subsequences": 4}, "layout.cp", "1"),
+    ],
+)
+def test_a_single_reason_is_told_whole(pins: dict[str, object], where: str, wanted: str) -> None:
+    with pytest.raises(Infeasible) as error:
+        candidates(asked("any", **pins))  # type: ignore[arg-type]
+    assert error.value.where == where
+    assert str(error.value.wanted) == wanted
 
 
 def test_a_system_has_its_own_numbers_and_others_one_unless_asked() -> None:
