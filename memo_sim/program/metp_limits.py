@@ -5,9 +5,6 @@ from __future__ import annotations
 from memo_sim.contract.errors import Infeasible
 from memo_sim.contract.plan import Decisions, Schedule
 
-MOST_ZERO = 1
-"""Above, the blocks that a layer needs would be gathered whole, which METP exists to avoid."""
-
 METP_SCHEDULES: tuple[Schedule, ...] = ("gpipe", "1f1b", "interleaved")
 """Orders of a pipeline's passes that leave weight gradients where METP computes them: beside their data gradients."""
 
@@ -21,17 +18,35 @@ def check_metp(decisions: Decisions) -> None:
     layout = decisions.layout
     if layout.metp == 1:
         return
-    for name, got, allowed in (
-        ("layout.tp", layout.tp, (1,)),
-        ("layout.cp", layout.cp, (1,)),
-        ("layout.ulysses", layout.ulysses, (1,)),
-        ("layout.subsequences", layout.subsequences, (1,)),
-        ("layout.zero", layout.zero, tuple(range(MOST_ZERO + 1))),
-        ("layout.schedule", layout.schedule if layout.pp > 1 else "1f1b", METP_SCHEDULES),
-        ("decisions.recompute", decisions.recompute, ("none", "full", "tokenwise")),
-        ("decisions.mlp_chunk_tokens", decisions.mlp_chunk_tokens, (0,)),
-        ("decisions.overlap", decisions.overlap, ("none",)),
-        ("decisions.memory_policy", decisions.memory_policy, ("planned", "caching")),
+    for name, got, allowed, why in (
+        ("layout.tp", layout.tp, (1,), "METP divides the same rows and columns of a layer's weights as tp"),
+        ("layout.cp", layout.cp, (1,), "METP passes keys and values round a ring of its own"),
+        ("layout.ulysses", layout.ulysses, (1,), "METP plays the heads part by part, which Ulysses would divide"),
+        (
+            "layout.subsequences",
+            layout.subsequences,
+            (1,),
+            "its weights pass round once a pass: every subsequence would send them again, with sums of gradients",
+        ),
+        (
+            "layout.schedule",
+            layout.schedule if layout.pp > 1 else "1f1b",
+            METP_SCHEDULES,
+            "weight gradients apart would need the weights' ring, or its sums, once more",
+        ),
+        (
+            "decisions.recompute",
+            decisions.recompute,
+            ("none", "full", "tokenwise"),
+            "METP keeps nothing that selective recompute would drop but attention's output, which full rebuilds",
+        ),
+        ("decisions.mlp_chunk_tokens", decisions.mlp_chunk_tokens, (0,), "METP cuts the MLP by features, not by rows"),
+        (
+            "decisions.memory_policy",
+            decisions.memory_policy,
+            ("planned", "caching"),
+            "no eager framework that memo has a model of plays METP",
+        ),
     ):
         if got not in allowed:
             raise Infeasible(
@@ -39,7 +54,7 @@ def check_metp(decisions: Decisions) -> None:
                 where=name,
                 got=f"{got} with metp {layout.metp}",
                 wanted=" or ".join(str(each) for each in allowed),
-                hint="dp, pp and ZeRO 1 go with METP",
+                hint=f"{why}; dp, pp and ZeRO go with METP",
             )
     if decisions.kernels.attention == "plain":
         raise Infeasible(

@@ -63,7 +63,7 @@ class RoleLowering:
             )
             for each in parts
         ]
-        self.homes = {x: Home(parts[x].shape, task, stage) for x, task in mine.items()}
+        self.homes = {x: Home(decisions, parts[x].shape, task, stage) for x, task in mine.items()}
         """Own tasks that other stages play rows of, by subsequence."""
         self.guests = [
             Guest(
@@ -137,7 +137,7 @@ class RoleLowering:
         for number, passing in enumerate(self.passings):
             self._hold(*passing.families(), subsequence=number)
         for home in self.homes.values():
-            self._hold(*home.families(self.decisions.dtype, self.families["grads.layer"]))
+            self._hold(*home.families(self.families["grads.layer"]))
         for guest in self.guests:
             self._hold(*guest.families())
 
@@ -156,10 +156,10 @@ class RoleLowering:
         for passing, families, whole in zip(self.passings, every, seen, strict=True):
             for found in passing.layers(families, whole):
                 self._add(*found)
-        for optimizer in self.optimizers.values():
+        for kind, optimizer in self.optimizers.items():
             before, after = (optimizer.zero, optimizer.gather, optimizer.prepare), (optimizer.norm, optimizer.update)
             for template in (*before, optimizer.reduce, *after):
-                if template != optimizer.reduce or not self.sharding.grads:
+                if template != optimizer.reduce or kind not in self.sharding.grads:
                     self._add(template(self.families))
         for sharded in self.sharding.templates(self.families):
             self._add(sharded)
@@ -239,7 +239,7 @@ class RoleLowering:
     def _step(self) -> None:
         blocks = self._step_blocks()
         for kind, place, layer in blocks:
-            if f"{kind}.gather" in self.numbers and not self.sharding.params:
+            if f"{kind}.gather" in self.numbers and kind not in self.sharding.params:
                 self._place(f"{kind}.gather", place, 0, layer)
         for kind, place, layer in blocks:
             self._place(f"{kind}.zero", place, 0, layer)
@@ -251,7 +251,7 @@ class RoleLowering:
                 self._place(f"{kind}.prepare", place, 0, layer)
         # The first block's gradients are complete last: in this order none leaves before the last backward has ended.
         for kind, place, layer in blocks:
-            late = not self.sharding.reduced_early or (kind == "embed" and self._tied)
+            late = kind not in self.sharding.reduced_early or (kind == "embed" and self._tied)
             if f"{kind}.reduce" in self.numbers and late:
                 self._place(f"{kind}.reduce", place, 0, layer)
         for kind, place, layer in blocks:

@@ -3,7 +3,8 @@
 A use is one pass of the embedding, a layer or the head that needs a block of parameters or adds to its gradients.
 
     zero 2   whole gradients are zeroed before a use and reduce-scattered after it, over the ranks that hold the same
-             parameters (cp x ulysses x dp); this rank's share is added to what it has of earlier micro-batches
+             parameters (cp x ulysses x dp; under METP, whose ranks all hold embedding and head, of these metp x dp);
+             this rank's share is added to what it has of earlier micro-batches
     zero 3   a rank holds its share of the parameters too: the whole block is gathered before every use, for backward
              once more, and dead after it
 
@@ -76,7 +77,10 @@ NOTHING: Around = ([], [])
 
 
 class Sharding:
-    """What a layout adds to a step so that ranks hold shares; nothing where zero is below 2 or nobody shares."""
+    """What a layout adds to a step so that ranks hold shares; nothing where zero is below 2 or nobody shares.
+
+    Whether somebody shares is a question to each kind of block: METP without dp has replicas of the ends alone.
+    """
 
     def __init__(
         self, decisions: Decisions, optimizers: dict[str, Optimizer], micro_batches: int, stage: Stage
@@ -87,11 +91,15 @@ class Sharding:
         self.micro_batches = micro_batches
         self.subsequences = decisions.layout.subsequences
         self.layers = len(stage.layers)
-        self.grads = optimizers["layer"].shared("grads")
-        self.params = optimizers["layer"].shared("params")
+        self.grads = frozenset(kind for kind, optimizer in optimizers.items() if optimizer.shared("grads"))
+        """The kinds of blocks of whose gradients a rank holds its share alone."""
+        self.params = frozenset(kind for kind, optimizer in optimizers.items() if optimizer.shared("params"))
+        """Those of whose parameters."""
         # Weight gradients apart come after the last backward, those of guests after their task's (``guest.py``).
         apart = (decisions.layout.schedule == "zero-bubble" and stage.stages > 1) or decisions.layout.multiplexed
-        self.reduced_early = optimizers["layer"].reduced_early and not apart
+        early = () if apart else [kind for kind, optimizer in optimizers.items() if optimizer.reduced_early]
+        self.reduced_early = frozenset(early)
+        """Those whose whole gradients are summed behind their last backward."""
         self.embed_uses = 2 if decisions.model.tied_embeddings else 1
 
     def families(self) -> list[Family]:
@@ -100,10 +108,10 @@ class Sharding:
         uses = {"embed": m * self.embed_uses, "layer": m * self.layers, "head": m}
         for kind, optimizer in self.optimizers.items():
             elements = optimizer.block.elements
-            if self.grads:
+            if kind in self.grads:
                 name = f"whole_grads.{kind}"
                 found.append(Family(name, BufferClass.TRANSIENT, optimizer.grad_dtype, elements, 1, uses[kind]))
-            if self.params:
+            if kind in self.params:
                 count = 2 * uses[kind] if kind == "layer" else uses[kind]
                 name, dtype = f"gathered.{kind}", self.decisions.dtype
                 found.append(Family(name, BufferClass.GATHERED, dtype, elements, 1, count))
@@ -112,24 +120,21 @@ class Sharding:
     def whole(self, families: Families) -> Families:
         """Return ``families`` as a pass sees them: whole parameters and gradients under the shares' names."""
         seen = dict(families)
-        for kind in self.optimizers:
-            if self.grads:
-                seen[f"grads.{kind}"] = families[f"whole_grads.{kind}"]
-            if self.params:
-                seen[f"params.{kind}"] = families[f"gathered.{kind}"]
+        seen |= {f"grads.{kind}": families[f"whole_grads.{kind}"] for kind in self.grads}
+        seen |= {f"params.{kind}": families[f"gathered.{kind}"] for kind in self.params}
         return seen
 
     def templates(self, families: Families) -> list[Template]:
         """Return what gathers parameters, and what clears, scatters and adds gradients, block by block."""
         found = []
         for kind, optimizer in self.optimizers.items():
-            if self.grads:
+            if kind in self.grads:
                 cleared = optimizer.zero(self.whole(families))
                 scattered = optimizer.reduce(self.whole(families))
                 assert scattered is not None  # grads: there are ranks to scatter over
                 found += [replace(cleared, name=f"{kind}.clear"), replace(scattered, name=f"{kind}.scatter")]
                 found.append(self._add(kind, families))
-            if self.params:
+            if kind in self.params:
                 found.append(self._gather(kind, families, "gather"))
                 if kind == "layer":
                     found.append(self._gather(kind, families, "regather"))
@@ -145,7 +150,7 @@ class Sharding:
             f"params.{kind}",
             "params.all_gather",
             Lane.COLLECTIVE,
-            Collective("all_gather", size, optimizer.replicas, "grads"),
+            Collective("all_gather", size, optimizer.replicas, optimizer.group),
             shard=reads(builder.all(share)),
             full=writes(builder.all(full)),
         )
@@ -207,33 +212,34 @@ class Sharding:
         for i, use in enumerate(uses):
             starts = i == 0 or uses[i - 1].micro_batch != use.micro_batch
             following = [u for u in uses[i + 1 : i + 2] if u.micro_batch == use.micro_batch]
-            before, after = [], []
-            if self.params:
-                before = [p for u in [use] * starts + following for p in _gathered(u)]
-            if self.grads and use.grads:
-                before += _placed(use, use.grads, "clear")
-                after = _placed(use, use.grads, "scatter") + waiting
-                waiting = _placed(use, use.grads, "add")
+            before, after = [p for u in [use] * starts + following for p in self._gathered(u)], []
+            if use.grads:
+                kinds = tuple(kind for kind in use.grads if kind in self.grads)
+                before += _placed(use, kinds, "clear")
+                after = _placed(use, kinds, "scatter") + waiting
+                waiting = _placed(use, kinds, "add")
             if not following:
                 after, waiting = after + waiting, []
             found[use.place, use.backward] = (before, after + self._reduced(use))
         return found
 
+    def _gathered(self, use: Use) -> list[Placed]:
+        """Return what gathers the parameters of ``use`` that are divided."""
+        again = use.backward and "layer" in use.params
+        kinds = tuple(kind for kind in use.params if kind in self.params)
+        return _placed(use, kinds, "regather" if again else "gather")
+
     def _reduced(self, use: Use) -> list[Placed]:
         """Return what sums over replicas the gradients that are complete with ``use``."""
         # Backward ends with the first subsequence; the head's is part of forward, and ends with the last one.
         last = self.subsequences - 1 if use.layer == self.layers else 0
-        if not self.reduced_early or use.micro_batch < self.micro_batches - 1 or use.subsequence != last:
+        if use.micro_batch < self.micro_batches - 1 or use.subsequence != last:
             return []
         # What two stages hold is summed between them first, at the step's end.
         spanning = self.stage.stages > 1 and self.decisions.model.tied_embeddings
-        complete = [kind for kind in use.grads if kind != "embed" or (use.layer < 0 and not spanning)]
+        early = [kind for kind in use.grads if kind in self.reduced_early]
+        complete = [kind for kind in early if kind != "embed" or (use.layer < 0 and not spanning)]
         return [Placed(f"{kind}.reduce", f"step/{use.place.rpartition('/')[2]}", 0, use.layer) for kind in complete]
-
-
-def _gathered(use: Use) -> list[Placed]:
-    again = use.backward and "layer" in use.params
-    return _placed(use, use.params, "regather" if again else "gather")
 
 
 def _placed(use: Use, kinds: tuple[str, ...], what: str) -> list[Placed]:

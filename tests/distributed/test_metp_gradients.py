@@ -64,11 +64,19 @@ def test_other_policies(team: Team, policy: tuple[str, int]) -> None:
         ("gpt4", Layout(metp=2, pp=2)),
         ("gpt", Layout(metp=2, zero=1)),
         ("llama", Layout(metp=2, overlap_exchanges=False)),
+        ("llama", Layout(metp=2, dp=2, zero=2)),
+        ("gpt", Layout(metp=2, dp=2, zero=3)),
+        ("llama", Layout(metp=2, zero=3)),
     ],
-    ids=["dp", "zero1", "pp", "ends-shared", "turns"],
+    ids=["dp", "zero1", "pp", "ends-shared", "turns", "zero2", "zero3", "ends-gathered"],
 )
 def test_beside_other_layouts(team: Team, name: str, layout: Layout) -> None:
     parity(team, name, layout, **KEEP)
+
+
+@pytest.mark.parametrize(("overlap", "dp"), [("gradients", 1), ("both", 2)])
+def test_replicas_talk_beside_compute(team: Team, overlap: str, dp: int) -> None:
+    parity(team, "gpt", Layout(metp=2, dp=dp, zero=1), overlap=overlap, **KEEP)
 
 
 def test_sequences_of_a_micro_batch_and_norms_of_heads(team: Team) -> None:

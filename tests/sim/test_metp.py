@@ -48,21 +48,17 @@ def test_the_checkers_find_nothing(model: Model, ranks: int, policy: tuple[str, 
     assert faults_of(chosen(model, metp(ranks, overlap_exchanges=overlap), policy)) == []
 
 
-@pytest.mark.parametrize("layout", [metp(2, dp=2), metp(2, dp=2, zero=1), metp(4, zero=1)])
-def test_the_checkers_find_nothing_beside_replicas(layout: Layout) -> None:
-    assert faults_of(chosen(GPT, layout, ("tokenwise", 0.5))) == []
-
-
 @pytest.mark.parametrize(
     ("layout", "changes", "where"),
     [
         (metp(2, tp=2), {}, "layout.tp"),
         (metp(2, cp=2), {}, "layout.cp"),
         (metp(2, ulysses=2), {}, "layout.ulysses"),
-        (metp(2, dp=2, zero=2), {}, "layout.zero"),
+        (metp(2, pp=5, zero=2), {}, "layout.zero"),
+        (metp(2, pp=5, schedule="zero-bubble"), {}, "layout.schedule"),
         (metp(2, subsequences=2), {}, "layout.subsequences"),
-        (metp(2, dp=2), {"overlap": "gradients"}, "decisions.overlap"),
         (metp(2), {"recompute": "selective"}, "decisions.recompute"),
+        (metp(2), {"recompute": "full", "mlp_chunk_tokens": 512}, "decisions.mlp_chunk_tokens"),
         (metp(2), {"memory_policy": "eager"}, "decisions.memory_policy"),
         (metp(8), {}, "heads"),
     ],
@@ -71,6 +67,7 @@ def test_what_does_not_go_beside_it_is_refused(layout: Layout, changes: dict, wh
     with pytest.raises(Infeasible) as refused:
         lower(msgspec.structs.replace(decide(GPT, layout, seq_tokens=2048), **changes))
     assert refused.value.where == where
+    assert refused.value.hint or where == "heads"
 
 
 BOTH_WAYS = msgspec.structs.replace(GPT, bidirectional=True)

@@ -54,13 +54,19 @@ def test_stages_beside_it_are_played_in_orders_that_it_has() -> None:
     assert refused == []
 
 
+def test_zero_and_overlap_can_be_asked_of_its_replicas() -> None:
+    for zero in (2, 3):
+        found, refused = candidates(ask("metp", metp=4, zero=zero, overlap="both"))
+        assert refused == []
+        assert {(c.base.layout.dp, c.base.layout.zero, c.base.overlap) for c in found} == {(2, zero, "both")}
+
+
 @pytest.mark.parametrize(
     ("pins", "says"),
     [
         ({"metp": 2, "tp": 4}, "tp 4 has no lowering beside METP"),
         ({"metp": 2, "cp": 4}, "cp 4 has no lowering beside METP"),
-        ({"metp": 4, "zero": 3}, "zero 3 has no lowering beside METP"),
-        ({"metp": 4, "overlap": "both"}, "overlap both has no lowering beside METP"),
+        ({"metp": 4, "ulysses": 2}, "ulysses 2 has no lowering beside METP"),
         ({"metp": 4, "recompute": "selective"}, "recompute selective has no lowering beside METP"),
         ({"metp": 4, "recompute": "full", "mlp_chunk_tokens": 4096}, "mlp_chunk_tokens 4096 has no lowering"),
         ({"metp": 4, "memory_policy": "eager"}, "memory_policy eager has no lowering beside METP"),

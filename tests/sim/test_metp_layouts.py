@@ -1,0 +1,55 @@
+"""METP beside replicas: who holds which share under ZeRO, what is gathered and reduced over whom, and when."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from memo_sim.contract.model import Model
+from memo_sim.contract.plan import Layout, Overlap
+from memo_sim.program.instruction import BufferClass
+from memo_sim.program.lower import lower
+from memo_sim.program.parameters import Block, embed_block, head_block, layer_block
+from tests.sim.small_programs import GPT, LLAMA, faults_of
+from tests.sim.test_metp import chosen, metp
+
+
+@pytest.mark.parametrize("overlap", ["none", "both"])
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+@pytest.mark.parametrize(("model", "layout"), [(GPT, metp(2, dp=2)), (LLAMA, metp(4))], ids=["dp", "ends"])
+def test_the_checkers_find_nothing_beside_replicas(model: Model, layout: Layout, zero: int, overlap: Overlap) -> None:
+    decisions = chosen(model, msgspec.structs.replace(layout, zero=zero), ("tokenwise", 0.5))
+    assert faults_of(msgspec.structs.replace(decisions, overlap=overlap)) == []
+
+
+@pytest.mark.parametrize("zero", [1, 2, 3])
+@pytest.mark.parametrize("dp", [1, 2])
+def test_zero_divides_a_layers_parts_over_dp_and_the_ends_over_all(zero: int, dp: int) -> None:
+    """Parameters, gradients and both moments of the ranks together, as often as every rank has them."""
+    (program,) = lower(chosen(LLAMA, metp(4, dp=dp, zero=zero)))
+    held = {f.name: f.tokens * f.features for f in program.families if f.buffer_class is BufferClass.STATE}
+    part, ends = layer_block(LLAMA, 4), (embed_block(LLAMA, 1), head_block(LLAMA, 1))
+    for least, states in ((1, ("master", "moment1", "moment2")), (2, ("grads",)), (3, ("params",))):
+        for name in states:
+            divided = zero >= least
+            assert held[f"{name}.layer"] == sum(-(-n // (dp if divided else 1)) for n in runs(part))
+            for block in ends:
+                share = sum(-(-n // (4 * dp if divided else 1)) for n in runs(block))
+                assert held[f"{name}.{block.name}"] == share
+
+
+def runs(block: Block) -> list[int]:
+    """Return how many elements AdamW decays and does not decay."""
+    return [n for n in (block.decayed_elements, block.elements - block.decayed_elements) if n]
+
+
+def test_what_is_gathered_is_this_ranks_part_of_a_layer() -> None:
+    """Over dp alone, twice a micro-batch; embedding and head over everybody."""
+    (program,) = lower(chosen(LLAMA, metp(4, dp=2, zero=3)))
+    found = [(i.name, i.work) for _, i in program.walk() if i.op in ("params.all_gather", "grads.reduce_scatter")]
+    of_layer = [work for name, work in found if name.endswith(".layer")]
+    assert len(of_layer) == 2 * LLAMA.layers * program.micro_batches
+    assert {(w.ranks, w.group, w.bytes) for w in of_layer} == {(2, "grads", 2 * layer_block(LLAMA, 4).elements)}
+    ends = {(work.ranks, work.group) for name, work in found if name.endswith((".embed", ".head"))}
+    assert ends == {(8, "ends")}
+    assert {(w.ranks, w.group) for n, w in found if n.startswith("reduce/")} == {(2, "grads"), (8, "ends")}
