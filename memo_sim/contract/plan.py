@@ -20,8 +20,10 @@ MemoryPolicy = Literal["planned", "caching", "eager"]
 """planned: one arena with planned addresses. caching: the same requests, served by PyTorch's caching allocator. eager:
 that allocator under an eager framework, which asks for more (an fp32 loss) and gets it late (``record_stream``)."""
 States = Literal["fp32", "bf16", "host"]
-CpExchange = Literal["ring", "all_gather"]
-"""How context-parallel ranks come by each other's keys and values: passed on hop by hop, or gathered at once."""
+CpExchange = Literal["ring", "all_gather", "rsa"]
+"""How context-parallel ranks come by each other's keys and values. ring: passed on hop by hop, parts of attention
+merged. all_gather: gathered at once. rsa: passed on, keys first, while whole rows of scores are written to memory by
+torch's products instead of the attention kernel (ring self-attention); with one rank they are written, too."""
 Overlap = Literal["none", "gradients", "both"]
 """What of ZeRO 0 and 1 runs beside compute. none: gradients are summed over replicas and parameters gathered when the
 step's last gradient is there. gradients: each block's are summed behind its last backward. both: and the parameters of

@@ -22,11 +22,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from memo_sim.contract.plan import Decisions
-from memo_sim.program import selective
+from memo_sim.program import attention, selective
 from memo_sim.program.builder import Rows, TemplateBuilder, reads, writes
 from memo_sim.program.instruction import BufferClass, Family, Lane, Mode, Template
 from memo_sim.program.mlp import rows_at_once
-from memo_sim.program.plain_attention import score_keys
 from memo_sim.program.shape import Shape
 from memo_sim.program.stage import Stage
 from memo_sim.program.subsequence import Subsequence
@@ -57,8 +56,8 @@ class Activations:
         return self._tensors(self.shape)
 
     def _tensors(self, shape: Shape) -> tuple[Skeletal, ...]:
-        keys = score_keys(self.decisions, shape)
-        return skeletal_tensors(self.decisions.model, shape, self.decisions.dtype, score_keys=keys)
+        scores = attention.kept_scores(self.decisions, shape.attention)
+        return skeletal_tensors(self.decisions.model, shape, self.decisions.dtype, scores=scores)
 
     @property
     def moved(self) -> bool:

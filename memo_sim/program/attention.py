@@ -4,6 +4,7 @@ cp 1           one square over all tokens, causal unless the model is bidirectio
 subsequences   one over their own tokens, and all keys before (``carried_attention.py``)
 ring           keys and values pass from rank to rank (``ring.py``)
 all_gather     every rank gathers all of them (``gathered_attention.py``)
+rsa            every rank writes whole rows of scores while keys, then values, pass round (``rsa.py``)
 
 Without a flash kernel the scores are written out (``plain_attention.py``).
 """
@@ -13,11 +14,12 @@ from __future__ import annotations
 from typing import Protocol
 
 from memo_sim.contract.plan import Decisions
-from memo_sim.program import carried_attention, gathered_attention, plain_attention, ring
+from memo_sim.program import carried_attention, gathered_attention, plain_attention, ring, rsa
 from memo_sim.program.attention_part import attention_work, workspace
 from memo_sim.program.builder import TemplateBuilder, reads, writes
 from memo_sim.program.instruction import Lane
 from memo_sim.program.shape import Shape
+from memo_sim.program.tensors import Skeletal
 from memo_sim.program.work import Mask
 
 
@@ -34,8 +36,11 @@ class _Around(Protocol):
 def forward(builder: TemplateBuilder, decisions: Decisions, shape: Shape) -> None:
     """Write attention forward: reads ``qkv`` (a subsequence's: ``q`` and ``carried.kv``), writes ``attn`` and ``lse``.
 
-    Plain attention writes scores in place of ``lse``.
+    Plain attention and RSA write scores in place of ``lse``.
     """
+    if rsa.writes_scores(decisions):
+        rsa.forward(builder, decisions, shape)
+        return
     if decisions.kernels.attention == plain_attention.PLAIN:
         plain_attention.forward(builder, decisions, shape)
         return
@@ -62,7 +67,10 @@ def forward(builder: TemplateBuilder, decisions: Decisions, shape: Shape) -> Non
 
 
 def backward(builder: TemplateBuilder, decisions: Decisions, shape: Shape) -> None:
-    """Write attention backward: reads ``qkv``, ``attn``, ``lse`` (plain: scores), ``d_attn``; writes ``d_qkv``."""
+    """Write attention backward: reads ``qkv``, ``attn``, ``lse`` (plain, RSA: scores), ``d_attn``; writes ``d_qkv``."""
+    if rsa.writes_scores(decisions):
+        rsa.backward(builder, decisions, shape)
+        return
     if decisions.kernels.attention == plain_attention.PLAIN:
         plain_attention.backward(builder, decisions, shape)
         return
@@ -88,6 +96,13 @@ def backward(builder: TemplateBuilder, decisions: Decisions, shape: Shape) -> No
     )
     if shape.cp > 1:
         around.backward(builder, decisions, shape)
+
+
+def kept_scores(decisions: Decisions, shape: Shape) -> tuple[Skeletal, ...]:
+    """Return what is kept of scores in place of ``lse``; nothing with a flash kernel. ``shape`` is attention's."""
+    if rsa.writes_scores(decisions):
+        return rsa.kept(decisions, shape)
+    return plain_attention.kept(decisions, shape) if decisions.kernels.attention == plain_attention.PLAIN else ()
 
 
 def longest_keys(decisions: Decisions, shape: Shape) -> int:

@@ -37,6 +37,9 @@ MERGE_ROWS = 2048
 """Rows of attention's parts that are merged at once: few enough for a small scratch, so many that a GPU's kernels last
 longer than their launches."""
 
+SCORE_ELEMENTS = 2**22
+"""Scores whose softmax is taken at once, in fp32: of one row at least."""
+
 ADAMW_ELEMENTS = 2**20
 """Elements whose bf16 moments are widened at once."""
 
@@ -185,6 +188,27 @@ def merge_scratch_bytes(heads: int, head_dim: int, dtype: str) -> int:
     return _pieces(4 * block, *_wide(block * head_dim, dtype) * 2)
 
 
+def score_softmax_workspace_bytes(rows: int, keys: int, dtype: str, *, masked: bool) -> int:
+    """Return the scratch of a softmax over written scores: a number a row, a block of scores in fp32.
+
+    ``masked``: the positions of a block's queries and of all keys, and which keys come later.
+    """
+    block = score_rows(rows, keys)
+    mask = (8 * block, 8 * keys, block * keys) if masked else ()
+    return _pieces(4 * block, *_wide(block * keys, dtype), *mask)
+
+
+def score_softmax_backward_workspace_bytes(rows: int, keys: int, dtype: str) -> int:
+    """Return the scratch of its backward: a number a row, a block of products and one of gradients in fp32."""
+    block = score_rows(rows, keys)
+    return _pieces(4 * block, 4 * block * keys, *_wide(block * keys, dtype))
+
+
+def score_rows(rows: int, keys: int) -> int:
+    """Return how many rows of scores a softmax takes at once."""
+    return min(rows, max(1, SCORE_ELEMENTS // keys))
+
+
 def embed_backward_workspace_bytes(rows: int, features: int, dtype: str, *, divided: bool = False) -> int:
     """Return the scratch of adding gradient rows to an fp32 table: a block of them in fp32.
 
@@ -210,6 +234,16 @@ def wgrad_workspace_bytes(m: int, n: int, tokens: int, dtype: str, attention_ker
         return 0
     block = min(tokens, NORM_ROWS)
     return _pieces(4 * block * m, 4 * block * n)
+
+
+def sum_workspace_bytes(rows: int, features: int, dtype: str, into: str, attention_kernel: str) -> int:
+    """Return the scratch of adding rows of one dtype to sums of another.
+
+    CUDA widens as it adds; the CPU's sums first widen their operands, here a block of rows at a time.
+    """
+    if dtype == into or not on_cpu(attention_kernel):
+        return 0
+    return _pieces(DTYPE_BYTES[into] * min(rows, NORM_ROWS) * features)
 
 
 def adamw_workspace_bytes(elements: int, states: str) -> int:

@@ -20,6 +20,7 @@ from memo_sim.contract.units import DTYPE_BYTES
 from memo_sim.program.builder import TemplateBuilder, accumulates, reads, writes
 from memo_sim.program.instruction import BufferClass, Lane
 from memo_sim.program.shape import Shape
+from memo_sim.program.tensors import Fate, Skeletal
 from memo_sim.program.work import BatchedGemm, Rowwise
 
 PLAIN = "plain"
@@ -29,11 +30,11 @@ MASK_BYTES = 1
 """Of one score in the dropout's mask."""
 
 
-def score_keys(decisions: Decisions, shape: Shape) -> int:
-    """Return the keys that each query's scores are kept for; 0 where the kernel keeps none."""
-    if decisions.kernels.attention != PLAIN:
-        return 0
-    return shape.attention.tokens // decisions.micro_batch
+def kept(decisions: Decisions, shape: Shape) -> tuple[Skeletal, ...]:
+    """Return what backward needs of every score; ``shape`` is attention's."""
+    width = shape.heads * (shape.tokens // decisions.micro_batch)
+    scores = (("probs", decisions.dtype), ("dropped", decisions.dtype), ("kept", "uint8"))
+    return tuple(Skeletal(name, shape.tokens, width, dtype, Fate.WHOLE) for name, dtype in scores)
 
 
 def _check(decisions: Decisions) -> None:
@@ -66,7 +67,7 @@ class _Scores:
         self.builder, self.shape = builder, shape
         self.dtype, self.size = decisions.dtype, DTYPE_BYTES[decisions.dtype]
         self.heads = decisions.micro_batch * shape.heads
-        self.keys = score_keys(decisions, shape)
+        self.keys = shape.tokens // decisions.micro_batch
         self.head_dim = decisions.model.head_dim
         self.scores = shape.tokens * shape.heads * self.keys
         """How many there are."""

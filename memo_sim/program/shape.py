@@ -9,6 +9,7 @@ from memo_sim.contract.errors import Infeasible
 from memo_sim.contract.plan import SWAP_GRANULE_TOKENS, Decisions
 from memo_sim.contract.units import MOST_TOKENS
 from memo_sim.program.metp_limits import check_metp
+from memo_sim.program.rsa_limits import check_rsa
 
 MOST_LOSS_CHUNKS = 2**16
 MOST_MLP_CHUNKS = 2**10
@@ -81,6 +82,7 @@ def shape_of(decisions: Decisions, *, cp_rank: int | None = None) -> Shape:
     """
     model, layout = decisions.model, decisions.layout
     check_metp(decisions)
+    check_rsa(decisions)
     _check_bidirectional(decisions)
     _check_subsequences(decisions)
     for what in ("heads", "kv_heads"):

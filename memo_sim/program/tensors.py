@@ -10,7 +10,7 @@ METP keeps 3 of the 16 (``_metp_tensors``).
 
 With Ulysses attention's own tensors (Q K V, output, log-sum-exp) hold the rank's heads of all tokens, in row blocks cut
 as the shard is; the projection's input, this rank's tokens of the output, is one more. Attention without a flash kernel
-keeps scores instead of the log-sum-exp (``plain_attention.py``).
+keeps scores instead of the log-sum-exp (``plain_attention.py``, ``rsa.py``).
 """
 
 from __future__ import annotations
@@ -47,10 +47,12 @@ class Skeletal:
         return self.tokens * self.features * DTYPE_BYTES[self.dtype]
 
 
-def skeletal_tensors(model: Model, shape: Shape, dtype: str, *, score_keys: int = 0) -> tuple[Skeletal, ...]:
+def skeletal_tensors(
+    model: Model, shape: Shape, dtype: str, *, scores: tuple[Skeletal, ...] = ()
+) -> tuple[Skeletal, ...]:
     """Return the skeletal tensors of one layer in the order forward writes them.
 
-    ``score_keys``: the keys whose scores attention keeps for each query, 0 with a flash kernel.
+    ``scores``: what attention keeps in place of the log-sum-exp, nothing with a flash kernel.
     """
     if shape.metp > 1:
         return _metp_tensors(shape, dtype)
@@ -71,10 +73,7 @@ def skeletal_tensors(model: Model, shape: Shape, dtype: str, *, score_keys: int 
     raw = (local("qk_raw", shape.q_width + shape.kv_width),) if model.qk_norm else ()
     name, width = ("q", inside.q_width) if shape.carried else ("qkv", inside.qkv_width)
     attended = Skeletal(name, inside.tokens, width, dtype, Fate.BY_TOKEN)
-    kept: tuple[Skeletal, ...] = (Skeletal("lse", inside.tokens, inside.heads, "fp32", Fate.WHOLE, statistics=True),)
-    if score_keys:
-        scores = (("probs", dtype), ("dropped", dtype), ("kept", "uint8"))
-        kept = tuple(Skeletal(n, inside.tokens, inside.heads * score_keys, t, Fate.WHOLE) for n, t in scores)
+    kept = scores or (Skeletal("lse", inside.tokens, inside.heads, "fp32", Fate.WHOLE, statistics=True),)
     return (
         sharded("x", shape.hidden, Fate.WHOLE),
         sharded("norm1", shape.hidden),
