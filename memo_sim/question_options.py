@@ -57,10 +57,9 @@ KNOBS = (
     click.option("--cp", type=click.IntRange(1), help="Context parallelism (zigzag)."),
     click.option(
         "--cp-exchange",
-        type=click.Choice(["ring", "all_gather"]),
-        default="ring",
-        show_default=True,
-        help="Keys and values of cp ranks: hop by hop, or all at once.",
+        type=click.Choice(["ring", "all_gather", "rsa"]),
+        help="Keys and values of cp ranks: hop by hop, all at once, or hop by hop with all scores in memory (ring"
+        " self-attention). The system's own unless given.",
     ),
     click.option("--ulysses", type=click.IntRange(1), help="All-to-all around attention, heads divided."),
     click.option(

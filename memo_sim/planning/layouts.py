@@ -193,13 +193,14 @@ def _layout(
     dp: int,
 ) -> Layout:
     pins = question.pins
+    exchange = pins.cp_exchange or find_system(question.system).cp_exchange
     # Interleaved stages that waited would wait in a circle; Megatron-LM overlaps theirs alone.
     overlapped = schedule == "interleaved" or not find_system(question.system).waits_for_handovers
     return Layout(
         tp=tp,
         sequence_parallel=tp > 1 if pins.sequence_parallel is None else pins.sequence_parallel and tp > 1,
         cp=cp,
-        cp_exchange=pins.cp_exchange if cp > 1 else "ring",
+        cp_exchange=exchange if cp > 1 or exchange == "rsa" else "ring",
         ulysses=ulysses,
         metp=metp,
         pp=pp,

@@ -16,6 +16,9 @@ memory. The rivals run on PyTorch's caching allocator under an eager framework (
                        optimizer (MEMO 5.1)
     fsdp               data parallelism alone, every parameter gathered for one use (ZeRO 3)
     ring-attention     a ring over sequence blocks, parameters sharded over all ranks (Liu et al. 2023, section 4)
+    rsa                ring self-attention over sequence blocks, parameters and states whole on every rank: scores are
+                       written, no flash kernel can play it (Li et al. 2021; METP's Tables 1 and 2). Its hops run beside
+                       compute here, which the paper's do not
     deepspeed-fpdt     deepspeed-ulysses that offloads layer inputs and plays the MLP in chunks (FPDT, Yao et al. 2024);
                        FPDT's chunks of attention are not in it
     terapipe           subsequences through pipeline stages, all forwards before all backwards (Li et al. 2021)
@@ -29,7 +32,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from memo_sim.contract.errors import UsageError, did_you_mean
-from memo_sim.contract.plan import Decisions, HostAllocator, MemoryPolicy, Overlap, Schedule
+from memo_sim.contract.plan import CpExchange, Decisions, HostAllocator, MemoryPolicy, Overlap, Schedule
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,9 +88,9 @@ class System:
     """One preset. ``short_sequences`` are policies it falls back to where memory allows (MEMO 5.2).
 
     ``degrees`` are the ways to divide work that are searched, ``pinnable`` those that it has besides, where a question
-    names them; ``zeros`` the levels of ZeRO, where several ranks hold the same parameters; ``overlap`` what of them
-    runs beside compute. ``least_tp`` is the least tensor parallelism that its authors name, where a node has as many
-    devices.
+    names them; ``zeros`` the levels of ZeRO, where several ranks hold the same parameters; ``cp_exchange`` how cp ranks
+    come by keys and values, and ``overlap`` what the replicas exchange beside compute, unless pinned. ``least_tp`` is
+    the least tensor parallelism that its authors name, where a node has as many devices.
     """
 
     name: str
@@ -99,6 +102,7 @@ class System:
     degrees: tuple[str, ...] = ("tp", "cp", "dp")
     pinnable: tuple[str, ...] = ()
     zeros: tuple[int, ...] = (1,)
+    cp_exchange: CpExchange = "ring"
     overlap: Overlap = "none"
     least_tp: int = 1
     waits_for_handovers: bool = False
@@ -193,6 +197,15 @@ SYSTEMS = {
             memory_policy="eager",
             degrees=("cp", "dp"),
             zeros=(3,),
+        ),
+        System(
+            "rsa",
+            "RSA: ring self-attention, whole rows of scores in memory, whole parameters; keep or full recompute",
+            (KEEP, FULL_RECOMPUTE),
+            memory_policy="eager",
+            degrees=("cp", "dp"),
+            zeros=(0,),
+            cp_exchange="rsa",
         ),
         System(
             "deepspeed-fpdt",

@@ -20,7 +20,7 @@ OPTION_SOURCE = "option"
 class Pins:
     """Knobs with a fixed value; None is left to the search.
 
-    ``cp_exchange`` is not searched: what it changes is small, and whoever asks compares the two.
+    ``cp_exchange`` is not searched: ring and all_gather differ little, and rsa never wins; None: the system's own.
     ``memory_policy`` is not searched: who plans memory wants a plan, who does not wants to know what that costs. None:
     the system's own.
     """
@@ -28,7 +28,7 @@ class Pins:
     tp: int | None = None
     sequence_parallel: bool | None = None
     cp: int | None = None
-    cp_exchange: CpExchange = "ring"
+    cp_exchange: CpExchange | None = None
     ulysses: int | None = None
     metp: int | None = None
     pp: int | None = None

@@ -22,6 +22,7 @@ from memo_sim.program.head_groups import fewest_head_groups
 from memo_sim.program.library_results import beside_arena, groups_beside
 from memo_sim.program.metp_limits import check_metp
 from memo_sim.program.partition import partition
+from memo_sim.program.rsa_limits import check_rsa
 from memo_sim.program.shape import Shape, shape_of, swap_granule
 from memo_sim.program.stage import stages_of
 from memo_sim.program.work import Attention
@@ -132,6 +133,7 @@ def candidates(question: Question) -> tuple[list[Candidate], list[str]]:
             cut = rowwise.faster(msgspec.structs.replace(decisions, mlp_chunk_tokens=rows if policy.mlp_blocks else 0))
             try:
                 check_metp(cut)
+                check_rsa(cut)
             except Infeasible as error:
                 refused.append((error, f"{in_words(layout)}: {error.what}"))
                 continue

@@ -24,11 +24,12 @@ LEAST_DIGITS, MOST_DIGITS = 3, 6
 def layout_label(layout: Layout) -> str:
     """Return a layout in a few characters: ``tp4+sp cp2 dp1``; tp, cp and dp always, others when they divide.
 
-    ``+ag``: context-parallel ranks gather all keys and values. ``+length``: subsequences are as long as each other;
-    ``+mx``: idle stages play rows of the pipeline's fill and drain.
+    ``+ag``: context-parallel ranks gather all keys and values; ``+rsa``: they write all scores. ``+length``:
+    subsequences are as long as each other; ``+mx``: idle stages play rows of the pipeline's fill and drain.
     """
-    gathered = "+ag" if layout.cp > 1 and layout.cp_exchange == "all_gather" else ""
-    parts = [f"tp{layout.tp}{'+sp' if layout.sequence_parallel else ''}", f"cp{layout.cp}{gathered}"]
+    exchange = "+ag" if layout.cp > 1 and layout.cp_exchange == "all_gather" else ""
+    exchange = "+rsa" if layout.cp_exchange == "rsa" else exchange
+    parts = [f"tp{layout.tp}{'+sp' if layout.sequence_parallel else ''}", f"cp{layout.cp}{exchange}"]
     for name in ("ulysses", "metp", "pp"):
         degree = getattr(layout, name)
         parts += [f"{name}{degree}"] if degree > 1 else []
