@@ -21,9 +21,10 @@ GIB = 2**30
 MEMORY_GIB = (0.001, 100_000)
 """Least and most memory that is taken for meant."""
 SEARCHED = (
-    *("model", "seq_len", "system", "tp", "cp", "cp_exchange", "ulysses", "metp", "pp", "schedule"),
-    *("virtual_stages", "subsequences", "partition", "multiplexed", "dp", "zero", "alpha", "recompute", "states"),
-    *("loss_chunk", "mlp_chunk", "overlap", "memory_policy", "replay_allocator", "micro_batch", "global_batch"),
+    *("model", "seq_len", "system", "tp", "cp", "cp_exchange", "ulysses", "metp", "overlap_exchanges", "pp"),
+    *("schedule", "virtual_stages", "subsequences", "partition", "multiplexed", "dp", "zero", "alpha", "recompute"),
+    *("states", "loss_chunk", "mlp_chunk", "overlap", "memory_policy", "replay_allocator", "micro_batch"),
+    "global_batch",
 )
 """What a plan decides, so that none of it can be given beside ``--plan``."""
 OF_A_SEARCH = ("pareto", "one_more_gib")
@@ -64,6 +65,12 @@ KNOBS = (
     click.option("--ulysses", type=click.IntRange(1), help="All-to-all around attention, heads divided."),
     click.option(
         "--metp", type=click.IntRange(1), help="Memory-efficient tensor parallelism: weights pass round a ring."
+    ),
+    click.option(
+        "--overlap-exchanges/--no-overlap-exchanges",
+        default=None,
+        help="METP's ranks compute beside what they exchange (double buffers), or stand still meanwhile; beside,"
+        " unless given.",
     ),
     click.option("--pp", type=click.IntRange(1), help="Pipeline stages of equal numbers of layers."),
     click.option(
@@ -179,6 +186,7 @@ def question_of(options: Options) -> tuple[Plan | None, Question]:
         cp_exchange=options["cp_exchange"],
         ulysses=options["ulysses"],
         metp=options["metp"],
+        overlap_exchanges=options["overlap_exchanges"],
         pp=options["pp"],
         schedule=options["schedule"],
         virtual_stages=options["virtual_stages"],

@@ -110,7 +110,7 @@ def _subsequences(question: Question) -> tuple[int, ...]:
 
 
 def _check_degrees(question: Question) -> None:
-    """Refuse a pinned degree that the system does not have."""
+    """Refuse a pinned degree that the system does not have, and a way of METP's where METP is not."""
     system = find_system(question.system)
     for name in DEGREES:
         degree = getattr(question.pins, name)
@@ -122,6 +122,12 @@ def _check_degrees(question: Question) -> None:
                 wanted=" and ".join(system.degrees),
                 hint="leave it out, or --system any",
             )
+    if question.pins.overlap_exchanges is not None and "metp" not in system.degrees and (question.pins.metp or 1) == 1:
+        raise UsageError(
+            "overlapped exchanges are METP's, and there is none here",
+            got="overlap_exchanges without metp",
+            hint="--metp 2, or more ranks",
+        )
 
 
 def _check_schedule(question: Question) -> None:
@@ -203,6 +209,7 @@ def _layout(
         cp_exchange=exchange if cp > 1 or exchange == "rsa" else "ring",
         ulysses=ulysses,
         metp=metp,
+        overlap_exchanges=metp == 1 or pins.overlap_exchanges is not False,
         pp=pp,
         schedule=schedule,
         virtual_stages=chunks,

@@ -31,6 +31,8 @@ class Pins:
     cp_exchange: CpExchange | None = None
     ulysses: int | None = None
     metp: int | None = None
+    overlap_exchanges: bool | None = None
+    """Whether METP's ranks compute beside what they exchange; None: they do. Not searched: it never loses."""
     pp: int | None = None
     schedule: Schedule | None = None
     virtual_stages: int | None = None

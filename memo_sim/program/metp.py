@@ -15,8 +15,8 @@ that rank r has heads and features r of p. Norms are whole on every rank.
       compute     [step 0][step 1][step 2]..       collective  [W(0)][W(1)]  [W(2)]
                                                    compute          [part 0 .......][part 1 .......]
 
-A step's weights arrive in the other of two exchange buffers. ``overlap_exchanges`` off puts every exchange of the
-layer's weights on compute's lane: compute stands still meanwhile, and buffers are the same.
+A step's weights arrive in the other of two exchange buffers. ``overlap_exchanges`` off puts every exchange, of weights
+and of keys and values, on compute's lane: compute stands still meanwhile, and buffers are the same.
 """
 
 from __future__ import annotations

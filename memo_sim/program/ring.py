@@ -90,10 +90,11 @@ def _hop(  # noqa: PLR0917 - what and whose, which buffers, and where it stands
 ) -> None:
     """Send this step's buffer to the next rank while the following step's arrives from the previous one."""
     size = shape.tokens * 2 * shape.kv_width * DTYPE_BYTES[decisions.dtype]
+    apart = shape.ring != "metp" or decisions.layout.overlap_exchanges
     builder.emit(
         f"{kind}.hop{step}{suffix}",
         "send_recv",
-        Lane.P2P,
+        Lane.P2P if apart else Lane.COMPUTE,
         Exchange(size, shape.cp, shape.ring),
         send=reads(builder.all(_buffer(kind, step - 1, turns))),
         recv=writes(builder.all(_buffer(kind, step, turns))),

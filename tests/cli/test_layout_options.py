@@ -28,7 +28,11 @@ def memo_sim(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedPr
             {"dp": 2},
             "full",
         ),
-        (("--metp", "8", "--recompute", "tokenwise", "--alpha", "0.5"), {"metp": 8, "tp": 1, "cp": 1}, "tokenwise"),
+        (
+            ("--metp", "8", "--no-overlap-exchanges", "--recompute", "tokenwise", "--alpha", "0.5"),
+            {"metp": 8, "tp": 1, "cp": 1, "overlap_exchanges": False},
+            "tokenwise",
+        ),
         (("--tp", "2", "--cp", "4", "--zero", "2", "--recompute", "full"), {"tp": 2, "cp": 4, "zero": 2}, "full"),
         (
             (*SHORT, "--pp", "4", "--schedule", "zero-bubble"),
@@ -85,6 +89,7 @@ def test_a_layout_is_planned_as_asked_for(
         (("--schedule", "gpipe"), 2, "stages are not searched here"),
         (("--pp", "2", "--tp", "2", "--zero", "3"), 4, "pipeline stages keep whole parameters"),
         (("--ulysses", "3"), 2, "does not fill the cluster"),
+        (("--no-overlap-exchanges",), 2, "overlapped exchanges are METP's"),
         (("--recompute", "selective", "--alpha", "0.5"), 2, "selective recompute swaps nothing"),
         (("--plan", "p.json", "--ulysses", "2"), 2, "got: --ulysses"),
         (("--plan", "p.json", "--pareto"), 2, "--plan is priced alone, nothing is searched"),

@@ -17,6 +17,7 @@ import pytest
 from memo_sim.contract.model import Model
 from memo_sim.contract.plan import Decisions, Layout
 from memo_sim.engine.simulate import Simulation, simulate
+from memo_sim.program.instruction import Lane
 from memo_sim.program.work import Attention, Collective, Exchange, Gemm, Work
 from tests.sim.toy_machine import TOY_CLUSTER, alone, toy_hardware
 
@@ -112,3 +113,15 @@ def test_taking_turns_costs_what_is_exchanged(priced: str) -> None:
     exchanged = times * tree * size * 2 * 4 * 1024**2 / RANKS / LINK
     assert turns == pytest.approx(free + exchanged, rel=1e-9)
     assert free <= beside < turns
+
+
+def test_without_overlap_nothing_is_exchanged_beside_compute() -> None:
+    """Keys and values take their turn as weights do."""
+    lanes, hops = {}, {}
+    for beside in (False, True):
+        program = played(16384, Ideal(1024, WEIGHT_HOP), overlap_exchanges=beside).program
+        layer = [i for t in program.templates if t.name in ("layer.fwd", "layer.bwd") for i in t.instructions]
+        lanes[beside] = {i.lane for i in layer}
+        hops[beside] = {i.name for i in layer if i.op == "send_recv"}
+    assert lanes == {False: {Lane.COMPUTE}, True: {Lane.COMPUTE, Lane.P2P, Lane.COLLECTIVE}}
+    assert hops[False] == hops[True]
