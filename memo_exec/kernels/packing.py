@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from memo_exec.kernels.call import Call
+from memo_sim.program.kernel_table import NORM_ROWS
 from memo_sim.program.token_order import pieces
 
 
@@ -38,17 +39,31 @@ def kv_pack(call: Call) -> None:
 
 
 def accumulate(call: Call) -> None:
-    """``out += x``; x has all features, or those of Q, or those of K and V in the order in which they travelled."""
+    """``out += x``; x has all features, or those of Q, or those of K and V in the order in which they travelled.
+
+    Sums of all features may be of a wider dtype.
+    """
     x, out = call.matrix("x"), call.matrix("out")
     width, name = x.shape[1], call.instruction.name.rpartition("/")[2]
     if width == out.shape[1]:
-        out.add_(x)
+        _add(x, out, call)
     elif name.startswith("d_kv"):
         _at_home(out, width, call).add_(_travelling(x, call))
     else:
         batch = call.context.decisions.micro_batch
         queries = torch.unflatten(x, 0, (batch, -1))
         torch.unflatten(out[:, :width], 0, (batch, -1))[:, -queries.shape[1] :].add_(queries)
+
+
+def _add(x: Tensor, out: Tensor, call: Call) -> None:
+    """``out += x``; the CPU's sum of two dtypes would widen all of ``x`` at once."""
+    if x.dtype == out.dtype or x.is_cuda:
+        out.add_(x)
+        return
+    rows = min(len(x), NORM_ROWS)
+    wide = call.scratch().take(rows, x.shape[1], dtype=out.dtype)
+    for ours, theirs in zip(x.split(rows), out.split(rows), strict=True):
+        theirs.add_(wide[: len(ours)].copy_(ours))
 
 
 def heads_transpose(call: Call) -> None:

@@ -8,7 +8,7 @@ from memo_sim.contract.plan import Decisions
 from memo_sim.contract.units import DTYPE_BYTES
 from memo_sim.program.builder import Access, Rows, TemplateBuilder, accumulates, reads, writes
 from memo_sim.program.instruction import BufferClass, Lane
-from memo_sim.program.kernel_table import attention_workspace_bytes
+from memo_sim.program.kernel_table import attention_workspace_bytes, sum_workspace_bytes
 from memo_sim.program.shape import Shape
 from memo_sim.program.work import Attention, Mask, Rowwise
 
@@ -50,16 +50,27 @@ def pack(builder: TemplateBuilder, decisions: Decisions, shape: Shape, target: s
 
 
 def add(builder: TemplateBuilder, decisions: Decisions, name: str, part: Rows, into: Rows) -> None:
-    """Add gradients that were written aside to their sum; ``into`` may be wider (packed Q, K, V)."""
-    moved = part.tokens * builder.features(part.slot) * DTYPE_BYTES[decisions.dtype]
+    """Add gradients that were written aside to their sum; ``into`` may be wider: packed Q, K, V, or fp32."""
+    features, kernel = builder.features(part.slot), decisions.kernels.attention
+    dtype, summed = builder.dtype(part.slot), builder.dtype(into.slot)
+    given, moved = (part.tokens * features * DTYPE_BYTES[each] for each in (dtype, summed))
+    scratch = sum_workspace_bytes(part.tokens, features, dtype, summed, kernel)
     builder.emit(
         name,
         "grad.accumulate",
         Lane.COMPUTE,
-        Rowwise("grad.accumulate", part.tokens, 2 * moved, moved),
+        Rowwise("grad.accumulate", part.tokens, given + moved, moved),
         x=reads(part),
         out=accumulates(into),
+        workspace=builder.scratch(f"{name}.scratch", scratch),
     )
+
+
+def put(builder: TemplateBuilder, name: str, part: Rows, into: Rows) -> None:
+    """Copy what was written aside to where the first term of a sum belongs."""
+    given, written = (rows.tokens * builder.row_bytes(rows.slot) for rows in (part, into))
+    work = Rowwise("copy", part.tokens, given, written)
+    builder.emit(name, "copy", Lane.COMPUTE, work, source=reads(part), target=writes(into))
 
 
 def queries(builder: TemplateBuilder) -> dict[str, Access]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
+from memo_sim.contract.units import DTYPE_BYTES
 from memo_sim.program.instruction import BufferClass, Family, Instruction, Lane, Mode, Operand, Template
 from memo_sim.program.work import Work
 
@@ -46,6 +47,7 @@ class TemplateBuilder:
     _numbers: dict[str, int] = field(default_factory=dict)
     _tokens: dict[str, int] = field(default_factory=dict)
     _features: dict[str, int] = field(default_factory=dict)
+    _dtypes: dict[str, str] = field(default_factory=dict)
     _firsts: dict[str, int] = field(default_factory=dict)
     _own: list[Family] = field(default_factory=list)
     _instructions: list[Instruction] = field(default_factory=list)
@@ -77,6 +79,7 @@ class TemplateBuilder:
         self._numbers.setdefault(slot, len(self._numbers))
         self._tokens[slot] = family.tokens - first if tokens is None else tokens
         self._features[slot] = family.features
+        self._dtypes[slot] = family.dtype
         return slot
 
     def own(self, name: str, buffer_class: BufferClass, dtype: str, tokens: int, features: int) -> str:
@@ -87,6 +90,7 @@ class TemplateBuilder:
         self._numbers.setdefault(real, len(self._numbers))
         self._tokens[real] = tokens
         self._features[real] = features
+        self._dtypes[real] = dtype
         return name
 
     def scratch(self, name: str, size: int) -> Access | None:
@@ -106,6 +110,14 @@ class TemplateBuilder:
     def features(self, slot: str) -> int:
         """Return the features of a token of ``slot``."""
         return self._features[self._real(slot)]
+
+    def dtype(self, slot: str) -> str:
+        """Return the dtype of ``slot``."""
+        return self._dtypes[self._real(slot)]
+
+    def row_bytes(self, slot: str) -> int:
+        """Return the bytes of a token of ``slot``."""
+        return self.features(slot) * DTYPE_BYTES[self.dtype(slot)]
 
     def all(self, slot: str) -> Rows:
         """Return all tokens of ``slot``."""

@@ -20,7 +20,7 @@ import msgspec
 
 from memo_sim.contract.plan import Decisions
 from memo_sim.program.builder import TemplateBuilder, writes
-from memo_sim.program.carried_attention import BEHIND, D_KV, KV
+from memo_sim.program.carried_attention import BEHIND, D_KV, KV, SUM_DTYPE
 from memo_sim.program.guest_message import BACKWARD, FORWARD, TO_GUEST, TO_HOME, Link, Range
 from memo_sim.program.instruction import BufferClass, Family, Instance, Instruction, Lane, Template
 from memo_sim.program.multiplex import Piece, Task
@@ -108,7 +108,9 @@ class Guest:
             Family(D_KV, carried, dtype, shape.carried, kv, layers),
         ]
         later = [self.home.index, *(piece.stage for piece in self.behind)]
-        found += [Family(f"{BEHIND}.{stage}", exchange, dtype, shape.tokens, kv, layers) for stage in later]
+        for stage in later:  # the home sends sums, the others what one kernel has written
+            terms = SUM_DTYPE if stage == self.home.index else dtype
+            found.append(Family(f"{BEHIND}.{stage}", exchange, terms, shape.tokens, kv, layers))
         return {family.name: family for family in found}
 
     def _made(self) -> Iterator[Bound]:

@@ -9,15 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from memo_sim.contract.units import DTYPE_BYTES
-from memo_sim.program.builder import Rows, TemplateBuilder, accumulates, reads
+from memo_sim.contract.plan import Decisions
+from memo_sim.program.attention_part import add
+from memo_sim.program.builder import Rows, TemplateBuilder
 from memo_sim.program.carried_attention import D_KV, KV
 from memo_sim.program.guest_message import TO_GUEST, TO_HOME, Link, Range
-from memo_sim.program.instruction import BufferClass, Family, Lane
+from memo_sim.program.instruction import BufferClass, Family
 from memo_sim.program.multiplex import Task
 from memo_sim.program.shape import Shape
 from memo_sim.program.stage import Stage
-from memo_sim.program.work import Rowwise
 
 Families = dict[str, Family]
 
@@ -25,8 +25,9 @@ Families = dict[str, Family]
 class Home:
     """One task that guests play rows of, on the stage whose layers they are."""
 
-    def __init__(self, shape: Shape, task: Task, stage: Stage) -> None:
+    def __init__(self, decisions: Decisions, shape: Shape, task: Task, stage: Stage) -> None:
         """``shape``: of the whole subsequence."""
+        self.decisions = decisions
         self.task, self.stage, self.shape = task, stage, shape
         self.links = [Link(shape, task, piece) for piece in task.guests]
 
@@ -39,9 +40,9 @@ class Home:
         """Return a template's name in the role."""
         return f"guest.{template}{self.suffix}"
 
-    def families(self, dtype: str, grads: Family) -> list[Family]:
+    def families(self, grads: Family) -> list[Family]:
         """Return the buffers in which gradients arrive; ``grads``: those of the layers' parameters."""
-        found, count = [], len(self.stage.layers)
+        found, count, dtype = [], len(self.stage.layers), self.decisions.dtype
         for link in self.links:
             stage = link.piece.stage
             found.append(Family(self._aside("grads", stage), BufferClass.EXCHANGE, grads.dtype, grads.tokens, 1, count))
@@ -88,14 +89,5 @@ class Home:
             builder.bind(found[family], slot=slot)
             builder.bind(found[self._aside(what, stage)], slot=f"aside.{what}")
             part, into = builder.all(f"aside.{what}"), Rows(slot, *rows) if rows else builder.all(slot)
-            given = part.tokens * found[self._aside(what, stage)].row_bytes
-            summed = into.tokens * builder.features(slot) * DTYPE_BYTES[found[family].dtype]
-            builder.emit(
-                f"{what}.add.{stage}",
-                "grad.accumulate",
-                Lane.COMPUTE,
-                Rowwise("grad.accumulate", part.tokens, given + summed, summed),
-                x=reads(part),
-                out=accumulates(into),
-            )
+            add(builder, self.decisions, f"{what}.add.{stage}", part, into)
         return builder
