@@ -28,6 +28,8 @@ class StepRecord:
     step_s: float
     """From the step's start to the end of its last instruction."""
     peak_device_bytes: int
+    """Most bytes of buffers at once; with an arena its size. No timing passes the program's peak, which is program
+    order's: where a lane is late, what it gives birth to may come after the death of what lived beside it there."""
     peak_host_bytes: int
     """Size of the host slab."""
     moved: MovedBytes

@@ -11,14 +11,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from memo_exec import weights
-from memo_exec.distributed.groups import make_groups
-from memo_exec.distributed.own_program import rank_program
-from memo_exec.distributed.place import Place
 from memo_exec.interpreter import Interpreter
-from memo_exec.kernels import KERNELS, StepScalars
+from memo_exec.kernels import KERNELS
 from memo_sim.contract.plan import Decisions, Layout
-from memo_sim.program.columns import expand
-from memo_sim.program.liveness import live_bytes, liveness, peak
 from memo_sim.program.lower import lower
 from tests.distributed.parity import (
     TOLERANCE,
@@ -26,12 +21,12 @@ from tests.distributed.parity import (
     check,
     global_batch,
     one_process,
-    own_batch,
     play,
     randomise,
     whole_gradients,
 )
-from tests.distributed.team import PATIENCE_S, Member, Team
+from tests.distributed.team import Member, Team
+from tests.distributed.timing import held, in_program_order
 from tests.distributed.training import MODELS, parity, reference, training
 
 KEEP = {"recompute": "none", "swapped_tokens": 0}
@@ -123,21 +118,10 @@ def test_sequences_without_a_mask_go_round_together(team: Team, layout: Layout) 
     check(team, chosen, play(Member(0, 1), one_process(chosen), 2, {}), steps=2)
 
 
-def play_measured(member: Member, decisions: Decisions) -> tuple[int, int]:
-    """Play a step; return the most bytes of buffers that the store held at once, and what the rank's program says."""
-    place = Place(decisions.layout, member.rank)
-    program = rank_program(decisions, place)
-    groups = make_groups(lower(decisions), place, patience_s=PATIENCE_S)
-    with Interpreter(decisions, program, rank=member.rank, groups=groups) as interpreter:
-        randomise(interpreter)
-        record = interpreter.run_step(own_batch(decisions, member.rank, 1), StepScalars(lr=1e-2))
-    return record.peak_device_bytes, peak(live_bytes(liveness(program, expand(program)), device=True)).bytes
-
-
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_each_rank_holds_what_its_program_says(team: Team, ranks: int) -> None:
     chosen = training(MODELS["gpt"], Layout(metp=ranks), **KEEP)
-    found = team.play(play_measured, ranks, chosen)
+    found = team.play(held, ranks, chosen, frozenset(), in_program_order)
     assert [measured for measured, _ in found] == [wanted for _, wanted in found]
     assert len({wanted for _, wanted in found}) == 1
 

@@ -1,0 +1,79 @@
+"""Plays of one step on a rank with the timing of its lanes chosen, and the memory that they hold.
+
+What a store holds at once depends on which lane is late: a buffer that a late lane gives birth to may come after one
+that lived beside it in program order has died. The program's own peak is that of program order, and no timing may pass
+it.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+
+from memo_exec.distributed.groups import make_groups
+from memo_exec.distributed.own_program import rank_program
+from memo_exec.distributed.place import Place
+from memo_exec.interpreter import Interpreter
+from memo_exec.kernels import StepScalars
+from memo_exec.lanes import Progress
+from memo_exec.schedule import Bound
+from memo_sim.contract.plan import Decisions
+from memo_sim.program.columns import expand
+from memo_sim.program.edges import Edges, derive_edges
+from memo_sim.program.instruction import Lane
+from memo_sim.program.liveness import live_bytes, liveness, peak
+from memo_sim.program.lower import lower
+from memo_sim.program.program import Program
+from tests.distributed.parity import own_batch, randomise
+from tests.distributed.team import PATIENCE_S, Member
+
+LATE_S = 0.002
+"""Longer than most instructions of a small model."""
+
+
+class Late(Interpreter):
+    """Plays with some lanes late: each of their instructions begins a while after it may."""
+
+    late: frozenset[Lane] = frozenset()
+
+    def _play_one(self, lane: Lane, bound: Bound, progress: Progress) -> None:
+        if lane in self.late:
+            for other, producer in bound.waits:
+                progress.wait(other, producer)
+            time.sleep(LATE_S)
+        super()._play_one(lane, bound, progress)
+
+
+def in_program_order(program: Program) -> Edges:
+    """Return edges that let each instruction begin when the one before it has ended."""
+    lane = expand(program).lane
+    turns = np.flatnonzero(lane[1:] != lane[:-1])
+    return Edges(turns, turns + 1)
+
+
+def without_memory(program: Program) -> Edges:
+    """Return the derived edges less those for memory that is handed out again."""
+    columns = expand(program)
+    return derive_edges(replace(columns, buffer_dynamic=np.zeros_like(columns.buffer_dynamic)))
+
+
+def held(
+    member: Member,
+    decisions: Decisions,
+    late: frozenset[Lane] = frozenset(),
+    ordered_by: Callable[[Program], Edges] | None = None,
+) -> tuple[int, int]:
+    """Play a step; return the most bytes of buffers that the store held at once, and what the rank's program says.
+
+    ``late`` lanes are; ``ordered_by`` gives other edges than the derived ones.
+    """
+    place = Place(decisions.layout, member.rank)
+    program = rank_program(decisions, place)
+    groups = make_groups(lower(decisions), place, patience_s=PATIENCE_S) if member.world > 1 else {}
+    edges = ordered_by(program) if ordered_by else None
+    with Late(decisions, program, rank=member.rank, groups=groups, edges=edges) as interpreter:
+        interpreter.late = late
+        randomise(interpreter)
+        record = interpreter.run_step(own_batch(decisions, member.rank, 1), StepScalars(lr=1e-2))
+    return record.peak_device_bytes, peak(live_bytes(liveness(program, expand(program)), device=True)).bytes
