@@ -20,6 +20,7 @@ from memo_sim.question_options import MEMORY_GIB, Finite, Options, gib, question
 
 if TYPE_CHECKING:
     from memo_sim.contract.plan import Plan
+    from memo_sim.contract.progress import Progress
     from memo_sim.planning.question import Question
     from memo_sim.what_if import Answer, Outputs
 
@@ -155,7 +156,7 @@ def _ask(plan: Plan | None, question: Question, options: Options) -> Answer:
     return with_what_more_buys(question, answer) if options["one_more_gib"] else answer
 
 
-def _with_progress(label: str, work: Callable[[Callable[[int, int], None]], T]) -> T:
+def _with_progress(label: str, work: Callable[[Progress], T]) -> T:
     """Run ``work`` with a callback (done, all) that draws a bar on standard error when that is a terminal."""
     if not sys.stderr.isatty():
         return work(lambda done, total: None)

@@ -18,6 +18,7 @@ from memo_sim import sppo_figures, sppo_table
 from memo_sim.contract.catalog import load_cluster, load_model
 from memo_sim.contract.errors import Infeasible, UsageError, did_you_mean
 from memo_sim.contract.figure import Figure, Line, Point, XKind, YKind
+from memo_sim.contract.progress import Progress
 from memo_sim.contract.units import KIB, format_tokens
 from memo_sim.costs.pricing import Pricer
 from memo_sim.planning.bandwidth import offload_bandwidth
@@ -27,8 +28,6 @@ from memo_sim.planning.space import candidates
 from memo_sim.program.lower import lower
 from memo_sim.program.work import Attention, Copy
 from memo_sim.views.plan_table import layout_label
-
-Progress = Callable[[int, int], None]
 
 MODEL = "gpt-7b"
 SYSTEMS = ("deepspeed-ulysses", "megatron-lm", "memo")

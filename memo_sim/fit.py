@@ -21,10 +21,10 @@ import msgspec
 from memo_sim.cases import Case
 from memo_sim.contract.errors import UsageError, did_you_mean
 from memo_sim.contract.hardware import CopyRates, Hardware, Quantity, Source
+from memo_sim.contract.progress import Progress
 from memo_sim.contract.validation import Validation
 from memo_sim.validate import validate
 
-Progress = Callable[[int, int], None]
 GOLDEN = 0.6180339887498949
 ITERATIONS = 12
 

@@ -9,12 +9,12 @@ search goes on from there, and says so.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from math import gcd
 
 from memo_sim.contract.errors import Infeasible, UsageError
 from memo_sim.contract.longest import Bound, Longest, Tried
+from memo_sim.contract.progress import Progress
 from memo_sim.contract.units import MOST_TOKENS, format_seconds, format_tokens
 from memo_sim.planning.question import Question
 from memo_sim.planning.search import SearchResult, search
@@ -39,7 +39,7 @@ def longest(
     *,
     step_tokens: int,
     most_step_s: float | None = None,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Progress | None = None,
 ) -> LongestAnswer:
     """Return the longest multiple of ``step_tokens`` that fits and takes at most ``most_step_s``.
 
@@ -96,7 +96,7 @@ class _Scan:
         question: Question,
         step_tokens: int,
         most_step_s: float | None,
-        progress: Callable[[int, int], None] | None,
+        progress: Progress | None,
     ) -> None:
         self.question = question
         self.step_tokens = step_tokens

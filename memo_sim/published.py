@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from memo_sim.cases import Case, CaseQuestion, load_cases
 from memo_sim.contract.errors import UsageError, did_you_mean
+from memo_sim.contract.progress import Progress
 from memo_sim.contract.units import format_tokens
 from memo_sim.contract.validation import CaseReport, Validation
 from memo_sim.validate import validate
@@ -17,7 +16,7 @@ TABLES = {"table3": "memo-table3", "table4": "memo-table4", "table5": "memo-tabl
 VARIANTS = {"full": "full recompute", "tokenwise": "token-wise", "none": "keep", "selective": "selective recompute"}
 
 
-def published(name: str, *, progress: Callable[[int, int], None] | None = None) -> tuple[Validation, list[Cell]]:
+def published(name: str, *, progress: Progress | None = None) -> tuple[Validation, list[Cell]]:
     """Return the validation of the table called ``name``, and the place of each of its cases.
 
     Raises:

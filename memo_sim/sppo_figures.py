@@ -11,13 +11,12 @@ from collections.abc import Callable
 from memo_sim.contract.catalog import load_cluster, load_model
 from memo_sim.contract.figure import Figure, Line, Point
 from memo_sim.contract.plan import Decisions, Layout
+from memo_sim.contract.progress import Progress
 from memo_sim.contract.units import KIB, format_tokens
 from memo_sim.planning.subsequences import PartPrices
 from memo_sim.program.access import access_types, accesses
 from memo_sim.program.lower import lower
 from memo_sim.program.partition import partition
-
-Progress = Callable[[int, int], None]
 
 LAYER_TOKENS = 128 * KIB
 """Of the one layer of Figure 7, whose hidden size is that of gpt-7b."""

@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from memo_sim.contract.catalog import load_cluster, load_model
 from memo_sim.contract.figure import Figure, Line, Point
 from memo_sim.contract.plan import Prediction
+from memo_sim.contract.progress import Progress
 from memo_sim.contract.units import KIB, format_bytes, format_seconds, format_tokens
 from memo_sim.planning.presets import FULL_SWAP, KEEP, SEQUENCE_AWARE, Policy
 from memo_sim.planning.question import Pins, Question
@@ -25,8 +26,6 @@ from memo_sim.planning.search import play, search
 from memo_sim.planning.space import candidates
 from memo_sim.planning.subsequences import swap_fraction
 from memo_sim.views.plan_table import layout_label
-
-Progress = Callable[[int, int], None]
 
 SPPO, MEGATRON, DEEPSPEED = "sppo", "megatron-lm", "deepspeed-fpdt"
 

@@ -18,6 +18,7 @@ from memo_sim.contract.errors import BadInput, Infeasible, OutOfTolerance, Usage
 from memo_sim.contract.hardware import Hardware
 from memo_sim.contract.model import Model
 from memo_sim.contract.plan import Layout, MemoryPolicy, Overlap, Prediction
+from memo_sim.contract.progress import Progress
 from memo_sim.contract.units import GIB, counted
 from memo_sim.contract.validation import CaseError, CasePrediction, CaseReport, Expectation, Validation
 from memo_sim.intervals import with_intervals
@@ -35,7 +36,7 @@ LONGEST_WAITS = 4
 def validate(
     cases: list[Case],
     *,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Progress | None = None,
     change: Callable[[Hardware], Hardware] | None = None,
     jobs: int = 1,
 ) -> Validation:

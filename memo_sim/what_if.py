@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -11,6 +10,7 @@ from memo_sim.contract.codec import check_not_read, check_writable, sha256_of, w
 from memo_sim.contract.errors import Infeasible, UsageError
 from memo_sim.contract.placement import Placement
 from memo_sim.contract.plan import Decisions, Plan, PlanRow, Prediction, Provenance
+from memo_sim.contract.progress import Progress
 from memo_sim.contract.result import Result
 from memo_sim.engine.simulate import Simulation
 from memo_sim.explain import explain, plan_title
@@ -84,7 +84,7 @@ def what_if(
     *,
     top: int = 10,
     pareto: bool = False,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Progress | None = None,
 ) -> Answer:
     """Return the answer to ``question`` with its ``top`` plans, which are those that evaluating everything would give.
 

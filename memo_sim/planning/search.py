@@ -12,7 +12,6 @@ where they can be kept: it computes the same. A front keeps both: they need less
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 
@@ -20,6 +19,7 @@ import msgspec
 
 from memo_sim.contract.errors import Infeasible
 from memo_sim.contract.plan import Decisions, Prediction
+from memo_sim.contract.progress import Progress
 from memo_sim.engine.simulate import Simulation, simulate
 from memo_sim.planning.alpha import LinearProgram, linear_program
 from memo_sim.planning.alpha_search import Grid, best_alpha, best_partial_swap
@@ -46,7 +46,7 @@ def search(
     prune: bool = True,
     siblings: bool = False,
     enough_s: float | None = None,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Progress | None = None,
 ) -> SearchResult:
     """Return every candidate of ``question`` evaluated or pruned; ``progress`` is told (done, all).
 
@@ -141,9 +141,7 @@ class _Search:
         self.ranked: list[Evaluated] = []
         self.bases: set[Decisions] = set()
 
-    def run(
-        self, found: list[Candidate], refused: list[str], progress: Callable[[int, int], None] | None
-    ) -> SearchResult:
+    def run(self, found: list[Candidate], refused: list[str], progress: Progress | None) -> SearchResult:
         self.bases = {candidate.base for candidate in found}
         waiting: list[tuple[tuple[bool, bool, float], int, _Bounded]] = []
         for number, candidate in enumerate(found):
