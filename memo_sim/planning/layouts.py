@@ -36,7 +36,7 @@ def layouts(question: Question) -> list[Layout]:
             degrees = {"tp": tp, "cp": cp, "ulysses": ulysses, "metp": metp, "pp": pp, "dp": dp}
             found += [
                 replace(layout, multiplexed=shared)
-                for zero in _zeros(question, devices // tp, most=1 if pp > 1 or metp > 1 else 3)
+                for zero in _zeros(question, devices // tp, most=1 if pp > 1 else 3)
                 for parts in _subsequences(question)
                 for schedule, chunks in _schedules(question, pp, metp)
                 for layout in (_layout(question, zero, parts, schedule, chunks, **degrees),)
@@ -152,7 +152,7 @@ def _zeros(question: Question, replicas: int, *, most: int) -> tuple[int, ...]:
     """Return the levels of ZeRO to try: none of the system's where every rank holds parameters of its own.
 
     ``replicas`` hold the same parameters of some block: METP's ranks the same embedding. Stages
-    (``program/stage.py``) and METP's ranks have ZeRO 1 at ``most``; the others' place is taken by that.
+    (``program/stage.py``) have ZeRO 1 at ``most``; the others' place is taken by that.
     """
     if question.pins.zero is not None:
         return (question.pins.zero,)

@@ -11,6 +11,10 @@ that rank r has heads and features r of p. Norms are whole on every rank.
                and of its tokens, K and V pass round (``ring.py``), O += attn(j) W_proj(j) (Algorithms 3 and 5).
                Backward broadcasts again, rebuilds Q, K, V, and reduces the weights' gradients to rank j (4 and 6).
 
+What would have nothing to hide behind is written ahead of what does not need it, or behind it: the first broadcast
+ahead of the norm, the sums' last hop behind attention's first products, the last hop of K's and V's gradients ahead of
+W_proj's gradient, a reduction ahead of the part's last product.
+
       p2p         [W 1][W 2]  [W 3]                p2p         [kv 1][kv 2]      [kv 1][kv 2]
       compute     [step 0][step 1][step 2]..       collective  [W(0)][W(1)]  [W(2)]
                                                    compute          [part 0 .......][part 1 .......]
@@ -26,7 +30,7 @@ from typing import Literal
 
 from memo_sim.contract.plan import Decisions
 from memo_sim.contract.units import DTYPE_BYTES
-from memo_sim.program import attention
+from memo_sim.program import attention, ring
 from memo_sim.program import kernel_table as table
 from memo_sim.program.builder import Access, Rows, TemplateBuilder, accumulates, reads, writes
 from memo_sim.program.instruction import BufferClass, Lane
@@ -84,6 +88,7 @@ class MetpLayer(OperatorWriter):
         if whole:
             self._attend([rows])
             return
+        self._broadcast(0)
         for part in range(self.ranks):
             self._fetch(part)
             self._project(part, [rows], f".r{index}")
@@ -97,6 +102,7 @@ class MetpLayer(OperatorWriter):
 
     def _attend(self, blocks: list[RowBlock]) -> None:
         """Write attention's half of the forward, to the residual."""
+        self._broadcast(0)
         self._whole_norm("norm1", "x")
         for part in range(self.ranks):
             self._fetch(part)
@@ -169,10 +175,10 @@ class MetpLayer(OperatorWriter):
             self.wgrad("ffn_down", upstream, self._all("act"), hidden, shape.ffn)
             self.wgrad("ffn_up", d_up, self._all("norm2"), self.up_width, hidden)
             self.bgrad("ffn_up", d_up, self.up_width)
-            if step:
+            if 0 < step < self.ranks - 1:
                 self._pass_sums(step)
         self._home()
-        self._bring_home()
+        self._broadcast(0)
         self.bgrad("ffn_down", upstream, hidden)
         self._norm_backward("norm2", "resid", residual_grad=grad_out, out=self._owned("d_resid").slot)
 
@@ -189,14 +195,17 @@ class MetpLayer(OperatorWriter):
             self._heads(part)
             self.suffix = f".g{part}"
             self.dgrad("proj", upstream, d_attn, shape.q_width, hidden)
+            if not part:
+                self._bring_home()
             attention.backward(self._part(part), self.decisions, self.inside)
-            self.positions_backward(d_qkv)
-            self._sum_dgrad("qkv", d_qkv, d_norm, hidden, shape.qkv_width, part)
             self._clear(self.attn, part)
             self.wgrad("proj", upstream, self._all(f"attn.g{part}"), hidden, shape.q_width)
+            ring.arrive(self._part(part), self.decisions, self.inside)
+            self.positions_backward(d_qkv)
             self.wgrad("qkv", d_qkv, self._all("norm1"), shape.qkv_width, hidden)
             self.bgrad("qkv", d_qkv, shape.qkv_width)
             self._reduce(part)
+            self._sum_dgrad("qkv", d_qkv, d_norm, hidden, shape.qkv_width, part)
         self._home()
         self._norm_backward("norm1", "x", residual_grad="d_resid", out=grad_in)
 
@@ -300,7 +309,12 @@ class MetpLayer(OperatorWriter):
         self.builder.emit(name, "send_recv", self._lane(Lane.P2P), work, send=reads(sent), recv=writes(taken))
 
     def _bring_home(self) -> None:
-        """Add the sums of the other ranks to this rank's gradients."""
+        """Write the last hop of the sums, and add what the other ranks have summed to this rank's gradients.
+
+        Memory is handed out in program order, so what is born behind the hop waits for it: it stands behind what it is
+        to run beside, the norms and products that follow the MLP.
+        """
+        self._pass_sums(self.ranks - 1)
         for run in self.ffn.runs():
             x, size = run.travelling(self.ffn.buffer(self.ranks, sums=True)), DTYPE_BYTES[GRAD_DTYPE] * run.elements
             work = Rowwise("grad.accumulate", run.elements, 2 * size, size)
@@ -308,14 +322,14 @@ class MetpLayer(OperatorWriter):
             self.builder.emit(f"d_ffn.{run.name}.home", "grad.accumulate", Lane.COMPUTE, work, x=reads(x), out=into)
 
     def _fetch(self, part: int) -> None:
-        """Write the broadcasts of a part's weights, those of the following one ahead; operators use this part's."""
-        self._exchange(self.attn)
-        for wanted in (part, part + 1) if not part else (part + 1,):
-            if wanted < self.ranks:
-                self._broadcast(wanted)
+        """Write the broadcasts of the following part's weights; operators use this part's, which are on their way."""
+        if part + 1 < self.ranks:
+            self._broadcast(part + 1)
         self.source, self.suffix = (self.attn, part, part), ""
 
     def _broadcast(self, part: int) -> None:
+        """Write the broadcasts of a part's weights."""
+        self._exchange(self.attn)
         for run in self.attn.runs():
             work = Collective("broadcast", self.size * run.elements, self.ranks, "metp", part)
             own, full = reads(run.own("params")), writes(run.travelling(self.attn.buffer(part)))

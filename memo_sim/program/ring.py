@@ -55,9 +55,18 @@ def forward(builder: TemplateBuilder, decisions: Decisions, shape: Shape) -> Non
 
 
 def backward(builder: TemplateBuilder, decisions: Decisions, shape: Shape) -> None:
-    """Write the steps after the local square's backward, and the last hop's arrival."""
+    """Write the steps after the local square's backward, and the last hop's arrival.
+
+    METP writes that itself, behind what it has to do beside the hop.
+    """
     for step in range(1, shape.cp):
         _step_backward(builder, decisions, shape, step)
+    if shape.ring == "cp":
+        arrive(builder, decisions, shape)
+
+
+def arrive(builder: TemplateBuilder, decisions: Decisions, shape: Shape) -> None:
+    """Add the gradients that other ranks have of this rank's keys and values to its own."""
     add(builder, decisions, "d_kv.home", builder.all(_buffer("d_kv", shape.cp)), builder.all("d_qkv"))
 
 

@@ -26,6 +26,7 @@ PEAK, LINK = 312e12, 300e9
 MEASURED_ALPHA_S = 1e6 / 37e9 - 1e6 / LINK
 """Of the paper's discussion: 1 MB goes at 37 GB/s, with a link whose largest messages go at 300."""
 WEIGHT_HOP, BROADCAST = "weights that pass round", "weights that are broadcast"
+ROUND, TO_ALL = "everything that passes round", "everything that is broadcast or reduced"
 
 
 class Ideal:
@@ -43,6 +44,10 @@ class Ideal:
             return self._alpha_s + work.bytes / LINK
         if self._priced == BROADCAST and isinstance(work, Collective) and work.kind == "broadcast":
             return self._alpha_s + log2(RANKS) * work.bytes / LINK
+        if self._priced == ROUND and isinstance(work, Exchange):
+            return work.bytes / LINK
+        if self._priced == TO_ALL and isinstance(work, Collective) and work.kind in ("broadcast", "reduce"):
+            return log2(RANKS) * work.bytes / LINK
         return 0.0
 
 
@@ -125,3 +130,22 @@ def test_without_overlap_nothing_is_exchanged_beside_compute() -> None:
         hops[beside] = {i.name for i in layer if i.op == "send_recv"}
     assert lanes == {False: {Lane.COMPUTE}, True: {Lane.COMPUTE, Lane.P2P, Lane.COLLECTIVE}}
     assert hops[False] == hops[True]
+
+
+def long(priced: str, hidden: int = 4096) -> float:
+    return played(131072, Ideal(hidden, priced), hidden).prediction.step_s or 0.0
+
+
+def test_every_hop_of_a_long_sequence_hides_the_last_ones_too() -> None:
+    """Sums of the MLP's gradients come home beside attention's first products, those of K and V beside W_proj's.
+
+    The latter are 2 m h2/p2 FLOP against 4 m h/p2 bytes, of any length: h/2 > 1040.
+    """
+    assert long(ROUND) == pytest.approx(long("nothing"), rel=1e-12)
+    assert long(ROUND, 1024) > long("nothing", 1024)
+
+
+def test_of_broadcasts_and_reductions_each_passs_first_alone_is_waited_for() -> None:
+    """As in the paper, where norms take no time; the last reduction hides behind the product that follows it."""
+    first_s = log2(RANKS) * 2 * 4 * 4096**2 / RANKS / LINK
+    assert long(TO_ALL) - long("nothing") == pytest.approx(2 * first_s, rel=1e-9)

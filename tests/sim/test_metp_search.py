@@ -44,7 +44,7 @@ def test_it_can_be_pinned_where_its_lowering_goes(system: str) -> None:
     assert refused == []  # nothing is tried that has no lowering beside it
     assert {c.base.overlap for c in found} == {"none"}
     assert {(c.base.layout.tp, c.base.layout.cp, c.base.layout.ulysses) for c in found} == {(1, 1, 1)}
-    assert {c.base.layout.zero for c in found} == {1}
+    assert {c.base.layout.zero for c in found} == set(SYSTEMS[system].zeros)
     assert not any(c.base.mlp_chunk_tokens for c in found)
 
 
