@@ -28,6 +28,7 @@ from memo_exec.kernels import (
     packing,
     qk_norm,
     rotary,
+    rsa,
 )
 from memo_exec.kernels.call import Call, Context, Scratch, StepScalars
 from memo_sim.program.library_results import LIBRARY_OPS
@@ -86,6 +87,16 @@ _PLAIN: Mapping[str, Kernel] = {
     "attention": attention.attention,
     "attention.bwd": attention.attention_backward,
     "attention.merge": merge.merge,
+    "rsa.pack": rsa.pack,
+    "rsa.scores": rsa.scores,
+    "rsa.softmax": rsa.softmax,
+    "rsa.values": rsa.values,
+    "rsa.dv": rsa.d_values,
+    "rsa.dprobs": rsa.d_probabilities,
+    "rsa.softmax.bwd": rsa.softmax_backward,
+    "rsa.dk": rsa.d_keys,
+    "rsa.dq": rsa.d_queries,
+    "rsa.home": rsa.home,
     "qkv.split": packing.qkv_split,
     "qkv.join": packing.qkv_join,
     "kv.pack": packing.kv_pack,

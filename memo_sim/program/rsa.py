@@ -28,7 +28,7 @@ from typing import Literal
 from memo_sim.contract.plan import Decisions
 from memo_sim.contract.units import DTYPE_BYTES
 from memo_sim.program.builder import Access, Rows, TemplateBuilder, accumulates, reads, writes
-from memo_sim.program.instruction import BufferClass, Lane
+from memo_sim.program.instruction import BufferClass, Lane, Mode
 from memo_sim.program.kernel_table import score_softmax_backward_workspace_bytes, score_softmax_workspace_bytes
 from memo_sim.program.ring import TURNS
 from memo_sim.program.shape import Shape
@@ -173,10 +173,12 @@ class _Rsa:
             self.builder.emit(f"{name}.reduce", "all_reduce", Lane.COLLECTIVE, summing, tensor=accumulates(rows))
 
     def home(self, name: str, grad_qkv: Access) -> None:
-        """Emit the copy of this rank's rows of such a sum into the gradient of the packed Q, K, V."""
+        """Emit what adds this rank's rows of such a sum to the gradient of the packed Q, K, V; the first clears it."""
         own, size = self.block(f"{name}.all", 0), self.shape.tokens * self._row_bytes
-        work = Rowwise("copy", own.tokens, size, size)
+        written = self.shape.tokens * self.shape.qkv_width * self.size if grad_qkv[1] is Mode.WRITE else size
+        read = size if grad_qkv[1] is Mode.WRITE else 2 * size
         source = {ROLES[name]: reads(own)}
+        work = Rowwise("copy", own.tokens, read, written)
         self.builder.emit(f"{name}.home", "rsa.home", Lane.COMPUTE, work, **source, grad_qkv=grad_qkv)
 
     @property

@@ -6,34 +6,16 @@ alone says nothing of NCCL.
 
 import msgspec
 import pytest
-import torch
-from torch import Tensor
-from torch.nn import functional
 
-from memo_exec import weights
-from memo_exec.interpreter import Interpreter
 from memo_exec.kernels import KERNELS
 from memo_sim.contract.plan import Decisions, Layout
-from memo_sim.program.lower import lower
-from tests.distributed.parity import (
-    TOLERANCE,
-    Played,
-    check,
-    global_batch,
-    one_process,
-    play,
-    randomise,
-    whole_gradients,
-)
+from tests.distributed.encoder import check_encoder
+from tests.distributed.parity import TOLERANCE, Played, check, one_process, play, whole_gradients
 from tests.distributed.team import Member, Team
 from tests.distributed.timing import held, in_program_order
 from tests.distributed.training import MODELS, parity, reference, training
 
 KEEP = {"recompute": "none", "swapped_tokens": 0}
-PARTS = {"qkv": "self_attn.in_proj_", "proj": "self_attn.out_proj.", "ffn_up": "linear1.", "ffn_down": "linear2."}
-PARTS |= {"norm1": "norm1.", "norm2": "norm2."}
-ENCODER_NAMES = {f"{ours}.{kind}": theirs + kind for ours, theirs in PARTS.items() for kind in ("weight", "bias")}
-"""Names inside a layer: ours, and those of torch's encoder layer."""
 
 
 @pytest.mark.parametrize("name", ["gpt", "llama"])
@@ -78,37 +60,10 @@ def test_sequences_of_a_micro_batch_and_norms_of_heads(team: Team) -> None:
     parity(team, "llama-normed", Layout(metp=2), micro_batch=2, global_batch=2, **KEEP)
 
 
-def encoder_gradients(decisions: Decisions) -> dict[str, Tensor]:
-    """Return the gradients of a step by autograd: layers are torch's ``TransformerEncoderLayer``, masked or not."""
-    model, alone = decisions.model, one_process(decisions)
-    with Interpreter(alone, lower(alone)[0]) as interpreter:
-        randomise(interpreter)
-        named = {name: value.clone().requires_grad_() for name, value in weights.named_parameters(interpreter).items()}
-    ids, labels = global_batch(decisions, 1)
-    x = named["embed/tokens.weight"][ids] + named["embed/positions.weight"][: decisions.seq_tokens]
-    causal = torch.nn.Transformer.generate_square_subsequent_mask(decisions.seq_tokens)
-    sizes = {"d_model": model.hidden, "nhead": model.heads, "dim_feedforward": model.ffn_hidden}
-    for number in range(model.layers):
-        layer = torch.nn.TransformerEncoderLayer(
-            **sizes, dropout=0.0, activation="gelu", layer_norm_eps=model.norm_eps, batch_first=True, norm_first=True
-        )
-        own = {theirs: named[f"layer.{number}/{ours}"] for ours, theirs in ENCODER_NAMES.items()}
-        x = torch.func.functional_call(layer, own, (x,), {"src_mask": None if model.bidirectional else causal})
-    norm = (named["head/norm.weight"], named["head/norm.bias"])
-    logits = functional.layer_norm(x, (model.hidden,), *norm, model.norm_eps) @ named["embed/tokens.weight"].t()
-    functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100).backward()
-    return {name: value.grad for name, value in named.items() if value.grad is not None}
-
-
 @pytest.mark.parametrize(("ranks", "bidirectional"), [(2, False), (4, True)])
 def test_torchs_encoder_layer_has_the_same_gradients(team: Team, ranks: int, bidirectional: bool) -> None:
     model = msgspec.structs.replace(MODELS["gpt"], bidirectional=bidirectional)
-    chosen = training(model, Layout(metp=ranks), **KEEP)
-    wanted = encoder_gradients(chosen)
-    found = whole_gradients(team.play(play, ranks, chosen, 1, {}))
-    assert set(found) == set(wanted)
-    for name, gradient in wanted.items():
-        assert (found[name] - gradient).abs().max() <= TOLERANCE * gradient.abs().max(), name
+    check_encoder(team, training(model, Layout(metp=ranks), **KEEP))
 
 
 @pytest.mark.parametrize("layout", [Layout(metp=2), Layout(cp=2)], ids=["metp", "cp"])
