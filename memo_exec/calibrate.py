@@ -74,11 +74,11 @@ def calibrate(
         machine = this_machine()
         grid = grid or (grids.CPU if machine.device == "cpu" else grids.CUDA)
         deadline += grid.budget_s if budget_s is None else budget_s
-        if ranks.first:
-            note(f"measuring {machine.name}, load {load.text()}")
+        note = note if ranks.first else _unheard
+        note(f"measuring {machine.name}, load {load.text()}")
         kernels = usable(machine, grid)
         middle = grids.middle(grid, kernels.attention[0])
-        together = _together(ranks, middle, grid) if ranks.world > 1 else None
+        together = _together(ranks, middle, grid, note) if ranks.world > 1 else None
     if not ranks.first:
         return None
     measured = _measure(machine, grid, kernels, deadline, progress)
@@ -108,14 +108,22 @@ def calibrate(
     return msgspec.structs.replace(profile_of(found, shared, name), provenance=provenance)
 
 
-def _together(ranks: Ranks, middle: Decisions, grid: Grid) -> tuple[Shared, AllDevices]:
-    """Measure what ranks do together; every rank calls this."""
-    before = _outside_torch(ranks.device)
-    tables = collectives.measure(ranks, grid.message_bytes, grid.message_s, COLLECTIVES)
-    communicators = max(0, _outside_torch(ranks.device) - before)
+def _unheard(text: str) -> None:
+    """Say nothing: the first rank speaks."""
+    del text
+
+
+def _together(ranks: Ranks, middle: Decisions, grid: Grid, note: Callable[[str], None]) -> tuple[Shared, AllDevices]:
+    """Measure what ranks do together; every rank calls this, ``note`` hears what begins."""
+    outside = partial(_outside_torch, ranks.device)
+    tables, communicators = collectives.measure(
+        ranks, grid.message_bytes, grid.message_s, COLLECTIVES, outside=outside, told=note
+    )
+    note(f"measuring copies of {ranks.world} ranks at once")
     with Lanes(ranks.device, middle, memory.cache_bytes(ranks.device)) as lanes:
         everywhere = copy_rates.all_devices(ranks, lanes, grid)
         layer = Bench(ranks.device, lanes.cache_bytes).chain(operators_of([middle]))
+        note("measuring compute beside collectives")
         slowdowns = overlap.slowdowns(ranks, lanes, grid, layer, COLLECTIVES)
     return Shared(ranks.world, tables, slowdowns, communicators), everywhere
 
@@ -141,7 +149,7 @@ def _measure(machine: Machine, grid: Grid, kernels: Usable, deadline: float, pro
     with Lanes(device, base, cache_bytes) as lanes:
         operators = _operators(grid, kernels.attention, kernels.rowwise)
         timings = PASSES * len(operators)
-        total = timings + 2 * len(grid.copy_bytes) + 6
+        total = timings + copy_rates.measurements(grid) + 1  # and what memory costs
         bench = Bench(device, cache_bytes)
         with clocks.watched(device) as clock_notes:
             _compile(lanes, bench, operators)

@@ -46,18 +46,31 @@ def volume_factor(kind: CollectiveKind, ranks: int) -> float:
     return 1.0 if kind == "send_recv" else (ranks - 1) / ranks
 
 
-def measure(ranks: Ranks, sizes: Sequence[int], seconds: float, source: str) -> list[CollectiveTable]:
-    """Return one table a kind and group; ``seconds`` is about how long each size (in bytes) is repeated.
+def measure(
+    ranks: Ranks,
+    sizes: Sequence[int],
+    seconds: float,
+    source: str,
+    *,
+    outside: Callable[[], int],
+    told: Callable[[str], None],
+) -> tuple[list[CollectiveTable], dict[int, int]]:
+    """Return one table a kind and group, and by the number of ranks the bytes that this rank's communicator took.
 
-    Every rank calls this; all get the same tables.
+    ``seconds`` is about how long each size (in bytes) is repeated; ``outside`` returns the device bytes in use that
+    torch does not hold; ``told`` hears what begins. Every rank calls this; all get the same tables. A communicator has
+    played every kind when its bytes are read: libraries take buffers for a kind when it is first asked for.
 
     Raises:
         CannotRun: when another rank stops.
     """
-    tables = []
+    tables, taken = [], {}
     for count in group_sizes(ranks.world):
+        ranks.wait()  # the group of all exists before another's memory is read
+        before = outside()
         group = ranks.group(count)
         for kind in KINDS:
+            told(f"measuring {kind} among {count} ranks")
             samples = []
             if ranks.rank < count:
                 with ranks.answered():
@@ -67,7 +80,8 @@ def measure(ranks: Ranks, sizes: Sequence[int], seconds: float, source: str) -> 
             ranks.wait()
             found = [ranks.slowest(samples[i] if samples else Sample(0.0, 0.0)) for i in range(len(sizes))]
             tables.append(table_of(kind, count, dict(zip(sizes, found, strict=True)), source))
-    return tables
+        taken[count] = max(0, outside() - before)
+    return tables, taken
 
 
 def table_of(kind: CollectiveKind, ranks: int, found: dict[int, Sample], source: str) -> CollectiveTable:

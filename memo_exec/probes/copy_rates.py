@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import count
 
 import msgspec
 
@@ -21,6 +22,8 @@ from memo_sim.program.instruction import Lane
 BOTH = (Lane.D2H, Lane.H2D)
 PASSES = 3
 """How often lanes run beside each other: load that comes and goes spoils one of them at most."""
+IN_A_ROUND = 2 + len(BOTH)
+"""Times that lanes run beside each other in a pass: both copying, compute alone, compute beside each."""
 
 Call = Callable[[int], None]
 
@@ -73,19 +76,32 @@ def all_devices(ranks: Ranks, lanes: Lanes, grid: Grid) -> AllDevices:
     return AllDevices(grid.copied_bytes, one_way, max(moved, fastest))
 
 
+def measurements(grid: Grid) -> int:
+    """Return how many measurements ``one_device`` makes."""
+    return len(BOTH) * len(grid.copy_bytes) + PASSES * IN_A_ROUND
+
+
 def one_device(lanes: Lanes, grid: Grid, layer: Call, source: str, tell: Callable[[int], None]) -> Copies:
-    """Return the copies of one device; ``layer`` is what compute plays beside them."""
+    """Return the copies of one device; ``layer`` is what compute plays beside them.
+
+    ``tell`` hears how many of the ``measurements`` have been made.
+    """
+    numbers = count(1)
+
+    def told() -> None:
+        tell(next(numbers))
+
     curves = {}
-    for turn, lane in enumerate(BOTH):
+    for lane in BOTH:
         samples = []
-        for i, size in enumerate(grid.copy_bytes):
+        for size in grid.copy_bytes:
             samples.append(lanes.alone(lane, size, Effort(seconds=0.2)))
-            tell(turn * len(grid.copy_bytes) + i + 1)
+            told()
         rates = [size / sample.seconds for size, sample in zip(grid.copy_bytes, samples, strict=True)]
         spread = sum(sample.spread for sample in samples) / len(samples)
         curves[lane] = Curve(x=[float(size) for size in grid.copy_bytes], y=rates, source=source, spread=spread)
     copiers = {lane: lanes.copier(lane, grid.copied_bytes) for lane in BOTH}
-    rounds = [_round(lanes, grid, layer, copiers) for _ in range(PASSES)]
+    rounds = [_round(lanes, grid, layer, copiers, told) for _ in range(PASSES)]
     duplex = {lane: of_passes([each.duplex[lane] for each in rounds]) for lane in BOTH}
     beside = {lane: of_passes([each.beside[lane] for each in rounds]) for lane in BOTH}
     slowed = sorted(each.slowdown for each in rounds)
@@ -113,12 +129,16 @@ class _Round:
     slowdown: float
 
 
-def _round(lanes: Lanes, grid: Grid, layer: Call, copiers: dict[Lane, Call]) -> _Round:
+def _round(lanes: Lanes, grid: Grid, layer: Call, copiers: dict[Lane, Call], told: Callable[[], None]) -> _Round:
     """Run copy lanes beside each other, and each beside a layer's operators."""
-    duplex = lanes.together(grid.beside_s, copiers)
-    alone = lanes.together(grid.beside_s, {Lane.COMPUTE: layer})[Lane.COMPUTE]
-    both = {
-        lane: lanes.together(grid.beside_s, {Lane.COMPUTE: layer, lane: copier}) for lane, copier in copiers.items()
-    }
+
+    def together(work: dict[Lane, Call]) -> dict[Lane, Sample]:
+        found = lanes.together(grid.beside_s, work)
+        told()
+        return found
+
+    duplex = together(copiers)
+    alone = together({Lane.COMPUTE: layer})[Lane.COMPUTE]
+    both = {lane: together({Lane.COMPUTE: layer, lane: copier}) for lane, copier in copiers.items()}
     slowed = [found[Lane.COMPUTE].seconds / alone.seconds for found in both.values()]
     return _Round(duplex, {lane: found[lane] for lane, found in both.items()}, sum(slowed) / len(slowed))

@@ -13,7 +13,7 @@ from memo_exec.probes.copy_rates import Copies, rate_of
 from memo_exec.probes.overlap import Slowed
 from memo_exec.probes.tables import Timed, attention_tables, gemm_tables, rowwise_curves
 from memo_exec.probes.timing import Sample
-from memo_sim.contract.hardware import CollectiveTable, Hardware, Quantity, Source
+from memo_sim.contract.hardware import CollectiveTable, Curve, Hardware, Quantity, Source
 from memo_sim.program.instruction import Lane
 
 OPERATORS, COPIES, MEMORY, SYSTEM = "operators", "copies", "memory", "system"
@@ -36,8 +36,8 @@ class Shared:
     world: int
     tables: list[CollectiveTable]
     slowdowns: dict[Slowed, Quantity]
-    communicator_bytes: int
-    """Device memory of one rank's communicators, all groups together; 0 on a CPU."""
+    communicator_bytes: dict[int, int]
+    """Device memory of one communicator on a rank, by how many ranks it has; 0 on a CPU."""
 
 
 @dataclass(frozen=True)
@@ -66,16 +66,14 @@ def profile_of(found: Found, shared: Shared | None, name: str | None) -> Hardwar
     }
     if machine.name in PEAK_BF16_FLOPS:
         peaks["bf16"] = Quantity(value=PEAK_BF16_FLOPS[machine.name], source=DATASHEET)
-    reserve = dict(found.reserve_bytes)
-    if shared is not None and shared.communicator_bytes:
-        reserve["communicators"] = shared.communicator_bytes
     pinned = found.host_allocated
     return Hardware(
         name=name or re.sub(r"[^a-z0-9]+", "-", machine.name.lower()).strip("-"),
         device=machine.device,
         peak_flops=peaks,
         device_memory_bytes=Quantity(value=float(machine.device_memory_bytes), source=SYSTEM),
-        reserve_bytes={item: Quantity(value=float(size), source=SYSTEM) for item, size in reserve.items()},
+        reserve_bytes={item: Quantity(value=float(size), source=SYSTEM) for item, size in found.reserve_bytes.items()},
+        communicator_bytes=_communicators(shared) if shared else None,
         gemm=gemm,
         attention=attention_tables(found.timed, OPERATORS),
         memory_bound_bytes_per_s=curves["copy"],
@@ -98,6 +96,12 @@ def profile_of(found: Found, shared: Shared | None, name: str | None) -> Hardwar
         devices=shared.world if shared else 1,
         sources=_sources(machine, shared),
     )
+
+
+def _communicators(shared: Shared) -> Curve | None:
+    """Return a communicator's memory by how many ranks it has; None where it takes none of the device's."""
+    found = {float(ranks): float(size) for ranks, size in sorted(shared.communicator_bytes.items()) if size > 0}
+    return Curve(x=list(found), y=list(found.values()), source=COLLECTIVES) if found else None
 
 
 def _seconds(sample: Sample) -> Quantity:
@@ -133,6 +137,7 @@ def _sources(machine: Machine, shared: Shared | None) -> dict[str, Source]:
         sources[COLLECTIVES] = Source(
             kind="measured",
             text=f"{where}: {over} between {shared.world} ranks of one node, calls back to back, slowest rank, median; "
-            "alpha is the shortest time of any size; compute_slowdown is a layer's operators beside them",
+            "alpha is the shortest time of any size; compute_slowdown is a layer's operators beside them; a "
+            "communicator's bytes are what it took outside torch's allocator once it had played every kind",
         )
     return {**sources, LINK: Source(kind="assumed", text=text)}

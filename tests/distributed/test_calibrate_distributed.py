@@ -108,7 +108,8 @@ def test_two_gpus_measure_their_collectives(tmp_path: Path) -> None:
     profile = codec.read(tmp_path / "two.json", Hardware)
     assert profile.device == "cuda"
     assert {table.kind for table in profile.collectives} == set(collectives.KINDS)
-    assert profile.reserve_bytes["communicators"].value > 0
+    assert profile.communicator_bytes is not None
+    assert profile.communicator_bytes.x == [2.0]
     assert "NCCL" in profile.sources["collectives"].text
 
 

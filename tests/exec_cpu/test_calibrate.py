@@ -6,7 +6,7 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
-from itertools import product
+from itertools import pairwise, product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -17,12 +17,12 @@ import torch
 from memo_exec.calibrate import _operators, calibrate
 from memo_exec.kernels import FUSED, KERNELS
 from memo_exec.machine import this_machine
-from memo_exec.probes import clocks, memory, timing
+from memo_exec.probes import clocks, copy_rates, memory, timing
 from memo_exec.probes import grid as grids
 from memo_exec.probes.copies import Lanes
 from memo_exec.probes.copy_rates import Copies
 from memo_exec.probes.operators import Bench, operators_of
-from memo_exec.probes.profile import Found, profile_of
+from memo_exec.probes.profile import Found, Shared, profile_of
 from memo_exec.probes.tables import Timed, attention_tables, gemm_tables, rowwise_curves
 from memo_exec.probes.timing import Effort, Sample, back_to_back, of_passes, sample_of
 from memo_sim.contract import codec
@@ -97,15 +97,18 @@ def test_copies_and_slowdown_are_plausible(profile: Hardware) -> None:
 
 def test_progress_reaches_its_end() -> None:
     seen: list[tuple[int, int]] = []
-    calibrate(grid=replace(FEW, beside_s=0.01), progress=lambda done, total: seen.append((done, total)))
+    calibrate(grid=replace(FEW, beside_s=0.01, budget_s=0.0), progress=lambda done, total: seen.append((done, total)))
     assert seen[-1][0] == seen[-1][1]
     assert [done for done, _ in seen] == sorted(done for done, _ in seen)
+    assert {total for _, total in seen} == {seen[-1][1]}
+    last = [done for done, _ in seen][-1 - copy_rates.measurements(FEW) :]
+    assert [b - a for a, b in pairwise(last)] == [1] * (len(last) - 1)  # the copies' too, which take longest
 
 
 def test_a_busy_machine_is_told_of_and_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[str] = []
     monkeypatch.setattr(os, "getloadavg", lambda: (100.0 + (os.cpu_count() or 1), 0.0, 0.0))
-    found = calibrate(grid=replace(FEW, beside_s=0.01), note=told.append)
+    found = calibrate(grid=replace(FEW, beside_s=0.01, budget_s=0.0), note=told.append)
     assert found is not None
     begins, warning = told
     assert "load 1" in begins
@@ -319,18 +322,32 @@ def test_without_nvidia_smi_the_clocks_are_not_known(tmp_path: Path, monkeypatch
     assert nothing == {}
 
 
-def test_the_peak_of_a_known_device_is_the_data_sheets(profile: Hardware) -> None:
+def found_on(profile: Hardware, name: str) -> Found:
+    """Return what a GPU's probes might find, with the copies of ``profile``."""
     timed = [Timed.of(Gemm(64, 32, 16, "fprop", "bf16"), Sample(1.0, 0.1), 0.0)]
     timed += [Timed(Rowwise("copy", 10, 600, 400), 1.0, 0.0)]
-    machine = replace(this_machine(), device="cuda", name="NVIDIA H200")
+    machine = replace(this_machine(), device="cuda", name=name)
     copies = Copies({Lane.D2H: profile.d2h, Lane.H2D: profile.h2d}, profile.compute_slowdown["copy"], 1e9)
     sample = Sample(1e-3, 0.1)
     blocks = memory.Allocation(sample, sample, sample, sample)
-    found = profile_of(Found(machine, timed, copies, sample, blocks, sample, sample, {"context": 1}), None, None)
+    return Found(machine, timed, copies, sample, blocks, sample, sample, {"context": 1})
+
+
+def test_the_peak_of_a_known_device_is_the_data_sheets(profile: Hardware) -> None:
+    found = profile_of(found_on(profile, "NVIDIA H200"), None, None)
     assert found.peak_flops["bf16"].value == 989e12
     assert found.sources["datasheet"].kind == "datasheet"
     assert found.host_alloc_bytes_per_s is not None
     assert found.name == "nvidia-h200"
+    assert found.communicator_bytes is None
+
+
+@pytest.mark.parametrize(("taken", "wanted"), [({4: 9, 2: 5}, ([2.0, 4.0], [5.0, 9.0])), ({2: 0, 4: 0}, None)])
+def test_a_communicators_memory_goes_by_its_ranks(
+    profile: Hardware, taken: dict[int, int], wanted: tuple[list[float], list[float]] | None
+) -> None:
+    curve = profile_of(found_on(profile, "a GPU"), Shared(4, [], {}, taken), None).communicator_bytes
+    assert (curve and (curve.x, curve.y)) == wanted
 
 
 # The loop: calibrate, plan, run, compare. Three sizes by three policies, as a user would.
