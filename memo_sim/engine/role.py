@@ -201,9 +201,9 @@ class Role:
 
     @property
     def _kinds(self) -> Kinds:
-        names = sorted({i.op for t in self.program.templates for i in t.instructions})
+        names = sorted({_kind(i) for t in self.program.templates for i in t.instructions})
         number = {name: n for n, name in enumerate(names)}
-        return Kinds(names, self.per_instruction(lambda i: number[i.op]).astype(np.int64))
+        return Kinds(names, self.per_instruction(lambda i: number[_kind(i)]).astype(np.int64))
 
     def _stalls_outside(self) -> list[Stall]:
         """Return the kernels of the whole step that stand still for the allocator, and for the host's launches."""
@@ -250,3 +250,8 @@ class Role:
             row[: len(template.instructions)] = [value(i) for i in template.instructions]
         found: Floats = table[self.columns.template, self.columns.position]
         return found
+
+
+def _kind(instruction: Instruction) -> str:
+    """Return what a wait for an instruction is called: the host's cores play operators that kernels play too."""
+    return f"{instruction.op} on the host" if instruction.lane is Lane.HOST else instruction.op

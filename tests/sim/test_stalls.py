@@ -8,19 +8,21 @@ import pytest
 
 from memo_sim.contract.plan import Layout
 from memo_sim.engine.simulate import Simulation
-from memo_sim.program.work import Collective, Handover, Work
+from memo_sim.program.work import Collective, Handover, HostUpdate, Work
 from tests.sim.test_pipeline_engine import LayersAlone
 from tests.sim.toy_machine import run_layout
 
-HANDOVER_S, COLLECTIVE_S = 1e-5, 1e-6
+HANDOVER_S, COLLECTIVE_S, UPDATE_S = 1e-5, 1e-6, 1e-3
 
 
 class WithExchanges(LayersAlone):
-    """Products, attention, hand-overs and collectives take time."""
+    """Products, attention, hand-overs, collectives and the host's updates take time."""
 
     def seconds(self, work: Work) -> float:
         if isinstance(work, Collective):
             return COLLECTIVE_S
+        if isinstance(work, HostUpdate):
+            return UPDATE_S
         return HANDOVER_S if isinstance(work, Handover) else super().seconds(work)
 
 
@@ -70,3 +72,9 @@ def test_a_hand_over_that_is_waited_for_is_called_receive() -> None:
 
 def test_a_plan_of_one_stage_has_no_bubble() -> None:
     assert not any("bubble" in name for name in waits(run(Layout(tp=2, sequence_parallel=True), 4, ("tokenwise", 0.5))))
+
+
+def test_a_wait_for_the_hosts_update_says_where_it_is_played() -> None:
+    waited = waits(run(Layout(), 2, states="host"))
+    assert waited["adamw.decay on the host"] > UPDATE_S
+    assert "adamw.decay" not in waited
