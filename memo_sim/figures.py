@@ -5,8 +5,8 @@
     11a   the longest sequence of three systems on 8 to 64 GPUs, gpt-7b;  11b: their MFU there
     11c   their MFU on 64 GPUs from 1024K to 8192K tokens
 
-SPPO's are in ``sppo_figures.py`` and ``sppo_table.py``. Layouts are searched as for the tables. A length is the longest
-when it fits and the one a step longer does not.
+SPPO's are in ``sppo_figures.py`` and ``sppo_table.py``, METP's in ``metp_figures.py`` and ``metp_table.py``. Layouts
+are searched as for the tables. A length is the longest when it fits and the one a step longer does not.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from memo_sim import sppo_figures, sppo_table
+from memo_sim import metp_figures, metp_table, sppo_figures, sppo_table
 from memo_sim.contract.catalog import load_cluster, load_model
 from memo_sim.contract.errors import Infeasible, UsageError, did_you_mean
 from memo_sim.contract.figure import Figure, Line, Point, XKind, YKind
@@ -305,4 +305,6 @@ FIGURES: dict[str, Callable[[Progress], Figure]] = {
     "11c": _on_64_gpus,
     **sppo_figures.FIGURES,
     **sppo_table.FIGURES,
+    **metp_figures.FIGURES,
+    **metp_table.FIGURES,
 }
