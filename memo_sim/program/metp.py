@@ -11,9 +11,9 @@ that rank r has heads and features r of p. Norms are whole on every rank.
                and of its tokens, K and V pass round (``ring.py``), O += attn(j) W_proj(j) (Algorithms 3 and 5).
                Backward broadcasts again, rebuilds Q, K, V, and reduces the weights' gradients to rank j (4 and 6).
 
-What would have nothing to hide behind is written ahead of what does not need it, or behind it: the first broadcast
-ahead of the norm, the sums' last hop behind attention's first products, the last hop of K's and V's gradients ahead of
-W_proj's gradient, a reduction ahead of the part's last product.
+Last hops have products to hide behind too: the sums' that of the input's gradient in the last step, K's and V's that of
+W_proj's gradient, the last reduction that of the input's gradient. A broadcast has the norm before attention. Memory is
+handed out in program order, so what is born behind an exchange in which a buffer dies waits for it.
 
       p2p         [W 1][W 2]  [W 3]                p2p         [kv 1][kv 2]      [kv 1][kv 2]
       compute     [step 0][step 1][step 2]..       collective  [W(0)][W(1)]  [W(2)]
@@ -169,14 +169,18 @@ class MetpLayer(OperatorWriter):
             read, grad, x = shape.ffn + self.up_width, reads(d_act), reads(self._all("up"))
             op, into = f"{self._activation}.bwd", writes(d_up)
             self.memory_bound("act.bwd", op, tokens, read, self.up_width, grad=grad, x=x, grad_x=into)
-            self._sum_dgrad("ffn_up", d_up, d_norm, hidden, self.up_width, step)
+            last = step == self.ranks - 1
+            if not last:
+                self._sum_dgrad("ffn_up", d_up, d_norm, hidden, self.up_width, step)
             if step == 1:
                 self._clear(self.ffn, step)
             self.wgrad("ffn_down", upstream, self._all("act"), hidden, shape.ffn)
             self.wgrad("ffn_up", d_up, self._all("norm2"), self.up_width, hidden)
             self.bgrad("ffn_up", d_up, self.up_width)
-            if 0 < step < self.ranks - 1:
+            if step:
                 self._pass_sums(step)
+            if last:
+                self._sum_dgrad("ffn_up", d_up, d_norm, hidden, self.up_width, step)
         self._home()
         self._broadcast(0)
         self.bgrad("ffn_down", upstream, hidden)
@@ -197,15 +201,19 @@ class MetpLayer(OperatorWriter):
             self.dgrad("proj", upstream, d_attn, shape.q_width, hidden)
             if not part:
                 self._bring_home()
-            attention.backward(self._part(part), self.decisions, self.inside)
             self._clear(self.attn, part)
+            attention.backward(self._part(part), self.decisions, self.inside)
             self.wgrad("proj", upstream, self._all(f"attn.g{part}"), hidden, shape.q_width)
             ring.arrive(self._part(part), self.decisions, self.inside)
             self.positions_backward(d_qkv)
             self.wgrad("qkv", d_qkv, self._all("norm1"), shape.qkv_width, hidden)
             self.bgrad("qkv", d_qkv, shape.qkv_width)
-            self._reduce(part)
+            last = part == self.ranks - 1  # the others' reductions hide behind the next part
+            if last:
+                self._reduce(part)
             self._sum_dgrad("qkv", d_qkv, d_norm, hidden, shape.qkv_width, part)
+            if not last:
+                self._reduce(part)
         self._home()
         self._norm_backward("norm1", "x", residual_grad="d_resid", out=grad_in)
 
@@ -309,12 +317,7 @@ class MetpLayer(OperatorWriter):
         self.builder.emit(name, "send_recv", self._lane(Lane.P2P), work, send=reads(sent), recv=writes(taken))
 
     def _bring_home(self) -> None:
-        """Write the last hop of the sums, and add what the other ranks have summed to this rank's gradients.
-
-        Memory is handed out in program order, so what is born behind the hop waits for it: it stands behind what it is
-        to run beside, the norms and products that follow the MLP.
-        """
-        self._pass_sums(self.ranks - 1)
+        """Add the sums of the other ranks to this rank's gradients."""
         for run in self.ffn.runs():
             x, size = run.travelling(self.ffn.buffer(self.ranks, sums=True)), DTYPE_BYTES[GRAD_DTYPE] * run.elements
             work = Rowwise("grad.accumulate", run.elements, 2 * size, size)

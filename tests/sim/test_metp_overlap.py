@@ -137,7 +137,7 @@ def long(priced: str, hidden: int = 4096) -> float:
 
 
 def test_every_hop_of_a_long_sequence_hides_the_last_ones_too() -> None:
-    """Sums of the MLP's gradients come home beside attention's first products, those of K and V beside W_proj's.
+    """Sums of the MLP's gradients come home beside its input's gradient, those of K and V beside W_proj's.
 
     The latter are 2 m h2/p2 FLOP against 4 m h/p2 bytes, of any length: h/2 > 1040.
     """
