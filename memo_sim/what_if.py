@@ -15,6 +15,7 @@ from memo_sim.contract.result import Result
 from memo_sim.engine.simulate import Simulation
 from memo_sim.explain import explain, plan_title
 from memo_sim.planning.arena import Arena, arena_of
+from memo_sim.planning.layouts import cuts_sequences
 from memo_sim.planning.presets import Policy
 from memo_sim.planning.question import Question
 from memo_sim.planning.search import Evaluated, SearchResult, play, search
@@ -23,7 +24,8 @@ from memo_sim.program.lower import program_sha256
 PICTURES = (".png", ".svg", ".pdf")
 
 LEAST_EXACT = 3
-"""Plans whose rank is exact however few are listed: the best, the runner-up, and one for a best whose arena fails."""
+"""Plans whose rank is exact however few are listed: the best, the runner-up, and one for a best whose arena fails. Of
+subsequences no more are: a plan takes seconds to play, and others are listed as they come."""
 
 
 @dataclass(frozen=True)
@@ -88,13 +90,15 @@ def what_if(
 ) -> Answer:
     """Return the answer to ``question`` with its ``top`` plans, which are those that evaluating everything would give.
 
-    With ``pareto`` the front is that of the whole space, not only of what was evaluated for the best plans.
+    Where layouts have subsequences, that holds for the first ``LEAST_EXACT``. With ``pareto`` the front is that of the
+    whole space, not only of what was evaluated for the best plans.
 
     Raises:
         Infeasible: when no layout divides the model and the sequence.
         UsageError: when pinned knobs contradict each other or the cluster.
     """
-    found = search(question, keep=max(top, LEAST_EXACT), siblings=True, front=pareto, progress=progress)
+    exact = LEAST_EXACT if cuts_sequences(question) else max(top, LEAST_EXACT)
+    found = search(question, keep=exact, siblings=True, front=pareto, progress=progress)
     simulation, arena = _best_that_fits(question, found)
     best = found.best
     rows = [row(e.decisions, e.prediction, system=_system(e, question)) for e in found.ranked[:top]]

@@ -12,14 +12,17 @@ others, and the first for the last gradient. Every micro-batch passes every stag
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
+from math import inf
 
 from memo_sim.contract.cluster import Cluster
 from memo_sim.contract.hardware import Hardware
 from memo_sim.contract.plan import Decisions
 from memo_sim.contract.units import DTYPE_BYTES
 from memo_sim.costs.pricing import NodeRates
+from memo_sim.engine.layers import step_s_of_few_layers
 from memo_sim.memory.eager import libraries_of
 from memo_sim.planning.passes import Pass, Passes
+from memo_sim.planning.subsequences import PartPrices
 from memo_sim.program.activations import Activations
 from memo_sim.program.instruction import Lane
 from memo_sim.program.optimizer import Optimizer
@@ -28,6 +31,9 @@ from memo_sim.program.shape import shape_of
 from memo_sim.program.stage import stages_of
 from memo_sim.program.subsequence import subsequences_of
 from memo_sim.program.visits import ROUNDING_BUFFERS
+
+ROUNDING = 1e-9
+"""Of a step time that few layers tell: it is that of all layers but for rounding, some 1e-14."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +53,9 @@ class Floors:
         reserve = sum(int(quantity.value) for quantity in hardware.reserve_bytes.values())
         self.device_room_bytes = int(hardware.device_memory_bytes.value) - reserve
         self.host_room_bytes = int((cluster.host_memory_bytes or hardware.host_memory_bytes).value)
-        self._devices_per_node = cluster.devices_per_node
+        self._cluster = cluster
         self.passes = passes or Passes(hardware, cluster)
+        self._prices = PartPrices(hardware, cluster)
         self._hardware = hardware
         rates = NodeRates(hardware, cluster)
         beside = {"copy_s": Lane.D2H, "collective_s": Lane.COLLECTIVE, "p2p_s": Lane.P2P}
@@ -85,14 +92,21 @@ class Floors:
         """Return a floor that costs little: of states, of what is swapped, and of the compute lane of ``keep``.
 
         ``keep``: the same layout's plan that keeps everything, None where that is not at hand. All others compute as
-        much; full recompute plays attention's forward twice.
+        much; full recompute plays attention's forward twice. Subsequences are priced one by one instead: lowering
+        hundreds of them costs seconds.
         """
         device, host = self._states(decisions)
         floor = Floor(0.0, device, (host + self._swapped_bytes(decisions)) * self._local(decisions))
-        if keep is None or self.shortfall_bytes(floor):
+        if self.shortfall_bytes(floor):
             return floor
-        whole, _, layer = self._parts(keep)
-        again = decisions.recompute == "full"
+        if decisions.layout.subsequences > 1:
+            layer = self._layer_of_parts(decisions)
+            whole, again = _times(layer, decisions.model.layers), False
+        elif keep is not None:
+            whole, _, layer = self._parts(keep)
+            again = decisions.recompute == "full"
+        else:
+            return floor
         if decisions.layout.multiplexed:
             return replace(floor, step_s=self._shared_s(_compute(whole, again), decisions.layout.pp))
         return replace(floor, step_s=self._step_s(decisions, _compute(whole, again), _compute(layer, again)))
@@ -100,6 +114,9 @@ class Floors:
     def reach(self, decisions: Decisions, limit_s: float) -> bool:
         """Return whether the plan is known not to fit, or to take ``limit_s`` at least."""
         if self.lack_host(decisions):
+            return True
+        repeated_s = step_s_of_few_layers(decisions, self._hardware, self._cluster) if limit_s < inf else None
+        if repeated_s is not None and repeated_s * (1 - ROUNDING) >= limit_s:
             return True
         floor = self.of(decisions)
         return floor.step_s >= limit_s or self.shortfall_bytes(floor) > 0
@@ -135,7 +152,7 @@ class Floors:
         return layer
 
     def _local(self, decisions: Decisions) -> int:
-        return min(self._devices_per_node, decisions.layout.devices)
+        return min(self._cluster.devices_per_node, decisions.layout.devices)
 
     def _parts(self, decisions: Decisions) -> tuple[Pass, Pass, Pass]:
         """Return a pass of the whole model, of a stage's layers, and what one layer adds (nothing without stages)."""
@@ -145,6 +162,17 @@ class Floors:
         names = [f.name for f in fields(Pass)]
         added = {name: (getattr(whole, name) - getattr(stage, name)) / max(1, layers - held) for name in names}
         return whole, stage, Pass(**added)
+
+    def _layer_of_parts(self, decisions: Decisions) -> Pass:
+        """Return what a layer's kernels take over all subsequences; what joins them, and waits, are left out."""
+        parts = self._prices.parts(decisions)
+        times_s = {
+            "compute_s": sum(part.forward_compute_s + part.backward_compute_s for part in parts),
+            "forward_s": sum(part.forward_compute_s for part in parts),
+            "first_forward_s": parts[0].forward_compute_s,
+            "first_compute_s": parts[0].forward_compute_s + parts[0].backward_compute_s,
+        }
+        return Pass(**{f.name: times_s.get(f.name, 0.0) for f in fields(Pass)})
 
     def _floor(self, decisions: Decisions, whole: Pass, stage: Pass, layer: Pass) -> Floor:
         device, host = self._states(decisions)
@@ -184,7 +212,7 @@ class Floors:
             # The last layer's gradient leaves its pass before the pass has ended: one layer less is waited for.
             around_s += (others - 1) * (layer.first_compute_s - layer.first_forward_s)
         held = layers // layout.pp
-        last = Pass(**{f.name: held * getattr(layer, f.name) for f in fields(Pass)})
+        last = _times(layer, held)
         last = replace(last, compute_s=last.compute_s + whole.head_s)
         return max(mean_s, times * self._busy_s(last) + around_s)
 
@@ -217,6 +245,11 @@ class Floors:
         families = [f for block, kind, count in blocks for f in Optimizer(decisions, block, kind, count).families()]
         device, host = (sum(f.bytes * f.count for f in families if f.space == space) for space in ("device", "host"))
         return device, host
+
+
+def _times(one: Pass, layers: int) -> Pass:
+    """Return the pass of so many layers that are alike."""
+    return Pass(**{f.name: layers * getattr(one, f.name) for f in fields(Pass)})
 
 
 def _compute(one: Pass, attention_again: bool) -> Pass:

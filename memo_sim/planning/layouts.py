@@ -109,6 +109,11 @@ def _subsequences(question: Question) -> tuple[int, ...]:
     return (1,)
 
 
+def cuts_sequences(question: Question) -> bool:
+    """Return whether some layouts of the question have several subsequences."""
+    return any(parts > 1 for parts in _subsequences(question))
+
+
 def _check_degrees(question: Question) -> None:
     """Refuse a pinned degree that the system does not have, and a way of METP's where METP is not."""
     system = find_system(question.system)

@@ -49,6 +49,9 @@ class PartTimes:
     tokens: int
     forward_s: float
     backward_s: float
+    forward_compute_s: float
+    backward_compute_s: float
+    """Of those, what the compute lane alone takes."""
 
 
 class PartPrices:
@@ -91,7 +94,10 @@ class PartPrices:
             self._alone[alone] = (named["layer.fwd"], named["layer.bwd"])
         forward, backward = self._alone[alone]
         pricer = self._pricer(decisions)
-        return PartTimes(tokens, _seconds(forward, pricer, start), _seconds(backward, pricer, start))
+        compute_s = [_seconds(template, pricer, start, Lane.COMPUTE) for template in (forward, backward)]
+        beside_s = [_seconds(template, pricer, start, Lane.COLLECTIVE) for template in (forward, backward)]
+        forward_s, backward_s = (busy + waits for busy, waits in zip(compute_s, beside_s, strict=True))
+        return PartTimes(tokens, forward_s, backward_s, *compute_s)
 
     def _pricer(self, decisions: Decisions) -> Pricer:
         key = (decisions.layout, decisions.kernels.rowwise)
@@ -101,11 +107,11 @@ class PartPrices:
         return self._pricers[key]
 
 
-def _seconds(template: Template, pricer: Pricer, earlier_tokens: int) -> float:
-    """Return what compute and the collectives between its kernels take, with the earlier keys that attention has."""
+def _seconds(template: Template, pricer: Pricer, earlier_tokens: int, lane: Lane) -> float:
+    """Return what one lane takes, with the earlier keys that attention has."""
     total = 0.0
     for instruction in template.instructions:
-        if instruction.lane not in (Lane.COMPUTE, Lane.COLLECTIVE):
+        if instruction.lane is not lane:
             continue
         work = instruction.work
         total += pricer.seconds(work)

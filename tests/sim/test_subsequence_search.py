@@ -51,6 +51,9 @@ def test_no_plan_of_subsequences_goes_below_its_floor(schedule: str, sequences: 
         floor, played = floors.of(decisions), simulate(decisions, hardware, cluster).prediction
         assert played.step_s is not None
         assert 0.4 * played.step_s < floor.step_s <= played.step_s
+        rough = floors.rough(decisions, keep=None)
+        assert 0.4 * played.step_s < rough.step_s <= floor.step_s
+        assert rough.device_bytes <= floor.device_bytes
         assert 0.45 * played.peak_device_bytes < floor.device_bytes <= played.peak_device_bytes
         assert floor.host_bytes_per_node <= played.peak_host_bytes_per_node
 
@@ -68,6 +71,7 @@ def test_floors_hold_for_windows_and_guests(change: str) -> None:
         floor, played = floors.of(decisions), simulate(decisions, hardware, cluster).prediction
         assert played.step_s is not None
         assert 0.4 * played.step_s < floor.step_s <= played.step_s
+        assert 0.4 * played.step_s < floors.rough(decisions, keep=None).step_s <= floor.step_s
         assert 0 < floor.device_bytes <= played.peak_device_bytes
         assert floor.host_bytes_per_node <= played.peak_host_bytes_per_node
 
