@@ -1,33 +1,25 @@
-"""METP's programs: independent checkers, FLOPs, and Tables 1 and 2 of the paper read off buffers and instructions.
+"""METP's programs: independent checkers, FLOPs, and its rows of the paper's Tables 1 and 2 (``paper_layer.py``).
 
-Sizes are the paper's: b sequences of s tokens, hidden h, p ranks; fp32 states (parameters, gradients, two moments: four
-times the weights), no biases. What the paper leaves out stands beside its figures.
+What the paper leaves out stands beside its figures; the other methods' rows are in ``test_metp_rivals.py``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
 from math import log2
 
 import msgspec
 import pytest
 from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from memo_sim.contract.errors import Infeasible
 from memo_sim.contract.model import Model
 from memo_sim.contract.plan import Decisions, Kernels, Layout
-from memo_sim.contract.units import DTYPE_BYTES
-from memo_sim.program.columns import expand
-from memo_sim.program.instruction import BufferClass, Instruction, Mode, Template
-from memo_sim.program.liveness import liveness
+from memo_sim.program.instruction import BufferClass, Mode
 from memo_sim.program.lower import lower
 from memo_sim.program.program import Program
-from memo_sim.program.work import Attention, Collective, Exchange, Gemm
+from memo_sim.program.work import Attention, Gemm
+from tests.sim.paper_layer import Sizes, elements, peak_elements, sent, sizes, template
 from tests.sim.small_programs import GPT, LLAMA, POLICIES, decide, faults_of
-
-FP32 = DTYPE_BYTES["fp32"]
 
 
 def metp(ranks: int, **more: object) -> Layout:
@@ -113,78 +105,6 @@ def test_ranks_do_the_whole_models_work_and_two_products_again(model: Model, ran
     assert found == pytest.approx(alone + decisions.micro_batches * model.layers * rebuilt, rel=1e-12)
 
 
-@dataclass(frozen=True)
-class Sizes:
-    """A layer of the paper: b, s, h, p, and its program under a layout."""
-
-    b: int
-    s: int
-    h: int
-    p: int
-
-    def program(self, **layout: object) -> Program:
-        heads = self.h // 16
-        model = Model(
-            name="paper",
-            family="gpt",
-            layers=1,
-            hidden=self.h,
-            heads=heads,
-            kv_heads=heads,
-            head_dim=16,
-            ffn_hidden=4 * self.h,
-            vocab=64,
-            tied_embeddings=True,
-        )
-        decisions = Decisions(
-            model=model,
-            layout=Layout(**layout),  # type: ignore[arg-type]
-            seq_tokens=self.s,
-            micro_batch=self.b,
-            global_batch=self.b,
-            dtype="fp32",
-        )
-        return lower(decisions)[0]
-
-    @property
-    def bsh(self) -> int:
-        return self.b * self.s * self.h
-
-
-@st.composite
-def sizes(draw: st.DrawFn) -> Sizes:
-    p = draw(st.sampled_from([2, 4, 8]))
-    s, h = 2 * p * draw(st.integers(1, 40)), 16 * p * draw(st.integers(1, 4))
-    return Sizes(draw(st.integers(1, 3)), s, h, p)
-
-
-def of_layer(program: Program) -> Iterator[Instruction]:
-    """Yield the layer's instructions, forward and backward, and what gathers and scatters its parameters."""
-    for name, instruction in program.walk():
-        if "/l0/" in name:
-            yield instruction
-
-
-def sent(program: Program, kind: str, prefixes: tuple[str, ...] = ("",)) -> float:
-    """Elements (fp32) that the layer's exchanges of a kind name, whole tensors as the work counts them."""
-    found = 0
-    for instruction in of_layer(program):
-        work, name = instruction.work, instruction.name.partition("/")[2]
-        what = work.kind if isinstance(work, Collective) else "send_recv" if isinstance(work, Exchange) else ""
-        if what == kind and name.startswith(prefixes):
-            found += work.bytes  # type: ignore[union-attr]
-    return found / FP32
-
-
-def elements(template: Template, slot: str) -> int:
-    (family,) = (f for f in template.own if f.name == slot)
-    return family.tokens * family.features
-
-
-def template(program: Program, name: str) -> Template:
-    return next(t for t in program.templates if t.name == name)
-
-
 @given(size=sizes())
 @settings(max_examples=15, deadline=None)
 def test_table_1_of_metp(size: Sizes) -> None:
@@ -221,24 +141,6 @@ def test_states_and_what_is_kept_are_the_tables(size: Sizes) -> None:
     assert sum(f.tokens * f.features for f in lse) * p == size.b * size.s * h // 16
 
 
-def peak_elements(program: Program, name: str, first: str, last: str) -> tuple[int, set[str]]:
-    """Most elements of a template's own buffers between two instructions of its first instance, and their names."""
-    lives, number, found = liveness(program, expand(program)), 0, (0, set[str]())
-    families = program.all_families
-    for instance in program.instances:
-        played = program.templates[instance.template]
-        if played.name == name:
-            names = [i.name.partition("/")[2] for i in played.instructions]
-            for at in range(number + names.index(first), number + names.index(last) + 1):
-                here = [i for i in range(len(lives.bytes)) if lives.birth[i] <= at <= lives.death[i]]
-                own = [i for i in here if families[lives.family[i]].name.startswith(f"{name}/")]
-                total = sum(int(lives.bytes[i]) for i in own) // FP32
-                found = max(found, (total, {families[lives.family[i]].name.partition("/")[2] for i in own}))
-            return found
-        number += len(played.instructions)
-    raise KeyError(name)
-
-
 def test_the_mlps_peak_is_the_papers_and_what_it_leaves_out() -> None:
     """T has 4 bsh/p2 beside the bsh/p kept; left out: f's result, the norm's output, the sum, and arriving weights."""
     size = Sizes(2, 1024, 128, 4)
@@ -247,40 +149,6 @@ def test_the_mlps_peak_is_the_papers_and_what_it_leaves_out() -> None:
     assert names == {"up", "act", "norm2", "down_out", "ffn.weights0", "ffn.weights1"}
     left_out = 4 * bsh // p**2 + 2 * bsh // p + 2 * 8 * h * h // p
     assert found == 4 * bsh // p**2 + left_out
-
-
-def test_megatrons_columns() -> None:
-    """Five gathers and scatters of a whole bsh a half (Tables 1 and 2), and a whole bsh gathered at the peak."""
-    size = Sizes(1, 512, 64, 2)
-    program = size.program(tp=2, sequence_parallel=True)
-    share = (size.p - 1) / size.p
-    moved = (sent(program, "all_gather") + sent(program, "reduce_scatter")) * share
-    assert moved == 2 * 5 * share * size.bsh
-    gathered = elements(template(program, "layer.fwd.last"), "fwd.norm1_full")
-    (qkv,) = (f for f in program.families if f.name == "skeletal.qkv")
-    (x,) = (f for f in program.families if f.name == "skeletal.x")
-    table = gathered + qkv.tokens * qkv.features + x.tokens * x.features
-    assert table == 4 * size.bsh // size.p + size.bsh
-    # Equation 10: METP's input, attention's output and Q, K, V of a part, against that.
-    ours = size.program(metp=size.p)
-    part = elements(template(ours, "layer.fwd.last"), "qkv")
-    kept = [f for f in ours.families if f.name == "skeletal.x" or f.name.startswith("skeletal.attn.")]
-    ratio = (sum(f.tokens * f.features for f in kept) + part) / table
-    assert ratio == pytest.approx((3 + 2 * size.p) / (size.p * (4 + size.p)))
-    assert 1 - ratio == pytest.approx(0.417, abs=0.001)
-
-
-def test_ulysses_under_zero_3_and_the_ring() -> None:
-    """Both rows of FSDP+Ulysses together; the ring has 6 (p-1)/p bsh, where RSA's all-reduces of dK and dV make 8."""
-    size = Sizes(1, 512, 64, 2)
-    p, h, bsh = size.p, size.h, size.bsh
-    program = size.program(ulysses=p, zero=3)
-    share = (p - 1) / p
-    norms = 3 * 4 * h
-    moved = (sent(program, "all_gather") + sent(program, "reduce_scatter")) * share
-    assert moved == share * ((24 + 12) * h * h + norms)
-    assert sent(program, "all_to_all") * share == 8 * (p - 1) / p**2 * bsh
-    assert sent(size.program(cp=p), "send_recv") == 6 * (p - 1) / p * bsh
 
 
 def test_a_rank_reads_nothing_of_a_step_before_it_has_arrived() -> None:
