@@ -117,7 +117,11 @@ class Simulation:
         )
         self._share_host()
         self.steady = self._repeat()
-        self.prediction = self._fits() if self.memory.fault is None else self._does_not_fit()
+
+    @cached_property
+    def prediction(self) -> Prediction:
+        """What a step takes, or why the plan does not fit."""
+        return self._fits() if self.memory.fault is None else self._does_not_fit()
 
     def _repeat(self) -> bool:
         """Let a window of every role stand for what is not played; return whether it was seen to be steady.
@@ -231,6 +235,11 @@ class Simulation:
     def recompute_share(self) -> float:
         """Fraction of the step's compute seconds, each kernel alone, that rebuild activations."""
         return 1.0 - self.pace.compute_s_without_recompute / self.pace.compute_s
+
+    @property
+    def own_rebuild_share(self) -> float:
+        """Of that, what METP rebuilds whatever is recomputed (``Role.own_rebuild_s``)."""
+        return self.pace.own_rebuild_s / self.pace.compute_s
 
     @property
     def layer_forward_s(self) -> float:
