@@ -9,7 +9,7 @@ from memo_sim.contract.hardware import DISTURBED
 from memo_sim.contract.plan import Decisions, Prediction
 from memo_sim.contract.units import counted, format_bytes, format_seconds, format_tokens
 from memo_sim.engine.simulate import ALLOCATOR, Simulation
-from memo_sim.explain_subsequences import subsequences
+from memo_sim.explain_subsequences import heuristic, subsequences
 from memo_sim.planning.arena import Arena
 from memo_sim.planning.outcome import Evaluated, SearchResult
 from memo_sim.planning.presets import KEEP, PARTIAL_SWAP, TOKENWISE, Policy, find_system
@@ -40,6 +40,7 @@ def explain(
     lines += [
         *_pipeline(simulation),
         *subsequences(found, simulation),
+        *heuristic(question, found),
         *_sharding(simulation),
         *_ulysses(simulation),
         *_alpha(found),
@@ -106,11 +107,14 @@ def _binding(simulation: Simulation) -> str:
 
 def _recompute(found: SearchResult, simulation: Simulation) -> list[str]:
     """Say what part of a busy compute lane is work done twice, and what keeps it from being swapped instead."""
-    share = simulation.recompute_share
+    share, own = simulation.recompute_share, simulation.own_rebuild_share
     if share < SMALLEST_SHARE:
         return []
-    why = _why_no_more_is_swapped(found)
-    return [f"Recompute is {share:.1%} of compute seconds{': ' if why else ''}{why}."]
+    why = _why_no_more_is_swapped(found) if share - own >= SMALLEST_SHARE else ""
+    metp = f", {own:.1%} METP's own: Q, K, V and the MLP's activations in backward" if own >= SMALLEST_SHARE else ""
+    return [
+        f"Recompute is {share:.1%} of compute seconds{metp}{': ' if why and not metp else '; ' if why else ''}{why}."
+    ]
 
 
 def _why_no_more_is_swapped(found: SearchResult) -> str:

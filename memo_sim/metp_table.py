@@ -30,7 +30,8 @@ RING = "metp"
 
 def played(job: Job, seq_tokens: int, sequences: int = 1) -> Simulation:
     """Return a step of ``job``, played."""
-    return simulate(job.decisions(seq_tokens, sequences), *reversed(load_cluster(f"a100-1x{job.devices}")))
+    cluster, hardware = load_cluster(f"a100-1x{job.devices}")
+    return simulate(job.decisions(seq_tokens, sequences), hardware, cluster)
 
 
 @dataclass(frozen=True, slots=True)

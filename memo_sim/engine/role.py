@@ -30,6 +30,10 @@ from memo_sim.program.work import Collective, Copy, Handover, Work
 
 RECOMPUTE_PHASE = "rec/"
 
+BACKWARD_PHASE = "bwd/"
+OF_A_FORWARD = frozenset({"linear", "qk_norm", "rotary", "gelu", "swiglu"})
+"""Operators that a backward pass has only where its layout builds again what it never keeps: METP."""
+
 ALLOCATOR = "allocator"
 """What a kernel waits for when PyTorch's caching allocator calls the device."""
 
@@ -120,7 +124,13 @@ class Role:
     def compute_s_without_recompute(self) -> float:
         """Seconds of the step's compute, were nothing rebuilt: a bound that no share of swapped tokens can beat."""
         kept = self.per_instruction(lambda i: float(i.lane == Lane.COMPUTE and not i.name.startswith(RECOMPUTE_PHASE)))
-        return float(np.sum(self.seconds * self.weights * kept))
+        return float(np.sum(self.seconds * self.weights * kept)) - self.own_rebuild_s
+
+    @property
+    def own_rebuild_s(self) -> float:
+        """Seconds of the step's compute in which METP's backward makes Q, K, V and the MLP's activations again."""
+        again = self.per_instruction(lambda i: float(i.name.startswith(BACKWARD_PHASE) and i.op in OF_A_FORWARD))
+        return float(np.sum(self.seconds * self.weights * again))
 
     @property
     def layer_forward_s(self) -> float:

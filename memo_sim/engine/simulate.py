@@ -242,6 +242,11 @@ class Simulation:
         return self.pace.own_rebuild_s / self.pace.compute_s
 
     @property
+    def own_rebuild_share(self) -> float:
+        """Of that, what METP rebuilds whatever is recomputed (``Role.own_rebuild_s``)."""
+        return self.pace.own_rebuild_s / self.pace.compute_s
+
+    @property
     def layer_forward_s(self) -> float:
         """Seconds a middle layer's forward holds the compute lane (``Role.layer_forward_s``)."""
         return self.pace.layer_forward_s

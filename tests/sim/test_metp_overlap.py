@@ -149,3 +149,12 @@ def test_of_broadcasts_and_reductions_each_passs_first_alone_is_waited_for() -> 
     """As in the paper, where norms take no time; the last reduction hides behind the product that follows it."""
     first_s = log2(RANKS) * 2 * 4 * 4096**2 / RANKS / LINK
     assert long(TO_ALL) - long("nothing") == pytest.approx(2 * first_s, rel=1e-9)
+
+
+def test_what_metp_builds_again_counts_as_recompute() -> None:
+    """Of 12 h^2 weights a layer W_qkv and W_in are multiplied four times, the others and the classifier three times."""
+    hidden, vocab = 1024, 64
+    found = played(16384, Ideal(hidden, "nothing", attention=False), hidden)
+    rebuilt = (3 + 4) * hidden**2
+    assert found.recompute_share == pytest.approx(rebuilt / (rebuilt + 3 * (12 * hidden**2 + vocab * hidden)), rel=1e-9)
+    assert found.own_rebuild_share == pytest.approx(found.recompute_share, rel=1e-9)
