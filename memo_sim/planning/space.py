@@ -22,6 +22,7 @@ from memo_sim.program.head_groups import fewest_head_groups
 from memo_sim.program.library_results import beside_arena, groups_beside
 from memo_sim.program.metp_limits import check_metp
 from memo_sim.program.partition import partition
+from memo_sim.program.ranks import ENDS, degree
 from memo_sim.program.rsa_limits import check_rsa
 from memo_sim.program.shape import Shape, shape_of, swap_granule
 from memo_sim.program.stage import stages_of
@@ -153,10 +154,8 @@ def candidates(question: Question) -> tuple[list[Candidate], list[str]]:
 
 
 def _overlap(question: Question, layout: Layout) -> Overlap:
-    """Return what of ZeRO runs beside compute: nothing without replicas, and the system's own not beside METP."""
-    if layout.replicas == 1:
-        return "none"
-    return question.overlap if layout.metp == 1 else question.pins.overlap or "none"
+    """Return what of ZeRO runs beside compute: nothing where no block of parameters has replicas."""
+    return question.overlap if degree(ENDS, layout) > 1 else "none"
 
 
 def _whole_mlp(question: Question, layout: Layout) -> bool:

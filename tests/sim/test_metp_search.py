@@ -42,10 +42,18 @@ def test_it_can_be_pinned_where_its_lowering_goes(system: str) -> None:
     found, refused = candidates(ask(system, metp=4))
     assert {c.base.layout.metp for c in found} == {4}
     assert refused == []  # nothing is tried that has no lowering beside it
-    assert {c.base.overlap for c in found} == {"none"}
+    assert {c.base.overlap for c in found} == {SYSTEMS[system].overlap}
     assert {(c.base.layout.tp, c.base.layout.cp, c.base.layout.ulysses) for c in found} == {(1, 1, 1)}
     assert {c.base.layout.zero for c in found} == set(SYSTEMS[system].zeros)
     assert not any(c.base.mlp_chunk_tokens for c in found)
+
+
+def test_reductions_of_embedding_and_head_can_run_beside_compute_without_dp() -> None:
+    found, refused = candidates(ask("metp", metp=8, overlap="both"))
+    assert refused == []
+    assert {(c.base.layout.dp, c.base.overlap) for c in found} == {(1, "both")}
+    alone, _ = candidates(ask("any", tp=8, overlap="both"))
+    assert {c.base.overlap for c in alone} == {"none"}
 
 
 def test_stages_beside_it_are_played_in_orders_that_it_has() -> None:
