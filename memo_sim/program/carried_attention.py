@@ -3,13 +3,15 @@
 A layer has one buffer of keys and values for the whole micro-batch, ``carried.kv``. Each subsequence writes its rows of
 it and keeps its queries apart (``q``, in the place of the packed Q, K, V). The causal square over its own rows and one
 call without a mask over all rows before merge by log-sum-exp. Backward goes from the last subsequence to the first, and
-sums gradients of keys and values in ``carried.d_kv``, in fp32, for there may be hundreds of terms: the last one writes
-all of its rows, the others add to those that they attend to. Kernels write a block of keys at a time aside, in the
-plan's dtype. When a subsequence has added its own square, its rows are complete, and join its queries' gradients.
+sums gradients of keys and values in ``carried.d_kv``: the last one writes all of its rows, the others add to those that
+they attend to. When a subsequence has added its own square, its rows are complete, and join its queries' gradients.
 
     carried.kv     |    s0    |   s1   | s2 |             carried.d_kv   |    s0    |   s1   | s2 |
     forward s1      `- before -'`square'                  backward s2     `w before -'-------'`w sq'
                                                           backward s1     `+ before -'`+ sq -' -> complete, joined
+
+There may be hundreds of terms, so sums are fp32. Kernels write theirs aside in the plan's dtype, of one run of earlier
+subsequences at a time (``Shape.sums``). Each run has a buffer of sums, which is free when its rows are complete.
 
 Keys and values are read by every later subsequence, forward and backward, so they stay on the device (SPPO's type 0);
 the other skeletal tensors are read in their own backward alone (type 1), and may travel to the host.
@@ -17,9 +19,10 @@ the other skeletal tensors are read in their own backward alone (type 1), and ma
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Literal
 
-from memo_sim.contract.plan import SWAP_GRANULE_TOKENS, Decisions
+from memo_sim.contract.plan import Decisions
 from memo_sim.contract.units import DTYPE_BYTES
 from memo_sim.program.attention_part import (
     Part,
@@ -38,10 +41,8 @@ from memo_sim.program.work import Rowwise
 
 KV, D_KV = "carried.kv", "carried.d_kv"
 SUM_DTYPE: Literal["fp32"] = "fp32"
-"""What gradients are summed in: by one subsequence after the other, and by one block of keys after the other."""
+"""What gradients are summed in: of keys over subsequences, of queries over runs of keys."""
 ASIDE = "d_kv.part"
-KEY_BLOCKS = 8
-"""Of a whole sequence, the most that backward takes earlier keys in: what is written aside is an eighth of them."""
 BEHIND = "behind.d_kv"
 """Starts the names of what others, who play the rows behind these, add to these rows' gradients (``guest.py``)."""
 KEY_PART, MERGE = "attn.before", "attn.merge"
@@ -51,9 +52,22 @@ def families(decisions: Decisions, shape: Shape, count: int) -> list[Family]:
     """Return the buffers of keys and values and of their gradients, ``count`` of each; none for a whole micro-batch."""
     if not shape.carried:
         return []
-    rows, width = shape.carried, 2 * shape.kv_width
-    dtypes = {KV: decisions.dtype, D_KV: SUM_DTYPE}
-    return [Family(name, BufferClass.CARRIED, dtype, rows, width, count) for name, dtype in dtypes.items()]
+    kind, width = BufferClass.CARRIED, 2 * shape.kv_width
+    sums = [Family(rows.slot, kind, SUM_DTYPE, rows.tokens, width, count) for _, rows in sums_of(shape)]
+    return [Family(KV, kind, decisions.dtype, shape.carried, width, count), *sums]
+
+
+def sums_of(shape: Shape, first: int = 0, tokens: int | None = None) -> list[tuple[int, Rows]]:
+    """Return where gradients of the carried rows [first, first + tokens) are summed, all rows unless said otherwise.
+
+    Run by run: the first of the rows, and the rows of that run's buffer.
+    """
+    end, ends = shape.carried if tokens is None else first + tokens, shape.sums or (shape.carried,)
+    return [
+        (begun, Rows(f"{D_KV}.{i}" if shape.sums else D_KV, begun - before, until - begun))
+        for i, (before, after) in enumerate(pairwise((0, *ends)))
+        if (begun := max(first, before)) < (until := min(end, after))
+    ]
 
 
 def bind(builder: TemplateBuilder, found: dict[str, Family], shape: Shape, *, gradients: bool) -> None:
@@ -61,7 +75,8 @@ def bind(builder: TemplateBuilder, found: dict[str, Family], shape: Shape, *, gr
     if shape.carried:
         builder.bind(found[KV], slot=KV)
         if gradients:
-            builder.bind(found[D_KV], slot=D_KV)
+            for _, rows in sums_of(shape, 0, shape.start + shape.tokens):
+                builder.bind(found[rows.slot], slot=rows.slot)
             for name in [name for name in found if name.startswith(BEHIND)]:
                 builder.bind(found[name], slot=name)
 
@@ -107,15 +122,14 @@ def forward(builder: TemplateBuilder, decisions: Decisions, shape: Shape) -> Non
 
 def backward(builder: TemplateBuilder, decisions: Decisions, shape: Shape) -> None:
     """Write attention backward: reads ``q``, ``carried.kv``, ``attn``, ``lse``, ``d_attn``; writes ``d_qkv``."""
-    mine, several = _own(D_KV, shape), shape.start > 0
-    d_q = builder.own(
-        "d_q", BufferClass.TRANSIENT, SUM_DTYPE if several else decisions.dtype, shape.tokens, shape.q_width
-    )
-    if several:
+    ((_, mine),), earlier = sums_of(shape, shape.start, shape.tokens), sums_of(shape, 0, shape.start)
+    longest = max((rows.tokens for _, rows in earlier), default=0)
+    dtype = SUM_DTYPE if earlier else decisions.dtype
+    d_q = builder.own("d_q", BufferClass.TRANSIENT, dtype, shape.tokens, shape.q_width)
+    if earlier:
         own_d_q(builder, decisions, shape)
-    blocks = _earlier(builder, decisions, shape)
     if not _direct(builder, decisions, shape):
-        rows = max((shape.tokens, *(block.tokens for block in blocks)))
+        rows = max(shape.tokens, longest)
         builder.own(ASIDE, BufferClass.TRANSIENT, decisions.dtype, rows, 2 * shape.kv_width)
     work = attention_work(decisions, shape, shape.tokens, shape.tokens, "causal", backward=True)
     queries = builder.all(d_q)
@@ -138,46 +152,24 @@ def backward(builder: TemplateBuilder, decisions: Decisions, shape: Shape) -> No
     if into_q != queries:
         put(builder, "d_q.put", into_q, queries)
     _sum(builder, decisions, shape, "", into, mine)
-    for i, block in enumerate(blocks):
-        _before_backward(builder, decisions, shape, block, f".k{i}" if len(blocks) > 1 else "", blocks[0].tokens)
-    size = shape.tokens * shape.qkv_width * DTYPE_BYTES[decisions.dtype]
+    for run, (first, rows) in enumerate(earlier):
+        part = Part(Rows(KV, first, rows.tokens), suffix=f".k{run}" if len(earlier) > 1 else "")
+        written = _written(builder, decisions, shape, rows)
+        part_backward(builder, decisions, shape, part, f"{KEY_PART}.bwd", into=written, most_keys=longest)
+        add(builder, decisions, f"d_q.add{part.suffix}", builder.all("d_q.part"), queries)
+        _sum(builder, decisions, shape, f".before{part.suffix}", written, rows)
     summed = _with_behind(builder, decisions, mine)
     given = sum(rows.tokens * builder.row_bytes(rows.slot) for rows in (queries, summed))
+    joined = shape.tokens * shape.qkv_width * DTYPE_BYTES[decisions.dtype]
     builder.emit(
         "qkv.join",
         "qkv.join",
         Lane.COMPUTE,
-        Rowwise("qkv.join", shape.tokens, given, size),
+        Rowwise("qkv.join", shape.tokens, given, joined),
         grad_q=reads(queries),
         grad_kv=reads(summed),
         grad_qkv=writes(builder.all("d_qkv")),
     )
-
-
-def _earlier(builder: TemplateBuilder, decisions: Decisions, shape: Shape) -> list[Rows]:
-    """Return the earlier keys in the row blocks that backward takes at once.
-
-    What a kernel writes aside is as long as a block. None is shorter than the subsequence: so each call's grid of keys
-    is at least as large as the causal square's.
-    """
-    most = max(shape.tokens, -(-shape.carried // KEY_BLOCKS))
-    if _direct(builder, decisions, shape) or shape.start <= most:
-        return [Rows(KV, 0, shape.start)] if shape.start else []
-    count = -(-shape.start // most)
-    rows = -(-shape.start // (count * SWAP_GRANULE_TOKENS)) * SWAP_GRANULE_TOKENS
-    return [Rows(KV, first, min(rows, shape.start - first)) for first in range(0, shape.start, rows)]
-
-
-def _before_backward(  # noqa: PLR0917 - which block, its name's end, and how long the longest is
-    builder: TemplateBuilder, decisions: Decisions, shape: Shape, keys: Rows, suffix: str, most: int
-) -> None:
-    """Write the backward of the call over a block of earlier keys."""
-    into = Rows(D_KV, keys.first, keys.tokens)
-    written = _written(builder, decisions, shape, into)
-    part = Part(keys, suffix=suffix)
-    part_backward(builder, decisions, shape, part, f"{KEY_PART}.bwd", into=written, most_keys=most)
-    add(builder, decisions, f"d_q.add{suffix}", builder.all("d_q.part"), builder.all("d_q"))
-    _sum(builder, decisions, shape, f".before{suffix}", written, into)
 
 
 def _last(shape: Shape) -> bool:
@@ -187,7 +179,7 @@ def _last(shape: Shape) -> bool:
 
 def _direct(builder: TemplateBuilder, decisions: Decisions, shape: Shape) -> bool:
     """Whether kernels can write gradients of keys and values where they belong: the first term, in their own dtype."""
-    return _last(shape) and builder.dtype(D_KV) == decisions.dtype
+    return _last(shape) and builder.dtype(sums_of(shape)[0][1].slot) == decisions.dtype
 
 
 def _written(builder: TemplateBuilder, decisions: Decisions, shape: Shape, into: Rows) -> Rows:

@@ -56,7 +56,7 @@ class Guest:
         )
         rows = piece.shape(shape)
         # A guest's keys and values end with its own rows, which nothing else adds gradients to before it does.
-        self.shape = replace(rows, carried=rows.start + rows.tokens)
+        self.shape = replace(rows, carried=rows.start + rows.tokens, sums=())
         played = Subsequence(task.subsequence, decisions.layout.subsequences, self.shape, self.shape, 0)
         self.passing = Passing(self.decisions, played, home, 1, blocks={"layer": block}, made={})
         self.layers = len(home.layers)

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from memo_sim.contract.plan import Decisions
 from memo_sim.program.attention_part import add
 from memo_sim.program.builder import Rows, TemplateBuilder
-from memo_sim.program.carried_attention import D_KV, KV
+from memo_sim.program.carried_attention import KV, sums_of
 from memo_sim.program.guest_message import TO_GUEST, TO_HOME, Link, Range
 from memo_sim.program.instruction import BufferClass, Family
 from memo_sim.program.multiplex import Task
@@ -58,7 +58,7 @@ class Home:
         """Yield its side of everything that is handed over, and the sums."""
         out = "head.x" if self.stage.last else "stage.out"
         for link in self.links:
-            stage = link.piece.stage
+            stage, ((_, own),) = link.piece.stage, sums_of(self.shape, *link.own)
             sides: dict[str, tuple[str, str, Range | None]] = {
                 "x": ("stage.x", "stage.x", link.shard),
                 "params": ("params.layer", "params", None),
@@ -68,7 +68,7 @@ class Home:
                 "grad": ("grad.x", "grad_out", link.shard),
                 "again": ("params.layer", "params", None),
                 "kept": (KV, KV, link.known),
-                "d_kv": (D_KV, D_KV, link.own),
+                "d_kv": (own.slot, own.slot, (own.first, own.tokens)),
                 "d_kv.before": (self._aside("d_kv", stage), "aside", None),
                 "grads": (self._aside("grads", stage), "aside", None),
                 "grad_in": ("grad.x", "grad_in", link.shard),
@@ -80,14 +80,17 @@ class Home:
             yield self._sums(link, found)
 
     def _sums(self, link: Link, found: Families) -> TemplateBuilder:
+        """Return the template that adds what a guest has computed, of earlier keys run by run."""
         stage = link.piece.stage
         builder = TemplateBuilder(f"bwd.add.{stage}", "guest")
-        targets = {"d_kv": (D_KV, D_KV, link.before), "grads": ("grads.layer", "grads", None)}
-        for what, (family, slot, rows) in targets.items():
-            if what == "d_kv" and not link.exists("d_kv.before"):
-                continue
-            builder.bind(found[family], slot=slot)
-            builder.bind(found[self._aside(what, stage)], slot=f"aside.{what}")
-            part, into = builder.all(f"aside.{what}"), Rows(slot, *rows) if rows else builder.all(slot)
-            add(builder, self.decisions, f"{what}.add.{stage}", part, into)
+        before = sums_of(self.shape, *link.before) if link.exists("d_kv.before") else []
+        for run, (first, rows) in enumerate(before):
+            builder.bind(found[rows.slot], slot=rows.slot)
+            if not run:
+                builder.bind(found[self._aside("d_kv", stage)], slot="aside.d_kv")
+            part = Rows("aside.d_kv", first, rows.tokens)
+            add(builder, self.decisions, f"d_kv.add.{stage}{f'.k{run}' if len(before) > 1 else ''}", part, rows)
+        builder.bind(found["grads.layer"], slot="grads")
+        builder.bind(found[self._aside("grads", stage)], slot="aside.grads")
+        add(builder, self.decisions, f"grads.add.{stage}", builder.all("aside.grads"), builder.all("grads"))
         return builder

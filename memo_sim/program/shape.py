@@ -45,6 +45,8 @@ class Shape:
     """The micro-batch's tokens before these, where these are a subsequence of it (``subsequence.py``)."""
     carried: int = 0
     """Tokens of the whole micro-batch, whose keys and values are carried; 0 where it is not cut into subsequences."""
+    sums: tuple[int, ...] = ()
+    """Ends of the runs of them whose gradients are summed in a buffer each; all in one where there are none."""
 
     metp: int = 1
     ring: Literal["cp", "metp"] = "cp"

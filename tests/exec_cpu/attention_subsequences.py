@@ -1,8 +1,8 @@
-"""Attention over subsequences by hand, call by call: what a lowered program plays, on any device.
+"""Attention over subsequences alone: the instructions that a lowered program has for it, played on any device.
 
-Subsequence i has its queries, the keys and values of the whole sequence lie in one carried tensor. Forward: the causal
-square over its own rows, one part without a mask against all earlier keys, merged. Backward goes from the last to the
-first; what each adds to the gradients of earlier keys and values lies in a second carried tensor.
+What a layer's forward and backward templates say of attention is played template by template, forward from the first
+subsequence to the last and back again, on queries, keys, values and output gradients that a test chooses. Buffers that
+templates share are kept between them; every tensor is NaN until a kernel has written it.
 """
 
 from __future__ import annotations
@@ -13,13 +13,17 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor
 
+from memo_exec.kernels import KERNELS, Call, Context
 from memo_exec.memory.dtypes import TORCH_DTYPES
 from memo_sim.contract.hardware import DtypeName
+from memo_sim.contract.model import Model
 from memo_sim.contract.plan import Kernels, Layout
+from memo_sim.program.instruction import Family
+from memo_sim.program.lower import lower
 from memo_sim.program.partition import partition
-from memo_sim.program.work import Attention, Mask
-from tests.exec_cpu.hand_call import play
 from tests.exec_cpu.small import CPU_KERNELS, decide, llama
+
+OPS = {"qkv.split", "attention", "attention.merge", "attention.bwd", "grad.accumulate", "copy", "qkv.join"}
 
 
 @dataclass(frozen=True)
@@ -39,19 +43,20 @@ class Subsequences:
         tokens: int,
         parts: int,
         *,
-        head_dim: int = 16,
+        model: Model | None = None,
         head_groups: int = 1,
         kernel: str = CPU_KERNELS.attention,
         dtype: DtypeName = "fp32",
         device: str = "cpu",
     ) -> None:
-        self.model = llama(head_dim=head_dim)
+        self.model = model or llama()
         self.kernel, self.dtype, self.device = kernel, dtype, device
         kernels = Kernels(attention=kernel, head_groups=head_groups)
         layout = Layout(subsequences=parts, partition="length")
         self.decisions = decide(
             self.model, layout=layout, seq_tokens=tokens, micro_batch=1, dtype=dtype, kernels=kernels
         )
+        (self.program,) = lower(self.decisions)
         self.rows = [slice(*ends) for ends in pairwise((0, *accumulate(partition(self.decisions))))]
         self.qkv = self._random(self.model.q_width + 2 * self.model.kv_width, seed=0)
         self.grad = self._random(self.model.q_width, seed=1)
@@ -60,9 +65,6 @@ class Subsequences:
         generator = torch.Generator().manual_seed(seed)
         found = torch.randn((self.rows[-1].stop, features), generator=generator)
         return found.to(self.device, TORCH_DTYPES[self.dtype])
-
-    def _nan(self, rows: int, features: int, dtype: torch.dtype | None = None) -> Tensor:
-        return torch.full((rows, features), torch.nan, dtype=dtype or self.qkv.dtype, device=self.device)
 
     def reference(self) -> Found:
         """Return what a masked softmax in double precision and autograd make of the same numbers."""
@@ -78,55 +80,42 @@ class Subsequences:
         return Found(out.detach(), scores.logsumexp(-1).T.detach(), leaf.grad)
 
     def played(self) -> Found:
-        """Return what the kernels make of them; every tensor is NaN until a kernel has written it."""
-        model, dtype = self.model, torch.float32
-        total = len(self.qkv)
-        q, out, lse = self._nan(total, model.q_width), self._nan(total, model.q_width), self._nan(total, 4, dtype)
-        carried = self._nan(total, 2 * model.kv_width)
-        for rows in self.rows:
-            self._play("qkv.split", qkv=self.qkv[rows], q=q[rows], kv=carried[rows])
-            self._forward(rows, q, carried, out, lse)
-        grads, grad_qkv = self._nan(total, 2 * model.kv_width), self._nan(*self.qkv.shape)
-        for rows in reversed(self.rows):
-            d_q = self._backward(rows, {"q": q, "out": out, "lse": lse, "grad": self.grad}, carried, grads)
-            self._play("qkv.join", grad_q=d_q, grad_kv=grads[rows], grad_qkv=grad_qkv[rows])
-        return Found(out, lse, grad_qkv)
+        """Return what the program's kernels make of them."""
+        kept: dict[str, Tensor] = {}
+        ends = [f".s{n}" if len(self.rows) > 1 else "" for n in range(len(self.rows))]
+        for end, rows in zip(ends, self.rows, strict=True):
+            packed = "skeletal.qkv" if len(self.rows) == 1 else "qkv"
+            self._play(f"layer.fwd{end}", kept, {packed: self.qkv[rows]})
+        grads = []
+        for end, rows in reversed(list(zip(ends, self.rows, strict=True))):
+            inside = self._play(f"layer.bwd{end}", kept, {"d_attn": self.grad[rows]})
+            grads.append(inside["d_qkv"])
+        out, lse = (torch.cat([kept[f"skeletal.{name}{end}"] for end in ends]) for name in ("attn", "lse"))
+        return Found(out, lse, torch.cat(grads[::-1]))
 
-    def _forward(self, rows: slice, q: Tensor, carried: Tensor, out: Tensor, lse: Tensor) -> None:
-        count = rows.stop - rows.start
-        own = {"q": q[rows], "kv": carried[rows], "out": out[rows], "lse": lse[rows]}
-        self._attend("attention", "causal", own)
-        if not rows.start:
-            return
-        part = {"out": self._nan(count, self.model.q_width), "lse": self._nan(count, 4, torch.float32)}
-        self._attend("attention", "none", {"q": q[rows], "kv": carried[: rows.start], **part})
-        self._play("attention.merge", part=part["out"], part_lse=part["lse"], out=out[rows], lse=lse[rows])
-
-    def _backward(self, rows: slice, saved: dict[str, Tensor], carried: Tensor, grads: Tensor) -> Tensor:
-        """Return the gradient of a subsequence's queries; the last one writes the carried gradients, others add."""
-        mine = {role: tensor[rows] for role, tensor in saved.items()}
-        d_q = self._nan(*mine["q"].shape)
-        for mask, keys in (("causal", rows), ("none", slice(0, rows.start))):
-            if keys.start == keys.stop:
+    def _play(self, name: str, kept: dict[str, Tensor], given: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Play a template's attention; ``given`` are the contents of buffers that others have written."""
+        template = next(each for each in self.program.templates if each.name == name)
+        own = {family.name: family for family in template.own}
+        shared = {family.name: family for family in self.program.families}
+        inside: dict[str, Tensor] = {}
+        for instruction in template.instructions:
+            if instruction.op not in OPS:
                 continue
-            last = rows.stop == len(carried)
-            square = mask == "causal"
-            part_q = d_q if square else self._nan(*d_q.shape)
-            part_kv = grads[keys] if last else self._nan(*carried[keys].shape)
-            written = {"grad_q": part_q, "grad_kv": part_kv}
-            self._attend("attention.bwd", "causal" if square else "none", {**mine, "kv": carried[keys], **written})
-            if not square:
-                self._play("grad.accumulate", x=part_q, out=d_q)
-            if not last:
-                self._play("grad.accumulate", x=part_kv, out=grads[keys])
-        return d_q
+            operands = {}
+            for operand in instruction.operands:
+                family = template.slots[operand.slot]
+                held = inside if family in own else kept
+                if family not in held:
+                    held[family] = self._filled((own | shared)[family], given.get(family))
+                operands[operand.role] = held[family][operand.first : operand.first + operand.tokens]
+            context = Context(self.decisions, torch.device(self.device))
+            with torch.inference_mode():
+                KERNELS[instruction.op](Call(instruction, context, operands))
+        return inside
 
-    def _attend(self, op: str, mask: Mask, operands: dict[str, Tensor]) -> None:
-        model = self.model
-        sizes = len(operands["q"]), len(operands["kv"])
-        heads = model.heads, model.kv_heads, model.head_dim
-        work = Attention(1, *sizes, mask, *heads, op.endswith(".bwd"), self.kernel, self.dtype)
-        play(op, self.decisions, dict(operands), work=work, device=self.device)
-
-    def _play(self, op: str, **operands: Tensor) -> None:
-        play(op, self.decisions, dict(operands), device=self.device)
+    def _filled(self, family: Family, content: Tensor | None) -> Tensor:
+        if content is not None:
+            return content.clone()
+        shape = (family.tokens, family.features) if family.features > 1 else (family.tokens,)
+        return torch.full(shape, torch.nan, dtype=TORCH_DTYPES[family.dtype], device=self.device)

@@ -45,6 +45,24 @@ def test_bf16_is_as_near_as_its_roundings() -> None:
     close(found.grad_qkv, wanted.grad_qkv, 2.0**-6)
 
 
+def test_many_terms_lose_nothing_in_bf16() -> None:
+    """Every subsequence attends to the first key, as to an attention sink: its value's gradient has a term of each.
+
+    Sixteen of them, added in bf16, are half as far off again as the unsplit sequence's, whose kernel sums in fp32.
+    """
+    errors = []
+    for parts in (1, 16):
+        case = Subsequences(2048, parts, model=llama(heads=1, kv_heads=1), dtype="bf16")
+        query, key, value = (slice(16 * i, 16 * (i + 1)) for i in range(3))
+        case.qkv[:, query].add_(1.0)
+        case.qkv[0, key] = 4.0
+        wanted, found = case.reference().grad_qkv[0, value], case.played().grad_qkv[0, value]
+        errors.append(float((found - wanted).norm() / wanted.norm()))
+    whole, split = errors
+    assert whole < 2.0**-7
+    assert split < whole
+
+
 def test_packed_rows_split_and_joined_are_the_same_rows() -> None:
     case = Subsequences(256, 2)
     width = case.model.q_width
@@ -68,9 +86,26 @@ def test_no_hidden_allocations(op: str) -> None:
     case = Subsequences(256, 2, dtype="bf16")
     q, kv = (torch.zeros(256, n, dtype=torch.bfloat16) for n in (case.model.q_width, 2 * case.model.kv_width))
     names = ("qkv", "q", "kv") if op == "qkv.split" else ("grad_qkv", "grad_q", "grad_kv")
+    kv = kv if op == "qkv.split" else kv.float()
     found: list[int] = []
     counted = {**KERNELS, op: lambda call: found.extend(allocations(lambda: KERNELS[op](call)))}
     play(op, case.decisions, dict(zip(names, (case.qkv, q, kv), strict=True)), kernels=counted)
+    assert [size for size in found if size > 16] == []
+
+
+@pytest.mark.parametrize("rows", [256, 2 * table.NORM_ROWS + 100])
+def test_sums_are_wider_than_their_terms(rows: int) -> None:
+    case = Subsequences(256, 2, dtype="bf16")
+    terms, total = torch.randn(rows, 64).bfloat16(), torch.randn(rows, 64)
+    wanted = total + terms.float()
+    size = table.sum_workspace_bytes(rows, 64, "bf16", "fp32", case.kernel)
+    found: list[int] = []
+    counted = {
+        **KERNELS,
+        "grad.accumulate": lambda call: found.extend(allocations(lambda: KERNELS["grad.accumulate"](call))),
+    }
+    play("grad.accumulate", case.decisions, {"x": terms, "out": total}, workspace_bytes=size, kernels=counted)
+    assert torch.equal(total, wanted)
     assert [size for size in found if size > 16] == []
 
 

@@ -14,6 +14,7 @@ from memo_exec.kernels.attention import BACKENDS
 from memo_exec.machine import this_machine
 from tests.exec_cpu.attention_parts import Parted
 from tests.exec_cpu.attention_subsequences import Subsequences
+from tests.exec_cpu.small import llama
 
 pytestmark = [
     pytest.mark.gpu,
@@ -50,7 +51,8 @@ def test_parts_merge_and_their_gradients_add_up(name: str, batch: int) -> None:
 @pytest.mark.parametrize("head_groups", [1, 2])
 def test_subsequences_are_attention_over_the_whole_sequence(name: str, head_groups: int) -> None:
     installed(name)
-    case = Subsequences(840, 3, head_dim=64, head_groups=head_groups, kernel=name, dtype="bf16", device="cuda")
+    model = llama(head_dim=64)
+    case = Subsequences(840, 3, model=model, head_groups=head_groups, kernel=name, dtype="bf16", device="cuda")
     wanted, found = case.reference(), case.played()
     assert off(found.out, wanted.out) < ERROR
     assert (found.lse - wanted.lse).abs().max() < 1e-3

@@ -257,7 +257,7 @@ def test_what_a_guest_takes_and_gives_is_counted() -> None:
     assert model.kv_width == 128
     by_layer = 2 * layers * (2 * 2 * block + 4 * block)
     rows = 2 * 4 * guest * row
-    own_keys = 2 * layers * 2 * guest * kv  # forward home, gradients from there
+    own_keys = 2 * layers * (1 + 2) * guest * kv  # forward home, gradients in fp32 from there
     before = layers * 1536 * kv * 3  # of the last subsequence: forward, backward and their gradients
     again = 2 * layers * guest * kv
     assert moved == by_layer + rows + own_keys + before + again

@@ -103,14 +103,19 @@ def flops(program: Program) -> dict[tuple[str, str], float]:
 
 @pytest.mark.parametrize("model", MODELS)
 def test_carried_keys_and_values_are_two_widths_of_every_token_and_layer(model: str) -> None:
-    """2 B S H of SPPO 5.1 for each layer, and twice as much for their gradients in fp32 while backward lasts."""
+    """2 B S H of SPPO 5.1 for each layer, and twice as much for their gradients in fp32, of rows not yet complete."""
     decisions = cut(model, Layout(subsequences=4), global_batch=1)
     program = lower(decisions)[0]
     shape, layers = shape_of(decisions), decisions.model.layers
     one = 2 * shape.kv_width * 2 * shape.tokens  # bf16
     curve = live_bytes(liveness(program, expand(program)), device=True)["carried"]
-    assert curve.max() == 3 * layers * one
+    lengths = partition(decisions)
+    known = [sum(lengths[:n]) * one // shape.tokens for n in range(5)]  # up to each subsequence
+    assert curve.max() == 3 * layers * known[3] + layers * (known[4] - known[3]) + 2 * (known[4] - known[3])
     ids = program.ids()
+    assert curve[ids.index("m0/s0/l0/bwd/attn.bwd")] == one + 2 * known[1]
+    begins = ids.index("m0/s1/l0/bwd/attn.bwd")
+    assert curve[begins] == layers * one + 2 * (layers * known[1] + known[2] - known[1])
     assert curve[ids.index("m0/s3/head/fwd/norm")] == layers * one
     assert curve[ids.index("m0/s0/l0/bwd/norm1.bwd")] == 0
 
