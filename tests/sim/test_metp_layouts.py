@@ -1,15 +1,20 @@
-"""METP beside replicas: who holds which share under ZeRO, what is gathered and reduced over whom, and when."""
+"""METP's ranks: who holds which share under ZeRO, what is gathered and reduced over whom, and who does which work."""
 
 from __future__ import annotations
+
+import re
+from collections import Counter
 
 import msgspec
 import pytest
 
+from memo_sim.contract.errors import Infeasible
 from memo_sim.contract.model import Model
-from memo_sim.contract.plan import Layout, Overlap
+from memo_sim.contract.plan import Decisions, Layout, Overlap
 from memo_sim.program.instruction import BufferClass
 from memo_sim.program.lower import lower
 from memo_sim.program.parameters import Block, embed_block, head_block, layer_block
+from memo_sim.program.work import Attention, Gemm
 from tests.sim.small_programs import GPT, LLAMA, faults_of
 from tests.sim.test_metp import chosen, metp
 
@@ -53,3 +58,39 @@ def test_what_is_gathered_is_this_ranks_part_of_a_layer() -> None:
     ends = {(work.ranks, work.group) for name, work in found if name.endswith((".embed", ".head"))}
     assert ends == {(8, "ends")}
     assert {(w.ranks, w.group) for n, w in found if n.startswith("reduce/")} == {(2, "grads"), (8, "ends")}
+
+
+def work_by_step(decisions: Decisions, rank: int) -> Counter[str]:
+    """Return a rank's FLOPs, by pass and step: the local square, a step of the ring, a step of the weights."""
+    found: Counter[str] = Counter()
+    for _, instruction in lower(decisions, cp_rank=rank)[0].walk():
+        if isinstance(instruction.work, Gemm | Attention):
+            found[re.sub(r"\.(early|late)", "", instruction.name)] += int(instruction.work.flops)
+    return found
+
+
+@pytest.mark.parametrize(("model", "ranks"), [(GPT, 2), (GPT, 4), (LLAMA, 4)])
+def test_ranks_have_equal_work_in_every_step(model: Model, ranks: int) -> None:
+    """By zigzag chunks: an earlier rank's early keys, or late queries alone, are half a square either way."""
+    every = [work_by_step(chosen(model, metp(ranks)), rank) for rank in range(ranks)]
+    assert all(mine == every[0] for mine in every)
+    assert sum("/attn.ring" in name for name in every[0]) == 2 * (ranks - 1) * ranks
+
+
+def test_eight_parts_of_one_key_head_each() -> None:
+    """As many ranks as grouped-query attention has heads of keys and values."""
+    model = msgspec.structs.replace(LLAMA, heads=16, kv_heads=8, layers=1, ffn_hidden=1280)
+    decisions = chosen(model, metp(8, dp=2, zero=3))
+    assert faults_of(decisions) == []
+    works = [i.work for _, i in lower(decisions)[0].walk() if isinstance(i.work, Attention)]
+    assert {(work.heads, work.kv_heads) for work in works} == {(2, 1)}
+
+
+@pytest.mark.parametrize(
+    ("changes", "where"), [({"kv_heads": 2}, "kv_heads"), ({"heads": 6, "kv_heads": 6}, "heads")], ids=["few", "uneven"]
+)
+def test_heads_that_ranks_cannot_share_are_refused(changes: dict[str, int], where: str) -> None:
+    """Keys and values of one head on two ranks would be made, sent and summed twice."""
+    with pytest.raises(Infeasible, match="metp = 4 does not divide") as refused:
+        lower(chosen(msgspec.structs.replace(LLAMA, **changes), metp(4)))
+    assert refused.value.where == where
