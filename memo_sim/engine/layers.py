@@ -46,8 +46,11 @@ def step_s_of_few_layers(decisions: Decisions, hardware: Hardware, cluster: Clus
     """
     layers = decisions.model.layers
     few = FEW + layers % WINDOW
-    if layers <= few or decisions.layout.pp > 1 or decisions.memory_policy != "planned":
+    layout = decisions.layout
+    if layers <= few or layout.pp > 1 or decisions.memory_policy != "planned":
         return None
+    if layout.replicas > 1 and layout.zero < 3:
+        return None  # whole blocks are gathered beside the first layers, or summed beside the norm's kernels
     model = msgspec.structs.replace(decisions.model, layers=few)
     simulation = simulate(msgspec.structs.replace(decisions, model=model), hardware, cluster)
     (role,) = simulation.roles

@@ -1,0 +1,69 @@
+"""Step times that a few layers tell: those of all layers, or none where layers do not repeat."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from memo_sim.contract.catalog import load_cluster, load_model
+from memo_sim.contract.plan import Decisions, Layout
+from memo_sim.engine.layers import FEW, step_s_of_few_layers
+from memo_sim.engine.simulate import simulate
+from memo_sim.planning.question import with_memory
+from memo_sim.planning.space import with_alpha
+from memo_sim.views.plan_table import layout_label
+
+CLUSTER, HARDWARE = with_memory(*load_cluster("a800-1x8"), device_bytes=2**50, host_bytes=2**50)
+POLICIES = [("none", 0.0), ("none", 0.5), ("none", 1.0), ("tokenwise", 0.25), ("tokenwise", 0.75), ("full", 0.0)]
+LAYOUTS = [
+    Layout(tp=8),
+    Layout(tp=2, sequence_parallel=True, ulysses=2, dp=2, zero=3),
+    Layout(cp=8, zero=3),
+]
+
+
+def decided(layout: Layout, policy: tuple[str, float], *, layers: int, seq_tokens: int, **more: object) -> Decisions:
+    model = msgspec.structs.replace(load_model("gpt-7b"), layers=layers)
+    fields = {"global_batch": layout.dp, "loss_chunk_tokens": 4096, **more}
+    return with_alpha(Decisions(model=model, layout=layout, seq_tokens=seq_tokens, **fields), *policy)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=layout_label)
+@pytest.mark.parametrize(("layers", "seq_tokens", "micro_batches"), [(13, 1 << 16, 1), (16, 1 << 13, 5)])
+def test_few_layers_tell_the_step_time_of_all(layout: Layout, layers: int, seq_tokens: int, micro_batches: int) -> None:
+    told = 0
+    for policy in POLICIES:
+        more = {"global_batch": micro_batches * layout.dp}
+        decisions = decided(layout, policy, layers=layers, seq_tokens=seq_tokens, **more)
+        found = step_s_of_few_layers(decisions, HARDWARE, CLUSTER)
+        if found is not None:
+            told += 1
+            assert found == pytest.approx(simulate(decisions, HARDWARE, CLUSTER).prediction.step_s, rel=1e-12)
+    assert told >= len(POLICIES) // 2
+
+
+@pytest.mark.parametrize(
+    ("layout", "layers", "more"),
+    [
+        (Layout(tp=8), FEW, {}),
+        (Layout(tp=4, pp=2), 16, {}),
+        (Layout(tp=4, dp=2, zero=1), 16, {}),
+        (Layout(tp=8), 16, {"memory_policy": "caching"}),
+    ],
+    ids=["few", "stages", "gathered beside a pass", "allocator"],
+)
+def test_what_does_not_repeat_is_not_told(layout: Layout, layers: int, more: dict[str, object]) -> None:
+    decisions = decided(layout, ("none", 0.0), layers=layers, seq_tokens=1 << 13, **more)
+    assert step_s_of_few_layers(decisions, HARDWARE, CLUSTER) is None
+
+
+def test_what_plays_beside_two_runs_is_seen() -> None:
+    """The embedding's last kernel runs beside the first reductions of norm gradients, which more layers outlast."""
+    decisions = decided(Layout(tp=8, sequence_parallel=True), ("none", 0.0), layers=16, seq_tokens=1 << 16)
+    assert step_s_of_few_layers(decisions, HARDWARE, CLUSTER) is None
+
+
+def test_a_plan_that_does_not_fit_is_not_told() -> None:
+    cluster, hardware = with_memory(*load_cluster("a800-1x8"), device_bytes=8 * 2**30, host_bytes=2**50)
+    decisions = decided(Layout(tp=8), ("none", 0.0), layers=16, seq_tokens=1 << 18)
+    assert step_s_of_few_layers(decisions, hardware, cluster) is None
