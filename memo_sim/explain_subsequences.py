@@ -1,15 +1,30 @@
-"""Why a sequence is cut into so many subsequences: what the bubble and the kernels lose with fewer and with more."""
+"""Why a sequence is cut into so many subsequences: what the bubble and the kernels lose with fewer and with more.
+
+Of SPPO's plans besides: what its own solver (6.1) would have taken, and what it says is held (5.2).
+"""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import msgspec
 
+from memo_sim.contract.errors import Infeasible
 from memo_sim.contract.plan import Layout, Prediction
 from memo_sim.contract.units import format_bytes, format_seconds, format_tokens
 from memo_sim.engine.simulate import Simulation
 from memo_sim.engine.stalls import BUBBLE
 from memo_sim.planning.outcome import Evaluated, SearchResult
+from memo_sim.planning.question import Question
+from memo_sim.planning.search import play
+from memo_sim.planning.space import candidates
+from memo_sim.planning.sppo import Choice, solve
+from memo_sim.planning.subsequences import most_held_bytes
+from memo_sim.program.instruction import BufferClass
 from memo_sim.program.partition import partition, swapped_parts
+
+SPPO = "sppo"
+SKELETAL = BufferClass.SKELETAL.value
 
 
 def subsequences(found: SearchResult, simulation: Simulation) -> list[str]:
@@ -26,7 +41,63 @@ def subsequences(found: SearchResult, simulation: Simulation) -> list[str]:
         text += f" offload {_each(parts, swapped)}: alpha {_range(f'{min(alphas):.2f}', f'{max(alphas):.2f}')}"
     if carried := simulation.prediction.peak_by_class.get("carried", 0):
         text += f"; keys and values stay, {format_bytes(carried)} of them where memory is fullest"
-    return [f"{text}.", *_beside(found, simulation.prediction), *_guests(found, simulation.prediction)]
+    return [
+        f"{text}.",
+        *_held(simulation),
+        *_beside(found, simulation.prediction),
+        *_guests(found, simulation.prediction),
+    ]
+
+
+def heuristic(question: Question, found: SearchResult) -> list[str]:
+    """Return what SPPO's solver takes, by its formula and played, beside the best plan; nothing for other systems.
+
+    The solver knows one sequence on all devices. What is pinned, it is held to.
+    """
+    pins, best = question.pins, found.best
+    if question.system != SPPO or best is None or question.global_batch > 1 or (pins.dp or 1) > 1:
+        return []
+    numbers = [pins.subsequences] if isinstance(pins.subsequences, int) else None
+    try:
+        solved = solve(question, sps=None if pins.tp is None else [pins.tp], numbers=numbers)
+        choice = next((c for c in solved if pins.pp in (None, c.pp)), None)
+        if choice is None:
+            return []
+        played = _play(question, found, choice)
+    except Infeasible:  # what is pinned divides nothing that the solver knows
+        return []
+    if played is None:
+        return []
+    text = (
+        f"SPPO's own solver (6.1) takes SP {choice.sp}, PP {choice.pp}, N {choice.subsequences}: "
+        f"{format_seconds(choice.step_s)} by its formula"
+    )
+    if played.step_s is None:
+        return [f"{text}, and it does not fit: {played.status}, short of {format_bytes(played.shortfall_bytes)}."]
+    slower = played.step_s / (best.prediction.step_s or played.step_s) - 1
+    against = f"{abs(slower):.1%} {'slower' if slower >= 0 else 'faster'} than the best that was searched"
+    return [f"{text}, {format_seconds(played.step_s)} played, {against}."]
+
+
+def _play(question: Question, found: SearchResult, choice: Choice) -> Prediction | None:
+    """Return the outcome of the solver's choice with 5.2's offloading; None where a pinned policy excludes that."""
+    pins = replace(question.pins, tp=choice.sp, pp=choice.pp, subsequences=choice.subsequences, multiplexed=False)
+    asked = replace(question, pins=pins)
+    offered = next((c.base for c in candidates(asked)[0] if c.policy.hides), None)
+    if offered is None:
+        return None
+    known = next((e.prediction for e in found.ranked if e.decisions == offered), None)
+    return known or play(asked, offered).prediction
+
+
+def _held(simulation: Simulation) -> list[str]:
+    """Return what a stage holds of activations by the recurrence of SPPO 5.2, which counts one sequence's forwards."""
+    decisions = simulation.decisions
+    if decisions.offload_window != 1 or decisions.micro_batches > 1 or decisions.layout.multiplexed:
+        return []
+    most, live = most_held_bytes(decisions), int(simulation.memory.device_curves[SKELETAL].max())
+    held = f"{format_bytes(int(most))} of the rest by SPPO's recurrence (5.2)"
+    return [f"A stage holds at most {held}, {format_bytes(live)} when played."]
 
 
 def _each(parts: tuple[int, ...], swapped: tuple[int, ...]) -> str:

@@ -27,7 +27,7 @@ from memo_sim.planning.bandwidth import offload_bandwidth
 from memo_sim.planning.question import Question
 from memo_sim.program.instruction import Lane, Template
 from memo_sim.program.lower import lower
-from memo_sim.program.partition import partition
+from memo_sim.program.partition import partition, swapped_parts
 from memo_sim.program.shape import shape_of
 from memo_sim.program.subsequence import subsequences_of
 from memo_sim.program.tensors import skeletal_tensors
@@ -134,6 +134,14 @@ def held_bytes(sizes: Sequence[float], alphas: Sequence[float]) -> list[float]:
     """
     left = [size * (1 - alpha) for size, alpha in zip(sizes, alphas, strict=True)]
     return [kept + size for kept, size in zip(accumulate([0.0, *left]), sizes, strict=False)]
+
+
+def most_held_bytes(decisions: Decisions) -> float:
+    """Return the most activations that a stage's forwards of one sequence hold, keys and values left out (SPPO 5.2)."""
+    token_bytes = offloaded_bytes(decisions) * decisions.model.layers / decisions.layout.pp
+    parts, swapped = partition(decisions), swapped_parts(decisions)
+    alphas = [some / part for some, part in zip(swapped, parts, strict=True)]
+    return max(held_bytes([token_bytes * part for part in parts], alphas))
 
 
 def hide(question: Question, decisions: Decisions, prices: PartPrices) -> Decisions:

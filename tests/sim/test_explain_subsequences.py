@@ -8,19 +8,30 @@ import msgspec
 import pytest
 
 from memo_sim.contract.catalog import load_cluster, load_model
-from memo_sim.contract.plan import Decisions, Layout
-from memo_sim.explain_subsequences import subsequences
+from memo_sim.contract.plan import Decisions, Layout, Prediction
+from memo_sim.contract.units import format_seconds
+from memo_sim.explain_subsequences import heuristic, subsequences
+from memo_sim.planning.outcome import Evaluated
+from memo_sim.planning.presets import FULL_SWAP
 from memo_sim.planning.question import Pins, Question
 from memo_sim.planning.search import SearchResult, play, search
+from memo_sim.planning.space import candidates
+from memo_sim.planning.sppo import solve
 from memo_sim.program.partition import partition, swapped_parts
 from memo_sim.views.plan_table import layout_label
 from memo_sim.what_if import what_if
 
+OK = Prediction(status="ok", step_s=1.0)
 
-def found_for(system: str, **pins: object) -> tuple[SearchResult, list[str]]:
+
+def asked(system: str, **pins: object) -> Question:
     cluster, hardware = load_cluster("a100-2x2-hdr4")
     model = msgspec.structs.replace(load_model("gpt-7b"), layers=4)
-    question = Question(model, cluster, hardware, 32 * 1024, system=system, pins=Pins(**pins))  # type: ignore[arg-type]
+    return Question(model, cluster, hardware, 32 * 1024, system=system, pins=Pins(**pins))  # type: ignore[arg-type]
+
+
+def found_for(system: str, **pins: object) -> tuple[SearchResult, list[str]]:
+    question = asked(system, **pins)
     found = search(question, prune=False)
     assert found.best is not None
     return found, subsequences(found, play(question, found.best.decisions))
@@ -35,13 +46,41 @@ def test_parts_and_their_neighbours_are_told() -> None:
     alphas = [some / part for some, part in zip(swapped_parts(best.decisions), parts, strict=True)]
     assert f"alpha {alphas[0]:.2f} to {alphas[-1]:.2f}" in lines[0]
     assert "keys and values stay" in lines[0]
-    told = [int(n) for n in re.findall(r"[Ww]ith (\d+), the bubble", lines[1])]
+    held = re.fullmatch(r"A stage holds at most ([\d.]+) GiB of the rest by .* \(5.2\), ([\d.]+) GiB when .*", lines[1])
+    assert held
+    # One layer is made while one leaves: at most a layer's activations beyond the recurrence.
+    assert float(held[1]) <= float(held[2]) <= 1.5 * float(held[1])
+    told = [int(n) for n in re.findall(r"[Ww]ith (\d+), the bubble", lines[2])]
     assert all(n != number for n in told)
     assert told == sorted(told)
     # Fewer make the bubble longer; more make kernels slower. Either way the step is longer: this one is best.
-    for text in lines[1].split("; "):
+    for text in lines[2].split("; "):
         assert "longer" in text.split("bubble is")[1].split(",")[0] or "longer" in text.split("kernels take")[1]
         assert re.search(r"the step is .* longer", text)
+
+
+def test_the_solvers_choice_is_told_with_its_formula_and_its_outcome() -> None:
+    question = asked("sppo", tp=2)
+    choice = solve(question, sps=[2])[0]
+    best, chosen = (candidates(asked("sppo", tp=2, pp=2, subsequences=n))[0][0] for n in (4, choice.subsequences))
+    best_played, played = (play(question, one.base).prediction for one in (best, chosen))
+    assert best_played.step_s
+    assert played.step_s
+    ratio = played.step_s / best_played.step_s - 1
+    (line,) = heuristic(question, SearchResult([Evaluated(best.policy, best.base, best_played)], 1, 0))
+    assert line == (
+        f"SPPO's own solver (6.1) takes SP 2, PP 2, N {choice.subsequences}: {format_seconds(choice.step_s)} by its "
+        f"formula, {format_seconds(played.step_s)} played, {abs(ratio):.1%} {'slower' if ratio >= 0 else 'faster'} "
+        "than the best that was searched."
+    )
+
+
+@pytest.mark.parametrize("pins", [{"tp": 2, "pp": 1}, {"tp": 2, "alpha": 1.0, "recompute": "none"}])
+def test_nothing_is_said_of_a_solver_that_cannot_answer(pins: dict[str, object]) -> None:
+    """SP x PP are all devices, and 5.2 decides alpha."""
+    found = SearchResult([Evaluated(FULL_SWAP, Decisions(model=load_model("gpt-7b"), seq_tokens=1024), OK)], 1, 0)
+    assert heuristic(asked("sppo", **pins), found) == []
+    assert heuristic(asked("any", tp=2), found) == []
 
 
 @pytest.mark.parametrize(

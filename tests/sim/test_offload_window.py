@@ -9,6 +9,7 @@ import pytest
 from memo_sim.contract.errors import Infeasible
 from memo_sim.contract.plan import Decisions, Layout
 from memo_sim.engine.simulate import Simulation, simulate
+from memo_sim.planning.subsequences import held_bytes, most_held_bytes
 from memo_sim.program.check import check_edges
 from memo_sim.program.columns import expand
 from memo_sim.program.edges import Edges, derive_edges
@@ -89,16 +90,13 @@ def held(program: Program) -> list[int]:
 
 @pytest.mark.parametrize("swapped", [ONE, (384, 256, 256, 0), (128, 0, 256, 0), (256, 256, 0, 128)])
 def test_the_recurrence_of_kept_bytes(swapped: tuple[int, ...]) -> None:
-    """M_i = M_(i-1) + A_i - alpha_(i-1) A_(i-1), hence M_(k-1) = sum over j < k-1 of (1 - alpha_j) A_j + A_(k-1)."""
+    """M_i = M_(i-1) + A_i - alpha_(i-1) A_(i-1): what the planner adds up is what lives in the program."""
     decisions = windowed(1, swapped)
     program = lower(decisions)[0]
     parts, kept = partition(decisions), activations(decisions, 4)
-    left = [a * n // tokens for a, n, tokens in zip(kept, swapped, parts, strict=True)]
     found = held(program)
-    assert found[0] == kept[0]
-    for i in range(1, 4):
-        assert found[i] == found[i - 1] + kept[i] - left[i - 1]
-        assert found[i] == sum(a - b for a, b in zip(kept[:i], left[:i], strict=True)) + kept[i]
+    assert found == pytest.approx(held_bytes(kept, [n / tokens for n, tokens in zip(swapped, parts, strict=True)]))
+    assert max(found) == pytest.approx(most_held_bytes(decisions))
     # Layer by layer one leaves behind each that is made: at no instant is there more than a layer beyond that.
     curve = live_bytes(liveness(program, expand(program)), device=True)["skeletal"]
     assert max(found) <= curve.max() <= max(found) + max(kept) // 4

@@ -46,17 +46,6 @@ def on_a_node(subsequences: int, *, seq_tokens: int = 512 * K) -> Decisions:
     return Decisions(model=GPT_7B, layout=layout, seq_tokens=seq_tokens)
 
 
-def test_what_the_device_holds_follows_the_recurrence() -> None:
-    random = Random(0)
-    for _ in range(100):
-        sizes = [random.uniform(1, 9) for _ in range(random.randrange(1, 9))]
-        alphas = [random.random() for _ in sizes]
-        held = held_bytes(sizes, alphas)
-        assert held[0] == sizes[0]
-        for i in range(1, len(sizes)):
-            assert held[i] == pytest.approx(held[i - 1] + sizes[i] - alphas[i - 1] * sizes[i - 1])
-
-
 def test_the_peak_is_at_the_last_part_that_does_not_leave_whole() -> None:
     random = Random(1)
     sizes = sorted((random.uniform(1, 9) for _ in range(8)), reverse=True)
