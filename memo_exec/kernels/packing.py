@@ -62,7 +62,7 @@ def _add(x: Tensor, out: Tensor, call: Call) -> None:
         return
     rows = min(len(x), NORM_ROWS)
     wide = call.scratch().take(rows, x.shape[1], dtype=out.dtype)
-    for ours, theirs in zip(x.split(rows), out.split(rows), strict=True):
+    for ours, theirs in zip(torch.split(x, rows), torch.split(out, rows), strict=True):
         theirs.add_(wide[: len(ours)].copy_(ours))
 
 

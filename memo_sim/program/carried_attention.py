@@ -129,8 +129,8 @@ def backward(builder: TemplateBuilder, decisions: Decisions, shape: Shape) -> No
     if earlier:
         own_d_q(builder, decisions, shape)
     if not _direct(builder, decisions, shape):
-        rows = max(shape.tokens, longest)
-        builder.own(ASIDE, BufferClass.TRANSIENT, decisions.dtype, rows, 2 * shape.kv_width)
+        room = max(shape.tokens, longest)
+        builder.own(ASIDE, BufferClass.TRANSIENT, decisions.dtype, room, 2 * shape.kv_width)
     work = attention_work(decisions, shape, shape.tokens, shape.tokens, "causal", backward=True)
     queries = builder.all(d_q)
     into_q = queries if builder.dtype(d_q) == decisions.dtype else builder.all("d_q.part")
