@@ -18,7 +18,7 @@ memory. The rivals run on PyTorch's caching allocator under an eager framework (
     ring-attention     a ring over sequence blocks, parameters sharded over all ranks (Liu et al. 2023, section 4)
     rsa                ring self-attention over sequence blocks, parameters and states whole on every rank: scores are
                        written, no flash kernel can play it (Li et al. 2021; METP's Tables 1 and 2). Its hops run beside
-                       compute here, which the paper's do not
+                       compute, as those of a ring
     deepspeed-fpdt     deepspeed-ulysses that offloads layer inputs and plays the MLP in chunks (FPDT, Yao et al. 2024);
                        FPDT's chunks of attention are not in it
     terapipe           subsequences through pipeline stages, all forwards before all backwards (Li et al. 2021)

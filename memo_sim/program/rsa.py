@@ -1,8 +1,8 @@
 """Ring self-attention (RSA): ranks write whole rows of scores, keys pass round the ring, then values (Li et al. 2021).
 
 Tokens are divided over the cp ranks and weights are whole. A rank keeps its queries; what each key gives of a row is
-known only when all keys have been round, so the row is stored, with no flash kernel (Li et al., Figure 2; METP, Figure
-1d). Scores lie in blocks, one for each rank's keys, as they arrive; blocks of an own rank need no hop:
+known only when all keys have been round, so the row is stored, with no flash kernel (METP, 2.3.2 and Figure 1d). Scores
+lie in blocks, one for each rank's keys, as these arrive:
 
     own keys   scores[own] = Q K^T          softmax over a row's blocks, in place
     step j     scores[r - j] = Q K^T        own values   attn = probs[own] V
@@ -14,10 +14,11 @@ known only when all keys have been round, so the row is stored, with no flash ke
 
 With (p - 1) / p of a tensor sent by each round of hops, and twice that by an all-reduce, a layer sends 8 (p - 1) / p x
 tokens x hidden elements (METP, Table 2). Hops have two buffers in turn and run beside the product before, as the
-all-reduces do beside what follows: more overlap than Li et al. have.
+all-reduces do beside what follows: the best that RSA can do, whatever its authors' code overlaps.
 
-A causal mask spares no product: the softmax puts it on, of any rank's tokens by their positions. There is no dropout,
-in no lowering but plain attention's. With one rank nothing travels, and scores are written all the same.
+A causal mask spares no product: the softmax puts it on, of any rank's tokens by their positions. The softmax is priced
+as one pass of a fused kernel; memo-exec plays torch's operators. No dropout: plain attention alone has that. With one
+rank nothing travels, and scores are written all the same.
 """
 
 from __future__ import annotations

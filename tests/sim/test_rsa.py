@@ -17,6 +17,7 @@ from memo_sim.planning.space import candidates
 from memo_sim.program.lower import lower
 from memo_sim.program.program import Program
 from memo_sim.program.work import Attention, BatchedGemm
+from memo_sim.views.plan_table import layout_label
 from tests.sim.small_programs import GPT, LLAMA, decide, faults_of
 
 BERT = msgspec.structs.replace(GPT, bidirectional=True)
@@ -107,6 +108,9 @@ def test_the_system_has_whole_parameters_and_written_scores() -> None:
     question = ask(8192)
     assert {(found.cp_exchange, found.zero, found.tp) for found in layouts(question)} == {("rsa", 0, 1)}
     assert {c.policy for c in candidates(question)[0]} == {KEEP, FULL_RECOMPUTE}
+    assert {layout_label(found) for found in layouts(question)} == {
+        f"tp1 cp{cp}+rsa dp{8 // cp}" for cp in (1, 2, 4, 8)
+    }
     # Who pins the exchange keeps what can go beside it.
     pinned, reasons = candidates(ask(8192, "any", cp_exchange="rsa", cp=8))
     assert {c.policy for c in pinned} >= {KEEP, FULL_RECOMPUTE}
