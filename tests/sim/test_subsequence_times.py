@@ -202,9 +202,22 @@ def test_by_flops_of_the_causal_forward_parts_differ_less(number: int, ours: flo
     assert parts[0] / parts[-1] < 0.75 * printed
 
 
-@pytest.mark.parametrize(("gigabytes", "milliseconds"), [(10.59, 821), (2.87, 254), (6.04, 435), (1.3, 90)])
-def test_figure_5s_copies_are_as_fast_as_gpus_that_share_an_uplink(gigabytes: float, milliseconds: float) -> None:
-    """Not at the testbed's 32 GB/s: its rates are 11 to 14, ours is 12 while a whole node offloads."""
-    question = asked("gpt-65b", 8, 128 * K)
-    ours = offload_bandwidth(question, on_a_node(8), 10**9)
-    assert gigabytes * 1e9 / (milliseconds * 1e-3) == pytest.approx(ours, rel=0.21)
+PRINTED_MS = {8: (821, 254), 16: (435, 90)}
+"""SPPO 3.2: how long those activations take to travel."""
+APART_MS = {8: 45, 16: -5}
+"""What each of those copies takes beside its bytes."""
+
+
+@pytest.mark.parametrize("number", PRINTED_MS)
+def test_figure_5s_copies_share_an_uplink_that_is_faster_than_ours(number: int) -> None:
+    """A gigabyte more takes as long with 8 parts as with 16: 13.7 GB/s, not the testbed's 32.
+
+    Two GPUs on a Gen4 x16 uplink of 27.3 GB/s would have that. Our profile's uplink has 25 and gives 12 to each while a
+    whole node offloads and computes: 0.877 of it. What is left of the printed times is a constant a copy.
+    """
+    (first_gb, last_gb), (first_ms, last_ms) = PRINTED_GB[number], PRINTED_MS[number]
+    assert (first_gb - last_gb) * 1e3 / (first_ms - last_ms) == pytest.approx(13.68, rel=0.006)
+    ours = offload_bandwidth(asked("gpt-65b", 8, 128 * K), on_a_node(8), 10**9)
+    assert ours / 13.68e9 == pytest.approx(0.877, rel=0.001)
+    for gigabytes, milliseconds in zip(PRINTED_GB[number], PRINTED_MS[number], strict=True):
+        assert milliseconds - gigabytes / 13.68 * 1e3 == pytest.approx(APART_MS[number], abs=2)
