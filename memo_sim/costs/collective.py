@@ -30,7 +30,8 @@ from memo_sim.contract.hardware import CollectiveKind, Hardware
 from memo_sim.contract.plan import Layout
 from memo_sim.costs.curves import LogCurve, between
 from memo_sim.costs.placement import Placement, hop, place
-from memo_sim.program.work import Collective, Exchange, Handover
+from memo_sim.program.ranks import degree
+from memo_sim.program.work import Collective, Exchange, Group, Handover
 
 ALIKE: dict[CollectiveKind, tuple[CollectiveKind, ...]] = {
     "all_reduce": ("all_reduce", "reduce_scatter", "all_gather"),
@@ -91,9 +92,11 @@ class CollectiveTimes:
         """Fraction of a device's link inside its node that a large collective over the replicas takes while it runs.
 
         All of it inside a node; across nodes what the cards let through; none where a node has one rank of the group.
+        Where METP's ranks alone are replicas, of embedding and head, it is theirs.
         """
         layout = self._layout
-        placement = place("grads", layout.replicas, layout, self._devices_per_node)
+        group: Group = "grads" if layout.replicas > 1 else "ends"
+        placement = place(group, degree(group, layout), layout, self._devices_per_node)
         if placement.per_node < 2 or not self._tables:
             return 0.0
         if placement.nodes == 1:

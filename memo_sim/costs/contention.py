@@ -10,7 +10,8 @@ all local devices copy this way. A device's copy gets the least of
 Compute runs slower by ``compute_slowdown`` beside copies, collectives and exchanges (the factors multiply: they take
 different resources; the two lanes of collectives take the same one). A collective over the replicas beside one of a
 layer, or beside a ring's exchange, shares the link inside the node: of ``1 + replica_link_share`` that they ask for,
-each gets its part. Multipliers are rates relative to the lane's instruction alone, in (0, 1].
+each gets its part. METP's broadcasts and reductions go to the ranks of its ring, over the links of the ring: both ask
+for all of them. Multipliers are rates relative to the lane's instruction alone, in (0, 1].
 """
 
 from __future__ import annotations
@@ -36,12 +37,15 @@ class NodeRates:
         local_devices: int | None = None,
         *,
         replica_link_share: float = 0.0,
+        ring_shares_links: bool = False,
     ) -> None:
         """``local_devices``: devices of one node that take part; all of them unless given.
 
         ``replica_link_share``: what a collective over the replicas takes of a device's link inside the node, in [0, 1].
+        ``ring_shares_links``: a ring's exchange goes over the links of a layer's collectives.
         """
-        self._shared_link = 1.0 / (1.0 + replica_link_share)
+        self._replica_link_share = replica_link_share
+        self._ring_shares_links = ring_shares_links
         self._hardware = hardware
         self.local_devices = local_devices or cluster.devices_per_node
         self._known: dict[int, tuple[float, ...]] = {}
@@ -57,10 +61,8 @@ class NodeRates:
         slowed = [1.0] * len(Lane)
         if busy & (1 << Lane.COMPUTE):
             slowed[Lane.COMPUTE] = self._compute(busy)
-        if busy & (1 << Lane.REPLICA):
-            for lane in LAYERS:
-                if busy & (1 << lane):
-                    slowed[lane] = slowed[Lane.REPLICA] = self._shared_link
+        for lane in self._on_links(busy):
+            slowed[lane] = 1.0 / self._links_asked(busy)
         d2h, h2d = bool(busy & (1 << Lane.D2H)), bool(busy & (1 << Lane.H2D))
         down = self._link(Lane.D2H, both=h2d) if d2h else 0.0
         up = self._link(Lane.H2D, both=d2h) if h2d else 0.0
@@ -74,6 +76,19 @@ class NodeRates:
         if host:
             slowed[Lane.HOST] = left
         return tuple(slowed)
+
+    def _on_links(self, busy: int) -> list[Lane]:
+        """Return the busy lanes that share links; none where nobody has to give way."""
+        layers = [lane for lane in LAYERS if busy & (1 << lane)]
+        if layers and busy & (1 << Lane.REPLICA):
+            return [*layers, Lane.REPLICA]
+        return layers if self._ring_shares_links else []
+
+    def _links_asked(self, busy: int) -> float:
+        """Return how much of a device's links is asked for by layers and replicas together."""
+        layers = sum(bool(busy & (1 << lane)) for lane in LAYERS)
+        asked = float(layers if self._ring_shares_links else min(1, layers))
+        return asked + (self._replica_link_share if busy & (1 << Lane.REPLICA) else 0.0)
 
     def _compute(self, busy: int) -> float:
         slowdown = self._hardware.compute_slowdown

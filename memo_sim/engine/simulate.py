@@ -65,7 +65,8 @@ def simulate(
     played = min(decisions.micro_batches, micro_batches_played or played_at_first(layout, decisions.micro_batches))
     local_devices = min(cluster.devices_per_node, layout.devices)
     prices = Pricer(hardware, cluster, layout, rowwise=decisions.kernels.rowwise)
-    shared = 0.0 if decisions.overlap == "none" else prices.replica_link_share
+    shared, ring = 0.0 if decisions.overlap == "none" else prices.replica_link_share, layout.metp > 1
+    contending = NodeRates(hardware, cluster, local_devices, replica_link_share=shared, ring_shares_links=ring)
     again = False
     while True:
         simulation = Simulation(
@@ -74,7 +75,7 @@ def simulate(
             cluster=cluster,
             programs=lower(decisions, micro_batches=played),
             pricer=pricer or prices,
-            rates=rates or NodeRates(hardware, cluster, local_devices, replica_link_share=shared).rates,
+            rates=rates or contending.rates,
         )
         if micro_batches_played or simulation.steady or again:
             return simulation
@@ -235,11 +236,6 @@ class Simulation:
     def recompute_share(self) -> float:
         """Fraction of the step's compute seconds, each kernel alone, that rebuild activations."""
         return 1.0 - self.pace.compute_s_without_recompute / self.pace.compute_s
-
-    @property
-    def own_rebuild_share(self) -> float:
-        """Of that, what METP rebuilds whatever is recomputed (``Role.own_rebuild_s``)."""
-        return self.pace.own_rebuild_s / self.pace.compute_s
 
     @property
     def own_rebuild_share(self) -> float:

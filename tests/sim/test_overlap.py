@@ -124,6 +124,24 @@ def test_a_link_is_shared_with_what_layers_exchange() -> None:
     assert rates.rates(beside)[Lane.COMPUTE] == rates.rates(beside | 1 << Lane.COLLECTIVE)[Lane.COMPUTE] < 1.0
 
 
+def test_metps_ring_shares_the_links_of_its_broadcasts() -> None:
+    cluster, hardware = load_cluster("a800-1x8")
+    both, replica = 1 << Lane.COLLECTIVE | 1 << Lane.P2P, 1 << Lane.REPLICA
+    ring = NodeRates(hardware, cluster, replica_link_share=0.5)
+    metp = NodeRates(hardware, cluster, replica_link_share=0.5, ring_shares_links=True)
+    assert ring.rates(both)[Lane.P2P] == ring.rates(both)[Lane.COLLECTIVE] == 1.0
+    assert metp.rates(both)[Lane.P2P] == metp.rates(both)[Lane.COLLECTIVE] == 0.5
+    assert metp.rates(1 << Lane.P2P)[Lane.P2P] == metp.rates(1 << Lane.COLLECTIVE)[Lane.COLLECTIVE] == 1.0
+    assert metp.rates(both | replica)[Lane.REPLICA] == metp.rates(both | replica)[Lane.P2P] == 1 / 2.5
+    assert ring.rates(both | replica)[Lane.REPLICA] == 1 / 1.5
+
+
+def test_without_dp_metps_ranks_are_the_replicas() -> None:
+    cluster, hardware = load_cluster("a800-1x8")
+    assert Pricer(hardware, cluster, Layout(metp=8)).replica_link_share == 1.0
+    assert Pricer(hardware, cluster, Layout(tp=8)).replica_link_share == 0.0
+
+
 @pytest.mark.parametrize("layout", [Layout(dp=4), Layout(dp=4, zero=1), Layout(tp=2, dp=4)])
 def test_without_overlap_no_gradient_leaves_before_the_last_backward_has_ended(layout: Layout) -> None:
     cluster, hardware = load_cluster("a800-1x8")
