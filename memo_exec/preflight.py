@@ -14,6 +14,7 @@ from memo_exec.distributed.world import Launch
 from memo_exec.machine import Machine
 from memo_exec.needs import Needs, check_memory, needs_of
 from memo_exec.placement_file import has_library_slots
+from memo_sim.contract.codec import of_file
 from memo_sim.contract.errors import BadInput, CannotRun, Infeasible
 from memo_sim.contract.placement import Placement
 from memo_sim.contract.plan import Decisions, Plan
@@ -36,12 +37,13 @@ def checked_program(plan: Plan, *, where: str, rank: int = 0) -> Program:
     """Return the program that a plan's decisions lower to for one of its ranks.
 
     Raises:
-        BadInput: when it is not the one the plan pins.
+        BadInput: when it is not the one the plan pins, or swapped tokens end inside a row block.
         CannotRun: when the decisions cannot be lowered.
     """
     try:
-        _check_length(plan.decisions)
-        programs = lower(plan.decisions)
+        with of_file(where):
+            _check_length(plan.decisions)
+            programs = lower(plan.decisions)
     except Infeasible as error:
         raise CannotRun(
             error.what, where=f"{where}: {error.where or 'decisions'}", got=error.got, wanted=error.wanted

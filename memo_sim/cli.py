@@ -146,11 +146,13 @@ def _outputs(options: Options) -> Outputs:
 
 
 def _ask(plan: Plan | None, question: Question, options: Options) -> Answer:
+    from memo_sim.contract.codec import of_file
     from memo_sim.more_memory import with_what_more_buys
     from memo_sim.what_if import price, what_if
 
     if plan is not None:
-        return price(plan, question)
+        with of_file(options["plan_path"]):
+            return price(plan, question)
     wanted = {"top": options["top"], "pareto": options["pareto"]}
     answer = _with_progress("plans", lambda tell: what_if(question, **wanted, progress=tell))
     return with_what_more_buys(question, answer) if options["one_more_gib"] else answer

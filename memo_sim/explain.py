@@ -16,7 +16,6 @@ from memo_sim.planning.presets import KEEP, PARTIAL_SWAP, TOKENWISE, Policy, fin
 from memo_sim.planning.question import Question
 from memo_sim.planning.subsequences import swap_each
 from memo_sim.program.library_results import RESULTS
-from memo_sim.program.shape import swap_granule
 from memo_sim.views.plan_table import layout_label
 from memo_sim.ways_out import ways_out
 
@@ -68,7 +67,7 @@ def _rounded(question: Question, simulation: Simulation) -> list[str]:
     asked, alpha = question.pins.alpha, simulation.decisions.alpha
     if asked is None or abs(alpha - asked) < EXACT:
         return []
-    granule = swap_granule(simulation.decisions)
+    granule = simulation.decisions.swap_granule
     each = ", as many of every subsequence" if simulation.decisions.layout.subsequences > 1 else ""
     return [f"Alpha {asked:.3g} becomes {alpha:.3g}: tokens are swapped in blocks of {granule}{each}."]
 

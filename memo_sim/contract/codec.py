@@ -13,7 +13,8 @@ import math
 import os
 import re
 import secrets
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -100,6 +101,16 @@ def schema_of(raw: bytes, *, where: str) -> str | None:
         raise explain_invalid(str(error), raw, _Head, where) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise explain_malformed(error, raw, where) from None
+
+
+@contextmanager
+def of_file(path: str | Path) -> Iterator[None]:
+    """Name the file where ``BadInput`` tells of a value that was decoded from it, and believed until it was used."""
+    try:
+        yield
+    except BadInput as error:
+        where = f"{path}: {error.where or '$'}"
+        raise BadInput(error.what, where=where, got=error.got, wanted=error.wanted, hint=error.hint) from None
 
 
 def decode_object(raw: bytes, *, where: str) -> dict[str, Any]:

@@ -69,7 +69,8 @@ def _read_document(raw: bytes, where: str) -> Source:
     if schema != Plan.__struct_config__.tag:
         raise explain_schema(schema, [Plan, Requests], where)
     plan = codec.decode(raw, Plan, where=where)
-    programs = lower(plan.decisions)
+    with codec.of_file(where):
+        programs = lower(plan.decisions)
     if plan.program_sha256 != (sha256 := program_sha256(programs)):
         raise BadInput(
             "the plan pins another program than its decisions lower to",

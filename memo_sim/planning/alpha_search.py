@@ -14,7 +14,6 @@ from memo_sim.planning.floors import Floors
 from memo_sim.planning.space import with_alpha
 from memo_sim.planning.subsequences import swap_each
 from memo_sim.program.partition import partition, swapped_parts
-from memo_sim.program.shape import swap_granule
 
 RESOLUTION = 64
 STRIDES = (8, 1)
@@ -32,7 +31,7 @@ class Grid:
     @classmethod
     def of(cls, base: Decisions, resolution: int = RESOLUTION) -> Grid:
         """Return the finest grid up to ``resolution`` that the row blocks of ``base``'s longest part allow."""
-        return cls(base, max(1, min(resolution, partition(base)[0] // swap_granule(base))))
+        return cls(base, max(1, min(resolution, partition(base)[0] // base.swap_granule)))
 
     def at(self, step: int) -> Decisions:
         """Return the plan at a step."""
@@ -46,7 +45,7 @@ class Grid:
 
     def _tokens_each(self, step: int) -> int:
         """Return the tokens that every subsequence swaps at a step; at the last the longest swaps all of its."""
-        longest, granule = partition(self.base)[0], swap_granule(self.base)
+        longest, granule = partition(self.base)[0], self.base.swap_granule
         return longest if step == self.steps else longest * step // self.steps // granule * granule
 
     def refusal(self, step: int, predict: Predict) -> Prediction | None:

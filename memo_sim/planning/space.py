@@ -24,7 +24,7 @@ from memo_sim.program.metp_limits import check_metp
 from memo_sim.program.partition import partition
 from memo_sim.program.ranks import ENDS, degree
 from memo_sim.program.rsa_limits import check_rsa
-from memo_sim.program.shape import Shape, shape_of, swap_granule
+from memo_sim.program.shape import Shape, shape_of
 from memo_sim.program.stage import stages_of
 from memo_sim.program.work import Attention
 
@@ -208,7 +208,7 @@ def with_alpha(base: Decisions, recompute: str, alpha: float) -> Decisions:
     if base.layout.subsequences > 1:
         return swap_fraction(msgspec.structs.replace(base, recompute=recompute), alpha)
     tokens = base.local_tokens
-    granule = swap_granule(base)
+    granule = base.swap_granule
     swapped = tokens if alpha >= 1 else int(alpha * tokens + 1e-6) // granule * granule
     return msgspec.structs.replace(base, recompute=recompute, swapped_tokens=swapped)
 
@@ -228,7 +228,7 @@ def default_loss_chunk(tokens: int, vocab: int, base: Decisions) -> int:
 
 def mlp_chunk(question: Question, base: Decisions) -> int:
     """Return the rows of the MLP's blocks: those pinned, or an eighth of the tokens; 0 where that is too few rows."""
-    pinned, tokens, granule = question.pins.mlp_chunk_tokens, base.local_tokens, swap_granule(base)
+    pinned, tokens, granule = question.pins.mlp_chunk_tokens, base.local_tokens, base.swap_granule
     if pinned is not None:
         return pinned
     rows = -(-max(-(-tokens // MLP_BLOCKS), LEAST_MLP_ROWS) // granule) * granule

@@ -14,9 +14,12 @@ from __future__ import annotations
 from itertools import pairwise
 from math import sqrt
 
-from memo_sim.contract.errors import Infeasible
+from memo_sim.contract.errors import BadInput, Infeasible
 from memo_sim.contract.model import Model
 from memo_sim.contract.plan import Decisions
+
+PRICE_AGAIN = "the plan was edited: memo-sim what-if with MODEL and --seq-len makes another"
+"""What to do with a plan file whose numbers no search would have written."""
 
 
 def partition(decisions: Decisions) -> tuple[int, ...]:
@@ -54,18 +57,20 @@ def swapped_parts(decisions: Decisions) -> tuple[int, ...]:
     """Return the swapped tokens of each subsequence.
 
     Raises:
-        Infeasible: as ``partition``, and when swapped tokens end inside a granule.
+        Infeasible: as ``partition``.
+        BadInput: when swapped tokens end inside a granule: no search asks for that, only a file can.
     """
     parts, each, swapped = partition(decisions), decisions.subsequence_swapped_tokens, decisions.swapped_tokens
     if not each:
         return parts if swapped == decisions.local_tokens else (swapped,) * len(parts)
     for i, (tokens, some) in enumerate(zip(parts, each, strict=True)):
         if some > tokens or (some % decisions.swap_granule and some != tokens):
-            raise Infeasible(
+            raise BadInput(
                 "swapped tokens of a subsequence do not fall on a row block",
-                where=f"decisions.subsequence_swapped_tokens[{i}]",
+                where=f"$.decisions.subsequence_swapped_tokens[{i}]",
                 got=some,
                 wanted=f"a multiple of {decisions.swap_granule} up to {tokens}, or {tokens}",
+                hint=PRICE_AGAIN,
             )
     return each
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from memo_sim.contract.errors import Infeasible
-from memo_sim.contract.plan import SWAP_GRANULE_TOKENS, Decisions
+from memo_sim.contract.errors import BadInput, Infeasible
+from memo_sim.contract.plan import Decisions
 from memo_sim.contract.units import MOST_TOKENS
 from memo_sim.program.metp_limits import check_metp
+from memo_sim.program.partition import PRICE_AGAIN
 from memo_sim.program.rsa_limits import check_rsa
 
 MOST_LOSS_CHUNKS = 2**16
@@ -80,7 +81,8 @@ def shape_of(decisions: Decisions, *, cp_rank: int | None = None) -> Shape:
 
     Raises:
         Infeasible: when the layout does not divide the model or the sequence, or names a degree that no lowering
-        plays yet.
+            plays yet.
+        BadInput: when swapped tokens end inside a row block: no search asks for that, only a file can.
     """
     model, layout = decisions.model, decisions.layout
     check_metp(decisions)
@@ -108,7 +110,7 @@ def shape_of(decisions: Decisions, *, cp_rank: int | None = None) -> Shape:
     tokens = decisions.local_tokens
     if gathered:
         _divides("tokens of a rank", tokens, "tp", layout.tp)
-    _check_swapped(decisions, tokens, layout.tp if gathered else 1)
+    _check_swapped(decisions, tokens)
     _check_mlp_blocks(decisions, tokens)
     _check_size(decisions, tokens)
     return Shape(
@@ -128,11 +130,6 @@ def shape_of(decisions: Decisions, *, cp_rank: int | None = None) -> Shape:
         cp_rank=layout.ring - 1 if cp_rank is None else cp_rank,
         metp=layout.metp,
     )
-
-
-def swap_granule(decisions: Decisions) -> int:
-    """Return what ``swapped_tokens`` must be a multiple of: 128 rows on every rank that holds a token shard."""
-    return decisions.swap_granule
 
 
 def _check_bidirectional(decisions: Decisions) -> None:
@@ -197,23 +194,23 @@ def _check_subsequences(decisions: Decisions) -> None:
         )
 
 
-def _check_swapped(decisions: Decisions, tokens: int, tp: int) -> None:
-    swapped = decisions.swapped_tokens
-    granule = SWAP_GRANULE_TOKENS * tp
+def _check_swapped(decisions: Decisions, tokens: int) -> None:
+    swapped, granule = decisions.swapped_tokens, decisions.swap_granule
     several = decisions.layout.subsequences > 1  # each has row blocks of its own (``partition.py``)
     if swapped > tokens or (swapped % granule and swapped != tokens and not several):
-        raise Infeasible(
+        raise BadInput(
             "swapped_tokens does not fall on a row block",
-            where="decisions.swapped_tokens",
+            where="$.decisions.swapped_tokens",
             got=swapped,
             wanted=f"a multiple of {granule} up to {tokens}, or {tokens}",
+            hint=PRICE_AGAIN,
         )
     if swapped and decisions.recompute == "selective":
         raise Infeasible("selective recompute swaps nothing", where="decisions.swapped_tokens", got=swapped, wanted=0)
 
 
 def _check_mlp_blocks(decisions: Decisions, tokens: int) -> None:
-    chunk, granule = decisions.mlp_chunk_tokens, swap_granule(decisions)
+    chunk, granule = decisions.mlp_chunk_tokens, decisions.swap_granule
     if not chunk:
         return
     if decisions.recompute != "full":

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
 
+from memo_exec.preflight import checked_program
 from memo_sim.cli import cli
-from memo_sim.contract.errors import MemoError
+from memo_sim.contract import codec
+from memo_sim.contract.errors import BadInput, MemoError
+from memo_sim.contract.plan import Plan
 
 QUESTION = ("what-if", "gpt-tiny", "--cluster", "a100-1x4", "--seq-len", "4k", "--tp", "2", "--pp", "2")
 KEPT = ("--recompute", "none", "--alpha", "0")
@@ -51,6 +55,32 @@ def test_part_of_each_subsequence_is_swapped_as_the_plan_says(tmp_path: Path) ->
     assert sum(each) == decisions["swapped_tokens"] == 2048
     assert each == [512] * 4
     assert "4 subsequences of 1792 to 512 tokens offload 512 each" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("edit", "told"),
+    [
+        ({"subsequence_swapped_tokens": [512, 512, 384, 640]}, "subsequence_swapped_tokens[2]"),
+        ({"subsequence_swapped_tokens": [], "layout": {"subsequences": 1}, "swapped_tokens": 640}, "swapped_tokens"),
+    ],
+)
+def test_a_plan_file_with_tokens_that_no_row_block_ends_at_is_a_bad_file(
+    edit: dict[str, Any], told: str, tmp_path: Path
+) -> None:
+    plan = tmp_path / "plan.json"
+    done = memo_sim("--subsequences", "4", "--recompute", "tokenwise", "--alpha", "0.5", "-o", str(plan))
+    assert done.exit_code == 0, done.output
+    document = json.loads(plan.read_text())
+    edit = edit | {"layout": document["decisions"]["layout"] | edit.get("layout", {})}
+    plan.write_text(json.dumps(document | {"decisions": document["decisions"] | edit}))
+    for command in (("what-if", "--cluster", "a100-1x4", "--plan"), ("plan-memory",)):
+        refused = CliRunner().invoke(cli, [*command, str(plan)]).exception
+        assert isinstance(refused, BadInput)
+        assert refused.where == f"{plan}: $.decisions.{told}"
+        assert refused.wanted is not None
+        assert "a multiple of 256" in refused.wanted
+    with pytest.raises(BadInput, match="a multiple of 256"):
+        checked_program(codec.read(plan, Plan), where=str(plan))
 
 
 def test_numbers_are_searched(tmp_path: Path) -> None:

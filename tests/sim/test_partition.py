@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from memo_sim.contract.catalog import load_model
-from memo_sim.contract.errors import Infeasible
+from memo_sim.contract.errors import BadInput, Infeasible
 from memo_sim.contract.plan import Decisions, Layout, Partition
 from memo_sim.program.partition import balanced, earlier_tokens, partition, swapped_parts
 from tests.sim.small_programs import GPT
@@ -102,7 +102,7 @@ def test_a_ragged_last_part_may_be_swapped_whole_alone() -> None:
     base = cut(1000, 2, "length")
     whole = msgspec.structs.replace(base, swapped_tokens=488, subsequence_swapped_tokens=(0, 488))
     assert swapped_parts(whole) == (0, 488)
-    with pytest.raises(Infeasible, match="row block"):
+    with pytest.raises(BadInput, match="row block"):
         swapped_parts(msgspec.structs.replace(base, swapped_tokens=500, subsequence_swapped_tokens=(12, 488)))
 
 

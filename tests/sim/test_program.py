@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from memo_sim.contract.catalog import load_model
-from memo_sim.contract.errors import Infeasible
+from memo_sim.contract.errors import BadInput, Infeasible
 from memo_sim.contract.model import Model
 from memo_sim.contract.plan import Decisions, Layout
 from memo_sim.program.check import check_edges, check_program
@@ -147,7 +147,6 @@ def test_equal_decisions_give_equal_hashes_and_others_do_not() -> None:
         {"layout": Layout(tp=3)},
         {"layout": Layout(cp=3)},
         {"layout": Layout(dp=3), "global_batch": 2},
-        {"swapped_tokens": 128, "recompute": "tokenwise", "layout": Layout(tp=2, sequence_parallel=True)},
         {"swapped_tokens": 128, "recompute": "selective"},
         {"layout": Layout(metp=2, tp=2)},
         {"model": load_model("gpt-tiny"), "seq_tokens": 1 << 20},
@@ -159,6 +158,13 @@ def test_what_cannot_be_lowered_is_refused(change: dict) -> None:
         lower(Decisions(**fields))
     assert error.value.got is not None
     assert error.value.exit_code == 4
+
+
+def test_swapped_tokens_that_end_inside_a_row_block_are_a_files_fault() -> None:
+    layout = Layout(tp=2, sequence_parallel=True)
+    with pytest.raises(BadInput, match="a multiple of 256 up to 2048") as error:
+        lower(Decisions(model=GPT, seq_tokens=2048, swapped_tokens=128, recompute="tokenwise", layout=layout))
+    assert error.value.exit_code == 3
 
 
 @pytest.mark.parametrize("swapped", [100, 4096])
