@@ -11,6 +11,7 @@ others, and the first for the last gradient. Every micro-batch passes every stag
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from math import inf
 
@@ -88,14 +89,16 @@ class Floors:
         parts = zip(self._parts(low), self._parts(high), strict=True)
         return self._floor(low, *(_either(few, many) for few, many in parts))
 
-    def rough(self, decisions: Decisions, *, keep: Decisions | None) -> Floor:
-        """Return a floor that costs little: of states, of what is swapped, and of the compute lane of ``keep``.
+    def rough(self, decisions: Decisions, *, keep: Decisions | None, any_alpha: bool = False) -> Floor:
+        """Return a floor that costs little: of states, what is held and swapped, and the compute lane of ``keep``.
 
+        ``any_alpha``: that of the plans which swap at least as much, none of which holds as much on the device.
         ``keep``: the same layout's plan that keeps everything, None where that is not at hand. All others compute as
         much; full recompute plays attention's forward twice. Subsequences are priced one by one instead: lowering
         hundreds of them costs seconds.
         """
         device, host = self._states(decisions)
+        device += 0 if any_alpha else self._held_bytes(decisions)
         floor = Floor(0.0, device, (host + self._swapped_bytes(decisions)) * self._local(decisions))
         if self.shortfall_bytes(floor):
             return floor
@@ -103,7 +106,7 @@ class Floors:
             layer = self._layer_of_parts(decisions)
             whole, again = _times(layer, decisions.model.layers), False
         elif keep is not None:
-            whole, _, layer = self._parts(keep)
+            whole, _, layer = self._parts(keep, self.passes.computed)
             again = decisions.recompute == "full"
         else:
             return floor
@@ -143,6 +146,20 @@ class Floors:
         layer = [self._layer_bytes(Activations(decisions, each.shape, 1, stage, each)) for each in parts]
         return max(0, len(stage.layers) * sum(layer) - ROUNDING_BUFFERS * max(layer))
 
+    def _held_bytes(self, decisions: Decisions) -> int:
+        """Return what a stage's layers hold on the device where one micro-batch's backward begins, at least.
+
+        Rounding buffers, and what layers have to themselves; of layers that take turns in those, some have nothing
+        else. What leaves a window is not counted, nor what an eager framework makes of any of it.
+        """
+        if decisions.offload_window or decisions.layout.multiplexed or decisions.memory_policy == "eager":
+            return 0
+        stage = stages_of(decisions)[0]
+        every = [Activations(decisions, p.shape, 1, stage, p) for p in subsequences_of(decisions, shape_of(decisions))]
+        turns = sum(f.bytes * f.count for f in every[0].families_in_turn())
+        layer = [sum(f.bytes for f in each.families() if f.space == "device") for each in every]
+        return turns + max(0, len(stage.layers) * sum(layer) - (ROUNDING_BUFFERS * max(layer) if turns else 0))
+
     def _layer_bytes(self, kept: Activations) -> int:
         """Return what one layer of a subsequence swaps, statistics left out: they are blocks of their own."""
         apart = {f"host.{t.name}" for t in kept.tensors if t.statistics}  # engine/memory.py
@@ -154,11 +171,14 @@ class Floors:
     def _local(self, decisions: Decisions) -> int:
         return min(self._cluster.devices_per_node, decisions.layout.devices)
 
-    def _parts(self, decisions: Decisions) -> tuple[Pass, Pass, Pass]:
+    def _parts(
+        self, decisions: Decisions, passes: Callable[[Decisions, int], Pass] | None = None
+    ) -> tuple[Pass, Pass, Pass]:
         """Return a pass of the whole model, of a stage's layers, and what one layer adds (nothing without stages)."""
+        of = passes or self.passes.of
         layers = decisions.model.layers
         held = layers // decisions.layout.pp
-        whole, stage = self.passes.of(decisions, layers), self.passes.of(decisions, held)
+        whole, stage = of(decisions, layers), of(decisions, held)
         names = [f.name for f in fields(Pass)]
         added = {name: (getattr(whole, name) - getattr(stage, name)) / max(1, layers - held) for name in names}
         return whole, stage, Pass(**added)

@@ -9,7 +9,8 @@ layers take turns in two rounding buffers.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 import msgspec
 import numpy as np
@@ -74,7 +75,7 @@ class Passes:
         self._hardware = hardware
         self._cluster = cluster
         self._lowered: dict[Decisions, _FewLayers] = {}
-        self._known: dict[tuple[Decisions, int], Pass] = {}
+        self._known: dict[tuple[_FewLayers, int], Pass] = {}
 
     def of(self, decisions: Decisions, layers: int) -> Pass:
         """Return what one micro-batch of ``layers`` layers takes.
@@ -82,6 +83,22 @@ class Passes:
         Raises:
             Infeasible: when the plan cannot be lowered, or the profile has not measured its work.
         """
+        few, lowered = self._lower(decisions, layers)
+        if (lowered, layers) not in self._known:
+            self._known[lowered, layers] = lowered.repeated((layers - few) // MIDDLE)
+        return self._known[lowered, layers]
+
+    def computed(self, decisions: Decisions, layers: int) -> Pass:
+        """Return of that what the compute lane alone does; the rest, which takes longer to find, is 0.
+
+        Raises:
+            Infeasible: see ``of``.
+        """
+        few, lowered = self._lower(decisions, layers)
+        return lowered.computed((layers - few) // MIDDLE)
+
+    def _lower(self, decisions: Decisions, layers: int) -> tuple[int, _FewLayers]:
+        """Return how many layers of a plan are lowered, and those."""
         few = min(layers, FEW + layers % 2)
         alone = msgspec.structs.replace(
             decisions,
@@ -95,12 +112,10 @@ class Passes:
             memory_policy="eager" if decisions.memory_policy == "eager" else "planned",
             host_allocator="exact",
         )
-        if (alone, layers) not in self._known:
-            if alone not in self._lowered:
-                pricer = Pricer(self._hardware, self._cluster, alone.layout, rowwise=alone.kernels.rowwise)
-                self._lowered[alone] = _FewLayers(alone, pricer)
-            self._known[alone, layers] = self._lowered[alone].repeated((layers - few) // MIDDLE)
-        return self._known[alone, layers]
+        if alone not in self._lowered:
+            pricer = Pricer(self._hardware, self._cluster, alone.layout, rowwise=alone.kernels.rowwise)
+            self._lowered[alone] = _FewLayers(alone, pricer)
+        return few, self._lowered[alone]
 
 
 class _FewLayers:
@@ -108,39 +123,53 @@ class _FewLayers:
 
     def __init__(self, decisions: Decisions, pricer: Pricer) -> None:
         (program,) = lower(decisions)
-        columns = expand(program)
-        self._lane = columns.lane
-        self._inside = _of_instances(columns, [i.place.startswith("m") for i in program.instances])
+        self._decisions, self._program = decisions, program
+        lengths = [len(program.templates[i.template].instructions) for i in program.instances]
+        self._instance = np.repeat(np.arange(len(lengths)), lengths)
+        self._lane = _by_instruction(program, lambda _, i: i.lane).astype(np.int64)
+        self._inside = self._of_instances([i.place.startswith("m") for i in program.instances])
         middle = range(FIRST_MIDDLE, FIRST_MIDDLE + MIDDLE)
-        self._middle = self._inside & _of_instances(columns, [i.layer in middle for i in program.instances])
+        self._middle = self._inside & self._of_instances([i.layer in middle for i in program.instances])
+        self._middle_buffers = _of_layers(program, middle, layers=decisions.model.layers)
         self._seconds = _by_instruction(program, lambda _, i: pricer.seconds(i.work)) * self._inside
         self._forward = _by_instruction(program, lambda t, _: float(t.name.startswith(FORWARD)))
         self._head = _by_instruction(program, lambda t, _: float(t.name.startswith(HEAD)))
-        self._first = _of_instances(columns, [i.subsequence == 0 for i in program.instances])
+        self._first = self._of_instances([i.subsequence == 0 for i in program.instances])
         self._attention = self._forward * _by_instruction(program, lambda _, i: float(isinstance(i.work, Attention)))
         self._rebuilt = _by_instruction(program, lambda _, i: float(i.name.startswith(REBUILD)))
-        self._idle_s = _idle_s(columns, self._seconds)
-        self._lives = lives_in_arena(program, columns, liveness(program, columns), decisions)
-        self._middle_buffers = _of_layers(program, middle, layers=decisions.model.layers)
-        self._all_kept = self._between(program, columns)
 
-    def _between(self, program: Program, columns: Columns) -> Flags:
-        """Return the instants around the head, when every repetition of a middle layer holds what it keeps."""
-        at = np.arange(len(self._lane))
+    def _of_instances(self, flags: list[bool]) -> Flags:
+        found: Flags = np.array(flags, dtype=np.bool_)[self._instance]
+        return found
+
+    @cached_property
+    def _columns(self) -> Columns:
+        return expand(self._program)
+
+    @cached_property
+    def _lives(self) -> Liveness:
+        lives = liveness(self._program, self._columns)
+        return lives_in_arena(self._program, self._columns, lives, self._decisions)
+
+    @cached_property
+    def _idle_s(self) -> Floats:
+        return _idle_s(self._columns, self._seconds)
+
+    @cached_property
+    def _all_kept(self) -> Flags:
+        """The instants around the head, when every repetition of a middle layer holds what it keeps."""
+        at, program = np.arange(len(self._lane)), self._program
         names = [program.templates[i.template].name for i in program.instances]
         heads = [n for n, i in enumerate(program.instances) if names[n].startswith(HEAD) and i.place.startswith("m")]
-        turn = int(at[columns.instance == heads[-1]][0])  # of subsequences the last one's: backward follows
+        turn = int(at[self._instance == heads[-1]][0])  # of subsequences the last one's: backward follows
         middle = at[self._middle]
         before, after = middle[middle < turn], middle[middle > turn]
         found: Flags = (at > before.max(initial=-1)) & (at < after.min(initial=len(at))) & self._inside
         return found
 
-    def repeated(self, times: int) -> Pass:
-        """Return the pass with the middle layers played so many times more."""
-        weights = 1.0 + times * self._middle
-        lanes = np.bincount(self._lane, weights=self._seconds * weights, minlength=len(Lane))
-        compute_s = self._seconds * weights * (self._lane == Lane.COMPUTE)
-        sizes = self._lives.bytes * (1 + times * self._middle_buffers)
+    def computed(self, times: int) -> Pass:
+        """Return the compute lane's pass with the middle layers played so many times more; nothing of other lanes."""
+        compute_s = self._seconds * (1.0 + times * self._middle) * (self._lane == Lane.COMPUTE)
         return Pass(
             compute_s=float(compute_s.sum()),
             rebuild_s=float(compute_s @ self._rebuilt),
@@ -149,6 +178,21 @@ class _FewLayers:
             first_forward_s=float(compute_s @ (self._forward * self._first)),
             first_compute_s=float(compute_s @ self._first),
             head_s=float(compute_s @ self._head),
+            idle_s=0.0,
+            copy_s=0.0,
+            collective_s=0.0,
+            p2p_s=0.0,
+            device_bytes=0,
+            host_bytes=0,
+        )
+
+    def repeated(self, times: int) -> Pass:
+        """Return the pass with the middle layers played so many times more."""
+        weights = 1.0 + times * self._middle
+        lanes = np.bincount(self._lane, weights=self._seconds * weights, minlength=len(Lane))
+        sizes = self._lives.bytes * (1 + times * self._middle_buffers)
+        return replace(
+            self.computed(times),
             idle_s=float(self._idle_s @ weights),
             copy_s=float(max(lanes[Lane.D2H], lanes[Lane.H2D])),
             collective_s=float(lanes[Lane.COLLECTIVE]),
@@ -161,11 +205,6 @@ class _FewLayers:
         """Return the most bytes that live at once, states left out; ``sizes`` count repeated buffers."""
         once = _live(self._lives, self._lives.bytes, device=device)[self._inside].max(initial=0)
         return int(max(once, _live(self._lives, sizes, device=device)[self._all_kept].max(initial=0)))
-
-
-def _of_instances(columns: Columns, flags: list[bool]) -> Flags:
-    found: Flags = np.array(flags, dtype=np.bool_)[columns.instance]
-    return found
 
 
 def _of_layers(program: Program, chosen: range, *, layers: int) -> Ints:

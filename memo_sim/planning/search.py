@@ -190,7 +190,8 @@ class _Search:
         """Return a floor from what other candidates share."""
         keep = msgspec.structs.replace(swap_each(candidate.base, 0), recompute="none", mlp_chunk_tokens=0)
         try:
-            floor = self.floors.rough(candidate.base, keep=keep if keep in self.bases else None)
+            any_alpha = candidate.policy.alpha is None
+            floor = self.floors.rough(candidate.base, keep=keep if keep in self.bases else None, any_alpha=any_alpha)
         except Infeasible:
             return _Bounded(candidate, None, 0, rough=False)
         return _Bounded(candidate, floor, self.floors.shortfall_bytes(floor), rough=True)
@@ -213,10 +214,13 @@ class _Search:
         most = self._most(grid, low, high)
         if not partial:
             return self.floors.between(grid.at(low), grid.at(most))
-        floor = self.floors.between(grid.at(most), grid.at(most))
-        if most < grid.steps - 1 and floor.device_bytes > self.floors.device_room_bytes:
+        room = self.floors.device_room_bytes
+        floor = self.floors.rough(grid.at(most), keep=None)
+        if floor.device_bytes <= room:
+            floor = self.floors.between(grid.at(most), grid.at(most))
+        if most < grid.steps - 1 and floor.device_bytes > room:
             # One memory or the other is short at every alpha, by how much is not known.
-            return replace(floor, device_bytes=self.floors.device_room_bytes + 1, host_bytes_per_node=0)
+            return replace(floor, device_bytes=room + 1, host_bytes_per_node=0)
         return replace(floor, host_bytes_per_node=0)
 
     def _most(self, grid: Grid, low: int, high: int) -> int:

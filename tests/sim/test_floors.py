@@ -76,6 +76,12 @@ def test_no_plan_goes_below_its_floor(layout: Layout, layers: int) -> None:
         assert floor.host_bytes_per_node == played.peak_host_bytes_per_node
         if layout.zero < 2:
             assert floor.device_bytes > 0.95 * played.peak_device_bytes
+        rough = floors.rough(decisions, keep=with_alpha(base, "none", 0.0))
+        assert 0 < rough.step_s <= floor.step_s * (1 + 1e-12)
+        assert rough.device_bytes <= floor.device_bytes
+        assert rough.host_bytes_per_node <= floor.host_bytes_per_node
+        if decisions.recompute == "none" and layout.zero < 3:
+            assert rough.device_bytes > 0.7 * floor.device_bytes
 
 
 @pytest.mark.parametrize("states", ["bf16", "host"])
@@ -111,6 +117,7 @@ def test_pipelines_do_not_go_below_their_floor(schedule: str, chunks: int, ahead
         floor, played = floors.of(decisions), simulate(decisions, hardware, cluster).prediction
         assert floor.step_s <= played.step_s
         assert floor.device_bytes <= played.peak_device_bytes
+        assert floors.rough(decisions, keep=None).device_bytes <= played.peak_device_bytes
         assert floor.host_bytes_per_node <= played.peak_host_bytes_per_node
         if not alpha:
             assert floor.step_s > ahead * played.step_s
