@@ -16,6 +16,7 @@ from memo_sim.planning.presets import KEEP, PARTIAL_SWAP, TOKENWISE, Policy, fin
 from memo_sim.planning.question import Question
 from memo_sim.planning.subsequences import swap_each
 from memo_sim.program.library_results import RESULTS
+from memo_sim.program.ranks import ENDS, degree
 from memo_sim.views.plan_table import layout_label
 from memo_sim.ways_out import ways_out
 
@@ -194,9 +195,11 @@ def _sharding(simulation: Simulation) -> list[str]:
     layout, moved = simulation.decisions.layout, simulation.collective_bytes
     if layout.zero < 2:
         return []
-    if layout.replicas == 1:
+    if degree(ENDS, layout) == 1:
         return [f"ZeRO {layout.zero} has nothing to divide here: no two ranks hold the same parameters."]
     held = "gradients" if layout.zero == 2 else "gradients and parameters"
+    if layout.replicas == 1:
+        held += " of embedding and head, which METP has on every rank"
     names = {"params.all_gather": "gathers", "grads.reduce_scatter": "scatters"}
     parts = [f"{verb} {format_bytes(moved[op])}" for op, verb in names.items() if op in moved]
     waited = sum(s.seconds for s in simulation.prediction.stalls if s.lane == "compute" and s.waits_for in names)

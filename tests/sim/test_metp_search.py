@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
+
+import msgspec
 import pytest
 
 from memo_sim.contract.catalog import load_cluster, load_model
@@ -10,6 +14,7 @@ from memo_sim.planning.layouts import layouts
 from memo_sim.planning.presets import SYSTEMS
 from memo_sim.planning.question import Pins, Question
 from memo_sim.planning.space import candidates
+from memo_sim.what_if import what_if
 
 PINNABLE = {"any", "every-layout", "memo", "full-recompute", "full-swap", "metp"}
 
@@ -54,6 +59,18 @@ def test_reductions_of_embedding_and_head_can_run_beside_compute_without_dp() ->
     assert {(c.base.layout.dp, c.base.overlap) for c in found} == {(1, "both")}
     alone, _ = candidates(ask("any", tp=8, overlap="both"))
     assert {c.base.overlap for c in alone} == {"none"}
+
+
+def test_the_answer_says_what_zero_3_divides_without_dp() -> None:
+    asked = ask(metp=8, zero=3, recompute="full", alpha=0.0, global_batch=1)
+    result = what_if(replace(asked, model=msgspec.structs.replace(asked.model, layers=1))).result
+    (line,) = [line for line in result.why if line.startswith("ZeRO 3")]
+    assert "its share of gradients and parameters of embedding and head, which METP has on every rank" in line
+    # The tied embedding for the lookup and the classifier in bf16, its gradient twice in fp32.
+    embedding = asked.model.vocab * asked.model.hidden / 2**30
+    gathered, scattered = map(float, re.findall(r"([\d.]+) GiB", line))
+    assert gathered == pytest.approx(2 * 2 * embedding, rel=0.01)
+    assert scattered == pytest.approx(2 * 4 * embedding, rel=0.01)
 
 
 def test_stages_beside_it_are_played_in_orders_that_it_has() -> None:
