@@ -36,7 +36,7 @@ def layouts(question: Question) -> list[Layout]:
             degrees = {"tp": tp, "cp": cp, "ulysses": ulysses, "metp": metp, "pp": pp, "dp": dp}
             found += [
                 replace(layout, multiplexed=shared)
-                for zero in _zeros(question, devices // tp, most=1 if pp > 1 else 3)
+                for zero in _zeros(question, devices // tp, dp, most=1 if pp > 1 else 3)
                 for parts in _subsequences(question)
                 for schedule, chunks in _schedules(question, pp, metp)
                 for layout in (_layout(question, zero, parts, schedule, chunks, **degrees),)
@@ -153,7 +153,7 @@ def _check_schedule(question: Question) -> None:
         )
 
 
-def _zeros(question: Question, replicas: int, *, most: int) -> tuple[int, ...]:
+def _zeros(question: Question, replicas: int, dp: int, *, most: int) -> tuple[int, ...]:
     """Return the levels of ZeRO to try: none of the system's where every rank holds parameters of its own.
 
     ``replicas`` hold the same parameters of some block: METP's ranks the same embedding. Stages
@@ -161,7 +161,9 @@ def _zeros(question: Question, replicas: int, *, most: int) -> tuple[int, ...]:
     """
     if question.pins.zero is not None:
         return (question.pins.zero,)
-    zeros = find_system(question.system).zeros if replicas > 1 else (0,)
+    system = find_system(question.system)
+    shared = dp if system.zero_needs_dp else replicas
+    zeros = system.zeros if shared > 1 else (0,)
     return tuple(dict.fromkeys(min(zero, most) for zero in zeros))
 
 

@@ -12,8 +12,11 @@ memory. The rivals run on PyTorch's caching allocator under an eager framework (
     deepspeed-ulysses  all-to-all around attention, degrees that divide the heads, ZeRO 3 over all ranks (MEMO 5.1, 5.2)
                        and full recompute, as in Megatron-DeepSpeed's examples of sequence parallelism, and as MEMO 5.2
                        says of its baselines
-    megatron-lm        tensor parallelism with sequence parallelism, a zigzag ring, pipeline stages, the distributed
-                       optimizer (MEMO 5.1)
+    megatron-lm        tensor parallelism with sequence parallelism, a zigzag ring, pipeline stages (MEMO 5.1), and the
+                       distributed optimizer where there are replicas: MEMO 2.3 has ZeRO divide states among
+                       data-parallel workers. Inferred, not read: with states divided over the ring too, as
+                       Megatron-LM could, 30B would run up to 896K in Table 3, where it ends at 384K. ``zero`` 1 may be
+                       pinned
     fsdp               data parallelism alone, every parameter gathered for one use (ZeRO 3)
     ring-attention     a ring over sequence blocks, parameters sharded over all ranks (Liu et al. 2023, section 4)
     rsa                ring self-attention over sequence blocks, parameters and states whole on every rank: scores are
@@ -102,6 +105,8 @@ class System:
     degrees: tuple[str, ...] = ("tp", "cp", "dp")
     pinnable: tuple[str, ...] = ()
     zeros: tuple[int, ...] = (1,)
+    zero_needs_dp: bool = False
+    """Whether ZeRO is on only where there is data parallelism; else wherever ranks hold the same parameters."""
     cp_exchange: CpExchange = "ring"
     overlap: Overlap = "none"
     least_tp: int = 1
@@ -161,14 +166,16 @@ SYSTEMS = {
             "METP: tokens and weights divided alike, weights pass round a ring; dp, ZeRO 1; keep, alpha or full swap",
             (KEEP, TOKENWISE, FULL_SWAP),
             degrees=("metp", "dp"),
+            pinnable=("tp", "cp", "ulysses"),  # its rivals, with the same policies
         ),
         System(
             "megatron-lm",
-            "Megatron-LM: tp with sequence parallelism, ring cp, pp, ZeRO 1; its own recompute, caching allocator",
+            "Megatron-LM: tp with sequence parallelism, ring cp, pp, dp with ZeRO 1; own recompute, caching allocator",
             (KEEP, SELECTIVE_RECOMPUTE, FULL_RECOMPUTE),
             memory_policy="eager",
             degrees=("tp", "cp", "pp", "dp"),
             pinnable=("ulysses",),  # cp_comm_type a2a, later than MEMO's comparison
+            zero_needs_dp=True,
             waits_for_handovers=True,
             overlap="both",
             least_tp=4,

@@ -38,10 +38,19 @@ def test_a_system_divides_work_its_own_way(system: str, degrees: set[str], zero:
     found = layouts(ask(system))
     used = {name for layout in found for name in ("tp", "cp", "dp") if getattr(layout, name) > 1}
     assert used == degrees
-    assert {layout.zero for layout in found if layout.cp * layout.dp > 1} == {zero}
+    ring = 0 if system == "megatron-lm" else 1
+    assert {layout.zero for layout in found if layout.cp**ring * layout.dp > 1} == {zero}
     assert all(layout.sequence_parallel == (layout.tp > 1) for layout in found)
     own = {SELECTIVE_RECOMPUTE} if system == "megatron-lm" else set()
     assert {c.policy for c in candidates(ask(system))[0]} == {KEEP, FULL_RECOMPUTE} | own
+
+
+def test_megatron_divides_optimizer_states_among_replicas_alone_and_over_the_ring_where_asked() -> None:
+    found = layouts(ask("megatron-lm"))
+    assert any(layout.cp > 1 == layout.dp for layout in found)
+    assert all(layout.zero == (layout.dp > 1) for layout in found)
+    assert {layout.zero for layout in layouts(ask("megatron-lm", tp=4, cp=2, zero=1))} == {1}
+    assert {layout.zero for layout in layouts(ask("memo", tp=4, cp=2))} == {1}
 
 
 def test_megatrons_stages_are_searched_in_its_own_order() -> None:
