@@ -167,6 +167,7 @@ SYSTEMS = {
             (KEEP, TOKENWISE, FULL_SWAP),
             degrees=("metp", "dp"),
             pinnable=("tp", "cp", "ulysses"),  # its rivals, with the same policies
+            pinnable=("tp", "cp", "ulysses"),  # its rivals, with the same policies
         ),
         System(
             "megatron-lm",
