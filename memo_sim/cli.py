@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 COLLECTED_AFTER = 50_000
-"""New objects after which Python looks for cycles. A lowering makes thousands, and none: looking as often as Python does
-unasked is a tenth of a search's time."""
+"""New objects after which Python looks for cycles. A lowering makes thousands, and none: looking as often as Python
+does unasked is a tenth of a search's time."""
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
