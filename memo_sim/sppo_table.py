@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 
 from memo_sim.contract.catalog import load_cluster, load_model
 from memo_sim.contract.figure import Figure, Line, Point
-from memo_sim.contract.plan import Prediction
+from memo_sim.contract.plan import MemoryPolicy, Prediction
 from memo_sim.contract.progress import Progress
 from memo_sim.contract.units import KIB, format_bytes, format_seconds, format_tokens
 from memo_sim.planning.presets import FULL_SWAP, KEEP, SEQUENCE_AWARE, Policy
@@ -28,6 +28,7 @@ from memo_sim.planning.subsequences import swap_fraction
 from memo_sim.views.plan_table import layout_label
 
 SPPO, MEGATRON, DEEPSPEED = "sppo", "megatron-lm", "deepspeed-fpdt"
+UNPLANNED = "sppo, memory not planned"
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,10 +110,22 @@ class Cell:
         return f"{format_seconds(found.step_s)}; {self.how}"
 
 
-def cell(job: Job, system: str, thousands: int, policy: Policy = SEQUENCE_AWARE, *, multiplexed: bool = False) -> Cell:
-    """Return one system's cell of the table; ``policy``: what SPPO does with activations."""
+def cell(
+    job: Job,
+    system: str,
+    thousands: int,
+    policy: Policy = SEQUENCE_AWARE,
+    *,
+    multiplexed: bool = False,
+    memory_policy: MemoryPolicy | None = None,
+) -> Cell:
+    """Return one system's cell of the table; ``policy``: what SPPO does with activations.
+
+    ``memory_policy``: in place of the system's own.
+    """
     question = job.question(system, thousands)
-    question = replace(question, pins=replace(question.pins, multiplexed=multiplexed))
+    pins = replace(question.pins, multiplexed=multiplexed, memory_policy=memory_policy)
+    question = replace(question, pins=pins)
     if system != SPPO:
         best = search(question).ranked[0]
         return Cell(best.prediction, f"{layout_label(best.decisions.layout)}, {best.policy.label}")
@@ -131,10 +144,14 @@ def throughput(progress: Progress) -> Figure:
         for thousands in job.parts
         if system != DEEPSPEED or job.ulysses
     ]
+    total = len(wanted) + len(JOBS)
     found: dict[tuple[str, str], dict[int, Cell]] = {}
     for done, (job, system, thousands) in enumerate(wanted, start=1):
         found.setdefault((job.model, system), {})[thousands] = cell(job, system, thousands)
-        progress(done, len(wanted))
+        progress(done, total)
+    for done, job in enumerate(JOBS, start=len(wanted) + 1):
+        found[job.model, UNPLANNED] = _unplanned(job)
+        progress(done, total)
     return _figure(
         name="sppo-10",
         title="SPPO's Table 4: tokens per GPU and second, one sequence a step; A100, four 200 Gb/s cards a node",
@@ -147,6 +164,17 @@ def throughput(progress: Progress) -> Figure:
         ],
         findings=[line for job in JOBS for line in _speed_ups(job, found)],
     )
+
+
+def _unplanned(job: Job) -> dict[int, Cell]:
+    """Return SPPO at the job's longest length on an eager framework's memory, as its rivals are, and shorter until it
+    fits."""
+    cells: dict[int, Cell] = {}
+    for thousands in sorted(job.parts, reverse=True):
+        cells[thousands] = cell(job, SPPO, thousands, memory_policy="eager")
+        if cells[thousands].tgs is not None:
+            break
+    return cells
 
 
 def _figure(name: str, title: str, lines: list[Line], findings: list[str] | None = None) -> Figure:
@@ -183,8 +211,8 @@ def _ratio(thousands: int, ours: Cell, other: Cell) -> str:
     return f"{length} {ours.tgs / other.tgs:.2f}"
 
 
-BREAKDOWN = (("gpt-13b", 512), ("gpt-65b", 640))
-"""The jobs that SPPO's Figure 11 takes apart, and their thousands of tokens."""
+BREAKDOWN = ((JOBS[1], 512), (JOBS[2], 640), (replace(JOBS[1], parts={64: 32}), 64))
+"""The jobs that SPPO's Figure 11 takes apart, and their thousands of tokens; and one so short that not all hides."""
 PARTS = ((KEEP, False), (FULL_SWAP, False), (SEQUENCE_AWARE, False), (SEQUENCE_AWARE, True))
 """What is done with activations, and whether idle stages play rows of the fill and the drain."""
 
@@ -192,17 +220,16 @@ PARTS = ((KEEP, False), (FULL_SWAP, False), (SEQUENCE_AWARE, False), (SEQUENCE_A
 def breakdown(progress: Progress) -> Figure:
     """Return SPPO's Figure 11: nothing, everything or what hides is offloaded, and with that multiplexed phases."""
     cells: dict[str, list[tuple[Job, int, Cell]]] = {}
-    jobs = {job.model: job for job in JOBS}
     total = len(PARTS) * len(BREAKDOWN)
     for i, (policy, multiplexed) in enumerate(PARTS):
         label = f"{policy.label}{', multiplexed' if multiplexed else ''}"
-        for j, (model, thousands) in enumerate(BREAKDOWN):
-            one = cell(jobs[model], SPPO, thousands, policy, multiplexed=multiplexed)
-            cells.setdefault(label, []).append((jobs[model], thousands, one))
+        for j, (job, thousands) in enumerate(BREAKDOWN):
+            one = cell(job, SPPO, thousands, policy, multiplexed=multiplexed)
+            cells.setdefault(label, []).append((job, thousands, one))
             progress(i * len(BREAKDOWN) + j + 1, total)
     return _figure(
         name="sppo-11",
-        title="What of SPPO's offloading is worth what: gpt-13b at 512k, gpt-65b at 640k",
+        title="What of SPPO's offloading is worth what: gpt-13b at 512k and 64k, gpt-65b at 640k",
         lines=[
             Line(
                 label=label,

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from memo_sim import sppo_table
 from memo_sim.figures import figure
-from memo_sim.sppo_table import DEEPSPEED, JOBS, MEGATRON, SPPO, Job, cell
+from memo_sim.sppo_table import DEEPSPEED, JOBS, MEGATRON, SPPO, UNPLANNED, Job, cell
 
 SMALL = Job("gpt-7b", 1, {16: 4}, (2, 4), (8, 1), 8, "nothing")
 
@@ -30,13 +32,24 @@ def test_every_system_has_its_cells_and_their_ratio(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(sppo_table, "JOBS", (SMALL,))
     told: list[tuple[int, int]] = []
     found = figure("sppo-10", progress=lambda done, total: told.append((done, total)))
-    assert [line.label for line in found.lines] == [f"gpt-7b {name}" for name in (SPPO, MEGATRON, DEEPSPEED)]
+    assert [line.label for line in found.lines] == [f"gpt-7b {name}" for name in (SPPO, MEGATRON, DEEPSPEED, UNPLANNED)]
     ours, theirs = ({p.x: p.y or 0.0 for p in line.points} for line in found.lines[:2])
     assert f"16k {ours[16384] / theirs[16384]:.2f}" in found.findings[0]
     assert found.findings[0].endswith("(SPPO prints nothing).")
     assert "n4, sequence-aware offload" in found.lines[0].points[0].note
     assert "tp8+sp cp1 dp1, full recompute" in found.lines[1].points[0].note
-    assert told == [(1, 3), (2, 3), (3, 3)]
+    assert told == [(1, 4), (2, 4), (3, 4), (4, 4)]
+    (unplanned,) = found.lines[3].points
+    # The same kernels, and a host that launches them: never faster than where memory is planned.
+    assert 0.5 * ours[16384] < (unplanned.y or 0) <= ours[16384]
+
+
+def test_memory_that_is_not_planned_is_tried_shorter_until_it_fits() -> None:
+    cells = sppo_table._unplanned(replace(SMALL, parts={8: 4, 16: 4, 2048: 4}))
+    assert list(cells) == [2048, 16]
+    assert cells[2048].tgs is None
+    assert cells[2048].note.startswith("gpu_oom, short of")
+    assert cells[16].tgs
 
 
 def test_a_cell_that_does_not_fit_has_no_throughput() -> None:
@@ -48,7 +61,7 @@ def test_a_cell_that_does_not_fit_has_no_throughput() -> None:
 
 def test_offloading_is_taken_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sppo_table, "JOBS", (SMALL,))
-    monkeypatch.setattr(sppo_table, "BREAKDOWN", (("gpt-7b", 16),))
+    monkeypatch.setattr(sppo_table, "BREAKDOWN", ((SMALL, 16),))
     found = figure("sppo-11")
     keep, full, aware, multiplexed = (line.points[0] for line in found.lines)
     labels = ["keep", "full swap", "sequence-aware offload", "sequence-aware offload, multiplexed"]
