@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 FORMATS = (".png", ".svg", ".pdf")
 DPI = 150
 SIZE_IN = (8.0, 5.0)
-COLOURS = ("#3b76b5", "#f0a030", "#3f9b6b", "#8a63b8")
-MARKERS = ("o", "s", "^", "D")
-"""Lines differ in colour and marker, so that they are told apart without colour vision too."""
+COLOURS = ("#3b76b5", "#f0a030", "#3f9b6b", "#8a63b8", "#c0504d")
+MARKERS = ("o", "s", "^", "D", "v")
+"""Lines differ in colour and marker, so that they are told apart without colour vision too; no pair comes twice."""
 
 
 def check_chart(path: str | Path) -> None:
@@ -56,15 +56,22 @@ def draw_chart(figure: Figure, path: str | Path) -> None:
     codec.write_bytes(path, raw.getvalue())
 
 
+def style(number: int) -> tuple[str, str]:
+    """Return the colour and the marker of a line, by its place among the figure's."""
+    rounds, place = divmod(number, len(COLOURS))
+    return COLOURS[place], MARKERS[(place + rounds) % len(MARKERS)]
+
+
 def _picture(figure: Figure) -> Picture:
     from matplotlib.figure import Figure as Picture
 
     picture = Picture(figsize=SIZE_IN, facecolor="white", layout="constrained")
     ax: Axes = picture.add_subplot()
     for i, line in enumerate(figure.lines):
+        colour, marker = style(i)
         y = [float("nan") if p.y is None else p.y for p in line.points]
         x = [p.x for p in line.points]
-        ax.plot(x, y, label=line.label, color=COLOURS[i % len(COLOURS)], marker=MARKERS[i % len(MARKERS)])
+        ax.plot(x, y, label=line.label, color=colour, marker=marker)
     ax.set_title(figure.title, fontsize=11)
     ax.set_xlabel(figure.x_label)
     ax.set_ylabel(figure.y_label)

@@ -8,7 +8,7 @@ import pytest
 
 from memo_sim.contract.errors import UsageError
 from memo_sim.contract.figure import Figure, Line, Point
-from memo_sim.views.chart import draw_chart
+from memo_sim.views.chart import draw_chart, style
 from memo_sim.views.chart_table import chart_table
 
 LONGEST = Figure(
@@ -55,3 +55,9 @@ def test_the_picture_is_the_same_bytes_each_time(tmp_path: Path, suffix: str) ->
 def test_a_file_of_another_kind_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="not a kind of picture"):
         draw_chart(LONGEST, tmp_path / "figure.txt")
+
+
+def test_as_many_lines_as_a_figure_has_are_told_apart() -> None:
+    """METP's have five systems and four models."""
+    assert len({style(number) for number in range(20)}) == 20
+    assert len({style(number)[1] for number in range(5)}) == 5  # and the first few by marker alone
