@@ -6,9 +6,10 @@ memory. The rivals run on PyTorch's caching allocator under an eager framework (
     memo               Megatron-LM's model and parallelisms (MEMO 4.3.4): its whole logits, its distributed optimizer
                        with gradients reduced and parameters gathered beside compute (NVIDIA/Megatron-LM#391). Layouts
                        were tuned by hand (5.2); every one that the paper names has tensor parallelism of 4, 8 or 16
-    metp               memory-efficient tensor parallelism (Liang et al. 2025) with dp and ZeRO 1, on planned memory and
-                       with MEMO's swap, which the paper has not. No other system searches its degree, so that their
-                       figures stay; those whose memory and ZeRO allow it have it where a question pins it
+    metp               memory-efficient tensor parallelism (Liang et al. 2025) with dp and ZeRO 1 or 3 (its 6.2: FSDP is
+                       orthogonal), on planned memory and with MEMO's swap, which the paper has not. No other system
+                       searches its degree, so that their figures stay; those whose memory and ZeRO allow it have it
+                       where a question pins it
     deepspeed-ulysses  all-to-all around attention, degrees that divide the heads, ZeRO 3 over all ranks (MEMO 5.1, 5.2)
                        and full recompute, as in Megatron-DeepSpeed's examples of sequence parallelism, and as MEMO 5.2
                        says of its baselines
@@ -163,10 +164,10 @@ SYSTEMS = {
         System("full-swap", "every skeletal tensor goes to the host and comes back", (FULL_SWAP,), pinnable=("metp",)),
         System(
             "metp",
-            "METP: tokens and weights divided alike, weights pass round a ring; dp, ZeRO 1; keep, alpha or full swap",
+            "METP: tokens and weights divided alike, weights pass round a ring; dp; ZeRO 1, 3; keep, alpha, full swap",
             (KEEP, TOKENWISE, FULL_SWAP),
             degrees=("metp", "dp"),
-            pinnable=("tp", "cp", "ulysses"),  # its rivals, with the same policies
+            zeros=(1, 3),
             pinnable=("tp", "cp", "ulysses"),  # its rivals, with the same policies
         ),
         System(
