@@ -52,7 +52,7 @@ def step_s_of_few_layers(decisions: Decisions, hardware: Hardware, cluster: Clus
     if layout.replicas > 1 and layout.zero < 3:
         return None  # whole blocks are gathered beside the first layers, or summed beside the norm's kernels
     model = msgspec.structs.replace(decisions.model, layers=few)
-    simulation = simulate(msgspec.structs.replace(decisions, model=model), hardware, cluster)
+    simulation = simulate(msgspec.structs.replace(decisions, model=model), hardware, cluster, predict=False)
     (role,) = simulation.roles
     if simulation.memory.fault is not None:
         return None

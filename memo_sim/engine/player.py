@@ -2,8 +2,8 @@
 
 Work is a fluid. An instruction of w seconds (alone on its machine) is w units of its lane's work; while the set of busy
 lanes of its role is S the lane does ``rates(S)[lane]`` units a second. Rates are read again whenever S changes, and
-what is left is rescaled. A segment (``segments.py``) is one event; its lane's work clock is piecewise linear, so the
-instants between its instructions are interpolated:
+what is left is rescaled. A segment (``segments.py``) is one event at most, and none where its lane goes on and S stays
+as it is; its lane's work clock is piecewise linear, so the instants between its instructions are interpolated:
 
       rate of compute     1.0 |-------|        |-----        work done   w ........./
                           0.8 |       |--------|                           ____----
@@ -124,7 +124,7 @@ class _Clock:
 
 
 def _run(segments: Segments, work: list[float], rates: Rates, met: dict[int, tuple[int, ...]]) -> _Clock:  # noqa: PLR0915 - locals are fast
-    """Play the segments, one SimPy event each; lanes count through all roles."""
+    """Play the segments, a SimPy event whenever other lanes are busy than before; lanes count through all roles."""
     env = simpy.Environment()
     bounds, targets, target_bounds = segments.lane_bounds, segments.targets, segments.target_bounds
     lanes = len(bounds) - 1
@@ -140,7 +140,6 @@ def _run(segments: Segments, work: list[float], rates: Rates, met: dict[int, tup
     points: list[float] = []
     changed: set[int] = set()
     """Roles whose busy lanes have changed."""
-    ending = 0
 
     def rates_of(lanes_busy: int) -> tuple[float, ...]:
         found = known.get(lanes_busy)
@@ -178,7 +177,6 @@ def _run(segments: Segments, work: list[float], rates: Rates, met: dict[int, tup
 
     def settle(now: float) -> None:
         """Read the rates of the lanes that are busy now, and wait for the one that ends first."""
-        nonlocal ending
         for role in changed:
             current, base = rates_of(busy[role]), role * _LANES
             for lane in _LANES_OF[busy[role]]:
@@ -194,27 +192,39 @@ def _run(segments: Segments, work: list[float], rates: Rates, met: dict[int, tup
         changed.clear()
         soonest = min(finish)
         if soonest < _IDLE:
-            ending = finish.index(soonest)
             # A rest rounded to a hair below zero ends now.
-            env.timeout(max(0.0, soonest - now)).callbacks.append(on_end)
+            env.timeout(max(0.0, soonest - env.now)).callbacks.append(on_end)
 
     def on_end(_: simpy.Event) -> None:
-        lane, now = ending, env.now
-        segment = heads[lane]
-        end[segment] = now
+        """End the segment that ends first, and then what ends next for as long as the same lanes stay busy."""
+        now = env.now
+        while True:
+            lane = finish.index(min(finish))
+            segment = heads[lane]
+            end[segment] = now
+            heads[lane] = following = segment + 1
+            ready = following < bounds[lane + 1] and not missing[following]
+            reached = []
+            for target in targets[target_bounds[segment] : target_bounds[following]]:
+                missing[target] -= 1
+                if not missing[target] and heads[lane_of[target]] == target:
+                    reached.append(target)
+            if not ready or reached or lane in beside or following in met:
+                break
+            # The lane goes on at the rate that it has, and no other is the wiser.
+            start[following] = since[lane] = now
+            left[lane] = work[following]
+            finish[lane] = now + left[lane] / rate[lane]
+            points.extend((following, now, left[lane], rate[lane]))
+            now = max(now, min(finish))
         finish[lane] = _IDLE
         role = lane // _LANES
         busy[role] &= ~(1 << lane % _LANES)
         changed.add(role)
         for each in beside.pop(lane, ()):  # the others end in events of their own, at this instant
             beside.pop(each, None)
-        heads[lane] = following = segment + 1
-        if following < bounds[lane + 1] and not missing[following]:
-            arrive(following, lane, now)
-        for target in targets[target_bounds[segment] : target_bounds[following]]:
-            missing[target] -= 1
-            if not missing[target] and heads[lane_of[target]] == target:
-                arrive(target, lane_of[target], now)
+        for each in (following, *reached) if ready else reached:
+            arrive(each, lane_of[each], now)
         settle(now)
 
     for lane in range(lanes):

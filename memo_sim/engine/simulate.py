@@ -44,8 +44,9 @@ def simulate(
     pricer: Prices | None = None,
     rates: Rates | None = None,
     micro_batches_played: int | None = None,
+    predict: bool = True,
 ) -> Simulation:
-    """Return ``decisions`` played on ``cluster``.
+    """Return ``decisions`` played on ``cluster``; without ``predict`` nothing is predicted until it is asked for.
 
     As many micro-batches are played as show the schedule's period, and the period is repeated (``repetition.py``),
     unless ``micro_batches_played`` says how many (at least those, or all). A pipeline that has not come to its period
@@ -78,7 +79,7 @@ def simulate(
             rates=rates or contending.rates,
         )
         if micro_batches_played or simulation.steady or again:
-            return simulation
+            return simulation.predicted() if predict else simulation
         played, again = whole_windows(layout, decisions.micro_batches, 2 * played), True
 
 
@@ -123,6 +124,11 @@ class Simulation:
     def prediction(self) -> Prediction:
         """What a step takes, or why the plan does not fit."""
         return self._fits() if self.memory.fault is None else self._does_not_fit()
+
+    def predicted(self) -> Simulation:
+        """Return the simulation when its prediction is made, so that what cannot be predicted is refused by now."""
+        _ = self.prediction
+        return self
 
     def _repeat(self) -> bool:
         """Let a window of every role stand for what is not played; return whether it was seen to be steady.
