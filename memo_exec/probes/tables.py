@@ -70,7 +70,7 @@ def attention_tables(timed: list[Timed], source: str) -> list[AttentionTable]:
     for (kernel, _, backward, head_dim), found in sorted(groups.items(), key=lambda item: str(item[0])):
         causal = {(w.q_tokens, w.heads): w.flops / t.seconds for w, t in found if w.mask == "causal"}
         gains = [
-            w.flops / t.seconds / causal[w.q_tokens, w.heads]
+            [float(w.q_tokens), w.flops / t.seconds / causal[w.q_tokens, w.heads]]
             for w, t in found
             if w.mask == "none" and (w.q_tokens, w.heads) in causal
         ]
@@ -82,7 +82,7 @@ def attention_tables(timed: list[Timed], source: str) -> list[AttentionTable]:
                 head_dim=head_dim,
                 rows=[[float(tokens), float(heads), rate] for (tokens, heads), rate in sorted(causal.items())],
                 source=source,
-                full_mask_gain=fmean(gains) if gains else 1.0,
+                full_mask_gains=sorted(gains),
                 spread=fmean(t.spread for _, t in found),
             )
         )

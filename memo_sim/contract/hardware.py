@@ -90,7 +90,14 @@ class AttentionTable(_Part, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     source: str
     full_mask_gain: Rate = 1.0
     """Rate without a mask over the rate with the causal one, same length."""
+    full_mask_gains: list[Annotated[list[Rate], msgspec.Meta(min_length=2, max_length=2)]] = []
+    """[tokens, gain], where it was measured at several lengths; in place of the one above."""
     spread: NonNegative = 0.0
+
+    @property
+    def most_gain(self) -> float:
+        """The most that a missing mask gains at any length: a causal call computes no more than the whole square."""
+        return 2.0 if self.full_mask_gains else self.full_mask_gain
 
 
 class CollectiveTable(_Part, frozen=True, kw_only=True, forbid_unknown_fields=True):

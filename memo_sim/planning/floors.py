@@ -241,7 +241,7 @@ class Floors:
 
         A cut turns a masked square of attention into a smaller one and a rectangle, which may be faster.
         """
-        gain = max((table.full_mask_gain for table in self._hardware.attention), default=1.0)
+        gain = max((table.most_gain for table in self._hardware.attention), default=1.0)
         return whole.compute_s / stages / max(1.0, gain)
 
     def _busy_s(self, one: Pass) -> float:

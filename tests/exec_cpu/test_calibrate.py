@@ -169,7 +169,7 @@ def test_tables_average_equal_works_and_join_near_points() -> None:
     assert rowwise_curves(timed, "s")["gelu"].y == [pytest.approx(2040 / 4.0)]
     (attention,) = attention_tables(timed, "s")
     assert attention.rows == [[64.0, 2.0, causal.flops]]
-    assert attention.full_mask_gain == pytest.approx(2 / 1.6)
+    assert attention.full_mask_gains == [[64.0, pytest.approx(2 / 1.6)]]
 
 
 def test_no_pass_is_begun_beyond_the_budget() -> None:

@@ -257,3 +257,20 @@ class TestAttention:
         )
         work = call(512, 8, head_dim=32, backward=attention_pass == "backward")
         assert work.flops / AttentionRates([table]).seconds(work, set()) == pytest.approx(12e9)
+
+    def test_what_a_mask_wastes_along_the_diagonal_is_a_smaller_share_of_a_longer_row(self) -> None:
+        """500 tokens of each row: as if a square of s rows computed s x (s + 500) / 2 pairs, at one rate for all."""
+        lengths = (128.0, 512.0, 1024.0, 2048.0, 8192.0)
+        table = AttentionTable(
+            kernel="flash2",
+            dtype="bf16",
+            attention_pass="backward",
+            head_dim=32,
+            rows=[[s, 8.0, 40e9 / min(2.0, 1 + 500 / s)] for s in lengths],
+            source="",
+            full_mask_gains=[[1024.0, 1 + 500 / 1024]],
+        )
+        rates = AttentionRates([table])
+        for queries, keys in ((128, 128), (512, 512), (1024, 2048), (512, 4096), (8192, 8192)):
+            work = Attention(1, queries, keys, "none", 8, 8, 32, True, "flash2", "bf16")
+            assert work.flops / rates.seconds(work, set()) == pytest.approx(40e9, rel=0.02)
