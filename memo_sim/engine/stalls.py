@@ -83,8 +83,9 @@ def stalls_of(playback: Playback, met: Peers, kinds: Kinds, wait_s: Floats, weig
     rest = wait_s.copy()
     own = np.ones(len(rest), dtype=bool)
     rows = zip(waits.instruction.tolist(), waits.waits_for.tolist(), waits.start_s.tolist(), strict=True)
-    for n, (instruction, producer, since) in enumerate(rows if met.latest else ()):
-        parts = _put_down(playback, met, kinds, (producer, since))
+    chain = _Chain.of(playback, kinds) if met.latest else None
+    for n, (instruction, producer, since) in enumerate(rows if chain else ()):
+        parts = chain.put_down(met, (producer, since))
         rest[n] -= sum(parts.values())
         own[n] = not parts or rest[n] > ROUNDING * playback.span_s
         for name, part in parts.items():
@@ -121,23 +122,44 @@ def after_compute(playback: Playback, met: Peers, kinds: Kinds) -> dict[str, flo
     """Return what a role still plays when its last kernel has ended, and the seconds of each kind."""
     compute = playback.end_s[playback.columns.lane == Lane.COMPUTE]
     wait = int(np.argmax(playback.end_s)), float(compute.max(initial=0.0))
-    return _put_down(playback, met, kinds, wait, tuple(Lane))
+    return _Chain.of(playback, kinds).put_down(met, wait, tuple(Lane))
 
 
-def _put_down(
-    playback: Playback, met: Peers, kinds: Kinds, wait: tuple[int, float], lanes: Collection[Lane] = HANDOVERS
-) -> dict[str, float]:
-    """Return what other stages, and what is on ``lanes``, took of a ``wait``: (instruction that ends it, its start)."""
-    last, since = wait
-    found: dict[str, float] = defaultdict(float)
-    least = ROUNDING * playback.span_s
-    at = last
-    while at >= 0 and playback.end_s[at] > since:
-        begun = float(playback.start_s[at])
-        played = float(playback.end_s[at]) - max(begun, since)
-        if playback.columns.lane[at] in lanes and played > least:
-            found[kinds.names[kinds.of[at]]] += played
-        if at in met.latest and (held := begun - max(met.own_ready_s[at], since)) > least:
-            found[bubble(met.latest[at])] += held
-        at = int(playback.binds[at])
-    return found
+@dataclass(frozen=True)
+class _Chain:
+    """What binds each instruction, as plain lists: chains are followed step by step."""
+
+    binds: list[int]
+    start_s: list[float]
+    end_s: list[float]
+    lane: list[int]
+    kind: list[str]
+    least_s: float
+    """Two instants that lie nearer are one."""
+
+    @classmethod
+    def of(cls, playback: Playback, kinds: Kinds) -> _Chain:
+        """Return the chains of a playback."""
+        return cls(
+            binds=playback.binds.tolist(),
+            start_s=playback.start_s.tolist(),
+            end_s=playback.end_s.tolist(),
+            lane=playback.columns.lane.tolist(),
+            kind=[kinds.names[k] for k in kinds.of.tolist()],
+            least_s=ROUNDING * playback.span_s,
+        )
+
+    def put_down(self, met: Peers, wait: tuple[int, float], lanes: Collection[Lane] = HANDOVERS) -> dict[str, float]:
+        """Return what other stages, and what is on ``lanes``, took of a ``wait``: (what ends it, its start)."""
+        at, since = wait
+        found: dict[str, float] = defaultdict(float)
+        start_s, end_s, binds, latest = self.start_s, self.end_s, self.binds, met.latest
+        while at >= 0 and end_s[at] > since:
+            begun = start_s[at]
+            played = end_s[at] - max(begun, since)
+            if self.lane[at] in lanes and played > self.least_s:
+                found[self.kind[at]] += played
+            if at in latest and (held := begun - max(met.own_ready_s[at], since)) > self.least_s:
+                found[bubble(latest[at])] += held
+            at = binds[at]
+        return found
