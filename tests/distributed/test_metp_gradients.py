@@ -52,8 +52,8 @@ def test_beside_other_layouts(team: Team, name: str, layout: Layout) -> None:
 
 
 @pytest.mark.parametrize(("overlap", "dp"), [("gradients", 1), ("both", 2)])
-def test_replicas_talk_beside_compute(team: Team, overlap: str, dp: int) -> None:
-    parity(team, "gpt", Layout(metp=2, dp=dp, zero=1), overlap=overlap, **KEEP)
+def test_replicas_talk_beside_compute_and_no_race(team: Team, overlap: str, dp: int) -> None:
+    parity(team, "gpt", Layout(metp=2, dp=dp, zero=1), overlap=overlap, debug=True, **KEEP)
 
 
 def test_sequences_of_a_micro_batch_and_norms_of_heads(team: Team) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from memo_sim.contract.errors import Infeasible
 from memo_sim.contract.model import Model
-from memo_sim.contract.plan import Decisions, Layout, Overlap
+from memo_sim.contract.plan import Decisions, Layout, Overlap, Schedule
 from memo_sim.program.instruction import BufferClass
 from memo_sim.program.lower import lower
 from memo_sim.program.parameters import Block, embed_block, head_block, layer_block
@@ -25,6 +25,13 @@ from tests.sim.test_metp import chosen, metp
 def test_the_checkers_find_nothing_beside_replicas(model: Model, layout: Layout, zero: int, overlap: Overlap) -> None:
     decisions = chosen(model, msgspec.structs.replace(layout, zero=zero), ("tokenwise", 0.5))
     assert faults_of(msgspec.structs.replace(decisions, overlap=overlap)) == []
+
+
+@pytest.mark.parametrize("overlap", ["none", "both"])
+@pytest.mark.parametrize(("schedule", "chunks"), [("1f1b", 1), ("interleaved", 2)])
+def test_the_checkers_find_nothing_beside_stages(schedule: Schedule, chunks: int, overlap: Overlap) -> None:
+    layout = metp(2, pp=2, dp=2, zero=1, schedule=schedule, virtual_stages=chunks)
+    assert faults_of(msgspec.structs.replace(chosen(LLAMA, layout, ("tokenwise", 0.5)), overlap=overlap)) == []
 
 
 @pytest.mark.parametrize("zero", [1, 2, 3])
