@@ -126,7 +126,8 @@ class Floors:
 
     def lack_device(self, decisions: Decisions) -> bool:
         """Return whether the plan is known to need more device memory than there is."""
-        return self.of(decisions).device_bytes > self.device_room_bytes
+        room = self.device_room_bytes
+        return self.rough(decisions, keep=None).device_bytes > room or self.of(decisions).device_bytes > room
 
     def lack_host(self, decisions: Decisions) -> bool:
         """Return whether host memory is known not to hold states and what one micro-batch swaps."""

@@ -45,7 +45,7 @@ def derive_edges(columns: Columns) -> Edges:
     starts = np.flatnonzero(np.r_[True, segment[1:] != segment[:-1]]) if len(segment) else row
     group_start = np.repeat(starts, np.diff(np.r_[starts, len(segment)]))
     last_write = _last_before(writes, row, group_start)
-    for producer_lane in np.unique(lane):
+    for producer_lane in _distinct(lane):
         in_lane = lane == producer_lane
         # RAW and WAW: the last write before this access, when it was made on the other lane.
         found = (last_write >= 0) & (lane != producer_lane) & in_lane[np.maximum(last_write, 0)]
@@ -79,7 +79,7 @@ def _memory_edges(columns: Columns, shared: Flags) -> tuple[Ints, Ints]:
     np.minimum.at(birth, columns.operand_buffer, columns.operand_instruction)
     np.maximum.at(death, columns.operand_buffer, columns.operand_instruction)
     used = columns.buffer_dynamic & (death >= 0)
-    births, deaths = np.unique(birth[used]), np.unique(death[used])
+    births, deaths = _distinct(birth[used]), _distinct(death[used])
     kernels = np.flatnonzero(columns.lane == Lane.COMPUTE)
     early = births[columns.lane[births] != Lane.COMPUTE]
     before = np.searchsorted(kernels, early) - 1
@@ -95,7 +95,7 @@ def _memory_edges(columns: Columns, shared: Flags) -> tuple[Ints, Ints]:
     under_way = (columns.lane[instruction[lasts]] != Lane.COMPUTE) & (instruction[lasts] < dead)
     under_way &= columns.operand_mode[touches][lasts] == Mode.READ
     late, dead = np.r_[late, instruction[lasts][under_way]], np.r_[late, dead[under_way]]
-    for lane in np.unique(columns.lane[births]):
+    for lane in _distinct(columns.lane[births]):
         here = births[columns.lane[births] == lane]
         elsewhere = columns.lane[late] != lane
         after = np.searchsorted(here, dead[elsewhere], side="right")
@@ -114,14 +114,21 @@ def _segments(columns: Columns, shared: Flags) -> tuple[Ints, Ints, Ints]:
     buffer, instruction, mode = buffer[keep], columns.operand_instruction[keep], columns.operand_mode[keep]
     first, end = columns.operand_first[keep], columns.operand_end[keep]
     span = int(end.max(initial=0)) + 1
-    cuts = np.unique(np.concatenate((buffer * span + first, buffer * span + end)))
-    low = np.searchsorted(cuts, buffer * span + first)
-    pieces = np.searchsorted(cuts, buffer * span + end) - low
+    begins, ends = buffer * span + first, buffer * span + end
+    cuts = np.sort(np.concatenate((begins, ends)))
+    cuts = cuts[np.append(True, cuts[1:] != cuts[:-1])[: len(cuts)]]  # np.unique, which hashes, is slower
+    low = np.searchsorted(cuts, begins)
+    pieces = np.searchsorted(cuts, ends) - low
     source = np.repeat(np.arange(len(buffer), dtype=np.int64), pieces)
     within = np.arange(len(source), dtype=np.int64) - np.repeat(np.cumsum(pieces) - pieces, pieces)
     segment = low[source] + within
-    order = np.lexsort((instruction[source], segment))
+    order = np.argsort(segment, kind="stable")  # operands stand in program order
     return segment[order], instruction[source][order], mode[source][order]
+
+
+def _distinct(numbers: Ints) -> Ints:
+    """Return the different ones of small numbers, in order."""
+    return np.flatnonzero(np.bincount(numbers))
 
 
 def _last_before(flags: np.ndarray, row: Ints, group_start: Ints) -> Ints:
@@ -135,7 +142,7 @@ def _reduced(producer: Ints, consumer: Ints, lane: Ints) -> Edges:
     """Drop edges implied by lane order and another edge between the same two lanes."""
     kept_producers, kept_consumers = [], []
     pair = lane[producer] * len(Lane) + lane[consumer]
-    for value in np.unique(pair):
+    for value in _distinct(pair):
         chosen = pair == value
         p, c = producer[chosen], consumer[chosen]
         order = np.lexsort((p, c))
