@@ -147,16 +147,13 @@ def memory_ratios(progress: Progress) -> Figure:
                 done += 1
                 progress(done, total)
         lines += [
-            Line(
-                label=f"{setting.name} {system}",
-                points=[_held(*pair) for pair in zip(LENGTHS, its, found[TP], strict=True)],
-            )
+            Line(label=f"{setting.name} {system}", points=[_held(n, m) for n, m in zip(LENGTHS, its, strict=True)])
             for system, its in found.items()
         ]
-        findings.append(_ratios(setting, found[METP], found[TP]))
+        findings += [_ratios(f"{setting.name}, {name}", its, found[TP]) for name, its in found.items() if name != TP]
     return Figure(
         name="metp-4",
-        title="Device memory of one sequence on eight A100, activations kept (ratio to tp+sp)",
+        title="Device memory of one sequence on eight A100, activations kept",
         x_label="sequence length (tokens)",
         y_label="GiB of a device, the reserve not counted",
         x_kind="tokens",
@@ -166,21 +163,18 @@ def memory_ratios(progress: Progress) -> Figure:
     )
 
 
-def _held(tokens: int, mine: Memory, tensor_parallel: Memory) -> Point:
-    """Return one bar: bytes that live at once, of plans that do not fit too, which the note says."""
-    ratio = f"{mine.device.bytes / tensor_parallel.device.bytes:.2f} of tp+sp"
-    if mine.fault is not None:
-        return Point(x=tokens, y=None, note=f"{mine.fault.status}, needs {format_bytes(mine.device.bytes)}")
-    return Point(x=tokens, y=mine.device.bytes / 2**30, note=ratio)
+def _held(tokens: int, memory: Memory) -> Point:
+    """Return one bar: GiB that live at once; none of a plan that does not fit, whose need is said."""
+    if memory.fault is not None:
+        return Point(x=tokens, y=None, note=f"{memory.fault.status}, needs {format_bytes(memory.device.bytes)}")
+    return Point(x=tokens, y=memory.device.bytes / 2**30)
 
 
-def _ratios(setting: Setting, mine: list[Memory], others: list[Memory]) -> str:
-    """Return METP's ratio to tensor parallelism at every length, whether the latter fits or not."""
-    ratios = [
-        f"{format_tokens(n)} {m.device.bytes / o.device.bytes:.2f}"
-        for n, m, o in zip(LENGTHS, mine, others, strict=True)
-    ]
-    return f"{setting.name}, metp over tp+sp: {', '.join(ratios)}."
+def _ratios(who: str, mine: list[Memory], others: list[Memory]) -> str:
+    """Return what is held over what tensor parallelism holds at every length, whether that fits or not."""
+    pairs = zip(LENGTHS, mine, others, strict=True)
+    ratios = [f"{format_tokens(n)} {m.device.bytes / o.device.bytes:.2f}" for n, m, o in pairs]
+    return f"{who} over {TP}: {', '.join(ratios)}."
 
 
 def longest_sequences(progress: Progress) -> Figure:

@@ -105,11 +105,13 @@ def test_memory_has_a_line_a_model_and_system(monkeypatch: pytest.MonkeyPatch) -
     found = told_last("metp-4")
     held = {line.label: line.points for line in found.lines}
     assert list(held) == [f"llama-70b {system}" for system in ways(GPUS)]
-    assert held["llama-70b tp+sp"][0].note == "1.00 of tp+sp"
-    assert held["llama-70b tp+sp"][1].y is None
-    assert held["llama-70b tp+sp"][1].note.startswith("gpu_oom, needs ")
-    assert (held["llama-70b metp"][1].y or 0) > (held["llama-70b metp"][0].y or 0) > 0
-    assert held["llama-70b metp"][0].note.removesuffix(" of tp+sp") in found.findings[0]
+    first, last = held["llama-70b tp+sp"]
+    assert first.y is not None
+    assert (last.y, last.note[:15]) == (None, "gpu_oom, needs ")
+    metp = held["llama-70b metp"]
+    assert (metp[1].y or 0) > (metp[0].y or 0) > 0
+    assert f"llama-70b, metp over tp+sp: 4k {(metp[0].y or 0) / first.y:.2f}, 1m 0." in found.findings[3]
+    assert all(system in line for system, line in zip(list(ways(GPUS))[1:], found.findings, strict=False))
 
 
 def test_longest_sequences_are_told_over_that_of_one_device(monkeypatch: pytest.MonkeyPatch) -> None:
