@@ -154,20 +154,20 @@ def _model(family: Family, width: int, head_dim: int, vocab: int = 256) -> Model
 def attention_operators(grid: Grid, kernel: str, head_dim: int) -> Iterator[Operator]:
     """Yield attention forward and backward over lengths and heads, causal; with the most heads also without a mask.
 
-    That at every other length, the second first: how much the mask costs changes with the length, but slowly.
+    Without it up to half the FLOPs: what it gains on longer rows follows from these (``costs/attention.py``).
     """
     for heads in grid.heads:
-        for number, tokens in enumerate(grid.attention_lengths):
-            both = heads == grid.heads[-1] and number % 2
-            masks: tuple[Mask, ...] = ("causal", "none") if both else ("causal",)
-            for mask in masks:
+        masks: dict[Mask, float] = {"causal": grid.most_attention_flops}
+        if heads == grid.heads[-1]:
+            masks["none"] = grid.most_attention_flops / 2
+        for tokens in grid.attention_lengths:
+            for mask, most in masks.items():
                 for backward in (False, True):
                     operator = attention_operator(
                         grid.dtype, kernel, (tokens, heads, head_dim), mask, backward=backward
                     )
-                    if isinstance(operator.instruction.work, Attention) and (
-                        operator.instruction.work.flops <= grid.most_attention_flops * (2.5 if backward else 1.0)
-                    ):
+                    work = operator.instruction.work
+                    if isinstance(work, Attention) and work.flops <= most * (2.5 if backward else 1.0):
                         yield operator
 
 
