@@ -1,8 +1,9 @@
 """Where METP wins and where it loses: its best plan beside the same ranks as tp, as a ring of cp and as Ulysses.
 
-A rival has as many ranks, stages and replicas, and the same choices of activations and memory. METP computes in p^3
-tiles (p parts of the heads, p steps of a ring, p ranks): of short sequences each is too small to fill a device, and its
-messages too small to hide. What it never keeps it builds again. What it saves is device memory.
+A rival has as many ranks, stages and replicas, what the question pins, and every way with activations and ZeRO that
+there is (of a system other than ``any`` and ``metp`` its own). METP computes in p^3 tiles (p parts of the heads, p steps
+of a ring, p ranks): of short sequences each is too small to fill a device, and its messages too small to hide. What it
+never keeps it builds again. What it saves is device memory.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from memo_sim.program.work import Attention, Gemm
 
 RIVALS = {"tp": "tp", "cp": "cp", "ulysses": "Ulysses"}
 """Degrees that divide a layer or a sequence over as many ranks, and how they are called."""
+AT_THEIR_BEST = "every-layout"
 EXCHANGES = ("send_recv", "broadcast", "reduce")
 """Of METP; on compute's lane where nothing overlaps."""
 NOTHING = 0.001
@@ -33,12 +35,15 @@ NOTHING = 0.001
 def metp(question: Question, found: SearchResult, simulation: Simulation) -> list[str]:
     """Return how METP's best plan stands to its rivals, and why; nothing where the question is not about METP."""
     pinned = question.pins.metp
-    asked = pinned > 1 if pinned is not None else "metp" in find_system(question.system).degrees
+    about_it = pinned > 1 if pinned is not None else "metp" in find_system(question.system).degrees
     mine = next((e for e in found.ranked if e.decisions.layout.metp > 1 and e.prediction.status == "ok"), None)
-    if not asked or mine is None:
+    if not about_it or mine is None:
         return []
     layout = mine.decisions.layout
-    rivals = {name: rival(question, layout, degree) for degree, name in RIVALS.items() if _has(question, degree)}
+    asked_of = find_system(AT_THEIR_BEST if question.system in ("any", "metp") else question.system)
+    has = (*asked_of.degrees, *asked_of.pinnable)
+    theirs = replace(question, system=asked_of.name)
+    rivals = {name: rival(theirs, layout, degree) for degree, name in RIVALS.items() if degree in has}
     lines = [_beside(mine, rivals)]
     fitting = {name: e for name, e in rivals.items() if e is not None and e.prediction.status == "ok"}
     if fitting:
@@ -46,12 +51,6 @@ def metp(question: Question, found: SearchResult, simulation: Simulation) -> lis
         ours = simulation if mine is found.best else play(question, mine.decisions)
         lines.append(_why(f"{name} {layout.metp}", ours, play(question, fitting[name].decisions)))
     return lines
-
-
-def _has(question: Question, degree: str) -> bool:
-    """Return whether the question's system can divide work by ``degree`` at all."""
-    system = find_system(question.system)
-    return system.name == "any" or degree in (*system.degrees, *system.pinnable)
 
 
 def rival(question: Question, layout: Layout, degree: str) -> Evaluated | None:

@@ -168,7 +168,6 @@ SYSTEMS = {
             (KEEP, TOKENWISE, FULL_SWAP),
             degrees=("metp", "dp"),
             zeros=(1, 3),
-            pinnable=("tp", "cp", "ulysses"),  # its rivals, with the same policies
         ),
         System(
             "megatron-lm",
