@@ -13,7 +13,7 @@ from memo_exec.kernels import KERNELS
 from memo_exec.kernels.attention import BACKENDS
 from memo_exec.machine import Machine
 from memo_exec.rowwise_kernels import rowwise_kernels
-from memo_exec.trial import Heads, attention_fails, triton_fails
+from memo_exec.trial import Heads, attention_fails, forms_of, triton_fails
 from memo_sim.contract.errors import CannotRun
 from memo_sim.contract.hardware import DtypeName
 from memo_sim.contract.plan import Decisions
@@ -50,8 +50,10 @@ def try_kernels(decisions: Decisions, machine: Machine) -> None:
     """
     kernel, rowwise, device = decisions.kernels.attention, decisions.kernels.rowwise, torch.device(machine.device)
     heads = Heads.of(decisions.model)
-    if reason := attention_fails(kernel, heads, decisions.dtype, device, deterministic=decisions.deterministic):
-        raise _refused_attention(kernel, reason, attention_kernels(machine) | {kernel: reason})
+    for form in forms_of(decisions):
+        deterministic = decisions.deterministic
+        if reason := attention_fails(kernel, heads, decisions.dtype, device, form, deterministic=deterministic):
+            raise _refused_attention(kernel, reason, attention_kernels(machine) | {kernel: reason})
     if rowwise == "triton" and (reason := triton_fails(device)):
         raise _refused_rowwise(rowwise, reason)
 

@@ -1,7 +1,7 @@
 """A kernel tried on a few tokens before a run allocates anything: what is installed may still not run here.
 
 A library built for another architecture, a cuDNN without this head size, a Triton without a compiler: all can be
-imported. So a short causal call is played forward and backward and compared with attention by its definition
+imported. So short calls in the plan's form are played forward and backward, and compared with attention's definition
 
     out = softmax(q k^T / sqrt(d)) v,  dv = p^T do,  ds = p (do v^T - rowsum(do out)),  dq = ds k,  dk = ds^T q
 
@@ -10,9 +10,10 @@ which shows a wrong alignment or a NaN as well as an exception.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -28,6 +29,16 @@ from memo_sim.program.instruction import Instruction, Lane
 from memo_sim.program.work import Rowwise
 
 TOKENS = 256
+EARLIER = 320
+"""Keys before the queries' own, where attention comes in parts."""
+
+Form = Literal["causal", "whole", "parts"]
+FORMS: Mapping[Form, tuple[tuple[bool, slice], ...]] = {
+    "causal": ((True, slice(None)),),
+    "whole": ((False, slice(None)),),
+    "parts": ((False, slice(EARLIER)), (True, slice(EARLIER, None))),
+}
+"""Of each form its calls: whether they are causal, and of which keys. Parts are merged by log-sum-exp."""
 
 TOLERANCE = 0.03
 """Relative error of a result, in the Euclidean norm: bf16 gives a half of a percent, a wrong mask a half of one."""
@@ -50,26 +61,68 @@ class Heads:
         return cls(model.heads // model.kv_heads, 1, model.head_dim)
 
 
+def forms_of(decisions: Decisions) -> tuple[Form, ...]:
+    """Return how a plan calls attention."""
+    own: Form = "whole" if decisions.model.bidirectional else "causal"
+    layout = decisions.layout
+    if layout.subsequences > 1:
+        return ("parts",)
+    return (own, "parts") if layout.ring > 1 else (own,)
+
+
 def attention_fails(
-    kernel: str, heads: Heads, dtype: DtypeName, device: torch.device, *, deterministic: bool = False
+    kernel: str,
+    heads: Heads,
+    dtype: DtypeName,
+    device: torch.device,
+    form: Form = "causal",
+    *,
+    deterministic: bool = False,
 ) -> str:
     """Return why an attention kernel cannot compute these heads on ``device``; "" when it can."""
 
     def play() -> str:
         backend = import_module(BACKENDS[kernel])
-        generator = torch.Generator().manual_seed(0)
-        width = heads.heads + 2 * heads.kv_heads
-        packed = torch.randn(1, TOKENS, width, heads.head_dim, generator=generator).to(device, TORCH_DTYPES[dtype])
-        parts = [heads.heads, heads.kv_heads, heads.kv_heads]
-        q, k, v = torch.split(packed, parts, dim=2)
-        grad = torch.randn(q.shape, generator=generator).to(device, packed.dtype)
-        out, lse = torch.empty_like(grad), torch.empty(q.shape[:3], device=device)
-        grads = torch.split(torch.empty_like(packed), parts, dim=2)
-        backend.forward(q, k, v, out, lse, causal=True)
-        backend.backward(grad, (q, k, v), out, lse, grads, causal=True, deterministic=deterministic)
-        return _difference((out, lse, *grads), _definition(grad.float(), q.float(), k.float(), v.float()))
+        q, k, v, grads = _operands(heads, form, lambda *shape: _random(shape, device, dtype))
+        grad, parts = _random(q.shape, device, dtype), FORMS[form]
+        outs, lses = [torch.empty_like(grad) for _ in parts], [torch.empty(q.shape[:3], device=device) for _ in parts]
+        for (causal, keys), out, lse in zip(parts, outs, lses, strict=True):
+            backend.forward(q, k[:, keys], v[:, keys], out, lse, causal=causal)
+        whole = torch.stack(lses).logsumexp(0)
+        shares = [(lse - whole).exp().unsqueeze(-1) for lse in lses]
+        out = sum((o.float() * share for o, share in zip(outs, shares, strict=True)), torch.zeros(())).to(grad.dtype)
+        grad_q = torch.zeros(q.shape, device=device)
+        for causal, keys in parts:
+            into = (grads[0], grads[1][:, keys], grads[2][:, keys])
+            backend.backward(
+                grad, (q, k[:, keys], v[:, keys]), out, whole, into, causal=causal, deterministic=deterministic
+            )
+            grad_q += grads[0]
+        masked = form != "whole"
+        wanted = _definition(grad.float(), q.float(), k.float(), v.float(), masked=masked)
+        return _difference((out, whole, grad_q, *grads[1:]), wanted)
 
     return _tried(play)
+
+
+def _operands(
+    heads: Heads, form: Form, made: Callable[..., Tensor]
+) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, ...]]:
+    """Return Q, K, V and what their gradients are written to, as views of what a step holds them in."""
+    if form == "parts":
+        q = made(1, TOKENS, heads.heads, heads.head_dim)
+        kv = made(1, EARLIER + TOKENS, 2, heads.kv_heads, heads.head_dim)
+        k, v = kv.unbind(2)
+        return q, k, v, (torch.empty_like(q), *torch.empty_like(kv).unbind(2))
+    packed = made(1, TOKENS, heads.heads + 2 * heads.kv_heads, heads.head_dim)
+    sizes = [heads.heads, heads.kv_heads, heads.kv_heads]
+    q, k, v = torch.split(packed, sizes, dim=2)
+    return q, k, v, torch.split(torch.empty_like(packed), sizes, dim=2)
+
+
+def _random(shape: Sequence[int], device: torch.device, dtype: DtypeName) -> Tensor:
+    generator = torch.Generator().manual_seed(sum(shape))
+    return torch.randn(*shape, generator=generator).to(device, TORCH_DTYPES[dtype])
 
 
 def triton_fails(device: torch.device) -> str:
@@ -100,12 +153,16 @@ def _tried(play: Callable[[], str]) -> str:
         return f"it was tried and failed: {type(error).__name__}: {first[:MOST_TEXT]}"
 
 
-def _definition(grad: Tensor, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
-    """Return output, log-sum-exp and the gradients of Q, K, V; all fp32, (1, tokens, heads, head_dim)."""
+def _definition(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *, masked: bool) -> list[Tensor]:
+    """Return output, log-sum-exp and the gradients of Q, K, V; all fp32, (1, tokens, heads, head_dim).
+
+    The queries are those of the last keys.
+    """
     shared, scale = q.shape[2] // k.shape[2], q.shape[3] ** -0.5
     queries, incoming = (x[0].transpose(0, 1) for x in (q, grad))
     keys, values = (x[0].transpose(0, 1).repeat_interleave(shared, 0) for x in (k, v))
-    later = torch.ones(TOKENS, TOKENS, dtype=torch.bool, device=q.device).triu(1)
+    pairs = (q.shape[1], k.shape[1])
+    later = torch.ones(pairs, dtype=torch.bool, device=q.device).triu(1 + pairs[1] - pairs[0]) & masked
     scores = (queries @ keys.mT * scale).masked_fill(later, -torch.inf)
     weights = scores.softmax(-1)
     out = weights @ values

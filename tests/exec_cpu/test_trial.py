@@ -18,9 +18,9 @@ from memo_exec import doctor, preflight, rowwise_kernels
 from memo_exec.kernels import attention_flash3, attention_torch_cpu
 from memo_exec.probes import grid as grids
 from memo_exec.probes import usable as usables
-from memo_exec.trial import MOST_TEXT, Heads, attention_fails, triton_fails
+from memo_exec.trial import FORMS, MOST_TEXT, Form, Heads, attention_fails, forms_of, triton_fails
 from memo_sim.contract.errors import CannotRun
-from memo_sim.contract.plan import Kernels
+from memo_sim.contract.plan import Kernels, Layout
 from memo_sim.program.lower import lower
 from tests.exec_cpu import fake_libraries as fakes
 from tests.exec_cpu.small import decide, llama
@@ -35,16 +35,31 @@ LIBRARIES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
 }
 
 
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("heads", [HEADS, Heads(3, 3, 32), Heads(4, 1, 128)])
-def test_torchs_own_kernel_works(dtype: Any, heads: Heads) -> None:
-    assert attention_fails("torch-flash-cpu", heads, dtype, HERE) == ""
+def test_torchs_own_kernel_works(dtype: Any, heads: Heads, form: Form) -> None:
+    assert attention_fails("torch-flash-cpu", heads, dtype, HERE, form) == ""
 
 
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("name", LIBRARIES)
-def test_a_library_that_computes_attention_works(name: str) -> None:
+def test_a_library_that_computes_attention_works(name: str, form: Form) -> None:
     with LIBRARIES[name]():
-        assert attention_fails(name, HEADS, "bf16", HERE) == ""
+        assert attention_fails(name, HEADS, "bf16", HERE, form) == ""
+
+
+@pytest.mark.parametrize(
+    ("layout", "bidirectional", "forms"),
+    [
+        (Layout(), False, ("causal",)),
+        (Layout(cp=2), False, ("causal", "parts")),
+        (Layout(metp=2), True, ("whole", "parts")),
+        (Layout(tp=2, pp=2, subsequences=4), False, ("parts",)),
+    ],
+)
+def test_kernels_are_tried_as_the_plan_calls_them(layout: Layout, bidirectional: bool, forms: tuple[Form, ...]) -> None:
+    assert forms_of(decide(llama(bidirectional=bidirectional), layout=layout)) == forms
 
 
 def test_a_library_that_raises_says_so() -> None:
@@ -83,6 +98,24 @@ def not_a_number(grad: Tensor, qkv: Any, out: Tensor, lse: Tensor, grads: Any, *
 
 def keys_and_values_swapped(grad: Tensor, qkv: Any, out: Tensor, lse: Tensor, grads: Any, **named: Any) -> None:
     PLAIN_BACKWARD(grad, qkv, out, lse, (grads[0], grads[2], grads[1]), **named)
+
+
+def square_alone(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, causal: bool) -> None:
+    PLAIN_FORWARD(q, k[:, : q.shape[1]], v[:, : q.shape[1]], out, lse, causal=causal)
+
+
+def own_statistics(grad: Tensor, qkv: Any, out: Tensor, lse: Tensor, grads: Any, **named: Any) -> None:
+    """Makes output and log-sum-exp again, of the keys it is given: right as long as those are all keys."""
+    out, lse = torch.empty_like(out), torch.empty_like(lse)
+    PLAIN_FORWARD(*qkv, out, lse, causal=named["causal"])
+    PLAIN_BACKWARD(grad, qkv, out, lse, grads, **named)
+
+
+@pytest.mark.parametrize("wrong", [square_alone, own_statistics])
+def test_what_is_right_for_whole_sequences_alone_is_found(wrong: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention_torch_cpu, "forward" if wrong is square_alone else "backward", wrong)
+    assert attention_fails("torch-flash-cpu", HEADS, "fp32", HERE) == ""
+    assert "computes something else" in attention_fails("torch-flash-cpu", HEADS, "fp32", HERE, "parts")
 
 
 @pytest.mark.parametrize("wrong", [without_mask, wrong_statistics, not_a_number, keys_and_values_swapped])

@@ -17,7 +17,7 @@ from memo_exec.attention_kernels import attention_kernels
 from memo_exec.kernels.attention import BACKENDS
 from memo_exec.machine import this_machine
 from memo_exec.rowwise_kernels import rowwise_kernels
-from memo_exec.trial import Heads, attention_fails, triton_fails
+from memo_exec.trial import FORMS, Form, Heads, attention_fails, triton_fails
 from memo_sim.program.head_groups import INT32_ELEMENTS, fewest_head_groups
 from memo_sim.program.work import Attention
 from tests.exec_cpu import attention_reference as reference
@@ -48,9 +48,10 @@ def test_a_backend_conforms(name: str, case: Case, deterministic: bool) -> None:
 
 @pytest.mark.parametrize("name", ON_CUDA)
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_a_backend_that_conforms_passes_its_trial(name: str, head_dim: int) -> None:
+@pytest.mark.parametrize("form", FORMS)
+def test_a_backend_that_conforms_passes_its_trial(name: str, head_dim: int, form: Form) -> None:
     installed(name)
-    assert attention_fails(name, Heads(4, 1, head_dim), "bf16", torch.device("cuda")) == ""
+    assert attention_fails(name, Heads(4, 1, head_dim), "bf16", torch.device("cuda"), form) == ""
 
 
 def test_triton_passes_its_trial() -> None:
