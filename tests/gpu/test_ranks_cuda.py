@@ -22,6 +22,9 @@ LAYOUTS = {
     "dp2-zero3": Layout(dp=2, zero=3),
     "cp2": Layout(cp=2),
     "cp2-gathered": Layout(cp=2, cp_exchange="all_gather"),
+    "cp2-rsa": Layout(cp=2, cp_exchange="rsa"),
+    "metp2": Layout(metp=2),
+    "metp2-dp2-zero3": Layout(metp=2, dp=2, zero=3),
     "ulysses2": Layout(ulysses=2),
     "pp2": Layout(pp=2),
     "pp2-zero-bubble": Layout(pp=2, schedule="zero-bubble"),
@@ -40,7 +43,8 @@ def test_ranks_train_as_one_gpu_does(name: str, tmp_path: Path) -> None:
         pytest.skip(f"needs {layout.devices} CUDA devices")
     one, several = (
         byte_decisions(
-            swapped_tokens=0 if each.subsequences > 1 else 256,
+            swapped_tokens=0 if each.subsequences > 1 or each.cp_exchange == "rsa" else 256,
+            **({"recompute": "none"} if each.cp_exchange == "rsa" else {}),
             model=gpt(vocab=256, layers=4, heads=4, kv_heads=4, head_dim=64, hidden=256, max_positions=1024),
             seq_tokens=1024,
             global_batch=1 if layout.multiplexed else 4,
