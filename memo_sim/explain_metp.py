@@ -1,9 +1,9 @@
 """Where METP wins and where it loses: its best plan beside the same ranks as tp, as a ring of cp and as Ulysses.
 
 A rival has as many ranks, stages and replicas, what the question pins, and every way with activations and ZeRO that
-there is (of a system other than ``any`` and ``metp`` its own). METP computes in p^3 tiles (p parts of the heads, p steps
-of a ring, p ranks): of short sequences each is too small to fill a device, and its messages too small to hide. What it
-never keeps it builds again. What it saves is device memory.
+there is (of a system other than ``any`` and ``metp`` its own). METP computes in p^3 tiles (p parts of the heads, p
+steps of a ring, p ranks): of short sequences each is too small to fill a device, and its messages too small to hide.
+What it never keeps it builds again. What it saves is device memory.
 """
 
 from __future__ import annotations
