@@ -77,9 +77,9 @@ def test_what_comes_after_the_last_kernel_is_named() -> None:
     result = what_if(asked).result
     assert result.best is not None
     line = next(line for line in result.why if line.startswith("Compute is busy"))
-    assert re.search(r"most for adamw\.decay [\d.]+ m?s", line)
+    assert re.search(r"most for adamw\.decay on the host [\d.]+ m?s", line)
     longest = max((s for s in result.best.stalls if s.lane == "compute"), key=lambda s: s.seconds)
-    assert longest.waits_for == "adamw.decay"
+    assert longest.waits_for == "adamw.decay on the host"
 
 
 def test_ways_out_are_those_that_are_left() -> None:
