@@ -48,8 +48,11 @@ class Grid:
         longest, granule = partition(self.base)[0], self.base.swap_granule
         return longest if step == self.steps else longest * step // self.steps // granule * granule
 
-    def refusal(self, step: int, predict: Predict) -> Prediction | None:
-        """Return what memory says of the plan at a step where it refuses that; None off the grid as well."""
+    def refusal(self, step: int, predict: Callable[[Decisions], Prediction | None]) -> Prediction | None:
+        """Return what memory says of the plan at a step where it refuses that; None off the grid as well.
+
+        ``predict`` may return None for a plan that memory does not refuse.
+        """
         prediction = predict(self.at(step)) if 0 <= step <= self.steps else None
         return prediction if prediction is not None and prediction.step_s is None else None
 

@@ -299,8 +299,15 @@ class _Search:
             return one
         grid = Grid.of(one.decisions)
         step = grid.step_of(one.decisions)
-        above, below = (grid.refusal(s, self.predict) for s in (step + 1, step - 1))
+        above, below = (grid.refusal(s, self._refused) for s in (step + 1, step - 1))
         return replace(one, above=above, below=below)
+
+    def _refused(self, decisions: Decisions) -> Prediction | None:
+        """Return what memory says of a plan that it refuses; one that fits and was not played is not played for it."""
+        if decisions in self.known:
+            return self.known[decisions]
+        simulation = simulate(decisions, self.question.hardware, self.question.cluster, predict=False)
+        return simulation.prediction if simulation.memory.fault else None
 
 
 def play(question: Question, decisions: Decisions) -> Simulation:
