@@ -7,11 +7,11 @@ which they are born, at the lowest address that is free. Both are checked as the
 
 from __future__ import annotations
 
-from memo_exec.memory.first_fit import FirstFit
 from memo_sim.contract.errors import CannotRun
 from memo_sim.contract.placement import Placement
 from memo_sim.contract.requests import Requests
 from memo_sim.program.check_placement import check_placement, largest_live_sum
+from memo_sim.program.first_fit import arena_bytes, offsets_of
 
 
 def rank_placement(placement: Placement, requests: Requests) -> Placement:
@@ -23,11 +23,11 @@ def rank_placement(placement: Placement, requests: Requests) -> Placement:
     placed = dict(zip(placement.ids, zip(placement.size_bytes, placement.offset_bytes, strict=True), strict=True))
     wanted = dict(zip(requests.ids, requests.size_bytes, strict=True))
     alike = wanted == {name: size for name, (size, _) in placed.items()}
-    offsets = [placed[name][1] for name in requests.ids] if alike else _first_fit(requests)
+    offsets = [placed[name][1] for name in requests.ids] if alike else offsets_of(requests)
     found = Placement(
         name=requests.name,
         program_sha256=requests.program_sha256,
-        arena_bytes=_end(requests, offsets),
+        arena_bytes=arena_bytes(requests, offsets),
         lower_bound_bytes=largest_live_sum(requests),
         alignment_bytes=requests.alignment_bytes,
         solver=placement.solver if alike else "first-fit",
@@ -47,27 +47,3 @@ def rank_placement(placement: Placement, requests: Requests) -> Placement:
             hint="memory_policy caching",
         )
     return found
-
-
-def _first_fit(requests: Requests) -> list[int]:
-    """Return an offset for every buffer; what dies when another is born makes room for it."""
-    unit, space = requests.alignment_bytes, FirstFit()
-    sizes = [-(-size // unit) * unit for size in requests.size_bytes]
-    offsets = [0] * len(sizes)
-    order = sorted(range(len(sizes)), key=lambda i: (requests.lower[i], -requests.upper[i]))
-    deaths = sorted(range(len(sizes)), key=lambda i: requests.upper[i])
-    dead = 0
-    for i in order:
-        while requests.upper[deaths[dead]] <= requests.lower[i]:
-            space.give(offsets[deaths[dead]], sizes[deaths[dead]])
-            dead += 1
-        offset = space.take(sizes[i])
-        assert offset is not None  # without a limit there is always room
-        offsets[i] = offset
-    return offsets
-
-
-def _end(requests: Requests, offsets: list[int]) -> int:
-    unit = requests.alignment_bytes
-    ends = (offset + size for offset, size in zip(offsets, requests.size_bytes, strict=True))
-    return max((-(-end // unit) * unit for end in ends), default=0)

@@ -12,9 +12,11 @@ import msgspec
 
 from memo_sim.contract.placement import Placement
 from memo_sim.contract.plan import Prediction
+from memo_sim.contract.requests import Requests
 from memo_sim.contract.units import format_bytes
 from memo_sim.engine.simulate import Simulation
 from memo_sim.memory.place import place
+from memo_sim.program.first_fit import arena_bytes, offsets_of
 from memo_sim.program.instruction import BufferClass
 from memo_sim.program.program import Program
 from memo_sim.program.requests import arena_requests
@@ -33,8 +35,8 @@ TIME_LIMIT_S = 600.0
 class Arena:
     """A plan's placement, and what that makes of its prediction.
 
-    ``whole``: the placement has every buffer of the step, so that the executor can obey it. Of pipeline stages the one
-    that needs most is placed; the executor places the others' buffers itself.
+    ``whole``: the placement has every buffer of the step, so that the executor can obey it. Of pipeline stages one is
+    placed; the executor places the others' buffers by first fit, and the prediction has the largest arena of all.
     """
 
     placement: Placement
@@ -46,14 +48,12 @@ def arena_of(simulation: Simulation) -> Arena:
     """Return the arena of a plan whose live bytes fit; its prediction is gpu_oom when the arena does not."""
     whole = simulation.full_program.instruction_count <= MOST_INSTRUCTIONS
     program = simulation.full_program if whole else simulation.fullest.program
-    # Ended by nodes: a search that ends by the clock would make equal questions unequal plans.
-    # A stage holds several micro-batches at once, and nobody obeys its placement: first fit tells its size well enough.
-    solver = "portfolio" if len(simulation.roles) == 1 else "greedy"
-    requests = arena_requests(program, simulation.decisions)
-    placement = place(requests, solver=solver, time_limit_s=TIME_LIMIT_S, most_nodes=MOST_NODES)
-    placement = msgspec.structs.replace(placement, elapsed_s=0.0)  # equal plans are equal files
+    placement = _placed(arena_requests(program, simulation.decisions), stages=len(simulation.roles))
+    size = placement.arena_bytes
+    if whole and len(simulation.roles) > 1:
+        placement, size = _of_stages(simulation, placement)
     beyond = simulation.decisions.micro_batches - program.micro_batches
-    size = placement.arena_bytes + beyond * _input_bytes(program, placement.alignment_bytes)
+    size += beyond * _input_bytes(program, placement.alignment_bytes)
     prediction = msgspec.structs.replace(simulation.prediction, peak_device_bytes=size)
     memory = simulation.memory
     missing = size + memory.reserve_bytes - memory.device_capacity_bytes
@@ -71,6 +71,33 @@ def arena_of(simulation: Simulation) -> Arena:
             f"fit, though the {format_bytes(memory.device.bytes)} that live at once would",
         )
     return Arena(placement, prediction, whole)
+
+
+def _placed(requests: Requests, *, stages: int) -> Placement:
+    # Ended by nodes: a search that ends by the clock would make equal questions unequal plans.
+    # A stage holds several micro-batches at once: greedy comes near enough.
+    solver = "portfolio" if stages == 1 else "greedy"
+    placement = place(requests, solver=solver, time_limit_s=TIME_LIMIT_S, most_nodes=MOST_NODES)
+    return msgspec.structs.replace(placement, elapsed_s=0.0)  # equal plans are equal files
+
+
+def _of_stages(simulation: Simulation, fullest: Placement) -> tuple[Placement, int]:
+    """Return the stage's placement that the plan pins, and the largest arena that any stage then has.
+
+    That of the stage with the most live bytes, unless first fit needs more on another, and less when that is placed.
+    """
+    asked = [arena_requests(program, simulation.decisions) for program in simulation.full_programs]
+    by_first_fit = [arena_bytes(requests, offsets_of(requests)) for requests in asked]
+    ours = next(n for n, requests in enumerate(asked) if requests.program_sha256 == fullest.program_sha256)
+
+    def largest(placement: Placement, stage: int) -> int:
+        return max(placement.arena_bytes, *(size for n, size in enumerate(by_first_fit) if n != stage))
+
+    size, other = largest(fullest, ours), max(range(len(asked)), key=by_first_fit.__getitem__)
+    if size == fullest.arena_bytes or other == ours:
+        return fullest, size
+    instead = _placed(asked[other], stages=len(asked))
+    return (instead, least) if (least := largest(instead, other)) < size else (fullest, size)
 
 
 def _input_bytes(program: Program, alignment_bytes: int) -> int:

@@ -19,12 +19,12 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from memo_exec import offload_activations
-from memo_exec.memory.first_fit import ALIGNMENT_BYTES, FirstFit
 from memo_exec.offload import lanes as lanes_module
 from memo_exec.offload import swap as swap_module
 from memo_exec.offload.host import HostMemory
 from memo_exec.offload.lanes import PASSED, HostLanes, StreamLanes
 from memo_exec.probe import RaceFound
+from memo_sim.program.first_fit import ALIGNMENT_BYTES, FirstFit
 from tests.exec_cpu.test_offload_activations import equal, gradients, make
 
 Clock = dict[int, int]

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from memo_exec.memory.first_fit import ALIGNMENT_BYTES, FirstFit
 from memo_exec.memory.slab import HostSlab, in_memory, lay_out
 from memo_sim.contract.errors import CannotRun
 from memo_sim.program.columns import expand
 from memo_sim.program.edges import derive_edges
+from memo_sim.program.first_fit import ALIGNMENT_BYTES, FirstFit
 from memo_sim.program.liveness import live_bytes, liveness, peak
 from memo_sim.program.lower import lower
 from tests.exec_cpu.small import decide, gpt, llama

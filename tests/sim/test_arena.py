@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import msgspec
 import pytest
 
 from memo_sim.contract.catalog import load_cluster, load_model
 from memo_sim.contract.placement import Placement
+from memo_sim.contract.plan import Decisions
 from memo_sim.contract.requests import Requests
 from memo_sim.memory.place import place
 from memo_sim.planning import arena as arenas
 from memo_sim.planning.arena import arena_of
 from memo_sim.planning.question import Pins, Question
 from memo_sim.planning.search import play, search
-from memo_sim.program.check_placement import check_placement, largest_live_sum
+from memo_sim.program.check_placement import check_placement
+from memo_sim.program.first_fit import arena_bytes, offsets_of
 from memo_sim.program.lower import lower
+from memo_sim.program.program import Program
 from memo_sim.program.requests import arena_requests
 from memo_sim.what_if import plan_of, what_if
 
@@ -42,18 +48,50 @@ def test_the_predicted_peak_is_the_arenas() -> None:
     assert plan.prediction.peak_device_bytes == placement.arena_bytes
 
 
-def test_stages_are_planned_by_the_one_that_needs_most() -> None:
+def executed(stages: Sequence[Program], decisions: Decisions, placed: Placement) -> list[int]:
+    """Return the arena of every stage, when the plan pins ``placed``: the others' buffers are put by first fit."""
+    asked = [arena_requests(stage, decisions) for stage in stages]
+    found = [arena_bytes(requests, offsets_of(requests)) for requests in asked]
+    at = [stage.sha256 for stage in stages].index(placed.program_sha256)
+    assert check_placement(placed, asked[at]) == []
+    found[at] = placed.arena_bytes
+    return found
+
+
+@pytest.mark.parametrize(
+    ("layout", "batch"),
+    [({"pp": 2, "alpha": 0.5}, 3), ({"pp": 2, "alpha": 0.0, "subsequences": 4, "multiplexed": True}, 1)],
+    ids=["1f1b", "multiplexed"],
+)
+def test_no_stages_arena_is_larger_than_the_plan_says(layout: dict[str, Any], batch: int) -> None:
     cluster, hardware = load_cluster("a800-1x2")
-    asked = question(cluster=cluster, hardware=hardware, pins=Pins(alpha=0.5, pp=2), global_batch=3)
+    asked = question(cluster=cluster, hardware=hardware, pins=Pins(**layout), global_batch=batch)
     answer = what_if(asked)
     assert answer.best is not None
     plan, placement = plan_of(answer.best, answer.arena, asked, created="", command="")
-    stages = lower(plan.decisions)
     assert placement is not None
-    (placed,) = [stage for stage in stages if stage.sha256 == placement.program_sha256]
-    assert check_placement(placement, arena_requests(placed, plan.decisions)) == []
-    most = [largest_live_sum(arena_requests(stage, plan.decisions)) for stage in stages]
-    assert max(most) == placement.lower_bound_bytes
+    assert plan.prediction is not None
+    stages = lower(plan.decisions)
+    assert plan.prediction.peak_device_bytes == max(executed(stages, plan.decisions, placement))
+
+
+def test_the_stage_is_placed_that_first_fit_serves_worst(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the one with the most live bytes has room to spare, and the other's first fit would be above both."""
+    cluster, hardware = load_cluster("a800-1x2")
+    asked = question(cluster=cluster, hardware=hardware, pins=Pins(alpha=0.5, pp=2), global_batch=3)
+    simulation = play(asked, search(asked).ranked[0].decisions)
+    programs = simulation.full_programs
+    fullest = simulation.full_program
+    worst = next(program for program in programs if program is not fullest)
+    real = arenas.arena_bytes
+
+    def wasteful(requests: Requests, offsets: list[int]) -> int:
+        return real(requests, offsets) + 2**30 * (requests.program_sha256 == worst.sha256)
+
+    monkeypatch.setattr(arenas, "arena_bytes", wasteful)
+    arena = arena_of(simulation)
+    assert arena.placement.program_sha256 == worst.sha256
+    assert arena.prediction.peak_device_bytes == max(executed(programs, simulation.decisions, arena.placement))
 
 
 def test_a_step_of_many_micro_batches_takes_the_same_arena_and_writes_no_placement(

@@ -1,0 +1,84 @@
+"""Ranges of one stretch of memory, dealt and taken back: each take gets the lowest hole that is large enough.
+
+The executor puts so whatever no plan has placed; a planner that asks how much memory that takes asks here.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+
+from memo_sim.contract.requests import Requests
+
+ALIGNMENT_BYTES = 64
+"""Of every range's first byte."""
+
+
+class FirstFit:
+    """Free ranges below ``top``, sorted by offset; all numbers are bytes."""
+
+    def __init__(self) -> None:
+        self.top = 0
+        """End of the stretch: the most that was ever needed, holes included."""
+        self.free: list[tuple[int, int]] = []
+
+    def take(self, size: int, limit: int | None = None) -> int | None:
+        """Return the lowest offset with ``size`` free bytes, growing the stretch when there is none.
+
+        None when it would have to grow beyond ``limit``.
+        """
+        size = _aligned(size)
+        for i, (offset, length) in enumerate(self.free):
+            if length >= size:
+                self.free[i : i + 1] = [(offset + size, length - size)] if length > size else []
+                return offset
+        grows = bool(self.free) and sum(self.free[-1]) == self.top
+        offset = self.free[-1][0] if grows else self.top
+        if limit is not None and offset + size > limit:
+            return None
+        if grows:
+            self.free.pop()
+        self.top = offset + size
+        return offset
+
+    def give(self, offset: int, size: int) -> None:
+        """Return a range, merged with its neighbours."""
+        free, end = self.free, offset + _aligned(size)
+        at = after = bisect_left(free, (offset, 0))
+        if after < len(free) and free[after][0] == end:
+            end, after = sum(free[after]), after + 1
+        if at and sum(free[at - 1]) == offset:
+            at -= 1
+            offset = free[at][0]
+        free[at:after] = [(offset, end - offset)]
+
+
+def offsets_of(requests: Requests) -> list[int]:
+    """Return an offset for every buffer, in the order in which they are born.
+
+    What dies when another is born makes room for it.
+    """
+    unit, space = requests.alignment_bytes, FirstFit()
+    sizes = [-(-size // unit) * unit for size in requests.size_bytes]
+    offsets = [0] * len(sizes)
+    order = sorted(range(len(sizes)), key=lambda i: (requests.lower[i], -requests.upper[i]))
+    deaths = sorted(range(len(sizes)), key=lambda i: requests.upper[i])
+    dead = 0
+    for i in order:
+        while requests.upper[deaths[dead]] <= requests.lower[i]:
+            space.give(offsets[deaths[dead]], sizes[deaths[dead]])
+            dead += 1
+        offset = space.take(sizes[i])
+        assert offset is not None  # without a limit there is always room
+        offsets[i] = offset
+    return offsets
+
+
+def arena_bytes(requests: Requests, offsets: list[int]) -> int:
+    """Return the size of the arena that has every buffer at its offset."""
+    unit = requests.alignment_bytes
+    ends = (offset + size for offset, size in zip(offsets, requests.size_bytes, strict=True))
+    return max((-(-end // unit) * unit for end in ends), default=0)
+
+
+def _aligned(size: int) -> int:
+    return -(-size // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
