@@ -162,13 +162,17 @@ def _peak(simulation: Simulation) -> str:
 def _arena(simulation: Simulation, arena: Arena) -> list[str]:
     """Say how large the planned arena is, and whether a smaller one can exist."""
     placement = arena.placement
-    size, gap = arena.prediction.peak_device_bytes, placement.arena_bytes - placement.lower_bound_bytes
+    largest, gap = arena.prediction.peak_device_bytes, placement.arena_bytes - placement.lower_bound_bytes
+    elsewhere = arena.whole and largest > placement.arena_bytes
+    size = placement.arena_bytes if elsewhere else largest
     proof = "the least there can be" if not gap else f"at most {format_bytes(gap)} above the least there can be"
     text = (
         f"Planned arena: {format_bytes(size)} for {counted(len(placement.ids), 'buffer')}, {proof} ({placement.solver})"
     )
     if len(simulation.roles) > 1:
-        text += f"; of {simulation.fullest.program.role}, the fullest"
+        text += f"; of {placement.name}, the one that the plan places"
+    if elsewhere:
+        text += f"; the executor puts the other stages' by first fit, which takes up to {format_bytes(largest)}"
     if not arena.whole:
         text += f"; planned for {simulation.program.micro_batches} micro-batches, too many to write a placement of all"
     return [f"{text}."]
