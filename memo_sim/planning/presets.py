@@ -164,8 +164,8 @@ SYSTEMS = {
         System("full-swap", "every skeletal tensor goes to the host and comes back", (FULL_SWAP,), pinnable=("metp",)),
         System(
             "metp",
-            "METP: tokens and weights divided alike, weights pass round a ring; dp; ZeRO 1, 3; keep, alpha, full swap",
-            (KEEP, TOKENWISE, FULL_SWAP),
+            "METP: tokens and weights divided alike, weights pass round a ring; dp; ZeRO 1, 3; any recompute or swap",
+            (KEEP, TOKENWISE, FULL_SWAP, FULL_RECOMPUTE, INPUTS_SWAPPED),
             degrees=("metp", "dp"),
             zeros=(1, 3),
         ),
