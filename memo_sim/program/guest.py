@@ -2,8 +2,10 @@
 
 A guest plays the first rows of another stage's task (``multiplex.py``), layer by layer beside it. What it needs comes
 ahead of use and is dead after it: the layer's parameters, and keys and values of all rows before its own. What it
-computes it keeps until backward, whatever the plan recomputes or swaps; gradients of the layer's parameters go home
-layer by layer. A layer is played in two halves, so that a guest of several stages lets none of them wait:
+computes it keeps until backward, whatever the plan recomputes or swaps: SPPO 6.2 has adaptive offloading in the Steady
+phase and says nothing of guests' rows, which are played beside nothing that their copies could hide behind. Gradients
+of the layer's parameters go home layer by layer. A layer is played in two halves, so that a guest of several stages
+lets none of them wait:
 
       forward    norm1, qkv of all pieces | keys and values go home | attention ... of all pieces
       backward   MLP, attention of all pieces | gradients of their keys come from home | qkv, norm1 of all pieces
