@@ -98,8 +98,9 @@ class Floors:
         hundreds of them costs seconds.
         """
         device, host = self._states(decisions)
-        device += 0 if any_alpha else self._held_bytes(decisions)
-        floor = Floor(0.0, device, (host + self._swapped_bytes(decisions)) * self._local(decisions))
+        layers, parts = self._layers(decisions)
+        device += 0 if any_alpha else self._held_bytes(layers, parts)
+        floor = Floor(0.0, device, (host + self._swapped_bytes(layers, parts)) * self._local(decisions))
         if self.shortfall_bytes(floor):
             return floor
         if decisions.layout.subsequences > 1:
@@ -131,35 +132,40 @@ class Floors:
 
     def lack_host(self, decisions: Decisions) -> bool:
         """Return whether host memory is known not to hold states and what one micro-batch swaps."""
-        host = self._states(decisions)[1] + self._swapped_bytes(decisions)
+        host = self._states(decisions)[1] + self._swapped_bytes(*self._layers(decisions))
         return host * self._local(decisions) > self.host_room_bytes
 
-    def _swapped_bytes(self, decisions: Decisions) -> int:
+    def _layers(self, decisions: Decisions) -> tuple[int, list[Activations]]:
+        """Return how many layers a stage has, and the activations of one micro-batch there, of every subsequence."""
+        stage, shape = stages_of(decisions)[0], shape_of(decisions)
+        return len(stage.layers), [
+            Activations(decisions, part.shape, 1, stage, part) for part in subsequences_of(decisions, shape)
+        ]
+
+    def _swapped_bytes(self, layers: int, parts: list[Activations]) -> int:
         """Return what one micro-batch of a stage swaps at least, without lowering anything.
 
         Of its layers, of all subsequences, as many stay as there are rounding buffers. Which subsequences stay in a
         window says the order: none are counted.
         """
+        decisions = parts[0].decisions
         if decisions.offload_window or decisions.layout.multiplexed:
             return 0
-        stage = stages_of(decisions)[0]
-        parts = subsequences_of(decisions, shape_of(decisions))
-        layer = [self._layer_bytes(Activations(decisions, each.shape, 1, stage, each)) for each in parts]
-        return max(0, len(stage.layers) * sum(layer) - ROUNDING_BUFFERS * max(layer))
+        layer = [self._layer_bytes(each) for each in parts]
+        return max(0, layers * sum(layer) - ROUNDING_BUFFERS * max(layer))
 
-    def _held_bytes(self, decisions: Decisions) -> int:
+    def _held_bytes(self, layers: int, parts: list[Activations]) -> int:
         """Return what a stage's layers hold on the device where one micro-batch's backward begins, at least.
 
         Rounding buffers, and what layers have to themselves; of layers that take turns in those, some have nothing
         else. What leaves a window is not counted, nor what an eager framework makes of any of it.
         """
+        decisions = parts[0].decisions
         if decisions.offload_window or decisions.layout.multiplexed or decisions.memory_policy == "eager":
             return 0
-        stage = stages_of(decisions)[0]
-        every = [Activations(decisions, p.shape, 1, stage, p) for p in subsequences_of(decisions, shape_of(decisions))]
-        turns = sum(f.bytes * f.count for f in every[0].families_in_turn())
-        layer = [sum(f.bytes for f in each.families() if f.space == "device") for each in every]
-        return turns + max(0, len(stage.layers) * sum(layer) - (ROUNDING_BUFFERS * max(layer) if turns else 0))
+        turns = sum(f.bytes * f.count for f in parts[0].families_in_turn())
+        layer = [sum(f.bytes for f in each.families() if f.space == "device") for each in parts]
+        return turns + max(0, layers * sum(layer) - (ROUNDING_BUFFERS * max(layer) if turns else 0))
 
     def _layer_bytes(self, kept: Activations) -> int:
         """Return what one layer of a subsequence swaps, statistics left out: they are blocks of their own."""

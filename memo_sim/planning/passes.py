@@ -76,6 +76,7 @@ class Passes:
         self._cluster = cluster
         self._lowered: dict[Decisions, _FewLayers] = {}
         self._known: dict[tuple[_FewLayers, int], Pass] = {}
+        self._computed: dict[tuple[_FewLayers, int], Pass] = {}
 
     def of(self, decisions: Decisions, layers: int) -> Pass:
         """Return what one micro-batch of ``layers`` layers takes.
@@ -95,7 +96,9 @@ class Passes:
             Infeasible: see ``of``.
         """
         few, lowered = self._lower(decisions, layers)
-        return lowered.computed((layers - few) // MIDDLE)
+        if (lowered, layers) not in self._computed:
+            self._computed[lowered, layers] = lowered.computed((layers - few) // MIDDLE)
+        return self._computed[lowered, layers]
 
     def _lower(self, decisions: Decisions, layers: int) -> tuple[int, _FewLayers]:
         """Return how many layers of a plan are lowered, and those."""
