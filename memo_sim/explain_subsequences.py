@@ -40,7 +40,8 @@ def subsequences(found: SearchResult, simulation: Simulation) -> list[str]:
         alphas = [some / part for some, part in zip(swapped, parts, strict=True)]
         text += f" offload {_each(parts, swapped)}: alpha {_range(f'{min(alphas):.2f}', f'{max(alphas):.2f}')}"
     if carried := simulation.prediction.peak_by_class.get("carried", 0):
-        text += f"; keys and values stay, with the sums of their gradients {format_bytes(carried)} where memory is fullest"
+        size = format_bytes(carried)
+        text += f"; keys and values stay, with the sums of their gradients {size} where memory is fullest"
     return [
         f"{text}.",
         *_held(simulation),
