@@ -28,8 +28,7 @@ if TYPE_CHECKING:
     from memo_sim.contract.trace import Trace
 
 Options = dict[str, Any]
-FILE = click.Path(path_type=Path, dir_okay=False)
-DIRECTORY = click.Path(path_type=Path, file_okay=False)
+
 PROGRESS_S = 10.0
 """Between lines of progress, where standard error is no terminal."""
 
@@ -59,6 +58,20 @@ class Finite(click.FloatRange):
         if not math.isfinite(number):
             self.fail(f"{value} is not a finite number.", param, ctx)
         return number
+
+
+class Named(click.Path):
+    """A path that is not empty: an unset variable of a script is no file, and Path("") would be this folder."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
+        """Return the path, or fail with the option's name."""
+        if not str(value):
+            self.fail("An empty name is given.", param, ctx)
+        return Path(super().convert(value, param, ctx))
+
+
+FILE = Named(path_type=Path, dir_okay=False)
+DIRECTORY = Named(path_type=Path, file_okay=False)
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})

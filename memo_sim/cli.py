@@ -241,7 +241,7 @@ def validate_command(cases: str | None, report: Path | None, *, every: bool, acc
 
 @cli.command("fit")
 @click.argument("cases")
-@click.option("--constant", default="copy-rate", show_default=True, help="copy-rate, attention-factor, device-memory.")
+@click.option("--constant", default="copy-rate", show_default=True, help="Named below.")
 @click.option("--system", help="Only that system's cases.")
 @click.option("--case", "chosen", multiple=True, required=True, help="A case to fit on (repeat).")
 @click.option("--from", "low", type=Finite(0), required=True, help="Least value allowed, in the constant's unit.")
@@ -252,7 +252,8 @@ def fit_command(cases: str, constant: str, system: str | None, chosen: tuple[str
 
     copy-rate: the rate at which all devices of a node copy at once, GB/s. attention-factor: how many times as long
     attention takes under DeepSpeed-Ulysses as measured. device-memory: what cudaMalloc and cudaFree of a GiB take
-    together, ms/GiB.
+    together, ms/GiB. host-launch: what an eager framework's host takes to launch a kernel, us; host-pass: what it takes
+    besides for a pass through a stage, ms.
 
     Prints the fitted value and the errors of all rows with it, with the unfitted value, and with each length's rows
     left out of the fit. The profile is not changed.

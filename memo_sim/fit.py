@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import msgspec
 
 from memo_sim.cases import Case
+from memo_sim.contract.catalog import load_cluster
 from memo_sim.contract.errors import UsageError, did_you_mean
 from memo_sim.contract.hardware import CopyRates, Hardware, Quantity, Source
 from memo_sim.contract.progress import Progress
@@ -132,7 +133,7 @@ def fit(
     """Return the value in [low, high] (in the constant's unit) that suits the ``chosen`` cases best.
 
     Raises:
-        UsageError: when a chosen case is not in the file, or the range is empty.
+        UsageError: when a chosen case is not in the file, the range is empty, or no profile can have ``unfitted``.
     """
     missing = sorted(set(chosen) - {c.case for c in cases})
     if missing:
@@ -140,6 +141,11 @@ def fit(
     if not 0 < low < high:
         raise UsageError("not a range of values", got=f"{low:g} to {high:g} {constant.unit}")
     used = [c for c in cases if c.case in chosen]
+    for cluster in sorted({c.question.cluster for c in used}):
+        try:
+            constant.change(load_cluster(cluster)[1], unfitted * constant.scale)
+        except ValueError as error:
+            raise UsageError("not a value to compare with", got=f"{unfitted:g} {constant.unit}", wanted=error) from None
     lengths = sorted({c.question.seq_tokens for c in used})
     total = 1 + (len(lengths) if len(lengths) > 1 else 0)
     value = _best(constant, used, low, high)

@@ -169,18 +169,24 @@ def _finite(text: str) -> float:
 
 
 def check_writable(path: Path) -> None:
-    """Find out before minutes of work whether a file can be written there.
+    """Find out before minutes of work whether a file can be written there: begin one beside it, as ``write`` will.
 
     Raises:
         UsageError: when it is a folder, lies in none, or may not be written.
     """
-    folder = path.resolve().parent
-    if path.is_dir():
-        raise UsageError("a folder cannot be written as a file", where=str(path))
-    if not folder.is_dir():
-        raise UsageError("no such folder", where=str(path), hint="make it first")
-    if not os.access(path if path.exists() else folder, os.W_OK):
-        raise UsageError("this file cannot be written", where=str(path))
+    try:
+        if path.is_dir():
+            raise UsageError("a folder cannot be written as a file", where=str(path))
+        if not (target := path.resolve()).parent.is_dir():
+            raise UsageError("no such folder", where=str(path), hint="make it first")
+        if path.exists() and not os.access(path, os.W_OK):
+            raise UsageError("this file cannot be written", where=str(path))
+        if not path.exists() or path.is_file():
+            descriptor, fresh = _begin(target)
+            os.close(descriptor)
+            fresh.unlink()
+    except (OSError, ValueError) as error:
+        raise _unwritten(path, error) from None
 
 
 def check_not_read(written: Iterable[Path], read: Iterable[Path]) -> None:
@@ -217,14 +223,23 @@ def write_bytes(path: str | Path, content: bytes) -> None:
         else:
             _replace(Path(os.path.realpath(path)), content)
     except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else str(error)
-        raise UsageError("the file cannot be written", where=str(path), got=reason) from None
+        raise _unwritten(path, error) from None
+
+
+def _unwritten(path: str | Path, error: OSError | ValueError) -> UsageError:
+    reason = error.strerror if isinstance(error, OSError) else str(error)
+    return UsageError("the file cannot be written", where=str(path), got=reason)
+
+
+def _begin(target: Path) -> tuple[int, Path]:
+    """Return the descriptor of a new file beside ``target``, and its path."""
+    fresh = target.with_name(f".{secrets.token_hex(8)}.tmp")
+    return os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666), fresh
 
 
 def _replace(target: Path, content: bytes) -> None:
     """Put ``content`` in a new file beside ``target``, on the disk, and rename it."""
-    fresh = target.with_name(f".{secrets.token_hex(8)}.tmp")
-    descriptor = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+    descriptor, fresh = _begin(target)
     try:
         with os.fdopen(descriptor, "wb") as file:
             file.write(content)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import signal
@@ -9,7 +10,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
+from unittest import mock
 
 import msgspec
 import pytest
@@ -17,7 +20,8 @@ import torch
 from click.testing import CliRunner
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from memo_exec.cli import _fail, _with_progress, cli
+from memo_exec import run
+from memo_exec.cli import _fail, _with_progress, cli, main
 from memo_sim.contract import codec
 from memo_sim.contract.catalog import load_model
 from memo_sim.contract.comparison import Comparison
@@ -40,11 +44,23 @@ OPTIONS = {
 }
 
 
-def memo_exec(*arguments: str | Path, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+def shell(*arguments: str | Path | int) -> subprocess.CompletedProcess[str]:
     """Run the command line the way a shell does."""
     command = [sys.executable, "-m", "memo_exec", *map(str, arguments)]
     env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
-    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, env=env, check=False)
+    return subprocess.run(command, capture_output=True, text=True, env=env, check=False)
+
+
+def memo_exec(*arguments: str | Path | int) -> subprocess.CompletedProcess[str]:
+    """Run the command line in this process, down to its exit code: torch is loaded once for all tests."""
+    out, err, code = io.StringIO(), io.StringIO(), 0
+    given = mock.patch.object(sys, "argv", ["memo-exec", *map(str, arguments)])
+    with given, redirect_stdout(out), redirect_stderr(err):
+        try:
+            main()
+        except SystemExit as left:
+            code = int(left.code or 0)
+    return subprocess.CompletedProcess(arguments, code, out.getvalue(), err.getvalue())
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +100,7 @@ def test_help_loads_no_torch(tmp_path: Path) -> None:
 def test_run_prints_one_document_and_nothing_else(plan: Path, tmp_path: Path) -> None:
     files = {"--trace": tmp_path / "perfetto.json", "--measured": tmp_path / "measured.json"}
     written = [part for pair in files.items() for part in pair]
-    done = memo_exec("run", plan, "--steps", 3, "--json", *written)
+    done = shell("run", plan, "--steps", 3, "--json", *written)
     assert done.returncode == 0, done.stderr
     comparison = codec.decode(done.stdout.encode(), Comparison, where="stdout")
     assert len(comparison.losses) == len(comparison.grad_norms) == 3
@@ -166,6 +182,12 @@ def test_a_plan_that_cannot_be_used(wrong: Path, file: str, code: int, said: str
     assert done.stdout == ""
 
 
+def test_a_shell_gets_the_message_and_the_exit_code(wrong: Path) -> None:
+    done = shell("run", wrong / "truncated.json", "--json")
+    assert "truncated.json" in failed(done, 3)
+    assert done.stdout == ""
+
+
 def test_wrong_usage(plan: Path, tmp_path: Path) -> None:
     assert "--steps" in failed(memo_exec("run", plan, "--steps", "0"), 2)
     assert "--resume needs" in failed(memo_exec("run", plan, "--resume"), 2)
@@ -176,19 +198,23 @@ def test_wrong_usage(plan: Path, tmp_path: Path) -> None:
     assert "No such command" in failed(memo_exec("clibrate"), 2)
 
 
-def test_a_bug_is_one_line_and_says_how_to_see_more(plan: Path) -> None:
-    code = (
-        "import sys; from memo_exec import cli, run\n"
-        "def broken(*a, **k): raise ValueError('boom')\n"
-        "run.run = broken\n"
-        f"sys.argv = ['memo-exec', 'run', {str(plan)!r}]; cli.main()"
-    )
-    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, check=False)
-    assert "MEMO_TRACEBACK=1" in failed(done, 1)
-    shown = {**env, "MEMO_TRACEBACK": "1"}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=shown, check=False)
-    assert "Traceback" in done.stderr
+@pytest.mark.parametrize(
+    "arguments",
+    [("profile", ""), ("profile", "", "--requests"), ("run", ""), ("calibrate", "-o", ""), ("compare", "", "x.json")],
+    ids=" ".join,
+)
+def test_an_empty_name_is_no_file(arguments: tuple[str, ...]) -> None:
+    assert "empty name" in failed(memo_exec(*arguments), 2)
+
+
+def test_a_bug_is_one_line_and_says_how_to_see_more(plan: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object, **__: object) -> None:
+        raise ValueError("boom")
+
+    monkeypatch.setattr(run, "run", broken)
+    assert "MEMO_TRACEBACK=1" in failed(memo_exec("run", plan), 1)
+    monkeypatch.setenv("MEMO_TRACEBACK", "1")
+    assert "Traceback" in memo_exec("run", plan).stderr
 
 
 def test_under_torchrun_the_message_is_left_for_it_to_print(
@@ -247,7 +273,7 @@ def test_a_signal_ends_the_run_cleanly_after_the_step(plan: Path, tmp_path: Path
 
 
 def test_profile_records_requests_of_a_step_that_fits_no_machine_here(tmp_path: Path) -> None:
-    long = Decisions(model=load_model("gpt-7b"), seq_tokens=65_536, recompute="full", kernels=Kernels())
+    long = Decisions(model=load_model("gpt-7b"), seq_tokens=16_384, recompute="full", kernels=Kernels())
     codec.write(tmp_path / "long.json", plan_of(long))
     done = memo_exec("profile", tmp_path / "long.json", "--requests")
     assert done.returncode == 0, done.stderr

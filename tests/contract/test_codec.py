@@ -50,6 +50,18 @@ def test_equal_documents_are_equal_bytes(samples: dict[str, msgspec.Struct]) -> 
     assert codec.encode(same) == codec.encode(hardware)
 
 
+def test_what_cannot_be_written_is_found_before_the_work(tmp_path: Path) -> None:
+    """Where permissions allow it too: /proc takes no files, and no folder a name of 300 letters."""
+    kept = tmp_path / "kept.json"
+    kept.write_text("old")
+    for path in (kept, tmp_path / "new.json", Path(os.devnull)):
+        codec.check_writable(path)
+    for path in (tmp_path, tmp_path / "none" / "new.json", tmp_path / ("x" * 300), Path("/proc/new.json")):
+        with pytest.raises(UsageError):
+            codec.check_writable(path)
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("kept.json", "old")]
+
+
 def test_lists_of_numbers_stand_on_one_line(samples: dict[str, msgspec.Struct]) -> None:
     text = codec.encode(samples["hardware"]).decode()
     assert "[4096.0, 4096.0, 4096.0, 220000000000000.0]" in text

@@ -21,7 +21,7 @@ from tests.exec_cpu.hand_call import allocations
 from tests.exec_cpu.small import MODELS, decide, gpt, llama, one_step
 from tests.exec_cpu.test_scratch import NUMBER_BYTES, THREAD_BYTES
 
-LONG = 65_536
+LONG = 16_384
 
 
 def observed(decisions: Decisions, **options: Any) -> Observed:
@@ -36,8 +36,8 @@ def long(model: str, kernel: str, tokens: int = LONG, **policy: Any) -> Decision
     ("model", "kernel", "policy"),
     [
         ("gpt-7b", "torch-flash", {}),
-        ("gpt-7b", "torch-flash", {"recompute": "tokenwise", "swapped_tokens": 8192}),
-        ("gpt-7b", "torch-flash", {"recompute": "tokenwise", "swapped_tokens": 16_384, "loss_chunk_tokens": 4096}),
+        ("gpt-7b", "torch-flash", {"recompute": "tokenwise", "swapped_tokens": 2048}),
+        ("gpt-7b", "torch-flash", {"recompute": "tokenwise", "swapped_tokens": 4096, "loss_chunk_tokens": 4096}),
         ("llama3-8b", "torch-cudnn", {"recompute": "full", "loss_chunk_tokens": 4096}),
         ("gpt-7b", "flash2", {"recompute": "full", "loss_chunk_tokens": 4096}),
     ],

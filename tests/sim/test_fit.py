@@ -38,6 +38,8 @@ def test_unknown_cases_constants_and_empty_ranges_are_refused() -> None:
         fit(constant, cases, ("memo-t5-never",), low=1.0, high=2.0, unfitted=1.0)
     with pytest.raises(UsageError, match="range"):
         fit(constant, cases, SWAPPED, low=2.0, high=1.0, unfitted=1.0)
+    with pytest.raises(UsageError, match="all_devices must be more than 0"):
+        fit(constant, cases, SWAPPED, low=1.0, high=2.0, unfitted=0.0)
     with pytest.raises(UsageError, match="no such constant"):
         find_constant("copyrate")
 
