@@ -83,8 +83,8 @@ def stalls_of(playback: Playback, met: Peers, kinds: Kinds, wait_s: Floats, weig
     rest = wait_s.copy()
     own = np.ones(len(rest), dtype=bool)
     rows = zip(waits.instruction.tolist(), waits.waits_for.tolist(), waits.start_s.tolist(), strict=True)
-    chain = _Chain.of(playback, kinds) if met.latest else None
-    for n, (instruction, producer, since) in enumerate(rows if chain else ()):
+    chain = _Chain.of(playback, kinds)
+    for n, (instruction, producer, since) in enumerate(rows if met.latest else ()):
         parts = chain.put_down(met, (producer, since))
         rest[n] -= sum(parts.values())
         own[n] = not parts or rest[n] > ROUNDING * playback.span_s
