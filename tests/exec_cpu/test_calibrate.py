@@ -23,7 +23,7 @@ from memo_exec.probes.copies import Lanes
 from memo_exec.probes.copy_rates import Copies
 from memo_exec.probes.operators import Bench, operators_of
 from memo_exec.probes.profile import Found, Shared, profile_of
-from memo_exec.probes.tables import Timed, attention_tables, gemm_tables, rowwise_curves
+from memo_exec.probes.tables import Timed
 from memo_exec.probes.timing import Effort, Sample, back_to_back, of_passes, sample_of
 from memo_sim.contract import codec
 from memo_sim.contract.catalog import load_model
@@ -156,20 +156,6 @@ def test_a_pass_that_a_neighbour_slowed_does_not_count() -> None:
     sample = of_passes([Sample(1.0, 0.1), Sample(1.1, 0.1), Sample(4.0, 0.1)])
     assert sample.seconds == 1.1
     assert sample.spread == pytest.approx(1.5 / 1.1)
-
-
-def test_tables_average_equal_works_and_join_near_points() -> None:
-    gemm = Gemm(64, 32, 16, "fprop", "fp32")
-    rowwise = [Rowwise("gelu", 10, 600, 400), Rowwise("gelu", 5, 640, 400)]
-    causal, whole = (Attention(1, 64, 64, mask, 2, 2, 16, False, "k", "fp32") for mask in ("causal", "none"))
-    timed = [Timed.of(gemm, Sample(seconds, 0.1), 0.5) for seconds in (1.0, 2.0)]
-    timed += [Timed(work, 2.0, 0.0) for work in rowwise] + [Timed(causal, 1.0, 0.0), Timed(whole, 1.6, 0.0)]
-    (table,) = gemm_tables(timed, "s")
-    assert table.rows == [[64.0, 32.0, 16.0, gemm.flops / 2.0]]
-    assert rowwise_curves(timed, "s")["gelu"].y == [pytest.approx(2040 / 4.0)]
-    (attention,) = attention_tables(timed, "s")
-    assert attention.rows == [[64.0, 2.0, causal.flops]]
-    assert attention.full_mask_gains == [[64.0, pytest.approx(2 / 1.6)]]
 
 
 def test_no_pass_is_begun_beyond_the_budget() -> None:
