@@ -77,7 +77,8 @@ def heuristic(question: Question, found: SearchResult) -> list[str]:
         return [f"{text}, and it does not fit: {played.status}, short of {format_bytes(played.shortfall_bytes)}."]
     slower = played.step_s / (best.prediction.step_s or played.step_s) - 1
     against = f"{abs(slower):.1%} {'slower' if slower >= 0 else 'faster'} than the best that was searched"
-    return [f"{text}, {format_seconds(played.step_s)} played, {against}."]
+    ask = f" (--tp {choice.sp} --pp {choice.pp} --subsequences {choice.subsequences})" if slower < 0 else ""
+    return [f"{text}, {format_seconds(played.step_s)} played, {against}{ask}."]
 
 
 def _play(question: Question, found: SearchResult, choice: Choice) -> Prediction | None:
