@@ -20,6 +20,7 @@ they take the same two rounding buffers in turn, which have room for the longest
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from memo_sim.contract.plan import Decisions
 from memo_sim.program import attention, selective
@@ -50,7 +51,7 @@ class Activations:
         """Tokens whose skeletal tensors are swapped."""
         return self.subsequence.swapped if self.subsequence else self.decisions.swapped_tokens
 
-    @property
+    @cached_property
     def tensors(self) -> tuple[Skeletal, ...]:
         """The layer's skeletal tensors."""
         return self._tensors(self.shape)
@@ -74,7 +75,7 @@ class Activations:
         """Whether they live in buffers of their own, which leave some passes later."""
         return self.moved and self.decisions.offload_window > 0
 
-    @property
+    @cached_property
     def travels(self) -> bool:
         """Whether any row of this subsequence goes to the host."""
         return self.moved and any(self.swapped_rows(t) for t in self.shared)
@@ -148,7 +149,7 @@ class Activations:
                 found.append(Family(f"aside.{t.name}", kind, t.dtype, rows, t.features, count))
         return found
 
-    @property
+    @cached_property
     def shared(self) -> tuple[Skeletal, ...]:
         """The tensors that outlive a forward or a backward: those that can be swapped."""
         return tuple(t for t in self.tensors if self._shared(t))

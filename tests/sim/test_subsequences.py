@@ -235,8 +235,8 @@ def test_what_a_floor_says_of_the_host_is_never_more_than_is_swapped(
         floors = Floors(toy_hardware(), TOY_CLUSTER)
         simulation = simulate(decisions, toy_hardware(), TOY_CLUSTER, pricer=ToyPrices(), rates=alone)
         rank = simulation.roles[0].memory.host.bytes
-        assert floors._swapped_bytes(decisions) <= rank
-        assert window or floors._swapped_bytes(decisions) > rank // 2
+        assert floors._swapped_bytes(*floors._layers(decisions)) <= rank
+        assert window or floors._swapped_bytes(*floors._layers(decisions)) > rank // 2
 
 
 @st.composite
