@@ -63,11 +63,11 @@ class Finite(click.FloatRange):
 class Named(click.Path):
     """A path that is not empty: an unset variable of a script is no file, and Path("") would be this folder."""
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         """Return the path, or fail with the option's name."""
         if not str(value):
             self.fail("An empty name is given.", param, ctx)
-        return Path(super().convert(value, param, ctx))
+        return super().convert(value, param, ctx)
 
 
 FILE = Named(path_type=Path, dir_okay=False)
