@@ -24,11 +24,18 @@ GIB = 2**30
 STEP = 1 << 15
 
 
-def ask(*, device_gib: int = 24, host_gib: int = 2000, system: str = "any", model: Model | None = None) -> Question:
+def ask(
+    *,
+    device_gib: int = 16,
+    host_gib: int = 2000,
+    system: str = "any",
+    layers: int = 2,
+    model: Model | None = None,
+) -> Question:
     cluster, hardware = load_cluster("a800-1x8")
     cluster, hardware = with_memory(cluster, hardware, device_bytes=device_gib * GIB, host_bytes=host_gib * GIB)
     cluster = msgspec.structs.replace(cluster, devices_per_node=2)
-    model = model or msgspec.structs.replace(load_model("gpt-7b"), layers=4)
+    model = model or msgspec.structs.replace(load_model("gpt-7b"), layers=layers)
     return Question(model, cluster, hardware, STEP, system=system, pins=Pins(tp=2))
 
 
@@ -51,7 +58,10 @@ def test_it_fits_and_the_next_multiples_do_not() -> None:
 
 @pytest.mark.parametrize(
     ("change", "bound"),
-    [({"system": "full-swap", "host_gib": 12}, "host memory"), ({"device_gib": 8}, "device memory")],
+    [
+        ({"system": "full-swap", "device_gib": 24, "host_gib": 12, "layers": 4}, "host memory"),
+        ({"device_gib": 8}, "device memory"),
+    ],
 )
 def test_what_bounds_it_is_told(change: dict[str, object], bound: str) -> None:
     document = longest(ask(**change), step_tokens=STEP).document
