@@ -140,6 +140,7 @@ def _run(segments: Segments, work: list[float], rates: Rates, met: dict[int, tup
     points: list[float] = []
     changed: set[int] = set()
     """Roles whose busy lanes have changed."""
+    ending = 0
 
     def rates_of(lanes_busy: int) -> tuple[float, ...]:
         found = known.get(lanes_busy)
@@ -177,6 +178,7 @@ def _run(segments: Segments, work: list[float], rates: Rates, met: dict[int, tup
 
     def settle(now: float) -> None:
         """Read the rates of the lanes that are busy now, and wait for the one that ends first."""
+        nonlocal ending
         for role in changed:
             current, base = rates_of(busy[role]), role * _LANES
             for lane in _LANES_OF[busy[role]]:
@@ -192,14 +194,14 @@ def _run(segments: Segments, work: list[float], rates: Rates, met: dict[int, tup
         changed.clear()
         soonest = min(finish)
         if soonest < _IDLE:
+            ending = finish.index(soonest)
             # A rest rounded to a hair below zero ends now.
             env.timeout(max(0.0, soonest - env.now)).callbacks.append(on_end)
 
     def on_end(_: simpy.Event) -> None:
         """End the segment that ends first, and then what ends next for as long as the same lanes stay busy."""
-        now = env.now
+        lane, now = ending, env.now
         while True:
-            lane = finish.index(min(finish))
             segment = heads[lane]
             end[segment] = now
             heads[lane] = following = segment + 1
@@ -216,7 +218,8 @@ def _run(segments: Segments, work: list[float], rates: Rates, met: dict[int, tup
             left[lane] = work[following]
             finish[lane] = now + left[lane] / rate[lane]
             points.extend((following, now, left[lane], rate[lane]))
-            now = max(now, min(finish))
+            soonest = min(finish)
+            lane, now = finish.index(soonest), max(now, soonest)
         finish[lane] = _IDLE
         role = lane // _LANES
         busy[role] &= ~(1 << lane % _LANES)
