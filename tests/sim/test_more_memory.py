@@ -67,11 +67,11 @@ def test_a_gib_that_lets_anything_fit_at_all() -> None:
 
 
 def test_the_longest_sequence_grows_with_device_memory() -> None:
-    asked, step = ask(20, recompute="full"), 1 << 13
+    asked, step = ask(20, recompute="full"), 1 << 14
     found = with_what_more_holds(asked, longest(asked, step_tokens=step), step_tokens=step, most_step_s=None)
     device, host = found.document.more_memory
     assert device.seq_tokens > found.document.seq_tokens == host.seq_tokens
-    assert "more tokens fit, in steps of 8k" in "\n".join(found.document.why)
+    assert "more tokens fit, in steps of 16k" in "\n".join(found.document.why)
 
 
 def test_the_front_is_in_the_document_and_whole_when_asked() -> None:
