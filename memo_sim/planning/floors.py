@@ -17,7 +17,7 @@ from math import inf
 
 from memo_sim.contract.cluster import Cluster
 from memo_sim.contract.hardware import Hardware
-from memo_sim.contract.plan import Decisions
+from memo_sim.contract.plan import Decisions, Layout
 from memo_sim.contract.units import DTYPE_BYTES
 from memo_sim.costs.pricing import NodeRates
 from memo_sim.engine.layers import step_s_of_few_layers
@@ -57,6 +57,8 @@ class Floors:
         self._cluster = cluster
         self.passes = passes or Passes(hardware, cluster)
         self._prices = PartPrices(hardware, cluster)
+        self._not_repeated: set[Layout] = set()
+        """Layouts whose layers were not seen to repeat: they are not lowered to see that again."""
         self._hardware = hardware
         rates = NodeRates(hardware, cluster)
         beside = {"copy_s": Lane.D2H, "collective_s": Lane.COLLECTIVE, "p2p_s": Lane.P2P}
@@ -119,9 +121,12 @@ class Floors:
         """Return whether the plan is known not to fit, or to take ``limit_s`` at least."""
         if self.lack_host(decisions):
             return True
-        repeated_s = step_s_of_few_layers(decisions, self._hardware, self._cluster) if limit_s < inf else None
-        if repeated_s is not None and repeated_s * (1 - ROUNDING) >= limit_s:
-            return True
+        if limit_s < inf and decisions.layout not in self._not_repeated:
+            repeated_s = step_s_of_few_layers(decisions, self._hardware, self._cluster)
+            if repeated_s is None:
+                self._not_repeated.add(decisions.layout)
+            elif repeated_s * (1 - ROUNDING) >= limit_s:
+                return True
         floor = self.of(decisions)
         return floor.step_s >= limit_s or self.shortfall_bytes(floor) > 0
 
