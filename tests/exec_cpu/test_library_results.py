@@ -15,6 +15,7 @@ from memo_exec.distributed.place import Place
 from memo_exec.memory.arena import ArenaStore
 from memo_exec.needs import Needs, check_memory, needs_of
 from memo_exec.placement_file import checked_placement, has_library_slots, placement_path
+from memo_exec.rank_placement import rank_placement
 from memo_exec.schedule import schedule
 from memo_sim.contract import codec
 from memo_sim.contract.catalog import load_cluster, load_model
@@ -74,10 +75,15 @@ def asked(tokens: int, pins: Pins, hardware: Hardware, devices: int = 1) -> Answ
 
 
 def needs(answer: Answer) -> Needs:
+    """Return what the stage needs that needs the most, each in its own arena."""
     assert answer.best is not None
     assert answer.arena is not None
-    lent = answer.best.decisions.replay_allocator
-    return needs_of(answer.best.full_program, GPU, answer.arena.placement, lent=lent)
+    decisions, pinned = answer.best.decisions, answer.arena.placement
+    found = []
+    for program in answer.best.full_programs:
+        own = rank_placement(pinned, arena_requests(program, decisions))
+        found.append(needs_of(program, GPU, own, lent=decisions.replay_allocator))
+    return max(found, key=lambda each: each.device_bytes + each.reserve_bytes)
 
 
 @pytest.mark.parametrize("tokens", [8192, 65_536])
