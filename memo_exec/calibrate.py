@@ -38,11 +38,10 @@ from memo_exec.probes.timing import Effort, Sample, of_passes
 from memo_exec.probes.usable import Usable, usable
 from memo_sim.contract.hardware import DISTURBED, Hardware
 from memo_sim.contract.plan import Decisions, RowwiseKernel
+from memo_sim.contract.progress import Progress
 from memo_sim.program.instruction import Lane
 from memo_sim.program.library_results import IN_USE
 from memo_sim.program.work import Rowwise
-
-Progress = Callable[[int, int], None]
 
 SHARING_A_POINT = 2
 PASSES = 3

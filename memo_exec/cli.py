@@ -25,6 +25,7 @@ from memo_sim.contract.errors import BadInput, MemoError, RankLost, missing_pack
 if TYPE_CHECKING:
     from memo_exec.run import Outcome
     from memo_sim.contract.comparison import Comparison
+    from memo_sim.contract.progress import Progress
     from memo_sim.contract.trace import Trace
 
 Options = dict[str, Any]
@@ -309,7 +310,7 @@ def _write_document(path: Path, document: Any) -> None:
     write(path, document)
 
 
-def _with_progress(label: str, work: Callable[[Callable[[int, int], None]], Any]) -> Any:
+def _with_progress(label: str, work: Callable[[Progress], Any]) -> Any:
     """Run ``work`` with a callback (done, all) that tells standard error: a bar on a terminal, else a line at times."""
     if not sys.stderr.isatty():
         return work(_told_at_times(label))
@@ -322,7 +323,7 @@ def _with_progress(label: str, work: Callable[[Callable[[int, int], None]], Any]
         return work(tell)
 
 
-def _told_at_times(label: str) -> Callable[[int, int], None]:
+def _told_at_times(label: str) -> Progress:
     """Return a callback (done, all) that prints how far the work is, at most once in ``PROGRESS_S``."""
     begun = told = time.monotonic()
 

@@ -26,6 +26,7 @@ from memo_sim.contract.hardware import DtypeName
 from memo_sim.contract.model import Model
 from memo_sim.contract.plan import Decisions, Kernels, RowwiseKernel
 from memo_sim.program.instruction import Instruction, Lane
+from memo_sim.program.rsa import writes_scores
 from memo_sim.program.work import Rowwise
 
 TOKENS = 256
@@ -62,9 +63,11 @@ class Heads:
 
 
 def forms_of(decisions: Decisions) -> tuple[Form, ...]:
-    """Return how a plan calls attention."""
+    """Return how a plan calls attention; ring self-attention calls none of its kernels."""
     own: Form = "whole" if decisions.model.bidirectional else "causal"
     layout = decisions.layout
+    if writes_scores(decisions):
+        return ()
     if layout.subsequences > 1:
         return ("parts",)
     return (own, "parts") if layout.ring > 1 else (own,)

@@ -48,7 +48,13 @@ def cli() -> None:
 @click.option("--seq-len", help="Tokens of one sequence: 65536, 64k, 1m.")
 @click.option("--plan", "plan_path", type=click.Path(), help="Price this plan.json instead of searching.")
 @question_options
-@click.option("--top", type=click.IntRange(1), default=10, show_default=True, help="Plans to list.")
+@click.option(
+    "--top",
+    type=click.IntRange(1),
+    default=10,
+    show_default=True,
+    help="Plans to list; with subsequences the first three are exact.",
+)
 @click.option("--pareto", is_flag=True, help="The Pareto front of time, device and host memory over the whole space.")
 @click.option(
     "--one-more-gib", is_flag=True, help="Say what a GiB more of device and of host memory buys (asks again)."

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from memo_sim.contract.units import format_bytes, format_seconds
-from memo_sim.planning.outcome import Evaluated, SearchResult
+from memo_sim.planning.outcome import Evaluated, SearchResult, ranked_s
 from memo_sim.views.plan_table import layout_label
 
 TIED = 0.005
@@ -26,6 +26,8 @@ def runner_up(found: SearchResult) -> list[str]:
     if not others or not best:
         return []
     first_s, second_s = best[0].prediction.step_s or 0.0, others[0].prediction.step_s or 0.0
+    if ranked_s(first_s) == ranked_s(second_s):
+        return [f"Runner-up: {label(others[0])}, as fast."]
     loss = second_s - first_s
     text = f"Runner-up: {label(others[0])}, {format_seconds(loss)} ({loss / first_s:.1%}) slower"
     return [f"{text}{_where_lost(best[0], others[0])}."]
@@ -56,7 +58,8 @@ def ties(found: SearchResult) -> list[str]:
         return []
     listed = "; ".join(_beside(best, other) for other in tied[:SHOWN])
     more = f"; and {len(tied) - SHOWN} more" if len(tied) > SHOWN else ""
-    equal = [e for e in tied if e.prediction.step_s == best.prediction.step_s]
+    first_s = ranked_s(best.prediction.step_s)
+    equal = [e for e in tied if ranked_s(e.prediction.step_s or 0.0) == first_s]
     decides = "less host memory, then less device memory decides" if equal else "the step time decides"
     return [f"As good as equal (within {TIED:.1%}): {listed}{more}. Between them {decides}."]
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import msgspec
 
-from memo_sim.contract.errors import Infeasible
+from memo_sim.contract.errors import Infeasible, UsageError
 from memo_sim.contract.plan import Layout, Prediction
 from memo_sim.contract.units import format_bytes, format_seconds, format_tokens
 from memo_sim.engine.simulate import Simulation
@@ -61,11 +61,15 @@ def heuristic(question: Question, found: SearchResult) -> list[str]:
     numbers = [pins.subsequences] if isinstance(pins.subsequences, int) else None
     try:
         solved = solve(question, sps=None if pins.tp is None else [pins.tp], numbers=numbers)
-        choice = next((c for c in solved if pins.pp in (None, c.pp)), None)
-        if choice is None:
-            return []
-        played = _play(question, found, choice)
     except Infeasible:  # what is pinned divides nothing that the solver knows
+        return []
+    for choice in (c for c in solved if pins.pp in (None, c.pp)):
+        try:
+            played = _play(question, found, choice)
+        except (Infeasible, UsageError):  # the solver's next, where a pinned order of stages goes without this one
+            continue
+        break
+    else:
         return []
     if played is None:
         return []

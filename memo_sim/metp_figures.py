@@ -22,14 +22,13 @@ from memo_sim.contract.catalog import load_cluster, load_model
 from memo_sim.contract.figure import Figure, Line, Point
 from memo_sim.contract.model import Model
 from memo_sim.contract.plan import Decisions
+from memo_sim.contract.progress import Progress
 from memo_sim.contract.units import KIB, format_bytes, format_tokens
 from memo_sim.engine.memory import Memory, memory_of
 from memo_sim.planning.question import Pins, Question
 from memo_sim.planning.space import candidates
 from memo_sim.program.columns import expand
 from memo_sim.program.lower import lower
-
-Progress = Callable[[int, int], None]
 
 GPUS = 8
 """Of the paper's machine, joined by NVLink."""

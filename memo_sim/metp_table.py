@@ -15,9 +15,10 @@ from functools import partial
 
 from memo_sim.contract.catalog import load_cluster
 from memo_sim.contract.figure import Figure, Line, Point
+from memo_sim.contract.progress import Progress
 from memo_sim.contract.units import KIB, format_seconds, format_tokens
 from memo_sim.engine.simulate import Simulation, simulate
-from memo_sim.metp_figures import GPUS, METP, SETTINGS, Job, Progress, Setting, most_that_fits, ways
+from memo_sim.metp_figures import GPUS, METP, SETTINGS, Job, Setting, most_that_fits, ways
 from memo_sim.planning.question import Pins
 from memo_sim.program.work import Collective, Exchange
 

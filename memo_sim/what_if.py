@@ -100,7 +100,11 @@ def what_if(
     exact = LEAST_EXACT if cuts_sequences(question) else max(top, LEAST_EXACT)
     found = search(question, keep=exact, siblings=True, front=pareto, progress=progress)
     simulation, arena = _best_that_fits(question, found)
-    best = found.best
+    best, beyond = found.best, list[str]()
+    if exact < min(top, len(found.ranked)):
+        beyond.append(
+            f"With subsequences the first {exact} plans are exact; others that were pruned may come before the next."
+        )
     rows = [row(e.decisions, e.prediction, system=_system(e, question)) for e in found.ranked[:top]]
     result = Result(
         model=question.model.name,
@@ -110,7 +114,7 @@ def what_if(
         plans=rows,
         evaluated=found.evaluated,
         pruned=found.pruned,
-        why=explain(question, found, simulation, arena),
+        why=[*explain(question, found, simulation, arena), *beyond],
         front=[row(e.decisions, e.prediction, system=_system(e, question)) for e in found.front],
         front_is_whole=pareto,
     )

@@ -36,7 +36,7 @@ class _HeadSize:
     def __init__(self, table: AttentionTable) -> None:
         self.head_dim = table.head_dim
         self._gain = table.full_mask_gain
-        wasted = [(tokens, tokens * (gain - 1)) for tokens, gain in sorted(table.full_mask_gains)]
+        wasted = [(tokens, tokens * max(0.0, gain - 1)) for tokens, gain in sorted(table.full_mask_gains)]
         self._wasted = LogCurve(*zip(*wasted, strict=True)) if wasted else None
         by_tokens: dict[float, list[tuple[float, float]]] = {}
         for tokens, heads, rate in table.rows:

@@ -10,8 +10,9 @@ all local devices copy this way. A device's copy gets the least of
 Compute runs slower by ``compute_slowdown`` beside copies, collectives and exchanges (the factors multiply: they take
 different resources; the two lanes of collectives take the same one). A collective over the replicas beside one of a
 layer, or beside a ring's exchange, shares the link inside the node: of ``1 + replica_link_share`` that they ask for,
-each gets its part. METP's broadcasts and reductions go to the ranks of its ring, over the links of the ring: both ask
-for all of them. Multipliers are rates relative to the lane's instruction alone, in (0, 1].
+each gets its part. METP's broadcasts and reductions, and RSA's sums of keys' and values' gradients, go to the ranks of
+a ring, over the links of the ring: both ask for all of them. Multipliers are rates relative to the lane's instruction
+alone, in (0, 1].
 """
 
 from __future__ import annotations

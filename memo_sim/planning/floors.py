@@ -213,9 +213,11 @@ class Floors:
             return Floor(self._shared_s(whole, layout.pp), device, host * self._local(decisions))
         # The first stage is as many micro-batches ahead of its first backward as there are stages; with GPipe all. Of
         # subsequences it is as many ahead, and those of one micro-batch.
+        # Within an offload window a layer's rows leave before its backward comes: how many are there is not known.
         stages = layout.pp if layout.subsequences == 1 else 1
         ahead = decisions.micro_batches if layout.schedule == "gpipe" else min(decisions.micro_batches, stages)
-        in_flight = ahead * decisions.model.layers // layout.pp if layout.pp > 1 else 0
+        kept = layout.pp > 1 and not decisions.offload_window
+        in_flight = ahead * decisions.model.layers // layout.pp if kept else 0
         in_place = self._written_over_bytes(decisions)
         return Floor(
             step_s=self._step_s(decisions, whole, layer),

@@ -10,6 +10,11 @@ from memo_sim.planning.passes import Passes
 from memo_sim.planning.presets import Policy
 
 
+def ranked_s(step_s: float) -> float:
+    """Return a step time by which plans are ranked: twelve digits, since sums in another order differ in the last."""
+    return float(f"{step_s:.11e}")
+
+
 @dataclass(frozen=True, slots=True)
 class Evaluated:
     """One candidate's outcome.
@@ -34,7 +39,7 @@ class Evaluated:
         """
         prediction = self.prediction
         step_s = prediction.step_s
-        order = step_s if step_s is not None else float(prediction.shortfall_bytes)
+        order = ranked_s(step_s) if step_s is not None else float(prediction.shortfall_bytes)
         host, device = prediction.peak_host_bytes_per_node, prediction.peak_device_bytes
         return (step_s is None, prediction.status == "invalid", order, host, device, repr(self.decisions))
 

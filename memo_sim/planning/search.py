@@ -25,7 +25,7 @@ from memo_sim.planning.alpha import LinearProgram, linear_program
 from memo_sim.planning.alpha_search import Grid, best_alpha, best_partial_swap
 from memo_sim.planning.bandwidth import offload_bandwidth
 from memo_sim.planning.floors import Floor, Floors
-from memo_sim.planning.outcome import Evaluated, SearchResult, as_good
+from memo_sim.planning.outcome import Evaluated, SearchResult, as_good, ranked_s
 from memo_sim.planning.passes import Passes
 from memo_sim.planning.presets import FULL_SWAP, INPUTS_SWAPPED, INPUTS_SWAPPED_MLP_IN_BLOCKS, PARTIAL_SWAP
 from memo_sim.planning.question import Question
@@ -111,7 +111,7 @@ class _Bounded:
         if self.floor is None:
             return (False, False, 0.0)
         short = self.shortfall_bytes > 0
-        return (short, False, float(self.shortfall_bytes) if short else self.floor.step_s)
+        return (short, False, float(self.shortfall_bytes) if short else ranked_s(self.floor.step_s))
 
 
 class _Search:
@@ -303,7 +303,7 @@ class _Search:
         return replace(one, above=above, below=below)
 
     def _refused(self, decisions: Decisions) -> Prediction | None:
-        """Return what memory says of a plan that it refuses; one that fits and was not played is not played for it."""
+        """Return what memory says of a plan that it refuses, and of another what is known already."""
         if decisions in self.known:
             return self.known[decisions]
         simulation = simulate(decisions, self.question.hardware, self.question.cluster, predict=False)

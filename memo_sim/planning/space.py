@@ -147,7 +147,7 @@ def candidates(question: Question) -> tuple[list[Candidate], list[str]]:
             found.append(Candidate(cut, replace(policy, alpha=cut.alpha) if policy.hides else policy))
     # What the sequence is to blame for comes first: other degrees may help everything else.
     refused.sort(key=lambda reason: reason[0].where not in OF_THE_SEQUENCE)
-    reasons = [text for _, text in refused]
+    reasons = list(dict.fromkeys(text for _, text in refused))  # layouts that differ in ZeRO have the same words
     if not found:
         raise _nothing_divides(question, reasons, [error for error, _ in refused])
     return found, reasons

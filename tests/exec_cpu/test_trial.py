@@ -54,6 +54,7 @@ def test_a_library_that_computes_attention_works(name: str, form: Form) -> None:
     [
         (Layout(), False, ("causal",)),
         (Layout(cp=2), False, ("causal", "parts")),
+        (Layout(cp=2, cp_exchange="rsa"), False, ()),
         (Layout(metp=2), True, ("whole", "parts")),
         (Layout(tp=2, pp=2, subsequences=4), False, ("parts",)),
     ],

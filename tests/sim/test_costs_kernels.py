@@ -274,3 +274,11 @@ class TestAttention:
         for queries, keys in ((128, 128), (512, 512), (1024, 2048), (512, 4096), (8192, 8192)):
             work = Attention(1, queries, keys, "none", 8, 8, 32, True, "flash2", "bf16")
             assert work.flops / rates.seconds(work, set()) == pytest.approx(40e9, rel=0.02)
+
+    def test_a_gain_that_was_measured_below_one_makes_nothing_slower(self) -> None:
+        table = AttentionTable(
+            kernel="flash2", dtype="bf16", attention_pass="forward", head_dim=32,
+            rows=[[s, 8.0, 40e9] for s in (128.0, 4096.0)], source="", full_mask_gains=[[4096.0, 0.9]],
+        )  # fmt: skip
+        work = Attention(1, 128, 128, "none", 8, 8, 32, False, "flash2", "bf16")
+        assert work.flops / AttentionRates([table]).seconds(work, set()) == pytest.approx(40e9)

@@ -123,6 +123,19 @@ def test_pipelines_do_not_go_below_their_floor(schedule: str, chunks: int, ahead
             assert floor.step_s > ahead * played.step_s
 
 
+@pytest.mark.parametrize("window", [0, 1, 2])
+def test_subsequences_that_leave_do_not_go_below_their_floor(window: int) -> None:
+    cluster, hardware = with_memory(*load_cluster("a800-1x8"), device_bytes=ROOM, host_bytes=ROOM)
+    base = Decisions(
+        model=shallow(8), layout=Layout(pp=2, schedule="gpipe", subsequences=2), seq_tokens=1 << 14, global_batch=8,
+        loss_chunk_tokens=0, offload_window=window,
+    )  # fmt: skip
+    decisions = with_alpha(base, "none", 1.0)
+    floor, played = Floors(hardware, cluster).of(decisions), simulate(decisions, hardware, cluster).prediction
+    assert floor.step_s <= played.step_s
+    assert floor.device_bytes <= played.peak_device_bytes
+
+
 def test_a_range_of_alphas_lies_above_its_floor() -> None:
     cluster, hardware = with_memory(*load_cluster("a800-1x8"), device_bytes=ROOM, host_bytes=ROOM)
     floors = Floors(hardware, cluster)
