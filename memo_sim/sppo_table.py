@@ -161,7 +161,8 @@ def throughput(progress: Progress) -> Figure:
         title="SPPO's Table 4: tokens per GPU and second, one sequence a step; A100, four 200 Gb/s cards a node",
         lines=[
             Line(
-                label=f"{model} {system}",
+                panel=model,
+                label=system,
                 points=[Point(x=n * KIB, y=one.tgs, note=one.note) for n, one in cells.items()],
             )
             for (model, system), cells in found.items()
@@ -250,9 +251,11 @@ def breakdown(progress: Progress) -> Figure:
         title="What of SPPO's offloading is worth what: gpt-13b at 512k and 64k, gpt-65b at 640k",
         lines=[
             Line(
+                panel=model,
                 label=label,
-                points=[Point(x=n * KIB, y=one.tgs, note=f"{job.model}, {_peak(one)}") for job, n, one in found],
+                points=[Point(x=n * KIB, y=one.tgs, note=_peak(one)) for job, n, one in found if job.model == model],
             )
+            for model in dict.fromkeys(job.model for job, _ in BREAKDOWN)
             for label, found in cells.items()
         ],
     )

@@ -22,10 +22,16 @@ class Point(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class Line(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What one label stands for."""
+    """What one label stands for; in a figure of several panels (a model each), in that panel."""
 
     label: str
     points: list[Point]
+    panel: str = ""
+
+    @property
+    def name(self) -> str:
+        """The label, behind its panel's."""
+        return f"{self.panel} {self.label}".lstrip()
 
 
 class Figure(
@@ -44,3 +50,11 @@ class Figure(
     """What the paper reads off the figure, read off this one; one sentence each."""
     step_tokens: Tokens = 0
     """How finely lengths were searched; 0 where none were."""
+
+    @property
+    def panels(self) -> dict[str, list[Line]]:
+        """The lines of each panel, in their order."""
+        found: dict[str, list[Line]] = {}
+        for line in self.lines:
+            found.setdefault(line.panel, []).append(line)
+        return found

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Sequence
 from math import ceil, log2
 from pathlib import Path
+from textwrap import wrap
 from typing import TYPE_CHECKING
 
 from memo_sim.contract import codec
 from memo_sim.contract.errors import UsageError
-from memo_sim.contract.figure import Figure
+from memo_sim.contract.figure import Figure, Line
 from memo_sim.contract.units import format_tokens
 from memo_sim.views.palette import QUIET_TEXT
 
@@ -21,8 +23,15 @@ if TYPE_CHECKING:
 FORMATS = (".png", ".svg", ".pdf")
 DPI = 150
 SIZE_IN = (8.0, 5.0)
-COLOURS = ("#3b76b5", "#f0a030", "#3f9b6b", "#8a63b8", "#c0504d")
-MARKERS = ("o", "s", "^", "D", "v")
+WIDE_IN, PANEL_IN = 12.0, 3.6
+"""Width of a figure of panels, two beside each other, and the height of each."""
+FINDING_IN, CHARACTERS_AN_INCH = 0.15, 16
+"""What a line of findings takes."""
+LINES_INSIDE = 6
+"""A legend of more lines stands beside the axes."""
+WIDE = 32.0
+COLOURS = ("#3b76b5", "#f0a030", "#3f9b6b", "#8a63b8", "#c0504d", "#6b6b6b")
+MARKERS = ("o", "s", "^", "D", "v", "P")
 """Lines differ in colour and marker, so that they are told apart without colour vision too; no pair comes twice."""
 
 
@@ -52,7 +61,7 @@ def draw_chart(figure: Figure, path: str | Path) -> None:
     with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "memo"}):
         raw = io.BytesIO()
         stamp = {".png": "Software", ".svg": "Date", ".pdf": "CreationDate"}[suffix]
-        _picture(figure).savefig(raw, format=suffix[1:], dpi=DPI, metadata={stamp: None})
+        picture(figure).savefig(raw, format=suffix[1:], dpi=DPI, metadata={stamp: None})
     codec.write_bytes(path, raw.getvalue())
 
 
@@ -62,31 +71,68 @@ def style(number: int) -> tuple[str, str]:
     return COLOURS[place], MARKERS[(place + rounds) % len(MARKERS)]
 
 
-def _picture(figure: Figure) -> Picture:
+def picture(figure: Figure) -> Picture:
+    """Return the drawing: a panel alone, or two beside each other, as high as what is read off them needs."""
     from matplotlib.figure import Figure as Picture
 
-    picture = Picture(figsize=SIZE_IN, facecolor="white", layout="constrained")
-    ax: Axes = picture.add_subplot()
-    for i, line in enumerate(figure.lines):
-        colour, marker = style(i)
+    panels = figure.panels
+    columns = 1 if len(panels) <= 1 else 2
+    rows = max(1, ceil(len(panels) / columns))
+    width, height = SIZE_IN if columns == 1 else (WIDE_IN, PANEL_IN * rows)
+    findings = [part for text in figure.findings for part in wrap(text, int(width * CHARACTERS_AN_INCH))]
+    drawn = Picture(
+        figsize=(width, height + FINDING_IN * len(findings)), facecolor="white", layout="constrained", dpi=DPI
+    )
+    styles = {label: style(i) for i, label in enumerate(dict.fromkeys(line.label for line in figure.lines))}
+    axes = [drawn.add_subplot(rows, columns, place) for place in range(1, len(panels) + 1)]
+    for place, (ax, (panel, lines)) in enumerate(zip(axes, panels.items(), strict=True)):
+        _draw(ax, figure, lines, styles)
+        ax.set_title(panel or figure.title, fontsize=11)
+        if place % columns == 0:
+            ax.set_ylabel(figure.y_label)
+    if columns > 1:
+        drawn.suptitle(figure.title, fontsize=12)
+    handles = {line.get_label(): line for ax in axes for line in ax.get_lines()}
+    if columns > 1 or len(handles) > LINES_INSIDE:
+        drawn.legend(handles=list(handles.values()), loc="outside right upper", frameon=False)
+    else:
+        axes[0].legend(frameon=False)
+    drawn.supxlabel("\n".join(findings), fontsize=8, color=QUIET_TEXT, x=0.01, ha="left")
+    return drawn
+
+
+def _draw(ax: Axes, figure: Figure, lines: list[Line], styles: dict[str, tuple[str, str]]) -> None:
+    """Draw one panel."""
+    from matplotlib.ticker import LogLocator
+
+    for line in lines:
+        colour, marker = styles[line.label]
         y = [float("nan") if p.y is None else p.y for p in line.points]
-        x = [p.x for p in line.points]
-        ax.plot(x, y, label=line.label, color=colour, marker=marker)
-    ax.set_title(figure.title, fontsize=11)
+        ax.plot([p.x for p in line.points], y, label=line.label, color=colour, marker=marker)
     ax.set_xlabel(figure.x_label)
-    ax.set_ylabel(figure.y_label)
-    ax.set_ylim(bottom=0)
-    ax.set_xticks(sorted({p.x for line in figure.lines for p in line.points}))
+    places = sorted({p.x for line in lines for p in line.points})
     values = [p.y for line in figure.lines for p in line.points if p.y is not None]
-    if figure.y_kind == "tokens" and values:
-        ax.set_yticks(_powers(max(values)))
+    if _wide(places):
+        ax.set_xscale("log", base=2)
+        ax.minorticks_off()
+    ax.set_xticks(places)
+    if figure.y_kind == "number" and _wide(places) and _wide(values):
+        ax.set_yscale("log", subs=())
+        ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        ax.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    else:
+        ax.set_ylim(bottom=0)
+        if figure.y_kind == "tokens" and values:
+            ax.set_yticks(_powers(max(values)))
+        _name_ticks(ax.yaxis, figure.y_kind)
     _name_ticks(ax.xaxis, figure.x_kind)
-    _name_ticks(ax.yaxis, figure.y_kind)
     ax.tick_params(axis="x", labelrotation=45 if figure.x_kind == "tokens" else 0)
     ax.grid(visible=True, alpha=0.3)
-    ax.legend(frameon=False)
-    picture.supxlabel("\n".join(figure.findings), fontsize=8, color=QUIET_TEXT, x=0.01, ha="left")
-    return picture
+
+
+def _wide(values: Sequence[float]) -> bool:
+    """Return whether values span so much that a linear axis would not show the small ones."""
+    return bool(values) and min(values) > 0 and max(values) / min(values) >= WIDE
 
 
 def _powers(highest: float) -> list[float]:

@@ -32,7 +32,8 @@ def test_every_system_has_its_cells_and_their_ratio(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(sppo_table, "JOBS", (SMALL,))
     told: list[tuple[int, int]] = []
     found = figure("sppo-10", progress=lambda done, total: told.append((done, total)))
-    assert [line.label for line in found.lines] == [f"gpt-7b {name}" for name in (SPPO, MEGATRON, DEEPSPEED, UNPLANNED)]
+    names = [f"gpt-7b {name}" for name in (SPPO, MEGATRON, DEEPSPEED, UNPLANNED)]
+    assert [line.name for line in found.lines] == names
     ours, theirs = ({p.x: p.y or 0.0 for p in line.points} for line in found.lines[:2])
     assert f"16k {ours[16384] / theirs[16384]:.2f}" in found.findings[0]
     assert found.findings[0].endswith("(SPPO prints nothing).")

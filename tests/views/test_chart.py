@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from memo_sim.contract.errors import UsageError
 from memo_sim.contract.figure import Figure, Line, Point
-from memo_sim.views.chart import draw_chart, style
+from memo_sim.views.chart import draw_chart, picture, style
 from memo_sim.views.chart_table import chart_table
 
 LONGEST = Figure(
@@ -58,6 +59,41 @@ def test_a_file_of_another_kind_is_refused(tmp_path: Path) -> None:
 
 
 def test_as_many_lines_as_a_figure_has_are_told_apart() -> None:
-    """METP's have five systems and four models."""
     assert len({style(number) for number in range(20)}) == 20
-    assert len({style(number)[1] for number in range(5)}) == 5  # and the first few by marker alone
+    assert len({style(number)[1] for number in range(6)}) == 6  # and the first few by marker alone
+
+
+def in_panels(**changes: object) -> Figure:
+    """Return a figure of METP's size: four models, six systems, lengths from 4K to 1M."""
+    lines = [
+        Line(panel=f"model {m}", label=f"system {s}", points=[Point(x=4096 << i, y=1.0 + m + s) for i in range(9)])
+        for m in range(4)
+        for s in range(6)
+    ]
+    return msgspec.structs.replace(LONGEST, x_kind="tokens", y_kind="number", lines=lines, **changes)
+
+
+def test_each_panel_has_a_table_of_its_own() -> None:
+    blocks = chart_table(in_panels()).split("\n\n")
+    assert [block.splitlines()[0] for block in blocks[1:5]] == [f"model {m}" for m in range(4)]
+    assert all(len(block.splitlines()) == 11 for block in blocks[1:5])
+
+
+def test_panels_have_room_and_do_not_lie_on_each_other() -> None:
+    """However much is read off a figure: axes keep their size, and titles, ticks and text keep apart."""
+    pytest.importorskip("matplotlib")
+    drawn = picture(in_panels(findings=[f"Finding {n} is a sentence of some length. " * 4 for n in range(20)]))
+    drawn.draw_without_rendering()
+    boxes = [ax.get_tightbbox() for ax in drawn.axes]
+    assert len(boxes) == 4
+    assert not any(a.overlaps(b) for i, a in enumerate(boxes) for b in boxes[:i])
+    whole = drawn.bbox
+    for ax, box in zip(drawn.axes, boxes, strict=True):
+        assert ax.get_window_extent().width > 0.25 * whole.width
+        assert ax.get_window_extent().height > 2.0 * drawn.dpi
+        assert whole.x0 <= box.x0 < box.x1 <= whole.x1
+    (legend,) = drawn.legends
+    assert not any(legend.get_window_extent().overlaps(box) for box in boxes)
+    told = drawn._supxlabel.get_window_extent()
+    assert told.y0 >= 0
+    assert not any(told.overlaps(box) for box in boxes)
