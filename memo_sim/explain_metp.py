@@ -56,7 +56,7 @@ def metp(question: Question, found: SearchResult, simulation: Simulation) -> lis
 def rival(question: Question, layout: Layout, degree: str) -> Evaluated | None:
     """Return the best plan of METP's ranks divided by ``degree`` alone; None where that does not divide the model."""
     degrees: dict[str, Any] = dict.fromkeys((*RIVALS, "metp"), 1) | {degree: layout.metp}
-    pins = replace(question.pins, **degrees, pp=layout.pp, dp=layout.dp, overlap_exchanges=None)
+    pins = replace(question.pins, **degrees, pp=layout.pp, dp=layout.dp, overlap_exchanges=None, keep_norms=False)
     try:
         return search(replace(question, pins=pins)).ranked[0]
     except Infeasible:

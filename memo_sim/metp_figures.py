@@ -3,7 +3,8 @@
     metp-4    device memory by length on eight GPUs, one sequence, and its ratio to tensor parallelism's
     metp-6    the longest sequence on 1, 2, 4 and 8 GPUs over that of one GPU
 
-All differ in the way work is divided alone: every activation is kept, the loss is cut into chunks, PyTorch's caching
+All differ in the way work is divided alone: every activation is kept (of METP the five that autograd has of it; beside
+it METP as memo plans it, which makes norms again and keeps three), the loss is cut into chunks, PyTorch's caching
 allocator serves the program's requests, states are mixed-precision Adam's (LLaMA-7B runs out of memory on one device in
 the paper, which 8 bytes a parameter would not). LLaMA-70B and GPT-175B are a pipeline's middle stage (Table 3: 5 layers
 and 1): without embedding and head, so with a vocabulary of a token a rank. What the paper's Figures 5 and 7 show is in
@@ -32,7 +33,7 @@ from memo_sim.program.lower import lower
 
 GPUS = 8
 """Of the paper's machine, joined by NVLink."""
-TP, METP = "tp+sp", "metp"
+TP, METP, FEWER = "tp+sp", "metp", "metp rebuilding norms"
 LENGTHS = tuple(2**i * KIB for i in range(2, 11))
 DEVICES = (2, 4, GPUS)
 STEP_TOKENS = KIB
@@ -69,7 +70,8 @@ def ways(devices: int) -> dict[str, Pins]:
         "ulysses+fsdp": Pins(ulysses=devices, zero=3),
         "ring-attention": Pins(cp=devices, zero=3),
         "rsa": Pins(cp=devices, cp_exchange="rsa", zero=0),
-        METP: Pins(metp=devices),
+        METP: Pins(metp=devices, keep_norms=True),
+        FEWER: Pins(metp=devices),
     }
 
 
@@ -146,7 +148,7 @@ def memory_ratios(progress: Progress) -> Figure:
                 done += 1
                 progress(done, total)
         lines += [
-            Line(label=f"{setting.name} {system}", points=[_held(n, m) for n, m in zip(LENGTHS, its, strict=True)])
+            Line(panel=setting.name, label=system, points=[_held(n, m) for n, m in zip(LENGTHS, its, strict=True)])
             for system, its in found.items()
         ]
         findings += [_ratios(f"{setting.name}, {name}", its, found[TP]) for name, its in found.items() if name != TP]
@@ -192,7 +194,7 @@ def longest_sequences(progress: Progress) -> Figure:
             progress(done, total)
         if alone:
             lines += [
-                Line(label=f"{setting.name} {system}", points=_normalised(alone, its)) for system, its in found.items()
+                Line(panel=setting.name, label=system, points=_normalised(alone, its)) for system, its in found.items()
             ]
         findings += _reach(setting, alone, {system: its[-1] for system, its in found.items()})
     return Figure(
@@ -217,15 +219,18 @@ def _normalised(alone: int, lengths: list[int]) -> list[Point]:
 
 
 def _reach(setting: Setting, alone: int, on_eight: dict[str, int]) -> list[str]:
-    """Return what eight devices hold, METP's over each other's, and how it grows from one device."""
-    metp = on_eight[METP]
-    others = [
-        f"{metp / tokens:.2f} x {name} ({format_tokens(tokens)})" if tokens else f"{name} holds none"
-        for name, tokens in on_eight.items()
-        if name != METP
-    ]
-    grown = f"; {metp / alone:.1f} times what one device holds ({format_tokens(alone)})" if alone else ""
-    return [f"{setting.name} on {GPUS}: metp holds {format_tokens(metp)}, {', '.join(others)}{grown}."]
+    """Return what eight devices hold, either METP's over each other's, and how it grows from one device."""
+    rivals = {name: tokens for name, tokens in on_eight.items() if name not in (METP, FEWER)}
+    told = []
+    for name in (METP, FEWER):
+        metp = on_eight[name]
+        over = ", ".join(
+            f"{metp / tokens:.2f} x {rival} ({format_tokens(tokens)})" if tokens else f"{rival} holds none"
+            for rival, tokens in rivals.items()
+        )
+        grown = f"; {metp / alone:.1f} times what one device holds ({format_tokens(alone)})" if alone else ""
+        told.append(f"{setting.name} on {GPUS}: {name} holds {format_tokens(metp)}, {over}{grown}.")
+    return told
 
 
 FIGURES: dict[str, Callable[[Progress], Figure]] = {"metp-4": memory_ratios, "metp-6": longest_sequences}

@@ -71,7 +71,8 @@ def utilisation(progress: Progress) -> Figure:
                 progress(done, total)
         lines += [
             Line(
-                label=f"{setting.name} {system}",
+                panel=setting.name,
+                label=system,
                 points=[Point(x=n, y=one.mfu, note=one.note) for n, one in zip(LONG, its, strict=True)],
             )
             for system, its in found.items()
@@ -116,8 +117,8 @@ class Share:
 
 def share(setting: Setting, seq_tokens: int) -> Share:
     """Return what synchronous exchanges take of METP's step of one sequence on eight devices."""
-    apart = played(Job(setting, Pins(metp=GPUS, overlap_exchanges=False)), seq_tokens)
-    beside = played(Job(setting, Pins(metp=GPUS)), seq_tokens)
+    apart = played(Job(setting, Pins(metp=GPUS, keep_norms=True, overlap_exchanges=False)), seq_tokens)
+    beside = played(Job(setting, Pins(metp=GPUS, keep_norms=True)), seq_tokens)
     (role,) = apart.roles
     exchanges = role.per_instruction(
         lambda i: float(isinstance(i.work, Exchange | Collective) and i.work.group == RING)
@@ -138,9 +139,10 @@ def overlap(progress: Progress) -> Figure:
             progress(number * len(SHORT) + at + 1, len(SETTINGS) * len(SHORT))
         pairs = list(zip(SHORT, found, strict=True))
         lines += [
-            Line(label=f"{setting.name} comm", points=[Point(x=n, y=one.exchanged) for n, one in pairs]),
+            Line(panel=setting.name, label="comm", points=[Point(x=n, y=one.exchanged) for n, one in pairs]),
             Line(
-                label=f"{setting.name} async",
+                panel=setting.name,
+                label="async",
                 points=[Point(x=n, y=one.overlapped, note=f"sync {format_seconds(one.step_s)}") for n, one in pairs],
             ),
         ]

@@ -21,8 +21,19 @@ GIB = 2**30
 MEMORY_GIB = (0.001, 100_000)
 """Least and most memory that is taken for meant."""
 SEARCHED = (
-    *("model", "seq_len", "system", "tp", "cp", "cp_exchange", "ulysses", "metp", "overlap_exchanges", "pp"),
-    *("schedule", "virtual_stages", "subsequences", "partition", "multiplexed", "dp", "zero", "alpha", "recompute"),
+    *("model", "seq_len", "system", "tp", "cp", "cp_exchange", "ulysses", "metp", "overlap_exchanges", "keep_norms"),
+    *(
+        "pp",
+        "schedule",
+        "virtual_stages",
+        "subsequences",
+        "partition",
+        "multiplexed",
+        "dp",
+        "zero",
+        "alpha",
+        "recompute",
+    ),
     *("states", "loss_chunk", "mlp_chunk", "overlap", "memory_policy", "replay_allocator", "micro_batch"),
     "global_batch",
 )
@@ -71,6 +82,11 @@ KNOBS = (
         default=None,
         help="METP's ranks compute beside what they exchange (double buffers), or stand still meanwhile; beside,"
         " unless given.",
+    ),
+    click.option(
+        "--keep-norms",
+        is_flag=True,
+        help="METP's layers keep what their norms make, as its authors do, and do not make it again.",
     ),
     click.option("--pp", type=click.IntRange(1), help="Pipeline stages of equal numbers of layers."),
     click.option(
@@ -187,6 +203,7 @@ def question_of(options: Options) -> tuple[Plan | None, Question]:
         ulysses=options["ulysses"],
         metp=options["metp"],
         overlap_exchanges=options["overlap_exchanges"],
+        keep_norms=options["keep_norms"],
         pp=options["pp"],
         schedule=options["schedule"],
         virtual_stages=options["virtual_stages"],

@@ -117,6 +117,9 @@ class Decisions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     micro_batch: Degree = 1
     global_batch: Degree = 1
     recompute: Recompute = "none"
+    keep_norms: bool = False
+    """Whether METP's layers keep what their norms make, the input of either half, as its authors count (Table 1) and
+    autograd does; without, backward makes it again."""
     swapped_tokens: Tokens = 0
     subsequence_swapped_tokens: tuple[Tokens, ...] = ()
     offload_window: Annotated[int, msgspec.Meta(ge=0, le=64)] = 0

@@ -127,12 +127,14 @@ def _check_degrees(question: Question) -> None:
                 wanted=" and ".join(system.degrees),
                 hint="leave it out, or --system any",
             )
-    if question.pins.overlap_exchanges is not None and "metp" not in system.degrees and (question.pins.metp or 1) == 1:
-        raise UsageError(
-            "overlapped exchanges are METP's, and there is none here",
-            got="overlap_exchanges without metp",
-            hint="--metp 2, or more ranks",
-        )
+    given = {"overlap_exchanges": question.pins.overlap_exchanges is not None, "keep_norms": question.pins.keep_norms}
+    if "metp" not in system.degrees and (question.pins.metp or 1) == 1:
+        for name in (name for name, asked in given.items() if asked):
+            raise UsageError(
+                "overlapped exchanges and kept norms are METP's, and there is none here",
+                got=f"{name} without metp",
+                hint="--metp 2, or more ranks",
+            )
 
 
 def _check_schedule(question: Question) -> None:

@@ -33,6 +33,8 @@ class Pins:
     metp: int | None = None
     overlap_exchanges: bool | None = None
     """Whether METP's ranks compute beside what they exchange; None: they do. Not searched: it never loses."""
+    keep_norms: bool = False
+    """Whether METP keeps what its norms make. Not searched: it buys 1 % of a short step with two thirds more memory."""
     pp: int | None = None
     schedule: Schedule | None = None
     virtual_stages: int | None = None

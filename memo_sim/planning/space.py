@@ -112,6 +112,7 @@ def candidates(question: Question) -> tuple[list[Candidate], list[str]]:
             overlap=_overlap(question, layout),
             dtype=question.dtype,
             replay_allocator=question.pins.replay_allocator,
+            keep_norms=question.pins.keep_norms and layout.metp > 1,
         )
         try:
             stages_of(base)

@@ -84,16 +84,22 @@ class MetpLayer(OperatorWriter):
         self.residual("out_add", "resid", self._all("down_out"), out=out, rows=whole, bias="ffn_down.bias")
 
     def recompute(self, rows: RowBlock, index: int, *, whole: bool) -> None:
-        """Write the rebuilding of the residual: of all rows with attention, or of a row block from its outputs."""
+        """Write the rebuilding of the residual: of all rows with attention, or of a row block from its outputs.
+
+        Of a row block also norms that are kept.
+        """
         if whole:
             self._attend([rows])
             return
+        at = f".r{index}"
+        self._kept_norm("norm1", "x", rows, at)
         self._broadcast(0)
         for part in range(self.ranks):
             self._fetch(part)
-            self._project(part, [rows], f".r{index}")
+            self._project(part, [rows], at)
         self._home()
-        self._add_projection(rows, f".r{index}")
+        self._add_projection(rows, at)
+        self._kept_norm("norm2", "resid", rows, at)
 
     def backward(self, grad_out: str, grad_in: str) -> None:
         """Write the backward: reads ``grad_out`` (of the layer's output), writes ``grad_in`` (of its input)."""
@@ -154,7 +160,8 @@ class MetpLayer(OperatorWriter):
     def _mlp_backward(self, grad_out: str) -> None:
         """Write the MLP's backward to ``d_resid``."""
         shape, hidden, tokens = self.shape, self.shape.hidden, self.shape.tokens
-        self._whole_norm("norm2", "resid", again=True)
+        if not self.shape.keep_norms:
+            self._whole_norm("norm2", "resid", again=True)
         upstream = self.builder.all(grad_out)
         d_act, d_up, d_norm = (
             self._owned("d_act", shape.ffn),
@@ -228,6 +235,13 @@ class MetpLayer(OperatorWriter):
         self.builder.phase = "rec" if again else phase
         self.norm(which, source, rows, rows)
         self.builder.phase = phase
+
+    def _kept_norm(self, which: str, source: str, rows: RowBlock, suffix: str) -> None:
+        """Write a row block of a norm that is kept."""
+        if self.shape.keep_norms:
+            self.suffix = suffix
+            self.norm(which, source, rows, rows)
+            self.suffix = ""
 
     def _norm_backward(self, norm: str, norm_input: str, *, residual_grad: str, out: str) -> None:
         hidden, tokens = self.shape.hidden, self.shape.tokens

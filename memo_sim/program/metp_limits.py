@@ -17,6 +17,14 @@ def check_metp(decisions: Decisions) -> None:
     """
     layout = decisions.layout
     if layout.metp == 1:
+        if decisions.keep_norms:
+            raise Infeasible(
+                "a layer that is not METP's keeps its norms anyway",
+                where="decisions.keep_norms",
+                got="true with metp 1",
+                wanted="false",
+                hint="leave it out, or divide by metp",
+            )
         return
     for name, got, allowed, why in (
         ("layout.tp", layout.tp, (1,), "METP divides the same rows and columns of a layer's weights as tp"),
@@ -39,6 +47,12 @@ def check_metp(decisions: Decisions) -> None:
             decisions.recompute,
             ("none", "full", "tokenwise"),
             "METP keeps nothing that selective recompute would drop but attention's output, which full rebuilds",
+        ),
+        (
+            "decisions.keep_norms",
+            decisions.keep_norms,
+            (False,) if decisions.recompute == "full" else (False, True),
+            "full recompute keeps a layer's input alone",
         ),
         ("decisions.mlp_chunk_tokens", decisions.mlp_chunk_tokens, (0,), "METP cuts the MLP by features, not by rows"),
         (

@@ -50,6 +50,8 @@ class Shape:
     """Ends of the runs of them whose gradients are summed in a buffer each; all in one where there are none."""
 
     metp: int = 1
+    keep_norms: bool = False
+    """Whether METP keeps the results of both norms."""
     ring: Literal["cp", "metp"] = "cp"
     """Which group's ring the ``cp`` ranks are: within METP's heads it is METP's (``metp.py``)."""
 
@@ -129,6 +131,7 @@ def shape_of(decisions: Decisions, *, cp_rank: int | None = None) -> Shape:
         gathered=gathered,
         cp_rank=layout.ring - 1 if cp_rank is None else cp_rank,
         metp=layout.metp,
+        keep_norms=decisions.keep_norms,
     )
 
 

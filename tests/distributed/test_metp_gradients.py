@@ -33,6 +33,11 @@ def test_other_policies(team: Team, policy: tuple[str, int]) -> None:
     parity(team, "gpt", Layout(metp=2), recompute=policy[0], swapped_tokens=policy[1])
 
 
+@pytest.mark.parametrize("policy", [("none", 0), ("none", 128), ("tokenwise", 128)])
+def test_kept_norms_and_no_race(team: Team, policy: tuple[str, int]) -> None:
+    parity(team, "llama", Layout(metp=2), debug=True, recompute=policy[0], swapped_tokens=policy[1], keep_norms=True)
+
+
 @pytest.mark.parametrize(
     ("name", "layout"),
     [
@@ -73,9 +78,9 @@ def test_sequences_without_a_mask_go_round_together(team: Team, layout: Layout) 
     check(team, chosen, play(Member(0, 1), one_process(chosen), 2, {}), steps=2)
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_each_rank_holds_what_its_program_says(team: Team, ranks: int) -> None:
-    chosen = training(MODELS["gpt"], Layout(metp=ranks), **KEEP)
+@pytest.mark.parametrize(("ranks", "norms"), [(2, False), (4, False), (2, True)])
+def test_each_rank_holds_what_its_program_says(team: Team, ranks: int, norms: bool) -> None:
+    chosen = training(MODELS["gpt"], Layout(metp=ranks), keep_norms=norms, **KEEP)
     found = team.play(held, ranks, chosen, frozenset(), in_program_order)
     assert [measured for measured, _ in found] == [wanted for _, wanted in found]
     assert len({wanted for _, wanted in found}) == 1

@@ -34,7 +34,13 @@ class Sizes:
     p: int
 
     def program(
-        self, *, layers: int = 1, kernel: str = "flash2", recompute: Recompute = "none", **layout: object
+        self,
+        *,
+        layers: int = 1,
+        kernel: str = "flash2",
+        recompute: Recompute = "none",
+        keep_norms: bool = False,
+        **layout: object,
     ) -> Program:
         """Return the program of so many layers, without biases, of one micro-batch."""
         heads = self.h // 16
@@ -57,6 +63,7 @@ class Sizes:
             micro_batch=self.b,
             global_batch=self.b,
             recompute=recompute,
+            keep_norms=keep_norms,
             kernels=Kernels(attention=kernel),
             dtype="fp32",
         )

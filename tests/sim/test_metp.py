@@ -40,6 +40,21 @@ def test_the_checkers_find_nothing(model: Model, ranks: int, policy: tuple[str, 
     assert faults_of(chosen(model, metp(ranks, overlap_exchanges=overlap), policy)) == []
 
 
+@pytest.mark.parametrize("policy", [policy for policy in POLICIES if policy[0] != "full"])
+def test_the_checkers_find_nothing_where_norms_are_kept(policy: tuple[str, float]) -> None:
+    decisions = msgspec.structs.replace(chosen(GPT, metp(4), policy), keep_norms=True)
+    assert faults_of(decisions) == []
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_norms_that_are_kept_are_not_made_again(kept: bool) -> None:
+    (program,) = lower(msgspec.structs.replace(chosen(LLAMA, metp(2)), keep_norms=kept))
+    norms = [i.name for _, i in program.walk() if i.name.endswith(("norm1", "norm2"))]
+    again = [name for name in norms if name.startswith("rec/")]
+    assert len(norms) - len(again) == 2 * LLAMA.layers * program.micro_batches
+    assert len(again) == (0 if kept else 2 * LLAMA.layers * program.micro_batches)
+
+
 @pytest.mark.parametrize(
     ("layout", "changes", "where"),
     [
@@ -52,6 +67,8 @@ def test_the_checkers_find_nothing(model: Model, ranks: int, policy: tuple[str, 
         (metp(2), {"recompute": "selective"}, "decisions.recompute"),
         (metp(2), {"recompute": "full", "mlp_chunk_tokens": 512}, "decisions.mlp_chunk_tokens"),
         (metp(2), {"memory_policy": "eager"}, "decisions.memory_policy"),
+        (metp(2), {"recompute": "full", "keep_norms": True}, "decisions.keep_norms"),
+        (Layout(tp=2), {"keep_norms": True}, "decisions.keep_norms"),
         (metp(8), {}, "heads"),
     ],
 )
@@ -129,7 +146,10 @@ def test_table_2_of_metp(size: Sizes) -> None:
 @given(size=sizes())
 @settings(max_examples=10, deadline=None)
 def test_states_and_what_is_kept_are_the_tables(size: Sizes) -> None:
-    """Parameters, gradients and moments of a layer; then the inputs of both halves and attention's output."""
+    """Parameters, gradients and moments of a layer; then the inputs of both halves and attention's output.
+
+    A half's input is its norm's, or, of norms that are kept, their result besides: Table 1's bsh / p.
+    """
     p, h = size.p, size.h
     program = size.program(metp=p)
     states = [f for f in program.families if f.name.endswith(".layer") and f.buffer_class is BufferClass.STATE]
@@ -139,6 +159,10 @@ def test_states_and_what_is_kept_are_the_tables(size: Sizes) -> None:
     lse = [f for f in kept if ".lse." in f.name]
     assert sum(f.tokens * f.features for f in kept if f not in lse) * p == 3 * size.bsh
     assert sum(f.tokens * f.features for f in lse) * p == size.b * size.s * h // 16
+    norms_too = [f for f in size.program(keep_norms=True, metp=p).families if f.name.startswith("skeletal.")]
+    added = {f.name.removeprefix("skeletal."): f for f in norms_too if f.name not in {each.name for each in kept}}
+    assert added.keys() == {"norm1", "norm1_stats", "norm2", "norm2_stats"}
+    assert all(added[name].tokens * added[name].features * p == size.bsh for name in ("norm1", "norm2"))
 
 
 def test_the_mlps_peak_is_the_papers_and_what_it_leaves_out() -> None:
