@@ -8,14 +8,18 @@ from __future__ import annotations
 
 import csv
 import io
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from memo_sim.contract.catalog import DATA
 from memo_sim.contract.codec import decode_object, read_raw
 from memo_sim.contract.errors import BadInput, UsageError, did_you_mean
 from memo_sim.contract.plan import Status
+from memo_sim.contract.units import Degree, Layers, SequenceTokens, Width, ZeroLevel
 from memo_sim.contract.validation import Expectation
 
 SHIPPED = DATA / "cases"
@@ -53,7 +57,7 @@ COLUMN_TEXTS = {
     "dp": "degree of data parallelism",
     "cp": "degree of context parallelism",
     "ulysses": "degree of Ulysses",
-    "zero": "level of ZeRO, 0 to 3",
+    "zero": "level of ZeRO",
     "alpha": "fraction of tokens swapped, 0 to 1",
     "recompute": "what is rebuilt in backward",
     "memory_plan": "yes: one planned arena; no: PyTorch's caching allocator under an eager framework",
@@ -83,10 +87,14 @@ _WORDS = {
     "precision": ("bf16", "fp16"),
     "expected_status": ("ok", "gpu_oom", "host_oom", "invalid"),
 }
-_INTEGERS = {
-    *("layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "seq_tokens", "global_batch", "micro_batch"),
-    *("tp", "pp", "dp", "cp", "ulysses", "virtual_stages"),
+_INTEGERS: dict[str, Any] = {
+    "layers": Layers,
+    **dict.fromkeys(("hidden", "heads", "kv_heads", "ffn", "vocab"), Width),
+    "seq_tokens": SequenceTokens,
+    **dict.fromkeys(("global_batch", "micro_batch", "tp", "pp", "dp", "cp", "ulysses", "virtual_stages"), Degree),
+    "zero": ZeroLevel,
 }
+"""Columns of whole numbers, and what a field of that name may hold in a model or a plan."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,8 +130,9 @@ def row_schema() -> dict[str, Any]:
         column: dict[str, Any] = {"type": "string", "description": text}
         if name in _WORDS:
             column["enum"] = [*_WORDS[name], ""]
-        elif name in _INTEGERS or name == "zero":
-            column["pattern"] = "^[0-9]*$"
+        elif name in _INTEGERS:
+            least, most = _bounds(name)
+            column |= {"pattern": "^[0-9]*$", "description": f"{text} ({least} to {most})"}
         columns[name] = column
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
@@ -157,7 +166,8 @@ def load_cases(name_or_path: str) -> list[Case]:
 
     Raises:
         UsageError: when it is neither a bundled name nor a file.
-        BadInput: when a column is missing or unknown, or a cell cannot be read (with its line and column).
+        BadInput: when a column is missing or unknown, a cell cannot be read, holds a number that no plan could, or a
+            name that another row has (with its line and column).
     """
     shipped = SHIPPED / f"{name_or_path}.csv"
     path = shipped if name_or_path in list_case_files() else Path(name_or_path)
@@ -174,12 +184,27 @@ def load_cases(name_or_path: str) -> list[Case]:
     try:
         header = list(reader.fieldnames or [])
         _check_header(header, str(path))
-        cases = [_case(row, f"{path}:{reader.line_num}") for row in reader]
+        cases = list(_cases(reader, str(path)))
     except csv.Error as error:
         raise BadInput("not a CSV file", where=f"{path}:{reader.line_num}", got=str(error)) from None
     if not cases:
         raise BadInput("a case file without a row", where=str(path), wanted="a header and one row a case")
     return cases
+
+
+def _cases(reader: csv.DictReader[str], path: str) -> Iterator[Case]:
+    lines: dict[str, int] = {}
+    for row in reader:
+        where = f"{path}:{reader.line_num}"
+        case = _case(row, where)
+        if (line := lines.setdefault(case.case, reader.line_num)) != reader.line_num:
+            raise BadInput(
+                "two rows have one name",
+                where=f"{where}, column case",
+                got=repr(case.case),
+                wanted=f"a name of its own: line {line} has this one",
+            )
+        yield case
 
 
 def _check_header(header: list[str], where: str) -> None:
@@ -206,9 +231,7 @@ def _case(row: dict[str, str], where: str) -> Case:
     for required in ("case", "source", "system", "model", "cluster", "seq_tokens"):
         if not cells[required]:
             raise BadInput("an empty cell that must be given", where=f"{where}, column {required}")
-    integers = {c: _whole(cells[c], f"{where}, column {c}") for c in _INTEGERS if cells.get(c)}
-    if cells["zero"]:
-        integers["zero"] = _whole(cells["zero"], f"{where}, column zero", least=0)
+    integers = {c: _whole(cells[c], c, where) for c in _INTEGERS if cells.get(c)}
     words = {c: _word(cells[c], c, where) for c in QUESTION_COLUMNS if c in _WORDS and cells[c]}
     alpha = _number(cells["alpha"], f"{where}, column alpha")
     if alpha is not None and not 0 <= alpha <= 1:
@@ -239,14 +262,27 @@ def _expectation(cells: dict[str, str], where: str) -> Expectation:
     return Expectation(status=status, **numbers)
 
 
-def _whole(text: str, where: str, *, least: int = 1) -> int:
-    try:
-        value = int(text)
-    except ValueError:
-        value = least - 1
-    if value < least:
-        raise BadInput("not a whole number", where=where, got=repr(text), wanted=f"an integer of at least {least}")
-    return value
+def _bounds(column: str) -> tuple[int, int]:
+    kind = msgspec.inspect.type_info(_INTEGERS[column])
+    assert isinstance(kind, msgspec.inspect.IntType)
+    assert kind.ge is not None
+    assert kind.le is not None
+    return kind.ge, kind.le
+
+
+def _whole(text: str, column: str, where: str) -> int:
+    least, most = _bounds(column)
+    digits = text.isascii() and text.isdigit()
+    number = text.lstrip("0") or "0"
+    # Python refuses to read thousands of digits.
+    if digits and len(number) <= len(str(most)) and least <= int(number) <= most:
+        return int(number)
+    raise BadInput(
+        "a number out of range" if digits else "not a whole number",
+        where=f"{where}, column {column}",
+        got=repr(text),
+        wanted=f"an integer from {least} to {most}",
+    )
 
 
 def _number(text: str, where: str) -> float | None:

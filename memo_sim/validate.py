@@ -14,6 +14,7 @@ import msgspec
 
 from memo_sim.cases import SIZES, Case, CaseQuestion
 from memo_sim.contract.catalog import list_models, load_cluster, load_model
+from memo_sim.contract.codec import decode
 from memo_sim.contract.errors import BadInput, Infeasible, OutOfTolerance, UsageError
 from memo_sim.contract.hardware import Hardware
 from memo_sim.contract.model import Model
@@ -230,7 +231,12 @@ def _question(asked: CaseQuestion, change: Callable[[Hardware], Hardware] | None
 
 
 def _model(asked: CaseQuestion) -> Model:
-    """Return the preset a row names, or the shape it gives."""
+    """Return the preset a row names, or the shape it gives.
+
+    Raises:
+        UsageError: when there is no such preset.
+        BadInput: when the sizes are not all there, or no model has them.
+    """
     sizes = asked.integers
     if "layers" not in sizes:
         return load_model(asked.model)
@@ -241,22 +247,28 @@ def _model(asked: CaseQuestion) -> Model:
             got=f"model {asked.model}, missing {', '.join(missing) or 'nothing'}",
             wanted=f"model gpt or llama with hidden, heads and vocab, or one of {', '.join(list_models())} alone",
         )
+    hidden, heads = sizes["hidden"], sizes["heads"]
+    if hidden % heads:
+        raise BadInput("heads do not divide the model", got=f"hidden {hidden}", wanted=f"a multiple of heads ({heads})")
     gpt = asked.model == "gpt"
-    return Model(
-        name=asked.model,
-        family="gpt" if gpt else "llama",
-        layers=sizes["layers"],
-        hidden=sizes["hidden"],
-        heads=sizes["heads"],
-        kv_heads=sizes.get("kv_heads", sizes["heads"]),
-        head_dim=sizes["hidden"] // sizes["heads"],
-        ffn_hidden=sizes.get("ffn", 4 * sizes["hidden"]),
-        vocab=sizes["vocab"],
-        tied_embeddings=gpt,
-        qkv_bias=gpt,
-        linear_bias=gpt,
-        activation="gelu" if gpt else "silu",
-    )
+    shape = {
+        "schema": Model.__struct_config__.tag,
+        "name": asked.model,
+        "family": asked.model,
+        "layers": sizes["layers"],
+        "hidden": hidden,
+        "heads": heads,
+        "kv_heads": sizes.get("kv_heads", heads),
+        "head_dim": hidden // heads,
+        "ffn_hidden": sizes.get("ffn", 4 * hidden),
+        "vocab": sizes["vocab"],
+        "tied_embeddings": gpt,
+        "qkv_bias": gpt,
+        "linear_bias": gpt,
+        "activation": "gelu" if gpt else "silu",
+    }
+    # Through the decoder: a constructor does not check what a model's file would be refused for.
+    return decode(msgspec.json.encode(shape), Model, where="the row's model")
 
 
 def _errors(predicted: CasePrediction, expected: Expectation) -> CaseError:

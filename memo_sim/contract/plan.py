@@ -11,7 +11,17 @@ import msgspec
 
 from memo_sim.contract.hardware import DtypeName
 from memo_sim.contract.model import Model
-from memo_sim.contract.units import Bytes, Degree, Fraction, Positive, Seconds, SequenceTokens, Tokens, Width
+from memo_sim.contract.units import (
+    Bytes,
+    Degree,
+    Fraction,
+    Positive,
+    Seconds,
+    SequenceTokens,
+    Tokens,
+    Width,
+    ZeroLevel,
+)
 
 Recompute = Literal["none", "full", "selective", "tokenwise"]
 """none: nothing is rebuilt. full: each layer's whole forward. selective: attention alone, from kept Q, K, V (as
@@ -59,7 +69,7 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Whether stages compute beside what they hand over: received a pass ahead, sent beside the next pass. Without,
     each pass is followed by its sends (Megatron-LM's 1F1B)."""
     dp: Degree = 1
-    zero: Annotated[int, msgspec.Meta(ge=0, le=3)] = 0
+    zero: ZeroLevel = 0
     subsequences: Degree = 1
     """Parts of a sequence that pass a stage one behind the other (SPPO's N)."""
     partition: Partition = "flops"

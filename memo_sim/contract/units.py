@@ -27,6 +27,7 @@ Width = Annotated[int, msgspec.Meta(ge=1, le=2**24)]
 """Heads or features of a layer, rows of a vocabulary; far above any model, low enough that no size overflows."""
 Degree = Annotated[int, msgspec.Meta(ge=1, le=2**20)]
 """Devices, nodes, or sequences."""
+ZeroLevel = Annotated[int, msgspec.Meta(ge=0, le=3)]
 Seconds = Annotated[float, msgspec.Meta(ge=0)]
 NonNegative = Annotated[float, msgspec.Meta(ge=0)]
 Rate = Annotated[float, msgspec.Meta(gt=0)]

@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from memo_sim.cases import COLUMNS, load_cases
+from memo_sim.cases import COLUMNS, load_cases, row_schema
 from memo_sim.contract.errors import BadInput, OutOfTolerance, UsageError
 from memo_sim.validate import check_error, validate
 
@@ -29,11 +29,12 @@ ROW = {
 
 
 def case_file(folder: Path, *rows: dict[str, str], columns: list[str] = COLUMNS) -> Path:
+    """Write the rows, which are called a0, a1 and so on."""
     path = folder / "cases.csv"
     with path.open("w", newline="") as out:
         writer = csv.DictWriter(out, columns, restval="")
         writer.writeheader()
-        writer.writerows(rows)
+        writer.writerows({**row, "case": f"{row['case']}{n}"} for n, row in enumerate(rows))
     return path
 
 
@@ -58,6 +59,14 @@ def test_bundled_files_load_by_name() -> None:
         ("model", ""),
         ("sp", "true"),
         ("schedule", "2f2b"),
+        ("zero", "4"),
+        ("zero", "-1"),
+        ("layers", "1000000"),
+        ("vocab", "9" * 20),
+        ("hidden", "9" * 5000),
+        ("heads", "1_6"),
+        ("seq_tokens", str(2**30 + 1)),
+        ("global_batch", str(2**20 + 1)),
     ],
 )
 def test_a_bad_cell_is_named_by_line_and_column(tmp_path: Path, column: str, value: str) -> None:
@@ -65,6 +74,24 @@ def test_a_bad_cell_is_named_by_line_and_column(tmp_path: Path, column: str, val
     with pytest.raises(BadInput) as error:
         load_cases(str(path))
     assert f"cases.csv:3, column {column}" in str(error.value)
+
+
+def test_two_rows_of_one_name_are_refused(tmp_path: Path) -> None:
+    path = case_file(tmp_path, ROW, ROW, ROW)
+    path.write_text(path.read_text().replace("a2,", "a0,"))
+    with pytest.raises(BadInput, match="line 2 has this one") as error:
+        load_cases(str(path))
+    assert "cases.csv:4, column case" in str(error.value)
+
+
+def test_a_cell_at_its_bound_is_read(tmp_path: Path) -> None:
+    largest = {"layers": "10000", "vocab": str(2**24), "seq_tokens": str(2**30), "zero": "3", "global_batch": "007"}
+    question = load_cases(str(case_file(tmp_path, {**ROW, **largest})))[0].question
+    assert question.seq_tokens == 2**30
+    assert [question.integers[c] for c in ("layers", "vocab", "zero", "global_batch")] == [10000, 2**24, 3, 7]
+    columns = row_schema()["properties"]
+    assert columns["zero"]["description"] == "level of ZeRO (0 to 3)"
+    assert columns["layers"]["description"].endswith("(1 to 10000)")
 
 
 def test_headers_and_ragged_rows_are_refused(tmp_path: Path) -> None:
@@ -158,6 +185,24 @@ def test_rows_that_cannot_be_evaluated_say_why_and_are_kept(tmp_path: Path) -> N
     assert "collectives of tp8+sp cp1 dp1 do not overlap" in report.cases[-1].predicted.reason
     assert "ffn, heads of a model that gpt-7b names already" in report.cases[-4].predicted.reason
     assert "virtual stages" in report.cases[-3].predicted.reason
+
+
+def test_sizes_that_no_model_has_are_said_of_their_row_alone(tmp_path: Path) -> None:
+    sizes = {"layers": "4", "hidden": "1024", "heads": "32", "vocab": "32000"}
+    row = {**ROW, "model": "llama", "seq_tokens": "8192", **sizes}
+    wrong = {
+        "kv_heads (5)": {"kv_heads": "5"},
+        "kv_heads (64)": {"kv_heads": "64"},
+        "hidden 64": {"hidden": "64", "heads": "128"},
+        "hidden 4100": {"hidden": "4100"},
+        "head_dim (3)": {"hidden": "96"},
+        "$.ffn_hidden": {"hidden": str(2**24)},
+    }
+    path = case_file(tmp_path, *({**row, **change} for change in wrong.values()), {**row, "kv_heads": "8"})
+    *refused, good = (c.predicted for c in validate(load_cases(str(path))).cases)
+    assert [p.status for p in refused] == ["invalid"] * len(wrong)
+    assert all(says in p.reason for says, p in zip(wrong, refused, strict=True))
+    assert good.status == "ok"
 
 
 def test_precision_and_overlap_that_change_nothing_are_evaluated(tmp_path: Path) -> None:
