@@ -12,21 +12,18 @@ import msgspec
 from memo_sim.contract.errors import Infeasible, UsageError
 from memo_sim.contract.plan import SWAP_GRANULE_TOKENS, Decisions, Kernels, Layout, Overlap
 from memo_sim.contract.units import DTYPE_BYTES
+from memo_sim.planning.attention_kernels import attention_kernel, head_groups
 from memo_sim.planning.layouts import in_words, layouts
 from memo_sim.planning.presets import FULL_RECOMPUTE, KEEP, SELECTIVE_RECOMPUTE, TOKENWISE, Policy, find_system
 from memo_sim.planning.question import Question
 from memo_sim.planning.rowwise_kernels import RowwiseChoice
 from memo_sim.planning.subsequences import PartPrices, hide, swap_fraction
-from memo_sim.program.attention import longest_keys
-from memo_sim.program.head_groups import fewest_head_groups
-from memo_sim.program.library_results import beside_arena, groups_beside
 from memo_sim.program.metp_limits import check_metp
 from memo_sim.program.partition import partition
 from memo_sim.program.ranks import ENDS, degree
 from memo_sim.program.rsa_limits import check_rsa
-from memo_sim.program.shape import Shape, shape_of
+from memo_sim.program.shape import shape_of
 from memo_sim.program.stage import stages_of
-from memo_sim.program.work import Attention
 
 LOGIT_BYTES = 2**30
 """Logits and their gradient of one loss chunk stay under this; the classifier's rate does not suffer at such sizes."""
@@ -79,7 +76,8 @@ def _by_recompute(question: Question) -> tuple[Policy, ...]:
         )
     if pins.recompute == "selective" and pins.alpha:
         raise UsageError("selective recompute swaps nothing", got=f"alpha {pins.alpha}", wanted="no alpha")
-    mode = pins.recompute or TOKENWISE.recompute
+    # What is pinned takes the place of an alpha that the system leaves open: its mode is that one's.
+    mode = pins.recompute or next((p.recompute for p in system.policies if p.alpha is None), TOKENWISE.recompute)
     if pins.alpha is not None:
         cut = mode == "full" and any(p.mlp_blocks for p in system.policies)
         return (Policy(mode, pins.alpha), *([Policy(mode, pins.alpha, mlp_blocks=True)] if cut else []))
@@ -234,47 +232,3 @@ def mlp_chunk(question: Question, base: Decisions) -> int:
         return pinned
     rows = -(-max(-(-tokens // MLP_BLOCKS), LEAST_MLP_ROWS) // granule) * granule
     return rows if rows < tokens else 0
-
-
-def head_groups(shape: Shape, base: Decisions, kernel: str) -> int:
-    """Return the fewest groups of heads whose attention stays within the kernel's integers.
-
-    Where its workspace lies beside the arena, there are as many more as keep that small.
-
-    Raises:
-        Infeasible: when no number of groups does.
-    """
-    shape = shape.attention
-    work = Attention(
-        batch=base.micro_batch,
-        q_tokens=shape.tokens // base.micro_batch,
-        k_tokens=longest_keys(base, shape) // base.micro_batch,
-        mask="causal",
-        heads=shape.heads,
-        kv_heads=shape.kv_heads,
-        head_dim=base.model.head_dim,
-        backward=True,
-        kernel=kernel,
-        dtype=base.dtype,
-    )
-    fewest = fewest_head_groups(work)
-    planned = msgspec.structs.replace(base, kernels=Kernels(attention=kernel))
-    return groups_beside(work, fewest) if beside_arena(planned) else fewest
-
-
-def attention_kernel(question: Question) -> str:
-    """Return the pinned attention kernel, or the measured one of the dtype that is fastest at its longest length."""
-    if question.pins.attention:
-        return question.pins.attention
-    fastest: dict[str, float] = {}
-    for table in question.hardware.attention:
-        if table.dtype == question.dtype and table.attention_pass == "backward":
-            fastest[table.kernel] = max(fastest.get(table.kernel, 0.0), *(row[2] for row in table.rows))
-    if not fastest:
-        raise Infeasible(
-            "the profile has measured no attention kernel for this dtype",
-            where=question.hardware.name,
-            got=question.dtype,
-            hint="calibrate the device again",
-        )
-    return max(fastest, key=lambda kernel: fastest[kernel])

@@ -20,8 +20,8 @@ import msgspec
 
 from memo_sim.contract.errors import Infeasible
 from memo_sim.contract.plan import Decisions, Kernels, Layout
+from memo_sim.planning.attention_kernels import attention_kernel, head_groups
 from memo_sim.planning.question import Question
-from memo_sim.planning.space import attention_kernel, head_groups
 from memo_sim.planning.subsequences import PartPrices, counts
 from memo_sim.program.shape import shape_of
 
@@ -84,7 +84,8 @@ def solve(
 
 
 def _choice(question: Question, prices: PartPrices, sp: int, pp: int, number: int) -> Choice:
-    layout = Layout(tp=sp, sequence_parallel=sp > 1, pp=pp, subsequences=number)
+    cut = question.pins.partition
+    layout = Layout(tp=sp, sequence_parallel=sp > 1, pp=pp, subsequences=number, partition=cut)
     base = Decisions(model=question.model, layout=layout, seq_tokens=question.seq_tokens, dtype=question.dtype)
     kernel = attention_kernel(question)
     whole = msgspec.structs.replace(base, layout=msgspec.structs.replace(layout, subsequences=1))

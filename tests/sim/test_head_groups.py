@@ -7,7 +7,7 @@ import pytest
 
 from memo_sim.contract.errors import Infeasible
 from memo_sim.contract.plan import Kernels, MemoryPolicy
-from memo_sim.planning.space import head_groups
+from memo_sim.planning.attention_kernels import head_groups
 from memo_sim.program.head_groups import INT32_ELEMENTS, fewest_head_groups, indexed_elements
 from memo_sim.program.kernel_table import ATTENTION_KERNELS, attention_workspace_bytes
 from memo_sim.program.library_results import MOST_BYTES

@@ -82,6 +82,17 @@ def test_sppo_offloads_while_the_next_pass_is_computed() -> None:
     assert {c.base.offload_window for c in candidates(asked("any", tp=2, pp=2, subsequences=4))[0]} == {0}
 
 
+def test_an_alpha_that_is_pinned_leaves_a_systems_own_mode() -> None:
+    """SPPO keeps what it does not offload; MEMO and the open search rebuild it."""
+    for system, mode in (("sppo", "none"), ("memo", "tokenwise"), ("any", "tokenwise")):
+        degrees = {"tp": 4} if system == "memo" else {"tp": 2, "pp": 2, "subsequences": 4}
+        for alpha in (0.0, 0.5):
+            found, _ = candidates(asked(system, alpha=alpha, **degrees))
+            assert {c.base.recompute for c in found} == {mode}
+    rebuilt, _ = candidates(asked(tp=2, pp=2, subsequences=4, alpha=0.5, recompute="tokenwise"))
+    assert {c.base.recompute for c in rebuilt} == {"tokenwise"}
+
+
 def test_where_everything_hides_a_full_swap_is_not_played_twice() -> None:
     asked_for = {"tp": 2, "pp": 2, "subsequences": 4}
     (only,), _ = candidates(asked(seq_tokens=512 * K, **asked_for))  # type: ignore[arg-type]

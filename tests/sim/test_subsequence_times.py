@@ -16,7 +16,7 @@ from memo_sim.contract.plan import Decisions, Layout
 from memo_sim.costs.pricing import Pricer
 from memo_sim.engine.simulate import Simulation, simulate
 from memo_sim.planning.bandwidth import offload_bandwidth
-from memo_sim.planning.question import Question
+from memo_sim.planning.question import Pins, Question
 from memo_sim.planning.sppo import Choice, solve
 from memo_sim.planning.subsequences import PartPrices, counts, held_bytes, hidden_tokens, swap_each
 from memo_sim.program.partition import balanced, partition, swapped_parts
@@ -172,6 +172,29 @@ def test_the_solver_fills_a_node_with_sequence_parallelism(model: str, nodes: in
     """Table 4 has (8, 8) for 13B, and for 65B (16, 8): SP over two nodes, which its own heuristics exclude."""
     best = solve(asked(model, nodes, 1024 * K), numbers=[64, 128])[0]
     assert (best.sp, best.pp) == (8, nodes)
+
+
+def test_sequence_parallelism_over_nodes_is_excluded_where_it_would_win() -> None:
+    """65B at 512K in 32 parts: by the formula half the stages are worth SP over two nodes, which 6.1 forbids."""
+    question = asked("gpt-65b", 16, 512 * K)
+    anywhere, inside = solve(question, sps=[8, 16], numbers=[32]), solve(question, numbers=[32])
+    assert [choice.sp for choice in anywhere] == [16, 8]
+    assert anywhere[0].step_s < 0.96 * anywhere[1].step_s
+    assert inside[0] == anywhere[1]
+    # With more of them the bubble is no reason any more.
+    assert solve(question, sps=[8, 16], numbers=[32, 64, 128])[0].sp == 8
+
+
+def test_the_solver_cuts_as_the_question_does() -> None:
+    pins = Pins(partition="length")
+    question = replace(asked("gpt-7b", 1, 64 * K), pins=pins)
+    (choice,) = solve(question, sps=[2], numbers=[8])
+    layout = Layout(tp=2, sequence_parallel=True, pp=4, subsequences=8, partition="length")
+    parts = PartPrices(question.hardware, question.cluster).parts(
+        Decisions(model=GPT_7B, layout=layout, seq_tokens=64 * K)
+    )
+    assert {part.tokens for part in parts} == {8 * K}
+    assert choice.work_s == pytest.approx(8 * sum(part.forward_s + part.backward_s for part in parts))
 
 
 @pytest.mark.slow

@@ -1,0 +1,58 @@
+"""Which kernel plays a plan's attention, and in how many groups of heads."""
+
+from __future__ import annotations
+
+import msgspec
+
+from memo_sim.contract.errors import Infeasible
+from memo_sim.contract.plan import Decisions, Kernels
+from memo_sim.planning.question import Question
+from memo_sim.program.attention import longest_keys
+from memo_sim.program.head_groups import fewest_head_groups
+from memo_sim.program.library_results import beside_arena, groups_beside
+from memo_sim.program.shape import Shape
+from memo_sim.program.work import Attention
+
+
+def head_groups(shape: Shape, base: Decisions, kernel: str) -> int:
+    """Return the fewest groups of heads whose attention stays within the kernel's integers.
+
+    Where its workspace lies beside the arena, there are as many more as keep that small.
+
+    Raises:
+        Infeasible: when no number of groups does.
+    """
+    shape = shape.attention
+    work = Attention(
+        batch=base.micro_batch,
+        q_tokens=shape.tokens // base.micro_batch,
+        k_tokens=longest_keys(base, shape) // base.micro_batch,
+        mask="causal",
+        heads=shape.heads,
+        kv_heads=shape.kv_heads,
+        head_dim=base.model.head_dim,
+        backward=True,
+        kernel=kernel,
+        dtype=base.dtype,
+    )
+    fewest = fewest_head_groups(work)
+    planned = msgspec.structs.replace(base, kernels=Kernels(attention=kernel))
+    return groups_beside(work, fewest) if beside_arena(planned) else fewest
+
+
+def attention_kernel(question: Question) -> str:
+    """Return the pinned attention kernel, or the measured one of the dtype that is fastest at its longest length."""
+    if question.pins.attention:
+        return question.pins.attention
+    fastest: dict[str, float] = {}
+    for table in question.hardware.attention:
+        if table.dtype == question.dtype and table.attention_pass == "backward":
+            fastest[table.kernel] = max(fastest.get(table.kernel, 0.0), *(row[2] for row in table.rows))
+    if not fastest:
+        raise Infeasible(
+            "the profile has measured no attention kernel for this dtype",
+            where=question.hardware.name,
+            got=question.dtype,
+            hint="calibrate the device again",
+        )
+    return max(fastest, key=lambda kernel: fastest[kernel])
