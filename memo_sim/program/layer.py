@@ -113,7 +113,7 @@ class LayerWriter(OperatorWriter):
             "qkv",
             "norm1",
             grad=builder.all(d_qkv),
-            source=self.gather_again("norm1", builder.all("norm1"), "norm1_full", 0),
+            source=None,
             norm_input="x",
             residual_grad="d_resid",
             out=grad_in,

@@ -127,8 +127,6 @@ class Mlp:
             grad_x=writes(d_up),
         )
         writer.own("d_resid", shape.shard_tokens, shape.hidden)
-        if source is None:
-            source = writer.gather_again("norm2", writer.shard_rows("norm2", at), "norm2_full", at[0])
         writer.product_and_norm_backward(
             "ffn_up",
             "norm2",

@@ -115,7 +115,9 @@ class OperatorWriter:
     def gather_again(self, name: str, source: Rows, full: str, first: int) -> Rows:
         """Gather what a weight gradient alone reads; nothing where those are left to another template.
 
-        Megatron-LM saves only its shard of a norm's output, and gathers it again.
+        Megatron-LM saves only its shard of a norm's output, and gathers it again beside the input's gradient. The
+        weight's gradient reads the shard as well (``wgrad``): were the gather its last reader, what is born in its
+        place, the input's gradient, would wait for the gather.
         """
         return source if self.weights_apart else self.gather(f"{name}.again", source, full, first)
 
@@ -175,8 +177,11 @@ class OperatorWriter:
             out=writes(out),
         )
 
-    def wgrad(self, name: str, grad: Rows, x: Rows, m: int, n: int) -> None:
-        """Emit the weight's gradient, ``m`` output features by ``n`` input features, added to what is there."""
+    def wgrad(self, name: str, grad: Rows, x: Rows, m: int, n: int, *, shard: Rows | None = None) -> None:
+        """Emit the weight's gradient, ``m`` output features by ``n`` input features, added to what is there.
+
+        ``shard``: what ``x`` was gathered from, which is held until then.
+        """
         if self.weights_apart:
             return
         kernel = self.decisions.kernels.attention
@@ -190,6 +195,7 @@ class OperatorWriter:
             Gemm(m, n, grad.tokens, "wgrad", self.dtype),
             grad=reads(grad),
             x=reads(x),
+            shard=reads(shard) if shard else None,
             out=writes(product) if product else self.grad(f"{name}.weight"),
             workspace=self.builder.scratch(f"{name}.wgrad.scratch{self.suffix}", scratch),
         )
@@ -224,7 +230,7 @@ class OperatorWriter:
         norm: str,
         *,
         grad: Rows,
-        source: Rows,
+        source: Rows | None,
         norm_input: str,
         residual_grad: str,
         out: str,
@@ -234,15 +240,20 @@ class OperatorWriter:
     ) -> None:
         """Write the backward of ``product`` and of the norm before it, plus the residual branch's gradient.
 
-        ``source`` is the norm's output, gathered; what lies inside (its statistics, the product's input gradient) has
-        room for ``tokens`` (all when 0) and is at rows ``at`` there. The input gradient is summed over the ranks while
-        the weight gradient is computed.
+        ``source`` is the norm's output where it is gathered already; what lies inside (its statistics, the product's
+        input gradient) has room for ``tokens`` (all when 0) and is at rows ``at`` there. The input gradient is summed
+        over the ranks while the weight gradient is computed.
         """
         width, hidden = self.builder.features(grad.slot), self.shape.hidden
+        shard = None
+        if source is None:
+            mine = self.shard_rows(norm, at)
+            source = self.gather_again(norm, mine, f"{norm}_full", at[0])
+            shard = mine if source != mine else None
         partial = Rows(self.own(f"d_{norm}", tokens or self.shape.tokens, hidden), *at)
         self.dgrad(product, grad, partial, hidden, width)
         summed = self.scatter(f"d_{norm}", partial, tokens=tokens)
-        self.wgrad(product, grad, source, width, hidden)
+        self.wgrad(product, grad, source, width, hidden, shard=shard)
         self.bgrad(product, grad, width)
         op = "layer_norm.bwd" if self.model.family == "gpt" else "rms_norm.bwd"
         written = self.shard_rows(out, rows)
