@@ -20,13 +20,13 @@ import click
 
 from memo_exec.error_file import leave_for_torchrun
 from memo_sim import __version__
-from memo_sim.contract.errors import BadInput, MemoError, RankLost, missing_package
+from memo_sim.contract.errors import MemoError, RankLost, missing_package
+from memo_sim.contract.output import system_failure, while_read
 
 if TYPE_CHECKING:
     from memo_exec.run import Outcome
     from memo_sim.contract.comparison import Comparison
     from memo_sim.contract.progress import Progress
-    from memo_sim.contract.trace import Trace
 
 Options = dict[str, Any]
 
@@ -75,7 +75,14 @@ FILE = Named(path_type=Path, dir_okay=False)
 DIRECTORY = Named(path_type=Path, file_okay=False)
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+class Commands(click.Group):
+    """The commands, which end quietly when nobody reads on: click itself would exit with 1."""
+
+    make_context = while_read()(click.Group.make_context)
+    invoke = while_read()(click.Group.invoke)
+
+
+@click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
 @click.version_option(__version__, prog_name="memo-exec")
 def cli() -> None:
     """Run a plan on this machine, measure it, and compare with what was predicted.
@@ -122,11 +129,13 @@ def run_command(**options: Any) -> None:
     The first rank prints; every rank writes its own timelines (trace.json, trace.rank1.json, ...). After a failure
     torchrun exits with 1; what it prints last says which rank failed, why, and with which of memo-exec's exit codes.
     """
+    from memo_exec.outputs import check_outputs, of_rank
     from memo_exec.run import RunOptions, run
 
     for name in ("trace_path", "measured_path"):
-        options[name] = options[name] and _of_rank(options[name])
-    _check_writable(options["trace_path"], options["measured_path"])
+        options[name] = options[name] and of_rank(options[name])
+    read = (options["plan"], options["data"], options["weights"])
+    check_outputs(options["trace_path"], options["measured_path"], read=read)
     chosen = RunOptions(
         hyperparameters={HYPERPARAMETERS[k]: v for k, v in options.items() if k in HYPERPARAMETERS and v is not None},
         **{name: options[name] for name in RunOptions.__dataclass_fields__ if name in options},
@@ -164,28 +173,32 @@ def profile_command(plan: Path, steps: int, trace_path: Path | None, output: Pat
     With --requests one step is recorded request by request and compared with the program's own peak. Where no GPU can
     run the step it is played with fake tensors, so it need not fit this machine.
     """
+    from memo_exec.outputs import check_outputs, of_rank, write_perfetto
     from memo_exec.run import RunOptions, run
+    from memo_sim.contract.codec import write
 
     if as_requests:
         _profile_requests(plan, output or plan.with_name(f"{plan.stem}.requests.json"))
         return
-    trace_path = _of_rank(trace_path or plan.with_name(f"{plan.stem}.perfetto.json"))
-    output = _of_rank(output or plan.with_name(f"{plan.stem}.measured.json"))
-    _check_writable(trace_path, output)
+    trace_path = of_rank(trace_path or plan.with_name(f"{plan.stem}.perfetto.json"))
+    output = of_rank(output or plan.with_name(f"{plan.stem}.measured.json"))
+    check_outputs(trace_path, output, read=(plan,))
     outcome = run(plan, RunOptions(steps=steps), tell=lambda figure: _say(figure.line()), note=_say)
     if outcome is None or outcome.stopped_by:
         raise click.Abort
-    _write_perfetto([outcome.measured], trace_path)
-    _write_document(output, outcome.measured)
+    write_perfetto([outcome.measured], trace_path)
+    write(output, outcome.measured)
     click.echo(f"{output}: one measured step\n{trace_path}: open it at ui.perfetto.dev")
 
 
 def _profile_requests(plan: Path, output: Path) -> None:
+    from memo_exec.outputs import check_outputs
     from memo_exec.run import observe
+    from memo_sim.contract.codec import write
 
-    _check_writable(output)
+    check_outputs(output, read=(plan,))
     found = observe(plan, _say)
-    _write_document(output, found.requests)
+    write(output, found.requests)
     click.echo("\n".join([*found.lines(), f"{output}: the requests of one step"]))
 
 
@@ -204,12 +217,13 @@ def compare_command(
     profile).
     """
     from memo_exec.compare import compare_files
+    from memo_exec.outputs import check_outputs, write_perfetto
 
-    _check_writable(trace_path)
+    check_outputs(trace_path, read=(predicted, measured))
     comparison, traces = compare_files(predicted, measured)
     _print_comparison(comparison, as_json=as_json)
     if trace_path is not None:
-        _write_perfetto(traces, trace_path)
+        write_perfetto(traces, trace_path)
     _check_tolerance(comparison, tolerance)
 
 
@@ -228,15 +242,17 @@ def calibrate_command(output: Path, name: str | None, budget_s: float | None) ->
     writes.
     """
     from memo_exec.calibrate import calibrate
+    from memo_exec.outputs import check_outputs
+    from memo_sim.contract.codec import write
 
-    _check_writable(output)
+    check_outputs(output)
     profile = _with_progress(
         "calibrating",
         lambda tell: calibrate(name=name, progress=tell, note=_say, command=_command_line(), budget_s=budget_s),
     )
     if profile is None:  # rank 0 writes
         return
-    _write_document(output, profile)
+    write(output, profile)
     click.echo(f"{output}: profile {profile.name}; plan with memo-sim what-if MODEL --cluster {output} --seq-len ...")
 
 
@@ -252,28 +268,8 @@ def _say(text: str) -> None:
     click.echo(text, err=True)
 
 
-def _of_rank(path: Path) -> Path:
-    """Return where this rank writes: the first as it was told, others with their number before the suffix."""
-    rank = _rank()
-    return path.with_name(f"{path.stem}.rank{rank}{path.suffix}") if rank > 0 else path
-
-
-def _rank() -> int:
-    """Return this process's number among those that torchrun started, 0 when it has started none."""
-    rank = os.environ.get("RANK", "0")
-    return int(rank) if rank.isascii() and rank.isdigit() else 0
-
-
 def _command_line() -> str:
     return " ".join(["memo-exec", *sys.argv[1:]])
-
-
-def _check_writable(*paths: Path | None) -> None:
-    """Refuse now what could not be written after minutes of work."""
-    from memo_sim.contract.codec import check_writable
-
-    for path in filter(None, paths):
-        check_writable(path)
 
 
 def _print_comparison(comparison: Comparison, *, as_json: bool) -> None:
@@ -291,23 +287,14 @@ def _check_tolerance(comparison: Comparison, tolerance: float | None) -> None:
 
 
 def _write_traces(outcome: Outcome, trace_path: Path | None, measured_path: Path | None) -> None:
-    if trace_path is not None:
-        both = [outcome.predicted, outcome.measured]
-        _write_perfetto([trace for trace in both if trace is not None], trace_path)
-    if measured_path is not None:
-        _write_document(measured_path, outcome.measured)
-
-
-def _write_perfetto(traces: list[Trace], path: Path) -> None:
-    from memo_sim.views.chrome_trace import write_chrome_trace
-
-    write_chrome_trace(traces, path)
-
-
-def _write_document(path: Path, document: Any) -> None:
+    from memo_exec.outputs import write_perfetto
     from memo_sim.contract.codec import write
 
-    write(path, document)
+    if trace_path is not None:
+        both = [outcome.predicted, outcome.measured]
+        write_perfetto([trace for trace in both if trace is not None], trace_path)
+    if measured_path is not None:
+        write(measured_path, outcome.measured)
 
 
 def _with_progress(label: str, work: Callable[[Progress], Any]) -> Any:
@@ -339,7 +326,9 @@ def _told_at_times(label: str) -> Progress:
 
 def _who() -> str:
     """Return which rank speaks, where there are several."""
-    return f"rank {_rank()}: " if os.environ.get("WORLD_SIZE", "1") != "1" else ""
+    from memo_exec.outputs import rank
+
+    return f"rank {rank()}: " if os.environ.get("WORLD_SIZE", "1") != "1" else ""
 
 
 def _fail(text: str, code: int, *, caused_elsewhere: bool = False) -> NoReturn:
@@ -357,6 +346,7 @@ def _fail(text: str, code: int, *, caused_elsewhere: bool = False) -> NoReturn:
     sys.exit(code)
 
 
+@while_read()
 def main() -> None:
     """Run the command line; every expected failure becomes its message and exit code."""
     try:
@@ -371,10 +361,9 @@ def main() -> None:
     except MemoError as error:
         _fail(str(error), error.exit_code, caused_elsewhere=isinstance(error, RankLost))
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(141)
+        raise
     except OSError as error:
-        failure = BadInput("cannot read or write", where=error.filename, got=error.strerror)
+        failure = system_failure(error)
         _fail(str(failure), failure.exit_code)
     except Exception as error:
         if absent := missing_package(error):

@@ -161,6 +161,11 @@ def list_case_files() -> list[str]:
     return sorted(p.stem for p in SHIPPED.glob("*.csv"))
 
 
+def path_of(name_or_path: str) -> Path:
+    """Return where the rows of a bundled file (by name) or of a CSV file are read from."""
+    return SHIPPED / f"{name_or_path}.csv" if name_or_path in list_case_files() else Path(name_or_path)
+
+
 def load_cases(name_or_path: str) -> list[Case]:
     """Return the cases of a bundled file (by name) or of a CSV file, in the file's order.
 
@@ -169,9 +174,8 @@ def load_cases(name_or_path: str) -> list[Case]:
         BadInput: when a column is missing or unknown, a cell cannot be read, holds a number that no plan could, or a
             name that another row has (with its line and column).
     """
-    shipped = SHIPPED / f"{name_or_path}.csv"
-    path = shipped if name_or_path in list_case_files() else Path(name_or_path)
-    if path is not shipped and not path.exists() and "/" not in name_or_path and path.suffix != ".csv":
+    path = path_of(name_or_path)
+    if path.parent != SHIPPED and not path.exists() and "/" not in name_or_path and path.suffix != ".csv":
         names = list_case_files()
         raise UsageError(
             "unknown case file", got=repr(name_or_path), wanted=", ".join(names), hint=did_you_mean(name_or_path, names)

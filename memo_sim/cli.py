@@ -16,14 +16,15 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from memo_sim import __version__
-from memo_sim.contract.errors import BadInput, Infeasible, MemoError, UsageError, missing_package
-from memo_sim.question_options import MEMORY_GIB, Finite, Options, gib, question_of, question_options
+from memo_sim.contract.errors import Infeasible, MemoError, UsageError, missing_package
+from memo_sim.contract.output import system_failure, while_read
+from memo_sim.question_options import MEMORY_GIB, Finite, Options, asked, gib, question_options
 
 if TYPE_CHECKING:
     from memo_sim.contract.plan import Plan
     from memo_sim.contract.progress import Progress
     from memo_sim.planning.question import Question
-    from memo_sim.what_if import Answer, Outputs
+    from memo_sim.what_if import Answer
 
 T = TypeVar("T")
 
@@ -32,7 +33,14 @@ COLLECTED_AFTER = 50_000
 does unasked is a tenth of a search's time."""
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+class Commands(click.Group):
+    """The commands, which end quietly when nobody reads on: click itself would exit with 1."""
+
+    make_context = while_read()(click.Group.make_context)
+    invoke = while_read()(click.Group.invoke)
+
+
+@click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
 @click.version_option(__version__, prog_name="memo-sim")
 def cli() -> None:
     """Plan long-context training: does it fit, how fast will it be, with which plan, and why.
@@ -77,8 +85,7 @@ def what_if_command(**options: Any) -> None:
     from memo_sim.views.tables import result_table
     from memo_sim.what_if import without_answer, write_files
 
-    outputs = _outputs(options)
-    plan, question = question_of(options)
+    outputs, plan, question = asked(options)
     try:
         answer = _ask(plan, question, options)
     except Infeasible as error:
@@ -120,9 +127,8 @@ def longest_command(*, step: str, max_step_s: float | None, one_more_gib: bool, 
     from memo_sim.views.tables import longest_table
     from memo_sim.what_if import write_files
 
-    outputs = _outputs({**options, "plan_path": None})
     tokens = parse_tokens(step, option="--step")
-    _, question = question_of({**options, "plan_path": None, "seq_len": step})
+    outputs, _, question = asked({**options, "plan_path": None, "seq_len": step})
     found = _with_progress(
         "lengths", lambda tell: longest(question, step_tokens=tokens, most_step_s=max_step_s, progress=tell)
     )
@@ -144,16 +150,6 @@ class _Silent(MemoError):
     def __init__(self, exit_code: int) -> None:
         super().__init__("")
         self.exit_code = exit_code
-
-
-def _outputs(options: Options) -> Outputs:
-    from memo_sim.what_if import Outputs
-
-    plan, picture, timeline = (Path(options[n]) if options[n] else None for n in ("output", "plot", "trace_path"))
-    read = tuple(Path(options[n]) for n in ("model", "cluster", "plan_path") if options[n])
-    outputs = Outputs(plan=plan, picture=picture, timeline=timeline, read=read)
-    outputs.check()
-    return outputs
 
 
 def _ask(plan: Plan | None, question: Question, options: Options) -> Answer:
@@ -210,8 +206,8 @@ def validate_command(cases: str | None, report: Path | None, *, every: bool, acc
     `memo-sim schema cases` describes the columns of a case file. Where no row can be evaluated the exit code is 4.
     """
     from memo_sim.accepted import accept, accuracy_of, check_accepted, load_accepted
-    from memo_sim.cases import list_case_files, load_cases, load_notes
-    from memo_sim.contract.codec import check_writable, encode, write_bytes
+    from memo_sim.cases import list_case_files, load_cases, load_notes, path_of
+    from memo_sim.contract.codec import check_not_read, check_writable, encode, write_bytes
     from memo_sim.validate import check_error, check_evaluated, validate
     from memo_sim.views.tables import validation_report, validation_table
 
@@ -220,9 +216,10 @@ def validate_command(cases: str | None, report: Path | None, *, every: bool, acc
     source, system = options["source"], options["system"]
     if accepting and not (every and source is None and system is None):
         raise UsageError("only all cases can be accepted", wanted="--all --accept without --source and --system")
+    files = list_case_files() if cases is None else [cases]
     if report:
         check_writable(report)
-    files = list_case_files() if cases is None else [cases]
+        check_not_read([report], map(path_of, files))
     known = [case for file in files for case in load_cases(file)]
     rows = [c for c in known if source in (None, c.source) and system in (None, c.question.system)]
     if not rows:
@@ -357,6 +354,7 @@ def plan_memory_command(path: str, output: Path | None, plot: Path | None, *, as
     click.echo(encode(plan.report).decode() if as_json else f"{placement_report(plan.report)}\n", nl=False)
 
 
+@while_read()
 def main() -> None:
     """Run the command line; every expected failure becomes its message and exit code."""
     gc.set_threshold(COLLECTED_AFTER)
@@ -373,10 +371,9 @@ def main() -> None:
             click.echo(f"memo-sim: {error}", err=True)
         sys.exit(error.exit_code)
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(141)
+        raise
     except OSError as error:
-        failure = BadInput("cannot read or write", where=error.filename, got=error.strerror)
+        failure = system_failure(error)
         click.echo(f"memo-sim: {failure}", err=True)
         sys.exit(failure.exit_code)
     except Exception as error:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import msgspec
 
-from memo_sim.contract.codec import check_not_read, check_writable, encode, write_bytes
+from memo_sim.contract.codec import check_apart, check_not_read, check_writable, encode, write_bytes
 from memo_sim.contract.errors import BadInput, UsageError
 from memo_sim.contract.memory_report import MemoryReport
 from memo_sim.contract.placement import Placement
@@ -156,8 +156,7 @@ def check_outputs(output: Path | None, picture: Path | None, *, read: Path) -> N
             if path.suffix.lower() not in kinds:
                 raise UsageError("not a kind of file", got=str(path), wanted=", ".join(kinds))
             check_writable(path)
-    if output is not None and picture is not None and output.resolve() == picture.resolve():
-        raise UsageError("two outputs would be one file", where=str(output), hint="name them apart")
+    check_apart(written)
 
 
 def write_files(plan: MemoryPlan, output: Path | None, picture: Path | None) -> None:

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import click
@@ -16,6 +18,7 @@ from memo_sim.contract.errors import UsageError
 if TYPE_CHECKING:
     from memo_sim.contract.plan import Plan
     from memo_sim.planning.question import Question
+    from memo_sim.what_if import Outputs
 
 GIB = 2**30
 MEMORY_GIB = (0.001, 100_000)
@@ -28,6 +31,7 @@ SEARCHED = (
         "virtual_stages",
         "subsequences",
         "partition",
+        "offload_window",
         "multiplexed",
         "dp",
         "zero",
@@ -111,6 +115,12 @@ KNOBS = (
         help="Subsequences of equal length, or of equal forward work.",
     ),
     click.option(
+        "--offload-window",
+        type=click.IntRange(0, 64),
+        help="Passes during which a subsequence's swapped rows leave, in buffers of its own; 0: before the next layer's,"
+        " in two buffers. The system's own unless given.",
+    ),
+    click.option(
         "--multiplexed/--no-multiplexed",
         default=None,
         help="Idle stages play rows of subsequences while the pipeline fills and drains.",
@@ -168,6 +178,25 @@ def question_options(command: Command) -> Command:
     return command
 
 
+def asked(options: Options) -> tuple[Outputs, Plan | None, Question]:
+    """Return the files that the answer is written to, and what ``question_of`` returns.
+
+    Raises:
+        UsageError: when a file cannot be written, or would replace what the question is read from; as ``question_of``.
+        BadInput: as ``question_of``.
+    """
+    from memo_sim.contract.catalog import profile_path
+    from memo_sim.what_if import Outputs
+
+    plan, picture, timeline = (Path(options[n]) if options[n] else None for n in ("output", "plot", "trace_path"))
+    read = tuple(Path(options[n]) for n in ("model", "cluster", "plan_path") if options[n])
+    outputs = Outputs(plan=plan, picture=picture, timeline=timeline, read=read)
+    outputs.check()
+    given, question = question_of(options)
+    replace(outputs, read=(profile_path(options["cluster"], question.cluster),)).check()
+    return outputs, given, question
+
+
 def question_of(options: Options) -> tuple[Plan | None, Question]:
     """Return the question, and the plan that is to be priced in place of a search (None without ``--plan``).
 
@@ -209,6 +238,7 @@ def question_of(options: Options) -> tuple[Plan | None, Question]:
         virtual_stages=options["virtual_stages"],
         subsequences=_subsequences(options["subsequences"]),
         partition=options["partition"],
+        offload_window=options["offload_window"],
         multiplexed=options["multiplexed"],
         dp=options["dp"],
         zero=options["zero"],

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import memo_sim
-from memo_sim.contract.codec import check_not_read, check_writable, sha256_of, write
+from memo_sim.contract.codec import check_apart, check_not_read, check_writable, sha256_of, write
 from memo_sim.contract.errors import Infeasible, UsageError
 from memo_sim.contract.placement import Placement
 from memo_sim.contract.plan import Decisions, Plan, PlanRow, Prediction, Provenance
@@ -54,9 +54,7 @@ class Outputs:
                 named.append(beside(self.plan, kind))
                 check_writable(named[-1])
         check_not_read(named, self.read)
-        for i, path in enumerate(named):
-            if any(other.resolve() == path.resolve() for other in named[:i]):
-                raise UsageError("two outputs would be one file", where=str(path), hint="name them apart")
+        check_apart(named)
         if self.picture is not None and self.picture.suffix not in PICTURES:
             raise UsageError("not a kind of picture", got=str(self.picture), wanted=", ".join(PICTURES))
         if self.plan is not None and self.plan.suffix != ".json":
@@ -238,6 +236,7 @@ def row(decisions: Decisions, prediction: Prediction, *, system: str) -> PlanRow
         tgs=prediction.tgs,
         step_s=prediction.step_s,
         alpha=decisions.alpha,
+        offload_window=decisions.offload_window,
         layout=decisions.layout,
         recompute=decisions.recompute,
         mlp_chunk_tokens=decisions.mlp_chunk_tokens,

@@ -122,6 +122,14 @@ def load_cluster(name_or_path: str) -> tuple[Cluster, Hardware]:
     return cluster, codec.read(beside, Hardware)
 
 
+def profile_path(name_or_path: str, cluster: Cluster) -> Path:
+    """Return the file that ``load_cluster`` has read the devices' profile of a cluster from."""
+    if cluster.hardware in list_hardware():
+        return DATA / "hardware" / f"{cluster.hardware}.json"
+    given = Path(name_or_path)
+    return given if cluster.hardware == name_or_path else given.parent / cluster.hardware
+
+
 def _named_cluster(name: str, match: re.Match[str]) -> tuple[Cluster, Hardware]:
     """Return the cluster that a name's parts (gpu, nodes, devices, cards) stand for."""
     hardware_name = _gpus()[match[1]]

@@ -13,7 +13,7 @@ import math
 import os
 import re
 import secrets
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -187,6 +187,17 @@ def check_writable(path: Path) -> None:
             fresh.unlink()
     except (OSError, ValueError) as error:
         raise _unwritten(path, error) from None
+
+
+def check_apart(written: Sequence[Path]) -> None:
+    """Refuse two outputs in one file.
+
+    Raises:
+        UsageError: naming the second of them.
+    """
+    for number, path in enumerate(written):
+        if any(other.resolve() == path.resolve() for other in written[:number]):
+            raise UsageError("two outputs would be one file", where=str(path), hint="name them apart")
 
 
 def check_not_read(written: Iterable[Path], read: Iterable[Path]) -> None:
