@@ -17,10 +17,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
+from click.core import ParameterSource
 
 from memo_exec.error_file import leave_for_torchrun
 from memo_sim import __version__
-from memo_sim.contract.errors import MemoError, RankLost, missing_package
+from memo_sim.contract.errors import MemoError, RankLost, UsageError, missing_package
 from memo_sim.contract.output import system_failure, while_read
 
 if TYPE_CHECKING:
@@ -134,6 +135,8 @@ def run_command(**options: Any) -> None:
 
     for name in ("trace_path", "measured_path"):
         options[name] = options[name] and of_rank(options[name])
+    if (every := _typed("save_every")) and options["save"] is None:
+        raise UsageError("checkpoints are kept where --save says", got=", ".join(every), hint="add --save DIR")
     read = (options["plan"], options["data"], options["weights"])
     check_outputs(options["trace_path"], options["measured_path"], read=read)
     chosen = RunOptions(
@@ -178,6 +181,9 @@ def profile_command(plan: Path, steps: int, trace_path: Path | None, output: Pat
     from memo_sim.contract.codec import write
 
     if as_requests:
+        if given := _typed("steps", "trace_path"):
+            hint = "leave it out, or --requests"
+            raise UsageError("one step is recorded, and no timeline written", got=", ".join(given), hint=hint)
         _profile_requests(plan, output or plan.with_name(f"{plan.stem}.requests.json"))
         return
     trace_path = of_rank(trace_path or plan.with_name(f"{plan.stem}.perfetto.json"))
@@ -266,6 +272,16 @@ def doctor_command() -> None:
 
 def _say(text: str) -> None:
     click.echo(text, err=True)
+
+
+def _typed(*names: str) -> list[str]:
+    """Return those of the command's options that were given."""
+    context = click.get_current_context()
+    return [
+        parameter.opts[-1]
+        for parameter in context.command.params
+        if parameter.name in names and context.get_parameter_source(parameter.name) is ParameterSource.COMMANDLINE
+    ]
 
 
 def _command_line() -> str:

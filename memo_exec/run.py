@@ -47,6 +47,9 @@ from memo_sim.program.lower import lower
 WARM_UPS = 2
 """First steps that do not count: memory is touched and libraries choose their algorithms then."""
 
+WEIGHTS = "weights"
+"""The folder in ``--save`` that what was trained is written to, for others to load."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions:
@@ -233,7 +236,7 @@ def _save_weights(training: Training, directory: Path, note: Callable[[str], Non
         interpreter = training.interpreter
         saved = checkpoint.latest(directory) if training.world.size > 1 else None
         named = checkpoint.parameters(saved, interpreter) if saved is not None else None
-        weights.save(interpreter, directory / "weights", named=named)
+        weights.save(interpreter, directory / WEIGHTS, named=named)
 
     try:
         training.world.by_first(write)
@@ -249,6 +252,12 @@ def _checkpoint(
         if options.resume:
             raise UsageError("--resume needs to know where the checkpoint lies", hint="add --save DIR")
         return None, None
+    if options.weights is not None and options.weights.resolve() == (options.save / WEIGHTS).resolve():
+        raise UsageError(
+            "the trained weights would replace those that the run starts from",
+            where=str(options.weights),
+            hint="choose another --save directory",
+        )
     checkpoint.check_directory(options.save)
     found = checkpoint.latest(options.save)
     if found is not None and not options.resume:

@@ -339,3 +339,16 @@ def test_progress_is_told_without_a_terminal(
     told = capsys.readouterr()
     assert told.out == ""
     assert told.err.splitlines() == ["calibrating: 2 of 4 measurements, 11 s", "calibrating: 4 of 4 measurements, 22 s"]
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("profile PLAN --requests --trace t.json --steps 9", "got: --steps, --trace"),
+        ("profile PLAN --requests --steps 5", "got: --steps"),
+        ("run PLAN --save-every 3", "add --save DIR"),
+        ("run PLAN --save run --weights run/weights", "would replace those that the run starts from"),
+    ],
+)
+def test_options_that_would_change_nothing_are_refused(plan: Path, line: str, said: str) -> None:
+    assert said in failed(memo_exec(*(str(plan) if part == "PLAN" else part for part in line.split())), 2)
