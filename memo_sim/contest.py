@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from memo_sim.contract.plan import Prediction
 from memo_sim.contract.units import format_bytes, format_seconds
 from memo_sim.planning.outcome import Evaluated, SearchResult, ranked_s
 from memo_sim.views.plan_table import layout_label
@@ -37,13 +38,17 @@ def _where_lost(best: Evaluated, other: Evaluated) -> str:
     """Name the lane-level difference that explains most of a loss."""
     mine, theirs = best.prediction, other.prediction
     busier = theirs.lanes.get("compute", 0.0) - mine.lanes.get("compute", 0.0)
-    idle = ((theirs.step_s or 0.0) - theirs.lanes.get("compute", 0.0)) - (
-        (mine.step_s or 0.0) - mine.lanes.get("compute", 0.0)
-    )
+    idle = (theirs.step_s or 0.0) - (mine.step_s or 0.0) - busier
     if busier >= idle:
         return f": {format_seconds(busier)} more compute" if busier > 0 else ""
-    waits = next((s.waits_for for s in theirs.stalls if s.lane == "compute"), "")
-    return f": {format_seconds(idle)} more waiting" + (f", most for {waits}" if waits else "")
+    waits, before = _waits_s(theirs), _waits_s(mine)
+    grew = max(waits, key=lambda name: waits[name] - before.get(name, 0.0), default="")
+    return f": {format_seconds(idle)} more waiting" + (f", most for {grew}" if grew else "")
+
+
+def _waits_s(prediction: Prediction) -> dict[str, float]:
+    """Return how long compute waits, by what it waits for."""
+    return {stall.waits_for: stall.seconds for stall in prediction.stalls if stall.lane == "compute"}
 
 
 def ties(found: SearchResult) -> list[str]:

@@ -21,7 +21,7 @@ from memo_sim.engine.memory import Memory, memory_of
 from memo_sim.engine.playback import Floats, Playback
 from memo_sim.engine.player import Part
 from memo_sim.engine.repetition import Repetition, Window
-from memo_sim.engine.stalls import Kinds, Peers, after_compute, stalls_of
+from memo_sim.engine.stalls import Kinds, Late, Peers, after_compute, stalls_of
 from memo_sim.program.columns import expand
 from memo_sim.program.edges import Edges, derive_edges
 from memo_sim.program.instruction import Instruction, Lane
@@ -188,9 +188,10 @@ class Role:
 
     @property
     def lanes_s(self) -> dict[str, float]:
-        """Busy seconds of the whole step by lane."""
-        span_s = (self.playback.end_s - self.playback.start_s) * self.weights
-        lanes = np.bincount(self.columns.lane, weights=span_s, minlength=len(Lane))
+        """Busy seconds of the whole step by lane; what an instruction waits for inside its span is a stall."""
+        span_s = self.playback.end_s - self.playback.start_s
+        busy_s = np.maximum(span_s - sum(self.waits_outside.values()), 0.0) * self.weights
+        lanes = np.bincount(self.columns.lane, weights=busy_s, minlength=len(Lane))
         return {Lane(lane).label: float(lanes[lane]) for lane in np.unique(self.columns.lane)}
 
     @property
@@ -202,7 +203,8 @@ class Role:
         """Return the waits of the whole step summed by lane and what was waited for."""
         waits = self.playback.waits
         wait_s, weights = self.repetition.wait_s(self.playback), self.weights[waits.instruction]
-        return stalls_of(self.playback, met, self._kinds, wait_s, weights) + self._stalls_outside()
+        late = Late(HOST, self.waits_outside[HOST])
+        return stalls_of(self.playback, met, self._kinds, wait_s, weights, late=late) + self._stalls_outside()
 
     def after_compute(self, met: Peers) -> list[Stall]:
         """Return what the role still plays when its last kernel has ended, as waits of compute."""
@@ -216,12 +218,13 @@ class Role:
         return Kinds(names, self.per_instruction(lambda i: number[_kind(i)]).astype(np.int64))
 
     def _stalls_outside(self) -> list[Stall]:
-        """Return the kernels of the whole step that stand still for the allocator, and for the host's launches."""
+        """Return what of the whole step stands still for the allocator, and for the host's launches, by lane."""
         found = []
         for name, waits in self.waits_outside.items():
-            if waits.any():
-                seconds, count = np.sum(waits * self.weights), np.sum((waits > 0) * self.weights)
-                found.append(Stall(lane=Lane.COMPUTE.label, waits_for=name, seconds=float(seconds), count=int(count)))
+            for lane in np.unique(self.columns.lane[waits > 0]):
+                times = self.weights * (self.columns.lane == lane)
+                seconds, count = float(np.sum(waits * times)), int(np.sum((waits > 0) * times))
+                found.append(Stall(lane=Lane(lane).label, waits_for=name, seconds=seconds, count=count))
         return found
 
     def trace(self, *, program_sha256: str, rank: int, step_s: float) -> Trace:

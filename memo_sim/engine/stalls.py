@@ -8,6 +8,8 @@ what hand-overs took, and other stages, is put down to them; the rest of the wai
       collective                           | gather |
       receive                      | recv  |                     gather: the last third, receive: the middle one,
       stage 1       ... still computes     |                     pipeline bubble (stage 1): the first
+
+What began late itself, because its launch was awaited, ends no wait by its own doing until then: that is the launch's.
 """
 
 from __future__ import annotations
@@ -46,6 +48,14 @@ class Kinds:
 
 
 @dataclass(frozen=True)
+class Late:
+    """What instructions wait for at the beginning of their span, and for how many seconds each."""
+
+    waits_for: str
+    seconds: Floats
+
+
+@dataclass(frozen=True)
 class Peers:
     """The instructions of one role that are played with other stages: when each could have, and who came last."""
 
@@ -72,7 +82,9 @@ def _ready_s(playback: Playback) -> Floats:
     return ready
 
 
-def stalls_of(playback: Playback, met: Peers, kinds: Kinds, wait_s: Floats, weights: Ints) -> list[Stall]:
+def stalls_of(
+    playback: Playback, met: Peers, kinds: Kinds, wait_s: Floats, weights: Ints, *, late: Late
+) -> list[Stall]:
     """Return the waits of a step summed by lane and what was waited for; ``wait_s`` and ``weights`` are of each wait.
 
     What a wait of the whole step lasts longer than it was played is put down to the instruction that ended it.
@@ -82,16 +94,23 @@ def stalls_of(playback: Playback, met: Peers, kinds: Kinds, wait_s: Floats, weig
     count: dict[tuple[int, str], int] = defaultdict(int)
     rest = wait_s.copy()
     own = np.ones(len(rest), dtype=bool)
-    rows = zip(waits.instruction.tolist(), waits.waits_for.tolist(), waits.start_s.tolist(), strict=True)
+
+    def put_down(n: int, name: str, part: float) -> None:
+        key = int(columns.lane[waits.instruction[n]]), name
+        seconds[key] += part * int(weights[n])
+        count[key] += int(weights[n])
+        rest[n] -= part
+        own[n] = rest[n] > ROUNDING * playback.span_s
+
+    rows = zip(waits.waits_for.tolist(), waits.start_s.tolist(), strict=True)
     chain = _Chain.of(playback, kinds)
-    for n, (instruction, producer, since) in enumerate(rows if met.latest else ()):
-        parts = chain.put_down(met, (producer, since))
-        rest[n] -= sum(parts.values())
-        own[n] = not parts or rest[n] > ROUNDING * playback.span_s
-        for name, part in parts.items():
-            key = int(columns.lane[instruction]), name
-            seconds[key] += part * int(weights[n])
-            count[key] += int(weights[n])
+    for n, wait in enumerate(rows if met.latest else ()):
+        for name, part in chain.put_down(met, wait).items():
+            put_down(n, name, part)
+    begun = playback.start_s[waits.waits_for]
+    held = np.minimum(begun + late.seconds[waits.waits_for] - np.maximum(waits.start_s, begun), rest)
+    for n in np.flatnonzero(held > ROUNDING * playback.span_s).tolist():
+        put_down(n, late.waits_for, float(held[n]))
     keys = (columns.lane[waits.instruction] * len(kinds.names) + kinds.of[waits.waits_for])[own]
     sums = np.bincount(keys, weights=(rest * weights)[own])
     times = np.bincount(keys, weights=weights[own])

@@ -128,6 +128,7 @@ def test_stops_lengthen_the_step_as_often_as_their_micro_batch_is_played(monkeyp
     assert prediction.reorganisations == 1 + 4
     (stall,) = [s for s in prediction.stalls if s.waits_for == ALLOCATOR]
     assert (stall.lane, stall.seconds, stall.count) == ("compute", 1.5, 5)
+    assert prediction.lanes["compute"] == pytest.approx(plain.prediction.lanes["compute"])
 
 
 def test_the_profile_says_what_a_call_costs() -> None:

@@ -7,9 +7,12 @@ import re
 
 import msgspec
 
+from memo_sim.contest import runner_up
 from memo_sim.contract.hardware import DISTURBED
-from memo_sim.contract.plan import Layout
+from memo_sim.contract.plan import Layout, Prediction, Stall
 from memo_sim.contract.units import GIB, format_bytes
+from memo_sim.planning.outcome import Evaluated, SearchResult
+from memo_sim.planning.presets import Policy
 from memo_sim.planning.question import Question, with_memory
 from memo_sim.planning.search import play
 from memo_sim.program.library_results import RESULTS
@@ -106,6 +109,15 @@ def test_what_the_allocator_reserves_and_costs_is_told() -> None:
     assert "not planned" not in why(question(128 * 1024, system="full-recompute"))
 
 
+def test_a_stop_for_the_allocator_is_no_work_of_compute() -> None:
+    text = why(question(128 * 1024, system="full-recompute", memory_policy="eager"))
+    busy = re.search(r"Compute is busy ([\d.]+)% of the step; it waits [\d.]+ s in all, most for allocator", text)
+    stopped = re.search(r"its calls hold compute up for ([\d.]+)% of the step", text)
+    assert busy is not None
+    assert stopped is not None
+    assert float(busy[1]) + float(stopped[1]) < 100
+
+
 def test_a_planned_arena_is_a_way_out() -> None:
     asked = question(576 * 1024, system="full-recompute", memory_policy="eager")
     assert re.search(r"Ways out: .*--memory-policy planned", why(asked))
@@ -119,3 +131,18 @@ def test_a_profile_of_a_busy_machine_is_told_of() -> None:
     text = why(dataclasses.replace(asked, hardware=busy))
     assert "was measured on a busy machine (the load was 9.0 on 2 cores)" in text
     assert "busy machine" not in why(asked)
+
+
+def test_what_a_runner_up_loses_to_waiting_is_no_compute() -> None:
+    played, policy = decide(("full", 0.0)), Policy("full", 0.0)
+
+    def evaluated(step_s: float, **waits: float) -> Evaluated:
+        stalls = [Stall(lane="compute", waits_for=name, seconds=s, count=1) for name, s in waits.items()]
+        busy = {"compute": step_s - sum(waits.values())}
+        return Evaluated(policy, played, Prediction(status="ok", step_s=step_s, lanes=busy, stalls=stalls))
+
+    best = evaluated(10.0, all_gather=3.0, allocator=1.0)
+    waiting, computing = evaluated(15.0, all_gather=3.5, allocator=3.5), evaluated(15.0, all_gather=4.0)
+    said = [runner_up(SearchResult(ranked=[best, e], evaluated=2, pruned=0))[0] for e in (waiting, computing)]
+    assert said[0].endswith("5 s (50.0%) slower: 3 s more waiting, most for allocator.")
+    assert said[1].endswith("5 s (50.0%) slower: 5 s more compute.")

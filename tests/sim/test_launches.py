@@ -78,6 +78,22 @@ def test_the_step_is_no_shorter_than_the_host_and_no_longer_than_both_together()
     assert all(s.waits_for != "launch" for s in alone.stalls)
 
 
+@pytest.mark.parametrize("layout", [Layout(), Layout(tp=2), Layout(tp=2, sequence_parallel=True), Layout(pp=5)])
+def test_a_launch_is_a_wait_and_no_work_on_whichever_lane_it_is(layout: Layout) -> None:
+    decisions = eager(layout=layout, global_batch=8, seq_tokens=512)
+    alone, slow = (played(s, decisions).prediction for s in (None, LAUNCH_S))
+    # A launch that is awaited beside a collective is played as slowly as work would be; that little counts as work.
+    assert 1 - 1e-9 < slow.lanes["compute"] / alone.lanes["compute"] < 1.05
+    waited = {s.waits_for: s.seconds for s in slow.stalls if s.lane == "compute"}
+    assert slow.lanes["compute"] + sum(waited.values()) == pytest.approx(slow.step_s, rel=1e-9)
+    assert waited["launch"] > 0.5 * slow.step_s
+    # What compute waits for a collective is the collective's time, not its launch's.
+    before = {s.waits_for: s.seconds for s in alone.stalls if s.lane == "compute"}
+    exchanges = {"all_reduce", "all_gather", "reduce_scatter"} & set(waited)
+    assert bool(exchanges) == (layout.devices > 1)
+    assert all(waited[name] < 1.5 * before[name] for name in exchanges)
+
+
 def test_every_pass_of_a_micro_batch_begins_later_by_what_the_host_does_between() -> None:
     simulation, without = waits(eager(), 0.0)
     pass_s = 2e-3
