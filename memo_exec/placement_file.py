@@ -33,8 +33,8 @@ def checked_placement(plan: Plan, program: Program, plan_path: Path) -> Placemen
     ``program`` is the rank's; where the plan's placement was made for another's, it follows from that one.
 
     Raises:
-        CannotRun: when the plan pins none, or none lies beside it.
-        BadInput: when it is another than the plan pins, or wrong for ``program``.
+        CannotRun: when the plan pins none.
+        BadInput: when none lies beside it, it is another than the plan pins, or wrong for ``program``.
     """
     if plan.decisions.memory_policy == "eager":
         raise CannotRun(
@@ -55,7 +55,7 @@ def checked_placement(plan: Plan, program: Program, plan_path: Path) -> Placemen
             hint=f"make the plan with memo-sim what-if -o {plan_path}, or memory_policy caching",
         )
     if not path.is_file():
-        raise CannotRun(
+        raise BadInput(
             "the plan wants planned memory and its placement is not there",
             where=str(path),
             wanted=f"the placement {plan.placement_sha256[:16]}",

@@ -37,16 +37,20 @@ def checked_program(plan: Plan, *, where: str, rank: int = 0) -> Program:
     """Return the program that a plan's decisions lower to for one of its ranks.
 
     Raises:
-        BadInput: when it is not the one the plan pins, or swapped tokens end inside a row block.
-        CannotRun: when the decisions cannot be lowered.
+        BadInput: when it is not the one the plan pins, nothing lowers, or swapped tokens end inside a row block.
+        CannotRun: when the step is too long for Python to bind.
     """
     try:
         with of_file(where):
-            _check_length(plan.decisions)
+            _check_length(plan.decisions, where)
             programs = lower(plan.decisions)
     except Infeasible as error:
-        raise CannotRun(
-            error.what, where=f"{where}: {error.where or 'decisions'}", got=error.got, wanted=error.wanted
+        raise BadInput(
+            error.what,
+            where=f"{where}: {error.where or 'decisions'}",
+            got=error.got,
+            wanted=error.wanted,
+            hint=error.hint or "the plan was edited: make it again with memo-sim what-if -o",
         ) from None
     found = program_sha256(programs)
     if found != plan.program_sha256:
@@ -60,14 +64,14 @@ def checked_program(plan: Plan, *, where: str, rank: int = 0) -> Program:
     return rank_program(plan.decisions, Place(plan.decisions.layout, rank))
 
 
-def _check_length(decisions: Decisions) -> None:
+def _check_length(decisions: Decisions, where: str) -> None:
     """Refuse a step that Python would bind for hours."""
     few = min(decisions.layout.pp, decisions.micro_batches)  # schedules of stages take no fewer at once
     one = max(program.instruction_count for program in lower(decisions, micro_batches=few)) // few
     if one * decisions.micro_batches > MOST_INSTRUCTIONS:
-        raise Infeasible(
+        raise CannotRun(
             "the step has more instructions than the executor plays",
-            where="global_batch",
+            where=f"{where}: global_batch",
             got=f"{decisions.micro_batches} micro-batches of about {one} instructions",
             wanted=f"at most {MOST_INSTRUCTIONS} instructions",
         )

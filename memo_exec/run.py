@@ -208,7 +208,7 @@ def observe(plan_path: Path, note: Callable[[str], None]) -> Observed:
 
     Raises:
         BadInput: for a plan that cannot be used.
-        CannotRun: when the decisions cannot be lowered.
+        CannotRun: when a step is too long to be bound.
     """
     from memo_exec.fake_player import observe_fake  # loads much of torch that a run does not need
     from memo_exec.memory_history import observe_cuda

@@ -159,6 +159,8 @@ def wrong(tmp_path_factory: pytest.TempPathFactory, plan: Path) -> Path:
     read = codec.read(plan, Plan)
     metp = msgspec.structs.replace(read.decisions, layout=Layout(metp=2, tp=2))
     codec.write(folder / "metp.json", msgspec.structs.replace(read, decisions=metp))
+    tp3 = msgspec.structs.replace(read.decisions, layout=Layout(tp=3))
+    codec.write(folder / "tp3.json", msgspec.structs.replace(read, decisions=tp3))
     write_plan(folder / "tp2.json", byte_decisions(layout=Layout(tp=2)))
     return folder
 
@@ -171,7 +173,8 @@ def wrong(tmp_path_factory: pytest.TempPathFactory, plan: Path) -> Path:
         ("unknown.json", 3, "did you mean 'dtype'?"),
         ("negative.json", 3, "$.decisions.seq_tokens"),
         ("edited.json", 3, "another program"),
-        ("metp.json", 6, "no lowering"),
+        ("metp.json", 3, "no lowering"),
+        ("tp3.json", 3, "next: the plan was edited"),
         ("tp2.json", 6, "next: torchrun --nproc_per_node 2 -m memo_exec run"),
         ("fp16.json", 6, "does not compute"),
     ],
@@ -320,7 +323,7 @@ def test_the_replaying_allocator_is_for_cuda(plan: Path) -> None:
 def test_a_planned_plan_without_its_placement_cannot_run(tmp_path: Path) -> None:
     path = write_plan(tmp_path / "plan.json")
     (tmp_path / "plan.placement.json").unlink()
-    assert "memo-sim plan-memory" in failed(memo_exec("run", path, "--steps", 1), 6)
+    assert "memo-sim plan-memory" in failed(memo_exec("run", path, "--steps", 1), 3)
 
 
 def test_progress_is_told_without_a_terminal(

@@ -6,7 +6,7 @@ from memo_exec.distributed.own_program import rank_program
 from memo_exec.distributed.place import Place
 from memo_exec.kernels import KERNELS
 from memo_exec.preflight import checked_program
-from memo_sim.contract.errors import CannotRun
+from memo_sim.contract.errors import BadInput, CannotRun
 from memo_sim.contract.plan import CpExchange, Decisions, Layout, Plan
 from tests.distributed.parity import TOLERANCE, Played, play, whole_gradients
 from tests.distributed.team import Member, Team
@@ -102,7 +102,7 @@ def test_gathered_sequences_of_a_micro_batch_are_refused() -> None:
 )
 def test_a_sequence_that_the_layout_does_not_divide_is_refused(layout: Layout, tokens: int) -> None:
     chosen = training(gpt(), layout, seq_tokens=tokens, recompute="none")
-    with pytest.raises(CannotRun, match="does not divide") as caught:
+    with pytest.raises(BadInput, match="does not divide") as caught:
         checked_program(Plan(decisions=chosen, program_sha256="0" * 64), where="plan.json", rank=1)
-    assert caught.value.exit_code == 6
+    assert caught.value.exit_code == 3
     assert "seq_tokens" in str(caught.value)

@@ -313,7 +313,7 @@ def test_nothing_is_allocated_for_a_placement_that_is_refused(tmp_path: Path, mo
 def test_planned_memory_needs_a_placement(tmp_path: Path) -> None:
     path = write_plan(tmp_path / "plan.json")
     (tmp_path / "plan.placement.json").unlink()
-    with pytest.raises(CannotRun, match="plan-memory"):
+    with pytest.raises(BadInput, match="plan-memory"):
         run(path, RunOptions(steps=1))
     codec.write(path, msgspec.structs.replace(codec.read(path, Plan), placement_sha256=""))
     with pytest.raises(CannotRun, match="pins no placement") as caught:

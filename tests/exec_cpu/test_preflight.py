@@ -114,9 +114,9 @@ def test_an_edited_plan_is_refused(tmp_path: Path) -> None:
     assert "$.program_sha256" in str(caught.value)
 
 
-def test_a_layout_nothing_lowers_cannot_run() -> None:
+def test_a_layout_nothing_lowers_is_a_bad_plan() -> None:
     plan = plan_of(byte_decisions())
-    with pytest.raises(CannotRun, match="no lowering"):
+    with pytest.raises(BadInput, match="no lowering"):
         preflight.checked_program(
             msgspec.structs.replace(plan, decisions=byte_decisions(layout=Layout(metp=2, tp=2))), where="plan.json"
         )
