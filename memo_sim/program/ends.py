@@ -130,11 +130,10 @@ def head(
     for i, first in enumerate(range(0, shape.tokens, chunk)):
         rows = Rows(full.slot, first, min(chunk, shape.tokens - first))
         classifier.loss(i, rows)
-        shard = None
         if not decisions.loss_chunk_tokens:
-            final, rows = builder.all("final"), writer.gather_again("norm", builder.all("final"), "final_again", 0)
-            shard = final if rows != final else None
-        classifier.backward(i, rows, shard)
+            # Its last reader: whole logits are what memory is fullest of, and one gather a micro-batch may be waited for.
+            rows = writer.gather_again("norm", builder.all("final"), "final_again", 0)
+        classifier.backward(i, rows)
     norm.backward(writer.scatter("d_final", builder.all("d_final")))
     return builder.build()
 
@@ -222,11 +221,8 @@ class _Classifier:
         )
         self._loss(suffix, local, Rows("d_logits", 0, rows.tokens), Rows("input.labels", rows.first, rows.tokens))
 
-    def backward(self, index: int, rows: Rows, shard: Rows | None) -> None:
-        """Write the gradients of ``rows`` of the gathered input, and the weight's of them.
-
-        ``shard``: what they were gathered from again (``OperatorWriter.wgrad``).
-        """
+    def backward(self, index: int, rows: Rows) -> None:
+        """Write the gradients of ``rows`` of the gathered input, and the weight's of them."""
         builder, shape, dtype = self.builder, self.shape, self.decisions.dtype
         tokens, suffix = rows.tokens, f".c{index}"
         gradient = Rows("d_logits", 0, tokens)
@@ -249,7 +245,6 @@ class _Classifier:
             Gemm(shape.vocab, shape.hidden, tokens, "wgrad", dtype),
             grad=reads(gradient),
             x=reads(rows),
-            shard=reads(shard) if shard else None,
             out=self.grad,
             workspace=builder.scratch(f"wgrad.scratch{suffix}", scratch),
         )
