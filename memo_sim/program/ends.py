@@ -131,7 +131,7 @@ def head(
         rows = Rows(full.slot, first, min(chunk, shape.tokens - first))
         classifier.loss(i, rows)
         if not decisions.loss_chunk_tokens:
-            # Its last reader: whole logits are what memory is fullest of, and one gather a micro-batch may be waited for.
+            # The last to read it: whole logits are what memory is fullest of, and this one gather may be waited for.
             rows = writer.gather_again("norm", builder.all("final"), "final_again", 0)
         classifier.backward(i, rows)
     norm.backward(writer.scatter("d_final", builder.all("d_final")))
