@@ -10,6 +10,7 @@ from memo_sim.planning.question import Question
 from memo_sim.program.attention import longest_keys
 from memo_sim.program.head_groups import fewest_head_groups
 from memo_sim.program.library_results import beside_arena, groups_beside
+from memo_sim.program.plain_attention import PLAIN
 from memo_sim.program.shape import Shape
 from memo_sim.program.work import Attention
 
@@ -41,7 +42,18 @@ def head_groups(shape: Shape, base: Decisions, kernel: str) -> int:
 
 
 def attention_kernel(question: Question) -> str:
-    """Return the pinned attention kernel, or the measured one of the dtype that is fastest at its longest length."""
+    """Return the pinned attention kernel, or the measured one of the dtype that is fastest at its longest length.
+
+    Raises:
+        Infeasible: when plain attention is asked of a planned arena, or no kernel of the dtype was measured.
+    """
+    if question.pins.attention == PLAIN and question.memory_policy == "planned":
+        raise Infeasible(
+            "plain attention has no planned arena: it is torch's operators, which allocate their results themselves",
+            where="decisions.memory_policy",
+            got="planned",
+            wanted="caching or eager (in a case file: memory_plan no)",
+        )
     if question.pins.attention:
         return question.pins.attention
     fastest: dict[str, float] = {}

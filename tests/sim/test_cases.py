@@ -205,6 +205,17 @@ def test_sizes_that_no_model_has_are_said_of_their_row_alone(tmp_path: Path) -> 
     assert good.status == "ok"
 
 
+def test_plain_attention_says_that_its_memory_cannot_be_planned(tmp_path: Path) -> None:
+    row = {**ROW, "attention": "plain", "tp": "8", "cp": "1", "alpha": "", "recompute": "", "seq_tokens": "4096"}
+    rows = ({**row, "system": "megatron-lm", "memory_plan": word} for word in ("yes", "no"))
+    path = case_file(tmp_path, {**row, "recompute": "full"}, *rows)
+    planned, asked, eager = (c.predicted for c in validate(load_cases(str(path))).cases)
+    assert (planned.status, asked.status, eager.status) == ("invalid", "invalid", "ok")
+    for refused in (planned, asked):
+        assert "plain attention has no planned arena" in refused.reason
+        assert "memory_plan no" in refused.reason
+
+
 def test_precision_and_overlap_that_change_nothing_are_evaluated(tmp_path: Path) -> None:
     path = case_file(tmp_path, {**ROW, "precision": "bf16"}, {**ROW, "tp": "8", "cp": "1", "overlap": "no"})
     assert [c.predicted.status for c in validate(load_cases(str(path))).cases] == ["ok", "ok"]
