@@ -17,6 +17,15 @@ row computes some c tokens for nothing:
 
 On a CPU, whose tiles have 512 keys, c is some 500: 1.2 at 2K tokens and nearly 2 at 512. c is interpolated in log
 tokens. A profile that has one gain alone has it for every length.
+
+So a call without a mask takes twice as long as a causal one of its grid, less the gain. Where a GPU plays all blocks at
+once that is wrong: the call then takes as long as its longest block, and so does a causal call of twice the blocks and
+the same loop, which has the same FLOPs. Both rates are known, and the larger holds:
+
+    rate(tokens, grid) >= causal rate(tokens, least of 2 x grid and a wave)
+
+Up to half a wave the two calls take equally long. From a wave on nothing is added: blocks take turns there. Between
+them the rate is at least that of a causal wave, so that nothing jumps.
 """
 
 from __future__ import annotations
@@ -28,6 +37,10 @@ from memo_sim.contract.errors import Infeasible
 from memo_sim.contract.hardware import AttentionTable
 from memo_sim.costs.curves import LogCurve, between
 from memo_sim.program.work import Attention
+
+WAVE_TOKENS = 128 * 128
+"""Heads x tokens of a wave, 128 blocks of 128 tokens: up to there the A100's rates are in proportion to the grid (its
+profile says so). An A100 has 108 multiprocessors, an H100 132, a B200 148: each plays half a wave at once."""
 
 
 class _HeadSize:
@@ -46,15 +59,24 @@ class _HeadSize:
         self._curves = [LogCurve(*zip(*sorted(by_tokens[t]), strict=True)) for t in self.tokens]
         self.fewest_heads = min(curve.first for curve in self._curves)
 
-    def rate(self, loop: float, grid: float, *, masked: bool) -> float:
-        """Return FLOP/s for ``loop`` tokens and a grid of heads x tokens."""
+    def rate(self, loop: float, grid: float, *, masked: bool, wave: float | None) -> float:
+        """Return FLOP/s for ``loop`` tokens and a grid of heads x tokens; ``wave``: as in ``AttentionRates``."""
+        if masked:
+            return self._causal(loop, grid)
+        rate = self._causal(loop, grid) * self._gained(loop)
+        if wave is None or grid >= wave:
+            return rate
+        return max(rate, self._causal(loop, min(2 * grid, wave)))
+
+    def _causal(self, loop: float, grid: float) -> float:
+        """Return FLOP/s with the causal mask."""
         asked = log(loop)
         i = 0
         while i < len(self._logs) - 2 and self._logs[i + 1] < asked:
             i += 1
         near = slice(i, i + 2)
         rates = [curve(grid / tokens) for tokens, curve in zip(self.tokens[near], self._curves[near], strict=True)]
-        return between(self._logs[near], rates, asked) * (1.0 if masked else self._gained(loop))
+        return between(self._logs[near], rates, asked)
 
     def _gained(self, loop: float) -> float:
         """Return the rate without a mask over the causal one."""
@@ -64,7 +86,9 @@ class _HeadSize:
 class AttentionRates:
     """The attention kernels of one profile."""
 
-    def __init__(self, tables: Sequence[AttentionTable]) -> None:
+    def __init__(self, tables: Sequence[AttentionTable], *, wave_tokens: float | None = None) -> None:
+        """``wave_tokens``: heads x tokens that are played at once; None for a CPU, whose few cores take turns."""
+        self._wave = wave_tokens
         self._sizes: dict[tuple[str, str, bool], list[_HeadSize]] = {}
         for table in sorted(tables, key=lambda table: table.head_dim):
             key = (table.kernel, table.dtype, table.attention_pass == "backward")
@@ -94,8 +118,8 @@ class AttentionRates:
         if not inside or not low.head_dim <= work.head_dim <= high.head_dim:
             name = "backward" if work.backward else "forward"
             outside.add(f"attention.{work.kernel}.{work.dtype}.{name}")
-        rate = low.rate(loop, grid, masked=masked)
+        rate = low.rate(loop, grid, masked=masked, wave=self._wave)
         if high is not low:
             ends = (log(low.head_dim), log(high.head_dim))
-            rate = between(ends, (rate, high.rate(loop, grid, masked=masked)), log(work.head_dim))
+            rate = between(ends, (rate, high.rate(loop, grid, masked=masked, wave=self._wave)), log(work.head_dim))
         return work.flops / rate

@@ -10,7 +10,7 @@ from memo_sim.contract.cluster import Cluster
 from memo_sim.contract.hardware import Hardware
 from memo_sim.contract.plan import Layout, RowwiseKernel
 from memo_sim.contract.units import DTYPE_BYTES
-from memo_sim.costs.attention import AttentionRates
+from memo_sim.costs.attention import WAVE_TOKENS, AttentionRates
 from memo_sim.costs.collective import CollectiveTimes
 from memo_sim.costs.contention import NodeRates
 from memo_sim.costs.gemm import GemmRates
@@ -42,7 +42,8 @@ class _Kernels:
     def __init__(self, hardware: Hardware) -> None:
         self.hardware = hardware
         self.gemm = GemmRates(hardware.gemm)
-        self.attention = AttentionRates(hardware.attention)
+        wave_tokens = WAVE_TOKENS if hardware.device == "cuda" else None
+        self.attention = AttentionRates(hardware.attention, wave_tokens=wave_tokens)
         self.rowwise = RowwiseRates(hardware)
         directions = {"d2h": hardware.d2h, "h2d": hardware.h2d}
         self.copies = {

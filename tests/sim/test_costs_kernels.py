@@ -5,13 +5,17 @@ from math import log, sqrt
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from memo_sim.contract.catalog import load_hardware
+from memo_sim.contract.cluster import Cluster
 from memo_sim.contract.errors import Infeasible
 from memo_sim.contract.hardware import AttentionPass, AttentionTable, Curve, GemmPass, GemmTable
-from memo_sim.costs.attention import AttentionRates
+from memo_sim.contract.plan import Layout
+from memo_sim.costs.attention import WAVE_TOKENS, AttentionRates
 from memo_sim.costs.curves import LogCurve, between
 from memo_sim.costs.gemm import GemmModel, GemmRates
+from memo_sim.costs.pricing import Pricer
 from memo_sim.program.work import Attention, Gemm, Mask
 
 PROFILES = ("a800-sxm4-80gb", "a100-sxm4-80gb")
@@ -282,3 +286,80 @@ class TestAttention:
         )  # fmt: skip
         work = Attention(1, 128, 128, "none", 8, 8, 32, False, "flash2", "bf16")
         assert work.flops / AttentionRates([table]).seconds(work, set()) == pytest.approx(40e9)
+
+
+GPUS = ("a100-sxm4-80gb", "h100-sxm5-80gb", "b200-sxm6-180gb")
+
+
+def kernels_of(name: str) -> list[tuple[str, bool]]:
+    """Every kernel and pass of a profile."""
+    return sorted({(t.kernel, t.attention_pass == "backward") for t in load_hardware(name).attention})
+
+
+def blocks_of(work: Attention) -> float:
+    return work.heads * (work.k_tokens if work.backward else work.q_tokens) / 128
+
+
+@pytest.mark.parametrize("name", GPUS)
+class TestFewBlocks:
+    """Without a mask and below a wave, a call takes no longer than its longest block."""
+
+    def test_no_longer_than_the_causal_call_of_its_flops(self, name: str) -> None:
+        """Half the blocks of a causal call within a wave, looping as long; on the A100 also as many, looping half as
+        long: the others' rates were measured length by length, and not all of those grow with length.
+        """
+        rates = AttentionRates(load_hardware(name).attention, wave_tokens=WAVE_TOKENS)
+        compared = 0
+        for kernel, backward in kernels_of(name):
+            for tokens in (512, 1024, 2048, 4096, 8192):
+                for heads in (1, 2, 3, 4, 6, 8, 16, 32):
+                    causal = call(tokens, heads, backward=backward, kernel=kernel)
+                    for queries, keys in ((tokens, tokens // 2), (tokens // 2, tokens)):
+                        work = call(queries, heads, k_tokens=keys, mask="none", backward=backward, kernel=kernel)
+                        outside: set[str] = set()
+                        taken, limit = rates.seconds(work, outside), rates.seconds(causal, outside)
+                        as_many = blocks_of(work) == blocks_of(causal)
+                        if outside or blocks_of(work) > 64 or (as_many and name != "a100-sxm4-80gb"):
+                            continue
+                        compared += 1
+                        assert work.flops == causal.flops
+                        assert taken <= limit * (1 + 1e-9)
+        assert compared >= 20
+
+    def test_nothing_changes_from_a_wave_on(self, name: str) -> None:
+        tables = load_hardware(name).attention
+        rates, without = AttentionRates(tables, wave_tokens=WAVE_TOKENS), AttentionRates(tables)
+        for kernel, backward in kernels_of(name):
+            for queries, keys, heads in ((128, 128, 128), (4096, 4096, 4), (2048, 2048, 9), (16384, 512, 32)):
+                work = call(queries, heads, k_tokens=keys, mask="none", backward=backward, kernel=kernel)
+                assert blocks_of(work) >= 128
+                assert rates.seconds(work, set()) == without.seconds(work, set())
+
+    def test_nothing_jumps_at_a_wave_or_half_of_one(self, name: str) -> None:
+        rates = AttentionRates(load_hardware(name).attention, wave_tokens=WAVE_TOKENS)
+        for kernel, backward in kernels_of(name):
+            for loop in (1024, 4096):
+                before = 0.0
+                for grid in range(4096, 20480, 64):
+                    queries, keys = (loop, grid) if backward else (grid, loop)
+                    work = call(queries, 1, k_tokens=keys, mask="none", backward=backward, kernel=kernel)
+                    seconds = rates.seconds(work, set())
+                    assert before == 0.0 or seconds < before * (1 + 2 * 64 / grid)
+                    before = seconds
+
+    def test_masked_calls_are_left_alone(self, name: str) -> None:
+        tables = load_hardware(name).attention
+        rates, without = AttentionRates(tables, wave_tokens=WAVE_TOKENS), AttentionRates(tables)
+        kernel, backward = kernels_of(name)[0]
+        work = call(1024, 4, backward=backward, kernel=kernel)
+        assert rates.seconds(work, set()) == without.seconds(work, set())
+
+
+def test_the_pricer_knows_that_a_gpu_has_waves_and_a_cpu_has_not() -> None:
+    hardware = load_hardware("a100-sxm4-80gb")
+    cluster = Cluster(name="one", hardware=hardware.name, nodes=1, devices_per_node=1)
+    times = [
+        Pricer(profile, cluster, Layout()).seconds(call(1024, 4, k_tokens=512, mask="none"))
+        for profile in (hardware, replace(hardware, device="cpu"))
+    ]
+    assert times[1] / times[0] == pytest.approx(2 / 1.041, rel=0.01)
