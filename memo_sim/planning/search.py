@@ -139,6 +139,8 @@ class _Search:
         self.floors = Floors(question.hardware, question.cluster, passes)
         self.known: dict[Decisions, Prediction] = {}
         self.ranked: list[Evaluated] = []
+        self.places: dict[Decisions, int] = {}
+        """Where in ``ranked`` a plan stands, as long as they come in."""
         self.bases: set[Decisions] = set()
 
     def run(self, found: list[Candidate], refused: list[str], progress: Progress | None) -> SearchResult:
@@ -180,15 +182,25 @@ class _Search:
         return self.enough_s is not None and prediction.step_s is not None and prediction.step_s <= self.enough_s
 
     def _add(self, candidate: Candidate) -> bool:
-        """Evaluate a candidate; return False where another candidate stands for it."""
+        """Evaluate a candidate; return False where another candidate stands for it.
+
+        Two candidates may come to one plan: an alpha that was searched may be an eighth that a front asks for. What the
+        search knows of its neighbours is kept.
+        """
         outcome = self._outcome(candidate)
-        if outcome is not None:
+        if outcome is None:
+            return False
+        at = self.places.setdefault(outcome.decisions, len(self.ranked))
+        if at == len(self.ranked):
             self.ranked.append(outcome)
-        return outcome is not None
+            return True
+        if outcome.policy.alpha is None:
+            self.ranked[at] = outcome
+        return False
 
     def _roughly(self, candidate: Candidate) -> _Bounded:
         """Return a floor from what other candidates share."""
-        keep = msgspec.structs.replace(swap_each(candidate.base, 0), recompute="none", mlp_chunk_tokens=0)
+        keep = swap_each(msgspec.structs.replace(candidate.base, recompute="none", mlp_chunk_tokens=0), 0)
         try:
             any_alpha = candidate.policy.alpha is None
             floor = self.floors.rough(candidate.base, keep=keep if keep in self.bases else None, any_alpha=any_alpha)

@@ -129,3 +129,15 @@ def test_what_the_sequence_is_to_blame_for_is_told_first() -> None:
     tiny = load_model("gpt-tiny")
     with pytest.raises(Infeasible, match="longer than the model's position table"):
         candidates(replace(odd, model=tiny, seq_tokens=16 << 20))
+
+
+def test_a_front_lists_a_plan_once_though_its_alpha_is_an_eighth() -> None:
+    """The partial swap that is found where alpha is open is an eighth that the front asks for as well."""
+    asked = replace(question(64 * 1024, tp=2, cp=4, global_batch=1), pins=Pins(tp=2, cp=4, recompute="none"))
+    found, told = search(asked, front=True, prune=False), list[tuple[int, int]]()
+    search(asked, front=True, prune=False, progress=lambda done, every: told.append((done, every)))
+    plans = [e.decisions for e in found.ranked]
+    assert len(set(plans)) == len(plans)
+    assert found.evaluated + found.pruned == told[-1][1]
+    (searched,) = (e for e in found.ranked if e.policy == PARTIAL_SWAP)
+    assert searched.decisions.alpha * 8 == round(searched.decisions.alpha * 8)
