@@ -63,7 +63,7 @@ def cli() -> None:
     show_default=True,
     help="Plans to list; with subsequences the first three are exact.",
 )
-@click.option("--pareto", is_flag=True, help="The Pareto front of time, device and host memory over the whole space.")
+@click.option("--pareto", is_flag=True, help="The Pareto front of time, device and host memory; alpha in eighths.")
 @click.option(
     "--one-more-gib", is_flag=True, help="Say what a GiB more of device and of host memory buys (asks again)."
 )

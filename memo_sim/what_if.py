@@ -19,6 +19,7 @@ from memo_sim.planning.layouts import cuts_sequences
 from memo_sim.planning.presets import Policy
 from memo_sim.planning.question import Question
 from memo_sim.planning.search import Evaluated, SearchResult, play, search
+from memo_sim.planning.space import policies
 from memo_sim.program.lower import program_sha256
 
 PICTURES = (".png", ".svg", ".pdf")
@@ -89,7 +90,7 @@ def what_if(
     """Return the answer to ``question`` with its ``top`` plans, which are those that evaluating everything would give.
 
     Where layouts have subsequences, that holds for the first ``LEAST_EXACT``. With ``pareto`` the front is that of the
-    whole space, not only of what was evaluated for the best plans.
+    whole space, not only of what was evaluated for the best plans; where alpha is open, of its eighths and the fastest.
 
     Raises:
         Infeasible: when no layout divides the model and the sequence.
@@ -102,6 +103,11 @@ def what_if(
     if exact < min(top, len(found.ranked)):
         beyond.append(
             f"With subsequences the first {exact} plans are exact; others that were pruned may come before the next."
+        )
+    if pareto and any(policy.alpha is None for policy in policies(question)):
+        beyond.append(
+            "The front is that of every layout, with alpha, where it is open, at its fastest and at every eighth:"
+            " between two eighths there may be plans that it lacks."
         )
     rows = [row(e.decisions, e.prediction, system=_system(e, question)) for e in found.ranked[:top]]
     result = Result(

@@ -39,7 +39,7 @@ class Result(
     """Why the best is best: what binds, the runner-up, what was tried and lost; one sentence each."""
     front: list[PlanRow] = []
     """The Pareto front of step time, device memory and host memory, the fastest first: of what was evaluated, or of
-    the whole space where ``front_is_whole``."""
+    the whole space where ``front_is_whole``, an open alpha at its fastest and at every eighth."""
     front_is_whole: bool = False
     more_memory: list[MoreMemory] = []
     """What one more GiB buys, where that was asked."""

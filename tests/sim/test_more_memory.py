@@ -81,6 +81,12 @@ def test_the_front_is_in_the_document_and_whole_when_asked() -> None:
     assert len(whole.front) >= len(short.front) > 0
     assert whole.front[0].step_s == min(p.step_s for p in whole.front)
     assert len({(p.step_s, p.peak_device_bytes, p.peak_host_bytes_per_node) for p in whole.front}) == len(whole.front)
+    eighths = "at its fastest and at every eighth: between two eighths"
+    assert any(eighths in line for line in whole.why)
+    assert not any(eighths in line for line in short.why)
+    pinned = what_if(ask(80, recompute="full", alpha=0.0), pareto=True).result
+    assert pinned.front_is_whole
+    assert not any(eighths in line for line in pinned.why)
 
 
 def evaluated(policy: object, step_s: float, *, device: int, host: int) -> Evaluated:
