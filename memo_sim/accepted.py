@@ -17,7 +17,7 @@ from memo_sim.contract.catalog import DATA
 from memo_sim.contract.errors import OutOfTolerance
 from memo_sim.contract.units import counted
 from memo_sim.contract.validation import CaseReport, Validation
-from memo_sim.intervals import LEVEL, bounds, judged, log_ratio
+from memo_sim.intervals import LEVEL, bounds, by_source_and_system, judged, log_ratio
 from memo_sim.views.accuracy import judged_error, summarise
 
 ACCEPTED = DATA / "accuracy.json"
@@ -28,9 +28,7 @@ ROUNDING = 5e-4
 
 def accuracy_of(validation: Validation) -> Accuracies:
     """Return the accuracy of every source and system in ``validation``."""
-    groups: dict[str, list[CaseReport]] = {}
-    for case in validation.cases:
-        groups.setdefault(f"{case.source}/{case.system}", []).append(case)
+    groups = by_source_and_system(validation)
     return Accuracies(groups={name: _group(cases) for name, cases in sorted(groups.items())})
 
 

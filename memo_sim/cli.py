@@ -208,6 +208,7 @@ def validate_command(cases: str | None, report: Path | None, *, every: bool, acc
     from memo_sim.accepted import accept, accuracy_of, check_accepted, load_accepted
     from memo_sim.cases import list_case_files, load_cases, load_notes, path_of
     from memo_sim.contract.codec import check_not_read, check_writable, encode, write_bytes
+    from memo_sim.intervals import held_out
     from memo_sim.validate import check_error, check_evaluated, validate
     from memo_sim.views.tables import validation_report, validation_table
 
@@ -231,7 +232,7 @@ def validate_command(cases: str | None, report: Path | None, *, every: bool, acc
         click.echo(validation_table(found, seq_tokens=[c.question.seq_tokens for c in rows]))
     if report:
         told = {"command": _command_line(), "created": _now(), "version": __version__}
-        page = validation_report(found, accuracy_of(found).groups, load_notes(), **told)
+        page = validation_report(found, accuracy_of(found).groups, held_out(found), load_notes(), **told)
         write_bytes(report, page.encode())
     check_evaluated(found)
     if accepting:

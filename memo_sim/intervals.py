@@ -3,21 +3,26 @@
 Of the predictions of one source and system whose truth is known and on which nothing was fitted, the log of
 measured / predicted is sorted; an interval of level L leaves (1 - L) / 2 of n + 1 cases below and above it, and where n
 is too small for that it reaches from the least to the largest. A published case's own interval is made from the others
-alone, so whether its measurement lies within says something of the interval.
+alone.
 
     n = 9, L = 0.8    |x . . . . . . . x|       the least and the largest of nine
     n = 19            x|x . . . . . . x|x       one of nineteen below, one above
+
+How many cases lie in their own intervals says nothing: order statistics leave as many outside whatever the errors are.
+What can fail is an interval that has seen none of a model's cases (``held_out``): it holds ``LEVEL`` of them where
+errors of one model are like those of another, and fewer where each model has an error of its own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from math import exp, log
+from typing import Literal
 
 import msgspec
 
 from memo_sim.contract.validation import CaseReport, Interval, Measured, Validation
-from memo_sim.views.accuracy import JUDGED
+from memo_sim.views.accuracy import JUDGED, HeldOut
 
 LEVEL = 0.8
 LEAST_CASES = 5
@@ -74,9 +79,34 @@ def _with_interval(case: CaseReport, others: Sequence[float]) -> CaseReport:
     return msgspec.structs.replace(case, interval=interval)
 
 
-def within(case: CaseReport) -> bool | None:
-    """Return whether the measurement lies in the prediction's interval; None where one of them is missing."""
-    if case.interval is None:
-        return None
-    measured = getattr(case.expected, case.interval.quantity)
-    return None if measured is None else bool(case.interval.low <= measured <= case.interval.high)
+def held_out(validation: Validation) -> dict[str, HeldOut]:
+    """Return by ``<source>/<system>`` how intervals hold the errors of groups that they were not made from.
+
+    A group is a model's rows; of one length, where all rows are one model's. Groups of a single row are left out of the
+    count: to hold those out is what every case's own interval does. So are those that leave too few others.
+    """
+    return {name: _held_out(cases) for name, cases in by_source_and_system(validation).items()}
+
+
+def by_source_and_system(validation: Validation) -> dict[str, list[CaseReport]]:
+    """Return the cases by ``<source>/<system>``."""
+    groups: dict[str, list[CaseReport]] = {}
+    for case in validation.cases:
+        groups.setdefault(f"{case.source}/{case.system}", []).append(case)
+    return groups
+
+
+def _held_out(cases: Sequence[CaseReport]) -> HeldOut:
+    known = [(case, ratio) for case in cases if (ratio := log_ratio(case)) is not None]
+    by: Literal["model", "length"] = "model" if len({case.model for case, _ in known}) > 1 else "length"
+    groups: dict[str | int, list[float]] = {}
+    for case, ratio in known:
+        groups.setdefault(case.model if by == "model" else case.seq_tokens, []).append(ratio)
+    tried = rows = inside = 0
+    for name, ratios in groups.items():
+        between = bounds([ratio for other, theirs in groups.items() if other != name for ratio in theirs])
+        if between is None or len(ratios) == 1:
+            continue
+        tried, rows = tried + 1, rows + len(ratios)
+        inside += sum(between[0] <= ratio <= between[1] for ratio in ratios)
+    return HeldOut(by, tried, rows, inside)

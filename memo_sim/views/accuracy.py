@@ -42,6 +42,20 @@ class Accuracy:
     """By quantity; one that no row of the group has is not there."""
 
 
+@dataclass(frozen=True)
+class HeldOut:
+    """How many rows of groups that were held out whole lie in the interval that the other groups' errors give.
+
+    ``rows`` is 0 where too few groups are left to hold one out.
+    """
+
+    by: str
+    """What a group has in common: model or length."""
+    groups: int
+    rows: int
+    inside: int
+
+
 def summarise(cases: Sequence[CaseReport], groups: Sequence[str] | None = None) -> list[Accuracy]:
     """Return the accuracy of each group, in the order in which they first occur.
 

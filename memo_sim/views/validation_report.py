@@ -9,9 +9,9 @@ from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
 
 from memo_sim.contract.accuracy import GroupAccuracy
-from memo_sim.contract.units import format_tokens
+from memo_sim.contract.units import counted, format_tokens
 from memo_sim.contract.validation import CaseReport, Validation
-from memo_sim.views.accuracy import JUDGED, Accuracy, judged_error, rank_correlation, summarise
+from memo_sim.views.accuracy import JUDGED, Accuracy, HeldOut, judged_error, rank_correlation, summarise
 from memo_sim.views.plan_table import layout_label
 from memo_sim.views.text_table import number, percent
 from memo_sim.views.validation_table import LABELS
@@ -25,28 +25,36 @@ UNITS: dict[str, Callable[[float], str]] = {"mfu": lambda v: f"{100 * v:.2f} %"}
 HOW_TO_READ = """An error is predicted / measured - 1, the bias the mean of signed errors; mean and largest error are
 of absolute values. Rows that a constant was fitted on are marked, counted apart, and in no interval. The interval of
 a prediction comes from the other rows of its source and system that nothing was fitted on: between its ends lie 80 %
-of their measured / predicted (order statistics; of fewer than nineteen rows from the least to the largest). Whether
-a row's own measurement lies within therefore tests the interval. A prediction sees the row's question alone; layouts
-that a source does not print are searched under the system's rules."""
+of their measured / predicted (order statistics; of fewer than nineteen rows from the least to the largest). Such an
+interval leaves as many rows outside whatever the errors are, so a row outside its own is no failure, and one within no
+success. What tests intervals is "other groups' interval holds": all rows of a model (of one length, where a source has
+one model) are held out, and those counted that lie in the interval of the other groups' errors; 80 % would be as
+promised, fewer say that each group has an error of its own, and that a new model's may lie outside. Groups of one row
+are not counted, nor those that leave fewer than five others. A prediction sees the row's question alone; layouts that
+a source does not print are searched under the system's rules."""
 
 
 def validation_report(
     validation: Validation,
     accuracies: Mapping[str, GroupAccuracy],
+    held_out: Mapping[str, HeldOut],
     notes: Sequence[tuple[str, str]],
     *,
     command: str,
     created: str,
     version: str,
 ) -> str:
-    """Return the page; ``notes`` are (pattern of case names, prose), ``accuracies`` by ``<source>/<system>``."""
+    """Return the page; ``notes`` are (pattern of case names, prose).
+
+    ``accuracies`` and ``held_out`` are by ``<source>/<system>``.
+    """
     cases = validation.cases
     parts = [
         "# Validation: every published case",
         f"Written by `{command}`, {created}, memo {version}; no GPU took part.",
         HOW_TO_READ,
         "## By source and system",
-        _summary(cases, accuracies),
+        _summary(cases, accuracies, held_out),
         *_longest(cases),
         "## By model",
         _by(cases, [f"{c.source} {c.system} {c.model}" for c in cases]),
@@ -75,40 +83,49 @@ def _grouped(cases: Sequence[CaseReport], name: Callable[[CaseReport], str]) -> 
     return groups
 
 
-def _summary(cases: Sequence[CaseReport], accuracies: Mapping[str, GroupAccuracy]) -> str:
+def _summary(
+    cases: Sequence[CaseReport], accuracies: Mapping[str, GroupAccuracy], held_out: Mapping[str, HeldOut]
+) -> str:
     headers = ["source", "system", "", "rows", "not evaluated", "status right", "quantity", "n", "bias", "mean error"]
-    headers += ["largest", "rank correlation", "80 % within", "own interval holds"]
+    headers += ["largest", "rank correlation", "80 % within", "other groups' interval holds"]
     rows: list[list[str | None]] = []
     for name, members in _grouped(cases, lambda c: f"{c.source}/{c.system}").items():
         for accuracy in summarise(members, [name] * len(members)):
             chosen = [c for c in members if c.fitted == accuracy.fitted]
             invalid = sum(c.predicted.status == "invalid" for c in chosen)
             head = [*name.split("/", 1), _kind(accuracy), str(accuracy.rows), str(invalid) if invalid else None]
-            rows += _quantities(accuracy, head, chosen, accuracies.get(name))
+            rows += _quantities(accuracy, head, chosen, accuracies.get(name), held_out.get(name))
     return markdown_table(headers, rows, "lllrrrlrrrrrrr")
 
 
 def _quantities(
-    accuracy: Accuracy, head: list[str | None], cases: Sequence[CaseReport], group: GroupAccuracy | None
+    accuracy: Accuracy,
+    head: list[str | None],
+    cases: Sequence[CaseReport],
+    group: GroupAccuracy | None,
+    held: HeldOut | None,
 ) -> list[list[str | None]]:
     statuses = f"{accuracy.statuses_right}/{accuracy.statuses}" if accuracy.statuses else None
     rows: list[list[str | None]] = []
     for quantity, errors in accuracy.errors.items():
         speed = quantity in JUDGED and not accuracy.fitted
-        held = [c for c in cases if c.interval and c.interval.quantity == quantity and judged_error(c) is not None]
-        inside = sum(_inside(c) for c in held)
         band = None
-        if speed and group and group.quantity == quantity and group.low is not None and group.high is not None:
+        judged = speed and quantity == next(q for q in JUDGED if q in accuracy.errors)
+        if judged and group and group.low is not None and group.high is not None:
             band = f"{group.low:+.1%} to {group.high:+.1%}"
         rank = rank_correlation(
             [(getattr(c.predicted, quantity), getattr(c.expected, quantity)) for c in cases if not c.fitted]
         )
         row = [LABELS[quantity], str(errors.count), percent(errors.bias, signed=True), percent(errors.mean_abs)]
         row += [f"{percent(errors.max_abs)} ({errors.worst})", number(rank, 3) if speed else None, band]
-        row.append(f"{inside}/{len(held)}" if held and speed else None)
+        row.append(_held(held) if judged and held else None)
         rows.append([*head, statuses, *row])
         head, statuses = [None] * len(head), None
     return rows or [[*head, statuses, *[None] * 8]]
+
+
+def _held(held: HeldOut) -> str:
+    return f"{held.inside}/{held.rows} ({counted(held.groups, held.by)} held out)" if held.rows else "too few groups"
 
 
 def _kind(accuracy: Accuracy) -> str:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from memo_sim.accepted import accuracy_of
 from memo_sim.contract.plan import Layout
 from memo_sim.contract.validation import CaseError, CasePrediction, CaseReport, Expectation, Validation
-from memo_sim.intervals import with_intervals
+from memo_sim.intervals import held_out, with_intervals
 from memo_sim.views.validation_report import markdown_table, validation_report
 
 ERRORS = {32: 0.0, 64: 0.02, 128: -0.04, 192: 0.01, 256: 0.03, 320: 0.30, 384: None, 448: None}
@@ -45,6 +46,7 @@ def page() -> str:
     return validation_report(
         validation,
         accuracy_of(validation).groups,
+        held_out(validation),
         [("memo-32?k", "A known gap."), ("other-*", "Not here.")],
         command="memo-sim validate --all",
         created="2026-11-21",
@@ -71,13 +73,27 @@ def test_fitted_rows_stand_apart_in_the_summary(page: str) -> None:
     assert (cells["n"], cells["bias"], cells["mean error"]) == ("6", "+5.3 %", "6.7 %")
     assert cells["largest"] == "30.0 % (memo-320k)"
     assert cells["80 % within"] == "-23.1% to +4.2%"
+    assert cells["other groups' interval holds"] == "too few groups"  # one model, and one row of each length
     assert fitted[2] == "fitted"
     assert "+50.0 %" in fitted
 
 
+def test_what_the_intervals_of_other_models_hold_is_counted() -> None:
+    cases = [
+        msgspec.structs.replace(report(k, e), model=model)
+        for model, shift in (("gpt-7b", 0.0), ("gpt-30b", 0.3))
+        for k, e in ((32, shift), (64, shift + 0.01), (128, shift - 0.01), (192, shift + 0.02), (256, shift - 0.02))
+    ]
+    validation = with_intervals(Validation(cases=cases))
+    text = validation_report(validation, {}, held_out(validation), [], command="", created="", version="")
+    header, row = table(text, "## By source and system")
+    # Each case's own interval has seen its model, and holds eight of ten though the models have nothing in common.
+    assert dict(zip(header, row, strict=True))["other groups' interval holds"] == "0/10 (2 models held out)"
+
+
 def test_the_longest_sequence_is_told_in_steps() -> None:
     cases = [report(k, e) for k, e in ERRORS.items()]
-    text = validation_report(Validation(cases=cases), {}, [], command="", created="", version="")
+    text = validation_report(Validation(cases=cases), {}, {}, [], command="", created="", version="")
     (row,) = table(text, "## Longest sequence that fits")[1:]
     assert row == ["table", "memo", "gpt-7b", "448k", "320k", "+2"]
 
