@@ -17,8 +17,9 @@ from memo_sim.contract.longest import Bound, Longest, Tried
 from memo_sim.contract.progress import Progress
 from memo_sim.contract.units import MOST_TOKENS, format_seconds, format_tokens
 from memo_sim.planning.question import Question
+from memo_sim.planning.refusals import NothingDivides, tokens_that_divide
 from memo_sim.planning.search import SearchResult, search
-from memo_sim.planning.space import candidates, tokens_that_divide
+from memo_sim.planning.space import candidates
 from memo_sim.what_if import Answer, what_if
 
 CHECKED = 3
@@ -159,7 +160,8 @@ class _Scan:
         try:
             found = search(replace(self.question, seq_tokens=seq_tokens), enough_s=enough_s)
         except Infeasible as error:
-            return Tried(seq_tokens=seq_tokens, fits=False, bound="divisibility", reason=f"{error.what}: {error.got}")
+            why: Bound = "divisibility" if isinstance(error, NothingDivides) else "cannot be"
+            return Tried(seq_tokens=seq_tokens, fits=False, bound=why, reason=f"{error.what}: {error.got}")
         return self._judged(found, seq_tokens, enough_s)
 
     @staticmethod

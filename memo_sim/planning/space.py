@@ -10,12 +10,13 @@ from dataclasses import dataclass, replace
 import msgspec
 
 from memo_sim.contract.errors import Infeasible, UsageError
-from memo_sim.contract.plan import SWAP_GRANULE_TOKENS, Decisions, Kernels, Layout, Overlap
+from memo_sim.contract.plan import Decisions, Kernels, Layout, Overlap
 from memo_sim.contract.units import DTYPE_BYTES
 from memo_sim.planning.attention_kernels import attention_kernel, head_groups
 from memo_sim.planning.layouts import in_words, layouts
 from memo_sim.planning.presets import FULL_RECOMPUTE, KEEP, SELECTIVE_RECOMPUTE, TOKENWISE, Policy, find_system
 from memo_sim.planning.question import Question
+from memo_sim.planning.refusals import OF_THE_SEQUENCE, refusal
 from memo_sim.planning.rowwise_kernels import RowwiseChoice
 from memo_sim.planning.subsequences import PartPrices, hide, swap_fraction
 from memo_sim.program.metp_limits import check_metp
@@ -33,10 +34,6 @@ MLP_BLOCKS = 8
 """Row blocks of the MLP: so many that what is left of its wide tensors is less than what attention's backward needs."""
 LEAST_MLP_ROWS = 4096
 """Rows of the MLP's blocks at least: products of fewer run slower (the profiles' curves by rows)."""
-
-
-OF_THE_SEQUENCE = ("seq_tokens", "tokens of a rank")
-"""Where a refusal names the sequence's length."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +145,7 @@ def candidates(question: Question) -> tuple[list[Candidate], list[str]]:
     refused.sort(key=lambda reason: reason[0].where not in OF_THE_SEQUENCE)
     reasons = list(dict.fromkeys(text for _, text in refused))  # layouts that differ in ZeRO have the same words
     if not found:
-        raise _nothing_divides(question, reasons, [error for error, _ in refused])
+        raise refusal(question, refused)
     return found, reasons
 
 
@@ -164,42 +161,6 @@ def _whole_mlp(question: Question, layout: Layout) -> bool:
     """
     apart = layout.pp > 1 and layout.schedule == "zero-bubble"
     return apart or (layout.metp > 1 and question.pins.mlp_chunk_tokens is None)
-
-
-def tokens_that_divide(question: Question) -> int:
-    """Return tokens whose multiples every layout divides: a row block for each of as many ranks as there are, twice."""
-    return 2 * question.cluster.devices * SWAP_GRANULE_TOKENS
-
-
-def _nothing_divides(question: Question, reasons: list[str], errors: list[Infeasible]) -> Infeasible:
-    """Return the refusal of a question none of whose layouts can be lowered: one of ``errors`` where all are alike."""
-    asked, model = question.seq_tokens, question.model
-    if model.learned_positions and asked > model.max_positions:
-        return Infeasible(
-            "the sequence is longer than the model's position table",
-            where=model.name,
-            got=f"{asked} tokens",
-            wanted=f"at most {model.max_positions}",
-            hint=f"--seq-len {model.max_positions}, or a model without learned positions",
-        )
-    blamed = {error.where for error in errors}
-    if len({error.what for error in errors}) == 1 and not blamed.intersection(("global_batch", *OF_THE_SEQUENCE)):
-        return errors[0]
-    whole = tokens_that_divide(question)
-    near = max(whole, round(asked / whole) * whole)
-    hint = "the first reason says which number has to change"
-    if blamed == {"global_batch"}:
-        least = question.micro_batch * min(layout.dp for layout in layouts(question))
-        hint = f"--global-batch {least}, or another multiple of micro-batch x dp"
-    if blamed.intersection(OF_THE_SEQUENCE) and near != asked:
-        hint = f"--seq-len {near}, or another multiple of {whole} tokens, divides any way"
-    return Infeasible(
-        "no layout divides this model and sequence",
-        where=f"{question.cluster.name}, {asked} tokens, global batch {question.global_batch}",
-        got="; ".join(reasons[:4]) + (f"; and {len(reasons) - 4} more" if len(reasons) > 4 else ""),
-        wanted="degrees that divide heads (tp, ulysses, metp), tokens (cp, metp: 2 a rank), the global batch (dp)",
-        hint=hint,
-    )
 
 
 def with_alpha(base: Decisions, recompute: str, alpha: float) -> Decisions:

@@ -147,10 +147,11 @@ def _check_bidirectional(decisions: Decisions) -> None:
     ):
         if refused:
             raise Infeasible(
-                "has no lowering without a causal mask",
+                f"{where.rpartition('.')[2]} {got} has no lowering without a causal mask",
                 where=where,
                 got=f"{got} with a bidirectional model",
                 wanted="a ring of whole sequences, or one rank, and a flash kernel",
+                hint="a model with causal attention, or tp, cp (ring), Ulysses, METP, dp and pp of whole sequences",
             )
 
 
