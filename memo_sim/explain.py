@@ -10,7 +10,7 @@ from memo_sim.contract.plan import Decisions, Prediction
 from memo_sim.contract.units import counted, format_bytes, format_seconds, format_tokens
 from memo_sim.engine.simulate import ALLOCATOR, Simulation
 from memo_sim.explain_metp import metp
-from memo_sim.explain_subsequences import heuristic, subsequences
+from memo_sim.explain_subsequences import balance, heuristic, subsequences
 from memo_sim.planning.arena import Arena
 from memo_sim.planning.outcome import Evaluated, SearchResult
 from memo_sim.planning.presets import KEEP, PARTIAL_SWAP, TOKENWISE, Policy, find_system
@@ -42,6 +42,7 @@ def explain(
         *_pipeline(simulation),
         *subsequences(found, simulation),
         *metp(question, found, simulation),
+        *balance(question, found),
         *heuristic(question, found),
         *_sharding(simulation),
         *_ulysses(simulation),

@@ -18,8 +18,8 @@ from memo_sim.planning.outcome import Evaluated, SearchResult
 from memo_sim.planning.question import Question
 from memo_sim.planning.search import play
 from memo_sim.planning.space import candidates
-from memo_sim.planning.sppo import Choice, solve
-from memo_sim.planning.subsequences import most_held_bytes
+from memo_sim.planning.sppo import Choice, allowed
+from memo_sim.planning.subsequences import PartPrices, hidden_tokens, most_held_bytes, rounded
 from memo_sim.program.instruction import BufferClass
 from memo_sim.program.partition import partition, swapped_parts
 
@@ -39,6 +39,8 @@ def subsequences(found: SearchResult, simulation: Simulation) -> list[str]:
     if decisions.swapped_tokens:
         alphas = [some / part for some, part in zip(swapped, parts, strict=True)]
         text += f" offload {_each(parts, swapped)}: alpha {_range(f'{min(alphas):.2f}', f'{max(alphas):.2f}')}"
+        if (window := decisions.offload_window) > 1:
+            text += f", while the {window} next passes are computed"
     if carried := simulation.prediction.peak_by_class.get("carried", 0):
         size = format_bytes(carried)
         text += f"; keys and values stay, with the sums of their gradients {size} where memory is fullest"
@@ -50,20 +52,36 @@ def subsequences(found: SearchResult, simulation: Simulation) -> list[str]:
     ]
 
 
+def balance(question: Question, found: SearchResult) -> list[str]:
+    """Return how many tokens SPPO's balance (5.2) has of each part before they are rounded to blocks, and to which.
+
+    Nothing where it was not tried, or has all of every part.
+    """
+    best, aware = found.best, next((e.decisions for e in found.ranked if e.policy.hides), None)
+    if best is None or aware is None:
+        return []
+    like = aware if best.decisions.layout.subsequences == 1 else best.decisions
+    parts, granule = partition(like), like.swap_granule
+    exact = hidden_tokens(question, like, PartPrices(question.hardware, question.cluster))
+    if exact >= parts[0]:
+        return []
+    alpha = sum(min(exact, part) for part in parts) / sum(parts)
+    tried = rounded(exact, granule)
+    text = f"SPPO's balance (5.2): {exact:.0f} tokens leave while a part is computed, alpha {alpha:.2f}"
+    blocks = f"in blocks of {granule} that is {' or '.join(map(str, tried))}"
+    taken = f"; {max(swapped_parts(best.decisions))} is the faster" if best.policy.hides and len(tried) > 1 else ""
+    return [f"{text}; {blocks}{taken}."]
+
+
 def heuristic(question: Question, found: SearchResult) -> list[str]:
     """Return what SPPO's solver takes, by its formula and played, beside the best plan; nothing for other systems.
 
     The solver knows one sequence on all devices. What is pinned, it is held to.
     """
-    pins, best = question.pins, found.best
-    if question.system != SPPO or best is None or question.global_batch > 1 or (pins.dp or 1) > 1:
+    best = found.best
+    if question.system != SPPO or best is None:
         return []
-    numbers = [pins.subsequences] if isinstance(pins.subsequences, int) else None
-    try:
-        solved = solve(question, sps=None if pins.tp is None else [pins.tp], numbers=numbers)
-    except Infeasible:  # what is pinned divides nothing that the solver knows
-        return []
-    for choice in (c for c in solved if pins.pp in (None, c.pp)):
+    for choice in allowed(question):
         try:
             played = _play(question, found, choice)
         except (Infeasible, UsageError):  # the solver's next, where a pinned order of stages goes without this one
@@ -87,8 +105,8 @@ def heuristic(question: Question, found: SearchResult) -> list[str]:
 
 def _play(question: Question, found: SearchResult, choice: Choice) -> Prediction | None:
     """Return the outcome of the solver's choice with 5.2's offloading; None where a pinned policy excludes that."""
-    pins = replace(question.pins, tp=choice.sp, pp=choice.pp, subsequences=choice.subsequences, multiplexed=False)
-    asked = replace(question, pins=pins)
+    pins = replace(question.pins, tp=choice.sp, pp=choice.pp, subsequences=choice.subsequences)
+    asked = replace(question, pins=replace(pins, multiplexed=pins.multiplexed or False))
     offered = next((c.base for c in candidates(asked)[0] if c.policy.hides), None)
     if offered is None:
         return None

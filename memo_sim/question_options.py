@@ -117,8 +117,8 @@ KNOBS = (
     click.option(
         "--offload-window",
         type=click.IntRange(0, 64),
-        help="Passes during which a subsequence's swapped rows leave, in buffers of its own; 0: before the next layer's,"
-        " in two buffers. The system's own unless given.",
+        help="Passes during which a subsequence's swapped rows leave, in buffers of its own; 0: in two buffers"
+        " that layers take in turn. The system's own unless given.",
     ),
     click.option(
         "--multiplexed/--no-multiplexed",

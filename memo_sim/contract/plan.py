@@ -271,6 +271,8 @@ class PlanRow(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     step_s: Seconds | None
     alpha: Fraction
     layout: Layout
+    offload_window: int = 0
+    """Passes during which a subsequence's swapped rows leave; 0 where layers take turns in two buffers."""
     recompute: Recompute
     mlp_chunk_tokens: Tokens = 0
     memory_policy: MemoryPolicy

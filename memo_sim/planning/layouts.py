@@ -10,8 +10,10 @@ from memo_sim.contract.errors import UsageError
 from memo_sim.contract.plan import Layout, Schedule
 from memo_sim.planning.presets import find_system
 from memo_sim.planning.question import Question
+from memo_sim.planning.sppo import allowed
 from memo_sim.planning.subsequences import counts
 from memo_sim.program.metp_limits import METP_SCHEDULES
+from memo_sim.program.multiplex import MULTIPLEXED_SCHEDULES
 
 CHUNKS = (2, 4)
 """Chunks of layers a stage that the interleaved schedule is tried with."""
@@ -30,6 +32,7 @@ def layouts(question: Question) -> list[Layout]:
     _check_degrees(question)
     _check_schedule(question)
     found: list[Layout] = []
+    solved = _solved(question)
     for pp in _degrees(pins.pp, question.cluster.devices, "pp" in system.degrees):
         devices = question.cluster.devices // pp
         for tp, cp, ulysses, metp, dp in _divided(question, devices):
@@ -37,7 +40,7 @@ def layouts(question: Question) -> list[Layout]:
             found += [
                 replace(layout, multiplexed=shared)
                 for zero in _zeros(question, devices // tp, dp, most=1 if pp > 1 else 3)
-                for parts in _subsequences(question)
+                for parts in dict.fromkeys((*_subsequences(question), *solved.get((tp, pp), ())))
                 for schedule, chunks in _schedules(question, pp, metp)
                 for layout in (_layout(question, zero, parts, schedule, chunks, **degrees),)
                 for shared in _multiplexed(question, layout)
@@ -107,6 +110,13 @@ def _subsequences(question: Question) -> tuple[int, ...]:
             hint="--subsequences auto, or a number",
         )
     return (1,)
+
+
+def _solved(question: Question) -> dict[tuple[int, int], tuple[int, ...]]:
+    """Return the number of subsequences of SPPO's own choice (6.1), by its tp and pp, where numbers are searched."""
+    if not find_system(question.system).solver or isinstance(question.pins.subsequences, int):
+        return {}
+    return {(choice.sp, choice.pp): (choice.subsequences,) for choice in allowed(question)[:1]}
 
 
 def cuts_sequences(question: Question) -> bool:
@@ -184,13 +194,18 @@ def _schedules(question: Question, pp: int, metp: int) -> list[tuple[Schedule, i
 
 
 def _multiplexed(question: Question, layout: Layout) -> tuple[bool, ...]:
-    """Return whether to let idle stages play rows of others: both, where it is the system's own and can pay."""
-    pinned, cluster = question.pins.multiplexed, question.cluster
+    """Return whether to let idle stages play rows of others: both, where it is tried and can pay.
+
+    Tried it is where it is the system's own, and wherever numbers are searched that are no system's own.
+    """
+    pinned, cluster, system = question.pins.multiplexed, question.cluster, find_system(question.system)
     if pinned is not None:
         return (pinned,)
+    asked = question.pins.subsequences == "auto" and not system.subsequences
     inside = cluster.devices <= cluster.devices_per_node and 1 < layout.pp <= layout.subsequences
     one = question.global_batch in (None, question.micro_batch * layout.dp)
-    return (False, True) if find_system(question.system).multiplexed and inside and one else (False,)
+    plays = layout.schedule in MULTIPLEXED_SCHEDULES and question.memory_policy != "eager"
+    return (False, True) if (system.multiplexed or asked) and inside and one and plays else (False,)
 
 
 def _layout(

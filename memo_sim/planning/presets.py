@@ -84,6 +84,8 @@ PARTIAL_SWAP = Policy("none", None)
 SEQUENCE_AWARE = Policy("none", None, hides=True)
 """Of each subsequence as much is offloaded as hides under the next one's forward, and the rest kept."""
 TOKENWISE = Policy("tokenwise", None)
+LAGGING = 4
+"""Passes that copies may lag behind (SPPO, Figure 8's top): where one is too short for them."""
 EVERY_FULL = (FULL_RECOMPUTE, INPUTS_SWAPPED, MLP_IN_BLOCKS, INPUTS_SWAPPED_MLP_IN_BLOCKS)
 
 
@@ -117,8 +119,11 @@ class System:
     """Whether the logits of all tokens exist at once."""
     subsequences: bool = False
     """Whether the number of subsequences is searched; others have it where a question names it."""
-    offload_window: int = 0
-    """Passes during which a subsequence's swapped rows leave; 0: as MEMO's layers do (``Decisions.offload_window``)."""
+    offload_windows: tuple[int, ...] = (0,)
+    """Passes during which a subsequence's swapped rows leave (``Decisions.offload_window``), 0: as MEMO's layers do.
+    What hides under one pass has the first alone, everything else is tried with each."""
+    solver: bool = False
+    """Whether SPPO's solver (6.1) adds a number of subsequences to those that are searched."""
     multiplexed: bool = False
     """Whether idle stages are tried as guests of the others (SPPO 6.2), inside a node."""
     tp_inside_node: bool = False
@@ -245,7 +250,8 @@ SYSTEMS = {
             (SEQUENCE_AWARE, FULL_SWAP),
             degrees=("tp", "pp"),
             subsequences=True,
-            offload_window=1,
+            offload_windows=(1, LAGGING),
+            solver=True,
             multiplexed=True,
             tp_inside_node=True,
         ),

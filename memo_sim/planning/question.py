@@ -44,9 +44,12 @@ class Pins:
     subsequences: int | Literal["auto"] | None = None
     """Parts of a sequence; ``auto``: searched, as a system does whose own knob it is."""
     partition: Partition = "flops"
+    offload_window: int | None = None
+    """Passes during which a subsequence's swapped rows leave; None: the system's own are tried."""
     multiplexed: bool | None = None
-    """Whether idle stages play rows of the fill and the drain (SPPO 6.2); None: tried where it is the system's own and
-    all stages lie in one node. What guests take travels every step: over a network more subsequences do better."""
+    """Whether idle stages play rows of the fill and the drain (SPPO 6.2); None: tried where it is the system's own, or
+    numbers are searched that are no system's own, and all stages lie in one node. What guests take travels every step:
+    over a network more subsequences do better."""
     dp: int | None = None
     zero: int | None = None
     alpha: float | None = None

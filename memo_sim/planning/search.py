@@ -7,7 +7,8 @@ evaluating everything would give. Where the Pareto front is asked for, a candida
 played is as fast as its floor and needs as little of either memory.
 
 A partial swap is pruned too where everything can be kept: that copies less. So is full recompute with swapped inputs
-where they can be kept: it computes the same. A front keeps both: they need less device memory.
+where they can be kept: it computes the same. A front keeps both: they need less device memory. A window that lets
+copies lag is pruned where everything can be kept, and where in the narrow one a full swap is as fast as what hides.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from heapq import heappop, heappush
 import msgspec
 
 from memo_sim.contract.errors import Infeasible
-from memo_sim.contract.plan import Decisions, Prediction
+from memo_sim.contract.plan import Decisions, Layout, Prediction
 from memo_sim.contract.progress import Progress
 from memo_sim.engine.simulate import Simulation, simulate
 from memo_sim.planning.alpha import LinearProgram, linear_program
@@ -142,9 +143,12 @@ class _Search:
         self.places: dict[Decisions, int] = {}
         """Where in ``ranked`` a plan stands, as long as they come in."""
         self.bases: set[Decisions] = set()
+        self.hiding: dict[Layout, Decisions] = {}
+        """Of each layout what hides under the next subsequence (SPPO 5.2), where that is tried."""
 
     def run(self, found: list[Candidate], refused: list[str], progress: Progress | None) -> SearchResult:
         self.bases = {candidate.base for candidate in found}
+        self.hiding = {c.base.layout: c.base for c in reversed(found) if c.policy.hides}
         waiting: list[tuple[tuple[bool, bool, float], int, _Bounded]] = []
         for number, candidate in enumerate(found):
             one = self._roughly(candidate)
@@ -275,6 +279,8 @@ class _Search:
             kept = swap_each(base, 0)
             if (policy.alpha is None or kept in self.bases) and self.predict(kept).status == "ok":
                 return None
+        if candidate.narrow is not None and not self.front and self._nothing_lags(base, candidate.narrow):
+            return None
         if policy.alpha is not None:
             return Evaluated(policy, base, self.predict(base))
         floors = self.floors if self.prune else None
@@ -295,6 +301,17 @@ class _Search:
         # Swapping every token recomputes none: that is the full swap, a candidate of its own.
         full_swap = best.decisions.alpha == 1 and any(p == FULL_SWAP for p in policies(self.question))
         return None if full_swap else Evaluated(policy, best.decisions, best.prediction, program)
+
+    def _nothing_lags(self, base: Decisions, narrow: Decisions) -> bool:
+        """Return whether a wider window has nothing to win: no copies are needed, or none are late in the narrow one."""
+        kept = swap_each(base, 0)
+        if kept in self.bases and self.predict(kept).status == "ok":
+            return True
+        hiding = self.hiding.get(base.layout)
+        if hiding is None:
+            return False
+        narrow_s, hides_s = self.predict(narrow).step_s, self.predict(hiding).step_s
+        return narrow_s is not None and hides_s is not None and ranked_s(narrow_s) <= ranked_s(hides_s)
 
     def _first_played(self, base: Decisions, most: Decisions) -> tuple[Decisions, ...]:
         """Return the plans to begin with, the second where the first does not fit: that which swaps the most first.

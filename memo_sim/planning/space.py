@@ -14,11 +14,20 @@ from memo_sim.contract.plan import Decisions, Kernels, Layout, Overlap
 from memo_sim.contract.units import DTYPE_BYTES
 from memo_sim.planning.attention_kernels import attention_kernel, head_groups
 from memo_sim.planning.layouts import in_words, layouts
-from memo_sim.planning.presets import FULL_RECOMPUTE, KEEP, SELECTIVE_RECOMPUTE, TOKENWISE, Policy, find_system
+from memo_sim.planning.presets import (
+    FULL_RECOMPUTE,
+    KEEP,
+    LAGGING,
+    PARTIAL_SWAP,
+    SELECTIVE_RECOMPUTE,
+    TOKENWISE,
+    Policy,
+    find_system,
+)
 from memo_sim.planning.question import Question
 from memo_sim.planning.refusals import OF_THE_SEQUENCE, refusal
 from memo_sim.planning.rowwise_kernels import RowwiseChoice
-from memo_sim.planning.subsequences import PartPrices, hide, swap_fraction
+from memo_sim.planning.subsequences import PartPrices, hide, swap_each, swap_fraction
 from memo_sim.program.metp_limits import check_metp
 from memo_sim.program.partition import partition
 from memo_sim.program.ranks import ENDS, degree
@@ -38,10 +47,15 @@ LEAST_MLP_ROWS = 4096
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One layout with one policy; ``base`` has no swapped tokens yet when the policy leaves alpha open."""
+    """One layout with one policy; ``base`` has no swapped tokens yet when the policy leaves alpha open.
+
+    Where it has an offload window it has a row block of every part, for without any there is no window.
+    """
 
     base: Decisions
     policy: Policy
+    narrow: Decisions | None = None
+    """The same in the first window that is tried, where this one's copies may lag longer."""
 
 
 def policies(question: Question) -> tuple[Policy, ...]:
@@ -94,6 +108,8 @@ def candidates(question: Question) -> tuple[list[Candidate], list[str]]:
     prices = PartPrices(question.hardware, question.cluster)
     found: list[Candidate] = []
     refused: list[tuple[Infeasible, str]] = []
+    unswapped: list[tuple[Infeasible, str]] = []
+    """Plans that a pinned window is not for, which is to blame where there are no others."""
     for layout in layouts(question):
         base = Decisions(
             model=question.model,
@@ -134,19 +150,54 @@ def candidates(question: Question) -> tuple[list[Candidate], list[str]]:
             except Infeasible as error:
                 refused.append((error, f"{in_words(layout)}: {error.what}"))
                 continue
-            if policy.hides:
-                cut = hide(question, cut, prices)
-            if layout.subsequences > 1 and cut.swapped_tokens:
-                cut = msgspec.structs.replace(cut, offload_window=system.offload_window)
-            if policy.alpha is not None and any(other.policy.hides and other.base == cut for other in found):
-                continue  # where everything hides, a full swap is no other plan
-            found.append(Candidate(cut, replace(policy, alpha=cut.alpha) if policy.hides else policy))
+            try:
+                offered = _offloaded(question, cut, policy, prices)
+            except Infeasible as error:
+                unswapped.append((error, f"{in_words(layout)}: {error.what}"))
+                continue
+            # Where everything hides, a full swap is no other plan, in whatever window.
+            if cut.alpha == 1 and any(other.policy.hides and _same(other.base, cut) for other in found):
+                continue
+            for one in offered:
+                narrow = offered[0] if not policy.hides and one != offered[0] else None
+                found.append(Candidate(one, replace(policy, alpha=one.alpha) if policy.hides else policy, narrow))
+    refused += [] if found else unswapped
     # What the sequence is to blame for comes first: other degrees may help everything else.
     refused.sort(key=lambda reason: reason[0].where not in OF_THE_SEQUENCE)
     reasons = list(dict.fromkeys(text for _, text in refused))  # layouts that differ in ZeRO have the same words
     if not found:
         raise refusal(question, refused)
     return found, reasons
+
+
+def _offloaded(question: Question, decisions: Decisions, policy: Policy, prices: PartPrices) -> list[Decisions]:
+    """Return the ways to swap what a policy swaps: as much as hides (SPPO 5.2), or that in every window to try.
+
+    Raises:
+        Infeasible: when a window is pinned for a plan that swaps nothing, or a sequence that is not cut.
+    """
+    pinned, own = question.pins.offload_window, find_system(question.system).offload_windows
+    swapped = [decisions]
+    if policy.hides:
+        swapped, own = list(hide(question, decisions, prices)), own[:1]
+    elif question.pins.subsequences == "auto" and policy.recompute == "none":
+        own = tuple(dict.fromkeys((*own, 1, LAGGING)))
+    made = []
+    for one in swapped:
+        parts = one.layout.subsequences
+        # Where alpha is open a block of every part stands for what it will swap.
+        least = swap_each(one, one.swap_granule) if policy == PARTIAL_SWAP and parts > 1 else one
+        swaps = parts > 1 and (least.swapped_tokens > 0 or least.recompute == "tokenwise")
+        windows = [window for window in own if window < parts] if swaps else [0]
+        for window in windows if pinned is None else [pinned]:
+            made.append(msgspec.structs.replace(least if window else one, offload_window=window))
+            shape_of(made[-1])
+    return made
+
+
+def _same(first: Decisions, second: Decisions) -> bool:
+    """Return whether two plans are one but for their windows."""
+    return first == msgspec.structs.replace(second, offload_window=first.offload_window)
 
 
 def _overlap(question: Question, layout: Layout) -> Overlap:

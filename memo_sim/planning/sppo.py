@@ -83,6 +83,22 @@ def solve(
     return sorted(found, key=lambda choice: choice.step_s)
 
 
+def allowed(question: Question) -> list[Choice]:
+    """Return the choices that a question's pins allow, the fastest by the formula first.
+
+    None where the solver cannot answer: for several sequences, or where what is pinned divides nothing that it knows.
+    """
+    pins = question.pins
+    if question.global_batch > 1 or (pins.dp or 1) > 1:
+        return []
+    numbers = [pins.subsequences] if isinstance(pins.subsequences, int) else None
+    try:
+        solved = solve(question, sps=None if pins.tp is None else [pins.tp], numbers=numbers)
+    except Infeasible:
+        return []
+    return [choice for choice in solved if pins.pp in (None, choice.pp)]
+
+
 def _choice(question: Question, prices: PartPrices, sp: int, pp: int, number: int) -> Choice:
     cut = question.pins.partition
     layout = Layout(tp=sp, sequence_parallel=sp > 1, pp=pp, subsequences=number, partition=cut)

@@ -36,6 +36,8 @@ from memo_sim.program.work import Attention
 MOST_PART_TOKENS = 16 * 1024
 ROUNDING = 1e-6
 """Tokens that a fraction of them may be off by."""
+LEFT_OUT = 0.05
+"""Part of what hides that may be lost by rounding down."""
 OCTAVES = 3
 """From 16K to 2K tokens a subsequence."""
 AN_OCTAVE = 4
@@ -144,8 +146,32 @@ def most_held_bytes(decisions: Decisions) -> float:
     return max(held_bytes([token_bytes * part for part in parts], alphas))
 
 
-def hide(question: Question, decisions: Decisions, prices: PartPrices) -> Decisions:
+def hide(question: Question, decisions: Decisions, prices: PartPrices) -> tuple[Decisions, ...]:
     """Return ``decisions`` with of each subsequence as much swapped as hides under the next one's forward (SPPO 5.2).
+
+    First rounded down to whole row blocks. Where much is lost by that, it is rounded up as well: that hides not quite,
+    and may cut fewer parts in two; which is faster only playing tells. All of every part is a full swap, and not what
+    this is rounded up to.
+
+    Raises:
+        Infeasible: as ``PartPrices.parts``.
+    """
+    granule, exact = decisions.swap_granule, hidden_tokens(question, decisions, prices)
+    tried = [swap_each(decisions, tokens) for tokens in rounded(exact, granule)]
+    return (tried[0], *(up for up in tried[1:] if up.alpha < 1))
+
+
+def rounded(tokens: float, granule: int) -> tuple[int, ...]:
+    """Return whole granules next to ``tokens``: those below, and those above where that leaves much of them out.
+
+    Of 1729 tokens in granules of 1024 these are 1024 and 2048; of 40,033 they are 39,936 alone.
+    """
+    down = int(tokens / granule) * granule
+    return (down, down + granule) if tokens - down > LEFT_OUT * tokens else (down,)
+
+
+def hidden_tokens(question: Question, decisions: Decisions, prices: PartPrices) -> float:
+    """Return the tokens of a part whose offload takes as long as a part's forward, before they are rounded.
 
     Raises:
         Infeasible: as ``PartPrices.parts``.
@@ -153,9 +179,7 @@ def hide(question: Question, decisions: Decisions, prices: PartPrices) -> Decisi
     parts = prices.parts(decisions)
     token_bytes = offloaded_bytes(decisions)
     bandwidth = offload_bandwidth(question, decisions, int(token_bytes * decisions.local_tokens / len(parts)))
-    mean_s = sum(part.forward_s for part in parts) / len(parts)
-    tokens = hidden_tokens(decisions, forward_s=mean_s, bandwidth_bytes_per_s=bandwidth, token_bytes=token_bytes)
-    return swap_each(decisions, tokens)
+    return bandwidth * sum(part.forward_s for part in parts) / len(parts) / token_bytes
 
 
 def offloaded_bytes(decisions: Decisions) -> float:
@@ -167,14 +191,11 @@ def offloaded_bytes(decisions: Decisions) -> float:
     return sum(tensor.bytes for tensor in skeletal_tensors(decisions.model, first, decisions.dtype)) / first.tokens
 
 
-def hidden_tokens(decisions: Decisions, *, forward_s: float, bandwidth_bytes_per_s: float, token_bytes: float) -> int:
-    """Return the tokens of a part whose offload hides under ``forward_s``, rounded down to whole row blocks."""
-    granule = decisions.swap_granule
-    return int(bandwidth_bytes_per_s * forward_s / token_bytes) // granule * granule
-
-
 def swap_each(decisions: Decisions, tokens: int) -> Decisions:
-    """Return ``decisions`` with so many tokens of every subsequence swapped, or all of a part that has fewer."""
+    """Return ``decisions`` with so many tokens of every subsequence swapped, or all of a part that has fewer.
+
+    A window of theirs stays where anything is swapped: token-wise layer inputs always are.
+    """
     parts = partition(decisions)
     each = tuple(min(tokens, part) for part in parts)
     some = len(parts) > 1 and 0 < sum(each) < sum(parts)
@@ -182,7 +203,7 @@ def swap_each(decisions: Decisions, tokens: int) -> Decisions:
         decisions,
         swapped_tokens=sum(each),
         subsequence_swapped_tokens=each if some else (),
-        offload_window=decisions.offload_window if sum(each) else 0,
+        offload_window=decisions.offload_window if sum(each) or decisions.recompute == "tokenwise" else 0,
     )
 
 

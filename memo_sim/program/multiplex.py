@@ -21,9 +21,12 @@ from itertools import accumulate
 from math import sqrt
 
 from memo_sim.contract.errors import Infeasible
-from memo_sim.contract.plan import Decisions
+from memo_sim.contract.plan import Decisions, Schedule
 from memo_sim.program.partition import earlier_tokens, partition
 from memo_sim.program.shape import Shape
+
+MULTIPLEXED_SCHEDULES: tuple[Schedule, ...] = ("gpipe", "1f1b")
+"""The orders of passes whose bubble nothing else fills."""
 
 
 class Phase(StrEnum):
@@ -106,7 +109,7 @@ def check(decisions: Decisions) -> None:
         ),
         (batches == 1, "one micro-batch alone can be multiplexed", "global_batch", f"{batches} of them", "one"),
         (
-            layout.schedule in ("gpipe", "1f1b"),
+            layout.schedule in MULTIPLEXED_SCHEDULES,
             "chunks and weight gradients apart fill the bubble that would be multiplexed",
             "layout.schedule",
             layout.schedule,

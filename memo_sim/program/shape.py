@@ -165,6 +165,7 @@ def _check_subsequences(decisions: Decisions) -> None:
             where="decisions.offload_window",
             got=f"{decisions.offload_window} with {count} subsequences, {decisions.swapped_tokens} tokens swapped",
             wanted=0,
+            hint="--subsequences 8 and an --alpha above 0, or leave --offload-window out",
         )
     if count == 1:
         return

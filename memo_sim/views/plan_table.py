@@ -79,7 +79,7 @@ def ranked_table(plans: Sequence[PlanRow], *, top: int | None = None) -> str:
                 f"{rank}{'*' if plan.outside_calibration else ' '}",
                 plan.system or None,
                 layout_label(plan.layout),
-                f"{plan.alpha:.3f}",
+                f"{plan.alpha:.3f}{f' w{plan.offload_window}' if plan.offload_window else ''}",
                 _recompute(plan),
                 None if plan.step_s is None else format_seconds(plan.step_s, digits),
                 None if plan.mfu is None else f"{100 * plan.mfu:.2f}",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 import msgspec
@@ -19,6 +20,7 @@ from memo_sim.planning.presets import SYSTEMS
 from memo_sim.planning.question import Pins, Question, with_memory
 from memo_sim.planning.search import search
 from memo_sim.planning.space import candidates, layouts, with_alpha
+from memo_sim.planning.sppo import solve
 from memo_sim.planning.subsequences import PartPrices, counts, offloaded_bytes
 from memo_sim.program.partition import partition, swapped_parts
 
@@ -93,12 +95,65 @@ def test_an_alpha_that_is_pinned_leaves_a_systems_own_mode() -> None:
     assert {c.base.recompute for c in rebuilt} == {"tokenwise"}
 
 
+def test_a_window_can_be_pinned_and_wants_something_to_swap() -> None:
+    cut = {"tp": 2, "pp": 2, "subsequences": 8}
+    for system, window in (("sppo", 3), ("sppo", 0), ("any", 2)):
+        found, _ = candidates(asked(system, offload_window=window, **cut))  # type: ignore[arg-type]
+        assert {c.base.offload_window for c in found} == {window}
+        assert any(c.policy.label == "full swap" for c in found)
+        assert window == 0 or all(c.base.swapped_tokens or c.base.recompute == "tokenwise" for c in found)
+    for pins in ({**cut, "alpha": 0.0, "recompute": "none"}, {"tp": 2, "pp": 2, "alpha": 1.0}):
+        with pytest.raises(Infeasible) as error:
+            candidates(asked("any", offload_window=2, **pins))  # type: ignore[arg-type]
+        assert error.value.where == "decisions.offload_window"
+
+
+@pytest.mark.parametrize("alpha", [None, 0.5])
+def test_a_pinned_window_is_that_of_every_plan_found(alpha: float | None) -> None:
+    """Token-wise and partly swapped alike, at whatever alpha the search takes."""
+    pins = {"tp": 2, "pp": 2, "subsequences": 8, "offload_window": 2, "alpha": alpha}
+    found = search(asked("any", device_gib=16, **pins), prune=False)  # type: ignore[arg-type]
+    swapped = [e.decisions for e in found.ranked if e.prediction.status == "ok"]
+    assert swapped
+    assert {d.offload_window for d in swapped} == {2}
+
+
+def test_numbers_that_are_searched_bring_windows_and_guests_along() -> None:
+    """What wins when it is named wins when it is left open: sequences inside a node, shared by idle stages."""
+    windows = {
+        (c.policy.label, c.base.offload_window) for c in candidates(asked("any", tp=2, pp=2, subsequences="auto"))[0]
+    }
+    assert {("full swap", w) for w in (0, 1, 4)} <= windows
+    assert {("partial swap", w) for w in (0, 1, 4)} <= windows
+    assert {w for label, w in windows if label in ("keep", "token-wise")} == {0}
+    inside = replace(asked("any", tp=2, pp=4, subsequences="auto"), cluster=load_cluster("a100-1x8")[0])
+    assert {(n.subsequences, n.multiplexed) for n in layouts(inside)} >= {(4, False), (4, True)}
+    for others in ("terapipe", "megatron-lm"):
+        asked_for = asked(others, tp=2, pp=4, subsequences="auto")
+        assert not any(n.multiplexed for n in layouts(replace(asked_for, cluster=inside.cluster)))
+
+
+def test_the_solvers_own_number_is_searched() -> None:
+    question = asked(tp=2, seq_tokens=160 * K)
+    choice = solve(question, sps=[2])[0]
+    assert choice.subsequences not in counts(160 * K, 1)
+    tried = {layout.subsequences for layout in layouts(question) if layout.pp == choice.pp}
+    assert tried == {*counts(160 * K, 1), choice.subsequences}
+    # Nobody else has that solver, and who names a number gets that one.
+    for other in (replace(question, system="seq1f1b"), asked(tp=2, pp=2, subsequences=5)):
+        assert choice.subsequences not in {layout.subsequences for layout in layouts(other)}
+
+
 def test_where_everything_hides_a_full_swap_is_not_played_twice() -> None:
     asked_for = {"tp": 2, "pp": 2, "subsequences": 4}
     (only,), _ = candidates(asked(seq_tokens=512 * K, **asked_for))  # type: ignore[arg-type]
     assert only.policy.hides
     assert only.base.alpha == 1
-    assert len(candidates(asked(seq_tokens=8 * K, **asked_for))[0]) == 2  # type: ignore[arg-type]
+    short = candidates(asked(seq_tokens=8 * K, tp=2, pp=2, subsequences=8))[0]
+    alphas = [c.base.alpha for c in short if c.policy.hides]
+    assert len(alphas) == 2
+    assert alphas[0] < alphas[1] < 1
+    assert [c.base.offload_window for c in short if not c.policy.hides] == [1, 4]
 
 
 @pytest.mark.parametrize(

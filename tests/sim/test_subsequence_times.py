@@ -18,7 +18,7 @@ from memo_sim.engine.simulate import Simulation, simulate
 from memo_sim.planning.bandwidth import offload_bandwidth
 from memo_sim.planning.question import Pins, Question
 from memo_sim.planning.sppo import Choice, solve
-from memo_sim.planning.subsequences import PartPrices, counts, held_bytes, hidden_tokens, swap_each
+from memo_sim.planning.subsequences import PartPrices, counts, held_bytes, hidden_tokens, hide, rounded, swap_each
 from memo_sim.program.partition import balanced, partition, swapped_parts
 
 K = 1024
@@ -74,9 +74,20 @@ def test_every_part_swaps_as_many_tokens_until_it_has_no_more() -> None:
     assert swap_each(base, 512 * K) == msgspec.structs.replace(base, swapped_tokens=512 * K)
 
 
-def test_what_hides_under_a_part_ends_on_a_row_block() -> None:
-    rate = {"forward_s": 1.0, "bandwidth_bytes_per_s": 5000.0 * 100, "token_bytes": 100.0}
-    assert hidden_tokens(on_a_node(8), **rate) == 4 * K
+def test_what_hides_under_a_part_ends_on_the_row_block_below_or_above() -> None:
+    """Neither is right for all: below leaves less than could leave, above waits a little and may cut no part in two."""
+    question = asked("gpt-13b", 8, 64 * K)
+    layout = Layout(tp=8, sequence_parallel=True, pp=8, subsequences=32)
+    base = Decisions(model=question.model, layout=layout, seq_tokens=64 * K)
+    prices = PartPrices(question.hardware, question.cluster)
+    assert K < hidden_tokens(question, base, prices) < 2 * K
+    down, up = hide(question, base, prices)
+    assert (max(swapped_parts(down)), max(swapped_parts(up))) == (K, 2 * K)
+    # Of many blocks one more or less is nothing to try.
+    assert rounded(40033.7, K) == (39 * K,)
+    longer = asked("gpt-7b", 4, 512 * K)
+    (some,) = hide(longer, on_a_node(32), PartPrices(longer.hardware, longer.cluster))
+    assert 0 < some.alpha < 1
 
 
 def test_one_part_is_a_layer_and_many_are_slower() -> None:
