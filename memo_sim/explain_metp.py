@@ -3,7 +3,8 @@
 A rival has as many ranks, stages and replicas, what the question pins, and every way with activations and ZeRO that
 there is (of a system other than ``any`` and ``metp`` its own). METP computes in p^3 tiles (p parts of the heads, p
 steps of a ring, p ranks): of short sequences each is too small to fill a device, and its messages too small to hide.
-What it never keeps it builds again. What it saves is device memory.
+What it never keeps it builds again. What it saves is device memory: of plans that are as good as equally fast the
+search takes the one with less host memory, so the one with the least device memory is told beside it, the rivals' too.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from memo_sim.contest import TIED
 from memo_sim.contract.errors import Infeasible
 from memo_sim.contract.plan import Layout
 from memo_sim.contract.units import counted, format_bytes, format_seconds, format_tokens
@@ -36,41 +38,43 @@ def metp(question: Question, found: SearchResult, simulation: Simulation) -> lis
     """Return how METP's best plan stands to its rivals, and why; nothing where the question is not about METP."""
     pinned = question.pins.metp
     about_it = pinned > 1 if pinned is not None else "metp" in find_system(question.system).degrees
-    mine = next((e for e in found.ranked if e.decisions.layout.metp > 1 and e.prediction.status == "ok"), None)
-    if not about_it or mine is None:
+    ours = [e for e in found.ranked if e.decisions.layout.metp > 1 and e.prediction.status == "ok"]
+    if not about_it or not ours:
         return []
+    mine = ours[0]
     layout = mine.decisions.layout
     asked_of = find_system(AT_THEIR_BEST if question.system in ("any", "metp") else question.system)
     has = (*asked_of.degrees, *asked_of.pinnable)
     theirs = replace(question, system=asked_of.name)
     rivals = {name: rival(theirs, layout, degree) for degree, name in RIVALS.items() if degree in has}
-    lines = [_beside(mine, rivals)]
-    fitting = {name: e for name, e in rivals.items() if e is not None and e.prediction.status == "ok"}
+    lines = [_beside(ours, rivals)]
+    fitting = {name: ranked[0] for name, ranked in rivals.items() if ranked and ranked[0].prediction.status == "ok"}
     if fitting:
         name = min(fitting, key=lambda each: fitting[each].rank_key)
-        ours = simulation if mine is found.best else play(question, mine.decisions)
-        lines.append(_why(f"{name} {layout.metp}", ours, play(question, fitting[name].decisions)))
+        own = simulation if mine is found.best else play(question, mine.decisions)
+        lines.append(_why(f"{name} {layout.metp}", own, play(question, fitting[name].decisions)))
     return lines
 
 
-def rival(question: Question, layout: Layout, degree: str) -> Evaluated | None:
-    """Return the best plan of METP's ranks divided by ``degree`` alone; None where that does not divide the model."""
+def rival(question: Question, layout: Layout, degree: str) -> list[Evaluated]:
+    """Return plans of METP's ranks divided by ``degree`` alone, the best first; none where that divides no model."""
     degrees: dict[str, Any] = dict.fromkeys((*RIVALS, "metp"), 1) | {degree: layout.metp}
     pins = replace(question.pins, **degrees, pp=layout.pp, dp=layout.dp, overlap_exchanges=None, keep_norms=False)
     try:
-        return search(replace(question, pins=pins)).ranked[0]
+        return search(replace(question, pins=pins)).ranked
     except Infeasible:
-        return None
+        return []
 
 
-def _beside(mine: Evaluated, rivals: dict[str, Evaluated | None]) -> str:
+def _beside(ours: list[Evaluated], rivals: dict[str, list[Evaluated]]) -> str:
     """Return METP's step and device memory beside every rival's."""
+    mine = ours[0]
     ranks, step_s = mine.decisions.layout.metp, mine.prediction.step_s or 0.0
-    others = [e.prediction.step_s for e in rivals.values() if e is not None and e.prediction.step_s is not None]
+    others = [e[0].prediction.step_s for e in rivals.values() if e and e[0].prediction.step_s is not None]
     faster = sum(step_s < other_s for other_s in others)
     verdict = "wins" if faster == len(others) else f"wins against {faster} of {len(others)}" if faster else "loses"
-    told = "; ".join(f"{name} {ranks} {_outcome(mine, other)}" for name, other in rivals.items())
-    return f"METP {ranks} {verdict}, {_cost(mine)}: {told}."
+    told = "; ".join(f"{name} {ranks} {_outcome(mine, ranked)}" for name, ranked in rivals.items())
+    return f"METP {ranks} {verdict}, {_cost(mine)}{_least(ours)}: {told}."
 
 
 def _cost(one: Evaluated) -> str:
@@ -78,14 +82,29 @@ def _cost(one: Evaluated) -> str:
     return f"{format_seconds(prediction.step_s or 0.0)} and {format_bytes(prediction.peak_device_bytes)} of a device"
 
 
-def _outcome(mine: Evaluated, other: Evaluated | None) -> str:
+def _least(ranked: list[Evaluated]) -> str:
+    """Return the least device memory of plans as good as equally fast as the first, where that needs more itself."""
+    best = ranked[0].prediction
+    limit_s = (best.step_s or 0.0) * (1 + TIED)
+    tied = (e for e in ranked if e.prediction.step_s is not None and e.prediction.step_s <= limit_s)
+    least = min(tied, key=lambda e: (e.prediction.peak_device_bytes, e.rank_key))
+    if least.prediction.peak_device_bytes >= best.peak_device_bytes:
+        return ""
+    needs, zero = format_bytes(least.prediction.peak_device_bytes), least.decisions.layout.zero
+    states = f" and ZeRO {zero}" if zero != ranked[0].decisions.layout.zero else ""
+    return f" (as little as {needs} with {least.policy.label}{states}, within {TIED:.1%} of that time)"
+
+
+def _outcome(mine: Evaluated, ranked: list[Evaluated]) -> str:
     """Return what a rival makes of the question."""
-    if other is None:
+    if not ranked:
         return "does not divide this model or sequence"
+    other = ranked[0]
     if other.prediction.step_s is None or mine.prediction.step_s is None:
         return f"does not fit, short of {format_bytes(other.prediction.shortfall_bytes)}"
     slower = other.prediction.step_s / mine.prediction.step_s - 1
-    return f"{_cost(other)}, {abs(slower):.1%} {'slower' if slower > 0 else 'faster'} with {other.policy.label}"
+    said = f"{abs(slower):.1%} {'slower' if slower > 0 else 'faster'} with {other.policy.label}"
+    return f"{_cost(other)}, {said}{_least(ranked)}"
 
 
 def _why(name: str, ours: Simulation, theirs: Simulation) -> str:

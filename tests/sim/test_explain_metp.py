@@ -8,7 +8,8 @@ import pytest
 from msgspec import structs
 
 from memo_sim.contract.catalog import load_cluster, load_model
-from memo_sim.explain_metp import RIVALS, _seconds, metp, rival
+from memo_sim.contract.units import format_bytes
+from memo_sim.explain_metp import RIVALS, _beside, _seconds, metp, rival
 from memo_sim.planning.question import Pins, Question, with_memory
 from memo_sim.planning.search import play, search
 
@@ -44,14 +45,31 @@ def test_where_memory_is_short_it_is_left_alone() -> None:
     assert beside.count("does not fit, short of ") == len(RIVALS)
 
 
+def test_what_it_can_do_with_less_device_memory_is_told_beside_the_best() -> None:
+    """Keep and full swap are equally fast: the search takes the one that needs no host memory."""
+    question = ask(65536, metp=4, zero=1, alpha=None)
+    question = replace(question, model=structs.replace(question.model, layers=4))
+    ranked = search(question, keep=2).ranked
+    keep, swap = (next(e for e in ranked if e.policy.label == label) for label in ("keep", "full swap"))
+    assert ranked[0] is keep
+    assert keep.prediction.step_s is not None
+    assert keep.prediction.step_s <= (swap.prediction.step_s or 0.0) <= 1.005 * keep.prediction.step_s
+    least = swap.prediction.peak_device_bytes
+    assert least < keep.prediction.peak_device_bytes
+    beside = _beside(ranked, {"tp": []})
+    assert f"(as little as {format_bytes(least)} with full swap, within 0.5% of that time): tp 4 " in beside
+
+
+def test_a_plan_that_needs_least_itself_is_told_alone() -> None:
+    assert "as little as" not in said(ask(8192, metp=4, zero=1))[0]
+
+
 def test_rivals_have_the_same_ranks_and_the_same_choices() -> None:
     question = ask(8192, metp=2, dp=2)
     question = replace(question, global_batch=2)
     layout = search(question).ranked[0].decisions.layout
     for degree in RIVALS:
-        other = rival(question, layout, degree)
-        assert other is not None
-        theirs = other.decisions
+        theirs = rival(question, layout, degree)[0].decisions
         assert (getattr(theirs.layout, degree), theirs.layout.dp, theirs.layout.metp) == (2, 2, 1)
         assert (theirs.recompute, theirs.swapped_tokens) == ("none", 0)
 
