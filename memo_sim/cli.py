@@ -73,7 +73,7 @@ def cli() -> None:
     type=click.Path(),
     help="Write the best plan, its trace and placement beside it.",
 )
-@click.option("--plot", type=click.Path(), help="Draw the best plan's timeline (.png or .svg).")
+@click.option("--plot", type=click.Path(), help="Draw the best plan's timeline (.png, .svg, .pdf).")
 @click.option("--trace", "trace_path", type=click.Path(), help="Write its timeline for ui.perfetto.dev.")
 @click.option("--json", "as_json", is_flag=True, help="Print one memo.result/1 document.")
 def what_if_command(**options: Any) -> None:
@@ -112,7 +112,7 @@ def what_if_command(**options: Any) -> None:
 @click.option("--one-more-gib", is_flag=True, help="Say how much longer a GiB more makes it (asks again, twice).")
 @question_options
 @click.option("-o", "--output", type=click.Path(), help="Write the plan, its trace and placement beside it.")
-@click.option("--plot", type=click.Path(), help="Draw its timeline (.png or .svg).")
+@click.option("--plot", type=click.Path(), help="Draw its timeline (.png, .svg, .pdf).")
 @click.option("--trace", "trace_path", type=click.Path(), help="Write its timeline for ui.perfetto.dev.")
 @click.option("--json", "as_json", is_flag=True, help="Print one memo.longest/1 document.")
 def longest_command(*, step: str, max_step_s: float | None, one_more_gib: bool, **options: Any) -> None:
@@ -321,7 +321,8 @@ def schema_command(name: str) -> None:
     from memo_sim.cases import row_schema
     from memo_sim.contract.schemas import json_schema
 
-    click.echo(json.dumps(row_schema() if name == "cases" else json_schema(name), indent=2, sort_keys=True))
+    schema = row_schema() if name == "cases" else json_schema(name, others=("cases",))
+    click.echo(json.dumps(schema, indent=2, sort_keys=True))
 
 
 @cli.command("plan-memory")
@@ -336,7 +337,7 @@ def schema_command(name: str) -> None:
 @click.option("--device", type=click.IntRange(0), help="Of a snapshot; the one with most memory when not given.")
 @click.option("--device-memory-gib", type=Finite(*MEMORY_GIB), help="What the caching allocator may reserve.")
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="Write the placement: .json, .csv or .pickle.")
-@click.option("--plot", type=click.Path(path_type=Path), help="Draw addresses over time (.png or .svg).")
+@click.option("--plot", type=click.Path(path_type=Path), help="Draw addresses over time (.png, .svg, .pdf).")
 @click.option("--json", "as_json", is_flag=True, help="Print one memo.memory/1 document.")
 def plan_memory_command(path: str, output: Path | None, plot: Path | None, *, as_json: bool, **options: Any) -> None:
     """Place every buffer of INPUT in one arena, beside what PyTorch's caching allocator would reserve.

@@ -45,6 +45,7 @@ def explain(
         *balance(question, found),
         *heuristic(question, found),
         *_sharding(simulation),
+        *_overlap(question, simulation),
         *_ulysses(simulation),
         *_alpha(found),
         *_partial_swap(found),
@@ -214,6 +215,14 @@ def _sharding(simulation: Simulation) -> list[str]:
     return [f"{text}; compute waits {format_seconds(waited)} for that."]
 
 
+def _overlap(question: Question, simulation: Simulation) -> list[str]:
+    """Say when nothing is there that could overlap as was asked."""
+    asked, has = question.pins.overlap, simulation.decisions.overlap
+    if asked in (None, has):
+        return []
+    return [f"Overlap {asked} becomes {has}: no two ranks hold the same parameters, so nothing is reduced or gathered."]
+
+
 def _ulysses(simulation: Simulation) -> list[str]:
     """Say what Ulysses exchanges, and what of it compute waits for."""
     degree, moved = simulation.decisions.layout.ulysses, simulation.collective_bytes.get("all_to_all", 0)
@@ -258,7 +267,8 @@ def _alpha(found: SearchResult) -> list[str]:
     full = f"hiding a full swap would need {program.full_overlap_bandwidth / 1e9:.1f} GB/s"
     chosen = f"the engine's best is {best.decisions.alpha:.3g}, MEMO's linear program says {program.alpha:.3g}"
     refused = f"; the next alpha up is refused: {_short(best.above)}" if best.above else ""
-    return [f"Alpha on {where}: {chosen} ({bound} and {rates}; {full}){refused}."]
+    whose = "" if best is found.best else " of the token-wise plan, not of the best one,"
+    return [f"Alpha{whose} on {where}: {chosen} ({bound} and {rates}; {full}){refused}."]
 
 
 def _partial_swap(found: SearchResult) -> list[str]:

@@ -27,6 +27,7 @@ from memo_sim.planning.search import Evaluated, play, search
 from memo_sim.planning.space import candidates
 from memo_sim.program.lower import lower
 from memo_sim.program.work import Attention, Copy
+from memo_sim.published import TABLES
 from memo_sim.views.plan_table import layout_label
 
 MODEL = "gpt-7b"
@@ -62,7 +63,8 @@ def figure(name: str, *, progress: Progress | None = None) -> Figure:
         UsageError: when there is none.
     """
     if name not in FIGURES:
-        raise UsageError("no such figure", got=repr(name), wanted=", ".join(FIGURES), hint=did_you_mean(name, FIGURES))
+        known = (*FIGURES, *TABLES)
+        raise UsageError("no such figure", got=repr(name), wanted=", ".join(known), hint=did_you_mean(name, known))
     return FIGURES[name](progress or (lambda done, total: None))
 
 

@@ -261,6 +261,12 @@ def question_of(options: Options) -> tuple[Plan | None, Question]:
         micro_batch=options["micro_batch"],
         global_batch=options["global_batch"],
     )
+    if pins.replay_allocator and question.memory_policy != "planned":
+        raise UsageError(
+            "libraries are served from a planned arena, and memory is not planned here",
+            got=f"--replay-allocator with memory policy {question.memory_policy}",
+            hint="--memory-policy planned, or leave --replay-allocator out",
+        )
     return plan, question
 
 
@@ -284,7 +290,7 @@ def _chunk(text: str | None, option: str) -> int | None:
     """Return a number of tokens, 0 for all of them, None where none was given."""
     from memo_sim.contract.units import parse_tokens
 
-    return 0 if text == "0" else None if text is None else parse_tokens(text, option=option)
+    return None if text is None else parse_tokens(text, option=option, least=0)
 
 
 def _given(names: tuple[str, ...]) -> list[str]:

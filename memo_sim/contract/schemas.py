@@ -40,15 +40,14 @@ DOCUMENTS: dict[str, type[msgspec.Struct]] = {
 }
 
 
-def json_schema(name: str) -> dict[str, Any]:
-    """Return the JSON Schema (2020-12) of the document called ``name``.
+def json_schema(name: str, *, others: tuple[str, ...] = ()) -> dict[str, Any]:
+    """Return the JSON Schema (2020-12) of the document called ``name``; ``others`` are schemas found elsewhere.
 
     Raises:
         UsageError: when there is no such document.
     """
     if name not in DOCUMENTS:
-        known = ", ".join(DOCUMENTS)
-        raise UsageError(
-            "no such document", got=repr(name), wanted=f"one of {known}", hint=did_you_mean(name, DOCUMENTS)
-        )
+        known = (*DOCUMENTS, *others)
+        wanted = f"one of {', '.join(known)}"
+        raise UsageError("no such document", got=repr(name), wanted=wanted, hint=did_you_mean(name, known))
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **msgspec.json.schema(DOCUMENTS[name])}

@@ -42,24 +42,24 @@ _SCALE = {"": 1, "k": KIB, "m": KIB * KIB}
 DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "int64": 8, "int32": 4, "uint8": 1}
 
 
-def parse_tokens(text: str, *, option: str = "--seq-len") -> int:
+def parse_tokens(text: str, *, option: str = "--seq-len", least: int = 1) -> int:
     """Return the number of tokens that ``text`` names: ``4096``, ``64k`` = 65,536, ``1m`` = 1,048,576.
 
     ``option`` is where it was asked for.
 
     Raises:
-        UsageError: when ``text`` is not a positive whole number of tokens, or more than a billion.
+        UsageError: when ``text`` is not a whole number of tokens from ``least``, or more than a billion.
     """
     if match := _TOKENS.fullmatch(text.strip()):
         whole, decimals, suffix = match.groups(default="")
         one = int("1" + "0" * len(decimals))
         tokens, rest = divmod(int(whole + decimals) * _SCALE[suffix.lower()], one)
-        if 0 < tokens <= MOST_TOKENS and not rest:
+        if least <= tokens <= MOST_TOKENS and not rest:
             return tokens
     raise UsageError(
         "not a number of tokens",
         got=repr(text),
-        wanted="a whole number from 1 to 1024m, as 65536 or 64k",
+        wanted=f"a whole number from {least} to 1024m, as 65536 or 64k",
         hint=f"{option} 64k",
     )
 
