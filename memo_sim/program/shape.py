@@ -15,6 +15,8 @@ from memo_sim.program.rsa_limits import check_rsa
 MOST_LOSS_CHUNKS = 2**16
 MOST_MLP_CHUNKS = 2**10
 """In every layer, forward and backward: more than that makes programs of millions of instructions."""
+DEGREES_NAMED = 3
+"""Degrees that a refusal names as ones that do divide."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,11 +94,11 @@ def shape_of(decisions: Decisions, *, cp_rank: int | None = None) -> Shape:
     _check_bidirectional(decisions)
     _check_subsequences(decisions)
     for what in ("heads", "kv_heads"):
-        _divides(what, getattr(model, what), "tp", layout.tp)
-        _divides(what, getattr(model, what), "tp x ulysses", layout.tp * layout.ulysses)
-        _divides(what, getattr(model, what), "metp", layout.metp)
-    _divides("ffn_hidden", model.ffn_hidden, "tp", layout.tp)
-    _divides("ffn_hidden", model.ffn_hidden, "metp", layout.metp)
+        _degree_divides(what, getattr(model, what), "tp", layout.tp)
+        _degree_divides(what, getattr(model, what), "tp x ulysses", layout.tp * layout.ulysses)
+        _degree_divides(what, getattr(model, what), "metp", layout.metp)
+    _degree_divides("ffn_hidden", model.ffn_hidden, "tp", layout.tp)
+    _degree_divides("ffn_hidden", model.ffn_hidden, "metp", layout.metp)
     _divides("global_batch", decisions.global_batch, "micro_batch x dp", decisions.micro_batch * layout.dp)
     if model.learned_positions and decisions.seq_tokens > model.max_positions:
         raise Infeasible(
@@ -254,8 +256,13 @@ def _check_size(decisions: Decisions, tokens: int) -> None:
         )
 
 
-def _divides(what: str, value: int, by: str, divisor: int) -> None:
+def _degree_divides(what: str, value: int, by: str, degree: int) -> None:
+    """Refuse a degree that does not divide a size of the model, and name the largest below it that do."""
+    fewer = [str(each) for each in range(degree - 1, 0, -1) if value % each == 0][:DEGREES_NAMED]
+    _divides(what, value, by, degree, hint=f"{by} = {' or '.join(fewer)} divides {what}")
+
+
+def _divides(what: str, value: int, by: str, divisor: int, hint: str | None = None) -> None:
     if value % divisor:
-        raise Infeasible(
-            f"{by} = {divisor} does not divide {what}", where=what, got=value, wanted=f"a multiple of {divisor}"
-        )
+        wanted = f"a multiple of {divisor}"
+        raise Infeasible(f"{by} = {divisor} does not divide {what}", where=what, got=value, wanted=wanted, hint=hint)

@@ -113,3 +113,4 @@ def test_heads_and_tokens_that_it_does_not_divide_are_named() -> None:
     with pytest.raises(Infeasible) as error:  # 8 key/value heads
         candidates(wide)
     assert "metp = 16 does not divide kv_heads" in f"{error.value.what} {error.value.got}"
+    assert error.value.hint == "metp = 8 or 4 or 2 divides kv_heads"
