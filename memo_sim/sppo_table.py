@@ -12,12 +12,15 @@ paper prints no batch: Megatron-LM's stages wait for each other most with one se
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from math import inf
+
+from msgspec.structs import replace as replace_struct
 
 from memo_sim.contract.catalog import load_cluster, load_model
 from memo_sim.contract.figure import Figure, Line, Point
-from memo_sim.contract.plan import MemoryPolicy, Prediction
+from memo_sim.contract.plan import Decisions, MemoryPolicy, Prediction
 from memo_sim.contract.progress import Progress
 from memo_sim.contract.units import KIB, format_bytes, format_seconds, format_tokens
 from memo_sim.fpdt_chunks import CHUNK_TOKENS, Chunks, chunks_of
@@ -120,10 +123,12 @@ def cell(
     policy: Policy = SEQUENCE_AWARE,
     *,
     multiplexed: bool = False,
+    windows: Sequence[int] = (1,),
     memory_policy: MemoryPolicy | None = None,
 ) -> Cell:
     """Return one system's cell of the table; ``policy``: what SPPO does with activations.
 
+    What hides (5.2) is taken at the faster of its roundings, any other offload in the fastest of ``windows``.
     ``memory_policy``: in place of the system's own.
     """
     question = job.question(system, thousands)
@@ -133,10 +138,19 @@ def cell(
         best = search(question).ranked[0]
         how = f"{layout_label(best.decisions.layout)}, {best.policy.label}"
         return Cell(best.prediction, how, chunks_of(question, best.decisions) if system == DEEPSPEED else None)
-    chosen = next(c for c in candidates(question)[0] if c.policy.hides)
-    base = chosen.base if policy.alpha is None else swap_fraction(chosen.base, policy.alpha)
-    label = layout_label(base.layout)
-    return Cell(play(question, base).prediction, f"{label}, {policy.label}, alpha {base.alpha:.2f}")
+    offered = [c.base for c in candidates(question)[0] if c.policy.hides]
+    if policy.alpha is not None:
+        base = swap_fraction(offered[0], policy.alpha)
+        offered = [replace_struct(base, offload_window=n) for n in windows] if base.swapped_tokens else [base]
+    base, prediction = min(((each, play(question, each).prediction) for each in offered), key=_slower)
+    how = f"{layout_label(base.layout)}, {policy.label}, alpha {base.alpha:.2f}"
+    lags = f", copies lag {base.offload_window} passes at most" if base.offload_window > 1 else ""
+    return Cell(prediction, f"{how}{lags}")
+
+
+def _slower(played: tuple[Decisions, Prediction]) -> float:
+    step_s = played[1].step_s
+    return inf if step_s is None else step_s
 
 
 def throughput(progress: Progress) -> Figure:
@@ -232,18 +246,26 @@ def _ratio(thousands: int, ours: Cell, other: Cell) -> str:
 
 BREAKDOWN = ((JOBS[1], 512), (JOBS[2], 640), (replace(JOBS[1], parts={64: 32}), 64))
 """The jobs that SPPO's Figure 11 takes apart, and their thousands of tokens; and one so short that not all hides."""
-PARTS = ((KEEP, False), (FULL_SWAP, False), (SEQUENCE_AWARE, False), (SEQUENCE_AWARE, True))
-"""What is done with activations, and whether idle stages play rows of the fill and the drain."""
+LAGS = (2, 4, 8)
+"""Passes that copies of everything may lag behind: in the top of SPPO's Figure 8 they do."""
+PARTS = (
+    (KEEP, False, (1,)),
+    (FULL_SWAP, False, (1,)),
+    (FULL_SWAP, False, LAGS),
+    (SEQUENCE_AWARE, False, (1,)),
+    (SEQUENCE_AWARE, True, (1,)),
+)
+"""What is done with activations, whether idle stages play rows of the fill and the drain, and how long copies take."""
 
 
 def breakdown(progress: Progress) -> Figure:
     """Return SPPO's Figure 11: nothing, everything or what hides is offloaded, and with that multiplexed phases."""
     cells: dict[str, list[tuple[Job, int, Cell]]] = {}
     total = len(PARTS) * len(BREAKDOWN)
-    for i, (policy, multiplexed) in enumerate(PARTS):
-        label = f"{policy.label}{', multiplexed' if multiplexed else ''}"
+    for i, (policy, multiplexed, windows) in enumerate(PARTS):
+        label = f"{policy.label}{', multiplexed' if multiplexed else ''}{', copies lag' if windows == LAGS else ''}"
         for j, (job, thousands) in enumerate(BREAKDOWN):
-            one = cell(job, SPPO, thousands, policy, multiplexed=multiplexed)
+            one = cell(job, SPPO, thousands, policy, multiplexed=multiplexed, windows=windows)
             cells.setdefault(label, []).append((job, thousands, one))
             progress(i * len(BREAKDOWN) + j + 1, total)
     return _figure(

@@ -303,7 +303,7 @@ class _Search:
         return None if full_swap else Evaluated(policy, best.decisions, best.prediction, program)
 
     def _nothing_lags(self, base: Decisions, narrow: Decisions) -> bool:
-        """Return whether a wider window has nothing to win: no copies are needed, or none are late in the narrow one."""
+        """Return whether a wider window wins nothing: no copies are needed, or none are late in the narrow one."""
         kept = swap_each(base, 0)
         if kept in self.bases and self.predict(kept).status == "ok":
             return True

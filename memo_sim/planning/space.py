@@ -88,7 +88,7 @@ def _by_recompute(question: Question) -> tuple[Policy, ...]:
     if pins.recompute == "selective" and pins.alpha:
         raise UsageError("selective recompute swaps nothing", got=f"alpha {pins.alpha}", wanted="no alpha")
     # What is pinned takes the place of an alpha that the system leaves open: its mode is that one's.
-    mode = pins.recompute or next((p.recompute for p in system.policies if p.alpha is None), TOKENWISE.recompute)
+    mode: str = pins.recompute or next((p.recompute for p in system.policies if p.alpha is None), TOKENWISE.recompute)
     if pins.alpha is not None:
         cut = mode == "full" and any(p.mlp_blocks for p in system.policies)
         return (Policy(mode, pins.alpha), *([Policy(mode, pins.alpha, mlp_blocks=True)] if cut else []))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import msgspec
 import pytest
@@ -10,7 +11,7 @@ import pytest
 from memo_sim.contract.catalog import load_cluster, load_model
 from memo_sim.contract.plan import Decisions, Layout, Prediction
 from memo_sim.contract.units import format_seconds
-from memo_sim.explain_subsequences import heuristic, subsequences
+from memo_sim.explain_subsequences import balance, heuristic, subsequences
 from memo_sim.planning.outcome import Evaluated
 from memo_sim.planning.presets import FULL_SWAP
 from memo_sim.planning.question import Pins, Question
@@ -57,6 +58,28 @@ def test_parts_and_their_neighbours_are_told() -> None:
     for text in lines[2].split("; "):
         assert "longer" in text.split("bubble is")[1].split(",")[0] or "longer" in text.split("kernels take")[1]
         assert re.search(r"the step is .* longer", text)
+
+
+def test_sppos_balance_is_told_before_and_after_it_is_rounded() -> None:
+    question = asked("sppo", tp=2, pp=2, subsequences=8, recompute="none")
+    aware = [c for c in candidates(question)[0] if c.policy.hides]
+    found = SearchResult([Evaluated(c.policy, c.base, play(question, c.base).prediction) for c in aware], 1, 0)
+    found.ranked.sort(key=lambda e: e.rank_key)
+    (line,) = balance(question, found)
+    told = re.fullmatch(
+        r"SPPO's balance \(5.2\): (\d+) tokens leave while a part is computed, alpha ([.\d]+); in blocks of 256 that "
+        r"is (\d+)(?: or (\d+)); (\d+) is the faster.",
+        line,
+    )
+    assert told
+    exact, alpha, low, high, taken = (float(n) for n in told.groups())
+    assert low < exact < high == low + 256
+    assert taken in {low, high}
+    below, above = (c.base.alpha for c in aware)
+    assert below <= alpha <= above
+    # Who pins what is offloaded asked for no balance.
+    pinned = replace(question, pins=replace(question.pins, alpha=1.0))
+    assert balance(pinned, SearchResult([Evaluated(FULL_SWAP, aware[0].base, OK)], 1, 0)) == []
 
 
 def test_the_solvers_choice_is_told_with_its_formula_and_its_outcome() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -64,13 +65,18 @@ def test_offloading_is_taken_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sppo_table, "JOBS", (SMALL,))
     monkeypatch.setattr(sppo_table, "BREAKDOWN", ((SMALL, 16),))
     found = figure("sppo-11")
-    keep, full, aware, multiplexed = (line.points[0] for line in found.lines)
-    labels = ["keep", "full swap", "sequence-aware offload", "sequence-aware offload, multiplexed"]
+    keep, full, lagging, aware, multiplexed = (line.points[0] for line in found.lines)
+    labels = ["keep", "full swap", "full swap, copies lag"]
+    labels += ["sequence-aware offload", "sequence-aware offload, multiplexed"]
     assert [line.label for line in found.lines] == labels
     assert "alpha 0.00" in keep.note
     assert "alpha 1.00" in full.note
     # Nothing is faster than keeping all, where it fits; what hides costs less than offloading everything.
     assert (keep.y or 0) >= (aware.y or 0) >= (full.y or 0) > 0
+    # Where copies do not hide, those that may lag make less wait, for more memory.
+    assert (keep.y or 0) >= (lagging.y or 0) > 1.01 * (full.y or 0)
+    assert re.search(r"copies lag [248] passes at most", lagging.note)
+    assert "lag" not in full.note
     # Inside a node rows reach idle stages sooner than the pipeline does.
     assert (multiplexed.y or 0) > 1.05 * (aware.y or 0)
     assert "n4+mx" in multiplexed.note
