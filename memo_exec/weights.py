@@ -95,11 +95,6 @@ def named_parameters(interpreter: Interpreter) -> dict[str, Tensor]:
     return {held.name: held.view for held in held_by(interpreter, "params")}
 
 
-def named_gradients(interpreter: Interpreter) -> dict[str, Tensor]:
-    """Return every parameter's gradient by name, in fp32; of one process, which holds them whole."""
-    return {held.name: held.view for held in held_by(interpreter, "grads")}
-
-
 def held_by(interpreter: Interpreter, state: str) -> Iterator[Held]:
     """Yield what this rank's buffers of ``state`` (params, grads, master, ...) hold of each whole tensor."""
     decisions = interpreter.decisions

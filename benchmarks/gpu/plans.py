@@ -30,7 +30,6 @@ POLICIES = {
 """What each policy pins; ``planned`` leaves everything to the search, ``token-wise`` alpha."""
 VOCAB = 32_768
 """Rows of the vocabulary in layers cut out of a large model, so that embedding and classifier do not outweigh them."""
-QUICK_TOKENS = 2048
 
 
 @dataclass(frozen=True)

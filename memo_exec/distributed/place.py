@@ -10,7 +10,10 @@ from memo_sim.program import ranks
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """One rank of a layout; groups are ``tp``, ``ulysses``, ``cp``, ``dp`` and ``grads``."""
+    """One rank of a layout; groups are ``tp``, ``metp``, ``ulysses``, ``cp``, ``dp``, ``pp``, ``grads`` and ``ends``.
+
+    ``program/ranks.py`` says which ranks each has.
+    """
 
     layout: Layout
     rank: int = 0

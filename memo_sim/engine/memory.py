@@ -27,6 +27,7 @@ from memo_sim.engine.caching import CachingMemory, caching_memory
 from memo_sim.engine.playback import Playback
 from memo_sim.memory.beginning import Beginning, beginning_of
 from memo_sim.memory.eager import WORKSPACES, eager_buffers, libraries_of, run_ahead
+from memo_sim.memory.pinned_allocator import pinned_bytes
 from memo_sim.memory.replay import RunAhead
 from memo_sim.program.columns import Columns, Ints
 from memo_sim.program.communicators import communicators
@@ -273,7 +274,7 @@ def _pinned_blocks(lives: Liveness, program: Program, decisions: Decisions) -> L
         lives,
         birth=birth,
         death=death,
-        bytes=np.array([1 << (int(b) - 1).bit_length() if b else 0 for b in size], dtype=np.int64),
+        bytes=np.array([pinned_bytes(int(each)) for each in size], dtype=np.int64),
         family=lives.family[example],
         on_device=np.zeros(len(blocks), dtype=bool),
         class_of=lives.class_of[example],

@@ -80,12 +80,3 @@ class Playback:
         binds = self.previous.copy()
         binds[self.waits.instruction] = self.waits.waits_for
         return binds
-
-    def critical_path(self) -> list[int]:
-        """Return the chain of instructions that binds the step, from its start to its end."""
-        if not len(self.end_s):
-            return []
-        path = [int(np.argmax(self.end_s))]
-        while (before := int(self.binds[path[-1]])) >= 0:
-            path.append(before)
-        return path[::-1]

@@ -270,23 +270,6 @@ class Simulation:
         """Bytes of the whole tensors that the pace-setting role's collectives work on, by operator."""
         return self.pace.collective_bytes
 
-    def critical_path(self) -> list[str]:
-        """Return the ids of the played instructions that bind the step, from its start to its end.
-
-        Where instructions of several roles meet, the path goes on with the one that came last.
-        """
-        met = {each: meeting for meeting in meetings([role.program for role in self.roles]) for each in meeting}
-        names = [role.program.ids() for role in self.roles]
-        plays = [role.playback for role in self.roles]
-        last = max(range(len(plays)), key=lambda number: plays[number].span_s)
-        role, at = last, int(plays[last].end_s.argmax())
-        path = []
-        while at >= 0:
-            path.append(self._of(self.roles[role], names[role][at]))
-            came = [(plays[r].binds[i], r) for r, i in met.get((role, at), ((role, at),))]
-            at, role = max(((int(i), r) for i, r in came), key=lambda each: _end_s(plays[each[1]], each[0]))
-        return path[::-1]
-
     def trace(self, role: Role | None = None) -> Trace:
         """Return every span of a role's whole step (of the first if not said), memory and waits.
 
@@ -374,8 +357,3 @@ class Simulation:
             shortfall_bytes=fault.shortfall_bytes,
             reason=self._of(self.fullest, fault.reason),
         )
-
-
-def _end_s(playback: Playback, instruction: int) -> float:
-    """Return when an instruction ends; before everything for none (-1)."""
-    return float(playback.end_s[instruction]) if instruction >= 0 else -1.0

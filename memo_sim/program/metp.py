@@ -34,9 +34,10 @@ from memo_sim.program import attention, ring
 from memo_sim.program import kernel_table as table
 from memo_sim.program.builder import Access, Rows, TemplateBuilder, accumulates, reads, writes
 from memo_sim.program.instruction import BufferClass, Lane
-from memo_sim.program.metp_weights import TURNS, Bundle, attention_bundle, ffn_bundle
+from memo_sim.program.metp_weights import Bundle, attention_bundle, ffn_bundle
 from memo_sim.program.operators import OperatorWriter, RowBlock
 from memo_sim.program.parameters import Block
+from memo_sim.program.ring import TURNS
 from memo_sim.program.shape import Shape
 from memo_sim.program.work import Collective, Exchange, Gemm, Rowwise
 

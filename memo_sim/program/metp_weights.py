@@ -14,9 +14,7 @@ from dataclasses import dataclass
 
 from memo_sim.program.builder import Rows
 from memo_sim.program.parameters import Block
-
-TURNS = 2
-"""Exchange buffers that steps take in turn."""
+from memo_sim.program.ring import TURNS
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
-from memo_sim.program.schedule import Kind, Pass, Units, one_stage
+from memo_sim.program.schedule import Kind, Pass
 
 ROUNDING_BUFFERS = 2
 
@@ -48,12 +48,6 @@ def pass_visits(each: Pass, layers: Sequence[int]) -> list[Visit]:
     backward = each.kind is Kind.BACKWARD
     order = reversed(layers) if backward else layers
     return [Visit(each.micro_batch, layer, backward, each.subsequence) for layer in order]
-
-
-def step_visits(layers: int, micro_batches: int) -> list[Visit]:
-    """Return the visits of a step without pipeline: each micro-batch forward, then backward."""
-    passes = one_stage(Units(micro_batches))
-    return [visit for each in passes for visit in pass_visits(each, range(layers))]
 
 
 def turns(visits: list[Visit], subsequences: int = 1) -> dict[Key, int]:

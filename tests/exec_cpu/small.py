@@ -117,7 +117,7 @@ def scalars(batches: list[tuple[Tensor, Tensor]], **changes: Any) -> StepScalars
 
 def gradients(interpreter: Interpreter) -> dict[str, Tensor]:
     """Return copies of all gradients by name."""
-    return {name: value.clone() for name, value in weights.named_gradients(interpreter).items()}
+    return {held.name: held.view.clone() for held in weights.held_by(interpreter, "grads")}
 
 
 def states(interpreter: Interpreter) -> dict[str, Tensor]:

@@ -15,6 +15,7 @@ from memo_sim.engine.player import Rates, play
 from memo_sim.engine.simulate import Simulation, simulate
 from memo_sim.program.instruction import Lane
 from memo_sim.program.lower import lower
+from tests.sim.critical_path import chain, critical_path
 from tests.sim.toy_machine import (
     LAYOUTS,
     POLICIES,
@@ -120,9 +121,8 @@ def test_free_copies_leave_the_sum_of_compute(policy: tuple[str, float]) -> None
 def test_the_critical_path_is_what_lengthens_the_step() -> None:
     simulation = run(decide(("tokenwise", 0.75), layout=LAYOUTS[3], layers=6), rates=alone)
     playback, seconds = simulation.playback, simulation.seconds
-    path = playback.critical_path()
-    ids = simulation.program.ids()
-    assert simulation.critical_path() == [ids[i] for i in path]
+    path, ids = chain(playback), simulation.program.ids()
+    assert critical_path(simulation) == [(0, i) for i in path]
     assert playback.start_s[path[0]] == 0
     assert playback.end_s[path[-1]] == playback.span_s
     for before, after in itertools.pairwise(path):
@@ -140,7 +140,7 @@ def test_the_critical_path_is_what_lengthens_the_step() -> None:
         slowed[i] += extra
         again = play(playback.columns, playback.edges, slowed, alone)
         assert again.span_s <= playback.span_s + extra * (1 + 1e-12)
-        moved += i in again.critical_path()
+        moved += i in chain(again)
     assert moved > 0  # enough of a slowdown puts what was off the path on it
 
 

@@ -21,10 +21,11 @@ from memo_sim.contract.plan import Decisions, Layout
 from memo_sim.engine.simulate import Simulation, simulate
 from memo_sim.program.check_roles import check_roles
 from memo_sim.program.lower import lower
-from memo_sim.program.multiplex import Phase, Piece, cut_tasks, identifiers, scope
+from memo_sim.program.multiplex import Piece, cut_tasks
 from memo_sim.program.partition import earlier_tokens, partition
 from memo_sim.program.work import Attention, Gemm, Handover, Work
 from tests.sim import toy_machine
+from tests.sim.phases import Phase, identifiers, scope
 from tests.sim.small_programs import GPT, LLAMA, decide, faults_of
 
 POLICIES = [

@@ -24,6 +24,7 @@ from memo_sim.program.lower import lower, program_sha256
 from memo_sim.program.meetings import meetings
 from memo_sim.program.work import Attention, Gemm, Handover, Work
 from memo_sim.what_if import what_if
+from tests.sim.critical_path import critical_path
 from tests.sim.toy_machine import FLOPS, TOY_CLUSTER, ToyPrices, alone, contended, decide, run_layout, toy_hardware
 
 VOCAB = 96
@@ -180,7 +181,8 @@ def test_the_critical_path_goes_from_stage_to_stage_without_a_gap() -> None:
         for role in simulation.roles
         for name, start, end in zip(role.program.ids(), role.playback.start_s, role.playback.end_s, strict=True)
     }
-    path = simulation.critical_path()
+    ids = [role.program.ids() for role in simulation.roles]
+    path = [f"{simulation.roles[role].program.role}: {ids[role][at]}" for role, at in critical_path(simulation)]
     assert spans[path[0]][0] == 0.0
     assert spans[path[-1]][1] == pytest.approx(simulation.prediction.step_s, rel=1e-12)
     for a, b in itertools.pairwise(path):

@@ -17,9 +17,10 @@ from memo_sim.program.edges import Edges, derive_edges
 from memo_sim.program.instruction import Lane
 from memo_sim.program.liveness import live_bytes, liveness, peak
 from memo_sim.program.lower import lower, program_sha256
+from memo_sim.program.schedule import Units, one_stage
 from memo_sim.program.shape import shape_of
 from memo_sim.program.tensors import Fate, skeletal_tensors
-from memo_sim.program.visits import step_visits, swap_schedule, turns
+from memo_sim.program.visits import Visit, pass_visits, swap_schedule, turns
 from memo_sim.program.work import Attention, Copy, Gemm
 from tests.sim.small_programs import GPT, LLAMA, POLICIES, decide
 
@@ -31,6 +32,11 @@ LAYOUTS = [
     Layout(cp=4, zero=1),
     Layout(tp=2, sequence_parallel=True, cp=2, dp=2, zero=1),
 ]
+
+
+def step_visits(layers: int, micro_batches: int) -> list[Visit]:
+    """Return the visits of a step without pipeline: each micro-batch forward, then backward."""
+    return [visit for each in one_stage(Units(micro_batches)) for visit in pass_visits(each, range(layers))]
 
 
 @pytest.mark.parametrize("model", [GPT, LLAMA], ids=["gpt", "llama"])
