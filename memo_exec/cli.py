@@ -213,24 +213,26 @@ def _profile_requests(plan: Path, output: Path) -> None:
 @click.argument("measured", type=FILE)
 @click.option("--tolerance", type=Finite(0), help="Exit 5 when the step time's error exceeds this fraction.")
 @click.option("--trace", "trace_path", type=FILE, help="Write both timelines for ui.perfetto.dev.")
+@click.option("--plot", type=FILE, help="Draw both timelines on one axis (.png, .svg, .pdf).")
 @click.option("--json", "as_json", is_flag=True, help="Print one memo.comparison/1 document.")
-def compare_command(
-    predicted: Path, measured: Path, tolerance: float | None, trace_path: Path | None, *, as_json: bool
-) -> None:
+def compare_command(predicted: Path, measured: Path, *, as_json: bool, **options: Any) -> None:
     """Compare a prediction with a measured step, by lane and by kind of instruction.
 
     PREDICTED is a plan (with its trace beside it) or a memo.trace/1; MEASURED is a memo.trace/1 (of run --measured or
     profile).
     """
     from memo_exec.compare import compare_files
-    from memo_exec.outputs import check_outputs, write_perfetto
+    from memo_exec.outputs import check_outputs, draw_both, write_perfetto
 
-    check_outputs(trace_path, read=(predicted, measured))
+    trace_path, picture = options["trace_path"], options["plot"]
+    check_outputs(trace_path, read=(predicted, measured), picture=picture)
     comparison, traces = compare_files(predicted, measured)
+    if picture is not None:
+        draw_both(traces, picture)
     _print_comparison(comparison, as_json=as_json)
     if trace_path is not None:
         write_perfetto(traces, trace_path)
-    _check_tolerance(comparison, tolerance)
+    _check_tolerance(comparison, options["tolerance"])
 
 
 @cli.command("calibrate")

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from memo_sim.contract.codec import check_apart, check_not_read, check_writable
+from memo_sim.contract.errors import UsageError
 
 if TYPE_CHECKING:
     from memo_sim.contract.trace import Trace
@@ -27,15 +28,19 @@ def of_rank(path: Path) -> Path:
     return path.with_name(f"{path.stem}.rank{rank()}{path.suffix}") if rank() > 0 else path
 
 
-def check_outputs(*written: Path | None, read: tuple[Path | None, ...] = ()) -> None:
+def check_outputs(*written: Path | None, read: tuple[Path | None, ...] = (), picture: Path | None = None) -> None:
     """Refuse now what could not be written after minutes of work, or would destroy what is read.
 
     With a plan its placement and predicted traces are read, with a folder the files in it; None stands for no file.
 
     Raises:
-        UsageError: when a file cannot be written there, is read, or is given twice.
+        UsageError: when a file cannot be written there, is read, or is given twice, or a picture is of no known kind.
     """
-    named = [path for path in written if path is not None]
+    from memo_sim.views.timeline import FORMATS
+
+    if picture is not None and picture.suffix.lower() not in FORMATS:
+        raise UsageError("not a kind of picture", got=str(picture), wanted=", ".join(FORMATS))
+    named = [path for path in (*written, picture) if path is not None]
     for path in named:
         check_writable(path)
     check_not_read(named, [each for path in read if path is not None for each in (path, *_with(path))])
@@ -48,6 +53,25 @@ def _with(path: Path) -> list[Path]:
         return list(path.iterdir())
     beside = re.compile(re.escape(path.stem) + r"\.(placement|trace|trace\.stage\d+)\.json")
     return [each for each in path.parent.iterdir() if beside.fullmatch(each.name)] if path.parent.is_dir() else []
+
+
+def draw_both(traces: list[Trace], path: Path) -> None:
+    """Draw a predicted and a measured step on one time axis.
+
+    Raises:
+        UsageError: when there is no predicted trace, or the picture cannot be written.
+    """
+    from memo_sim.views.timeline import draw_comparison
+
+    if len(traces) == 1:
+        raise UsageError(
+            "there is no predicted timeline to draw",
+            where=str(path),
+            wanted="the plan's trace beside it",
+            hint="make the plan with memo-sim what-if -o, or leave --plot out",
+        )
+    predicted, measured = traces
+    draw_comparison(predicted, measured, path)
 
 
 def write_perfetto(traces: list[Trace], path: Path) -> None:

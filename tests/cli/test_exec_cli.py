@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -33,7 +34,7 @@ from tests.exec_cpu.plans import byte_decisions, placed, plan_of, predicted, wri
 
 OPTIONS = {
     "calibrate": {"--output", "--name", "--budget-s"},
-    "compare": {"--tolerance", "--trace", "--json"},
+    "compare": {"--tolerance", "--trace", "--plot", "--json"},
     "doctor": set(),
     "profile": {"--steps", "--trace", "--output", "--requests"},
     "run": {
@@ -137,6 +138,20 @@ def test_profile_then_compare(plan: Path, tmp_path: Path) -> None:
     assert comparison.measured.ops["linear"] > 0
     assert perfetto.is_file()
     assert "tolerance" in failed(memo_exec("compare", plan, measured, "--tolerance", "0.000001"), 5)
+
+
+def test_compare_draws_both_timelines(plan: Path, tmp_path: Path) -> None:
+    """A trace beside the plan is the predicted one; without any there is nothing to draw."""
+    measured, picture = tmp_path / "measured.json", tmp_path / "both.svg"
+    done = memo_exec("profile", plan, "--steps", 1, "-o", measured, "--trace", tmp_path / "one.json")
+    assert done.returncode == 0, done.stderr
+    assert "no predicted timeline" in failed(memo_exec("compare", plan, measured, "--plot", picture), 2)
+    assert not picture.exists()
+    done = memo_exec("compare", measured, measured, "--plot", picture)
+    assert done.returncode == 0, done.stderr
+    assert "predicted / measured 1.000" in picture.read_text()
+    assert "kind of picture" in failed(memo_exec("compare", plan, measured, "--plot", tmp_path / "both.doc"), 2)
+    assert "is read" in failed(memo_exec("compare", plan, shutil.copy(measured, picture), "--plot", picture), 2)
 
 
 def test_doctor_says_what_is_here() -> None:
