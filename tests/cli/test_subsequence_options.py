@@ -46,6 +46,21 @@ def test_a_plan_of_subsequences_is_written_and_priced_again(
     assert json.loads(again.stdout)["best"]["step_s"] == best["step_s"]
 
 
+def test_a_window_is_asked_for_and_shown_or_refused() -> None:
+    swapped = ("--subsequences", "8", "--recompute", "none", "--alpha", "1", "--offload-window", "3")
+    done = memo_sim(*swapped, "--json")
+    assert done.exit_code == 0, done.output
+    assert json.loads(done.stdout)["best"]["offload_window"] == 3
+    shown = memo_sim(*swapped).stdout
+    assert " 1.000 w3 " in shown
+    assert "alpha 1.00, while the 3 next passes are computed" in shown
+    for options in (("--subsequences", "8", *KEPT), ("--alpha", "1")):
+        refused = memo_sim(*options, "--offload-window", "3")
+        assert isinstance(refused.exception, MemoError)
+        assert refused.exception.exit_code == 4
+        assert refused.exception.where == "decisions.offload_window"
+
+
 def test_part_of_each_subsequence_is_swapped_as_the_plan_says(tmp_path: Path) -> None:
     plan = tmp_path / "plan.json"
     done = memo_sim("--subsequences", "4", "--recompute", "tokenwise", "--alpha", "0.5", "-o", str(plan))
