@@ -104,7 +104,7 @@ def test_memory_has_a_line_a_model_and_system(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(metp_figures, "SETTINGS", (Setting("llama-70b", 2),))
     monkeypatch.setattr(metp_figures, "LENGTHS", (4096, 2**20))
     found = told_last("metp-4")
-    held = {line.label: line.points for line in found.lines}
+    held = {line.name: line.points for line in found.lines}
     assert list(held) == [f"llama-70b {system}" for system in ways(GPUS)]
     first, last = held["llama-70b tp+sp"]
     assert first.y is not None
@@ -124,7 +124,7 @@ def test_longest_sequences_are_told_over_that_of_one_device(monkeypatch: pytest.
     monkeypatch.setattr(metp_figures, "SETTINGS", SETTINGS[:2])
     monkeypatch.setattr(Job, "longest", longest)
     found = told_last("metp-6")
-    assert [line.label for line in found.lines] == [f"bert-large {system}" for system in ways(GPUS)]
+    assert [line.name for line in found.lines] == [f"bert-large {system}" for system in ways(GPUS)]
     assert [p.y for p in found.lines[0].points] == [1, 2, 4, 8]
     assert [p.y for p in found.lines[-2].points] == [1, 4, 8, 16]
     assert [p.y for p in found.lines[-1].points] == [1, 6, 12, 24]
@@ -140,10 +140,10 @@ def test_times_have_a_line_a_model_and_system(monkeypatch: pytest.MonkeyPatch) -
     for name, value in (("SETTINGS", (Setting("llama-70b", 2),)), ("LONG", (2**20,)), ("SHORT", (4096,))):
         monkeypatch.setattr(metp_table, name, value)
     mfu, overlap = told_last("metp-5"), told_last("metp-7")
-    assert [line.label for line in mfu.lines] == [f"llama-70b {system}" for system in ways(GPUS)]
+    assert [line.name for line in mfu.lines] == [f"llama-70b {system}" for system in ways(GPUS)]
     assert mfu.lines[0].points[0].y is None
     assert mfu.findings[0] == f"llama-70b: fastest 1m metp; metp {mfu.lines[-2].points[0].y:.1%} at most."
     comm, beside = overlap.lines
-    assert (comm.label, beside.label) == ("llama-70b comm", "llama-70b async")
+    assert (comm.name, beside.name) == ("llama-70b comm", "llama-70b async")
     left = (beside.points[0].y or 0) - 1 + (comm.points[0].y or 0)
     assert f"beside compute: 4k {left:.1%}." in overlap.findings[0]
