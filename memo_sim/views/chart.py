@@ -94,7 +94,7 @@ def picture(figure: Figure) -> Picture:
         drawn.suptitle(figure.title, fontsize=12)
     handles = {line.get_label(): line for ax in axes for line in ax.get_lines()}
     if columns > 1 or len(handles) > LINES_INSIDE:
-        drawn.legend(handles=list(handles.values()), loc="outside right upper", frameon=False)
+        drawn.legend(handles=list(handles.values()), loc="outside right center", frameon=False)
     else:
         axes[0].legend(frameon=False)
     drawn.supxlabel("\n".join(findings), fontsize=8, color=QUIET_TEXT, x=0.01, ha="left")

@@ -82,7 +82,7 @@ def test_each_panel_has_a_table_of_its_own() -> None:
 def test_panels_have_room_and_do_not_lie_on_each_other() -> None:
     """However much is read off a figure: axes keep their size, and titles, ticks and text keep apart."""
     pytest.importorskip("matplotlib")
-    drawn = picture(in_panels(findings=[f"Finding {n} is a sentence of some length. " * 4 for n in range(20)]))
+    drawn = picture(in_panels(title="A long title " * 9, findings=[f"Finding {n} is a sentence of some length. " * 4 for n in range(20)]))
     drawn.draw_without_rendering()
     boxes = [ax.get_tightbbox() for ax in drawn.axes]
     assert len(boxes) == 4
@@ -94,6 +94,7 @@ def test_panels_have_room_and_do_not_lie_on_each_other() -> None:
         assert whole.x0 <= box.x0 < box.x1 <= whole.x1
     (legend,) = drawn.legends
     assert not any(legend.get_window_extent().overlaps(box) for box in boxes)
+    assert not legend.get_window_extent().overlaps(drawn._suptitle.get_window_extent())
     told = drawn._supxlabel.get_window_extent()
     assert told.y0 >= 0
     assert not any(told.overlaps(box) for box in boxes)
