@@ -82,7 +82,8 @@ def test_each_panel_has_a_table_of_its_own() -> None:
 def test_panels_have_room_and_do_not_lie_on_each_other() -> None:
     """However much is read off a figure: axes keep their size, and titles, ticks and text keep apart."""
     pytest.importorskip("matplotlib")
-    drawn = picture(in_panels(title="A long title " * 9, findings=[f"Finding {n} is a sentence of some length. " * 4 for n in range(20)]))
+    findings = [f"Finding {n} is a sentence of some length. " * 4 for n in range(20)]
+    drawn = picture(in_panels(title="What is compared, " * 7, findings=findings))
     drawn.draw_without_rendering()
     boxes = [ax.get_tightbbox() for ax in drawn.axes]
     assert len(boxes) == 4
