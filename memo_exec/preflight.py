@@ -50,7 +50,7 @@ def checked_program(plan: Plan, *, where: str, rank: int = 0) -> Program:
             where=f"{where}: {error.where or 'decisions'}",
             got=error.got,
             wanted=error.wanted,
-            hint=error.hint or "the plan was edited: make it again with memo-sim what-if -o",
+            hint="the plan was edited: make it again with memo-sim what-if -o",
         ) from None
     found = program_sha256(programs)
     if found != plan.program_sha256:

@@ -191,7 +191,8 @@ def _offloaded(question: Question, decisions: Decisions, policy: Policy, prices:
         windows = [window for window in own if window < parts] if swaps else [0]
         for window in windows if pinned is None else [pinned]:
             made.append(msgspec.structs.replace(least if window else one, offload_window=window))
-            shape_of(made[-1])
+            if pinned is not None:
+                shape_of(made[-1])
     return made
 
 
