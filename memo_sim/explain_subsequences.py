@@ -6,6 +6,7 @@ Of SPPO's plans besides: what its own solver (6.1) would have taken, and what it
 from __future__ import annotations
 
 from dataclasses import replace
+from math import inf
 
 import msgspec
 
@@ -104,14 +105,16 @@ def heuristic(question: Question, found: SearchResult) -> list[str]:
 
 
 def _play(question: Question, found: SearchResult, choice: Choice) -> Prediction | None:
-    """Return the outcome of the solver's choice with 5.2's offloading; None where a pinned policy excludes that."""
+    """Return the outcome of the solver's choice with 5.2's offloading, at the faster of its roundings.
+
+    None where a pinned policy excludes that.
+    """
     pins = replace(question.pins, tp=choice.sp, pp=choice.pp, subsequences=choice.subsequences)
     asked = replace(question, pins=replace(pins, multiplexed=pins.multiplexed or False))
-    offered = next((c.base for c in candidates(asked)[0] if c.policy.hides), None)
-    if offered is None:
-        return None
-    known = next((e.prediction for e in found.ranked if e.decisions == offered), None)
-    return known or play(asked, offered).prediction
+    known = {e.decisions: e.prediction for e in found.ranked}
+    offered = [c.base for c in candidates(asked)[0] if c.policy.hides]
+    played = [known.get(base) or play(asked, base).prediction for base in offered]
+    return min(played, key=lambda one: inf if one.step_s is None else one.step_s, default=None)
 
 
 def _held(simulation: Simulation) -> list[str]:

@@ -118,7 +118,7 @@ KNOBS = (
         "--offload-window",
         type=click.IntRange(0, 64),
         help="Passes during which a subsequence's swapped rows leave, in buffers of its own; 0: in two buffers"
-        " that layers take in turn. The system's own unless given.",
+        " that layers take in turn. Unless given the system's own are tried, with --subsequences auto 1 and 4 besides.",
     ),
     click.option(
         "--multiplexed/--no-multiplexed",

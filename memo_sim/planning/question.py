@@ -45,7 +45,8 @@ class Pins:
     """Parts of a sequence; ``auto``: searched, as a system does whose own knob it is."""
     partition: Partition = "flops"
     offload_window: int | None = None
-    """Passes during which a subsequence's swapped rows leave; None: the system's own are tried."""
+    """Passes during which a subsequence's swapped rows leave; None: the system's own are tried, and
+    1 and 4 where numbers of subsequences are searched."""
     multiplexed: bool | None = None
     """Whether idle stages play rows of the fill and the drain (SPPO 6.2); None: tried where it is the system's own, or
     numbers are searched that are no system's own, and all stages lie in one node. What guests take travels every step:

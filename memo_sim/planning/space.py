@@ -140,7 +140,8 @@ def candidates(question: Question) -> tuple[list[Candidate], list[str]]:
         complete = msgspec.structs.replace(base, loss_chunk_tokens=chunk, kernels=kernels)
         rows = mlp_chunk(question, complete)
         for policy in chosen:
-            if policy.mlp_blocks and (not rows or _whole_mlp(question, layout)):
+            no_norms = complete.keep_norms and policy.recompute == "full" and question.pins.recompute is None
+            if no_norms or (policy.mlp_blocks and (not rows or _whole_mlp(question, layout))):
                 continue
             decisions = with_alpha(complete, policy.recompute, policy.alpha or 0.0)
             cut = rowwise.faster(msgspec.structs.replace(decisions, mlp_chunk_tokens=rows if policy.mlp_blocks else 0))
@@ -151,10 +152,11 @@ def candidates(question: Question) -> tuple[list[Candidate], list[str]]:
                 refused.append((error, f"{in_words(layout)}: {error.what}"))
                 continue
             try:
-                offered = _offloaded(question, cut, policy, prices)
+                offered, without = _offloaded(question, cut, policy, prices)
             except Infeasible as error:
-                unswapped.append((error, f"{in_words(layout)}: {error.what}"))
+                refused.append((error, f"{in_words(layout)}: {error.what}"))
                 continue
+            unswapped += [(error, f"{in_words(layout)}: {error.what}") for error in without]
             # Where everything hides, a full swap is no other plan, in whatever window.
             if cut.alpha == 1 and any(other.policy.hides and _same(other.base, cut) for other in found):
                 continue
@@ -170,11 +172,15 @@ def candidates(question: Question) -> tuple[list[Candidate], list[str]]:
     return found, reasons
 
 
-def _offloaded(question: Question, decisions: Decisions, policy: Policy, prices: PartPrices) -> list[Decisions]:
+def _offloaded(
+    question: Question, decisions: Decisions, policy: Policy, prices: PartPrices
+) -> tuple[list[Decisions], list[Infeasible]]:
     """Return the ways to swap what a policy swaps: as much as hides (SPPO 5.2), or that in every window to try.
 
+    Behind them why a pinned window does not go with others.
+
     Raises:
-        Infeasible: when a window is pinned for a plan that swaps nothing, or a sequence that is not cut.
+        Infeasible: as ``subsequences.hide``.
     """
     pinned, own = question.pins.offload_window, find_system(question.system).offload_windows
     swapped = [decisions]
@@ -182,18 +188,31 @@ def _offloaded(question: Question, decisions: Decisions, policy: Policy, prices:
         swapped, own = list(hide(question, decisions, prices)), own[:1]
     elif question.pins.subsequences == "auto" and policy.recompute == "none":
         own = tuple(dict.fromkeys((*own, 1, LAGGING)))
-    made = []
+    made = list[Decisions]()
     for one in swapped:
         parts = one.layout.subsequences
         # Where alpha is open a block of every part stands for what it will swap.
         least = swap_each(one, one.swap_granule) if policy == PARTIAL_SWAP and parts > 1 else one
         swaps = parts > 1 and (least.swapped_tokens > 0 or least.recompute == "tokenwise")
         windows = [window for window in own if window < parts] if swaps else [0]
-        for window in windows if pinned is None else [pinned]:
-            made.append(msgspec.structs.replace(least if window else one, offload_window=window))
-            if pinned is not None:
-                shape_of(made[-1])
-    return made
+        made += [
+            msgspec.structs.replace(least if window else one, offload_window=window)
+            for window in (windows if pinned is None else [pinned])
+        ]
+    return (made, []) if pinned is None else _of_the_window(made)
+
+
+def _of_the_window(offered: list[Decisions]) -> tuple[list[Decisions], list[Infeasible]]:
+    """Return those that a pinned window goes with, and why not of the others: they swap nothing, or are not cut."""
+    found, refused = list[Decisions](), list[Infeasible]()
+    for one in offered:
+        try:
+            shape_of(one)
+        except Infeasible as error:
+            refused.append(error)
+        else:
+            found.append(one)
+    return found, refused
 
 
 def _same(first: Decisions, second: Decisions) -> bool:

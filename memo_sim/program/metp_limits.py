@@ -48,12 +48,6 @@ def check_metp(decisions: Decisions) -> None:
             ("none", "full", "tokenwise"),
             "METP keeps nothing that selective recompute would drop but attention's output, which full rebuilds",
         ),
-        (
-            "decisions.keep_norms",
-            decisions.keep_norms,
-            (False,) if decisions.recompute == "full" else (False, True),
-            "full recompute keeps a layer's input alone",
-        ),
         ("decisions.mlp_chunk_tokens", decisions.mlp_chunk_tokens, (0,), "METP cuts the MLP by features, not by rows"),
         (
             "decisions.memory_policy",
@@ -70,6 +64,14 @@ def check_metp(decisions: Decisions) -> None:
                 wanted=" or ".join(str(each) for each in allowed),
                 hint=f"{why}; dp, pp and ZeRO go with METP",
             )
+    if decisions.keep_norms and decisions.recompute == "full":
+        raise Infeasible(
+            "full recompute keeps a layer's input alone, and no norms",
+            where="decisions.keep_norms",
+            got="true with recompute full",
+            wanted="recompute none or tokenwise",
+            hint="leave --keep-norms out, or --recompute",
+        )
     if decisions.kernels.attention == "plain":
         raise Infeasible(
             "plain attention has no log-sum-exp to merge the ring's parts by",

@@ -108,6 +108,17 @@ def test_a_window_can_be_pinned_and_wants_something_to_swap() -> None:
         assert error.value.where == "decisions.offload_window"
 
 
+def test_a_pinned_window_leaves_the_rounding_that_swaps() -> None:
+    """Rounded down nothing is swapped, which no window goes with; rounded up is a plan all the same."""
+    cluster, hardware = load_cluster("a100-1x8")
+    pins = Pins(tp=4, pp=2, subsequences=8, multiplexed=False)
+    question = Question(shallow(4), cluster, hardware, 8 * K, system="sppo", pins=pins)
+    free, _ = candidates(question)
+    pinned, _ = candidates(replace(question, pins=replace(pins, offload_window=1)))
+    assert sorted(c.base.swapped_tokens > 0 for c in free if c.policy.hides) == [False, True]
+    assert [c.base for c in pinned if c.policy.hides] == [c.base for c in free if c.policy.hides and c.base.alpha]
+
+
 @pytest.mark.parametrize("alpha", [None, 0.5])
 def test_a_pinned_window_is_that_of_every_plan_found(alpha: float | None) -> None:
     """Token-wise and partly swapped alike, at whatever alpha the search takes."""
