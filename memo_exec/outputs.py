@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from memo_sim.contract.codec import check_apart, check_not_read, check_writable
 from memo_sim.contract.errors import UsageError
+from memo_sim.views.pictures import check_kind
 
 if TYPE_CHECKING:
     from memo_sim.contract.trace import Trace
@@ -36,10 +37,8 @@ def check_outputs(*written: Path | None, read: tuple[Path | None, ...] = (), pic
     Raises:
         UsageError: when a file cannot be written there, is read, or is given twice, or a picture is of no known kind.
     """
-    from memo_sim.views.timeline import FORMATS
-
-    if picture is not None and picture.suffix.lower() not in FORMATS:
-        raise UsageError("not a kind of picture", got=str(picture), wanted=", ".join(FORMATS))
+    if picture is not None:
+        check_kind(picture)
     named = [path for path in (*written, picture) if path is not None]
     for path in named:
         check_writable(path)

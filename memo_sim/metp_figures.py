@@ -13,9 +13,10 @@ and 1): without embedding and head, so with a vocabulary of a token a rank. What
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from dataclasses import replace as changed
+from typing import TypeVar
 
 from msgspec.structs import replace
 
@@ -42,6 +43,9 @@ FINE = 0.01
 """A longest length is known when one that is so much longer does not fit."""
 BISECTED = 3
 """Of so many guesses at what fits one halves what is left, and the others take memory for linear."""
+
+
+Value = TypeVar("Value")
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,17 +140,26 @@ def most_that_fits(memory: Callable[[int], Memory], *, fine: float = 0.0) -> int
     return low
 
 
-def memory_ratios(progress: Progress) -> Figure:
-    """Return METP's Figure 4: the most that a device holds at once, in GiB, the reserve not counted."""
-    lines, findings, total = [], [], len(SETTINGS) * len(ways(GPUS)) * len(LENGTHS)
-    done = 0
-    for setting in SETTINGS:
-        found: dict[str, list[Memory]] = {}
-        for system, pins in ways(GPUS).items():
-            for tokens in LENGTHS:
-                found.setdefault(system, []).append(Job(setting, pins).memory(tokens))
+def swept(
+    settings: Sequence[Setting], lengths: Sequence[int], value: Callable[[Job, int], Value], progress: Progress
+) -> Iterator[tuple[Setting, dict[str, list[Value]]]]:
+    """Yield, setting by setting, what every system has at each length on all GPUs."""
+    systems, done = ways(GPUS), 0
+    total = len(settings) * len(systems) * len(lengths)
+    for setting in settings:
+        found: dict[str, list[Value]] = {system: [] for system in systems}
+        for system, pins in systems.items():
+            for tokens in lengths:
+                found[system].append(value(Job(setting, pins), tokens))
                 done += 1
                 progress(done, total)
+        yield setting, found
+
+
+def memory_ratios(progress: Progress) -> Figure:
+    """Return METP's Figure 4: the most that a device holds at once, in GiB, the reserve not counted."""
+    lines, findings = [], []
+    for setting, found in swept(SETTINGS, LENGTHS, Job.memory, progress):
         lines += [
             Line(panel=setting.name, label=system, points=[_held(n, m) for n, m in zip(LENGTHS, its, strict=True)])
             for system, its in found.items()

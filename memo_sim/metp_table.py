@@ -18,7 +18,7 @@ from memo_sim.contract.figure import Figure, Line, Point
 from memo_sim.contract.progress import Progress
 from memo_sim.contract.units import KIB, format_seconds, format_tokens
 from memo_sim.engine.simulate import Simulation, simulate
-from memo_sim.metp_figures import GPUS, METP, SETTINGS, Job, Setting, most_that_fits, ways
+from memo_sim.metp_figures import GPUS, METP, SETTINGS, Job, Setting, most_that_fits, swept
 from memo_sim.planning.question import Pins
 from memo_sim.program.work import Collective, Exchange
 
@@ -61,14 +61,7 @@ def cell(job: Job, seq_tokens: int) -> Cell:
 def utilisation(progress: Progress) -> Figure:
     """Return METP's Figure 5."""
     lines, findings = [], []
-    total, done = len(SETTINGS) * len(ways(GPUS)) * len(LONG), 0
-    for setting in SETTINGS:
-        found: dict[str, list[Cell]] = {}
-        for system, pins in ways(GPUS).items():
-            for tokens in LONG:
-                found.setdefault(system, []).append(cell(Job(setting, pins), tokens))
-                done += 1
-                progress(done, total)
+    for setting, found in swept(SETTINGS, LONG, cell, progress):
         lines += [
             Line(
                 panel=setting.name,

@@ -23,7 +23,7 @@ from memo_sim.memory.read_requests import read_requests
 from memo_sim.memory.replay import Replay, replay
 from memo_sim.memory.request_table import column_name
 from memo_sim.memory.source import Source
-from memo_sim.views.timeline import FORMATS
+from memo_sim.views.pictures import FORMATS
 
 TABLE, SNAPSHOTS, DOCUMENTS = (".csv",), (".pickle", ".pkl"), (".json",)
 OUTPUTS = (*DOCUMENTS, *TABLE, *SNAPSHOTS)

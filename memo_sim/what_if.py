@@ -21,8 +21,7 @@ from memo_sim.planning.question import Question
 from memo_sim.planning.search import Evaluated, SearchResult, play, search
 from memo_sim.planning.space import policies
 from memo_sim.program.lower import program_sha256
-
-PICTURES = (".png", ".svg", ".pdf")
+from memo_sim.views.pictures import FORMATS
 
 LEAST_EXACT = 3
 """Plans whose rank is exact however few are listed: the best, the runner-up, and one for a best whose arena fails. Of
@@ -56,8 +55,8 @@ class Outputs:
                 check_writable(named[-1])
         check_not_read(named, self.read)
         check_apart(named)
-        if self.picture is not None and self.picture.suffix not in PICTURES:
-            raise UsageError("not a kind of picture", got=str(self.picture), wanted=", ".join(PICTURES))
+        if self.picture is not None and self.picture.suffix not in FORMATS:
+            raise UsageError("not a kind of picture", got=str(self.picture), wanted=", ".join(FORMATS))
         if self.plan is not None and self.plan.suffix != ".json":
             raise UsageError("a plan is a JSON file", got=str(self.plan), wanted="a name that ends in .json")
 

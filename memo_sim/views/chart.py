@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Sequence
 from math import ceil, log2
 from pathlib import Path
@@ -10,18 +9,16 @@ from textwrap import wrap
 from typing import TYPE_CHECKING
 
 from memo_sim.contract import codec
-from memo_sim.contract.errors import UsageError
 from memo_sim.contract.figure import Figure, Line
 from memo_sim.contract.units import format_tokens
 from memo_sim.views.palette import QUIET_TEXT
+from memo_sim.views.pictures import DPI, check_kind, write_picture
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.axis import Axis
     from matplotlib.figure import Figure as Picture
 
-FORMATS = (".png", ".svg", ".pdf")
-DPI = 150
 SIZE_IN = (8.0, 5.0)
 WIDE_IN, PANEL_IN = 12.0, 3.6
 """Width of a figure of panels, two beside each other, and the height of each."""
@@ -41,9 +38,7 @@ def check_chart(path: str | Path) -> None:
     Raises:
         UsageError: when the file's kind or place is not possible.
     """
-    suffix = Path(path).suffix.lower()
-    if suffix not in FORMATS:
-        raise UsageError("not a kind of picture", where=str(path), got=repr(suffix), wanted=", ".join(FORMATS))
+    check_kind(path)
     codec.check_writable(Path(path))
 
 
@@ -55,14 +50,7 @@ def draw_chart(figure: Figure, path: str | Path) -> None:
         ModuleNotFoundError: when matplotlib is not installed.
     """
     check_chart(path)
-    suffix = Path(path).suffix.lower()
-    import matplotlib as mpl
-
-    with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "memo"}):
-        raw = io.BytesIO()
-        stamp = {".png": "Software", ".svg": "Date", ".pdf": "CreationDate"}[suffix]
-        picture(figure).savefig(raw, format=suffix[1:], dpi=DPI, metadata={stamp: None})
-    codec.write_bytes(path, raw.getvalue())
+    write_picture(lambda: picture(figure), path)
 
 
 def style(number: int) -> tuple[str, str]:

@@ -6,20 +6,17 @@ where they fit, so that a picture of thousands of buffers stays small and readab
 
 from __future__ import annotations
 
-import io
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from memo_sim.contract import codec
-from memo_sim.contract.errors import UsageError
 from memo_sim.contract.placement import Placement
 from memo_sim.contract.requests import Phase
 from memo_sim.contract.units import format_bytes
 from memo_sim.views.memory_panel import memory_unit
 from memo_sim.views.palette import CAPACITY, CLASSES, OTHER, QUIET_TEXT, TEXT, lighter, ordered_classes, phase_colour
-from memo_sim.views.timeline import DPI, FORMATS
+from memo_sim.views.pictures import write_picture
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -68,19 +65,9 @@ def draw_memory_map(
         UsageError: when the file's kind or place is not possible.
         ModuleNotFoundError: when matplotlib is not installed.
     """
-    suffix = Path(path).suffix.lower()
-    if suffix not in FORMATS:
-        raise UsageError("not a kind of picture", where=str(path), got=repr(suffix), wanted=", ".join(FORMATS))
-    import matplotlib as mpl
-
-    # Text stays text in an SVG, and the same placement always gives the same bytes.
-    with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "memo"}), warnings.catch_warnings():
+    with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Glyph .* missing")  # names in any script; what no font has is a box
-        figure = _figure(placement, title, phases, reserved)
-        raw = io.BytesIO()
-        stamp = {".png": "Software", ".svg": "Date", ".pdf": "CreationDate"}[suffix]
-        figure.savefig(raw, format=suffix[1:], dpi=DPI, metadata={stamp: None})
-    codec.write_bytes(path, raw.getvalue())
+        write_picture(lambda: _figure(placement, title, phases, reserved), path)
 
 
 def _figure(placement: Placement, title: str, phases: Sequence[Phase], reserved: Curve) -> Figure:

@@ -6,13 +6,11 @@ one is shown, because they are alike; ``window`` shows any other part.
 
 from __future__ import annotations
 
-import io
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from memo_sim.contract import codec
 from memo_sim.contract.errors import UsageError
 from memo_sim.contract.trace import Trace
 from memo_sim.contract.units import format_seconds
@@ -20,13 +18,12 @@ from memo_sim.views.bars import first_micro_batch, lanes_of, played_s
 from memo_sim.views.lane_panel import LanePanel, panel_height, wait_colour, wait_labels
 from memo_sim.views.memory_panel import MemoryPanel, peak_of
 from memo_sim.views.palette import CLASSES, OTHER, PHASES, QUIET_TEXT, phase_colour, phase_label
+from memo_sim.views.pictures import DPI, write_picture
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-FORMATS = (".png", ".svg", ".pdf")
-DPI = 150
 WIDTH_IN, LEFT_IN, RIGHT_IN = 14.0, 1.3, 1.75
 TOP_IN, BOTTOM_IN, GAP_IN = 0.72, 0.5, 0.16
 LANE_IN = 0.52
@@ -50,6 +47,7 @@ def draw_timeline(
 
     Raises:
         UsageError: when the window is empty or the file's kind or place is not possible.
+        ModuleNotFoundError: when matplotlib is not installed.
     """
     shown, note = _window([trace], window)
     picture = _Picture(shown)
@@ -72,7 +70,7 @@ def draw_comparison(
     """Draw two traces of one program above each other on one time axis, both from their step's start.
 
     Raises:
-        UsageError: as ``draw_timeline`` does.
+        UsageError, ModuleNotFoundError: as ``draw_timeline`` does.
     """
     traces = [predicted, measured]
     shown, note = _window(traces, window)
@@ -144,17 +142,7 @@ class _Picture:
 
     def write(self, path: str | Path, title: str, subtitle: str) -> None:
         """Draw everything and write it atomically."""
-        suffix = Path(path).suffix.lower()
-        if suffix not in FORMATS:
-            raise UsageError("not a kind of picture", where=str(path), got=repr(suffix), wanted=", ".join(FORMATS))
-        mpl = _matplotlib()
-        # Text stays text in an SVG, and the same trace always gives the same bytes.
-        with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "memo", "hatch.linewidth": 0.7}):
-            figure = self._figure(title, subtitle)
-            raw = io.BytesIO()
-            stamp = {".png": "Software", ".svg": "Date", ".pdf": "CreationDate"}[suffix]
-            figure.savefig(raw, format=suffix[1:], dpi=DPI, metadata={stamp: None})
-        codec.write_bytes(path, raw.getvalue())
+        write_picture(lambda: self._figure(title, subtitle), path, hatch_linewidth=0.7)
 
     def _figure(self, title: str, subtitle: str) -> Figure:
         from matplotlib.figure import Figure
@@ -247,16 +235,3 @@ def time_unit(seconds: float) -> tuple[str, float]:
         if seconds >= 1.5 * scale:
             return unit, scale
     return "µs", 1e-6
-
-
-def _matplotlib() -> Any:
-    """Return matplotlib; a plan runs without it.
-
-    Raises:
-        UsageError: when it is not installed.
-    """
-    try:
-        import matplotlib as mpl
-    except ImportError as error:
-        raise UsageError("pictures need matplotlib", got=str(error), hint="pip install 'memo[sim]'") from None
-    return mpl

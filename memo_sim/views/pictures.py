@@ -1,0 +1,51 @@
+"""Pictures as files: which kinds there are, and how a drawing is written to one.
+
+Text stays text in an SVG, and the same drawing always gives the same bytes.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from memo_sim.contract import codec
+from memo_sim.contract.errors import UsageError
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+STAMPS = {".png": "Software", ".svg": "Date", ".pdf": "CreationDate"}
+"""What each kind would say of who wrote it, and when."""
+FORMATS = tuple(STAMPS)
+DPI = 150
+
+
+def check_kind(path: str | Path) -> None:
+    """Refuse a name whose ending is none of ``FORMATS``.
+
+    Raises:
+        UsageError: naming the file.
+    """
+    suffix = Path(path).suffix.lower()
+    if suffix not in FORMATS:
+        raise UsageError("not a kind of picture", where=str(path), got=repr(suffix), wanted=", ".join(FORMATS))
+
+
+def write_picture(draw: Callable[[], Figure], path: str | Path, hatch_linewidth: float = 1.0) -> None:
+    """Write atomically what ``draw`` returns; the name of the file decides the format.
+
+    ``hatch_linewidth`` is in points; matplotlib takes it for a whole picture only.
+
+    Raises:
+        UsageError: when the file's kind or place is not possible.
+        ModuleNotFoundError: when matplotlib is not installed.
+    """
+    check_kind(path)
+    import matplotlib as mpl
+
+    suffix, raw = Path(path).suffix.lower(), io.BytesIO()
+    with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "memo", "hatch.linewidth": hatch_linewidth}):
+        draw().savefig(raw, format=suffix[1:], dpi=DPI, metadata={STAMPS[suffix]: None})
+    codec.write_bytes(path, raw.getvalue())
