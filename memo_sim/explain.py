@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import msgspec
-
 from memo_sim.contest import label, runner_up, ties
 from memo_sim.contract.hardware import DISTURBED
 from memo_sim.contract.plan import Decisions, Prediction
-from memo_sim.contract.units import counted, format_bytes, format_seconds, format_tokens
+from memo_sim.contract.units import counted, format_bytes, format_seconds
 from memo_sim.engine.simulate import ALLOCATOR, Simulation
+from memo_sim.explain_blocks import blocks
 from memo_sim.explain_metp import metp
 from memo_sim.explain_subsequences import balance, heuristic, subsequences
 from memo_sim.planning.arena import Arena
-from memo_sim.planning.outcome import Evaluated, SearchResult
+from memo_sim.planning.outcome import SearchResult
 from memo_sim.planning.presets import KEEP, PARTIAL_SWAP, TOKENWISE, Policy, find_system
 from memo_sim.planning.question import Question
-from memo_sim.planning.subsequences import swap_each
 from memo_sim.program.library_results import RESULTS
 from memo_sim.program.ranks import ENDS, degree
 from memo_sim.views.plan_table import layout_label
@@ -49,8 +47,7 @@ def explain(
         *_ulysses(simulation),
         *_alpha(found),
         *_partial_swap(found),
-        *_inputs_swapped(found),
-        *_mlp_blocks(found),
+        *blocks(found, simulation),
         *_fallback(question, found),
         *runner_up(found),
         *ties(found),
@@ -280,45 +277,6 @@ def _partial_swap(found: SearchResult) -> list[str]:
     less = f"; the next alpha down is refused: {_short(best.below)}" if best.below else ""
     more = f"; the next alpha up is refused: {_short(best.above)}" if best.above else ""
     return [f"{text}{less}{more}."]
-
-
-def _inputs_swapped(found: SearchResult) -> list[str]:
-    """Say what full recompute with swapped inputs moves, and by how much keeping them does not fit."""
-    best = found.best
-    if best is None or best.policy.recompute != "full" or not best.decisions.swapped_tokens:
-        return []
-    kept = next((e for e in found.ranked if e.decisions == swap_each(best.decisions, 0)), None)
-    moved = format_bytes(best.prediction.moved_bytes.d2h)
-    less = f"; kept on the device they do not fit, {_short(kept.prediction)}" if kept and not _fits(kept) else ""
-    return [f"Layer inputs wait for backward in host memory, {moved} a step{less}."]
-
-
-def _mlp_blocks(found: SearchResult) -> list[str]:
-    """Say what the MLP in row blocks is worth, against the same plan with the MLP whole."""
-    best = found.best
-    if best is None or not best.decisions.mlp_chunk_tokens:
-        return []
-    rows, tokens = best.decisions.mlp_chunk_tokens, best.decisions.local_tokens
-    text = f"The MLP runs in {-(-tokens // rows)} row blocks of {format_tokens(rows)} tokens, each rebuilt right before"
-    text += " its backward, without its second product"
-    whole = _same_but(found, best.decisions, mlp_chunk_tokens=0)
-    if whole is None:
-        return [f"{text}."]
-    if not _fits(whole):
-        return [f"{text}; whole it does not fit, {_short(whole.prediction)}."]
-    peak = format_bytes(whole.prediction.peak_device_bytes)
-    slower_s = (whole.prediction.step_s or 0.0) - (best.prediction.step_s or 0.0)
-    return [f"{text}; whole, device memory would be {peak} and the step {format_seconds(slower_s)} longer."]
-
-
-def _same_but(found: SearchResult, decisions: Decisions, **changes: int) -> Evaluated | None:
-    """Return the evaluated plan that differs from ``decisions`` in ``changes`` alone."""
-    wanted = msgspec.structs.replace(decisions, **changes)
-    return next((e for e in found.ranked if e.decisions == wanted), None)
-
-
-def _fits(evaluated: Evaluated) -> bool:
-    return evaluated.prediction.status == "ok"
 
 
 def _fallback(question: Question, found: SearchResult) -> list[str]:

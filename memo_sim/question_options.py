@@ -38,8 +38,8 @@ SEARCHED = (
         "alpha",
         "recompute",
     ),
-    *("states", "loss_chunk", "mlp_chunk", "overlap", "memory_policy", "replay_allocator", "micro_batch"),
-    "global_batch",
+    *("states", "loss_chunk", "mlp_chunk", "attention_chunk", "overlap", "memory_policy", "replay_allocator"),
+    *("micro_batch", "global_batch"),
 )
 """What a plan decides, so that none of it can be given beside ``--plan``."""
 OF_A_SEARCH = ("pareto", "one_more_gib")
@@ -156,6 +156,11 @@ KNOBS = (
         "--mlp-chunk", help="Full recompute: tokens whose MLP exists at once; 0 = all. Chosen when not given."
     ),
     click.option(
+        "--attention-chunk",
+        help="Full recompute: tokens of the sequence whose attention exists at once, while the others' keys and values "
+        "wait on the host; 0 = all. Chosen when not given.",
+    ),
+    click.option(
         "--micro-batch", type=click.IntRange(1, MOST_SEQUENCES), default=1, show_default=True, help="Sequences."
     ),
     click.option(
@@ -246,6 +251,7 @@ def question_of(options: Options) -> tuple[Plan | None, Question]:
         recompute=options["recompute"],
         loss_chunk_tokens=_chunk(options["loss_chunk"], "--loss-chunk"),
         mlp_chunk_tokens=_chunk(options["mlp_chunk"], "--mlp-chunk"),
+        attention_chunk_tokens=_chunk(options["attention_chunk"], "--attention-chunk"),
         overlap=options["overlap"],
         memory_policy=options["memory_policy"],
         replay_allocator=options["replay_allocator"],

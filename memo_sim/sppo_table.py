@@ -23,7 +23,6 @@ from memo_sim.contract.figure import Figure, Line, Point
 from memo_sim.contract.plan import Decisions, MemoryPolicy, Prediction
 from memo_sim.contract.progress import Progress
 from memo_sim.contract.units import KIB, format_bytes, format_seconds, format_tokens
-from memo_sim.fpdt_chunks import CHUNK_TOKENS, Chunks, chunks_of
 from memo_sim.planning.presets import FULL_SWAP, KEEP, SEQUENCE_AWARE, Policy
 from memo_sim.planning.question import Pins, Question
 from memo_sim.planning.search import play, search
@@ -99,8 +98,6 @@ class Cell:
 
     prediction: Prediction
     how: str
-    chunks: Chunks | None = None
-    """Of FPDT: what its chunks of attention would change."""
 
     @property
     def tgs(self) -> float | None:
@@ -137,7 +134,7 @@ def cell(
     if system != SPPO:
         best = search(question).ranked[0]
         how = f"{layout_label(best.decisions.layout)}, {best.policy.label}"
-        return Cell(best.prediction, how, chunks_of(question, best.decisions) if system == DEEPSPEED else None)
+        return Cell(best.prediction, how)
     offered = [c.base for c in candidates(question)[0] if c.policy.hides]
     if policy.alpha is not None:
         base = swap_fraction(offered[0], policy.alpha)
@@ -219,21 +216,7 @@ def _speed_ups(job: Job, found: dict[tuple[str, str], dict[int, Cell]]) -> list[
         ratios = [_ratio(n, ours[n], other) for n, other in found[job.model, system].items()]
         printed = f" (SPPO prints {job.printed})" if system == MEGATRON else ""
         lines.append(f"{job.model}, sppo over {system}: {', '.join(ratios)}{printed}.")
-    return [*lines, *_in_chunks(job, ours, found.get((job.model, DEEPSPEED), {}))]
-
-
-def _in_chunks(job: Job, ours: dict[int, Cell], theirs: dict[int, Cell]) -> list[str]:
-    """Return what FPDT's chunks of attention would make of it, where it was played with whole attention."""
-    ratios = []
-    for thousands, one in theirs.items():
-        step_s, mine = one.prediction.step_s, ours[thousands].tgs
-        if one.chunks is None or one.tgs is None or step_s is None or mine is None:
-            continue
-        slower = 1 + one.chunks.added_s / step_s
-        fetch = "" if one.chunks.hides else ", and fetches do not hide"
-        ratios.append(f"{format_tokens(thousands * KIB)} {mine / one.tgs * slower:.2f} (step {slower - 1:+.1%}{fetch})")
-    text = f"with attention in chunks of {format_tokens(CHUNK_TOKENS)}, which is not in the preset"
-    return [f"{job.model}, sppo over {DEEPSPEED} {text}: {', '.join(ratios)}."] if ratios else []
+    return lines
 
 
 def _ratio(thousands: int, ours: Cell, other: Cell) -> str:

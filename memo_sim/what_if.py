@@ -245,6 +245,7 @@ def row(decisions: Decisions, prediction: Prediction, *, system: str) -> PlanRow
         layout=decisions.layout,
         recompute=decisions.recompute,
         mlp_chunk_tokens=decisions.mlp_chunk_tokens,
+        attention_chunk_tokens=decisions.attention_chunk_tokens,
         memory_policy=decisions.memory_policy,
         states=decisions.states,
         micro_batch=decisions.micro_batch,

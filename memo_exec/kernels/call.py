@@ -19,10 +19,12 @@ from memo_exec.distributed.place import Place
 from memo_exec.kernels.frequencies import inverse_frequencies
 from memo_sim.contract.model import Model
 from memo_sim.contract.plan import Decisions
+from memo_sim.program.attention_chunks import in_chunks
 from memo_sim.program.instruction import Instruction, Lane
 from memo_sim.program.kernel_table import PIECE_BYTES, merge_scratch_bytes
 from memo_sim.program.partition import partition
 from memo_sim.program.token_order import clipped, pieces, row_blocks, shard_runs, token_runs
+from memo_sim.program.work import Rowwise
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +73,7 @@ class Context:
 
     def _merging(self) -> Tensor | None:
         model, layout = self.model, self.decisions.layout
-        if layout.ring == 1 and layout.subsequences == 1:
+        if layout.ring == 1 and layout.subsequences == 1 and not in_chunks(self.decisions):
             return None
         size = merge_scratch_bytes(
             model.heads // (layout.divided * layout.ulysses), model.head_dim, self.decisions.dtype
@@ -131,6 +133,11 @@ class Call:
     def first(self, role: str) -> int:
         """Return the operand's first token."""
         return next(operand.first for operand in self.instruction.operands if operand.role == role)
+
+    def row(self, role: str) -> int:
+        """Return the row, among those of the call's subsequence, that the operand's first token is."""
+        work = self.instruction.work
+        return self.first(role) + (work.first if isinstance(work, Rowwise) else 0)
 
     def positions(self, first: int, rows: int, *, shard: bool = False) -> Iterator[tuple[slice, int]]:
         """Yield as ``Context.positions`` for rows of the call's subsequence."""

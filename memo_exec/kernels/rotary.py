@@ -54,7 +54,7 @@ class Tables:
 def _rotate(call: Call, role: str, sign: float) -> None:
     packed, model = call[role], call.context.model
     half, heads = model.head_dim // 2, (model.heads + model.kv_heads) // call.context.decisions.layout.divided
-    tables = Tables(call, packed, call.first(role))
+    tables = Tables(call, packed, call.row(role))
     kept = tables.scratch.take(min(len(packed), NORM_ROWS), heads, half, dtype=packed.dtype)
     for first in range(0, len(packed), NORM_ROWS):
         n = min(len(packed), first + NORM_ROWS) - first

@@ -145,6 +145,9 @@ class Decisions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     mlp_chunk_tokens: Tokens = 0
     """Tokens of a rank's micro-batch whose MLP exists at once, under full recompute alone; 0 = all of them. In row
     blocks the MLP is rebuilt without its second product, block by block, right before each block's backward."""
+    attention_chunk_tokens: Tokens = 0
+    """Tokens of the sequence whose queries exist at once in attention, and their keys and values at a time, under full
+    recompute alone; 0 = all of them. The other chunks wait in host memory (FPDT, Yao et al. 2024)."""
     kernels: Kernels = Kernels()
     dtype: DtypeName = "bf16"
     deterministic: bool = False
@@ -275,6 +278,7 @@ class PlanRow(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Passes during which a subsequence's swapped rows leave; 0 where layers take turns in two buffers."""
     recompute: Recompute
     mlp_chunk_tokens: Tokens = 0
+    attention_chunk_tokens: Tokens = 0
     memory_policy: MemoryPolicy
     states: States
     micro_batch: Positive

@@ -166,8 +166,13 @@ class Role:
     @property
     def moved_bytes(self) -> MovedBytes:
         """What one rank copies over each lane in the whole step."""
+        return self.moved_by("")
+
+    def moved_by(self, templates: str) -> MovedBytes:
+        """Return what of that is copied by templates whose names start with ``templates``."""
         size = self.per_instruction(lambda i: i.work.bytes if isinstance(i.work, Copy) else 0)
-        moved = size.astype(np.int64) * self.weights
+        chosen = np.array([t.name.startswith(templates) for t in self.program.templates])[self.columns.template]
+        moved = size.astype(np.int64) * self.weights * chosen
         down, up = (int(moved[self.columns.lane == lane].sum()) for lane in (Lane.D2H, Lane.H2D))
         return MovedBytes(d2h=down, h2d=up)
 

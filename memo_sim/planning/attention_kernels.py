@@ -8,6 +8,7 @@ from memo_sim.contract.errors import Infeasible
 from memo_sim.contract.plan import Decisions, Kernels
 from memo_sim.planning.question import Question
 from memo_sim.program.attention import longest_keys
+from memo_sim.program.attention_chunks import in_chunks
 from memo_sim.program.head_groups import fewest_head_groups
 from memo_sim.program.library_results import beside_arena, groups_beside
 from memo_sim.program.plain_attention import PLAIN
@@ -24,10 +25,11 @@ def head_groups(shape: Shape, base: Decisions, kernel: str) -> int:
         Infeasible: when no number of groups does.
     """
     shape = shape.attention
+    chunk = base.attention_chunk_tokens if in_chunks(base) else 0
     work = Attention(
         batch=base.micro_batch,
-        q_tokens=shape.tokens // base.micro_batch,
-        k_tokens=longest_keys(base, shape) // base.micro_batch,
+        q_tokens=(chunk or shape.tokens) // base.micro_batch,
+        k_tokens=(chunk or longest_keys(base, shape)) // base.micro_batch,
         mask="causal",
         heads=shape.heads,
         kv_heads=shape.kv_heads,

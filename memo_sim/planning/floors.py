@@ -25,6 +25,7 @@ from memo_sim.memory.eager import libraries_of
 from memo_sim.planning.passes import Pass, Passes
 from memo_sim.planning.subsequences import PartPrices
 from memo_sim.program.activations import Activations
+from memo_sim.program.attention_chunks import in_chunks
 from memo_sim.program.instruction import Lane
 from memo_sim.program.optimizer import Optimizer
 from memo_sim.program.parameters import Block, embed_block, head_block, layer_block
@@ -113,7 +114,7 @@ class Floors:
             again = decisions.recompute == "full"
         else:
             return floor
-        if decisions.layout.multiplexed:
+        if decisions.layout.multiplexed or in_chunks(decisions):
             return replace(floor, step_s=self._shared_s(_compute(whole, again), decisions.layout.pp))
         return replace(floor, step_s=self._step_s(decisions, _compute(whole, again), _compute(layer, again)))
 
@@ -251,7 +252,7 @@ class Floors:
         return max(mean_s, times * self._busy_s(last) + around_s)
 
     def _shared_s(self, whole: Pass, stages: int) -> float:
-        """Return the least that stages compute which share the work, its rows cut anywhere.
+        """Return the least that stages compute which share the work, its rows or chunks of attention cut anywhere.
 
         A cut turns a masked square of attention into a smaller one and a rectangle, which may be faster.
         """

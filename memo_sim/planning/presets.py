@@ -23,8 +23,8 @@ memory. The rivals run on PyTorch's caching allocator under an eager framework (
     rsa                ring self-attention over sequence blocks, parameters and states whole on every rank: scores are
                        written, no flash kernel can play it (Li et al. 2021; METP's Tables 1 and 2). Its hops run beside
                        compute, as those of a ring
-    deepspeed-fpdt     deepspeed-ulysses that offloads layer inputs and plays the MLP in chunks (FPDT, Yao et al. 2024);
-                       FPDT's chunks of attention are not in it
+    deepspeed-fpdt     deepspeed-ulysses that offloads layer inputs, and plays the MLP and attention in chunks, whose
+                       keys and values wait on the host (FPDT, Yao et al. 2024)
     terapipe           subsequences through pipeline stages, all forwards before all backwards (Li et al. 2021)
     seq1f1b            subsequences through pipeline stages, 1F1B over them (Sun et al. 2024)
     sppo               seq1f1b whose subsequences are offloaded by as much as hides, no recompute; tensor parallelism
@@ -37,32 +37,37 @@ from dataclasses import dataclass
 
 from memo_sim.contract.errors import UsageError, did_you_mean
 from memo_sim.contract.plan import CpExchange, Decisions, HostAllocator, MemoryPolicy, Overlap, Schedule
+from memo_sim.contract.units import KIB
 
 
 @dataclass(frozen=True, slots=True)
 class Policy:
     """What a system may do with activations: a recompute mode, and a fixed alpha or None for a searched one.
 
-    ``mlp_blocks``: the MLP in row blocks, which full recompute alone can have.
+    ``mlp_blocks``: the MLP in row blocks, ``attention_chunks``: attention in chunks of the sequence; full recompute
+    alone can have either.
     """
 
     recompute: str
     alpha: float | None
     mlp_blocks: bool = False
+    attention_chunks: bool = False
     hides: bool = False
     """Whether alpha is as much as hides under the next subsequence (SPPO 5.2), where it is not searched."""
 
     @classmethod
     def of(cls, decisions: Decisions) -> Policy:
         """Return what ``decisions`` do, as a policy that fixes it."""
-        return cls(decisions.recompute, decisions.alpha, decisions.mlp_chunk_tokens > 0)
+        chunks = decisions.attention_chunk_tokens > 0
+        return cls(decisions.recompute, decisions.alpha, decisions.mlp_chunk_tokens > 0, chunks)
 
     @property
     def label(self) -> str:
         """How the policy is called in tables and sentences."""
         if self.recompute == "full":
             inputs = f", inputs {'swapped' if self.alpha == 1 else 'partly swapped'}" if self.alpha else ""
-            return f"full recompute{inputs}{', MLP in blocks' if self.mlp_blocks else ''}"
+            blocks = ", MLP in blocks" if self.mlp_blocks else ""
+            return f"full recompute{inputs}{blocks}{', attention in chunks' if self.attention_chunks else ''}"
         if self.recompute == "selective":
             return "selective recompute"
         if self.hides:
@@ -78,6 +83,8 @@ INPUTS_SWAPPED = Policy("full", 1.0)
 """Full recompute whose layer inputs, all that it keeps, lie in host memory."""
 MLP_IN_BLOCKS = Policy("full", 0.0, mlp_blocks=True)
 INPUTS_SWAPPED_MLP_IN_BLOCKS = Policy("full", 1.0, mlp_blocks=True)
+LEAST_MEMORY = Policy("full", 1.0, mlp_blocks=True, attention_chunks=True)
+"""Nothing of a layer but its input is kept, and that on the host, where attention's chunks wait as well (FPDT)."""
 SELECTIVE_RECOMPUTE = Policy("selective", 0.0)
 FULL_SWAP = Policy("none", 1.0)
 PARTIAL_SWAP = Policy("none", None)
@@ -113,6 +120,9 @@ class System:
     cp_exchange: CpExchange = "ring"
     overlap: Overlap = "none"
     least_tp: int = 1
+    chunk_tokens: int = 0
+    """Tokens of attention's chunks, where its authors name them (the default of Megatron-DeepSpeed's
+    ``--ds-sequence-parallel-fpdt-chunk-size``); 0: as ``blocks.py`` chooses."""
     waits_for_handovers: bool = False
     """Whether pipeline stages stand still while they hand over."""
     whole_loss: bool = False
@@ -138,12 +148,12 @@ SYSTEMS = {
         System(
             "any",
             "every policy this program knows, host memory as one slab of exact size",
-            (KEEP, TOKENWISE, *EVERY_FULL, FULL_SWAP, PARTIAL_SWAP),
+            (KEEP, TOKENWISE, *EVERY_FULL, LEAST_MEMORY, FULL_SWAP, PARTIAL_SWAP),
         ),
         System(
             "every-layout",
             "every policy of `any` on every layout there is: tp, ring cp, Ulysses, pp and dp, with ZeRO 1 or 3",
-            (KEEP, TOKENWISE, *EVERY_FULL, FULL_SWAP, PARTIAL_SWAP),
+            (KEEP, TOKENWISE, *EVERY_FULL, LEAST_MEMORY, FULL_SWAP, PARTIAL_SWAP),
             degrees=("tp", "cp", "ulysses", "pp", "dp"),
             pinnable=("metp",),
             zeros=(1, 3),
@@ -222,9 +232,10 @@ SYSTEMS = {
         ),
         System(
             "deepspeed-fpdt",
-            "DeepSpeed-Ulysses with FPDT: ZeRO 3, full recompute from inputs on the host, MLP in chunks",
-            (INPUTS_SWAPPED, INPUTS_SWAPPED_MLP_IN_BLOCKS),
+            "DeepSpeed-Ulysses with FPDT: ZeRO 3, full recompute from inputs on the host, attention and MLP in chunks",
+            (Policy("full", 1.0, attention_chunks=True), LEAST_MEMORY),
             memory_policy="eager",
+            chunk_tokens=64 * KIB,
             degrees=("ulysses", "dp"),
             zeros=(3,),
         ),

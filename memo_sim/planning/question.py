@@ -57,6 +57,7 @@ class Pins:
     recompute: Recompute | None = None
     loss_chunk_tokens: int | None = None
     mlp_chunk_tokens: int | None = None
+    attention_chunk_tokens: int | None = None
     memory_policy: MemoryPolicy | None = None
     overlap: Overlap | None = None
     """What of ZeRO 0 and 1 runs beside compute; None: what the system does. Not searched."""

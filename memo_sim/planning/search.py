@@ -4,7 +4,8 @@ Order of work: every candidate gets a floor (``floors.py``): no alpha of it is f
 candidates with the lowest floors are played first, those that may fit before those that cannot. Once ``keep`` plans
 rank before a candidate's floor that candidate is pruned, as are all after it: the ``keep`` best are those that
 evaluating everything would give. Where the Pareto front is asked for, a candidate is pruned only when a plan that was
-played is as fast as its floor and needs as little of either memory.
+played is as fast as its floor and needs as little of either memory. Higher floors cost a lowering: they are asked for
+where the one before does not decide.
 
 A partial swap is pruned too where everything can be kept: that copies less. So is full recompute with swapped inputs
 where they can be kept: it computes the same. A front keeps both: they need less device memory. A window that lets
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from heapq import heappop, heappush
+from typing import Literal
 
 import msgspec
 
@@ -28,6 +30,7 @@ from memo_sim.planning.bandwidth import offload_bandwidth
 from memo_sim.planning.floors import Floor, Floors
 from memo_sim.planning.outcome import Evaluated, SearchResult, as_good, ranked_s
 from memo_sim.planning.passes import Passes
+from memo_sim.planning.pipeline_floor import is_known, kept, least_step_s
 from memo_sim.planning.presets import FULL_SWAP, INPUTS_SWAPPED, INPUTS_SWAPPED_MLP_IN_BLOCKS, PARTIAL_SWAP
 from memo_sim.planning.question import Question
 from memo_sim.planning.space import Candidate, candidates, policies, with_alpha
@@ -103,8 +106,8 @@ class _Bounded:
     candidate: Candidate
     floor: Floor | None
     shortfall_bytes: int
-    rough: bool
-    """Whether a higher floor can be had for a lowering."""
+    next_floor: Literal["pipeline", "layers", ""] = ""
+    """Which higher floor can be had for a lowering: of its layout's kernels and waits, or of a few of its layers."""
 
     @property
     def least_key(self) -> tuple[bool, bool, float]:
@@ -138,6 +141,8 @@ class _Search:
         self.limit: Evaluated | None = None
         """A plan that is known to fit, though it is none of this search's outcomes."""
         self.floors = Floors(question.hardware, question.cluster, passes)
+        self.least_s: dict[Decisions, float] = {}
+        """Of plans that keep everything, what no plan of their layouts goes below (``pipeline_floor.py``)."""
         self.known: dict[Decisions, Prediction] = {}
         self.ranked: list[Evaluated] = []
         self.places: dict[Decisions, int] = {}
@@ -158,8 +163,8 @@ class _Search:
         while waiting:
             _, number, one = heappop(waiting)
             beyond = self.prune and (self._found_enough() or self._cannot_matter(one))
-            if one.rough and self.prune and not beyond:
-                one = self._bounded(one.candidate)
+            if one.next_floor and self.prune and not beyond:
+                one = self._bounded(one)
                 heappush(waiting, (one.least_key, number, one))
                 continue
             if beyond:
@@ -204,20 +209,45 @@ class _Search:
 
     def _roughly(self, candidate: Candidate) -> _Bounded:
         """Return a floor from what other candidates share."""
-        keep = swap_each(msgspec.structs.replace(candidate.base, recompute="none", mlp_chunk_tokens=0), 0)
+        whole = {"recompute": "none", "mlp_chunk_tokens": 0, "attention_chunk_tokens": 0}
+        keep = swap_each(msgspec.structs.replace(candidate.base, **whole), 0)
         try:
             any_alpha = candidate.policy.alpha is None
             floor = self.floors.rough(candidate.base, keep=keep if keep in self.bases else None, any_alpha=any_alpha)
         except Infeasible:
-            return _Bounded(candidate, None, 0, rough=False)
-        return _Bounded(candidate, floor, self.floors.shortfall_bytes(floor), rough=True)
+            return _Bounded(candidate, None, 0)
+        short = self.floors.shortfall_bytes(floor)
+        by_pipeline = not short and is_known(candidate.base) and self._is_beside_kept(candidate)
+        return _Bounded(candidate, floor, short, "pipeline" if by_pipeline else "layers")
 
-    def _bounded(self, candidate: Candidate) -> _Bounded:
+    def _is_beside_kept(self, candidate: Candidate) -> bool:
+        """Return whether another candidate keeps everything on the same layout."""
+        keeping = kept(candidate.base)
+        itself = candidate.policy.alpha is not None and candidate.base == keeping
+        return not itself and keeping in self.bases
+
+    def _bounded(self, one: _Bounded) -> _Bounded:
+        """Return the next higher floor of a candidate.
+
+        That of a pipeline serves all candidates of its layout but the one that keeps everything: to play that is no
+        dearer.
+        """
+        candidate, floor = one.candidate, one.floor
+        assert floor is not None
         try:
-            floor = self._floor(candidate)
+            if one.next_floor == "pipeline":
+                floor = replace(floor, step_s=max(floor.step_s, self._least_s(kept(candidate.base))))
+                return replace(one, floor=floor, next_floor="layers")
+            higher = self._floor(candidate)
         except Infeasible:
-            return _Bounded(candidate, None, 0, rough=False)
-        return _Bounded(candidate, floor, self.floors.shortfall_bytes(floor), rough=False)
+            return _Bounded(candidate, None, 0)
+        higher = replace(higher, step_s=max(higher.step_s, floor.step_s))
+        return _Bounded(candidate, higher, self.floors.shortfall_bytes(higher))
+
+    def _least_s(self, keeping: Decisions) -> float:
+        if keeping not in self.least_s:
+            self.least_s[keeping] = least_step_s(keeping, self.question.hardware, self.question.cluster)
+        return self.least_s[keeping]
 
     def _floor(self, candidate: Candidate) -> Floor:
         if candidate.policy.alpha is not None:

@@ -12,6 +12,7 @@ import msgspec
 from memo_sim.contract.errors import Infeasible, UsageError
 from memo_sim.contract.plan import Decisions, Kernels, Layout, Overlap
 from memo_sim.contract.units import DTYPE_BYTES
+from memo_sim.planning import blocks
 from memo_sim.planning.attention_kernels import attention_kernel, head_groups
 from memo_sim.planning.layouts import in_words, layouts
 from memo_sim.planning.presets import (
@@ -32,17 +33,11 @@ from memo_sim.program.metp_limits import check_metp
 from memo_sim.program.partition import partition
 from memo_sim.program.ranks import ENDS, degree
 from memo_sim.program.rsa_limits import check_rsa
-from memo_sim.program.shape import shape_of
+from memo_sim.program.shape import Shape, shape_of
 from memo_sim.program.stage import stages_of
 
 LOGIT_BYTES = 2**30
 """Logits and their gradient of one loss chunk stay under this; the classifier's rate does not suffer at such sizes."""
-
-
-MLP_BLOCKS = 8
-"""Row blocks of the MLP: so many that what is left of its wide tensors is less than what attention's backward needs."""
-LEAST_MLP_ROWS = 4096
-"""Rows of the MLP's blocks at least: products of fewer run slower (the profiles' curves by rows)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,20 +56,9 @@ class Candidate:
 def policies(question: Question) -> tuple[Policy, ...]:
     """Return the policies to try: the system's, narrowed by a pinned alpha or recompute (which turn fallbacks off).
 
-    A pinned chunk of the MLP leaves full recompute alone, in row blocks or, where it is 0, whole.
+    Pinned blocks of the MLP, or chunks of attention, leave full recompute alone.
     """
-    chunk, found = question.pins.mlp_chunk_tokens, _by_recompute(question)
-    if chunk is None:
-        return found
-    if chunk == 0:
-        return tuple(p for p in found if not p.mlp_blocks)
-    if not any(p.recompute == "full" for p in found):
-        raise UsageError(
-            "only full recompute has the MLP in row blocks",
-            got=f"mlp chunk {chunk} with {', '.join(p.label for p in found)}",
-            hint="--recompute full, or leave --mlp-chunk out",
-        )
-    return tuple(dict.fromkeys(replace(p, mlp_blocks=True) for p in found if p.recompute == "full"))
+    return blocks.pinned(_by_recompute(question), question.pins)
 
 
 def _by_recompute(question: Question) -> tuple[Policy, ...]:
@@ -90,8 +74,8 @@ def _by_recompute(question: Question) -> tuple[Policy, ...]:
     # What is pinned takes the place of an alpha that the system leaves open: its mode is that one's.
     mode: str = pins.recompute or next((p.recompute for p in system.policies if p.alpha is None), TOKENWISE.recompute)
     if pins.alpha is not None:
-        cut = mode == "full" and any(p.mlp_blocks for p in system.policies)
-        return (Policy(mode, pins.alpha), *([Policy(mode, pins.alpha, mlp_blocks=True)] if cut else []))
+        cut = [replace(p, alpha=pins.alpha) for p in system.policies if p.recompute == mode == "full"]
+        return tuple(dict.fromkeys((Policy(mode, pins.alpha), *cut)))
     own = tuple(p for p in system.short_sequences + system.policies if p.recompute == mode)
     return own or (next(p for p in (KEEP, FULL_RECOMPUTE, SELECTIVE_RECOMPUTE, TOKENWISE) if p.recompute == mode),)
 
@@ -133,24 +117,22 @@ def candidates(question: Question) -> tuple[list[Candidate], list[str]]:
         except Infeasible as error:
             refused.append((error, f"{in_words(layout)}: {error.what}"))
             continue
-        pinned = question.pins.loss_chunk_tokens
-        default = 0 if system.whole_loss else default_loss_chunk(shape.tokens, shape.vocab, base)
-        chunk = default if pinned is None else pinned
         kernels = Kernels(attention=kernel, head_groups=groups)
-        complete = msgspec.structs.replace(base, loss_chunk_tokens=chunk, kernels=kernels)
-        rows = mlp_chunk(question, complete)
+        complete = msgspec.structs.replace(base, loss_chunk_tokens=_loss_chunk(question, base, shape), kernels=kernels)
         for policy in chosen:
-            no_norms = complete.keep_norms and policy.recompute == "full" and question.pins.recompute is None
-            if no_norms or (policy.mlp_blocks and (not rows or _whole_mlp(question, layout))):
+            if complete.keep_norms and policy.recompute == "full" and question.pins.recompute is None:
                 continue
-            decisions = with_alpha(complete, policy.recompute, policy.alpha or 0.0)
-            cut = rowwise.faster(msgspec.structs.replace(decisions, mlp_chunk_tokens=rows if policy.mlp_blocks else 0))
+            whole = with_alpha(complete, policy.recompute, policy.alpha or 0.0)
             try:
+                cut = blocks.cut(question, whole, policy, chosen)
+                if cut is None:
+                    continue
                 check_metp(cut)
                 check_rsa(cut)
             except Infeasible as error:
                 refused.append((error, f"{in_words(layout)}: {error.what}"))
                 continue
+            cut = rowwise.faster(cut)
             try:
                 offered, without = _offloaded(question, cut, policy, prices)
             except Infeasible as error:
@@ -162,7 +144,7 @@ def candidates(question: Question) -> tuple[list[Candidate], list[str]]:
                 continue
             for one in offered:
                 narrow = offered[0] if not policy.hides and one != offered[0] else None
-                found.append(Candidate(one, replace(policy, alpha=one.alpha) if policy.hides else policy, narrow))
+                found.append(Candidate(one, _as_offered(policy, one), narrow))
     refused += [] if found else unswapped
     # What the sequence is to blame for comes first: other degrees may help everything else.
     refused.sort(key=lambda reason: reason[0].where not in OF_THE_SEQUENCE)
@@ -220,18 +202,15 @@ def _same(first: Decisions, second: Decisions) -> bool:
     return first == msgspec.structs.replace(second, offload_window=first.offload_window)
 
 
+def _as_offered(policy: Policy, decisions: Decisions) -> Policy:
+    """Return the policy as a plan has it: with the alpha that hides, and attention whole where one chunk holds all."""
+    chunks = policy.attention_chunks and decisions.attention_chunk_tokens > 0
+    return replace(policy, alpha=decisions.alpha if policy.hides else policy.alpha, attention_chunks=chunks)
+
+
 def _overlap(question: Question, layout: Layout) -> Overlap:
     """Return what of ZeRO runs beside compute: nothing where no block of parameters has replicas."""
     return question.overlap if degree(ENDS, layout) > 1 else "none"
-
-
-def _whole_mlp(question: Question, layout: Layout) -> bool:
-    """Return whether an MLP in row blocks is not tried: METP cuts it by weights, unless somebody asks for both.
-
-    Weight gradients apart need the whole MLP's inputs.
-    """
-    apart = layout.pp > 1 and layout.schedule == "zero-bubble"
-    return apart or (layout.metp > 1 and question.pins.mlp_chunk_tokens is None)
 
 
 def with_alpha(base: Decisions, recompute: str, alpha: float) -> Decisions:
@@ -242,6 +221,14 @@ def with_alpha(base: Decisions, recompute: str, alpha: float) -> Decisions:
     granule = base.swap_granule
     swapped = tokens if alpha >= 1 else int(alpha * tokens + 1e-6) // granule * granule
     return msgspec.structs.replace(base, recompute=recompute, swapped_tokens=swapped)
+
+
+def _loss_chunk(question: Question, base: Decisions, shape: Shape) -> int:
+    """Return the tokens whose logits exist at once: those pinned, all under a system that does so, or a default."""
+    if question.pins.loss_chunk_tokens is not None:
+        return question.pins.loss_chunk_tokens
+    whole = find_system(question.system).whole_loss
+    return 0 if whole else default_loss_chunk(shape.tokens, shape.vocab, base)
 
 
 def default_loss_chunk(tokens: int, vocab: int, base: Decisions) -> int:
@@ -255,12 +242,3 @@ def default_loss_chunk(tokens: int, vocab: int, base: Decisions) -> int:
     if tokens * per_token <= LOGIT_BYTES:
         return 0
     return 1 << (LOGIT_BYTES // per_token).bit_length() - 1
-
-
-def mlp_chunk(question: Question, base: Decisions) -> int:
-    """Return the rows of the MLP's blocks: those pinned, or an eighth of the tokens; 0 where that is too few rows."""
-    pinned, tokens, granule = question.pins.mlp_chunk_tokens, base.local_tokens, base.swap_granule
-    if pinned is not None:
-        return pinned
-    rows = -(-max(-(-tokens // MLP_BLOCKS), LEAST_MLP_ROWS) // granule) * granule
-    return rows if rows < tokens else 0

@@ -23,10 +23,9 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from memo_sim.contract.plan import Decisions
-from memo_sim.program import attention, selective
+from memo_sim.program import attention, chunked_attention, mlp, selective
 from memo_sim.program.builder import Rows, TemplateBuilder, reads, writes
 from memo_sim.program.instruction import BufferClass, Family, Lane, Mode, Template
-from memo_sim.program.mlp import rows_at_once
 from memo_sim.program.shape import Shape
 from memo_sim.program.stage import Stage
 from memo_sim.program.subsequence import Subsequence
@@ -166,8 +165,9 @@ class Activations:
             if self._shared(t):
                 builder.bind(families[f"skeletal.{t.name}"], slot=t.name, tokens=t.tokens)
             elif not builder.has(t.name):
-                rows = rows_at_once(t, self.decisions, self.shape)
-                builder.own(t.name, BufferClass.SKELETAL, t.dtype, rows, t.features)
+                rows = min(of.rows_at_once(t, self.decisions, self.shape) for of in (mlp, chunked_attention))
+                if rows:
+                    builder.own(t.name, BufferClass.SKELETAL, t.dtype, rows, t.features)
 
     def offload(self, families: dict[str, Family]) -> TemplateBuilder:
         """Return the copies of one layer to the host, in the order forward wrote the tensors."""

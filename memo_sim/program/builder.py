@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
 from memo_sim.contract.units import DTYPE_BYTES
 from memo_sim.program.instruction import BufferClass, Family, Instruction, Lane, Mode, Operand, Template
@@ -82,10 +83,19 @@ class TemplateBuilder:
         self._dtypes[slot] = family.dtype
         return slot
 
-    def own(self, name: str, buffer_class: BufferClass, dtype: str, tokens: int, features: int) -> str:
+    def own(
+        self,
+        name: str,
+        buffer_class: BufferClass,
+        dtype: str,
+        tokens: int,
+        features: int,
+        *,
+        space: Literal["device", "host"] = "device",
+    ) -> str:
         """Add a buffer that lives inside each instance; return its slot's name."""
         real = self._real(name)
-        self._own.append(Family(real, buffer_class, dtype, tokens, features))
+        self._own.append(Family(real, buffer_class, dtype, tokens, features, space=space))
         self._slots[real] = real
         self._numbers.setdefault(real, len(self._numbers))
         self._tokens[real] = tokens

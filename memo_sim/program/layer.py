@@ -15,7 +15,9 @@ from __future__ import annotations
 
 from memo_sim.contract.plan import Decisions
 from memo_sim.program import attention, carried_attention, selective
+from memo_sim.program.attention_chunks import attention_chunks, in_chunks
 from memo_sim.program.builder import Rows, TemplateBuilder
+from memo_sim.program.chunked_attention import ChunkedAttention
 from memo_sim.program.mlp import Mlp
 from memo_sim.program.operators import OperatorWriter, RowBlock
 from memo_sim.program.parameters import Block
@@ -31,16 +33,22 @@ class LayerWriter(OperatorWriter):
 
     def __init__(self, builder: TemplateBuilder, decisions: Decisions, shape: Shape, block: Block) -> None:
         super().__init__(builder, decisions, shape, block)
-        self.ulysses = Ulysses(builder, shape, decisions.dtype)
+        room = attention_chunks(decisions)[0][1] if in_chunks(decisions) else 0
+        self.ulysses = Ulysses(builder, shape, decisions.dtype, room=room)
+        self.chunked = ChunkedAttention(self, self.ulysses) if room else None
+        """Writes attention in chunks, where it is not played whole."""
         self.mlp = Mlp(self)
 
     def forward(self, blocks: list[RowBlock], out: str) -> None:
         """Write the whole forward; row-wise operators run once per row block."""
-        for i, rows in enumerate(blocks):
-            self.suffix = f".r{i}" if len(blocks) > 1 else ""
-            self._before_attention(rows)
-        self.suffix = ""
-        attention.forward(self.builder, self.decisions, self.shape.attention)
+        if self.chunked:
+            self.chunked.forward(store=False)
+        else:
+            for i, rows in enumerate(blocks):
+                self.suffix = f".r{i}" if len(blocks) > 1 else ""
+                self._before_attention(rows)
+            self.suffix = ""
+            attention.forward(self.builder, self.decisions, self.shape.attention)
         for i, rows in enumerate(blocks):
             self.suffix = f".r{i}" if len(blocks) > 1 else ""
             self._projection(rows)
@@ -56,9 +64,12 @@ class LayerWriter(OperatorWriter):
         MLP in row blocks is rebuilt by backward, block by block, without its second product.
         """
         self.suffix = "" if whole else f".r{index}"
-        self._before_attention(rows)
-        if whole:
-            attention.forward(self.builder, self.decisions, self.shape.attention)
+        if self.chunked:
+            self.chunked.forward(store=True)
+        else:
+            self._before_attention(rows)
+            if whole:
+                attention.forward(self.builder, self.decisions, self.shape.attention)
         self._projection(rows)
         if not self.mlp.blocked:
             self.mlp.first_product(rows)
@@ -85,7 +96,8 @@ class LayerWriter(OperatorWriter):
         self.own("proj_out", shape.tokens, shape.hidden)
         product = Rows("proj_out", first, tokens)
         attended = Rows(self.ulysses.home("attn"), first, tokens)
-        self.ulysses.to_tokens("attn", attended, self.suffix)
+        if not self.chunked:
+            self.ulysses.to_tokens("attn", attended, self.suffix)
         self.linear("proj", attended, product, shape.hidden, shape.q_width, bias=False)
         self.residual("resid_add", "x", self.scatter("proj", product), out="resid", rows=rows, bias="proj.bias")
 
@@ -94,6 +106,9 @@ class LayerWriter(OperatorWriter):
         shape, builder = self.shape, self.builder
         self.mlp.backward(grad_out)
         d_proj = self.gather("proj.grad", builder.all("d_resid"), "d_proj_full", 0)
+        if self.chunked:
+            self.chunked.backward(d_proj, grad_in)
+            return
         inside, home = shape.attention, self.ulysses.home
         d_attn = builder.all(self.own(home("d_attn"), shape.tokens, shape.q_width))
         self.dgrad("proj", d_proj, d_attn, shape.q_width, shape.hidden)

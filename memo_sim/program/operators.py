@@ -57,10 +57,19 @@ class OperatorWriter:
         return Rows(slot, self.shape.shard(rows[0]), self.shape.shard(rows[1]))
 
     def memory_bound(
-        self, name: str, op: str, rows: int, read: int, written: int, *, scratch: int = 0, **operands: Access | None
+        self,
+        name: str,
+        op: str,
+        rows: int,
+        read: int,
+        written: int,
+        *,
+        scratch: int = 0,
+        first: int = 0,
+        **operands: Access | None,
     ) -> None:
         """Emit a memory-bound operator that reads and writes so many elements a row, with a workspace of its own."""
-        work = Rowwise(op, rows, rows * read * self.size, rows * written * self.size)
+        work = Rowwise(op, rows, rows * read * self.size, rows * written * self.size, first)
         workspace = self.builder.scratch(f"{self.builder.phase}.{name}{self.suffix}.scratch", scratch)
         self.builder.emit(name + self.suffix, op, Lane.COMPUTE, work, **operands, workspace=workspace)
 
@@ -274,8 +283,11 @@ class OperatorWriter:
             grad_bias=self.grad(f"{norm}.bias"),
         )
 
-    def positions(self, packed: Rows, raw: Rows) -> None:
-        """Write what follows the packed product on Q and K in place: their norm (its input goes to ``raw``), rotary."""
+    def positions(self, packed: Rows, raw: Rows, *, first: int = 0) -> None:
+        """Write what follows the packed product on Q and K in place: their norm (its input goes to ``raw``), rotary.
+
+        ``first``: the rank's row that their buffer's first one is.
+        """
         tokens, width = packed.tokens, self.shape.q_width + self.shape.kv_width
         if self.model.qk_norm:
             self.memory_bound(
@@ -292,14 +304,15 @@ class OperatorWriter:
             )
         if not self.model.learned_positions:
             scratch = table.rotary_workspace_bytes(tokens, *self._rotated, self.dtype, self.rowwise)
-            self.memory_bound("rotary", "rotary", tokens, width, width, scratch=scratch, qkv=accumulates(packed))
+            qkv = accumulates(packed)
+            self.memory_bound("rotary", "rotary", tokens, width, width, scratch=scratch, first=first, qkv=qkv)
 
-    def positions_backward(self, d_qkv: Rows) -> None:
-        """Write the backward of ``positions``, in place in the gradient; reads all of ``qk_raw``."""
+    def positions_backward(self, d_qkv: Rows, *, first: int = 0) -> None:
+        """Write the backward of ``positions``, in place in the gradient; reads the same rows of ``qk_raw``."""
         tokens, width, grad = d_qkv.tokens, self.shape.q_width + self.shape.kv_width, accumulates(d_qkv)
         if not self.model.learned_positions:
             scratch = table.rotary_workspace_bytes(tokens, *self._rotated, self.dtype, self.rowwise)
-            self.memory_bound("rotary.bwd", "rotary.bwd", tokens, width, width, scratch=scratch, grad=grad)
+            self.memory_bound("rotary.bwd", "rotary.bwd", tokens, width, width, scratch=scratch, first=first, grad=grad)
         if self.model.qk_norm:
             self.memory_bound(
                 "qk_norm.bwd",
@@ -309,7 +322,7 @@ class OperatorWriter:
                 width,
                 scratch=table.qk_norm_backward_workspace_bytes(tokens, *self._rotated, self.dtype),
                 grad=grad,
-                raw=reads(self.builder.all("qk_raw")),
+                raw=reads(Rows("qk_raw", d_qkv.first, d_qkv.tokens)),
                 q_weight=self.param("q_norm.weight"),
                 k_weight=self.param("k_norm.weight"),
                 grad_q_weight=self.grad("q_norm.weight"),

@@ -8,6 +8,7 @@ from typing import Literal
 from memo_sim.contract.errors import BadInput, Infeasible
 from memo_sim.contract.plan import Decisions
 from memo_sim.contract.units import MOST_TOKENS
+from memo_sim.program.attention_chunks import check_attention_chunks
 from memo_sim.program.metp_limits import check_metp
 from memo_sim.program.partition import PRICE_AGAIN
 from memo_sim.program.rsa_limits import check_rsa
@@ -91,6 +92,7 @@ def shape_of(decisions: Decisions, *, cp_rank: int | None = None) -> Shape:
     model, layout = decisions.model, decisions.layout
     check_metp(decisions)
     check_rsa(decisions)
+    check_attention_chunks(decisions)
     _check_bidirectional(decisions)
     _check_subsequences(decisions)
     for what in ("heads", "kv_heads"):

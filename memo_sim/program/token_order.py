@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from memo_sim.contract.plan import Decisions
+from memo_sim.program.attention_chunks import attention_chunks
 from memo_sim.program.multiplex import boundaries
 from memo_sim.program.partition import partition, swapped_parts
 from memo_sim.program.ranks import coordinate
@@ -39,9 +40,11 @@ def row_blocks(decisions: Decisions, subsequence: int = 0) -> list[tuple[int, in
     """Return (first row, rows) of the blocks in which a layer's rows of a subsequence are made, gathered and exchanged.
 
     They end where recompute begins, so that it repeats forward's calls (``activations.py``), and where any stage lets
-    another play the rows before (``multiplex.py``): all stages have one order of a token shard's rows. Rows count from
-    the subsequence's first.
+    another play the rows before (``multiplex.py``): all stages have one order of a token shard's rows. So do chunks of
+    attention. Rows count from the subsequence's first.
     """
+    if decisions.attention_chunk_tokens:
+        return attention_chunks(decisions)
     tokens, swapped = partition(decisions)[subsequence], swapped_parts(decisions)[subsequence]
     ends = {0, tokens} | boundaries(decisions, subsequence, swapped)
     if decisions.recompute == "tokenwise":

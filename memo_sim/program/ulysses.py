@@ -29,7 +29,9 @@ from memo_sim.program.work import Collective, Rowwise
 class Ulysses:
     """Writes the exchanges of one template; with degree 1 none are written, and home is where the heads are."""
 
-    def __init__(self, builder: TemplateBuilder, shape: Shape, dtype: str) -> None:
+    def __init__(self, builder: TemplateBuilder, shape: Shape, dtype: str, *, room: int = 0) -> None:
+        """``room``: the most rows that are exchanged at once, where those are not all of the rank's."""
+        self.room = room
         self.builder = builder
         self.shape = shape
         self.dtype = dtype
@@ -40,21 +42,29 @@ class Ulysses:
 
     def to_heads(self, slot: str, rows: Rows, suffix: str = "") -> None:
         """Send ``rows`` of the home slot to the ranks of their heads, into ``slot``."""
+        self.send(slot, rows, self._on_heads(slot, rows), suffix)
+
+    def send(self, name: str, home: Rows, on_heads: Rows, suffix: str) -> None:
+        """Send rows from their ranks to those of their heads; ``name`` is the tensor's."""
         if self.shape.ulysses == 1:
             return
-        width = self.builder.features(rows.slot)
-        sent = self._exchange(f"{slot}.packed", width, rows)
-        self._copy(f"{slot}.pack{suffix}", rows, sent)
-        self._all_to_all(f"{slot}.to_heads{suffix}", sent, self._on_heads(slot, rows), width)
+        width = self.builder.features(home.slot)
+        sent = self._exchange(f"{name}.packed", width, home)
+        self._copy(f"{name}.pack{suffix}", home, sent)
+        self._all_to_all(f"{name}.to_heads{suffix}", sent, on_heads, width)
 
     def to_tokens(self, slot: str, rows: Rows, suffix: str = "") -> None:
         """Send what ranks hold of ``slot`` for the tokens of ``rows``, a home slot's, to the ranks of those tokens."""
+        self.bring(slot, self._on_heads(slot, rows), rows, suffix)
+
+    def bring(self, name: str, on_heads: Rows, home: Rows, suffix: str) -> None:
+        """Send rows from the ranks of their heads home; ``name`` is the tensor's."""
         if self.shape.ulysses == 1:
             return
-        width = self.builder.features(rows.slot)
-        arrived = self._exchange(f"{slot}.arrived", width, rows)
-        self._all_to_all(f"{slot}.to_tokens{suffix}", self._on_heads(slot, rows), arrived, width)
-        self._copy(f"{slot}.unpack{suffix}", arrived, rows)
+        width = self.builder.features(home.slot)
+        arrived = self._exchange(f"{name}.arrived", width, home)
+        self._all_to_all(f"{name}.to_tokens{suffix}", on_heads, arrived, width)
+        self._copy(f"{name}.unpack{suffix}", arrived, home)
 
     def _on_heads(self, slot: str, rows: Rows) -> Rows:
         degree = self.shape.ulysses
@@ -64,8 +74,8 @@ class Ulysses:
         """Return the rows' place in an exchange buffer of the template's phase."""
         name = f"{self.builder.phase}.{name}"
         if not self.builder.has(name):
-            self.builder.own(name, BufferClass.EXCHANGE, self.dtype, self.shape.tokens, width)
-        return Rows(name, rows.first, rows.tokens)
+            self.builder.own(name, BufferClass.EXCHANGE, self.dtype, self.room or self.shape.tokens, width)
+        return Rows(name, 0 if self.room else rows.first, rows.tokens)
 
     def _all_to_all(self, name: str, send: Rows, recv: Rows, width: int) -> None:
         tokens = min(send.tokens, recv.tokens)

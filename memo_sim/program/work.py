@@ -88,6 +88,9 @@ class Rowwise:
     rows: int
     read_bytes: int
     write_bytes: int
+    first: int = field(default=0, repr=False)
+    """The rank's row that its buffer's first one is, where that holds a chunk of them and positions count; the
+    instruction's name says which chunk."""
 
     @property
     def moved_bytes(self) -> int:

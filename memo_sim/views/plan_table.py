@@ -122,7 +122,8 @@ def _digits(steps_s: Sequence[float]) -> int:
 
 def _recompute(plan: PlanRow) -> str:
     """Return the recompute mode, and the rows of the MLP that exist at once where those are not all."""
-    return plan.recompute + (f", mlp {format_tokens(plan.mlp_chunk_tokens)}" if plan.mlp_chunk_tokens else "")
+    cut = {"mlp": plan.mlp_chunk_tokens, "attention": plan.attention_chunk_tokens}
+    return ", ".join([plan.recompute, *(f"{name} {format_tokens(n)}" for name, n in cut.items() if n)])
 
 
 def _allocator(plan: PlanRow, scale: int) -> list[str | None]:

@@ -43,6 +43,7 @@ POLICIES: dict[str, dict[str, Any]] = {
     "full recompute": {"recompute": "full"},
     "full recompute, inputs swapped": {"recompute": "full", "swapped_tokens": 256},
     "MLP in row blocks": {"recompute": "full", "swapped_tokens": 256, "mlp_chunk_tokens": 128},
+    "attention in chunks": {"recompute": "full", "seq_tokens": 320, "micro_batch": 1, "attention_chunk_tokens": 128},
 }
 MODELS = {"gpt": gpt(layers=4), "llama": llama(layers=4)}
 HOST_STATES = decide(llama(layers=4), global_batch=6, states="host", recompute="tokenwise", swapped_tokens=128)

@@ -119,7 +119,7 @@ def test_an_input_leaves_while_its_own_layer_reads_it() -> None:
 
 def ask(seq_tokens: int, *, system: str = "any", **pins) -> Question:
     cluster, hardware = load_cluster("h100-1x8")
-    pinned = Pins(tp=8, recompute="full", mlp_chunk_tokens=0, **pins)
+    pinned = Pins(tp=8, recompute="full", mlp_chunk_tokens=0, attention_chunk_tokens=0, **pins)
     return Question(load_model("llama3-8b"), cluster, hardware, seq_tokens, system=system, pins=pinned)
 
 

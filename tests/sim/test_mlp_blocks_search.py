@@ -15,11 +15,12 @@ from memo_sim.what_if import what_if
 
 
 def ask(seq_tokens: int, *, system: str = "any", **pins) -> Question:
-    """Ask for three layers of Llama 3 on one device."""
+    """Ask for three layers of Llama 3 on one device, attention whole."""
     cluster, hardware = load_cluster("h100-1x8")
     one = msgspec.structs.replace(cluster, name="h100-1x1", devices_per_node=1)
     model = msgspec.structs.replace(load_model("llama3-8b"), layers=3, vocab=32768)
-    return Question(model, one, hardware, seq_tokens, system=system, pins=Pins(**{"recompute": "full", **pins}))
+    pins = {"recompute": "full", "attention_chunk_tokens": 0, **pins}
+    return Question(model, one, hardware, seq_tokens, system=system, pins=Pins(**pins))
 
 
 def test_it_costs_no_time_and_saves_memory_where_the_whole_fits_too() -> None:

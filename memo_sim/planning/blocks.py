@@ -1,0 +1,123 @@
+"""How a policy's MLP and attention are cut: into row blocks, and into chunks of the sequence.
+
+Full recompute alone can have either.
+
+MLP         row blocks of a rank's tokens (``program/mlp.py``)
+attention   chunks of the sequence, whose keys and values wait on the host (``program/chunked_attention.py``)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Literal
+
+import msgspec
+
+from memo_sim.contract.errors import Infeasible, UsageError
+from memo_sim.contract.plan import Decisions
+from memo_sim.contract.units import KIB
+from memo_sim.planning.attention_kernels import head_groups
+from memo_sim.planning.presets import Policy, find_system
+from memo_sim.planning.question import Pins, Question
+from memo_sim.program.attention_chunks import MOST_CHUNKS, check_attention_chunks, in_chunks
+from memo_sim.program.shape import shape_of
+
+BLOCKS = 8
+"""Of the MLP's rows, or of a sequence: so many that what is left of them is less than what else a layer needs."""
+LEAST_MLP_ROWS = 4096
+"""Rows of the MLP's blocks at least: products of fewer run slower (the profiles' curves by rows)."""
+LEAST_CHUNK_TOKENS = 64 * KIB
+"""Of attention's chunks: shorter calls run slower, and fetch as many bytes for a fraction of the products."""
+LEAST_CHUNKS = 4
+"""With fewer the buffers that take turns need what chunks spare (reports/sppo.md)."""
+
+
+def pinned(found: tuple[Policy, ...], pins: Pins) -> tuple[Policy, ...]:
+    """Return the policies that pinned blocks go with: full recompute alone, in blocks or, where they are 0, whole.
+
+    Raises:
+        UsageError: when there is none.
+    """
+    found = _pinned(found, pins.mlp_chunk_tokens, "mlp", "the MLP in row blocks")
+    return _pinned(found, pins.attention_chunk_tokens, "attention", "attention in chunks")
+
+
+def _pinned(
+    found: tuple[Policy, ...], chunk: int | None, name: Literal["mlp", "attention"], what: str
+) -> tuple[Policy, ...]:
+    if chunk is None:
+        return found
+    full = [p for p in found if p.recompute == "full"]
+    if chunk and not full:
+        raise UsageError(
+            f"only full recompute has {what}",
+            got=f"{name} chunk {chunk} with {', '.join(p.label for p in found)}",
+            hint=f"--recompute full, or leave --{name}-chunk out",
+        )
+    left = full if chunk else found
+    if name == "mlp":
+        return tuple(dict.fromkeys(replace(p, mlp_blocks=chunk > 0) for p in left))
+    return tuple(dict.fromkeys(replace(p, attention_chunks=chunk > 0) for p in left))
+
+
+def cut(question: Question, whole: Decisions, policy: Policy, others: Sequence[Policy]) -> Decisions | None:
+    """Return ``whole`` cut as ``policy`` says; None where one of ``others`` stands for it, or goes with it instead.
+
+    Raises:
+        Infeasible: when chunks are pinned, or a system has no other policy, and the layout does not go with them.
+    """
+    rows = mlp_chunk(question, whole) if policy.mlp_blocks else 0
+    tokens = attention_chunk(question, whole) if policy.attention_chunks else 0
+    if policy.mlp_blocks and (not rows or _whole_mlp(question, whole)):
+        return None
+    made = msgspec.structs.replace(whole, mlp_chunk_tokens=rows, attention_chunk_tokens=tokens)
+    if not policy.attention_chunks:
+        return made
+    optional = question.pins.attention_chunk_tokens is None and any(not p.attention_chunks for p in others)
+    if optional and not tokens:
+        return None
+    try:
+        check_attention_chunks(made)
+    except Infeasible:
+        if optional:
+            return None
+        raise
+    if not in_chunks(made):
+        return made
+    groups = head_groups(shape_of(made), made, made.kernels.attention)
+    return msgspec.structs.replace(made, kernels=msgspec.structs.replace(made.kernels, head_groups=groups))
+
+
+def _whole_mlp(question: Question, decisions: Decisions) -> bool:
+    """Return whether an MLP in row blocks is not tried: METP cuts it by weights, unless somebody asks for both.
+
+    Weight gradients apart need the whole MLP's inputs.
+    """
+    layout = decisions.layout
+    apart = layout.pp > 1 and layout.schedule == "zero-bubble"
+    return apart or (layout.metp > 1 and question.pins.mlp_chunk_tokens is None)
+
+
+def mlp_chunk(question: Question, base: Decisions) -> int:
+    """Return the rows of the MLP's blocks: those pinned, or an eighth of the tokens; 0 where that is too few rows."""
+    asked, tokens, granule = question.pins.mlp_chunk_tokens, base.local_tokens, base.swap_granule
+    if asked is not None:
+        return asked
+    rows = -(-max(-(-tokens // BLOCKS), LEAST_MLP_ROWS) // granule) * granule
+    return rows if rows < tokens else 0
+
+
+def attention_chunk(question: Question, base: Decisions) -> int:
+    """Return the tokens of attention's chunks: those pinned, the system's own, or an eighth of the sequence.
+
+    Of whole row blocks on every rank, and no more chunks than there may be; 0 where one would hold the whole sequence,
+    or those of no system's own would spare nothing.
+    """
+    asked, granule = question.pins.attention_chunk_tokens, base.swap_granule * base.layout.ulysses
+    if asked is not None:
+        return asked
+    own, tokens = find_system(question.system).chunk_tokens, question.seq_tokens
+    wanted = own or max(LEAST_CHUNK_TOKENS, -(-tokens // BLOCKS))
+    chunk = max(wanted // granule, -(-tokens // (MOST_CHUNKS * granule)), 1) * granule
+    return chunk if (1 if own else LEAST_CHUNKS - 1) * chunk < tokens else 0

@@ -1,0 +1,68 @@
+"""Where a sequence's chunks of attention end (FPDT, Yao et al. 2024), and what cannot go beside them.
+
+A chunk is so many tokens of the sequence, over all ranks of Ulysses; each rank holds its part of every chunk, and the
+last chunk may be shorter.
+
+      tokens     |      c0      |      c1      |   c2   |
+      rank 0     | c0 | c1 | c2 |       rows [first, first + rows) of its own
+"""
+
+from __future__ import annotations
+
+from memo_sim.contract.errors import Infeasible
+from memo_sim.contract.plan import Decisions
+
+MOST_CHUNKS = 64
+"""Every chunk of queries meets every one of keys before it: more make programs of millions of instructions."""
+
+
+def attention_chunks(decisions: Decisions) -> list[tuple[int, int]]:
+    """Return (first row, rows) of the chunks, in rows of a rank; one that holds all where attention is whole."""
+    total = decisions.local_tokens
+    rows = min(decisions.attention_chunk_tokens // decisions.layout.ulysses or total, total)
+    return [(first, min(rows, total - first)) for first in range(0, total, rows)]
+
+
+def in_chunks(decisions: Decisions) -> bool:
+    """Return whether attention is played in several chunks."""
+    return 0 < decisions.attention_chunk_tokens < decisions.seq_tokens
+
+
+def check_attention_chunks(decisions: Decisions) -> None:
+    """Refuse chunks beside what has no lowering with them, and chunks that do not fall on row blocks.
+
+    Raises:
+        Infeasible: naming the decision that has to change.
+    """
+    chunk, layout = decisions.attention_chunk_tokens, decisions.layout
+    if not chunk:
+        return
+    why = "chunks divide one whole causal sequence, of which nothing but the layer's input is kept"
+    zero_bubble = layout.pp > 1 and layout.schedule == "zero-bubble"
+    for where, got, wanted, refused in (
+        ("decisions.recompute", decisions.recompute, "full", decisions.recompute != "full"),
+        ("decisions.micro_batch", decisions.micro_batch, 1, decisions.micro_batch > 1),
+        ("layout.cp", layout.cp, 1, layout.cp > 1),
+        ("layout.metp", layout.metp, 1, layout.metp > 1),
+        ("layout.subsequences", layout.subsequences, 1, layout.subsequences > 1),
+        ("layout.cp_exchange", layout.cp_exchange, "ring or all_gather", layout.cp_exchange == "rsa"),
+        ("layout.schedule", layout.schedule, "1f1b, gpipe or interleaved", zero_bubble),
+        ("decisions.model", "bidirectional", "a model with causal attention", decisions.model.bidirectional),
+        ("decisions.kernels.attention", "plain", "a flash kernel", decisions.kernels.attention == "plain"),
+    ):
+        if refused:
+            raise Infeasible(
+                f"{where.rpartition('.')[2]} {got} has no lowering with attention in chunks",
+                where=where,
+                got=f"{got} with chunks of {chunk} tokens",
+                wanted=wanted,
+                hint=f"{why}; tp, ulysses, dp, pp and ZeRO go with --attention-chunk",
+            )
+    granule, tokens = decisions.swap_granule * layout.ulysses, decisions.seq_tokens
+    if chunk < tokens and (chunk % granule or chunk * MOST_CHUNKS < tokens):
+        raise Infeasible(
+            f"chunks of attention have to be multiples of {granule} tokens, {MOST_CHUNKS} of them at most",
+            where="decisions.attention_chunk_tokens",
+            got=f"{chunk} of {tokens} tokens",
+            wanted=f"a multiple of {granule}, at least {-(-tokens // MOST_CHUNKS)}",
+        )

@@ -1,0 +1,40 @@
+"""Attention in chunks under Ulysses, tensor parallelism and stages against one process: gradients and losses."""
+
+from typing import Any
+
+import pytest
+
+from memo_sim.contract.plan import Layout
+from tests.distributed.team import Team
+from tests.distributed.training import label, parity
+
+LAYOUTS = [
+    Layout(ulysses=2),
+    Layout(tp=2, sequence_parallel=True),
+    Layout(ulysses=2, pp=2),
+    Layout(ulysses=2, dp=2, zero=3),
+    Layout(tp=2, sequence_parallel=True, ulysses=2),
+]
+QUICK = LAYOUTS[:2]
+
+
+def chunks(layout: Layout) -> dict[str, Any]:
+    """Return chunks of a sequence, the last of them shorter: three, or of two on ranks that need longer ones."""
+    chunk, tokens = (512, 896) if layout.tp * layout.ulysses > 2 else (256, 640)
+    return {"recompute": "full", "attention_chunk_tokens": chunk, "seq_tokens": tokens}
+
+
+@pytest.mark.parametrize(
+    "layout", [pytest.param(each, marks=() if each in QUICK else pytest.mark.slow) for each in LAYOUTS], ids=label
+)
+@pytest.mark.parametrize("name", ["gpt4", "llama4"])
+def test_a_layout_has_the_gradients_and_losses_of_one_process(team: Team, layout: Layout, name: str) -> None:
+    name = "llama-mha" if name == "llama4" and layout.tp * layout.ulysses > 2 else name
+    played = parity(team, name, layout, swapped_tokens=0, **chunks(layout))
+    assert all(rank.moved.d2h > 0 for rank in played)
+
+
+def test_beside_all_else_that_full_recompute_has(team: Team) -> None:
+    """Inputs on the host, the MLP in row blocks and norms of heads."""
+    more = {"swapped_tokens": 320, "mlp_chunk_tokens": 128}
+    parity(team, "llama-normed", Layout(ulysses=2), **chunks(Layout(ulysses=2)), **more)

@@ -1,0 +1,116 @@
+"""When the search plays attention in chunks, how many, and what the answer says of it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import msgspec
+import pytest
+
+from memo_sim.contract.catalog import load_cluster, load_model
+from memo_sim.contract.errors import Infeasible, UsageError
+from memo_sim.planning.floors import Floors
+from memo_sim.planning.presets import LEAST_MEMORY, Policy
+from memo_sim.planning.question import Pins, Question
+from memo_sim.planning.search import play, search
+from memo_sim.planning.space import candidates, policies
+from memo_sim.program.attention_chunks import MOST_CHUNKS
+from memo_sim.what_if import what_if
+
+K = 1024
+WHOLE = Policy("full", 1.0)
+CHUNKED = Policy("full", 1.0, attention_chunks=True)
+
+
+def ask(seq_tokens: int, *, system: str = "any", devices: int = 1, **pins) -> Question:
+    """Ask for three layers of Llama 3."""
+    cluster, hardware = load_cluster("h100-1x8")
+    some = msgspec.structs.replace(cluster, name=f"h100-1x{devices}", devices_per_node=devices)
+    model = msgspec.structs.replace(load_model("llama3-8b"), layers=3, vocab=32768)
+    return Question(model, some, hardware, seq_tokens, system=system, pins=Pins(**{"recompute": "full", **pins}))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "chunk"), [(64 * K, 0), (100 * K, 64 * K), (600 * K, 64 * K), (4096 * K, 64 * K), (8192 * K, 128 * K)]
+)
+def test_fpdt_has_chunks_of_64k_where_the_sequence_is_longer(tokens: int, chunk: int) -> None:
+    """More than ``MOST_CHUNKS`` it has not: then they are longer."""
+    found, _ = candidates(ask(tokens, system="deepspeed-fpdt", devices=8, ulysses=8, recompute=None))
+    assert {c.base.attention_chunk_tokens for c in found} == {chunk}
+    assert {c.policy.attention_chunks for c in found} == {chunk > 0}
+    assert tokens <= MOST_CHUNKS * max(chunk, 64 * K)
+
+
+def test_others_have_eight_chunks_of_long_sequences_on_layouts_that_do_not_divide_them() -> None:
+    found, reasons = candidates(ask(1024 * K, devices=8))
+    chunked = [c.base for c in found if c.policy.attention_chunks]
+    assert {base.attention_chunk_tokens for base in chunked} == {128 * K}
+    assert {base.layout.cp for base in chunked} == {1}
+    assert {c.base.layout.cp for c in found} > {1}
+    assert not any("chunk" in reason for reason in reasons)
+    assert not any(c.policy.attention_chunks for c in candidates(ask(128 * K))[0])
+
+
+def test_a_pinned_chunk() -> None:
+    swapped = (CHUNKED, LEAST_MEMORY)
+    kept = tuple(replace(policy, alpha=0.0) for policy in swapped)
+    assert policies(ask(512 * K, attention_chunk_tokens=64 * K, alpha=1.0)) == swapped
+    assert set(policies(ask(512 * K, attention_chunk_tokens=64 * K))) == {*swapped, *kept}
+    assert policies(ask(512 * K, attention_chunk_tokens=0, system="deepspeed-fpdt", recompute=None))[0] == WHOLE
+    assert not any(p.attention_chunks for p in policies(ask(512 * K, attention_chunk_tokens=0, recompute=None)))
+    found, _ = candidates(ask(512 * K, attention_chunk_tokens=96 * K))
+    assert {c.base.attention_chunk_tokens for c in found} == {96 * K}
+    with pytest.raises(UsageError, match="only full recompute has attention in chunks"):
+        policies(ask(512 * K, attention_chunk_tokens=64 * K, recompute="none"))
+
+
+def test_a_pinned_chunk_that_cannot_be_is_said_to_be_the_reason() -> None:
+    with pytest.raises(Infeasible, match="chunks of attention have to be multiples of 128 tokens"):
+        candidates(ask(128 * K, attention_chunk_tokens=1000))
+    _, reasons = candidates(ask(512 * K, devices=8, attention_chunk_tokens=64 * K))
+    assert any("cp 8 has no lowering with attention in chunks" in reason for reason in reasons)
+
+
+def test_one_device_goes_further_than_with_attention_whole() -> None:
+    """Its queries, keys and values, and their gradients, are what is left of a layer's memory."""
+    best = {e.policy: e.prediction.status for e in search(ask(768 * K), prune=False).ranked}
+    assert best[LEAST_MEMORY] == "ok"
+    assert {status for policy, status in best.items() if policy != LEAST_MEMORY} == {"gpu_oom"}
+
+
+def test_the_answer_says_what_it_is_worth() -> None:
+    answer = what_if(ask(768 * K, mlp_chunk_tokens=96 * K))
+    assert answer.result.best is not None
+    assert answer.result.best.attention_chunk_tokens == 96 * K
+    (line,) = [line for line in answer.result.why if line.startswith("Attention")]
+    assert "8 chunks of 96k tokens" in line
+    assert "whole it does not fit, gpu_oom" in line
+    (line,) = [line for line in answer.result.why if line.startswith("Layer inputs")]
+    # One of three layers, 768 Ki tokens of 4096 features in bf16; what attention moves is not counted.
+    assert "6.00 GiB a step" in line
+
+
+@pytest.mark.parametrize("tokens", [192 * K, 256 * K])
+def test_a_floor_is_below_what_is_played(tokens: int) -> None:
+    """Calls without a mask may be faster than the causal call whose time is known."""
+    question = ask(tokens, attention_chunk_tokens=tokens // 4)
+    floors = Floors(question.hardware, question.cluster)
+    keep = next(c.base for c in candidates(ask(tokens, recompute="none", alpha=0.0))[0])
+    for candidate in candidates(question)[0]:
+        played = play(question, candidate.base).prediction
+        rough = floors.rough(candidate.base, keep=msgspec.structs.replace(keep, kernels=candidate.base.kernels))
+        exact = floors.of(candidate.base)
+        assert played.step_s is not None
+        assert 0 < rough.step_s <= played.step_s
+        assert exact.step_s <= played.step_s
+        assert rough.device_bytes <= exact.device_bytes <= played.peak_device_bytes
+        assert max(rough.host_bytes_per_node, exact.host_bytes_per_node) <= played.peak_host_bytes_per_node
+
+
+def test_pruning_loses_nothing() -> None:
+    question = ask(320 * K, recompute=None)
+    pruned, every = search(question), search(question, prune=False)
+    assert pruned.best is not None
+    assert every.best is not None
+    assert any(e.policy.attention_chunks for e in every.ranked)
+    assert pruned.best.decisions == every.best.decisions
