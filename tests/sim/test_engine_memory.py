@@ -248,3 +248,20 @@ def test_memos_host_memory(length: str, alpha: float, exact_gib: float, rounded_
     assert memory(decisions).host_per_node_bytes < exact_gib * 1.01 * GIB
     rounded = msgspec.structs.replace(decisions, host_allocator="power_of_two")
     assert rounded_gib * GIB < memory(rounded).host_per_node_bytes < rounded_gib * 1.01 * GIB
+
+
+def test_a_chunk_of_attention_is_a_block_of_its_own() -> None:
+    """Each fills a power of two, and is given back when its layer has been played: nothing is rounded."""
+    decisions = Decisions(
+        model=msgspec.structs.replace(load_model("gpt-7b"), layers=4),
+        layout=Layout(ulysses=8, zero=3),
+        seq_tokens=parse_tokens("512k"),
+        recompute="full",
+        attention_chunk_tokens=parse_tokens("64k"),
+        loss_chunk_tokens=16384,
+    )
+    rounded = msgspec.structs.replace(decisions, host_allocator="power_of_two")
+    assert memory(rounded).host_per_node_bytes == memory(decisions).host_per_node_bytes
+    # Keys and values, queries, their gradient and the output's, of the whole sequence; some at a time.
+    unit = 8 * 2 * 512 * 2**10 * 512
+    assert 5 * unit < memory(decisions).host_per_node_bytes < 8 * unit
