@@ -107,8 +107,7 @@ class Floors:
         if self.shortfall_bytes(floor):
             return floor
         if decisions.layout.subsequences > 1:
-            layer = self._layer_of_parts(decisions)
-            whole, again = _times(layer, decisions.model.layers), False
+            (whole, layer), again = self._of_parts(decisions), False
         elif keep is not None:
             whole, _, layer = self._parts(keep, self.passes.computed)
             again = decisions.recompute == "full"
@@ -196,16 +195,23 @@ class Floors:
         added = {name: (getattr(whole, name) - getattr(stage, name)) / max(1, layers - held) for name in names}
         return whole, stage, Pass(**added)
 
-    def _layer_of_parts(self, decisions: Decisions) -> Pass:
-        """Return what a layer's kernels take over all subsequences; what joins them, and waits, are left out."""
+    def _of_parts(self, decisions: Decisions) -> tuple[Pass, Pass]:
+        """Return what the kernels of all subsequences take, and those of one layer; what joins them is left out.
+
+        Where rows are cut in blocks, collectives are as well: what kernels wait for then is left out too.
+        """
         parts = self._prices.parts(decisions)
+        in_blocks = decisions.recompute == "tokenwise" or decisions.mlp_chunk_tokens > 0
         times_s = {
             "compute_s": sum(part.forward_compute_s + part.backward_compute_s for part in parts),
             "forward_s": sum(part.forward_compute_s for part in parts),
             "first_forward_s": parts[0].forward_compute_s,
             "first_compute_s": parts[0].forward_compute_s + parts[0].backward_compute_s,
+            "idle_s": 0.0 if in_blocks else sum(part.idle_s for part in parts),
         }
-        return Pass(**{f.name: times_s.get(f.name, 0.0) for f in fields(Pass)})
+        layer = Pass(**{f.name: times_s.get(f.name, 0.0) for f in fields(Pass)})
+        layers, head_s = _times(layer, decisions.model.layers), sum(part.head_compute_s for part in parts)
+        return replace(layers, compute_s=layers.compute_s + head_s, head_s=head_s), layer
 
     def _floor(self, decisions: Decisions, whole: Pass, stage: Pass, layer: Pass) -> Floor:
         device, host = self._states(decisions)
@@ -288,10 +294,8 @@ def _times(one: Pass, layers: int) -> Pass:
 
 
 def _compute(one: Pass, attention_again: bool) -> Pass:
-    """Return what of a pass the compute lane alone does, attention's forward twice if said so."""
-    others = ("idle_s", "copy_s", "collective_s", "p2p_s", "device_bytes", "host_bytes")
-    compute_s = one.compute_s + (one.attention_s if attention_again else 0.0)
-    return replace(one, compute_s=compute_s, **dict.fromkeys(others, 0.0))
+    """Return a pass with attention's forward twice if said so."""
+    return replace(one, compute_s=one.compute_s + (one.attention_s if attention_again else 0.0))
 
 
 def _either(first: Pass, second: Pass) -> Pass:

@@ -25,13 +25,13 @@ from memo_sim.contract.plan import Decisions, Layout
 from memo_sim.costs.pricing import Pricer
 from memo_sim.planning.bandwidth import offload_bandwidth
 from memo_sim.planning.question import Question
-from memo_sim.program.instruction import Lane, Template
+from memo_sim.program.instruction import Instruction, Lane, Mode, Template
 from memo_sim.program.lower import lower
 from memo_sim.program.partition import partition, swapped_parts
 from memo_sim.program.shape import shape_of
 from memo_sim.program.subsequence import subsequences_of
 from memo_sim.program.tensors import skeletal_tensors
-from memo_sim.program.work import Attention
+from memo_sim.program.work import Attention, Work
 
 MOST_PART_TOKENS = 16 * 1024
 ROUNDING = 1e-6
@@ -46,7 +46,7 @@ AN_OCTAVE = 4
 
 @dataclass(frozen=True, slots=True)
 class PartTimes:
-    """Seconds of one layer's forward and backward of a subsequence, on one rank."""
+    """Seconds of one layer's forward and backward of a subsequence on one rank, and of its head."""
 
     tokens: int
     forward_s: float
@@ -54,6 +54,10 @@ class PartTimes:
     forward_compute_s: float
     backward_compute_s: float
     """Of those, what the compute lane alone takes."""
+    idle_s: float
+    """Of both, what it stands still at least for collectives between two kernels, where no rows are cut in blocks."""
+    head_compute_s: float
+    """What the compute lane takes for the head and the loss, forward and backward."""
 
 
 class PartPrices:
@@ -62,7 +66,8 @@ class PartPrices:
     def __init__(self, hardware: Hardware, cluster: Cluster) -> None:
         self._hardware = hardware
         self._cluster = cluster
-        self._alone: dict[Decisions, tuple[Template, Template]] = {}
+        self._alone: dict[Decisions, tuple[Template, Template, Template]] = {}
+        self._waited_for: dict[Decisions, list[tuple[Work, ...]]] = {}
         self._pricers: dict[tuple[Layout, str], Pricer] = {}
 
     def parts(self, decisions: Decisions) -> list[PartTimes]:
@@ -93,13 +98,17 @@ class PartPrices:
         if alone not in self._alone:
             (program,) = lower(alone)
             named = {template.name: template for template in program.templates}
-            self._alone[alone] = (named["layer.fwd"], named["layer.bwd"])
-        forward, backward = self._alone[alone]
+            forward, backward = named["layer.fwd"], named["layer.bwd"]
+            self._alone[alone] = (forward, backward, named["head"])
+            self._waited_for[alone] = [*waited_for(forward), *waited_for(backward)]
+        forward, backward, head = self._alone[alone]
         pricer = self._pricer(decisions)
         compute_s = [_seconds(template, pricer, start, Lane.COMPUTE) for template in (forward, backward)]
         beside_s = [_seconds(template, pricer, start, Lane.COLLECTIVE) for template in (forward, backward)]
         forward_s, backward_s = (busy + waits for busy, waits in zip(compute_s, beside_s, strict=True))
-        return PartTimes(tokens, forward_s, backward_s, *compute_s)
+        idle_s = sum(max(pricer.seconds(work) for work in works) for works in self._waited_for[alone])
+        head_s = _seconds(head, pricer, 0, Lane.COMPUTE)
+        return PartTimes(tokens, forward_s, backward_s, *compute_s, idle_s, head_s)
 
     def _pricer(self, decisions: Decisions) -> Pricer:
         key = (decisions.layout, decisions.kernels.rowwise)
@@ -120,6 +129,39 @@ def _seconds(template: Template, pricer: Pricer, earlier_tokens: int, lane: Lane
         if earlier_tokens and isinstance(work, Attention):
             total += pricer.seconds(replace(work, k_tokens=earlier_tokens, mask="none"))
     return total
+
+
+def waited_for(template: Template) -> list[tuple[Work, ...]]:
+    """Return of every kernel that has to wait the collectives of which it waits for the longest at least.
+
+    The kernel before it makes what they read, and it reads what they make:
+
+        compute      [A]      [B]
+        collective      [C ]           B waits for all of C, and nothing hides that
+    """
+    found, behind = list[tuple[Work, ...]](), list[Instruction]()
+    last: Instruction | None = None
+    for one in template.instructions:
+        if one.lane is Lane.COLLECTIVE:
+            if last is not None and _follows(one, last):
+                behind.append(one)
+        elif one.lane is Lane.COMPUTE:
+            if works := tuple(each.work for each in behind if _follows(one, each)):
+                found.append(works)
+            last, behind = one, []
+    return found
+
+
+def _follows(second: Instruction, first: Instruction) -> bool:
+    """Return whether an instruction reads rows that another writes."""
+    return any(
+        read.mode & Mode.READ
+        and written.mode & Mode.WRITE
+        and read.slot == written.slot
+        and max(read.first, written.first) < min(read.first + read.tokens, written.first + written.tokens)
+        for read in second.operands
+        for written in first.operands
+    )
 
 
 def counts(seq_tokens: int, an_octave: int = AN_OCTAVE) -> list[int]:
