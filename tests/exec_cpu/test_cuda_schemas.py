@@ -17,6 +17,7 @@ from memo_sim.program.lower import lower
 from tests.exec_cpu.small import decide, gpt, llama
 
 POLICIES: list[dict[str, Any]] = [
+    {"recompute": "full", "seq_tokens": 320, "micro_batch": 1, "attention_chunk_tokens": 128},
     {"recompute": "full", "swapped_tokens": 256},
     {"recompute": "tokenwise", "swapped_tokens": 128},
     {"swapped_tokens": 256, "states": "host"},

@@ -28,6 +28,15 @@ MLP_IN_BLOCKS: dict[str, Any] = {"recompute": "full", "swapped_tokens": 256, "ml
 """Not bit for bit keep: gradients of the MLP's weights are summed block by block, and products of fewer rows may round
 otherwise."""
 
+ATTENTION_IN_CHUNKS: dict[str, Any] = {
+    "recompute": "full",
+    "seq_tokens": 640,
+    "micro_batch": 1,
+    "swapped_tokens": 640,
+    "attention_chunk_tokens": 256,
+}
+"""Other calls than whole attention's, and gradients summed in fp32."""
+
 
 def on_cuda(kernel: str, **changes: Any) -> Decisions:
     model = llama(layers=4) if kernel != "flash2" else gpt(layers=4)
@@ -77,7 +86,7 @@ def test_gradients_are_those_of_the_cpu(policy: dict[str, Any]) -> None:
         assert float((found[name].cpu() - value).norm() / value.norm()) < 0.1, name
 
 
-@pytest.mark.parametrize("policy", [*POLICIES, MLP_IN_BLOCKS])
+@pytest.mark.parametrize("policy", [*POLICIES, MLP_IN_BLOCKS, ATTENTION_IN_CHUNKS])
 def test_debug_mode_finds_no_race(policy: dict[str, Any]) -> None:
     _, wanted = steps(on_cuda("torch-flash", **policy))
     _, found = steps(on_cuda("torch-flash", **policy), debug=True)
@@ -125,6 +134,16 @@ def test_an_mlp_in_row_blocks_lies_within_the_rounding_of_keep() -> None:
         assert float((found[name] - value).norm() / value.norm()) < 0.02, name
     _, swapped = steps(on_cuda("torch-flash", **MLP_IN_BLOCKS), count=1)
     assert all(torch.equal(swapped[name], found[name]) for name in found)
+
+
+@pytest.mark.parametrize("kernel", ["torch-flash", "torch-cudnn"])
+def test_attention_in_chunks_is_near_whole_attention(kernel: str) -> None:
+    whole = {**ATTENTION_IN_CHUNKS, "attention_chunk_tokens": 0}
+    kept, wanted = steps(on_cuda(kernel, **whole), count=1)
+    record, found = steps(on_cuda(kernel, **ATTENTION_IN_CHUNKS), count=1)
+    assert record.moved.d2h > kept.moved.d2h
+    for name, value in wanted.items():
+        assert float((found[name] - value).norm() / value.norm()) < 0.02, name
 
 
 def test_a_kernel_of_the_cpu_is_refused() -> None:
