@@ -24,7 +24,7 @@ POLICIES = {
     "alpha 0.5": Pins(recompute="tokenwise", alpha=0.5),
     "alpha 0": Pins(recompute="tokenwise", alpha=0.0),
     "keep": Pins(recompute="none", alpha=0.0),
-    "full recompute": Pins(recompute="full", alpha=0.0, mlp_chunk_tokens=0),
+    "full recompute": Pins(recompute="full", alpha=0.0, mlp_chunk_tokens=0, attention_chunk_tokens=0),
     "full swap": Pins(recompute="none", alpha=1.0),
 }
 """What each policy pins; ``planned`` leaves everything to the search, ``token-wise`` alpha."""

@@ -48,7 +48,7 @@ GIB, TAKEN = 2**30, 3 * 2**28
 POLICIES = {
     "keep": Pins(recompute="none", alpha=0.0),
     "alpha 0.5": Pins(recompute="tokenwise", alpha=0.5),
-    "full recompute": Pins(recompute="full", alpha=0.0, mlp_chunk_tokens=0),
+    "full recompute": Pins(recompute="full", alpha=0.0, mlp_chunk_tokens=0, attention_chunk_tokens=0),
     "inputs swapped, MLP in blocks": Pins(recompute="full", alpha=1.0, mlp_chunk_tokens=4096),
     "replay": Pins(recompute="full", alpha=0.0, mlp_chunk_tokens=0, replay_allocator=True),
 }

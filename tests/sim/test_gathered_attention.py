@@ -166,7 +166,8 @@ def test_without_context_parallelism_nothing_is_gathered() -> None:
     one, other = (lower(decide(GPT, Layout(tp=2, cp_exchange=e)))[0].sha256 for e in ("ring", "all_gather"))
     assert one == other
     asked = ask("all_gather", 1 << 16)
-    pins = Pins(tp=8, cp=1, cp_exchange="all_gather", recompute="full", alpha=0.0, mlp_chunk_tokens=0)
+    whole = {"mlp_chunk_tokens": 0, "attention_chunk_tokens": 0}
+    pins = Pins(tp=8, cp=1, cp_exchange="all_gather", recompute="full", alpha=0.0, **whole)
     (candidate,), _ = candidates(replace(asked, pins=pins))
     assert candidate.base.layout.cp_exchange == "ring"
     assert shape_of(candidate.base).cp == 1
