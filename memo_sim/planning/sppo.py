@@ -25,6 +25,9 @@ from memo_sim.planning.question import Question
 from memo_sim.planning.subsequences import PartPrices, counts
 from memo_sim.program.shape import shape_of
 
+_ANSWERED = 4
+"""Questions whose choices are kept: layouts ask for them, and what explains the best plan."""
+
 
 @dataclass(frozen=True, slots=True)
 class Choice:
@@ -83,11 +86,24 @@ def solve(
     return sorted(found, key=lambda choice: choice.step_s)
 
 
+_answered: list[tuple[Question, list[Choice]]] = []
+
+
 def allowed(question: Question) -> list[Choice]:
-    """Return the choices that a question's pins allow, the fastest by the formula first.
+    """Return the choices that a question's pins allow, the fastest by the formula first; solved once per question.
 
     None where the solver cannot answer: for several sequences, or where what is pinned divides nothing that it knows.
     """
+    for asked, found in _answered:
+        if asked is question:
+            return found
+    found = _allowed(question)
+    _answered.append((question, found))
+    del _answered[:-_ANSWERED]
+    return found
+
+
+def _allowed(question: Question) -> list[Choice]:
     pins = question.pins
     if question.global_batch > 1 or (pins.dp or 1) > 1:
         return []

@@ -108,7 +108,7 @@ class PartPrices:
         forward_s, backward_s = (busy + waits for busy, waits in zip(compute_s, beside_s, strict=True))
         idle_s = sum(max(pricer.seconds(work) for work in works) for works in self._waited_for[alone])
         head_s = _seconds(head, pricer, 0, Lane.COMPUTE)
-        return PartTimes(tokens, forward_s, backward_s, *compute_s, idle_s, head_s)
+        return PartTimes(tokens, forward_s, backward_s, compute_s[0], compute_s[1], idle_s, head_s)
 
     def _pricer(self, decisions: Decisions) -> Pricer:
         key = (decisions.layout, decisions.kernels.rowwise)

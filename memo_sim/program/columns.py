@@ -7,6 +7,7 @@ engine) works on these arrays.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 from numpy.typing import NDArray
@@ -51,9 +52,7 @@ def expand(program: Program) -> Columns:
         lane_table[t, : len(template.instructions)] = [int(i.lane) for i in template.instructions]
     template_column = template_of[instance]
 
-    parts = [_template_operands(program, t, np.flatnonzero(template_of == t), starts) for t in range(len(templates))]
-    stacked = [np.concatenate([p[c] for p in parts]) for c in range(5)]
-    order = np.argsort(stacked[0], kind="stable")
+    operands = _operands(program, template_of, starts)
     families = program.all_families
     counts = [f.count for f in families]
     return Columns(
@@ -61,11 +60,11 @@ def expand(program: Program) -> Columns:
         instance=instance,
         template=template_column,
         position=position,
-        operand_instruction=stacked[0][order],
-        operand_buffer=stacked[1][order],
-        operand_first=stacked[2][order],
-        operand_end=stacked[3][order],
-        operand_mode=stacked[4][order],
+        operand_instruction=operands[0],
+        operand_buffer=operands[1],
+        operand_first=operands[2],
+        operand_end=operands[3],
+        operand_mode=operands[4],
         buffer_bytes=np.repeat(np.array([f.bytes for f in families], dtype=np.int64), counts),
         buffer_family=np.repeat(np.arange(len(families), dtype=np.int64), counts),
         buffer_dynamic=np.repeat(
@@ -74,26 +73,54 @@ def expand(program: Program) -> Columns:
     )
 
 
-def _template_operands(program: Program, t: int, which: Ints, starts: Ints) -> tuple[Ints, Ints, Ints, Ints, Ints]:
-    """Return the operand columns of all instances ``which`` of template ``t``."""
-    template = program.templates[t]
+def _operands(program: Program, template_of: Ints, starts: Ints) -> tuple[Ints, Ints, Ints, Ints, Ints]:
+    """Return the operand columns of all instances, in program order; ``starts``: the instances' first instructions.
+
+    Rows of all templates stand behind each other in one table, and every instance takes those of its own:
+
+        templates   A: a0 a1 | B: b0 b1 b2        instances   A B A  ->  a0 a1 b0 b1 b2 a0 a1
+    """
+    templates = program.templates
     rows = [
         (p, o.slot, o.first, o.first + o.tokens, int(o.mode))
+        for template in templates
         for p, i in enumerate(template.instructions)
         for o in i.operands
     ]
-    local = np.array(rows, dtype=np.int64).reshape(-1, 5)
-    bases = program.family_bases
-    own = {f.name for f in template.own}
-    base = np.array([bases[f"{template.name}/{s}"] if s in own else bases[s] for s in template.slots], dtype=np.int64)
-    bound = [s for s, name in enumerate(template.slots) if name not in own]
-    index = np.zeros((len(which), len(template.slots)), dtype=np.int64)
-    index[:, :] = np.arange(len(which), dtype=np.int64)[:, None]
-    if bound and len(which):
-        index[:, bound] = np.array([program.instances[i].indices for i in which], dtype=np.int64)
-    buffers = (base[None, :] + index)[:, local[:, 1]] if len(template.slots) else np.zeros((len(which), 0), np.int64)
-    shape = (len(which), len(local))
-    columns = [starts[which][:, None] + local[None, :, 0], buffers]
-    columns += [np.broadcast_to(local[None, :, c], shape) for c in (2, 3, 4)]
-    first, second, third, fourth, fifth = (c.reshape(-1) for c in columns)
-    return first, second, third, fourth, fifth
+    table = np.array(rows, dtype=np.int64).reshape(-1, 5)
+    row, instance = _taken([sum(len(i.operands) for i in t.instructions) for t in templates], template_of)
+    position, slot, first, end, mode = (table[row, column] for column in range(5))
+    buffers, first_slot = _bound_buffers(program, template_of)
+    return starts[instance] + position, buffers[first_slot[instance] + slot], first, end, mode
+
+
+def _taken(lengths: list[int], template_of: Ints) -> tuple[Ints, Ints]:
+    """Return which rows of the templates' the instances take, one after the other, and which instance takes each."""
+    length = np.array(lengths, dtype=np.int64)
+    taken = length[template_of]
+    instance = np.repeat(np.arange(len(template_of), dtype=np.int64), taken)
+    shift = (np.cumsum(length) - length)[template_of] - (np.cumsum(taken) - taken)
+    return np.arange(len(instance), dtype=np.int64) + shift[instance], instance
+
+
+def _bound_buffers(program: Program, template_of: Ints) -> tuple[Ints, Ints]:
+    """Return the buffer of every slot of every instance, and where each instance's first slot stands among them.
+
+    A shared family's is the one that the instance says, a template's own the one of this instance.
+    """
+    templates, bases = program.templates, program.family_bases
+    base, is_own = [], []
+    for template in templates:
+        own = {f.name for f in template.own}
+        base += [bases[f"{template.name}/{s}" if s in own else s] for s in template.slots]
+        is_own += [s in own for s in template.slots]
+    slots = [len(t.slots) for t in templates]
+    row, instance = _taken(slots, template_of)
+    order = np.argsort(template_of, kind="stable")
+    uses = np.bincount(template_of, minlength=len(templates))
+    number = np.empty(len(template_of), dtype=np.int64)
+    number[order] = np.arange(len(order)) - np.repeat(np.cumsum(uses) - uses, uses)
+    index, bound = number[instance], ~np.array(is_own, dtype=np.bool_)[row]
+    index[bound] = np.fromiter(chain.from_iterable(i.indices for i in program.instances), np.int64, int(bound.sum()))
+    taken = np.array(slots, dtype=np.int64)[template_of]
+    return np.array(base, dtype=np.int64)[row] + index, np.cumsum(taken) - taken
