@@ -243,8 +243,9 @@ def _pinned_blocks(lives: Liveness, program: Program, decisions: Decisions) -> L
     What a layer swaps is one block for its activations and one for each statistics tensor: fp32 beside the activations'
     dtype, they are allocations of their own, and in the layer's block their percent would double it where the
     activations fill a power of two (7B at 256k, TP4 CP2, alpha 1: 4 GiB a layer). Each state is a block too, and each
-    chunk that attention sends away while its layer is played. The host copies of one (micro-batch, layer) have the same index in their families, and a subsequence's are a block apart; a
-    block is rounded up to a power of two and lives from the first to the last of what it holds.
+    chunk that attention sends away while its layer is played. The host copies of one (micro-batch, layer) have the same
+    index in their families, and a subsequence's are a block apart; a block is rounded up to a power of two and lives
+    from the first to the last of what it holds.
     """
     numbers, statistics = {}, set()
     for each in subsequences_of(decisions, shape_of(decisions)):

@@ -1,9 +1,9 @@
-"""How a policy's MLP and attention are cut: into row blocks, and into chunks of the sequence.
+"""How a plan's MLP, attention and loss are cut: into row blocks, and into chunks of the sequence.
 
-Full recompute alone can have either.
-
-MLP         row blocks of a rank's tokens (``program/mlp.py``)
-attention   chunks of the sequence, whose keys and values wait on the host (``program/chunked_attention.py``)
+MLP         row blocks of a rank's tokens, full recompute's alone (``program/mlp.py``)
+attention   chunks of the sequence, whose keys and values wait on the host, full recompute's alone
+            (``program/chunked_attention.py``)
+loss        tokens whose logits exist at once (``program/ends.py``)
 """
 
 from __future__ import annotations
@@ -16,15 +16,19 @@ import msgspec
 
 from memo_sim.contract.errors import Infeasible, UsageError
 from memo_sim.contract.plan import Decisions
-from memo_sim.contract.units import KIB
+from memo_sim.contract.units import DTYPE_BYTES, KIB
 from memo_sim.planning.attention_kernels import head_groups
 from memo_sim.planning.presets import Policy, find_system
 from memo_sim.planning.question import Pins, Question
 from memo_sim.program.attention_chunks import MOST_CHUNKS, check_attention_chunks, in_chunks
-from memo_sim.program.shape import shape_of
+from memo_sim.program.shape import Shape, shape_of
 
 BLOCKS = 8
 """Of the MLP's rows, or of a sequence: so many that what is left of them is less than what else a layer needs."""
+MLP_BLOCKS_OF_A_CHUNK, LOSS_CHUNKS_OF_A_CHUNK = 2, 32
+"""Of a rank's rows of one chunk of attention, where a system says how long that is (``System.chunk_tokens``)."""
+LOGIT_BYTES = 2**30
+"""Logits and their gradient of one loss chunk stay under this; the classifier's rate does not suffer at such sizes."""
 LEAST_MLP_ROWS = 4096
 """Rows of the MLP's blocks at least: products of fewer run slower (the profiles' curves by rows)."""
 LEAST_CHUNK_TOKENS = 64 * KIB
@@ -69,7 +73,7 @@ def cut(question: Question, whole: Decisions, policy: Policy, others: Sequence[P
     """
     rows = mlp_chunk(question, whole) if policy.mlp_blocks else 0
     tokens = attention_chunk(question, whole) if policy.attention_chunks else 0
-    if policy.mlp_blocks and (not rows or _whole_mlp(question, whole)):
+    if policy.mlp_blocks and (_whole_mlp(question, whole) or (not rows and any(not p.mlp_blocks for p in others))):
         return None
     made = msgspec.structs.replace(whole, mlp_chunk_tokens=rows, attention_chunk_tokens=tokens)
     if not policy.attention_chunks:
@@ -100,12 +104,38 @@ def _whole_mlp(question: Question, decisions: Decisions) -> bool:
 
 
 def mlp_chunk(question: Question, base: Decisions) -> int:
-    """Return the rows of the MLP's blocks: those pinned, or an eighth of the tokens; 0 where that is too few rows."""
+    """Return the rows of the MLP's blocks: those pinned, the system's own, or an eighth of the tokens.
+
+    0 where one would hold all.
+    """
     asked, tokens, granule = question.pins.mlp_chunk_tokens, base.local_tokens, base.swap_granule
     if asked is not None:
         return asked
-    rows = -(-max(-(-tokens // BLOCKS), LEAST_MLP_ROWS) // granule) * granule
+    own = _of_a_chunk(question, base) // MLP_BLOCKS_OF_A_CHUNK
+    rows = -(-(own or max(-(-tokens // BLOCKS), LEAST_MLP_ROWS)) // granule) * granule
     return rows if rows < tokens else 0
+
+
+def _of_a_chunk(question: Question, base: Decisions) -> int:
+    """Return a rank's rows of one chunk of attention, where the system says how long it is; else 0."""
+    return find_system(question.system).chunk_tokens // base.layout.ulysses
+
+
+def loss_chunk(question: Question, base: Decisions, shape: Shape) -> int:
+    """Return the tokens whose logits exist at once: those pinned, the system's own, or a default; 0 where all do.
+
+    The default is the largest power of two whose logits and gradient stay under 1 GiB. An eager framework does not cut
+    the loss into chunks unless its authors say so.
+    """
+    if question.pins.loss_chunk_tokens is not None:
+        return question.pins.loss_chunk_tokens
+    if own := _of_a_chunk(question, base) // LOSS_CHUNKS_OF_A_CHUNK:
+        return own if own < shape.tokens else 0
+    per_token = 2 * shape.vocab * DTYPE_BYTES[base.dtype]
+    whole = base.memory_policy == "eager" or find_system(question.system).whole_loss
+    if whole or shape.tokens * per_token <= LOGIT_BYTES:
+        return 0
+    return 1 << (LOGIT_BYTES // per_token).bit_length() - 1
 
 
 def attention_chunk(question: Question, base: Decisions) -> int:

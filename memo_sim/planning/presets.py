@@ -23,8 +23,8 @@ memory. The rivals run on PyTorch's caching allocator under an eager framework (
     rsa                ring self-attention over sequence blocks, parameters and states whole on every rank: scores are
                        written, no flash kernel can play it (Li et al. 2021; METP's Tables 1 and 2). Its hops run beside
                        compute, as those of a ring
-    deepspeed-fpdt     deepspeed-ulysses that offloads layer inputs, and plays the MLP and attention in chunks, whose
-                       keys and values wait on the host (FPDT, Yao et al. 2024)
+    deepspeed-fpdt     deepspeed-ulysses that offloads layer inputs, and plays MLP, loss and attention in chunks, whose
+                       keys and values wait on the host (FPDT, Yao et al. 2024, as Megatron-DeepSpeed has it)
     terapipe           subsequences through pipeline stages, all forwards before all backwards (Li et al. 2021)
     seq1f1b            subsequences through pipeline stages, 1F1B over them (Sun et al. 2024)
     sppo               seq1f1b whose subsequences are offloaded by as much as hides, no recompute; tensor parallelism
@@ -122,7 +122,8 @@ class System:
     least_tp: int = 1
     chunk_tokens: int = 0
     """Tokens of attention's chunks, where its authors name them (the default of Megatron-DeepSpeed's
-    ``--ds-sequence-parallel-fpdt-chunk-size``); 0: as ``blocks.py`` chooses."""
+    ``--ds-sequence-parallel-fpdt-chunk-size``), who cut a rank's part of a chunk into two row blocks of the MLP
+    (its transformer.py) and 32 of the loss (its gpt_model.py); 0: as ``blocks.py`` chooses."""
     waits_for_handovers: bool = False
     """Whether pipeline stages stand still while they hand over."""
     whole_loss: bool = False
@@ -232,8 +233,8 @@ SYSTEMS = {
         ),
         System(
             "deepspeed-fpdt",
-            "DeepSpeed-Ulysses with FPDT: ZeRO 3, full recompute from inputs on the host, attention and MLP in chunks",
-            (Policy("full", 1.0, attention_chunks=True), LEAST_MEMORY),
+            "DeepSpeed-Ulysses with FPDT: ZeRO 3, full recompute from host inputs; attention, MLP and loss in chunks",
+            (LEAST_MEMORY,),
             memory_policy="eager",
             chunk_tokens=64 * KIB,
             degrees=("ulysses", "dp"),

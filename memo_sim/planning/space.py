@@ -11,7 +11,6 @@ import msgspec
 
 from memo_sim.contract.errors import Infeasible, UsageError
 from memo_sim.contract.plan import Decisions, Kernels, Layout, Overlap
-from memo_sim.contract.units import DTYPE_BYTES
 from memo_sim.planning import blocks
 from memo_sim.planning.attention_kernels import attention_kernel, head_groups
 from memo_sim.planning.layouts import in_words, layouts
@@ -33,11 +32,8 @@ from memo_sim.program.metp_limits import check_metp
 from memo_sim.program.partition import partition
 from memo_sim.program.ranks import ENDS, degree
 from memo_sim.program.rsa_limits import check_rsa
-from memo_sim.program.shape import Shape, shape_of
+from memo_sim.program.shape import shape_of
 from memo_sim.program.stage import stages_of
-
-LOGIT_BYTES = 2**30
-"""Logits and their gradient of one loss chunk stay under this; the classifier's rate does not suffer at such sizes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,8 +113,8 @@ def candidates(question: Question) -> tuple[list[Candidate], list[str]]:
         except Infeasible as error:
             refused.append((error, f"{in_words(layout)}: {error.what}"))
             continue
-        kernels = Kernels(attention=kernel, head_groups=groups)
-        complete = msgspec.structs.replace(base, loss_chunk_tokens=_loss_chunk(question, base, shape), kernels=kernels)
+        chunk, kernels = blocks.loss_chunk(question, base, shape), Kernels(attention=kernel, head_groups=groups)
+        complete = msgspec.structs.replace(base, loss_chunk_tokens=chunk, kernels=kernels)
         for policy in chosen:
             if complete.keep_norms and policy.recompute == "full" and question.pins.recompute is None:
                 continue
@@ -203,9 +199,13 @@ def _same(first: Decisions, second: Decisions) -> bool:
 
 
 def _as_offered(policy: Policy, decisions: Decisions) -> Policy:
-    """Return the policy as a plan has it: with the alpha that hides, and attention whole where one chunk holds all."""
-    chunks = policy.attention_chunks and decisions.attention_chunk_tokens > 0
-    return replace(policy, alpha=decisions.alpha if policy.hides else policy.alpha, attention_chunks=chunks)
+    """Return the policy as a plan has it: with the alpha that hides, and whole what one block or chunk holds."""
+    return replace(
+        policy,
+        alpha=decisions.alpha if policy.hides else policy.alpha,
+        mlp_blocks=decisions.mlp_chunk_tokens > 0,
+        attention_chunks=decisions.attention_chunk_tokens > 0,
+    )
 
 
 def _overlap(question: Question, layout: Layout) -> Overlap:
@@ -221,24 +221,3 @@ def with_alpha(base: Decisions, recompute: str, alpha: float) -> Decisions:
     granule = base.swap_granule
     swapped = tokens if alpha >= 1 else int(alpha * tokens + 1e-6) // granule * granule
     return msgspec.structs.replace(base, recompute=recompute, swapped_tokens=swapped)
-
-
-def _loss_chunk(question: Question, base: Decisions, shape: Shape) -> int:
-    """Return the tokens whose logits exist at once: those pinned, all under a system that does so, or a default."""
-    if question.pins.loss_chunk_tokens is not None:
-        return question.pins.loss_chunk_tokens
-    whole = find_system(question.system).whole_loss
-    return 0 if whole else default_loss_chunk(shape.tokens, shape.vocab, base)
-
-
-def default_loss_chunk(tokens: int, vocab: int, base: Decisions) -> int:
-    """Return the largest power of two of tokens whose logits and gradient stay under 1 GiB; 0 when all do.
-
-    An eager framework does not cut the loss into chunks: 0.
-    """
-    if base.memory_policy == "eager":
-        return 0
-    per_token = 2 * vocab * DTYPE_BYTES[base.dtype]
-    if tokens * per_token <= LOGIT_BYTES:
-        return 0
-    return 1 << (LOGIT_BYTES // per_token).bit_length() - 1

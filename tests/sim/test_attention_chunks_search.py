@@ -10,7 +10,7 @@ import pytest
 from memo_sim.contract.catalog import load_cluster, load_model
 from memo_sim.contract.errors import Infeasible, UsageError
 from memo_sim.planning.floors import Floors
-from memo_sim.planning.presets import LEAST_MEMORY, Policy
+from memo_sim.planning.presets import INPUTS_SWAPPED_MLP_IN_BLOCKS, LEAST_MEMORY, Policy
 from memo_sim.planning.question import Pins, Question
 from memo_sim.planning.search import play, search
 from memo_sim.planning.space import candidates, policies
@@ -18,7 +18,6 @@ from memo_sim.program.attention_chunks import MOST_CHUNKS
 from memo_sim.what_if import what_if
 
 K = 1024
-WHOLE = Policy("full", 1.0)
 CHUNKED = Policy("full", 1.0, attention_chunks=True)
 
 
@@ -39,6 +38,15 @@ def test_fpdt_has_chunks_of_64k_where_the_sequence_is_longer(tokens: int, chunk:
     assert {c.base.attention_chunk_tokens for c in found} == {chunk}
     assert {c.policy.attention_chunks for c in found} == {chunk > 0}
     assert tokens <= MOST_CHUNKS * max(chunk, 64 * K)
+    # A rank's 8K tokens of 64K: half of them in the MLP at once, a 32nd in the loss.
+    assert {(c.base.mlp_chunk_tokens, c.base.loss_chunk_tokens) for c in found} == {(4 * K, 256)}
+
+
+def test_fpdt_is_whole_where_one_block_holds_all() -> None:
+    """2K tokens, 256 on each rank: none of attention's chunks, the MLP's blocks and the loss's chunks is shorter."""
+    (found,), _ = candidates(ask(2 * K, system="deepspeed-fpdt", devices=8, ulysses=8, recompute=None))
+    assert found.policy == Policy("full", 1.0)
+    assert found.base.loss_chunk_tokens == found.base.mlp_chunk_tokens == found.base.attention_chunk_tokens == 0
 
 
 def test_others_have_eight_chunks_of_long_sequences_on_layouts_that_do_not_divide_them() -> None:
@@ -56,7 +64,8 @@ def test_a_pinned_chunk() -> None:
     kept = tuple(replace(policy, alpha=0.0) for policy in swapped)
     assert policies(ask(512 * K, attention_chunk_tokens=64 * K, alpha=1.0)) == swapped
     assert set(policies(ask(512 * K, attention_chunk_tokens=64 * K))) == {*swapped, *kept}
-    assert policies(ask(512 * K, attention_chunk_tokens=0, system="deepspeed-fpdt", recompute=None))[0] == WHOLE
+    whole = policies(ask(512 * K, attention_chunk_tokens=0, system="deepspeed-fpdt", recompute=None))
+    assert whole == (INPUTS_SWAPPED_MLP_IN_BLOCKS,)
     assert not any(p.attention_chunks for p in policies(ask(512 * K, attention_chunk_tokens=0, recompute=None)))
     found, _ = candidates(ask(512 * K, attention_chunk_tokens=96 * K))
     assert {c.base.attention_chunk_tokens for c in found} == {96 * K}
