@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 
 from memo_sim.contract.plan import Decisions
-from memo_sim.program.passing import Made
+from memo_sim.program.alike import made_before
 from memo_sim.program.program import Program
 from memo_sim.program.role import RoleLowering
 from memo_sim.program.shape import shape_of
@@ -26,7 +26,7 @@ def lower(decisions: Decisions, *, micro_batches: int | None = None, cp_rank: in
     """
     shape = shape_of(decisions, cp_rank=cp_rank)
     played = micro_batches or decisions.micro_batches
-    made: Made = {}
+    made = made_before(decisions)
     return tuple(RoleLowering(decisions, shape, stage, played, made=made).program() for stage in stages_of(decisions))
 
 
