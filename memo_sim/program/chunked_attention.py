@@ -62,6 +62,8 @@ class ChunkedAttention:
         self.builder, self.decisions = writer.builder, writer.decisions
         self.shape, self.inside = writer.shape, writer.shape.attention
         self.chunks = attention_chunks(writer.decisions)
+        self.room = self.chunks[0][1]
+        """Rows of a rank that a buffer for one chunk has room for."""
         kv = 2 * self.inside.kv_width
         self.features = {"kv": kv, "d_kv": kv, "lse": self.inside.heads}
         """Of a token, by tensor; as many as the queries have, where nothing is said."""
@@ -84,16 +86,16 @@ class ChunkedAttention:
                 self._store(name, c, f"{name}.{c % TURNS}")
         self.writer.suffix = ""
 
-    def backward(self, d_proj: Rows, grad_in: str) -> None:
-        """Write the backward from the projection's output gradient to the layer's input gradient, ``grad_in``."""
+    def backward(self, grad_in: str) -> None:
+        """Write the backward from the residual's gradient, ``d_resid``, to the layer's input gradient, ``grad_in``."""
         count = len(self.chunks)
         order = [(k, c) for k in range(count) for c in (*range(k + 1, count), k)]
         # Memory is handed out in program order: fetches that stand behind a product would wait for it.
         self._fetch_keys(0)
         self._fetch_queries(0, *order[0], ("q", *self._outputs))
-        self._leave(d_proj)
+        self._leave()
         self._fetch_queries(0, *order[0], ("d_attn",))
-        self._project_backward(d_proj)
+        self._project_backward()
         for n, (k, c) in enumerate(order):
             if n + 1 < len(order):
                 gradients = ("d_attn", "d_q") if order[n + 1][0] else ("d_attn",)
@@ -186,13 +188,13 @@ class ChunkedAttention:
 
     def _packed(self, slot: str, shape: Shape) -> str:
         """Return a slot for the packed Q, K, V of a chunk, or their gradients, with the sizes of ``shape``."""
-        rows = self.chunks[0][1] * shape.tokens // self.shape.tokens
+        rows = self.room * shape.tokens // self.shape.tokens
         return self.writer.own(slot, rows, shape.qkv_width, _class(slot))
 
     def _gathered(self, at: RowBlock) -> Rows:
         """Gather the norm's output of one chunk over tensor-parallel ranks."""
         writer = self.writer
-        return writer.gather("norm1", writer.shard_rows("norm1", at), "norm1_full", 0, tokens=self.chunks[0][1])
+        return writer.gather("norm1", writer.shard_rows("norm1", at), "norm1_full", 0, tokens=self.room)
 
     def _out(self, c: int) -> Rows:
         """Return where attention of a chunk writes: at home, or on the heads' side in one of two buffers."""
@@ -250,27 +252,35 @@ class ChunkedAttention:
         work = attention_work(self.decisions, self.inside, most, most, "none", backward=backward)
         return workspace(self.builder, self.decisions, work, name)
 
-    def _leave(self, d_proj: Rows) -> None:
-        """Write the gradient of attention's output, chunk by chunk, and its copies to the host."""
+    def _leave(self) -> None:
+        """Write the gradient of attention's output, chunk by chunk, and its copies to the host.
+
+        Where it is gathered for that, the projection's weight gradient is written with it: so it need not exist whole.
+        """
         writer, shape = self.writer, self.shape
         for c, (first, tokens) in enumerate(self.chunks):
             writer.suffix = f".c{c}"
             on_heads = self._chunk("d_attn", c, f"d_attn.{c % TURNS}")
             home = on_heads
             if shape.ulysses > 1:
-                home = Rows(writer.own("d_attn_home", self.chunks[0][1], shape.q_width), 0, tokens)
-            grad = Rows(d_proj.slot, d_proj.first + first, tokens)
+                home = Rows(writer.own("d_attn_home", self.room, shape.q_width), 0, tokens)
+            shard = writer.shard_rows("d_resid", (first, tokens))
+            grad = writer.gather("proj.grad", shard, "d_proj_full", 0, tokens=self.room)
+            if shape.gathered:
+                attended = Rows(self.ulysses.home("attn"), first, tokens)
+                writer.wgrad("proj", grad, attended, shape.hidden, shape.q_width)
             writer.dgrad("proj", grad, home, shape.q_width, shape.hidden)
             self.ulysses.send("d_attn", home, on_heads, writer.suffix)
             self._store("d_attn", c, on_heads.slot)
         writer.suffix = ""
 
-    def _project_backward(self, d_proj: Rows) -> None:
-        """Write the gradients of the projection's parameters."""
-        writer, shape = self.writer, self.shape
-        attended = self.builder.all(self.ulysses.home("attn"))
-        writer.wgrad("proj", d_proj, attended, shape.hidden, shape.q_width)
-        writer.bgrad("proj", self.builder.all("d_resid"), shape.hidden)
+    def _project_backward(self) -> None:
+        """Write the gradients of the projection's parameters, as far as chunks have not written them."""
+        writer, shape, grad = self.writer, self.shape, self.builder.all("d_resid")
+        if not shape.gathered:
+            attended = self.builder.all(self.ulysses.home("attn"))
+            writer.wgrad("proj", grad, attended, shape.hidden, shape.q_width)
+        writer.bgrad("proj", grad, shape.hidden)
 
     def _keys(self, k: int) -> Rows:
         return self._chunk("kv", k, f"kv.back.{k % TURNS}")
@@ -362,7 +372,7 @@ class ChunkedAttention:
             out=grad_in,
             rows=(first, tokens),
             at=(0, tokens),
-            tokens=self.chunks[0][1],
+            tokens=self.room,
         )
 
 

@@ -12,9 +12,11 @@ from __future__ import annotations
 from memo_sim.contract.plan import Decisions
 from memo_sim.contract.units import DTYPE_BYTES
 from memo_sim.program import kernel_table as table
+from memo_sim.program.attention_chunks import attention_chunks, in_chunks
 from memo_sim.program.builder import Access, Rows, TemplateBuilder, accumulates, reads, writes
 from memo_sim.program.instruction import BufferClass, Family, Lane, Template
 from memo_sim.program.layer import LayerWriter
+from memo_sim.program.operators import RowBlock
 from memo_sim.program.parameters import Block
 from memo_sim.program.shape import Shape
 from memo_sim.program.work import Collective, Gemm, Rowwise
@@ -124,18 +126,32 @@ def head(
     norm = _FinalNorm(builder, decisions, shape, head_block)
     norm.forward()
     writer = LayerWriter(builder, decisions, shape, head_block)
-    full = writer.gather("norm", builder.all("final"), "final_full", 0)
-    builder.own("d_final", BufferClass.TRANSIENT, decisions.dtype, shape.tokens, shape.hidden)
-    chunk = decisions.loss_chunk_tokens or shape.tokens
-    for i, first in enumerate(range(0, shape.tokens, chunk)):
-        rows = Rows(full.slot, first, min(chunk, shape.tokens - first))
-        classifier.loss(i, rows)
-        if not decisions.loss_chunk_tokens:
-            # The last to read it: whole logits are what memory is fullest of, and this one gather may be waited for.
-            rows = writer.gather_again("norm", builder.all("final"), "final_again", 0)
-        classifier.backward(i, rows)
-    norm.backward(writer.scatter("d_final", builder.all("d_final")))
+    blocks = gathered_blocks(decisions, shape)
+    room, several = blocks[0][1], len(blocks) > 1
+    for b, (start, tokens) in enumerate(blocks):
+        writer.suffix = f".b{b}" if several else ""
+        shard = writer.shard_rows("final", (start, tokens))
+        full = writer.gather("norm", shard, "final_full", 0, tokens=room)
+        writer.own("d_final", room, shape.hidden)
+        chunk = min(decisions.loss_chunk_tokens or tokens, tokens)
+        for first in range(0, tokens, chunk):
+            rows = Rows(full.slot, first, min(chunk, tokens - first))
+            classifier.loss(rows, start + first)
+            if not decisions.loss_chunk_tokens:
+                # The last to read it: whole logits are what memory is fullest of, and this gather may be waited for.
+                rows = writer.gather_again("norm", shard, "final_again", 0, tokens=room)
+            classifier.backward(rows)
+        grad = writer.scatter("d_final", Rows("d_final", 0, tokens), first=start)
+    norm.backward(builder.all(grad.slot))
     return builder.build()
+
+
+def gathered_blocks(decisions: Decisions, shape: Shape) -> list[RowBlock]:
+    """Return the row blocks in which tensor-parallel ranks gather the head's input: all of it, or attention's chunks.
+
+    A token shard holds those one behind the other, so that a gathered one has its tokens in order.
+    """
+    return attention_chunks(decisions) if shape.gathered and in_chunks(decisions) else [(0, shape.tokens)]
 
 
 class _FinalNorm:
@@ -197,7 +213,10 @@ class _Classifier:
         name = "tokens.weight" if tied else "classifier.weight"
         self.weight = _param(block, name, "params.embed" if tied else "params.head")
         self.grad = _param(block, name, "grads.embed" if tied else "grads.head", gradient=True)
-        chunk = min(decisions.loss_chunk_tokens or shape.tokens, shape.tokens)
+        most = gathered_blocks(decisions, shape)[0][1]
+        chunk = min(decisions.loss_chunk_tokens or most, most)
+        self.chunks = 0
+        """Written so far."""
         builder.own("logits", BufferClass.TRANSIENT, decisions.dtype, chunk, shape.vocab)
         builder.own("d_logits", BufferClass.TRANSIENT, decisions.dtype, chunk, shape.vocab)
         if shape.tp > 1:
@@ -206,9 +225,12 @@ class _Classifier:
         scratch = table.loss_workspace_bytes(chunk, shape.vocab, decisions.dtype, rowwise)
         self.scratch = builder.scratch("loss.scratch", scratch)
 
-    def loss(self, index: int, rows: Rows) -> None:
-        """Write the logits of ``rows`` of the gathered input, the loss and the logits' gradient."""
-        builder, shape, suffix = self.builder, self.shape, f".c{index}"
+    def loss(self, rows: Rows, first: int) -> None:
+        """Write the logits of ``rows`` of the gathered input, the loss and the logits' gradient.
+
+        ``first``: the row, among the rank's, that they begin with.
+        """
+        builder, shape, suffix = self.builder, self.shape, f".c{self.chunks}"
         local = Rows("logits", 0, rows.tokens)
         builder.emit(
             f"classifier{suffix}",
@@ -219,12 +241,13 @@ class _Classifier:
             weight=self.weight,
             out=writes(local),
         )
-        self._loss(suffix, local, Rows("d_logits", 0, rows.tokens), Rows("input.labels", rows.first, rows.tokens))
+        self._loss(suffix, local, Rows("d_logits", 0, rows.tokens), Rows("input.labels", first, rows.tokens))
 
-    def backward(self, index: int, rows: Rows) -> None:
+    def backward(self, rows: Rows) -> None:
         """Write the gradients of ``rows`` of the gathered input, and the weight's of them."""
         builder, shape, dtype = self.builder, self.shape, self.decisions.dtype
-        tokens, suffix = rows.tokens, f".c{index}"
+        tokens, suffix = rows.tokens, f".c{self.chunks}"
+        self.chunks += 1
         gradient = Rows("d_logits", 0, tokens)
         scratch = table.wgrad_workspace_bytes(
             shape.vocab, shape.hidden, tokens, dtype, self.decisions.kernels.attention

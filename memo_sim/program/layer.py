@@ -51,7 +51,7 @@ class LayerWriter(OperatorWriter):
             attention.forward(self.builder, self.decisions, self.shape.attention)
         for i, rows in enumerate(blocks):
             self.suffix = f".r{i}" if len(blocks) > 1 else ""
-            self._projection(rows)
+            self._project(rows)
             if not self.mlp.blocked:
                 self.mlp.first_product(rows)
         self.suffix = ""
@@ -70,7 +70,7 @@ class LayerWriter(OperatorWriter):
             self._before_attention(rows)
             if whole:
                 attention.forward(self.builder, self.decisions, self.shape.attention)
-        self._projection(rows)
+        self._project(rows)
         if not self.mlp.blocked:
             self.mlp.first_product(rows)
         self.suffix = ""
@@ -90,25 +90,38 @@ class LayerWriter(OperatorWriter):
             fresh = self.builder.phase == "fwd"
             carried_attention.split(self.builder, self.decisions, shape, packed, self.suffix, keys=fresh)
 
-    def _projection(self, rows: RowBlock) -> None:
-        first, tokens = rows
-        shape = self.shape
-        self.own("proj_out", shape.tokens, shape.hidden)
-        product = Rows("proj_out", first, tokens)
-        attended = Rows(self.ulysses.home("attn"), first, tokens)
+    def _project(self, rows: RowBlock) -> None:
+        """Write the projection of a row block, and before it attention's way home, where chunks have not written that.
+
+        With sequence parallelism what a projection sums exists of one chunk at a time.
+        """
+        if self.chunked and self.shape.gathered:
+            for c, (first, tokens) in enumerate(self.chunked.chunks):
+                self.suffix = f".c{c}"
+                self._projection((first, tokens), (0, tokens), self.chunked.room)
+            return
+        self.own("proj_out", self.shape.tokens, self.shape.hidden)
         if not self.chunked:
-            self.ulysses.to_tokens("attn", attended, self.suffix)
+            self.ulysses.to_tokens("attn", Rows(self.ulysses.home("attn"), *rows), self.suffix)
+        self._projection(rows, rows, self.shape.tokens)
+
+    def _projection(self, rows: RowBlock, at: RowBlock, room: int) -> None:
+        """Write projection and residual sum of ``rows``; what lies between has room for ``room``, and is at ``at``."""
+        shape = self.shape
+        product = Rows(self.own("proj_out", room, shape.hidden), *at)
+        attended = Rows(self.ulysses.home("attn"), *rows)
         self.linear("proj", attended, product, shape.hidden, shape.q_width, bias=False)
-        self.residual("resid_add", "x", self.scatter("proj", product), out="resid", rows=rows, bias="proj.bias")
+        summed = self.scatter("proj", product, tokens=room)
+        self.residual("resid_add", "x", summed, out="resid", rows=rows, bias="proj.bias")
 
     def backward(self, grad_out: str, grad_in: str) -> None:
         """Write the backward: reads ``grad_out`` (of the layer's output), writes ``grad_in`` (of its input)."""
         shape, builder = self.shape, self.builder
         self.mlp.backward(grad_out)
-        d_proj = self.gather("proj.grad", builder.all("d_resid"), "d_proj_full", 0)
         if self.chunked:
-            self.chunked.backward(d_proj, grad_in)
+            self.chunked.backward(grad_in)
             return
+        d_proj = self.gather("proj.grad", builder.all("d_resid"), "d_proj_full", 0)
         inside, home = shape.attention, self.ulysses.home
         d_attn = builder.all(self.own(home("d_attn"), shape.tokens, shape.q_width))
         self.dgrad("proj", d_proj, d_attn, shape.q_width, shape.hidden)

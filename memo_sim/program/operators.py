@@ -121,19 +121,20 @@ class OperatorWriter:
         )
         return rows
 
-    def gather_again(self, name: str, source: Rows, full: str, first: int) -> Rows:
+    def gather_again(self, name: str, source: Rows, full: str, first: int, *, tokens: int = 0) -> Rows:
         """Gather what a weight gradient alone reads; nothing where those are left to another template.
 
         Megatron-LM saves only its shard of a norm's output, and gathers it again beside the input's gradient. The
         weight's gradient reads the shard as well (``wgrad``): were the gather its last reader, what is born in its
         place, the input's gradient, would wait for the gather.
         """
-        return source if self.weights_apart else self.gather(f"{name}.again", source, full, first)
+        return source if self.weights_apart else self.gather(f"{name}.again", source, full, first, tokens=tokens)
 
-    def scatter(self, name: str, partial: Rows, *, tokens: int = 0) -> Rows:
+    def scatter(self, name: str, partial: Rows, *, tokens: int = 0, first: int | None = None) -> Rows:
         """Sum ``partial`` over the tensor-parallel ranks: into this rank's token shard, or in place as a whole.
 
-        ``tokens``: those that the shard's buffer has room for the part of, all of the rank's when 0.
+        ``tokens``: those that the shard's buffer has room for the part of, all of the rank's when 0. ``first``: the
+        rank's row that ``partial`` begins with, where its buffer has room for fewer rows than the shard's.
         """
         size = partial.tokens * self.shape.hidden * self.size
         if self.shape.tp == 1:
@@ -146,7 +147,8 @@ class OperatorWriter:
             return partial
         room = self.shape.shard(tokens or self.shape.tokens)
         shard = self.own(f"{name}_shard", room, self.shape.hidden, BufferClass.EXCHANGE)
-        rows = Rows(shard, self.shape.shard(partial.first), self.shape.shard(partial.tokens))
+        begun = partial.first if first is None else first
+        rows = Rows(shard, self.shape.shard(begun), self.shape.shard(partial.tokens))
         work = Collective("reduce_scatter", size, self.shape.tp, "tp")
         self.builder.emit(
             f"{name}.scatter{self.suffix}",
