@@ -142,6 +142,24 @@ def test_on_the_device_there_is_room_for_a_few_chunks_of_queries_keys_and_values
     assert {i.lane for i in backward.instructions if i.op in ("h2d", "d2h")} == {Lane.H2D, Lane.D2H}
 
 
+@MODELS
+def test_what_tensor_parallel_ranks_gather_and_sum_is_of_one_chunk(model: Model) -> None:
+    """But for the gathered gradient of the embedding, of whose rows the update is one call."""
+    layout = Layout(tp=2, sequence_parallel=True)
+    program = lower(chunks(model, layout, chunk=512, mlp_chunk_tokens=512, loss_chunk_tokens=256))[0]
+    gathered = {
+        f"{t.name}/{t.slots[o.slot]}": next((f.tokens for f in t.own if f.name == t.slots[o.slot]), 0)
+        for t in program.templates
+        if t.name.startswith(("layer", "head"))
+        for i in t.instructions
+        if i.op in ("all_gather", "reduce_scatter")
+        for o in i.operands
+        if o.role == "full"
+    }
+    assert len(gathered) > 8
+    assert set(gathered.values()) == {512}
+
+
 def test_each_rank_of_ulysses_holds_its_part_of_every_chunk() -> None:
     decisions = chunks(GPT, Layout(ulysses=2), seq_tokens=1664)
     assert attention_chunks(decisions) == [(0, 256), (256, 256), (512, 256), (768, 64)]
