@@ -20,7 +20,7 @@ from memo_sim.planning.question import Question
 from memo_sim.planning.search import play
 from memo_sim.planning.space import candidates
 from memo_sim.planning.sppo import Choice, allowed
-from memo_sim.planning.subsequences import PartPrices, hidden_tokens, most_held_bytes, rounded
+from memo_sim.planning.subsequences import hidden_tokens, most_held_bytes, part_prices, rounded
 from memo_sim.program.instruction import BufferClass
 from memo_sim.program.partition import partition, swapped_parts
 
@@ -63,7 +63,7 @@ def balance(question: Question, found: SearchResult) -> list[str]:
         return []
     like = aware if best.decisions.layout.subsequences == 1 else best.decisions
     parts, granule = partition(like), like.swap_granule
-    exact = hidden_tokens(question, like, PartPrices(question.hardware, question.cluster))
+    exact = hidden_tokens(question, like, part_prices(question.hardware, question.cluster))
     if exact >= parts[0]:
         return []
     alpha = sum(min(exact, part) for part in parts) / sum(parts)

@@ -23,7 +23,7 @@ from memo_sim.costs.pricing import NodeRates
 from memo_sim.engine.layers import step_s_of_few_layers
 from memo_sim.memory.eager import libraries_of
 from memo_sim.planning.passes import Pass, Passes
-from memo_sim.planning.subsequences import PartPrices
+from memo_sim.planning.subsequences import part_prices
 from memo_sim.program.activations import Activations
 from memo_sim.program.attention_chunks import in_chunks
 from memo_sim.program.instruction import Lane
@@ -57,7 +57,7 @@ class Floors:
         self.host_room_bytes = int((cluster.host_memory_bytes or hardware.host_memory_bytes).value)
         self._cluster = cluster
         self.passes = passes or Passes(hardware, cluster)
-        self._prices = PartPrices(hardware, cluster)
+        self._prices = part_prices(hardware, cluster)
         self._not_repeated: set[Layout] = set()
         """Layouts whose layers were not seen to repeat: they are not lowered to see that again."""
         self._hardware = hardware
@@ -198,7 +198,7 @@ class Floors:
     def _of_parts(self, decisions: Decisions) -> tuple[Pass, Pass]:
         """Return what the kernels of all subsequences take, and those of one layer; what joins them is left out.
 
-        Where rows are cut in blocks, collectives are as well: what kernels wait for then is left out too.
+        Where rows are cut in blocks, collectives are as well: they are left out then, and what kernels wait for.
         """
         parts = self._prices.parts(decisions)
         in_blocks = decisions.recompute == "tokenwise" or decisions.mlp_chunk_tokens > 0
@@ -207,8 +207,10 @@ class Floors:
             "forward_s": sum(part.forward_compute_s for part in parts),
             "first_forward_s": parts[0].forward_compute_s,
             "first_compute_s": parts[0].forward_compute_s + parts[0].backward_compute_s,
-            "idle_s": 0.0 if in_blocks else sum(part.idle_s for part in parts),
         }
+        if not in_blocks:
+            times_s["idle_s"] = sum(part.idle_s for part in parts)
+            times_s["collective_s"] = sum(part.forward_s + part.backward_s for part in parts) - times_s["compute_s"]
         layer = Pass(**{f.name: times_s.get(f.name, 0.0) for f in fields(Pass)})
         layers, head_s = _times(layer, decisions.model.layers), sum(part.head_compute_s for part in parts)
         return replace(layers, compute_s=layers.compute_s + head_s, head_s=head_s), layer

@@ -27,7 +27,7 @@ from memo_sim.planning.presets import (
 from memo_sim.planning.question import Question
 from memo_sim.planning.refusals import OF_THE_SEQUENCE, refusal
 from memo_sim.planning.rowwise_kernels import RowwiseChoice
-from memo_sim.planning.subsequences import PartPrices, hide, swap_each, swap_fraction
+from memo_sim.planning.subsequences import PartPrices, hide, part_prices, swap_each, swap_fraction
 from memo_sim.program.metp_limits import check_metp
 from memo_sim.program.partition import partition
 from memo_sim.program.ranks import ENDS, degree
@@ -85,7 +85,7 @@ def candidates(question: Question) -> tuple[list[Candidate], list[str]]:
     system = find_system(question.system)
     chosen, kernel = policies(question), attention_kernel(question)
     rowwise = RowwiseChoice(question.hardware)
-    prices = PartPrices(question.hardware, question.cluster)
+    prices = part_prices(question.hardware, question.cluster)
     found: list[Candidate] = []
     refused: list[tuple[Infeasible, str]] = []
     unswapped: list[tuple[Infeasible, str]] = []

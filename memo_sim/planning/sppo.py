@@ -22,7 +22,7 @@ from memo_sim.contract.errors import Infeasible
 from memo_sim.contract.plan import Decisions, Kernels, Layout
 from memo_sim.planning.attention_kernels import attention_kernel, head_groups
 from memo_sim.planning.question import Question
-from memo_sim.planning.subsequences import PartPrices, counts
+from memo_sim.planning.subsequences import PartPrices, counts, part_prices
 from memo_sim.program.shape import shape_of
 
 _ANSWERED = 4
@@ -63,7 +63,7 @@ def solve(
     """
     cluster, model = question.cluster, question.model
     tried = list(counts(question.seq_tokens) if numbers is None else numbers)
-    prices = PartPrices(question.hardware, cluster)
+    prices = part_prices(question.hardware, cluster)
     found: list[Choice] = []
     inside = range(1, cluster.devices_per_node + 1) if sps is None else sps
     for sp in inside:

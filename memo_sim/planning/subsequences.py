@@ -60,15 +60,40 @@ class PartTimes:
     """What the compute lane takes for the head and the loss, forward and backward."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Works:
+    """What a layer of a part plays on each lane in forward and backward, and of the head, in order."""
+
+    compute: tuple[tuple[Work, ...], tuple[Work, ...]]
+    collective: tuple[tuple[Work, ...], tuple[Work, ...]]
+    waited_for: tuple[tuple[Work, ...], ...]
+    head: tuple[Work, ...]
+
+    @classmethod
+    def of(cls, alone: Decisions) -> _Works:
+        """Return the works of a plan of one subsequence."""
+        (program,) = lower(alone)
+        named = {template.name: template for template in program.templates}
+        forward, backward, head = named["layer.fwd"], named["layer.bwd"], named["head"]
+        return cls(
+            (_on_lane(forward, Lane.COMPUTE), _on_lane(backward, Lane.COMPUTE)),
+            (_on_lane(forward, Lane.COLLECTIVE), _on_lane(backward, Lane.COLLECTIVE)),
+            (*waited_for(forward), *waited_for(backward)),
+            _on_lane(head, Lane.COMPUTE),
+        )
+
+
 class PartPrices:
-    """Prices layers of subsequences: that of a sequence of as many tokens, and attention to the earlier keys."""
+    """Prices layers of subsequences: that of a sequence of as many tokens, and attention to the earlier keys.
+
+    Plans that differ in nothing but what they keep, swap or rebuild, or in the order of their stages, are priced once.
+    """
 
     def __init__(self, hardware: Hardware, cluster: Cluster) -> None:
-        self._hardware = hardware
-        self._cluster = cluster
-        self._alone: dict[Decisions, tuple[Template, Template, Template]] = {}
-        self._waited_for: dict[Decisions, list[tuple[Work, ...]]] = {}
-        self._pricers: dict[tuple[Layout, str], Pricer] = {}
+        self.hardware = hardware
+        self.cluster = cluster
+        self._alone: dict[Decisions, _Works] = {}
+        self._known: dict[Decisions, list[PartTimes]] = {}
 
     def parts(self, decisions: Decisions) -> list[PartTimes]:
         """Return the times of every subsequence.
@@ -77,17 +102,9 @@ class PartPrices:
             Infeasible: when the layout does not divide the model or the sequence, there are fewer granules than
             subsequences, or the profile has not measured such work.
         """
-        sizes = partition(decisions)
-        starts = [0, *accumulate(sizes)]
-        return [self._part(decisions, start, tokens) for start, tokens in zip(starts, sizes, strict=False)]
-
-    def _part(self, decisions: Decisions, start: int, tokens: int) -> PartTimes:
-        alone = msgspec.structs.replace(
+        alike = msgspec.structs.replace(
             decisions,
-            model=msgspec.structs.replace(decisions.model, layers=2),
-            layout=Layout(tp=decisions.layout.tp, sequence_parallel=decisions.layout.sequence_parallel),
-            seq_tokens=tokens,
-            global_batch=1,
+            layout=msgspec.structs.replace(decisions.layout, schedule="1f1b", virtual_stages=1, multiplexed=False),
             recompute="none",
             swapped_tokens=0,
             subsequence_swapped_tokens=(),
@@ -95,36 +112,58 @@ class PartPrices:
             offload_window=0,
             memory_policy="planned",
         )
+        if alike not in self._known:
+            sizes = partition(decisions)
+            pricer = Pricer(self.hardware, self.cluster, decisions.layout, rowwise=decisions.kernels.rowwise)
+            starts = [0, *accumulate(sizes)]
+            self._known[alike] = [
+                self._part(alike, pricer, start, tokens) for start, tokens in zip(starts, sizes, strict=False)
+            ]
+        return self._known[alike]
+
+    def _part(self, decisions: Decisions, pricer: Pricer, start: int, tokens: int) -> PartTimes:
+        layout = decisions.layout
+        alone = msgspec.structs.replace(
+            decisions,
+            model=msgspec.structs.replace(decisions.model, layers=2),
+            layout=Layout(tp=layout.tp, sequence_parallel=layout.sequence_parallel),
+            seq_tokens=tokens,
+            global_batch=1,
+        )
         if alone not in self._alone:
-            (program,) = lower(alone)
-            named = {template.name: template for template in program.templates}
-            forward, backward = named["layer.fwd"], named["layer.bwd"]
-            self._alone[alone] = (forward, backward, named["head"])
-            self._waited_for[alone] = [*waited_for(forward), *waited_for(backward)]
-        forward, backward, head = self._alone[alone]
-        pricer = self._pricer(decisions)
-        compute_s = [_seconds(template, pricer, start, Lane.COMPUTE) for template in (forward, backward)]
-        beside_s = [_seconds(template, pricer, start, Lane.COLLECTIVE) for template in (forward, backward)]
+            self._alone[alone] = _Works.of(alone)
+        works = self._alone[alone]
+        compute_s = [_seconds(each, pricer, start) for each in works.compute]
+        beside_s = [_seconds(each, pricer, start) for each in works.collective]
         forward_s, backward_s = (busy + waits for busy, waits in zip(compute_s, beside_s, strict=True))
-        idle_s = sum(max(pricer.seconds(work) for work in works) for works in self._waited_for[alone])
-        head_s = _seconds(head, pricer, 0, Lane.COMPUTE)
+        idle_s = sum(max(pricer.seconds(work) for work in each) for each in works.waited_for)
+        head_s = _seconds(works.head, pricer, 0)
         return PartTimes(tokens, forward_s, backward_s, compute_s[0], compute_s[1], idle_s, head_s)
 
-    def _pricer(self, decisions: Decisions) -> Pricer:
-        key = (decisions.layout, decisions.kernels.rowwise)
-        if key not in self._pricers:
-            rowwise = decisions.kernels.rowwise
-            self._pricers[key] = Pricer(self._hardware, self._cluster, decisions.layout, rowwise=rowwise)
-        return self._pricers[key]
+
+_PREPARED = 4
+"""Profiles on clusters whose prices are kept: layouts, candidates, floors and explanations ask for the same parts."""
+_prepared: list[PartPrices] = []
 
 
-def _seconds(template: Template, pricer: Pricer, earlier_tokens: int, lane: Lane) -> float:
+def part_prices(hardware: Hardware, cluster: Cluster) -> PartPrices:
+    """Return the prices of a profile on a cluster, made once for those objects."""
+    for found in _prepared:
+        if found.hardware is hardware and found.cluster is cluster:
+            return found
+    _prepared.append(PartPrices(hardware, cluster))
+    del _prepared[:-_PREPARED]
+    return _prepared[-1]
+
+
+def _on_lane(template: Template, lane: Lane) -> tuple[Work, ...]:
+    return tuple(instruction.work for instruction in template.instructions if instruction.lane is lane)
+
+
+def _seconds(works: Sequence[Work], pricer: Pricer, earlier_tokens: int) -> float:
     """Return what one lane takes, with the earlier keys that attention has."""
     total = 0.0
-    for instruction in template.instructions:
-        if instruction.lane is not lane:
-            continue
-        work = instruction.work
+    for work in works:
         total += pricer.seconds(work)
         if earlier_tokens and isinstance(work, Attention):
             total += pricer.seconds(replace(work, k_tokens=earlier_tokens, mask="none"))

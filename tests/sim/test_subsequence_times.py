@@ -18,7 +18,17 @@ from memo_sim.engine.simulate import Simulation, simulate
 from memo_sim.planning.bandwidth import offload_bandwidth
 from memo_sim.planning.question import Pins, Question
 from memo_sim.planning.sppo import Choice, solve
-from memo_sim.planning.subsequences import PartPrices, counts, held_bytes, hidden_tokens, hide, rounded, swap_each
+from memo_sim.planning.subsequences import (
+    PartPrices,
+    counts,
+    held_bytes,
+    hidden_tokens,
+    hide,
+    rounded,
+    swap_each,
+    waited_for,
+)
+from memo_sim.program.lower import lower
 from memo_sim.program.partition import balanced, partition, swapped_parts
 
 K = 1024
@@ -268,3 +278,24 @@ def test_figure_5s_copies_share_an_uplink_that_is_faster_than_ours(number: int) 
     assert ours / 13.68e9 == pytest.approx(0.877, rel=0.001)
     for gigabytes, milliseconds in zip(PRINTED_GB[number], PRINTED_MS[number], strict=True):
         assert milliseconds - gigabytes / 13.68 * 1e3 == pytest.approx(APART_MS[number], abs=2)
+
+
+def test_parts_of_one_layout_are_priced_once_whatever_is_kept() -> None:
+    cluster, hardware = load_cluster("a100-4x8-hdr4")
+    prices, base = PartPrices(hardware, cluster), on_a_node(32)
+    first = prices.parts(base)
+    turned = msgspec.structs.replace(base, layout=msgspec.structs.replace(base.layout, schedule="gpipe"))
+    for other in (swap_each(base, 1024), swap_each(msgspec.structs.replace(base, recompute="tokenwise"), 0), turned):
+        assert prices.parts(other) is first
+        assert PartPrices(hardware, cluster).parts(other) == first
+    shorter = msgspec.structs.replace(base, seq_tokens=base.seq_tokens // 2)
+    assert prices.parts(shorter) == PartPrices(hardware, cluster).parts(shorter) != first
+
+
+def test_kernels_wait_for_collectives_between_them() -> None:
+    """With sequence parallelism of forward's four collectives each stands between two kernels, one by one."""
+    tp, none = (Layout(tp=tp, sequence_parallel=tp > 1) for tp in (4, 1))
+    for layout, waits in ((tp, 4), (none, 0)):
+        base = Decisions(model=load_model("gpt-7b"), layout=layout, seq_tokens=4096)
+        forward = next(t for t in lower(base)[0].templates if t.name == "layer.fwd")
+        assert [len(works) for works in waited_for(forward)] == [1] * waits
