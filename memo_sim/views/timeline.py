@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 WIDTH_IN, LEFT_IN, RIGHT_IN = 14.0, 1.3, 1.75
 TOP_IN, BOTTOM_IN, GAP_IN = 0.72, 0.5, 0.16
+EDGE_IN = 0.1
 LANE_IN = 0.52
 """Height of the compute lane's row."""
 DEVICE_IN, HOST_IN = 2.0, 0.9
@@ -149,7 +150,10 @@ class _Picture:
 
         height = TOP_IN + BOTTOM_IN + sum(p.height_in + p.gap_in for p in self.panels) - GAP_IN
         figure = Figure(figsize=(WIDTH_IN, height), facecolor="white")
-        figure.text(LEFT_IN / WIDTH_IN, 1 - 0.16 / height, title, fontsize=12, weight="bold", va="top")
+        heading = figure.text(LEFT_IN / WIDTH_IN, 1 - 0.16 / height, title, fontsize=12, weight="bold", va="top")
+        room = WIDTH_IN - LEFT_IN - EDGE_IN
+        if (width := heading.get_window_extent().width / figure.dpi) > room:
+            heading.set_fontsize(12 * room / width)
         figure.text(LEFT_IN / WIDTH_IN, 1 - 0.42 / height, subtitle, fontsize=9, color=QUIET_TEXT, va="top")
         top = height - TOP_IN + GAP_IN
         axes: list[Axes] = []

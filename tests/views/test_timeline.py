@@ -47,6 +47,20 @@ def test_the_picture_says_what_it_shows(tmp_path, played, alpha) -> None:
         assert any(re.fullmatch(rf"{lane} \d+%", text) for text in found), lane
 
 
+def test_a_long_title_is_written_smaller(tmp_path, played) -> None:
+    """It ends inside the picture: as many letters more, as much smaller."""
+    sizes = []
+    for length in (40, 200, 400):
+        title = "m" * length
+        draw_timeline(played(), tmp_path / "t.svg", title=title)
+        style = re.search(rf'<text style="([^"]*)"[^>]*>{title}<', (tmp_path / "t.svg").read_text())
+        assert style is not None
+        sizes.append(float(re.search(r"([\d.]+)px", style[1])[1]))
+    assert sizes[0] == 12
+    assert sizes[1] < sizes[0]
+    assert sizes[1] == pytest.approx(2 * sizes[2], rel=0.03)
+
+
 def test_stalls_are_hatched_and_totalled(tmp_path, played) -> None:
     trace = played(seq_tokens=1 << 16, rates={"d2h": 1e9})
     draw_timeline(trace, tmp_path / "t.svg")
