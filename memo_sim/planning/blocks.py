@@ -15,12 +15,12 @@ from typing import Literal
 import msgspec
 
 from memo_sim.contract.errors import Infeasible, UsageError
-from memo_sim.contract.plan import Decisions
+from memo_sim.contract.plan import Decisions, Kernels
 from memo_sim.contract.units import DTYPE_BYTES, KIB
 from memo_sim.planning.attention_kernels import head_groups
 from memo_sim.planning.presets import Policy, find_system
 from memo_sim.planning.question import Pins, Question
-from memo_sim.program.attention_chunks import MOST_CHUNKS, check_attention_chunks, in_chunks
+from memo_sim.program.attention_chunks import MOST_CHUNKS, check_attention_chunks
 from memo_sim.program.shape import Shape, shape_of
 
 BLOCKS = 8
@@ -68,18 +68,20 @@ def _pinned(
 def cut(question: Question, whole: Decisions, policy: Policy, others: Sequence[Policy]) -> Decisions | None:
     """Return ``whole`` cut as ``policy`` says; None where one of ``others`` stands for it, or goes with it instead.
 
+    Attention runs in as few groups of heads as its longest call allows.
+
     Raises:
-        Infeasible: when chunks are pinned, or a system has no other policy, and the layout does not go with them.
+        Infeasible: when chunks are pinned, or a system has no other policy, and the layout does not go with them; when
+            no groups of heads are small enough.
     """
+    kernel, shape = whole.kernels.attention, shape_of(whole)
     rows = mlp_chunk(question, whole) if policy.mlp_blocks else 0
     tokens = attention_chunk(question, whole) if policy.attention_chunks else 0
     if policy.mlp_blocks and (_whole_mlp(question, whole) or (not rows and any(not p.mlp_blocks for p in others))):
         return None
     made = msgspec.structs.replace(whole, mlp_chunk_tokens=rows, attention_chunk_tokens=tokens)
-    if not policy.attention_chunks:
-        return made
     optional = question.pins.attention_chunk_tokens is None and any(not p.attention_chunks for p in others)
-    if optional and not tokens:
+    if policy.attention_chunks and optional and not tokens:
         return None
     try:
         check_attention_chunks(made)
@@ -87,10 +89,8 @@ def cut(question: Question, whole: Decisions, policy: Policy, others: Sequence[P
         if optional:
             return None
         raise
-    if not in_chunks(made):
-        return made
-    groups = head_groups(shape_of(made), made, made.kernels.attention)
-    return msgspec.structs.replace(made, kernels=msgspec.structs.replace(made.kernels, head_groups=groups))
+    kernels = Kernels(attention=kernel, head_groups=head_groups(shape, made, kernel))
+    return msgspec.structs.replace(made, kernels=kernels)
 
 
 def _whole_mlp(question: Question, decisions: Decisions) -> bool:
@@ -118,7 +118,8 @@ def mlp_chunk(question: Question, base: Decisions) -> int:
 
 def _of_a_chunk(question: Question, base: Decisions) -> int:
     """Return a rank's rows of one chunk of attention, where the system says how long it is; else 0."""
-    return find_system(question.system).chunk_tokens // base.layout.ulysses
+    own = find_system(question.system).chunk_tokens
+    return (attention_chunk(question, base) or own) // base.layout.ulysses if own else 0
 
 
 def loss_chunk(question: Question, base: Decisions, shape: Shape) -> int:
@@ -145,9 +146,9 @@ def attention_chunk(question: Question, base: Decisions) -> int:
     or those of no system's own would spare nothing.
     """
     asked, granule = question.pins.attention_chunk_tokens, base.swap_granule * base.layout.ulysses
-    if asked is not None:
-        return asked
     own, tokens = find_system(question.system).chunk_tokens, question.seq_tokens
+    if asked is not None:
+        return asked if asked < tokens else 0
     wanted = own or max(LEAST_CHUNK_TOKENS, -(-tokens // BLOCKS))
     chunk = max(wanted // granule, -(-tokens // (MOST_CHUNKS * granule)), 1) * granule
     return chunk if (1 if own else LEAST_CHUNKS - 1) * chunk < tokens else 0

@@ -38,6 +38,7 @@ from dataclasses import dataclass
 from memo_sim.contract.errors import UsageError, did_you_mean
 from memo_sim.contract.plan import CpExchange, Decisions, HostAllocator, MemoryPolicy, Overlap, Schedule
 from memo_sim.contract.units import KIB
+from memo_sim.program.attention_chunks import in_chunks
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +59,8 @@ class Policy:
     @classmethod
     def of(cls, decisions: Decisions) -> Policy:
         """Return what ``decisions`` do, as a policy that fixes it."""
-        chunks = decisions.attention_chunk_tokens > 0
-        return cls(decisions.recompute, decisions.alpha, decisions.mlp_chunk_tokens > 0, chunks)
+        chunked = in_chunks(decisions)
+        return cls(decisions.recompute, decisions.alpha, decisions.mlp_chunk_tokens > 0, chunked)
 
     @property
     def label(self) -> str:

@@ -18,8 +18,6 @@ from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 from typing import Literal
 
-import msgspec
-
 from memo_sim.contract.errors import Infeasible
 from memo_sim.contract.plan import Decisions, Layout, Prediction
 from memo_sim.contract.progress import Progress
@@ -209,8 +207,7 @@ class _Search:
 
     def _roughly(self, candidate: Candidate) -> _Bounded:
         """Return a floor from what other candidates share."""
-        whole = {"recompute": "none", "mlp_chunk_tokens": 0, "attention_chunk_tokens": 0}
-        keep = swap_each(msgspec.structs.replace(candidate.base, **whole), 0)
+        keep = kept(candidate.base)
         try:
             any_alpha = candidate.policy.alpha is None
             floor = self.floors.rough(candidate.base, keep=keep if keep in self.bases else None, any_alpha=any_alpha)

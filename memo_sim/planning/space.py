@@ -12,7 +12,7 @@ import msgspec
 from memo_sim.contract.errors import Infeasible, UsageError
 from memo_sim.contract.plan import Decisions, Kernels, Layout, Overlap
 from memo_sim.planning import blocks
-from memo_sim.planning.attention_kernels import attention_kernel, head_groups
+from memo_sim.planning.attention_kernels import attention_kernel
 from memo_sim.planning.layouts import in_words, layouts
 from memo_sim.planning.presets import (
     FULL_RECOMPUTE,
@@ -109,12 +109,11 @@ def candidates(question: Question) -> tuple[list[Candidate], list[str]]:
             stages_of(base)
             shape = shape_of(base)
             partition(base)
-            groups = head_groups(shape, base, kernel)
         except Infeasible as error:
             refused.append((error, f"{in_words(layout)}: {error.what}"))
             continue
-        chunk, kernels = blocks.loss_chunk(question, base, shape), Kernels(attention=kernel, head_groups=groups)
-        complete = msgspec.structs.replace(base, loss_chunk_tokens=chunk, kernels=kernels)
+        chunk = blocks.loss_chunk(question, base, shape)
+        complete = msgspec.structs.replace(base, loss_chunk_tokens=chunk, kernels=Kernels(attention=kernel))
         for policy in chosen:
             if complete.keep_norms and policy.recompute == "full" and question.pins.recompute is None:
                 continue

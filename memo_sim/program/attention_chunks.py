@@ -32,23 +32,31 @@ def check_attention_chunks(decisions: Decisions) -> None:
     """Refuse chunks beside what has no lowering with them, and chunks that do not fall on row blocks.
 
     Raises:
-        Infeasible: naming the decision that has to change.
+        Infeasible: naming the decision that has to change, the chunk itself and what no layout changes first.
     """
-    chunk, layout = decisions.attention_chunk_tokens, decisions.layout
-    if not chunk:
+    if not in_chunks(decisions):
         return
-    why = "chunks divide one whole causal sequence, of which nothing but the layer's input is kept"
+    chunk, layout, tokens = decisions.attention_chunk_tokens, decisions.layout, decisions.seq_tokens
+    granule = decisions.swap_granule * layout.ulysses
+    if chunk % granule or chunk * MOST_CHUNKS < tokens:
+        raise Infeasible(
+            f"chunks of attention have to be multiples of {granule} tokens, {MOST_CHUNKS} of them at most",
+            where="decisions.attention_chunk_tokens",
+            got=f"{chunk} of {tokens} tokens",
+            wanted=f"a multiple of {granule}, at least {-(-tokens // MOST_CHUNKS)}",
+            hint="another --attention-chunk, or leave it out",
+        )
     zero_bubble = layout.pp > 1 and layout.schedule == "zero-bubble"
     for where, got, wanted, refused in (
+        ("model.bidirectional", "true", "a model with causal attention", decisions.model.bidirectional),
+        ("decisions.kernels.attention", "plain", "a flash kernel", decisions.kernels.attention == "plain"),
         ("decisions.recompute", decisions.recompute, "full", decisions.recompute != "full"),
         ("decisions.micro_batch", decisions.micro_batch, 1, decisions.micro_batch > 1),
+        ("layout.subsequences", layout.subsequences, 1, layout.subsequences > 1),
+        ("layout.schedule", layout.schedule, "1f1b, gpipe or interleaved", zero_bubble),
+        ("layout.cp_exchange", layout.cp_exchange, "ring or all_gather", layout.cp_exchange == "rsa"),
         ("layout.cp", layout.cp, 1, layout.cp > 1),
         ("layout.metp", layout.metp, 1, layout.metp > 1),
-        ("layout.subsequences", layout.subsequences, 1, layout.subsequences > 1),
-        ("layout.cp_exchange", layout.cp_exchange, "ring or all_gather", layout.cp_exchange == "rsa"),
-        ("layout.schedule", layout.schedule, "1f1b, gpipe or interleaved", zero_bubble),
-        ("decisions.model", "bidirectional", "a model with causal attention", decisions.model.bidirectional),
-        ("decisions.kernels.attention", "plain", "a flash kernel", decisions.kernels.attention == "plain"),
     ):
         if refused:
             raise Infeasible(
@@ -56,13 +64,5 @@ def check_attention_chunks(decisions: Decisions) -> None:
                 where=where,
                 got=f"{got} with chunks of {chunk} tokens",
                 wanted=wanted,
-                hint=f"{why}; tp, ulysses, dp, pp and ZeRO go with --attention-chunk",
+                hint="leave --attention-chunk out; tp, ulysses, dp, pp and ZeRO go with it, under full recompute",
             )
-    granule, tokens = decisions.swap_granule * layout.ulysses, decisions.seq_tokens
-    if chunk < tokens and (chunk % granule or chunk * MOST_CHUNKS < tokens):
-        raise Infeasible(
-            f"chunks of attention have to be multiples of {granule} tokens, {MOST_CHUNKS} of them at most",
-            where="decisions.attention_chunk_tokens",
-            got=f"{chunk} of {tokens} tokens",
-            wanted=f"a multiple of {granule}, at least {-(-tokens // MOST_CHUNKS)}",
-        )

@@ -118,16 +118,22 @@ def part_forward(
         lse=writes(lse),
         workspace=_shared_workspace(builder, decisions, shape, name, most_keys, backward=False),
     )
-    row = shape.q_width * DTYPE_BYTES[decisions.dtype] + 4 * shape.heads
+    merge_part(builder, f"{merge}{part.suffix}", (out, lse), (builder.all("attn"), builder.all("lse")))
+
+
+def merge_part(builder: TemplateBuilder, name: str, part: tuple[Rows, Rows], whole: tuple[Rows, Rows]) -> None:
+    """Write the merge of a part's output and log-sum-exp into those of all keys before it."""
+    (out, lse), (whole_out, whole_lse) = part, whole
+    moved = out.tokens * (builder.row_bytes(out.slot) + builder.row_bytes(lse.slot))
     builder.emit(
-        f"{merge}{part.suffix}",
+        name,
         "attention.merge",
         Lane.COMPUTE,
-        Rowwise("attention.merge", tokens, 2 * tokens * row, tokens * row),
+        Rowwise("attention.merge", out.tokens, 2 * moved, moved),
         part=reads(out),
         part_lse=reads(lse),
-        out=accumulates(builder.all("attn")),
-        lse=accumulates(builder.all("lse")),
+        out=accumulates(whole_out),
+        lse=accumulates(whole_lse),
     )
 
 

@@ -24,10 +24,9 @@ from __future__ import annotations
 from typing import Literal
 
 from memo_sim.contract.plan import Decisions
-from memo_sim.contract.units import DTYPE_BYTES
 from memo_sim.program.attention_chunks import attention_chunks, in_chunks
-from memo_sim.program.attention_part import add, attention_work, put, workspace
-from memo_sim.program.builder import Access, Rows, accumulates, reads, writes
+from memo_sim.program.attention_part import add, attention_work, merge_part, put, workspace
+from memo_sim.program.builder import Access, Rows, reads, writes
 from memo_sim.program.instruction import BufferClass, Lane
 from memo_sim.program.operators import OperatorWriter, RowBlock
 from memo_sim.program.shape import Shape
@@ -128,7 +127,7 @@ class ChunkedAttention:
         if not self.builder.has(slot):
             features = self.features.get(name, self.inside.q_width)
             dtype = dtype or ("fp32" if name == "lse" else self.decisions.dtype)
-            self.builder.own(slot, _class(name), dtype, self._tokens(name, 0), features)
+            self.builder.own(slot, _class(slot), dtype, self._tokens(name, 0), features)
         return Rows(slot, 0, self._tokens(name, c))
 
     def _host(self, name: str, c: int, like: Rows) -> Rows:
@@ -206,22 +205,12 @@ class ChunkedAttention:
         """Write a chunk's attention: over its own keys, then over those of each chunk before."""
         out, lse = self._out(c), self._chunk("lse", c, f"lse.{c % TURNS}")
         self._call("attn", c, c, self._chunk("kv", c), out=out, lse=lse)
-        row = self.inside.q_width * DTYPE_BYTES[self.decisions.dtype] + 4 * self.inside.heads
         for k in range(c):
             if k + 1 < c:
                 self._fetch_earlier(c, k + 1)
             part, part_lse = self._chunk("attn", c, "attn.part"), self._chunk("lse", c, "lse.part")
             self._call("attn.earlier", c, k, self._earlier(k), out=part, lse=part_lse)
-            self.builder.emit(
-                f"attn.merge.c{c}.k{k}",
-                "attention.merge",
-                Lane.COMPUTE,
-                Rowwise("attention.merge", out.tokens, 2 * out.tokens * row, out.tokens * row),
-                part=reads(part),
-                part_lse=reads(part_lse),
-                out=accumulates(out),
-                lse=accumulates(lse),
-            )
+            merge_part(self.builder, f"attn.merge.c{c}.k{k}", (part, part_lse), (out, lse))
 
     def _earlier(self, k: int) -> Rows:
         return self._chunk("kv", k, f"kv.earlier.{k % TURNS}")
@@ -377,7 +366,8 @@ class ChunkedAttention:
 
 
 def _class(name: str) -> BufferClass:
-    return BufferClass.TRANSIENT if name.startswith("d_") else BufferClass.SKELETAL
+    """Return a slot's class: gradients and parts to be merged are transient."""
+    return BufferClass.TRANSIENT if name.startswith("d_") or name.endswith(".part") else BufferClass.SKELETAL
 
 
 def _mask(c: int, k: int) -> Mask:

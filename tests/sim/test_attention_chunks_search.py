@@ -38,8 +38,9 @@ def test_fpdt_has_chunks_of_64k_where_the_sequence_is_longer(tokens: int, chunk:
     assert {c.base.attention_chunk_tokens for c in found} == {chunk}
     assert {c.policy.attention_chunks for c in found} == {chunk > 0}
     assert tokens <= MOST_CHUNKS * max(chunk, 64 * K)
-    # A rank's 8K tokens of 64K: half of them in the MLP at once, a 32nd in the loss.
-    assert {(c.base.mlp_chunk_tokens, c.base.loss_chunk_tokens) for c in found} == {(4 * K, 256)}
+    # Of a rank's eighth of a chunk half is in the MLP at once, and a 32nd in the loss.
+    mine = max(chunk, 64 * K) // 8
+    assert {(c.base.mlp_chunk_tokens, c.base.loss_chunk_tokens) for c in found} == {(mine // 2, mine // 32)}
 
 
 def test_fpdt_is_whole_where_one_block_holds_all() -> None:
@@ -73,9 +74,36 @@ def test_a_pinned_chunk() -> None:
         policies(ask(512 * K, attention_chunk_tokens=64 * K, recompute="none"))
 
 
+def test_a_pinned_chunk_of_the_whole_sequence_is_whole_attention() -> None:
+    pinned, whole = (ask(512 * K, devices=8, attention_chunk_tokens=n) for n in (512 * K, 0))
+    assert {c.base for c in candidates(pinned)[0]} == {c.base for c in candidates(whole)[0]}
+    assert not any(c.policy.attention_chunks for c in candidates(pinned)[0])
+
+
+def test_fpdts_mlp_and_loss_follow_a_pinned_chunk() -> None:
+    asked = ask(1024 * K, system="deepspeed-fpdt", devices=8, ulysses=8, recompute=None, attention_chunk_tokens=256 * K)
+    (found,), _ = candidates(asked)
+    assert (found.base.mlp_chunk_tokens, found.base.loss_chunk_tokens) == (16 * K, 1 * K)
+
+
+def test_chunks_need_no_more_groups_of_heads_than_their_calls() -> None:
+    """At 20M tokens the integers of flash-attn hold no call over all of them, not even of one head."""
+    cluster, hardware = load_cluster("a800-4x8")
+    question = Question(load_model("gpt-7b"), cluster, hardware, 20480 * K, "deepspeed-fpdt", Pins(ulysses=32))
+    (found,), _ = candidates(question)
+    assert found.base.attention_chunk_tokens == 320 * K
+    whole = replace(question, pins=Pins(ulysses=32, attention_chunk_tokens=0))
+    with pytest.raises(Infeasible, match="32 bits"):
+        candidates(whole)
+
+
 def test_a_pinned_chunk_that_cannot_be_is_said_to_be_the_reason() -> None:
     with pytest.raises(Infeasible, match="chunks of attention have to be multiples of 128 tokens"):
         candidates(ask(128 * K, attention_chunk_tokens=1000))
+    with pytest.raises(Infeasible) as error:
+        candidates(ask(512 * K, devices=8, attention_chunk_tokens=1000))
+    assert error.value.where == "decisions.attention_chunk_tokens"
+    assert "leave it out" in str(error.value.hint)
     _, reasons = candidates(ask(512 * K, devices=8, attention_chunk_tokens=64 * K))
     assert any("cp 8 has no lowering with attention in chunks" in reason for reason in reasons)
 

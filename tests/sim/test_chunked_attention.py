@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
+import msgspec
 import pytest
 
 from memo_sim.contract.errors import Infeasible
@@ -172,6 +173,8 @@ def test_a_chunk_that_holds_all_is_whole_attention() -> None:
     whole = lower(decide(GPT, policy=("full", 0.0)))[0]
     assert lower(chunks(chunk=2048))[0].sha256 == whole.sha256
     assert lower(chunks(chunk=1024))[0].sha256 != whole.sha256
+    ring = decide(GPT, Layout(cp=2), ("full", 0.0))
+    assert lower(chunks(GPT, Layout(cp=2), chunk=4096))[0].sha256 == lower(ring)[0].sha256
 
 
 @pytest.mark.parametrize(
@@ -189,6 +192,7 @@ def test_a_chunk_that_holds_all_is_whole_attention() -> None:
         ({"attention_chunk_tokens": 200}, "multiples of 128"),
         ({"attention_chunk_tokens": 128, "layout": Layout(ulysses=2)}, "multiples of 256"),
         ({"attention_chunk_tokens": 128, "seq_tokens": 1 << 14}, "64 of them at most"),
+        ({"model": msgspec.structs.replace(GPT, bidirectional=True)}, "bidirectional true has no lowering"),
     ],
 )
 def test_what_cannot_be_cut_is_refused(change: dict[str, Any], what: str) -> None:
