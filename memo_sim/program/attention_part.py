@@ -49,6 +49,36 @@ def pack(builder: TemplateBuilder, decisions: Decisions, shape: Shape, target: s
     )
 
 
+def split(builder: TemplateBuilder, name: str, packed: Rows, q: Rows, kv: Rows | None) -> None:
+    """Copy queries, and keys and values where those are wanted, out of the packed Q, K, V."""
+    moved = sum(rows.tokens * builder.row_bytes(rows.slot) for rows in (q, kv) if rows is not None)
+    builder.emit(
+        name,
+        "qkv.split",
+        Lane.COMPUTE,
+        Rowwise("qkv.split", packed.tokens, moved, moved),
+        qkv=reads(packed),
+        q=writes(q),
+        kv=None if kv is None else writes(kv),
+    )
+
+
+def join(builder: TemplateBuilder, name: str, grad_q: Rows, grad_kv: Rows, packed: Rows) -> None:
+    """Copy the gradients of queries, and of keys and values, together into those of the packed Q, K, V."""
+    given, joined = (
+        sum(rows.tokens * builder.row_bytes(rows.slot) for rows in sides) for sides in ((grad_q, grad_kv), (packed,))
+    )
+    builder.emit(
+        name,
+        "qkv.join",
+        Lane.COMPUTE,
+        Rowwise("qkv.join", packed.tokens, given, joined),
+        grad_q=reads(grad_q),
+        grad_kv=reads(grad_kv),
+        grad_qkv=writes(packed),
+    )
+
+
 def add(builder: TemplateBuilder, decisions: Decisions, name: str, part: Rows, into: Rows) -> None:
     """Add gradients that were written aside to their sum; ``into`` may be wider: packed Q, K, V, or fp32."""
     features, kernel = builder.features(part.slot), decisions.kernels.attention

@@ -23,7 +23,7 @@ from itertools import pairwise
 from typing import Literal
 
 from memo_sim.contract.plan import Decisions
-from memo_sim.contract.units import DTYPE_BYTES
+from memo_sim.program import attention_part
 from memo_sim.program.attention_part import (
     Part,
     add,
@@ -37,7 +37,6 @@ from memo_sim.program.attention_part import (
 from memo_sim.program.builder import Rows, TemplateBuilder, reads, writes
 from memo_sim.program.instruction import BufferClass, Family, Lane
 from memo_sim.program.shape import Shape
-from memo_sim.program.work import Rowwise
 
 KV, D_KV = "carried.kv", "carried.d_kv"
 SUM_DTYPE: Literal["fp32"] = "fp32"
@@ -88,17 +87,8 @@ def split(
 
     Recompute leaves the keys: they are there since forward.
     """
-    width = shape.qkv_width if keys else shape.q_width
-    size = packed.tokens * width * DTYPE_BYTES[decisions.dtype]
-    builder.emit(
-        f"qkv.split{suffix}",
-        "qkv.split",
-        Lane.COMPUTE,
-        Rowwise("qkv.split", packed.tokens, size, size),
-        qkv=reads(packed),
-        q=writes(Rows("q", packed.first, packed.tokens)),
-        kv=writes(Rows(KV, shape.start + packed.first, packed.tokens)) if keys else None,
-    )
+    kv = Rows(KV, shape.start + packed.first, packed.tokens) if keys else None
+    attention_part.split(builder, f"qkv.split{suffix}", packed, Rows("q", packed.first, packed.tokens), kv)
 
 
 def forward(builder: TemplateBuilder, decisions: Decisions, shape: Shape) -> None:
@@ -159,17 +149,7 @@ def backward(builder: TemplateBuilder, decisions: Decisions, shape: Shape) -> No
         add(builder, decisions, f"d_q.add{part.suffix}", builder.all("d_q.part"), queries)
         _sum(builder, decisions, shape, f".before{part.suffix}", written, rows)
     summed = _with_behind(builder, decisions, mine)
-    given = sum(rows.tokens * builder.row_bytes(rows.slot) for rows in (queries, summed))
-    joined = shape.tokens * shape.qkv_width * DTYPE_BYTES[decisions.dtype]
-    builder.emit(
-        "qkv.join",
-        "qkv.join",
-        Lane.COMPUTE,
-        Rowwise("qkv.join", shape.tokens, given, joined),
-        grad_q=reads(queries),
-        grad_kv=reads(summed),
-        grad_qkv=writes(builder.all("d_qkv")),
-    )
+    attention_part.join(builder, "qkv.join", queries, summed, builder.all("d_qkv"))
 
 
 def _last(shape: Shape) -> bool:

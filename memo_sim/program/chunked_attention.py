@@ -25,14 +25,14 @@ from typing import Literal
 
 from memo_sim.contract.plan import Decisions
 from memo_sim.program.attention_chunks import attention_chunks, in_chunks
-from memo_sim.program.attention_part import add, attention_work, merge_part, put, workspace
+from memo_sim.program.attention_part import add, attention_work, join, merge_part, put, split, workspace
 from memo_sim.program.builder import Access, Rows, reads, writes
 from memo_sim.program.instruction import BufferClass, Lane
 from memo_sim.program.operators import OperatorWriter, RowBlock
 from memo_sim.program.shape import Shape
 from memo_sim.program.tensors import Skeletal
 from memo_sim.program.ulysses import Ulysses
-from memo_sim.program.work import Copy, Mask, Rowwise
+from memo_sim.program.work import Copy, Mask
 
 SUM_DTYPE: Literal["fp32"] = "fp32"
 """What gradients are summed in, of queries over chunks of keys and of keys over chunks of queries."""
@@ -74,7 +74,7 @@ class ChunkedAttention:
             self.writer.suffix = f".c{c}"
             if c:
                 self._fetch_earlier(c, 0)
-            self._project(rows)
+            self._project(c)
             self._attend(c)
             self.ulysses.bring("attn", self._out(c), Rows(self.ulysses.home("attn"), *rows), self.writer.suffix)
             # Copies wait for what they read alone, so they may stand behind what else reads that.
@@ -162,9 +162,9 @@ class ChunkedAttention:
             target=writes(here),
         )
 
-    def _project(self, rows: RowBlock) -> None:
+    def _project(self, c: int) -> None:
         """Write norm and product of a chunk's rows, and its queries apart from its keys and values."""
-        first, tokens = rows
+        first, tokens = rows = self.chunks[c]
         writer, shape, at = self.writer, self.shape, (0, tokens)
         writer.norm("norm1", "x", rows, at)
         source = self._gathered(at)
@@ -173,17 +173,7 @@ class ChunkedAttention:
         writer.positions(packed, Rows("qk_raw", *at), first=first)
         on_heads = Rows(self._packed("qkv", self.inside), 0, shape.ulysses * tokens)
         self.ulysses.send("qkv", packed, on_heads, writer.suffix)
-        size = on_heads.tokens * self.builder.row_bytes("qkv")
-        c = self.chunks.index(rows)
-        self.builder.emit(
-            f"qkv.split{writer.suffix}",
-            "qkv.split",
-            Lane.COMPUTE,
-            Rowwise("qkv.split", on_heads.tokens, size, size),
-            qkv=reads(on_heads),
-            q=writes(self._chunk("q", c)),
-            kv=writes(self._chunk("kv", c)),
-        )
+        split(self.builder, f"qkv.split{writer.suffix}", on_heads, self._chunk("q", c), self._chunk("kv", c))
 
     def _packed(self, slot: str, shape: Shape) -> str:
         """Return a slot for the packed Q, K, V of a chunk, or their gradients, with the sizes of ``shape``."""
@@ -333,17 +323,7 @@ class ChunkedAttention:
         writer.suffix = f".c{k}"
         sums = self._back("d_q", n, k), self._chunk("d_kv", k, "d_kv.sum", SUM_DTYPE)
         joined = Rows(self._packed("d_qkv", self.inside), 0, shape.ulysses * tokens)
-        given = sum(rows.tokens * builder.row_bytes(rows.slot) for rows in sums)
-        work = Rowwise("qkv.join", joined.tokens, given, joined.tokens * builder.row_bytes(joined.slot))
-        builder.emit(
-            f"qkv.join{writer.suffix}",
-            "qkv.join",
-            Lane.COMPUTE,
-            work,
-            grad_q=reads(sums[0]),
-            grad_kv=reads(sums[1]),
-            grad_qkv=writes(joined),
-        )
+        join(builder, f"qkv.join{writer.suffix}", *sums, joined)
         home = Rows(self._packed(self.ulysses.home("d_qkv"), shape), 0, tokens)
         self.ulysses.bring("d_qkv", joined, home, writer.suffix)
         writer.positions_backward(home, first=first)

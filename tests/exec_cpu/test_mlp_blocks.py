@@ -5,16 +5,14 @@ from typing import Any
 import pytest
 import torch
 
-from memo_exec import weights
-from memo_exec.kernels import KERNELS, Call
+from memo_exec.kernels import KERNELS
 from memo_sim.contract.plan import Decisions
 from memo_sim.program.columns import expand
 from memo_sim.program.liveness import live_bytes, liveness, peak
 from memo_sim.program.lower import lower
-from tests.exec_cpu.autograd_model import AutogradModel
-from tests.exec_cpu.small import MODELS, batch, decide, gradients, llama, one_step, play, scalars
+from tests.exec_cpu.replayed import assert_gradients_equal_autograds, replayed
+from tests.exec_cpu.small import MODELS, decide, llama, one_step
 
-TOLERANCE = 1e-5
 IN_BLOCKS = ("ffn_up.", "ffn_down.", "norm2.")
 """Parameters of the MLP: their gradients are sums over row blocks."""
 
@@ -27,19 +25,7 @@ def in_blocks(name: str, **changes: Any) -> Decisions:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_gradients_equal_autograd(name: str) -> None:
-    decisions = in_blocks(name)
-    batches = batch(decisions, ignored=0.2)
-    with play(decisions) as interpreter:
-        reference = AutogradModel(MODELS[name], weights.named_parameters(interpreter))
-        interpreter.run_step(batches, scalars(batches, lr=0.0))
-        found = gradients(interpreter)
-    for ids, labels in batches:
-        reference.loss(ids.view(1, -1), labels.view(1, -1), scalars(batches).loss_scale).backward()
-    assert set(found) == set(reference.p)
-    for key, leaf in reference.p.items():
-        assert leaf.grad is not None
-        error = (found[key] - leaf.grad).abs().max() / leaf.grad.abs().max()
-        assert error <= TOLERANCE, key
+    assert_gradients_equal_autograds(in_blocks(name))
 
 
 @pytest.mark.parametrize("name", ["gpt2", "gpt-bare", "llama", "llama-biased", "qwen3"])
@@ -72,29 +58,8 @@ def test_swapped_inputs_change_no_bit(states: str) -> None:
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_a_block_is_rebuilt_bit_for_bit(dtype: str) -> None:
-    found: dict[str, list[torch.Tensor]] = {}
-
-    def watching(op: str) -> Any:
-        def kernel(call: Call) -> None:
-            KERNELS[op](call)
-            if ".b" in call.instruction.name and call.instruction.name[:3] in ("fwd", "rec"):
-                written = [call.tensors[role].clone() for role in ("out", "stats") if role in call.tensors]
-                found.setdefault(call.instruction.name, []).extend(written)
-
-        return kernel
-
-    decisions = in_blocks("qwen3", dtype=dtype, global_batch=1)
-    one_step(decisions, kernels={op: watching(op) for op in KERNELS})
-    rebuilt = [name for name in found if name.startswith("rec/")]
-    assert {f"rec/{op}.b{i}" for op in ("norm2", "ffn_up", "act") for i in range(3)} == set(rebuilt)
-    for name in rebuilt:
-        again, forward = found[name], found[name.replace("rec/", "fwd/")]
-        stride = len(again) // decisions.model.layers
-        # Backward visits the layers in reverse.
-        pieces = [again[i : i + stride] for i in range(0, len(again), stride)]
-        expected = [forward[i : i + stride] for i in range(0, len(forward), stride)]
-        for piece, wanted in zip(reversed(pieces), expected, strict=True):
-            assert all(torch.equal(a, b) for a, b in zip(piece, wanted, strict=True)), name
+    again = replayed(in_blocks("qwen3", dtype=dtype, global_batch=1), ".b", KERNELS, ("out", "stats"))
+    assert {f"rec/{op}.b{i}" for op in ("norm2", "ffn_up", "act") for i in range(3)} == again
 
 
 def test_memory_is_the_programs_and_falls() -> None:
