@@ -19,13 +19,13 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import click
 from click.core import ParameterSource
 
-from memo_exec.error_file import leave_for_torchrun
+from memo_exec.commands.error_file import leave_for_torchrun
 from memo_sim import __version__
 from memo_sim.contract.errors import MemoError, RankLost, UsageError, missing_package
 from memo_sim.contract.output import system_failure, while_read
 
 if TYPE_CHECKING:
-    from memo_exec.run import Outcome
+    from memo_exec.commands.run import Outcome
     from memo_sim.contract.comparison import Comparison
     from memo_sim.contract.progress import Progress
 
@@ -130,8 +130,8 @@ def run_command(**options: Any) -> None:
     The first rank prints; every rank writes its own timelines (trace.json, trace.rank1.json, ...). After a failure
     torchrun exits with 1; what it prints last says which rank failed, why, and with which of memo-exec's exit codes.
     """
-    from memo_exec.outputs import check_outputs, of_rank
-    from memo_exec.run import RunOptions, run
+    from memo_exec.commands.outputs import check_outputs, of_rank
+    from memo_exec.commands.run import RunOptions, run
 
     for name in ("trace_path", "measured_path"):
         options[name] = options[name] and of_rank(options[name])
@@ -176,8 +176,8 @@ def profile_command(plan: Path, steps: int, trace_path: Path | None, output: Pat
     With --requests one step is recorded request by request and compared with the program's own peak. Where no GPU can
     run the step it is played with fake tensors, so it need not fit this machine.
     """
-    from memo_exec.outputs import check_outputs, of_rank, write_perfetto
-    from memo_exec.run import RunOptions, run
+    from memo_exec.commands.outputs import check_outputs, of_rank, write_perfetto
+    from memo_exec.commands.run import RunOptions, run
     from memo_sim.contract.codec import write
 
     if as_requests:
@@ -198,8 +198,8 @@ def profile_command(plan: Path, steps: int, trace_path: Path | None, output: Pat
 
 
 def _profile_requests(plan: Path, output: Path) -> None:
-    from memo_exec.outputs import check_outputs
-    from memo_exec.run import observe
+    from memo_exec.commands.outputs import check_outputs
+    from memo_exec.commands.run import observe
     from memo_sim.contract.codec import write
 
     check_outputs(output, read=(plan,))
@@ -221,8 +221,8 @@ def compare_command(predicted: Path, measured: Path, *, as_json: bool, **options
     PREDICTED is a plan (with its trace beside it) or a memo.trace/1; MEASURED is a memo.trace/1 (of run --measured or
     profile).
     """
-    from memo_exec.compare import compare_files
-    from memo_exec.outputs import check_outputs, draw_both, write_perfetto
+    from memo_exec.commands.compare import compare_files
+    from memo_exec.commands.outputs import check_outputs, draw_both, write_perfetto
 
     trace_path, picture = options["trace_path"], options["plot"]
     check_outputs(trace_path, read=(predicted, measured), picture=picture)
@@ -249,8 +249,8 @@ def calibrate_command(output: Path, name: str | None, budget_s: float | None) ->
     Under torchrun, one rank a device of this node, also collectives, and copies with every device copying; rank 0
     writes.
     """
-    from memo_exec.calibrate import calibrate
-    from memo_exec.outputs import check_outputs
+    from memo_exec.commands.calibrate import calibrate
+    from memo_exec.commands.outputs import check_outputs
     from memo_sim.contract.codec import write
 
     check_outputs(output)
@@ -267,7 +267,7 @@ def calibrate_command(output: Path, name: str | None, budget_s: float | None) ->
 @cli.command("doctor")
 def doctor_command() -> None:
     """Show what is here: device, memory, kernels, versions."""
-    from memo_exec.doctor import report
+    from memo_exec.commands.doctor import report
 
     click.echo(report())
 
@@ -298,14 +298,14 @@ def _print_comparison(comparison: Comparison, *, as_json: bool) -> None:
 
 
 def _check_tolerance(comparison: Comparison, tolerance: float | None) -> None:
-    from memo_exec.compare import check_tolerance
+    from memo_exec.commands.compare import check_tolerance
 
     if tolerance is not None:
         check_tolerance(comparison, tolerance)
 
 
 def _write_traces(outcome: Outcome, trace_path: Path | None, measured_path: Path | None) -> None:
-    from memo_exec.outputs import write_perfetto
+    from memo_exec.commands.outputs import write_perfetto
     from memo_sim.contract.codec import write
 
     if trace_path is not None:
@@ -344,7 +344,7 @@ def _told_at_times(label: str) -> Progress:
 
 def _who() -> str:
     """Return which rank speaks, where there are several."""
-    from memo_exec.outputs import rank
+    from memo_exec.commands.outputs import rank
 
     return f"rank {rank()}: " if os.environ.get("WORLD_SIZE", "1") != "1" else ""
 

@@ -21,10 +21,10 @@ from memo_sim.contract.output import system_failure, while_read
 from memo_sim.question_options import MEMORY_GIB, Finite, Options, asked, gib, question_options
 
 if TYPE_CHECKING:
+    from memo_sim.answers.what_if import Answer
     from memo_sim.contract.plan import Plan
     from memo_sim.contract.progress import Progress
     from memo_sim.planning.question import Question
-    from memo_sim.what_if import Answer
 
 T = TypeVar("T")
 
@@ -81,9 +81,9 @@ def what_if_command(**options: Any) -> None:
 
     MODEL is a preset, a memo.model/1 file or a Hugging Face config.json.
     """
+    from memo_sim.answers.what_if import without_answer, write_files
     from memo_sim.contract.codec import encode
     from memo_sim.views.tables import result_table
-    from memo_sim.what_if import without_answer, write_files
 
     outputs, plan, question = asked(options)
     try:
@@ -120,12 +120,12 @@ def longest_command(*, step: str, max_step_s: float | None, one_more_gib: bool, 
 
     MODEL is a preset, a memo.model/1 file or a Hugging Face config.json.
     """
+    from memo_sim.answers.longest import longest
+    from memo_sim.answers.more_memory import with_what_more_holds
+    from memo_sim.answers.what_if import write_files
     from memo_sim.contract.codec import encode
     from memo_sim.contract.units import parse_tokens
-    from memo_sim.longest import longest
-    from memo_sim.more_memory import with_what_more_holds
     from memo_sim.views.tables import longest_table
-    from memo_sim.what_if import write_files
 
     tokens = parse_tokens(step, option="--step")
     outputs, _, question = asked({**options, "plan_path": None, "seq_len": step})
@@ -153,9 +153,9 @@ class _Silent(MemoError):
 
 
 def _ask(plan: Plan | None, question: Question, options: Options) -> Answer:
+    from memo_sim.answers.more_memory import with_what_more_buys
+    from memo_sim.answers.what_if import price, what_if
     from memo_sim.contract.codec import of_file
-    from memo_sim.more_memory import with_what_more_buys
-    from memo_sim.what_if import price, what_if
 
     if plan is not None:
         with of_file(options["plan_path"]):
@@ -205,11 +205,11 @@ def validate_command(cases: str | None, report: Path | None, *, every: bool, acc
 
     `memo-sim schema cases` describes the columns of a case file. Where no row can be evaluated the exit code is 4.
     """
-    from memo_sim.accepted import accept, accuracy_of, check_accepted, load_accepted
-    from memo_sim.cases import list_case_files, load_cases, load_notes, path_of
     from memo_sim.contract.codec import check_not_read, check_writable, encode, write_bytes
-    from memo_sim.intervals import held_out
-    from memo_sim.validate import check_error, check_evaluated, validate
+    from memo_sim.validation.accepted import accept, accuracy_of, check_accepted, load_accepted
+    from memo_sim.validation.cases import list_case_files, load_cases, load_notes, path_of
+    from memo_sim.validation.intervals import held_out
+    from memo_sim.validation.validate import check_error, check_evaluated, validate
     from memo_sim.views.tables import validation_report, validation_table
 
     if every == (cases is not None):
@@ -262,8 +262,8 @@ def fit_command(cases: str, constant: str, system: str | None, chosen: tuple[str
     Prints the fitted value and the errors of all rows with it, with the unfitted value, and with each length's rows
     left out of the fit. The profile is not changed.
     """
-    from memo_sim.cases import load_cases
-    from memo_sim.fit import find_constant, fit
+    from memo_sim.validation.cases import load_cases
+    from memo_sim.validation.fit import find_constant, fit
     from memo_sim.views.tables import fit_table
 
     rows = [c for c in load_cases(cases) if system in (None, c.question.system)]
@@ -282,8 +282,8 @@ def figure_command(name: str, output: str | None, *, as_json: bool) -> None:
     A table's predictions stand where the paper printed the measurements, with the error beneath each.
     """
     from memo_sim.contract.codec import encode
-    from memo_sim.figures import figure
-    from memo_sim.published import TABLES, published
+    from memo_sim.papers.figures import figure
+    from memo_sim.papers.published import TABLES, published
     from memo_sim.views.chart import check_chart, draw_chart
     from memo_sim.views.tables import chart_table, published_table, summary_table
 
@@ -306,7 +306,7 @@ def figure_command(name: str, output: str | None, *, as_json: bool) -> None:
 @click.argument("what", type=click.Choice(["models", "clusters", "systems", "cases", "hardware"]))
 def list_command(what: str) -> None:
     """List what can be named: models, clusters, systems, case files, hardware profiles."""
-    from memo_sim.listing import describe
+    from memo_sim.answers.listing import describe
 
     for line in describe(what):
         click.echo(line)
@@ -318,8 +318,8 @@ def schema_command(name: str) -> None:
     """Print the JSON Schema of a document: model, hardware, cluster, plan, trace, result, ...; cases: of a row."""
     import json
 
-    from memo_sim.cases import row_schema
     from memo_sim.contract.schemas import json_schema
+    from memo_sim.validation.cases import row_schema
 
     schema = row_schema() if name == "cases" else json_schema(name, others=("cases",))
     click.echo(json.dumps(schema, indent=2, sort_keys=True))
@@ -345,8 +345,8 @@ def plan_memory_command(path: str, output: Path | None, plot: Path | None, *, as
     INPUT is a plan, memo.requests/1, a CSV id,lower,upper,size, a log of malloc and free lines, or a PyTorch memory
     snapshot. A placement in a .pickle opens in PyTorch's memory viewer.
     """
+    from memo_sim.answers.plan_memory import check_outputs, plan_memory, write_files
     from memo_sim.contract.codec import encode
-    from memo_sim.plan_memory import check_outputs, plan_memory, write_files
     from memo_sim.views.tables import placement_report
 
     check_outputs(output, plot, read=Path(path))

@@ -16,9 +16,9 @@ import click
 from memo_sim.contract.errors import UsageError
 
 if TYPE_CHECKING:
+    from memo_sim.answers.what_if import Outputs
     from memo_sim.contract.plan import Plan
     from memo_sim.planning.question import Question
-    from memo_sim.what_if import Outputs
 
 GIB = 2**30
 MEMORY_GIB = (0.001, 100_000)
@@ -190,8 +190,8 @@ def asked(options: Options) -> tuple[Outputs, Plan | None, Question]:
         UsageError: when a file cannot be written, or would replace what the question is read from; as ``question_of``.
         BadInput: as ``question_of``.
     """
+    from memo_sim.answers.what_if import Outputs
     from memo_sim.contract.catalog import profile_path
-    from memo_sim.what_if import Outputs
 
     plan, picture, timeline = (Path(options[n]) if options[n] else None for n in ("output", "plot", "trace_path"))
     read = tuple(Path(options[n]) for n in ("model", "cluster", "plan_path") if options[n])

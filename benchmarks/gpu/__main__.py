@@ -16,7 +16,7 @@ from benchmarks.gpu.results import VARIABLE, Results, results_folder
 from benchmarks.gpu.row import Row
 from benchmarks.gpu.scale import FULL, QUICK, Scale
 from benchmarks.gpu.session import Session
-from memo_exec.machine import host_available_bytes
+from memo_exec.machine.machine import host_available_bytes
 from memo_sim.contract.errors import CannotRun, MemoError
 from memo_sim.contract.units import parse_tokens
 

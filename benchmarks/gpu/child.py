@@ -41,7 +41,7 @@ def play(case: Case) -> Row:
     """Return the row of one case, however it ends."""
     import torch
 
-    from memo_exec.machine import this_machine, versions
+    from memo_exec.machine.machine import this_machine, versions
 
     # What the case before held must be gone: the next looks how much memory is free.
     gc.collect()
@@ -85,9 +85,9 @@ def _measure(case: Case) -> Row:
 
 def _machine(case: Case) -> Row:
     """Say what is here, so that the parent need not touch the device: its context would take memory from every try."""
-    from memo_exec.attention_kernels import attention_kernels
-    from memo_exec.machine import this_machine
-    from memo_exec.rowwise_kernels import tried_rowwise_kernels
+    from memo_exec.machine.attention_kernels import attention_kernels
+    from memo_exec.machine.machine import this_machine
+    from memo_exec.machine.rowwise_kernels import tried_rowwise_kernels
 
     machine = this_machine()
     found = attention_kernels(machine) | {FUSED: tried_rowwise_kernels(machine)[FUSED]}
@@ -97,8 +97,8 @@ def _machine(case: Case) -> Row:
 
 def _calibrate(case: Case) -> Row:
     """Measure this machine's profile and write it where the case says; quick takes a few shapes alone."""
-    from memo_exec.calibrate import calibrate
-    from memo_exec.machine import this_machine
+    from memo_exec.commands.calibrate import calibrate
+    from memo_exec.machine.machine import this_machine
     from memo_exec.probes import grid as grids
     from memo_sim.contract import codec
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.gpu.loss import ChunkedLoss
-from memo_exec import huggingface
+from memo_exec.training import huggingface
 from memo_sim.contract.errors import UsageError
 from memo_sim.contract.model import Model
 

@@ -19,7 +19,7 @@ import msgspec
 from benchmarks.gpu.case import Case
 from benchmarks.gpu.child import SPOILED
 from benchmarks.gpu.row import Row, row_of
-from memo_exec.machine import host_available_bytes, host_memory_bytes
+from memo_exec.machine.machine import host_available_bytes, host_memory_bytes
 
 ROOT = Path(__file__).parents[2]
 CHILD = (sys.executable, "-m", "benchmarks.gpu.child")

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from memo_exec.dataset import IGNORED_LABEL
+from memo_exec.training.dataset import IGNORED_LABEL
 
 WIDE_LOGIT_BYTES = 2**30
 """Of one chunk's logits in fp32."""

@@ -11,21 +11,23 @@ import torch
 from benchmarks.gpu.case import SEED, SEQUENCES, Case, named
 from benchmarks.gpu.plain_run import peaks
 from benchmarks.gpu.row import Row, mfu_of, row_of, timed
-from memo_exec import compare, preflight, weights
-from memo_exec.dataset import load_dataset
-from memo_exec.hyperparameters import Hyperparameters
-from memo_exec.interpreter import Interpreter
-from memo_exec.machine import Machine, this_machine
-from memo_exec.placement_file import checked_placement
-from memo_exec.record import lane_busy_s, measured_trace
-from memo_exec.run import machine_text
-from memo_exec.training import Training
+from memo_exec.commands import compare
+from memo_exec.commands.run import machine_text
+from memo_exec.interpreter.interpreter import Interpreter
+from memo_exec.interpreter.record import lane_busy_s, measured_trace
+from memo_exec.machine import preflight
+from memo_exec.machine.machine import Machine, this_machine
+from memo_exec.machine.placement_file import checked_placement
+from memo_exec.training import weights
+from memo_exec.training.dataset import load_dataset
+from memo_exec.training.hyperparameters import Hyperparameters
+from memo_exec.training.loop import Training
 from memo_sim.contract import codec
 from memo_sim.contract.comparison import Comparison, StepFigures
 from memo_sim.contract.errors import BadInput
 from memo_sim.contract.plan import Plan
-from memo_sim.program.instruction import Lane
-from memo_sim.program.library_results import beside_arena, results_bytes
+from memo_sim.program.arena.library_workspaces import beside_arena, results_bytes
+from memo_sim.program.ir.instruction import Lane
 
 
 def measure(case: Case) -> Row:

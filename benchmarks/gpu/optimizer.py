@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from memo_exec.hyperparameters import Hyperparameters
+from memo_exec.training.hyperparameters import Hyperparameters
 
 
 class MasterAdamW:

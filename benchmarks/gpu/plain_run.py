@@ -20,11 +20,11 @@ from benchmarks.gpu.model import Layer, build
 from benchmarks.gpu.optimizer import MasterAdamW
 from benchmarks.gpu.rivals import RIVALS, host_bytes
 from benchmarks.gpu.row import Row, row_of, timed
-from memo_exec.dataset import IGNORED_LABEL, Dataset, load_dataset
-from memo_exec.hyperparameters import Hyperparameters
-from memo_exec.machine import this_machine
+from memo_exec.machine.machine import this_machine
 from memo_exec.memory.dtypes import TORCH_DTYPES
-from memo_exec.weights import initial
+from memo_exec.training.dataset import IGNORED_LABEL, Dataset, load_dataset
+from memo_exec.training.hyperparameters import Hyperparameters
+from memo_exec.training.weights import initial
 
 Loss = Callable[[Tensor, Tensor, float], Tensor]
 

@@ -103,7 +103,7 @@ class Plans:
             global_batch=SEQUENCES,
         )
         try:
-            from memo_sim.what_if import plan_of, what_if
+            from memo_sim.answers.what_if import plan_of, what_if
 
             answer = what_if(question)
         except Infeasible as error:

@@ -16,7 +16,7 @@ from benchmarks.gpu.plans import Plans, Refused
 from benchmarks.gpu.results import Results
 from benchmarks.gpu.row import Row, Status, row_of
 from benchmarks.gpu.scale import Scale
-from memo_exec.dataset import TEXT_VOCAB, load_dataset
+from memo_exec.training.dataset import TEXT_VOCAB, load_dataset
 from memo_sim.contract import codec
 from memo_sim.contract.model import Model
 from memo_sim.contract.plan import Plan

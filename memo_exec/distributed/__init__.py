@@ -1,1 +1,4 @@
-"""Process groups, collectives and exchanges as the program names them."""
+"""Process groups, this rank's mesh coordinates, its own operands and shards.
+
+Collective kernels are in ``kernels``; saving and loading shards is in ``training``.
+"""

@@ -14,10 +14,10 @@ import torch.distributed as dist
 
 from memo_exec.distributed.groups import Groups
 from memo_exec.distributed.place import Place
-from memo_sim.program.communicators import Key, handover_key, played, stages_of_key
-from memo_sim.program.instruction import Lane
-from memo_sim.program.program import Program
-from memo_sim.program.work import Collective, Exchange, Handover, Work
+from memo_sim.program.analysis.communicators import Key, handover_key, played, stages_of_key
+from memo_sim.program.ir.instruction import Lane
+from memo_sim.program.ir.program import Program
+from memo_sim.program.ir.work import Collective, Exchange, Handover, Work
 
 RING, PAIR, ALL = "ring", "pair", "all"
 """Who sends to whom: each rank to the next, the source's stage to the target's, each to each."""

@@ -15,10 +15,10 @@ import torch.distributed as dist
 
 from memo_exec.distributed.place import Place
 from memo_sim.contract.plan import Layout
-from memo_sim.program.communicators import Key, group_keys, stages_of_key
-from memo_sim.program.program import Program
-from memo_sim.program.ranks import stride
-from memo_sim.program.work import Collective, Exchange, Handover, Work
+from memo_sim.program.analysis.communicators import Key, group_keys, stages_of_key
+from memo_sim.program.ir.program import Program
+from memo_sim.program.ir.work import Collective, Exchange, Handover, Work
+from memo_sim.program.layout.rank_order import stride
 
 Groups = Mapping[Key, dist.ProcessGroup]
 

@@ -17,10 +17,10 @@ from memo_exec.distributed.pieces import KINDS, Stretch, divided_elements, divid
 from memo_exec.distributed.place import Place
 from memo_sim.contract.errors import CannotRun
 from memo_sim.contract.plan import Decisions
-from memo_sim.program.instruction import Instruction, Operand, Template
+from memo_sim.program.data_parallel.optimizer import Optimizer
+from memo_sim.program.ir.instruction import Instruction, Operand, Template
+from memo_sim.program.ir.program import Program
 from memo_sim.program.lower import lower
-from memo_sim.program.optimizer import Optimizer
-from memo_sim.program.program import Program
 
 RUNS = ("decay", "no_decay")
 

@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from memo_exec.distributed.place import Place, Share
 from memo_sim.contract.model import Model
 from memo_sim.contract.plan import Decisions, Layout
-from memo_sim.program.optimizer import Optimizer
-from memo_sim.program.parameters import Block, Parameter, embed_block, head_block, layer_block
-from memo_sim.program.stage import stages_of
+from memo_sim.program.data_parallel.optimizer import Optimizer
+from memo_sim.program.layout.parameters import Block, Parameter, embed_block, head_block, layer_block
+from memo_sim.program.layout.stage import stages_of
 
 KINDS = ("embed", "layer", "head")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from memo_sim.contract.plan import Layout
-from memo_sim.program import ranks
+from memo_sim.program.layout import rank_order as ranks
 
 
 @dataclass(frozen=True, slots=True)

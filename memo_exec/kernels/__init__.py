@@ -31,7 +31,7 @@ from memo_exec.kernels import (
     rsa,
 )
 from memo_exec.kernels.call import Call, Context, Scratch, StepScalars
-from memo_sim.program.library_results import LIBRARY_OPS
+from memo_sim.program.arena.library_workspaces import LIBRARY_OPS
 
 Kernel = Callable[[Call], None]
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from memo_exec.kernels.call import Call
-from memo_sim.program.work import Attention
+from memo_sim.program.ir.work import Attention
 
 BACKENDS = {
     "torch-flash-cpu": "memo_exec.kernels.attention_torch_cpu",

@@ -19,12 +19,12 @@ from memo_exec.distributed.place import Place
 from memo_exec.kernels.frequencies import inverse_frequencies
 from memo_sim.contract.model import Model
 from memo_sim.contract.plan import Decisions
-from memo_sim.program.attention_chunks import in_chunks
-from memo_sim.program.instruction import Instruction, Lane
-from memo_sim.program.kernel_table import PIECE_BYTES, merge_scratch_bytes
-from memo_sim.program.partition import partition
-from memo_sim.program.token_order import clipped, pieces, row_blocks, shard_runs, token_runs
-from memo_sim.program.work import Rowwise
+from memo_sim.program.ir.instruction import Instruction, Lane
+from memo_sim.program.ir.work import Rowwise
+from memo_sim.program.layout.attention_chunks import in_chunks
+from memo_sim.program.layout.partition import partition
+from memo_sim.program.layout.token_order import clipped, pieces, row_blocks, shard_runs, token_runs
+from memo_sim.program.operators.workspaces import PIECE_BYTES, merge_scratch_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

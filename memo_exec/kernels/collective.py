@@ -16,8 +16,8 @@ from torch import Tensor
 
 from memo_exec.distributed.place import Share
 from memo_exec.kernels.call import Call
-from memo_sim.program.token_order import pieces
-from memo_sim.program.work import Collective, Exchange
+from memo_sim.program.ir.work import Collective, Exchange
+from memo_sim.program.layout.token_order import pieces
 
 
 def all_gather(call: Call) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from memo_exec.kernels.call import Call, Scratch
 from memo_exec.kernels.loss import IGNORED
-from memo_sim.program.kernel_table import LOSS_ROWS
+from memo_sim.program.operators.workspaces import LOSS_ROWS
 
 
 def divided_stats(call: Call) -> None:

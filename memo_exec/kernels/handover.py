@@ -9,9 +9,9 @@ from __future__ import annotations
 import torch.distributed as dist
 
 from memo_exec.kernels.call import Call
-from memo_sim.program.communicators import handover_key
-from memo_sim.program.ranks import stride
-from memo_sim.program.work import Handover
+from memo_sim.program.analysis.communicators import handover_key
+from memo_sim.program.ir.work import Handover
+from memo_sim.program.layout.rank_order import stride
 
 
 def send(call: Call) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from memo_exec.kernels.call import Call
-from memo_sim.program.kernel_table import NORM_ROWS
+from memo_sim.program.operators.workspaces import NORM_ROWS
 
 
 def linear(call: Call) -> None:

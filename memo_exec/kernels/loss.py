@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from memo_exec.kernels.call import Call, Scratch
-from memo_sim.program.kernel_table import LOSS_ROWS
+from memo_sim.program.operators.workspaces import LOSS_ROWS
 
 IGNORED = -100
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import torch
 
 from memo_exec.kernels.call import Call, Scratch
-from memo_sim.program.kernel_table import MERGE_ROWS
+from memo_sim.program.operators.workspaces import MERGE_ROWS
 
 
 def merge(call: Call) -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from memo_exec.kernels.call import Call
-from memo_sim.program.kernel_table import NORM_ROWS
+from memo_sim.program.operators.workspaces import NORM_ROWS
 
 
 def layer_norm(call: Call) -> None:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from memo_exec.kernels.call import Call
-from memo_sim.program.kernel_table import ADAMW_ELEMENTS
+from memo_sim.program.operators.workspaces import ADAMW_ELEMENTS
 
 DOT_ELEMENTS = 2**24
 """Elements in one dot product; their sums are added one by one."""

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from memo_exec.kernels.call import Call
-from memo_sim.program.kernel_table import NORM_ROWS
-from memo_sim.program.token_order import pieces
+from memo_sim.program.layout.token_order import pieces
+from memo_sim.program.operators.workspaces import NORM_ROWS
 
 
 def qkv_split(call: Call) -> None:

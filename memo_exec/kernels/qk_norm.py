@@ -7,7 +7,7 @@ from torch import Tensor
 
 from memo_exec.kernels.call import Call
 from memo_exec.kernels.norm import reciprocal_deviation
-from memo_sim.program.kernel_table import NORM_ROWS
+from memo_sim.program.operators.workspaces import NORM_ROWS
 
 
 def qk_norm(call: Call) -> None:

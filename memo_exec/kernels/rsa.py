@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from memo_exec.kernels.call import Call, Context
-from memo_sim.program.kernel_table import score_rows
-from memo_sim.program.ranks import stride
-from memo_sim.program.token_order import token_runs
+from memo_sim.program.layout.rank_order import stride
+from memo_sim.program.layout.token_order import token_runs
+from memo_sim.program.operators.workspaces import score_rows
 
 
 def pack(call: Call) -> None:

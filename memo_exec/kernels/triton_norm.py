@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from memo_exec.kernels.call import Call
-from memo_sim.program.kernel_table import norm_programs
+from memo_sim.program.operators.workspaces import norm_programs
 
 
 def layer_norm(call: Call) -> None:

@@ -9,7 +9,7 @@ import triton.language as tl
 
 from memo_exec.kernels.call import Call
 from memo_exec.kernels.rotary import Tables
-from memo_sim.program.kernel_table import NORM_ROWS
+from memo_sim.program.operators.workspaces import NORM_ROWS
 
 
 def rotary(call: Call) -> None:

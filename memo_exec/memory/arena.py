@@ -15,8 +15,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from memo_exec.memory.binding import Schedule
 from memo_exec.memory.store import CachingStore, Spec
-from memo_exec.schedule import Schedule
 
 
 class ArenaStore(CachingStore):

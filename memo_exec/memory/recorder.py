@@ -8,7 +8,7 @@ import numpy as np
 
 from memo_sim.contract.placement import Placement
 from memo_sim.contract.requests import ARENA_ALIGNMENT_BYTES, Requests
-from memo_sim.program.check_placement import check_placement
+from memo_sim.program.arena.check_placement import check_placement
 
 
 class Recorder:

@@ -16,10 +16,10 @@ from torch import Tensor
 
 from memo_exec.memory.dtypes import TORCH_DTYPES
 from memo_exec.memory.pinned import mapping, pin, unpin
-from memo_sim.program.columns import Columns, Ints
-from memo_sim.program.first_fit import FirstFit
-from memo_sim.program.liveness import Liveness
-from memo_sim.program.program import Program
+from memo_sim.program.analysis.columns import Columns, Ints
+from memo_sim.program.analysis.liveness import Liveness
+from memo_sim.program.arena.first_fit import FirstFit
+from memo_sim.program.ir.program import Program
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from memo_exec.memory.binding import Schedule
 from memo_exec.memory.dtypes import TORCH_DTYPES
-from memo_exec.schedule import Schedule
-from memo_sim.program.instruction import BufferClass, Family
+from memo_sim.program.ir.instruction import BufferClass, Family
 
 
 class BufferStore(Protocol):

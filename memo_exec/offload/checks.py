@@ -29,6 +29,6 @@ def check(data: Tensor, wanted: Tensor) -> None:
         RaceFound: when they differ.
     """
     if not torch.equal(total(data), wanted):
-        from memo_exec.probe import RaceFound
+        from memo_exec.interpreter.race_checks import RaceFound
 
         raise RaceFound(f"{data.numel()} bytes came back from the host as other bytes than were offloaded")

@@ -17,10 +17,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from memo_exec.machine import host_available_bytes
+from memo_exec.machine.machine import host_available_bytes
 from memo_exec.memory.pinned import mapping, pin, unpin
 from memo_sim.contract.errors import CannotRun
-from memo_sim.program.first_fit import FirstFit
+from memo_sim.program.arena.first_fit import FirstFit
 
 
 @dataclass(frozen=True, slots=True)

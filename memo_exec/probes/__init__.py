@@ -1,1 +1,4 @@
-"""Single operators and copies, timed by themselves: what ``calibrate`` makes a profile of; never a model or a step."""
+"""Calibration: measures operators, copies and collectives of this machine and writes a hardware profile.
+
+No probe times the model that the profile is later asked about.
+"""

@@ -16,13 +16,13 @@ from typing import Literal, Self, TypeVar
 import torch
 from torch import Tensor
 
+from memo_exec.interpreter.lanes import lane_threads
 from memo_exec.kernels import KERNELS, Call, Context
-from memo_exec.lanes import lane_threads
 from memo_exec.probes.operators import MOST_TURNS
 from memo_exec.probes.timing import Effort, Sample, back_to_back, sample_of, time_call
 from memo_sim.contract.plan import Decisions
-from memo_sim.program.instruction import Instruction, Lane
-from memo_sim.program.work import Copy
+from memo_sim.program.ir.instruction import Instruction, Lane
+from memo_sim.program.ir.work import Copy
 
 T = TypeVar("T")
 

@@ -17,7 +17,7 @@ from memo_exec.probes.grid import Grid
 from memo_exec.probes.ranks import Ranks
 from memo_exec.probes.timing import Effort, Sample, of_passes
 from memo_sim.contract.hardware import CopyRates, Curve, Quantity
-from memo_sim.program.instruction import Lane
+from memo_sim.program.ir.instruction import Lane
 
 BOTH = (Lane.D2H, Lane.H2D)
 PASSES = 3

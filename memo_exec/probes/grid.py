@@ -13,8 +13,8 @@ from memo_exec.probes.operators import Operator
 from memo_sim.contract.hardware import DtypeName
 from memo_sim.contract.model import Family, Model
 from memo_sim.contract.plan import Decisions, Kernels, Layout, RowwiseKernel
-from memo_sim.program.instruction import Instruction, Lane
-from memo_sim.program.work import Attention, Gemm, Mask, Rowwise
+from memo_sim.program.ir.instruction import Instruction, Lane
+from memo_sim.program.ir.work import Attention, Gemm, Mask, Rowwise
 
 
 @dataclass(frozen=True, kw_only=True)

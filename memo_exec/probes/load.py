@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from memo_exec.lanes import available_cores
-from memo_exec.machine import Machine
+from memo_exec.interpreter.lanes import available_cores
+from memo_exec.machine.machine import Machine
 from memo_exec.probes.timing import Sample
 
 COPIES = 1

@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 
-from memo_exec.interpreter import Interpreter
+from memo_exec.interpreter.interpreter import Interpreter
 from memo_exec.kernels import KERNELS, Call, StepScalars
 from memo_exec.probes.timing import Effort, Sample, sample_of, time_call
 from memo_sim.contract.errors import CannotRun
 from memo_sim.contract.plan import Decisions
-from memo_sim.program.instruction import Lane
+from memo_sim.program.ir.instruction import Lane
 from memo_sim.program.lower import lower
 
 BLOCK_BYTES = 2**26

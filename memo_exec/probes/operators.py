@@ -20,9 +20,9 @@ from memo_exec.kernels import FUSED, KERNELS, Call, Context, StepScalars
 from memo_exec.memory.dtypes import TORCH_DTYPES
 from memo_exec.probes.timing import Effort, Sample, time_call
 from memo_sim.contract.plan import Decisions, RowwiseKernel
-from memo_sim.program.instruction import Instruction, Lane
+from memo_sim.program.ir.instruction import Instruction, Lane
+from memo_sim.program.ir.work import Work
 from memo_sim.program.lower import lower
-from memo_sim.program.work import Work
 
 FRESH_ROLES = ("grad", "logits", "y", "x", "qkv", "source", "part", "grad_q")
 """Operands by which an operator follows the one before, most likely first."""

@@ -19,7 +19,7 @@ from memo_exec.probes.grid import Grid
 from memo_exec.probes.ranks import Ranks
 from memo_exec.probes.timing import Sample, back_to_back, sample_of
 from memo_sim.contract.hardware import CollectiveKind, Quantity
-from memo_sim.program.instruction import Lane
+from memo_sim.program.ir.instruction import Lane
 
 Slowed = Literal["copy", "collective", "p2p"]
 """What a profile names as running beside compute."""

@@ -7,14 +7,14 @@ from dataclasses import dataclass
 
 import torch
 
-from memo_exec.machine import Machine, library_versions
+from memo_exec.machine.machine import Machine, library_versions
 from memo_exec.probes import memory
 from memo_exec.probes.copy_rates import Copies, rate_of
 from memo_exec.probes.overlap import Slowed
 from memo_exec.probes.tables import Timed, attention_tables, gemm_tables, rowwise_curves
 from memo_exec.probes.timing import Sample
 from memo_sim.contract.hardware import CollectiveTable, Curve, Hardware, Quantity, Source
-from memo_sim.program.instruction import Lane
+from memo_sim.program.ir.instruction import Lane
 
 OPERATORS, COPIES, MEMORY, SYSTEM = "operators", "copies", "memory", "system"
 COLLECTIVES, LINK, DATASHEET = "collectives", "link", "datasheet"

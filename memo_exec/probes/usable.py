@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from memo_exec.attention_kernels import attention_kernels, tried_attention_kernels
-from memo_exec.machine import Machine
+from memo_exec.machine.attention_kernels import attention_kernels, tried_attention_kernels
+from memo_exec.machine.machine import Machine
+from memo_exec.machine.rowwise_kernels import rowwise_kernels, tried_rowwise_kernels
 from memo_exec.probes.grid import Grid
-from memo_exec.rowwise_kernels import rowwise_kernels, tried_rowwise_kernels
 from memo_sim.contract.errors import CannotRun
 from memo_sim.contract.plan import RowwiseKernel
 

@@ -1,1 +1,4 @@
-"""What files say: units, errors and the typed, versioned documents that memo-sim and memo-exec exchange."""
+"""Files and their meaning: typed, versioned documents, units, errors, and what users can name (models, clusters, profiles).
+
+Nothing here decides, prices or plays anything, and nothing here imports another room of memo.
+"""

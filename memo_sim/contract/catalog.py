@@ -23,8 +23,15 @@ from memo_sim.contract.hardware import Hardware
 from memo_sim.contract.huggingface import model_from_config
 from memo_sim.contract.model import Model
 
-DATA = Path(__file__).parents[1] / "data"
+PACKAGE = Path(__file__).parents[1]
+DATA = PACKAGE / "data"
 CLUSTER_FORM = "<gpu>-<nodes>x<gpus per node>[-<hdr, ndr or xdr><cards per node>]"
+
+HARDWARE_PROFILES = next(
+    (folder for folder in (PACKAGE / "hardware_profiles", PACKAGE.parent / "hardware_profiles") if folder.is_dir()),
+    PACKAGE / "hardware_profiles",
+)
+"""One ``memo.hardware/1`` file per GPU: inside an installed package, beside the packages in a checkout."""
 
 _CLUSTER_NAME = re.compile(r"([a-z0-9]+)-([1-9]\d{0,5})x([1-9]\d{0,5})(?:-(hdr|ndr|xdr)([1-9]\d{0,2}))?", re.ASCII)
 _NETWORKS = {"hdr": "example.toml", "ndr": "h100.toml", "xdr": "b200.toml"}
@@ -39,12 +46,12 @@ _MODEL_TAG, _CLUSTER_TAG, _HARDWARE_TAG = (kind.__struct_config__.tag for kind i
 
 def list_models() -> list[str]:
     """Return the names of the model presets."""
-    return _shipped("models")
+    return _names_in(DATA / "models")
 
 
 def list_hardware() -> list[str]:
     """Return the names of the shipped hardware profiles."""
-    return _shipped("hardware")
+    return _names_in(HARDWARE_PROFILES)
 
 
 def list_clusters() -> list[str]:
@@ -81,7 +88,7 @@ def load_hardware(name_or_path: str) -> Hardware:
         BadInput: when the file cannot be read or holds no profile.
     """
     if name_or_path in list_hardware():
-        return codec.read(DATA / "hardware" / f"{name_or_path}.json", Hardware)
+        return codec.read(HARDWARE_PROFILES / f"{name_or_path}.json", Hardware)
     if not _is_file_name(name_or_path):
         _unknown("hardware profile", name_or_path, list_hardware(), "a memo.hardware/1 file")
     return codec.read(name_or_path, Hardware)
@@ -125,7 +132,7 @@ def load_cluster(name_or_path: str) -> tuple[Cluster, Hardware]:
 def profile_path(name_or_path: str, cluster: Cluster) -> Path:
     """Return the file that ``load_cluster`` has read the devices' profile of a cluster from."""
     if cluster.hardware in list_hardware():
-        return DATA / "hardware" / f"{cluster.hardware}.json"
+        return HARDWARE_PROFILES / f"{cluster.hardware}.json"
     given = Path(name_or_path)
     return given if cluster.hardware == name_or_path else given.parent / cluster.hardware
 
@@ -159,9 +166,9 @@ def _named_cluster(name: str, match: re.Match[str]) -> tuple[Cluster, Hardware]:
     return cluster, hardware
 
 
-def _shipped(folder: str) -> list[str]:
-    """Return the names of the documents in one folder of the shipped data."""
-    return sorted(path.stem for path in (DATA / folder).glob("*.json"))
+def _names_in(folder: Path) -> list[str]:
+    """Return the names of the JSON documents in a folder of shipped data."""
+    return sorted(path.stem for path in folder.glob("*.json"))
 
 
 def _gpus() -> dict[str, str]:

@@ -1,1 +1,4 @@
-"""Instruction and machine profile to seconds: compute, transfer and collective costs."""
+"""Seconds of one instruction on one machine: compute, copies, collectives, and how lanes slow each other.
+
+When an instruction runs, and what it waits for, is decided in ``engine``.
+"""

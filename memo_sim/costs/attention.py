@@ -36,7 +36,7 @@ from math import log
 from memo_sim.contract.errors import Infeasible
 from memo_sim.contract.hardware import AttentionTable
 from memo_sim.costs.curves import LogCurve, between
-from memo_sim.program.work import Attention
+from memo_sim.program.ir.work import Attention
 
 WAVE_TOKENS = 128 * 128
 """Heads x tokens of a wave, 128 blocks of 128 tokens: up to there the A100's rates are in proportion to the grid (its

@@ -30,8 +30,8 @@ from memo_sim.contract.hardware import CollectiveKind, Hardware
 from memo_sim.contract.plan import Layout
 from memo_sim.costs.curves import LogCurve, between
 from memo_sim.costs.placement import Placement, hop, place
-from memo_sim.program.ranks import degree
-from memo_sim.program.work import Collective, Exchange, Group, Handover
+from memo_sim.program.ir.work import Collective, Exchange, Group, Handover
+from memo_sim.program.layout.rank_order import degree
 
 ALIKE: dict[CollectiveKind, tuple[CollectiveKind, ...]] = {
     "all_reduce": ("all_reduce", "reduce_scatter", "all_gather"),

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from memo_sim.contract.cluster import Cluster
 from memo_sim.contract.hardware import Hardware
-from memo_sim.program.instruction import Lane
+from memo_sim.program.ir.instruction import Lane
 
 COPY = (1 << Lane.D2H) | (1 << Lane.H2D)
 P2P = (1 << Lane.P2P) | (1 << Lane.SEND) | (1 << Lane.RECEIVE)

@@ -21,7 +21,7 @@ import numpy as np
 
 from memo_sim.contract.errors import Infeasible
 from memo_sim.contract.hardware import GemmPass, GemmTable
-from memo_sim.program.work import Gemm
+from memo_sim.program.ir.work import Gemm
 
 REACH_OCTAVES = 2.0
 """How far a measured row's deviation from the trend reaches: at this distance both count the same."""

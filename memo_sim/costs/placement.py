@@ -11,8 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from memo_sim.contract.plan import Layout
-from memo_sim.program.ranks import stride
-from memo_sim.program.work import Group
+from memo_sim.program.ir.work import Group
+from memo_sim.program.layout.rank_order import stride
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from memo_sim.costs.gemm import GemmRates
 from memo_sim.costs.pace import pace
 from memo_sim.costs.rowwise import RowwiseRates
 from memo_sim.costs.transfer import CopyTimes
-from memo_sim.program.work import (
+from memo_sim.program.ir.work import (
     Attention,
     BatchedGemm,
     Collective,

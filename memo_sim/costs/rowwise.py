@@ -11,8 +11,8 @@ from memo_sim.contract.errors import Infeasible
 from memo_sim.contract.hardware import Hardware
 from memo_sim.contract.plan import RowwiseKernel
 from memo_sim.costs.curves import LogCurve
-from memo_sim.program.kernel_table import FUSED_KINDS
-from memo_sim.program.work import Rowwise
+from memo_sim.program.ir.work import Rowwise
+from memo_sim.program.operators.workspaces import FUSED_KINDS
 
 
 class RowwiseRates:

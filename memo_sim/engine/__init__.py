@@ -1,1 +1,4 @@
-"""Plays a priced program in SimPy: lanes, node topology and host memory."""
+"""The simulator: plays a priced program in SimPy, with lanes, shared links, host memory and device memory over time.
+
+It searches nothing: choosing decisions is the work of ``planning``.
+"""

@@ -18,11 +18,11 @@ from memo_sim.contract.hardware import Hardware
 from memo_sim.engine.playback import Floats
 from memo_sim.memory.beginning import Beginning, without_states
 from memo_sim.memory.replay import DeviceStop, Replay, RunAhead, allocation_costs, replay
-from memo_sim.program.columns import Columns, Ints
-from memo_sim.program.instruction import Lane
-from memo_sim.program.liveness import Liveness
-from memo_sim.program.program import Program
-from memo_sim.program.requests import requests_of
+from memo_sim.program.analysis.columns import Columns, Ints
+from memo_sim.program.analysis.liveness import Liveness
+from memo_sim.program.arena.requests import requests_of
+from memo_sim.program.ir.instruction import Lane
+from memo_sim.program.ir.program import Program
 
 
 @dataclass(frozen=True)

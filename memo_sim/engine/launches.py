@@ -28,9 +28,9 @@ from memo_sim.contract.hardware import Hardware
 from memo_sim.contract.plan import Decisions
 from memo_sim.engine.playback import Floats
 from memo_sim.memory.eager import KERNELS
-from memo_sim.program.columns import Columns, Ints
-from memo_sim.program.instruction import Instance, Lane
-from memo_sim.program.program import Program
+from memo_sim.program.analysis.columns import Columns, Ints
+from memo_sim.program.ir.instruction import Instance, Lane
+from memo_sim.program.ir.program import Program
 
 _SERIAL = (Lane.COMPUTE, Lane.COLLECTIVE)
 """Lanes whose work an eager framework without overlap plays one after the other."""

@@ -25,7 +25,7 @@ from memo_sim.contract.plan import Decisions
 from memo_sim.engine.playback import Playback
 from memo_sim.engine.repetition import STEADY
 from memo_sim.engine.simulate import simulate
-from memo_sim.program.program import Program
+from memo_sim.program.ir.program import Program
 
 FEW = 10
 """Layers played: as many at the run's start as it needs to get under way, two windows, and the last two, whose

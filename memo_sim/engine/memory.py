@@ -29,15 +29,15 @@ from memo_sim.memory.beginning import Beginning, beginning_of
 from memo_sim.memory.eager import WORKSPACES, eager_buffers, libraries_of, run_ahead
 from memo_sim.memory.pinned_allocator import pinned_bytes
 from memo_sim.memory.replay import RunAhead
-from memo_sim.program.columns import Columns, Ints
-from memo_sim.program.communicators import communicators
-from memo_sim.program.instruction import BufferClass, Lane
-from memo_sim.program.library_results import COMMUNICATORS, lives_in_arena, reserve_of
-from memo_sim.program.liveness import Liveness, Peak, live_bytes, liveness, peak
-from memo_sim.program.program import Program
-from memo_sim.program.shape import shape_of
-from memo_sim.program.subsequence import subsequences_of
-from memo_sim.program.tensors import skeletal_tensors
+from memo_sim.program.analysis.columns import Columns, Ints
+from memo_sim.program.analysis.communicators import communicators
+from memo_sim.program.analysis.liveness import Liveness, Peak, live_bytes, liveness, peak
+from memo_sim.program.arena.library_workspaces import COMMUNICATORS, lives_in_arena, reserve_of
+from memo_sim.program.ir.instruction import BufferClass, Lane
+from memo_sim.program.ir.program import Program
+from memo_sim.program.layout.shape import shape_of
+from memo_sim.program.layout.skeletal import skeletal_tensors
+from memo_sim.program.layout.subsequence import subsequences_of
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,9 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from memo_sim.program.columns import Columns, Ints
-from memo_sim.program.edges import Edges
-from memo_sim.program.instruction import Lane
+from memo_sim.program.analysis.columns import Columns, Ints
+from memo_sim.program.analysis.edges import Edges
+from memo_sim.program.ir.instruction import Lane
 
 Floats = NDArray[np.float64]
 

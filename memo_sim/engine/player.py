@@ -25,9 +25,9 @@ import simpy
 from memo_sim.contract.errors import MemoError
 from memo_sim.engine.playback import Floats, Playback
 from memo_sim.engine.segments import Segments, cut
-from memo_sim.program.columns import Columns, Ints
-from memo_sim.program.edges import Edges
-from memo_sim.program.instruction import Lane
+from memo_sim.program.analysis.columns import Columns, Ints
+from memo_sim.program.analysis.edges import Edges
+from memo_sim.program.ir.instruction import Lane
 
 Rates = Callable[[int], tuple[float, ...]]
 """From the busy lanes (bit ``1 << lane``) to every lane's rate, in (0, 1]."""

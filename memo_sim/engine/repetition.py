@@ -23,9 +23,9 @@ import numpy as np
 
 from memo_sim.contract.plan import Layout
 from memo_sim.engine.playback import Floats, Playback
-from memo_sim.program.columns import Columns, Ints
-from memo_sim.program.program import Program
-from memo_sim.program.schedule import Kind, Pass
+from memo_sim.program.analysis.columns import Columns, Ints
+from memo_sim.program.ir.program import Program
+from memo_sim.program.layout.schedule import Kind, Pass
 
 PLAYED = 3
 """Micro-batches that show a whole period: the first starts from empty lanes, the last ends into the step's end."""

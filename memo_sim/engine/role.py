@@ -22,11 +22,11 @@ from memo_sim.engine.playback import Floats, Playback
 from memo_sim.engine.player import Part
 from memo_sim.engine.repetition import Repetition, Window
 from memo_sim.engine.stalls import Kinds, Late, Peers, after_compute, stalls_of
-from memo_sim.program.columns import expand
-from memo_sim.program.edges import Edges, derive_edges
-from memo_sim.program.instruction import Instruction, Lane
-from memo_sim.program.program import Program
-from memo_sim.program.work import Collective, Copy, Handover, Work
+from memo_sim.program.analysis.columns import expand
+from memo_sim.program.analysis.edges import Edges, derive_edges
+from memo_sim.program.ir.instruction import Instruction, Lane
+from memo_sim.program.ir.program import Program
+from memo_sim.program.ir.work import Collective, Copy, Handover, Work
 
 RECOMPUTE_PHASE = "rec/"
 

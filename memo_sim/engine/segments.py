@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from memo_sim.program.columns import Ints
-from memo_sim.program.edges import Edges
+from memo_sim.program.analysis.columns import Ints
+from memo_sim.program.analysis.edges import Edges
 
 
 @dataclass(frozen=True)

@@ -24,11 +24,11 @@ from memo_sim.engine.player import Rates, play_roles
 from memo_sim.engine.repetition import played_at_first, whole_windows, windows
 from memo_sim.engine.role import ALLOCATOR, HOST, Prices, Role
 from memo_sim.engine.stalls import ROUNDING, bubble, peers, summed
-from memo_sim.program.columns import Columns
-from memo_sim.program.instruction import Lane
+from memo_sim.program.analysis.columns import Columns
+from memo_sim.program.analysis.rendezvous import meetings
+from memo_sim.program.ir.instruction import Lane
+from memo_sim.program.ir.program import Program
 from memo_sim.program.lower import lower, program_sha256
-from memo_sim.program.meetings import meetings
-from memo_sim.program.program import Program
 
 __all__ = ["ALLOCATOR", "HOST", "Prices", "Simulation", "simulate"]
 

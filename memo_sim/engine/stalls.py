@@ -23,9 +23,9 @@ import numpy as np
 
 from memo_sim.contract.plan import Stall
 from memo_sim.engine.playback import Floats, Playback
-from memo_sim.program.columns import Ints
-from memo_sim.program.instruction import Lane
-from memo_sim.program.meetings import Meeting
+from memo_sim.program.analysis.columns import Ints
+from memo_sim.program.analysis.rendezvous import Meeting
+from memo_sim.program.ir.instruction import Lane
 
 ROUNDING = 1e-12
 """Of the step: two instants that lie nearer are one."""

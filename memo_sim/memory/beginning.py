@@ -21,10 +21,10 @@ import numpy as np
 
 from memo_sim.contract.plan import Decisions
 from memo_sim.contract.units import DTYPE_BYTES
-from memo_sim.program.instruction import BufferClass
-from memo_sim.program.liveness import Liveness
-from memo_sim.program.parameters import embed_block, head_block, layer_block
-from memo_sim.program.program import Program
+from memo_sim.program.analysis.liveness import Liveness
+from memo_sim.program.ir.instruction import BufferClass
+from memo_sim.program.ir.program import Program
+from memo_sim.program.layout.parameters import embed_block, head_block, layer_block
 
 FP32_BYTES = 4
 REPLACED = ("params", "grads", "master", "moment1", "moment2")

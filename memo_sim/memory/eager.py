@@ -45,12 +45,12 @@ from memo_sim.contract.hardware import Hardware, Libraries
 from memo_sim.contract.plan import Decisions
 from memo_sim.contract.units import DTYPE_BYTES
 from memo_sim.memory.replay import RunAhead
-from memo_sim.program.columns import Columns, Ints
-from memo_sim.program.instruction import BufferClass, Instruction, Lane, Mode
-from memo_sim.program.liveness import Liveness
-from memo_sim.program.program import Program
-from memo_sim.program.requests import buffer_names, device_buffers
-from memo_sim.program.work import Gemm
+from memo_sim.program.analysis.columns import Columns, Ints
+from memo_sim.program.analysis.liveness import Liveness
+from memo_sim.program.arena.requests import buffer_names, device_buffers
+from memo_sim.program.ir.instruction import BufferClass, Instruction, Lane, Mode
+from memo_sim.program.ir.program import Program
+from memo_sim.program.ir.work import Gemm
 
 LAUNCH_QUEUE = 1024
 """Kernels that a stream takes before a launch has to wait: about 1,000 (forums.developer.nvidia.com, topic 68937)."""

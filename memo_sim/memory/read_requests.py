@@ -18,8 +18,8 @@ from memo_sim.memory.plain_pickle import is_pickle
 from memo_sim.memory.request_table import is_request_table, read_request_table
 from memo_sim.memory.snapshot import read_snapshot
 from memo_sim.memory.source import Source, check_countable
+from memo_sim.program.arena.requests import arena_requests
 from memo_sim.program.lower import lower, program_sha256
-from memo_sim.program.requests import arena_requests
 
 KINDS = (
     "a memo.plan/1 or memo.requests/1 document, a CSV id,lower,upper,size, "

@@ -13,8 +13,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from memo_sim.contract.plan import Decisions
-from memo_sim.program.shape import shape_of
-from memo_sim.program.tensors import Fate, skeletal_tensors
+from memo_sim.program.layout.shape import shape_of
+from memo_sim.program.layout.skeletal import Fate, skeletal_tensors
 
 
 @dataclass(frozen=True, slots=True)

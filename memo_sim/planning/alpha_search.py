@@ -13,7 +13,7 @@ from memo_sim.contract.plan import Decisions, Prediction
 from memo_sim.planning.floors import Floors
 from memo_sim.planning.space import with_alpha
 from memo_sim.planning.subsequences import swap_each
-from memo_sim.program.partition import partition, swapped_parts
+from memo_sim.program.layout.partition import partition, swapped_parts
 
 RESOLUTION = 64
 STRIDES = (8, 1)

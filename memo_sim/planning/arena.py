@@ -16,10 +16,10 @@ from memo_sim.contract.requests import Requests
 from memo_sim.contract.units import format_bytes
 from memo_sim.engine.simulate import Simulation
 from memo_sim.memory.place import place
-from memo_sim.program.first_fit import arena_bytes, offsets_of
-from memo_sim.program.instruction import BufferClass
-from memo_sim.program.program import Program
-from memo_sim.program.requests import arena_requests
+from memo_sim.program.arena.first_fit import arena_bytes, offsets_of
+from memo_sim.program.arena.requests import arena_requests
+from memo_sim.program.ir.instruction import BufferClass
+from memo_sim.program.ir.program import Program
 
 MOST_INSTRUCTIONS = 200_000
 """Of a step that is placed whole; of a longer one the micro-batches that were played are placed."""

@@ -7,13 +7,13 @@ import msgspec
 from memo_sim.contract.errors import Infeasible
 from memo_sim.contract.plan import Decisions, Kernels
 from memo_sim.planning.question import Question
-from memo_sim.program.attention import longest_keys
-from memo_sim.program.attention_chunks import in_chunks
-from memo_sim.program.head_groups import fewest_head_groups
-from memo_sim.program.library_results import beside_arena, groups_beside
-from memo_sim.program.plain_attention import PLAIN
-from memo_sim.program.shape import Shape
-from memo_sim.program.work import Attention
+from memo_sim.program.arena.library_workspaces import beside_arena, groups_beside
+from memo_sim.program.attention.attention import longest_keys
+from memo_sim.program.attention.plain import PLAIN
+from memo_sim.program.ir.work import Attention
+from memo_sim.program.layout.attention_chunks import in_chunks
+from memo_sim.program.layout.shape import Shape
+from memo_sim.program.operators.head_groups import fewest_head_groups
 
 
 def head_groups(shape: Shape, base: Decisions, kernel: str) -> int:

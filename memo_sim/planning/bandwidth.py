@@ -5,8 +5,8 @@ from __future__ import annotations
 from memo_sim.contract.plan import Decisions
 from memo_sim.costs.pricing import NodeRates, Pricer
 from memo_sim.planning.question import Question
-from memo_sim.program.instruction import Lane
-from memo_sim.program.work import Copy
+from memo_sim.program.ir.instruction import Lane
+from memo_sim.program.ir.work import Copy
 
 
 def offload_bandwidth(question: Question, decisions: Decisions, size_bytes: int) -> float:

@@ -20,8 +20,8 @@ from memo_sim.contract.units import DTYPE_BYTES, KIB
 from memo_sim.planning.attention_kernels import head_groups
 from memo_sim.planning.presets import Policy, find_system
 from memo_sim.planning.question import Pins, Question
-from memo_sim.program.attention_chunks import MOST_CHUNKS, check_attention_chunks
-from memo_sim.program.shape import Shape, shape_of
+from memo_sim.program.layout.attention_chunks import MOST_CHUNKS, check_attention_chunks
+from memo_sim.program.layout.shape import Shape, shape_of
 
 BLOCKS = 8
 """Of the MLP's rows, or of a sequence: so many that what is left of them is less than what else a layer needs."""

@@ -24,15 +24,15 @@ from memo_sim.engine.layers import step_s_of_few_layers
 from memo_sim.memory.eager import libraries_of
 from memo_sim.planning.passes import Pass, Passes
 from memo_sim.planning.subsequences import part_prices
-from memo_sim.program.activations import Activations
-from memo_sim.program.attention_chunks import in_chunks
-from memo_sim.program.instruction import Lane
-from memo_sim.program.optimizer import Optimizer
-from memo_sim.program.parameters import Block, embed_block, head_block, layer_block
-from memo_sim.program.shape import shape_of
-from memo_sim.program.stage import stages_of
-from memo_sim.program.subsequence import subsequences_of
-from memo_sim.program.visits import ROUNDING_BUFFERS
+from memo_sim.program.data_parallel.optimizer import Optimizer
+from memo_sim.program.ir.instruction import Lane
+from memo_sim.program.layers.activations import Activations
+from memo_sim.program.layout.attention_chunks import in_chunks
+from memo_sim.program.layout.parameters import Block, embed_block, head_block, layer_block
+from memo_sim.program.layout.shape import shape_of
+from memo_sim.program.layout.stage import stages_of
+from memo_sim.program.layout.subsequence import subsequences_of
+from memo_sim.program.layout.swap_schedule import ROUNDING_BUFFERS
 
 ROUNDING = 1e-9
 """Of a step time that few layers tell: it is that of all layers but for rounding, some 1e-14."""

@@ -12,8 +12,8 @@ from memo_sim.planning.presets import find_system
 from memo_sim.planning.question import Question
 from memo_sim.planning.sppo import allowed
 from memo_sim.planning.subsequences import counts
-from memo_sim.program.metp_limits import METP_SCHEDULES
-from memo_sim.program.multiplex import MULTIPLEXED_SCHEDULES
+from memo_sim.program.layout.metp_limits import METP_SCHEDULES
+from memo_sim.program.layout.multiplex import MULTIPLEXED_SCHEDULES
 
 CHUNKS = (2, 4)
 """Chunks of layers a stage that the interleaved schedule is tried with."""

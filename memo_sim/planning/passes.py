@@ -20,14 +20,14 @@ from memo_sim.contract.cluster import Cluster
 from memo_sim.contract.hardware import Hardware
 from memo_sim.contract.plan import Decisions
 from memo_sim.costs.pricing import Pricer
-from memo_sim.program.columns import Columns, Flags, Ints, expand
-from memo_sim.program.edges import derive_edges
-from memo_sim.program.instruction import BufferClass, Instruction, Lane, Template
-from memo_sim.program.library_results import lives_in_arena
-from memo_sim.program.liveness import Liveness, live_bytes, liveness
+from memo_sim.program.analysis.columns import Columns, Flags, Ints, expand
+from memo_sim.program.analysis.edges import derive_edges
+from memo_sim.program.analysis.liveness import Liveness, live_bytes, liveness
+from memo_sim.program.arena.library_workspaces import lives_in_arena
+from memo_sim.program.ir.instruction import BufferClass, Instruction, Lane, Template
+from memo_sim.program.ir.program import Program
+from memo_sim.program.ir.work import Attention
 from memo_sim.program.lower import lower
-from memo_sim.program.program import Program
-from memo_sim.program.work import Attention
 
 FEW = 6
 """Layers lowered: two that are swapped, two that stand for others, and the last two, which are not swapped. One more

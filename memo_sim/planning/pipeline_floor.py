@@ -28,11 +28,11 @@ from memo_sim.contract.hardware import Hardware
 from memo_sim.contract.plan import Decisions
 from memo_sim.costs.pricing import Pricer
 from memo_sim.planning.subsequences import swap_each
-from memo_sim.program.columns import Columns, Flags, Ints, expand
-from memo_sim.program.instruction import Lane, Mode
+from memo_sim.program.analysis.columns import Columns, Flags, Ints, expand
+from memo_sim.program.analysis.rendezvous import meetings
+from memo_sim.program.ir.instruction import Lane, Mode
+from memo_sim.program.ir.program import Program
 from memo_sim.program.lower import lower
-from memo_sim.program.meetings import meetings
-from memo_sim.program.program import Program
 
 ROUNDING = 1e-9
 """Of a step time that is summed in another order than the engine's."""

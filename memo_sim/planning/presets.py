@@ -38,7 +38,7 @@ from dataclasses import dataclass
 from memo_sim.contract.errors import UsageError, did_you_mean
 from memo_sim.contract.plan import CpExchange, Decisions, HostAllocator, MemoryPolicy, Overlap, Schedule
 from memo_sim.contract.units import KIB
-from memo_sim.program.attention_chunks import in_chunks
+from memo_sim.program.layout.attention_chunks import in_chunks
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,9 +13,9 @@ import msgspec
 from memo_sim.contract.hardware import Hardware
 from memo_sim.contract.plan import Decisions, RowwiseKernel
 from memo_sim.costs.rowwise import RowwiseRates
-from memo_sim.program.kernel_table import FUSED_KINDS
+from memo_sim.program.ir.work import Rowwise
 from memo_sim.program.lower import lower
-from memo_sim.program.work import Rowwise
+from memo_sim.program.operators.workspaces import FUSED_KINDS
 
 
 class RowwiseChoice:

@@ -28,12 +28,12 @@ from memo_sim.planning.question import Question
 from memo_sim.planning.refusals import OF_THE_SEQUENCE, refusal
 from memo_sim.planning.rowwise_kernels import RowwiseChoice
 from memo_sim.planning.subsequences import PartPrices, hide, part_prices, swap_each, swap_fraction
-from memo_sim.program.metp_limits import check_metp
-from memo_sim.program.partition import partition
-from memo_sim.program.ranks import ENDS, degree
-from memo_sim.program.rsa_limits import check_rsa
-from memo_sim.program.shape import shape_of
-from memo_sim.program.stage import stages_of
+from memo_sim.program.layout.metp_limits import check_metp
+from memo_sim.program.layout.partition import partition
+from memo_sim.program.layout.rank_order import ENDS, degree
+from memo_sim.program.layout.rsa_limits import check_rsa
+from memo_sim.program.layout.shape import shape_of
+from memo_sim.program.layout.stage import stages_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,7 @@ from memo_sim.contract.plan import Decisions, Kernels, Layout
 from memo_sim.planning.attention_kernels import attention_kernel, head_groups
 from memo_sim.planning.question import Question
 from memo_sim.planning.subsequences import PartPrices, counts, part_prices
-from memo_sim.program.shape import shape_of
+from memo_sim.program.layout.shape import shape_of
 
 _ANSWERED = 4
 """Questions whose choices are kept: layouts ask for them, and what explains the best plan."""

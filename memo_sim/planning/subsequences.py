@@ -25,13 +25,13 @@ from memo_sim.contract.plan import Decisions, Layout
 from memo_sim.costs.pricing import Pricer
 from memo_sim.planning.bandwidth import offload_bandwidth
 from memo_sim.planning.question import Question
-from memo_sim.program.instruction import Instruction, Lane, Mode, Template
+from memo_sim.program.ir.instruction import Instruction, Lane, Mode, Template
+from memo_sim.program.ir.work import Attention, Work
+from memo_sim.program.layout.partition import partition, swapped_parts
+from memo_sim.program.layout.shape import shape_of
+from memo_sim.program.layout.skeletal import skeletal_tensors
+from memo_sim.program.layout.subsequence import subsequences_of
 from memo_sim.program.lower import lower
-from memo_sim.program.partition import partition, swapped_parts
-from memo_sim.program.shape import shape_of
-from memo_sim.program.subsequence import subsequences_of
-from memo_sim.program.tensors import skeletal_tensors
-from memo_sim.program.work import Attention, Work
 
 MOST_PART_TOKENS = 16 * 1024
 ROUNDING = 1e-6

@@ -8,11 +8,11 @@ from __future__ import annotations
 import hashlib
 
 from memo_sim.contract.plan import Decisions
-from memo_sim.program.alike import made_before
-from memo_sim.program.program import Program
-from memo_sim.program.role import RoleLowering
-from memo_sim.program.shape import shape_of
-from memo_sim.program.stage import stages_of
+from memo_sim.program.ir.program import Program
+from memo_sim.program.layout.shape import shape_of
+from memo_sim.program.layout.stage import stages_of
+from memo_sim.program.pipeline.stage_program import RoleLowering
+from memo_sim.program.pipeline.template_cache import made_before
 
 
 def lower(decisions: Decisions, *, micro_batches: int | None = None, cp_rank: int | None = None) -> tuple[Program, ...]:

@@ -1,1 +1,4 @@
-"""Contracts to pictures and text: timeline, Perfetto trace, report and diff."""
+"""Pictures and text from documents: timelines, Chrome traces, tables, reports.
+
+Nothing is computed here that a document does not already hold.
+"""

@@ -1,4 +1,4 @@
-"""What the files of the repository may not hold, and how long they may be."""
+"""What the files of the repository must not contain."""
 
 import re
 import subprocess
@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-MAX_LINES = 400
 NAMELESS = {"helpers.py", "util.py", "utils.py"}
 
 # Written so that this file does not match itself.
@@ -47,11 +46,6 @@ def matches(pattern: re.Pattern[str]) -> list[str]:
         for number, line in enumerate(text.splitlines(), start=1)
         if pattern.search(line)
     ]
-
-
-def test_no_module_is_too_long() -> None:
-    lengths = {path.relative_to(ROOT): text.count("\n") for path, text in own_text_files() if path.suffix == ".py"}
-    assert {str(path): lines for path, lines in lengths.items() if lines > MAX_LINES} == {}
 
 
 def test_every_module_is_named_for_a_noun() -> None:

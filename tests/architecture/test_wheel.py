@@ -30,6 +30,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tree, wheels, target = (tmp_path_factory.mktemp(name) for name in ("tree", "wheels", "target"))
     for package in PACKAGES:
         shutil.copytree(ROOT / package, tree / package, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(ROOT / "hardware_profiles", tree / "hardware_profiles")
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, tree)
     offline = ("--no-deps", "--no-index", "--disable-pip-version-check")
@@ -47,6 +48,26 @@ def test_wheel_has_every_file_of_the_sources(installed: Path, package: str) -> N
     assert missing == []
     changed = [str(file) for file in files if (installed / file).read_bytes() != (ROOT / file).read_bytes()]
     assert changed == []
+
+
+def test_hardware_profiles_are_found_in_a_wheel_and_in_a_checkout(installed: Path, tmp_path: Path) -> None:
+    code = "from memo_sim.contract import catalog; print(catalog.HARDWARE_PROFILES, *catalog.list_hardware())"
+    names = sorted(path.stem for path in (ROOT / "hardware_profiles").glob("*.json"))
+    assert run("-c", code, cwd=tmp_path, path=installed).split() == [
+        str(installed / "memo_sim/hardware_profiles"),
+        *names,
+    ]
+    assert run("-c", code, cwd=tmp_path, path=ROOT).split() == [str(ROOT / "hardware_profiles"), *names]
+
+
+def test_a_profile_that_is_dropped_into_the_folder_is_found_by_name(installed: Path, tmp_path: Path) -> None:
+    dropped = installed / "memo_sim/hardware_profiles/x99-oam-1gb.json"
+    dropped.write_bytes((ROOT / "hardware_profiles/a800-sxm4-80gb.json").read_bytes())
+    code = "from memo_sim.contract.catalog import load_cluster; print(load_cluster('x99-1x8')[0].hardware)"
+    try:
+        assert run("-c", code, cwd=tmp_path, path=installed).split() == ["x99-oam-1gb"]
+    finally:
+        dropped.unlink()
 
 
 def test_packages_are_found_from_an_empty_directory(installed: Path, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from memo_sim.contract import codec
 from memo_sim.contract.catalog import load_hardware
 from memo_sim.contract.hardware import Curve
 from memo_sim.contract.plan import Kernels, Plan
-from memo_sim.program.kernel_table import FUSED_KINDS
+from memo_sim.program.operators.workspaces import FUSED_KINDS
 from tests.benchmarks.test_gpu_script import KERNELS, launcher, session
 
 
@@ -37,7 +37,7 @@ def test_plans_name_fused_kernels_where_they_work(kernels: list[str], chosen: st
 @pytest.mark.parametrize("works", [True, False])
 def test_the_machine_says_whether_they_work(works: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     tried = {"torch": "", FUSED: "" if works else "no compiler"}
-    monkeypatch.setattr("memo_exec.rowwise_kernels.tried_rowwise_kernels", lambda machine: tried)
+    monkeypatch.setattr("memo_exec.machine.machine.rowwise_kernels.tried_rowwise_kernels", lambda machine: tried)
     row = child.play(Case(rival="machine", kind="machine", part="checks"))
     assert (FUSED in row.backend.split(",")) is works
     assert "torch-flash-cpu" in row.backend.split(",")

@@ -27,9 +27,9 @@ from benchmarks.gpu.rivals import HUGGING_FACE, RIVALS
 from benchmarks.gpu.row import Row, mfu_of, row_of, timed
 from benchmarks.gpu.scale import FULL, QUICK
 from benchmarks.gpu.session import Session
-from memo_exec.machine import Machine
-from memo_exec.needs import check_memory, needs_of
-from memo_exec.placement_file import checked_placement
+from memo_exec.machine.machine import Machine
+from memo_exec.machine.memory_budget import check_memory, needs_of
+from memo_exec.machine.placement_file import checked_placement
 from memo_sim.contract import codec
 from memo_sim.contract.errors import BadInput, CannotRun
 from memo_sim.contract.plan import Plan
@@ -311,7 +311,7 @@ def test_plans_swap_no_more_than_the_host_has_free(tmp_path: Path) -> None:
 def test_plans_made_beforehand_need_no_simulator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = model_of("llama3-8b", 2)
     made = Plans(tmp_path, "h100-1x1", KERNELS).get(model, 16384, "planned")
-    uninstall("simpy", monkeypatch, users=("memo_sim.engine", "memo_sim.what_if"))
+    uninstall("simpy", monkeypatch, users=("memo_sim.engine", "memo_sim.answers.what_if"))
     later = Plans(tmp_path, "h100-1x1", KERNELS)
     assert later.get(model, 16384, "planned") == made
     refused = later.get(model, 32768, "planned")

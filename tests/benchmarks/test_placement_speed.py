@@ -23,7 +23,7 @@ from memo_sim.memory.decompose import solve_decomposed
 from memo_sim.memory.greedy import solve_greedy
 from memo_sim.memory.place import place
 from memo_sim.memory.problem import Clock, Problem, problem_of
-from memo_sim.program.check_placement import check_placement
+from memo_sim.program.arena.check_placement import check_placement
 from tests.benchmarks.test_mip_speed import LENGTHS, POLICIES, cases, requests_for
 
 pytestmark = [pytest.mark.benchmark, pytest.mark.slow, pytest.mark.timeout(3600)]

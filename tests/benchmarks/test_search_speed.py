@@ -19,12 +19,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from memo_sim.answers.what_if import what_if
 from memo_sim.contract.catalog import load_cluster, load_model
 from memo_sim.planning.outcome import SearchResult
 from memo_sim.planning.question import Question
 from memo_sim.planning.search import search
 from memo_sim.planning.space import Candidate, candidates
-from memo_sim.what_if import what_if
 
 pytestmark = [pytest.mark.benchmark, pytest.mark.slow]
 

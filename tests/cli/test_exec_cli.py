@@ -21,8 +21,8 @@ import torch
 from click.testing import CliRunner
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from memo_exec import run
 from memo_exec.cli import _fail, _with_progress, cli, main
+from memo_exec.commands import run
 from memo_sim.contract import codec
 from memo_sim.contract.catalog import load_model
 from memo_sim.contract.comparison import Comparison

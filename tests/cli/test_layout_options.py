@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from memo_exec.run import RunOptions, run
+from memo_exec.commands.run import RunOptions, run
 from memo_sim.contract.errors import CannotRun
 
 SHORT = ("--seq-len", "8k", "--global-batch", "4", "--recompute", "none", "--alpha", "0")

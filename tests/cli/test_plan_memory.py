@@ -17,7 +17,7 @@ from memo_sim.contract.memory_report import MemoryReport
 from memo_sim.contract.placement import Placement
 from memo_sim.contract.plan import Decisions, Plan
 from memo_sim.memory.read_requests import read_requests
-from memo_sim.program.check_placement import check_placement
+from memo_sim.program.arena.check_placement import check_placement
 from memo_sim.program.lower import lower, program_sha256
 
 TABLE = "note,id,lower,upper,size\n,b,2,4,300\nfirst,a,0,3,700\n,c,4,6,900\n"

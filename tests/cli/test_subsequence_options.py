@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
-from memo_exec.preflight import checked_program
+from memo_exec.machine.preflight import checked_program
 from memo_sim.cli import cli
 from memo_sim.contract import codec
 from memo_sim.contract.errors import BadInput, MemoError

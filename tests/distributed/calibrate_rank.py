@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from memo_exec.calibrate import calibrate
+from memo_exec.commands.calibrate import calibrate
 from memo_exec.probes import collectives
 from memo_exec.probes import grid as grids
 from memo_sim.contract import codec

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from memo_exec import weights
-from memo_exec.interpreter import Interpreter
+from memo_exec.interpreter.interpreter import Interpreter
 from memo_exec.kernels import KERNELS, Call, Kernel
+from memo_exec.training import weights
 from memo_sim.contract.plan import Decisions
+from memo_sim.program.layout.token_order import token_runs
 from memo_sim.program.lower import lower
-from memo_sim.program.token_order import token_runs
 from tests.distributed.parity import TOLERANCE, Played, global_batch, one_process, play, randomise, whole_gradients
 from tests.distributed.team import Member, Team
 

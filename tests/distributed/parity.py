@@ -13,16 +13,16 @@ import msgspec
 import torch
 from torch import Tensor
 
-from memo_exec import weights
 from memo_exec.distributed.groups import make_groups
 from memo_exec.distributed.own_program import rank_program
 from memo_exec.distributed.place import Place
-from memo_exec.interpreter import Interpreter
+from memo_exec.interpreter.interpreter import Interpreter
 from memo_exec.kernels import StepScalars
+from memo_exec.training import weights
 from memo_sim.contract.plan import Decisions, Layout, MovedBytes
+from memo_sim.program.layout.rank_order import coordinate
+from memo_sim.program.layout.token_order import token_runs
 from memo_sim.program.lower import lower
-from memo_sim.program.ranks import coordinate
-from memo_sim.program.token_order import token_runs
 from tests.distributed.team import PATIENCE_S, Member, Team
 
 TOLERANCE = 1e-5

@@ -1,6 +1,6 @@
 """What the server imports before ranks fork from it: they share the pages and start at once."""
 
-import memo_exec.run
+import memo_exec.commands.run
 import memo_sim.program.lower
 import tests.distributed.parity
 

@@ -4,11 +4,11 @@ import pytest
 
 from memo_exec.distributed.own_program import rank_program
 from memo_exec.distributed.place import Place
-from memo_exec.rank_placement import rank_placement
+from memo_exec.machine.rank_placement import rank_placement
 from memo_sim.contract.plan import Decisions, Layout
 from memo_sim.memory.place import place
+from memo_sim.program.arena.requests import requests_of
 from memo_sim.program.lower import lower
-from memo_sim.program.requests import requests_of
 from tests.distributed.parity import Played, compare, play
 from tests.distributed.team import Member, Team
 from tests.distributed.training import MODELS, label, reference, training

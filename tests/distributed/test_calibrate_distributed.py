@@ -18,7 +18,7 @@ from memo_sim.contract.errors import CannotRun, UsageError
 from memo_sim.contract.hardware import Hardware
 from memo_sim.contract.plan import Layout
 from memo_sim.costs.pricing import Pricer
-from memo_sim.program.work import Collective
+from memo_sim.program.ir.work import Collective
 from tests.distributed.calibrate_rank import DIED, QUICK
 
 ROOT = Path(__file__).parents[2]

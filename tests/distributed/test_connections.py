@@ -13,8 +13,8 @@ from memo_exec.distributed.place import Place
 from memo_exec.distributed.world import CONNECTIONS, PATIENCE_S, answered, patience_of, side_by_side
 from memo_sim.contract.errors import CannotRun
 from memo_sim.contract.plan import Layout
-from memo_sim.program.communicators import Key
-from memo_sim.program.instruction import Lane
+from memo_sim.program.analysis.communicators import Key
+from memo_sim.program.ir.instruction import Lane
 from memo_sim.program.lower import lower
 from tests.distributed.team import PATIENCE_S as PATIENCE_OF_TESTS_S
 from tests.distributed.team import Member, Team

@@ -5,7 +5,7 @@ import pytest
 from memo_exec.distributed.own_program import rank_program
 from memo_exec.distributed.place import Place
 from memo_exec.kernels import KERNELS
-from memo_exec.preflight import checked_program
+from memo_exec.machine.preflight import checked_program
 from memo_sim.contract.errors import BadInput, CannotRun
 from memo_sim.contract.plan import CpExchange, Decisions, Layout, Plan
 from tests.distributed.parity import TOLERANCE, Played, play, whole_gradients

@@ -7,7 +7,7 @@ import pytest
 from _pytest.mark import ParameterSet
 
 from memo_sim.contract.plan import Decisions, Layout
-from memo_sim.program.instruction import Lane
+from memo_sim.program.ir.instruction import Lane
 from tests.distributed.team import Team
 from tests.distributed.timing import held, in_program_order, without_memory
 from tests.distributed.training import label, training

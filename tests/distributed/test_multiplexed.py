@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from memo_sim.contract.plan import Decisions, Layout
-from memo_sim.program.multiplex import cut_tasks
+from memo_sim.program.layout.multiplex import cut_tasks
 from tests.distributed.parity import check
 from tests.distributed.team import Team
 from tests.distributed.test_sppo_gradients import POLICIES, planned, sppo

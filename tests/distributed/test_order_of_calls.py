@@ -15,13 +15,13 @@ from memo_exec.distributed.groups import communicates
 from memo_exec.distributed.own_program import own_program, rank_program
 from memo_exec.distributed.place import Place
 from memo_sim.contract.plan import Decisions, Layout
-from memo_sim.program.columns import expand
-from memo_sim.program.communicators import handover_key
-from memo_sim.program.edges import derive_edges
-from memo_sim.program.instruction import Lane, Template
-from memo_sim.program.program import Program
-from memo_sim.program.ranks import stride
-from memo_sim.program.work import Collective, Exchange, Handover
+from memo_sim.program.analysis.columns import expand
+from memo_sim.program.analysis.communicators import handover_key
+from memo_sim.program.analysis.edges import derive_edges
+from memo_sim.program.ir.instruction import Lane, Template
+from memo_sim.program.ir.program import Program
+from memo_sim.program.ir.work import Collective, Exchange, Handover
+from memo_sim.program.layout.rank_order import stride
 from tests.exec_cpu.small import decide, gpt
 
 ONE_STAGE = [

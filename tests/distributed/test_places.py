@@ -13,10 +13,10 @@ from memo_exec.distributed.own_program import own_program
 from memo_exec.distributed.pieces import KINDS, pieces_of
 from memo_exec.distributed.place import Place, Share
 from memo_sim.contract.plan import Decisions, Layout
-from memo_sim.program.communicators import group_keys
-from memo_sim.program.instruction import Lane
+from memo_sim.program.analysis.communicators import group_keys
+from memo_sim.program.ir.instruction import Lane
+from memo_sim.program.layout.rank_order import AXES, degree, members
 from memo_sim.program.lower import lower
-from memo_sim.program.ranks import AXES, degree, members
 from tests.exec_cpu.small import MODELS, decide
 
 LAYOUTS = {

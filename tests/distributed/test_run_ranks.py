@@ -16,10 +16,10 @@ from typing import Any, NoReturn
 import pytest
 import torch
 
-from memo_exec import checkpoint
+from memo_exec.commands.run import Outcome, RunOptions, run
 from memo_exec.distributed.world import joined, launched
-from memo_exec.run import Outcome, RunOptions, run
-from memo_exec.training import StepFigure, Training
+from memo_exec.training import checkpoint
+from memo_exec.training.loop import StepFigure, Training
 from memo_sim.contract import codec
 from memo_sim.contract.errors import CannotRun, MemoError, UsageError
 from memo_sim.contract.plan import Layout, Plan

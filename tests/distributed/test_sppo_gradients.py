@@ -12,18 +12,18 @@ from typing import Any
 import msgspec
 import pytest
 
+from memo_exec.commands.run import Outcome, RunOptions, run
 from memo_exec.distributed.own_program import rank_program
 from memo_exec.distributed.place import Place
 from memo_exec.kernels import KERNELS
-from memo_exec.run import Outcome, RunOptions, run
 from memo_sim.contract import codec
 from memo_sim.contract.plan import Decisions, Layout, MovedBytes
 from memo_sim.memory.place import place
+from memo_sim.program.arena.requests import requests_of
+from memo_sim.program.ir.work import Copy
+from memo_sim.program.layout.multiplex import cut_tasks
+from memo_sim.program.layout.partition import partition
 from memo_sim.program.lower import lower
-from memo_sim.program.multiplex import cut_tasks
-from memo_sim.program.partition import partition
-from memo_sim.program.requests import requests_of
-from memo_sim.program.work import Copy
 from tests.distributed.parity import TOLERANCE, Played, check, compare, play, whole_gradients
 from tests.distributed.team import Member, Team
 from tests.distributed.training import MODELS, label, reference

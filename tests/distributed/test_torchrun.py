@@ -8,7 +8,7 @@ from memo_sim.contract.plan import Layout
 from tests.distributed.training import label
 from tests.exec_cpu.plans import byte_decisions
 from tests.exec_cpu.small import gpt
-from tests.exec_cpu.torchrun import losses_of
+from tests.exec_cpu.training.torchrun import losses_of
 
 STEPS = 3
 

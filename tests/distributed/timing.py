@@ -14,17 +14,17 @@ import numpy as np
 from memo_exec.distributed.groups import make_groups
 from memo_exec.distributed.own_program import rank_program
 from memo_exec.distributed.place import Place
-from memo_exec.interpreter import Interpreter
+from memo_exec.interpreter.interpreter import Interpreter
+from memo_exec.interpreter.lanes import Progress
 from memo_exec.kernels import StepScalars
-from memo_exec.lanes import Progress
-from memo_exec.schedule import Bound
+from memo_exec.memory.binding import Bound
 from memo_sim.contract.plan import Decisions
-from memo_sim.program.columns import expand
-from memo_sim.program.edges import Edges, derive_edges
-from memo_sim.program.instruction import Lane
-from memo_sim.program.liveness import live_bytes, liveness, peak
+from memo_sim.program.analysis.columns import expand
+from memo_sim.program.analysis.edges import Edges, derive_edges
+from memo_sim.program.analysis.liveness import live_bytes, liveness, peak
+from memo_sim.program.ir.instruction import Lane
+from memo_sim.program.ir.program import Program
 from memo_sim.program.lower import lower
-from memo_sim.program.program import Program
 from tests.distributed.parity import own_batch, randomise
 from tests.distributed.team import PATIENCE_S, Member
 

@@ -7,8 +7,8 @@ from memo_sim.contract import codec
 from memo_sim.contract.placement import Placement
 from memo_sim.contract.plan import Decisions, MovedBytes, Plan, Prediction
 from memo_sim.memory.place import place
+from memo_sim.program.arena.requests import requests_of
 from memo_sim.program.lower import lower, program_sha256
-from memo_sim.program.requests import requests_of
 from tests.exec_cpu.small import decide, gpt
 
 BYTES = 256

@@ -6,11 +6,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from memo_exec import weights
-from memo_exec.checkpoint import STATES
-from memo_exec.interpreter import Interpreter
+from memo_exec.interpreter.interpreter import Interpreter
+from memo_exec.interpreter.record import StepRecord
 from memo_exec.kernels import StepScalars
-from memo_exec.record import StepRecord
+from memo_exec.training import weights
+from memo_exec.training.checkpoint import STATES
 from memo_sim.contract.model import Model, RopeScaling
 from memo_sim.contract.plan import Decisions, Kernels
 from memo_sim.program.lower import lower

@@ -11,13 +11,13 @@ import msgspec
 import pytest
 import torch
 
-from memo_exec import weights
-from memo_exec.interpreter import Interpreter
-from memo_exec.memory_history import observe_cuda
+from memo_exec.interpreter.interpreter import Interpreter
+from memo_exec.observe.memory_history import observe_cuda
+from memo_exec.training import weights
 from memo_sim.memory.place import place
-from memo_sim.program.library_results import results_bytes
+from memo_sim.program.arena.library_workspaces import results_bytes
+from memo_sim.program.arena.requests import arena_requests
 from memo_sim.program.lower import lower
-from memo_sim.program.requests import arena_requests
 from tests.exec_cpu.plans import placed, write_plan
 from tests.exec_cpu.small import batch, gradients, llama, scalars
 from tests.gpu.test_interpreter_cuda import POLICIES, on_cuda, steps
@@ -82,7 +82,7 @@ def test_the_slab_is_pinned_at_its_exact_size() -> None:
 REPLAYED = """
 import sys
 from pathlib import Path
-from memo_exec.run import RunOptions, run
+from memo_exec.commands.run import RunOptions, run
 outcome = run(Path(sys.argv[1]), RunOptions(steps=5, replay_allocator=sys.argv[2] == "yes"))
 print(outcome.comparison.losses, outcome.comparison.allocator)
 """

@@ -13,15 +13,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from memo_exec.attention_kernels import attention_kernels
 from memo_exec.kernels.attention import BACKENDS
-from memo_exec.machine import this_machine
-from memo_exec.rowwise_kernels import rowwise_kernels
-from memo_exec.trial import FORMS, Form, Heads, attention_fails, triton_fails
-from memo_sim.program.head_groups import INT32_ELEMENTS, fewest_head_groups
-from memo_sim.program.work import Attention
-from tests.exec_cpu import attention_reference as reference
-from tests.exec_cpu.attention_conformance import CASES, Case, faults
+from memo_exec.machine.attention_kernels import attention_kernels
+from memo_exec.machine.kernel_trial import FORMS, Form, Heads, attention_fails, triton_fails
+from memo_exec.machine.machine import this_machine
+from memo_exec.machine.rowwise_kernels import rowwise_kernels
+from memo_sim.program.ir.work import Attention
+from memo_sim.program.operators.head_groups import INT32_ELEMENTS, fewest_head_groups
+from tests.exec_cpu.kernels import attention_reference as reference
+from tests.exec_cpu.kernels.attention_conformance import CASES, Case, faults
 
 pytestmark = [
     pytest.mark.gpu,

@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from memo_exec.attention_kernels import attention_kernels
 from memo_exec.kernels.attention import BACKENDS
-from memo_exec.machine import this_machine
-from tests.exec_cpu.attention_parts import Parted
-from tests.exec_cpu.attention_subsequences import Subsequences
+from memo_exec.machine.attention_kernels import attention_kernels
+from memo_exec.machine.machine import this_machine
+from tests.exec_cpu.kernels.attention_parts import Parted
+from tests.exec_cpu.kernels.attention_subsequences import Subsequences
 from tests.exec_cpu.small import llama
 
 pytestmark = [

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from memo_exec.calibrate import calibrate
+from memo_exec.commands.calibrate import calibrate
 from memo_exec.kernels import FUSED
 from memo_exec.probes import grid as grids
 from memo_exec.probes import memory

@@ -9,9 +9,9 @@ import torch
 from torch.nn import functional as F  # noqa: N812
 
 from memo_sim.contract.plan import Kernels
-from memo_sim.program import kernel_table as table
-from tests.exec_cpu import rowwise_comparison as comparison
-from tests.exec_cpu.hand_call import play
+from memo_sim.program.operators import workspaces as table
+from tests.exec_cpu.kernels import rowwise_comparison as comparison
+from tests.exec_cpu.kernels.hand_call import play
 from tests.exec_cpu.small import decide, gpt, llama
 
 pytestmark = [

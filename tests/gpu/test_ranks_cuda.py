@@ -10,7 +10,7 @@ import torch
 from memo_sim.contract.plan import Kernels, Layout
 from tests.exec_cpu.plans import byte_decisions
 from tests.exec_cpu.small import gpt
-from tests.exec_cpu.torchrun import losses_of
+from tests.exec_cpu.training.torchrun import losses_of
 
 pytestmark = [
     pytest.mark.gpu,

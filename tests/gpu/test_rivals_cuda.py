@@ -11,7 +11,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from benchmarks.gpu.backend import best_backend
 from benchmarks.gpu.model import PlainModel, build
 from benchmarks.gpu.rivals import RIVALS, RunLayers, host_bytes, keep_all
-from memo_exec.weights import initial
+from memo_exec.training.weights import initial
 from memo_sim.contract.model import Model
 from tests.exec_cpu.small import VOCAB, gpt, llama
 

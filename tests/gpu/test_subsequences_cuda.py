@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from memo_exec import weights
-from memo_exec.interpreter import Interpreter
-from memo_exec.record import StepRecord
+from memo_exec.interpreter.interpreter import Interpreter
+from memo_exec.interpreter.record import StepRecord
+from memo_exec.training import weights
 from memo_sim.contract.plan import Decisions, Kernels, Layout
 from memo_sim.program.lower import lower
 from tests.exec_cpu.small import batch, decide, gradients, llama, scalars

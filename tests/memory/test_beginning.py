@@ -10,10 +10,10 @@ from memo_sim.contract.requests import Phase, Requests
 from memo_sim.contract.units import GIB
 from memo_sim.memory.beginning import Beginning, beginning_of, without_states
 from memo_sim.memory.replay import replay
-from memo_sim.program.columns import expand
-from memo_sim.program.liveness import liveness
+from memo_sim.program.analysis.columns import expand
+from memo_sim.program.analysis.liveness import liveness
+from memo_sim.program.layout.parameters import embed_block, head_block, layer_block
 from memo_sim.program.lower import lower
-from memo_sim.program.parameters import embed_block, head_block, layer_block
 
 MIB = 2**20
 

@@ -17,9 +17,9 @@ from memo_sim.memory.greedy import solve_greedy
 from memo_sim.memory.mip_model import solve_mip
 from memo_sim.memory.place import placement_of
 from memo_sim.memory.problem import Clock, Ints, Problem, problem_of
-from memo_sim.program.check_placement import check_placement
+from memo_sim.program.arena.check_placement import check_placement
+from memo_sim.program.arena.requests import requests_of
 from memo_sim.program.lower import lower
-from memo_sim.program.requests import requests_of
 
 # Two layers' forwards that make the same requests, one that does not, and what crosses them. Bi-level has to pay: while
 # a phase's block is as high as its peak, at [1, 2) and [4, 5), "carried" is alive only beside its low end.

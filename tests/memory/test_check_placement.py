@@ -13,11 +13,11 @@ from memo_sim.contract.catalog import load_model
 from memo_sim.contract.placement import Placement
 from memo_sim.contract.plan import Decisions
 from memo_sim.contract.requests import Requests
-from memo_sim.program.check_placement import check_placement
-from memo_sim.program.columns import expand
-from memo_sim.program.liveness import live_bytes, liveness, peak
+from memo_sim.program.analysis.columns import expand
+from memo_sim.program.analysis.liveness import live_bytes, liveness, peak
+from memo_sim.program.arena.check_placement import check_placement
+from memo_sim.program.arena.requests import requests_of
 from memo_sim.program.lower import lower
-from memo_sim.program.requests import requests_of
 
 REQUESTS = Requests(
     program_sha256="p",

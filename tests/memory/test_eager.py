@@ -14,12 +14,12 @@ from memo_sim.contract.plan import Decisions, Layout
 from memo_sim.memory import eager
 from memo_sim.memory.eager import WORKSPACES, eager_buffers, libraries_of, run_ahead
 from memo_sim.memory.replay import replay
-from memo_sim.program.columns import Columns, expand
-from memo_sim.program.instruction import Lane
-from memo_sim.program.liveness import Liveness, live_bytes, liveness, peak
+from memo_sim.program.analysis.columns import Columns, expand
+from memo_sim.program.analysis.liveness import Liveness, live_bytes, liveness, peak
+from memo_sim.program.arena.requests import device_buffers, requests_of
+from memo_sim.program.ir.instruction import Lane
+from memo_sim.program.ir.program import Program
 from memo_sim.program.lower import lower
-from memo_sim.program.program import Program
-from memo_sim.program.requests import device_buffers, requests_of
 
 TOKENS = 1024
 """Of a rank: 2,048 over cp 2."""

@@ -18,9 +18,9 @@ from memo_sim.memory.bilevel import plan_bilevel
 from memo_sim.memory.greedy import solve_greedy
 from memo_sim.memory.place import place
 from memo_sim.memory.problem import Clock, problem_of
-from memo_sim.program.check_placement import check_placement
+from memo_sim.program.arena.check_placement import check_placement
+from memo_sim.program.arena.requests import requests_of
 from memo_sim.program.lower import lower
-from memo_sim.program.requests import requests_of
 
 
 @st.composite

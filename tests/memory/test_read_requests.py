@@ -17,8 +17,8 @@ from memo_sim.contract.plan import Decisions, Plan
 from memo_sim.contract.requests import Requests
 from memo_sim.memory.allocation_log import read_allocation_log
 from memo_sim.memory.read_requests import read_requests
+from memo_sim.program.arena.requests import arena_requests, requests_of
 from memo_sim.program.lower import lower, program_sha256
-from memo_sim.program.requests import arena_requests, requests_of
 
 LOG = "malloc a 100\nmalloc b 20\nfree a 100\n\n# again\nmalloc a 7\nfree b 20\nmalloc c 1\n"
 TABLE = "name,size,id,lower,upper\nfirst,100,a,0,2\n,20,b,1,4\n"

@@ -13,8 +13,8 @@ from memo_sim.contract.units import GIB
 from memo_sim.memory.device_config import AllocatorConfig
 from memo_sim.memory.problem import problem_of
 from memo_sim.memory.replay import AllocationCosts, RunAhead, allocation_costs, replay
+from memo_sim.program.arena.requests import requests_of
 from memo_sim.program.lower import lower
-from memo_sim.program.requests import requests_of
 
 COSTS = AllocationCosts(malloc_s=1.0, free_s=10.0, malloc_s_per_gib=0.25, free_s_per_gib=0.5)
 

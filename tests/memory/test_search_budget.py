@@ -12,8 +12,8 @@ from memo_sim.contract.requests import Requests
 from memo_sim.memory import problem
 from memo_sim.memory.place import place
 from memo_sim.planning.arena import MOST_NODES
+from memo_sim.program.arena.requests import requests_of
 from memo_sim.program.lower import lower
-from memo_sim.program.requests import requests_of
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from memo_sim.program.schedule import Kind, Pass
+from memo_sim.program.layout.schedule import Kind, Pass
 
 F, B, W = 1.0, 2.25, 0.875
 """Seconds of a stage's forward, its whole backward, and the weight gradients in it."""

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from memo_sim.contract.model import Model
 from memo_sim.contract.plan import Decisions, Layout
-from memo_sim.program.check import check_edges, check_program
-from memo_sim.program.check_roles import check_deadlock, check_roles
-from memo_sim.program.columns import expand
-from memo_sim.program.edges import derive_edges
+from memo_sim.program.analysis.columns import expand
+from memo_sim.program.analysis.edges import derive_edges
 from memo_sim.program.lower import lower
+from memo_sim.program.verify.program import check_edges, check_program
+from memo_sim.program.verify.roles import check_deadlock, check_roles
 
 GPT = Model(
     name="gpt",

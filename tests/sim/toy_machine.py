@@ -12,8 +12,8 @@ from memo_sim.contract.units import GIB
 from memo_sim.engine.player import Rates
 from memo_sim.engine.role import Prices
 from memo_sim.engine.simulate import Simulation, simulate
-from memo_sim.program.instruction import Lane
-from memo_sim.program.work import Attention, Gemm, HostUpdate, Rowwise, Work
+from memo_sim.program.ir.instruction import Lane
+from memo_sim.program.ir.work import Attention, Gemm, HostUpdate, Rowwise, Work
 
 FLOPS = 200e12
 LAYOUTS = [

@@ -8,10 +8,10 @@ import pytest
 from memo_sim.contract.model import Model
 from memo_sim.contract.plan import Decisions, Layout, Recompute
 from memo_sim.contract.trace import MemoryCurve, Spans, Trace, Wait
-from memo_sim.program.columns import expand
-from memo_sim.program.edges import derive_edges
-from memo_sim.program.instruction import Instruction
-from memo_sim.program.liveness import live_bytes, liveness
+from memo_sim.program.analysis.columns import expand
+from memo_sim.program.analysis.edges import derive_edges
+from memo_sim.program.analysis.liveness import live_bytes, liveness
+from memo_sim.program.ir.instruction import Instruction
 from memo_sim.program.lower import lower
 
 RATES = {"flops": 200e12, "bytes": 1.4e12, "d2h": 10e9, "h2d": 11e9, "collective": 150e9, "p2p": 40e9, "host": 50e9}

@@ -18,8 +18,8 @@ from memo_sim.contract.plan import Decisions
 from memo_sim.contract.requests import Phase, Requests
 from memo_sim.contract.units import MIB
 from memo_sim.memory.place import place
+from memo_sim.program.arena.requests import requests_of
 from memo_sim.program.lower import lower
-from memo_sim.program.requests import requests_of
 from memo_sim.views.memory_map import draw_memory_map, live_curve
 
 

@@ -16,8 +16,8 @@ from memo_sim.contract.plan import Decisions
 from memo_sim.contract.requests import Requests
 from memo_sim.memory.place import place
 from memo_sim.memory.snapshot import read_snapshot
+from memo_sim.program.arena.requests import requests_of
 from memo_sim.program.lower import lower
-from memo_sim.program.requests import requests_of
 from memo_sim.views.torch_snapshot import BASE_ADDRESS, torch_snapshot
 
 DECODED_BY_THE_VIEWER = {

@@ -5,10 +5,10 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from memo_sim.accepted import accuracy_of
 from memo_sim.contract.plan import Layout
 from memo_sim.contract.validation import CaseError, CasePrediction, CaseReport, Expectation, Validation
-from memo_sim.intervals import held_out, with_intervals
+from memo_sim.validation.accepted import accuracy_of
+from memo_sim.validation.intervals import held_out, with_intervals
 from memo_sim.views.validation_report import markdown_table, validation_report
 
 ERRORS = {32: 0.0, 64: 0.02, 128: -0.04, 192: 0.01, 256: 0.03, 320: 0.30, 384: None, 448: None}

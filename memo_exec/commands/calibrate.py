@@ -1,0 +1,244 @@
+"""Measures this machine and writes it down as a hardware profile: operators and copies by themselves, never a model.
+
+    together (probes/collectives.py, overlap.py, copy_rates.py)   under torchrun: collectives by size and group, what
+                                      compute loses beside them, all devices copying at once
+    operators (probes/operators.py)   GEMM, attention and row-wise tables, through the kernels that runs use
+    copies (probes/copy_rates.py)     alone by size, duplex, beside compute; what compute loses beside them
+    memory (probes/memory.py)         dispatch of one instruction, allocation, host memory
+
+On a CPU a lane issues and computes in one thread, so every rate includes the dispatch of one instruction; on CUDA
+issuing runs ahead, and the least time of a kernel is the launch floor. Every number is the median of repeats and keeps
+its spread. Operators are timed in passes; none is begun that would end beyond the budget.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from functools import partial
+
+import msgspec
+import torch
+
+from memo_exec.machine.machine import Machine, library_versions, this_machine, versions
+from memo_exec.probes import clocks, collectives, copy_rates, memory, overlap
+from memo_exec.probes import grid as grids
+from memo_exec.probes.copies import Lanes
+from memo_exec.probes.copy_rates import AllDevices
+from memo_exec.probes.grid import Grid
+from memo_exec.probes.load import Load, disturbances, middle_spread
+from memo_exec.probes.operators import Bench, Operator, operators_of
+from memo_exec.probes.profile import COLLECTIVES, COPIES, Found, Shared, profile_of
+from memo_exec.probes.ranks import Ranks, joined
+from memo_exec.probes.tables import Timed, point_of
+from memo_exec.probes.timing import Effort, Sample, of_passes
+from memo_exec.probes.usable import Usable, usable
+from memo_sim.contract.hardware import DISTURBED, Hardware
+from memo_sim.contract.plan import Decisions, RowwiseKernel
+from memo_sim.contract.progress import Progress
+from memo_sim.program.arena.library_workspaces import IN_USE
+from memo_sim.program.ir.instruction import Lane
+from memo_sim.program.ir.work import Rowwise
+
+SHARING_A_POINT = 2
+PASSES = 3
+"""How often everything is timed, one pass after the other: load that comes and goes spoils one of them at most."""
+
+
+def calibrate(
+    *,
+    name: str | None = None,
+    progress: Progress = lambda done, total: None,
+    note: Callable[[str], None] = lambda text: None,
+    command: str = "",
+    grid: Grid | None = None,
+    budget_s: float | None = None,
+) -> Hardware | None:
+    """Return the profile of this machine's device; ``grid`` chooses other shapes (a test's few).
+
+    Under torchrun all ranks measure what they share, then rank 0 its device alone; the others return None. The budget
+    (the grid's unless given) is checked between passes over the operators: the first is always made. Rank 0 is told by
+    ``note`` what begins, and why the profile is not to be trusted where the machine was busy.
+
+    Raises:
+        CannotRun: when no attention kernel works here, or another rank stops.
+        UsageError: when the environment is not what torchrun sets.
+    """
+    begun, deadline = datetime.now(UTC), time.perf_counter()
+    load = Load.now()
+    with joined() as ranks:
+        machine = this_machine()
+        grid = grid or (grids.CPU if machine.device == "cpu" else grids.CUDA)
+        deadline += grid.budget_s if budget_s is None else budget_s
+        note = note if ranks.first else _unheard
+        note(f"measuring {machine.name}, load {load.text()}")
+        kernels = usable(machine, grid)
+        middle = grids.middle(grid, kernels.attention[0])
+        together = _together(ranks, middle, grid, note) if ranks.world > 1 else None
+    if not ranks.first:
+        return None
+    measured = _measure(machine, grid, kernels, deadline, progress)
+    found, shared = measured.found, None
+    if together is not None:
+        shared, everywhere = together
+        found = replace(found, copies=found.copies.beside_all(everywhere, COPIES))
+    disturbed = "; ".join(disturbances(load, machine, measured.samples))
+    if disturbed:
+        note(f"this profile is of a busy machine: {disturbed}\n  next: calibrate again when nothing else runs")
+    seconds = (datetime.now(UTC) - begun).total_seconds()
+    provenance = {
+        **versions(),
+        **library_versions(),
+        **measured.notes,
+        **{f"not measured: {name}": fault for name, fault in kernels.left_out.items()},
+        "device": machine.name,
+        "compute_threads": str(machine.compute_threads),
+        "ranks": str(ranks.world),
+        "load_before": load.text(),
+        "middle_spread": f"{middle_spread(measured.samples):.1%}",
+        **({DISTURBED: disturbed} if disturbed else {}),
+        "created": begun.isoformat(timespec="seconds"),
+        "seconds": f"{seconds:.0f}",
+        "command": command,
+    }
+    return msgspec.structs.replace(profile_of(found, shared, name), provenance=provenance)
+
+
+def _unheard(text: str) -> None:
+    """Say nothing: the first rank speaks."""
+    del text
+
+
+def _together(ranks: Ranks, middle: Decisions, grid: Grid, note: Callable[[str], None]) -> tuple[Shared, AllDevices]:
+    """Measure what ranks do together; every rank calls this, ``note`` hears what begins."""
+    outside = partial(_outside_torch, ranks.device)
+    tables, communicators = collectives.measure(
+        ranks, grid.message_bytes, grid.message_s, COLLECTIVES, outside=outside, told=note
+    )
+    note(f"measuring copies of {ranks.world} ranks at once")
+    with Lanes(ranks.device, middle, memory.cache_bytes(ranks.device)) as lanes:
+        everywhere = copy_rates.all_devices(ranks, lanes, grid)
+        layer = Bench(ranks.device, lanes.cache_bytes).chain(operators_of([middle]))
+        note("measuring compute beside collectives")
+        slowdowns = overlap.slowdowns(ranks, lanes, grid, layer, COLLECTIVES)
+    return Shared(ranks.world, tables, slowdowns, communicators), everywhere
+
+
+@dataclass(frozen=True)
+class _Measured:
+    """One device's findings, and what provenance says of them."""
+
+    found: Found
+    notes: dict[str, str]
+    samples: list[Sample]
+    """Of every operator, all passes together."""
+
+
+def _measure(machine: Machine, grid: Grid, kernels: Usable, deadline: float, progress: Progress) -> _Measured:
+    """Measure one device alone."""
+    device = torch.device(machine.device)
+    before = machine.device_memory_bytes - machine.device_free_bytes
+    base = next(grids.decisions(grid, kernels.attention[0]))
+    dispatch = memory.dispatch(base, device)
+    added_s = dispatch.seconds if machine.device == "cpu" else 0.0
+    cache_bytes = memory.cache_bytes(device)
+    with Lanes(device, base, cache_bytes) as lanes:
+        operators = _operators(grid, kernels.attention, kernels.rowwise)
+        timings = PASSES * len(operators)
+        total = timings + copy_rates.measurements(grid) + 1  # and what memory costs
+        bench = Bench(device, cache_bytes)
+        with clocks.watched(device) as clock_notes:
+            _compile(lanes, bench, operators)
+            samples = _time_all(lanes, bench, operators, deadline, lambda n: progress(n, total))
+        middles = [of_passes(found) for found in samples]
+        timed = [
+            Timed.of(operator.instruction.work, sample, added_s, operator.rowwise)
+            for operator, sample in zip(operators, middles, strict=True)
+        ]
+        layer = bench.chain(operators_of([grids.middle(grid, kernels.attention[0])]))
+        copies = copy_rates.one_device(lanes, grid, layer, COPIES, lambda n: progress(timings + n, total))
+        floor = lanes.inside(Lane.COMPUTE, partial(memory.launch_floor, device)) if device.type == "cuda" else dispatch
+    reserve = {IN_USE: before}
+    if device.type == "cuda":
+        reserve["kernels and libraries"] = max(0, _outside_torch(device) - before)
+    found = Found(
+        machine=machine,
+        timed=timed,
+        copies=copies,
+        floor=floor,
+        allocation=memory.allocation(device),
+        host_ready=memory.host_ready(device),
+        host_allocated=memory.host_allocated(device),
+        reserve_bytes=reserve,
+    )
+    progress(total, total)
+    passes = {"passes": str(len(samples[0])), "dispatch_us": f"{dispatch.seconds * 1e6:.1f}"}
+    return _Measured(found, {**passes, **clock_notes}, middles)
+
+
+def _outside_torch(device: torch.device) -> int:
+    """Return the device bytes in use that torch's allocator does not hold; 0 on a CPU."""
+    if device.type == "cpu":
+        return 0
+    torch.cuda.synchronize(device)
+    free, whole = torch.cuda.mem_get_info(device)
+    return int(whole - free - torch.cuda.memory_reserved(device))
+
+
+def _operators(grid: Grid, attention: list[str], rowwise: Sequence[RowwiseKernel] = ("torch",)) -> list[Operator]:
+    """Return everything to time: products once, row-wise operators and attention for every kernel."""
+    found: list[Operator] = []
+    for implementation in rowwise:
+        operators = operators_of(grids.decisions(grid, attention[0], implementation))
+        mine = [o for o in operators if implementation in (o.rowwise, "torch")]
+        found += _thinned([o for o in mine if grid.wanted(o)])
+    parts = operators_of(grids.subsequences(grid, attention[0]))
+    found += _thinned([o for o in parts if o.instruction.op in grids.OF_PARTS and grid.wanted(o)])
+    for kernel in attention:
+        for head_dim in grid.head_dims:
+            found += grids.attention_operators(grid, kernel, head_dim)
+    return found
+
+
+def _thinned(operators: list[Operator]) -> list[Operator]:
+    """Return the operators with at most two that would share a point of a row-wise curve."""
+    taken: Counter[tuple[str, int]] = Counter()
+    kept = []
+    for operator in operators:
+        work = operator.instruction.work
+        if isinstance(work, Rowwise) and work.moved_bytes > 0:
+            point = work.kind, point_of(work)
+            taken[point] += 1
+            if taken[point] > SHARING_A_POINT:
+                continue
+        kept.append(operator)
+    return kept
+
+
+def _compile(lanes: Lanes, bench: Bench, operators: list[Operator]) -> None:
+    """Play every fused operator once at every width, so that no pass takes the time of its compilation."""
+    fused = {(o.instruction.op, o.decisions.model.hidden, o.key[2]): o for o in operators if o.rowwise != "torch"}
+    for operator in fused.values():
+        lanes.inside(Lane.COMPUTE, partial(bench.seconds, operator, Effort(repeats=1, seconds=0.0)))
+
+
+def _time_all(
+    lanes: Lanes, bench: Bench, operators: list[Operator], deadline: float, tell: Callable[[int], None]
+) -> list[list[Sample]]:
+    """Time every operator in the compute lane's thread, in several passes over all; return each one's samples.
+
+    A pass that would take as long as the last and end after ``deadline`` (by ``time.perf_counter``) is not begun.
+    """
+    samples: list[list[Sample]] = [[] for _ in operators]
+    for turn in range(PASSES):
+        start = time.perf_counter()
+        for i, operator in enumerate(operators):
+            samples[i].append(lanes.inside(Lane.COMPUTE, partial(bench.seconds, operator, Effort())))
+            tell(turn * len(operators) + i + 1)
+        now = time.perf_counter()
+        if now + (now - start) > deadline:
+            break
+    return samples

@@ -1,0 +1,364 @@
+"""One run of a plan, from its file to measured beside predicted: what ``memo-exec run`` and ``profile`` call.
+
+read plan -> lower, compare hashes -> placement -> preflight -> meet the other ranks -> buffers -> weights or checkpoint
+-> steps -> comparison, traces
+
+Every rank does all of it; the first one speaks for all, and the slowest one's step is what is compared.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+
+from memo_exec.commands import compare
+from memo_exec.distributed.connections import connect
+from memo_exec.distributed.groups import Groups, make_groups
+from memo_exec.distributed.place import Place
+from memo_exec.distributed.world import World, answered, device_of, joined, launched, patience_of, side_by_side
+from memo_exec.interpreter.interpreter import Interpreter
+from memo_exec.interpreter.record import lane_busy_s, measured_trace
+from memo_exec.interpreter.rendezvous import without_waiting
+from memo_exec.machine import preflight
+from memo_exec.machine.machine import Machine, this_machine
+from memo_exec.machine.memory_budget import Needs, check_memory
+from memo_exec.machine.placement_file import checked_placement
+from memo_exec.memory.replaying import check_device, use_for_torch
+from memo_exec.observe.observed import Observed
+from memo_exec.training import checkpoint, weights
+from memo_exec.training.dataset import load_dataset
+from memo_exec.training.hyperparameters import Hyperparameters
+from memo_exec.training.loop import StepFigure, Training
+from memo_sim.contract import codec
+from memo_sim.contract.comparison import Comparison, StepFigures
+from memo_sim.contract.errors import CannotRun, UsageError
+from memo_sim.contract.plan import Plan
+from memo_sim.contract.trace import Trace
+from memo_sim.contract.units import counted
+from memo_sim.program.lower import lower
+
+WARM_UPS = 2
+"""First steps that do not count: memory is touched and libraries choose their algorithms then."""
+
+WEIGHTS = "weights"
+"""The folder in ``--save`` that what was trained is written to, for others to load."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOptions:
+    """What a run may choose; ``hyperparameters`` holds the ones that were asked for."""
+
+    steps: int = 10
+    data: Path | None = None
+    weights: Path | None = None
+    seed: int | None = None
+    save: Path | None = None
+    save_every: int = 10
+    resume: bool = False
+    debug: bool = False
+    replay_allocator: bool = False
+    """Serve libraries from the arena's slots, or replay a recorded step; CUDA only."""
+    hyperparameters: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a run leaves: the document, both timelines, and how it ended."""
+
+    comparison: Comparison
+    measured: Trace
+    predicted: Trace | None
+    stopped_by: int
+    """The signal that ended the run early; 0 when it played all its steps."""
+    steps: int
+    rank: int = 0
+    """Whose timeline ``measured`` is."""
+
+
+def run(
+    plan_path: Path,
+    options: RunOptions,
+    *,
+    tell: Callable[[StepFigure], None] = lambda figure: None,
+    note: Callable[[str], None] = lambda text: None,
+) -> Outcome | None:
+    """Train by a plan; None when a signal came before the first step had ended.
+
+    Raises:
+        BadInput: for a plan, data, weights or checkpoint that cannot be used.
+        CannotRun: when this machine cannot run the plan.
+        UsageError: for options that contradict each other or the checkpoint.
+    """
+    launch, plan = launched(), codec.read(plan_path, Plan)
+    if launch.world > 1:
+        side_by_side()
+    program = preflight.checked_program(plan, where=str(plan_path), rank=launch.rank)
+    preflight.check_ranks(plan.decisions, launch)
+    if launch.rank > 0:
+        tell, note = (lambda figure: None), (lambda text: None)
+    allocator = _replay_allocator() if options.replay_allocator or plan.decisions.replay_allocator else None
+    device = device_of(launch, "cuda" if torch.cuda.is_available() else "cpu")
+    predicted = compare.predicted_trace(plan_path, plan, launch.rank)
+    machine = this_machine(sharing=launch.local_world)
+    placement = checked_placement(plan, program, plan_path)
+    needs = preflight.check(plan.decisions, program, machine, placement, lent=allocator is not None)
+    note(needs.line())
+    dataset = load_dataset(options.data, plan.decisions.model.vocab)
+    if short := dataset.short_of(plan.decisions.seq_tokens):
+        note(short)
+    saved, state = _checkpoint(options, note)
+    if saved is not None and state is not None:
+        checkpoint.check(state, plan.decisions, dataset.sha256, where=saved)
+        _refuse_other_seed(options, state)
+    base = state.hyperparameters if state is not None else Hyperparameters()
+    seed = state.data.seed if state is not None else options.seed or 0
+    with (
+        joined(launch, device, patience_s=_patience_s(plan)) as world,
+        Interpreter(
+            plan.decisions,
+            program,
+            device=device,
+            placement=placement,
+            debug=options.debug,
+            allocator=allocator,
+            rank=world.rank,
+            groups=_groups(plan, world, device, needs),
+            sharing=machine.sharing,
+        ) as interpreter,
+    ):
+        training = Training(
+            plan=plan,
+            interpreter=interpreter,
+            dataset=dataset,
+            hyperparameters=msgspec.structs.replace(base, **options.hyperparameters),
+            seed=seed,
+            world=world,
+        )
+        _refuse_other_checkpoints(world, state)
+        if saved is not None and state is not None:
+            training.restore(saved, state)
+        elif options.weights is not None:
+            weights.load(interpreter, options.weights)
+        else:
+            weights.initialize(interpreter, seed)
+        if training.step >= options.steps:
+            raise UsageError(
+                "the checkpoint has played all steps already",
+                where=str(saved),
+                got=f"step {training.step}",
+                wanted=f"--steps above {training.step}",
+            )
+        with _signals(training, note):
+            training.run(options.steps, save=options.save, save_every=options.save_every, tell=tell)
+        if not training.records:
+            return None
+        if options.save is not None and not training.stopped_by:
+            _save_weights(training, options.save, note)
+        if interpreter.below is not None:
+            note(interpreter.below.report().line())
+        return _outcome(training, machine, plan_path, predicted)
+
+
+def _groups(plan: Plan, world: World, device: torch.device, needs: Needs) -> Groups:
+    """Return this rank's process groups, connected; none where it is alone.
+
+    Raises:
+        CannotRun: when another rank has stopped, or what NCCL took leaves too little device memory.
+    """
+    if world.size == 1:
+        return {}
+    programs, place = lower(plan.decisions), Place(plan.decisions.layout, world.rank)
+    with answered(world.rank, world.size):
+        groups = make_groups(programs, place, patience_s=_patience_s(plan))
+        connect(programs, place, groups, device)
+    if device.type == "cuda":
+        check_memory(dataclasses.replace(needs, host_bytes=0), this_machine())
+    return groups
+
+
+def _patience_s(plan: Plan) -> float:
+    return patience_of(plan.prediction.step_s if plan.prediction else None)
+
+
+def _replay_allocator() -> ctypes.CDLL:
+    """Make torch use the allocator below it, before anything asks the device.
+
+    Raises:
+        CannotRun: without CUDA, or when the allocator cannot be built.
+    """
+    from memo_exec.memory.native_library import library, library_path  # a run seldom needs a compiler
+
+    check_device()
+    path = library_path()
+    use_for_torch(path)
+    return library(path)
+
+
+def observe(plan_path: Path, note: Callable[[str], None]) -> Observed:
+    """Return what one step of a plan asks of the allocator: on a GPU that can run it alone, else with fake tensors.
+
+    Of a plan for several ranks it is the first rank's step.
+
+    Raises:
+        BadInput: for a plan that cannot be used.
+        CannotRun: when a step is too long to be bound.
+    """
+    from memo_exec.observe.fake_player import observe_fake  # loads much of torch that a run does not need
+    from memo_exec.observe.memory_history import observe_cuda
+
+    plan = codec.read(plan_path, Plan)
+    program = preflight.checked_program(plan, where=str(plan_path))
+    machine = this_machine()
+    if machine.device == "cuda" and plan.decisions.layout.devices == 1:
+        try:
+            preflight.check(plan.decisions, program, machine)
+        except CannotRun as error:
+            note(f"played with fake tensors, because {error.what}")
+        else:
+            return observe_cuda(plan.decisions, program)
+    return observe_fake(plan.decisions, program)
+
+
+def _save_weights(training: Training, directory: Path, note: Callable[[str], None]) -> None:
+    """Write what was trained for others to load; a shape Hugging Face does not know stays in the checkpoint alone.
+
+    Of several ranks the first reads the whole tensors back from the checkpoint that the run has ended with.
+    """
+
+    def write() -> None:
+        interpreter = training.interpreter
+        saved = checkpoint.latest(directory) if training.world.size > 1 else None
+        named = checkpoint.parameters(saved, interpreter) if saved is not None else None
+        weights.save(interpreter, directory / WEIGHTS, named=named)
+
+    try:
+        training.world.by_first(write)
+    except UsageError as error:
+        note(f"weights not written for Hugging Face: {error.what}")
+
+
+def _checkpoint(
+    options: RunOptions, note: Callable[[str], None]
+) -> tuple[Path, checkpoint.RunState] | tuple[None, None]:
+    """Return the checkpoint to go on from, None twice to begin anew."""
+    if options.save is None:
+        if options.resume:
+            raise UsageError("--resume needs to know where the checkpoint lies", hint="add --save DIR")
+        return None, None
+    if options.weights is not None and options.weights.resolve() == (options.save / WEIGHTS).resolve():
+        raise UsageError(
+            "the trained weights would replace those that the run starts from",
+            where=str(options.weights),
+            hint="choose another --save directory",
+        )
+    checkpoint.check_directory(options.save)
+    found = checkpoint.latest(options.save)
+    if found is not None and not options.resume:
+        raise UsageError(
+            "the directory holds a checkpoint, which a new run would replace",
+            where=str(found),
+            hint="add --resume to go on from it, or choose another --save directory",
+        )
+    if found is None:
+        if options.resume:
+            note(f"no checkpoint in {options.save} yet: starting with step 1")
+        return None, None
+    state = checkpoint.load_run(found)
+    note(f"going on after step {state.step} from {found}")
+    return found, state
+
+
+def _refuse_other_seed(options: RunOptions, state: checkpoint.RunState) -> None:
+    if options.seed is not None and options.seed != state.data.seed:
+        raise UsageError(
+            "a resumed run keeps its seed",
+            got=f"--seed {options.seed}",
+            wanted=state.data.seed,
+            hint="leave --seed out",
+        )
+
+
+def _refuse_other_checkpoints(world: World, state: checkpoint.RunState | None) -> None:
+    steps = world.gathered(state.step if state is not None else 0)
+    if len(set(steps)) > 1:
+        raise UsageError(
+            "the ranks do not see the same checkpoint",
+            got=f"steps {', '.join(map(str, steps))}, rank by rank",
+            hint="choose a --save directory on storage that all nodes have",
+        )
+
+
+@contextmanager
+def _signals(training: Training, note: Callable[[str], None]) -> Iterator[None]:
+    """Let the first SIGINT or SIGTERM end the run after the step being played, a second one at once."""
+
+    def ask(number: int, frame: object) -> None:
+        del frame
+        training.asked = number
+        note("stopping after this step; once more to stop at once")
+        signal.signal(number, signal.SIG_DFL)
+
+    kinds = (signal.SIGINT, signal.SIGTERM)
+    try:
+        before = {kind: signal.signal(kind, ask) for kind in kinds}
+    except ValueError:  # not in the main thread: whoever runs us handles signals
+        yield
+        return
+    try:
+        yield
+    finally:
+        for kind, handler in before.items():
+            signal.signal(kind, handler)
+
+
+def _outcome(training: Training, machine: Machine, plan_path: Path, predicted: Trace | None) -> Outcome:
+    plan, program, world = training.plan, training.interpreter.program, training.world
+    record, times_s, steps_measured = training.median_record(WARM_UPS)
+    programs = lower(plan.decisions)
+    record = without_waiting(record, programs, training.interpreter.place, world)
+    measured = measured_trace(
+        program, record, program_sha256=plan.program_sha256, rank=world.rank, world_size=world.size
+    )
+    every = world.gathered(
+        StepFigures(
+            step_s=record.step_s,
+            peak_device_bytes=record.peak_device_bytes,
+            moved_bytes=record.moved,
+            lanes=lane_busy_s(program, record),
+            ops=compare.busy_by(measured)[1],
+        )
+    )
+    slowest = times_s.index(max(times_s))
+    stage = programs[Place(plan.decisions.layout, slowest).at("pp")] if len(programs) > 1 else None
+    trace = compare.predicted_trace(plan_path, plan, slowest)
+    peaks = [figures.peak_device_bytes for figures in every]
+    comparison = compare.compare(
+        compare.figures_of_prediction(plan.prediction, trace, stage),
+        msgspec.structs.replace(every[slowest], peak_device_bytes=max(peaks)),
+        program_sha256=plan.program_sha256,
+        machine=machine_text(machine),
+        losses=training.losses,
+        grad_norms=training.grad_norms,
+        steps_measured=steps_measured,
+    )
+    if world.size > 1:
+        comparison = msgspec.structs.replace(comparison, step_s_by_rank=times_s, peak_device_bytes_by_rank=peaks)
+    if (below := training.interpreter.below) is not None:
+        comparison = msgspec.structs.replace(comparison, allocator=dataclasses.asdict(below.report()))
+    return Outcome(comparison, measured, predicted, training.stopped_by, training.step, world.rank)
+
+
+def machine_text(machine: Machine) -> str:
+    """Return the machine in a few words."""
+    threads = f", {counted(machine.compute_threads, 'compute thread')}" if machine.device == "cpu" else ""
+    threads += f", {machine.sharing} ranks" if machine.sharing > 1 else ""
+    return f"{machine.name} ({machine.device}{threads}), torch {torch.__version__}"

@@ -1,0 +1,312 @@
+"""Plays a program: lanes over buffers, kernels by op, every ordering a derived edge.
+
+    interpreter = Interpreter(decisions, program, device="cpu")
+    record = interpreter.run_step([(ids, labels)], StepScalars(lr=1e-3, loss_scale=1 / targets))
+
+Each lane is a thread that plays its instructions in program order. On the CPU an instruction has ended when its kernel
+returns; on CUDA the thread issues it on the lane's stream, and events order and time it. Everything runs in inference
+mode: nothing is saved behind the program's back.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Mapping, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from contextlib import AbstractContextManager, nullcontext
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from memo_exec.distributed.groups import Groups, communicates, missing_groups
+from memo_exec.distributed.own_program import own_program
+from memo_exec.distributed.place import Place
+from memo_exec.distributed.world import answered
+from memo_exec.interpreter.lanes import HostTimekeeper, LaneStopped, Progress, Timekeeper, lane_threads
+from memo_exec.interpreter.race_checks import Probe
+from memo_exec.interpreter.record import StepRecord, device_curve, host_curve, waits_of
+from memo_exec.interpreter.streams import StreamTimekeeper, make_deterministic
+from memo_exec.kernels import KERNELS, Call, Context, Kernel, StepScalars
+from memo_exec.kernels.attention import BACKENDS
+from memo_exec.memory.arena import ArenaStore
+from memo_exec.memory.binding import Bound, Touch, schedule
+from memo_exec.memory.replaying import BelowTorch
+from memo_exec.memory.slab import HostSlab
+from memo_exec.memory.store import CachingStore
+from memo_sim.contract.errors import CannotRun
+from memo_sim.contract.placement import Placement
+from memo_sim.contract.plan import Decisions, MovedBytes
+from memo_sim.program.analysis.edges import Edges
+from memo_sim.program.ir.instruction import Lane
+from memo_sim.program.ir.program import Program
+
+STUCK_S = 10.0
+"""How long lanes that talk to other ranks may go on after another lane has failed: what they wait for may not come."""
+
+
+class Interpreter:
+    """One rank's program with its buffers made, ready to play steps.
+
+    ``placement``, already checked, puts the device buffers in one arena; without one they come from torch's allocator.
+    ``debug`` poisons what has been offloaded, checks sums of what was copied, and the order of everything that touched
+    the same bytes. ``allocator``, which torch uses already, lends libraries their slots of the arena or, without one,
+    replays what a step asks for. ``rank`` is this process's of the layout's, ``groups`` are the process groups in which
+    it talks to the others (``make_groups``); ``sharing`` processes share this host's cores. ``kernels`` and ``edges``
+    replace the real ones in tests.
+    """
+
+    def __init__(
+        self,
+        decisions: Decisions,
+        program: Program,
+        *,
+        device: torch.device | str = "cpu",
+        placement: Placement | None = None,
+        debug: bool = False,
+        allocator: ctypes.CDLL | None = None,
+        rank: int = 0,
+        groups: Groups | None = None,
+        sharing: int = 1,
+        kernels: Mapping[str, Kernel] = KERNELS,
+        edges: Edges | None = None,
+    ) -> None:
+        self.decisions = decisions
+        self.program = program
+        self.device = torch.device(device)
+        groups = groups or {}
+        _refuse(decisions, program, self.device, kernels, groups)
+        self.kernels = kernels
+        self.place = Place(decisions.layout, rank)
+        self.schedule = schedule(own_program(program, decisions, self.place), placement=placement, edges=edges)
+        if self.device.type == "cuda" and decisions.deterministic:
+            make_deterministic()
+        self.context = Context(decisions, self.device, rank=rank, groups=groups)
+        store = CachingStore if placement is None else ArenaStore
+        self.store = store(self.schedule, self.device, poison=debug)
+        pinned = self.device.type == "cuda"
+        self.slab = HostSlab(program, self.schedule.columns, self.schedule.slab, pinned=pinned)
+        self.probe = Probe(self.schedule) if debug else None
+        self._timekeeper: Timekeeper = (
+            StreamTimekeeper(self.schedule.lanes, self.device) if pinned else HostTimekeeper()
+        )
+        self._views: dict[tuple[int, int, int], Tensor] = {}
+        self._operands = {b.number: self._fixed(b) for bounds in self.schedule.lanes.values() for b in bounds}
+        self.below = self._below(allocator)
+        self._threads = lane_threads(self.schedule.lanes, self.device, sharing)
+        self._stuck = False
+        self._moved = {Lane.D2H: 0, Lane.H2D: 0}
+        self._lock = threading.Lock()
+
+    def buffer(self, family: str, index: int = 0) -> Tensor:
+        """Return a buffer that lasts (``params.layer``, 3): flat for parameters, on the device or in the host slab.
+
+        Raises:
+            KeyError: when the program has no such buffer.
+        """
+        number = self.program.family_bases[family] + index
+        if (host := self.slab.views.get(number)) is not None:
+            return host
+        return self.store.view(number, 0, self.schedule.family(number).tokens)
+
+    def run_step(self, batch: Sequence[tuple[Tensor, Tensor]], scalars: StepScalars) -> StepRecord:
+        """Play the program once; ``batch`` has (ids, shifted labels) of every micro-batch, -100 = not counted.
+
+        Raises:
+            ValueError: for a batch of another shape than the program's, or a kernel that broke its operands.
+        """
+        self._load(batch)
+        self.context.scalars = scalars
+        self.store.begin_step()
+        self._moved = dict.fromkeys(self._moved, 0)
+        if self.below:
+            self.below.begin_step()
+        progress = Progress(self.schedule.lanes)
+        if self.probe:
+            self.probe.begin_step()
+        self._timekeeper.begin_step(self.program.instruction_count)
+        futures = [
+            self._threads[lane].submit(self._play, lane, bounds, progress)
+            for lane, bounds in self.schedule.lanes.items()
+        ]
+        self._wait(futures)
+        if progress.failure is not None:
+            raise progress.failure
+        record = self._record()
+        if self.below:
+            self.below.end_step()
+        return record
+
+    def _wait(self, futures: list[Future[None]]) -> None:
+        """Wait for all lanes; once one has failed, not for ever for those that wait for other ranks."""
+        playing = wait(futures, return_when=FIRST_EXCEPTION).not_done
+        self._stuck = bool(wait(playing, STUCK_S if self.context.groups else None).not_done)
+
+    def close(self) -> None:
+        """Stop the threads and the allocator's replay, and unpin the slab."""
+        if self.below:
+            self.below.close()
+        for thread in self._threads.values():
+            thread.shutdown(wait=not self._stuck)
+        if not self._stuck:
+            self.slab.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if error[0] is not None and self.device.type == "cuda" and self.context.groups:
+            return  # unpinning would wait for a kernel that waits for another rank; the process's end does not
+        self.close()
+
+    def _load(self, batch: Sequence[tuple[Tensor, Tensor]]) -> None:
+        tokens = self.decisions.local_tokens
+        if len(batch) != self.program.micro_batches:
+            raise ValueError(f"{len(batch)} micro-batches given, the program plays {self.program.micro_batches}")
+        for i, pair in enumerate(batch):
+            for name, values in zip(("input.ids", "input.labels"), pair, strict=True):
+                if values.numel() != tokens:
+                    raise ValueError(f"{name} of micro-batch {i} has {values.numel()} tokens, wanted {tokens}")
+                if name in self.program.family_bases:  # pipeline stages between the ends have neither
+                    self.buffer(name, i).copy_(values.reshape(-1))
+        for name in ("loss", "grad_norm"):
+            self.buffer(name).zero_()
+
+    def _play(self, lane: Lane, bounds: list[Bound], progress: Progress) -> None:
+        """Play one lane's instructions; any error stops the other lanes."""
+        try:
+            with torch.inference_mode(), self._timekeeper.playing(lane):
+                for bound in bounds:
+                    self._play_one(lane, bound, progress)
+        except LaneStopped:
+            pass
+        except BaseException as error:  # the first one is raised again in run_step
+            progress.fail(error)
+            raise
+
+    def _play_one(self, lane: Lane, bound: Bound, progress: Progress) -> None:
+        timekeeper, number = self._timekeeper, bound.number
+        for other, producer in bound.waits:
+            progress.wait(other, producer)
+            timekeeper.order(lane, other, producer)
+        for buffer in bound.births:
+            self.store.birth(buffer, number)
+        call = self._call(bound)
+        if self.probe:
+            self.probe.before(bound, call)
+        held = [(t, t.data_ptr(), t.shape) for t in call.tensors.values()]
+        timekeeper.start(lane, number)
+        with self._lent(bound), self._talking(bound):
+            self.kernels[bound.instruction.op](call)
+        timekeeper.end(lane, number)
+        for tensor, pointer, shape in held:
+            if tensor.data_ptr() != pointer or tensor.shape != shape:
+                raise ValueError(f"{bound.instruction.name} moved or resized an operand of {bound.instruction.op}")
+        if lane in self._moved:
+            self._moved[lane] += call["target"].nbytes
+        if self.probe:
+            self.probe.after(bound, call)
+        for buffer, others in bound.deaths:
+            for other, last in others:
+                progress.wait(other, last)
+            if others and not isinstance(self.store, ArenaStore) and buffer not in self.schedule.library:
+                whole = self.store.view(buffer, 0, self.schedule.family(buffer).tokens)
+                timekeeper.release(whole, [lane, *(other for other, _ in others)])
+            self.store.death(buffer, number)
+        progress.finish(lane, number, awaited=bound.awaited)
+
+    def _fixed(self, bound: Bound) -> tuple[dict[str, Tensor], tuple[Touch, ...]]:
+        """Return an instruction's operands that never move, made once, and those to be found when it is played."""
+        fixed, moving = {}, []
+        for touch in bound.touches:
+            if (host := self.slab.views.get(touch.buffer)) is not None:
+                fixed[touch.role] = host[touch.first : touch.first + touch.tokens]
+            elif self.store.lasts(touch.buffer):
+                key = (touch.buffer, touch.first, touch.tokens)
+                if key not in self._views:
+                    self._views[key] = self.store.view(*key)
+                fixed[touch.role] = self._views[key]
+            elif touch.buffer not in self.schedule.library:
+                moving.append(touch)
+        return fixed, tuple(moving)
+
+    def _call(self, bound: Bound) -> Call:
+        fixed, moving = self._operands[bound.number]
+        tensors = fixed.copy()
+        for touch in moving:
+            tensors[touch.role] = self.store.view(touch.buffer, touch.first, touch.tokens)
+        return Call(bound.instruction, self.context, tensors, bound.subsequence, bound.offset)
+
+    def _below(self, allocator: ctypes.CDLL | None) -> BelowTorch | None:
+        """Return what serves the compute lane's requests, None when torch's own allocator does."""
+        if allocator is None:
+            return None
+        stream = 0
+        if isinstance(self._timekeeper, StreamTimekeeper):
+            stream = self._timekeeper.streams[Lane.COMPUTE].cuda_stream
+        return BelowTorch(allocator, stream, lends=isinstance(self.store, ArenaStore))
+
+    def _lent(self, bound: Bound) -> AbstractContextManager[None]:
+        """Return a context in which a library's call gets the slot that the program declares for its results."""
+        if self.below is not None and isinstance(self.store, ArenaStore):
+            for touch in bound.touches:
+                if (slot := self.store.slots.get(touch.buffer)) is not None:
+                    return self.below.lending(slot)
+        return nullcontext()
+
+    def _talking(self, bound: Bound) -> AbstractContextManager[None]:
+        """Return a context in which what fails is another rank's failure."""
+        if communicates(bound.instruction.work):
+            return answered(self.place.rank, self.decisions.layout.devices)
+        return nullcontext()
+
+    def _record(self) -> StepRecord:
+        start_s, end_s = self._timekeeper.times()
+        if self.probe:
+            self.probe.end_step(start_s, end_s)
+        return StepRecord(
+            loss=float(self.buffer("loss")),
+            grad_norm=float(self.buffer("grad_norm")) ** 0.5,
+            start_s=start_s,
+            end_s=end_s,
+            step_s=float(end_s.max(initial=0.0)),
+            peak_device_bytes=self.store.peak_bytes,
+            peak_host_bytes=self.slab.bytes,
+            moved=MovedBytes(d2h=self._moved[Lane.D2H], h2d=self._moved[Lane.H2D]),
+            waits=waits_of(self.schedule, start_s, end_s),
+            device_memory=device_curve(self.store, start_s, end_s),
+            host_memory=host_curve(self.schedule, end_s),
+        )
+
+
+def _refuse(
+    decisions: Decisions, program: Program, device: torch.device, kernels: Mapping[str, Kernel], groups: Groups
+) -> None:
+    """Refuse what this interpreter cannot play.
+
+    Raises:
+        CannotRun: for groups that were not made, an op without a kernel, or an attention kernel of another device.
+    """
+    layout = decisions.layout
+    if missing_groups(program, layout, groups):
+        raise CannotRun(
+            "this layout needs several ranks, and this process is alone",
+            where="decisions.layout",
+            got="1 process",
+            wanted=f"{layout.devices}",
+            hint=f"torchrun --nproc_per_node {layout.devices} -m memo_exec run PLAN",
+        )
+    missing = sorted({i.op for t in program.templates for i in t.instructions} - set(kernels))
+    if missing:
+        raise CannotRun("there is no kernel for some operators", got=", ".join(missing))
+    kernel = decisions.kernels.attention
+    fitting = [name for name in BACKENDS if (name == "torch-flash-cpu") == (device.type == "cpu")]
+    if kernel not in fitting:
+        raise CannotRun(
+            f"attention kernel {kernel} does not play on {device.type}",
+            where="decisions.kernels.attention",
+            got=kernel,
+            wanted=" or ".join(fitting),
+            hint="make the plan for this machine's profile",
+        )

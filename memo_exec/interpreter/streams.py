@@ -1,0 +1,111 @@
+"""Lanes as CUDA streams: threads only issue, events order and time.
+
+Every instruction is recorded between two events; a lane that waits for another makes its stream wait for the event, so
+nothing synchronises with the host inside a step. The host lane is the exception by nature: its thread waits for the
+events it needs.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from memo_exec.interpreter.lanes import Floats
+from memo_sim.program.ir.instruction import Lane
+
+
+class StreamTimekeeper:
+    """One stream a lane; time zero is an event that has passed before any lane starts."""
+
+    def __init__(self, lanes: Iterable[Lane], device: torch.device) -> None:
+        self.device = device
+        self.streams = {lane: _stream(device) for lane in lanes if lane is not Lane.HOST}
+        self._zero = _event()
+        self._zero_s = 0.0
+        self._starts: list[torch.cuda.Event | float | None] = []
+        self._ends: list[torch.cuda.Event | float | None] = []
+
+    def begin_step(self, instructions: int) -> None:
+        """Record time zero on the device and on the host, with nothing under way."""
+        self._starts = [None] * instructions
+        self._ends = [None] * instructions
+        torch.cuda.synchronize(self.device)
+        for _ in range(2):  # the first time is slow
+            before = time.perf_counter()
+            self._zero.record(torch.cuda.current_stream(self.device))
+            self._zero.synchronize()
+            # The device passed the event in between: the host lane's clock is off by half of that at most.
+            self._zero_s = (before + time.perf_counter()) / 2
+
+    @contextmanager
+    def playing(self, lane: Lane) -> Iterator[None]:
+        """Make the lane's stream current."""
+        if lane is Lane.HOST:
+            yield
+            return
+        with torch.cuda.device(self.device), torch.cuda.stream(self.streams[lane]):
+            yield
+
+    def order(self, lane: Lane, producer_lane: Lane, producer: int) -> None:
+        """Make the lane's stream (or, for the host lane, its thread) wait for the producer's event."""
+        event = self._ends[producer]
+        if producer_lane is Lane.HOST or not isinstance(event, torch.cuda.Event):
+            return
+        if lane is Lane.HOST:
+            event.synchronize()
+        else:
+            self.streams[lane].wait_event(event)
+
+    def release(self, tensor: Tensor, lanes: Iterable[Lane]) -> None:
+        """Make torch's allocator wait for the lanes' streams before it hands the tensor's memory out again."""
+        for lane in lanes:
+            if lane is not Lane.HOST:
+                tensor.record_stream(self.streams[lane])
+
+    def start(self, lane: Lane, number: int) -> None:
+        """Record an event, or note the time on the host lane."""
+        self._starts[number] = self._now(lane)
+
+    def end(self, lane: Lane, number: int) -> None:
+        """Record an event, or note the time on the host lane."""
+        self._ends[number] = self._now(lane)
+
+    def _now(self, lane: Lane) -> torch.cuda.Event | float:
+        if lane is Lane.HOST:
+            return time.perf_counter() - self._zero_s
+        event = _event()
+        event.record(self.streams[lane])
+        return event
+
+    def times(self) -> tuple[Floats, Floats]:
+        """Return start and end of every instruction in seconds, after all streams have drained."""
+        torch.cuda.synchronize(self.device)
+        return self._seconds(self._starts), self._seconds(self._ends)
+
+    def _seconds(self, marks: list[torch.cuda.Event | float | None]) -> Floats:
+        found = [
+            self._zero.elapsed_time(mark) / 1e3 if isinstance(mark, torch.cuda.Event) else float(mark or 0.0)
+            for mark in marks
+        ]
+        return np.array([max(0.0, seconds) for seconds in found])
+
+
+def make_deterministic() -> None:
+    """Let torch choose only kernels that give the same bits each time, in the whole process."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+
+
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+
+def _event() -> torch.cuda.Event:
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]

@@ -1,0 +1,149 @@
+"""Which attention kernels can be used on a machine, and why the others cannot."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterable
+from importlib import import_module
+
+import torch
+from torch.nn import attention
+
+from memo_exec.kernels import KERNELS
+from memo_exec.kernels.attention import BACKENDS
+from memo_exec.machine.kernel_trial import Heads, attention_fails, forms_of, triton_fails
+from memo_exec.machine.machine import Machine
+from memo_exec.machine.rowwise_kernels import rowwise_kernels
+from memo_sim.contract.errors import CannotRun
+from memo_sim.contract.hardware import DtypeName
+from memo_sim.contract.plan import Decisions
+from memo_sim.program.ir.program import Program
+from memo_sim.program.operators.head_groups import flash3_head_dim
+
+LEAST_CAPABILITY = 8
+"""Major compute capability that flash-attn 2, torch's build of it and cuDNN's fused attention begin with."""
+
+
+def check_kernels(decisions: Decisions, program: Program, machine: Machine) -> None:
+    """Refuse a program with operators or attention that nothing here plays; nothing is substituted.
+
+    Raises:
+        CannotRun: naming them, and the attention kernels that can be used.
+    """
+    missing = sorted({i.op for t in program.templates for i in t.instructions} - set(KERNELS))
+    if missing:
+        raise CannotRun("the plan's program has operators without a kernel", got=", ".join(missing))
+    rowwise = decisions.kernels.rowwise
+    if reason := rowwise_kernels(machine)[rowwise]:
+        raise _refused_rowwise(rowwise, reason)
+    kernel, available = decisions.kernels.attention, attention_kernels(machine)
+    reason = available.get(kernel, "no such kernel in this version") or _unsupported(decisions)
+    if reason:
+        raise _refused_attention(kernel, reason, available)
+
+
+def try_kernels(decisions: Decisions, machine: Machine) -> None:
+    """Play the plan's kernels on a few tokens, and refuse those that do not work here.
+
+    Raises:
+        CannotRun: with what the library said, or by how much it was wrong.
+    """
+    kernel, rowwise, device = decisions.kernels.attention, decisions.kernels.rowwise, torch.device(machine.device)
+    heads = Heads.of(decisions.model)
+    for form in forms_of(decisions):
+        deterministic = decisions.deterministic
+        if reason := attention_fails(kernel, heads, decisions.dtype, device, form, deterministic=deterministic):
+            raise _refused_attention(kernel, reason, attention_kernels(machine) | {kernel: reason})
+    if rowwise == "triton" and (reason := triton_fails(device)):
+        raise _refused_rowwise(rowwise, reason)
+
+
+def tried_attention_kernels(machine: Machine, dtype: DtypeName, head_dims: Iterable[int]) -> dict[str, dict[int, str]]:
+    """Return for every attention kernel and head size why it cannot be used here; "" when it can."""
+    device = torch.device(machine.device)
+    return {
+        name: {size: why_not or attention_fails(name, Heads(2, 1, size), dtype, device) for size in head_dims}
+        for name, why_not in attention_kernels(machine).items()
+    }
+
+
+def _refused_rowwise(kernel: str, reason: str) -> CannotRun:
+    return CannotRun(
+        "the plan's row-wise kernels cannot be used here",
+        where="$.decisions.kernels.rowwise",
+        got=f"{kernel}: {reason}",
+        wanted="torch",
+        hint="another kernel is another plan: memo-exec calibrate -o here.json, then what-if --cluster here.json",
+    )
+
+
+def _refused_attention(kernel: str, reason: str, available: dict[str, str]) -> CannotRun:
+    return CannotRun(
+        "the plan's attention kernel cannot be used here",
+        where="$.decisions.kernels.attention",
+        got=f"{kernel}: {reason}",
+        wanted=", ".join(name for name, why_not in available.items() if not why_not)
+        or "an attention kernel for this device",
+        hint="another kernel is another plan: memo-exec calibrate -o here.json, then what-if --cluster here.json",
+    )
+
+
+def attention_kernels(machine: Machine) -> dict[str, str]:
+    """Return for every attention kernel why it cannot be used on this machine's device; "" when it can."""
+    return {name: _why_not(name, machine) for name in BACKENDS}
+
+
+def _why_not(kernel: str, machine: Machine) -> str:
+    wanted = "cpu" if kernel == "torch-flash-cpu" else "cuda"
+    if machine.device != wanted:
+        return f"it plays on {wanted}, this device is {machine.device}"
+    if kernel in ("flash3", "flash4", "te-fused"):
+        return str(import_module(BACKENDS[kernel]).missing())
+    if kernel == "torch-flash-cpu":
+        return ""
+    return _MISSING[kernel]() or _too_old()
+
+
+def _too_old() -> str:
+    """Return why the device is too old for kernels that begin with ``LEAST_CAPABILITY``; "" when it is not."""
+    major, minor = torch.cuda.get_device_capability() if torch.cuda.is_available() else (LEAST_CAPABILITY, 0)
+    if major >= LEAST_CAPABILITY:
+        return ""
+    return f"it needs compute capability {LEAST_CAPABILITY}.0 or higher, this device has {major}.{minor}"
+
+
+def _torch_flash_missing() -> str:
+    active = attention.current_flash_attention_impl()
+    return f"{active} plays torch's flash operators in this process" if active else ""
+
+
+def _cudnn_missing() -> str:
+    return "" if torch.backends.cudnn.is_available() else "this torch has no cuDNN"  # type: ignore[no-untyped-call]
+
+
+def _unsupported(decisions: Decisions) -> str:
+    """Return why a library that is there has no kernel for these heads; "" when it has."""
+    kernel, head_dim = decisions.kernels.attention, decisions.model.head_dim
+    if kernel == "torch-cudnn" and decisions.deterministic:
+        return "torch does not ask cuDNN for its deterministic backward"
+    if kernel == "torch-flash-cpu":
+        return ""
+    if head_dim % 8 or head_dim > 256:
+        return f"heads of {head_dim}: it has multiples of 8 up to 256"
+    if kernel == "flash3" and decisions.deterministic and flash3_head_dim(head_dim) == 256:
+        return f"heads of {head_dim}: its deterministic backward has up to 192"
+    return ""
+
+
+def _flash_attn_missing() -> str:
+    """Return "" when flash-attn 2's low-level calls can be imported (flash-attn 4 brings the package without them)."""
+    if importlib.util.find_spec("flash_attn") is None:
+        return "flash-attn is not installed"
+    try:
+        from flash_attn.flash_attn_interface import _flash_attn_backward, flash_attn_gpu
+    except (ImportError, OSError) as error:
+        return f"flash-attn cannot be imported: {error}"
+    return "" if _flash_attn_backward and flash_attn_gpu else "flash-attn lacks its low-level calls"
+
+
+_MISSING = {"flash2": _flash_attn_missing, "torch-flash": _torch_flash_missing, "torch-cudnn": _cudnn_missing}

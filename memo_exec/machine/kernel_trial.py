@@ -1,0 +1,186 @@
+"""A kernel tried on a few tokens before a run allocates anything: what is installed may still not run here.
+
+A library built for another architecture, a cuDNN without this head size, a Triton without a compiler: all can be
+imported. So short calls in the plan's form are played forward and backward, and compared with attention's definition
+
+    out = softmax(q k^T / sqrt(d)) v,  dv = p^T do,  ds = p (do v^T - rowsum(do out)),  dq = ds k,  dk = ds^T q
+
+which shows a wrong alignment or a NaN as well as an exception.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from memo_exec.kernels import KERNELS, Call, Context
+from memo_exec.kernels.attention import BACKENDS
+from memo_exec.memory.dtypes import TORCH_DTYPES
+from memo_sim.contract.catalog import load_model
+from memo_sim.contract.hardware import DtypeName
+from memo_sim.contract.model import Model
+from memo_sim.contract.plan import Decisions, Kernels, RowwiseKernel
+from memo_sim.program.attention.rsa import writes_scores
+from memo_sim.program.ir.instruction import Instruction, Lane
+from memo_sim.program.ir.work import Rowwise
+
+TOKENS = 256
+EARLIER = 320
+"""Keys before the queries' own, where attention comes in parts."""
+
+Form = Literal["causal", "whole", "parts"]
+FORMS: Mapping[Form, tuple[tuple[bool, slice], ...]] = {
+    "causal": ((True, slice(None)),),
+    "whole": ((False, slice(None)),),
+    "parts": ((False, slice(EARLIER)), (True, slice(EARLIER, None))),
+}
+"""Of each form its calls: whether they are causal, and of which keys. Parts are merged by log-sum-exp."""
+
+TOLERANCE = 0.03
+"""Relative error of a result, in the Euclidean norm: bf16 gives a half of a percent, a wrong mask a half of one."""
+
+MOST_TEXT = 200
+"""Characters of a library's own message that are passed on."""
+
+
+@dataclass(frozen=True)
+class Heads:
+    """The heads that attention is tried with."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+
+    @classmethod
+    def of(cls, model: Model) -> Heads:
+        """Return one group of a model's query heads with its key/value head."""
+        return cls(model.heads // model.kv_heads, 1, model.head_dim)
+
+
+def forms_of(decisions: Decisions) -> tuple[Form, ...]:
+    """Return how a plan calls attention; ring self-attention calls none of its kernels."""
+    own: Form = "whole" if decisions.model.bidirectional else "causal"
+    layout = decisions.layout
+    if writes_scores(decisions):
+        return ()
+    if layout.subsequences > 1:
+        return ("parts",)
+    return (own, "parts") if layout.ring > 1 else (own,)
+
+
+def attention_fails(
+    kernel: str,
+    heads: Heads,
+    dtype: DtypeName,
+    device: torch.device,
+    form: Form = "causal",
+    *,
+    deterministic: bool = False,
+) -> str:
+    """Return why an attention kernel cannot compute these heads on ``device``; "" when it can."""
+
+    def play() -> str:
+        backend = import_module(BACKENDS[kernel])
+        q, k, v, grads = _operands(heads, form, lambda *shape: _random(shape, device, dtype))
+        grad, parts = _random(q.shape, device, dtype), FORMS[form]
+        outs, lses = [torch.empty_like(grad) for _ in parts], [torch.empty(q.shape[:3], device=device) for _ in parts]
+        for (causal, keys), out, lse in zip(parts, outs, lses, strict=True):
+            backend.forward(q, k[:, keys], v[:, keys], out, lse, causal=causal)
+        whole = torch.stack(lses).logsumexp(0)
+        shares = [(lse - whole).exp().unsqueeze(-1) for lse in lses]
+        out = sum((o.float() * share for o, share in zip(outs, shares, strict=True)), torch.zeros(())).to(grad.dtype)
+        grad_q = torch.zeros(q.shape, device=device)
+        for causal, keys in parts:
+            into = (grads[0], grads[1][:, keys], grads[2][:, keys])
+            backend.backward(
+                grad, (q, k[:, keys], v[:, keys]), out, whole, into, causal=causal, deterministic=deterministic
+            )
+            grad_q += grads[0]
+        masked = form != "whole"
+        wanted = _definition(grad.float(), q.float(), k.float(), v.float(), masked=masked)
+        return _difference((out, whole, grad_q, *grads[1:]), wanted)
+
+    return _tried(play)
+
+
+def _operands(
+    heads: Heads, form: Form, made: Callable[..., Tensor]
+) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, ...]]:
+    """Return Q, K, V and what their gradients are written to, as views of what a step holds them in."""
+    if form == "parts":
+        q = made(1, TOKENS, heads.heads, heads.head_dim)
+        kv = made(1, EARLIER + TOKENS, 2, heads.kv_heads, heads.head_dim)
+        k, v = kv.unbind(2)
+        return q, k, v, (torch.empty_like(q), *torch.empty_like(kv).unbind(2))
+    packed = made(1, TOKENS, heads.heads + 2 * heads.kv_heads, heads.head_dim)
+    sizes = [heads.heads, heads.kv_heads, heads.kv_heads]
+    q, k, v = torch.split(packed, sizes, dim=2)
+    return q, k, v, torch.split(torch.empty_like(packed), sizes, dim=2)
+
+
+def _random(shape: Sequence[int], device: torch.device, dtype: DtypeName) -> Tensor:
+    generator = torch.Generator().manual_seed(sum(shape))
+    return torch.randn(*shape, generator=generator).to(device, TORCH_DTYPES[dtype])
+
+
+def triton_fails(device: torch.device) -> str:
+    """Return why Triton's kernels cannot be compiled and played on ``device``; "" when they can."""
+
+    def play() -> str:
+        results: list[Tensor] = []
+        x = torch.linspace(-3, 3, TOKENS * 64).view(TOKENS, 64).to(device, torch.bfloat16)
+        model = load_model("gpt-tiny")  # of which a kernel reads its kind of activation
+        choices: tuple[RowwiseKernel, ...] = ("torch", "triton")
+        for rowwise in choices:
+            decisions = Decisions(model=model, seq_tokens=TOKENS, kernels=Kernels(rowwise=rowwise))
+            instruction = Instruction("trial", "gelu", Lane.COMPUTE, Rowwise("gelu", TOKENS, 0, 0), ())
+            results.append(torch.empty_like(x))
+            KERNELS["gelu"](Call(instruction, Context(decisions, device), {"x": x, "out": results[-1]}))
+        return _difference(results[1:], results[:1])
+
+    return _tried(play)
+
+
+def _tried(play: Callable[[], str]) -> str:
+    """Return what ``play`` says, or the first line of what it raises."""
+    try:
+        with torch.inference_mode():
+            return play()
+    except Exception as error:  # whatever a library raises, it cannot be used
+        first = (str(error).strip().splitlines() or [""])[0]
+        return f"it was tried and failed: {type(error).__name__}: {first[:MOST_TEXT]}"
+
+
+def _definition(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *, masked: bool) -> list[Tensor]:
+    """Return output, log-sum-exp and the gradients of Q, K, V; all fp32, (1, tokens, heads, head_dim).
+
+    The queries are those of the last keys.
+    """
+    shared, scale = q.shape[2] // k.shape[2], q.shape[3] ** -0.5
+    queries, incoming = (x[0].transpose(0, 1) for x in (q, grad))
+    keys, values = (x[0].transpose(0, 1).repeat_interleave(shared, 0) for x in (k, v))
+    pairs = (q.shape[1], k.shape[1])
+    later = torch.ones(pairs, dtype=torch.bool, device=q.device).triu(1 + pairs[1] - pairs[0]) & masked
+    scores = (queries @ keys.mT * scale).masked_fill(later, -torch.inf)
+    weights = scores.softmax(-1)
+    out = weights @ values
+    slopes = weights * (incoming @ values.mT - (incoming * out).sum(-1, keepdim=True)) * scale
+    dk, dv = (x.unflatten(0, (-1, shared)).sum(1) for x in (slopes.mT @ queries, weights.mT @ incoming))
+    found = (out, scores.logsumexp(-1).unsqueeze(-1), slopes @ keys, dk, dv)
+    out, lse, *grads = (x.transpose(0, 1).unsqueeze(0) for x in found)
+    return [out, lse.squeeze(-1), *grads]
+
+
+def _difference(found: tuple[Tensor, ...] | list[Tensor], wanted: list[Tensor]) -> str:
+    """Return by how much results are not what they should be; "" when they are."""
+    errors = [
+        float((one.float() - true.float()).norm() / true.float().norm())
+        for one, true in zip(found, wanted, strict=True)
+    ]
+    wrong = [error for error in errors if not error <= TOLERANCE]  # NaN is wrong, too
+    return f"it was tried and computes something else: {wrong[0]:.1%} off" if wrong else ""

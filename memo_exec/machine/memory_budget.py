@@ -1,0 +1,132 @@
+"""The memory that a program asks for on a machine, item by item, and whether it is there.
+
+    free device memory - reserve >= arena        reserve: what lies outside the arena, by who takes it
+
+The container's limit counts as the host's memory, not the machine's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from memo_exec.machine.machine import Machine
+from memo_sim.contract.errors import CannotRun
+from memo_sim.contract.placement import Placement
+from memo_sim.contract.units import format_bytes
+from memo_sim.program.analysis.columns import expand
+from memo_sim.program.analysis.liveness import Liveness, live_bytes, liveness, peak
+from memo_sim.program.arena.library_workspaces import LATER, LATER_BYTES, MERGES, RESULTS, merging_bytes, results_bytes
+from memo_sim.program.ir.program import Program
+from memo_sim.program.ir.work import Attention
+
+TILE_BYTES = {"fp32": 2 * 256 * 512 * 4 + 4096, "bf16": 2 * 256 * 512 * 6 + 4096}
+"""What a thread of torch's CPU attention works in, backward: two blocks of 256 queries x 512 keys in fp32, in bf16 also
+their rounded copies, and a few numbers. Measured with torch 2.13, heads of 64 to 256 features."""
+
+TILES = "attention tiles, one a thread"
+
+
+@dataclass(frozen=True)
+class Needs:
+    """Bytes a program asks for: of its buffers on the device and on the host, and on the device beside them."""
+
+    device_bytes: int
+    """The arena, or what the store of buffers comes to hold."""
+    host_bytes: int
+    reserve: dict[str, int] = field(default_factory=dict)
+    """Device bytes outside, by who takes them."""
+
+    @property
+    def reserve_bytes(self) -> int:
+        """Sum of the reserve."""
+        return sum(self.reserve.values())
+
+    def line(self) -> str:
+        """Return the device's part as text."""
+        items = ", ".join(f"{format_bytes(size)} {name}" for name, size in self.reserve.items())
+        return f"device: {format_bytes(self.device_bytes)} of buffers; outside: {items}"
+
+
+def needs_of(program: Program, machine: Machine, placement: Placement | None = None, *, lent: bool = False) -> Needs:
+    """Return the bytes the program will ask for here.
+
+    With a placement these are the arena and, beside it, the workspaces that libraries allocate themselves, unless they
+    are ``lent`` to them out of the arena.
+    """
+    lives = liveness(program, expand(program))
+    device = peak(live_bytes(lives, device=True)).bytes
+    host = peak(live_bytes(lives, device=False)).bytes
+    reserve = {}
+    if placement is not None:
+        device = placement.arena_bytes
+        if not lent:
+            reserve[RESULTS] = results_bytes(program)
+    elif machine.device == "cpu":
+        device = max(device, _kept_by_size(lives))
+    if merges := merging_bytes(program):
+        reserve[MERGES] = merges
+    if machine.device == "cpu":
+        tiles = [TILE_BYTES[dtype] for dtype in _attention_dtypes(program)]
+        reserve[TILES] = machine.compute_threads * max(tiles, default=0)
+    else:
+        reserve[LATER] = LATER_BYTES
+    return Needs(device, host, reserve)
+
+
+def _attention_dtypes(program: Program) -> set[str]:
+    works = (i.work for template in program.templates for i in template.instructions)
+    return {work.dtype for work in works if isinstance(work, Attention)}
+
+
+def _kept_by_size(lives: Liveness) -> int:
+    """Return what the CPU's store comes to hold: it hands blocks of one size out again and returns none."""
+    used = lives.on_device & (lives.death >= lives.birth)
+    lasting = used & (lives.birth < 0)
+    total = int(lives.bytes[lasting].sum())
+    dynamic = used & ~lasting
+    for size in np.unique(lives.bytes[dynamic]).tolist():
+        chosen = dynamic & (lives.bytes == size)
+        change = np.zeros(lives.instructions + 2, dtype=np.int64)
+        np.add.at(change, lives.birth[chosen], 1)
+        np.add.at(change, lives.death[chosen] + 1, -1)
+        total += size * int(np.cumsum(change).max())
+    return total
+
+
+def check_memory(needs: Needs, machine: Machine) -> None:
+    """Refuse what does not fit: the reserve is taken off first. Ranks that share a host have a part of its memory each.
+
+    Raises:
+        CannotRun: naming the memory that is short.
+    """
+    outside = ", ".join(f"{format_bytes(size)} for {name}" for name, size in needs.reserve.items())
+    device = format_bytes(needs.device_bytes)
+    host_bytes = machine.host_available_bytes // machine.sharing
+    host = f"{format_bytes(machine.host_available_bytes)} free of {format_bytes(machine.host_memory_bytes)}"
+    if machine.sharing > 1:
+        host += f", for {machine.sharing} ranks"
+    if machine.device == "cpu":
+        if needs.device_bytes + needs.host_bytes > host_bytes - needs.reserve_bytes:
+            raise CannotRun(
+                "the plan needs more memory than this host has free (on a CPU, device and host memory are one)",
+                got=host,
+                wanted=f"{device} device + {format_bytes(needs.host_bytes)} host, and {outside}",
+                hint="a shorter sequence, or recompute instead of swap",
+            )
+        return
+    if needs.device_bytes > machine.device_free_bytes - needs.reserve_bytes:
+        raise CannotRun(
+            "the plan needs more device memory than is free",
+            got=f"{format_bytes(machine.device_free_bytes)} free of {format_bytes(machine.device_memory_bytes)}",
+            wanted=f"{device}, and {outside}",
+            hint="plan with --device-memory-gib, or stop what else uses the device",
+        )
+    if needs.host_bytes > host_bytes:
+        raise CannotRun(
+            "the plan swaps more than this host's free memory (the container's limit counts)",
+            got=host,
+            wanted=format_bytes(needs.host_bytes),
+            hint="plan with --host-memory-gib, or a smaller --alpha",
+        )

@@ -1,0 +1,49 @@
+"""The arena of a rank whose program is not the one that the plan's placement was made for.
+
+A plan has one placement, of the representative that needs the most. Other context-parallel ranks have the same buffers
+and take the same addresses, at other instants. Another pipeline stage has other buffers: they are put, in the order in
+which they are born, at the lowest address that is free. Both are checked as the plan's own placement is.
+"""
+
+from __future__ import annotations
+
+from memo_sim.contract.errors import CannotRun
+from memo_sim.contract.placement import Placement
+from memo_sim.contract.requests import Requests
+from memo_sim.program.arena.check_placement import check_placement, largest_live_sum
+from memo_sim.program.arena.first_fit import arena_bytes, offsets_of
+
+
+def rank_placement(placement: Placement, requests: Requests) -> Placement:
+    """Return where the buffers of ``requests`` lie: at the addresses of their namesakes, or by first fit.
+
+    Raises:
+        CannotRun: when two buffers share an address while both live.
+    """
+    placed = dict(zip(placement.ids, zip(placement.size_bytes, placement.offset_bytes, strict=True), strict=True))
+    wanted = dict(zip(requests.ids, requests.size_bytes, strict=True))
+    alike = wanted == {name: size for name, (size, _) in placed.items()}
+    offsets = [placed[name][1] for name in requests.ids] if alike else offsets_of(requests)
+    found = Placement(
+        name=requests.name,
+        program_sha256=requests.program_sha256,
+        arena_bytes=arena_bytes(requests, offsets),
+        lower_bound_bytes=largest_live_sum(requests),
+        alignment_bytes=requests.alignment_bytes,
+        solver=placement.solver if alike else "first-fit",
+        ids=requests.ids,
+        lower=requests.lower,
+        upper=requests.upper,
+        size_bytes=requests.size_bytes,
+        offset_bytes=offsets,
+        classes=requests.classes,
+    )
+    if faults := check_placement(found, requests):
+        raise CannotRun(
+            "the plan's arena does not serve this rank",
+            where=requests.name,
+            got=faults[0],
+            wanted="every buffer at an address of its own while it lives",
+            hint="memory_policy caching",
+        )
+    return found

@@ -1,0 +1,29 @@
+"""Which implementations of the row-wise operators can be used on a machine, and why the others cannot."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import torch
+
+from memo_exec.machine.kernel_trial import triton_fails
+from memo_exec.machine.machine import Machine
+from memo_sim.contract.plan import RowwiseKernel
+
+
+def rowwise_kernels(machine: Machine) -> dict[RowwiseKernel, str]:
+    """Return for every implementation why it cannot be imported for this machine's device; "" when it can."""
+    return {"torch": "", "triton": _triton_missing(machine)}
+
+
+def tried_rowwise_kernels(machine: Machine) -> dict[RowwiseKernel, str]:
+    """Return the same, those that can be imported tried as well."""
+    found = rowwise_kernels(machine)
+    found["triton"] = found["triton"] or triton_fails(torch.device(machine.device))
+    return found
+
+
+def _triton_missing(machine: Machine) -> str:
+    if machine.device != "cuda":
+        return f"it plays on cuda, this device is {machine.device}"
+    return "" if importlib.util.find_spec("triton") else "triton is not installed (CUDA builds of torch bring it)"

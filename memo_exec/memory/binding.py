@@ -1,0 +1,216 @@
+"""A program bound to its buffers: per lane, the instructions in order with what each touches, waits for and frees.
+
+Orderings come from ``derive_edges`` alone. Host buffers are first laid out in the slab, and edges are derived over the
+slab's bytes, so that two buffers that take turns in the same bytes are ordered like any other reuse. With a placement
+the same is done over the arena's bytes; what the program's own edges imply already is dropped (in every program of ours
+that is all: memory is handed out in program order anyway).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from memo_exec.memory.slab import SlabLayout, in_memory, lay_out
+from memo_sim.contract.placement import Placement
+from memo_sim.program.analysis.columns import Columns, Ints, expand
+from memo_sim.program.analysis.edges import Edges, derive_edges
+from memo_sim.program.analysis.liveness import Liveness, liveness
+from memo_sim.program.arena.library_workspaces import library_workspaces
+from memo_sim.program.arena.requests import buffer_names
+from memo_sim.program.ir.instruction import BufferClass, Family, Instruction, Lane, Mode
+from memo_sim.program.ir.program import Program
+
+Wait = tuple[Lane, int]
+"""A lane and the number of the instruction on it that must have ended."""
+
+
+@dataclass(frozen=True, slots=True)
+class Touch:
+    """An operand bound to its buffer."""
+
+    role: str
+    buffer: int
+    first: int
+    tokens: int
+    mode: Mode
+
+
+@dataclass(slots=True)
+class Bound:
+    """An instruction with its buffers; ``awaited``: another lane waits for it."""
+
+    number: int
+    instruction: Instruction
+    touches: tuple[Touch, ...]
+    subsequence: int = 0
+    offset: int = 0
+    """The subsequence's row that its buffers begin with."""
+    waits: list[Wait] = field(default_factory=list)
+    births: list[int] = field(default_factory=list)
+    deaths: list[tuple[int, tuple[Wait, ...]]] = field(default_factory=list)
+    """Buffers that no later instruction touches, and the other lanes' last uses of them."""
+    awaited: bool = False
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Everything about a program that does not change from step to step."""
+
+    program: Program
+    columns: Columns
+    lives: Liveness
+    slab: SlabLayout
+    edges: Edges
+    lanes: dict[Lane, list[Bound]]
+    families: tuple[Family, ...]
+    library: frozenset[int]
+    """Workspaces that a library allocates: counted, never made."""
+    arena: SlabLayout | None = None
+    """Where device buffers lie when a placement was given."""
+
+    def family(self, buffer: int) -> Family:
+        """Return the family of a buffer."""
+        return self.families[int(self.columns.buffer_family[buffer])]
+
+
+def schedule(program: Program, *, placement: Placement | None = None, edges: Edges | None = None) -> Schedule:
+    """Return the schedule of ``program``; ``edges`` replaces the derived ones (a test plants a race with it).
+
+    Raises:
+        ValueError: when an instruction writes what it also touches under another role, or ``placement`` names other
+            buffers than the program has.
+    """
+    columns = expand(program)
+    lives = liveness(program, columns)
+    slab = lay_out(program, columns, lives)
+    arena = arena_layout(program, lives, placement) if placement is not None else None
+    if edges is None:
+        edges = derive_edges(in_memory(program, columns, slab))
+        if arena is not None:
+            edges = joined(edges, derive_edges(in_memory(program, columns, slab, arena)), columns.lane)
+    bound = _bind(program, columns)
+    lanes: dict[Lane, list[Bound]] = {}
+    for each in bound:
+        lanes.setdefault(each.instruction.lane, []).append(each)
+    for producer, consumer in zip(edges.producer.tolist(), edges.consumer.tolist(), strict=True):
+        bound[consumer].waits.append((bound[producer].instruction.lane, producer))
+        bound[producer].awaited = True
+    _add_lives(bound, columns, lives)
+    library = library_workspaces(program, columns)
+    return Schedule(program, columns, lives, slab, edges, lanes, program.all_families, library, arena)
+
+
+def arena_layout(program: Program, lives: Liveness, placement: Placement) -> SlabLayout:
+    """Return the offset of every device buffer, by number; workspaces that libraries allocate may have none.
+
+    Raises:
+        ValueError: when the placement names other buffers than the program uses on its device.
+    """
+    numbers = {name: number for number, name in enumerate(buffer_names(program))}
+    offsets = np.full(len(lives.bytes), -1, dtype=np.int64)
+    for name, offset in zip(placement.ids, placement.offset_bytes, strict=True):
+        if name not in numbers:
+            raise ValueError(f"the placement has a buffer {name}, the program has none of this name")
+        offsets[numbers[name]] = offset
+    wanted = lives.on_device & (lives.death >= lives.birth)
+    wrong = wanted != (offsets >= 0)
+    wrong[[buffer for buffer in library_workspaces(program) if offsets[buffer] < 0]] = False
+    if (wrong := np.flatnonzero(wrong)).size:
+        raise ValueError(f"{len(wrong)} device buffers are not placed, or placed and never used")
+    return SlabLayout(offsets, placement.arena_bytes)
+
+
+def joined(edges: Edges, more: Edges, lane: Ints) -> Edges:
+    """Return ``edges`` and those of ``more`` that they do not imply; both sorted by consumer, as derived."""
+    needed = unimplied(edges, more, lane)
+    producer = np.concatenate((edges.producer, more.producer[needed]))
+    consumer = np.concatenate((edges.consumer, more.consumer[needed]))
+    order = np.lexsort((producer, consumer))
+    return Edges(producer[order], consumer[order])
+
+
+def unimplied(edges: Edges, more: Edges, lane: Ints) -> np.ndarray:
+    """Return which of ``more`` neither lane order nor ``edges`` imply, through any chain of them.
+
+    Every instruction carries, lane by lane, the last instruction that has ended when it starts: what its lane's
+    previous instruction knew, that instruction itself, and what its producers knew.
+    """
+    waits: dict[int, list[int]] = {}
+    for producer, consumer in zip(edges.producer.tolist(), edges.consumer.tolist(), strict=True):
+        waits.setdefault(consumer, []).append(producer)
+    asked: dict[int, list[int]] = {}
+    for row, consumer in enumerate(more.consumer.tolist()):
+        asked.setdefault(consumer, []).append(row)
+    lanes, producers = lane.tolist(), more.producer.tolist()
+    now = {each: [-1] * len(Lane) for each in set(lanes)}
+    awaited = set(edges.producer.tolist())
+    at_end: dict[int, list[int]] = {}
+    missing = np.zeros(len(producers), dtype=np.bool_)
+    for number, own in enumerate(lanes):
+        known = now[own]
+        for producer in waits.get(number, ()):
+            known[:] = map(max, known, at_end[producer])
+        for row in asked.get(number, ()):
+            missing[row] = known[lanes[producers[row]]] < producers[row]
+        known[own] = number
+        if number in awaited:
+            at_end[number] = known.copy()
+    return missing
+
+
+def _bind(program: Program, columns: Columns) -> list[Bound]:
+    buffers, first = columns.operand_buffer.tolist(), columns.operand_first.tolist()
+    instances = columns.instance.tolist()
+    bound = []
+    row = 0
+    for number, (name, instruction) in enumerate(program.walk()):
+        touches = []
+        for operand in instruction.operands:
+            touches.append(Touch(operand.role, buffers[row], first[row], operand.tokens, operand.mode))
+            row += 1
+        _refuse_aliases(name, touches)
+        instance = program.instances[instances[number]]
+        bound.append(Bound(number, instruction, tuple(touches), instance.subsequence, instance.first))
+    return bound
+
+
+def _refuse_aliases(name: str, touches: list[Touch]) -> None:
+    for one in touches:
+        for two in touches:
+            overlap = one.first < two.first + two.tokens and two.first < one.first + one.tokens
+            if one is not two and one.buffer == two.buffer and overlap and one.mode is not Mode.READ:
+                raise ValueError(f"{name}: {one.role} is written and overlaps {two.role}")
+
+
+def _add_lives(bound: list[Bound], columns: Columns, lives: Liveness) -> None:
+    """Attach births and deaths of dynamic device buffers; the last user waits for the other lanes' last uses."""
+    dynamic = lives.on_device & (lives.birth >= 0) & (lives.death >= lives.birth)
+    last = _last_uses(columns, dynamic)
+    for buffer in np.flatnonzero(dynamic).tolist():
+        birth, death = int(lives.birth[buffer]), int(lives.death[buffer])
+        own = bound[death].instruction.lane
+        others = tuple((lane, number) for lane, number in last.get(buffer, {}).items() if lane is not own)
+        for _, number in others:
+            bound[number].awaited = True
+        bound[birth].births.append(buffer)
+        bound[death].deaths.append((buffer, others))
+
+
+def _last_uses(columns: Columns, chosen: np.ndarray) -> dict[int, dict[Lane, int]]:
+    """Return the last use by lane of the chosen buffers that several lanes touch."""
+    lane: Ints = columns.lane[columns.operand_instruction]
+    touching = np.zeros(len(chosen), dtype=np.int64)
+    np.bitwise_or.at(touching, columns.operand_buffer, 1 << lane)
+    rows = chosen[columns.operand_buffer] & ((touching & (touching - 1)) > 0)[columns.operand_buffer]
+    found: dict[int, dict[Lane, int]] = {}
+    for row in np.flatnonzero(rows).tolist():
+        uses = found.setdefault(int(columns.operand_buffer[row]), {})
+        uses[Lane(int(lane[row]))] = int(columns.operand_instruction[row])
+    return found
+
+
+def buffer_class(schedule: Schedule, buffer: int) -> BufferClass:
+    """Return the class of a buffer."""
+    return schedule.family(buffer).buffer_class

@@ -1,0 +1,72 @@
+"""What a step asks of torch's allocator on a CUDA device, read from torch's memory history.
+
+Not yet run on a GPU; the reading of a history is tested with written ones.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import torch
+
+from memo_exec.interpreter.interpreter import Interpreter
+from memo_exec.kernels import StepScalars
+from memo_exec.memory.binding import Schedule
+from memo_exec.observe.observed import LARGE_BYTES, Observed, RequestLog, Unexplained, compared
+from memo_sim.contract.plan import Decisions
+from memo_sim.program.arena.requests import buffer_names
+from memo_sim.program.ir.instruction import BufferClass
+from memo_sim.program.ir.program import Program
+
+
+def observe_cuda(decisions: Decisions, program: Program) -> Observed:
+    """Play two steps on the CUDA device, and return what torch's allocator was asked for in the second.
+
+    Which request is whose is not recorded: a tensor of a size that the program asks for is the program's, as often as
+    it asks. What is left is compared with the largest workspace that a library declares.
+    """
+    device = torch.device("cuda", torch.cuda.current_device())
+    with Interpreter(decisions, program, device=device) as interpreter:
+        tokens = torch.zeros(decisions.local_tokens, dtype=torch.int64)
+        batch = [(tokens, tokens)] * program.micro_batches
+        interpreter.run_step(batch, StepScalars())  # libraries take what they keep
+        torch.cuda.memory._record_memory_history(context=None, clear_history=True)
+        try:
+            interpreter.run_step(batch, StepScalars())
+            entries = torch.cuda.memory._snapshot(device)["device_traces"][device.index or 0]
+        finally:
+            torch.cuda.memory._record_memory_history(enabled=None)
+        return read_history(entries, interpreter.schedule)
+
+
+def read_history(entries: list[dict[str, Any]], plan: Schedule) -> Observed:
+    """Return the requests in a device's trace of torch's memory history (actions alloc and free_completed)."""
+    lives, names, log = plan.lives, buffer_names(plan.program), RequestLog()
+    for buffer in (lives.on_device & (lives.birth < 0)).nonzero()[0].tolist():
+        log.open(names[buffer], int(lives.bytes[buffer]), plan.family(buffer).buffer_class.value)
+    dynamic = (lives.on_device & (lives.birth >= 0) & (lives.death >= lives.birth)).nonzero()[0].tolist()
+    expected = Counter(int(lives.bytes[b]) for b in dynamic if b not in plan.library)
+    allowed = max((int(lives.bytes[b]) for b in plan.library), default=0)
+    rows: dict[int, int] = {}
+    hidden: set[int] = set()
+    alive = 0
+    unexplained = []
+    for number, entry in enumerate(entries):
+        if entry["action"] == "alloc":
+            size = int(entry["size"])
+            ours = expected[size] > 0
+            expected[size] -= ours
+            kind = BufferClass.TRANSIENT if ours else BufferClass.WORKSPACE
+            row = rows[entry["addr"]] = log.open(f"request {number}", size, kind.value)
+            if ours:
+                continue
+            hidden.add(row)
+            alive += size
+            if (excess := min(size, alive - allowed)) > LARGE_BYTES:
+                unexplained.append(Unexplained(f"request {number}", "alloc", size, excess))
+        elif entry["action"] == "free_completed" and entry["addr"] in rows:
+            row = rows.pop(entry["addr"])
+            log.close(row)
+            alive -= log.sizes[row] * (row in hidden)
+    return compared("torch's memory history", log, plan, unexplained)

@@ -1,0 +1,316 @@
+"""Hugging Face's names and layouts of the same weights: GPT-2, Llama, Qwen2, Qwen3; directories read and written.
+
+Our tensors are (out, in), with Q, K, V packed and [gate; up] packed; GPT-2's products are (in, out) (its Conv1D), the
+others' are apart. A tied classifier is not stored.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from memo_sim.contract.errors import BadInput, UsageError, did_you_mean
+from memo_sim.contract.huggingface import model_from_config
+from memo_sim.contract.model import Model
+from memo_sim.program.layout.parameters import embed_block, head_block, layer_block
+
+SHARD_BYTES = 4 * 2**30
+IGNORED_ENDINGS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
+"""Tables that old versions stored beside the weights."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One of our tensors: the parts it is packed from (name, rows), and whether they are stored transposed."""
+
+    ours: str
+    parts: tuple[tuple[str, int], ...]
+    transposed: bool = False
+
+    def stored_shape(self, shape: tuple[int, ...], rows: int) -> tuple[int, ...]:
+        """Return the shape of a part of ``rows`` rows of our tensor's ``shape``."""
+        own = (rows, *shape[1:])
+        return own[::-1] if self.transposed else own
+
+
+def model_type(model: Model) -> str:
+    """Return the model type that has this shape.
+
+    Raises:
+        UsageError: when there is none.
+    """
+    if model.bidirectional:
+        pass  # BERT's norms stand behind what is added, ours before the products
+    elif model.family == "gpt":
+        square = model.heads == model.kv_heads and model.q_width == model.hidden
+        if model.learned_positions and model.qkv_bias and model.linear_bias and square and not model.qk_norm:
+            return "gpt2"
+    elif model.qk_norm and not model.qkv_bias and not model.linear_bias:
+        return "qwen3"
+    elif not model.qk_norm and model.qkv_bias == model.linear_bias:
+        return "llama"
+    elif not model.qk_norm and model.qkv_bias:
+        return "qwen2"
+    raise UsageError(
+        "no model type of Hugging Face has this shape",
+        got=model.name,
+        wanted="a GPT-2 with learned positions and biases, a Llama, Qwen2 or Qwen3",
+        hint="use checkpoints, which hold any model",
+    )
+
+
+def entries(model: Model) -> list[Entry]:
+    """Return where every tensor of ``model`` comes from."""
+    return _gpt2(model) if model_type(model) == "gpt2" else _llama(model)
+
+
+def _gpt2(model: Model) -> list[Entry]:
+    h, f = model.hidden, model.ffn_hidden
+    found = [
+        Entry("embed/tokens.weight", (("transformer.wte.weight", model.vocab),)),
+        Entry("embed/positions.weight", (("transformer.wpe.weight", model.max_positions),)),
+    ]
+    products = [("qkv", "attn.c_attn", 3 * h), ("proj", "attn.c_proj", h), ("ffn_up", "mlp.c_fc", f)]
+    products.append(("ffn_down", "mlp.c_proj", h))
+    for i in range(model.layers):
+        at = f"transformer.h.{i}."
+        for ours, theirs, rows in products:
+            found.append(Entry(f"layer.{i}/{ours}.weight", ((f"{at}{theirs}.weight", rows),), transposed=True))
+            found.append(Entry(f"layer.{i}/{ours}.bias", ((f"{at}{theirs}.bias", rows),)))
+        for n in (1, 2):
+            found += [Entry(f"layer.{i}/norm{n}.{kind}", ((f"{at}ln_{n}.{kind}", h),)) for kind in ("weight", "bias")]
+    found += [Entry(f"head/norm.{kind}", ((f"transformer.ln_f.{kind}", h),)) for kind in ("weight", "bias")]
+    return found + _classifier(model)
+
+
+def _llama(model: Model) -> list[Entry]:
+    h, f, q, kv = model.hidden, model.ffn_hidden, model.q_width, model.kv_width
+    packed = {
+        "qkv": [("self_attn.q_proj", q), ("self_attn.k_proj", kv), ("self_attn.v_proj", kv)],
+        "proj": [("self_attn.o_proj", h)],
+        "ffn_up": [("mlp.gate_proj", f), ("mlp.up_proj", f)],
+        "ffn_down": [("mlp.down_proj", h)],
+    }
+    norms = [("norm1", "input_layernorm", h), ("norm2", "post_attention_layernorm", h)]
+    if model.qk_norm:
+        norms += [("q_norm", "self_attn.q_norm", model.head_dim), ("k_norm", "self_attn.k_norm", model.head_dim)]
+    found = [Entry("embed/tokens.weight", (("model.embed_tokens.weight", model.vocab),))]
+    for i in range(model.layers):
+        at = f"model.layers.{i}."
+        for ours, theirs in packed.items():
+            found.append(
+                Entry(f"layer.{i}/{ours}.weight", tuple((f"{at}{name}.weight", rows) for name, rows in theirs))
+            )
+            if model.qkv_bias if ours == "qkv" else model.linear_bias:
+                found.append(
+                    Entry(f"layer.{i}/{ours}.bias", tuple((f"{at}{name}.bias", rows) for name, rows in theirs))
+                )
+        found += [Entry(f"layer.{i}/{ours}.weight", ((f"{at}{name}.weight", rows),)) for ours, name, rows in norms]
+    found.append(Entry("head/norm.weight", (("model.norm.weight", h),)))
+    return found + _classifier(model)
+
+
+def _classifier(model: Model) -> list[Entry]:
+    return [] if model.tied_embeddings else [Entry("head/classifier.weight", (("lm_head.weight", model.vocab),))]
+
+
+def config(model: Model, positions: int) -> dict[str, Any]:
+    """Return the ``config.json`` of ``model``."""
+    kind = model_type(model)
+    shared = {"model_type": kind, "vocab_size": model.vocab, "tie_word_embeddings": model.tied_embeddings}
+    if kind == "gpt2":
+        activation = {"gelu": "gelu", "gelu_tanh": "gelu_new"}[model.activation]
+        return shared | {
+            "architectures": ["GPT2LMHeadModel"],
+            "n_embd": model.hidden,
+            "n_head": model.heads,
+            "n_inner": model.ffn_hidden,
+            "n_layer": model.layers,
+            "n_positions": model.max_positions,
+            "layer_norm_epsilon": model.norm_eps,
+            "activation_function": activation,
+            **dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0),
+        }
+    biases = {"attention_bias": model.qkv_bias, "mlp_bias": model.linear_bias} if kind == "llama" else {}
+    return shared | {
+        "architectures": [f"{kind.capitalize()}ForCausalLM"],
+        "hidden_size": model.hidden,
+        "intermediate_size": model.ffn_hidden,
+        "num_hidden_layers": model.layers,
+        "num_attention_heads": model.heads,
+        "num_key_value_heads": model.kv_heads,
+        "head_dim": model.head_dim,
+        "max_position_embeddings": positions,
+        "rms_norm_eps": model.norm_eps,
+        "hidden_act": "silu",
+        "rope_theta": model.rope_theta,
+        "rope_scaling": _rope_scaling(model),
+        **biases,
+    }
+
+
+def _rope_scaling(model: Model) -> dict[str, Any] | None:
+    scaling = model.rope_scaling
+    if scaling is None:
+        return None
+    if scaling.kind == "linear":
+        return {"rope_type": "linear", "factor": scaling.factor}
+    return {
+        "rope_type": "llama3",
+        "factor": scaling.factor,
+        "low_freq_factor": scaling.low_freq_factor,
+        "high_freq_factor": scaling.high_freq_factor,
+        "original_max_position_embeddings": scaling.original_max_positions,
+    }
+
+
+def read(directory: Path, model: Model, wanted: list[str]) -> Iterator[tuple[str, Tensor]]:
+    """Yield (our name, our layout) of every tensor of ``wanted``, after checking that all are there and fit.
+
+    Raises:
+        BadInput: when the directory is of another model, or a tensor is missing, unknown or of another shape.
+    """
+    _check_config(directory, model)
+    chosen = {entry.ours: entry for entry in entries(model)}
+    stored = _find(directory, [chosen[name] for name in wanted], model)
+    for name in wanted:
+        parts = [_tensor(*stored[part]) for part, _ in chosen[name].parts]
+        if chosen[name].transposed:
+            parts = [part.t() for part in parts]
+        yield name, parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _check_config(directory: Path, model: Model) -> None:
+    path = directory / "config.json"
+    try:
+        fields = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise BadInput("cannot read the weights' config.json", where=str(path), got=str(error)) from None
+    if not isinstance(fields, dict):
+        raise BadInput("config.json is no object", where=str(path))
+    theirs = model_from_config(fields, where=str(path), name=model.name)
+    unlike = {"name", "source"} | (set() if model.learned_positions else {"max_positions"})
+    for field in msgspec.structs.fields(Model):
+        got, want = getattr(theirs, field.name), getattr(model, field.name)
+        if field.name not in unlike and got != want:
+            raise BadInput("the weights are of another model", where=f"{path}: {field.name}", got=got, wanted=want)
+
+
+Stored = tuple[Path, str]
+"""A file and the name of a tensor in it."""
+
+
+def _find(directory: Path, chosen: list[Entry], model: Model) -> dict[str, Stored]:
+    """Return where each part is stored, after checking names and shapes."""
+    shapes = _shapes_in(directory)
+    files = {name: (file, name) for file, name in shapes}
+    found: dict[str, Stored] = {}
+    for entry in chosen:
+        own = _shapes_of(model)[entry.ours.partition("/")[2]]
+        for part, rows in entry.parts:
+            stored = files.get(part) or files.get(part.removeprefix("transformer."))  # GPT-2's names come both ways
+            if stored is None:
+                hint = did_you_mean(part, files)
+                raise BadInput("a tensor is missing from the weights", where=str(directory), wanted=part, hint=hint)
+            got, wanted = shapes[stored], entry.stored_shape(own, rows)
+            if got != wanted:
+                raise BadInput("a tensor of another shape", where=f"{directory}: {part}", got=got, wanted=wanted)
+            found[part] = stored
+    known = {name for _, name in found.values()} | ({"lm_head.weight"} if model.tied_embeddings else set())
+    for name in files:
+        if name not in known and not name.endswith(IGNORED_ENDINGS):
+            raise BadInput("the weights hold a tensor that the model has not", where=str(directory), got=name)
+    return found
+
+
+def _shapes_in(directory: Path) -> dict[Stored, tuple[int, ...]]:
+    """Return the shape of every stored tensor."""
+    files = sorted(directory.glob("*.safetensors"))
+    if not files:
+        raise BadInput("no safetensors here", where=str(directory), wanted="model.safetensors, or several files")
+    found: dict[Stored, tuple[int, ...]] = {}
+    for file in files:
+        try:
+            with safe_open(file, framework="pt") as opened:
+                for name in opened.keys():  # noqa: SIM118 - it is no mapping
+                    found[file, name] = tuple(opened.get_slice(name).get_shape())
+        except (OSError, SafetensorError) as error:
+            raise BadInput("cannot read weights", where=str(file), got=str(error)) from None
+    return found
+
+
+def _shapes_of(model: Model) -> dict[str, tuple[int, ...]]:
+    blocks = (embed_block(model, 1), layer_block(model, 1), head_block(model, 1))
+    return {p.name: p.shape for block in blocks for p in block.parameters}
+
+
+def _tensor(file: Path, name: str) -> Tensor:
+    try:
+        with safe_open(file, framework="pt") as opened:
+            found: Tensor = opened.get_tensor(name)
+            return found
+    except (OSError, SafetensorError) as error:
+        raise BadInput("cannot read weights", where=f"{file}: {name}", got=str(error)) from None
+
+
+def write(directory: Path, model: Model, tensors: dict[str, Tensor], *, positions: int) -> None:
+    """Write ``tensors`` (ours by name) as a Hugging Face directory.
+
+    Raises:
+        UsageError: when no model type has this shape, or the directory cannot be written.
+    """
+    chosen = entries(model)
+    shards = _shards(chosen, tensors)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        where: dict[str, str] = {}
+        for i, shard in enumerate(shards):
+            name = "model.safetensors" if len(shards) == 1 else f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors"
+            parts = {part: value for entry in shard for part, value in _stored(entry, tensors[entry.ours])}
+            save_file(parts, directory / f".{name}", metadata={"format": "pt"})
+            os.replace(directory / f".{name}", directory / name)
+            where |= dict.fromkeys(parts, name)
+        if len(shards) > 1:
+            total = sum(t.nbytes for t in tensors.values())
+            _write_json(
+                directory / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": where}
+            )
+        _write_json(directory / "config.json", config(model, positions))
+    except OSError as error:
+        raise UsageError("cannot write the weights", where=str(directory), got=str(error)) from None
+
+
+def _shards(chosen: list[Entry], tensors: dict[str, Tensor]) -> list[list[Entry]]:
+    shards: list[list[Entry]] = [[]]
+    size = 0
+    for entry in chosen:
+        if shards[-1] and size + tensors[entry.ours].nbytes > SHARD_BYTES:
+            shards.append([])
+            size = 0
+        shards[-1].append(entry)
+        size += tensors[entry.ours].nbytes
+    return shards
+
+
+def _stored(entry: Entry, value: Tensor) -> Iterator[tuple[str, Tensor]]:
+    first = 0
+    for name, rows in entry.parts:
+        part = value[first : first + rows].detach()
+        yield name, (part.t() if entry.transposed else part).cpu().contiguous().clone()
+        first += rows
+
+
+def _write_json(path: Path, document: dict[str, Any]) -> None:
+    fresh = path.with_name(f".{path.name}")
+    fresh.write_text(json.dumps(document, indent=2, sort_keys=True) + "\n")
+    os.replace(fresh, path)

@@ -1,0 +1,225 @@
+"""The training loop: one optimizer step over the global batch at a time, its figures, and when to save.
+
+    for step n: batch(seed, n) -> micro-batches -> the program, once -> loss and gradient norm -> line, maybe checkpoint
+
+The loss is the sum over counted targets divided by their number in the whole global batch. Nothing here depends on how
+many steps were played before, so a run that was killed and resumed has the losses it would have had.
+
+With several ranks every one draws the whole global batch and plays its own part: its data-parallel share of the
+sequences, and of those the tokens that its rows hold. A step ends for all when the slowest has told the others.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from math import isfinite
+from pathlib import Path
+
+import torch
+
+from memo_exec.distributed.world import World
+from memo_exec.interpreter.interpreter import Interpreter
+from memo_exec.interpreter.record import StepRecord
+from memo_exec.kernels import StepScalars
+from memo_exec.training import checkpoint
+from memo_exec.training.dataset import IGNORED_LABEL, Batch, Dataset
+from memo_exec.training.hyperparameters import Hyperparameters
+from memo_sim.contract.errors import UsageError
+from memo_sim.contract.plan import Plan
+from memo_sim.contract.units import GIB, format_seconds
+from memo_sim.program.ir.instruction import Lane
+
+MOST_RECORDS = 32
+"""Steps whose record is kept for the comparison: the last ones."""
+
+
+@dataclass(frozen=True)
+class StepFigure:
+    """One step in one line."""
+
+    step: int
+    loss: float
+    grad_norm: float
+    tokens_per_s: float
+    mfu: float | None
+    device_bytes: int
+    stalls_s: float
+
+    def line(self) -> str:
+        """Return the line that a run prints for this step."""
+        mfu = "-" if self.mfu is None else f"{self.mfu:.1%}"
+        return (
+            f"step {self.step:>5}  loss {self.loss:.4f}  grad norm {self.grad_norm:.3f}  "
+            f"{self.tokens_per_s:,.0f} tokens/s  MFU {mfu}  device {self.device_bytes / GIB:.3f} GiB  "
+            f"stalls {format_seconds(self.stalls_s)}"
+        )
+
+
+@dataclass
+class Training:
+    """A run: where it stands, and what it has seen."""
+
+    plan: Plan
+    interpreter: Interpreter
+    dataset: Dataset
+    hyperparameters: Hyperparameters
+    seed: int
+    step: int = 0
+    losses: list[float] = field(default_factory=list)
+    grad_norms: list[float] = field(default_factory=list)
+    records: deque[StepRecord] = field(default_factory=lambda: deque(maxlen=MOST_RECORDS))
+    asked: int = 0
+    """The signal that came to this process, if any."""
+    stopped_by: int = 0
+    """The signal that ends the loop after the step that is being played: one that came to any rank."""
+    world: World = field(default_factory=World)
+    """This process among the others."""
+    times_s: deque[list[float]] = field(default_factory=lambda: deque(maxlen=MOST_RECORDS))
+    """Of every record: how long the step took each rank."""
+
+    def __post_init__(self) -> None:
+        names = self.interpreter.program.walk()
+        self._computes = frozenset(name for name, instruction in names if instruction.lane is Lane.COMPUTE)
+
+    def run(
+        self,
+        steps: int,
+        *,
+        save: Path | None = None,
+        save_every: int = 10,
+        tell: Callable[[StepFigure], None] = lambda figure: None,
+    ) -> None:
+        """Play steps until ``steps`` have ended, counted from the run's first.
+
+        Raises:
+            UsageError: when the loss stops being a number.
+        """
+        saved = self.step
+        self.stopped_by = int(max(asked for (asked,) in self.world.numbers(self.asked)))
+        while self.step < steps and not self.stopped_by:
+            tell(self.play_step())
+            if save is not None and self.step - saved >= save_every:
+                self.save(save)
+                saved = self.step
+        if save is not None and self.step > saved:
+            self.save(save)
+
+    def play_step(self) -> StepFigure:
+        """Play the next step and return its figures."""
+        decisions = self.plan.decisions
+        number = self.step + 1
+        batch = self.dataset.batch(self.seed, number, decisions.global_batch, decisions.seq_tokens)
+        record = self.interpreter.run_step(self._micro_batches(batch), self._scalars(number, batch))
+        told = self.world.numbers(self.asked, record.step_s, record.peak_device_bytes)
+        if not (isfinite(record.loss) and isfinite(record.grad_norm)):
+            raise UsageError(
+                "the loss is not a number any more",
+                where=f"step {number}",
+                got=f"loss {record.loss}, grad norm {record.grad_norm}",
+                hint="a lower --lr, or --warmup-steps",
+            )
+        self.step = number
+        self.losses.append(record.loss)
+        self.grad_norms.append(record.grad_norm)
+        self.records.append(record)
+        self.stopped_by = int(max(asked for asked, _, _ in told))
+        self.times_s.append([seconds for _, seconds, _ in told])
+        return self._figure(record, max(self.times_s[-1]), int(max(peak for _, _, peak in told)))
+
+    def _micro_batches(self, batch: Batch) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Cut the global batch into this rank's micro-batches, sequences in order, and take the tokens of its rows."""
+        decisions, context = self.plan.decisions, self.interpreter.context
+        shares, share, size = decisions.layout.dp, context.place.at("dp"), decisions.micro_batch
+        tokens = torch.cat([torch.arange(run.token, run.token + run.tokens) for run in context.runs])
+        parts = []
+        for whole in (batch.ids, batch.labels):
+            own = torch.chunk(torch.from_numpy(whole), shares)[share]
+            parts.append([sequences.reshape(-1)[tokens] for sequences in torch.split(own, size)])
+        return list(zip(*parts, strict=True))
+
+    def _scalars(self, step: int, batch: Batch) -> StepScalars:
+        chosen = self.hyperparameters
+        targets = int((batch.labels != IGNORED_LABEL).sum())
+        return StepScalars(
+            lr=chosen.learning_rate_at(step),
+            step=step,
+            loss_scale=1.0 / targets,
+            beta1=chosen.beta1,
+            beta2=chosen.beta2,
+            eps=chosen.epsilon,
+            weight_decay=chosen.weight_decay,
+            clip=chosen.clip or None,
+        )
+
+    def _figure(self, record: StepRecord, step_s: float, device_bytes: int) -> StepFigure:
+        decisions = self.plan.decisions
+        tokens = decisions.global_batch * decisions.seq_tokens
+        peak = peak_flops(self.plan)
+        flops = decisions.model.step_flops(decisions.seq_tokens, decisions.global_batch)
+        return StepFigure(
+            step=self.step,
+            loss=record.loss,
+            grad_norm=record.grad_norm,
+            tokens_per_s=tokens / step_s,
+            mfu=flops / (step_s * peak * decisions.layout.devices) if peak else None,
+            device_bytes=device_bytes,
+            stalls_s=sum(wait.seconds for wait in record.waits if wait.instruction in self._computes),
+        )
+
+    def median_record(self, warm_ups: int) -> tuple[StepRecord, list[float], int]:
+        """Return the median step of those this process played after the warm-ups, and how many those were.
+
+        It is the same step on every rank, by the slowest rank's time; between are all ranks' times of it.
+        """
+        chosen = list(zip(self.records, self.times_s, strict=True))
+        if len(chosen) < MOST_RECORDS:  # else the first have been forgotten
+            chosen = chosen[min(warm_ups, (len(chosen) - 1) // 2) :]
+        ordered = sorted(chosen, key=lambda played: max(played[1]))
+        record, times_s = ordered[(len(ordered) - 1) // 2]
+        return record, times_s, len(ordered)
+
+    def save(self, directory: Path) -> Path:
+        """Write a checkpoint.
+
+        Raises:
+            UsageError: when it cannot be written there.
+            CannotRun: when another rank has stopped.
+        """
+        return checkpoint.save(directory, self._state(), self.interpreter, self.world)
+
+    def _state(self) -> checkpoint.RunState:
+        decisions = self.plan.decisions
+        return checkpoint.RunState(
+            step=self.step,
+            model=decisions.model,
+            dtype=decisions.dtype,
+            states=decisions.states,
+            seq_tokens=decisions.seq_tokens,
+            global_batch=decisions.global_batch,
+            hyperparameters=self.hyperparameters,
+            data=checkpoint.DataPosition(file=str(self.dataset.path), sha256=self.dataset.sha256, seed=self.seed),
+            losses=self.losses,
+            grad_norms=self.grad_norms,
+            program_sha256=self.plan.program_sha256,
+        )
+
+    def restore(self, saved: Path, run: checkpoint.RunState) -> None:
+        """Go on from a checkpoint that ``checkpoint.check`` found fitting.
+
+        Raises:
+            BadInput: when its tensors cannot be read or are others than the plan's.
+        """
+        checkpoint.load_state(saved, self.interpreter, self.world)
+        self.step = run.step
+        self.losses, self.grad_norms = list(run.losses), list(run.grad_norms)
+
+
+def peak_flops(plan: Plan) -> float | None:
+    """Return the peak that the prediction's MFU is a fraction of (the profile's), None without a prediction."""
+    predicted, decisions = plan.prediction, plan.decisions
+    if predicted is None or not predicted.mfu or not predicted.step_s:
+        return None
+    flops = decisions.model.step_flops(decisions.seq_tokens, decisions.global_batch)
+    return flops / (predicted.mfu * predicted.step_s * decisions.layout.devices)

@@ -1,0 +1,120 @@
+"""A model's weights by name, in the flat blocks that the program trains: initialised, loaded, saved.
+
+Names are ``embed/tokens.weight``, ``layer.3/qkv.weight``, ``head/norm.weight``. A rank holds rectangles of them
+(``distributed/pieces.py``), one process all. Parameters are rounded from the same fp32 numbers as their masters, so
+weights do not depend on dtype, states, activation policy or layout.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from memo_exec.distributed.pieces import KINDS, layers_of, pieces_of
+from memo_exec.interpreter.interpreter import Interpreter
+from memo_exec.training import huggingface
+
+INIT_STD = 0.02
+
+
+@dataclass(frozen=True)
+class Held:
+    """What this rank holds of a whole tensor: the rectangle at ``offsets``, as a view of its buffer."""
+
+    name: str
+    whole: tuple[int, ...]
+    offsets: tuple[int, ...]
+    view: Tensor
+
+    def of(self, whole: Tensor) -> Tensor:
+        """Return the same rectangle of ``whole``."""
+        return whole[tuple(slice(o, o + n) for o, n in zip(self.offsets, self.view.shape, strict=True))]
+
+
+def initialize(interpreter: Interpreter, seed: int = 0, *, draw_on: torch.device | str = "cpu") -> None:
+    """Draw weights as GPT-2 does; ``draw_on`` says where, and another device draws other numbers."""
+    layers = interpreter.decisions.model.layers
+    for name, found in by_name(interpreter).items():
+        whole = initial(name, found[0].whole, layers=layers, seed=seed, device=draw_on)
+        for held in found:
+            held.view.copy_(held.of(whole))
+
+
+def initial(name: str, shape: Sequence[int], *, layers: int, seed: int, device: torch.device | str = "cpu") -> Tensor:
+    """Return the first value of a parameter in fp32, as GPT-2 draws it.
+
+    Normal with deviation 0.02, products into the residual stream 0.02 / sqrt(2 layers); norms start at 1, biases at 0.
+    Every tensor has its own generator, seeded by seed and name.
+    """
+    last = name.rpartition("/")[2]
+    if last.endswith(".bias"):
+        return torch.zeros(*shape, device=device)
+    if len(shape) == 1:
+        return torch.ones(*shape, device=device)
+    digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
+    generator = torch.Generator(device).manual_seed(int.from_bytes(digest[:7]))
+    residual = INIT_STD / math.sqrt(2 * layers)
+    std = residual if last in ("proj.weight", "ffn_down.weight") else INIT_STD
+    return torch.normal(0.0, std, tuple(shape), generator=generator, device=device)
+
+
+def load(interpreter: Interpreter, directory: Path) -> None:
+    """Read a Hugging Face directory (config.json and safetensors).
+
+    Raises:
+        BadInput: when it is of another model, or a tensor is missing, unknown or misshapen; nothing is read then.
+        UsageError: when no model type of Hugging Face has this shape.
+    """
+    targets = by_name(interpreter)
+    for name, whole in huggingface.read(directory, interpreter.decisions.model, list(targets)):
+        for held in targets[name]:
+            held.view.copy_(held.of(whole))
+
+
+def save(interpreter: Interpreter, directory: Path, *, named: dict[str, Tensor] | None = None) -> None:
+    """Write a Hugging Face directory that ``transformers`` loads, in the parameters' dtype.
+
+    ``named`` are the whole parameters, where this process does not hold them all.
+
+    Raises:
+        UsageError: when no model type of Hugging Face has this shape, or the directory cannot be written.
+    """
+    decisions = interpreter.decisions
+    whole = named_parameters(interpreter) if named is None else named
+    huggingface.write(directory, decisions.model, whole, positions=decisions.seq_tokens)
+
+
+def named_parameters(interpreter: Interpreter) -> dict[str, Tensor]:
+    """Return every parameter by name, as views of what the kernels read; of one process, which holds them whole."""
+    return {held.name: held.view for held in held_by(interpreter, "params")}
+
+
+def held_by(interpreter: Interpreter, state: str) -> Iterator[Held]:
+    """Yield what this rank's buffers of ``state`` (params, grads, master, ...) hold of each whole tensor."""
+    decisions = interpreter.decisions
+    for kind in KINDS:
+        if f"{state}.{kind}" not in interpreter.program.family_bases:
+            continue
+        pieces = pieces_of(decisions, interpreter.place, state, kind)
+        layers = layers_of(decisions, interpreter.place)
+        places = [f"layer.{number}" for number in layers] if kind == "layer" else [kind]
+        for i, at in enumerate(places):
+            flat = interpreter.buffer(f"{state}.{kind}", i)
+            for p in pieces:
+                view = flat[p.first : p.first + math.prod(p.sizes)].view(p.sizes)
+                yield Held(f"{at}/{p.name}", p.whole, p.offsets, view)
+
+
+def by_name(interpreter: Interpreter) -> dict[str, list[Held]]:
+    """Return what this rank holds of each weight: as parameter, and as fp32 master where there are masters."""
+    found: dict[str, list[Held]] = {}
+    for state in ("params", "master"):
+        for held in held_by(interpreter, state):
+            found.setdefault(held.name, []).append(held)
+    return found

@@ -1,0 +1,51 @@
+"""What can be named on the command line, one line each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from memo_sim.contract.catalog import CLUSTER_FORM, list_clusters, list_hardware, list_models, load_hardware, load_model
+from memo_sim.contract.units import counted
+from memo_sim.planning.presets import SYSTEMS
+from memo_sim.validation.cases import list_case_files, load_cases
+
+
+def describe(what: str) -> list[str]:
+    """Return the lines of ``memo-sim list WHAT``: name, then what it is."""
+    makers: dict[str, Callable[[], Iterator[tuple[str, str]]]] = {
+        "models": _models,
+        "clusters": _clusters,
+        "systems": _systems,
+        "cases": _cases,
+        "hardware": _hardware,
+    }
+    rows = list(makers[what]())
+    width = max((len(name) for name, _ in rows), default=0)
+    return [f"{name:<{width}}  {about}".rstrip() for name, about in rows]
+
+
+def _models() -> Iterator[tuple[str, str]]:
+    for name in list_models():
+        model = load_model(name)
+        size = f"{model.layers} layers x {model.hidden}, {model.heads} heads ({model.kv_heads} kv)"
+        yield name, f"{model.family}, {size}, {model.total_params / 1e9:.3g} B parameters"
+
+
+def _clusters() -> Iterator[tuple[str, str]]:
+    yield from ((name, "one node") for name in list_clusters())
+    yield CLUSTER_FORM, "any other: cards a node of 200 (hdr) or 400 (ndr) Gb/s, 8 unless named"
+
+
+def _systems() -> Iterator[tuple[str, str]]:
+    yield from ((s.name, s.about) for s in SYSTEMS.values())
+
+
+def _cases() -> Iterator[tuple[str, str]]:
+    yield from ((name, counted(len(load_cases(name)), "case")) for name in list_case_files())
+
+
+def _hardware() -> Iterator[tuple[str, str]]:
+    for name in list_hardware():
+        hardware = load_hardware(name)
+        peak = ", ".join(f"{dtype} {q.value / 1e12:.4g} TFLOP/s" for dtype, q in hardware.peak_flops.items())
+        yield name, f"{peak}, {hardware.device_memory_bytes.value / 2**30:.4g} GiB"

@@ -1,0 +1,210 @@
+"""Why a sequence is cut into so many subsequences: what the bubble and the kernels lose with fewer and with more.
+
+Of SPPO's plans besides: what its own solver (6.1) would have taken, and what it says is held (5.2).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import inf
+
+import msgspec
+
+from memo_sim.contract.errors import Infeasible, UsageError
+from memo_sim.contract.plan import Layout, Prediction
+from memo_sim.contract.units import format_bytes, format_seconds, format_tokens
+from memo_sim.engine.simulate import Simulation
+from memo_sim.engine.stalls import BUBBLE
+from memo_sim.planning.outcome import Evaluated, SearchResult
+from memo_sim.planning.question import Question
+from memo_sim.planning.search import play
+from memo_sim.planning.space import candidates
+from memo_sim.planning.sppo import Choice, allowed
+from memo_sim.planning.subsequences import hidden_tokens, most_held_bytes, part_prices, rounded
+from memo_sim.program.ir.instruction import BufferClass
+from memo_sim.program.layout.partition import partition, swapped_parts
+
+SPPO = "sppo"
+SKELETAL = BufferClass.SKELETAL.value
+
+
+def subsequences(found: SearchResult, simulation: Simulation) -> list[str]:
+    """Return what the parts are, what each offloads and keeps, and the numbers next to the chosen one."""
+    decisions = simulation.decisions
+    number = decisions.layout.subsequences
+    if number == 1:
+        return [] if found.best is None else _why_not_cut(found)
+    parts, swapped = partition(decisions), swapped_parts(decisions)
+    lengths = _range(format_tokens(parts[0]), format_tokens(parts[-1]))
+    text = f"{number} subsequences of {lengths} tokens"
+    if decisions.swapped_tokens:
+        alphas = [some / part for some, part in zip(swapped, parts, strict=True)]
+        text += f" offload {_each(parts, swapped)}: alpha {_range(f'{min(alphas):.2f}', f'{max(alphas):.2f}')}"
+        if (window := decisions.offload_window) > 1:
+            text += f", while the {window} next passes are computed"
+    if carried := simulation.prediction.peak_by_class.get("carried", 0):
+        size = format_bytes(carried)
+        text += f"; keys and values stay, with the sums of their gradients {size} where memory is fullest"
+    return [
+        f"{text}.",
+        *_held(simulation),
+        *_beside(found, simulation.prediction),
+        *_guests(found, simulation.prediction),
+    ]
+
+
+def balance(question: Question, found: SearchResult) -> list[str]:
+    """Return how many tokens SPPO's balance (5.2) has of each part before they are rounded to blocks, and to which.
+
+    Nothing where it was not tried, or has all of every part.
+    """
+    best, aware = found.best, next((e.decisions for e in found.ranked if e.policy.hides), None)
+    if best is None or aware is None:
+        return []
+    like = aware if best.decisions.layout.subsequences == 1 else best.decisions
+    parts, granule = partition(like), like.swap_granule
+    exact = hidden_tokens(question, like, part_prices(question.hardware, question.cluster))
+    if exact >= parts[0]:
+        return []
+    alpha = sum(min(exact, part) for part in parts) / sum(parts)
+    tried = rounded(exact, granule)
+    text = f"SPPO's balance (5.2): {exact:.0f} tokens leave while a part is computed, alpha {alpha:.2f}"
+    blocks = f"in blocks of {granule} that is {' or '.join(map(str, tried))}"
+    taken = f"; {max(swapped_parts(best.decisions))} is the faster" if best.policy.hides and len(tried) > 1 else ""
+    return [f"{text}; {blocks}{taken}."]
+
+
+def heuristic(question: Question, found: SearchResult) -> list[str]:
+    """Return what SPPO's solver takes, by its formula and played, beside the best plan; nothing for other systems.
+
+    The solver knows one sequence on all devices. What is pinned, it is held to.
+    """
+    best = found.best
+    if question.system != SPPO or best is None:
+        return []
+    for choice in allowed(question):
+        try:
+            played = _play(question, found, choice)
+        except (Infeasible, UsageError):  # the solver's next, where a pinned order of stages goes without this one
+            continue
+        break
+    else:
+        return []
+    if played is None:
+        return []
+    text = (
+        f"SPPO's own solver (6.1) takes SP {choice.sp}, PP {choice.pp}, N {choice.subsequences}: "
+        f"{format_seconds(choice.step_s)} by its formula"
+    )
+    if played.step_s is None:
+        return [f"{text}, and it does not fit: {played.status}, short of {format_bytes(played.shortfall_bytes)}."]
+    slower = played.step_s / (best.prediction.step_s or played.step_s) - 1
+    against = f"{abs(slower):.1%} {'slower' if slower >= 0 else 'faster'} than the best that was searched"
+    ask = f" (--tp {choice.sp} --pp {choice.pp} --subsequences {choice.subsequences})" if slower < 0 else ""
+    return [f"{text}, {format_seconds(played.step_s)} played, {against}{ask}."]
+
+
+def _play(question: Question, found: SearchResult, choice: Choice) -> Prediction | None:
+    """Return the outcome of the solver's choice with 5.2's offloading, at the faster of its roundings.
+
+    None where a pinned policy excludes that.
+    """
+    pins = replace(question.pins, tp=choice.sp, pp=choice.pp, subsequences=choice.subsequences)
+    asked = replace(question, pins=replace(pins, multiplexed=pins.multiplexed or False))
+    known = {e.decisions: e.prediction for e in found.ranked}
+    offered = [c.base for c in candidates(asked)[0] if c.policy.hides]
+    played = [known.get(base) or play(asked, base).prediction for base in offered]
+    return min(played, key=lambda one: inf if one.step_s is None else one.step_s, default=None)
+
+
+def _held(simulation: Simulation) -> list[str]:
+    """Return what a stage holds of activations by the recurrence of SPPO 5.2, which counts one sequence's forwards."""
+    decisions = simulation.decisions
+    if decisions.offload_window != 1 or decisions.micro_batches > 1 or decisions.layout.multiplexed:
+        return []
+    most, live = most_held_bytes(decisions), int(simulation.memory.device_curves[SKELETAL].max())
+    held = f"{format_bytes(int(most))} of the rest by SPPO's recurrence (5.2)"
+    return [f"A stage holds at most {held}, {format_bytes(live)} when played."]
+
+
+def _each(parts: tuple[int, ...], swapped: tuple[int, ...]) -> str:
+    """Return what each offloads: as many tokens, or what a plan written by hand says."""
+    most = max(swapped)
+    if swapped == tuple(min(most, part) for part in parts):
+        return f"{format_tokens(most)} each, or all that they have"
+    return f"{_range(format_tokens(min(swapped)), format_tokens(most))} each"
+
+
+def _range(first: str, last: str) -> str:
+    return first if first == last else f"{first} to {last}"
+
+
+def _why_not_cut(found: SearchResult) -> list[str]:
+    """Return what the best plan that is cut loses, where some were played."""
+    best = found.best
+    assert best is not None
+    cut = [e for e in found.ranked if e.decisions.layout.subsequences > 1 and e.prediction.step_s is not None]
+    if not cut:
+        return []
+    nearest = min(cut, key=lambda e: e.prediction.step_s or 0.0)
+    return [f"The sequence is not cut: {_against(nearest, best.prediction)}."]
+
+
+def _beside(found: SearchResult, chosen: Prediction) -> list[str]:
+    """Return the next fewer and the next more subsequences of the same layout, each by its best plan."""
+    best = found.best
+    if best is None:
+        return []
+    layout = best.decisions.layout
+    others: dict[int, Evaluated] = {}
+    for one in found.ranked:  # the best of a number comes first
+        if one.prediction.step_s is not None and _uncut(one.decisions.layout) == _uncut(layout):
+            others.setdefault(one.decisions.layout.subsequences, one)
+    fewer = max((n for n in others if n < layout.subsequences), default=None)
+    more = min((n for n in others if n > layout.subsequences), default=None)
+    told = [_against(others[n], chosen) for n in (fewer, more) if n is not None]
+    return [f"{'; '.join(told)}.".capitalize()] if told else []
+
+
+def _guests(found: SearchResult, chosen: Prediction) -> list[str]:
+    """Return what it changes that idle stages play rows of others (SPPO 6.2), where it was tried with and without."""
+    best = found.best
+    if best is None:
+        return []
+    layout = best.decisions.layout
+    turned = msgspec.structs.replace(_uncut(layout), multiplexed=not layout.multiplexed)
+    others = (e for e in found.ranked if e.prediction.step_s is not None and _uncut(e.decisions.layout) == turned)
+    if (other := next(others, None)) is None:
+        return []
+    number = other.decisions.layout.subsequences
+    if layout.multiplexed:
+        text = f"Idle stages play rows of others: without that, at best in {number} subsequences,"
+    else:
+        text = f"Idle stages do not play rows of others: with that, at best in {number} subsequences,"
+    return [f"{text} {_change(other, chosen)}."]
+
+
+def _uncut(layout: Layout) -> Layout:
+    return msgspec.structs.replace(layout, subsequences=1)
+
+
+def _against(other: Evaluated, chosen: Prediction) -> str:
+    """Return what another number changes."""
+    return f"with {other.decisions.layout.subsequences}, {_change(other, chosen)}"
+
+
+def _change(other: Evaluated, chosen: Prediction) -> str:
+    """Return what another plan changes: the time that stages wait for each other, if they do, and that of kernels."""
+    bubbles_s = _bubble_s(other.prediction), _bubble_s(chosen)
+    compute_s = other.prediction.lanes.get("compute", 0.0) - chosen.lanes.get("compute", 0.0)
+    step_s = (other.prediction.step_s or 0.0) - (chosen.step_s or 0.0)
+    waits = f"the bubble is {_longer(bubbles_s[0] - bubbles_s[1])}, " if any(bubbles_s) else ""
+    return f"{waits}kernels take {_longer(compute_s)}, and the step is {_longer(step_s)}"
+
+
+def _longer(seconds: float) -> str:
+    return f"{format_seconds(abs(seconds))} {'longer' if seconds >= 0 else 'shorter'}"
+
+
+def _bubble_s(prediction: Prediction) -> float:
+    return sum(s.seconds for s in prediction.stalls if s.lane == "compute" and s.waits_for.startswith(BUBBLE))

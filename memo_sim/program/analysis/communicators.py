@@ -1,0 +1,73 @@
+"""Who talks over what: the communicators that a rank of a layout has, for process groups and for memory alike.
+
+The executor makes one for each lane and kind of group that a program names, since lanes play at the same time, and one
+over all ranks where they meet (``init_process_group`` with a device). An eager framework makes one for each kind of
+group, and one over all ranks at its first barrier; with each neighbour in a ring of more than two it has another, which
+sends that are not batched make (Transformer Engine batches a ring's between two; pytorch/pytorch#152220). Groups of one
+rank are none.
+
+    tp 4, cp 2, ZeRO 1    all 8    collective tp 4    collective grads 2    p2p cp 2
+    a middle stage        all 8    collective tp 2    ...    send 0>1    send 1>0    send 1>2    send 2>1
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from memo_sim.contract.plan import Decisions
+from memo_sim.program.ir.instruction import Instruction, Lane
+from memo_sim.program.ir.program import Program
+from memo_sim.program.ir.work import Collective, Exchange, Handover
+from memo_sim.program.layout.rank_order import degree
+
+Key = tuple[Lane, str]
+"""A lane and the group that talks on it."""
+
+PAIR = 2
+"""Ranks that hand over to each other."""
+
+
+def handover_key(work: Handover) -> Key:
+    """Return the key of the groups of two that hand over from stage to stage; both sides have it."""
+    return Lane.SEND, f"{work.source}>{work.target}"
+
+
+def stages_of_key(key: Key) -> tuple[int, int]:
+    """Return source and target of a ``handover_key``."""
+    source, _, target = key[1].partition(">")
+    return int(source), int(target)
+
+
+def played(program: Program) -> Iterator[Instruction]:
+    """Yield the instructions of every template that is played: those of others would ask for groups in vain."""
+    for number in sorted({instance.template for instance in program.instances}):
+        yield from program.templates[number].instructions
+
+
+def group_keys(program: Program) -> list[Key]:
+    """Return the lanes and groups that ``program`` talks over, in the order in which their groups are made."""
+    found: set[Key] = set()
+    for instruction in played(program):
+        if isinstance(instruction.work, Collective | Exchange):
+            found.add((instruction.lane, instruction.work.group))
+        elif isinstance(instruction.work, Handover):
+            found.add(handover_key(instruction.work))
+    return sorted(found)
+
+
+def communicators(program: Program, decisions: Decisions) -> list[int]:
+    """Return how many ranks each communicator of a rank that plays ``program`` has; none for a device alone.
+
+    Under an eager framework lanes share a group's, and stages hand over in the group of all stages.
+    """
+    layout, keys = decisions.layout, group_keys(program)
+    if decisions.memory_policy == "eager":
+        sizes = [degree(group, layout) for group in sorted({"pp" if _pair(key) else key[1] for key in keys})]
+        sizes += [PAIR, PAIR] if (Lane.P2P, "cp") in keys and layout.cp > PAIR else []
+    else:
+        sizes = [PAIR if _pair(key) else degree(key[1], layout) for key in keys]
+    return [size for size in (layout.devices, *sizes) if size > 1]
+
+
+def _pair(key: Key) -> bool:
+    return ">" in key[1]

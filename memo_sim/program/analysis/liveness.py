@@ -1,0 +1,90 @@
+"""When each buffer lives, and what lives together: the memory a program needs, known before anything runs.
+
+A dynamic buffer is born at the first instruction that touches it and dies after the last, in program order; a buffer
+with lifetime ``step`` is there all the time. The peak counts device bytes the way an allocator that serves the
+program's requests counts them: at each instruction, everything born and not yet dead, its workspace included.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from memo_sim.program.analysis.columns import Columns, Ints
+from memo_sim.program.ir.program import Program
+
+
+@dataclass(frozen=True)
+class Liveness:
+    """Birth and death (instruction numbers, inclusive; -1 = lives the whole step) of every buffer, and their sizes."""
+
+    birth: Ints
+    death: Ints
+    bytes: Ints
+    family: Ints
+    on_device: np.ndarray
+    class_names: tuple[str, ...]
+    class_of: Ints
+    instructions: int
+
+
+@dataclass(frozen=True)
+class Peak:
+    """The worst instant of one memory space: instruction number, total bytes, bytes by buffer class."""
+
+    instruction: int
+    bytes: int
+    by_class: dict[str, int]
+
+
+def liveness(program: Program, columns: Columns) -> Liveness:
+    """Return the lives of all buffers of ``program``."""
+    families = program.all_families
+    count = len(columns.buffer_bytes)
+    birth = np.full(count, columns.lane.size, dtype=np.int64)
+    death = np.full(count, -1, dtype=np.int64)
+    np.minimum.at(birth, columns.operand_buffer, columns.operand_instruction)
+    np.maximum.at(death, columns.operand_buffer, columns.operand_instruction)
+    lasting = np.array([f.lifetime == "step" for f in families], dtype=bool)[columns.buffer_family]
+    birth[lasting] = -1
+    death[lasting] = columns.lane.size
+    names = tuple(sorted({f.buffer_class.value for f in families}))
+    class_of_family = np.array([names.index(f.buffer_class.value) for f in families], dtype=np.int64)
+    device = np.array([f.space == "device" for f in families], dtype=bool)
+    return Liveness(
+        birth=birth,
+        death=death,
+        bytes=columns.buffer_bytes,
+        family=columns.buffer_family,
+        on_device=device[columns.buffer_family],
+        class_names=names,
+        class_of=class_of_family[columns.buffer_family],
+        instructions=columns.lane.size,
+    )
+
+
+def live_bytes(lives: Liveness, *, device: bool, sizes: Ints | None = None) -> dict[str, Ints]:
+    """Return by class the live bytes at every instruction (arrays as long as the program)."""
+    sizes = lives.bytes if sizes is None else sizes
+    used = (lives.on_device == device) & (lives.death >= lives.birth)
+    curves: dict[str, Ints] = {}
+    for c, name in enumerate(lives.class_names):
+        chosen = used & (lives.class_of == c)
+        if not chosen.any():
+            continue
+        change = np.zeros(lives.instructions + 2, dtype=np.int64)
+        np.add.at(change, np.maximum(lives.birth[chosen], 0), sizes[chosen])
+        np.add.at(change, np.minimum(lives.death[chosen] + 1, lives.instructions + 1), -sizes[chosen])
+        curves[name] = np.cumsum(change)[: lives.instructions]
+    return curves
+
+
+def peak(curves: dict[str, Ints]) -> Peak:
+    """Return the first instruction at which the sum over classes is largest, and what lives there."""
+    if not curves:
+        return Peak(instruction=0, bytes=0, by_class={})
+    total = np.sum(list(curves.values()), axis=0)
+    at = int(np.argmax(total))
+    by_class = {name: int(curve[at]) for name, curve in curves.items() if curve[at]}
+    return Peak(instruction=at, bytes=int(total[at]), by_class=by_class)

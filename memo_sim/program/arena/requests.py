@@ -1,0 +1,76 @@
+"""The memory requests a program makes (MEMO 4.2, Figures 3b and 8), from its own buffers.
+
+A buffer is handed out before the first instruction that touches it and given back after the last; one that lasts the
+whole step lives over all instructions. Phases are the instances of templates: a layer's forward, its backward, ...
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from memo_sim.contract.plan import Decisions
+from memo_sim.contract.requests import ARENA_ALIGNMENT_BYTES, Phase, Requests
+from memo_sim.program.analysis.columns import Columns, expand
+from memo_sim.program.analysis.liveness import Liveness, liveness
+from memo_sim.program.arena.library_workspaces import lives_in_arena
+from memo_sim.program.ir.program import Program
+
+
+def buffer_names(program: Program) -> list[str]:
+    """Return the name of every buffer by its number: its family's, and its index where the family has several."""
+    return [f.name if f.count == 1 else f"{f.name}[{index}]" for f in program.all_families for index in range(f.count)]
+
+
+def device_buffers(lives: Liveness) -> list[int]:
+    """Return the numbers of the device buffers that are ever used, in the order in which they are requested."""
+    used = np.flatnonzero(lives.on_device & (lives.death >= lives.birth))
+    ordered: list[int] = used[np.lexsort((used, lives.birth[used]))].tolist()
+    return ordered
+
+
+def requests_of(
+    program: Program,
+    columns: Columns | None = None,
+    *,
+    lives: Liveness | None = None,
+    names: list[str] | None = None,
+) -> Requests:
+    """Return what ``program`` asks of its device, one entry a buffer, in the order of the requests.
+
+    ``lives`` and ``names`` (by buffer number) are there for buffers of other sizes or lives than the program's.
+    """
+    columns = columns or expand(program)
+    lives = lives or liveness(program, columns)
+    chosen = device_buffers(lives)
+    names = names or buffer_names(program)
+    return Requests(
+        name=program.role,
+        program_sha256=program.sha256,
+        ids=[names[b] for b in chosen],
+        lower=np.maximum(lives.birth[chosen], 0).tolist(),
+        upper=np.minimum(lives.death[chosen] + 1, lives.instructions).tolist(),
+        size_bytes=lives.bytes[chosen].tolist(),
+        classes=[lives.class_names[c] for c in lives.class_of[chosen].tolist()],
+        phases=_phases(program, columns),
+        alignment_bytes=ARENA_ALIGNMENT_BYTES,
+    )
+
+
+def arena_requests(program: Program, decisions: Decisions) -> Requests:
+    """Return what the plan's arena has to hold: all of it but what libraries allocate beside it."""
+    columns = expand(program)
+    lives = lives_in_arena(program, columns, liveness(program, columns), decisions)
+    return requests_of(program, columns, lives=lives)
+
+
+def _phases(program: Program, columns: Columns) -> list[Phase]:
+    first = np.searchsorted(columns.instance, np.arange(len(program.instances) + 1)).tolist()
+    return [
+        Phase(
+            name=f"{i.place}/{program.templates[i.template].name}",
+            kind=program.templates[i.template].name,
+            lower=a,
+            upper=b,
+        )
+        for i, a, b in zip(program.instances, first, first[1:], strict=False)
+    ]

@@ -1,0 +1,125 @@
+"""Attention over a rank's tokens: the local square, and what context parallelism puts around it.
+
+cp 1           one square over all tokens, causal unless the model is bidirectional
+subsequences   one over their own tokens, and all keys before (``carried_attention.py``)
+ring           keys and values pass from rank to rank (``ring.py``)
+all_gather     every rank gathers all of them (``gathered_attention.py``)
+rsa            every rank writes whole rows of scores while keys, then values, pass round (``rsa.py``)
+
+Without a flash kernel the scores are written out (``plain_attention.py``).
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from memo_sim.contract.plan import Decisions
+from memo_sim.program.attention import all_gather as gathered_attention
+from memo_sim.program.attention import plain as plain_attention
+from memo_sim.program.attention import ring, rsa
+from memo_sim.program.attention import subsequence as carried_attention
+from memo_sim.program.attention.partial import attention_work, workspace
+from memo_sim.program.ir.builder import TemplateBuilder, reads, writes
+from memo_sim.program.ir.instruction import Lane
+from memo_sim.program.ir.work import Mask
+from memo_sim.program.layout.shape import Shape
+from memo_sim.program.layout.skeletal import Skeletal
+
+
+class _Around(Protocol):
+    """What a form of context parallelism writes before the local square, after it, and after its backward."""
+
+    def start(self, builder: TemplateBuilder, decisions: Decisions, shape: Shape, suffix: str = "") -> None: ...
+
+    def forward(self, builder: TemplateBuilder, decisions: Decisions, shape: Shape) -> None: ...
+
+    def backward(self, builder: TemplateBuilder, decisions: Decisions, shape: Shape) -> None: ...
+
+
+def forward(builder: TemplateBuilder, decisions: Decisions, shape: Shape) -> None:
+    """Write attention forward: reads ``qkv`` (a subsequence's: ``q`` and ``carried.kv``), writes ``attn`` and ``lse``.
+
+    Plain attention and RSA write scores in place of ``lse``.
+    """
+    if rsa.writes_scores(decisions):
+        rsa.forward(builder, decisions, shape)
+        return
+    if decisions.kernels.attention == plain_attention.PLAIN:
+        plain_attention.forward(builder, decisions, shape)
+        return
+    if shape.carried:
+        carried_attention.forward(builder, decisions, shape)
+        return
+    tokens, around = shape.tokens, _around(decisions)
+    work = attention_work(decisions, shape, tokens, tokens, _mask(decisions), backward=False)
+    scratch = workspace(builder, decisions, work, "attn.scratch")
+    if shape.cp > 1:
+        around.start(builder, decisions, shape)
+    builder.emit(
+        "attn",
+        "attention",
+        Lane.COMPUTE,
+        work,
+        qkv=reads(builder.all("qkv")),
+        out=writes(builder.all("attn")),
+        lse=writes(builder.all("lse")),
+        workspace=scratch,
+    )
+    if shape.cp > 1:
+        around.forward(builder, decisions, shape)
+
+
+def backward(builder: TemplateBuilder, decisions: Decisions, shape: Shape) -> None:
+    """Write attention backward: reads ``qkv``, ``attn``, ``lse`` (plain, RSA: scores), ``d_attn``; writes ``d_qkv``."""
+    if rsa.writes_scores(decisions):
+        rsa.backward(builder, decisions, shape)
+        return
+    if decisions.kernels.attention == plain_attention.PLAIN:
+        plain_attention.backward(builder, decisions, shape)
+        return
+    if shape.carried:
+        carried_attention.backward(builder, decisions, shape)
+        return
+    tokens, around = shape.tokens, _around(decisions)
+    work = attention_work(decisions, shape, tokens, tokens, _mask(decisions), backward=True)
+    scratch = workspace(builder, decisions, work, "attn.bwd.scratch")
+    if shape.cp > 1:
+        around.start(builder, decisions, shape, ".bwd")
+    builder.emit(
+        "attn.bwd",
+        "attention.bwd",
+        Lane.COMPUTE,
+        work,
+        grad=reads(builder.all("d_attn")),
+        qkv=reads(builder.all("qkv")),
+        out=reads(builder.all("attn")),
+        lse=reads(builder.all("lse")),
+        grad_qkv=writes(builder.all("d_qkv")),
+        workspace=scratch,
+    )
+    if shape.cp > 1:
+        around.backward(builder, decisions, shape)
+
+
+def kept_scores(decisions: Decisions, shape: Shape) -> tuple[Skeletal, ...]:
+    """Return what is kept of scores in place of ``lse``; nothing with a flash kernel. ``shape`` is attention's."""
+    if rsa.writes_scores(decisions):
+        return rsa.kept(decisions, shape)
+    return plain_attention.kept(decisions, shape) if decisions.kernels.attention == plain_attention.PLAIN else ()
+
+
+def longest_keys(decisions: Decisions, shape: Shape) -> int:
+    """Return the most keys of one call, tokens of all sequences of the micro-batch; ``shape`` is attention's."""
+    return max(shape.tokens, gathered_attention.keys_before(shape) if _gathers(decisions) else 0)
+
+
+def _mask(decisions: Decisions) -> Mask:
+    return "none" if decisions.model.bidirectional else "causal"
+
+
+def _gathers(decisions: Decisions) -> bool:
+    return decisions.layout.cp_exchange == "all_gather"
+
+
+def _around(decisions: Decisions) -> _Around:
+    return gathered_attention if _gathers(decisions) else ring

@@ -1,0 +1,355 @@
+"""Attention in chunks of a sequence whose keys and values wait in host memory (FPDT, Yao et al. 2024).
+
+Under full recompute a layer's queries, keys and values need not exist all at once. Forward makes them chunk by chunk,
+sends a chunk's keys and values to the host, and fetches those of every chunk before for its queries; parts merge by
+log-sum-exp. Nothing of it outlives the layer but the output.
+
+    queries   | c0 | c1 | c2 |      c2: a causal square over its own keys, then k0 and k1 without a mask
+    keys      | k0 | k1 | k2 |      3 chunks: 3 squares, 3 parts, 3 fetches
+
+Backward runs that forward once more, which sends queries, outputs and log-sum-exps to the host as well. Then it goes
+through the keys: those of chunk k meet the queries of every chunk behind, and their own last. Gradients of keys and
+values are summed on the device; those of queries travel with their queries, in fp32, and are complete when their own
+chunk's turn has come: so a chunk is joined, sent home and led back through product and norm.
+
+    h2d       [q1][q2]  [q0]       [q2]     [q1]            each with its output, log-sum-exp, gradient, and d_q
+    compute      [k0 q1][k0 q2][k0 q0] chunk 0 done [k1 q2][k1 q1] chunk 1 done ...
+
+What is fetched lies in two buffers that take turns: one is read while the other is filled. The norm is made again for
+the product's weight gradient instead of kept, as the MLP's is in row blocks (``mlp.py``).
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from memo_sim.contract.plan import Decisions
+from memo_sim.program.attention.partial import add, attention_work, join, merge_part, put, split, workspace
+from memo_sim.program.attention.ulysses import Ulysses
+from memo_sim.program.ir.builder import Access, Rows, reads, writes
+from memo_sim.program.ir.instruction import BufferClass, Lane
+from memo_sim.program.ir.work import Copy, Mask
+from memo_sim.program.layout.attention_chunks import attention_chunks, in_chunks
+from memo_sim.program.layout.shape import Shape
+from memo_sim.program.layout.skeletal import Skeletal
+from memo_sim.program.operators.operators import OperatorWriter, RowBlock
+
+SUM_DTYPE: Literal["fp32"] = "fp32"
+"""What gradients are summed in, of queries over chunks of keys and of keys over chunks of queries."""
+TURNS = 2
+"""Buffers that what is fetched takes in turn."""
+IN_CHUNKS = ("norm1", "norm1_stats", "qk_raw")
+"""Skeletal tensors of which one chunk's rows exist at once."""
+
+
+def rows_at_once(tensor: Skeletal, decisions: Decisions, shape: Shape) -> int:
+    """Return the rows of a skeletal tensor that its slot has: one chunk's, or none where chunks have other slots."""
+    if not in_chunks(decisions):
+        return tensor.tokens
+    if tensor.name in ("qkv", "lse") or (tensor.name == "attn" and shape.ulysses > 1):
+        return 0
+    if tensor.name not in IN_CHUNKS:
+        return tensor.tokens
+    return tensor.tokens * attention_chunks(decisions)[0][1] // shape.tokens
+
+
+class ChunkedAttention:
+    """Writes a layer's way from the first norm to attention's output, and back."""
+
+    def __init__(self, writer: OperatorWriter, ulysses: Ulysses) -> None:
+        self.writer, self.ulysses = writer, ulysses
+        self.builder, self.decisions = writer.builder, writer.decisions
+        self.shape, self.inside = writer.shape, writer.shape.attention
+        self.chunks = attention_chunks(writer.decisions)
+        self.room = self.chunks[0][1]
+        """Rows of a rank that a buffer for one chunk has room for."""
+        kv = 2 * self.inside.kv_width
+        self.features = {"kv": kv, "d_kv": kv, "lse": self.inside.heads}
+        """Of a token, by tensor; as many as the queries have, where nothing is said."""
+        self.features["qk_raw"] = self.shape.q_width + self.shape.kv_width
+
+    def forward(self, *, store: bool) -> None:
+        """Write norm, product and attention of every chunk; ``store``: backward is next, whose part the host keeps."""
+        for c, rows in enumerate(self.chunks):
+            self.writer.suffix = f".c{c}"
+            if c:
+                self._fetch_earlier(c, 0)
+            self._project(c)
+            self._attend(c)
+            self.ulysses.bring("attn", self._out(c), Rows(self.ulysses.home("attn"), *rows), self.writer.suffix)
+            # Copies wait for what they read alone, so they may stand behind what else reads that.
+            kept = ("kv", "q", *self._raw) if store else ("kv",) if rows != self.chunks[-1] else ()
+            for name in kept:
+                self._store(name, c)
+            for name in self._outputs if store else ():
+                self._store(name, c, f"{name}.{c % TURNS}")
+        self.writer.suffix = ""
+
+    def backward(self, grad_in: str) -> None:
+        """Write the backward from the residual's gradient, ``d_resid``, to the layer's input gradient, ``grad_in``."""
+        count = len(self.chunks)
+        order = [(k, c) for k in range(count) for c in (*range(k + 1, count), k)]
+        # Memory is handed out in program order: fetches that stand behind a product would wait for it.
+        self._fetch_keys(0)
+        self._fetch_queries(0, *order[0], ("q", *self._outputs))
+        self._leave()
+        self._fetch_queries(0, *order[0], ("d_attn",))
+        self._project_backward()
+        for n, (k, c) in enumerate(order):
+            if n + 1 < len(order):
+                gradients = ("d_attn", "d_q") if order[n + 1][0] else ("d_attn",)
+                self._fetch_queries(n + 1, *order[n + 1], ("q", *self._outputs, *gradients))
+            if n == 0 or order[n - 1][0] != k:
+                self._begin(k)
+            self._pair_backward(n, k, c)
+            if c == k:
+                self._finish(n, k, grad_in)
+        self.writer.suffix = ""
+
+    @property
+    def _raw(self) -> tuple[str, ...]:
+        """What a norm of heads has read, where the model has one."""
+        return ("qk_raw",) if self.writer.model.qk_norm else ()
+
+    @property
+    def _outputs(self) -> tuple[str, ...]:
+        """What attention writes that waits for backward on the host; at home it has the output whole."""
+        return ("attn", "lse") if self.shape.ulysses > 1 else ("lse",)
+
+    def _tokens(self, name: str, c: int) -> int:
+        """Return the rows that a chunk of a tensor has, on the heads' side or at home."""
+        rows = self.chunks[c][1]
+        return rows if name == "qk_raw" else self.shape.ulysses * rows
+
+    def _chunk(self, name: str, c: int, slot: str = "", dtype: str = "") -> Rows:
+        """Return the place of a chunk of tensor ``name`` in a device buffer, made at its first use."""
+        slot = slot or name
+        if not self.builder.has(slot):
+            features = self.features.get(name, self.inside.q_width)
+            dtype = dtype or ("fp32" if name == "lse" else self.decisions.dtype)
+            self.builder.own(slot, _class(slot), dtype, self._tokens(name, 0), features)
+        return Rows(slot, 0, self._tokens(name, c))
+
+    def _host(self, name: str, c: int, like: Rows) -> Rows:
+        slot = f"host.{name}.c{c}"
+        if not self.builder.has(slot):
+            features, dtype = self.builder.features(like.slot), self.builder.dtype(like.slot)
+            self.builder.own(slot, _class(name), dtype, like.tokens, features, space="host")
+        return Rows(slot, 0, like.tokens)
+
+    def _store(self, name: str, c: int, slot: str = "", suffix: str = "") -> None:
+        """Write the copy of a chunk to the host."""
+        here = self._chunk(name, c, slot)
+        size = here.tokens * self.builder.row_bytes(here.slot)
+        self.builder.emit(
+            f"{name}.store.c{c}{suffix}",
+            "d2h",
+            Lane.D2H,
+            Copy(size, "d2h"),
+            source=reads(here),
+            target=writes(self._host(name, c, here)),
+        )
+
+    def _fetch(self, name: str, c: int, here: Rows, suffix: str = "") -> None:
+        """Write the copy of a chunk back to the device."""
+        size = here.tokens * self.builder.row_bytes(here.slot)
+        self.builder.emit(
+            f"{name}.fetch.c{c}{suffix}",
+            "h2d",
+            Lane.H2D,
+            Copy(size, "h2d"),
+            source=reads(self._host(name, c, here)),
+            target=writes(here),
+        )
+
+    def _project(self, c: int) -> None:
+        """Write norm and product of a chunk's rows, and its queries apart from its keys and values."""
+        first, tokens = rows = self.chunks[c]
+        writer, shape, at = self.writer, self.shape, (0, tokens)
+        writer.norm("norm1", "x", rows, at)
+        source = self._gathered(at)
+        packed = Rows(self._packed(self.ulysses.home("qkv"), shape), *at)
+        writer.linear("qkv", source, packed, shape.qkv_width, shape.hidden)
+        writer.positions(packed, Rows("qk_raw", *at), first=first)
+        on_heads = Rows(self._packed("qkv", self.inside), 0, shape.ulysses * tokens)
+        self.ulysses.send("qkv", packed, on_heads, writer.suffix)
+        split(self.builder, f"qkv.split{writer.suffix}", on_heads, self._chunk("q", c), self._chunk("kv", c))
+
+    def _packed(self, slot: str, shape: Shape) -> str:
+        """Return a slot for the packed Q, K, V of a chunk, or their gradients, with the sizes of ``shape``."""
+        rows = self.room * shape.tokens // self.shape.tokens
+        return self.writer.own(slot, rows, shape.qkv_width, _class(slot))
+
+    def _gathered(self, at: RowBlock) -> Rows:
+        """Gather the norm's output of one chunk over tensor-parallel ranks."""
+        writer = self.writer
+        return writer.gather("norm1", writer.shard_rows("norm1", at), "norm1_full", 0, tokens=self.room)
+
+    def _out(self, c: int) -> Rows:
+        """Return where attention of a chunk writes: at home, or on the heads' side in one of two buffers."""
+        if self.shape.ulysses == 1:
+            return Rows("attn", *self.chunks[c])
+        return self._chunk("attn", c, f"attn.{c % TURNS}")
+
+    def _attend(self, c: int) -> None:
+        """Write a chunk's attention: over its own keys, then over those of each chunk before."""
+        out, lse = self._out(c), self._chunk("lse", c, f"lse.{c % TURNS}")
+        self._call("attn", c, c, self._chunk("kv", c), out=out, lse=lse)
+        for k in range(c):
+            if k + 1 < c:
+                self._fetch_earlier(c, k + 1)
+            part, part_lse = self._chunk("attn", c, "attn.part"), self._chunk("lse", c, "lse.part")
+            self._call("attn.earlier", c, k, self._earlier(k), out=part, lse=part_lse)
+            merge_part(self.builder, f"attn.merge.c{c}.k{k}", (part, part_lse), (out, lse))
+
+    def _earlier(self, k: int) -> Rows:
+        return self._chunk("kv", k, f"kv.earlier.{k % TURNS}")
+
+    def _fetch_earlier(self, c: int, k: int) -> None:
+        self._fetch("kv", k, self._earlier(k), f".for.c{c}")
+
+    def _call(self, name: str, c: int, k: int, keys: Rows, *, out: Rows, lse: Rows) -> None:
+        """Write a call of chunk ``c``'s queries against ``keys``, those of chunk ``k``."""
+        queries = self._chunk("q", c)
+        self.builder.emit(
+            f"{name}.c{c}" + (f".k{k}" if k != c else ""),
+            "attention",
+            Lane.COMPUTE,
+            attention_work(self.decisions, self.inside, queries.tokens, keys.tokens, _mask(c, k), backward=False),
+            q=reads(queries),
+            kv=reads(keys),
+            out=writes(out),
+            lse=writes(lse),
+            workspace=self._workspace(backward=False),
+        )
+
+    def _workspace(self, *, backward: bool) -> Access | None:
+        """Return scratch for any call of a chunk against a chunk."""
+        name, most = f"attn{'.bwd' if backward else ''}.scratch", self._tokens("q", 0)
+        if self.builder.has(name):
+            return writes(self.builder.all(name))
+        work = attention_work(self.decisions, self.inside, most, most, "none", backward=backward)
+        return workspace(self.builder, self.decisions, work, name)
+
+    def _leave(self) -> None:
+        """Write the gradient of attention's output, chunk by chunk, and its copies to the host.
+
+        Where it is gathered for that, the projection's weight gradient is written with it: so it need not exist whole.
+        """
+        writer, shape = self.writer, self.shape
+        for c, (first, tokens) in enumerate(self.chunks):
+            writer.suffix = f".c{c}"
+            on_heads = self._chunk("d_attn", c, f"d_attn.{c % TURNS}")
+            home = on_heads
+            if shape.ulysses > 1:
+                home = Rows(writer.own("d_attn_home", self.room, shape.q_width), 0, tokens)
+            shard = writer.shard_rows("d_resid", (first, tokens))
+            grad = writer.gather("proj.grad", shard, "d_proj_full", 0, tokens=self.room)
+            if shape.gathered:
+                attended = Rows(self.ulysses.home("attn"), first, tokens)
+                writer.wgrad("proj", grad, attended, shape.hidden, shape.q_width)
+            writer.dgrad("proj", grad, home, shape.q_width, shape.hidden)
+            self.ulysses.send("d_attn", home, on_heads, writer.suffix)
+            self._store("d_attn", c, on_heads.slot)
+        writer.suffix = ""
+
+    def _project_backward(self) -> None:
+        """Write the gradients of the projection's parameters, as far as chunks have not written them."""
+        writer, shape, grad = self.writer, self.shape, self.builder.all("d_resid")
+        if not shape.gathered:
+            attended = self.builder.all(self.ulysses.home("attn"))
+            writer.wgrad("proj", grad, attended, shape.hidden, shape.q_width)
+        writer.bgrad("proj", grad, shape.hidden)
+
+    def _keys(self, k: int) -> Rows:
+        return self._chunk("kv", k, f"kv.back.{k % TURNS}")
+
+    def _fetch_keys(self, k: int) -> None:
+        self._fetch("kv", k, self._keys(k))
+
+    def _begin(self, k: int) -> None:
+        """Write the copies that chunk ``k``'s pairs hide: what its end reads, and the next chunk's keys."""
+        for name in self._raw:
+            self._fetch(name, k, self._chunk(name, k))
+        if k + 1 < len(self.chunks):
+            self._fetch_keys(k + 1)
+
+    def _back(self, name: str, n: int, c: int) -> Rows:
+        """Return where a chunk of what belongs to queries lies for the ``n``-th pair."""
+        return self._chunk(name, c, f"{name}.back.{n % TURNS}", SUM_DTYPE if name == "d_q" else "")
+
+    def _fetch_queries(self, n: int, k: int, c: int, names: tuple[str, ...]) -> None:
+        """Write the copies of what the ``n``-th pair needs of its queries: outputs, and gradients so far, too."""
+        for name in names:
+            self._fetch(name, c, self._back(name, n, c), f".for.k{k}")
+
+    def _pair_backward(self, n: int, k: int, c: int) -> None:
+        """Write the backward of chunk ``c``'s queries against chunk ``k``'s keys, and its sums."""
+        keys, queries = self._keys(k), self._back("q", n, c)
+        grad_q, grad_kv = self._chunk("d_q", c, "d_q.part"), self._chunk("d_kv", k, "d_kv.part")
+        out = self._back("attn", n, c) if self.shape.ulysses > 1 else self._out(c)
+        name = f".c{c}.k{k}"
+        self.builder.emit(
+            f"attn.bwd{name}",
+            "attention.bwd",
+            Lane.COMPUTE,
+            attention_work(self.decisions, self.inside, queries.tokens, keys.tokens, _mask(c, k), backward=True),
+            grad=reads(self._back("d_attn", n, c)),
+            q=reads(queries),
+            kv=reads(keys),
+            out=reads(out),
+            lse=reads(self._back("lse", n, c)),
+            grad_q=writes(grad_q),
+            grad_kv=writes(grad_kv),
+            workspace=self._workspace(backward=True),
+        )
+        self._sum("d_q", name, grad_q, self._back("d_q", n, c), first=k == 0)
+        first = c == k + 1 or (c == k and k + 1 == len(self.chunks))
+        self._sum("d_kv", name, grad_kv, self._chunk("d_kv", k, "d_kv.sum", SUM_DTYPE), first=first)
+        if c != k:
+            self._store("d_q", c, f"d_q.back.{n % TURNS}", f".of.k{k}")
+
+    def _sum(self, name: str, suffix: str, part: Rows, into: Rows, *, first: bool) -> None:
+        """Bring what a call wrote to the sum it belongs to: as its first term, or added."""
+        if first:
+            put(self.builder, f"{name}.put{suffix}", part, into)
+        else:
+            add(self.builder, self.decisions, f"{name}.add{suffix}", part, into)
+
+    def _finish(self, n: int, k: int, grad_in: str) -> None:
+        """Write what follows once all gradients of a chunk are complete: the way home, product and norm."""
+        writer, shape, builder = self.writer, self.shape, self.builder
+        first, tokens = self.chunks[k]
+        writer.suffix = f".c{k}"
+        sums = self._back("d_q", n, k), self._chunk("d_kv", k, "d_kv.sum", SUM_DTYPE)
+        joined = Rows(self._packed("d_qkv", self.inside), 0, shape.ulysses * tokens)
+        join(builder, f"qkv.join{writer.suffix}", *sums, joined)
+        home = Rows(self._packed(self.ulysses.home("d_qkv"), shape), 0, tokens)
+        self.ulysses.bring("d_qkv", joined, home, writer.suffix)
+        writer.positions_backward(home, first=first)
+        phase, builder.phase, writer.suffix = builder.phase, "rec", f".again.c{k}"
+        writer.norm("norm1", "x", (first, tokens), (0, tokens))
+        source = self._gathered((0, tokens))
+        builder.phase, writer.suffix = phase, f".c{k}"
+        writer.product_and_norm_backward(
+            "qkv",
+            "norm1",
+            grad=home,
+            source=source,
+            norm_input="x",
+            residual_grad="d_resid",
+            out=grad_in,
+            rows=(first, tokens),
+            at=(0, tokens),
+            tokens=self.room,
+        )
+
+
+def _class(name: str) -> BufferClass:
+    """Return a slot's class: gradients and parts to be merged are transient."""
+    return BufferClass.TRANSIENT if name.startswith("d_") or name.endswith(".part") else BufferClass.SKELETAL
+
+
+def _mask(c: int, k: int) -> Mask:
+    """Return the mask of chunk ``c``'s queries against chunk ``k``'s keys."""
+    return "causal" if c == k else "none"

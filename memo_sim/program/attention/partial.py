@@ -1,0 +1,203 @@
+"""What every form of attention is written from: kernel calls with their scratch, parts of keys, merges and sums."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from memo_sim.contract.plan import Decisions
+from memo_sim.contract.units import DTYPE_BYTES
+from memo_sim.program.ir.builder import Access, Rows, TemplateBuilder, accumulates, reads, writes
+from memo_sim.program.ir.instruction import BufferClass, Lane
+from memo_sim.program.ir.work import Attention, Mask, Rowwise
+from memo_sim.program.layout.shape import Shape
+from memo_sim.program.operators.workspaces import attention_workspace_bytes, sum_workspace_bytes
+
+
+def attention_work(decisions: Decisions, shape: Shape, q: int, k: int, mask: Mask, *, backward: bool) -> Attention:
+    """Return a call of ``q`` queries against ``k`` keys, tokens of all sequences of the micro-batch."""
+    batch = decisions.micro_batch
+    return Attention(
+        batch=batch,
+        q_tokens=q // batch,
+        k_tokens=k // batch,
+        mask=mask,
+        heads=shape.heads,
+        kv_heads=shape.kv_heads,
+        head_dim=decisions.model.head_dim,
+        backward=backward,
+        kernel=decisions.kernels.attention,
+        dtype=decisions.dtype,
+    )
+
+
+def workspace(builder: TemplateBuilder, decisions: Decisions, work: Attention, name: str) -> Access | None:
+    """Add the kernel's scratch as a buffer of one instruction."""
+    groups, deterministic = decisions.kernels.head_groups, decisions.deterministic
+    return builder.scratch(name, attention_workspace_bytes(work, groups, deterministic=deterministic))
+
+
+def pack(builder: TemplateBuilder, decisions: Decisions, shape: Shape, target: str, suffix: str = "") -> None:
+    """Copy this rank's keys and values out of the packed Q, K, V into ``target``."""
+    size = shape.tokens * 2 * shape.kv_width * DTYPE_BYTES[decisions.dtype]
+    builder.emit(
+        f"kv.pack{suffix}",
+        "kv.pack",
+        Lane.COMPUTE,
+        Rowwise("kv.pack", shape.tokens, size, size),
+        qkv=reads(builder.all("qkv")),
+        out=writes(builder.all(target)),
+    )
+
+
+def split(builder: TemplateBuilder, name: str, packed: Rows, q: Rows, kv: Rows | None) -> None:
+    """Copy queries, and keys and values where those are wanted, out of the packed Q, K, V."""
+    moved = sum(rows.tokens * builder.row_bytes(rows.slot) for rows in (q, kv) if rows is not None)
+    builder.emit(
+        name,
+        "qkv.split",
+        Lane.COMPUTE,
+        Rowwise("qkv.split", packed.tokens, moved, moved),
+        qkv=reads(packed),
+        q=writes(q),
+        kv=None if kv is None else writes(kv),
+    )
+
+
+def join(builder: TemplateBuilder, name: str, grad_q: Rows, grad_kv: Rows, packed: Rows) -> None:
+    """Copy the gradients of queries, and of keys and values, together into those of the packed Q, K, V."""
+    given, joined = (
+        sum(rows.tokens * builder.row_bytes(rows.slot) for rows in sides) for sides in ((grad_q, grad_kv), (packed,))
+    )
+    builder.emit(
+        name,
+        "qkv.join",
+        Lane.COMPUTE,
+        Rowwise("qkv.join", packed.tokens, given, joined),
+        grad_q=reads(grad_q),
+        grad_kv=reads(grad_kv),
+        grad_qkv=writes(packed),
+    )
+
+
+def add(builder: TemplateBuilder, decisions: Decisions, name: str, part: Rows, into: Rows) -> None:
+    """Add gradients that were written aside to their sum; ``into`` may be wider: packed Q, K, V, or fp32."""
+    features, kernel = builder.features(part.slot), decisions.kernels.attention
+    dtype, summed = builder.dtype(part.slot), builder.dtype(into.slot)
+    given, moved = (part.tokens * features * DTYPE_BYTES[each] for each in (dtype, summed))
+    scratch = sum_workspace_bytes(part.tokens, features, dtype, summed, kernel)
+    builder.emit(
+        name,
+        "grad.accumulate",
+        Lane.COMPUTE,
+        Rowwise("grad.accumulate", part.tokens, given + moved, moved),
+        x=reads(part),
+        out=accumulates(into),
+        workspace=builder.scratch(f"{name}.scratch", scratch),
+    )
+
+
+def put(builder: TemplateBuilder, name: str, part: Rows, into: Rows) -> None:
+    """Copy what was written aside to where the first term of a sum belongs."""
+    given, written = (rows.tokens * builder.row_bytes(rows.slot) for rows in (part, into))
+    work = Rowwise("copy", part.tokens, given, written)
+    builder.emit(name, "copy", Lane.COMPUTE, work, source=reads(part), target=writes(into))
+
+
+def queries(builder: TemplateBuilder) -> dict[str, Access]:
+    """Return a call's queries as an operand: apart where keys and values are carried, else packed with them."""
+    return {name: reads(builder.all(name)) for name in ("q" if builder.has("q") else "qkv",)}
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Queries against ``keys`` of other ranks, or before them, none masked.
+
+    All of the rank's queries, or the late half of each sequence's.
+    """
+
+    keys: Rows
+    late: bool = False
+    suffix: str = ""
+    """Ends the names of the instructions, where several parts have the same."""
+
+    def queries(self, shape: Shape) -> int:
+        """Return how many queries it has."""
+        return shape.tokens // 2 if self.late else shape.tokens
+
+
+def part_forward(
+    builder: TemplateBuilder, decisions: Decisions, shape: Shape, part: Part, name: str, *, merge: str, most_keys: int
+) -> None:
+    """Write a part and its merge into ``attn`` and ``lse`` by log-sum-exp.
+
+    Parts of one ``name`` share a workspace, of all queries against ``most_keys``: every rank has the same buffers.
+    """
+    tokens = part.queries(shape)
+    if not builder.has("attn.part"):
+        builder.own("attn.part", BufferClass.TRANSIENT, decisions.dtype, shape.tokens, shape.q_width)
+        builder.own("lse.part", BufferClass.TRANSIENT, "fp32", shape.tokens, shape.heads)
+    out, lse = Rows("attn.part", 0, tokens), Rows("lse.part", 0, tokens)
+    builder.emit(
+        f"{name}{part.suffix}",
+        "attention",
+        Lane.COMPUTE,
+        attention_work(decisions, shape, tokens, part.keys.tokens, "none", backward=False),
+        **queries(builder),
+        kv=reads(part.keys),
+        out=writes(out),
+        lse=writes(lse),
+        workspace=_shared_workspace(builder, decisions, shape, name, most_keys, backward=False),
+    )
+    merge_part(builder, f"{merge}{part.suffix}", (out, lse), (builder.all("attn"), builder.all("lse")))
+
+
+def merge_part(builder: TemplateBuilder, name: str, part: tuple[Rows, Rows], whole: tuple[Rows, Rows]) -> None:
+    """Write the merge of a part's output and log-sum-exp into those of all keys before it."""
+    (out, lse), (whole_out, whole_lse) = part, whole
+    moved = out.tokens * (builder.row_bytes(out.slot) + builder.row_bytes(lse.slot))
+    builder.emit(
+        name,
+        "attention.merge",
+        Lane.COMPUTE,
+        Rowwise("attention.merge", out.tokens, 2 * moved, moved),
+        part=reads(out),
+        part_lse=reads(lse),
+        out=accumulates(whole_out),
+        lse=accumulates(whole_lse),
+    )
+
+
+def part_backward(
+    builder: TemplateBuilder, decisions: Decisions, shape: Shape, part: Part, name: str, *, into: Rows, most_keys: int
+) -> None:
+    """Write the backward of a part; gradients of its keys and values go ``into``, its queries' to slot ``d_q.part``."""
+    tokens = part.queries(shape)
+    builder.emit(
+        f"{name}{part.suffix}",
+        "attention.bwd",
+        Lane.COMPUTE,
+        attention_work(decisions, shape, tokens, part.keys.tokens, "none", backward=True),
+        grad=reads(builder.all("d_attn")),
+        **queries(builder),
+        kv=reads(part.keys),
+        out=reads(builder.all("attn")),
+        lse=reads(builder.all("lse")),
+        grad_q=writes(Rows("d_q.part", 0, tokens)),
+        grad_kv=writes(into),
+        workspace=_shared_workspace(builder, decisions, shape, name, most_keys, backward=True),
+    )
+
+
+def _shared_workspace(
+    builder: TemplateBuilder, decisions: Decisions, shape: Shape, name: str, keys: int, *, backward: bool
+) -> Access | None:
+    if builder.has(f"{name}.scratch"):
+        return writes(builder.all(f"{name}.scratch"))
+    work = attention_work(decisions, shape, shape.tokens, keys, "none", backward=backward)
+    return workspace(builder, decisions, work, f"{name}.scratch")
+
+
+def own_d_q(builder: TemplateBuilder, decisions: Decisions, shape: Shape) -> None:
+    """Add the buffer that ``part_backward`` writes the queries' gradients to."""
+    if not builder.has("d_q.part"):
+        builder.own("d_q.part", BufferClass.TRANSIENT, decisions.dtype, shape.tokens, shape.q_width)

@@ -1,0 +1,216 @@
+"""Attention without a flash kernel, as Megatron-LM's core attention has it: every score is written to memory.
+
+    scores = Q K^T        batched product, tokens x keys a head        probs   = softmax(scale and mask (scores))
+    dropped = dropout     probs and one byte a score                   attn    = dropped V, copied out of head order
+
+Backward keeps the softmax's result, the dropout's and its mask: 5 bytes a score in two-byte dtypes, the ``5 a s / h``
+of Korthikanti et al. 2022 (arXiv:2205.05198, equation 1). The mask saves no product: all pairs are multiplied, and the
+causal half is dropped by the fused kernel of scale, mask and softmax. Dropout is part of it, because runs without flash
+kernels trained with it (Megatron-LM's default is 0.1, and vTrain's model has it: src/model/gpt_model.py).
+
+There is no log-sum-exp, so nothing can be merged: a sequence divided by context parallelism is refused, and so are
+scores that would have to travel to the host.
+"""
+
+from __future__ import annotations
+
+from memo_sim.contract.errors import Infeasible
+from memo_sim.contract.plan import Decisions
+from memo_sim.contract.units import DTYPE_BYTES
+from memo_sim.program.ir.builder import TemplateBuilder, accumulates, reads, writes
+from memo_sim.program.ir.instruction import BufferClass, Lane
+from memo_sim.program.ir.work import BatchedGemm, Rowwise
+from memo_sim.program.layout.shape import Shape
+from memo_sim.program.layout.skeletal import Fate, Skeletal
+
+PLAIN = "plain"
+"""The kernel's name in a plan."""
+
+MASK_BYTES = 1
+"""Of one score in the dropout's mask."""
+
+
+def kept(decisions: Decisions, shape: Shape) -> tuple[Skeletal, ...]:
+    """Return what backward needs of every score; ``shape`` is attention's."""
+    width = shape.heads * (shape.tokens // decisions.micro_batch)
+    scores = (("probs", decisions.dtype), ("dropped", decisions.dtype), ("kept", "uint8"))
+    return tuple(Skeletal(name, shape.tokens, width, dtype, Fate.WHOLE) for name, dtype in scores)
+
+
+def _check(decisions: Decisions) -> None:
+    """Refuse what has no scores to itself.
+
+    Raises:
+        Infeasible: with context parallelism, or where skeletal tensors are swapped.
+    """
+    if decisions.layout.cp > 1:
+        raise Infeasible(
+            "plain attention cannot be divided by context parallelism: it has no log-sum-exp to merge parts by",
+            where="layout.cp",
+            got=decisions.layout.cp,
+            wanted=1,
+        )
+    if decisions.swapped_tokens or decisions.recompute == "tokenwise":
+        raise Infeasible(
+            "plain attention's scores are not swapped",
+            where="decisions.swapped_tokens",
+            got=f"{decisions.swapped_tokens} with recompute {decisions.recompute}",
+            wanted="recompute none, selective or full, without swapping",
+        )
+
+
+class _Scores:
+    """Writes products over all heads of a micro-batch, and passes over its scores; ``shape`` is attention's."""
+
+    def __init__(self, builder: TemplateBuilder, decisions: Decisions, shape: Shape) -> None:
+        _check(decisions)
+        self.builder, self.shape = builder, shape
+        self.dtype, self.size = decisions.dtype, DTYPE_BYTES[decisions.dtype]
+        self.heads = decisions.micro_batch * shape.heads
+        self.keys = shape.tokens // decisions.micro_batch
+        self.head_dim = decisions.model.head_dim
+        self.scores = shape.tokens * shape.heads * self.keys
+        """How many there are."""
+
+    def own(self, name: str) -> str:
+        """Add a buffer of all scores that dies with the pass."""
+        self.builder.own(name, BufferClass.TRANSIENT, self.dtype, self.shape.tokens, self.shape.heads * self.keys)
+        return name
+
+    def product(self, inner: str, *, transposed: bool = False) -> BatchedGemm:
+        """Return a product that makes scores (``inner`` = head) or sums over them (tokens)."""
+        tokens, dim = self.keys, self.head_dim
+        n, k = (tokens, dim) if inner == "head" else (dim, tokens)
+        return BatchedGemm(self.heads, tokens, n, k, "wgrad" if transposed else "fprop", self.dtype)
+
+    def over(self, kind: str, read_bytes: float, written_bytes: float) -> Rowwise:
+        """Return a pass that reads and writes so many bytes a score."""
+        return Rowwise(kind, self.shape.tokens, int(read_bytes * self.scores), int(written_bytes * self.scores))
+
+    def copied(self, kind: str, features: int) -> Rowwise:
+        """Return the copy of so many features a token from one order of heads to the other."""
+        size = self.shape.tokens * features * self.size
+        return Rowwise(kind, self.shape.tokens, size, size)
+
+
+def forward(builder: TemplateBuilder, decisions: Decisions, shape: Shape) -> None:
+    """Write attention forward: reads slot ``qkv``, writes ``probs``, ``dropped``, ``kept`` and ``attn``.
+
+    Raises:
+        Infeasible: with context parallelism, or where skeletal tensors are swapped.
+    """
+    write = _Scores(builder, decisions, shape)
+    size, phase = write.size, builder.phase
+    scores = builder.all(write.own(f"{phase}.scores"))
+    head_order = builder.own(f"{phase}.attn_heads", BufferClass.TRANSIENT, decisions.dtype, shape.tokens, shape.q_width)
+    qkv, probs, dropped, kept = (builder.all(name) for name in ("qkv", "probs", "dropped", "kept"))
+    builder.emit(
+        "attn.scores", "attention.scores", Lane.COMPUTE, write.product("head"), qkv=reads(qkv), out=writes(scores)
+    )
+    # The fused kernel reads the unmasked half, and writes zeros into the other.
+    builder.emit(
+        "attn.softmax",
+        "attention.softmax",
+        Lane.COMPUTE,
+        write.over("softmax", size / 2, size),
+        x=reads(scores),
+        out=writes(probs),
+    )
+    builder.emit(
+        "attn.dropout",
+        "attention.dropout",
+        Lane.COMPUTE,
+        write.over("dropout", size, size + MASK_BYTES),
+        x=reads(probs),
+        out=writes(dropped),
+        mask=writes(kept),
+    )
+    builder.emit(
+        "attn.values",
+        "attention.values",
+        Lane.COMPUTE,
+        write.product("tokens"),
+        probs=reads(dropped),
+        qkv=reads(qkv),
+        out=writes(builder.all(head_order)),
+    )
+    builder.emit(
+        "attn",
+        "attention.order",
+        Lane.COMPUTE,
+        write.copied("copy", shape.q_width),
+        x=reads(builder.all(head_order)),
+        out=writes(builder.all("attn")),
+    )
+
+
+def backward(builder: TemplateBuilder, decisions: Decisions, shape: Shape) -> None:
+    """Write attention backward: reads ``qkv``, ``probs``, ``dropped``, ``kept``, ``d_attn``; writes ``d_qkv``.
+
+    Raises:
+        Infeasible: with context parallelism, or where skeletal tensors are swapped.
+    """
+    write = _Scores(builder, decisions, shape)
+    size = write.size
+    d_dropped, d_scores = (builder.all(write.own(name)) for name in ("d_dropped", "d_scores"))
+    heads = {
+        name: builder.all(builder.own(f"{name}.heads", BufferClass.TRANSIENT, decisions.dtype, shape.tokens, width))
+        for name, width in (("dq", shape.q_width), ("dk", shape.kv_width), ("dv", shape.kv_width))
+    }
+    qkv, grad = reads(builder.all("qkv")), reads(builder.all("d_attn"))
+    builder.emit(
+        "attn.dv",
+        "attention.dv",
+        Lane.COMPUTE,
+        write.product("tokens", transposed=True),
+        probs=reads(builder.all("dropped")),
+        grad=grad,
+        out=writes(heads["dv"]),
+    )
+    builder.emit(
+        "attn.dprobs",
+        "attention.dprobs",
+        Lane.COMPUTE,
+        write.product("head"),
+        grad=grad,
+        qkv=qkv,
+        out=writes(d_dropped),
+    )
+    # In place, like the softmax's: both read a gradient and what forward kept.
+    builder.emit(
+        "attn.dropout.bwd",
+        "attention.dropout.bwd",
+        Lane.COMPUTE,
+        write.over("dropout", size + MASK_BYTES, size),
+        grad=reads(d_dropped),
+        mask=reads(builder.all("kept")),
+        grad_x=writes(d_scores),
+    )
+    builder.emit(
+        "attn.softmax.bwd",
+        "attention.softmax.bwd",
+        Lane.COMPUTE,
+        write.over("softmax", 2 * size, size),
+        probs=reads(builder.all("probs")),
+        grad=accumulates(d_scores),
+    )
+    for name, transposed in (("dq", False), ("dk", True)):
+        builder.emit(
+            f"attn.{name}",
+            f"attention.{name}",
+            Lane.COMPUTE,
+            write.product("tokens", transposed=transposed),
+            grad=reads(d_scores),
+            qkv=qkv,
+            out=writes(heads[name]),
+        )
+    builder.emit(
+        "attn.bwd",
+        "attention.order",
+        Lane.COMPUTE,
+        write.copied("copy", shape.qkv_width),
+        q=reads(heads["dq"]),
+        k=reads(heads["dk"]),
+        v=reads(heads["dv"]),
+        grad_qkv=writes(builder.all("d_qkv")),
+    )

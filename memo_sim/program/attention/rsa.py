@@ -1,0 +1,210 @@
+"""Ring self-attention (RSA): ranks write whole rows of scores, keys pass round the ring, then values (Li et al. 2021).
+
+Tokens are divided over the cp ranks and weights are whole. A rank keeps its queries; what each key gives of a row is
+known only when all keys have been round, so the row is stored, with no flash kernel (METP, 2.3.2 and Figure 1d). Scores
+lie in blocks, one for each rank's keys, as these arrive:
+
+    own keys   scores[own] = Q K^T          softmax over a row's blocks, in place
+    step j     scores[r - j] = Q K^T        own values   attn = probs[own] V
+               keys one hop on              step j       attn += probs[r - j] V, values one hop on
+
+    backward   dV of every rank's values = probs^T d_attn, summed over the ranks by one all-reduce, own rows taken
+               values go round again: d_scores[r - j] = d_attn V^T;  softmax's backward, in place
+               dK of every rank's keys = d_scores^T Q, all-reduced;  keys go round again: dQ += d_scores[r - j] K
+
+With (p - 1) / p of a tensor sent by each round of hops, and twice that by an all-reduce, a layer sends 8 (p - 1) / p x
+tokens x hidden elements (METP, Table 2). Hops have two buffers in turn and run beside the product before, as the
+all-reduces do beside what follows: the best that RSA can do, whatever its authors' code overlaps.
+
+A causal mask spares no product: the softmax puts it on, of any rank's tokens by their positions. The softmax is priced
+as one pass of a fused kernel; memo-exec plays torch's operators. No dropout: plain attention alone has that. With one
+rank nothing travels, and scores are written all the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Literal
+
+from memo_sim.contract.plan import Decisions
+from memo_sim.contract.units import DTYPE_BYTES
+from memo_sim.program.attention.ring import TURNS
+from memo_sim.program.ir.builder import Access, Rows, TemplateBuilder, accumulates, reads, writes
+from memo_sim.program.ir.instruction import BufferClass, Lane, Mode
+from memo_sim.program.ir.work import BatchedGemm, Collective, Exchange, Rowwise
+from memo_sim.program.layout.shape import Shape
+from memo_sim.program.layout.skeletal import Fate, Skeletal
+from memo_sim.program.operators.workspaces import score_softmax_backward_workspace_bytes, score_softmax_workspace_bytes
+
+ROLES = {"dk": "keys", "dv": "values"}
+"""Of which operand each gradient is."""
+
+
+def writes_scores(decisions: Decisions) -> bool:
+    """Return whether attention is ring self-attention."""
+    return decisions.layout.cp_exchange == "rsa"
+
+
+def kept(decisions: Decisions, shape: Shape) -> tuple[Skeletal, ...]:
+    """Return what backward needs beside Q, K, V and the output: a probability for each score of ``shape``'s rows."""
+    keys = shape.tokens // decisions.micro_batch
+    return (Skeletal("probs", shape.cp * shape.tokens, shape.heads * keys, decisions.dtype, Fate.WHOLE),)
+
+
+def forward(builder: TemplateBuilder, decisions: Decisions, shape: Shape) -> None:
+    """Write attention forward: reads slot ``qkv``, writes ``probs`` and ``attn``."""
+    write = _Rsa(builder, decisions, shape)
+    qkv, probs = reads(builder.all("qkv")), builder.all("probs")
+    for step, keys in write.round("keys"):
+        block = writes(write.block("probs", step))
+        write.product(f"attn.scores{step}", "rsa.scores", "scores", qkv=qkv, keys=keys, out=block)
+    scratch = score_softmax_workspace_bytes(write.tokens, write.keys, decisions.dtype, masked=write.masked)
+    write.pass_over_scores("attn.softmax", "rsa.softmax", 1, scratch, x=accumulates(probs))
+    for step, values in write.round("values"):
+        attn = builder.all("attn")
+        write.product(
+            f"attn.values{step}",
+            "rsa.values",
+            "rows",
+            probs=reads(write.block("probs", step)),
+            qkv=None if values else qkv,
+            values=values,
+            out=accumulates(attn) if step else writes(attn),
+        )
+
+
+def backward(builder: TemplateBuilder, decisions: Decisions, shape: Shape) -> None:
+    """Write attention backward: reads ``qkv``, ``probs`` and ``d_attn``, writes ``d_qkv``."""
+    write = _Rsa(builder, decisions, shape, ".bwd")
+    qkv, grad = reads(builder.all("qkv")), reads(builder.all("d_attn"))
+    d_qkv, keys = builder.all("d_qkv"), shape.tokens // decisions.micro_batch
+    builder.own("d_scores", BufferClass.TRANSIENT, decisions.dtype, shape.cp * shape.tokens, shape.heads * keys)
+    write.summed("dv", "rsa.dv", probs=reads(builder.all("probs")), grad=grad)
+    for step, values in write.round("values"):
+        write.product(
+            f"attn.dprobs{step}",
+            "rsa.dprobs",
+            "scores",
+            grad=grad,
+            qkv=None if values else qkv,
+            values=values,
+            out=writes(write.block("d_scores", step)),
+        )
+    scratch = score_softmax_backward_workspace_bytes(write.tokens, write.keys, decisions.dtype)
+    write.pass_over_scores(
+        "attn.softmax.bwd",
+        "rsa.softmax.bwd",
+        2,
+        scratch,
+        probs=reads(builder.all("probs")),
+        grad=accumulates(builder.all("d_scores")),
+    )
+    write.home("dv", writes(d_qkv))
+    write.summed("dk", "rsa.dk", grad=reads(builder.all("d_scores")), qkv=qkv)
+    for step, arrived in write.round("keys"):
+        write.product(
+            f"attn.dq{step}",
+            "rsa.dq",
+            "rows",
+            grad=reads(write.block("d_scores", step)),
+            qkv=None if arrived else qkv,
+            keys=arrived,
+            out=accumulates(d_qkv),
+        )
+    write.home("dk", accumulates(d_qkv))
+
+
+class _Rsa:
+    """Writes products of one rank's rows with every rank's keys or values; ``shape`` is attention's."""
+
+    def __init__(self, builder: TemplateBuilder, decisions: Decisions, shape: Shape, suffix: str = "") -> None:
+        self.builder, self.shape, self.suffix = builder, shape, suffix
+        self.dtype, self.size = decisions.dtype, DTYPE_BYTES[decisions.dtype]
+        self.tokens = shape.tokens // decisions.micro_batch
+        """Of one sequence on one rank."""
+        self.keys = shape.cp * self.tokens
+        """Of one sequence."""
+        self.heads = decisions.micro_batch * shape.heads
+        self.head_dim = decisions.model.head_dim
+        self.masked = not decisions.model.bidirectional
+        self.scores = shape.tokens * shape.heads * self.keys
+        """How many there are."""
+
+    def block(self, slot: str, step: int) -> Rows:
+        """Return the scores of the keys that arrive at ``step``: those of the rank so many places before."""
+        shape = self.shape
+        return Rows(slot, (shape.cp_rank - step) % shape.cp * shape.tokens, shape.tokens)
+
+    def round(self, what: str) -> Iterator[tuple[int, Access | None]]:
+        """Write the way of ``what`` (keys or values) round the ring; yield each step's operand, None of the own.
+
+        A hop is written before the product that it runs beside.
+        """
+        if self.shape.cp > 1:
+            self._pack(what)
+            self._hop(what, 1)
+        yield 0, None
+        for step in range(1, self.shape.cp):
+            if step + 1 < self.shape.cp:
+                self._hop(what, step + 1)
+            yield step, reads(self.builder.all(_buffer(step)))
+
+    def product(self, name: str, op: str, made: Literal["scores", "rows"], **operands: Access | None) -> None:
+        """Emit a product over the head that makes a block of scores, or one over a block's keys that makes rows."""
+        n, k = (self.tokens, self.head_dim) if made == "scores" else (self.head_dim, self.tokens)
+        work = BatchedGemm(self.heads, self.tokens, n, k, "fprop", self.dtype)
+        self.builder.emit(name, op, Lane.COMPUTE, work, **operands)
+
+    def pass_over_scores(self, name: str, op: str, read: int, scratch: int, **operands: Access) -> None:
+        """Emit a pass that reads so many numbers a score and writes one."""
+        size = self.scores * self.size
+        work = Rowwise("softmax", self.shape.tokens, read * size, size)
+        workspace = self.builder.scratch(f"{self.builder.phase}.{name}.scratch", scratch)
+        self.builder.emit(name, op, Lane.COMPUTE, work, **operands, workspace=workspace)
+
+    def summed(self, name: str, op: str, **operands: Access) -> None:
+        """Emit the product over this rank's queries that makes gradients of every rank's keys, and their sum."""
+        shape, full = self.shape, f"{name}.all"
+        self.builder.own(full, BufferClass.EXCHANGE, self.dtype, shape.cp * shape.tokens, shape.kv_width)
+        rows = self.builder.all(full)
+        work = BatchedGemm(self.heads, self.keys, self.head_dim, self.tokens, "wgrad", self.dtype)
+        self.builder.emit(f"attn.{name}", op, Lane.COMPUTE, work, **operands, out=writes(rows))
+        if shape.cp > 1:
+            summing = Collective("all_reduce", rows.tokens * self._row_bytes, shape.cp, "cp")
+            self.builder.emit(f"{name}.reduce", "all_reduce", Lane.COLLECTIVE, summing, tensor=accumulates(rows))
+
+    def home(self, name: str, grad_qkv: Access) -> None:
+        """Emit what adds this rank's rows of such a sum to the gradient of the packed Q, K, V; the first clears it."""
+        own, size = self.block(f"{name}.all", 0), self.shape.tokens * self._row_bytes
+        written = self.shape.tokens * self.shape.qkv_width * self.size if grad_qkv[1] is Mode.WRITE else size
+        read = size if grad_qkv[1] is Mode.WRITE else 2 * size
+        source = {ROLES[name]: reads(own)}
+        work = Rowwise("copy", own.tokens, read, written)
+        self.builder.emit(f"{name}.home", "rsa.home", Lane.COMPUTE, work, **source, grad_qkv=grad_qkv)
+
+    @property
+    def _row_bytes(self) -> int:
+        """Of one token's keys, or values."""
+        return self.shape.kv_width * self.size
+
+    def _pack(self, what: str) -> None:
+        for turn in range(TURNS):
+            if not self.builder.has(_buffer(turn)):
+                self.builder.own(
+                    _buffer(turn), BufferClass.EXCHANGE, self.dtype, self.shape.tokens, self.shape.kv_width
+                )
+        size = self.shape.tokens * self._row_bytes
+        work, out = Rowwise("kv.pack", self.shape.tokens, size, size), writes(self.builder.all(_buffer(0)))
+        packed = reads(self.builder.all("qkv"))
+        self.builder.emit(f"{what}.pack{self.suffix}", "rsa.pack", Lane.COMPUTE, work, qkv=packed, **{what: out})
+
+    def _hop(self, what: str, step: int) -> None:
+        work = Exchange(self.shape.tokens * self._row_bytes, self.shape.cp, "cp")
+        send, recv = (self.builder.all(_buffer(number)) for number in (step - 1, step))
+        name = f"{what}.hop{step}{self.suffix}"
+        self.builder.emit(name, "send_recv", Lane.P2P, work, send=reads(send), recv=writes(recv))
+
+
+def _buffer(step: int) -> str:
+    """Name of the exchange buffer that holds what arrives at ``step``, keys or values."""
+    return f"rsa.ring{step % TURNS}"

@@ -1,0 +1,197 @@
+"""Causal attention of a subsequence: over its own tokens, and over the keys and values of all before it (SPPO 5.1).
+
+A layer has one buffer of keys and values for the whole micro-batch, ``carried.kv``. Each subsequence writes its rows of
+it and keeps its queries apart (``q``, in the place of the packed Q, K, V). The causal square over its own rows and one
+call without a mask over all rows before merge by log-sum-exp. Backward goes from the last subsequence to the first, and
+sums gradients of keys and values in ``carried.d_kv``: the last one writes all of its rows, the others add to those that
+they attend to. When a subsequence has added its own square, its rows are complete, and join its queries' gradients.
+
+    carried.kv     |    s0    |   s1   | s2 |             carried.d_kv   |    s0    |   s1   | s2 |
+    forward s1      `- before -'`square'                  backward s2     `w before -'-------'`w sq'
+                                                          backward s1     `+ before -'`+ sq -' -> complete, joined
+
+There may be hundreds of terms, so sums are fp32. Kernels write theirs aside in the plan's dtype, of one run of earlier
+subsequences at a time (``Shape.sums``). Each run has a buffer of sums, which is free when its rows are complete.
+
+Keys and values are read by every later subsequence, forward and backward, so they stay on the device (SPPO's type 0);
+the other skeletal tensors are read in their own backward alone (type 1), and may travel to the host.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Literal
+
+from memo_sim.contract.plan import Decisions
+from memo_sim.program.attention import partial as attention_part
+from memo_sim.program.attention.partial import (
+    Part,
+    add,
+    attention_work,
+    own_d_q,
+    part_backward,
+    part_forward,
+    put,
+    workspace,
+)
+from memo_sim.program.ir.builder import Rows, TemplateBuilder, reads, writes
+from memo_sim.program.ir.instruction import BufferClass, Family, Lane
+from memo_sim.program.layout.shape import Shape
+
+KV, D_KV = "carried.kv", "carried.d_kv"
+SUM_DTYPE: Literal["fp32"] = "fp32"
+"""What gradients are summed in: of keys over subsequences, of queries over runs of keys."""
+ASIDE = "d_kv.part"
+BEHIND = "behind.d_kv"
+"""Starts the names of what others, who play the rows behind these, add to these rows' gradients (``guest.py``)."""
+KEY_PART, MERGE = "attn.before", "attn.merge"
+
+
+def families(decisions: Decisions, shape: Shape, count: int) -> list[Family]:
+    """Return the buffers of keys and values and of their gradients, ``count`` of each; none for a whole micro-batch."""
+    if not shape.carried:
+        return []
+    kind, width = BufferClass.CARRIED, 2 * shape.kv_width
+    sums = [Family(rows.slot, kind, SUM_DTYPE, rows.tokens, width, count) for _, rows in sums_of(shape)]
+    return [Family(KV, kind, decisions.dtype, shape.carried, width, count), *sums]
+
+
+def sums_of(shape: Shape, first: int = 0, tokens: int | None = None) -> list[tuple[int, Rows]]:
+    """Return where gradients of the carried rows [first, first + tokens) are summed, all rows unless said otherwise.
+
+    Run by run: the first of the rows, and the rows of that run's buffer.
+    """
+    end, ends = shape.carried if tokens is None else first + tokens, shape.sums or (shape.carried,)
+    return [
+        (begun, Rows(f"{D_KV}.{i}" if shape.sums else D_KV, begun - before, until - begun))
+        for i, (before, after) in enumerate(pairwise((0, *ends)))
+        if (begun := max(first, before)) < (until := min(end, after))
+    ]
+
+
+def bind(builder: TemplateBuilder, found: dict[str, Family], shape: Shape, *, gradients: bool) -> None:
+    """Add what a forward or (``gradients``) a backward template needs of them."""
+    if shape.carried:
+        builder.bind(found[KV], slot=KV)
+        if gradients:
+            for _, rows in sums_of(shape, 0, shape.start + shape.tokens):
+                builder.bind(found[rows.slot], slot=rows.slot)
+            for name in [name for name in found if name.startswith(BEHIND)]:
+                builder.bind(found[name], slot=name)
+
+
+def split(
+    builder: TemplateBuilder, decisions: Decisions, shape: Shape, packed: Rows, suffix: str, *, keys: bool
+) -> None:
+    """Copy packed rows apart: queries to slot ``q`` and (``keys``) keys and values to their place among all.
+
+    Recompute leaves the keys: they are there since forward.
+    """
+    kv = Rows(KV, shape.start + packed.first, packed.tokens) if keys else None
+    attention_part.split(builder, f"qkv.split{suffix}", packed, Rows("q", packed.first, packed.tokens), kv)
+
+
+def forward(builder: TemplateBuilder, decisions: Decisions, shape: Shape) -> None:
+    """Write attention forward: reads slots ``q`` and ``carried.kv``, writes ``attn`` and ``lse``."""
+    work = attention_work(decisions, shape, shape.tokens, shape.tokens, "causal", backward=False)
+    builder.emit(
+        "attn",
+        "attention",
+        Lane.COMPUTE,
+        work,
+        q=reads(builder.all("q")),
+        kv=reads(_own(KV, shape)),
+        out=writes(builder.all("attn")),
+        lse=writes(builder.all("lse")),
+        workspace=workspace(builder, decisions, work, "attn.scratch"),
+    )
+    if shape.start:
+        before = Part(Rows(KV, 0, shape.start))
+        part_forward(builder, decisions, shape, before, KEY_PART, merge=MERGE, most_keys=shape.start)
+
+
+def backward(builder: TemplateBuilder, decisions: Decisions, shape: Shape) -> None:
+    """Write attention backward: reads ``q``, ``carried.kv``, ``attn``, ``lse``, ``d_attn``; writes ``d_qkv``."""
+    ((_, mine),), earlier = sums_of(shape, shape.start, shape.tokens), sums_of(shape, 0, shape.start)
+    longest = max((rows.tokens for _, rows in earlier), default=0)
+    dtype = SUM_DTYPE if earlier else decisions.dtype
+    d_q = builder.own("d_q", BufferClass.TRANSIENT, dtype, shape.tokens, shape.q_width)
+    if earlier:
+        own_d_q(builder, decisions, shape)
+    if not _direct(builder, decisions, shape):
+        room = max(shape.tokens, longest)
+        builder.own(ASIDE, BufferClass.TRANSIENT, decisions.dtype, room, 2 * shape.kv_width)
+    work = attention_work(decisions, shape, shape.tokens, shape.tokens, "causal", backward=True)
+    queries = builder.all(d_q)
+    into_q = queries if builder.dtype(d_q) == decisions.dtype else builder.all("d_q.part")
+    into = _written(builder, decisions, shape, mine)
+    builder.emit(
+        "attn.bwd",
+        "attention.bwd",
+        Lane.COMPUTE,
+        work,
+        grad=reads(builder.all("d_attn")),
+        q=reads(builder.all("q")),
+        kv=reads(_own(KV, shape)),
+        out=reads(builder.all("attn")),
+        lse=reads(builder.all("lse")),
+        grad_q=writes(into_q),
+        grad_kv=writes(into),
+        workspace=workspace(builder, decisions, work, "attn.bwd.scratch"),
+    )
+    if into_q != queries:
+        put(builder, "d_q.put", into_q, queries)
+    _sum(builder, decisions, shape, "", into, mine)
+    for run, (first, rows) in enumerate(earlier):
+        part = Part(Rows(KV, first, rows.tokens), suffix=f".k{run}" if len(earlier) > 1 else "")
+        written = _written(builder, decisions, shape, rows)
+        part_backward(builder, decisions, shape, part, f"{KEY_PART}.bwd", into=written, most_keys=longest)
+        add(builder, decisions, f"d_q.add{part.suffix}", builder.all("d_q.part"), queries)
+        _sum(builder, decisions, shape, f".before{part.suffix}", written, rows)
+    summed = _with_behind(builder, decisions, mine)
+    attention_part.join(builder, "qkv.join", queries, summed, builder.all("d_qkv"))
+
+
+def _last(shape: Shape) -> bool:
+    """Whether no later subsequence attends to these rows: backward begins with it."""
+    return shape.start + shape.tokens == shape.carried
+
+
+def _direct(builder: TemplateBuilder, decisions: Decisions, shape: Shape) -> bool:
+    """Whether kernels can write gradients of keys and values where they belong: the first term, in their own dtype."""
+    return _last(shape) and builder.dtype(sums_of(shape)[0][1].slot) == decisions.dtype
+
+
+def _written(builder: TemplateBuilder, decisions: Decisions, shape: Shape, into: Rows) -> Rows:
+    """Return where a kernel writes the gradients that belong ``into`` the carried ones."""
+    return into if _direct(builder, decisions, shape) else Rows(ASIDE, 0, into.tokens)
+
+
+def _sum(builder: TemplateBuilder, decisions: Decisions, shape: Shape, name: str, written: Rows, into: Rows) -> None:  # noqa: PLR0917
+    """Bring what a kernel wrote aside to the carried gradients: as the first term, or added."""
+    if written == into:
+        return
+    if _last(shape):
+        put(builder, f"d_kv.put{name}", written, into)
+    else:
+        add(builder, decisions, f"d_kv.add{name}", written, into)
+
+
+def _with_behind(builder: TemplateBuilder, decisions: Decisions, mine: Rows) -> Rows:
+    """Return the complete gradients of these rows' keys and values, with what others have computed of them.
+
+    The first that comes is the home's, a sum itself (``guest.py``): the others are added to it.
+    """
+    behind = builder.starting(BEHIND)
+    if not behind:
+        return mine
+    summed = builder.all(behind[0])
+    add(builder, decisions, "d_kv.add.own", mine, summed)
+    for slot in behind[1:]:
+        add(builder, decisions, f"d_kv.add{slot.removeprefix(BEHIND)}", builder.all(slot), summed)
+    return summed
+
+
+def _own(slot: str, shape: Shape) -> Rows:
+    """Return the subsequence's own rows of a carried buffer."""
+    return Rows(slot, shape.start, shape.tokens)

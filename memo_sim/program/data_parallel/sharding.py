@@ -1,0 +1,250 @@
+"""ZeRO 2 and 3 (FSDP): gradients and parameters that are whole for one use alone.
+
+A use is one pass of the embedding, a layer or the head that needs a block of parameters or adds to its gradients.
+
+    zero 2   whole gradients are zeroed before a use and reduce-scattered after it, over the ranks that hold the same
+             parameters (cp x ulysses x dp; under METP, whose ranks all hold embedding and head, of these metp x dp);
+             this rank's share is added to what it has of earlier micro-batches
+    zero 3   a rank holds its share of the parameters too: the whole block is gathered before every use, for backward
+             once more, and dead after it
+
+The gathering of a use stands before the use that precedes it, so that it runs beside that; two blocks are whole at a
+time. A share is added after the next use, so that no kernel waits for the scattering beside it. Nothing is gathered
+ahead over the end of a micro-batch: the first layer's parameters are waited for.
+
+      collective  [gather l2][gather l1]   [scatter l2][gather l0]     [scatter l1]
+      compute                [backward l2 .....       ][backward l1 .........     ][add l2][backward l0 ...
+
+With ZeRO 0 and 1 a rank has whole gradients all along, and ``overlap`` sums each block's over the replicas behind its
+last backward of the step, on a lane of its own: it shares links with the layers' collectives (``costs/contention.py``),
+but they do not wait for it.
+
+      replica                                 [reduce l2 .......][reduce l1 .......]
+      compute  m1 [backward l2 .....][backward l1 .....][backward l0 .....]
+
+The collective lane is one queue in program order: what a layer itself exchanges (tensor parallelism, Ulysses) waits for
+the gathering and the scattering that were asked for before.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from memo_sim.contract.plan import Decisions
+from memo_sim.contract.units import DTYPE_BYTES
+from memo_sim.program.data_parallel.optimizer import Optimizer
+from memo_sim.program.ir.builder import Rows, TemplateBuilder, accumulates, reads, writes
+from memo_sim.program.ir.instruction import BufferClass, Family, Lane, Template
+from memo_sim.program.ir.work import Collective, Rowwise
+from memo_sim.program.layout.stage import Stage
+from memo_sim.program.layout.swap_schedule import Visit
+
+Families = dict[str, Family]
+
+
+@dataclass(frozen=True, slots=True)
+class Use:
+    """One pass that needs parameters or makes gradients; blocks by kind: ``embed``, ``layer``, ``head``.
+
+    Every subsequence has passes of its own.
+
+    ``layer`` is the number of layers for the head, which stands behind the last one, and -1 for the embedding.
+    """
+
+    place: str
+    micro_batch: int
+    layer: int
+    backward: bool
+    params: tuple[str, ...]
+    grads: tuple[str, ...]
+    subsequence: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """A template to be played at a place, for a micro-batch's subsequence and a layer (see ``Use``)."""
+
+    template: str
+    place: str
+    micro_batch: int
+    layer: int
+    subsequence: int = 0
+
+
+Around = tuple[list[Placed], list[Placed]]
+"""What is played before a use, and after it."""
+NOTHING: Around = ([], [])
+
+
+class Sharding:
+    """What a layout adds to a step so that ranks hold shares; nothing where zero is below 2 or nobody shares.
+
+    Whether somebody shares is a question to each kind of block: METP without dp has replicas of the ends alone.
+    """
+
+    def __init__(
+        self, decisions: Decisions, optimizers: dict[str, Optimizer], micro_batches: int, stage: Stage
+    ) -> None:
+        self.stage = stage
+        self.decisions = decisions
+        self.optimizers = optimizers
+        self.micro_batches = micro_batches
+        self.subsequences = decisions.layout.subsequences
+        self.layers = len(stage.layers)
+        self.grads = frozenset(kind for kind, optimizer in optimizers.items() if optimizer.shared("grads"))
+        """The kinds of blocks of whose gradients a rank holds its share alone."""
+        self.params = frozenset(kind for kind, optimizer in optimizers.items() if optimizer.shared("params"))
+        """Those of whose parameters."""
+        # Weight gradients apart come after the last backward, those of guests after their task's (``guest.py``).
+        apart = (decisions.layout.schedule == "zero-bubble" and stage.stages > 1) or decisions.layout.multiplexed
+        early = () if apart else [kind for kind, optimizer in optimizers.items() if optimizer.reduced_early]
+        self.reduced_early = frozenset(early)
+        """Those whose whole gradients are summed behind their last backward."""
+        self.embed_uses = 2 if decisions.model.tied_embeddings else 1
+
+    def families(self) -> list[Family]:
+        """Return the buffers of whole gradients and parameters, one a use."""
+        m, found = self.micro_batches * self.subsequences, []
+        uses = {"embed": m * self.embed_uses, "layer": m * self.layers, "head": m}
+        for kind, optimizer in self.optimizers.items():
+            elements = optimizer.block.elements
+            if kind in self.grads:
+                name = f"whole_grads.{kind}"
+                found.append(Family(name, BufferClass.TRANSIENT, optimizer.grad_dtype, elements, 1, uses[kind]))
+            if kind in self.params:
+                count = 2 * uses[kind] if kind == "layer" else uses[kind]
+                name, dtype = f"gathered.{kind}", self.decisions.dtype
+                found.append(Family(name, BufferClass.GATHERED, dtype, elements, 1, count))
+        return found
+
+    def whole(self, families: Families) -> Families:
+        """Return ``families`` as a pass sees them: whole parameters and gradients under the shares' names."""
+        seen = dict(families)
+        seen |= {f"grads.{kind}": families[f"whole_grads.{kind}"] for kind in self.grads}
+        seen |= {f"params.{kind}": families[f"gathered.{kind}"] for kind in self.params}
+        return seen
+
+    def templates(self, families: Families) -> list[Template]:
+        """Return what gathers parameters, and what clears, scatters and adds gradients, block by block."""
+        found = []
+        for kind, optimizer in self.optimizers.items():
+            if kind in self.grads:
+                cleared = optimizer.zero(self.whole(families))
+                scattered = optimizer.reduce(self.whole(families))
+                assert scattered is not None  # grads: there are ranks to scatter over
+                found += [replace(cleared, name=f"{kind}.clear"), replace(scattered, name=f"{kind}.scatter")]
+                found.append(self._add(kind, families))
+            if kind in self.params:
+                found.append(self._gather(kind, families, "gather"))
+                if kind == "layer":
+                    found.append(self._gather(kind, families, "regather"))
+        return found
+
+    def _gather(self, kind: str, families: Families, phase: str) -> Template:
+        builder = TemplateBuilder(f"{kind}.{phase}", phase)
+        share = builder.bind(families[f"params.{kind}"])
+        full = builder.bind(families[f"gathered.{kind}"])
+        optimizer = self.optimizers[kind]
+        size = optimizer.block.elements * DTYPE_BYTES[self.decisions.dtype]
+        builder.emit(
+            f"params.{kind}",
+            "params.all_gather",
+            Lane.COLLECTIVE,
+            Collective("all_gather", size, optimizer.replicas, optimizer.group),
+            shard=reads(builder.all(share)),
+            full=writes(builder.all(full)),
+        )
+        return builder.build()
+
+    def _add(self, kind: str, families: Families) -> Template:
+        """Return the adding of this rank's share, which scattering in place leaves at the start of each run."""
+        builder = TemplateBuilder(f"{kind}.add", "reduce")
+        whole = builder.bind(families[f"whole_grads.{kind}"])
+        share = builder.bind(families[f"grads.{kind}"])
+        offset = 0
+        for name, first, length in self.optimizers[kind].runs():
+            builder.emit(
+                f"add.{name}",
+                "grad.accumulate",
+                Lane.COMPUTE,
+                Rowwise("grad.accumulate", length, 8 * length, 4 * length),
+                x=reads(Rows(whole, first, length)),
+                out=accumulates(Rows(share, offset, length)),
+            )
+            offset += length
+        return builder.build()
+
+    def index(self, family: str, template: str, micro_batch: int, subsequence: int, layer: int) -> int:
+        """Return which whole buffer of ``family`` a pass or what stands around it takes."""
+        passed = micro_batch * self.subsequences + subsequence
+        what, _, kind = family.partition(".")
+        if kind == "embed":
+            return passed * self.embed_uses + (self.embed_uses - 1 if layer == self.layers else 0)
+        if kind == "head":
+            return passed
+        use = passed * self.layers + layer
+        again = template.startswith(("layer.bwd", "layer.regather"))
+        return 2 * use + again if what == "gathered" else use
+
+    def uses(self, visits: list[Visit]) -> list[Use]:
+        """Return the uses of a step in program order, given the order in which layers are visited."""
+        head = ("head", "embed") if self.embed_uses > 1 else ("head",)
+        found = []
+        for v in visits:
+            m, s, at = v.micro_batch, v.subsequence, f"m{v.micro_batch}/s{v.subsequence}"
+            if self.stage.begins_model(v.layer) and not v.backward:
+                found.append(Use(f"{at}/embed", m, -1, False, ("embed",), (), s))
+            grads = ("layer",) if v.backward else ()
+            found.append(Use(f"{at}/l{self.stage.layers[v.layer]}", m, v.layer, v.backward, ("layer",), grads, s))
+            if self.stage.ends_model(v.layer) and not v.backward:
+                found.append(Use(f"{at}/head", m, self.layers, True, head, head, s))
+            if self.stage.begins_model(v.layer) and v.backward:
+                found.append(Use(f"{at}/embed", m, -1, True, (), ("embed",), s))
+        return found
+
+    def around(self, visits: list[Visit]) -> dict[tuple[str, bool], Around]:
+        """Return what is played before and after each use, found by its place and whether it is a backward.
+
+        A use that is not found has nothing around it.
+        """
+        uses, found = self.uses(visits) if self.params or self.grads or self.reduced_early else [], {}
+        waiting: list[Placed] = []
+        for i, use in enumerate(uses):
+            starts = i == 0 or uses[i - 1].micro_batch != use.micro_batch
+            following = [u for u in uses[i + 1 : i + 2] if u.micro_batch == use.micro_batch]
+            before, after = [p for u in [use] * starts + following for p in self._gathered(u)], []
+            if use.grads:
+                kinds = tuple(kind for kind in use.grads if kind in self.grads)
+                before += _placed(use, kinds, "clear")
+                after = _placed(use, kinds, "scatter") + waiting
+                waiting = _placed(use, kinds, "add")
+            if not following:
+                after, waiting = after + waiting, []
+            found[use.place, use.backward] = (before, after + self._reduced(use))
+        return found
+
+    def _gathered(self, use: Use) -> list[Placed]:
+        """Return what gathers the parameters of ``use`` that are divided."""
+        again = use.backward and "layer" in use.params
+        kinds = tuple(kind for kind in use.params if kind in self.params)
+        return _placed(use, kinds, "regather" if again else "gather")
+
+    def _reduced(self, use: Use) -> list[Placed]:
+        """Return what sums over replicas the gradients that are complete with ``use``."""
+        # Backward ends with the first subsequence; the head's is part of forward, and ends with the last one.
+        last = self.subsequences - 1 if use.layer == self.layers else 0
+        if use.micro_batch < self.micro_batches - 1 or use.subsequence != last:
+            return []
+        # What two stages hold is summed between them first, at the step's end.
+        spanning = self.stage.stages > 1 and self.decisions.model.tied_embeddings
+        early = [kind for kind in use.grads if kind in self.reduced_early]
+        complete = [kind for kind in early if kind != "embed" or (use.layer < 0 and not spanning)]
+        return [Placed(f"{kind}.reduce", f"step/{use.place.rpartition('/')[2]}", 0, use.layer) for kind in complete]
+
+
+def _placed(use: Use, kinds: tuple[str, ...], what: str) -> list[Placed]:
+    """Return a template a block; the tied embedding's at the head has a place of its own."""
+    tied = f"{use.place}.embed"
+    places = [tied if kind == "embed" and "head" in (*use.params, *use.grads) else use.place for kind in kinds]
+    m, layer, s = use.micro_batch, use.layer, use.subsequence
+    return [Placed(f"{kind}.{what}", at, m, layer, s) for kind, at in zip(kinds, places, strict=True)]

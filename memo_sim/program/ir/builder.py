@@ -1,0 +1,162 @@
+"""Writing templates: slots by name, operands as token ranges, one ``emit`` an instruction."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from memo_sim.contract.units import DTYPE_BYTES
+from memo_sim.program.ir.instruction import BufferClass, Family, Instruction, Lane, Mode, Operand, Template
+from memo_sim.program.ir.work import Work
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """A token range of a slot: what an operand refers to before it has a role and a mode."""
+
+    slot: str
+    first: int
+    tokens: int
+
+
+Access = tuple[Rows, Mode]
+
+
+def reads(rows: Rows) -> Access:
+    """Return ``rows`` as a read operand."""
+    return rows, Mode.READ
+
+
+def writes(rows: Rows) -> Access:
+    """Return ``rows`` as a written operand."""
+    return rows, Mode.WRITE
+
+
+def accumulates(rows: Rows) -> Access:
+    """Return ``rows`` as an operand that is read and written in place."""
+    return rows, Mode.ACCUMULATE
+
+
+@dataclass
+class TemplateBuilder:
+    """Collects one template; slots are named after their families (or ``slot_name`` where a family is bound twice)."""
+
+    name: str
+    phase: str
+    _slots: dict[str, str] = field(default_factory=dict)
+    _numbers: dict[str, int] = field(default_factory=dict)
+    _tokens: dict[str, int] = field(default_factory=dict)
+    _features: dict[str, int] = field(default_factory=dict)
+    _dtypes: dict[str, str] = field(default_factory=dict)
+    _firsts: dict[str, int] = field(default_factory=dict)
+    _own: list[Family] = field(default_factory=list)
+    _instructions: list[Instruction] = field(default_factory=list)
+    _names: Mapping[str, str] = field(default_factory=dict)
+    _suffix: str = ""
+
+    def under(self, names: Mapping[str, str], suffix: str) -> TemplateBuilder:
+        """Return the same template to be written to under other names: of slots ``names``, of instructions a suffix.
+
+        What is written several times, for a group of heads each, has scratch of its own each time.
+        """
+        return replace(self, _names=names, _suffix=suffix)
+
+    def _real(self, slot: str) -> str:
+        if self._suffix and slot.endswith(".scratch"):
+            return slot + self._suffix
+        return self._names.get(slot, slot)
+
+    def bind(self, family: Family, *, slot: str | None = None, tokens: int | None = None, first: int = 0) -> str:
+        """Add a slot that each instance binds to one buffer of the shared ``family``; return the slot's name.
+
+        ``tokens``: how many rows of it this template uses, where not all. ``first``: the first of them, from which the
+        template's rows count.
+        """
+        slot = slot or family.name
+        if first:
+            self._firsts[slot] = first
+        self._slots[slot] = family.name
+        self._numbers.setdefault(slot, len(self._numbers))
+        self._tokens[slot] = family.tokens - first if tokens is None else tokens
+        self._features[slot] = family.features
+        self._dtypes[slot] = family.dtype
+        return slot
+
+    def own(
+        self,
+        name: str,
+        buffer_class: BufferClass,
+        dtype: str,
+        tokens: int,
+        features: int,
+        *,
+        space: Literal["device", "host"] = "device",
+    ) -> str:
+        """Add a buffer that lives inside each instance; return its slot's name."""
+        real = self._real(name)
+        self._own.append(Family(real, buffer_class, dtype, tokens, features, space=space))
+        self._slots[real] = real
+        self._numbers.setdefault(real, len(self._numbers))
+        self._tokens[real] = tokens
+        self._features[real] = features
+        self._dtypes[real] = dtype
+        return name
+
+    def scratch(self, name: str, size: int) -> Access | None:
+        """Add a workspace of ``size`` bytes and return it as a written operand; None when there is none."""
+        if not size:
+            return None
+        return writes(self.all(self.own(name, BufferClass.WORKSPACE, "fp32", 1, -(-size // 4))))
+
+    def has(self, slot: str) -> bool:
+        """Return whether ``slot`` was added before."""
+        return self._real(slot) in self._slots
+
+    def starting(self, prefix: str) -> list[str]:
+        """Return the slots whose names start with ``prefix``, in the order in which they were added."""
+        return [slot for slot in self._slots if slot.startswith(prefix)]
+
+    def features(self, slot: str) -> int:
+        """Return the features of a token of ``slot``."""
+        return self._features[self._real(slot)]
+
+    def dtype(self, slot: str) -> str:
+        """Return the dtype of ``slot``."""
+        return self._dtypes[self._real(slot)]
+
+    def row_bytes(self, slot: str) -> int:
+        """Return the bytes of a token of ``slot``."""
+        return self.features(slot) * DTYPE_BYTES[self.dtype(slot)]
+
+    def all(self, slot: str) -> Rows:
+        """Return all tokens of ``slot``."""
+        return Rows(slot, 0, self._tokens[self._real(slot)])
+
+    def emit(self, name: str, op: str, lane: Lane, work: Work, **operands: Access | None) -> None:
+        """Append an instruction; operands that are None (a missing bias, say) are left out."""
+        numbers, firsts, real = self._numbers, self._firsts, self._real
+        listed = tuple(
+            [
+                Operand(
+                    role,
+                    numbers[slot := real(access[0].slot)],
+                    access[0].first + firsts.get(slot, 0),
+                    access[0].tokens,
+                    access[1],
+                )
+                for role, access in operands.items()
+                if access is not None
+            ]
+        )
+        self._instructions.append(Instruction(f"{self.phase}/{name}{self._suffix}", op, lane, work, listed))
+
+    def build(self) -> Template:
+        """Return the finished template."""
+        return Template(self.name, tuple(self._slots.values()), tuple(self._own), tuple(self._instructions))
+
+    @property
+    def bound_slots(self) -> list[str]:
+        """Names of the slots that an instance has to bind, in slot order."""
+        own = {f.name for f in self._own}
+        return [slot for slot in self._slots if slot not in own]

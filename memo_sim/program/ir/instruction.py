@@ -1,0 +1,134 @@
+"""Lanes, buffers and the instructions over them: the vocabulary both interpreters share.
+
+An operand is a token range of a buffer with an access mode; edges between instructions are never written down, they
+follow from program order and ranges (``edges.py``). Everything here is immutable and hashes by value.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import IntEnum, StrEnum
+from typing import Literal
+
+from memo_sim.contract.units import DTYPE_BYTES
+from memo_sim.program.ir.work import Work
+
+
+class Lane(IntEnum):
+    """A serial resource; first in, first out, in program order, in both interpreters."""
+
+    COMPUTE = 0
+    D2H = 1
+    H2D = 2
+    COLLECTIVE = 3
+    P2P = 4
+    HOST = 5
+    REPLICA = 6
+    """Collectives over the ranks that hold the same parameters, where they run beside a layer's own."""
+    SEND = 7
+    RECEIVE = 8
+    """Hand-overs between pipeline stages (``handover.py``)."""
+
+    @property
+    def label(self) -> str:
+        """The lane's name in files and pictures."""
+        return self.name.lower()
+
+
+class Mode(IntEnum):
+    """How an instruction touches a range; accumulate reads and writes."""
+
+    READ = 1
+    WRITE = 2
+    ACCUMULATE = 3
+
+
+class BufferClass(StrEnum):
+    """Why a buffer exists (design.md, the instruction set, point 5)."""
+
+    STATE = "state"
+    SKELETAL = "skeletal"
+    TRANSIENT = "transient"
+    WORKSPACE = "workspace"
+    EXCHANGE = "exchange"
+    GATHERED = "gathered"
+    CARRIED = "carried"
+    INPUT = "input"
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """``count`` buffers of one shape: tokens x features, token-major and contiguous.
+
+    lifetime ``step``: there before the first instruction and after the last; ``dynamic``: from its first access to
+    its last.
+    """
+
+    name: str
+    buffer_class: BufferClass
+    dtype: str
+    tokens: int
+    features: int
+    count: int = 1
+    space: Literal["device", "host"] = "device"
+    lifetime: Literal["step", "dynamic"] = "dynamic"
+
+    @property
+    def bytes(self) -> int:
+        """Size of one buffer of the family."""
+        return self.tokens * self.features * DTYPE_BYTES[self.dtype]
+
+    @property
+    def row_bytes(self) -> int:
+        """Size of one token's features."""
+        return self.features * DTYPE_BYTES[self.dtype]
+
+
+@dataclass(frozen=True, slots=True)
+class Operand:
+    """Tokens [first, first + tokens) of the buffer bound to ``slot``; ``role`` names the kernel's argument."""
+
+    role: str
+    slot: int
+    first: int
+    tokens: int
+    mode: Mode
+
+
+@dataclass(frozen=True, slots=True)
+class Instruction:
+    """One kernel call, copy or collective. ``name`` is unique in its template; ``op`` is the instruction's kind."""
+
+    name: str
+    op: str
+    lane: Lane
+    work: Work
+    operands: tuple[Operand, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Template:
+    """A run of instructions that many instances repeat; slot i is bound to a buffer of family ``slots[i]``.
+
+    ``own`` are the families that live inside the template: each instance gets fresh buffers of them.
+    """
+
+    name: str
+    slots: tuple[str, ...]
+    own: tuple[Family, ...]
+    instructions: tuple[Instruction, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Instance:
+    """A template at a place (``m0/s0/l12``), with the index of the buffer that each bound slot takes in its family."""
+
+    template: int
+    place: str
+    indices: tuple[int, ...]
+    micro_batch: int
+    layer: int = -1
+    subsequence: int = field(default=0, repr=False)
+    """Whose rows it works on; the place says it too, so a program's hash needs no second mention."""
+    first: int = field(default=0, repr=False)
+    """The subsequence's row that its buffers begin with, where others play those before (``multiplex.py``)."""

@@ -1,0 +1,83 @@
+"""A program: families of buffers, templates, and their instances in program order.
+
+Instructions are numbered by expanding the instances in order; ids are derived (``m0/s0/l12/bwd/ffn_up.dgrad``), never
+stored.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+from memo_sim.program.ir.instruction import Family, Instance, Instruction, Template
+from memo_sim.program.layout.schedule import Pass
+
+FORMAT_VERSION = 1
+
+
+@dataclass(frozen=True)
+class Program:
+    """What one rank role plays in a step.
+
+    ``families`` are the buffers shared between instances; a template's own families follow them, one buffer an
+    instance.
+    """
+
+    role: str
+    families: tuple[Family, ...]
+    templates: tuple[Template, ...]
+    instances: tuple[Instance, ...]
+    micro_batches: int
+    passes: tuple[tuple[Pass, int], ...] = ()
+    """The passes of the role's schedule, each with the number of its first instance."""
+
+    @cached_property
+    def instruction_count(self) -> int:
+        """Instructions of the whole step."""
+        lengths = [len(t.instructions) for t in self.templates]
+        return sum(lengths[i.template] for i in self.instances)
+
+    @cached_property
+    def all_families(self) -> tuple[Family, ...]:
+        """Shared families, then every template's own with as many buffers as it has instances."""
+        uses = [0] * len(self.templates)
+        for instance in self.instances:
+            uses[instance.template] += 1
+        own = [
+            Family(f"{t.name}/{f.name}", f.buffer_class, f.dtype, f.tokens, f.features, n, f.space, f.lifetime)
+            for t, n in zip(self.templates, uses, strict=True)
+            for f in t.own
+        ]
+        return (*self.families, *own)
+
+    @cached_property
+    def family_bases(self) -> dict[str, int]:
+        """Number of the first buffer of each family; buffer ids count through all families."""
+        bases: dict[str, int] = {}
+        base = 0
+        for family in self.all_families:
+            bases[family.name] = base
+            base += family.count
+        return bases
+
+    def walk(self) -> Iterator[tuple[str, Instruction]]:
+        """Yield (id, instruction) in program order."""
+        for instance in self.instances:
+            for instruction in self.templates[instance.template].instructions:
+                yield f"{instance.place}/{instruction.name}", instruction
+
+    def ids(self) -> list[str]:
+        """Return every instruction's id, in program order."""
+        return [name for name, _ in self.walk()]
+
+    @cached_property
+    def sha256(self) -> str:
+        """Hash of templates, instances and the format version: equal programs, equal hash."""
+        digest = hashlib.sha256(f"memo.program/{FORMAT_VERSION}:{self.role}\n".encode())
+        for part in (self.families, self.templates, self.instances):
+            for item in part:
+                digest.update(repr(item).encode())
+                digest.update(b"\n")
+        return digest.hexdigest()

@@ -1,0 +1,311 @@
+"""The two ends of the model: embedding, and final norm with classifier and loss.
+
+The head plays forward and backward of a chunk of tokens before the next chunk, so that the logits of
+``loss_chunk_tokens`` tokens exist at once (of all tokens when that is 0). The vocabulary is divided over
+tensor-parallel ranks. Under sequence parallelism the classifier's input is gathered once for all chunks; where logits
+are whole it is gathered for the logits and again, beside the product for its gradient, for the weight's (Megatron-LM's
+layers), so that it does not lie beside the loss.
+"""
+
+from __future__ import annotations
+
+from memo_sim.contract.plan import Decisions
+from memo_sim.contract.units import DTYPE_BYTES
+from memo_sim.program.ir.builder import Access, Rows, TemplateBuilder, accumulates, reads, writes
+from memo_sim.program.ir.instruction import BufferClass, Family, Lane, Template
+from memo_sim.program.ir.work import Collective, Gemm, Rowwise
+from memo_sim.program.layers.layer import LayerWriter
+from memo_sim.program.layout.attention_chunks import attention_chunks, in_chunks
+from memo_sim.program.layout.parameters import Block
+from memo_sim.program.layout.shape import Shape
+from memo_sim.program.operators import workspaces as table
+from memo_sim.program.operators.operators import RowBlock
+
+Families = dict[str, Family]
+
+
+def _param(block: Block, name: str, slot: str, *, gradient: bool = False) -> Access | None:
+    found = block.find(name)
+    if found is None:
+        return None
+    rows = Rows(slot, found.first, found.elements)
+    return accumulates(rows) if gradient else reads(rows)
+
+
+def _own(slot: str, shape: Shape) -> Rows:
+    """Return a subsequence's rows of an input, which holds the whole micro-batch."""
+    return Rows(slot, shape.start, shape.tokens)
+
+
+def embed_forward(decisions: Decisions, shape: Shape, block: Block, families: Families) -> Template:
+    """Return the lookup: slots ``input.ids``, ``params.embed``, ``x`` (the first layer's input)."""
+    builder = TemplateBuilder("embed.fwd", "fwd")
+    builder.bind(families["input.ids"])
+    builder.bind(families["params.embed"], slot="params.embed")
+    builder.bind(families["skeletal.x"], slot="x", tokens=shape.shard_tokens)
+    writer = LayerWriter(builder, decisions, shape, block)
+    row_bytes = shape.hidden * DTYPE_BYTES[decisions.dtype]
+    target = "x"
+    if shape.tp > 1:
+        target = builder.own("embedded", BufferClass.TRANSIENT, decisions.dtype, shape.tokens, shape.hidden)
+    factor = 2 if block.find("positions.weight") else 1
+    builder.emit(
+        "lookup",
+        "embed",
+        Lane.COMPUTE,
+        Rowwise("embed", shape.tokens, factor * shape.tokens * row_bytes, shape.tokens * row_bytes),
+        ids=reads(_own("input.ids", shape)),
+        weight=_param(block, "tokens.weight", "params.embed"),
+        positions=_param(block, "positions.weight", "params.embed") if shape.tp == 1 else None,
+        out=writes(builder.all(target)),
+        workspace=builder.scratch("lookup.scratch", table.divided_ids_bytes(shape.tokens)) if shape.tp > 1 else None,
+    )
+    if shape.tp > 1:
+        summed = writer.scatter("embed", builder.all("embedded"))
+        size = shape.shard_tokens * row_bytes
+        # Every rank looks up a part of the vocabulary; positions are added once, to the sum.
+        positions = _param(block, "positions.weight", "params.embed")
+        builder.emit(
+            "store",
+            "positions.add" if positions else "copy",
+            Lane.COMPUTE,
+            Rowwise("copy", shape.shard_tokens, factor * size, size),
+            source=reads(summed),
+            positions=positions,
+            target=writes(builder.all("x")),
+        )
+    return builder.build()
+
+
+def embed_backward(decisions: Decisions, shape: Shape, block: Block, families: Families) -> Template:
+    """Return the scatter of the first layer's input gradient into the embedding's."""
+    builder = TemplateBuilder("embed.bwd", "bwd")
+    builder.bind(families["input.ids"])
+    builder.bind(families["grads.embed"], slot="grads.embed")
+    builder.bind(families["grad.x"], slot="grad.x")
+    writer = LayerWriter(builder, decisions, shape, block)
+    grad = writer.gather("grad", builder.all("grad.x"), "grad_full", 0)
+    row, size = shape.hidden, DTYPE_BYTES[decisions.dtype]
+    read, written = shape.tokens * row * (size + 4), shape.tokens * row * 4
+    if decisions.memory_policy == "eager":
+        # The gradient is a table of its own, cleared first, and then added to the fp32 one (memory/eager.py).
+        elements = sum(p.elements for p in block.parameters if p.name == "tokens.weight")
+        read, written = read + (size + 4) * elements, written + (size + 4) * elements
+    builder.emit(
+        "scatter",
+        "embed.bwd",
+        Lane.COMPUTE,
+        Rowwise("embed.bwd", shape.tokens, read, written),
+        ids=reads(_own("input.ids", shape)),
+        grad=reads(grad),
+        grad_weight=_param(block, "tokens.weight", "grads.embed", gradient=True),
+        grad_positions=_param(block, "positions.weight", "grads.embed", gradient=True),
+        workspace=builder.scratch(
+            "scatter.scratch",
+            table.embed_backward_workspace_bytes(shape.tokens, row, decisions.dtype, divided=shape.tp > 1),
+        ),
+    )
+    return builder.build()
+
+
+def head(
+    decisions: Decisions, shape: Shape, head_block: Block, embed_block: Block | None, families: Families
+) -> Template:
+    """Return final norm, classifier, loss and their backward: slots ``head.x`` in, ``grad.x`` out.
+
+    ``embed_block`` holds the classifier where embeddings are tied.
+    """
+    builder = TemplateBuilder("head", "fwd")
+    for name in ("head.x", "input.labels", "params.head", "grads.head", "loss", "grad.x"):
+        builder.bind(families[name], slot=name)
+    tied = decisions.model.tied_embeddings
+    if tied:
+        for name in ("params.embed", "grads.embed"):
+            builder.bind(families[name], slot=name)
+    classifier = _Classifier(builder, decisions, shape, embed_block if tied and embed_block else head_block, tied)
+    norm = _FinalNorm(builder, decisions, shape, head_block)
+    norm.forward()
+    writer = LayerWriter(builder, decisions, shape, head_block)
+    blocks = gathered_blocks(decisions, shape)
+    room, several = blocks[0][1], len(blocks) > 1
+    for b, (start, tokens) in enumerate(blocks):
+        writer.suffix = f".b{b}" if several else ""
+        shard = writer.shard_rows("final", (start, tokens))
+        full = writer.gather("norm", shard, "final_full", 0, tokens=room)
+        writer.own("d_final", room, shape.hidden)
+        chunk = min(decisions.loss_chunk_tokens or tokens, tokens)
+        for first in range(0, tokens, chunk):
+            rows = Rows(full.slot, first, min(chunk, tokens - first))
+            classifier.loss(rows, start + first)
+            if not decisions.loss_chunk_tokens:
+                # The last to read it: whole logits are what memory is fullest of, and this gather may be waited for.
+                rows = writer.gather_again("norm", shard, "final_again", 0, tokens=room)
+            classifier.backward(rows)
+        grad = writer.scatter("d_final", Rows("d_final", 0, tokens), first=start)
+    norm.backward(builder.all(grad.slot))
+    return builder.build()
+
+
+def gathered_blocks(decisions: Decisions, shape: Shape) -> list[RowBlock]:
+    """Return the row blocks in which tensor-parallel ranks gather the head's input: all of it, or attention's chunks.
+
+    A token shard holds those one behind the other, so that a gathered one has its tokens in order.
+    """
+    return attention_chunks(decisions) if shape.gathered and in_chunks(decisions) else [(0, shape.tokens)]
+
+
+class _FinalNorm:
+    """The norm after the last layer, forward and backward."""
+
+    def __init__(self, builder: TemplateBuilder, decisions: Decisions, shape: Shape, block: Block) -> None:
+        self.builder, self.shape, self.block = builder, shape, block
+        self.kind = "layer_norm" if decisions.model.family == "gpt" else "rms_norm"
+        self.size = DTYPE_BYTES[decisions.dtype]
+        self.dtype, self.rowwise = decisions.dtype, decisions.kernels.rowwise
+
+    def forward(self) -> None:
+        builder, shape = self.builder, self.shape
+        rows = shape.shard_tokens
+        builder.own("final", BufferClass.TRANSIENT, self.dtype, rows, shape.hidden)
+        builder.own("final_stats", BufferClass.TRANSIENT, "fp32", rows, 2 if self.kind == "layer_norm" else 1)
+        moved = rows * shape.hidden * self.size
+        builder.emit(
+            "norm",
+            self.kind,
+            Lane.COMPUTE,
+            Rowwise(self.kind, rows, moved, moved),
+            x=reads(builder.all("head.x")),
+            weight=_param(self.block, "norm.weight", "params.head"),
+            bias=_param(self.block, "norm.bias", "params.head"),
+            out=writes(builder.all("final")),
+            stats=writes(builder.all("final_stats")),
+            workspace=builder.scratch(
+                "norm.scratch", table.norm_workspace_bytes(rows, shape.hidden, self.dtype, self.rowwise)
+            ),
+        )
+
+    def backward(self, grad: Rows) -> None:
+        builder, shape = self.builder, self.shape
+        rows = shape.shard_tokens
+        scratch = table.norm_backward_workspace_bytes(rows, shape.hidden, self.dtype, self.rowwise)
+        moved = rows * shape.hidden * self.size
+        builder.emit(
+            "norm.bwd",
+            f"{self.kind}.bwd",
+            Lane.COMPUTE,
+            Rowwise(f"{self.kind}.bwd", rows, 3 * moved, moved),
+            grad=reads(grad),
+            x=reads(builder.all("head.x")),
+            stats=reads(builder.all("final_stats")),
+            weight=_param(self.block, "norm.weight", "params.head"),
+            out=writes(builder.all("grad.x")),
+            grad_weight=_param(self.block, "norm.weight", "grads.head", gradient=True),
+            grad_bias=_param(self.block, "norm.bias", "grads.head", gradient=True),
+            workspace=builder.scratch("norm.bwd.scratch", scratch),
+        )
+
+
+class _Classifier:
+    """Logits, loss and their gradients for one chunk of tokens at a time."""
+
+    def __init__(self, builder: TemplateBuilder, decisions: Decisions, shape: Shape, block: Block, tied: bool) -> None:
+        self.builder, self.decisions, self.shape = builder, decisions, shape
+        name = "tokens.weight" if tied else "classifier.weight"
+        self.weight = _param(block, name, "params.embed" if tied else "params.head")
+        self.grad = _param(block, name, "grads.embed" if tied else "grads.head", gradient=True)
+        most = gathered_blocks(decisions, shape)[0][1]
+        chunk = min(decisions.loss_chunk_tokens or most, most)
+        self.chunks = 0
+        """Written so far."""
+        builder.own("logits", BufferClass.TRANSIENT, decisions.dtype, chunk, shape.vocab)
+        builder.own("d_logits", BufferClass.TRANSIENT, decisions.dtype, chunk, shape.vocab)
+        if shape.tp > 1:
+            builder.own("loss_stats", BufferClass.EXCHANGE, "fp32", chunk, 3)
+        rowwise = decisions.kernels.rowwise if shape.tp == 1 else "torch"  # no fused loss over a divided vocabulary
+        scratch = table.loss_workspace_bytes(chunk, shape.vocab, decisions.dtype, rowwise)
+        self.scratch = builder.scratch("loss.scratch", scratch)
+
+    def loss(self, rows: Rows, first: int) -> None:
+        """Write the logits of ``rows`` of the gathered input, the loss and the logits' gradient.
+
+        ``first``: the row, among the rank's, that they begin with.
+        """
+        builder, shape, suffix = self.builder, self.shape, f".c{self.chunks}"
+        local = Rows("logits", 0, rows.tokens)
+        builder.emit(
+            f"classifier{suffix}",
+            "linear",
+            Lane.COMPUTE,
+            Gemm(rows.tokens, shape.vocab, shape.hidden, "fprop", self.decisions.dtype),
+            x=reads(rows),
+            weight=self.weight,
+            out=writes(local),
+        )
+        self._loss(suffix, local, Rows("d_logits", 0, rows.tokens), Rows("input.labels", first, rows.tokens))
+
+    def backward(self, rows: Rows) -> None:
+        """Write the gradients of ``rows`` of the gathered input, and the weight's of them."""
+        builder, shape, dtype = self.builder, self.shape, self.decisions.dtype
+        tokens, suffix = rows.tokens, f".c{self.chunks}"
+        self.chunks += 1
+        gradient = Rows("d_logits", 0, tokens)
+        scratch = table.wgrad_workspace_bytes(
+            shape.vocab, shape.hidden, tokens, dtype, self.decisions.kernels.attention
+        )
+        builder.emit(
+            f"classifier.dgrad{suffix}",
+            "linear.dgrad",
+            Lane.COMPUTE,
+            Gemm(tokens, shape.hidden, shape.vocab, "dgrad", dtype),
+            grad=reads(gradient),
+            weight=self.weight,
+            out=writes(Rows("d_final", rows.first, tokens)),
+        )
+        builder.emit(
+            f"classifier.wgrad{suffix}",
+            "linear.wgrad",
+            Lane.COMPUTE,
+            Gemm(shape.vocab, shape.hidden, tokens, "wgrad", dtype),
+            grad=reads(gradient),
+            x=reads(rows),
+            out=self.grad,
+            workspace=builder.scratch(f"wgrad.scratch{suffix}", scratch),
+        )
+
+    def _loss(self, suffix: str, logits: Rows, gradient: Rows, labels: Rows) -> None:
+        builder, shape = self.builder, self.shape
+        size = logits.tokens * shape.vocab * DTYPE_BYTES[self.decisions.dtype]
+        labels = Rows(labels.slot, shape.start + labels.first, labels.tokens)
+        stats, kind = None, "cross_entropy"
+        if shape.tp > 1:
+            stats, kind = Rows("loss_stats", 0, logits.tokens), "cross_entropy.divided"
+            builder.emit(
+                f"loss.stats{suffix}",
+                "cross_entropy.stats",
+                Lane.COMPUTE,
+                Rowwise("cross_entropy.stats", logits.tokens, size, 12 * logits.tokens),
+                logits=reads(logits),
+                labels=reads(labels),
+                exponentials=writes(gradient),
+                out=writes(stats),
+                workspace=self.scratch,
+            )
+            builder.emit(
+                f"loss.reduce{suffix}",
+                "loss.all_reduce",
+                Lane.COLLECTIVE,
+                Collective("all_reduce", 12 * logits.tokens, shape.tp, "tp"),
+                tensor=accumulates(stats),
+            )
+        builder.emit(
+            f"loss{suffix}",
+            "cross_entropy",
+            Lane.COMPUTE,
+            Rowwise(kind, logits.tokens, (1 if stats else 2) * size, size),
+            logits=reads(logits),
+            labels=reads(labels),
+            stats=reads(stats) if stats else None,
+            grad=writes(gradient),
+            loss=accumulates(builder.all("loss")),
+            workspace=self.scratch,
+        )

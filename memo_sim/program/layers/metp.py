@@ -1,0 +1,371 @@
+"""METP: a layer's tokens and weights divided over the same ranks (Liang et al., O = f(AB)C without a whole tensor).
+
+Tokens are divided as context parallelism does, in zigzag chunks; W_in, W_qkv by columns and W_out, W_proj by rows, so
+that rank r has heads and features r of p. Norms are whole on every rank.
+
+    MLP        step j: T = norm2 W_in(j), D = f(T), O += D W_out(j); the weights pass round a ring of ``Exchange``
+               (Algorithm 1). Nothing of T and D is kept: backward makes them again while the weights go round once
+               more (Algorithm 2). Sums of their gradients start on the rank behind their home at step 1 and are back
+               after p - 1 hops; each step adds to them last, so that a hop has three products to hide behind.
+    attention  part j of the heads: rank j broadcasts W_qkv(j) and W_proj(j), every rank makes Q, K, V of these heads
+               and of its tokens, K and V pass round (``ring.py``), O += attn(j) W_proj(j) (Algorithms 3 and 5).
+               Backward broadcasts again, rebuilds Q, K, V, and reduces the weights' gradients to rank j (4 and 6).
+
+Last hops have products to hide behind too: the sums' that of the input's gradient in the last step, K's and V's that of
+W_proj's gradient, the last reduction that of the input's gradient. A broadcast has the norm before attention. Memory is
+handed out in program order, so what is born behind an exchange in which a buffer dies waits for it.
+
+      p2p         [W 1][W 2]  [W 3]                p2p         [kv 1][kv 2]      [kv 1][kv 2]
+      compute     [step 0][step 1][step 2]..       collective  [W(0)][W(1)]  [W(2)]
+                                                   compute          [part 0 .......][part 1 .......]
+
+A step's weights arrive in the other of two exchange buffers. ``overlap_exchanges`` off puts every exchange, of weights
+and of keys and values, on compute's lane: compute stands still meanwhile, and buffers are the same.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Literal
+
+from memo_sim.contract.plan import Decisions
+from memo_sim.contract.units import DTYPE_BYTES
+from memo_sim.program.attention import attention, ring
+from memo_sim.program.attention.ring import TURNS
+from memo_sim.program.ir.builder import Access, Rows, TemplateBuilder, accumulates, reads, writes
+from memo_sim.program.ir.instruction import BufferClass, Lane
+from memo_sim.program.ir.work import Collective, Exchange, Gemm, Rowwise
+from memo_sim.program.layers.metp_weights import Bundle, attention_bundle, ffn_bundle
+from memo_sim.program.layout.parameters import Block
+from memo_sim.program.layout.shape import Shape
+from memo_sim.program.operators import workspaces as table
+from memo_sim.program.operators.operators import OperatorWriter, RowBlock
+
+GRAD_DTYPE: Literal["fp32"] = "fp32"
+"""What gradients are summed in."""
+
+
+class MetpLayer(OperatorWriter):
+    """Writes one layer's instructions under METP; slots as ``LayerWriter``'s, skeletal tensors as METP keeps them."""
+
+    def __init__(self, builder: TemplateBuilder, decisions: Decisions, shape: Shape, block: Block) -> None:
+        super().__init__(builder, decisions, shape, block)
+        self.ranks = shape.metp
+        self.inside = replace(shape, cp=shape.metp, ring="metp")
+        """Sizes of one part of the heads, whose keys and values pass round METP's ring."""
+        self.ffn, self.attn = ffn_bundle(block), attention_bundle(block)
+        self.source: tuple[Bundle, int, int] | None = None
+        """Whose weights the operators read: of a bundle, in the exchange buffers of two steps (weights, sums)."""
+        self.up_width = 2 * shape.ffn if self.model.gated else shape.ffn
+
+    def param(self, name: str) -> Access | None:
+        """Return a parameter as an operand that is read: this rank's own, or the one that is here for a step."""
+        if self.source and (found := self.source[0].held(name)):
+            return reads(Rows(self.source[0].buffer(self.source[1]), *found))
+        return super().param(name)
+
+    def grad(self, name: str) -> Access | None:
+        """Return a gradient that is added to: this rank's own, or the sum that is here for a step."""
+        if self.source and (found := self.source[0].held(name)):
+            return accumulates(Rows(self.source[0].buffer(self.source[2], sums=True), *found))
+        return super().grad(name)
+
+    def forward(self, blocks: list[RowBlock], out: str) -> None:
+        """Write the whole forward; the projection, which recompute repeats, in row blocks."""
+        self._attend(blocks)
+        self._whole_norm("norm2", "resid")
+        for step in range(self.ranks):
+            self._pass_weights(step)
+            self._at(self.ffn, step)
+            self._activated()
+            act, out_rows = self._all("act"), self._owned("down_out")
+            self._sum_linear("ffn_down", act, out_rows, self.shape.hidden, self.shape.ffn, step)
+        self._home()
+        whole = (0, self.shape.tokens)
+        self.residual("out_add", "resid", self._all("down_out"), out=out, rows=whole, bias="ffn_down.bias")
+
+    def recompute(self, rows: RowBlock, index: int, *, whole: bool) -> None:
+        """Write the rebuilding of the residual: of all rows with attention, or of a row block from its outputs.
+
+        Of a row block also norms that are kept.
+        """
+        if whole:
+            self._attend([rows])
+            return
+        at = f".r{index}"
+        self._kept_norm("norm1", "x", rows, at)
+        self._broadcast(0)
+        for part in range(self.ranks):
+            self._fetch(part)
+            self._project(part, [rows], at)
+        self._home()
+        self._add_projection(rows, at)
+        self._kept_norm("norm2", "resid", rows, at)
+
+    def backward(self, grad_out: str, grad_in: str) -> None:
+        """Write the backward: reads ``grad_out`` (of the layer's output), writes ``grad_in`` (of its input)."""
+        self._mlp_backward(grad_out)
+        self._attention_backward(grad_in)
+
+    def _attend(self, blocks: list[RowBlock]) -> None:
+        """Write attention's half of the forward, to the residual."""
+        self._broadcast(0)
+        self._whole_norm("norm1", "x")
+        for part in range(self.ranks):
+            self._fetch(part)
+            self._heads(part)
+            attention.forward(self._part(part), self.decisions, self.inside)
+            self._project(part, blocks, "")
+        self._home()
+        self._add_projection((0, self.shape.tokens), "")
+
+    def _heads(self, part: int) -> None:
+        """Write Q, K and V of a part of the heads."""
+        shape, self.suffix = self.shape, f".g{part}"
+        packed = Rows(self.own("qkv", shape.tokens, shape.qkv_width), 0, shape.tokens)
+        self.linear("qkv", self._all("norm1"), packed, shape.qkv_width, shape.hidden)
+        if self.model.qk_norm:
+            self.own("qk_raw", shape.tokens, shape.q_width + shape.kv_width)
+        self.positions(packed, Rows("qk_raw", 0, shape.tokens))
+        self.suffix = ""
+
+    def _project(self, part: int, blocks: list[RowBlock], suffix: str) -> None:
+        """Add a part's rows of the projection to their sum."""
+        shape = self.shape
+        product = self._owned("proj_out").slot
+        for i, rows in enumerate(blocks):
+            self.suffix = f".g{part}" + (suffix or (f".r{i}" if len(blocks) > 1 else ""))
+            attended = Rows(f"attn.g{part}", *rows)
+            self._sum_linear("proj", attended, Rows(product, *rows), shape.hidden, shape.q_width, part)
+        self.suffix = ""
+
+    def _add_projection(self, rows: RowBlock, suffix: str) -> None:
+        self.suffix = suffix
+        self.residual("resid_add", "x", Rows("proj_out", *rows), out="resid", rows=rows, bias="proj.bias")
+        self.suffix = ""
+
+    def _activated(self) -> None:
+        """Write the first product and the activation of the features that are here."""
+        shape, at = self.shape, self._step_suffix
+        up, act = self.own("up", shape.tokens, self.up_width), self.own("act", shape.tokens, shape.ffn)
+        self.suffix = at
+        self.linear("ffn_up", self._all("norm2"), self._all(up), self.up_width, shape.hidden)
+        op, tokens = self._activation, shape.tokens
+        x, out = reads(self._all(up)), writes(self._all(act))
+        self.memory_bound("act", op, tokens, self.up_width, shape.ffn, x=x, out=out)
+
+    @property
+    def _activation(self) -> str:
+        return "swiglu" if self.model.gated else "gelu"
+
+    def _mlp_backward(self, grad_out: str) -> None:
+        """Write the MLP's backward to ``d_resid``."""
+        shape, hidden, tokens = self.shape, self.shape.hidden, self.shape.tokens
+        if not self.shape.keep_norms:
+            self._whole_norm("norm2", "resid", again=True)
+        upstream = self.builder.all(grad_out)
+        d_act, d_up, d_norm = (
+            self._owned("d_act", shape.ffn),
+            self._owned("d_up", self.up_width),
+            self._owned("d_norm2"),
+        )
+        for step in range(self.ranks):
+            self._pass_weights(step)
+            self._at(self.ffn, step)
+            self._activated()
+            self.dgrad("ffn_down", upstream, d_act, shape.ffn, hidden)
+            read, grad, x = shape.ffn + self.up_width, reads(d_act), reads(self._all("up"))
+            op, into = f"{self._activation}.bwd", writes(d_up)
+            self.memory_bound("act.bwd", op, tokens, read, self.up_width, grad=grad, x=x, grad_x=into)
+            last = step == self.ranks - 1
+            if not last:
+                self._sum_dgrad("ffn_up", d_up, d_norm, hidden, self.up_width, step)
+            if step == 1:
+                self._clear(self.ffn, step)
+            self.wgrad("ffn_down", upstream, self._all("act"), hidden, shape.ffn)
+            self.wgrad("ffn_up", d_up, self._all("norm2"), self.up_width, hidden)
+            self.bgrad("ffn_up", d_up, self.up_width)
+            if step:
+                self._pass_sums(step)
+            if last:
+                self._sum_dgrad("ffn_up", d_up, d_norm, hidden, self.up_width, step)
+        self._home()
+        self._broadcast(0)
+        self.bgrad("ffn_down", upstream, hidden)
+        self._norm_backward("norm2", "resid", residual_grad=grad_out, out=self._owned("d_resid").slot)
+
+    def _attention_backward(self, grad_in: str) -> None:
+        """Write attention's backward from ``d_resid``."""
+        shape, hidden, upstream = self.shape, self.shape.hidden, self._all("d_resid")
+        if not self.builder.has("norm1"):
+            self._whole_norm("norm1", "x", again=True)
+        self.bgrad("proj", upstream, hidden)
+        d_attn, d_norm = self._owned("d_attn", shape.q_width), self._owned("d_norm1")
+        d_qkv = self._owned("d_qkv", shape.qkv_width)
+        for part in range(self.ranks):
+            self._fetch(part)
+            self._heads(part)
+            self.suffix = f".g{part}"
+            self.dgrad("proj", upstream, d_attn, shape.q_width, hidden)
+            if not part:
+                self._bring_home()
+            self._clear(self.attn, part)
+            attention.backward(self._part(part), self.decisions, self.inside)
+            self.wgrad("proj", upstream, self._all(f"attn.g{part}"), hidden, shape.q_width)
+            ring.arrive(self._part(part), self.decisions, self.inside)
+            self.positions_backward(d_qkv)
+            self.wgrad("qkv", d_qkv, self._all("norm1"), shape.qkv_width, hidden)
+            self.bgrad("qkv", d_qkv, shape.qkv_width)
+            last = part == self.ranks - 1  # the others' reductions hide behind the next part
+            if last:
+                self._reduce(part)
+            self._sum_dgrad("qkv", d_qkv, d_norm, hidden, shape.qkv_width, part)
+            if not last:
+                self._reduce(part)
+        self._home()
+        self._norm_backward("norm1", "x", residual_grad="d_resid", out=grad_in)
+
+    def _whole_norm(self, which: str, source: str, *, again: bool = False) -> None:
+        """Write a norm of all rows into buffers of the template's own; ``again``: as part of a rebuilding."""
+        stats = f"{which}_stats"
+        self._owned(which)
+        if not self.builder.has(stats):
+            count = 2 if self.model.family == "gpt" else 1
+            self.builder.own(stats, BufferClass.TRANSIENT, "fp32", self.shape.tokens, count)
+        phase, rows = self.builder.phase, (0, self.shape.tokens)
+        self.builder.phase = "rec" if again else phase
+        self.norm(which, source, rows, rows)
+        self.builder.phase = phase
+
+    def _kept_norm(self, which: str, source: str, rows: RowBlock, suffix: str) -> None:
+        """Write a row block of a norm that is kept."""
+        if self.shape.keep_norms:
+            self.suffix = suffix
+            self.norm(which, source, rows, rows)
+            self.suffix = ""
+
+    def _norm_backward(self, norm: str, norm_input: str, *, residual_grad: str, out: str) -> None:
+        hidden, tokens = self.shape.hidden, self.shape.tokens
+        self.memory_bound(
+            f"{norm}.bwd",
+            "layer_norm.bwd" if self.model.family == "gpt" else "rms_norm.bwd",
+            tokens,
+            4 * hidden,
+            2 * hidden,
+            scratch=table.norm_backward_workspace_bytes(tokens, hidden, self.dtype, self.rowwise),
+            grad=reads(self._all(f"d_{norm}")),
+            x=reads(self._all(norm_input)),
+            stats=reads(self._all(f"{norm}_stats")),
+            weight=self.param(f"{norm}.weight"),
+            residual_grad=reads(self._all(residual_grad)),
+            out=writes(self._all(out)),
+            grad_weight=self.grad(f"{norm}.weight"),
+            grad_bias=self.grad(f"{norm}.bias"),
+        )
+
+    def _sum_linear(self, name: str, x: Rows, out: Rows, n: int, k: int, step: int) -> None:  # noqa: PLR0917
+        """Emit a product that is the first of a sum, or added to it."""
+        if not step:
+            self.linear(name, x, out, n, k, bias=False)
+            return
+        work, weight = Gemm(out.tokens, n, k, "fprop", self.decisions.dtype), self.param(f"{name}.weight")
+        operands = {"x": reads(x), "weight": weight, "out": accumulates(out)}
+        self.builder.emit(name + self.suffix, "linear.add", Lane.COMPUTE, work, **operands)
+
+    def _sum_dgrad(self, name: str, grad: Rows, out: Rows, n: int, k: int, step: int) -> None:  # noqa: PLR0917
+        """Emit an input's gradient that is the first of a sum, or added to it."""
+        if not step:
+            self.dgrad(name, grad, out, n, k)
+            return
+        work, weight = Gemm(out.tokens, n, k, "dgrad", self.decisions.dtype), self.param(f"{name}.weight")
+        operands = {"grad": reads(grad), "weight": weight, "out": accumulates(out)}
+        self.builder.emit(f"{name}.dgrad{self.suffix}", "linear.dgrad.add", Lane.COMPUTE, work, **operands)
+
+    def _all(self, slot: str) -> Rows:
+        return self.builder.all(slot)
+
+    def _owned(self, slot: str, features: int = 0) -> Rows:
+        """Return all rows of a buffer of the template's own, as wide as the hidden size unless said otherwise."""
+        return self._all(self.own(slot, self.shape.tokens, features or self.shape.hidden))
+
+    def _part(self, part: int) -> TemplateBuilder:
+        """Return the template under the names of a part of the heads."""
+        return self.builder.under({name: f"{name}.g{part}" for name in ("attn", "lse")}, f".g{part}")
+
+    def _at(self, bundle: Bundle, step: int) -> None:
+        """Let operators use the weights of a step of the ring: at first this rank's own."""
+        self.source = (bundle, step, step) if step else None
+        self.suffix = self._step_suffix = f".t{step}"
+
+    def _home(self) -> None:
+        """Let operators use this rank's own weights."""
+        self.source, self.suffix = None, ""
+
+    def _exchange(self, bundle: Bundle, *, sums: bool = False) -> None:
+        dtype = GRAD_DTYPE if sums else self.dtype
+        for turn in range(TURNS):
+            if not self.builder.has(bundle.buffer(turn, sums=sums)):
+                self.builder.own(bundle.buffer(turn, sums=sums), BufferClass.EXCHANGE, dtype, bundle.elements, 1)
+
+    def _lane(self, lane: Lane) -> Lane:
+        return lane if self.decisions.layout.overlap_exchanges else Lane.COMPUTE
+
+    def _pass_weights(self, step: int) -> None:
+        """Send the weights that ``step`` uses on, while those of the following step arrive."""
+        self._exchange(self.ffn)
+        if step + 1 == self.ranks:
+            return
+        source, target = self.ffn.buffer(step), self.ffn.buffer(step + 1)
+        for run in self.ffn.runs():
+            sent = run.travelling(source) if step else run.own("params")
+            self._hop(f"ffn.{run.name}.hop{step + 1}", sent, run.travelling(target), self.size)
+
+    def _pass_sums(self, step: int) -> None:
+        """Send the sums that ``step`` has added to on; after the last step they are home."""
+        source, target = (self.ffn.buffer(at, sums=True) for at in (step, step + 1))
+        for run in self.ffn.runs():
+            sent, taken = run.travelling(source), run.travelling(target)
+            self._hop(f"d_ffn.{run.name}.hop{step}", sent, taken, DTYPE_BYTES[GRAD_DTYPE])
+
+    def _hop(self, name: str, sent: Rows, taken: Rows, size: int) -> None:
+        work = Exchange(size * sent.tokens, self.ranks, "metp")
+        self.builder.emit(name, "send_recv", self._lane(Lane.P2P), work, send=reads(sent), recv=writes(taken))
+
+    def _bring_home(self) -> None:
+        """Add the sums of the other ranks to this rank's gradients."""
+        for run in self.ffn.runs():
+            x, size = run.travelling(self.ffn.buffer(self.ranks, sums=True)), DTYPE_BYTES[GRAD_DTYPE] * run.elements
+            work = Rowwise("grad.accumulate", run.elements, 2 * size, size)
+            into = accumulates(run.own("grads"))
+            self.builder.emit(f"d_ffn.{run.name}.home", "grad.accumulate", Lane.COMPUTE, work, x=reads(x), out=into)
+
+    def _fetch(self, part: int) -> None:
+        """Write the broadcasts of the following part's weights; operators use this part's, which are on their way."""
+        if part + 1 < self.ranks:
+            self._broadcast(part + 1)
+        self.source, self.suffix = (self.attn, part, part), ""
+
+    def _broadcast(self, part: int) -> None:
+        """Write the broadcasts of a part's weights."""
+        self._exchange(self.attn)
+        for run in self.attn.runs():
+            work = Collective("broadcast", self.size * run.elements, self.ranks, "metp", part)
+            own, full = reads(run.own("params")), writes(run.travelling(self.attn.buffer(part)))
+            name, lane = f"attn.{run.name}.g{part}", self._lane(Lane.COLLECTIVE)
+            self.builder.emit(name, "broadcast", lane, work, own=own, tensor=full)
+
+    def _clear(self, bundle: Bundle, step: int) -> None:
+        """Zero the sums that a step is the first to add to."""
+        self._exchange(bundle, sums=True)
+        rows = self._all(bundle.buffer(step, sums=True))
+        work = Rowwise("zero", rows.tokens, 0, DTYPE_BYTES[GRAD_DTYPE] * rows.tokens)
+        self.builder.emit(f"d_{bundle.kind}.clear{step}", "zero", Lane.COMPUTE, work, target=writes(rows))
+
+    def _reduce(self, part: int) -> None:
+        """Sum a part's gradients over the ranks, into those of the rank that has its weights."""
+        for run in self.attn.runs():
+            size = DTYPE_BYTES[GRAD_DTYPE] * run.elements
+            work = Collective("reduce", size, self.ranks, "metp", part)
+            tensor = accumulates(run.travelling(self.attn.buffer(part, sums=True)))
+            name, lane = f"d_attn.{run.name}.g{part}", self._lane(Lane.COLLECTIVE)
+            self.builder.emit(name, "reduce", lane, work, tensor=tensor, home=accumulates(run.own("grads")))

@@ -1,0 +1,141 @@
+"""The MLP of a layer: whole, or in row blocks that exist one after the other (``mlp_chunk_tokens``).
+
+Under full recompute nothing of the MLP has to outlive a row block, so its wide tensors (first product, activation and
+their gradients) need room for one block only:
+
+    forward    norm2.b0 ffn_up.b0 act.b0 ffn_down.b0 out_add.b0 | norm2.b1 ...
+    backward   rebuild norm2.b0 ffn_up.b0 act.b0, then backward of that block | rebuild norm2.b1 ...
+
+The second product is not rebuilt, because nothing reads it. A block is rebuilt by the calls that forward made, so its
+bits are the same; gradients of the MLP's weights are summed block by block in fp32, which rounds otherwise than one
+product over all rows.
+"""
+
+from __future__ import annotations
+
+from memo_sim.contract.plan import Decisions
+from memo_sim.program.ir.builder import Rows, reads, writes
+from memo_sim.program.layout.shape import Shape
+from memo_sim.program.layout.skeletal import Skeletal
+from memo_sim.program.operators.operators import OperatorWriter, RowBlock
+
+IN_BLOCKS = ("norm2", "norm2_stats", "up", "act")
+"""The MLP's skeletal tensors, which no instruction outside of it touches."""
+
+
+def rows_at_once(tensor: Skeletal, decisions: Decisions, shape: Shape) -> int:
+    """Return the rows of a skeletal tensor that exist at once; fewer than all for the MLP's own, in row blocks."""
+    if not decisions.mlp_chunk_tokens or tensor.name not in IN_BLOCKS:
+        return tensor.tokens
+    return tensor.tokens * min(decisions.mlp_chunk_tokens, shape.tokens) // shape.tokens
+
+
+class Mlp:
+    """Writes the MLP into a layer's templates."""
+
+    def __init__(self, writer: OperatorWriter) -> None:
+        self.writer, self.shape = writer, writer.shape
+        chunk = writer.decisions.mlp_chunk_tokens
+        self.blocked = chunk > 0
+        self.tokens = min(chunk or self.shape.tokens, self.shape.tokens)
+        """Tokens that a buffer inside the MLP has room for."""
+
+    @property
+    def blocks(self) -> list[RowBlock]:
+        """The row blocks in order; one that holds everything without a chunk."""
+        total = self.shape.tokens
+        return [(first, min(self.tokens, total - first)) for first in range(0, total, self.tokens)]
+
+    @property
+    def width(self) -> int:
+        """Features of the first product."""
+        return 2 * self.shape.ffn if self.writer.model.gated else self.shape.ffn
+
+    @property
+    def _activation(self) -> str:
+        return "swiglu" if self.writer.model.gated else "gelu"
+
+    def _at(self, rows: RowBlock) -> RowBlock:
+        """Return where a row block lies in the buffers inside the MLP."""
+        return (0, rows[1]) if self.blocked else rows
+
+    def first_product(self, rows: RowBlock) -> Rows:
+        """Write norm, first product and activation of a row block; return the norm's output, gathered."""
+        writer, at = self.writer, self._at(rows)
+        writer.norm("norm2", "resid", rows, at)
+        source = writer.gather("norm2", writer.shard_rows("norm2", at), "norm2_full", at[0], tokens=self.tokens)
+        writer.linear("ffn_up", source, Rows("up", *at), self.width, self.shape.hidden)
+        writer.memory_bound(
+            "act",
+            self._activation,
+            at[1],
+            self.width,
+            self.shape.ffn,
+            x=reads(Rows("up", *at)),
+            out=writes(Rows("act", *at)),
+        )
+        return source
+
+    def forward(self, out: str) -> None:
+        """Write what is left of the forward: all of it in row blocks, else the second product of all rows."""
+        for i, rows in enumerate(self.blocks):
+            if self.blocked:
+                self.writer.suffix = f".b{i}"
+                self.first_product(rows)
+            self._second_product(rows, out)
+        self.writer.suffix = ""
+
+    def _second_product(self, rows: RowBlock, out: str) -> None:
+        writer, shape, at = self.writer, self.shape, self._at(rows)
+        product = Rows(writer.own("down_out", self.tokens, shape.hidden), *at)
+        writer.linear("ffn_down", Rows("act", *at), product, shape.hidden, shape.ffn, bias=False)
+        summed = writer.scatter("ffn_down", product, tokens=self.tokens)
+        writer.residual("out_add", "resid", summed, out=out, rows=rows, bias="ffn_down.bias")
+
+    def backward(self, grad_out: str) -> None:
+        """Write the backward from ``grad_out`` to ``d_resid``; in row blocks each is rebuilt right before its own."""
+        writer = self.writer
+        phase = writer.builder.phase
+        for i, rows in enumerate(self.blocks):
+            source = None
+            if self.blocked:
+                writer.suffix = f".b{i}"
+                writer.builder.phase = "rec"
+                source = self.first_product(rows)
+                writer.builder.phase = phase
+            self._block_backward(rows, grad_out, source)
+        writer.suffix = ""
+
+    def _block_backward(self, rows: RowBlock, grad_out: str, source: Rows | None) -> None:
+        """Write one block's backward; ``source`` is the norm's output where it is gathered already."""
+        writer, shape, at = self.writer, self.shape, self._at(rows)
+        upstream = writer.shard_rows(grad_out, rows)
+        dy = writer.gather("ffn_down.grad", upstream, "d_ffn_down_full", at[0], tokens=self.tokens)
+        d_act = Rows(writer.own("d_act", self.tokens, shape.ffn), *at)
+        writer.dgrad("ffn_down", dy, d_act, shape.ffn, shape.hidden)
+        writer.wgrad("ffn_down", dy, Rows("act", *at), shape.hidden, shape.ffn)
+        writer.bgrad("ffn_down", upstream, shape.hidden)
+        d_up = Rows(writer.own("d_up", self.tokens, self.width), *at)
+        writer.memory_bound(
+            "act.bwd",
+            f"{self._activation}.bwd",
+            at[1],
+            shape.ffn + self.width,
+            self.width,
+            grad=reads(d_act),
+            x=reads(Rows("up", *at)),
+            grad_x=writes(d_up),
+        )
+        writer.own("d_resid", shape.shard_tokens, shape.hidden)
+        writer.product_and_norm_backward(
+            "ffn_up",
+            "norm2",
+            grad=d_up,
+            source=source,
+            norm_input="resid",
+            residual_grad=grad_out,
+            out="d_resid",
+            rows=rows,
+            at=at,
+            tokens=self.tokens,
+        )

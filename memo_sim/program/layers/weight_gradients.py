@@ -1,0 +1,134 @@
+"""Weight gradients apart from the backward that makes what they read (zero-bubble schedules).
+
+Backward of a layer computes gradients of inputs alone, and leaves for each of the four products its input and the
+gradient of its output; a template of its own multiplies them later:
+
+    product    input                      gradient of the output
+    qkv        norm1                      d_qkv
+    proj       attention's output         d_resid
+    ffn_up     norm2                      d_up
+    ffn_down   activation                 grad_out, the next layer's input gradient
+
+What lives in backward alone otherwise (gradients, and what recompute rebuilds) waits in buffers of its own, one a
+micro-batch and layer; what a rounding buffer holds is copied there, because other layers use it until then. Shards of
+tokens are gathered when they are multiplied: once more than where that happens in backward.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from memo_sim.contract.plan import Decisions
+from memo_sim.program.ir.builder import TemplateBuilder, reads, writes
+from memo_sim.program.ir.instruction import BufferClass, Family, Lane
+from memo_sim.program.ir.work import Rowwise
+from memo_sim.program.layers.activations import Activations
+from memo_sim.program.layers.layer import LayerWriter
+from memo_sim.program.layout.shape import Shape
+from memo_sim.program.layout.skeletal import Skeletal
+
+Families = dict[str, Family]
+
+
+@dataclass(frozen=True)
+class PendingWeights:
+    """What waits for the weight gradients of one stage."""
+
+    decisions: Decisions
+    shape: Shape
+    activations: Activations
+
+    @property
+    def apart(self) -> bool:
+        """Whether the schedule computes weight gradients by themselves."""
+        layout = self.decisions.layout
+        return layout.pp > 1 and layout.schedule == "zero-bubble"
+
+    @property
+    def _home(self) -> str:
+        return "" if self.shape.ulysses == 1 else "_home"
+
+    @property
+    def _inputs(self) -> list[Skeletal]:
+        """The skeletal tensors that are products' inputs."""
+        wanted = {"norm1", f"attn{self._home}", "norm2", "act"}
+        return [t for t in self.activations.tensors if t.name in wanted]
+
+    @property
+    def _waiting(self) -> list[Skeletal]:
+        """Inputs that nothing keeps until the weight gradients are computed."""
+        kept = () if self.activations.moved else tuple(t.name for t in self.activations.shared)
+        return [t for t in self._inputs if t.name not in kept]
+
+    @property
+    def _copied(self) -> list[Skeletal]:
+        """Those of them that lie in rounding buffers, or leave."""
+        shared = {t.name for t in self.activations.shared}
+        return [t for t in self._waiting if t.name in shared]
+
+    @property
+    def _gradients(self) -> list[tuple[str, int, int]]:
+        """Name, tokens and features of the gradients that backward leaves."""
+        shape, model = self.shape, self.decisions.model
+        up = 2 * shape.ffn if model.gated else shape.ffn
+        return [
+            (f"d_qkv{self._home}", shape.tokens, shape.qkv_width),
+            ("d_resid", shape.shard_tokens, shape.hidden),
+            ("d_up", shape.tokens, up),
+        ]
+
+    def families(self) -> list[Family]:
+        """Return the buffers in which inputs and gradients wait."""
+        if not self.apart:
+            return []
+        dtype, count = self.decisions.dtype, self.activations.kept_per_layer
+        waiting = [(t.name, t.tokens, t.features) for t in self._waiting] + self._gradients
+        return [Family(f"pending.{n}", BufferClass.SKELETAL, dtype, rows, width, count) for n, rows, width in waiting]
+
+    def bind(self, builder: TemplateBuilder, families: Families) -> None:
+        """Let a backward template write into what waits, where it has buffers of its own otherwise."""
+        for name, _, _ in self._gradients:
+            builder.bind(families[f"pending.{name}"], slot=name)
+        for t in self._waiting:
+            builder.bind(families[f"pending.{t.name}"], slot=f"pending.{t.name}" if t in self._copied else t.name)
+
+    def keep(self, builder: TemplateBuilder) -> None:
+        """Write the copies out of rounding buffers, at the end of a backward template."""
+        for t in self._copied:
+            builder.emit(
+                f"{t.name}.keep",
+                "copy",
+                Lane.COMPUTE,
+                Rowwise("copy", t.tokens, t.bytes, t.bytes),
+                source=reads(builder.all(t.name)),
+                target=writes(builder.all(f"pending.{t.name}")),
+            )
+
+    def bind_inputs(self, builder: TemplateBuilder, families: Families) -> None:
+        """Add what the weight gradients read to their template."""
+        waiting = {t.name for t in self._waiting}
+        for t in self._inputs:
+            builder.bind(families[f"{'pending' if t.name in waiting else 'skeletal'}.{t.name}"], slot=t.name)
+        for name, _, _ in self._gradients:
+            builder.bind(families[f"pending.{name}"], slot=name)
+        builder.bind(families["grad.x"], slot="grad_out")
+
+    def write(self, writer: LayerWriter) -> None:
+        """Write the weight and bias gradients of a layer, last product first."""
+        builder, shape = writer.builder, self.shape
+        up = builder.features("d_up")
+
+        d_out, d_resid = builder.all("grad_out"), builder.all("d_resid")
+        d_up, d_qkv = builder.all("d_up"), builder.all(f"d_qkv{self._home}")
+        dy = writer.gather("ffn_down.grad", d_out, "d_ffn_down_full", 0)
+        writer.wgrad("ffn_down", dy, builder.all("act"), shape.hidden, shape.ffn)
+        writer.bgrad("ffn_down", d_out, shape.hidden)
+        norm2 = writer.gather("norm2", builder.all("norm2"), "norm2_full", 0)
+        writer.wgrad("ffn_up", d_up, norm2, up, shape.hidden)
+        writer.bgrad("ffn_up", d_up, up)
+        d_proj = writer.gather("proj.grad", d_resid, "d_proj_full", 0)
+        writer.wgrad("proj", d_proj, builder.all(f"attn{self._home}"), shape.hidden, shape.q_width)
+        writer.bgrad("proj", d_resid, shape.hidden)
+        norm1 = writer.gather("norm1", builder.all("norm1"), "norm1_full", 0)
+        writer.wgrad("qkv", d_qkv, norm1, shape.qkv_width, shape.hidden)
+        writer.bgrad("qkv", d_qkv, shape.qkv_width)

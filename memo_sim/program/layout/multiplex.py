@@ -1,0 +1,176 @@
+"""Multiplexed sequence partitioning (SPPO 6.2): which tasks of a pipeline's fill and drain are cut, and who plays what.
+
+Stage i plays subsequence x in wave x + i. In the first waves later stages have nothing to do, in the last ones earlier
+stages. There the rows of every task are shared, so that all stages of a wave end together: the wave's forward work is
+divided by the number of stages, a stage with a task keeps so much of its own, and what is above that lies end to end on
+those without. They play the first rows of a subsequence, whose keys are all known, and its own stage the last:
+
+      p 4, wave 2     stage 0  s2 ...... ++      three tasks, 3/4 of one for each stage; ++ is played by stage 3,
+                      stage 1  s1 ...... ++      before the rows of the task that stay at home
+                      stage 2  s0 ...... ++
+
+A stage is a guest or has a task of its own, never both; the paper's maps say who may be whose guest (Table 3).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from math import sqrt
+
+from memo_sim.contract.errors import Infeasible
+from memo_sim.contract.plan import Decisions, Schedule
+from memo_sim.program.layout.partition import earlier_tokens, partition
+from memo_sim.program.layout.shape import Shape
+
+MULTIPLEXED_SCHEDULES: tuple[Schedule, ...] = ("gpipe", "1f1b")
+"""The orders of passes whose bubble nothing else fills."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Rows [first, first + tokens) of a subsequence that ``stage`` plays."""
+
+    stage: int
+    first: int
+    tokens: int
+
+    def shape(self, shape: Shape) -> Shape:
+        """Return the sizes of these rows, given those of the whole subsequence."""
+        return replace(shape, tokens=self.tokens, shard_tokens=shape.shard(self.tokens), start=shape.start + self.first)
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """One subsequence through one stage's layers; its pieces in the order of rows, the stage's own last."""
+
+    subsequence: int
+    stage: int
+    pieces: tuple[Piece, ...]
+
+    @property
+    def own(self) -> Piece:
+        """The rows that stay at home."""
+        return self.pieces[-1]
+
+    @property
+    def guests(self) -> tuple[Piece, ...]:
+        """The rows that other stages play."""
+        return self.pieces[:-1]
+
+
+def check(decisions: Decisions) -> None:
+    """Refuse a multiplexed layout that has no lowering.
+
+    Raises:
+        Infeasible: for one stage, fewer subsequences than stages, several micro-batches, an order of passes other than
+            gpipe's or 1F1B's, and an eager framework.
+    """
+    layout, batches, policy = decisions.layout, decisions.micro_batches, decisions.memory_policy
+    rules: tuple[tuple[bool, str, str, object, str], ...] = (
+        (layout.pp > 1, "one stage has none to play rows for it", "layout.pp", layout.pp, "several stages"),
+        (
+            layout.subsequences >= layout.pp,
+            "fewer subsequences than stages never fill the pipeline that is to be multiplexed",
+            "layout.subsequences",
+            layout.subsequences,
+            f"at least {layout.pp}",
+        ),
+        (batches == 1, "one micro-batch alone can be multiplexed", "global_batch", f"{batches} of them", "one"),
+        (
+            layout.schedule in MULTIPLEXED_SCHEDULES,
+            "chunks and weight gradients apart fill the bubble that would be multiplexed",
+            "layout.schedule",
+            layout.schedule,
+            "gpipe or 1f1b",
+        ),
+        (policy != "eager", "no eager framework multiplexes", "memory_policy", policy, "planned or caching"),
+    )
+    for fine, message, where, got, want in rules:
+        if not fine:
+            raise Infeasible(message, where=where, got=got, wanted=want, hint="--no-multiplexed")
+
+
+def cut_tasks(decisions: Decisions) -> dict[tuple[int, int], Task]:
+    """Return the tasks that guests play rows of, by (subsequence, stage), wave by wave; none without multiplexing.
+
+    Rows of guests are whole granules, as long as at least one granule stays at home.
+    """
+    layout = decisions.layout
+    if not layout.multiplexed:
+        return {}
+    parts, stages = partition(decisions), layout.pp
+    count = len(parts)
+    found = {}
+    for wave in (*range(stages - 1), *range(count, count + stages - 1)):
+        homes = [stage for stage in range(stages) if 0 <= wave - stage < count]
+        idle = [stage for stage in range(stages) if stage not in homes]
+        for task in _shared(decisions, parts, [(wave - stage, stage) for stage in homes], idle):
+            if task.guests:
+                found[task.subsequence, task.stage] = task
+    return found
+
+
+def _shared(
+    decisions: Decisions, parts: Sequence[int], tasks: Sequence[tuple[int, int]], idle: Sequence[int]
+) -> Iterator[Task]:
+    """Yield the tasks (subsequence, stage) of a wave with what ``idle`` stages take of them."""
+    k, granule = earlier_tokens(decisions.model), decisions.swap_granule
+    starts = (0, *accumulate(parts))
+    works = [_work(starts[x + 1], k) - _work(starts[x], k) for x, _ in tasks]
+    level = _level(works, len(idle))
+    filled = 0.0
+    for (x, stage), work in zip(tasks, works, strict=True):
+        begin, pieces, first = starts[x], [], 0
+        given, excess = 0.0, max(0.0, work - level)
+        most = (parts[x] - 1) // granule * granule
+        while excess - given > level * 1e-9:
+            guest = min(int(filled / level + 1e-9), len(idle) - 1)
+            room = (guest + 1) * level - filled if guest < len(idle) - 1 else excess
+            taken = min(excess - given, room)
+            given, filled = given + taken, filled + taken
+            end = _tokens(_work(begin, k) + given, k) - begin
+            last = min(most, round(end / granule) * granule)
+            if last > first:
+                pieces.append(Piece(idle[guest], first, last - first))
+                first = last
+        yield Task(x, stage, (*pieces, Piece(stage, first, parts[x] - first)))
+
+
+def _level(works: Sequence[float], idle: int) -> float:
+    """Return the work that each stage of a wave has once those with more have given it to the idle ones."""
+    above = sorted(works, reverse=True)
+    while above[-1] < (level := sum(above) / (len(above) + idle)):
+        above.pop()
+    return level
+
+
+def _work(tokens: float, k: float) -> float:
+    """Return the forward work of the first tokens of a sequence, in products of one token (``partition.py``)."""
+    return tokens + tokens * tokens / (2 * k)
+
+
+def _tokens(work: float, k: float) -> float:
+    """Return how many of the first tokens have so much forward work."""
+    return sqrt(k * k + 2 * k * work) - k
+
+
+def swapped_at_home(swapped: int, tokens: int, own: Piece, granule: int) -> int:
+    """Return the swapped tokens of a task's own rows: the same share of them, in whole granules."""
+    return own.tokens if swapped == tokens else min(own.tokens, swapped * own.tokens // tokens // granule * granule)
+
+
+def boundaries(decisions: Decisions, subsequence: int, swapped: int) -> set[int]:
+    """Return the rows of a subsequence before which any stage cuts it, where ``swapped`` of its tokens are swapped.
+
+    Under tokenwise recompute a stage's own rows are cut once more, where recompute begins.
+    """
+    granule, found = decisions.swap_granule, set()
+    for task in cut_tasks(decisions).values():
+        if task.subsequence == subsequence:
+            found |= {piece.first for piece in task.pieces}
+            if decisions.recompute == "tokenwise":
+                tokens = task.own.first + task.own.tokens
+                found.add(task.own.first + swapped_at_home(swapped, tokens, task.own, granule))
+    return found

@@ -1,0 +1,270 @@
+"""The sizes one rank sees: tokens and features after the layout has divided them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from memo_sim.contract.errors import BadInput, Infeasible
+from memo_sim.contract.plan import Decisions
+from memo_sim.contract.units import MOST_TOKENS
+from memo_sim.program.layout.attention_chunks import check_attention_chunks
+from memo_sim.program.layout.metp_limits import check_metp
+from memo_sim.program.layout.partition import PRICE_AGAIN
+from memo_sim.program.layout.rsa_limits import check_rsa
+
+MOST_LOSS_CHUNKS = 2**16
+MOST_MLP_CHUNKS = 2**10
+"""In every layer, forward and backward: more than that makes programs of millions of instructions."""
+DEGREES_NAMED = 3
+"""Degrees that a refusal names as ones that do divide."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Per-rank sizes of one micro-batch.
+
+    ``tokens``: of the rank's context-parallel, METP and Ulysses shard (all sequences of the micro-batch folded);
+    ``shard_tokens``: of the sequence-parallel shard of it (= tokens without sequence parallelism). Widths are features
+    after tensor parallelism, under METP of one of its parts.
+    """
+
+    tokens: int
+    shard_tokens: int
+    hidden: int
+    q_width: int
+    kv_width: int
+    ffn: int
+    vocab: int
+    heads: int
+    kv_heads: int
+    tp: int
+    cp: int
+    ulysses: int
+    gathered: bool
+    """Whether sequence parallelism shards tokens outside of the tensor-parallel products."""
+    cp_rank: int = 0
+    """Which of the context-parallel (or METP's) ranks; they differ in the keys that are before theirs (``ring.py``)."""
+    start: int = 0
+    """The micro-batch's tokens before these, where these are a subsequence of it (``subsequence.py``)."""
+    carried: int = 0
+    """Tokens of the whole micro-batch, whose keys and values are carried; 0 where it is not cut into subsequences."""
+    sums: tuple[int, ...] = ()
+    """Ends of the runs of them whose gradients are summed in a buffer each; all in one where there are none."""
+
+    metp: int = 1
+    keep_norms: bool = False
+    """Whether METP keeps the results of both norms."""
+    ring: Literal["cp", "metp"] = "cp"
+    """Which group's ring the ``cp`` ranks are: within METP's heads it is METP's (``metp.py``)."""
+
+    @property
+    def qkv_width(self) -> int:
+        """Features of the packed Q, K, V."""
+        return self.q_width + 2 * self.kv_width
+
+    @property
+    def attention(self) -> Shape:
+        """The sizes inside attention: Ulysses exchanges tokens of this rank for those of its heads."""
+        degree = self.ulysses
+        return replace(
+            self,
+            tokens=self.tokens * degree,
+            q_width=self.q_width // degree,
+            kv_width=self.kv_width // degree,
+            heads=self.heads // degree,
+            kv_heads=self.kv_heads // degree,
+        )
+
+    def shard(self, tokens: int) -> int:
+        """Return how many sequence-parallel shard tokens stand for ``tokens`` of the whole."""
+        return tokens // self.tp if self.gathered else tokens
+
+
+def shape_of(decisions: Decisions, *, cp_rank: int | None = None) -> Shape:
+    """Return the per-rank sizes of ``decisions``, as the representative of the context-parallel ranks has them.
+
+    Raises:
+        Infeasible: when the layout does not divide the model or the sequence, or names a degree that no lowering
+            plays yet.
+        BadInput: when swapped tokens end inside a row block: no search asks for that, only a file can.
+    """
+    model, layout = decisions.model, decisions.layout
+    check_metp(decisions)
+    check_rsa(decisions)
+    check_attention_chunks(decisions)
+    _check_bidirectional(decisions)
+    _check_subsequences(decisions)
+    for what in ("heads", "kv_heads"):
+        _degree_divides(what, getattr(model, what), "tp", layout.tp)
+        _degree_divides(what, getattr(model, what), "tp x ulysses", layout.tp * layout.ulysses)
+        _degree_divides(what, getattr(model, what), "metp", layout.metp)
+    _degree_divides("ffn_hidden", model.ffn_hidden, "tp", layout.tp)
+    _degree_divides("ffn_hidden", model.ffn_hidden, "metp", layout.metp)
+    _divides("global_batch", decisions.global_batch, "micro_batch x dp", decisions.micro_batch * layout.dp)
+    if model.learned_positions and decisions.seq_tokens > model.max_positions:
+        raise Infeasible(
+            "the sequence is longer than the model's position table",
+            where="seq_tokens",
+            got=decisions.seq_tokens,
+            wanted=f"at most {model.max_positions}",
+        )
+    chunks = 2 * layout.ring if layout.ring > 1 else 1
+    _divides("seq_tokens", decisions.seq_tokens, "2 x metp" if layout.metp > 1 else "2 x cp", chunks)
+    _divides("seq_tokens", decisions.seq_tokens, "cp chunks x ulysses", chunks * layout.ulysses)
+    gathered = layout.sequence_parallel and layout.tp > 1
+    tokens = decisions.local_tokens
+    if gathered:
+        _divides("tokens of a rank", tokens, "tp", layout.tp)
+    _check_swapped(decisions, tokens)
+    _check_mlp_blocks(decisions, tokens)
+    _check_size(decisions, tokens)
+    return Shape(
+        tokens=tokens,
+        shard_tokens=tokens // layout.tp if gathered else tokens,
+        hidden=model.hidden,
+        q_width=model.q_width // layout.divided,
+        kv_width=model.kv_width // layout.divided,
+        ffn=model.ffn_hidden // layout.divided,
+        vocab=-(-model.vocab // layout.tp),
+        heads=model.heads // layout.divided,
+        kv_heads=model.kv_heads // layout.divided,
+        tp=layout.tp,
+        cp=layout.cp,
+        ulysses=layout.ulysses,
+        gathered=gathered,
+        cp_rank=layout.ring - 1 if cp_rank is None else cp_rank,
+        metp=layout.metp,
+        keep_norms=decisions.keep_norms,
+    )
+
+
+def _check_bidirectional(decisions: Decisions) -> None:
+    """Refuse what only causal attention has: earlier keys alone, gathered or carried, and written scores."""
+    if not decisions.model.bidirectional:
+        return
+    layout = decisions.layout
+    for where, got, refused in (
+        ("layout.cp_exchange", layout.cp_exchange, layout.cp > 1 and layout.cp_exchange == "all_gather"),
+        ("layout.subsequences", layout.subsequences, layout.subsequences > 1),
+        ("decisions.kernels.attention", "plain", decisions.kernels.attention == "plain"),
+    ):
+        if refused:
+            raise Infeasible(
+                f"{where.rpartition('.')[2]} {got} has no lowering without a causal mask",
+                where=where,
+                got=f"{got} with a bidirectional model",
+                wanted="a ring of whole sequences, or one rank, and a flash kernel",
+                hint="a model with causal attention, or tp, cp (ring), Ulysses, METP, dp and pp of whole sequences",
+            )
+
+
+def _check_subsequences(decisions: Decisions) -> None:
+    """Refuse what cannot go beside subsequences: they are runs of one whole sequence, on one rank or its tp group."""
+    layout, count = decisions.layout, decisions.layout.subsequences
+    swaps = decisions.swapped_tokens > 0 or decisions.recompute == "tokenwise"
+    if decisions.offload_window and (count == 1 or not swaps):
+        raise Infeasible(
+            "an offload window is for subsequences that are swapped",
+            where="decisions.offload_window",
+            got=f"{decisions.offload_window} with {count} subsequences, {decisions.swapped_tokens} tokens swapped",
+            wanted=0,
+            hint="--subsequences 8 and an --alpha above 0, or leave --offload-window out",
+        )
+    if count == 1:
+        return
+    for name, got in (
+        ("micro_batch", decisions.micro_batch),
+        ("layout.cp", layout.cp),
+        ("layout.ulysses", layout.ulysses),
+    ):
+        if got != 1:
+            raise Infeasible(
+                "subsequences divide one whole sequence",
+                where=name,
+                got=f"{got} with {count} subsequences",
+                wanted=1,
+                hint="tp, pp and dp go with --subsequences",
+            )
+    if decisions.kernels.attention == "plain":
+        raise Infeasible(
+            "plain attention has no log-sum-exp to merge earlier keys by",
+            where="decisions.kernels.attention",
+            got=f"plain with {count} subsequences",
+            wanted="a flash kernel",
+        )
+    if decisions.recompute == "selective":
+        raise Infeasible(
+            "selective recompute is not written for subsequences",
+            where="decisions.recompute",
+            got=f"selective with {count} subsequences",
+            wanted="none, full or tokenwise",
+            hint="--recompute full rebuilds attention too",
+        )
+
+
+def _check_swapped(decisions: Decisions, tokens: int) -> None:
+    swapped, granule = decisions.swapped_tokens, decisions.swap_granule
+    several = decisions.layout.subsequences > 1  # each has row blocks of its own (``partition.py``)
+    if swapped > tokens or (swapped % granule and swapped != tokens and not several):
+        raise BadInput(
+            "swapped_tokens does not fall on a row block",
+            where="$.decisions.swapped_tokens",
+            got=swapped,
+            wanted=f"a multiple of {granule} up to {tokens}, or {tokens}",
+            hint=PRICE_AGAIN,
+        )
+    if swapped and decisions.recompute == "selective":
+        raise Infeasible("selective recompute swaps nothing", where="decisions.swapped_tokens", got=swapped, wanted=0)
+
+
+def _check_mlp_blocks(decisions: Decisions, tokens: int) -> None:
+    chunk, granule = decisions.mlp_chunk_tokens, decisions.swap_granule
+    if not chunk:
+        return
+    if decisions.recompute != "full":
+        raise Infeasible(
+            "only full recompute has the MLP in row blocks",
+            where="decisions.mlp_chunk_tokens",
+            got=f"{chunk} with recompute {decisions.recompute}",
+            wanted="0, or recompute full",
+        )
+    if chunk < tokens and (chunk % granule or chunk * MOST_MLP_CHUNKS < tokens):
+        raise Infeasible(
+            f"the MLP's row blocks have to be multiples of {granule} tokens, {MOST_MLP_CHUNKS} of them at most",
+            where="decisions.mlp_chunk_tokens",
+            got=f"{chunk} of {tokens} tokens",
+            wanted=f"a multiple of {granule}, at least {-(-tokens // MOST_MLP_CHUNKS)}",
+        )
+
+
+def _check_size(decisions: Decisions, tokens: int) -> None:
+    """Refuse a micro-batch whose program would never be finished: it grows with the loss's chunks."""
+    if tokens > MOST_TOKENS:
+        raise Infeasible(
+            "a rank's micro-batch has too many tokens",
+            where="micro_batch",
+            got=f"{tokens} tokens",
+            wanted=f"at most {MOST_TOKENS}",
+            hint="a smaller --micro-batch, or more --cp",
+        )
+    chunk = decisions.loss_chunk_tokens
+    if chunk and tokens > chunk * MOST_LOSS_CHUNKS:
+        raise Infeasible(
+            "the loss is cut into too many chunks",
+            where="loss_chunk_tokens",
+            got=f"{chunk} of {tokens} tokens",
+            wanted=f"chunks of at least {-(-tokens // MOST_LOSS_CHUNKS)} tokens",
+        )
+
+
+def _degree_divides(what: str, value: int, by: str, degree: int) -> None:
+    """Refuse a degree that does not divide a size of the model, and name the largest below it that do."""
+    fewer = [str(each) for each in range(degree - 1, 0, -1) if value % each == 0][:DEGREES_NAMED]
+    _divides(what, value, by, degree, hint=f"{by} = {' or '.join(fewer)} divides {what}")
+
+
+def _divides(what: str, value: int, by: str, divisor: int, hint: str | None = None) -> None:
+    if value % divisor:
+        wanted = f"a multiple of {divisor}"
+        raise Infeasible(f"{by} = {divisor} does not divide {what}", where=what, got=value, wanted=wanted, hint=hint)

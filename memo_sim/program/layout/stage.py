@@ -1,0 +1,173 @@
+"""Which layers a rank's stage holds, and what stands before and after its chunks of them.
+
+Layers go round the stages in equal chunks: chunk c of stage s of p has the (c*p + s)-th run of layers. Without pipeline
+stages there is one chunk of all layers.
+
+      8 layers, p 2, 2 chunks a stage      stage 0: [l0 l1] [l4 l5]      stage 1: [l2 l3] [l6 l7]
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from memo_sim.contract.errors import Infeasible
+from memo_sim.contract.plan import Decisions
+from memo_sim.program.layout import multiplex
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """One role's share of the model; ``layers`` are numbers of the model's layers, and a layer's place there is local.
+
+    Boundaries are the points before, between and after the layers of each chunk: chunk c's first is ``c`` more than the
+    local number of its first layer.
+    """
+
+    index: int
+    stages: int
+    chunks: int
+    layers: tuple[int, ...]
+
+    @property
+    def role(self) -> str:
+        """The role's name."""
+        return "rank" if self.stages == 1 else f"stage{self.index}"
+
+    @property
+    def first(self) -> bool:
+        """Whether it holds the embedding."""
+        return self.index == 0
+
+    @property
+    def last(self) -> bool:
+        """Whether it holds the head."""
+        return self.index == self.stages - 1
+
+    @property
+    def chunk_layers(self) -> int:
+        """Layers of one chunk."""
+        return len(self.layers) // self.chunks
+
+    @property
+    def boundaries(self) -> int:
+        """Points before, between and after the layers of all chunks."""
+        return len(self.layers) + self.chunks
+
+    def chunk(self, number: int) -> range:
+        """Return the local numbers of a chunk's layers."""
+        return range(number * self.chunk_layers, (number + 1) * self.chunk_layers)
+
+    def chunk_of(self, layer: int) -> int:
+        """Return the chunk that holds a layer (local number)."""
+        return layer // self.chunk_layers
+
+    def boundary(self, layer: int, *, after: bool) -> int:
+        """Return the number of the boundary before or after a layer (local number)."""
+        return layer + self.chunk_of(layer) + after
+
+    def ends_chunk(self, layer: int) -> bool:
+        """Return whether a layer (local number) is its chunk's last."""
+        return (layer + 1) % self.chunk_layers == 0
+
+    def begins_model(self, layer: int) -> bool:
+        """Return whether the embedding stands before a layer (local number)."""
+        return self.layers[layer] == 0
+
+    def ends_model(self, layer: int) -> bool:
+        """Return whether the head stands behind a layer (local number)."""
+        return self.last and layer == len(self.layers) - 1
+
+    def source(self, chunk: int) -> int | None:
+        """Return the stage that hands a chunk its input, None where the embedding does."""
+        if self.first and chunk == 0:
+            return None
+        return (self.index - 1) % self.stages
+
+    def target(self, chunk: int) -> int | None:
+        """Return the stage that takes a chunk's output, None where the head does."""
+        if self.last and chunk == self.chunks - 1:
+            return None
+        return (self.index + 1) % self.stages
+
+
+def stages_of(decisions: Decisions) -> tuple[Stage, ...]:
+    """Return the stages of a layout, first to last; one without pipeline.
+
+    Raises:
+        Infeasible: when the layers, or the micro-batches, do not divide as the schedule needs them to.
+    """
+    layout, layers = decisions.layout, decisions.model.layers
+    _check(decisions)
+    run = layers // (layout.pp * layout.virtual_stages)
+    return tuple(
+        Stage(
+            index,
+            layout.pp,
+            layout.virtual_stages,
+            tuple(
+                layer
+                for chunk in range(layout.virtual_stages)
+                for layer in range((chunk * layout.pp + index) * run, (chunk * layout.pp + index + 1) * run)
+            ),
+        )
+        for index in range(layout.pp)
+    )
+
+
+def _check(decisions: Decisions) -> None:
+    layout, layers = decisions.layout, decisions.model.layers
+    if layout.multiplexed:
+        multiplex.check(decisions)
+    runs = layout.pp * layout.virtual_stages
+    if (layout.schedule == "interleaved" and layout.pp > 1) != (layout.virtual_stages > 1):
+        raise Infeasible(
+            "virtual stages belong to the interleaved schedule",
+            where="layout.virtual_stages",
+            got=f"{layout.virtual_stages} with {layout.schedule} on {layout.pp} stages",
+            wanted="more than 1 with the schedule interleaved on several stages, else 1",
+        )
+    if layout.virtual_stages > 1 and not layout.overlap_handovers:
+        raise Infeasible(
+            "stages that wait for their hand-overs cannot play the interleaved schedule: they wait in a circle",
+            where="layout.overlap_handovers",
+            got=False,
+            wanted=True,
+        )
+    if layout.schedule == "zero-bubble" and layout.pp > 1 and decisions.mlp_chunk_tokens:
+        raise Infeasible(
+            "weight gradients apart need the whole MLP's inputs",
+            where="decisions.mlp_chunk_tokens",
+            got=f"{decisions.mlp_chunk_tokens} with the schedule zero-bubble",
+            wanted=0,
+        )
+    if layers % runs:
+        raise Infeasible(
+            f"pp x virtual stages = {runs} does not divide the layers",
+            where="layout.pp",
+            got=f"{layers} layers",
+            wanted=f"a multiple of {runs}",
+            hint="stages hold equal numbers of layers: another --pp, or fewer --virtual-stages",
+        )
+    if layout.schedule == "interleaved" and layout.pp > 1:
+        _check_groups(decisions)
+    if layout.pp > 1 and layout.zero > 1:
+        raise Infeasible(
+            "pipeline stages keep whole parameters and gradients",
+            where="layout.zero",
+            got=layout.zero,
+            wanted="0 or 1",
+            hint="what ZeRO 2 and 3 gather and scatter would travel for every micro-batch of every stage",
+        )
+
+
+def _check_groups(decisions: Decisions) -> None:
+    layout, count = decisions.layout, decisions.layout.subsequences
+    if decisions.micro_batches * count % layout.pp:
+        each = f" of {count} subsequences" if count > 1 else ""
+        raise Infeasible(
+            "interleaved micro-batches go in groups of as many as there are stages",
+            where="global_batch",
+            got=f"{decisions.micro_batches} micro-batches{each}",
+            wanted=f"a multiple of {layout.pp}",
+            hint="a larger --global-batch, or --schedule 1f1b",
+        )

@@ -1,0 +1,81 @@
+"""How many groups of heads attention runs in, so that no kernel counts elements beyond what its integers hold.
+
+    torch-flash, flash2   batch x heads x tokens (next 128) x max(head_dim, 32) <= 2**31: exact, above it the backward
+                          reads memory that is not its own (TabPFN#1184, flash-attention#1500)
+    flash4, cuDNN         batch x heads x tokens x head_dim (next 32) <= 2**31: no fault is known above it, and no test
+                          of theirs goes there (flash-attention#2611 is the nearest, cudnn-frontend#965)
+    flash3                tokens (next 128) x head_dim (next size it is built for) < 2**31 of one head: its gradient's
+                          accumulator has that as a 32-bit shape; offsets have 64 bits (hopper/flash_api.cpp)
+    torch-flash-cpu       no limit: 64-bit offsets
+
+A group holds whole groups of query heads with their key/value head, so the number of groups divides the key/value
+heads. Example: 32 heads of 128 at 1,048,576 tokens are 2**32 elements, two groups.
+"""
+
+from __future__ import annotations
+
+from memo_sim.contract.errors import Infeasible
+from memo_sim.program.ir.work import Attention
+
+INT32_ELEMENTS = 2**31
+
+FLASH3_HEAD_DIMS = (64, 96, 128, 192, 256)
+"""Head sizes that flash-attn 3 is built for; others are rounded up."""
+
+
+def round_up(number: int, multiple: int) -> int:
+    """Return the next multiple."""
+    return -(-number // multiple) * multiple
+
+
+def flash3_head_dim(head_dim: int) -> int:
+    """Return the head size that flash-attn 3 computes with."""
+    return next((size for size in FLASH3_HEAD_DIMS if head_dim <= size), FLASH3_HEAD_DIMS[-1])
+
+
+def indexed_elements(work: Attention, groups: int) -> int:
+    """Return the largest product that ``work``'s kernel counts with 32 bits; 0 when it has none."""
+    tokens, heads = max(work.q_tokens, work.k_tokens), work.heads // groups
+    if work.kernel in ("torch-flash", "flash2"):
+        return work.batch * heads * round_up(tokens, 128) * max(work.head_dim, 32)
+    if work.kernel in ("flash4", "torch-cudnn", "te-fused"):
+        return work.batch * heads * tokens * round_up(work.head_dim, 32)
+    if work.kernel == "flash3":  # a shape, unlike an index, reaches the number itself: hence one more
+        return round_up(tokens, 128) * flash3_head_dim(work.head_dim) + 1
+    return 0
+
+
+def fewest_head_groups(work: Attention) -> int:
+    """Return the fewest groups of heads in which ``work`` is safe.
+
+    Raises:
+        Infeasible: when one group for each key/value head is too few.
+    """
+    for groups in range(1, work.kv_heads + 1):
+        if work.kv_heads % groups == 0 and indexed_elements(work, groups) <= INT32_ELEMENTS:
+            return groups
+    raise _overflow(work, work.kv_heads, "a shorter sequence, a smaller micro-batch or more devices")
+
+
+def check_head_groups(work: Attention, groups: int) -> None:
+    """Refuse groups that cut a group of query heads apart, or in which the kernel's integers overflow.
+
+    Raises:
+        Infeasible: naming the bound and the fewest groups that keep it.
+    """
+    if work.kv_heads % groups:
+        raise Infeasible(
+            "head_groups does not divide the key/value heads", got=groups, wanted=f"a divisor of {work.kv_heads}"
+        )
+    if indexed_elements(work, groups) > INT32_ELEMENTS:
+        raise _overflow(work, groups, f"head_groups {fewest_head_groups(work)}")
+
+
+def _overflow(work: Attention, groups: int, wanted: str) -> Infeasible:
+    found = indexed_elements(work, groups)
+    return Infeasible(
+        f"{work.kernel} attention counts more elements than 32 bits hold",
+        where="decisions.kernels.head_groups",
+        got=f"head_groups {groups}: {found} elements, at most {INT32_ELEMENTS}",
+        wanted=wanted,
+    )

@@ -1,0 +1,160 @@
+"""Which buffer of its family each slot of an instance takes.
+
+Slots that are numbered alike share a rule, and nearly every rule is linear in the micro-batch: at a layer it is asked
+for two micro-batches, whatever the number of slots that follow it and of micro-batches that are placed. Rounding
+buffers are taken in turn (``visits.py``), and asked for each time. A subsequence's own families count no subsequences.
+
+      slot       family       layer 3 of 8, keep       layer 3 of 8, rounding buffers
+      q, k, v    skeletal.*   8 m + 3                  1
+      grad_in    grad.x       9 m + 3                  9 m + 3
+      params     params.*     3                        3
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from operator import itemgetter
+
+from memo_sim.program.data_parallel.sharding import Sharding
+from memo_sim.program.layout.stage import Stage
+from memo_sim.program.layout.swap_schedule import Key
+
+Rule = Callable[[int, int, int], int]
+"""From a micro-batch, a subsequence and a layer to the index of a buffer in its family.
+
+Layers are local: -1 stands for the embedding, the number of the stage's layers for the head.
+"""
+
+_OF_A_BLOCK = ("params", "grads", "master", "moment1", "moment2", "host_grads", "host_params")
+
+
+class Rules:
+    """The rules of one role's slots."""
+
+    def __init__(self, stage: Stage, sharding: Sharding, turns: Mapping[Key, int], *, leaving: bool) -> None:
+        """``turns``: the rounding buffer of each layer's activations; empty where layers have buffers to themselves.
+
+        ``leaving``: each layer has two of them, one to leave from and one to come back to.
+        """
+        self._stage = stage
+        self._sharding = sharding
+        self._turns = turns
+        self._leaving = leaving
+        self.in_turn: frozenset[Rule] = frozenset({self._turn, self._next_turn})
+        """The rules that are not linear."""
+
+    def of(self, template: str, slot: str, family: str) -> Rule:  # noqa: PLR0911 - one return a kind of slot
+        """Return the rule of a template's slot; equal rules compare equal."""
+        state, _, kind = slot.partition(".")
+        if family.startswith(("gathered.", "whole_grads.")):
+            return partial(self._sharding.index, family, template)
+        if family.startswith("pending."):
+            return self._pending
+        if state in _OF_A_BLOCK:
+            return self._block if kind in ("", "layer") else _only
+        if slot in ("loss", "grad_norm"):
+            return _only
+        if slot in ("grad_in", "grad_out", "grad.x"):
+            return self._after if slot == "grad_out" else self._before
+        if slot in ("head.x", "input.ids", "input.labels"):
+            return _micro_batch
+        if slot in ("stage.x", "stage.out"):
+            return self._chunk
+        if slot == "next_x":
+            return self._next_turn if self._turns else self._next_x
+        if not family.startswith("skeletal."):
+            return self._layer
+        if self._leaving:
+            back = template.startswith(("layer.bwd", "layer.prefetch")) and "resident" not in template
+            return self._back if back else self._first
+        return self._turn if self._turns else self._layer
+
+    def _pending(self, micro_batch: int, _: int, layer: int) -> int:
+        return micro_batch * len(self._stage.layers) + layer
+
+    def _block(self, _: int, __: int, layer: int) -> int:
+        return max(layer, 0)
+
+    def _before(self, micro_batch: int, _: int, layer: int) -> int:
+        return micro_batch * self._stage.boundaries + self._boundary(layer, after=False)
+
+    def _after(self, micro_batch: int, _: int, layer: int) -> int:
+        return micro_batch * self._stage.boundaries + self._boundary(layer, after=True)
+
+    def _boundary(self, layer: int, *, after: bool) -> int:
+        """Return which of a micro-batch's gradients a slot takes; at the model's ends the outermost on this stage."""
+        if layer < 0:
+            return 0
+        if layer == len(self._stage.layers):
+            return self._stage.boundaries - 1
+        return self._stage.boundary(layer, after=after)
+
+    def _chunk(self, micro_batch: int, _: int, layer: int) -> int:
+        return micro_batch * self._stage.chunks + self._stage.chunk_of(max(layer, 0))
+
+    def _layer(self, micro_batch: int, _: int, layer: int) -> int:
+        return micro_batch * len(self._stage.layers) + max(layer, 0)
+
+    def _first(self, micro_batch: int, subsequence: int, layer: int) -> int:
+        """Return the buffer that forward writes, where there is another that comes back."""
+        return 2 * self._layer(micro_batch, subsequence, layer)
+
+    def _back(self, micro_batch: int, subsequence: int, layer: int) -> int:
+        return self._first(micro_batch, subsequence, layer) + 1
+
+    def _next_x(self, micro_batch: int, subsequence: int, layer: int) -> int:
+        """Return where a layer's output goes: to the head, to the next stage, or to the next layer."""
+        if self._stage.ends_model(layer):
+            return micro_batch
+        if self._stage.ends_chunk(layer):
+            return self._chunk(micro_batch, subsequence, layer)
+        return (self._first if self._leaving else self._layer)(micro_batch, subsequence, layer + 1)
+
+    def _turn(self, micro_batch: int, subsequence: int, layer: int) -> int:
+        return self._turns[micro_batch, subsequence, max(layer, 0)]
+
+    def _next_turn(self, micro_batch: int, subsequence: int, layer: int) -> int:
+        """Return where a layer's output goes: as ``_next_x``, but to the next layer's rounding buffer."""
+        if self._stage.ends_chunk(layer):
+            return self._next_x(micro_batch, subsequence, layer)
+        return self._turns[micro_batch, subsequence, layer + 1]
+
+
+class Bindings:
+    """The rules of one template's bound slots, and what they have given."""
+
+    def __init__(self, rules: Sequence[Rule], in_turn: frozenset[Rule], micro_batches: int) -> None:
+        """``in_turn``: the rules that are not linear in the micro-batch."""
+        self._rules = list(dict.fromkeys(rules))
+        self._not_linear = in_turn
+        self._several = micro_batches > 1
+        self._in_turn = [(number, rule) for number, rule in enumerate(self._rules) if rule in in_turn]
+        numbers = [self._rules.index(rule) for rule in rules]
+        self._of_slots: Callable[[list[int]], tuple[int, ...]] = itemgetter(*numbers) if len(numbers) > 1 else tuple
+        self._lines: dict[tuple[int, int], list[tuple[int, int]]] = {}
+        """Of each rule, by subsequence and layer: the first micro-batch's buffer and how far the next one's is."""
+
+    def indices(self, micro_batch: int, subsequence: int, layer: int) -> tuple[int, ...]:
+        """Return which buffer of its family each bound slot takes."""
+        lines = self._lines.get((subsequence, layer))
+        if lines is None:
+            lines = self._lines[subsequence, layer] = [self._line(rule, subsequence, layer) for rule in self._rules]
+        taken = [first + micro_batch * further for first, further in lines]
+        for number, rule in self._in_turn:
+            taken[number] = rule(micro_batch, subsequence, layer)
+        return self._of_slots(taken)
+
+    def _line(self, rule: Rule, subsequence: int, layer: int) -> tuple[int, int]:
+        if rule in self._not_linear:
+            return 0, 0
+        first = rule(0, subsequence, layer)
+        return first, rule(1, subsequence, layer) - first if self._several else 0
+
+
+def _only(_: int, __: int, ___: int) -> int:
+    return 0
+
+
+def _micro_batch(micro_batch: int, _: int, __: int) -> int:
+    return micro_batch

@@ -1,0 +1,198 @@
+"""What a stage has of the rows that it plays for another: buffers, and the templates of a layer cut in two.
+
+A guest plays the first rows of another stage's task (``multiplex.py``), layer by layer beside it. What it needs comes
+ahead of use and is dead after it: the layer's parameters, and keys and values of all rows before its own. What it
+computes it keeps until backward, whatever the plan recomputes or swaps: SPPO 6.2 has adaptive offloading in the Steady
+phase and says nothing of guests' rows, which are played beside nothing that their copies could hide behind. Gradients
+of the layer's parameters go home layer by layer. A layer is played in two halves, so that a guest of several stages
+lets none of them wait:
+
+      forward    norm1, qkv of all pieces | keys and values go home | attention ... of all pieces
+      backward   MLP, attention of all pieces | gradients of their keys come from home | qkv, norm1 of all pieces
+
+What both halves touch lives between them, one buffer a layer (``between``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import msgspec
+
+from memo_sim.contract.plan import Decisions
+from memo_sim.program.attention.subsequence import BEHIND, D_KV, KV, SUM_DTYPE
+from memo_sim.program.data_parallel.optimizer import Optimizer
+from memo_sim.program.ir.builder import TemplateBuilder, writes
+from memo_sim.program.ir.instruction import BufferClass, Family, Instance, Instruction, Lane, Template
+from memo_sim.program.ir.work import Rowwise
+from memo_sim.program.layout.multiplex import Piece, Task
+from memo_sim.program.layout.parameters import Block
+from memo_sim.program.layout.shape import Shape
+from memo_sim.program.layout.stage import Stage
+from memo_sim.program.layout.subsequence import Subsequence
+from memo_sim.program.pipeline.guest_message import BACKWARD, FORWARD, TO_GUEST, TO_HOME, Link, Range
+from memo_sim.program.pipeline.subsequence_templates import Bound, Families, Passing
+
+PARAMS, GRADS, BETWEEN = "params", "grads", "between"
+HALVES = ("first", "second")
+_SECOND = {FORWARD: "fwd/attn", BACKWARD: "bwd/d_kv.add"}
+"""Starts the name of the instruction that a layer's second half begins with."""
+
+
+class Guest:
+    """One piece of another stage's task on the stage that plays it."""
+
+    def __init__(
+        self, decisions: Decisions, shape: Shape, task: Task, piece: Piece, *, home: Stage, block: Block
+    ) -> None:
+        """``shape``: of the whole subsequence; ``home``: the stage whose layers they are; ``block``: one of them."""
+        self.task, self.piece, self.home, self.block = task, piece, home, block
+        self.decisions = msgspec.structs.replace(
+            decisions,
+            recompute="none",
+            swapped_tokens=0,
+            subsequence_swapped_tokens=(),
+            offload_window=0,
+            mlp_chunk_tokens=0,
+        )
+        rows = piece.shape(shape)
+        # A guest's keys and values end with its own rows, which nothing else adds gradients to before it does.
+        self.shape = replace(rows, carried=rows.start + rows.tokens, sums=())
+        played = Subsequence(task.subsequence, decisions.layout.subsequences, self.shape, self.shape, 0)
+        self.passing = Passing(self.decisions, played, home, 1, blocks={"layer": block}, made={})
+        self.layers = len(home.layers)
+        self.suffix = f".s{task.subsequence}.of{home.index}"
+        self.link = Link(shape, task, piece)
+        at = task.pieces.index(piece)
+        self.ahead = [Link(shape, task, each) for each in task.pieces[:at]]
+        """Guests of the task's earlier rows."""
+        self.behind = task.guests[at + 1 :]
+        """Guests of its later rows; its own stage has the last."""
+        self._between: list[Family] = []
+        self._held = self._hold()
+        self._slots: dict[str, list[tuple[str, str]]] = {}
+        """Of every template (its plain name), the slots that an instance binds, each with its family's plain name."""
+        self.templates = [self._named(*made) for made in self._made()]
+
+    def families(self) -> list[Family]:
+        """Return its buffers under this role's names."""
+        return [replace(each, name=self.name(each.name)) for each in (*self._held.values(), *self._between)]
+
+    def instance(self, template: str, number: int, layer: int) -> Instance:
+        """Return a template (by its plain name, ``number`` in the role's) at a layer, counted on its own stage."""
+        at = self.home.layers[layer]
+        indices = tuple(self._index(template, slot, family, layer) for slot, family in self._slots[template])
+        x = self.task.subsequence
+        return Instance(number, f"m0/s{x}/l{at}", indices, 0, at, x, self.piece.first)
+
+    def name(self, plain: str) -> str:
+        """Return the name of a template or of a family in the role."""
+        return f"guest.{plain}{self.suffix}"
+
+    def _index(self, template: str, slot: str, family: str, layer: int) -> int:
+        if family in (PARAMS, KV):
+            return layer + self.layers * ("bwd" in template)
+        return 0 if family == "stage.out" else layer + (slot in ("next_x", "grad_out"))
+
+    def _hold(self) -> Families:
+        """Return the buffers that templates bind, by their plain names."""
+        shape, layers, dtype = self.shape, self.layers, self.decisions.dtype
+        kv, exchange, carried = 2 * shape.kv_width, BufferClass.EXCHANGE, BufferClass.CARRIED
+        summed = Optimizer(self.decisions, self.block, "layer", layers).grad_dtype
+        found = [
+            *self.passing.activations.families(),
+            Family(PARAMS, BufferClass.GATHERED, dtype, self.block.elements, 1, 2 * layers),
+            Family(GRADS, exchange, summed, self.block.elements, 1, layers),
+            Family("stage.out", carried, dtype, shape.shard_tokens, shape.hidden),
+            Family("grad.x", BufferClass.TRANSIENT, dtype, shape.shard_tokens, shape.hidden, layers + 1),
+            Family(KV, carried, dtype, shape.carried, kv, 2 * layers),
+            Family(D_KV, carried, dtype, shape.carried, kv, layers),
+        ]
+        later = [self.home.index, *(piece.stage for piece in self.behind)]
+        for stage in later:  # the home sends sums, the others what one kernel has written
+            terms = SUM_DTYPE if stage == self.home.index else dtype
+            found.append(Family(f"{BEHIND}.{stage}", exchange, terms, shape.tokens, kv, layers))
+        return {family.name: family for family in found}
+
+    def _made(self) -> Iterator[Bound]:
+        """Yield its templates under plain names."""
+        found = self._held
+        seen = {"params.layer": found[PARAMS], "grads.layer": found[GRADS]}
+        for template, slots in self.passing.layers(found, seen):
+            plain = template.name.removesuffix(self.passing.suffix)
+            yield from self._halves(replace(template, name=plain), slots)
+        builder = TemplateBuilder("layer.bwd.zero", "bwd")
+        builder.bind(found[GRADS], slot="grads")
+        work = Rowwise("zero", self.block.elements, 0, found[GRADS].bytes)
+        builder.emit("grads.zero", "zero", Lane.COMPUTE, work, target=writes(builder.all("grads")))
+        for each in (builder, *self._messages()):
+            yield each.build(), each.bound_slots
+
+    def _messages(self) -> Iterator[TemplateBuilder]:
+        """Yield its side of everything that is handed over."""
+        mine, link, found = self.piece.stage, self.link, self._held
+        sides: dict[str, tuple[str, str, Range | None]] = {
+            "x": ("skeletal.x", "x", None),
+            "params": (PARAMS, "params", None),
+            "before": (KV, KV, link.before),
+            "kv": (KV, KV, link.own),
+            "out": ("stage.out", "stage.out", None),
+            "grad": ("grad.x", "grad_out", None),
+            "again": (PARAMS, "params", None),
+            "kept": (KV, KV, link.known),
+            "d_kv": (f"{BEHIND}.{self.home.index}", "d_kv", None),
+            "d_kv.before": (D_KV, D_KV, link.before),
+            "grads": (GRADS, "grads", None),
+            "grad_in": ("grad.x", "grad_in", None),
+        }
+        for what in (*TO_GUEST, *TO_HOME):
+            if link.exists(what):
+                family, slot, rows = sides[what]
+                yield link.message(what).side(mine, found[family], slot, rows)
+        for earlier in self.ahead:
+            yield earlier.keys_to(self.piece).side(mine, found[KV], KV, earlier.own)
+            yield earlier.gradients_from(self.piece).side(mine, found[D_KV], D_KV, earlier.own)
+        for later in self.behind:
+            yield link.keys_to(later).side(mine, found[KV], KV, link.own)
+            yield link.gradients_from(later).side(mine, found[f"{BEHIND}.{later.stage}"], "d_kv")
+
+    def _halves(self, template: Template, slots: list[str]) -> Iterator[Bound]:
+        """Yield a layer's two halves; what lives inside the layer and both touch is shared between them."""
+        way = BACKWARD if "bwd" in template.name else FORWARD
+        at = next(n for n, each in enumerate(template.instructions) if each.name.startswith(_SECOND[way]))
+        parts = template.instructions[:at], template.instructions[at:]
+        first, second = ({operand.slot for each in part for operand in each.operands} for part in parts)
+        own = {family.name: family for family in template.own}
+        bound = dict(zip([n for n, name in enumerate(template.slots) if name not in own], slots, strict=True))
+        shared = {}
+        for number in sorted((first & second) - set(bound)):
+            family = own[template.slots[number]]
+            shared[number] = replace(family, name=f"{BETWEEN}.{way}.{family.name}", count=self.layers)
+        if template.name != "layer.fwd.out":  # which shares the buffers of the forwards before it
+            self._between += shared.values()
+        for which, part, touched in zip(HALVES, parts, (first, second), strict=True):
+            kept = sorted(touched)
+            numbers = {slot: number for number, slot in enumerate(kept)}
+            yield (
+                Template(
+                    f"{template.name}.{which}",
+                    tuple(shared[n].name if n in shared else template.slots[n] for n in kept),
+                    tuple(own[template.slots[n]] for n in kept if n not in bound and n not in shared),
+                    tuple(_renumbered(each, numbers) for each in part),
+                ),
+                [bound.get(n) or shared[n].name for n in kept if n in bound or n in shared],
+            )
+
+    def _named(self, template: Template, slots: list[str]) -> Template:
+        """Return a template with this role's names."""
+        own = {family.name for family in template.own}
+        plain = [name for name in template.slots if name not in own]
+        self._slots[template.name] = list(zip(slots, plain, strict=True))
+        named = tuple(name if name in own else self.name(name) for name in template.slots)
+        return replace(template, name=self.name(template.name), slots=named)
+
+
+def _renumbered(instruction: Instruction, numbers: dict[int, int]) -> Instruction:
+    operands = tuple(replace(each, slot=numbers[each.slot]) for each in instruction.operands)
+    return replace(instruction, operands=operands)

@@ -1,0 +1,96 @@
+"""What a stage does around a task of its own whose first rows others play: what it hands them, takes, and adds.
+
+The stage's own rows are a subsequence's like any other, with more keys before them (``passing.py``). Rows of guests
+come into the buffers that lie between stages, and into the carried keys and values; gradients that guests have computed
+for it are received aside and added.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from memo_sim.contract.plan import Decisions
+from memo_sim.program.attention.partial import add
+from memo_sim.program.attention.subsequence import KV, sums_of
+from memo_sim.program.ir.builder import Rows, TemplateBuilder
+from memo_sim.program.ir.instruction import BufferClass, Family
+from memo_sim.program.layout.multiplex import Task
+from memo_sim.program.layout.shape import Shape
+from memo_sim.program.layout.stage import Stage
+from memo_sim.program.pipeline.guest_message import TO_GUEST, TO_HOME, Link, Range
+
+Families = dict[str, Family]
+
+
+class Home:
+    """One task that guests play rows of, on the stage whose layers they are."""
+
+    def __init__(self, decisions: Decisions, shape: Shape, task: Task, stage: Stage) -> None:
+        """``shape``: of the whole subsequence."""
+        self.decisions = decisions
+        self.task, self.stage, self.shape = task, stage, shape
+        self.links = [Link(shape, task, piece) for piece in task.guests]
+
+    @property
+    def suffix(self) -> str:
+        """Ends the names of what is this task's own."""
+        return f".s{self.task.subsequence}"
+
+    def name(self, template: str) -> str:
+        """Return a template's name in the role."""
+        return f"guest.{template}{self.suffix}"
+
+    def families(self, grads: Family) -> list[Family]:
+        """Return the buffers in which gradients arrive; ``grads``: those of the layers' parameters."""
+        found, count, dtype = [], len(self.stage.layers), self.decisions.dtype
+        for link in self.links:
+            stage = link.piece.stage
+            found.append(Family(self._aside("grads", stage), BufferClass.EXCHANGE, grads.dtype, grads.tokens, 1, count))
+            if link.exists("d_kv.before"):
+                rows, width = self.shape.start, 2 * self.shape.kv_width
+                found.append(Family(self._aside("d_kv", stage), BufferClass.EXCHANGE, dtype, rows, width, count))
+        return found
+
+    def _aside(self, what: str, stage: int) -> str:
+        return f"guest.{what}.{stage}{self.suffix}"
+
+    def templates(self, found: Families) -> Iterator[TemplateBuilder]:
+        """Yield its side of everything that is handed over, and the sums."""
+        out = "head.x" if self.stage.last else "stage.out"
+        for link in self.links:
+            stage, ((_, own),) = link.piece.stage, sums_of(self.shape, *link.own)
+            sides: dict[str, tuple[str, str, Range | None]] = {
+                "x": ("stage.x", "stage.x", link.shard),
+                "params": ("params.layer", "params", None),
+                "before": (KV, KV, link.before),
+                "kv": (KV, KV, link.own),
+                "out": (out, out, link.shard),
+                "grad": ("grad.x", "grad_out", link.shard),
+                "again": ("params.layer", "params", None),
+                "kept": (KV, KV, link.known),
+                "d_kv": (own.slot, own.slot, (own.first, own.tokens)),
+                "d_kv.before": (self._aside("d_kv", stage), "aside", None),
+                "grads": (self._aside("grads", stage), "aside", None),
+                "grad_in": ("grad.x", "grad_in", link.shard),
+            }
+            for what in (*TO_GUEST, *TO_HOME):
+                if link.exists(what):
+                    family, slot, rows = sides[what]
+                    yield link.message(what).side(self.stage.index, found[family], slot, rows)
+            yield self._sums(link, found)
+
+    def _sums(self, link: Link, found: Families) -> TemplateBuilder:
+        """Return the template that adds what a guest has computed, of earlier keys run by run."""
+        stage = link.piece.stage
+        builder = TemplateBuilder(f"bwd.add.{stage}", "guest")
+        before = sums_of(self.shape, *link.before) if link.exists("d_kv.before") else []
+        for run, (first, rows) in enumerate(before):
+            builder.bind(found[rows.slot], slot=rows.slot)
+            if not run:
+                builder.bind(found[self._aside("d_kv", stage)], slot="aside.d_kv")
+            part = Rows("aside.d_kv", first, rows.tokens)
+            add(builder, self.decisions, f"d_kv.add.{stage}{f'.k{run}' if len(before) > 1 else ''}", part, rows)
+        builder.bind(found["grads.layer"], slot="grads")
+        builder.bind(found[self._aside("grads", stage)], slot="aside.grads")
+        add(builder, self.decisions, f"grads.add.{stage}", builder.all("aside.grads"), builder.all("grads"))
+        return builder

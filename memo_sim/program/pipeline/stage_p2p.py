@@ -1,0 +1,175 @@
+"""What a pipeline stage hands to its neighbours: outputs to the next, gradients of its inputs to the one before.
+
+A hand-over is one instruction on each side: ``send`` on the sender's lane of sends, ``receive`` on the receiver's lane
+of receives, with equal work; it is played when both have come to it. Each lane is a queue in program order, so where
+they stand decides what they overlap with:
+
+    overlapped      receives stand before the pass that precedes theirs, sends behind the pass that follows theirs
+    not overlapped  receives stand right before their pass, sends right behind it: the stage waits for both
+
+      overlapped, stage 0 of 1F1B      receive   [grad 0 .....]           [grad 1 ....]
+                                       compute   F1      F2   B0          F3  B1
+                                       send        [out 1]  [out 2]           [out 3]
+
+An eager framework's tensor-parallel ranks without sequence parallelism, which hold whole tensors alike, each hand over
+their part, and gather the whole where it arrives (Megatron-LM's scatter and gather, Narayanan et al. 2021, 4.1).
+
+A stage's input is received into the first layer's own input; where that is a rounding buffer, which other layers use
+until then, into a buffer of its own (carried), and copied. So is what others play the first rows of (``guest.py``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from memo_sim.contract.plan import Decisions
+from memo_sim.contract.units import DTYPE_BYTES
+from memo_sim.program.ir.builder import Rows, TemplateBuilder, reads, writes
+from memo_sim.program.ir.instruction import BufferClass, Family, Lane
+from memo_sim.program.ir.work import Collective, Handover, Rowwise
+from memo_sim.program.layout.schedule import Kind, Pass
+from memo_sim.program.layout.shape import Shape
+from memo_sim.program.layout.stage import Stage
+
+Families = dict[str, Family]
+
+
+@dataclass(frozen=True, slots=True)
+class Handed:
+    """A template of this module to be played for a micro-batch's subsequence, at a layer (local number)."""
+
+    template: str
+    micro_batch: int
+    layer: int
+    subsequence: int
+
+
+@dataclass(frozen=True)
+class Handovers:
+    """The hand-overs of one stage: the buffers and templates of one subsequence, and the order of all of them."""
+
+    decisions: Decisions
+    shape: Shape
+    stage: Stage
+    micro_batches: int
+    enters: bool
+    """Whether inputs are copied: layers' own lie in rounding buffers, or hold the last rows alone."""
+    first: int = 0
+    """Rows of an input that others play; those behind them are copied."""
+
+    @property
+    def ahead(self) -> int:
+        """Passes between a receive and its pass, and between a pass and its send."""
+        return int(self.decisions.layout.overlap_handovers)
+
+    def families(self) -> list[Family]:
+        """Return the buffers of what comes in and goes out, one for each micro-batch and chunk."""
+        if self.stage.stages == 1:
+            return []
+        shape, count = self.shape, self.micro_batches * self.stage.chunks
+        names = ["stage.x", "stage.out"] if self.enters else ["stage.out"]
+        return [
+            Family(name, BufferClass.CARRIED, self.decisions.dtype, shape.shard_tokens, shape.hidden, count)
+            for name in names
+        ]
+
+    def templates(self, families: Families) -> list[TemplateBuilder]:
+        """Return one template for each way to hand over, and the copy of an input into its rounding buffer."""
+        if self.stage.stages == 1:
+            return []
+        before, after = (self.stage.index - 1) % self.stage.stages, (self.stage.index + 1) % self.stage.stages
+        incoming = ("stage.x", "stage.x") if self.enters else ("skeletal.x", "x")
+        found = [
+            self._moved("receive.x", families[incoming[0]], incoming[1], before),
+            self._moved("send.x", families["stage.out"], "stage.out", after),
+            self._moved("receive.grad", families["grad.x"], "grad_out", after),
+            self._moved("send.grad", families["grad.x"], "grad_in", before),
+        ]
+        if self._parts > 1:
+            found.append(self._gathered("gather.x", families[incoming[0]], incoming[1]))
+            found.append(self._gathered("gather.grad", families["grad.x"], "grad_out"))
+        return [*found, self._enter(families)] if self.enters else found
+
+    def _moved(self, name: str, family: Family, slot: str, peer: int) -> TemplateBuilder:
+        builder = TemplateBuilder(f"stage.{name}", "pp")
+        builder.bind(family, slot=slot)
+        me, parts = self.stage.index, self._parts
+        part = Rows(slot, 0, family.tokens // parts)
+        size = family.bytes // parts
+        if name.startswith("send"):
+            builder.emit(name, "send", Lane.SEND, Handover(size, me, peer), send=reads(part))
+            return builder
+        builder.emit(name, "receive", Lane.RECEIVE, Handover(size, peer, me), recv=writes(part))
+        return builder
+
+    def _gathered(self, name: str, family: Family, slot: str) -> TemplateBuilder:
+        builder = TemplateBuilder(f"stage.{name}", "pp")
+        builder.bind(family, slot=slot)
+        part = Rows(slot, 0, family.tokens // self._parts)
+        others = Rows(slot, part.tokens, family.tokens - part.tokens)
+        work = Collective("all_gather", family.bytes, self._parts, "tp")
+        builder.emit(name, "all_gather", Lane.COLLECTIVE, work, shard=reads(part), others=writes(others))
+        return builder
+
+    @property
+    def _parts(self) -> int:
+        """Parts that a hand-over is divided into."""
+        whole = self.decisions.memory_policy == "eager" and not self.shape.gathered
+        return self.shape.tp if whole and self.shape.tokens % self.shape.tp == 0 else 1
+
+    def _enter(self, families: Families) -> TemplateBuilder:
+        builder = TemplateBuilder("stage.enter", "pp")
+        rows = self.shape.shard_tokens - self.first
+        source = builder.bind(families["stage.x"], slot="stage.x", first=self.first)
+        target = builder.bind(families["skeletal.x"], slot="x", tokens=rows)
+        size = rows * self.shape.hidden * DTYPE_BYTES[self.decisions.dtype]
+        builder.emit(
+            "enter",
+            "copy",
+            Lane.COMPUTE,
+            Rowwise("copy", rows, size, size),
+            source=reads(builder.all(source)),
+            target=writes(builder.all(target)),
+        )
+        return builder
+
+    def behind(self, passes: list[Pass], number: int) -> Iterator[Handed]:
+        """Yield what stands behind a pass (-1: before the first), receives first: they must not wait for the sends."""
+        for wanted in range(0 if number < 0 else number + 1 + self.ahead, number + 2 + self.ahead):
+            yield from self._received(passes, wanted)
+        last = number if number == len(passes) - 1 else number - self.ahead
+        for made in range(number - self.ahead, last + 1):
+            yield from self._sent(passes, made)
+
+    def entered(self, each: Pass) -> Iterator[Handed]:
+        """Yield what a pass begins with: the gathering of what was received, its copy into the rounding buffer.
+
+        Neither stands beside its receive: the lane of collectives must not wait there for what comes a pass later.
+        """
+        layers = self.stage.chunk(each.chunk)
+        forward = each.kind is Kind.FORWARD and self.stage.source(each.chunk) is not None
+        if self._parts > 1 and forward:
+            yield Handed("stage.gather.x", each.micro_batch, layers[0], each.subsequence)
+        if self._parts > 1 and each.kind is Kind.BACKWARD and self.stage.target(each.chunk) is not None:
+            yield Handed("stage.gather.grad", each.micro_batch, layers[-1], each.subsequence)
+        if self.enters and forward:
+            yield Handed("stage.enter", each.micro_batch, layers[0], each.subsequence)
+
+    def _received(self, passes: list[Pass], number: int) -> Iterator[Handed]:
+        if number >= len(passes):
+            return
+        each, layers = passes[number], self.stage.chunk(passes[number].chunk)
+        if each.kind is Kind.FORWARD and self.stage.source(each.chunk) is not None:
+            yield Handed("stage.receive.x", each.micro_batch, layers[0], each.subsequence)
+        if each.kind is Kind.BACKWARD and self.stage.target(each.chunk) is not None:
+            yield Handed("stage.receive.grad", each.micro_batch, layers[-1], each.subsequence)
+
+    def _sent(self, passes: list[Pass], number: int) -> Iterator[Handed]:
+        if number < 0:
+            return
+        each, layers = passes[number], self.stage.chunk(passes[number].chunk)
+        if each.kind is Kind.FORWARD and self.stage.target(each.chunk) is not None:
+            yield Handed("stage.send.x", each.micro_batch, layers[-1], each.subsequence)
+        if each.kind is Kind.BACKWARD and self.stage.source(each.chunk) is not None:
+            yield Handed("stage.send.grad", each.micro_batch, layers[0], each.subsequence)

@@ -1,0 +1,185 @@
+"""What one subsequence of a stage's micro-batches brings to the program: its buffers, and the templates of its passes.
+
+Families are written under plain names (``grad.x``), to which the role adds the subsequence's suffix (``role.py``);
+templates get it here (``layer.fwd.s1``). Without subsequences the one there is holds the whole micro-batch. Layers are
+the same on every stage, and so are their templates: they are made once (``Made``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from functools import partial
+
+from memo_sim.contract.plan import Decisions
+from memo_sim.program.attention import subsequence as carried_attention
+from memo_sim.program.ir.builder import TemplateBuilder
+from memo_sim.program.ir.instruction import BufferClass, Family, Template
+from memo_sim.program.layers.activations import Activations
+from memo_sim.program.layers.embedding_and_head import embed_backward, embed_forward, head
+from memo_sim.program.layers.layer import LayerWriter
+from memo_sim.program.layers.metp import MetpLayer
+from memo_sim.program.layers.weight_gradients import PendingWeights
+from memo_sim.program.layout.multiplex import Piece, swapped_at_home
+from memo_sim.program.layout.parameters import Block
+from memo_sim.program.layout.stage import Stage
+from memo_sim.program.layout.subsequence import Subsequence
+from memo_sim.program.pipeline.stage_p2p import Handovers
+
+Families = dict[str, Family]
+Bound = tuple[Template, list[str]]
+"""A template, and the names of the slots that an instance binds."""
+Made = dict[str, Bound]
+"""By name, the templates that every stage of one lowering has alike."""
+
+
+class Passing:
+    """The families and templates of one subsequence on one stage."""
+
+    def __init__(
+        self,
+        decisions: Decisions,
+        subsequence: Subsequence,
+        stage: Stage,
+        micro_batches: int,
+        *,
+        blocks: Mapping[str, Block],
+        made: Made,
+        own: Piece | None = None,
+    ) -> None:
+        """``own``: the rows that the stage plays itself, where others play those before (``guest.py``)."""
+        self.decisions = decisions
+        self.subsequence = subsequence
+        self.shape = subsequence.shape
+        self.own = own
+        self.rows = own.shape(self.shape) if own else self.shape
+        """Sizes of the rows that the layers play."""
+        self.first = self.shape.shard(own.first) if own else 0
+        """The first of them, where what lies between stages holds all rows."""
+        self.stage = stage
+        self.micro_batches = micro_batches
+        self.blocks = blocks
+        self.made = {} if own else made
+        played = self._played(own) if own else subsequence
+        self.activations = Activations(decisions, self.rows, micro_batches, stage, played)
+        enters = self.activations.rounding or own is not None
+        self.handovers = Handovers(decisions, self.shape, stage, micro_batches, enters, self.first)
+        self.pending = PendingWeights(decisions, self.rows, self.activations)
+
+    def _played(self, own: Piece) -> Subsequence:
+        """Return the subsequence of the rows that the stage plays itself."""
+        tokens, granule = self.shape.tokens, self.decisions.swap_granule
+        swapped = swapped_at_home(self.subsequence.swapped, tokens, own, granule)
+        return replace(self.subsequence, shape=self.rows, swapped=swapped)
+
+    @property
+    def suffix(self) -> str:
+        """Ends the names of what is this subsequence's own."""
+        return self.subsequence.suffix
+
+    def boundaries(self) -> list[Family]:
+        """Return what lies between the layers: the head's input, and every layer's input gradient."""
+        shape, dtype, m = self.shape, self.decisions.dtype, self.micro_batches
+        found = []
+        if self.stage.last:
+            found.append(Family("head.x", BufferClass.SKELETAL, dtype, shape.shard_tokens, shape.hidden, m))
+        count = m * self.stage.boundaries
+        found.append(Family("grad.x", BufferClass.TRANSIENT, dtype, shape.shard_tokens, shape.hidden, count))
+        return found
+
+    def families(self) -> list[Family]:
+        """Return what its layers keep, hand over and leave for weight gradients."""
+        return [f for each in (self.activations, self.handovers, self.pending) for f in each.families()]
+
+    def layers(self, families: Families, seen: Families) -> Iterator[Bound]:
+        """Yield the templates of its layers; ``seen``: the families with whole parameters and gradients."""
+
+        def forward(name: str, out: str) -> TemplateBuilder:
+            builder, writer = self._layer(name, "fwd", families, seen, gradients=False)
+            first = 0 if out == "skeletal.x" else self.first
+            builder.bind(families[out], slot="next_x", tokens=self.rows.shard_tokens, first=first)
+            writer.forward(self.activations.row_blocks, "next_x")
+            return builder
+
+        for name, out in (("layer.fwd", "skeletal.x"), ("layer.fwd.last", "head.x"), ("layer.fwd.out", "stage.out")):
+            if out in families:
+                yield self._once(name, partial(forward, name, out))
+        whole = self._once("layer.bwd", lambda: self._backward("layer.bwd", families, seen, rebuild=True))
+        yield whole
+        if self.activations.resident_differs:
+            name = "layer.bwd.resident"
+            yield self._once(name, lambda: self._backward(name, families, seen, rebuild=False))
+        if self.pending.apart:
+            yield self._once("layer.weights", lambda: self._weights(families, seen))
+        if self.activations.copied_out:
+            yield self._once("layer.offload", lambda: self.activations.offload(families))
+            yield self._once("layer.prefetch", lambda: self.activations.prefetch(families, whole[0]))
+
+    def _once(self, name: str, make: Callable[[], TemplateBuilder]) -> Bound:
+        """Return a template of layers, written when the first stage asks for it."""
+        name += self.suffix
+        if name not in self.made:
+            self.made[name] = self._named(make())
+        return self.made[name]
+
+    def _named(self, builder: TemplateBuilder) -> Bound:
+        return replace(builder.build(), name=builder.name + self.suffix), builder.bound_slots
+
+    def ends(self, seen: Families) -> Iterator[Bound]:
+        """Yield the templates of the model's ends that the stage has."""
+        if self.stage.first:
+            entered = {**seen, "skeletal.x": seen["stage.x"]} if self.own else seen
+            for end in (embed_forward, embed_backward):
+                yield self._by_family(end(self.decisions, self.shape, self.blocks["embed"], entered))
+        if self.stage.last:
+            embed = self.blocks.get("embed")
+            yield self._by_family(head(self.decisions, self.shape, self.blocks["head"], embed, seen))
+
+    def _by_family(self, template: Template) -> Bound:
+        """Return a template whose slots are named after their families."""
+        own = {f.name for f in template.own}
+        named = replace(template, name=template.name + self.suffix)
+        return named, [name.removesuffix(self.suffix) for name in template.slots if name not in own]
+
+    def handed(self, families: Families) -> Iterator[Bound]:
+        """Yield the templates of what the stage hands to its neighbours and takes from them."""
+        for builder in self.handovers.templates(families):
+            yield self._named(builder)
+
+    def _layer(
+        self, name: str, phase: str, families: Families, seen: Families, *, gradients: bool
+    ) -> tuple[TemplateBuilder, LayerWriter | MetpLayer]:
+        builder = TemplateBuilder(name, phase)
+        builder.bind(seen["params.layer"], slot="params")
+        if gradients:
+            builder.bind(seen["grads.layer"], slot="grads")
+            if self.pending.apart:
+                self.pending.bind(builder, families)
+        self.activations.bind(builder, families)
+        carried_attention.bind(builder, families, self.rows, gradients=gradients)
+        written = MetpLayer if self.rows.metp > 1 else LayerWriter
+        return builder, written(builder, self.decisions, self.rows, self.blocks["layer"])
+
+    def _backward(self, name: str, families: Families, seen: Families, *, rebuild: bool) -> TemplateBuilder:
+        builder, writer = self._layer(name, "bwd", families, seen, gradients=True)
+        for slot in ("grad_out", "grad_in"):
+            builder.bind(families["grad.x"], slot=slot, first=self.first)
+        builder.phase = "rec"
+        if self.decisions.recompute == "full":
+            writer.recompute((0, self.rows.tokens), 0, whole=True)
+        elif rebuild and self.activations.recomputed is not None:
+            blocks = self.activations.row_blocks
+            writer.recompute(self.activations.recomputed, len(blocks) - 1, whole=False)
+        builder.phase = "bwd"
+        writer.weights_apart = self.pending.apart
+        writer.backward("grad_out", "grad_in")
+        if self.pending.apart:
+            self.pending.keep(builder)
+        return builder
+
+    def _weights(self, families: Families, seen: Families) -> TemplateBuilder:
+        builder = TemplateBuilder("layer.weights", "wgt")
+        builder.bind(seen["grads.layer"], slot="grads")
+        self.pending.bind_inputs(builder, families)
+        self.pending.write(LayerWriter(builder, self.decisions, self.rows, self.blocks["layer"]))
+        return builder

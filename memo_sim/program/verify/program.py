@@ -1,0 +1,226 @@
+"""Checks a program without trusting what wrote it: every way it can be wrong is enumerated, in plain loops.
+
+Nothing here is shared with the lowering, with ``edges.py`` or with ``liveness.py`` but the data they exchange.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+from memo_sim.program.analysis.columns import Columns
+from memo_sim.program.analysis.edges import Edges
+from memo_sim.program.ir.instruction import BufferClass, Instruction, Lane, Mode
+from memo_sim.program.ir.program import Program
+from memo_sim.program.ir.work import Collective, Copy, Exchange, Handover
+
+
+def check_program(program: Program, columns: Columns) -> list[str]:
+    """Return every fault of one program: bounds, aliasing, reads of what was never written, unmatched copies."""
+    return [
+        *_check_ids(program),
+        *_check_operands(program),
+        *_check_defined(program, columns),
+        *_check_gathered(program, columns),
+    ]
+
+
+def check_edges(columns: Columns, edges: Edges) -> list[str]:
+    """Return every pair of conflicting accesses that lane order and ``edges`` together leave unordered.
+
+    Each instruction carries, for every lane, the last instruction known to have ended before it starts.
+    """
+    lanes = len(Lane)
+    lane = columns.lane.tolist()
+    incoming: dict[int, list[int]] = defaultdict(list)
+    for p, c in zip(edges.producer.tolist(), edges.consumer.tolist(), strict=True):
+        incoming[c].append(p)
+    known: list[list[int]] = []
+    previous = [-1] * lanes
+    for i, mine in enumerate(lane):
+        clock = [-1] * lanes
+        for before in (previous[mine], *incoming[i]):
+            if before >= 0:
+                clock = [max(a, b) for a, b in zip(clock, known[before], strict=True)]
+                clock[lane[before]] = max(clock[lane[before]], before)
+        known.append(clock)
+        previous[mine] = i
+    faults = []
+    accesses: dict[int, list[tuple[int, int, int, int]]] = defaultdict(list)
+    rows = zip(
+        columns.operand_buffer.tolist(),
+        columns.operand_instruction.tolist(),
+        columns.operand_first.tolist(),
+        columns.operand_end.tolist(),
+        columns.operand_mode.tolist(),
+        strict=True,
+    )
+    for buffer, i, first, end, mode in rows:
+        for j, other_first, other_end, other_mode in accesses[buffer]:
+            overlap = first < other_end and other_first < end
+            writes = (mode | other_mode) & Mode.WRITE
+            if overlap and writes and lane[i] != lane[j] and known[i][lane[j]] < j:
+                faults.append(f"instructions {j} and {i} touch buffer {buffer} and nothing orders them")
+        accesses[buffer].append((i, first, end, mode))
+    return faults + _check_reuse(columns, known)
+
+
+def _check_reuse(columns: Columns, known: list[list[int]]) -> list[str]:
+    """Find births in memory that may be in use yet: device memory is handed out in program order.
+
+    What is born may take the bytes of any dynamic buffer that died before, so every lane's last use of that has to have
+    ended. ``known``: of each instruction, lane by lane the last one that has ended when it starts.
+    """
+    lane = columns.lane.tolist()
+    births: dict[int, int] = {}
+    uses: dict[int, dict[int, int]] = defaultdict(dict)
+    for buffer, i in zip(columns.operand_buffer.tolist(), columns.operand_instruction.tolist(), strict=True):
+        if columns.buffer_dynamic[buffer]:
+            births.setdefault(buffer, i)
+            uses[buffer][lane[i]] = i
+    born = set(births.values())
+    dead: dict[int, list[int]] = defaultdict(list)
+    for buffer, mine in uses.items():
+        dead[max(mine.values())].append(buffer)
+    faults = []
+    latest = [-1] * len(Lane)
+    for i, own in enumerate(lane):
+        late = [n for n, last in enumerate(latest) if n != own and last > known[i][n]] if i in born else []
+        faults += [f"instruction {i} takes memory that instruction {latest[n]} may still use" for n in late]
+        for buffer in dead[i]:
+            for n, last in uses[buffer].items():
+                latest[n] = max(latest[n], last)
+    return faults
+
+
+def _check_ids(program: Program) -> list[str]:
+    seen: set[str] = set()
+    faults = []
+    for name in program.ids():
+        if name in seen:
+            faults.append(f"id {name} is used twice")
+        seen.add(name)
+    return faults
+
+
+def _check_operands(program: Program) -> list[str]:
+    tokens = {f.name: f.tokens for f in program.all_families}
+    row_bytes = {f.name: f.row_bytes for f in program.all_families}
+    faults = []
+    for template in program.templates:
+        own = {f.name for f in template.own}
+        names = [f"{template.name}/{s}" if s in own else s for s in template.slots]
+        for instruction in template.instructions:
+            label = f"{template.name}: {instruction.name}"
+            faults += [
+                f"{label}: {o.role} leaves its buffer"
+                for o in instruction.operands
+                if o.first < 0 or o.tokens <= 0 or o.first + o.tokens > tokens[names[o.slot]]
+            ]
+            faults += [f"{label}: {fault}" for fault in _aliases(instruction)]
+            moved = [o.tokens * row_bytes[names[o.slot]] for o in instruction.operands]
+            if isinstance(instruction.work, Copy | Exchange | Handover) and set(moved) != {instruction.work.bytes}:
+                faults.append(f"{label}: moves {moved} bytes but is priced for {instruction.work.bytes}")
+            if isinstance(instruction.work, Collective):
+                sizes = {o.role: size for o, size in zip(instruction.operands, moved, strict=True)}
+                rows = {o.role: row_bytes[names[o.slot]] for o in instruction.operands}
+                faults += [f"{label}: {fault}" for fault in _collective_sizes(instruction.work, sizes, rows)]
+    return faults
+
+
+def _collective_sizes(work: Collective, sizes: dict[str, int], row_bytes: dict[str, int]) -> list[str]:
+    """Compare a collective's operands (bytes by role) with its work: the whole tensor, and what one rank has of it.
+
+    A share may be up to two rows longer than a rank's part: two runs of a block, each divided and rounded up.
+    """
+    faults = []
+    for role, size in sizes.items():
+        if role == "shard":
+            beyond = size * work.ranks - work.bytes
+            if not 0 <= beyond <= 2 * work.ranks * row_bytes[role]:
+                faults.append(f"a shard of {size} bytes is not one of {work.ranks} of {work.bytes}")
+        elif role == "others":
+            if size + sizes["shard"] != work.bytes:
+                faults.append(f"a shard and {size} bytes of others are not {work.bytes}")
+        elif size != work.bytes:
+            faults.append(f"{role} has {size} bytes but the {work.kind} is priced for {work.bytes}")
+    return faults
+
+
+def _aliases(instruction: Instruction) -> list[str]:
+    faults = []
+    for i, a in enumerate(instruction.operands):
+        for b in instruction.operands[i + 1 :]:
+            overlap = a.slot == b.slot and a.first < b.first + b.tokens and b.first < a.first + a.tokens
+            if overlap and (a.mode | b.mode) & Mode.WRITE:
+                faults.append(f"{a.role} and {b.role} overlap and one is written")
+    return faults
+
+
+def _check_defined(program: Program, columns: Columns) -> list[str]:
+    """Find reads of dynamic buffers' rows that nothing has written before."""
+    given = [
+        f.lifetime == "step" and f.buffer_class in {BufferClass.STATE, BufferClass.INPUT} for f in program.all_families
+    ]
+    written: dict[int, list[tuple[int, int]]] = defaultdict(list)
+    ids = program.ids()
+    faults = []
+    rows = zip(
+        columns.operand_instruction.tolist(),
+        columns.operand_buffer.tolist(),
+        columns.operand_first.tolist(),
+        columns.operand_end.tolist(),
+        columns.operand_mode.tolist(),
+        strict=True,
+    )
+    pending: list[tuple[int, int, int]] = []
+    current = -1
+    for i, buffer, first, end, mode in rows:
+        if i != current:
+            for b, low, high in pending:
+                written[b].append((low, high))
+            pending, current = [], i
+        if given[columns.buffer_family[buffer]]:
+            continue
+        if mode & Mode.READ and not _covered(written[buffer], first, end):
+            faults.append(f"{ids[i]} reads rows [{first}, {end}) of buffer {buffer} before they are written")
+        if mode & Mode.WRITE:
+            pending.append((buffer, first, end))
+    return faults
+
+
+def _covered(ranges: list[tuple[int, int]], first: int, end: int) -> bool:
+    for low, high in sorted(ranges):
+        if low > first:
+            return False
+        first = max(first, high)
+        if first >= end:
+            return True
+    return first >= end
+
+
+def _check_gathered(program: Program, columns: Columns) -> list[str]:
+    """Find gathered buffers that something but one collective or receive writes, or that more than one pass reads."""
+    families = program.all_families
+    # A guest plays a layer's pass in two instances.
+    passes = [(each.place, *program.templates[each.template].name.split(".")[:3]) for each in program.instances]
+    writers: dict[int, list[int]] = defaultdict(list)
+    readers: dict[int, set[tuple[str, ...]]] = defaultdict(set)
+    for buffer, i, mode in zip(
+        columns.operand_buffer.tolist(),
+        columns.operand_instruction.tolist(),
+        columns.operand_mode.tolist(),
+        strict=True,
+    ):
+        if families[columns.buffer_family[buffer]].buffer_class is BufferClass.GATHERED:
+            if mode & Mode.WRITE:
+                writers[buffer].append(int(columns.lane[i]))
+            if mode & Mode.READ:
+                readers[buffer].add(passes[int(columns.instance[i])])
+    faults = []
+    for buffer in sorted(set(writers) | set(readers)):
+        name = families[columns.buffer_family[buffer]].name
+        if writers[buffer] not in ([Lane.COLLECTIVE], [Lane.RECEIVE]):
+            faults.append(f"buffer {buffer} ({name}) is not written by one collective or receive alone")
+        if len(readers[buffer]) != 1:
+            faults.append(f"buffer {buffer} ({name}) is read by {len(readers[buffer])} passes")
+    return faults

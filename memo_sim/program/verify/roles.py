@@ -1,0 +1,166 @@
+"""Checks that the programs of several roles fit together: calls match, what is sent is received, nobody waits for ever.
+
+As in ``check.py`` nothing is shared with what wrote the programs, nor with how the engine pairs them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Sequence
+from itertools import pairwise, zip_longest
+
+from memo_sim.program.analysis.columns import Columns
+from memo_sim.program.analysis.edges import Edges
+from memo_sim.program.ir.instruction import Lane
+from memo_sim.program.ir.program import Program
+from memo_sim.program.ir.work import Collective, Exchange, Handover
+
+ACROSS = ("pp", "tied")
+"""Groups that have ranks of several stages; other groups lie inside a role."""
+
+_PLACE = re.compile(r"m(\d+)/s(\d+)/l(\d+)/pp/(?:send|receive)\.(x|grad)$")
+
+Call = tuple[str, int, int, str]
+
+
+def check_roles(programs: tuple[Program, ...]) -> list[str]:
+    """Return every way the roles' collectives, exchanges and hand-overs fail to meet.
+
+    Ranks of one group call the same collectives in the same order with the same size, on the same lane. What a stage
+    sends to another is received there, in the same order: outputs of a layer as inputs of the next, gradients the other
+    way round, of the same micro-batch.
+    """
+    return [*_check_calls(programs), *_check_handovers(programs)]
+
+
+def check_deadlock(
+    programs: Sequence[Program], columns: Sequence[Columns], edges: Sequence[Edges], across: Sequence[str] = ACROSS
+) -> list[str]:
+    """Return the instructions that could never start: those that wait for each other in a circle, and what follows.
+
+    Lanes are first in, first out, ``edges`` hold, and what meets starts when all of it can. No time is looked at: an
+    order without a circle ends whatever instructions last. ``across`` are the groups that the programs meet in; for the
+    ranks of a context-parallel ring, say, ``cp``.
+    """
+    node: dict[tuple[int, int], tuple[int, int]] = {}
+    for role, number, call in _shared(programs, across):
+        node[role, number] = first = node.get(call, (role, number))
+        node.setdefault(call, first)
+    waits: dict[tuple[int, int], int] = defaultdict(int)
+    follows: dict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
+    for role, (mine, given) in enumerate(zip(columns, edges, strict=True)):
+        lanes: dict[int, list[int]] = defaultdict(list)
+        for number, lane in enumerate(mine.lane.tolist()):
+            lanes[lane].append(number)
+        orders = [pair for lane in lanes.values() for pair in pairwise(lane)]
+        orders += list(zip(given.producer.tolist(), given.consumer.tolist(), strict=True))
+        for earlier, later in orders:
+            a, b = node.get((role, earlier), (role, earlier)), node.get((role, later), (role, later))
+            follows[a].append(b)
+            waits[b] += 1
+    everything = {node.get((r, i), (r, i)) for r, mine in enumerate(columns) for i in range(len(mine.lane))}
+    ready = [each for each in everything if not waits[each]]
+    done = set()
+    while ready:
+        done.add(each := ready.pop())
+        for after in follows[each]:
+            waits[after] -= 1
+            if not waits[after]:
+                ready.append(after)
+    ids = [program.ids() for program in programs]
+    return [f"{programs[r].role}: {ids[r][i]} never starts" for r, i in sorted(everything - done)]
+
+
+def _check_calls(programs: tuple[Program, ...]) -> list[str]:
+    calls = [_group_calls(p) for p in programs]
+    faults = []
+    for group in sorted({g for mine in calls for g in mine}):
+        for first, *others in _members(group, programs, calls):
+            for other in others:
+                a, b = calls[first].get(group, []), calls[other].get(group, [])
+                at = next((i for i, (x, y) in enumerate(zip_longest(a, b)) if x != y), None)
+                if at is not None:
+                    mine, theirs = (each[at] if at < len(each) else None for each in (a, b))
+                    roles = programs[first].role, programs[other].role
+                    faults.append(f"group {group}, call {at}: {roles[0]} has {mine}, {roles[1]} has {theirs}")
+    return faults
+
+
+def _members(group: str, programs: tuple[Program, ...], calls: list[dict[str, list[Call]]]) -> list[list[int]]:
+    """Return which programs have to call a group alike: those of one role, or the stages that it spans."""
+    last = len(programs) - 1
+    if group == "pp":
+        return [list(range(len(programs)))]
+    if group == "tied":
+        return [[0, *(n for n in range(1, last) if group in calls[n]), last]]
+    alike: dict[str, list[int]] = defaultdict(list)
+    for number, program in enumerate(programs):
+        alike[program.role].append(number)
+    return list(alike.values())
+
+
+def _group_calls(program: Program) -> dict[str, list[Call]]:
+    calls: dict[str, list[Call]] = defaultdict(list)
+    for _, instruction in program.walk():
+        if isinstance(instruction.work, Collective | Exchange):
+            work = instruction.work
+            kind = work.kind if isinstance(work, Collective) else "send_recv"
+            calls[work.group].append((kind, work.bytes, work.ranks, instruction.lane.label))
+    return calls
+
+
+def _check_handovers(programs: tuple[Program, ...]) -> list[str]:
+    sent: dict[tuple[int, int], list[tuple[str, int]]] = defaultdict(list)
+    received: dict[tuple[int, int], list[tuple[str, int]]] = defaultdict(list)
+    faults = []
+    for number, program in enumerate(programs):
+        for name, instruction in program.walk():
+            work, lane = instruction.work, instruction.lane
+            if not isinstance(work, Handover):
+                if lane in (Lane.SEND, Lane.RECEIVE):
+                    faults.append(f"{program.role}: {name} is no hand-over but on lane {lane.label}")
+                continue
+            if lane not in (Lane.SEND, Lane.RECEIVE) or number != (work.source if lane is Lane.SEND else work.target):
+                faults.append(f"{program.role}: {name} hands over {work.source} -> {work.target} on lane {lane.label}")
+                continue
+            side = sent if lane is Lane.SEND else received
+            side[work.source, work.target].append((name, work.bytes))
+    for pair in sorted(set(sent) | set(received)):
+        for i in range(max(len(sent[pair]), len(received[pair]))):
+            a = sent[pair][i] if i < len(sent[pair]) else None
+            b = received[pair][i] if i < len(received[pair]) else None
+            if a is None or b is None or a[1] != b[1] or not _same(a[0], b[0]):
+                faults.append(f"stage {pair[0]} to {pair[1]}, hand-over {i}: {a} is sent, {b} is received")
+                break
+    return faults
+
+
+def _same(sent: str, received: str) -> bool:
+    """Return whether one id's output is the other's input: same micro-batch, the layer behind or before."""
+    if "/guest/" in sent:
+        return sent.replace("/guest/", "/").replace(".send.", ".receive.") == received.replace("/guest/", "/")
+    a, b = _PLACE.search(sent), _PLACE.search(received)
+    if a is None or b is None or a[4] != b[4]:
+        return False
+    return (a[1], a[2], int(a[3]) + (1 if a[4] == "x" else -1)) == (b[1], b[2], int(b[3]))
+
+
+def _shared(programs: Sequence[Program], across: Sequence[str]) -> list[tuple[int, int, tuple[int, int]]]:
+    """Return (role, instruction, call) of all that roles do together; a call is (-1, its number)."""
+    numbers: dict[tuple[object, ...], int] = {}
+    found = []
+    for role, program in enumerate(programs):
+        counts: dict[tuple[object, ...], int] = defaultdict(int)
+        for number, (_, instruction) in enumerate(program.walk()):
+            work = instruction.work
+            if isinstance(work, Handover):
+                kind: tuple[object, ...] = (work.source, work.target)
+            elif isinstance(work, Collective | Exchange) and work.group in across and len(programs) > 1:
+                kind = (work.group,)
+            else:
+                continue
+            counts[instruction.lane, *kind] += 1
+            call = (*kind, counts[instruction.lane, *kind])
+            found.append((role, number, (-1, numbers.setdefault(call, len(numbers)))))
+    return found

@@ -1,0 +1,60 @@
+"""What tests of full recompute compare: gradients with plain autograd's, and what is played again with forward's."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from memo_exec.kernels import KERNELS, Call
+from memo_exec.training import weights
+from memo_sim.contract.plan import Decisions
+from tests.exec_cpu.autograd_model import AutogradModel
+from tests.exec_cpu.small import batch, gradients, one_step, play, scalars
+
+TOLERANCE = 1e-5
+"""Relative to the largest entry of a tensor."""
+
+
+def assert_gradients_equal_autograds(decisions: Decisions) -> None:
+    """Play a step of single-sequence micro-batches, and compare every gradient with plain autograd's."""
+    batches = batch(decisions, ignored=0.2)
+    with play(decisions) as interpreter:
+        reference = AutogradModel(decisions.model, weights.named_parameters(interpreter))
+        interpreter.run_step(batches, scalars(batches, lr=0.0))
+        found = gradients(interpreter)
+    for ids, labels in batches:
+        reference.loss(ids.view(1, -1), labels.view(1, -1), scalars(batches).loss_scale).backward()
+    assert set(found) == set(reference.p)
+    for key, leaf in reference.p.items():
+        assert leaf.grad is not None
+        error = (found[key] - leaf.grad).abs().max() / leaf.grad.abs().max()
+        assert error <= TOLERANCE, key
+
+
+def replayed(decisions: Decisions, part: str, ops: Iterable[str], roles: Iterable[str]) -> set[str]:
+    """Return the instructions that backward plays again, and assert that they write forward's bits.
+
+    Of those with ``part`` in their name and one of ``ops``, by what they write in ``roles``.
+    """
+    found: dict[str, list[torch.Tensor]] = {}
+
+    def watching(op: str) -> Any:
+        def kernel(call: Call) -> None:
+            KERNELS[op](call)
+            if part in call.instruction.name and call.instruction.name[:3] in ("fwd", "rec"):
+                written = [call.tensors[role].clone() for role in roles if role in call.tensors]
+                found.setdefault(call.instruction.name, []).extend(written)
+
+        return kernel
+
+    one_step(decisions, kernels={**KERNELS, **{op: watching(op) for op in ops}})
+    again = {name for name in found if name.startswith("rec/")}
+    for name in again:
+        rebuilt, forward = found[name], found[name.replace("rec/", "fwd/")]
+        stride = len(rebuilt) // decisions.model.layers
+        # Backward visits the layers in reverse.
+        pieces = [rebuilt[i : i + stride] for i in range(0, len(rebuilt), stride)]
+        expected = [forward[i : i + stride] for i in range(0, len(forward), stride)]
+        for piece, wanted in zip(reversed(pieces), expected, strict=True):
+            assert all(torch.equal(a, b) for a, b in zip(piece, wanted, strict=True)), name
+    return again

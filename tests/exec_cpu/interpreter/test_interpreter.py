@@ -1,0 +1,215 @@
+"""Lanes, order, records and refusals of the interpreter."""
+
+import threading
+import time
+from collections import defaultdict
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from memo_exec.interpreter import interpreter as interpreters
+from memo_exec.interpreter import lanes
+from memo_exec.interpreter.interpreter import Interpreter
+from memo_exec.interpreter.record import lane_busy_s, measured_trace
+from memo_exec.kernels import KERNELS, Call, StepScalars
+from memo_exec.training.checkpoint import state_of
+from memo_sim.contract import codec
+from memo_sim.contract.errors import CannotRun
+from memo_sim.contract.plan import Kernels, Layout
+from memo_sim.program.analysis.columns import expand
+from memo_sim.program.analysis.edges import derive_edges
+from memo_sim.program.ir.instruction import Lane
+from memo_sim.program.lower import lower
+from tests.exec_cpu.small import batch, decide, gpt, llama, one_step, play, scalars, states, wrapped
+
+SWAP = decide(gpt(layers=4), swapped_tokens=256)
+
+
+def slow_copies(op: str, seconds: float) -> dict[str, Any]:
+    return {**KERNELS, op: wrapped(KERNELS[op], lambda call: time.sleep(seconds))}
+
+
+def test_lanes_are_fifo_and_edges_hold() -> None:
+    record, _ = one_step(SWAP)
+    program = lower(SWAP)[0]
+    columns = expand(program)
+    edges = derive_edges(columns)
+    assert len(edges.producer) > 20
+    assert (record.end_s[edges.producer] <= record.start_s[edges.consumer]).all()
+    for lane in Lane:
+        on_lane = columns.lane == lane
+        start_s, end_s = record.start_s[on_lane], record.end_s[on_lane]
+        assert (end_s[:-1] <= start_s[1:]).all()
+        assert (start_s <= end_s).all()
+    assert record.step_s == record.end_s.max()
+
+
+def test_copies_run_beside_compute() -> None:
+    record, _ = one_step(SWAP, kernels=slow_copies("d2h", 0.01))
+    columns = expand(lower(SWAP)[0])
+    copying = np.flatnonzero(columns.lane == Lane.D2H)
+    computing = np.flatnonzero(columns.lane == Lane.COMPUTE)
+    beside = [
+        i
+        for i in computing
+        if ((record.start_s[copying] < record.start_s[i]) & (record.end_s[i] < record.end_s[copying])).any()
+    ]
+    assert beside
+
+
+def test_a_stalled_lane_says_what_it_waits_for() -> None:
+    quick, _ = one_step(SWAP)
+    record, _ = one_step(SWAP, kernels=slow_copies("d2h", 0.02))
+    stalled = {wait.instruction: wait for wait in record.waits}
+    wait = stalled["m0/s0/l2/fwd/norm1"]
+    assert wait.waits_for == "m0/s0/l0/off/norm1_stats"
+    assert wait.seconds > 0.001
+    assert record.step_s > quick.step_s
+
+
+def test_full_recompute_waits_for_nothing() -> None:
+    record, _ = one_step(decide(gpt(), recompute="full"))
+    assert record.waits == ()
+    assert record.moved.d2h == record.moved.h2d == record.peak_host_bytes == 0
+
+
+def test_each_lane_has_its_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lanes, "available_cores", lambda: 4)
+    seen: dict[Lane, set[int]] = defaultdict(set)
+
+    def before(call: Call) -> None:
+        assert torch.is_inference_mode_enabled()
+        seen[call.instruction.lane].add(torch.get_num_threads())
+
+    own = torch.get_num_threads()
+    one_step(SWAP, kernels={op: wrapped(k, before) for op, k in KERNELS.items()})
+    assert seen == {Lane.COMPUTE: {3}, Lane.D2H: {1}, Lane.H2D: {1}}
+    assert torch.get_num_threads() == own
+
+
+def test_a_failing_kernel_stops_all_lanes_and_the_next_step_plays() -> None:
+    broken = False
+
+    def before(call: Call) -> None:
+        if broken and call.instruction.name == "fwd/ffn_up":
+            raise ZeroDivisionError
+
+    batches = batch(SWAP)
+    with play(SWAP, kernels={**KERNELS, "linear": wrapped(KERNELS["linear"], before)}) as interpreter:
+        first = interpreter.run_step(batches, scalars(batches, lr=0.0))
+        broken = True
+        with pytest.raises(ZeroDivisionError):
+            interpreter.run_step(batches, scalars(batches, lr=0.0))
+        broken = False
+        again = interpreter.run_step(batches, scalars(batches, lr=0.0))
+    assert again.loss == first.loss
+    assert again.peak_device_bytes == first.peak_device_bytes
+
+
+def test_a_kernel_that_resizes_its_operand_is_refused() -> None:
+    def resize(call: Call) -> None:
+        call["out"].resize_(1)
+
+    with pytest.raises(ValueError, match="fwd/norm1 moved or resized an operand of layer_norm"):
+        one_step(decide(gpt()), kernels={**KERNELS, "layer_norm": resize})
+
+
+def test_a_batch_of_another_shape_is_refused() -> None:
+    decisions = decide(gpt())
+    with play(decisions) as interpreter:
+        with pytest.raises(ValueError, match="2 micro-batches given, the program plays 1"):
+            interpreter.run_step(batch(decisions) * 2, StepScalars())
+        with pytest.raises(ValueError, match=r"input\.ids of micro-batch 0 has 255 tokens, wanted 256"):
+            interpreter.run_step([(torch.zeros(255), torch.zeros(256))], StepScalars())
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"layout": Layout(tp=2)}, "this process is alone"),
+        ({"kernels": Kernels(attention="flash2")}, "flash2 does not play on cpu"),
+    ],
+)
+def test_plans_of_other_machines_are_refused(changes: dict[str, Any], text: str) -> None:
+    decisions = decide(gpt(), **changes)
+    with pytest.raises(CannotRun, match=text) as error:
+        Interpreter(decisions, lower(decisions)[0])
+    assert error.value.exit_code == 6
+
+
+def test_an_operator_without_a_kernel_is_refused() -> None:
+    decisions = decide(gpt())
+    kernels = {op: kernel for op, kernel in KERNELS.items() if op != "gelu"}
+    with pytest.raises(CannotRun, match="gelu"):
+        Interpreter(decisions, lower(decisions)[0], kernels=kernels)
+
+
+def test_states_are_what_training_continues_from() -> None:
+    with play(decide(llama(), states="host", dtype="bf16")) as interpreter:
+        found = state_of(interpreter)
+        assert {name.split("/")[0] for name in found} == {"params", "master", "moment1", "moment2"}
+        for state, dtype in (("params", torch.bfloat16), ("master", torch.float32)):
+            (held,) = found[f"{state}/layer.2/qkv.weight"]
+            assert held.view.dtype == dtype
+            assert held.view.shape == held.whole
+            assert held.view.data_ptr() == interpreter.buffer(f"{state}.layer", 2).data_ptr()
+        with pytest.raises(KeyError):
+            interpreter.buffer("params.tail")
+
+
+@pytest.mark.parametrize("kind", ["params", "states"])
+def test_a_step_repeats_from_saved_states(kind: str) -> None:
+    decisions = decide(llama(), states="host" if kind == "states" else "fp32")
+    batches = [batch(decisions, seed=s) for s in range(4)]
+    with play(decisions) as interpreter:
+        for step in (0, 1):
+            interpreter.run_step(batches[step], scalars(batches[step], step=step + 1))
+        saved = {name: value.clone() for name, value in states(interpreter).items()}
+        wanted = [interpreter.run_step(batches[s], scalars(batches[s], step=s + 1)).loss for s in (2, 3)]
+    with play(decisions) as interpreter:
+        for name, value in states(interpreter).items():
+            value.copy_(saved[name])
+        found = [interpreter.run_step(batches[s], scalars(batches[s], step=s + 1)).loss for s in (2, 3)]
+    assert found == wanted
+
+
+def test_measured_trace_has_the_programs_ids() -> None:
+    record, _ = one_step(SWAP)
+    program = lower(SWAP)[0]
+    trace = measured_trace(program, record)
+    assert trace.origin == "measured"
+    assert trace.spans.ids == program.ids()
+    assert trace.program_sha256 == program.sha256
+    assert codec.encode(trace)
+    busy = lane_busy_s(program, record)
+    assert set(busy) == {"compute", "d2h", "h2d"}
+    assert 0 < busy["compute"] <= record.step_s
+
+
+def test_a_lane_that_waits_for_another_rank_does_not_keep_a_failure_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other rank may wait for this one: the step's error comes out, and the process can end."""
+    monkeypatch.setattr(interpreters, "STUCK_S", 0.1)
+    begun, never, layers = threading.Event(), threading.Event(), []
+
+    def waits(call: Call) -> None:
+        del call
+        begun.set()
+        never.wait()
+
+    def fails(call: Call) -> None:
+        layers.append(call)
+        if len(layers) > 1:  # the first layer is on its way to the host
+            begun.wait()
+            raise ZeroDivisionError
+        KERNELS["attention"](call)
+
+    decisions = decide(gpt(), recompute="tokenwise", swapped_tokens=128)
+    kernels = {**KERNELS, "d2h": waits, "attention": fails}
+    interpreter = play(decisions, kernels=kernels, groups={(Lane.COLLECTIVE, "tp"): None})
+    batches = batch(decisions)
+    with pytest.raises(ZeroDivisionError):
+        interpreter.run_step(batches, scalars(batches))
+    interpreter.close()
+    never.set()

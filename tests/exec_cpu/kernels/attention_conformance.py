@@ -1,0 +1,153 @@
+"""What an attention backend has to fulfil before its first use, on any device.
+
+Causal alignment, log-sum-exp, lengths off the tile, grouped queries, head sizes, and both passes on one group of heads
+out of the packed tensors (Q, K, V together, or queries apart from carried keys and values), as the executor hands them
+over: results must be right, and every other head untouched.
+
+A result may err by twice what plain products in the same dtype err by in the mean square, and by three times in the
+worst element (flash-attention's own factors; the worst element of few thousands is luck), and a log-sum-exp, which
+every backend sums in fp32, by 1e-3.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.exec_cpu.kernels import attention_reference as reference
+
+Triple = tuple[Tensor, Tensor, Tensor]
+LSE_ERROR = 1e-3
+ROUNDING = {torch.float32: 1e-5, torch.bfloat16: 2.0**-9}
+"""Relative to the mean square: what plain products may happen not to show."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call: tokens of queries and of keys, heads of a group; ``groups`` are packed, the last is played."""
+
+    tokens: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    keys: int = 0
+    """0: as many as queries, and causal."""
+    batch: int = 1
+    groups: int = 2
+    apart: bool = False
+    """Whether queries lie apart from keys and values, as without a mask."""
+
+    @property
+    def causal(self) -> bool:
+        """Whether the mask is the causal square."""
+        return not self.keys
+
+
+CASES = [
+    Case(128, 2, 2, 64, batch=2),
+    Case(200, 4, 2, 64),
+    Case(333, 4, 1, 128, batch=2),
+    Case(257, 2, 2, 256, groups=1),
+    Case(384, 6, 2, 128, groups=3),
+    Case(192, 4, 2, 128, keys=96),
+    Case(130, 2, 1, 64, keys=65, batch=2),
+    Case(96, 4, 2, 64, keys=288, batch=2),
+    Case(200, 4, 2, 64, apart=True),
+    Case(129, 2, 1, 128, keys=640),
+]
+
+
+@dataclass
+class Operands:
+    """Packed tensors, and views of the last group's heads as (batch, tokens, heads, head_dim)."""
+
+    case: Case
+    device: str
+    dtype: torch.dtype
+
+    def __post_init__(self) -> None:
+        """Make inputs at random and results full of NaN."""
+        case = self.case
+        generator = torch.Generator(self.device).manual_seed(case.tokens)
+        q_heads, kv_heads = case.heads * case.groups, case.kv_heads * case.groups
+        rows = {"q": case.tokens, "kv": case.keys or case.tokens}
+        self.results: list[Tensor] = []
+
+        def made(rows: int, heads: int, *, random: bool) -> Tensor:
+            shape = case.batch, rows, heads, case.head_dim
+            if not random:
+                self.results.append(torch.full(shape, torch.nan, dtype=self.dtype, device=self.device))
+                return self.results[-1]
+            return torch.randn(shape, generator=generator, dtype=self.dtype, device=self.device)
+
+        def packed(*, random: bool) -> Triple:
+            if case.causal and not case.apart:
+                both = made(rows["q"], q_heads + 2 * kv_heads, random=random)
+                q, k, v = torch.split(both, [q_heads, kv_heads, kv_heads], dim=2)
+            else:
+                q = made(rows["q"], q_heads, random=random)
+                k, v = torch.split(made(rows["kv"], 2 * kv_heads, random=random), kv_heads, dim=2)
+            return q[:, :, -case.heads :], k[:, :, -case.kv_heads :], v[:, :, -case.kv_heads :]
+
+        self.qkv = packed(random=True)
+        self.grads = packed(random=False)
+        self.grad = made(rows["q"], q_heads, random=True)[:, :, -case.heads :]
+        self.out = made(rows["q"], q_heads, random=False)[:, :, -case.heads :]
+        self.all_lse = torch.full(
+            (case.batch, case.tokens, q_heads), torch.nan, dtype=torch.float32, device=self.device
+        )
+        self.lse = self.all_lse[:, :, -case.heads :]
+
+    def written(self) -> int:
+        """Return how many elements of all results are no longer NaN."""
+        return sum(int((~tensor.isnan()).sum()) for tensor in (*self.results, self.all_lse))
+
+    def wanted_written(self) -> int:
+        """Return how many the group has."""
+        return sum(tensor.numel() for tensor in (*self.grads, self.out, self.lse))
+
+
+def faults(
+    backend: Any, case: Case, *, device: str = "cpu", dtype: torch.dtype = torch.float32, deterministic: bool = False
+) -> list[str]:
+    """Return what ``backend`` does wrong in one case."""
+    operands = Operands(case, device, dtype)
+    with torch.inference_mode():
+        backend.forward(*operands.qkv, operands.out, operands.lse, causal=case.causal)
+        wide = tuple(x.double() for x in operands.qkv)
+        out, lse = reference.forward(*wide, causal=case.causal)
+        plain_out, plain_lse = reference.forward(*operands.qkv, causal=case.causal)
+        found = _beyond("out", operands.out, out, plain_out)
+        if not (operands.lse - lse).abs().max() <= LSE_ERROR:
+            found.append(f"lse: off by {(operands.lse - lse).abs().max():.3g}")
+        operands.out.copy_(out)  # backward alone is judged: it starts from the truth
+        operands.lse.copy_(lse)
+        backend.backward(
+            operands.grad,
+            operands.qkv,
+            operands.out,
+            operands.lse,
+            operands.grads,
+            causal=case.causal,
+            deterministic=deterministic,
+        )
+        wanted = reference.backward(operands.grad.double(), wide, out, lse, causal=case.causal)
+        plain = reference.backward(operands.grad, operands.qkv, plain_out, plain_lse, causal=case.causal)
+    for name, gradient, true, rough in zip(("dq", "dk", "dv"), operands.grads, wanted, plain, strict=True):
+        found += _beyond(name, gradient, true, rough)
+    if operands.written() != operands.wanted_written():
+        found.append(f"{operands.written()} elements written, the group has {operands.wanted_written()}")
+    return found
+
+
+def _beyond(name: str, found: Tensor, wanted: Tensor, plain: Tensor) -> list[str]:
+    """Return the fault of a result that is further from ``wanted`` than ``plain`` is, times what is allowed."""
+    errors, rough, least = found - wanted, plain - wanted, ROUNDING[found.dtype] * wanted.square().mean().sqrt()
+    mean, mean_allowed = errors.square().mean().sqrt(), 2 * rough.square().mean().sqrt() + least
+    worst, worst_allowed = errors.abs().max(), 3 * rough.abs().max() + least
+    if mean <= mean_allowed and worst <= worst_allowed:
+        return []
+    return [f"{name}: off by {worst:.3g} (mean {mean:.3g}), allowed {worst_allowed:.3g} (mean {mean_allowed:.3g})"]

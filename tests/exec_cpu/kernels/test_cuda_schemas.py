@@ -1,0 +1,48 @@
+"""Whole steps as they would be issued to a CUDA device, on fake tensors: every call fits its operator's schema.
+
+Nothing is computed. A torch that was built with CUDA plays them on its fake device, any other on fakes that say they
+lie there.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from memo_exec.kernels import attention_torch_cudnn
+from memo_exec.observe.fake_player import observe_fake
+from memo_sim.contract.plan import Kernels
+from memo_sim.program.lower import lower
+from tests.exec_cpu.small import decide, gpt, llama
+
+POLICIES: list[dict[str, Any]] = [
+    {"recompute": "full", "seq_tokens": 320, "micro_batch": 1, "attention_chunk_tokens": 128},
+    {"recompute": "full", "swapped_tokens": 256},
+    {"recompute": "tokenwise", "swapped_tokens": 128},
+    {"swapped_tokens": 256, "states": "host"},
+    {"states": "bf16"},
+]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("kernel", ["torch-flash", "torch-cudnn"])
+@pytest.mark.parametrize("family", [gpt, llama])
+def test_every_call_fits_its_operator(family: Any, kernel: str, policy: dict[str, Any]) -> None:
+    decisions = decide(family(layers=2), dtype="bf16", kernels=Kernels(attention=kernel), **policy)
+    (program,) = lower(decisions)
+    observed = observe_fake(decisions, program)
+    assert observed.unexplained == ()
+    assert {"attention", "attention.bwd"} <= observed.workspaces.keys()
+
+
+def test_a_call_that_does_not_fit_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def without_a_bias(q: Tensor, k: Tensor, v: Tensor, *results: Tensor, causal: bool) -> None:
+        del results, causal
+        torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v)
+
+    monkeypatch.setattr(attention_torch_cudnn, "forward", without_a_bias)
+    decisions = decide(llama(layers=2), dtype="bf16", kernels=Kernels(attention="torch-cudnn"))
+    (program,) = lower(decisions)
+    with pytest.raises(RuntimeError, match="attn_bias"):
+        observe_fake(decisions, program)

@@ -1,0 +1,106 @@
+"""The conformance test of attention backends: passed by the CPU's, failed by every fault planted in it."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from memo_exec.kernels import attention_torch_cpu
+from tests.exec_cpu.kernels import attention_reference as reference
+from tests.exec_cpu.kernels.attention_conformance import CASES, Case, faults
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_backend_of_the_cpu_conforms(case: Case, dtype: torch.dtype) -> None:
+    assert faults(attention_torch_cpu, case, dtype=dtype) == []
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, causal: bool, shift: int = 0) -> None:
+    result, logsumexp = reference.forward(q.double(), k.double(), v.double(), causal=causal, shift=shift)
+    out.copy_(result)
+    lse.copy_(logsumexp)
+
+
+def backward(
+    grad: Tensor, qkv: Any, out: Tensor, lse: Tensor, grads: Any, *, causal: bool, deterministic: bool, shift: int = 0
+) -> None:
+    wide = tuple(x.double() for x in qkv)
+    found = reference.backward(grad.double(), wide, out.double(), lse.double(), causal=causal, shift=shift)
+    for target, result in zip(grads, found, strict=True):
+        target.copy_(result)
+
+
+def wrong(name: str) -> Any:
+    """Return a backend with one fault."""
+
+    def faulty_forward(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, causal: bool) -> None:
+        if name == "forward sees one key too many":
+            forward(q, k, v, out, lse, causal=causal, shift=1)
+        elif name == "forward sees one key too few":
+            forward(q, k, v, out, lse, causal=causal, shift=-1)
+            out[:, 0], lse[:, 0] = v[:, 0].repeat_interleave(q.shape[2] // v.shape[2], 1), 0.0
+        elif name == "forward is not causal":
+            forward(q, k, v, out, lse, causal=False)
+        elif name == "scale is forgotten":
+            forward(q * q.shape[-1] ** 0.5, k, v, out, lse, causal=causal)
+        elif name == "strides are ignored":
+            forward(*(x.as_strided(x.shape, torch.empty(x.shape).stride()) for x in (q, k, v)), out, lse, causal=causal)
+        elif name == "query heads alternate":
+            whole = [x.repeat(1, 1, q.shape[2] // x.shape[2], 1) for x in (k, v)]
+            forward(q, *whole, out, lse, causal=causal)
+        else:
+            forward(q, k, v, out, lse, causal=causal)
+        if name == "lse has base 2":
+            lse.div_(math.log(2))
+        elif name == "lse lies by head":
+            lse.copy_(lse.transpose(1, 2).reshape(lse.shape))
+        elif name == "forward writes every head":
+            out._base.nan_to_num_()  # type: ignore[union-attr]
+
+    def faulty_backward(
+        grad: Tensor, qkv: Any, out: Tensor, lse: Tensor, grads: Any, *, causal: bool, deterministic: bool
+    ) -> None:
+        shift = {"backward sees one key too many": 1, "backward sees one key too few": -1}.get(name, 0)
+        backward(grad, qkv, out, lse, grads, causal=causal, deterministic=deterministic, shift=shift)
+        if name == "gradients of keys lack a head":
+            grads[1][:, :, 0] = 0.0
+        elif name == "the last rows have no gradient":
+            grads[0][:, -1] = 0.0
+
+    return SimpleNamespace(forward=faulty_forward, backward=faulty_backward)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_the_reference_conforms(case: Case) -> None:
+    assert faults(wrong(""), case) == []
+    assert faults(wrong(""), case, dtype=torch.bfloat16) == []
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("fault", "shown"),
+    [
+        ("forward sees one key too many", "out: off"),
+        ("forward sees one key too few", "out: off"),
+        ("forward is not causal", "out: off"),
+        ("scale is forgotten", "out: off"),
+        ("strides are ignored", "out: off"),
+        ("query heads alternate", "out: off"),
+        ("lse has base 2", "lse: off"),
+        ("lse lies by head", "lse: off"),
+        ("forward writes every head", "elements written"),
+        ("backward sees one key too many", "dq: off"),
+        ("backward sees one key too few", "dk: off"),
+        ("gradients of keys lack a head", "dk: off"),
+        ("the last rows have no gradient", "dq: off"),
+    ],
+)
+def test_faults_are_found(fault: str, shown: str, dtype: torch.dtype) -> None:
+    found = faults(wrong(fault), Case(200, 4, 2, 64), dtype=dtype)
+    assert any(shown in line for line in found), found

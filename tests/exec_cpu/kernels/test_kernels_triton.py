@@ -1,0 +1,59 @@
+"""Triton's row-wise kernels against the plain ones and autograd, in Triton's interpreter on a CPU.
+
+Run with ``TRITON_INTERPRET=1`` where Triton is installed; skipped elsewhere. On a GPU tests/gpu/test_kernels_cuda.py
+plays the same comparison compiled.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+
+import msgspec
+import pytest
+import torch
+
+from memo_sim.contract.model import Model
+from memo_sim.program.operators import workspaces as table
+from tests.exec_cpu.kernels import rowwise_comparison as comparison
+from tests.exec_cpu.small import decide, gpt, llama, one_step
+
+pytestmark = [
+    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton"),
+    pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="needs TRITON_INTERPRET=1"),
+]
+
+
+@pytest.mark.parametrize("name", comparison.NAMES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_fused_kernels_are_the_plain_ones(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(table, "NORM_PROGRAMS", 7)
+    rounding = comparison.CUT if dtype == torch.bfloat16 else comparison.ROUNDING[dtype]
+    assert comparison.faults(name, dtype=dtype, device="cpu", rounding=rounding) == []
+
+
+@pytest.mark.parametrize("name", ["layer_norm", "rms_norm.bwd", "gelu.bwd", "swiglu", "rotary", "cross_entropy"])
+def test_the_comparison_finds_a_wrong_kernel(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One element of the first result is off by five in a hundred of the largest."""
+    plain = comparison.Trial.played
+
+    def faulty(trial: comparison.Trial, rowwise: str, dtype: torch.dtype, device: str) -> dict[str, torch.Tensor]:
+        found = plain(trial, rowwise, dtype, device)  # type: ignore[arg-type]
+        if rowwise == "triton":
+            first = found[trial.written[0]]
+            first.view(-1)[0] = first.view(-1)[0] + 0.05 * first.abs().max()
+        return found
+
+    monkeypatch.setattr(comparison.Trial, "played", faulty)
+    assert comparison.faults(name, dtype=torch.bfloat16, device="cpu", rounding=comparison.CUT)
+
+
+@pytest.mark.parametrize("model", [gpt(layers=1), llama(layers=1)], ids=["gpt", "llama"])
+def test_a_step_with_fused_kernels_gives_the_gradients_of_one_without(model: Model) -> None:
+    decisions = decide(model, recompute="full", micro_batch=1)
+    kernels = msgspec.structs.replace(decisions.kernels, rowwise="triton")
+    plain, wanted = one_step(decisions)
+    fused, found = one_step(msgspec.structs.replace(decisions, kernels=kernels))
+    assert fused.loss == pytest.approx(plain.loss, rel=1e-5)
+    for name, value in wanted.items():
+        assert float((found[name] - value).norm() / value.norm()) < 1e-4, name

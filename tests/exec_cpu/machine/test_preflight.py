@@ -1,0 +1,198 @@
+"""What this machine cannot run is refused before anything is allocated, with what was got and wanted."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from memo_exec.commands.run import RunOptions, run
+from memo_exec.distributed.world import Launch, launched
+from memo_exec.machine import machine as machines
+from memo_exec.machine import preflight
+from memo_exec.machine.attention_kernels import attention_kernels
+from memo_exec.machine.machine import Machine
+from memo_exec.machine.memory_budget import check_memory, needs_of
+from memo_sim.contract import codec
+from memo_sim.contract.catalog import load_cluster
+from memo_sim.contract.errors import BadInput, CannotRun, UsageError
+from memo_sim.contract.plan import Decisions, Kernels, Layout
+from memo_sim.program.lower import lower
+from tests.exec_cpu.plans import byte_decisions, plan_of, write_plan
+from tests.exec_cpu.small import gpt
+
+GIB = 2**30
+CPU = Machine("cpu", "a CPU", 1, 1, 8 * GIB, 8 * GIB, 8 * GIB, 8 * GIB)
+GPU = Machine("cuda", "a GPU", 1, 1, 8 * GIB, 8 * GIB, 8 * GIB, 8 * GIB)
+
+
+def refusal(decisions: Decisions, machine: Machine = CPU) -> str:
+    (program,) = lower(decisions)
+    with pytest.raises(CannotRun) as caught:
+        preflight.check(decisions, program, machine)
+    assert caught.value.exit_code == 6
+    return str(caught.value)
+
+
+def test_a_plan_that_fits_passes_and_says_what_it_needs() -> None:
+    decisions = byte_decisions()
+    (program,) = lower(decisions)
+    needs = preflight.check(decisions, program, CPU)
+    assert needs.device_bytes > 0
+    assert needs.host_bytes > 0
+
+
+def test_a_kernel_of_another_device_is_refused_not_replaced() -> None:
+    message = refusal(byte_decisions(kernels=Kernels(attention="flash2")))
+    assert "flash2" in message
+    assert "wanted: torch-flash-cpu" in message
+    assert "torch-flash-cpu" in refusal(byte_decisions(), GPU)
+
+
+def test_a_kernel_that_is_not_installed_is_refused() -> None:
+    assert "flash-attn" in attention_kernels(GPU)["flash2"]
+    assert "flash-attn is not installed" in refusal(byte_decisions(kernels=Kernels(attention="flash2")), GPU)
+
+
+def test_dtypes_the_device_does_not_compute_in() -> None:
+    assert "got: fp16" in refusal(byte_decisions(dtype="fp16"))
+
+
+@pytest.mark.parametrize("layout", [Layout(dp=2), Layout(tp=2, sequence_parallel=True)])
+def test_several_ranks_are_refused(layout: Layout) -> None:
+    with pytest.raises(CannotRun) as caught:
+        preflight.check_ranks(byte_decisions(layout=layout, swapped_tokens=0), Launch())
+    assert "$.decisions.layout" in str(caught.value)
+    assert "next: torchrun --nproc_per_node 2 -m memo_exec run PLAN" in str(caught.value)
+
+
+def test_more_ranks_than_the_layout_has() -> None:
+    with pytest.raises(CannotRun, match="WORLD_SIZE 2") as caught:
+        preflight.check_ranks(byte_decisions(), Launch(0, 2, 0, 2))
+    assert "plan for one device: memo-sim what-if --cluster a800-1x1 " in str(caught.value)
+    cluster, _ = load_cluster("a800-1x1")
+    assert cluster.devices == 1
+
+
+def test_ranks_of_a_host_share_its_memory() -> None:
+    decisions = byte_decisions()
+    needed = needs_of(lower(decisions)[0], CPU)
+    free = needed.device_bytes + needed.host_bytes + needed.reserve_bytes
+    check_memory(needed, replace(CPU, host_available_bytes=free))
+    with pytest.raises(CannotRun, match="for 2 ranks"):
+        check_memory(needed, replace(CPU, host_available_bytes=free, sharing=2))
+
+
+def test_too_little_memory() -> None:
+    assert "more memory than this host" in refusal(byte_decisions(), replace(CPU, host_available_bytes=2**20))
+
+
+def on_gpu(**changes: Any) -> str:
+    decisions = byte_decisions(kernels=Kernels(attention="torch-flash"), dtype="bf16")
+    (program,) = lower(decisions)
+    with pytest.raises(CannotRun) as caught:
+        check_memory(needs_of(program, GPU), replace(GPU, **changes))
+    return str(caught.value)
+
+
+def test_too_little_device_or_host_memory_beside_a_gpu() -> None:
+    assert "more device memory" in on_gpu(device_free_bytes=2**20)
+    assert "the container's limit counts" in on_gpu(host_available_bytes=2**10)
+
+
+def test_the_cpus_store_needs_no_less_than_the_programs_peak() -> None:
+    (program,) = lower(byte_decisions())
+    assert needs_of(program, CPU).device_bytes >= needs_of(program, GPU).device_bytes
+
+
+def test_an_edited_plan_is_refused(tmp_path: Path) -> None:
+    plan = plan_of(byte_decisions())
+    codec.write(tmp_path / "plan.json", msgspec.structs.replace(plan, decisions=byte_decisions(seq_tokens=512)))
+    with pytest.raises(BadInput, match="another program") as caught:
+        run(tmp_path / "plan.json", RunOptions(steps=1))
+    assert "$.program_sha256" in str(caught.value)
+
+
+def test_a_layout_nothing_lowers_is_a_bad_plan() -> None:
+    plan = plan_of(byte_decisions())
+    with pytest.raises(BadInput, match="no lowering"):
+        preflight.checked_program(
+            msgspec.structs.replace(plan, decisions=byte_decisions(layout=Layout(metp=2, tp=2))), where="plan.json"
+        )
+
+
+def test_stages_of_several_parts_have_a_program_each() -> None:
+    layout = Layout(pp=2, schedule="interleaved", virtual_stages=2)
+    plan = plan_of(byte_decisions(model=gpt(vocab=256, layers=4), layout=layout))
+    programs = [preflight.checked_program(plan, where="plan.json", rank=rank) for rank in range(2)]
+    assert [program.role for program in programs] == ["stage0", "stage1"]
+
+
+def test_a_step_of_too_many_micro_batches_is_refused_at_once() -> None:
+    plan = msgspec.structs.replace(plan_of(byte_decisions()), decisions=byte_decisions(global_batch=2**20))
+    with pytest.raises(CannotRun, match="more instructions than the executor plays"):
+        preflight.checked_program(plan, where="plan.json")
+
+
+def test_world_size_must_be_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "abc")
+    with pytest.raises(UsageError, match="WORLD_SIZE is not a number"):
+        launched()
+
+
+def test_nothing_is_allocated_for_a_plan_that_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def too_late(*arguments: object, **options: object) -> None:
+        raise AssertionError("the interpreter was made")
+
+    monkeypatch.setattr("memo_exec.commands.run.Interpreter", too_late)
+    with pytest.raises(CannotRun):
+        run(write_plan(tmp_path / "plan.json", byte_decisions(dtype="fp16")), RunOptions(steps=1))
+
+
+def system(root: Path, files: dict[str, str]) -> Path:
+    for name, text in {"proc/meminfo": "MemTotal: 1000 kB\nMemAvailable: 800 kB\n", **files}.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    return root
+
+
+@pytest.mark.parametrize(
+    ("files", "total", "available"),
+    [
+        ({}, 1_024_000, 819_200),
+        (
+            {
+                "proc/self/cgroup": "0::/pod/box\n",
+                "sys/fs/cgroup/pod/memory.max": "500000\n",
+                "sys/fs/cgroup/pod/memory.current": "400000\n",
+                "sys/fs/cgroup/pod/memory.stat": "anon 1\ninactive_file 100000\n",
+                "sys/fs/cgroup/pod/box/memory.max": "max\n",
+            },
+            500_000,
+            200_000,
+        ),
+        (
+            {
+                "proc/self/cgroup": "3:cpu:/\n4:memory:/docker/abc\n0::/\n",
+                "sys/fs/cgroup/memory/memory.limit_in_bytes": "300000\n",
+                "sys/fs/cgroup/memory/memory.usage_in_bytes": "100000\n",
+                "sys/fs/cgroup/memory/memory.stat": "cache 5\ntotal_inactive_file 0\n",
+            },
+            300_000,
+            200_000,
+        ),
+    ],
+    ids=["no container", "version 2, limit on a parent", "version 1, own group not visible"],
+)
+def test_the_containers_limit_counts(tmp_path: Path, files: dict[str, str], total: int, available: int) -> None:
+    root = system(tmp_path, files)
+    assert machines.host_memory_bytes(root) == total
+    assert machines.host_available_bytes(root) == available
+
+
+def test_this_machine_is_described() -> None:
+    here = machines.this_machine()
+    assert here.name
+    assert 0 < here.host_available_bytes <= here.host_memory_bytes
+    assert "torch" in machines.versions()

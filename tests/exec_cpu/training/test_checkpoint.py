@@ -1,0 +1,212 @@
+"""Saving and resuming: the losses go on as they would have, and a kill at any moment costs no checkpoint."""
+
+import json
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from memo_exec.commands.run import RunOptions, run
+from memo_exec.distributed.world import World
+from memo_exec.interpreter.interpreter import Interpreter
+from memo_exec.training import checkpoint
+from memo_exec.training import checkpoint_shards as stored
+from memo_exec.training.weights import Held
+from memo_sim.contract import codec
+from memo_sim.contract.errors import BadInput, UsageError
+from memo_sim.program.lower import lower
+from tests.exec_cpu.plans import byte_decisions, write_plan
+from tests.exec_cpu.small import gpt, llama, states
+
+STEPS = 6
+FLAT = "state.safetensors"
+
+
+def losses(plan: Path, **options: Any) -> tuple[list[float], list[float]]:
+    outcome = run(plan, RunOptions(**options))
+    assert outcome is not None
+    return outcome.comparison.losses, outcome.comparison.grad_norms
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"dtype": "bf16"}, {"states": "bf16"}, {"states": "host"}, {"model": llama(vocab=256)}],
+    ids=["fp32", "bf16", "bf16 moments", "states on the host", "llama"],
+)
+def test_a_resumed_run_has_the_losses_of_one_that_was_not_interrupted(tmp_path: Path, changes: dict[str, Any]) -> None:
+    plan = write_plan(tmp_path / "plan.json", byte_decisions(**changes))
+    whole = losses(plan, steps=STEPS)
+    losses(plan, steps=4, save=tmp_path / "run", save_every=2)
+    assert losses(plan, steps=STEPS, save=tmp_path / "run", resume=True) == whole
+
+
+def test_a_run_goes_on_under_another_activation_policy(tmp_path: Path) -> None:
+    swapping, keeping = byte_decisions(), byte_decisions(recompute="none", swapped_tokens=0)
+    losses(write_plan(tmp_path / "a.json", swapping), steps=3, save=tmp_path / "run")
+    resumed = losses(write_plan(tmp_path / "b.json", keeping), steps=STEPS, save=tmp_path / "run", resume=True)
+    assert resumed[0] == pytest.approx(losses(tmp_path / "a.json", steps=STEPS)[0], rel=1e-6)
+
+
+def test_hyperparameters_and_seed_stay_unless_given(tmp_path: Path) -> None:
+    plan = write_plan(tmp_path / "plan.json")
+    chosen = {"learning_rate": 2e-3, "warmup_steps": 3}
+    whole = losses(plan, steps=STEPS, seed=5, hyperparameters=chosen)
+    losses(plan, steps=3, seed=5, hyperparameters=chosen, save=tmp_path / "run")
+    assert losses(plan, steps=STEPS, save=tmp_path / "run", resume=True) == whole
+
+
+def test_only_the_newest_is_kept_and_what_a_kill_left_is_removed(tmp_path: Path) -> None:
+    (tmp_path / "run" / ".unfinished-1").mkdir(parents=True)
+    losses(write_plan(tmp_path / "plan.json"), steps=5, save=tmp_path / "run", save_every=2)
+    assert sorted(p.name for p in (tmp_path / "run").iterdir()) == ["step-00000005", "weights"]
+    state = checkpoint.load_run(tmp_path / "run/step-00000005")
+    assert state.step == len(state.losses) == len(state.grad_norms) == 5
+
+
+def test_what_is_not_whole_is_not_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan, folder = write_plan(tmp_path / "plan.json"), tmp_path / "run"
+    losses(plan, steps=2, save=folder)
+
+    def full_disk(path: Path, document: msgspec.Struct) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(codec, "write", full_disk)
+    with pytest.raises(UsageError, match="cannot be written"):
+        losses(plan, steps=3, save=folder, resume=True)
+    found = checkpoint.latest(folder)
+    assert found is not None
+    assert found.name == "step-00000002"
+    assert not list(folder.glob(".unfinished-*"))
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("saved")
+    losses(write_plan(folder / "plan.json"), steps=2, save=folder / "run")
+    return folder
+
+
+def refused(folder: Path, error: type[Exception], **options: Any) -> str:
+    with pytest.raises(error) as caught:
+        run(folder / "plan.json", RunOptions(**({"steps": 4, "save": folder / "run", "resume": True} | options)))
+    return str(caught.value)
+
+
+def test_a_directory_in_use_is_not_overwritten(saved: Path) -> None:
+    assert "--resume" in refused(saved, UsageError, resume=False)
+
+
+def test_resume_contradictions_are_refused(saved: Path) -> None:
+    assert "--save DIR" in refused(saved, UsageError, save=None)
+    assert "seed" in refused(saved, UsageError, seed=3)
+    assert "--steps above 2" in refused(saved, UsageError, steps=2)
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"model": gpt(vocab=256, layers=2)}, "model"),
+        ({"seq_tokens": 128}, "seq_tokens"),
+        ({"states": "bf16"}, "states"),
+        ({"global_batch": 4}, "global_batch"),
+    ],
+)
+def test_a_checkpoint_of_another_run_is_refused(
+    saved: Path, tmp_path: Path, changes: dict[str, Any], named: str
+) -> None:
+    plan = write_plan(tmp_path / "plan.json", byte_decisions(**changes))
+    with pytest.raises(BadInput, match="another run") as caught:
+        run(plan, RunOptions(steps=4, save=saved / "run", resume=True))
+    assert f"$.{named}" in str(caught.value)
+
+
+def test_other_data_is_refused(saved: Path, tmp_path: Path) -> None:
+    (tmp_path / "other.txt").write_text("another text " * 100)
+    assert "data.sha256" in refused(saved, BadInput, data=tmp_path / "other.txt")
+
+
+@pytest.mark.parametrize("file", [checkpoint.RUN_FILE, "state/.metadata", "state/__0_0.distcp"])
+def test_a_truncated_checkpoint_is_refused(saved: Path, tmp_path: Path, file: str) -> None:
+    shutil.copytree(saved, tmp_path / "copy")
+    broken = tmp_path / "copy/run/step-00000002" / file
+    broken.write_bytes(broken.read_bytes()[:100])
+    named = broken if file == checkpoint.RUN_FILE else broken.parent
+    assert str(named) in refused(tmp_path / "copy", BadInput)
+
+
+@pytest.mark.parametrize(
+    ("whole", "name", "says"),
+    [
+        ((256, 64), "params/embed/nothing.weight", "holds no params/embed/nothing.weight"),
+        ((128, 64), "params/embed/tokens.weight", r"is \(256, 64\) torch.float32, wanted \(128, 64\)"),
+    ],
+)
+def test_tensors_that_do_not_fit_are_refused(saved: Path, whole: tuple[int, ...], name: str, says: str) -> None:
+    found = checkpoint.latest(saved / "run")
+    assert found is not None
+    with pytest.raises(BadInput, match=says):
+        stored.read(found / "state", {name: [Held(name, whole, (0, 0), torch.zeros(whole))]}, None)
+
+
+def test_a_checkpoint_of_flat_blocks_is_read(tmp_path: Path) -> None:
+    """As one process wrote them before there were layouts."""
+    plan = write_plan(tmp_path / "plan.json")
+    whole = losses(plan, steps=STEPS)
+    losses(plan, steps=3, save=tmp_path / "run")
+    found = checkpoint.latest(tmp_path / "run")
+    assert found is not None
+    decisions = byte_decisions()
+    with Interpreter(decisions, lower(decisions)[0]) as interpreter:
+        checkpoint.load_state(found, interpreter, World())
+        save_file(states(interpreter), found / FLAT)
+    shutil.rmtree(found / "state")
+    assert losses(plan, steps=STEPS, save=tmp_path / "run", resume=True) == whole
+
+
+def test_flat_blocks_of_another_model_are_refused(tmp_path: Path) -> None:
+    decisions = byte_decisions()
+    with Interpreter(decisions, lower(decisions)[0]) as interpreter:
+        for tensors, says in (
+            ({"params.embed/0": torch.zeros(3)}, "no tensor of this name"),
+            ({name: value[:5].clone() for name, value in states(interpreter).items()}, "another length or type"),
+        ):
+            save_file(tensors, tmp_path / FLAT)
+            with pytest.raises(BadInput, match=says):
+                checkpoint.load_state(tmp_path, interpreter, World())
+
+
+def test_resuming_where_nothing_was_saved_begins(tmp_path: Path) -> None:
+    notes: list[str] = []
+    plan = write_plan(tmp_path / "plan.json")
+    outcome = run(plan, RunOptions(steps=1, save=tmp_path / "run", resume=True), note=notes.append)
+    assert outcome is not None
+    assert any("starting with step 1" in note for note in notes)
+
+
+def command(plan: Path, folder: Path, steps: int) -> list[str]:
+    options = ["--steps", str(steps), "--save", str(folder), "--save-every", "1", "--resume", "--json"]
+    return [sys.executable, "-m", "memo_exec", "run", str(plan), *options]
+
+
+def test_killed_at_any_step_it_resumes_with_the_same_losses(tmp_path: Path) -> None:
+    plan, folder = write_plan(tmp_path / "plan.json"), tmp_path / "run"
+    whole = losses(plan, steps=5)
+    process = subprocess.Popen(command(plan, folder, 10**6), stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert process.stderr is not None
+    while not process.stderr.readline().startswith("step     3"):
+        assert process.poll() is None
+    process.send_signal(signal.SIGKILL)  # while it saves step 3, or plays step 4
+    process.communicate()
+    found = checkpoint.latest(folder)
+    assert found is not None
+    assert checkpoint.load_run(found).step in (2, 3)
+    resumed = subprocess.run(command(plan, folder, 5), capture_output=True, text=True, check=True)
+    document = json.loads(resumed.stdout)
+    assert (document["losses"], document["grad_norms"]) == whole

@@ -1,0 +1,234 @@
+"""Weights: the same draw under every policy, and Hugging Face directories both ways with equal logits."""
+
+import json
+import os
+import shutil
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from memo_exec.interpreter.interpreter import Interpreter
+from memo_exec.kernels import KERNELS, Call, StepScalars
+from memo_exec.training import huggingface, weights
+from memo_sim.contract.errors import BadInput, UsageError
+from memo_sim.contract.huggingface import model_from_config
+from memo_sim.contract.model import Model
+from memo_sim.program.lower import lower
+from tests.exec_cpu.small import MODELS, decide, gpt, llama, states
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+SEQ_TOKENS = 64
+TOKENS: dict[str, Any] = {"bos_token_id": 0, "eos_token_id": 0}
+GPT2: dict[str, Any] = {"n_layer": 2, "n_embd": 64, "n_head": 4, "vocab_size": 131, "n_positions": SEQ_TOKENS, **TOKENS}
+LLAMA: dict[str, Any] = {
+    "num_hidden_layers": 2,
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 96,
+    "vocab_size": 131,
+    **TOKENS,
+}
+ROPE: dict[str, Any] = {
+    "llama3": {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 32,
+        "rope_theta": 500.0,
+    },
+    "linear": {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0},
+}
+CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
+    "gpt2": ("GPT2", GPT2),
+    "gpt2 untied, exact gelu": ("GPT2", {**GPT2, "tie_word_embeddings": False, "activation_function": "gelu"}),
+    "llama": ("Llama", LLAMA),
+    "llama with biases": ("Llama", {**LLAMA, "attention_bias": True, "mlp_bias": True}),
+    "llama 3 frequencies": ("Llama", {**LLAMA, "rope_parameters": ROPE["llama3"]}),
+    "linear frequencies": ("Llama", {**LLAMA, "rope_parameters": ROPE["linear"]}),
+    "qwen2": ("Qwen2", LLAMA),
+    "qwen3 tied": ("Qwen3", {**LLAMA, "head_dim": 32, "tie_word_embeddings": True}),
+}
+
+
+@pytest.fixture(scope="module")
+def transformers() -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        import transformers
+
+    transformers.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    return transformers
+
+
+def theirs(transformers: Any, name: str) -> Any:
+    """Return a random Hugging Face model."""
+    prefix, fields = CONFIGS[name]
+    head = "LMHeadModel" if prefix == "GPT2" else "ForCausalLM"
+    torch.manual_seed(0)
+    model = getattr(transformers, prefix + head)(getattr(transformers, f"{prefix}Config")(**fields)).eval()
+    for parameter in model.parameters():
+        parameter.data.normal_(0.0, 0.15)
+    return model
+
+
+def interpreter_of(model: Model) -> Interpreter:
+    decisions = decide(model, seq_tokens=SEQ_TOKENS)
+    return Interpreter(decisions, lower(decisions)[0])
+
+
+def logits(interpreter: Interpreter, ids: Tensor) -> Tensor:
+    """Play a step and return what the classifier wrote."""
+    found = []
+
+    def keep(call: Call) -> None:
+        KERNELS["linear"](call)
+        if call.instruction.name.startswith("fwd/classifier"):
+            found.append(call["out"].clone())
+
+    interpreter.kernels = {**KERNELS, "linear": keep}
+    interpreter.run_step([(ids, ids)], StepScalars())
+    return torch.cat(found)
+
+
+def assert_logits_agree(interpreter: Interpreter, model: Any) -> None:
+    ids = torch.randint(0, 131, (2, SEQ_TOKENS), generator=torch.Generator().manual_seed(3))
+    with torch.no_grad():
+        wanted = model(ids).logits.flatten(0, 1)
+    assert wanted.abs().max() > 0.3
+    torch.testing.assert_close(logits(interpreter, ids), wanted, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_logits_agree_with_transformers_both_ways(transformers: Any, name: str, tmp_path: Path) -> None:
+    hugging_face = theirs(transformers, name)
+    hugging_face.save_pretrained(tmp_path / "theirs")
+    fields = json.loads((tmp_path / "theirs/config.json").read_text())
+    model = model_from_config(fields, where="config.json", name=name)
+    with interpreter_of(model) as interpreter:
+        weights.load(interpreter, tmp_path / "theirs")
+        assert_logits_agree(interpreter, hugging_face)
+        for value in weights.named_parameters(interpreter).values():
+            value.mul_(1.5)
+        weights.save(interpreter, tmp_path / "ours")
+        back = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours", dtype=torch.float32).eval()
+        assert type(back) is type(hugging_face)
+        assert_logits_agree(interpreter, back)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama-biased", "qwen2", "qwen3"])
+def test_saved_weights_are_loaded_bit_for_bit(name: str, tmp_path: Path) -> None:
+    model = MODELS[name]
+    with interpreter_of(model) as one, interpreter_of(model) as two:
+        weights.initialize(one, seed=5)
+        weights.save(one, tmp_path)
+        weights.load(two, tmp_path)
+        wanted, found = weights.named_parameters(one), weights.named_parameters(two)
+        assert all(torch.equal(found[key], wanted[key]) for key in wanted)
+
+
+def test_large_models_are_saved_in_several_files(
+    transformers: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(huggingface, "SHARD_BYTES", 100_000)
+    hugging_face = theirs(transformers, "llama")
+    hugging_face.save_pretrained(tmp_path / "theirs")
+    model = model_from_config(hugging_face.config.to_dict(), where="config.json", name="llama")
+    with interpreter_of(model) as interpreter:
+        weights.load(interpreter, tmp_path / "theirs")
+        weights.save(interpreter, tmp_path / "ours")
+        assert len(list((tmp_path / "ours").glob("model-*.safetensors"))) > 2
+        back = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours", dtype=torch.float32).eval()
+        assert_logits_agree(interpreter, back)
+        weights.load(interpreter, tmp_path / "ours")
+
+
+def test_the_draw_does_not_depend_on_policy_dtype_or_states() -> None:
+    drawn = []
+    policies: list[dict[str, Any]] = [{}, {"swapped_tokens": 256}, {"states": "host"}, {"dtype": "bf16"}]
+    for changes in policies:
+        decisions = decide(llama(), **changes)
+        with Interpreter(decisions, lower(decisions)[0]) as interpreter:
+            weights.initialize(interpreter, seed=7)
+            drawn.append({name: value.clone() for name, value in weights.named_parameters(interpreter).items()})
+    for other in drawn[1:3]:
+        assert all(torch.equal(other[name], drawn[0][name]) for name in drawn[0])
+    assert all(torch.equal(drawn[3][name], drawn[0][name].bfloat16()) for name in drawn[0])
+
+
+def test_the_draw_is_gpt2s() -> None:
+    with interpreter_of(gpt(hidden=128, ffn_hidden=512, heads=8, kv_heads=8)) as interpreter:
+        weights.initialize(interpreter, seed=7)
+        named = {name: value.clone() for name, value in weights.named_parameters(interpreter).items()}
+        weights.initialize(interpreter, seed=8)
+        assert not torch.equal(named["layer.1/qkv.weight"], weights.named_parameters(interpreter)["layer.1/qkv.weight"])
+    assert float(named["layer.1/qkv.weight"].std()) == pytest.approx(0.02, rel=0.05)
+    assert float(named["layer.1/proj.weight"].std()) == pytest.approx(0.02 / 6**0.5, rel=0.05)
+    assert not torch.equal(named["layer.0/qkv.weight"], named["layer.1/qkv.weight"])
+    assert (named["layer.2/norm1.weight"] == 1).all()
+    assert not named["layer.2/ffn_up.bias"].any()
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    with interpreter_of(llama()) as interpreter:
+        weights.initialize(interpreter)
+        weights.save(interpreter, tmp_path)
+    return tmp_path
+
+
+def spoil_config(directory: Path) -> None:
+    fields = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(fields | {"rms_norm_eps": 0.1}))
+
+
+def spoil_tensors(directory: Path, **changes: Tensor | None) -> None:
+    tensors = load_file(directory / "model.safetensors")
+    for name, value in changes.items():
+        tensors.pop(name.replace("__", "."), None)
+        if value is not None:
+            tensors[name.replace("__", ".")] = value
+    save_file(tensors, directory / "model.safetensors")
+
+
+SPOILERS = {
+    "another model": (spoil_config, r"another model[\s\S]*norm_eps"),
+    "no config": (lambda d: (d / "config.json").unlink(), r"config\.json"),
+    "garbled config": (lambda d: (d / "config.json").write_text("[1, 2"), r"config\.json"),
+    "no weights": (lambda d: (d / "model.safetensors").unlink(), "no safetensors here"),
+    "cut short": (lambda d: os.truncate(d / "model.safetensors", 1000), "cannot read weights"),
+    "missing": (lambda d: spoil_tensors(d, model__norm__weight=None), r"missing[\s\S]*model\.norm\.weight"),
+    "misshapen": (lambda d: spoil_tensors(d, model__norm__weight=torch.ones(5)), r"another shape[\s\S]*\(5,\)"),
+    "unknown": (lambda d: spoil_tensors(d, model__extra=torch.ones(5)), r"has not[\s\S]*model\.extra"),
+}
+
+
+@pytest.mark.parametrize("spoiler", SPOILERS)
+def test_wrong_directories_change_nothing(spoiler: str, saved: Path) -> None:
+    spoil, text = SPOILERS[spoiler]
+    spoil(saved)
+    with interpreter_of(llama()) as interpreter:
+        with pytest.raises(BadInput, match=text) as error:
+            weights.load(interpreter, saved)
+        assert error.value.exit_code == 3
+        assert not any(value.any() for value in states(interpreter).values())
+
+
+def test_models_that_hugging_face_has_not_are_refused(tmp_path: Path) -> None:
+    with interpreter_of(MODELS["gpt-bare"]) as interpreter, pytest.raises(UsageError, match="no model type"):
+        weights.save(interpreter, tmp_path)
+    assert not any(tmp_path.iterdir())
+
+
+def test_a_directory_that_cannot_be_written_is_refused(saved: Path, tmp_path: Path) -> None:
+    blocked = tmp_path / "file"
+    shutil.copy(saved / "config.json", blocked)
+    with interpreter_of(llama()) as interpreter, pytest.raises(UsageError, match="cannot write"):
+        weights.save(interpreter, blocked)

@@ -1,0 +1,278 @@
+"""Collectives by closed form, groups on nodes, cards shared, and what lanes and devices take from each other."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from msgspec.structs import replace
+
+from memo_sim.contract.catalog import load_hardware
+from memo_sim.contract.cluster import Cluster, Network
+from memo_sim.contract.errors import Infeasible
+from memo_sim.contract.hardware import CollectiveKind, Curve, Hardware, Quantity, Source
+from memo_sim.contract.plan import Layout
+from memo_sim.costs.collective import CollectiveTimes, volume_factor
+from memo_sim.costs.contention import NodeRates
+from memo_sim.costs.placement import Placement, place
+from memo_sim.program.ir.instruction import Lane
+from memo_sim.program.ir.work import Collective, Exchange, Group
+
+A800 = load_hardware("a800-sxm4-80gb")
+A100 = load_hardware("a100-sxm4-80gb")
+GB = 1e9
+
+
+def cluster(nodes: int = 1, nics: int = 8, devices: int = 8, efficiency: float = 1.0) -> Cluster:
+    network = Network(
+        nics_per_node=nics,
+        nic_bytes_per_s=Quantity(value=20 * GB, source="test"),
+        latency_s=Quantity(value=1e-5, source="test"),
+        size_efficiency=Curve(x=[1e6, 1e12], y=[efficiency, efficiency], source="test"),
+    )
+    return Cluster(
+        name="test",
+        hardware="a800-sxm4-80gb",
+        nodes=nodes,
+        devices_per_node=devices,
+        network=network if nodes > 1 else None,
+        sources={"test": Source(kind="assumed", text="a test")},
+    )
+
+
+def times(where: Cluster, layout: Layout, hardware: Hardware = A800) -> CollectiveTimes:
+    return CollectiveTimes(hardware, where, layout)
+
+
+def table(kind: CollectiveKind, ranks: int) -> tuple[float, Curve]:
+    found = next(t for t in A800.collectives if (t.kind, t.ranks) == (kind, ranks))
+    return found.alpha_s, found.bus_bytes_per_s
+
+
+class TestInsideANode:
+    @pytest.mark.parametrize("ranks", [2, 4, 8])
+    @pytest.mark.parametrize("kind", ["all_reduce", "all_gather", "reduce_scatter", "all_to_all"])
+    def test_closed_form_at_a_table_point(self, kind: CollectiveKind, ranks: int) -> None:
+        alpha_s, curve = table(kind, ranks)
+        size = int(curve.x[-1])
+        factor = {"all_reduce": 2.0}.get(kind, 1.0) * (ranks - 1) / ranks
+        expected = alpha_s + factor * size / curve.y[-1]
+        work = Collective(kind, size, ranks, "tp")
+        assert times(cluster(), Layout(tp=8)).seconds(work, set()) == pytest.approx(expected)
+
+    @pytest.mark.parametrize(
+        ("ranks", "bytes_", "microseconds"),
+        # nccl-tests, all-reduce on A100 (vTrain; ml-engineering at 16 GiB), where its busbw does not dip.
+        [
+            *[(2, 2**20, 45.1), (2, 2**24, 129.4), (2, 2**30, 5453), (4, 2**20, 52.7), (4, 2**24, 177.8)],
+            *[(4, 2**30, 7276), (8, 2**20, 92.2), (8, 2**25, 356), (8, 2**28, 2158), (8, 2**34, 127997)],
+        ],
+    )
+    def test_published_all_reduce_times(self, ranks: int, bytes_: int, microseconds: float) -> None:
+        work = Collective("all_reduce", bytes_, ranks, "tp")
+        found = times(cluster(), Layout(tp=ranks), A100).seconds(work, set())
+        assert found == pytest.approx(microseconds * 1e-6, rel=0.01)
+
+    def test_missing_group_sizes_lie_between(self) -> None:
+        here = times(cluster(), Layout(tp=8))
+        found = [here.seconds(Collective("all_to_all", 2**28, n, "tp"), set()) for n in (4, 6, 8)]
+        assert found[0] < found[1] < found[2]
+
+    def test_one_rank_or_no_bytes_cost_nothing(self) -> None:
+        here = times(cluster(), Layout())
+        assert here.seconds(Collective("all_reduce", 2**20, 1, "tp"), set()) == 0
+        assert here.seconds(Collective("all_reduce", 0, 8, "tp"), set()) == 0
+
+    def test_kinds_alike_serve_each_other(self) -> None:
+        few = replace(A800, collectives=[t for t in A800.collectives if t.kind == "all_reduce"])
+        here = times(cluster(), Layout(tp=4), few)
+        reduce = here.seconds(Collective("all_reduce", 2**30, 4, "tp"), set())
+        scatter = here.seconds(Collective("reduce_scatter", 2**30, 4, "tp"), set())
+        assert scatter == pytest.approx(reduce / 2, rel=0.01)
+        with pytest.raises(Infeasible, match="all_reduce"):
+            here.seconds(Collective("all_to_all", 2**30, 4, "tp"), set())
+
+    def test_beyond_the_curve_is_marked_unless_alpha_decides(self) -> None:
+        here, outside = times(cluster(), Layout(tp=8)), set[str]()
+        here.seconds(Collective("all_reduce", 1024, 8, "tp"), outside)
+        assert outside == set()
+        here.seconds(Collective("all_reduce", 2**40, 8, "tp"), outside)
+        times(cluster(devices=16), Layout(tp=16)).seconds(Collective("all_gather", 2**30, 16, "tp"), outside)
+        assert outside == {"collective.all_reduce", "collective.all_gather"}
+
+    def test_a_hop_of_the_ring(self) -> None:
+        alpha_s, curve = table("send_recv", 2)
+        found = times(cluster(), Layout(tp=4, cp=2)).exchange_seconds(Exchange(2**28, 2, "cp"), set())
+        assert found == pytest.approx(alpha_s + 2**28 / curve.y[-1])
+
+
+class TestPlacement:
+    layout = Layout(tp=4, cp=2, dp=4)
+
+    @pytest.mark.parametrize(
+        ("group", "ranks", "expected"),
+        [
+            ("tp", 4, Placement(4, 4, 1, 2)),
+            ("cp", 2, Placement(2, 2, 1, 4)),
+            ("dp", 4, Placement(4, 1, 4, 8)),
+            ("grads", 8, Placement(8, 2, 4, 4)),
+        ],
+    )
+    def test_groups_of_a_layout(self, group: Group, ranks: int, expected: Placement) -> None:
+        assert place(group, ranks, self.layout, 8) == expected
+
+    def test_a_group_wider_than_a_node_is_alone_on_it(self) -> None:
+        assert place("tp", 16, Layout(tp=16), 8) == Placement(16, 8, 2, 1)
+
+    def test_a_ring_of_whole_nodes(self) -> None:
+        assert place("cp", 4, Layout(tp=8, cp=4), 8) == Placement(4, 1, 4, 8)
+
+
+class TestAcrossNodes:
+    def test_a_wide_ring_is_bound_by_all_cards_or_by_the_links(self) -> None:
+        work = Collective("all_gather", 2**34, 16, "tp")
+        alpha_s, curve = table("all_gather", 8)
+        bus = curve.y[-1]
+        assert 160 * GB < bus < 180 * GB
+        for nics, rate in ((4, 80 * GB), (8, 160 * GB), (16, bus)):
+            found = times(cluster(2, nics), Layout(tp=16)).seconds(work, set())
+            assert found == pytest.approx(alpha_s + 1e-5 + 15 / 16 * 2**34 / rate)
+
+    def test_strided_groups_share_the_cards(self) -> None:
+        # Eight gradient groups cross at once: each gets one of eight cards, half of one when there are four.
+        work, layout = Collective("all_reduce", 2**30, 2, "grads"), Layout(tp=8, dp=2)
+        for nics, rate in ((8, 20 * GB), (4, 10 * GB)):
+            found = times(cluster(2, nics), layout).seconds(work, set())
+            assert found == pytest.approx(2**30 / rate, rel=0.01)
+
+    def test_ranks_of_one_node_add_their_cards(self) -> None:
+        work, layout = Collective("reduce_scatter", 2**30, 4, "grads"), Layout(tp=4, cp=2, dp=2)
+        found = times(cluster(2, 8), layout).seconds(work, set())
+        assert found == pytest.approx(0.75 * 2**30 / (40 * GB), rel=0.01)
+
+    def test_over_two_nodes_an_all_reduce_is_a_tree_bound_by_the_cards_once_or_by_the_links(self) -> None:
+        work, ring = (Collective(kind, 2**34, 16, "tp") for kind in ("all_reduce", "reduce_scatter"))
+        bus = table("all_reduce", 8)[1].y[-1]
+        for nics, seconds in ((4, 2**34 / (80 * GB)), (16, 1.875 * 2**34 / bus)):
+            here = times(cluster(2, nics), Layout(tp=16))
+            assert here.seconds(work, set()) == pytest.approx(seconds, rel=0.02)
+            assert here.seconds(work, set()) <= 2 * here.seconds(ring, set())
+        four = times(cluster(4, 4), Layout(tp=32)).seconds(Collective("all_reduce", 2**34, 32, "tp"), set())
+        assert four == pytest.approx(2 * 31 / 32 * 2**34 / (80 * GB), rel=0.02)
+
+    def test_a_hop_uses_no_more_than_its_own_card(self) -> None:
+        found = times(cluster(2, 8), Layout(tp=8, cp=2)).exchange_seconds(Exchange(2**30, 2, "cp"), set())
+        assert found == pytest.approx(2**30 / (20 * GB), rel=0.01)
+        found = times(cluster(2, 8), Layout(cp=2, tp=1), A800).exchange_seconds(Exchange(2**30, 2, "cp"), set())
+        assert found < 0.01  # both on one node
+
+    def test_an_all_to_all_leaves_through_one_card_a_rank(self) -> None:
+        work = Collective("all_to_all", 2**30, 16, "tp")
+        found = times(cluster(2, 8), Layout(tp=16)).seconds(work, set())
+        assert found == pytest.approx(0.5 * 2**30 / (20 * GB), rel=0.01)
+
+    def test_efficiency_by_size_and_its_mark(self) -> None:
+        work, outside = Collective("all_reduce", 2**30, 2, "grads"), set[str]()
+        layout = Layout(tp=8, dp=2)
+        whole = times(cluster(2), layout).seconds(work, outside)
+        assert times(cluster(2, efficiency=0.5), layout).seconds(work, outside) == pytest.approx(2 * whole, rel=0.01)
+        assert outside == set()
+        times(cluster(2), layout).seconds(Collective("all_reduce", 10**13, 2, "grads"), outside)
+        assert outside == {"network"}
+
+    @pytest.mark.parametrize(
+        ("work", "layout", "cards"),
+        [
+            (Collective("reduce_scatter", 2**30, 16, "tp"), Layout(tp=16), 8),
+            (Collective("all_reduce", 2**30, 4, "grads"), Layout(tp=4, cp=2, dp=2), 2),
+            (Collective("all_reduce", 2**30, 2, "grads"), Layout(tp=8, dp=2), 1),
+            (Collective("all_to_all", 2**30, 16, "tp"), Layout(tp=16), 1),
+            (Exchange(2**30, 2, "cp"), Layout(tp=8, cp=2), 1),
+            (Exchange(2**30, 16, "cp"), Layout(cp=16), 1),
+        ],
+    )
+    def test_efficiency_is_asked_at_equal_bytes_per_card(
+        self, work: Collective | Exchange, layout: Layout, cards: int
+    ) -> None:
+        def seconds(efficiency_at: float) -> float:
+            two = cluster(2)
+            assert two.network is not None
+            # Half of the rate at that size and less, all of it from one per mille above.
+            curve = Curve(x=[efficiency_at, efficiency_at * 1.001], y=[0.5, 1.0], source="test")
+            here = times(replace(two, network=replace(two.network, size_efficiency=curve)), layout)
+            if isinstance(work, Exchange):
+                return here.exchange_seconds(work, set())
+            return here.seconds(work, set())
+
+        asked = 2**30 * 8 / cards
+        assert seconds(asked) == pytest.approx(2 * seconds(asked / 1.01), rel=0.02)
+
+    @pytest.mark.parametrize("nodes", [2, 4])
+    def test_more_than_two_nodes_are_outside_the_curve(self, nodes: int) -> None:
+        here, outside = times(cluster(nodes), Layout(tp=8, dp=nodes)), set[str]()
+        here.seconds(Collective("all_reduce", 2**30, nodes, "grads"), outside)
+        assert outside == (set() if nodes == 2 else {"network"})
+
+    def test_no_network_is_said(self) -> None:
+        with pytest.raises(Infeasible, match="no network"):
+            times(cluster(), Layout(tp=16)).seconds(Collective("all_reduce", 2**20, 16, "tp"), set())
+
+    @given(st.integers(1, 2**36), st.sampled_from([2, 4, 8, 16, 32]), st.sampled_from([1, 4, 8]))
+    def test_time_grows_with_bytes(self, size: int, ranks: int, nics: int) -> None:
+        here = times(cluster(4, nics), Layout(tp=ranks))
+        kinds: tuple[CollectiveKind, ...] = ("all_reduce", "all_gather", "all_to_all", "broadcast")
+        for kind in kinds:
+            small, large = (here.seconds(Collective(kind, b, ranks, "tp"), set()) for b in (size, size * 2))
+            assert 0 < small < large
+
+    def test_volume_factors(self) -> None:
+        kinds: tuple[CollectiveKind, ...] = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send_recv")
+        assert [volume_factor(kind, 4) for kind in kinds] == [1.5, 0.75, 0.75, 0.75, 1.0]
+
+
+def mask(*lanes: Lane) -> int:
+    return sum(1 << lane for lane in lanes)
+
+
+class TestContention:
+    alone = NodeRates(A800, cluster(devices=1))
+    node = NodeRates(A800, cluster())
+
+    def test_a_single_device_copies_as_if_alone(self) -> None:
+        assert self.alone.rates(mask(Lane.D2H)) == (1.0,) * len(Lane)
+
+    def test_the_other_direction_takes_its_part(self) -> None:
+        rates = self.alone.rates(mask(Lane.D2H, Lane.H2D))
+        assert rates[Lane.H2D] == pytest.approx(11 / 24.8)
+        assert rates[Lane.D2H] == pytest.approx(24.5 / 25)
+
+    def test_eight_devices_at_once(self) -> None:
+        assert self.node.rates(mask(Lane.D2H))[Lane.D2H] == pytest.approx(A800.d2h.all_devices.value / (25 * GB))
+        assert self.node.rates(mask(Lane.H2D))[Lane.H2D] == pytest.approx(A800.h2d.all_devices.value / (24.8 * GB))
+
+    def test_a_pair_shares_its_uplink(self) -> None:
+        assert NodeRates(A800, cluster(), 2).rates(mask(Lane.D2H))[Lane.D2H] == pytest.approx(0.5)
+        assert NodeRates(A800, cluster(), 4).rates(mask(Lane.D2H))[Lane.D2H] == pytest.approx(0.5)
+
+    def test_compute_beside_traffic(self) -> None:
+        slowed = A800.compute_slowdown["collective"].value
+        assert self.node.rates(mask(Lane.COMPUTE, Lane.COLLECTIVE))[Lane.COMPUTE] == pytest.approx(1 / slowed)
+        both = self.node.rates(mask(Lane.COMPUTE, Lane.COLLECTIVE, Lane.P2P))[Lane.COMPUTE]
+        assert both == pytest.approx(1 / slowed / A800.compute_slowdown["p2p"].value)
+        assert self.node.rates(mask(Lane.COMPUTE, Lane.D2H))[Lane.COMPUTE] == 1.0
+
+    def test_host_memory_is_shared_both_ways(self) -> None:
+        poor = replace(A800, host_copy_bytes_per_s=Quantity(value=80 * GB, source="host-dram"))
+        rates = NodeRates(poor, cluster()).rates(mask(Lane.D2H, Lane.H2D, Lane.HOST))
+        moved = rates[Lane.D2H] * 25 * GB + rates[Lane.H2D] * 24.8 * GB + rates[Lane.HOST] * 10 * GB
+        assert moved * 8 == pytest.approx(80 * GB)
+        assert NodeRates(poor, cluster()).rates(mask(Lane.HOST))[Lane.HOST] == 1.0
+
+    @given(st.integers(0, 2 ** len(Lane) - 1), st.sampled_from([1, 2, 4, 8]))
+    def test_every_multiplier_is_a_positive_fraction(self, busy: int, devices: int) -> None:
+        rates = NodeRates(A800, cluster(), devices).rates(busy)
+        assert all(0 < rate <= 1 for rate in rates)
+        assert all(rates[lane] == 1.0 for lane in Lane if not busy & (1 << lane))
+
+    @given(st.integers(0, 2 ** len(Lane) - 1), st.sampled_from(list(Lane)))
+    def test_another_busy_lane_never_helps(self, busy: int, more: Lane) -> None:
+        before, after = self.node.rates(busy), self.node.rates(busy | 1 << more)
+        assert all(after[lane] <= before[lane] + 1e-12 for lane in Lane if busy & (1 << lane))

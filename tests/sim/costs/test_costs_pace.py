@@ -1,0 +1,54 @@
+"""The slowest of many devices sets the pace: of one node not beyond what its profile says, of more nodes a little."""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+import pytest
+
+from memo_sim.contract.catalog import load_cluster
+from memo_sim.contract.plan import Layout
+from memo_sim.costs.pace import pace, slowest
+from memo_sim.costs.pricing import Pricer
+from memo_sim.program.ir.work import Attention, Copy, Gemm, Rowwise
+
+GEMM = Gemm(8192, 4096, 4096, "fprop", "bf16")
+ATTENTION = Attention(
+    batch=1,
+    q_tokens=65536,
+    k_tokens=65536,
+    mask="causal",
+    heads=8,
+    kv_heads=8,
+    head_dim=128,
+    backward=True,
+    kernel="flash2",
+    dtype="bf16",
+)
+
+
+@pytest.mark.parametrize("devices", [8, 32, 512])
+def test_the_expected_slowest_is_that_of_normal_draws(devices: int) -> None:
+    draws = np.random.default_rng(7).normal(size=(20_000, devices))
+    assert slowest(devices) == pytest.approx(draws.max(axis=1).mean(), rel=0.02)
+
+
+def test_only_devices_beyond_a_node_slow_products_and_attention_and_nothing_else() -> None:
+    _, hardware = load_cluster("a800-1x8")
+    assert hardware.device_deviation is not None
+    assert pace(hardware, 1) == pace(hardware, 8) == 1.0
+    assert 1.0 < pace(hardware, 32) < pace(hardware, 64) < 1.02
+    assert pace(msgspec.structs.replace(hardware, device_deviation=None), 64) == 1.0
+    node, nodes = (Pricer(hardware, load_cluster(f"a800-{n}x8")[0], Layout(tp=8, dp=n)) for n in (1, 4))
+    for work in (GEMM, ATTENTION):
+        assert nodes.seconds(work) == pytest.approx(node.seconds(work) * pace(hardware, 32))
+    for other in (Rowwise("gelu", 8192, 2**28, 2**28), Copy(2**28, "d2h")):
+        assert nodes.seconds(other) == node.seconds(other)
+
+
+def test_rates_of_one_device_are_too_high_for_a_node_of_them() -> None:
+    _, hardware = load_cluster("b200-1x8")
+    assert hardware.rated_devices == 1
+    assert hardware.device_deviation is not None
+    assert pace(hardware, 1) == 1.0
+    assert pace(hardware, 8) == pytest.approx(1.0 + hardware.device_deviation.value * slowest(8))

@@ -1,0 +1,165 @@
+"""Plans served by PyTorch's caching allocator: what is reserved decides whether they fit, what it stops costs time."""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given, settings
+
+from memo_sim.contract.hardware import Hardware, Quantity
+from memo_sim.contract.plan import Decisions, Layout
+from memo_sim.contract.units import GIB
+from memo_sim.engine import memory as engine_memory
+from memo_sim.engine.caching import CachingMemory
+from memo_sim.engine.simulate import ALLOCATOR, Simulation, simulate
+from memo_sim.memory.device_allocator import DeviceCall
+from memo_sim.memory.replay import DeviceStop, Iteration, Replay, replay
+from memo_sim.program.arena.requests import requests_of
+from memo_sim.program.ir.instruction import Lane
+from tests.sim.toy_machine import SOURCES, TOY_CLUSTER, ToyPrices, alone, decide, small_decisions, toy_hardware
+
+RESERVE = 500_000_000
+
+
+def run(decisions: Decisions, hardware: Hardware | None = None) -> Simulation:
+    return simulate(decisions, hardware or toy_hardware(), TOY_CLUSTER, pricer=ToyPrices(), rates=alone)
+
+
+def caching(decisions: Decisions) -> Decisions:
+    return msgspec.structs.replace(decisions, memory_policy="caching", replay_allocator=False)
+
+
+def in_arena(decisions: Decisions) -> Decisions:
+    """What libraries allocate lies in the arena, too, so that live bytes are those that the allocator serves."""
+    return msgspec.structs.replace(decisions, replay_allocator=True)
+
+
+@settings(max_examples=20, deadline=None)
+@given(decisions=small_decisions())
+def test_reserved_memory_is_the_replays_and_time_that_of_the_planned_step(decisions: Decisions) -> None:
+    planned, cached = run(in_arena(decisions)), run(caching(decisions))
+    prediction = cached.prediction
+    assert (planned.prediction.reserved_bytes, planned.prediction.reorganisations) == (None, 0)
+    assert prediction.peak_device_bytes == planned.prediction.peak_device_bytes
+    assert prediction.reserved_bytes is not None
+    assert prediction.reserved_bytes >= prediction.peak_device_bytes
+    if decisions.micro_batches == cached.program.micro_batches:
+        assert prediction.reserved_bytes == replay(requests_of(cached.program)).reserved_peak_bytes
+    # 80 GiB are plenty: the warm cache never asks the device.
+    assert prediction.reorganisations == 0
+    assert prediction.step_s == planned.prediction.step_s
+    assert prediction.stalls == planned.prediction.stalls
+
+
+def test_a_plan_fits_when_what_is_reserved_does() -> None:
+    decisions = caching(decide(("none", 0.0), layers=6))
+    reserved = run(decisions).prediction.reserved_bytes
+    assert reserved is not None
+    assert run(decisions, toy_hardware(reserved + RESERVE)).prediction.status == "ok"
+
+
+def test_live_bytes_that_fit_can_be_too_much_for_the_allocator() -> None:
+    decisions = in_arena(decide(("none", 0.0), layers=6))
+    live = run(decisions).prediction.peak_device_bytes
+    hardware = toy_hardware(live + RESERVE)
+    assert run(decisions, hardware).prediction.status == "ok"
+    simulation = run(caching(decisions), hardware)
+    prediction, fault = simulation.prediction, simulation.memory.fault
+    assert (prediction.status, prediction.step_s) == ("gpu_oom", None)
+    assert fault is not None
+    assert fault.live["allocated"] <= live
+    assert sum(fault.live.values()) - fault.shortfall_bytes == live + RESERVE
+    assert prediction.shortfall_bytes == fault.shortfall_bytes > 0
+    assert prediction.reserved_bytes is None
+    assert simulation.fault_s == simulation.playback.start_s[fault.instruction]
+    assert fault.id == simulation.program.ids()[fault.instruction]
+    assert f"runs out at {fault.id}" in prediction.reason
+    assert "reserved but unallocated" in prediction.reason
+
+
+def test_live_bytes_that_do_not_fit_are_said_by_class() -> None:
+    decisions = caching(decide(("none", 0.0)))
+    prediction = run(decisions, toy_hardware(RESERVE + 1)).prediction
+    assert prediction.status == "gpu_oom"
+    assert "state" in prediction.reason
+
+
+def stopped(*stops: tuple[int, float, bool]) -> Replay:
+    """Return a replay whose steady step stops at (instant, seconds, reorganised)."""
+    calls = (DeviceCall("free", GIB), DeviceCall("malloc", GIB))
+    made = [DeviceStop(instant=i, buffer="b", calls=calls, seconds=s, reorganised=r) for i, s, r in stops]
+    return Replay(
+        iterations=[Iteration(), Iteration(stops=made)],
+        live_peak_bytes=GIB,
+        allocated_peak_bytes=GIB,
+        reserved_peak_bytes=GIB,
+        segments_allocated=1,
+        segments_freed=1,
+        reorganisations=1,
+        out_of_memory=None,
+    )
+
+
+def test_a_stop_belongs_to_the_kernel_that_follows() -> None:
+    lane = np.array([Lane.COMPUTE, Lane.COLLECTIVE, Lane.COMPUTE, Lane.COMPUTE, Lane.D2H])
+    found = CachingMemory(stopped((0, 0.5, True), (1, 0.25, True), (2, 2.0, False), (4, 8.0, True)), lane)
+    # 1 is a collective: kernel 2 waits. Behind the last kernel it is the last that waits.
+    assert found.stall_s.tolist() == [0.5, 0, 2.25, 8.0, 0]
+    assert found.reorganised.tolist() == [1, 0, 1, 1, 0]
+
+
+def test_stops_lengthen_the_step_as_often_as_their_micro_batch_is_played(monkeypatch: pytest.MonkeyPatch) -> None:
+    decisions = decide(("none", 0.0), layout=Layout(), global_batch=6)
+    plain = run(decisions)
+    assert plain.program.micro_batches == 3
+    instance = plain.columns.instance
+    micro_batch = np.array([i.micro_batch for i in plain.program.instances])[instance]
+    kernels = plain.columns.lane == Lane.COMPUTE
+    first, repeated = (int(np.flatnonzero(kernels & (micro_batch == m))[3]) for m in (0, 1))
+
+    def found(*_: object, **__: object) -> CachingMemory:
+        return CachingMemory(stopped((first, 0.5, True), (repeated, 0.25, True)), plain.columns.lane)
+
+    monkeypatch.setattr(engine_memory, "caching_memory", found)
+    prediction = run(caching(decisions)).prediction
+    # Six micro-batches: the second stands for four. Without collectives and copies compute alone sets the pace.
+    assert prediction.step_s == pytest.approx((plain.prediction.step_s or 0) + 0.5 + 4 * 0.25)
+    assert prediction.reorganisations == 1 + 4
+    (stall,) = [s for s in prediction.stalls if s.waits_for == ALLOCATOR]
+    assert (stall.lane, stall.seconds, stall.count) == ("compute", 1.5, 5)
+    assert prediction.lanes["compute"] == pytest.approx(plain.prediction.lanes["compute"])
+
+
+def test_the_profile_says_what_a_call_costs() -> None:
+    decisions = caching(decide(("none", 0.0)))
+    costly = msgspec.structs.replace(
+        toy_hardware(),
+        device_malloc_s=Quantity(value=2.0, source=next(iter(SOURCES))),
+        device_malloc_s_per_gib=Quantity(value=3.0, source=next(iter(SOURCES))),
+    )
+    made = run(decisions, costly).memory.caching
+    assert made is not None
+    warming = made.replay.iterations[0].stops
+    assert warming
+    for stop in warming:
+        assert stop.seconds == pytest.approx(sum(2.0 + 3.0 * call.bytes / GIB for call in stop.calls))
+    # The steady step asks for nothing, so costs do not matter to it.
+    assert run(decisions, costly).prediction.step_s == run(decisions).prediction.step_s
+
+
+def test_an_eager_framework_needs_more_and_gets_it_back_later() -> None:
+    layout = Layout(tp=2, sequence_parallel=True)
+    decisions = decide(("full", 0.0), layout=layout, layers=24)
+    eager = msgspec.structs.replace(decisions, memory_policy="eager")
+    roomy, cached = run(eager).prediction, run(caching(decisions)).prediction
+    assert roomy.peak_device_bytes > cached.peak_device_bytes
+    assert roomy.reserved_bytes is not None
+    assert cached.reserved_bytes is not None
+    # The layers in flight hold what they gathered and scattered: more than the loss's fp32 tensors alone explain.
+    assert roomy.reserved_bytes - cached.reserved_bytes > roomy.peak_device_bytes - cached.peak_device_bytes
+    assert roomy.reorganisations == 0
+    tight = toy_hardware(roomy.reserved_bytes - 2**21 + RESERVE)
+    found = run(eager, tight).prediction
+    assert (found.status, run(caching(decisions), tight).prediction.reorganisations) == ("ok", 0)
+    assert found.reorganisations > 0

@@ -1,0 +1,137 @@
+"""The player keeps lanes serial and in order, waits for every conflict, and starts nothing later than it must."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from memo_sim.contract.errors import MemoError
+from memo_sim.contract.plan import Decisions
+from memo_sim.engine.playback import Playback
+from memo_sim.engine.player import Rates, play
+from memo_sim.program.analysis.columns import Columns, expand
+from memo_sim.program.analysis.edges import Edges, derive_edges
+from memo_sim.program.ir.instruction import Lane, Mode
+from memo_sim.program.lower import lower
+from tests.sim.toy_machine import alone, contended, decide, small_decisions
+
+
+def conflicts(columns: Columns) -> list[tuple[int, int]]:
+    """Pairs of instructions on different lanes that touch the same rows, one of them writing; quadratic on purpose."""
+    by_buffer: dict[int, list[tuple[int, int, int, int]]] = defaultdict(list)
+    rows = zip(
+        columns.operand_buffer.tolist(),
+        columns.operand_instruction.tolist(),
+        columns.operand_first.tolist(),
+        columns.operand_end.tolist(),
+        columns.operand_mode.tolist(),
+        strict=True,
+    )
+    for buffer, i, first, end, mode in rows:
+        by_buffer[buffer].append((i, first, end, mode))
+    lane = columns.lane.tolist()
+    found = set()
+    for accesses in by_buffer.values():
+        for i, first, end, mode in accesses:
+            for j, other_first, other_end, other_mode in accesses:
+                overlap = first < other_end and other_first < end
+                if i < j and lane[i] != lane[j] and overlap and (mode | other_mode) & Mode.WRITE:
+                    found.add((i, j))
+    return sorted(found)
+
+
+def played(decisions: Decisions, rates: Rates, seed: int = 0) -> tuple[Playback, np.ndarray]:
+    columns = expand(lower(decisions)[0])
+    seconds = np.random.default_rng(seed).exponential(1e-3, len(columns.lane))
+    seconds[seconds < 1e-4] = 0.0  # work that takes no time must not upset anything
+    return play(columns, derive_edges(columns), seconds, rates), seconds
+
+
+@given(decisions=small_decisions(), seed=st.integers(0, 99), rates=st.sampled_from([alone, contended]))
+@settings(max_examples=60, deadline=None)
+def test_lanes_are_serial_and_conflicts_are_ordered(decisions: Decisions, seed: int, rates: Rates) -> None:
+    playback, _ = played(decisions, rates, seed)
+    start, end, lane = playback.start_s, playback.end_s, playback.columns.lane
+    assert (start <= end).all()
+    for each in Lane:
+        mine = np.flatnonzero(lane == each)
+        assert (start[mine[1:]] >= end[mine[:-1]]).all(), each
+    for i, j in conflicts(playback.columns):
+        assert end[i] <= start[j], (i, j)
+
+
+@given(decisions=small_decisions(), seed=st.integers(0, 99), rates=st.sampled_from([alone, contended]))
+@settings(max_examples=60, deadline=None)
+def test_nothing_starts_later_than_it_must(decisions: Decisions, seed: int, rates: Rates) -> None:
+    playback, _ = played(decisions, rates, seed)
+    ready = np.where(playback.previous >= 0, playback.end_s[playback.previous], 0.0)
+    np.maximum.at(ready, playback.edges.consumer, playback.end_s[playback.edges.producer])
+    assert (playback.start_s == ready).all()
+
+
+@given(decisions=small_decisions(), seed=st.integers(0, 99))
+@settings(max_examples=25, deadline=None)
+def test_rates_follow_the_busy_lanes(decisions: Decisions, seed: int) -> None:
+    """Integrate the rates over every instruction's span again, instant by instant: that is its work."""
+    playback, seconds = played(decisions, contended, seed)
+    start, end, lane = playback.start_s, playback.end_s, playback.columns.lane
+    instants = np.unique(np.concatenate((start, end)))
+    middle = (instants[:-1] + instants[1:]) / 2
+    busy = np.zeros(len(middle), dtype=np.int64)
+    for each in Lane:
+        mine = lane == each
+        running = np.searchsorted(np.sort(start[mine]), middle) > np.searchsorted(np.sort(end[mine]), middle)
+        busy |= running.astype(np.int64) << int(each)
+    rate = np.array([contended(int(b)) for b in busy])
+    done = np.vstack((np.zeros(len(Lane)), np.cumsum(rate * np.diff(instants)[:, None], axis=0)))
+    first, last = np.searchsorted(instants, start), np.searchsorted(instants, end)
+    np.testing.assert_allclose(done[last, lane] - done[first, lane], seconds, rtol=1e-9, atol=1e-12)
+
+
+@given(decisions=small_decisions(), seed=st.integers(0, 99), rates=st.sampled_from([alone, contended]))
+@settings(max_examples=20, deadline=None)
+def test_everything_twice_as_slow_takes_twice_as_long(decisions: Decisions, seed: int, rates: Rates) -> None:
+    playback, seconds = played(decisions, rates, seed)
+    slow = play(playback.columns, playback.edges, 2 * seconds, rates)
+    assert slow.span_s == pytest.approx(2 * playback.span_s, rel=1e-12)
+
+
+@pytest.mark.parametrize("policy", [("none", 0.0), ("full", 0.0), ("tokenwise", 0.5), ("none", 1.0)])
+def test_without_stalls_the_step_is_the_sum_of_compute(policy: tuple[str, float]) -> None:
+    playback, seconds = played(decide(policy, layers=5), alone)
+    compute = playback.columns.lane == Lane.COMPUTE
+    seconds = np.where(compute, seconds, 0.0)
+    free = play(playback.columns, playback.edges, seconds, alone)
+    assert free.span_s == pytest.approx(seconds.sum(), rel=1e-12)
+    stalls = free.waits.seconds[compute[free.waits.instruction]]
+    assert stalls.sum() == 0
+
+
+def test_waits_fill_the_gaps_of_every_lane() -> None:
+    playback, _ = played(decide(("tokenwise", 0.5), layers=6), contended)
+    for lane in Lane:
+        mine = np.flatnonzero(playback.columns.lane == lane)
+        if len(mine):
+            waited = playback.waits.seconds[np.isin(playback.waits.instruction, mine)].sum()
+            assert playback.busy_s[lane] + waited == pytest.approx(playback.end_s[mine[-1]], rel=1e-9)
+
+
+def test_instructions_that_wait_for_each_other_are_named() -> None:
+    columns = expand(lower(decide(("tokenwise", 0.5)))[0])
+    offload = int(np.flatnonzero(columns.lane == Lane.D2H)[0])
+    edges = derive_edges(columns)
+    circle = Edges(producer=np.append(edges.producer, offload), consumer=np.append(edges.consumer, 0))
+    with pytest.raises(MemoError, match=f"#0 waits for #{offload}") as caught:
+        play(columns, circle, np.ones(len(columns.lane)), alone, name="#{}".format)
+    assert caught.value.exit_code == 1
+
+
+def test_a_program_without_instructions_takes_no_time() -> None:
+    columns = expand(lower(decide(("none", 0.0)))[0])
+    none = np.zeros(0, dtype=np.int64)
+    empty = Columns(*[none for _ in columns.__dataclass_fields__])
+    assert play(empty, Edges(none, none), np.zeros(0), alone).span_s == 0

@@ -1,0 +1,133 @@
+"""Figures of the paper: computed by the engine, each with what the paper reads off it."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from memo_sim.contract.catalog import load_cluster, load_model
+from memo_sim.contract.errors import UsageError
+from memo_sim.contract.figure import Point
+from memo_sim.contract.validation import CaseError, CasePrediction, CaseReport, Expectation
+from memo_sim.papers import figures
+from memo_sim.papers.figures import figure, layer_times, longest
+from memo_sim.papers.published import TABLES, cells, published
+from memo_sim.planning.question import Pins, Question
+from memo_sim.validation.cases import load_cases
+from memo_sim.views.published_table import published_table
+
+
+def test_a_longer_sequence_hides_its_offload_and_attention_takes_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(figures, "LAYER_TOKENS", tuple(n * 65536 for n in (2, 3, 4, 8)))
+    told: list[tuple[int, int]] = []
+    found = figure("1b", progress=lambda done, total: told.append((done, total)))
+    offload, forward, attention = ([p.y or 0.0 for p in line.points] for line in found.lines)
+    assert offload[0] > forward[0]
+    assert offload[-1] < forward[-1]
+    assert "256k" in found.findings[0]
+    shares = [a / f for a, f in zip(attention, forward, strict=True)]
+    assert shares == sorted(shares)
+    # Offload grows with the length, attention with its square.
+    assert offload[3] / offload[2] == pytest.approx(2, rel=0.01)
+    assert attention[3] / attention[2] == pytest.approx(4, rel=0.02)
+    assert told == [(1, 4), (2, 4), (3, 4), (4, 4)]
+
+
+def test_attention_and_the_rest_are_the_whole_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(figures, "LAYER_TOKENS", (65536, 131072))
+    found = figure("6")
+    for point, rest in zip(found.lines[0].points, found.lines[1].points, strict=True):
+        times = layer_times(round(point.x))
+        assert (point.y or 0) + (rest.y or 0) == pytest.approx(1e3 * times.forward_s)
+
+
+def test_the_share_of_attention_is_told_where_the_paper_has_it_pass_nine_tenths(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    shares = {65536: 0.5, 576 * 1024: 0.88, 768 * 1024: 0.901}
+    monkeypatch.setattr(figures, "LAYER_TOKENS", tuple(shares))
+    monkeypatch.setattr(figures, "layer_times", lambda tokens: figures.LayerTimes(1.0, shares[tokens], 0.0))
+    assert figure("6").findings == [
+        "FlashAttention's share of the forward grows from 50.0 % at 64k tokens to 90.1 % at 768k.",
+        "Here it first passes 90 % at 768k tokens (88.0 % at 576k); in MEMO's paper it passes 90 % beyond 576k.",
+    ]
+    shares[768 * 1024] = 0.89
+    assert figure("6").findings[1].startswith("Here it stays under 90 % at these lengths (88.0 % at 576k)")
+
+
+@pytest.mark.parametrize("fits", [0, 1, 5, 8, 12])
+def test_the_longest_is_the_last_that_fits(monkeypatch: pytest.MonkeyPatch, fits: int) -> None:
+    asked: list[int] = []
+
+    def best(question: Any) -> Any:
+        asked.append(question)
+        return SimpleNamespace(tokens=question) if question <= fits * 128 else None
+
+    monkeypatch.setattr(figures, "_best", best)
+    tokens, plan = longest(lambda tokens: tokens, 128, 12)  # type: ignore[arg-type, return-value]
+    assert tokens == fits * 128
+    assert plan == (SimpleNamespace(tokens=tokens) if fits else None)
+    assert len(asked) == len(set(asked)) <= 8
+
+
+def test_lengths_on_64_gpus_stand_beside_their_plans(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(figures, "SYSTEMS", ("memo",))
+    monkeypatch.setattr(figures, "LONG_TOKENS", (16 * 1024, 4096 * 1024))
+    monkeypatch.setattr(figures, "NODES", (1,))
+    monkeypatch.setattr(figures, "_question", _on_one_layout)
+    found = figure("11c")
+    fits, beyond = found.lines[0].points
+    assert 0.25 < (fits.y or 0) < 0.5
+    assert fits.note.startswith("tp8")
+    assert beyond == Point(x=4096 * 1024, y=None, note="nothing fits")
+    assert "1 of 2" in found.findings[0]
+
+
+def _on_one_layout(system: str, seq_tokens: int, *, gpus: int) -> Question:
+    cluster, hardware = load_cluster(f"a800-1x{gpus}")
+    return Question(
+        model=load_model("gpt-7b"),
+        cluster=cluster,
+        hardware=hardware,
+        seq_tokens=seq_tokens,
+        system=system,
+        pins=Pins(tp=8, recompute="full"),
+    )
+
+
+def test_unknown_figures_and_tables_are_refused() -> None:
+    with pytest.raises(UsageError, match="no such figure"):
+        figure("11d")
+    with pytest.raises(UsageError, match="no such table"):
+        published("table6")
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_a_table_is_arranged_as_it_was_printed(name: str) -> None:
+    cases = load_cases(TABLES[name])
+    reports = [_told(case.case, case.question.system, case.expected) for case in cases]
+    text = published_table(cells(cases, reports))
+    lines = text.splitlines()
+    wanted = {
+        "table3": (["gpt-7b on a800-1x8", "4k", "8k"], "deepspeed-ulysses"),
+        "table4": (["gpt-7b on a800-1x8", "64k", "128k"], "full recompute, caching allocator"),
+        "table5": (["gpt-7b on a800-1x8", "0", "0.125"], "192k"),
+    }[name]
+    assert lines[0].split("  ")[0] == wanted[0][0]
+    assert lines[0].split()[3:5] == wanted[0][1:]
+    assert lines[1].startswith(wanted[1])
+    assert lines[2].strip().startswith("error")
+    assert set(lines[2].split()[1::2]) == {"+10.0"}
+    assert ("oom" in text) == any(c.expected.status in {"gpu_oom", "host_oom"} for c in cases)
+
+
+def _told(case: str, system: str, expected: Expectation) -> CaseReport:
+    """Return a prediction ten per cent above what was measured."""
+    mfu = None if expected.mfu is None else 1.1 * expected.mfu
+    predicted = CasePrediction(status=expected.status or "ok", mfu=mfu)
+    error = CaseError(status=True, mfu=None if mfu is None else 0.1)
+    return CaseReport(
+        case=case, source="test", system=system, predicted=predicted, expected=expected, error=error, fitted=False
+    )

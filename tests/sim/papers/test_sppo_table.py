@@ -1,0 +1,91 @@
+"""SPPO's Table 4, played small: who is compared with whom, and what is said of it."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import pytest
+
+from memo_sim.papers import sppo_table
+from memo_sim.papers.figures import figure
+from memo_sim.papers.sppo_table import DEEPSPEED, JOBS, MEGATRON, SPPO, UNPLANNED, Job, cell
+
+SMALL = Job("gpt-7b", 1, {16: 4}, (2, 4), (8, 1), 8, "nothing")
+
+
+def test_configurations_are_those_of_table_4() -> None:
+    for job in JOBS:
+        for thousands, parts in job.parts.items():
+            ours, theirs = job.question(SPPO, thousands), job.question(MEGATRON, thousands)
+            assert (ours.pins.tp, ours.pins.pp, ours.pins.subsequences) == (*job.sppo, parts)
+            assert job.sppo[0] * job.sppo[1] == job.megatron[0] * job.megatron[1] == ours.cluster.devices
+            assert theirs.pins.recompute == "full"
+            assert ours.global_batch == theirs.global_batch == 1
+            network = ours.cluster.network
+            assert network is not None
+            assert network.nics_per_node * network.nic_bytes_per_s.value == pytest.approx(4 * 25e9, rel=0.07)
+    by_model = {job.model: job.question(DEEPSPEED, 512).global_batch for job in JOBS if job.ulysses}
+    assert by_model == {"gpt-7b": 1, "gpt-65b": 2}
+
+
+def test_every_system_has_its_cells_and_their_ratio(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sppo_table, "JOBS", (SMALL,))
+    told: list[tuple[int, int]] = []
+    found = figure("sppo-10", progress=lambda done, total: told.append((done, total)))
+    names = [f"gpt-7b {name}" for name in (SPPO, MEGATRON, DEEPSPEED, UNPLANNED)]
+    assert [line.name for line in found.lines] == names
+    ours, theirs = ({p.x: p.y or 0.0 for p in line.points} for line in found.lines[:2])
+    assert f"16k {ours[16384] / theirs[16384]:.2f}" in found.findings[0]
+    assert found.findings[0].endswith("(SPPO prints nothing).")
+    assert "n4, sequence-aware offload" in found.lines[0].points[0].note
+    assert "tp8+sp cp1 dp1, full recompute" in found.lines[1].points[0].note
+    assert told == [(1, 4), (2, 4), (3, 4), (4, 4)]
+    (unplanned,) = found.lines[3].points
+    # The same kernels, and a host that launches them: never faster than where memory is planned.
+    assert 0.5 * ours[16384] < (unplanned.y or 0) <= ours[16384]
+
+
+def test_memory_that_is_not_planned_is_tried_shorter_until_it_fits() -> None:
+    cells = sppo_table._unplanned(replace(SMALL, parts={8: 4, 16: 4, 2048: 4}))
+    assert list(cells) == [2048, 16]
+    assert cells[2048].tgs is None
+    assert cells[2048].note.startswith("gpu_oom, short of")
+    assert cells[16].tgs
+
+
+def test_a_cell_that_does_not_fit_has_no_throughput() -> None:
+    one = cell(SMALL, MEGATRON, 1024)
+    assert one.tgs is None
+    assert one.note.startswith("gpu_oom, short of")
+    assert sppo_table._ratio(1024, one, one) == "1m sppo and the other does not fit"
+
+
+def test_offloading_is_taken_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sppo_table, "JOBS", (SMALL,))
+    monkeypatch.setattr(sppo_table, "BREAKDOWN", ((SMALL, 16),))
+    found = figure("sppo-11")
+    keep, full, lagging, aware, multiplexed = (line.points[0] for line in found.lines)
+    labels = ["keep", "full swap", "full swap, copies lag"]
+    labels += ["sequence-aware offload", "sequence-aware offload, multiplexed"]
+    assert [line.label for line in found.lines] == labels
+    assert "alpha 0.00" in keep.note
+    assert "alpha 1.00" in full.note
+    # Nothing is faster than keeping all, where it fits; what hides costs less than offloading everything.
+    assert (keep.y or 0) >= (aware.y or 0) >= (full.y or 0) > 0
+    # Where copies do not hide, those that may lag make less wait, for more memory.
+    assert (keep.y or 0) >= (lagging.y or 0) > 1.01 * (full.y or 0)
+    assert re.search(r"copies lag [248] passes at most", lagging.note)
+    assert "lag" not in full.note
+    # Inside a node rows reach idle stages sooner than the pipeline does.
+    assert (multiplexed.y or 0) > 1.05 * (aware.y or 0)
+    assert "n4+mx" in multiplexed.note
+
+
+def test_long_sequences_have_16k_tokens_a_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    for job in sppo_table.LONG:
+        assert all(thousands == 16 * parts for thousands, parts in job.parts.items())
+    monkeypatch.setattr(sppo_table, "LONG", (SMALL,))
+    (line,) = figure("sppo-1").lines
+    assert line.points[0].note.startswith("8 GPUs, ")
+    assert "MFU" in line.points[0].note

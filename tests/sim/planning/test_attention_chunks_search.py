@@ -1,0 +1,153 @@
+"""When the search plays attention in chunks, how many, and what the answer says of it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import msgspec
+import pytest
+
+from memo_sim.answers.what_if import what_if
+from memo_sim.contract.catalog import load_cluster, load_model
+from memo_sim.contract.errors import Infeasible, UsageError
+from memo_sim.planning.floors import Floors
+from memo_sim.planning.presets import INPUTS_SWAPPED_MLP_IN_BLOCKS, LEAST_MEMORY, Policy
+from memo_sim.planning.question import Pins, Question
+from memo_sim.planning.search import play, search
+from memo_sim.planning.space import candidates, policies
+from memo_sim.program.layout.attention_chunks import MOST_CHUNKS
+
+K = 1024
+CHUNKED = Policy("full", 1.0, attention_chunks=True)
+
+
+def ask(seq_tokens: int, *, system: str = "any", devices: int = 1, **pins) -> Question:
+    """Ask for three layers of Llama 3."""
+    cluster, hardware = load_cluster("h100-1x8")
+    some = msgspec.structs.replace(cluster, name=f"h100-1x{devices}", devices_per_node=devices)
+    model = msgspec.structs.replace(load_model("llama3-8b"), layers=3, vocab=32768)
+    return Question(model, some, hardware, seq_tokens, system=system, pins=Pins(**{"recompute": "full", **pins}))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "chunk"), [(64 * K, 0), (100 * K, 64 * K), (600 * K, 64 * K), (4096 * K, 64 * K), (8192 * K, 128 * K)]
+)
+def test_fpdt_has_chunks_of_64k_where_the_sequence_is_longer(tokens: int, chunk: int) -> None:
+    """More than ``MOST_CHUNKS`` it has not: then they are longer."""
+    found, _ = candidates(ask(tokens, system="deepspeed-fpdt", devices=8, ulysses=8, recompute=None))
+    assert {c.base.attention_chunk_tokens for c in found} == {chunk}
+    assert {c.policy.attention_chunks for c in found} == {chunk > 0}
+    assert tokens <= MOST_CHUNKS * max(chunk, 64 * K)
+    # Of a rank's eighth of a chunk half is in the MLP at once, and a 32nd in the loss.
+    mine = max(chunk, 64 * K) // 8
+    assert {(c.base.mlp_chunk_tokens, c.base.loss_chunk_tokens) for c in found} == {(mine // 2, mine // 32)}
+
+
+def test_fpdt_is_whole_where_one_block_holds_all() -> None:
+    """2K tokens, 256 on each rank: none of attention's chunks, the MLP's blocks and the loss's chunks is shorter."""
+    (found,), _ = candidates(ask(2 * K, system="deepspeed-fpdt", devices=8, ulysses=8, recompute=None))
+    assert found.policy == Policy("full", 1.0)
+    assert found.base.loss_chunk_tokens == found.base.mlp_chunk_tokens == found.base.attention_chunk_tokens == 0
+
+
+def test_others_have_eight_chunks_of_long_sequences_on_layouts_that_do_not_divide_them() -> None:
+    found, reasons = candidates(ask(1024 * K, devices=8))
+    chunked = [c.base for c in found if c.policy.attention_chunks]
+    assert {base.attention_chunk_tokens for base in chunked} == {128 * K}
+    assert {base.layout.cp for base in chunked} == {1}
+    assert {c.base.layout.cp for c in found} > {1}
+    assert not any("chunk" in reason for reason in reasons)
+    assert not any(c.policy.attention_chunks for c in candidates(ask(128 * K))[0])
+
+
+def test_a_pinned_chunk() -> None:
+    swapped = (CHUNKED, LEAST_MEMORY)
+    kept = tuple(replace(policy, alpha=0.0) for policy in swapped)
+    assert policies(ask(512 * K, attention_chunk_tokens=64 * K, alpha=1.0)) == swapped
+    assert set(policies(ask(512 * K, attention_chunk_tokens=64 * K))) == {*swapped, *kept}
+    whole = policies(ask(512 * K, attention_chunk_tokens=0, system="deepspeed-fpdt", recompute=None))
+    assert whole == (INPUTS_SWAPPED_MLP_IN_BLOCKS,)
+    assert not any(p.attention_chunks for p in policies(ask(512 * K, attention_chunk_tokens=0, recompute=None)))
+    found, _ = candidates(ask(512 * K, attention_chunk_tokens=96 * K))
+    assert {c.base.attention_chunk_tokens for c in found} == {96 * K}
+    with pytest.raises(UsageError, match="only full recompute has attention in chunks"):
+        policies(ask(512 * K, attention_chunk_tokens=64 * K, recompute="none"))
+
+
+def test_a_pinned_chunk_of_the_whole_sequence_is_whole_attention() -> None:
+    pinned, whole = (ask(512 * K, devices=8, attention_chunk_tokens=n) for n in (512 * K, 0))
+    assert {c.base for c in candidates(pinned)[0]} == {c.base for c in candidates(whole)[0]}
+    assert not any(c.policy.attention_chunks for c in candidates(pinned)[0])
+
+
+def test_fpdts_mlp_and_loss_follow_a_pinned_chunk() -> None:
+    asked = ask(1024 * K, system="deepspeed-fpdt", devices=8, ulysses=8, recompute=None, attention_chunk_tokens=256 * K)
+    (found,), _ = candidates(asked)
+    assert (found.base.mlp_chunk_tokens, found.base.loss_chunk_tokens) == (16 * K, 1 * K)
+
+
+def test_chunks_need_no_more_groups_of_heads_than_their_calls() -> None:
+    """At 20M tokens the integers of flash-attn hold no call over all of them, not even of one head."""
+    cluster, hardware = load_cluster("a800-4x8")
+    question = Question(load_model("gpt-7b"), cluster, hardware, 20480 * K, "deepspeed-fpdt", Pins(ulysses=32))
+    (found,), _ = candidates(question)
+    assert found.base.attention_chunk_tokens == 320 * K
+    whole = replace(question, pins=Pins(ulysses=32, attention_chunk_tokens=0))
+    with pytest.raises(Infeasible, match="32 bits"):
+        candidates(whole)
+
+
+def test_a_pinned_chunk_that_cannot_be_is_said_to_be_the_reason() -> None:
+    with pytest.raises(Infeasible, match="chunks of attention have to be multiples of 128 tokens"):
+        candidates(ask(128 * K, attention_chunk_tokens=1000))
+    with pytest.raises(Infeasible) as error:
+        candidates(ask(512 * K, devices=8, attention_chunk_tokens=1000))
+    assert error.value.where == "decisions.attention_chunk_tokens"
+    assert "leave it out" in str(error.value.hint)
+    _, reasons = candidates(ask(512 * K, devices=8, attention_chunk_tokens=64 * K))
+    assert any("cp 8 has no lowering with attention in chunks" in reason for reason in reasons)
+
+
+def test_one_device_goes_further_than_with_attention_whole() -> None:
+    """Its queries, keys and values, and their gradients, are what is left of a layer's memory."""
+    best = {e.policy: e.prediction.status for e in search(ask(768 * K), prune=False).ranked}
+    assert best[LEAST_MEMORY] == "ok"
+    assert {status for policy, status in best.items() if policy != LEAST_MEMORY} == {"gpu_oom"}
+
+
+def test_the_answer_says_what_it_is_worth() -> None:
+    answer = what_if(ask(768 * K, mlp_chunk_tokens=96 * K))
+    assert answer.result.best is not None
+    assert answer.result.best.attention_chunk_tokens == 96 * K
+    (line,) = [line for line in answer.result.why if line.startswith("Attention")]
+    assert "8 chunks of 96k tokens" in line
+    assert "whole it does not fit, gpu_oom" in line
+    (line,) = [line for line in answer.result.why if line.startswith("Layer inputs")]
+    # One of three layers, 768 Ki tokens of 4096 features in bf16; what attention moves is not counted.
+    assert "6.00 GiB a step" in line
+
+
+@pytest.mark.parametrize("tokens", [192 * K, 256 * K])
+def test_a_floor_is_below_what_is_played(tokens: int) -> None:
+    """Calls without a mask may be faster than the causal call whose time is known."""
+    question = ask(tokens, attention_chunk_tokens=tokens // 4)
+    floors = Floors(question.hardware, question.cluster)
+    keep = next(c.base for c in candidates(ask(tokens, recompute="none", alpha=0.0))[0])
+    for candidate in candidates(question)[0]:
+        played = play(question, candidate.base).prediction
+        rough = floors.rough(candidate.base, keep=msgspec.structs.replace(keep, kernels=candidate.base.kernels))
+        exact = floors.of(candidate.base)
+        assert played.step_s is not None
+        assert 0 < rough.step_s <= played.step_s
+        assert exact.step_s <= played.step_s
+        assert rough.device_bytes <= exact.device_bytes <= played.peak_device_bytes
+        assert max(rough.host_bytes_per_node, exact.host_bytes_per_node) <= played.peak_host_bytes_per_node
+
+
+def test_pruning_loses_nothing() -> None:
+    question = ask(320 * K, recompute=None)
+    pruned, every = search(question), search(question, prune=False)
+    assert pruned.best is not None
+    assert every.best is not None
+    assert any(e.policy.attention_chunks for e in every.ranked)
+    assert pruned.best.decisions == every.best.decisions

@@ -1,0 +1,54 @@
+"""What a question is told none of whose layouts can be lowered: the number to change, or the knob."""
+
+from __future__ import annotations
+
+import pytest
+
+from memo_sim.answers.longest import longest
+from memo_sim.contract.catalog import load_cluster, load_model
+from memo_sim.contract.errors import Infeasible
+from memo_sim.planning.question import Pins, Question
+from memo_sim.planning.refusals import NothingDivides
+from memo_sim.planning.space import candidates
+
+
+def ask(model: str, seq_tokens: int, *, system: str = "any", **pins: object) -> Question:
+    cluster, hardware = load_cluster("a100-1x8")
+    return Question(load_model(model), cluster, hardware, seq_tokens, system, Pins(**pins))  # type: ignore[arg-type]
+
+
+def refused(question: Question) -> Infeasible:
+    with pytest.raises(Infeasible) as caught:
+        candidates(question)
+    return caught.value
+
+
+def test_a_knob_that_every_layout_which_divides_is_refused_for_is_the_answer() -> None:
+    """One layout does not divide the global batch either; that is beside the point."""
+    error = refused(ask("gpt-7b", 1 << 16, system="metp", memory_policy="eager"))
+    assert not isinstance(error, NothingDivides)
+    assert error.where == "decisions.memory_policy"
+    assert "eager has no lowering beside METP" in error.what
+    assert "planned" in str(error.wanted)
+
+
+def test_numbers_that_nothing_divides_are_said_as_before() -> None:
+    error = refused(ask("gpt-7b", 65537))
+    assert isinstance(error, NothingDivides)
+    assert "--seq-len 65536" in str(error.hint)
+    batch = refused(ask("gpt-7b", 1 << 16, dp=8))
+    assert isinstance(batch, NothingDivides)
+    assert "--global-batch 8" in str(batch.hint)
+
+
+def test_what_a_bidirectional_model_cannot_have_is_named() -> None:
+    error = refused(ask("bert-large", 512, subsequences=2))
+    assert error.what == "subsequences 2 has no lowering without a causal mask"
+    assert "causal attention" in str(error.hint)
+
+
+def test_a_kernels_integers_are_no_divisibility() -> None:
+    """All of a thousand million tokens' layouts that one sequence divides pass 32 bits."""
+    found = longest(ask("gpt-7b", 1), step_tokens=1000 << 20).document
+    assert found.bound == "cannot be"
+    assert "32 bits" in found.tried[0].reason

@@ -1,0 +1,145 @@
+"""Row-wise kernels by implementation: priced by the plan's, chosen by their sum, and only where they were measured."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from memo_sim.contract.catalog import load_cluster, load_model
+from memo_sim.contract.cluster import Cluster
+from memo_sim.contract.errors import Infeasible
+from memo_sim.contract.hardware import Curve, Hardware
+from memo_sim.contract.plan import Kernels, RowwiseKernel
+from memo_sim.costs.pricing import Pricer
+from memo_sim.planning.question import Pins, Question
+from memo_sim.planning.search import play, search
+from memo_sim.planning.space import candidates
+from memo_sim.program.ir.work import Rowwise
+from memo_sim.program.operators.workspaces import FUSED_KINDS
+
+TORCH_BYTES_PER_S = 1e12
+SLOW, FAST = 0.1, 10.0
+"""Times torch's rate."""
+
+FORWARD_KINDS = frozenset(kind for kind in FUSED_KINDS if not kind.endswith(".bwd"))
+
+
+def machine(fused: dict[str, float] | None, cluster: str = "a800-1x1") -> tuple[Cluster, Hardware]:
+    """Return a cluster whose row-wise operators all run at one rate, and fused ones at so many times that rate."""
+    found, hardware = load_cluster(cluster)
+    source = next(iter(hardware.sources))
+
+    def curve(rate: float) -> Curve:
+        return Curve(x=[1.0, 1e12], y=[rate, rate], source=source)
+
+    return found, msgspec.structs.replace(
+        hardware,
+        memory_bound_bytes_per_s=curve(TORCH_BYTES_PER_S),
+        rowwise_bytes_per_s={},
+        fused_rowwise_bytes_per_s={}
+        if fused is None
+        else {"triton": {kind: curve(times * TORCH_BYTES_PER_S) for kind, times in fused.items()}},
+    )
+
+
+def question(fused: dict[str, float] | None, model: str = "llama-tiny", **pins: object) -> Question:
+    cluster, hardware = machine(fused)
+    return Question(
+        model=load_model(model),
+        cluster=cluster,
+        hardware=hardware,
+        seq_tokens=16_384,
+        pins=Pins(**pins),  # type: ignore[arg-type]
+    )
+
+
+def chosen(asked: Question) -> set[RowwiseKernel]:
+    return {candidate.base.kernels.rowwise for candidate in candidates(asked)[0]}
+
+
+def every(times: float, **others: float) -> dict[str, float]:
+    return dict.fromkeys(FUSED_KINDS, times) | {name.replace("_bwd", ".bwd"): rate for name, rate in others.items()}
+
+
+def test_a_profile_without_fused_curves_means_torch() -> None:
+    assert chosen(question(None)) == {"torch"}
+
+
+def test_the_faster_implementation_is_chosen() -> None:
+    assert chosen(question(every(FAST))) == {"triton"}
+    assert chosen(question(every(SLOW))) == {"torch"}
+    assert chosen(question(every(1.0))) == {"torch"}
+
+
+@pytest.mark.parametrize("model", ["llama-tiny", "gpt-tiny"])
+@pytest.mark.parametrize("policy", [{"recompute": "none", "alpha": 0.0}, {"recompute": "full", "alpha": 0.0}])
+@pytest.mark.parametrize(
+    "fused",
+    [
+        every(FAST, cross_entropy=SLOW),
+        every(FAST, cross_entropy=0.01),
+        every(SLOW, cross_entropy=FAST),
+        every(1.2, swiglu=0.5, gelu=0.5),
+        every(1.2, swiglu_bwd=0.5, gelu_bwd=0.5),
+    ],
+    ids=["slow loss", "much slower loss", "fast loss", "slow activation", "slow backward of the activation"],
+)
+def test_where_some_are_faster_and_some_slower_the_plan_has_the_faster_step(
+    fused: dict[str, float], policy: dict[str, object], model: str
+) -> None:
+    asked = question(fused, model, **policy)
+    best = search(asked).best
+    assert best is not None
+    steps = {}
+    for rowwise in ("torch", "triton"):
+        kernels = msgspec.structs.replace(best.decisions.kernels, rowwise=rowwise)
+        steps[rowwise] = play(asked, msgspec.structs.replace(best.decisions, kernels=kernels)).prediction.step_s
+    assert steps["torch"] != steps["triton"]
+    assert best.decisions.kernels.rowwise == min(steps, key=lambda name: steps[name] or 0.0)
+    assert best.prediction.step_s == min(steps.values(), key=lambda step_s: step_s or 0.0)
+
+
+def test_recompute_counts_forward_twice() -> None:
+    """Fused forward is slower and backward faster: what is kept runs fused, what is run again does not."""
+    fused = {kind: 0.8 if kind in FORWARD_KINDS else 1.25 for kind in FUSED_KINDS} | {"cross_entropy": 1.0}
+    assert chosen(question(fused, recompute="none", alpha=0.0)) == {"triton"}
+    assert chosen(question(fused, recompute="full", alpha=0.0)) == {"torch"}
+
+
+def test_an_implementation_that_lacks_an_operator_is_not_chosen() -> None:
+    fused = every(FAST)
+    del fused["rotary.bwd"]
+    assert chosen(question(fused)) == {"torch"}
+    assert chosen(question(fused, "gpt-tiny")) == {"triton"}  # which has learned positions
+
+
+def test_a_divided_vocabulary_has_no_fused_loss() -> None:
+    """Its loss is torch's in every plan, and so is its price."""
+    cluster, hardware = machine(every(0.99, cross_entropy=1000.0), "a800-1x8")
+    for tp, found in ((1, {"triton"}), (2, {"torch"})):
+        asked = Question(
+            model=load_model("llama-tiny"), cluster=cluster, hardware=hardware, seq_tokens=2**20, pins=Pins(tp=tp)
+        )
+        assert chosen(asked) == found
+
+
+def test_a_plan_with_fused_kernels_has_no_price_where_they_were_not_measured() -> None:
+    asked = question(None)
+    (first, *_), _ = candidates(asked)
+    fused = msgspec.structs.replace(first.base, kernels=Kernels(attention="flash2", rowwise="triton"))
+    with pytest.raises(Infeasible, match="not measured triton's") as caught:
+        play(asked, fused)
+    assert caught.value.exit_code == 4
+
+
+def test_only_what_fused_kernels_play_has_their_price() -> None:
+    cluster, hardware = machine(every(FAST))
+    prices = {
+        rowwise: Pricer(hardware, cluster, candidates(question(None))[0][0].base.layout, rowwise=rowwise)
+        for rowwise in ("torch", "triton")
+    }
+    size = 10**10
+    for kind in sorted(FUSED_KINDS | {"residual_add", "qk_norm", "adamw", "cross_entropy.stats"}):
+        torch_s, triton_s = (price.seconds(Rowwise(kind, 1, size, 0)) for price in prices.values())
+        assert torch_s == pytest.approx(size / TORCH_BYTES_PER_S)
+        assert triton_s == pytest.approx(torch_s / (FAST if kind in FUSED_KINDS else 1.0))

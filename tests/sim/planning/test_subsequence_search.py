@@ -1,0 +1,245 @@
+"""Numbers of subsequences and what each offloads are searched: floors hold, the best is found, systems have rules."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+
+import msgspec
+import pytest
+
+from memo_sim.contract.catalog import load_cluster, load_model
+from memo_sim.contract.errors import Infeasible
+from memo_sim.contract.model import Model
+from memo_sim.contract.plan import Decisions, Layout
+from memo_sim.engine.simulate import simulate
+from memo_sim.planning.alpha_search import Grid
+from memo_sim.planning.bandwidth import offload_bandwidth
+from memo_sim.planning.floors import Floors
+from memo_sim.planning.presets import SYSTEMS
+from memo_sim.planning.question import Pins, Question, with_memory
+from memo_sim.planning.search import search
+from memo_sim.planning.space import candidates, layouts, with_alpha
+from memo_sim.planning.sppo import solve
+from memo_sim.planning.subsequences import PartPrices, counts, offloaded_bytes
+from memo_sim.program.layout.partition import partition, swapped_parts
+
+K = 1024
+GIB = 2**30
+POLICIES = [("none", 0.0), ("none", 0.5), ("tokenwise", 0.5), ("full", 1.0)]
+
+
+def shallow(layers: int) -> Model:
+    return msgspec.structs.replace(load_model("gpt-7b"), layers=layers)
+
+
+def asked(
+    system: str = "sppo", *, layers: int = 4, seq_tokens: int = 32 * K, device_gib: int = 80, **pins: object
+) -> Question:
+    cluster, hardware = with_memory(*load_cluster("a100-2x2-hdr4"), device_bytes=device_gib * GIB, host_bytes=None)
+    return Question(shallow(layers), cluster, hardware, seq_tokens, system=system, pins=Pins(**pins))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "sequences", "pp"), [("1f1b", 1, 1), ("1f1b", 3, 4), ("gpipe", 2, 2), ("zero-bubble", 3, 4)]
+)
+def test_no_plan_of_subsequences_goes_below_its_floor(schedule: str, sequences: int, pp: int) -> None:
+    cluster, hardware = with_memory(*load_cluster("a800-1x8"), device_bytes=2**50, host_bytes=2**50)
+    floors = Floors(hardware, cluster)
+    layout = Layout(tp=2, sequence_parallel=True, pp=pp, schedule=schedule, subsequences=4)  # type: ignore[arg-type]
+    base = Decisions(model=shallow(8), layout=layout, seq_tokens=32 * K, global_batch=sequences, loss_chunk_tokens=4096)
+    for recompute, alpha in POLICIES:
+        decisions = with_alpha(base, recompute, alpha)
+        floor, played = floors.of(decisions), simulate(decisions, hardware, cluster).prediction
+        assert played.step_s is not None
+        assert 0.4 * played.step_s < floor.step_s <= played.step_s
+        rough = floors.rough(decisions, keep=None)
+        assert 0.4 * played.step_s < rough.step_s <= floor.step_s
+        assert rough.device_bytes <= floor.device_bytes
+        assert 0.45 * played.peak_device_bytes < floor.device_bytes <= played.peak_device_bytes
+        assert floor.host_bytes_per_node <= played.peak_host_bytes_per_node
+
+
+@pytest.mark.parametrize("change", ["window", "multiplexed"])
+def test_floors_hold_for_windows_and_guests(change: str) -> None:
+    cluster, hardware = with_memory(*load_cluster("a800-1x8"), device_bytes=2**50, host_bytes=2**50)
+    floors = Floors(hardware, cluster)
+    layout = Layout(tp=2, sequence_parallel=True, pp=4, subsequences=6, multiplexed=change == "multiplexed")
+    base = Decisions(model=shallow(8), layout=layout, seq_tokens=32 * K, loss_chunk_tokens=4096)
+    for alpha in (0.5, 1.0):
+        decisions = with_alpha(base, "none", alpha)
+        if change == "window":
+            decisions = msgspec.structs.replace(decisions, offload_window=1)
+        floor, played = floors.of(decisions), simulate(decisions, hardware, cluster).prediction
+        assert played.step_s is not None
+        assert 0.4 * played.step_s < floor.step_s <= played.step_s
+        assert 0.4 * played.step_s < floors.rough(decisions, keep=None).step_s <= floor.step_s
+        assert 0 < floor.device_bytes <= played.peak_device_bytes
+        assert floor.host_bytes_per_node <= played.peak_host_bytes_per_node
+
+
+def test_sppo_offloads_while_the_next_pass_is_computed() -> None:
+    windows = {c.policy.label: c.base.offload_window for c in candidates(asked(tp=2, pp=2, subsequences=4))[0]}
+    assert windows == {"sequence-aware offload": 1, "full swap": 1}
+    assert {c.base.offload_window for c in candidates(asked("any", tp=2, pp=2, subsequences=4))[0]} == {0}
+
+
+def test_an_alpha_that_is_pinned_leaves_a_systems_own_mode() -> None:
+    """SPPO keeps what it does not offload; MEMO and the open search rebuild it."""
+    for system, mode in (("sppo", "none"), ("memo", "tokenwise"), ("any", "tokenwise")):
+        degrees = {"tp": 4} if system == "memo" else {"tp": 2, "pp": 2, "subsequences": 4}
+        for alpha in (0.0, 0.5):
+            found, _ = candidates(asked(system, alpha=alpha, **degrees))
+            assert {c.base.recompute for c in found} == {mode}
+    rebuilt, _ = candidates(asked(tp=2, pp=2, subsequences=4, alpha=0.5, recompute="tokenwise"))
+    assert {c.base.recompute for c in rebuilt} == {"tokenwise"}
+
+
+def test_a_window_can_be_pinned_and_wants_something_to_swap() -> None:
+    cut = {"tp": 2, "pp": 2, "subsequences": 8}
+    for system, window in (("sppo", 3), ("sppo", 0), ("any", 2)):
+        found, _ = candidates(asked(system, offload_window=window, **cut))  # type: ignore[arg-type]
+        assert {c.base.offload_window for c in found} == {window}
+        assert any(c.policy.label == "full swap" for c in found)
+        assert window == 0 or all(c.base.swapped_tokens or c.base.recompute == "tokenwise" for c in found)
+    for pins in ({**cut, "alpha": 0.0, "recompute": "none"}, {"tp": 2, "pp": 2, "alpha": 1.0}):
+        with pytest.raises(Infeasible) as error:
+            candidates(asked("any", offload_window=2, **pins))  # type: ignore[arg-type]
+        assert error.value.where == "decisions.offload_window"
+
+
+def test_a_pinned_window_leaves_the_rounding_that_swaps() -> None:
+    """Rounded down nothing is swapped, which no window goes with; rounded up is a plan all the same."""
+    cluster, hardware = load_cluster("a100-1x8")
+    pins = Pins(tp=4, pp=2, subsequences=8, multiplexed=False)
+    question = Question(shallow(4), cluster, hardware, 8 * K, system="sppo", pins=pins)
+    free, _ = candidates(question)
+    pinned, _ = candidates(replace(question, pins=replace(pins, offload_window=1)))
+    assert sorted(c.base.swapped_tokens > 0 for c in free if c.policy.hides) == [False, True]
+    assert [c.base for c in pinned if c.policy.hides] == [c.base for c in free if c.policy.hides and c.base.alpha]
+
+
+@pytest.mark.parametrize("alpha", [None, 0.5])
+def test_a_pinned_window_is_that_of_every_plan_found(alpha: float | None) -> None:
+    """Token-wise and partly swapped alike, at whatever alpha the search takes."""
+    pins = {"tp": 2, "pp": 2, "subsequences": 8, "offload_window": 2, "alpha": alpha}
+    found = search(asked("any", device_gib=16, **pins), prune=False)  # type: ignore[arg-type]
+    swapped = [e.decisions for e in found.ranked if e.prediction.status == "ok"]
+    assert swapped
+    assert {d.offload_window for d in swapped} == {2}
+
+
+def test_numbers_that_are_searched_bring_windows_and_guests_along() -> None:
+    """What wins when it is named wins when it is left open: sequences inside a node, shared by idle stages."""
+    windows = {
+        (c.policy.label, c.base.offload_window) for c in candidates(asked("any", tp=2, pp=2, subsequences="auto"))[0]
+    }
+    assert {("full swap", w) for w in (0, 1, 4)} <= windows
+    assert {("partial swap", w) for w in (0, 1, 4)} <= windows
+    assert {w for label, w in windows if label in ("keep", "token-wise")} == {0}
+    inside = replace(asked("any", tp=2, pp=4, subsequences="auto"), cluster=load_cluster("a100-1x8")[0])
+    assert {(n.subsequences, n.multiplexed) for n in layouts(inside)} >= {(4, False), (4, True)}
+    for others in ("terapipe", "megatron-lm"):
+        asked_for = asked(others, tp=2, pp=4, subsequences="auto")
+        assert not any(n.multiplexed for n in layouts(replace(asked_for, cluster=inside.cluster)))
+
+
+def test_the_solvers_own_number_is_searched() -> None:
+    question = asked(tp=2, seq_tokens=160 * K)
+    choice = solve(question, sps=[2])[0]
+    assert choice.subsequences not in counts(160 * K, 1)
+    tried = {layout.subsequences for layout in layouts(question) if layout.pp == choice.pp}
+    assert tried == {*counts(160 * K, 1), choice.subsequences}
+    # Nobody else has that solver, and who names a number gets that one.
+    for other in (replace(question, system="seq1f1b"), asked(tp=2, pp=2, subsequences=5)):
+        assert choice.subsequences not in {layout.subsequences for layout in layouts(other)}
+
+
+def test_where_everything_hides_a_full_swap_is_not_played_twice() -> None:
+    asked_for = {"tp": 2, "pp": 2, "subsequences": 4}
+    (only,), _ = candidates(asked(seq_tokens=512 * K, **asked_for))  # type: ignore[arg-type]
+    assert only.policy.hides
+    assert only.base.alpha == 1
+    short = candidates(asked(seq_tokens=8 * K, tp=2, pp=2, subsequences=8))[0]
+    alphas = [c.base.alpha for c in short if c.policy.hides]
+    assert len(alphas) == 2
+    assert alphas[0] < alphas[1] < 1
+    assert [c.base.offload_window for c in short if not c.policy.hides] == [1, 4]
+
+
+@pytest.mark.parametrize(
+    ("pins", "where", "wanted"),
+    [
+        ({"tp": 2, "pp": 2, "subsequences": 1000}, "layout.subsequences", "at most 128"),
+        ({"tp": 2, "pp": 2, "subsequences": 1, "multiplexed": True}, "layout.subsequences", "at least 2"),
+        ({"tp": 2, "cp": 2, "subsequences": 4}, "layout.cp", "1"),
+    ],
+)
+def test_a_single_reason_is_told_whole(pins: dict[str, object], where: str, wanted: str) -> None:
+    with pytest.raises(Infeasible) as error:
+        candidates(asked("any", **pins))  # type: ignore[arg-type]
+    assert error.value.where == where
+    assert str(error.value.wanted) == wanted
+
+
+def test_a_system_has_its_own_numbers_and_others_one_unless_asked() -> None:
+    def numbers(question: Question) -> set[int]:
+        return {layout.subsequences for layout in layouts(question)}
+
+    assert numbers(asked(seq_tokens=128 * K)) == {8, 16, 32, 64} == set(counts(128 * K, 1))
+    assert numbers(asked(subsequences=12)) == {12}
+    assert numbers(asked("any")) == {1}
+    assert numbers(asked("any", subsequences="auto", seq_tokens=128 * K)) == {1, 8, 16, 32, 64}
+    others = [name for name in SYSTEMS if name not in ("sppo", "terapipe", "seq1f1b")]
+    assert all(numbers(asked(name)) == {1} for name in others)
+
+
+def test_sppo_keeps_tensor_parallelism_inside_a_node() -> None:
+    found = {(layout.tp, layout.pp) for layout in layouts(asked()) if layout.dp == 1}
+    assert found == {(1, 4), (2, 2)}
+    assert (4, 1) in {(layout.tp, layout.pp) for layout in layouts(asked(tp=4))}
+
+
+def test_what_hides_is_offloaded_and_alpha_grows_as_parts_shrink() -> None:
+    question = asked(tp=2, pp=2, subsequences=8, seq_tokens=128 * K)
+    aware = next(c for c in candidates(question)[0] if c.policy.label == "sequence-aware offload")
+    parts, swapped = partition(aware.base), swapped_parts(aware.base)
+    assert len(set(swapped)) > 1 or max(swapped) < min(parts)
+    alphas = [some / part for some, part in zip(swapped, parts, strict=True)]
+    assert all(before <= after for before, after in pairwise(alphas))
+    assert aware.policy.alpha == aware.base.alpha == sum(swapped) / sum(parts)
+    # As many tokens as leave under a part, at the node's rate: one row block more would not.
+    forward_s = [part.forward_s for part in PartPrices(question.hardware, question.cluster).parts(aware.base)]
+    token_bytes = offloaded_bytes(aware.base)
+    hidden_bytes = sum(forward_s) / 8 * offload_bandwidth(question, aware.base, 10**9)
+    assert max(swapped) * token_bytes <= hidden_bytes * 1.01
+    assert (max(swapped) + aware.base.swap_granule) * token_bytes > hidden_bytes
+
+
+def test_alpha_is_searched_by_tokens_that_every_part_swaps() -> None:
+    base = Decisions(model=shallow(4), seq_tokens=32 * K, layout=Layout(tp=2, sequence_parallel=True, subsequences=6))
+    grid = Grid.of(base)
+    assert 1 < grid.steps <= 64
+    plans = [grid.at(step) for step in range(grid.steps + 1)]
+    assert [grid.step_of(plan) for plan in plans] == list(range(grid.steps + 1))
+    assert plans[0].swapped_tokens == 0
+    assert plans[-1].swapped_tokens == 32 * K
+    assert all(a.swapped_tokens < b.swapped_tokens for a, b in pairwise(plans))
+
+
+@pytest.mark.parametrize(("system", "device_gib"), [("sppo", 80), ("seq1f1b", 16), ("terapipe", 12)])
+def test_pruning_does_not_change_the_best(system: str, device_gib: int) -> None:
+    question = asked(system, device_gib=device_gib, tp=2, seq_tokens=16 * K)
+    everything, pruned = search(question, prune=False), search(question)
+    assert everything.ranked[0].rank_key == pruned.ranked[0].rank_key
+    assert pruned.evaluated + pruned.pruned == everything.evaluated + everything.pruned
+    assert pruned.evaluated < everything.evaluated
+
+
+def test_a_bubble_is_worth_subsequences_and_one_stage_is_not() -> None:
+    staged = search(asked("any", tp=2, pp=2, subsequences="auto", recompute="none", alpha=0)).best
+    assert staged is not None
+    assert staged.decisions.layout.subsequences > 1
+    alone = search(asked("any", tp=4, pp=1, subsequences="auto", recompute="none", alpha=0)).best
+    assert alone is not None
+    assert alone.decisions.layout.subsequences == 1

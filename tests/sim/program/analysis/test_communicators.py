@@ -1,0 +1,65 @@
+"""Communicators: what a plan's layout makes of them, for the executor's groups and an eager framework's."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from memo_sim.contract.plan import Layout
+from memo_sim.program.analysis.communicators import communicators
+from memo_sim.program.lower import lower
+from tests.sim.small_programs import GPT, decide
+
+EIGHT = Layout(tp=2, sequence_parallel=True, cp=2, dp=2, zero=1)
+STAGES = Layout(tp=2, pp=4, dp=2, zero=1)
+
+
+def sizes(layout: Layout, policy: str = "planned", **more: object) -> list[list[int]]:
+    model = msgspec.structs.replace(GPT, layers=4)
+    decisions = decide(model, layout, global_batch=8, memory_policy=policy, **more)
+    return [communicators(program, decisions) for program in lower(decisions)]
+
+
+def test_a_device_alone_has_none() -> None:
+    assert sizes(Layout()) == [[]]
+
+
+@pytest.mark.parametrize(
+    ("layout", "wanted"),
+    [
+        (Layout(tp=4, sequence_parallel=True), [4, 4]),  # all ranks, and the same ranks as a tensor-parallel group
+        (Layout(dp=2, zero=1), [2, 2]),
+        (EIGHT, [8, 4, 2, 2]),
+    ],
+)
+def test_all_ranks_and_every_group_that_a_program_names(layout: Layout, wanted: list[int]) -> None:
+    (found,) = sizes(layout)
+    assert found[0] == layout.devices
+    assert sorted(found, reverse=True) == wanted
+
+
+def test_a_stage_between_two_others_has_a_pair_for_each_way() -> None:
+    first, second, third, last = sizes(STAGES)
+    assert len(second) == len(third) == len(first) - 1 + 2  # tied embeddings are the first's and the last's
+    assert len(first) == len(last)
+
+
+def test_a_lane_of_its_own_is_a_communicator_of_its_own_but_not_under_an_eager_framework() -> None:
+    (alone,), (beside,) = sizes(EIGHT, overlap="none"), sizes(EIGHT, overlap="gradients")
+    assert sorted(beside) == sorted([*alone, EIGHT.replicas])
+    (eager,) = sizes(EIGHT, "eager", overlap="gradients")
+    assert sorted(eager) == sorted(alone)
+
+
+def test_stages_of_an_eager_framework_hand_over_in_one_group() -> None:
+    first, second, *_ = sizes(STAGES, "eager")
+    assert sorted(second) == [2, 2, 4, 16]  # tensor-parallel, replicas, stages, all
+    assert sorted(first) == sorted([*second, 2])
+
+
+@pytest.mark.parametrize(
+    ("cp", "exchange", "pairs"), [(2, "ring", []), (4, "ring", [2, 2]), (4, "all_gather", [])], ids=str
+)
+def test_a_ring_of_an_eager_framework_has_one_with_each_neighbour(cp: int, exchange: str, pairs: list[int]) -> None:
+    (eager,) = sizes(Layout(cp=cp, cp_exchange=exchange), "eager")
+    assert eager == [cp, cp, cp, *pairs]  # all, the ring, replicas

@@ -1,0 +1,202 @@
+"""Attention in chunks under full recompute: the same products and bytes, room for one chunk, and what is refused."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import msgspec
+import pytest
+
+from memo_sim.contract.errors import Infeasible
+from memo_sim.contract.model import Model
+from memo_sim.contract.plan import Decisions, Kernels, Layout
+from memo_sim.program.analysis.columns import expand
+from memo_sim.program.analysis.edges import derive_edges
+from memo_sim.program.analysis.liveness import live_bytes, liveness, peak
+from memo_sim.program.ir.instruction import Lane
+from memo_sim.program.ir.work import Attention, Copy, Gemm
+from memo_sim.program.layout.attention_chunks import attention_chunks
+from memo_sim.program.layout.token_order import token_runs
+from memo_sim.program.lower import lower
+from memo_sim.program.verify.program import check_edges, check_program
+from memo_sim.program.verify.roles import check_roles
+from tests.sim.small_programs import GPT, LLAMA, decide
+
+LAYOUTS = [
+    Layout(),
+    Layout(tp=2),
+    Layout(tp=2, sequence_parallel=True, ulysses=2),
+    Layout(ulysses=2, dp=2, zero=3),
+]
+MODELS = pytest.mark.parametrize("model", [GPT, LLAMA], ids=["gpt", "llama"])
+
+
+def chunks(
+    model: Model = GPT, layout: Layout | None = None, *, chunk: int = 512, alpha: float = 0.0, **more: Any
+) -> Decisions:
+    return decide(model, layout, ("full", alpha), attention_chunk_tokens=chunk, **more)
+
+
+@MODELS
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize(("seq_tokens", "alpha", "mlp"), [(2048, 1.0, 0), (1664, 0.0, 512)])
+def test_every_program_passes_the_independent_checkers(
+    model: Model, layout: Layout, seq_tokens: int, alpha: float, mlp: int
+) -> None:
+    programs = lower(chunks(model, layout, seq_tokens=seq_tokens, alpha=alpha, mlp_chunk_tokens=mlp))
+    columns = expand(programs[0])
+    assert check_program(programs[0], columns) == []
+    assert check_edges(columns, derive_edges(columns)) == []
+    assert check_roles(programs) == []
+
+
+def work(decisions: Decisions) -> dict[str, float]:
+    """Return FLOPs by phase of products, and of attention's pairs of query and key that are not masked."""
+    total: Counter[str] = Counter()
+    for name, i in lower(decisions)[0].walk():
+        phase = name.split("/")[-2]
+        if isinstance(i.work, Gemm):
+            total[f"{phase}/{name.split('/')[-1].split('.c')[0]}"] += i.work.flops
+        elif isinstance(i.work, Attention):
+            total[f"{phase}/attention"] += i.work.flops
+    return dict(total)
+
+
+@MODELS
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("seq_tokens", [2048, 1664])
+def test_the_work_is_that_of_whole_attention(model: Model, layout: Layout, seq_tokens: int) -> None:
+    whole = work(decide(model, layout, ("full", 0.0), seq_tokens=seq_tokens))
+    assert work(chunks(model, layout, seq_tokens=seq_tokens)) == pytest.approx(whole)
+
+
+def test_every_query_meets_every_key_before_it_once() -> None:
+    """Forward and its repetition chunk by chunk; backward by keys, own queries last, for then both are complete."""
+    by_phase: dict[str, list[tuple[int, int]]] = {"fwd": [], "rec": [], "bwd": []}
+    for name, i in lower(chunks(seq_tokens=1536))[0].walk():
+        if isinstance(i.work, Attention) and name.startswith("m0/s0/l0/"):
+            c, _, k = name.split(".c")[1].partition(".k")
+            by_phase[name.split("/")[-2]].append((int(c), int(k or c)))
+    assert by_phase["fwd"] == by_phase["rec"] == [(0, 0), (1, 1), (1, 0), (2, 2), (2, 0), (2, 1)]
+    assert by_phase["bwd"] == [(1, 0), (2, 0), (0, 0), (2, 1), (1, 1), (2, 2)]
+
+
+def copied(decisions: Decisions, layers: int) -> Counter[tuple[str, str]]:
+    """Return bytes that a layer copies of each tensor, by phase and way."""
+    found: Counter[tuple[str, str]] = Counter()
+    for name, i in lower(decisions)[0].walk():
+        parts = name.split("/")
+        if isinstance(i.work, Copy) and parts[-2] in ("fwd", "rec", "bwd"):
+            found[parts[-2], parts[-1].split(".c")[0]] += i.work.bytes
+    return Counter({key: size // layers for key, size in found.items()})
+
+
+@pytest.mark.parametrize("ulysses", [1, 2])
+def test_bytes_that_wait_on_the_host(ulysses: int) -> None:
+    """Of four chunks: keys of three for the chunks behind; in backward all, and queries once for each chunk of keys."""
+    decisions = chunks(GPT, Layout(ulysses=ulysses), global_batch=1)
+    chunk, pairs, unit = 512, 10, 2 * GPT.q_width // ulysses
+    lse = 4 * GPT.heads // ulysses
+    wanted = {
+        ("fwd", "kv.store"): 3 * chunk * 2 * unit,
+        ("fwd", "kv.fetch"): 6 * chunk * 2 * unit,
+        ("rec", "kv.store"): 4 * chunk * 2 * unit,
+        ("rec", "kv.fetch"): 6 * chunk * 2 * unit,
+        ("rec", "q.store"): 4 * chunk * unit,
+        ("rec", "lse.store"): 4 * chunk * lse,
+        ("bwd", "kv.fetch"): 4 * chunk * 2 * unit,
+        ("bwd", "q.fetch"): pairs * chunk * unit,
+        ("bwd", "lse.fetch"): pairs * chunk * lse,
+        ("bwd", "d_attn.store"): 4 * chunk * unit,
+        ("bwd", "d_attn.fetch"): pairs * chunk * unit,
+        # In fp32, and not for the first chunk of keys; nor do complete ones leave.
+        ("bwd", "d_q.store"): 6 * chunk * 2 * unit,
+        ("bwd", "d_q.fetch"): 6 * chunk * 2 * unit,
+    }
+    if ulysses > 1:  # else the output lies at home
+        wanted |= {("rec", "attn.store"): 4 * chunk * unit, ("bwd", "attn.fetch"): pairs * chunk * unit}
+    assert copied(decisions, GPT.layers) == wanted
+
+
+def peak_bytes(decisions: Decisions) -> int:
+    program = lower(decisions)[0]
+    return peak(live_bytes(liveness(program, expand(program)), device=True)).bytes
+
+
+@pytest.mark.parametrize("layout", [LAYOUTS[0], LAYOUTS[2]], ids=str)
+def test_the_peak_falls_with_the_chunk(layout: Layout) -> None:
+    more: dict[str, Any] = {"seq_tokens": 8192, "global_batch": 1, "states": "host", "mlp_chunk_tokens": 512}
+    whole = peak_bytes(decide(LLAMA, layout, ("full", 1.0), **more))
+    cut = [peak_bytes(chunks(LLAMA, layout, chunk=chunk, alpha=1.0, **more)) for chunk in (2048, 1024, 512)]
+    assert whole > cut[0] > cut[1] >= cut[2]
+
+
+@MODELS
+def test_on_the_device_there_is_room_for_a_few_chunks_of_queries_keys_and_values(model: Model) -> None:
+    program = lower(chunks(model, chunk=512, alpha=1.0))[0]
+    (backward,) = (t for t in program.templates if t.name == "layer.bwd")
+    inside = ("q", "kv", "qkv", "attn.part", "d_q", "d_kv", "d_qkv", "d_attn", "lse", "norm1", "qk_raw", "host")
+    mine = [f for f in backward.own if f.name.startswith(inside)]
+    assert {f.name: f.tokens for f in mine if f.tokens > 512} == {}
+    assert {f.space for f in mine if f.name.startswith("host")} == {"host"}
+    assert {i.lane for i in backward.instructions if i.op in ("h2d", "d2h")} == {Lane.H2D, Lane.D2H}
+
+
+@MODELS
+def test_what_tensor_parallel_ranks_gather_and_sum_is_of_one_chunk(model: Model) -> None:
+    """But for the gathered gradient of the embedding, of whose rows the update is one call."""
+    layout = Layout(tp=2, sequence_parallel=True)
+    program = lower(chunks(model, layout, chunk=512, mlp_chunk_tokens=512, loss_chunk_tokens=256))[0]
+    gathered = {
+        f"{t.name}/{t.slots[o.slot]}": next((f.tokens for f in t.own if f.name == t.slots[o.slot]), 0)
+        for t in program.templates
+        if t.name.startswith(("layer", "head"))
+        for i in t.instructions
+        if i.op in ("all_gather", "reduce_scatter")
+        for o in i.operands
+        if o.role == "full"
+    }
+    assert len(gathered) > 8
+    assert set(gathered.values()) == {512}
+
+
+def test_each_rank_of_ulysses_holds_its_part_of_every_chunk() -> None:
+    decisions = chunks(GPT, Layout(ulysses=2), seq_tokens=1664)
+    assert attention_chunks(decisions) == [(0, 256), (256, 256), (512, 256), (768, 64)]
+    for rank in (0, 1):
+        starts = [(run.row, run.token, run.tokens) for run in token_runs(decisions, rank)]
+        assert starts == [(256 * c, 512 * c + 256 * rank, 256) for c in range(3)] + [(768, 1536 + 64 * rank, 64)]
+
+
+def test_a_chunk_that_holds_all_is_whole_attention() -> None:
+    whole = lower(decide(GPT, policy=("full", 0.0)))[0]
+    assert lower(chunks(chunk=2048))[0].sha256 == whole.sha256
+    assert lower(chunks(chunk=1024))[0].sha256 != whole.sha256
+    ring = decide(GPT, Layout(cp=2), ("full", 0.0))
+    assert lower(chunks(GPT, Layout(cp=2), chunk=4096))[0].sha256 == lower(ring)[0].sha256
+
+
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        ({"recompute": "none"}, "recompute none has no lowering"),
+        ({"recompute": "tokenwise"}, "recompute tokenwise has no lowering"),
+        ({"micro_batch": 2, "global_batch": 2}, "micro_batch 2 has no lowering"),
+        ({"layout": Layout(cp=2)}, "cp 2 has no lowering"),
+        ({"layout": Layout(metp=2)}, "metp 2 has no lowering"),
+        ({"layout": Layout(cp_exchange="rsa"), "kernels": Kernels(attention="torch")}, "cp_exchange rsa"),
+        ({"layout": Layout(pp=2, subsequences=2)}, "subsequences 2 has no lowering"),
+        ({"layout": Layout(pp=2, schedule="zero-bubble")}, "schedule zero-bubble has no lowering"),
+        ({"kernels": Kernels(attention="plain")}, "attention plain has no lowering"),
+        ({"attention_chunk_tokens": 200}, "multiples of 128"),
+        ({"attention_chunk_tokens": 128, "layout": Layout(ulysses=2)}, "multiples of 256"),
+        ({"attention_chunk_tokens": 128, "seq_tokens": 1 << 14}, "64 of them at most"),
+        ({"model": msgspec.structs.replace(GPT, bidirectional=True)}, "bidirectional true has no lowering"),
+    ],
+)
+def test_what_cannot_be_cut_is_refused(change: dict[str, Any], what: str) -> None:
+    fields = {"model": GPT, "seq_tokens": 2048, "recompute": "full", "attention_chunk_tokens": 512, **change}
+    with pytest.raises(Infeasible, match=what) as error:
+        lower(Decisions(**fields))
+    assert error.value.exit_code == 4

@@ -1,0 +1,224 @@
+"""Ulysses: what is exchanged, that tokens arrive in order, what attention works on, and which degrees are refused."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from memo_sim.answers.what_if import what_if
+from memo_sim.contract.catalog import load_cluster, load_model
+from memo_sim.contract.errors import Infeasible, UsageError
+from memo_sim.contract.model import Model
+from memo_sim.contract.plan import Decisions, Layout
+from memo_sim.costs.placement import Placement, place
+from memo_sim.planning.layouts import layouts
+from memo_sim.planning.question import Pins, Question
+from memo_sim.planning.space import candidates
+from memo_sim.program.ir.instruction import Instruction, Template
+from memo_sim.program.ir.work import Attention, Collective, Gemm
+from memo_sim.program.layout.shape import shape_of
+from memo_sim.program.layout.skeletal import skeletal_tensors
+from memo_sim.program.lower import lower
+from tests.sim.small_programs import GPT, LLAMA, POLICIES, decide, faults_of
+
+LAYOUTS = [
+    Layout(ulysses=4),
+    Layout(ulysses=2, dp=2, zero=3),
+    Layout(ulysses=2, cp=2, zero=1),
+    Layout(tp=2, sequence_parallel=True, ulysses=2, zero=2),
+    Layout(tp=2, ulysses=2),
+]
+
+
+@pytest.mark.parametrize("model", [GPT, LLAMA], ids=["gpt", "llama"])
+@pytest.mark.parametrize("policy", POLICIES, ids=lambda p: f"{p[0]}-{p[1]}")
+def test_every_program_passes_the_independent_checkers(model: Model, policy: tuple[str, float]) -> None:
+    for layout in LAYOUTS:
+        assert faults_of(decide(model, layout, policy, seq_tokens=4096)) == []
+
+
+def exchanged(decisions: Decisions) -> Counter[str]:
+    """Return the bytes a rank holds of what its all-to-alls exchange, by phase."""
+    total: Counter[str] = Counter()
+    for name, instruction in lower(decisions)[0].walk():
+        if isinstance(instruction.work, Collective) and instruction.work.kind == "all_to_all":
+            assert instruction.work.group == "ulysses"
+            total[name.split("/")[-2]] += instruction.work.bytes
+    return total
+
+
+@pytest.mark.parametrize("model", [GPT, LLAMA], ids=["gpt", "llama"])
+@pytest.mark.parametrize("degree", [2, 4])
+def test_bytes_exchanged_are_those_of_the_formula(model: Model, degree: int) -> None:
+    """Q, K, V there and the output back, and their gradients: 4 x tokens x hidden each way where heads are equal."""
+    tokens, layers, micro_batches = 4096 // degree, model.layers, 2
+    whole = layers * micro_batches * tokens * (2 * model.q_width + 2 * model.kv_width) * 2
+    if model is GPT:
+        assert whole == layers * micro_batches * 4 * tokens * model.hidden * 2
+
+    def at(policy: tuple[str, float]) -> Counter[str]:
+        return exchanged(decide(model, Layout(ulysses=degree), policy, seq_tokens=4096))
+
+    assert at(("none", 0.0)) == {"fwd": whole, "bwd": whole}
+    assert at(("full", 0.0)) == {"fwd": whole, "rec": whole, "bwd": whole}
+    # The last two layers are resident; the others send the rows that they rebuild once more.
+    rebuilt = whole * (layers - 2) // layers // 2
+    assert at(("tokenwise", 0.5)) == {"fwd": whole, "rec": rebuilt, "bwd": whole}
+    assert at(("none", 1.0)) == {"fwd": whole, "bwd": whole}
+
+
+@pytest.mark.parametrize("degree", [2, 4])
+def test_ranks_share_the_work_evenly(degree: int) -> None:
+    def flops(layout: Layout) -> tuple[float, float]:
+        works = [i.work for _, i in lower(decide(GPT, layout, seq_tokens=4096))[0].walk()]
+        return (
+            sum(w.flops for w in works if isinstance(w, Attention)),
+            sum(w.flops for w in works if isinstance(w, Gemm)),
+        )
+
+    assert flops(Layout()) == tuple(degree * part for part in flops(Layout(ulysses=degree)))
+
+
+def test_attention_sees_whole_sequences_and_a_part_of_the_heads() -> None:
+    decisions = decide(LLAMA, Layout(ulysses=4), micro_batch=2, seq_tokens=4096)
+    works = {i.work for _, i in lower(decisions)[0].walk() if isinstance(i.work, Attention)}
+    assert {(w.batch, w.q_tokens, w.k_tokens, w.heads, w.kv_heads) for w in works} == {(2, 4096, 4096, 2, 1)}
+
+
+def test_skeletal_tensors_are_divided_and_the_projections_input_comes_on_top() -> None:
+    decisions = decide(GPT, Layout(ulysses=4), seq_tokens=4096)
+    tensors = [t for t in skeletal_tensors(GPT, shape_of(decisions), "bf16") if not t.statistics]
+    unit = 4096 // 4 * GPT.hidden
+    assert sum(t.tokens * t.features for t in tensors) == (16 + 1) * unit
+    assert {t.name: t.tokens for t in tensors if t.tokens != 1024} == {"qkv": 4096, "attn": 4096}
+
+
+@pytest.mark.parametrize("policy", [("none", 0.0), ("tokenwise", 0.25), ("tokenwise", 0.0)])
+@pytest.mark.parametrize("degree", [2, 4])
+def test_tokens_reach_attention_in_order_and_come_home(policy: tuple[str, float], degree: int) -> None:
+    """Play the exchanges of one layer's forward on every rank, with a number in each element that says whose it is."""
+    decisions = decide(GPT, Layout(ulysses=degree), policy, seq_tokens=2048)
+    (program,) = lower(decisions)
+    forward = next(t for t in program.templates if t.name == "layer.fwd")
+    exchanges = [i for i in forward.instructions if i.op in ("heads.transpose", "all_to_all")]
+    shape, heads = shape_of(decisions), GPT.heads
+    blocks = [(0, decisions.swapped_tokens), (decisions.swapped_tokens, shape.tokens - decisions.swapped_tokens)]
+    mine = [
+        np.concatenate([degree * first + rank * n + np.arange(n) for first, n in blocks]).astype(np.int64)
+        for rank in range(degree)
+    ]
+    # Element (token, head) is token * heads + head; of Q alone, for packed K and V go with the same head.
+    ranks = [{"qkv_home": rows[:, None] * heads + np.arange(heads)} for rows in mine]
+    for instruction in exchanges:
+        if instruction.name in {"fwd/attn.to_tokens", "fwd/attn.to_tokens.r0"}:
+            for held in ranks:  # attention: what it makes of a token's head is told by the same number
+                held["attn"] = held["qkv"].copy()
+        play(forward, instruction, ranks, (shape.tokens, heads))
+    for rank, held in enumerate(ranks):
+        part = heads // degree
+        wanted = np.arange(2048)[:, None] * heads + np.arange(rank * part, (rank + 1) * part)
+        np.testing.assert_array_equal(held["qkv"], wanted)
+        np.testing.assert_array_equal(held["attn_home"], held["qkv_home"])
+
+
+def play(template: Template, i: Instruction, ranks: list[dict[str, np.ndarray]], home: tuple[int, int]) -> None:
+    """Play one exchange on all ranks: a packed buffer has the heads of each destination together, by token."""
+    degree, (tokens, heads) = len(ranks), home
+    names = [name.removeprefix("skeletal.") for name in template.slots]
+    source, target = ((names[o.slot], slice(o.first, o.first + o.tokens)) for o in i.operands)
+    part = heads // degree
+    for held in ranks:
+        at_home = "home" in target[0] or "fwd." in target[0]
+        held.setdefault(target[0], np.full((tokens, heads) if at_home else (tokens * degree, part), -1))
+    sent = [held[source[0]][source[1]] for held in ranks]
+    for me, held in enumerate(ranks):
+        if i.op == "heads.transpose":
+            n = len(sent[me])
+            if "pack" in i.name and "unpack" not in i.name:
+                by_rank = sent[me].reshape(n, degree, part).transpose(1, 0, 2)
+                held[target[0]][target[1]] = by_rank.reshape(n, heads)
+            else:
+                held[target[0]][target[1]] = sent[me].reshape(degree, n, part).transpose(1, 0, 2).reshape(n, heads)
+        else:
+            pieces = [np.array_split(s.reshape(-1), degree)[me] for s in sent]
+            held[target[0]][target[1]] = np.concatenate(pieces).reshape(held[target[0]][target[1]].shape)
+
+
+@pytest.mark.parametrize(
+    ("model", "layout", "seq_tokens", "what"),
+    [
+        (GPT, Layout(ulysses=8), 4096, "does not divide heads"),
+        (LLAMA, Layout(ulysses=8), 4096, "does not divide kv_heads"),
+        (LLAMA, Layout(tp=2, ulysses=4), 4096, "does not divide kv_heads"),
+        (GPT, Layout(ulysses=4), 4098, "does not divide seq_tokens"),
+        (GPT, Layout(ulysses=4, cp=2), 4104, "does not divide seq_tokens"),
+    ],
+)
+def test_degrees_that_divide_neither_heads_nor_tokens_are_refused(
+    model: Model, layout: Layout, seq_tokens: int, what: str
+) -> None:
+    with pytest.raises(Infeasible, match=what) as error:
+        lower(Decisions(model=model, layout=layout, seq_tokens=seq_tokens))
+    assert error.value.exit_code == 4
+
+
+def test_where_the_ranks_of_a_group_lie() -> None:
+    layout = Layout(tp=2, ulysses=4, cp=2, dp=2)
+    assert place("ulysses", 4, layout, 8) == Placement(ranks=4, per_node=4, nodes=1, together=2)
+    assert place("cp", 2, layout, 8) == Placement(ranks=2, per_node=1, nodes=2, together=8)
+    assert place("dp", 2, layout, 16) == Placement(ranks=2, per_node=1, nodes=2, together=16)
+    assert place("grads", 16, layout, 8) == Placement(ranks=16, per_node=4, nodes=4, together=2)
+    # Of 16 ranks on two nodes the exchange crosses, and two such groups share the cards.
+    assert place("ulysses", 8, Layout(tp=2, ulysses=8), 8) == Placement(ranks=8, per_node=4, nodes=2, together=2)
+
+
+def ask(
+    cluster_name: str, model: str, *, seq_tokens: int = 131072, system: str = "deepspeed-ulysses", **pins
+) -> Question:
+    cluster, hardware = load_cluster(cluster_name)
+    return Question(load_model(model), cluster, hardware, seq_tokens, system=system, pins=Pins(**pins), global_batch=16)
+
+
+def test_deepspeeds_degree_is_limited_by_heads() -> None:
+    """MEMO 5.2: 40 and 56 heads admit no more than 8 of 16 and 32 devices."""
+    for cluster, model, most in (("a800-2x8", "gpt-13b", 8), ("a800-4x8", "gpt-30b", 8), ("a800-8x8", "gpt-7b", 32)):
+        asked = ask(cluster, model)
+        found, refused = candidates(asked)
+        assert max(c.base.layout.ulysses for c in found) == most
+        assert {c.base.layout.zero for c in found} == {3}
+        assert {c.base.layout.tp * c.base.layout.cp for c in found} == {1}
+        assert any("does not divide heads" in reason for reason in refused)
+
+
+def test_ulysses_is_searched_where_the_system_has_it_and_can_be_pinned_elsewhere() -> None:
+    assert {layout.ulysses for layout in layouts(ask("a800-1x8", "gpt-7b"))} == {1, 2, 4, 8}
+    assert {layout.ulysses for layout in layouts(ask("a800-1x8", "gpt-7b", system="any"))} == {1}
+    pinned = layouts(ask("a800-1x8", "gpt-7b", system="any", ulysses=4))
+    assert {(layout.tp, layout.cp, layout.dp) for layout in pinned} == {(1, 1, 2), (1, 2, 1), (2, 1, 1)}
+    named = layouts(ask("a800-1x8", "gpt-7b", system="megatron-lm", ulysses=2))
+    assert {layout.ulysses for layout in named} == {2}
+    with pytest.raises(UsageError, match="fsdp does not divide work that way"):
+        layouts(ask("a800-1x8", "gpt-7b", system="fsdp", ulysses=2))
+    with pytest.raises(UsageError, match="deepspeed-ulysses does not divide work that way"):
+        layouts(ask("a800-1x8", "gpt-7b", tp=2))
+
+
+def test_the_answer_waits_for_all_to_alls() -> None:
+    answer = what_if(ask("a800-1x8", "gpt-7b", ulysses=8))
+    best = answer.result.best
+    assert best is not None
+    assert (best.layout.ulysses, best.layout.zero, best.memory_policy) == (8, 3, "eager")
+    layer = 4 * (131072 // 8) * 4096 * 2 / 2**30  # a layer's forward; as much in backward, and in recompute
+    passes = {"none": 2, "full": 3}[best.recompute]
+    (line,) = [line for line in answer.result.why if line.startswith("Ulysses 8")]
+    assert f"exchanges {16 * 32 * passes * layer:.2f} GiB" in line
+    waited = {s.waits_for: s.seconds for s in best.stalls if s.lane == "compute"}
+    assert waited["all_to_all"] == max(waited.values())
+
+
+def test_groups_of_different_layouts_have_different_programs() -> None:
+    pairs = itertools.combinations([lower(decide(GPT, layout, seq_tokens=4096))[0].sha256 for layout in LAYOUTS], 2)
+    assert all(a != b for a, b in pairs)

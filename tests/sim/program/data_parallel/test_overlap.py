@@ -1,0 +1,153 @@
+"""Replicas' collectives beside compute: what moves where, what it is worth, and what it costs the others."""
+
+from __future__ import annotations
+
+import itertools
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from memo_sim.contract.catalog import load_cluster, load_model
+from memo_sim.contract.model import Model
+from memo_sim.contract.plan import Decisions, Layout, Overlap
+from memo_sim.costs.pricing import NodeRates, Pricer
+from memo_sim.engine.simulate import simulate
+from memo_sim.program.analysis.columns import expand
+from memo_sim.program.analysis.edges import derive_edges
+from memo_sim.program.ir.instruction import Lane
+from memo_sim.program.ir.work import Collective
+from memo_sim.program.lower import lower
+from memo_sim.program.verify.program import check_edges, check_program
+from tests.sim.small_programs import GPT, LLAMA, POLICIES, decide
+
+OVERLAPS: tuple[Overlap, ...] = ("none", "gradients", "both")
+LAYOUTS = [
+    Layout(dp=4, zero=0),
+    Layout(dp=4, zero=1),
+    Layout(cp=2, dp=2, zero=1),
+    Layout(tp=2, sequence_parallel=True, cp=2, zero=1),
+    Layout(dp=4, zero=2),
+]
+
+
+def replica_calls(decisions: Decisions) -> list[tuple[str, str, Lane, int]]:
+    """Return (id, kind, lane, bytes) of everything the replicas exchange, in program order."""
+    (program,) = lower(decisions)
+    return [
+        (name, i.work.kind, i.lane, i.work.bytes)
+        for name, (_, i) in zip(program.ids(), program.walk(), strict=True)
+        if isinstance(i.work, Collective) and i.work.group == "grads" and i.op != "all_reduce"
+    ]
+
+
+@pytest.mark.parametrize("model", [GPT, LLAMA], ids=["gpt", "llama"])
+@pytest.mark.parametrize("policy", POLICIES, ids=lambda p: f"{p[0]}-{p[1]}")
+def test_every_program_passes_the_independent_checkers(model: Model, policy: tuple[str, float]) -> None:
+    for layout, overlap in itertools.product(LAYOUTS, OVERLAPS[1:]):
+        (program,) = lower(decide(model, layout, policy, overlap=overlap))
+        columns = expand(program)
+        assert check_program(program, columns) == []
+        assert check_edges(columns, derive_edges(columns)) == []
+
+
+@given(
+    model=st.sampled_from([GPT, LLAMA]),
+    layout=st.sampled_from(LAYOUTS),
+    batches=st.integers(1, 3),
+)
+@settings(max_examples=20, deadline=None)
+def test_the_same_bytes_are_moved_once_wherever_they_are_played(model: Model, layout: Layout, batches: int) -> None:
+    calls = [
+        replica_calls(decide(model, layout, global_batch=batches * layout.dp, overlap=overlap)) for overlap in OVERLAPS
+    ]
+    moved = [sorted((kind, size) for _, kind, _, size in found) for found in calls]
+    assert moved[0] == moved[1] == moved[2]
+    assert {lane for _, _, lane, _ in calls[0]} == {Lane.COLLECTIVE}
+
+
+def test_gradients_leave_behind_the_last_backward_and_parameters_come_before_the_first_forward() -> None:
+    (program,) = lower(decide(LLAMA, Layout(dp=4, zero=1), global_batch=8, overlap="both"))
+    ids = program.ids()
+    for layer in range(LLAMA.layers):
+        reduced = ids.index(f"step/l{layer}/reduce/grads")
+        backward = [i for i, name in enumerate(ids) if name.startswith(f"m1/s0/l{layer}/bwd/")]
+        later = [i for i, name in enumerate(ids) if name.startswith(f"m1/s0/l{layer - 1}/bwd/")]
+        assert max(backward) < reduced
+        assert not later or reduced < min(later)
+        assert ids.index(f"step/l{layer}/gather/gather") < ids.index("m0/s0/embed/fwd/lookup")
+    assert not any(name.startswith("m0/") and "reduce" in name for name in ids)
+
+
+def test_a_tied_embedding_leaves_after_its_second_use() -> None:
+    ids = lower(decide(GPT, Layout(dp=4, zero=1), overlap="gradients"))[0].ids()
+    assert ids.index("step/embed/reduce/grads") > max(i for i, name in enumerate(ids) if name.startswith("m1/s0/embed"))
+
+
+@pytest.mark.parametrize("overlap", OVERLAPS[1:])
+def test_long_backwards_hide_what_the_replicas_exchange(overlap: Overlap) -> None:
+    cluster, hardware = load_cluster("a800-1x8")
+    base = Decisions(
+        model=load_model("gpt-7b"),
+        layout=Layout(tp=2, sequence_parallel=True, dp=4, zero=1),
+        seq_tokens=16384,
+        global_batch=8,
+        recompute="full",
+    )
+    exposed = simulate(base, hardware, cluster)
+    hidden = simulate(msgspec.structs.replace(base, overlap=overlap), hardware, cluster)
+    assert exposed.prediction.step_s
+    assert hidden.prediction.step_s
+    saved = exposed.prediction.step_s - hidden.prediction.step_s
+    moved = exposed.prediction.lanes["collective"] - hidden.prediction.lanes["collective"]
+    # Compute runs slower beside the collectives, so that not all of their time is won.
+    assert 0.5 * moved < saved < moved
+    assert hidden.prediction.peak_device_bytes == exposed.prediction.peak_device_bytes
+
+
+def test_a_link_is_shared_with_what_layers_exchange() -> None:
+    cluster, hardware = load_cluster("a800-4x8")
+
+    def share(layout: Layout) -> float:
+        return Pricer(hardware, cluster, layout).replica_link_share
+
+    one_node = load_cluster("a800-1x8")[0]
+    assert Pricer(hardware, one_node, Layout(tp=2, dp=4)).replica_link_share == 1.0
+    assert share(Layout(tp=8, dp=4)) == 0.0
+    assert 0.2 < share(Layout(tp=4, dp=8)) < 0.5
+    both = 1 << Lane.COLLECTIVE | 1 << Lane.REPLICA
+    rates = NodeRates(hardware, one_node, replica_link_share=1.0)
+    assert rates.rates(both)[Lane.COLLECTIVE] == rates.rates(both)[Lane.REPLICA] == 0.5
+    assert rates.rates(1 << Lane.REPLICA)[Lane.REPLICA] == 1.0
+    beside = 1 << Lane.COMPUTE | 1 << Lane.REPLICA
+    assert rates.rates(beside)[Lane.COMPUTE] == rates.rates(beside | 1 << Lane.COLLECTIVE)[Lane.COMPUTE] < 1.0
+
+
+def test_metps_ring_shares_the_links_of_its_broadcasts() -> None:
+    cluster, hardware = load_cluster("a800-1x8")
+    both, replica = 1 << Lane.COLLECTIVE | 1 << Lane.P2P, 1 << Lane.REPLICA
+    ring = NodeRates(hardware, cluster, replica_link_share=0.5)
+    metp = NodeRates(hardware, cluster, replica_link_share=0.5, ring_shares_links=True)
+    assert ring.rates(both)[Lane.P2P] == ring.rates(both)[Lane.COLLECTIVE] == 1.0
+    assert metp.rates(both)[Lane.P2P] == metp.rates(both)[Lane.COLLECTIVE] == 0.5
+    assert metp.rates(1 << Lane.P2P)[Lane.P2P] == metp.rates(1 << Lane.COLLECTIVE)[Lane.COLLECTIVE] == 1.0
+    assert metp.rates(both | replica)[Lane.REPLICA] == metp.rates(both | replica)[Lane.P2P] == 1 / 2.5
+    assert ring.rates(both | replica)[Lane.REPLICA] == 1 / 1.5
+
+
+def test_without_dp_metps_ranks_are_the_replicas() -> None:
+    cluster, hardware = load_cluster("a800-1x8")
+    assert Pricer(hardware, cluster, Layout(metp=8)).replica_link_share == 1.0
+    assert Pricer(hardware, cluster, Layout(tp=8)).replica_link_share == 0.0
+
+
+@pytest.mark.parametrize("layout", [Layout(dp=4), Layout(dp=4, zero=1), Layout(tp=2, dp=4)])
+def test_without_overlap_no_gradient_leaves_before_the_last_backward_has_ended(layout: Layout) -> None:
+    cluster, hardware = load_cluster("a800-1x8")
+    simulation = simulate(decide(GPT, layout), hardware, cluster)
+    ids, playback = simulation.program.ids(), simulation.playback
+    backward_end = max(playback.end_s[i] for i, name in enumerate(ids) if "/bwd/" in name)
+    left = [playback.start_s[i] for i, name in enumerate(ids) if name.endswith("/reduce/grads")]
+    assert left
+    assert min(left) >= backward_end

@@ -1,0 +1,260 @@
+"""ZeRO 2 and 3: what is held, what is whole and for how long, what is moved, and what runs beside what."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+
+from memo_sim.contract.model import Model
+from memo_sim.contract.plan import Decisions, Layout
+from memo_sim.engine.simulate import simulate
+from memo_sim.program.analysis.columns import expand
+from memo_sim.program.analysis.edges import derive_edges
+from memo_sim.program.analysis.liveness import live_bytes, liveness
+from memo_sim.program.ir.instruction import Instance, Lane
+from memo_sim.program.ir.program import Program
+from memo_sim.program.ir.work import Collective
+from memo_sim.program.layout.parameters import embed_block, head_block, layer_block
+from memo_sim.program.lower import lower, program_sha256
+from memo_sim.program.verify.program import check_edges, check_program
+from tests.sim.small_programs import GPT, LLAMA, POLICIES, decide
+from tests.sim.toy_machine import TOY_CLUSTER, ToyPrices, alone, small_decisions, toy_hardware
+from tests.sim.toy_machine import decide as decide_small
+
+RANKS = 4
+LAYOUTS = [
+    Layout(dp=RANKS, zero=2),
+    Layout(dp=RANKS, zero=3),
+    Layout(cp=2, dp=2, zero=3),
+    Layout(tp=2, sequence_parallel=True, cp=2, zero=3),
+    Layout(tp=2, dp=2, zero=2),
+]
+
+
+def moved(program: Program, group: str = "grads") -> Counter[tuple[str, str]]:
+    """Return the bytes of the whole tensors by (kind of collective, operator) over a group."""
+    total: Counter[tuple[str, str]] = Counter()
+    for _, instruction in program.walk():
+        if isinstance(instruction.work, Collective) and instruction.work.group == group:
+            total[instruction.work.kind, instruction.op] += instruction.work.bytes
+    return total
+
+
+@pytest.mark.parametrize("model", [GPT, LLAMA], ids=["gpt", "llama"])
+@pytest.mark.parametrize("policy", POLICIES, ids=lambda p: f"{p[0]}-{p[1]}")
+def test_every_sharded_program_passes_the_independent_checkers(model: Model, policy: tuple[str, float]) -> None:
+    for layout, states in itertools.product(LAYOUTS, ("bf16", "host")):
+        (program,) = lower(decide(model, layout, policy, states=states))
+        columns = expand(program)
+        assert check_program(program, columns) == []
+        assert check_edges(columns, derive_edges(columns)) == []
+
+
+@pytest.mark.parametrize("model", [GPT, LLAMA], ids=["gpt", "llama"])
+@pytest.mark.parametrize("micro_batches", [1, 3])
+def test_bytes_moved_are_those_of_the_formula(model: Model, micro_batches: int) -> None:
+    embed, layer, head = (block(model, 1).elements for block in (embed_block, layer_block, head_block))
+    tied = 2 if model.tied_embeddings else 1
+    backward = model.layers * layer + tied * embed + head
+    every_use = 2 * model.layers * layer + tied * embed + head
+    once = model.layers * layer + embed + head
+    for zero in (2, 3):
+        layout = Layout(dp=RANKS, zero=zero)
+        found = moved(lower(decide(model, layout, global_batch=micro_batches * RANKS))[0])
+        gathered = 2 * (every_use * micro_batches if zero == 3 else once)
+        assert found == {
+            ("reduce_scatter", "grads.reduce_scatter"): 4 * backward * micro_batches,
+            ("all_gather", "params.all_gather"): gathered,
+            ("all_reduce", "all_reduce"): 8,  # the gradient norm, the loss
+        }
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+@pytest.mark.parametrize("states", ["fp32", "bf16"])
+def test_a_rank_holds_its_share(zero: int, states: str) -> None:
+    (program,) = lower(decide(LLAMA, Layout(dp=RANKS, zero=zero), states=states))
+    held = Counter()
+    for family in program.families:
+        if family.name.partition(".")[0] in ("params", "grads", "master", "moment1", "moment2"):
+            held[family.name.partition(".")[0]] += family.bytes * family.count
+    blocks = [(embed_block(LLAMA, 1), 1), (layer_block(LLAMA, 1), LLAMA.layers), (head_block(LLAMA, 1), 1)]
+    whole = sum(block.elements * count for block, count in blocks)
+    runs = [
+        (n * count)
+        for block, count in blocks
+        for n in (-(-block.decayed_elements // RANKS), -(-(block.elements - block.decayed_elements) // RANKS))
+    ]
+    share = sum(runs)
+    moment = 2 if states == "bf16" else 4
+    assert held == {
+        "params": 2 * (share if zero >= 3 else whole),
+        "grads": 4 * (share if zero >= 2 else whole),
+        "master": 4 * (share if zero >= 1 else whole),
+        "moment1": moment * (share if zero >= 1 else whole),
+        "moment2": moment * (share if zero >= 1 else whole),
+    }
+
+
+def whole_at_once(program: Program, prefix: str) -> int:
+    """Return the most bytes of the families called ``prefix`` that live together."""
+    columns = expand(program)
+    lives = liveness(program, columns)
+    chosen = np.array([f.name.startswith(prefix) for f in program.all_families])[columns.buffer_family]
+    only = dataclasses.replace(lives, bytes=np.where(chosen, lives.bytes, 0))
+    return int(np.sum(list(live_bytes(only, device=True).values()), axis=0).max())
+
+
+@pytest.mark.parametrize("model", [GPT, LLAMA], ids=["gpt", "llama"])
+def test_two_blocks_are_whole_at_a_time(model: Model) -> None:
+    """The largest two uses that follow each other; of parameters in either pass, of gradients in backward."""
+    embed, layer, head = (block(model, 1).elements for block in (embed_block, layer_block, head_block))
+    last = head + embed * model.tied_embeddings
+    (program,) = lower(decide(model, Layout(dp=RANKS, zero=3)))
+    assert whole_at_once(program, "gathered.") == 2 * max(embed + layer, 2 * layer, layer + last)
+    assert whole_at_once(program, "whole_grads.") == 4 * max(last + layer, 2 * layer, layer + embed)
+
+
+@pytest.mark.parametrize("zero", [2, 3])
+def test_without_ranks_that_share_nothing_is_divided(zero: int) -> None:
+    for layout in (Layout(), Layout(tp=2)):
+        divided = with_zero(layout, zero=zero)
+        assert program_sha256(lower(decide(LLAMA, divided))) == program_sha256(lower(decide(LLAMA, layout)))
+
+
+def with_zero(layout: Layout, *, zero: int) -> Layout:
+    return Layout(tp=layout.tp, cp=layout.cp, dp=layout.dp, zero=zero)
+
+
+def test_a_gathering_runs_beside_the_pass_before_it() -> None:
+    """With a fast network nothing is waited for but a micro-batch's first two gatherings and the ends of the step."""
+    decisions = decide_small(("none", 0.0), layout=Layout(dp=2, zero=3), layers=4)
+    simulation = simulate(decisions, toy_hardware(), TOY_CLUSTER, pricer=Network(1e-6), rates=alone)
+    spans = by_id(simulation)
+    for layer in range(3):
+        gather, before = spans[f"m0/s0/l{layer + 1}/gather/params.layer"], spans[f"m0/s0/l{layer}/fwd/norm1"]
+        assert gather[0] <= before[0]
+        assert gather[1] <= spans[f"m0/s0/l{layer}/fwd/out_add"][1]
+        scattered = spans[f"m0/s0/l{layer + 1}/reduce/grads"]
+        assert scattered[0] < spans[f"m0/s0/l{layer}/bwd/norm1.bwd"][1]
+        assert spans[f"m0/s0/l{layer + 1}/reduce/add.decay"][0] >= spans[f"m0/s0/l{layer}/bwd/norm1.bwd"][1]
+
+
+def test_a_slow_network_holds_compute_up_for_what_it_cannot_hide() -> None:
+    decisions = decide_small(("none", 0.0), layout=Layout(dp=2, zero=3), layers=4)
+    hardware = toy_hardware()
+    quick, slow = (
+        simulate(decisions, hardware, TOY_CLUSTER, pricer=Network(s), rates=alone).prediction for s in (1e-6, 1e-2)
+    )
+    gathered = next(s for s in slow.stalls if s.lane == "compute" and s.waits_for == "params.all_gather")
+    assert gathered.seconds > 0.05
+    # Every one of its collectives is on the critical path: two uses of four layers, embedding, head, their gradients.
+    assert slow.step_s is not None
+    assert quick.step_s is not None
+    assert slow.step_s > slow.lanes["collective"] > quick.step_s
+
+
+class Network(ToyPrices):
+    """Collectives take the same time, however large."""
+
+    def __init__(self, collective_s: float) -> None:
+        super().__init__()
+        self.collective_s = collective_s
+
+    def seconds(self, work) -> float:
+        return self.collective_s if isinstance(work, Collective) else super().seconds(work)
+
+
+def by_id(simulation) -> dict[str, tuple[float, float]]:
+    playback = simulation.playback
+    return dict(
+        zip(
+            simulation.program.ids(),
+            zip(playback.start_s.tolist(), playback.end_s.tolist(), strict=True),
+            strict=True,
+        )
+    )
+
+
+@settings(max_examples=20, deadline=None)
+@given(decisions=small_decisions())
+def test_repeated_micro_batches_take_as_long_as_played_ones(decisions: Decisions) -> None:
+    layout = Layout(tp=decisions.layout.tp, sequence_parallel=decisions.layout.sequence_parallel, dp=2, zero=3)
+    fields = {f: getattr(decisions, f) for f in decisions.__struct_fields__}
+    fields |= {"layout": layout, "global_batch": 10, "seq_tokens": 512 * layout.tp, "swapped_tokens": 0}
+    chosen = Decisions(**fields)
+    rates = {"pricer": ToyPrices(), "rates": alone}
+    short = simulate(chosen, toy_hardware(), TOY_CLUSTER, **rates).prediction
+    whole = simulate(chosen, toy_hardware(), TOY_CLUSTER, micro_batches_played=5, **rates).prediction
+    assert short.step_s == pytest.approx(whole.step_s, rel=1e-9)
+    assert short.peak_device_bytes == whole.peak_device_bytes
+
+
+def test_zero_3_needs_less_memory_than_2_and_2_than_1() -> None:
+    peaks = []
+    for zero in (0, 1, 2, 3):
+        model = Model(**{f: getattr(LLAMA, f) for f in LLAMA.__struct_fields__} | {"layers": 40})
+        (program,) = lower(decide(model, Layout(dp=RANKS, zero=zero), policy=("full", 0.0)))
+        columns = expand(program)
+        total = np.sum(list(live_bytes(liveness(program, columns), device=True).values()), axis=0)
+        peaks.append(int(total.max()))
+    assert peaks == sorted(peaks, reverse=True)
+    assert len(set(peaks)) == len(peaks)
+
+
+def test_gathered_parameters_wait_on_the_collective_lane_in_program_order() -> None:
+    (program,) = lower(decide(GPT, Layout(dp=RANKS, zero=3), global_batch=RANKS))
+    calls = [name for name, i in program.walk() if i.lane is Lane.COLLECTIVE]
+    assert calls[:3] == [
+        "m0/s0/embed/gather/params.embed",
+        "m0/s0/l0/gather/params.layer",
+        "m0/s0/l1/gather/params.layer",
+    ]
+    head = calls.index("m0/s0/head/gather/params.head")
+    assert calls[head : head + 5] == [
+        "m0/s0/head/gather/params.head",
+        "m0/s0/head.embed/gather/params.embed",
+        "m0/s0/l4/regather/params.layer",
+        "m0/s0/head/reduce/grads",
+        "m0/s0/head.embed/reduce/grads",
+    ]
+    assert calls[head + 5 : head + 8] == [
+        "m0/s0/l3/regather/params.layer",
+        "m0/s0/l4/reduce/grads",
+        "m0/s0/l2/regather/params.layer",
+    ]
+
+
+def test_the_checker_finds_a_share_of_the_wrong_size_and_a_second_reader() -> None:
+    (program,) = lower(decide(GPT, Layout(dp=RANKS, zero=3)))
+    templates = list(program.templates)
+    at = next(n for n, t in enumerate(templates) if t.name == "layer.gather")
+    (gather,) = templates[at].instructions
+    shorter = dataclasses.replace(gather.operands[0], tokens=gather.operands[0].tokens - 2)
+    broken = dataclasses.replace(gather, operands=(shorter, gather.operands[1]))
+    templates[at] = dataclasses.replace(templates[at], instructions=(broken,))
+    faulty = dataclasses.replace(program, templates=tuple(templates))
+    assert any("is not one of 4" in fault for fault in check_program(faulty, expand(faulty)))
+
+    # The backward of a layer that uses what was gathered for its forward, which should be dead by then.
+    slot = next(t for t in program.templates if t.name == "layer.fwd").slots.index("gathered.layer")
+    instances = list(program.instances)
+    forward, backward = (next(i for i in instances if i.place == "m0/s0/l1" and named(program, i) == t) for t in PASSES)
+    indices = list(backward.indices)
+    indices[slot] = forward.indices[slot]
+    instances[instances.index(backward)] = dataclasses.replace(backward, indices=tuple(indices))
+    faulty = dataclasses.replace(program, instances=tuple(instances))
+    faults = check_program(faulty, expand(faulty))
+    assert any("is read by 2 passes" in fault for fault in faults)
+    assert any("is read by 0 passes" in fault for fault in faults)
+
+
+PASSES = ("layer.fwd", "layer.bwd")
+
+
+def named(program: Program, instance: Instance) -> str:
+    return program.templates[instance.template].name

@@ -1,0 +1,78 @@
+"""Templates that one lowering takes from another: the program is the one that is written anew."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from memo_sim.contract.catalog import load_model
+from memo_sim.contract.plan import Decisions, Layout
+from memo_sim.planning.space import with_alpha
+from memo_sim.program.lower import lower, program_sha256
+from memo_sim.program.pipeline import template_cache as alike
+
+K = 1024
+POLICIES = [("none", 0.0, 0), ("none", 0.5, 0), ("none", 0.5, 1), ("tokenwise", 0.5, 0), ("full", 1.0, 0)]
+STAGED = [
+    {},
+    {"pp": 2},
+    {"pp": 4, "schedule": "gpipe", "overlap_handovers": False},
+    {"pp": 2, "schedule": "interleaved", "virtual_stages": 2},
+    {"pp": 2, "schedule": "zero-bubble"},
+    {"pp": 4, "multiplexed": True},
+]
+
+
+def plans(recompute: str, alpha: float, window: int, model: str) -> list[Decisions]:
+    """One way to keep activations under every order of stages and in several windows, with few and many layers."""
+    found = []
+    for number, changes in enumerate(STAGED):
+        layout = msgspec.structs.replace(Layout(tp=2, sequence_parallel=True, subsequences=4), **changes)
+        base = Decisions(
+            model=msgspec.structs.replace(load_model(model), layers=8 if number % 2 else 4),
+            layout=layout,
+            seq_tokens=8 * K,
+            global_batch=1 if layout.multiplexed else 1 + number % 3,
+            loss_chunk_tokens=1024,
+        )
+        found.append(msgspec.structs.replace(with_alpha(base, recompute, alpha), offload_window=window * number))
+    return found
+
+
+@pytest.mark.parametrize("model", ["gpt-tiny", "llama3-8b"])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_programs_are_those_that_are_written_anew(policy: tuple[str, float, int], model: str) -> None:
+    asked = plans(*policy, model)
+    anew = []
+    for decisions in asked:
+        alike.forget()
+        anew.append(program_sha256(lower(decisions)))
+    alike.forget()
+    for one_way in (1, -1):
+        assert [program_sha256(lower(decisions)) for decisions in asked[::one_way]] == anew[::one_way]
+
+
+def test_layers_are_written_once_for_all_stages_and_windows() -> None:
+    base = with_alpha(
+        Decisions(model=load_model("gpt-tiny"), layout=Layout(subsequences=4), seq_tokens=8 * K), "none", 1.0
+    )
+    one, four = (msgspec.structs.replace(base, offload_window=window) for window in (1, 4))
+    staged = msgspec.structs.replace(four, layout=msgspec.structs.replace(base.layout, pp=2))
+    first, *others = (lower(each)[0].templates for each in (one, four, staged))
+    backward = next(t for t in first if t.name == "layer.bwd.s1")
+    assert all(any(t is backward for t in templates) for templates in others)
+    kept = lower(with_alpha(base, "none", 0.5))[0].templates
+    assert not any(t is backward for t in kept)
+
+
+def test_no_more_templates_are_kept_than_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    alike.forget()
+    monkeypatch.setattr(alike, "MOST_TEMPLATES", 10)
+    base = Decisions(model=load_model("gpt-tiny"), layout=Layout(subsequences=4), seq_tokens=8 * K)
+    first = alike.made_before(base)
+    lower(base)
+    assert len(first) > 0
+    assert alike.made_before(base) is first
+    lower(with_alpha(base, "none", 0.5))
+    lower(with_alpha(base, "none", 1.0))
+    assert alike.made_before(base) is not first

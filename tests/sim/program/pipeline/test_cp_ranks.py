@@ -1,0 +1,154 @@
+"""Programs of every context-parallel rank: they meet, cover the causal square, and fit the representative's arena."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import msgspec
+import numpy as np
+import pytest
+
+from memo_sim.contract.model import Model
+from memo_sim.contract.plan import CpExchange, Decisions, Layout
+from memo_sim.memory.place import place
+from memo_sim.program.analysis.columns import expand
+from memo_sim.program.analysis.edges import Edges, derive_edges
+from memo_sim.program.arena.check_placement import check_placement
+from memo_sim.program.arena.requests import requests_of
+from memo_sim.program.ir.instruction import Instruction, Lane
+from memo_sim.program.ir.program import Program
+from memo_sim.program.ir.work import Attention, Collective, Exchange, Handover
+from memo_sim.program.lower import lower
+from memo_sim.program.verify.program import check_edges, check_program
+from memo_sim.program.verify.roles import check_deadlock, check_roles
+from tests.sim.small_programs import GPT, LLAMA, POLICIES, decide
+
+EXCHANGES: list[CpExchange] = ["ring", "all_gather"]
+
+
+def ranks(decisions: Decisions) -> tuple[Program, ...]:
+    """Return the program of every context-parallel rank."""
+    return tuple(lower(decisions, cp_rank=rank)[0] for rank in range(decisions.layout.cp))
+
+
+@pytest.mark.parametrize("exchange", EXCHANGES)
+@pytest.mark.parametrize("cp", [2, 4])
+def test_the_last_rank_is_the_representative(cp: int, exchange: CpExchange) -> None:
+    decisions = decide(LLAMA, Layout(cp=cp, cp_exchange=exchange))
+    programs = ranks(decisions)
+    assert programs[-1].sha256 == lower(decisions)[0].sha256
+    assert len({program.sha256 for program in programs}) == cp
+
+
+@pytest.mark.parametrize("exchange", EXCHANGES)
+@pytest.mark.parametrize("policy", POLICIES, ids=lambda p: f"{p[0]}-{p[1]}")
+@pytest.mark.parametrize("model", [GPT, LLAMA], ids=["gpt", "llama"])
+def test_every_rank_passes_the_checkers_and_meets_the_others(
+    model: Model, policy: tuple[str, float], exchange: CpExchange
+) -> None:
+    programs = ranks(decide(model, Layout(cp=4, cp_exchange=exchange), policy))
+    columns = [expand(program) for program in programs]
+    edges = [derive_edges(each) for each in columns]
+    assert check_roles(programs) == []
+    assert check_deadlock(programs, columns, edges, ("cp", "grads")) == []
+    for program, mine, orders in zip(programs, columns, edges, strict=True):
+        assert check_program(program, mine) == []
+        assert check_edges(mine, orders) == []
+
+
+@pytest.mark.parametrize("exchange", EXCHANGES)
+def test_stages_meet_at_every_context_parallel_rank(exchange: CpExchange) -> None:
+    decisions = decide(LLAMA, Layout(cp=2, pp=2, cp_exchange=exchange), ("tokenwise", 0.5), global_batch=4)
+    by_rank = [lower(decisions, cp_rank=rank) for rank in range(2)]
+    for stages in by_rank:
+        assert check_roles(stages) == []
+        columns = [expand(program) for program in stages]
+        assert check_deadlock(stages, columns, [derive_edges(each) for each in columns]) == []
+    for one, other in zip(*by_rank, strict=True):
+        assert _calls(one) == _calls(other)
+
+
+def _calls(program: Program) -> list[object]:
+    """Return all that a rank does together with others, lane by lane."""
+    found = [(i.lane, i.work) for _, i in program.walk() if isinstance(i.work, Collective | Exchange | Handover)]
+    return sorted(found, key=lambda each: each[0])
+
+
+def test_a_hop_in_another_place_waits_for_ever() -> None:
+    """A hop that waits for the hop behind it never starts, nor does what follows on either rank."""
+    decisions = decide(LLAMA, Layout(cp=2))
+    programs = list(ranks(decisions))
+    columns = [expand(program) for program in programs]
+    edges = [derive_edges(each) for each in columns]
+    hops = np.flatnonzero(columns[0].lane == Lane.P2P)
+    late = Edges(np.append(edges[0].producer, hops[1]), np.append(edges[0].consumer, hops[0]))
+    assert check_deadlock(programs, columns, [late, edges[1]], ("cp",)) != []
+
+
+@pytest.mark.parametrize("exchange", EXCHANGES)
+@pytest.mark.parametrize("policy", [("none", 0.0), ("tokenwise", 0.5), ("full", 0.0)], ids=lambda p: p[0])
+def test_the_representatives_arena_serves_every_rank(policy: tuple[str, float], exchange: CpExchange) -> None:
+    """The same buffers of the same sizes at the same addresses; what lives when is the rank's own."""
+    decisions = decide(LLAMA, Layout(cp=4, cp_exchange=exchange), policy)
+    placement = place(requests_of(lower(decisions)[0]), solver="greedy")
+    offsets = dict(zip(placement.ids, placement.offset_bytes, strict=True))
+    for program in ranks(decisions):
+        wanted = requests_of(program)
+        own = msgspec.structs.replace(
+            placement,
+            ids=wanted.ids,
+            size_bytes=wanted.size_bytes,
+            lower=wanted.lower,
+            upper=wanted.upper,
+            classes=wanted.classes,
+            offset_bytes=[offsets[name] for name in wanted.ids],
+            program_sha256=program.sha256,
+        )
+        faults = check_placement(own, wanted)
+        assert [fault for fault in faults if "lower bound" not in fault] == []
+
+
+@pytest.mark.parametrize(("exchange", "batch"), [("ring", 1), ("ring", 2), ("all_gather", 1)])
+@pytest.mark.parametrize("cp", [2, 4])
+def test_every_query_meets_every_earlier_key_once(cp: int, batch: int, exchange: CpExchange) -> None:
+    """Count over the calls of all ranks, forward and backward, with each row's place in its sequence."""
+    chunk = 8
+    seq = 2 * cp * chunk
+    decisions = decide(GPT, Layout(cp=cp, cp_exchange=exchange), seq_tokens=seq, micro_batch=batch, global_batch=batch)
+    for template, phase in (("layer.fwd", "fwd"), ("layer.bwd", "bwd")):
+        met: Counter[tuple[int, int, int]] = Counter()
+        for rank, program in enumerate(ranks(decisions)):
+            calls = next(t for t in program.templates if t.name == template)
+            for call in calls.instructions:
+                if isinstance(call.work, Attention):
+                    queries = _own(rank, cp, chunk)[-call.work.q_tokens :]
+                    keys = _keys(call, rank, cp, chunk, batch)
+                    assert call.work.k_tokens == len(keys)
+                    for q in queries.tolist():
+                        seen = keys[keys <= q] if call.work.mask == "causal" else keys
+                        met.update((s, q, k) for s in range(batch) for k in seen.tolist())
+        wanted = {(s, q, k) for s in range(batch) for q in range(seq) for k in range(q + 1)}
+        assert set(met.values()) == {1}, phase
+        assert met.keys() == wanted, phase
+
+
+def _own(rank: int, cp: int, chunk: int) -> np.ndarray:
+    """Return the places of a rank's rows in a sequence."""
+    late = 2 * cp - 1 - rank
+    return np.r_[rank * chunk : (rank + 1) * chunk, late * chunk : (late + 1) * chunk]
+
+
+def _keys(call: Instruction, rank: int, cp: int, chunk: int, batch: int) -> np.ndarray:
+    """Return the places of the keys of one sequence that a call meets."""
+    keys = [o for o in call.operands if o.role == "kv"]
+    if not keys:
+        return _own(rank, cp, chunk)
+    name = call.name.partition("attn.")[2]
+    if name.startswith("ring"):
+        step = int(name[4 : (name + ".").index(".")])
+        chunks = _own((rank - step) % cp, cp, chunk)
+    else:
+        order = [*range(cp), *range(2 * cp - 1, cp - 1, -1)]
+        chunks = np.concatenate([np.arange(c * chunk, (c + 1) * chunk) for c in order])
+    first, end = keys[0].first // batch, (keys[0].first + keys[0].tokens) // batch
+    return chunks[first:end]

@@ -1,0 +1,304 @@
+"""Stages as programs: the independent checkers accept every schedule and policy, and find what is planted."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from dataclasses import replace
+
+import msgspec
+import pytest
+
+from memo_sim.contract.errors import Infeasible
+from memo_sim.contract.model import Model
+from memo_sim.contract.plan import Decisions, Layout
+from memo_sim.program.analysis.columns import expand
+from memo_sim.program.analysis.edges import derive_edges
+from memo_sim.program.analysis.liveness import liveness
+from memo_sim.program.ir.instruction import Instance, Lane
+from memo_sim.program.ir.program import Program
+from memo_sim.program.ir.work import Collective, Handover
+from memo_sim.program.layout.schedule import Kind
+from memo_sim.program.layout.shape import shape_of
+from memo_sim.program.layout.stage import stages_of
+from memo_sim.program.lower import lower, program_sha256
+from memo_sim.program.pipeline.stage_p2p import Handovers
+from memo_sim.program.verify.program import check_edges, check_program
+from memo_sim.program.verify.roles import check_deadlock, check_roles
+from tests.sim.small_programs import GPT, LLAMA, POLICIES, decide
+
+EIGHT = {"gpt": msgspec.structs.replace(GPT, layers=8), "llama": msgspec.structs.replace(LLAMA, layers=8)}
+LAYOUTS = [
+    Layout(pp=2),
+    Layout(pp=4),
+    Layout(pp=4, overlap_handovers=False),
+    Layout(pp=4, schedule="gpipe"),
+    Layout(pp=4, schedule="zero-bubble"),
+    Layout(pp=2, tp=2, sequence_parallel=True, schedule="zero-bubble"),
+    Layout(pp=2, ulysses=2, schedule="zero-bubble"),
+    Layout(pp=2, schedule="interleaved", virtual_stages=4),
+    Layout(pp=4, schedule="interleaved", virtual_stages=2),
+    Layout(pp=2, tp=2, sequence_parallel=True, dp=2, zero=1),
+    Layout(pp=2, cp=2, zero=1),
+    Layout(pp=2, ulysses=2),
+]
+EVERY = [*POLICIES, ("selective", 0.0)]
+
+
+def stages(
+    model: str, layout: Layout, policy: tuple[str, float] = ("none", 0.0), *, each: int = 4, **more
+) -> Decisions:
+    """Return decisions of ``each`` micro-batches a data-parallel rank."""
+    return decide(EIGHT[model], layout, policy, global_batch=each * layout.dp, **more)
+
+
+def deadlocks(programs: tuple[Program, ...]) -> list[str]:
+    columns = [expand(p) for p in programs]
+    return check_deadlock(programs, columns, [derive_edges(c) for c in columns])
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("model", EIGHT)
+def test_every_stage_passes_the_independent_checkers(model: str, layout: Layout) -> None:
+    for policy in EVERY if model == "gpt" else EVERY[::4]:
+        programs = lower(stages(model, layout, policy))
+        assert [p.role for p in programs] == [f"stage{n}" for n in range(layout.pp)]
+        assert check_roles(programs) == []
+        assert deadlocks(programs) == []
+        for program in programs:
+            columns = expand(program)
+            assert check_program(program, columns) == []
+            assert check_edges(columns, derive_edges(columns)) == []
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_stages_hold_all_layers_once_and_hand_over_what_one_layer_hands_the_next(layout: Layout) -> None:
+    decisions = stages("gpt", layout)
+    found = stages_of(decisions)
+    assert sorted(layer for stage in found for layer in stage.layers) == list(range(8))
+    sent = [
+        i.work.bytes
+        for p in lower(decisions)
+        for _, i in p.walk()
+        if isinstance(i.work, Handover) and i.lane is Lane.SEND
+    ]
+    # Between two neighbouring chunks goes every micro-batch's activation one way and its gradient the other.
+    borders = layout.pp * layout.virtual_stages - 1
+    one = shape_of(decisions).shard_tokens * GPT.hidden * 2
+    assert sent == [one] * (2 * 4 * borders)
+
+
+@pytest.mark.parametrize("schedule", [("1f1b", 1), ("gpipe", 1), ("zero-bubble", 1), ("interleaved", 2)])
+def test_what_is_gathered_where_it_arrives_holds_nobody_up(schedule: tuple[str, int]) -> None:
+    """An eager framework's ranks hand over their parts; the lane of collectives must not wait for a later pass."""
+    for overlapped in (True, False) if schedule[1] == 1 else (True,):
+        layout = Layout(pp=4, tp=2, schedule=schedule[0], virtual_stages=schedule[1], overlap_handovers=overlapped)
+        for policy in (("none", 0.0), ("none", 1.0), ("full", 0.0)):
+            programs = lower(stages("gpt", layout, policy, memory_policy="eager"))
+            assert check_roles(programs) + deadlocks(programs) == []
+            for program in programs:
+                columns = expand(program)
+                assert check_program(program, columns) + check_edges(columns, derive_edges(columns)) == []
+
+
+def test_a_stage_has_what_its_place_needs() -> None:
+    first, middle, *_, last = lower(stages("gpt", Layout(pp=4)))
+    names = [{f.name for f in p.families} for p in (first, middle, last)]
+    assert [("input.ids" in n, "input.labels" in n, "params.head" in n) for n in names] == [
+        (True, False, False),
+        (False, False, False),
+        (False, True, True),
+    ]
+    # GPT's classifier is its token embedding: both ends hold it and sum its gradient; it is counted once in the norm.
+    assert ["params.embed" in n for n in names] == [True, False, True]
+    tied = [[i.work.bytes for _, i in p.walk() if _group(i.work) == "tied"] for p in (first, middle, last)]
+    assert tied == [[4 * GPT.vocab * GPT.hidden], [], [4 * GPT.vocab * GPT.hidden]]
+    assert ["step/embed/reduce/norm" in p.ids() for p in (first, middle, last)] == [True, False, False]
+    untied = lower(stages("llama", Layout(pp=4)))
+    assert "params.embed" not in {f.name for f in untied[-1].families}
+    assert not any(_group(i.work) == "tied" for p in untied for _, i in p.walk())
+
+
+def _group(work: object) -> str:
+    return work.group if isinstance(work, Collective) else ""
+
+
+def test_parameters_of_all_stages_are_the_models() -> None:
+    whole = lower(stages("llama", Layout()))[0]
+    parts = lower(stages("llama", Layout(pp=4)))
+    size = [sum(f.bytes * f.count for f in p.families if f.name.startswith("params.")) for p in (whole, *parts)]
+    assert size[0] == sum(size[1:])
+
+
+def kept(program: Program) -> int:
+    """Return the most inputs of the stage's first layer that are kept at once."""
+    columns = expand(program)
+    lives = liveness(program, columns)
+    family = next(n for n, f in enumerate(program.all_families) if f.name == "skeletal.x")
+    first = program.family_bases["skeletal.x"]
+    layers = program.all_families[family].count // program.micro_batches
+    mine = [first + m * layers for m in range(program.micro_batches)]
+    change = [(lives.birth[n], 1) for n in mine] + [(lives.death[n] + 1, -1) for n in mine]
+    return max(itertools.accumulate(step for _, step in sorted(change)))
+
+
+@pytest.mark.parametrize("policy", [("none", 0.0), ("full", 0.0)])
+@pytest.mark.parametrize("micro_batches", [2, 4, 9])
+def test_what_is_kept_is_of_the_micro_batches_in_flight(policy: tuple[str, float], micro_batches: int) -> None:
+    """GPipe keeps all, 1F1B as many as there are stages from here on; a stage that waits receives no input ahead."""
+    for schedule in ("1f1b", "gpipe"):
+        layout = Layout(pp=4, schedule=schedule, overlap_handovers=False)
+        found = [kept(p) for p in lower(stages("gpt", layout, policy, each=micro_batches))]
+        assert found == [min(micro_batches, 4 - n) if schedule == "1f1b" else micro_batches for n in range(4)]
+
+
+def test_an_input_received_ahead_is_kept_a_pass_longer() -> None:
+    waits, ahead = ([kept(p) for p in lower(stages("gpt", Layout(pp=4, overlap_handovers=o), each=9))] for o in (0, 1))
+    assert [b - a for a, b in zip(waits, ahead, strict=True)] == [0, 1, 1, 1]
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+def test_layers_that_are_swapped_follow_from_the_stages_own_order(schedule: str) -> None:
+    """Two layers a stage, two rounding buffers: in 1F1B only the last stage goes back right after its forward."""
+    programs = lower(stages("gpt", Layout(pp=4, schedule=schedule), ("none", 1.0)))
+    swapped = [len({i.place for i in p.instances if p.templates[i.template].name == "layer.offload"}) for p in programs]
+    assert swapped == ([8, 8, 8, 0] if schedule == "1f1b" else [8, 8, 8, 8])[:4]
+
+
+@pytest.mark.parametrize("overlap", ["none", "gradients", "both"])
+@pytest.mark.parametrize("layout", [Layout(pp=2, dp=2), Layout(pp=2, dp=2, zero=1)], ids=str)
+def test_what_two_stages_hold_is_summed_between_them_and_then_over_replicas_once(layout: Layout, overlap: str) -> None:
+    for program in lower(stages("gpt", layout, overlap=overlap)):
+        assert not [name for name, times in Counter(program.ids()).items() if times > 1]
+        sums = [name for name in program.ids() if name in ("step/embed/reduce/tied", "step/embed/reduce/grads")]
+        assert sums == ["step/embed/reduce/tied", "step/embed/reduce/grads"]
+
+
+def test_a_number_of_stages_is_another_program_and_one_stage_has_no_schedule() -> None:
+    hashes = [program_sha256(lower(stages("gpt", layout))) for layout in [Layout(), *LAYOUTS]]
+    assert len(set(hashes)) == len(hashes)
+    for schedule in ("gpipe", "zero-bubble"):
+        assert program_sha256(lower(stages("gpt", Layout(schedule=schedule)))) == hashes[0]
+
+
+@pytest.mark.parametrize("policy", [("none", 0.0), ("none", 0.5), ("full", 0.0), ("tokenwise", 0.5)])
+@pytest.mark.parametrize("model", EIGHT)
+def test_weight_gradients_apart_are_the_same_products_later(model: str, policy: tuple[str, float]) -> None:
+    whole, apart = (
+        lower(stages(model, Layout(pp=4, schedule=schedule), policy)) for schedule in ("1f1b", "zero-bubble")
+    )
+    for one, other in zip(whole, apart, strict=True):
+        assert weight_gradients(one) == weight_gradients(other)
+        late = [name for name, i in other.walk() if i.op in ("linear.wgrad", "bias.bwd") and "/head/" not in name]
+        assert late
+        assert all("/wgt/" in name for name in late)
+        passes = [each for each, _ in other.passes if each.kind is Kind.WEIGHTS]
+        assert [each.micro_batch for each in passes] == list(range(4))
+
+
+def weight_gradients(program: Program) -> Counter[tuple[str, str, object]]:
+    """Return (micro-batch and layer, operator, work) of everything that adds to a weight's or a bias's gradient."""
+    found = [
+        (name.split("/bwd/")[0].split("/wgt/")[0], name.rsplit("/", 1)[1], i.work)
+        for name, i in program.walk()
+        if i.op in ("linear.wgrad", "bias.bwd")
+    ]
+    return Counter(found)
+
+
+def planted(programs: tuple[Program, ...], role: int, instances: list[Instance]) -> tuple[Program, ...]:
+    changed = replace(programs[role], instances=tuple(instances))
+    return (*programs[:role], changed, *programs[role + 1 :])
+
+
+def places(program: Program, template: str) -> list[int]:
+    return [n for n, i in enumerate(program.instances) if program.templates[i.template].name == template]
+
+
+def test_the_checker_finds_a_lost_hand_over() -> None:
+    programs = lower(stages("gpt", Layout(pp=4)))
+    for role, template in (
+        (0, "stage.send.x"),
+        (1, "stage.receive.x"),
+        (1, "stage.send.grad"),
+        (2, "stage.receive.grad"),
+    ):
+        instances = list(programs[role].instances)
+        del instances[places(programs[role], template)[2]]
+        assert any("is sent" in fault for fault in check_roles(planted(programs, role, instances)))
+
+
+def test_the_checker_finds_hand_overs_in_another_order() -> None:
+    programs = lower(stages("gpt", Layout(pp=2)))
+    instances = list(programs[0].instances)
+    a, b, *_ = places(programs[0], "stage.send.x")
+    instances[a], instances[b] = instances[b], instances[a]
+    assert any("is sent" in fault for fault in check_roles(planted(programs, 0, instances)))
+
+
+def test_the_checker_finds_a_reduction_that_a_stage_leaves_out() -> None:
+    programs = lower(stages("gpt", Layout(pp=4)))
+    for role, template in ((1, "totals"), (3, "embed.tied")):
+        instances = list(programs[role].instances)
+        del instances[places(programs[role], template)[0]]
+        assert any(fault.startswith("group") for fault in check_roles(planted(programs, role, instances)))
+
+
+def test_the_checker_finds_stages_that_wait_for_each_other() -> None:
+    """Sends before receives, on stages that wait for both: each holds what the other has asked for."""
+    programs = lower(stages("gpt", Layout(pp=2, overlap_handovers=False)))
+    assert deadlocks(programs) == []
+    instances = list(programs[0].instances)
+    send, receive = places(programs[0], "stage.send.x")[1], places(programs[0], "stage.receive.grad")[0]
+    assert send == receive + 1
+    instances[send], instances[receive] = instances[receive], instances[send]
+    other = list(programs[1].instances)
+    send, receive = places(programs[1], "stage.send.grad")[0], places(programs[1], "stage.receive.x")[1]
+    assert send == receive + 1
+    other[send], other[receive] = other[receive], other[send]
+    swapped = planted(planted(programs, 0, instances), 1, other)
+    assert check_roles(swapped) == []
+    assert "stage0: m1/s0/l3/pp/send.x never starts" in deadlocks(swapped)
+
+
+def test_interleaved_stages_that_waited_for_their_hand_overs_would_wait_in_a_circle(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    decisions = stages("gpt", Layout(pp=4, schedule="interleaved", virtual_stages=2), each=8)
+    assert deadlocks(lower(decisions)) == []
+    monkeypatch.setattr(Handovers, "ahead", 0)
+    assert deadlocks(lower(decisions)) != []
+
+
+@pytest.mark.parametrize(
+    ("layout", "more", "what"),
+    [
+        (Layout(pp=3), {}, "does not divide the layers"),
+        (Layout(pp=4, schedule="interleaved", virtual_stages=4), {}, "does not divide the layers"),
+        (Layout(pp=2, schedule="interleaved"), {}, "virtual stages belong to"),
+        (Layout(pp=2, virtual_stages=2), {}, "virtual stages belong to"),
+        (Layout(virtual_stages=2), {}, "virtual stages belong to"),
+        (Layout(pp=4, schedule="interleaved", virtual_stages=2), {"each": 6}, "in groups"),
+        (Layout(pp=4, schedule="interleaved", virtual_stages=2, overlap_handovers=False), {}, "in a circle"),
+        (Layout(pp=2, schedule="zero-bubble"), {"policy": ("full", 0.0), "mlp_chunk_tokens": 512}, "the whole MLP"),
+        (Layout(pp=2, dp=2, zero=2), {}, "whole parameters"),
+        (Layout(pp=2, dp=2, zero=3), {}, "whole parameters"),
+    ],
+)
+def test_what_stages_cannot_be_is_refused(layout: Layout, more: dict, what: str) -> None:
+    with pytest.raises(Infeasible, match=what) as error:
+        lower(stages("gpt", layout, **more))
+    assert error.value.where
+    assert error.value.wanted is not None
+
+
+@pytest.mark.parametrize("model", EIGHT.values())
+def test_neighbours_of_chunks_are_each_others(model: Model) -> None:
+    decisions = decide(model, Layout(pp=2, schedule="interleaved", virtual_stages=2))
+    found = stages_of(decisions)
+    assert [stage.layers for stage in found] == [(0, 1, 4, 5), (2, 3, 6, 7)]
+    last = {stage.layers[stage.chunk(c)[-1]]: stage.target(c) for stage in found for c in range(2)}
+    first = {stage.layers[stage.chunk(c)[0]]: stage.source(c) for stage in found for c in range(2)}
+    assert last == {1: 1, 3: 0, 5: 1, 7: None}
+    assert first == {0: None, 2: 0, 4: 1, 6: 0}
+    assert [stage.boundaries for stage in found] == [6, 6]

@@ -1,0 +1,133 @@
+"""The accuracy that was accepted: CI holds every case set against it, and only accepting moves it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from memo_sim.contract.errors import OutOfTolerance
+from memo_sim.contract.validation import CaseError, CasePrediction, CaseReport, Expectation, Validation
+from memo_sim.validation.accepted import accept, accuracy_of, check_accepted, expected_error, load_accepted
+from memo_sim.validation.cases import Case, list_case_files, load_cases
+from memo_sim.validation.validate import validate
+
+SLOW = {"memo-table3", "vtrain-multi"}
+"""Layouts are searched, or stages of many micro-batches played: minutes instead of seconds."""
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in list_case_files()]
+)
+def test_no_case_set_is_worse_than_what_was_accepted(name: str) -> None:
+    check_accepted(validate(load_cases(name), jobs=2), load_accepted())
+
+
+def rows_of(name: str, system: str, model: str = "") -> list[Case]:
+    rows = [c for c in load_cases(name) if c.question.system == system]
+    return [c for c in rows if model in ("", c.question.model)]
+
+
+MEGATRON = (4, 16, 128, 512, 640)
+"""Thousands of tokens; of 7B alone, for 30B's rows take up to a minute each from 64K on."""
+MOST_STAGES = 8
+"""Rows of more stages take up to ten seconds each."""
+HELD = {
+    "memo-7b": lambda: rows_of("memo-table3", "memo", "gpt-7b"),
+    "memo-30b": lambda: rows_of("memo-table3", "memo", "gpt-30b"),
+    "deepspeed-ulysses": lambda: rows_of("memo-table3", "deepspeed-ulysses")[::3],
+    "megatron-lm": lambda: [
+        c for c in rows_of("memo-table3", "megatron-lm", "gpt-7b") if c.question.seq_tokens >> 10 in MEGATRON
+    ],
+    "vtrain-multi": lambda: [
+        c for c in rows_of("vtrain-multi", "megatron-lm") if c.question.integers["pp"] <= MOST_STAGES
+    ][::2],
+}
+"""What is held of the slow sets: MEMO's own rows all, of its rivals' a few of every length that costs seconds."""
+
+
+@pytest.mark.parametrize("rows", HELD.values(), ids=HELD.keys())
+def test_rows_of_the_slow_sets_are_held_always(rows: Callable[[], list[Case]]) -> None:
+    check_accepted(validate(rows()), load_accepted())
+
+
+def test_every_case_set_and_system_has_an_accepted_accuracy() -> None:
+    groups = {f"{c.source}/{c.question.system}" for name in list_case_files() for c in load_cases(name)}
+    assert set(load_accepted().groups) == groups
+
+
+def report(name: str, error: float, *, right: bool = True, status: str = "ok", fitted: bool = False) -> CaseReport:
+    return CaseReport(
+        case=name,
+        source="s",
+        system="memo",
+        predicted=CasePrediction(status=status, mfu=0.5),  # type: ignore[arg-type]
+        expected=Expectation(status="ok", mfu=0.5 / (1 + error)),
+        error=CaseError(status=right, mfu=error),
+        fitted=fitted,
+    )
+
+
+GOOD = [report(f"c{i}", error) for i, error in enumerate((-0.02, -0.01, 0.0, 0.01, 0.02))]
+
+
+def test_what_was_accepted_comes_back_and_holds_itself(tmp_path: Path) -> None:
+    path, found = tmp_path / "accuracy.json", Validation(cases=GOOD)
+    group = accept(found, path).groups["s/memo"]
+    assert (group.cases, group.wrong_statuses, group.not_evaluated) == (5, 0, 0)
+    assert group.mean_abs_error == {"mfu": 0.012}
+    assert (group.low, group.high) == (-0.0196, 0.0204)
+    assert load_accepted(path) == accuracy_of(found)
+    check_accepted(found, load_accepted(path))
+    check_accepted(Validation(cases=GOOD[1:4]), load_accepted(path))
+
+
+def test_a_part_of_the_cases_is_held_against_the_same_part(tmp_path: Path) -> None:
+    accept(Validation(cases=GOOD), tmp_path / "a.json")
+    still = report("c2", 0.02)  # within the mean of all, but this row was right
+    with pytest.raises(OutOfTolerance, match=r"mean error of speed 1\.50%, 0\.50% accepted"):
+        check_accepted(Validation(cases=[GOOD[1], still]), load_accepted(tmp_path / "a.json"))
+
+
+@pytest.mark.parametrize(
+    ("worse", "says"),
+    [
+        (report("c5", 0.5), "mean error of mfu 9.33%, 1.20% accepted"),
+        (report("c5", 0.0, right=False), "1 wrong statuses, 0 accepted"),
+        (msgspec.structs.replace(report("c5", 0.0, status="invalid"), error=CaseError()), "1 row not evaluated"),
+    ],
+)
+def test_what_grew_is_named(tmp_path: Path, worse: CaseReport, says: str) -> None:
+    accept(Validation(cases=GOOD), tmp_path / "a.json")
+    with pytest.raises(OutOfTolerance, match=says) as error:
+        check_accepted(Validation(cases=[*GOOD, worse]), load_accepted(tmp_path / "a.json"))
+    assert error.value.exit_code == 5
+    assert "--accept" in str(error.value)
+
+
+def test_fitted_rows_neither_help_nor_hurt(tmp_path: Path) -> None:
+    accept(Validation(cases=GOOD), tmp_path / "a.json")
+    check_accepted(Validation(cases=[*GOOD, report("f", 3.0, fitted=True)]), load_accepted(tmp_path / "a.json"))
+
+
+def test_a_group_nobody_accepted_fails_and_others_stay_when_one_is_accepted(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    accept(Validation(cases=GOOD), path)
+    other = [msgspec.structs.replace(c, system="fsdp") for c in GOOD]
+    with pytest.raises(OutOfTolerance, match="s/fsdp: no accuracy was accepted"):
+        check_accepted(Validation(cases=other), load_accepted(path))
+    assert set(accept(Validation(cases=other), path).groups) == {"s/fsdp", "s/memo"}
+
+
+def test_a_systems_published_cases_say_what_to_expect_of_its_predictions(tmp_path: Path) -> None:
+    accepted = accept(Validation(cases=[*GOOD, report("f", 3.0, fitted=True)]), tmp_path / "a.json")
+    found = expected_error("memo", accepted)
+    assert found is not None
+    assert (found.cases, found.level, found.sources) == (5, 0.8, ("s",))
+    assert (found.low, found.high) == (pytest.approx(1 / 1.02 - 1), pytest.approx(1 / 0.98 - 1))
+    assert found.sentence == (
+        "Of 5 published cases of memo (s) 80% were measured -2.0% to +2.0% from what is predicted for them."
+    )
+    assert expected_error("fsdp", accepted) is None

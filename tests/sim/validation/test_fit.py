@@ -1,0 +1,76 @@
+"""Fitting a constant: it finds a planted value, changes what it says it changes, and refuses what it cannot fit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import msgspec
+import pytest
+
+from memo_sim.contract.catalog import load_cluster, load_model
+from memo_sim.contract.errors import UsageError
+from memo_sim.contract.hardware import Hardware
+from memo_sim.contract.validation import Expectation
+from memo_sim.planning.question import Question
+from memo_sim.validation.cases import load_cases
+from memo_sim.validation.fit import CONSTANTS, find_constant, fit, with_attention_factor, with_device_memory
+from memo_sim.validation.validate import validate
+
+SWAPPED = ("memo-t5-192k-a0875", "memo-t5-192k-a1000")
+
+
+def test_it_finds_a_value_that_was_planted() -> None:
+    cases = [c for c in load_cases("memo-table5") if c.case in SWAPPED]
+    constant, planted = find_constant("copy-rate"), 8.7
+    told = validate(cases, change=lambda hardware: constant.change(hardware, planted * constant.scale))
+    cases = [
+        replace(c, expected=Expectation(status="ok", mfu=r.predicted.mfu))
+        for c, r in zip(cases, told.cases, strict=True)
+    ]
+    found = fit(constant, cases, SWAPPED, low=7.0, high=11.0, unfitted=10.0)
+    assert found.value == pytest.approx(planted, rel=0.01)
+    assert abs(found.fitted.cases[1].error.mfu or 1) < abs(found.unfitted.cases[1].error.mfu or 0)
+
+
+def test_unknown_cases_constants_and_empty_ranges_are_refused() -> None:
+    cases, constant = load_cases("memo-table5"), find_constant("copy-rate")
+    with pytest.raises(UsageError, match="no such case"):
+        fit(constant, cases, ("memo-t5-never",), low=1.0, high=2.0, unfitted=1.0)
+    with pytest.raises(UsageError, match="range"):
+        fit(constant, cases, SWAPPED, low=2.0, high=1.0, unfitted=1.0)
+    with pytest.raises(UsageError, match="all_devices must be more than 0"):
+        fit(constant, cases, SWAPPED, low=1.0, high=2.0, unfitted=0.0)
+    with pytest.raises(UsageError, match="no such constant"):
+        find_constant("copyrate")
+
+
+@pytest.mark.parametrize("name", CONSTANTS)
+def test_every_constant_changes_the_profile_and_leaves_it_valid(name: str) -> None:
+    _, hardware = load_cluster("a800-1x8")
+    constant = CONSTANTS[name]
+    changed = constant.change(hardware, 2 * constant.scale)
+    assert changed != hardware
+    assert msgspec.json.decode(msgspec.json.encode(changed), type=Hardware) == changed
+
+
+def test_attention_is_slower_under_its_system_alone_and_once() -> None:
+    cluster, hardware = load_cluster("a800-1x8")
+    slowed = with_attention_factor(msgspec.structs.replace(hardware, system_attention={}), 2.0)
+
+    def asked(system: str) -> Question:
+        return Question(model=load_model("gpt-7b"), cluster=cluster, hardware=slowed, seq_tokens=65536, system=system)
+
+    assert asked("memo").hardware == slowed
+    once = asked("deepspeed-ulysses")
+    again = replace(once, seq_tokens=4096)
+    for table, measured in zip(once.hardware.attention, hardware.attention, strict=True):
+        assert [row[2] for row in table.rows] == pytest.approx([row[2] / 2 for row in measured.rows])
+    assert again.hardware == once.hardware
+
+
+def test_device_memory_is_divided_between_asking_and_giving_back() -> None:
+    _, hardware = load_cluster("a800-1x8")
+    changed = with_device_memory(hardware, 0.05)
+    assert changed.device_malloc_s_per_gib is not None
+    assert changed.device_free_s_per_gib is not None
+    assert changed.device_malloc_s_per_gib.value + changed.device_free_s_per_gib.value == pytest.approx(0.05)
