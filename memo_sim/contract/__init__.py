@@ -1,4 +1,4 @@
-"""Files and their meaning: typed, versioned documents, units, errors, and what users can name (models, clusters, profiles).
+"""Typed, versioned documents, units, errors, and what users can name: models, clusters, profiles.
 
 Nothing here decides, prices or plays anything, and nothing here imports another room of memo.
 """
