@@ -213,10 +213,8 @@ def question_of(options: Options) -> tuple[Plan | None, Question]:
     from memo_sim.contract.codec import read
     from memo_sim.contract.plan import Plan
     from memo_sim.contract.units import parse_tokens
-    from memo_sim.planning.presets import find_system
     from memo_sim.planning.question import Pins, Question, with_memory
 
-    find_system(options["system"])
     plan = read(options["plan_path"], Plan) if options["plan_path"] else None
     if plan is None and not (options["model"] and options["seq_len"]):
         raise UsageError("a question needs MODEL and --seq-len, or --plan", hint="memo-sim what-if --help")

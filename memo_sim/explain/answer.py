@@ -13,7 +13,7 @@ from memo_sim.explain.runner_up import label, runner_up, ties
 from memo_sim.explain.subsequences import balance, heuristic, subsequences
 from memo_sim.planning.arena import Arena
 from memo_sim.planning.outcome import SearchResult
-from memo_sim.planning.presets import KEEP, PARTIAL_SWAP, TOKENWISE, Policy, find_system
+from memo_sim.planning.presets import KEEP, PARTIAL_SWAP, TOKENWISE, Policy
 from memo_sim.planning.question import Question
 from memo_sim.program.arena.library_workspaces import RESULTS
 from memo_sim.program.layout.rank_order import ENDS, degree
@@ -282,7 +282,7 @@ def _partial_swap(found: SearchResult) -> list[str]:
 def _fallback(question: Question, found: SearchResult) -> list[str]:
     """Say when a system's short-sequence fallback was taken."""
     best = found.best
-    system = find_system(question.system)
+    system = question.preset
     if best and best.policy == KEEP and KEEP in system.short_sequences:
         return [f"{system.name} falls back to keeping every activation: it fits, and nothing is faster."]
     return []

@@ -18,7 +18,7 @@ from memo_sim.contract.errors import Infeasible, UsageError
 from memo_sim.contract.plan import Decisions, Kernels
 from memo_sim.contract.units import DTYPE_BYTES, KIB
 from memo_sim.planning.attention_kernels import head_groups
-from memo_sim.planning.presets import Policy, find_system
+from memo_sim.planning.presets import Policy
 from memo_sim.planning.question import Pins, Question
 from memo_sim.program.layout.attention_chunks import MOST_CHUNKS, check_attention_chunks
 from memo_sim.program.layout.shape import Shape, shape_of
@@ -118,7 +118,7 @@ def mlp_chunk(question: Question, base: Decisions) -> int:
 
 def _of_a_chunk(question: Question, base: Decisions) -> int:
     """Return a rank's rows of one chunk of attention, where the system says how long it is; else 0."""
-    own = find_system(question.system).chunk_tokens
+    own = question.preset.chunk_tokens
     return (attention_chunk(question, base) or own) // base.layout.ulysses if own else 0
 
 
@@ -133,7 +133,7 @@ def loss_chunk(question: Question, base: Decisions, shape: Shape) -> int:
     if own := _of_a_chunk(question, base) // LOSS_CHUNKS_OF_A_CHUNK:
         return own if own < shape.tokens else 0
     per_token = 2 * shape.vocab * DTYPE_BYTES[base.dtype]
-    whole = base.memory_policy == "eager" or find_system(question.system).whole_loss
+    whole = base.memory_policy == "eager" or question.preset.whole_loss
     if whole or shape.tokens * per_token <= LOGIT_BYTES:
         return 0
     return 1 << (LOGIT_BYTES // per_token).bit_length() - 1
@@ -146,7 +146,7 @@ def attention_chunk(question: Question, base: Decisions) -> int:
     or those of no system's own would spare nothing.
     """
     asked, granule = question.pins.attention_chunk_tokens, base.swap_granule * base.layout.ulysses
-    own, tokens = find_system(question.system).chunk_tokens, question.seq_tokens
+    own, tokens = question.preset.chunk_tokens, question.seq_tokens
     if asked is not None:
         return asked if asked < tokens else 0
     wanted = own or max(LEAST_CHUNK_TOKENS, -(-tokens // BLOCKS))

@@ -8,7 +8,6 @@ from msgspec.structs import replace
 
 from memo_sim.contract.errors import UsageError
 from memo_sim.contract.plan import Layout, Schedule
-from memo_sim.planning.presets import find_system
 from memo_sim.planning.question import Question
 from memo_sim.planning.sppo import allowed
 from memo_sim.planning.subsequences import counts
@@ -28,7 +27,7 @@ def layouts(question: Question) -> list[Layout]:
     Raises:
         UsageError: when the pinned degrees do not make up the cluster, or the system does not divide work that way.
     """
-    pins, system = question.pins, find_system(question.system)
+    pins, system = question.pins, question.preset
     _check_degrees(question)
     _check_schedule(question)
     found: list[Layout] = []
@@ -63,7 +62,7 @@ def _divided(question: Question, devices: int) -> Iterator[tuple[int, int, int, 
     METP divides weights as tp does and tokens as cp does: beside it neither is tried, nor Ulysses, unless pinned
     (``program/metp_limits.py``).
     """
-    pins, searched = question.pins, find_system(question.system).degrees
+    pins, searched = question.pins, question.preset.degrees
     for metp in _degrees(pins.metp, devices, "metp" in searched):
         alone = metp == 1
         for tp in _degrees(pins.tp, devices // metp, alone and "tp" in searched):
@@ -84,7 +83,7 @@ def _least_tp(question: Question) -> int:
     model, cluster = question.model, question.cluster
     if any(getattr(question.pins, name) is not None for name in DEGREES):
         return 1
-    wanted = min(find_system(question.system).least_tp, cluster.devices_per_node)
+    wanted = min(question.preset.least_tp, cluster.devices_per_node)
     divided = (model.heads, model.kv_heads, model.ffn_hidden, cluster.devices)
     return max(d for d in range(1, wanted + 1) if all(n % d == 0 for n in divided))
 
@@ -92,13 +91,13 @@ def _least_tp(question: Question) -> int:
 def _most_tp(question: Question) -> int:
     """Return the most tensor parallelism of the system: a node's devices, where it is to stay inside."""
     cluster = question.cluster
-    inside = find_system(question.system).tp_inside_node and question.pins.tp is None
+    inside = question.preset.tp_inside_node and question.pins.tp is None
     return cluster.devices_per_node if inside else cluster.devices
 
 
 def _subsequences(question: Question) -> tuple[int, ...]:
     """Return the numbers of subsequences to try; one, unless they are asked for or the system's own."""
-    pinned, system = question.pins.subsequences, find_system(question.system)
+    pinned, system = question.pins.subsequences, question.preset
     if isinstance(pinned, int):
         return (pinned,)
     if pinned == "auto" or system.subsequences:
@@ -114,7 +113,7 @@ def _subsequences(question: Question) -> tuple[int, ...]:
 
 def _solved(question: Question) -> dict[tuple[int, int], tuple[int, ...]]:
     """Return the number of subsequences of SPPO's own choice (6.1), by its tp and pp, where numbers are searched."""
-    if not find_system(question.system).solver or isinstance(question.pins.subsequences, int):
+    if not question.preset.solver or isinstance(question.pins.subsequences, int):
         return {}
     return {(choice.sp, choice.pp): (choice.subsequences,) for choice in allowed(question)[:1]}
 
@@ -126,7 +125,7 @@ def cuts_sequences(question: Question) -> bool:
 
 def _check_degrees(question: Question) -> None:
     """Refuse a pinned degree that the system does not have, and a way of METP's where METP is not."""
-    system = find_system(question.system)
+    system = question.preset
     for name in DEGREES:
         degree = getattr(question.pins, name)
         has = name in system.degrees or name in system.pinnable
@@ -151,7 +150,7 @@ def _check_schedule(question: Question) -> None:
     """Refuse what only pipeline stages have where there are none, and interleaving without chunks to interleave."""
     pins = question.pins
     staged = pins.schedule not in (None, "1f1b") or (pins.virtual_stages or 1) > 1
-    if staged and pins.pp is None and "pp" not in find_system(question.system).degrees:
+    if staged and pins.pp is None and "pp" not in question.preset.degrees:
         raise UsageError(
             "schedules and virtual stages are of pipelines, and stages are not searched here",
             got=f"schedule {pins.schedule or '1f1b'}, {pins.virtual_stages or 1} virtual stages, no --pp",
@@ -173,7 +172,7 @@ def _zeros(question: Question, replicas: int, dp: int, *, most: int) -> tuple[in
     """
     if question.pins.zero is not None:
         return (question.pins.zero,)
-    system = find_system(question.system)
+    system = question.preset
     shared = dp if system.zero_needs_dp else replicas
     zeros = system.zeros if shared > 1 else (0,)
     return tuple(dict.fromkeys(min(zero, most) for zero in zeros))
@@ -181,7 +180,7 @@ def _zeros(question: Question, replicas: int, dp: int, *, most: int) -> tuple[in
 
 def _schedules(question: Question, pp: int, metp: int) -> list[tuple[Schedule, int]]:
     """Return the orders of passes to try, each with its chunks a stage; one where stages or their order are pinned."""
-    pins, known = question.pins, find_system(question.system).schedules
+    pins, known = question.pins, question.preset.schedules
     if metp > 1:
         known = tuple(schedule for schedule in known if schedule in METP_SCHEDULES)
     if pp == 1 or pins.pp is not None or pins.schedule is not None:
@@ -198,7 +197,7 @@ def _multiplexed(question: Question, layout: Layout) -> tuple[bool, ...]:
 
     Tried it is where it is the system's own, and wherever numbers are searched that are no system's own.
     """
-    pinned, cluster, system = question.pins.multiplexed, question.cluster, find_system(question.system)
+    pinned, cluster, system = question.pins.multiplexed, question.cluster, question.preset
     if pinned is not None:
         return (pinned,)
     asked = question.pins.subsequences == "auto" and not system.subsequences
@@ -223,9 +222,9 @@ def _layout(
     dp: int,
 ) -> Layout:
     pins = question.pins
-    exchange = pins.cp_exchange or find_system(question.system).cp_exchange
+    exchange = pins.cp_exchange or question.preset.cp_exchange
     # Interleaved stages that waited would wait in a circle; Megatron-LM overlaps theirs alone.
-    overlapped = schedule == "interleaved" or not find_system(question.system).waits_for_handovers
+    overlapped = schedule == "interleaved" or not question.preset.waits_for_handovers
     return Layout(
         tp=tp,
         sequence_parallel=tp > 1 if pins.sequence_parallel is None else pins.sequence_parallel and tp > 1,

@@ -11,7 +11,7 @@ from memo_sim.contract.cluster import Cluster
 from memo_sim.contract.hardware import DtypeName, Hardware, Quantity, Source
 from memo_sim.contract.model import Model
 from memo_sim.contract.plan import CpExchange, MemoryPolicy, Overlap, Partition, Recompute, Schedule, States
-from memo_sim.planning.presets import find_system
+from memo_sim.planning.presets import System, find_system
 
 OPTION_SOURCE = "option"
 
@@ -80,20 +80,27 @@ class Question:
     states: States = "fp32"
     micro_batch: int = 1
     global_batch: int = 1
+    preset: System = field(init=False, repr=False)
+    """The system that is called ``system``, looked up here and nowhere else."""
 
     def __post_init__(self) -> None:
-        """Take the profile as the system's own kernels run on it."""
+        """Look the system up, and take the profile as the system's own kernels run on it.
+
+        Raises:
+            UsageError: when there is no such system.
+        """
+        object.__setattr__(self, "preset", find_system(self.system))
         object.__setattr__(self, "hardware", under_system(self.hardware, self.system))
 
     @property
     def overlap(self) -> Overlap:
         """What is pinned, or else the system's own."""
-        return self.pins.overlap or find_system(self.system).overlap
+        return self.pins.overlap or self.preset.overlap
 
     @property
     def memory_policy(self) -> MemoryPolicy:
         """What is pinned, or else the system's own."""
-        return self.pins.memory_policy or find_system(self.system).memory_policy
+        return self.pins.memory_policy or self.preset.memory_policy
 
     @property
     def dtype(self) -> DtypeName:

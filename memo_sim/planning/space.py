@@ -22,7 +22,6 @@ from memo_sim.planning.presets import (
     SELECTIVE_RECOMPUTE,
     TOKENWISE,
     Policy,
-    find_system,
 )
 from memo_sim.planning.question import Question
 from memo_sim.planning.refusals import OF_THE_SEQUENCE, refusal
@@ -58,7 +57,7 @@ def policies(question: Question) -> tuple[Policy, ...]:
 
 
 def _by_recompute(question: Question) -> tuple[Policy, ...]:
-    system, pins = find_system(question.system), question.pins
+    system, pins = question.preset, question.pins
     if pins.recompute is None and pins.alpha is None:
         return system.short_sequences + system.policies
     if pins.alpha is not None and all(p.alpha is not None for p in system.policies):
@@ -82,7 +81,7 @@ def candidates(question: Question) -> tuple[list[Candidate], list[str]]:
     Raises:
         Infeasible: when no layout divides the model and the sequence.
     """
-    system = find_system(question.system)
+    system = question.preset
     chosen, kernel = policies(question), attention_kernel(question)
     rowwise = RowwiseChoice(question.hardware)
     prices = part_prices(question.hardware, question.cluster)
@@ -159,7 +158,7 @@ def _offloaded(
     Raises:
         Infeasible: as ``subsequences.hide``.
     """
-    pinned, own = question.pins.offload_window, find_system(question.system).offload_windows
+    pinned, own = question.pins.offload_window, question.preset.offload_windows
     swapped = [decisions]
     if policy.hides:
         swapped, own = list(hide(question, decisions, prices)), own[:1]
