@@ -10,6 +10,16 @@ from typing import Annotated, Literal
 import msgspec
 
 from memo_sim.contract.hardware import DtypeName
+from memo_sim.contract.knobs import (
+    MOST_WINDOW,
+    CpExchange,
+    MemoryPolicy,
+    Overlap,
+    Partition,
+    Recompute,
+    Schedule,
+    States,
+)
 from memo_sim.contract.model import Model
 from memo_sim.contract.units import (
     Bytes,
@@ -23,25 +33,6 @@ from memo_sim.contract.units import (
     ZeroLevel,
 )
 
-Recompute = Literal["none", "full", "selective", "tokenwise"]
-"""none: nothing is rebuilt. full: each layer's whole forward. selective: attention alone, from kept Q, K, V (as
-Megatron-LM does). tokenwise: the rows that are not swapped, attention never (MEMO)."""
-MemoryPolicy = Literal["planned", "caching", "eager"]
-"""planned: one arena with planned addresses. caching: the same requests, served by PyTorch's caching allocator. eager:
-that allocator under an eager framework, which asks for more (an fp32 loss) and gets it late (``record_stream``)."""
-States = Literal["fp32", "bf16", "host"]
-CpExchange = Literal["ring", "all_gather", "rsa"]
-"""How context-parallel ranks come by each other's keys and values. ring: passed on hop by hop, parts of attention
-merged. all_gather: gathered at once. rsa: passed on, keys first, while whole rows of scores are written to memory by
-torch's products instead of the attention kernel (ring self-attention); with one rank they are written, too."""
-Overlap = Literal["none", "gradients", "both"]
-"""What of ZeRO 0 and 1 runs beside compute. none: gradients are summed over replicas and parameters gathered when the
-step's last gradient is there. gradients: each block's are summed behind its last backward. both: and the parameters of
-ZeRO 1 are gathered at the start of the following step, block by block, ahead of its forward."""
-Schedule = Literal["gpipe", "1f1b", "interleaved", "zero-bubble"]
-"""In which order a pipeline stage plays micro-batches (``program/schedule.py``)."""
-Partition = Literal["length", "flops"]
-"""How a sequence is cut into subsequences: as many tokens each, or as much forward work each (SPPO 4)."""
 RowwiseKernel = Literal["torch", "triton"]
 HostAllocator = Literal["exact", "power_of_two"]
 Status = Literal["ok", "gpu_oom", "host_oom", "invalid"]
@@ -132,7 +123,7 @@ class Decisions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     autograd does; without, backward makes it again."""
     swapped_tokens: Tokens = 0
     subsequence_swapped_tokens: tuple[Tokens, ...] = ()
-    offload_window: Annotated[int, msgspec.Meta(ge=0, le=64)] = 0
+    offload_window: Annotated[int, msgspec.Meta(ge=0, le=MOST_WINDOW)] = 0
     """Where what is swapped lies on the device. 0: in two rounding buffers that layers take in turn (MEMO 4.1). Else in
     buffers of each subsequence's own, which leave while so many following passes of the stage are computed (SPPO 5.2:
     1), and come back during the pass before their backward."""

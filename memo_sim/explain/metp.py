@@ -18,6 +18,7 @@ from memo_sim.contract.plan import Layout
 from memo_sim.contract.units import counted, format_bytes, format_seconds, format_tokens
 from memo_sim.engine.simulate import Simulation
 from memo_sim.explain.runner_up import TIED
+from memo_sim.planning.contradictions import repinned
 from memo_sim.planning.outcome import Evaluated, SearchResult
 from memo_sim.planning.question import Question
 from memo_sim.planning.search import play, search
@@ -57,9 +58,8 @@ def metp(question: Question, found: SearchResult, simulation: Simulation) -> lis
 def rival(question: Question, layout: Layout, degree: str) -> list[Evaluated]:
     """Return plans of METP's ranks divided by ``degree`` alone, the best first; none where that divides no model."""
     degrees: dict[str, Any] = dict.fromkeys((*RIVALS, "metp"), 1) | {degree: layout.metp}
-    pins = replace(question.pins, **degrees, pp=layout.pp, dp=layout.dp, overlap_exchanges=None, keep_norms=False)
     try:
-        return search(replace(question, pins=pins)).ranked
+        return search(repinned(question, **degrees, pp=layout.pp, dp=layout.dp)).ranked
     except Infeasible:
         return []
 

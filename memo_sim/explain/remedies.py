@@ -5,15 +5,14 @@ from __future__ import annotations
 import msgspec
 
 from memo_sim.contract.errors import Infeasible
+from memo_sim.contract.knobs import KNOBS, MOST_ZERO
 from memo_sim.contract.plan import Decisions
 from memo_sim.contract.units import format_bytes
-from memo_sim.planning.layouts import DEGREES
+from memo_sim.planning.layouts import WITHIN_A_STAGE
 from memo_sim.planning.outcome import Evaluated
 from memo_sim.planning.question import Question
 from memo_sim.planning.search import play
 
-MOST_ZERO = 3
-"""Divides parameters, gradients and optimizer states."""
 WORTH_TELLING = 0.1
 """Part of what is short that a knob has to spare, where it does not spare all of it."""
 
@@ -21,8 +20,8 @@ WORTH_TELLING = 0.1
 def ways_out(question: Question, nearest: Evaluated) -> list[str]:
     """Return what would help the plan nearest to fitting, given what is short and what was asked for."""
     pins = question.pins
-    names = ("alpha", "recompute", *DEGREES, "zero")
-    pinned = [f"--{name}" for name in names if getattr(pins, name) is not None]
+    names = ("alpha", "recompute", *WITHIN_A_STAGE, "zero")
+    pinned = [KNOBS[name].option for name in names if getattr(pins, name) is not None]
     ways = [f"leave {', '.join(pinned)} to the search"] if pinned else []
     if nearest.prediction.status == "host_oom":
         return [*ways, "more host memory in a node", "more nodes"]

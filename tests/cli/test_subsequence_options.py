@@ -111,7 +111,7 @@ def test_numbers_are_searched(tmp_path: Path) -> None:
         (("--subsequences", "0"), 2, "not a number of subsequences"),
         (("--subsequences", "64"), 4, "a subsequence has to have 256 tokens at least"),
         (("--subsequences", "4", "--partition", "thirds"), 2, "'length', 'flops'"),
-        (("--partition", "length"), 2, "a partition is of subsequences"),
+        (("--partition", "length"), 2, "--partition has no effect without --subsequences"),
         (("--subsequences", "4", "--micro-batch", "2", "--global-batch", "2"), 4, "one whole sequence"),
     ],
 )

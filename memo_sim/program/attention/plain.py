@@ -9,12 +9,11 @@ causal half is dropped by the fused kernel of scale, mask and softmax. Dropout i
 kernels trained with it (Megatron-LM's default is 0.1, and vTrain's model has it: src/model/gpt_model.py).
 
 There is no log-sum-exp, so nothing can be merged: a sequence divided by context parallelism is refused, and so are
-scores that would have to travel to the host.
+scores that would have to travel to the host (``layout/compatibility.py``).
 """
 
 from __future__ import annotations
 
-from memo_sim.contract.errors import Infeasible
 from memo_sim.contract.plan import Decisions
 from memo_sim.contract.units import DTYPE_BYTES
 from memo_sim.program.ir.builder import TemplateBuilder, accumulates, reads, writes
@@ -37,33 +36,10 @@ def kept(decisions: Decisions, shape: Shape) -> tuple[Skeletal, ...]:
     return tuple(Skeletal(name, shape.tokens, width, dtype, Fate.WHOLE) for name, dtype in scores)
 
 
-def _check(decisions: Decisions) -> None:
-    """Refuse what has no scores to itself.
-
-    Raises:
-        Infeasible: with context parallelism, or where skeletal tensors are swapped.
-    """
-    if decisions.layout.cp > 1:
-        raise Infeasible(
-            "plain attention cannot be divided by context parallelism: it has no log-sum-exp to merge parts by",
-            where="layout.cp",
-            got=decisions.layout.cp,
-            wanted=1,
-        )
-    if decisions.swapped_tokens or decisions.recompute == "tokenwise":
-        raise Infeasible(
-            "plain attention's scores are not swapped",
-            where="decisions.swapped_tokens",
-            got=f"{decisions.swapped_tokens} with recompute {decisions.recompute}",
-            wanted="recompute none, selective or full, without swapping",
-        )
-
-
 class _Scores:
     """Writes products over all heads of a micro-batch, and passes over its scores; ``shape`` is attention's."""
 
     def __init__(self, builder: TemplateBuilder, decisions: Decisions, shape: Shape) -> None:
-        _check(decisions)
         self.builder, self.shape = builder, shape
         self.dtype, self.size = decisions.dtype, DTYPE_BYTES[decisions.dtype]
         self.heads = decisions.micro_batch * shape.heads

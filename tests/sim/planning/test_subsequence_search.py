@@ -171,7 +171,11 @@ def test_where_everything_hides_a_full_swap_is_not_played_twice() -> None:
     ("pins", "where", "wanted"),
     [
         ({"tp": 2, "pp": 2, "subsequences": 1000}, "layout.subsequences", "at most 128"),
-        ({"tp": 2, "pp": 2, "subsequences": 1, "multiplexed": True}, "layout.subsequences", "at least 2"),
+        (
+            {"tp": 2, "pp": 2, "subsequences": 1, "multiplexed": True},
+            "layout.subsequences",
+            "at least as many as stages",
+        ),
         ({"tp": 2, "cp": 2, "subsequences": 4}, "layout.cp", "1"),
     ],
 )

@@ -180,8 +180,8 @@ def test_a_chunk_that_holds_all_is_whole_attention() -> None:
 @pytest.mark.parametrize(
     ("change", "what"),
     [
-        ({"recompute": "none"}, "recompute none has no lowering"),
-        ({"recompute": "tokenwise"}, "recompute tokenwise has no lowering"),
+        ({"recompute": "none"}, "only full recompute"),
+        ({"recompute": "tokenwise"}, "only full recompute"),
         ({"micro_batch": 2, "global_batch": 2}, "micro_batch 2 has no lowering"),
         ({"layout": Layout(cp=2)}, "cp 2 has no lowering"),
         ({"layout": Layout(metp=2)}, "metp 2 has no lowering"),
