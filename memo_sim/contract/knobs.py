@@ -22,8 +22,8 @@ This module imports neither msgspec nor click: ``memo-sim --help`` reads it at e
 
 from __future__ import annotations
 
-from dataclasses import Field, dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypeVar, get_args
+from dataclasses import dataclass, field, fields, replace
+from typing import TYPE_CHECKING, Literal, TypeVar, get_args
 
 if TYPE_CHECKING:
     from memo_sim.contract.hardware import DtypeName
@@ -389,13 +389,7 @@ class Chosen:
     global_batch: int = _knob(1, Whole(1, MOST_SEQUENCES), "Sequences of a step.")
 
 
-class _Declaring(Protocol):
-    """A dataclass."""
-
-    __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
-
-
-def _declared(holder: type[_Declaring]) -> tuple[Knob, ...]:
+def _declared(holder: type[Pins | Chosen]) -> tuple[Knob, ...]:
     return tuple(replace(f.metadata[_DECLARED], name=f.name, default=f.default) for f in fields(holder))
 
 

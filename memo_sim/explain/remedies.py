@@ -39,7 +39,7 @@ def _knobs(question: Question, decisions: Decisions) -> list[tuple[str, Decision
     smaller = {"fp32": ("bf16", "host"), "bf16": ("host",)}.get(question.states, ())
     found = [(f"--states {states}", msgspec.structs.replace(decisions, states=states)) for states in smaller]
     layout = decisions.layout
-    if layout.replicas > 1 and layout.zero < MOST_ZERO and layout.pp == 1:
+    if layout.replicas > 1 and layout.zero < MOST_ZERO:
         divided = msgspec.structs.replace(layout, zero=MOST_ZERO)
         found.append((f"--zero {MOST_ZERO}", msgspec.structs.replace(decisions, layout=divided)))
     if question.memory_policy != "planned":
