@@ -174,7 +174,7 @@ def test_where_everything_hides_a_full_swap_is_not_played_twice() -> None:
         (
             {"tp": 2, "pp": 2, "subsequences": 1, "multiplexed": True},
             "layout.subsequences",
-            "at least as many as stages",
+            "as many as stages, or more",
         ),
         ({"tp": 2, "cp": 2, "subsequences": 4}, "layout.cp", "1"),
     ],
