@@ -63,8 +63,10 @@ class _Feature:
 
     name: str
     chosen: Test
-    beside: str
+    beside: str = ""
     """How a message refers to the feature: ``beside METP``."""
+    what: str = ""
+    """What a message says instead, where that is the same for every knob."""
     setting: Text
     """The decision behind it: ``metp 4``."""
     hint: str
@@ -91,7 +93,7 @@ class _Feature:
         return Rule(
             name=f"{self.name}: {knob}",
             breaks=lambda d: chosen(d) and value(d) not in allowed,
-            what=lambda d: f"{knob} {word(d)} has no lowering {self.beside}",
+            what=self.what or (lambda d: f"{knob} {word(d)} has no lowering {self.beside}"),
             where=where,
             got=got,
             wanted=wanted or " or ".join(str(each) for each in allowed),
@@ -138,9 +140,9 @@ _BIDIRECTIONAL = _Feature(
 _SUBSEQUENCES = _Feature(
     name="subsequences",
     chosen=lambda d: d.layout.subsequences > 1,
-    beside="with subsequences",
+    what="subsequences divide one whole sequence",
     setting=lambda d: f"{d.layout.subsequences} subsequences",
-    hint="tp, pp and dp go with --subsequences, which divide one whole sequence",
+    hint="tp, pp and dp go with --subsequences",
 )
 _WHOLE_SEQUENCES = "a ring of whole sequences, or one rank, and a flash kernel"
 
