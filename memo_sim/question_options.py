@@ -37,11 +37,11 @@ if TYPE_CHECKING:
 
 GIB = 2**30
 MEMORY_GIB = (0.001, 100_000)
-"""Least and most memory that is taken for meant."""
+"""Least and most GiB that an option may name; anything else is a typo."""
 IN_A_PLAN = {"model": "MODEL", "seq_len": "--seq-len", "system": "--system"}
-"""What a plan decides beside the knobs; none of it can be given beside ``--plan``."""
+"""Parameters that a plan file decides beside the knobs, so that ``--plan`` excludes them."""
 OF_A_SEARCH = {"pareto": "--pareto", "one_more_gib": "--one-more-gib"}
-"""What has no answer where one plan is priced."""
+"""Options that only a search can answer, so that ``--plan`` excludes them."""
 Options = dict[str, Any]
 Command = TypeVar("Command", bound=Callable[..., Any])
 

@@ -1,7 +1,7 @@
-"""Refuses pins that contradict each other, the system, or that would have no effect; before anything is searched.
+"""Refuses pins that contradict each other or the system, and pins without effect, before anything is searched.
 
-What a layout cannot be played with is found layout by layout (``space.py``) by the same rules
-(``program/layout/compatibility.py``), and answered with ``Infeasible``. Here the options alone are wrong.
+These are wrong options (``UsageError``). Pins that only some layouts do not go with are refused layout by layout in
+``space.py`` (``Infeasible``). Both read the rules of ``program/layout/compatibility.py``.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def check_rules(rules: Sequence[Rule], decisions: Decisions) -> None:
 
 
 def _check_degrees(question: Question) -> None:
-    """Refuse a pinned degree that the system does not have."""
+    """Refuse a pinned degree that the system does not have; every system has pipeline stages where they are pinned."""
     system = question.preset
     for name in DEGREES:
         degree = getattr(question.pins, name)

@@ -13,7 +13,7 @@ import pytest
 from click.testing import CliRunner
 
 from memo_sim.cli import cli
-from memo_sim.contract import knobs
+from memo_sim.contract import codec, knobs
 from memo_sim.contract.errors import UsageError
 from memo_sim.contract.hardware import DtypeName
 from memo_sim.contract.knobs import (
@@ -36,9 +36,8 @@ from memo_sim.contract.knobs import (
     Switch,
     Whole,
 )
-from memo_sim.contract.plan import Decisions, Kernels, Layout, PlanRow
+from memo_sim.contract.plan import Decisions, Kernels, Layout, Plan, PlanRow
 from memo_sim.planning.presets import SYSTEMS
-from tests.sim.small_programs import GPT
 
 ROOT = Path(__file__).parents[2]
 GOLDEN_PLAN = Path(__file__).parent / "golden_plan.json"
@@ -68,8 +67,8 @@ def holder_of(knob: Knob) -> type[msgspec.Struct]:
 
 @pytest.mark.parametrize("knob", KNOBS.values(), ids=lambda knob: knob.name)
 def test_a_knob_is_a_decision_of_a_plan(knob: Knob) -> None:
-    plan = Decisions(model=GPT, seq_tokens=2048)
-    value = attrgetter(knob.path.removeprefix("decisions."))(plan)
+    decisions = codec.read(GOLDEN_PLAN, Plan).decisions
+    value = attrgetter(knob.path.removeprefix("decisions."))(decisions)
     assert isinstance(value, str if isinstance(knob.kind, OneOf) else VALUES[type(knob.kind)])
     assert knob.help.endswith((".", ")"))
 
