@@ -100,7 +100,7 @@ def _part(session: Session, part: Part, profile: str | None, *, last: bool) -> N
     if part in WITH_PLANS and session.plans is None:
         try:
             cluster = profile or cluster_for(session.launcher.device, session.results.profile)
-            free_bytes = host_available_bytes() - session.launcher.floor_bytes
+            free_bytes = host_available_bytes() - session.launcher.lower_bound_bytes
             session.plans = Plans(session.results.plans, cluster, session.kernels, free_bytes)
         except CannotRun as error:
             session.without_plans = str(error)

@@ -50,7 +50,7 @@ class Launcher:
         self.command = command
         self.budget = budget
         self._number = 0
-        self.floor_bytes = min(LEAST_HOST_BYTES, int(LEAST_HOST_SHARE * host_memory_bytes()))
+        self.lower_bound_bytes = min(LEAST_HOST_BYTES, int(LEAST_HOST_SHARE * host_memory_bytes()))
         """Of host memory: below, a process is ended."""
         self.device, self.versions = "", dict[str, str]()
         """Of the machine, for rows that no process could fill in."""
@@ -93,7 +93,7 @@ class Launcher:
         while process.poll() is None:
             if not self.budget.left_s:
                 return "time"
-            if host_available_bytes() < self.floor_bytes:
+            if host_available_bytes() < self.lower_bound_bytes:
                 return "memory"
             time.sleep(POLL_S)
         return ""

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import msgspec
 
-from memo_exec.distributed.place import Place
+from memo_exec.distributed.mesh import MeshCoordinates
 from memo_sim.contract import codec
 from memo_sim.contract.comparison import Comparison, Ratio, StepFigures
 from memo_sim.contract.errors import BadInput, OutOfTolerance
@@ -44,7 +44,7 @@ def predicted_trace(plan_path: Path, plan: Plan, rank: int = 0) -> Trace | None:
     Raises:
         BadInput: when the trace is of another program.
     """
-    path = trace_path(plan_path, Place(plan.decisions.layout, rank).at("pp"))
+    path = trace_path(plan_path, MeshCoordinates(plan.decisions.layout, rank).at("pp"))
     if not path.is_file():
         return None
     trace = codec.read(path, Trace)
@@ -193,7 +193,7 @@ def compare_files(predicted_path: Path, measured_path: Path) -> tuple[Comparison
         plan = codec.decode(raw, Plan, where=str(predicted_path))
         program_sha256 = plan.program_sha256
         trace = predicted_trace(predicted_path, plan, measured.rank)
-        programs, stage = lower(plan.decisions), Place(plan.decisions.layout, measured.rank).at("pp")
+        programs, stage = lower(plan.decisions), MeshCoordinates(plan.decisions.layout, measured.rank).at("pp")
         predicted = figures_of_prediction(plan.prediction, trace, programs[stage] if len(programs) > 1 else None)
         if predicted is not None and trace is not None and len(programs) > 1:
             peak = figures_of_trace(trace).peak_device_bytes

@@ -10,7 +10,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from memo_sim.contract.codec import check_apart, check_not_read, check_writable
+from memo_sim.contract.codec import check_distinct, check_not_read, check_writable
 from memo_sim.contract.errors import UsageError
 from memo_sim.views.pictures import check_kind
 
@@ -43,7 +43,7 @@ def check_outputs(*written: Path | None, read: tuple[Path | None, ...] = (), pic
     for path in named:
         check_writable(path)
     check_not_read(named, [each for path in read if path is not None for each in (path, *_with(path))])
-    check_apart(named)
+    check_distinct(named)
 
 
 def _with(path: Path) -> list[Path]:

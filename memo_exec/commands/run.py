@@ -23,7 +23,7 @@ import torch
 from memo_exec.commands import compare
 from memo_exec.distributed.connections import connect
 from memo_exec.distributed.groups import Groups, make_groups
-from memo_exec.distributed.place import Place
+from memo_exec.distributed.mesh import MeshCoordinates
 from memo_exec.distributed.world import World, answered, device_of, joined, launched, patience_of, side_by_side
 from memo_exec.interpreter.interpreter import Interpreter
 from memo_exec.interpreter.record import lane_busy_s, measured_trace
@@ -176,10 +176,10 @@ def _groups(plan: Plan, world: World, device: torch.device, needs: Needs) -> Gro
     """
     if world.size == 1:
         return {}
-    programs, place = lower(plan.decisions), Place(plan.decisions.layout, world.rank)
+    programs, mesh = lower(plan.decisions), MeshCoordinates(plan.decisions.layout, world.rank)
     with answered(world.rank, world.size):
-        groups = make_groups(programs, place, patience_s=_patience_s(plan))
-        connect(programs, place, groups, device)
+        groups = make_groups(programs, mesh, patience_s=_patience_s(plan))
+        connect(programs, mesh, groups, device)
     if device.type == "cuda":
         check_memory(dataclasses.replace(needs, host_bytes=0), this_machine())
     return groups
@@ -324,7 +324,7 @@ def _outcome(training: Training, machine: Machine, plan_path: Path, predicted: T
     plan, program, world = training.plan, training.interpreter.program, training.world
     record, times_s, steps_measured = training.median_record(WARM_UPS)
     programs = lower(plan.decisions)
-    record = without_waiting(record, programs, training.interpreter.place, world)
+    record = without_waiting(record, programs, training.interpreter.mesh, world)
     measured = measured_trace(
         program, record, program_sha256=plan.program_sha256, rank=world.rank, world_size=world.size
     )
@@ -338,7 +338,7 @@ def _outcome(training: Training, machine: Machine, plan_path: Path, predicted: T
         )
     )
     slowest = times_s.index(max(times_s))
-    stage = programs[Place(plan.decisions.layout, slowest).at("pp")] if len(programs) > 1 else None
+    stage = programs[MeshCoordinates(plan.decisions.layout, slowest).at("pp")] if len(programs) > 1 else None
     trace = compare.predicted_trace(plan_path, plan, slowest)
     peaks = [figures.peak_device_bytes for figures in every]
     comparison = compare.compare(

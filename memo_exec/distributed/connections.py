@@ -13,17 +13,17 @@ import torch
 import torch.distributed as dist
 
 from memo_exec.distributed.groups import Groups
-from memo_exec.distributed.place import Place
-from memo_sim.program.analysis.communicators import Key, handover_key, played, stages_of_key
+from memo_exec.distributed.mesh import MeshCoordinates
+from memo_sim.program.analysis.communicators import Key, p2p_key, played, stages_of_key
 from memo_sim.program.ir.instruction import Lane
 from memo_sim.program.ir.program import Program
-from memo_sim.program.ir.work import Collective, Exchange, Handover, Work
+from memo_sim.program.ir.work import Collective, Exchange, PointToPoint, Work
 
 RING, PAIR, ALL = "ring", "pair", "all"
 """Who sends to whom: each rank to the next, the source's stage to the target's, each to each."""
 
 
-def connect(programs: Sequence[Program], place: Place, groups: Groups, device: torch.device) -> list[Key]:
+def connect(programs: Sequence[Program], mesh: MeshCoordinates, groups: Groups, device: torch.device) -> list[Key]:
     """Send a number along every way of ``groups`` that ``programs`` send over; return the lanes and groups they lie on.
 
     Every rank of the job calls this with the programs of all roles.
@@ -34,7 +34,7 @@ def connect(programs: Sequence[Program], place: Place, groups: Groups, device: t
     ways = sorted({way for program in programs for i in played(program) if (way := _way(i.lane, i.work))})
     own = [(key, kind) for key, kind in ways if key in groups]
     for key, kind in own:
-        _talk(kind, key, place, groups[key], device)
+        _talk(kind, key, mesh, groups[key], device)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
     return [key for key, _ in own]
@@ -42,8 +42,8 @@ def connect(programs: Sequence[Program], place: Place, groups: Groups, device: t
 
 def _way(lane: Lane, work: Work) -> tuple[Key, str] | None:
     """Return the lane and group over which an instruction sends from rank to rank, and who sends to whom."""
-    if isinstance(work, Handover):
-        return handover_key(work), PAIR
+    if isinstance(work, PointToPoint):
+        return p2p_key(work), PAIR
     if isinstance(work, Exchange):
         return (lane, work.group), RING
     if isinstance(work, Collective) and work.kind == "all_to_all":
@@ -51,7 +51,7 @@ def _way(lane: Lane, work: Work) -> tuple[Key, str] | None:
     return None
 
 
-def _talk(kind: str, key: Key, place: Place, group: dist.ProcessGroup, device: torch.device) -> None:
+def _talk(kind: str, key: Key, mesh: MeshCoordinates, group: dist.ProcessGroup, device: torch.device) -> None:
     ranks, here = dist.get_process_group_ranks(group), dist.get_rank(group)
     given, taken = (torch.zeros(len(ranks), device=device) for _ in range(2))
     if kind == ALL:
@@ -63,7 +63,7 @@ def _talk(kind: str, key: Key, place: Place, group: dist.ProcessGroup, device: t
         ]
         for work in dist.batch_isend_irecv(ways):
             work.wait()
-    elif place.at("pp") == stages_of_key(key)[0]:
+    elif mesh.at("pp") == stages_of_key(key)[0]:
         dist.send(given, ranks[1 - here], group=group)
     else:
         dist.recv(taken, ranks[1 - here], group=group)

@@ -13,11 +13,11 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from memo_exec.distributed.place import Place
+from memo_exec.distributed.mesh import MeshCoordinates
 from memo_sim.contract.plan import Layout
 from memo_sim.program.analysis.communicators import Key, group_keys, stages_of_key
 from memo_sim.program.ir.program import Program
-from memo_sim.program.ir.work import Collective, Exchange, Handover, Work
+from memo_sim.program.ir.work import Collective, Exchange, PointToPoint, Work
 from memo_sim.program.layout.rank_order import stride
 
 Groups = Mapping[Key, dist.ProcessGroup]
@@ -25,7 +25,7 @@ Groups = Mapping[Key, dist.ProcessGroup]
 
 def communicates(work: Work) -> bool:
     """Whether what has this work waits for other ranks."""
-    return isinstance(work, Collective | Exchange | Handover)
+    return isinstance(work, Collective | Exchange | PointToPoint)
 
 
 def missing_groups(program: Program, layout: Layout, groups: Groups) -> list[Key]:
@@ -33,7 +33,9 @@ def missing_groups(program: Program, layout: Layout, groups: Groups) -> list[Key
     return [key for key in group_keys(program) if key not in groups and any(len(g) > 1 for g in _ranks(key, layout))]
 
 
-def make_groups(programs: Sequence[Program], place: Place, *, patience_s: float) -> dict[Key, dist.ProcessGroup]:
+def make_groups(
+    programs: Sequence[Program], mesh: MeshCoordinates, *, patience_s: float
+) -> dict[Key, dist.ProcessGroup]:
     """Return this rank's groups; every rank of the job calls this with the programs of all roles.
 
     Raises:
@@ -41,10 +43,10 @@ def make_groups(programs: Sequence[Program], place: Place, *, patience_s: float)
     """
     found = {}
     for key in sorted({key for program in programs for key in group_keys(program)}):
-        for members in _ranks(key, place.layout):
+        for members in _ranks(key, mesh.layout):
             if len(members) > 1:
                 group = dist.new_group(list(members), timeout=timedelta(seconds=patience_s))
-                if place.rank in members:
+                if mesh.rank in members:
                     found[key] = group
     return found
 
@@ -56,6 +58,6 @@ def _ranks(key: Key, layout: Layout) -> list[tuple[int, ...]]:
         source, target = stages_of_key(key)
         apart = stride("pp", layout)
         return [(source * apart + i, target * apart + i) for i in range(apart)]
-    groups = [tuple(Place(layout, rank).members(name)) for rank in range(devices)]
+    groups = [tuple(MeshCoordinates(layout, rank).members(name)) for rank in range(devices)]
     # Of the first and the last stage alone: counted from a stage between them, a group would leave the layout.
     return list(dict.fromkeys(group for group in groups if max(group) < devices))

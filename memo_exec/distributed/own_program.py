@@ -13,8 +13,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from memo_exec.distributed.pieces import KINDS, Stretch, divided_elements, dividing, optimizer_of, own_runs
-from memo_exec.distributed.place import Place
+from memo_exec.distributed.mesh import MeshCoordinates
+from memo_exec.distributed.shards import KINDS, Stretch, divided_elements, dividing, optimizer_of, own_runs
 from memo_sim.contract.errors import CannotRun
 from memo_sim.contract.plan import Decisions
 from memo_sim.program.data_parallel.optimizer import Optimizer
@@ -25,8 +25,8 @@ from memo_sim.program.lower import lower
 RUNS = ("decay", "no_decay")
 
 
-def rank_program(decisions: Decisions, place: Place) -> Program:
-    """Return the program that the rank at ``place`` plays: of its stage, and of its part of the sequence.
+def rank_program(decisions: Decisions, mesh: MeshCoordinates) -> Program:
+    """Return the program that the rank at ``mesh`` plays: of its stage, and of its part of the sequence.
 
     Raises:
         CannotRun: for gathered keys of several sequences, whose chunks do not lie behind each other.
@@ -42,31 +42,31 @@ def rank_program(decisions: Decisions, place: Place) -> Program:
             hint="micro-batches of one sequence, or cp_exchange ring",
         )
     ring = "metp" if layout.metp > 1 else "cp"
-    return lower(decisions, cp_rank=place.at(ring) if layout.ring > 1 else None)[place.at("pp")]
+    return lower(decisions, cp_rank=mesh.at(ring) if layout.ring > 1 else None)[mesh.at("pp")]
 
 
-def own_program(program: Program, decisions: Decisions, place: Place) -> Program:
-    """Return ``program`` with the operands of the rank at ``place``."""
+def own_program(program: Program, decisions: Decisions, mesh: MeshCoordinates) -> Program:
+    """Return ``program`` with the operands of the rank at ``mesh``."""
     if decisions.layout.devices == 1:
         return program
-    return replace(program, templates=tuple(_own_template(t, decisions, place) for t in program.templates))
+    return replace(program, templates=tuple(_own_template(t, decisions, mesh) for t in program.templates))
 
 
-def _own_template(template: Template, decisions: Decisions, place: Place) -> Template:
+def _own_template(template: Template, decisions: Decisions, mesh: MeshCoordinates) -> Template:
     kind, _, what = template.name.partition(".")
     if kind not in KINDS or kind == template.name:
         return template
-    block = _Block(optimizer_of(decisions, kind, place), template, decisions, place)
+    block = _Block(optimizer_of(decisions, kind, mesh), template, decisions, mesh)
     return replace(template, instructions=tuple(block.own(i, what) for i in template.instructions))
 
 
 class _Block:
     """Rewrites the instructions that reduce, gather and update one block."""
 
-    def __init__(self, optimizer: Optimizer, template: Template, decisions: Decisions, place: Place) -> None:
-        self.optimizer, self.template, self.place = optimizer, template, place
-        self.divided = divided_elements(decisions, optimizer.kind, place)
-        found = dict(zip([name for name, _, _ in optimizer.runs()], own_runs(optimizer, place), strict=True))
+    def __init__(self, optimizer: Optimizer, template: Template, decisions: Decisions, mesh: MeshCoordinates) -> None:
+        self.optimizer, self.template, self.mesh = optimizer, template, mesh
+        self.divided = divided_elements(decisions, optimizer.kind, mesh)
+        found = dict(zip([name for name, _, _ in optimizer.runs()], own_runs(optimizer, mesh), strict=True))
         self.runs: dict[str, Stretch] = found
 
     def own(self, instruction: Instruction, what: str) -> Instruction:
@@ -112,7 +112,7 @@ class _Block:
         Where they divide the states of what all of them have, each counts its share.
         """
         shares = self.optimizer.group == "ends" and self.optimizer.shards > 1
-        leads = self.place.at(dividing(self.place.layout)) == 0
+        leads = self.mesh.at(dividing(self.mesh.layout)) == 0
         limit = self.optimizer.block.elements if leads or shares else self.divided
         own = list(self.runs.values()) if self.optimizer.shards > 1 else [Stretch(0, self.optimizer.block.elements, 0)]
         for operand in operands:

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from memo_exec.distributed.groups import Groups, communicates, missing_groups
+from memo_exec.distributed.mesh import MeshCoordinates
 from memo_exec.distributed.own_program import own_program
-from memo_exec.distributed.place import Place
 from memo_exec.distributed.world import answered
 from memo_exec.interpreter.lanes import HostTimekeeper, LaneStopped, Progress, Timekeeper, lane_threads
 from memo_exec.interpreter.race_checks import Probe
@@ -78,8 +78,8 @@ class Interpreter:
         groups = groups or {}
         _refuse(decisions, program, self.device, kernels, groups)
         self.kernels = kernels
-        self.place = Place(decisions.layout, rank)
-        self.schedule = schedule(own_program(program, decisions, self.place), placement=placement, edges=edges)
+        self.mesh = MeshCoordinates(decisions.layout, rank)
+        self.schedule = schedule(own_program(program, decisions, self.mesh), placement=placement, edges=edges)
         if self.device.type == "cuda" and decisions.deterministic:
             make_deterministic()
         self.context = Context(decisions, self.device, rank=rank, groups=groups)
@@ -258,7 +258,7 @@ class Interpreter:
     def _talking(self, bound: Bound) -> AbstractContextManager[None]:
         """Return a context in which what fails is another rank's failure."""
         if communicates(bound.instruction.work):
-            return answered(self.place.rank, self.decisions.layout.devices)
+            return answered(self.mesh.rank, self.decisions.layout.devices)
         return nullcontext()
 
     def _record(self) -> StepRecord:

@@ -15,15 +15,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from memo_exec.distributed.place import Place
+from memo_exec.distributed.mesh import MeshCoordinates
 from memo_exec.distributed.world import World
 from memo_exec.interpreter.record import StepRecord
-from memo_sim.program.analysis.rendezvous import meetings
+from memo_sim.program.analysis.rendezvous import all_rendezvous
 from memo_sim.program.ir.program import Program
 from memo_sim.program.layout.rank_order import stride
 
 
-def without_waiting(record: StepRecord, programs: Sequence[Program], place: Place, world: World) -> StepRecord:
+def without_waiting(record: StepRecord, programs: Sequence[Program], mesh: MeshCoordinates, world: World) -> StepRecord:
     """Return a step in which what this rank plays with other stages starts when the last of them had come.
 
     ``programs`` are those of all stages; every rank calls this with its record of the same step.
@@ -33,14 +33,14 @@ def without_waiting(record: StepRecord, programs: Sequence[Program], place: Plac
     """
     if len(programs) == 1:
         return record
-    stage = place.at("pp")
+    stage = mesh.at("pp")
     seconds = record.end_s - record.start_s
-    met = [dict(meeting) for meeting in meetings(programs)]
-    told = world.gathered({n: float(seconds[roles[stage]]) for n, roles in enumerate(met) if stage in roles})
+    met = [dict(rendezvous) for rendezvous in all_rendezvous(programs)]
+    told = world.gathered({n: float(seconds[stages[stage]]) for n, stages in enumerate(met) if stage in stages})
     start_s = record.start_s.copy()
-    for n, roles in enumerate(met):
-        if stage in roles:
-            sides = [place.rank + (role - stage) * stride("pp", place.layout) for role in roles]
-            own = roles[stage]
+    for n, stages in enumerate(met):
+        if stage in stages:
+            sides = [mesh.rank + (stage - stage) * stride("pp", mesh.layout) for stage in stages]
+            own = stages[stage]
             start_s[own] = record.end_s[own] - min(told[rank][n] for rank in sides)
     return replace(record, start_s=start_s)

@@ -18,7 +18,6 @@ from memo_exec.kernels import (
     collective,
     divided_loss,
     embedding,
-    handover,
     linear,
     loss,
     merge,
@@ -30,6 +29,7 @@ from memo_exec.kernels import (
     rotary,
     rsa,
 )
+from memo_exec.kernels import stage_p2p as stage_p2p
 from memo_exec.kernels.call import Call, Context, Scratch, StepScalars
 from memo_sim.program.arena.library_workspaces import LIBRARY_OPS
 
@@ -57,7 +57,7 @@ def _divided(plain: Kernel, divided: Kernel) -> Kernel:
     """Return the kernel that plays ``divided`` where tensor-parallel ranks have a part of the vocabulary each."""
 
     def play(call: Call) -> None:
-        (divided if call.context.place.size("tp") > 1 else plain)(call)
+        (divided if call.context.mesh.size("tp") > 1 else plain)(call)
 
     return play
 
@@ -96,7 +96,7 @@ _PLAIN: Mapping[str, Kernel] = {
     "rsa.softmax.bwd": rsa.softmax_backward,
     "rsa.dk": rsa.d_keys,
     "rsa.dq": rsa.d_queries,
-    "rsa.home": rsa.home,
+    "rsa.return": rsa.return_gradients,
     "qkv.split": packing.qkv_split,
     "qkv.join": packing.qkv_join,
     "kv.pack": packing.kv_pack,
@@ -120,8 +120,8 @@ _PLAIN: Mapping[str, Kernel] = {
     "broadcast": collective.broadcast,
     "reduce": collective.reduce,
     "send_recv": collective.send_recv,
-    "send": handover.send,
-    "receive": handover.receive,
+    "send": stage_p2p.send,
+    "recv": stage_p2p.receive,
     "grads.all_reduce": collective.all_reduce,
     "grads.reduce_scatter": collective.grads_reduce_scatter,
     "params.all_gather": collective.params_all_gather,

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from memo_exec.distributed.groups import Groups
-from memo_exec.distributed.place import Place
+from memo_exec.distributed.mesh import MeshCoordinates
 from memo_exec.kernels.frequencies import inverse_frequencies
 from memo_sim.contract.model import Model
 from memo_sim.contract.plan import Decisions
@@ -23,8 +23,8 @@ from memo_sim.program.ir.instruction import Instruction, Lane
 from memo_sim.program.ir.work import Rowwise
 from memo_sim.program.layout.attention_chunks import in_chunks
 from memo_sim.program.layout.partition import partition
-from memo_sim.program.layout.token_order import clipped, pieces, row_blocks, shard_runs, token_runs
-from memo_sim.program.operators.workspaces import PIECE_BYTES, merge_scratch_bytes
+from memo_sim.program.layout.token_order import clipped, clipped_runs, row_blocks, shard_runs, token_runs
+from memo_sim.program.operators.workspaces import SCRATCH_ALIGNMENT_BYTES, merge_scratch_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +60,7 @@ class Context:
         self._cells = {host: torch.zeros(4, device="cpu" if host else self.device) for host in (False, True)}
         self.inverse_frequencies = inverse_frequencies(self.model).to(self.device)
         """Rotary frequencies, fp32, half a head long."""
-        self.place = Place(self.decisions.layout, self.rank)
+        self.mesh = MeshCoordinates(self.decisions.layout, self.rank)
         """This rank's coordinates."""
         self.runs = token_runs(self.decisions, self.rank)
         self._shard_runs = shard_runs(self.decisions, self.rank)
@@ -151,7 +151,7 @@ class Call:
         if not self.offset:
             return blocks
         end = blocks[-1][0] + blocks[-1][1]
-        return [(first - self.offset, rows) for first, rows in pieces(blocks, self.offset, end - self.offset)]
+        return [(first - self.offset, rows) for first, rows in clipped_runs(blocks, self.offset, end - self.offset)]
 
     def scratch(self) -> Scratch:
         """Return the call's workspace, to be cut into pieces."""
@@ -176,5 +176,5 @@ class Scratch:
         if self._bytes is None or self._used + size > declared:
             raise ValueError(f"the workspace has {declared} bytes, {self._used} taken, {size} more asked for")
         piece = self._bytes[self._used : self._used + size]
-        self._used += -(-size // PIECE_BYTES) * PIECE_BYTES
+        self._used += -(-size // SCRATCH_ALIGNMENT_BYTES) * SCRATCH_ALIGNMENT_BYTES
         return piece.view(dtype).view(shape)

@@ -14,10 +14,10 @@ from collections.abc import Callable, Iterator
 import torch.distributed as dist
 from torch import Tensor
 
-from memo_exec.distributed.place import Share
+from memo_exec.distributed.mesh import Share
 from memo_exec.kernels.call import Call
 from memo_sim.program.ir.work import Collective, Exchange
-from memo_sim.program.layout.token_order import pieces
+from memo_sim.program.layout.token_order import clipped_runs
 
 
 def all_gather(call: Call) -> None:
@@ -57,11 +57,11 @@ def all_to_all(call: Call) -> None:
     One side has this rank's tokens (packed by rank), the other its heads of all ranks' tokens, row block by row block.
     """
     send, recv, ranks = call["send"], call["recv"], _work(call).ranks
-    home = "send" if len(send) < len(recv) else "recv"
-    first = call.first(home)
-    for start, rows in pieces(call.row_blocks, first, len(call[home])):
+    sequence_side = "send" if len(send) < len(recv) else "recv"
+    first = call.first(sequence_side)
+    for start, rows in clipped_runs(call.row_blocks, first, len(call[sequence_side])):
         tokens, heads = (slice(n * (start - first), n * (start - first + rows)) for n in (1, ranks))
-        given, taken = (tokens, heads) if home == "send" else (heads, tokens)
+        given, taken = (tokens, heads) if sequence_side == "send" else (heads, tokens)
         dist.all_to_all_single(recv[taken].view(-1), send[given].view(-1), group=_group(call))
 
 
@@ -74,18 +74,18 @@ def broadcast(call: Call) -> None:
 
 
 def reduce(call: Call) -> None:
-    """The root's ``home`` += the sum of the ranks' ``tensor``; of the other ranks ``tensor`` is undefined then."""
+    """The root's ``total`` += the sum of the ranks' ``tensor``; of the other ranks ``tensor`` is undefined then."""
     root = _root(call)
     dist.reduce(call["tensor"], root, group=_group(call))
     if root == call.context.rank:
-        call["home"].add_(call["tensor"])
+        call["total"].add_(call["tensor"])
 
 
 def send_recv(call: Call) -> None:
     """One hop of a ring: ``send`` goes to the next rank of the group, ``recv`` comes from the one before."""
     group, name = _group(call), _work(call).group
-    place = call.context.place
-    members, here = place.members(name), place.at(name)
+    mesh = call.context.mesh
+    members, here = mesh.members(name), mesh.at(name)
     ways = [
         dist.P2POp(dist.isend, call["send"], members[(here + 1) % len(members)], group),
         dist.P2POp(dist.irecv, call["recv"], members[here - 1], group),
@@ -96,12 +96,12 @@ def send_recv(call: Call) -> None:
 
 def grads_reduce_scatter(call: Call) -> None:
     """Sum every run of gradients, and leave this rank's share of each in its place; the rest is undefined."""
-    group, place = _group(call), call.context.place
-    members = place.members(_work(call).group)
+    group, mesh = _group(call), call.context.mesh
+    members = mesh.members(_work(call).group)
     for full in call.numbered("full").values():
         share = Share(len(full), len(members))
         if share.even:
-            first, count = share.of(place.at(_work(call).group))
+            first, count = share.of(mesh.at(_work(call).group))
             _reduce_scatter(full[first : first + count], full, group)
             continue
         for index, rank in enumerate(members):
@@ -112,8 +112,8 @@ def grads_reduce_scatter(call: Call) -> None:
 
 def params_all_gather(call: Call) -> None:
     """Make every run of parameters whole: this rank's share lies in its place already, or in ``shard``."""
-    group, place = _group(call), call.context.place
-    members, here = place.members(_work(call).group), place.at(_work(call).group)
+    group, mesh = _group(call), call.context.mesh
+    members, here = mesh.members(_work(call).group), mesh.at(_work(call).group)
     shards = call.numbered("shard")
     for name, full in call.numbered("full").items():
         share = Share(len(full), len(members))
@@ -140,7 +140,7 @@ def _root(call: Call) -> int:
     """Return which of all ranks broadcasts, or has the sum."""
     work = _work(call)
     assert isinstance(work, Collective)
-    return call.context.place.members(work.group)[work.root]
+    return call.context.mesh.members(work.group)[work.root]
 
 
 def _group(call: Call) -> dist.ProcessGroup:
@@ -153,7 +153,7 @@ def _blocks(call: Call, full: Tensor) -> Iterator[tuple[slice, slice]]:
     half = len(full) // 2
     # Context parallelism has all early chunks, then all late ones.
     blocks = [(0, half), (half, half)] if _work(call).group == "cp" else call.row_blocks
-    for start, rows in pieces(blocks, first, len(full)):
+    for start, rows in clipped_runs(blocks, first, len(full)):
         low, high = start - first, start - first + rows
         yield slice(low // ranks, high // ranks), slice(low, high)
 

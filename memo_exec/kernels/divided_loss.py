@@ -75,7 +75,7 @@ def divided_cross_entropy(call: Call) -> None:
 
 def own_columns(call: Call, width: int) -> tuple[int, int]:
     """Return the first token of this rank's part of the vocabulary, and how many of its ``width`` are tokens."""
-    first = call.context.place.at("tp") * width
+    first = call.context.mesh.at("tp") * width
     return first, max(0, min(width, call.context.model.vocab - first))
 
 

@@ -49,7 +49,7 @@ def embed_backward(call: Call) -> None:
     positions = call.get("grad_positions")
     count = min(len(grad), NORM_ROWS)
     scratch, divided = call.scratch(), None
-    if call.context.place.size("tp") > 1:
+    if call.context.mesh.size("tp") > 1:
         divided = _DividedIds(call, scratch, count, len(table))
     wide = scratch.take(count, grad.shape[1]) if divided or grad.dtype != table.dtype else None
     for first in range(0, len(grad), count):
@@ -70,7 +70,7 @@ class _DividedIds:
     """Token ids as rows of this rank's part of the vocabulary, in the workspace."""
 
     def __init__(self, call: Call, scratch: Scratch, rows: int, size: int) -> None:
-        self._first, self._size = call.context.place.at("tp") * size, size
+        self._first, self._size = call.context.mesh.at("tp") * size, size
         self._ids, self._absent = scratch.take(rows, dtype=torch.int64), scratch.take(rows, dtype=torch.bool)
 
     def of(self, ids: Tensor) -> tuple[Tensor, Tensor]:

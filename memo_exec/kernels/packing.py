@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from memo_exec.kernels.call import Call
-from memo_sim.program.layout.token_order import pieces
+from memo_sim.program.layout.token_order import clipped_runs
 from memo_sim.program.operators.workspaces import NORM_ROWS
 
 
@@ -35,7 +35,7 @@ def qkv_join(call: Call) -> None:
 def kv_pack(call: Call) -> None:
     """Copy keys and values out of the packed Q, K, V into the order in which they travel."""
     out = call["out"]
-    _travelling(out, call).copy_(_at_home(call["qkv"], out.shape[1], call))
+    _exchanged_side(out, call).copy_(_sequence_side(call["qkv"], out.shape[1], call))
 
 
 def accumulate(call: Call) -> None:
@@ -48,7 +48,7 @@ def accumulate(call: Call) -> None:
     if width == out.shape[1]:
         _add(x, out, call)
     elif name.startswith("d_kv"):
-        _at_home(out, width, call).add_(_travelling(x, call))
+        _sequence_side(out, width, call).add_(_exchanged_side(x, call))
     else:
         batch = call.context.decisions.micro_batch
         queries = torch.unflatten(x, 0, (batch, -1))
@@ -70,19 +70,19 @@ def heads_transpose(call: Call) -> None:
     """Group features by the rank that has their heads, or (``unpack``) put those of each rank back."""
     source, target = call.matrix("source"), call.matrix("target")
     packs, start = ".unpack" not in call.instruction.name, call.first("source")
-    for first, rows in pieces(call.row_blocks, start, len(source)):
+    for first, rows in clipped_runs(call.row_blocks, start, len(source)):
         block = slice(first - start, first - start + rows)
         plain, grouped = (source, target) if packs else (target, source)
         for features, ranks in _by_rank(plain[block], grouped[block], call):
             (ranks if packs else features).copy_(features if packs else ranks)
 
 
-def _travelling(rows: Tensor, call: Call) -> Tensor:
+def _exchanged_side(rows: Tensor, call: Call) -> Tensor:
     """Return keys and values in the order in which they travel as (half, sequence, row, features)."""
     return torch.unflatten(rows, 0, (2, call.context.decisions.micro_batch, -1))
 
 
-def _at_home(qkv: Tensor, width: int, call: Call) -> Tensor:
+def _sequence_side(qkv: Tensor, width: int, call: Call) -> Tensor:
     """Return the last ``width`` features of a rank's rows in the same order."""
     return torch.unflatten(qkv[:, -width:], 0, (call.context.decisions.micro_batch, 2, -1)).transpose(0, 1)
 

@@ -24,7 +24,7 @@ def pack(call: Call) -> None:
     call[which].copy_(_columns(call, call["qkv"])[which])
 
 
-def home(call: Call) -> None:
+def return_gradients(call: Call) -> None:
     """Write gradients of this rank's values into those of the packed Q, K, V, zeros into the others; or add keys'."""
     columns, part = _columns(call, call["grad_qkv"]), call.get("values")
     if part is None:

@@ -89,8 +89,8 @@ def checked_placement(plan: Plan, program: Program, plan_path: Path) -> Placemen
 
 def _made_for(plan: Plan, program: Program, placement: Placement) -> Program:
     """Return the role's program that the placement names; the rank's own where it names none of the plan's."""
-    roles = lower(plan.decisions) if placement.program_sha256 != program.sha256 else ()
-    return next((role for role in roles if role.sha256 == placement.program_sha256), program)
+    stages = lower(plan.decisions) if placement.program_sha256 != program.sha256 else ()
+    return next((stage for stage in stages if stage.sha256 == placement.program_sha256), program)
 
 
 def has_library_slots(program: Program, placement: Placement) -> bool:

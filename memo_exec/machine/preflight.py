@@ -7,8 +7,8 @@ kernels that fail when they are tried on a few tokens.
 
 from __future__ import annotations
 
+from memo_exec.distributed.mesh import MeshCoordinates
 from memo_exec.distributed.own_program import rank_program
-from memo_exec.distributed.place import Place
 from memo_exec.distributed.world import Launch
 from memo_exec.machine.attention_kernels import check_kernels, try_kernels
 from memo_exec.machine.machine import Machine
@@ -19,7 +19,7 @@ from memo_sim.contract.errors import BadInput, CannotRun, Infeasible
 from memo_sim.contract.placement import Placement
 from memo_sim.contract.plan import Decisions, Plan
 from memo_sim.program.ir.program import Program
-from memo_sim.program.lower import lower, program_sha256
+from memo_sim.program.lower import check_pinned, lower
 
 DTYPES = {"cpu": ("fp32", "bf16"), "cuda": ("bf16",)}
 """What kernels compute in: attention on CUDA has no fp32, and fp16 would need a scaled loss, which is not built."""
@@ -52,16 +52,8 @@ def checked_program(plan: Plan, *, where: str, rank: int = 0) -> Program:
             wanted=error.wanted,
             hint="the plan was edited: make it again with memo-sim what-if -o",
         ) from None
-    found = program_sha256(programs)
-    if found != plan.program_sha256:
-        raise BadInput(
-            "the plan's decisions lower to another program than the one it pins",
-            where=f"{where}: $.program_sha256",
-            got=plan.program_sha256[:16],
-            wanted=found[:16],
-            hint="the plan was edited, or made by another version: price it again with memo-sim what-if --plan",
-        )
-    return rank_program(plan.decisions, Place(plan.decisions.layout, rank))
+    check_pinned(plan, programs, where=where)
+    return rank_program(plan.decisions, MeshCoordinates(plan.decisions.layout, rank))
 
 
 def _check_length(decisions: Decisions, where: str) -> None:

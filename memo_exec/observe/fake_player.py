@@ -20,8 +20,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from memo_exec.distributed.groups import communicates
+from memo_exec.distributed.mesh import MeshCoordinates
 from memo_exec.distributed.own_program import own_program
-from memo_exec.distributed.place import Place
 from memo_exec.kernels import FUSED, KERNELS, Call, Context, Kernel
 from memo_exec.memory.binding import Bound, Schedule, schedule
 from memo_exec.memory.slab import HostSlab
@@ -104,7 +104,7 @@ def observe_fake(decisions: Decisions, program: Program, *, kernels: Mapping[str
     """
     cuda = not on_cpu(decisions.kernels.attention)
     built = cuda and torch.version.cuda is not None
-    own = own_program(program, decisions, Place(decisions.layout))
+    own = own_program(program, decisions, MeshCoordinates(decisions.layout))
     with FakeTensorMode(), torch.inference_mode(), _LooksLikeCuda() if cuda and not built else nullcontext():
         device = torch.device("cuda" if built else "cpu")
         return _FakePlayer(decisions, schedule(own), kernels, device).play()

@@ -31,10 +31,10 @@ class Leftover:
     host: HostRange
     copied: Mark
     source: Tensor | None
-    home: object
+    stream: object
     fetched: Mark
     restored: Tensor | None
-    restored_home: object
+    restored_stream: object
 
 
 class Original:
@@ -65,12 +65,12 @@ class Block:
         "device",
         "fetched",
         "first",
-        "home",
         "host",
         "original",
         "restored",
-        "restored_home",
+        "restored_stream",
         "source",
+        "stream",
         "total",
         "unused",
         "views",
@@ -86,11 +86,11 @@ class Block:
         """Where the bytes start in the original storage; 0 for a packed copy."""
         self.source: Tensor | None = source
         self.host = host
-        self.home: object = None
+        self.stream: object = None
         """The stream that compute was on when the tensor was saved."""
         self.copied: Mark = PASSED
         self.restored: Tensor | None = None
-        self.restored_home: object = None
+        self.restored_stream: object = None
         self.fetched: Mark = PASSED
         self.views: list[int] = []
         """Numbers of the saved views."""
@@ -114,7 +114,7 @@ class Block:
 
     def __del__(self) -> None:
         # Runs wherever the garbage collector does, so it takes no lock and starts no work.
-        left = (self.copied, self.source, self.home, self.fetched, self.restored, self.restored_home)
+        left = (self.copied, self.source, self.stream, self.fetched, self.restored, self.restored_stream)
         self._leftovers.append(Leftover(self.device, self.host, *left))
 
 

@@ -42,11 +42,11 @@ class Lanes(Protocol):
     def restore(self, into: Tensor, source: Tensor, after: Sequence[Mark]) -> Mark:
         """Copy on the H2D lane, after the marks."""
 
-    def wait(self, mark: Mark, home: object) -> None:
-        """Make what compute issues next on ``home`` wait for ``mark``."""
+    def wait(self, mark: Mark, stream: object) -> None:
+        """Make what compute issues next on ``stream`` wait for ``mark``."""
 
-    def release(self, mark: Mark, home: object) -> None:
-        """Make it safe to free device memory of ``home`` that the copy behind ``mark`` uses."""
+    def release(self, mark: Mark, stream: object) -> None:
+        """Make it safe to free device memory of ``stream`` that the copy behind ``mark`` uses."""
 
     def hold(self, mark: Mark) -> None:
         """Make what the D2H lane plays next wait for ``mark``."""
@@ -75,16 +75,16 @@ class HostLanes:
         """Copy on the H2D thread; until then the task holds both tensors."""
         return _submit(self._h2d, into, source, after)
 
-    def wait(self, mark: Mark, home: object) -> None:
+    def wait(self, mark: Mark, stream: object) -> None:
         """Block until the copy has run.
 
         Raises:
             Exception: whatever the copy raised.
         """
-        del home
+        del stream
         mark.join()
 
-    def release(self, mark: Mark, home: object) -> None:
+    def release(self, mark: Mark, stream: object) -> None:
         """Nothing to do: the task holds what it copies."""
 
     def hold(self, mark: Mark) -> None:
@@ -125,14 +125,14 @@ class StreamLanes:
             into.copy_(source, non_blocking=True)
         return _Event(stream)
 
-    def wait(self, mark: Mark, home: object) -> None:
+    def wait(self, mark: Mark, stream: object) -> None:
         """Let a stream wait; the host goes on."""
-        _order(home if isinstance(home, torch.cuda.Stream) else self.here(), mark)
+        _order(stream if isinstance(stream, torch.cuda.Stream) else self.here(), mark)
 
-    def release(self, mark: Mark, home: object) -> None:
+    def release(self, mark: Mark, stream: object) -> None:
         """Let the stream that the memory goes back to wait, unless the copy has run."""
         if not mark.done():
-            self.wait(mark, home)
+            self.wait(mark, stream)
 
     def hold(self, mark: Mark) -> None:
         """Let the D2H stream wait, unless the copy has run."""

@@ -80,7 +80,7 @@ class Swap:
         lanes = self._on(source.device)
         if self._debug:
             block.total = total(source)
-        block.home = lanes.here()
+        block.stream = lanes.here()
         block.copied = lanes.offload(host.memory, source, [lanes.now()])
         self._stash.append(weakref.ref(block))
         self._statistics.offloaded_tensors += 1
@@ -102,7 +102,7 @@ class Swap:
             lanes = self._on(block.device)
             restored = self._restore(block, lanes)
             self._look_ahead(saved, lanes)
-            lanes.wait(block.fetched, block.restored_home)
+            lanes.wait(block.fetched, block.restored_stream)
             if block.total is not None:
                 check(restored, block.total)
             storage, view = restored.untyped_storage(), saved.inside
@@ -113,13 +113,13 @@ class Swap:
 
     def _restore(self, block: Block, lanes: Lanes) -> Tensor:
         """Return a block's bytes on the device, on their way or there, for the stream that compute is on now."""
-        if block.restored is not None and block.restored_home == lanes.here():
+        if block.restored is not None and block.restored_stream == lanes.here():
             return block.restored
         self._drop(block)
         restored = torch.empty(block.host.memory.numel(), dtype=torch.uint8, device=block.device)
         if self._debug:
             poison(restored)
-        block.restored, block.restored_home = restored, lanes.here()
+        block.restored, block.restored_stream = restored, lanes.here()
         # The last copy out of these host bytes need not be waited for: it is on the same lane.
         block.fetched = lanes.restore(restored, block.host.memory, [block.copied, lanes.now()])
         block.waiting = {number for number in block.views if self._is_waiting(number)}
@@ -173,7 +173,7 @@ class Swap:
 
     def _drop(self, block: Block) -> None:
         if block.restored is not None:
-            self._on(block.device).release(block.fetched, block.restored_home)
+            self._on(block.device).release(block.fetched, block.restored_stream)
             block.restored = None
 
     def _let_go(self, most: int) -> None:
@@ -186,7 +186,7 @@ class Swap:
             self._stash.popleft()
             if block is not None:
                 self._statistics.forward_waits += under_way and most > 0
-                self._on(block.device).wait(block.copied, block.home)
+                self._on(block.device).wait(block.copied, block.stream)
                 block.source = None
 
     def collect(self) -> None:
@@ -194,8 +194,8 @@ class Swap:
         while self._leftovers:
             left = self._leftovers.popleft()
             own = self._on(left.device)
-            own.release(left.copied, left.home)
-            own.release(left.fetched, left.restored_home)
+            own.release(left.copied, left.stream)
+            own.release(left.fetched, left.restored_stream)
             if self._debug or not left.host.in_slab:
                 left.copied.settle()
                 left.fetched.settle()

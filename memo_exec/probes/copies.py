@@ -18,7 +18,7 @@ from torch import Tensor
 
 from memo_exec.interpreter.lanes import lane_threads
 from memo_exec.kernels import KERNELS, Call, Context
-from memo_exec.probes.operators import MOST_TURNS
+from memo_exec.probes.operators import MOST_ROTATIONS
 from memo_exec.probes.timing import Effort, Sample, back_to_back, sample_of, time_call
 from memo_sim.contract.plan import Decisions
 from memo_sim.program.ir.instruction import Instruction, Lane
@@ -66,12 +66,12 @@ class Lanes:
 
     def copier(self, lane: Lane, size_bytes: int) -> Callable[[int], None]:
         """Return a call that copies ``size_bytes`` the lane's way, taking turns over buffers beyond the cache."""
-        turns = min(4 * MOST_TURNS, 2 + self.cache_bytes // size_bytes)
-        pairs = [self._pair(lane, size_bytes) for _ in range(turns)]
+        rotations = min(4 * MOST_ROTATIONS, 2 + self.cache_bytes // size_bytes)
+        pairs = [self._pair(lane, size_bytes) for _ in range(rotations)]
         instruction = Instruction(OPS[lane], OPS[lane], lane, Copy(size_bytes, OPS[lane]), ())
         calls = [Call(instruction, self.context, pair) for pair in pairs]
         kernel = KERNELS[OPS[lane]]
-        return lambda i: kernel(calls[i % turns])
+        return lambda i: kernel(calls[i % rotations])
 
     def _pair(self, lane: Lane, size_bytes: int) -> dict[str, Tensor]:
         on_device = torch.ones(size_bytes // 4, device=self.device)

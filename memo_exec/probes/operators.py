@@ -30,7 +30,7 @@ FRESH_ROLES = ("grad", "logits", "y", "x", "qkv", "source", "part", "grad_q")
 NOISE_NUMBERS = 2**22
 """Random numbers that operands are filled from, over and over: drawing new ones takes longer than the operators."""
 
-MOST_TURNS = 12
+MOST_ROTATIONS = 12
 """Sets of operands that repeats take turns over."""
 
 
@@ -97,9 +97,9 @@ class Bench:
     def seconds(self, operator: Operator, effort: Effort) -> Sample:
         """Return how long the operator takes."""
         with torch.inference_mode():
-            turns = min(MOST_TURNS, 2 + self.cache_bytes // max(1, operator.bytes))
+            rotations = min(MOST_ROTATIONS, 2 + self.cache_bytes // max(1, operator.bytes))
             context = Context(operator.decisions, self.device, StepScalars(lr=1e-4, clip=1.0))
-            calls = [Call(operator.instruction, context, self._tensors(operator)) for _ in range(turns)]
+            calls = [Call(operator.instruction, context, self._tensors(operator)) for _ in range(rotations)]
             kernel = KERNELS[operator.instruction.op]
             roles = [role for role in FRESH_ROLES if role in calls[0].tensors]
             fresh = [call.tensors[roles[0]] for call in calls] if roles else []
@@ -107,9 +107,9 @@ class Bench:
 
             def prepare(i: int) -> None:
                 if content is not None:
-                    fresh[i % turns].copy_(content)
+                    fresh[i % rotations].copy_(content)
 
-            return time_call(lambda i: kernel(calls[i % turns]), self.device, effort, prepare)
+            return time_call(lambda i: kernel(calls[i % rotations]), self.device, effort, prepare)
 
     def chain(self, operators: Sequence[Operator]) -> Callable[[int], None]:
         """Return a call that plays the operators one after the other, each on operands of its own."""

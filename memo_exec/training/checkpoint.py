@@ -5,7 +5,7 @@
 
 A checkpoint is written under another name, flushed and then renamed, so what has the final name is whole; the one
 before is removed only after that. Gradients are not kept: a step begins by zeroing them. What is stored does not
-depend on the layout, so another one can go on from it (``distributed/stored.py``); ranks on several nodes need a
+depend on the layout, so another one can go on from it (``checkpoint_shards.py``); ranks on several nodes need a
 directory that all of them see. Older checkpoints, of one process, have flat blocks in ``state.safetensors``; they are
 read, and no longer written.
 """
@@ -23,8 +23,8 @@ import msgspec
 import torch
 from torch import Tensor
 
-from memo_exec.distributed.pieces import KINDS, whole_block
-from memo_exec.distributed.place import Place
+from memo_exec.distributed.mesh import MeshCoordinates
+from memo_exec.distributed.shards import KINDS, whole_block
 from memo_exec.distributed.world import World
 from memo_exec.interpreter.interpreter import Interpreter
 from memo_exec.memory.dtypes import TORCH_DTYPES
@@ -114,7 +114,7 @@ def save(directory: Path, run: RunState, interpreter: Interpreter, world: World)
     fresh = world.by_first(lambda: _made(directory))
     try:
         check_shared(fresh, world)
-        stored.write(fresh / STATE_DIRECTORY, _written(state_of(interpreter), interpreter.place), world.talk)
+        stored.write(fresh / STATE_DIRECTORY, _written(state_of(interpreter), interpreter.mesh), world.talk)
         world.by_first(lambda: _finish(fresh, final, run))
     finally:
         if world.first:
@@ -139,7 +139,7 @@ def check_shared(made: Path, world: World) -> None:
         )
 
 
-def _written(state: dict[str, list[Held]], place: Place) -> dict[str, list[Held]]:
+def _written(state: dict[str, list[Held]], place: MeshCoordinates) -> dict[str, list[Held]]:
     """Return what a rank writes: of a tied embedding the first pipeline stage's, which cuts it in its own shares."""
     if place.at("pp") == 0:
         return state

@@ -131,7 +131,7 @@ class Training:
     def _micro_batches(self, batch: Batch) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Cut the global batch into this rank's micro-batches, sequences in order, and take the tokens of its rows."""
         decisions, context = self.plan.decisions, self.interpreter.context
-        shares, share, size = decisions.layout.dp, context.place.at("dp"), decisions.micro_batch
+        shares, share, size = decisions.layout.dp, context.mesh.at("dp"), decisions.micro_batch
         tokens = torch.cat([torch.arange(run.token, run.token + run.tokens) for run in context.runs])
         parts = []
         for whole in (batch.ids, batch.labels):

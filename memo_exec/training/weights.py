@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from memo_exec.distributed.pieces import KINDS, layers_of, pieces_of
+from memo_exec.distributed.shards import KINDS, layers_of, shards_of
 from memo_exec.interpreter.interpreter import Interpreter
 from memo_exec.training import huggingface
 
@@ -101,12 +101,12 @@ def held_by(interpreter: Interpreter, state: str) -> Iterator[Held]:
     for kind in KINDS:
         if f"{state}.{kind}" not in interpreter.program.family_bases:
             continue
-        pieces = pieces_of(decisions, interpreter.place, state, kind)
-        layers = layers_of(decisions, interpreter.place)
+        shards = shards_of(decisions, interpreter.mesh, state, kind)
+        layers = layers_of(decisions, interpreter.mesh)
         places = [f"layer.{number}" for number in layers] if kind == "layer" else [kind]
         for i, at in enumerate(places):
             flat = interpreter.buffer(f"{state}.{kind}", i)
-            for p in pieces:
+            for p in shards:
                 view = flat[p.first : p.first + math.prod(p.sizes)].view(p.sizes)
                 yield Held(f"{at}/{p.name}", p.whole, p.offsets, view)
 

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from memo_exec.distributed.groups import make_groups
+from memo_exec.distributed.mesh import MeshCoordinates
 from memo_exec.distributed.own_program import rank_program
-from memo_exec.distributed.place import Place
 from memo_exec.interpreter.interpreter import Interpreter
 from memo_exec.kernels import StepScalars
 from memo_exec.training import weights
@@ -75,7 +75,7 @@ def own_batch(decisions: Decisions, rank: int, step: int) -> Batch:
 
 def play(member: Member, decisions: Decisions, steps: int, options: dict[str, Any]) -> Played:
     """Play ``steps`` steps on a rank; the gradients are the first step's."""
-    place = Place(decisions.layout, member.rank)
+    place = MeshCoordinates(decisions.layout, member.rank)
     program = rank_program(decisions, place)
     groups = make_groups(lower(decisions), place, patience_s=PATIENCE_S) if member.world > 1 else {}
     with Interpreter(decisions, program, rank=member.rank, groups=groups, **options) as interpreter:

@@ -2,8 +2,8 @@
 
 import pytest
 
+from memo_exec.distributed.mesh import MeshCoordinates
 from memo_exec.distributed.own_program import rank_program
-from memo_exec.distributed.place import Place
 from memo_exec.machine.rank_placement import rank_placement
 from memo_sim.contract.plan import Decisions, Layout
 from memo_sim.memory.place import place
@@ -19,7 +19,7 @@ STEPS = 2
 def play_planned(member: Member, decisions: Decisions) -> Played:
     """Play in the arena of the first role's representative, or what follows from it."""
     planned = place(requests_of(lower(decisions)[0]), solver="greedy")
-    program = rank_program(decisions, Place(decisions.layout, member.rank))
+    program = rank_program(decisions, MeshCoordinates(decisions.layout, member.rank))
     own = planned if planned.program_sha256 == program.sha256 else rank_placement(planned, requests_of(program))
     return play(member, decisions, STEPS, {"placement": own, "debug": True})
 

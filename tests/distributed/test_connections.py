@@ -9,7 +9,7 @@ import torch
 
 from memo_exec.distributed.connections import connect
 from memo_exec.distributed.groups import make_groups
-from memo_exec.distributed.place import Place
+from memo_exec.distributed.mesh import MeshCoordinates
 from memo_exec.distributed.world import CONNECTIONS, PATIENCE_S, answered, patience_of, side_by_side
 from memo_sim.contract.errors import CannotRun
 from memo_sim.contract.plan import Layout
@@ -27,8 +27,8 @@ def connected(member: Member, layout: Layout) -> list[Key]:
     """Return what a rank has connected."""
     model = gpt(layers=4)
     programs = lower(decide(model, layout=layout, seq_tokens=512, micro_batch=1, global_batch=4 * layout.dp))
-    place = Place(layout, member.rank)
-    return connect(programs, place, make_groups(programs, place, patience_s=PATIENCE_OF_TESTS_S), torch.device("cpu"))
+    mesh = MeshCoordinates(layout, member.rank)
+    return connect(programs, mesh, make_groups(programs, mesh, patience_s=PATIENCE_OF_TESTS_S), torch.device("cpu"))
 
 
 @pytest.mark.parametrize(

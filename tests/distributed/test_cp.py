@@ -2,8 +2,8 @@
 
 import pytest
 
+from memo_exec.distributed.mesh import MeshCoordinates
 from memo_exec.distributed.own_program import rank_program
-from memo_exec.distributed.place import Place
 from memo_exec.kernels import KERNELS
 from memo_exec.machine.preflight import checked_program
 from memo_sim.contract.errors import BadInput, CannotRun
@@ -93,7 +93,7 @@ def test_the_comparison_finds_an_operator_that_is_left_out(team: Team, op: str) 
 
 def test_gathered_sequences_of_a_micro_batch_are_refused() -> None:
     with pytest.raises(CannotRun, match="one sequence") as caught:
-        rank_program(training(llama(), GATHERED, micro_batch=2, global_batch=2), Place(GATHERED))
+        rank_program(training(llama(), GATHERED, micro_batch=2, global_batch=2), MeshCoordinates(GATHERED))
     assert caught.value.exit_code == 6
 
 

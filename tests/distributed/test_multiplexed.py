@@ -49,15 +49,15 @@ def test_four_processes(team: Team, name: str) -> None:
     """Some stages are guests of two others at once, and some tasks have two guests."""
     chosen = multiplexed(name, 4, 4, seq_tokens=2 * LONG)
     tasks = cut_tasks(chosen)
-    guests = Counter((x + task.stage, piece.stage) for (x, _), task in tasks.items() for piece in task.guests)
-    assert max(guests.values()) > 1
-    assert max(len(task.guests) for task in tasks.values()) > 1
+    helpers = Counter((x + task.stage, shard.stage) for (x, _), task in tasks.items() for shard in task.helpers)
+    assert max(helpers.values()) > 1
+    assert max(len(task.helpers) for task in tasks.values()) > 1
     matches(team, name, chosen, steps=1)
 
 
 MORE = [
     ("gpt4", 2, 3, "swap mixed", {"seq_tokens": ODD}),
-    ("llama4", 2, 4, "tokenwise mixed", {"overlap_handovers": False}),
+    ("llama4", 2, 4, "tokenwise mixed", {"overlap_p2p": False}),
     ("llama4", 2, 2, "full", {"tp": 2, "sequence_parallel": True}),
 ]
 

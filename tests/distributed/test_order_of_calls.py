@@ -12,15 +12,15 @@ from dataclasses import replace
 import pytest
 
 from memo_exec.distributed.groups import communicates
+from memo_exec.distributed.mesh import MeshCoordinates
 from memo_exec.distributed.own_program import own_program, rank_program
-from memo_exec.distributed.place import Place
 from memo_sim.contract.plan import Decisions, Layout
 from memo_sim.program.analysis.columns import expand
-from memo_sim.program.analysis.communicators import handover_key
+from memo_sim.program.analysis.communicators import p2p_key
 from memo_sim.program.analysis.edges import derive_edges
 from memo_sim.program.ir.instruction import Lane, Template
 from memo_sim.program.ir.program import Program
-from memo_sim.program.ir.work import Collective, Exchange, Handover
+from memo_sim.program.ir.work import Collective, Exchange, PointToPoint
 from memo_sim.program.layout.rank_order import stride
 from tests.exec_cpu.small import decide, gpt
 
@@ -33,7 +33,7 @@ ONE_STAGE = [
 STAGES = [
     Layout(pp=4, dp=2, zero=1),
     Layout(pp=2, cp=2, ulysses=2),
-    Layout(pp=2, cp=4, overlap_handovers=False),
+    Layout(pp=2, cp=4, overlap_p2p=False),
     Layout(pp=2, tp=2, sequence_parallel=True, dp=2, schedule="zero-bubble"),
     Layout(pp=2, cp=2, dp=2, zero=1, schedule="interleaved", virtual_stages=2),
     Layout(pp=2, tp=2, cp=2, schedule="gpipe"),
@@ -52,18 +52,18 @@ def decisions(layout: Layout) -> Decisions:
 
 
 def programs_of(chosen: Decisions) -> list[Program]:
-    places = [Place(chosen.layout, rank) for rank in range(chosen.layout.devices)]
-    return [own_program(rank_program(chosen, place), chosen, place) for place in places]
+    meshes = [MeshCoordinates(chosen.layout, rank) for rank in range(chosen.layout.devices)]
+    return [own_program(rank_program(chosen, mesh), chosen, mesh) for mesh in meshes]
 
 
-def calls_of(program: Program, place: Place) -> Calls:
+def calls_of(program: Program, mesh: MeshCoordinates) -> Calls:
     found: Calls = []
     for number, (_, instruction) in enumerate(program.walk()):
         work = instruction.work
-        if isinstance(work, Handover):
-            found.append((number, (handover_key(work), place.rank % stride("pp", place.layout)), work))
+        if isinstance(work, PointToPoint):
+            found.append((number, (p2p_key(work), mesh.rank % stride("pp", mesh.layout)), work))
         elif isinstance(work, Collective | Exchange):
-            found.append((number, (instruction.lane, *place.members(work.group)), work))
+            found.append((number, (instruction.lane, *mesh.members(work.group)), work))
     return found
 
 
@@ -73,7 +73,7 @@ def stuck(programs: list[Program], layout: Layout, *, one_queue: bool = False) -
     before: dict[Hashable, set[Hashable]] = defaultdict(set)
     for rank, program in enumerate(programs):
         counts: Counter[Hashable] = Counter()
-        for number, who, _ in calls_of(program, Place(layout, rank)):
+        for number, who, _ in calls_of(program, MeshCoordinates(layout, rank)):
             counts[who] += 1
             node[rank, number] = ("call", who, counts[who])
         for earlier, later in _orders(program, one_queue=one_queue):
@@ -117,7 +117,7 @@ def test_every_rank_calls_alike_and_nobody_waits_for_ever(layout: Layout) -> Non
     said: dict[Hashable, list[object]] = {}
     for rank, program in enumerate(programs):
         mine: dict[Hashable, list[object]] = defaultdict(list)
-        for _, who, what in calls_of(program, Place(layout, rank)):
+        for _, who, what in calls_of(program, MeshCoordinates(layout, rank)):
             mine[who].append(what)
         for who, calls in mine.items():
             assert said.setdefault(who, calls) == calls, f"rank {rank} of {who}"
@@ -140,7 +140,7 @@ def test_stages_that_send_before_they_receive_are_found() -> None:
 
 def _on_one_lane(program: Program) -> Program:
     def moved(template: Template) -> Template:
-        lanes = {Lane.RECEIVE: Lane.SEND}
+        lanes = {Lane.RECV: Lane.SEND}
         return replace(
             template, instructions=tuple(replace(i, lane=lanes.get(i.lane, i.lane)) for i in template.instructions)
         )

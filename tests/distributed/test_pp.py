@@ -39,7 +39,7 @@ COMBINED = [
     Layout(ulysses=2, pp=2, **SCHEDULES["interleaved"]),
     Layout(dp=2, pp=2),
     Layout(dp=2, pp=2, zero=1),
-    Layout(pp=2, overlap_handovers=False),
+    Layout(pp=2, overlap_p2p=False),
     Layout(tp=2, pp=2, schedule="zero-bubble"),
     Layout(cp=2, pp=2, schedule="zero-bubble"),
 ]

@@ -119,7 +119,7 @@ def test_a_receive_is_busy_as_long_as_its_send(team: Team, plans: Path) -> None:
 
     for one, other in ((first, second), (second, first)):
         assert len(seconds(one, "send")) == 2
-        assert seconds(one, "send") == pytest.approx(seconds(other, "receive"), abs=1e-9)
+        assert seconds(one, "send") == pytest.approx(seconds(other, "recv"), abs=1e-9)
 
 
 def test_a_rank_of_a_pipeline_is_compared_with_its_own_stage(team: Team, plans: Path) -> None:

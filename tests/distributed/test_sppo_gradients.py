@@ -13,8 +13,8 @@ import msgspec
 import pytest
 
 from memo_exec.commands.run import Outcome, RunOptions, run
+from memo_exec.distributed.mesh import MeshCoordinates
 from memo_exec.distributed.own_program import rank_program
-from memo_exec.distributed.place import Place
 from memo_exec.kernels import KERNELS
 from memo_sim.contract import codec
 from memo_sim.contract.plan import Decisions, Layout, MovedBytes
@@ -74,7 +74,7 @@ def text(value: object) -> str | None:
 
 def planned(decisions: Decisions, rank: int) -> MovedBytes:
     """Return the bytes that a rank's program copies."""
-    program = rank_program(decisions, Place(decisions.layout, rank))
+    program = rank_program(decisions, MeshCoordinates(decisions.layout, rank))
     works = [i.work for _, i in program.walk() if isinstance(i.work, Copy)]
     sums = {way: sum(work.bytes for work in works if work.direction == way) for way in ("d2h", "h2d")}
     return MovedBytes(**sums)
@@ -173,7 +173,7 @@ SLOW = [
     *FOUR,
     Layout(pp=2, schedule="interleaved", virtual_stages=2, subsequences=2),
     Layout(pp=2, schedule="zero-bubble", subsequences=4),
-    Layout(pp=2, schedule="1f1b", overlap_handovers=False, subsequences=2),
+    Layout(pp=2, schedule="1f1b", overlap_p2p=False, subsequences=2),
     Layout(dp=2, zero=2, subsequences=2),
     Layout(dp=2, zero=3, subsequences=2),
     Layout(tp=2, dp=2, zero=1, subsequences=2),

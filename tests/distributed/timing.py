@@ -12,8 +12,8 @@ from dataclasses import replace
 import numpy as np
 
 from memo_exec.distributed.groups import make_groups
+from memo_exec.distributed.mesh import MeshCoordinates
 from memo_exec.distributed.own_program import rank_program
-from memo_exec.distributed.place import Place
 from memo_exec.interpreter.interpreter import Interpreter
 from memo_exec.interpreter.lanes import Progress
 from memo_exec.kernels import StepScalars
@@ -68,7 +68,7 @@ def held(
 
     ``late`` lanes are; ``ordered_by`` gives other edges than the derived ones.
     """
-    place = Place(decisions.layout, member.rank)
+    place = MeshCoordinates(decisions.layout, member.rank)
     program = rank_program(decisions, place)
     groups = make_groups(lower(decisions), place, patience_s=PATIENCE_S) if member.world > 1 else {}
     edges = ordered_by(program) if ordered_by else None

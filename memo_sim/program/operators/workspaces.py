@@ -46,7 +46,7 @@ ADAMW_ELEMENTS = 2**20
 NORM_PROGRAMS = 256
 """Programs of a Triton norm's backward, each with a sum of its own: more than a GPU has multiprocessors."""
 
-PIECE_BYTES = 64
+SCRATCH_ALIGNMENT_BYTES = 64
 """A workspace is cut into pieces that start on this boundary."""
 
 
@@ -106,7 +106,7 @@ def _wide_accumulators(work: Attention, heads: int, kv_heads: int) -> int:
 
 def _pieces(*sizes: int) -> int:
     """Return the bytes of a workspace that is cut into pieces of these sizes."""
-    return sum(-(-size // PIECE_BYTES) * PIECE_BYTES for size in sizes)
+    return sum(-(-size // SCRATCH_ALIGNMENT_BYTES) * SCRATCH_ALIGNMENT_BYTES for size in sizes)
 
 
 def _wide(elements: int, dtype: str) -> tuple[int, ...]:

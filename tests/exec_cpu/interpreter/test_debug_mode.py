@@ -44,7 +44,7 @@ EDGED = {
 DROPPED = [pytest.param(each, i, id=name) for each in EDGED.values() for name, i in each.needed.items()]
 
 
-class Visit:
+class LayerPass:
     """Recognises one instruction among the calls of its equals (layers share templates)."""
 
     def __init__(self, edged: Edged, number: int) -> None:
@@ -62,7 +62,7 @@ class Visit:
 @pytest.mark.parametrize(("edged", "dropped"), DROPPED)
 def test_every_dropped_edge_is_found(edged: Edged, dropped: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The producer is held until the consumer, which no longer waits for it, has begun or was refused."""
-    producer, consumer = (Visit(edged, number) for number in edged.pairs[dropped])
+    producer, consumer = (LayerPass(edged, number) for number in edged.pairs[dropped])
     begun, watch = threading.Event(), Probe.before
 
     def watching(probe: Probe, bound: Bound, call: Call) -> None:
@@ -110,11 +110,11 @@ def test_no_race_without_a_plant(policy: dict[str, object]) -> None:
     assert all(torch.equal(found[name], wanted[name]) for name in wanted)
 
 
-TURNS: dict[str, Any] = {"recompute": "tokenwise", "swapped_tokens": 128}
+ROUNDING: dict[str, Any] = {"recompute": "tokenwise", "swapped_tokens": 128}
 WINDOW: dict[str, Any] = {"offload_window": 1, "swapped_tokens": 188, "subsequence_swapped_tokens": (128, 0, 60)}
 PARTED: dict[str, Any] = {"layout": Layout(subsequences=3), "seq_tokens": 700, "micro_batch": 1, "global_batch": 2}
 SPEEDS = {
-    "three micro-batches take turns in the slab": ({"global_batch": 6}, TURNS),
+    "three micro-batches take turns in the slab": ({"global_batch": 6}, ROUNDING),
     "buffers leave and others come back": (PARTED, WINDOW),
 }
 

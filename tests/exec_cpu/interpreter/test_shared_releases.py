@@ -6,8 +6,8 @@ from collections.abc import Iterable
 import pytest
 from torch import Tensor
 
+from memo_exec.distributed.mesh import MeshCoordinates
 from memo_exec.distributed.own_program import rank_program
-from memo_exec.distributed.place import Place
 from memo_exec.interpreter.interpreter import Interpreter
 from memo_exec.interpreter.lanes import HostTimekeeper
 from memo_exec.kernels import KERNELS, Call
@@ -36,7 +36,7 @@ def test_exchange_buffers_are_released_by_compute_and_by_what_sends_them(monkeyp
     releases = Releases(monkeypatch)
     model, layout = gpt(), Layout(cp=4)
     decisions = decide(model, layout=layout, seq_tokens=512, micro_batch=1)
-    program = rank_program(decisions, Place(layout))
+    program = rank_program(decisions, MeshCoordinates(layout))
     groups = dict.fromkeys(group_keys(program))
     played = dict.fromkeys(KERNELS, nothing)
     with Interpreter(decisions, program, groups=groups, kernels=played) as interpreter:  # type: ignore[arg-type]

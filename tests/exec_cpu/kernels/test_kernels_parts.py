@@ -80,7 +80,7 @@ def test_keys_and_values_travel_early_chunks_first(batch: int) -> None:
     assert torch.equal(packed, qkv[order, Q:])
 
     home = torch.zeros_like(qkv)
-    play("grad.accumulate", decisions, {"x": packed, "out": home}, name="bwd/d_kv.home")
+    play("grad.accumulate", decisions, {"x": packed, "out": home}, name="bwd/d_kv.return")
     assert torch.equal(home[:, Q:], qkv[:, Q:])
     assert not home[:, :Q].any()
 
@@ -132,7 +132,7 @@ def test_no_hidden_allocations(dtype: str) -> None:
         return [size for size in found if size > 16]
 
     assert sizes("kv.pack", qkv=qkv, out=packed) == []
-    assert sizes("grad.accumulate", "bwd/d_kv.home", x=packed, out=qkv) == []
+    assert sizes("grad.accumulate", "bwd/d_kv.return", x=packed, out=qkv) == []
     assert sizes("grad.accumulate", x=out, out=qkv) == []
     assert sizes("attention.merge", part=out.clone(), part_lse=lse.clone(), out=out, lse=lse) == []
 

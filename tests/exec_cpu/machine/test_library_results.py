@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from memo_exec.commands import run
+from memo_exec.distributed.mesh import MeshCoordinates
 from memo_exec.distributed.own_program import rank_program
-from memo_exec.distributed.place import Place
 from memo_exec.machine import preflight
 from memo_exec.machine.memory_budget import Needs, check_memory, needs_of
 from memo_exec.machine.placement_file import checked_placement, has_library_slots, placement_path
@@ -221,7 +221,7 @@ def test_every_rank_of_several_runs_in_an_arena_without_them(layout: Layout, tmp
     first, *_ = lower(decisions)
     plan = written(tmp_path / "plan.json", decisions, place(arena_requests(first, decisions), solver="greedy"))
     for rank in range(layout.devices):
-        program = rank_program(decisions, Place(layout, rank))
+        program = rank_program(decisions, MeshCoordinates(layout, rank))
         found = checked_placement(plan, program, tmp_path / "plan.json")
         assert found is not None
         assert set(found.ids) == set(arena_requests(program, decisions).ids)

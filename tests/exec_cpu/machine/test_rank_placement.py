@@ -6,8 +6,8 @@ from typing import Any
 import msgspec
 import pytest
 
+from memo_exec.distributed.mesh import MeshCoordinates
 from memo_exec.distributed.own_program import rank_program
-from memo_exec.distributed.place import Place
 from memo_exec.machine.placement_file import checked_placement
 from memo_exec.machine.rank_placement import rank_placement
 from memo_sim.contract import codec
@@ -35,7 +35,7 @@ def test_every_rank_has_an_arena_that_serves_its_program(layout: Layout, tmp_pat
     plan = plan_for(tmp_path / "plan.json", layout)
     pinned = codec.read(tmp_path / "plan.placement.json", Placement)
     for rank in range(layout.devices):
-        place = Place(layout, rank)
+        place = MeshCoordinates(layout, rank)
         program = rank_program(plan.decisions, place)
         found = checked_placement(plan, program, tmp_path / "plan.json")
         assert found is not None
@@ -53,7 +53,7 @@ def test_every_rank_has_an_arena_that_serves_its_program(layout: Layout, tmp_pat
 def test_a_placement_of_another_plan_is_still_refused(tmp_path: Path) -> None:
     plan = plan_for(tmp_path / "plan.json", Layout(cp=2))
     other = msgspec.structs.replace(plan.decisions, seq_tokens=256)
-    program = rank_program(other, Place(other.layout))
+    program = rank_program(other, MeshCoordinates(other.layout))
     with pytest.raises(BadInput, match="wrong for the plan's program"):
         checked_placement(msgspec.structs.replace(plan, decisions=other), program, tmp_path / "plan.json")
 

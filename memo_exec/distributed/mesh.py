@@ -9,10 +9,10 @@ from memo_sim.program.layout import rank_order as ranks
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class MeshCoordinates:
     """One rank of a layout; groups are ``tp``, ``metp``, ``ulysses``, ``cp``, ``dp``, ``pp``, ``grads`` and ``ends``.
 
-    ``program/ranks.py`` says which ranks each has.
+    ``program/layout/rank_order.py`` says which ranks each has.
     """
 
     layout: Layout

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from memo_exec.distributed.place import Place, Share
+from memo_exec.distributed.mesh import MeshCoordinates, Share
 from memo_sim.contract.model import Model
 from memo_sim.contract.plan import Decisions, Layout
 from memo_sim.program.data_parallel.optimizer import Optimizer
@@ -25,7 +25,7 @@ KINDS = ("embed", "layer", "head")
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class Shard:
     """A rectangle of the whole tensor ``name``, contiguous in a buffer from element ``first`` on."""
 
     name: str
@@ -58,17 +58,17 @@ def dividing(layout: Layout) -> str:
     return "metp" if layout.metp > 1 else "tp"
 
 
-def block_of(model: Model, degree: int, kind: str, place: Place) -> Block:
+def block_of(model: Model, degree: int, kind: str, mesh: MeshCoordinates) -> Block:
     """Return a block's parameters, divided by ``degree``; a later pipeline stage's embedding has no positions."""
     if kind == "embed":
-        return embed_block(model, degree, positions=place.at("pp") == 0)
+        return embed_block(model, degree, positions=mesh.at("pp") == 0)
     return {"layer": layer_block, "head": head_block}[kind](model, degree)
 
 
-def _own_block(decisions: Decisions, kind: str, place: Place) -> Block:
+def _own_block(decisions: Decisions, kind: str, mesh: MeshCoordinates) -> Block:
     """Return the parameters of one rank's block; METP divides a layer's alone."""
     layout = decisions.layout
-    return block_of(decisions.model, layout.divided if kind == "layer" else layout.tp, kind, place)
+    return block_of(decisions.model, layout.divided if kind == "layer" else layout.tp, kind, mesh)
 
 
 def whole_block(model: Model, kind: str) -> Block:
@@ -76,25 +76,25 @@ def whole_block(model: Model, kind: str) -> Block:
     return {"embed": embed_block, "layer": layer_block, "head": head_block}[kind](model, 1)
 
 
-def layers_of(decisions: Decisions, place: Place) -> tuple[int, ...]:
+def layers_of(decisions: Decisions, mesh: MeshCoordinates) -> tuple[int, ...]:
     """Return the model's layers that this rank's stage holds, in the order of its buffers."""
-    return stages_of(decisions)[place.at("pp")].layers
+    return stages_of(decisions)[mesh.at("pp")].layers
 
 
-def optimizer_of(decisions: Decisions, kind: str, place: Place) -> Optimizer:
+def optimizer_of(decisions: Decisions, kind: str, mesh: MeshCoordinates) -> Optimizer:
     """Return how a block's states are divided."""
-    count = len(layers_of(decisions, place)) if kind == "layer" else 1
-    return Optimizer(decisions, _own_block(decisions, kind, place), kind, count)
+    count = len(layers_of(decisions, mesh)) if kind == "layer" else 1
+    return Optimizer(decisions, _own_block(decisions, kind, mesh), kind, count)
 
 
-def divided_elements(decisions: Decisions, kind: str, place: Place) -> int:
+def divided_elements(decisions: Decisions, kind: str, mesh: MeshCoordinates) -> int:
     """Return how many leading elements of a block belong to parameters that tensor parallelism or METP divides.
 
     Raises:
         ValueError: when a divided parameter follows one that every rank has whole.
     """
     count = 0
-    for own, whole in _paired(decisions, kind, place):
+    for own, whole in _paired(decisions, kind, mesh):
         if own.shape != whole.shape:
             if own.first != count:
                 raise ValueError(f"{own.name} lies behind parameters that every rank has whole")
@@ -102,40 +102,40 @@ def divided_elements(decisions: Decisions, kind: str, place: Place) -> int:
     return count
 
 
-def stretches(decisions: Decisions, place: Place, state: str, kind: str) -> list[Stretch]:
+def stretches(decisions: Decisions, mesh: MeshCoordinates, state: str, kind: str) -> list[Stretch]:
     """Return what the buffer of ``state`` (params, grads, master, moment1, ...) holds of a block on this rank.
 
     Of whole gradients that are reduced into shares, and of whole parameters that the next step gathers, it is this
     rank's share that counts.
     """
-    optimizer = optimizer_of(decisions, kind, place)
+    optimizer = optimizer_of(decisions, kind, mesh)
     in_place = state in ("params", "grads") and not optimizer.shared("params" if state == "params" else "grads")
     whole = state == "params" and in_place and not optimizer.gathered_late
     if optimizer.shards == 1 or whole:
         return [Stretch(0, optimizer.block.elements, 0)]
-    return [Stretch(run.first, run.count, run.first if in_place else run.held) for run in own_runs(optimizer, place)]
+    return [Stretch(run.first, run.count, run.first if in_place else run.held) for run in own_runs(optimizer, mesh)]
 
 
-def own_runs(optimizer: Optimizer, place: Place) -> list[Stretch]:
+def own_runs(optimizer: Optimizer, mesh: MeshCoordinates) -> list[Stretch]:
     """Return this rank's share of the decayed and of the other parameters, and its place in a buffer of shares."""
     block, found = optimizer.block, []
     ends = {"decay": block.decayed_elements, "no_decay": block.elements}
     held = 0
     for name, first, size in optimizer.runs():
         start, count = Share(ends[name] - first, optimizer.shards).of(
-            place.at(optimizer.group) if optimizer.shards > 1 else 0
+            mesh.at(optimizer.group) if optimizer.shards > 1 else 0
         )
         found.append(Stretch(first + start, count, held))
         held += size
     return found
 
 
-def pieces_of(decisions: Decisions, place: Place, state: str, kind: str) -> list[Piece]:
+def shards_of(decisions: Decisions, mesh: MeshCoordinates, state: str, kind: str) -> list[Shard]:
     """Return the rectangles that a buffer of ``state`` holds of each parameter of its block."""
-    model, part = decisions.model, place.at(dividing(decisions.layout))
-    found: list[Piece] = []
-    for stretch in stretches(decisions, place, state, kind):
-        for own, whole in _paired(decisions, kind, place):
+    model, part = decisions.model, mesh.at(dividing(decisions.layout))
+    found: list[Shard] = []
+    for stretch in stretches(decisions, mesh, state, kind):
+        for own, whole in _paired(decisions, kind, mesh):
             low, high = max(stretch.first, own.first), min(stretch.first + stretch.count, own.first + own.elements)
             if low < high:
                 held = Stretch(low, high - low, stretch.held + low - stretch.first)
@@ -143,9 +143,9 @@ def pieces_of(decisions: Decisions, place: Place, state: str, kind: str) -> list
     return found
 
 
-def _paired(decisions: Decisions, kind: str, place: Place) -> list[tuple[Parameter, Parameter]]:
+def _paired(decisions: Decisions, kind: str, mesh: MeshCoordinates) -> list[tuple[Parameter, Parameter]]:
     """Return each parameter as a rank has it, and whole."""
-    own, whole = _own_block(decisions, kind, place), block_of(decisions.model, 1, kind, place)
+    own, whole = _own_block(decisions, kind, mesh), block_of(decisions.model, 1, kind, mesh)
     return list(zip(own.parameters, whole.parameters, strict=True))
 
 
@@ -169,7 +169,7 @@ def _strips(model: Model, own: Parameter, whole: Parameter, part_rank: int) -> l
     return found
 
 
-def _rectangles(own: Parameter, whole: Parameter, model: Model, part_rank: int, held: Stretch) -> Iterator[Piece]:
+def _rectangles(own: Parameter, whole: Parameter, model: Model, part_rank: int, held: Stretch) -> Iterator[Shard]:
     """Yield the elements of the block that are ``held``, all of ``own``, as rectangles of ``whole``."""
     width = own.shape[1] if len(own.shape) > 1 else 1
     column = part_rank * width if len(own.shape) > 1 and own.shape[1] != whole.shape[1] else 0
@@ -183,5 +183,5 @@ def _rectangles(own: Parameter, whole: Parameter, model: Model, part_rank: int, 
                 rows, columns = 1, min(width - inside, end - first)
             offsets, sizes = (strip.whole_first + row, column + inside), (rows, columns)
             dims = len(own.shape)
-            yield Piece(own.name, whole.shape, offsets[:dims], sizes[:dims], held.held + first - held.first)
+            yield Shard(own.name, whole.shape, offsets[:dims], sizes[:dims], held.held + first - held.first)
             first += rows * columns
