@@ -19,7 +19,7 @@ from memo_sim.program.ir.work import Collective, Exchange, PointToPoint
 ACROSS = ("pp", "tied")
 """Groups that have ranks of several stages; other groups lie inside a role."""
 
-_PLACE = re.compile(r"m(\d+)/s(\d+)/l(\d+)/pp/(?:send|receive)\.(x|grad)$")
+_PLACE = re.compile(r"m(\d+)/s(\d+)/l(\d+)/pp/(?:send|recv)\.(x|grad)$")
 
 Call = tuple[str, int, int, str]
 
@@ -139,7 +139,7 @@ def _check_p2p(programs: tuple[Program, ...]) -> list[str]:
 def _same(sent: str, received: str) -> bool:
     """Return whether one id's output is the other's input: same micro-batch, the layer behind or before."""
     if "/helper/" in sent:
-        return sent.replace("/helper/", "/").replace(".send.", ".receive.") == received.replace("/helper/", "/")
+        return sent.replace("/helper/", "/").replace(".send.", ".recv.") == received.replace("/helper/", "/")
     a, b = _PLACE.search(sent), _PLACE.search(received)
     if a is None or b is None or a[4] != b[4]:
         return False

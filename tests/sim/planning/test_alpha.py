@@ -87,7 +87,7 @@ def test_the_search_finds_what_a_full_scan_finds(valley: float, ceiling: float) 
 
 @pytest.mark.parametrize("valley", [0.0, 0.5, 0.7])
 @pytest.mark.parametrize("ceiling", [1.0, 0.6, 0.3])
-@pytest.mark.parametrize("floor", [0.01, 0.28, 0.4375])
+@pytest.mark.parametrize("bound", [0.01, 0.28, 0.4375])
 def test_partial_swap_finds_what_a_full_scan_finds(bound: float, ceiling: float, valley: float) -> None:
     base = Decisions(model=load_model("gpt-7b"), seq_tokens=1 << 16)
     asked = []
