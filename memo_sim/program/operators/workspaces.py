@@ -1,7 +1,8 @@
 """Scratch memory of each kernel, in bytes: what it or its library needs beside the operands, so that a plan counts it.
 
-Kernels belong to the plan because they change buffers (design.md, point 4). Sources: executor_facts.md items 0.4 and
-2, the libraries' own code as quoted there; CPU figures from torch 2.13's operators, which return their results.
+Kernels belong to the plan because they change buffers (CONTRIBUTING.md, "Lowering or engine?"). Sources: the libraries'
+own code (flash-attention: csrc/flash_attn/flash_api.cpp, hopper/flash_api.cpp, cute/interface.py); CPU figures from
+torch 2.13's operators, which return their results.
 """
 
 from __future__ import annotations
