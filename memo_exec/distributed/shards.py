@@ -1,12 +1,13 @@
-"""What a rank holds of each whole tensor: rectangles, and where they lie in its flat buffers.
+"""Computes a rank's shards of each whole tensor: rectangles, and their positions in the rank's flat buffers.
 
-Tensor parallelism divides rows (Q, K, V, first FFN product, vocabulary) or columns (projection, second FFN product),
-METP those of layers; packed tensors are divided part by part, so that a rank has its heads of Q, K and V. ZeRO divides
-a rank's flat blocks: a share may begin and end inside a row.
+- Tensor parallelism divides rows (Q, K, V, first FFN matrix, vocabulary) or columns (projection, second FFN matrix).
+  METP divides the same rows and columns, but only in layers.
+- Packed tensors are divided part by part, so that a rank has its heads of Q, K and V.
+- ZeRO divides a rank's flat blocks. A share may begin and end inside a row.
 
     [q0 q1 | k0 k1 | v0 v1], tp 2:   rank 0 [q0 | k0 | v0]   rank 1 [q1 | k1 | v1]
 
-The vocabulary is rounded up to equal parts: rows beyond it belong to no tensor.
+The vocabulary is rounded up to equal parts. The rows beyond it belong to no tensor.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ KINDS = ("embed", "layer", "head")
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """A rectangle of the whole tensor ``name``, contiguous in a buffer from element ``first`` on."""
+    """A shard: a rectangle of the whole tensor ``name``, stored contiguously in a buffer from element ``first`` on."""
 
     name: str
     whole: tuple[int, ...]
@@ -37,7 +38,7 @@ class Shard:
 
 @dataclass(frozen=True, slots=True)
 class Stretch:
-    """Elements [first, first + count) of a block, which lie in a buffer from element ``held`` on."""
+    """Elements [first, first + count) of a block, stored in a buffer from element ``held`` on."""
 
     first: int
     count: int
@@ -46,7 +47,7 @@ class Stretch:
 
 @dataclass(frozen=True, slots=True)
 class Strip:
-    """``rows`` of a rank's tensor from row ``first`` on, which are rows of the whole one from ``whole_first`` on."""
+    """Rows [first, first + rows) of a rank's tensor, which are the whole tensor's rows from ``whole_first`` on."""
 
     first: int
     rows: int
@@ -54,35 +55,38 @@ class Strip:
 
 
 def dividing(layout: Layout) -> str:
-    """Return the group that divides a layer's products: METP's, or the tensor-parallel one."""
+    """Return the group that divides a layer's matrices: METP's, or the tensor-parallel one."""
     return "metp" if layout.metp > 1 else "tp"
 
 
 def block_of(model: Model, degree: int, kind: str, mesh: MeshCoordinates) -> Block:
-    """Return a block's parameters, divided by ``degree``; a later pipeline stage's embedding has no positions."""
+    """Return a block's parameters, divided by ``degree``.
+
+    The embedding of a later pipeline stage (a copy of a tied one) has no learned positions.
+    """
     if kind == "embed":
         return embed_block(model, degree, positions=mesh.at("pp") == 0)
     return {"layer": layer_block, "head": head_block}[kind](model, degree)
 
 
 def _own_block(decisions: Decisions, kind: str, mesh: MeshCoordinates) -> Block:
-    """Return the parameters of one rank's block; METP divides a layer's alone."""
+    """Return the parameters of one rank's block. METP divides only those of layers."""
     layout = decisions.layout
     return block_of(decisions.model, layout.divided if kind == "layer" else layout.tp, kind, mesh)
 
 
 def whole_block(model: Model, kind: str) -> Block:
-    """Return a block as one process has it."""
+    """Return a block with whole parameters, as a single process has it."""
     return {"embed": embed_block, "layer": layer_block, "head": head_block}[kind](model, 1)
 
 
 def layers_of(decisions: Decisions, mesh: MeshCoordinates) -> tuple[int, ...]:
-    """Return the model's layers that this rank's stage holds, in the order of its buffers."""
+    """Return the numbers of the layers in this rank's pipeline stage, in the order of its buffers."""
     return stages_of(decisions)[mesh.at("pp")].layers
 
 
 def optimizer_of(decisions: Decisions, kind: str, mesh: MeshCoordinates) -> Optimizer:
-    """Return how a block's states are divided."""
+    """Return the ``Optimizer`` of a block, which says how its states are divided."""
     count = len(layers_of(decisions, mesh)) if kind == "layer" else 1
     return Optimizer(decisions, _own_block(decisions, kind, mesh), kind, count)
 
@@ -91,22 +95,23 @@ def divided_elements(decisions: Decisions, kind: str, mesh: MeshCoordinates) -> 
     """Return how many leading elements of a block belong to parameters that tensor parallelism or METP divides.
 
     Raises:
-        ValueError: when a divided parameter follows one that every rank has whole.
+        ValueError: when a divided parameter comes after one that every rank holds whole.
     """
     count = 0
     for own, whole in _paired(decisions, kind, mesh):
         if own.shape != whole.shape:
             if own.first != count:
-                raise ValueError(f"{own.name} lies behind parameters that every rank has whole")
+                raise ValueError(f"{own.name} is divided, but comes after parameters that every rank holds whole")
             count = own.first + own.elements
     return count
 
 
 def stretches(decisions: Decisions, mesh: MeshCoordinates, state: str, kind: str) -> list[Stretch]:
-    """Return what the buffer of ``state`` (params, grads, master, moment1, ...) holds of a block on this rank.
+    """Return the elements of a block that the buffer of ``state`` holds on this rank.
 
-    Of whole gradients that are reduced into shares, and of whole parameters that the next step gathers, it is this
-    rank's share that counts.
+    ``state`` is params, grads, master, moment1, ... Two kinds of buffers have the size of the whole block, but only
+    this rank's share of them is valid: gradients that are reduced into shares, and parameters that the next step
+    gathers.
     """
     optimizer = optimizer_of(decisions, kind, mesh)
     in_place = state in ("params", "grads") and not optimizer.shared("params" if state == "params" else "grads")
@@ -117,7 +122,7 @@ def stretches(decisions: Decisions, mesh: MeshCoordinates, state: str, kind: str
 
 
 def own_runs(optimizer: Optimizer, mesh: MeshCoordinates) -> list[Stretch]:
-    """Return this rank's share of the decayed and of the other parameters, and its place in a buffer of shares."""
+    """Return this rank's share of the decayed and of the other parameters, with its offset in a buffer of shares."""
     block, found = optimizer.block, []
     ends = {"decay": block.decayed_elements, "no_decay": block.elements}
     held = 0
@@ -131,7 +136,7 @@ def own_runs(optimizer: Optimizer, mesh: MeshCoordinates) -> list[Stretch]:
 
 
 def shards_of(decisions: Decisions, mesh: MeshCoordinates, state: str, kind: str) -> list[Shard]:
-    """Return the rectangles that a buffer of ``state`` holds of each parameter of its block."""
+    """Return the shards (rectangles) of a block's parameters in a rank's buffer of ``state``."""
     model, part = decisions.model, mesh.at(dividing(decisions.layout))
     found: list[Shard] = []
     for stretch in stretches(decisions, mesh, state, kind):
@@ -144,13 +149,13 @@ def shards_of(decisions: Decisions, mesh: MeshCoordinates, state: str, kind: str
 
 
 def _paired(decisions: Decisions, kind: str, mesh: MeshCoordinates) -> list[tuple[Parameter, Parameter]]:
-    """Return each parameter as a rank has it, and whole."""
+    """Return pairs of each parameter as this rank holds it and the whole parameter."""
     own, whole = _own_block(decisions, kind, mesh), block_of(decisions.model, 1, kind, mesh)
     return list(zip(own.parameters, whole.parameters, strict=True))
 
 
 def _strips(model: Model, own: Parameter, whole: Parameter, part_rank: int) -> list[Strip]:
-    """Return which rows of the whole tensor the rows of a rank's are, part by part; columns do not count here."""
+    """Return, part by part, the rows of the whole tensor that a rank's rows are. Ignores columns."""
     if own.shape[0] == whole.shape[0]:
         return [Strip(0, own.shape[0], 0)]
     if own.name in ("tokens.weight", "classifier.weight"):
@@ -170,7 +175,7 @@ def _strips(model: Model, own: Parameter, whole: Parameter, part_rank: int) -> l
 
 
 def _rectangles(own: Parameter, whole: Parameter, model: Model, part_rank: int, held: Stretch) -> Iterator[Shard]:
-    """Yield the elements of the block that are ``held``, all of ``own``, as rectangles of ``whole``."""
+    """Yield the elements ``held`` of the block, which all belong to ``own``, as rectangles of ``whole``."""
     width = own.shape[1] if len(own.shape) > 1 else 1
     column = part_rank * width if len(own.shape) > 1 and own.shape[1] != whole.shape[1] else 0
     for strip in _strips(model, own, whole, part_rank):
@@ -179,7 +184,7 @@ def _rectangles(own: Parameter, whole: Parameter, model: Model, part_rank: int, 
         while first < end:
             row, inside = divmod(first - start, width)
             rows, columns = (end - first) // width, width
-            if inside or not rows:  # a row that a share begins or ends in is a rectangle of its own
+            if inside or not rows:  # the share begins or ends inside this row, so this part is a separate rectangle
                 rows, columns = 1, min(width - inside, end - first)
             offsets, sizes = (strip.whole_first + row, column + inside), (rows, columns)
             dims = len(own.shape)

@@ -1,4 +1,4 @@
-"""Ranks in one arena each, as the plan's placement has it, have the gradients and losses of one process."""
+"""Tests that ranks with planned arenas have the gradients and losses of one process."""
 
 import pytest
 
@@ -17,7 +17,7 @@ STEPS = 2
 
 
 def play_planned(member: Member, decisions: Decisions) -> Played:
-    """Play in the arena of the first role's representative, or what follows from it."""
+    """Play in the arena of the first pipeline stage's program, or in the one derived from it for this rank."""
     planned = place(requests_of(lower(decisions)[0]), solver="greedy")
     program = rank_program(decisions, MeshCoordinates(decisions.layout, member.rank))
     own = planned if planned.program_sha256 == program.sha256 else rank_placement(planned, requests_of(program))

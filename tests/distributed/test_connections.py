@@ -1,4 +1,4 @@
-"""Before the first step every two ranks that will send to each other have done so."""
+"""Tests that all pairs of ranks that send to each other are connected before step 1."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ROUND = Layout(pp=2, cp=2, schedule="interleaved", virtual_stages=2)
 
 
 def connected(member: Member, layout: Layout) -> list[Key]:
-    """Return what a rank has connected."""
+    """Connect a rank and return the keys of the groups that it has connected."""
     model = gpt(layers=4)
     programs = lower(decide(model, layout=layout, seq_tokens=512, micro_batch=1, global_batch=4 * layout.dp))
     mesh = MeshCoordinates(layout, member.rank)
@@ -56,7 +56,7 @@ def test_a_long_step_is_waited_for() -> None:
 
 
 def test_streams_have_queues_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where the environment says otherwise, as that of Megatron-LM's users does."""
+    """Our value replaces the one in the environment; Megatron-LM's users often set it to 1."""
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     monkeypatch.setenv("NCCL_RUNTIME_CONNECT", "1")
     side_by_side()

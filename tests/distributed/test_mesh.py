@@ -1,4 +1,4 @@
-"""Groups, shares and rectangles by arithmetic, and the operands of a rank's own program; no process is started."""
+"""Tests groups, mesh coordinates, shards, and the operands of a rank's own program. No process is started."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_groups_partition_the_ranks(layout: Layout) -> None:
 
 
 def test_neighbours_are_tensor_parallel_ranks() -> None:
-    """As the network is priced: the most talkative group lies closest."""
+    """The network's prices assume that the group with the most communication lies closest."""
     layout = Layout(tp=4, cp=2, dp=2)
     assert members("tp", layout, 5) == [4, 5, 6, 7]
     assert members("cp", layout, 5) == [1, 5]
@@ -64,7 +64,7 @@ def test_neighbours_are_tensor_parallel_ranks() -> None:
 )
 @pytest.mark.parametrize("state", ["params", "grads", "master"])
 def test_ranks_hold_every_entry(model: str, layout: str, state: str) -> None:
-    """And none twice on one rank; a rank's rectangles do not overlap in its buffer."""
+    """No rank holds an entry twice, and a rank's shards do not overlap in its buffer."""
     chosen = training(model, layout)
     for kind in KINDS:
         held: dict[str, torch.Tensor] = {}
@@ -72,8 +72,8 @@ def test_ranks_hold_every_entry(model: str, layout: str, state: str) -> None:
             own: dict[str, torch.Tensor] = {}
             buffer: set[int] = set()
             for shard in shards_of(chosen, MeshCoordinates(chosen.layout, rank), state, kind):
-                mesh = own.setdefault(shard.name, torch.zeros(shard.whole))
-                mesh[tuple(slice(o, o + n) for o, n in zip(shard.offsets, shard.sizes, strict=True))] += 1
+                counts = own.setdefault(shard.name, torch.zeros(shard.whole))
+                counts[tuple(slice(o, o + n) for o, n in zip(shard.offsets, shard.sizes, strict=True))] += 1
                 elements = set(range(shard.first, shard.first + prod(shard.sizes)))
                 assert not buffer & elements
                 buffer |= elements
@@ -100,7 +100,7 @@ def test_a_ranks_program_has_the_plans_instructions_and_lives(layout: str, model
 
 
 def test_one_tensor_parallel_rank_counts_what_all_have() -> None:
-    """The squared norm: divided parameters by every rank, the norms' vectors by the first."""
+    """In the squared gradient norm every rank counts its divided parameters; the first one also counts norm weights."""
     chosen = training("llama", "tp2")
     program = lower(chosen)[0]
     counted = []

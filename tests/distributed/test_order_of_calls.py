@@ -1,6 +1,6 @@
-"""All ranks of a job together, without processes: calls of a group match on its ranks, and nobody waits for ever.
+"""Checks the programs of all ranks of a job: calls match on all ranks of a group, and no rank waits for ever.
 
-The checkers of ``memo_sim`` see one rank a role. Here every rank has the program that it plays.
+No process is started. The checkers of ``memo_sim`` see one rank per pipeline stage; here every rank has a program.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ STAGES = [
     Layout(pp=2, tp=2, cp=2, schedule="gpipe"),
 ]
 Calls = list[tuple[int, Hashable, object]]
-"""Of one rank: the instruction, who takes part on which lane, and what both sides must agree on."""
+"""Calls of one rank: the instruction, the lane and the participating ranks, and the work on which they must agree."""
 
 
 def decisions(layout: Layout) -> Decisions:
-    """Return four micro-batches of a token-wise plan whose replicas talk beside compute."""
+    """Return decisions with four micro-batches, tokenwise, whose replicas communicate while they compute."""
     tokens = 512 * layout.tp * layout.cp * layout.ulysses
     half = 256 * layout.tp
     chosen = {"seq_tokens": tokens, "micro_batch": 1, "global_batch": 4 * layout.dp, "swapped_tokens": half}
@@ -68,7 +68,10 @@ def calls_of(program: Program, mesh: MeshCoordinates) -> Calls:
 
 
 def stuck(programs: list[Program], layout: Layout, *, one_queue: bool = False) -> int:
-    """Return how many instructions never start; ``one_queue``: a device plays calls of all lanes in program order."""
+    """Return how many instructions never start.
+
+    With ``one_queue`` a device plays the communication calls of all lanes in program order.
+    """
     node: dict[tuple[int, int], Hashable] = {}
     before: dict[Hashable, set[Hashable]] = defaultdict(set)
     for rank, program in enumerate(programs):
@@ -114,24 +117,24 @@ def _orders(program: Program, *, one_queue: bool) -> Iterator[tuple[int, int]]:
 @pytest.mark.parametrize("layout", ONE_STAGE + STAGES, ids=str)
 def test_every_rank_calls_alike_and_nobody_waits_for_ever(layout: Layout) -> None:
     programs = programs_of(decisions(layout))
-    said: dict[Hashable, list[object]] = {}
+    agreed: dict[Hashable, list[object]] = {}
     for rank, program in enumerate(programs):
         mine: dict[Hashable, list[object]] = defaultdict(list)
         for _, who, what in calls_of(program, MeshCoordinates(layout, rank)):
             mine[who].append(what)
         for who, calls in mine.items():
-            assert said.setdefault(who, calls) == calls, f"rank {rank} of {who}"
+            assert agreed.setdefault(who, calls) == calls, f"rank {rank} of {who}"
     assert stuck(programs, layout) == 0
 
 
 @pytest.mark.parametrize("layout", [ONE_STAGE[1], ONE_STAGE[3], STAGES[0], STAGES[2]], ids=str)
 def test_stages_alone_need_streams_that_do_not_wait_for_each_other(layout: Layout) -> None:
-    """Why a run asks CUDA for as many queues as there are (``world.side_by_side``)."""
+    """This is why a run sets CUDA's number of hardware queues to the maximum (``world.side_by_side``)."""
     assert (stuck(programs_of(decisions(layout)), layout, one_queue=True) > 0) == (layout.pp > 1)
 
 
 def test_stages_that_send_before_they_receive_are_found() -> None:
-    """Two ranks that both send first, and receive on the same lane, wait for each other."""
+    """Two ranks that both send first, and receive on the same lane, wait for each other for ever."""
     layout = Layout(pp=2, schedule="interleaved", virtual_stages=2)
     programs = programs_of(decisions(layout))
     assert stuck(programs, layout) == 0

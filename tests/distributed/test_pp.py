@@ -1,4 +1,4 @@
-"""Pipelines by every schedule against one process: gradients and losses, whatever is swapped."""
+"""Compares pipelines of every schedule with one process: gradients and losses for several alphas."""
 
 from typing import Any
 

@@ -148,5 +148,5 @@ def test_attention_in_chunks_is_near_whole_attention(kernel: str) -> None:
 
 def test_a_kernel_of_the_cpu_is_refused() -> None:
     decisions = decide(gpt())
-    with pytest.raises(Exception, match="does not play on cuda"):
+    with pytest.raises(Exception, match="does not run on cuda"):
         Interpreter(decisions, lower(decisions)[0], device="cuda")

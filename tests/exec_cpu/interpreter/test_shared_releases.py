@@ -1,4 +1,7 @@
-"""A buffer of several lanes is released by all of them: on CUDA the allocator must know every stream that used it."""
+"""Tests that a buffer used by several lanes is released by all of them.
+
+On CUDA the allocator has to know every stream that used a buffer.
+"""
 
 from collections import defaultdict
 from collections.abc import Iterable
@@ -18,7 +21,7 @@ from tests.exec_cpu.small import batch, decide, gpt, one_step, scalars
 
 
 class Releases:
-    """Every release, as (tokens, features) and lanes."""
+    """Records every release: the lanes by shape of the buffer, (tokens, features)."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.found: dict[tuple[int, ...], set[Lane]] = defaultdict(set)
@@ -29,7 +32,7 @@ class Releases:
 
 
 def nothing(call: Call) -> None:
-    """Play nothing: only lives are looked at."""
+    """Compute nothing: the test looks only at the lives of buffers."""
 
 
 def test_exchange_buffers_are_released_by_compute_and_by_what_sends_them(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -69,7 +69,7 @@ def test_heads_without_a_kernel_are_refused(head_dim: int, deterministic: bool, 
         if not refused:
             check_kernels(decisions, program, GPU)
             return
-        with pytest.raises(CannotRun, match=f"flash3: heads of {head_dim}: .*{refused}"):
+        with pytest.raises(CannotRun, match=f"flash3: head_dim is {head_dim}, .*{refused}"):
             check_kernels(decisions, program, GPU)
 
 
@@ -91,7 +91,7 @@ def test_without_its_library_a_kernel_is_missing(name: str) -> None:
 def test_another_implementation_behind_torchs_operators_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     assert attention_kernels(GPU)["torch-flash"] == ""
     monkeypatch.setattr(torch.nn.attention, "current_flash_attention_impl", lambda: "FA3")
-    assert attention_kernels(GPU)["torch-flash"] == "FA3 plays torch's flash operators in this process"
+    assert attention_kernels(GPU)["torch-flash"] == "FA3 has replaced torch's flash operators in this process"
 
 
 def test_flash_attn_2_alone_is_no_flash_attn_4() -> None:

@@ -1,4 +1,4 @@
-"""Every rank has an arena: the plan's, its namesakes' addresses, or one by first fit."""
+"""Tests that every rank has an arena: the plan's, one with the plan's addresses, or one by first fit."""
 
 from pathlib import Path
 from typing import Any
@@ -64,7 +64,7 @@ def buffers(lower: list[int], upper: list[int], **changes: Any) -> Requests:
 
 
 def test_addresses_that_do_not_serve_a_rank_are_refused() -> None:
-    """The plan's rank has ``b`` die before ``a`` is born; another has both at once."""
+    """On the plan's rank ``b`` dies before ``a`` is born; on another rank both live at the same time."""
     pinned = rank_placement(Placement(arena_bytes=0, lower_bound_bytes=0, **EMPTY), buffers([1, 0, 0], [2, 1, 2]))
     assert pinned.arena_bytes == 1536
     moved = buffers([0, 0, 0], [2, 1, 2])
@@ -76,7 +76,7 @@ EMPTY: dict[str, list[Any]] = {"ids": [], "lower": [], "upper": [], "size_bytes"
 
 
 def test_first_fit_uses_what_is_free() -> None:
-    """c, a and b live one after the other in c's bytes."""
+    """c, a and b live one after the other, so they share the bytes of c."""
     found = rank_placement(Placement(arena_bytes=0, lower_bound_bytes=0, **EMPTY), buffers([1, 2, 0], [2, 3, 1]))
     assert found.arena_bytes == found.lower_bound_bytes == 1024
     assert found.solver == "first-fit"

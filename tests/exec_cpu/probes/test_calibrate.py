@@ -111,8 +111,8 @@ def test_a_busy_machine_is_told_of_and_recorded(monkeypatch: pytest.MonkeyPatch)
     found = calibrate(grid=replace(FEW, beside_s=0.01, budget_s=0.0), note=told.append)
     assert found is not None
     begins, warning = told
-    assert "load 1" in begins
-    assert "busy machine: the load was" in warning
+    assert "load is 1" in begins
+    assert "busy during the calibration: the load was" in warning
     assert "next: calibrate again" in warning
     assert found.provenance["disturbed"] in warning
     assert found.provenance["load_before"].endswith(f"on {os.cpu_count()} cores")
