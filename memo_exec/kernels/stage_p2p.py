@@ -1,7 +1,7 @@
-"""Hand-overs between pipeline stages: each side of one is an instruction, ``send`` here and ``receive`` there.
+"""Point-to-point transfers between pipeline stages: ``send`` on one stage, ``receive`` on the other.
 
-Both wait for the other side. They have lanes of their own, and each ordered pair of ranks a process group of its own:
-what goes forth does not wait for what comes back.
+Each side blocks until the other side is ready. Sends and receives have their own lanes, and each ordered pair of ranks
+has its own process group. So activations going forward do not wait for gradients coming back.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from memo_sim.program.layout.rank_order import stride
 
 
 def send(call: Call) -> None:
-    """``send`` goes to this rank's like of the target stage."""
+    """Send ``send`` to the rank of the target stage that has the same coordinates as this rank otherwise."""
     work = _work(call)
     dist.send(call["send"], _peer(call, work.target - work.source), group=call.context.groups[p2p_key(work)])
 
 
 def receive(call: Call) -> None:
-    """``recv`` comes from this rank's like of the source stage."""
+    """Receive ``recv`` from the rank of the source stage that has the same coordinates as this rank otherwise."""
     work = _work(call)
     dist.recv(call["recv"], _peer(call, work.source - work.target), group=call.context.groups[p2p_key(work)])
 

@@ -74,7 +74,7 @@ def test_all_devices_copied_at_once(profile: Hardware) -> None:
     both = profile.d2h.all_devices.value + profile.h2d.all_devices.value
     assert both > 0
     assert profile.host_copy_bytes_per_s.value >= 2 * max(profile.d2h.all_devices.value, profile.h2d.all_devices.value)
-    assert "2 ranks copying at once" in profile.sources["copies"].text
+    assert "while 2 ranks copy at once" in profile.sources["copies"].text
 
 
 @LINUX_ONLY
@@ -167,7 +167,11 @@ def test_one_process_needs_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ({"WORLD_SIZE": "two"}, UsageError, "WORLD_SIZE is not a number"),
         ({"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}, UsageError, "RANK is not a number"),
-        ({"WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8", "RANK": "0", "LOCAL_RANK": "0"}, CannotRun, "of one node"),
+        (
+            {"WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8", "RANK": "0", "LOCAL_RANK": "0"},
+            CannotRun,
+            "measures a single node",
+        ),
         ({"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0"}, CannotRun, "could not connect"),
     ],
 )

@@ -286,5 +286,5 @@ def test_a_plan_that_lends_is_run_with_the_allocator(tmp_path: Path) -> None:
     decisions = small(replay_allocator=True)
     (program,) = lower(decisions)
     written(tmp_path / "plan.json", decisions, place(requests_of(program), solver="greedy"))
-    with pytest.raises(CannotRun, match="replaying allocator serves CUDA"):
+    with pytest.raises(CannotRun, match="replaying allocator serves CUDA devices only"):
         run.run(tmp_path / "plan.json", run.RunOptions(steps=1))
