@@ -283,7 +283,7 @@ class Pins:
     virtual_stages: int | None = _knob(
         None, Whole(1), "Chunks of layers of each stage, for the interleaved schedule.", at="layout", needs="pp"
     )
-    overlap_handovers: bool | None = _knob(
+    overlap_p2p: bool | None = _knob(
         None,
         Switch(),
         "Stages compute while they send and receive. The system's own unless given.",

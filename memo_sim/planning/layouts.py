@@ -177,7 +177,7 @@ def _layout(
     pins = question.pins
     exchange = pins.cp_exchange or question.preset.cp_exchange
     # Interleaved stages that waited would wait in a circle; Megatron-LM overlaps theirs alone.
-    overlapped = schedule == "interleaved" or not question.preset.waits_for_handovers
+    overlapped = schedule == "interleaved" or not question.preset.waits_for_p2p
     return Layout(
         tp=tp,
         sequence_parallel=tp > 1 if pins.sequence_parallel is None else pins.sequence_parallel and tp > 1,
@@ -189,7 +189,7 @@ def _layout(
         pp=pp,
         schedule=schedule,
         virtual_stages=chunks,
-        overlap_handovers=overlapped if pins.overlap_handovers is None else pins.overlap_handovers,
+        overlap_p2p=overlapped if pins.overlap_p2p is None else pins.overlap_p2p,
         dp=dp,
         zero=zero,
         subsequences=subsequences,

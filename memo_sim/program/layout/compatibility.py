@@ -259,10 +259,10 @@ RULES = (
     *MULTIPLEXING,
     VIRTUAL_STAGES_INTERLEAVE,
     Rule(
-        name="virtual stages: overlap_handovers",
-        breaks=lambda d: d.layout.virtual_stages > 1 and not d.layout.overlap_handovers,
+        name="virtual stages: overlap_p2p",
+        breaks=lambda d: d.layout.virtual_stages > 1 and not d.layout.overlap_p2p,
         what="stages that wait while they send and receive cannot play the interleaved schedule: they wait in a circle",
-        where="layout.overlap_handovers",
+        where="layout.overlap_p2p",
         got="false",
         wanted="true",
         hint="another --schedule",

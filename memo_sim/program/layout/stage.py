@@ -28,7 +28,7 @@ class Stage:
     layers: tuple[int, ...]
 
     @property
-    def role(self) -> str:
+    def name(self) -> str:
         """The role's name."""
         return "rank" if self.stages == 1 else f"stage{self.index}"
 

@@ -33,8 +33,8 @@ BREAKS: dict[str, tuple[Layout, dict[str, Any], str]] = {
         {},
         "2 with the schedule 1f1b, pp 2",
     ),
-    "virtual stages: overlap_handovers": (
-        Layout(pp=2, virtual_stages=2, schedule="interleaved", overlap_handovers=False),
+    "virtual stages: overlap_p2p": (
+        Layout(pp=2, virtual_stages=2, schedule="interleaved", overlap_p2p=False),
         {},
         "false",
     ),
