@@ -26,9 +26,10 @@ from memo_sim.planning.passes import Pass, Passes
 from memo_sim.planning.subsequences import part_prices
 from memo_sim.program.data_parallel.optimizer import Optimizer
 from memo_sim.program.ir.instruction import Lane
+from memo_sim.program.ir.kinds import BlockKind
 from memo_sim.program.layers.activations import Activations
 from memo_sim.program.layout.attention_chunks import in_chunks
-from memo_sim.program.layout.parameters import Block, embed_block, head_block, layer_block
+from memo_sim.program.layout.parameters import embed_block, head_block, layer_block
 from memo_sim.program.layout.shape import shape_of
 from memo_sim.program.layout.stage import stages_of
 from memo_sim.program.layout.subsequence import subsequences_of
@@ -280,11 +281,10 @@ class LowerBounds:
         Of a pipeline's stages: those of the layers, which every stage has.
         """
         model, layout = decisions.model, decisions.layout
-        blocks: list[tuple[Block, str, int]] = [
-            (layer_block(model, layout.divided), "layer", model.layers // layout.pp)
-        ]
+        blocks = [(layer_block(model, layout.divided), BlockKind.LAYER, model.layers // layout.pp)]
         if layout.pp == 1:
-            blocks += [(embed_block(model, layout.tp), "embed", 1), (head_block(model, layout.tp), "head", 1)]
+            blocks.append((embed_block(model, layout.tp), BlockKind.EMBED, 1))
+            blocks.append((head_block(model, layout.tp), BlockKind.HEAD, 1))
         families = [f for block, kind, count in blocks for f in Optimizer(decisions, block, kind, count).families()]
         device, host = (sum(f.bytes * f.count for f in families if f.space == space) for space in ("device", "host"))
         return device, host

@@ -28,6 +28,7 @@ from memo_sim.program.attention.partial import add, attention_work, join, merge_
 from memo_sim.program.attention.ulysses import Ulysses
 from memo_sim.program.ir.builder import Access, Rows, reads, writes
 from memo_sim.program.ir.instruction import BufferClass, Lane
+from memo_sim.program.ir.kinds import Phase
 from memo_sim.program.ir.work import Copy, Mask
 from memo_sim.program.layout.attention_chunks import attention_chunks, in_chunks
 from memo_sim.program.layout.shape import Shape
@@ -329,7 +330,7 @@ class ChunkedAttention:
         sequence_sharded = Rows(self._packed(self.ulysses.sequence_sharded("d_qkv"), shape), 0, tokens)
         self.ulysses.to_sequence_ranks("d_qkv", joined, sequence_sharded, writer.suffix)
         writer.positions_backward(sequence_sharded, first=first)
-        phase, builder.phase, writer.suffix = builder.phase, "rec", f".again.c{k}"
+        phase, builder.phase, writer.suffix = builder.phase, Phase.RECOMPUTE, f".again.c{k}"
         writer.norm("norm1", "x", (first, tokens), (0, tokens))
         source = self._gathered((0, tokens))
         builder.phase, writer.suffix = phase, f".c{k}"

@@ -19,6 +19,7 @@ from memo_sim.program.attention import subsequence as prefix_attention
 from memo_sim.program.attention.chunked import ChunkedAttention
 from memo_sim.program.attention.ulysses import Ulysses
 from memo_sim.program.ir.builder import Rows, TemplateBuilder
+from memo_sim.program.ir.kinds import Phase
 from memo_sim.program.layers import selective
 from memo_sim.program.layers.mlp import Mlp
 from memo_sim.program.layout.attention_chunks import attention_chunks, in_chunks
@@ -89,7 +90,7 @@ class LayerWriter(OperatorWriter):
         self.positions(packed, Rows("qk_raw", first, tokens))
         self.ulysses.to_heads("qkv", packed, self.suffix)
         if shape.kv_cache_tokens:
-            fresh = self.builder.phase == "fwd"
+            fresh = self.builder.phase is Phase.FORWARD
             prefix_attention.split(self.builder, self.decisions, shape, packed, self.suffix, keys=fresh)
 
     def _project(self, rows: RowBlock) -> None:

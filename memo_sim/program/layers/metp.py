@@ -34,6 +34,7 @@ from memo_sim.program.attention import attention, ring
 from memo_sim.program.attention.ring import DOUBLE_BUFFER_SLOTS
 from memo_sim.program.ir.builder import Access, Rows, TemplateBuilder, accumulates, reads, writes
 from memo_sim.program.ir.instruction import BufferClass, Lane
+from memo_sim.program.ir.kinds import Phase
 from memo_sim.program.ir.work import Collective, Exchange, Gemm, Rowwise
 from memo_sim.program.layers.metp_weights import Bundle, attention_bundle, ffn_bundle
 from memo_sim.program.layout.parameters import Block
@@ -233,7 +234,7 @@ class MetpLayer(OperatorWriter):
             count = 2 if self.model.family == "gpt" else 1
             self.builder.own(stats, BufferClass.TRANSIENT, "fp32", self.shape.tokens, count)
         phase, rows = self.builder.phase, (0, self.shape.tokens)
-        self.builder.phase = "rec" if again else phase
+        self.builder.phase = Phase.RECOMPUTE if again else phase
         self.norm(which, source, rows, rows)
         self.builder.phase = phase
 
