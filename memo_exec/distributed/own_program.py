@@ -27,6 +27,7 @@ from memo_sim.program.lower import lower
 
 _ON_SHARDS = (
     TemplateKind.GATHER,
+    TemplateKind.GATHER_UPDATED,
     TemplateKind.REGATHER,
     TemplateKind.SCATTER,
     TemplateKind.ADD,

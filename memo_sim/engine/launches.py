@@ -75,7 +75,7 @@ def _windows(program: Program, columns: Columns) -> Ints:
 
 def _key(program: Program, instance: Instance) -> tuple[str, int]:
     """Return what tells an instance's window from its neighbour's: a micro-batch, or a phase of the step's ends."""
-    if not instance.place.startswith("step"):
+    template = program.templates[instance.template]
+    if not template.kind.of_step:
         return "", instance.micro_batch
-    phase = program.templates[instance.template].instructions[0].name.partition("/")[0]
-    return phase, 0
+    return template.instructions[0].phase, 0

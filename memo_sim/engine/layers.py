@@ -25,6 +25,7 @@ from memo_sim.contract.plan import Decisions
 from memo_sim.engine.playback import Playback
 from memo_sim.engine.repetition import STEADY
 from memo_sim.engine.simulate import simulate
+from memo_sim.program.ir.kinds import BlockKind, TemplateKind
 from memo_sim.program.ir.program import Program
 
 FEW = 10
@@ -33,6 +34,10 @@ activations stay. One more where the number of layers is odd."""
 WINDOW = 2
 BEHIND = 2
 """Layers after the window."""
+
+
+LAYER_PASSES = (TemplateKind.FORWARD, TemplateKind.BACKWARD, TemplateKind.BACKWARD_RESIDENT)
+"""Templates of which each layer has one instance a pass."""
 
 
 def step_s_of_few_layers(decisions: Decisions, hardware: Hardware, cluster: Cluster) -> float | None:
@@ -71,16 +76,17 @@ def _runs(program: Program, layers: int) -> list[list[int]]:
 
     What stands among the layers of a pass (copies, collectives) belongs to that pass's run.
     """
-    passes: dict[tuple[str, int, int], list[int]] = defaultdict(list)
-    others: dict[str, list[int]] = defaultdict(list)
+    passes: dict[tuple[bool, int, int], list[int]] = defaultdict(list)
+    others: dict[TemplateKind, list[int]] = defaultdict(list)
     for number, instance in enumerate(program.instances):
-        kind, _, phase = program.templates[instance.template].name.partition(".")
-        if kind != "layer":
+        template = program.templates[instance.template]
+        if template.block is not BlockKind.LAYER:
             continue
-        if (phase := phase.partition(".")[0]) in ("fwd", "bwd"):
-            passes[phase, instance.micro_batch, instance.subsequence].append(number)
-        elif instance.place.startswith("step/"):
-            others[phase].append(number)
+        if template.kind in LAYER_PASSES:
+            forward = template.kind is TemplateKind.FORWARD
+            passes[forward, instance.micro_batch, instance.subsequence].append(number)
+        elif template.kind.of_step:
+            others[template.kind].append(number)
     inside = [(run[0], run[-1]) for run in passes.values()]
     apart = [run for run in others.values() if not any(run[0] < last and first < run[-1] for first, last in inside)]
     return [run for run in [*passes.values(), *apart] if len(run) == layers]

@@ -24,13 +24,11 @@ from memo_sim.engine.repetition import Repetition, Window
 from memo_sim.engine.stalls import Kinds, Late, Peers, after_compute, stalls_of
 from memo_sim.program.analysis.columns import expand
 from memo_sim.program.analysis.edges import Edges, derive_edges
-from memo_sim.program.ir.instruction import Instruction, Lane
+from memo_sim.program.ir.instruction import Instruction, Lane, Template
+from memo_sim.program.ir.kinds import BlockKind, Phase, TemplateKind
 from memo_sim.program.ir.program import Program
 from memo_sim.program.ir.work import Collective, Copy, PointToPoint, Work
 
-RECOMPUTE_PHASE = "rec/"
-
-BACKWARD_PHASE = "bwd/"
 OF_A_FORWARD = frozenset({"linear", "qk_norm", "rotary", "gelu", "swiglu"})
 """Operators that a backward pass has only where its layout builds again what it never keeps: METP."""
 
@@ -123,13 +121,13 @@ class StageRun:
     @property
     def compute_s_without_recompute(self) -> float:
         """Seconds of the step's compute, were nothing rebuilt: a bound that no share of swapped tokens can beat."""
-        kept = self.per_instruction(lambda i: float(i.lane == Lane.COMPUTE and not i.name.startswith(RECOMPUTE_PHASE)))
+        kept = self.per_instruction(lambda i: float(i.lane == Lane.COMPUTE and i.phase is not Phase.RECOMPUTE))
         return float(np.sum(self.seconds * self.weights * kept)) - self.own_rebuild_s
 
     @property
     def own_rebuild_s(self) -> float:
         """Seconds of the step's compute in which METP's backward makes Q, K, V and the MLP's activations again."""
-        again = self.per_instruction(lambda i: float(i.name.startswith(BACKWARD_PHASE) and i.op in OF_A_FORWARD))
+        again = self.per_instruction(lambda i: float(i.phase is Phase.BACKWARD and i.op in OF_A_FORWARD))
         return float(np.sum(self.seconds * self.weights * again))
 
     @property
@@ -141,7 +139,7 @@ class StageRun:
         forwards = [
             n
             for n, i in enumerate(self.program.instances)
-            if i.micro_batch == 0 and self.program.templates[i.template].name.startswith("layer.fwd")
+            if i.micro_batch == 0 and _is_layer_forward(self.program.templates[i.template])
         ]
         mine = (self.columns.instance == forwards[len(forwards) // 2]) & (self.columns.lane == Lane.COMPUTE)
         chosen = np.flatnonzero(mine)
@@ -166,13 +164,13 @@ class StageRun:
     @property
     def moved_bytes(self) -> MovedBytes:
         """What one rank copies over each lane in the whole step."""
-        return self.moved_by("")
+        return self.moved_by(lambda _: True)
 
-    def moved_by(self, templates: str) -> MovedBytes:
-        """Return what of that is copied by templates whose names start with ``templates``."""
+    def moved_by(self, chosen: Callable[[Template], bool]) -> MovedBytes:
+        """Return what of that the chosen templates copy."""
         size = self.per_instruction(lambda i: i.work.bytes if isinstance(i.work, Copy) else 0)
-        chosen = np.array([t.name.startswith(templates) for t in self.program.templates])[self.columns.template]
-        moved = size.astype(np.int64) * self.weights * chosen
+        counts = np.array([chosen(template) for template in self.program.templates])[self.columns.template]
+        moved = size.astype(np.int64) * self.weights * counts
         down, up = (int(moved[self.columns.lane == lane].sum()) for lane in (Lane.D2H, Lane.H2D))
         return MovedBytes(d2h=down, h2d=up)
 
@@ -273,3 +271,7 @@ class StageRun:
 def _kind(instruction: Instruction) -> str:
     """Return what a wait for an instruction is called: the host's cores play operators that kernels play too."""
     return f"{instruction.op} on the host" if instruction.lane is Lane.HOST else instruction.op
+
+
+def _is_layer_forward(template: Template) -> bool:
+    return template.block is BlockKind.LAYER and template.kind is TemplateKind.FORWARD

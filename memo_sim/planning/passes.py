@@ -24,7 +24,8 @@ from memo_sim.program.analysis.columns import Columns, Flags, Ints, expand
 from memo_sim.program.analysis.edges import derive_edges
 from memo_sim.program.analysis.liveness import Liveness, live_bytes, liveness
 from memo_sim.program.arena.library_workspaces import lives_in_arena
-from memo_sim.program.ir.instruction import BufferClass, Instruction, Lane, Template
+from memo_sim.program.ir.instruction import BufferClass, Instance, Instruction, Lane, Template
+from memo_sim.program.ir.kinds import BlockKind, Phase, TemplateKind
 from memo_sim.program.ir.program import Program
 from memo_sim.program.ir.work import Attention
 from memo_sim.program.lower import lower
@@ -35,7 +36,6 @@ where the number of layers is odd."""
 FIRST_MIDDLE = 2
 MIDDLE = 2
 
-FORWARD, HEAD, REBUILD = "layer.fwd", "head", "rec/"
 Floats = NDArray[np.float64]
 
 
@@ -130,16 +130,16 @@ class _FewLayers:
         lengths = [len(program.templates[i.template].instructions) for i in program.instances]
         self._instance = np.repeat(np.arange(len(lengths)), lengths)
         self._lane = _by_instruction(program, lambda _, i: i.lane).astype(np.int64)
-        self._inside = self._of_instances([i.place.startswith("m") for i in program.instances])
+        self._inside = self._of_instances([not _template(program, i).kind.of_step for i in program.instances])
         middle = range(FIRST_MIDDLE, FIRST_MIDDLE + MIDDLE)
         self._middle = self._inside & self._of_instances([i.layer in middle for i in program.instances])
         self._middle_buffers = _of_layers(program, middle, layers=decisions.model.layers)
         self._seconds = _by_instruction(program, lambda _, i: pricer.seconds(i.work)) * self._inside
-        self._forward = _by_instruction(program, lambda t, _: float(t.name.startswith(FORWARD)))
-        self._head = _by_instruction(program, lambda t, _: float(t.name.startswith(HEAD)))
+        self._forward = _by_instruction(program, lambda t, _: float(_is_layer_forward(t)))
+        self._head = _by_instruction(program, lambda t, _: float(t.block is BlockKind.HEAD))
         self._first = self._of_instances([i.subsequence == 0 for i in program.instances])
         self._attention = self._forward * _by_instruction(program, lambda _, i: float(isinstance(i.work, Attention)))
-        self._rebuilt = _by_instruction(program, lambda _, i: float(i.name.startswith(REBUILD)))
+        self._rebuilt = _by_instruction(program, lambda _, i: float(i.phase is Phase.RECOMPUTE))
 
     def _of_instances(self, flags: list[bool]) -> Flags:
         found: Flags = np.array(flags, dtype=np.bool_)[self._instance]
@@ -162,8 +162,8 @@ class _FewLayers:
     def _all_kept(self) -> Flags:
         """The instants around the head, when every repetition of a middle layer holds what it keeps."""
         at, program = np.arange(len(self._lane)), self._program
-        names = [program.templates[i.template].name for i in program.instances]
-        heads = [n for n, i in enumerate(program.instances) if names[n].startswith(HEAD) and i.place.startswith("m")]
+        templates = [_template(program, i) for i in program.instances]
+        heads = [n for n, t in enumerate(templates) if t.block is BlockKind.HEAD and t.kind is TemplateKind.FORWARD]
         turn = int(at[self._instance == heads[-1]][0])  # of subsequences the last one's: backward follows
         middle = at[self._middle]
         before, after = middle[middle < turn], middle[middle > turn]
@@ -208,6 +208,14 @@ class _FewLayers:
         """Return the most bytes that live at once, states left out; ``sizes`` count repeated buffers."""
         once = _live(self._lives, self._lives.bytes, device=device)[self._inside].max(initial=0)
         return int(max(once, _live(self._lives, sizes, device=device)[self._all_kept].max(initial=0)))
+
+
+def _template(program: Program, instance: Instance) -> Template:
+    return program.templates[instance.template]
+
+
+def _is_layer_forward(template: Template) -> bool:
+    return template.block is BlockKind.LAYER and template.kind is TemplateKind.FORWARD
 
 
 def _of_layers(program: Program, chosen: range, *, layers: int) -> Ints:

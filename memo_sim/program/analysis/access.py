@@ -40,7 +40,7 @@ def accesses(program: Program, *, rows: int | None = None) -> dict[tuple[str, in
         number += number + 1 < len(begins) and at == begins[number + 1]
         template, own = program.templates[instance.template], played[instance.template]
         played[instance.template] += 1
-        if number < 0 or not instance.place.startswith("m"):
+        if number < 0 or template.kind.of_step:
             continue
         bound = iter(instance.indices)
         mine = {f.name for f in template.own}

@@ -224,7 +224,7 @@ class Optimizer:
         """Return the gathering of what the step before has updated; None where that step did it."""
         if not self.gathered_late:
             return None
-        builder = TemplateBuilder(f"{self.kind}.gather", Phase.GATHER, TemplateKind.GATHER, self.kind)
+        builder = TemplateBuilder(f"{self.kind}.gather", Phase.GATHER, TemplateKind.GATHER_UPDATED, self.kind)
         builder.bind(families[f"params.{self.kind}"], slot="params")
         self._gather(builder, Lane.REPLICA)
         return builder.build()

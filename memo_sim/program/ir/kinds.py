@@ -48,8 +48,9 @@ class TemplateKind(StrEnum):
     WGRAD = "deferred weight gradients"
     OFFLOAD = "offload"
     PREFETCH = "prefetch"
-    GATHER = "gather parameters"
-    REGATHER = "gather parameters for backward"
+    GATHER = "gather parameters for one use"
+    GATHER_UPDATED = "gather parameters that the step before updated"
+    REGATHER = "gather parameters for one backward"
     CLEAR = "zero whole gradients before one use"
     SCATTER = "reduce-scatter gradients after one use"
     ADD = "add this rank's shard of gradients"
@@ -66,6 +67,25 @@ class TemplateKind(StrEnum):
     SUM = "sum of gradients that helper stages computed"
     OTHER = "other"
     """Of programs that are written by hand."""
+
+    @property
+    def of_step(self) -> bool:
+        """Whether instances belong to the step's beginning or end, not to a micro-batch."""
+        return self in _OF_STEP
+
+
+_OF_STEP = frozenset(
+    {
+        TemplateKind.GATHER_UPDATED,
+        TemplateKind.ZERO,
+        TemplateKind.PREPARE,
+        TemplateKind.REDUCE,
+        TemplateKind.NORM,
+        TemplateKind.UPDATE,
+        TemplateKind.TIED,
+        TemplateKind.TOTALS,
+    }
+)
 
 
 class FamilyKind(StrEnum):

@@ -10,6 +10,7 @@ from collections import defaultdict
 from memo_sim.program.analysis.columns import Columns
 from memo_sim.program.analysis.edges import Edges
 from memo_sim.program.ir.instruction import BufferClass, Instruction, Lane, Mode
+from memo_sim.program.ir.kinds import TemplateKind
 from memo_sim.program.ir.program import Program
 from memo_sim.program.ir.work import Collective, Copy, Exchange, PointToPoint
 
@@ -201,10 +202,10 @@ def _covered(ranges: list[tuple[int, int]], first: int, end: int) -> bool:
 def _check_gathered(program: Program, columns: Columns) -> list[str]:
     """Find gathered buffers that something but one collective or receive writes, or that more than one pass reads."""
     families = program.all_families
-    # A guest plays a layer's pass in two instances.
-    passes = [(each.place, *program.templates[each.template].name.split(".")[:3]) for each in program.instances]
+    # A helper stage plays one layer pass in two instances, of one kind at one place.
+    passes = [(each.place, program.templates[each.template].kind) for each in program.instances]
     writers: dict[int, list[int]] = defaultdict(list)
-    readers: dict[int, set[tuple[str, ...]]] = defaultdict(set)
+    readers: dict[int, set[tuple[str, TemplateKind]]] = defaultdict(set)
     for buffer, i, mode in zip(
         columns.operand_buffer.tolist(),
         columns.operand_instruction.tolist(),
