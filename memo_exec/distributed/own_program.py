@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from memo_exec.distributed.mesh import MeshCoordinates
-from memo_exec.distributed.shards import Stretch, divided_elements, dividing, optimizer_of, own_runs
+from memo_exec.distributed.shards import Stretch, divided_elements, optimizer_of, own_runs
 from memo_sim.contract.errors import CannotRun
 from memo_sim.contract.plan import Decisions
 from memo_sim.program.data_parallel.optimizer import Optimizer
@@ -55,8 +55,7 @@ def rank_program(decisions: Decisions, mesh: MeshCoordinates) -> Program:
             wanted=1,
             hint="plan with micro-batches of one sequence, or with cp_exchange ring",
         )
-    ring = "metp" if layout.metp > 1 else "cp"
-    return lower(decisions, cp_rank=mesh.at(ring) if layout.ring > 1 else None)[mesh.at("pp")]
+    return lower(decisions, cp_rank=mesh.at(layout.ring_group) if layout.ring > 1 else None)[mesh.at("pp")]
 
 
 def own_program(program: Program, decisions: Decisions, mesh: MeshCoordinates) -> Program:
@@ -138,7 +137,7 @@ class _Block:
         ranks share the block's states by ZeRO, each rank counts its own share.
         """
         shares = self.optimizer.group == "ends" and self.optimizer.shards > 1
-        leads = self.mesh.at(dividing(self.mesh.layout)) == 0
+        leads = self.mesh.at(self.mesh.layout.weights_group) == 0
         limit = self.optimizer.block.elements if leads or shares else self.divided
         own = list(self.runs.values()) if self.optimizer.shards > 1 else [Stretch(0, self.optimizer.block.elements, 0)]
         for operand in operands:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from memo_exec.distributed.mesh import MeshCoordinates, Share
 from memo_sim.contract.model import Model
-from memo_sim.contract.plan import Decisions, Layout
+from memo_sim.contract.plan import Decisions
 from memo_sim.program.data_parallel.optimizer import Optimizer
 from memo_sim.program.ir.kinds import BlockKind
 from memo_sim.program.layout.parameters import Block, Parameter, embed_block, head_block, layer_block
@@ -51,11 +51,6 @@ class Strip:
     first: int
     rows: int
     whole_first: int
-
-
-def dividing(layout: Layout) -> str:
-    """Return the group that divides a layer's matrices: METP's, or the tensor-parallel one."""
-    return "metp" if layout.metp > 1 else "tp"
 
 
 def block_of(model: Model, degree: int, kind: BlockKind, mesh: MeshCoordinates) -> Block:
@@ -136,7 +131,7 @@ def own_runs(optimizer: Optimizer, mesh: MeshCoordinates) -> list[Stretch]:
 
 def shards_of(decisions: Decisions, mesh: MeshCoordinates, state: str, kind: BlockKind) -> list[Shard]:
     """Return the shards (rectangles) of a block's parameters in a rank's buffer of ``state``."""
-    model, part = decisions.model, mesh.at(dividing(decisions.layout))
+    model, part = decisions.model, mesh.at(decisions.layout.weights_group)
     found: list[Shard] = []
     for stretch in stretches(decisions, mesh, state, kind):
         for own, whole in _paired(decisions, kind, mesh):

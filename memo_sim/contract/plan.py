@@ -97,6 +97,21 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         """Ranks that a sequence is divided over in zigzag chunks: of context parallelism or of METP."""
         return self.cp * self.metp
 
+    @property
+    def ring_group(self) -> Literal["cp", "metp"]:
+        """The group of those ranks."""
+        return "metp" if self.metp > 1 else "cp"
+
+    @property
+    def weights_group(self) -> Literal["tp", "metp"]:
+        """The group of ranks that a layer's weights are divided over."""
+        return "metp" if self.metp > 1 else "tp"
+
+    @property
+    def whole_ends(self) -> bool:
+        """Whether ranks that divide a layer's weights hold embedding and head whole."""
+        return self.metp > 1
+
 
 class Kernels(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Which implementation plays an operator; it decides workspaces, so it belongs to the plan."""

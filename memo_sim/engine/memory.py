@@ -35,8 +35,8 @@ from memo_sim.program.analysis.liveness import Liveness, Peak, live_bytes, liven
 from memo_sim.program.arena.library_workspaces import COMMUNICATORS, lives_in_arena, reserve_of
 from memo_sim.program.ir.instruction import BufferClass, Lane
 from memo_sim.program.ir.program import Program
+from memo_sim.program.layers.kinds import skeletal_of
 from memo_sim.program.layout.shape import shape_of
-from memo_sim.program.layout.skeletal import skeletal_tensors
 from memo_sim.program.layout.subsequence import subsequences_of
 
 
@@ -249,7 +249,7 @@ def _pinned_blocks(lives: Liveness, program: Program, decisions: Decisions) -> L
     """
     numbers, statistics = {}, set()
     for each in subsequences_of(decisions, shape_of(decisions)):
-        for t in skeletal_tensors(decisions.model, each.shape, decisions.dtype):
+        for t in skeletal_of(decisions, each.shape):
             numbers[name := f"host.{t.name}{each.suffix}"] = each.number
             statistics |= {name} if t.statistics else set()
     apart = np.array([f.name in statistics for f in program.all_families], dtype=bool)

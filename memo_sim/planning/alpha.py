@@ -13,8 +13,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from memo_sim.contract.plan import Decisions
+from memo_sim.program.layers.kinds import skeletal_of
 from memo_sim.program.layout.shape import shape_of
-from memo_sim.program.layout.skeletal import Fate, skeletal_tensors
+from memo_sim.program.layout.skeletal import Fate
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +66,7 @@ def linear_program(
 ) -> LinearProgram:
     """Return the paper's problem for a plan; ``host_bytes`` is one rank's share of host memory."""
     shape = shape_of(decisions)
-    tensors = skeletal_tensors(decisions.model, shape, decisions.dtype)
+    tensors = skeletal_of(decisions, shape)
     whole = {t.name: t.bytes for t in tensors if t.fate is Fate.WHOLE}
     return LinearProgram(
         input_bytes=whole["x"],

@@ -27,9 +27,9 @@ from memo_sim.planning.bandwidth import offload_bandwidth
 from memo_sim.planning.question import Question
 from memo_sim.program.ir.instruction import Instruction, Lane, Mode, Template
 from memo_sim.program.ir.work import Attention, Work
+from memo_sim.program.layers.kinds import skeletal_of
 from memo_sim.program.layout.partition import partition, swapped_parts
 from memo_sim.program.layout.shape import shape_of
-from memo_sim.program.layout.skeletal import skeletal_tensors
 from memo_sim.program.layout.subsequence import subsequences_of
 from memo_sim.program.lower import lower
 
@@ -269,7 +269,7 @@ def offloaded_bytes(decisions: Decisions) -> float:
     Keys and values are not, as those of earlier subsequences are read by every later one (SPPO 5.1).
     """
     first = subsequences_of(decisions, shape_of(decisions))[0].shape
-    return sum(tensor.bytes for tensor in skeletal_tensors(decisions.model, first, decisions.dtype)) / first.tokens
+    return sum(tensor.bytes for tensor in skeletal_of(decisions, first)) / first.tokens
 
 
 def swap_each(decisions: Decisions, tokens: int) -> Decisions:

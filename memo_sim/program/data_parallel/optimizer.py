@@ -41,7 +41,7 @@ class Optimizer:
     @property
     def group(self) -> Group:
         """The group of the ranks that hold the same parameters: METP divides a layer's alone."""
-        return "ends" if self.decisions.layout.metp > 1 and self.kind is not BlockKind.LAYER else "grads"
+        return "ends" if self.decisions.layout.whole_ends and self.kind is not BlockKind.LAYER else "grads"
 
     @property
     def replicas(self) -> int:
@@ -170,8 +170,8 @@ class Optimizer:
             self._prepare(builder)
         partial = self.block.partial_elements(sequence_parallel=layout.sequence_parallel) if layout.tp > 1 else 0
         over: Group = "tp"
-        if layout.metp > 1 and self.kind is BlockKind.LAYER:
-            partial, over = self.block.partial_elements(sequence_parallel=True), "metp"
+        if layout.whole_ends and self.kind is BlockKind.LAYER:
+            partial, over = self.block.partial_elements(sequence_parallel=True), layout.weights_group
         if partial:
             rows = Rows("grads", self.block.elements - partial, partial)
             work = Collective("all_reduce", self._grad_bytes * partial, degree(over, layout), over)
@@ -305,12 +305,13 @@ def totals(decisions: Decisions, families: Families) -> Template | None:
     builder = TemplateBuilder("totals", Phase.REDUCE, TemplateKind.TOTALS)
     for name in ("grad_norm", "loss"):
         builder.bind(families[name])
+    weights = layout.weights_group
     wanted: list[tuple[str, Group, int, bool]] = [
         ("grad_norm", "tp", layout.tp, True),
-        ("grad_norm", "metp", layout.metp, True),
+        ("grad_norm", weights, degree(weights, layout), layout.whole_ends),
         ("grad_norm", "grads", replicas, layout.zero >= 1),
         ("grad_norm", "pp", layout.pp, True),
-        ("loss", "metp", layout.metp, True),
+        ("loss", weights, degree(weights, layout), layout.whole_ends),
         ("loss", "grads", replicas, True),
         ("loss", "pp", layout.pp, True),
     ]

@@ -30,8 +30,9 @@ from memo_sim.program.ir.instruction import BufferClass, Family, Lane, Mode, Tem
 from memo_sim.program.ir.kinds import BlockKind, FamilyKind, Phase, TemplateKind
 from memo_sim.program.ir.work import Copy, Rowwise
 from memo_sim.program.layers import mlp, selective
+from memo_sim.program.layers.kinds import skeletal_of
 from memo_sim.program.layout.shape import Shape
-from memo_sim.program.layout.skeletal import Fate, Skeletal, skeletal_tensors
+from memo_sim.program.layout.skeletal import Fate, Skeletal
 from memo_sim.program.layout.stage import Stage
 from memo_sim.program.layout.subsequence import Subsequence
 from memo_sim.program.layout.swap_schedule import ROUNDING_BUFFERS
@@ -60,7 +61,7 @@ class Activations:
 
     def _tensors(self, shape: Shape) -> tuple[Skeletal, ...]:
         scores = attention.kept_scores(self.decisions, shape.attention)
-        return skeletal_tensors(self.decisions.model, shape, self.decisions.dtype, scores=scores)
+        return skeletal_of(self.decisions, shape, scores=scores)
 
     @property
     def moved(self) -> bool:

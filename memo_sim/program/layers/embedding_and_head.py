@@ -15,12 +15,11 @@ from memo_sim.program.ir.builder import Access, Rows, TemplateBuilder, accumulat
 from memo_sim.program.ir.instruction import BufferClass, Families, Lane, Template
 from memo_sim.program.ir.kinds import BlockKind, Phase, TemplateKind
 from memo_sim.program.ir.work import Collective, Gemm, Rowwise
-from memo_sim.program.layers.layer import LayerWriter
 from memo_sim.program.layout.attention_chunks import attention_chunks, in_chunks
 from memo_sim.program.layout.parameters import Block
 from memo_sim.program.layout.shape import Shape
 from memo_sim.program.operators import workspaces as table
-from memo_sim.program.operators.operators import RowBlock
+from memo_sim.program.operators.operators import OperatorWriter, RowBlock
 
 
 def _param(block: Block, name: str, slot: str, *, gradient: bool = False) -> Access | None:
@@ -42,7 +41,7 @@ def embed_forward(decisions: Decisions, shape: Shape, block: Block, families: Fa
     builder.bind(families["input.ids"])
     builder.bind(families["params.embed"], slot="params.embed")
     builder.bind(families["skeletal.x"], slot="x", tokens=shape.shard_tokens)
-    writer = LayerWriter(builder, decisions, shape, block)
+    writer = OperatorWriter(builder, decisions, shape, block)
     row_bytes = shape.hidden * DTYPE_BYTES[decisions.dtype]
     target = "x"
     if shape.tp > 1:
@@ -82,7 +81,7 @@ def embed_backward(decisions: Decisions, shape: Shape, block: Block, families: F
     builder.bind(families["input.ids"])
     builder.bind(families["grads.embed"], slot="grads.embed")
     builder.bind(families["grad.x"], slot="grad.x")
-    writer = LayerWriter(builder, decisions, shape, block)
+    writer = OperatorWriter(builder, decisions, shape, block)
     grad = writer.gather("grad", builder.all("grad.x"), "grad_full", 0)
     row, size = shape.hidden, DTYPE_BYTES[decisions.dtype]
     read, written = shape.tokens * row * (size + 4), shape.tokens * row * 4
@@ -124,7 +123,7 @@ def head(
     classifier = _Classifier(builder, decisions, shape, embed_block if tied and embed_block else head_block, tied)
     norm = _FinalNorm(builder, decisions, shape, head_block)
     norm.forward()
-    writer = LayerWriter(builder, decisions, shape, head_block)
+    writer = OperatorWriter(builder, decisions, shape, head_block)
     blocks = gathered_blocks(decisions, shape)
     room, several = blocks[0][1], len(blocks) > 1
     for b, (start, tokens) in enumerate(blocks):

@@ -24,9 +24,9 @@ from memo_sim.program.ir.instruction import BufferClass, Families, Family, Lane
 from memo_sim.program.ir.kinds import FamilyKind
 from memo_sim.program.ir.work import Rowwise
 from memo_sim.program.layers.activations import Activations
-from memo_sim.program.layers.layer import LayerWriter
 from memo_sim.program.layout.shape import Shape
 from memo_sim.program.layout.skeletal import Skeletal
+from memo_sim.program.operators.operators import OperatorWriter
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ class DeferredWeightGradients:
             builder.bind(families[f"deferred.{name}"], slot=name)
         builder.bind(families["grad.x"], slot="grad_out")
 
-    def write(self, writer: LayerWriter) -> None:
+    def write(self, writer: OperatorWriter) -> None:
         """Write the weight and bias gradients of a layer, last product first."""
         builder, shape = writer.builder, self.shape
         up = builder.features("d_up")

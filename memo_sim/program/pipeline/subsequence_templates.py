@@ -18,13 +18,13 @@ from memo_sim.program.ir.instruction import BufferClass, Families, Family, Templ
 from memo_sim.program.ir.kinds import BlockKind, FamilyKind, Phase, TemplateKind
 from memo_sim.program.layers.activations import Activations
 from memo_sim.program.layers.embedding_and_head import embed_backward, embed_forward, head
-from memo_sim.program.layers.layer import LayerWriter
-from memo_sim.program.layers.metp import MetpLayer
+from memo_sim.program.layers.kinds import Layer, layer_kind
 from memo_sim.program.layers.weight_gradients import DeferredWeightGradients
 from memo_sim.program.layout.multiplex import Portion, swapped_by_owner
 from memo_sim.program.layout.parameters import Block
 from memo_sim.program.layout.stage import Stage
 from memo_sim.program.layout.subsequence import Subsequence
+from memo_sim.program.operators.operators import OperatorWriter
 from memo_sim.program.pipeline.stage_p2p import StageP2P
 
 Bound = tuple[Template, list[str]]
@@ -148,7 +148,7 @@ class SubsequenceTemplates:
 
     def _layer(
         self, name: str, kind: TemplateKind, families: Families, seen: Families
-    ) -> tuple[TemplateBuilder, LayerWriter | MetpLayer]:
+    ) -> tuple[TemplateBuilder, Layer]:
         gradients = kind is not TemplateKind.FORWARD
         builder = TemplateBuilder(name, Phase.BACKWARD if gradients else Phase.FORWARD, kind, BlockKind.LAYER)
         builder.bind(seen["params.layer"], slot="params")
@@ -158,8 +158,8 @@ class SubsequenceTemplates:
                 self.deferred.bind(builder, families)
         self.activations.bind(builder, families)
         prefix_attention.bind(builder, families, self.rows, gradients=gradients)
-        written = MetpLayer if self.rows.metp > 1 else LayerWriter
-        return builder, written(builder, self.decisions, self.rows, self.blocks[BlockKind.LAYER])
+        writer = layer_kind(self.decisions).writer
+        return builder, writer(builder, self.decisions, self.rows, self.blocks[BlockKind.LAYER])
 
     def _backward(self, name: str, kind: TemplateKind, families: Families, seen: Families) -> TemplateBuilder:
         """Return a backward; of activations that never left the device, nothing has to be rebuilt token by token."""
@@ -183,5 +183,5 @@ class SubsequenceTemplates:
         builder = TemplateBuilder("layer.wgrad", Phase.WGRAD, TemplateKind.WGRAD, BlockKind.LAYER)
         builder.bind(seen["grads.layer"], slot="grads")
         self.deferred.bind_inputs(builder, families)
-        self.deferred.write(LayerWriter(builder, self.decisions, self.rows, self.blocks[BlockKind.LAYER]))
+        self.deferred.write(OperatorWriter(builder, self.decisions, self.rows, self.blocks[BlockKind.LAYER]))
         return builder
