@@ -120,7 +120,10 @@ def interleaved(stage: int, stages: int, units: Units, chunks: int) -> list[Pass
     """Return 1F1B over ``chunks`` chunks of layers, with more warmup forwards: those of all chunks but the last."""
 
     def through(kind: Kind, order: list[Unit], among: list[int]) -> list[Pass]:
-        """Return the passes of ``order`` in groups of ``stages``; each group passes all chunks in the order ``among``."""
+        """Return the passes of ``order``, one group of ``stages`` units after the other.
+
+        Each group goes through all chunks in the order ``among``.
+        """
         groups = [order[first : first + stages] for first in range(0, len(order), stages)]
         return [Pass(kind, m, c, s) for group in groups for c in among for m, s in group]
 
