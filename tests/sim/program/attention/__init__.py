@@ -1,1 +1,1 @@
-"""Say here what this folder holds."""
+"""Tests of ``memo_sim.program.attention``: the instructions that each form of attention writes."""
