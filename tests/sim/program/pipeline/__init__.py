@@ -1,1 +1,1 @@
-"""Say here what this folder holds."""
+"""Tests of ``memo_sim.program.pipeline``: stage programs, subsequences, offload windows and multiplexing."""
