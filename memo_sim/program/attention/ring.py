@@ -1,7 +1,7 @@
 """Ring attention over context-parallel ranks in zigzag order (Megatron-LM CP, Ring Attention).
 
-The sequence is cut into 2 x cp chunks, and rank r holds chunks r and 2*cp - 1 - r, so that every rank has the same
-work. Step 0 is the local causal square. In step j rank r attends to the keys and values of rank r - j:
+The sequence is cut into 2 x cp chunks. Rank r holds chunks r and 2*cp - 1 - r, so that every rank has the same work.
+Step 0 is the local causal square. In step j rank r attends to the keys and values of rank r - j:
 
 - Keys of an earlier rank: all queries attend to the early half of the keys.
 - Keys of a later rank: the late half of the queries attends to all keys, in one call for each half of the keys.
@@ -21,8 +21,8 @@ forward, and all of them live as long as the attention (TransformerEngine 1.3, A
 
 The representative rank is cp - 1: all other ranks are earlier ones, so a step is one call. All ranks have the same
 exchanges, buffers and FLOPs, so one placement serves all of them. ``Shape.cp_rank`` selects the rank whose program is
-written. Two calls of half the queries are a little slower than one call. By the curves of an A800, compute of rank 0
-takes 0.1 % longer than that of the representative at 64K tokens a rank and cp 2, and 2 % longer at 16K tokens and cp 8.
+written. Two calls of half the queries are a little slower than one call. By the curves of an A800, rank 0 computes
+0.1 % longer than the representative at 64K tokens a rank and cp 2. At 16K tokens a rank and cp 8 it is 2 %.
 """
 
 from __future__ import annotations

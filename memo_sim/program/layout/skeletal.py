@@ -68,7 +68,7 @@ def skeletal_tensors(
         return Skeletal(name, shape.shard_tokens, stats, "fp32", Fate.BY_TOKEN, statistics=True)
 
     inside = shape.attention
-    home = (local("attn_seq", shape.q_width),) if shape.ulysses > 1 else ()
+    sequence_sharded = (local("attn_seq", shape.q_width),) if shape.ulysses > 1 else ()
     raw = (local("qk_raw", shape.q_width + shape.kv_width),) if model.qk_norm else ()
     name, width = ("q", inside.q_width) if shape.kv_cache_tokens else ("qkv", inside.qkv_width)
     attended = Skeletal(name, inside.tokens, width, dtype, Fate.BY_TOKEN)
@@ -81,7 +81,7 @@ def skeletal_tensors(
         attended,
         Skeletal("attn", inside.tokens, inside.q_width, dtype, Fate.WHOLE),
         *kept,
-        *home,
+        *sequence_sharded,
         sharded("resid", shape.hidden),
         sharded("norm2", shape.hidden),
         statistics("norm2_stats"),

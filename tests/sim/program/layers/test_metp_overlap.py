@@ -71,9 +71,9 @@ def played(tokens: int, prices: Ideal, hidden: int = 1024, **layout: object) -> 
 
 def waited_s(found: Simulation, earlier: str, later: str) -> float:
     """Return the seconds that compute waits in forward, from each step's last product to the next step's first."""
-    (role,) = found.stages
-    number = {name: i for i, name in enumerate(role.program.ids())}
-    start_s, end_s = role.playback.start_s, role.playback.end_s
+    (stage,) = found.stages
+    number = {name: i for i, name in enumerate(stage.program.ids())}
+    start_s, end_s = stage.playback.start_s, stage.playback.end_s
     gaps = [
         start_s[number[f"m0/s0/l0/fwd/{later}{step}"]] - end_s[number[f"m0/s0/l0/fwd/{earlier}{step - 1}"]]
         for step in range(1, RANKS)

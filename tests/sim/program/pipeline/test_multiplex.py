@@ -169,14 +169,14 @@ def test_no_combination_of_stages_and_sizes_deadlocks(
 @pytest.mark.parametrize("what", ["recv.kv.", "send.d_kv.", "send.grads.", "recv.again."])
 def test_the_checkers_find_missing_transfers_between_helper_and_owner(what: str) -> None:
     programs = lower(multiplexed(2, 4))
-    role, number = next(
+    stage, number = next(
         (r, n)
         for r, program in enumerate(programs)
         for n, instance in enumerate(program.instances)
         if what in program.templates[instance.template].name
     )
-    left = programs[role].instances[:number] + programs[role].instances[number + 1 :]
-    changed = tuple(replace(p, instances=left) if r == role else p for r, p in enumerate(programs))
+    left = programs[stage].instances[:number] + programs[stage].instances[number + 1 :]
+    changed = tuple(replace(p, instances=left) if r == stage else p for r, p in enumerate(programs))
     assert any("hand-over" in fault for fault in check_stages(changed))
 
 
@@ -240,8 +240,8 @@ def test_in_the_papers_limit_no_bubble_is_left(stages: int, count: int, granules
     assert run(layout, tokens, layers).prediction.step_s == pytest.approx((count + stages - 1) * unit, rel=1e-9)
     simulation = run(msgspec.structs.replace(layout, multiplexed=True), tokens, layers)
     assert simulation.prediction.step_s == pytest.approx(count * unit, rel=1e-9)
-    for role in simulation.stages:
-        assert role.compute_s == pytest.approx(count * unit, rel=1e-9)
+    for stage in simulation.stages:
+        assert stage.compute_s == pytest.approx(count * unit, rel=1e-9)
 
 
 def test_bytes_between_owner_and_helper() -> None:

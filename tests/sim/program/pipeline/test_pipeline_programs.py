@@ -210,9 +210,9 @@ def weight_gradients(program: Program) -> Counter[tuple[str, str, object]]:
     return Counter(found)
 
 
-def planted(programs: tuple[Program, ...], role: int, instances: list[Instance]) -> tuple[Program, ...]:
-    changed = replace(programs[role], instances=tuple(instances))
-    return (*programs[:role], changed, *programs[role + 1 :])
+def planted(programs: tuple[Program, ...], stage: int, instances: list[Instance]) -> tuple[Program, ...]:
+    changed = replace(programs[stage], instances=tuple(instances))
+    return (*programs[:stage], changed, *programs[stage + 1 :])
 
 
 def places(program: Program, template: str) -> list[int]:
@@ -221,15 +221,15 @@ def places(program: Program, template: str) -> list[int]:
 
 def test_the_checker_finds_a_missing_p2p_transfer() -> None:
     programs = lower(stages("gpt", Layout(pp=4)))
-    for role, template in (
+    for stage, template in (
         (0, "stage.send.x"),
         (1, "stage.recv.x"),
         (1, "stage.send.grad"),
         (2, "stage.recv.grad"),
     ):
-        instances = list(programs[role].instances)
-        del instances[places(programs[role], template)[2]]
-        assert any("is sent" in fault for fault in check_stages(planted(programs, role, instances)))
+        instances = list(programs[stage].instances)
+        del instances[places(programs[stage], template)[2]]
+        assert any("is sent" in fault for fault in check_stages(planted(programs, stage, instances)))
 
 
 def test_the_checker_finds_p2p_transfers_in_the_wrong_order() -> None:
@@ -242,10 +242,10 @@ def test_the_checker_finds_p2p_transfers_in_the_wrong_order() -> None:
 
 def test_the_checker_finds_a_missing_reduction() -> None:
     programs = lower(stages("gpt", Layout(pp=4)))
-    for role, template in ((1, "totals"), (3, "embed.tied")):
-        instances = list(programs[role].instances)
-        del instances[places(programs[role], template)[0]]
-        assert any(fault.startswith("group") for fault in check_stages(planted(programs, role, instances)))
+    for stage, template in ((1, "totals"), (3, "embed.tied")):
+        instances = list(programs[stage].instances)
+        del instances[places(programs[stage], template)[0]]
+        assert any(fault.startswith("group") for fault in check_stages(planted(programs, stage, instances)))
 
 
 def test_the_checker_finds_stages_that_wait_for_each_other() -> None:

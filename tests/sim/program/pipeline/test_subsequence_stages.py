@@ -100,9 +100,9 @@ def test_the_step_is_sppos_closed_form(stages: int, count: int, schedule: Schedu
     work = count * 12.0 * 8 / stages
     step = simulation.prediction.step_s
     assert step == pytest.approx((stages - 1 + count) / count * work, rel=1e-9)
-    for role in simulation.stages:
-        assert role.compute_s == pytest.approx(work, rel=1e-9)
-        assert step - role.compute_s == pytest.approx((stages - 1) * work / count, rel=1e-9)
+    for stage in simulation.stages:
+        assert stage.compute_s == pytest.approx(work, rel=1e-9)
+        assert step - stage.compute_s == pytest.approx((stages - 1) * work / count, rel=1e-9)
 
 
 @pytest.mark.parametrize(("stages", "chunks", "count"), [(2, 2, 4), (4, 2, 4), (2, 4, 2)])
@@ -146,7 +146,7 @@ def test_repeated_micro_batches_equal_played_ones(layout: Layout, policy: tuple[
 
 def test_p2p_transfers_have_the_subsequences_rows() -> None:
     whole, parts = (run(Layout(pp=2, subsequences=count), 2) for count in (1, 4))
-    assert [role.sent_bytes for role in whole.stages] == [role.sent_bytes for role in parts.stages]
+    assert [stage.sent_bytes for stage in whole.stages] == [stage.sent_bytes for stage in parts.stages]
     sends = [i for i in parts.stages[0].program.instances if i.place.startswith("m0/") and _sends(parts, i.template)]
     assert [i.subsequence for i in sends] == [0, 1, 2, 3]
 
