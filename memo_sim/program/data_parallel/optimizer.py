@@ -5,8 +5,8 @@ same parameters (cp x ulysses x dp).
 
     zero 0    gradients are all-reduced
     zero 1    optimizer states are divided over the replicas: gradients are reduce-scattered, parameters all-gathered
-    zero 2    a rank also keeps only its share of the gradients (``sharding.py``)
-    zero 3    a rank also keeps only its share of the parameters (``sharding.py``)
+    zero 2    a rank also keeps only its shard of the gradients (``sharding.py``)
+    zero 3    a rank also keeps only its shard of the parameters (``sharding.py``)
 
 ``overlap`` moves both collectives beside compute, to a lane of their own; ``sharding.py`` places them in the step.
 
@@ -85,7 +85,7 @@ class Optimizer:
         return self.decisions.states == "host"
 
     def shared(self, name: Literal["params", "grads"]) -> bool:
-        """Whether a rank holds only its share of the block's parameters or gradients."""
+        """Whether a rank holds only its shard of the block's parameters or gradients."""
         return self.shards > 1 and self.decisions.layout.zero >= {"grads": 2, "params": 3}[name]
 
     @property
@@ -104,7 +104,7 @@ class Optimizer:
         return self.decisions.memory_policy == "eager" and not self.shared("grads")
 
     def runs(self) -> list[tuple[str, int, int]]:
-        """Return (name, first element in the block, elements of this rank's share) of the runs decay and no_decay."""
+        """Return (name, first element in the block, elements of this rank's shard) of the runs decay and no_decay."""
         decayed, total = self.block.decayed_elements, self.block.elements
         parts = [("decay", 0, decayed), ("no_decay", decayed, total - decayed)]
         return [(name, first, -(-length // self.shards)) for name, first, length in parts if length]
@@ -241,9 +241,9 @@ class Optimizer:
         builder.emit("gather", "params.all_gather", lane, work, tensor=accumulates(builder.all("params")))
 
     def _held(self, name: Literal["params", "grads"], first: int, offset: int, length: int) -> Rows:
-        """Return the rows of this rank's share of a run.
+        """Return the rows of this rank's shard of a run.
 
-        They begin at ``first`` in a whole block, and at ``offset`` in a buffer that holds only the rank's share.
+        They begin at ``first`` in a whole block, and at ``offset`` in a buffer that holds only the rank's shard.
         """
         return Rows(name, offset if self.shared(name) else first, length)
 

@@ -5,7 +5,7 @@ waves. In these waves idle stages become helper stages: they compute rows of the
 of a wave end together. The rows are divided as follows:
 
 - The level is the forward work of the wave divided by its number of stages. The owner stage of a task keeps at most
-  that much work.
+  that much work; a task with less work stays whole.
 - The work above the level fills the idle stages, one after the other.
 - A helper stage computes the first rows of a subsequence, because all of their keys are known. The owner computes the
   last rows.

@@ -44,7 +44,7 @@ class Shape:
     gathered: bool
     """Whether sequence parallelism shards tokens outside of the tensor-parallel products."""
     cp_rank: int = 0
-    """Coordinate among the context-parallel (or METP) ranks, which differ in their earlier keys (``ring.py``)."""
+    """Coordinate among context-parallel (or METP) ranks, which have different earlier keys (``attention/ring.py``)."""
     start: int = 0
     """Tokens of the micro-batch before this subsequence; 0 without subsequences (``subsequence.py``)."""
     kv_cache_tokens: int = 0

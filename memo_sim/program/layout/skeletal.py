@@ -4,7 +4,8 @@ For a GPT layer they sum to 16 x tokens x hidden elements: input 1, norm1 1, Q K
 norm2 1, first FFN product 4, activation 4. The log-sum-exp and the norms' statistics are added to that. Row i of every
 tensor belongs to token i of the rank's shard. Layouts change the list:
 
-- A subsequence keeps only its queries. Its keys and values are in the KV cache of the prefix (``subsequence.py``).
+- A subsequence keeps only its queries. Its keys and values are in the KV cache of the prefix
+  (``attention/subsequence.py``).
 - METP keeps 3 of the 16, or 5 with its norms (``_metp_tensors``).
 - With Ulysses the tensors of attention (Q K V, output, log-sum-exp) are head-sharded, in the row blocks of the token
   shard. The projection's input, the sequence-sharded output, is one tensor more.
