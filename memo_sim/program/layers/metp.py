@@ -375,10 +375,10 @@ class MetpLayer(OperatorWriter):
 
 
 def metp_tensors(model: Model, shape: Shape, dtype: str, *, scores: tuple[Skeletal, ...] = ()) -> tuple[Skeletal, ...]:
-    """Return what a layer under METP keeps: its input, attention's output part by part, the residual, or norms too.
+    """Return the skeletal tensors of a METP layer: input, attention output of each group of heads, residual.
 
-    The rest is computed again in any backward: Q K V, what the MLP makes (METP's Algorithms 2 and 6), and norms that
-    are not kept. ``scores`` are empty: METP runs with a flash kernel alone.
+    With ``keep_norms`` the norms are kept too. Every backward computes the rest again: Q K V, the MLP's tensors (METP's
+    Algorithms 2 and 6), and norms that are not kept. ``scores`` are empty, because METP needs a flash kernel.
     """
     tokens = shape.tokens
 
