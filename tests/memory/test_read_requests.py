@@ -172,7 +172,7 @@ def test_a_plan_that_pins_another_program_is_refused(tmp_path: Path) -> None:
     decisions = Decisions(model=load_model("gpt-tiny"), seq_tokens=1024)
     plan = Plan(decisions=decisions, program_sha256=program_sha256(lower(decisions)))
     edited = msgspec.structs.replace(plan, decisions=msgspec.structs.replace(decisions, recompute="full"))
-    with pytest.raises(BadInput, match="pins another program"):
+    with pytest.raises(BadInput, match="lower to another program than the one it pins"):
         read_requests(written(tmp_path, codec.encode(edited)))
 
 
