@@ -29,25 +29,38 @@ if TYPE_CHECKING:
     from memo_sim.contract.hardware import DtypeName
 
 Recompute = Literal["none", "full", "selective", "tokenwise"]
-"""none: nothing is rebuilt. full: each layer's whole forward. selective: attention alone, from kept Q, K, V (as
-Megatron-LM does). tokenwise: the rows that are not swapped, attention never (MEMO)."""
+"""What backward recomputes.
+
+- none: nothing.
+- full: the whole forward of each layer.
+- selective: only attention, from kept Q, K and V (as in Megatron-LM).
+- tokenwise: the tokens that are not swapped; attention is never recomputed (MEMO)."""
 MemoryPolicy = Literal["planned", "caching", "eager"]
-"""planned: one arena with planned addresses. caching: the same requests, served by PyTorch's caching allocator. eager:
-that allocator under an eager framework, which asks for more (an fp32 loss) and gets it late (``record_stream``)."""
+"""How device memory is allocated.
+
+- planned: one arena with planned addresses.
+- caching: PyTorch's caching allocator serves the same requests.
+- eager: that allocator under an eager framework, which requests more (an fp32 loss) and frees later
+  (``record_stream``)."""
 States = Literal["fp32", "bf16", "host"]
-"""Adam's moments in fp32 or in bf16 on the device; host: moments and fp32 parameters in host memory, updated there."""
+"""Dtype of the optimizer's moments. host: fp32 moments and master weights, which live in host memory."""
 CpExchange = Literal["ring", "all_gather", "rsa"]
-"""How context-parallel ranks exchange keys and values. ring: passed on hop by hop, partial attention is merged.
-all_gather: gathered at once. rsa: passed on, keys first, while whole rows of scores are written to memory by torch's
-matrix products instead of the attention kernel (ring self-attention); one rank alone writes them too."""
+"""How context-parallel ranks exchange keys and values.
+
+- ring: ranks pass them on hop by hop and merge partial attention results.
+- all_gather: ranks gather them all at once.
+- rsa: ring self-attention. Ranks pass on the keys, then the values, and torch's products write whole rows of scores to
+  memory instead of the attention kernel. With one rank, the scores are written to memory too."""
 Overlap = Literal["none", "gradients", "both"]
-"""What of ZeRO 0 and 1 runs beside compute. none: gradients are summed over replicas and parameters gathered after the
-step's last gradient. gradients: each block's are summed right after its last backward. both: and the parameters of ZeRO
-1 are gathered at the start of the following step, block by block, ahead of its forward."""
+"""Which communication of ZeRO 0 and 1 overlaps with compute.
+
+- none: gradients are reduced over replicas, and parameters gathered, after the step's last gradient.
+- gradients: each block's gradients are reduced after its last backward.
+- both: in addition, ZeRO 1 gathers parameters at the start of the next step, block by block, ahead of its forward."""
 Schedule = Literal["gpipe", "1f1b", "interleaved", "zero-bubble"]
-"""In which order a pipeline stage plays micro-batches (``program/layout/schedule.py``)."""
+"""The order in which a pipeline stage plays micro-batches (``program/layout/schedule.py``)."""
 Partition = Literal["length", "flops"]
-"""How a sequence is cut into subsequences: the same number of tokens each, or the same forward work each (SPPO 4)."""
+"""How a sequence is divided into subsequences: by equal length, or by equal forward FLOPs (SPPO 4)."""
 
 MOST_SEQUENCES = 2**16
 MOST_SUBSEQUENCES = 2**16

@@ -132,9 +132,13 @@ def test_a_logs_live_bytes_are_its_own_at_every_line(wishes: list[tuple[bool, in
         (with_phase(lower=0, upper=2**62), "too late to count", ""),
         (with_phase(lower=0, upper=1, alignment_bytes=2**70), "alignment is too large", ""),
         ("{", "ends too early", ""),
-        ("{}", "does not say what it is", "$.schema"),
-        ('{"schema": "memo.trace/1"}', "another kind of document", "$.schema"),
-        ('{"schema": "memo.requests/1", "ids": ["a"], "lower": [1], "upper": [1], "size_bytes": [1]}', "never", "$"),
+        ("{}", "the document has no schema", "$.schema"),
+        ('{"schema": "memo.trace/1"}', "the document is of another kind", "$.schema"),
+        (
+            '{"schema": "memo.requests/1", "ids": ["a"], "lower": [1], "upper": [1], "size_bytes": [1]}',
+            "empty",
+            "$",
+        ),
         (
             '{"schema": "memo.requests/1", "ids": ["a"], "lower": [0], "upper": [1], "size_bytes": [-1]}',
             "-1",
@@ -168,7 +172,7 @@ def test_a_plan_that_pins_another_program_is_refused(tmp_path: Path) -> None:
     decisions = Decisions(model=load_model("gpt-tiny"), seq_tokens=1024)
     plan = Plan(decisions=decisions, program_sha256=program_sha256(lower(decisions)))
     edited = msgspec.structs.replace(plan, decisions=msgspec.structs.replace(decisions, recompute="full"))
-    with pytest.raises(BadInput, match="pins another program"):
+    with pytest.raises(BadInput, match="lower to another program than the one it pins"):
         read_requests(written(tmp_path, codec.encode(edited)))
 
 

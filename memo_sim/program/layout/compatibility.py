@@ -165,7 +165,7 @@ NORMS_KEPT_UNDER_FULL_RECOMPUTE = Rule(
 CHUNKS_UNDER_FULL_RECOMPUTE = Rule(
     name="attention in chunks: recompute",
     breaks=lambda d: in_chunks(d) and d.recompute != "full",
-    what="only full recompute has attention in chunks",
+    what="attention in chunks needs full recompute",
     where="decisions.recompute",
     got=lambda d: f"recompute {d.recompute} with chunks of {d.attention_chunk_tokens} tokens",
     wanted="full",
@@ -174,7 +174,7 @@ CHUNKS_UNDER_FULL_RECOMPUTE = Rule(
 MLP_BLOCKS_UNDER_FULL_RECOMPUTE = Rule(
     name="MLP in row blocks: recompute",
     breaks=lambda d: d.mlp_chunk_tokens > 0 and d.recompute != "full",
-    what="only full recompute has the MLP in row blocks",
+    what="the MLP in row blocks needs full recompute",
     where="decisions.mlp_chunk_tokens",
     got=lambda d: f"{d.mlp_chunk_tokens} with recompute {d.recompute}",
     wanted="0, or recompute full",
