@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 
 from memo_sim.contract.figure import Figure
-from memo_sim.papers import metp_figures, metp_table
+from memo_sim.papers import metp
 from memo_sim.papers.figures import figure
-from memo_sim.papers.metp_figures import FEWER, GPUS, METP, SETTINGS, TP, Job, Setting, most_that_fits, ways
-from memo_sim.papers.metp_table import cell, share
+from memo_sim.papers.metp import FEWER, GPUS, METP, SETTINGS, TP, Job, Setting, cell, most_that_fits, share, ways
 from memo_sim.planning.question import Pins
 
 STAGE = Setting("llama-70b", 5)
@@ -67,7 +66,7 @@ def test_the_longest_fits_and_one_so_much_longer_does_not() -> None:
     job = Job(STAGE, Pins(metp=2), 2)
     tokens = job.longest()
     assert job.memory(tokens).fault is None
-    longer = tokens + max(1024, int(metp_figures.FINE * tokens // 1024) * 1024)
+    longer = tokens + max(1024, int(metp.FINE * tokens // 1024) * 1024)
     assert job.memory(longer).fault is not None
     batch = most_that_fits(lambda sequences: job.memory(8192, sequences))
     assert job.memory(8192, batch).fault is None
@@ -101,17 +100,17 @@ def told_last(name: str) -> Figure:
 
 
 def test_memory_has_a_line_a_model_and_system(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(metp_figures, "SETTINGS", (Setting("llama-70b", 2),))
-    monkeypatch.setattr(metp_figures, "LENGTHS", (4096, 2**20))
+    monkeypatch.setattr(metp, "SETTINGS", (Setting("llama-70b", 2),))
+    monkeypatch.setattr(metp, "LENGTHS", (4096, 2**20))
     found = told_last("metp-4")
     held = {line.name: line.points for line in found.lines}
     assert list(held) == [f"llama-70b {system}" for system in ways(GPUS)]
     first, last = held["llama-70b tp+sp"]
     assert first.y is not None
     assert (last.y, last.note[:15]) == (None, "gpu_oom, needs ")
-    metp = held["llama-70b metp"]
-    assert (metp[1].y or 0) > (metp[0].y or 0) > 0
-    assert f"llama-70b, metp over tp+sp: 4k {(metp[0].y or 0) / first.y:.2f}, 1m 0." in found.findings[3]
+    ours = held["llama-70b metp"]
+    assert (ours[1].y or 0) > (ours[0].y or 0) > 0
+    assert f"llama-70b, metp over tp+sp: 4k {(ours[0].y or 0) / first.y:.2f}, 1m 0." in found.findings[3]
     assert all(system in line for system, line in zip(list(ways(GPUS))[1:], found.findings, strict=False))
 
 
@@ -121,7 +120,7 @@ def longest(job: Job) -> int:
 
 
 def test_longest_sequences_are_told_over_that_of_one_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(metp_figures, "SETTINGS", SETTINGS[:2])
+    monkeypatch.setattr(metp, "SETTINGS", SETTINGS[:2])
     monkeypatch.setattr(Job, "longest", longest)
     found = told_last("metp-6")
     assert [line.name for line in found.lines] == [f"bert-large {system}" for system in ways(GPUS)]
@@ -138,7 +137,7 @@ def test_longest_sequences_are_told_over_that_of_one_device(monkeypatch: pytest.
 
 def test_times_have_a_line_a_model_and_system(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in (("SETTINGS", (Setting("llama-70b", 2),)), ("LONG", (2**20,)), ("SHORT", (4096,))):
-        monkeypatch.setattr(metp_table, name, value)
+        monkeypatch.setattr(metp, name, value)
     mfu, overlap = told_last("metp-5"), told_last("metp-7")
     assert [line.name for line in mfu.lines] == [f"llama-70b {system}" for system in ways(GPUS)]
     assert mfu.lines[0].points[0].y is None

@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from memo_sim.papers import sppo_table
+from memo_sim.papers import sppo
 from memo_sim.papers.figures import figure
-from memo_sim.papers.sppo_table import DEEPSPEED, JOBS, MEGATRON, SPPO, UNPLANNED, Job, cell
+from memo_sim.papers.sppo import DEEPSPEED, JOBS, MEGATRON, SPPO, UNPLANNED, Job, cell
 
 SMALL = Job("gpt-7b", 1, {16: 4}, (2, 4), (8, 1), 8, "nothing")
 
@@ -30,7 +30,7 @@ def test_configurations_are_those_of_table_4() -> None:
 
 
 def test_every_system_has_its_cells_and_their_ratio(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sppo_table, "JOBS", (SMALL,))
+    monkeypatch.setattr(sppo, "JOBS", (SMALL,))
     told: list[tuple[int, int]] = []
     found = figure("sppo-10", progress=lambda done, total: told.append((done, total)))
     names = [f"gpt-7b {name}" for name in (SPPO, MEGATRON, DEEPSPEED, UNPLANNED)]
@@ -47,7 +47,7 @@ def test_every_system_has_its_cells_and_their_ratio(monkeypatch: pytest.MonkeyPa
 
 
 def test_memory_that_is_not_planned_is_tried_shorter_until_it_fits() -> None:
-    cells = sppo_table._unplanned(replace(SMALL, parts={8: 4, 16: 4, 2048: 4}))
+    cells = sppo._unplanned(replace(SMALL, parts={8: 4, 16: 4, 2048: 4}))
     assert list(cells) == [2048, 16]
     assert cells[2048].tgs is None
     assert cells[2048].note.startswith("gpu_oom, short of")
@@ -58,12 +58,12 @@ def test_a_cell_that_does_not_fit_has_no_throughput() -> None:
     one = cell(SMALL, MEGATRON, 1024)
     assert one.tgs is None
     assert one.note.startswith("gpu_oom, short of")
-    assert sppo_table._ratio(1024, one, one) == "1m sppo and the other does not fit"
+    assert sppo._ratio(1024, one, one) == "1m sppo and the other does not fit"
 
 
 def test_offloading_is_taken_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sppo_table, "JOBS", (SMALL,))
-    monkeypatch.setattr(sppo_table, "BREAKDOWN", ((SMALL, 16),))
+    monkeypatch.setattr(sppo, "JOBS", (SMALL,))
+    monkeypatch.setattr(sppo, "BREAKDOWN", ((SMALL, 16),))
     found = figure("sppo-11")
     keep, full, lagging, aware, multiplexed = (line.points[0] for line in found.lines)
     labels = ["keep", "full swap", "full swap, copies lag"]
@@ -83,9 +83,24 @@ def test_offloading_is_taken_apart(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_long_sequences_have_16k_tokens_a_part(monkeypatch: pytest.MonkeyPatch) -> None:
-    for job in sppo_table.LONG:
+    for job in sppo.LONG:
         assert all(thousands == 16 * parts for thousands, parts in job.parts.items())
-    monkeypatch.setattr(sppo_table, "LONG", (SMALL,))
+    monkeypatch.setattr(sppo, "LONG", (SMALL,))
     (line,) = figure("sppo-1").lines
     assert line.points[0].note.startswith("8 GPUs, ")
     assert "MFU" in line.points[0].note
+
+
+def test_short_subsequences_cost_kernels_and_long_ones_a_bubble(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sppo, "NUMBERS", (8, 16, 32, 64, 256))
+    found = figure("sppo-7")
+    forward, bubble, both = ([p.y or 0.0 for p in line.points] for line in found.lines)
+    assert [p.x for p in found.lines[0].points] == [16384, 8192, 4096, 2048, 512]
+    assert forward[0] == pytest.approx(forward[1], rel=0.01)  # compute-bound: more tokens do not help
+    assert forward[1] < forward[2] < forward[3] < forward[4]
+    assert bubble == sorted(bubble, reverse=True)
+    assert bubble[0] / forward[0] == pytest.approx(3 / 8)
+    assert both == pytest.approx([f + b for f, b in zip(forward, bubble, strict=True)])
+    # The paper's range of good lengths, 2K to 16K tokens.
+    assert 2048 <= found.lines[2].points[both.index(min(both))].x <= 16384
+    assert "4k tokens each" in found.findings[0]
