@@ -15,8 +15,8 @@ from itertools import count
 
 import numpy as np
 
-from memo_sim.memory.decompose import compressed
 from memo_sim.memory.problem import Clock, Ints, Problem
+from memo_sim.memory.reduction import compressed
 from memo_sim.memory.skyline import RULES, Rule, Skyline
 
 FIRST_NODES = 1000

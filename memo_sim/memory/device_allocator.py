@@ -19,14 +19,15 @@ expandable segment is refused by the size of a whole segment, even where less wo
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right, insort
 from collections import deque
+from collections.abc import Iterator
+from operator import itemgetter
 from typing import Literal, NamedTuple
 
 from memo_sim.contract.errors import Infeasible, MemoError
 from memo_sim.contract.units import format_bytes
-from memo_sim.memory.device_blocks import Block, Pool
 from memo_sim.memory.device_config import BLOCK_BYTES, SMALL_BYTES, SMALL_SEGMENT_BYTES, AllocatorConfig
-from memo_sim.memory.device_expandable import ExpandableSegments
 
 DEFAULT = AllocatorConfig()
 
@@ -284,3 +285,238 @@ class DeviceAllocator:
             f"{format_bytes(free)} reserved but unallocated",
             wanted=f"at most {format_bytes(self.capacity_bytes or 0)} reserved",
         )
+
+
+class Block:
+    """``size`` bytes at ``address`` for one stream's work; ``before`` and ``after`` are neighbours in the segment."""
+
+    __slots__ = (
+        "address",
+        "after",
+        "allocated",
+        "before",
+        "cached_at",
+        "events",
+        "expandable",
+        "mapped",
+        "requested",
+        "size",
+        "small",
+        "stream",
+        "streams",
+    )
+
+    def __init__(self, address: int, size: int, stream: int, *, small: bool, expandable: bool = False) -> None:
+        self.address = address
+        self.size = size
+        self.stream = stream
+        self.small = small
+        self.expandable = expandable
+        self.mapped = True
+        """Has memory behind its addresses; false only for the unused part of an expandable segment."""
+        self.allocated = False
+        self.requested = 0
+        """Bytes that were asked for, before rounding."""
+        self.streams: set[int] = set()
+        """Other streams that used it since it was handed out."""
+        self.events = 0
+        """Events that have to pass before it is free again."""
+        self.cached_at = 0
+        """The pool's count of searches when it was put there: how old it is, for garbage collection."""
+        self.before: Block | None = None
+        self.after: Block | None = None
+
+    @property
+    def split(self) -> bool:
+        """Whether it is only part of its segment."""
+        return self.before is not None or self.after is not None
+
+    @property
+    def idle(self) -> bool:
+        """Whether nobody holds it and no event is awaited."""
+        return not (self.allocated or self.events or self.streams)
+
+    def cut(self, size: int) -> Block:
+        """Take the first ``size`` bytes off as a new block before this one, and return it."""
+        front = Block(self.address, size, self.stream, small=self.small, expandable=self.expandable)
+        front.mapped = self.mapped
+        front.before, front.after = self.before, self
+        if front.before is not None:
+            front.before.after = front
+        self.before = front
+        self.address += size
+        self.size -= size
+        return front
+
+    def join(self, other: Block) -> None:
+        """Take in the neighbour ``other``, which is gone afterwards."""
+        if other is self.before:
+            self.address = other.address
+            self.before = other.before
+            if self.before is not None:
+                self.before.after = self
+        else:
+            self.after = other.after
+            if self.after is not None:
+                self.after.before = self
+        self.size += other.size
+
+
+class Pool:
+    """The free blocks of the small or of the large pool, by stream; ``unmapped`` ones by address."""
+
+    def __init__(self) -> None:
+        self._free: dict[int, list[tuple[int, int, Block]]] = {}
+        self._unmapped: dict[int, list[tuple[int, Block]]] = {}
+        self.searches = 0
+        """How often a free block was looked for: the clock of garbage collection."""
+
+    def add(self, block: Block) -> None:
+        """Keep a free block."""
+        block.cached_at = self.searches
+        insort(self._free.setdefault(block.stream, []), (block.size, block.address, block))
+
+    def remove(self, block: Block) -> None:
+        """Forget a free block (because it is handed out, joined to another or given back)."""
+        blocks = self._free[block.stream]
+        del blocks[bisect_left(blocks, (block.size, block.address))]
+
+    def at_least(self, size: int, stream: int) -> Iterator[Block]:
+        """Yield the free blocks of ``stream`` of ``size`` bytes or more, best fit first."""
+        blocks = self._free.get(stream, [])
+        for i in range(bisect_left(blocks, (size,)), len(blocks)):
+            yield blocks[i][2]
+
+    def largest_first(self, stream: int) -> list[Block]:
+        """Return the free blocks of ``stream``, the largest and of those the highest address first."""
+        return [block for _, _, block in reversed(self._free.get(stream, []))]
+
+    def free_blocks(self) -> list[Block]:
+        """Return every free block, by stream, size and address."""
+        return [block for stream in sorted(self._free) for _, _, block in self._free[stream]]
+
+    def add_unmapped(self, block: Block) -> None:
+        """Keep addresses without memory."""
+        insort(self._unmapped.setdefault(block.stream, []), (block.address, block))
+
+    def remove_unmapped(self, block: Block) -> None:
+        """Forget addresses without memory."""
+        blocks = self._unmapped[block.stream]
+        del blocks[bisect_left(blocks, (block.address,))]
+
+    def unmapped(self, stream: int) -> list[Block]:
+        """Return the unmapped blocks of ``stream``, lowest address first."""
+        return [block for _, block in self._unmapped.get(stream, [])]
+
+    def join_neighbours(self, block: Block) -> None:
+        """Let ``block`` (in no list now) take in the neighbours that are free, or unmapped, as it is."""
+        for other in (block.before, block.after):
+            if other is not None and other.idle and other.mapped == block.mapped:
+                (self.remove if other.mapped else self.remove_unmapped)(other)
+                block.join(other)
+
+
+UNLIMITED_BYTES = 1 << 40
+"""Addresses of a segment where the device's capacity is not limited."""
+
+
+class ExpandableSegments:
+    """Grows and shrinks the segments of one device."""
+
+    def __init__(self, device: DeviceAllocator) -> None:
+        self._device = device
+        self._segments: list[tuple[int, int]] = []
+
+    def best_fit(self, best: Block, others: Iterator[Block]) -> Block:
+        """Return the block that can grow least: one at a segment's end counts with all that it can grow to."""
+        for other in others:
+            if not best.expandable or _grown(other) >= _grown(best):
+                break
+            best = other
+        return best
+
+    def grow(self, pool: Pool, size: int, stream: int, page: int, *, small: bool) -> Block | None:
+        """Return a block of ``size`` bytes or more, out of every list, with memory of ``page`` bytes mapped as needed.
+
+        None when the device has too little; what was mapped until then stays, as a free block.
+        """
+        found = self._find(pool, size, stream, page, small=small)
+        if not found.mapped and not self._map(pool, found, min(size, found.size), page):
+            return None
+        while found.size < size:
+            following = found.after
+            assert following is not None
+            if not self._map(pool, following, min(size - found.size, following.size), page):
+                return None
+            found = following
+        pool.remove(found)
+        return found
+
+    def shrink(self, pool: Pool, block: Block) -> None:
+        """Give the whole pages inside the free ``block`` back."""
+        start, page = self._segments[bisect_right(self._segments, block.address, key=itemgetter(0)) - 1]
+        first = start + -(-(block.address - start) // page) * page
+        last = start + (block.address + block.size - start) // page * page
+        if first >= last:
+            return
+        pool.remove(block)
+        if block.address < first:
+            pool.add(block.cut(first - block.address))
+        pages = block
+        if last < block.address + block.size:
+            pages = block.cut(last - block.address)
+            pool.add(block)
+        pages.mapped = False
+        pool.join_neighbours(pages)
+        pool.add_unmapped(pages)
+        self._device.give_back("unmap", last - first)
+
+    def _find(self, pool: Pool, size: int, stream: int, page: int, *, small: bool) -> Block:
+        """Return the first free or unmapped block from which on ``size`` bytes of addresses are idle."""
+        for block in pool.unmapped(stream):
+            start = block.before if block.before is not None and block.before.idle else block
+            if _idle_run(start) >= size:
+                return start
+        room = self._device.capacity_bytes or UNLIMITED_BYTES
+        pages = -(-(room + room // 8) // page)
+        base = self._device.addresses(pages * page)
+        self._segments.append((base, page))
+        fresh = Block(base, pages * page, stream, small=small, expandable=True)
+        fresh.mapped = False
+        pool.add_unmapped(fresh)
+        return fresh
+
+    def _map(self, pool: Pool, block: Block, size: int, page: int) -> bool:
+        """Give the first ``size`` bytes of the unmapped ``block`` memory, in whole pages, and keep it as free."""
+        size = -(-size // page) * page
+        if not self._device.take("map", size):
+            return False
+        pool.remove_unmapped(block)
+        if size < block.size:
+            rest = Block(block.address + size, block.size - size, block.stream, small=block.small, expandable=True)
+            rest.mapped = False
+            rest.before, rest.after = block, block.after
+            if rest.after is not None:
+                rest.after.before = rest
+            block.after = rest
+            block.size = size
+            pool.add_unmapped(rest)
+        block.mapped = True
+        pool.join_neighbours(block)
+        pool.add(block)
+        return True
+
+
+def _grown(block: Block) -> int:
+    """Return what a free block and the unmapped addresses behind it hold together."""
+    after = block.after
+    return block.size + (after.size if after is not None and not after.mapped else 0)
+
+
+def _idle_run(block: Block | None) -> int:
+    """Return the bytes of ``block`` and what follows it up to the first block in use."""
+    total = 0
+    while block is not None and block.idle:
+        total += block.size
+        block = block.after
+    return total

@@ -8,7 +8,7 @@ rows. A framework that leaves memory to autograd and ``torch.distributed`` diffe
     embedding   its weight's gradient is a table of its own before it is added to the fp32 one (torch's embedding)
     classifier  its input is gathered into one buffer that is kept for good (Megatron-LM, GlobalMemoryBuffer ``mpu``)
     states      in the order and the pieces in which Megatron-LM makes them, moments behind the first step
-                (``beginning.py``; both generations have that order)
+                (``initial_states``; both generations have that order)
     workspaces  what a profile reserves for libraries comes from the allocator (torch.empty, cuBLAS's handles)
 
 and in what depends on the generation of its libraries (``Hardware.eager_libraries``; what is known of 2025 is

@@ -23,10 +23,9 @@ from dataclasses import dataclass, field
 from memo_sim.contract.hardware import Hardware
 from memo_sim.contract.requests import Requests
 from memo_sim.contract.units import GIB
-from memo_sim.memory.beginning import Beginning
-from memo_sim.memory.device_allocator import DEFAULT, DeviceAllocator, DeviceCall, OutOfDeviceMemory
-from memo_sim.memory.device_blocks import Block
+from memo_sim.memory.device_allocator import DEFAULT, Block, DeviceAllocator, DeviceCall, OutOfDeviceMemory
 from memo_sim.memory.device_config import AllocatorConfig
+from memo_sim.memory.initial_states import Beginning
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ from memo_sim.contract.catalog import load_cluster, load_model
 from memo_sim.contract.hardware import Libraries
 from memo_sim.contract.model import Model
 from memo_sim.contract.plan import Decisions, Layout
-from memo_sim.memory import eager
-from memo_sim.memory.eager import WORKSPACES, eager_buffers, libraries_of, run_ahead
+from memo_sim.memory import eager_framework
+from memo_sim.memory.eager_framework import WORKSPACES, eager_buffers, libraries_of, run_ahead
 from memo_sim.memory.replay import replay
 from memo_sim.program.analysis.columns import Columns, expand
 from memo_sim.program.analysis.liveness import Liveness, live_bytes, liveness, peak
@@ -142,8 +142,8 @@ def test_buffers_of_other_lanes_wait_for_their_streams() -> None:
 
 
 def test_the_device_is_a_launch_queue_behind_and_the_host_waits_for_the_loss(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(eager, "LAUNCH_QUEUE", 10)
-    monkeypatch.setattr(eager, "KERNELS", 2)
+    monkeypatch.setattr(eager_framework, "LAUNCH_QUEUE", 10)
+    monkeypatch.setattr(eager_framework, "KERNELS", 2)
     case = lowered()
     done = run_ahead(case.program, case.columns, case.lives).done
     kernels = case.columns.lane == Lane.COMPUTE

@@ -8,7 +8,7 @@ from memo_sim.contract.catalog import load_model
 from memo_sim.contract.plan import Decisions, Layout
 from memo_sim.contract.requests import Phase, Requests
 from memo_sim.contract.units import GIB
-from memo_sim.memory.beginning import Beginning, beginning_of, without_states
+from memo_sim.memory.initial_states import Beginning, beginning_of, without_states
 from memo_sim.memory.replay import replay
 from memo_sim.program.analysis.columns import expand
 from memo_sim.program.analysis.liveness import liveness

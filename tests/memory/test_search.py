@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from memo_sim.memory import skyline
 from memo_sim.memory.canonical import search, solve_canonical
-from memo_sim.memory.decompose import compressed
 from memo_sim.memory.problem import Clock, Ints, Problem
+from memo_sim.memory.reduction import compressed
 from memo_sim.memory.skyline import RULES, Skyline
 
 NODES = 1_000_000

@@ -5,10 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from memo_sim.memory.decompose import solve_decomposed
 from memo_sim.memory.greedy import solve_greedy
 from memo_sim.memory.problem import Clock, Ints, Problem
-from memo_sim.memory.reduction import cores_of
+from memo_sim.memory.reduction import cores_of, solve_decomposed
 
 
 def chains(*counts: int) -> Problem:

@@ -9,8 +9,7 @@ import pytest
 
 from memo_sim.contract.errors import UsageError
 from memo_sim.contract.figure import Figure, Line, Point
-from memo_sim.views.chart import draw_chart, picture, style
-from memo_sim.views.chart_table import chart_table
+from memo_sim.views.chart import chart_table, draw_chart, picture, style
 
 LONGEST = Figure(
     name="11a",
