@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from memo_sim.contract.hardware import DISTURBED
 from memo_sim.contract.plan import Decisions, Prediction
-from memo_sim.contract.units import counted, format_bytes, format_seconds
+from memo_sim.contract.units import counted, format_bytes, format_seconds, format_tokens
 from memo_sim.engine.simulate import ALLOCATOR, Simulation
-from memo_sim.explain.chunking import blocks
 from memo_sim.explain.metp import metp
 from memo_sim.explain.remedies import ways_out
 from memo_sim.explain.runner_up import label, runner_up, ties
 from memo_sim.explain.subsequences import balance, heuristic, subsequences
 from memo_sim.planning.arena import Arena
-from memo_sim.planning.outcome import SearchResult
+from memo_sim.planning.outcome import Evaluated, SearchResult
 from memo_sim.planning.presets import KEEP, PARTIAL_SWAP, TOKENWISE, Policy, find_system
 from memo_sim.planning.question import Question
+from memo_sim.planning.subsequences import swap_each
 from memo_sim.program.arena.library_workspaces import RESULTS
+from memo_sim.program.layout.attention_chunks import attention_chunks, in_chunks
 from memo_sim.program.layout.rank_order import ENDS, degree
 from memo_sim.views.plan_table import layout_label
 
@@ -47,7 +50,7 @@ def explain(
         *_ulysses(simulation),
         *_alpha(found),
         *_partial_swap(found),
-        *blocks(found, simulation),
+        *_full_recompute(found, simulation),
         *_fallback(question, found),
         *runner_up(found),
         *ties(found),
@@ -277,6 +280,76 @@ def _partial_swap(found: SearchResult) -> list[str]:
     less = f"; the next alpha down is refused: {_short(best.below)}" if best.below else ""
     more = f"; the next alpha up is refused: {_short(best.above)}" if best.above else ""
     return [f"{text}{less}{more}."]
+
+
+def _full_recompute(found: SearchResult, simulation: Simulation) -> list[str]:
+    """Return a sentence for each of them that the best plan has."""
+    best = found.best
+    if best is None or best.policy.recompute != "full":
+        return []
+    return [
+        *_swapped_inputs(found, best, simulation),
+        *_mlp_chunks(found, best),
+        *_attention_chunks(found, best, simulation),
+    ]
+
+
+def _swapped_inputs(found: SearchResult, best: Evaluated, simulation: Simulation) -> list[str]:
+    """Say what swapped inputs move, and by how much keeping them does not fit."""
+    if not best.decisions.swapped_tokens:
+        return []
+    kept = next((e for e in found.ranked if e.decisions == swap_each(best.decisions, 0)), None)
+    moved = format_bytes(simulation.pace.moved_by("layer.offload").d2h)
+    less = (
+        f"; kept on the device they do not fit, {_short(kept.prediction)}"
+        if kept and kept.prediction.status != "ok"
+        else ""
+    )
+    return [f"Layer inputs wait for backward in host memory, {moved} a step{less}."]
+
+
+def _mlp_chunks(found: SearchResult, best: Evaluated) -> list[str]:
+    rows, tokens = best.decisions.mlp_chunk_tokens, best.decisions.local_tokens
+    if not rows:
+        return []
+    text = f"The MLP runs in {-(-tokens // rows)} row blocks of {format_tokens(rows)} tokens, each rebuilt right before"
+    text += " its backward, without its second product"
+    return [f"{text}{_against(best, _same_but(found, best, mlp_chunk_tokens=0))}."]
+
+
+def _attention_chunks(found: SearchResult, best: Evaluated, simulation: Simulation) -> list[str]:
+    if not in_chunks(best.decisions):
+        return []
+    down, up = (
+        sum(getattr(simulation.pace.moved_by(f"layer.{phase}"), lane) for phase in ("fwd", "bwd"))
+        for lane in ("d2h", "h2d")
+    )
+    chunk, count = best.decisions.attention_chunk_tokens, len(attention_chunks(best.decisions))
+    text = f"Attention runs in {count} chunks of {format_tokens(chunk)} tokens, whose keys and values wait on the host:"
+    text += f" {format_bytes(down)} leave a step and {format_bytes(up)} come back"
+    return [f"{text}{_against(best, _same_but(found, best, attention_chunk_tokens=0))}."]
+
+
+def _against(best: Evaluated, whole: Evaluated | None) -> str:
+    """Return what the plan would be with that part whole; nothing where it was not evaluated."""
+    if whole is None:
+        return ""
+    if whole.prediction.status != "ok":
+        return f"; whole it does not fit, {_short(whole.prediction)}"
+    peak = format_bytes(whole.prediction.peak_device_bytes)
+    slower_s = (whole.prediction.step_s or 0.0) - (best.prediction.step_s or 0.0)
+    how = "longer" if slower_s >= 0 else "shorter"
+    return f"; whole, device memory would be {peak} and the step {format_seconds(abs(slower_s))} {how}"
+
+
+def _same_but(found: SearchResult, best: Evaluated, **changes: int) -> Evaluated | None:
+    """Return the evaluated plan that differs from the best in ``changes`` alone, its kernels aside."""
+    wanted = msgspec.structs.replace(best.decisions, **changes)
+
+    def alike(other: Evaluated) -> bool:
+        return msgspec.structs.replace(other.decisions, kernels=wanted.kernels) == wanted
+
+    return next((e for e in found.ranked if alike(e)), None)
 
 
 def _fallback(question: Question, found: SearchResult) -> list[str]:
