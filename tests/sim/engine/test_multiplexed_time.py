@@ -75,6 +75,6 @@ def test_it_is_told_what_the_step_would_be_without() -> None:
     assert found.best.decisions.layout.multiplexed
     lines = subsequences(found, play(asked, found.best.decisions))
     assert lines[-1].startswith(
-        "Idle stages play rows of others: without that, at best in 4 subsequences, the bubble is"
+        "Idle stages compute rows of other stages. Without that, at best with 4 subsequences, the bubble is"
     )
     assert lines[-1].endswith(" longer.")

@@ -87,9 +87,9 @@ def test_a_pinned_chunk_that_cannot_be_is_said_to_be_the_reason() -> None:
 def test_the_answer_says_what_it_is_worth() -> None:
     (line,) = [line for line in what_if(ask(1 << 17)).result.why if line.startswith("The MLP")]
     assert "8 row blocks of 16k tokens" in line
-    assert "whole, device memory would be" in line
+    assert "undivided, the device would need" in line
     answer = what_if(ask(1 << 19))
     (line,) = [line for line in answer.result.why if line.startswith("The MLP")]
-    assert "whole it does not fit, gpu_oom" in line
+    assert "undivided it does not fit (gpu_oom" in line
     assert answer.result.best is not None
     assert answer.result.best.mlp_chunk_tokens == 65536
