@@ -210,7 +210,7 @@ def _reasons(scan: _Scan, low: int, refused: Tried | None, holes: list[int]) -> 
         "longer one fits."
     )
     if checked:
-        lines[-1] += f" It also evaluated {', '.join(checked)}: none fits."
+        lines[-1] += f" Above the longest it evaluated {', '.join(checked)}: none fits."
     if holes:
         listed = ", ".join(format_tokens(n * scan.step_tokens) for n in sorted(set(holes)))
         lines.append(f"The assumption does not hold everywhere: {listed} does not fit although a longer sequence does.")

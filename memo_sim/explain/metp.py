@@ -119,7 +119,7 @@ def _why(name: str, ours: Simulation, theirs: Simulation) -> str:
     mine, others = _seconds(ours), _seconds(theirs)
     differences = {kind: mine[kind] - others[kind] for kind in mine}
     compared = [
-        f"{kind} are {format_seconds(abs(seconds))} {'longer' if seconds > 0 else 'shorter'}"
+        f"{kind} take {format_seconds(abs(seconds))} {'longer' if seconds > 0 else 'shorter'}"
         for kind, seconds in differences.items()
         if abs(seconds) >= NOTHING * (ours.prediction.step_s or 0.0)
     ]

@@ -73,7 +73,7 @@ def _beside(best: Evaluated, other: Evaluated) -> str:
     """Return a tied plan, and how its time and memory differ from the best plan's."""
     mine, theirs = best.prediction, other.prediction
     slower = (theirs.step_s or 0.0) / (mine.step_s or 1.0) - 1
-    parts = [f"{slower:.2%} slower" if slower > 0 else "equally fast"]
+    parts = [f"{slower:.2%} slower" if slower > 0 else "the same step time"]
     for name, difference in (
         ("device memory", theirs.peak_device_bytes - mine.peak_device_bytes),
         ("host memory per node", theirs.peak_host_bytes_per_node - mine.peak_host_bytes_per_node),

@@ -1,12 +1,13 @@
-"""Figures of papers computed again: every value is the engine's, on the paper's models and clusters. Those of MEMO:
+"""Computes MEMO's figures and tables again with the engine, on the paper's models and clusters.
 
     1b    a layer's forward, its FlashAttention and the full offload of its activations by length; gpt-7b, tp 8, 8 A800
-    6     FlashAttention and the rest of a layer's forward, the same
-    11a   the longest sequence of three systems on 8 to 64 GPUs, gpt-7b;  11b: their MFU there
+    6     FlashAttention and the rest of a layer's forward, for the same lengths
+    11a   the longest sequence of three systems on 8 to 64 GPUs, gpt-7b;  11b: their MFU at that length
     11c   their MFU on 64 GPUs from 1024K to 8192K tokens
 
-SPPO's are in ``sppo_figures.py`` and ``sppo_table.py``, METP's in ``metp_figures.py`` and ``metp_table.py``. Layouts
-are searched as for the tables. A length is the longest when it fits and the one a step longer does not.
+    table3, table4, table5    MEMO's tables, each prediction at its printed place
+
+Layouts are searched, for figures as for tables. A length is the longest when it fits and the next step does not.
 """
 
 from __future__ import annotations
@@ -34,24 +35,24 @@ from memo_sim.views.published_table import Cell
 
 MODEL = "gpt-7b"
 SYSTEMS = ("deepspeed-ulysses", "megatron-lm", "memo")
-"""In the order in which the paper names them."""
+"""In the order of the paper."""
 GLOBAL_BATCH = 16
-"""Sequences of a step: the tables' tokens of a step over their lengths."""
+"""Sequences per step: tokens per step in the paper's tables, divided by the sequence length."""
 NODES = (1, 2, 4, 8)
 GPUS = 8
-"""Of a node."""
+"""GPUs per node."""
 STEP_TOKENS = 128 * KIB
 MOST_STEPS = 128
 MOSTLY = 0.9
 MEMOS_MOSTLY = 576 * KIB
-"""Beyond so many tokens attention has that share of a layer's forward in the paper's Figure 6."""
+"""Beyond this length, attention takes more than ``MOSTLY`` of a layer's forward in the paper's Figure 6."""
 LAYER_TOKENS = tuple(64 * KIB * n for n in range(1, 13))
 LONG_TOKENS = tuple(1024 * KIB * n for n in range(1, 9))
 
 
 @dataclass(frozen=True, slots=True)
 class LayerTimes:
-    """Seconds on one GPU of a node: a layer's forward, the attention in it, and the offload of all that it keeps."""
+    """Seconds on one GPU: a layer's forward, its attention, and the offload of all its skeletal tensors."""
 
     forward_s: float
     attention_s: float
@@ -59,7 +60,7 @@ class LayerTimes:
 
 
 def layer_times(seq_tokens: int, *, model: str = MODEL, gpus: int = GPUS) -> LayerTimes:
-    """Return the times of a middle layer whose every tensor is swapped, with tensor parallelism over ``gpus``."""
+    """Return the times of a middle layer with full swap and tensor parallelism over ``gpus``."""
     question = _question("full-swap", seq_tokens, gpus=gpus, model=model, sequences=1, pins=Pins(tp=gpus))
     decisions = candidates(question)[0][0].base
     (program,) = lower(decisions)
@@ -74,9 +75,9 @@ def layer_times(seq_tokens: int, *, model: str = MODEL, gpus: int = GPUS) -> Lay
 
 
 def longest(question: Callable[[int], Question], step_tokens: int, most_steps: int) -> tuple[int, Evaluated | None]:
-    """Return the most tokens, a multiple of ``step_tokens``, whose ``question`` has a plan, and the best plan of it.
+    """Return the largest multiple of ``step_tokens`` whose ``question`` has a plan, and its best plan.
 
-    What fits is taken to fit at every shorter length. 0 and no plan where one step does not fit.
+    Assumes that a length fits if a longer one fits. Returns 0 and None where not even one step fits.
     """
     known: dict[int, Evaluated | None] = {}
 
@@ -137,7 +138,7 @@ def _offload_and_forward(progress: Progress) -> Figure:
     hidden = [tokens for tokens, times in found.items() if times.offload_s <= times.forward_s]
     return _layer_figure(
         "1b",
-        "A layer's forward beside the offload of its activations: gpt-7b, 8 A800, tp 8",
+        "A layer's forward and the offload of its activations: gpt-7b, 8 A800, tp 8",
         {
             "one layer's full offload": {tokens: times.offload_s for tokens, times in found.items()},
             "one layer's forward": {tokens: times.forward_s for tokens, times in found.items()},
@@ -161,10 +162,10 @@ def _attention_share(progress: Progress) -> Figure:
     there = f" ({100 * share[MEMOS_MOSTLY]:.1f} % at {memos})" if MEMOS_MOSTLY in share else ""
     return _layer_figure(
         "6",
-        "How long a layer's forward takes, FlashAttention and all else: gpt-7b, 8 A800, tp 8",
+        "Time of a layer's forward, FlashAttention and the rest: gpt-7b, 8 A800, tp 8",
         {
             "FlashAttention": {tokens: times.attention_s for tokens, times in found.items()},
-            "all else": {tokens: times.forward_s - times.attention_s for tokens, times in found.items()},
+            "the rest": {tokens: times.forward_s - times.attention_s for tokens, times in found.items()},
         },
         [
             f"FlashAttention's share of the forward grows from {first} tokens to {last}.",
@@ -174,7 +175,7 @@ def _attention_share(progress: Progress) -> Figure:
 
 
 def _layer_figure(name: str, title: str, seconds: dict[str, dict[int, float]], findings: list[str]) -> Figure:
-    """Return a figure of a layer's times by length; ``seconds`` of every line by tokens."""
+    """Return a figure of a layer's times by length; ``seconds`` holds each line's values by tokens."""
     return Figure(
         name=name,
         title=title,
@@ -191,7 +192,7 @@ def _layer_figure(name: str, title: str, seconds: dict[str, dict[int, float]], f
 
 
 def _on_more_gpus(progress: Progress) -> dict[str, list[tuple[int, int, Evaluated | None]]]:
-    """Return (GPUs, longest sequence, its best plan) of every system."""
+    """Return (GPUs, longest sequence, its best plan) for every system."""
     found: dict[str, list[tuple[int, int, Evaluated | None]]] = {system: [] for system in SYSTEMS}
     for i, system in enumerate(SYSTEMS):
         for j, nodes in enumerate(NODES):
@@ -213,7 +214,7 @@ def _longest(progress: Progress) -> Figure:
             system: [Point(x=gpus, y=tokens or None, note=_how(best)) for gpus, tokens, best in rows]
             for system, rows in found.items()
         },
-        finding=f"memo holds {', '.join(map(str, per_gpu))}K tokens a GPU (MEMO: linear, 128K a GPU on 8).",
+        finding=f"memo fits {', '.join(map(str, per_gpu))}K tokens per GPU (MEMO: linear, 128K per GPU on 8).",
         step_tokens=STEP_TOKENS,
     )
 
@@ -260,7 +261,7 @@ def _system_figure(
     finding: str,
     step_tokens: int = 0,
 ) -> Figure:
-    """Return a figure with a line a system; ``name`` with the title, each axis with what it counts."""
+    """Return a figure with one line per system; ``name`` is (name, title), ``x`` and ``y`` are (label, kind)."""
     return Figure(
         name=name[0],
         title=name[1],
@@ -279,24 +280,24 @@ def _mfu(best: Evaluated | None) -> float | None:
 
 
 def _how(best: Evaluated | None) -> str:
-    return "nothing fits" if best is None else f"{layout_label(best.decisions.layout)}, {best.policy.label}"
+    return "no plan fits" if best is None else f"{layout_label(best.decisions.layout)}, {best.policy.label}"
 
 
 def _least_mfu(plans: Sequence[Evaluated | None]) -> str:
     values = [value for plan in plans if (value := _mfu(plan)) is not None]
     if not values:
-        return "memo fits nowhere."
-    return f"memo: {100 * min(values):.1f} % at least where it fits, {len(values)} of {len(plans)} (MEMO: over 50 %)."
+        return "memo: no plan fits."
+    return f"memo: at least {100 * min(values):.1f} % in the {len(values)} of {len(plans)} that fit (MEMO: over 50 %)."
 
 
 TABLES = {"table3": "memo-table3", "table4": "memo-table4", "table5": "memo-table5"}
-"""MEMO's tables, and the case files that hold their rows."""
+"""MEMO's tables and the case files with their rows."""
 
 VARIANTS = {"full": "full recompute", "tokenwise": "token-wise", "none": "keep", "selective": "selective recompute"}
 
 
 def published(name: str, *, progress: Progress | None = None) -> tuple[Validation, list[Cell]]:
-    """Return the validation of the table called ``name``, and the place of each of its cases.
+    """Return the validation of the table called ``name``, and the place of each case in the printed table.
 
     Raises:
         UsageError: when there is no such table.
@@ -309,7 +310,7 @@ def published(name: str, *, progress: Progress | None = None) -> tuple[Validatio
 
 
 def cells(cases: list[Case], reports: list[CaseReport]) -> list[Cell]:
-    """Return each case's place: lengths are columns, but where alpha is given it is, and lengths are rows."""
+    """Return each case's place: lengths are columns; in a table over alpha, alphas are columns and lengths are rows."""
     return [_cell(case.question, report) for case, report in zip(cases, reports, strict=True)]
 
 
@@ -321,7 +322,7 @@ def _cell(asked: CaseQuestion, report: CaseReport) -> Cell:
 
 
 def _row(asked: CaseQuestion) -> str:
-    """Return what a table's row is called: the system, and how its memory is served where that is what is compared."""
+    """Return the label of a row: the system, or recompute mode and memory policy where the table compares those."""
     if "recompute" not in asked.words:
         return asked.system
     plan = {"yes": ", planned memory", "no": ", caching allocator"}.get(asked.words.get("memory_plan", ""), "")

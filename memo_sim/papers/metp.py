@@ -1,14 +1,22 @@
-"""Memory of METP and its rivals on one node of A100 (Liang et al. 2025, section 5): Figures 4 and 6 computed again.
+"""Computes the METP paper's figures again: METP and its rivals on one node of A100 (Liang et al. 2025, section 5).
 
     metp-4    device memory by length on eight GPUs, one sequence, and its ratio to tensor parallelism's
+    metp-5    MFU and the largest batch that fits, from 32K tokens on
     metp-6    the longest sequence on 1, 2, 4 and 8 GPUs over that of one GPU
+    metp-7    the share of METP's exchanges in a step that waits for each of them, and the length of an overlapped step
 
-All differ in the way work is divided alone: every activation is kept (of METP the five that autograd has of it; beside
-it METP as memo plans it, which makes norms again and keeps three), the loss is cut into chunks, PyTorch's caching
-allocator serves the program's requests, states are mixed-precision Adam's (LLaMA-7B runs out of memory on one device in
-the paper, which 8 bytes a parameter would not). LLaMA-70B and GPT-175B are a pipeline's middle stage (Table 3: 5 layers
-and 1): without embedding and head, so with a vocabulary of a token a rank. What the paper's Figures 5 and 7 show is in
-``metp_table.py``.
+The systems differ only in how they divide the work:
+
+- All activations are kept. METP keeps the five that autograd keeps of it. METP as memo plans it is a further line: it
+  recomputes norms and keeps three.
+- The loss runs in chunks, and PyTorch's caching allocator serves the program's requests.
+- States are mixed-precision Adam's: in the paper LLaMA-7B runs out of memory on one device, which 8 bytes per parameter
+  would not explain.
+- LLaMA-70B and GPT-175B are a middle pipeline stage (Table 3: 5 layers and 1 layer), without embedding and head. So
+  their vocabulary has one token per rank.
+
+MFU is MEMO 5.1's, which counts a causal mask. The paper's algorithms have no mask, and its formula counts none. Here
+only BERT attends in both directions.
 """
 
 from __future__ import annotations
@@ -36,16 +44,16 @@ from memo_sim.program.ir.work import Collective, Exchange
 from memo_sim.program.lower import lower
 
 GPUS = 8
-"""Of the paper's machine, joined by NVLink."""
-TP, METP, FEWER = "tp+sp", "metp", "metp rebuilding norms"
+"""GPUs of the paper's machine, joined by NVLink."""
+TP, METP, FEWER = "tp+sp", "metp", "metp recomputing norms"
 LENGTHS = tuple(2**i * KIB for i in range(2, 11))
 DEVICES = (2, 4, GPUS)
 STEP_TOKENS = KIB
-"""Multiples of which every layout of up to eight ranks divides."""
+"""Every layout of up to eight ranks divides multiples of this length."""
 FINE = 0.01
-"""A longest length is known when one that is so much longer does not fit."""
+"""Relative precision of a longest length: a length this much longer does not fit."""
 BISECTED = 3
-"""Of so many guesses at what fits one halves what is left, and the others take memory for linear."""
+"""One of this many guesses bisects; the others assume that memory is linear."""
 
 
 Value = TypeVar("Value")
@@ -53,16 +61,16 @@ Value = TypeVar("Value")
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """A model of Table 3: all of its layers, or as many as a stage holds."""
+    """A model of Table 3, with all its layers or with those of one pipeline stage."""
 
     name: str
     layers: int | None = None
     on_one: bool = True
-    """Whether the paper has its longest sequence on a single device."""
+    """Whether the paper reports its longest sequence on a single device."""
 
     @property
     def model(self) -> Model:
-        """The model, or a stage's layers of it."""
+        """The model, or the layers of one stage."""
         model = load_model(self.name)
         return replace(model, layers=self.layers, vocab=GPUS) if self.layers else model
 
@@ -71,7 +79,7 @@ SETTINGS = (Setting("bert-large"), Setting("llama-7b", on_one=False), Setting("l
 
 
 def ways(devices: int) -> dict[str, Pins]:
-    """Return how each system divides its work over ``devices``, as the paper's Tables 1 and 2 have it."""
+    """Return how each system divides its work over ``devices`` (Tables 1 and 2)."""
     return {
         TP: Pins(tp=devices),
         "ulysses+fsdp": Pins(ulysses=devices, zero=3),
@@ -84,14 +92,14 @@ def ways(devices: int) -> dict[str, Pins]:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One model divided one way over some devices of a node."""
+    """One model, divided in one way over some devices of a node."""
 
     setting: Setting
     pins: Pins
     devices: int = GPUS
 
     def decisions(self, seq_tokens: int, sequences: int = 1) -> Decisions:
-        """Return the plan of a step of one micro-batch of so many sequences."""
+        """Return the plan of a step with one micro-batch of ``sequences`` sequences."""
         pins = changed(self.pins, recompute="none", alpha=0.0, memory_policy="caching")
         cluster, hardware = load_cluster(f"a100-1x{self.devices}")
         question = Question(
@@ -106,22 +114,22 @@ class Job:
         return candidates(question)[0][0].base
 
     def memory(self, seq_tokens: int, sequences: int = 1) -> Memory:
-        """Return what a step needs of a device, without playing it."""
+        """Return the memory that a step needs on a device, without simulating it."""
         decisions = self.decisions(seq_tokens, sequences)
         cluster, hardware = load_cluster(f"a100-1x{self.devices}")
         (program,) = lower(decisions)
         return memory_of(program, expand(program), decisions, hardware, cluster)
 
     def longest(self) -> int:
-        """Return the most tokens of one sequence that fit, to within ``FINE``; 0 where ``STEP_TOKENS`` do not."""
+        """Return the longest sequence that fits, in tokens, to within ``FINE``; 0 where ``STEP_TOKENS`` do not fit."""
         return STEP_TOKENS * most_that_fits(lambda steps: self.memory(STEP_TOKENS * steps), fine=FINE)
 
 
 def most_that_fits(memory: Callable[[int], Memory], *, fine: float = 0.0) -> int:
-    """Return the largest number whose memory fits, or one whose next by the fraction ``fine`` does not; 0 for none.
+    """Return the largest number whose memory fits, to within the fraction ``fine``; 0 if none fits.
 
-    What fits is taken to fit at every smaller number. Memory is nearly linear in it, so that where the line through
-    what fits and what does not meets the capacity is a good guess.
+    Assumes that a number fits if a larger one fits. Memory is nearly linear in the number. So a good guess is where the
+    line through a number that fits and one that does not meets the capacity.
     """
     low, high, guess, tried = 0, 0, 1, 0
     low_bytes = high_bytes = 0
@@ -146,7 +154,7 @@ def most_that_fits(memory: Callable[[int], Memory], *, fine: float = 0.0) -> int
 def swept(
     settings: Sequence[Setting], lengths: Sequence[int], value: Callable[[Job, int], Value], progress: Progress
 ) -> Iterator[tuple[Setting, dict[str, list[Value]]]]:
-    """Yield, setting by setting, what every system has at each length on all GPUs."""
+    """Yield for each setting the values of every system at each length, on all GPUs."""
     systems, done = ways(GPUS), 0
     total = len(settings) * len(systems) * len(lengths)
     for setting in settings:
@@ -160,7 +168,7 @@ def swept(
 
 
 def memory_ratios(progress: Progress) -> Figure:
-    """Return METP's Figure 4: the most that a device holds at once, in GiB, the reserve not counted."""
+    """Return METP's Figure 4: peak device memory in GiB, without the reserve."""
     lines, findings = [], []
     for setting, found in swept(SETTINGS, LENGTHS, Job.memory, progress):
         lines += [
@@ -172,30 +180,30 @@ def memory_ratios(progress: Progress) -> Figure:
         name="metp-4",
         title="Device memory of one sequence on eight A100, activations kept",
         x_label="sequence length (tokens)",
-        y_label="GiB of a device, the reserve not counted",
+        y_label="GiB per device, without the reserve",
         x_kind="tokens",
         y_kind="number",
         lines=lines,
-        findings=[*findings, "METP prints: slightly above TP for LLaMA-7B at 4K, below it the more the longer."],
+        findings=[*findings, "METP reports: slightly above TP for LLaMA-7B at 4K; far below it for long sequences."],
     )
 
 
 def _held(tokens: int, memory: Memory) -> Point:
-    """Return one bar: GiB that live at once; none of a plan that does not fit, whose need is said."""
+    """Return one point: peak GiB, or no value and a note with the need where the plan does not fit."""
     if memory.fault is not None:
         return Point(x=tokens, y=None, note=f"{memory.fault.status}, needs {format_bytes(memory.device.bytes)}")
     return Point(x=tokens, y=memory.device.bytes / 2**30)
 
 
 def _ratios(who: str, mine: list[Memory], others: list[Memory]) -> str:
-    """Return what is held over what tensor parallelism holds at every length, whether that fits or not."""
+    """Return peak memory over tensor parallelism's at every length, also where plans do not fit."""
     pairs = zip(LENGTHS, mine, others, strict=True)
     ratios = [f"{format_tokens(n)} {m.device.bytes / o.device.bytes:.2f}" for n, m, o in pairs]
     return f"{who} over {TP}: {', '.join(ratios)}."
 
 
 def longest_sequences(progress: Progress) -> Figure:
-    """Return METP's Figure 6: each system's longest sequence over the longest that one device holds."""
+    """Return METP's Figure 6: each system's longest sequence over the longest on one device."""
     systems = list(ways(GPUS))
     lines, findings = [], []
     total, done = len(SETTINGS) * (1 + len(systems) * len(DEVICES)), 0
@@ -217,13 +225,13 @@ def longest_sequences(progress: Progress) -> Figure:
         name="metp-6",
         title="The longest sequence over that of one A100, activations kept",
         x_label="GPUs",
-        y_label="times the longest of one GPU",
+        y_label="times the longest on one GPU",
         x_kind="number",
         y_kind="number",
         lines=lines,
         findings=[
             *findings,
-            "METP prints: 2.38 to 2.99 times the others' on eight, superlinear where they are linear.",
+            "METP reports: 2.38 to 2.99 times the others' on eight; superlinear where the others are linear.",
         ],
         step_tokens=STEP_TOKENS,
     )
@@ -235,36 +243,36 @@ def _normalised(alone: int, lengths: list[int]) -> list[Point]:
 
 
 def _reach(setting: Setting, alone: int, on_eight: dict[str, int]) -> list[str]:
-    """Return what eight devices hold, either METP's over each other's, and how it grows from one device."""
+    """Return the longest sequence of both METPs on eight devices, over each rival's and over one device's."""
     rivals = {name: tokens for name, tokens in on_eight.items() if name not in (METP, FEWER)}
     told = []
     for name in (METP, FEWER):
         metp = on_eight[name]
         over = ", ".join(
-            f"{metp / tokens:.2f} x {rival} ({format_tokens(tokens)})" if tokens else f"{rival} holds none"
+            f"{metp / tokens:.2f} x {rival} ({format_tokens(tokens)})" if tokens else f"no sequence fits with {rival}"
             for rival, tokens in rivals.items()
         )
-        grown = f"; {metp / alone:.1f} times what one device holds ({format_tokens(alone)})" if alone else ""
-        told.append(f"{setting.name} on {GPUS}: {name} holds {format_tokens(metp)}, {over}{grown}.")
+        grown = f"; {metp / alone:.1f} times the longest on one device ({format_tokens(alone)})" if alone else ""
+        told.append(f"{setting.name} on {GPUS}: {name} fits {format_tokens(metp)}, {over}{grown}.")
     return told
 
 
 LONG = tuple(2**i * KIB for i in range(5, 10))
-"""The paper's are 32K at least."""
+"""Lengths of Figure 5: the paper's start at 32K."""
 SHORT = tuple(2**i * KIB for i in range(1, 8))
 RING = "metp"
-"""The group of ranks that exchange."""
+"""The group of ranks that exchange tiles."""
 
 
 def played(job: Job, seq_tokens: int, sequences: int = 1) -> Simulation:
-    """Return a step of ``job``, played."""
+    """Return the simulation of a step of ``job``."""
     cluster, hardware = load_cluster(f"a100-1x{job.devices}")
     return simulate(job.decisions(seq_tokens, sequences), hardware, cluster)
 
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """The largest batch at one length, and what it makes of the devices; 0 and None where no sequence fits."""
+    """The largest batch at one length, with its MFU and step time; 0 and None where no sequence fits."""
 
     sequences: int
     mfu: float | None
@@ -277,7 +285,7 @@ class Cell:
 
 
 def cell(job: Job, seq_tokens: int) -> Cell:
-    """Return the largest micro-batch that fits, played."""
+    """Return the largest micro-batch that fits, and its simulated MFU."""
     sequences = most_that_fits(partial(job.memory, seq_tokens))
     if not sequences:
         return Cell(0, None, None)
@@ -286,7 +294,7 @@ def cell(job: Job, seq_tokens: int) -> Cell:
 
 
 def utilisation(progress: Progress) -> Figure:
-    """Return METP's Figure 5."""
+    """Return METP's Figure 5: MFU with the largest batch that fits."""
     lines, findings = [], []
     for setting, found in swept(SETTINGS, LONG, cell, progress):
         lines += [
@@ -306,24 +314,24 @@ def utilisation(progress: Progress) -> Figure:
         x_kind="tokens",
         y_kind="fraction",
         lines=lines,
-        findings=[*findings, "METP prints: up to 48 %; above TP in most cases, Ulysses above it but for LLaMA-7B."],
+        findings=[*findings, "METP reports: up to 48 %, mostly above TP; Ulysses is above METP except for LLaMA-7B."],
     )
 
 
 def _best(setting: Setting, found: dict[str, list[Cell]]) -> str:
-    """Return who is fastest at every length, and METP's best."""
+    """Return the fastest system at every length, and METP's highest MFU."""
     first = []
     for at, tokens in enumerate(LONG):
         fitting = {system: its[at].mfu for system, its in found.items() if its[at].mfu is not None}
-        best = max(fitting, key=lambda system: fitting[system] or 0.0, default="nobody")
+        best = max(fitting, key=lambda system: fitting[system] or 0.0, default="none")
         first.append(f"{format_tokens(tokens)} {best}")
     metp = max((one.mfu for one in found[METP] if one.mfu is not None), default=0.0)
-    return f"{setting.name}: fastest {', '.join(first)}; metp {metp:.1%} at most."
+    return f"{setting.name}: fastest {', '.join(first)}; metp at most {metp:.1%}."
 
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """A step whose exchanges all wait: what they take of it, and how long the overlapped step is, as fractions."""
+    """Exchanges and the overlapped step, as fractions of the step in which compute waits for each exchange."""
 
     exchanged: float
     overlapped: float
@@ -331,12 +339,12 @@ class Share:
 
     @property
     def exposed(self) -> float:
-        """What overlap leaves: of the synchronous step, beside what is computed."""
+        """The part of the synchronous step's exchanges that overlap does not hide, as a fraction of that step."""
         return self.overlapped - (1 - self.exchanged)
 
 
 def share(setting: Setting, seq_tokens: int) -> Share:
-    """Return what synchronous exchanges take of METP's step of one sequence on eight devices."""
+    """Return the share of synchronous exchanges in METP's step of one sequence on eight devices."""
     apart = played(Job(setting, Pins(metp=GPUS, keep_norms=True, overlap_exchanges=False)), seq_tokens)
     beside = played(Job(setting, Pins(metp=GPUS, keep_norms=True)), seq_tokens)
     (role,) = apart.roles
@@ -350,7 +358,7 @@ def share(setting: Setting, seq_tokens: int) -> Share:
 
 
 def overlap(progress: Progress) -> Figure:
-    """Return METP's Figure 7: of a synchronous step the exchanges' part, and the length of an overlapped one."""
+    """Return METP's Figure 7: the exchanges' share of a synchronous step, and the length of an overlapped step."""
     lines, findings = [], []
     for number, setting in enumerate(SETTINGS):
         found = []
@@ -367,18 +375,18 @@ def overlap(progress: Progress) -> Figure:
             ),
         ]
         exposed = ", ".join(f"{format_tokens(n)} {one.exposed:.1%}" for n, one in pairs)
-        findings.append(f"{setting.name}, what overlap leaves of the synchronous step beside compute: {exposed}.")
+        findings.append(f"{setting.name}, exchanges that overlap does not hide, of the synchronous step: {exposed}.")
     return Figure(
         name="metp-7",
-        title="METP's exchanges on eight A100, one sequence: of the step that waits for each",
+        title="METP's exchanges on eight A100, one sequence, as a fraction of the synchronous step",
         x_label="sequence length (tokens)",
-        y_label="of the synchronous step",
+        y_label="fraction of the synchronous step",
         x_kind="tokens",
         y_kind="fraction",
         lines=lines,
         findings=[
             *findings,
-            "METP: async is shorter everywhere, and the gap to compute steady beyond 8K but for BERT.",
+            "METP reports: async is shorter everywhere; the gap to compute is steady beyond 8K, except for BERT.",
         ],
     )
 

@@ -1,4 +1,4 @@
-"""Figures of the paper: computed by the engine, each with what the paper reads off it."""
+"""MEMO's figures and tables, computed small, with the paper's findings."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_attention_and_the_rest_are_the_whole_forward(monkeypatch: pytest.Monkey
         assert (point.y or 0) + (rest.y or 0) == pytest.approx(1e3 * times.forward_s)
 
 
-def test_the_share_of_attention_is_told_where_the_paper_has_it_pass_nine_tenths(
+def test_the_share_of_attention_is_reported_where_it_passes_nine_tenths(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     shares = {65536: 0.5, 576 * 1024: 0.88, 768 * 1024: 0.901}
@@ -72,7 +72,7 @@ def test_the_longest_is_the_last_that_fits(monkeypatch: pytest.MonkeyPatch, fits
     assert len(asked) == len(set(asked)) <= 8
 
 
-def test_lengths_on_64_gpus_stand_beside_their_plans(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lengths_on_64_gpus_name_their_plans(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memo, "SYSTEMS", ("memo",))
     monkeypatch.setattr(memo, "LONG_TOKENS", (16 * 1024, 4096 * 1024))
     monkeypatch.setattr(memo, "NODES", (1,))
@@ -81,7 +81,7 @@ def test_lengths_on_64_gpus_stand_beside_their_plans(monkeypatch: pytest.MonkeyP
     fits, beyond = found.lines[0].points
     assert 0.25 < (fits.y or 0) < 0.5
     assert fits.note.startswith("tp8")
-    assert beyond == Point(x=4096 * 1024, y=None, note="nothing fits")
+    assert beyond == Point(x=4096 * 1024, y=None, note="no plan fits")
     assert "1 of 2" in found.findings[0]
 
 
@@ -105,7 +105,7 @@ def test_unknown_figures_and_tables_are_refused() -> None:
 
 
 @pytest.mark.parametrize("name", TABLES)
-def test_a_table_is_arranged_as_it_was_printed(name: str) -> None:
+def test_a_table_is_arranged_as_printed(name: str) -> None:
     cases = load_cases(TABLES[name])
     reports = [_told(case.case, case.question.system, case.expected) for case in cases]
     text = published_table(cells(cases, reports))
