@@ -1,4 +1,4 @@
-"""Every table of text, by the document it shows."""
+"""Collects all text tables in one place; each document has a module with its table."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A trace as bars: what an id says, what is merged, what stands still."""
+"""A trace as bars: parts of an id, merged spans, stalls."""
 
 from itertools import pairwise
 
@@ -20,7 +20,7 @@ def trace_of(*spans: tuple[str, str, float, float], waits: list[Wait] | None = N
     )
 
 
-def test_an_id_says_where_and_what() -> None:
+def test_an_id_gives_place_phase_and_name() -> None:
     assert place_of("m0/s0/l12/bwd/ffn_up.dgrad") == Place("m0/s0/l12", "bwd", 12, "ffn_up.dgrad")
     assert place_of("m3/s0/head/fwd/loss.c0") == Place("m3/s0/head", "head", -1, "loss.c0")
     assert place_of("m0/s0/embed/bwd/scatter") == Place("m0/s0/embed", "embed", -1, "scatter")
@@ -67,7 +67,7 @@ def test_a_wait_is_a_stall_of_one_lane_for_another() -> None:
     assert stalls == [("compute", "d2h", 1.0, 3.0), ("compute", "other", 4.0, 5.0)]
 
 
-def test_lanes_stand_in_one_order() -> None:
+def test_lanes_have_one_order() -> None:
     trace = trace_of(("a/b/c", "zz", 0, 1), ("a/b/c", "h2d", 0, 1), ("a/b/c", "d2h", 0, 1), ("a/b/c", "compute", 0, 1))
 
     assert lanes_of([trace]) == ["compute", "d2h", "h2d", "zz"]
