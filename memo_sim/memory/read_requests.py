@@ -1,7 +1,7 @@
-"""Reads requests from whatever holds them: a plan, requests, a CSV, an allocator's log, a PyTorch memory snapshot.
+"""Reads requests from a plan, a requests document, a CSV table, an allocator's log or a PyTorch memory snapshot.
 
-What a file is shows in its content: a binary pickle, a JSON document (by its ``schema``), a table's header, a log's
-first word. Its name counts only for ``.toml``, which is read as the JSON it stands for.
+The content decides the kind of file: a binary pickle, a JSON document (by its ``schema``), the header of a table, the
+first word of a log. The file's name matters only for ``.toml``, which is read like JSON.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ KINDS = (
 
 
 def read_requests(path: str, *, device: int | None = None) -> Source:
-    """Return the requests in a file; ``device`` chooses one of a snapshot's.
+    """Return the requests in a file; ``device`` chooses one device of a snapshot.
 
     Raises:
-        BadInput: with file and line, path or event, when the file cannot be read, is of no known kind, or contradicts
+        BadInput: with file and line, path or event, when the file cannot be read, has no known format, or contradicts
             itself.
-        UsageError: when a device is asked for and the file is no snapshot, or has none such.
+        UsageError: when ``device`` is given and the file is not a snapshot, or does not have that device.
         Infeasible: when a plan's decisions do not divide its model or sequence.
     """
     source = _read(codec.read_raw(path), path, device)
@@ -59,7 +59,7 @@ def _read(raw: bytes, where: str, device: int | None) -> Source:
     if is_request_table(text):
         return read_request_table(text, where)
     first = next(line for line in text.splitlines() if line.strip())
-    raise BadInput("not a kind of requests", where=where, got=repr(first[:80]), wanted=KINDS)
+    raise BadInput("unknown format of requests", where=where, got=repr(first[:80]), wanted=KINDS)
 
 
 def _read_document(raw: bytes, where: str) -> Source:
@@ -73,11 +73,11 @@ def _read_document(raw: bytes, where: str) -> Source:
         programs = lower(plan.decisions)
     if plan.program_sha256 != (sha256 := program_sha256(programs)):
         raise BadInput(
-            "the plan pins another program than its decisions lower to",
+            "the plan holds the hash of another program than its decisions lower to",
             where=f"{where}: $.program_sha256",
             got=plan.program_sha256[:12],
             wanted=sha256[:12],
-            hint="the plan was edited, or made by another version: write it again with memo-sim what-if",
+            hint="the plan was edited or written by another version; write it again with memo-sim what-if",
         )
     notes = [f"the first of {len(programs)} roles, {programs[0].role}"] if len(programs) > 1 else []
     return Source(arena_requests(programs[0], plan.decisions), "plan", notes)

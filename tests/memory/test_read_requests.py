@@ -55,7 +55,7 @@ def test_alignments_of_a_table_are_obeyed_and_fixed_offsets_are_not(tmp_path: Pa
         written(tmp_path, "id,lower,upper,size,alignment,offset\na,0,1,5,4,0\nb,0,1,5,6,9\nc,0,1,5,,\n")
     )
     assert source.requests.alignment_bytes == 12
-    assert any("'offset' is kept, not obeyed" in note for note in source.notes)
+    assert any("'offset' is kept in the output" in note for note in source.notes)
 
 
 def test_a_log_counts_lines_and_names_second_lives(tmp_path: Path) -> None:
@@ -99,12 +99,12 @@ def test_a_logs_live_bytes_are_its_own_at_every_line(wishes: list[tuple[bool, in
     [
         ("", "empty", ""),
         ("\n \n", "empty", ""),
-        ("what is this", "not a kind of requests", ""),
+        ("what is this", "unknown format of requests", ""),
         (b"\xff\xfe\x00", "neither text nor a pickle", ""),
         ("malloc a 1\nfree b 1\n", "not live", "line 2"),
         ("malloc a 1\nfree a 1\nfree a 1\n", "freed before", "line 3"),
         ("malloc a 1\n\nfree a 2\n", "another size", "line 3"),
-        ("malloc a 1\nmalloc a 1\n", "malloced again", "line 2"),
+        ("malloc a 1\nmalloc a 1\n", "allocated again", "line 2"),
         ("malloc a 1\nrealloc a 2\n", "neither a malloc nor a free", "line 2"),
         ("malloc a -1\n", "neither a malloc nor a free", "line 1"),
         ("malloc a 1e3\n", "neither a malloc nor a free", "line 1"),
@@ -168,7 +168,7 @@ def test_a_plan_that_pins_another_program_is_refused(tmp_path: Path) -> None:
     decisions = Decisions(model=load_model("gpt-tiny"), seq_tokens=1024)
     plan = Plan(decisions=decisions, program_sha256=program_sha256(lower(decisions)))
     edited = msgspec.structs.replace(plan, decisions=msgspec.structs.replace(decisions, recompute="full"))
-    with pytest.raises(BadInput, match="pins another program"):
+    with pytest.raises(BadInput, match="hash of another program"):
         read_requests(written(tmp_path, codec.encode(edited)))
 
 

@@ -73,7 +73,7 @@ def test_what_is_older_than_the_record_lives_from_its_start() -> None:
     requests = source.requests
     rows = sorted(zip(requests.lower, requests.upper, requests.size_bytes, strict=True))
     assert rows == [(0, 1, 77), (0, 3, 9), (0, 3, 1000), (2, 3, 5)]
-    assert any("2 buffers are older than the record" in note for note in source.notes)
+    assert any("2 buffers are older than the recorded history" in note for note in source.notes)
 
 
 def test_the_fullest_device_and_pool_is_read_and_the_others_are_named() -> None:
@@ -136,7 +136,7 @@ class Touch:
 def test_code_in_a_pickle_never_runs(tmp_path: Path, protocol: int) -> None:
     target = tmp_path / "made"
     raw = pickle.dumps({"device_traces": [[Touch(os.mkdir, str(target))]]}, protocol)
-    with pytest.raises(BadInput, match=r"it names .*mkdir"):
+    with pytest.raises(BadInput, match=r"it imports .*mkdir"):
         load_plain(raw, "snap")
     assert not target.exists()
     pickle.loads(raw)  # the same bytes do run where nothing refuses them
@@ -190,17 +190,17 @@ def test_a_pickle_cut_short_is_refused(tree: Any, data: st.DataObject) -> None:
     ("raw", "says"),
     [
         (b"\x80\x02})" + b"\x85" * 200_000 + b"K\x01s.", "a key that is a tuple"),  # hashed, it ends the process
-        (b"\x80\x04}r\xff\xff\xff\x7f.", "memo does not count up"),  # a table of 16 GiB
+        (b"\x80\x04}r\xff\xff\xff\x7f.", "memo indices do not count up"),  # a table of 16 GiB
         (b"\x80\x05\x96" + (8 << 30).to_bytes(8, "little") + b"x.", "opcode 0x96"),  # a buffer of 8 GiB
-        (b"\x80\x04X\xff\xff\xff\x7fx.", "cut short"),
+        (b"\x80\x04X\xff\xff\xff\x7fx.", "truncated"),
         (b"\x80\x02\x8b\x00\x00\x00\x40.", "opcode 0x8b"),  # a number too long to be shown
         (b"\x80\x04K\x01K\x02.", "more or less than one object"),
         (b"\x80\x04(.", "more or less than one object"),
         (b"\x80\x04K\x01K\x02K\x03s.", "sets items of a int"),
         (b"\x80\x04K\x01K\x02a.", "appends to a int"),
-        (b"\x80\x04K\x01\x86.", "more than it has made"),
-        (b"\x80\x04h\x00.", "more than it has made"),
-        (b"\x80\x04cposix\nsystem\n.", "names posix.system"),
+        (b"\x80\x04K\x01\x86.", "more objects than it has made"),
+        (b"\x80\x04h\x00.", "more objects than it has made"),
+        (b"\x80\x04cposix\nsystem\n.", "imports posix.system"),
     ],
 )
 def test_bytes_that_would_hurt_the_standard_reader_are_refused(raw: bytes, says: str) -> None:
