@@ -1,4 +1,4 @@
-"""The caching allocator's documented rules, one by one, with their arithmetic; then what holds for any sequence."""
+"""The caching allocator's documented rules, one by one, with numbers; then invariants of any sequence of requests."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_small_and_large_blocks_never_share_a_segment() -> None:
     assert device.num_device_alloc == 2
 
 
-def test_a_large_remainder_is_split_off_above_1_mib_and_a_small_one_from_512_bytes_on() -> None:
+def test_large_blocks_split_above_1_mib_and_small_blocks_from_512_bytes_on() -> None:
     device = DeviceAllocator()
     whole = device.malloc(12 * MIB)
     device.free(whole)
@@ -90,7 +90,7 @@ def test_a_large_remainder_is_split_off_above_1_mib_and_a_small_one_from_512_byt
     assert small.reserved_bytes == small.allocated_bytes == 2 * MIB
 
 
-def test_the_smallest_block_that_fits_serves_and_of_equals_the_lowest_address() -> None:
+def test_the_smallest_fitting_block_at_the_lowest_address_is_used() -> None:
     device = DeviceAllocator()
     blocks = [device.malloc(size * MIB) for size in (30, 12, 20, 12)]  # four segments, one behind the other
     for block in blocks:
@@ -130,13 +130,13 @@ def test_blocks_of_max_split_size_are_not_split_and_serve_only_requests_near_the
     assert calls(device) == [("malloc", 200 * MIB), ("malloc", 50 * MIB), ("malloc", 170 * MIB)]
 
 
-def test_max_non_split_rounding_says_how_near() -> None:
+def test_max_non_split_rounding_limits_how_much_larger_a_block_may_be() -> None:
     device = DeviceAllocator(AllocatorConfig(max_split_size_mb=100, max_non_split_rounding_mb=31))
     device.free(device.malloc(200 * MIB))
     assert device.malloc(170 * MIB).size == 200 * MIB  # 200 < 170 + 31
 
 
-def test_oversize_segments_go_before_everything_else() -> None:
+def test_oversize_segments_are_released_first() -> None:
     config = AllocatorConfig(max_split_size_mb=100)
     device = DeviceAllocator(config, 400 * MIB)
     for block in [device.malloc(size * MIB) for size in (30, 120, 240)]:
@@ -147,7 +147,7 @@ def test_oversize_segments_go_before_everything_else() -> None:
     assert (device.num_alloc_retries, device.reserved_bytes) == (0, 300 * MIB)
 
 
-def test_several_oversize_segments_go_largest_first_until_they_are_enough() -> None:
+def test_oversize_segments_are_released_largest_first_until_they_suffice() -> None:
     device = DeviceAllocator(AllocatorConfig(max_split_size_mb=100), 560 * MIB)
     for block in [device.malloc(size * MIB) for size in (110, 120, 130, 140)]:
         device.free(block)
@@ -182,7 +182,7 @@ def test_out_of_memory_follows_an_allocation_retry_and_names_what_is_held() -> N
     assert device.malloc(60 * MIB).address == 20 * MIB  # what is free still serves
 
 
-def test_garbage_collection_gives_back_segments_of_average_age_or_more() -> None:
+def test_garbage_collection_releases_segments_of_average_age_or_more() -> None:
     # 0.5 x 100 = 50 MiB is the threshold.
     device = DeviceAllocator(AllocatorConfig(garbage_collection_threshold=0.5), 100 * MIB)
     old, young, busy = (device.malloc(size * MIB) for size in (12, 14, 30))  # searches 1, 2, 3
@@ -201,7 +201,7 @@ def test_garbage_collection_gives_back_segments_of_average_age_or_more() -> None
     device.free(busy)
 
 
-def test_garbage_collection_leaves_segments_of_which_a_part_is_used() -> None:
+def test_garbage_collection_keeps_segments_that_are_partly_in_use() -> None:
     device = DeviceAllocator(AllocatorConfig(garbage_collection_threshold=0.5), 100 * MIB)
     device.free(device.malloc(40 * MIB))
     device.malloc(10 * MIB)  # the 40 in two: 30 of it free, but no segment of its own
@@ -212,7 +212,7 @@ def test_garbage_collection_leaves_segments_of_which_a_part_is_used() -> None:
     assert calls(device) == [("malloc", 40 * MIB), ("malloc", 36 * MIB), ("malloc", LARGE)]
 
 
-def test_what_is_split_off_is_as_young_as_what_comes_back() -> None:
+def test_a_split_off_block_is_as_young_as_a_freed_block() -> None:
     # 0.5 x 160 = 80 MiB is the threshold.
     device = DeviceAllocator(AllocatorConfig(garbage_collection_threshold=0.5), 160 * MIB)
     first, second = device.malloc(30 * MIB), device.malloc(40 * MIB)  # searches 1 and 2
@@ -242,7 +242,7 @@ def test_an_allocation_retry_follows_when_oversize_segments_are_not_enough() -> 
     assert device.num_alloc_retries == 1
 
 
-def test_oversize_segments_of_another_stream_stay() -> None:
+def test_oversize_segments_of_another_stream_are_not_released_first() -> None:
     device = DeviceAllocator(AllocatorConfig(max_split_size_mb=100), 300 * MIB)
     device.free(device.malloc(150 * MIB, stream=1))
     device.free(device.malloc(120 * MIB, stream=2))
@@ -254,7 +254,7 @@ def test_oversize_segments_of_another_stream_stay() -> None:
     ]  # fmt: skip
 
 
-def test_segments_for_blocks_of_1_to_10_mib_are_as_large_as_set() -> None:
+def test_segments_for_blocks_of_1_to_10_mib_have_the_configured_size() -> None:
     device = DeviceAllocator(AllocatorConfig(large_segment_size_mb=64))
     device.malloc(2 * MIB)
     device.malloc(10 * MIB)  # from the 64
@@ -298,7 +298,7 @@ def test_a_block_that_another_stream_uses_waits_for_its_event() -> None:
     assert device.num_device_alloc == 2
 
 
-def test_of_the_blocks_that_wait_for_a_stream_the_first_come_back_first() -> None:
+def test_blocks_that_wait_for_a_stream_come_back_in_order() -> None:
     device = DeviceAllocator()
     blocks = [device.malloc(size * MIB) for size in (12, 14, 16)]
     for block in blocks:
@@ -311,7 +311,7 @@ def test_of_the_blocks_that_wait_for_a_stream_the_first_come_back_first() -> Non
     assert device.malloc(16 * MIB).address == 26 * MIB
 
 
-def test_an_event_that_comes_later_than_what_passed_is_still_awaited() -> None:
+def test_a_later_event_is_still_awaited() -> None:
     device = DeviceAllocator()
     first, second = device.malloc(12 * MIB), device.malloc(14 * MIB)
     for block in (first, second):
@@ -324,7 +324,7 @@ def test_an_event_that_comes_later_than_what_passed_is_still_awaited() -> None:
     assert device.active_bytes == 40 * MIB  # 12 + 14 handed out, 14 awaited
 
 
-def test_a_block_used_by_its_own_stream_waits_for_nothing_and_by_two_for_both() -> None:
+def test_a_block_waits_for_every_other_stream_that_uses_it() -> None:
     device = DeviceAllocator()
     own = device.malloc(12 * MIB, stream=3)
     device.record_stream(own, 3)
@@ -349,7 +349,7 @@ def test_an_allocation_retry_waits_for_all_events() -> None:
     assert calls(device)[1:] == [("synchronize", 0), ("free", 12 * MIB), ("malloc", 16 * MIB)]
 
 
-def test_an_expandable_segment_grows_by_what_is_missing() -> None:
+def test_an_expandable_segment_grows_by_the_missing_pages() -> None:
     device = DeviceAllocator(AllocatorConfig(expandable_segments=True), 400 * MIB)
     a = device.malloc(50 * MIB)  # 3 pages of 20 MiB: 10 MiB left, split off (from 512 bytes on)
     assert (a.size, calls(device)) == (50 * MIB, [("map", 60 * MIB)])
@@ -363,7 +363,7 @@ def test_an_expandable_segment_grows_by_what_is_missing() -> None:
     assert calls(device)[3:] == [("map", 2 * MIB)]
 
 
-def test_a_block_that_can_grow_counts_with_what_it_can_grow_to() -> None:
+def test_the_best_fit_counts_the_size_that_a_block_can_grow_to() -> None:
     device = DeviceAllocator(AllocatorConfig(expandable_segments=True), 400 * MIB)
     a, b, c = device.malloc(30 * MIB), device.malloc(30 * MIB), device.malloc(20 * MIB)  # 80: all four pages used
     device.free(c)  # 20 free at the end, which can grow to all that is left: the worst fit for 20
@@ -373,7 +373,7 @@ def test_a_block_that_can_grow_counts_with_what_it_can_grow_to() -> None:
     device.free(b)
 
 
-def test_what_could_not_grow_keeps_what_it_has() -> None:
+def test_a_segment_that_cannot_grow_keeps_its_pages() -> None:
     device = DeviceAllocator(AllocatorConfig(expandable_segments=True), 100 * MIB)
     a = device.malloc(70 * MIB)  # 80 mapped, 10 free
     with pytest.raises(OutOfDeviceMemory):
@@ -429,7 +429,7 @@ ACTIONS = st.lists(
 
 @settings(max_examples=150, deadline=None)
 @given(config=st.sampled_from(CONFIGS), actions=ACTIONS, capacity=st.sampled_from([None, 300 * MIB, 150 * MIB]))
-def test_any_sequence_keeps_the_books(
+def test_any_sequence_keeps_the_counters_consistent(
     config: AllocatorConfig, actions: list[tuple[int, int, int]], capacity: int | None
 ) -> None:
     device = DeviceAllocator(config, capacity)
