@@ -70,7 +70,7 @@ class DeviceAllocator:
         """Allocation retries: how often all cached memory was released before a segment was asked for again."""
         self.num_ooms = 0
         self.allocated_bytes = 0
-        """Bytes of blocks handed out and not yet freed, rounding included."""
+        """Bytes of allocated blocks, including rounding."""
         self.active_bytes = 0
         """Bytes of allocated blocks and of freed blocks that wait for another stream."""
         self.reserved_bytes = 0
@@ -299,7 +299,7 @@ class DeviceAllocator:
 
 
 class Block:
-    """``size`` bytes at ``address`` for one stream's work; ``before`` and ``after`` are neighbours in the segment."""
+    """``size`` bytes at ``address`` for one stream; ``before`` and ``after`` are its neighbours in the segment."""
 
     __slots__ = (
         "address",
@@ -327,13 +327,13 @@ class Block:
         """Whether its addresses have memory; False only for the unused part of an expandable segment."""
         self.allocated = False
         self.requested = 0
-        """Bytes that were asked for, before rounding."""
+        """Requested bytes, before rounding."""
         self.streams: set[int] = set()
-        """Other streams that used it since it was handed out."""
+        """Other streams that have used it since its allocation."""
         self.events = 0
         """Events that have to pass before it is free again."""
         self.cached_at = 0
-        """The pool's count of searches when it was put there: how old it is, for garbage collection."""
+        """The pool's number of searches when it was freed; garbage collection computes its age from this."""
         self.before: Block | None = None
         self.after: Block | None = None
 
@@ -344,7 +344,7 @@ class Block:
 
     @property
     def idle(self) -> bool:
-        """Whether nobody holds it and no event is awaited."""
+        """Whether it is free: not allocated, not used by another stream, and waiting for no event."""
         return not (self.allocated or self.events or self.streams)
 
     def cut(self, size: int) -> Block:

@@ -1,4 +1,4 @@
-"""Requests in, checked placement out, by the solver of one's choice."""
+"""Places requests with the chosen solver, and checks the placement."""
 
 from __future__ import annotations
 

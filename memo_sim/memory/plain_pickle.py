@@ -128,7 +128,7 @@ class _Reader:
         self.take(count)
 
     def put(self, width: int) -> None:
-        """Remember the last object under the next index."""
+        """Store the last object in the memo under the next index."""
         if width and self.number(width) != len(self.memo):
             raise _Refused("its memo indices do not count up")
         self.memo.append(self.stack[-1])

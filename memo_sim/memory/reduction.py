@@ -90,7 +90,7 @@ def compressed(problem: Problem) -> Problem:
 
 
 def cores_of(problem: Problem, *, bounded: bool = True) -> list[Problem]:
-    """Return what is left to solve of ``problem``; an empty list means that the reduction alone proves the optimum."""
+    """Return the cores of ``problem``; an empty list means that the reduction alone proves the optimum."""
     return [part.core for part in reduced(problem, bounded=bounded).parts]
 
 
