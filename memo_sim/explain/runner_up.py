@@ -65,8 +65,8 @@ def ties(found: SearchResult) -> list[str]:
     more = f"; and {len(tied) - SHOWN} more" if len(tied) > SHOWN else ""
     first_s = ranked_s(best.prediction.step_s)
     equal = [e for e in tied if ranked_s(e.prediction.step_s or 0.0) == first_s]
-    decides = "less host memory, then less device memory" if equal else "the step time"
-    return [f"Equally fast (within {TIED:.1%}): {listed}{more}. The order among them follows {decides}."]
+    decides = "least host memory, then least device memory" if equal else "step time"
+    return [f"Equally fast (within {TIED:.1%}): {listed}{more}. They are ranked by {decides}."]
 
 
 def _beside(best: Evaluated, other: Evaluated) -> str:

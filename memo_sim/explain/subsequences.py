@@ -124,8 +124,8 @@ def _held(simulation: Simulation) -> list[str]:
     if decisions.offload_window != 1 or decisions.micro_batches > 1 or decisions.layout.multiplexed:
         return []
     most, live = most_held_bytes(decisions), int(simulation.memory.device_curves[SKELETAL].max())
-    held = f"{format_bytes(int(most))} by SPPO's recurrence (5.2)"
-    return [f"A stage holds at most {held} of skeletal tensors, and {format_bytes(live)} when simulated."]
+    held = f"{format_bytes(int(most))} of skeletal tensors by SPPO's recurrence (5.2)"
+    return [f"A stage holds at most {held}, and {format_bytes(live)} in the simulation."]
 
 
 def _each(parts: tuple[int, ...], swapped: tuple[int, ...]) -> str:

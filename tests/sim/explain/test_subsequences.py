@@ -48,7 +48,7 @@ def test_lengths_and_neighbouring_numbers_are_reported() -> None:
     alphas = [some / part for some, part in zip(swapped_parts(best.decisions), parts, strict=True)]
     assert f"alpha {alphas[0]:.2f} to {alphas[-1]:.2f}" in lines[0]
     assert "the KV cache of the prefix stays" in lines[0]
-    held = re.fullmatch(r"A stage holds at most ([\d.]+) GiB by .* \(5.2\) of .*, and ([\d.]+) GiB when .*", lines[1])
+    held = re.fullmatch(r"A stage holds at most ([\d.]+) GiB of skeletal .* \(5.2\), and ([\d.]+) GiB in .*", lines[1])
     assert held
     # One layer is computed while another is copied out: at most one layer's activations above the recurrence.
     assert float(held[1]) <= float(held[2]) <= 1.5 * float(held[1])
