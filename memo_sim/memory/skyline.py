@@ -1,12 +1,12 @@
 """Searches exactly for a placement within a fixed capacity, by stacking buffers section by section with backtracking.
 
-A section is the time between two births. Its floor is the address at which its next buffer may begin. Its slack is how
-many units of the capacity it can still waste. Neighbouring sections with the same floor, between higher ones, are a
-valley:
+A section is the time between two births. Its ``lowest`` is the lowest address at which its next buffer may begin. Its
+slack is how many units of the capacity it can still waste. Neighbouring sections with the same ``lowest``, between
+higher ones, are a valley:
 
-    floor  ^ ####              ####
-           | ####     ##       ####      The next buffer over section q lies inside the valley, on its floor, or the
-           | ####_____##___q___####      floor of q is raised to the next height at which a buffer could begin there.
+    lowest ^ ####              ####
+           | ####     ##       ####      The next buffer over section q lies inside the valley, at its lowest address,
+           | ####_____##___q___####      or q is raised to the next height at which a buffer could begin there.
            +-----------------------> sections
 
 A node first raises every section that has no candidate for its next buffer, until all sections have one. Then it
@@ -38,14 +38,14 @@ Why = tuple[int, int]
 """The sections [first, end) that cause a failure."""
 
 Rule = Callable[[int, int, int, int, float], tuple[float, ...]]
-"""Ranks a section by its number of candidates, best candidate's bit, floor, slack and weight; lowest is chosen."""
+"""Ranks a section by its number of candidates, best candidate's bit, lowest, slack and weight; lowest is chosen."""
 
 RULES: dict[str, Rule] = {
-    "low_first": lambda number, first, floor, slack, weight: (floor, first, number),
-    "troubled": lambda number, first, floor, slack, weight: (-weight, number),
-    "low_troubled": lambda number, first, floor, slack, weight: (floor / weight, number / weight),
-    "low_few": lambda number, first, floor, slack, weight: (floor, number, slack),
-    "few": lambda number, first, floor, slack, weight: (number, floor, slack),
+    "low_first": lambda number, first, lowest, slack, weight: (lowest, first, number),
+    "troubled": lambda number, first, lowest, slack, weight: (-weight, number),
+    "low_troubled": lambda number, first, lowest, slack, weight: (lowest / weight, number / weight),
+    "low_few": lambda number, first, lowest, slack, weight: (lowest, number, slack),
+    "few": lambda number, first, lowest, slack, weight: (number, lowest, slack),
 }
 """Rules for choosing the section. A section with a single choice always goes first. No rule is best everywhere."""
 
@@ -55,17 +55,17 @@ MOST_SUMMANDS = 6
 HIGHEST = 1 << 62
 
 MOST_REMEMBERED = 20_000_000
-"""Floors stored with failures (160 MB). Later failures are not stored: the search is slower but still exact."""
+"""Addresses stored with failures (160 MB). Later failures are not stored: the search is slower but still exact."""
 
 MOST_FRAMES = 300_000
 """Recursion limit of the search: a node needs four calls, whose frames Python 3.11 keeps on the heap."""
 
 State = tuple[int, int, tuple[int, ...]]
-"""The state that a failure depends on: the first section, the remaining buffers and the floors."""
+"""The state that a failure depends on: the first section, the remaining buffers and their lowest addresses."""
 
 
 Raise = tuple[int, int, int, int]
-"""A section raised because no buffer fits on its floor, that floor, and the sections [first, end) that cause it."""
+"""A section raised because no buffer fits at its lowest address, that address, and the sections that cause it."""
 
 
 class Choice(NamedTuple):
@@ -115,7 +115,7 @@ class Skyline:
         sections = max(self.upper)
         self.sections = sections
         self.weight = [1.0] * sections if weight is None else weight
-        self.floor = [0] * sections
+        self.lowest = [0] * sections
         self.begin = [0] * (sections + 1)
         self.end = [0] * (sections + 1)
         change = [0] * (sections + 1)
@@ -163,11 +163,11 @@ class Skyline:
         if len(edges) == 2:
             return self._node(x, y)
         counts = [((left & self.later[a] & self.sooner[b]).bit_count(), a, b) for a, b in pairwise(edges)]
-        floor, slack = self.floor[x:y], self.slack[x:y]
+        lowest, slack = self.lowest[x:y], self.slack[x:y]
         for _, a, b in sorted(counts):
             why = self._node(a, b)
             if why is not None:
-                self.left, self.floor[x:y], self.slack[x:y] = left, floor, slack
+                self.left, self.lowest[x:y], self.slack[x:y] = left, lowest, slack
                 return why
         return None
 
@@ -185,15 +185,15 @@ class Skyline:
         if why is None:
             return None
         for q, level, first, end in reversed(raises):
-            self.slack[q] += self.floor[q] - level
-            self.floor[q] = level
+            self.slack[q] += self.lowest[q] - level
+            self.lowest[q] = level
             if why[0] <= q < why[1]:
                 why = min(first, why[0]), max(end, why[1])
         return why
 
     def _open(self, x: int, y: int, mine: int, choice: Choice) -> Why | None:
         """Fill sections [x, y), which all have candidates, with the buffers ``mine``; return the cause of a failure."""
-        state = (x, mine, tuple(self.floor[x:y]))
+        state = (x, mine, tuple(self.lowest[x:y]))
         why = self._failed.get(state)
         if why is None:
             why = self._covered(x, y) or self._branch(x, y, choice)
@@ -206,10 +206,10 @@ class Skyline:
         """Return the cause if a section outside the valleys has no candidate before its slack is used up."""
         steps: list[tuple[int, int, int, int, int]] = []
         higher: list[tuple[int, int]] = []
-        floor, s = self.floor, x
+        lowest, s = self.lowest, x
         while s < y:
-            level, first = floor[s], s
-            while s < y and floor[s] == level:
+            level, first = lowest[s], s
+            while s < y and lowest[s] == level:
                 s += 1
             while higher and higher[-1][0] <= level:
                 higher.pop()
@@ -233,17 +233,17 @@ class Skyline:
 
     def _settle(self, x: int, y: int, raises: list[Raise]) -> Why | Choice:
         """Raise sections until all have candidates; return where to branch, or the cause of a failure."""
-        floor, slack, active, left = self.floor, self.slack, self.active, self.left
+        lowest, slack, active, left = self.lowest, self.slack, self.active, self.left
         while True:
             done = len(raises)
             best: tuple[int, int, int, int, int] | None = None  # valley, section, candidates, lower wall
             least: tuple[float, ...] = ()
             before, s = HIGHEST, x
             while s < y:
-                level, a = floor[s], s
-                while s < y and floor[s] == level:
+                level, a = lowest[s], s
+                while s < y and lowest[s] == level:
                     s += 1
-                after = floor[s] if s < y else HIGHEST
+                after = lowest[s] if s < y else HIGHEST
                 if before > level < after:
                     wall = min(before, after)
                     fits = left & self.later[a] & self.sooner[s]
@@ -259,7 +259,7 @@ class Skyline:
                             return a - 1, s + 1
                         else:
                             raises.append((q, level, a - 1, s + 1))
-                            floor[q] = wall
+                            lowest[q] = wall
                             slack[q] -= wall - level
                 before = level
             if best is not None and len(raises) == done:
@@ -270,21 +270,21 @@ class Skyline:
                     return why
 
     def _raised(self, choice: tuple[int, int, int, int, int]) -> int:
-        """Return the lowest height for section ``q`` if no buffer begins on its floor; 0 if that is too high."""
+        """Return the lowest height for section ``q`` if no buffer begins at its lowest address; 0 if too high."""
         a, b, q, _, wall = choice
-        height, floor = wall, self.floor[q]
+        height, lowest = wall, self.lowest[q]
         # Candidates may come later, on top of a buffer in the valley that does not cover q.
         beside = self.left & self.later[a] & self.sooner[b] & ~self.active[q]
         while beside:
             low = beside & -beside
             beside ^= low
-            height = min(height, floor + self.size[low.bit_length() - 1])
-        return height if height - floor <= self.slack[q] else 0
+            height = min(height, lowest + self.size[low.bit_length() - 1])
+        return height if height - lowest <= self.slack[q] else 0
 
     def _branch(self, x: int, y: int, choice: Choice) -> Why | None:
         """Try each candidate of the section, then raise it; return the cause if all fail."""
         q, could, raised = choice.q, choice.could, choice.raised
-        floor, left, level = self.floor, self.left, self.floor[q]
+        lowest, left, level = self.lowest, self.left, self.lowest[q]
         first, end = choice.first - 1, choice.end + 1
         tried = set()
         while could:
@@ -296,23 +296,23 @@ class Skyline:
                 continue  # the same as one that failed
             tried.add((lower, upper, size))
             self.left = left & ~low
-            floor[lower:upper] = [level + size] * (upper - lower)
+            lowest[lower:upper] = [level + size] * (upper - lower)
             self.offset[i] = level
             why = self._broken(lower, upper, x, y) or self._parts(x, y)
             if why is None:
                 return None
-            floor[lower:upper] = [level] * (upper - lower)
+            lowest[lower:upper] = [level] * (upper - lower)
             self.left = left
             if self.jumps and (why[1] <= lower or why[0] >= upper):
                 return why
             first, end = min(first, why[0]), max(end, why[1])
         if raised:
-            floor[q] = raised
+            lowest[q] = raised
             self.slack[q] -= raised - level
             why = self._broken(q, q + 1, x, y) or self._node(x, y)
             if why is None:
                 return None
-            floor[q] = level
+            lowest[q] = level
             self.slack[q] += raised - level
             if self.jumps and not why[0] <= q < why[1]:
                 return why
@@ -332,7 +332,7 @@ class Skyline:
         """Return whether the step at ``edge`` can still be levelled for the buffers that have to cross it."""
         if not self.cross[edge] & self.left:
             return True
-        step = self.floor[edge - 1] - self.floor[edge]
+        step = self.lowest[edge - 1] - self.lowest[edge]
         least, most = step - self.slack[edge], step + self.slack[edge - 1]
         if least <= 0 <= most:
             return True

@@ -314,7 +314,7 @@ STAGES = 4
 ACCESSED_NUMBER = 4
 MIDDLE_LAYER = 16
 ACCESSED = {
-    "keys and values": "carried.kv",
+    "keys and values": "prefix.kv",
     "queries": "skeletal.q.s0",
     "attention's projection": "layer.fwd.s0/proj_out",
 }

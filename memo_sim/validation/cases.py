@@ -31,7 +31,7 @@ QUESTION_COLUMNS = [
 ]
 EXPECTED_COLUMNS = [f"expected_{name}" for name in ("status", "mfu", "tgs", "step_ms", "allocated_gib", "reserved_gib")]
 COLUMNS = ["case", "source", *QUESTION_COLUMNS, *EXPECTED_COLUMNS, "note"]
-OPTIONAL_COLUMNS = ["virtual_stages", "expected_reorganisations"]
+OPTIONAL_COLUMNS = ["virtual_stages", "expected_allocation_retries"]
 """Columns that a file may leave out, because few sources report them."""
 SIZES = frozenset({"layers", "hidden", "heads", "kv_heads", "ffn", "vocab"})
 """Columns that describe a model by its sizes instead of a preset's name."""
@@ -73,7 +73,7 @@ COLUMN_TEXTS = {
     "expected_reserved_gib": "measured peak of reserved device memory, GiB",
     "note": "free text; not read",
     "virtual_stages": "chunks of layers per stage, for the interleaved schedule",
-    "expected_reorganisations": "measured allocation retries per micro-batch (MEMO: reorganisations)",
+    "expected_allocation_retries": "measured allocation retries per micro-batch (MEMO: reorganisations)",
 }
 """What each column holds. A blank cell is an open knob or a quantity that was not measured."""
 

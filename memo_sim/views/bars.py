@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from memo_sim.contract.trace import Trace
 
-LANES = ("compute", "d2h", "h2d", "collective", "replica", "p2p", "send", "receive", "host")
+LANES = ("compute", "d2h", "h2d", "collective", "replica", "p2p", "send", "recv", "host")
 """Lanes from top to bottom; other lanes of a trace follow in alphabetical order."""
 
 _LAYER = re.compile(r"l(\d+)")
@@ -23,7 +23,7 @@ _MICRO_BATCH = re.compile(r"m(\d+)/")
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class InstructionPlace:
     """The parts of an instruction's id, such as ``m0/s0/l12/bwd/ffn_up.dgrad``; ``layer`` is -1 outside of layers.
 
     In embedding and head, ``phase`` is ``embed`` or ``head`` for forward and backward. Outside of micro-batches it is
@@ -42,17 +42,17 @@ class Place:
         return last if last == self.phase else f"{last} {self.phase}"
 
 
-def place_of(instruction_id: str) -> Place:
+def place_of(instruction_id: str) -> InstructionPlace:
     """Return the parts of an instruction's id; an id of another form is its own place, with phase ``other``."""
     parts = instruction_id.rsplit("/", 2)
     if len(parts) < 3:
-        return Place(where=instruction_id, phase="other", layer=-1, name=instruction_id)
+        return InstructionPlace(where=instruction_id, phase="other", layer=-1, name=instruction_id)
     where, phase, name = parts
     last = where.rpartition("/")[2]
     layer = _LAYER.fullmatch(last)
     if layer is None and last in ("embed", "head") and phase in ("fwd", "bwd"):
         phase = last
-    return Place(where=where, phase=phase, layer=int(layer[1]) if layer else -1, name=name)
+    return InstructionPlace(where=where, phase=phase, layer=int(layer[1]) if layer else -1, name=name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ class Bar:
     """Consecutive spans of one lane, place and phase; ``busy_s`` excludes the gaps between them."""
 
     lane: str
-    place: Place
+    place: InstructionPlace
     start_s: float
     end_s: float
     busy_s: float

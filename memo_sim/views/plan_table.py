@@ -131,7 +131,7 @@ def _allocator(plan: PlanRow, scale: int) -> list[str | None]:
     """Return a plan's memory policy, its reserved memory, and its allocation retries per step."""
     if plan.reserved_bytes is None:
         return [plan.memory_policy, None, None]
-    return [plan.memory_policy, f"{plan.reserved_bytes / scale:.1f}", str(plan.reorganisations)]
+    return [plan.memory_policy, f"{plan.reserved_bytes / scale:.1f}", str(plan.allocation_retries)]
 
 
 def infeasible_table(plans: Sequence[PlanRow], *, top: int | None = None) -> str:

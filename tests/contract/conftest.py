@@ -203,7 +203,7 @@ def memory() -> MemoryReport:
         bilevel_peak_bytes=1536,
         capacity_bytes=2**30,
         reserved_caching_bytes=2**21,
-        reorganisations=0,
+        allocation_retries=0,
     )
 
 

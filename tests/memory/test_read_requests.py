@@ -168,7 +168,7 @@ def test_a_plan_with_another_programs_hash_is_refused(tmp_path: Path) -> None:
     decisions = Decisions(model=load_model("gpt-tiny"), seq_tokens=1024)
     plan = Plan(decisions=decisions, program_sha256=program_sha256(lower(decisions)))
     edited = msgspec.structs.replace(plan, decisions=msgspec.structs.replace(decisions, recompute="full"))
-    with pytest.raises(BadInput, match="hash of another program"):
+    with pytest.raises(BadInput, match="lower to another program"):
         read_requests(written(tmp_path, codec.encode(edited)))
 
 
