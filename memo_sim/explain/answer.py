@@ -21,11 +21,13 @@ from memo_sim.planning.presets import KEEP, PARTIAL_SWAP, TOKENWISE, Policy, fin
 from memo_sim.planning.question import Question
 from memo_sim.planning.subsequences import swap_each
 from memo_sim.program.arena.library_workspaces import RESULTS
+from memo_sim.program.ir.kinds import BlockKind, TemplateKind
 from memo_sim.program.layout.attention_chunks import attention_chunks, in_chunks
 from memo_sim.program.layout.rank_order import ENDS, degree
 from memo_sim.views.plan_table import layout_label
 
 EXACT = 1e-6
+LAYER_PASSES = (TemplateKind.FORWARD, TemplateKind.BACKWARD, TemplateKind.BACKWARD_RESIDENT)
 SLACK = 0.01
 """Compute is the bottleneck when it is idle for less than this fraction of the step."""
 
@@ -305,7 +307,7 @@ def _swapped_inputs(found: SearchResult, best: Evaluated, simulation: Simulation
     if not best.decisions.swapped_tokens:
         return []
     kept = next((e for e in found.ranked if e.decisions == swap_each(best.decisions, 0)), None)
-    moved = format_bytes(simulation.pace.moved_by("layer.offload").d2h)
+    moved = format_bytes(simulation.pace.moved_by(lambda t: t.kind is TemplateKind.OFFLOAD).d2h)
     less = (
         f"; kept on the device they would not fit ({_short(kept.prediction)})"
         if kept and kept.prediction.status != "ok"
@@ -327,7 +329,7 @@ def _attention_chunks(found: SearchResult, best: Evaluated, simulation: Simulati
     if not in_chunks(best.decisions):
         return []
     down, up = (
-        sum(getattr(simulation.pace.moved_by(f"layer.{phase}"), lane) for phase in ("fwd", "bwd"))
+        getattr(simulation.pace.moved_by(lambda t: t.kind in LAYER_PASSES and t.block is BlockKind.LAYER), lane)
         for lane in ("d2h", "h2d")
     )
     chunk, count = best.decisions.attention_chunk_tokens, len(attention_chunks(best.decisions))

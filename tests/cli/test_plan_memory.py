@@ -189,7 +189,7 @@ def test_a_plan_is_not_replaced_by_its_placement(plan: Path) -> None:
     before = (plan / "plan.json").read_bytes()
     done = plan_memory("plan.json", "-o", "./plan.json", cwd=plan)
     assert done.returncode == 2
-    assert "is read" in done.stderr
+    assert "would be overwritten" in done.stderr
     assert (plan / "plan.json").read_bytes() == before
 
 

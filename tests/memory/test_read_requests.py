@@ -132,9 +132,13 @@ def test_a_logs_live_bytes_are_its_own_at_every_line(wishes: list[tuple[bool, in
         (with_phase(lower=0, upper=2**62), "too late to count", ""),
         (with_phase(lower=0, upper=1, alignment_bytes=2**70), "alignment is too large", ""),
         ("{", "ends too early", ""),
-        ("{}", "does not say what it is", "$.schema"),
-        ('{"schema": "memo.trace/1"}', "another kind of document", "$.schema"),
-        ('{"schema": "memo.requests/1", "ids": ["a"], "lower": [1], "upper": [1], "size_bytes": [1]}', "never", "$"),
+        ("{}", "the document has no schema", "$.schema"),
+        ('{"schema": "memo.trace/1"}', "the document is of another kind", "$.schema"),
+        (
+            '{"schema": "memo.requests/1", "ids": ["a"], "lower": [1], "upper": [1], "size_bytes": [1]}',
+            "empty",
+            "$",
+        ),
         (
             '{"schema": "memo.requests/1", "ids": ["a"], "lower": [0], "upper": [1], "size_bytes": [-1]}',
             "-1",

@@ -36,6 +36,7 @@ from memo_sim.program.attention.partial import (
 )
 from memo_sim.program.ir.builder import Rows, TemplateBuilder, reads, writes
 from memo_sim.program.ir.instruction import BufferClass, Family, Lane
+from memo_sim.program.ir.kinds import FamilyKind
 from memo_sim.program.layout.shape import Shape
 
 KV, D_KV = "prefix.kv", "prefix.d_kv"
@@ -52,8 +53,12 @@ def families(decisions: Decisions, shape: Shape, count: int) -> list[Family]:
     if not shape.kv_cache_tokens:
         return []
     kind, width = BufferClass.KV_CACHE, 2 * shape.kv_width
-    sums = [Family(rows.slot, kind, SUM_DTYPE, rows.tokens, width, count) for _, rows in sums_of(shape)]
-    return [Family(KV, kind, decisions.dtype, shape.kv_cache_tokens, width, count), *sums]
+    sums = [
+        Family(rows.slot, kind, SUM_DTYPE, rows.tokens, width, count, kind=FamilyKind.PER_LAYER)
+        for _, rows in sums_of(shape)
+    ]
+    cache = Family(KV, kind, decisions.dtype, shape.kv_cache_tokens, width, count, kind=FamilyKind.PER_LAYER)
+    return [cache, *sums]
 
 
 def sums_of(shape: Shape, first: int = 0, tokens: int | None = None) -> list[tuple[int, Rows]]:
@@ -76,8 +81,9 @@ def bind(builder: TemplateBuilder, found: dict[str, Family], shape: Shape, *, gr
         if gradients:
             for _, rows in sums_of(shape, 0, shape.start + shape.tokens):
                 builder.bind(found[rows.slot], slot=rows.slot)
-            for name in [name for name in found if name.startswith(BEHIND)]:
-                builder.bind(found[name], slot=name)
+            for name, family in found.items():
+                if family.kind is FamilyKind.LATER_GRADIENTS:
+                    builder.bind(family, slot=name)
 
 
 def split(
@@ -94,6 +100,7 @@ def split(
 def forward(builder: TemplateBuilder, decisions: Decisions, shape: Shape) -> None:
     """Write attention forward: reads slots ``q`` and ``prefix.kv``, writes ``attn`` and ``lse``."""
     work = attention_work(decisions, shape, shape.tokens, shape.tokens, "causal", backward=False)
+    builder.cut()
     builder.emit(
         "attn",
         "attention",
@@ -182,10 +189,11 @@ def _with_behind(builder: TemplateBuilder, decisions: Decisions, mine: Rows) -> 
 
     The first that comes is the home's, a sum itself (``helper_stage.py``): the others are added to it.
     """
-    behind = builder.starting(BEHIND)
+    behind = builder.bound_to(FamilyKind.LATER_GRADIENTS)
     if not behind:
         return mine
     summed = builder.all(behind[0])
+    builder.cut()
     add(builder, decisions, "d_kv.add.own", mine, summed)
     for slot in behind[1:]:
         add(builder, decisions, f"d_kv.add{slot.removeprefix(BEHIND)}", builder.all(slot), summed)

@@ -20,13 +20,12 @@ from memo_sim.contract.hardware import DtypeName
 from memo_sim.contract.plan import Decisions
 from memo_sim.contract.units import DTYPE_BYTES
 from memo_sim.program.ir.builder import Rows, TemplateBuilder, accumulates, reads, writes
-from memo_sim.program.ir.instruction import BufferClass, Family, Lane, Template
+from memo_sim.program.ir.instruction import BufferClass, Families, Family, Lane, Template
+from memo_sim.program.ir.kinds import BlockKind, FamilyKind, Phase, TemplateKind
 from memo_sim.program.ir.work import Collective, Copy, Group, HostUpdate, Rowwise
 from memo_sim.program.layout.parameters import Block, half_gradients
 from memo_sim.program.layout.rank_order import degree
 from memo_sim.program.operators.workspaces import adamw_workspace_bytes
-
-Families = dict[str, Family]
 
 
 @dataclass(frozen=True)
@@ -35,14 +34,14 @@ class Optimizer:
 
     decisions: Decisions
     block: Block
-    kind: str
-    """``embed``, ``layer`` or ``head``: the suffix of the block's families."""
+    kind: BlockKind
+    """Which block; its value is the suffix of the names of the block's families."""
     count: int
 
     @property
     def group(self) -> Group:
         """The group of the ranks that hold the same parameters: METP divides a layer's alone."""
-        return "ends" if self.decisions.layout.metp > 1 and self.kind != "layer" else "grads"
+        return "ends" if self.decisions.layout.whole_ends and self.kind is not BlockKind.LAYER else "grads"
 
     @property
     def replicas(self) -> int:
@@ -108,23 +107,34 @@ class Optimizer:
         moment = "bf16" if self.decisions.states == "bf16" else "fp32"
         share = self.state_elements()
 
-        def state(name: str, dtype: str, elements: int, where: Literal["device", "host"]) -> Family:
-            return Family(f"{name}.{self.kind}", BufferClass.STATE, dtype, elements, 1, self.count, where, "step")
+        def state(kind: FamilyKind, dtype: str, elements: int, where: Literal["device", "host"]) -> Family:
+            return Family(
+                f"{kind}.{self.kind}",
+                BufferClass.STATE,
+                dtype,
+                elements,
+                1,
+                self.count,
+                where,
+                "step",
+                kind=kind,
+                block=self.kind,
+            )
 
         held = {name: share if self.shared(name) else self.block.elements for name in ("params", "grads")}
-        found = [state("params", self.decisions.dtype, held["params"], "device")]
-        found.append(state("grads", self.grad_dtype, held["grads"], "device"))
+        found = [state(FamilyKind.PARAMS, self.decisions.dtype, held["params"], "device")]
+        found.append(state(FamilyKind.GRADS, self.grad_dtype, held["grads"], "device"))
         if self.master:
-            found.append(state("master", "fp32", share, space))
-        found += [state("moment1", moment, share, space), state("moment2", moment, share, space)]
+            found.append(state(FamilyKind.MASTER, "fp32", share, space))
+        found += [state(FamilyKind.MOMENT1, moment, share, space), state(FamilyKind.MOMENT2, moment, share, space)]
         if self.on_host:
-            found.append(state("host_grads", "fp32", share, "host"))
-            found.append(state("host_params", self.decisions.dtype, share, "host"))
+            found.append(state(FamilyKind.HOST_GRADS, "fp32", share, "host"))
+            found.append(state(FamilyKind.HOST_PARAMS, self.decisions.dtype, share, "host"))
         return found
 
     def zero(self, families: Families) -> Template:
         """Return the zeroing of the gradients this rank holds at the start of a step."""
-        builder = TemplateBuilder(f"{self.kind}.zero", "zero")
+        builder = TemplateBuilder(f"{self.kind}.zero", Phase.ZERO, TemplateKind.ZERO, self.kind)
         builder.bind(families[f"grads.{self.kind}"], slot="grads")
         held = builder.all("grads")
         work = Rowwise("zero", held.tokens, 0, self._grad_bytes * held.tokens)
@@ -135,7 +145,7 @@ class Optimizer:
         """Return what an eager framework does to whole gradients before any of them is reduced; None for none."""
         if not self.eager or self.reduced_early:
             return None
-        builder = TemplateBuilder(f"{self.kind}.prepare", "reduce")
+        builder = TemplateBuilder(f"{self.kind}.prepare", Phase.REDUCE, TemplateKind.PREPARE, self.kind)
         builder.bind(families[f"grads.{self.kind}"], slot="grads")
         self._prepare(builder)
         return builder.build()
@@ -153,15 +163,15 @@ class Optimizer:
 
         None when every rank has the whole gradients already.
         """
-        builder = TemplateBuilder(f"{self.kind}.reduce", "reduce")
+        builder = TemplateBuilder(f"{self.kind}.reduce", Phase.REDUCE, TemplateKind.REDUCE, self.kind)
         builder.bind(families[f"grads.{self.kind}"], slot="grads")
         layout = self.decisions.layout
         if self.eager and self.reduced_early:
             self._prepare(builder)
         partial = self.block.partial_elements(sequence_parallel=layout.sequence_parallel) if layout.tp > 1 else 0
         over: Group = "tp"
-        if layout.metp > 1 and self.kind == "layer":
-            partial, over = self.block.partial_elements(sequence_parallel=True), "metp"
+        if layout.whole_ends and self.kind is BlockKind.LAYER:
+            partial, over = self.block.partial_elements(sequence_parallel=True), layout.weights_group
         if partial:
             rows = Rows("grads", self.block.elements - partial, partial)
             work = Collective("all_reduce", self._grad_bytes * partial, degree(over, layout), over)
@@ -176,7 +186,7 @@ class Optimizer:
 
     def norm(self, families: Families) -> Template:
         """Return the block's share of the squared gradient norm; a vector that tp ranks share is counted by one."""
-        builder = TemplateBuilder(f"{self.kind}.norm", "reduce")
+        builder = TemplateBuilder(f"{self.kind}.norm", Phase.REDUCE, TemplateKind.NORM, self.kind)
         builder.bind(families[f"grads.{self.kind}"], slot="grads")
         builder.bind(families["grad_norm"])
         share = self.state_elements()
@@ -192,18 +202,20 @@ class Optimizer:
 
     def update(self, families: Families) -> Template:
         """Return AdamW over the block's two runs, and the gathering of the parameters when the states are divided."""
-        builder = TemplateBuilder(f"{self.kind}.update", "opt")
+        builder = TemplateBuilder(f"{self.kind}.update", Phase.OPTIMIZER, TemplateKind.UPDATE, self.kind)
         for name in ("params", "grads", "master", "moment1", "moment2", "host_grads", "host_params"):
             if f"{name}.{self.kind}" in families:
                 builder.bind(families[f"{name}.{self.kind}"], slot=name)
         builder.bind(families["grad_norm"])
         offset = 0
         for name, first, length in self.runs():
+            builder.run = name
             if self.on_host:
                 self._host_update(builder, name, first, offset, length)
             else:
                 self._device_update(builder, name, first, offset, length)
             offset += length
+        builder.run = ""
         if self.shards > 1 and not self.shared("params") and not self.gathered_late:
             self._gather(builder, Lane.COLLECTIVE)
         return builder.build()
@@ -212,7 +224,7 @@ class Optimizer:
         """Return the gathering of what the step before has updated; None where that step did it."""
         if not self.gathered_late:
             return None
-        builder = TemplateBuilder(f"{self.kind}.gather", "gather")
+        builder = TemplateBuilder(f"{self.kind}.gather", Phase.GATHER, TemplateKind.GATHER_UPDATED, self.kind)
         builder.bind(families[f"params.{self.kind}"], slot="params")
         self._gather(builder, Lane.REPLICA)
         return builder.build()
@@ -275,7 +287,7 @@ class Optimizer:
 
 def tied(block: Block, families: Families) -> Template:
     """Return the sum of the token embedding's gradient over the two stages that hold it: lookup's and classifier's."""
-    builder = TemplateBuilder("embed.tied", "reduce")
+    builder = TemplateBuilder("embed.tied", Phase.REDUCE, TemplateKind.TIED, BlockKind.EMBED)
     builder.bind(families["grads.embed"], slot="grads")
     tokens = block.find("tokens.weight")
     assert tokens is not None  # every embedding has it
@@ -290,15 +302,16 @@ def totals(decisions: Decisions, families: Families) -> Template | None:
     """Return the sums of gradient norm and loss over the ranks that hold parts of them; None for one process."""
     layout = decisions.layout
     replicas = layout.replicas
-    builder = TemplateBuilder("totals", "reduce")
+    builder = TemplateBuilder("totals", Phase.REDUCE, TemplateKind.TOTALS)
     for name in ("grad_norm", "loss"):
         builder.bind(families[name])
+    weights = layout.weights_group
     wanted: list[tuple[str, Group, int, bool]] = [
         ("grad_norm", "tp", layout.tp, True),
-        ("grad_norm", "metp", layout.metp, True),
+        ("grad_norm", weights, degree(weights, layout), layout.whole_ends),
         ("grad_norm", "grads", replicas, layout.zero >= 1),
         ("grad_norm", "pp", layout.pp, True),
-        ("loss", "metp", layout.metp, True),
+        ("loss", weights, degree(weights, layout), layout.whole_ends),
         ("loss", "grads", replicas, True),
         ("loss", "pp", layout.pp, True),
     ]

@@ -6,8 +6,6 @@ tensor belongs to token i of the rank's shard.
 
 A subsequence keeps its queries alone: keys and values are carried for those behind it (``subsequence.py``).
 
-METP keeps 3 of the 16, or 5 (``_metp_tensors``).
-
 With Ulysses attention's own tensors (Q K V, output, log-sum-exp) hold the rank's heads of all tokens, in row blocks cut
 as the shard is; the projection's input, this rank's tokens of the output, is one more. Attention without a flash kernel
 keeps scores instead of the log-sum-exp (``plain.py``, ``rsa.py``).
@@ -54,9 +52,7 @@ def skeletal_tensors(
 
     ``scores``: what attention keeps in place of the log-sum-exp, nothing with a flash kernel.
     """
-    if shape.metp > 1:
-        return _metp_tensors(model, shape, dtype)
-    stats = _statistics(model)
+    stats = norm_statistics(model)
     up = 2 * shape.ffn if model.gated else shape.ffn
 
     def sharded(name: str, features: int, fate: Fate = Fate.BY_TOKEN) -> Skeletal:
@@ -91,29 +87,6 @@ def skeletal_tensors(
     )
 
 
-def _statistics(model: Model) -> int:
+def norm_statistics(model: Model) -> int:
     """Return what a norm keeps of a token: the scale, and with LayerNorm the mean."""
     return 2 if model.family == "gpt" else 1
-
-
-def _metp_tensors(model: Model, shape: Shape, dtype: str) -> tuple[Skeletal, ...]:
-    """Return what a layer under METP keeps: its input, attention's output part by part, the residual, or norms too.
-
-    The rest is computed again in any backward: Q K V, what the MLP makes (METP's Algorithms 2 and 6), and norms that
-    are not kept.
-    """
-    tokens = shape.tokens
-
-    def norm(name: str) -> tuple[Skeletal, ...]:
-        if not shape.keep_norms:
-            return ()
-        return (
-            Skeletal(name, tokens, shape.hidden, dtype, Fate.BY_TOKEN),
-            Skeletal(f"{name}_stats", tokens, _statistics(model), "fp32", Fate.BY_TOKEN, statistics=True),
-        )
-
-    kept = [Skeletal("x", tokens, shape.hidden, dtype, Fate.WHOLE), *norm("norm1")]
-    for part in range(shape.metp):
-        kept.append(Skeletal(f"attn.g{part}", tokens, shape.q_width, dtype, Fate.WHOLE))
-        kept.append(Skeletal(f"lse.g{part}", tokens, shape.heads, "fp32", Fate.WHOLE, statistics=True))
-    return (*kept, Skeletal("resid", tokens, shape.hidden, dtype, Fate.BY_TOKEN), *norm("norm2"))

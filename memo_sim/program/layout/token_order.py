@@ -71,7 +71,7 @@ def _every_block(decisions: Decisions) -> Iterator[tuple[int, int]]:
 def token_runs(decisions: Decisions, rank: int = 0) -> tuple[Run, ...]:
     """Return the runs of a rank's rows, in order of rows; their rows are ``decisions.local_tokens``."""
     layout = decisions.layout
-    whole = _ring_runs(decisions, coordinate("metp" if layout.metp > 1 else "cp", layout, rank))
+    whole = _ring_runs(decisions, coordinate(layout.ring_group, layout, rank))
     if layout.ulysses == 1:
         return tuple(whole)
     mine = coordinate("ulysses", layout, rank)

@@ -238,7 +238,7 @@ def test_the_checker_finds_a_share_of_the_wrong_size_and_a_second_reader() -> No
     broken = dataclasses.replace(gather, operands=(shorter, gather.operands[1]))
     templates[at] = dataclasses.replace(templates[at], instructions=(broken,))
     faulty = dataclasses.replace(program, templates=tuple(templates))
-    assert any("is not one of 4" in fault for fault in check_program(faulty, expand(faulty)))
+    assert any("is not 1/4 of" in fault for fault in check_program(faulty, expand(faulty)))
 
     # The backward of a layer that uses what was gathered for its forward, which should be dead by then.
     slot = next(t for t in program.templates if t.name == "layer.fwd").slots.index("gathered.layer")

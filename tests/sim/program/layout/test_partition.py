@@ -109,12 +109,12 @@ def test_a_ragged_last_part_may_be_swapped_whole_alone() -> None:
 @pytest.mark.parametrize(
     ("layout", "swapped", "each", "message"),
     [
-        (Layout(subsequences=2), 256, (), "one a subsequence"),
-        (Layout(subsequences=2), 256, (128, 128, 0), "one a subsequence"),
+        (Layout(subsequences=2), 256, (), "one per subsequence"),
+        (Layout(subsequences=2), 256, (128, 128, 0), "one per subsequence"),
         (Layout(subsequences=2), 256, (128, 256), "sum to 384"),
-        (Layout(subsequences=2), 1024, (512, 512), "some of their tokens"),
-        (Layout(subsequences=2), 0, (0, 0), "some of their tokens"),
-        (Layout(), 256, (256,), "some of their tokens"),
+        (Layout(subsequences=2), 1024, (512, 512), "some but not all tokens"),
+        (Layout(subsequences=2), 0, (0, 0), "some but not all tokens"),
+        (Layout(), 256, (256,), "some but not all tokens"),
     ],
 )
 def test_what_subsequences_cannot_swap(layout: Layout, swapped: int, each: tuple[int, ...], message: str) -> None:

@@ -178,7 +178,7 @@ def test_the_checkers_find_what_is_left_out_between_guest_and_home(what: str) ->
     )
     left = programs[role].instances[:number] + programs[role].instances[number + 1 :]
     changed = tuple(replace(p, instances=left) if r == role else p for r, p in enumerate(programs))
-    assert any("hand-over" in fault for fault in check_stages(changed))
+    assert any("p2p transfer" in fault for fault in check_stages(changed))
 
 
 def test_the_checkers_find_guests_messages_in_another_order() -> None:
@@ -187,7 +187,7 @@ def test_the_checkers_find_guests_messages_in_another_order() -> None:
     first = next(n for n, name in enumerate(names) if "send.params" in name and "send.before" in names[n + 1])
     order = list(programs[1].instances)
     order[first], order[first + 1] = order[first + 1], order[first]
-    assert any("hand-over" in f for f in check_stages((programs[0], replace(programs[1], instances=tuple(order)))))
+    assert any("p2p transfer" in f for f in check_stages((programs[0], replace(programs[1], instances=tuple(order)))))
 
 
 @pytest.mark.parametrize("model", [GPT, LLAMA], ids=["gpt", "llama"])
