@@ -81,7 +81,7 @@ def Result_of(done: subprocess.CompletedProcess[str]) -> Result:  # noqa: N802 -
 def test_an_alpha_that_is_no_row_block_says_what_it_becomes() -> None:
     done = memo_sim("what-if", *SMALL[:5], "--tp", "8", "--alpha", "0.3")
     assert done.returncode == 0
-    assert "Alpha 0.3 becomes 0.297" in done.stdout
+    assert "Alpha 0.3 is rounded to 0.297" in done.stdout
 
 
 def test_a_plan_for_the_caching_allocator_says_what_that_reserves(written: Path, tmp_path: Path) -> None:
@@ -135,7 +135,7 @@ def test_the_table_says_why() -> None:
     assert done.returncode == 0, done.stderr
     assert "tp8+sp" in done.stdout
     assert "full recompute" in done.stdout
-    assert "Device memory is fullest at" in done.stdout
+    assert "Device memory peaks at" in done.stdout
     assert done.stderr == ""
 
 
@@ -151,7 +151,7 @@ def test_nothing_fits_exits_4_and_prints_no_speed(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
     shown = memo_sim("what-if", *question)
     assert shown.returncode == 4
-    assert "Nothing fits" in shown.stdout
+    assert "No plan fits" in shown.stdout
     assert "MFU" not in shown.stderr
 
 

@@ -42,7 +42,7 @@ RIGHT = Placement(
 )
 
 
-def test_a_right_placement_has_no_fault() -> None:
+def test_a_valid_placement_has_no_fault() -> None:
     assert check_placement(RIGHT, REQUESTS) == []
     assert check_placement(msgspec.structs.replace(RIGHT, classes=[]), REQUESTS) == []
     turned = {
@@ -81,7 +81,7 @@ def test_every_fault_is_named(change: dict[str, Any], says: str) -> None:
     assert any(says in fault for fault in faults), faults
 
 
-def test_sums_that_would_leave_64_bits_hide_no_overlap() -> None:
+def test_sums_beyond_64_bits_hide_no_overlap() -> None:
     """Two buffers at one address whose ends wrap around, in an arena that is large enough for them."""
     high = 2**63 - 512
     placement = msgspec.structs.replace(RIGHT, offset_bytes=[0, high, high], arena_bytes=high + 512)
@@ -89,7 +89,7 @@ def test_sums_that_would_leave_64_bits_hide_no_overlap() -> None:
 
 
 def test_one_byte_shared_by_two_of_ten_thousand_buffers_is_found() -> None:
-    """All live at once, each beside every other: 50 million pairs."""
+    """All are live at once: 50 million pairs."""
     count = 10_000
     requests = Requests(
         ids=[f"b{i}" for i in range(count)], lower=[0] * count, upper=[9] * count, size_bytes=[8] * count
@@ -119,7 +119,7 @@ def _with_offsets(offsets: list[int]) -> Placement:
 
 @given(st.data())
 def test_faults_are_found_exactly_where_bytes_collide(data: st.DataObject) -> None:
-    """Against a map of every (instant, address), for random small placements."""
+    """Random small placements, compared with a map of every (instant, address)."""
     count = data.draw(st.integers(1, 6))
     lower = [data.draw(st.integers(0, 6)) for _ in range(count)]
     upper = [low + data.draw(st.integers(1, 4)) for low in lower]

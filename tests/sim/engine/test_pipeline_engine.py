@@ -260,9 +260,11 @@ def test_the_answer_describes_the_stages() -> None:
     assert answer.best is not None
     layout = answer.best.decisions.layout
     assert (layout.tp, layout.pp, layout.dp, layout.schedule) == (4, 2, 1, "1f1b")
-    (line,) = [line for line in answer.result.why if " stages play " in line]
+    (line,) = [line for line in answer.result.why if " pipeline stages run " in line]
     sent = format_bytes(max(stage.sent_bytes for stage in answer.best.stages))
-    assert line.startswith(f"2 stages play 4 micro-batches by 1f1b; a rank hands on {sent} a step")
+    assert line.startswith(
+        f"2 pipeline stages run 4 micro-batches with the 1f1b schedule; a rank sends at most {sent} per step"
+    )
 
 
 def test_a_device_needs_less_for_more_stages() -> None:

@@ -66,7 +66,7 @@ def test_the_answer_names_what_zero_3_shards_without_dp() -> None:
     asked = ask(metp=8, zero=3, recompute="full", alpha=0.0, global_batch=1)
     result = what_if(replace(asked, model=msgspec.structs.replace(asked.model, layers=1))).result
     (line,) = [line for line in result.why if line.startswith("ZeRO 3")]
-    assert "its share of gradients and parameters of embedding and head, which METP has on every rank" in line
+    assert "a shard of gradients and parameters of embedding and head, which METP replicates" in line
     # The tied embedding, for the lookup and for the classifier, in bf16; its gradient twice in fp32.
     embedding = asked.model.vocab * asked.model.hidden / 2**30
     gathered, scattered = map(float, re.findall(r"([\d.]+) GiB", line))

@@ -87,9 +87,9 @@ def test_an_impossible_pinned_chunk_is_named_as_the_reason() -> None:
 def test_the_answer_names_the_gain() -> None:
     (line,) = [line for line in what_if(ask(1 << 17)).result.why if line.startswith("The MLP")]
     assert "8 row blocks of 16k tokens" in line
-    assert "whole, device memory would be" in line
+    assert "undivided, the device would need" in line
     answer = what_if(ask(1 << 19))
     (line,) = [line for line in answer.result.why if line.startswith("The MLP")]
-    assert "whole it does not fit, gpu_oom" in line
+    assert "undivided it does not fit (gpu_oom" in line
     assert answer.result.best is not None
     assert answer.result.best.mlp_chunk_tokens == 65536
