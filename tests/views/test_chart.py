@@ -11,6 +11,7 @@ from memo_sim.contract.errors import UsageError
 from memo_sim.contract.figure import Figure, Line, Point
 from memo_sim.views.chart import draw_chart, picture, style
 from memo_sim.views.chart_table import chart_table
+from tests.refusals import refused
 
 LONGEST = Figure(
     name="11a",
@@ -54,7 +55,7 @@ def test_the_picture_is_the_same_bytes_each_time(tmp_path: Path, suffix: str) ->
 
 
 def test_a_file_of_another_kind_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="not a kind of picture"):
+    with refused(UsageError, where="figure.txt", got="'.txt'", wanted=".png, .svg, .pdf"):
         draw_chart(LONGEST, tmp_path / "figure.txt")
 
 
