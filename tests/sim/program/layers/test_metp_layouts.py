@@ -15,6 +15,7 @@ from memo_sim.program.ir.instruction import BufferClass
 from memo_sim.program.ir.work import Attention, Gemm
 from memo_sim.program.layout.parameters import Block, embed_block, head_block, layer_block
 from memo_sim.program.lower import lower
+from tests.refusals import refused
 from tests.sim.program.layers.test_metp import chosen, metp
 from tests.sim.small_programs import GPT, LLAMA, faults_of
 
@@ -98,6 +99,6 @@ def test_eight_parts_of_one_key_head_each() -> None:
 )
 def test_heads_that_ranks_cannot_share_are_refused(changes: dict[str, int], where: str) -> None:
     """Keys and values of one head on two ranks would be made, sent and summed twice."""
-    with pytest.raises(Infeasible, match="metp = 4 does not divide") as refused:
+    with refused(Infeasible, what="metp = 4", where=where, got=str(changes[where]), wanted="4") as error:
         lower(chosen(msgspec.structs.replace(LLAMA, **changes), metp(4)))
-    assert refused.value.where == where
+    assert error.value.where == where
