@@ -37,7 +37,7 @@ def test_plans_name_fused_kernels_where_they_work(kernels: list[str], chosen: st
 @pytest.mark.parametrize("works", [True, False])
 def test_the_machine_says_whether_they_work(works: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     tried = {"torch": "", FUSED: "" if works else "no compiler"}
-    monkeypatch.setattr("memo_exec.machine.machine.rowwise_kernels.tried_rowwise_kernels", lambda machine: tried)
+    monkeypatch.setattr("memo_exec.machine.rowwise_kernels.tried_rowwise_kernels", lambda machine: tried)
     row = child.play(Case(rival="machine", kind="machine", part="checks"))
     assert (FUSED in row.backend.split(",")) is works
     assert "torch-flash-cpu" in row.backend.split(",")
