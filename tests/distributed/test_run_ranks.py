@@ -214,11 +214,8 @@ def stops(member: Member, plan: Path, how: str) -> str:
 
 @pytest.mark.parametrize(("how", "layout"), [("killed", "tp2"), ("raises", "tp2"), ("raises", "pp2")])
 def test_a_rank_that_dies_takes_the_others_down_with_a_message(plans: Path, how: str, layout: str) -> None:
-    with Team(2) as own:
-        begin = time.monotonic()
-        with pytest.raises(Failed) as caught:
-            own.play(stops, 2, plans / f"{layout}.json", how, meets=False, limit_s=90)
-        assert time.monotonic() - begin < 80  # less than any limit: nobody hung
+    with Team(2) as own, pytest.raises(Failed) as caught:  # at the limit it would say that a rank has not answered
+        own.play(stops, 2, plans / f"{layout}.json", how, meets=False, limit_s=90)
     (fine, said), (alive, end) = caught.value.answers
     assert fine
     assert "rank 0 of 2" in said
