@@ -19,11 +19,33 @@ SLOW = {"memo-table3", "vtrain-multi"}
 """Layouts are searched, or stages of many micro-batches played: minutes instead of seconds."""
 
 
+ELSEWHERE = {"simumax-b200"}
+"""Held by a test of its own, ``test_simumax.py``, which asks more of the same predictions."""
+
+
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in list_case_files()]
+    "name",
+    [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in list_case_files() if n not in ELSEWHERE],
 )
 def test_no_case_set_is_worse_than_what_was_accepted(name: str) -> None:
-    check_accepted(validate(load_cases(name), jobs=2), load_accepted())
+    cases = load_cases(name)
+    found = validate(cases, jobs=2 if name in SLOW else 1)
+    check_accepted(found, load_accepted())
+    if name == "memo-table4":
+        table_4_without_a_memory_plan(cases, found.cases)
+
+
+def table_4_without_a_memory_plan(cases: list[Case], reports: list[CaseReport]) -> None:
+    rows = zip(cases, reports, strict=True)
+    found = {c.question.seq_tokens // 1024: r for c, r in rows if c.question.words.get("memory_plan") == "no"}
+    assert [r.predicted.status for r in found.values()] == ["ok"] * 4 + ["gpu_oom"] * 4
+    assert all(r.error.status for r in found.values())
+    # MEMO 5.2 prints 6 and 16; issue 3 asks for a factor of two.
+    assert {k: r.expected.reorganisations for k, r in found.items() if r.expected.reorganisations} == {128: 6, 256: 16}
+    for length in (128, 256):
+        error = found[length].error.reorganisations
+        assert error is not None
+        assert 0.5 <= 1 + error <= 2
 
 
 def rows_of(name: str, system: str, model: str = "") -> list[Case]:
