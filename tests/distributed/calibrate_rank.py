@@ -26,9 +26,10 @@ QUICK = replace(
     heads=(2,),
     attention_lengths=(128,),
     copy_bytes=(2**14, 2**18),
-    beside_s=0.05,
-    message_bytes=(2**10, 2**14, 2**18, 2**20, 2**22),
-    message_s=0.02,
+    beside_s=0.01,
+    copied_bytes=2**20,
+    message_bytes=(2**10, 2**16, 2**20),
+    message_s=0.002,
     budget_s=0.0,
 )
 CACHE_BYTES = 2**20

@@ -44,7 +44,8 @@ FEW = replace(
     heads=(2,),
     attention_lengths=(128, 256),
     copy_bytes=(2**14, 2**18),
-    beside_s=0.1,
+    beside_s=0.02,
+    copied_bytes=2**20,
     message_bytes=(2**10, 2**14, 2**18, 2**20, 2**22),
     message_s=0.02,
 )
