@@ -1,4 +1,7 @@
-"""What is here, for a person who wants to know why a plan does not run: device, memory, kernels, versions."""
+"""Reports what this machine has and can run: device, memory, kernels, versions.
+
+The report helps a user to find out why a plan does not run.
+"""
 
 from __future__ import annotations
 
@@ -9,15 +12,15 @@ from memo_exec.machine.rowwise_kernels import tried_rowwise_kernels
 from memo_sim.contract.units import format_bytes
 
 HEAD_DIMS = (64, 128, 256)
-"""Head sizes that attention kernels are tried with."""
+"""Head sizes with which attention kernels are tried."""
 
 
 def report() -> str:
-    """Return one line a fact."""
+    """Return the report as text, one fact per line."""
     machine = this_machine()
     lines = [("device", f"{machine.name} ({machine.device}), {machine.devices} visible")]
     if machine.device == "cpu":
-        lines.append(("compute threads", f"{machine.compute_threads}, and one for each copy lane"))
+        lines.append(("compute threads", f"{machine.compute_threads}, plus one for each copy lane"))
     else:
         free, total = format_bytes(machine.device_free_bytes), format_bytes(machine.device_memory_bytes)
         lines.append(("device memory", f"{free} free of {total}"))
@@ -32,14 +35,14 @@ def report() -> str:
 
 
 def _attention(machine: Machine) -> dict[str, str]:
-    """Return what each attention kernel can do: missing, or tried with every head size."""
+    """Return, for each attention kernel, why it is missing, or the head sizes with which it works and fails."""
     missing = attention_kernels(machine)
     found = {}
     for name, faults in tried_attention_kernels(
         machine, "fp32" if machine.device == "cpu" else "bf16", HEAD_DIMS
     ).items():
         works = ", ".join(str(size) for size, fault in faults.items() if not fault)
-        wrong = [f"heads of {size}: {fault}" for size, fault in faults.items() if fault]
-        tried = [f"available with heads of {works}"] if works else []
+        wrong = [f"head size {size}: {fault}" for size, fault in faults.items() if fault]
+        tried = [f"available with head sizes {works}"] if works else []
         found[name] = missing[name] or "; ".join(tried + wrong)
     return found

@@ -8,7 +8,10 @@ from memo_sim.contract.units import format_bytes, format_seconds, format_tokens
 from memo_sim.engine.simulate import Simulation
 from memo_sim.planning.outcome import Evaluated, SearchResult
 from memo_sim.planning.subsequences import swap_each
+from memo_sim.program.ir.kinds import BlockKind, TemplateKind
 from memo_sim.program.layout.attention_chunks import attention_chunks, in_chunks
+
+_LAYER_PASSES = (TemplateKind.FORWARD, TemplateKind.BACKWARD, TemplateKind.BACKWARD_RESIDENT)
 
 
 def blocks(found: SearchResult, simulation: Simulation) -> list[str]:
@@ -24,7 +27,7 @@ def _inputs(found: SearchResult, best: Evaluated, simulation: Simulation) -> lis
     if not best.decisions.swapped_tokens:
         return []
     kept = next((e for e in found.ranked if e.decisions == swap_each(best.decisions, 0)), None)
-    moved = format_bytes(simulation.pace.moved_by("layer.offload").d2h)
+    moved = format_bytes(simulation.pace.moved_by(lambda t: t.kind is TemplateKind.OFFLOAD).d2h)
     less = f"; kept on the device they do not fit, {_short(kept)}" if kept and not _fits(kept) else ""
     return [f"Layer inputs wait for backward in host memory, {moved} a step{less}."]
 
@@ -42,7 +45,7 @@ def _attention(found: SearchResult, best: Evaluated, simulation: Simulation) -> 
     if not in_chunks(best.decisions):
         return []
     down, up = (
-        sum(getattr(simulation.pace.moved_by(f"layer.{phase}"), lane) for phase in ("fwd", "bwd"))
+        getattr(simulation.pace.moved_by(lambda t: t.kind in _LAYER_PASSES and t.block is BlockKind.LAYER), lane)
         for lane in ("d2h", "h2d")
     )
     chunk, count = best.decisions.attention_chunk_tokens, len(attention_chunks(best.decisions))

@@ -22,12 +22,12 @@ import numpy as np
 from memo_sim.contract.plan import Decisions
 from memo_sim.contract.units import DTYPE_BYTES
 from memo_sim.program.analysis.liveness import Liveness
-from memo_sim.program.ir.instruction import BufferClass
+from memo_sim.program.ir.kinds import FamilyKind
 from memo_sim.program.ir.program import Program
 from memo_sim.program.layout.parameters import embed_block, head_block, layer_block
 
 FP32_BYTES = 4
-REPLACED = ("params", "grads", "master", "moment1", "moment2")
+REPLACED = (FamilyKind.PARAMS, FamilyKind.GRADS, FamilyKind.MASTER, FamilyKind.MOMENT1, FamilyKind.MOMENT2)
 """A program's states that are made in another order and in other pieces."""
 
 
@@ -61,7 +61,7 @@ def beginning_of(program: Program, decisions: Decisions) -> Beginning | None:
 def without_states(program: Program, lives: Liveness) -> Liveness:
     """Return the buffers without the states that a beginning stands for: of no bytes."""
     replaced = np.array(
-        [f.buffer_class is BufferClass.STATE and f.name.partition(".")[0] in REPLACED for f in program.all_families],
+        [f.kind in REPLACED for f in program.all_families],
         dtype=np.bool_,
     )
     sizes = lives.bytes.copy()

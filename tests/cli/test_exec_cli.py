@@ -70,7 +70,7 @@ def test_help_loads_no_torch(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, env=env, cwd=tmp_path, check=True
     )
-    assert "Train by PLAN" in done.stdout
+    assert "Train as PLAN says" in done.stdout
     assert done.stderr.strip() == "[]"
 
 

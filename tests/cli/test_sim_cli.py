@@ -237,7 +237,7 @@ def test_lists_and_schemas() -> None:
         assert done.returncode == 0
         assert expected in done.stdout
     schema = json.loads(memo_sim("schema", "plan").stdout)
-    assert "memo.plan/1" in json.dumps(schema)
+    assert "memo.plan/2" in json.dumps(schema)
 
 
 def some_cases(folder: Path, source: str, *names: str) -> str:

@@ -86,7 +86,7 @@ def test_sums_that_would_leave_64_bits_hide_no_overlap() -> None:
     """Two buffers at one address whose ends wrap around, in an arena that is large enough for them."""
     high = 2**63 - 512
     placement = msgspec.structs.replace(RIGHT, offset_bytes=[0, high, high], arena_bytes=high + 512)
-    assert any("nothing is compared" in fault for fault in check_placement(placement, REQUESTS))
+    assert any("cannot be compared" in fault for fault in check_placement(placement, REQUESTS))
 
 
 def test_one_byte_shared_by_two_of_ten_thousand_buffers_is_found() -> None:

@@ -11,6 +11,7 @@ from enum import IntEnum, StrEnum
 from typing import Literal
 
 from memo_sim.contract.units import DTYPE_BYTES
+from memo_sim.program.ir.kinds import BlockKind, FamilyKind, Phase, TemplateKind
 from memo_sim.program.ir.work import Work
 
 
@@ -26,8 +27,8 @@ class Lane(IntEnum):
     REPLICA = 6
     """Collectives over the ranks that hold the same parameters, where they run beside a layer's own."""
     SEND = 7
-    RECEIVE = 8
-    """Hand-overs between pipeline stages (``handover.py``)."""
+    RECV = 8
+    """Hand-overs between pipeline stages (``stage_p2p.py``)."""
 
     @property
     def label(self) -> str:
@@ -44,7 +45,7 @@ class Mode(IntEnum):
 
 
 class BufferClass(StrEnum):
-    """Why a buffer exists (design.md, the instruction set, point 5)."""
+    """Why a buffer exists; reports give memory by these classes."""
 
     STATE = "state"
     SKELETAL = "skeletal"
@@ -52,7 +53,10 @@ class BufferClass(StrEnum):
     WORKSPACE = "workspace"
     EXCHANGE = "exchange"
     GATHERED = "gathered"
-    CARRIED = "carried"
+    KV_CACHE = "kv_cache"
+    """Keys and values of earlier subsequences, and the sums of their gradients."""
+    PIPELINE = "pipeline"
+    """What pipeline stages send to each other: a stage's input and output."""
     INPUT = "input"
 
 
@@ -72,6 +76,8 @@ class Family:
     count: int = 1
     space: Literal["device", "host"] = "device"
     lifetime: Literal["step", "dynamic"] = "dynamic"
+    kind: FamilyKind = FamilyKind.OTHER
+    block: BlockKind | None = None
 
     @property
     def bytes(self) -> int:
@@ -82,6 +88,10 @@ class Family:
     def row_bytes(self) -> int:
         """Size of one token's features."""
         return self.features * DTYPE_BYTES[self.dtype]
+
+
+Families = dict[str, Family]
+"""Families by name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +114,9 @@ class Instruction:
     lane: Lane
     work: Work
     operands: tuple[Operand, ...]
+    phase: Phase = Phase.FORWARD
+    run: str = field(default="", repr=False)
+    """The run of a parameter block that it updates or adds to; the name says it too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +130,10 @@ class Template:
     slots: tuple[str, ...]
     own: tuple[Family, ...]
     instructions: tuple[Instruction, ...]
+    kind: TemplateKind = TemplateKind.OTHER
+    block: BlockKind | None = None
+    cut: int = field(default=0, repr=False)
+    """The instruction that a layer's second half begins with where a helper stage plays it in two; 0 if it is whole."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from memo_sim.program.ir.instruction import Family, Instance, Instruction, Template
 from memo_sim.program.layout.schedule import Pass
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Program:
     instance.
     """
 
-    role: str
+    stage: str
     families: tuple[Family, ...]
     templates: tuple[Template, ...]
     instances: tuple[Instance, ...]
@@ -46,7 +46,7 @@ class Program:
         for instance in self.instances:
             uses[instance.template] += 1
         own = [
-            Family(f"{t.name}/{f.name}", f.buffer_class, f.dtype, f.tokens, f.features, n, f.space, f.lifetime)
+            replace(f, name=f"{t.name}/{f.name}", count=n)
             for t, n in zip(self.templates, uses, strict=True)
             for f in t.own
         ]
@@ -75,7 +75,7 @@ class Program:
     @cached_property
     def sha256(self) -> str:
         """Hash of templates, instances and the format version: equal programs, equal hash."""
-        digest = hashlib.sha256(f"memo.program/{FORMAT_VERSION}:{self.role}\n".encode())
+        digest = hashlib.sha256(f"memo.program/{FORMAT_VERSION}:{self.stage}\n".encode())
         for part in (self.families, self.templates, self.instances):
             for item in part:
                 digest.update(repr(item).encode())

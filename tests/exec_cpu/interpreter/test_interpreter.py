@@ -1,4 +1,4 @@
-"""Lanes, order, records and refusals of the interpreter."""
+"""Tests the interpreter: lanes, their order, step records, and the plans that it refuses."""
 
 import threading
 import time
@@ -192,7 +192,7 @@ def test_measured_trace_has_the_programs_ids() -> None:
 
 
 def test_a_lane_that_waits_for_another_rank_does_not_keep_a_failure_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The other rank may wait for this one: the step's error comes out, and the process can end."""
+    """The other rank may wait for this one, so the step raises its error and the process can end."""
     monkeypatch.setattr(interpreters, "STUCK_S", 0.1)
     begun, never, layers = threading.Event(), threading.Event(), []
 
@@ -203,7 +203,7 @@ def test_a_lane_that_waits_for_another_rank_does_not_keep_a_failure_back(monkeyp
 
     def fails(call: Call) -> None:
         layers.append(call)
-        if len(layers) > 1:  # the first layer is on its way to the host
+        if len(layers) > 1:  # the offload of the first layer has been issued
             begun.wait()
             raise ZeroDivisionError
         KERNELS["attention"](call)

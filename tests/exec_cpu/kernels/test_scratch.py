@@ -1,4 +1,4 @@
-"""No kernel takes memory that the program does not declare."""
+"""No kernel allocates memory that the program does not declare."""
 
 import pytest
 
@@ -9,9 +9,9 @@ from tests.exec_cpu.kernels.hand_call import allocations
 from tests.exec_cpu.small import MODELS, decide, one_step
 
 NUMBER_BYTES = 16
-"""Python numbers become tensors of one element."""
+"""Allocations up to this size are ignored, because torch turns Python numbers into tensors of one element."""
 THREAD_BYTES = 2**20
-"""torch's CPU attention keeps a tile per thread, whose size the machine decides; one thread's is below this."""
+"""Upper limit of one thread's tile in torch's CPU attention; the tile's size depends on the machine."""
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama-biased", "qwen3"])
@@ -41,5 +41,5 @@ def test_hidden_allocations(name: str, dtype: str) -> None:
 
 
 def test_a_kernel_cannot_take_more_than_is_declared() -> None:
-    with pytest.raises(ValueError, match="the workspace has 0 bytes"):
+    with pytest.raises(ValueError, match="more workspace bytes, but 0 of the declared 0 are taken"):
         Scratch(None).take(1)

@@ -1,4 +1,4 @@
-"""What this machine cannot run is refused before anything is allocated, with what was got and wanted."""
+"""Tests that a plan which this machine cannot run is refused before anything is allocated, with got and wanted."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -126,7 +126,7 @@ def test_stages_of_several_parts_have_a_program_each() -> None:
     layout = Layout(pp=2, schedule="interleaved", virtual_stages=2)
     plan = plan_of(byte_decisions(model=gpt(vocab=256, layers=4), layout=layout))
     programs = [preflight.checked_program(plan, where="plan.json", rank=rank) for rank in range(2)]
-    assert [program.role for program in programs] == ["stage0", "stage1"]
+    assert [program.stage for program in programs] == ["stage0", "stage1"]
 
 
 def test_a_step_of_too_many_micro_batches_is_refused_at_once() -> None:

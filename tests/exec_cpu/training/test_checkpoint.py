@@ -1,4 +1,4 @@
-"""Saving and resuming: the losses go on as they would have, and a kill at any moment costs no checkpoint."""
+"""Tests saving and resuming: a resumed run has the same losses, and a kill at any moment loses no checkpoint."""
 
 import json
 import shutil
@@ -162,7 +162,7 @@ def test_tensors_that_do_not_fit_are_refused(
 
 
 def test_a_checkpoint_of_flat_blocks_is_read(tmp_path: Path) -> None:
-    """As one process wrote them before there were layouts."""
+    """One process wrote such checkpoints in versions before layouts."""
     plan = write_plan(tmp_path / "plan.json")
     whole = losses(plan, steps=STEPS)
     losses(plan, steps=3, save=tmp_path / "run")
@@ -209,7 +209,7 @@ def test_killed_at_any_step_it_resumes_with_the_same_losses(tmp_path: Path) -> N
     assert process.stderr is not None
     while not process.stderr.readline().startswith("step     3"):
         assert process.poll() is None
-    process.send_signal(signal.SIGKILL)  # while it saves step 3, or plays step 4
+    process.send_signal(signal.SIGKILL)  # the process then saves step 3 or plays step 4
     process.communicate()
     found = checkpoint.latest(folder)
     assert found is not None

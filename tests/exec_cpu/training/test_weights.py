@@ -1,4 +1,4 @@
-"""Weights: the same draw under every policy, and Hugging Face directories both ways with equal logits."""
+"""Tests weights: every policy draws the same ones, and Hugging Face directories give equal logits both ways."""
 
 import json
 import os
@@ -70,7 +70,7 @@ def transformers() -> Any:
 
 
 def theirs(transformers: Any, name: str) -> Any:
-    """Return a random Hugging Face model."""
+    """Return a Hugging Face model with random weights."""
     prefix, fields = CONFIGS[name]
     head = "LMHeadModel" if prefix == "GPT2" else "ForCausalLM"
     torch.manual_seed(0)
@@ -86,7 +86,7 @@ def interpreter_of(model: Model) -> Interpreter:
 
 
 def logits(interpreter: Interpreter, ids: Tensor) -> Tensor:
-    """Play a step and return what the classifier wrote."""
+    """Play a step and return the classifier's output."""
     found = []
 
     def keep(call: Call) -> None:

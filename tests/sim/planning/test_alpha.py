@@ -1,4 +1,4 @@
-"""MEMO's linear program for alpha: the closed form against a solver, and the search against a full scan."""
+"""MEMO's linear program for alpha: the closed form agrees with a solver, and the search with a full scan."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from memo_sim.program.layout.skeletal import skeletal_tensors
 
 
 def solved(program: LinearProgram) -> float | None:
-    """Return alpha as CBC finds it in the paper's formulation, or None when infeasible."""
+    """Return alpha as CBC finds it in the paper's formulation, or None when the problem is infeasible."""
     model = mip.Model(sense=mip.MAXIMIZE, solver_name=mip.CBC)
     model.verbose = 0
     alpha = model.add_var(lb=0.0, ub=1.0)
@@ -87,15 +87,15 @@ def test_the_search_finds_what_a_full_scan_finds(valley: float, ceiling: float) 
 
 @pytest.mark.parametrize("valley", [0.0, 0.5, 0.7])
 @pytest.mark.parametrize("ceiling", [1.0, 0.6, 0.3])
-@pytest.mark.parametrize("floor", [0.01, 0.28, 0.4375])
-def test_partial_swap_finds_what_a_full_scan_finds(floor: float, ceiling: float, valley: float) -> None:
+@pytest.mark.parametrize("bound", [0.01, 0.28, 0.4375])
+def test_partial_swap_finds_what_a_full_scan_finds(bound: float, ceiling: float, valley: float) -> None:
     base = Decisions(model=load_model("gpt-7b"), seq_tokens=1 << 16)
     asked = []
 
     def predict(decisions: Decisions) -> Prediction:
         assert decisions.recompute == "none"
         asked.append(decisions.alpha)
-        if decisions.alpha < floor:
+        if decisions.alpha < bound:
             return Prediction(status="gpu_oom", shortfall_bytes=1)
         if decisions.alpha > ceiling:
             return Prediction(status="host_oom", shortfall_bytes=1)
@@ -103,7 +103,7 @@ def test_partial_swap_finds_what_a_full_scan_finds(floor: float, ceiling: float,
 
     found = best_partial_swap(base, predict)
     assert found is not None
-    least = next(step / 64 for step in range(1, 64) if step / 64 >= floor)
+    least = next(step / 64 for step in range(1, 64) if step / 64 >= bound)
     assert found.decisions.alpha == least
     assert found.prediction.status == ("ok" if least <= ceiling else "host_oom")
     assert len(asked) == len(set(asked)) < 20
@@ -113,7 +113,7 @@ def test_partial_swap_finds_what_a_full_scan_finds(floor: float, ceiling: float,
     assert (below.status if below else None) == ("gpu_oom" if least > 1 / 64 else None)
 
 
-def test_too_few_rows_have_no_part() -> None:
+def test_too_few_rows_have_no_partial_swap() -> None:
     base = Decisions(model=load_model("gpt-tiny"), seq_tokens=128)
     assert best_partial_swap(base, lambda _: pytest.fail("nothing to predict")) is None
 

@@ -128,21 +128,21 @@ def test_rows_without_a_memory_plan_are_played_as_an_eager_framework_does(tmp_pa
     rows = ({**ROW, "memory_plan": word} for word in ("yes", "no"))
     planned, eager = (c.predicted for c in validate(load_cases(str(case_file(tmp_path, *rows)))).cases)
     assert (planned.status, eager.status) == ("ok", "ok")
-    assert (planned.reserved_gib, planned.reorganisations) == (None, None)
+    assert (planned.reserved_gib, planned.allocation_retries) == (None, None)
     assert planned.allocated_gib is not None
     assert eager.allocated_gib is not None
     assert eager.reserved_gib is not None
     assert eager.reserved_gib > eager.allocated_gib > planned.allocated_gib
-    assert eager.reorganisations is not None
+    assert eager.allocation_retries is not None
 
 
 def test_the_column_of_reorganisations_may_be_left_out(tmp_path: Path) -> None:
-    assert "expected_reorganisations" not in COLUMNS
+    assert "expected_allocation_retries" not in COLUMNS
     (plain,) = load_cases(str(case_file(tmp_path, ROW)))
-    assert plain.expected.reorganisations is None
-    columns = [*COLUMNS[:-1], "expected_reorganisations", COLUMNS[-1]]
-    (case,) = load_cases(str(case_file(tmp_path, {**ROW, "expected_reorganisations": "6"}, columns=columns)))
-    assert case.expected.reorganisations == 6
+    assert plain.expected.allocation_retries is None
+    columns = [*COLUMNS[:-1], "expected_allocation_retries", COLUMNS[-1]]
+    (case,) = load_cases(str(case_file(tmp_path, {**ROW, "expected_allocation_retries": "6"}, columns=columns)))
+    assert case.expected.allocation_retries == 6
     assert case.question == plain.question
     with refused(BadInput, where="cases.csv:2, column expected_reorganisations", got="'often'"):
         load_cases(str(case_file(tmp_path, {**ROW, "expected_reorganisations": "often"}, columns=columns)))
@@ -220,7 +220,7 @@ def test_a_row_says_whether_replicas_and_stages_exchange_beside_compute(tmp_path
     path = case_file(tmp_path, *({**row, "overlap": word} for word in ("yes", "no")))
     beside, after = (c.predicted for c in validate(load_cases(str(path))).cases)
     assert beside.layout is not None
-    assert (beside.layout.pp, beside.layout.overlap_handovers) == (2, True)
+    assert (beside.layout.pp, beside.layout.overlap_p2p) == (2, True)
     assert beside.mfu is not None
     assert after.mfu is not None
     assert beside.mfu > after.mfu

@@ -1,11 +1,11 @@
-"""Ranks hold every token once, in the order that exchanged and gathered row blocks have."""
+"""Token order: ranks hold every token once, in the order of the row blocks that they exchange and gather."""
 
 from __future__ import annotations
 
 import pytest
 
 from memo_sim.contract.plan import Decisions, Layout
-from memo_sim.program.layout.token_order import Run, clipped, pieces, row_blocks, token_runs
+from memo_sim.program.layout.token_order import Run, clipped, clipped_runs, row_blocks, token_runs
 from memo_sim.program.lower import lower
 from tests.sim.small_programs import GPT, decide
 
@@ -44,7 +44,7 @@ def test_the_zigzag_gives_every_rank_the_same_work() -> None:
 
 @pytest.mark.parametrize("cp", [1, 2])
 def test_exchanged_row_blocks_are_the_context_shard_in_order(cp: int) -> None:
-    """Concatenated block by block over the Ulysses ranks, rows are those of the context-parallel rank without it."""
+    """The rows of the Ulysses ranks, concatenated block by block, equal those of the cp rank without Ulysses."""
     layout = Layout(ulysses=2, cp=cp)
     decisions = decide(GPT, layout, ("tokenwise", 0.5), seq_tokens=1024, micro_batch=3, global_batch=3)
     blocks = row_blocks(decisions)
@@ -59,8 +59,8 @@ def test_exchanged_row_blocks_are_the_context_shard_in_order(cp: int) -> None:
 def test_clipping() -> None:
     runs = (Run(0, 10, 4), Run(4, 40, 4))
     assert list(clipped(runs, 2, 4)) == [Run(2, 12, 2), Run(4, 40, 2)]
-    assert list(pieces([(0, 128), (128, 64)], 0, 192)) == [(0, 128), (128, 64)]
-    assert list(pieces([(0, 128), (128, 64)], 128, 64)) == [(128, 64)]
+    assert list(clipped_runs([(0, 128), (128, 64)], 0, 192)) == [(0, 128), (128, 64)]
+    assert list(clipped_runs([(0, 128), (128, 64)], 128, 64)) == [(128, 64)]
 
 
 @pytest.mark.parametrize("policy", [("tokenwise", 0.0), ("tokenwise", 0.5), ("none", 0.5), ("full", 1.0)])

@@ -1,4 +1,4 @@
-"""Fused row-wise kernels are a plan's choice: they change workspaces, nothing else of its program."""
+"""Fused row-wise kernels are a choice of the plan and change only the workspaces of its program."""
 
 import msgspec
 
@@ -16,7 +16,7 @@ def with_kernels(rowwise: RowwiseKernel) -> Decisions:
 
 
 def largest(program: Program, part: str) -> int:
-    """Return the bytes of the largest workspace whose name has ``part`` in it."""
+    """Return the bytes of the largest workspace whose name contains ``part``."""
     found = [
         slot.bytes
         for template in program.templates
@@ -49,4 +49,4 @@ def test_fused_kernels_need_less() -> None:
     heads = 4096 * 40 * 64 * 2
     rotary = table.rotary_workspace_bytes(rows, 40, 128, "bf16")
     assert rotary - table.rotary_workspace_bytes(rows, 40, 128, "bf16", "triton") == heads
-    assert table.loss_workspace_bytes(rows, vocab, "bf16", "triton") == 4 * rows + table.PIECE_BYTES
+    assert table.loss_workspace_bytes(rows, vocab, "bf16", "triton") == 4 * rows + table.SCRATCH_ALIGNMENT_BYTES

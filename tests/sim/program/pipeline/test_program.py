@@ -1,4 +1,4 @@
-"""The lowering: every policy and layout gives a program that the independent checkers accept."""
+"""The lowering of one stage: every policy and layout gives a program that the independent checkers accept."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from memo_sim.program.ir.work import Attention, Copy, Gemm
 from memo_sim.program.layout.schedule import Units, one_stage
 from memo_sim.program.layout.shape import shape_of
 from memo_sim.program.layout.skeletal import Fate, skeletal_tensors
-from memo_sim.program.layout.swap_schedule import Visit, pass_visits, swap_schedule, turns
+from memo_sim.program.layout.swap_schedule import LayerPass, buffer_slots, layer_passes_of, swap_schedule
 from memo_sim.program.lower import lower, program_sha256
 from memo_sim.program.verify.program import check_edges, check_program
 from memo_sim.program.verify.roles import check_roles
@@ -35,9 +35,11 @@ LAYOUTS = [
 ]
 
 
-def step_visits(layers: int, micro_batches: int) -> list[Visit]:
-    """Return the visits of a step without pipeline: each micro-batch forward, then backward."""
-    return [visit for each in one_stage(Units(micro_batches)) for visit in pass_visits(each, range(layers))]
+def step_layer_passes(layers: int, micro_batches: int) -> list[LayerPass]:
+    """Return the layer passes of a step without pipeline parallelism: each micro-batch's forward, then its backward."""
+    return [
+        layer_pass for each in one_stage(Units(micro_batches)) for layer_pass in layer_passes_of(each, range(layers))
+    ]
 
 
 @pytest.mark.parametrize("model", [GPT, LLAMA], ids=["gpt", "llama"])
@@ -48,7 +50,7 @@ def test_every_program_passes_the_independent_checkers(model: Model, policy: tup
         columns = expand(programs[0])
         assert check_program(programs[0], columns) == []
         assert check_edges(columns, derive_edges(columns)) == []
-        assert check_roles(programs) == []
+        assert check_stages(programs) == []
 
 
 def test_the_edge_checker_finds_a_missing_edge() -> None:
@@ -92,21 +94,21 @@ def test_recompute_repeats_forward_call_by_call() -> None:
 
 @pytest.mark.parametrize("layers", [1, 2, 3, 4, 7])
 def test_which_layers_are_swapped_is_derived(layers: int) -> None:
-    visits = step_visits(layers, micro_batches=2)
-    schedule = swap_schedule(visits, turns(visits))
+    layer_passes = step_layer_passes(layers, micro_batches=2)
+    schedule = swap_schedule(layer_passes, buffer_slots(layer_passes))
     assert schedule.swapped == {(m, 0, layer) for m in range(2) for layer in range(layers - 2)}
 
 
-def test_another_order_of_visits_swaps_other_layers() -> None:
-    """Two micro-batches forward before any backward: only the layers that were visited last stay."""
-    visits = [v for v in step_visits(4, 2) if not v.backward]
-    visits += [v for v in step_visits(4, 2) if v.backward and v.micro_batch == 1]
-    visits += [v for v in step_visits(4, 2) if v.backward and v.micro_batch == 0]
-    schedule = swap_schedule(visits, turns(visits))
+def test_another_order_of_layer_passes_swaps_other_layers() -> None:
+    """With two micro-batches forward before any backward, only the layers of the last layer passes stay."""
+    layer_passes = [v for v in step_layer_passes(4, 2) if not v.backward]
+    layer_passes += [v for v in step_layer_passes(4, 2) if v.backward and v.micro_batch == 1]
+    layer_passes += [v for v in step_layer_passes(4, 2) if v.backward and v.micro_batch == 0]
+    schedule = swap_schedule(layer_passes, buffer_slots(layer_passes))
     assert schedule.swapped == {(m, 0, layer) for m, layer in [(0, 0), (0, 1), (0, 2), (0, 3), (1, 0), (1, 1)]}
 
 
-def test_bytes_to_the_host_come_back() -> None:
+def test_offloaded_bytes_are_prefetched() -> None:
     for policy in (("tokenwise", 0.0), ("tokenwise", 0.5), ("none", 1.0), ("none", 0.5)):
         program = lower(decide(policy=policy))[0]
         moved = {Lane.D2H: 0, Lane.H2D: 0}
@@ -159,7 +161,7 @@ def test_equal_decisions_give_equal_hashes_and_others_do_not() -> None:
         {"model": load_model("gpt-tiny"), "seq_tokens": 1 << 20},
     ],
 )
-def test_what_cannot_be_lowered_is_refused(change: dict) -> None:
+def test_infeasible_decisions_are_refused(change: dict) -> None:
     fields = {"model": GPT, "seq_tokens": 2048, **change}
     with pytest.raises(Infeasible) as error:
         lower(Decisions(**fields))
@@ -167,7 +169,7 @@ def test_what_cannot_be_lowered_is_refused(change: dict) -> None:
     assert error.value.exit_code == 4
 
 
-def test_swapped_tokens_that_end_inside_a_row_block_are_a_files_fault() -> None:
+def test_swapped_tokens_that_end_inside_a_row_block_are_bad_input() -> None:
     layout = Layout(tp=2, sequence_parallel=True)
     with refused(BadInput, where="$.decisions.swapped_tokens", got="128", wanted=("256", "2048")) as error:
         lower(Decisions(model=GPT, seq_tokens=2048, swapped_tokens=128, recompute="tokenwise", layout=layout))
