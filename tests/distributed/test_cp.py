@@ -94,7 +94,7 @@ def test_the_comparison_finds_an_operator_that_is_left_out(team: Team, op: str) 
 
 def test_gathered_sequences_of_a_micro_batch_are_refused() -> None:
     with refused(CannotRun, where="$.decisions.micro_batch", got="2", wanted="1"):
-        rank_program(training(llama(), GATHERED, micro_batch=2, global_batch=2), Place(GATHERED))
+        rank_program(training(llama(), GATHERED, micro_batch=2, global_batch=2), MeshCoordinates(GATHERED))
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 import json
 import random
-import re
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -257,30 +256,31 @@ def of_another_class(placement: Placement) -> Placement:
 @pytest.mark.parametrize(
     ("change", "got"),
     [
-        (placed_twice, r"^input\.ids\[0\] is .* twice"),
-        (of_a_stranger, r"^stranger .*; input\.ids\[0\] "),
-        (dying_early, r"^input\.ids\[0\] .*\[0, 289\).*\[0, 290\)$"),
-        (too_short, r"^input\.ids\[0\] .*\b2047\b.*\b2048$"),
-        (too_large, r"^the arena .*\b5978112\b.*\b5977600$"),
-        (of_another_alignment, r"^alignment .*\b256\b.*\b512$"),
-        (with_another_bound, r"bound .*\b5978112\b.*\b5977600$"),
-        (of_another_class, r"^input\.ids\[0\] .*class exchange.* input$"),
-        (onto_a_living_neighbour, r"^loss and grad\.x\[4\] .*\b8192\b"),
-        (too_small, r"^head/loss\.scratch\[0\] .*\b5977408\b.*\b5977088 bytes"),
-        (of_another_program, r"^the placement is of program [0-9a-f]{12}, .*[0-9a-f]{12};"),
-        (without_a_buffer, r"^input\.ids\[0\] .*placed$"),
-        (off_its_alignment, r"^grad_norm .*\b8708\b.*\b512$"),
+        (placed_twice, ("input.ids[0]", "twice")),
+        (of_a_stranger, ("stranger", "input.ids[0]")),
+        (dying_early, ("input.ids[0]", "[0, 289)", "[0, 290)")),
+        (too_short, ("input.ids[0]", "2047", "2048")),
+        (too_large, ("5978112", "5977600")),
+        (of_another_alignment, ("alignment", "256", "512")),
+        (with_another_bound, ("bound", "5978112", "5977600")),
+        (of_another_class, ("input.ids[0]", "exchange", "input")),
+        (onto_a_living_neighbour, ("loss and grad.x[4]", "8192")),
+        (too_small, ("head/loss.scratch[0]", "5977408", "5977088")),
+        (of_another_program, ("program",)),
+        (without_a_buffer, ("input.ids[0]",)),
+        (off_its_alignment, ("grad_norm", "8708", "512")),
     ],
 )
-def test_a_wrong_placement_is_refused(tmp_path: Path, change: Callable[[Placement], Placement], got: str) -> None:
+def test_a_wrong_placement_is_refused(
+    tmp_path: Path, change: Callable[[Placement], Placement], got: tuple[str, ...]
+) -> None:
     """Pinned by the plan, so that only the checker stands between it and the step."""
     path = write_plan(tmp_path / "plan.json")
     plan, wrong = codec.read(path, Plan), change(placed(byte_decisions()))
     codec.write(tmp_path / "plan.placement.json", wrong)
     codec.write(path, msgspec.structs.replace(plan, placement_sha256=codec.sha256_of(wrong)))
-    with refused(BadInput, where="plan.placement.json", hint="memo-sim what-if -o") as caught:
+    with refused(BadInput, where="plan.placement.json", got=got, hint="memo-sim what-if -o"):
         run(path, RunOptions(steps=1))
-    assert re.search(got, str(caught.value.got))
 
 
 def test_a_placement_that_is_not_the_pinned_one_is_refused(tmp_path: Path) -> None:

@@ -54,7 +54,7 @@ def test_every_rank_has_an_arena_that_serves_its_program(layout: Layout, tmp_pat
 def test_a_placement_of_another_plan_is_still_refused(tmp_path: Path) -> None:
     plan = plan_for(tmp_path / "plan.json", Layout(cp=2))
     other = msgspec.structs.replace(plan.decisions, seq_tokens=256)
-    program = rank_program(other, Place(other.layout))
+    program = rank_program(other, MeshCoordinates(other.layout))
     with refused(BadInput, where="plan.placement.json", got=program.sha256[:12]):
         checked_placement(msgspec.structs.replace(plan, decisions=other), program, tmp_path / "plan.json")
 

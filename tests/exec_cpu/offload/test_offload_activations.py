@@ -385,7 +385,7 @@ def test_wrong_arguments_are_refused(wrong: dict[str, Any]) -> None:
 
 
 def test_more_than_the_host_has_is_refused() -> None:
-    with refused(CannotRun, what="host_bytes", wanted=str(2**60)):
+    with refused(CannotRun, wanted=str(2**60), hint="host_bytes"):
         offload_activations(host_bytes=2**60)
     with refused(CannotRun, got="meta"):
         offload_activations(device="meta")

@@ -246,7 +246,7 @@ def test_traces_are_of_every_stage_and_pin_all_programs() -> None:
 
 
 def test_a_stage_that_misses_its_counterpart_is_a_circle(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("memo_sim.program.pipeline.stage_p2p.Handovers.ahead", 0)
+    monkeypatch.setattr("memo_sim.program.pipeline.stage_p2p.StageP2P.ahead", 0)
     with refused(MemoError, got="waits for") as error:
         run(Layout(pp=4, schedule="interleaved", virtual_stages=2), 8)
     assert error.value.exit_code == 1
@@ -260,9 +260,11 @@ def test_the_answer_describes_the_stages() -> None:
     assert answer.best is not None
     layout = answer.best.decisions.layout
     assert (layout.tp, layout.pp, layout.dp, layout.schedule) == (4, 2, 1, "1f1b")
-    (line,) = [line for line in answer.result.why if " stages play " in line]
+    (line,) = [line for line in answer.result.why if " pipeline stages run " in line]
     sent = format_bytes(max(stage.sent_bytes for stage in answer.best.stages))
-    assert line.startswith(f"2 stages play 4 micro-batches by 1f1b; a rank hands on {sent} a step")
+    assert line.startswith(
+        f"2 pipeline stages run 4 micro-batches with the 1f1b schedule; a rank sends at most {sent} per step"
+    )
 
 
 def test_a_device_needs_less_for_more_stages() -> None:

@@ -16,7 +16,7 @@ from memo_sim.program.ir.program import Program
 from memo_sim.program.ir.work import BatchedGemm, Gemm, Rowwise
 from memo_sim.program.lower import lower
 from memo_sim.program.verify.program import check_edges, check_program
-from memo_sim.program.verify.roles import check_roles
+from memo_sim.program.verify.stages import check_stages
 from tests.refusals import refused
 from tests.sim.small_programs import GPT, LLAMA, decide
 

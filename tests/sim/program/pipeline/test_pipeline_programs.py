@@ -24,7 +24,7 @@ from memo_sim.program.layout.stage import stages_of
 from memo_sim.program.lower import lower, program_sha256
 from memo_sim.program.pipeline.stage_p2p import StageP2P
 from memo_sim.program.verify.program import check_edges, check_program
-from memo_sim.program.verify.roles import check_deadlock, check_roles
+from memo_sim.program.verify.stages import check_deadlock, check_stages
 from tests.refusals import refused
 from tests.sim.small_programs import GPT, LLAMA, POLICIES, decide
 
@@ -285,7 +285,7 @@ def test_interleaved_stages_without_early_receives_deadlock(
         (Layout(virtual_stages=2), {}, "layout.virtual_stages", ("2", "1f1b", "1 stages")),
         (Layout(pp=4, schedule="interleaved", virtual_stages=2), {"each": 6}, "global_batch", "6 micro-batches"),
         (
-            Layout(pp=4, schedule="interleaved", virtual_stages=2, overlap_handovers=False),
+            Layout(pp=4, schedule="interleaved", virtual_stages=2, overlap_p2p=False),
             *({}, "layout.overlap_", "False"),
         ),
         (

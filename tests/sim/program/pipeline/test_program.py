@@ -21,7 +21,7 @@ from memo_sim.program.layout.skeletal import Fate, skeletal_tensors
 from memo_sim.program.layout.swap_schedule import LayerPass, buffer_slots, layer_passes_of, swap_schedule
 from memo_sim.program.lower import lower, program_sha256
 from memo_sim.program.verify.program import check_edges, check_program
-from memo_sim.program.verify.roles import check_roles
+from memo_sim.program.verify.stages import check_stages
 from tests.refusals import refused
 from tests.sim.small_programs import GPT, LLAMA, POLICIES, decide
 
