@@ -11,7 +11,7 @@ How to add a rule: write it at its place in ``RULES`` (a user is told the first 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 
@@ -96,9 +96,15 @@ class _Feature:
             what=self.what or (lambda d: f"{knob} {word(d)} has no lowering {self.beside}"),
             where=where,
             got=got,
-            wanted=wanted or " or ".join(str(each) for each in allowed),
+            wanted=wanted or _listed(allowed),
             hint=f"{because}; {self.hint}" if because else self.hint,
         )
+
+
+def _listed(allowed: Sequence[object]) -> str:
+    """Return ``a, b or c``."""
+    *others, last = map(str, allowed)
+    return f"{', '.join(others)} or {last}" if others else last
 
 
 def _staged(decisions: Decisions) -> bool:
