@@ -6,7 +6,8 @@ The program declares them as workspaces, so that they are counted. Whether they 
     otherwise          torch's allocator hands them out beside the arena, which then has no slots for them
 
 The planner takes their sum off before it says that a plan fits, and the executor before it allocates: one function.
-Plans for CPUs keep the slots, whose bytes the executor counts once more beside them.
+Plans for CPUs keep the slots, whose bytes the executor counts once more beside them. Scratch whose size the processor's
+instruction set decides is in no program: the executor measures it (``memo_exec/machine/library_scratch.py``).
 """
 
 from __future__ import annotations
