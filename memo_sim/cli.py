@@ -332,6 +332,7 @@ def schema_command(name: str) -> None:
     type=click.Choice(["portfolio", "bilevel-mip", "mip", "greedy", "cp-sat"]),
     default="portfolio",
     show_default=True,
+    help="portfolio: first fit, then exact search; bilevel-mip: MEMO's two levels; mip, cp-sat: all buffers at once.",
 )
 @click.option("--time-limit", type=Finite(0, min_open=True), default=60, show_default=True, help="Seconds to solve.")
 @click.option("--device", type=click.IntRange(0), help="Of a snapshot; the one with most memory when not given.")

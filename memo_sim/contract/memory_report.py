@@ -7,6 +7,16 @@ import msgspec
 from memo_sim.contract.units import Bytes, NonNegative, Positive, Seconds, Tokens
 
 
+class OtherPlacement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What another solver gives for the same requests."""
+
+    solver: str
+    peak_bytes: Bytes
+    elapsed_s: Seconds
+    proven: bool
+    """Nothing smaller exists: of bilevel-mip no other bi-level plan, of others no other placement."""
+
+
 class MemoryReport(
     msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="schema", tag="memo.memory/1"
 ):
@@ -37,7 +47,11 @@ class MemoryReport(
     solver: str
     elapsed_s: Seconds
     bilevel_peak_bytes: Bytes | None = None
-    """The arena when every phase is planned apart (MEMO 4.3); null where the input has no phases."""
+    """The arena by the bi-level MIP, which plans every phase apart (MEMO 4.2); null where the input has no phases."""
+    bilevel_proven: bool | None = None
+    """Whether no other bi-level plan is smaller; null where there is none."""
+    others: list[OtherPlacement] = []
+    """What the solvers give that were not chosen: the portfolio, and the bi-level MIP where the input has phases."""
     capacity_bytes: Bytes | None = None
     """What the caching allocator may reserve; null: no limit."""
     reserved_caching_bytes: Bytes | None = None
