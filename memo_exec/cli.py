@@ -116,7 +116,9 @@ def cli() -> None:
 @click.option("--tolerance", type=Finite(0), help="Exit 5 when the step time's error exceeds this fraction.")
 @click.option("--trace", "trace_path", type=FILE, help="Write both timelines for ui.perfetto.dev.")
 @click.option("--measured", "measured_path", type=FILE, help="Write the measured step as memo.trace/1.")
-@click.option("--debug", is_flag=True, help="Poison what was offloaded and check every copy and order (slow).")
+@click.option(
+    "--debug", is_flag=True, help="Check the program first, poison what was offloaded, check every copy and order."
+)
 @click.option(
     "--replay-allocator",
     is_flag=True,
@@ -265,11 +267,22 @@ def calibrate_command(output: Path, name: str | None, budget_s: float | None) ->
 
 
 @cli.command("doctor")
-def doctor_command() -> None:
-    """Show what is here: device, memory, kernels, versions."""
-    from memo_exec.commands.doctor import report
+@click.argument("plan", type=FILE, required=False)
+def doctor_command(plan: Path | None) -> None:
+    """Show what is here: device, memory, kernels, versions. With PLAN check that plan instead.
 
-    click.echo(report())
+    The plan is lowered; its hash, the program of every stage, what stages send each other, and the placement beside it
+    are checked. Exit code: of the first check that fails, 3 for the files, 1 for a faulty program (a bug).
+    """
+    from memo_exec.commands.doctor import plan_report, report
+
+    if plan is None:
+        click.echo(report())
+        return
+    text, code = plan_report(plan)
+    click.echo(text)
+    if code:
+        sys.exit(code)
 
 
 def _say(text: str) -> None:

@@ -31,7 +31,7 @@ def check_roles(programs: tuple[Program, ...]) -> list[str]:
     sends to another is received there, in the same order: outputs of a layer as inputs of the next, gradients the other
     way round, of the same micro-batch.
     """
-    return [*_check_calls(programs), *_check_handovers(programs)]
+    return [*check_calls(programs), *_check_handovers(programs)]
 
 
 def check_deadlock(
@@ -72,7 +72,8 @@ def check_deadlock(
     return [f"{programs[r].role}: {ids[r][i]} never starts" for r, i in sorted(everything - done)]
 
 
-def _check_calls(programs: tuple[Program, ...]) -> list[str]:
+def check_calls(programs: tuple[Program, ...]) -> list[str]:
+    """Return every collective and exchange that the ranks of its group do not call alike."""
     calls = [_group_calls(p) for p in programs]
     faults = []
     for group in sorted({g for mine in calls for g in mine}):
@@ -157,7 +158,7 @@ def _shared(programs: Sequence[Program], across: Sequence[str]) -> list[tuple[in
             if isinstance(work, Handover):
                 kind: tuple[object, ...] = (work.source, work.target)
             elif isinstance(work, Collective | Exchange) and work.group in across and len(programs) > 1:
-                kind = (work.group,)
+                kind = (work.group, instruction.lane)  # a group's lanes are independent of each other
             else:
                 continue
             counts[instruction.lane, *kind] += 1
