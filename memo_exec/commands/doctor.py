@@ -6,6 +6,7 @@ its stages and the placement beside it.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 from memo_exec.distributed.own_program import rank_program
@@ -55,11 +56,12 @@ def plan_report(plan_path: Path) -> tuple[str, int]:
     plan = codec.read(plan_path, Plan)
     lines: list[tuple[str, str]] = []
     code = 0
-    for name, check in (
-        ("hash", lambda: [_hash_check(plan, plan_path)]),
-        ("program", lambda: program_checks(plan.decisions)),
-        ("placement", lambda: [_placement_check(plan, plan_path)]),
-    ):
+    checks: dict[str, Callable[[], list[Check]]] = {
+        "hash": lambda: [_hash_check(plan, plan_path)],
+        "program": lambda: program_checks(plan.decisions),
+        "placement": lambda: [_placement_check(plan, plan_path)],
+    }
+    for name, check in checks.items():
         try:
             found = check()
         except MemoError as error:
