@@ -27,6 +27,7 @@ from memo_sim.engine.playback import Floats, Playback
 from memo_sim.engine.segments import Segments, cut
 from memo_sim.program.analysis.columns import Columns, Ints
 from memo_sim.program.analysis.edges import Edges
+from memo_sim.program.analysis.rendezvous import Meeting
 from memo_sim.program.ir.instruction import Lane
 
 Rates = Callable[[int], tuple[float, ...]]
@@ -46,10 +47,6 @@ class Part:
     seconds: Floats
     name: Callable[[int], str] = str
     """Gives the id of an instruction."""
-
-
-Meeting = tuple[tuple[int, int], ...]
-"""Instructions of different roles that are played at once: (role, instruction) of each."""
 
 
 def play(

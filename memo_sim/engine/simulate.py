@@ -224,12 +224,6 @@ class Simulation:
         return self.pace.seconds
 
     @property
-    def fault_s(self) -> float | None:
-        """When memory runs out, seconds from the step's start; None when the plan fits."""
-        fault = self.memory.fault
-        return None if fault is None else float(self.fullest.playback.start_s[fault.instruction])
-
-    @property
     def peak_id(self) -> str:
         """The instruction at which device memory is fullest."""
         return self._of(self.fullest, self.fullest.peak_id)

@@ -46,11 +46,6 @@ def place_by_cores(problem: Problem, core: Core, *, bounded: bool = True) -> Int
     return reduction.put_together(found)
 
 
-def cores_of(problem: Problem, *, bounded: bool = True) -> list[Problem]:
-    """Return what is left to solve of ``problem``; an empty list means that the reduction alone proves the optimum."""
-    return [part.core for part in reduced(problem, bounded=bounded).parts]
-
-
 @dataclass(frozen=True, eq=False)
 class Part:
     """A core, the numbers of its ``buffers`` in the whole problem, and the address ``base`` of its lowest unit."""

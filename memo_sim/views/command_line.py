@@ -51,9 +51,10 @@ class Finite(click.FloatRange):
 
     def _describe_range(self) -> str:
         """Return the bounds without a zero behind the point."""
+        if self.max is None:
+            return f"x{'>' if self.min_open else '>='}{self.min:g}"
         low = "" if self.min is None else f"{self.min:g}{'<' if self.min_open else '<='}"
-        high = "" if self.max is None else f"{'<' if self.max_open else '<='}{self.max:g}"
-        return f"{low}x{high}"
+        return f"{low}x{'<' if self.max_open else '<='}{self.max:g}"
 
 
 def say(text: str) -> None:

@@ -8,7 +8,7 @@ import pytest
 from memo_sim.memory.decompose import solve_decomposed
 from memo_sim.memory.greedy import solve_greedy
 from memo_sim.memory.problem import Clock, Ints, Problem
-from memo_sim.memory.reduction import cores_of
+from tests.memory.cores import cores_of
 
 
 def chains(*counts: int) -> Problem:

@@ -35,7 +35,7 @@ from memo_sim.program.attention.partial import (
     workspace,
 )
 from memo_sim.program.ir.builder import Rows, TemplateBuilder, reads, writes
-from memo_sim.program.ir.instruction import BufferClass, Family, Lane
+from memo_sim.program.ir.instruction import BufferClass, Families, Family, Lane
 from memo_sim.program.layout.shape import Shape
 
 KV, D_KV = "carried.kv", "carried.d_kv"
@@ -69,7 +69,7 @@ def sums_of(shape: Shape, first: int = 0, tokens: int | None = None) -> list[tup
     ]
 
 
-def bind(builder: TemplateBuilder, found: dict[str, Family], shape: Shape, *, gradients: bool) -> None:
+def bind(builder: TemplateBuilder, found: Families, shape: Shape, *, gradients: bool) -> None:
     """Add what a forward or (``gradients``) a backward template needs of them."""
     if shape.carried:
         builder.bind(found[KV], slot=KV)

@@ -20,13 +20,11 @@ from memo_sim.contract.hardware import DtypeName
 from memo_sim.contract.plan import Decisions
 from memo_sim.contract.units import DTYPE_BYTES
 from memo_sim.program.ir.builder import Rows, TemplateBuilder, accumulates, reads, writes
-from memo_sim.program.ir.instruction import BufferClass, Family, Lane, Template
+from memo_sim.program.ir.instruction import BufferClass, Families, Family, Lane, Template
 from memo_sim.program.ir.work import Collective, Copy, Group, HostUpdate, Rowwise
 from memo_sim.program.layout.parameters import Block, half_gradients
 from memo_sim.program.layout.rank_order import degree
 from memo_sim.program.operators.workspaces import adamw_workspace_bytes
-
-Families = dict[str, Family]
 
 
 @dataclass(frozen=True)

@@ -34,12 +34,10 @@ from memo_sim.contract.plan import Decisions
 from memo_sim.contract.units import DTYPE_BYTES
 from memo_sim.program.data_parallel.optimizer import Optimizer
 from memo_sim.program.ir.builder import Rows, TemplateBuilder, accumulates, reads, writes
-from memo_sim.program.ir.instruction import BufferClass, Family, Lane, Template
+from memo_sim.program.ir.instruction import BufferClass, Families, Family, Lane, Template
 from memo_sim.program.ir.work import Collective, Rowwise
 from memo_sim.program.layout.stage import Stage
 from memo_sim.program.layout.swap_schedule import Visit
-
-Families = dict[str, Family]
 
 
 @dataclass(frozen=True, slots=True)

@@ -84,6 +84,10 @@ class Family:
         return self.features * DTYPE_BYTES[self.dtype]
 
 
+Families = dict[str, Family]
+"""Families by name."""
+
+
 @dataclass(frozen=True, slots=True)
 class Operand:
     """Tokens [first, first + tokens) of the buffer bound to ``slot``; ``role`` names the kernel's argument."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 from memo_sim.contract.plan import Decisions
 from memo_sim.contract.units import DTYPE_BYTES
 from memo_sim.program.ir.builder import Access, Rows, TemplateBuilder, accumulates, reads, writes
-from memo_sim.program.ir.instruction import BufferClass, Family, Lane, Template
+from memo_sim.program.ir.instruction import BufferClass, Families, Lane, Template
 from memo_sim.program.ir.work import Collective, Gemm, Rowwise
 from memo_sim.program.layers.layer import LayerWriter
 from memo_sim.program.layout.attention_chunks import attention_chunks, in_chunks
@@ -20,8 +20,6 @@ from memo_sim.program.layout.parameters import Block
 from memo_sim.program.layout.shape import Shape
 from memo_sim.program.operators import workspaces as table
 from memo_sim.program.operators.operators import RowBlock
-
-Families = dict[str, Family]
 
 
 def _param(block: Block, name: str, slot: str, *, gradient: bool = False) -> Access | None:

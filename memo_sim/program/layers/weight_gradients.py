@@ -20,14 +20,12 @@ from dataclasses import dataclass
 
 from memo_sim.contract.plan import Decisions
 from memo_sim.program.ir.builder import TemplateBuilder, reads, writes
-from memo_sim.program.ir.instruction import BufferClass, Family, Lane
+from memo_sim.program.ir.instruction import BufferClass, Families, Family, Lane
 from memo_sim.program.ir.work import Rowwise
 from memo_sim.program.layers.activations import Activations
 from memo_sim.program.layers.layer import LayerWriter
 from memo_sim.program.layout.shape import Shape
 from memo_sim.program.layout.skeletal import Skeletal
-
-Families = dict[str, Family]
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from memo_sim.contract.plan import Decisions
 from memo_sim.program.attention.subsequence import BEHIND, D_KV, KV, SUM_DTYPE
 from memo_sim.program.data_parallel.optimizer import Optimizer
 from memo_sim.program.ir.builder import TemplateBuilder, writes
-from memo_sim.program.ir.instruction import BufferClass, Family, Instance, Instruction, Lane, Template
+from memo_sim.program.ir.instruction import BufferClass, Families, Family, Instance, Instruction, Lane, Template
 from memo_sim.program.ir.work import Rowwise
 from memo_sim.program.layout.multiplex import Piece, Task
 from memo_sim.program.layout.parameters import Block
@@ -32,7 +32,7 @@ from memo_sim.program.layout.shape import Shape
 from memo_sim.program.layout.stage import Stage
 from memo_sim.program.layout.subsequence import Subsequence
 from memo_sim.program.pipeline.guest_message import BACKWARD, FORWARD, TO_GUEST, TO_HOME, Link, Range
-from memo_sim.program.pipeline.subsequence_templates import Bound, Families, Passing
+from memo_sim.program.pipeline.subsequence_templates import Bound, Passing
 
 PARAMS, GRADS, BETWEEN = "params", "grads", "between"
 HALVES = ("first", "second")

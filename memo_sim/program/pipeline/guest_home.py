@@ -13,13 +13,11 @@ from memo_sim.contract.plan import Decisions
 from memo_sim.program.attention.partial import add
 from memo_sim.program.attention.subsequence import KV, sums_of
 from memo_sim.program.ir.builder import Rows, TemplateBuilder
-from memo_sim.program.ir.instruction import BufferClass, Family
+from memo_sim.program.ir.instruction import BufferClass, Families, Family
 from memo_sim.program.layout.multiplex import Task
 from memo_sim.program.layout.shape import Shape
 from memo_sim.program.layout.stage import Stage
 from memo_sim.program.pipeline.guest_message import TO_GUEST, TO_HOME, Link, Range
-
-Families = dict[str, Family]
 
 
 class Home:

@@ -26,13 +26,11 @@ from dataclasses import dataclass
 from memo_sim.contract.plan import Decisions
 from memo_sim.contract.units import DTYPE_BYTES
 from memo_sim.program.ir.builder import Rows, TemplateBuilder, reads, writes
-from memo_sim.program.ir.instruction import BufferClass, Family, Lane
+from memo_sim.program.ir.instruction import BufferClass, Families, Family, Lane
 from memo_sim.program.ir.work import Collective, Handover, Rowwise
 from memo_sim.program.layout.schedule import Kind, Pass
 from memo_sim.program.layout.shape import Shape
 from memo_sim.program.layout.stage import Stage
-
-Families = dict[str, Family]
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from memo_sim.contract.plan import Decisions
 from memo_sim.program.attention import subsequence as carried_attention
 from memo_sim.program.data_parallel.optimizer import Optimizer, tied, totals
 from memo_sim.program.data_parallel.sharding import NOTHING, Sharding
-from memo_sim.program.ir.instruction import BufferClass, Family, Instance, Template
+from memo_sim.program.ir.instruction import BufferClass, Families, Family, Instance, Template
 from memo_sim.program.ir.program import Program
 from memo_sim.program.layout.multiplex import cut_tasks
 from memo_sim.program.layout.parameters import Block, embed_block, head_block, layer_block
@@ -89,10 +89,10 @@ class RoleLowering:
         self.optimizers = {kind: Optimizer(decisions, block, kind, counts[kind]) for kind, block in self.blocks.items()}
         self.sharding = Sharding(decisions, self.optimizers, micro_batches, stage)
         self.rounding = self.passings[0].activations.rounding
-        self.families: dict[str, Family] = {}
-        self.common: dict[str, Family] = {}
+        self.families: Families = {}
+        self.common: Families = {}
         """Those of no one subsequence."""
-        self.own: list[dict[str, Family]] = [{} for _ in self.passings]
+        self.own: list[Families] = [{} for _ in self.passings]
         """Of each subsequence, its own families under their plain names."""
         self._add_families()
         self.templates: list[Template] = []
@@ -190,7 +190,7 @@ class RoleLowering:
             passes=tuple(zip(self.passes, self.marks, strict=True)),
         )
 
-    def _add_guests(self, every: list[dict[str, Family]]) -> None:
+    def _add_guests(self, every: list[Families]) -> None:
         """Add what is handed to guests and taken from them, and what the stage plays as one; the last templates."""
         for x, home in self.homes.items():
             for made in home.templates(every[x]):

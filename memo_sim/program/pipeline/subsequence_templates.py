@@ -14,7 +14,7 @@ from functools import partial
 from memo_sim.contract.plan import Decisions
 from memo_sim.program.attention import subsequence as carried_attention
 from memo_sim.program.ir.builder import TemplateBuilder
-from memo_sim.program.ir.instruction import BufferClass, Family, Template
+from memo_sim.program.ir.instruction import BufferClass, Families, Family, Template
 from memo_sim.program.layers.activations import Activations
 from memo_sim.program.layers.embedding_and_head import embed_backward, embed_forward, head
 from memo_sim.program.layers.layer import LayerWriter
@@ -26,7 +26,6 @@ from memo_sim.program.layout.stage import Stage
 from memo_sim.program.layout.subsequence import Subsequence
 from memo_sim.program.pipeline.stage_p2p import Handovers
 
-Families = dict[str, Family]
 Bound = tuple[Template, list[str]]
 """A template, and the names of the slots that an instance binds."""
 Made = dict[str, Bound]
