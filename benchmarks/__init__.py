@@ -1,1 +1,1 @@
-"""Measurements that are no part of the wheel."""
+"""Benchmarks that run from a checkout; they are not part of the wheel."""

@@ -1,6 +1,6 @@
-"""Executor: plays a plan's program with torch on real devices and times each instruction.
+"""The executor: plays a plan's program with torch on real devices and times each instruction.
 
-``memo_exec.offload_activations`` needs no plan: it offloads what autograd saves of any torch model.
+``memo_exec.offload_activations`` needs no plan: it offloads the activations that autograd saves, for any torch model.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ __all__ = ["keep_activations", "offload_activations"]
 
 
 def __getattr__(name: str) -> object:
-    """Import torch only when something of it is asked for."""
+    """Import torch only when an attribute that needs it is used."""
     if name in __all__:
         from memo_exec import offload
 

@@ -1,4 +1,4 @@
-"""``python -m memo_exec`` is ``memo-exec``."""
+"""Makes ``python -m memo_exec`` run the same command line as ``memo-exec``."""
 
 from memo_exec.cli import main
 

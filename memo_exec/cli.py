@@ -1,7 +1,7 @@
-"""``memo-exec``: parse, call, render; nothing else.
+"""The command line ``memo-exec``: parses options, calls the functions in ``commands``, and prints their results.
 
-Results go to standard output; step lines, progress and warnings to standard error. torch is imported inside the
-commands.
+Results go to standard output. Step lines, progress and warnings go to standard error. Only the commands import torch,
+so ``--help`` starts quickly.
 """
 
 from __future__ import annotations
@@ -35,16 +35,19 @@ HYPERPARAMETERS = {
     "decay_steps": "decay_steps",
     "final_fraction": "final_fraction",
 }
-"""Options and the fields of ``Hyperparameters`` they set."""
+"""Options, and the fields of ``Hyperparameters`` that they set."""
 
 
 class Named(click.Path):
-    """A path that is not empty: an unset variable of a script is no file, and Path("") would be this folder."""
+    """A path that is not empty.
+
+    An unset variable of a script gives an empty name, and Path("") would be the current folder.
+    """
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         """Return the path, or fail with the option's name."""
         if not str(value):
-            self.fail("An empty name is given.", param, ctx)
+            self.fail("The path is an empty name.", param, ctx)
         return super().convert(value, param, ctx)
 
 
@@ -55,51 +58,88 @@ DIRECTORY = Named(path_type=Path, file_okay=False)
 @click.group(cls=Commands, context_settings=SETTINGS)
 @click.version_option(__version__, prog_name="memo-exec")
 def cli() -> None:
-    """Run a plan on this machine, measure it, and compare with what was predicted.
+    """Run a plan on this machine, measure it, and compare the measurement with the prediction.
 
-    Exit codes: 0 fine, 1 a bug, 2 wrong usage, 3 a bad input file, 5 outside --tolerance, 6 this machine cannot run the
-    plan, 130 interrupted.
+    Exit codes: 0 success, 1 a bug, 2 wrong usage, 3 a bad input file, 5 outside --tolerance, 6 this machine cannot run
+    the plan, 130 interrupted.
     """
 
 
 @cli.command("run")
 @click.argument("plan", type=FILE)
-@click.option("--data", type=FILE, help="Text (its bytes are the tokens), or token ids: .npy, .bin, .ids.")
-@click.option("--weights", type=DIRECTORY, help="Start from these Hugging Face safetensors, not from random weights.")
-@click.option("--steps", type=click.IntRange(1), default=10, show_default=True, help="Steps of the whole run.")
-@click.option("--seed", type=click.IntRange(0), help="Of the weights and the order of the data; 0 unless given.")
-@click.option("--lr", type=Finite(0, min_open=True), help="Learning rate [default: 3e-4].")
-@click.option("--warmup-steps", type=click.IntRange(0), help="Steps of linear warm-up [default: 0].")
 @click.option(
-    "--decay-steps", type=click.IntRange(0), help="Steps of cosine decay after it; 0 = constant [default: 0]."
+    "--data",
+    type=FILE,
+    help="Training data: text (its bytes are the tokens), or token ids in .npy, .bin or .ids [default: a text of "
+    "Shakespeare].",
 )
-@click.option("--final-fraction", type=Finite(0, 1), help="Of --lr, where the decay ends [default: 0.1].")
-@click.option("--weight-decay", type=Finite(0), help="Of matrices and embeddings [default: 0.1].")
-@click.option("--clip", type=Finite(0), help="Largest gradient norm; 0 = no clipping [default: 1].")
-@click.option("--beta1", type=Finite(0, 1, max_open=True), help="[default: 0.9]")
-@click.option("--beta2", type=Finite(0, 1, max_open=True), help="[default: 0.95]")
-@click.option("--eps", type=Finite(0, min_open=True), help="[default: 1e-8]")
-@click.option("--save", type=DIRECTORY, help="Keep checkpoints here, and the trained weights at the end.")
-@click.option("--save-every", type=click.IntRange(1), default=10, show_default=True, help="Steps between checkpoints.")
-@click.option("--resume", is_flag=True, help="Go on from the newest checkpoint of --save; begin when there is none.")
-@click.option("--tolerance", type=Finite(0), help="Exit 5 when the step time's error exceeds this fraction.")
-@click.option("--trace", "trace_path", type=FILE, help="Write both timelines for ui.perfetto.dev.")
+@click.option(
+    "--weights", type=DIRECTORY, help="Start from the Hugging Face safetensors in this folder, not from random weights."
+)
+@click.option(
+    "--steps",
+    type=click.IntRange(1),
+    default=10,
+    show_default=True,
+    help="Number of steps of the whole run, including those before --resume.",
+)
+@click.option("--seed", type=click.IntRange(0), help="Seed of the weights and of the order of the data [default: 0].")
+@click.option("--lr", type=Finite(0, min_open=True), help="Learning rate [default: 3e-4].")
+@click.option("--warmup-steps", type=click.IntRange(0), help="Number of steps with linear warm-up [default: 0].")
+@click.option(
+    "--decay-steps",
+    type=click.IntRange(0),
+    help="Number of steps with cosine decay, after the warm-up; 0 keeps --lr constant [default: 0].",
+)
+@click.option(
+    "--final-fraction",
+    type=Finite(0, 1),
+    help="Learning rate at the end of the decay, as a fraction of --lr [default: 0.1].",
+)
+@click.option("--weight-decay", type=Finite(0), help="Weight decay of matrices and embeddings [default: 0.1].")
+@click.option("--clip", type=Finite(0), help="Largest global norm of the gradients; 0 = no clipping [default: 1].")
+@click.option("--beta1", type=Finite(0, 1, max_open=True), help="AdamW's beta1 [default: 0.9].")
+@click.option("--beta2", type=Finite(0, 1, max_open=True), help="AdamW's beta2 [default: 0.95].")
+@click.option("--eps", type=Finite(0, min_open=True), help="AdamW's epsilon [default: 1e-8].")
+@click.option(
+    "--save", type=DIRECTORY, help="Save checkpoints to this folder, and the trained weights when the run ends."
+)
+@click.option(
+    "--save-every", type=click.IntRange(1), default=10, show_default=True, help="Steps between two checkpoints."
+)
+@click.option(
+    "--resume",
+    is_flag=True,
+    help="Continue from the newest checkpoint in --save, with its hyperparameters unless options change them; start a "
+    "new run when there is none.",
+)
+@click.option(
+    "--tolerance",
+    type=Finite(0),
+    help="Exit with code 5 when the predicted step time is off by more than this fraction of the measured one.",
+)
+@click.option(
+    "--trace", "trace_path", type=FILE, help="Write the predicted and the measured timeline for ui.perfetto.dev."
+)
 @click.option("--measured", "measured_path", type=FILE, help="Write the measured step as memo.trace/1.")
 @click.option(
-    "--debug", is_flag=True, help="Check the program first, poison what was offloaded, check every copy and order."
+    "--debug", is_flag=True, help="Check the program first, then every copy and order; poison offloaded rows (slow)."
 )
 @click.option(
     "--replay-allocator",
     is_flag=True,
-    help="CUDA: hand out device memory below torch, at planned addresses, and say what did not fit the plan.",
+    help="CUDA only: serve device memory at planned addresses below torch, and report requests that differ from the "
+    "plan.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one memo.comparison/1 document.")
 def run_command(**options: Any) -> None:
-    """Train by PLAN and print measured against predicted (the median step after warm-up).
+    """Train as PLAN says, and compare the median step after warm-up with the prediction.
 
-    A plan for several devices runs under torchrun, a rank a device: torchrun --nproc_per_node 2 -m memo_exec run PLAN.
-    The first rank prints; every rank writes its own timelines (trace.json, trace.rank1.json, ...). After a failure
-    torchrun exits with 1; what it prints last says which rank failed, why, and with which of memo-exec's exit codes.
+    A plan for several devices runs under torchrun with one rank per device: torchrun --nproc_per_node 2 -m memo_exec
+    run PLAN. The first rank prints. Every rank writes its own timelines (trace.json, trace.rank1.json, ...).
+
+    After a failure torchrun exits with code 1. Its last lines say which rank failed, why, and with which exit code of
+    memo-exec.
     """
     from memo_exec.commands.outputs import check_outputs, of_rank
     from memo_exec.commands.run import RunOptions, run
@@ -107,7 +147,7 @@ def run_command(**options: Any) -> None:
     for name in ("trace_path", "measured_path"):
         options[name] = options[name] and of_rank(options[name])
     if (every := typed("save_every")) and options["save"] is None:
-        raise UsageError("checkpoints are kept where --save says", got=", ".join(every), hint="add --save DIR")
+        raise UsageError("--save-every needs a folder for the checkpoints", got=", ".join(every), hint="add --save DIR")
     read = (options["plan"], options["data"], options["weights"])
     check_outputs(options["trace_path"], options["measured_path"], read=read)
     chosen = RunOptions(
@@ -130,22 +170,37 @@ def run_command(**options: Any) -> None:
 
 @cli.command("profile")
 @click.argument("plan", type=FILE)
-@click.option("--steps", type=click.IntRange(1), default=5, show_default=True, help="Steps to play; the median counts.")
 @click.option(
-    "--trace", "trace_path", type=FILE, help="For ui.perfetto.dev [default: PLAN's name with .perfetto.json]."
+    "--steps",
+    type=click.IntRange(1),
+    default=5,
+    show_default=True,
+    help="Number of steps to play; the median one is written.",
 )
-@click.option("-o", "--output", type=FILE, help="The measured memo.trace/1 [default: PLAN's name with .measured.json].")
+@click.option(
+    "--trace",
+    "trace_path",
+    type=FILE,
+    help="File for the timeline for ui.perfetto.dev [default: PLAN's name with .perfetto.json].",
+)
+@click.option(
+    "-o",
+    "--output",
+    type=FILE,
+    help="File for the measured memo.trace/1 [default: PLAN's name with .measured.json].",
+)
 @click.option(
     "--requests",
     "as_requests",
     is_flag=True,
-    help="Record what a step asks of the allocator instead (-o: memo.requests/1 [default: .requests.json]).",
+    help="Record the memory requests of a step instead; -o is then a memo.requests/1 [default: PLAN's name with "
+    ".requests.json].",
 )
 def profile_command(plan: Path, steps: int, trace_path: Path | None, output: Path | None, *, as_requests: bool) -> None:
     """Play a few steps of PLAN and write the measured timeline.
 
-    With --requests one step is recorded request by request and compared with the program's own peak. Where no GPU can
-    run the step it is played with fake tensors, so it need not fit this machine.
+    With --requests, record every memory request of one step, and compare their peak with the program's. Without a GPU
+    that can run the step, fake tensors are used, so the step does not have to fit this machine.
     """
     from memo_exec.commands.outputs import check_outputs, of_rank, write_perfetto
     from memo_exec.commands.run import RunOptions, run
@@ -153,8 +208,8 @@ def profile_command(plan: Path, steps: int, trace_path: Path | None, output: Pat
 
     if as_requests:
         if given := typed("steps", "trace_path"):
-            hint = "leave it out, or --requests"
-            raise UsageError("one step is recorded, and no timeline written", got=", ".join(given), hint=hint)
+            hint = "leave these options or --requests out"
+            raise UsageError("--requests records one step and writes no timeline", got=", ".join(given), hint=hint)
         _profile_requests(plan, output or plan.with_name(f"{plan.stem}.requests.json"))
         return
     trace_path = of_rank(trace_path or plan.with_name(f"{plan.stem}.perfetto.json"))
@@ -182,15 +237,19 @@ def _profile_requests(plan: Path, output: Path) -> None:
 @cli.command("compare")
 @click.argument("predicted", type=FILE)
 @click.argument("measured", type=FILE)
-@click.option("--tolerance", type=Finite(0), help="Exit 5 when the step time's error exceeds this fraction.")
+@click.option(
+    "--tolerance",
+    type=Finite(0),
+    help="Exit with code 5 when the predicted step time is off by more than this fraction of the measured one.",
+)
 @click.option("--trace", "trace_path", type=FILE, help="Write both timelines for ui.perfetto.dev.")
-@click.option("--plot", type=FILE, help="Draw both timelines on one axis (.png, .svg, .pdf).")
+@click.option("--plot", type=FILE, help="Draw both timelines on one time axis (.png, .svg or .pdf).")
 @click.option("--json", "as_json", is_flag=True, help="Print one memo.comparison/1 document.")
 def compare_command(predicted: Path, measured: Path, *, as_json: bool, **options: Any) -> None:
     """Compare a prediction with a measured step, by lane and by kind of instruction.
 
-    PREDICTED is a plan (with its trace beside it) or a memo.trace/1; MEASURED is a memo.trace/1 (of run --measured or
-    profile).
+    PREDICTED is a plan, with its predicted trace in the same folder, or a memo.trace/1. MEASURED is a memo.trace/1
+    that run --measured or profile has written.
     """
     from memo_exec.commands.compare import compare_files
     from memo_exec.commands.outputs import check_outputs, draw_both, write_perfetto
@@ -207,18 +266,18 @@ def compare_command(predicted: Path, measured: Path, *, as_json: bool, **options
 
 
 @cli.command("calibrate")
-@click.option("-o", "--output", type=FILE, required=True, help="The memo.hardware/1 profile to write.")
-@click.option("--name", help="Of the profile; made from the device's name unless given.")
+@click.option("-o", "--output", type=FILE, required=True, help="File for the profile (memo.hardware/1).")
+@click.option("--name", help="Name of the profile [default: made from the device's name].")
 @click.option(
     "--budget-s",
     type=Finite(0, min_open=True),
-    help="Begin no further pass over the operators beyond so many seconds [default: 240].",
+    help="Seconds after which no further pass over the operators starts [default: 240].",
 )
 def calibrate_command(output: Path, name: str | None, budget_s: float | None) -> None:
     """Measure single operators and copies on this machine and write its profile.
 
-    Under torchrun, one rank a device of this node, also collectives, and copies with every device copying; rank 0
-    writes.
+    Under torchrun, with one rank per device of this node, also measure collectives, and copies while all devices copy.
+    Rank 0 writes the profile.
     """
     from memo_exec.commands.calibrate import calibrate
     from memo_exec.commands.outputs import check_outputs
@@ -239,7 +298,7 @@ def calibrate_command(output: Path, name: str | None, budget_s: float | None) ->
 @cli.command("doctor")
 @click.argument("plan", type=FILE, required=False)
 def doctor_command(plan: Path | None) -> None:
-    """Show what is here: device, memory, kernels, versions. With PLAN check that plan instead.
+    """Show the device, memory, kernels and library versions of this machine; with PLAN check that plan instead.
 
     The plan is lowered; its hash, the program of every stage, what stages send each other, and the placement beside it
     are checked. Exit code: of the first check that fails, 3 for the files, 1 for a faulty program (a bug).
@@ -284,23 +343,24 @@ def _write_traces(outcome: Outcome, trace_path: Path | None, measured_path: Path
         write(measured_path, outcome.measured)
 
 
-def _who() -> str:
-    """Return which rank speaks, where there are several."""
+def _rank_prefix() -> str:
+    """Return the prefix of messages that names this rank; "" when there is one process."""
     from memo_exec.commands.outputs import rank
 
     return f"rank {rank()}: " if os.environ.get("WORLD_SIZE", "1") != "1" else ""
 
 
 def _fail(text: str, code: int, error: BaseException) -> NoReturn:
-    """Say why and end the process: one of several ranks at once, as a thread of it may wait for ranks that wait for it.
+    """Report an error and end the process.
 
-    What torchrun prints at its end is not printed here too.
+    Under torchrun the message goes to torchrun, which prints it at its end. One of several ranks ends at once, without
+    clean-up, because one of its threads may wait for a rank that waits for this one.
     """
     usage = error if isinstance(error, click.ClickException) else None
-    text = f"memo-exec: {_who()}{text if usage is None else usage.format_message()}"
+    text = f"memo-exec: {_rank_prefix()}{text if usage is None else usage.format_message()}"
     if not leave_for_torchrun(text, caused_elsewhere=isinstance(error, RankLost)):
         say(text) if usage is None else usage.show()
-    if _who() and usage is None:
+    if _rank_prefix() and usage is None:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
@@ -308,7 +368,7 @@ def _fail(text: str, code: int, error: BaseException) -> NoReturn:
 
 
 def main() -> None:
-    """Run the command line; every expected failure becomes its message and exit code."""
+    """Run the command line; turn every expected error into a message and an exit code."""
     run_commands(cli, "memo-exec", _fail)
 
 

@@ -63,7 +63,7 @@ def cli() -> None:
 )
 @click.option("--plot", type=click.Path(), help="Draw the best plan's timeline (.png, .svg, .pdf).")
 @click.option("--trace", "trace_path", type=click.Path(), help="Write its timeline for ui.perfetto.dev.")
-@click.option("--json", "as_json", is_flag=True, help="Print one memo.result/1 document.")
+@click.option("--json", "as_json", is_flag=True, help="Print one memo.result/2 document.")
 def what_if_command(**options: Any) -> None:
     """Search every knob that is not pinned, and rank the plans.
 
@@ -102,7 +102,7 @@ def what_if_command(**options: Any) -> None:
 @click.option("-o", "--output", type=click.Path(), help="Write the plan, its trace and placement beside it.")
 @click.option("--plot", type=click.Path(), help="Draw its timeline (.png, .svg, .pdf).")
 @click.option("--trace", "trace_path", type=click.Path(), help="Write its timeline for ui.perfetto.dev.")
-@click.option("--json", "as_json", is_flag=True, help="Print one memo.longest/1 document.")
+@click.option("--json", "as_json", is_flag=True, help="Print one memo.longest/2 document.")
 def longest_command(*, step: str, max_step_s: float | None, one_more_gib: bool, **options: Any) -> None:
     """Find the longest sequence that fits, to a step: the fastest plan there, and what bounds it.
 
@@ -174,7 +174,7 @@ def _command_line() -> str:
 @click.option(
     "--jobs", type=click.IntRange(1, 64), default=1, show_default=True, help="Processes that share the cases."
 )
-@click.option("--json", "as_json", is_flag=True, help="Print one memo.validation/1 document.")
+@click.option("--json", "as_json", is_flag=True, help="Print one memo.validation/2 document.")
 def validate_command(cases: str | None, report: Path | None, *, every: bool, accepting: bool, **options: Any) -> None:
     """Predict published cases and compare: CASES is a bundled file's name (memo-table5) or a CSV file.
 
@@ -249,7 +249,7 @@ def fit_command(cases: str, constant: str, system: str | None, chosen: tuple[str
 @cli.command("figure")
 @click.argument("name")
 @click.option("-o", "--output", type=click.Path(), help="Draw the figure into this file: .png, .svg, .pdf.")
-@click.option("--json", "as_json", is_flag=True, help="Print one memo.figure/1 (of a table memo.validation/1).")
+@click.option("--json", "as_json", is_flag=True, help="Print one memo.figure/1 (of a table memo.validation/2).")
 def figure_command(name: str, output: str | None, *, as_json: bool) -> None:
     """Compute a figure or table of a paper again: MEMO's 1b, 6, 11a, 11b, 11c, table3 to table5; SPPO's
     sppo-1, sppo-6, sppo-7, sppo-10, sppo-11; METP's metp-4 to metp-7.
@@ -314,7 +314,7 @@ def schema_command(name: str) -> None:
 @click.option("--device-memory-gib", type=Finite(*MEMORY_GIB), help="What the caching allocator may reserve.")
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="Write the placement: .json, .csv or .pickle.")
 @click.option("--plot", type=click.Path(path_type=Path), help="Draw addresses over time (.png, .svg, .pdf).")
-@click.option("--json", "as_json", is_flag=True, help="Print one memo.memory/1 document.")
+@click.option("--json", "as_json", is_flag=True, help="Print one memo.memory/2 document.")
 def plan_memory_command(path: str, output: Path | None, plot: Path | None, *, as_json: bool, **options: Any) -> None:
     """Place every buffer of INPUT in one arena, beside what PyTorch's caching allocator would reserve.
 

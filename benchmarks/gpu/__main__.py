@@ -1,4 +1,4 @@
-"""``python -m benchmarks.gpu``: runs the parts that were asked for, in order, within the budget."""
+"""``python -m benchmarks.gpu``: runs the selected parts in order, within the time budget."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from memo_sim.contract.units import parse_tokens
 
 PARTS: tuple[Part, ...] = ("checks", "calibrate", "suite", "rivals", "longest")
 SHARES: dict[Part, float] = {"checks": 0.15, "calibrate": 0.6, "suite": 0.5, "rivals": 0.8, "longest": 1.0}
-"""Of the time that is left when a part begins."""
+"""Share of the remaining time that each part may use."""
 BUDGET_S = 540.0
 WITH_PLANS = ("suite", "rivals", "longest")
 
 
 def main() -> int:
-    """Parse, run, and return the process's status."""
+    """Parse the options, run, and return the exit status of the process."""
     options = _options()
     try:
         return _run(options)
@@ -36,18 +36,21 @@ def main() -> int:
         _tell(f"benchmarks.gpu: {error}")
         return error.exit_code
     except KeyboardInterrupt:
-        _tell("interrupted; the rows so far are written")
+        _tell("interrupted; all rows measured so far are saved")
         return 130
 
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=__doc__)
-    parser.add_argument("--budget-s", type=float, default=BUDGET_S, help="seconds that the whole run may take")
-    parser.add_argument("--only", choices=PARTS, action="append", help="this part alone (may be given several times)")
-    parser.add_argument("--profile", help="a profile file, or a cluster's name, instead of the one calibrated here")
-    parser.add_argument("--lengths", help="these alone in suite and rivals, in this order: 128k,64k")
-    parser.add_argument("--quick", action="store_true", help="tiny shapes, on any machine")
-    parser.epilog = f"Results go to the folder that {VARIABLE} names. Exit codes: 0 fine, 1 a check failed, 6 no GPU."
+    parser.add_argument("--budget-s", type=float, default=BUDGET_S, help="time limit of the whole run, in seconds")
+    parser.add_argument("--only", choices=PARTS, action="append", help="run only this part (repeat for several)")
+    parser.add_argument("--profile", help="profile file or cluster name to use instead of the profile calibrated here")
+    parser.add_argument("--lengths", help="sequence lengths of suite and rivals, in this order, such as 128k,64k")
+    parser.add_argument("--quick", action="store_true", help="use tiny shapes that run on any machine")
+    parser.epilog = (
+        f"Results go to the folder in the environment variable {VARIABLE}. "
+        "Exit codes: 0 success, 1 a check failed, 6 no GPU."
+    )
     return parser.parse_args()
 
 
@@ -59,13 +62,13 @@ def _run(options: argparse.Namespace) -> int:
     launcher = Launcher(results.folder / "tries", budget)
     here = launcher.one(Case(rival="machine", kind="machine", part="checks"))
     if here.status != "ok":
-        raise CannotRun("this machine cannot be asked what it is", got=here.message)
+        raise CannotRun("the process that describes this machine failed", got=here.message)
     if here.message != "cuda" and not options.quick:
         raise CannotRun(
             "a GPU is needed",
             got=here.device,
             wanted="a CUDA device",
-            hint="--quick runs everything on tiny shapes, to prove that the script works",
+            hint="use --quick to test the script on tiny shapes without a GPU",
         )
     launcher.device, launcher.versions = here.device, here.versions
     session = Session(
@@ -92,7 +95,7 @@ def _scale(quick: bool, lengths: tuple[int, ...] | None) -> Scale:
 
 
 def _part(session: Session, part: Part, profile: str | None, *, last: bool) -> None:
-    """Run one part with its share of the time that is left."""
+    """Run one part with its share of the remaining time."""
     whole = session.budget
     share = Budget(whole.left_s * (1.0 if last else SHARES[part]))
     session.budget = session.launcher.budget = share
@@ -100,11 +103,11 @@ def _part(session: Session, part: Part, profile: str | None, *, last: bool) -> N
     if part in WITH_PLANS and session.plans is None:
         try:
             cluster = profile or cluster_for(session.launcher.device, session.results.profile)
-            free_bytes = host_available_bytes() - session.launcher.floor_bytes
+            free_bytes = host_available_bytes() - session.launcher.lower_bound_bytes
             session.plans = Plans(session.results.plans, cluster, session.kernels, free_bytes)
         except CannotRun as error:
             session.without_plans = str(error)
-            _tell(f"memo's systems cannot be planned: {error}")
+            _tell(f"cannot make plans for memo's systems: {error}")
     RUNNERS[part](session)
     session.budget = session.launcher.budget = whole
 
@@ -130,7 +133,7 @@ RUNNERS: dict[Part, Callable[[Session], None]] = {
 
 
 def _failed(row: Row) -> bool:
-    """Whether a check or the calibration failed, or memo did not compute what autograd does."""
+    """Return whether a check or the calibration failed, or memo's results differ from autograd's."""
     memo = row.rival.startswith("memo,")
     if row.status == "error":
         return memo or row.part in ("checks", "calibrate")

@@ -1,4 +1,4 @@
-"""Whether systems that started from the same weights and saw the same batches computed the same."""
+"""Compares the losses and gradient norms of systems that started from the same weights and saw the same batches."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from benchmarks.gpu.row import Row
 from memo_sim.contract.hardware import DtypeName
 
 TOLERANCES: dict[str, tuple[float, float]] = {"fp32": (1e-4, 1e-3), "bf16": (2.0**-10, 2.0**-7)}
-"""Of every step's loss, and of the first gradient norm.
+"""Relative tolerances of every step's loss and of the first gradient norm, by dtype.
 
-Systems differ in the order of their sums and in what they round (bf16 to 2**-8). A loss is a mean over many tokens, a
-norm a sum over many weights, and most of that cancels: small models on a CPU differ by 3e-5 and 2e-4 in bf16.
+Systems sum in different orders and round at different points (bf16 to 2**-8). A loss is a mean over many tokens and a
+norm a sum over many weights, so most rounding errors cancel. Small models on a CPU differ by 3e-5 and 2e-4 in bf16.
 """
 
 
 def with_agreement(row: Row, reference: Row | None, dtype: DtypeName) -> Row:
-    """Return the row compared with the reference, when both have losses of the same model and length."""
+    """Return the row with its differences from the reference, if both have losses of the same model and length."""
     if reference is None or row.status != "ok" or not row.losses:
         return row
     if (row.model, row.sequence) != (reference.model, reference.sequence):

@@ -1,4 +1,4 @@
-"""Which of torch's attention backends suits a shape best here: the fastest that runs forward and backward."""
+"""Selects the torch attention backend that runs forward and backward of a shape fastest on this device."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from memo_sim.contract.errors import CannotRun
 from memo_sim.contract.model import Model
 
 TRIED_TOKENS = 8192
-"""Tokens that backends are timed with; rates are about flat above."""
+"""Most tokens with which backends are timed; rates hardly change above."""
 TRIES = 3
 FLASH_ELEMENTS = 2**31
-"""torch's flash backward indexes batch x heads x tokens x head_dim with 32 bits (executor_facts.md 0.3)."""
+"""Most elements for torch's flash backward, which indexes batch x heads x tokens x head_dim with 32 bits."""
 
 
 def best_backend(model: Model, tokens: int, device: torch.device, dtype: torch.dtype) -> SDPBackend:
-    """Return the fastest backend for a causal sequence of ``tokens``; on a CPU the one there is.
+    """Return the fastest backend for a causal sequence of ``tokens``; on a CPU there is only one.
 
     Raises:
-        CannotRun: when none runs.
+        CannotRun: if no backend runs.
     """
     if device.type == "cpu":
         return SDPBackend.FLASH_ATTENTION
@@ -34,13 +34,13 @@ def best_backend(model: Model, tokens: int, device: torch.device, dtype: torch.d
         except RuntimeError as error:  # torch has no narrower error for "no available kernel"
             reasons.append(f"{backend.name}: {error}")
     if not seconds:
-        raise CannotRun("no fused attention runs for this shape", where=model.name, got="; ".join(reasons))
+        raise CannotRun("no fused attention backend runs for this shape", where=model.name, got="; ".join(reasons))
     torch.cuda.empty_cache()
     return min(seconds, key=lambda backend: seconds[backend])
 
 
 def candidates(model: Model, tokens: int) -> list[SDPBackend]:
-    """Return the backends that may run so many tokens."""
+    """Return the backends that can run ``tokens`` tokens."""
     found = [SDPBackend.CUDNN_ATTENTION]
     if model.heads * -(-tokens // 128) * 128 * max(model.head_dim, 32) <= FLASH_ELEMENTS:
         found.append(SDPBackend.FLASH_ATTENTION)

@@ -1,4 +1,4 @@
-"""What a measuring process is asked to do: one system, one model, one length."""
+"""A case is one measurement for a measuring process: one system, one model, one sequence length."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ Kind = Literal["machine", "calibrate", "plain", "hugging face", "memo"]
 Part = Literal["checks", "calibrate", "suite", "rivals", "longest"]
 
 FUSED: FusedKernel = "triton"
-"""The row-wise kernels that a plan may name where they work, listed with the attention kernels."""
+"""Name of the fused row-wise kernels; if they work here, they are listed with the attention kernels."""
 SEED = 1
 SEQUENCES = 1
-"""In a step: one micro-batch of one sequence, for every system."""
+"""Sequences per step; every system runs one micro-batch of one sequence."""
 
 
 class Case(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One measurement; ``kind`` says which code plays it."""
+    """One measurement; ``kind`` selects the code that runs it."""
 
     rival: str
     kind: Kind
@@ -37,10 +37,10 @@ class Case(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """Plan file of a memo system."""
     predicted_step_s: float = 0.0
     predicted_host_bytes: int = 0
-    """The plan's, for the estimate of how long the case takes."""
+    """Host bytes per node that the plan predicts; used to estimate how long the case takes."""
     policy: str = ""
     output: str = ""
-    """Where a calibration writes its profile."""
+    """Path to which a calibration writes its profile."""
     quick: bool = False
 
     @property
@@ -50,5 +50,5 @@ class Case(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 def named(kernels: Kernels) -> str:
-    """Return a plan's kernels in a word."""
+    """Return a short name for a plan's kernels."""
     return kernels.attention + (f" + {kernels.rowwise}" if kernels.rowwise != "torch" else "")

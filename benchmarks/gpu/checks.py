@@ -1,4 +1,4 @@
-"""Whether results here can be believed: the GPU tests, and every memo policy beside plain autograd on small models."""
+"""Checks correctness on this device: the GPU tests, and every memo policy against plain autograd on small models."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ LAYERS = 4
 REFERENCE = "autograd keep-all"
 STEPS = 3
 PYTEST_SHARE = 0.4
-"""Of the time that is left."""
+"""Share of the remaining time that pytest may use."""
 NO_TESTS = 5
-"""pytest's status when it ran none."""
+"""pytest's exit status if it ran no tests."""
 
 
 def run(session: Session) -> None:
-    """Run both and record what they say."""
+    """Run both checks and record their results."""
     _tests(session)
     cases = [case for preset in PRESETS for case in _policies(session, model_of(preset, LAYERS))]
     rows = session.measure(cases)
@@ -44,19 +44,19 @@ def run(session: Session) -> None:
 
 
 def _tests(session: Session) -> None:
-    """Run the GPU tests where pytest is installed; on a machine without a GPU they skip visibly.
+    """Run the GPU tests, if there is a GPU and pytest is installed; record the reason if they do not run.
 
-    Slow ones are left out: one of them is the calibration, which is a part of its own here. Where the time ends first,
-    what had failed by then is a failure.
+    It leaves out slow tests; one of these is calibration, which is a separate part here. If the time limit ends the
+    run, tests that have already failed count as failures.
     """
     case = Case(rival="pytest -m gpu", kind="machine", part="checks")
     if session.device != "cuda":
-        session.note(case, "not run", "there is no CUDA device: every test in tests/gpu skips")
+        session.note(case, "not run", "there is no CUDA device, so every test in tests/gpu would be skipped")
         return
     if importlib.util.find_spec("pytest") is None:
-        session.note(case, "not installed", "pytest is not installed: the comparison with autograd below still runs")
+        session.note(case, "not installed", "pytest is not installed; the comparison with autograd below still runs")
         return
-    # What libraries of this machine warn of is no fault of the results; it is in the log.
+    # Warnings of this machine's libraries must not fail the tests; they are in the log.
     command = [sys.executable, "-u", "-m", "pytest", "-v", "-m", "gpu and not slow", "-W", "default"]
     command += ["-p", "no:cacheprovider", *_settings(), "tests/gpu"]
     limit_s = PYTEST_SHARE * session.budget.left_s
@@ -75,14 +75,14 @@ def _tests(session: Session) -> None:
 
 
 def _cut_off(text: str) -> tuple[Status, str]:
-    """Return what tests that did not all run say, by the lines of those that ended."""
+    """Return status and counts of an incomplete test run, from the output lines of the tests that ended."""
     ended = {word: len(re.findall(rf" {word}(?: |$)", text, re.MULTILINE)) for word in ("PASSED", "FAILED", "ERROR")}
     counted = ", ".join(f"{count} {word.lower()}" for word, count in ended.items())
     return ("error" if ended["FAILED"] or ended["ERROR"] else "not run"), counted
 
 
 def _settings() -> list[str]:
-    """Return what stands in for the project's settings of pytest where a plugin that they name is not installed."""
+    """Return pytest options that replace the project's settings if pytest-timeout, which these need, is missing."""
     if importlib.util.find_spec("pytest_timeout") is not None:
         return []
     return ["-c", os.devnull, "--rootdir", str(ROOT), "-o", f"pythonpath={ROOT}", "--import-mode=importlib"]
@@ -95,7 +95,10 @@ def _status(returned: int, summary: str) -> Status:
 
 
 def _policies(session: Session, model: Model) -> list[Case]:
-    """Return plain autograd and every policy on every attention kernel, with the first on fused kernels as well."""
+    """Return the cases: plain autograd, and every policy with every attention kernel.
+
+    If fused row-wise kernels work here, every policy also runs with them and the first attention kernel.
+    """
     tokens = session.scale.check_tokens
     fields = {"part": "checks", "steps": STEPS, "warm_ups": 0}
     cases = [session.case(model, tokens, rival=REFERENCE, kind="plain", **fields)]
@@ -112,7 +115,7 @@ def _policies(session: Session, model: Model) -> list[Case]:
 
 
 def _compare(session: Session, rows: list[Row], dtype: DtypeName) -> None:
-    """Say of every row whether its losses are plain autograd's; one that disagrees is an error."""
+    """Compare every row with plain autograd; a row that disagrees becomes an error."""
     reference = reference_of(rows, (REFERENCE,))
     for row in rows:
         compared = with_agreement(row, reference, dtype)
@@ -132,7 +135,7 @@ def _chosen(tokens: int) -> dict[str, tuple[Recompute, int]]:
 
 
 def _plan(session: Session, model: Model, kernels: Kernels, recompute: Recompute, swapped: int) -> Path:
-    """Write a plan without a prediction, in torch's caching allocator: it needs neither a profile nor a placement."""
+    """Write a plan without a prediction; it uses the caching allocator, so it needs no profile and no placement."""
     decisions = Decisions(
         model=model,
         seq_tokens=session.scale.check_tokens,

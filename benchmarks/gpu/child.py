@@ -1,9 +1,9 @@
-"""The process that measures: reads cases, plays each, appends its row as one line.
+"""The measuring process: it reads cases, runs each one, and appends its row as one line of JSON.
 
     python -m benchmarks.gpu.child cases.json rows.jsonl
 
-Memory that ran out may have left anything behind, so the process ends after such a case with ``SPOILED``; its parent
-starts another one for the cases that are left.
+After a case that fails or runs out of memory, the state of the process is undefined. So it exits with the status
+``SPOILED``, and its parent starts another process for the remaining cases.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ SPOILED = 75
 
 
 def main(cases_path: str, rows_path: str) -> int:
-    """Play the cases of one file; return the process's status."""
+    """Run the cases of one file; return the exit status of the process."""
     _die_first()
     for case in msgspec.json.decode(Path(cases_path).read_bytes(), type=list[Case]):
         row = play(case)
@@ -38,12 +38,12 @@ def main(cases_path: str, rows_path: str) -> int:
 
 
 def play(case: Case) -> Row:
-    """Return the row of one case, however it ends."""
+    """Run one case and return its row; errors become rows too."""
     import torch
 
     from memo_exec.machine.machine import this_machine, versions
 
-    # What the case before held must be gone: the next looks how much memory is free.
+    # Free the memory of the previous case first, because this case reads how much memory is free.
     gc.collect()
     torch.cuda.empty_cache()
     try:
@@ -54,7 +54,7 @@ def play(case: Case) -> Row:
         row = row_of(case, "oom" if "memory" in error.what else "error", str(error))
     except MemoError as error:
         row = row_of(case, "error", str(error))
-    except Exception as error:  # whatever a rival raises is its row, and the others still run
+    except Exception as error:  # any error of a rival becomes its row, so that the others still run
         text = f"{type(error).__name__}: {_first_line(error)}"
         row = row_of(case, "oom" if _is_memory(error) else "error", text)
     return msgspec.structs.replace(
@@ -84,7 +84,10 @@ def _measure(case: Case) -> Row:
 
 
 def _machine(case: Case) -> Row:
-    """Say what is here, so that the parent need not touch the device: its context would take memory from every try."""
+    """Return a row that describes this machine.
+
+    The parent must not touch the device itself, because its context would take memory from every measurement.
+    """
     from memo_exec.machine.attention_kernels import attention_kernels
     from memo_exec.machine.machine import this_machine
     from memo_exec.machine.rowwise_kernels import tried_rowwise_kernels
@@ -96,7 +99,7 @@ def _machine(case: Case) -> Row:
 
 
 def _calibrate(case: Case) -> Row:
-    """Measure this machine's profile and write it where the case says; quick takes a few shapes alone."""
+    """Calibrate this machine and write the profile to ``case.output``; a quick case measures only a few shapes."""
     from memo_exec.commands.calibrate import calibrate
     from memo_exec.machine.machine import this_machine
     from memo_exec.probes import grid as grids
@@ -113,13 +116,13 @@ def _calibrate(case: Case) -> Row:
         beside_s=0.05,
     )
     profile = calibrate(command="python -m benchmarks.gpu", grid=few if case.quick else None)
-    assert profile is not None  # one rank alone calibrates
+    assert profile is not None  # with a single rank, calibrate always returns a profile
     codec.write(Path(case.output), profile)
     return row_of(case, "ok", f"{profile.provenance['seconds']} s, {case.output}")
 
 
 def _is_memory(error: Exception) -> bool:
-    """Whether an error says that memory ran out: pinned memory and library handles raise plain RuntimeErrors."""
+    """Return whether an error means that memory ran out; pinned memory and library handles raise RuntimeErrors."""
     text = str(error).lower()
     return "out of memory" in text or "alloc_failed" in text or isinstance(error, MemoryError)
 
@@ -129,10 +132,10 @@ def _first_line(error: Exception) -> str:
 
 
 def _die_first() -> None:
-    """Ask the kernel to end this process before its parent when the host's memory runs out."""
+    """Make the kernel kill this process before its parent if the host runs out of memory."""
     try:
         Path("/proc/self/oom_score_adj").write_text("1000")
-    except OSError:  # no such file on this system: the parent's watch is all there is
+    except OSError:  # this system has no such file, so only the parent watches the memory
         return
 
 

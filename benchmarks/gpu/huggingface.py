@@ -1,7 +1,7 @@
-"""transformers' own Llama with its own gradient checkpointing and offload: the closest rival, unchanged.
+"""The closest rival: transformers' own Llama with its own gradient checkpointing and offload, unchanged.
 
-Our weights are written into it; its hidden states go through the same chunked loss as everyone's, because its own loss
-would make all logits at once.
+The benchmark copies memo's initial weights into it. Its hidden states go through the same chunked loss as those of all
+other systems, because its own loss would compute all logits at once.
 """
 
 from __future__ import annotations
@@ -20,29 +20,29 @@ from memo_sim.contract.errors import UsageError
 from memo_sim.contract.model import Model
 
 FIRST_WITH_OFFLOAD = (5, 16)
-ON_CPU = "without offload: there is no device to copy from, and no memory to pin"
+ON_CPU = "runs without offload, because a CPU has no device memory to copy from and no memory to pin"
 
 
 def why_not(model: Model) -> str:
-    """Return why transformers cannot be run with this model, "" when it can."""
+    """Return why transformers cannot run this model, or "" if it can."""
     try:
         found = version("transformers")
     except PackageNotFoundError:
         return "transformers is not installed"
     if tuple(int(part) for part in found.split(".")[:2]) < FIRST_WITH_OFFLOAD:
-        return f"transformers {found} has no checkpointing with offload, 5.16 has"
+        return f"transformers {found} has no checkpointing with offload; it needs 5.16 or newer"
     try:
         kind = huggingface.model_type(model)
     except UsageError as error:
         return error.what
-    return "" if kind == "llama" else f"only Llama is built here, this model is a {kind}"
+    return "" if kind == "llama" else f"this rival supports only Llama models, and this model is a {kind}"
 
 
 class HuggingFaceModel:
     """A LlamaForCausalLM that offloads the inputs of its checkpointed layers."""
 
     def __init__(self, model: Model, tokens: int, device: torch.device, dtype: torch.dtype) -> None:
-        # Its annotations say less than it does, so it is used untyped.
+        # The library's type annotations are incomplete, so it is used untyped.
         transformers: Any = import_module("transformers")
         fields = huggingface.config(model, positions=tokens)
         config = transformers.LlamaConfig(
@@ -52,7 +52,7 @@ class HuggingFaceModel:
         config.use_cache = False
         with torch.device(device):
             self.network = transformers.LlamaForCausalLM(config)
-        for parameter in self.network.parameters():  # not its buffers: rotary frequencies stay in fp32
+        for parameter in self.network.parameters():  # only parameters; rotary frequencies are buffers and stay in fp32
             parameter.data = parameter.data.to(dtype)
         self.network.train()
         old, new = "gradient_checkpointing_enable", "activation_checkpointing_enable"
@@ -61,7 +61,7 @@ class HuggingFaceModel:
         self.model = model
 
     def parts(self) -> Iterator[tuple[nn.Parameter, str, slice]]:
-        """Yield every parameter with the memo name and the rows of the tensor that it is a part of."""
+        """Yield (parameter, name of the memo tensor that contains it, its rows in that tensor)."""
         theirs = dict(self.network.named_parameters())
         for entry in huggingface.entries(self.model):
             first = 0
@@ -70,7 +70,7 @@ class HuggingFaceModel:
                 first += rows
 
     def loss(self, ids: Tensor, labels: Tensor, scale: float) -> Tensor:
-        """Return ``scale`` times the summed loss over ids and labels of (sequences, tokens)."""
+        """Return ``scale`` times the summed loss; ids and labels are (sequences, tokens)."""
         hidden = self.network.model(input_ids=ids, use_cache=False).last_hidden_state
         weight = self.network.get_output_embeddings().weight
         loss: Tensor = ChunkedLoss.apply(hidden.flatten(0, 1), weight, labels.flatten(), scale)  # type: ignore[no-untyped-call]

@@ -1,7 +1,7 @@
-"""Starts measuring processes, one after the other, watches them, and turns however they end into rows.
+"""Starts measuring processes one after the other, watches them, and makes a row for every case, however it ends.
 
-A process is ended when its time is over, or when the host's memory is about to run out: pinned memory counts against
-the container, whose kernel would else choose whom to end.
+The launcher kills a process whose time is over. It also kills one when the host's memory is about to run out. Pinned
+memory counts against the container's limit; without this, the kernel would select the process to kill.
 """
 
 from __future__ import annotations
@@ -26,54 +26,54 @@ CHILD = (sys.executable, "-m", "benchmarks.gpu.child")
 POLL_S = 0.1
 LEAST_HOST_BYTES = 3 * 2**30
 LEAST_HOST_SHARE = 0.03
-"""The host's memory that has to stay free: the smaller of the two."""
+"""Host memory that has to stay free: the smaller of these bytes and this share of the host's memory."""
 SHOWN_CHARACTERS = 600
 
 
 class Budget:
-    """Seconds that are left of what the run may take."""
+    """A time limit for the run, counted from the moment this object is made."""
 
     def __init__(self, seconds: float) -> None:
         self._end = time.monotonic() + seconds
 
     @property
     def left_s(self) -> float:
-        """Return the seconds left, never below zero."""
+        """The remaining seconds; never negative."""
         return max(0.0, self._end - time.monotonic())
 
 
 class Launcher:
-    """Runs cases; rows of cases that never answered are made here."""
+    """Runs cases in measuring processes, and makes the rows of cases that got no answer."""
 
     def __init__(self, folder: Path, budget: Budget, command: Sequence[str] = CHILD) -> None:
         self.folder = folder
         self.command = command
         self.budget = budget
         self._number = 0
-        self.floor_bytes = min(LEAST_HOST_BYTES, int(LEAST_HOST_SHARE * host_memory_bytes()))
-        """Of host memory: below, a process is ended."""
+        self.lower_bound_bytes = min(LEAST_HOST_BYTES, int(LEAST_HOST_SHARE * host_memory_bytes()))
+        """Free host bytes below which a process is killed."""
         self.device, self.versions = "", dict[str, str]()
-        """Of the machine, for rows that no process could fill in."""
+        """The machine's device name and library versions, for rows that no process could fill in."""
 
     def run(self, cases: list[Case]) -> list[Row]:
-        """Return a row for every case, in order; what memory spoiled goes on in a fresh process."""
+        """Return a row for every case, in order; after a failed case, the rest continues in a new process."""
         rows: list[Row] = []
         while len(rows) < len(cases):
             rows += self._run_once(cases[len(rows) :])
         return rows
 
     def one(self, case: Case) -> Row:
-        """Return the row of one case in a process of its own."""
+        """Run one case in its own process and return its row."""
         return self.run([case])[0]
 
     def _run_once(self, cases: list[Case]) -> list[Row]:
-        """Return at least one row: those that a process wrote, and one for the case it ended in."""
+        """Run one process and return at least one row: those it wrote, and one for the case during which it ended."""
         self._number += 1
-        asked, told, log = (self.folder / f"{self._number:03}.{end}" for end in ("json", "rows", "log"))
-        asked.write_bytes(msgspec.json.encode(cases))
-        told.unlink(missing_ok=True)
-        command = [*self.command, str(asked), str(told)]
-        # Segments that grow suit long sequences best: every system gets them. A calibration times plain allocation.
+        cases_file, rows_file, log = (self.folder / f"{self._number:03}.{end}" for end in ("json", "rows", "log"))
+        cases_file.write_bytes(msgspec.json.encode(cases))
+        rows_file.unlink(missing_ok=True)
+        command = [*self.command, str(cases_file), str(rows_file)]
+        # Expandable segments suit long sequences best, so every system gets them; calibration times plain allocation.
         settings = {} if cases[0].kind == "calibrate" else {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
         environment = settings | dict(os.environ)
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
@@ -83,28 +83,28 @@ class Launcher:
                 ended = self._watch(process)
             finally:
                 _end(process)
-        rows = _read(told)
+        rows = _read(rows_file)
         if len(rows) < len(cases) and not (rows and process.returncode in (0, SPOILED)):
             rows.append(self._unanswered(cases[len(rows)], process.returncode, ended, log))
         return rows
 
     def _watch(self, process: subprocess.Popen[bytes]) -> str:
-        """Wait for a process and return why it was ended early, "" when it was not."""
+        """Wait for a process; return why it has to be killed early ("time" or "memory"), or "" if it ended itself."""
         while process.poll() is None:
             if not self.budget.left_s:
                 return "time"
-            if host_available_bytes() < self.floor_bytes:
+            if host_available_bytes() < self.lower_bound_bytes:
                 return "memory"
             time.sleep(POLL_S)
         return ""
 
     def _unanswered(self, case: Case, status: int, ended: str, log: Path) -> Row:
         if ended == "time":
-            row = row_of(case, "not run", "cut off: the time budget is spent")
+            row = row_of(case, "not run", "stopped because the time budget is spent")
         elif ended == "memory":
-            row = row_of(case, "oom", "ended when the host's memory was about to run out")
+            row = row_of(case, "oom", "stopped because the host's memory was about to run out")
         elif status == -signal.SIGKILL:
-            row = row_of(case, "oom", "killed, as the kernel does when the host's memory runs out")
+            row = row_of(case, "oom", "killed from outside, as the kernel does if the host runs out of memory")
         else:
             tail = log.read_text(errors="replace").strip()[-SHOWN_CHARACTERS:]
             row = row_of(case, "error", f"the process ended with status {status}: {tail}")
@@ -114,13 +114,13 @@ class Launcher:
 def _read(path: Path) -> list[Row]:
     if not path.is_file():
         return []
-    # A process that was killed may have left half a line.
+    # A killed process may have written an incomplete last line.
     whole = path.read_bytes().rpartition(b"\n")[0]
     return [msgspec.json.decode(line, type=Row) for line in whole.splitlines() if line]
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End a process and all it started, and wait for it."""
+    """Kill a process and all that it started, and wait for it."""
     if process.poll() is None:
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()

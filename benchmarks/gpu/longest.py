@@ -1,7 +1,7 @@
-"""The longest sequence that each system trains: doubled until it fails, then halved down to a multiple of 8K.
+"""Finds the longest sequence that each system trains: doubles the length until it fails, then bisects to 8K tokens.
 
-Every try is one step in a fresh process, because memory that ran out may leave anything behind. All systems have the
-same layers and states; a memo plan that the planner refuses fails without being tried.
+Each attempt is one step in a new process, because the state of a process that ran out of memory is undefined. All
+systems have the same layers and model states. If the planner finds no plan for memo, the attempt fails without a run.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from benchmarks.gpu.side_by_side import MEMO, systems
 
 @dataclass
 class Bracket:
-    """Between the longest that ran and the shortest that failed, in tokens."""
+    """Bisection state: the longest sequence that ran and the shortest that failed, in tokens."""
 
     granule: int
     first: int
@@ -30,7 +30,7 @@ class Bracket:
 
     @property
     def next(self) -> int | None:
-        """The next length to try; None when the answer is known.
+        """The next length to try, or None once the answer is known.
 
         >>> Bracket(granule=8, first=16, most=64, ran=32).next
         64
@@ -45,7 +45,7 @@ class Bracket:
 
 
 def run(session: Session) -> None:
-    """Search every system that is not compiled; what the budget ends is said to be incomplete."""
+    """Search the longest sequence of every system that is not compiled; mark searches that the budget ends early."""
     wanted = (name for name in systems() if name not in RIVALS or not RIVALS[name].compiled)
     chosen = list(wanted)[:2] if session.scale.quick else list(wanted)
     for name in chosen:
@@ -90,13 +90,13 @@ def _try(session: Session, case: Case) -> Row:
 
 
 def _record(session: Session, case: Case, bracket: Bracket, last: Row | None, failure: str) -> None:
-    """Record what is known: the longest that ran with its figures, the shortest that failed and why."""
+    """Record the longest sequence that ran with its figures, the shortest that failed, and the failure's reason."""
     known = bracket.next is None
     if last is not None and last.status in ("not installed", "error"):
         session.record(last)
         return
     if not bracket.ran:
-        session.note(case, "oom" if known else "not run", failure or "the time budget has no room for it")
+        session.note(case, "oom" if known else "not run", failure or "not run because the time budget is too small")
         return
     assert last is not None
     session.record(

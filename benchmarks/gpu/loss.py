@@ -1,9 +1,9 @@
-"""The classifier and its loss by chunks of tokens: logits of a long sequence never exist at once.
+"""The classifier and its loss in chunks of tokens, so that the logits of a long sequence never exist at once.
 
     loss = scale * sum over counted targets of (logsumexp - target's logit)
 
-Forward makes the gradients too, while a chunk's logits are there, so that backward computes no logits again: what
-fused losses for long sequences do. The rivals get it, as memo has the like.
+Forward also computes the gradients while a chunk's logits exist, so backward does not recompute them. Fused losses for
+long sequences do the same. The rivals use this loss because memo has an equivalent.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from torch import Tensor
 from memo_exec.training.dataset import IGNORED_LABEL
 
 WIDE_LOGIT_BYTES = 2**30
-"""Of one chunk's logits in fp32."""
+"""Most bytes of one chunk's logits in fp32."""
 
 
 class ChunkedLoss(torch.autograd.Function):
-    """``loss(hidden, weight, labels, scale)`` with hidden (tokens, features), weight (vocabulary, features)."""
+    """``loss(hidden, weight, labels, scale)``: hidden is (tokens, features), weight is (vocabulary, features)."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, scale: float) -> Tensor:
-        """Return the loss in fp32 and keep both gradients."""
+        """Return the loss in fp32 and save both gradients for backward."""
         tokens, vocab = len(hidden), len(weight)
         chunk = max(1, min(tokens, WIDE_LOGIT_BYTES // (4 * vocab)))
         grad_hidden = torch.empty_like(hidden)

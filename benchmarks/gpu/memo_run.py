@@ -1,4 +1,4 @@
-"""Steps of a memo plan through the executor, timed as the rivals are and compared with the plan's prediction."""
+"""Runs the steps of a memo plan, times them as the rivals' steps are timed, and compares them with the prediction."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ from memo_sim.program.ir.instruction import Lane
 
 
 def measure(case: Case) -> Row:
-    """Return the row of a plan.
+    """Run a case's plan and return its row.
 
     Raises:
-        BadInput: for a plan that cannot be used, or one of another model, length or dtype than the case's.
-        CannotRun: when this machine cannot run it.
-        torch.OutOfMemoryError: when the device is too small after all.
+        BadInput: if the plan is invalid, or if its model, length or dtype differs from the case's.
+        CannotRun: if this machine cannot run the plan.
+        torch.OutOfMemoryError: if the device is too small although the plan predicts that it fits.
     """
     assert case.model is not None
     path = Path(case.plan)
@@ -76,11 +76,15 @@ def _check(plan: Plan, case: Case) -> None:
     got = (decided.model, decided.seq_tokens, decided.dtype, decided.micro_batch, decided.global_batch)
     wanted = (case.model, case.seq_tokens, case.dtype, SEQUENCES, SEQUENCES)
     if got != wanted:
-        raise BadInput("the plan is for another question", where=case.plan, hint="remove it, and it is made again")
+        raise BadInput(
+            "the plan has another model, length, dtype or batch than this case",
+            where=case.plan,
+            hint="delete the plan file; the benchmark then makes it again",
+        )
 
 
 def _comparison(training: Training, case: Case, machine: Machine, path: Path) -> Comparison:
-    """Return the median step after the warm-up beside the prediction."""
+    """Compare the median step after the warm-up with the prediction."""
     plan, program = training.plan, training.interpreter.program
     record, _, steps_measured = training.median_record(case.warm_ups)
     return compare.compare(
@@ -101,7 +105,7 @@ def _comparison(training: Training, case: Case, machine: Machine, path: Path) ->
 
 
 def _with_prediction(row: Row, case: Case, plan: Plan, comparison: Comparison, beside_bytes: int) -> Row:
-    """Return the row with the plan's side of it; ``beside_bytes``: what libraries allocate beside the arena."""
+    """Return the row with the plan's predictions; libraries allocate ``beside_bytes`` outside the arena."""
     found, decided = plan.prediction, plan.decisions
     row = msgspec.structs.replace(
         row,

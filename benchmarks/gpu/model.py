@@ -1,8 +1,10 @@
-"""The same models in plain torch with autograd, as fast as plain torch gets: what the rivals train.
+"""The models that the rivals train: the same as memo's, in plain torch with autograd, and optimised.
 
-Q, K, V and the two halves of a gated FFN are one product each, attention is torch's scaled_dot_product_attention on
-whichever backend the caller allows, rotary saves nothing, and logits exist by chunks. Parameters carry memo's names, so
-that all systems start from the same weights.
+- Q, K and V are one matrix product, and so are the two halves of a gated FFN.
+- Attention is torch's scaled_dot_product_attention, on the backend that the caller allows.
+- Rotary saves no tensors, and logits are computed in chunks.
+
+Parameters have memo's names, so that all systems start from the same weights.
 """
 
 from __future__ import annotations
@@ -20,22 +22,22 @@ from memo_sim.contract.model import Model
 
 
 class Rotary(torch.autograd.Function):
-    """``turned(x, cos, sin)``: pairs are (i, i + half a head); x is (batch, tokens, heads, head_dim)."""
+    """Rotary embedding of the pairs (i, i + head_dim / 2); x is (batch, tokens, heads, head_dim)."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Return the turned heads."""
-        ctx.tables = cos, sin  # no saved tensors: hooks would offload the tables with every layer
-        return _turned(x, cos, sin)
+        """Return the rotated heads."""
+        ctx.tables = cos, sin  # not as saved tensors, because hooks would offload the tables with every layer
+        return _rotated(x, cos, sin)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        """Return the gradients turned back."""
+        """Return the gradients, rotated by the negative angles."""
         cos, sin = ctx.tables
-        return _turned(grads[0], cos, -sin), None, None
+        return _rotated(grads[0], cos, -sin), None, None
 
 
-def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     one, two = x.chunk(2, dim=-1)
     first, second = out.chunk(2, dim=-1)
@@ -45,7 +47,7 @@ def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class Positions:
-    """Cosines and sines of every position, (tokens, 1, half a head), made once; none for learned positions."""
+    """Cosines and sines of every position, (tokens, 1, head_dim / 2); models with learned positions have none."""
 
     def __init__(self, model: Model, tokens: int, device: torch.device, dtype: torch.dtype) -> None:
         angles = torch.outer(torch.arange(tokens).float(), inverse_frequencies(model)).unsqueeze(1).to(device)
@@ -80,7 +82,7 @@ class Layer(nn.Module):
         return out
 
     def mlp(self, x: Tensor) -> Tensor:
-        """Return ``x`` plus the MLP, token by token."""
+        """Return ``x`` plus the MLP of ``x``; each token is independent of the others."""
         up = self.ffn_up(self.norm2(x))
         if self.model.gated:
             gate, up = up.chunk(2, dim=-1)
@@ -98,7 +100,7 @@ class Layer(nn.Module):
             q, k = self.q_norm(q), self.k_norm(k)
         if self.positions is not None:
             q, k = self._rotated(q), self._rotated(k)
-            # A view of V would keep Q and K from before the rotary alive with it.
+            # Copy V, because a view would keep the unrotated Q and K alive.
             v = v.contiguous()
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=m.heads != m.kv_heads)
@@ -108,8 +110,8 @@ class Layer(nn.Module):
         assert self.positions is not None
         cos, sin = self.positions.cos, self.positions.sin
         if not self.compiled:
-            turned: Tensor = Rotary.apply(x, cos, sin)  # type: ignore[no-untyped-call]
-            return turned
+            rotated: Tensor = Rotary.apply(x, cos, sin)  # type: ignore[no-untyped-call]
+            return rotated
         one, two = x.chunk(2, dim=-1)
         return torch.cat((one * cos - two * sin, two * cos + one * sin), dim=-1)
 
@@ -121,7 +123,7 @@ def _norm(model: Model, width: int) -> nn.Module:
 
 
 class PlainModel(nn.Module):
-    """The whole model; ``loss`` runs the layers as its caller says."""
+    """The whole model; the caller of ``loss`` decides how the layers run."""
 
     def __init__(self, model: Model) -> None:
         super().__init__()
@@ -137,7 +139,7 @@ class PlainModel(nn.Module):
     def loss(
         self, ids: Tensor, labels: Tensor, scale: float, run_layers: Callable[[PlainModel, Tensor], Tensor]
     ) -> Tensor:
-        """Return ``scale`` times the summed loss over ids and labels of (sequences, tokens)."""
+        """Return ``scale`` times the summed loss; ids and labels are (sequences, tokens)."""
         x = self.tokens(ids)
         if self.model.learned_positions:
             x = x + self.positions(torch.arange(ids.shape[1], device=ids.device))
@@ -147,7 +149,7 @@ class PlainModel(nn.Module):
         return loss
 
     def by_memo_name(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield every parameter under the name that memo has for it."""
+        """Yield (memo's name, parameter) for every parameter."""
         for name, parameter in self.named_parameters():
             place, _, rest = name.partition(".")
             if place == "layers":
@@ -158,7 +160,7 @@ class PlainModel(nn.Module):
 
 
 def build(model: Model, tokens: int, device: torch.device, dtype: torch.dtype) -> PlainModel:
-    """Return a model with room for its weights, which nothing has been written to yet."""
+    """Return a model whose weights are allocated but not initialised."""
     with torch.device("meta"):
         plain = PlainModel(model)
     plain = plain.to(dtype).to_empty(device=device)

@@ -1,7 +1,8 @@
-"""AdamW as memo does it: fp32 masters, torch's fused kernel, matrices and embeddings decayed, clipping by global norm.
+"""AdamW for the rivals, with memo's arithmetic.
 
-Gradients stay in the parameters' dtype until the update, which is less memory than memo's fp32 gradients take: to the
-rivals' favour.
+It has fp32 masters, torch's fused kernel, weight decay on matrices and embeddings, and clipping by the global norm.
+Gradients stay in the parameters' dtype until the update. That takes less memory than memo's fp32 gradients, so it
+favours the rivals.
 """
 
 from __future__ import annotations
@@ -16,7 +17,10 @@ from memo_exec.training.hyperparameters import Hyperparameters
 
 
 class MasterAdamW:
-    """An optimizer over (parameter, its first value in fp32); states exist from the start, so that peaks count them."""
+    """An optimizer over pairs (parameter, initial value in fp32).
+
+    It allocates its states at once, so that every measured peak includes them.
+    """
 
     def __init__(self, pairs: Iterable[tuple[Parameter, Tensor]], chosen: Hyperparameters) -> None:
         self.chosen = chosen
@@ -54,7 +58,7 @@ class MasterAdamW:
         return float(norm)
 
     def _make_states(self) -> None:
-        """Let AdamW make its moments now: an update of nothing, at a learning rate of zero, that is not counted."""
+        """Make AdamW allocate its moments: one update with zero gradients at learning rate 0, which is not counted."""
         for master in self.masters:
             master.grad = torch.zeros_like(master)
         self.adamw.step()

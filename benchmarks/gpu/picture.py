@@ -1,4 +1,4 @@
-"""The rows as one picture: tokens per second of every system by length, and predicted over measured of every point."""
+"""Draws the rows: tokens per second of every system by length, and predicted / measured of every point."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 WIDTH_IN, HEIGHT_IN, DPI = 13.0, 5.2, 130
 TARGET = 0.05
-"""Of a step and of a copy lane; the band that is drawn."""
+"""Target accuracy of a step and of a copy lane; the picture shows it as a band."""
 MEMO_COLOURS = ("#b8401c", "#f2b75f", "#d9603b", "#e58fa6", "#8c4a00", "#f0a030")
 RIVAL_COLOURS = ("#3b76b5", "#7fb8d6", "#3f9b6b", "#8a63b8", "#9aa5b1", "#c79b6b", "#6aa9a5", "#5c5c5c")
 MARKS = {"step_s": "o", "peak_device_bytes": "s", "d2h": "v", "h2d": "^"}
@@ -21,10 +21,10 @@ LABELS = {"step_s": "step", "peak_device_bytes": "peak device memory", "d2h": "d
 
 
 def draw(rows: list[Row], path: Path) -> None:
-    """Draw what ran into ``path``.
+    """Draw the rows that ran, and save the picture to ``path``.
 
     Raises:
-        ModuleNotFoundError: when matplotlib is not installed.
+        ModuleNotFoundError: if matplotlib is not installed.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -47,13 +47,13 @@ def _speeds(axes: Axes, rows: list[Row]) -> None:
         places = [lengths.index(n) + (i - len(systems) / 2) * 0.8 / len(systems) for n in found]
         axes.bar(places, list(found.values()), width=0.8 / len(systems), color=colours[system], label=system)
     axes.set_xticks(range(len(lengths)), [format_tokens(n) for n in lengths])
-    axes.set_xlabel("tokens of the sequence")
+    axes.set_xlabel("sequence length, tokens")
     if systems:
         axes.legend(fontsize=6.5)
 
 
 def _colours(systems: list[str]) -> dict[str, str]:
-    """Return warm colours for memo's systems, cold ones for the rivals'."""
+    """Return warm colours for memo's systems and cold ones for the rivals."""
     found: dict[str, str] = {}
     for ours, colours in ((True, MEMO_COLOURS), (False, RIVAL_COLOURS)):
         chosen = [name for name in systems if name.startswith("memo") == ours]

@@ -1,4 +1,4 @@
-"""Steps of a torch rival: the same batches, weights, loss scale and update as memo's, timed from batch to update."""
+"""Runs the steps of a torch rival with memo's batches, weights, loss scale and update; times batch to update."""
 
 from __future__ import annotations
 
@@ -30,21 +30,21 @@ Loss = Callable[[Tensor, Tensor, float], Tensor]
 
 
 def measure(case: Case) -> Row:
-    """Return the row of a rival that can be used here.
+    """Run a rival that is available here and return its row.
 
     Raises:
-        CannotRun: when no attention backend runs the shape.
-        torch.OutOfMemoryError: when the device is too small.
+        CannotRun: if no attention backend runs the shape.
+        torch.OutOfMemoryError: if the device is too small.
     """
     assert case.model is not None
     machine = this_machine()
     device, dtype = torch.device(machine.device), TORCH_DTYPES[case.dtype]
     if device.type == "cpu":
-        torch.set_num_threads(machine.compute_threads)  # as many as memo's compute lane has
+        torch.set_num_threads(machine.compute_threads)  # the same number as memo's compute lane
     backend = best_backend(case.model, case.seq_tokens, device, dtype)
     loss, optimizer = (_hugging_face if case.kind == "hugging face" else _plain)(case, device, dtype)
     steps = _Steps()
-    with sdpa_kernel([backend]):  # around backward too, which runs checkpointed attention again
+    with sdpa_kernel([backend]):  # also around backward, because it runs checkpointed attention again
         steps.play(case, device, loss, optimizer)
     return msgspec.structs.replace(
         timed(row_of(case, "ok"), case, steps.step_s, machine.name),
@@ -59,14 +59,14 @@ def measure(case: Case) -> Row:
 
 @dataclass
 class _Steps:
-    """What steps leave behind."""
+    """Runs steps and collects their times, losses and gradient norms."""
 
     step_s: list[float] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
 
     def play(self, case: Case, device: torch.device, loss: Loss, optimizer: MasterAdamW) -> None:
-        """Play the case's steps."""
+        """Run the warm-up and the measured steps of the case."""
         assert case.model is not None
         dataset = load_dataset(Path(case.data), case.model.vocab)
         for step in range(1, case.warm_ups + case.steps + 1):
@@ -84,7 +84,7 @@ class _Steps:
 
 
 def peaks(device: torch.device) -> dict[str, Any]:
-    """Return the most that torch's allocator handed out and held since the warm-up; nothing on a CPU."""
+    """Return the peaks of allocated and reserved bytes in torch's allocator since the warm-up; empty on a CPU."""
     if device.type == "cpu":
         return {}
     return {
@@ -125,7 +125,7 @@ def _hugging_face(case: Case, device: torch.device, dtype: torch.dtype) -> tuple
 
 
 def _batch(dataset: Dataset, case: Case, step: int, device: torch.device) -> tuple[Tensor, Tensor, float]:
-    """Return ids and labels on the device, and 1 / counted targets."""
+    """Return ids and labels on the device, and 1 / number of counted targets."""
     batch = dataset.batch(SEED, step, SEQUENCES, case.seq_tokens)
     ids, labels = torch.from_numpy(batch.ids).to(device), torch.from_numpy(batch.labels).to(device)
     return ids, labels, 1.0 / int((batch.labels != IGNORED_LABEL).sum())

@@ -1,4 +1,4 @@
-"""Plans of memo's systems: asked of memo-sim with this machine's profile, or found where they were made beforehand."""
+"""Plans of memo's systems: made by memo-sim with this machine's profile, or read if they already exist."""
 
 from __future__ import annotations
 
@@ -27,31 +27,31 @@ POLICIES = {
     "full recompute": Pins(recompute="full", alpha=0.0, mlp_chunk_tokens=0, attention_chunk_tokens=0),
     "full swap": Pins(recompute="none", alpha=1.0),
 }
-"""What each policy pins; ``planned`` leaves everything to the search, ``token-wise`` alpha."""
+"""The knobs that each policy pins; ``planned`` leaves everything to the search, ``token-wise`` only alpha."""
 VOCAB = 32_768
-"""Rows of the vocabulary in layers cut out of a large model, so that embedding and classifier do not outweigh them."""
+"""Vocabulary for a few layers of a large model, so that embedding and classifier do not dominate the step."""
 
 
 @dataclass(frozen=True)
 class Refused:
-    """No plan: why not, and what a row then says of it."""
+    """The reason why there is no plan, and the status of the row that reports it."""
 
     reason: str
     status: Status = "oom"
 
 
 def model_of(preset: str, layers: int) -> Model:
-    """Return so many layers of a preset, with a small vocabulary; the tiny presets keep theirs."""
+    """Return a preset with ``layers`` layers and a small vocabulary; the tiny presets keep theirs."""
     model = load_model(preset)
     vocab = min(model.vocab, VOCAB)
     return msgspec.structs.replace(model, name=f"{preset}-{layers}l", layers=layers, vocab=vocab)
 
 
 class Plans:
-    """Plan files in one folder, made when they are not there or were made with another profile.
+    """Plan files in one folder; a plan is made if its file is missing or was made with another profile.
 
-    ``kernels`` are the attention and fused kernels that plans may name; ``host_bytes`` is the host memory that is free
-    here, where that is less than the profile's.
+    ``kernels`` are the attention and fused kernels that plans may use. ``host_bytes`` is the free host memory here; it
+    replaces the profile's value if it is smaller.
     """
 
     def __init__(self, folder: Path, cluster: str, kernels: Collection[str], host_bytes: int | None = None) -> None:
@@ -60,7 +60,7 @@ class Plans:
         known = self.cluster.host_memory_bytes or hardware.host_memory_bytes
         if host_bytes is not None and host_bytes < known.value:
             self.cluster, hardware = with_memory(self.cluster, hardware, device_bytes=None, host_bytes=host_bytes)
-        # A shipped profile has measured kernels that may not be installed here.
+        # A shipped profile may contain kernels that are not installed here.
         self.hardware = msgspec.structs.replace(
             hardware,
             attention=[table for table in hardware.attention if table.kernel in kernels],
@@ -70,11 +70,11 @@ class Plans:
         self._refused: dict[Path, Refused] = {}
 
     def path(self, model: Model, tokens: int, policy: str) -> Path:
-        """Return where the plan lies."""
+        """Return the path of the plan's file."""
         return self.folder / f"{model.name}-{tokens}-{policy.replace(' ', '-')}.json"
 
     def get(self, model: Model, tokens: int, policy: str) -> Path | Refused:
-        """Return a plan's file, or why there is none."""
+        """Return the path of a plan, or the reason why there is none."""
         path = self.path(model, tokens, policy)
         if path in self._refused:
             return self._refused[path]
@@ -86,7 +86,7 @@ class Plans:
         return found
 
     def most_layers(self, preset: str, tokens: int, policy: str, most: int) -> int:
-        """Return how many layers at most a plan fits with, 0 when not even one does."""
+        """Return the largest number of layers, up to ``most``, for which there is a plan; 0 if there is none."""
         fitting = (
             n for n in range(most, 0, -1) if not isinstance(self.get(model_of(preset, n), tokens, policy), Refused)
         )
@@ -112,10 +112,10 @@ class Plans:
             absent = missing_package(error)
             if absent is None:
                 raise
-            return Refused(f"not made beforehand, and cannot be made here: {absent}", status="error")
+            return Refused(f"the plan does not exist and cannot be made here: {absent}", status="error")
         if answer.best is None:
             first = answer.result.plans[0] if answer.result.plans else None
-            return Refused(f"the planner: {first.reason}" if first else "the planner found no plan")
+            return Refused(f"no feasible plan: {first.reason}" if first else "the planner found no plan")
         created = datetime.now(UTC).isoformat(timespec="seconds")
         plan, placement = plan_of(answer.best, answer.arena, question, created=created, command="benchmarks.gpu")
         codec.write(path.with_name(f"{path.stem}.trace.json"), answer.best.trace())
@@ -126,10 +126,10 @@ class Plans:
 
 
 def cluster_for(device: str, profile: Path) -> str:
-    """Return what to plan with: the profile that was calibrated here, else a shipped one of the device's kind.
+    """Return the cluster to plan with: the profile that was calibrated here, else a shipped one for this device.
 
     Raises:
-        CannotRun: when there is neither.
+        CannotRun: if there is neither.
     """
     if profile.is_file():
         return str(profile)
@@ -140,8 +140,8 @@ def cluster_for(device: str, profile: Path) -> str:
         if gpu in device.lower():
             return f"{gpu}-1x1"
     raise CannotRun(
-        "no profile of this device",
+        "there is no profile of this device",
         where=str(profile),
         got=device,
-        hint="run python -m benchmarks.gpu --only calibrate first, or give --profile",
+        hint="first run python -m benchmarks.gpu --only calibrate, or pass --profile",
     )

@@ -1,4 +1,4 @@
-"""The rows as Markdown: what was run, on what, what came out, and what did not run and why."""
+"""Writes the rows as a Markdown report: the command, the machine, the results, and the reason for each missing one."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from memo_sim.contract.units import GIB, format_tokens
 
 SHOWN_CHARACTERS = 110
 LOWEST_FILLED = 0.005
-"""Of a step: kinds of instruction below are left out of the table, not of the rows."""
+"""Smallest share of a step for the table of instruction kinds; the rows contain the smaller ones too."""
 
 
 def write_report(results: Results, command: str, tell: Callable[[str], None], *, quick: bool) -> None:
@@ -26,7 +26,7 @@ def write_report(results: Results, command: str, tell: Callable[[str], None], *,
         absent = missing_package(error)
         if absent is None:
             raise
-        shown = f"No picture: {absent.got} is not installed where this ran."
+        shown = f"There is no picture, because {absent.got} is not installed on this machine."
     path = results.folder / "report.md"
     path.write_text("\n\n".join([*_head(results, command, quick=quick), shown, *_parts(results)]) + "\n")
     tell(f"{len(results.rows)} rows in {results.path}, tables in {path}")
@@ -37,15 +37,15 @@ def _head(results: Results, command: str, *, quick: bool) -> list[str]:
     versions = ", ".join(f"{name} {version}" for name, version in known.versions.items()) if known else "unknown"
     last = max((row.created for row in results.rows), default="")
     device = known.device if known else "unknown"
-    warning = ["**Tiny shapes: this run proves that the script works, and its figures say nothing of memo.**"]
+    warning = ["**Tiny shapes: this run only tests the script; its figures say nothing about memo's speed.**"]
     return [
         f"# memo on {device}",
         f"`{command}`, {last}. {versions}.",
         *(warning if quick else []),
         (
-            "MFU is MEMO 5.1's (causal mask counted, one embedding) of the datasheet's dense bf16 peak. Ratios are "
-            "predicted / measured. Device memory is what torch's allocator had handed out at most; on a CPU rivals "
-            "have none. A step is timed by the wall clock, from its batch to the end of its update; spread is "
+            "MFU follows MEMO 5.1 (causal mask counted, one embedding), relative to the datasheet's dense bf16 peak. "
+            "Ratios are predicted / measured. Device memory is the peak of bytes allocated by torch; rivals have no "
+            "figure on a CPU. A step is timed by the wall clock, from its batch to the end of its update. Spread is "
             "(slowest - fastest) / median."
         ),
     ]
@@ -71,7 +71,7 @@ def _checks(rows: list[Row]) -> list[str]:
         (r.rival, r.model, r.status, _percent(r.loss_error, 4), _percent(r.grad_norm_error, 4), _short(r.message))
         for r in rows
     ]
-    return [_table(("check", "model", "status", "losses differ", "gradient norm differs", "says"), lines)]
+    return [_table(("check", "model", "status", "loss difference", "gradient norm difference", "message"), lines)]
 
 
 def _suite(rows: list[Row]) -> list[str]:
@@ -87,12 +87,12 @@ def _suite(rows: list[Row]) -> list[str]:
         )
         for r in rows
     ]
-    more = ("d2h ratio", "h2d ratio", "stalls s", "predicted", "device GiB", "host GiB", "predicted", "says")
+    more = ("d2h ratio", "h2d ratio", "stalls s", "predicted", "device GiB", "host GiB", "predicted", "message")
     return [_table((*head, *more), lines), *_kinds(rows)]
 
 
 def _kinds(rows: list[Row]) -> list[str]:
-    """Return the ratios by kind of instruction: the least, median and greatest over the points."""
+    """Return the ratios by kind of instruction: smallest, median and largest over the points."""
     ratios: dict[str, list[float]] = {}
     for row in rows:
         if row.comparison is None or row.comparison.ratio is None:
@@ -105,7 +105,7 @@ def _kinds(rows: list[Row]) -> list[str]:
         (kind, str(len(found)), *(f"{value:.3f}" for value in (min(found), sorted(found)[len(found) // 2], max(found))))
         for kind, found in sorted(ratios.items())
     ]
-    return [_table(("kind of instruction", "points", "least ratio", "median", "greatest"), lines)] if lines else []
+    return [_table(("kind of instruction", "points", "smallest ratio", "median", "largest"), lines)] if lines else []
 
 
 def _rivals(rows: list[Row]) -> list[str]:
@@ -118,11 +118,11 @@ def _rivals(rows: list[Row]) -> list[str]:
         )
         for r in rows
     ]
-    return [_table((*head, "host GiB", "alpha", "attention", "same losses", "says"), lines), *_verdicts(rows)]
+    return [_table((*head, "host GiB", "alpha", "attention", "same losses", "message"), lines), *_verdicts(rows)]
 
 
 def _verdicts(rows: list[Row]) -> list[str]:
-    """Return per length memo's speed over the best rival's, and its MFU over the ideal's."""
+    """Return, for each length, memo's speed / the best rival's speed and memo's MFU / the ideal's MFU."""
     lines = []
     for tokens in sorted({row.sequence for row in rows}):
         ran = {row.rival: row for row in rows if row.sequence == tokens and row.status == "ok"}
@@ -148,8 +148,8 @@ def _longest(rows: list[Row]) -> list[str]:
         )
         for r in rows
     ]
-    head = ("system", "model", "longest that ran", "shortest that failed", "searched to the end")
-    return [_table((*head, "device GiB", "host GiB", "says"), lines)]
+    head = ("system", "model", "longest that ran", "shortest that failed", "search complete")
+    return [_table((*head, "device GiB", "host GiB", "message"), lines)]
 
 
 def _table(head: Iterable[str], lines: Iterable[Iterable[str]]) -> str:
@@ -164,7 +164,7 @@ def _ratio(row: Row, field: str) -> str:
 
 
 def _peak_ratio(row: Row) -> str:
-    """Return predicted over measured of the device's peak, by torch's allocator: an arena's own size says nothing."""
+    """Return predicted / measured device peak; measured by torch's allocator, because an arena's size is no peak."""
     if not row.predicted_device_bytes or not row.peak_device_bytes:
         return "-"
     return f"{row.predicted_device_bytes / row.peak_device_bytes:.3f}"

@@ -1,4 +1,4 @@
-"""The folder that results go to, and the list of rows in it, written anew and in one piece with every row."""
+"""The results folder and its list of rows; the list is rewritten atomically after every row."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ DEFAULT = "results"
 
 
 class Results:
-    """Rows so far, those of earlier parts in the same folder included."""
+    """All rows in a results folder, including those of earlier runs of the command."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -27,43 +27,46 @@ class Results:
             (folder / "plans").mkdir(exist_ok=True)
         except OSError as error:
             raise UsageError(
-                "the results folder cannot be made", where=str(folder), got=error.strerror, hint=f"set {VARIABLE}"
+                "the results folder cannot be created",
+                where=str(folder),
+                got=error.strerror,
+                hint=f"set the environment variable {VARIABLE} to a folder that you may write to",
             ) from None
         self.rows = list(self._read())
 
     def forget(self, parts: list[Part], lengths: tuple[int, ...] | None) -> None:
-        """Drop the rows that are about to be measured again: of these parts, and of these lengths (None: of all)."""
+        """Drop the rows of these parts and lengths, because they are measured again; None means all lengths."""
         self.rows = [r for r in self.rows if r.part not in parts or (lengths and r.sequence not in lengths)]
 
     def add(self, row: Row) -> None:
-        """Append a row and write the file, so that nothing is lost when the run ends here."""
+        """Append a row and write the file, so that a killed run loses nothing."""
         self.rows.append(row)
         self.write()
 
     def replace(self, old: Row, new: Row) -> None:
-        """Put ``new`` in the place of ``old``."""
+        """Replace ``old`` by ``new`` and write the file."""
         self.rows[self.rows.index(old)] = new
         self.write()
 
     def write(self) -> None:
-        """Write all rows in one piece."""
+        """Write all rows atomically."""
         fresh = self.path.with_suffix(".json.new")
         fresh.write_bytes(msgspec.json.format(msgspec.json.encode(self.rows), indent=1) + b"\n")
         os.replace(fresh, self.path)
 
     @property
     def path(self) -> Path:
-        """The list of rows."""
+        """Path of the list of rows."""
         return self.folder / "rows.json"
 
     @property
     def profile(self) -> Path:
-        """The profile that a calibration wrote here."""
+        """Path of the profile that a calibration writes."""
         return self.folder / "profile.json"
 
     @property
     def plans(self) -> Path:
-        """Where plans lie."""
+        """Path of the folder with the plans."""
         return self.folder / "plans"
 
     def of(self, part: str) -> Iterator[Row]:
@@ -77,10 +80,13 @@ class Results:
             return msgspec.json.decode(self.path.read_bytes(), type=list[Row])
         except (msgspec.MsgspecError, OSError) as error:
             raise BadInput(
-                "the rows of an earlier run cannot be read", where=str(self.path), got=str(error), hint="move it away"
+                "the rows of an earlier run cannot be read",
+                where=str(self.path),
+                got=str(error),
+                hint="move the file away",
             ) from None
 
 
 def results_folder() -> Path:
-    """Return where results go: what the environment says, else ``results`` here."""
+    """Return the results folder: the value of the environment variable, else ``results``."""
     return Path(os.environ.get(VARIABLE) or DEFAULT)

@@ -1,8 +1,8 @@
-"""The ways people run a model's layers today, each a function ``run_layers(model, x)`` over a plain model.
+"""The rivals: other ways to save activation memory, each a function ``run_layers(model, x)`` over a plain model.
 
-A rival that is not installed says so: it is listed, never silently absent. Those of libraries are called as their
-documentation shows. The head is outside of all of them, as its loss needs no activations; random states are not kept,
-as nothing here is random.
+A rival whose library is missing is still listed, with the reason. Libraries are called as their documentation shows.
+The head is outside of all rivals, because its loss keeps no activations. Random states are not saved, because nothing
+here is random.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ KEPT_OPERATORS = (
 
 @dataclass(frozen=True)
 class Rival:
-    """One way; ``needs`` is (module, name in it) of a library that may be absent."""
+    """One rival; ``needs`` is (module, name in it) of a library that may be missing."""
 
     about: str
     run_layers: RunLayers
@@ -42,12 +42,12 @@ class Rival:
     needs: tuple[str, str] | None = None
 
     def why_not(self) -> str:
-        """Return why it cannot be used here, "" when it can."""
+        """Return why the rival cannot run here, or "" if it can."""
         if self.needs is None:
             return ""
         try:
             _find(*self.needs)
-        except (ImportError, AttributeError, OSError) as error:  # OSError: a shared library that is not there
+        except (ImportError, AttributeError, OSError) as error:  # OSError: a shared library is missing
             return f"{type(error).__name__}: {error}"
         return ""
 
@@ -57,21 +57,21 @@ def _find(module: str, name: str) -> Any:
 
 
 def keep_all(model: PlainModel, x: Tensor) -> Tensor:
-    """Autograd keeps what it saves."""
+    """Run plain autograd, which keeps all saved tensors on the device."""
     for layer in model.layers:
         x = layer(x)
     return x
 
 
 def checkpointed(model: PlainModel, x: Tensor) -> Tensor:
-    """Every layer keeps its input alone and runs again in backward."""
+    """Checkpoint every layer: keep only its input, and run it again in backward."""
     for layer in model.layers:
         x = checkpoint(layer, x, use_reentrant=False, preserve_rng_state=False)
     return x
 
 
 def checkpointed_on_cpu(model: PlainModel, x: Tensor) -> Tensor:
-    """Every layer's input goes to pinned memory; the layer runs again in backward (as transformers does it)."""
+    """Checkpoint every layer with its input in pinned host memory, as transformers does."""
     for layer in model.layers:
         with save_on_cpu(pin_memory=True):
             x = checkpoint(layer, x, use_reentrant=False, preserve_rng_state=False)
@@ -79,7 +79,7 @@ def checkpointed_on_cpu(model: PlainModel, x: Tensor) -> Tensor:
 
 
 def sequence_tiled(model: PlainModel, x: Tensor) -> Tensor:
-    """Every layer's input goes to pinned memory, and the MLP runs in tiles of the sequence, in backward once more."""
+    """Checkpoint every layer with its input in pinned host memory; run the MLP in sequence tiles (``tiled.py``)."""
     for layer in model.layers:
         with save_on_cpu(pin_memory=True):
             x = checkpoint(tiled_layer, layer, x, use_reentrant=False, preserve_rng_state=False)
@@ -87,7 +87,7 @@ def sequence_tiled(model: PlainModel, x: Tensor) -> Tensor:
 
 
 def attention_kept(model: PlainModel, x: Tensor) -> Tensor:
-    """Attention's output and log-sum-exp stay on the device, all else runs again (selective checkpointing)."""
+    """Checkpoint selectively: keep attention's output and log-sum-exp on the device, recompute everything else."""
     contexts = partial(create_selective_checkpoint_contexts, _policy)
     for layer in model.layers:
         x = checkpoint(layer, x, use_reentrant=False, preserve_rng_state=False, context_fn=contexts)
@@ -101,13 +101,13 @@ def _policy(context: Any, operator: Any, *arguments: Any, **named: Any) -> Check
 
 
 def saved_on_cpu(model: PlainModel, x: Tensor) -> Tensor:
-    """All that autograd saves goes to pinned memory."""
+    """Move all tensors that autograd saves to pinned host memory."""
     with save_on_cpu(pin_memory=True):
         return keep_all(model, x)
 
 
 def transformer_engine(model: PlainModel, x: Tensor) -> Tensor:
-    """All layers but the last are offloaded; a backward hook of the library brings each back."""
+    """Offload all layers but the last with transformer-engine, whose backward hook restores each one."""
     layers = len(model.layers)
     context, synchronise = _transformer_engine(max(1, layers - 1), layers)
     for layer in model.layers:
@@ -124,7 +124,7 @@ def _transformer_engine(offloaded: int, layers: int) -> Any:
 
 
 def torchtune(model: PlainModel, x: Tensor) -> Tensor:
-    """Every saved tensor goes to pinned memory on a stream of its own, up to five layers' worth behind."""
+    """Move every saved tensor to pinned host memory on a separate stream, which may lag by up to five layers."""
     with _torchtune():
         return keep_all(model, x)
 
@@ -136,20 +136,20 @@ def _torchtune() -> AbstractContextManager[None]:
 
 
 def memo_hooks(model: PlainModel, x: Tensor) -> Tensor:
-    """Our own saved-tensor hooks around the same plain model."""
+    """Run our own saved-tensor hooks around the same plain model."""
     with hooks_of(1.0):
         return keep_all(model, x)
 
 
 def memo_hooks_half(model: PlainModel, x: Tensor) -> Tensor:
-    """Our own hooks for half of the bytes."""
+    """Run our own hooks with half of the bytes offloaded."""
     with hooks_of(0.5):
         return keep_all(model, x)
 
 
 @cache
 def hooks_of(fraction: float) -> OffloadActivations:
-    """Return the process's one context, which offloads such a fraction of the bytes."""
+    """Return the context that offloads ``fraction`` of the bytes; there is one per process and fraction."""
     return OffloadActivations(fraction=fraction)
 
 
@@ -161,7 +161,7 @@ RIVALS = {
         checkpointed_on_cpu,
     ),
     "sequence tiling": Rival(
-        "checkpoint with offload, MLP and loss in tiles of the sequence, as ALST (DeepSpeed, Arctic) has them",
+        "checkpoint with offload, MLP and loss in tiles of the sequence, as in ALST (DeepSpeed, Arctic)",
         sequence_tiled,
     ),
     "checkpoint, attention kept": Rival("selective checkpoint that saves attention", attention_kept),
@@ -182,19 +182,19 @@ RIVALS = {
         "save_on_cpu around checkpoint of compiled layers", checkpointed_on_cpu, compiled=True
     ),
 }
-"""Ways over the plain model, by the name that rows carry."""
+"""Rivals that run the plain model, by the name that appears in rows."""
 
 FRACTIONS = {"memo offload_activations": 1.0, "memo offload_activations, half": 0.5}
 
 HUGGING_FACE = "Hugging Face checkpoint with offload"
-"""The real one: transformers' Llama and its own checkpointing; see ``huggingface.py``."""
+"""Name of the rival that is not a plain model: transformers' Llama and its own checkpointing (``huggingface.py``)."""
 
 
 def host_bytes(rival: str, device: torch.device) -> int | None:
-    """Return the most pinned bytes: torch's allocator's, rounded up as it does, and our hooks' slab; None on a CPU."""
+    """Return the peak of pinned bytes: those of torch's allocator plus the slab of our hooks; None on a CPU."""
     if device.type == "cpu":
         return None
     slab = hooks_of(fraction).statistics.host_bytes if (fraction := FRACTIONS.get(rival)) else 0
     pinned = torch.cuda.host_memory_stats()
-    # Older versions count what is locked as reserved, newer ones as allocated.
+    # Older torch versions report locked memory as reserved, newer ones as allocated.
     return slab + max(int(pinned.get(f"{name}_bytes.peak", 0)) for name in ("allocated", "reserved"))

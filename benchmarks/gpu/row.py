@@ -1,4 +1,4 @@
-"""One system at one length, as scripts read it: what ``rows.json`` is a list of."""
+"""A row is the result of one system at one sequence length; ``rows.json`` is a list of rows."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ PEAK_BF16_FLOPS = {
     "A100": 312e12,
     "A800": 312e12,
 }
-"""Dense bf16 peaks of NVIDIA's datasheets, by a part of the device's name; the first that matches counts."""
+"""Dense bf16 peaks from NVIDIA's datasheets, by a part of the device's name; the first match counts."""
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What was measured; None where nothing was, or where it means nothing on this device."""
+    """Measured values; None if a value was not measured, or if it is meaningless on this device."""
 
     rival: str
     part: Part
@@ -34,56 +34,56 @@ class Row(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     layers: int = 0
     parameters: int = 0
     sequence: int = 0
-    """Tokens; of a longest-sequence row the longest that ran."""
+    """Tokens of the sequence; in a longest-sequence row, the longest that ran."""
     policy: str = ""
     alpha: float | None = None
     step_s: list[float] = []
-    """Wall clock of every step after the warm-up: batch to the end of the update."""
+    """Wall-clock seconds of every step after the warm-up, from the batch to the end of the update."""
     median_step_s: float | None = None
     spread: float | None = None
     """(slowest - fastest) / median."""
     tokens_per_s: float | None = None
     mfu: float | None = None
-    """By MEMO 5.1 (causal mask counted, one embedding), of the datasheet's dense bf16 peak."""
+    """MFU by MEMO 5.1 (causal mask counted, one embedding), relative to the datasheet's dense bf16 peak."""
     peak_device_bytes: int | None = None
-    """Most that torch's allocator had handed out; on a CPU, memo's own count."""
+    """Peak of bytes allocated by torch; on a CPU, memo's own count."""
     peak_reserved_bytes: int | None = None
-    """Most that torch's allocator held."""
+    """Peak of bytes reserved by torch."""
     host_bytes: int | None = None
-    """Pinned host memory, as large as it was asked of the system."""
+    """Pinned host memory, as requested from the system."""
     losses: list[float] = []
-    """Of every step, the warm-up's too."""
+    """Loss of every step, including the warm-up."""
     grad_norms: list[float] = []
     loss_error: float | None = None
-    """Largest relative difference of a step's loss from the reference's."""
+    """Largest relative difference of a step's loss from the reference."""
     grad_norm_error: float | None = None
-    """Relative difference of the first step's gradient norm from the reference's."""
+    """Relative difference of the first step's gradient norm from the reference."""
     agrees: bool | None = None
-    """Whether both are within the dtype's tolerance; None where there is nothing to compare with."""
+    """Whether both differences are within the dtype's tolerance; None without a reference."""
     reference: str = ""
-    """The system whose losses those are."""
+    """Name of the reference system."""
     backend: str = ""
     comparison: Comparison | None = None
-    """Predicted beside measured."""
+    """Predicted and measured figures of a memo plan."""
     predicted_device_bytes: int | None = None
-    """The arena, and what libraries allocate beside it: what torch's allocator should have handed out."""
+    """Predicted peak of bytes allocated by torch: the arena, plus what libraries allocate outside it."""
     predicted_mfu: float | None = None
     predicted_host_bytes: int | None = None
     predicted_stalls_s: float | None = None
     stalls_s: float | None = None
     profile: str = ""
-    """The hardware profile that the plan was made with."""
+    """Name of the hardware profile with which the plan was made."""
     fails_at: int | None = None
-    """Of a longest-sequence row: the shortest that did not run; None where the search ended before one failed."""
+    """In a longest-sequence row, the shortest length that failed; None if none had failed when the search ended."""
     complete: bool = True
-    """Whether the search for the longest sequence ended by itself."""
+    """Whether the search for the longest sequence finished within the time budget."""
     device: str = ""
     versions: dict[str, str] = {}
     created: str = ""
 
 
 def row_of(case: Case, status: Status, message: str = "") -> Row:
-    """Return a row that says of a case only how it ended."""
+    """Return a row with a case's names, status and message, and no measured values."""
     model = case.model
     return Row(
         rival=case.rival,
@@ -99,7 +99,7 @@ def row_of(case: Case, status: Status, message: str = "") -> Row:
 
 
 def timed(row: Row, case: Case, step_s: list[float], device_name: str) -> Row:
-    """Return the row with its steps' times and what follows from them."""
+    """Return the row with its step times and the figures derived from them."""
     middle = median(step_s)
     return msgspec.structs.replace(
         row,
@@ -112,7 +112,7 @@ def timed(row: Row, case: Case, step_s: list[float], device_name: str) -> Row:
 
 
 def mfu_of(case: Case, step_s: float, device_name: str) -> float | None:
-    """Return the model FLOPs of a step over what the device could have done, None for a device without a known peak."""
+    """Return the MFU of a step: model FLOPs / (time x peak); None if the device's peak is unknown."""
     peak = next((flops for name, flops in PEAK_BF16_FLOPS.items() if name in device_name), None)
     if peak is None or case.model is None or case.dtype != "bf16":
         return None

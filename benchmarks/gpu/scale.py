@@ -1,4 +1,4 @@
-"""How large everything is measured: lengths, models, layers, steps; and how long a case will take."""
+"""Sizes of a run (lengths, models, layers, steps), and estimates of how long a case takes."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from benchmarks.gpu.plans import model_of
 
 K = 1024
 PINNED_BYTES_PER_S = 3e9
-"""At which host memory is touched and registered, for the estimate alone."""
+"""Rate at which host memory is touched and pinned; used only for time estimates."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Scale:
-    """Shapes of one kind of run; lengths and models stand in order of their worth."""
+    """Sizes of one kind of run; lengths and models are in order of priority."""
 
     models: tuple[str, ...]
     suite_lengths: tuple[int, ...]
@@ -31,27 +31,30 @@ class Scale:
     rival_steps: int
     quick: bool
     flops_per_s: float
-    """About what a step reaches, recompute not counted; for estimates alone."""
+    """Approximate rate of a step without recompute; used only for time estimates."""
     start_s: float
-    """Of a process, until its first step."""
+    """Seconds from the start of a process to its first step."""
     most_step_s: float
-    """Layers are left out where a step would take longer."""
+    """Longest step; models get fewer layers if a step would take longer."""
 
     def layers(self, preset: str, tokens: int) -> int:
-        """Return the layers to try first: as many as a step's time allows, two of which need no swap."""
+        """Return the number of layers to try first: the largest whose step is estimated within ``most_step_s``.
+
+        It is at least ``least_layers``, because the last two layers of a plan need no swap.
+        """
         for layers in range(self.most_layers, self.least_layers, -1):
             if model_of(preset, layers).step_flops(tokens) / self.flops_per_s <= self.most_step_s:
                 return layers
         return self.least_layers
 
     def step_s(self, case: Case) -> float:
-        """Return about how long a step takes: as predicted, else from its FLOPs."""
+        """Estimate the seconds of a step: the predicted ones if the case has them, else from its FLOPs."""
         if case.predicted_step_s:
             return case.predicted_step_s
         return 0.0 if case.model is None else case.model.step_flops(case.seq_tokens) / self.flops_per_s
 
     def seconds(self, cases: list[Case]) -> float:
-        """Return about how long the cases take in one process."""
+        """Estimate the seconds that the cases take together in one process."""
         steps = sum((case.warm_ups + case.steps) * self.step_s(case) for case in cases)
         return self.start_s + steps + sum(case.predicted_host_bytes for case in cases) / PINNED_BYTES_PER_S
 

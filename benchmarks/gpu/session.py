@@ -1,4 +1,4 @@
-"""What every part of a run shares: results, plans, processes, budget, and the one way a case becomes a row."""
+"""State that all parts of a run share (results, plans, processes, budget), and the way a case becomes a row."""
 
 from __future__ import annotations
 
@@ -33,29 +33,29 @@ class Session:
     device: str
     """``cuda`` or ``cpu``."""
     kernels: list[str]
-    """Attention kernels that plans can name here, and fused row-wise ones."""
+    """Names of the attention kernels, and of the fused row-wise kernels, that plans can use here."""
     tell: Callable[[str], None]
     plans: Plans | None = None
-    """None where this device has no profile: rivals run all the same."""
+    """None if this device has no profile; rivals still run."""
     without_plans: str = ""
-    """Why there are none."""
+    """The reason why there are no plans."""
 
     def get_plan(self, case: Case) -> Path | Refused:
-        """Return the plan of a case's policy, or why there is none."""
+        """Return the path of the plan for a case's policy, or the reason why there is none."""
         assert case.model is not None
         if self.plans is None:
             return Refused(self.without_plans, status="error")
         return self.plans.get(case.model, case.seq_tokens, case.policy)
 
     def most_layers(self, preset: str, tokens: int, policies: tuple[str, ...], most: int) -> int:
-        """Return how many layers the first of ``policies`` that fits at all fits with; 0 when none does."""
+        """Return the largest number of layers of the first policy that fits with any; 0 if no policy fits."""
         if self.plans is None:
             return 0
         fitting = (self.plans.most_layers(preset, tokens, policy, most) for policy in policies)
         return next(filter(None, fitting), 0)
 
     def measure(self, cases: list[Case]) -> list[Row]:
-        """Measure cases in one process and record a row for each; those that the budget has no time for are not run."""
+        """Measure cases in one process and record a row for each; cases beyond the budget are recorded as not run."""
         fitting = list(cases)
         while fitting and self.scale.seconds(fitting) > self.budget.left_s:
             fitting.pop()
@@ -67,17 +67,17 @@ class Session:
         return rows
 
     def record(self, row: Row) -> Row:
-        """Add a row and say so."""
+        """Add a row and print it."""
         self.results.add(row)
         self.tell(line_of(row))
         return row
 
     def note(self, case: Case, status: Status, message: str) -> Row:
-        """Record a case that no process was started for."""
+        """Record a case without starting a process for it."""
         return self.record(self._filled(row_of(case, status, message)))
 
     def planned(self, case: Case) -> Case | None:
-        """Return the case with its policy's plan; None where there is none, which is recorded."""
+        """Return the case with its policy's plan; if there is none, record the reason and return None."""
         found = self.get_plan(case)
         if isinstance(found, Refused):
             self.note(case, found.status, found.reason)
@@ -92,7 +92,7 @@ class Session:
         )
 
     def data(self) -> str:
-        """Return a file with the shipped text, over and over, that is longer than any sequence here."""
+        """Return a data file with the shipped text, repeated until it is longer than any sequence of this run."""
         path = self.launcher.folder / "text.npy"
         if not path.is_file():
             longest = max(self.scale.longest_to, *self.scale.suite_lengths, *self.scale.rival_lengths)
@@ -100,19 +100,19 @@ class Session:
         return str(path.resolve())
 
     def case(self, model: Model, tokens: int, **fields: Any) -> Case:
-        """Return a case of this run's dtype and data."""
+        """Return a case with this run's dtype and data."""
         shared: dict[str, Any] = {"model": model, "seq_tokens": tokens, "data": self.data()}
         return Case(**(shared | {"dtype": "bf16" if self.device == "cuda" else "fp32"} | fields))
 
     def _left_out(self, case: Case) -> Row:
-        return self._filled(row_of(case, "not run", "left out: the time budget has no room for it"))
+        return self._filled(row_of(case, "not run", "not run because the time budget is too small"))
 
     def _filled(self, row: Row) -> Row:
         return msgspec.structs.replace(row, device=self.launcher.device, versions=self.launcher.versions)
 
 
 def line_of(row: Row) -> str:
-    """Return a row in one line, for the terminal."""
+    """Return a row as one line of text for the terminal."""
     where = (
         f"{row.part:9} {row.model:14} {row.sequence:>8} {row.rival:38}" if row.model else f"{row.part:9} {row.rival}"
     )

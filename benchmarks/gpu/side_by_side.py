@@ -1,7 +1,7 @@
-"""Memo beside what people use today: the same layers, weights, batches, dtype and update, each in its own process.
+"""Compares memo with rivals on the same layers, weights, batches, dtype and update, each in its own process.
 
-``memo, ideal`` keeps everything: the same kernels with nothing swapped or recomputed, on as few layers as fit; its MFU
-is what memo's is measured against.
+``memo, ideal`` runs the same kernels but swaps and recomputes nothing, so it can run only few layers. Its MFU is the
+upper limit with which memo's MFU is compared.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ MEMO = {
 IDEAL = "memo, ideal"
 REFERENCES = ("autograd keep-all", "checkpoint", "checkpoint, input offloaded", "memo, full recompute")
 FIRST = ("memo, planned alpha", "checkpoint", "checkpoint, input offloaded", "autograd keep-all")
-"""Measured first at every length; the others follow in the order they are listed in, compiled ones last."""
+"""Systems that run first at every length; the others follow in the order of their lists, compiled ones last."""
 SHORT_STEP_S = 2.0
 
 
 def systems() -> dict[str, Kind]:
-    """Return every system of the comparison by name, in the order they are measured."""
+    """Return the kind of every system by name, in the order in which they are measured."""
     names: dict[str, Kind] = dict.fromkeys(MEMO, "memo")
     names |= {name: "plain" for name, rival in RIVALS.items() if not rival.compiled}
     names[HUGGING_FACE] = "hugging face"
@@ -37,7 +37,7 @@ def systems() -> dict[str, Kind]:
 
 
 def run(session: Session) -> None:
-    """Measure every system at every length that the budget has room for; the others are listed as not run."""
+    """Measure every system at every length within the time budget; record the others as not run."""
     for tokens in session.scale.rival_lengths:
         _length(session, tokens)
 
@@ -50,10 +50,10 @@ def _length(session: Session, tokens: int) -> None:
     for name, kind in systems().items():
         case = _case(session, name, kind, layers, tokens)
         if kind == "plain" and RIVALS[name].compiled and scale.quick:
-            session.note(case, "not run", "compiling takes longer than a quick run may")
+            session.note(case, "not run", "a quick run skips compiled systems, because compiling takes too long")
             continue
         if shorter := _ran_out(session, case):
-            session.note(case, "oom", f"not tried: memory ran out at {shorter} tokens already")
+            session.note(case, "oom", f"not run because memory ran out at {shorter} tokens already")
             continue
         planned = session.planned(case) if kind == "memo" else case
         if planned is not None:
@@ -62,7 +62,7 @@ def _length(session: Session, tokens: int) -> None:
     case = _case(session, IDEAL, "memo", ideal or 1, tokens)
     if planned := session.planned(case):
         cases.insert(1, planned)
-    # One process for all where nothing can run out of memory: starting one takes longer than a tiny step.
+    # A quick run cannot run out of memory, so it uses one process; starting one takes longer than a tiny step.
     groups = [cases] if scale.quick else [[case] for case in cases]
     rows = [row for group in groups for row in session.measure(group)]
     _compare(session, rows, cases[0])
@@ -83,7 +83,7 @@ def _case(session: Session, name: str, kind: Kind, layers: int, tokens: int) -> 
 
 
 def _ran_out(session: Session, case: Case) -> int | None:
-    """Return a shorter length that a rival ran out of memory at with no more layers, None where it never did."""
+    """Return a shorter length at which the rival ran out of memory with at most as many layers, or None."""
     if case.kind == "memo" or case.model is None:
         return None
     found = (
@@ -97,7 +97,7 @@ def _ran_out(session: Session, case: Case) -> int | None:
 
 
 def _compare(session: Session, rows: list[Row], case: Case) -> None:
-    """Say of every row whether its losses are the reference's."""
+    """Compare the losses of every row with the reference, and print the rows that differ."""
     reference = reference_of(rows, REFERENCES)
     for row in rows:
         compared = with_agreement(row, reference, case.dtype)

@@ -1,8 +1,8 @@
-"""Measured against predicted: memo's plans over models, lengths and policies, as many layers as fit.
+"""Measures memo's plans against their predictions, over models, lengths and policies, with as many layers as fit.
 
-Every point is planned with this machine's profile, run, and its row holds both sides: step, copy lanes, kinds of
-instruction, memory, stalls. The points of one model and length share a process, as none of them is over the memory
-that the planner counted.
+Each point is planned with this machine's profile and run. Its row contains predicted and measured figures: step, copy
+lanes, kinds of instruction, memory, stalls. The points of one model and length share a process, because the planner
+only makes plans that fit into memory.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from benchmarks.gpu.plans import model_of
 from benchmarks.gpu.session import Session
 
 POLICIES = ("token-wise", "full recompute", "full swap", "alpha 0", "keep", "alpha 0.5")
-"""In order of their worth: what the budget has no room for is left out from the end."""
+"""Policies in order of priority; if the time budget is too small, the last ones are not run."""
 LONG_STEP_S = 4.0
 
 
 def run(session: Session) -> None:
-    """Measure every point that the budget has room for; the others are listed as not run."""
+    """Measure every point within the time budget; record the others as not run."""
     points = [(preset, tokens) for tokens in session.scale.suite_lengths for preset in session.scale.models]
-    if session.scale.quick:  # starting a process takes longer than a tiny step
+    if session.scale.quick:  # one process, because starting one takes longer than a tiny step
         session.measure([case for point in points for case in _planned(session, *point)])
         return
     for point in points:
@@ -29,7 +29,7 @@ def run(session: Session) -> None:
 
 
 def _planned(session: Session, preset: str, tokens: int) -> list[Case]:
-    """Return the cases of one model and length that have plans, with as many layers as fit."""
+    """Return the cases of one model and length for which there are plans, with as many layers as fit."""
     scale = session.scale
     wanted = scale.layers(preset, tokens)
     layers = wanted

@@ -1,8 +1,8 @@
-"""A layer whose MLP runs in tiles of the sequence, as ALST does it: its wide tensors exist for one tile at a time.
+"""A layer whose MLP runs in tiles of the sequence, as in ALST, so that its wide tensors exist for one tile at a time.
 
-Nothing of a tile is kept but its input; backward runs the tile forward again and then backward. Inside a checkpointed
-layer, as users have it, that makes three forwards of the MLP. Weight gradients add up tile by tile in the parameters'
-own dtype. There are as many tiles as the sequence is hidden widths long, which is ALST's default.
+Only the input of a tile is kept; backward runs the tile's forward again, then its backward. Usually the layer is
+checkpointed too, so the MLP's forward runs three times. Weight gradients accumulate tile by tile in the parameters'
+dtype. The number of tiles is ceil(tokens / hidden), which is ALST's default.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ def tiled_layer(layer: nn.Module, x: Tensor) -> Tensor:
 
 
 def tile_tokens(tokens: int, hidden: int) -> int:
-    """Return the tokens of one tile."""
+    """Return the number of tokens of one tile."""
     tiles = -(-tokens // hidden)
     return -(-tokens // tiles)
 
 
 class TiledMLP(torch.autograd.Function):
-    """``layer.mlp(x)``; the gradients of its parameters are added where autograd keeps them."""
+    """``layer.mlp(x)`` in tiles; backward adds the parameters' gradients to their ``grad``."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, layer: Layer) -> Tensor:
-        """Return the output and keep the input alone."""
+        """Return the output, and save only the input."""
         ctx.save_for_backward(x)
         ctx.layer = layer
         out = torch.empty_like(x)
@@ -43,7 +43,7 @@ class TiledMLP(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        """Return the input's gradient, made tile by tile."""
+        """Return the input's gradient, computed tile by tile."""
         (x,) = ctx.saved_tensors
         grad_x = torch.empty_like(x)
         for rows in _tiles(x, ctx.layer):

@@ -1,4 +1,4 @@
-"""What ``memo-exec`` does, as functions: run, calibrate, compare, doctor, and the files they write.
+"""The commands of ``memo-exec`` as functions: run, calibrate, compare and doctor, and the files that they write.
 
-Option parsing is in ``cli``; nothing here touches a tensor itself.
+``cli`` parses options. Kernels and tensors are in other folders.
 """

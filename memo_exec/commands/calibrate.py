@@ -1,14 +1,14 @@
-"""Measures this machine and writes it down as a hardware profile: operators and copies by themselves, never a model.
+"""Measures this machine and returns its hardware profile. It measures single operators and copies, never a model.
 
-    together (probes/collectives.py, overlap.py, copy_rates.py)   under torchrun: collectives by size and group, what
-                                      compute loses beside them, all devices copying at once
-    operators (probes/operators.py)   GEMM, attention and row-wise tables, through the kernels that runs use
-    copies (probes/copy_rates.py)     alone by size, duplex, beside compute; what compute loses beside them
+    together (probes/collectives.py, overlap.py, copy_rates.py)   only under torchrun: collectives by size and group,
+                                      the slowdown of compute beside them, copies of all devices at once
+    operators (probes/operators.py)   tables of GEMM, attention and row-wise operators, with the kernels of runs
+    copies (probes/copy_rates.py)     alone by size, in both directions, beside compute, and the slowdown of compute
     memory (probes/memory.py)         dispatch of one instruction, allocation, host memory
 
-On a CPU a lane issues and computes in one thread, so every rate includes the dispatch of one instruction; on CUDA
-issuing runs ahead, and the least time of a kernel is the launch floor. Every number is the median of repeats and keeps
-its spread. Operators are timed in passes; none is begun that would end beyond the budget.
+On a CPU a lane issues and computes in one thread, so every rate includes the dispatch of one instruction. On CUDA
+instructions are issued ahead, and the shortest time of a kernel is the launch floor. Every number is the median of
+repeats and keeps its spread. Operators are timed in several passes. No pass starts that would end beyond the budget.
 """
 
 from __future__ import annotations
@@ -44,8 +44,10 @@ from memo_sim.program.ir.instruction import Lane
 from memo_sim.program.ir.work import Rowwise
 
 SHARING_A_POINT = 2
+"""How many operators at most are timed for one point of a row-wise curve."""
+
 PASSES = 3
-"""How often everything is timed, one pass after the other: load that comes and goes spoils one of them at most."""
+"""How many passes time all operators. A short load of the machine then disturbs at most one sample of an operator."""
 
 
 def calibrate(
@@ -57,15 +59,22 @@ def calibrate(
     grid: Grid | None = None,
     budget_s: float | None = None,
 ) -> Hardware | None:
-    """Return the profile of this machine's device; ``grid`` chooses other shapes (a test's few).
+    """Return the profile of this machine's device.
 
-    Under torchrun all ranks measure what they share, then rank 0 its device alone; the others return None. The budget
-    (the grid's unless given) is checked between passes over the operators: the first is always made. Rank 0 is told by
-    ``note`` what begins, and why the profile is not to be trusted where the machine was busy.
+    Under torchrun all ranks first measure together. Then rank 0 measures its device alone; the others return None.
+
+    Args:
+        name: name of the profile; made from the device's name when None.
+        progress: receives (done, total) measurements.
+        note: receives messages on rank 0: what starts, and a warning when the machine was busy.
+        command: the command line, for the profile's provenance.
+        grid: the shapes to measure instead of the default ones; tests give a few.
+        budget_s: seconds for passes over the operators, checked between passes; the grid's when None. The first pass
+            always runs.
 
     Raises:
         CannotRun: when no attention kernel works here, or another rank stops.
-        UsageError: when the environment is not what torchrun sets.
+        UsageError: when a variable that torchrun sets is missing or is not a number.
     """
     begun, deadline = datetime.now(UTC), time.perf_counter()
     load = Load.now()
@@ -73,8 +82,8 @@ def calibrate(
         machine = this_machine()
         grid = grid or (grids.CPU if machine.device == "cpu" else grids.CUDA)
         deadline += grid.budget_s if budget_s is None else budget_s
-        note = note if ranks.first else _unheard
-        note(f"measuring {machine.name}, load {load.text()}")
+        note = note if ranks.first else _silent
+        note(f"measuring {machine.name}; the load is {load.text()}")
         kernels = usable(machine, grid)
         middle = grids.middle(grid, kernels.attention[0])
         together = _together(ranks, middle, grid, note) if ranks.world > 1 else None
@@ -87,7 +96,9 @@ def calibrate(
         found = replace(found, copies=found.copies.beside_all(everywhere, COPIES))
     disturbed = "; ".join(disturbances(load, machine, measured.samples))
     if disturbed:
-        note(f"this profile is of a busy machine: {disturbed}\n  next: calibrate again when nothing else runs")
+        note(
+            f"the machine was busy during the calibration: {disturbed}\n  next: calibrate again when nothing else runs"
+        )
     seconds = (datetime.now(UTC) - begun).total_seconds()
     provenance = {
         **versions(),
@@ -107,13 +118,13 @@ def calibrate(
     return msgspec.structs.replace(profile_of(found, shared, name), provenance=provenance)
 
 
-def _unheard(text: str) -> None:
-    """Say nothing: the first rank speaks."""
+def _silent(text: str) -> None:
+    """Print nothing: only the first rank prints."""
     del text
 
 
 def _together(ranks: Ranks, middle: Decisions, grid: Grid, note: Callable[[str], None]) -> tuple[Shared, AllDevices]:
-    """Measure what ranks do together; every rank calls this, ``note`` hears what begins."""
+    """Measure collectives, and copies and compute beside them. Every rank has to call this."""
     outside = partial(_outside_torch, ranks.device)
     tables, communicators = collectives.measure(
         ranks, grid.message_bytes, grid.message_s, COLLECTIVES, outside=outside, told=note
@@ -129,12 +140,12 @@ def _together(ranks: Ranks, middle: Decisions, grid: Grid, note: Callable[[str],
 
 @dataclass(frozen=True)
 class _Measured:
-    """One device's findings, and what provenance says of them."""
+    """The measurements of one device, and notes for the profile's provenance."""
 
     found: Found
     notes: dict[str, str]
     samples: list[Sample]
-    """Of every operator, all passes together."""
+    """One sample per operator: its median over all passes."""
 
 
 def _measure(machine: Machine, grid: Grid, kernels: Usable, deadline: float, progress: Progress) -> _Measured:
@@ -148,7 +159,7 @@ def _measure(machine: Machine, grid: Grid, kernels: Usable, deadline: float, pro
     with Lanes(device, base, cache_bytes) as lanes:
         operators = _operators(grid, kernels.attention, kernels.rowwise)
         timings = PASSES * len(operators)
-        total = timings + copy_rates.measurements(grid) + 1  # and what memory costs
+        total = timings + copy_rates.measurements(grid) + 1  # the last one measures memory
         bench = Bench(device, cache_bytes)
         with clocks.watched(device) as clock_notes:
             _compile(lanes, bench, operators)
@@ -189,7 +200,7 @@ def _outside_torch(device: torch.device) -> int:
 
 
 def _operators(grid: Grid, attention: list[str], rowwise: Sequence[RowwiseKernel] = ("torch",)) -> list[Operator]:
-    """Return everything to time: products once, row-wise operators and attention for every kernel."""
+    """Return all operators to time: GEMMs once, row-wise operators and attention for every kernel."""
     found: list[Operator] = []
     for implementation in rowwise:
         operators = operators_of(grids.decisions(grid, attention[0], implementation))
@@ -204,7 +215,7 @@ def _operators(grid: Grid, attention: list[str], rowwise: Sequence[RowwiseKernel
 
 
 def _thinned(operators: list[Operator]) -> list[Operator]:
-    """Return the operators with at most two that would share a point of a row-wise curve."""
+    """Return the operators, with at most ``SHARING_A_POINT`` for the same point of a row-wise curve."""
     taken: Counter[tuple[str, int]] = Counter()
     kept = []
     for operator in operators:
@@ -219,7 +230,7 @@ def _thinned(operators: list[Operator]) -> list[Operator]:
 
 
 def _compile(lanes: Lanes, bench: Bench, operators: list[Operator]) -> None:
-    """Play every fused operator once at every width, so that no pass takes the time of its compilation."""
+    """Play every fused operator once at every width, so that no pass includes the time of its compilation."""
     fused = {(o.instruction.op, o.decisions.model.hidden, o.key[2]): o for o in operators if o.rowwise != "torch"}
     for operator in fused.values():
         lanes.inside(Lane.COMPUTE, partial(bench.seconds, operator, Effort(repeats=1, seconds=0.0)))
@@ -228,16 +239,17 @@ def _compile(lanes: Lanes, bench: Bench, operators: list[Operator]) -> None:
 def _time_all(
     lanes: Lanes, bench: Bench, operators: list[Operator], deadline: float, tell: Callable[[int], None]
 ) -> list[list[Sample]]:
-    """Time every operator in the compute lane's thread, in several passes over all; return each one's samples.
+    """Time every operator in the compute lane's thread, in several passes over all; return each operator's samples.
 
-    A pass that would take as long as the last and end after ``deadline`` (by ``time.perf_counter``) is not begun.
+    A pass does not start if it would end after ``deadline`` (by ``time.perf_counter``), assuming that it takes as long
+    as the previous pass.
     """
     samples: list[list[Sample]] = [[] for _ in operators]
-    for turn in range(PASSES):
+    for number in range(PASSES):
         start = time.perf_counter()
         for i, operator in enumerate(operators):
             samples[i].append(lanes.inside(Lane.COMPUTE, partial(bench.seconds, operator, Effort())))
-            tell(turn * len(operators) + i + 1)
+            tell(number * len(operators) + i + 1)
         now = time.perf_counter()
         if now + (now - start) > deadline:
             break

@@ -1,11 +1,13 @@
-"""Measured beside predicted: the step, its lanes, its kinds of instruction, and both timelines.
+"""Compares a measured step with the prediction: the step, its lanes, its kinds of instruction, and both timelines.
 
     ratio = predicted / measured         error = ratio - 1
 
-A plan carries its prediction, and its predicted trace lies beside it (``tiny.json`` -> ``tiny.trace.json``): nothing
-is priced here. Spans by kind come from that trace; where it played a few of many identical micro-batches, the spans of
-the second count as often as it stands for others. A rank of a pipeline is compared with the trace of its own stage
-(``tiny.trace.stage1.json``), the fullest rank's memory with the plan's.
+Nothing is priced here. The plan contains its prediction, and its predicted trace is in the same folder (``tiny.json``
+-> ``tiny.trace.json``). Busy times by kind of instruction come from that trace. If the trace has played only some of
+many identical micro-batches, the spans of the second one are counted for all that were not played.
+
+A rank of a pipeline is compared with the trace of its own stage (``tiny.trace.stage1.json``). The plan's memory is
+compared with the rank that uses the most.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from pathlib import Path
 
 import msgspec
 
-from memo_exec.distributed.place import Place
+from memo_exec.distributed.mesh import MeshCoordinates
 from memo_sim.contract import codec
 from memo_sim.contract.comparison import Comparison, Ratio, StepFigures
 from memo_sim.contract.errors import BadInput, OutOfTolerance
@@ -28,23 +30,23 @@ from memo_sim.program.ir.work import Copy
 from memo_sim.program.lower import lower
 
 _ONLY, _STEADY = "m0/", "m1/"
-"""Ids of the micro-batch that the engine repeats: the second, or the only one."""
+"""Prefixes of the ids of the micro-batch that stands for the ones not played: the only one, or the second."""
 
 COPY_LANES = {Lane.D2H: "d2h", Lane.H2D: "h2d"}
 
 
 def trace_path(plan: Path, stage: int = 0) -> Path:
-    """Return where a plan's predicted trace of a pipeline stage lies: beside it."""
+    """Return the path of a plan's predicted trace of a pipeline stage, in the plan's folder."""
     return plan.with_name(f"{plan.stem}.trace{f'.stage{stage}' if stage else ''}.json")
 
 
 def predicted_trace(plan_path: Path, plan: Plan, rank: int = 0) -> Trace | None:
-    """Return the predicted trace beside a plan of the stage that ``rank`` plays, None when there is none.
+    """Return the predicted trace of the pipeline stage of ``rank``, None when there is no file.
 
     Raises:
-        BadInput: when the trace is of another program.
+        BadInput: when the trace is of another program than the plan.
     """
-    path = trace_path(plan_path, Place(plan.decisions.layout, rank).at("pp"))
+    path = trace_path(plan_path, MeshCoordinates(plan.decisions.layout, rank).at("pp"))
     if not path.is_file():
         return None
     trace = codec.read(path, Trace)
@@ -54,13 +56,13 @@ def predicted_trace(plan_path: Path, plan: Plan, rank: int = 0) -> Trace | None:
             where=str(path),
             got=trace.program_sha256[:12],
             wanted=plan.program_sha256[:12],
-            hint="write the plan again (memo-sim what-if -o), or remove the trace",
+            hint="write plan and trace again with memo-sim what-if -o, or remove the trace",
         )
     return trace
 
 
 def moved_bytes(program: Program) -> MovedBytes:
-    """Return the bytes a program copies in a step, from its instructions."""
+    """Return the bytes that a program's copy instructions move in a step."""
     moved = {"d2h": 0, "h2d": 0}
     for _, instruction in program.walk():
         if isinstance(instruction.work, Copy) and instruction.lane in COPY_LANES:
@@ -69,7 +71,7 @@ def moved_bytes(program: Program) -> MovedBytes:
 
 
 def figures_of_trace(trace: Trace, moved: MovedBytes | None = None) -> StepFigures:
-    """Return a trace's figures; a trace does not say how many bytes were copied, so ``moved`` does."""
+    """Return the figures of a trace. ``moved`` gives the bytes copied, which a trace does not contain."""
     lanes, ops = busy_by(trace)
     curves = list(trace.device_memory.bytes_by_class.values())
     return StepFigures(
@@ -82,8 +84,8 @@ def figures_of_trace(trace: Trace, moved: MovedBytes | None = None) -> StepFigur
 
 
 def busy_by(trace: Trace) -> tuple[dict[str, float], dict[str, float]]:
-    """Return busy seconds by lane and by kind of instruction."""
-    repeated, standing_in = (
+    """Return the busy seconds by lane and by kind of instruction."""
+    repeated, representative = (
         trace.micro_batches - trace.micro_batches_played,
         _STEADY if trace.micro_batches_played > 1 else _ONLY,
     )
@@ -91,7 +93,7 @@ def busy_by(trace: Trace) -> tuple[dict[str, float], dict[str, float]]:
     ops: dict[str, float] = defaultdict(float)
     spans = trace.spans
     for name, op, lane, start, end in zip(spans.ids, spans.ops, spans.lanes, spans.start_s, spans.end_s, strict=True):
-        seconds = (end - start) * (1 + repeated if name.startswith(standing_in) else 1)
+        seconds = (end - start) * (1 + repeated if name.startswith(representative) else 1)
         lanes[lane] += seconds
         ops[op] += seconds
     return dict(lanes), dict(ops)
@@ -100,9 +102,9 @@ def busy_by(trace: Trace) -> tuple[dict[str, float], dict[str, float]]:
 def figures_of_prediction(
     prediction: Prediction | None, trace: Trace | None, stage: Program | None = None
 ) -> StepFigures | None:
-    """Return a plan's predicted figures, None when it has none (or no step time).
+    """Return a plan's predicted figures, None when it has no prediction or no predicted step time.
 
-    ``stage`` is the program of the stage that ``trace`` is of, where there are several.
+    When there are several pipeline stages, ``stage`` is the program of the stage whose trace is ``trace``.
     """
     if prediction is None or prediction.step_s is None:
         return None
@@ -117,16 +119,16 @@ def figures_of_prediction(
 
 
 def ratio_of(predicted: StepFigures, measured: StepFigures) -> Ratio | None:
-    """Return predicted / measured, None when nothing was measured; entries whose measured side is zero are left out."""
+    """Return predicted / measured, None when nothing was measured. Entries with a measured value of 0 are left out."""
     if not measured.step_s or not measured.peak_device_bytes:
         return None
-    ours, theirs = (
+    predicted_moved, measured_moved = (
         {way: getattr(side.moved_bytes, way, 0) for way in ("d2h", "h2d")} for side in (predicted, measured)
     )
     return Ratio(
         step_s=predicted.step_s / measured.step_s,
         peak_device_bytes=predicted.peak_device_bytes / measured.peak_device_bytes,
-        moved_bytes=_ratios(ours, theirs),
+        moved_bytes=_ratios(predicted_moved, measured_moved),
         lanes=_ratios(predicted.lanes, measured.lanes),
         ops=_ratios(predicted.ops, measured.ops),
     )
@@ -146,7 +148,7 @@ def compare(
     grad_norms: list[float] | None = None,
     steps_measured: int = 1,
 ) -> Comparison:
-    """Return the document that holds both sides."""
+    """Return the ``memo.comparison/1`` document of a predicted and a measured step."""
     return Comparison(
         program_sha256=program_sha256,
         machine=machine,
@@ -160,15 +162,15 @@ def compare(
 
 
 def check_tolerance(comparison: Comparison, tolerance: float) -> None:
-    """Compare the step time's error with the tolerance.
+    """Check that the error of the predicted step time is within ``tolerance``, a fraction of the measured one.
 
     Raises:
-        OutOfTolerance: when predicted and measured differ by more, or there is no prediction to compare with.
+        OutOfTolerance: when the error is larger, or there is no prediction.
     """
     if comparison.ratio is None:
         raise OutOfTolerance(
-            "there is no predicted step time to hold the measured one against",
-            hint="make the plan with memo-sim what-if -o and a cluster or profile of this machine",
+            "there is no predicted step time to compare the measured one with",
+            hint="make the plan with memo-sim what-if -o, for this machine's cluster or profile",
         )
     error = comparison.ratio.step_s - 1
     if abs(error) > tolerance:
@@ -176,15 +178,15 @@ def check_tolerance(comparison: Comparison, tolerance: float) -> None:
             "predicted and measured step time differ by more than the tolerance",
             got=f"{error:+.1%}",
             wanted=f"within {tolerance:.1%}",
-            hint="memo-exec calibrate on this machine, then plan again; the table shows where it differs",
+            hint="the table shows where they differ; run memo-exec calibrate on this machine, then plan again",
         )
 
 
 def compare_files(predicted_path: Path, measured_path: Path) -> tuple[Comparison, list[Trace]]:
-    """Return the comparison of a plan (or a predicted trace) with a measured trace, and the traces there are.
+    """Return the comparison of a plan (or a predicted trace) with a measured trace, and both traces if they exist.
 
     Raises:
-        BadInput: when a file is not such a document, or they are of different programs.
+        BadInput: when a file is not such a document, or the two are of different programs.
     """
     measured = codec.read(measured_path, Trace)
     moved: MovedBytes | None = None
@@ -193,7 +195,7 @@ def compare_files(predicted_path: Path, measured_path: Path) -> tuple[Comparison
         plan = codec.decode(raw, Plan, where=str(predicted_path))
         program_sha256 = plan.program_sha256
         trace = predicted_trace(predicted_path, plan, measured.rank)
-        programs, stage = lower(plan.decisions), Place(plan.decisions.layout, measured.rank).at("pp")
+        programs, stage = lower(plan.decisions), MeshCoordinates(plan.decisions.layout, measured.rank).at("pp")
         predicted = figures_of_prediction(plan.prediction, trace, programs[stage] if len(programs) > 1 else None)
         if predicted is not None and trace is not None and len(programs) > 1:
             peak = figures_of_trace(trace).peak_device_bytes
@@ -209,7 +211,7 @@ def compare_files(predicted_path: Path, measured_path: Path) -> tuple[Comparison
             where=str(measured_path),
             got=measured.program_sha256[:16],
             wanted=program_sha256[:16],
-            hint="measure the plan: memo-exec profile PLAN",
+            hint="measure this plan with memo-exec profile PLAN",
         )
     comparison = compare(
         predicted,

@@ -1,7 +1,7 @@
-"""What is here, and whether a plan is sound, for a person who wants to know why a plan does not run.
+"""Reports what this machine has and can run, and whether a plan is sound.
 
 ``report`` lists device, memory, kernels and versions. ``plan_report`` lowers a plan and checks its hash, its programs,
-its stages and the placement beside it.
+its stages and the placement beside it. Both help a user to find out why a plan does not run.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+from memo_exec.distributed.mesh import MeshCoordinates
 from memo_exec.distributed.own_program import rank_program
-from memo_exec.distributed.place import Place
 from memo_exec.machine.attention_kernels import attention_kernels, tried_attention_kernels
 from memo_exec.machine.machine import Machine, this_machine, versions
 from memo_exec.machine.placement_file import checked_placement
@@ -26,15 +26,15 @@ FAULTY = 1
 """Exit code for a program that the checkers refuse: a bug, as of ``MemoError``."""
 
 HEAD_DIMS = (64, 128, 256)
-"""Head sizes that attention kernels are tried with."""
+"""Head sizes with which attention kernels are tried."""
 
 
 def report() -> str:
-    """Return one line a fact."""
+    """Return the report as text, one fact per line."""
     machine = this_machine()
     lines = [("device", f"{machine.name} ({machine.device}), {machine.devices} visible")]
     if machine.device == "cpu":
-        lines.append(("compute threads", f"{machine.compute_threads}, and one for each copy lane"))
+        lines.append(("compute threads", f"{machine.compute_threads}, plus one for each copy lane"))
     else:
         free, total = format_bytes(machine.device_free_bytes), format_bytes(machine.device_memory_bytes)
         lines.append(("device memory", f"{free} free of {total}"))
@@ -83,8 +83,8 @@ def _placement_check(plan: Plan, path: Path) -> Check:
     layout = plan.decisions.layout
     placement = None
     for stage in range(layout.pp):
-        rank = next(rank for rank in range(layout.devices) if Place(layout, rank).at("pp") == stage)
-        placement = checked_placement(plan, rank_program(plan.decisions, Place(layout, rank)), path)
+        rank = next(rank for rank in range(layout.devices) if MeshCoordinates(layout, rank).at("pp") == stage)
+        placement = checked_placement(plan, rank_program(plan.decisions, MeshCoordinates(layout, rank)), path)
     if placement is None:
         return Check("placement", "none, torch's caching allocator hands out memory")
     arena = format_bytes(placement.arena_bytes)
@@ -102,14 +102,14 @@ def _table(lines: list[tuple[str, str]]) -> str:
 
 
 def _attention(machine: Machine) -> dict[str, str]:
-    """Return what each attention kernel can do: missing, or tried with every head size."""
+    """Return, for each attention kernel, why it is missing, or the head sizes with which it works and fails."""
     missing = attention_kernels(machine)
     found = {}
     for name, faults in tried_attention_kernels(
         machine, "fp32" if machine.device == "cpu" else "bf16", HEAD_DIMS
     ).items():
         works = ", ".join(str(size) for size, fault in faults.items() if not fault)
-        wrong = [f"heads of {size}: {fault}" for size, fault in faults.items() if fault]
-        tried = [f"available with heads of {works}"] if works else []
+        wrong = [f"head size {size}: {fault}" for size, fault in faults.items() if fault]
+        tried = [f"available with head sizes {works}"] if works else []
         found[name] = missing[name] or "; ".join(tried + wrong)
     return found

@@ -1,11 +1,12 @@
-"""What a rank that fails leaves for torchrun, which prints it last: its own traceback would bury the message.
+"""Writes a failed rank's message to torchrun's error file, so that torchrun prints it last.
 
-torchrun names a file to each process that it starts; a file of the form below is what it shows under "Root Cause". The
-first in time counts as the cause, so a rank that only lost another one dates its message a second later.
+Printed here, the message would be lost above torchrun's own traceback. torchrun gives the path of a file to each
+process. It shows the file's message under "Root Cause" if the file has this form:
 
     {"message": {"message": "memo-exec: rank 1: ...", "extraInfo": {"timestamp": "1763721600"}}}
 
-torchrun's own exit code is 1 whatever its processes return; the same block shows theirs.
+torchrun takes the earliest message as the cause. So a rank that failed because another one had stopped dates its
+message one second later. torchrun's own exit code is always 1; the same block shows the exit code of the process.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ VARIABLE = "TORCHELASTIC_ERROR_FILE"
 
 
 def leave_for_torchrun(text: str, *, caused_elsewhere: bool) -> bool:
-    """Write why this rank fails; return whether torchrun will print it (False without torchrun).
+    """Write this rank's error message; return whether torchrun will print it (False without torchrun).
 
-    ``caused_elsewhere``: another rank has failed before.
+    ``caused_elsewhere`` says that another rank has failed first.
     """
     path = os.environ.get(VARIABLE)
     if not path:
@@ -30,6 +31,6 @@ def leave_for_torchrun(text: str, *, caused_elsewhere: bool) -> bool:
     message = {"message": text, "extraInfo": {"timestamp": str(at)}}
     try:
         Path(path).write_text(json.dumps({"message": message}))
-    except OSError:  # then the message is printed here
+    except OSError:  # the caller prints the message instead
         return False
     return True

@@ -1,6 +1,6 @@
-"""The files that a command writes: refused early where they could not be, or would replace what the command reads.
+"""Checks a command's output files before it starts: they must be writable and must not replace its input files.
 
-Under torchrun every rank writes its own: trace.json, trace.rank1.json, ...
+Under torchrun every rank writes its own files: trace.json, trace.rank1.json, ...
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from memo_sim.contract.codec import check_apart, check_not_read, check_writable
+from memo_sim.contract.codec import check_distinct, check_not_read, check_writable
 from memo_sim.contract.errors import UsageError
 from memo_sim.views.pictures import check_kind
 
@@ -19,35 +19,37 @@ if TYPE_CHECKING:
 
 
 def rank() -> int:
-    """Return this process's number among those that torchrun started, 0 when it has started none."""
+    """Return this process's rank under torchrun; 0 without torchrun."""
     number = os.environ.get("RANK", "0")
     return int(number) if number.isascii() and number.isdigit() else 0
 
 
 def of_rank(path: Path) -> Path:
-    """Return where this rank writes: the first as it was told, others with their number before the suffix."""
+    """Return this rank's output path: ``path`` for rank 0, and with the rank before the suffix for others."""
     return path.with_name(f"{path.stem}.rank{rank()}{path.suffix}") if rank() > 0 else path
 
 
 def check_outputs(*written: Path | None, read: tuple[Path | None, ...] = (), picture: Path | None = None) -> None:
-    """Refuse now what could not be written after minutes of work, or would destroy what is read.
+    """Refuse output files that cannot be written, before minutes of work, or that would replace an input file.
 
-    With a plan its placement and predicted traces are read, with a folder the files in it; None stands for no file.
+    The input files of a plan include its placement and predicted traces; those of a folder are the files in it. None
+    stands for no file.
 
     Raises:
-        UsageError: when a file cannot be written there, is read, or is given twice, or a picture is of no known kind.
+        UsageError: when an output file cannot be written, is an input file, or is given twice, or a picture has an
+            unknown suffix.
     """
     if picture is not None:
         check_kind(picture)
     named = [path for path in (*written, picture) if path is not None]
     for path in named:
         check_writable(path)
-    check_not_read(named, [each for path in read if path is not None for each in (path, *_with(path))])
-    check_apart(named)
+    check_not_read(named, [each for path in read if path is not None for each in (path, *_belonging_to(path))])
+    check_distinct(named)
 
 
-def _with(path: Path) -> list[Path]:
-    """Return the files in a folder, or those beside a plan that go with it."""
+def _belonging_to(path: Path) -> list[Path]:
+    """Return the files in a folder, or the placement and the traces of a plan in the plan's folder."""
     if path.is_dir():
         return list(path.iterdir())
     beside = re.compile(re.escape(path.stem) + r"\.(placement|trace|trace\.stage\d+)\.json")
@@ -66,7 +68,7 @@ def draw_both(traces: list[Trace], path: Path) -> None:
         raise UsageError(
             "there is no predicted timeline to draw",
             where=str(path),
-            wanted="the plan's trace beside it",
+            wanted="the predicted trace in the plan's folder",
             hint="make the plan with memo-sim what-if -o, or leave --plot out",
         )
     predicted, measured = traces
@@ -74,7 +76,7 @@ def draw_both(traces: list[Trace], path: Path) -> None:
 
 
 def write_perfetto(traces: list[Trace], path: Path) -> None:
-    """Write timelines for ui.perfetto.dev."""
+    """Write timelines as a Chrome trace, which ui.perfetto.dev can open."""
     from memo_sim.views.chrome_trace import write_chrome_trace
 
     write_chrome_trace(traces, path)

@@ -1,9 +1,9 @@
-"""One run of a plan, from its file to measured beside predicted: what ``memo-exec run`` and ``profile`` call.
+"""Runs a plan, from its file to the comparison with the prediction, for ``memo-exec run`` and ``memo-exec profile``.
 
-read plan -> lower, compare hashes -> with --debug, check programs -> placement -> preflight -> meet the other ranks ->
+read plan -> lower, compare hashes -> with --debug, check programs -> placement -> preflight -> join the other ranks ->
 buffers -> weights or checkpoint -> steps -> comparison, traces
 
-Every rank does all of it; the first one speaks for all, and the slowest one's step is what is compared.
+Every rank does all of this. Only the first rank prints. The comparison uses the step of the slowest rank.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import torch
 from memo_exec.commands import compare
 from memo_exec.distributed.connections import connect
 from memo_exec.distributed.groups import Groups, make_groups
-from memo_exec.distributed.place import Place
+from memo_exec.distributed.mesh import MeshCoordinates
 from memo_exec.distributed.world import World, answered, device_of, joined, launched, patience_of, side_by_side
 from memo_exec.interpreter.interpreter import Interpreter
 from memo_exec.interpreter.record import lane_busy_s, measured_trace
@@ -48,15 +48,15 @@ from memo_sim.contract.units import counted
 from memo_sim.program.lower import lower
 
 WARM_UPS = 2
-"""First steps that do not count: memory is touched and libraries choose their algorithms then."""
+"""How many first steps are not measured: they touch memory for the first time, and libraries choose algorithms."""
 
 WEIGHTS = "weights"
-"""The folder in ``--save`` that what was trained is written to, for others to load."""
+"""The folder in ``--save`` for the trained weights as Hugging Face files."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions:
-    """What a run may choose; ``hyperparameters`` holds the ones that were asked for."""
+    """The options of a run. ``hyperparameters`` has only those that the user gave, by name."""
 
     steps: int = 10
     data: Path | None = None
@@ -67,22 +67,23 @@ class RunOptions:
     resume: bool = False
     debug: bool = False
     replay_allocator: bool = False
-    """Serve libraries from the arena's slots, or replay a recorded step; CUDA only."""
+    """Serve libraries from the arena's slots, or replay the addresses of a recorded step without one. CUDA only."""
     hyperparameters: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a run leaves: the document, both timelines, and how it ended."""
+    """The results of a run: the comparison, both timelines, and how the run ended."""
 
     comparison: Comparison
     measured: Trace
     predicted: Trace | None
     stopped_by: int
-    """The signal that ended the run early; 0 when it played all its steps."""
+    """The number of the signal that ended the run early; 0 when it played all its steps."""
     steps: int
+    """How many steps have ended, including those before a resume."""
     rank: int = 0
-    """Whose timeline ``measured`` is."""
+    """The rank whose timeline ``measured`` is."""
 
 
 def run(
@@ -92,13 +93,15 @@ def run(
     tell: Callable[[StepFigure], None] = lambda figure: None,
     note: Callable[[str], None] = lambda text: None,
 ) -> Outcome | None:
-    """Train by a plan; None when a signal came before the first step had ended.
+    """Train as a plan says; return None when a signal came before the first step had ended.
+
+    ``tell`` receives the figures of each step and ``note`` other messages, both only on the first rank.
 
     Raises:
-        BadInput: for a plan, data, weights or checkpoint that cannot be used.
+        BadInput: when the plan, data, weights or checkpoint cannot be used.
         CannotRun: when this machine cannot run the plan.
         MemoError: with ``debug``, when the plan's program is faulty.
-        UsageError: for options that contradict each other or the checkpoint.
+        UsageError: when options contradict each other or the checkpoint.
     """
     launch, plan = launched(), codec.read(plan_path, Plan)
     if launch.world > 1:
@@ -156,10 +159,10 @@ def run(
             weights.initialize(interpreter, seed)
         if training.step >= options.steps:
             raise UsageError(
-                "the checkpoint has played all steps already",
+                "the checkpoint has already played all steps",
                 where=str(saved),
                 got=f"step {training.step}",
-                wanted=f"--steps above {training.step}",
+                wanted=f"--steps above {training.step} (it counts the steps of the whole run)",
             )
         with _signals(training, note):
             training.run(options.steps, save=options.save, save_every=options.save_every, tell=tell)
@@ -173,17 +176,17 @@ def run(
 
 
 def _groups(plan: Plan, world: World, device: torch.device, needs: Needs) -> Groups:
-    """Return this rank's process groups, connected; none where it is alone.
+    """Return this rank's process groups, already connected; none when there is one process.
 
     Raises:
-        CannotRun: when another rank has stopped, or what NCCL took leaves too little device memory.
+        CannotRun: when another rank has stopped, or too little device memory is left after NCCL has allocated its own.
     """
     if world.size == 1:
         return {}
-    programs, place = lower(plan.decisions), Place(plan.decisions.layout, world.rank)
+    programs, mesh = lower(plan.decisions), MeshCoordinates(plan.decisions.layout, world.rank)
     with answered(world.rank, world.size):
-        groups = make_groups(programs, place, patience_s=_patience_s(plan))
-        connect(programs, place, groups, device)
+        groups = make_groups(programs, mesh, patience_s=_patience_s(plan))
+        connect(programs, mesh, groups, device)
     if device.type == "cuda":
         check_memory(dataclasses.replace(needs, host_bytes=0), this_machine())
     return groups
@@ -194,12 +197,12 @@ def _patience_s(plan: Plan) -> float:
 
 
 def _replay_allocator() -> ctypes.CDLL:
-    """Make torch use the allocator below it, before anything asks the device.
+    """Make torch use our native allocator. Call this before the first use of the device.
 
     Raises:
         CannotRun: without CUDA, or when the allocator cannot be built.
     """
-    from memo_exec.memory.native_library import library, library_path  # a run seldom needs a compiler
+    from memo_exec.memory.native_library import library, library_path  # only this option needs a compiler
 
     check_device()
     path = library_path()
@@ -208,15 +211,16 @@ def _replay_allocator() -> ctypes.CDLL:
 
 
 def observe(plan_path: Path, note: Callable[[str], None]) -> Observed:
-    """Return what one step of a plan asks of the allocator: on a GPU that can run it alone, else with fake tensors.
+    """Return the memory requests of one step of a plan.
 
-    Of a plan for several ranks it is the first rank's step.
+    They are recorded on a GPU if it can run the step alone, otherwise with fake tensors. For a plan with several ranks
+    this is the first rank's step.
 
     Raises:
-        BadInput: for a plan that cannot be used.
-        CannotRun: when a step is too long to be bound.
+        BadInput: when the plan cannot be used.
+        CannotRun: when the step has too many instructions.
     """
-    from memo_exec.observe.fake_player import observe_fake  # loads much of torch that a run does not need
+    from memo_exec.observe.fake_player import observe_fake  # imports parts of torch that a run does not need
     from memo_exec.observe.memory_history import observe_cuda
 
     plan = codec.read(plan_path, Plan)
@@ -226,16 +230,16 @@ def observe(plan_path: Path, note: Callable[[str], None]) -> Observed:
         try:
             preflight.check(plan.decisions, program, machine)
         except CannotRun as error:
-            note(f"played with fake tensors, because {error.what}")
+            note(f"using fake tensors, because this machine cannot run the step: {error.what}")
         else:
             return observe_cuda(plan.decisions, program)
     return observe_fake(plan.decisions, program)
 
 
 def _save_weights(training: Training, directory: Path, note: Callable[[str], None]) -> None:
-    """Write what was trained for others to load; a shape Hugging Face does not know stays in the checkpoint alone.
+    """Write the trained weights as Hugging Face files. A model that Hugging Face lacks is only in the checkpoint.
 
-    Of several ranks the first reads the whole tensors back from the checkpoint that the run has ended with.
+    With several ranks, the first one reads the whole tensors from the last checkpoint.
     """
 
     def write() -> None:
@@ -247,20 +251,20 @@ def _save_weights(training: Training, directory: Path, note: Callable[[str], Non
     try:
         training.world.by_first(write)
     except UsageError as error:
-        note(f"weights not written for Hugging Face: {error.what}")
+        note(f"the weights were not written as Hugging Face files: {error.what}")
 
 
 def _checkpoint(
     options: RunOptions, note: Callable[[str], None]
 ) -> tuple[Path, checkpoint.RunState] | tuple[None, None]:
-    """Return the checkpoint to go on from, None twice to begin anew."""
+    """Return the checkpoint to resume from and its state, or (None, None) for a new run."""
     if options.save is None:
         if options.resume:
-            raise UsageError("--resume needs to know where the checkpoint lies", hint="add --save DIR")
+            raise UsageError("--resume needs the folder of the checkpoints", hint="add --save DIR")
         return None, None
     if options.weights is not None and options.weights.resolve() == (options.save / WEIGHTS).resolve():
         raise UsageError(
-            "the trained weights would replace those that the run starts from",
+            "the trained weights would replace the weights that the run starts from",
             where=str(options.weights),
             hint="choose another --save directory",
         )
@@ -268,25 +272,25 @@ def _checkpoint(
     found = checkpoint.latest(options.save)
     if found is not None and not options.resume:
         raise UsageError(
-            "the directory holds a checkpoint, which a new run would replace",
+            "the --save directory has a checkpoint, which a new run would replace",
             where=str(found),
-            hint="add --resume to go on from it, or choose another --save directory",
+            hint="add --resume to continue from it, or choose another --save directory",
         )
     if found is None:
         if options.resume:
-            note(f"no checkpoint in {options.save} yet: starting with step 1")
+            note(f"there is no checkpoint in {options.save} yet: starting with step 1")
         return None, None
     state = checkpoint.load_run(found)
-    note(f"going on after step {state.step} from {found}")
+    note(f"resuming after step {state.step} from {found}")
     return found, state
 
 
 def _refuse_other_seed(options: RunOptions, state: checkpoint.RunState) -> None:
     if options.seed is not None and options.seed != state.data.seed:
         raise UsageError(
-            "a resumed run keeps its seed",
+            "a resumed run cannot change its seed",
             got=f"--seed {options.seed}",
-            wanted=state.data.seed,
+            wanted=f"--seed {state.data.seed}",
             hint="leave --seed out",
         )
 
@@ -296,25 +300,25 @@ def _refuse_other_checkpoints(world: World, state: checkpoint.RunState | None) -
     if len(set(steps)) > 1:
         raise UsageError(
             "the ranks do not see the same checkpoint",
-            got=f"steps {', '.join(map(str, steps))}, rank by rank",
-            hint="choose a --save directory on storage that all nodes have",
+            got=f"steps {', '.join(map(str, steps))} on ranks 0 to {len(steps) - 1}",
+            hint="choose a --save directory on storage that all nodes share",
         )
 
 
 @contextmanager
 def _signals(training: Training, note: Callable[[str], None]) -> Iterator[None]:
-    """Let the first SIGINT or SIGTERM end the run after the step being played, a second one at once."""
+    """Let the first SIGINT or SIGTERM end the run after the current step, and a second one end it at once."""
 
     def ask(number: int, frame: object) -> None:
         del frame
         training.asked = number
-        note("stopping after this step; once more to stop at once")
+        note("the run stops after this step; a second signal (Ctrl-C) stops it at once")
         signal.signal(number, signal.SIG_DFL)
 
     kinds = (signal.SIGINT, signal.SIGTERM)
     try:
         before = {kind: signal.signal(kind, ask) for kind in kinds}
-    except ValueError:  # not in the main thread: whoever runs us handles signals
+    except ValueError:  # not in the main thread: the caller handles signals
         yield
         return
     try:
@@ -328,7 +332,7 @@ def _outcome(training: Training, machine: Machine, plan_path: Path, predicted: T
     plan, program, world = training.plan, training.interpreter.program, training.world
     record, times_s, steps_measured = training.median_record(WARM_UPS)
     programs = lower(plan.decisions)
-    record = without_waiting(record, programs, training.interpreter.place, world)
+    record = without_waiting(record, programs, training.interpreter.mesh, world)
     measured = measured_trace(
         program, record, program_sha256=plan.program_sha256, rank=world.rank, world_size=world.size
     )
@@ -342,7 +346,7 @@ def _outcome(training: Training, machine: Machine, plan_path: Path, predicted: T
         )
     )
     slowest = times_s.index(max(times_s))
-    stage = programs[Place(plan.decisions.layout, slowest).at("pp")] if len(programs) > 1 else None
+    stage = programs[MeshCoordinates(plan.decisions.layout, slowest).at("pp")] if len(programs) > 1 else None
     trace = compare.predicted_trace(plan_path, plan, slowest)
     peaks = [figures.peak_device_bytes for figures in every]
     comparison = compare.compare(
@@ -362,7 +366,7 @@ def _outcome(training: Training, machine: Machine, plan_path: Path, predicted: T
 
 
 def machine_text(machine: Machine) -> str:
-    """Return the machine in a few words."""
+    """Return a short description of the machine and the version of torch."""
     threads = f", {counted(machine.compute_threads, 'compute thread')}" if machine.device == "cpu" else ""
     threads += f", {machine.sharing} ranks" if machine.sharing > 1 else ""
     return f"{machine.name} ({machine.device}{threads}), torch {torch.__version__}"

@@ -1,4 +1,4 @@
-"""Process groups, this rank's mesh coordinates, its own operands and shards.
+"""Everything about several ranks: processes and their groups, mesh coordinates, a rank's own program and its shards.
 
-Collective kernels are in ``kernels``; saving and loading shards is in ``training``.
+Collective kernels are in ``kernels``; checkpoints of shards are in ``training``.
 """

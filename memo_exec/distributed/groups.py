@@ -1,9 +1,7 @@
-"""Process groups: one for each lane and kind of group that a program names, made in one order on all ranks.
+"""Makes process groups: one for each lane and kind of group that a program uses, in the same order on all ranks.
 
-Which they are says ``memo_sim/program/communicators.py``.
-
-Lanes play at the same time, so no two of them share a group; inside one lane collectives come in program order, which
-is the same on every rank. Groups of one rank are not made.
+``memo_sim.program.analysis.communicators`` lists their keys. Lanes play at the same time, so two lanes never share a
+group. Within a lane, collectives follow program order, which is the same on every rank. A group has two or more ranks.
 """
 
 from __future__ import annotations
@@ -13,38 +11,43 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from memo_exec.distributed.place import Place
+from memo_exec.distributed.mesh import MeshCoordinates
 from memo_sim.contract.plan import Layout
 from memo_sim.program.analysis.communicators import Key, group_keys, stages_of_key
 from memo_sim.program.ir.program import Program
-from memo_sim.program.ir.work import Collective, Exchange, Handover, Work
+from memo_sim.program.ir.work import Collective, Exchange, PointToPoint, Work
 from memo_sim.program.layout.rank_order import stride
 
 Groups = Mapping[Key, dist.ProcessGroup]
 
 
 def communicates(work: Work) -> bool:
-    """Whether what has this work waits for other ranks."""
-    return isinstance(work, Collective | Exchange | Handover)
+    """Return whether an instruction with this work waits for other ranks."""
+    return isinstance(work, Collective | Exchange | PointToPoint)
 
 
 def missing_groups(program: Program, layout: Layout, groups: Groups) -> list[Key]:
-    """Return what ``program`` talks over and ``groups`` has not; a group of one rank is none."""
+    """Return the keys of groups that ``program`` uses and ``groups`` lacks. A group of one rank is not needed."""
     return [key for key in group_keys(program) if key not in groups and any(len(g) > 1 for g in _ranks(key, layout))]
 
 
-def make_groups(programs: Sequence[Program], place: Place, *, patience_s: float) -> dict[Key, dist.ProcessGroup]:
-    """Return this rank's groups; every rank of the job calls this with the programs of all roles.
+def make_groups(
+    programs: Sequence[Program], mesh: MeshCoordinates, *, patience_s: float
+) -> dict[Key, dist.ProcessGroup]:
+    """Make all groups and return those of this rank.
+
+    Every rank of the job has to call this with the programs of all pipeline stages. ``patience_s`` is how long a call
+    in a group waits for other ranks, in seconds.
 
     Raises:
         RuntimeError: when another rank has stopped.
     """
     found = {}
     for key in sorted({key for program in programs for key in group_keys(program)}):
-        for members in _ranks(key, place.layout):
+        for members in _ranks(key, mesh.layout):
             if len(members) > 1:
                 group = dist.new_group(list(members), timeout=timedelta(seconds=patience_s))
-                if place.rank in members:
+                if mesh.rank in members:
                     found[key] = group
     return found
 
@@ -56,6 +59,7 @@ def _ranks(key: Key, layout: Layout) -> list[tuple[int, ...]]:
         source, target = stages_of_key(key)
         apart = stride("pp", layout)
         return [(source * apart + i, target * apart + i) for i in range(apart)]
-    groups = [tuple(Place(layout, rank).members(name)) for rank in range(devices)]
-    # Of the first and the last stage alone: counted from a stage between them, a group would leave the layout.
+    groups = [tuple(MeshCoordinates(layout, rank).members(name)) for rank in range(devices)]
+    # A group of only the first and the last stage ("tied") is wrong when computed from a stage between them: it would
+    # contain ranks outside the layout.
     return list(dict.fromkeys(group for group in groups if max(group) < devices))

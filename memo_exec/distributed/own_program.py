@@ -1,11 +1,13 @@
-"""The program as one rank plays it: a lowered program names the ranges of rank 0 where ranks hold shares.
+"""Turns a lowered program into the program of one rank, with the operands of that rank's shards.
 
-Only operands change, never instructions, their order, their names or the buffers, so ids, lives and placements are the
-plan's. What changes under ZeRO and tensor parallelism:
+A lowered program has the operand ranges of rank 0. Only operands change here. Instructions, their order, their names
+and the buffers stay the same, and so do ids, lives and placements. Under ZeRO and tensor parallelism these change:
 
-    grads.reduce_scatter, params.all_gather   one operand a run (decayed parameters, others), not the whole block
-    update, add                               this rank's share, which lies in its own place of whole buffers
-    norm                                      what no other rank counts
+    grads.reduce_scatter, params.all_gather   one operand per run (decayed, other parameters), not the whole block
+    update, add                               this rank's share, at its own offset in buffers of the whole block
+    norm                                      only the gradients that no other rank counts
+
+A run is a contiguous range of a block whose parameters all have weight decay, or all have none.
 """
 
 from __future__ import annotations
@@ -13,8 +15,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from memo_exec.distributed.pieces import KINDS, Stretch, divided_elements, dividing, optimizer_of, own_runs
-from memo_exec.distributed.place import Place
+from memo_exec.distributed.mesh import MeshCoordinates
+from memo_exec.distributed.shards import KINDS, Stretch, divided_elements, dividing, optimizer_of, own_runs
 from memo_sim.contract.errors import CannotRun
 from memo_sim.contract.plan import Decisions
 from memo_sim.program.data_parallel.optimizer import Optimizer
@@ -25,48 +27,49 @@ from memo_sim.program.lower import lower
 RUNS = ("decay", "no_decay")
 
 
-def rank_program(decisions: Decisions, place: Place) -> Program:
-    """Return the program that the rank at ``place`` plays: of its stage, and of its part of the sequence.
+def rank_program(decisions: Decisions, mesh: MeshCoordinates) -> Program:
+    """Return the lowered program of a rank: of its pipeline stage, and of its part of the sequence.
 
     Raises:
-        CannotRun: for gathered keys of several sequences, whose chunks do not lie behind each other.
+        CannotRun: when keys and values of several sequences would be all-gathered. The chunks of one sequence would
+            not be contiguous.
         Infeasible: as ``lower``.
     """
     layout = decisions.layout
     if layout.cp > 1 and layout.cp_exchange == "all_gather" and decisions.micro_batch > 1:
         raise CannotRun(
-            "gathered keys and values are those of one sequence",
+            "context parallelism with cp_exchange all_gather needs micro-batches of one sequence",
             where="$.decisions.micro_batch",
             got=decisions.micro_batch,
             wanted=1,
-            hint="micro-batches of one sequence, or cp_exchange ring",
+            hint="plan with micro-batches of one sequence, or with cp_exchange ring",
         )
     ring = "metp" if layout.metp > 1 else "cp"
-    return lower(decisions, cp_rank=place.at(ring) if layout.ring > 1 else None)[place.at("pp")]
+    return lower(decisions, cp_rank=mesh.at(ring) if layout.ring > 1 else None)[mesh.at("pp")]
 
 
-def own_program(program: Program, decisions: Decisions, place: Place) -> Program:
-    """Return ``program`` with the operands of the rank at ``place``."""
+def own_program(program: Program, decisions: Decisions, mesh: MeshCoordinates) -> Program:
+    """Return ``program`` with the operands of one rank, whose mesh coordinates are ``mesh``."""
     if decisions.layout.devices == 1:
         return program
-    return replace(program, templates=tuple(_own_template(t, decisions, place) for t in program.templates))
+    return replace(program, templates=tuple(_own_template(t, decisions, mesh) for t in program.templates))
 
 
-def _own_template(template: Template, decisions: Decisions, place: Place) -> Template:
+def _own_template(template: Template, decisions: Decisions, mesh: MeshCoordinates) -> Template:
     kind, _, what = template.name.partition(".")
     if kind not in KINDS or kind == template.name:
         return template
-    block = _Block(optimizer_of(decisions, kind, place), template, decisions, place)
+    block = _Block(optimizer_of(decisions, kind, mesh), template, decisions, mesh)
     return replace(template, instructions=tuple(block.own(i, what) for i in template.instructions))
 
 
 class _Block:
-    """Rewrites the instructions that reduce, gather and update one block."""
+    """Rewrites the operands of the instructions that reduce, gather and update one parameter block."""
 
-    def __init__(self, optimizer: Optimizer, template: Template, decisions: Decisions, place: Place) -> None:
-        self.optimizer, self.template, self.place = optimizer, template, place
-        self.divided = divided_elements(decisions, optimizer.kind, place)
-        found = dict(zip([name for name, _, _ in optimizer.runs()], own_runs(optimizer, place), strict=True))
+    def __init__(self, optimizer: Optimizer, template: Template, decisions: Decisions, mesh: MeshCoordinates) -> None:
+        self.optimizer, self.template, self.mesh = optimizer, template, mesh
+        self.divided = divided_elements(decisions, optimizer.kind, mesh)
+        found = dict(zip([name for name, _, _ in optimizer.runs()], own_runs(optimizer, mesh), strict=True))
         self.runs: dict[str, Stretch] = found
 
     def own(self, instruction: Instruction, what: str) -> Instruction:
@@ -83,14 +86,14 @@ class _Block:
         return instruction
 
     def _is_whole(self, operand: Operand) -> bool:
-        """Whether the operand's buffer holds the whole block, not shares."""
+        """Return whether the operand's buffer holds the whole block, not only this rank's share."""
         state = self.template.slots[operand.slot].partition(".")[0]
         if state in ("params", "grads"):
             return not self.optimizer.shared("params" if state == "params" else "grads")
         return state in ("gathered", "whole_grads")
 
     def _by_run(self, operands: tuple[Operand, ...], old: str, new: str) -> Iterator[Operand]:
-        """Yield an operand a run: all of it where the buffer is whole, this rank's share where it holds shares."""
+        """Yield one operand per run: all of the run if the buffer holds the whole block, else this rank's share."""
         ends = {"decay": self.optimizer.block.decayed_elements, "no_decay": self.optimizer.block.elements}
         for operand in operands:
             role = new if operand.role == old else operand.role
@@ -107,12 +110,13 @@ class _Block:
         return replace(operand, first=own.first if self._is_whole(operand) else own.held, tokens=own.count)
 
     def _counted(self, operands: tuple[Operand, ...]) -> Iterator[Operand]:
-        """Yield the gradients that this rank counts: a vector that all of tp (or METP) have is counted by their first.
+        """Yield the gradients that this rank counts in the gradient norm.
 
-        Where they divide the states of what all of them have, each counts its share.
+        Gradients that all tensor-parallel (or METP) ranks hold are counted once, by the first of these ranks. If these
+        ranks share the block's states by ZeRO, each rank counts its own share.
         """
         shares = self.optimizer.group == "ends" and self.optimizer.shards > 1
-        leads = self.place.at(dividing(self.place.layout)) == 0
+        leads = self.mesh.at(dividing(self.mesh.layout)) == 0
         limit = self.optimizer.block.elements if leads or shares else self.divided
         own = list(self.runs.values()) if self.optimizer.shards > 1 else [Stretch(0, self.optimizer.block.elements, 0)]
         for operand in operands:

@@ -1,8 +1,10 @@
-"""The processes of one run, as torchrun starts them: who this one is, and what they tell each other beside the program.
+"""The processes of one run: joins those that torchrun starts, and exchanges values that are not part of the program.
 
-Without torchrun there is one. Ranks meet over NCCL on GPUs and over gloo on CPUs, and have a gloo group beside it for
-what is no tensor of the program: whether to stop, how long a step took, names of files. A rank that dies takes the
-others down: what they wait for fails, at once over gloo and after their patience at the latest, and says so.
+Without torchrun there is one process. Ranks communicate over NCCL on GPUs and over gloo on CPUs. A second group, always
+gloo, carries other values: whether to stop, how long a step took, names of files.
+
+When a rank dies, the others fail with a message. Over gloo their calls fail at once, over NCCL after their patience at
+the latest.
 """
 
 from __future__ import annotations
@@ -22,20 +24,20 @@ from memo_sim.contract.errors import CannotRun, MemoError, RankLost, UsageError
 T = TypeVar("T")
 
 PATIENCE_S = 600.0
-"""How long a rank waits for the others before it gives up, at the least."""
+"""The shortest time after which a rank stops waiting for the others, in seconds."""
 
 STEPS_OF_PATIENCE = 3
-"""And so many predicted steps, where they are longer: NCCL counts from when a call is issued, and lanes issue ahead."""
+"""A rank waits for at least this many predicted steps. NCCL counts from the issue of a call, and lanes issue ahead."""
 
 CONNECTIONS = 32
-"""Queues through which CUDA takes work from streams, at most; more than there are lanes and groups."""
+"""Value of CUDA_DEVICE_MAX_CONNECTIONS: the most hardware queues for streams, more than there are lanes and groups."""
 
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """What torchrun says of a process: its number among all and on its node, and how many there are of both."""
+    """What torchrun tells a process: its rank, the number of ranks, and both for its own node."""
 
     rank: int = 0
     world: int = 1
@@ -44,10 +46,10 @@ class Launch:
 
 
 def launched() -> Launch:
-    """Return what torchrun has set, or one process alone.
+    """Read torchrun's environment variables; without them return a launch of one process.
 
     Raises:
-        UsageError: when the environment is not what torchrun sets.
+        UsageError: when a variable that torchrun sets is missing or is not a number.
     """
     world = _number("WORLD_SIZE", 1)
     if world == 1:
@@ -68,56 +70,56 @@ def _number(name: str, default: int | None) -> int:
 
 
 def side_by_side() -> None:
-    """Let lanes that wait for other ranks play side by side; to be called before CUDA and NCCL are first used.
+    """Let lanes that wait for other ranks play at the same time. Call this before the first use of CUDA and NCCL.
 
-    Streams that share a queue wait for each other: a pipeline stage whose receives hold up its sends waits
-    for ever. And groups connect when they are made, not in a step, where that may wait for another lane's call.
+    Streams that share a hardware queue wait for each other. A pipeline stage whose recvs block its sends would wait
+    for ever. Groups connect when they are made, because in a step this may wait for another lane's call.
     """
     os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = str(CONNECTIONS)
     os.environ.setdefault("NCCL_RUNTIME_CONNECT", "0")
 
 
 def patience_of(step_s: float | None) -> float:
-    """Return how long to wait for other ranks in a run whose steps take about so long (seconds)."""
+    """Return how long to wait for other ranks, in seconds, in a run whose steps take about ``step_s`` seconds."""
     return max(PATIENCE_S, STEPS_OF_PATIENCE * (step_s or 0.0))
 
 
 @contextmanager
 def answered(rank: int, world: int) -> Iterator[None]:
-    """Talk to the other ranks inside this block.
+    """Turn a failed communication inside this block into a ``RankLost`` error.
 
     Raises:
-        RankLost: when one of them has stopped, or does not answer in time.
+        RankLost: when another rank has stopped, or does not answer in time.
     """
     try:
         yield
-    except torch.OutOfMemoryError:  # a RuntimeError, but this rank's own
+    except torch.OutOfMemoryError:  # also a RuntimeError, but this rank's own failure
         raise
     except RuntimeError as error:
         raise RankLost(
             "another rank has stopped, or does not answer",
             where=f"rank {rank} of {world}",
             got=str(error).splitlines()[0],
-            hint="the first rank's message that is not this one says why",
+            hint="look for the message of the rank that stopped first: it says why",
         ) from error
 
 
 class World:
-    """This process among the others."""
+    """This process's rank, and the exchange of values with the other ranks."""
 
     def __init__(self, launch: Launch | None = None, talk: dist.ProcessGroup | None = None) -> None:
         launch = launch or Launch()
         self.rank, self.size = launch.rank, launch.world
         self.talk = talk
-        """What is no tensor of the program goes here; None in one process."""
+        """The gloo group for values that are not part of the program; None when there is one process."""
 
     @property
     def first(self) -> bool:
-        """Whether this rank speaks for all: it prints, and writes what there is one of."""
+        """Whether this is rank 0, which prints and writes the files of the whole run."""
         return self.rank == 0
 
     def gathered(self, value: T) -> list[T]:
-        """Return what every rank passed, in order of ranks.
+        """Return the values that all ranks passed, in order of ranks. Every rank has to call this.
 
         Raises:
             CannotRun: when another rank has stopped.
@@ -130,7 +132,9 @@ class World:
         return found
 
     def numbers(self, *values: float) -> list[list[float]]:
-        """Return what every rank passed, as many numbers each: quicker than ``gathered``.
+        """Return the numbers that all ranks passed, in order of ranks; faster than ``gathered``.
+
+        Every rank has to call this with equally many numbers.
 
         Raises:
             CannotRun: when another rank has stopped.
@@ -144,36 +148,36 @@ class World:
         return [each.tolist() for each in found]
 
     def by_first(self, work: Callable[[], T]) -> T:
-        """Let rank 0 do ``work`` and return its result on every rank.
+        """Let rank 0 do ``work`` and return its result on every rank. Every rank has to call this.
 
         Raises:
-            MemoError: what ``work`` raises, on every rank.
+            MemoError: on every rank, when ``work`` raises it.
             CannotRun: when another rank has stopped.
         """
         if self.size == 1:
             return work()
-        told: list[Any] = [None]
+        box: list[Any] = [None]
         if self.first:
             try:
-                told = [work()]
+                box = [work()]
             except MemoError as error:
-                told = [error]
+                box = [error]
         with answered(self.rank, self.size):
-            dist.broadcast_object_list(told, src=0, group=self.talk)
-        if isinstance(told[0], MemoError):
-            raise told[0]
-        result: T = told[0]
+            dist.broadcast_object_list(box, src=0, group=self.talk)
+        if isinstance(box[0], MemoError):
+            raise box[0]
+        result: T = box[0]
         return result
 
 
 @contextmanager
 def joined(launch: Launch, device: torch.device, *, patience_s: float = PATIENCE_S) -> Iterator[World]:
-    """Join the other ranks, when there are any, and leave them at the end.
+    """Join the other ranks, if there are any, and leave them at the end of the block.
 
-    ``patience_s``: how long to wait for them where they talk beside the program (seconds).
+    ``patience_s`` is how long to wait for them outside the program's own groups, in seconds.
 
     Raises:
-        CannotRun: when they do not meet.
+        CannotRun: when the ranks cannot connect.
     """
     if launch.world == 1:
         yield World(launch)
@@ -185,13 +189,13 @@ def joined(launch: Launch, device: torch.device, *, patience_s: float = PATIENCE
         talk = dist.new_group(backend="gloo", timeout=patience)
     except (RuntimeError, ValueError) as error:
         raise CannotRun(
-            "the ranks did not meet", got=str(error).splitlines()[0], wanted=f"{launch.world} ranks"
+            "the ranks could not connect", got=str(error).splitlines()[0], wanted=f"{launch.world} ranks"
         ) from None
     try:
         yield World(launch, talk)
     except BaseException:
-        # NCCL's groups are left to the process's end: leaving in order would wait for the rank that is gone. gloo's
-        # threads must not outlive the interpreter.
+        # NCCL's groups are not destroyed, because that would wait for the rank that has stopped; they end with the
+        # process. gloo's threads have to end before Python does.
         if not cuda:
             dist.destroy_process_group()
         raise
@@ -199,16 +203,16 @@ def joined(launch: Launch, device: torch.device, *, patience_s: float = PATIENCE
 
 
 def device_of(launch: Launch, kind: str) -> torch.device:
-    """Return the device that a rank plays on, and make it current.
+    """Return this rank's device, and make it current.
 
     Raises:
-        CannotRun: when there are more ranks on this node than devices.
+        CannotRun: when this node has more ranks than devices.
     """
     if kind == "cpu" or launch.world == 1:
         return torch.device(kind)
     if (devices := torch.cuda.device_count()) < launch.local_world:
         raise CannotRun(
-            "more ranks on this node than devices", got=f"{launch.local_world} ranks", wanted=f"{devices} at most"
+            "more ranks on this node than devices", got=f"{launch.local_world} ranks", wanted=f"at most {devices}"
         )
     device = torch.device("cuda", launch.local_rank)
     torch.cuda.set_device(device)

@@ -1,4 +1,4 @@
-"""Plays a program: lanes, streams, events, records, and the race checks of debug mode.
+"""Plays a program step by step: lanes, streams, events, records, and the race checks of debug mode.
 
-What an instruction computes is in ``kernels``; where its bytes lie is in ``memory``.
+The kernels of the instructions live in ``kernels``; the buffers and their addresses live in ``memory``.
 """

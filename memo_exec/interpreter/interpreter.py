@@ -1,11 +1,12 @@
-"""Plays a program: lanes over buffers, kernels by op, every ordering a derived edge.
+"""Plays one rank's program on a device, one training step per call.
 
     interpreter = Interpreter(decisions, program, device="cpu")
     record = interpreter.run_step([(ids, labels)], StepScalars(lr=1e-3, loss_scale=1 / targets))
 
 Each lane is a thread that plays its instructions in program order. On the CPU an instruction has ended when its kernel
-returns; on CUDA the thread issues it on the lane's stream, and events order and time it. Everything runs in inference
-mode: nothing is saved behind the program's back.
+returns. On CUDA the thread issues the instruction on the lane's stream, and events order and time it. Lanes wait for
+each other only where the program's derived edges say so. Kernels run in inference mode, so autograd saves no tensor
+that the program does not declare.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ import torch
 from torch import Tensor
 
 from memo_exec.distributed.groups import Groups, communicates, missing_groups
+from memo_exec.distributed.mesh import MeshCoordinates
 from memo_exec.distributed.own_program import own_program
-from memo_exec.distributed.place import Place
 from memo_exec.distributed.world import answered
 from memo_exec.interpreter.lanes import HostTimekeeper, LaneStopped, Progress, Timekeeper, lane_threads
 from memo_exec.interpreter.race_checks import Probe
@@ -43,18 +44,30 @@ from memo_sim.program.ir.instruction import Lane
 from memo_sim.program.ir.program import Program
 
 STUCK_S = 10.0
-"""How long lanes that talk to other ranks may go on after another lane has failed: what they wait for may not come."""
+"""How long the other lanes may continue after one lane has failed. They may wait for a rank that never answers."""
 
 
 class Interpreter:
-    """One rank's program with its buffers made, ready to play steps.
+    """One rank's program with its buffers allocated, ready to play steps.
 
-    ``placement``, already checked, puts the device buffers in one arena; without one they come from torch's allocator.
-    ``debug`` poisons what has been offloaded, checks sums of what was copied, and the order of everything that touched
-    the same bytes. ``allocator``, which torch uses already, lends libraries their slots of the arena or, without one,
-    replays what a step asks for. ``rank`` is this process's of the layout's, ``groups`` are the process groups in which
-    it talks to the others (``make_groups``); ``sharing`` processes share this host's cores. ``kernels`` and ``edges``
-    replace the real ones in tests.
+    Args:
+        decisions: the plan's decisions, from which ``program`` was lowered.
+        program: the program of this rank's pipeline stage.
+        device: where the device buffers live and the kernels run.
+        placement: a checked placement, which puts the device buffers in one arena. Without one, torch's allocator
+            provides each buffer.
+        debug: poison offloaded rows, compare checksums of copied rows, and check the order of instructions that
+            touch the same bytes.
+        allocator: the library that torch uses already as its allocator. With an arena it lends kernel libraries their
+            slots; without one it replays the requests of a step.
+        rank: this process's rank in the layout.
+        groups: the process groups in which this rank communicates (``make_groups``).
+        sharing: how many processes share this host's cores.
+        kernels: the kernel of each operator; tests replace it.
+        edges: the edges to respect instead of the derived ones; only tests give them.
+
+    Raises:
+        CannotRun: when a process group or a kernel is missing, or the attention kernel does not run on ``device``.
     """
 
     def __init__(
@@ -78,8 +91,8 @@ class Interpreter:
         groups = groups or {}
         _refuse(decisions, program, self.device, kernels, groups)
         self.kernels = kernels
-        self.place = Place(decisions.layout, rank)
-        self.schedule = schedule(own_program(program, decisions, self.place), placement=placement, edges=edges)
+        self.mesh = MeshCoordinates(decisions.layout, rank)
+        self.schedule = schedule(own_program(program, decisions, self.mesh), placement=placement, edges=edges)
         if self.device.type == "cuda" and decisions.deterministic:
             make_deterministic()
         self.context = Context(decisions, self.device, rank=rank, groups=groups)
@@ -100,7 +113,9 @@ class Interpreter:
         self._lock = threading.Lock()
 
     def buffer(self, family: str, index: int = 0) -> Tensor:
-        """Return a buffer that lasts (``params.layer``, 3): flat for parameters, on the device or in the host slab.
+        """Return a buffer that lives across steps, such as (``params.layer``, 3), on the device or in the host slab.
+
+        Parameters are flat.
 
         Raises:
             KeyError: when the program has no such buffer.
@@ -111,10 +126,12 @@ class Interpreter:
         return self.store.view(number, 0, self.schedule.family(number).tokens)
 
     def run_step(self, batch: Sequence[tuple[Tensor, Tensor]], scalars: StepScalars) -> StepRecord:
-        """Play the program once; ``batch`` has (ids, shifted labels) of every micro-batch, -100 = not counted.
+        """Play the program once and return what it measured.
+
+        ``batch`` has (ids, shifted labels) of every micro-batch; the loss ignores the label -100.
 
         Raises:
-            ValueError: for a batch of another shape than the program's, or a kernel that broke its operands.
+            ValueError: when the batch has another shape than the program's, or a kernel moved or resized an operand.
         """
         self._load(batch)
         self.context.scalars = scalars
@@ -139,7 +156,7 @@ class Interpreter:
         return record
 
     def _wait(self, futures: list[Future[None]]) -> None:
-        """Wait for all lanes; once one has failed, not for ever for those that wait for other ranks."""
+        """Wait for all lanes. After a failure, wait at most ``STUCK_S`` for lanes that wait for other ranks."""
         playing = wait(futures, return_when=FIRST_EXCEPTION).not_done
         self._stuck = bool(wait(playing, STUCK_S if self.context.groups else None).not_done)
 
@@ -157,7 +174,7 @@ class Interpreter:
 
     def __exit__(self, *error: object) -> None:
         if error[0] is not None and self.device.type == "cuda" and self.context.groups:
-            return  # unpinning would wait for a kernel that waits for another rank; the process's end does not
+            return  # unpinning would block on a kernel that waits for another rank; the process can exit without it
         self.close()
 
     def _load(self, batch: Sequence[tuple[Tensor, Tensor]]) -> None:
@@ -168,7 +185,7 @@ class Interpreter:
             for name, values in zip(("input.ids", "input.labels"), pair, strict=True):
                 if values.numel() != tokens:
                     raise ValueError(f"{name} of micro-batch {i} has {values.numel()} tokens, wanted {tokens}")
-                if name in self.program.family_bases:  # pipeline stages between the ends have neither
+                if name in self.program.family_bases:  # only the first stage has ids and only the last one labels
                     self.buffer(name, i).copy_(values.reshape(-1))
         for name in ("loss", "grad_norm"):
             self.buffer(name).zero_()
@@ -202,7 +219,9 @@ class Interpreter:
         timekeeper.end(lane, number)
         for tensor, pointer, shape in held:
             if tensor.data_ptr() != pointer or tensor.shape != shape:
-                raise ValueError(f"{bound.instruction.name} moved or resized an operand of {bound.instruction.op}")
+                raise ValueError(
+                    f"{bound.instruction.name}: the kernel of {bound.instruction.op} moved or resized an operand"
+                )
         if lane in self._moved:
             self._moved[lane] += call["target"].nbytes
         if self.probe:
@@ -217,7 +236,7 @@ class Interpreter:
         progress.finish(lane, number, awaited=bound.awaited)
 
     def _fixed(self, bound: Bound) -> tuple[dict[str, Tensor], tuple[Touch, ...]]:
-        """Return an instruction's operands that never move, made once, and those to be found when it is played."""
+        """Return an instruction's operands with a constant address, and those to look up each time it is played."""
         fixed, moving = {}, []
         for touch in bound.touches:
             if (host := self.slab.views.get(touch.buffer)) is not None:
@@ -239,7 +258,7 @@ class Interpreter:
         return Call(bound.instruction, self.context, tensors, bound.subsequence, bound.offset)
 
     def _below(self, allocator: ctypes.CDLL | None) -> BelowTorch | None:
-        """Return what serves the compute lane's requests, None when torch's own allocator does."""
+        """Return what serves the compute lane's allocations, or None when torch's own allocator does."""
         if allocator is None:
             return None
         stream = 0
@@ -248,7 +267,7 @@ class Interpreter:
         return BelowTorch(allocator, stream, lends=isinstance(self.store, ArenaStore))
 
     def _lent(self, bound: Bound) -> AbstractContextManager[None]:
-        """Return a context in which a library's call gets the slot that the program declares for its results."""
+        """Return a context in which a library allocates its results in the slot that the program declares."""
         if self.below is not None and isinstance(self.store, ArenaStore):
             for touch in bound.touches:
                 if (slot := self.store.slots.get(touch.buffer)) is not None:
@@ -256,9 +275,9 @@ class Interpreter:
         return nullcontext()
 
     def _talking(self, bound: Bound) -> AbstractContextManager[None]:
-        """Return a context in which what fails is another rank's failure."""
+        """Return a context that reports a failed communication as the failure of another rank."""
         if communicates(bound.instruction.work):
-            return answered(self.place.rank, self.decisions.layout.devices)
+            return answered(self.mesh.rank, self.decisions.layout.devices)
         return nullcontext()
 
     def _record(self) -> StepRecord:
@@ -283,28 +302,28 @@ class Interpreter:
 def _refuse(
     decisions: Decisions, program: Program, device: torch.device, kernels: Mapping[str, Kernel], groups: Groups
 ) -> None:
-    """Refuse what this interpreter cannot play.
+    """Refuse a program that this interpreter cannot play.
 
     Raises:
-        CannotRun: for groups that were not made, an op without a kernel, or an attention kernel of another device.
+        CannotRun: when a process group or a kernel is missing, or the attention kernel is for another device.
     """
     layout = decisions.layout
     if missing_groups(program, layout, groups):
         raise CannotRun(
-            "this layout needs several ranks, and this process is alone",
+            "the layout needs several ranks, but this process runs alone",
             where="decisions.layout",
             got="1 process",
-            wanted=f"{layout.devices}",
+            wanted=f"{layout.devices} processes",
             hint=f"torchrun --nproc_per_node {layout.devices} -m memo_exec run PLAN",
         )
     missing = sorted({i.op for t in program.templates for i in t.instructions} - set(kernels))
     if missing:
-        raise CannotRun("there is no kernel for some operators", got=", ".join(missing))
+        raise CannotRun("some operators of the program have no kernel", got=", ".join(missing))
     kernel = decisions.kernels.attention
     fitting = [name for name in BACKENDS if (name == "torch-flash-cpu") == (device.type == "cpu")]
     if kernel not in fitting:
         raise CannotRun(
-            f"attention kernel {kernel} does not play on {device.type}",
+            f"attention kernel {kernel} does not run on {device.type}",
             where="decisions.kernels.attention",
             got=kernel,
             wanted=" or ".join(fitting),

@@ -1,7 +1,7 @@
-"""Lanes as threads: each plays its instructions in program order and waits for other lanes where an edge says so.
+"""Runs each lane in a thread, which plays its instructions in order and waits for other lanes where an edge says so.
 
-``Progress`` is what lanes know of each other: the number of the last instruction each has finished. Numbers rise along
-a lane, so "instruction p of lane L has ended" is ``done[L] >= p``.
+``Progress`` holds the number of the last instruction that each lane has finished. Numbers rise along a lane, so
+"instruction p of lane L has ended" is ``done[L] >= p``. A ``Timekeeper`` orders and times instructions on a device.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ Floats = NDArray[np.float64]
 
 
 class LaneStopped(Exception):
-    """Another lane has failed; its error is the one to show."""
+    """Another lane has failed. The error of that lane is the one to show."""
 
 
 class Progress:
-    """How far each lane has come in one step."""
+    """The last instruction that each lane has finished in the current step."""
 
     def __init__(self, lanes: Iterable[Lane]) -> None:
         self.done = dict.fromkeys(lanes, -1)
@@ -40,7 +40,7 @@ class Progress:
         """Return once ``lane`` has finished instruction ``number``.
 
         Raises:
-            LaneStopped: when it never will.
+            LaneStopped: when another lane has failed, so that ``lane`` never finishes it.
         """
         if self.done[lane] >= number:
             return
@@ -51,7 +51,7 @@ class Progress:
             raise LaneStopped
 
     def finish(self, lane: Lane, number: int, *, awaited: bool) -> None:
-        """Record that ``lane`` has finished ``number``; wake the others when one of them may wait for it."""
+        """Record that ``lane`` has finished ``number``; with ``awaited``, wake the lanes that may wait for it."""
         self.done[lane] = number
         if awaited:
             condition = self._conditions[lane]
@@ -59,7 +59,7 @@ class Progress:
                 condition.notify_all()
 
     def fail(self, error: BaseException) -> None:
-        """Stop every lane that waits."""
+        """Keep the first error and stop every lane that waits."""
         if self.failure is None and not isinstance(error, LaneStopped):
             self.failure = error
         for condition in self._conditions.values():
@@ -78,10 +78,10 @@ class Timekeeper(Protocol):
         """Make ``lane`` current in the calling thread."""
 
     def order(self, lane: Lane, producer_lane: Lane, producer: int) -> None:
-        """Make what ``lane`` plays next wait for ``producer``, which its own lane has finished or issued."""
+        """Make the next instruction of ``lane`` wait for ``producer``, which its own lane has finished or issued."""
 
     def release(self, tensor: Tensor, lanes: Iterable[Lane]) -> None:
-        """Let nobody have a tensor's memory before ``lanes`` have ended what they were given of it."""
+        """Keep a tensor's memory from being reused until ``lanes`` have ended their issued uses of it."""
 
     def start(self, lane: Lane, number: int) -> None:
         """Note that ``number`` starts."""
@@ -94,7 +94,7 @@ class Timekeeper(Protocol):
 
 
 class HostTimekeeper:
-    """Instructions run in the calling thread, so finished means ended."""
+    """Times instructions on the CPU. They run in the calling thread, so a finished instruction has also ended."""
 
     def __init__(self) -> None:
         self._zero = 0.0
@@ -117,7 +117,7 @@ class HostTimekeeper:
         """Nothing to do: the producer has ended."""
 
     def release(self, tensor: Tensor, lanes: Iterable[Lane]) -> None:
-        """Nothing to do: all of it has ended."""
+        """Nothing to do: every use of the tensor has ended."""
 
     def start(self, lane: Lane, number: int) -> None:
         """Note the time."""
@@ -142,17 +142,18 @@ def available_cores() -> int:
 
 
 def intra_op_threads(lane: Lane, device: torch.device, sharing: int = 1) -> int:
-    """Return how many threads an operator of ``lane`` uses: all cores but one to compute, one to copy.
+    """Return how many threads an operator of ``lane`` uses: all cores but one for compute, one thread otherwise.
 
-    ``sharing`` processes play here at once and have a part of the cores each.
+    ``sharing`` is the number of processes on this host; each gets an equal share of the cores. On CUDA the host lane
+    is the one that computes on cores.
     """
     computes = lane is Lane.COMPUTE if device.type == "cpu" else lane is Lane.HOST
     return max(1, available_cores() // sharing - 1) if computes else 1
 
 
 def lane_threads(lanes: Iterable[Lane], device: torch.device, sharing: int = 1) -> dict[Lane, ThreadPoolExecutor]:
-    """Return one thread a lane, each with its number of intra-op threads."""
-    own = torch.get_num_threads()  # torch reads its default when a thread first asks, so ask before it changes
+    """Return one thread per lane, with its number of intra-op threads set."""
+    own = torch.get_num_threads()  # a thread reads torch's default at its first call, so read it before it changes
     threads = {}
     for lane in lanes:
         threads[lane] = ThreadPoolExecutor(1, thread_name_prefix=f"lane-{lane.label}")

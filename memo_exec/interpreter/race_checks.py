@@ -1,11 +1,11 @@
-"""Debug mode: nothing that was offloaded can be read before it is back, and nothing that shares bytes can overlap.
+"""Finds races in debug mode: reads of offloaded rows that are not back yet, and overlapping uses of the same bytes.
 
     poison      once an offload and every earlier reader of its rows have ended, the rows become NaN; reading NaN fails
     checksums   the host's copy equals the rows it came from, and the prefetched rows equal the host's copy
-    order       after the step, every pair of instructions that a range orders is compared by its measured times
+    order       after the step, the measured times of every ordered pair of instructions are compared
 
-Orders are derived anew, never taken from the schedule, so that a missing edge shows. The compute lane poisons, between
-two of its instructions, so that no copy lane waits for more than its edges say.
+The checks derive the edges again and do not take them from the schedule, so they find an edge that the schedule lacks.
+The compute lane does the poisoning, between two of its instructions. So no copy lane waits longer than its edges say.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class RaceFound(Exception):
 
 @dataclass(frozen=True, slots=True)
 class _Offloaded:
-    """Rows that have been copied and may be poisoned once ``last_reader`` has ended."""
+    """Rows that an offload has copied. They may be poisoned once the instruction ``last_reader`` has ended."""
 
     name: str
     rows: Tensor
@@ -40,7 +40,7 @@ class _Offloaded:
 
 
 class Probe:
-    """Watches one interpreter."""
+    """Checks the instructions of one interpreter while it plays."""
 
     def __init__(self, schedule: Schedule) -> None:
         self._schedule = schedule
@@ -57,13 +57,13 @@ class Probe:
         self._offloaded.clear()
 
     def before(self, bound: Bound, call: Call) -> None:
-        """On the compute lane: poison what has been offloaded, and refuse to read poison.
+        """On the compute lane: poison offloaded rows, then check that no operand to be read holds NaN.
 
-        A prefetch may come to offloaded rows before compute plays again (a pipeline stage brings one micro-batch back
-        while it waits for another): they are its own from then on.
+        A prefetch may write to offloaded rows before compute plays again: a pipeline stage may prefetch one micro-batch
+        while it waits for another. From then on the rows belong to the prefetch and are not poisoned.
 
         Raises:
-            RaceFound: when an operand that is read holds NaN, or offloaded rows are not what the host got.
+            RaceFound: when an operand to be read holds NaN, or offloaded rows differ from the host's copy.
         """
         if bound.instruction.lane is Lane.H2D:
             with self._poisoning:
@@ -80,24 +80,24 @@ class Probe:
                 continue
             if bool(tensor.isnan().any()):
                 name = self._names[bound.number]
-                raise RaceFound(f"{name} reads {touch.role} before it was written, or it was not a number")
+                raise RaceFound(f"{name} reads NaN in {touch.role}: it was read too early, or its values were NaN")
 
     def _poison(self, offloaded: _Offloaded, number: int) -> None:
-        """Poison rows that no instruction before ``number`` still reads; keep others for later."""
+        """Poison the rows if their last reader comes before instruction ``number``; otherwise keep them for later."""
         if offloaded.last_reader >= number:
             self._offloaded.append(offloaded)
             return
         _synchronize(offloaded.rows)
         if checksum(offloaded.rows) != offloaded.checksum:
-            raise RaceFound(f"{offloaded.name} copied rows that were not yet, or no longer, the ones to keep")
+            raise RaceFound(f"{offloaded.name} copied rows that another instruction changed during or after the copy")
         offloaded.rows.fill_(float("nan"))
         _synchronize(offloaded.rows)
 
     def after(self, bound: Bound, call: Call) -> None:
-        """On a copy lane: note an offload, or check a prefetch.
+        """On a copy lane: record the checksum of an offload, or compare the one of a prefetch.
 
         Raises:
-            RaceFound: when a prefetch finds no finished offload, or brings back other bytes.
+            RaceFound: when a prefetch finds no finished offload, or copied other bytes than were offloaded.
         """
         lane = bound.instruction.lane
         if lane not in (Lane.D2H, Lane.H2D):
@@ -112,14 +112,14 @@ class Probe:
         if lane is Lane.D2H:
             self._sums[key] = found
             if self._schedule.lives.death[device.buffer] == bound.number:
-                return  # nobody reads it any more, and its memory is handed out again
+                return  # the device buffer dies here, so another buffer may already use its memory
             last = self._readers.get(bound.number, -1)
             with self._poisoning:
                 self._offloaded.append(_Offloaded(name, call["source"], found, last))
         elif key not in self._sums:
-            raise RaceFound(f"{name} came before the offload had ended")
+            raise RaceFound(f"{name} prefetched rows before their offload had ended")
         elif found != self._sums[key]:
-            raise RaceFound(f"{name} brought back other bytes than were offloaded")
+            raise RaceFound(f"{name} prefetched other bytes than were offloaded")
 
     def end_step(self, start_s: Floats, end_s: Floats) -> None:
         """Compare the measured times of every ordered pair.
@@ -136,7 +136,7 @@ class Probe:
 
 
 def checksum(tensor: Tensor) -> int:
-    """Return a sum over the tensor's bytes, in eights, in which every place counts."""
+    """Return a checksum of the tensor's bytes: 8-byte words weighted by their position, so that order matters."""
     flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
     words = flat[: flat.numel() // 8 * 8].view(torch.int64)
     places = torch.arange(1, len(words) + 1, device=words.device)
@@ -155,7 +155,7 @@ def _synchronize(tensor: Tensor) -> None:
 
 
 def _readers_before_offload(schedule: Schedule) -> dict[int, int]:
-    """Return for every offload the last compute instruction before it that touches its rows."""
+    """Return, for every offload, the last compute instruction before it that touches its rows (-1 if none)."""
     found: dict[int, int] = {}
     touched: dict[int, list[tuple[int, int, int]]] = {}
     for bound in sorted((b for bounds in schedule.lanes.values() for b in bounds), key=lambda b: b.number):

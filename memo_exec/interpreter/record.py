@@ -1,4 +1,4 @@
-"""What a step leaves behind: loss, gradient norm, the times of every instruction, memory, bytes moved, waits."""
+"""The record of one played step: loss, gradient norm, times of every instruction, memory, bytes moved, waits."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from memo_sim.program.ir.program import Program
 
 @dataclass(frozen=True)
 class StepRecord:
-    """One played step; row i of the times is instruction i of the program."""
+    """One played step. Entry i of ``start_s`` and ``end_s`` belongs to instruction i of the program."""
 
     loss: float
     grad_norm: float
@@ -28,8 +28,11 @@ class StepRecord:
     step_s: float
     """From the step's start to the end of its last instruction."""
     peak_device_bytes: int
-    """Most bytes of buffers at once; with an arena its size. No timing passes the program's peak, which is program
-    order's: where a lane is late, what it gives birth to may come after the death of what lived beside it there."""
+    """Most bytes of buffers that lived at once; with an arena, the arena's size.
+
+    It never exceeds the program's peak, which is computed in program order. It may be less, because a late lane may
+    allocate a buffer only after another one has died.
+    """
     peak_host_bytes: int
     """Size of the host slab."""
     moved: MovedBytes
@@ -50,9 +53,9 @@ def lane_busy_s(program: Program, record: StepRecord) -> dict[str, float]:
 def measured_trace(
     program: Program, record: StepRecord, *, program_sha256: str | None = None, rank: int = 0, world_size: int = 1
 ) -> Trace:
-    """Return the step as a ``memo.trace/1`` of origin measured, with the program's ids.
+    """Return the step as a ``memo.trace/1`` of origin measured, with the program's instruction ids.
 
-    ``program_sha256`` is what the plan pins, where that is not this rank's program alone.
+    ``program_sha256`` is the hash in the plan. Give it when the plan's hash covers more than this rank's program.
     """
     walked = list(program.walk())
     return Trace(
@@ -77,7 +80,10 @@ def measured_trace(
 
 
 def waits_of(schedule: Schedule, start_s: Floats, end_s: Floats) -> tuple[Wait, ...]:
-    """Return where a lane stood still for another: from the end of its previous instruction to the producer's end."""
+    """Return the waits of lanes for other lanes.
+
+    A wait lasts from the end of the lane's previous instruction to the end of the producer, in seconds.
+    """
     edges, names = schedule.edges, schedule.program.ids()
     latest: dict[int, int] = {}
     for producer, consumer in zip(edges.producer.tolist(), edges.consumer.tolist(), strict=True):
@@ -105,13 +111,16 @@ def waits_of(schedule: Schedule, start_s: Floats, end_s: Floats) -> tuple[Wait, 
 
 
 def device_curve(store: BufferStore, start_s: Floats, end_s: Floats) -> MemoryCurve:
-    """Return the device bytes by class as the store counted them, placed in time by the instructions."""
+    """Return the device bytes by buffer class over time.
+
+    The store counted the bytes. A birth happens at the start of its instruction, a death at the end.
+    """
     events = [(start_s[i] if size > 0 else end_s[i], by, size) for i, by, size in store.log]
     return _curve(events, store.lasting_bytes)
 
 
 def host_curve(schedule: Schedule, end_s: Floats) -> MemoryCurve:
-    """Return the host bytes by class that live at each instruction, in program order."""
+    """Return the host bytes by buffer class over time, for instructions in program order."""
     curves = live_bytes(schedule.lives, device=False)
     time_s = np.maximum.accumulate(end_s) if len(end_s) else end_s
     total = np.sum(list(curves.values()), axis=0) if curves else np.zeros(0)

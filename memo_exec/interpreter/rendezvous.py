@@ -1,13 +1,13 @@
-"""What pipeline stages play together, timed without the wait for each other.
+"""Removes the wait for other pipeline stages from the measured times of p2p calls and collectives between stages.
 
-A receive that is posted early stands until its sender comes, so its two timestamps hold the sender's delay as well.
-Both sides end together and the later one waits for nobody: the shortest of their durations is the transfer, whatever
-clocks the ranks have.
+A recv that is posted early waits for its sender, so its two timestamps include the sender's delay. All sides end
+together, and the last one to start does not wait. So the shortest of their durations is the time of the transfer. This
+needs no common clock of the ranks.
 
     stage 0   send                  [----]              start to end: the transfer
-    stage 1   receive   [................----]          the dots are a wait, the dashes are counted
+    stage 1   recv      [................----]          the dots are a wait, the dashes are the transfer
 
-gloo ends a send once the network has taken it, so on CPUs the transfer may come out too short; it is never too long.
+gloo ends a send once the network has accepted it. So on CPUs the measured transfer may be too short, never too long.
 """
 
 from __future__ import annotations
@@ -15,32 +15,32 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from memo_exec.distributed.place import Place
+from memo_exec.distributed.mesh import MeshCoordinates
 from memo_exec.distributed.world import World
 from memo_exec.interpreter.record import StepRecord
-from memo_sim.program.analysis.rendezvous import meetings
+from memo_sim.program.analysis.rendezvous import all_rendezvous
 from memo_sim.program.ir.program import Program
 from memo_sim.program.layout.rank_order import stride
 
 
-def without_waiting(record: StepRecord, programs: Sequence[Program], place: Place, world: World) -> StepRecord:
-    """Return a step in which what this rank plays with other stages starts when the last of them had come.
+def without_waiting(record: StepRecord, programs: Sequence[Program], mesh: MeshCoordinates, world: World) -> StepRecord:
+    """Return the record with later starts: each call shared with other stages starts when the last of them started.
 
-    ``programs`` are those of all stages; every rank calls this with its record of the same step.
+    ``programs`` are the programs of all stages. Every rank has to call this with its record of the same step.
 
     Raises:
         CannotRun: when another rank has stopped.
     """
     if len(programs) == 1:
         return record
-    stage = place.at("pp")
+    stage = mesh.at("pp")
     seconds = record.end_s - record.start_s
-    met = [dict(meeting) for meeting in meetings(programs)]
-    told = world.gathered({n: float(seconds[roles[stage]]) for n, roles in enumerate(met) if stage in roles})
+    calls = [dict(rendezvous) for rendezvous in all_rendezvous(programs)]
+    durations_s = world.gathered({n: float(seconds[call[stage]]) for n, call in enumerate(calls) if stage in call})
     start_s = record.start_s.copy()
-    for n, roles in enumerate(met):
-        if stage in roles:
-            sides = [place.rank + (role - stage) * stride("pp", place.layout) for role in roles]
-            own = roles[stage]
-            start_s[own] = record.end_s[own] - min(told[rank][n] for rank in sides)
+    for n, call in enumerate(calls):
+        if stage in call:
+            ranks = [mesh.rank + (other - stage) * stride("pp", mesh.layout) for other in call]
+            own = call[stage]
+            start_s[own] = record.end_s[own] - min(durations_s[rank][n] for rank in ranks)
     return replace(record, start_s=start_s)

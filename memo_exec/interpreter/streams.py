@@ -1,8 +1,7 @@
-"""Lanes as CUDA streams: threads only issue, events order and time.
+"""Runs lanes as CUDA streams: threads only issue instructions, and events order and time them.
 
-Every instruction is recorded between two events; a lane that waits for another makes its stream wait for the event, so
-nothing synchronises with the host inside a step. The host lane is the exception by nature: its thread waits for the
-events it needs.
+Each instruction lies between two events. A lane that waits for another makes its stream wait for an event, so nothing
+synchronises with the host inside a step. Only the host lane does: its thread waits for the events that it needs.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from memo_sim.program.ir.instruction import Lane
 
 
 class StreamTimekeeper:
-    """One stream a lane; time zero is an event that has passed before any lane starts."""
+    """One CUDA stream per lane. Time zero is an event that the device has passed before any lane starts."""
 
     def __init__(self, lanes: Iterable[Lane], device: torch.device) -> None:
         self.device = device
@@ -32,15 +31,15 @@ class StreamTimekeeper:
         self._ends: list[torch.cuda.Event | float | None] = []
 
     def begin_step(self, instructions: int) -> None:
-        """Record time zero on the device and on the host, with nothing under way."""
+        """Record time zero on the device and on the host, while the device is idle."""
         self._starts = [None] * instructions
         self._ends = [None] * instructions
         torch.cuda.synchronize(self.device)
-        for _ in range(2):  # the first time is slow
+        for _ in range(2):  # the first record is slow
             before = time.perf_counter()
             self._zero.record(torch.cuda.current_stream(self.device))
             self._zero.synchronize()
-            # The device passed the event in between: the host lane's clock is off by half of that at most.
+            # The device passed the event between the two readings, so the host clock is off by at most half of that.
             self._zero_s = (before + time.perf_counter()) / 2
 
     @contextmanager
@@ -63,7 +62,7 @@ class StreamTimekeeper:
             self.streams[lane].wait_event(event)
 
     def release(self, tensor: Tensor, lanes: Iterable[Lane]) -> None:
-        """Make torch's allocator wait for the lanes' streams before it hands the tensor's memory out again."""
+        """Make torch's allocator wait for the lanes' streams before it reuses the tensor's memory."""
         for lane in lanes:
             if lane is not Lane.HOST:
                 tensor.record_stream(self.streams[lane])
@@ -84,7 +83,7 @@ class StreamTimekeeper:
         return event
 
     def times(self) -> tuple[Floats, Floats]:
-        """Return start and end of every instruction in seconds, after all streams have drained."""
+        """Return start and end of every instruction in seconds; waits until all streams have ended."""
         torch.cuda.synchronize(self.device)
         return self._seconds(self._starts), self._seconds(self._ends)
 
@@ -97,7 +96,7 @@ class StreamTimekeeper:
 
 
 def make_deterministic() -> None:
-    """Let torch choose only kernels that give the same bits each time, in the whole process."""
+    """Make torch use only kernels that give the same bits each time, in the whole process."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]

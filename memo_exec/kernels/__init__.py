@@ -1,9 +1,13 @@
-"""Forward and backward of each operator as explicit kernels, one backend a file.
+"""Forward and backward kernels of each operator, one backend per file.
 
-``KERNELS[instruction.op](call)`` plays an instruction. Kernels write into their operands and cut scratch out of the
-declared workspace; those in ``LIBRARY_SCRATCH`` call operators that allocate their results themselves, so their
-workspace is counted and left to the library. A plan with ``rowwise: triton`` plays the row-wise ones as fused Triton
-kernels, from modules that are imported at their first call: Triton is not installed on a machine without a GPU.
+``KERNELS[instruction.op](call)`` executes one instruction. A kernel writes into its operands and takes its scratch from
+the declared workspace. The ops in ``LIBRARY_SCRATCH`` are the exception: their library allocates its own results, so
+the program counts their workspace but does not hand it out.
+
+A plan with ``rowwise: triton`` uses fused Triton kernels for the row-wise ops. Their modules are imported at the first
+call, because Triton is not installed on machines without a GPU.
+
+Memory that kernels share (arenas, host slabs) lives in ``memo_exec/memory``, not here.
 """
 
 from __future__ import annotations
@@ -18,7 +22,6 @@ from memo_exec.kernels import (
     collective,
     divided_loss,
     embedding,
-    handover,
     linear,
     loss,
     merge,
@@ -30,6 +33,7 @@ from memo_exec.kernels import (
     rotary,
     rsa,
 )
+from memo_exec.kernels import stage_p2p as stage_p2p
 from memo_exec.kernels.call import Call, Context, Scratch, StepScalars
 from memo_sim.program.arena.library_workspaces import LIBRARY_OPS
 
@@ -42,8 +46,8 @@ def _fused(module: str, name: str) -> Kernel:
     return kernel
 
 
-def _either(plain: Kernel, module: str) -> Kernel:
-    """Return the kernel that plays ``plain``, or its namesake in ``module`` where the plan wants Triton."""
+def _plain_or_fused(plain: Kernel, module: str) -> Kernel:
+    """Return a kernel that calls ``plain``, or the function of that name in ``module`` if the plan uses Triton."""
     name = plain.__name__
 
     def play(call: Call) -> None:
@@ -54,10 +58,10 @@ def _either(plain: Kernel, module: str) -> Kernel:
 
 
 def _divided(plain: Kernel, divided: Kernel) -> Kernel:
-    """Return the kernel that plays ``divided`` where tensor-parallel ranks have a part of the vocabulary each."""
+    """Return a kernel that calls ``divided`` if tensor parallelism splits the vocabulary, else ``plain``."""
 
     def play(call: Call) -> None:
-        (divided if call.context.place.size("tp") > 1 else plain)(call)
+        (divided if call.context.mesh.size("tp") > 1 else plain)(call)
 
     return play
 
@@ -96,7 +100,7 @@ _PLAIN: Mapping[str, Kernel] = {
     "rsa.softmax.bwd": rsa.softmax_backward,
     "rsa.dk": rsa.d_keys,
     "rsa.dq": rsa.d_queries,
-    "rsa.home": rsa.home,
+    "rsa.return": rsa.return_gradients,
     "qkv.split": packing.qkv_split,
     "qkv.join": packing.qkv_join,
     "kv.pack": packing.kv_pack,
@@ -120,8 +124,8 @@ _PLAIN: Mapping[str, Kernel] = {
     "broadcast": collective.broadcast,
     "reduce": collective.reduce,
     "send_recv": collective.send_recv,
-    "send": handover.send,
-    "receive": handover.receive,
+    "send": stage_p2p.send,
+    "recv": stage_p2p.receive,
     "grads.all_reduce": collective.all_reduce,
     "grads.reduce_scatter": collective.grads_reduce_scatter,
     "params.all_gather": collective.params_all_gather,
@@ -140,14 +144,14 @@ FUSED: Mapping[str, str] = {
     "rotary.bwd": "triton_rotary",
     "cross_entropy": "triton_loss",
 }
-"""Module of the Triton kernel of each op that has one; its function is the plain one's namesake."""
+"""Module of each op's Triton kernel; the function there has the same name as the plain kernel."""
 
 KERNELS: Mapping[str, Kernel] = {
-    op: _either(plain, FUSED[op]) if op in FUSED else plain for op, plain in _PLAIN.items()
-} | {"cross_entropy": _divided(_either(loss.cross_entropy, "triton_loss"), divided_loss.divided_cross_entropy)}
+    op: _plain_or_fused(plain, FUSED[op]) if op in FUSED else plain for op, plain in _PLAIN.items()
+} | {"cross_entropy": _divided(_plain_or_fused(loss.cross_entropy, "triton_loss"), divided_loss.divided_cross_entropy)}
 """The kernel of every op."""
 
 LIBRARY_SCRATCH = LIBRARY_OPS
-"""Ops whose library allocates the workspace that the program declares."""
+"""Ops whose library allocates the workspace that the program declares for them."""
 
 __all__ = ["FUSED", "KERNELS", "LIBRARY_SCRATCH", "Call", "Context", "Kernel", "Scratch", "StepScalars"]

@@ -1,4 +1,4 @@
-"""The FFN's activations: GELU (exact or tanh), and SwiGLU over the packed [gate; up]."""
+"""Activations of the feed-forward block: GELU (exact or tanh), and SwiGLU over packed [gate; up] columns."""
 
 from __future__ import annotations
 

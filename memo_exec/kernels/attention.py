@@ -1,11 +1,13 @@
-"""Attention over Q, K, V: cuts them into sequences and groups of heads and hands views to the plan's backend.
+"""Attention over Q, K, V: splits operands by sequence and head group, and calls the plan's attention backend.
 
-    qkv        packed rows: each query's keys and values lie beside it
-    qkv, kv    queries of the packed rows against other keys and values (a ring's, or gathered ones)
-    q, kv      queries of their own against carried keys and values: a subsequence's own, or earlier ones
+A call has one of three sets of operands:
 
-A backend is a module with ``forward`` and ``backward`` on (batch, tokens, heads, head_dim) views and a log-sum-exp of
-(batch, tokens, heads) in fp32; the mask is none or the causal square.
+    qkv        packed rows: each row holds the query, the key and the value of one token
+    qkv, kv    queries from the packed rows, keys and values from ``kv`` (received in a ring, or all-gathered)
+    q, kv      queries from ``q``, keys and values from the KV cache: of this subsequence or of earlier ones
+
+A backend is a module with the functions ``forward`` and ``backward``. They take (batch, tokens, heads, head_dim) views
+and an fp32 log-sum-exp of (batch, tokens, heads). The mask is either none or the causal square.
 """
 
 from __future__ import annotations
@@ -29,11 +31,11 @@ BACKENDS = {
     "flash4": "memo_exec.kernels.attention_flash4",
     "te-fused": "memo_exec.kernels.attention_te",
 }
-"""Module of each attention kernel that a plan can name."""
+"""Module of each attention kernel that a plan can select."""
 
 
 def attention(call: Call) -> None:
-    """``out, lse = attention(qkv)``, or of its (last) queries, or of ``q``, against the keys and values of ``kv``."""
+    """``out, lse = attention(Q, K, V)``, with the operands that the module docstring lists."""
     work, backend = _work(call), _backend(call)
     q, k, v = _operands(call, work)
     out, lse = call["out"].view(q.shape), call.matrix("lse").view(q.shape[:3])
@@ -49,9 +51,10 @@ def attention(call: Call) -> None:
 
 
 def attention_backward(call: Call) -> None:
-    """``grad_qkv`` of ``attention`` from its output, log-sum-exp and the output's gradient.
+    """Write ``grad_qkv`` from the output, its log-sum-exp and its gradient.
 
-    Where keys and values are ``kv``: ``grad_q`` and ``grad_kv``, from output and log-sum-exp over all the query's keys.
+    If keys and values come from ``kv``, it writes ``grad_q`` and ``grad_kv`` instead. The output and the log-sum-exp
+    then cover all keys of each query, not only those in ``kv``.
     """
     work, backend = _work(call), _backend(call)
     q, k, v = _operands(call, work)
@@ -84,12 +87,12 @@ def _backend(call: Call) -> ModuleType:
 
 
 def _operands(call: Call, work: Attention) -> tuple[Tensor, Tensor, Tensor]:
-    """Return Q, K, V as (batch, tokens, heads, head_dim) views: of the packed rows, or of ``q`` and ``kv``."""
+    """Return Q, K, V as (batch, tokens, heads, head_dim) views of the packed rows, or of ``q`` and ``kv``."""
     kv = call.get("kv")
     if kv is None:
         return _packed(call["qkv"], work)
-    apart = call.get("q")
-    q = _packed(call["qkv"], work)[0] if apart is None else _by_head(apart, work)
+    separate = call.get("q")
+    q = _packed(call["qkv"], work)[0] if separate is None else _by_head(separate, work)
     return q, *_keys(kv, work)
 
 
@@ -113,7 +116,7 @@ def _queries(rows: Tensor, work: Attention) -> Tensor:
 
 
 def _groups(call: Call, work: Attention) -> Iterator[tuple[slice, slice]]:
-    """Yield (query heads, key/value heads) of each group, aligned to grouped queries."""
+    """Yield (query heads, key/value heads) of each head group; grouped-query attention keeps both aligned."""
     groups = call.context.decisions.kernels.head_groups
     q, kv = work.heads // groups, work.kv_heads // groups
     for i in range(groups):

@@ -1,4 +1,4 @@
-"""``flash2``: flash-attn 2.7 and newer (CUDA); output and gradients go straight into the plan's tensors."""
+"""``flash2`` backend: flash-attn 2.7 and newer (CUDA). It writes output and gradients into the plan's tensors."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from torch import Tensor
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, causal: bool) -> None:
-    """Write output and log-sum-exp."""
+    """Write the output and its log-sum-exp."""
     from flash_attn.flash_attn_interface import flash_attn_gpu
 
     scale = q.shape[-1] ** -0.5

@@ -1,8 +1,11 @@
-"""``flash3``: flash-attn 3 (Hopper); output and gradients go straight into the plan's tensors.
+"""``flash3`` backend: flash-attn 3 (Hopper). It writes output and gradients into the plan's tensors.
 
-Its operators are called as torch's own glue calls them, not through ``flash_attn_interface._flash_attn_forward``: that
-one is a functional custom operator, which may not return the output it was given. Nor through torch's registry
-(``activate_flash_attention_impl``), which plays the same operators, switches the whole process and returns gradients.
+We call the registered operators directly, as torch's own integration does. Two other ways in do not fit:
+
+- ``flash_attn_interface._flash_attn_forward`` is a functional custom operator, so it may not return the output tensor
+  that it was given.
+- torch's registry (``activate_flash_attention_impl``) calls the same operators, but it switches the whole process and
+  allocates the gradients that it returns.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ BACKWARD_ARGUMENTS = frozenset(
 
 
 def missing() -> str:
-    """Return why this kernel cannot be used here; "" when it can."""
+    """Return why this backend cannot run on this machine, or "" if it can."""
     if importlib.util.find_spec("flash_attn_interface") is None:
         return "flash-attn 3 is not installed (its package is flash_attn_interface)"
     try:
@@ -38,7 +41,7 @@ def missing() -> str:
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, causal: bool) -> None:
-    """Write output and log-sum-exp; one split, so that nothing is summed in another order."""
+    """Write the output and its log-sum-exp; with a single split, so that the order of summation is fixed."""
     _, logsumexp, *_ = _operators().fwd(
         q, k, v, out=out, softmax_scale=q.shape[-1] ** -0.5, is_causal=causal, num_splits=1
     )
@@ -72,6 +75,6 @@ def backward(
 
 
 def _operators() -> Any:
-    """Return the namespace of its operators, which importing the package registers."""
+    """Return the namespace of flash-attn 3's operators; importing the package registers them."""
     import_module("flash_attn_interface")
     return torch.ops.flash_attn_3

@@ -1,7 +1,7 @@
-"""``flash4``: flash-attn 4 (CuTe DSL); output and gradients go straight into the plan's tensors.
+"""``flash4`` backend: flash-attn 4 (CuTe DSL). It writes output and gradients into the plan's tensors.
 
-Everything is passed by name: positions changed between its betas, and so did what forward returns, which is not read.
-Kernels are compiled at their first call, by shape class.
+All arguments are passed by name, because their positions changed between beta releases. The return value of forward
+changed too, so it is ignored. The library compiles a kernel at its first call for each class of shapes.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ BACKWARD_ARGUMENTS = frozenset(
     {"q", "k", "v", "out", "dout", "lse", "softmax_scale", "causal", "deterministic", "dq", "dk", "dv"}
 )
 CAPABILITIES = (9, 10, 11, 12)
-"""Major compute capabilities that have a backward."""
+"""Major compute capabilities for which the library has a backward kernel."""
 
 
 def missing() -> str:
-    """Return why this kernel cannot be used here; "" when it can."""
+    """Return why this backend cannot run on this machine, or "" if it can."""
     try:
         if importlib.util.find_spec(MODULE) is None:
             return "flash-attn-4 is not installed"
@@ -43,7 +43,7 @@ def missing() -> str:
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, causal: bool) -> None:
-    """Write output and log-sum-exp; the library wants the latter with rows together."""
+    """Write the output and its log-sum-exp; the library wants the log-sum-exp of one head's rows contiguous."""
     batch, tokens, heads, head_dim = q.shape
     logsumexp = torch.empty(batch, heads, tokens, dtype=torch.float32, device=q.device)
     _interface()._flash_attn_fwd(

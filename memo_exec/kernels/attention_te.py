@@ -1,8 +1,8 @@
-"""``te-fused``: cuDNN's fused attention through transformer-engine; results are returned, then stored.
+"""``te-fused`` backend: cuDNN's fused attention through transformer-engine. It copies the library's results.
 
-Its tensors carry a layout's name and no strides: views of the packed Q, K, V would be read as if they were contiguous,
-so operands are copied where they are not. Versions to 2.15 want the gradients' dtype, later ones the results' layouts.
-The backend is named, so nothing else can run.
+transformer-engine takes a layout's name and ignores strides. It would read views of the packed Q, K, V as if they were
+contiguous, so this module copies operands that are not. Versions up to 2.15 take the gradients' dtype as an argument,
+later versions take the layouts of the results. The cuDNN backend is passed explicitly, so no other one can run.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ LEAST_CAPABILITY = 8
 
 
 def missing() -> str:
-    """Return why this kernel cannot be used here; "" when it can."""
+    """Return why this backend cannot run on this machine, or "" if it can."""
     if importlib.util.find_spec("transformer_engine") is None:
         return "transformer-engine is not installed"
     try:
@@ -39,7 +39,7 @@ def missing() -> str:
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, causal: bool) -> None:
-    """Write output and log-sum-exp."""
+    """Write the output and its log-sum-exp."""
     call = import_module(MODULE).fused_attn_fwd
     result, (logsumexp, *_), *_ = call(
         is_training=True,
@@ -63,7 +63,7 @@ def backward(
     causal: bool,
     deterministic: bool,
 ) -> None:
-    """Write the gradients of Q, K, V; without dropout the random state is asked for and not read."""
+    """Write the gradients of Q, K, V; the library asks for a random state but does not read it without dropout."""
     call = import_module(MODULE).fused_attn_bwd
     q, k, v = (x.contiguous() for x in qkv)
     found = call(
@@ -86,7 +86,7 @@ def backward(
 
 
 def _shared(call: Callable[..., Any], q: Tensor, k: Tensor, *, causal: bool) -> dict[str, Any]:
-    """Return the arguments that both passes have: lengths, layout, scale, mask."""
+    """Return the arguments that forward and backward share: lengths, layout, scale, mask."""
     return {
         "max_seqlen_q": q.shape[1],
         "max_seqlen_kv": k.shape[1],
@@ -104,19 +104,19 @@ def _shared(call: Callable[..., Any], q: Tensor, k: Tensor, *, causal: bool) -> 
 
 
 def _starts(x: Tensor) -> Tensor:
-    """Return the first row of each sequence, and the end of the last."""
+    """Return the first row of each sequence, followed by the end of the last sequence."""
     batch, tokens = x.shape[:2]
     return torch.arange(0, (batch + 1) * tokens, tokens, dtype=torch.int32, device=x.device)
 
 
 def _known(call: Callable[..., Any], **arguments: Any) -> dict[str, Any]:
-    """Return those of ``arguments`` that this version asks for."""
+    """Return those of ``arguments`` that the installed version accepts."""
     parameters = inspect.signature(call).parameters
     return {name: value for name, value in arguments.items() if name in parameters}
 
 
 def _gradient_dtype(call: Callable[..., Any], dtype: torch.dtype) -> dict[str, Any]:
-    """Return the gradients' dtype as this version wants it, nothing where it does not."""
+    """Return the argument for the gradients' dtype in the installed version's form; empty if it takes none."""
     if "dqkv_dtype" not in inspect.signature(call).parameters:
         return {}
     return {"dqkv_dtype": import_module("transformer_engine.pytorch.constants").TE_DType[dtype]}

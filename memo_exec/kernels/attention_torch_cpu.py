@@ -1,4 +1,4 @@
-"""``torch-flash-cpu``: torch's flash attention on the CPU; results are returned, then stored."""
+"""``torch-flash-cpu`` backend: torch's flash attention on the CPU. It copies the results that torch returns."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ aten = torch.ops.aten
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, causal: bool) -> None:
-    """Write output and log-sum-exp."""
+    """Write the output and its log-sum-exp."""
     by_head = (x.transpose(1, 2) for x in (q, k, v))
     result, logsumexp = aten._scaled_dot_product_flash_attention_for_cpu(*by_head, 0.0, causal)
     out.copy_(result.transpose(1, 2))
@@ -26,7 +26,7 @@ def backward(
     causal: bool,
     deterministic: bool,
 ) -> None:
-    """Write the gradients of Q, K, V; always deterministic."""
+    """Write the gradients of Q, K, V; this operator is always deterministic."""
     del deterministic
     by_head = [x.transpose(1, 2) for x in (grad, *qkv, out, lse)]
     found = aten._scaled_dot_product_flash_attention_for_cpu_backward(*by_head, 0.0, causal)

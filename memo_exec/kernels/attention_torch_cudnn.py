@@ -1,4 +1,4 @@
-"""``torch-cudnn``: cuDNN's fused attention as torch's aten operators (CUDA); results are returned, then stored."""
+"""``torch-cudnn`` backend: cuDNN's fused attention through aten (CUDA). It copies the results that torch returns."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ aten = torch.ops.aten
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, causal: bool) -> None:
-    """Write output and log-sum-exp."""
+    """Write the output and its log-sum-exp."""
     by_head = (x.transpose(1, 2) for x in (q, k, v))
     result, logsumexp, *_ = aten._scaled_dot_product_cudnn_attention(*by_head, None, True, 0.0, causal, False)
     out.copy_(result.transpose(1, 2))

@@ -1,7 +1,7 @@
-"""``torch-flash``: flash attention 2 as torch's aten operators have it (CUDA); results are returned, then stored.
+"""``torch-flash`` backend: flash attention 2 through aten (CUDA). It copies the results that torch returns.
 
-Its backward addresses batch x heads x tokens x head_dim with 32 bits (TabPFN#1184): above 2**31 a plan needs more head
-groups.
+Its backward indexes batch x heads x tokens x head_dim with 32 bits (TabPFN#1184). Above 2**31 elements, the plan needs
+more head groups.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ aten = torch.ops.aten
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, causal: bool) -> None:
-    """Write output and log-sum-exp."""
+    """Write the output and its log-sum-exp."""
     by_head = (x.transpose(1, 2) for x in (q, k, v))
     result, logsumexp, *_ = aten._scaled_dot_product_flash_attention(*by_head, 0.0, causal, False)
     out.copy_(result.transpose(1, 2))
@@ -30,7 +30,7 @@ def backward(
     causal: bool,
     deterministic: bool,
 ) -> None:
-    """Write the gradients of Q, K, V; torch's own switch decides whether deterministically."""
+    """Write the gradients of Q, K, V; torch's global switch decides whether the operator is deterministic."""
     del deterministic
     q, k, v = (x.transpose(1, 2) for x in qkv)
     no_lengths, no_state = None, torch.empty(0, dtype=torch.uint64, device=q.device)

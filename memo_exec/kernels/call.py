@@ -1,7 +1,7 @@
-"""What a kernel gets: its operands by role, its instruction, and what the whole step shares.
+"""Arguments of a kernel: its instruction, its operands by role, and the state that a whole step shares.
 
-A tensor is a view of exactly the operand's tokens: (tokens, features), or flat where the buffer has one feature. Ranges
-of parameter blocks are flat, too; the kernel gives them the parameter's shape.
+An operand's tensor is a view of exactly the tokens that the instruction names. Its shape is (tokens, features), or flat
+if the buffer has one feature. Ranges of parameter blocks are flat too; the kernel views them in the parameter's shape.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from memo_exec.distributed.groups import Groups
-from memo_exec.distributed.place import Place
+from memo_exec.distributed.mesh import MeshCoordinates
 from memo_exec.kernels.frequencies import inverse_frequencies
 from memo_sim.contract.model import Model
 from memo_sim.contract.plan import Decisions
@@ -23,13 +23,13 @@ from memo_sim.program.ir.instruction import Instruction, Lane
 from memo_sim.program.ir.work import Rowwise
 from memo_sim.program.layout.attention_chunks import in_chunks
 from memo_sim.program.layout.partition import partition
-from memo_sim.program.layout.token_order import clipped, pieces, row_blocks, shard_runs, token_runs
-from memo_sim.program.operators.workspaces import PIECE_BYTES, merge_scratch_bytes
+from memo_sim.program.layout.token_order import clipped, clipped_runs, row_blocks, shard_runs, token_runs
+from memo_sim.program.operators.workspaces import SCRATCH_ALIGNMENT_BYTES, merge_scratch_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepScalars:
-    """The numbers that change from step to step; ``step`` counts from 1."""
+    """Numbers that may change from step to step; ``step`` counts from 1."""
 
     lr: float = 0.0
     step: int = 1
@@ -40,36 +40,36 @@ class StepScalars:
     eps: float = 1e-8
     weight_decay: float = 0.1
     clip: float | None = None
-    """Largest global norm of the gradients, None = no clipping."""
+    """Largest allowed global norm of the gradients; None means no clipping."""
 
 
 @dataclass
 class Context:
-    """What every kernel of a step may read beside its operands."""
+    """State that every kernel of a step may read in addition to its operands."""
 
     decisions: Decisions
     device: torch.device
     scalars: StepScalars = field(default_factory=StepScalars)
     rank: int = 0
-    """Of the layout's ranks: it decides which tokens the rows are."""
+    """This process's rank in the layout; it decides which tokens the rows of a buffer are."""
     groups: Groups = field(default_factory=dict)
-    """Process groups by lane and kind of group; none where the layout has one device."""
+    """Process groups by lane and kind of group; empty if the layout has one device."""
 
     def __post_init__(self) -> None:
-        """Make the constants, so that no kernel does."""
+        """Allocate the constants once, so that no kernel allocates them."""
         self._cells = {host: torch.zeros(4, device="cpu" if host else self.device) for host in (False, True)}
         self.inverse_frequencies = inverse_frequencies(self.model).to(self.device)
-        """Rotary frequencies, fp32, half a head long."""
-        self.place = Place(self.decisions.layout, self.rank)
-        """This rank's coordinates."""
+        """Rotary frequencies in fp32; the length is half of head_dim."""
+        self.mesh = MeshCoordinates(self.decisions.layout, self.rank)
+        """This rank's mesh coordinates."""
         self.runs = token_runs(self.decisions, self.rank)
         self._shard_runs = shard_runs(self.decisions, self.rank)
         parts = partition(self.decisions)
         self._starts = (0, *accumulate(parts))
         self.row_blocks = [row_blocks(self.decisions, number) for number in range(len(parts))]
-        """Of each subsequence, in its own rows."""
+        """Row blocks of each subsequence, counted in the subsequence's own rows."""
         self.merging = self._merging()
-        """Memory in which parts of attention are merged; None where nothing is."""
+        """Scratch bytes for merging partial attention results; None if the plan merges nothing."""
 
     def _merging(self) -> Tensor | None:
         model, layout = self.model, self.decisions.layout
@@ -81,31 +81,34 @@ class Context:
         return torch.empty(size, dtype=torch.uint8, device=self.device)
 
     def positions(self, first: int, rows: int, *, shard: bool = False) -> Iterator[tuple[slice, int]]:
-        """Yield (rows, position of the first) for the runs of rows [first, first + rows), counted from ``first``.
+        """Yield (rows, sequence position of the first row) for each contiguous run in rows [first, first + rows).
 
-        ``shard``: rows of the sequence-parallel token shard.
+        The yielded rows count from ``first``. With ``shard``, rows are those of the sequence-parallel token shard.
         """
         for run in clipped(self._shard_runs if shard else self.runs, first, rows):
             yield slice(run.row - first, run.row - first + run.tokens), run.token % self.decisions.seq_tokens
 
     def start(self, subsequence: int, offset: int = 0, *, shard: bool = False) -> int:
-        """Return a subsequence's row ``offset`` among the rank's rows, or among those of its token shard."""
+        """Return the index of a subsequence's row ``offset`` among all the rank's rows, or in its token shard."""
         first, layout = self._starts[subsequence] + offset, self.decisions.layout
         return first // layout.tp if shard and layout.sequence_parallel else first
 
     @property
     def model(self) -> Model:
-        """The model's shape."""
+        """The model of the plan."""
         return self.decisions.model
 
     def cell(self, lane: Lane, index: int) -> Tensor:
-        """Return one of a lane's fp32 numbers, shape (1,): scratch of scalar kernels."""
+        """Return one fp32 scratch number of a lane, shape (1,), for kernels that compute scalars."""
         return self._cells[lane is Lane.HOST][index : index + 1]
 
 
 @dataclass(slots=True)
 class Call:
-    """One kernel call; ``subsequence`` is whose rows the layer's tensors hold, ``offset`` the first of them."""
+    """One kernel call.
+
+    The layer's tensors hold the rows of ``subsequence``, starting at its row ``offset``.
+    """
 
     instruction: Instruction
     context: Context
@@ -118,48 +121,51 @@ class Call:
         return self.tensors[role]
 
     def get(self, role: str) -> Tensor | None:
-        """Return the operand with this role, None when the model has none (a bias, say)."""
+        """Return the operand with this role, or None if the instruction has none (a bias, for example)."""
         return self.tensors.get(role)
 
     def numbered(self, role: str) -> dict[str, Tensor]:
-        """Return the operands ``role.x`` by their ends ``x``."""
+        """Return the operands named ``role.x``, keyed by their suffix ``x``."""
         return {name.partition(".")[2]: value for name, value in self.tensors.items() if name.startswith(f"{role}.")}
 
     def matrix(self, role: str) -> Tensor:
-        """Return the operand as (tokens, features), also where it has one feature."""
+        """Return the operand as (tokens, features), even if it has only one feature."""
         tensor = self.tensors[role]
         return tensor if tensor.dim() == 2 else tensor.unsqueeze(1)
 
     def first(self, role: str) -> int:
-        """Return the operand's first token."""
+        """Return the index of the operand's first token in its buffer."""
         return next(operand.first for operand in self.instruction.operands if operand.role == role)
 
     def row(self, role: str) -> int:
-        """Return the row, among those of the call's subsequence, that the operand's first token is."""
+        """Return the row, counted within the call's subsequence, of the operand's first token."""
         work = self.instruction.work
         return self.first(role) + (work.first if isinstance(work, Rowwise) else 0)
 
     def positions(self, first: int, rows: int, *, shard: bool = False) -> Iterator[tuple[slice, int]]:
-        """Yield as ``Context.positions`` for rows of the call's subsequence."""
+        """Yield what ``Context.positions`` yields, with ``first`` counted within the call's subsequence."""
         start = self.context.start(self.subsequence, self.offset, shard=shard)
         return self.context.positions(first + start, rows, shard=shard)
 
     @property
     def row_blocks(self) -> list[tuple[int, int]]:
-        """The row blocks of the call's subsequence, in rows of its buffers."""
+        """The row blocks of the call's subsequence, counted in rows of the call's buffers."""
         blocks = self.context.row_blocks[self.subsequence]
         if not self.offset:
             return blocks
         end = blocks[-1][0] + blocks[-1][1]
-        return [(first - self.offset, rows) for first, rows in pieces(blocks, self.offset, end - self.offset)]
+        return [(first - self.offset, rows) for first, rows in clipped_runs(blocks, self.offset, end - self.offset)]
 
     def scratch(self) -> Scratch:
-        """Return the call's workspace, to be cut into pieces."""
+        """Return the call's workspace, from which the kernel takes pieces."""
         return Scratch(self.tensors.get("workspace"))
 
 
 class Scratch:
-    """A workspace cut into pieces, in the order and of the sizes that ``kernel_table`` adds up."""
+    """A workspace that a kernel takes pieces from.
+
+    Sizes follow ``memo_sim/program/operators/workspaces.py``, which the program uses to declare the workspace.
+    """
 
     def __init__(self, workspace: Tensor | None) -> None:
         self._bytes = None if workspace is None else workspace.reshape(-1).view(torch.uint8)
@@ -169,12 +175,14 @@ class Scratch:
         """Return the next piece.
 
         Raises:
-            ValueError: when the program declares less than the kernel takes.
+            ValueError: if the program declares less workspace than the kernel takes.
         """
         size = prod(shape) * dtype.itemsize
         declared = 0 if self._bytes is None else self._bytes.numel()
         if self._bytes is None or self._used + size > declared:
-            raise ValueError(f"the workspace has {declared} bytes, {self._used} taken, {size} more asked for")
+            raise ValueError(
+                f"the kernel needs {size} more workspace bytes, but {self._used} of the declared {declared} are taken"
+            )
         piece = self._bytes[self._used : self._used + size]
-        self._used += -(-size // PIECE_BYTES) * PIECE_BYTES
+        self._used += -(-size // SCRATCH_ALIGNMENT_BYTES) * SCRATCH_ALIGNMENT_BYTES
         return piece.view(dtype).view(shape)

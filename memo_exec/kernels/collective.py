@@ -1,10 +1,10 @@
-"""What ranks exchange, in place on the program's buffers: torch.distributed over NCCL, or over gloo on CPUs.
+"""Collectives on the program's buffers through torch.distributed: NCCL on GPUs, gloo on CPUs.
 
-Row blocks of gathered tensors lie in token order: where an operand spans two row blocks (or, of keys and values under
-context parallelism, early and late chunks), each is gathered by itself, so that nothing is rearranged.
+The row blocks of a gathered tensor are in token order. An operand may span two row blocks; under context parallelism,
+keys and values have an early and a late chunk. Each block is gathered on its own, so no rows need rearranging.
 
-gloo has all of these operators since torch 2.6; shares of unequal length, which no operator takes, are sent by one
-broadcast or reduce a rank.
+gloo supports all of these operators since torch 2.6. No operator takes shares of unequal length, so those use one
+broadcast or one reduce per rank.
 """
 
 from __future__ import annotations
@@ -14,36 +14,37 @@ from collections.abc import Callable, Iterator
 import torch.distributed as dist
 from torch import Tensor
 
-from memo_exec.distributed.place import Share
+from memo_exec.distributed.mesh import Share
 from memo_exec.kernels.call import Call
 from memo_sim.program.ir.work import Collective, Exchange
-from memo_sim.program.layout.token_order import pieces
+from memo_sim.program.layout.token_order import clipped_runs
 
 
 def all_gather(call: Call) -> None:
-    """``full`` = the ranks' ``shard`` rows, row block by row block."""
+    """Gather the ``shard`` rows of all ranks into ``full``, one row block at a time."""
     shard, full, group = call["shard"], call["full"], _group(call)
     for part, whole in _blocks(call, full):
         _all_gather(full[whole], shard[part], group)
 
 
 def reduce_scatter(call: Call) -> None:
-    """``shard`` = this rank's rows of the sum of ``full``, row block by row block."""
+    """Sum ``full`` over the ranks and write this rank's rows into ``shard``, one row block at a time."""
     shard, full, group = call["shard"], call["full"], _group(call)
     for part, whole in _blocks(call, full):
         _reduce_scatter(shard[part], full[whole], group)
 
 
 def all_reduce(call: Call) -> None:
-    """``tensor`` = its sum over the ranks."""
+    """Replace ``tensor`` by its sum over the ranks."""
     dist.all_reduce(call["tensor"], group=_group(call))
 
 
 def loss_all_reduce(call: Call) -> None:
-    """Join each rank's part of the softmax: (largest, sum, target's logit) of the tokens, three rows of numbers.
+    """Combine the softmax statistics of all vocabulary shards; ``tensor`` is (3, tokens).
 
-    Before: a rank's log-sum-exp twice, and the target's logit where it has the target. After: the largest of the
-    log-sum-exps, the sum of exponentials over it, and the target's logit.
+    Before the call, the rows are: this rank's log-sum-exp, the same again, and the target's logit (0 if the target is
+    in another shard). After it: the largest log-sum-exp over the ranks, the sum of exp(log-sum-exp - largest), and the
+    target's logit.
     """
     numbers, group = call["tensor"].view(3, -1), _group(call)
     dist.all_reduce(numbers[0], op=dist.ReduceOp.MAX, group=group)
@@ -52,21 +53,22 @@ def loss_all_reduce(call: Call) -> None:
 
 
 def all_to_all(call: Call) -> None:
-    """``recv`` = part i of this rank's place from rank i, whose part of ``send`` it is; equal parts, in rank order.
+    """Send part i of ``send`` to rank i and receive part i of ``recv`` from it; parts are equal and in rank order.
 
-    One side has this rank's tokens (packed by rank), the other its heads of all ranks' tokens, row block by row block.
+    Ulysses uses this to change sides, one row block at a time. The sequence-sharded side has this rank's tokens with
+    all heads, grouped by rank. The head-sharded side has all ranks' tokens with this rank's heads.
     """
     send, recv, ranks = call["send"], call["recv"], _work(call).ranks
-    home = "send" if len(send) < len(recv) else "recv"
-    first = call.first(home)
-    for start, rows in pieces(call.row_blocks, first, len(call[home])):
+    sequence_sharded = "send" if len(send) < len(recv) else "recv"
+    first = call.first(sequence_sharded)
+    for start, rows in clipped_runs(call.row_blocks, first, len(call[sequence_sharded])):
         tokens, heads = (slice(n * (start - first), n * (start - first + rows)) for n in (1, ranks))
-        given, taken = (tokens, heads) if home == "send" else (heads, tokens)
-        dist.all_to_all_single(recv[taken].view(-1), send[given].view(-1), group=_group(call))
+        sent, received = (tokens, heads) if sequence_sharded == "send" else (heads, tokens)
+        dist.all_to_all_single(recv[received].view(-1), send[sent].view(-1), group=_group(call))
 
 
 def broadcast(call: Call) -> None:
-    """``tensor`` = what the root has in ``own``; the other ranks' own is not looked at."""
+    """Copy the root's ``own`` into every rank's ``tensor``; the other ranks' ``own`` is ignored."""
     root, tensor = _root(call), call["tensor"]
     if root == call.context.rank:
         tensor.copy_(call["own"])
@@ -74,34 +76,37 @@ def broadcast(call: Call) -> None:
 
 
 def reduce(call: Call) -> None:
-    """The root's ``home`` += the sum of the ranks' ``tensor``; of the other ranks ``tensor`` is undefined then."""
+    """Add the sum of all ranks' ``tensor`` to the root's ``sequence_side``.
+
+    On the other ranks, ``tensor`` is undefined afterwards.
+    """
     root = _root(call)
     dist.reduce(call["tensor"], root, group=_group(call))
     if root == call.context.rank:
-        call["home"].add_(call["tensor"])
+        call["total"].add_(call["tensor"])
 
 
 def send_recv(call: Call) -> None:
-    """One hop of a ring: ``send`` goes to the next rank of the group, ``recv`` comes from the one before."""
+    """Exchange with both neighbours of a ring: send ``send`` to the next rank, receive ``recv`` from the previous."""
     group, name = _group(call), _work(call).group
-    place = call.context.place
-    members, here = place.members(name), place.at(name)
-    ways = [
+    mesh = call.context.mesh
+    members, here = mesh.members(name), mesh.at(name)
+    transfers = [
         dist.P2POp(dist.isend, call["send"], members[(here + 1) % len(members)], group),
         dist.P2POp(dist.irecv, call["recv"], members[here - 1], group),
     ]
-    for work in dist.batch_isend_irecv(ways):
+    for work in dist.batch_isend_irecv(transfers):
         work.wait()
 
 
 def grads_reduce_scatter(call: Call) -> None:
-    """Sum every run of gradients, and leave this rank's share of each in its place; the rest is undefined."""
-    group, place = _group(call), call.context.place
-    members = place.members(_work(call).group)
+    """Sum each run of gradients over the ranks, in place; outside this rank's share the result is undefined."""
+    group, mesh = _group(call), call.context.mesh
+    members = mesh.members(_work(call).group)
     for full in call.numbered("full").values():
         share = Share(len(full), len(members))
         if share.even:
-            first, count = share.of(place.at(_work(call).group))
+            first, count = share.of(mesh.at(_work(call).group))
             _reduce_scatter(full[first : first + count], full, group)
             continue
         for index, rank in enumerate(members):
@@ -111,9 +116,9 @@ def grads_reduce_scatter(call: Call) -> None:
 
 
 def params_all_gather(call: Call) -> None:
-    """Make every run of parameters whole: this rank's share lies in its place already, or in ``shard``."""
-    group, place = _group(call), call.context.place
-    members, here = place.members(_work(call).group), place.at(_work(call).group)
+    """Gather each run of parameters; this rank's share is either in place in ``full`` already, or in ``shard``."""
+    group, mesh = _group(call), call.context.mesh
+    members, here = mesh.members(_work(call).group), mesh.at(_work(call).group)
     shards = call.numbered("shard")
     for name, full in call.numbered("full").items():
         share = Share(len(full), len(members))
@@ -137,10 +142,10 @@ def _work(call: Call) -> Collective | Exchange:
 
 
 def _root(call: Call) -> int:
-    """Return which of all ranks broadcasts, or has the sum."""
+    """Return the global rank that broadcasts, or that receives the sum."""
     work = _work(call)
     assert isinstance(work, Collective)
-    return call.context.place.members(work.group)[work.root]
+    return call.context.mesh.members(work.group)[work.root]
 
 
 def _group(call: Call) -> dist.ProcessGroup:
@@ -148,18 +153,18 @@ def _group(call: Call) -> dist.ProcessGroup:
 
 
 def _blocks(call: Call, full: Tensor) -> Iterator[tuple[slice, slice]]:
-    """Yield (rows of the shard, rows of the whole) that are gathered or scattered at once."""
+    """Yield (rows of the shard, rows of ``full``) for each collective call."""
     ranks, first = _work(call).ranks, call.first("full")
     half = len(full) // 2
-    # Context parallelism has all early chunks, then all late ones.
+    # Under context parallelism, all early chunks come first, then all late chunks.
     blocks = [(0, half), (half, half)] if _work(call).group == "cp" else call.row_blocks
-    for start, rows in pieces(blocks, first, len(full)):
+    for start, rows in clipped_runs(blocks, first, len(full)):
         low, high = start - first, start - first + rows
         yield slice(low // ranks, high // ranks), slice(low, high)
 
 
 def _named(new: str, old: str) -> Callable[..., object]:
-    """Return a collective by its newer name where torch has it: since 2.13 the older one warns."""
+    """Return a collective by its new name if torch has it; the old name warns since torch 2.13."""
     found: Callable[..., object] = getattr(dist, new, None) or getattr(dist, old)
     return found
 

@@ -1,11 +1,12 @@
-"""Cross entropy where each tensor-parallel rank has a part of the vocabulary, in three steps.
+"""Cross entropy with the vocabulary split over tensor-parallel ranks, in three steps.
 
-    stats     of the rank's logits: log-sum-exp, twice, and the target's logit where the rank has the target
-    reduce    over the ranks: largest log-sum-exp, sum of exponentials over it, target's logit (``collective.py``)
-    loss      as ``loss.py``, with the log-sum-exp of the whole vocabulary
+    stats     each rank: log-sum-exp of its logits (written twice), and the target's logit or 0
+    reduce    over the ranks: the largest log-sum-exp, the sum of exponentials relative to it, the target's logit
+              (``collective.loss_all_reduce``)
+    loss      as in ``loss.py``, with the log-sum-exp of the whole vocabulary
 
-The three numbers of a token lie in three rows of tokens. Columns beyond the vocabulary, which the last ranks have when
-it does not divide, count as minus infinity and get no gradient.
+The statistics have shape (3, tokens). If the vocabulary does not divide evenly, the last ranks have columns beyond it.
+Those columns count as minus infinity and get no gradient.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from memo_sim.program.operators.workspaces import LOSS_ROWS
 
 
 def divided_stats(call: Call) -> None:
-    """Write (log-sum-exp, log-sum-exp, target's logit or 0) of this rank's part of the vocabulary."""
+    """Write (log-sum-exp, log-sum-exp, target's logit or 0) for this rank's shard of the vocabulary."""
     logits, work, labels = call.matrix("logits"), call.matrix("exponentials"), call["labels"]
     rows, width = logits.shape
     first, columns = own_columns(call, width)
@@ -46,7 +47,7 @@ def divided_stats(call: Call) -> None:
 
 
 def divided_cross_entropy(call: Call) -> None:
-    """``grad = scale * (softmax(logits) - onehot(labels))`` of this rank's columns; ``loss`` as of all."""
+    """``grad = scale * (softmax(logits) - onehot(labels))`` for this rank's columns; ``loss`` is of all columns."""
     logits, grad, labels = call.matrix("logits"), call.matrix("grad"), call["labels"]
     scale = call.context.scalars.loss_scale
     rows, width = logits.shape
@@ -67,20 +68,20 @@ def divided_cross_entropy(call: Call) -> None:
         torch.sub(source, all_sum, out=work).exp_()
         work[:, columns:].zero_()
         work.mul_(pieces.chosen[:n].fill_(scale).masked_fill_(ignored, 0.0))
-        # A token without a target is absent from every rank's part.
+        # A token without a target counts as absent on every rank.
         work.scatter_add_(1, targets, pieces.chosen[:n].fill_(-scale).masked_fill_(absent, 0.0))
         if pieces.wide is not None:
             grad[block].copy_(work)
 
 
 def own_columns(call: Call, width: int) -> tuple[int, int]:
-    """Return the first token of this rank's part of the vocabulary, and how many of its ``width`` are tokens."""
-    first = call.context.place.at("tp") * width
+    """Return the first token id of this rank's vocabulary shard, and how many of its ``width`` columns are tokens."""
+    first = call.context.mesh.at("tp") * width
     return first, max(0, min(width, call.context.model.vocab - first))
 
 
 class _Pieces:
-    """The workspace of one call, cut as ``kernel_table.loss_workspace_bytes`` adds it up."""
+    """The workspace of one call, in the pieces that ``workspaces.loss_workspace_bytes`` counts."""
 
     def __init__(self, scratch: Scratch, rows: int, vocab: int, *, wide: bool) -> None:
         self._targets = scratch.take(rows, 1, dtype=torch.int64)
@@ -91,20 +92,20 @@ class _Pieces:
         self.wide = scratch.take(rows, vocab) if wide else None
 
     def targets(self, labels: Tensor, first: int, columns: int) -> tuple[Tensor, Tensor]:
-        """Return each token's target as a column of this rank, 0 where it has none, and where it has none."""
+        """Return each token's target as a column of this rank (0 if absent), and a mask of the absent ones."""
         targets, absent = self._targets[: len(labels)], self._mask[: len(labels)]
         torch.sub(labels.unsqueeze(1), first, out=targets)
         torch.lt(targets, 0, out=absent)
-        targets.masked_fill_(absent, columns)  # a column that it has not, as those beyond
+        targets.masked_fill_(absent, columns)  # out of range, like targets of later ranks
         torch.ge(targets, columns, out=absent)
         return targets.masked_fill_(absent, 0), absent
 
     def ignored(self, labels: Tensor) -> Tensor:
-        """Return which tokens have no target on any rank."""
+        """Return a mask of the tokens that have no target on any rank."""
         found = self._ignored[: len(labels)]
         torch.eq(labels.unsqueeze(1), IGNORED, out=found)
         return found
 
     def source(self, logits: Tensor) -> Tensor:
-        """Return the logits in fp32: as they are, or widened into the workspace."""
+        """Return the logits in fp32: unchanged if they are fp32, else converted into the workspace."""
         return logits if self.wide is None else self.wide[: len(logits)].copy_(logits)

@@ -1,4 +1,4 @@
-"""Looking tokens (and learned positions) up, and adding gradient rows to their tables."""
+"""Embedding lookup of tokens and learned positions, and its backward: adding gradient rows to the tables."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def embed(call: Call) -> None:
 
 
 def divided_embed(call: Call) -> None:
-    """``out = weight[ids]`` where this rank has the token, else 0: a tensor-parallel rank's part of the sum."""
+    """``out = weight[ids]`` for tokens in this rank's vocabulary shard, else 0; the sum over tp ranks is the result."""
     out, ids = call.matrix("out"), call["ids"]
     table = call["weight"].view(-1, out.shape[1])
     count = min(len(out), NORM_ROWS)
@@ -35,7 +35,7 @@ def divided_embed(call: Call) -> None:
 
 
 def positions_add(call: Call) -> None:
-    """``target = source + positions``: of the rows of this rank's token shard, where there are shards."""
+    """``target = source + positions``, for the rows of this rank's token shard if tokens are sharded."""
     source, target = call.matrix("source"), call.matrix("target")
     table = call["positions"].view(-1, target.shape[1])
     for rows, place in call.positions(call.first("target"), len(target), shard=True):
@@ -43,13 +43,13 @@ def positions_add(call: Call) -> None:
 
 
 def embed_backward(call: Call) -> None:
-    """``grad_weight[ids] += grad``, and the same by position."""
+    """``grad_weight[ids] += grad``, and ``grad_positions[position] += grad`` if positions are learned."""
     grad, ids = call.matrix("grad"), call["ids"]
     table = call["grad_weight"].view(-1, grad.shape[1])
     positions = call.get("grad_positions")
     count = min(len(grad), NORM_ROWS)
     scratch, divided = call.scratch(), None
-    if call.context.place.size("tp") > 1:
+    if call.context.mesh.size("tp") > 1:
         divided = _DividedIds(call, scratch, count, len(table))
     wide = scratch.take(count, grad.shape[1]) if divided or grad.dtype != table.dtype else None
     for first in range(0, len(grad), count):
@@ -67,26 +67,26 @@ def embed_backward(call: Call) -> None:
 
 
 class _DividedIds:
-    """Token ids as rows of this rank's part of the vocabulary, in the workspace."""
+    """Converts token ids to rows of this rank's vocabulary shard; the results live in the workspace."""
 
     def __init__(self, call: Call, scratch: Scratch, rows: int, size: int) -> None:
-        self._first, self._size = call.context.place.at("tp") * size, size
+        self._first, self._size = call.context.mesh.at("tp") * size, size
         self._ids, self._absent = scratch.take(rows, dtype=torch.int64), scratch.take(rows, dtype=torch.bool)
 
     def of(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the rows, 0 for a token of another rank, and which those are."""
+        """Return the row of each token (0 for tokens of other ranks), and a mask of the tokens of other ranks."""
         own, absent = self._ids[: len(ids)], self._absent[: len(ids)]
         torch.sub(ids, self._first, out=own)
         torch.lt(own, 0, out=absent)
-        own.masked_fill_(absent, self._size)  # as those beyond
+        own.masked_fill_(absent, self._size)  # out of range, like tokens of later ranks
         torch.ge(own, self._size, out=absent)
         return own.masked_fill_(absent, 0), absent
 
 
 def _sequences(call: Call, first: int, count: int) -> Iterator[tuple[slice, slice]]:
-    """Yield (rows, positions) of each run of ``count`` tokens from ``first`` on that lies in one sequence.
+    """Split ``count`` tokens from ``first`` on at sequence boundaries; yield (rows, positions) of each run.
 
-    Token ids lie together for all subsequences.
+    One buffer holds the token ids of all subsequences.
     """
     for rows, place in call.context.positions(call.first("ids") + first, count):
         yield rows, slice(place, place + rows.stop - rows.start)

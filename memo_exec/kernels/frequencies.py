@@ -1,4 +1,4 @@
-"""Rotary frequencies as Hugging Face transformers makes them: base, linear scaling, Llama 3's scaling."""
+"""Rotary frequencies, computed as in Hugging Face transformers: unscaled, linear scaling, Llama 3 scaling."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from memo_sim.contract.model import Model, RopeScaling
 
 
 def inverse_frequencies(model: Model) -> Tensor:
-    """Return ``theta ** (-2 i / head_dim)`` for i below half a head, scaled as the model asks, in fp32."""
+    """Return ``theta ** (-2 i / head_dim)`` for i < head_dim / 2 in fp32, with the model's scaling applied."""
     exponents = torch.arange(0, model.head_dim, 2, dtype=torch.int64).float() / model.head_dim
     plain = 1.0 / (model.rope_theta**exponents)
     scaling = model.rope_scaling
@@ -23,7 +23,7 @@ def inverse_frequencies(model: Model) -> Tensor:
 
 
 def _llama3(plain: Tensor, scaling: RopeScaling) -> Tensor:
-    """Divide low frequencies by the factor, keep high ones, and blend those between."""
+    """Divide low frequencies by the factor, keep high ones, and interpolate between the two."""
     low_wavelength = scaling.original_max_positions / scaling.low_freq_factor
     high_wavelength = scaling.original_max_positions / scaling.high_freq_factor
     wavelength = 2 * math.pi / plain

@@ -1,4 +1,4 @@
-"""Products with a weight (out, in), and the sum over rows that is a bias's gradient."""
+"""Linear layers: products with a weight of shape (out, in), and their gradients for input, weight and bias."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Cross entropy and its gradient, by row blocks.
+"""Cross entropy and its gradient, computed in row blocks.
 
-loss = scale x sum over counted targets of (logsumexp - target's logit); ``scale`` is 1 / number of counted targets
-in the global batch, so that micro-batches, chunks and ranks simply add. The label -100 is not counted.
+loss = scale x sum over counted targets of (logsumexp - target's logit). ``scale`` is 1 / number of counted targets in
+the global batch, so the losses of micro-batches, chunks and ranks add up. A target with the label -100 is not counted.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def cross_entropy(call: Call) -> None:
 
 
 class _Pieces:
-    """The workspace of one call."""
+    """The workspace of one call, split into named pieces."""
 
     def __init__(self, scratch: Scratch, rows: int, vocab: int, *, wide: bool) -> None:
         self.targets = scratch.take(rows, 1, dtype=torch.int64)

@@ -1,9 +1,10 @@
-"""Merging parts of attention: one set of queries, several sets of keys, joined by their log-sum-exp.
+"""Merges partial attention results: the same queries against several sets of keys, combined by their log-sum-exp.
 
     lse' = log(exp(lse) + exp(part_lse))        out' = out + (part - out) * exp(part_lse - lse')
 
-A part may be of the late half of each sequence's queries (``memo_sim/program/ring.py``). Sums are in fp32; what they
-need beside the operands is made once a context (``Context.merging``) and counted in the reserve, not in the program.
+A partial result may cover only the late half of each sequence's queries (``memo_sim/program/attention/ring.py``). Sums
+are in fp32. Their scratch is allocated once per context (``Context.merging``); the reserve counts it, the program does
+not.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from memo_sim.program.operators.workspaces import MERGE_ROWS
 
 
 def merge(call: Call) -> None:
-    """Join ``part, part_lse`` to ``out, lse``, in place."""
+    """Merge ``part, part_lse`` into ``out, lse``, in place."""
     part, part_lse = call.matrix("part"), call.matrix("part_lse")
     heads = part_lse.shape[1]
     scratch = Scratch(call.context.merging)
@@ -38,7 +39,7 @@ def merge(call: Call) -> None:
 
 
 def _blocks(call: Call, most: int) -> Iterator[tuple[slice, slice]]:
-    """Yield (rows of the part, rows of the whole): of each sequence the last ones, a few at a time."""
+    """Yield (rows of the part, rows of ``out``), at most ``most`` at a time; a part is the end of each sequence."""
     batch = call.context.decisions.micro_batch
     part, whole = len(call["part"]) // batch, len(call["out"]) // batch
     for sequence in range(batch):

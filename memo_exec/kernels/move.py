@@ -1,4 +1,4 @@
-"""Kernels that only move bytes: copies on the device and between device and host, zeroing, the residual sum."""
+"""Memory-bound kernels: copies on the device and between device and host, zeroing, the residual sum."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def copy(call: Call) -> None:
 
 
 def transfer(call: Call) -> None:
-    """``target = source`` between device and host; asynchronous where the host's side is pinned."""
+    """``target = source`` between device and host; asynchronous if the host tensor is pinned."""
     call["target"].copy_(call["source"], non_blocking=True)
 
 

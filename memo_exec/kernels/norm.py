@@ -1,11 +1,13 @@
-"""LayerNorm and RMSNorm, forward and backward, by row blocks; statistics in fp32: (mean, rstd) or (rstd).
+"""LayerNorm and RMSNorm, forward and backward, in row blocks.
+
+Statistics are in fp32: (mean, rstd) for LayerNorm, (rstd) for RMSNorm.
 
 With ``hat = (x - mean) * rstd`` (mean 0 for RMSNorm) and ``g = grad * weight``:
 
     grad_x = rstd * (g - mean(g) - hat * mean(g * hat)), grad_weight = sum(grad * hat), grad_bias = sum(grad)
 
-RMSNorm drops ``mean(g)``. Everything is written into operands and the declared workspace; the library's own norms
-return their results and, in bf16, weight gradients rounded to bf16.
+RMSNorm drops ``mean(g)``. All results go into operands and the declared workspace. torch's own norms do not fit: they
+allocate their results, and in bf16 they round weight gradients to bf16.
 """
 
 from __future__ import annotations
@@ -28,17 +30,20 @@ def rms_norm(call: Call) -> None:
 
 
 def layer_norm_backward(call: Call) -> None:
-    """Gradients of a LayerNorm; the residual branch's gradient is added to the input's."""
+    """Compute the gradients of LayerNorm; add the residual branch's gradient to the input's gradient."""
     _backward(call, centred=True)
 
 
 def rms_norm_backward(call: Call) -> None:
-    """Gradients of an RMSNorm; the residual branch's gradient is added to the input's."""
+    """Compute the gradients of RMSNorm; add the residual branch's gradient to the input's gradient."""
     _backward(call, centred=False)
 
 
 def reciprocal_deviation(x: Tensor, eps: float, out: Tensor) -> None:
-    """Write ``1 / sqrt(mean of x**2 over the last dimension + eps)``; both fp32, ``out`` keeps that dimension."""
+    """Write ``1 / sqrt(mean of x**2 over the last dimension + eps)``.
+
+    Both tensors are fp32; ``out`` has size 1 in the last dimension.
+    """
     torch.linalg.vector_norm(x, dim=-1, keepdim=True, out=out)
     out.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
 
@@ -63,7 +68,7 @@ def _forward(call: Call, *, centred: bool) -> None:
             source = torch.sub(source, mean, out=work)
         reciprocal_deviation(source, call.context.model.norm_eps, rstd)
         torch.mul(source, rstd, out=work)
-        if not centred and narrow:  # Hugging Face rounds before it multiplies by the weight
+        if not centred and narrow:  # Hugging Face rounds to the dtype before it multiplies by the weight
             target.copy_(work).mul_(weight)
             continue
         work.mul_(weight if vector is None else vector.copy_(weight))

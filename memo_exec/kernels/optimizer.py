@@ -1,4 +1,4 @@
-"""The gradients' norm and AdamW (torch's fused kernel) on flat runs of parameters, on the device or on the host."""
+"""Gradient norm and AdamW (torch's fused kernel) on flat runs of parameters, on the device or on the host."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from memo_exec.kernels.call import Call
 from memo_sim.program.operators.workspaces import ADAMW_ELEMENTS
 
 DOT_ELEMENTS = 2**24
-"""Elements in one dot product; their sums are added one by one."""
+"""Elements per dot product; the results are added one by one."""
 
 
 def grad_norm(call: Call) -> None:
-    """``out += sum of grads**2``, of the ranges that this rank counts."""
+    """``out += sum of grads**2`` over the ranges that this rank counts in the global norm."""
     lane = call.instruction.lane
     cell = call.context.cell(lane, 0)
     for counted in [call["grads"]] if "grads" in call.tensors else call.numbered("grads").values():
@@ -23,12 +23,12 @@ def grad_norm(call: Call) -> None:
 
 
 def adamw_decay(call: Call) -> None:
-    """Update matrices: with weight decay."""
+    """Update parameters with weight decay (matrices)."""
     _adamw(call, call.context.scalars.weight_decay)
 
 
 def adamw_no_decay(call: Call) -> None:
-    """Update norms and biases: without."""
+    """Update parameters without weight decay (norms and biases)."""
     _adamw(call, 0.0)
 
 
@@ -55,7 +55,7 @@ def _adamw(call: Call, weight_decay: float) -> None:
 
 
 def _grad_scale(call: Call) -> Tensor | None:
-    """Return what gradients are divided by so that their norm is at most ``clip``; None without clipping."""
+    """Return the divisor that reduces the gradients' norm to at most ``clip``; None without clipping."""
     clip = call.context.scalars.clip
     if clip is None:
         return None
@@ -65,7 +65,7 @@ def _grad_scale(call: Call) -> Tensor | None:
 
 
 def _fused(call: Call, run: tuple[Tensor, ...], weight_decay: float, scale: Tensor | None) -> None:
-    """Update (parameters, gradients, first moments, second moments)."""
+    """Run torch's fused AdamW on ``run``: (parameters, gradients, first moments, second moments)."""
     params, grads, moment1, moment2 = run
     scalars = call.context.scalars
     step = call.context.cell(call.instruction.lane, 2).fill_(float(scalars.step))

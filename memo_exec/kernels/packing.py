@@ -1,8 +1,10 @@
-"""Q, K, V packed, split and exchanged, and gradients that come back added where they belong.
+"""Conversions between packed Q, K, V and the layouts that attention and communication use, and back for gradients.
 
-subsequences      queries beside carried keys and values, K before V in each row
-keys and values   every sequence's early chunk, then every sequence's late one (``memo_sim/program/ring.py``)
-heads             by rank: its heads of Q, of K, of V (``memo_sim/program/ulysses.py``), row block by row block
+subsequences      queries and KV cache are separate; a row of the cache has K, then V
+keys and values   transfer order: the early chunks of all sequences, then the late chunks
+                  (``memo_sim/program/attention/ring.py``)
+heads             grouped by rank: the rank's heads of Q, of K, of V, one row block at a time
+                  (``memo_sim/program/attention/ulysses.py``)
 """
 
 from __future__ import annotations
@@ -13,12 +15,12 @@ import torch
 from torch import Tensor
 
 from memo_exec.kernels.call import Call
-from memo_sim.program.layout.token_order import pieces
+from memo_sim.program.layout.token_order import clipped_runs
 from memo_sim.program.operators.workspaces import NORM_ROWS
 
 
 def qkv_split(call: Call) -> None:
-    """Copy packed Q, K, V apart: into ``q`` and, where they are wanted, ``kv``."""
+    """Copy packed Q, K, V into ``q`` and, if the call has it, ``kv``."""
     qkv, q, kv = call["qkv"], call["q"], call.get("kv")
     q.copy_(qkv[:, : q.shape[1]])
     if kv is not None:
@@ -26,29 +28,29 @@ def qkv_split(call: Call) -> None:
 
 
 def qkv_join(call: Call) -> None:
-    """Copy the gradients of queries, and of keys and values, into those of the packed Q, K, V."""
+    """Copy ``grad_q`` and ``grad_kv`` into the packed ``grad_qkv``."""
     grad_q, grad_qkv = call["grad_q"], call["grad_qkv"]
     grad_qkv[:, : grad_q.shape[1]].copy_(grad_q)
     grad_qkv[:, grad_q.shape[1] :].copy_(call["grad_kv"])
 
 
 def kv_pack(call: Call) -> None:
-    """Copy keys and values out of the packed Q, K, V into the order in which they travel."""
+    """Copy keys and values out of the packed Q, K, V into transfer order."""
     out = call["out"]
-    _travelling(out, call).copy_(_at_home(call["qkv"], out.shape[1], call))
+    _transferred(out, call).copy_(_packed(call["qkv"], out.shape[1], call))
 
 
 def accumulate(call: Call) -> None:
-    """``out += x``; x has all features, or those of Q, or those of K and V in the order in which they travelled.
+    """``out += x``, where x has all features of ``out``, or those of Q, or those of K and V in transfer order.
 
-    Sums of all features may be of a wider dtype.
+    If x has all features, ``out`` may have a wider dtype.
     """
     x, out = call.matrix("x"), call.matrix("out")
     width, name = x.shape[1], call.instruction.name.rpartition("/")[2]
     if width == out.shape[1]:
         _add(x, out, call)
     elif name.startswith("d_kv"):
-        _at_home(out, width, call).add_(_travelling(x, call))
+        _packed(out, width, call).add_(_transferred(x, call))
     else:
         batch = call.context.decisions.micro_batch
         queries = torch.unflatten(x, 0, (batch, -1))
@@ -56,7 +58,7 @@ def accumulate(call: Call) -> None:
 
 
 def _add(x: Tensor, out: Tensor, call: Call) -> None:
-    """``out += x``; the CPU's sum of two dtypes would widen all of ``x`` at once."""
+    """``out += x``, in row blocks if dtypes differ on the CPU: torch would convert all of ``x`` at once there."""
     if x.dtype == out.dtype or x.is_cuda:
         out.add_(x)
         return
@@ -67,28 +69,28 @@ def _add(x: Tensor, out: Tensor, call: Call) -> None:
 
 
 def heads_transpose(call: Call) -> None:
-    """Group features by the rank that has their heads, or (``unpack``) put those of each rank back."""
+    """Group features by the rank that owns their heads; ``unpack`` instructions do the reverse."""
     source, target = call.matrix("source"), call.matrix("target")
     packs, start = ".unpack" not in call.instruction.name, call.first("source")
-    for first, rows in pieces(call.row_blocks, start, len(source)):
+    for first, rows in clipped_runs(call.row_blocks, start, len(source)):
         block = slice(first - start, first - start + rows)
         plain, grouped = (source, target) if packs else (target, source)
         for features, ranks in _by_rank(plain[block], grouped[block], call):
             (ranks if packs else features).copy_(features if packs else ranks)
 
 
-def _travelling(rows: Tensor, call: Call) -> Tensor:
-    """Return keys and values in the order in which they travel as (half, sequence, row, features)."""
+def _transferred(rows: Tensor, call: Call) -> Tensor:
+    """View keys and values in transfer order as (half, sequence, row, features)."""
     return torch.unflatten(rows, 0, (2, call.context.decisions.micro_batch, -1))
 
 
-def _at_home(qkv: Tensor, width: int, call: Call) -> Tensor:
-    """Return the last ``width`` features of a rank's rows in the same order."""
+def _packed(qkv: Tensor, width: int, call: Call) -> Tensor:
+    """View the last ``width`` features of packed rows as (half, sequence, row, features)."""
     return torch.unflatten(qkv[:, -width:], 0, (call.context.decisions.micro_batch, 2, -1)).transpose(0, 1)
 
 
 def _by_rank(plain: Tensor, grouped: Tensor, call: Call) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield of Q, K and V (or of Q alone) both forms as (rank, row, features of the rank)."""
+    """Yield (plain, grouped) views of Q, K and V, or of Q alone, each as (rank, row, features of the rank)."""
     model, layout = call.context.model, call.context.decisions.layout
     q, kv = model.q_width // layout.tp, model.kv_width // layout.tp
     width, degree = plain.shape[1], layout.ulysses

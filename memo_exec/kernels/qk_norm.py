@@ -1,4 +1,7 @@
-"""RMSNorm over each head of Q and K, in place in the packed Q, K, V (Qwen3); backward needs the rows before it."""
+"""RMSNorm over each head of Q and K, in place in the packed Q, K, V (Qwen3).
+
+Forward keeps the unnormalised rows in ``raw``, because backward needs them.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +37,7 @@ def qk_norm(call: Call) -> None:
 
 
 def qk_norm_backward(call: Call) -> None:
-    """Gradients of Q and K before the norm in place of those after it, and of both weights."""
+    """Replace the gradients of the normalised Q and K by those of the raw ones; add the weights' gradients."""
     raw = call.matrix("raw")
     rows, width = raw.shape
     size = call.context.model.head_dim
@@ -68,7 +71,7 @@ def qk_norm_backward(call: Call) -> None:
 
 
 def _parts(call: Call, heads: Tensor) -> list[tuple[Tensor, Tensor, str]]:
-    """Return (heads, weight, role of the weight's gradient) of Q and of K."""
+    """Return (heads, weight, role of the weight's gradient) for Q and for K."""
     q_heads = call.context.model.heads * heads.shape[1] // (call.context.model.heads + call.context.model.kv_heads)
     return [
         (heads[:, :q_heads], call["q_weight"], "grad_q_weight"),

@@ -1,10 +1,12 @@
-"""Rotary positions on Q and K, in place in the packed Q, K, V: pairs are (i, i + half a head), as in Hugging Face.
+"""Rotary position embedding of Q and K, in place in the packed Q, K, V.
+
+It rotates the pairs (i, i + head_dim / 2), as Hugging Face does:
 
     first' = first * cos - second * sin        second' = second * cos + first * sin
 
-Rows know their position from the operand's first row, the call's subsequence and the rank's order of tokens; cosines
-and sines are made for one row block at a time (a table for 1M tokens would take 512 MiB) in fp32, then rounded to the
-dtype.
+A row's position follows from the operand's first row, the call's subsequence and the rank's token order. Cosines and
+sines are computed in fp32 for one row block at a time, then rounded to the dtype. A table for 1M tokens would take
+512 MiB.
 """
 
 from __future__ import annotations
@@ -22,12 +24,12 @@ def rotary(call: Call) -> None:
 
 
 def rotary_backward(call: Call) -> None:
-    """Rotate the gradients of Q and K back."""
+    """Rotate the gradients of Q and K by the negative angles."""
     _rotate(call, "grad", -1.0)
 
 
 class Tables:
-    """Cosines and sines of one row block at a time, in the workspace."""
+    """Cosine and sine tables in the workspace, for one row block at a time."""
 
     def __init__(self, call: Call, packed: Tensor, first: int) -> None:
         self._call, self._first = call, first
@@ -39,7 +41,7 @@ class Tables:
         self._narrow = [self.scratch.take(rows, half, dtype=packed.dtype) for _ in range(2)] if narrow else None
 
     def of(self, first: int, rows: int) -> tuple[Tensor, Tensor]:
-        """Return cosines and sines, (rows, half a head) in the packed tensor's dtype, from row ``first`` on."""
+        """Return cosines and sines from row ``first`` on, (rows, head_dim / 2), in the packed tensor's dtype."""
         positions, (cosines, sines) = self._positions, self._wide
         for run, place in self._call.positions(self._first + first, rows):
             torch.arange(place, place + run.stop - run.start, out=positions[run])

@@ -1,8 +1,9 @@
-"""Ring self-attention's products over written scores, and their softmax (``memo_sim/program/rsa.py``).
+"""Ring self-attention (RSA): matrix products over materialised scores, and the softmax.
 
-Scores lie in blocks of (sequence, head, query, key), one for each rank's keys. What arrives round the ring has a rank's
-rows as that rank has them; a rank's own keys and values are read out of its packed Q, K, V. Products of grouped queries
-are a product for each query of a group, over all key/value heads at once. Softmaxes are in fp32.
+The algorithm is in ``memo_sim/program/attention/rsa.py``. Scores are stored in one block per rank's keys, each of
+(sequence, head, query, key). Rows received through the ring keep the sending rank's row order. A rank reads its own
+keys and values from its packed Q, K, V. For grouped-query attention there is one product per query of a group, over all
+key/value heads at once. The softmax is in fp32.
 """
 
 from __future__ import annotations
@@ -19,13 +20,16 @@ from memo_sim.program.operators.workspaces import score_rows
 
 
 def pack(call: Call) -> None:
-    """Copy keys, or values, out of the packed Q, K, V."""
+    """Copy the keys, or the values, out of the packed Q, K, V."""
     which = "keys" if call.get("values") is None else "values"
     call[which].copy_(_columns(call, call["qkv"])[which])
 
 
-def home(call: Call) -> None:
-    """Write gradients of this rank's values into those of the packed Q, K, V, zeros into the others; or add keys'."""
+def return_gradients(call: Call) -> None:
+    """Store gradients of this rank's values or keys in the packed ``grad_qkv``.
+
+    With ``values``, it writes their gradients and sets those of queries and keys to zero. With ``keys``, it adds.
+    """
     columns, part = _columns(call, call["grad_qkv"]), call.get("values")
     if part is None:
         columns["keys"].add_(call["keys"])
@@ -36,37 +40,37 @@ def home(call: Call) -> None:
 
 
 def scores(call: Call) -> None:
-    """``out = Q K^T`` of one rank's keys."""
+    """``out = Q K^T`` with one rank's keys."""
     _by_key(call, _columns(call, call["qkv"])["queries"], "keys")
 
 
 def d_probabilities(call: Call) -> None:
-    """``out = grad V^T`` of one rank's values."""
+    """``out = grad V^T`` with one rank's values."""
     _by_key(call, call["grad"], "values")
 
 
 def values(call: Call) -> None:
-    """``out = probs V`` of one rank's values: the own, which come first, set ``out``, others are added."""
+    """``out = probs V`` for this rank's own values, which come first; ``out += probs V`` for other ranks' values."""
     _by_query(call, call["probs"], call["out"], "values", fresh=call.get("values") is None)
 
 
 def d_queries(call: Call) -> None:
-    """Add what one rank's keys make of the queries' gradients to those of the packed Q, K, V."""
+    """Add one rank's keys' contribution to the gradients of the queries, in the packed gradient."""
     _by_query(call, call["grad"], _columns(call, call["out"])["queries"], "keys", fresh=False)
 
 
 def d_values(call: Call) -> None:
-    """``out = probs^T grad``: of every rank's values, what this rank's queries make of them."""
+    """``out = probs^T grad``: this rank's queries' contribution to the gradients of all ranks' values."""
     _over_queries(call, call["probs"], call["grad"])
 
 
 def d_keys(call: Call) -> None:
-    """``out = grad^T Q``: of every rank's keys, what this rank's queries make of them."""
+    """``out = grad^T Q``: this rank's queries' contribution to the gradients of all ranks' keys."""
     _over_queries(call, call["grad"], _columns(call, call["qkv"])["queries"])
 
 
 def softmax(call: Call) -> None:
-    """``x`` = the softmax of each row over its blocks, scaled, without the keys behind a causal query; in place."""
+    """Replace scores ``x`` by softmax(x / sqrt(head_dim)) over all blocks of a row; mask later keys if causal."""
     x, scratch = _by_rank(call, call["x"]), call.scratch()
     ranks, _, _, tokens, keys = x.shape
     rows = score_rows(tokens, ranks * keys)
@@ -91,7 +95,7 @@ def softmax(call: Call) -> None:
 
 
 def softmax_backward(call: Call) -> None:
-    """``grad`` of the probabilities becomes that of the scores before they were scaled; in place."""
+    """Replace ``grad`` of the probabilities by the gradient of the unscaled scores, in place."""
     probs, grad = _by_rank(call, call["probs"]), _by_rank(call, call["grad"])
     ranks, _, _, tokens, keys = probs.shape
     scratch, rows = call.scratch(), score_rows(tokens, ranks * keys)
@@ -107,45 +111,45 @@ def softmax_backward(call: Call) -> None:
 
 
 class _Positions:
-    """Which token of a sequence each key and each query is; ranks hold zigzag chunks (``token_order.py``)."""
+    """Sequence position of each key and each query; ranks hold zigzag chunks (``token_order.py``)."""
 
     def __init__(self, context: Context, keys: Tensor, queries: Tensor) -> None:
         self.context, self.keys, self._queries = context, keys, queries
-        apart = stride("cp", context.decisions.layout)
+        spacing = stride("cp", context.decisions.layout)
         for rank, places in enumerate(keys.unbind(0)):
-            for run in token_runs(context.decisions, rank * apart):
+            for run in token_runs(context.decisions, rank * spacing):
                 if run.row < places.shape[1]:
                     torch.arange(run.token, run.token + run.tokens, out=places[0, run.row : run.row + run.tokens])
 
     def queries(self, first: int, rows: int) -> Tensor:
-        """Return the positions of a sequence's rows from ``first`` on, one below the other."""
+        """Return the positions of a sequence's rows from ``first`` on, shape (1, rows, 1)."""
         for chosen, token in self.context.positions(first, rows):
             torch.arange(token, token + chosen.stop - chosen.start, out=self._queries[chosen])
         return self._queries[:rows].view(1, -1, 1)
 
 
 def _columns(call: Call, qkv: Tensor) -> dict[str, Tensor]:
-    """Return the columns of the packed rows."""
+    """Return the queries, keys and values columns of packed rows, as views."""
     model, layout = call.context.model, call.context.decisions.layout
     q, kv = model.q_width // layout.tp, model.kv_width // layout.tp
     return dict(zip(("queries", "keys", "values"), torch.split(qkv, [q, kv, kv], dim=1), strict=True))
 
 
 def _by_head(call: Call, rows: Tensor) -> Tensor:
-    """Return rows as (sequence, head, token, feature), a view."""
+    """View rows as (sequence, head, token, feature)."""
     batch, size = call.context.decisions.micro_batch, call.context.model.head_dim
     return torch.unflatten(torch.unflatten(rows, 1, (-1, size)), 0, (batch, -1)).transpose(1, 2)
 
 
 def _by_rank(call: Call, written: Tensor) -> Tensor:
-    """Return scores as (rank of the keys, sequence, head, query, key)."""
+    """View scores as (rank of the keys, sequence, head, query, key)."""
     decisions = call.context.decisions
     batch, tokens = decisions.micro_batch, decisions.local_tokens // decisions.micro_batch
     return written.view(-1, batch, decisions.model.heads // decisions.layout.tp, tokens, tokens)
 
 
 def _row_blocks(written: Tensor, rows: int) -> Iterator[tuple[int, Tensor]]:
-    """Yield (first query, scores as (rank, query, key)) of so many rows of a sequence and head at once."""
+    """Yield (first query, scores as (rank, query, key)) for ``rows`` queries of one sequence and head at a time."""
     for sequence in range(written.shape[1]):
         for head in range(written.shape[2]):
             for first in range(0, written.shape[3], rows):
@@ -153,13 +157,13 @@ def _row_blocks(written: Tensor, rows: int) -> Iterator[tuple[int, Tensor]]:
 
 
 def _other_side(call: Call, which: str) -> Tensor:
-    """Return a rank's keys (or values) by head: what arrived, or this rank's own."""
+    """Return one rank's keys (or values) by head: received ones if the call has them, else this rank's own."""
     arrived = call.get(which)
     return _by_head(call, _columns(call, call["qkv"])[which] if arrived is None else arrived)
 
 
 def _by_key(call: Call, rows: Tensor, which: str) -> None:
-    """Multiply rows by a rank's keys (or values): a block of scores."""
+    """Multiply rows by one rank's keys (or values); the result is a block of scores."""
     rows, others = _by_head(call, rows), _other_side(call, which)
     (out,) = _by_rank(call, call["out"])
     for sequence in range(len(rows)):
@@ -168,7 +172,7 @@ def _by_key(call: Call, rows: Tensor, which: str) -> None:
 
 
 def _by_query(call: Call, written: Tensor, out: Tensor, which: str, *, fresh: bool) -> None:
-    """Add a block of scores times a rank's keys (or values) to rows; ``fresh``: set them."""
+    """Add a block of scores times one rank's keys (or values) to ``out``; ``fresh`` overwrites instead."""
     out, others = _by_head(call, out), _other_side(call, which)
     (block,) = _by_rank(call, written)
     for sequence in range(len(out)):
@@ -177,7 +181,7 @@ def _by_query(call: Call, written: Tensor, out: Tensor, which: str, *, fresh: bo
 
 
 def _over_queries(call: Call, written: Tensor, rows: Tensor) -> None:
-    """Sum all scores times the rows of their queries into rows of every rank's keys."""
+    """For every rank's keys, sum the products of scores and their queries' rows, and write them to ``out``."""
     rows, blocks = _by_head(call, rows), _by_rank(call, written)
     for block, out in zip(blocks, call["out"].chunk(len(blocks)), strict=True):
         sums = _by_head(call, out)
@@ -187,7 +191,7 @@ def _over_queries(call: Call, written: Tensor, rows: Tensor) -> None:
 
 
 def _grouped(keys: Tensor, *by_head: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Yield of tensors by query head those of one query a group: as many as ``keys`` has heads."""
+    """Yield slices of the ``by_head`` tensors with one query head per group, so with as many heads as ``keys``."""
     groups = by_head[0].shape[0] // keys.shape[1]
     for number in range(groups):
         yield tuple(tensor[number::groups] for tensor in by_head)

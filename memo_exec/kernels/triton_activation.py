@@ -1,6 +1,7 @@
-"""GELU and SwiGLU as one Triton kernel a pass: the formulas of ``activation.py``, every tensor read and written once.
+"""GELU and SwiGLU as fused Triton kernels, one each for forward and backward.
 
-Offsets have 64 bits; sums are in fp32 and rounded once.
+They use the formulas of ``activation.py`` and read and write every tensor once. Offsets have 64 bits. Arithmetic is in
+fp32; only the result is rounded.
 """
 
 import triton
@@ -10,7 +11,7 @@ from torch import Tensor
 from memo_exec.kernels.call import Call
 
 ELEMENTS = 1024
-"""Of one program."""
+"""Elements that one Triton program processes."""
 
 
 def gelu(call: Call) -> None:
@@ -57,7 +58,7 @@ def _gelu_kernel(x, grad, out, elements, TANH: tl.constexpr, BACKWARD: tl.conste
     value = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
     if TANH:
         inner = 0.7978845608028654 * (value + 0.044715 * value * value * value)
-        small = tl.exp(-2.0 * tl.abs(inner))  # never more than 1
+        small = tl.exp(-2.0 * tl.abs(inner))  # at most 1, so it cannot overflow
         tanh = tl.where(inner < 0, small - 1.0, 1.0 - small) / (1.0 + small)
         share = 0.5 * (1.0 + tanh)
         slope = 0.5 * value * (1.0 - tanh * tanh) * 0.7978845608028654 * (1.0 + 0.134145 * value * value)

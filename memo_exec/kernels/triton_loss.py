@@ -1,7 +1,7 @@
-"""Cross entropy and its gradient as one Triton kernel: the formulas of ``loss.py``, logits read twice, nothing widened.
+"""Cross entropy and its gradient as one fused Triton kernel, with the formulas of ``loss.py``.
 
-A program takes a row: the largest logit and the sum of exponentials in one pass, the gradient in a second. Offsets of
-rows have 64 bits; sums are in fp32.
+One Triton program processes one row and reads its logits twice. The first pass computes the largest logit and the sum
+of exponentials, the second the gradient. No fp32 copy of the logits is needed. Row offsets have 64 bits; sums are fp32.
 """
 
 import torch
@@ -12,7 +12,7 @@ from memo_exec.kernels.call import Call
 from memo_exec.kernels.loss import IGNORED
 
 COLUMNS = 4096
-"""Logits that a program holds at once."""
+"""Logits that a Triton program holds at once."""
 
 
 def cross_entropy(call: Call) -> None:

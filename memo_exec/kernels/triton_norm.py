@@ -1,7 +1,8 @@
-"""LayerNorm and RMSNorm as one Triton kernel a pass: the formulas of ``norm.py``, a row read once.
+"""LayerNorm and RMSNorm as fused Triton kernels, one each for forward and backward.
 
-Backward runs in ``NORM_PROGRAMS`` programs, each over every so-many-th row; each sums its part of the weight's gradient
-in fp32 into a row of the workspace, and those are added in one order. Offsets of rows have 64 bits.
+They use the formulas of ``norm.py`` and read each row once. Backward runs in ``norm_programs(rows)`` Triton programs;
+program i takes rows i, i + programs, and so on. Each program sums its part of the weight's gradient in fp32 into its
+own row of the workspace. These rows are then added in a fixed order. Row offsets have 64 bits.
 """
 
 import torch
@@ -23,17 +24,17 @@ def rms_norm(call: Call) -> None:
 
 
 def layer_norm_backward(call: Call) -> None:
-    """Gradients of a LayerNorm; the residual branch's gradient is added to the input's."""
+    """Compute the gradients of LayerNorm; add the residual branch's gradient to the input's gradient."""
     _backward(call, centred=True)
 
 
 def rms_norm_backward(call: Call) -> None:
-    """Gradients of an RMSNorm; the residual branch's gradient is added to the input's."""
+    """Compute the gradients of RMSNorm; add the residual branch's gradient to the input's gradient."""
     _backward(call, centred=False)
 
 
 def warps(elements: int) -> int:
-    """Return how many warps share a row of so many elements."""
+    """Return how many warps process a row of ``elements`` elements."""
     return min(16, max(1, elements // 512))
 
 
@@ -120,7 +121,7 @@ def _forward_kernel(
         tl.store(stats + row, rstd)
     factor = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
     hat = source * rstd
-    if not CENTRED:  # Hugging Face rounds before it multiplies by the weight
+    if not CENTRED:  # Hugging Face rounds to the dtype before it multiplies by the weight
         hat = hat.to(out.dtype.element_ty).to(tl.float32)
     result = hat * factor
     if BIASED:

@@ -1,7 +1,7 @@
-"""Rotary positions on Q and K in place, one Triton kernel a row block: the formulas of ``rotary.py``.
+"""Rotary position embedding of Q and K as a fused Triton kernel, in place, one launch per row block.
 
-Cosines and sines come from the same tables of a row block, so that they are the same numbers; each pair is read and
-written once, in fp32, and needs no copy of the half that is overwritten first. Offsets of rows have 64 bits.
+It uses the formulas and the tables of ``rotary.py``, so cosines and sines are identical. Each pair is read and written
+once and computed in fp32, so no copy of its first half is needed. Row offsets have 64 bits.
 """
 
 import triton
@@ -18,7 +18,7 @@ def rotary(call: Call) -> None:
 
 
 def rotary_backward(call: Call) -> None:
-    """Rotate the gradients of Q and K back."""
+    """Rotate the gradients of Q and K by the negative angles."""
     _rotate(call, "grad", -1.0)
 
 

@@ -1,4 +1,4 @@
-"""What this machine is and can run: device, libraries, memory budget, checks before a run, a plan's placement file.
+"""Describes this machine and checks that it can run a plan: device, libraries, kernels, memory, placement file.
 
-Measuring its speed is the work of ``probes``.
+``probes`` measures its speed.
 """

@@ -1,4 +1,4 @@
-"""Which attention kernels can be used on a machine, and why the others cannot."""
+"""Lists the attention kernels that a machine can use, with the reason why the others cannot be used."""
 
 from __future__ import annotations
 
@@ -21,18 +21,23 @@ from memo_sim.program.ir.program import Program
 from memo_sim.program.operators.head_groups import flash3_head_dim
 
 LEAST_CAPABILITY = 8
-"""Major compute capability that flash-attn 2, torch's build of it and cuDNN's fused attention begin with."""
+"""Lowest major compute capability of flash-attn 2, torch's build of it and cuDNN's fused attention."""
+
+_ANOTHER_KERNEL = (
+    "make a plan with another kernel: memo-exec calibrate -o here.json, then memo-sim what-if --cluster here.json"
+)
 
 
 def check_kernels(decisions: Decisions, program: Program, machine: Machine) -> None:
-    """Refuse a program with operators or attention that nothing here plays; nothing is substituted.
+    """Refuse a plan whose kernels this machine lacks. No kernel is substituted.
 
     Raises:
-        CannotRun: naming them, and the attention kernels that can be used.
+        CannotRun: when an operator has no kernel, or the plan's row-wise or attention kernel cannot be used here. The
+            message names the kernels that can be used.
     """
     missing = sorted({i.op for t in program.templates for i in t.instructions} - set(KERNELS))
     if missing:
-        raise CannotRun("the plan's program has operators without a kernel", got=", ".join(missing))
+        raise CannotRun("some operators of the plan's program have no kernel", got=", ".join(missing))
     rowwise = decisions.kernels.rowwise
     if reason := rowwise_kernels(machine)[rowwise]:
         raise _refused_rowwise(rowwise, reason)
@@ -43,10 +48,10 @@ def check_kernels(decisions: Decisions, program: Program, machine: Machine) -> N
 
 
 def try_kernels(decisions: Decisions, machine: Machine) -> None:
-    """Play the plan's kernels on a few tokens, and refuse those that do not work here.
+    """Run the plan's kernels on a few tokens, and refuse those that do not work here.
 
     Raises:
-        CannotRun: with what the library said, or by how much it was wrong.
+        CannotRun: with the library's error, or the relative error of its result.
     """
     kernel, rowwise, device = decisions.kernels.attention, decisions.kernels.rowwise, torch.device(machine.device)
     heads = Heads.of(decisions.model)
@@ -59,7 +64,7 @@ def try_kernels(decisions: Decisions, machine: Machine) -> None:
 
 
 def tried_attention_kernels(machine: Machine, dtype: DtypeName, head_dims: Iterable[int]) -> dict[str, dict[int, str]]:
-    """Return for every attention kernel and head size why it cannot be used here; "" when it can."""
+    """Return, for every attention kernel and head size, why it cannot be used here; "" when it can."""
     device = torch.device(machine.device)
     return {
         name: {size: why_not or attention_fails(name, Heads(2, 1, size), dtype, device) for size in head_dims}
@@ -73,7 +78,7 @@ def _refused_rowwise(kernel: str, reason: str) -> CannotRun:
         where="$.decisions.kernels.rowwise",
         got=f"{kernel}: {reason}",
         wanted="torch",
-        hint="another kernel is another plan: memo-exec calibrate -o here.json, then what-if --cluster here.json",
+        hint=_ANOTHER_KERNEL,
     )
 
 
@@ -84,19 +89,19 @@ def _refused_attention(kernel: str, reason: str, available: dict[str, str]) -> C
         got=f"{kernel}: {reason}",
         wanted=", ".join(name for name, why_not in available.items() if not why_not)
         or "an attention kernel for this device",
-        hint="another kernel is another plan: memo-exec calibrate -o here.json, then what-if --cluster here.json",
+        hint=_ANOTHER_KERNEL,
     )
 
 
 def attention_kernels(machine: Machine) -> dict[str, str]:
-    """Return for every attention kernel why it cannot be used on this machine's device; "" when it can."""
+    """Return, for every attention kernel, why it cannot be used on this machine's device; "" when it can."""
     return {name: _why_not(name, machine) for name in BACKENDS}
 
 
 def _why_not(kernel: str, machine: Machine) -> str:
     wanted = "cpu" if kernel == "torch-flash-cpu" else "cuda"
     if machine.device != wanted:
-        return f"it plays on {wanted}, this device is {machine.device}"
+        return f"it runs on {wanted}, this device is {machine.device}"
     if kernel in ("flash3", "flash4", "te-fused"):
         return str(import_module(BACKENDS[kernel]).missing())
     if kernel == "torch-flash-cpu":
@@ -105,7 +110,7 @@ def _why_not(kernel: str, machine: Machine) -> str:
 
 
 def _too_old() -> str:
-    """Return why the device is too old for kernels that begin with ``LEAST_CAPABILITY``; "" when it is not."""
+    """Return why the device is too old for kernels that need ``LEAST_CAPABILITY``; "" when it is not."""
     major, minor = torch.cuda.get_device_capability() if torch.cuda.is_available() else (LEAST_CAPABILITY, 0)
     if major >= LEAST_CAPABILITY:
         return ""
@@ -114,29 +119,32 @@ def _too_old() -> str:
 
 def _torch_flash_missing() -> str:
     active = attention.current_flash_attention_impl()
-    return f"{active} plays torch's flash operators in this process" if active else ""
+    return f"{active} has replaced torch's flash operators in this process" if active else ""
 
 
 def _cudnn_missing() -> str:
-    return "" if torch.backends.cudnn.is_available() else "this torch has no cuDNN"  # type: ignore[no-untyped-call]
+    return "" if torch.backends.cudnn.is_available() else "this build of torch has no cuDNN"  # type: ignore[no-untyped-call]
 
 
 def _unsupported(decisions: Decisions) -> str:
-    """Return why a library that is there has no kernel for these heads; "" when it has."""
+    """Return why an installed library has no kernel for the plan's heads; "" when it has one."""
     kernel, head_dim = decisions.kernels.attention, decisions.model.head_dim
     if kernel == "torch-cudnn" and decisions.deterministic:
-        return "torch does not ask cuDNN for its deterministic backward"
+        return "torch does not use cuDNN's deterministic backward"
     if kernel == "torch-flash-cpu":
         return ""
     if head_dim % 8 or head_dim > 256:
-        return f"heads of {head_dim}: it has multiples of 8 up to 256"
+        return f"head_dim is {head_dim}, it supports multiples of 8 up to 256"
     if kernel == "flash3" and decisions.deterministic and flash3_head_dim(head_dim) == 256:
-        return f"heads of {head_dim}: its deterministic backward has up to 192"
+        return f"head_dim is {head_dim}, its deterministic backward supports up to 192"
     return ""
 
 
 def _flash_attn_missing() -> str:
-    """Return "" when flash-attn 2's low-level calls can be imported (flash-attn 4 brings the package without them)."""
+    """Return "" when flash-attn 2's low-level calls can be imported, else the reason.
+
+    flash-attn 4 installs the same package without these calls.
+    """
     if importlib.util.find_spec("flash_attn") is None:
         return "flash-attn is not installed"
     try:

@@ -1,11 +1,11 @@
-"""A kernel tried on a few tokens before a run allocates anything: what is installed may still not run here.
+"""Tries a kernel on a few tokens before a run allocates memory, because an installed library may still not run here.
 
-A library built for another architecture, a cuDNN without this head size, a Triton without a compiler: all can be
-imported. So short calls in the plan's form are played forward and backward, and compared with attention's definition
+The import succeeds for a library built for another architecture, a cuDNN without this head size, or a Triton without a
+compiler. So short calls in the plan's form run forward and backward. Their results are compared with the definition
 
     out = softmax(q k^T / sqrt(d)) v,  dv = p^T do,  ds = p (do v^T - rowsum(do out)),  dq = ds k,  dk = ds^T q
 
-which shows a wrong alignment or a NaN as well as an exception.
+The comparison also finds a wrong causal alignment and NaN, not only an exception.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from memo_sim.program.ir.work import Rowwise
 
 TOKENS = 256
 EARLIER = 320
-"""Keys before the queries' own, where attention comes in parts."""
+"""Number of keys before the queries' own keys, in the form "parts"."""
 
 Form = Literal["causal", "whole", "parts"]
 FORMS: Mapping[Form, tuple[tuple[bool, slice], ...]] = {
@@ -39,18 +39,18 @@ FORMS: Mapping[Form, tuple[tuple[bool, slice], ...]] = {
     "whole": ((False, slice(None)),),
     "parts": ((False, slice(EARLIER)), (True, slice(EARLIER, None))),
 }
-"""Of each form its calls: whether they are causal, and of which keys. Parts are merged by log-sum-exp."""
+"""The calls of each form: whether a call is causal, and its keys. Log-sum-exp merges the outputs of several calls."""
 
 TOLERANCE = 0.03
-"""Relative error of a result, in the Euclidean norm: bf16 gives a half of a percent, a wrong mask a half of one."""
+"""Largest allowed relative error of a result (Euclidean norm). bf16 gives about 0.005, a wrong mask about 0.5."""
 
 MOST_TEXT = 200
-"""Characters of a library's own message that are passed on."""
+"""How many characters of a library's own message are shown."""
 
 
 @dataclass(frozen=True)
 class Heads:
-    """The heads that attention is tried with."""
+    """The attention heads of a trial."""
 
     heads: int
     kv_heads: int
@@ -58,12 +58,12 @@ class Heads:
 
     @classmethod
     def of(cls, model: Model) -> Heads:
-        """Return one group of a model's query heads with its key/value head."""
+        """Return one key/value head of a model with its group of query heads."""
         return cls(model.heads // model.kv_heads, 1, model.head_dim)
 
 
 def forms_of(decisions: Decisions) -> tuple[Form, ...]:
-    """Return how a plan calls attention; ring self-attention calls none of its kernels."""
+    """Return the forms in which a plan calls attention; none for ring self-attention, which uses no such kernel."""
     own: Form = "whole" if decisions.model.bidirectional else "causal"
     layout = decisions.layout
     if writes_scores(decisions):
@@ -111,7 +111,7 @@ def attention_fails(
 def _operands(
     heads: Heads, form: Form, made: Callable[..., Tensor]
 ) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, ...]]:
-    """Return Q, K, V and what their gradients are written to, as views of what a step holds them in."""
+    """Return Q, K, V and the tensors for their gradients, as views of packed tensors like those of a step."""
     if form == "parts":
         q = made(1, TOKENS, heads.heads, heads.head_dim)
         kv = made(1, EARLIER + TOKENS, 2, heads.kv_heads, heads.head_dim)
@@ -129,12 +129,12 @@ def _random(shape: Sequence[int], device: torch.device, dtype: DtypeName) -> Ten
 
 
 def triton_fails(device: torch.device) -> str:
-    """Return why Triton's kernels cannot be compiled and played on ``device``; "" when they can."""
+    """Return why Triton's kernels cannot be compiled and run on ``device``; "" when they can."""
 
     def play() -> str:
         results: list[Tensor] = []
         x = torch.linspace(-3, 3, TOKENS * 64).view(TOKENS, 64).to(device, torch.bfloat16)
-        model = load_model("gpt-tiny")  # of which a kernel reads its kind of activation
+        model = load_model("gpt-tiny")  # the kernel reads the kind of activation from it
         choices: tuple[RowwiseKernel, ...] = ("torch", "triton")
         for rowwise in choices:
             decisions = Decisions(model=model, seq_tokens=TOKENS, kernels=Kernels(rowwise=rowwise))
@@ -147,19 +147,20 @@ def triton_fails(device: torch.device) -> str:
 
 
 def _tried(play: Callable[[], str]) -> str:
-    """Return what ``play`` says, or the first line of what it raises."""
+    """Return the result of ``play``, or the first line of its exception."""
     try:
         with torch.inference_mode():
             return play()
-    except Exception as error:  # whatever a library raises, it cannot be used
+    except Exception as error:  # a library may raise any exception; each one means that it cannot be used
         first = (str(error).strip().splitlines() or [""])[0]
-        return f"it was tried and failed: {type(error).__name__}: {first[:MOST_TEXT]}"
+        return f"a trial call failed: {type(error).__name__}: {first[:MOST_TEXT]}"
 
 
 def _definition(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *, masked: bool) -> list[Tensor]:
-    """Return output, log-sum-exp and the gradients of Q, K, V; all fp32, (1, tokens, heads, head_dim).
+    """Return output, log-sum-exp and the gradients of Q, K, V, computed from the definition of attention.
 
-    The queries are those of the last keys.
+    All are fp32 and (1, tokens, heads, head_dim); the log-sum-exp lacks the last dimension. The queries belong to the
+    last keys.
     """
     shared, scale = q.shape[2] // k.shape[2], q.shape[3] ** -0.5
     queries, incoming = (x[0].transpose(0, 1) for x in (q, grad))
@@ -177,10 +178,10 @@ def _definition(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *, masked: bool) 
 
 
 def _difference(found: tuple[Tensor, ...] | list[Tensor], wanted: list[Tensor]) -> str:
-    """Return by how much results are not what they should be; "" when they are."""
+    """Return the first relative error above ``TOLERANCE`` as text; "" when all results are right."""
     errors = [
         float((one.float() - true.float()).norm() / true.float().norm())
         for one, true in zip(found, wanted, strict=True)
     ]
-    wrong = [error for error in errors if not error <= TOLERANCE]  # NaN is wrong, too
-    return f"it was tried and computes something else: {wrong[0]:.1%} off" if wrong else ""
+    wrong = [error for error in errors if not error <= TOLERANCE]  # this form also finds NaN
+    return f"a trial call gave a wrong result: relative error {wrong[0]:.1%}" if wrong else ""

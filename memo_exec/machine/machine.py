@@ -1,4 +1,4 @@
-"""What is here: the device, its memory, the host's memory as far as the container may use it, and versions."""
+"""Describes this machine: the device and its memory, the host memory that the container may use, and versions."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ class Machine:
     name: str
     devices: int
     compute_threads: int
-    """Threads inside one operator on a CPU; the copy lanes have one each."""
+    """Threads inside one operator on a CPU. Each copy lane has one thread."""
     device_memory_bytes: int
     device_free_bytes: int
     host_memory_bytes: int
     host_available_bytes: int
     sharing: int = 1
-    """Ranks of this job on the host, which share its memory and its cores."""
+    """How many ranks of this job share the host's memory and cores."""
 
 
 def this_machine(*, sharing: int = 1) -> Machine:
     """Return what this process can use: the current accelerator when there is one, else the CPU.
 
-    ``sharing`` ranks play here at once.
+    ``sharing`` is the number of ranks on this host.
     """
     import torch
 
@@ -50,7 +50,7 @@ def this_machine(*, sharing: int = 1) -> Machine:
 
 
 def cpu_name() -> str:
-    """Return the processor's name, or its architecture where the system does not tell."""
+    """Return the processor's name, or its architecture when the system does not report a name."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -60,13 +60,13 @@ def cpu_name() -> str:
 
 
 def host_memory_bytes(root: Path = Path("/")) -> int:
-    """Return the host memory this process may use: the machine's, or its container's limit when that is less."""
+    """Return the bytes of host memory this process may use: the machine's, or the container's limit if lower."""
     machine = _meminfo(root).get("MemTotal") or os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return min([machine, *(limit for limit, _ in _cgroup_memory(root))])
 
 
 def host_available_bytes(root: Path = Path("/")) -> int:
-    """Return the host memory still free for this process, by the machine's and the container's account."""
+    """Return the bytes of host memory still free for this process: the lower of the machine's and the container's."""
     machine = _meminfo(root).get("MemAvailable") or host_memory_bytes(root)
     return max(0, min([machine, *(limit - used for limit, used in _cgroup_memory(root))]))
 
@@ -82,7 +82,10 @@ def _meminfo(root: Path) -> dict[str, int]:
 
 
 def _cgroup_memory(root: Path) -> list[tuple[int, int]]:
-    """Return (limit, used) of every group around this process that has a limit; page cache does not count as used."""
+    """Return (limit, used) in bytes of every cgroup around this process that has a limit.
+
+    Inactive page cache does not count as used, because the kernel can drop it.
+    """
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -98,7 +101,7 @@ def _cgroup_memory(root: Path) -> list[tuple[int, int]]:
         else:
             continue
         group = base / path.lstrip("/")
-        # Inside a container the named group may not be visible; then the base is the container's own.
+        # Inside a container the named group may not be visible. Then the base directory is the container's own group.
         for place in (group, *(p for p in group.parents if p.is_relative_to(base))):
             pair = _limit_and_use(place, limit, used, cache)
             if pair is not None:
@@ -107,7 +110,7 @@ def _cgroup_memory(root: Path) -> list[tuple[int, int]]:
 
 
 def _limit_and_use(group: Path, limit: str, used: str, cache: str) -> tuple[int, int] | None:
-    """Return limit and use of one group, None when it has none."""
+    """Return (limit, used) of one cgroup in bytes, None when it has no limit."""
     try:
         limit_bytes, used_bytes = int((group / limit).read_text()), int((group / used).read_text())
         stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
@@ -117,7 +120,7 @@ def _limit_and_use(group: Path, limit: str, used: str, cache: str) -> tuple[int,
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of Python and of the packages that matter here, those that are installed."""
+    """Return the versions of Python, the system and the installed packages among ``PACKAGES``."""
     found = {"python": platform.python_version(), "system": f"{sys.platform} {platform.machine()}"}
     for package in PACKAGES:
         try:
@@ -128,7 +131,7 @@ def versions() -> dict[str, str]:
 
 
 def library_versions() -> dict[str, str]:
-    """Return the versions of the GPU libraries that torch uses here; none without a GPU."""
+    """Return the versions of the GPU libraries that torch uses here; empty without a GPU."""
     import torch
 
     if not torch.cuda.is_available():

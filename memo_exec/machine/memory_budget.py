@@ -1,6 +1,6 @@
-"""The memory that a program asks for on a machine, item by item, and whether it is there.
+"""Computes the memory that a program needs on a machine, item by item, and checks that it is free.
 
-    free device memory - reserve >= arena        reserve: what lies outside the arena, by who takes it
+    free device memory - reserve >= arena        reserve: bytes outside the arena, by what uses them
 
 The container's limit counts as the host's memory, not the machine's.
 """
@@ -31,32 +31,32 @@ from memo_sim.program.ir.program import Program
 from memo_sim.program.ir.work import Attention
 
 TILE_BYTES = {"fp32": 2 * 256 * 512 * 4 + 4096, "bf16": 2 * 256 * 512 * 6 + 4096}
-"""What a thread of torch's CPU attention works in, backward: two blocks of 256 queries x 512 keys in fp32, in bf16 also
-their rounded copies, and a few numbers. Measured with torch 2.13, heads of 64 to 256 features."""
+"""Scratch of one thread in the backward pass of torch's CPU attention: two blocks of 256 queries x 512 keys in fp32, in
+bf16 also their rounded copies, and a few numbers. Measured with torch 2.13 for heads of 64 to 256 features."""
 
-TILES = "attention tiles, one a thread"
+TILES = "attention tiles (one per thread)"
 LIBRARIES = "scratch of matrix libraries"
 
 
 @dataclass(frozen=True)
 class Needs:
-    """Bytes a program asks for: of its buffers on the device and on the host, and on the device beside them."""
+    """Bytes that a program needs: buffers on the device, buffers on the host, and the device's reserve."""
 
     device_bytes: int
-    """The arena, or what the store of buffers comes to hold."""
+    """The arena, or without one the most bytes that the buffer store holds."""
     host_bytes: int
     reserve: dict[str, int] = field(default_factory=dict)
-    """Device bytes outside, by who takes them."""
+    """Device bytes outside the buffers, by what uses them."""
 
     @property
     def reserve_bytes(self) -> int:
-        """Sum of the reserve."""
+        """Sum of the reserve's items."""
         return sum(self.reserve.values())
 
     def line(self) -> str:
-        """Return the device's part as text."""
+        """Return the device's bytes as one line of text."""
         items = ", ".join(f"{format_bytes(size)} {name}" for name, size in self.reserve.items())
-        return f"device: {format_bytes(self.device_bytes)} of buffers; outside: {items}"
+        return f"device: {format_bytes(self.device_bytes)} of buffers; reserve: {items}"
 
 
 def needs_of(
@@ -67,11 +67,11 @@ def needs_of(
     lent: bool = False,
     library_scratch: Mapping[str, int] | None = None,
 ) -> Needs:
-    """Return the bytes the program will ask for here.
+    """Return the bytes that the program needs on this machine.
 
-    With a placement these are the arena and, beside it, the workspaces that libraries allocate themselves, unless they
-    are ``lent`` to them out of the arena. ``library_scratch``: what a CPU's matrix libraries allocate
-    inside one instruction, by operator, measured (``library_scratch.py``).
+    With a placement the device bytes are the arena's. The workspaces that libraries allocate themselves come on top,
+    unless the arena serves them (``lent``). ``library_scratch`` is what a CPU's matrix libraries allocate inside one
+    instruction, by operator, as ``library_scratch.py`` measures it.
     """
     lives = liveness(program, expand(program))
     device = peak(live_bytes(lives, device=True)).bytes
@@ -106,7 +106,7 @@ def _attention_dtypes(program: Program) -> set[str]:
 
 
 def _kept_by_size(lives: Liveness) -> int:
-    """Return what the CPU's store comes to hold: it hands blocks of one size out again and returns none."""
+    """Return the bytes that the CPU's store holds in the end: it reuses blocks of the same size and frees none."""
     used = lives.on_device & (lives.death >= lives.birth)
     lasting = used & (lives.birth < 0)
     total = int(lives.bytes[lasting].sum())
@@ -121,24 +121,26 @@ def _kept_by_size(lives: Liveness) -> int:
 
 
 def check_memory(needs: Needs, machine: Machine) -> None:
-    """Refuse what does not fit: the reserve is taken off first. Ranks that share a host have a part of its memory each.
+    """Refuse needs that do not fit into the free memory.
+
+    The reserve is subtracted first. Ranks that share a host get an equal share of its free memory.
 
     Raises:
-        CannotRun: naming the memory that is short.
+        CannotRun: when device or host memory is too small; the message says which.
     """
     outside = ", ".join(f"{format_bytes(size)} for {name}" for name, size in needs.reserve.items())
     device = format_bytes(needs.device_bytes)
     host_bytes = machine.host_available_bytes // machine.sharing
     host = f"{format_bytes(machine.host_available_bytes)} free of {format_bytes(machine.host_memory_bytes)}"
     if machine.sharing > 1:
-        host += f", for {machine.sharing} ranks"
+        host += f", shared by {machine.sharing} ranks"
     if machine.device == "cpu":
         if needs.device_bytes + needs.host_bytes > host_bytes - needs.reserve_bytes:
             raise CannotRun(
-                "the plan needs more memory than this host has free (on a CPU, device and host memory are one)",
+                "the plan needs more memory than this host has free (on a CPU, host memory is also device memory)",
                 got=host,
                 wanted=f"{device} device + {format_bytes(needs.host_bytes)} host, and {outside}",
-                hint="a shorter sequence, or recompute instead of swap",
+                hint="plan a shorter sequence, or recompute instead of swap",
             )
         return
     if needs.device_bytes > machine.device_free_bytes - needs.reserve_bytes:
@@ -146,11 +148,11 @@ def check_memory(needs: Needs, machine: Machine) -> None:
             "the plan needs more device memory than is free",
             got=f"{format_bytes(machine.device_free_bytes)} free of {format_bytes(machine.device_memory_bytes)}",
             wanted=f"{device}, and {outside}",
-            hint="plan with --device-memory-gib, or stop what else uses the device",
+            hint="plan with --device-memory-gib, or stop other processes that use the device",
         )
     if needs.host_bytes > host_bytes:
         raise CannotRun(
-            "the plan swaps more than this host's free memory (the container's limit counts)",
+            "the plan swaps more bytes than this host has free (the container's limit counts)",
             got=host,
             wanted=format_bytes(needs.host_bytes),
             hint="plan with --host-memory-gib, or a smaller --alpha",

@@ -1,4 +1,4 @@
-"""The placement beside a plan: read, compared with the hash that the plan pins, and checked against its program."""
+"""Reads the placement file beside a plan, compares it with the hash in the plan, and checks it against the program."""
 
 from __future__ import annotations
 
@@ -19,26 +19,27 @@ from memo_sim.program.ir.program import Program
 from memo_sim.program.lower import lower
 
 SHOWN_FAULTS = 3
-"""Of a wrong placement, in the message."""
+"""How many faults of a wrong placement the message shows."""
 
 
 def placement_path(plan_path: Path) -> Path:
-    """Return where the placement of a plan lies: ``plan.placement.json`` beside ``plan.json``."""
+    """Return the path of a plan's placement: ``plan.placement.json`` beside ``plan.json``."""
     return plan_path.with_name(f"{plan_path.stem}.placement.json")
 
 
 def checked_placement(plan: Plan, program: Program, plan_path: Path) -> Placement | None:
-    """Return the placement that a rank of a plan runs in; None when the plan is for the caching allocator.
+    """Return the placement of one rank of a plan; None when the plan uses the caching allocator.
 
-    ``program`` is the rank's; where the plan's placement was made for another's, it follows from that one.
+    ``program`` is the rank's program. When the plan's placement was made for another rank's program, the rank's
+    placement is derived from it (``rank_placement``).
 
     Raises:
-        CannotRun: when the plan pins none.
-        BadInput: when none lies beside it, it is another than the plan pins, or wrong for ``program``.
+        CannotRun: when the plan pins no placement, or is of an eager framework.
+        BadInput: when the file is missing, has another hash than the plan pins, or is wrong for the program.
     """
     if plan.decisions.memory_policy == "eager":
         raise CannotRun(
-            "the plan is of another framework: an eager one, whose requests and stalls memo-exec does not have",
+            "the plan is for another framework (an eager one), whose memory requests memo-exec does not reproduce",
             where=f"{plan_path}: $.decisions.memory_policy",
             got="eager",
             wanted="planned or caching",
@@ -49,16 +50,16 @@ def checked_placement(plan: Plan, program: Program, plan_path: Path) -> Placemen
     path = placement_path(plan_path)
     if not plan.placement_sha256:
         raise CannotRun(
-            "the plan wants planned memory and pins no placement",
+            "the plan uses planned memory but pins no placement",
             where=f"{plan_path}: $.placement_sha256",
             wanted="the hash of the placement beside it",
-            hint=f"make the plan with memo-sim what-if -o {plan_path}, or memory_policy caching",
+            hint=f"make the plan with memo-sim what-if -o {plan_path}, or use --memory-policy caching",
         )
     if not path.is_file():
         raise BadInput(
-            "the plan wants planned memory and its placement is not there",
+            "the plan uses planned memory, but the file with its placement is missing",
             where=str(path),
-            wanted=f"the placement {plan.placement_sha256[:16]}",
+            wanted=f"a placement with the hash {plan.placement_sha256[:16]}",
             hint=f"memo-sim plan-memory {plan_path} -o {path}",
         )
     placement = codec.read(path, Placement)
@@ -71,37 +72,37 @@ def checked_placement(plan: Plan, program: Program, plan_path: Path) -> Placemen
             wanted=plan.placement_sha256[:16],
             hint="make plan and placement again with memo-sim what-if -o",
         )
-    made_for = _made_for(plan, program, placement)
-    slots = plan.decisions.replay_allocator or has_library_slots(made_for, placement)
-    if faults := check_placement(placement, _requests(made_for, slots=slots)):
+    placed_program = _placed_program(plan, program, placement)
+    slots = plan.decisions.replay_allocator or has_library_slots(placed_program, placement)
+    if faults := check_placement(placement, _requests(placed_program, slots=slots)):
         more = f" (and {len(faults) - SHOWN_FAULTS} more)" if len(faults) > SHOWN_FAULTS else ""
         raise BadInput(
             "the placement is wrong for the plan's program",
             where=str(path),
             got="; ".join(faults[:SHOWN_FAULTS]) + more,
-            wanted="every buffer at an address of its own while it lives",
+            wanted="no address shared by two buffers that live at the same time",
             hint="make plan and placement again with memo-sim what-if -o",
         )
-    if made_for is program:
+    if placed_program is program:
         return placement
     return rank_placement(placement, _requests(program, slots=slots))
 
 
-def _made_for(plan: Plan, program: Program, placement: Placement) -> Program:
-    """Return the role's program that the placement names; the rank's own where it names none of the plan's."""
-    roles = lower(plan.decisions) if placement.program_sha256 != program.sha256 else ()
-    return next((role for role in roles if role.sha256 == placement.program_sha256), program)
+def _placed_program(plan: Plan, program: Program, placement: Placement) -> Program:
+    """Return the program of the plan's stages that the placement was made for; ``program`` when there is none."""
+    stages = lower(plan.decisions) if placement.program_sha256 != program.sha256 else ()
+    return next((stage for stage in stages if stage.sha256 == placement.program_sha256), program)
 
 
 def has_library_slots(program: Program, placement: Placement) -> bool:
-    """Return whether the arena has a slot for what libraries allocate, or they allocate nothing."""
+    """Return whether the arena has slots for the workspaces of libraries, or the program has no such workspace."""
     names = buffer_names(program)
     library = {names[buffer] for buffer in library_workspaces(program)}
     return not library or not library.isdisjoint(placement.ids)
 
 
 def _requests(program: Program, *, slots: bool) -> Requests:
-    """Return what an arena has to hold; libraries' workspaces too where it has ``slots`` for them."""
+    """Return the memory requests that an arena has to serve; with ``slots`` also the workspaces of libraries."""
     columns = expand(program)
     lives = liveness(program, columns)
     if not slots:

@@ -1,14 +1,18 @@
-"""Whether this machine can run a plan, asked before anything is allocated.
+"""Checks that this machine can run a plan, before anything is allocated.
 
-Refused, with what was got and wanted and nothing substituted: a program that is not the one the plan pins, more ranks
-than were started, kernels that are missing here, dtypes the device cannot compute in, memory that is not there, and
-kernels that fail when they are tried on a few tokens.
+A plan is refused, and nothing is substituted, in these cases:
+
+- its decisions lower to another program than the one it pins;
+- it needs another number of ranks than were started;
+- a kernel is missing here, or fails when it is tried on a few tokens;
+- the device cannot compute in the plan's dtype;
+- too little memory is free.
 """
 
 from __future__ import annotations
 
+from memo_exec.distributed.mesh import MeshCoordinates
 from memo_exec.distributed.own_program import rank_program
-from memo_exec.distributed.place import Place
 from memo_exec.distributed.world import Launch
 from memo_exec.machine.attention_kernels import check_kernels, try_kernels
 from memo_exec.machine.library_scratch import library_scratch
@@ -20,17 +24,17 @@ from memo_sim.contract.errors import BadInput, CannotRun, Infeasible
 from memo_sim.contract.placement import Placement
 from memo_sim.contract.plan import Decisions, Plan
 from memo_sim.program.ir.program import Program
-from memo_sim.program.lower import lower, program_sha256
+from memo_sim.program.lower import check_pinned, lower
 
 DTYPES = {"cpu": ("fp32", "bf16"), "cuda": ("bf16",)}
-"""What kernels compute in: attention on CUDA has no fp32, and fp16 would need a scaled loss, which is not built."""
+"""The dtypes in which kernels compute. Attention on CUDA has no fp32; fp16 would need loss scaling, which we lack."""
 
 MOST_INSTRUCTIONS = 2_000_000
-"""Of one step; each is bound to its buffers in Python before the first step."""
+"""Largest number of instructions in a step. Python binds each to its buffers before the first step."""
 
 ONE_DEVICE = (
-    "plan for one device: memo-sim what-if --cluster a800-1x1 --tp 1 --cp 1 --dp 1 (memo-sim list clusters: how others "
-    "are named; memo-exec calibrate -o here.json: this machine's)"
+    "plan for one device: memo-sim what-if --cluster a800-1x1 --tp 1 --cp 1 --dp 1 (memo-sim list clusters shows the "
+    "other clusters; memo-exec calibrate -o here.json measures this machine)"
 )
 
 
@@ -38,8 +42,8 @@ def checked_program(plan: Plan, *, where: str, rank: int = 0) -> Program:
     """Return the program that a plan's decisions lower to for one of its ranks.
 
     Raises:
-        BadInput: when it is not the one the plan pins, nothing lowers, or swapped tokens end inside a row block.
-        CannotRun: when the step is too long for Python to bind.
+        BadInput: when the decisions cannot be lowered, or lower to another program than the one the plan pins.
+        CannotRun: when the step has more than ``MOST_INSTRUCTIONS`` instructions.
     """
     try:
         with of_file(where):
@@ -53,25 +57,17 @@ def checked_program(plan: Plan, *, where: str, rank: int = 0) -> Program:
             wanted=error.wanted,
             hint="the plan was edited: make it again with memo-sim what-if -o",
         ) from None
-    found = program_sha256(programs)
-    if found != plan.program_sha256:
-        raise BadInput(
-            "the plan's decisions lower to another program than the one it pins",
-            where=f"{where}: $.program_sha256",
-            got=plan.program_sha256[:16],
-            wanted=found[:16],
-            hint="the plan was edited, or made by another version: price it again with memo-sim what-if --plan",
-        )
-    return rank_program(plan.decisions, Place(plan.decisions.layout, rank))
+    check_pinned(plan, programs, where=where)
+    return rank_program(plan.decisions, MeshCoordinates(plan.decisions.layout, rank))
 
 
 def _check_length(decisions: Decisions, where: str) -> None:
-    """Refuse a step that Python would bind for hours."""
-    few = min(decisions.layout.pp, decisions.micro_batches)  # schedules of stages take no fewer at once
+    """Refuse a step with so many instructions that binding them in Python would take hours."""
+    few = min(decisions.layout.pp, decisions.micro_batches)  # the smallest number that pipeline schedules accept
     one = max(program.instruction_count for program in lower(decisions, micro_batches=few)) // few
     if one * decisions.micro_batches > MOST_INSTRUCTIONS:
         raise CannotRun(
-            "the step has more instructions than the executor plays",
+            "the step has more instructions than the executor can play",
             where=f"{where}: global_batch",
             got=f"{decisions.micro_batches} micro-batches of about {one} instructions",
             wanted=f"at most {MOST_INSTRUCTIONS} instructions",
@@ -86,26 +82,26 @@ def check(
     *,
     lent: bool = False,
 ) -> Needs:
-    """Return what the program needs, when this machine has it; ``placement`` is the arena it will run in.
+    """Check kernels, dtype and memory, and return the memory that the program needs.
 
-    ``lent``: libraries get their workspaces from the arena.
+    ``placement`` is the arena in which it runs. With ``lent``, the arena also serves the workspaces of libraries.
 
     Raises:
-        CannotRun: naming the first thing that is missing.
+        CannotRun: for the first requirement that this machine does not meet.
     """
     check_kernels(decisions, program, machine)
     _check_dtype(decisions, machine)
     if lent and placement is not None and not has_library_slots(program, placement):
         raise CannotRun(
-            "the plan's arena has no slots to serve libraries from",
+            "the plan's arena has no slots for the workspaces of libraries",
             where="$.decisions.replay_allocator",
             got="false",
             wanted="true",
-            hint="plan with memo-sim what-if --replay-allocator, or run without it",
+            hint="make the plan with memo-sim what-if --replay-allocator, or run without --replay-allocator",
         )
     needs = needs_of(program, machine, placement, lent=lent)
     check_memory(needs, machine)
-    if machine.device == "cuda":  # torch's kernels for CPUs are in every build
+    if machine.device == "cuda":  # every build of torch has its CPU kernels, so they need no trial
         try_kernels(decisions, machine)
         return needs
     if decisions.dtype == "fp32":  # its products take nothing, its attention the tiles
@@ -117,19 +113,19 @@ def check(
 
 
 def check_ranks(decisions: Decisions, launch: Launch) -> None:
-    """Refuse another number of processes than the plan's layout has.
+    """Refuse a number of processes that differs from the plan's number of ranks.
 
     Raises:
-        CannotRun: saying how to start them.
+        CannotRun: the message says how to start the right number.
     """
     wanted = decisions.layout.devices
     if launch.world == wanted:
         return
-    alone = f"memo-exec run PLAN, without torchrun; {ONE_DEVICE}" if wanted == 1 else ""
+    alone = f"run memo-exec run PLAN without torchrun, or {ONE_DEVICE}" if wanted == 1 else ""
     raise CannotRun(
         f"the plan's layout needs {wanted} ranks"
         if launch.world == 1
-        else "other ranks were started than the plan's layout has",
+        else "the number of ranks that were started is not that of the plan's layout",
         where="$.decisions.layout",
         got=f"WORLD_SIZE {launch.world}" if launch.world > 1 else "1 process",
         wanted=wanted,

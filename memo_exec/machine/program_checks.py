@@ -17,7 +17,7 @@ from memo_sim.program.analysis.edges import Edges, derive_edges
 from memo_sim.program.ir.program import Program
 from memo_sim.program.lower import lower
 from memo_sim.program.verify.program import check_edges, check_program
-from memo_sim.program.verify.roles import ACROSS, check_calls, check_deadlock, check_roles
+from memo_sim.program.verify.stages import ACROSS, check_calls, check_deadlock, check_stages
 
 SHOWN_FAULTS = 3
 """Of a faulty program, in the message."""
@@ -64,9 +64,9 @@ def program_checks(decisions: Decisions) -> list[Check]:
         ]
         instructions = sum(each.program.instruction_count for each in alike)
         ranks = f" of {counted(len(alike), 'ring rank')}" if len(alike) > 1 else ""
-        name = f"program {alike[0].program.role}"
+        name = f"program {alike[0].program.stage}"
         checks.append(Check(name, f"{counted(instructions, 'instruction')}{ranks}", tuple(dict.fromkeys(faults))))
-    faults = [fault for stages in by_rank for fault in (*check_roles(_programs(stages)), *_waiting(stages, ACROSS))]
+    faults = [fault for stages in by_rank for fault in (*check_stages(_programs(stages)), *_waiting(stages, ACROSS))]
     stages = counted(len(by_rank[0]), "stage")
     checks.append(Check("stages", f"calls, sends and receives of {stages} match", tuple(dict.fromkeys(faults))))
     if len(by_rank) > 1:

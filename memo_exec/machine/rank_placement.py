@@ -1,8 +1,11 @@
-"""The arena of a rank whose program is not the one that the plan's placement was made for.
+"""Derives the arena of a rank whose program is not the one that the plan's placement was made for.
 
-A plan has one placement, of the representative that needs the most. Other context-parallel ranks have the same buffers
-and take the same addresses, at other instants. Another pipeline stage has other buffers: they are put, in the order in
-which they are born, at the lowest address that is free. Both are checked as the plan's own placement is.
+A plan has one placement, made for the rank that needs the most memory.
+
+- Other context-parallel ranks have the same buffers. They use the same addresses, at other times.
+- Another pipeline stage has other buffers. First fit places them: in order of birth, at the lowest free address.
+
+Both are checked like the plan's own placement.
 """
 
 from __future__ import annotations
@@ -15,7 +18,9 @@ from memo_sim.program.arena.first_fit import arena_bytes, offsets_of
 
 
 def rank_placement(placement: Placement, requests: Requests) -> Placement:
-    """Return where the buffers of ``requests`` lie: at the addresses of their namesakes, or by first fit.
+    """Return a placement for ``requests``.
+
+    It uses the addresses of ``placement`` when names and sizes of all buffers are equal, and first fit otherwise.
 
     Raises:
         CannotRun: when two buffers share an address while both live.
@@ -43,7 +48,7 @@ def rank_placement(placement: Placement, requests: Requests) -> Placement:
             "the plan's arena does not serve this rank",
             where=requests.name,
             got=faults[0],
-            wanted="every buffer at an address of its own while it lives",
-            hint="memory_policy caching",
+            wanted="no address shared by two buffers that live at the same time",
+            hint="make the plan with memo-sim what-if --memory-policy caching",
         )
     return found

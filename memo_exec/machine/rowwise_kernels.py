@@ -1,4 +1,4 @@
-"""Which implementations of the row-wise operators can be used on a machine, and why the others cannot."""
+"""Lists the implementations of the row-wise operators that a machine can use, with the reason why others cannot."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from memo_sim.contract.plan import RowwiseKernel
 
 
 def rowwise_kernels(machine: Machine) -> dict[RowwiseKernel, str]:
-    """Return for every implementation why it cannot be imported for this machine's device; "" when it can."""
+    """Return, for every implementation, why it cannot be imported for this machine's device; "" when it can."""
     return {"torch": "", "triton": _triton_missing(machine)}
 
 
 def tried_rowwise_kernels(machine: Machine) -> dict[RowwiseKernel, str]:
-    """Return the same, those that can be imported tried as well."""
+    """Return the same as ``rowwise_kernels``, after also trying the implementations that can be imported."""
     found = rowwise_kernels(machine)
     found["triton"] = found["triton"] or triton_fails(torch.device(machine.device))
     return found
@@ -25,5 +25,5 @@ def tried_rowwise_kernels(machine: Machine) -> dict[RowwiseKernel, str]:
 
 def _triton_missing(machine: Machine) -> str:
     if machine.device != "cuda":
-        return f"it plays on cuda, this device is {machine.device}"
-    return "" if importlib.util.find_spec("triton") else "triton is not installed (CUDA builds of torch bring it)"
+        return f"it runs on cuda, this device is {machine.device}"
+    return "" if importlib.util.find_spec("triton") else "triton is not installed (CUDA builds of torch include it)"

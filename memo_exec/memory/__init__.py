@@ -1,4 +1,4 @@
-"""Where bytes lie: buffer stores, the planned arena, the host slab, pinning, the replaying allocator.
+"""Memory of a run: buffer stores, the planned arena, the host slab, pinning, the replaying allocator.
 
-Which buffer lives when is the program's; this room only serves it.
+The program decides when each buffer is alive, and ``memo_sim/memory`` plans where; this folder only provides the bytes.
 """

@@ -1,13 +1,13 @@
-"""The planned arena: one allocation, and every device buffer a view at its planned offset, made before step 1.
+"""The planned arena: a single allocation in which every device buffer is a view at its planned offset.
 
     address
-      ^  [ params ............................ ]    lives all step, zeroed once
-      |  [ qkv ][ scores ][ qkv ]                   take turns; lives are the program's
+      ^  [ params ............................ ]    alive for the whole step, zeroed once
+      |  [ qkv ][ scores ][ qkv ]                   share these bytes, one after the other
       +--------------------------------------> instructions
 
-Nothing is handed out during a step, so nothing fragments and no pointer changes; births and deaths are counted for the
-trace alone. Workspaces that a library allocates itself keep their slot: empty, unless an allocator below torch lends it
-to the library's call.
+All views are made before step 1. A step allocates nothing, so memory cannot fragment and no pointer changes. Births and
+deaths are counted only for the trace. A workspace that a library allocates itself has a slot too. The slot stays empty
+unless an allocator below torch lends it to the library's call (``replaying.py``).
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from memo_exec.memory.store import CachingStore, Spec
 
 
 class ArenaStore(CachingStore):
-    """Counts like the caching store; the memory is the arena's.
+    """A buffer store whose buffers are views of the arena; it counts bytes like the caching store.
 
-    ``peak_bytes`` is the arena's size. ``poison`` fills what is not yet written with NaN.
+    ``peak_bytes`` is the arena's size. ``poison`` fills each buffer with NaN before its first write.
 
     Raises:
-        ValueError: when the schedule was made without a placement.
+        ValueError: if the schedule was made without a placement.
     """
 
     def __init__(self, schedule: Schedule, device: torch.device, *, poison: bool = False) -> None:
@@ -41,7 +41,7 @@ class ArenaStore(CachingStore):
             if self._offsets[buffer] >= 0 and buffer not in self._library
         }
         self.slots = {buffer: self._slot(buffer) for buffer in sorted(self._library) if self._offsets[buffer] >= 0}
-        """Of the workspaces that a library allocates itself, as bytes."""
+        """Slots of the workspaces that a library allocates itself, as byte tensors."""
         self.peak_bytes = self.arena_bytes
 
     def _slot(self, buffer: int) -> Tensor:
@@ -59,18 +59,18 @@ class ArenaStore(CachingStore):
         return self._views[buffer]
 
     def _give_back(self, buffer: int, spec: Spec) -> None:
-        """Nothing to do: the slot is the next buffer's by plan."""
+        """Do nothing: the plan gives the slot to the next buffer."""
 
     def begin_step(self) -> None:
-        """Forget the last step's log, and whatever a failed step left alive."""
+        """Clear the last step's log, and release buffers that a failed step left alive."""
         super().begin_step()
         self.peak_bytes = self.arena_bytes
 
     def lasts(self, buffer: int) -> bool:
-        """Return whether a buffer is always at one address: all are that are the arena's."""
+        """Return whether a buffer keeps one address; that is true of every buffer in the arena."""
         return buffer in self._views
 
     def view(self, buffer: int, first: int, tokens: int) -> Tensor:
-        """Return the tokens of a buffer, alive or not."""
+        """Return a range of a buffer's tokens; the buffer need not be alive."""
         whole = self._views[buffer]
         return whole if tokens == self._specs[buffer].tokens else whole[first : first + tokens]

@@ -1,9 +1,10 @@
-"""A program bound to its buffers: per lane, the instructions in order with what each touches, waits for and frees.
+"""Binds a program to its buffers: for each lane, the instructions in order with their operands, waits and frees.
 
-Orderings come from ``derive_edges`` alone. Host buffers are first laid out in the slab, and edges are derived over the
-slab's bytes, so that two buffers that take turns in the same bytes are ordered like any other reuse. With a placement
-the same is done over the arena's bytes; what the program's own edges imply already is dropped (in every program of ours
-that is all: memory is handed out in program order anyway).
+All ordering comes from ``derive_edges``. Host buffers are first laid out in the slab, and edges are derived over the
+slab's bytes. So two buffers that share bytes at different times are ordered like any other reuse.
+
+With a placement, edges are also derived over the arena's bytes, and those that the program's own edges already imply
+are dropped. In all our programs that drops every one of them, because placements reuse memory in program order.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ from memo_sim.program.ir.instruction import BufferClass, Family, Instruction, La
 from memo_sim.program.ir.program import Program
 
 Wait = tuple[Lane, int]
-"""A lane and the number of the instruction on it that must have ended."""
+"""A lane, and the number of the instruction on it that must end first."""
 
 
 @dataclass(frozen=True, slots=True)
 class Touch:
-    """An operand bound to its buffer."""
+    """An operand with the number of its buffer; ``first`` and ``tokens`` give the range of the buffer's tokens."""
 
     role: str
     buffer: int
@@ -39,24 +40,24 @@ class Touch:
 
 @dataclass(slots=True)
 class Bound:
-    """An instruction with its buffers; ``awaited``: another lane waits for it."""
+    """An instruction with its buffers and waits; ``awaited`` says that another lane waits for it."""
 
     number: int
     instruction: Instruction
     touches: tuple[Touch, ...]
     subsequence: int = 0
     offset: int = 0
-    """The subsequence's row that its buffers begin with."""
+    """The subsequence's row at which its buffers begin."""
     waits: list[Wait] = field(default_factory=list)
     births: list[int] = field(default_factory=list)
     deaths: list[tuple[int, tuple[Wait, ...]]] = field(default_factory=list)
-    """Buffers that no later instruction touches, and the other lanes' last uses of them."""
+    """Buffers that no later instruction touches, each with its last uses on other lanes."""
     awaited: bool = False
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """Everything about a program that does not change from step to step."""
+    """A program's buffers, memory layout and bound instructions; they are the same in every step."""
 
     program: Program
     columns: Columns
@@ -66,9 +67,9 @@ class Schedule:
     lanes: dict[Lane, list[Bound]]
     families: tuple[Family, ...]
     library: frozenset[int]
-    """Workspaces that a library allocates: counted, never made."""
+    """Workspaces that a library allocates itself; stores count them but do not allocate them."""
     arena: SlabLayout | None = None
-    """Where device buffers lie when a placement was given."""
+    """Offsets of the device buffers, if a placement was given."""
 
     def family(self, buffer: int) -> Family:
         """Return the family of a buffer."""
@@ -76,11 +77,13 @@ class Schedule:
 
 
 def schedule(program: Program, *, placement: Placement | None = None, edges: Edges | None = None) -> Schedule:
-    """Return the schedule of ``program``; ``edges`` replaces the derived ones (a test plants a race with it).
+    """Return the schedule of ``program``.
+
+    ``edges`` replaces the derived edges; tests use it to plant a race.
 
     Raises:
-        ValueError: when an instruction writes what it also touches under another role, or ``placement`` names other
-            buffers than the program has.
+        ValueError: if an instruction writes tokens that it also uses under another role, or if ``placement`` does not
+            name exactly the program's buffers.
     """
     columns = expand(program)
     lives = liveness(program, columns)
@@ -103,27 +106,29 @@ def schedule(program: Program, *, placement: Placement | None = None, edges: Edg
 
 
 def arena_layout(program: Program, lives: Liveness, placement: Placement) -> SlabLayout:
-    """Return the offset of every device buffer, by number; workspaces that libraries allocate may have none.
+    """Return the offset of every device buffer, by number; -1 if it has none.
+
+    Workspaces that libraries allocate may be absent from the placement.
 
     Raises:
-        ValueError: when the placement names other buffers than the program uses on its device.
+        ValueError: if the placement does not name exactly the buffers that the program uses on its device.
     """
     numbers = {name: number for number, name in enumerate(buffer_names(program))}
     offsets = np.full(len(lives.bytes), -1, dtype=np.int64)
     for name, offset in zip(placement.ids, placement.offset_bytes, strict=True):
         if name not in numbers:
-            raise ValueError(f"the placement has a buffer {name}, the program has none of this name")
+            raise ValueError(f"the placement has a buffer {name}, but the program has no buffer of this name")
         offsets[numbers[name]] = offset
     wanted = lives.on_device & (lives.death >= lives.birth)
     wrong = wanted != (offsets >= 0)
     wrong[[buffer for buffer in library_workspaces(program) if offsets[buffer] < 0]] = False
     if (wrong := np.flatnonzero(wrong)).size:
-        raise ValueError(f"{len(wrong)} device buffers are not placed, or placed and never used")
+        raise ValueError(f"{len(wrong)} device buffers are not placed, or are placed but never used")
     return SlabLayout(offsets, placement.arena_bytes)
 
 
 def joined(edges: Edges, more: Edges, lane: Ints) -> Edges:
-    """Return ``edges`` and those of ``more`` that they do not imply; both sorted by consumer, as derived."""
+    """Return ``edges`` plus those of ``more`` that they do not imply, sorted by consumer like derived edges."""
     needed = unimplied(edges, more, lane)
     producer = np.concatenate((edges.producer, more.producer[needed]))
     consumer = np.concatenate((edges.consumer, more.consumer[needed]))
@@ -132,10 +137,10 @@ def joined(edges: Edges, more: Edges, lane: Ints) -> Edges:
 
 
 def unimplied(edges: Edges, more: Edges, lane: Ints) -> np.ndarray:
-    """Return which of ``more`` neither lane order nor ``edges`` imply, through any chain of them.
+    """Return a mask of the edges in ``more`` that no chain of ``edges`` and lane order implies.
 
-    Every instruction carries, lane by lane, the last instruction that has ended when it starts: what its lane's
-    previous instruction knew, that instruction itself, and what its producers knew.
+    For every instruction, the function tracks the last instruction of each lane that has ended when it starts. That is
+    the maximum over its predecessor on the same lane and all its producers.
     """
     waits: dict[int, list[int]] = {}
     for producer, consumer in zip(edges.producer.tolist(), edges.consumer.tolist(), strict=True):
@@ -185,7 +190,10 @@ def _refuse_aliases(name: str, touches: list[Touch]) -> None:
 
 
 def _add_lives(bound: list[Bound], columns: Columns, lives: Liveness) -> None:
-    """Attach births and deaths of dynamic device buffers; the last user waits for the other lanes' last uses."""
+    """Attach births and deaths of dynamic device buffers to instructions.
+
+    The last instruction that uses a buffer releases it, so it waits for the last uses on other lanes.
+    """
     dynamic = lives.on_device & (lives.birth >= 0) & (lives.death >= lives.birth)
     last = _last_uses(columns, dynamic)
     for buffer in np.flatnonzero(dynamic).tolist():
@@ -199,7 +207,7 @@ def _add_lives(bound: list[Bound], columns: Columns, lives: Liveness) -> None:
 
 
 def _last_uses(columns: Columns, chosen: np.ndarray) -> dict[int, dict[Lane, int]]:
-    """Return the last use by lane of the chosen buffers that several lanes touch."""
+    """Return the last use on each lane, for those chosen buffers that several lanes touch."""
     lane: Ints = columns.lane[columns.operand_instruction]
     touching = np.zeros(len(chosen), dtype=np.int64)
     np.bitwise_or.at(touching, columns.operand_buffer, 1 << lane)

@@ -1,4 +1,4 @@
-"""Names of dtypes in programs, as torch's."""
+"""The torch dtype for each dtype name in programs."""
 
 from __future__ import annotations
 

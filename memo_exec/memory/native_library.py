@@ -1,6 +1,7 @@
-"""The allocator that records and replays, as a library: built on first use, loaded, its functions typed.
+"""Builds and loads the native library of the replaying allocator.
 
-The library keeps one state per process, as torch keeps one allocator. It needs g++, and no CUDA to build.
+The library is compiled on first use, which needs g++ but not CUDA. It holds one state per process, because torch has
+one allocator per process.
 """
 
 from __future__ import annotations
@@ -23,16 +24,16 @@ FLAGS = ("-O2", "-std=c++17", "-shared", "-fPIC", "-Wall", "-Wextra")
 
 
 def cache_directory() -> Path:
-    """Return where built libraries are kept: as the XDG base directories say, which ignore a relative path."""
+    """Return the folder for built libraries, following the XDG base directory rules: a relative path is ignored."""
     chosen = Path(os.environ.get("XDG_CACHE_HOME", ""))
     return (chosen if chosen.is_absolute() else Path("~/.cache").expanduser()) / "memo"
 
 
 def library_path(directory: Path | None = None) -> Path:
-    """Return the built library, building it when there is none of this source for this kind of machine yet.
+    """Return the path of the built library; build it if none exists for this source and this kind of machine.
 
     Raises:
-        CannotRun: without g++, when it fails, or when others than this user may write where the library is kept.
+        CannotRun: if g++ is missing or fails, or if other users may write to the library or its folder.
     """
     directory = directory or cache_directory()
     made_of = SOURCE.read_bytes() + " ".join((*FLAGS, platform.machine())).encode()
@@ -41,10 +42,10 @@ def library_path(directory: Path | None = None) -> Path:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
         raise CannotRun(
-            "there is no folder to keep the replaying allocator in",
+            "no folder for the compiled replaying allocator can be created",
             where=str(directory),
             got=error.strerror,
-            hint="set XDG_CACHE_HOME to a folder of your own",
+            hint="set XDG_CACHE_HOME to a folder that you own",
         ) from None
     _refuse_writable_by_others(directory)
     if built.is_file():
@@ -55,37 +56,41 @@ def library_path(directory: Path | None = None) -> Path:
 
 
 def _build(built: Path) -> None:
-    """Compile under another name first: whoever builds at the same time puts the same file there."""
+    """Compile to a temporary name, then rename; processes that build at the same time cannot disturb each other."""
     compiler = shutil.which("g++")
     if compiler is None:
-        raise CannotRun("the replaying allocator is built on first use and there is no compiler", wanted="g++")
+        raise CannotRun("the replaying allocator is compiled on first use, but there is no compiler", wanted="g++")
     fresh = built.with_name(f".{secrets.token_hex(8)}.so")
     command = [compiler, *FLAGS, str(SOURCE), "-o", str(fresh), "-ldl"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         fresh.unlink(missing_ok=True)
-        raise CannotRun("the replaying allocator does not build", got=done.stderr.strip()[-500:], where=str(SOURCE))
+        raise CannotRun("the replaying allocator does not compile", got=done.stderr.strip()[-500:], where=str(SOURCE))
     fresh.chmod(0o700)
     fresh.replace(built)
 
 
 def _refuse_writable_by_others(path: Path) -> None:
-    """Refuse to load what another user could have put there."""
+    """Refuse a path that another user could have written.
+
+    Raises:
+        CannotRun: if group or others may write, or if the owner is neither root nor this user.
+    """
     found = path.stat()
     others = found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
     if others or found.st_uid not in (0, os.getuid()):
         raise CannotRun(
-            "others may write where the replaying allocator is kept, and it would be loaded from there",
+            "others may write to the path from which the replaying allocator would be loaded",
             where=str(path),
             got=f"owner {found.st_uid}, mode {stat.S_IMODE(found.st_mode):o}",
-            wanted="yours alone to write",
-            hint="chmod go-w it, or set XDG_CACHE_HOME to a folder of your own",
+            wanted="writable by you alone",
+            hint="run chmod go-w on it, or set XDG_CACHE_HOME to a folder that you own",
         )
 
 
 @cache
 def library(path: Path) -> ctypes.CDLL:
-    """Return the loaded library with its functions' types."""
+    """Load the library and declare the types of its functions."""
     loaded = ctypes.CDLL(str(path))
     numbers, pointer, number = ctypes.POINTER(ctypes.c_int64), ctypes.c_void_p, ctypes.c_int64
     loaded.memo_malloc.restype = pointer

@@ -1,7 +1,7 @@
-"""Host memory pinned where it lies, at its exact size, on the NUMA node of the GPU that copies from and to it.
+"""Pins host memory in place, at its exact size, on the NUMA node of the GPU that copies to and from it.
 
-torch's own pinned allocator rounds blocks up to powers of two and knows no nodes. Pinning touches pages that nothing
-has touched before, and Linux puts a page on the node of the core that touches it first: so the thread pins from there.
+torch's pinned allocator rounds blocks up to powers of two and ignores NUMA nodes. Linux puts a page on the node of the
+core that first touches it, and pinning is the first touch here. So the calling thread pins from a core of that node.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from memo_sim.contract.errors import CannotRun
 
 
 def mapping(size: int) -> Tensor:
-    """Return zeroed memory on pages of its own, which nothing has touched: nobody else's bytes are pinned with it."""
+    """Return zeroed memory on fresh pages of its own, so that pinning it pins no other data."""
     if not size:
         return torch.empty(0, dtype=torch.uint8)
     return torch.frombuffer(mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype=torch.uint8)
@@ -30,7 +30,7 @@ def pin(memory: Tensor) -> None:
     """Pin ``memory`` for the current CUDA device.
 
     Raises:
-        CannotRun: when the driver refuses (a limit on locked memory, say).
+        CannotRun: if the driver refuses, for example because of a limit on locked memory.
     """
     with near_gpu():
         status = int(_cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0))
@@ -44,13 +44,16 @@ def pin(memory: Tensor) -> None:
 
 
 def unpin(memory: Tensor) -> None:
-    """Give the registration back; no copy may be on its way."""
+    """Unpin ``memory``; no copy to or from it may be in flight."""
     _cudart().cudaHostUnregister(memory.data_ptr())
 
 
 @contextmanager
 def near_gpu(root: Path = Path("/")) -> Iterator[None]:
-    """Run the calling thread on the current GPU's node; as before where that is not known, or its cores not allowed."""
+    """Run the calling thread on the cores of the current GPU's NUMA node.
+
+    The thread's affinity stays as it is if the node is unknown or the thread may not use its cores.
+    """
     before = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
     near = before & _cores_of_gpu(root)
     if not near:
@@ -64,7 +67,7 @@ def near_gpu(root: Path = Path("/")) -> Iterator[None]:
 
 
 def _cores_of_gpu(root: Path) -> set[int]:
-    """Return the cores of the current GPU's node, empty when the system does not tell."""
+    """Return the cores of the current GPU's NUMA node; empty if the system does not report them."""
     if not torch.cuda.is_available():
         return set()
     gpu: Any = torch.cuda.get_device_properties(torch.cuda.current_device())
@@ -76,7 +79,7 @@ def _cores_of_gpu(root: Path) -> set[int]:
 
 
 def _numbers(ranges: str) -> set[int]:
-    """Return the numbers of Linux's list form: ``0-3,8``."""
+    """Return the numbers in a Linux CPU list such as ``0-3,8``."""
     found: set[int] = set()
     for part in ranges.strip().split(","):
         first, _, last = part.partition("-")

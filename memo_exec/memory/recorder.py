@@ -1,4 +1,4 @@
-"""What a step asks of the allocator, recorded below torch, and the slots that its requests get."""
+"""Records the memory requests of a step below torch, and places them in an arena."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from memo_sim.program.arena.check_placement import check_placement
 
 
 class Recorder:
-    """Records what a stream asks of the allocator between ``start`` and ``stop``."""
+    """Records the memory requests of one stream between ``start`` and ``stop``."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library = library
 
     def start(self, stream: int = 0) -> None:
-        """Forget what was recorded, and record what ``stream`` (its handle) asks for."""
+        """Clear the record, and start to record the requests of ``stream`` (a stream handle)."""
         self._library.memo_record(1, stream)
 
     def stop(self) -> Requests:
-        """Stop, and return the requests since ``start``."""
+        """Stop recording, and return the requests since ``start``."""
         self._library.memo_record(0, None)
         count = self._library.memo_event_count()
         flat = (ctypes.c_int64 * (2 * count))()
@@ -31,12 +31,13 @@ class Recorder:
 
 
 def requests_of_events(events: list[tuple[int, int]]) -> Requests:
-    """Return recorded events, (request, its bytes or -1 when given back), as requests; one instant an event.
+    """Convert recorded events to requests; each event is one instant.
 
-    What is never given back lasts to the end.
+    An event is (request, size in bytes), or (request, -1) when the request is freed. A request that is never freed
+    lasts to the end.
 
     Raises:
-        ValueError: when something is given back that was not asked for.
+        ValueError: if an event frees a request that was never made.
     """
     lower: dict[int, int] = {}
     upper: dict[int, int] = {}
@@ -47,7 +48,7 @@ def requests_of_events(events: list[tuple[int, int]]) -> Requests:
         elif request in lower:
             upper[request] = instant
         else:
-            raise ValueError(f"request {request} is given back and was never made")
+            raise ValueError(f"request {request} is freed but was never made")
     return Requests(
         name="recorded",
         ids=[str(request) for request in lower],
@@ -59,13 +60,13 @@ def requests_of_events(events: list[tuple[int, int]]) -> Requests:
 
 
 def place_recorded(requests: Requests) -> Placement:
-    """Return slots for recorded requests: first fit, the largest first; checked like any other placement.
+    """Place recorded requests by first fit, the largest first, and check the placement.
 
-    The planner's solvers are not at hand where a plan runs. Largest first is at the largest live sum, or within a few
-    percent of it, for the steps of transformers.
+    The planner's solvers are not available on machines that only run plans. For training steps of transformers, this
+    order reaches the largest live sum, which is the lower bound, or comes within a few percent of it.
 
     Raises:
-        ValueError: when the slots are wrong, which would be a bug.
+        ValueError: if the placement is invalid, which would be a bug.
     """
     unit = requests.alignment_bytes
     size = -(-np.array(requests.size_bytes, dtype=np.int64) // unit) * unit

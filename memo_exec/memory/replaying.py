@@ -1,11 +1,15 @@
-"""An allocator below torch, as a run uses it: results of libraries in the arena's slots, or a recorded step replayed.
+"""An allocator below torch that serves memory requests from planned addresses; it is off by default.
 
-Off by default. A run with an arena lends every library call the slot that the program declares for its results. A run
-without one plays a step in which libraries take what they keep, records the next, and serves those after it from an
-arena: the n-th request of a step gets the n-th slot. Whatever differs goes to the device's allocator and is counted, so
-a step that changes stays right and says so.
+It works in one of two ways:
 
-    use_for_torch(path)              before anything is on the device
+- A run with an arena lends each library call the slot that the program declares for its results.
+- A run without an arena plays one step unrecorded, in which libraries allocate the memory that they keep. It records
+  the requests of the second step and places them. In later steps, the n-th request gets the n-th slot.
+
+A request that differs from the plan goes to the device's allocator and is counted. So a step that changes stays
+correct, and the report shows it.
+
+    use_for_torch(path)              before any device memory is in use
     below = BelowTorch(library(path), stream, lends=False)
     below.begin_step(); ...; below.end_step(); below.report().line()
 """
@@ -28,33 +32,38 @@ from memo_sim.contract.requests import ARENA_ALIGNMENT_BYTES
 DONE, NO_MEMORY, IN_USE, OUTSIDE = range(4)
 
 UNRECORDED_STEPS = 1
-"""First steps, in which libraries take what they keep (cuBLAS its workspace, say): no later step asks for that."""
+"""First steps, in which libraries allocate memory that they keep (cuBLAS its workspace, for example).
+
+Later steps do not make these requests, so they are not recorded.
+"""
 
 
 @dataclass(frozen=True)
 class Replay:
-    """How requests were served since counting began."""
+    """Numbers of requests by how they were served, since counting began."""
 
     replayed: int
-    """At the planned address."""
+    """Requests served at their planned address."""
     lent: int
-    """In the slot that the program declares for a library's results."""
+    """Requests served in the slot that the program declares for a library's results."""
     other_size: int
-    """Of another size than the plan's."""
+    """Requests whose size differs from the plan."""
     beyond_plan: int
-    """After the plan's last."""
+    """Requests after the last one in the plan."""
     slot_taken: int
-    """Whose slot an earlier one had not given back."""
+    """Requests whose slot was still in use by an earlier request."""
     no_room: int
-    """For which the lent slot had no room."""
+    """Requests that did not fit into the lent slot."""
     other_stream: int
-    """Of a stream that is not served: slots are reused without waiting, in the order of one stream alone."""
+    """Requests of another stream; slots are reused without waiting, which is safe only within one stream."""
     fallback_bytes: int
+    """Bytes of all requests that the device's allocator served instead."""
     unknown_frees: int
+    """Frees of pointers that this allocator did not hand out."""
 
     @property
     def mismatches(self) -> int:
-        """Requests that did not get their slot."""
+        """Number of requests that did not get their slot."""
         return self.other_size + self.beyond_plan + self.slot_taken + self.no_room + self.other_stream
 
     def line(self) -> str:
@@ -69,22 +78,22 @@ class Replay:
 
 
 class Replayer:
-    """Serves the requests of a stream from one arena."""
+    """Serves the requests of one stream from one arena."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library = library
 
     def start(self, placement: Placement, stream: int = 0) -> None:
-        """Take the arena; what ``stream`` (its handle) asks for is served from it from now on.
+        """Allocate the arena, and serve the requests of ``stream`` (a stream handle) from it from now on.
 
         Raises:
-            BadInput: when the placement's buffers are not numbered requests, or lie outside its arena.
-            CannotRun: when there is no memory for the arena, or an arena is still in use.
+            BadInput: if the placement's buffers are not numbered requests, or lie outside its arena.
+            CannotRun: if there is no memory for the arena, or if an earlier arena is still in use.
         """
         rows = dict(zip(placement.ids, zip(placement.offset_bytes, placement.size_bytes, strict=True), strict=True))
         wanted = [str(number) for number in range(len(rows))]
         if set(rows) != set(wanted):
-            raise BadInput("the placement is not of recorded requests", wanted="buffers named 0, 1, 2, ...")
+            raise BadInput("the placement is not one of recorded requests", wanted="buffers named 0, 1, 2, ...")
         column = ctypes.c_int64 * len(rows)
         offsets = column(*(rows[name][0] for name in wanted))
         sizes = column(*(rows[name][1] for name in wanted))
@@ -92,21 +101,21 @@ class Replayer:
         if status == OUTSIDE:
             raise BadInput("a slot lies outside the arena", wanted=f"slots within {placement.arena_bytes} bytes")
         if status == IN_USE:
-            raise CannotRun("the arena that is replayed now is still in use")
+            raise CannotRun("an earlier arena of the replaying allocator is still in use")
         if status == NO_MEMORY:
             raise CannotRun("there is no memory for the arena", wanted=f"{placement.arena_bytes} bytes")
 
     def begin_step(self) -> None:
-        """Expect the plan's first request next."""
+        """Start a step: the next request is the plan's first."""
         self._library.memo_begin_step()
 
     def stop(self) -> Replay:
-        """Serve nothing from the arena any more; return the report."""
+        """Stop serving requests from the arena, and return the report."""
         self._library.memo_stop()
         return counted(self._library)
 
     def address(self) -> int:
-        """Return the arena's first address; 0 where there is none."""
+        """Return the arena's first address, or 0 without an arena."""
         return int(self._library.memo_arena())
 
 
@@ -118,9 +127,10 @@ def counted(library: ctypes.CDLL) -> Replay:
 
 
 class BelowTorch:
-    """What a run does with the allocator, step by step; ``stream`` is the handle of the compute lane's stream.
+    """Drives the allocator step by step; ``stream`` is the handle of the compute lane's stream.
 
-    ``lends``: there is an arena, and only its slots are lent; else a step is recorded and those after it replayed.
+    With ``lends``, the run has an arena and only lends its slots. Otherwise one step is recorded and later ones are
+    replayed.
     """
 
     def __init__(self, library: ctypes.CDLL, stream: int = 0, *, lends: bool) -> None:
@@ -132,7 +142,7 @@ class BelowTorch:
         self._library.memo_reset_counts()
 
     def begin_step(self) -> None:
-        """Record or replay the step that comes."""
+        """Start to record or to replay the next step."""
         if self._lends or self._ended < UNRECORDED_STEPS:
             return
         if self._ended == UNRECORDED_STEPS:
@@ -141,10 +151,12 @@ class BelowTorch:
             self._replayer.begin_step()
 
     def end_step(self) -> None:
-        """Place what was recorded; a step that failed does not end, and is recorded anew.
+        """Place the recorded requests after the recorded step.
+
+        A failed step never calls this, so the next step is recorded instead.
 
         Raises:
-            CannotRun: when there is no memory for the arena.
+            CannotRun: if there is no memory for the arena.
         """
         if not self._lends and self._ended == UNRECORDED_STEPS:
             self._replayer.start(place_recorded(self._recorder.stop()), self._stream)
@@ -152,7 +164,7 @@ class BelowTorch:
 
     @contextmanager
     def lending(self, slot: torch.Tensor) -> Iterator[None]:
-        """Serve the stream from ``slot`` meanwhile: its bytes, rounded up to the arena's alignment."""
+        """Serve the stream's requests from ``slot`` inside the context; its size is rounded up to the alignment."""
         size = -(-slot.nbytes // ARENA_ALIGNMENT_BYTES) * ARENA_ALIGNMENT_BYTES
         self._library.memo_lend(slot.data_ptr(), size, self._stream)
         try:
@@ -161,36 +173,36 @@ class BelowTorch:
             self._library.memo_lend(None, 0, None)
 
     def report(self) -> Replay:
-        """Return how requests were served so far."""
+        """Return the counts so far."""
         return counted(self._library)
 
     def close(self) -> None:
-        """Serve nothing any more."""
+        """Stop serving requests."""
         self._replayer.stop()
 
 
 def check_device() -> None:
-    """Refuse a machine whose memory torch does not let others hand out.
+    """Refuse machines without CUDA, because torch has no pluggable allocator for other memory.
 
     Raises:
-        CannotRun: without CUDA.
+        CannotRun: if there is no CUDA device.
     """
     if not torch.cuda.is_available():
         raise CannotRun(
-            "the replaying allocator serves CUDA devices",
-            got="this machine's CPU, whose memory torch does not let others hand out",
+            "the replaying allocator serves CUDA devices only",
+            got="a machine without CUDA; torch has no pluggable allocator for CPU memory",
             wanted="a CUDA device",
-            hint="leave --replay-allocator out: the planned arena needs none",
+            hint="leave out --replay-allocator; the planned arena works without it",
         )
 
 
 def use_for_torch(path: Path) -> None:
-    """Make torch ask this allocator for all device memory; not yet run on a GPU.
+    """Make torch request all device memory from this allocator; this has not yet run on a GPU.
 
     Raises:
-        CannotRun: when this process has used the device already: torch keeps its allocator then.
+        CannotRun: if this process has already used the device, because torch then keeps its allocator.
     """
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        raise CannotRun("torch has used the device already, and keeps its allocator")
+        raise CannotRun("torch has already used the device, so it cannot change its allocator any more")
     allocator = torch.cuda.memory.CUDAPluggableAllocator(str(path), "memo_torch_malloc", "memo_free")
     torch.cuda.memory.change_current_allocator(allocator)

@@ -1,9 +1,10 @@
-"""The host slab: one stretch of host memory in which host buffers take turns, first fit over their program-order lives.
+"""The host slab: one block of host memory that holds all host buffers, placed by first fit in program order.
 
-Its size is the peak of what lives at once, not the sum. On CUDA it is pinned once and exactly (``pinned.py``).
+Buffers that are not alive at the same time may share bytes, so the slab is smaller than their sum. On CUDA the slab is
+pinned once, at its exact size (``pinned.py``).
 
       first step  [ l0 ][ l1 ][ l2 ]        births in forward order
-      later       [ l0 ][    m1/l0    ]     a hole is filled by the next birth that fits
+      later       [ l0 ][    m1/l0    ]     the next birth that fits fills a hole
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ from memo_sim.program.ir.program import Program
 
 @dataclass(frozen=True)
 class SlabLayout:
-    """Offset of every buffer that lies in one stretch of memory (-1 for all others), and the stretch's size.
+    """Offset in bytes of every buffer in one block of memory (-1 for buffers elsewhere), and the block's size.
 
-    The slab of host buffers has one, and so has the planned arena of device buffers.
+    It describes the slab of host buffers, and also the planned arena of device buffers.
     """
 
     offsets: Ints
@@ -34,7 +35,7 @@ class SlabLayout:
 
 
 def lay_out(program: Program, columns: Columns, lives: Liveness) -> SlabLayout:
-    """Return where each host buffer lies."""
+    """Return the offset of each host buffer in the slab."""
     used = ~lives.on_device & (lives.death >= lives.birth)
     chosen = np.flatnonzero(used)
     offsets = np.full(len(lives.bytes), -1, dtype=np.int64)
@@ -48,15 +49,15 @@ def lay_out(program: Program, columns: Columns, lives: Liveness) -> SlabLayout:
             holes.give(int(offsets[gone]), int(lives.bytes[gone]))
             dead += 1
         offset = holes.take(int(lives.bytes[buffer]))
-        assert offset is not None, "a stretch without a limit grows"
+        assert offset is not None, "first fit without a size limit always finds room"
         offsets[buffer] = offset
     return SlabLayout(offsets, holes.top)
 
 
 def in_memory(program: Program, columns: Columns, *layouts: SlabLayout) -> Columns:
-    """Return the columns with every operand that lies in one of ``layouts`` as a byte range of one buffer, that one.
+    """Return the columns with each layout as one buffer: operands in it become byte ranges of that buffer.
 
-    Edges derived from them order buffers that take turns in the same bytes.
+    Edges derived from these columns also order buffers that use the same bytes at different times.
     """
     row_bytes = np.array([f.row_bytes for f in program.all_families], dtype=np.int64)
     scale = row_bytes[columns.buffer_family[columns.operand_buffer]]
@@ -82,7 +83,7 @@ def in_memory(program: Program, columns: Columns, *layouts: SlabLayout) -> Colum
 
 
 class HostSlab:
-    """The memory itself, and the host buffers as views of it."""
+    """The slab's memory, and the host buffers as views of it."""
 
     def __init__(self, program: Program, columns: Columns, layout: SlabLayout, *, pinned: bool) -> None:
         self.bytes = layout.bytes
@@ -101,7 +102,7 @@ class HostSlab:
             self.registered = True
 
     def close(self) -> None:
-        """Give the registration back."""
+        """Unpin the memory, if it is pinned."""
         if self.registered:
             unpin(self.memory)
             self.registered = False

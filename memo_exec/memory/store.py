@@ -1,8 +1,8 @@
-"""Where device buffers come from: one interface, and the caching store.
+"""Buffer stores provide device buffers: the interface, and the store that allocates and frees during a step.
 
-The store counts what the program asked for: bytes born and not yet dead, workspaces that a library allocates included.
-A buffer that lasts the whole step is made once, before step 1; any other at its first instruction, and released after
-its last.
+A store counts the bytes of living buffers as the program declares them, including workspaces that a library allocates
+itself. A buffer that lasts the whole step is allocated once, before step 1. Any other buffer is allocated at its first
+instruction and released after its last.
 """
 
 from __future__ import annotations
@@ -21,34 +21,34 @@ from memo_sim.program.ir.instruction import BufferClass, Family
 
 
 class BufferStore(Protocol):
-    """What the interpreter needs of a store."""
+    """The interface of a store, as the interpreter uses it."""
 
     live_bytes: int
     peak_bytes: int
     log: list[tuple[int, BufferClass, int]]
-    """(instruction, class, bytes born or, negative, released), in the order it happened."""
+    """(instruction, class, bytes) in order of time; bytes are positive at birth and negative at release."""
     lasting_bytes: dict[BufferClass, int]
-    """Bytes by class of the buffers that last the whole step."""
+    """Bytes of the buffers that last the whole step, by class."""
 
     def lasts(self, buffer: int) -> bool:
-        """Return whether a buffer is there all the time, at one address."""
+        """Return whether a buffer exists for the whole step, at one address."""
 
     def view(self, buffer: int, first: int, tokens: int) -> Tensor:
-        """Return the tokens of a living buffer: (tokens, features), flat where it has one feature."""
+        """Return a range of a living buffer's tokens: (tokens, features), or flat if it has one feature."""
 
     def birth(self, buffer: int, instruction: int) -> None:
-        """Make a buffer before its first instruction."""
+        """Allocate a buffer before its first instruction."""
 
     def death(self, buffer: int, instruction: int) -> None:
         """Release a buffer after its last instruction."""
 
     def begin_step(self) -> None:
-        """Forget the last step's peak and log, and whatever a failed step left alive."""
+        """Clear the last step's peak and log, and release buffers that a failed step left alive."""
 
 
 @dataclass(frozen=True, slots=True)
 class Spec:
-    """What a buffer is."""
+    """A buffer's class, size, shape and dtype."""
 
     buffer_class: BufferClass
     bytes: int
@@ -58,7 +58,7 @@ class Spec:
 
 
 class _Block:
-    """Memory that buffers of one size take in turns, and the tensors it has been."""
+    """A block of memory that buffers of one size reuse, with the views made of it so far."""
 
     __slots__ = ("raw", "tensors")
 
@@ -74,18 +74,18 @@ class _Block:
 
 
 class CachingStore:
-    """``torch.empty`` at birth, release at death.
+    """A store that calls ``torch.empty`` at birth and releases the tensor at death.
 
-    On CUDA torch's caching allocator serves the requests. On the CPU, where the system's allocator would map and fault
-    in large blocks anew each time, released blocks are kept by size and handed out again. ``poison`` fills what is not
-    yet written with NaN; without ``reuse`` nothing is kept, so that every request is seen.
+    On CUDA, torch's caching allocator serves the requests. On the CPU, the store keeps released blocks by size and
+    reuses them, because the system's allocator would map large blocks and fault their pages in each time. Without
+    ``reuse`` it keeps none, so that a profiler sees every request. ``poison`` fills each buffer with NaN at birth.
     """
 
     def __init__(self, schedule: Schedule, device: torch.device, *, poison: bool = False, reuse: bool = True) -> None:
         self.device = device
         self.poison = poison
         self.log: list[tuple[int, BufferClass, int]] = []
-        """(instruction, class, bytes born or, negative, released), in the order it happened."""
+        """(instruction, class, bytes) in order of time; bytes are positive at birth and negative at release."""
         specs = [_spec(family) for family in schedule.families]
         self._specs = [specs[family] for family in schedule.columns.buffer_family.tolist()]
         self._library = schedule.library
@@ -98,7 +98,7 @@ class CachingStore:
         self._lasting = {b: self._make_lasting(b, s) for b, s in self._chosen(lasting)}
         self._tensors: dict[int, Tensor] = {}
         self.lasting_bytes: dict[BufferClass, int] = defaultdict(int)
-        """Bytes by class of the buffers that last the whole step."""
+        """Bytes of the buffers that last the whole step, by class."""
         for _, spec in self._chosen(lasting):
             self.lasting_bytes[spec.buffer_class] += spec.bytes
         self.live_bytes = self.peak_bytes = sum(self.lasting_bytes.values())
@@ -107,7 +107,7 @@ class CachingStore:
         return [(buffer, self._specs[buffer]) for buffer in buffers]
 
     def begin_step(self) -> None:
-        """Forget the last step's peak and log, and whatever a failed step left alive."""
+        """Clear the last step's peak and log, and release buffers that a failed step left alive."""
         for buffer in list(self._tensors):
             self.death(buffer, -1)
         self.live_bytes = self.peak_bytes = sum(self.lasting_bytes.values())
@@ -118,18 +118,18 @@ class CachingStore:
                     tensor.fill_(float("nan"))
 
     def lasts(self, buffer: int) -> bool:
-        """Return whether a buffer is there all the time, at one address."""
+        """Return whether a buffer exists for the whole step, at one address."""
         return buffer in self._lasting
 
     def view(self, buffer: int, first: int, tokens: int) -> Tensor:
-        """Return the tokens of a living buffer."""
+        """Return a range of a living buffer's tokens."""
         whole = self._tensors.get(buffer)
         if whole is None:
             whole = self._lasting[buffer]
         return whole if tokens == self._specs[buffer].tokens else whole[first : first + tokens]
 
     def birth(self, buffer: int, instruction: int) -> None:
-        """Make a buffer, unless a library makes it; count it in any case."""
+        """Count a buffer, and allocate it unless a library does."""
         spec = self._specs[buffer]
         with self._lock:
             self.log.append((instruction, spec.buffer_class, spec.bytes))
@@ -156,7 +156,7 @@ class CachingStore:
         return torch.zeros(spec.shape, dtype=spec.dtype, device=self.device)
 
     def _take(self, buffer: int, spec: Spec) -> Tensor:
-        """Return the memory of a buffer that is born."""
+        """Return memory for a buffer at its birth."""
         if not self._reused:
             return torch.empty(spec.shape, dtype=spec.dtype, device=self.device)
         free = self._free[spec.bytes]
@@ -164,7 +164,7 @@ class CachingStore:
         return block.tensor(spec)
 
     def _give_back(self, buffer: int, spec: Spec) -> None:
-        """Keep the block of a buffer that is dead, if it was made of one."""
+        """Keep the block of a dead buffer for reuse, if it has one."""
         if (block := self._blocks.pop(buffer, None)) is not None:
             self._free[spec.bytes].append(block)
 

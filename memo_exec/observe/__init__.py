@@ -1,4 +1,4 @@
-"""What a step really asks of the allocator, on a GPU or with fake tensors, compared with the program's buffers.
+"""Records the memory requests of a step, on a GPU or with fake tensors, and compares them with the program's buffers.
 
-Times are recorded by ``interpreter``, not here.
+``interpreter`` records times.
 """

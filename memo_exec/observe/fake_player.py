@@ -1,8 +1,8 @@
-"""Plays a program with fake tensors and records what it asks for; a step that fits no machine here can be recorded.
+"""Plays a program with fake tensors and records its memory requests, even if the step does not fit this machine.
 
-Fake tensors have shapes and lives but no memory. Tensors that operators return are seen, scratch inside a kernel is
-not: it is listed as not observed, with the size that the program declares. The store makes the program's buffers as it
-would on a device, so what is found out is what kernels ask for beside them.
+Fake tensors have shapes and lives but no memory. The recorder sees tensors that operators return. It does not see
+scratch inside a kernel, which is listed as not observed, with the size that the program declares. The buffer store
+allocates the program's buffers as on a device. So the new information is what kernels allocate in addition.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from memo_exec.distributed.groups import communicates
+from memo_exec.distributed.mesh import MeshCoordinates
 from memo_exec.distributed.own_program import own_program
-from memo_exec.distributed.place import Place
 from memo_exec.kernels import FUSED, KERNELS, Call, Context, Kernel
 from memo_exec.memory.binding import Bound, Schedule, schedule
 from memo_exec.memory.slab import HostSlab
@@ -37,7 +37,7 @@ from memo_sim.program.operators.workspaces import on_cpu
 
 @dataclass(frozen=True, slots=True)
 class _Event:
-    """A tensor of a kernel's own: ``size`` bytes are born, or (None) it ends."""
+    """The birth (``size`` bytes) or the death (``size`` None) of a tensor that a kernel allocates itself."""
 
     tensor: int
     size: int | None
@@ -45,7 +45,7 @@ class _Event:
 
 
 class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes every storage that operators make, and its end."""
+    """Records the birth and the death of every storage that operators allocate."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -54,14 +54,15 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._count = 0
 
     def ignore(self, *tensors: torch.Tensor) -> None:
-        """Take tensors that were there before for known."""
+        """Do not record these tensors, which existed before."""
         for tensor in tensors:
             storage = tensor.untyped_storage()
             self._known[storage._cdata] = storage
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten.addmm.dtype_out:
-            # torch 2.11 decomposes fake ones and takes the dtype for a factor (pytorch#163880); it returns ``out``.
+            # torch 2.11 decomposes the call on fake tensors and reads the dtype as a factor (pytorch#163880). The
+            # result of the call is ``out``.
             return (kwargs or {})["out"]
         found = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(found):
@@ -98,20 +99,23 @@ def _most_alive(events: list[_Event]) -> int:
 
 
 def observe_fake(decisions: Decisions, program: Program, *, kernels: Mapping[str, Kernel] = KERNELS) -> Observed:
-    """Play ``program`` with fake tensors, and return what it asked of its device.
+    """Play ``program`` with fake tensors and return the memory requests on its device.
 
-    Instructions that are equal ask for the same, so each different one is played once and its requests are repeated.
+    Equal instructions make the same requests. So each distinct instruction is played once and its requests repeated.
     """
     cuda = not on_cpu(decisions.kernels.attention)
     built = cuda and torch.version.cuda is not None
-    own = own_program(program, decisions, Place(decisions.layout))
+    own = own_program(program, decisions, MeshCoordinates(decisions.layout))
     with FakeTensorMode(), torch.inference_mode(), _LooksLikeCuda() if cuda and not built else nullcontext():
         device = torch.device("cuda" if built else "cpu")
         return _FakePlayer(decisions, schedule(own), kernels, device).play()
 
 
 class _LooksLikeCuda(TorchFunctionMode):
-    """Lets kernels take the way they take on CUDA: a torch without CUDA cannot slice fake tensors of that device."""
+    """Makes ``is_cuda`` true, so that kernels take their CUDA path in a build of torch without CUDA.
+
+    Such a build cannot slice fake tensors on a CUDA device.
+    """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func == torch.Tensor.is_cuda.__get__:  # type: ignore[attr-defined]
@@ -120,7 +124,7 @@ class _LooksLikeCuda(TorchFunctionMode):
 
 
 class _FakePlayer:
-    """Plays in program order what lanes would play side by side."""
+    """Plays all lanes' instructions in program order, one after the other."""
 
     def __init__(
         self, decisions: Decisions, plan: Schedule, kernels: Mapping[str, Kernel], device: torch.device
@@ -143,7 +147,7 @@ class _FakePlayer:
         self._workspaces: dict[str, tuple[int, int]] = {}
 
     def play(self) -> Observed:
-        """Return what the whole step asked for."""
+        """Play the whole step and return its requests."""
         lives = self.schedule.lives
         for buffer in (lives.on_device & (lives.birth < 0)).nonzero()[0].tolist():
             self._open(buffer)
@@ -161,16 +165,16 @@ class _FakePlayer:
         return compared("fake tensors", self.log, self.schedule, self.unexplained, self._workspaces)
 
     def _open(self, buffer: int) -> None:
-        """Note the memory that the store really holds for a buffer."""
+        """Record the bytes that the store really holds for a buffer."""
         family = self.schedule.family(buffer)
         held = self.store.view(buffer, 0, family.tokens).untyped_storage().nbytes()
         self._rows[buffer] = self.log.open(self.names[buffer], held, family.buffer_class.value)
 
     def _kernel(self, bound: Bound, name: str) -> None:
-        """Note what a kernel asks for beside its operands; it is played when none like it has been."""
+        """Record the memory that a kernel requests besides its operands; play it if no equal one was played."""
         instruction = bound.instruction
         if instruction.lane is Lane.HOST or communicates(instruction.work):
-            return  # it asks the host, or what its library keeps for all calls
+            return  # it uses host memory, or memory that its library keeps for all calls
         if instruction not in self._played:
             events = self._events(bound)
             self._played[instruction] = events, _most_alive(events)
@@ -179,7 +183,7 @@ class _FakePlayer:
         )
         events, returned = self._played[instruction]
         unseen = None
-        if declared > returned:  # lives beside what is returned
+        if declared > returned:  # this scratch lives at the same time as the returned tensors
             unseen = self.log.open(f"{name}: scratch", declared - returned, NOT_OBSERVED)
         rows: dict[int, int] = {}
         alive = 0
@@ -202,12 +206,12 @@ class _FakePlayer:
             self.log.close(unseen)
 
     def _events(self, bound: Bound) -> list[_Event]:
-        """Play a kernel; return the tensors it makes."""
+        """Play a kernel and return the births and deaths of the tensors that it allocates."""
         work = bound.instruction.work
         if isinstance(work, Attention) and not work.kernel.startswith("torch-"):
-            return []  # libraries' low-level calls know no fake tensors
+            return []  # the low-level calls of libraries do not support fake tensors
         if bound.instruction.op in FUSED and self.context.decisions.kernels.rowwise == "triton":
-            return []  # nor does Triton, whose kernels return nothing
+            return []  # Triton does not support them either, and its kernels return no tensors
         tensors = {}
         for touch in bound.touches:
             if (host := self.slab.views.get(touch.buffer)) is not None:

@@ -1,6 +1,6 @@
-"""What a step asks of torch's allocator on a CUDA device, read from torch's memory history.
+"""Records the requests of a step to torch's allocator on a CUDA device, from torch's memory history.
 
-Not yet run on a GPU; the reading of a history is tested with written ones.
+This has not run on a GPU yet. The tests read histories that they write themselves.
 """
 
 from __future__ import annotations
@@ -21,16 +21,17 @@ from memo_sim.program.ir.program import Program
 
 
 def observe_cuda(decisions: Decisions, program: Program) -> Observed:
-    """Play two steps on the CUDA device, and return what torch's allocator was asked for in the second.
+    """Play two steps on the CUDA device and return the requests of the second one to torch's allocator.
 
-    Which request is whose is not recorded: a tensor of a size that the program asks for is the program's, as often as
-    it asks. What is left is compared with the largest workspace that a library declares.
+    The history does not record who made a request. A request counts as the program's if it has the size of one of the
+    program's requests, each of which is used once. The others are compared with the largest workspace that the program
+    declares for a library.
     """
     device = torch.device("cuda", torch.cuda.current_device())
     with Interpreter(decisions, program, device=device) as interpreter:
         tokens = torch.zeros(decisions.local_tokens, dtype=torch.int64)
         batch = [(tokens, tokens)] * program.micro_batches
-        interpreter.run_step(batch, StepScalars())  # libraries take what they keep
+        interpreter.run_step(batch, StepScalars())  # libraries allocate the memory that they keep
         torch.cuda.memory._record_memory_history(context=None, clear_history=True)
         try:
             interpreter.run_step(batch, StepScalars())
@@ -41,7 +42,7 @@ def observe_cuda(decisions: Decisions, program: Program) -> Observed:
 
 
 def read_history(entries: list[dict[str, Any]], plan: Schedule) -> Observed:
-    """Return the requests in a device's trace of torch's memory history (actions alloc and free_completed)."""
+    """Return the requests in a device's trace of torch's memory history (its actions alloc and free_completed)."""
     lives, names, log = plan.lives, buffer_names(plan.program), RequestLog()
     for buffer in (lives.on_device & (lives.birth < 0)).nonzero()[0].tolist():
         log.open(names[buffer], int(lives.bytes[buffer]), plan.family(buffer).buffer_class.value)

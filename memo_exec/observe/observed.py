@@ -1,7 +1,7 @@
-"""What a step really asked of the allocator, beside what its program says: ``memo-exec profile --requests``.
+"""Compares the recorded memory requests of a step with those of its program, for ``memo-exec profile --requests``.
 
-Instants are events: each allocation and each release is one. ``fake_player`` records without a GPU, ``memory_history``
-on one.
+Times are counted in events: each allocation and each release is one event. ``fake_player`` records without a GPU,
+``memory_history`` on one.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from memo_sim.contract.units import format_bytes
 from memo_sim.program.analysis.liveness import live_bytes, peak
 
 LARGE_BYTES = 64 * 2**20
-"""An undeclared tensor above this is listed."""
+"""Undeclared tensors of more bytes than this are listed."""
 
 NOT_OBSERVED = "not observed"
-"""Class of kernel scratch that was declared and not seen."""
+"""Class of kernel scratch that the program declares and the recorder did not see."""
 
 
 @dataclass(frozen=True)
 class Unexplained:
-    """A tensor that nothing in the program declares; ``excess_bytes``: its part beyond what is declared."""
+    """A tensor that the program does not declare; ``excess_bytes`` is the part of it beyond declared workspaces."""
 
     instruction: str
     operator: str
@@ -33,22 +33,23 @@ class Unexplained:
 
 @dataclass(frozen=True)
 class Observed:
-    """What was recorded; ``source`` says how."""
+    """The recorded requests of a step, and the peaks of recorded and declared memory."""
 
     source: str
+    """How the requests were recorded, in words."""
     requests: Requests
     program_peak_bytes: int
     observed_peak_bytes: int
-    """Of everything that was seen."""
+    """Peak of all recorded requests."""
     with_scratch_peak_bytes: int
-    """With the declared kernel scratch that was not seen."""
+    """The same peak plus the declared kernel scratch that was not observed."""
     unexplained: tuple[Unexplained, ...]
     workspaces: dict[str, tuple[int, int]] = field(default_factory=dict)
-    """By operator with a library's workspace: the most bytes that are declared, and that were seen."""
+    """For each operator with a library's workspace: the most bytes that were declared and the most that were seen."""
 
     @property
     def ratio(self) -> float:
-        """Observed peak by the program's."""
+        """Observed peak divided by the program's peak."""
         return self.observed_peak_bytes / self.program_peak_bytes
 
     def lines(self) -> list[str]:
@@ -62,22 +63,22 @@ class Observed:
             found.append(
                 f"with scratch    {format_bytes(self.with_scratch_peak_bytes)}, "
                 f"{self.with_scratch_peak_bytes / self.program_peak_bytes:.4f} "
-                "(kernel scratch is not observed without a GPU: the program's sizes)"
+                "(without a GPU kernel scratch is not observed, so this adds the sizes that the program declares)"
             )
         found += [
-            f"{op:<15} {format_bytes(declared)} of workspace declared, {format_bytes(seen)} of results seen"
+            f"{op:<15} {format_bytes(declared)} of workspace declared, {format_bytes(seen)} of results observed"
             for op, (declared, seen) in self.workspaces.items()
         ]
         found.append(f"unexplained     {len(self.unexplained) or 'no'} tensors over {format_bytes(LARGE_BYTES)}")
         for each in self.unexplained:
-            excess = f"{format_bytes(each.excess_bytes)} beyond what is declared"
+            excess = f"{format_bytes(each.excess_bytes)} more than declared"
             found.append(f"  {each.instruction}: {each.operator} {format_bytes(each.bytes)}, {excess}")
         return found
 
 
 @dataclass
 class RequestLog:
-    """Requests as they come, one instant an event."""
+    """A log of requests in the order of their events."""
 
     instant: int = 0
     ids: list[str] = field(default_factory=list)
@@ -87,7 +88,7 @@ class RequestLog:
     classes: list[str] = field(default_factory=list)
 
     def open(self, name: str, size: int, kind: str) -> int:
-        """Note an allocation; return its row."""
+        """Record an allocation and return its row."""
         self.ids.append(name)
         self.lower.append(self.instant)
         self.upper.append(-1)
@@ -97,12 +98,12 @@ class RequestLog:
         return len(self.ids) - 1
 
     def close(self, row: int) -> None:
-        """Note a release."""
+        """Record the release of the allocation in ``row``."""
         self.upper[row] = self.instant
         self.instant += 1
 
     def requests(self, name: str) -> Requests:
-        """Return what was noted; what is still there lasts to the end."""
+        """Return the recorded requests; an allocation without a release lasts to the end."""
         return Requests(
             name=name,
             ids=self.ids,
@@ -121,7 +122,7 @@ def compared(
     unexplained: list[Unexplained],
     workspaces: dict[str, tuple[int, int]] | None = None,
 ) -> Observed:
-    """Return what was recorded beside the program's peak."""
+    """Return the recorded requests with their peaks and the program's peak."""
     requests = log.requests("observed")
     seen = [kind != NOT_OBSERVED for kind in requests.classes]
     return Observed(

@@ -1,11 +1,13 @@
-"""One stretch of a storage on its way to the host, there, and back; and what autograd holds instead of a tensor.
+"""Blocks: contiguous bytes of a storage that are offloaded together; and the objects that autograd holds for tensors.
+
+A block refers to its bytes in up to three places:
 
     source    the original bytes, held until the D2H lane has read them
-    host      the copy; the block's as long as the block lives
-    restored  the bytes on the device again, held until every saved view that was waiting for them has been unpacked
+    host      the copy on the host, held as long as the block lives
+    restored  the copy back on the device, held until every saved view that waits for it has been unpacked
 
-A block lives as long as autograd holds a view of it. What a copy still needs when it dies goes to the context's
-leftovers, which are freed in order with the lanes.
+A block lives as long as autograd holds a view of it. When it dies, a copy may still need its memory. So that memory
+goes to the context's leftovers, and ``Swap.collect`` frees it in order with the lanes.
 """
 
 from __future__ import annotations
@@ -25,38 +27,38 @@ from memo_exec.offload.view import View
 
 @dataclass(frozen=True, slots=True)
 class Leftover:
-    """What a dead block leaves: its host bytes, and device memory that a copy may still be using."""
+    """Memory of a dead block: its host bytes, and device memory that a copy may still use."""
 
     device: torch.device
     host: HostRange
     copied: Mark
     source: Tensor | None
-    home: object
+    stream: object
     fetched: Mark
     restored: Tensor | None
-    restored_home: object
+    restored_stream: object
 
 
 class Original:
-    """A weak hold on the storage that a tensor was saved from."""
+    """A weak reference to the storage of a saved tensor."""
 
     __slots__ = ("_bytes", "_ref", "version")
 
     def __init__(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
-        # While it is held, no other storage gets the same address.
+        # While this weak reference exists, no other storage gets the same address.
         self._ref = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
         self._bytes = storage.nbytes()
         self.version = Version(tensor, holding=False)
 
     def storage(self) -> torch.UntypedStorage | None:
-        """Return the storage when someone still holds it with its bytes in it."""
+        """Return the storage if it is still alive and still has its bytes, else None."""
         found = torch.UntypedStorage._new_with_weak_ptr(self._ref.cdata)
         return found if found is not None and found.nbytes() == self._bytes else None
 
 
 class Block:
-    """Bytes of one storage, offloaded once for every view of them."""
+    """Bytes of one storage that are offloaded once, however many views of them autograd saves."""
 
     __slots__ = (
         "__weakref__",
@@ -65,12 +67,12 @@ class Block:
         "device",
         "fetched",
         "first",
-        "home",
         "host",
         "original",
         "restored",
-        "restored_home",
+        "restored_stream",
         "source",
+        "stream",
         "total",
         "unused",
         "views",
@@ -83,27 +85,27 @@ class Block:
         self.device = source.device
         self.original = original
         self.first = first
-        """Where the bytes start in the original storage; 0 for a packed copy."""
+        """Offset of the bytes in the original storage; 0 for a packed copy."""
         self.source: Tensor | None = source
         self.host = host
-        self.home: object = None
-        """The stream that compute was on when the tensor was saved."""
+        self.stream: object = None
+        """The compute stream at the time the tensor was saved."""
         self.copied: Mark = PASSED
         self.restored: Tensor | None = None
-        self.restored_home: object = None
+        self.restored_stream: object = None
         self.fetched: Mark = PASSED
         self.views: list[int] = []
         """Numbers of the saved views."""
         self.waiting: set[int] = set()
-        """Those that this backward pass has not unpacked yet."""
+        """Numbers of the saved views that this backward pass has not unpacked yet."""
         self.unused = False
-        """Whether the bytes were brought back and nobody has used them."""
+        """Whether the bytes were restored but no view has used them yet."""
         self.total: Tensor | None = None
-        """Checksum in debug mode."""
+        """Checksum of the bytes; set in debug mode only."""
         self._leftovers = leftovers
 
     def serves(self, view: View, original: Original) -> bool:
-        """Return whether a view of the same storage lies in these bytes, and they are still what it holds."""
+        """Return whether these bytes contain a view of the same storage, and the storage has not changed since."""
         mine, its = self.original.version, original.version
         if not mine.unchanged or mine.number != its.number:
             return False
@@ -113,13 +115,13 @@ class Block:
         return first >= 0 and end <= self.host.memory.numel()
 
     def __del__(self) -> None:
-        # Runs wherever the garbage collector does, so it takes no lock and starts no work.
-        left = (self.copied, self.source, self.home, self.fetched, self.restored, self.restored_home)
+        # The garbage collector may run this on any thread, so it takes no lock and starts no copy.
+        left = (self.copied, self.source, self.stream, self.fetched, self.restored, self.restored_stream)
         self._leftovers.append(Leftover(self.device, self.host, *left))
 
 
 class Saved:
-    """What autograd holds instead of a tensor that was offloaded."""
+    """The object that autograd holds instead of an offloaded tensor."""
 
     __slots__ = ("__weakref__", "backward", "block", "inside", "number", "version", "view")
 
@@ -127,24 +129,27 @@ class Saved:
         self.block = block
         self.number = number
         self.backward = -1
-        """The backward pass that has unpacked it, counted as in ``Swap``."""
+        """Number of the last backward pass that unpacked it, as ``Swap`` counts them; -1 before the first."""
         self.version = version
         self.view = view
-        """Where the tensor lay in the original storage."""
+        """Geometry of the tensor in the original storage."""
         self.inside = inside
-        """Where it lies in the block's bytes."""
+        """Geometry of the tensor in the block's bytes."""
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
 class Kept:
-    """What autograd holds instead of a tensor that stays: an alias, since the tensor itself would be a cycle."""
+    """The object that autograd holds for a tensor that stays on the device.
+
+    It holds an alias, because a reference to the tensor itself would form a cycle.
+    """
 
     version: Version
 
 
 @dataclass(frozen=True, slots=True)
 class Wrapped:
-    """What autograd holds instead of a wrapper subclass: its parts, the tensors among them packed one by one."""
+    """The object that autograd holds for a wrapper subclass: its parts, with each inner tensor packed on its own."""
 
     kind: type
     context: object

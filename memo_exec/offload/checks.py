@@ -1,4 +1,4 @@
-"""Debug mode: what comes back is what went, and memory that may be reused holds poison first."""
+"""Checks of debug mode: checksums of offloaded bytes, and poison in memory that is about to be reused."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ POISON = 0xFF
 
 
 def total(data: Tensor) -> Tensor:
-    """Return a sum over bytes in which every place counts, on their device: nothing synchronises with the host."""
+    """Return a position-dependent checksum of bytes, as a tensor on their device; the host does not synchronise."""
     words = data[: data.numel() // 8 * 8].view(torch.int64)
     rest = data[words.numel() * 8 :].long()
     places = torch.arange(1, words.numel() + 1, device=data.device)
@@ -18,17 +18,17 @@ def total(data: Tensor) -> Tensor:
 
 
 def poison(data: Tensor) -> None:
-    """Fill bytes with what no number is."""
+    """Fill bytes with NaN patterns."""
     data.fill_(POISON)
 
 
 def check(data: Tensor, wanted: Tensor) -> None:
-    """Compare bytes that came back with the checksum of those that went.
+    """Compare restored bytes with the checksum of the offloaded ones.
 
     Raises:
-        RaceFound: when they differ.
+        RaceFound: if they differ.
     """
     if not torch.equal(total(data), wanted):
         from memo_exec.interpreter.race_checks import RaceFound
 
-        raise RaceFound(f"{data.numel()} bytes came back from the host as other bytes than were offloaded")
+        raise RaceFound(f"{data.numel()} bytes restored from the host differ from the bytes that were offloaded")

@@ -1,4 +1,4 @@
-"""``offload_activations``: the context manager."""
+"""The context manager ``OffloadActivations``, which users know as ``offload_activations``."""
 
 from __future__ import annotations
 
@@ -25,37 +25,39 @@ Packed = Saved | Kept | Wrapped
 
 
 class OffloadActivations:
-    """What autograd saves under this context goes to host memory, and comes back ahead of backward.
+    """Offloads the tensors that autograd saves under this context to host memory, and prefetches them for backward.
 
-    Keep one context for the whole training and enter it around every forward; backward may run inside or outside. The
-    arguments that torchtune's and TRL's ``OffloadActivations`` have mean the same here.
+    Keep one context for the whole training and enter it around every forward pass. Backward may run inside or outside
+    of it. Arguments that torchtune's and TRL's ``OffloadActivations`` also have mean the same here.
 
-    A tensor is offloaded at most once however many views of it are saved, and never when it is a parameter or a buffer.
-    When the original is still alive in backward it is used as it is. Gradients are those of plain autograd bit for bit,
-    with one exception: a view with gaps (a column block) comes back without them, and a kernel that chooses its method
-    by the strides may round differently. Tensor subclasses that wrap others (``DTensor``) are offloaded inside; what is
-    no plain tensor at all stays where it is.
+    - A tensor is offloaded at most once, however many views of it are saved. Parameters and buffers always stay.
+    - If the original is still alive in backward, it is used directly.
+    - Gradients equal those of plain autograd bit for bit, with one exception. A view with gaps (a column block) comes
+      back contiguous, and a kernel that selects its algorithm by strides may round differently.
+    - For tensor subclasses that wrap others (``DTensor``), the inner tensors are offloaded. Other tensors that are not
+      plain strided ones stay on the device.
 
-    After ``__exit__`` at most the last ``max_fwd_stash_size`` tensors are still on the device, where backward finds
-    them. They live no longer than the graph; ``synchronize`` frees them at once.
+    After ``__exit__``, at most the last ``max_fwd_stash_size`` tensors are still on the device, where backward uses
+    them. They live at most as long as the graph; ``synchronize`` frees them at once.
 
     Args:
         use_pin_memory: pin the host slab (CUDA only).
-        use_streams: copy on lanes beside compute; without, copies run in line with compute.
-        max_fwd_stash_size: copies to the host that may be on their way before compute waits for the oldest; at least 1.
-        min_offload_size: bytes below which a tensor stays.
-        fraction: share of the eligible bytes that go (MEMO's alpha), spread evenly over the forward pass.
-        host_bytes: size of the host slab, made at once; what does not fit stays on the device. None: as large as the
-            first pass needs, whose copies go to pageable memory.
-        max_bwd_stash_size: how many saved tensors ahead of backward are brought back.
-        model: its parameters and buffers stay even where autograd saves them as plain tensors (FSDP does).
-        device: whose tensors are offloaded. None: CUDA's, or the CPU's where there is no GPU; such a context saves no
-            memory, but moves the bytes all the same, so that code can be tried without a GPU.
-        debug: compare checksums of what went and what came back, and poison memory that is reused.
+        use_streams: copy on separate lanes, in parallel with compute; otherwise copies run in order with compute.
+        max_fwd_stash_size: copies to the host that may be in flight before compute waits for the oldest; at least 1.
+        min_offload_size: smaller tensors stay on the device, in bytes.
+        fraction: share of the eligible bytes to offload (MEMO's alpha), spread evenly over the forward pass.
+        host_bytes: size of the host slab, allocated at once; tensors that do not fit stay on the device. None: the size
+            that the first pass needs; the copies of that first pass use pageable memory.
+        max_bwd_stash_size: number of saved tensors to prefetch ahead of backward.
+        model: its parameters and buffers stay on the device even if autograd saves them as plain tensors, as under
+            FSDP.
+        device: the device whose tensors are offloaded. None: CUDA, or the CPU on machines without a GPU. A context for
+            the CPU saves no memory, but it copies the bytes all the same, so code can be tried without a GPU.
+        debug: compare checksums of offloaded and restored bytes, and poison memory before it is reused.
 
     Raises:
-        UsageError: for an argument out of its range.
-        CannotRun: when the device is of no known kind, or the host memory cannot be had or pinned.
+        UsageError: if an argument is out of its range.
+        CannotRun: if the device is neither CUDA nor the CPU, or if host memory cannot be allocated or pinned.
     """
 
     def __init__(
@@ -76,7 +78,7 @@ class OffloadActivations:
         _count("max_bwd_stash_size", max_bwd_stash_size)
         _count("min_offload_size", min_offload_size)
         if not isinstance(fraction, int | float) or not 0 <= fraction <= 1:
-            raise _refused("fraction", fraction, "a number between 0 and 1")
+            raise _out_of_range("fraction", fraction, "a number between 0 and 1")
         if host_bytes is not None:
             _count("host_bytes", host_bytes)
         device = _device(device)
@@ -93,9 +95,9 @@ class OffloadActivations:
         self._swap.settle()
         self._eligible = Eligible(device, min_offload_size, model)
         self._fraction = fraction
-        self._seen_bytes = self._gone_bytes = 0
-        self._going: weakref.WeakValueDictionary[int, Block] = weakref.WeakValueDictionary()
-        self._staying: weakref.WeakValueDictionary[int, Kept] = weakref.WeakValueDictionary()
+        self._eligible_bytes = self._offloaded_bytes = 0
+        self._offloaded_storages: weakref.WeakValueDictionary[int, Block] = weakref.WeakValueDictionary()
+        self._kept_storages: weakref.WeakValueDictionary[int, Kept] = weakref.WeakValueDictionary()
         self._blocks: weakref.WeakValueDictionary[tuple[int, View | None], Block] = weakref.WeakValueDictionary()
         self._lock = threading.Lock()
         self._entered: list[saved_tensors_hooks] = []
@@ -105,7 +107,7 @@ class OffloadActivations:
             with self._lock:
                 self._swap.settle()
                 self._eligible.look_again()
-                self._seen_bytes = self._gone_bytes = 0
+                self._eligible_bytes = self._offloaded_bytes = 0
         hooks = saved_tensors_hooks(self._pack, self._unpack)
         hooks.__enter__()
         self._entered.append(hooks)
@@ -137,7 +139,7 @@ class OffloadActivations:
         if why is Why.KIND and is_traceable_wrapper_subclass(tensor):
             names, context = tensor.__tensor_flatten__()
             parts = {name: getattr(tensor, name) for name in names}
-            # DTensor names its mesh among its tensors.
+            # DTensor lists its mesh among its tensors, so not every part is a tensor.
             inner = {name: self._packed(part) if isinstance(part, Tensor) else part for name, part in parts.items()}
             return Wrapped(type(tensor), context, tensor.shape, tensor.stride(), inner)
         return self._offloaded(tensor) if why is None else self._keep(tensor, why)
@@ -155,27 +157,31 @@ class OffloadActivations:
             self.statistics.shared_tensors += 1
         else:
             if (why := self._choose(key, view.own_bytes)) is not None:
-                return self._stay(tensor, why, key)
+                return self._keep_storage(tensor, why, key)
             block = self._swap.offload(original, storage, view)
             if block is None:
-                return self._stay(tensor, Why.HOST, key)
-            self._going[key] = self._blocks[key, place] = block
+                return self._keep_storage(tensor, Why.HOST, key)
+            self._offloaded_storages[key] = self._blocks[key, place] = block
         inside = view.after(block.first) if view.gapless else view.packed()
         return self._swap.save(block, view, inside, original)
 
     def _choose(self, key: int, size_bytes: int) -> Why | None:
-        """Return why a tensor stays, None when it goes: with its storage, or as the fraction has it."""
-        if key in self._staying:
+        """Return why a tensor stays, or None if it is to be offloaded.
+
+        All views of one storage share its fate; for other tensors the fraction decides.
+        """
+        if key in self._kept_storages:
             return Why.STORAGE
-        self._seen_bytes += size_bytes
-        if key not in self._going and self._gone_bytes + size_bytes > self._fraction * self._seen_bytes:
+        self._eligible_bytes += size_bytes
+        allowed_bytes = self._fraction * self._eligible_bytes
+        if key not in self._offloaded_storages and self._offloaded_bytes + size_bytes > allowed_bytes:
             return Why.FRACTION
-        self._gone_bytes += size_bytes
+        self._offloaded_bytes += size_bytes
         return None
 
-    def _stay(self, tensor: Tensor, why: Why, key: int) -> Kept:
-        """Keep a tensor, and with it every later view of its storage: a copy of one would free nothing."""
-        kept = self._staying[key] = self._keep(tensor, why)
+    def _keep_storage(self, tensor: Tensor, why: Why, key: int) -> Kept:
+        """Keep a tensor and every later view of its storage, because copying one of these would free nothing."""
+        kept = self._kept_storages[key] = self._keep(tensor, why)
         return kept
 
     def _unpacked(self, packed: Packed) -> Tensor:
@@ -193,7 +199,10 @@ class OffloadActivations:
 
 
 class keep_activations(saved_tensors_hooks):  # noqa: N801 - reads as a statement: with keep_activations()
-    """What autograd saves under this context stays on the device: for a head whose output backward needs at once."""
+    """Keeps the tensors that autograd saves under this context on the device.
+
+    Use it for the last layers of a model, whose saved tensors backward needs at once.
+    """
 
     def __init__(self) -> None:
         super().__init__(lambda tensor: Kept(Version(tensor, holding=True)), _kept)
@@ -209,14 +218,16 @@ def _device(device: torch.device | str | None) -> torch.device:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     found = torch.device(device)
     if found.type not in ("cuda", "cpu"):
-        raise CannotRun("activations are offloaded from CUDA devices and CPUs only", got=str(found))
+        raise CannotRun(
+            "activations can be offloaded from CUDA devices and CPUs only", got=str(found), wanted="cuda or cpu"
+        )
     return found
 
 
 def _count(name: str, got: object, *, least: int = 0) -> None:
     if not isinstance(got, int) or got < least:
-        raise _refused(name, got, f"a whole number, at least {least}")
+        raise _out_of_range(name, got, f"an integer of at least {least}")
 
 
-def _refused(name: str, got: object, wanted: str) -> UsageError:
-    return UsageError("offload_activations cannot use this argument", where=name, got=got, wanted=wanted)
+def _out_of_range(name: str, got: object, wanted: str) -> UsageError:
+    return UsageError("an argument of offload_activations is out of range", where=name, got=got, wanted=wanted)

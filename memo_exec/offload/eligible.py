@@ -1,4 +1,4 @@
-"""Which saved tensors may be offloaded: plain strided ones, on the context's device, that only autograd holds."""
+"""Decides which saved tensors may be offloaded: plain strided ones on the context's device that are no parameters."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ PLAIN = (Tensor, nn.Parameter, nn.Buffer)
 
 
 class Eligible:
-    """The rules of one context."""
+    """The eligibility rules of one context."""
 
     def __init__(self, device: torch.device, min_bytes: int, model: nn.Module | None) -> None:
         self._device = device
@@ -20,7 +20,7 @@ class Eligible:
         self._held: set[int] = set()
 
     def look_again(self) -> None:
-        """Note the storages of the model's parameters and buffers, which optimizers and FSDP may have replaced."""
+        """Record the storages of the model's parameters and buffers again; optimizers and FSDP may replace them."""
         if self._model is None:
             return
         tensors = [*self._model.parameters(), *self._model.buffers()]
@@ -28,7 +28,7 @@ class Eligible:
         self._held = {t.untyped_storage()._cdata for t in plain if type(t) in PLAIN and _is_plain(t)}
 
     def refuse(self, tensor: Tensor) -> Why | None:
-        """Return why a tensor stays on the device, None when it may go."""
+        """Return why a tensor must stay on the device, or None if it may be offloaded."""
         if self._is_held(tensor):
             return Why.PARAMETER
         if type(tensor) is not Tensor or not _is_plain(tensor):
@@ -52,7 +52,7 @@ class Eligible:
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    """Whether a tensor is its bytes: dense, real storage, seen by no transform."""
+    """Return whether a tensor is strided, has real storage, and is not wrapped by a functorch transform."""
     return (
         tensor.layout is torch.strided
         and not tensor.is_quantized

@@ -1,10 +1,12 @@
-"""Host memory of an offloading context: one slab in which blocks take turns, first fit.
+"""Host memory of an offloading context: one slab in which first fit places blocks.
 
-With a limit the slab has that size from the start and what does not fit is refused. Without one nobody knows the size
-before the first pass, so its blocks lie in memory of their own while the offsets are dealt as if there were a slab;
-when all have died, the slab is made with exactly the bytes that were needed, pinned once, and later passes reuse it.
+With a limit, the slab has that size from the start, and a block that does not fit is refused.
 
-      first pass   [ a ][  b  ]      offsets only; a and b lie elsewhere (pageable)
+Without a limit, the size is unknown before the first pass. In that pass, each block gets its own pageable memory, while
+offsets are assigned as if there were a slab. When all blocks have died, the slab is allocated with exactly the bytes
+that were needed and pinned once. Later passes use it.
+
+      first pass   [ a ][  b  ]      offsets only; a and b are elsewhere (pageable)
       later        [ a ][  b  ]      the same offsets, now in the slab
 """
 
@@ -25,7 +27,7 @@ from memo_sim.program.arena.first_fit import FirstFit
 
 @dataclass(frozen=True, slots=True)
 class HostRange:
-    """Bytes on the host that one block has until it gives them back."""
+    """Host bytes that belong to one block until it frees them."""
 
     offset: int
     memory: Tensor
@@ -33,10 +35,10 @@ class HostRange:
 
 
 class HostMemory:
-    """The slab and who lies where.
+    """The slab and its free ranges.
 
     Raises:
-        CannotRun: when ``limit_bytes`` is more than this process may still use, or the driver refuses to pin it.
+        CannotRun: if ``limit_bytes`` exceeds the memory that is available, or if the driver refuses to pin it.
     """
 
     def __init__(self, limit_bytes: int | None, *, pinned: bool) -> None:
@@ -50,16 +52,16 @@ class HostMemory:
 
     @property
     def bytes(self) -> int:
-        """Bytes of the slab."""
+        """Size of the slab in bytes."""
         return self._slab.numel()
 
     @property
     def peak_bytes(self) -> int:
-        """Bytes that were in use at most, holes included."""
+        """Largest number of bytes in use so far, including the holes between blocks."""
         return self._holes.top
 
     def take(self, size_bytes: int) -> HostRange | None:
-        """Return bytes for a block, None when the limit leaves no room."""
+        """Return host bytes for a block, or None if the limit leaves no room."""
         offset = self._holes.take(size_bytes, self._limit_bytes)
         if offset is None:
             return None
@@ -70,24 +72,24 @@ class HostMemory:
         return HostRange(offset, torch.empty(size_bytes, dtype=torch.uint8, device="cpu"), in_slab=False)
 
     def give(self, given: HostRange) -> None:
-        """Take bytes back; every copy to and from them has ended or is ordered before the next."""
+        """Free a block's bytes; all copies to and from them must have ended, or be ordered before the next copy."""
         self._holes.give(given.offset, given.memory.numel())
         self._live -= 1
 
     def settle(self) -> None:
-        """Make the slab as large as what was needed, when nothing lies in it."""
+        """Grow the slab to the bytes that were needed, if no block is alive and there is no limit."""
         if self._limit_bytes is None and not self._live and self.peak_bytes > self.bytes:
             self._unpin()
-            self._slab = self._slab[:0].clone()  # the old one goes before the new one comes
+            self._slab = self._slab[:0].clone()  # free the old slab before allocating the new one
             self._make(self.peak_bytes)
 
     def _make(self, size_bytes: int) -> None:
         _refuse_too_much(size_bytes)
-        # Mapped memory starts at a page, as the driver wants it, and goes back to the system when it is dropped.
+        # Mapped memory starts at a page boundary, as the driver requires, and returns to the system when it is freed.
         self._slab = mapping(size_bytes)
         if self._pinned and size_bytes:
             pin(self._slab)
-            # The finalizer holds the memory, so it cannot be freed while the driver still has it registered.
+            # The finalizer holds the memory, so it cannot be freed while the driver still has it pinned.
             self._unpin = weakref.finalize(self, _unregister, self._slab)
 
 
@@ -95,10 +97,10 @@ def _refuse_too_much(size_bytes: int) -> None:
     available = host_available_bytes() if size_bytes else 0
     if size_bytes > available:
         raise CannotRun(
-            "the host has less memory than host_bytes asks for",
+            "the host has less memory available than the offloading slab needs",
             got=f"{available} bytes available",
             wanted=f"{size_bytes} bytes",
-            hint="lower host_bytes, or the fraction that is offloaded",
+            hint="lower host_bytes or fraction",
         )
 
 
@@ -107,6 +109,6 @@ def _nothing() -> None:
 
 
 def _unregister(memory: Tensor) -> None:
-    """Give the registration back, once no copy can be on its way."""
+    """Wait for all copies, then unpin the memory."""
     torch.cuda.synchronize()
     unpin(memory)

@@ -1,7 +1,8 @@
-"""The two copy lanes beside compute. Each plays its copies in the order they came; a mark says how far it is.
+"""The two copy lanes, D2H and H2D, which run in parallel with compute.
 
-On CUDA a lane is a stream and a mark an event; nothing waits on the host. On the CPU a lane is a thread and a mark a
-future. Without lanes the copies run where they are issued, in order with compute.
+A lane runs its copies in the order they are issued. A mark is a point on a lane that others can wait for. On CUDA, a
+lane is a stream, a mark is an event, and the host never waits. On the CPU, a lane is a thread and a mark is a future.
+Without lanes, a copy runs where it is issued, in order with compute.
 """
 
 from __future__ import annotations
@@ -18,83 +19,86 @@ class Mark(Protocol):
     """A point on a lane."""
 
     def done(self) -> bool:
-        """Return whether the lane has passed it."""
+        """Return whether the lane has passed the mark."""
 
     def join(self) -> None:
-        """Block the calling thread until it has; raise what the copy before it raised."""
+        """Block the calling thread until the lane has passed the mark; raise the error of a failed copy."""
 
     def settle(self) -> None:
-        """Block the calling thread until it has, whatever came of the copy."""
+        """Block the calling thread until the lane has passed the mark; ignore the error of a failed copy."""
 
 
 class Lanes(Protocol):
-    """Compute, D2H and H2D of one device, seen from the thread that issues compute."""
+    """Compute, D2H and H2D of one device, as the thread that issues compute uses them.
+
+    ``stream`` is a compute stream, as ``here`` returns it.
+    """
 
     def here(self) -> object:
-        """Return what identifies the stream that compute is on now."""
+        """Return an identifier of the current compute stream."""
 
     def now(self) -> Mark:
-        """Return a mark behind everything that compute has issued."""
+        """Return a mark after everything that compute has issued so far."""
 
     def offload(self, into: Tensor, source: Tensor, after: Sequence[Mark]) -> Mark:
-        """Copy on the D2H lane, after the marks."""
+        """Copy on the D2H lane once all marks in ``after`` have passed; return the mark of the copy."""
 
     def restore(self, into: Tensor, source: Tensor, after: Sequence[Mark]) -> Mark:
-        """Copy on the H2D lane, after the marks."""
+        """Copy on the H2D lane once all marks in ``after`` have passed; return the mark of the copy."""
 
-    def wait(self, mark: Mark, home: object) -> None:
-        """Make what compute issues next on ``home`` wait for ``mark``."""
+    def wait(self, mark: Mark, stream: object) -> None:
+        """Make later compute on the stream ``stream`` wait for ``mark``."""
 
-    def release(self, mark: Mark, home: object) -> None:
-        """Make it safe to free device memory of ``home`` that the copy behind ``mark`` uses."""
+    def release(self, mark: Mark, stream: object) -> None:
+        """Make it safe to return device memory that the copy of ``mark`` uses to the stream ``stream``."""
 
     def hold(self, mark: Mark) -> None:
-        """Make what the D2H lane plays next wait for ``mark``."""
+        """Make later copies on the D2H lane wait for ``mark``."""
 
 
 class HostLanes:
-    """Lanes of a CPU: threads, or the calling thread itself when ``lanes`` is false."""
+    """Lanes of a CPU: two threads, or the calling thread itself if ``lanes`` is false."""
 
     def __init__(self, *, lanes: bool) -> None:
         self._d2h = _thread("offload-d2h") if lanes else None
         self._h2d = _thread("offload-h2d") if lanes else None
 
     def here(self) -> object:
-        """Return None: compute is whichever thread calls, one at a time."""
+        """Return None, because the calling thread is the only compute stream."""
         return None
 
     def now(self) -> Mark:
-        """Return a mark that is passed: what the calling thread issued has run."""
+        """Return a passed mark, because everything that the calling thread issued has already run."""
         return PASSED
 
     def offload(self, into: Tensor, source: Tensor, after: Sequence[Mark]) -> Mark:
-        """Copy on the D2H thread; until then the task holds both tensors."""
+        """Copy on the D2H thread; the task holds both tensors until it has run."""
         return _submit(self._d2h, into, source, after)
 
     def restore(self, into: Tensor, source: Tensor, after: Sequence[Mark]) -> Mark:
-        """Copy on the H2D thread; until then the task holds both tensors."""
+        """Copy on the H2D thread; the task holds both tensors until it has run."""
         return _submit(self._h2d, into, source, after)
 
-    def wait(self, mark: Mark, home: object) -> None:
+    def wait(self, mark: Mark, stream: object) -> None:
         """Block until the copy has run.
 
         Raises:
             Exception: whatever the copy raised.
         """
-        del home
+        del stream
         mark.join()
 
-    def release(self, mark: Mark, home: object) -> None:
-        """Nothing to do: the task holds what it copies."""
+    def release(self, mark: Mark, stream: object) -> None:
+        """Do nothing: the task itself holds the tensors that it copies."""
 
     def hold(self, mark: Mark) -> None:
-        """Let the D2H thread wait."""
+        """Make the D2H thread wait for the mark."""
         if self._d2h is not None and not mark.done():
             self._d2h.submit(mark.settle)
 
 
 class StreamLanes:
-    """Lanes of a CUDA device: streams, or the stream that compute is on when ``lanes`` is false."""
+    """Lanes of a CUDA device: two streams, or the current compute stream if ``lanes`` is false."""
 
     def __init__(self, device: torch.device, *, lanes: bool) -> None:
         self._device = device
@@ -102,7 +106,7 @@ class StreamLanes:
         self._h2d = torch.cuda.Stream(device) if lanes else None  # type: ignore[no-untyped-call]
 
     def here(self) -> torch.cuda.Stream:
-        """Return the current stream, asked anew each time: checkpointing and FSDP change it."""
+        """Return the current stream; it is looked up each time, because checkpointing and FSDP change it."""
         return torch.cuda.current_stream(self._device)
 
     def now(self) -> Mark:
@@ -110,11 +114,11 @@ class StreamLanes:
         return _Event(self.here())
 
     def offload(self, into: Tensor, source: Tensor, after: Sequence[Mark]) -> Mark:
-        """Copy on the D2H stream. The caller keeps ``source`` until the mark is passed or waited for."""
+        """Copy on the D2H stream; the caller keeps ``source`` until the mark has passed or compute waits for it."""
         return self._copy(self._d2h, into, source, after)
 
     def restore(self, into: Tensor, source: Tensor, after: Sequence[Mark]) -> Mark:
-        """Copy on the H2D stream. The caller keeps ``into`` until the mark is passed or waited for."""
+        """Copy on the H2D stream; the caller keeps ``into`` until the mark has passed or compute waits for it."""
         return self._copy(self._h2d, into, source, after)
 
     def _copy(self, lane: torch.cuda.Stream | None, into: Tensor, source: Tensor, after: Sequence[Mark]) -> Mark:
@@ -125,23 +129,23 @@ class StreamLanes:
             into.copy_(source, non_blocking=True)
         return _Event(stream)
 
-    def wait(self, mark: Mark, home: object) -> None:
-        """Let a stream wait; the host goes on."""
-        _order(home if isinstance(home, torch.cuda.Stream) else self.here(), mark)
+    def wait(self, mark: Mark, stream: object) -> None:
+        """Make a stream wait for the mark; the host does not wait."""
+        _order(stream if isinstance(stream, torch.cuda.Stream) else self.here(), mark)
 
-    def release(self, mark: Mark, home: object) -> None:
-        """Let the stream that the memory goes back to wait, unless the copy has run."""
+    def release(self, mark: Mark, stream: object) -> None:
+        """Make the stream that gets the memory back wait for the copy, unless it has run."""
         if not mark.done():
-            self.wait(mark, home)
+            self.wait(mark, stream)
 
     def hold(self, mark: Mark) -> None:
-        """Let the D2H stream wait, unless the copy has run."""
+        """Make the D2H stream wait for the mark, unless it has passed."""
         if not mark.done():
             _order(self._d2h or self.here(), mark)
 
 
 class _Passed:
-    """The mark of what has already happened."""
+    """A mark that has always passed."""
 
     def done(self) -> bool:
         return True
@@ -157,7 +161,7 @@ PASSED: Mark = _Passed()
 
 
 class _Task:
-    """The mark of a copy on a thread."""
+    """The mark of a copy on a lane thread."""
 
     __slots__ = ("_future",)
 
@@ -199,8 +203,8 @@ def _order(stream: torch.cuda.Stream, mark: Mark) -> None:
 
 
 def _thread(name: str) -> ThreadPoolExecutor:
-    """Return a thread with one intra-op thread; the number that the caller's operators use stays."""
-    own = torch.get_num_threads()  # torch reads its default when a thread first asks, so ask before it changes
+    """Return a worker thread that uses one intra-op thread; the caller's number of intra-op threads stays."""
+    own = torch.get_num_threads()  # torch reads its default at a thread's first query, so query it before it changes
     thread = ThreadPoolExecutor(1, thread_name_prefix=name)
     thread.submit(_use_one_thread).result()
     torch.set_num_threads(own)

@@ -1,4 +1,4 @@
-"""What an offloading context did: bytes over each lane, what stayed and why."""
+"""Statistics of an offloading context: bytes copied on each lane, and bytes that stayed on the device, by reason."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from enum import StrEnum
 
 
 class Why(StrEnum):
-    """Why a saved tensor stayed where it was."""
+    """The reason why a saved tensor stayed on the device."""
 
     DEVICE = "on another device"
     KIND = "not a plain strided tensor"
@@ -22,32 +22,33 @@ class Why(StrEnum):
 
 @dataclass
 class OffloadStatistics:
-    """Counts since the context was made, or since ``reset``; bytes are those copied, not those of every view."""
+    """Counts since the context was made or since ``reset``; copied bytes count once, not once per view."""
 
     offloaded_tensors: int = 0
-    """Copies to the host."""
+    """Number of copies to the host."""
     offloaded_bytes: int = 0
-    """Bytes over the D2H lane."""
+    """Bytes copied on the D2H lane."""
     restored_tensors: int = 0
+    """Number of copies back to the device."""
     restored_bytes: int = 0
-    """Bytes over the H2D lane, those brought back for nothing included."""
+    """Bytes copied on the H2D lane, including prefetches that were never used."""
     shared_tensors: int = 0
     """Saved tensors that needed no copy: views of bytes already offloaded."""
     reused_tensors: int = 0
     """Unpacked tensors that needed no copy: the original was still alive."""
     forward_waits: int = 0
-    """How often compute had to wait for the D2H lane, because ``max_fwd_stash_size`` copies were on their way."""
+    """How often compute waited for the D2H lane because ``max_fwd_stash_size`` copies were in flight."""
     dropped_prefetches: int = 0
-    """Copies that were brought back and left unused while backward moved on."""
+    """Prefetched copies that were dropped unused because backward had moved on."""
     kept_bytes: Counter[Why] = field(default_factory=Counter)
-    """Bytes of saved tensors that stayed, by reason; views of the same bytes count each."""
+    """Bytes of saved tensors that stayed on the device, by reason; each view counts, even of the same bytes."""
     host_bytes: int = 0
-    """Bytes of the host slab."""
+    """Size of the host slab in bytes."""
     host_peak_bytes: int = 0
-    """Host bytes in use at most. Without ``host_bytes`` the slab has exactly these after the first pass."""
+    """Largest number of host bytes in use; without a ``host_bytes`` limit, the slab's size after the first pass."""
 
     def reset(self) -> None:
-        """Start counting again; the host's bytes stay."""
+        """Set all counts to zero, except the sizes of host memory."""
         for each in fields(self):
             if not each.name.startswith("host"):
                 setattr(self, each.name, Counter() if each.name == "kept_bytes" else 0)

@@ -1,13 +1,13 @@
-"""Moves blocks: to the host as they are saved, back ahead of backward, and keeps every hazard ordered.
+"""Moves blocks to the host as they are saved and back before backward needs them, with every hazard ordered.
 
-    D2H reads the source      after compute has written it (a mark at the save)
-    compute reuses the source after D2H has read it (waited for before the source is let go)
-    H2D reads the host        after D2H has written it (the block's own mark)
-    H2D writes the device     after compute has done with that memory (a mark at the allocation)
-    compute reads the device  after H2D has written it (waited for at the unpack)
-    D2H reuses host bytes     after H2D has read them (the D2H lane is held)
+    D2H reads the source       after compute has written it (a mark at the save)
+    compute reuses the source  after D2H has read it (compute waits before the source is released)
+    H2D reads the host         after D2H has written it (the block's own mark)
+    H2D writes the device      after compute has finished with that memory (a mark at the allocation)
+    compute reads the device   after H2D has written it (compute waits at the unpack)
+    D2H reuses host bytes      after H2D has read them (the D2H lane is held)
 
-Device memory always comes from the stream compute is on, and goes back to it.
+Device memory is always allocated on the current compute stream and freed to that stream.
 """
 
 from __future__ import annotations
@@ -54,18 +54,18 @@ class Swap:
         self._leftovers: deque[Leftover] = deque()
         self._count = 0
         self._backward = 0
-        """A view unpacked again means another backward pass (over a retained graph)."""
+        """Number of the backward pass. If a view is unpacked again, a new pass has begun (over a retained graph)."""
         self._number = self._anchor = 0
 
     def save(self, block: Block, view: View, inside: View, original: Original) -> Saved:
-        """Return what autograd holds for a view of a block."""
+        """Return the object that autograd is to hold for a view of a block."""
         self._count += 1
         block.views.append(self._count)
         saved = self._saved[self._count] = Saved(block, self._count, original.version, view, inside)
         return saved
 
     def offload(self, original: Original, storage: torch.UntypedStorage, view: View) -> Block | None:
-        """Start a block on its way; None when the host has no room for it."""
+        """Start to copy a new block to the host, and return it; return None if the host has no room."""
         self.collect()
         if view.gapless:
             first, end = view.reach(storage.nbytes())
@@ -77,32 +77,32 @@ class Swap:
         if host is None:
             return None
         block = Block(original, first, source, host, self._leftovers)
-        lanes = self._on(source.device)
+        lanes = self._lanes_of(source.device)
         if self._debug:
             block.total = total(source)
-        block.home = lanes.here()
+        block.stream = lanes.here()
         block.copied = lanes.offload(host.memory, source, [lanes.now()])
         self._stash.append(weakref.ref(block))
         self._statistics.offloaded_tensors += 1
         self._statistics.offloaded_bytes += source.numel()
         self._statistics.host_peak_bytes = self._host.peak_bytes
-        self._let_go(self._forward)
+        self._free_sources(self._forward)
         return block
 
     def storage_for(self, saved: Saved) -> tuple[torch.UntypedStorage, View]:
-        """Return bytes that hold a saved view, on the device, and where in them it lies; start on what comes next."""
+        """Return device bytes that contain a saved view, and its geometry in them; prefetch the blocks needed next."""
         self.collect()
-        self._let_go(self._forward)
-        self._arrive(saved)
+        self._free_sources(self._forward)
+        self._track_backward(saved)
         block = saved.block
         storage, view = block.original.storage(), saved.view
         if storage is not None:
             self._statistics.reused_tensors += 1
         else:
-            lanes = self._on(block.device)
+            lanes = self._lanes_of(block.device)
             restored = self._restore(block, lanes)
-            self._look_ahead(saved, lanes)
-            lanes.wait(block.fetched, block.restored_home)
+            self._prefetch(saved, lanes)
+            lanes.wait(block.fetched, block.restored_stream)
             if block.total is not None:
                 check(restored, block.total)
             storage, view = restored.untyped_storage(), saved.inside
@@ -112,15 +112,15 @@ class Swap:
         return storage, view
 
     def _restore(self, block: Block, lanes: Lanes) -> Tensor:
-        """Return a block's bytes on the device, on their way or there, for the stream that compute is on now."""
-        if block.restored is not None and block.restored_home == lanes.here():
+        """Return a block's bytes on the device for the current compute stream; their copy may still be in flight."""
+        if block.restored is not None and block.restored_stream == lanes.here():
             return block.restored
         self._drop(block)
         restored = torch.empty(block.host.memory.numel(), dtype=torch.uint8, device=block.device)
         if self._debug:
             poison(restored)
-        block.restored, block.restored_home = restored, lanes.here()
-        # The last copy out of these host bytes need not be waited for: it is on the same lane.
+        block.restored, block.restored_stream = restored, lanes.here()
+        # An earlier copy out of these host bytes is on the same lane, so no wait is needed for it.
         block.fetched = lanes.restore(restored, block.host.memory, [block.copied, lanes.now()])
         block.waiting = {number for number in block.views if self._is_waiting(number)}
         block.unused = True
@@ -129,20 +129,21 @@ class Swap:
         self._statistics.restored_bytes += restored.numel()
         return restored
 
-    def _look_ahead(self, saved: Saved, lanes: Lanes) -> None:
-        """Bring back what backward needs next: the rest of this node's tensors, then those that were saved before."""
+    def _prefetch(self, saved: Saved, lanes: Lanes) -> None:
+        """Prefetch the blocks that backward needs next: this node's other tensors, then those saved before them."""
         rest = range(saved.number + 1, saved.number + 1 + self._ahead)
-        nodes = itertools.takewhile(self._is_waiting, rest)
+        same_node = itertools.takewhile(self._is_waiting, rest)
         before = filter(self._is_waiting, range(self._anchor - 1, self._anchor - 1 - self._ahead, -1))
-        for number in itertools.chain(nodes, before):
+        for number in itertools.chain(same_node, before):
             block = self._saved[number].block
             if block.device == saved.block.device and block.restored is None and block.original.storage() is None:
                 self._restore(block, lanes)
 
-    def _arrive(self, saved: Saved) -> None:
-        """Note where backward is: nodes in the reverse order of their saves, a node's own tensors in the order of them.
+    def _track_backward(self, saved: Saved) -> None:
+        """Update the position of backward.
 
-        The anchor is the first tensor of the node that backward is in.
+        Backward visits nodes in reverse order of their saves, but unpacks the tensors of one node in order of their
+        saves. The anchor is the first saved tensor of the current node.
         """
         if saved.backward == self._backward:
             self._backward += 1
@@ -157,7 +158,7 @@ class Swap:
         return saved is not None and saved.backward != self._backward
 
     def _drop_used(self) -> None:
-        """Let go of what no view waits for any more, and of what backward has passed by."""
+        """Drop restored blocks that no view waits for any more, and blocks that backward has already passed."""
         first, last = self._anchor - self._reach, self._number + self._reach
         kept = []
         for ref in self._restored:
@@ -173,29 +174,29 @@ class Swap:
 
     def _drop(self, block: Block) -> None:
         if block.restored is not None:
-            self._on(block.device).release(block.fetched, block.restored_home)
+            self._lanes_of(block.device).release(block.fetched, block.restored_stream)
             block.restored = None
 
-    def _let_go(self, most: int) -> None:
-        """Free the sources that D2H has read; wait for the oldest when more than ``most`` are on their way."""
+    def _free_sources(self, most: int) -> None:
+        """Free the sources that D2H has read; wait for the oldest copy if more than ``most`` are in flight."""
         while self._stash:
             block = self._stash[0]()
-            under_way = block is not None and not block.copied.done()
-            if under_way and len(self._stash) <= most:
+            in_flight = block is not None and not block.copied.done()
+            if in_flight and len(self._stash) <= most:
                 return
             self._stash.popleft()
             if block is not None:
-                self._statistics.forward_waits += under_way and most > 0
-                self._on(block.device).wait(block.copied, block.home)
+                self._statistics.forward_waits += in_flight and most > 0
+                self._lanes_of(block.device).wait(block.copied, block.stream)
                 block.source = None
 
     def collect(self) -> None:
-        """Free what dead blocks left, in order with the copies that still use it."""
+        """Free the memory of dead blocks, in order with the copies that still use it."""
         while self._leftovers:
             left = self._leftovers.popleft()
-            own = self._on(left.device)
-            own.release(left.copied, left.home)
-            own.release(left.fetched, left.restored_home)
+            own = self._lanes_of(left.device)
+            own.release(left.copied, left.stream)
+            own.release(left.fetched, left.restored_stream)
             if self._debug or not left.host.in_slab:
                 left.copied.settle()
                 left.fetched.settle()
@@ -207,7 +208,7 @@ class Swap:
             self._host.give(left.host)
 
     def settle(self) -> None:
-        """Between passes: let the slab have its exact size."""
+        """Between passes, give the slab the exact size that was needed."""
         self.collect()
         self._host.settle()
         self._statistics.host_bytes = self._host.bytes
@@ -220,7 +221,7 @@ class Swap:
                 block.copied.join()
                 block.source = None
 
-    def _on(self, device: torch.device) -> Lanes:
+    def _lanes_of(self, device: torch.device) -> Lanes:
         if device not in self._lanes:
             on_cuda = device.type == "cuda"
             self._lanes[device] = (

@@ -1,7 +1,7 @@
-"""Whether a tensor was changed in place after it was saved.
+"""Detects that a tensor was changed in place after autograd saved it.
 
-Torch checks this for what it saves itself, and leaves it out where hooks are set. An alias shares the tensor's version
-counter; with its data taken away it watches the counter without holding the memory.
+Torch checks this for tensors that it saves itself, but not if saved-tensor hooks are set. An alias shares the tensor's
+version counter. An alias without data can therefore watch the counter without holding the memory.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from torch import Tensor
 
 
 class Version:
-    """The version a tensor had when it was saved.
+    """The version of a tensor at the time it was saved.
 
-    ``alias`` is the tensor without its history; with ``holding`` false it has lost its data.
+    ``alias`` is the tensor detached from the graph; if ``holding`` is false, it has no data.
     """
 
     __slots__ = ("_shape", "alias", "number")
@@ -26,14 +26,14 @@ class Version:
 
     @property
     def unchanged(self) -> bool:
-        """Whether nothing has written to the tensor since (inference tensors do not count their versions)."""
+        """Whether nothing has written to the tensor since; always true for inference tensors, which have no version."""
         return self.number < 0 or self.alias._version == self.number
 
     def check(self) -> None:
-        """Refuse a tensor that is no longer what was saved.
+        """Refuse a tensor that has changed since it was saved.
 
         Raises:
-            RuntimeError: as autograd itself does.
+            RuntimeError: if it has changed; autograd itself raises the same error.
         """
         if not self.unchanged:
             raise RuntimeError(

@@ -1,4 +1,5 @@
-"""Calibration: measures operators, copies and collectives of this machine and writes a hardware profile.
+"""Calibration probes: measure this machine's operators, copies and collectives, and turn them into a hardware profile.
 
-No probe times the model that the profile is later asked about.
+Probes time single operators of small models, never the model for which the profile later makes predictions. The
+command that runs them is ``memo_exec/commands/calibrate.py``.
 """

@@ -1,7 +1,7 @@
-"""Clocks, power and driver of a GPU while it is measured, read by nvidia-smi every second beside the probes.
+"""Records a GPU's clocks, power and driver during calibration, by running nvidia-smi once a second.
 
-A rate belongs to the clocks it was measured at: the profile's provenance keeps their median and range, the power state
-and the power drawn. Where there is no nvidia-smi it says so.
+A measured rate holds only for the clocks at which it was measured. So the profile's provenance keeps the median and the
+range of the clocks, the power state and the power drawn. If nvidia-smi is missing, the provenance says so.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ PERIOD_MS = 1000
 
 @contextmanager
 def watched(device: torch.device) -> Iterator[dict[str, str]]:
-    """Yield a dictionary that holds, once the block has ended, what was read meanwhile; empty for a CPU."""
+    """Yield a dictionary that is filled with the readings when the block ends; it stays empty for a CPU."""
     found: dict[str, str] = {}
     if device.type != "cuda":
         yield found
         return
     program = shutil.which("nvidia-smi")
     if program is None:
-        found["clocks"] = "not known: no nvidia-smi"
+        found["clocks"] = "unknown: nvidia-smi is not installed"
         yield found
         return
     uuid = torch.cuda.get_device_properties(device).uuid
@@ -45,26 +45,26 @@ def watched(device: torch.device) -> Iterator[dict[str, str]]:
 
 
 def summary(text: str) -> dict[str, str]:
-    """Return driver, power state, clocks (MHz) and power (W) from nvidia-smi's lines.
+    """Return driver, power state, clocks (MHz) and power (W) from nvidia-smi's output.
 
-    A line that was cut off when the program ended is left out.
+    It skips a last line that was cut off when the program ended.
     """
     lines = [[cell.strip() for cell in line.split(",")] for line in text.splitlines()]
     lines = [cells for cells in lines if len(cells) == len(FIELDS)]
     if not lines:
-        return {"clocks": "not known: nvidia-smi printed nothing"}
+        return {"clocks": "unknown: nvidia-smi printed nothing"}
     columns = dict(zip(FIELDS, zip(*lines, strict=True), strict=True))
     return {
         "driver": columns["driver_version"][-1],
         "power_state": ", ".join(sorted(set(columns["pstate"]))),
-        "sm_clock_mhz": f"{_range(columns['clocks.sm'])}, at most {columns['clocks.max.sm'][-1]}",
+        "sm_clock_mhz": f"{_range(columns['clocks.sm'])}, maximum {columns['clocks.max.sm'][-1]}",
         "memory_clock_mhz": _range(columns["clocks.mem"]),
         "power_w": f"{_range(columns['power.draw'])}, limit {columns['power.limit'][-1]}",
     }
 
 
 def _range(cells: tuple[str, ...]) -> str:
-    """Return median and range; what is no number (``[N/A]``) as it was printed."""
+    """Return median and range of the readings, or the text itself if they are not numbers (``[N/A]``)."""
     try:
         numbers = [float(cell) for cell in cells]
     except ValueError:

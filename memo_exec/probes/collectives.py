@@ -1,13 +1,14 @@
-"""Collectives and exchanges inside a node, by kind, number of ranks and size, as the profile's tables hold them.
+"""Measures collectives and send-receive inside a node, by kind, number of ranks and size, for the profile's tables.
 
     seconds(bytes) = alpha + factor(ranks) * bytes / bus rate(bytes)
 
-    factor   all-reduce 2(n-1)/n    all-gather, reduce-scatter, all-to-all (n-1)/n    send and receive 1
+    factor   all-reduce 2(n-1)/n    all-gather, reduce-scatter, all-to-all (n-1)/n    send-receive 1
 
-``bytes`` is the whole tensor; for all-to-all what one rank holds, for an exchange the message that each rank passes to
-the next in its ring. Calls run back to back, as a step issues them, and the slowest rank counts. ``alpha`` is the
-shortest time of any size; where a call takes hardly longer than that, its bytes cannot be told from its start, and the
-size is left out of the curve. A message that took longer than a larger one counts as that one's time.
+``bytes`` is the size of the whole tensor. For all-to-all it is what one rank holds; for send-receive it is the message
+that each rank passes to the next one in the ring. Calls run back to back, as in a step, and the slowest rank counts.
+
+``alpha`` is the shortest time of any size. A size whose time is barely above ``alpha`` says nothing about the bus rate,
+so the curve omits it. If a message took longer than a larger one, the larger one's time is used for both.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ KINDS: tuple[CollectiveKind, ...] = ("all_reduce", "all_gather", "reduce_scatter
 REPEATS = 5
 MOST_CALLS = 200
 ABOVE_START = 1.2
-"""A time counts for the curve from this multiple of ``alpha`` on."""
+"""The curve contains only sizes whose time is at least this multiple of ``alpha``."""
 
 Group = dist.ProcessGroup
 
@@ -40,7 +41,7 @@ def group_sizes(world: int) -> list[int]:
 
 
 def volume_factor(kind: CollectiveKind, ranks: int) -> float:
-    """Return how many times the bytes cross each rank's link."""
+    """Return how many times the tensor's bytes cross each rank's link."""
     if kind == "all_reduce":
         return 2.0 * (ranks - 1) / ranks
     return 1.0 if kind == "send_recv" else (ranks - 1) / ranks
@@ -55,18 +56,25 @@ def measure(
     outside: Callable[[], int],
     told: Callable[[str], None],
 ) -> tuple[list[CollectiveTable], dict[int, int]]:
-    """Return one table a kind and group, and by the number of ranks the bytes that this rank's communicator took.
+    """Return one table per kind and group size, and the bytes of this rank's communicator by group size.
 
-    ``seconds`` is about how long each size (in bytes) is repeated; ``outside`` returns the device bytes in use that
-    torch does not hold; ``told`` hears what begins. Every rank calls this; all get the same tables. A communicator has
-    played every kind when its bytes are read: libraries take buffers for a kind when it is first asked for.
+    Every rank calls this, and all get the same tables. A communicator's bytes are read after it has run every kind,
+    because libraries allocate buffers for a kind at its first call.
+
+    Args:
+        ranks: the processes of this calibration.
+        sizes: tensor sizes in bytes.
+        seconds: approximate time to repeat each size.
+        source: the name of the source in the profile.
+        outside: returns the device bytes in use that torch does not hold.
+        told: receives a progress line before each measurement.
 
     Raises:
-        CannotRun: when another rank stops.
+        CannotRun: if another rank stops.
     """
     tables, taken = [], {}
     for count in group_sizes(ranks.world):
-        ranks.wait()  # the group of all exists before another's memory is read
+        ranks.wait()  # its first call creates the world group, whose memory must not count here
         before = outside()
         group = ranks.group(count)
         for kind in KINDS:
@@ -85,9 +93,9 @@ def measure(
 
 
 def table_of(kind: CollectiveKind, ranks: int, found: dict[int, Sample], source: str) -> CollectiveTable:
-    """Return measured times by bytes as alpha and a curve of bus rates."""
+    """Convert measured times by size in bytes to alpha and a curve of bus rates."""
     sizes = sorted(found)
-    # Whatever took longer than a larger message was disturbed.
+    # A message that took longer than a larger one was disturbed by other load.
     times = {size: min(found[other].seconds for other in sizes if other >= size) for size in sizes}
     alpha_s, largest = times[sizes[0]], sizes[-1]
     factor = volume_factor(kind, ranks)
@@ -100,7 +108,7 @@ def table_of(kind: CollectiveKind, ranks: int, found: dict[int, Sample], source:
 
 
 def time_calls(ranks: Ranks, call: Callable[[], None], group: Group, seconds: float) -> Sample:
-    """Return how long one of many calls back to back takes on the group's slowest rank."""
+    """Return the time per call, in many calls back to back, on the group's slowest rank."""
     call()
     one = ranks.slowest(sample_of([_elapsed(call, 1, ranks.device)]), group).seconds
     calls = max(1, min(MOST_CALLS, int(seconds / REPEATS / max(one, 1e-7))))
@@ -124,7 +132,7 @@ def _elapsed(call: Callable[[], None], calls: int, device: torch.device) -> floa
 
 
 def call_of(kind: CollectiveKind, ranks: Ranks, count: int, size: int, group: Group) -> Callable[[], None]:
-    """Return one call of a kind over ``size`` bytes; a size that the ranks do not divide loses the rest."""
+    """Return a function that makes one call over ``size`` bytes, rounded down to a multiple of the ranks."""
     dtype: torch.dtype = torch.float32 if ranks.device.type == "cpu" else torch.bfloat16
     elements = max(1, size // dtype.itemsize // count) * count
     whole = torch.zeros(elements, dtype=dtype, device=ranks.device)
@@ -144,24 +152,24 @@ def call_of(kind: CollectiveKind, ranks: Ranks, count: int, size: int, group: Gr
 
 
 def _named(new: str, old: str) -> Callable[..., object]:
-    """Return a collective by its newer name where torch has it: since 2.13 the older one warns."""
+    """Return a collective by its new name if torch has it; the old name warns since torch 2.13."""
     found: Callable[..., object] = getattr(dist, new, None) or getattr(dist, old)
     return found
 
 
 def _exchange(message: Tensor, rank: int, count: int, group: Group) -> Callable[[], None]:
-    """Return one hop of a ring: send to the next rank what the one before sends here."""
-    came = torch.zeros_like(message)
+    """Return a function that makes one hop of a ring: it sends to the next rank and receives from the previous one."""
+    received = torch.zeros_like(message)
     after, before = (rank + 1) % count, (rank - 1) % count
 
     def call() -> None:
-        ways = [dist.P2POp(dist.isend, message, after, group), dist.P2POp(dist.irecv, came, before, group)]
-        for work in dist.batch_isend_irecv(ways):
+        transfers = [dist.P2POp(dist.isend, message, after, group), dist.P2POp(dist.irecv, received, before, group)]
+        for work in dist.batch_isend_irecv(transfers):
             work.wait()
 
     return call
 
 
 def _done(work: object) -> None:
-    """Take what a synchronous collective returns, which is nothing."""
+    """Discard the result of a synchronous collective, which is None."""
     del work

@@ -1,6 +1,7 @@
-"""Copies between device and host as the interpreter makes them: in the lanes' own threads (on CUDA, streams).
+"""Runs copies between device and host as the interpreter does: in the lanes' own threads (on CUDA, streams).
 
-Alone by size, both ways at once, beside compute, and the other way round: what compute loses beside copies.
+A copy runs alone, at the same time as a copy in the other direction, or at the same time as compute. The last case also
+shows how much copies slow compute down.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from memo_exec.interpreter.lanes import lane_threads
 from memo_exec.kernels import KERNELS, Call, Context
-from memo_exec.probes.operators import MOST_TURNS
+from memo_exec.probes.operators import MOST_OPERAND_SETS
 from memo_exec.probes.timing import Effort, Sample, back_to_back, sample_of, time_call
 from memo_sim.contract.plan import Decisions
 from memo_sim.program.ir.instruction import Instruction, Lane
@@ -30,7 +31,7 @@ OPS: dict[Lane, Literal["d2h", "h2d"]] = {Lane.D2H: "d2h", Lane.H2D: "h2d"}
 
 
 class Lanes:
-    """The compute and copy lanes of one device, each able to repeat something until it is told to stop."""
+    """The compute and copy lanes of one device; each can repeat a call until it is stopped."""
 
     def __init__(self, device: torch.device, decisions: Decisions, cache_bytes: int) -> None:
         self.device = device
@@ -52,26 +53,29 @@ class Lanes:
             thread.shutdown()
 
     def inside(self, lane: Lane, work: Callable[[], T]) -> T:
-        """Return ``work()``, played in the lane's thread (and stream) with its number of intra-op threads."""
+        """Run ``work()`` in the lane's thread (and stream), with its number of intra-op threads; return the result."""
         return self.submit(lane, work).result()
 
     def submit(self, lane: Lane, work: Callable[[], T]) -> Future[T]:
-        """Begin ``work()`` in the lane's thread (and stream)."""
+        """Start ``work()`` in the lane's thread (and stream), and return its future."""
         return self._threads[lane].submit(self._in_lane, lane, work)
 
     def alone(self, lane: Lane, size_bytes: int, effort: Effort) -> Sample:
-        """Return how long one copy of ``size_bytes`` takes when nothing else runs."""
+        """Return the time of one copy of ``size_bytes`` while nothing else runs."""
         copy = self.copier(lane, size_bytes)
         return self.inside(lane, lambda: time_call(copy, self.device, effort))
 
     def copier(self, lane: Lane, size_bytes: int) -> Callable[[int], None]:
-        """Return a call that copies ``size_bytes`` the lane's way, taking turns over buffers beyond the cache."""
-        turns = min(4 * MOST_TURNS, 2 + self.cache_bytes // size_bytes)
-        pairs = [self._pair(lane, size_bytes) for _ in range(turns)]
+        """Return a function that copies ``size_bytes`` in the lane's direction.
+
+        It cycles through several buffers, which together exceed the cache unless that takes too many.
+        """
+        sets = min(4 * MOST_OPERAND_SETS, 2 + self.cache_bytes // size_bytes)
+        pairs = [self._pair(lane, size_bytes) for _ in range(sets)]
         instruction = Instruction(OPS[lane], OPS[lane], lane, Copy(size_bytes, OPS[lane]), ())
         calls = [Call(instruction, self.context, pair) for pair in pairs]
         kernel = KERNELS[OPS[lane]]
-        return lambda i: kernel(calls[i % turns])
+        return lambda i: kernel(calls[i % sets])
 
     def _pair(self, lane: Lane, size_bytes: int) -> dict[str, Tensor]:
         on_device = torch.ones(size_bytes // 4, device=self.device)
@@ -79,7 +83,7 @@ class Lanes:
         return {"source": on_device, "target": host} if lane is Lane.D2H else {"source": host, "target": on_device}
 
     def together(self, seconds: float, work: dict[Lane, Callable[[int], None]]) -> dict[Lane, Sample]:
-        """Repeat each lane's call for so long, all lanes at once; return how long one call takes in each."""
+        """Repeat each lane's call for ``seconds``, all lanes at once; return the time per call on each lane."""
         stop, ready = threading.Event(), threading.Barrier(len(work) + 1)
         futures: dict[Lane, Future[Sample]] = {
             lane: self._threads[lane].submit(self._in_lane, lane, lambda call=call: self._repeat(call, ready, stop))
@@ -100,7 +104,7 @@ class Lanes:
             return work()
 
     def _repeat(self, call: Callable[[int], None], ready: threading.Barrier, stop: threading.Event) -> Sample:
-        """Repeat until stopped, once all lanes are ready; the first call and the one that was cut off do not count."""
+        """Wait until all lanes are ready, then repeat ``call`` until stopped; drop the first and the last duration."""
         try:
             call(0)
             if self.device.type == "cuda":
@@ -114,7 +118,7 @@ class Lanes:
 
 
 def _raise_first(errors: list[BaseException | None]) -> None:
-    """Raise what broke the barrier, not that it broke."""
+    """Raise the first error that is not a broken barrier, because that error is the cause."""
     for error in errors:
         if error is not None and not isinstance(error, threading.BrokenBarrierError):
             raise error

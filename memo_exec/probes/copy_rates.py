@@ -1,7 +1,7 @@
-"""Copies as a profile holds them: alone by size, both ways at once, beside compute, and with every rank copying.
+"""Measures the copy rates of a profile: alone by size, both directions at once, beside compute, and on all ranks.
 
-One device alone: ``all_devices`` is the rate beside compute. Several: the slowest rank's rate while all of them copy
-the same way at once, so that links and host memory that they share show.
+With one device, ``all_devices`` is the rate beside compute. With several, it is the slowest rank's rate while all of
+them copy in the same direction. So it includes the effect of shared links and shared host memory.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ from memo_sim.program.ir.instruction import Lane
 
 BOTH = (Lane.D2H, Lane.H2D)
 PASSES = 3
-"""How often lanes run beside each other: load that comes and goes spoils one of them at most."""
+"""How often lanes run at the same time; a short disturbance affects at most one pass, and the median drops it."""
 IN_A_ROUND = 2 + len(BOTH)
-"""Times that lanes run beside each other in a pass: both copying, compute alone, compute beside each."""
+"""Measurements in a pass: both copies at once, compute alone, compute beside each copy."""
 
 Call = Callable[[int], None]
 
 
 @dataclass(frozen=True)
 class Copies:
-    """What the copy lanes measured."""
+    """Measured copy rates, how much a copy slows compute, and the host's rate with both directions at once."""
 
     rates: dict[Lane, CopyRates]
     slowdown: Quantity
     together_bytes_per_s: float
 
     def beside_all(self, shared: AllDevices, source: str) -> Copies:
-        """Return the same with what every rank at once was measured to get."""
+        """Return the same rates with those of ``shared``, which all ranks reach at once."""
         rates = {
             lane: msgspec.structs.replace(found, all_devices=rate_of(shared.copied_bytes, shared.one_way[lane], source))
             for lane, found in self.rates.items()
@@ -47,7 +47,7 @@ class Copies:
 
 @dataclass(frozen=True)
 class AllDevices:
-    """One copy while every rank copies the same way, and what all ranks move both ways."""
+    """Time of one copy while every rank copies in the same direction, and the total rate in both directions."""
 
     copied_bytes: int
     one_way: dict[Lane, Sample]
@@ -55,12 +55,12 @@ class AllDevices:
 
 
 def rate_of(size_bytes: int, sample: Sample, source: str) -> Quantity:
-    """Return bytes/s from a size and its duration."""
+    """Return a rate in bytes/s from a size and its duration."""
     return Quantity(value=size_bytes / sample.seconds, source=source, spread=sample.spread)
 
 
 def all_devices(ranks: Ranks, lanes: Lanes, grid: Grid) -> AllDevices:
-    """Return what copies get while all ranks make them; every rank calls this."""
+    """Measure copies while all ranks copy; every rank calls this."""
     copiers = {lane: lanes.copier(lane, grid.copied_bytes) for lane in BOTH}
     one_way = {}
     for lane in BOTH:
@@ -77,14 +77,14 @@ def all_devices(ranks: Ranks, lanes: Lanes, grid: Grid) -> AllDevices:
 
 
 def measurements(grid: Grid) -> int:
-    """Return how many measurements ``one_device`` makes."""
+    """Return the number of measurements that ``one_device`` makes."""
     return len(BOTH) * len(grid.copy_bytes) + PASSES * IN_A_ROUND
 
 
 def one_device(lanes: Lanes, grid: Grid, layer: Call, source: str, tell: Callable[[int], None]) -> Copies:
-    """Return the copies of one device; ``layer`` is what compute plays beside them.
+    """Measure the copies of one device; compute repeats ``layer`` beside them.
 
-    ``tell`` hears how many of the ``measurements`` have been made.
+    ``tell`` receives the number of measurements done so far, out of ``measurements(grid)``.
     """
     numbers = count(1)
 
@@ -122,7 +122,7 @@ def one_device(lanes: Lanes, grid: Grid, layer: Call, source: str, tell: Callabl
 
 @dataclass(frozen=True)
 class _Round:
-    """Lanes beside each other, once: copies both ways, copies beside compute, and what compute lost."""
+    """One pass: copies in both directions at once, copies beside compute, and the factor on compute's time."""
 
     duplex: dict[Lane, Sample]
     beside: dict[Lane, Sample]
@@ -130,7 +130,7 @@ class _Round:
 
 
 def _round(lanes: Lanes, grid: Grid, layer: Call, copiers: dict[Lane, Call], told: Callable[[], None]) -> _Round:
-    """Run copy lanes beside each other, and each beside a layer's operators."""
+    """Run both copy lanes at once, then each at the same time as a layer's operators."""
 
     def together(work: dict[Lane, Call]) -> dict[Lane, Sample]:
         found = lanes.together(grid.beside_s, work)

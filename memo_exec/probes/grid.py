@@ -1,7 +1,7 @@
-"""Which operators to time: small models lowered over widths and lengths, attention over heads, head sizes and lengths.
+"""The shapes that calibration times: small models over widths and lengths, attention over heads, head_dims and lengths.
 
-The shapes are those of models in general (each family's products and row-wise operators), spaced by octaves; operators
-that would take long are left out, for rates no longer change there.
+The shapes cover models in general: matrix products and row-wise operators of each family, spaced by octaves. Operators
+that would take long are omitted, because rates hardly change at those sizes.
 """
 
 from __future__ import annotations
@@ -24,31 +24,32 @@ class Grid:
     dtype: DtypeName
     vocab: int
     loss_chunk_tokens: int
-    """Rows of logits at once, as a plan would cut them; 0 = all tokens of a sequence."""
+    """Rows of logits per loss chunk, as in a plan; 0 means all tokens of a sequence."""
     widths: tuple[int, ...]
     lengths: tuple[int, ...]
     head_dims: tuple[int, ...]
     heads: tuple[int, ...]
     attention_lengths: tuple[int, ...]
     most_flops: float
-    """Of one product."""
+    """Largest matrix product to time, in FLOPs."""
     most_attention_flops: float
-    """Of one forward; backward has 2.5 times as many."""
+    """Largest attention forward to time, in FLOPs; backward has 2.5 times as many."""
     most_bytes: float
+    """Largest row-wise operator to time, in bytes moved."""
     copy_bytes: tuple[int, ...]
     message_bytes: tuple[int, ...]
-    """Of a collective or an exchange."""
+    """Sizes of collectives and of send-receive messages."""
     message_s: float
-    """How long each of them is repeated."""
+    """Seconds for which each of them is repeated."""
     beside_s: float = 0.4
-    """How long lanes run beside each other."""
+    """Seconds for which lanes run at the same time."""
     copied_bytes: int = 2**24
-    """Of one copy while lanes run beside each other."""
+    """Size of one copy while lanes run at the same time."""
     budget_s: float = 240.0
-    """When no further pass over the operators is begun."""
+    """Seconds after which no further pass over the operators starts."""
 
     def wanted(self, operator: Operator) -> bool:
-        """Whether an operator is worth its time."""
+        """Return whether an operator is small enough to be timed."""
         work = operator.instruction.work
         if isinstance(work, Gemm):
             return work.flops <= self.most_flops
@@ -92,11 +93,14 @@ CUDA = Grid(
 
 
 OF_PARTS = frozenset({"qkv.split", "qkv.join", "attention.merge", "grad.accumulate"})
-"""Row-wise operators of attention in parts."""
+"""Row-wise operators that occur only if attention runs in parts (subsequences, rings)."""
 
 
 def decisions(grid: Grid, kernel: str, rowwise: RowwiseKernel = "torch") -> Iterator[Decisions]:
-    """Yield steps whose operators are to be timed: both families, every width and length, most rows kept aside."""
+    """Yield decisions whose operators are to be timed, for both families and every width and length.
+
+    They swap only 128 tokens and recompute the rest, so the recompute operators cover most rows.
+    """
     for family in ("gpt", "llama"):
         for width in grid.widths:
             for tokens in grid.lengths:
@@ -111,7 +115,7 @@ def decisions(grid: Grid, kernel: str, rowwise: RowwiseKernel = "torch") -> Iter
 
 
 def subsequences(grid: Grid, kernel: str) -> Iterator[Decisions]:
-    """Yield steps of two subsequences of every width and length, for the operators that others do not have."""
+    """Yield decisions with two subsequences, for every width and length; they add the operators of ``OF_PARTS``."""
     for width in grid.widths:
         for tokens in grid.lengths:
             yield Decisions(
@@ -125,7 +129,7 @@ def subsequences(grid: Grid, kernel: str) -> Iterator[Decisions]:
 
 
 def middle(grid: Grid, kernel: str) -> Decisions:
-    """Return a step of middling width and length, for what is measured with one layer."""
+    """Return decisions of medium width and length, for probes that need a single layer."""
     found = list(decisions(grid, kernel))[: len(grid.widths) * len(grid.lengths)]
     return found[len(found) // 2]
 
@@ -152,9 +156,10 @@ def _model(family: Family, width: int, head_dim: int, vocab: int = 256) -> Model
 
 
 def attention_operators(grid: Grid, kernel: str, head_dim: int) -> Iterator[Operator]:
-    """Yield attention forward and backward over lengths and heads, causal; with the most heads also without a mask.
+    """Yield attention forward and backward over lengths and heads, with a causal mask.
 
-    Without it up to half the FLOPs: what it gains on longer rows follows from these (``costs/attention.py``).
+    For the largest number of heads, also yield calls without a mask, up to half the FLOPs. The gain of calls without a
+    mask on longer sequences is extrapolated from these (``memo_sim/costs/attention.py``).
     """
     for heads in grid.heads:
         masks: dict[Mask, float] = {"causal": grid.most_attention_flops}
@@ -174,7 +179,7 @@ def attention_operators(grid: Grid, kernel: str, head_dim: int) -> Iterator[Oper
 def attention_operator(
     dtype: DtypeName, kernel: str, shape: tuple[int, int, int], mask: Mask, *, backward: bool
 ) -> Operator:
-    """Return one attention call over (tokens, heads, head_dim)."""
+    """Return one attention call of shape (tokens, heads, head_dim)."""
     tokens, heads, head_dim = shape
     width = heads * head_dim
     work = Attention(1, tokens, tokens, mask, heads, heads, head_dim, backward, kernel, dtype)

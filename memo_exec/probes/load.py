@@ -1,8 +1,8 @@
-"""Whether the machine was its prober's own while it was measured: what else it ran, and how far repeats differ.
+"""Detects other load on the machine during calibration, from the system load and from the spread of repeats.
 
-A profile of a busy machine is wrong, and nothing in its numbers shows it. So the load before the first probe
-(afterwards it is the probes' own) and the middle spread of all timings go into its provenance, and what is too much is
-said.
+A profile that was measured on a busy machine is wrong, and its numbers do not show that. So the provenance records the
+load before the first probe (later the probes themselves cause load) and the median spread of all timings. If either is
+too large, calibration warns.
 """
 
 from __future__ import annotations
@@ -17,43 +17,43 @@ from memo_exec.machine.machine import Machine
 from memo_exec.probes.timing import Sample
 
 COPIES = 1
-"""Threads that copy beside compute's."""
+"""Threads that copy, in addition to those that compute."""
 
 SPARE_CORES = 0.5
-"""Load that a system at rest has."""
+"""Load of an idle system."""
 
 MOST_SPREAD = 0.1
-"""Of the middle operator's repeats: 0.03 to 0.06 on a quiet machine, several times that on a busy one."""
+"""Largest accepted median spread of the repeats: a quiet machine has 0.03 to 0.06, a busy one several times that."""
 
 
 @dataclass(frozen=True)
 class Load:
-    """Load of the last minute as the system averages it, in runnable threads; the cores that bear it."""
+    """The system's load average of the last minute, in runnable threads, and the number of cores."""
 
     threads: float
     cores: int
 
     @classmethod
     def now(cls) -> Load:
-        """Return the load before anything is measured."""
+        """Return the current load."""
         return cls(os.getloadavg()[0], max(os.cpu_count() or 1, available_cores()))
 
     def text(self) -> str:
-        """Return the load in words."""
+        """Return the load as text."""
         return f"{self.threads:.1f} on {self.cores} cores"
 
 
 def disturbances(before: Load, machine: Machine, samples: Sequence[Sample]) -> list[str]:
-    """Return what says that a profile was measured on a busy machine; nothing on a quiet one."""
+    """Return the signs that the machine was busy during calibration, as sentences; empty on a quiet machine."""
     found = []
     wanted = machine.compute_threads + COPIES
     if before.threads > max(0, before.cores - wanted) + SPARE_CORES:
-        found.append(f"the load was {before.text()} before it began, and {wanted} threads measure")
+        found.append(f"the load was {before.text()} before calibration, which itself needs {wanted} threads")
     if (spread := middle_spread(samples)) > MOST_SPREAD:
-        found.append(f"repeats of the middle operator differ by {spread:.0%}, on a quiet machine by some 5%")
+        found.append(f"the median spread of repeats is {spread:.0%}; on a quiet machine it is about 5%")
     return found
 
 
 def middle_spread(samples: Sequence[Sample]) -> float:
-    """Return the median of the spreads (``timing.py``)."""
+    """Return the median of the samples' spreads (``timing.py`` defines a spread)."""
     return median(sample.spread for sample in samples)

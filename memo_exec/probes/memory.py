@@ -1,4 +1,4 @@
-"""What memory costs: asking the device for it and giving it back, making host memory ready for copies, one dispatch."""
+"""Measures the cost of memory and of dispatch: device allocation and free, host pinning, one empty instruction."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from memo_sim.program.lower import lower
 BLOCK_BYTES = 2**26
 LARGE_BYTES = 2**29
 PINNED_BYTES = 2**27
-"""Of a pinned block that is asked of the driver: no probe before has pinned this size, so none is cached."""
+"""Size of the pinned blocks that the probe allocates; no earlier probe pins this size, so no block is cached."""
 
 REPEATS = 7
 BURST = 100
-"""Kernels in a row, so that a pair of events around them does not count."""
+"""Kernels between two events; there are so many that the cost of the events is negligible."""
 
 CPU_CACHE_BYTES = 2**25
-"""Assumed where the system does not tell."""
+"""Assumed size of a CPU's last-level cache if the system does not report it."""
 
 
 def dispatch(decisions: Decisions, device: torch.device) -> Sample:
-    """Return what one compute instruction costs the interpreter when its kernel does nothing."""
+    """Return the interpreter's time for one compute instruction whose kernel does nothing."""
     (program,) = lower(decisions)
     count = sum(1 for _, instruction in program.walk() if instruction.lane is Lane.COMPUTE)
     idle = dict.fromkeys(KERNELS, _nothing)
@@ -47,7 +47,7 @@ def _nothing(call: Call) -> None:
 
 
 def launch_floor(device: torch.device) -> Sample:
-    """Return the least time of one kernel on a GPU whose stream runs ahead: of many that do next to nothing."""
+    """Return the shortest time of one kernel on a GPU, measured over many tiny kernels in one stream."""
     word = torch.zeros(1, device=device)
 
     def burst(i: int) -> None:
@@ -61,7 +61,7 @@ def launch_floor(device: torch.device) -> Sample:
 
 @dataclass(frozen=True)
 class Allocation:
-    """What asking the device for a block costs, and giving it back: by block, and by GiB."""
+    """Time to allocate a block on the device (``asked``) and to free it (``given_back``), per block and per GiB."""
 
     asked: Sample
     asked_per_gib: Sample
@@ -70,9 +70,9 @@ class Allocation:
 
 
 def allocation(device: torch.device, sizes: tuple[int, int] = (BLOCK_BYTES, LARGE_BYTES)) -> Allocation:
-    """Return how long the device takes to hand out blocks that no cache holds, and to take them back.
+    """Return how long the device takes to allocate and to free blocks, without torch's cache.
 
-    Two sizes give a line: seconds = a block's + a GiB's x GiB; a slope that noise turns below 0 counts as 0.
+    Two sizes determine a line: seconds = per block + per GiB x GiB. A slope that is negative due to noise counts as 0.
     """
     small, large = (_blocks(device, size) for size in sizes)
     asked, asked_per_gib = _line(small[0], large[0], sizes)
@@ -81,56 +81,56 @@ def allocation(device: torch.device, sizes: tuple[int, int] = (BLOCK_BYTES, LARG
 
 
 def _blocks(device: torch.device, size: int) -> tuple[Sample, Sample]:
-    """Return how long a block of ``size`` bytes takes to be handed out and taken back."""
+    """Return how long the device takes to allocate and to free a block of ``size`` bytes."""
     asked, given_back = [], []
-    _forget(device)
+    _empty_cache(device)
     for _ in range(REPEATS):
         start = time.perf_counter()
         block = torch.empty(size, dtype=torch.uint8, device=device)
         _wait(device)
         middle = time.perf_counter()
         del block
-        _forget(device)
+        _empty_cache(device)
         asked.append(middle - start)
         given_back.append(time.perf_counter() - middle)
     return sample_of(asked), sample_of(given_back)
 
 
 def _line(small: Sample, large: Sample, sizes: tuple[int, int]) -> tuple[Sample, Sample]:
-    """Return seconds at size 0 and seconds a GiB of the line through two sizes, neither below 0."""
+    """Return seconds at size 0 and seconds per GiB of the line through two sizes; both are at least 0."""
     slope = max(0.0, (large.seconds - small.seconds) / (sizes[1] - sizes[0]))
     start = max(0.0, small.seconds - slope * sizes[0])
     return Sample(start, small.spread), Sample(slope * 2**30, large.spread)
 
 
 def host_ready(device: torch.device) -> Sample:
-    """Return how long one block of host memory takes to become usable for copies: registered, or touched on a CPU.
+    """Return how long it takes to prepare one block of host memory for copies: pin it (CUDA), or touch it (CPU).
 
     Raises:
-        CannotRun: when the driver does not register it.
+        CannotRun: if the driver refuses to pin or to unpin it.
     """
     found = []
     for _ in range(REPEATS):
         block = torch.empty(BLOCK_BYTES, dtype=torch.uint8)
         start = time.perf_counter()
         if device.type == "cuda":
-            _checked(_runtime().cudaHostRegister(block.data_ptr(), block.numel(), 0), "registered")
+            _checked(_runtime().cudaHostRegister(block.data_ptr(), block.numel(), 0), "pinned")
         else:
             block.zero_()
         found.append(time.perf_counter() - start)
         if device.type == "cuda":
-            _checked(_runtime().cudaHostUnregister(block.data_ptr()), "given back")
+            _checked(_runtime().cudaHostUnregister(block.data_ptr()), "unpinned")
     return sample_of(found)
 
 
 def host_allocated(device: torch.device) -> Sample | None:
-    """Return how long torch's pinned allocator takes for a block it has not cached; None where nothing is pinned."""
+    """Return how long torch's pinned allocator takes for a block that it has not cached; None without CUDA."""
     if device.type != "cuda":
         return None
     found, kept = [], []
     for _ in range(REPEATS):
         start = time.perf_counter()
-        # Kept until the end: what is given back would be handed out again.
+        # Keep each block until the end; the allocator would hand out a freed one again.
         kept.append(torch.empty(PINNED_BYTES, dtype=torch.uint8, pin_memory=True))
         found.append(time.perf_counter() - start)
     return sample_of(found)
@@ -146,8 +146,8 @@ def _checked(status: Any, what: str) -> None:
         )
 
 
-def _forget(device: torch.device) -> None:
-    """Give what torch has cached back to the device."""
+def _empty_cache(device: torch.device) -> None:
+    """Return torch's cached memory to the device."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.synchronize(device)

@@ -1,9 +1,10 @@
-"""The operators that steps are made of, each by itself: lowered from small models, played by the kernels of a run.
+"""Times single operators: lowers small models, and runs each distinct operator alone with the kernels of a run.
 
-Lowering a grid of widths and lengths gives every operator at every shape with exactly the work a plan prices. Each
-distinct one is timed alone. In a step an operator finds its newest input in the cache and everything else outside
-(weights and what forward saved were touched long ago), so repeats take turns over operands that together exceed the
-cache, and the input that the operator before would just have written is written anew before each repeat.
+Lowering a grid of widths and lengths yields every operator at every shape, with exactly the work that a plan prices.
+
+The cache state matters. In a step, an operator finds its newest input in the cache, but not its weights or the tensors
+that forward saved, which were last used long before. So repeats cycle through sets of operands that together exceed
+the cache. Before each repeat, the input that the previous operator would have written is written again.
 """
 
 from __future__ import annotations
@@ -25,13 +26,13 @@ from memo_sim.program.ir.work import Work
 from memo_sim.program.lower import lower
 
 FRESH_ROLES = ("grad", "logits", "y", "x", "qkv", "source", "part", "grad_q")
-"""Operands by which an operator follows the one before, most likely first."""
+"""Roles of the operand that the previous operator writes, the most likely first."""
 
 NOISE_NUMBERS = 2**22
-"""Random numbers that operands are filled from, over and over: drawing new ones takes longer than the operators."""
+"""Random numbers that fill all operands repeatedly; drawing new ones would take longer than the operators."""
 
-MOST_TURNS = 12
-"""Sets of operands that repeats take turns over."""
+MOST_OPERAND_SETS = 12
+"""Largest number of operand sets that repeats cycle through."""
 
 
 @dataclass(frozen=True)
@@ -41,26 +42,26 @@ class Operator:
     instruction: Instruction
     decisions: Decisions
     operands: tuple[tuple[str, tuple[int, ...], str], ...]
-    """Role, shape, dtype."""
+    """(role, shape, dtype) of each operand."""
 
     @property
     def key(self) -> tuple[str, Work, tuple[str, ...]]:
-        """What tells operators apart that cost differently: the kind, the work, and which operands there are."""
+        """The op, the work and the roles of the operands; operators with equal keys cost the same."""
         return self.instruction.op, self.instruction.work, tuple(role for role, _, _ in self.operands)
 
     @property
     def rowwise(self) -> RowwiseKernel:
-        """What plays it, of row-wise operators; torch of all that no fused kernel plays."""
+        """The library that runs a row-wise operator; "torch" for operators that have no fused kernel."""
         return self.decisions.kernels.rowwise if self.instruction.op in FUSED else "torch"
 
     @cached_property
     def bytes(self) -> int:
-        """Size of all operands together."""
+        """Total size of all operands."""
         return sum(prod(shape) * TORCH_DTYPES[dtype].itemsize for _, shape, dtype in self.operands)
 
 
 def operators_of(decisions: Iterable[Decisions]) -> list[Operator]:
-    """Return every distinct operator of the compute lane in the steps that ``decisions`` stand for."""
+    """Return every distinct compute-lane operator of the programs that ``decisions`` lower to."""
     found: dict[tuple[str, Work, tuple[str, ...]], Operator] = {}
     for each in decisions:
         for operator in _operators(each):
@@ -85,7 +86,7 @@ def _operators(decisions: Decisions) -> Iterator[Operator]:
 
 
 class Bench:
-    """Times operators on one device; ``cache_bytes`` is what repeats have to outgrow."""
+    """Times operators on one device; the operand sets of the repeats must exceed ``cache_bytes``."""
 
     def __init__(self, device: torch.device, cache_bytes: int) -> None:
         self.device = device
@@ -95,11 +96,11 @@ class Bench:
         self._settle()
 
     def seconds(self, operator: Operator, effort: Effort) -> Sample:
-        """Return how long the operator takes."""
+        """Return the time of one call of the operator."""
         with torch.inference_mode():
-            turns = min(MOST_TURNS, 2 + self.cache_bytes // max(1, operator.bytes))
+            sets = min(MOST_OPERAND_SETS, 2 + self.cache_bytes // max(1, operator.bytes))
             context = Context(operator.decisions, self.device, StepScalars(lr=1e-4, clip=1.0))
-            calls = [Call(operator.instruction, context, self._tensors(operator)) for _ in range(turns)]
+            calls = [Call(operator.instruction, context, self._tensors(operator)) for _ in range(sets)]
             kernel = KERNELS[operator.instruction.op]
             roles = [role for role in FRESH_ROLES if role in calls[0].tensors]
             fresh = [call.tensors[roles[0]] for call in calls] if roles else []
@@ -107,12 +108,12 @@ class Bench:
 
             def prepare(i: int) -> None:
                 if content is not None:
-                    fresh[i % turns].copy_(content)
+                    fresh[i % sets].copy_(content)
 
-            return time_call(lambda i: kernel(calls[i % turns]), self.device, effort, prepare)
+            return time_call(lambda i: kernel(calls[i % sets]), self.device, effort, prepare)
 
     def chain(self, operators: Sequence[Operator]) -> Callable[[int], None]:
-        """Return a call that plays the operators one after the other, each on operands of its own."""
+        """Return a function that runs the operators one after the other, each on its own operands."""
         context = [Context(o.decisions, self.device, StepScalars(lr=1e-4, clip=1.0)) for o in operators]
         calls = [Call(o.instruction, c, self._tensors(o)) for o, c in zip(operators, context, strict=True)]
         self._settle()
@@ -125,7 +126,7 @@ class Bench:
         return play
 
     def _settle(self) -> None:
-        """Return once what this stream has written is there: other lanes' streams do not wait for it."""
+        """Wait until this stream's writes have finished, because other lanes' streams do not wait for them."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
@@ -133,7 +134,7 @@ class Bench:
         return {role: self._tensor(role, shape, dtype, operator) for role, shape, dtype in operator.operands}
 
     def _tensor(self, role: str, shape: tuple[int, ...], dtype: str, operator: Operator) -> Tensor:
-        """Return numbers that a step could hold there: no denormals, no infinities, ids inside the vocabulary."""
+        """Return a tensor with realistic values: no denormals, no infinities, token ids inside the vocabulary."""
         kind = TORCH_DTYPES[dtype]
         if not kind.is_floating_point:
             vocab = operator.decisions.model.vocab

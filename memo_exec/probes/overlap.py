@@ -1,9 +1,9 @@
-"""What compute loses while the ranks' collectives or exchanges run beside it.
+"""Measures how much collectives and send-receive slow compute that runs at the same time.
 
-    slowdown = a layer's time beside calls back to back / its time alone, slowest rank
+    slowdown = time of a layer beside back-to-back calls / time of the layer alone, on the slowest rank
 
-The number of layers and of calls is agreed among the ranks before, so that none waits for a call that another does not
-make; the calls last half as long again as the layers would alone.
+The ranks agree on the number of layers and of calls in advance, so that no rank waits for a call that another does not
+make. The calls together last 1.5 times as long as the layers alone.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ from memo_sim.contract.hardware import CollectiveKind, Quantity
 from memo_sim.program.ir.instruction import Lane
 
 Slowed = Literal["copy", "collective", "p2p"]
-"""What a profile names as running beside compute."""
+"""The profile's names for operations that slow compute."""
 
 KINDS: dict[Slowed, CollectiveKind] = {"collective": "all_reduce", "p2p": "send_recv"}
 
 PASSES = 3
 FEWEST_LAYERS = 5
 COVER = 1.5
-"""How much longer than the layers alone the calls beside them last."""
+"""Total duration of the calls, relative to the layers alone."""
 
 
 def slowdowns(
     ranks: Ranks, lanes: Lanes, grid: Grid, layer: Callable[[int], None], source: str
 ) -> dict[Slowed, Quantity]:
-    """Return the factor on compute's time beside each kind; every rank calls this.
+    """Return the factor by which each kind lengthens compute; every rank calls this.
 
     Raises:
-        CannotRun: when another rank stops.
+        CannotRun: if another rank stops.
     """
     group = ranks.group(ranks.world)
     found = {}
@@ -55,7 +55,7 @@ def slowdowns(
 
 
 def _repeat(call: Callable[[], None], one_call_s: float, seconds: float) -> None:
-    """Make calls that together last about so long alone; ranks that agree on the times make equally many."""
+    """Make calls that together last about ``seconds``; ranks with equal arguments make equally many calls."""
     for _ in range(max(1, ceil(seconds / one_call_s))):
         call()
 
@@ -63,7 +63,7 @@ def _repeat(call: Callable[[], None], one_call_s: float, seconds: float) -> None
 def _ratio(
     ranks: Ranks, lanes: Lanes, seconds: float, layer: Callable[[int], None], calls: Callable[[float], None]
 ) -> float:
-    """Return a layer's time beside ``calls`` over its time alone."""
+    """Return the time of a layer beside ``calls``, divided by its time alone."""
     guess = ranks.slowest(lanes.inside(Lane.COMPUTE, partial(_layers, layer, lanes, FEWEST_LAYERS))).seconds
     count = max(FEWEST_LAYERS, ceil(seconds / guess))
     alone = ranks.slowest(lanes.inside(Lane.COMPUTE, partial(_layers, layer, lanes, count))).seconds
@@ -75,7 +75,7 @@ def _ratio(
 
 
 def _layers(layer: Callable[[int], None], lanes: Lanes, count: int) -> Sample:
-    """Return how long one of ``count`` layers in a row takes, the first and the last left out."""
+    """Return the time per layer of ``count`` layers in a row, without the first and the last."""
     left = iter(range(count - 1))
     durations = back_to_back(layer, lanes.device, lambda: next(left, None) is None)
     return sample_of(durations[1:-1] or durations)

@@ -1,4 +1,4 @@
-"""What the probes found, as a ``memo.hardware/1`` document: every number with its source, spread and versions."""
+"""Builds the hardware profile (``memo.hardware/1``) from the measurements, with source and spread of every number."""
 
 from __future__ import annotations
 
@@ -26,23 +26,23 @@ PEAK_BF16_FLOPS = {
     "NVIDIA H200": 989e12,
     "NVIDIA B200": 2250e12,
 }
-"""Dense peaks of NVIDIA's data sheets, by the name that CUDA reports: what a published MFU is a fraction of."""
+"""Dense peaks from NVIDIA's data sheets, by the device name that CUDA reports; published MFUs are relative to these."""
 
 
 @dataclass(frozen=True)
 class Shared:
-    """What several ranks measured together."""
+    """Results that several ranks measured together."""
 
     world: int
     tables: list[CollectiveTable]
     slowdowns: dict[Slowed, Quantity]
     communicator_bytes: dict[int, int]
-    """Device memory of one communicator on a rank, by how many ranks it has; 0 on a CPU."""
+    """Device bytes of one communicator on one rank, by its number of ranks; 0 on a CPU."""
 
 
 @dataclass(frozen=True)
 class Found:
-    """Everything that was measured on one device."""
+    """All results that were measured on one device."""
 
     machine: Machine
     timed: list[Timed]
@@ -55,7 +55,7 @@ class Found:
 
 
 def profile_of(found: Found, shared: Shared | None, name: str | None) -> Hardware:
-    """Return the profile of one device, and of the node's collectives when several ranks measured them."""
+    """Return the profile of one device; it includes the node's collectives if several ranks measured them."""
     machine, copies, allocation = found.machine, found.copies, found.allocation
     curves = rowwise_curves(found.timed, OPERATORS)
     fused = rowwise_curves(found.timed, OPERATORS, "triton")
@@ -99,7 +99,7 @@ def profile_of(found: Found, shared: Shared | None, name: str | None) -> Hardwar
 
 
 def _communicators(shared: Shared) -> Curve | None:
-    """Return a communicator's memory by how many ranks it has; None where it takes none of the device's."""
+    """Return a communicator's device bytes by its number of ranks; None if it uses no device memory."""
     found = {float(ranks): float(size) for ranks, size in sorted(shared.communicator_bytes.items()) if size > 0}
     return Curve(x=list(found), y=list(found.values()), source=COLLECTIVES) if found else None
 
@@ -114,30 +114,30 @@ def _sources(machine: Machine, shared: Shared | None) -> dict[str, Source]:
     where += f", {libraries}" if libraries else ""
     cpu = machine.device == "cpu"
     dispatched = " and the dispatch of one instruction" if cpu else ""
-    least = "an instruction without a kernel in the interpreter" if cpu else "a kernel of many in a row that do nothing"
-    every = f"with {shared.world} ranks copying at once" if shared else "the rate beside compute"
+    floor = "one interpreter instruction whose kernel is empty" if cpu else "one of many tiny kernels in a row"
+    every = f"measured while {shared.world} ranks copy at once" if shared else "the rate beside compute"
     texts = {
-        OPERATORS: f"{where}: single operators through the executor's kernels, newest input in cache, others not; "
+        OPERATORS: f"{where}: single operators with the executor's kernels, only the newest input in cache; "
         f"median{dispatched}",
         COPIES: f"{where}: copies in the executor's lanes, median; all_devices is {every}; host_copy is both "
-        "directions at once; compute_slowdown is a layer's operators beside one copy lane",
-        MEMORY: f"{where}: {least}; device blocks of {memory.BLOCK_BYTES} and {memory.LARGE_BYTES} bytes, a line "
-        f"through both; host blocks of {memory.BLOCK_BYTES} bytes, "
-        f"pinned ones of {memory.PINNED_BYTES}",
-        SYSTEM: f"{where}: what the system reports; the container's limit counts as the host's memory",
+        "directions at once; compute_slowdown is measured on a layer's operators beside one copy lane",
+        MEMORY: f"{where}: the launch floor is {floor}; device blocks of {memory.BLOCK_BYTES} and "
+        f"{memory.LARGE_BYTES} bytes and the line through both; host blocks of {memory.BLOCK_BYTES} bytes, "
+        f"pinned ones of {memory.PINNED_BYTES} bytes",
+        SYSTEM: f"{where}: reported by the system; host memory is the container's limit",
     }
     sources = {name: Source(kind="measured", text=text) for name, text in texts.items()}
     if machine.name in PEAK_BF16_FLOPS:
         sources[DATASHEET] = Source(kind="datasheet", text=f"NVIDIA's data sheet for {machine.name}: dense bf16")
     if shared is None:
-        text = "one device was measured: it shares its link with no other"
+        text = "one device was measured, so no other device is assumed on its link"
     else:
-        text = f"what a link shared by {shared.world} devices costs is in all_devices"
+        text = f"all_devices already includes the cost of a link shared by {shared.world} devices"
         over = "gloo" if cpu else "NCCL"
         sources[COLLECTIVES] = Source(
             kind="measured",
             text=f"{where}: {over} between {shared.world} ranks of one node, calls back to back, slowest rank, median; "
-            "alpha is the shortest time of any size; compute_slowdown is a layer's operators beside them; a "
-            "communicator's bytes are what it took outside torch's allocator once it had played every kind",
+            "alpha is the shortest time of any size; compute_slowdown is measured on a layer's operators beside them; "
+            "a communicator's bytes are those outside torch's allocator after one call of every kind",
         )
     return {**sources, LINK: Source(kind="assumed", text=text)}

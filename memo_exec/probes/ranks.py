@@ -1,7 +1,8 @@
-"""The processes of one calibration: a device each, all on one node, as torchrun starts them.
+"""The processes of one calibration, one per device on a single node, started by torchrun.
 
-Without torchrun there is one. They meet as the ranks of a run do (``distributed/world.py``). A rank that dies takes the
-others down within ``PATIENCE_S``: what waits for it fails, and the failure names the rank that saw it.
+Without torchrun there is one process. The processes connect as the ranks of a run do (``distributed/world.py``). If a
+rank dies, the others fail within ``PATIENCE_S`` seconds, because their calls that wait for it time out. The error names
+the rank that noticed the failure.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ from memo_exec.probes.timing import Sample
 from memo_sim.contract.errors import CannotRun
 
 PATIENCE_S = 120
-"""How long a rank waits for the others before it gives up."""
+"""Seconds for which a rank waits for the others before it gives up."""
 
 
 class Ranks:
-    """This process among the others; ``world`` is 1 when there are none."""
+    """This process and its connection to the other ranks; ``world`` is 1 if there are none."""
 
     def __init__(self, rank: int, world: int, device: torch.device) -> None:
         self.rank = rank
@@ -33,22 +34,22 @@ class Ranks:
 
     @property
     def first(self) -> bool:
-        """Whether this rank measures what one device can measure alone, and writes the profile."""
+        """Whether this rank runs the probes that need a single device, and writes the profile."""
         return self.rank == 0
 
     def group(self, size: int) -> dist.ProcessGroup:
-        """Return the group of the first ``size`` ranks; every rank must ask for it, in the same order."""
+        """Return the group of the first ``size`` ranks; every rank must call this, in the same order."""
         if size not in self._groups:
             with self.answered():
                 self._groups[size] = dist.new_group(list(range(size)), timeout=timedelta(seconds=PATIENCE_S))
         return self._groups[size]
 
     def answered(self) -> AbstractContextManager[None]:
-        """Return a context in which to talk to the other ranks (``world.answered``)."""
+        """Return a context for communication with the other ranks (see ``world.answered``)."""
         return world.answered(self.rank, self.world)
 
     def wait(self) -> None:
-        """Return once every rank is here."""
+        """Wait until every rank has called this."""
         self._reduced(0.0, dist.ReduceOp.MAX)
 
     def slowest(self, sample: Sample, group: dist.ProcessGroup | None = None) -> Sample:
@@ -73,19 +74,19 @@ class Ranks:
 
 @contextmanager
 def joined() -> Iterator[Ranks]:
-    """Join the other ranks, when there are any, and leave them at the end.
+    """Connect to the other ranks, if there are any, and disconnect at the end.
 
     Raises:
-        UsageError: when the environment is not what torchrun sets.
-        CannotRun: when ranks lie on several nodes, are more than the devices, or do not meet.
+        UsageError: if the environment variables are not those that torchrun sets.
+        CannotRun: if ranks are on several nodes, outnumber the devices, or cannot connect.
     """
     launch = launched()
     if launch.local_world != launch.world:
         raise CannotRun(
-            "a profile is of one node",
-            got=f"{launch.world} ranks, {launch.local_world} of them here",
+            "calibration measures a single node",
+            got=f"{launch.world} ranks, {launch.local_world} of them on this node",
             wanted="all ranks on one node",
-            hint="calibrate on one node; the network between nodes is the cluster file's",
+            hint="calibrate on one node; describe the network between nodes in the cluster file",
         )
     device = device_of(launch, "cuda" if torch.cuda.is_available() else "cpu")
     with world.joined(launch, device, patience_s=PATIENCE_S):

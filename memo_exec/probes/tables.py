@@ -1,7 +1,7 @@
-"""Timed operators as the tables and curves of a profile.
+"""Converts timed operators to the tables and curves of a profile.
 
-Works of equal shape that differ in detail (a product with and without its bias) are averaged; row-wise operators of
-nearly equal bytes (different row lengths) share a point: bytes of all over seconds of all.
+Matrix products and attention calls of equal shape that differ in detail, such as with and without a bias, are averaged.
+Row-wise operators of nearly equal bytes but different row lengths share a point: total bytes / total seconds.
 """
 
 from __future__ import annotations
@@ -20,28 +20,28 @@ POINTS_PER_OCTAVE = 2
 
 
 def point_of(work: Rowwise) -> int:
-    """Return the number of the point that a row-wise operator shares with others of its kind and nearly its bytes."""
+    """Return the index of a row-wise operator's point; operators of the same kind and similar bytes share one."""
     return round(log2(work.moved_bytes) * POINTS_PER_OCTAVE)
 
 
 @dataclass(frozen=True)
 class Timed:
-    """One operator's work and how long it takes in a step, its dispatch included."""
+    """One operator's work, and its time in a step including the dispatch."""
 
     work: Work
     seconds: float
     spread: float
     rowwise: RowwiseKernel = "torch"
-    """What played it, of row-wise operators."""
+    """The library that ran a row-wise operator."""
 
     @classmethod
     def of(cls, work: Work, sample: Sample, dispatch_s: float, rowwise: RowwiseKernel = "torch") -> Timed:
-        """Return a sample with the dispatch of one instruction added."""
+        """Return a sample's time plus the dispatch time of one instruction."""
         return cls(work, sample.seconds + dispatch_s, sample.spread, rowwise)
 
 
 def gemm_tables(timed: list[Timed], source: str) -> list[GemmTable]:
-    """Return one table a pass and dtype."""
+    """Return one table per pass and dtype."""
     groups: dict[tuple[str, GemmPass], dict[Gemm, list[Timed]]] = defaultdict(lambda: defaultdict(list))
     for each in timed:
         if isinstance(each.work, Gemm):
@@ -60,7 +60,7 @@ def gemm_tables(timed: list[Timed], source: str) -> list[GemmTable]:
 
 
 def attention_tables(timed: list[Timed], source: str) -> list[AttentionTable]:
-    """Return one table a kernel, dtype, pass and head size, with what the missing mask gains."""
+    """Return one table per kernel, dtype, pass and head size, with the gain in rate of calls without a mask."""
     groups: dict[tuple[str, str, bool, int], list[tuple[Attention, Timed]]] = defaultdict(list)
     for each in timed:
         if isinstance(each.work, Attention):
@@ -90,7 +90,7 @@ def attention_tables(timed: list[Timed], source: str) -> list[AttentionTable]:
 
 
 def rowwise_curves(timed: list[Timed], source: str, rowwise: RowwiseKernel = "torch") -> dict[str, Curve]:
-    """Return a curve for every kind of row-wise operator that ``rowwise`` played."""
+    """Return a curve for every kind of row-wise operator that the library ``rowwise`` ran."""
     kinds: dict[str, dict[int, list[tuple[float, Timed]]]] = defaultdict(lambda: defaultdict(list))
     for each in timed:
         if isinstance(each.work, Rowwise) and each.work.moved_bytes > 0 and each.rowwise == rowwise:

@@ -1,9 +1,9 @@
-"""How long a call takes: repeated after a warm-up, the middle of the repeats, and how far they spread.
+"""Times a call: repeats it after a warm-up, and returns the median of the repeats and their spread.
 
-    seconds = median of repeats        spread = (largest - smallest, the outermost tenth left out) / 2 / median
+    seconds = median of repeats        spread = (largest - smallest, without the outermost tenths) / 2 / median
 
-On a CPU a call has ended when it returns. On CUDA events lie around each call, and a product of ``FILLER`` numbers
-squared is played before it: the call is issued before the device comes to it, and the clocks are those of a busy step.
+On a CPU, a call has ended when it returns. On CUDA, events enclose each call, and a matrix product of ``FILLER`` x
+``FILLER`` runs before it. So the call is queued before the device reaches it, and the clocks are those of a busy step.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ import torch
 WARM_UPS = 2
 
 FILLER = 8192
-"""Rows and columns of the product before each call on a GPU: a millisecond or two, and full power."""
+"""Rows and columns of the product before each call on a GPU; it takes one or two milliseconds at full power."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One measured duration; ``spread`` is the relative half range of the repeats."""
+    """One measured duration; ``spread`` is half the range of the repeats, relative to their median."""
 
     seconds: float
     spread: float
@@ -32,9 +32,9 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """How long to repeat: until ``seconds`` have passed, at least ``repeats`` times and at most ``most`` times.
+    """How long to repeat a call: for ``seconds``, but at least ``repeats`` times and at most ``most`` times.
 
-    A call so long that fewer of it take more than ``patience_s`` is repeated no more.
+    A slow call stops before ``repeats`` once ``patience_s`` seconds have passed.
     """
 
     repeats: int = 3
@@ -46,7 +46,7 @@ class Effort:
 def time_call(
     call: Callable[[int], None], device: torch.device, effort: Effort, prepare: Callable[[int], None] | None = None
 ) -> Sample:
-    """Return how long ``call(i)`` takes; ``prepare(i)`` runs before it and is not timed."""
+    """Return the time of ``call(i)``; ``prepare(i)`` runs before it and is not timed."""
     begin = time.perf_counter()
     for i in range(WARM_UPS):
         if prepare is not None:
@@ -74,7 +74,7 @@ def _on_cpu(call: Callable[[int], None], effort: Effort, prepare: Callable[[int]
 def _on_cuda(
     call: Callable[[int], None], device: torch.device, effort: Effort, prepare: Callable[[int], None] | None
 ) -> list[float]:
-    # Random numbers: a product of equal ones draws less power.
+    # Random numbers, because a product of equal numbers draws less power.
     factor = torch.randn((FILLER, FILLER), dtype=torch.bfloat16, device=device)
     product = torch.empty_like(factor)
     torch.cuda.synchronize()
@@ -94,9 +94,9 @@ def _on_cuda(
 
 
 def back_to_back(call: Callable[[int], None], device: torch.device, stop: Callable[[], bool]) -> list[float]:
-    """Return how long each call takes while they follow one another without a gap, until ``stop``; at least one.
+    """Return the time of each call, made back to back until ``stop`` returns true; at least one call.
 
-    On CUDA the next call is issued while the one before runs, and the time is that from end to end.
+    On CUDA, the next call is issued while the previous one runs, and a time is measured from end to end.
     """
     if device.type != "cuda":
         found: list[float] = []
@@ -121,7 +121,7 @@ def _event() -> torch.cuda.Event:
 
 
 def _enough(found: list[float] | list[tuple[torch.cuda.Event, torch.cuda.Event]], begin: float, effort: Effort) -> bool:
-    """Return whether the repeats suffice."""
+    """Return whether there are enough repeats."""
     if not found:
         return False
     passed = time.perf_counter() - begin
@@ -131,9 +131,9 @@ def _enough(found: list[float] | list[tuple[torch.cuda.Event, torch.cuda.Event]]
 
 
 def of_passes(samples: Sequence[Sample]) -> Sample:
-    """Return the middle of samples taken at different times, and the larger of their range and their own spreads.
+    """Combine samples taken at different times: the median, and the larger of their half range and mean spread.
 
-    A neighbour that slows one pass does not count.
+    The median ignores a pass that other load has slowed.
     """
     middles = sorted(sample.seconds for sample in samples)
     middle = median(middles)
@@ -142,7 +142,7 @@ def of_passes(samples: Sequence[Sample]) -> Sample:
 
 
 def sample_of(durations: list[float]) -> Sample:
-    """Return the middle of ``durations`` and their spread, the outermost left out (a noisy neighbour, an interrupt)."""
+    """Return the median of ``durations`` and their spread, which leaves out the outermost (interrupts, other load)."""
     ordered = sorted(durations)
     middle = median(ordered)
     cut = max(1, len(ordered) // 10) if len(ordered) >= 5 else 0

@@ -1,4 +1,4 @@
-"""Which kernels calibration measures: those that work when they are tried. Of others that are installed, why not."""
+"""Selects the kernels that calibration measures: it tries each one, and records why an installed one fails."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from memo_sim.contract.plan import RowwiseKernel
 
 @dataclass(frozen=True)
 class Usable:
-    """What is measured; ``left_out``: what is installed and failed, by name."""
+    """Kernels to measure; ``left_out`` has the reason for each one that is installed but failed, by name."""
 
     attention: list[str]
     rowwise: list[RowwiseKernel]
@@ -22,10 +22,10 @@ class Usable:
 
 
 def usable(machine: Machine, grid: Grid) -> Usable:
-    """Return the kernels that work here, attention with every head size of the grid.
+    """Return the kernels that work on this machine; attention must work with every head size of the grid.
 
     Raises:
-        CannotRun: when no attention kernel does.
+        CannotRun: if no attention kernel works.
     """
     missing = attention_kernels(machine) | _by_name(rowwise_kernels(machine))
     faults = {

@@ -1,4 +1,4 @@
-"""The training loop around a played step: data, hyperparameters, checkpoints, Hugging Face weights.
+"""Trains a model by a plan: data, hyperparameters, training loop, checkpoints, Hugging Face weights.
 
-The step itself is the program, played by ``interpreter``.
+A step itself is the program; ``interpreter`` plays it.
 """

@@ -1,13 +1,14 @@
-"""A run on disk, so that one killed at any step goes on with the same losses.
+"""Saves and loads checkpoints, so that a run killed at any step can be resumed and has the same losses.
 
-    DIR/step-00000120/state/      parameters, master copies, moments: whole tensors by name, in the ranks' rectangles
+    DIR/step-00000120/state/      parameters, fp32 masters, moments: whole tensors by name, stored as the ranks' shards
     DIR/step-00000120/run.json    step, data position, hyperparameters, losses so far (``memo.checkpoint/1``)
 
-A checkpoint is written under another name, flushed and then renamed, so what has the final name is whole; the one
-before is removed only after that. Gradients are not kept: a step begins by zeroing them. What is stored does not
-depend on the layout, so another one can go on from it (``distributed/stored.py``); ranks on several nodes need a
-directory that all of them see. Older checkpoints, of one process, have flat blocks in ``state.safetensors``; they are
-read, and no longer written.
+- A checkpoint is written under a temporary name, flushed and then renamed, so a final name means a complete checkpoint.
+  Only then is the previous one removed.
+- Gradients are not saved, because a step starts by zeroing them.
+- The stored tensors do not depend on the layout, so a run can resume with another layout (``checkpoint_shards``).
+- Ranks on several nodes need a directory that all of them see.
+- Checkpoints of older versions, written by one process, have flat blocks in ``state.safetensors``. They can be read.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ import msgspec
 import torch
 from torch import Tensor
 
-from memo_exec.distributed.pieces import KINDS, whole_block
-from memo_exec.distributed.place import Place
+from memo_exec.distributed.mesh import MeshCoordinates
+from memo_exec.distributed.shards import KINDS, whole_block
 from memo_exec.distributed.world import World
 from memo_exec.interpreter.interpreter import Interpreter
 from memo_exec.memory.dtypes import TORCH_DTYPES
@@ -40,17 +41,17 @@ from memo_sim.contract.units import Tokens
 
 STATE_DIRECTORY, RUN_FILE = "state", "run.json"
 FLAT_FILE = "state.safetensors"
-"""Of checkpoints that one process wrote before there were layouts."""
+"""The file of checkpoints that one process wrote in versions before layouts."""
 
 STATES = ("params", "master", "moment1", "moment2")
-"""Of buffers: what training continues from."""
+"""The states of buffers that a checkpoint holds."""
 
 _NAME = re.compile(r"step-(\d{8,})")
 _UNFINISHED = ".unfinished-"
 
 
 class DataPosition(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What the next batch is drawn from: the file, and the seed; the step is the run's."""
+    """The file and the seed from which the next batch is drawn. The step is in ``RunState``."""
 
     file: str
     sha256: str
@@ -60,10 +61,10 @@ class DataPosition(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 class RunState(
     msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="schema", tag="memo.checkpoint/1"
 ):
-    """Everything of a run but its tensors."""
+    """The state of a run without its tensors."""
 
     step: Tokens
-    """Steps that have ended."""
+    """How many steps have ended."""
     model: Model
     dtype: DtypeName
     states: States
@@ -77,7 +78,7 @@ class RunState(
 
 
 def check_directory(directory: Path) -> None:
-    """Make the directory of a run's checkpoints now, rather than find out after the first steps that it cannot be.
+    """Make the directory of a run's checkpoints before the first step, so that a wrong path fails early.
 
     Raises:
         UsageError: when it cannot be made or written to.
@@ -85,13 +86,13 @@ def check_directory(directory: Path) -> None:
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UsageError("checkpoints cannot be written there", where=str(directory), got=error.strerror) from None
+        raise UsageError("checkpoints cannot be written here", where=str(directory), got=error.strerror) from None
     if not os.access(directory, os.W_OK | os.X_OK):
-        raise UsageError("checkpoints cannot be written there", where=str(directory), got="no permission")
+        raise UsageError("checkpoints cannot be written here", where=str(directory), got="no permission to write")
 
 
 def state_of(interpreter: Interpreter) -> dict[str, list[Held]]:
-    """Return what this rank holds of what training continues from, by name: ``master/layer.3/qkv.weight``."""
+    """Return this rank's shards of the states in a checkpoint, by name, such as ``master/layer.3/qkv.weight``."""
     found: dict[str, list[Held]] = {}
     for kind in STATES:
         for held in weights.held_by(interpreter, kind):
@@ -100,10 +101,10 @@ def state_of(interpreter: Interpreter) -> dict[str, list[Held]]:
 
 
 def save(directory: Path, run: RunState, interpreter: Interpreter, world: World) -> Path:
-    """Write a checkpoint atomically, then remove the older ones; return its directory. Every rank calls this.
+    """Write a checkpoint atomically, remove the older ones, and return its directory. Every rank has to call this.
 
     Raises:
-        UsageError: when it cannot be written there.
+        UsageError: when it cannot be written to ``directory``.
         CannotRun: when another rank has stopped.
     """
     from memo_exec.training import checkpoint_shards as stored
@@ -114,7 +115,7 @@ def save(directory: Path, run: RunState, interpreter: Interpreter, world: World)
     fresh = world.by_first(lambda: _made(directory))
     try:
         check_shared(fresh, world)
-        stored.write(fresh / STATE_DIRECTORY, _written(state_of(interpreter), interpreter.place), world.talk)
+        stored.write(fresh / STATE_DIRECTORY, _written(state_of(interpreter), interpreter.mesh), world.talk)
         world.by_first(lambda: _finish(fresh, final, run))
     finally:
         if world.first:
@@ -123,10 +124,12 @@ def save(directory: Path, run: RunState, interpreter: Interpreter, world: World)
 
 
 def check_shared(made: Path, world: World) -> None:
-    """Refuse a directory that the first rank has made and another does not see. Every rank calls this.
+    """Refuse a directory that the first rank has made and another rank does not see. Every rank has to call this.
+
+    Without this check each node would keep a part of the checkpoint.
 
     Raises:
-        UsageError: when the nodes do not share it: each would keep a part of the checkpoint.
+        UsageError: when the nodes do not share the directory.
         CannotRun: when another rank has stopped.
     """
     blind = [rank for rank, seen in enumerate(world.gathered(made.is_dir())) if not seen]
@@ -135,12 +138,15 @@ def check_shared(made: Path, world: World) -> None:
             "the ranks do not share the directory of the checkpoints",
             where=str(made.parent),
             got=f"not seen by rank {', '.join(map(str, blind))}",
-            hint="choose a --save directory on storage that all nodes have",
+            hint="choose a --save directory on storage that all nodes share",
         )
 
 
-def _written(state: dict[str, list[Held]], place: Place) -> dict[str, list[Held]]:
-    """Return what a rank writes: of a tied embedding the first pipeline stage's, which cuts it in its own shares."""
+def _written(state: dict[str, list[Held]], place: MeshCoordinates) -> dict[str, list[Held]]:
+    """Return the shards that a rank writes. Only the first pipeline stage writes a tied embedding.
+
+    The last stage holds a copy of it, whose ZeRO shares end at other elements.
+    """
     if place.at("pp") == 0:
         return state
     return {name: held for name, held in state.items() if "/embed/" not in name}
@@ -156,7 +162,7 @@ def _made(directory: Path) -> Path:
 
 
 def _finish(fresh: Path, final: Path, run: RunState) -> None:
-    """Give a written checkpoint its name, when it is on the disk."""
+    """Flush a written checkpoint to the disk and give it its final name."""
     try:
         codec.write(fresh / RUN_FILE, run)
         for path in (fresh / STATE_DIRECTORY, fresh):
@@ -173,7 +179,7 @@ def _unwritable(directory: Path, error: OSError) -> UsageError:
 
 
 def _flush(path: Path) -> None:
-    """Put a file or a directory's entries on the disk."""
+    """Flush a file, or the entries of a directory, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -182,7 +188,7 @@ def _flush(path: Path) -> None:
 
 
 def _remove_all_but(directory: Path, kept: Path) -> None:
-    """Remove the checkpoints before ``kept``, and what killed runs left unfinished."""
+    """Remove the checkpoints before ``kept`` and the unfinished ones of killed runs."""
     for path in directory.iterdir():
         if path == kept or not path.is_dir():
             continue
@@ -191,7 +197,7 @@ def _remove_all_but(directory: Path, kept: Path) -> None:
 
 
 def latest(directory: Path) -> Path | None:
-    """Return the newest checkpoint in ``directory``, None when there is none yet."""
+    """Return the newest complete checkpoint in ``directory``, None when there is none yet."""
     if not directory.is_dir():
         return None
     found = [path for path in directory.iterdir() if _NAME.fullmatch(path.name) and (path / RUN_FILE).is_file()]
@@ -199,10 +205,12 @@ def latest(directory: Path) -> Path | None:
 
 
 def check(run: RunState, decisions: Decisions, data_sha256: str, *, where: Path) -> None:
-    """Compare a saved run with what is to go on; how tensors are swapped may differ, what is trained may not.
+    """Compare a saved run with the run that is to resume from it.
+
+    The model, the dtype, the data and the batch have to be the same. The activation policy and the layout may differ.
 
     Raises:
-        BadInput: naming what differs.
+        BadInput: for the first field that differs.
     """
     pairs = (
         ("model", run.model, decisions.model),
@@ -222,12 +230,12 @@ def check(run: RunState, decisions: Decisions, data_sha256: str, *, where: Path)
                 where=f"{where / RUN_FILE}: $.{name}",
                 got=shown[0],
                 wanted=shown[1],
-                hint="resume with the plan and data it was made with, or choose another --save directory",
+                hint="resume with the plan and the data of the saved run, or choose another --save directory",
             )
 
 
 def load_run(checkpoint: Path) -> RunState:
-    """Return what a checkpoint says of its run.
+    """Return the state of the run that wrote a checkpoint.
 
     Raises:
         BadInput: when the file cannot be read.
@@ -236,10 +244,10 @@ def load_run(checkpoint: Path) -> RunState:
 
 
 def load_state(checkpoint: Path, interpreter: Interpreter, world: World) -> None:
-    """Fill this rank's buffers from a checkpoint of any layout. Every rank calls this.
+    """Fill this rank's buffers from a checkpoint of any layout. Every rank has to call this.
 
     Raises:
-        BadInput: when it is broken, or holds other tensors than the run has.
+        BadInput: when the checkpoint is broken, or its tensors are not those of the run.
         CannotRun: when another rank has stopped.
     """
     state = state_of(interpreter)
@@ -252,52 +260,55 @@ def load_state(checkpoint: Path, interpreter: Interpreter, world: World) -> None
 
 
 def parameters(checkpoint: Path, interpreter: Interpreter) -> dict[str, Tensor]:
-    """Return the whole parameters of a checkpoint by name, read by this process alone.
+    """Return the whole parameters of a checkpoint by name. Only one process has to call this.
 
     Raises:
-        BadInput: when it is broken.
+        BadInput: when the checkpoint is broken.
     """
     from memo_exec.training import checkpoint_shards as stored
 
     dtype, model = TORCH_DTYPES[interpreter.decisions.dtype], interpreter.decisions.model
     found = {}
     for kind in KINDS:
-        for place in [f"layer.{i}" for i in range(model.layers)] if kind == "layer" else [kind]:
+        for block in [f"layer.{i}" for i in range(model.layers)] if kind == "layer" else [kind]:
             for each in whole_block(model, kind).parameters:
-                found[f"{place}/{each.name}"] = torch.empty(each.shape, dtype=dtype)
+                found[f"{block}/{each.name}"] = torch.empty(each.shape, dtype=dtype)
     held = {f"params/{name}": [Held(name, value.shape, (0,) * value.dim(), value)] for name, value in found.items()}
     stored.read(checkpoint / STATE_DIRECTORY, held, None)
     return found
 
 
 def _load_flat(path: Path, state: Mapping[str, list[Held]], model: Model) -> None:
-    """Fill rectangles from the flat blocks of one process (``master.layer/3``)."""
+    """Fill shards from the flat blocks of a checkpoint that one process wrote (``master.layer/3``)."""
     from safetensors import SafetensorError, safe_open
 
     try:
         with safe_open(path, framework="pt") as file:
             if missing := sorted({_flat_name(name)[0] for name in state} - set(file.keys())):
-                raise BadInput("the checkpoint holds no tensor of this name", where=str(path), wanted=missing[0])
+                raise BadInput("the checkpoint lacks a tensor", where=str(path), wanted=missing[0])
             for name, found in state.items():
                 block, kind, parameter = _flat_name(name)
-                place = whole_block(model, kind).find(parameter)
-                assert place is not None, "a rank holds parameters of the model"
-                flat = file.get_slice(block)[place.first : place.first + place.elements]
-                if (len(flat), flat.dtype) != (place.elements, found[0].view.dtype):
+                whole = whole_block(model, kind).find(parameter)
+                assert whole is not None, "a rank holds parameters of the model"
+                flat = file.get_slice(block)[whole.first : whole.first + whole.elements]
+                if (len(flat), flat.dtype) != (whole.elements, found[0].view.dtype):
                     raise BadInput(
-                        f"{block} has another length or type than the plan's",
+                        f"the checkpoint's block {block} has another length or type than the plan's",
                         where=str(path),
-                        got=f"{len(flat)} of {parameter}'s elements, {flat.dtype}",
-                        wanted=f"{place.elements}, {found[0].view.dtype}",
+                        got=f"{len(flat)} elements of {parameter}, {flat.dtype}",
+                        wanted=f"{whole.elements} elements, {found[0].view.dtype}",
                     )
                 for held in found:
-                    held.view.copy_(held.of(flat.view(place.shape)))
+                    held.view.copy_(held.of(flat.view(whole.shape)))
     except (OSError, SafetensorError) as error:
         raise BadInput("the checkpoint cannot be read", where=str(path), got=str(error)) from None
 
 
 def _flat_name(name: str) -> tuple[str, str, str]:
-    """Return (``master.layer/3``, ``layer``, ``qkv.weight``) of ``master/layer.3/qkv.weight``."""
-    state, place, parameter = name.split("/")
-    kind, _, number = place.partition(".")
+    """Return (flat block, kind of block, parameter) for a name.
+
+    ``master/layer.3/qkv.weight`` gives (``master.layer/3``, ``layer``, ``qkv.weight``).
+    """
+    state, block, parameter = name.split("/")
+    kind, _, number = block.partition(".")
     return f"{state}.{kind}/{number or 0}", kind, parameter

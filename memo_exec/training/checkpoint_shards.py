@@ -1,8 +1,11 @@
-"""Tensors in a checkpoint by torch.distributed.checkpoint: whole ones by name, of which each rank has rectangles.
+"""Writes and reads the tensors of a checkpoint with torch.distributed.checkpoint, so that any layout can load them.
 
-A rank writes what it holds; where several hold the same rectangle one writes it. A rank reads what it holds, out of
-whatever rectangles it was written in, so a checkpoint loads into any layout. Both planners only say which rectangles
-there are; files, their metadata and the distribution of work are the library's.
+The checkpoint holds whole tensors by name. Each rank has shards of them, which are rectangles.
+
+- A rank writes its own rectangles. When several ranks hold the same rectangle, one of them writes it.
+- A rank reads its own rectangles from all stored rectangles that overlap them, whatever layout wrote them.
+
+The two planners below only name the rectangles. The library manages files, metadata and the distribution of work.
 """
 
 from __future__ import annotations
@@ -33,14 +36,14 @@ from memo_exec.training.weights import Held
 from memo_sim.contract.errors import BadInput, UsageError
 
 State = Mapping[str, Sequence[Held]]
-"""Rectangles by name of the whole tensor."""
+"""This rank's rectangles, by name of the whole tensor."""
 
 
 def write(directory: Path, state: State, talk: dist.ProcessGroup | None) -> None:
-    """Write what all ranks hold into ``directory``, flushed; ``talk`` None: of one process.
+    """Write the shards of all ranks into ``directory`` and flush them; ``talk`` is None when there is one process.
 
     Raises:
-        UsageError: when it cannot be written there.
+        UsageError: when they cannot be written to ``directory``.
     """
     try:
         with _quiet():
@@ -53,7 +56,7 @@ def read(directory: Path, state: State, talk: dist.ProcessGroup | None) -> None:
     """Fill the rectangles of ``state`` from the checkpoint in ``directory``.
 
     Raises:
-        BadInput: when it is broken, or holds other tensors than ``state`` names.
+        BadInput: when the checkpoint is broken, lacks a tensor, or has it in another shape or dtype.
     """
     try:
         with _quiet():
@@ -63,7 +66,7 @@ def read(directory: Path, state: State, talk: dist.ProcessGroup | None) -> None:
 
 
 def _where(directory: Path, talk: dist.ProcessGroup | None) -> dict[str, Any]:
-    """Return the arguments that name a checkpoint and who takes part."""
+    """Return the library's arguments for the directory of a checkpoint and the participating ranks."""
     return {"checkpoint_id": directory, "process_group": talk, "no_dist": talk is None}
 
 
@@ -75,7 +78,7 @@ class _Writes(DefaultSavePlanner):
         self._held = _by_index(state)
 
     def create_local_plan(self) -> SavePlan:
-        """Return an item a rectangle."""
+        """Return one item per rectangle."""
         self.plan = SavePlan([_item(index, held) for index, held in self._held.items()])
         return self.plan
 
@@ -92,17 +95,17 @@ class _Reads(DefaultLoadPlanner):
         self._state, self._held = state, _by_index(state)
 
     def create_local_plan(self) -> LoadPlan:
-        """Return what to read for each rectangle, from every stored one that overlaps it.
+        """Return the items to read for each rectangle, from every stored rectangle that overlaps it.
 
         Raises:
-            ValueError: when a tensor is not there, or is of another shape or type.
+            ValueError: when a tensor is missing, or has another shape or dtype.
         """
         assert self.metadata is not None
         stored, items = self.metadata.state_dict_metadata, []
         for name, found in self._state.items():
             there = stored.get(name)
             if not isinstance(there, TensorStorageMetadata):
-                raise ValueError(f"it holds no {name}")  # noqa: TRY004 - of a file, not of an argument
+                raise ValueError(f"{name} is missing")  # noqa: TRY004 - the file is wrong, not an argument's type
             if (tuple(there.size), there.properties.dtype) != (found[0].whole, found[0].view.dtype):
                 got = f"{tuple(there.size)} {there.properties.dtype}"
                 raise ValueError(f"{name} is {got}, wanted {found[0].whole} {found[0].view.dtype}")
@@ -110,12 +113,12 @@ class _Reads(DefaultLoadPlanner):
         return LoadPlan(items)
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
-        """Return where a rectangle's values go."""
+        """Return the tensor that receives a rectangle's values."""
         return self._held[index].view
 
 
 def _named(state: State) -> dict[str, Tensor]:
-    """Return the names that the library asks for; the planners know what is behind them."""
+    """Return one tensor per name, because the library asks for them; the planners use all rectangles of a name."""
     return {name: found[0].view for name, found in state.items()}
 
 
@@ -135,14 +138,14 @@ def _item(index: MetadataIndex, held: Held) -> WriteItem:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep the library from warning that one process is alone, which it was told."""
+    """Suppress the library's warning that torch.distributed is disabled: a single process asks for that."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
         yield
 
 
 def _reason(error: CheckpointException) -> str:
-    """Return the first failure of any rank in one line."""
+    """Return the failure of the first rank that failed, in one line."""
     rank, (cause, _) = sorted(error.failures.items())[0]
     text = str(cause).splitlines() or [type(cause).__name__]
     return f"rank {rank}: {text[0]}"

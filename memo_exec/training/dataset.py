@@ -1,14 +1,14 @@
-"""Token sequences out of one file, the same ones for the same (seed, step) on every machine.
+"""Draws token sequences from one file: the same ones for the same (seed, step) on every machine.
 
-The suffix decides how a file is read:
+The suffix decides how the file is read:
 
-    .npy          a one-dimensional numpy array of whole numbers
+    .npy          a one-dimensional numpy array of integers
     .bin          raw little-endian token ids: uint16, or uint32 for vocabularies above 65,536
-    .ids          whole numbers in decimal, separated by white space
+    .ids          decimal integers, separated by white space
     anything else text: its bytes are the tokens, which needs a vocabulary of at least 256
 
-The file is one document. A sequence is a window of it at a drawn place; its labels are the next tokens, so a window
-spans one token more than the sequence. A file shorter than that is padded, and padding is not counted in the loss.
+The file is one document. A sequence is a window of the file at a random start. Its labels are the next tokens, so a
+window has one token more than the sequence. A shorter file is padded, and the loss ignores the padding.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from memo_sim.contract.errors import BadInput
 
 TEXT_VOCAB = 256
 IGNORED_LABEL = -100
-"""Label of a token without a target (padding): no loss, no gradient, not counted."""
+"""Label of a token without a target (padding). It gives no loss and no gradient and does not count as a target."""
 
 Ids = NDArray[np.int64]
 
@@ -54,19 +54,19 @@ class Dataset:
             return hashlib.file_digest(file, "sha256").hexdigest()
 
     def short_of(self, seq_tokens: int) -> str:
-        """Return what to say of a file that does not fill one sequence; "" of one that does."""
+        """Return a warning for a file that is shorter than one sequence; "" for any other."""
         targets = len(self.tokens) - 1
         if targets >= seq_tokens:
             return ""
         return (
-            f"{self.path} has {len(self.tokens)} tokens, too few for a sequence of {seq_tokens}: the rest is padding, "
-            f"and {targets / seq_tokens:.2%} of the targets count"
+            f"{self.path} has {len(self.tokens)} tokens, too few for a sequence of {seq_tokens} tokens: the rest is "
+            f"padding, and {targets / seq_tokens:.2%} of the targets count"
         )
 
     def batch(self, seed: int, step: int, sequences: int, seq_tokens: int) -> Batch:
-        """Return the global batch of one step; it depends on nothing but the arguments and the file."""
-        places = max(len(self.tokens) - seq_tokens, 1)
-        starts = np.random.default_rng([seed, step]).integers(0, places, size=sequences)
+        """Return the global batch of one step. It depends only on the arguments and the file."""
+        positions = max(len(self.tokens) - seq_tokens, 1)
+        starts = np.random.default_rng([seed, step]).integers(0, positions, size=sequences)
         ids = np.zeros((sequences, seq_tokens), dtype=np.int64)
         labels = np.full((sequences, seq_tokens), IGNORED_LABEL, dtype=np.int64)
         for row, start in enumerate(starts):
@@ -77,10 +77,10 @@ class Dataset:
 
 
 def load_dataset(path: str | Path | None, vocab: int) -> Dataset:
-    """Return the tokens of ``path``, or of the shipped text when it is None.
+    """Return the tokens of ``path``, or those of the included text when it is None.
 
     Raises:
-        BadInput: when the file cannot be read, holds fewer than two tokens, or ids that the vocabulary has not.
+        BadInput: when the file cannot be read, has fewer than two tokens, or has ids outside the vocabulary.
     """
     file = Path(path) if path is not None else Path(str(files("memo_exec").joinpath("data", "shakespeare.txt")))
     try:
@@ -88,45 +88,49 @@ def load_dataset(path: str | Path | None, vocab: int) -> Dataset:
     except FileNotFoundError:
         raise BadInput("no such file", where=str(file)) from None
     except (OSError, ValueError, OverflowError) as error:
-        raise BadInput("token ids cannot be read", where=str(file), got=str(error)) from None
+        raise BadInput("the token ids cannot be read", where=str(file), got=str(error)) from None
     if len(tokens) < 2:
-        raise BadInput("too few tokens to train on", where=str(file), got=len(tokens), wanted="at least 2")
+        raise BadInput(
+            "the file has too few tokens to train on", where=str(file), got=len(tokens), wanted="at least 2 tokens"
+        )
     least, most = int(tokens.min()), int(tokens.max())
     if least < 0 or most >= vocab:
         raise BadInput(
-            "a token id outside the model's vocabulary",
+            "the file has a token id outside the model's vocabulary",
             where=str(file),
             got=least if least < 0 else most,
             wanted=f"0 to {vocab - 1}",
-            hint="was the file made with another tokenizer?",
+            hint="check that the file was made with this model's tokenizer",
         )
     return Dataset(file, tokens)
 
 
 def _read(file: Path, vocab: int) -> NDArray[Any]:
-    """Return the tokens in ``file``, mapped rather than loaded where its form admits it."""
+    """Return the tokens in ``file``; .npy and .bin files are memory-mapped."""
     suffix = file.suffix.lower()
     if suffix == ".npy":
         return _one_dimensional(np.load(file, mmap_mode="r", allow_pickle=False))
     if suffix == ".bin":
         dtype = np.dtype("<u2" if vocab <= 2**16 else "<u4")
         if file.stat().st_size % dtype.itemsize:
-            raise ValueError(f"{file.stat().st_size} bytes, not a multiple of {dtype.itemsize} ({dtype.name})")
+            raise ValueError(f"{file.stat().st_size} bytes are not a multiple of {dtype.itemsize} ({dtype.name})")
         return np.fromfile(file, dtype=dtype) if not file.stat().st_size else np.memmap(file, dtype=dtype, mode="r")
     if suffix == ".ids":
         return np.array(file.read_bytes().split(), dtype=np.int64)
     if vocab < TEXT_VOCAB:
         raise BadInput(
-            "text is read as bytes, and the model's vocabulary has no token for each",
+            "the file is read as text, but the model's vocabulary has fewer tokens than a byte has values",
             where=str(file),
             got=f"a vocabulary of {vocab}",
             wanted=f"at least {TEXT_VOCAB}",
-            hint="give token ids: .npy, .bin or .ids",
+            hint="give a file with token ids: .npy, .bin or .ids",
         )
     return np.frombuffer(file.read_bytes(), dtype=np.uint8)
 
 
 def _one_dimensional(tokens: NDArray[Any]) -> NDArray[Any]:
     if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
-        raise ValueError(f"an array of {tokens.dtype} with {tokens.ndim} dimensions, not of whole numbers with one")
+        raise ValueError(
+            f"the array has dtype {tokens.dtype} and {tokens.ndim} dimensions, wanted integers and 1 dimension"
+        )
     return tokens

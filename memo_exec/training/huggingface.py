@@ -1,7 +1,8 @@
-"""Hugging Face's names and layouts of the same weights: GPT-2, Llama, Qwen2, Qwen3; directories read and written.
+"""Reads and writes weights as Hugging Face directories: GPT-2, Llama, Qwen2 and Qwen3.
 
-Our tensors are (out, in), with Q, K, V packed and [gate; up] packed; GPT-2's products are (in, out) (its Conv1D), the
-others' are apart. A tied classifier is not stored.
+- Our matrices are (out, in). Q, K, V are packed into one, and so are [gate; up].
+- GPT-2 stores matrices as (in, out), because it uses Conv1D. The other models store Q, K, V, gate and up separately.
+- A tied classifier is not stored.
 """
 
 from __future__ import annotations
@@ -26,31 +27,31 @@ from memo_sim.program.layout.parameters import embed_block, head_block, layer_bl
 
 SHARD_BYTES = 4 * 2**30
 IGNORED_ENDINGS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
-"""Tables that old versions stored beside the weights."""
+"""Names of constant tables that old versions of transformers stored with the weights."""
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One of our tensors: the parts it is packed from (name, rows), and whether they are stored transposed."""
+    """One of our tensors: the stored parts that form it, as (name, rows), and whether these are transposed."""
 
     ours: str
     parts: tuple[tuple[str, int], ...]
     transposed: bool = False
 
     def stored_shape(self, shape: tuple[int, ...], rows: int) -> tuple[int, ...]:
-        """Return the shape of a part of ``rows`` rows of our tensor's ``shape``."""
+        """Return the stored shape of a part with ``rows`` rows of our tensor, which has ``shape``."""
         own = (rows, *shape[1:])
         return own[::-1] if self.transposed else own
 
 
 def model_type(model: Model) -> str:
-    """Return the model type that has this shape.
+    """Return Hugging Face's model type for a model of this shape.
 
     Raises:
-        UsageError: when there is none.
+        UsageError: when no model type has this shape.
     """
     if model.bidirectional:
-        pass  # BERT's norms stand behind what is added, ours before the products
+        pass  # BERT is not this model: its norms come after the residual sums, ours before the matrix products
     elif model.family == "gpt":
         square = model.heads == model.kv_heads and model.q_width == model.hidden
         if model.learned_positions and model.qkv_bias and model.linear_bias and square and not model.qk_norm:
@@ -64,13 +65,13 @@ def model_type(model: Model) -> str:
     raise UsageError(
         "no model type of Hugging Face has this shape",
         got=model.name,
-        wanted="a GPT-2 with learned positions and biases, a Llama, Qwen2 or Qwen3",
-        hint="use checkpoints, which hold any model",
+        wanted="a GPT-2 with learned positions and biases, a Llama, a Qwen2 or a Qwen3",
+        hint="use checkpoints, which can store any model",
     )
 
 
 def entries(model: Model) -> list[Entry]:
-    """Return where every tensor of ``model`` comes from."""
+    """Return one entry for every tensor of ``model``."""
     return _gpt2(model) if model_type(model) == "gpt2" else _llama(model)
 
 
@@ -175,7 +176,9 @@ def _rope_scaling(model: Model) -> dict[str, Any] | None:
 
 
 def read(directory: Path, model: Model, wanted: list[str]) -> Iterator[tuple[str, Tensor]]:
-    """Yield (our name, our layout) of every tensor of ``wanted``, after checking that all are there and fit.
+    """Yield (our name, tensor in our form) for every name in ``wanted``.
+
+    Checks names and shapes of all tensors before the first one is read.
 
     Raises:
         BadInput: when the directory is of another model, or a tensor is missing, unknown or of another shape.
@@ -197,7 +200,7 @@ def _check_config(directory: Path, model: Model) -> None:
     except (OSError, ValueError) as error:
         raise BadInput("cannot read the weights' config.json", where=str(path), got=str(error)) from None
     if not isinstance(fields, dict):
-        raise BadInput("config.json is no object", where=str(path))
+        raise BadInput("config.json is not a JSON object", where=str(path))
     theirs = model_from_config(fields, where=str(path), name=model.name)
     unlike = {"name", "source"} | (set() if model.learned_positions else {"max_positions"})
     for field in msgspec.structs.fields(Model):
@@ -211,25 +214,25 @@ Stored = tuple[Path, str]
 
 
 def _find(directory: Path, chosen: list[Entry], model: Model) -> dict[str, Stored]:
-    """Return where each part is stored, after checking names and shapes."""
+    """Return the file and name of each stored part, after checking names and shapes."""
     shapes = _shapes_in(directory)
     files = {name: (file, name) for file, name in shapes}
     found: dict[str, Stored] = {}
     for entry in chosen:
         own = _shapes_of(model)[entry.ours.partition("/")[2]]
         for part, rows in entry.parts:
-            stored = files.get(part) or files.get(part.removeprefix("transformer."))  # GPT-2's names come both ways
+            stored = files.get(part) or files.get(part.removeprefix("transformer."))  # GPT-2 files may lack the prefix
             if stored is None:
                 hint = did_you_mean(part, files)
                 raise BadInput("a tensor is missing from the weights", where=str(directory), wanted=part, hint=hint)
             got, wanted = shapes[stored], entry.stored_shape(own, rows)
             if got != wanted:
-                raise BadInput("a tensor of another shape", where=f"{directory}: {part}", got=got, wanted=wanted)
+                raise BadInput("a tensor has another shape", where=f"{directory}: {part}", got=got, wanted=wanted)
             found[part] = stored
     known = {name for _, name in found.values()} | ({"lm_head.weight"} if model.tied_embeddings else set())
     for name in files:
         if name not in known and not name.endswith(IGNORED_ENDINGS):
-            raise BadInput("the weights hold a tensor that the model has not", where=str(directory), got=name)
+            raise BadInput("the weights have a tensor that is not in the model", where=str(directory), got=name)
     return found
 
 
@@ -237,12 +240,14 @@ def _shapes_in(directory: Path) -> dict[Stored, tuple[int, ...]]:
     """Return the shape of every stored tensor."""
     files = sorted(directory.glob("*.safetensors"))
     if not files:
-        raise BadInput("no safetensors here", where=str(directory), wanted="model.safetensors, or several files")
+        raise BadInput(
+            "the directory has no safetensors file", where=str(directory), wanted="model.safetensors, or several files"
+        )
     found: dict[Stored, tuple[int, ...]] = {}
     for file in files:
         try:
             with safe_open(file, framework="pt") as opened:
-                for name in opened.keys():  # noqa: SIM118 - it is no mapping
+                for name in opened.keys():  # noqa: SIM118 - the opened file is not a mapping
                     found[file, name] = tuple(opened.get_slice(name).get_shape())
         except (OSError, SafetensorError) as error:
             raise BadInput("cannot read weights", where=str(file), got=str(error)) from None
@@ -264,7 +269,9 @@ def _tensor(file: Path, name: str) -> Tensor:
 
 
 def write(directory: Path, model: Model, tensors: dict[str, Tensor], *, positions: int) -> None:
-    """Write ``tensors`` (ours by name) as a Hugging Face directory.
+    """Write ``tensors``, which are ours by name, as a Hugging Face directory.
+
+    ``positions`` is the maximum number of positions in its config.json.
 
     Raises:
         UsageError: when no model type has this shape, or the directory cannot be written.

@@ -1,10 +1,9 @@
-"""How AdamW updates: what a run may choose, and the learning rate of each step.
+"""Hyperparameters of AdamW, and the learning rate of each step.
 
-    warm-up, linear:  lr x step / warmup_steps
-    then constant, or a cosine from lr down to lr x final_fraction over decay_steps, and constant from there
+    linear warm-up:  lr x step / warmup_steps
+    then constant, or a cosine from lr down to lr x final_fraction over decay_steps and constant after that
 
-The schedule does not depend on how many steps a run plays, so a run that is resumed or prolonged goes on as it would
-have.
+The schedule does not depend on the number of steps of a run. So a run that is resumed or extended has the same rates.
 """
 
 from __future__ import annotations
@@ -20,22 +19,22 @@ BelowOne = Annotated[float, msgspec.Meta(ge=0, lt=1)]
 
 
 class Hyperparameters(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """AdamW's constants, the clip and the schedule; a checkpoint keeps them."""
+    """AdamW's constants, gradient clipping and the schedule of the learning rate. A checkpoint stores them."""
 
     learning_rate: Rate = 3e-4
     beta1: BelowOne = 0.9
     beta2: BelowOne = 0.95
     epsilon: Rate = 1e-8
     weight_decay: NonNegative = 0.1
-    """Applied to matrices and embeddings, not to norms and biases."""
+    """Applies to matrices and embeddings, not to norms and biases."""
     clip: NonNegative = 1.0
-    """Largest global norm of the gradients; 0 = no clipping."""
+    """Largest global norm of the gradients; 0 means no clipping."""
     warmup_steps: Tokens = 0
     decay_steps: Tokens = 0
     final_fraction: Fraction = 0.1
 
     def learning_rate_at(self, step: int) -> float:
-        """Return the learning rate of a step; the first is 1."""
+        """Return the learning rate of a step; the first step has the number 1."""
         if step <= self.warmup_steps:
             return self.learning_rate * step / self.warmup_steps
         if not self.decay_steps:

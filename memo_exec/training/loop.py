@@ -1,12 +1,12 @@
-"""The training loop: one optimizer step over the global batch at a time, its figures, and when to save.
+"""The training loop: plays optimizer steps over the global batch, reports their figures, and saves checkpoints.
 
-    for step n: batch(seed, n) -> micro-batches -> the program, once -> loss and gradient norm -> line, maybe checkpoint
+    step n: batch(seed, n) -> micro-batches -> the program, once -> loss, gradient norm -> one line, maybe a checkpoint
 
-The loss is the sum over counted targets divided by their number in the whole global batch. Nothing here depends on how
-many steps were played before, so a run that was killed and resumed has the losses it would have had.
+The loss is the sum over counted targets divided by their number in the whole global batch. A step depends only on its
+number and the states, so a run that was killed and resumed has the same losses.
 
-With several ranks every one draws the whole global batch and plays its own part: its data-parallel share of the
-sequences, and of those the tokens that its rows hold. A step ends for all when the slowest has told the others.
+Every rank draws the whole global batch and takes its own part: its data-parallel share of the sequences, and of these
+the tokens of its rows. After each step the ranks exchange their times, so a step ends for all with the slowest rank.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from memo_sim.contract.units import GIB, format_seconds
 from memo_sim.program.ir.instruction import Lane
 
 MOST_RECORDS = 32
-"""Steps whose record is kept for the comparison: the last ones."""
+"""How many records are kept for the comparison: those of the last steps."""
 
 
 @dataclass(frozen=True)
 class StepFigure:
-    """One step in one line."""
+    """The figures of one step that a run prints in one line."""
 
     step: int
     loss: float
@@ -59,7 +59,7 @@ class StepFigure:
 
 @dataclass
 class Training:
-    """A run: where it stands, and what it has seen."""
+    """A training run: its plan, its progress, and the losses and records so far."""
 
     plan: Plan
     interpreter: Interpreter
@@ -71,13 +71,13 @@ class Training:
     grad_norms: list[float] = field(default_factory=list)
     records: deque[StepRecord] = field(default_factory=lambda: deque(maxlen=MOST_RECORDS))
     asked: int = 0
-    """The signal that came to this process, if any."""
+    """The number of the signal that this process received; 0 for none."""
     stopped_by: int = 0
-    """The signal that ends the loop after the step that is being played: one that came to any rank."""
+    """The number of the signal that any rank received; it ends the loop after the current step. 0 for none."""
     world: World = field(default_factory=World)
-    """This process among the others."""
+    """The ranks of this run."""
     times_s: deque[list[float]] = field(default_factory=lambda: deque(maxlen=MOST_RECORDS))
-    """Of every record: how long the step took each rank."""
+    """For every record: the step's time on each rank in seconds."""
 
     def __post_init__(self) -> None:
         names = self.interpreter.program.walk()
@@ -91,10 +91,10 @@ class Training:
         save_every: int = 10,
         tell: Callable[[StepFigure], None] = lambda figure: None,
     ) -> None:
-        """Play steps until ``steps`` have ended, counted from the run's first.
+        """Play steps until ``steps`` have ended in total, including those before a resume.
 
         Raises:
-            UsageError: when the loss stops being a number.
+            UsageError: when the loss or the gradient norm becomes NaN or infinite.
         """
         saved = self.step
         self.stopped_by = int(max(asked for (asked,) in self.world.numbers(self.asked)))
@@ -112,26 +112,26 @@ class Training:
         number = self.step + 1
         batch = self.dataset.batch(self.seed, number, decisions.global_batch, decisions.seq_tokens)
         record = self.interpreter.run_step(self._micro_batches(batch), self._scalars(number, batch))
-        told = self.world.numbers(self.asked, record.step_s, record.peak_device_bytes)
+        by_rank = self.world.numbers(self.asked, record.step_s, record.peak_device_bytes)
         if not (isfinite(record.loss) and isfinite(record.grad_norm)):
             raise UsageError(
-                "the loss is not a number any more",
+                "the loss or the gradient norm is not a number any more",
                 where=f"step {number}",
                 got=f"loss {record.loss}, grad norm {record.grad_norm}",
-                hint="a lower --lr, or --warmup-steps",
+                hint="use a lower --lr, or more --warmup-steps",
             )
         self.step = number
         self.losses.append(record.loss)
         self.grad_norms.append(record.grad_norm)
         self.records.append(record)
-        self.stopped_by = int(max(asked for asked, _, _ in told))
-        self.times_s.append([seconds for _, seconds, _ in told])
-        return self._figure(record, max(self.times_s[-1]), int(max(peak for _, _, peak in told)))
+        self.stopped_by = int(max(asked for asked, _, _ in by_rank))
+        self.times_s.append([seconds for _, seconds, _ in by_rank])
+        return self._figure(record, max(self.times_s[-1]), int(max(peak for _, _, peak in by_rank)))
 
     def _micro_batches(self, batch: Batch) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Cut the global batch into this rank's micro-batches, sequences in order, and take the tokens of its rows."""
+        """Return this rank's micro-batches: its sequences of the global batch, in order, and of these its tokens."""
         decisions, context = self.plan.decisions, self.interpreter.context
-        shares, share, size = decisions.layout.dp, context.place.at("dp"), decisions.micro_batch
+        shares, share, size = decisions.layout.dp, context.mesh.at("dp"), decisions.micro_batch
         tokens = torch.cat([torch.arange(run.token, run.token + run.tokens) for run in context.runs])
         parts = []
         for whole in (batch.ids, batch.labels):
@@ -169,19 +169,19 @@ class Training:
         )
 
     def median_record(self, warm_ups: int) -> tuple[StepRecord, list[float], int]:
-        """Return the median step of those this process played after the warm-ups, and how many those were.
+        """Return the median step after the warm-ups: its record, its time on each rank, and the number of steps.
 
-        It is the same step on every rank, by the slowest rank's time; between are all ranks' times of it.
+        Steps are ordered by the slowest rank's time, so every rank returns the same step.
         """
         chosen = list(zip(self.records, self.times_s, strict=True))
-        if len(chosen) < MOST_RECORDS:  # else the first have been forgotten
+        if len(chosen) < MOST_RECORDS:  # otherwise the first records are no longer kept
             chosen = chosen[min(warm_ups, (len(chosen) - 1) // 2) :]
         ordered = sorted(chosen, key=lambda played: max(played[1]))
         record, times_s = ordered[(len(ordered) - 1) // 2]
         return record, times_s, len(ordered)
 
     def save(self, directory: Path) -> Path:
-        """Write a checkpoint.
+        """Write a checkpoint into ``directory`` and return its path.
 
         Raises:
             UsageError: when it cannot be written there.
@@ -206,10 +206,10 @@ class Training:
         )
 
     def restore(self, saved: Path, run: checkpoint.RunState) -> None:
-        """Go on from a checkpoint that ``checkpoint.check`` found fitting.
+        """Continue from a checkpoint that ``checkpoint.check`` has accepted.
 
         Raises:
-            BadInput: when its tensors cannot be read or are others than the plan's.
+            BadInput: when its tensors cannot be read, or are not those of the plan.
         """
         checkpoint.load_state(saved, self.interpreter, self.world)
         self.step = run.step
@@ -217,7 +217,10 @@ class Training:
 
 
 def peak_flops(plan: Plan) -> float | None:
-    """Return the peak that the prediction's MFU is a fraction of (the profile's), None without a prediction."""
+    """Return the peak FLOP/s of one device (from the profile) that the predicted MFU refers to.
+
+    None when the plan has no prediction.
+    """
     predicted, decisions = plan.prediction, plan.decisions
     if predicted is None or not predicted.mfu or not predicted.step_s:
         return None

@@ -1,8 +1,8 @@
-"""A model's weights by name, in the flat blocks that the program trains: initialised, loaded, saved.
+"""Initialises, loads and saves a model's weights by name, in the flat blocks that the program trains.
 
-Names are ``embed/tokens.weight``, ``layer.3/qkv.weight``, ``head/norm.weight``. A rank holds rectangles of them
-(``distributed/pieces.py``), one process all. Parameters are rounded from the same fp32 numbers as their masters, so
-weights do not depend on dtype, states, activation policy or layout.
+Names are ``embed/tokens.weight``, ``layer.3/qkv.weight``, ``head/norm.weight``. A rank holds shards of the weights,
+which are rectangles; a single process holds all of them. Parameters are rounded from the same fp32 numbers as their
+masters, so the weights do not depend on dtype, states, activation policy or layout.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from memo_exec.distributed.pieces import KINDS, layers_of, pieces_of
+from memo_exec.distributed.shards import KINDS, layers_of, shards_of
 from memo_exec.interpreter.interpreter import Interpreter
 from memo_exec.training import huggingface
 
@@ -25,7 +25,7 @@ INIT_STD = 0.02
 
 @dataclass(frozen=True)
 class Held:
-    """What this rank holds of a whole tensor: the rectangle at ``offsets``, as a view of its buffer."""
+    """A shard of a whole tensor on this rank: the rectangle at ``offsets``, as a view of its buffer."""
 
     name: str
     whole: tuple[int, ...]
@@ -38,7 +38,10 @@ class Held:
 
 
 def initialize(interpreter: Interpreter, seed: int = 0, *, draw_on: torch.device | str = "cpu") -> None:
-    """Draw weights as GPT-2 does; ``draw_on`` says where, and another device draws other numbers."""
+    """Draw random weights as GPT-2 does.
+
+    ``draw_on`` is the device that draws them; another kind of device draws other numbers.
+    """
     layers = interpreter.decisions.model.layers
     for name, found in by_name(interpreter).items():
         whole = initial(name, found[0].whole, layers=layers, seed=seed, device=draw_on)
@@ -47,10 +50,10 @@ def initialize(interpreter: Interpreter, seed: int = 0, *, draw_on: torch.device
 
 
 def initial(name: str, shape: Sequence[int], *, layers: int, seed: int, device: torch.device | str = "cpu") -> Tensor:
-    """Return the first value of a parameter in fp32, as GPT-2 draws it.
+    """Return the initial value of a parameter in fp32, as GPT-2 draws it.
 
-    Normal with deviation 0.02, products into the residual stream 0.02 / sqrt(2 layers); norms start at 1, biases at 0.
-    Every tensor has its own generator, seeded by seed and name.
+    Matrices are normal with standard deviation 0.02, or 0.02 / sqrt(2 layers) if their product is added to the
+    residual stream. Norms start at 1, biases at 0. Each tensor has its own generator, seeded by ``seed`` and its name.
     """
     last = name.rpartition("/")[2]
     if last.endswith(".bias"):
@@ -68,7 +71,8 @@ def load(interpreter: Interpreter, directory: Path) -> None:
     """Read a Hugging Face directory (config.json and safetensors).
 
     Raises:
-        BadInput: when it is of another model, or a tensor is missing, unknown or misshapen; nothing is read then.
+        BadInput: when it is of another model, or a tensor is missing, unknown or of another shape. No weight is
+            changed then.
         UsageError: when no model type of Hugging Face has this shape.
     """
     targets = by_name(interpreter)
@@ -78,9 +82,9 @@ def load(interpreter: Interpreter, directory: Path) -> None:
 
 
 def save(interpreter: Interpreter, directory: Path, *, named: dict[str, Tensor] | None = None) -> None:
-    """Write a Hugging Face directory that ``transformers`` loads, in the parameters' dtype.
+    """Write a Hugging Face directory that ``transformers`` can load, in the parameters' dtype.
 
-    ``named`` are the whole parameters, where this process does not hold them all.
+    ``named`` are the whole parameters. Give them when this process does not hold all of them.
 
     Raises:
         UsageError: when no model type of Hugging Face has this shape, or the directory cannot be written.
@@ -91,28 +95,28 @@ def save(interpreter: Interpreter, directory: Path, *, named: dict[str, Tensor] 
 
 
 def named_parameters(interpreter: Interpreter) -> dict[str, Tensor]:
-    """Return every parameter by name, as views of what the kernels read; of one process, which holds them whole."""
+    """Return every parameter by name, as views of the kernels' buffers. Works only in a run of one process."""
     return {held.name: held.view for held in held_by(interpreter, "params")}
 
 
 def held_by(interpreter: Interpreter, state: str) -> Iterator[Held]:
-    """Yield what this rank's buffers of ``state`` (params, grads, master, ...) hold of each whole tensor."""
+    """Yield the shards of each whole tensor in this rank's buffers of ``state`` (params, grads, master, ...)."""
     decisions = interpreter.decisions
     for kind in KINDS:
         if f"{state}.{kind}" not in interpreter.program.family_bases:
             continue
-        pieces = pieces_of(decisions, interpreter.place, state, kind)
-        layers = layers_of(decisions, interpreter.place)
-        places = [f"layer.{number}" for number in layers] if kind == "layer" else [kind]
-        for i, at in enumerate(places):
+        shards = shards_of(decisions, interpreter.mesh, state, kind)
+        layers = layers_of(decisions, interpreter.mesh)
+        blocks = [f"layer.{number}" for number in layers] if kind == "layer" else [kind]
+        for i, block in enumerate(blocks):
             flat = interpreter.buffer(f"{state}.{kind}", i)
-            for p in pieces:
+            for p in shards:
                 view = flat[p.first : p.first + math.prod(p.sizes)].view(p.sizes)
-                yield Held(f"{at}/{p.name}", p.whole, p.offsets, view)
+                yield Held(f"{block}/{p.name}", p.whole, p.offsets, view)
 
 
 def by_name(interpreter: Interpreter) -> dict[str, list[Held]]:
-    """Return what this rank holds of each weight: as parameter, and as fp32 master where there are masters."""
+    """Return this rank's shards of each weight: of the parameter, and of the fp32 master if there is one."""
     found: dict[str, list[Held]] = {}
     for state in ("params", "master"):
         for held in held_by(interpreter, state):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import msgspec
 
-from memo_sim.contract.codec import check_apart, check_not_read, check_writable, encode, write_bytes
+from memo_sim.contract.codec import check_distinct, check_not_read, check_writable, encode, write_bytes
 from memo_sim.contract.errors import BadInput, UsageError
 from memo_sim.contract.memory_report import MemoryReport, OtherPlacement
 from memo_sim.contract.placement import Placement
@@ -91,7 +91,7 @@ def plan_memory(
         ],
         capacity_bytes=capacity_bytes,
         reserved_caching_bytes=None if caching.out_of_memory else caching.reserved_peak_bytes,
-        reorganisations=None if caching.out_of_memory else caching.steady.reorganisations,
+        allocation_retries=None if caching.out_of_memory else caching.steady.allocation_retries,
     )
     return MemoryPlan(source, placement, caching, report)
 
@@ -177,7 +177,7 @@ def check_outputs(output: Path | None, picture: Path | None, *, read: Path) -> N
             if path.suffix.lower() not in kinds:
                 raise UsageError("not a kind of file", got=str(path), wanted=", ".join(kinds))
             check_writable(path)
-    check_apart(written)
+    check_distinct(written)
 
 
 def write_files(plan: MemoryPlan, output: Path | None, picture: Path | None) -> None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import memo_sim
-from memo_sim.contract.codec import check_apart, check_not_read, check_writable, sha256_of, write
+from memo_sim.contract.codec import check_distinct, check_not_read, check_writable, sha256_of, write
 from memo_sim.contract.errors import Infeasible, UsageError
 from memo_sim.contract.placement import Placement
 from memo_sim.contract.plan import Decisions, Plan, PlanRow, Prediction, Provenance
@@ -54,7 +54,7 @@ class Outputs:
                 named.append(beside(self.plan, kind))
                 check_writable(named[-1])
         check_not_read(named, self.read)
-        check_apart(named)
+        check_distinct(named)
         if self.picture is not None and self.picture.suffix not in FORMATS:
             raise UsageError("not a kind of picture", got=str(self.picture), wanted=", ".join(FORMATS))
         if self.plan is not None and self.plan.suffix != ".json":
@@ -251,7 +251,7 @@ def row(decisions: Decisions, prediction: Prediction, *, system: str) -> PlanRow
         micro_batch=decisions.micro_batch,
         peak_device_bytes=prediction.peak_device_bytes,
         reserved_bytes=prediction.reserved_bytes,
-        reorganisations=prediction.reorganisations,
+        allocation_retries=prediction.allocation_retries,
         peak_host_bytes_per_node=prediction.peak_host_bytes_per_node,
         stalls=prediction.stalls,
         shortfall_bytes=prediction.shortfall_bytes,

@@ -22,6 +22,7 @@ import msgspec
 
 from memo_sim.contract.diagnosis import explain_invalid, explain_malformed, explain_schema
 from memo_sim.contract.errors import BadInput, MemoError, UsageError
+from memo_sim.contract.migration import upgraded
 
 T = TypeVar("T", bound=msgspec.Struct)
 
@@ -73,14 +74,17 @@ def sha256_of(document: msgspec.Struct) -> str:
 
 
 def decode(raw: bytes, kind: type[T], *, where: str) -> T:
-    """Return the document of type ``kind`` in the JSON text ``raw``, whose ``schema`` has to be the kind's.
+    """Return the document of type ``kind`` in the JSON text ``raw``: its ``schema``, or an earlier version of it.
 
     Raises:
         BadInput: with ``where`` (the file), the JSON path, what was got and wanted, and the nearest known name.
     """
     schema = schema_of(raw, where=where)
     if schema != kind.__struct_config__.tag:
-        raise explain_schema(schema, [kind], where)
+        later = upgraded(schema, decode_object(raw, where=where)) if schema else None
+        if later is None or later["schema"] != kind.__struct_config__.tag:
+            raise explain_schema(schema, [kind], where)
+        raw = msgspec.json.encode(later)
     try:
         return msgspec.json.decode(raw, type=kind)
     except msgspec.ValidationError as error:
@@ -90,7 +94,7 @@ def decode(raw: bytes, kind: type[T], *, where: str) -> T:
 
 
 def schema_of(raw: bytes, *, where: str) -> str | None:
-    """Return the ``schema`` of the JSON object in ``raw`` (``memo.plan/1``), None when it has none.
+    """Return the ``schema`` of the JSON object in ``raw`` (``memo.plan/2``), None when it has none.
 
     Raises:
         BadInput: when ``raw`` is not a JSON object, or its ``schema`` is not text.
@@ -189,7 +193,7 @@ def check_writable(path: Path) -> None:
         raise _unwritten(path, error) from None
 
 
-def check_apart(written: Sequence[Path]) -> None:
+def check_distinct(written: Sequence[Path]) -> None:
     """Refuse two outputs in one file.
 
     Raises:

@@ -1,4 +1,4 @@
-"""The longest sequence that fits (``memo.longest/1``)."""
+"""The longest sequence that fits (``memo.longest/2``)."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Tried(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class Longest(
-    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="schema", tag="memo.longest/1"
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="schema", tag="memo.longest/2"
 ):
     """``seq_tokens`` is the longest multiple of ``step_tokens`` that fits, 0 when none does."""
 

@@ -1,4 +1,4 @@
-"""What planning a step's memory gives (``memo.memory/1``): live bytes, the caching allocator's, the planned arena."""
+"""What planning a step's memory gives (``memo.memory/2``): live bytes, the caching allocator's, the planned arena."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class OtherPlacement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
 
 class MemoryReport(
-    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="schema", tag="memo.memory/1"
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="schema", tag="memo.memory/2"
 ):
     """The figures of one placement beside those of PyTorch's caching allocator; null: not known, or not asked for."""
 
@@ -56,5 +56,5 @@ class MemoryReport(
     """What the caching allocator may reserve; null: no limit."""
     reserved_caching_bytes: Bytes | None = None
     """What PyTorch's caching allocator reserves at most for the same requests; null: it runs out of memory."""
-    reorganisations: Tokens | None = None
+    allocation_retries: Tokens | None = None
     """How often it gives its cache back and asks again, in one steady iteration."""

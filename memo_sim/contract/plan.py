@@ -1,4 +1,4 @@
-"""The decisions of one training step, what they are predicted to cost, and where they came from (``memo.plan/1``).
+"""The decisions of one training step, what they are predicted to cost, and where they came from (``memo.plan/2``).
 
 Decisions alone determine the program; prediction and provenance can be dropped or computed anew on another machine.
 """
@@ -39,7 +39,7 @@ Overlap = Literal["none", "gradients", "both"]
 step's last gradient is there. gradients: each block's are summed behind its last backward. both: and the parameters of
 ZeRO 1 are gathered at the start of the following step, block by block, ahead of its forward."""
 Schedule = Literal["gpipe", "1f1b", "interleaved", "zero-bubble"]
-"""In which order a pipeline stage plays micro-batches (``program/schedule.py``)."""
+"""In which order a pipeline stage plays micro-batches (``program/layout/schedule.py``)."""
 Partition = Literal["length", "flops"]
 """How a sequence is cut into subsequences: as many tokens each, or as much forward work each (SPPO 4)."""
 RowwiseKernel = Literal["torch", "triton"]
@@ -65,7 +65,7 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     schedule: Schedule = "1f1b"
     virtual_stages: Degree = 1
     """Chunks of layers a stage holds, for the interleaved schedule alone."""
-    overlap_handovers: bool = True
+    overlap_p2p: bool = True
     """Whether stages compute beside what they hand over: received a pass ahead, sent beside the next pass. Without,
     each pass is followed by its sends (Megatron-LM's 1F1B)."""
     dp: Degree = 1
@@ -118,7 +118,7 @@ class Decisions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     ``subsequence_swapped_tokens`` are those of each subsequence, where there are several and they neither swap nothing
     nor everything; they sum to ``swapped_tokens``, and each is a multiple of 128 or its whole part
-    (``program/partition.py``).
+    (``program/layout/partition.py``).
     """
 
     model: Model
@@ -228,7 +228,7 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     peak_by_class: dict[str, Bytes] = {}
     reserved_bytes: Bytes | None = None
     """Most that PyTorch's caching allocator reserves; null where it runs out, or memory is planned."""
-    reorganisations: int = 0
+    allocation_retries: int = 0
     """Times in a step that the allocator gives back all it has cached, and asks the device again."""
     peak_host_bytes_per_node: Bytes = 0
     moved_bytes: MovedBytes = MovedBytes()
@@ -252,7 +252,7 @@ class Provenance(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class Plan(
-    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="schema", tag="memo.plan/1"
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="schema", tag="memo.plan/2"
 ):
     """A plan file: decisions, prediction and provenance apart; ``program_sha256`` pins the program they lower to."""
 
@@ -265,7 +265,7 @@ class Plan(
 
 
 class PlanRow(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One evaluated plan as scripts read it (in ``memo.result/1``)."""
+    """One evaluated plan as scripts read it (in ``memo.result/2``)."""
 
     status: Status
     system: str = ""
@@ -285,7 +285,7 @@ class PlanRow(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     peak_device_bytes: Bytes
     reserved_bytes: Bytes | None = None
     """Most that PyTorch's caching allocator reserves; null where it runs out, or memory is planned."""
-    reorganisations: int = 0
+    allocation_retries: int = 0
     """Times in a step that it gives back all it has cached."""
     peak_host_bytes_per_node: Bytes
     stalls: list[Stall]

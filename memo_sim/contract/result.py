@@ -1,4 +1,4 @@
-"""The answer to a what-if question (``memo.result/1``)."""
+"""The answer to a what-if question (``memo.result/2``)."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class MoreMemory(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class Result(
-    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="schema", tag="memo.result/1"
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="schema", tag="memo.result/2"
 ):
     """``best`` is the first of ``plans`` that fits, null when none does; the space is ``evaluated`` + ``pruned``."""
 

@@ -1,4 +1,4 @@
-"""Predictions beside published measurements (``memo.validation/1``)."""
+"""Predictions beside published measurements (``memo.validation/2``)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import msgspec
 
 from memo_sim.contract.plan import Layout, Status
 
-Measured = Literal["mfu", "tgs", "step_ms", "allocated_gib", "reserved_gib", "reorganisations"]
+Measured = Literal["mfu", "tgs", "step_ms", "allocated_gib", "reserved_gib", "allocation_retries"]
 """What a source may have measured."""
 
 
@@ -22,7 +22,7 @@ class CasePrediction(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     step_ms: float | None = None
     allocated_gib: float | None = None
     reserved_gib: float | None = None
-    reorganisations: float | None = None
+    allocation_retries: float | None = None
     """Of a micro-batch (a sequence, where it is one), where memory is not planned."""
     alpha: float | None = None
     layout: Layout | None = None
@@ -43,7 +43,7 @@ class Expectation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     step_ms: float | None = None
     allocated_gib: float | None = None
     reserved_gib: float | None = None
-    reorganisations: float | None = None
+    allocation_retries: float | None = None
 
 
 class CaseError(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -55,7 +55,7 @@ class CaseError(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     step_ms: float | None = None
     allocated_gib: float | None = None
     reserved_gib: float | None = None
-    reorganisations: float | None = None
+    allocation_retries: float | None = None
 
 
 class Interval(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -88,7 +88,7 @@ class CaseReport(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class Validation(
-    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="schema", tag="memo.validation/1"
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="schema", tag="memo.validation/2"
 ):
     """One entry per row, in the file's order, none dropped."""
 

@@ -30,7 +30,7 @@ from memo_sim.contract.hardware import CollectiveKind, Hardware
 from memo_sim.contract.plan import Layout
 from memo_sim.costs.curves import LogCurve, between
 from memo_sim.costs.placement import Placement, hop, place
-from memo_sim.program.ir.work import Collective, Exchange, Group, Handover
+from memo_sim.program.ir.work import Collective, Exchange, Group, PointToPoint
 from memo_sim.program.layout.rank_order import degree
 
 ALIKE: dict[CollectiveKind, tuple[CollectiveKind, ...]] = {
@@ -105,7 +105,7 @@ class CollectiveTimes:
         bus = self._inside("reduce_scatter", LARGE_BYTES, placement.per_node)[1]
         return min(1.0, self._net.nic_bytes_per_s.value * cards / bus)
 
-    def handover_seconds(self, work: Handover, outside: set[str]) -> float:
+    def p2p_seconds(self, work: PointToPoint, outside: set[str]) -> float:
         """Return how long a rank of one pipeline stage sends to its like of another."""
         placement = hop(work.source, work.target, self._layout, self._devices_per_node)
         return self._time("send_recv", work.bytes, placement, outside)

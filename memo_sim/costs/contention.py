@@ -22,7 +22,7 @@ from memo_sim.contract.hardware import Hardware
 from memo_sim.program.ir.instruction import Lane
 
 COPY = (1 << Lane.D2H) | (1 << Lane.H2D)
-P2P = (1 << Lane.P2P) | (1 << Lane.SEND) | (1 << Lane.RECEIVE)
+P2P = (1 << Lane.P2P) | (1 << Lane.SEND) | (1 << Lane.RECV)
 COLLECTIVE = (1 << Lane.COLLECTIVE) | (1 << Lane.REPLICA)
 LAYERS = (Lane.COLLECTIVE, Lane.P2P)
 """Lanes of what layers exchange over the link that the replicas' collectives may use."""

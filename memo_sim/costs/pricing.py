@@ -24,8 +24,8 @@ from memo_sim.program.ir.work import (
     Copy,
     Exchange,
     Gemm,
-    Handover,
     HostUpdate,
+    PointToPoint,
     Rowwise,
     Work,
 )
@@ -117,8 +117,8 @@ class Pricer:
                 return self._collectives.seconds(work, self.outside)
             case Exchange():
                 return self._collectives.exchange_seconds(work, self.outside)
-            case Handover():
-                return self._collectives.handover_seconds(work, self.outside)
+            case PointToPoint():
+                return self._collectives.p2p_seconds(work, self.outside)
             case HostUpdate():
                 return work.moved_bytes / self._host_bytes_per_s
 

@@ -12,16 +12,16 @@ from memo_sim.costs.curves import LogCurve
 class CopyTimes:
     """One direction's copies."""
 
-    def __init__(self, name: str, rates: CopyRates, floor_s: float) -> None:
+    def __init__(self, name: str, rates: CopyRates, least_s: float) -> None:
         self._name = name
         self._alone = LogCurve.of(rates.alone)
-        self._floor_s = floor_s
+        self._least_s = least_s
 
     def seconds(self, size_bytes: int, outside: set[str]) -> float:
         """Return how long the copy takes when nothing else moves."""
         if size_bytes <= 0:
             return 0.0
         streaming = size_bytes / self._alone(size_bytes)
-        if streaming > self._floor_s and not self._alone.covers(size_bytes):
+        if streaming > self._least_s and not self._alone.covers(size_bytes):
             outside.add(self._name)
-        return max(self._floor_s, streaming)
+        return max(self._least_s, streaming)

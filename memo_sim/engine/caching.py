@@ -41,10 +41,10 @@ class CachingMemory:
         return seconds
 
     @cached_property
-    def reorganised(self) -> Ints:
+    def retried_allocation(self) -> Ints:
         """How often each instruction finds the memory reorganised."""
         counts = np.zeros(len(self.lane), dtype=np.int64)
-        np.add.at(counts, self._stopped, [stop.reorganised for stop in self._stops])
+        np.add.at(counts, self._stopped, [stop.retried_allocation for stop in self._stops])
         return counts
 
     @property

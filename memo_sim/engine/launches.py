@@ -68,8 +68,8 @@ def _windows(program: Program, columns: Columns) -> Ints:
     keys = [_key(program, instance) for instance in program.instances]
     changed = np.array([a != b for a, b in pairwise(keys)], dtype=np.int64)
     of_instance = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(changed)])
-    handed_over = np.cumsum(np.isin(columns.lane, (Lane.SEND, Lane.RECEIVE)))
-    windows: Ints = of_instance[columns.instance] + handed_over
+    transferred = np.cumsum(np.isin(columns.lane, (Lane.SEND, Lane.RECV)))
+    windows: Ints = of_instance[columns.instance] + transferred
     return windows
 
 

@@ -53,17 +53,17 @@ def step_s_of_few_layers(decisions: Decisions, hardware: Hardware, cluster: Clus
         return None  # whole blocks are gathered beside the first layers, or summed beside the norm's kernels
     model = msgspec.structs.replace(decisions.model, layers=few)
     simulation = simulate(msgspec.structs.replace(decisions, model=model), hardware, cluster, predict=False)
-    (role,) = simulation.roles
+    (stage,) = simulation.stages
     if simulation.memory.fault is not None:
         return None
-    times, added_s, playback = (layers - few) // WINDOW, 0.0, role.playback
-    firsts = np.searchsorted(role.columns.instance, np.arange(len(role.program.instances) + 1)).tolist()
-    for run in _runs(role.program, few):
-        window_s = _window_s(role.program, playback, firsts, run)
+    times, added_s, playback = (layers - few) // WINDOW, 0.0, stage.playback
+    firsts = np.searchsorted(stage.columns.instance, np.arange(len(stage.program.instances) + 1)).tolist()
+    for run in _runs(stage.program, few):
+        window_s = _window_s(stage.program, playback, firsts, run)
         if window_s is None:
             return None
-        added_s += times * window_s * int(role.weights[firsts[run[few - BEHIND - WINDOW]]])
-    return playback.span_s + role.repetition.added_s(playback) + added_s
+        added_s += times * window_s * int(stage.weights[firsts[run[few - BEHIND - WINDOW]]])
+    return playback.span_s + stage.repetition.added_s(playback) + added_s
 
 
 def _runs(program: Program, layers: int) -> list[list[int]]:

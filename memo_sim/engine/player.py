@@ -27,7 +27,7 @@ from memo_sim.engine.playback import Floats, Playback
 from memo_sim.engine.segments import Segments, cut
 from memo_sim.program.analysis.columns import Columns, Ints
 from memo_sim.program.analysis.edges import Edges
-from memo_sim.program.analysis.rendezvous import Meeting
+from memo_sim.program.analysis.rendezvous import Rendezvous
 from memo_sim.program.ir.instruction import Lane
 
 Rates = Callable[[int], tuple[float, ...]]
@@ -57,10 +57,10 @@ def play(
     Raises:
         MemoError: when instructions wait for each other in a circle (no program of ``lower`` does).
     """
-    return play_roles([Part(columns, edges, seconds, name)], rates)[0]
+    return play_stages([Part(columns, edges, seconds, name)], rates)[0]
 
 
-def play_roles(parts: Sequence[Part], rates: Rates, meetings: Sequence[Meeting] = ()) -> list[Playback]:
+def play_stages(parts: Sequence[Part], rates: Rates, all_rendezvous: Sequence[Rendezvous] = ()) -> list[Playback]:
     """Return the playback of each role; lanes of a role contend with each other alone.
 
     Raises:
@@ -73,14 +73,14 @@ def play_roles(parts: Sequence[Part], rates: Rates, meetings: Sequence[Meeting] 
     )
     lanes: Ints = np.concatenate([part.columns.lane + _LANES * r for r, part in enumerate(parts)])
     seconds: Floats = np.concatenate([part.seconds for part in parts])
-    met = [[int(first[role] + i) for role, i in meeting] for meeting in meetings]
+    met = [[int(first[stage] + i) for stage, i in rendezvous] for rendezvous in all_rendezvous]
     segments = cut(lanes, joined, _LANES * len(parts), np.array([i for each in met for i in each], dtype=np.int64))
     work = np.add.reduceat(seconds[segments.order], segments.first) if len(seconds) else np.zeros(0)
     clock = _run(segments, work.tolist(), rates, _met_segments(segments, met))
 
     def name(i: int) -> str:
-        role = int(np.searchsorted(first, i, side="right")) - 1
-        return parts[role].name(i - int(first[role]))
+        stage = int(np.searchsorted(first, i, side="right")) - 1
+        return parts[stage].name(i - int(first[stage]))
 
     stuck = [s for s, limit in zip(clock.heads, segments.lane_bounds[1:], strict=True) if s < limit]
     if stuck:
@@ -146,9 +146,9 @@ def _run(segments: Segments, work: list[float], rates: Rates, met: dict[int, tup
         return found
 
     def begin(segment: int, lane: int, now: float) -> None:
-        role = lane // _LANES
-        busy[role] |= 1 << lane % _LANES
-        changed.add(role)
+        stage = lane // _LANES
+        busy[stage] |= 1 << lane % _LANES
+        changed.add(stage)
         start[segment] = since[lane] = now
         left[lane] = work[segment]
         rate[lane] = 0.0
@@ -176,9 +176,9 @@ def _run(segments: Segments, work: list[float], rates: Rates, met: dict[int, tup
     def settle(now: float) -> None:
         """Read the rates of the lanes that are busy now, and wait for the one that ends first."""
         nonlocal ending
-        for role in changed:
-            current, base = rates_of(busy[role]), role * _LANES
-            for lane in _LANES_OF[busy[role]]:
+        for stage in changed:
+            current, base = rates_of(busy[stage]), stage * _LANES
+            for lane in _LANES_OF[busy[stage]]:
                 together = beside.get(base + lane)
                 if together is None:
                     if rate[base + lane] != current[lane]:
@@ -218,9 +218,9 @@ def _run(segments: Segments, work: list[float], rates: Rates, met: dict[int, tup
             soonest = min(finish)
             lane, now = finish.index(soonest), max(now, soonest)
         finish[lane] = _IDLE
-        role = lane // _LANES
-        busy[role] &= ~(1 << lane % _LANES)
-        changed.add(role)
+        stage = lane // _LANES
+        busy[stage] &= ~(1 << lane % _LANES)
+        changed.add(stage)
         for each in beside.pop(lane, ()):  # the others end in events of their own, at this instant
             beside.pop(each, None)
         for each in (following, *reached) if ready else reached:

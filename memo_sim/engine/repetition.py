@@ -31,7 +31,7 @@ PLAYED = 3
 """Micro-batches that show a whole period: the first starts from empty lanes, the last ends into the step's end."""
 
 RECEIVED_AHEAD = 2
-"""Passes behind a window for which it receives (``program/handover.py``)."""
+"""Passes behind a window for which it receives (``program/pipeline/stage_p2p.py``)."""
 
 LENGTHS = (1, 2, 4)
 """Periods of the schedule that a window may have."""
@@ -71,13 +71,13 @@ def whole_windows(layout: Layout, micro_batches: int, played: int) -> int:
     return micro_batches - max(0, micro_batches - played) // most * most
 
 
-def windows(layout: Layout, roles: Sequence[Sequence[Pass]], beyond: int) -> list[list[Window]]:
+def windows(layout: Layout, stages: Sequence[Sequence[Pass]], beyond: int) -> list[list[Window]]:
     """Return the last windows that the played passes of all roles have, one a role, short ones first.
 
     ``beyond`` micro-batches are not played; windows that they do not fill are left out.
     """
     kind = Kind.FORWARD if layout.pp == 1 else Kind.BACKWARD
-    marks = [[n for n, each in enumerate(passes) if each.kind is kind] for passes in roles]
+    marks = [[n for n, each in enumerate(passes) if each.kind is kind] for passes in stages]
     every = []
     for length in LENGTHS[:1] if layout.pp == 1 else LENGTHS:
         group = _group(layout) * length
@@ -86,7 +86,7 @@ def windows(layout: Layout, roles: Sequence[Sequence[Pass]], beyond: int) -> lis
         step = one * length
         for last in range(min(len(m) - 1 for m in marks) // one * one, 2 * step - 1, -one):
             found = [Window(m[last - 2 * step], m[last - step], m[last], group) for m in marks]
-            if layout.pp == 1 or all(_repeats(p, w) for p, w in zip(roles, found, strict=True)):
+            if layout.pp == 1 or all(_repeats(p, w) for p, w in zip(stages, found, strict=True)):
                 every += [found] if beyond % group == 0 else []
                 break
     return every

@@ -20,12 +20,12 @@ from memo_sim.contract.trace import Trace
 from memo_sim.costs.pricing import NodeRates, Pricer
 from memo_sim.engine.memory import Memory
 from memo_sim.engine.playback import Floats, Playback
-from memo_sim.engine.player import Rates, play_roles
+from memo_sim.engine.player import Rates, play_stages
 from memo_sim.engine.repetition import played_at_first, whole_windows, windows
-from memo_sim.engine.role import ALLOCATOR, HOST, Prices, Role
+from memo_sim.engine.stage_run import ALLOCATOR, HOST, Prices, StageRun
 from memo_sim.engine.stalls import ROUNDING, bubble, peers, summed
 from memo_sim.program.analysis.columns import Columns
-from memo_sim.program.analysis.rendezvous import meetings
+from memo_sim.program.analysis.rendezvous import all_rendezvous
 from memo_sim.program.ir.instruction import Lane
 from memo_sim.program.ir.program import Program
 from memo_sim.program.lower import lower, program_sha256
@@ -87,7 +87,7 @@ def simulate(
 class Simulation:
     """One plan on one cluster; everything beyond the prediction is computed when it is asked for.
 
-    ``roles`` are what was played: the whole step, or a few of its micro-batches (``full_programs`` are the step). What
+    ``stages`` are what was played: the whole step, or a few of its micro-batches (``full_programs`` are the step). What
     is asked of memory is answered for the ``fullest`` role, what is asked of time for the one that sets the ``pace``.
     """
 
@@ -106,8 +106,8 @@ class Simulation:
         self.cluster = cluster
         self._pricer = pricer
         self._rates = rates
-        self.roles = tuple(
-            Role(
+        self.stages = tuple(
+            StageRun(
                 program,
                 decisions,
                 hardware,
@@ -137,18 +137,18 @@ class Simulation:
         Without pipeline stages three micro-batches show a period. Of a plan that does not fit, whose step is not
         played, bytes alone are counted, which any window has.
         """
-        played = self.roles[0].program.micro_batches
+        played = self.stages[0].program.micro_batches
         beyond = self.decisions.micro_batches - played
         if not beyond:
             return True
-        passes = [[each for each, _ in role.program.passes] for role in self.roles]
+        passes = [[each for each, _ in stage.program.passes] for stage in self.stages]
         found = windows(self.decisions.layout, passes, beyond)
         if not found:
             raise ValueError(f"cannot repeat {beyond} times: {played} micro-batches are played")
         for mine in found:
-            for role, window in zip(self.roles, mine, strict=True):
-                role.repeat(window)
-            if len(self.roles) == 1 or self.memory.fault or all(r.repetition.steady(r.playback) for r in self.roles):
+            for stage, window in zip(self.stages, mine, strict=True):
+                stage.repeat(window)
+            if len(self.stages) == 1 or self.memory.fault or all(r.repetition.steady(r.playback) for r in self.stages):
                 return True
         return False
 
@@ -158,28 +158,28 @@ class Simulation:
         ranks = layout.devices // layout.pp
         if layout.pp == 1 or ranks >= per_node:
             return
-        needed = [role.memory.host.bytes for role in self.roles]
-        for number, role in enumerate(self.roles):
+        needed = [stage.memory.host.bytes for stage in self.stages]
+        for number, stage in enumerate(self.stages):
             node = number * ranks // per_node
             here = range(node * per_node, min(layout.devices, (node + 1) * per_node))
             beside = sum(needed[rank // ranks] for rank in here if rank // ranks != number)
-            role.memory = replace(role.memory, host_beside_bytes=beside)
+            stage.memory = replace(stage.memory, host_beside_bytes=beside)
 
     @cached_property
-    def fullest(self) -> Role:
+    def fullest(self) -> StageRun:
         """The role whose device memory is fullest; one whose memory runs out, if any does."""
         return max(
-            self.roles,
-            key=lambda role: (
-                role.memory.fault.shortfall_bytes if role.memory.fault else 0,
-                role.reserved_bytes or role.memory.device.bytes,
+            self.stages,
+            key=lambda stage: (
+                stage.memory.fault.shortfall_bytes if stage.memory.fault else 0,
+                stage.reserved_bytes or stage.memory.device.bytes,
             ),
         )
 
     @cached_property
-    def pace(self) -> Role:
+    def pace(self) -> StageRun:
         """The role with most to compute."""
-        return max(self.roles, key=lambda role: role.compute_s)
+        return max(self.stages, key=lambda stage: stage.compute_s)
 
     @property
     def program(self) -> Program:
@@ -199,19 +199,19 @@ class Simulation:
     @cached_property
     def full_programs(self) -> tuple[Program, ...]:
         """The programs of the whole step, one a role."""
-        programs = tuple(role.program for role in self.roles)
+        programs = tuple(stage.program for stage in self.stages)
         return programs if programs[0].micro_batches == self.decisions.micro_batches else lower(self.decisions)
 
     @property
     def full_program(self) -> Program:
         """The program of the whole step, of the role whose memory is fullest."""
-        return self.full_programs[self.roles.index(self.fullest)]
+        return self.full_programs[self.stages.index(self.fullest)]
 
     @cached_property
     def playbacks(self) -> list[Playback]:
         """The spans of every role, as played together."""
-        met = meetings([role.program for role in self.roles])
-        return play_roles([role.part for role in self.roles], self._rates, met)
+        met = all_rendezvous([stage.program for stage in self.stages])
+        return play_stages([stage.part for stage in self.stages], self._rates, met)
 
     @property
     def playback(self) -> Playback:
@@ -231,7 +231,7 @@ class Simulation:
     @property
     def compute_s_without_recompute(self) -> float:
         """Seconds of a role's compute, were nothing rebuilt: a bound that no share of swapped tokens can beat."""
-        return max(role.compute_s_without_recompute for role in self.roles)
+        return max(stage.compute_s_without_recompute for stage in self.stages)
 
     @property
     def recompute_share(self) -> float:
@@ -240,22 +240,22 @@ class Simulation:
 
     @property
     def own_rebuild_share(self) -> float:
-        """Of that, what METP rebuilds whatever is recomputed (``Role.own_rebuild_s``)."""
+        """Of that, what METP rebuilds whatever is recomputed (``StageRun.own_rebuild_s``)."""
         return self.pace.own_rebuild_s / self.pace.compute_s
 
     @property
     def layer_forward_s(self) -> float:
-        """Seconds a middle layer's forward holds the compute lane (``Role.layer_forward_s``)."""
+        """Seconds a middle layer's forward holds the compute lane (``StageRun.layer_forward_s``)."""
         return self.pace.layer_forward_s
 
     def _stalls(self, step_s: float) -> list[Stall]:
         """Return the waits of the pace-setting role until the step's end, the longest first."""
-        role, number = self.pace, self.roles.index(self.pace)
-        met = peers(self.playbacks, meetings([each.program for each in self.roles]))[number]
-        found = [*role.stalls(met), *role.after_compute(met)]
-        if (left_s := step_s - role.ended_s) > ROUNDING * step_s:
-            others = [each for each in range(len(self.roles)) if each != number]
-            latest = max(others, key=lambda each: self.roles[each].ended_s)
+        stage, number = self.pace, self.stages.index(self.pace)
+        met = peers(self.playbacks, all_rendezvous([each.program for each in self.stages]))[number]
+        found = [*stage.stalls(met), *stage.after_compute(met)]
+        if (left_s := step_s - stage.ended_s) > ROUNDING * step_s:
+            others = [each for each in range(len(self.stages)) if each != number]
+            latest = max(others, key=lambda each: self.stages[each].ended_s)
             found.append(Stall(lane=Lane.COMPUTE.label, waits_for=bubble(latest), seconds=left_s, count=1))
         return summed(found)
 
@@ -264,7 +264,7 @@ class Simulation:
         """Bytes of the whole tensors that the pace-setting role's collectives work on, by operator."""
         return self.pace.collective_bytes
 
-    def trace(self, role: Role | None = None) -> Trace:
+    def trace(self, stage: StageRun | None = None) -> Trace:
         """Return every span of a role's whole step (of the first if not said), memory and waits.
 
         Micro-batches that were repeated are played now, unless that makes more than ``MOST_SPANS``: then the trace
@@ -275,21 +275,21 @@ class Simulation:
         """
         if self.memory.fault is not None:
             raise Infeasible(f"no trace: {self.memory.fault.reason}")
-        number = self.roles.index(role) if role else 0
-        repeated = self.roles[0].program is not self.full_programs[0]
+        number = self.stages.index(stage) if stage else 0
+        repeated = self.stages[0].program is not self.full_programs[0]
         if repeated and sum(program.instruction_count for program in self.full_programs) <= MOST_SPANS:
             whole = self._whole
-            return whole.trace(whole.roles[number])
-        step_s = max(each.playback.span_s for each in self.roles)
-        return self.roles[number].trace(
+            return whole.trace(whole.stages[number])
+        step_s = max(each.playback.span_s for each in self.stages)
+        return self.stages[number].trace(
             program_sha256=program_sha256(self.full_programs),
-            rank=number * (self.decisions.layout.devices // len(self.roles)),
+            rank=number * (self.decisions.layout.devices // len(self.stages)),
             step_s=(self.prediction.step_s or 0.0) if repeated else step_s,
         )
 
     def traces(self) -> list[Trace]:
         """Return the trace of every role, first stage first (see ``trace``)."""
-        return [self.trace(role) for role in self.roles]
+        return [self.trace(stage) for stage in self.stages]
 
     @cached_property
     def _whole(self) -> Simulation:
@@ -303,9 +303,9 @@ class Simulation:
             rates=self._rates,
         )
 
-    def _of(self, role: Role, text: str) -> str:
+    def _of(self, stage: StageRun, text: str) -> str:
         """Return what is said of a role, with its name where there are several."""
-        return text if len(self.roles) == 1 else f"{role.program.role}: {text}"
+        return text if len(self.stages) == 1 else f"{stage.program.stage}: {text}"
 
     def _fits(self) -> Prediction:
         decisions, layout = self.decisions, self.decisions.layout
@@ -317,8 +317,8 @@ class Simulation:
                 wanted=" or ".join(self.hardware.peak_flops),
             )
         # Stages drift no further apart than they hold micro-batches: in the end all go at the slowest one's pace.
-        step_s = max(role.playback.span_s for role in self.roles)
-        step_s += max(role.repetition.added_s(role.playback) for role in self.roles)
+        step_s = max(stage.playback.span_s for stage in self.stages)
+        step_s += max(stage.repetition.added_s(stage.playback) for stage in self.stages)
         flops = decisions.model.step_flops(decisions.seq_tokens, decisions.global_batch)
         return Prediction(
             status="ok",
@@ -329,8 +329,8 @@ class Simulation:
             peak_device_bytes=self.memory.device.bytes,
             peak_by_class=self.memory.device.by_class,
             reserved_bytes=self.fullest.reserved_bytes,
-            reorganisations=max(role.reorganisations for role in self.roles),
-            peak_host_bytes_per_node=max(role.memory.host_per_node_bytes for role in self.roles),
+            allocation_retries=max(stage.allocation_retries for stage in self.stages),
+            peak_host_bytes_per_node=max(stage.memory.host_per_node_bytes for stage in self.stages),
             moved_bytes=self.pace.moved_bytes,
             lanes=self.pace.lanes_s,
             stalls=self._stalls(step_s),
@@ -346,7 +346,7 @@ class Simulation:
             peak_device_bytes=self.memory.device.bytes,
             peak_by_class=self.memory.device.by_class,
             reserved_bytes=self.fullest.reserved_bytes,
-            peak_host_bytes_per_node=max(role.memory.host_per_node_bytes for role in self.roles),
+            peak_host_bytes_per_node=max(stage.memory.host_per_node_bytes for stage in self.stages),
             moved_bytes=self.fullest.moved_bytes,
             shortfall_bytes=fault.shortfall_bytes,
             reason=self._of(self.fullest, fault.reason),

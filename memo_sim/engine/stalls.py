@@ -24,13 +24,13 @@ import numpy as np
 from memo_sim.contract.plan import Stall
 from memo_sim.engine.playback import Floats, Playback
 from memo_sim.program.analysis.columns import Ints
-from memo_sim.program.analysis.rendezvous import Meeting
+from memo_sim.program.analysis.rendezvous import Rendezvous
 from memo_sim.program.ir.instruction import Lane
 
 ROUNDING = 1e-12
 """Of the step: two instants that lie nearer are one."""
 
-HANDOVERS = (Lane.SEND, Lane.RECEIVE)
+P2P_LANES = (Lane.SEND, Lane.RECV)
 BUBBLE = "pipeline bubble"
 
 
@@ -63,16 +63,16 @@ class Peers:
     latest: dict[int, int]
 
 
-def peers(playbacks: Sequence[Playback], meetings: Sequence[Meeting]) -> list[Peers]:
+def peers(playbacks: Sequence[Playback], all_rendezvous: Sequence[Rendezvous]) -> list[Peers]:
     """Return of each role what it plays with others."""
     ready = [_ready_s(playback) for playback in playbacks]
     found = [Peers({}, {}) for _ in playbacks]
-    for meeting in meetings:
-        came = [float(ready[role][i]) for role, i in meeting]
-        latest = meeting[came.index(max(came))][0]
-        for (role, i), at in zip(meeting, came, strict=True):
-            found[role].own_ready_s[i] = at
-            found[role].latest[i] = latest
+    for rendezvous in all_rendezvous:
+        came = [float(ready[stage][i]) for stage, i in rendezvous]
+        latest = rendezvous[came.index(max(came))][0]
+        for (stage, i), at in zip(rendezvous, came, strict=True):
+            found[stage].own_ready_s[i] = at
+            found[stage].latest[i] = latest
     return found
 
 
@@ -168,7 +168,7 @@ class _Chain:
             least_s=ROUNDING * playback.span_s,
         )
 
-    def put_down(self, met: Peers, wait: tuple[int, float], lanes: Collection[Lane] = HANDOVERS) -> dict[str, float]:
+    def put_down(self, met: Peers, wait: tuple[int, float], lanes: Collection[Lane] = P2P_LANES) -> dict[str, float]:
         """Return what other stages, and what is on ``lanes``, took of a ``wait``: (what ends it, its start)."""
         at, since = wait
         found: dict[str, float] = defaultdict(float)

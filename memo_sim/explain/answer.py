@@ -168,7 +168,7 @@ def _arena(simulation: Simulation, arena: Arena) -> list[str]:
     text = (
         f"Planned arena: {format_bytes(size)} for {counted(len(placement.ids), 'buffer')}, {proof} ({placement.solver})"
     )
-    if len(simulation.roles) > 1:
+    if len(simulation.stages) > 1:
         text += f"; of {placement.name}, the one that the plan places"
     if elsewhere:
         text += f"; the executor puts the other stages' by first fit, which takes up to {format_bytes(largest)}"
@@ -182,8 +182,8 @@ def _pipeline(simulation: Simulation) -> list[str]:
     layout, count = simulation.decisions.layout, simulation.decisions.micro_batches
     if layout.pp == 1:
         return []
-    compute_s = [role.compute_s for role in simulation.roles]
-    sent = format_bytes(max(role.sent_bytes for role in simulation.roles))
+    compute_s = [stage.compute_s for stage in simulation.stages]
+    sent = format_bytes(max(stage.sent_bytes for stage in simulation.stages))
     text = (
         f"{layout.pp} stages play {counted(count, 'micro-batch', 'es')} by {layout.schedule}; a rank hands on {sent} "
         f"a step at most, and the slowest stage computes {max(compute_s) / min(compute_s) - 1:.1%} longer than the "
@@ -237,7 +237,7 @@ def _allocator(simulation: Simulation) -> list[str]:
         return []
     who = "an eager framework" if simulation.decisions.memory_policy == "eager" else "the caching allocator"
     above = prediction.reserved_bytes / prediction.peak_device_bytes - 1
-    often = prediction.reorganisations / simulation.decisions.micro_batches
+    often = prediction.allocation_retries / simulation.decisions.micro_batches
     text = (
         f"Memory is not planned: {who} reserves {format_bytes(prediction.reserved_bytes)}, {above:.1%} above the peak"
     )

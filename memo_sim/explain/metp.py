@@ -127,12 +127,12 @@ def _why(name: str, ours: Simulation, theirs: Simulation) -> str:
 
 def _seconds(simulation: Simulation) -> dict[str, float]:
     """Return where the step's time goes; ``waits``: compute stands still, or is slowed by what runs beside it."""
-    role, step_s = simulation.pace, simulation.prediction.step_s or 0.0
+    stage, step_s = simulation.pace, simulation.prediction.step_s or 0.0
     kinds: dict[str, Callable[[Instruction], bool]] = {
         "attention kernels": lambda i: isinstance(i.work, Attention),
         "products": lambda i: isinstance(i.work, Gemm),
         "other kernels": lambda i: i.op not in EXCHANGES and not isinstance(i.work, Attention | Gemm),
     }
-    compute = role.seconds * role.weights * (role.columns.lane == Lane.COMPUTE)
-    found = {kind: float(compute @ role.per_instruction(chosen)) for kind, chosen in kinds.items()}
+    compute = stage.seconds * stage.weights * (stage.columns.lane == Lane.COMPUTE)
+    found = {kind: float(compute @ stage.per_instruction(chosen)) for kind, chosen in kinds.items()}
     return found | {"waits": step_s - sum(found.values())}

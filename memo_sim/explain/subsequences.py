@@ -42,8 +42,8 @@ def subsequences(found: SearchResult, simulation: Simulation) -> list[str]:
         text += f" offload {_each(parts, swapped)}: alpha {_range(f'{min(alphas):.2f}', f'{max(alphas):.2f}')}"
         if (window := decisions.offload_window) > 1:
             text += f", while the {window} next passes are computed"
-    if carried := simulation.prediction.peak_by_class.get("carried", 0):
-        size = format_bytes(carried)
+    if cache := simulation.prediction.peak_by_class.get("kv_cache", 0):
+        size = format_bytes(cache)
         text += f"; keys and values stay, with the sums of their gradients {size} where memory is fullest"
     return [
         f"{text}.",

@@ -163,8 +163,8 @@ def run_ahead(program: Program, columns: Columns, lives: Liveness) -> RunAhead:
     kernels = np.flatnonzero(columns.lane == Lane.COMPUTE)
     launched = np.searchsorted(kernels, np.arange(len(columns.lane)))
     done = np.where(launched > queued, kernels[np.maximum(launched - queued - 1, 0)], -1)
-    handed_over = np.flatnonzero(np.isin(columns.lane, (Lane.SEND, Lane.RECEIVE))).tolist()
-    for last in [*_looks_at_loss(program, columns), *handed_over]:
+    transferred = np.flatnonzero(np.isin(columns.lane, (Lane.SEND, Lane.RECV))).tolist()
+    for last in [*_looks_at_loss(program, columns), *transferred]:
         done[last + 1 :] = np.maximum(done[last + 1 :], last)
     gathers = _gathers(program, columns)
     for passed, asked in zip(gathers, gathers[GATHERS_AHEAD:], strict=False):

@@ -19,10 +19,10 @@ from memo_sim.memory.request_table import is_request_table, read_request_table
 from memo_sim.memory.snapshot import read_snapshot
 from memo_sim.memory.source import Source, check_countable
 from memo_sim.program.arena.requests import arena_requests
-from memo_sim.program.lower import lower, program_sha256
+from memo_sim.program.lower import check_pinned, lower
 
 KINDS = (
-    "a memo.plan/1 or memo.requests/1 document, a CSV id,lower,upper,size, "
+    "a memo.plan/2 or memo.requests/1 document, a CSV id,lower,upper,size, "
     "a log of 'malloc ID SIZE' and 'free ID SIZE', or a PyTorch memory snapshot"
 )
 
@@ -66,18 +66,11 @@ def _read_document(raw: bytes, where: str) -> Source:
     schema = codec.schema_of(raw, where=where)
     if schema == Requests.__struct_config__.tag:
         return Source(codec.decode(raw, Requests, where=where), "requests")
-    if schema != Plan.__struct_config__.tag:
+    if schema is None or not schema.startswith("memo.plan/"):
         raise explain_schema(schema, [Plan, Requests], where)
     plan = codec.decode(raw, Plan, where=where)
     with codec.of_file(where):
         programs = lower(plan.decisions)
-    if plan.program_sha256 != (sha256 := program_sha256(programs)):
-        raise BadInput(
-            "the plan pins another program than its decisions lower to",
-            where=f"{where}: $.program_sha256",
-            got=plan.program_sha256[:12],
-            wanted=sha256[:12],
-            hint="the plan was edited, or made by another version: write it again with memo-sim what-if",
-        )
-    notes = [f"the first of {len(programs)} roles, {programs[0].role}"] if len(programs) > 1 else []
+    check_pinned(plan, programs, where=where)
+    notes = [f"the first of {len(programs)} pipeline stages, {programs[0].stage}"] if len(programs) > 1 else []
     return Source(arena_requests(programs[0], plan.decisions), "plan", notes)

@@ -86,7 +86,7 @@ class DeviceStop:
     buffer: str
     calls: tuple[DeviceCall, ...]
     seconds: float
-    reorganised: bool
+    retried_allocation: bool
     """Whether everything cached was given back (MEMO's reorganisation), rather than a segment asked for alone."""
 
 
@@ -115,9 +115,9 @@ class Iteration:
     stops: list[DeviceStop] = field(default_factory=list)
 
     @property
-    def reorganisations(self) -> int:
+    def allocation_retries(self) -> int:
         """How often everything cached was given back."""
-        return sum(stop.reorganised for stop in self.stops)
+        return sum(stop.retried_allocation for stop in self.stops)
 
     @property
     def seconds(self) -> float:
@@ -136,7 +136,7 @@ class Replay:
     reserved_peak_bytes: int
     segments_allocated: int
     segments_freed: int
-    reorganisations: int
+    allocation_retries: int
     out_of_memory: ReplayOutOfMemory | None
 
     @property
@@ -177,7 +177,7 @@ def replay(
         reserved_peak_bytes=device.peak_reserved_bytes,
         segments_allocated=device.num_device_alloc,
         segments_freed=device.num_device_free,
-        reorganisations=device.num_alloc_retries,
+        allocation_retries=device.num_alloc_retries,
         out_of_memory=failed,
     )
 
@@ -313,12 +313,12 @@ class _Player:
         if isinstance(found, ReplayOutOfMemory):
             return found
         self._held[buffer] = found
-        reorganised = device.num_alloc_retries > retried
-        if self.streams and reorganised:
+        retried_allocation = device.num_alloc_retries > retried
+        if self.streams and retried_allocation:
             self.streams.catch_up(instant)
         if calls := device.calls[called:]:
             seconds = self.costs.seconds(calls)
-            stops.append(DeviceStop(instant, name, tuple(calls), seconds, reorganised))
+            stops.append(DeviceStop(instant, name, tuple(calls), seconds, retried_allocation))
         return None
 
     def _request(self, size: int, name: str, iteration: int, instant: int) -> Block | ReplayOutOfMemory:

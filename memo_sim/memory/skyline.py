@@ -39,11 +39,11 @@ Rule = Callable[[int, int, int, int, float], tuple[float, ...]]
 """Ranks sections by candidates' number, best candidate's bit, floor, slack and weight; the least is branched on."""
 
 RULES: dict[str, Rule] = {
-    "low_first": lambda number, first, floor, slack, weight: (floor, first, number),
-    "troubled": lambda number, first, floor, slack, weight: (-weight, number),
-    "low_troubled": lambda number, first, floor, slack, weight: (floor / weight, number / weight),
-    "low_few": lambda number, first, floor, slack, weight: (floor, number, slack),
-    "few": lambda number, first, floor, slack, weight: (number, floor, slack),
+    "low_first": lambda number, first, lowest, slack, weight: (lowest, first, number),
+    "troubled": lambda number, first, lowest, slack, weight: (-weight, number),
+    "low_troubled": lambda number, first, lowest, slack, weight: (lowest / weight, number / weight),
+    "low_few": lambda number, first, lowest, slack, weight: (lowest, number, slack),
+    "few": lambda number, first, lowest, slack, weight: (number, lowest, slack),
 }
 """Where to branch; a section with one choice goes first in all of them. None is best everywhere."""
 
@@ -113,7 +113,7 @@ class Skyline:
         sections = max(self.upper)
         self.sections = sections
         self.weight = [1.0] * sections if weight is None else weight
-        self.floor = [0] * sections
+        self.lowest = [0] * sections
         self.begin = [0] * (sections + 1)
         self.end = [0] * (sections + 1)
         change = [0] * (sections + 1)
@@ -161,11 +161,11 @@ class Skyline:
         if len(edges) == 2:
             return self._node(x, y)
         counts = [((left & self.later[a] & self.sooner[b]).bit_count(), a, b) for a, b in pairwise(edges)]
-        floor, slack = self.floor[x:y], self.slack[x:y]
+        lowest, slack = self.lowest[x:y], self.slack[x:y]
         for _, a, b in sorted(counts):
             why = self._node(a, b)
             if why is not None:
-                self.left, self.floor[x:y], self.slack[x:y] = left, floor, slack
+                self.left, self.lowest[x:y], self.slack[x:y] = left, lowest, slack
                 return why
         return None
 
@@ -183,15 +183,15 @@ class Skyline:
         if why is None:
             return None
         for q, level, first, end in reversed(raises):
-            self.slack[q] += self.floor[q] - level
-            self.floor[q] = level
+            self.slack[q] += self.lowest[q] - level
+            self.lowest[q] = level
             if why[0] <= q < why[1]:
                 why = min(first, why[0]), max(end, why[1])
         return why
 
     def _open(self, x: int, y: int, mine: int, choice: Choice) -> Why | None:
         """Fill sections [x, y), where every next buffer is one of several, with ``mine``; return why that fails."""
-        state = (x, mine, tuple(self.floor[x:y]))
+        state = (x, mine, tuple(self.lowest[x:y]))
         why = self._failed.get(state)
         if why is None:
             why = self._covered(x, y) or self._branch(x, y, choice)
@@ -204,10 +204,10 @@ class Skyline:
         """Return why some section outside the valleys has nothing that could be its next before it is too high."""
         steps: list[tuple[int, int, int, int, int]] = []
         higher: list[tuple[int, int]] = []
-        floor, s = self.floor, x
+        lowest, s = self.lowest, x
         while s < y:
-            level, first = floor[s], s
-            while s < y and floor[s] == level:
+            level, first = lowest[s], s
+            while s < y and lowest[s] == level:
                 s += 1
             while higher and higher[-1][0] <= level:
                 higher.pop()
@@ -231,17 +231,17 @@ class Skyline:
 
     def _settle(self, x: int, y: int, raises: list[Raise]) -> Why | Choice:
         """Raise sections without a candidate until all have some; return where to branch, or why there is no way."""
-        floor, slack, active, left = self.floor, self.slack, self.active, self.left
+        lowest, slack, active, left = self.lowest, self.slack, self.active, self.left
         while True:
             done = len(raises)
             best: tuple[int, int, int, int, int] | None = None  # valley, section, candidates, lower wall
             least: tuple[float, ...] = ()
             before, s = HIGHEST, x
             while s < y:
-                level, a = floor[s], s
-                while s < y and floor[s] == level:
+                level, a = lowest[s], s
+                while s < y and lowest[s] == level:
                     s += 1
-                after = floor[s] if s < y else HIGHEST
+                after = lowest[s] if s < y else HIGHEST
                 if before > level < after:
                     wall = min(before, after)
                     fits = left & self.later[a] & self.sooner[s]
@@ -257,7 +257,7 @@ class Skyline:
                             return a - 1, s + 1
                         else:
                             raises.append((q, level, a - 1, s + 1))
-                            floor[q] = wall
+                            lowest[q] = wall
                             slack[q] -= wall - level
                 before = level
             if best is not None and len(raises) == done:
@@ -270,19 +270,19 @@ class Skyline:
     def _raised(self, choice: tuple[int, int, int, int, int]) -> int:
         """Return the least height at which section ``q`` could go on if nothing begins on its floor; 0 if too high."""
         a, b, q, _, wall = choice
-        height, floor = wall, self.floor[q]
+        height, lowest = wall, self.lowest[q]
         # Candidates may come later, on something in the valley that does not cover q.
         beside = self.left & self.later[a] & self.sooner[b] & ~self.active[q]
         while beside:
             low = beside & -beside
             beside ^= low
-            height = min(height, floor + self.size[low.bit_length() - 1])
-        return height if height - floor <= self.slack[q] else 0
+            height = min(height, lowest + self.size[low.bit_length() - 1])
+        return height if height - lowest <= self.slack[q] else 0
 
     def _branch(self, x: int, y: int, choice: Choice) -> Why | None:
         """Try each candidate for the section, then the raise; return why all fail."""
         q, could, raised = choice.q, choice.could, choice.raised
-        floor, left, level = self.floor, self.left, self.floor[q]
+        lowest, left, level = self.lowest, self.left, self.lowest[q]
         first, end = choice.first - 1, choice.end + 1
         tried = set()
         while could:
@@ -294,23 +294,23 @@ class Skyline:
                 continue  # equal to one that failed
             tried.add((lower, upper, size))
             self.left = left & ~low
-            floor[lower:upper] = [level + size] * (upper - lower)
+            lowest[lower:upper] = [level + size] * (upper - lower)
             self.offset[i] = level
             why = self._broken(lower, upper, x, y) or self._parts(x, y)
             if why is None:
                 return None
-            floor[lower:upper] = [level] * (upper - lower)
+            lowest[lower:upper] = [level] * (upper - lower)
             self.left = left
             if self.jumps and (why[1] <= lower or why[0] >= upper):
                 return why
             first, end = min(first, why[0]), max(end, why[1])
         if raised:
-            floor[q] = raised
+            lowest[q] = raised
             self.slack[q] -= raised - level
             why = self._broken(q, q + 1, x, y) or self._node(x, y)
             if why is None:
                 return None
-            floor[q] = level
+            lowest[q] = level
             self.slack[q] += raised - level
             if self.jumps and not why[0] <= q < why[1]:
                 return why
@@ -330,7 +330,7 @@ class Skyline:
         """Return whether the step at ``edge`` can still be levelled for what has to cross it."""
         if not self.cross[edge] & self.left:
             return True
-        step = self.floor[edge - 1] - self.floor[edge]
+        step = self.lowest[edge - 1] - self.lowest[edge]
         least, most = step - self.slack[edge], step + self.slack[edge - 1]
         if least <= 0 <= most:
             return True

@@ -112,14 +112,14 @@ def share(setting: Setting, seq_tokens: int) -> Share:
     """Return what synchronous exchanges take of METP's step of one sequence on eight devices."""
     apart = played(Job(setting, Pins(metp=GPUS, keep_norms=True, overlap_exchanges=False)), seq_tokens)
     beside = played(Job(setting, Pins(metp=GPUS, keep_norms=True)), seq_tokens)
-    (role,) = apart.roles
-    exchanges = role.per_instruction(
+    (stage,) = apart.stages
+    exchanges = stage.per_instruction(
         lambda i: float(isinstance(i.work, Exchange | Collective) and i.work.group == RING)
     )
     step_s, overlapped_s = apart.prediction.step_s, beside.prediction.step_s
     assert step_s is not None
     assert overlapped_s is not None
-    return Share(float((role.seconds * exchanges).sum()) / step_s, overlapped_s / step_s, step_s)
+    return Share(float((stage.seconds * exchanges).sum()) / step_s, overlapped_s / step_s, step_s)
 
 
 def overlap(progress: Progress) -> Figure:

@@ -26,7 +26,7 @@ STAGES = 4
 ACCESSED_PARTS = 4
 MIDDLE_LAYER = 16
 ACCESSED = {
-    "keys and values": "carried.kv",
+    "keys and values": "prefix.kv",
     "queries": "skeletal.q.s0",
     "attention's projection": "layer.fwd.s0/proj_out",
 }

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from memo_sim.contract.plan import Decisions, Prediction
-from memo_sim.planning.floors import Floors
+from memo_sim.planning.lower_bounds import LowerBounds
 from memo_sim.planning.space import with_alpha
 from memo_sim.planning.subsequences import swap_each
 from memo_sim.program.layout.partition import partition, swapped_parts
@@ -69,10 +69,10 @@ class AlphaSearch:
 class _Scan:
     """The plans of a grid, each predicted once."""
 
-    def __init__(self, grid: Grid, predict: Predict, floors: Floors | None) -> None:
+    def __init__(self, grid: Grid, predict: Predict, bounds: LowerBounds | None) -> None:
         self.grid = grid
         self._predict = predict
-        self._floors = floors
+        self._bounds = bounds
         self._seen: dict[int, tuple[Decisions, Prediction]] = {}
 
     def at(self, step: int) -> tuple[Decisions, Prediction]:
@@ -84,14 +84,14 @@ class _Scan:
 
     def time_of(self, step: int, *, limit_s: float = float("inf")) -> float:
         """Return the step time; what memory refuses is slower than anything, as is what cannot be below the limit."""
-        if step not in self._seen and self._floors and self._floors.reach(self.grid.at(step), limit_s):
+        if step not in self._seen and self._bounds and self._bounds.reach(self.grid.at(step), limit_s):
             return float("inf")
         step_s = self.at(step)[1].step_s
         return step_s if step_s is not None else float("inf")
 
     def device_refuses(self, step: int) -> bool:
         """Return whether the plan at a step needs more device memory than there is."""
-        if step not in self._seen and self._floors and self._floors.lack_device(self.grid.at(step)):
+        if step not in self._seen and self._bounds and self._bounds.lack_device(self.grid.at(step)):
             return True
         return self.at(step)[1].status == "gpu_oom"
 
@@ -121,7 +121,7 @@ def best_alpha(
     *,
     start: float,
     most: float = 1.0,
-    floors: Floors | None = None,
+    bounds: LowerBounds | None = None,
     resolution: int = RESOLUTION,
 ) -> AlphaSearch:
     """Return the plan with ``base``'s recompute mode that is fastest in the engine at any alpha.
@@ -130,7 +130,7 @@ def best_alpha(
     ``start`` (the linear program's answer), from 0 and from ``most`` (what host memory may hold) over multiples of
     1 / ``resolution``; what memory refuses counts as slower than anything. Where nothing fits alpha is 0.
     """
-    scan = _Scan(Grid.of(base, resolution), predict, floors)
+    scan = _Scan(Grid.of(base, resolution), predict, bounds)
     steps = scan.grid.steps
     starts = tuple(dict.fromkeys((round(most * steps), round(start * steps), 0)))
     found = scan.descend(starts, 0, steps)
@@ -138,14 +138,14 @@ def best_alpha(
 
 
 def best_partial_swap(
-    base: Decisions, predict: Predict, *, floors: Floors | None = None, resolution: int = RESOLUTION
+    base: Decisions, predict: Predict, *, bounds: LowerBounds | None = None, resolution: int = RESOLUTION
 ) -> AlphaSearch | None:
     """Return the fastest plan that swaps a part and keeps the rest; None when ``base`` has too few rows for a part.
 
     Device memory falls with alpha, host memory and copies rise: the least alpha that the device holds is found by
     bisection, and the fastest is searched from there upward.
     """
-    scan = _Scan(Grid.of(base, resolution), predict, floors)
+    scan = _Scan(Grid.of(base, resolution), predict, bounds)
     lowest, highest = 1, scan.grid.steps - 1
     if highest < lowest:
         return None

@@ -48,9 +48,9 @@ def arena_of(simulation: Simulation) -> Arena:
     """Return the arena of a plan whose live bytes fit; its prediction is gpu_oom when the arena does not."""
     whole = simulation.full_program.instruction_count <= MOST_INSTRUCTIONS
     program = simulation.full_program if whole else simulation.fullest.program
-    placement = _placed(arena_requests(program, simulation.decisions), stages=len(simulation.roles))
+    placement = _placed(arena_requests(program, simulation.decisions), stages=len(simulation.stages))
     size = placement.arena_bytes
-    if whole and len(simulation.roles) > 1:
+    if whole and len(simulation.stages) > 1:
         placement, size = _of_stages(simulation, placement)
     beyond = simulation.decisions.micro_batches - program.micro_batches
     size += beyond * _input_bytes(program, placement.alignment_bytes)

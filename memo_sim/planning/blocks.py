@@ -1,9 +1,9 @@
 """How a plan's MLP, attention and loss are cut: into row blocks, and into chunks of the sequence.
 
-MLP         row blocks of a rank's tokens, full recompute's alone (``program/mlp.py``)
+MLP         row blocks of a rank's tokens, full recompute's alone (``program/layers/mlp.py``)
 attention   chunks of the sequence, whose keys and values wait on the host, full recompute's alone
-            (``program/chunked_attention.py``)
-loss        tokens whose logits exist at once (``program/ends.py``)
+            (``program/attention/chunked.py``)
+loss        tokens whose logits exist at once (``program/layers/embedding_and_head.py``)
 """
 
 from __future__ import annotations

@@ -61,7 +61,7 @@ def _divided(question: Question, devices: int) -> Iterator[tuple[int, int, int, 
     """Yield tp, cp, ulysses, metp and dp whose product is ``devices``.
 
     METP divides weights as tp does and tokens as cp does: beside it neither is tried, nor Ulysses, unless pinned
-    (``program/metp_limits.py``).
+    (``program/layout/metp_limits.py``).
     """
     pins, searched = question.pins, find_system(question.system).degrees
     for metp in _degrees(pins.metp, devices, "metp" in searched):
@@ -169,7 +169,7 @@ def _zeros(question: Question, replicas: int, dp: int, *, most: int) -> tuple[in
     """Return the levels of ZeRO to try: none of the system's where every rank holds parameters of its own.
 
     ``replicas`` hold the same parameters of some block: METP's ranks the same embedding. Stages
-    (``program/stage.py``) have ZeRO 1 at ``most``; the others' place is taken by that.
+    (``program/layout/stage.py``) have ZeRO 1 at ``most``; the others' place is taken by that.
     """
     if question.pins.zero is not None:
         return (question.pins.zero,)
@@ -225,7 +225,7 @@ def _layout(
     pins = question.pins
     exchange = pins.cp_exchange or find_system(question.system).cp_exchange
     # Interleaved stages that waited would wait in a circle; Megatron-LM overlaps theirs alone.
-    overlapped = schedule == "interleaved" or not find_system(question.system).waits_for_handovers
+    overlapped = schedule == "interleaved" or not find_system(question.system).waits_for_p2p
     return Layout(
         tp=tp,
         sequence_parallel=tp > 1 if pins.sequence_parallel is None else pins.sequence_parallel and tp > 1,
@@ -237,7 +237,7 @@ def _layout(
         pp=pp,
         schedule=schedule,
         virtual_stages=chunks,
-        overlap_handovers=overlapped if pins.overlap_handovers is None else pins.overlap_handovers,
+        overlap_p2p=overlapped if pins.overlap_p2p is None else pins.overlap_p2p,
         dp=dp,
         zero=zero,
         subsequences=subsequences,

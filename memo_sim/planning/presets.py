@@ -125,7 +125,7 @@ class System:
     """Tokens of attention's chunks, where its authors name them (the default of Megatron-DeepSpeed's
     ``--ds-sequence-parallel-fpdt-chunk-size``), who cut a rank's part of a chunk into two row blocks of the MLP
     (its transformer.py) and 32 of the loss (its gpt_model.py); 0: as ``blocks.py`` chooses."""
-    waits_for_handovers: bool = False
+    waits_for_p2p: bool = False
     """Whether pipeline stages stand still while they hand over."""
     whole_loss: bool = False
     """Whether the logits of all tokens exist at once."""
@@ -194,7 +194,7 @@ SYSTEMS = {
             degrees=("tp", "cp", "pp", "dp"),
             pinnable=("ulysses",),  # cp_comm_type a2a, later than MEMO's comparison
             zero_needs_dp=True,
-            waits_for_handovers=True,
+            waits_for_p2p=True,
             overlap="both",
             least_tp=4,
             whole_loss=True,

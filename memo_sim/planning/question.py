@@ -38,9 +38,9 @@ class Pins:
     pp: int | None = None
     schedule: Schedule | None = None
     virtual_stages: int | None = None
-    overlap_handovers: bool | None = None
+    overlap_p2p: bool | None = None
     """Pipeline stages and how they are played; None: what the system searches, else one stage, and 1F1B where stages
-    are pinned. ``overlap_handovers`` is not searched."""
+    are pinned. ``overlap_p2p`` is not searched."""
     subsequences: int | Literal["auto"] | None = None
     """Parts of a sequence; ``auto``: searched, as a system does whose own knob it is."""
     partition: Partition = "flops"

@@ -25,10 +25,10 @@ from memo_sim.engine.simulate import Simulation, simulate
 from memo_sim.planning.alpha import LinearProgram, linear_program
 from memo_sim.planning.alpha_search import Grid, best_alpha, best_partial_swap
 from memo_sim.planning.bandwidth import offload_bandwidth
-from memo_sim.planning.floors import Floor, Floors
+from memo_sim.planning.lower_bounds import LowerBound, LowerBounds
 from memo_sim.planning.outcome import Evaluated, SearchResult, as_good, ranked_s
 from memo_sim.planning.passes import Passes
-from memo_sim.planning.pipeline_floor import is_known, kept, least_step_s
+from memo_sim.planning.pipeline_lower_bound import is_known, kept, least_step_s
 from memo_sim.planning.presets import FULL_SWAP, INPUTS_SWAPPED, INPUTS_SWAPPED_MLP_IN_BLOCKS, PARTIAL_SWAP
 from memo_sim.planning.question import Question
 from memo_sim.planning.space import Candidate, candidates, policies, with_alpha
@@ -102,18 +102,18 @@ class _Bounded:
     """A candidate with its floor (None where it cannot be had, which evaluating will explain)."""
 
     candidate: Candidate
-    floor: Floor | None
+    bound: LowerBound | None
     shortfall_bytes: int
-    next_floor: Literal["pipeline", "layers", ""] = ""
+    next_bound: Literal["pipeline", "layers", ""] = ""
     """Which higher floor can be had for a lowering: of its layout's kernels and waits, or of a few of its layers."""
 
     @property
     def least_key(self) -> tuple[bool, bool, float]:
         """No outcome of the candidate ranks before this (``Evaluated.rank_key``)."""
-        if self.floor is None:
+        if self.bound is None:
             return (False, False, 0.0)
         short = self.shortfall_bytes > 0
-        return (short, False, float(self.shortfall_bytes) if short else ranked_s(self.floor.step_s))
+        return (short, False, float(self.shortfall_bytes) if short else ranked_s(self.bound.step_s))
 
 
 class _Search:
@@ -138,7 +138,7 @@ class _Search:
         self.enough_s = enough_s
         self.limit: Evaluated | None = None
         """A plan that is known to fit, though it is none of this search's outcomes."""
-        self.floors = Floors(question.hardware, question.cluster, passes)
+        self.bounds = LowerBounds(question.hardware, question.cluster, passes)
         self.least_s: dict[Decisions, float] = {}
         """Of plans that keep everything, what no plan of their layouts goes below (``pipeline_floor.py``)."""
         self.known: dict[Decisions, Prediction] = {}
@@ -161,7 +161,7 @@ class _Search:
         while waiting:
             _, number, one = heappop(waiting)
             beyond = self.prune and (self._found_enough() or self._cannot_matter(one))
-            if one.next_floor and self.prune and not beyond:
+            if one.next_bound and self.prune and not beyond:
                 one = self._bounded(one)
                 heappush(waiting, (one.least_key, number, one))
                 continue
@@ -173,14 +173,14 @@ class _Search:
             if progress:
                 progress(done, len(found))
         if not self.ranked:
-            return SearchResult([], 0, len(pruned) + stood_for, refused, self.floors.passes)
+            return SearchResult([], 0, len(pruned) + stood_for, refused, self.bounds.passes)
         best = min(self.ranked, key=lambda e: e.rank_key)
         beside = [c for c in pruned if c.base.layout == best.decisions.layout] if self.siblings else []
         stood_for += sum(not self._add(candidate) for candidate in beside)
         self.ranked.sort(key=lambda e: e.rank_key)
         self.ranked[0] = self._with_refusals(self.ranked[0])
         left = len(pruned) - len(beside) + stood_for
-        return SearchResult(self.ranked, len(self.ranked), left, refused, self.floors.passes)
+        return SearchResult(self.ranked, len(self.ranked), left, refused, self.bounds.passes)
 
     def _found_enough(self) -> bool:
         return bool(self.ranked) and self._enough(self.ranked[-1].prediction)
@@ -210,12 +210,12 @@ class _Search:
         keep = kept(candidate.base)
         try:
             any_alpha = candidate.policy.alpha is None
-            floor = self.floors.rough(candidate.base, keep=keep if keep in self.bases else None, any_alpha=any_alpha)
+            bound = self.bounds.rough(candidate.base, keep=keep if keep in self.bases else None, any_alpha=any_alpha)
         except Infeasible:
             return _Bounded(candidate, None, 0)
-        short = self.floors.shortfall_bytes(floor)
+        short = self.bounds.shortfall_bytes(bound)
         by_pipeline = not short and is_known(candidate.base) and self._is_beside_kept(candidate)
-        return _Bounded(candidate, floor, short, "pipeline" if by_pipeline else "layers")
+        return _Bounded(candidate, bound, short, "pipeline" if by_pipeline else "layers")
 
     def _is_beside_kept(self, candidate: Candidate) -> bool:
         """Return whether another candidate keeps everything on the same layout."""
@@ -229,57 +229,57 @@ class _Search:
         That of a pipeline serves all candidates of its layout but the one that keeps everything: to play that is no
         dearer.
         """
-        candidate, floor = one.candidate, one.floor
-        assert floor is not None
+        candidate, bound = one.candidate, one.bound
+        assert bound is not None
         try:
-            if one.next_floor == "pipeline":
-                floor = replace(floor, step_s=max(floor.step_s, self._least_s(kept(candidate.base))))
-                return replace(one, floor=floor, next_floor="layers")
-            higher = self._floor(candidate)
+            if one.next_bound == "pipeline":
+                bound = replace(bound, step_s=max(bound.step_s, self._least_s(kept(candidate.base))))
+                return replace(one, bound=bound, next_bound="layers")
+            higher = self._bound(candidate)
         except Infeasible:
             return _Bounded(candidate, None, 0)
-        higher = replace(higher, step_s=max(higher.step_s, floor.step_s))
-        return _Bounded(candidate, higher, self.floors.shortfall_bytes(higher))
+        higher = replace(higher, step_s=max(higher.step_s, bound.step_s))
+        return _Bounded(candidate, higher, self.bounds.shortfall_bytes(higher))
 
     def _least_s(self, keeping: Decisions) -> float:
         if keeping not in self.least_s:
             self.least_s[keeping] = least_step_s(keeping, self.question.hardware, self.question.cluster)
         return self.least_s[keeping]
 
-    def _floor(self, candidate: Candidate) -> Floor:
+    def _bound(self, candidate: Candidate) -> LowerBound:
         if candidate.policy.alpha is not None:
-            return self.floors.of(candidate.base)
+            return self.bounds.of(candidate.base)
         grid = Grid.of(candidate.base)
         partial = candidate.policy == PARTIAL_SWAP
         low, high = (1, grid.steps - 1) if partial else (0, grid.steps)
         if high < low:
-            return self.floors.of(candidate.base)
+            return self.bounds.of(candidate.base)
         most = self._most(grid, low, high)
         if not partial:
-            return self.floors.between(grid.at(low), grid.at(most))
-        room = self.floors.device_room_bytes
-        floor = self.floors.rough(grid.at(most), keep=None)
-        if floor.device_bytes <= room:
-            floor = self.floors.between(grid.at(most), grid.at(most))
-        if most < grid.steps - 1 and floor.device_bytes > room:
+            return self.bounds.between(grid.at(low), grid.at(most))
+        room = self.bounds.device_room_bytes
+        bound = self.bounds.rough(grid.at(most), keep=None)
+        if bound.device_bytes <= room:
+            bound = self.bounds.between(grid.at(most), grid.at(most))
+        if most < grid.steps - 1 and bound.device_bytes > room:
             # One memory or the other is short at every alpha, by how much is not known.
-            return replace(floor, device_bytes=room + 1, host_bytes_per_node=0)
-        return replace(floor, host_bytes_per_node=0)
+            return replace(bound, device_bytes=room + 1, host_bytes_per_node=0)
+        return replace(bound, host_bytes_per_node=0)
 
     def _most(self, grid: Grid, low: int, high: int) -> int:
         """Return the highest step from ``low`` to ``high`` that host memory may hold, or ``low``."""
         while low < high:
             middle = (low + high + 1) // 2
-            low, high = (low, middle - 1) if self.floors.lack_host(grid.at(middle)) else (middle, high)
+            low, high = (low, middle - 1) if self.bounds.lack_host(grid.at(middle)) else (middle, high)
         return low
 
     def _cannot_matter(self, one: _Bounded) -> bool:
         """Return whether no outcome of the candidate changes the best plans, or the front."""
-        floor = one.floor
-        if floor is None:
+        bound = one.bound
+        if bound is None:
             return False
         if self.front and one.shortfall_bytes == 0:
-            least = (floor.step_s, floor.device_bytes, floor.host_bytes_per_node)
+            least = (bound.step_s, bound.device_bytes, bound.host_bytes_per_node)
             return any(as_good(e.costs, least) for e in self.ranked if e.prediction.status == "ok")
         known = [*self.ranked, self.limit] if self.limit else self.ranked
         if len(known) < self.keep:
@@ -310,9 +310,9 @@ class _Search:
             return None
         if policy.alpha is not None:
             return Evaluated(policy, base, self.predict(base))
-        floors = self.floors if self.prune else None
+        bounds = self.bounds if self.prune else None
         if policy == PARTIAL_SWAP:
-            partial = best_partial_swap(base, self.predict, floors=floors)
+            partial = best_partial_swap(base, self.predict, bounds=bounds)
             return Evaluated(policy, partial.decisions, partial.prediction) if partial else None
         grid = Grid.of(base)
         most = self._most(grid, 0, grid.steps)
@@ -324,7 +324,7 @@ class _Search:
         if simulation.prediction.status != "ok" or self._enough(simulation.prediction):
             return Evaluated(policy, decisions, simulation.prediction)
         program = _linear_program(self.question, base, simulation)
-        best = best_alpha(base, self.predict, start=program.alpha, most=most / grid.steps, floors=floors)
+        best = best_alpha(base, self.predict, start=program.alpha, most=most / grid.steps, bounds=bounds)
         # Swapping every token recomputes none: that is the full swap, a candidate of its own.
         full_swap = best.decisions.alpha == 1 and any(p == FULL_SWAP for p in policies(self.question))
         return None if full_swap else Evaluated(policy, best.decisions, best.prediction, program)
@@ -345,7 +345,7 @@ class _Search:
 
         Where copies make that the slower one for sure, it is not played.
         """
-        if most == base or self.floors.of(most).step_s > self.floors.of(base).step_s:
+        if most == base or self.bounds.of(most).step_s > self.bounds.of(base).step_s:
             return (base,)
         return (most, base)
 

@@ -31,7 +31,7 @@ QUESTION_COLUMNS = [
 ]
 EXPECTED_COLUMNS = [f"expected_{name}" for name in ("status", "mfu", "tgs", "step_ms", "allocated_gib", "reserved_gib")]
 COLUMNS = ["case", "source", *QUESTION_COLUMNS, *EXPECTED_COLUMNS, "note"]
-OPTIONAL_COLUMNS = ["virtual_stages", "expected_reorganisations"]
+OPTIONAL_COLUMNS = ["virtual_stages", "expected_allocation_retries"]
 """Columns that few sources have a figure for, and a file may leave out."""
 SIZES = frozenset({"layers", "hidden", "heads", "kv_heads", "ffn", "vocab"})
 """What gives a model by its sizes instead of a name."""
@@ -73,7 +73,7 @@ COLUMN_TEXTS = {
     "expected_reserved_gib": "measured peak of reserved device memory, GiB",
     "note": "anything; read by nobody",
     "virtual_stages": "chunks of layers a stage holds, for the interleaved schedule",
-    "expected_reorganisations": "measured reorganisations of the caching allocator, of a micro-batch",
+    "expected_allocation_retries": "measured reorganisations of the caching allocator, of a micro-batch",
 }
 """What each column holds; blank cells are knobs left open, or quantities nobody measured."""
 

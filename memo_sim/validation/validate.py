@@ -110,7 +110,7 @@ def predict(asked: CaseQuestion, *, change: Callable[[Hardware], Hardware] | Non
             step_ms=prediction.step_s * 1e3 if prediction.step_s is not None else None,
             allocated_gib=prediction.peak_device_bytes / GIB if prediction.status == "ok" else None,
             reserved_gib=_reserved_gib(prediction),
-            reorganisations=_reorganisations(outcome),
+            allocation_retries=_allocation_retries(outcome),
             alpha=outcome.decisions.alpha,
             layout=outcome.decisions.layout,
             outside_calibration=prediction.outside_calibration,
@@ -139,11 +139,11 @@ def _reserved_gib(prediction: Prediction) -> float | None:
     return prediction.reserved_bytes / GIB
 
 
-def _reorganisations(outcome: Evaluated) -> float | None:
+def _allocation_retries(outcome: Evaluated) -> float | None:
     """Return how often a micro-batch finds the allocator's memory reorganised; None where memory is planned."""
     if outcome.prediction.status != "ok" or outcome.decisions.memory_policy == "planned":
         return None
-    return outcome.prediction.reorganisations / outcome.decisions.micro_batches
+    return outcome.prediction.allocation_retries / outcome.decisions.micro_batches
 
 
 _MEMORY: dict[str, MemoryPolicy | None] = {"no": "eager", "yes": "planned", "": None}
@@ -208,7 +208,7 @@ def _question(asked: CaseQuestion, change: Callable[[Hardware], Hardware] | None
         pp=given.get("pp"),
         schedule=asked.words.get("schedule"),  # type: ignore[arg-type]
         virtual_stages=given.get("virtual_stages"),
-        overlap_handovers=None if overlap is None else overlap == "yes",
+        overlap_p2p=None if overlap is None else overlap == "yes",
         dp=given.get("dp"),
         zero=given.get("zero"),
         alpha=asked.alpha,

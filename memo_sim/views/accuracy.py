@@ -14,7 +14,7 @@ from memo_sim.contract.validation import CaseReport, Measured
 JUDGED: tuple[Measured, ...] = ("step_ms", "mfu")
 """The quantities of speed; of those that were measured the first counts."""
 
-QUANTITIES = ("mfu", "tgs", "step_ms", "allocated_gib", "reserved_gib", "reorganisations")
+QUANTITIES = ("mfu", "tgs", "step_ms", "allocated_gib", "reserved_gib", "allocation_retries")
 
 
 @dataclass(frozen=True)

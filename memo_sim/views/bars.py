@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from memo_sim.contract.trace import Trace
 
-LANES = ("compute", "d2h", "h2d", "collective", "replica", "p2p", "send", "receive", "host")
+LANES = ("compute", "d2h", "h2d", "collective", "replica", "p2p", "send", "recv", "host")
 """Lanes from top to bottom; a trace's other lanes follow in the order of their names."""
 
 _LAYER = re.compile(r"l(\d+)")
@@ -23,7 +23,7 @@ _MICRO_BATCH = re.compile(r"m(\d+)/")
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class MeshCoordinates:
     """What an instruction's id says: ``m0/s0/l12/bwd/ffn_up.dgrad``; ``layer`` is -1 outside of layers.
 
     ``phase`` is embed or head there, whatever the direction, except in the step's own part (zero, reduce, opt).
@@ -41,17 +41,17 @@ class Place:
         return last if last == self.phase else f"{last} {self.phase}"
 
 
-def place_of(instruction_id: str) -> Place:
+def place_of(instruction_id: str) -> MeshCoordinates:
     """Return the parts of an instruction's id; a foreign id is its own place and phase."""
     parts = instruction_id.rsplit("/", 2)
     if len(parts) < 3:
-        return Place(where=instruction_id, phase="other", layer=-1, name=instruction_id)
+        return MeshCoordinates(where=instruction_id, phase="other", layer=-1, name=instruction_id)
     where, phase, name = parts
     last = where.rpartition("/")[2]
     layer = _LAYER.fullmatch(last)
     if layer is None and last in ("embed", "head") and phase in ("fwd", "bwd"):
         phase = last
-    return Place(where=where, phase=phase, layer=int(layer[1]) if layer else -1, name=name)
+    return MeshCoordinates(where=where, phase=phase, layer=int(layer[1]) if layer else -1, name=name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ class Bar:
     """Consecutive spans of one lane, place and phase; ``busy_s`` leaves out the gaps between them."""
 
     lane: str
-    place: Place
+    place: MeshCoordinates
     start_s: float
     end_s: float
     busy_s: float

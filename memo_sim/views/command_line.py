@@ -131,4 +131,4 @@ def run_commands(group: click.Group, name: str, fail: Failing) -> None:
             fail(str(absent), absent.exit_code, error)
         if os.environ.get("MEMO_TRACEBACK"):
             fail(traceback.format_exc().rstrip(), 1, error)
-        fail(f"a bug: {error!r}\n  next: run again with MEMO_TRACEBACK=1 and report it", 1, error)
+        fail(f"this is a bug: {error!r}\n  next: run again with MEMO_TRACEBACK=1 and report the traceback", 1, error)

@@ -84,11 +84,11 @@ def _figure(placement: Placement, title: str, phases: Sequence[Phase], reserved:
     figure.text(left, 1 - 0.42 / HEIGHT_IN, _subtitle(placement), fontsize=9, color=QUIET_TEXT, va="top")
     start, end = min(placement.lower, default=0), max(placement.upper, default=1)
     unit, scale = memory_unit(placement.arena_bytes)
-    floor = _floor(placement, start, end) / scale
+    baseline = _baseline(placement, start, end) / scale
     far = max(reserved[1], default=0) > MOST_ABOVE * placement.arena_bytes
     bottom, top = 0.0, max(placement.arena_bytes, *([] if far else reserved[1]), 1e-9) / scale
-    if MOST_CONSTANT * top < floor < top:
-        bottom = max(0.0, floor - CONSTANT_SHOWN * (top - floor))
+    if MOST_CONSTANT * top < baseline < top:
+        bottom = max(0.0, baseline - CONSTANT_SHOWN * (top - baseline))
     highest = top + 0.07 * (top - bottom)
     ax.set_xlim(start, end)
     ax.set_ylim(bottom, highest)
@@ -102,7 +102,7 @@ def _figure(placement: Placement, title: str, phases: Sequence[Phase], reserved:
     elif reserved[0]:
         _draw_reserved(ax, reserved, (start, end), scale)
     if bottom:
-        _say_what_is_below(ax, floor * scale)
+        _say_what_is_below(ax, baseline * scale)
     ax.xaxis.set_major_locator(MaxNLocator(integer=True))
     ax.xaxis.set_major_formatter("{x:,.0f}")
     ax.set_ylabel(f"address ({unit})", fontsize=8.5)
@@ -120,7 +120,7 @@ def _figure(placement: Placement, title: str, phases: Sequence[Phase], reserved:
     return figure
 
 
-def _floor(placement: Placement, start: int, end: int) -> int:
+def _baseline(placement: Placement, start: int, end: int) -> int:
     """Return up to which address the arena's bottom is filled all the time by the same buffers, in bytes."""
     rows = zip(placement.offset_bytes, placement.size_bytes, placement.lower, placement.upper, strict=True)
     unit, top = placement.alignment_bytes, 0
@@ -131,11 +131,11 @@ def _floor(placement: Placement, start: int, end: int) -> int:
     return top
 
 
-def _say_what_is_below(ax: Axes, floor_bytes: float) -> None:
+def _say_what_is_below(ax: Axes, lower_bound_bytes: float) -> None:
     ax.text(
         0.004,
         0.008,
-        f"cut off below: all of the lowest {format_bytes(floor_bytes)} stays as it is throughout",
+        f"cut off below: all of the lowest {format_bytes(lower_bound_bytes)} stays as it is throughout",
         transform=ax.transAxes,
         fontsize=8,
         color=TEXT,

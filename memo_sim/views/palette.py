@@ -28,7 +28,7 @@ WAITS = {
     "replica": "#b8860b",
     "p2p": "#5a3b8c",
     "send": "#2f7f6f",
-    "receive": "#7a5230",
+    "recv": "#7a5230",
     "host": "#556b2f",
 }
 """Colour by the lane that is waited for."""
@@ -37,7 +37,8 @@ CLASSES = {
     "state": "#9aa5b1",
     "input": "#c7ccd1",
     "gathered": "#6f7f8f",
-    "carried": "#7b6fb0",
+    "kv_cache": "#7b6fb0",
+    "pipeline": "#4d7f8f",
     "skeletal": "#4f93c8",
     "transient": "#f2b75f",
     "workspace": "#d9603b",

@@ -58,8 +58,8 @@ def _caching(report: MemoryReport) -> str:
     limit = "" if report.capacity_bytes is None else f" of {format_bytes(report.capacity_bytes)}"
     if report.reserved_caching_bytes is None:
         return f"PyTorch's allocator runs out of memory{limit}"
-    count = report.reorganisations or 0
-    times = f"{count} reorganisation{'' if count == 1 else 's'} an iteration"
+    count = report.allocation_retries or 0
+    times = f"{count} allocation {'retry' if count == 1 else 'retries'} an iteration"
     return f"what PyTorch's allocator reserves{limit}; {times}"
 
 

@@ -130,7 +130,7 @@ def _allocator(plan: PlanRow, scale: int) -> list[str | None]:
     """Return a plan's memory policy, what is reserved for it, and how often a step reorganises that."""
     if plan.reserved_bytes is None:
         return [plan.memory_policy, None, None]
-    return [plan.memory_policy, f"{plan.reserved_bytes / scale:.1f}", str(plan.reorganisations)]
+    return [plan.memory_policy, f"{plan.reserved_bytes / scale:.1f}", str(plan.allocation_retries)]
 
 
 def infeasible_table(plans: Sequence[PlanRow], *, top: int | None = None) -> str:

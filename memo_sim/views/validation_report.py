@@ -188,8 +188,8 @@ def _terms(case: CaseReport) -> str:
     parts = [f"busy: {', '.join(b for b in busy if not b.endswith(' 0%'))}"]
     if waits:
         parts.append(f"compute waits for {', '.join(waits)}")
-    if case.predicted.reorganisations:
-        parts.append(f"{case.predicted.reorganisations:.2g} reorganisations of memory a micro-batch")
+    if case.predicted.allocation_retries:
+        parts.append(f"{case.predicted.allocation_retries:.2g} reorganisations of memory a micro-batch")
     return "; ".join(parts)
 
 

@@ -16,7 +16,7 @@ LABELS = {
     "step_ms": "step",
     "allocated_gib": "allocated",
     "reserved_gib": "reserved",
-    "reorganisations": "reorganised",
+    "allocation_retries": "reorganised",
 }
 
 
@@ -34,7 +34,7 @@ def case_table(cases: Sequence[CaseReport]) -> str:
         q
         for q in QUANTITIES
         if any(getattr(c.expected, q) is not None for c in cases)
-        or (q == "reorganisations" and any(c.predicted.reorganisations is not None for c in cases))
+        or (q == "allocation_retries" and any(c.predicted.allocation_retries is not None for c in cases))
     ]
     headers = ["case", "system", "", "status", "expected", "layout", "alpha"]
     for quantity in quantities:

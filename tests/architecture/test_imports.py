@@ -1,4 +1,4 @@
-"""Who may import whom: the contracts hold, each can break, and starting up loads nothing that it need not."""
+"""Tests the import contracts: they hold, each of them can break, and start-up loads no module that it does not need."""
 
 import json
 import os
@@ -12,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 
-# One import per contract that it forbids: where it is planted, and what.
+# For each contract, one import that it forbids: the file in which a test plants it, and the statement.
 VIOLATIONS = {
     "Floors of memo_sim:": ("memo_sim/contract/planted.py", "import memo_sim.program"),
     "Floors of memo_sim.program": ("memo_sim/program/layout/planted.py", "import memo_sim.program.ir"),
@@ -47,7 +47,7 @@ def lint_imports(tree: Path) -> subprocess.CompletedProcess[str]:
 
 
 def loaded_by(code: str, cwd: Path) -> set[str]:
-    """Run ``code``, which may end in SystemExit, in a fresh interpreter and return the modules it leaves loaded."""
+    """Run ``code``, which may end in SystemExit, in a new Python process and return the modules that it has loaded."""
     report = (
         f"import sys\ntry:\n    {code}\nexcept SystemExit as stop:\n    assert not stop.code, stop.code\n"
         "import json\nprint(json.dumps(sorted(sys.modules)), file=sys.stderr)"

@@ -1,4 +1,4 @@
-"""What the files of the repository must not contain."""
+"""Checks all files of the repository: no machine paths, no unfinished work, no module without a noun as its name."""
 
 import re
 import subprocess
@@ -28,7 +28,7 @@ def tracked_files() -> list[Path]:
 
 
 def own_text_files() -> list[tuple[Path, str]]:
-    """Every file that the project itself wrote: no pictures, no shipped training text, no licence."""
+    """Return every text file that the project wrote, so not the included training text and the licence."""
     found = []
     for path in tracked_files():
         if path.name == "LICENSE" or path.is_relative_to(ROOT / "memo_exec/data"):

@@ -1,4 +1,4 @@
-"""A wheel holds everything that the packages need: profiles, clusters, presets, case files and texts."""
+"""Tests that a wheel has everything that the packages need: profiles, clusters, presets, case files and texts."""
 
 import os
 import shutil

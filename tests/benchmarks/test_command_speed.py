@@ -1,4 +1,4 @@
-"""How long commands take, as the best of five: run with ``pytest -m benchmark -s tests/benchmarks``."""
+"""Measures how long commands take (best of five); run with ``pytest -m benchmark -s tests/benchmarks``."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-pytestmark = [pytest.mark.benchmark, pytest.mark.slow]  # slow: other tests beside it would disturb the clock
+pytestmark = [pytest.mark.benchmark, pytest.mark.slow]  # slow, because parallel tests would disturb the times
 
 
 def best_s(*command: str) -> float:

@@ -1,4 +1,4 @@
-"""How long the engine takes, as the best of five: run with ``pytest -m benchmark -s tests/benchmarks``."""
+"""Measures how long the engine takes (best of five); run with ``pytest -m benchmark -s tests/benchmarks``."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from memo_sim.costs.pricing import Pricer
 from memo_sim.engine.simulate import Simulation, simulate
 from memo_sim.planning.question import with_memory
 
-pytestmark = [pytest.mark.benchmark, pytest.mark.slow]  # slow: other tests beside it would disturb the clock
+pytestmark = [pytest.mark.benchmark, pytest.mark.slow]  # slow, because parallel tests would disturb the times
 
 
 def evaluate(layers: int) -> Simulation:
-    """Evaluate gpt-65b (so many layers of it) at 1M tokens on 64 ranks."""
+    """Evaluate gpt-65b with ``layers`` layers at 1M tokens on 64 ranks."""
     model = load_model("gpt-65b")
     shape = {f: getattr(model, f) for f in model.__struct_fields__} | {"layers": layers}
     decisions = Decisions(
@@ -28,7 +28,7 @@ def evaluate(layers: int) -> Simulation:
         swapped_tokens=65536,
         loss_chunk_tokens=16384,
     )
-    # Room for any number of layers: a plan that does not fit is not played.
+    # The memory must suffice for any number of layers, because a plan that does not fit is not simulated.
     cluster, hardware = with_memory(*load_cluster("a800-8x8"), device_bytes=2**50, host_bytes=2**50)
     return simulate(decisions, hardware, cluster)
 
@@ -59,7 +59,7 @@ def test_time_is_linear_in_layers() -> None:
 
 
 def test_pricing_a_candidate() -> None:
-    """The profile's models are made beforehand, as in a search."""
+    """The cost models of the profile are made in advance, as in a search."""
     simulation = evaluate(80)
     works = [i.work for template in simulation.program.templates for i in template.instructions]
     times = []

@@ -1,4 +1,4 @@
-"""The checks of the GPU benchmark: tests that are cut off still count; a peak is compared with what was measured."""
+"""The checks of the GPU benchmark: incomplete test runs still count, and peaks are compared with measured ones."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ GIB = 2**30
         ([], "not run", "0 passed, 0 failed, 0 error"),
     ],
 )
-def test_what_ended_before_the_time_was_over_counts(
+def test_tests_that_ended_before_the_time_limit_count(
     lines: list[str], status: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     program = tmp_path / "python"
@@ -37,7 +37,7 @@ def test_what_ended_before_the_time_was_over_counts(
     assert row.message.endswith(says)
 
 
-def test_tests_that_ended_are_summed_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_complete_test_run_is_summarised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     program = tmp_path / "python"
     program.write_text('#!/bin/sh\necho "$@"\necho "== 3 passed, 1 skipped in 1.0s =="\n')
     program.chmod(0o755)
@@ -49,7 +49,7 @@ def test_tests_that_ended_are_summed_up(tmp_path: Path, monkeypatch: pytest.Monk
     assert "-m gpu and not slow" in (tmp_path / "pytest.log").read_text()
 
 
-def test_a_peak_is_compared_with_what_torch_handed_out() -> None:
+def test_a_peak_is_compared_with_bytes_allocated_by_torch() -> None:
     row = Row(rival="memo", part="suite", status="ok", peak_device_bytes=50 * GIB, predicted_device_bytes=49 * GIB)
     assert _peak_ratio(row) == "0.980"
     assert _peak_ratio(Row(rival="memo", part="suite", status="oom", predicted_device_bytes=49 * GIB)) == "-"

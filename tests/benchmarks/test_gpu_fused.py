@@ -1,4 +1,4 @@
-"""Fused row-wise kernels in the GPU benchmark: checked, planned with where they work, and named in rows."""
+"""Fused row-wise kernels in the GPU benchmark: they are checked, used in plans if they work, and named in rows."""
 
 from __future__ import annotations
 
@@ -35,15 +35,15 @@ def test_plans_name_fused_kernels_where_they_work(kernels: list[str], chosen: st
 
 
 @pytest.mark.parametrize("works", [True, False])
-def test_the_machine_says_whether_they_work(works: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fused_kernels_are_listed_only_if_they_work(works: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     tried = {"torch": "", FUSED: "" if works else "no compiler"}
-    monkeypatch.setattr("memo_exec.machine.machine.rowwise_kernels.tried_rowwise_kernels", lambda machine: tried)
+    monkeypatch.setattr("memo_exec.machine.rowwise_kernels.tried_rowwise_kernels", lambda machine: tried)
     row = child.play(Case(rival="machine", kind="machine", part="checks"))
     assert (FUSED in row.backend.split(",")) is works
     assert "torch-flash-cpu" in row.backend.split(",")
 
 
-def test_every_policy_is_checked_on_them(tmp_path: Path) -> None:
+def test_every_policy_is_checked_with_fused_kernels(tmp_path: Path) -> None:
     here = session(tmp_path, launcher(tmp_path, ""), cluster=None)
     here.kernels = ["torch-flash", "torch-cudnn"]
     without = checks._policies(here, model_of("llama-tiny", 2))

@@ -1,4 +1,4 @@
-"""The one command for GPUs: played whole on tiny shapes, and the pieces that a good run never uses."""
+"""The GPU benchmark: a complete run on tiny shapes, and tests of the code that handles failures."""
 
 import json
 import os
@@ -51,9 +51,9 @@ def rows_of(folder: Path, part: str) -> list[dict[str, Any]]:
     return [row for row in json.loads((folder / "rows.json").read_bytes()) if row["part"] == part]
 
 
-@pytest.mark.timeout(600)  # the run itself ends after 540 s
+@pytest.mark.timeout(600)  # the run itself stops after 540 s
 def test_a_quick_run_plays_every_part(tmp_path: Path) -> None:
-    """One test for the whole run, which takes most of a minute: workers beside each other would each play it."""
+    """A single test covers the whole run, which takes almost a minute; parallel workers would each repeat it."""
     done = script(tmp_path, "--quick")
     assert done.returncode == 0, done.stderr
     parts = {row["part"] for row in json.loads((tmp_path / "rows.json").read_bytes())}
@@ -123,7 +123,7 @@ def case(rival: str = "any", **fields: Any) -> Case:
 
 
 def launcher(folder: Path, code: str, seconds: float = 60.0) -> Launcher:
-    """Return a launcher whose processes run ``code`` with ``cases``, ``told`` and ``say`` at hand."""
+    """Return a launcher whose processes run ``code``, which can use ``cases``, ``told`` and ``say``."""
     script = folder / "child.py"
     lines = [
         "import json, os, signal, sys, time",
@@ -142,7 +142,7 @@ def statuses(rows: list[Row]) -> list[tuple[str, str]]:
 THREE = [case("one"), case("two"), case("three")]
 
 
-def test_what_memory_spoiled_goes_on_in_a_fresh_process(tmp_path: Path) -> None:
+def test_cases_after_an_oom_continue_in_a_new_process(tmp_path: Path) -> None:
     code = (
         "for c in cases:\n"
         "    say(c, 'oom' if c['rival'] == 'two' else 'ok')\n"
@@ -161,13 +161,13 @@ def test_a_process_that_dies_costs_one_case(tmp_path: Path) -> None:
     assert "the reason" in rows[1].message
 
 
-def test_a_killed_process_ran_out_of_memory(tmp_path: Path) -> None:
+def test_a_killed_process_counts_as_out_of_memory(tmp_path: Path) -> None:
     rows = launcher(tmp_path, "os.kill(os.getpid(), signal.SIGKILL)").run(THREE[:1])
     assert statuses(rows) == [("one", "oom")]
     assert "killed" in rows[0].message
 
 
-def test_half_a_line_is_no_row(tmp_path: Path) -> None:
+def test_an_incomplete_line_is_no_row(tmp_path: Path) -> None:
     code = "say(cases[0], 'ok')\ntold.write('{\"rival\": \"tw'); told.flush()\nos._exit(9)"
     assert statuses(launcher(tmp_path, code).run(THREE[:2])) == [("one", "ok"), ("two", "error")]
 
@@ -261,7 +261,7 @@ def session(folder: Path, launch: Launcher, cluster: str | None = "h100-1x1") ->
     )
 
 
-def test_what_does_not_fit_the_budget_is_listed(tmp_path: Path) -> None:
+def test_cases_beyond_the_budget_are_listed(tmp_path: Path) -> None:
     launch = launcher(tmp_path, "for c in cases: say(c, 'ok')", seconds=FULL.start_s + 20)
     asked = [case(str(i), seq_tokens=4096, steps=1, warm_ups=0) for i in range(3)]
     slow = msgspec.structs.replace(asked[2], model=model_of("llama3-8b", 8), seq_tokens=2**20)
@@ -287,8 +287,8 @@ def test_plans_are_made_once_and_refusals_say_why(tmp_path: Path) -> None:
     assert 0 < made.most_layers("llama3-8b", 2**17, "keep", 8) < 8
 
 
-def test_plans_leave_room_for_what_libraries_return_beside_the_arena(tmp_path: Path) -> None:
-    """Seven layers fit beside what groups of heads need, eight do not; what is planned passes the check of a run."""
+def test_plans_leave_room_for_library_results_outside_the_arena(tmp_path: Path) -> None:
+    """Seven layers fit together with the results of head groups, eight do not; the plan passes a run's preflight."""
     made = Plans(tmp_path, "h100-1x1", KERNELS)
     layers = made.most_layers("llama3-8b", 131_072, "full swap", 8)
     assert layers == 7
@@ -335,7 +335,7 @@ def test_estimates_follow_the_plan(tmp_path: Path) -> None:
     assert found.results.rows[-1].status == "oom"
 
 
-def test_a_device_without_a_profile_is_told_what_to_do(tmp_path: Path) -> None:
+def test_a_device_without_a_profile_gets_a_hint(tmp_path: Path) -> None:
     assert plans.cluster_for("NVIDIA H100 80GB HBM3", tmp_path / "profile.json") == "h100-1x1"
     with pytest.raises(CannotRun, match="no profile"):
         plans.cluster_for("a GPU of tomorrow", tmp_path / "profile.json")
@@ -351,7 +351,7 @@ def test_rivals_run_where_memo_cannot_be_planned(tmp_path: Path) -> None:
     assert {status[name] for name in (*side_by_side.MEMO, side_by_side.IDEAL)} == {"error"}
 
 
-def test_what_ran_out_of_memory_is_not_tried_longer(tmp_path: Path) -> None:
+def test_a_system_that_ran_out_of_memory_skips_longer_sequences(tmp_path: Path) -> None:
     launch = launcher(tmp_path, "for c in cases: say(c, 'ok')")
     found = session(tmp_path, launch, cluster=None)
     found.scale = QUICK
@@ -362,7 +362,7 @@ def test_what_ran_out_of_memory_is_not_tried_longer(tmp_path: Path) -> None:
     assert "256" in row.message
 
 
-def test_systems_that_compute_something_else_are_named() -> None:
+def test_systems_with_other_losses_are_reported() -> None:
     shared = {"part": "rivals", "status": "ok", "model": "m", "sequence": 8}
     one = Row(rival="one", losses=[2.0, 1.0], grad_norms=[1.0], **shared)  # type: ignore[arg-type]
     close = msgspec.structs.replace(one, rival="close", losses=[2.0, 1.0009])

@@ -1,8 +1,8 @@
-"""How long MEMO's MIP takes for every layer's phase.
+"""Measures how long MEMO's MIP takes for the phases of every kind of layer.
 
-Run with ``pytest -m benchmark -s tests/benchmarks/test_mip_speed.py``; MEMO_PAPER_LIMIT_S limits the paper's form.
-Level-1 problems of every model preset, activation policy and length, those that are equal in their units solved once.
-Prints the tables of ``reports/placement_2026-11-21.md``.
+Run with ``pytest -m benchmark -s tests/benchmarks/test_mip_speed.py``; MEMO_PAPER_LIMIT_S limits the paper's form. It
+solves the level-1 problems of every model preset, activation policy and length; problems that are equal in their units
+are solved once. It prints the tables of ``reports/placement_2026-11-21.md``.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from memo_sim.program.arena.requests import requests_of
 from memo_sim.program.lower import lower
 from tests.memory.cores import cores_of
 
-pytestmark = [pytest.mark.benchmark, pytest.mark.slow, pytest.mark.timeout(3600)]  # the paper's form takes its limit
+pytestmark = [pytest.mark.benchmark, pytest.mark.slow, pytest.mark.timeout(3600)]  # the paper's form is slow
 
 LIMIT_S = 60.0
 PAPER_LIMIT_S = float(os.environ.get("MEMO_PAPER_LIMIT_S", "60"))
@@ -49,7 +49,7 @@ BACKENDS: tuple[Backend, ...] = ("cbc", "highs")
 
 @dataclass
 class Case:
-    """A level-1 problem, and where it first came up."""
+    """A level-1 problem, and the plans in which it occurs."""
 
     model: str
     policy: str
@@ -75,7 +75,8 @@ def requests_for(model: str, recompute: Recompute, share: float, tokens: int) ->
 
 def lengths_of(model: str) -> tuple[int, ...]:
     most = load_model(model).max_positions or LENGTHS[-1]
-    return tuple(n for n in LENGTHS if n <= most) or (most,)  # gpt-tiny has no 64K: its table of positions is shorter
+    # gpt-tiny has no length in the list, because its position table is shorter.
+    return tuple(n for n in LENGTHS if n <= most) or (most,)
 
 
 @cache
@@ -92,7 +93,7 @@ def cases() -> tuple[Case, ...]:
 
 
 def level_1(requests: Requests) -> Iterator[tuple[str, Problem]]:
-    """Yield the first phase of each kind that has buffers of its own."""
+    """Yield (kind, problem) for the first phase of each kind that has buffers of its own."""
     whole = problem_of(requests)
     seen: set[str] = set()
     for phase in requests.phases:
@@ -160,8 +161,8 @@ def test_level_1_is_proven_cold_and_helped_by_both() -> None:
     assert max(time for worst in slowest.values() for time, _ in worst.values()) < LIMIT_S
 
 
-def test_the_papers_form_beside_it() -> None:
-    """One model, all its kinds of phases: what the printed MIP reaches, and that it claims nothing wrong."""
+def test_the_papers_form() -> None:
+    """Solve all kinds of phases of one model with the paper's MIP; an optimum that it claims must be one."""
     print(f"\nthe paper's form, at most {PAPER_LIMIT_S:.0f} s; peak and bound as multiples of the largest live sum")
     print(
         f"{'policy':15} {'kind':19} {'n':>3}  "
@@ -196,7 +197,7 @@ def cell(case: Case, outcome: MipOutcome) -> str:
 
 @pytest.mark.parametrize("without", ["nothing", "crumbs last", "sections and symmetry"])
 def test_what_helps_when_cold(without: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The hardest phases with one technique less: a longer time, or no proof within 30 s, is what it is worth."""
+    """Solve the hardest phases without one technique; its value is the extra time, or the proof that is lost."""
     if without == "crumbs last":
         monkeypatch.setattr(mip_model, "crumbs_of", lambda problem: np.array([], dtype=np.int64))
     elif without == "sections and symmetry":

@@ -1,7 +1,7 @@
-"""How long placement takes and how near the largest live sum it comes, by each solver.
+"""Measures time and gap of placement by each solver; the gap is the peak's excess over the largest live sum.
 
 Run with ``pytest -m benchmark -s tests/benchmarks/test_placement_speed.py``; MEMO_PLACEMENT_LIMIT_S limits the stress
-problems. Prints the tables of ``reports/placement_2026-11-21.md``. A gap is the peak above the largest live sum.
+problems. It prints the tables of ``reports/placement_2026-11-21.md``.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ LEVEL_1_LIMIT_S = 1.0
 FLAT_LIMIT_S = 5.0
 SOLVERS = ("greedy", "canonical", "portfolio", *(["cp-sat"] if find_spec("ortools") else []))
 SEEDS = {150: 3, 300: 2, 500: 1}
-"""How many problems are generated of each kind, by their number of buffers: most that fail take the whole limit."""
+"""Number of generated problems of each kind, by number of buffers; most that fail use the whole time limit."""
 
 KINDS = tuple(f"{cuts}{slack}" for slack in ("", ", shaved", ", dropped") for cuts in ("guillotine", "pinwheel"))
 
 Row = tuple[float, float]
-"""Seconds and gap."""
+"""(seconds, gap)."""
 
 
 def requests_from(problem: Problem) -> Requests:
@@ -55,9 +55,9 @@ def requests_from(problem: Problem) -> Requests:
 
 
 def run(problem: Problem, requests: Requests, solver: str, limit_s: float) -> tuple[Row, int]:
-    """Return time and gap, and the peak in bytes; the placement has passed the checker."""
+    """Solve and check a problem; return (time, gap) and the peak in bytes."""
     clock = Clock(limit_s)
-    if solver == "canonical":  # without first fit before it
+    if solver == "canonical":  # without first fit as a start
         offsets = solve_decomposed(problem, clock, None, solve_canonical)
         seconds = clock.elapsed_s
         if offsets is None:
@@ -141,10 +141,10 @@ def test_minimalloc_and_somas() -> None:
 
 @cache
 def cut_problem(count: int, seed: int, kind: str) -> Problem:
-    """Return about ``count`` buffers cut out of 1 MiB times 200 instants, so that a placement within 1 MiB exists.
+    """Cut 1 MiB x 200 instants into about ``count`` buffers, so that a placement within 1 MiB exists.
 
-    Guillotine cuts go through a whole piece; pinwheels turn a piece into five that no such cut makes. Shaved buffers
-    lose about 6 % of their size, of dropped ones 6 % are missing.
+    A guillotine cut goes through a whole piece. A pinwheel divides a piece into five that no guillotine cuts can make.
+    With "shaved", buffers lose about 6 % of their size; with "dropped", 6 % of the buffers are removed.
     """
     random = np.random.default_rng(seed)
     pieces = [(0, 200, 0, CAPACITY // KIB)]
@@ -174,8 +174,8 @@ def cut_problem(count: int, seed: int, kind: str) -> Problem:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("count", sorted(SEEDS))
 def test_generated_problems_of_that_kind(count: int, kind: str) -> None:
-    """What is within 1 MiB is counted; only the smallest are asserted, larger ones stay open more often than not."""
-    solvers = ("greedy", "portfolio")  # the portfolio's time goes to the canonical search
+    """Count the placements within 1 MiB; only the smallest problems must reach it, larger ones often do not."""
+    solvers = ("greedy", "portfolio")  # the portfolio spends its time on the canonical search
     print(heading(f"{kind}, {count}", solvers))
     reached = []
     for seed in range(SEEDS[count]):

@@ -1,5 +1,8 @@
-"""The rivals of the GPU benchmark: the plain model against the autograd reference, each way of running its layers
-against keeping all, and the steps of both sides from the same weights."""
+"""The rivals of the GPU benchmark compute the right results.
+
+The plain model matches the autograd reference, each rival matches plain autograd, and memo and the rivals have the same
+losses from the same weights.
+"""
 
 import sys
 from contextlib import nullcontext
@@ -32,12 +35,12 @@ from tests.exec_cpu.small import MODELS, VOCAB, decide, gpt, llama
 TOKENS = 96
 CPU = torch.device("cpu")
 SUMS_IN_TILES = {"sequence tiling"}
-"""Rivals whose weight gradients are sums over tiles: near keeping's, not their bits."""
+"""Rivals whose weight gradients are sums over tiles; they are close to plain autograd's, but not equal bit for bit."""
 INSTALLED = [name for name, rival in RIVALS.items() if not rival.compiled and not rival.why_not()]
 
 
 def plain(model: Model, tokens: int = TOKENS) -> PlainModel:
-    """Return a model with weights that make every gradient count."""
+    """Return a model whose random weights make no gradient negligible."""
     built = build(model, tokens, CPU, torch.float32)
     generator = torch.Generator().manual_seed(3)
     for name, parameter in built.by_memo_name():
@@ -60,8 +63,8 @@ def gradients(model: PlainModel, run_layers: rivals.RunLayers = keep_all) -> dic
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_the_plain_model_is_the_reference(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loss, "WIDE_LOGIT_BYTES", 4 * VOCAB * 40)  # five chunks, the last a part
+def test_the_plain_model_matches_the_reference(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loss, "WIDE_LOGIT_BYTES", 4 * VOCAB * 40)  # five chunks, the last one shorter
     model = plain(MODELS[name])
     reference = AutogradModel(MODELS[name], dict(model.by_memo_name()))
     ids, labels = batch()
@@ -92,10 +95,10 @@ def test_chunks_do_not_change_the_loss(chunk: int, monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
 @pytest.mark.parametrize("name", INSTALLED)
-def test_every_rival_computes_what_keeping_all_does(name: str, family: str) -> None:
+def test_every_rival_matches_plain_autograd(name: str, family: str) -> None:
     model = plain(MODELS[family])
     wanted = gradients(model)
-    for _ in range(2):  # contexts that live on must work again
+    for _ in range(2):  # contexts that are reused must work again
         found = gradients(model, RIVALS[name].run_layers)
         assert found.keys() == wanted.keys()
         for key, value in wanted.items():
@@ -117,10 +120,10 @@ def test_a_tiled_mlp_never_holds_more_than_a_tile(
     monkeypatch.setattr(layer, "mlp", lambda x: seen.append(x.shape[1]) or whole(x))
     x = torch.randn(2, tokens, 16, requires_grad=True)
     tiled_layer(layer, x).sum().backward()
-    assert seen == tiles * 2  # forward, and again in backward
+    assert seen == tiles * 2  # once in forward, and again in backward
     seen.clear()
     rivals.sequence_tiled(model, x).sum().backward()
-    assert seen == tiles * 3  # the checkpoint's own forward as well
+    assert seen == tiles * 3  # also in the checkpoint's recompute
 
 
 class Attentions(TorchDispatchMode):
@@ -144,20 +147,20 @@ def test_only_plain_checkpointing_runs_attention_again(name: str, passes: int) -
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")  # of the compiler, about itself
+@pytest.mark.filterwarnings("ignore")  # the compiler warns about itself
 @pytest.mark.parametrize("name", [name for name, rival in RIVALS.items() if rival.compiled])
 def test_compiled_rivals_compute_the_same(name: str, tmp_path: Path) -> None:
     rows = [plain_run.measure(case(tmp_path, llama(vocab=256), rival=rival)) for rival in ("autograd keep-all", name)]
     assert with_agreement(rows[1], rows[0], "fp32").agrees
 
 
-def test_a_library_that_is_absent_says_so() -> None:
+def test_a_missing_library_is_reported() -> None:
     assert "no_such" in rivals.Rival("", keep_all, needs=("no_such_library", "anything")).why_not()
     assert "no_such" in rivals.Rival("", keep_all, needs=("torch", "no_such_name")).why_not()
 
 
 def planted(monkeypatch: pytest.MonkeyPatch, module: str, **names: Any) -> None:
-    """Put a library that is not installed where imports find it."""
+    """Make a fake module importable under the name of a library that is not installed."""
     for part in (module.partition(".")[0], module):
         monkeypatch.setitem(sys.modules, part, ModuleType(part))
     for name, value in names.items():
@@ -217,7 +220,7 @@ def test_the_optimizer_is_plain_adamw_with_clipping() -> None:
         assert torch.allclose(ours[name], theirs[name], rtol=1e-6, atol=1e-7)
 
 
-def test_masters_keep_what_bf16_parameters_round() -> None:
+def test_masters_keep_digits_that_bf16_parameters_lose() -> None:
     master = torch.full((4, 4), 1.0)
     parameter = torch.nn.Parameter(torch.empty(4, 4, dtype=torch.bfloat16))
     optimizer = MasterAdamW([(parameter, master)], Hyperparameters(learning_rate=1e-4, weight_decay=0.0))
@@ -230,7 +233,7 @@ def test_masters_keep_what_bf16_parameters_round() -> None:
 
 
 def case(folder: Path, model: Model, **fields: Any) -> Case:
-    """Return a case of 256 tokens of random bytes on the CPU."""
+    """Return a case with random bytes as tokens, for the CPU."""
     data = folder / "data.npy"
     np.save(data, np.random.default_rng(0).integers(0, 256, 4096, dtype=np.uint8))
     shared: dict[str, Any] = {"kind": "plain", "part": "rivals", "seq_tokens": 256, "dtype": "fp32", "steps": 3}
@@ -264,13 +267,13 @@ def test_in_bf16_they_agree_within_its_rounding(model: Model, tmp_path: Path) ->
     assert compared.loss_error > 0
 
 
-def test_another_update_is_seen_as_a_disagreement(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_different_update_is_reported_as_a_disagreement(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     one = plain_run.measure(case(tmp_path, llama(vocab=256), rival="checkpoint"))
     monkeypatch.setattr(plain_run, "Hyperparameters", lambda: Hyperparameters(learning_rate=2e-4))
     other = plain_run.measure(case(tmp_path, llama(vocab=256), rival="checkpoint"))
     compared = with_agreement(other, one, "fp32")
     assert compared.agrees is False
-    assert compared.grad_norm_error == 0  # the first step's came before any update
+    assert compared.grad_norm_error == 0  # the norm of the first step is computed before any update
     assert "differ" in compared.message
 
 

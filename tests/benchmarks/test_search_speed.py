@@ -1,8 +1,8 @@
-"""How fast the search is, and how it grows with the space: run with ``pytest -m benchmark -s tests/benchmarks``.
+"""Measures the search and its growth with the search space; run with ``pytest -m benchmark -s tests/benchmarks``.
 
-``CALCULON`` names a checkout of github.com/calculon-ai/calculon, a public peer that evaluates closed formulas; where it
-is not set that part is skipped. Nothing of it is in this repository. Wall time and the process's own CPU time are both
-shown: beside other work the first says little.
+The environment variable ``CALCULON`` may name a checkout of github.com/calculon-ai/calculon, a public tool that
+evaluates closed formulas; without it, the comparison is skipped. This repository contains no code of that tool. The
+output has both wall time and CPU time, because wall time is unreliable beside other work.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ pytestmark = [pytest.mark.benchmark, pytest.mark.slow]
 PEER = "CALCULON"
 
 MOST_PLAYED = 400
-"""Candidates that brute force plays, about half a minute; of larger spaces a sample of their layouts."""
+"""Most candidates that brute force simulates, in about half a minute; larger spaces are sampled by layout."""
 
 
 @dataclass(frozen=True)
 class Took:
-    """Seconds of one call: on the wall, and of this process's cores."""
+    """Wall time and CPU time of one call, in seconds."""
 
     wall_s: float
     cpu_s: float
@@ -46,7 +46,7 @@ class Took:
 
 
 def timed(work: Callable[[], object], *, times: int = 1) -> Took:
-    """Return the least of several runs."""
+    """Return the shortest of several runs."""
     taken = []
     for _ in range(times):
         wall, cpu = time.perf_counter(), time.process_time()
@@ -72,7 +72,7 @@ def test_gpt_65b_at_1m_on_64_devices(system: str) -> None:
 
 
 def some_layouts(found: list[Candidate]) -> list[Candidate]:
-    """Return all candidates of evenly chosen layouts: about ``MOST_PLAYED``, or all that there are."""
+    """Return all candidates of evenly spaced layouts, about ``MOST_PLAYED`` in total, or all if there are fewer."""
     layouts = list(dict.fromkeys(candidate.base.layout for candidate in found))
     every = -(-len(found) // MOST_PLAYED)
     chosen = set(layouts[::every])
@@ -81,7 +81,7 @@ def some_layouts(found: list[Candidate]) -> list[Candidate]:
 
 @pytest.mark.parametrize("nodes", [1, 2, 4, 8, 16])
 def test_growth_with_the_space(nodes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where a sample is played, no plan of it may be better than the one found, and its time is scaled to the space."""
+    """No plan of the sample may be better than the one found; the sample's time is scaled to the whole space."""
     asked = ask(nodes, model="gpt-7b", seq_tokens=1 << 19)
     found, refused = candidates(asked)
     sample = some_layouts(found)
@@ -120,11 +120,11 @@ for tp, pp, dp in ((8, 1, 8), (8, 2, 4), (4, 4, 4)):
     count += found[1]
 print(json.dumps({"count": count, "wall_s": time.perf_counter() - wall, "cpu_s": time.process_time() - cpu}))
 """
-"""Three of its layouts of 64 devices, every micro-batch, offload and network: its own loop over closed formulas."""
+"""Script for calculon: its own search over three layouts of 64 devices, every micro-batch, offload and network."""
 
 
 @pytest.mark.skipif(PEER not in os.environ, reason=f"{PEER} names no checkout of calculon-ai/calculon")
-def test_beside_calculon() -> None:
+def test_compared_with_calculon() -> None:
     done = subprocess.run(
         [sys.executable, "-c", ITS_SEARCH], cwd=Path(os.environ[PEER]), capture_output=True, text=True, check=True
     )

@@ -1,4 +1,4 @@
-"""A process in which a package is not installed, for one test."""
+"""Makes a package appear uninstalled for one test."""
 
 import sys
 
@@ -6,7 +6,7 @@ import pytest
 
 
 class Without:
-    """An import system that does not find a package."""
+    """An import finder that reports one package as missing."""
 
     def __init__(self, package: str) -> None:
         self.package = package
@@ -17,9 +17,9 @@ class Without:
 
 
 def uninstall(package: str, monkeypatch: pytest.MonkeyPatch, *, users: tuple[str, ...] = ()) -> None:
-    """Let ``package`` be missing, and every module whose name begins with one of ``users`` be imported anew.
+    """Make ``package`` appear missing, and import every module whose name begins with one of ``users`` again.
 
-    An import sets the module as its parent's attribute, so that is put back at the end, too.
+    An import also sets an attribute of the parent package; that attribute is restored at the end.
     """
     chosen = [name for name in sys.modules if name.partition(".")[0] == package or name.startswith(users)]
     for name in sorted(chosen, reverse=True):

@@ -96,7 +96,7 @@ def test_help_loads_no_torch(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, env=env, cwd=tmp_path, check=True
     )
-    assert "Train by PLAN" in done.stdout
+    assert "Train as PLAN says" in done.stdout
     assert done.stderr.strip() == "[]"
 
 
@@ -311,7 +311,7 @@ def test_profile_records_requests_of_a_step_that_fits_no_machine_here(tmp_path: 
 def test_a_run_says_what_lies_outside_its_arena(plan: Path) -> None:
     done = memo_exec("run", plan, "--steps", 1)
     arena = format_bytes(placed(byte_decisions()).arena_bytes)
-    assert f"device: {arena} of buffers; outside: " in done.stderr
+    assert f"device: {arena} of buffers; reserve: " in done.stderr
     assert "results of library calls" in done.stderr
 
 
@@ -367,7 +367,7 @@ def test_progress_is_told_without_a_terminal(
         ("profile PLAN --requests --trace t.json --steps 9", "got: --steps, --trace"),
         ("profile PLAN --requests --steps 5", "got: --steps"),
         ("run PLAN --save-every 3", "add --save DIR"),
-        ("run PLAN --save run --weights run/weights", "would replace those that the run starts from"),
+        ("run PLAN --save run --weights run/weights", "would replace the weights that the run starts from"),
     ],
 )
 def test_options_that_would_change_nothing_are_refused(plan: Path, line: str, said: str) -> None:

@@ -62,7 +62,7 @@ def test_json_is_one_document_with_every_figure(plan: Path) -> None:
     assert report.bilevel_peak_bytes >= report.lower_bound_bytes
     assert report.reserved_caching_bytes is not None
     assert report.reserved_caching_bytes >= report.lower_bound_bytes
-    assert report.reorganisations == 0
+    assert report.allocation_retries == 0
     assert report.worst_phase in {p.name for p in requests.phases}
     rows = zip(requests.lower, requests.upper, requests.size_bytes, strict=True)
     assert sum(s for low, up, s in rows if low <= report.worst_instant < up) == report.live_bytes
@@ -71,7 +71,7 @@ def test_json_is_one_document_with_every_figure(plan: Path) -> None:
 def test_text_shows_the_three_numbers_and_the_worst_instant(plan: Path) -> None:
     done = plan_memory("plan.json", cwd=plan)
     assert done.returncode == 0, done.stderr
-    for word in ("live", "caching", "planned", "bi-level", "reorganisations", "Most lives at instant", "state"):
+    for word in ("live", "caching", "planned", "bi-level", "allocation retries", "Most lives at instant", "state"):
         assert word in done.stdout
     assert done.stderr == ""
 
@@ -170,7 +170,7 @@ def test_a_caching_allocator_without_room_is_said(plan: Path) -> None:
     done = plan_memory("plan.json", "--device-memory-gib", "0.001", "--json", cwd=plan)
     report = report_of(done)
     assert report.reserved_caching_bytes is None
-    assert report.reorganisations is None
+    assert report.allocation_retries is None
     assert report.capacity_bytes == int(0.001 * 2**30)
     assert any("runs out of memory" in note for note in report.notes)
 

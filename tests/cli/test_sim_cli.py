@@ -195,7 +195,7 @@ def test_wrong_usage_is_one_clear_message(arguments: list[str], code: int, says:
         ("", "empty"),
         ('{"schema": "memo.model/1", "name"', "model"),
         ('{"model_type": "mamba"}', "mamba"),
-        ('{"schema": "memo.plan/1"}', "memo.model/1"),
+        ('{"schema": "memo.plan/2"}', "memo.model/1"),
     ],
 )
 def test_a_bad_model_file_exits_3(tmp_path: Path, content: str, says: str) -> None:
@@ -230,7 +230,7 @@ def test_lists_and_schemas() -> None:
         assert done.returncode == 0
         assert expected in done.stdout
     schema = json.loads(memo_sim("schema", "plan").stdout)
-    assert "memo.plan/1" in json.dumps(schema)
+    assert "memo.plan/2" in json.dumps(schema)
 
 
 def test_validate_prints_a_document_and_honours_max_error(tmp_path: Path) -> None:

@@ -205,7 +205,7 @@ def memory() -> MemoryReport:
         others=[OtherPlacement(solver="bilevel-mip", peak_bytes=1536, elapsed_s=0.5, proven=True)],
         capacity_bytes=2**30,
         reserved_caching_bytes=2**21,
-        reorganisations=0,
+        allocation_retries=0,
     )
 
 

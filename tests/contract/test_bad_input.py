@@ -128,9 +128,9 @@ def test_documents_that_make_no_sense_are_refused(
 
 def test_another_kind_of_document_is_named(samples: dict[str, msgspec.Struct]) -> None:
     error = refusal(codec.encode(samples["hardware"]), Plan)
-    assert (error.got, error.wanted) == ('"memo.hardware/1"', "memo.plan/1")
-    newer = refusal(changed(samples["plan"], "schema", "memo.plan/2"), Plan)
-    assert (newer.got, newer.wanted) == ('"memo.plan/2"', "memo.plan/1")
+    assert (error.got, error.wanted) == ('"memo.hardware/1"', "memo.plan/2")
+    newer = refusal(changed(samples["plan"], "schema", "memo.plan/9"), Plan)
+    assert (newer.got, newer.wanted) == ('"memo.plan/9"', "memo.plan/2")
 
 
 @pytest.mark.parametrize(
@@ -165,18 +165,18 @@ def test_a_document_must_say_what_it_is(sample: msgspec.Struct, schema: object) 
         (b"3", "object"),
         (b'{"schema": 3}', "$.schema"),
         (b"plan: yes", "line 1, column 1"),
-        (b'{\n  "schema": "memo.plan/1",\n  "decisions": NaN\n}', "line 3, column 16"),
-        (b'{"schema": "memo.plan/1"} trailing', "trailing characters"),
-        (b'{"schema": "memo.plan/1", "program_sha256": "\xff"}', "not UTF-8"),
+        (b'{\n  "schema": "memo.plan/2",\n  "decisions": NaN\n}', "line 3, column 16"),
+        (b'{"schema": "memo.plan/2"} trailing', "trailing characters"),
+        (b'{"schema": "memo.plan/2", "program_sha256": "\xff"}', "not UTF-8"),
         (b"\xff\xfe{\x00}\x00", "line 1, column 1"),
         (b"PK\x03\x04\x00\x00", "line 1, column 1"),
-        (b'{"schema": "memo.plan/1", "decisions": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "nested too deep"),
+        (b'{"schema": "memo.plan/2", "decisions": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "nested too deep"),
         (b"[" * 100_000, "got: array"),
         (b'{"a":' * 100_000, "nested too deep"),
-        (b'{"schema": "memo.plan/1", "decisions": {"seq_tokens": ' + b"9" * 5000 + b"}}", "out of range"),
-        (b'{"schema": "memo.plan/1", "prediction": {"status": "ok", "step_s": 1e999}}', "out of range"),
-        (b'{"schema": "memo.plan/1", "x` - at `$.y": 1}', "unknown field"),
-        (b'{"schema": "memo.plan/1", "x\\ny": 1}', "unknown field"),
+        (b'{"schema": "memo.plan/2", "decisions": {"seq_tokens": ' + b"9" * 5000 + b"}}", "out of range"),
+        (b'{"schema": "memo.plan/2", "prediction": {"status": "ok", "step_s": 1e999}}', "out of range"),
+        (b'{"schema": "memo.plan/2", "x` - at `$.y": 1}', "unknown field"),
+        (b'{"schema": "memo.plan/2", "x\\ny": 1}', "unknown field"),
     ],
 )
 def test_files_that_hold_something_else(raw: bytes, message: str) -> None:

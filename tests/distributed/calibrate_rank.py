@@ -1,6 +1,6 @@
-"""One rank of a calibration with few, quick sizes.
+"""Runs one rank of a calibration with a few small sizes.
 
-``python -m tests.distributed.calibrate_rank OUTPUT [RANK THAT DIES]``, in the environment that torchrun sets.
+``python -m tests.distributed.calibrate_rank OUTPUT [RANK THAT DIES]``, with the environment variables of torchrun.
 """
 
 import os

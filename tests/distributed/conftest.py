@@ -1,4 +1,4 @@
-"""The ranks that the tests of this folder share."""
+"""Fixture with the processes (ranks) that the tests of this folder share."""
 
 from collections.abc import Iterator
 

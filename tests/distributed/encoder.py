@@ -1,7 +1,7 @@
-"""What a layout is held against beside one process: torch's encoder layers, by autograd.
+"""A second reference for layouts, besides one process: torch's encoder layers with autograd.
 
-Of each layer: what attention and the MLP add to the residual, the layer's output, and the gradients of all of these
-and of what attention, the MLP and the layer are given. Of the model: the gradients of its parameters.
+For each layer it gives the outputs of attention, the MLP and the layer, and the gradients of these outputs and of the
+inputs of attention, the MLP and the layer. For the model it gives the gradients of all parameters.
 """
 
 from __future__ import annotations
@@ -34,16 +34,17 @@ READ: dict[str, dict[str, Callable[[Call], Tensor]]] = {
     "bwd/norm1.bwd": {"norm1.grad": lambda call: call["grad"].clone()},
     "bwd/norm2.bwd": {"norm2.grad": lambda call: call["grad"].clone()},
 }
-"""What an instruction of a layer is given, under the reference's names: all ranks' sums, biases added."""
+"""Inputs of a layer's instructions, by the reference's names. They are summed over ranks; biases are added here."""
 WRITTEN = {"fwd/out_add": "output", "bwd/norm1.bwd": "input.grad", "bwd/norm2.bwd": "attention.grad"}
-"""What its ``out`` is; the residual's gradient is that of attention's output, and the layer's that of its input."""
+"""The reference's name of each instruction's ``out``: the layer's output, and the gradients of the layer's input and of
+attention's output, which norm1 and norm2 add to the residual's gradient."""
 
 Rows = dict[str, list[Tensor]]
-"""Tensors of a layer by name, (tokens, hidden), micro-batch by micro-batch, in the order they were made."""
+"""Tensors of layers by name, each (tokens, hidden), in the order in which the rank computed them."""
 
 
 def encoder(decisions: Decisions) -> tuple[dict[str, Tensor], list[dict[str, Tensor]]]:
-    """Return a step's gradients of parameters, and what passes through every layer (sequences, tokens, hidden)."""
+    """Return a step's gradients of parameters, and the tensors of every layer, each (sequences, tokens, hidden)."""
     model, alone = decisions.model, one_process(decisions)
     with Interpreter(alone, lower(alone)[0]) as interpreter:
         randomise(interpreter)
@@ -76,7 +77,7 @@ def encoder(decisions: Decisions) -> tuple[dict[str, Tensor], list[dict[str, Ten
 
 
 def _kept(seen: dict[str, Tensor], name: str) -> Callable[..., None]:
-    """Return a hook that remembers a module's output; attention's comes with its weights, which nobody asked for."""
+    """Return a hook that stores a module's output. Attention returns a pair, of which the second entry is None."""
 
     def hook(_module: object, _given: object, out: Tensor | tuple[Tensor, None]) -> None:
         seen[name] = out[0] if isinstance(out, tuple) else out
@@ -85,7 +86,7 @@ def _kept(seen: dict[str, Tensor], name: str) -> Callable[..., None]:
 
 
 def play_layers(member: Member, decisions: Decisions) -> tuple[Played, Rows]:
-    """Play a step on a rank; return also what passes through its layers."""
+    """Play a step on a rank; also return the tensors of its layers."""
     rows: Rows = defaultdict(list)
 
     def watched(kernel: Kernel) -> Kernel:
@@ -104,7 +105,7 @@ def play_layers(member: Member, decisions: Decisions) -> tuple[Played, Rows]:
 
 
 def whole_layers(decisions: Decisions, ranks: list[Rows]) -> list[dict[str, Tensor]]:
-    """Return what passes through every layer, put together from the ranks' rows."""
+    """Return the tensors of every layer, assembled from the ranks' rows."""
     layers, sequences = decisions.model.layers, decisions.global_batch
     shape = (sequences, decisions.seq_tokens, decisions.model.hidden)
     found: list[dict[str, Tensor]] = [{} for _ in range(layers)]
@@ -120,7 +121,7 @@ def whole_layers(decisions: Decisions, ranks: list[Rows]) -> list[dict[str, Tens
 
 
 def check_encoder(team: Team, decisions: Decisions) -> None:
-    """Compare a step of a layout with torch's encoder layers: micro-batches of one sequence, whole on its ranks."""
+    """Compare a step of a layout with torch's encoder layers. Micro-batches have one sequence."""
     gradients, layers = encoder(decisions)
     ranks = team.play(play_layers, decisions.layout.devices, decisions)
     found = whole_gradients([played for played, _ in ranks])

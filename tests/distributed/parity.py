@@ -1,7 +1,6 @@
-"""A layout against one process: the same weights and batches, so the same gradients and losses.
+"""Compares a layout with one process: the same weights and batches have to give the same gradients and losses.
 
-Every rank plays its own program; what it holds of each gradient comes back as rectangles, and the test puts them
-together.
+Every rank plays its own program and returns its shards of the gradients. The test assembles them.
 """
 
 from __future__ import annotations
@@ -14,8 +13,8 @@ import torch
 from torch import Tensor
 
 from memo_exec.distributed.groups import make_groups
+from memo_exec.distributed.mesh import MeshCoordinates
 from memo_exec.distributed.own_program import rank_program
-from memo_exec.distributed.place import Place
 from memo_exec.interpreter.interpreter import Interpreter
 from memo_exec.kernels import StepScalars
 from memo_exec.training import weights
@@ -26,7 +25,7 @@ from memo_sim.program.lower import lower
 from tests.distributed.team import PATIENCE_S, Member, Team
 
 TOLERANCE = 1e-5
-"""Relative to the largest entry of a tensor, as for one process against autograd."""
+"""Largest error relative to a tensor's largest entry; the same as for one process against autograd."""
 
 SEED = 3
 
@@ -35,25 +34,25 @@ Batch = list[tuple[Tensor, Tensor]]
 
 @dataclass(frozen=True)
 class Played:
-    """What a rank brings back: losses and norms of the steps, and rectangles (name, offsets, whole, values)."""
+    """What a rank returns: losses and norms of the steps, and shards of gradients (name, offsets, whole, values)."""
 
     losses: list[float]
     norms: list[float]
     gradients: list[tuple[str, tuple[int, ...], tuple[int, ...], Tensor]]
     names: list[str]
     moved: MovedBytes
-    """To the host and back, in the last step."""
+    """Bytes copied to the host and back in the last step."""
 
 
 def one_process(decisions: Decisions) -> Decisions:
-    """Return the same training by one process."""
+    """Return the decisions of the same training with one process."""
     policy: dict[str, Any] = {"recompute": "none", "swapped_tokens": 0, "mlp_chunk_tokens": 0, "overlap": "none"}
     policy |= {"subsequence_swapped_tokens": (), "offload_window": 0}
     return msgspec.structs.replace(decisions, layout=Layout(), **policy)
 
 
 def global_batch(decisions: Decisions, step: int) -> tuple[Tensor, Tensor]:
-    """Return ids and labels (sequences, tokens) of a step; a fifth of the labels are not counted."""
+    """Return ids and labels of a step, each (sequences, tokens); a fifth of the labels is not counted."""
     generator = torch.Generator().manual_seed(step)
     shape = (decisions.global_batch, decisions.seq_tokens)
     ids = torch.randint(0, decisions.model.vocab, shape, generator=generator)
@@ -74,8 +73,8 @@ def own_batch(decisions: Decisions, rank: int, step: int) -> Batch:
 
 
 def play(member: Member, decisions: Decisions, steps: int, options: dict[str, Any]) -> Played:
-    """Play ``steps`` steps on a rank; the gradients are the first step's."""
-    place = Place(decisions.layout, member.rank)
+    """Play ``steps`` steps on a rank; the returned gradients are those of the first step."""
+    place = MeshCoordinates(decisions.layout, member.rank)
     program = rank_program(decisions, place)
     groups = make_groups(lower(decisions), place, patience_s=PATIENCE_S) if member.world > 1 else {}
     with Interpreter(decisions, program, rank=member.rank, groups=groups, **options) as interpreter:
@@ -96,7 +95,7 @@ def play(member: Member, decisions: Decisions, steps: int, options: dict[str, An
 
 
 def randomise(interpreter: Interpreter) -> None:
-    """Give every parameter values that differ enough for every gradient to count."""
+    """Add noise to every parameter, so that no gradient is negligible."""
     weights.initialize(interpreter, seed=SEED)
     for name, found in weights.by_name(interpreter).items():
         generator = torch.Generator().manual_seed(sum(name.encode()))
@@ -106,27 +105,27 @@ def randomise(interpreter: Interpreter) -> None:
 
 
 def whole_gradients(ranks: list[Played]) -> dict[str, Tensor]:
-    """Return the gradients that all ranks together hold; where several hold an entry they must agree."""
+    """Return the whole gradients, assembled from all ranks. Ranks that hold the same entry have to agree."""
     found: dict[str, Tensor] = {}
     for rank in ranks:
         for name, offsets, whole, values in rank.gradients:
             target = found.setdefault(name, torch.full(whole, torch.nan))
-            place = target[tuple(slice(o, o + n) for o, n in zip(offsets, values.shape, strict=True))]
-            known = ~place.isnan()
-            assert torch.allclose(place[known], values[known], rtol=1e-6, atol=1e-9), f"ranks disagree on {name}"
-            place.copy_(values)
+            shard = target[tuple(slice(o, o + n) for o, n in zip(offsets, values.shape, strict=True))]
+            known = ~shard.isnan()
+            assert torch.allclose(shard[known], values[known], rtol=1e-6, atol=1e-9), f"ranks disagree on {name}"
+            shard.copy_(values)
     return found
 
 
 def check(team: Team, decisions: Decisions, reference: Played, *, steps: int, **options: Any) -> list[Played]:
-    """Compare a layout with one process: gradients of the first step, losses and norms of all."""
+    """Play a layout and compare it with one process: gradients of the first step, losses and norms of all steps."""
     ranks = team.play(play, decisions.layout.devices, decisions, steps, options)
     compare(ranks, reference, steps=steps)
     return ranks
 
 
 def compare(ranks: list[Played], reference: Played, *, steps: int) -> None:
-    """Compare what the ranks brought back with one process."""
+    """Compare the results of the ranks with those of one process."""
     wanted, found = whole_gradients([reference]), whole_gradients(ranks)
     assert set(found) == set(wanted)
     for name, gradient in wanted.items():

@@ -1,4 +1,4 @@
-"""What the server imports before ranks fork from it: they share the pages and start at once."""
+"""Imported by the fork server before ranks fork from it, so that they share the pages and start quickly."""
 
 import memo_exec.commands.run
 import memo_sim.program.lower

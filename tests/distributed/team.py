@@ -1,12 +1,14 @@
-"""Ranks for tests: processes that are started once and play one case after another over gloo.
+"""Ranks for tests: processes that start once and then run one case after another over gloo.
 
     with Team(4) as team:
-        found = team.play(function, 2, argument)      what function(ranks, argument) returned on ranks 0 and 1
+        found = team.play(function, 2, argument)      the results of function(member, argument) on ranks 0 and 1
 
-``function`` and its arguments travel by pickle, so it is a module's own. It gets a ``Member``: rank, world and a fresh
-default group; with ``meets=False`` none, but the environment that torchrun would set. Processes fork from a server that
-has imported torch, with one intra-op thread each. A case that fails on a rank raises ``Failed`` with its traceback; one
-that takes longer than ``limit_s`` ends all ranks.
+- ``function`` and its arguments are pickled, so the function has to be at the top level of a module.
+- It gets a ``Member`` with rank and world size, and a new default process group. With ``meets=False`` there is no
+  group, only the environment variables of torchrun.
+- Processes fork from a server that has imported torch. Each has one intra-op thread.
+- A case that fails on a rank raises ``Failed`` with its traceback. A case that takes longer than ``limit_s`` ends all
+  ranks.
 """
 
 from __future__ import annotations
@@ -24,14 +26,14 @@ from pathlib import Path
 from typing import Any, Self
 
 LIMIT_S = 60.0
-"""Of one case, on two busy cores."""
+"""Time limit of one case, on two busy cores."""
 
 PATIENCE_S = 30.0
-"""How long a rank of a test waits for another."""
+"""How long a rank of a test waits for another rank."""
 
 
 class Failed(AssertionError):
-    """A rank raised, died, or took too long; ``answers`` are what each rank returned, or (False, why not)."""
+    """A rank raised, died, or took too long. ``answers`` has (True, result) or (False, reason) of each rank."""
 
     def __init__(self, answers: list[tuple[bool, Any]]) -> None:
         self.answers = answers
@@ -55,7 +57,7 @@ def _serve(connection: Connection) -> None:
     while True:
         try:
             case = connection.recv()
-        except EOFError:  # the test is over
+        except EOFError:  # the test session has ended
             return
         function, rank, world, store, port, arguments = case
         meets = world > 1 and not port
@@ -69,7 +71,7 @@ def _serve(connection: Connection) -> None:
             finally:
                 if meets:
                     dist.destroy_process_group()
-        except BaseException:  # told to the test, which raises it
+        except BaseException:  # the test gets the traceback and raises ``Failed``
             found = (False, traceback.format_exc())
         connection.send(found)
 
@@ -81,7 +83,7 @@ def _free_port() -> int:
 
 
 class Team:
-    """Processes that wait for cases; made anew after one that failed."""
+    """Processes that wait for cases. After a failed case, new processes start."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -94,7 +96,7 @@ class Team:
     def play(
         self, function: Callable[..., Any], world: int, *arguments: Any, limit_s: float = LIMIT_S, meets: bool = True
     ) -> list[Any]:
-        """Return what ``function(member, *arguments)`` returned on each of ``world`` ranks.
+        """Run ``function(member, *arguments)`` on each of ``world`` ranks and return the results in order of ranks.
 
         Raises:
             Failed: when a rank did not return.
@@ -133,7 +135,7 @@ class Team:
             self._ranks.append((process, ours))
 
     def stop(self) -> None:
-        """End the processes."""
+        """Kill the processes."""
         for process, connection in self._ranks:
             connection.close()
             process.kill()

@@ -1,9 +1,9 @@
-"""Ranks in one arena each, as the plan's placement has it, have the gradients and losses of one process."""
+"""Tests that ranks with planned arenas have the gradients and losses of one process."""
 
 import pytest
 
+from memo_exec.distributed.mesh import MeshCoordinates
 from memo_exec.distributed.own_program import rank_program
-from memo_exec.distributed.place import Place
 from memo_exec.machine.rank_placement import rank_placement
 from memo_sim.contract.plan import Decisions, Layout
 from memo_sim.memory.place import place
@@ -17,9 +17,9 @@ STEPS = 2
 
 
 def play_planned(member: Member, decisions: Decisions) -> Played:
-    """Play in the arena of the first role's representative, or what follows from it."""
+    """Play in the arena of the first pipeline stage's program, or in the one derived from it for this rank."""
     planned = place(requests_of(lower(decisions)[0]), solver="greedy")
-    program = rank_program(decisions, Place(decisions.layout, member.rank))
+    program = rank_program(decisions, MeshCoordinates(decisions.layout, member.rank))
     own = planned if planned.program_sha256 == program.sha256 else rank_placement(planned, requests_of(program))
     return play(member, decisions, STEPS, {"placement": own, "debug": True})
 

@@ -1,4 +1,4 @@
-"""Calibration by two ranks over gloo: the collectives' curves come out, and a rank that dies takes the job down."""
+"""Calibrates with two ranks over gloo: checks the curves of collectives, and that a dead rank ends the whole job."""
 
 import os
 import socket
@@ -26,7 +26,7 @@ LINUX_ONLY = pytest.mark.skipif(not torch.distributed.is_gloo_available(), reaso
 
 
 def ranks(*arguments: str, world: int = 2, cuda: bool = False) -> list[tuple[int, str]]:
-    """Run that many ranks; return each one's exit code and what it said."""
+    """Run ``world`` ranks; return the exit code and the standard error of each."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -74,7 +74,7 @@ def test_all_devices_copied_at_once(profile: Hardware) -> None:
     both = profile.d2h.all_devices.value + profile.h2d.all_devices.value
     assert both > 0
     assert profile.host_copy_bytes_per_s.value >= 2 * max(profile.d2h.all_devices.value, profile.h2d.all_devices.value)
-    assert "2 ranks copying at once" in profile.sources["copies"].text
+    assert "while 2 ranks copy at once" in profile.sources["copies"].text
 
 
 @LINUX_ONLY
@@ -102,7 +102,7 @@ def test_a_rank_that_dies_takes_the_other_down_with_a_message(tmp_path: Path, di
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 def test_two_gpus_measure_their_collectives(tmp_path: Path) -> None:
-    """Not yet run: no machine with two GPUs was at hand."""
+    """This test has not run yet, because no machine with two GPUs was available."""
     found = ranks(str(tmp_path / "two.json"), cuda=True)
     assert [code for code, _ in found] == [0, 0], found
     profile = codec.read(tmp_path / "two.json", Hardware)
@@ -128,7 +128,7 @@ def test_the_curve_gives_the_measured_times_back() -> None:
     found = {size: Sample(start + 1.5 * size / rate, 0.1) for size in sizes}
     table = collectives.table_of("all_reduce", 4, found, "here")
     curve = dict(zip(table.bus_bytes_per_s.x, table.bus_bytes_per_s.y, strict=True))
-    assert 2**10 not in curve  # its bytes cannot be told from its start
+    assert 2**10 not in curve  # too small: its time is almost all start-up
     assert len(curve) >= 3
     for size, bus in curve.items():
         assert table.alpha_s + 1.5 * size / bus == pytest.approx(found[int(size)].seconds)
@@ -167,8 +167,12 @@ def test_one_process_needs_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ({"WORLD_SIZE": "two"}, UsageError, "WORLD_SIZE is not a number"),
         ({"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}, UsageError, "RANK is not a number"),
-        ({"WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8", "RANK": "0", "LOCAL_RANK": "0"}, CannotRun, "of one node"),
-        ({"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0"}, CannotRun, "did not meet"),
+        (
+            {"WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8", "RANK": "0", "LOCAL_RANK": "0"},
+            CannotRun,
+            "measures a single node",
+        ),
+        ({"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0"}, CannotRun, "could not connect"),
     ],
 )
 def test_wrong_environments_are_refused(

@@ -1,4 +1,4 @@
-"""Attention in chunks under Ulysses, tensor parallelism and stages against one process: gradients and losses."""
+"""Compares chunked attention under Ulysses, tensor parallelism and pipeline stages with one process."""
 
 from typing import Any
 
@@ -19,7 +19,7 @@ QUICK = LAYOUTS[:2]
 
 
 def chunks(layout: Layout) -> dict[str, Any]:
-    """Return chunks of a sequence, the last of them shorter: three, or of two on ranks that need longer ones."""
+    """Return the options of chunked attention: three chunks, or two longer ones for more ranks; the last is shorter."""
     chunk, tokens = (512, 896) if layout.tp * layout.ulysses > 2 else (256, 640)
     return {"recompute": "full", "attention_chunk_tokens": chunk, "seq_tokens": tokens}
 
@@ -35,6 +35,6 @@ def test_a_layout_has_the_gradients_and_losses_of_one_process(team: Team, layout
 
 
 def test_beside_all_else_that_full_recompute_has(team: Team) -> None:
-    """Inputs on the host, the MLP in row blocks and norms of heads."""
+    """Together with inputs on the host, the MLP in row blocks and norms of heads."""
     more = {"swapped_tokens": 320, "mlp_chunk_tokens": 128}
     parity(team, "llama-normed", Layout(ulysses=2), **chunks(Layout(ulysses=2)), **more)

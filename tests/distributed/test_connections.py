@@ -1,4 +1,4 @@
-"""Before the first step every two ranks that will send to each other have done so."""
+"""Tests that all pairs of ranks that send to each other are connected before step 1."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 from memo_exec.distributed.connections import connect
 from memo_exec.distributed.groups import make_groups
-from memo_exec.distributed.place import Place
+from memo_exec.distributed.mesh import MeshCoordinates
 from memo_exec.distributed.world import CONNECTIONS, PATIENCE_S, answered, patience_of, side_by_side
 from memo_sim.contract.errors import CannotRun
 from memo_sim.contract.plan import Layout
@@ -24,11 +24,11 @@ ROUND = Layout(pp=2, cp=2, schedule="interleaved", virtual_stages=2)
 
 
 def connected(member: Member, layout: Layout) -> list[Key]:
-    """Return what a rank has connected."""
+    """Connect a rank and return the keys of the groups that it has connected."""
     model = gpt(layers=4)
     programs = lower(decide(model, layout=layout, seq_tokens=512, micro_batch=1, global_batch=4 * layout.dp))
-    place = Place(layout, member.rank)
-    return connect(programs, place, make_groups(programs, place, patience_s=PATIENCE_OF_TESTS_S), torch.device("cpu"))
+    mesh = MeshCoordinates(layout, member.rank)
+    return connect(programs, mesh, make_groups(programs, mesh, patience_s=PATIENCE_OF_TESTS_S), torch.device("cpu"))
 
 
 @pytest.mark.parametrize(
@@ -56,7 +56,7 @@ def test_a_long_step_is_waited_for() -> None:
 
 
 def test_streams_have_queues_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where the environment says otherwise, as that of Megatron-LM's users does."""
+    """Our value replaces the one in the environment; Megatron-LM's users often set it to 1."""
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     monkeypatch.setenv("NCCL_RUNTIME_CONNECT", "1")
     side_by_side()

@@ -1,9 +1,9 @@
-"""Context parallelism, as a ring and gathered, against one process: gradients and losses, whatever is swapped."""
+"""Compares context parallelism (ring and all-gather) with one process: gradients and losses for several alphas."""
 
 import pytest
 
+from memo_exec.distributed.mesh import MeshCoordinates
 from memo_exec.distributed.own_program import rank_program
-from memo_exec.distributed.place import Place
 from memo_exec.kernels import KERNELS
 from memo_exec.machine.preflight import checked_program
 from memo_sim.contract.errors import BadInput, CannotRun
@@ -63,7 +63,7 @@ def test_four_ranks(team: Team, name: str, exchange: CpExchange, alpha: float) -
 @pytest.mark.parametrize("layout", [RING, GATHERED], ids=label)
 @pytest.mark.slow
 def test_bf16_errs_as_one_process_does(team: Team, layout: Layout) -> None:
-    """Against fp32; parts are rounded before they are merged, so three times one process's error is allowed."""
+    """Errors against fp32. Parts are rounded before they are merged, so three times one process's error is allowed."""
     exact, *found = (
         whole_gradients(team.play(play, each.layout.devices, each, 1, {}))
         for each in (
@@ -78,7 +78,7 @@ def test_bf16_errs_as_one_process_does(team: Team, layout: Layout) -> None:
 
 
 def play_without(member: Member, decisions: Decisions, op: str) -> Played:
-    """Play a step in which an operator does nothing."""
+    """Play a step in which the operator ``op`` does nothing."""
     return play(member, decisions, 1, {"kernels": {**KERNELS, op: lambda call: None}})
 
 
@@ -93,7 +93,7 @@ def test_the_comparison_finds_an_operator_that_is_left_out(team: Team, op: str) 
 
 def test_gathered_sequences_of_a_micro_batch_are_refused() -> None:
     with pytest.raises(CannotRun, match="one sequence") as caught:
-        rank_program(training(llama(), GATHERED, micro_batch=2, global_batch=2), Place(GATHERED))
+        rank_program(training(llama(), GATHERED, micro_batch=2, global_batch=2), MeshCoordinates(GATHERED))
     assert caught.value.exit_code == 6
 
 

@@ -1,4 +1,4 @@
-"""Tensor parallelism and data parallelism with ZeRO over gloo: gradients and losses of one process."""
+"""Compares tensor parallelism and data parallelism with ZeRO with one process, over gloo: gradients and losses."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.exec_cpu.small import decide, gpt, llama
 
 STEPS = 5
 TOKENS = 512
-"""Of a micro-batch's one sequence: four row blocks of 128 tokens, one a tensor-parallel rank."""
+"""Tokens of a micro-batch, which has one sequence: four row blocks of 128 tokens, one per tensor-parallel rank."""
 
 MODELS = {"gpt": gpt(layers=2, hidden=32, ffn_hidden=64, head_dim=8), "llama": llama(layers=2, kv_heads=4)}
 LAYOUTS = {
@@ -34,7 +34,7 @@ LAYOUTS = {
 ALPHAS = {"0": 0.0, "half": 0.5, "1": 1.0}
 QUICK = {("gpt", "tp2-sp", "half"), ("llama", "tp4-sp", "1"), ("llama", "tp2", "0"), ("gpt", "dp2-zero1", "half")}
 QUICK |= {("llama", "dp2-zero2", "1"), ("gpt", "dp2-zero3", "0"), ("gpt", "tp2-sp-dp2-zero3", "half")}
-"""Cases of the default run: every kind of collective, each alpha and both models; the others are slow."""
+"""Cases of the default run: every kind of collective, each alpha and both models. The other cases are slow."""
 
 CASES = [
     pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow) for case in product(MODELS, LAYOUTS, ALPHAS)
@@ -42,7 +42,7 @@ CASES = [
 
 
 def decisions(model: Model, layout: Layout, alpha: float = 0.0, **changes: Any) -> Decisions:
-    """Return four sequences a step; a rank swaps so much of its tokens and rebuilds the rest."""
+    """Return decisions with four sequences a step; a rank swaps ``alpha`` of its tokens and recomputes the rest."""
     fields: dict[str, Any] = {"seq_tokens": TOKENS, "micro_batch": 1, "global_batch": 4, "recompute": "tokenwise"}
     fields |= changes
     granule = 128 * (layout.tp if layout.sequence_parallel else 1)
@@ -52,7 +52,7 @@ def decisions(model: Model, layout: Layout, alpha: float = 0.0, **changes: Any) 
 
 @cache
 def alone(chosen: Decisions, steps: int) -> parity.Played:
-    """Return what one process does in the same training."""
+    """Return the results of one process in the same training."""
     return parity.play(Member(0, 1), chosen, steps, {})
 
 
@@ -67,7 +67,7 @@ def test_a_layout_has_the_gradients_and_losses_of_one_process(team: Team, model:
 
 @pytest.mark.parametrize("zero", [1, pytest.param(2, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow)])
 def test_shares_may_be_uneven(team: Team, zero: int) -> None:
-    """Three ranks divide no parameter block of these models."""
+    """The number of elements of no parameter block here is a multiple of three."""
     check(team, decisions(MODELS["gpt"], Layout(dp=3, zero=zero), 0.5, global_batch=3))
 
 
@@ -120,5 +120,5 @@ def test_norms_of_heads_are_summed_over_tensor_parallel_ranks(team: Team) -> Non
 
 
 def test_a_rank_may_have_no_token_of_the_vocabulary(team: Team) -> None:
-    """Five tokens by two a rank leave the last of four with nothing."""
+    """A vocabulary of five tokens, two per rank, leaves none for the last of four ranks."""
     check(team, decisions(llama(layers=1, kv_heads=4, vocab=5), Layout(tp=4), seq_tokens=128), 1)

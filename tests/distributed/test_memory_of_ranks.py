@@ -1,6 +1,6 @@
-"""What a rank's store holds at once, whichever of its lanes is late: never more than its program's peak.
+"""Tests that a rank's store never holds more bytes than its program's peak, whichever of its lanes is late.
 
-Played in program order it is the program's peak exactly, so nothing is held twice.
+In program order it holds exactly the program's peak, so no buffer is held twice.
 """
 
 import pytest
@@ -24,7 +24,7 @@ def small(layout: Layout) -> Decisions:
 
 
 def layouts(few: tuple[Layout, ...], many: tuple[Layout, ...]) -> list[ParameterSet]:
-    """Return the layouts of every run, and those of the slow one."""
+    """Return the parameters for the layouts of every run (``few``) and of the slow run (``many``)."""
     return [
         *(pytest.param(layout, id=label(layout)) for layout in few),
         *(pytest.param(layout, id=label(layout), marks=pytest.mark.slow) for layout in many),

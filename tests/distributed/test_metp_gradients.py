@@ -1,7 +1,7 @@
-"""METP over gloo against one process: gradients and losses, and no byte beside the program's on any rank.
+"""Compares METP with one process, over gloo: gradients, losses, and the bytes that each rank holds.
 
-Every entry is compared relative to its tensor's largest, in fp32 (``parity.TOLERANCE`` is 1e-5). What has run on CPUs
-alone says nothing of NCCL.
+Entries are compared in fp32, relative to the largest entry of their tensor (``parity.TOLERANCE`` is 1e-5). These tests
+run on CPUs, so they do not cover NCCL.
 """
 
 import msgspec
@@ -87,7 +87,7 @@ def test_each_rank_holds_what_its_program_says(team: Team, ranks: int, norms: bo
 
 
 def play_without(member: Member, decisions: Decisions, op: str) -> Played:
-    """Play a step in which an operator does nothing."""
+    """Play a step in which the operator ``op`` does nothing."""
     return play(member, decisions, 1, {"kernels": {**KERNELS, op: lambda call: None}})
 
 

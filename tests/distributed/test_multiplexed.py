@@ -1,6 +1,6 @@
-"""Multiplexed sequence partitioning against one process: stages play rows of each other's layers while they would wait.
+"""Compares multiplexed sequence partitioning with one process: idle stages compute rows of other stages' layers.
 
-Guests get parameters, keys and values from the layer's own stage, and hand it the gradients that they have computed.
+A helper stage gets parameters, keys and values from the owner stage, and sends it the gradients that it computes.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from tests.distributed.test_sppo_gradients import POLICIES, planned, sppo
 from tests.distributed.training import MODELS, reference
 
 LONG, ODD = 1024, 900
-"""Tokens: eight granules, and seven and some."""
+"""Numbers of tokens: eight granules, and seven granules and a part of one."""
 MODELS["gpt4 far"] = msgspec.structs.replace(MODELS["gpt4"], max_positions=2 * LONG)
 
 
 def multiplexed(name: str, stages: int, count: int, policy: str = "keep", **changes: Any) -> Decisions:
-    """Return a training of one sequence a rank; changes may name fields of the layout."""
+    """Return decisions with one sequence per rank; ``changes`` may also name fields of the layout."""
     named = {field: changes.pop(field) for field in list(changes) if field in Layout.__struct_fields__}
     layout = Layout(pp=stages, subsequences=count, multiplexed=True, **({"partition": "length"} | named))
     fields: dict[str, Any] = {"seq_tokens": LONG, "global_batch": layout.dp} | changes
@@ -32,7 +32,7 @@ def multiplexed(name: str, stages: int, count: int, policy: str = "keep", **chan
 
 
 def matches(team: Team, name: str, chosen: Decisions, *, steps: int = 2, **options: Any) -> None:
-    """Compare the ranks with one process that plays the whole sequence; some rows are guests'."""
+    """Compare the ranks with one process that plays the whole sequence; helper stages compute some of the rows."""
     assert cut_tasks(chosen)
     alone = reference(name, chosen.seq_tokens, chosen.global_batch, 2)
     ranks = check(team, chosen, alone, steps=steps, **options)
@@ -46,18 +46,18 @@ def test_two_processes(team: Team, name: str) -> None:
 
 @pytest.mark.parametrize("name", ["gpt4 far", "llama4"])
 def test_four_processes(team: Team, name: str) -> None:
-    """Some stages are guests of two others at once, and some tasks have two guests."""
+    """Some stages help two others at the same time, and some tasks have two helper stages."""
     chosen = multiplexed(name, 4, 4, seq_tokens=2 * LONG)
     tasks = cut_tasks(chosen)
-    guests = Counter((x + task.stage, piece.stage) for (x, _), task in tasks.items() for piece in task.guests)
-    assert max(guests.values()) > 1
-    assert max(len(task.guests) for task in tasks.values()) > 1
+    helpers = Counter((x + task.stage, shard.stage) for (x, _), task in tasks.items() for shard in task.helpers)
+    assert max(helpers.values()) > 1
+    assert max(len(task.helpers) for task in tasks.values()) > 1
     matches(team, name, chosen, steps=1)
 
 
 MORE = [
     ("gpt4", 2, 3, "swap mixed", {"seq_tokens": ODD}),
-    ("llama4", 2, 4, "tokenwise mixed", {"overlap_handovers": False}),
+    ("llama4", 2, 4, "tokenwise mixed", {"overlap_p2p": False}),
     ("llama4", 2, 2, "full", {"tp": 2, "sequence_parallel": True}),
 ]
 
@@ -88,7 +88,7 @@ SLOW = [
 @pytest.mark.slow
 def test_every_combination(team: Team, name: str, case: tuple[Any, ...], policy: str) -> None:
     *sizes, changes = case
-    # AdamW's first update divides gradients by their size: next to zero it carries rounding into the second step, and
-    # at this length a pipeline without guests comes near the tolerance, too.
+    # AdamW's first update divides gradients by their magnitude. Near zero this carries rounding errors into the second
+    # step. At this length even a pipeline without helper stages comes near the tolerance.
     steps = 1 if changes.get("seq_tokens") == ODD else 2
     matches(team, name, multiplexed(name, *sizes, policy, **changes), steps=steps)

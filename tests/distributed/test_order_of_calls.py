@@ -1,6 +1,6 @@
-"""All ranks of a job together, without processes: calls of a group match on its ranks, and nobody waits for ever.
+"""Checks the programs of all ranks of a job: calls match on all ranks of a group, and no rank waits for ever.
 
-The checkers of ``memo_sim`` see one rank a role. Here every rank has the program that it plays.
+No process is started. The checkers of ``memo_sim`` see one rank per pipeline stage; here every rank has a program.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from dataclasses import replace
 import pytest
 
 from memo_exec.distributed.groups import communicates
+from memo_exec.distributed.mesh import MeshCoordinates
 from memo_exec.distributed.own_program import own_program, rank_program
-from memo_exec.distributed.place import Place
 from memo_sim.contract.plan import Decisions, Layout
 from memo_sim.program.analysis.columns import expand
-from memo_sim.program.analysis.communicators import handover_key
+from memo_sim.program.analysis.communicators import p2p_key
 from memo_sim.program.analysis.edges import derive_edges
 from memo_sim.program.ir.instruction import Lane, Template
 from memo_sim.program.ir.program import Program
-from memo_sim.program.ir.work import Collective, Exchange, Handover
+from memo_sim.program.ir.work import Collective, Exchange, PointToPoint
 from memo_sim.program.layout.rank_order import stride
 from tests.exec_cpu.small import decide, gpt
 
@@ -33,17 +33,17 @@ ONE_STAGE = [
 STAGES = [
     Layout(pp=4, dp=2, zero=1),
     Layout(pp=2, cp=2, ulysses=2),
-    Layout(pp=2, cp=4, overlap_handovers=False),
+    Layout(pp=2, cp=4, overlap_p2p=False),
     Layout(pp=2, tp=2, sequence_parallel=True, dp=2, schedule="zero-bubble"),
     Layout(pp=2, cp=2, dp=2, zero=1, schedule="interleaved", virtual_stages=2),
     Layout(pp=2, tp=2, cp=2, schedule="gpipe"),
 ]
 Calls = list[tuple[int, Hashable, object]]
-"""Of one rank: the instruction, who takes part on which lane, and what both sides must agree on."""
+"""Calls of one rank: the instruction, the lane and the participating ranks, and the work on which they must agree."""
 
 
 def decisions(layout: Layout) -> Decisions:
-    """Return four micro-batches of a token-wise plan whose replicas talk beside compute."""
+    """Return decisions with four micro-batches, tokenwise, whose replicas communicate while they compute."""
     tokens = 512 * layout.tp * layout.cp * layout.ulysses
     half = 256 * layout.tp
     chosen = {"seq_tokens": tokens, "micro_batch": 1, "global_batch": 4 * layout.dp, "swapped_tokens": half}
@@ -52,28 +52,31 @@ def decisions(layout: Layout) -> Decisions:
 
 
 def programs_of(chosen: Decisions) -> list[Program]:
-    places = [Place(chosen.layout, rank) for rank in range(chosen.layout.devices)]
-    return [own_program(rank_program(chosen, place), chosen, place) for place in places]
+    meshes = [MeshCoordinates(chosen.layout, rank) for rank in range(chosen.layout.devices)]
+    return [own_program(rank_program(chosen, mesh), chosen, mesh) for mesh in meshes]
 
 
-def calls_of(program: Program, place: Place) -> Calls:
+def calls_of(program: Program, mesh: MeshCoordinates) -> Calls:
     found: Calls = []
     for number, (_, instruction) in enumerate(program.walk()):
         work = instruction.work
-        if isinstance(work, Handover):
-            found.append((number, (handover_key(work), place.rank % stride("pp", place.layout)), work))
+        if isinstance(work, PointToPoint):
+            found.append((number, (p2p_key(work), mesh.rank % stride("pp", mesh.layout)), work))
         elif isinstance(work, Collective | Exchange):
-            found.append((number, (instruction.lane, *place.members(work.group)), work))
+            found.append((number, (instruction.lane, *mesh.members(work.group)), work))
     return found
 
 
 def stuck(programs: list[Program], layout: Layout, *, one_queue: bool = False) -> int:
-    """Return how many instructions never start; ``one_queue``: a device plays calls of all lanes in program order."""
+    """Return how many instructions never start.
+
+    With ``one_queue`` a device plays the communication calls of all lanes in program order.
+    """
     node: dict[tuple[int, int], Hashable] = {}
     before: dict[Hashable, set[Hashable]] = defaultdict(set)
     for rank, program in enumerate(programs):
         counts: Counter[Hashable] = Counter()
-        for number, who, _ in calls_of(program, Place(layout, rank)):
+        for number, who, _ in calls_of(program, MeshCoordinates(layout, rank)):
             counts[who] += 1
             node[rank, number] = ("call", who, counts[who])
         for earlier, later in _orders(program, one_queue=one_queue):
@@ -114,24 +117,24 @@ def _orders(program: Program, *, one_queue: bool) -> Iterator[tuple[int, int]]:
 @pytest.mark.parametrize("layout", ONE_STAGE + STAGES, ids=str)
 def test_every_rank_calls_alike_and_nobody_waits_for_ever(layout: Layout) -> None:
     programs = programs_of(decisions(layout))
-    said: dict[Hashable, list[object]] = {}
+    agreed: dict[Hashable, list[object]] = {}
     for rank, program in enumerate(programs):
         mine: dict[Hashable, list[object]] = defaultdict(list)
-        for _, who, what in calls_of(program, Place(layout, rank)):
+        for _, who, what in calls_of(program, MeshCoordinates(layout, rank)):
             mine[who].append(what)
         for who, calls in mine.items():
-            assert said.setdefault(who, calls) == calls, f"rank {rank} of {who}"
+            assert agreed.setdefault(who, calls) == calls, f"rank {rank} of {who}"
     assert stuck(programs, layout) == 0
 
 
 @pytest.mark.parametrize("layout", [ONE_STAGE[1], ONE_STAGE[3], STAGES[0], STAGES[2]], ids=str)
 def test_stages_alone_need_streams_that_do_not_wait_for_each_other(layout: Layout) -> None:
-    """Why a run asks CUDA for as many queues as there are (``world.side_by_side``)."""
+    """This is why a run sets CUDA's number of hardware queues to the maximum (``world.side_by_side``)."""
     assert (stuck(programs_of(decisions(layout)), layout, one_queue=True) > 0) == (layout.pp > 1)
 
 
 def test_stages_that_send_before_they_receive_are_found() -> None:
-    """Two ranks that both send first, and receive on the same lane, wait for each other."""
+    """Two ranks that both send first, and receive on the same lane, wait for each other for ever."""
     layout = Layout(pp=2, schedule="interleaved", virtual_stages=2)
     programs = programs_of(decisions(layout))
     assert stuck(programs, layout) == 0
@@ -140,7 +143,7 @@ def test_stages_that_send_before_they_receive_are_found() -> None:
 
 def _on_one_lane(program: Program) -> Program:
     def moved(template: Template) -> Template:
-        lanes = {Lane.RECEIVE: Lane.SEND}
+        lanes = {Lane.RECV: Lane.SEND}
         return replace(
             template, instructions=tuple(replace(i, lane=lanes.get(i.lane, i.lane)) for i in template.instructions)
         )

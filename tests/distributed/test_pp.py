@@ -1,4 +1,4 @@
-"""Pipelines by every schedule against one process: gradients and losses, whatever is swapped."""
+"""Compares pipelines of every schedule with one process: gradients and losses for several alphas."""
 
 from typing import Any
 
@@ -39,7 +39,7 @@ COMBINED = [
     Layout(ulysses=2, pp=2, **SCHEDULES["interleaved"]),
     Layout(dp=2, pp=2),
     Layout(dp=2, pp=2, zero=1),
-    Layout(pp=2, overlap_handovers=False),
+    Layout(pp=2, overlap_p2p=False),
     Layout(tp=2, pp=2, schedule="zero-bubble"),
     Layout(cp=2, pp=2, schedule="zero-bubble"),
 ]

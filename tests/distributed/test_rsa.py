@@ -1,7 +1,7 @@
-"""The rivals that METP is compared with, over gloo: ring self-attention, and Ring Attention on a model without a mask.
+"""Tests METP's baselines over gloo: ring self-attention, and Ring Attention on a model without a mask.
 
-Gradients and losses are those of one process and of torch's encoder layers, in fp32; no rank holds a byte beside its
-program's. What has run on CPUs alone says nothing of NCCL.
+Gradients and losses are compared with those of one process and of torch's encoder layers, in fp32. No rank holds more
+bytes than its program says. These tests run on CPUs, so they do not cover NCCL.
 """
 
 import msgspec
@@ -49,7 +49,7 @@ def test_sequences_of_a_micro_batch_go_round_together(team: Team) -> None:
 
 @pytest.mark.slow
 def test_bf16_errs_as_one_process_does(team: Team) -> None:
-    """Against fp32; scores and their sums are rounded as well, so three times one process's error is allowed."""
+    """Errors against fp32. Scores and their sums are rounded too, so three times one process's error is allowed."""
     exact, one, parted = (
         whole_gradients(team.play(play, each.layout.devices, each, 1, {}))
         for each in (
@@ -71,7 +71,7 @@ def test_each_rank_holds_what_its_program_says(team: Team, layout: Layout) -> No
 
 
 def play_without(member: Member, decisions: Decisions, op: str) -> Played:
-    """Play a step in which an operator does nothing."""
+    """Play a step in which the operator ``op`` does nothing."""
     return play(member, decisions, 1, {"kernels": {**KERNELS, op: lambda call: None}})
 
 

@@ -1,4 +1,4 @@
-"""``memo-exec run`` by several ranks: losses of one process, checkpoints into other layouts, and ranks that die."""
+"""Tests ``memo-exec run`` with several ranks: losses of one process, checkpoints for other layouts, ranks that die."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ STAGES = {
     "pp2-dp2-zero1": Layout(pp=2, dp=2, zero=1),
     "interleaved": Layout(pp=2, schedule="interleaved", virtual_stages=2),
 }
-"""Of a model with as many layers as two stages of two parts."""
+"""Layouts for a model with four layers: two pipeline stages of two virtual stages each."""
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
 TORCHRUN += ["-m", "memo_exec", "run"]
 QUICK = {("tp2", "one"), ("tp2", "dp2-zero3"), ("dp3-zero2", "tp4")}
-"""Which checkpoint goes on in which layout in the default run."""
+"""Pairs of the default run: the layout that saves a checkpoint, and the one that resumes from it."""
 
 LAYOUTS = {
     "one": Layout(),
@@ -56,7 +56,7 @@ LAYOUTS = {
 
 @pytest.fixture(scope="module")
 def plans(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A plan a layout, of the same training."""
+    """A folder with one plan per layout, all of the same training."""
     folder = tmp_path_factory.mktemp("plans")
     for name, layout in LAYOUTS.items():
         write_plan(folder / f"{name}.json", byte_decisions(layout=layout, global_batch=6))
@@ -69,7 +69,7 @@ def plans(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def play(member: Member, plan: Path, options: dict[str, Any]) -> Outcome:
-    """Run a plan as a rank."""
+    """Run a plan as one of its ranks."""
     outcome = run(plan, RunOptions(**options))
     assert outcome is not None
     assert outcome.rank == member.rank
@@ -110,7 +110,7 @@ def test_ranks_have_the_losses_of_one_process_and_a_peak_each(team: Team, plans:
 
 
 def test_a_receive_is_busy_as_long_as_its_send(team: Team, plans: Path) -> None:
-    """What it waits for the other stage's kernels is no transfer; the first stage waits for every gradient."""
+    """A wait for the other stage's kernels does not count as transfer; the first stage waits for every gradient."""
     first, second = (outcome.measured.spans for outcome in outcomes(team, plans, "pp2-dp2-zero1")[::2])
 
     def seconds(spans: Spans, lane: str) -> list[float]:
@@ -119,11 +119,14 @@ def test_a_receive_is_busy_as_long_as_its_send(team: Team, plans: Path) -> None:
 
     for one, other in ((first, second), (second, first)):
         assert len(seconds(one, "send")) == 2
-        assert seconds(one, "send") == pytest.approx(seconds(other, "receive"), abs=1e-9)
+        assert seconds(one, "send") == pytest.approx(seconds(other, "recv"), abs=1e-9)
 
 
 def test_a_rank_of_a_pipeline_is_compared_with_its_own_stage(team: Team, plans: Path) -> None:
-    """The embedding is the first stage's and the loss the last's, in both columns; the fullest rank's memory counts."""
+    """In both columns only the first stage has the embedding and only the last one the loss.
+
+    The memory is that of the rank that uses the most.
+    """
     plan = write_plan(plans / "known.json", codec.read(plans / "pp2.json", Plan).decisions, predicted())
     for outcome, beside in zip(outcomes(team, plans, "pp2"), ("trace", "trace.stage1"), strict=True):
         codec.write(plans / f"known.{beside}.json", outcome.measured)
@@ -161,7 +164,7 @@ def test_a_checkpoint_goes_on_in_another_layout(
 
 @pytest.mark.slow
 def test_a_checkpoint_of_stages_goes_on_in_other_stages(team: Team, plans: Path, tmp_path: Path) -> None:
-    """The embedding is tied: the first and the last stage have it, in shares of their own."""
+    """The embedding is tied: the first and the last stage both hold it, each with its own shares."""
     alone = outcomes(team, plans, "one4")[0].comparison.losses
     outcomes(team, plans, "pp2-dp2-zero1", steps=SAVED, save=tmp_path)
     state = checkpoint.latest(tmp_path)
@@ -173,7 +176,7 @@ def test_a_checkpoint_of_stages_goes_on_in_other_stages(team: Team, plans: Path,
 
 
 def test_weights_of_several_ranks_are_written_whole(team: Team, plans: Path, saved: Path) -> None:
-    """What follows from them is what follows from the checkpoint: the first loss."""
+    """One process and two ranks start from these weights with the same loss, which is lower than without them."""
     begun = [
         outcomes(team, plans, name, steps=1, weights=saved / "tp2/weights")[0].comparison.losses[0]
         for name in ("one", "tp2")
@@ -189,7 +192,7 @@ def test_parameters_left_to_the_next_step_are_saved_whole(team: Team, plans: Pat
 
 
 def stops(member: Member, plan: Path, how: str) -> str:
-    """Run a plan whose last rank stops in its third step; return what the others raise."""
+    """Run a plan whose last rank stops in its third step; return the message that the others raise."""
     last, play_step = member.rank == member.world - 1, Training.play_step
 
     def stop(*arguments: object) -> NoReturn:
@@ -218,7 +221,7 @@ def test_a_rank_that_dies_takes_the_others_down_with_a_message(plans: Path, how:
         begin = time.monotonic()
         with pytest.raises(Failed) as caught:
             own.play(stops, 2, plans / f"{layout}.json", how, meets=False, limit_s=90)
-        assert time.monotonic() - begin < 80  # less than any limit: nobody hung
+        assert time.monotonic() - begin < 80  # less than any time limit, so no rank has hung
     (fine, said), (alive, end) = caught.value.answers
     assert fine
     assert "another rank has stopped" in said
@@ -227,7 +230,7 @@ def test_a_rank_that_dies_takes_the_others_down_with_a_message(plans: Path, how:
 
 
 def refused(member: Member, plan: Path) -> MemoError:
-    """Return what a rank is refused with."""
+    """Run a plan that is refused; return the error."""
     with pytest.raises(CannotRun) as caught:
         run(plan, RunOptions(steps=1))
     assert caught.value.exit_code == 6, member
@@ -236,14 +239,14 @@ def refused(member: Member, plan: Path) -> MemoError:
 
 def test_another_number_of_ranks_is_refused_before_they_meet(team: Team, plans: Path) -> None:
     for error in team.play(refused, 2, plans / "tp4.json", meets=False):
-        assert "other ranks were started" in error.what
+        assert "the number of ranks that were started" in error.what
         assert (error.got, error.wanted) == ("WORLD_SIZE 2", 4)
         assert "torchrun --nproc_per_node 4" in str(error.hint)
 
 
 @pytest.mark.slow
 def test_torchrun(plans: Path, tmp_path: Path) -> None:
-    """As a user starts it: the first rank prints one document, every rank writes its timeline."""
+    """Start it as a user does: the first rank prints one document, and every rank writes its timeline."""
     command = [*TORCHRUN, str(plans / "tp2.json"), "--steps", "3", "--json", "--trace", str(tmp_path / "trace.json")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=True)
     document = json.loads(done.stdout)
@@ -258,7 +261,7 @@ def test_torchrun_ends_with_the_message(plans: Path) -> None:
     command = [*TORCHRUN, str(plans / "tp4.json")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
     cause = done.stderr[done.stderr.index("Root Cause") :]
-    assert "other ranks were started" in cause
+    assert "the number of ranks that were started" in cause
     assert "exitcode  : 6" in cause
     assert done.stderr.count("rank 0: ") <= 1
     assert done.returncode == 1
@@ -280,19 +283,19 @@ def test_a_killed_worker_ends_torchrun(plans: Path, tmp_path: Path) -> None:
 
 
 def _children(parent: int) -> list[int]:
-    """Return the processes that ``parent`` has started."""
+    """Return the ids of the processes that ``parent`` has started."""
     return [int(pid) for pid in Path(f"/proc/{parent}/task/{parent}/children").read_text().split()]
 
 
 def of_its_own(member: Member, plan: Path, folder: Path) -> str:
-    """Return what a rank is refused with that looks for checkpoints where the others do not."""
+    """Run with a directory of checkpoints that differs from rank to rank; return the message of the refusal."""
     with pytest.raises(UsageError) as caught:
         run(plan, RunOptions(steps=STEPS, save=folder / str(member.rank), resume=True))
     return str(caught.value)
 
 
 def shared(member: Member, folder: Path) -> str:
-    """Return what a rank is refused with whose directory is not the first's."""
+    """Check a directory that only the first rank has made; return the message of the refusal."""
     with joined(launched(), torch.device("cpu")) as world:
         made = folder / ("first" if member.rank == 0 else "own")
         with pytest.raises(UsageError) as caught:

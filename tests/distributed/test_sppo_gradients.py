@@ -1,7 +1,7 @@
-"""A sequence in subsequences (SPPO) against the same sequence unsplit: gradients, losses, and the bytes that move.
+"""Compares a sequence in subsequences (SPPO) with the whole sequence: gradients, losses, and bytes copied.
 
-One process first, then 2 and 4 over gloo. Every subsequence attends to the keys and values that earlier ones left on
-the device; backward goes from the last to the first and adds to their gradients.
+Runs one process first, then 2 and 4 over gloo. Every subsequence attends to the KV cache of the earlier ones. Backward
+goes from the last subsequence to the first and accumulates the gradients of the cache.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import msgspec
 import pytest
 
 from memo_exec.commands.run import Outcome, RunOptions, run
+from memo_exec.distributed.mesh import MeshCoordinates
 from memo_exec.distributed.own_program import rank_program
-from memo_exec.distributed.place import Place
 from memo_exec.kernels import KERNELS
 from memo_sim.contract import codec
 from memo_sim.contract.plan import Decisions, Layout, MovedBytes
@@ -31,7 +31,7 @@ from tests.exec_cpu.plans import BYTES, byte_decisions, plan_of, predicted
 from tests.exec_cpu.small import decide, gpt
 
 EVEN, ODD = 512, 700
-"""Tokens: four granules, and five and a half: parts of unequal length, the last one off the granule."""
+"""Numbers of tokens: four granules, and about five and a half, so that subsequences have unequal lengths."""
 
 POLICIES: dict[str, tuple[str, str, int]] = {
     "keep": ("none", "nothing", 0),
@@ -47,12 +47,12 @@ POLICIES: dict[str, tuple[str, str, int]] = {
     "tokenwise in a window": ("tokenwise", "mixed", 1),
     "tokenwise swap": ("tokenwise", "all", 0),
 }
-"""Recompute, what is swapped, and how many passes later it leaves; mixed: half of one subsequence, nothing of the
-next, all of the third."""
+"""Recompute, what is swapped, and the offload window (in passes of a stage). "mixed" swaps half of the first
+subsequence, nothing of the second and all of the third."""
 
 
 def sppo(name: str, layout: Layout, policy: str = "keep", **changes: Any) -> Decisions:
-    """Return a training of two micro-batches a rank in subsequences."""
+    """Return decisions with two micro-batches per rank, in subsequences."""
     recompute, swaps, window = POLICIES[policy]
     fields: dict[str, Any] = {"seq_tokens": EVEN, "micro_batch": 1, "global_batch": 2 * layout.dp} | changes
     if layout.subsequences > 1:
@@ -68,20 +68,20 @@ def sppo(name: str, layout: Layout, policy: str = "keep", **changes: Any) -> Dec
 
 
 def text(value: object) -> str | None:
-    """Return a layout's name in a test's."""
+    """Return the name of a layout in a test's id."""
     return f"{label(value)}-n{value.subsequences}" if isinstance(value, Layout) else None
 
 
 def planned(decisions: Decisions, rank: int) -> MovedBytes:
     """Return the bytes that a rank's program copies."""
-    program = rank_program(decisions, Place(decisions.layout, rank))
+    program = rank_program(decisions, MeshCoordinates(decisions.layout, rank))
     works = [i.work for _, i in program.walk() if isinstance(i.work, Copy)]
     sums = {way: sum(work.bytes for work in works if work.direction == way) for way in ("d2h", "h2d")}
     return MovedBytes(**sums)
 
 
 def matches(team: Team, name: str, chosen: Decisions, *, steps: int = 1, **options: Any) -> list[Played]:
-    """Compare the ranks with one process that plays whole sequences, and what they moved with their programs."""
+    """Compare the ranks with one process that plays whole sequences, and their copied bytes with their programs."""
     alone = reference(name, chosen.seq_tokens, chosen.global_batch, 2)
     if chosen.layout.devices > 1:
         ranks = check(team, chosen, alone, steps=steps, **options)
@@ -161,7 +161,7 @@ def test_four_processes(team: Team, name: str, layout: Layout) -> None:
 
 
 def test_idle_stages_play_rows_of_others(team: Team) -> None:
-    """Multiplexed (SPPO 6.2), with token shards and a window; ``test_multiplexed.py`` has the others."""
+    """Multiplexed (SPPO 6.2), with token shards and an offload window; ``test_multiplexed.py`` has more cases."""
     layout = Layout(tp=2, sequence_parallel=True, pp=2, subsequences=3, multiplexed=True)
     chosen = sppo("llama4", layout, "swap in a window", seq_tokens=2 * EVEN, global_batch=1)
     assert cut_tasks(chosen)
@@ -173,7 +173,7 @@ SLOW = [
     *FOUR,
     Layout(pp=2, schedule="interleaved", virtual_stages=2, subsequences=2),
     Layout(pp=2, schedule="zero-bubble", subsequences=4),
-    Layout(pp=2, schedule="1f1b", overlap_handovers=False, subsequences=2),
+    Layout(pp=2, schedule="1f1b", overlap_p2p=False, subsequences=2),
     Layout(dp=2, zero=2, subsequences=2),
     Layout(dp=2, zero=3, subsequences=2),
     Layout(tp=2, dp=2, zero=1, subsequences=2),
@@ -217,7 +217,7 @@ RUNS = {
 
 @pytest.fixture(scope="module")
 def plans(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Plan files of the same training, each with its fullest stage's arena, and what its copies come to."""
+    """A folder with plans of the same training, each with the arena of its largest stage and its predicted copies."""
     folder = tmp_path_factory.mktemp("plans")
     for name, layout in RUNS.items():
         model = gpt(vocab=BYTES, layers=4, max_positions=1024)
@@ -247,7 +247,7 @@ def test_memo_exec_runs_it_as_predicted(team: Team, plans: Path, name: str) -> N
     comparison = found[0].comparison
     peaks = comparison.peak_device_bytes_by_rank or [comparison.measured.peak_device_bytes]
     assert comparison.predicted is not None
-    assert comparison.predicted.peak_device_bytes in peaks  # of the stage whose arena the plan pins
+    assert comparison.predicted.peak_device_bytes in peaks  # the plan pins the arena of one of the stages
     assert max(peaks) < whole.measured.peak_device_bytes
     assert comparison.ratio is not None
     assert comparison.ratio.moved_bytes == {"d2h": 1.0, "h2d": 1.0}

@@ -1,4 +1,4 @@
-"""``torchrun -m memo_exec run PLAN`` trains as one process does, in the arenas that follow from the plan's."""
+"""Tests that ``torchrun -m memo_exec run PLAN`` trains as one process does, in arenas derived from the plan's."""
 
 from pathlib import Path
 

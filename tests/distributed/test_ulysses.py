@@ -1,4 +1,4 @@
-"""Ulysses alone and with other axes against one process: gradients and losses, whatever is swapped."""
+"""Compares Ulysses, alone and with other axes, with one process: gradients and losses for several alphas."""
 
 import pytest
 

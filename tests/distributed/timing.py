@@ -1,8 +1,7 @@
-"""Plays of one step on a rank with the timing of its lanes chosen, and the memory that they hold.
+"""Plays one step on a rank with chosen delays of its lanes, and measures the bytes that its store holds.
 
-What a store holds at once depends on which lane is late: a buffer that a late lane gives birth to may come after one
-that lived beside it in program order has died. The program's own peak is that of program order, and no timing may pass
-it.
+The bytes held at once depend on which lane is late. A late lane may allocate a buffer after another one has died with
+which it overlaps in program order. The program's own peak is that of program order, and no delay may exceed it.
 """
 
 import time
@@ -12,8 +11,8 @@ from dataclasses import replace
 import numpy as np
 
 from memo_exec.distributed.groups import make_groups
+from memo_exec.distributed.mesh import MeshCoordinates
 from memo_exec.distributed.own_program import rank_program
-from memo_exec.distributed.place import Place
 from memo_exec.interpreter.interpreter import Interpreter
 from memo_exec.interpreter.lanes import Progress
 from memo_exec.kernels import StepScalars
@@ -29,11 +28,11 @@ from tests.distributed.parity import own_batch, randomise
 from tests.distributed.team import PATIENCE_S, Member
 
 LATE_S = 0.002
-"""Longer than most instructions of a small model."""
+"""Delay of an instruction of a late lane; longer than most instructions of a small model."""
 
 
 class Late(Interpreter):
-    """Plays with some lanes late: each of their instructions begins a while after it may."""
+    """Plays with some lanes late: each of their instructions starts ``LATE_S`` after it could."""
 
     late: frozenset[Lane] = frozenset()
 
@@ -46,14 +45,14 @@ class Late(Interpreter):
 
 
 def in_program_order(program: Program) -> Edges:
-    """Return edges that let each instruction begin when the one before it has ended."""
+    """Return edges that make each instruction wait for the end of the previous one in program order."""
     lane = expand(program).lane
     turns = np.flatnonzero(lane[1:] != lane[:-1])
     return Edges(turns, turns + 1)
 
 
 def without_memory(program: Program) -> Edges:
-    """Return the derived edges less those for memory that is handed out again."""
+    """Return the derived edges without those for memory that another buffer reuses."""
     columns = expand(program)
     return derive_edges(replace(columns, buffer_dynamic=np.zeros_like(columns.buffer_dynamic)))
 
@@ -64,11 +63,11 @@ def held(
     late: frozenset[Lane] = frozenset(),
     ordered_by: Callable[[Program], Edges] | None = None,
 ) -> tuple[int, int]:
-    """Play a step; return the most bytes of buffers that the store held at once, and what the rank's program says.
+    """Play a step; return the most bytes that the store held at once, and the peak of the rank's program.
 
-    ``late`` lanes are; ``ordered_by`` gives other edges than the derived ones.
+    The lanes in ``late`` are late. ``ordered_by`` gives the edges to use instead of the derived ones.
     """
-    place = Place(decisions.layout, member.rank)
+    place = MeshCoordinates(decisions.layout, member.rank)
     program = rank_program(decisions, place)
     groups = make_groups(lower(decisions), place, patience_s=PATIENCE_S) if member.world > 1 else {}
     edges = ordered_by(program) if ordered_by else None

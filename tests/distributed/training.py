@@ -1,4 +1,4 @@
-"""Trainings that a layout and one process play alike."""
+"""Models and decisions for tests that train with a layout and with one process, and compare both."""
 
 from functools import cache
 from typing import Any
@@ -12,13 +12,13 @@ from tests.exec_cpu.small import decide, gpt, llama
 SEQ_TOKENS = 512
 MODELS: dict[str, Model] = {"gpt": gpt(max_positions=2 * SEQ_TOKENS), "llama": llama()}
 MODELS |= {"gpt4": gpt(layers=4, max_positions=2 * SEQ_TOKENS), "llama4": llama(layers=4)}
-"""The longer ones divide into stages."""
+"""Models with four layers can be divided into pipeline stages."""
 MODELS |= {"llama-mha": llama(kv_heads=4), "llama-normed": llama(qk_norm=True)}
-"""METP on four ranks needs a key/value head each; norms of heads have gradients on every rank."""
+"""METP on four ranks needs one key/value head per rank. Every rank has gradients for the norms of heads."""
 
 
 def training(model: Model, layout: Layout, alpha: float = 0.0, **changes: Any) -> Decisions:
-    """Return a training of two micro-batches a rank, tokenwise: what is not swapped is recomputed."""
+    """Return decisions with two micro-batches per rank, tokenwise: tokens that are not swapped are recomputed."""
     fields: dict[str, Any] = {"seq_tokens": SEQ_TOKENS, "micro_batch": 1, "global_batch": 2 * layout.dp} | changes
     tokens = fields["seq_tokens"] * fields["micro_batch"] // (layout.ring * layout.ulysses)
     return decide(model, layout=layout, **({"recompute": "tokenwise", "swapped_tokens": int(alpha * tokens)} | fields))
@@ -26,7 +26,7 @@ def training(model: Model, layout: Layout, alpha: float = 0.0, **changes: Any) -
 
 @cache
 def reference(name: str, seq_tokens: int, global_batch: int, steps: int) -> Played:
-    """Return one process's training, a micro-batch a sequence."""
+    """Return the results of one process, with one sequence per micro-batch."""
     alone = decide(MODELS[name], seq_tokens=seq_tokens, micro_batch=1, global_batch=global_batch)
     return play(Member(0, 1), one_process(alone), steps, {})
 
@@ -34,7 +34,7 @@ def reference(name: str, seq_tokens: int, global_batch: int, steps: int) -> Play
 def parity(
     team: Team, name: str, layout: Layout, alpha: float = 0.0, *, steps: int = 2, debug: bool = False, **changes: Any
 ) -> list[Played]:
-    """Play a training on the layout's ranks and compare it with one process's."""
+    """Train on the layout's ranks and compare the results with those of one process."""
     chosen = training(MODELS[name], layout, alpha, **changes)
     alone = reference(name, chosen.seq_tokens, chosen.global_batch, steps)
     return check(team, chosen, alone, steps=steps, debug=debug)

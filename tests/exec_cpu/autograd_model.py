@@ -1,6 +1,6 @@
-"""The same models in plain torch with autograd, written without the kernels: the reference of every gradient.
+"""Reference for every gradient: the same models in plain torch with autograd, written without our kernels.
 
-Attention is a masked softmax over a full matrix, rotary positions are complex products, and the loss is torch's.
+Attention is a masked softmax over a full matrix, rotary positions are complex products, and the loss is torch's own.
 """
 
 import math
@@ -13,14 +13,14 @@ from memo_sim.contract.model import Model
 
 
 class AutogradModel:
-    """A forward pass over named leaves."""
+    """The model as a function of named leaf tensors."""
 
     def __init__(self, model: Model, parameters: dict[str, Tensor], dtype: torch.dtype = torch.float64) -> None:
         self.model = model
         self.p = {name: value.detach().clone().to(dtype).requires_grad_() for name, value in parameters.items()}
 
     def loss(self, ids: Tensor, labels: Tensor, scale: float) -> Tensor:
-        """Return the scaled sum of losses over (sequences, tokens)."""
+        """Return ``scale`` times the sum of losses; ids and labels are (sequences, tokens)."""
         logits = self.logits(ids)
         summed = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum")
         return summed * scale

@@ -1,4 +1,4 @@
-"""One thread for torch outside of the lanes: the references are small, and tests run beside each other."""
+"""Limits torch to one thread outside the lanes, because references are small and tests run in parallel."""
 
 import torch
 

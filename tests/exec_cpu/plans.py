@@ -1,4 +1,4 @@
-"""Plan files of small models that train on bytes, with a prediction when one is wanted."""
+"""Makes plan files of small models that train on bytes, with or without a prediction."""
 
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ BYTES = 256
 
 
 def byte_decisions(**changes: Any) -> Decisions:
-    """Return a plan's decisions for a small GPT over bytes: swaps a half, two micro-batches."""
+    """Return decisions for a small GPT over bytes that swaps half of the tokens and has two micro-batches."""
     fields: dict[str, Any] = {"seq_tokens": 256, "micro_batch": 1, "global_batch": 2}
     fields |= {"recompute": "tokenwise", "swapped_tokens": 128}
     return decide(changes.pop("model", gpt(vocab=BYTES)), **(fields | changes))
@@ -36,7 +36,7 @@ def plan_of(decisions: Decisions, prediction: Prediction | None = None, *, place
 
 
 def write_plan(path: Path, decisions: Decisions | None = None, prediction: Prediction | None = None) -> Path:
-    """Write a plan, and beside it the placement it runs in."""
+    """Write a plan, and its placement beside it."""
     decisions = decisions or byte_decisions()
     placement = placed(decisions) if decisions.memory_policy == "planned" else None
     if placement is not None:

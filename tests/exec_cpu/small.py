@@ -1,4 +1,4 @@
-"""Small models, plans and batches, and steps played with them."""
+"""Small models, plans and batches for tests, and functions that run steps with them."""
 
 from collections.abc import Callable
 from typing import Any
@@ -64,11 +64,11 @@ MODELS = {
     "qwen2": llama(qkv_bias=True, tied_embeddings=True, heads=8, head_dim=8, kv_heads=2),
     "qwen3": llama(qk_norm=True, head_dim=32, kv_heads=1),
 }
-"""Both families, grouped queries, biases, tied and untied, every way to know positions."""
+"""Models of both families: grouped queries, biases, tied and untied embeddings, every kind of position."""
 
 
 def decide(model: Model, **changes: Any) -> Decisions:
-    """Return a plan's decisions: fp32 on the CPU, two sequences of 128 tokens."""
+    """Return decisions for fp32 on the CPU with two sequences of 128 tokens."""
     fields: dict[str, Any] = {
         "model": model,
         "seq_tokens": 128,
@@ -81,7 +81,7 @@ def decide(model: Model, **changes: Any) -> Decisions:
 
 
 def play(decisions: Decisions, **options: Any) -> Interpreter:
-    """Return an interpreter whose weights are random enough that every gradient counts."""
+    """Return an interpreter whose random weights make no gradient negligible."""
     (program,) = lower(decisions)
     interpreter = Interpreter(decisions, program, **options)
     weights.initialize(interpreter, seed=1)
@@ -96,7 +96,7 @@ def play(decisions: Decisions, **options: Any) -> Interpreter:
 
 
 def batch(decisions: Decisions, seed: int = 0, *, ignored: float = 0.0) -> list[tuple[Tensor, Tensor]]:
-    """Return (ids, labels) of every micro-batch, a fraction of the labels not counted."""
+    """Return (ids, labels) of every micro-batch; a fraction ``ignored`` of the labels does not count."""
     generator = torch.Generator().manual_seed(seed)
     shape = (decisions.micro_batches, decisions.local_tokens)
     ids = torch.randint(0, decisions.model.vocab, shape, generator=generator)
@@ -106,12 +106,12 @@ def batch(decisions: Decisions, seed: int = 0, *, ignored: float = 0.0) -> list[
 
 
 def counted(batches: list[tuple[Tensor, Tensor]]) -> int:
-    """Return how many targets count."""
+    """Return the number of counted targets."""
     return sum(int((labels != -100).sum()) for _, labels in batches)
 
 
 def scalars(batches: list[tuple[Tensor, Tensor]], **changes: Any) -> StepScalars:
-    """Return a step's numbers."""
+    """Return the step scalars for these batches."""
     return StepScalars(**({"lr": 1e-3, "loss_scale": 1 / counted(batches)} | changes))
 
 
@@ -121,7 +121,7 @@ def gradients(interpreter: Interpreter) -> dict[str, Tensor]:
 
 
 def states(interpreter: Interpreter) -> dict[str, Tensor]:
-    """Return the flat buffers that training continues from: parameters, masters and moments, as ``params.layer/3``."""
+    """Return the training state as flat buffers: parameters, masters and moments, by names like ``params.layer/3``."""
     return {
         f"{family.name}/{i}": interpreter.buffer(family.name, i)
         for family in interpreter.program.families
@@ -133,7 +133,7 @@ def states(interpreter: Interpreter) -> dict[str, Tensor]:
 def one_step(
     decisions: Decisions, batches: list[tuple[Tensor, Tensor]] | None = None, **options: Any
 ) -> tuple[StepRecord, dict[str, Tensor]]:
-    """Play one step without an update; return its record and gradients."""
+    """Run one step without an update; return its record and gradients."""
     batches = batches or batch(decisions)
     with play(decisions, **options) as interpreter:
         record = interpreter.run_step(batches, scalars(batches, lr=0.0))
@@ -141,7 +141,7 @@ def one_step(
 
 
 def losses(decisions: Decisions, steps: int, **changes: Any) -> list[float]:
-    """Return the losses of training on one batch after another."""
+    """Train for ``steps`` steps, each on its own batch, and return the losses."""
     found = []
     with play(decisions) as interpreter:
         for step in range(1, steps + 1):
@@ -151,7 +151,7 @@ def losses(decisions: Decisions, steps: int, **changes: Any) -> list[float]:
 
 
 def wrapped(kernel: Callable[[Any], None], before: Callable[[Any], None]) -> Callable[[Any], None]:
-    """Return a kernel that calls ``before`` first."""
+    """Return a kernel that first calls ``before``, then ``kernel``."""
 
     def call(arguments: Any) -> None:
         before(arguments)

@@ -1,4 +1,4 @@
-"""PyTorch's own allocator beside its model: the same calls, the same cap, counted by both. Not yet run on a GPU."""
+"""PyTorch's allocator and our model of it count the same for the same calls and cap. Not yet run on a GPU."""
 
 import random
 from collections.abc import Iterator
@@ -19,11 +19,11 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 Calls = list[tuple[str, int, int]]
-"""malloc or free, the buffer's number, its bytes."""
+"""(malloc or free, number of the buffer, its bytes)."""
 
 
 def of_a_program(decisions: Decisions) -> Calls:
-    """Two steps' calls, in the model's order: at one instant memory is taken back before it is handed out."""
+    """Return the calls of two steps in the model's order: at one instant, frees come before mallocs."""
     requests = requests_of(lower(decisions)[0])
     events = []
     for number, (lower_, upper, size) in enumerate(
@@ -35,7 +35,7 @@ def of_a_program(decisions: Decisions) -> Calls:
 
 
 def at_random(seed: int) -> Calls:
-    """Calls that fragment: sizes of both pools and of the pieces that stay split, most of them given back."""
+    """Return random calls that fragment memory: sizes from both pools and of split blocks, most of them freed."""
     chance, held, calls = random.Random(seed), [], Calls()
     for number in range(600):
         size = chance.choice(
@@ -57,7 +57,7 @@ def uncapped() -> Iterator[None]:
 
 
 def by_torch(calls: Calls, room: int) -> dict[str, int]:
-    """Play on the device with ``room`` bytes more than are reserved; return what its counters rose by."""
+    """Make the calls on the device with ``room`` bytes beyond the reserved ones; return the counters' increases."""
     total = torch.cuda.get_device_properties(0).total_memory
     before = torch.cuda.memory_stats()
     torch.cuda.memory.set_per_process_memory_fraction((torch.cuda.memory_reserved() + room) / total)
@@ -110,7 +110,7 @@ def test_random_calls_count_the_same(seed: int, room: int) -> None:
 @pytest.mark.parametrize("share", [2.0, 1.1, 1.02])
 @pytest.mark.usefixtures("uncapped")
 def test_a_programs_requests_count_the_same(recompute: str, share: float) -> None:
-    """Under a cap of so many times what lives at once."""
+    """The cap is ``share`` times the largest live sum."""
     model = llama(hidden=1024, heads=8, kv_heads=8, ffn_hidden=4096, layers=4)
     calls = of_a_program(decide(model, seq_tokens=8192, dtype="bf16", recompute=recompute))
     live = peak = 0

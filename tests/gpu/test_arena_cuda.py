@@ -1,4 +1,4 @@
-"""The planned arena and the recording of requests on a CUDA device. Not yet run: no GPU was at hand."""
+"""The planned arena and the recording of requests on a CUDA device. Not yet run on a GPU."""
 
 import ast
 import os
@@ -52,8 +52,8 @@ def test_after_the_first_step_no_segment_comes_or_goes(policy: dict[str, Any]) -
     assert found[0] == found[1] == found[2]
 
 
-def test_libraries_take_beside_the_arena_what_the_planner_counts() -> None:
-    """An arena without their slots: the same bits, and torch hands out the arena and those bytes, no more."""
+def test_library_results_outside_the_arena_are_as_planned() -> None:
+    """An arena without slots for them gives the same bits; torch allocates the arena and those bytes, and no more."""
     decisions = on_cuda("torch-flash", recompute="full", seq_tokens=16_384, micro_batch=1, global_batch=1)
     (program,) = lower(decisions)
     lean = place(arena_requests(program, decisions), solver="greedy")
@@ -90,7 +90,7 @@ print(outcome.comparison.losses, outcome.comparison.allocator)
 
 @pytest.mark.parametrize("memory_policy", ["planned", "caching"])
 def test_the_allocator_below_torch_serves_every_request(tmp_path: Path, memory_policy: str) -> None:
-    """In processes of their own: torch keeps the allocator it has."""
+    """Each run is in its own process, because torch cannot change its allocator later."""
     decisions = on_cuda("torch-flash", recompute="full", memory_policy=memory_policy)
     of_bytes = msgspec.structs.replace(decisions, model=llama(layers=4, vocab=256))
     plan = write_plan(tmp_path / "plan.json", of_bytes)
@@ -109,7 +109,7 @@ def test_the_allocator_below_torch_serves_every_request(tmp_path: Path, memory_p
     assert set(served.values()) == {0}
 
 
-def test_requests_of_a_step_are_the_programs() -> None:
+def test_recorded_requests_equal_the_programs() -> None:
     decisions = on_cuda("torch-flash", recompute="full", seq_tokens=65_536, micro_batch=1, global_batch=1)
     found = observe_cuda(decisions, lower(decisions)[0])
     assert found.ratio == pytest.approx(1, abs=0.02)

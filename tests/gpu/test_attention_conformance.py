@@ -1,7 +1,7 @@
-"""Every attention backend that is installed here conforms before its first use, also around 2**31 elements.
+"""Every attention backend that is installed here passes the conformance test, also around 2**31 elements.
 
-The conformance test itself is proven on the CPU (tests/exec_cpu/test_kernels_conformance.py), where the backends' calls
-are played on fakes. ``-k flash3`` runs one backend. Not yet run: no GPU was at hand.
+The conformance test itself is tested on the CPU (tests/exec_cpu/kernels/test_kernels_conformance.py), where fakes take
+the backends' calls. ``-k flash3`` runs one backend. Not yet run on a GPU.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def test_triton_passes_its_trial() -> None:
 
 @pytest.mark.parametrize("name", ON_CUDA)
 def test_rows_may_lie_beyond_32_bits(name: str) -> None:
-    """A group of heads at the end of wide packed rows: its last rows are more than 2**31 elements from the first."""
+    """The last rows of a head group in wide packed rows are more than 2**31 elements from the first."""
     case = Case(65_664, 2, 1, 128, groups=86)
     assert case.tokens * case.groups * (case.heads + 2 * case.kv_heads) * case.head_dim > INT32_ELEMENTS
     assert faults(installed(name), case, device="cuda", dtype=torch.bfloat16) == []
@@ -70,7 +70,7 @@ def test_rows_may_lie_beyond_32_bits(name: str) -> None:
 
 @pytest.mark.parametrize("name", ON_CUDA)
 def test_as_many_elements_as_the_plan_allows(name: str) -> None:
-    """The most heads that one group may have (flash3: more than 2**31 elements); first and last heads are compared."""
+    """Compares first and last heads of the largest head group that a plan allows (flash3: over 2**31 elements)."""
     backend = installed(name)
     heads, shared, tokens, head_dim = (4160 if name == "flash3" else 4096), 8, 4096, 128
     work = Attention(1, tokens, tokens, "causal", heads, heads // shared, head_dim, True, name, "bf16")
@@ -99,8 +99,8 @@ def test_as_many_elements_as_the_plan_allows(name: str) -> None:
 
 
 @pytest.mark.parametrize("kernel", ["torch-cudnn", "torch-flash"])
-def test_the_kernel_that_runs_is_the_one_that_is_named(kernel: str) -> None:
-    """What the profiler saw: cuDNN's kernels for cuDNN, flash's for flash, and none of the other's."""
+def test_the_named_kernel_is_the_one_that_runs(kernel: str) -> None:
+    """The profiler sees cuDNN's kernels for cuDNN and flash's for flash, and none of the other library."""
     backend, operands = installed(kernel), [torch.randn(1, 512, 4, 64, device="cuda").bfloat16() for _ in range(4)]
     lse = torch.empty(1, 512, 4, device="cuda")
     with torch.inference_mode(), torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:

@@ -1,6 +1,6 @@
-"""Attention in parts by every backend that is installed here: the ring's, and subsequences with carried keys.
+"""Attention in parts with every backend that is installed here: rings, and subsequences with a KV cache.
 
-Not yet run: no GPU was at hand.
+Not yet run on a GPU.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ pytestmark = [
 ]
 ON_CUDA = [name for name in BACKENDS if name != "torch-flash-cpu"]
 ERROR = 2.0**-6
-"""In the mean square: four roundings of bf16."""
+"""Allowed root mean square error: four roundings of bf16."""
 
 
 def off(found: Tensor, wanted: Tensor) -> float:
@@ -49,7 +49,7 @@ def test_parts_merge_and_their_gradients_add_up(name: str, batch: int) -> None:
 
 @pytest.mark.parametrize("name", ON_CUDA)
 @pytest.mark.parametrize("head_groups", [1, 2])
-def test_subsequences_are_attention_over_the_whole_sequence(name: str, head_groups: int) -> None:
+def test_subsequences_equal_attention_over_the_whole_sequence(name: str, head_groups: int) -> None:
     installed(name)
     model = llama(head_dim=64)
     case = Subsequences(840, 3, model=model, head_groups=head_groups, kernel=name, dtype="bf16", device="cuda")

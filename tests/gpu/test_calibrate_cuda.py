@@ -1,4 +1,4 @@
-"""Calibration of a CUDA device. Not yet run: no GPU was at hand."""
+"""Calibration of a CUDA device. Not yet run on a GPU."""
 
 import importlib.util
 import time
@@ -52,7 +52,7 @@ def test_fused_kernels_have_curves_where_triton_is_installed(profile: Hardware) 
     assert all(1e11 < rate < 1e13 for curve in curves.values() for rate in curve.y)
 
 
-def test_copies_beside_each_other_gain_nothing(profile: Hardware) -> None:
+def test_simultaneous_copies_are_not_faster(profile: Hardware) -> None:
     for rates in (profile.d2h, profile.h2d):
         alone = max(rates.alone.y)
         assert 1e9 < rates.duplex.value <= 1.1 * alone
@@ -70,13 +70,13 @@ def test_allocation_and_pinning_cost_something(profile: Hardware) -> None:
 def test_versions_and_clocks_are_written_down(profile: Hardware) -> None:
     assert {"cuda", "cudnn", "torch", "passes", "dispatch_us"} <= set(profile.provenance)
     assert {"driver", "sm_clock_mhz", "power_state", "power_w"} <= set(profile.provenance) or (
-        profile.provenance["clocks"] == "not known: no nvidia-smi"
+        profile.provenance["clocks"] == "unknown: nvidia-smi is not installed"
     )
     assert str(torch.version.cuda) in profile.sources["operators"].text
 
 
-def test_a_call_costs_what_it_costs_in_a_row() -> None:
-    """The filler before each call is not part of its time."""
+def test_a_single_call_costs_as_much_as_one_of_many() -> None:
+    """The time of a call does not include the filler product before it."""
     device = torch.device("cuda")
     a = torch.randn(4096, 4096, dtype=torch.bfloat16, device=device)
     out = torch.empty_like(a)
@@ -89,7 +89,7 @@ def test_a_call_costs_what_it_costs_in_a_row() -> None:
     assert one.seconds == pytest.approx(time_call(ten, device, Effort(seconds=0.2)).seconds / 10, rel=0.15)
 
 
-def test_blocks_are_asked_of_the_device_not_of_a_cache() -> None:
+def test_blocks_come_from_the_device_not_from_a_cache() -> None:
     device = torch.device("cuda")
     kept = torch.empty(2**28, dtype=torch.uint8, device=device)
     del kept

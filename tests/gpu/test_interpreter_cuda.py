@@ -1,4 +1,4 @@
-"""The interpreter on a CUDA device: the same program, streams and events instead of threads."""
+"""The interpreter on a CUDA device: it runs the same programs, with streams and events instead of threads."""
 
 from typing import Any
 
@@ -25,8 +25,8 @@ POLICIES: list[dict[str, Any]] = [
     {"recompute": "tokenwise", "swapped_tokens": 128},
 ]
 MLP_IN_BLOCKS: dict[str, Any] = {"recompute": "full", "swapped_tokens": 256, "mlp_chunk_tokens": 128}
-"""Not bit for bit keep: gradients of the MLP's weights are summed block by block, and products of fewer rows may round
-otherwise."""
+"""A policy that differs from keep by roundings: it sums gradients of the MLP's weights block by block, and products of
+fewer rows may round differently."""
 
 ATTENTION_IN_CHUNKS: dict[str, Any] = {
     "recompute": "full",
@@ -35,7 +35,7 @@ ATTENTION_IN_CHUNKS: dict[str, Any] = {
     "swapped_tokens": 640,
     "attention_chunk_tokens": 256,
 }
-"""Other calls than whole attention's, and gradients summed in fp32."""
+"""A policy that differs from keep by roundings: attention has other calls, and gradients are summed in fp32."""
 
 
 def on_cuda(kernel: str, **changes: Any) -> Decisions:
@@ -64,7 +64,7 @@ def test_policies_give_the_bits_of_keep(policy: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("policy", POLICIES[1:])
 def test_without_determinism_policies_are_within_the_noise_of_keep(policy: dict[str, Any]) -> None:
-    """Two runs of keep say how far apart results may be; and no further than bf16 rounds."""
+    """The difference between two runs of keep is the tolerance; it must itself be within bf16's rounding."""
     (_, wanted), (_, again) = (steps(on_cuda("torch-cudnn")) for _ in range(2))
     _, found = steps(on_cuda("torch-cudnn", **policy))
     for name, value in wanted.items():
@@ -94,8 +94,8 @@ def test_debug_mode_finds_no_race(policy: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("states", ["fp32", "bf16", "host"])
-def test_memory_is_the_programs(states: str) -> None:
-    """In the second step: libraries take what they keep (cuBLAS its workspace) in the first."""
+def test_memory_matches_the_program(states: str) -> None:
+    """The second step is measured, because libraries allocate memory that they keep (cuBLAS) in the first."""
     decisions = on_cuda("torch-flash", swapped_tokens=256, states=states)
     with Interpreter(decisions, lower(decisions)[0], device="cuda") as interpreter:
         weights.initialize(interpreter, seed=1)
@@ -112,7 +112,7 @@ def test_memory_is_the_programs(states: str) -> None:
 
 
 def test_loss_curves_of_every_alpha_coincide() -> None:
-    """100 steps; row blocks end at ``swapped_tokens``, so products may round otherwise than keep's, no more."""
+    """In 100 steps, losses differ from keep only by roundings, because row blocks end at ``swapped_tokens``."""
     curves = []
     for changes in ({}, *({"recompute": "tokenwise", "swapped_tokens": 128 * n} for n in (0, 1, 2))):
         decisions = on_cuda("torch-flash", seq_tokens=256, **changes)
@@ -127,7 +127,7 @@ def test_loss_curves_of_every_alpha_coincide() -> None:
 
 
 def test_an_mlp_in_row_blocks_lies_within_the_rounding_of_keep() -> None:
-    """One step's gradients differ by no more than twice what bf16 rounds them by (1 %, against fp32 on a CPU)."""
+    """One step's gradients differ by at most twice bf16's error (which is 1 % against fp32 on a CPU)."""
     _, wanted = steps(on_cuda("torch-flash"), count=1)
     _, found = steps(on_cuda("torch-flash", recompute="full", mlp_chunk_tokens=128), count=1)
     for name, value in wanted.items():
@@ -148,5 +148,5 @@ def test_attention_in_chunks_is_near_whole_attention(kernel: str) -> None:
 
 def test_a_kernel_of_the_cpu_is_refused() -> None:
     decisions = decide(gpt())
-    with pytest.raises(Exception, match="does not play on cuda"):
+    with pytest.raises(Exception, match="does not run on cuda"):
         Interpreter(decisions, lower(decisions)[0], device="cuda")

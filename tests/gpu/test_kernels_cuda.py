@@ -1,4 +1,4 @@
-"""Triton's row-wise kernels on a CUDA device: against the plain ones, and at rows beyond 32 bits. Not yet run."""
+"""Triton's row-wise kernels on a CUDA device match the plain ones, also beyond 32-bit offsets. Not yet run on a GPU."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ FUSED = Kernels(attention="torch-flash", rowwise="triton")
 
 @pytest.mark.parametrize("name", comparison.NAMES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_fused_kernels_are_the_plain_ones(name: str, dtype: torch.dtype) -> None:
+def test_fused_kernels_match_the_plain_ones(name: str, dtype: torch.dtype) -> None:
     assert comparison.faults(name, dtype=dtype, device="cuda", rounding=comparison.ROUNDING[dtype]) == []
 
 
 def test_norms_beyond_32_bits() -> None:
-    """The last of 2**31 / 4096 + 64 rows, in both passes."""
+    """Checks the last of 2**31 / 4096 + 64 rows, in forward and backward."""
     rows, width = 2**19 + 64, 4096
     decisions = decide(llama(), dtype="bf16", kernels=FUSED)
     x = torch.ones(rows, width, dtype=torch.bfloat16, device="cuda")

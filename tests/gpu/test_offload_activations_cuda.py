@@ -1,4 +1,4 @@
-"""``offload_activations`` on a CUDA device: streams for lanes, a pinned slab. Not yet run: no GPU was at hand."""
+"""``offload_activations`` on a CUDA device, with streams as lanes and a pinned slab. Not yet run on a GPU."""
 
 import gc
 from collections.abc import Callable, Iterator
@@ -29,7 +29,7 @@ def deterministic(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 class Layer(nn.Module):
-    """Attention and a gated MLP, with the views and shared inputs that real models save."""
+    """A layer with attention and a gated MLP, which saves views and shared inputs as real models do."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ def step(layers: nn.Sequential, x: Tensor, context: Any, run: Callable[..., Tens
 
 
 class Plain:
-    """No context."""
+    """A context that does nothing, for plain autograd."""
 
     def __enter__(self) -> None: ...
     def __exit__(self, *_: object) -> None: ...
@@ -94,7 +94,7 @@ def test_without_debug_nothing_synchronises_and_nothing_breaks(stash: int) -> No
     layers, x = model(), tokens()
     wanted = step(layers, x, Plain())
     context = offload_activations(max_fwd_stash_size=stash, max_bwd_stash_size=stash)
-    step(layers, x, context)  # the slab is made after this
+    step(layers, x, context)  # the slab is allocated after this step
     with context:
         pass
     torch.cuda.set_sync_debug_mode("error")
@@ -106,7 +106,7 @@ def test_without_debug_nothing_synchronises_and_nothing_breaks(stash: int) -> No
 
 
 def test_compute_far_behind_the_host() -> None:
-    """Lanes run while compute sleeps: whatever is not ordered by an event happens too early."""
+    """Lanes run while compute sleeps, so a copy that no event orders happens too early."""
     layers, x = model(), tokens()
     wanted = step(layers, x, Plain())
 
@@ -135,7 +135,7 @@ def test_lanes_far_behind_compute(lane: str) -> None:
 
 
 def test_a_model_on_another_stream() -> None:
-    """The current stream is asked for anew each time, not remembered."""
+    """The context looks up the current stream each time and does not remember it."""
     layers, x = model(), tokens()
     wanted = step(layers, x, Plain())
     context = offload_activations(debug=True)

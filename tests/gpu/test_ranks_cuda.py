@@ -1,4 +1,4 @@
-"""Layouts over NCCL, a GPU a rank, against one GPU. Not yet run: needs two GPUs, and four of them for some."""
+"""Layouts over NCCL with one GPU per rank give the results of one GPU. Not yet run: needs two or four GPUs."""
 
 from __future__ import annotations
 

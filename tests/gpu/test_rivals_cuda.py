@@ -1,5 +1,7 @@
-"""The rivals of the GPU benchmark on a CUDA device: the same gradients, and bytes that really went to the host. Not yet
-run: no GPU was at hand."""
+"""The rivals of the GPU benchmark on a CUDA device have equal gradients and really move bytes to the host.
+
+Not yet run on a GPU.
+"""
 
 from functools import cache
 
@@ -43,7 +45,7 @@ def on_cuda(model: Model) -> PlainModel:
 
 @cache
 def backend_of(model: Model) -> SDPBackend:
-    """Return one backend for all runs of a model: two of nearly one speed would take turns at being the fastest."""
+    """Return a fixed backend for all runs of a model; the fastest may vary if two have similar speed."""
     return best_backend(model, TOKENS, torch.device("cuda"), torch.bfloat16)
 
 
@@ -68,7 +70,7 @@ def test_gradients_are_those_of_keeping_all(name: str, family: str) -> None:
     for _ in range(2):
         found = gradients(model, RIVALS[name].run_layers)
         for key, value in wanted.items():
-            # Attention's backward adds in any order: two runs of keeping all say how far apart results may be.
+            # Attention's backward adds in any order, so the difference of two plain runs gives the tolerance.
             least = 2 * float((noise[key] - value).norm()) + 2.0**-8 * float(value.norm())
             assert float((found[key] - value).norm()) <= least, key
 

@@ -1,6 +1,7 @@
-"""A sequence in subsequences on one CUDA device: the bits of keep, the unsplit gradients, less memory, as predicted.
+"""A sequence in subsequences on one CUDA device.
 
-Not yet run: no GPU was at hand.
+Every policy gives the bits of keep, gradients match those of the unsplit sequence, and the peak falls as predicted. Not
+yet run on a GPU.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 TOKENS, PARTS = 700, 3
-"""Parts of 384, 256 and 60 tokens."""
+"""The subsequences have 384, 256 and 60 tokens."""
 
 MIXED: dict[str, Any] = {"swapped_tokens": 572, "subsequence_swapped_tokens": (384, 128, 60)}
 POLICIES: list[dict[str, Any]] = [
@@ -43,7 +44,7 @@ def on_cuda(parts: int, tokens: int = TOKENS, **changes: Any) -> Decisions:
 
 
 def step(decisions: Decisions, **options: Any) -> tuple[StepRecord, dict[str, torch.Tensor], int]:
-    """Return a second step's record, its gradients, and the most bytes that torch handed out in it."""
+    """Return the record and the gradients of a second step, and the peak of bytes allocated by torch in it."""
     with Interpreter(decisions, lower(decisions)[0], device="cuda", **options) as interpreter:
         weights.initialize(interpreter, seed=1)
         batches = batch(decisions)
@@ -62,7 +63,7 @@ def test_policies_give_the_bits_of_keep(policy: dict[str, Any]) -> None:
 
 
 def test_gradients_are_those_of_the_unsplit_sequence() -> None:
-    """Within twice what bf16 rounds them by (1 %, against fp32 on a CPU)."""
+    """The difference is at most twice bf16's error (which is 1 % against fp32 on a CPU)."""
     _, wanted, _ = step(on_cuda(1))
     _, found, _ = step(on_cuda(PARTS))
     for name, value in wanted.items():
@@ -70,7 +71,7 @@ def test_gradients_are_those_of_the_unsplit_sequence() -> None:
 
 
 def test_more_subsequences_cut_the_peak_as_predicted() -> None:
-    """With all of every part swapped: two rounding buffers of a part each, not of the sequence."""
+    """With all tokens swapped, the two rounding buffers have the size of a subsequence, not of the sequence."""
     peaks = []
     for parts in (1, 2, 8):
         decisions = on_cuda(parts, 2**15, swapped_tokens=2**15, loss_chunk_tokens=4096)

@@ -33,7 +33,7 @@ HOLE = asked(("a", 0, 1, 6), ("b", 1, 3, 2), ("c", 1, 3, 6), ("last", 3, 4, 1))
 def test_the_docstrings_example() -> None:
     roomy = replay(HOLE, iterations=1, capacity_bytes=12 * GIB)
     assert (roomy.reserved_peak_bytes, roomy.allocated_peak_bytes) == (12 * GIB, 8 * GIB)
-    assert roomy.reorganisations == 0
+    assert roomy.allocation_retries == 0
     tight = replay(HOLE, iterations=1, capacity_bytes=10 * GIB).out_of_memory
     assert tight is not None
     assert (tight.iteration, tight.instant, tight.buffer) == (0, 1, "c")
@@ -67,10 +67,10 @@ def test_lasting_buffers_are_handed_out_once_and_never_freed() -> None:
 def test_a_reorganisation_costs_what_its_calls_cost() -> None:
     # 10 GiB hold 6 or 7, not both: c gives a's segment back. From then on the segment of 7 serves both.
     done = replay(asked(("a", 0, 1, 6), ("c", 1, 2, 7)), capacity_bytes=10 * GIB, costs=COSTS)
-    assert [i.reorganisations for i in done.iterations] == [1, 0, 0]
+    assert [i.allocation_retries for i in done.iterations] == [1, 0, 0]
     first, second = done.iterations[0].stops
-    assert (first.buffer, first.reorganised, first.seconds) == ("a", False, 1 + 6 * 0.25)
-    assert (second.buffer, second.instant, second.reorganised) == ("c", 1, True)
+    assert (first.buffer, first.retried_allocation, first.seconds) == ("a", False, 1 + 6 * 0.25)
+    assert (second.buffer, second.instant, second.retried_allocation) == ("c", 1, True)
     assert second.seconds == (10 + 6 * 0.5) + (1 + 7 * 0.25)
     assert done.iterations[0].seconds == 2.5 + 15.75
     assert done.steady.seconds == 0
@@ -85,7 +85,7 @@ def test_a_tight_step_reorganises_again_before_it_settles() -> None:
     requests = asked(*((name, *row) for name, row in zip("abcdefghi", rows, strict=True)))
     tight = replay(requests, iterations=8, capacity_bytes=54 * GIB)
     assert tight.out_of_memory is None
-    stop = next(stop for stop in tight.iterations[0].stops if stop.reorganised)
+    stop = next(stop for stop in tight.iterations[0].stops if stop.retried_allocation)
     assert (stop.instant, stop.buffer) == (5, "h")
     assert [(call.kind, call.bytes // GIB) for call in stop.calls] == [
         ("synchronize", 0),
@@ -95,9 +95,9 @@ def test_a_tight_step_reorganises_again_before_it_settles() -> None:
         ("malloc", 10),
     ]
     assert tight.iterations[1].stops[0].buffer == "g"
-    assert tight.iterations[1].reorganisations > 0
-    assert tight.steady.reorganisations == 0
-    assert replay(requests, iterations=8, capacity_bytes=55 * GIB).reorganisations == 0
+    assert tight.iterations[1].allocation_retries > 0
+    assert tight.steady.allocation_retries == 0
+    assert replay(requests, iterations=8, capacity_bytes=55 * GIB).allocation_retries == 0
 
 
 CHAIN = asked(("a", 0, 1, 4), ("b", 1, 2, 4), ("c", 2, 3, 4))
@@ -132,16 +132,16 @@ def test_a_reorganisation_lets_the_device_catch_up() -> None:
     done = replay(CHAIN, capacity_bytes=10 * GIB, costs=COSTS, ahead=ahead([-1, -1, -1]))
     assert done.out_of_memory is None
     # a and b are awaited when c asks: both come back, both go, c is fresh. The next steps begin with c's memory.
-    assert [i.reorganisations for i in done.iterations] == [1, 1, 1]
+    assert [i.allocation_retries for i in done.iterations] == [1, 1, 1]
     stop = done.iterations[0].stops[-1]
-    assert (stop.buffer, stop.reorganised) == ("c", True)
+    assert (stop.buffer, stop.retried_allocation) == ("c", True)
     assert [call.kind for call in stop.calls] == ["synchronize", "free", "free", "malloc"]
     assert stop.seconds == 2 * (10 + 4 * 0.5) + (1 + 4 * 0.25)
     longer = asked(("a", 0, 1, 4), ("b", 1, 2, 4), ("c", 2, 3, 4), ("d", 3, 4, 4))
     host = RunAhead(streams={n: [3] for n in range(4)}, work={3: [0, 1, 2, 3]}, done=[-1] * 4)
     # What a, b and c were given before the host waited is done; c's own work is not: d is fresh.
     again = replay(longer, iterations=1, capacity_bytes=10 * GIB, ahead=host)
-    assert (again.reorganisations, again.segments_allocated) == (1, 4)
+    assert (again.allocation_retries, again.segments_allocated) == (1, 4)
 
 
 def test_the_device_has_done_a_step_when_the_next_begins() -> None:
@@ -152,9 +152,9 @@ def test_the_device_has_done_a_step_when_the_next_begins() -> None:
 
 def test_the_reserve_is_not_the_allocators() -> None:
     chain = asked(("a", 0, 1, 4), ("b", 1, 2, 5))
-    assert replay(chain, capacity_bytes=9 * GIB).reorganisations == 0
+    assert replay(chain, capacity_bytes=9 * GIB).allocation_retries == 0
     tight = replay(chain, capacity_bytes=9 * GIB, reserve_bytes=GIB)
-    assert tight.reorganisations > 0
+    assert tight.allocation_retries > 0
     assert tight.out_of_memory is None
     assert tight.reserved_peak_bytes <= 8 * GIB
 
@@ -195,7 +195,7 @@ def test_reserved_covers_allocated_covers_live_and_the_last_step_repeats(
     problem = problem_of(requests)
     # Without a capacity nothing is ever out of memory, and no placement needs less than what lives at once.
     assert done.out_of_memory is None
-    assert done.reorganisations == 0
+    assert done.allocation_retries == 0
     assert done.live_peak_bytes <= problem.lower_bound * problem.unit_bytes <= done.allocated_peak_bytes
     assert done.allocated_peak_bytes <= done.reserved_peak_bytes
     for step in done.iterations:

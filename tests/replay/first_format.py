@@ -72,7 +72,7 @@ def instance_text(instance: Instance) -> str:
 
 
 def program_sha256(program: Program) -> str:
-    digest = hashlib.sha256(f"memo.program/{FORMAT_VERSION}:{program.role}\n".encode())
+    digest = hashlib.sha256(f"memo.program/{FORMAT_VERSION}:{program.stage}\n".encode())
     for lines in (
         map(family_text, program.families),
         map(template_text, program.templates),

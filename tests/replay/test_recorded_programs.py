@@ -14,7 +14,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from memo_sim.contract.plan import Decisions
+from memo_sim.contract import codec
+from memo_sim.contract.plan import Plan
 from memo_sim.program.lower import lower
 from tests.replay.first_format import sha256_of
 
@@ -31,7 +32,8 @@ def test_programs_are_what_they_were(every: int) -> None:
     entries = recorded(every)
     changed = []
     for entry in entries:
-        decisions = msgspec.convert(entry["decisions"], Decisions)
+        document = {"schema": "memo.plan/1", "decisions": entry["decisions"]}
+        decisions = codec.decode(msgspec.json.encode(document), Plan, where="recorded").decisions
         programs = lower(decisions, micro_batches=entry.get("micro_batches"), cp_rank=entry.get("cp_rank"))
         if sha256_of(programs) != entry["sha256"]:
             changed.append(entry["decisions"])

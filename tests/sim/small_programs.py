@@ -8,7 +8,7 @@ from memo_sim.program.analysis.columns import expand
 from memo_sim.program.analysis.edges import derive_edges
 from memo_sim.program.lower import lower
 from memo_sim.program.verify.program import check_edges, check_program
-from memo_sim.program.verify.roles import check_deadlock, check_roles
+from memo_sim.program.verify.stages import check_deadlock, check_stages
 
 GPT = Model(
     name="gpt",
@@ -61,7 +61,7 @@ def faults_of(decisions: Decisions) -> list[str]:
     programs = lower(decisions)
     columns = [expand(p) for p in programs]
     edges = [derive_edges(c) for c in columns]
-    found = check_roles(programs) + check_deadlock(programs, columns, edges)
+    found = check_stages(programs) + check_deadlock(programs, columns, edges)
     for program, mine, orders in zip(programs, columns, edges, strict=True):
         found += check_program(program, mine) + check_edges(mine, orders)
     return found

@@ -10,8 +10,8 @@ from memo_sim.contract.model import Model
 from memo_sim.contract.plan import Decisions, Layout
 from memo_sim.contract.units import GIB
 from memo_sim.engine.player import Rates
-from memo_sim.engine.role import Prices
 from memo_sim.engine.simulate import Simulation, simulate
+from memo_sim.engine.stage_run import Prices
 from memo_sim.program.ir.instruction import Lane
 from memo_sim.program.ir.work import Attention, Gemm, HostUpdate, Rowwise, Work
 

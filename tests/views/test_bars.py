@@ -3,7 +3,7 @@
 from itertools import pairwise
 
 from memo_sim.contract.trace import MemoryCurve, Spans, Trace, Wait
-from memo_sim.views.bars import Place, bars_of, first_micro_batch, lanes_of, place_of, played_s, stalls_of
+from memo_sim.views.bars import MeshCoordinates, bars_of, first_micro_batch, lanes_of, place_of, played_s, stalls_of
 
 
 def trace_of(*spans: tuple[str, str, float, float], waits: list[Wait] | None = None) -> Trace:
@@ -21,9 +21,9 @@ def trace_of(*spans: tuple[str, str, float, float], waits: list[Wait] | None = N
 
 
 def test_an_id_says_where_and_what() -> None:
-    assert place_of("m0/s0/l12/bwd/ffn_up.dgrad") == Place("m0/s0/l12", "bwd", 12, "ffn_up.dgrad")
-    assert place_of("m3/s0/head/fwd/loss.c0") == Place("m3/s0/head", "head", -1, "loss.c0")
-    assert place_of("m0/s0/embed/bwd/scatter") == Place("m0/s0/embed", "embed", -1, "scatter")
+    assert place_of("m0/s0/l12/bwd/ffn_up.dgrad") == MeshCoordinates("m0/s0/l12", "bwd", 12, "ffn_up.dgrad")
+    assert place_of("m3/s0/head/fwd/loss.c0") == MeshCoordinates("m3/s0/head", "head", -1, "loss.c0")
+    assert place_of("m0/s0/embed/bwd/scatter") == MeshCoordinates("m0/s0/embed", "embed", -1, "scatter")
     assert place_of("step/embed/zero/grads").phase == "zero"
     assert place_of("step/l3/opt/adamw.decay").label == "l3 opt"
     assert place_of("m0/s0/head/fwd/norm").label == "head"

@@ -63,7 +63,7 @@ def result(*plans: PlanRow) -> Result:
 
 
 def test_plans_whose_memory_is_not_planned_show_what_is_reserved() -> None:
-    cached = plan(memory_policy="eager", reserved_bytes=77 * GIB, reorganisations=95)
+    cached = plan(memory_policy="eager", reserved_bytes=77 * GIB, allocation_retries=95)
     lines = result_table(result(cached, plan())).splitlines()
     assert "device GiB  memory   reserved GiB  reorganised  host GiB/node" in lines[2]
     assert lines[3].split()[-8:-3] == ["71.0", "eager", "77.0", "95", "1200.0"]
@@ -175,7 +175,7 @@ def test_accuracy_tells_fitted_from_predicted() -> None:
 
 
 def test_reorganisations_are_shown_where_they_are_predicted() -> None:
-    lines = validation_table(Validation(cases=[case("a", 0.1, reorganisations=5.9375), case("b", 0.1)])).splitlines()
+    lines = validation_table(Validation(cases=[case("a", 0.1, allocation_retries=5.9375), case("b", 0.1)])).splitlines()
     assert lines[0].split()[-3:] == ["reorganised", "expected", "error"]
     assert lines[1].split()[-3:] == ["5.9", "-", "-"]
     assert lines[2].split()[-3:] == ["-", "-", "-"]

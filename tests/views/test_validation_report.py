@@ -29,7 +29,7 @@ def report(kilotokens: int, error: float | None, *, fitted: bool = False) -> Cas
             layout=Layout(tp=4),
             lanes={"compute": 0.93, "d2h": 0.4},
             waits={"all_gather": 0.05, "launch": 0.001},
-            reorganisations=2.0,
+            allocation_retries=2.0,
         ),
         expected=Expectation(status=measured, mfu=None if error is None else 0.5 / (1 + error)),  # type: ignore[arg-type]
         error=CaseError(status=status == measured, mfu=error),

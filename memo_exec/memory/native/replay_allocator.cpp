@@ -1,13 +1,16 @@
-// An allocator for torch.cuda.memory.CUDAPluggableAllocator. It records the requests of a step, serves them from one
-// arena at planned offsets, request by request in the order of the plan, or cuts them out of memory that is lent to it.
+// An allocator for torch.cuda.memory.CUDAPluggableAllocator. It can do three things:
+// - record the requests of a step;
+// - serve the requests of a step from one arena: the n-th request gets the n-th planned offset;
+// - serve requests from memory that a caller lends it.
 //
-// One stream is served: slots are reused without waiting, which is right in one stream's order alone, and requests of
-// several threads have no order. A request that is not the planned one (another size, none left, a slot still taken, no
-// room in what is lent), or of another stream, goes to the device's allocator and is counted.
+// It serves a single stream. Slots are reused without waiting, which is safe only in the order of one stream, and
+// requests of several threads have no fixed order. A request goes to the device's allocator, and is counted, in these
+// cases: it comes from another stream, its size differs from the plan, the plan has no request left, its slot is still
+// taken, or it does not fit into the lent memory.
 //
-// Needs no CUDA headers: cudaMalloc and cudaFree are looked up when first used. Tests take host memory instead
-// (memo_use_host_memory). Only memo_torch_malloc throws, std::bad_alloc: torch makes it a Python error, and would use a
-// null pointer.
+// It needs no CUDA headers: cudaMalloc and cudaFree are looked up at first use. Tests use host memory instead
+// (memo_use_host_memory). Only memo_torch_malloc throws (std::bad_alloc): torch turns that into a Python error, but
+// would use a null pointer as it is.
 
 #include <dlfcn.h>
 #include <sys/mman.h>
@@ -35,12 +38,12 @@ struct Slot {
 
 struct Event {
   int64_t request;
-  int64_t size;  // kNone: the request is given back
+  int64_t size;  // kNone: the request is freed
 };
 
 struct Block {
   int64_t size;
-  int64_t request;  // kNone: not recorded
+  int64_t request;  // kNone: the request is not recorded
 };
 
 enum Count {
@@ -51,15 +54,15 @@ std::mutex guard;
 bool host_memory = false;
 bool recording = false;
 bool replaying = false;
-void* served = nullptr;  // the stream that is recorded, replayed or lent to
+void* served = nullptr;  // the one stream that is recorded or served
 int64_t next_request = 0;
 int64_t counts[kCounts] = {};
-// Never destroyed: torch gives memory back until the process has ended.
+// Never destroyed, because torch frees memory until the process ends.
 auto& plan = *new std::vector<Slot>;
 auto& events = *new std::vector<Event>;
-auto& blocks = *new std::unordered_map<void*, Block>;  // living, of the device's allocator
-auto& taken = *new std::map<int64_t, int64_t>;         // offset -> size: living, of the arena
-auto& cut = *new std::map<char*, int64_t>;             // address -> size: living, of what is or was lent
+auto& blocks = *new std::unordered_map<void*, Block>;  // living blocks of the device's allocator
+auto& taken = *new std::map<int64_t, int64_t>;         // offset -> size of living slots in the arena
+auto& cut = *new std::map<char*, int64_t>;             // address -> size of living pieces of lent memory
 char* arena = nullptr;
 int64_t arena_bytes = 0;
 char* lent = nullptr;
@@ -67,7 +70,7 @@ int64_t lent_bytes = 0;
 
 void* cuda_symbol(const char* name) {
   if (void* found = dlsym(RTLD_DEFAULT, name)) return found;
-  // The runtime that torch has loaded comes first: another one would be a second runtime in this process.
+  // Prefer the runtime that torch has loaded; any other would be a second CUDA runtime in this process.
   for (int how : {RTLD_NOW | RTLD_NOLOAD, RTLD_NOW}) {
     for (const char* library : {"libcudart.so.13", "libcudart.so.12", "libcudart.so"}) {
       if (void* handle = dlopen(library, how)) {
@@ -110,7 +113,7 @@ bool is_free(const Slot& slot) {
   return after == taken.begin() || std::prev(after)->first + std::prev(after)->second <= slot.offset;
 }
 
-// Returns the planned address of this request, or null after counting why there is none.
+// Returns the planned address of this request. If it has none, counts the reason and returns null.
 void* planned(int64_t request, int64_t size) {
   if (request >= static_cast<int64_t>(plan.size())) {
     ++counts[kBeyondPlan];
@@ -130,7 +133,7 @@ void* planned(int64_t request, int64_t size) {
   return arena + slot.offset;
 }
 
-// Returns the address behind the last living piece of what is lent, or null after counting that there is no room.
+// Returns the address after the last living piece of the lent memory. If there is no room, counts it and returns null.
 void* cut_from_lent(int64_t size) {
   char* start = lent;
   auto behind = cut.lower_bound(lent + lent_bytes);
@@ -168,7 +171,7 @@ void* allocate(int64_t size, void* stream) {
       }
     }
   }
-  void* found = backend_malloc(size);  // outside the lock: the device may have to finish first
+  void* found = backend_malloc(size);  // outside the lock, because the device may have to finish its work first
   if (!found) return nullptr;
   std::lock_guard<std::mutex> lock(guard);
   try {
@@ -186,7 +189,7 @@ void* allocate(int64_t size, void* stream) {
   return found;
 }
 
-// Takes a pointer out of the tables; returns the block that the device's allocator must take back, if it is its.
+// Removes a pointer from the tables; returns its block if the device's allocator must free it.
 Block forget(void* pointer) {
   std::lock_guard<std::mutex> lock(guard);
   char* address = static_cast<char*>(pointer);
@@ -209,7 +212,7 @@ Block forget(void* pointer) {
 
 extern "C" {
 
-// Takes host memory in place of the device's from now on; returns 0, or 2 when something was handed out already.
+// Uses host memory instead of device memory from now on; returns 0, or 2 if memory was already handed out.
 int memo_use_host_memory() {
   std::lock_guard<std::mutex> lock(guard);
   if (!host_memory && (!blocks.empty() || arena)) return kInUse;
@@ -223,21 +226,21 @@ void* memo_malloc(ssize_t size, int, void* stream) try {
   return nullptr;
 }
 
-// What torch calls.
+// The entry point for torch.
 void* memo_torch_malloc(ssize_t size, int, void* stream) {
   void* found = allocate(size, stream);
   if (!found && size > 0) throw std::bad_alloc();
   return found;
 }
 
-// A pointer that was not handed out is counted and left alone; the size of the request counts, not the caller's.
+// Frees a pointer. The size comes from the request, not from the caller. An unknown pointer is only counted.
 void memo_free(void* pointer, ssize_t, int, void*) try {
   if (!pointer) return;
   if (Block block = forget(pointer); block.size) backend_free(pointer, block.size);
 } catch (const std::exception&) {
 }
 
-// Records the requests of a stream from now on, numbered from 0; `on` 0 stops. What lives already has no number.
+// Records the requests of a stream from now on, numbered from 0; `on` = 0 stops. Living blocks get no number.
 void memo_record(int on, void* stream) {
   std::lock_guard<std::mutex> lock(guard);
   recording = on != 0;
@@ -248,8 +251,8 @@ void memo_record(int on, void* stream) {
   next_request = 0;
 }
 
-// Takes an arena and serves a stream from it; returns 0, or 1 without memory, 2 while an arena is in use, 3 for slots
-// that lie outside the arena.
+// Allocates an arena and serves a stream from it. Returns 0, 1 if there is no memory, 2 if an earlier arena is in use,
+// or 3 if a slot lies outside the arena.
 int memo_replay(const int64_t* offsets, const int64_t* sizes, int64_t count, int64_t bytes, void* stream) try {
   std::lock_guard<std::mutex> lock(guard);
   for (int64_t i = 0; i < count; ++i) {
@@ -274,14 +277,14 @@ int memo_replay(const int64_t* offsets, const int64_t* sizes, int64_t count, int
   return kNoMemory;
 }
 
-// Starts a step: requests count from 0 again. What still lives keeps its slot.
+// Starts a step: requests count from 0 again. Living requests keep their slots.
 void memo_begin_step() {
   std::lock_guard<std::mutex> lock(guard);
   next_request = 0;
 }
 
-// Serves a stream from this memory, until it is taken back with a null pointer. What lives in it then stays valid as
-// long as the lender leaves it alone.
+// Serves a stream from this memory until a call with a null pointer. Requests that live in it after that stay valid as
+// long as the lender does not reuse the memory.
 void memo_lend(void* pointer, int64_t bytes, void* stream) {
   std::lock_guard<std::mutex> lock(guard);
   lent = static_cast<char*>(pointer);
@@ -289,7 +292,7 @@ void memo_lend(void* pointer, int64_t bytes, void* stream) {
   if (lent) served = stream;
 }
 
-// Goes back to the device's allocator; the arena is given back when nothing lives in it any more.
+// Returns to the device's allocator; the arena is freed once no request lives in it.
 void memo_stop() {
   std::lock_guard<std::mutex> lock(guard);
   replaying = false;
@@ -301,7 +304,7 @@ int64_t memo_event_count() {
   return static_cast<int64_t>(events.size());
 }
 
-// Copies up to `most` recorded events as pairs (request, size or -1); returns how many.
+// Copies up to `most` recorded events as pairs (request, size or -1); returns their number.
 int64_t memo_events(int64_t* out, int64_t most) {
   std::lock_guard<std::mutex> lock(guard);
   int64_t count = 0;
@@ -327,7 +330,7 @@ int64_t memo_arena() {
   return reinterpret_cast<int64_t>(arena);
 }
 
-// Returns how many requests of the device's allocator live.
+// Returns the number of living blocks of the device's allocator.
 int64_t memo_living() {
   std::lock_guard<std::mutex> lock(guard);
   return static_cast<int64_t>(blocks.size());

@@ -20,9 +20,9 @@ from memo_sim.program.layout.schedule import Pass
 class AccessType(IntEnum):
     """SPPO's types."""
 
-    CARRIED = 0
+    PREFIX = 0
     KEPT = 1
-    PASSING = 2
+    TRANSIENT = 2
 
 
 def accesses(program: Program, *, rows: int | None = None) -> dict[tuple[str, int], Counter[int]]:
@@ -57,12 +57,12 @@ def access_types(program: Program) -> dict[str, AccessType]:
     passes = [each for each, _ in program.passes]
     types: dict[str, AccessType] = {}
     for (family, _), touched in accesses(program).items():
-        types[family] = min(types.get(family, AccessType.PASSING), _type([passes[n] for n in touched]))
+        types[family] = min(types.get(family, AccessType.TRANSIENT), _type([passes[n] for n in touched]))
     return types
 
 
 def _type(passes: list[Pass]) -> AccessType:
     if len(passes) == 1:
-        return AccessType.PASSING
+        return AccessType.TRANSIENT
     one = len({(each.micro_batch, each.subsequence) for each in passes}) == 1
-    return AccessType.KEPT if one else AccessType.CARRIED
+    return AccessType.KEPT if one else AccessType.PREFIX

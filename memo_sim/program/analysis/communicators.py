@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from memo_sim.contract.plan import Decisions
 from memo_sim.program.ir.instruction import Instruction, Lane
 from memo_sim.program.ir.program import Program
-from memo_sim.program.ir.work import Collective, Exchange, Handover
+from memo_sim.program.ir.work import Collective, Exchange, PointToPoint
 from memo_sim.program.layout.rank_order import degree
 
 Key = tuple[Lane, str]
@@ -27,13 +27,13 @@ PAIR = 2
 """Ranks that hand over to each other."""
 
 
-def handover_key(work: Handover) -> Key:
+def p2p_key(work: PointToPoint) -> Key:
     """Return the key of the groups of two that hand over from stage to stage; both sides have it."""
     return Lane.SEND, f"{work.source}>{work.target}"
 
 
 def stages_of_key(key: Key) -> tuple[int, int]:
-    """Return source and target of a ``handover_key``."""
+    """Return source and target of a ``p2p_key``."""
     source, _, target = key[1].partition(">")
     return int(source), int(target)
 
@@ -50,8 +50,8 @@ def group_keys(program: Program) -> list[Key]:
     for instruction in played(program):
         if isinstance(instruction.work, Collective | Exchange):
             found.add((instruction.lane, instruction.work.group))
-        elif isinstance(instruction.work, Handover):
-            found.add(handover_key(instruction.work))
+        elif isinstance(instruction.work, PointToPoint):
+            found.add(p2p_key(instruction.work))
     return sorted(found)
 
 

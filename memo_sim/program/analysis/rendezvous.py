@@ -1,7 +1,7 @@
 """Which instructions of different roles are one: a send and its receive, a collective over pipeline stages.
 
 The n-th send from one stage to another is the n-th receive there, and the n-th call of a group that spans stages is the
-same call on all of its stages. Whether that is so is for ``check.py`` to say; here numbers are enough.
+same call on all of its stages. Whether that is so is for ``program.py`` to say; here numbers are enough.
 """
 
 from __future__ import annotations
@@ -11,22 +11,22 @@ from collections.abc import Sequence
 
 from memo_sim.program.ir.instruction import Lane
 from memo_sim.program.ir.program import Program
-from memo_sim.program.ir.work import Collective, Handover, Work
+from memo_sim.program.ir.work import Collective, PointToPoint, Work
 
 SPANNING = ("pp", "tied")
 """Groups whose ranks are of different stages."""
 
-Meeting = tuple[tuple[int, int], ...]
+Rendezvous = tuple[tuple[int, int], ...]
 """Instructions of different roles that are played at once: (role, instruction) of each."""
 
 
-def meetings(programs: Sequence[Program]) -> list[Meeting]:
-    """Return what the roles play together; what has nobody to meet is left out (``check_roles`` finds it)."""
+def all_rendezvous(programs: Sequence[Program]) -> list[Rendezvous]:
+    """Return what the roles play together; what has nobody to meet is left out (``check_stages`` finds it)."""
     found: dict[tuple[object, ...], list[tuple[int, int]]] = defaultdict(list)
     if len(programs) > 1:
-        for role, program in enumerate(programs):
+        for stage, program in enumerate(programs):
             for key, number in _calls(program):
-                found[key].append((role, number))
+                found[key].append((stage, number))
     return [tuple(each) for each in found.values() if len(each) > 1]
 
 
@@ -49,7 +49,7 @@ def _calls(program: Program) -> list[tuple[tuple[object, ...], int]]:
 
 def _kind(work: Work, lane: Lane) -> tuple[object, ...]:
     """Return (lane, what is called) of a work that other roles take part in; nothing for others."""
-    if isinstance(work, Handover):
+    if isinstance(work, PointToPoint):
         return (lane, "handover", work.source, work.target)
     if isinstance(work, Collective) and work.group in SPANNING:
         return (lane, work.group)

@@ -44,7 +44,7 @@ def requests_of(
     chosen = device_buffers(lives)
     names = names or buffer_names(program)
     return Requests(
-        name=program.role,
+        name=program.stage,
         program_sha256=program.sha256,
         ids=[names[b] for b in chosen],
         lower=np.maximum(lives.birth[chosen], 0).tolist(),

@@ -75,7 +75,7 @@ def backward(builder: TemplateBuilder, decisions: Decisions, shape: Shape) -> No
         full=reads(builder.all(D_ALL)),
         shard=writes(builder.all(D_MINE)),
     )
-    add(builder, decisions, "d_kv.home", builder.all(D_MINE), builder.all("d_qkv"))
+    add(builder, decisions, "d_kv.return", builder.all(D_MINE), builder.all("d_qkv"))
 
 
 def _parts(shape: Shape) -> list[Part]:

@@ -1,12 +1,12 @@
 """Attention over a rank's tokens: the local square, and what context parallelism puts around it.
 
 cp 1           one square over all tokens, causal unless the model is bidirectional
-subsequences   one over their own tokens, and all keys before (``carried_attention.py``)
+subsequences   one over their own tokens, and all keys before (``subsequence.py``)
 ring           keys and values pass from rank to rank (``ring.py``)
-all_gather     every rank gathers all of them (``gathered_attention.py``)
+all_gather     every rank gathers all of them (``all_gather.py``)
 rsa            every rank writes whole rows of scores while keys, then values, pass round (``rsa.py``)
 
-Without a flash kernel the scores are written out (``plain_attention.py``).
+Without a flash kernel the scores are written out (``plain.py``).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from memo_sim.contract.plan import Decisions
 from memo_sim.program.attention import all_gather as gathered_attention
 from memo_sim.program.attention import plain as plain_attention
 from memo_sim.program.attention import ring, rsa
-from memo_sim.program.attention import subsequence as carried_attention
+from memo_sim.program.attention import subsequence as prefix_attention
 from memo_sim.program.attention.partial import attention_work, workspace
 from memo_sim.program.ir.builder import TemplateBuilder, reads, writes
 from memo_sim.program.ir.instruction import Lane
@@ -37,7 +37,7 @@ class _Around(Protocol):
 
 
 def forward(builder: TemplateBuilder, decisions: Decisions, shape: Shape) -> None:
-    """Write attention forward: reads ``qkv`` (a subsequence's: ``q`` and ``carried.kv``), writes ``attn`` and ``lse``.
+    """Write attention forward: reads ``qkv`` (a subsequence's: ``q`` and ``prefix.kv``), writes ``attn`` and ``lse``.
 
     Plain attention and RSA write scores in place of ``lse``.
     """
@@ -47,8 +47,8 @@ def forward(builder: TemplateBuilder, decisions: Decisions, shape: Shape) -> Non
     if decisions.kernels.attention == plain_attention.PLAIN:
         plain_attention.forward(builder, decisions, shape)
         return
-    if shape.carried:
-        carried_attention.forward(builder, decisions, shape)
+    if shape.kv_cache_tokens:
+        prefix_attention.forward(builder, decisions, shape)
         return
     tokens, around = shape.tokens, _around(decisions)
     work = attention_work(decisions, shape, tokens, tokens, _mask(decisions), backward=False)
@@ -77,8 +77,8 @@ def backward(builder: TemplateBuilder, decisions: Decisions, shape: Shape) -> No
     if decisions.kernels.attention == plain_attention.PLAIN:
         plain_attention.backward(builder, decisions, shape)
         return
-    if shape.carried:
-        carried_attention.backward(builder, decisions, shape)
+    if shape.kv_cache_tokens:
+        prefix_attention.backward(builder, decisions, shape)
         return
     tokens, around = shape.tokens, _around(decisions)
     work = attention_work(decisions, shape, tokens, tokens, _mask(decisions), backward=True)

@@ -36,7 +36,7 @@ from memo_sim.program.operators.operators import OperatorWriter, RowBlock
 
 SUM_DTYPE: Literal["fp32"] = "fp32"
 """What gradients are summed in, of queries over chunks of keys and of keys over chunks of queries."""
-TURNS = 2
+DOUBLE_BUFFER_SLOTS = 2
 """Buffers that what is fetched takes in turn."""
 IN_CHUNKS = ("norm1", "norm1_stats", "qk_raw")
 """Skeletal tensors of which one chunk's rows exist at once."""
@@ -76,13 +76,15 @@ class ChunkedAttention:
                 self._fetch_earlier(c, 0)
             self._project(c)
             self._attend(c)
-            self.ulysses.bring("attn", self._out(c), Rows(self.ulysses.home("attn"), *rows), self.writer.suffix)
+            self.ulysses.to_sequence_ranks(
+                "attn", self._out(c), Rows(self.ulysses.sequence_sharded("attn"), *rows), self.writer.suffix
+            )
             # Copies wait for what they read alone, so they may stand behind what else reads that.
             kept = ("kv", "q", *self._raw) if store else ("kv",) if rows != self.chunks[-1] else ()
             for name in kept:
                 self._store(name, c)
             for name in self._outputs if store else ():
-                self._store(name, c, f"{name}.{c % TURNS}")
+                self._store(name, c, f"{name}.{c % DOUBLE_BUFFER_SLOTS}")
         self.writer.suffix = ""
 
     def backward(self, grad_in: str) -> None:
@@ -168,12 +170,12 @@ class ChunkedAttention:
         writer, shape, at = self.writer, self.shape, (0, tokens)
         writer.norm("norm1", "x", rows, at)
         source = self._gathered(at)
-        packed = Rows(self._packed(self.ulysses.home("qkv"), shape), *at)
+        packed = Rows(self._packed(self.ulysses.sequence_sharded("qkv"), shape), *at)
         writer.linear("qkv", source, packed, shape.qkv_width, shape.hidden)
         writer.positions(packed, Rows("qk_raw", *at), first=first)
-        on_heads = Rows(self._packed("qkv", self.inside), 0, shape.ulysses * tokens)
-        self.ulysses.send("qkv", packed, on_heads, writer.suffix)
-        split(self.builder, f"qkv.split{writer.suffix}", on_heads, self._chunk("q", c), self._chunk("kv", c))
+        head_sharded = Rows(self._packed("qkv", self.inside), 0, shape.ulysses * tokens)
+        self.ulysses.to_head_ranks("qkv", packed, head_sharded, writer.suffix)
+        split(self.builder, f"qkv.split{writer.suffix}", head_sharded, self._chunk("q", c), self._chunk("kv", c))
 
     def _packed(self, slot: str, shape: Shape) -> str:
         """Return a slot for the packed Q, K, V of a chunk, or their gradients, with the sizes of ``shape``."""
@@ -189,11 +191,11 @@ class ChunkedAttention:
         """Return where attention of a chunk writes: at home, or on the heads' side in one of two buffers."""
         if self.shape.ulysses == 1:
             return Rows("attn", *self.chunks[c])
-        return self._chunk("attn", c, f"attn.{c % TURNS}")
+        return self._chunk("attn", c, f"attn.{c % DOUBLE_BUFFER_SLOTS}")
 
     def _attend(self, c: int) -> None:
         """Write a chunk's attention: over its own keys, then over those of each chunk before."""
-        out, lse = self._out(c), self._chunk("lse", c, f"lse.{c % TURNS}")
+        out, lse = self._out(c), self._chunk("lse", c, f"lse.{c % DOUBLE_BUFFER_SLOTS}")
         self._call("attn", c, c, self._chunk("kv", c), out=out, lse=lse)
         for k in range(c):
             if k + 1 < c:
@@ -203,7 +205,7 @@ class ChunkedAttention:
             merge_part(self.builder, f"attn.merge.c{c}.k{k}", (part, part_lse), (out, lse))
 
     def _earlier(self, k: int) -> Rows:
-        return self._chunk("kv", k, f"kv.earlier.{k % TURNS}")
+        return self._chunk("kv", k, f"kv.earlier.{k % DOUBLE_BUFFER_SLOTS}")
 
     def _fetch_earlier(self, c: int, k: int) -> None:
         self._fetch("kv", k, self._earlier(k), f".for.c{c}")
@@ -239,30 +241,30 @@ class ChunkedAttention:
         writer, shape = self.writer, self.shape
         for c, (first, tokens) in enumerate(self.chunks):
             writer.suffix = f".c{c}"
-            on_heads = self._chunk("d_attn", c, f"d_attn.{c % TURNS}")
-            home = on_heads
+            head_sharded = self._chunk("d_attn", c, f"d_attn.{c % DOUBLE_BUFFER_SLOTS}")
+            sequence_sharded = head_sharded
             if shape.ulysses > 1:
-                home = Rows(writer.own("d_attn_home", self.room, shape.q_width), 0, tokens)
+                sequence_sharded = Rows(writer.own("d_attn_seq", self.room, shape.q_width), 0, tokens)
             shard = writer.shard_rows("d_resid", (first, tokens))
             grad = writer.gather("proj.grad", shard, "d_proj_full", 0, tokens=self.room)
             if shape.gathered:
-                attended = Rows(self.ulysses.home("attn"), first, tokens)
+                attended = Rows(self.ulysses.sequence_sharded("attn"), first, tokens)
                 writer.wgrad("proj", grad, attended, shape.hidden, shape.q_width)
-            writer.dgrad("proj", grad, home, shape.q_width, shape.hidden)
-            self.ulysses.send("d_attn", home, on_heads, writer.suffix)
-            self._store("d_attn", c, on_heads.slot)
+            writer.dgrad("proj", grad, sequence_sharded, shape.q_width, shape.hidden)
+            self.ulysses.to_head_ranks("d_attn", sequence_sharded, head_sharded, writer.suffix)
+            self._store("d_attn", c, head_sharded.slot)
         writer.suffix = ""
 
     def _project_backward(self) -> None:
         """Write the gradients of the projection's parameters, as far as chunks have not written them."""
         writer, shape, grad = self.writer, self.shape, self.builder.all("d_resid")
         if not shape.gathered:
-            attended = self.builder.all(self.ulysses.home("attn"))
+            attended = self.builder.all(self.ulysses.sequence_sharded("attn"))
             writer.wgrad("proj", grad, attended, shape.hidden, shape.q_width)
         writer.bgrad("proj", grad, shape.hidden)
 
     def _keys(self, k: int) -> Rows:
-        return self._chunk("kv", k, f"kv.back.{k % TURNS}")
+        return self._chunk("kv", k, f"kv.back.{k % DOUBLE_BUFFER_SLOTS}")
 
     def _fetch_keys(self, k: int) -> None:
         self._fetch("kv", k, self._keys(k))
@@ -276,7 +278,7 @@ class ChunkedAttention:
 
     def _back(self, name: str, n: int, c: int) -> Rows:
         """Return where a chunk of what belongs to queries lies for the ``n``-th pair."""
-        return self._chunk(name, c, f"{name}.back.{n % TURNS}", SUM_DTYPE if name == "d_q" else "")
+        return self._chunk(name, c, f"{name}.back.{n % DOUBLE_BUFFER_SLOTS}", SUM_DTYPE if name == "d_q" else "")
 
     def _fetch_queries(self, n: int, k: int, c: int, names: tuple[str, ...]) -> None:
         """Write the copies of what the ``n``-th pair needs of its queries: outputs, and gradients so far, too."""
@@ -307,7 +309,7 @@ class ChunkedAttention:
         first = c == k + 1 or (c == k and k + 1 == len(self.chunks))
         self._sum("d_kv", name, grad_kv, self._chunk("d_kv", k, "d_kv.sum", SUM_DTYPE), first=first)
         if c != k:
-            self._store("d_q", c, f"d_q.back.{n % TURNS}", f".of.k{k}")
+            self._store("d_q", c, f"d_q.back.{n % DOUBLE_BUFFER_SLOTS}", f".of.k{k}")
 
     def _sum(self, name: str, suffix: str, part: Rows, into: Rows, *, first: bool) -> None:
         """Bring what a call wrote to the sum it belongs to: as its first term, or added."""
@@ -324,9 +326,9 @@ class ChunkedAttention:
         sums = self._back("d_q", n, k), self._chunk("d_kv", k, "d_kv.sum", SUM_DTYPE)
         joined = Rows(self._packed("d_qkv", self.inside), 0, shape.ulysses * tokens)
         join(builder, f"qkv.join{writer.suffix}", *sums, joined)
-        home = Rows(self._packed(self.ulysses.home("d_qkv"), shape), 0, tokens)
-        self.ulysses.bring("d_qkv", joined, home, writer.suffix)
-        writer.positions_backward(home, first=first)
+        sequence_sharded = Rows(self._packed(self.ulysses.sequence_sharded("d_qkv"), shape), 0, tokens)
+        self.ulysses.to_sequence_ranks("d_qkv", joined, sequence_sharded, writer.suffix)
+        writer.positions_backward(sequence_sharded, first=first)
         phase, builder.phase, writer.suffix = builder.phase, "rec", f".again.c{k}"
         writer.norm("norm1", "x", (first, tokens), (0, tokens))
         source = self._gathered((0, tokens))
@@ -334,7 +336,7 @@ class ChunkedAttention:
         writer.product_and_norm_backward(
             "qkv",
             "norm1",
-            grad=home,
+            grad=sequence_sharded,
             source=source,
             norm_input="x",
             residual_grad="d_resid",

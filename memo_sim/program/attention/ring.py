@@ -31,25 +31,25 @@ from memo_sim.program.ir.instruction import BufferClass, Lane
 from memo_sim.program.ir.work import Exchange, Rowwise
 from memo_sim.program.layout.shape import Shape
 
-TURNS = 2
+DOUBLE_BUFFER_SLOTS = 2
 """Exchange buffers that hops take in turn."""
 
 
 def start(builder: TemplateBuilder, decisions: Decisions, shape: Shape, suffix: str = "") -> None:
     """Write what comes before the local square: this rank's keys and values, and the first hop."""
-    turns = TURNS if suffix else _forward_turns(decisions, shape)
-    _buffers(builder, decisions, shape, "kv", turns)
+    slots = DOUBLE_BUFFER_SLOTS if suffix else _forward_slots(decisions, shape)
+    _buffers(builder, decisions, shape, "kv", slots)
     pack(builder, decisions, shape, _buffer("kv", 0), suffix)
-    _hop(builder, decisions, shape, 1, "kv", turns, suffix=suffix)
+    _hop(builder, decisions, shape, 1, "kv", slots, suffix=suffix)
 
 
 def forward(builder: TemplateBuilder, decisions: Decisions, shape: Shape) -> None:
     """Write the steps after the local square."""
-    turns = _forward_turns(decisions, shape)
+    slots = _forward_slots(decisions, shape)
     for step in range(1, shape.cp):
         if step + 1 < shape.cp:
-            _hop(builder, decisions, shape, step + 1, "kv", turns)
-        for part in _parts(decisions, shape, step, turns):
+            _hop(builder, decisions, shape, step + 1, "kv", slots)
+        for part in _parts(decisions, shape, step, slots):
             name, merge = f"attn.ring{step}", f"attn.merge{step}"
             part_forward(builder, decisions, shape, part, name, merge=merge, most_keys=shape.tokens // 2)
 
@@ -67,23 +67,29 @@ def backward(builder: TemplateBuilder, decisions: Decisions, shape: Shape) -> No
 
 def arrive(builder: TemplateBuilder, decisions: Decisions, shape: Shape) -> None:
     """Add the gradients that other ranks have of this rank's keys and values to its own."""
-    add(builder, decisions, "d_kv.home", builder.all(_buffer("d_kv", shape.cp)), builder.all("d_qkv"))
+    add(builder, decisions, "d_kv.return", builder.all(_buffer("d_kv", shape.cp)), builder.all("d_qkv"))
 
 
-def _forward_turns(decisions: Decisions, shape: Shape) -> int:
-    return shape.cp if decisions.memory_policy == "eager" else TURNS
+def _forward_slots(decisions: Decisions, shape: Shape) -> int:
+    return shape.cp if decisions.memory_policy == "eager" else DOUBLE_BUFFER_SLOTS
 
 
-def _buffer(kind: str, step: int, turns: int = TURNS) -> str:
-    """Name of the exchange buffer that holds the keys and values (or gradients) of ``step``: ``turns`` take turns."""
-    return f"{kind}.ring{step % turns}"
+def _buffer(kind: str, step: int, slots: int = DOUBLE_BUFFER_SLOTS) -> str:
+    """Name of the exchange buffer that holds the keys and values (or gradients) of ``step``: ``slots`` take turns."""
+    return f"{kind}.ring{step % slots}"
 
 
-def _buffers(builder: TemplateBuilder, decisions: Decisions, shape: Shape, kind: str, turns: int = TURNS) -> None:
-    for turn in range(turns):
-        if not builder.has(_buffer(kind, turn, turns)):
+def _buffers(
+    builder: TemplateBuilder, decisions: Decisions, shape: Shape, kind: str, slots: int = DOUBLE_BUFFER_SLOTS
+) -> None:
+    for slot_number in range(slots):
+        if not builder.has(_buffer(kind, slot_number, slots)):
             builder.own(
-                _buffer(kind, turn, turns), BufferClass.EXCHANGE, decisions.dtype, shape.tokens, 2 * shape.kv_width
+                _buffer(kind, slot_number, slots),
+                BufferClass.EXCHANGE,
+                decisions.dtype,
+                shape.tokens,
+                2 * shape.kv_width,
             )
 
 
@@ -93,7 +99,7 @@ def _hop(  # noqa: PLR0917 - what and whose, which buffers, and where it stands
     shape: Shape,
     step: int,
     kind: str,
-    turns: int = TURNS,
+    slots: int = DOUBLE_BUFFER_SLOTS,
     *,
     suffix: str = "",
 ) -> None:
@@ -105,8 +111,8 @@ def _hop(  # noqa: PLR0917 - what and whose, which buffers, and where it stands
         "send_recv",
         Lane.P2P if apart else Lane.COMPUTE,
         Exchange(size, shape.cp, shape.ring),
-        send=reads(builder.all(_buffer(kind, step - 1, turns))),
-        recv=writes(builder.all(_buffer(kind, step, turns))),
+        send=reads(builder.all(_buffer(kind, step - 1, slots))),
+        recv=writes(builder.all(_buffer(kind, step, slots))),
     )
 
 
@@ -116,12 +122,12 @@ def _half(slot: str, shape: Shape, *, late: bool = False) -> Rows:
     return Rows(slot, half if late else 0, half)
 
 
-def _parts(decisions: Decisions, shape: Shape, step: int, turns: int = TURNS) -> list[Part]:
+def _parts(decisions: Decisions, shape: Shape, step: int, slots: int = DOUBLE_BUFFER_SLOTS) -> list[Part]:
     """Return what this rank's queries meet at ``step``: keys of an earlier rank, or, once around, of a later one.
 
     Without a mask all meet all, half of the keys at a time: so they lie, sequence by sequence, in what travels.
     """
-    slot = _buffer("kv", step, turns)
+    slot = _buffer("kv", step, slots)
     if decisions.model.bidirectional:
         return [Part(_half(slot, shape, late=late), suffix=(".early", ".late")[late]) for late in (False, True)]
     if step <= shape.cp_rank:
@@ -140,13 +146,13 @@ def _step_backward(builder: TemplateBuilder, decisions: Decisions, shape: Shape,
     if step > 1 and not builder.has("d_kv.part"):
         builder.own("d_kv.part", BufferClass.TRANSIENT, decisions.dtype, half, 2 * shape.kv_width)
     for part in parts:
-        home = Rows(sums, part.keys.first, half)
-        into = home if step == 1 else builder.all("d_kv.part")
+        own_sum = Rows(sums, part.keys.first, half)
+        into = own_sum if step == 1 else builder.all("d_kv.part")
         part_backward(builder, decisions, shape, part, f"attn.ring{step}.bwd", into=into, most_keys=half)
         queries = Rows("d_q.part", 0, part.queries(shape))
         add(builder, decisions, f"d_q.add{step}{part.suffix}", queries, builder.all("d_qkv"))
         if step > 1:
-            add(builder, decisions, f"d_kv.add{step}{part.suffix}", into, home)
+            add(builder, decisions, f"d_kv.add{step}{part.suffix}", into, own_sum)
     _hop(builder, decisions, shape, step + 1, "d_kv")
 
 

@@ -28,7 +28,7 @@ from typing import Literal
 
 from memo_sim.contract.plan import Decisions
 from memo_sim.contract.units import DTYPE_BYTES
-from memo_sim.program.attention.ring import TURNS
+from memo_sim.program.attention.ring import DOUBLE_BUFFER_SLOTS
 from memo_sim.program.ir.builder import Access, Rows, TemplateBuilder, accumulates, reads, writes
 from memo_sim.program.ir.instruction import BufferClass, Lane, Mode
 from memo_sim.program.ir.work import BatchedGemm, Collective, Exchange, Rowwise
@@ -99,7 +99,7 @@ def backward(builder: TemplateBuilder, decisions: Decisions, shape: Shape) -> No
         probs=reads(builder.all("probs")),
         grad=accumulates(builder.all("d_scores")),
     )
-    write.home("dv", writes(d_qkv))
+    write.return_gradients("dv", writes(d_qkv))
     write.summed("dk", "rsa.dk", grad=reads(builder.all("d_scores")), qkv=qkv)
     for step, arrived in write.round("keys"):
         write.product(
@@ -111,7 +111,7 @@ def backward(builder: TemplateBuilder, decisions: Decisions, shape: Shape) -> No
             keys=arrived,
             out=accumulates(d_qkv),
         )
-    write.home("dk", accumulates(d_qkv))
+    write.return_gradients("dk", accumulates(d_qkv))
 
 
 class _Rsa:
@@ -173,14 +173,14 @@ class _Rsa:
             summing = Collective("all_reduce", rows.tokens * self._row_bytes, shape.cp, "cp")
             self.builder.emit(f"{name}.reduce", "all_reduce", Lane.COLLECTIVE, summing, tensor=accumulates(rows))
 
-    def home(self, name: str, grad_qkv: Access) -> None:
+    def return_gradients(self, name: str, grad_qkv: Access) -> None:
         """Emit what adds this rank's rows of such a sum to the gradient of the packed Q, K, V; the first clears it."""
         own, size = self.block(f"{name}.all", 0), self.shape.tokens * self._row_bytes
         written = self.shape.tokens * self.shape.qkv_width * self.size if grad_qkv[1] is Mode.WRITE else size
         read = size if grad_qkv[1] is Mode.WRITE else 2 * size
         source = {ROLES[name]: reads(own)}
         work = Rowwise("copy", own.tokens, read, written)
-        self.builder.emit(f"{name}.home", "rsa.home", Lane.COMPUTE, work, **source, grad_qkv=grad_qkv)
+        self.builder.emit(f"{name}.return", "rsa.return", Lane.COMPUTE, work, **source, grad_qkv=grad_qkv)
 
     @property
     def _row_bytes(self) -> int:
@@ -188,10 +188,10 @@ class _Rsa:
         return self.shape.kv_width * self.size
 
     def _pack(self, what: str) -> None:
-        for turn in range(TURNS):
-            if not self.builder.has(_buffer(turn)):
+        for slot_number in range(DOUBLE_BUFFER_SLOTS):
+            if not self.builder.has(_buffer(slot_number)):
                 self.builder.own(
-                    _buffer(turn), BufferClass.EXCHANGE, self.dtype, self.shape.tokens, self.shape.kv_width
+                    _buffer(slot_number), BufferClass.EXCHANGE, self.dtype, self.shape.tokens, self.shape.kv_width
                 )
         size = self.shape.tokens * self._row_bytes
         work, out = Rowwise("kv.pack", self.shape.tokens, size, size), writes(self.builder.all(_buffer(0)))
@@ -207,4 +207,4 @@ class _Rsa:
 
 def _buffer(step: int) -> str:
     """Name of the exchange buffer that holds what arrives at ``step``, keys or values."""
-    return f"rsa.ring{step % TURNS}"
+    return f"rsa.ring{step % DOUBLE_BUFFER_SLOTS}"

@@ -1,12 +1,12 @@
 """Causal attention of a subsequence: over its own tokens, and over the keys and values of all before it (SPPO 5.1).
 
-A layer has one buffer of keys and values for the whole micro-batch, ``carried.kv``. Each subsequence writes its rows of
+A layer has one buffer of keys and values for the whole micro-batch, ``prefix.kv``. Each subsequence writes its rows of
 it and keeps its queries apart (``q``, in the place of the packed Q, K, V). The causal square over its own rows and one
 call without a mask over all rows before merge by log-sum-exp. Backward goes from the last subsequence to the first, and
-sums gradients of keys and values in ``carried.d_kv``: the last one writes all of its rows, the others add to those that
+sums gradients of keys and values in ``prefix.d_kv``: the last one writes all of its rows, the others add to those that
 they attend to. When a subsequence has added its own square, its rows are complete, and join its queries' gradients.
 
-    carried.kv     |    s0    |   s1   | s2 |             carried.d_kv   |    s0    |   s1   | s2 |
+    prefix.kv     |    s0    |   s1   | s2 |             prefix.d_kv   |    s0    |   s1   | s2 |
     forward s1      `- before -'`square'                  backward s2     `w before -'-------'`w sq'
                                                           backward s1     `+ before -'`+ sq -' -> complete, joined
 
@@ -38,22 +38,22 @@ from memo_sim.program.ir.builder import Rows, TemplateBuilder, reads, writes
 from memo_sim.program.ir.instruction import BufferClass, Families, Family, Lane
 from memo_sim.program.layout.shape import Shape
 
-KV, D_KV = "carried.kv", "carried.d_kv"
+KV, D_KV = "prefix.kv", "prefix.d_kv"
 SUM_DTYPE: Literal["fp32"] = "fp32"
 """What gradients are summed in: of keys over subsequences, of queries over runs of keys."""
 ASIDE = "d_kv.part"
 BEHIND = "behind.d_kv"
-"""Starts the names of what others, who play the rows behind these, add to these rows' gradients (``guest.py``)."""
+"""Prefix of the buffers in which stages that compute later rows send gradients of these rows (``helper_stage.py``)."""
 KEY_PART, MERGE = "attn.before", "attn.merge"
 
 
 def families(decisions: Decisions, shape: Shape, count: int) -> list[Family]:
     """Return the buffers of keys and values and of their gradients, ``count`` of each; none for a whole micro-batch."""
-    if not shape.carried:
+    if not shape.kv_cache_tokens:
         return []
-    kind, width = BufferClass.CARRIED, 2 * shape.kv_width
+    kind, width = BufferClass.KV_CACHE, 2 * shape.kv_width
     sums = [Family(rows.slot, kind, SUM_DTYPE, rows.tokens, width, count) for _, rows in sums_of(shape)]
-    return [Family(KV, kind, decisions.dtype, shape.carried, width, count), *sums]
+    return [Family(KV, kind, decisions.dtype, shape.kv_cache_tokens, width, count), *sums]
 
 
 def sums_of(shape: Shape, first: int = 0, tokens: int | None = None) -> list[tuple[int, Rows]]:
@@ -61,7 +61,7 @@ def sums_of(shape: Shape, first: int = 0, tokens: int | None = None) -> list[tup
 
     Run by run: the first of the rows, and the rows of that run's buffer.
     """
-    end, ends = shape.carried if tokens is None else first + tokens, shape.sums or (shape.carried,)
+    end, ends = shape.kv_cache_tokens if tokens is None else first + tokens, shape.sums or (shape.kv_cache_tokens,)
     return [
         (begun, Rows(f"{D_KV}.{i}" if shape.sums else D_KV, begun - before, until - begun))
         for i, (before, after) in enumerate(pairwise((0, *ends)))
@@ -71,7 +71,7 @@ def sums_of(shape: Shape, first: int = 0, tokens: int | None = None) -> list[tup
 
 def bind(builder: TemplateBuilder, found: Families, shape: Shape, *, gradients: bool) -> None:
     """Add what a forward or (``gradients``) a backward template needs of them."""
-    if shape.carried:
+    if shape.kv_cache_tokens:
         builder.bind(found[KV], slot=KV)
         if gradients:
             for _, rows in sums_of(shape, 0, shape.start + shape.tokens):
@@ -92,7 +92,7 @@ def split(
 
 
 def forward(builder: TemplateBuilder, decisions: Decisions, shape: Shape) -> None:
-    """Write attention forward: reads slots ``q`` and ``carried.kv``, writes ``attn`` and ``lse``."""
+    """Write attention forward: reads slots ``q`` and ``prefix.kv``, writes ``attn`` and ``lse``."""
     work = attention_work(decisions, shape, shape.tokens, shape.tokens, "causal", backward=False)
     builder.emit(
         "attn",
@@ -111,7 +111,7 @@ def forward(builder: TemplateBuilder, decisions: Decisions, shape: Shape) -> Non
 
 
 def backward(builder: TemplateBuilder, decisions: Decisions, shape: Shape) -> None:
-    """Write attention backward: reads ``q``, ``carried.kv``, ``attn``, ``lse``, ``d_attn``; writes ``d_qkv``."""
+    """Write attention backward: reads ``q``, ``prefix.kv``, ``attn``, ``lse``, ``d_attn``; writes ``d_qkv``."""
     ((_, mine),), earlier = sums_of(shape, shape.start, shape.tokens), sums_of(shape, 0, shape.start)
     longest = max((rows.tokens for _, rows in earlier), default=0)
     dtype = SUM_DTYPE if earlier else decisions.dtype
@@ -154,7 +154,7 @@ def backward(builder: TemplateBuilder, decisions: Decisions, shape: Shape) -> No
 
 def _last(shape: Shape) -> bool:
     """Whether no later subsequence attends to these rows: backward begins with it."""
-    return shape.start + shape.tokens == shape.carried
+    return shape.start + shape.tokens == shape.kv_cache_tokens
 
 
 def _direct(builder: TemplateBuilder, decisions: Decisions, shape: Shape) -> bool:
@@ -180,7 +180,7 @@ def _sum(builder: TemplateBuilder, decisions: Decisions, shape: Shape, name: str
 def _with_behind(builder: TemplateBuilder, decisions: Decisions, mine: Rows) -> Rows:
     """Return the complete gradients of these rows' keys and values, with what others have computed of them.
 
-    The first that comes is the home's, a sum itself (``guest.py``): the others are added to it.
+    The first that comes is the home's, a sum itself (``helper_stage.py``): the others are added to it.
     """
     behind = builder.starting(BEHIND)
     if not behind:

@@ -36,37 +36,37 @@ class Ulysses:
         self.shape = shape
         self.dtype = dtype
 
-    def home(self, slot: str) -> str:
+    def sequence_sharded(self, slot: str) -> str:
         """Return the slot that holds this rank's own tokens of what attention calls ``slot``."""
-        return slot if self.shape.ulysses == 1 else f"{slot}_home"
+        return slot if self.shape.ulysses == 1 else f"{slot}_seq"
 
     def to_heads(self, slot: str, rows: Rows, suffix: str = "") -> None:
         """Send ``rows`` of the home slot to the ranks of their heads, into ``slot``."""
-        self.send(slot, rows, self._on_heads(slot, rows), suffix)
+        self.to_head_ranks(slot, rows, self._head_sharded(slot, rows), suffix)
 
-    def send(self, name: str, home: Rows, on_heads: Rows, suffix: str) -> None:
+    def to_head_ranks(self, name: str, sequence_sharded: Rows, head_sharded: Rows, suffix: str) -> None:
         """Send rows from their ranks to those of their heads; ``name`` is the tensor's."""
         if self.shape.ulysses == 1:
             return
-        width = self.builder.features(home.slot)
-        sent = self._exchange(f"{name}.packed", width, home)
-        self._copy(f"{name}.pack{suffix}", home, sent)
-        self._all_to_all(f"{name}.to_heads{suffix}", sent, on_heads, width)
+        width = self.builder.features(sequence_sharded.slot)
+        sent = self._exchange(f"{name}.packed", width, sequence_sharded)
+        self._copy(f"{name}.pack{suffix}", sequence_sharded, sent)
+        self._all_to_all(f"{name}.to_heads{suffix}", sent, head_sharded, width)
 
     def to_tokens(self, slot: str, rows: Rows, suffix: str = "") -> None:
         """Send what ranks hold of ``slot`` for the tokens of ``rows``, a home slot's, to the ranks of those tokens."""
-        self.bring(slot, self._on_heads(slot, rows), rows, suffix)
+        self.to_sequence_ranks(slot, self._head_sharded(slot, rows), rows, suffix)
 
-    def bring(self, name: str, on_heads: Rows, home: Rows, suffix: str) -> None:
+    def to_sequence_ranks(self, name: str, head_sharded: Rows, sequence_sharded: Rows, suffix: str) -> None:
         """Send rows from the ranks of their heads home; ``name`` is the tensor's."""
         if self.shape.ulysses == 1:
             return
-        width = self.builder.features(home.slot)
-        arrived = self._exchange(f"{name}.arrived", width, home)
-        self._all_to_all(f"{name}.to_tokens{suffix}", on_heads, arrived, width)
-        self._copy(f"{name}.unpack{suffix}", arrived, home)
+        width = self.builder.features(sequence_sharded.slot)
+        arrived = self._exchange(f"{name}.arrived", width, sequence_sharded)
+        self._all_to_all(f"{name}.to_tokens{suffix}", head_sharded, arrived, width)
+        self._copy(f"{name}.unpack{suffix}", arrived, sequence_sharded)
 
-    def _on_heads(self, slot: str, rows: Rows) -> Rows:
+    def _head_sharded(self, slot: str, rows: Rows) -> Rows:
         degree = self.shape.ulysses
         return Rows(slot, degree * rows.first, degree * rows.tokens)
 

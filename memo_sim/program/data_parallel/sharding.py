@@ -37,7 +37,7 @@ from memo_sim.program.ir.builder import Rows, TemplateBuilder, accumulates, read
 from memo_sim.program.ir.instruction import BufferClass, Families, Family, Lane, Template
 from memo_sim.program.ir.work import Collective, Rowwise
 from memo_sim.program.layout.stage import Stage
-from memo_sim.program.layout.swap_schedule import Visit
+from memo_sim.program.layout.swap_schedule import LayerPass
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +93,7 @@ class Sharding:
         """The kinds of blocks of whose gradients a rank holds its share alone."""
         self.params = frozenset(kind for kind, optimizer in optimizers.items() if optimizer.shared("params"))
         """Those of whose parameters."""
-        # Weight gradients apart come after the last backward, those of guests after their task's (``guest.py``).
+        # Weight gradients apart come after the last backward, those of guests after their task's (``helper_stage.py``).
         apart = (decisions.layout.schedule == "zero-bubble" and stage.stages > 1) or decisions.layout.multiplexed
         early = () if apart else [kind for kind, optimizer in optimizers.items() if optimizer.reduced_early]
         self.reduced_early = frozenset(early)
@@ -184,11 +184,11 @@ class Sharding:
         again = template.startswith(("layer.bwd", "layer.regather"))
         return 2 * use + again if what == "gathered" else use
 
-    def uses(self, visits: list[Visit]) -> list[Use]:
+    def uses(self, layer_passes: list[LayerPass]) -> list[Use]:
         """Return the uses of a step in program order, given the order in which layers are visited."""
         head = ("head", "embed") if self.embed_uses > 1 else ("head",)
         found = []
-        for v in visits:
+        for v in layer_passes:
             m, s, at = v.micro_batch, v.subsequence, f"m{v.micro_batch}/s{v.subsequence}"
             if self.stage.begins_model(v.layer) and not v.backward:
                 found.append(Use(f"{at}/embed", m, -1, False, ("embed",), (), s))
@@ -200,12 +200,12 @@ class Sharding:
                 found.append(Use(f"{at}/embed", m, -1, True, (), ("embed",), s))
         return found
 
-    def around(self, visits: list[Visit]) -> dict[tuple[str, bool], Around]:
+    def around(self, layer_passes: list[LayerPass]) -> dict[tuple[str, bool], Around]:
         """Return what is played before and after each use, found by its place and whether it is a backward.
 
         A use that is not found has nothing around it.
         """
-        uses, found = self.uses(visits) if self.params or self.grads or self.reduced_early else [], {}
+        uses, found = self.uses(layer_passes) if self.params or self.grads or self.reduced_early else [], {}
         waiting: list[Placed] = []
         for i, use in enumerate(uses):
             starts = i == 0 or uses[i - 1].micro_batch != use.micro_batch

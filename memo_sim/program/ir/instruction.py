@@ -26,8 +26,8 @@ class Lane(IntEnum):
     REPLICA = 6
     """Collectives over the ranks that hold the same parameters, where they run beside a layer's own."""
     SEND = 7
-    RECEIVE = 8
-    """Hand-overs between pipeline stages (``handover.py``)."""
+    RECV = 8
+    """Hand-overs between pipeline stages (``stage_p2p.py``)."""
 
     @property
     def label(self) -> str:
@@ -44,7 +44,7 @@ class Mode(IntEnum):
 
 
 class BufferClass(StrEnum):
-    """Why a buffer exists (design.md, the instruction set, point 5)."""
+    """Why a buffer exists; reports give memory by these classes."""
 
     STATE = "state"
     SKELETAL = "skeletal"
@@ -52,7 +52,10 @@ class BufferClass(StrEnum):
     WORKSPACE = "workspace"
     EXCHANGE = "exchange"
     GATHERED = "gathered"
-    CARRIED = "carried"
+    KV_CACHE = "kv_cache"
+    """Keys and values of earlier subsequences, and the sums of their gradients."""
+    PIPELINE = "pipeline"
+    """What pipeline stages send to each other: a stage's input and output."""
     INPUT = "input"
 
 

@@ -14,7 +14,7 @@ from functools import cached_property
 from memo_sim.program.ir.instruction import Family, Instance, Instruction, Template
 from memo_sim.program.layout.schedule import Pass
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Program:
     instance.
     """
 
-    role: str
+    stage: str
     families: tuple[Family, ...]
     templates: tuple[Template, ...]
     instances: tuple[Instance, ...]
@@ -75,7 +75,7 @@ class Program:
     @cached_property
     def sha256(self) -> str:
         """Hash of templates, instances and the format version: equal programs, equal hash."""
-        digest = hashlib.sha256(f"memo.program/{FORMAT_VERSION}:{self.role}\n".encode())
+        digest = hashlib.sha256(f"memo.program/{FORMAT_VERSION}:{self.stage}\n".encode())
         for part in (self.families, self.templates, self.instances):
             for item in part:
                 digest.update(repr(item).encode())

@@ -128,7 +128,7 @@ class Exchange:
 
 
 @dataclass(frozen=True, slots=True)
-class Handover:
+class PointToPoint:
     """``bytes`` from a rank of pipeline stage ``source`` to its like of stage ``target``; both sides have this work."""
 
     bytes: int
@@ -144,4 +144,4 @@ class HostUpdate:
     moved_bytes: int
 
 
-Work = Gemm | BatchedGemm | Attention | Rowwise | Copy | Collective | Exchange | Handover | HostUpdate
+Work = Gemm | BatchedGemm | Attention | Rowwise | Copy | Collective | Exchange | PointToPoint | HostUpdate

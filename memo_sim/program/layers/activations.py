@@ -124,7 +124,7 @@ class Activations:
         """Return how many rows of ``tensor`` are copied aside on the device."""
         return tensor.tokens - self.swapped_rows(tensor) if self.kept_rows else 0
 
-    def families_in_turn(self) -> list[Family]:
+    def shared_families(self) -> list[Family]:
         """Return the rounding buffers, which all subsequences take in turn."""
         room, kind = self.subsequence.room if self.subsequence else self.shape, BufferClass.SKELETAL
         if not self.rounding:

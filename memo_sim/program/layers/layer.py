@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from memo_sim.contract.plan import Decisions
 from memo_sim.program.attention import attention
-from memo_sim.program.attention import subsequence as carried_attention
+from memo_sim.program.attention import subsequence as prefix_attention
 from memo_sim.program.attention.chunked import ChunkedAttention
 from memo_sim.program.attention.ulysses import Ulysses
 from memo_sim.program.ir.builder import Rows, TemplateBuilder
@@ -84,13 +84,13 @@ class LayerWriter(OperatorWriter):
         shape = self.shape
         self.norm("norm1", "x", rows, rows)
         source = self.gather("norm1", self.shard_rows("norm1", rows), "norm1_full", first)
-        packed = Rows(self.own(self.ulysses.home("qkv"), shape.tokens, shape.qkv_width), first, tokens)
+        packed = Rows(self.own(self.ulysses.sequence_sharded("qkv"), shape.tokens, shape.qkv_width), first, tokens)
         self.linear("qkv", source, packed, shape.qkv_width, shape.hidden)
         self.positions(packed, Rows("qk_raw", first, tokens))
         self.ulysses.to_heads("qkv", packed, self.suffix)
-        if shape.carried:
+        if shape.kv_cache_tokens:
             fresh = self.builder.phase == "fwd"
-            carried_attention.split(self.builder, self.decisions, shape, packed, self.suffix, keys=fresh)
+            prefix_attention.split(self.builder, self.decisions, shape, packed, self.suffix, keys=fresh)
 
     def _project(self, rows: RowBlock) -> None:
         """Write the projection of a row block, and before it attention's way home, where chunks have not written that.
@@ -104,14 +104,14 @@ class LayerWriter(OperatorWriter):
             return
         self.own("proj_out", self.shape.tokens, self.shape.hidden)
         if not self.chunked:
-            self.ulysses.to_tokens("attn", Rows(self.ulysses.home("attn"), *rows), self.suffix)
+            self.ulysses.to_tokens("attn", Rows(self.ulysses.sequence_sharded("attn"), *rows), self.suffix)
         self._projection(rows, rows, self.shape.tokens)
 
     def _projection(self, rows: RowBlock, at: RowBlock, room: int) -> None:
         """Write projection and residual sum of ``rows``; what lies between has room for ``room``, and is at ``at``."""
         shape = self.shape
         product = Rows(self.own("proj_out", room, shape.hidden), *at)
-        attended = Rows(self.ulysses.home("attn"), *rows)
+        attended = Rows(self.ulysses.sequence_sharded("attn"), *rows)
         self.linear("proj", attended, product, shape.hidden, shape.q_width, bias=False)
         summed = self.scatter("proj", product, tokens=room)
         self.residual("resid_add", "x", summed, out="resid", rows=rows, bias="proj.bias")
@@ -124,18 +124,18 @@ class LayerWriter(OperatorWriter):
             self.chunked.backward(grad_in)
             return
         d_proj = self.gather("proj.grad", builder.all("d_resid"), "d_proj_full", 0)
-        inside, home = shape.attention, self.ulysses.home
-        d_attn = builder.all(self.own(home("d_attn"), shape.tokens, shape.q_width))
+        inside, sequence_sharded = shape.attention, self.ulysses.sequence_sharded
+        d_attn = builder.all(self.own(sequence_sharded("d_attn"), shape.tokens, shape.q_width))
         self.dgrad("proj", d_proj, d_attn, shape.q_width, shape.hidden)
         self.own("d_attn", inside.tokens, inside.q_width)
         self.ulysses.to_heads("d_attn", d_attn)
-        self.wgrad("proj", d_proj, builder.all(home("attn")), shape.hidden, shape.q_width)
+        self.wgrad("proj", d_proj, builder.all(sequence_sharded("attn")), shape.hidden, shape.q_width)
         self.bgrad("proj", builder.all("d_resid"), shape.hidden)
         self.own("d_qkv", inside.tokens, inside.qkv_width)
         if self.decisions.recompute == "selective":
             selective.rebuild(builder, self.decisions, inside)
         attention.backward(builder, self.decisions, inside)
-        d_qkv = self.own(home("d_qkv"), shape.tokens, shape.qkv_width)
+        d_qkv = self.own(sequence_sharded("d_qkv"), shape.tokens, shape.qkv_width)
         self.ulysses.to_tokens("d_qkv", builder.all(d_qkv))
         self.positions_backward(builder.all(d_qkv))
         whole = (0, shape.tokens)

@@ -31,7 +31,7 @@ from typing import Literal
 from memo_sim.contract.plan import Decisions
 from memo_sim.contract.units import DTYPE_BYTES
 from memo_sim.program.attention import attention, ring
-from memo_sim.program.attention.ring import TURNS
+from memo_sim.program.attention.ring import DOUBLE_BUFFER_SLOTS
 from memo_sim.program.ir.builder import Access, Rows, TemplateBuilder, accumulates, reads, writes
 from memo_sim.program.ir.instruction import BufferClass, Lane
 from memo_sim.program.ir.work import Collective, Exchange, Gemm, Rowwise
@@ -80,7 +80,7 @@ class MetpLayer(OperatorWriter):
             self._activated()
             act, out_rows = self._all("act"), self._owned("down_out")
             self._sum_linear("ffn_down", act, out_rows, self.shape.hidden, self.shape.ffn, step)
-        self._home()
+        self._use_own_weights()
         whole = (0, self.shape.tokens)
         self.residual("out_add", "resid", self._all("down_out"), out=out, rows=whole, bias="ffn_down.bias")
 
@@ -98,7 +98,7 @@ class MetpLayer(OperatorWriter):
         for part in range(self.ranks):
             self._fetch(part)
             self._project(part, [rows], at)
-        self._home()
+        self._use_own_weights()
         self._add_projection(rows, at)
         self._kept_norm("norm2", "resid", rows, at)
 
@@ -116,7 +116,7 @@ class MetpLayer(OperatorWriter):
             self._heads(part)
             attention.forward(self._part(part), self.decisions, self.inside)
             self._project(part, blocks, "")
-        self._home()
+        self._use_own_weights()
         self._add_projection((0, self.shape.tokens), "")
 
     def _heads(self, part: int) -> None:
@@ -189,7 +189,7 @@ class MetpLayer(OperatorWriter):
                 self._pass_sums(step)
             if last:
                 self._sum_dgrad("ffn_up", d_up, d_norm, hidden, self.up_width, step)
-        self._home()
+        self._use_own_weights()
         self._broadcast(0)
         self.bgrad("ffn_down", upstream, hidden)
         self._norm_backward("norm2", "resid", residual_grad=grad_out, out=self._owned("d_resid").slot)
@@ -208,7 +208,7 @@ class MetpLayer(OperatorWriter):
             self.suffix = f".g{part}"
             self.dgrad("proj", upstream, d_attn, shape.q_width, hidden)
             if not part:
-                self._bring_home()
+                self._add_returned_sums()
             self._clear(self.attn, part)
             attention.backward(self._part(part), self.decisions, self.inside)
             self.wgrad("proj", upstream, self._all(f"attn.g{part}"), hidden, shape.q_width)
@@ -222,7 +222,7 @@ class MetpLayer(OperatorWriter):
             self._sum_dgrad("qkv", d_qkv, d_norm, hidden, shape.qkv_width, part)
             if not last:
                 self._reduce(part)
-        self._home()
+        self._use_own_weights()
         self._norm_backward("norm1", "x", residual_grad="d_resid", out=grad_in)
 
     def _whole_norm(self, which: str, source: str, *, again: bool = False) -> None:
@@ -297,15 +297,15 @@ class MetpLayer(OperatorWriter):
         self.source = (bundle, step, step) if step else None
         self.suffix = self._step_suffix = f".t{step}"
 
-    def _home(self) -> None:
+    def _use_own_weights(self) -> None:
         """Let operators use this rank's own weights."""
         self.source, self.suffix = None, ""
 
     def _exchange(self, bundle: Bundle, *, sums: bool = False) -> None:
         dtype = GRAD_DTYPE if sums else self.dtype
-        for turn in range(TURNS):
-            if not self.builder.has(bundle.buffer(turn, sums=sums)):
-                self.builder.own(bundle.buffer(turn, sums=sums), BufferClass.EXCHANGE, dtype, bundle.elements, 1)
+        for slot_number in range(DOUBLE_BUFFER_SLOTS):
+            if not self.builder.has(bundle.buffer(slot_number, sums=sums)):
+                self.builder.own(bundle.buffer(slot_number, sums=sums), BufferClass.EXCHANGE, dtype, bundle.elements, 1)
 
     def _lane(self, lane: Lane) -> Lane:
         return lane if self.decisions.layout.overlap_exchanges else Lane.COMPUTE
@@ -331,13 +331,13 @@ class MetpLayer(OperatorWriter):
         work = Exchange(size * sent.tokens, self.ranks, "metp")
         self.builder.emit(name, "send_recv", self._lane(Lane.P2P), work, send=reads(sent), recv=writes(taken))
 
-    def _bring_home(self) -> None:
+    def _add_returned_sums(self) -> None:
         """Add the sums of the other ranks to this rank's gradients."""
         for run in self.ffn.runs():
             x, size = run.travelling(self.ffn.buffer(self.ranks, sums=True)), DTYPE_BYTES[GRAD_DTYPE] * run.elements
             work = Rowwise("grad.accumulate", run.elements, 2 * size, size)
             into = accumulates(run.own("grads"))
-            self.builder.emit(f"d_ffn.{run.name}.home", "grad.accumulate", Lane.COMPUTE, work, x=reads(x), out=into)
+            self.builder.emit(f"d_ffn.{run.name}.return", "grad.accumulate", Lane.COMPUTE, work, x=reads(x), out=into)
 
     def _fetch(self, part: int) -> None:
         """Write the broadcasts of the following part's weights; operators use this part's, which are on their way."""
@@ -368,4 +368,4 @@ class MetpLayer(OperatorWriter):
             work = Collective("reduce", size, self.ranks, "metp", part)
             tensor = accumulates(run.travelling(self.attn.buffer(part, sums=True)))
             name, lane = f"d_attn.{run.name}.g{part}", self._lane(Lane.COLLECTIVE)
-            self.builder.emit(name, "reduce", lane, work, tensor=tensor, home=accumulates(run.own("grads")))
+            self.builder.emit(name, "reduce", lane, work, tensor=tensor, total=accumulates(run.own("grads")))

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from memo_sim.program.attention.ring import TURNS
+from memo_sim.program.attention.ring import DOUBLE_BUFFER_SLOTS
 from memo_sim.program.ir.builder import Rows
 from memo_sim.program.layout.parameters import Block
 
@@ -62,7 +62,7 @@ class Bundle:
 
     def buffer(self, step: int, *, sums: bool = False) -> str:
         """Return the exchange buffer of a step's weights, or of its sums of gradients."""
-        return f"{'d_' if sums else ''}{self.kind}.weights{step % TURNS}"
+        return f"{'d_' if sums else ''}{self.kind}.weights{step % DOUBLE_BUFFER_SLOTS}"
 
     def held(self, name: str) -> tuple[int, int] | None:
         """Return where a parameter lies in an exchange buffer and how long it is; None for one that does not travel."""

@@ -29,7 +29,7 @@ from memo_sim.program.layout.skeletal import Skeletal
 
 
 @dataclass(frozen=True)
-class PendingWeights:
+class DeferredWeightGradients:
     """What waits for the weight gradients of one stage."""
 
     decisions: Decisions
@@ -43,13 +43,13 @@ class PendingWeights:
         return layout.pp > 1 and layout.schedule == "zero-bubble"
 
     @property
-    def _home(self) -> str:
-        return "" if self.shape.ulysses == 1 else "_home"
+    def _sequence_sharded(self) -> str:
+        return "" if self.shape.ulysses == 1 else "_seq"
 
     @property
     def _inputs(self) -> list[Skeletal]:
         """The skeletal tensors that are products' inputs."""
-        wanted = {"norm1", f"attn{self._home}", "norm2", "act"}
+        wanted = {"norm1", f"attn{self._sequence_sharded}", "norm2", "act"}
         return [t for t in self.activations.tensors if t.name in wanted]
 
     @property
@@ -70,7 +70,7 @@ class PendingWeights:
         shape, model = self.shape, self.decisions.model
         up = 2 * shape.ffn if model.gated else shape.ffn
         return [
-            (f"d_qkv{self._home}", shape.tokens, shape.qkv_width),
+            (f"d_qkv{self._sequence_sharded}", shape.tokens, shape.qkv_width),
             ("d_resid", shape.shard_tokens, shape.hidden),
             ("d_up", shape.tokens, up),
         ]
@@ -81,14 +81,14 @@ class PendingWeights:
             return []
         dtype, count = self.decisions.dtype, self.activations.kept_per_layer
         waiting = [(t.name, t.tokens, t.features) for t in self._waiting] + self._gradients
-        return [Family(f"pending.{n}", BufferClass.SKELETAL, dtype, rows, width, count) for n, rows, width in waiting]
+        return [Family(f"deferred.{n}", BufferClass.SKELETAL, dtype, rows, width, count) for n, rows, width in waiting]
 
     def bind(self, builder: TemplateBuilder, families: Families) -> None:
         """Let a backward template write into what waits, where it has buffers of its own otherwise."""
         for name, _, _ in self._gradients:
-            builder.bind(families[f"pending.{name}"], slot=name)
+            builder.bind(families[f"deferred.{name}"], slot=name)
         for t in self._waiting:
-            builder.bind(families[f"pending.{t.name}"], slot=f"pending.{t.name}" if t in self._copied else t.name)
+            builder.bind(families[f"deferred.{t.name}"], slot=f"deferred.{t.name}" if t in self._copied else t.name)
 
     def keep(self, builder: TemplateBuilder) -> None:
         """Write the copies out of rounding buffers, at the end of a backward template."""
@@ -99,16 +99,16 @@ class PendingWeights:
                 Lane.COMPUTE,
                 Rowwise("copy", t.tokens, t.bytes, t.bytes),
                 source=reads(builder.all(t.name)),
-                target=writes(builder.all(f"pending.{t.name}")),
+                target=writes(builder.all(f"deferred.{t.name}")),
             )
 
     def bind_inputs(self, builder: TemplateBuilder, families: Families) -> None:
         """Add what the weight gradients read to their template."""
         waiting = {t.name for t in self._waiting}
         for t in self._inputs:
-            builder.bind(families[f"{'pending' if t.name in waiting else 'skeletal'}.{t.name}"], slot=t.name)
+            builder.bind(families[f"{'deferred' if t.name in waiting else 'skeletal'}.{t.name}"], slot=t.name)
         for name, _, _ in self._gradients:
-            builder.bind(families[f"pending.{name}"], slot=name)
+            builder.bind(families[f"deferred.{name}"], slot=name)
         builder.bind(families["grad.x"], slot="grad_out")
 
     def write(self, writer: LayerWriter) -> None:
@@ -117,7 +117,7 @@ class PendingWeights:
         up = builder.features("d_up")
 
         d_out, d_resid = builder.all("grad_out"), builder.all("d_resid")
-        d_up, d_qkv = builder.all("d_up"), builder.all(f"d_qkv{self._home}")
+        d_up, d_qkv = builder.all("d_up"), builder.all(f"d_qkv{self._sequence_sharded}")
         dy = writer.gather("ffn_down.grad", d_out, "d_ffn_down_full", 0)
         writer.wgrad("ffn_down", dy, builder.all("act"), shape.hidden, shape.ffn)
         writer.bgrad("ffn_down", d_out, shape.hidden)
@@ -125,7 +125,7 @@ class PendingWeights:
         writer.wgrad("ffn_up", d_up, norm2, up, shape.hidden)
         writer.bgrad("ffn_up", d_up, up)
         d_proj = writer.gather("proj.grad", d_resid, "d_proj_full", 0)
-        writer.wgrad("proj", d_proj, builder.all(f"attn{self._home}"), shape.hidden, shape.q_width)
+        writer.wgrad("proj", d_proj, builder.all(f"attn{self._sequence_sharded}"), shape.hidden, shape.q_width)
         writer.bgrad("proj", d_resid, shape.hidden)
         norm1 = writer.gather("norm1", builder.all("norm1"), "norm1_full", 0)
         writer.wgrad("qkv", d_qkv, norm1, shape.qkv_width, shape.hidden)

@@ -29,7 +29,7 @@ MULTIPLEXED_SCHEDULES: tuple[Schedule, ...] = ("gpipe", "1f1b")
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class Portion:
     """Rows [first, first + tokens) of a subsequence that ``stage`` plays."""
 
     stage: int
@@ -47,17 +47,17 @@ class Task:
 
     subsequence: int
     stage: int
-    pieces: tuple[Piece, ...]
+    portions: tuple[Portion, ...]
 
     @property
-    def own(self) -> Piece:
+    def own(self) -> Portion:
         """The rows that stay at home."""
-        return self.pieces[-1]
+        return self.portions[-1]
 
     @property
-    def guests(self) -> tuple[Piece, ...]:
+    def helpers(self) -> tuple[Portion, ...]:
         """The rows that other stages play."""
-        return self.pieces[:-1]
+        return self.portions[:-1]
 
 
 def check(decisions: Decisions) -> None:
@@ -104,10 +104,10 @@ def cut_tasks(decisions: Decisions) -> dict[tuple[int, int], Task]:
     count = len(parts)
     found = {}
     for wave in (*range(stages - 1), *range(count, count + stages - 1)):
-        homes = [stage for stage in range(stages) if 0 <= wave - stage < count]
-        idle = [stage for stage in range(stages) if stage not in homes]
-        for task in _shared(decisions, parts, [(wave - stage, stage) for stage in homes], idle):
-            if task.guests:
+        owners = [stage for stage in range(stages) if 0 <= wave - stage < count]
+        idle = [stage for stage in range(stages) if stage not in owners]
+        for task in _shared(decisions, parts, [(wave - stage, stage) for stage in owners], idle):
+            if task.helpers:
                 found[task.subsequence, task.stage] = task
     return found
 
@@ -122,20 +122,20 @@ def _shared(
     level = _level(works, len(idle))
     filled = 0.0
     for (x, stage), work in zip(tasks, works, strict=True):
-        begin, pieces, first = starts[x], [], 0
+        begin, portions, first = starts[x], [], 0
         given, excess = 0.0, max(0.0, work - level)
         most = (parts[x] - 1) // granule * granule
         while excess - given > level * 1e-9:
-            guest = min(int(filled / level + 1e-9), len(idle) - 1)
-            room = (guest + 1) * level - filled if guest < len(idle) - 1 else excess
+            helper = min(int(filled / level + 1e-9), len(idle) - 1)
+            room = (helper + 1) * level - filled if helper < len(idle) - 1 else excess
             taken = min(excess - given, room)
             given, filled = given + taken, filled + taken
             end = _tokens(_work(begin, k) + given, k) - begin
             last = min(most, round(end / granule) * granule)
             if last > first:
-                pieces.append(Piece(idle[guest], first, last - first))
+                portions.append(Portion(idle[helper], first, last - first))
                 first = last
-        yield Task(x, stage, (*pieces, Piece(stage, first, parts[x] - first)))
+        yield Task(x, stage, (*portions, Portion(stage, first, parts[x] - first)))
 
 
 def _level(works: Sequence[float], idle: int) -> float:
@@ -156,7 +156,7 @@ def _tokens(work: float, k: float) -> float:
     return sqrt(k * k + 2 * k * work) - k
 
 
-def swapped_at_home(swapped: int, tokens: int, own: Piece, granule: int) -> int:
+def swapped_by_owner(swapped: int, tokens: int, own: Portion, granule: int) -> int:
     """Return the swapped tokens of a task's own rows: the same share of them, in whole granules."""
     return own.tokens if swapped == tokens else min(own.tokens, swapped * own.tokens // tokens // granule * granule)
 
@@ -169,8 +169,8 @@ def boundaries(decisions: Decisions, subsequence: int, swapped: int) -> set[int]
     granule, found = decisions.swap_granule, set()
     for task in cut_tasks(decisions).values():
         if task.subsequence == subsequence:
-            found |= {piece.first for piece in task.pieces}
+            found |= {portion.first for portion in task.portions}
             if decisions.recompute == "tokenwise":
                 tokens = task.own.first + task.own.tokens
-                found.add(task.own.first + swapped_at_home(swapped, tokens, task.own, granule))
+                found.add(task.own.first + swapped_by_owner(swapped, tokens, task.own, granule))
     return found

@@ -47,7 +47,7 @@ class Shape:
     """Which of the context-parallel (or METP's) ranks; they differ in the keys that are before theirs (``ring.py``)."""
     start: int = 0
     """The micro-batch's tokens before these, where these are a subsequence of it (``subsequence.py``)."""
-    carried: int = 0
+    kv_cache_tokens: int = 0
     """Tokens of the whole micro-batch, whose keys and values are carried; 0 where it is not cut into subsequences."""
     sums: tuple[int, ...] = ()
     """Ends of the runs of them whose gradients are summed in a buffer each; all in one where there are none."""

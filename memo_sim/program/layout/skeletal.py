@@ -4,13 +4,13 @@ For a GPT layer they sum to 16 x tokens x hidden elements: input 1, norm1 1, Q K
 norm2 1, first FFN product 4, activation 4; the log-sum-exp and the norms' statistics come on top. Row i of every
 tensor belongs to token i of the rank's shard.
 
-A subsequence keeps its queries alone: keys and values are carried for those behind it (``carried_attention.py``).
+A subsequence keeps its queries alone: keys and values are carried for those behind it (``subsequence.py``).
 
 METP keeps 3 of the 16, or 5 (``_metp_tensors``).
 
 With Ulysses attention's own tensors (Q K V, output, log-sum-exp) hold the rank's heads of all tokens, in row blocks cut
 as the shard is; the projection's input, this rank's tokens of the output, is one more. Attention without a flash kernel
-keeps scores instead of the log-sum-exp (``plain_attention.py``, ``rsa.py``).
+keeps scores instead of the log-sum-exp (``plain.py``, ``rsa.py``).
 """
 
 from __future__ import annotations
@@ -69,9 +69,9 @@ def skeletal_tensors(
         return Skeletal(name, shape.shard_tokens, stats, "fp32", Fate.BY_TOKEN, statistics=True)
 
     inside = shape.attention
-    home = (local("attn_home", shape.q_width),) if shape.ulysses > 1 else ()
+    home = (local("attn_seq", shape.q_width),) if shape.ulysses > 1 else ()
     raw = (local("qk_raw", shape.q_width + shape.kv_width),) if model.qk_norm else ()
-    name, width = ("q", inside.q_width) if shape.carried else ("qkv", inside.qkv_width)
+    name, width = ("q", inside.q_width) if shape.kv_cache_tokens else ("qkv", inside.qkv_width)
     attended = Skeletal(name, inside.tokens, width, dtype, Fate.BY_TOKEN)
     kept = scores or (Skeletal("lse", inside.tokens, inside.heads, "fp32", Fate.WHOLE, statistics=True),)
     return (

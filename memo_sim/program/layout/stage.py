@@ -29,7 +29,7 @@ class Stage:
     layers: tuple[int, ...]
 
     @property
-    def role(self) -> str:
+    def name(self) -> str:
         """The role's name."""
         return "rank" if self.stages == 1 else f"stage{self.index}"
 
@@ -126,10 +126,10 @@ def _check(decisions: Decisions) -> None:
             got=f"{layout.virtual_stages} with {layout.schedule} on {layout.pp} stages",
             wanted="more than 1 with the schedule interleaved on several stages, else 1",
         )
-    if layout.virtual_stages > 1 and not layout.overlap_handovers:
+    if layout.virtual_stages > 1 and not layout.overlap_p2p:
         raise Infeasible(
             "stages that wait for their hand-overs cannot play the interleaved schedule: they wait in a circle",
-            where="layout.overlap_handovers",
+            where="layout.overlap_p2p",
             got=False,
             wanted=True,
         )

@@ -54,7 +54,9 @@ def subsequences_of(decisions: Decisions, shape: Shape) -> tuple[Subsequence, ..
         return (Subsequence(0, 1, shape, shape, swapped[0]),)
     starts, sums = (0, *accumulate(parts)), _runs(parts)
     shapes = [
-        replace(shape, tokens=tokens, shard_tokens=shape.shard(tokens), start=start, carried=shape.tokens, sums=sums)
+        replace(
+            shape, tokens=tokens, shard_tokens=shape.shard(tokens), start=start, kv_cache_tokens=shape.tokens, sums=sums
+        )
         for tokens, start in zip(parts, starts, strict=False)
     ]
     room = max(shapes, key=lambda each: each.tokens)

@@ -27,7 +27,7 @@ Key = tuple[int, int, int]
 
 
 @dataclass(frozen=True, slots=True)
-class Visit:
+class LayerPass:
     """One layer's forward or backward of one micro-batch's subsequence; ``layer`` counts on the rank's stage."""
 
     micro_batch: int
@@ -41,18 +41,18 @@ class Visit:
         return self.micro_batch, self.subsequence, self.layer
 
 
-def pass_visits(each: Pass, layers: Sequence[int]) -> list[Visit]:
+def layer_passes_of(each: Pass, layers: Sequence[int]) -> list[LayerPass]:
     """Return the visits of a pass through ``layers``: none where it computes weight gradients alone."""
     if each.kind is Kind.WEIGHTS:
         return []
     backward = each.kind is Kind.BACKWARD
     order = reversed(layers) if backward else layers
-    return [Visit(each.micro_batch, layer, backward, each.subsequence) for layer in order]
+    return [LayerPass(each.micro_batch, layer, backward, each.subsequence) for layer in order]
 
 
-def turns(visits: list[Visit], subsequences: int = 1) -> dict[Key, int]:
+def buffer_slots(layer_passes: list[LayerPass], subsequences: int = 1) -> dict[Key, int]:
     """Return the rounding buffer of every layer's forward and backward."""
-    keys = [visit.key for visit in visits if not visit.backward]
+    keys = [layer_pass.key for layer_pass in layer_passes if not layer_pass.backward]
     if subsequences == 1:
         return {key: key[2] % ROUNDING_BUFFERS for key in keys}
     return {key: number % ROUNDING_BUFFERS for number, key in enumerate(keys)}
@@ -66,27 +66,27 @@ class SwapSchedule:
     """
 
     swapped: frozenset[Key]
-    prefetch_after: dict[int, list[Visit]]
-    leave_after: dict[int, list[Visit]] = field(default_factory=dict)
+    prefetch_after: dict[int, list[LayerPass]]
+    leave_after: dict[int, list[LayerPass]] = field(default_factory=dict)
 
 
-def swap_schedule(visits: list[Visit], buffers: dict[Key, int]) -> SwapSchedule:
+def swap_schedule(layer_passes: list[LayerPass], buffers: dict[Key, int]) -> SwapSchedule:
     """Return which visits find their rounding buffer overwritten, and the earliest moment each can be prefetched."""
     owner: dict[int, Key] = {}
     last_use: dict[int, int] = {}
     swapped: set[Key] = set()
-    prefetch_after: dict[int, list[Visit]] = {}
-    for i, visit in enumerate(visits):
-        slot = buffers[visit.key]
-        if visit.backward and owner.get(slot) != visit.key:
-            swapped.add(visit.key)
-            prefetch_after.setdefault(last_use[slot], []).append(visit)
-        owner[slot] = visit.key
+    prefetch_after: dict[int, list[LayerPass]] = {}
+    for i, layer_pass in enumerate(layer_passes):
+        slot = buffers[layer_pass.key]
+        if layer_pass.backward and owner.get(slot) != layer_pass.key:
+            swapped.add(layer_pass.key)
+            prefetch_after.setdefault(last_use[slot], []).append(layer_pass)
+        owner[slot] = layer_pass.key
         last_use[slot] = i
     return SwapSchedule(frozenset(swapped), prefetch_after)
 
 
-def window_schedule(passes: Sequence[list[Visit]], window: int, travelling: Collection[int]) -> SwapSchedule:
+def window_schedule(passes: Sequence[list[LayerPass]], window: int, travelling: Collection[int]) -> SwapSchedule:
     """Return what leaves and comes back, layer by layer, beside other passes of the stage (SPPO 5.2).
 
     Activations of pass i leave during pass i + ``window``: its n-th layer's once the n-th visit there has ended. They
@@ -96,17 +96,17 @@ def window_schedule(passes: Sequence[list[Visit]], window: int, travelling: Coll
         window 1    F0 F1 F2 F3 | B3 B2 B1 B0        0 leaves beside F1, 1 beside F2, 2 beside F3, 3 stays
                                                      2 comes back beside B3, 1 beside B2, 0 beside B1
     """
-    played = [visits for visits in passes if visits]
-    starts = [0, *accumulate(len(visits) for visits in played)]
-    backward = {visits[0].key: number for number, visits in enumerate(played) if visits[0].backward}
+    played = [layer_passes for layer_passes in passes if layer_passes]
+    starts = [0, *accumulate(len(layer_passes) for layer_passes in played)]
+    backward = {layer_passes[0].key: number for number, layer_passes in enumerate(played) if layer_passes[0].backward}
     found = SwapSchedule(frozenset(), {})
     swapped: set[Key] = set()
-    for number, visits in enumerate(played):
-        away, back = number + window, backward[visits[-1].key] - 1 if not visits[0].backward else -1
-        if visits[0].subsequence not in travelling or away >= back:
+    for number, layer_passes in enumerate(played):
+        away, back = number + window, backward[layer_passes[-1].key] - 1 if not layer_passes[0].backward else -1
+        if layer_passes[0].subsequence not in travelling or away >= back:
             continue
-        for n, visit in enumerate(visits):
-            found.leave_after.setdefault(starts[away] + n, []).append(visit)
-            found.prefetch_after.setdefault(starts[back] + n, []).append(visits[-1 - n])
-            swapped.add(visit.key)
+        for n, layer_pass in enumerate(layer_passes):
+            found.leave_after.setdefault(starts[away] + n, []).append(layer_pass)
+            found.prefetch_after.setdefault(starts[back] + n, []).append(layer_passes[-1 - n])
+            swapped.add(layer_pass.key)
     return replace(found, swapped=frozenset(swapped))

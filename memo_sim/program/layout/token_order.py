@@ -52,7 +52,7 @@ def row_blocks(decisions: Decisions, subsequence: int = 0) -> list[tuple[int, in
     return [(first, end - first) for first, end in pairwise(sorted(ends))]
 
 
-def pieces(blocks: Iterable[tuple[int, int]], first: int, rows: int) -> Iterator[tuple[int, int]]:
+def clipped_runs(blocks: Iterable[tuple[int, int]], first: int, rows: int) -> Iterator[tuple[int, int]]:
     """Yield (first row, rows) of what the row blocks have of rows [first, first + rows)."""
     for start, length in blocks:
         low, high = max(start, first), min(start + length, first + rows)

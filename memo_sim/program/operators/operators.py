@@ -32,8 +32,8 @@ class OperatorWriter:
         self.dtype, self.rowwise = decisions.dtype, decisions.kernels.rowwise
         self.size = DTYPE_BYTES[decisions.dtype]
         self.suffix = ""
-        self.weights_apart = False
-        """Whether weight gradients are left to another template (``weights.py``)."""
+        self.defers_wgrad = False
+        """Whether weight gradients are left to another template (``weight_gradients.py``)."""
 
     def own(self, name: str, tokens: int, features: int, cls: BufferClass = BufferClass.TRANSIENT) -> str:
         """Return a template-own buffer, made at its first use (row blocks share it)."""
@@ -127,7 +127,7 @@ class OperatorWriter:
         weight's gradient reads the shard as well (``wgrad``): were the gather its last reader, what is born in its
         place, the input's gradient, would wait for the gather.
         """
-        return source if self.weights_apart else self.gather(f"{name}.again", source, full, first, tokens=tokens)
+        return source if self.defers_wgrad else self.gather(f"{name}.again", source, full, first, tokens=tokens)
 
     def scatter(self, name: str, partial: Rows, *, tokens: int = 0, first: int | None = None) -> Rows:
         """Sum ``partial`` over the tensor-parallel ranks: into this rank's token shard, or in place as a whole.
@@ -192,7 +192,7 @@ class OperatorWriter:
 
         ``shard``: what ``x`` was gathered from, which is held until then.
         """
-        if self.weights_apart:
+        if self.defers_wgrad:
             return
         kernel = self.decisions.kernels.attention
         scratch = table.wgrad_workspace_bytes(m, n, grad.tokens, self.dtype, kernel)
@@ -222,7 +222,7 @@ class OperatorWriter:
 
     def bgrad(self, name: str, grad: Rows, width: int) -> None:
         """Sum the output gradient over rows, where the product has a bias; of its token shard, where it has one."""
-        if self.block.find(f"{name}.bias") and not self.weights_apart:
+        if self.block.find(f"{name}.bias") and not self.defers_wgrad:
             self.memory_bound(
                 f"{name}.bgrad",
                 "bias.bwd",

@@ -1,7 +1,8 @@
 """Scratch memory of each kernel, in bytes: what it or its library needs beside the operands, so that a plan counts it.
 
-Kernels belong to the plan because they change buffers (design.md, point 4). Sources: executor_facts.md items 0.4 and
-2, the libraries' own code as quoted there; CPU figures from torch 2.13's operators, which return their results.
+Kernels belong to the plan because they change buffers (CONTRIBUTING.md, "Lowering or engine?"). Sources: the libraries'
+own code (flash-attention: csrc/flash_attn/flash_api.cpp, hopper/flash_api.cpp, cute/interface.py); CPU figures from
+torch 2.13's operators, which return their results.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ ADAMW_ELEMENTS = 2**20
 NORM_PROGRAMS = 256
 """Programs of a Triton norm's backward, each with a sum of its own: more than a GPU has multiprocessors."""
 
-PIECE_BYTES = 64
+SCRATCH_ALIGNMENT_BYTES = 64
 """A workspace is cut into pieces that start on this boundary."""
 
 
@@ -106,7 +107,7 @@ def _wide_accumulators(work: Attention, heads: int, kv_heads: int) -> int:
 
 def _pieces(*sizes: int) -> int:
     """Return the bytes of a workspace that is cut into pieces of these sizes."""
-    return sum(-(-size // PIECE_BYTES) * PIECE_BYTES for size in sizes)
+    return sum(-(-size // SCRATCH_ALIGNMENT_BYTES) * SCRATCH_ALIGNMENT_BYTES for size in sizes)
 
 
 def _wide(elements: int, dtype: str) -> tuple[int, ...]:

@@ -1,8 +1,8 @@
 """Which buffer of its family each slot of an instance takes.
 
-Slots that are numbered alike share a rule, and nearly every rule is linear in the micro-batch: at a layer it is asked
-for two micro-batches, whatever the number of slots that follow it and of micro-batches that are placed. Rounding
-buffers are taken in turn (``visits.py``), and asked for each time. A subsequence's own families count no subsequences.
+Slots that are numbered alike share a rule, and nearly every rule is linear in the micro-batch. Such a rule is evaluated
+for two micro-batches of a layer, and the rest follows. The rules of rounding buffers are not linear
+(``swap_schedule.py``) and are evaluated each time. A family of one subsequence does not count subsequences.
 
       slot       family       layer 3 of 8, keep       layer 3 of 8, rounding buffers
       q, k, v    skeletal.*   8 m + 3                  1
@@ -32,16 +32,16 @@ _OF_A_BLOCK = ("params", "grads", "master", "moment1", "moment2", "host_grads", 
 class Rules:
     """The rules of one role's slots."""
 
-    def __init__(self, stage: Stage, sharding: Sharding, turns: Mapping[Key, int], *, leaving: bool) -> None:
-        """``turns``: the rounding buffer of each layer's activations; empty where layers have buffers to themselves.
+    def __init__(self, stage: Stage, sharding: Sharding, buffer_slots: Mapping[Key, int], *, leaving: bool) -> None:
+        """``buffer_slots``: each layer's rounding buffer; empty where every layer has its own buffers.
 
         ``leaving``: each layer has two of them, one to leave from and one to come back to.
         """
         self._stage = stage
         self._sharding = sharding
-        self._turns = turns
+        self._buffer_slots = buffer_slots
         self._leaving = leaving
-        self.in_turn: frozenset[Rule] = frozenset({self._turn, self._next_turn})
+        self.double_buffered: frozenset[Rule] = frozenset({self._buffer_slot, self._next_buffer_slot})
         """The rules that are not linear."""
 
     def of(self, template: str, slot: str, family: str) -> Rule:  # noqa: PLR0911 - one return a kind of slot
@@ -49,8 +49,8 @@ class Rules:
         state, _, kind = slot.partition(".")
         if family.startswith(("gathered.", "whole_grads.")):
             return partial(self._sharding.index, family, template)
-        if family.startswith("pending."):
-            return self._pending
+        if family.startswith("deferred."):
+            return self._deferred
         if state in _OF_A_BLOCK:
             return self._block if kind in ("", "layer") else _only
         if slot in ("loss", "grad_norm"):
@@ -62,15 +62,15 @@ class Rules:
         if slot in ("stage.x", "stage.out"):
             return self._chunk
         if slot == "next_x":
-            return self._next_turn if self._turns else self._next_x
+            return self._next_buffer_slot if self._buffer_slots else self._next_x
         if not family.startswith("skeletal."):
             return self._layer
         if self._leaving:
             back = template.startswith(("layer.bwd", "layer.prefetch")) and "resident" not in template
             return self._back if back else self._first
-        return self._turn if self._turns else self._layer
+        return self._buffer_slot if self._buffer_slots else self._layer
 
-    def _pending(self, micro_batch: int, _: int, layer: int) -> int:
+    def _deferred(self, micro_batch: int, _: int, layer: int) -> int:
         return micro_batch * len(self._stage.layers) + layer
 
     def _block(self, _: int, __: int, layer: int) -> int:
@@ -111,25 +111,25 @@ class Rules:
             return self._chunk(micro_batch, subsequence, layer)
         return (self._first if self._leaving else self._layer)(micro_batch, subsequence, layer + 1)
 
-    def _turn(self, micro_batch: int, subsequence: int, layer: int) -> int:
-        return self._turns[micro_batch, subsequence, max(layer, 0)]
+    def _buffer_slot(self, micro_batch: int, subsequence: int, layer: int) -> int:
+        return self._buffer_slots[micro_batch, subsequence, max(layer, 0)]
 
-    def _next_turn(self, micro_batch: int, subsequence: int, layer: int) -> int:
+    def _next_buffer_slot(self, micro_batch: int, subsequence: int, layer: int) -> int:
         """Return where a layer's output goes: as ``_next_x``, but to the next layer's rounding buffer."""
         if self._stage.ends_chunk(layer):
             return self._next_x(micro_batch, subsequence, layer)
-        return self._turns[micro_batch, subsequence, layer + 1]
+        return self._buffer_slots[micro_batch, subsequence, layer + 1]
 
 
 class Bindings:
     """The rules of one template's bound slots, and what they have given."""
 
-    def __init__(self, rules: Sequence[Rule], in_turn: frozenset[Rule], micro_batches: int) -> None:
-        """``in_turn``: the rules that are not linear in the micro-batch."""
+    def __init__(self, rules: Sequence[Rule], double_buffered: frozenset[Rule], micro_batches: int) -> None:
+        """``double_buffered``: the rules that are not linear in the micro-batch."""
         self._rules = list(dict.fromkeys(rules))
-        self._not_linear = in_turn
+        self._not_linear = double_buffered
         self._several = micro_batches > 1
-        self._in_turn = [(number, rule) for number, rule in enumerate(self._rules) if rule in in_turn]
+        self._double_buffered = [(number, rule) for number, rule in enumerate(self._rules) if rule in double_buffered]
         numbers = [self._rules.index(rule) for rule in rules]
         self._of_slots: Callable[[list[int]], tuple[int, ...]] = itemgetter(*numbers) if len(numbers) > 1 else tuple
         self._lines: dict[tuple[int, int], list[tuple[int, int]]] = {}
@@ -141,7 +141,7 @@ class Bindings:
         if lines is None:
             lines = self._lines[subsequence, layer] = [self._line(rule, subsequence, layer) for rule in self._rules]
         taken = [first + micro_batch * further for first, further in lines]
-        for number, rule in self._in_turn:
+        for number, rule in self._double_buffered:
             taken[number] = rule(micro_batch, subsequence, layer)
         return self._of_slots(taken)
 

@@ -14,8 +14,9 @@ they stand decides what they overlap with:
 An eager framework's tensor-parallel ranks without sequence parallelism, which hold whole tensors alike, each hand over
 their part, and gather the whole where it arrives (Megatron-LM's scatter and gather, Narayanan et al. 2021, 4.1).
 
-A stage's input is received into the first layer's own input; where that is a rounding buffer, which other layers use
-until then, into a buffer of its own (carried), and copied. So is what others play the first rows of (``guest.py``).
+A stage's input is received into the first layer's input buffer. Where that is a rounding buffer, other layers still use
+it, so the input is received into a buffer of its own and copied. The same holds for a task whose first rows helpers
+compute (``helper_stage.py``).
 """
 
 from __future__ import annotations
@@ -27,14 +28,14 @@ from memo_sim.contract.plan import Decisions
 from memo_sim.contract.units import DTYPE_BYTES
 from memo_sim.program.ir.builder import Rows, TemplateBuilder, reads, writes
 from memo_sim.program.ir.instruction import BufferClass, Families, Family, Lane
-from memo_sim.program.ir.work import Collective, Handover, Rowwise
+from memo_sim.program.ir.work import Collective, PointToPoint, Rowwise
 from memo_sim.program.layout.schedule import Kind, Pass
 from memo_sim.program.layout.shape import Shape
 from memo_sim.program.layout.stage import Stage
 
 
 @dataclass(frozen=True, slots=True)
-class Handed:
+class StageTransfer:
     """A template of this module to be played for a micro-batch's subsequence, at a layer (local number)."""
 
     template: str
@@ -44,7 +45,7 @@ class Handed:
 
 
 @dataclass(frozen=True)
-class Handovers:
+class StageP2P:
     """The hand-overs of one stage: the buffers and templates of one subsequence, and the order of all of them."""
 
     decisions: Decisions
@@ -59,7 +60,7 @@ class Handovers:
     @property
     def ahead(self) -> int:
         """Passes between a receive and its pass, and between a pass and its send."""
-        return int(self.decisions.layout.overlap_handovers)
+        return int(self.decisions.layout.overlap_p2p)
 
     def families(self) -> list[Family]:
         """Return the buffers of what comes in and goes out, one for each micro-batch and chunk."""
@@ -68,7 +69,7 @@ class Handovers:
         shape, count = self.shape, self.micro_batches * self.stage.chunks
         names = ["stage.x", "stage.out"] if self.enters else ["stage.out"]
         return [
-            Family(name, BufferClass.CARRIED, self.decisions.dtype, shape.shard_tokens, shape.hidden, count)
+            Family(name, BufferClass.PIPELINE, self.decisions.dtype, shape.shard_tokens, shape.hidden, count)
             for name in names
         ]
 
@@ -79,9 +80,9 @@ class Handovers:
         before, after = (self.stage.index - 1) % self.stage.stages, (self.stage.index + 1) % self.stage.stages
         incoming = ("stage.x", "stage.x") if self.enters else ("skeletal.x", "x")
         found = [
-            self._moved("receive.x", families[incoming[0]], incoming[1], before),
+            self._moved("recv.x", families[incoming[0]], incoming[1], before),
             self._moved("send.x", families["stage.out"], "stage.out", after),
-            self._moved("receive.grad", families["grad.x"], "grad_out", after),
+            self._moved("recv.grad", families["grad.x"], "grad_out", after),
             self._moved("send.grad", families["grad.x"], "grad_in", before),
         ]
         if self._parts > 1:
@@ -96,9 +97,9 @@ class Handovers:
         part = Rows(slot, 0, family.tokens // parts)
         size = family.bytes // parts
         if name.startswith("send"):
-            builder.emit(name, "send", Lane.SEND, Handover(size, me, peer), send=reads(part))
+            builder.emit(name, "send", Lane.SEND, PointToPoint(size, me, peer), send=reads(part))
             return builder
-        builder.emit(name, "receive", Lane.RECEIVE, Handover(size, peer, me), recv=writes(part))
+        builder.emit(name, "recv", Lane.RECV, PointToPoint(size, peer, me), recv=writes(part))
         return builder
 
     def _gathered(self, name: str, family: Family, slot: str) -> TemplateBuilder:
@@ -132,7 +133,7 @@ class Handovers:
         )
         return builder
 
-    def behind(self, passes: list[Pass], number: int) -> Iterator[Handed]:
+    def behind(self, passes: list[Pass], number: int) -> Iterator[StageTransfer]:
         """Yield what stands behind a pass (-1: before the first), receives first: they must not wait for the sends."""
         for wanted in range(0 if number < 0 else number + 1 + self.ahead, number + 2 + self.ahead):
             yield from self._received(passes, wanted)
@@ -140,7 +141,7 @@ class Handovers:
         for made in range(number - self.ahead, last + 1):
             yield from self._sent(passes, made)
 
-    def entered(self, each: Pass) -> Iterator[Handed]:
+    def entered(self, each: Pass) -> Iterator[StageTransfer]:
         """Yield what a pass begins with: the gathering of what was received, its copy into the rounding buffer.
 
         Neither stands beside its receive: the lane of collectives must not wait there for what comes a pass later.
@@ -148,26 +149,26 @@ class Handovers:
         layers = self.stage.chunk(each.chunk)
         forward = each.kind is Kind.FORWARD and self.stage.source(each.chunk) is not None
         if self._parts > 1 and forward:
-            yield Handed("stage.gather.x", each.micro_batch, layers[0], each.subsequence)
+            yield StageTransfer("stage.gather.x", each.micro_batch, layers[0], each.subsequence)
         if self._parts > 1 and each.kind is Kind.BACKWARD and self.stage.target(each.chunk) is not None:
-            yield Handed("stage.gather.grad", each.micro_batch, layers[-1], each.subsequence)
+            yield StageTransfer("stage.gather.grad", each.micro_batch, layers[-1], each.subsequence)
         if self.enters and forward:
-            yield Handed("stage.enter", each.micro_batch, layers[0], each.subsequence)
+            yield StageTransfer("stage.enter", each.micro_batch, layers[0], each.subsequence)
 
-    def _received(self, passes: list[Pass], number: int) -> Iterator[Handed]:
+    def _received(self, passes: list[Pass], number: int) -> Iterator[StageTransfer]:
         if number >= len(passes):
             return
         each, layers = passes[number], self.stage.chunk(passes[number].chunk)
         if each.kind is Kind.FORWARD and self.stage.source(each.chunk) is not None:
-            yield Handed("stage.receive.x", each.micro_batch, layers[0], each.subsequence)
+            yield StageTransfer("stage.recv.x", each.micro_batch, layers[0], each.subsequence)
         if each.kind is Kind.BACKWARD and self.stage.target(each.chunk) is not None:
-            yield Handed("stage.receive.grad", each.micro_batch, layers[-1], each.subsequence)
+            yield StageTransfer("stage.recv.grad", each.micro_batch, layers[-1], each.subsequence)
 
-    def _sent(self, passes: list[Pass], number: int) -> Iterator[Handed]:
+    def _sent(self, passes: list[Pass], number: int) -> Iterator[StageTransfer]:
         if number < 0:
             return
         each, layers = passes[number], self.stage.chunk(passes[number].chunk)
         if each.kind is Kind.FORWARD and self.stage.target(each.chunk) is not None:
-            yield Handed("stage.send.x", each.micro_batch, layers[-1], each.subsequence)
+            yield StageTransfer("stage.send.x", each.micro_batch, layers[-1], each.subsequence)
         if each.kind is Kind.BACKWARD and self.stage.source(each.chunk) is not None:
-            yield Handed("stage.send.grad", each.micro_batch, layers[0], each.subsequence)
+            yield StageTransfer("stage.send.grad", each.micro_batch, layers[0], each.subsequence)

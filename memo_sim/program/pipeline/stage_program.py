@@ -3,10 +3,10 @@
     step/*/zero | passes: [embed] layers forward (+ offload) [head] | layers backward (+ prefetch) [embed backward]
                 | step/*/reduce | step/*/opt
 
-A pipeline stage has the embedding or the head only at the model's ends, and hand-overs around its passes
-(``handover.py``). With tied embeddings both ends hold the token embedding, and sum its gradient between them. Every
-subsequence has buffers and templates of its own (``passing.py``), whose names end in ``.s0``, ``.s1`` ... In a
-multiplexed pipeline the passes follow each other in waves (``guest_order.py``).
+A pipeline stage has the embedding or the head only at the model's ends, and p2p transfers around its passes
+(``stage_p2p.py``). With tied embeddings both ends hold the token embedding, and sum its gradient between them. Every
+subsequence has its own buffers and templates (``subsequence_templates.py``), whose names end in ``.s0``, ``.s1`` ... In
+a multiplexed pipeline the passes follow each other in waves (``wave_order.py``).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from memo_sim.contract.plan import Decisions
-from memo_sim.program.attention import subsequence as carried_attention
+from memo_sim.program.attention import subsequence as prefix_attention
 from memo_sim.program.data_parallel.optimizer import Optimizer, tied, totals
 from memo_sim.program.data_parallel.sharding import NOTHING, Sharding
 from memo_sim.program.ir.instruction import BufferClass, Families, Family, Instance, Template
@@ -27,22 +27,22 @@ from memo_sim.program.layout.shape import Shape
 from memo_sim.program.layout.stage import Stage, stages_of
 from memo_sim.program.layout.subsequence import subsequences_of
 from memo_sim.program.layout.swap_schedule import (
+    LayerPass,
     SwapSchedule,
-    Visit,
-    pass_visits,
+    buffer_slots,
+    layer_passes_of,
     swap_schedule,
-    turns,
     window_schedule,
 )
 from memo_sim.program.pipeline.bindings import Bindings, Rules
-from memo_sim.program.pipeline.guest import Guest
-from memo_sim.program.pipeline.guest_home import Home
-from memo_sim.program.pipeline.guest_order import WaveOrder
-from memo_sim.program.pipeline.stage_p2p import Handed
-from memo_sim.program.pipeline.subsequence_templates import Made, Passing
+from memo_sim.program.pipeline.helper_stage import HelperStage
+from memo_sim.program.pipeline.owner_stage import OwnerStage
+from memo_sim.program.pipeline.stage_p2p import StageTransfer
+from memo_sim.program.pipeline.subsequence_templates import Made, SubsequenceTemplates
+from memo_sim.program.pipeline.wave_order import WaveOrder
 
 
-class RoleLowering:
+class StageLowering:
     """Collects families, templates and instances of one role."""
 
     def __init__(
@@ -58,8 +58,8 @@ class RoleLowering:
         shared = {} if made is None else made
         tasks, parts, stages = cut_tasks(decisions), subsequences_of(decisions, shape), stages_of(decisions)
         mine = {x: task for (x, at), task in tasks.items() if at == stage.index}
-        self.passings = [
-            Passing(
+        self.subsequences = [
+            SubsequenceTemplates(
                 decisions,
                 each,
                 stage,
@@ -70,36 +70,36 @@ class RoleLowering:
             )
             for each in parts
         ]
-        self.homes = {x: Home(decisions, parts[x].shape, task, stage) for x, task in mine.items()}
+        self.owners = {x: OwnerStage(decisions, parts[x].shape, task, stage) for x, task in mine.items()}
         """Own tasks that other stages play rows of, by subsequence."""
-        self.guests = [
-            Guest(
+        self.helpers = [
+            HelperStage(
                 decisions,
                 parts[task.subsequence].shape,
                 task,
-                piece,
-                home=stages[task.stage],
+                portion,
+                owner=stages[task.stage],
                 block=self.blocks["layer"],
             )
             for task in tasks.values()
-            for piece in task.guests
-            if piece.stage == stage.index
+            for portion in task.helpers
+            if portion.stage == stage.index
         ]
         counts = {"embed": 1, "layer": len(stage.layers), "head": 1}
         self.optimizers = {kind: Optimizer(decisions, block, kind, counts[kind]) for kind, block in self.blocks.items()}
         self.sharding = Sharding(decisions, self.optimizers, micro_batches, stage)
-        self.rounding = self.passings[0].activations.rounding
+        self.rounding = self.subsequences[0].activations.rounding
         self.families: Families = {}
         self.common: Families = {}
         """Those of no one subsequence."""
-        self.own: list[Families] = [{} for _ in self.passings]
+        self.own: list[Families] = [{} for _ in self.subsequences]
         """Of each subsequence, its own families under their plain names."""
         self._add_families()
         self.templates: list[Template] = []
-        self.visits = [pass_visits(each, stage.chunk(each.chunk)) for each in self.passes]
-        self.order = [visit for mine in self.visits for visit in mine]
-        self.turns = turns(self.order, len(self.passings)) if self.rounding else {}
-        self.rules = Rules(stage, self.sharding, self.turns, leaving=self.passings[0].activations.leaving)
+        self.layer_passes = [layer_passes_of(each, stage.chunk(each.chunk)) for each in self.passes]
+        self.order = [layer_pass for mine in self.layer_passes for layer_pass in mine]
+        self.buffer_slots = buffer_slots(self.order, len(self.subsequences)) if self.rounding else {}
+        self.rules = Rules(stage, self.sharding, self.buffer_slots, leaving=self.subsequences[0].activations.leaving)
         self.bindings: list[Bindings] = []
         """Of each template, which buffers its instances' slots take."""
         self.instances: list[Instance] = []
@@ -134,23 +134,23 @@ class RoleLowering:
             Family("loss", state, "fp32", 1, 1, 1, "device", "step"),
             Family("grad_norm", state, "fp32", 1, 1, 1, "device", "step"),
         )
-        for number, passing in enumerate(self.passings):
+        for number, passing in enumerate(self.subsequences):
             self._hold(*passing.boundaries(), subsequence=number)
         for optimizer in self.optimizers.values():
             self._hold(*optimizer.families())
-        self._hold(*self.sharding.families(), *self.passings[0].activations.families_in_turn())
-        count = self.passings[0].activations.kept_per_layer
-        self._hold(*carried_attention.families(self.decisions, self.passings[0].shape, count))
-        for number, passing in enumerate(self.passings):
+        self._hold(*self.sharding.families(), *self.subsequences[0].activations.shared_families())
+        count = self.subsequences[0].activations.kept_per_layer
+        self._hold(*prefix_attention.families(self.decisions, self.subsequences[0].shape, count))
+        for number, passing in enumerate(self.subsequences):
             self._hold(*passing.families(), subsequence=number)
-        for home in self.homes.values():
-            self._hold(*home.families(self.families["grads.layer"]))
-        for guest in self.guests:
-            self._hold(*guest.families())
+        for owner in self.owners.values():
+            self._hold(*owner.families(self.families["grads.layer"]))
+        for helper in self.helpers:
+            self._hold(*helper.families())
 
     def _hold(self, *families: Family, subsequence: int | None = None) -> None:
         """Add families; those of a subsequence under its own names."""
-        suffix = "" if subsequence is None else self.passings[subsequence].suffix
+        suffix = "" if subsequence is None else self.subsequences[subsequence].suffix
         held = self.common if subsequence is None else self.own[subsequence]
         for family in families:
             named = replace(family, name=family.name + suffix) if suffix else family
@@ -160,7 +160,7 @@ class RoleLowering:
         """Return the role's program."""
         every = [{**self.common, **mine} for mine in self.own]
         seen = [self.sharding.whole(families) for families in every]
-        for passing, families, whole in zip(self.passings, every, seen, strict=True):
+        for passing, families, whole in zip(self.subsequences, every, seen, strict=True):
             for found in passing.layers(families, whole):
                 self._add(*found)
         for kind, optimizer in self.optimizers.items():
@@ -171,18 +171,18 @@ class RoleLowering:
         for sharded in self.sharding.templates(self.families):
             self._add(sharded)
         self._add(totals(self.decisions, self.families))
-        for passing, whole in zip(self.passings, seen, strict=True):
+        for passing, whole in zip(self.subsequences, seen, strict=True):
             for found in passing.ends(whole):
                 self._add(*found)
         if self._tied:
             self._add(tied(self.blocks["embed"], self.families))
-        for passing, families in zip(self.passings, every, strict=True):
+        for passing, families in zip(self.subsequences, every, strict=True):
             for found in passing.handed(families):
                 self._add(*found)
-        self._add_guests(every)
+        self._add_helpers(every)
         self._step()
         return Program(
-            role=self.stage.role,
+            stage=self.stage.name,
             families=tuple(self.families.values()),
             templates=tuple(self.templates),
             instances=tuple(self.instances),
@@ -190,13 +190,13 @@ class RoleLowering:
             passes=tuple(zip(self.passes, self.marks, strict=True)),
         )
 
-    def _add_guests(self, every: list[Families]) -> None:
+    def _add_helpers(self, every: list[Families]) -> None:
         """Add what is handed to guests and taken from them, and what the stage plays as one; the last templates."""
-        for x, home in self.homes.items():
-            for made in home.templates(every[x]):
-                self._add(replace(made.build(), name=home.name(made.name)), made.bound_slots)
-        for guest in self.guests:
-            for template in guest.templates:
+        for x, owner in self.owners.items():
+            for made in owner.templates(every[x]):
+                self._add(replace(made.build(), name=owner.name(made.name)), made.bound_slots)
+        for helper in self.helpers:
+            for template in helper.templates:
                 self.numbers[template.name] = len(self.templates)
                 self.templates.append(template)
 
@@ -208,7 +208,7 @@ class RoleLowering:
         self.templates.append(template)
         families = [f for f in template.slots if f not in own]
         rules = [self.rules.of(template.name, slot, f) for slot, f in zip(slots or families, families, strict=True)]
-        self.bindings.append(Bindings(rules, self.rules.in_turn, self.micro_batches))
+        self.bindings.append(Bindings(rules, self.rules.double_buffered, self.micro_batches))
 
     def _place(
         self, template: str, place: str, micro_batch: int, layer: int = -1, subsequence: int = 0, *, first: int = 0
@@ -224,16 +224,18 @@ class RoleLowering:
 
     def _place_layer(self, template: str, micro_batch: int, layer: int, subsequence: int) -> None:
         place = f"m{micro_batch}/s{subsequence}/l{self.stage.layers[layer]}"
-        self._place(template + self.passings[subsequence].suffix, place, micro_batch, layer, subsequence)
+        self._place(template + self.subsequences[subsequence].suffix, place, micro_batch, layer, subsequence)
 
-    def _pass(self, template: str, place: str, visit: Visit, layer: int, *, backward: bool = False) -> None:
+    def _pass(self, template: str, place: str, layer_pass: LayerPass, layer: int, *, backward: bool = False) -> None:
         """Place what needs parameters or makes gradients, with what gathers and scatters them around it."""
         before, after = self.around.get((place, backward), NOTHING)
         for p in before:
             self._place(p.template, p.place, p.micro_batch, p.layer, p.subsequence)
-        passing = self.passings[visit.subsequence]
+        passing = self.subsequences[layer_pass.subsequence]
         first = passing.own.first if passing.own and template.startswith("layer.") else 0
-        self._place(template + passing.suffix, place, visit.micro_batch, layer, visit.subsequence, first=first)
+        self._place(
+            template + passing.suffix, place, layer_pass.micro_batch, layer, layer_pass.subsequence, first=first
+        )
         for p in after:
             self._place(p.template, p.place, p.micro_batch, p.layer, p.subsequence)
 
@@ -274,87 +276,87 @@ class RoleLowering:
         self.copies = self._copies()
         self.visited = 0
         if self.decisions.layout.multiplexed:
-            ahead = self.decisions.layout.overlap_handovers
-            count = len(self.passings)
-            WaveOrder(self, self.stage, count, homes=self.homes, guests=self.guests, ahead=ahead).place()
+            ahead = self.decisions.layout.overlap_p2p
+            count = len(self.subsequences)
+            WaveOrder(self, self.stage, count, owners=self.owners, helpers=self.helpers, ahead=ahead).place()
             return
-        self._hand_over(-1)
-        for number, (each, mine) in enumerate(zip(self.passes, self.visits, strict=True)):
+        self._place_transfers(-1)
+        for number, (each, mine) in enumerate(zip(self.passes, self.layer_passes, strict=True)):
             self.begin(each)
-            for visit in mine:
-                self.visit(visit)
+            for layer_pass in mine:
+                self.play_layer_pass(layer_pass)
             if each.kind is Kind.WEIGHTS:
                 for layer in reversed(self.stage.chunk(each.chunk)):
-                    self._place_layer("layer.weights", each.micro_batch, layer, each.subsequence)
-            self._hand_over(number)
+                    self._place_layer("layer.wgrad", each.micro_batch, layer, each.subsequence)
+            self._place_transfers(number)
 
     def begin(self, each: Pass) -> None:
         """Begin a pass: with what was received, gathered or copied."""
         self.marks.append(len(self.instances))
-        for handed in self.passings[each.subsequence].handovers.entered(each):
-            self.hand_over(handed)
+        for handed in self.subsequences[each.subsequence].p2p.entered(each):
+            self.place_transfer(handed)
 
-    def visit(self, visit: Visit, then: Callable[[], None] | None = None) -> None:
+    def play_layer_pass(self, layer_pass: LayerPass, then: Callable[[], None] | None = None) -> None:
         """Place one layer's forward or backward, with the model's ends and the copies around it.
 
         ``then`` is called between the layer and the end of the model that follows it.
         """
         schedule = self.copies
-        swapped = visit.key in schedule.swapped
-        (self._backward if visit.backward else self._forward)(visit, swapped, then)
+        swapped = layer_pass.key in schedule.swapped
+        (self._backward if layer_pass.backward else self._forward)(layer_pass, swapped, then)
         for left in schedule.leave_after.get(self.visited, []):
             self._place_layer("layer.offload", left.micro_batch, left.layer, left.subsequence)
         for wanted in schedule.prefetch_after.get(self.visited, []):
             self._place_layer("layer.prefetch", wanted.micro_batch, wanted.layer, wanted.subsequence)
         self.visited += 1
 
-    def hand_over(self, handed: Handed) -> None:
+    def place_transfer(self, handed: StageTransfer) -> None:
         """Place a hand-over between neighbours."""
         self._place_layer(handed.template, handed.micro_batch, handed.layer, handed.subsequence)
 
-    def at_home(self, template: str, layer: int, subsequence: int) -> None:
-        """Place a template of ``Home`` at a layer (local number)."""
+    def at_owner(self, template: str, layer: int, subsequence: int) -> None:
+        """Place a template of ``OwnerStage`` at a layer (local number)."""
         place = f"m0/s{subsequence}/l{self.stage.layers[layer]}"
-        self._place(self.homes[subsequence].name(template), place, 0, layer, subsequence)
+        self._place(self.owners[subsequence].name(template), place, 0, layer, subsequence)
 
-    def as_guest(self, guest: Guest, template: str, layer: int) -> None:
-        """Place a template of ``Guest`` at a layer, counted on its own stage."""
-        self.instances.append(guest.instance(template, self.numbers[guest.name(template)], layer))
+    def as_helper(self, helper: HelperStage, template: str, layer: int) -> None:
+        """Place a template of ``HelperStage`` at a layer, counted on its own stage."""
+        self.instances.append(helper.instance(template, self.numbers[helper.name(template)], layer))
 
     def _copies(self) -> SwapSchedule:
         """Return which activations are copied to the host and back, and where in the order."""
-        travelling = {n for n, each in enumerate(self.passings) if each.activations.travels}
-        if self.passings[0].activations.leaving:
-            return window_schedule(self.visits, self.decisions.offload_window, travelling)
-        return swap_schedule(self.order, self.turns) if self.rounding else SwapSchedule(frozenset(), {})
+        travelling = {n for n, each in enumerate(self.subsequences) if each.activations.travels}
+        if self.subsequences[0].activations.leaving:
+            return window_schedule(self.layer_passes, self.decisions.offload_window, travelling)
+        return swap_schedule(self.order, self.buffer_slots) if self.rounding else SwapSchedule(frozenset(), {})
 
-    def _hand_over(self, number: int) -> None:
-        for handed in self.passings[0].handovers.behind(self.passes, number):
-            self.hand_over(handed)
+    def _place_transfers(self, number: int) -> None:
+        for handed in self.subsequences[0].p2p.behind(self.passes, number):
+            self.place_transfer(handed)
 
-    def _forward(self, visit: Visit, swapped: bool, then: Callable[[], None] | None) -> None:
-        m, layer, s, stage = visit.micro_batch, visit.layer, visit.subsequence, self.stage
+    def _forward(self, layer_pass: LayerPass, swapped: bool, then: Callable[[], None] | None) -> None:
+        m, layer, s, stage = layer_pass.micro_batch, layer_pass.layer, layer_pass.subsequence, self.stage
         at = f"m{m}/s{s}"
         if stage.begins_model(layer):
-            self._pass("embed.fwd", f"{at}/embed", visit, -1)
-            if self.passings[s].own:
+            self._pass("embed.fwd", f"{at}/embed", layer_pass, -1)
+            if self.subsequences[s].own:
                 self._place_layer("stage.enter", m, layer, s)
         last = stage.ends_model(layer)
         template = "layer.fwd.last" if last else "layer.fwd.out" if stage.ends_chunk(layer) else "layer.fwd"
-        self._pass(template, f"{at}/l{stage.layers[layer]}", visit, layer)
+        self._pass(template, f"{at}/l{stage.layers[layer]}", layer_pass, layer)
         if swapped and self.rounding:
             self._place_layer("layer.offload", m, layer, s)
         if then:
             then()
         if last:
-            self._pass("head", f"{at}/head", visit, len(stage.layers), backward=True)
+            self._pass("head", f"{at}/head", layer_pass, len(stage.layers), backward=True)
 
-    def _backward(self, visit: Visit, swapped: bool, then: Callable[[], None] | None) -> None:
-        layer, at = visit.layer, f"m{visit.micro_batch}/s{visit.subsequence}"
-        resident = self.passings[0].activations.resident_differs and not swapped
+    def _backward(self, layer_pass: LayerPass, swapped: bool, then: Callable[[], None] | None) -> None:
+        layer, at = layer_pass.layer, f"m{layer_pass.micro_batch}/s{layer_pass.subsequence}"
+        resident = self.subsequences[0].activations.resident_differs and not swapped
         template = "layer.bwd.resident" if resident else "layer.bwd"
-        self._pass(template, f"{at}/l{self.stage.layers[layer]}", visit, layer, backward=True)
+        self._pass(template, f"{at}/l{self.stage.layers[layer]}", layer_pass, layer, backward=True)
         if then:
             then()
         if self.stage.begins_model(layer):
-            self._pass("embed.bwd", f"{at}/embed", visit, -1, backward=True)
+            self._pass("embed.bwd", f"{at}/embed", layer_pass, -1, backward=True)

@@ -1,8 +1,8 @@
-"""What one subsequence of a stage's micro-batches brings to the program: its buffers, and the templates of its passes.
+"""Buffers and templates of one subsequence on one pipeline stage.
 
-Families are written under plain names (``grad.x``), to which the role adds the subsequence's suffix (``role.py``);
-templates get it here (``layer.fwd.s1``). Without subsequences the one there is holds the whole micro-batch. Layers are
-the same on every stage, and so are their templates: they are made once (``Made``).
+Families are written under plain names (``grad.x``), and ``stage_program.py`` adds the subsequence's suffix. Templates
+get the suffix here (``layer.fwd.s1``). Without subsequences, the only one holds the whole micro-batch. Layers are the
+same on every stage, and so are their templates: they are written once (``Made``).
 """
 
 from __future__ import annotations
@@ -12,19 +12,19 @@ from dataclasses import replace
 from functools import partial
 
 from memo_sim.contract.plan import Decisions
-from memo_sim.program.attention import subsequence as carried_attention
+from memo_sim.program.attention import subsequence as prefix_attention
 from memo_sim.program.ir.builder import TemplateBuilder
 from memo_sim.program.ir.instruction import BufferClass, Families, Family, Template
 from memo_sim.program.layers.activations import Activations
 from memo_sim.program.layers.embedding_and_head import embed_backward, embed_forward, head
 from memo_sim.program.layers.layer import LayerWriter
 from memo_sim.program.layers.metp import MetpLayer
-from memo_sim.program.layers.weight_gradients import PendingWeights
-from memo_sim.program.layout.multiplex import Piece, swapped_at_home
+from memo_sim.program.layers.weight_gradients import DeferredWeightGradients
+from memo_sim.program.layout.multiplex import Portion, swapped_by_owner
 from memo_sim.program.layout.parameters import Block
 from memo_sim.program.layout.stage import Stage
 from memo_sim.program.layout.subsequence import Subsequence
-from memo_sim.program.pipeline.stage_p2p import Handovers
+from memo_sim.program.pipeline.stage_p2p import StageP2P
 
 Bound = tuple[Template, list[str]]
 """A template, and the names of the slots that an instance binds."""
@@ -32,7 +32,7 @@ Made = dict[str, Bound]
 """By name, the templates that every stage of one lowering has alike."""
 
 
-class Passing:
+class SubsequenceTemplates:
     """The families and templates of one subsequence on one stage."""
 
     def __init__(
@@ -44,9 +44,9 @@ class Passing:
         *,
         blocks: Mapping[str, Block],
         made: Made,
-        own: Piece | None = None,
+        own: Portion | None = None,
     ) -> None:
-        """``own``: the rows that the stage plays itself, where others play those before (``guest.py``)."""
+        """``own``: the rows that the stage plays itself, where others play those before (``helper_stage.py``)."""
         self.decisions = decisions
         self.subsequence = subsequence
         self.shape = subsequence.shape
@@ -62,13 +62,13 @@ class Passing:
         played = self._played(own) if own else subsequence
         self.activations = Activations(decisions, self.rows, micro_batches, stage, played)
         enters = self.activations.rounding or own is not None
-        self.handovers = Handovers(decisions, self.shape, stage, micro_batches, enters, self.first)
-        self.pending = PendingWeights(decisions, self.rows, self.activations)
+        self.p2p = StageP2P(decisions, self.shape, stage, micro_batches, enters, self.first)
+        self.deferred = DeferredWeightGradients(decisions, self.rows, self.activations)
 
-    def _played(self, own: Piece) -> Subsequence:
+    def _played(self, own: Portion) -> Subsequence:
         """Return the subsequence of the rows that the stage plays itself."""
         tokens, granule = self.shape.tokens, self.decisions.swap_granule
-        swapped = swapped_at_home(self.subsequence.swapped, tokens, own, granule)
+        swapped = swapped_by_owner(self.subsequence.swapped, tokens, own, granule)
         return replace(self.subsequence, shape=self.rows, swapped=swapped)
 
     @property
@@ -88,7 +88,7 @@ class Passing:
 
     def families(self) -> list[Family]:
         """Return what its layers keep, hand over and leave for weight gradients."""
-        return [f for each in (self.activations, self.handovers, self.pending) for f in each.families()]
+        return [f for each in (self.activations, self.p2p, self.deferred) for f in each.families()]
 
     def layers(self, families: Families, seen: Families) -> Iterator[Bound]:
         """Yield the templates of its layers; ``seen``: the families with whole parameters and gradients."""
@@ -108,8 +108,8 @@ class Passing:
         if self.activations.resident_differs:
             name = "layer.bwd.resident"
             yield self._once(name, lambda: self._backward(name, families, seen, rebuild=False))
-        if self.pending.apart:
-            yield self._once("layer.weights", lambda: self._weights(families, seen))
+        if self.deferred.apart:
+            yield self._once("layer.wgrad", lambda: self._weights(families, seen))
         if self.activations.copied_out:
             yield self._once("layer.offload", lambda: self.activations.offload(families))
             yield self._once("layer.prefetch", lambda: self.activations.prefetch(families, whole[0]))
@@ -142,7 +142,7 @@ class Passing:
 
     def handed(self, families: Families) -> Iterator[Bound]:
         """Yield the templates of what the stage hands to its neighbours and takes from them."""
-        for builder in self.handovers.templates(families):
+        for builder in self.p2p.templates(families):
             yield self._named(builder)
 
     def _layer(
@@ -152,10 +152,10 @@ class Passing:
         builder.bind(seen["params.layer"], slot="params")
         if gradients:
             builder.bind(seen["grads.layer"], slot="grads")
-            if self.pending.apart:
-                self.pending.bind(builder, families)
+            if self.deferred.apart:
+                self.deferred.bind(builder, families)
         self.activations.bind(builder, families)
-        carried_attention.bind(builder, families, self.rows, gradients=gradients)
+        prefix_attention.bind(builder, families, self.rows, gradients=gradients)
         written = MetpLayer if self.rows.metp > 1 else LayerWriter
         return builder, written(builder, self.decisions, self.rows, self.blocks["layer"])
 
@@ -170,15 +170,15 @@ class Passing:
             blocks = self.activations.row_blocks
             writer.recompute(self.activations.recomputed, len(blocks) - 1, whole=False)
         builder.phase = "bwd"
-        writer.weights_apart = self.pending.apart
+        writer.defers_wgrad = self.deferred.apart
         writer.backward("grad_out", "grad_in")
-        if self.pending.apart:
-            self.pending.keep(builder)
+        if self.deferred.apart:
+            self.deferred.keep(builder)
         return builder
 
     def _weights(self, families: Families, seen: Families) -> TemplateBuilder:
-        builder = TemplateBuilder("layer.weights", "wgt")
+        builder = TemplateBuilder("layer.wgrad", "wgt")
         builder.bind(seen["grads.layer"], slot="grads")
-        self.pending.bind_inputs(builder, families)
-        self.pending.write(LayerWriter(builder, self.decisions, self.rows, self.blocks["layer"]))
+        self.deferred.bind_inputs(builder, families)
+        self.deferred.write(LayerWriter(builder, self.decisions, self.rows, self.blocks["layer"]))
         return builder

@@ -22,7 +22,7 @@ MOST_TEMPLATES = 4096
 _kept: OrderedDict[Decisions, Made] = OrderedDict()
 
 
-def made_before(decisions: Decisions) -> Made:
+def cached_templates(decisions: Decisions) -> Made:
     """Return the layers' templates that were written for such a plan, to be added to.
 
     A whole sequence has few, which are not kept.
@@ -53,9 +53,7 @@ def _seen_by_layers(decisions: Decisions) -> Decisions:
     return replace(
         decisions,
         model=replace(model, layers=1),
-        layout=replace(
-            layout, pp=1, schedule="zero-bubble" if apart else "1f1b", virtual_stages=1, overlap_handovers=True
-        ),
+        layout=replace(layout, pp=1, schedule="zero-bubble" if apart else "1f1b", virtual_stages=1, overlap_p2p=True),
         global_batch=decisions.micro_batch * layout.dp,
         offload_window=min(1, decisions.offload_window),
     )

@@ -11,7 +11,7 @@ from memo_sim.program.analysis.columns import Columns
 from memo_sim.program.analysis.edges import Edges
 from memo_sim.program.ir.instruction import BufferClass, Instruction, Lane, Mode
 from memo_sim.program.ir.program import Program
-from memo_sim.program.ir.work import Collective, Copy, Exchange, Handover
+from memo_sim.program.ir.work import Collective, Copy, Exchange, PointToPoint
 
 
 def check_program(program: Program, columns: Columns) -> list[str]:
@@ -118,7 +118,7 @@ def _check_operands(program: Program) -> list[str]:
             ]
             faults += [f"{label}: {fault}" for fault in _aliases(instruction)]
             moved = [o.tokens * row_bytes[names[o.slot]] for o in instruction.operands]
-            if isinstance(instruction.work, Copy | Exchange | Handover) and set(moved) != {instruction.work.bytes}:
+            if isinstance(instruction.work, Copy | Exchange | PointToPoint) and set(moved) != {instruction.work.bytes}:
                 faults.append(f"{label}: moves {moved} bytes but is priced for {instruction.work.bytes}")
             if isinstance(instruction.work, Collective):
                 sizes = {o.role: size for o, size in zip(instruction.operands, moved, strict=True)}
@@ -219,7 +219,7 @@ def _check_gathered(program: Program, columns: Columns) -> list[str]:
     faults = []
     for buffer in sorted(set(writers) | set(readers)):
         name = families[columns.buffer_family[buffer]].name
-        if writers[buffer] not in ([Lane.COLLECTIVE], [Lane.RECEIVE]):
+        if writers[buffer] not in ([Lane.COLLECTIVE], [Lane.RECV]):
             faults.append(f"buffer {buffer} ({name}) is not written by one collective or receive alone")
         if len(readers[buffer]) != 1:
             faults.append(f"buffer {buffer} ({name}) is read by {len(readers[buffer])} passes")

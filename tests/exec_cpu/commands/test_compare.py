@@ -1,4 +1,4 @@
-"""Measured beside predicted: ratios, repeated micro-batches, tolerance, files."""
+"""Tests the comparison of measured and predicted steps: ratios, repeated micro-batches, tolerance, files."""
 
 from pathlib import Path
 
@@ -77,7 +77,7 @@ def test_tolerance() -> None:
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a plan, its predicted trace, and a measured step."""
+    """Make a folder with a plan, its predicted trace, and a measured step."""
     folder = tmp_path_factory.mktemp("measured")
     plan = write_plan(folder / "plan.json", prediction=predicted())
     outcome = run(plan, RunOptions(steps=2))

@@ -1,4 +1,4 @@
-"""What tests of full recompute compare: gradients with plain autograd's, and what is played again with forward's."""
+"""Comparisons for tests of full recompute: gradients with autograd's, and recomputed results with forward's."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -12,11 +12,11 @@ from tests.exec_cpu.autograd_model import AutogradModel
 from tests.exec_cpu.small import batch, gradients, one_step, play, scalars
 
 TOLERANCE = 1e-5
-"""Relative to the largest entry of a tensor."""
+"""Largest allowed error, relative to the largest entry of a tensor."""
 
 
 def assert_gradients_equal_autograds(decisions: Decisions) -> None:
-    """Play a step of single-sequence micro-batches, and compare every gradient with plain autograd's."""
+    """Play a step with micro-batches of one sequence and compare every gradient with plain autograd's."""
     batches = batch(decisions, ignored=0.2)
     with play(decisions) as interpreter:
         reference = AutogradModel(decisions.model, weights.named_parameters(interpreter))
@@ -32,9 +32,9 @@ def assert_gradients_equal_autograds(decisions: Decisions) -> None:
 
 
 def replayed(decisions: Decisions, part: str, ops: Iterable[str], roles: Iterable[str]) -> set[str]:
-    """Return the instructions that backward plays again, and assert that they write forward's bits.
+    """Return the names of the recomputed instructions, after asserting that they write the same bits as in forward.
 
-    Of those with ``part`` in their name and one of ``ops``, by what they write in ``roles``.
+    Covers the instructions with ``part`` in their name and an operator of ``ops``; compares their operands ``roles``.
     """
     found: dict[str, list[torch.Tensor]] = {}
 
@@ -52,7 +52,7 @@ def replayed(decisions: Decisions, part: str, ops: Iterable[str], roles: Iterabl
     for name in again:
         rebuilt, forward = found[name], found[name.replace("rec/", "fwd/")]
         stride = len(rebuilt) // decisions.model.layers
-        # Backward visits the layers in reverse.
+        # Backward goes through the layers in reverse.
         pieces = [rebuilt[i : i + stride] for i in range(0, len(rebuilt), stride)]
         expected = [forward[i : i + stride] for i in range(0, len(forward), stride)]
         for piece, wanted in zip(reversed(pieces), expected, strict=True):

@@ -1,4 +1,4 @@
-"""The planned arena: bitwise what torch's allocator gives, at the planned size, free of races, and never wrong."""
+"""Tests the planned arena: bitwise the results of torch's allocator, the planned size, no races, wrong ones refused."""
 
 import json
 import random
@@ -101,7 +101,7 @@ def test_lasting_buffers_start_as_zeros() -> None:
 
 @pytest.mark.parametrize("decisions", [*EVERY, HOST_STATES], ids=str)
 def test_the_programs_edges_order_all_that_shares_addresses(decisions: Decisions) -> None:
-    """What the engine prices needs no further edge for any placement, so both interpreters wait for the same."""
+    """A placement adds no edge to the program's own, so the engine and the executor wait for the same instructions."""
     (program,) = lower(decisions)
     planned = schedule(program, placement=placed(decisions))
     plain = schedule(program)
@@ -111,7 +111,10 @@ def test_the_programs_edges_order_all_that_shares_addresses(decisions: Decisions
 
 
 def pairs_out_of_order(planned: Schedule) -> list[tuple[int, int]]:
-    """Return pairs of buffers that share addresses and that edges and lanes do not order; plain and quadratic."""
+    """Return the pairs of buffers that share addresses without an order by edges and lanes.
+
+    Compares all pairs, independently of the code under test.
+    """
     arena, lives, columns = planned.arena, planned.lives, planned.columns
     assert arena is not None
     uses: dict[int, list[int]] = {}
@@ -134,7 +137,7 @@ def pairs_out_of_order(planned: Schedule) -> list[tuple[int, int]]:
 
 
 def ancestors(edges: Edges, lanes: list[int]) -> list[int]:
-    """Return for every instruction the set (as bits) of those that have ended when it starts."""
+    """Return, for every instruction, the instructions that have ended when it starts, as a bit set."""
     producers: dict[int, list[int]] = {}
     for producer, consumer in zip(edges.producer.tolist(), edges.consumer.tolist(), strict=True):
         producers.setdefault(consumer, []).append(producer)
@@ -150,7 +153,7 @@ def ancestors(edges: Edges, lanes: list[int]) -> list[int]:
 
 
 def test_a_missing_order_is_found_and_added() -> None:
-    """Without the edges that handing out memory in program order asks for, the arena's own edges take their place."""
+    """When an edge of the program is missing, the arena's own edges replace it."""
     (program,) = lower(HOST_STATES)
     planned = schedule(program, placement=placed(HOST_STATES))
     assert planned.arena is not None
@@ -187,7 +190,7 @@ def moved(placement: Placement, row: int, offset: int) -> Placement:
 
 
 def onto_a_living_neighbour(placement: Placement) -> Placement:
-    """Move the last dynamic buffer onto one that lives when it is born."""
+    """Move the last dynamic buffer onto a buffer that is live at its birth."""
     lasting = placement.ids.index("loss")
     row = max(range(len(placement.ids)), key=lambda i: placement.lower[i])
     return moved(placement, row, placement.offset_bytes[lasting])
@@ -268,7 +271,7 @@ def of_another_class(placement: Placement) -> Placement:
     ],
 )
 def test_a_wrong_placement_is_refused(tmp_path: Path, change: Callable[[Placement], Placement], said: str) -> None:
-    """Pinned by the plan, so that only the checker stands between it and the step."""
+    """The plan pins the wrong placement, so that only the checker can refuse it."""
     path = write_plan(tmp_path / "plan.json")
     plan, wrong = codec.read(path, Plan), change(placed(byte_decisions()))
     codec.write(tmp_path / "plan.placement.json", wrong)

@@ -1,4 +1,7 @@
-"""Attention in chunks as played: autograd's gradients, the program's memory and moves, and forward's bits again."""
+"""Plays chunked attention and checks gradients (autograd's), memory and copies (the program's), and recompute.
+
+Recompute has to give forward's bits.
+"""
 
 from typing import Any
 
@@ -16,7 +19,7 @@ from tests.exec_cpu.small import MODELS, decide, one_step
 
 
 def in_chunks(name: str, **changes: Any) -> Decisions:
-    """Return a plan of three chunks, the last of them shorter."""
+    """Return a plan with three chunks, of which the last is shorter."""
     fields: dict[str, Any] = {"seq_tokens": 320, "micro_batch": 1, "global_batch": 2}
     return decide(MODELS[name], **(fields | {"recompute": "full", "attention_chunk_tokens": 128} | changes))
 

@@ -1,4 +1,4 @@
-"""Debug mode finds every planted race, and nothing where there is none."""
+"""Tests that debug mode finds every planted race, and reports none where there is none."""
 
 import random
 import threading
@@ -20,11 +20,11 @@ from tests.exec_cpu.small import batch, decide, gpt, gradients, llama, one_step,
 SWAP = decide(gpt(), swapped_tokens=256)
 PARTS: dict[str, Any] = {"recompute": "tokenwise", "swapped_tokens": 256, "subsequence_swapped_tokens": (128, 128)}
 SUBSEQUENCES = decide(gpt(layers=2), layout=Layout(subsequences=2), seq_tokens=384, micro_batch=1, **PARTS)
-"""Of 256 and 128 tokens: a half of the first is rebuilt."""
+"""Subsequences of 256 and 128 tokens; half of the first one is recomputed."""
 
 
 class Edged:
-    """A program, and those of its edges that no others imply."""
+    """A program and the edges that no other edges imply."""
 
     def __init__(self, decisions: Decisions, *implied: str) -> None:
         self.decisions = decisions
@@ -39,13 +39,13 @@ EDGED = {
     "swap": Edged(SWAP, "/off/act->m0/s0/l0/pre/act"),
     "subsequences": Edged(SUBSEQUENCES, *(f"/off/{name}->m0/s0/l1/pre/{name}" for name in ("x", "attn", "act"))),
 }
-"""Left out are edges between which compute overwrites the buffer, after the one and before the other."""
+"""Without the edges that other edges imply: compute overwrites the buffer between the offload and the prefetch."""
 
 DROPPED = [pytest.param(each, i, id=name) for each in EDGED.values() for name, i in each.needed.items()]
 
 
-class Visit:
-    """Recognises one instruction among the calls of its equals (layers share templates)."""
+class LayerPass:
+    """Recognises one instruction among equal ones (layers share templates)."""
 
     def __init__(self, edged: Edged, number: int) -> None:
         walked = [instruction for _, instruction in edged.schedule.program.walk()]
@@ -61,8 +61,8 @@ class Visit:
 
 @pytest.mark.parametrize(("edged", "dropped"), DROPPED)
 def test_every_dropped_edge_is_found(edged: Edged, dropped: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The producer is held until the consumer, which no longer waits for it, has begun or was refused."""
-    producer, consumer = (Visit(edged, number) for number in edged.pairs[dropped])
+    """The test holds the producer until the consumer, which no longer waits for it, has started or was refused."""
+    producer, consumer = (LayerPass(edged, number) for number in edged.pairs[dropped])
     begun, watch = threading.Event(), Probe.before
 
     def watching(probe: Probe, bound: Bound, call: Call) -> None:
@@ -110,18 +110,18 @@ def test_no_race_without_a_plant(policy: dict[str, object]) -> None:
     assert all(torch.equal(found[name], wanted[name]) for name in wanted)
 
 
-TURNS: dict[str, Any] = {"recompute": "tokenwise", "swapped_tokens": 128}
+ROUNDING: dict[str, Any] = {"recompute": "tokenwise", "swapped_tokens": 128}
 WINDOW: dict[str, Any] = {"offload_window": 1, "swapped_tokens": 188, "subsequence_swapped_tokens": (128, 0, 60)}
 PARTED: dict[str, Any] = {"layout": Layout(subsequences=3), "seq_tokens": 700, "micro_batch": 1, "global_batch": 2}
 SPEEDS = {
-    "three micro-batches take turns in the slab": ({"global_batch": 6}, TURNS),
+    "three micro-batches take turns in the slab": ({"global_batch": 6}, ROUNDING),
     "buffers leave and others come back": (PARTED, WINDOW),
 }
 
 
 @pytest.mark.parametrize("case", SPEEDS)
 def test_any_speed_of_lanes_gives_the_same_bits(case: str) -> None:
-    """Every kernel is delayed at random."""
+    """Random delays before every kernel do not change the gradients."""
     shared, policy = SPEEDS[case]
     model = gpt(layers=5, hidden=32, ffn_hidden=64, heads=2, kv_heads=2, max_positions=1024)
     decisions = decide(model, **(shared | policy))
@@ -145,13 +145,13 @@ def test_a_copy_that_changes_bytes_is_found() -> None:
         if call.instruction.name == "pre/up":
             call["target"].view(-1)[7] += 1.0
 
-    with pytest.raises(RaceFound, match="l0/pre/up brought back other bytes"):
+    with pytest.raises(RaceFound, match="l0/pre/up prefetched other bytes"):
         one_step(SWAP, debug=True, kernels={**KERNELS, "h2d": corrupt})
 
 
 def test_a_copy_that_copies_nothing_is_found() -> None:
     def lazy(call: Call) -> None:
-        """Leave the rows that are on the device anyway where they are."""
+        """Copy nothing: the device still holds the rows."""
 
     with pytest.raises(RaceFound):
         one_step(SWAP, debug=True, kernels={**KERNELS, "h2d": lazy})

@@ -1,4 +1,4 @@
-"""Loss and every gradient of whole models against plain autograd in double precision."""
+"""Compares the loss and every gradient of whole models with plain autograd in double precision."""
 
 import pytest
 import torch

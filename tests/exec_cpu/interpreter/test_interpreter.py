@@ -1,4 +1,4 @@
-"""Lanes, order, records and refusals of the interpreter."""
+"""Tests the interpreter: lanes, their order, step records, and the plans that it refuses."""
 
 import threading
 import time
@@ -112,7 +112,7 @@ def test_a_kernel_that_resizes_its_operand_is_refused() -> None:
     def resize(call: Call) -> None:
         call["out"].resize_(1)
 
-    with pytest.raises(ValueError, match="fwd/norm1 moved or resized an operand of layer_norm"):
+    with pytest.raises(ValueError, match="fwd/norm1: the kernel of layer_norm moved or resized an operand"):
         one_step(decide(gpt()), kernels={**KERNELS, "layer_norm": resize})
 
 
@@ -128,8 +128,8 @@ def test_a_batch_of_another_shape_is_refused() -> None:
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
-        ({"layout": Layout(tp=2)}, "this process is alone"),
-        ({"kernels": Kernels(attention="flash2")}, "flash2 does not play on cpu"),
+        ({"layout": Layout(tp=2)}, "this process runs alone"),
+        ({"kernels": Kernels(attention="flash2")}, "flash2 does not run on cpu"),
     ],
 )
 def test_plans_of_other_machines_are_refused(changes: dict[str, Any], text: str) -> None:
@@ -189,7 +189,7 @@ def test_measured_trace_has_the_programs_ids() -> None:
 
 
 def test_a_lane_that_waits_for_another_rank_does_not_keep_a_failure_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The other rank may wait for this one: the step's error comes out, and the process can end."""
+    """The other rank may wait for this one, so the step raises its error and the process can end."""
     monkeypatch.setattr(interpreters, "STUCK_S", 0.1)
     begun, never, layers = threading.Event(), threading.Event(), []
 
@@ -200,7 +200,7 @@ def test_a_lane_that_waits_for_another_rank_does_not_keep_a_failure_back(monkeyp
 
     def fails(call: Call) -> None:
         layers.append(call)
-        if len(layers) > 1:  # the first layer is on its way to the host
+        if len(layers) > 1:  # the offload of the first layer has been issued
             begun.wait()
             raise ZeroDivisionError
         KERNELS["attention"](call)

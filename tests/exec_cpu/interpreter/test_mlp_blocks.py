@@ -1,4 +1,7 @@
-"""The MLP in row blocks as played: autograd's gradients, keep's but for the order of sums, and forward's bits again."""
+"""Plays the MLP in row blocks and checks its gradients and its recompute.
+
+Gradients equal autograd's, and those of keep up to the order of sums. Recompute gives forward's bits.
+"""
 
 from typing import Any
 
@@ -14,11 +17,11 @@ from tests.exec_cpu.interpreter.replayed import assert_gradients_equal_autograds
 from tests.exec_cpu.small import MODELS, decide, llama, one_step
 
 IN_BLOCKS = ("ffn_up.", "ffn_down.", "norm2.")
-"""Parameters of the MLP: their gradients are sums over row blocks."""
+"""Parameters of the MLP, whose gradients are sums over row blocks."""
 
 
 def in_blocks(name: str, **changes: Any) -> Decisions:
-    """Return a plan of three row blocks, the last of them shorter."""
+    """Return a plan with three row blocks, of which the last is shorter."""
     fields: dict[str, Any] = {"seq_tokens": 320, "micro_batch": 1, "global_batch": 2}
     return decide(MODELS[name], **(fields | {"recompute": "full", "mlp_chunk_tokens": 128} | changes))
 
@@ -30,7 +33,7 @@ def test_gradients_equal_autograd(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["gpt2", "gpt-bare", "llama", "llama-biased", "qwen3"])
 def test_only_the_mlps_sums_are_taken_in_another_order(name: str) -> None:
-    """All other gradients and the loss are keep's bit for bit: every row of the MLP is made by a product over rows."""
+    """The loss and all other gradients are bitwise those of keep, because a row block changes no row of a result."""
     kept, wanted = one_step(in_blocks(name, recompute="none", mlp_chunk_tokens=0))
     record, found = one_step(in_blocks(name))
     assert record.loss == kept.loss

@@ -1,4 +1,7 @@
-"""What a step takes outside the arena, instruction by instruction, by torch's profiler: never more than is declared."""
+"""Tests that no instruction allocates more memory outside the arena than the program declares.
+
+torch's profiler measures the allocations of each instruction.
+"""
 
 from bisect import bisect_right
 from collections.abc import Callable, Mapping
@@ -26,7 +29,7 @@ from tests.exec_cpu.small import batch, decide, gpt, llama, play, scalars
 MARK = "instruction "
 
 NUMBER_BYTES = 16
-"""Python numbers become tensors of one element."""
+"""Allocations up to this size are ignored: torch turns Python numbers into tensors of one element."""
 
 POLICIES: dict[str, dict[str, Any]] = {
     "keep": {},
@@ -40,30 +43,30 @@ MODELS = {"gpt": gpt(**WIDE, kv_heads=8, max_positions=1024), "llama": llama(**W
 
 @pytest.fixture(autouse=True)
 def one_compute_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A tile, whatever the machine's cores."""
+    """Let attention use one tile, for any number of cores."""
     monkeypatch.setattr(lanes, "available_cores", lambda: 2)
 
 
 def long(model: str, **changes: Any) -> Decisions:
-    """Return decisions with Q twice a tile of the CPU's attention (fp32), so that a hidden copy of an operand shows."""
+    """Return decisions whose Q is twice a tile of the CPU's attention (fp32), so that a hidden copy of it is found."""
     return decide(MODELS[model], seq_tokens=1024, micro_batch=1, **changes)
 
 
 class Outside:
-    """Plays the compute lane's kernels, one step of them under torch's profiler."""
+    """Plays the compute lane's kernels, and one step of them under torch's profiler."""
 
     def __init__(self, kernels: Mapping[str, Kernel] = KERNELS) -> None:
         self.kernels = {op: self._watched(kernel) for op, kernel in kernels.items()}
         self.calls: list[Call] = []
         self.expected = 0
-        """Instructions of the step to be watched; 0: not yet."""
+        """Instructions of the step to profile; 0 means that the current step is not profiled."""
 
     def _watched(self, kernel: Kernel) -> Kernel:
         def call(arguments: Call) -> None:
             if not self.expected or arguments.instruction.lane is not Lane.COMPUTE:
                 kernel(arguments)
                 return
-            if not self.calls:  # in the lane's own thread: the profiler sees no other
+            if not self.calls:  # the profiler sees only the thread that starts it, so the lane's thread does
                 self.profile = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
                 self.profile.start()
             with record_function(f"{MARK}{len(self.calls)}"):
@@ -75,7 +78,7 @@ class Outside:
         return call
 
     def taken(self) -> list[tuple[Call, list[int]]]:
-        """Return what each instruction took and gave back, numbers apart; nothing is taken between them."""
+        """Return what each instruction allocated and freed, without numbers; check that nothing falls in between."""
         assert self.profile.profiler is not None
         events = sorted(self.profile.profiler.kineto_results.events(), key=lambda event: event.start_ns())
         marks = [event for event in events if event.name().startswith(MARK)]
@@ -93,19 +96,19 @@ class Outside:
 
 
 def in_all(changes: list[int]) -> int:
-    """Return the bytes that were taken, whether or not they were given back in between."""
+    """Return the bytes that were allocated, whether or not they were freed in between."""
     return sum(size for size in changes if size > 0)
 
 
 def at_once(changes: list[int]) -> int:
-    """Return the most bytes that were held at the same time."""
+    """Return the most bytes that were allocated at the same time."""
     return max(accumulate(changes, initial=0))
 
 
 def watched(
     decisions: Decisions, kernels: Mapping[str, Kernel] = KERNELS, taken: Callable[[list[int]], int] = in_all
 ) -> list[tuple[Call, int, int]]:
-    """Return every compute instruction of the second step, the bytes it took, and those its library declares."""
+    """Return every compute instruction of the second step, the bytes it allocated, and those its library declares."""
     outside = Outside(kernels)
     with play(decisions, placement=placed(decisions), kernels=outside.kernels) as interpreter:
         batches = batch(decisions)
@@ -121,7 +124,7 @@ def watched(
 
 
 def beyond_declared(found: list[tuple[Call, int, int]]) -> dict[str, int]:
-    """Return by operator the most that one of its instructions took beyond what it declares."""
+    """Return, by operator, the most bytes that one of its instructions allocated beyond its declaration."""
     most: dict[str, int] = {}
     for call, size, declared in found:
         op = call.instruction.op
@@ -132,7 +135,7 @@ def beyond_declared(found: list[tuple[Call, int, int]]) -> dict[str, int]:
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("model", MODELS)
 def test_after_the_first_step_only_declared_workspaces_are_allocated(model: str, policy: str) -> None:
-    """Nothing, or what the program declares for a library's results and a tile: of every instruction."""
+    """An instruction allocates nothing, or what the program declares for a library's results and a tile."""
     check(watched(long(model, **POLICIES[policy])), TILE_BYTES["fp32"])
 
 
@@ -145,7 +148,7 @@ def check(found: list[tuple[Call, int, int]], tile_bytes: int) -> None:
 
 @pytest.mark.parametrize("op", ["attention", "attention.bwd", "linear", "qk_norm", "adamw.decay"])
 def test_a_kernel_that_takes_more_is_found(op: str) -> None:
-    """A copy of one operand, planted."""
+    """The kernel copies one operand that it should not copy."""
 
     def copying(call: Call) -> None:
         role = next(role for role in ("qkv", "x", "params") if role in call.tensors)
@@ -168,7 +171,7 @@ def test_the_arena_is_one_allocation(model: str) -> None:
 
 @pytest.mark.parametrize("dtype", ["fp32", pytest.param("bf16", marks=pytest.mark.slow)])
 def test_the_reserve_holds_what_lies_outside(dtype: str) -> None:
-    """As much as the hungriest instruction holds at once; and it is no guess far above."""
+    """The reserve covers the instruction that allocates the most, and exceeds it by at most a tenth."""
     decisions = long("llama", dtype=dtype, states=dtype, recompute="full")
     found = watched(decisions, taken=at_once)
     (program,) = lower(decisions)

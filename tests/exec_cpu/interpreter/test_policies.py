@@ -1,4 +1,7 @@
-"""What happens to activations changes nothing: bitwise the same gradients, the same curves, the program's bytes."""
+"""Tests that the activation policy (keep, swap, recompute) does not change the results of training.
+
+Gradients are bitwise those of keep, loss curves are the same, and memory and moved bytes are the program's.
+"""
 
 from typing import Any
 
@@ -56,7 +59,7 @@ def test_memory_and_bytes_moved_are_the_programs(policy: str, states: str) -> No
 
 
 def moved(decisions: Decisions, lane: Lane) -> int:
-    """Return the bytes that the program's copies say they move."""
+    """Return the bytes that the program's copies on ``lane`` declare."""
     works = [i.work for _, i in lower(decisions)[0].walk() if i.lane is lane]
     return sum(work.bytes for work in works if isinstance(work, Copy))
 
@@ -116,7 +119,7 @@ def test_gradients_of_a_second_step_do_not_remember_the_first() -> None:
 @pytest.mark.parametrize("rest", [1, 3, 72])
 @pytest.mark.parametrize("name", ["gpt2", "qwen3"])
 def test_recompute_repeats_the_forward_of_its_rows(name: str, rest: int) -> None:
-    """Whatever the number of rows: a library may round a product of very few rows otherwise than one of many."""
+    """For any number of rows: a library may round a GEMM of very few rows differently from one of many."""
     decisions = decide(MODELS[name], seq_tokens=128 + rest, micro_batch=1, recompute="tokenwise", swapped_tokens=128)
     found: dict[str, list[torch.Tensor]] = {}
 

@@ -1,4 +1,4 @@
-"""Whole steps above the allocator that records and replays: libraries get slots of the arena, or replayed ones."""
+"""Plays whole steps on the native allocator: libraries get slots of the arena, or replayed addresses without one."""
 
 import ctypes
 import shutil
@@ -26,7 +26,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def stopped(path: Path) -> Iterator[None]:
-    """Whatever a test does: at its end everything has been given back."""
+    """Check after every test that all memory has been returned."""
     loaded = on_host(path)
     yield
     loaded.memo_stop()
@@ -65,7 +65,7 @@ def test_a_lent_slot_is_cut_into_pieces(path: Path) -> None:
 
 
 def asking(path: Path, asked: list[int]) -> dict[str, Kernel]:
-    """Return kernels whose attention asks the allocator for its results as a library on CUDA would."""
+    """Return kernels whose attention allocates its results, as a library on CUDA would."""
 
     def kernel(op: str) -> Kernel:
         def call(arguments: Call) -> None:
@@ -85,7 +85,7 @@ def asking(path: Path, asked: list[int]) -> dict[str, Kernel]:
 
 
 def four_steps(path: Path, **options: Any) -> tuple[list[float], list[list[int]], Replay]:
-    """Play four steps; return losses, what each was given, and how."""
+    """Play four steps; return their losses, the addresses that each was given, and the allocator's report."""
     asked: list[int] = []
     given = []
     decisions = byte_decisions()
@@ -108,7 +108,7 @@ def plain_losses() -> list[float]:
 
 
 def test_a_library_gets_the_slots_of_the_arena(path: Path) -> None:
-    """All of its results lie in the arena, at the same addresses each step, and nothing else is overwritten."""
+    """All of its results lie in the arena, at the same addresses each step, and overwrite no other buffer."""
     placement = placed(byte_decisions())
     losses, given, report = four_steps(path, placement=placement)
     assert losses == plain_losses()

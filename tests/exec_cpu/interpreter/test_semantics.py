@@ -1,4 +1,4 @@
-"""Training semantics: accumulation, counted targets, loss chunks, optimizer states, dtypes."""
+"""Tests the semantics of training: accumulation, counted targets, loss chunks, optimizer states, dtypes."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ def worst(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> fl
 def test_micro_batches_add_up_to_one_batch(name: str) -> None:
     whole = decide(MODELS[name], micro_batch=4)
     ((ids, labels),) = batch(whole, ignored=0.3)
-    labels[:100] = -100  # the parts count unlike numbers of targets
+    labels[:100] = -100  # so that the micro-batches have different numbers of counted targets
     parts = list(zip(ids.chunk(4), labels.chunk(4), strict=True))
 
     one, wanted = one_step(whole, [(ids, labels)])

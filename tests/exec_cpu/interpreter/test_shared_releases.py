@@ -1,4 +1,7 @@
-"""A buffer of several lanes is released by all of them: on CUDA the allocator must know every stream that used it."""
+"""Tests that a buffer used by several lanes is released by all of them.
+
+On CUDA the allocator has to know every stream that used a buffer.
+"""
 
 from collections import defaultdict
 from collections.abc import Iterable
@@ -6,8 +9,8 @@ from collections.abc import Iterable
 import pytest
 from torch import Tensor
 
+from memo_exec.distributed.mesh import MeshCoordinates
 from memo_exec.distributed.own_program import rank_program
-from memo_exec.distributed.place import Place
 from memo_exec.interpreter.interpreter import Interpreter
 from memo_exec.interpreter.lanes import HostTimekeeper
 from memo_exec.kernels import KERNELS, Call
@@ -18,7 +21,7 @@ from tests.exec_cpu.small import batch, decide, gpt, one_step, scalars
 
 
 class Releases:
-    """Every release, as (tokens, features) and lanes."""
+    """Records every release: the lanes by shape of the buffer, (tokens, features)."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.found: dict[tuple[int, ...], set[Lane]] = defaultdict(set)
@@ -29,14 +32,14 @@ class Releases:
 
 
 def nothing(call: Call) -> None:
-    """Play nothing: only lives are looked at."""
+    """Compute nothing: the test looks only at the lives of buffers."""
 
 
 def test_exchange_buffers_are_released_by_compute_and_by_what_sends_them(monkeypatch: pytest.MonkeyPatch) -> None:
     releases = Releases(monkeypatch)
     model, layout = gpt(), Layout(cp=4)
     decisions = decide(model, layout=layout, seq_tokens=512, micro_batch=1)
-    program = rank_program(decisions, Place(layout))
+    program = rank_program(decisions, MeshCoordinates(layout))
     groups = dict.fromkeys(group_keys(program))
     played = dict.fromkeys(KERNELS, nothing)
     with Interpreter(decisions, program, groups=groups, kernels=played) as interpreter:  # type: ignore[arg-type]

@@ -1,12 +1,12 @@
-"""What an attention backend has to fulfil before its first use, on any device.
+"""The conformance test that an attention backend must pass before its first use, on any device.
 
-Causal alignment, log-sum-exp, lengths off the tile, grouped queries, head sizes, and both passes on one group of heads
-out of the packed tensors (Q, K, V together, or queries apart from carried keys and values), as the executor hands them
-over: results must be right, and every other head untouched.
+It covers causal alignment, the log-sum-exp, lengths that are no multiple of the tile, grouped queries and head sizes.
+As in the executor, forward and backward run on one group of heads in packed tensors: either Q, K and V together, or
+queries separate from the KV cache. The results must be right, and all other heads must stay untouched.
 
-A result may err by twice what plain products in the same dtype err by in the mean square, and by three times in the
-worst element (flash-attention's own factors; the worst element of few thousands is luck), and a log-sum-exp, which
-every backend sums in fp32, by 1e-3.
+Tolerances refer to the errors of plain products in the same dtype: at most twice their root mean square, and at most
+three times their worst element (flash-attention's own factors; the worst of a few thousand elements varies). Every
+backend sums the log-sum-exp in fp32, so it may differ by 1e-3.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ from tests.exec_cpu.kernels import attention_reference as reference
 Triple = tuple[Tensor, Tensor, Tensor]
 LSE_ERROR = 1e-3
 ROUNDING = {torch.float32: 1e-5, torch.bfloat16: 2.0**-9}
-"""Relative to the mean square: what plain products may happen not to show."""
+"""Rounding error that is always allowed, relative to the root mean square; plain products may show less by chance."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """One call: tokens of queries and of keys, heads of a group; ``groups`` are packed, the last is played."""
+    """One call: numbers of query and key tokens, heads of a group; ``groups`` are packed, and the last one runs."""
 
     tokens: int
     heads: int
     kv_heads: int
     head_dim: int
     keys: int = 0
-    """0: as many as queries, and causal."""
+    """Number of key tokens; 0 means as many as queries, with a causal mask."""
     batch: int = 1
     groups: int = 2
     apart: bool = False
-    """Whether queries lie apart from keys and values, as without a mask."""
+    """Whether queries are in a tensor separate from keys and values; calls without a mask always are."""
 
     @property
     def causal(self) -> bool:
@@ -69,7 +69,7 @@ class Operands:
     dtype: torch.dtype
 
     def __post_init__(self) -> None:
-        """Make inputs at random and results full of NaN."""
+        """Make random inputs, and results that are full of NaN."""
         case = self.case
         generator = torch.Generator(self.device).manual_seed(case.tokens)
         q_heads, kv_heads = case.heads * case.groups, case.kv_heads * case.groups
@@ -102,18 +102,18 @@ class Operands:
         self.lse = self.all_lse[:, :, -case.heads :]
 
     def written(self) -> int:
-        """Return how many elements of all results are no longer NaN."""
+        """Return the number of elements, in all results, that are no longer NaN."""
         return sum(int((~tensor.isnan()).sum()) for tensor in (*self.results, self.all_lse))
 
     def wanted_written(self) -> int:
-        """Return how many the group has."""
+        """Return the number of elements that the group's results have."""
         return sum(tensor.numel() for tensor in (*self.grads, self.out, self.lse))
 
 
 def faults(
     backend: Any, case: Case, *, device: str = "cpu", dtype: torch.dtype = torch.float32, deterministic: bool = False
 ) -> list[str]:
-    """Return what ``backend`` does wrong in one case."""
+    """Return the faults of ``backend`` in one case, as sentences."""
     operands = Operands(case, device, dtype)
     with torch.inference_mode():
         backend.forward(*operands.qkv, operands.out, operands.lse, causal=case.causal)
@@ -123,7 +123,7 @@ def faults(
         found = _beyond("out", operands.out, out, plain_out)
         if not (operands.lse - lse).abs().max() <= LSE_ERROR:
             found.append(f"lse: off by {(operands.lse - lse).abs().max():.3g}")
-        operands.out.copy_(out)  # backward alone is judged: it starts from the truth
+        operands.out.copy_(out)  # backward starts from correct values, so that only backward itself is tested
         operands.lse.copy_(lse)
         backend.backward(
             operands.grad,
@@ -144,7 +144,7 @@ def faults(
 
 
 def _beyond(name: str, found: Tensor, wanted: Tensor, plain: Tensor) -> list[str]:
-    """Return the fault of a result that is further from ``wanted`` than ``plain`` is, times what is allowed."""
+    """Return a fault if ``found`` is further from ``wanted`` than ``plain`` is, times the allowed factors."""
     errors, rough, least = found - wanted, plain - wanted, ROUNDING[found.dtype] * wanted.square().mean().sqrt()
     mean, mean_allowed = errors.square().mean().sqrt(), 2 * rough.square().mean().sqrt() + least
     worst, worst_allowed = errors.abs().max(), 3 * rough.abs().max() + least

@@ -1,4 +1,4 @@
-"""Attention in two parts, by hand: what the ring's steps and their merge are compared with, on any device."""
+"""Attention in two parts, as in two steps of a ring, with the kernels and with plain products; on any device."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Merged:
 
 
 class Parted:
-    """Queries of ``batch`` sequences against two sets of keys, the second by the late half of the queries alone."""
+    """Queries of ``batch`` sequences against two sets of keys; only the late half of the queries sees the second."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class Parted:
         return found.to(self.device, TORCH_DTYPES[self.dtype])
 
     def reference(self) -> Reference:
-        """Return what plain products in double precision and autograd make of the same numbers."""
+        """Compute the results with plain products in double precision and autograd."""
         model, q_width = self.model, self.model.q_width
         leaves = [x.double().requires_grad_() for x in (self.qkv[:, :q_width], *self.kv)]
         q = leaves[0].view(self.batch, self.rows, model.heads, -1).transpose(1, 2)
@@ -78,7 +78,7 @@ class Parted:
         return Reference(out.detach().float(), lse.detach().float(), grads[0], grads[1:])
 
     def forward(self) -> Merged:
-        """Return both parts, merged."""
+        """Run the kernels on both parts and merge the results."""
         whole, part = self._part(0, self.rows), self._part(1, self.rows // 2)
         operands = {"part": part.out, "part_lse": part.lse, "out": whole.out, "lse": whole.lse}
         play("attention.merge", self.decisions, dict(operands), device=self.device)
@@ -94,7 +94,7 @@ class Parted:
         return Merged(out, lse)
 
     def backward(self, out: Tensor, lse: Tensor) -> tuple[Tensor, list[Tensor]]:
-        """Return the gradients of the packed Q, K, V, to which those of the queries are added, and of both keys."""
+        """Return the packed gradient with the gradients of the queries added, and the gradients of both ``kv``."""
         out, d_qkv, d_kv = out.to(self.qkv.dtype), torch.zeros_like(self.qkv), []
         for which, queries in ((0, self.rows), (1, self.rows // 2)):
             d_q = torch.empty(self.batch * queries, self.model.q_width, dtype=out.dtype, device=self.device)

@@ -1,4 +1,4 @@
-"""Attention by its definition: one head and one block of queries at a time, so that no product passes any bound."""
+"""Attention by its definition, for one head and one block of queries at a time, so that no index exceeds 32 bits."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ QUERIES = 512
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, shift: int = 0) -> tuple[Tensor, Tensor]:
-    """Return output and log-sum-exp in ``q``'s dtype; (batch, tokens, heads, head_dim) as everywhere.
+    """Return output and log-sum-exp in ``q``'s dtype; tensors are (batch, tokens, heads, head_dim).
 
-    ``shift`` moves the causal diagonal: query i sees keys up to i + shift (0 is right).
+    ``shift`` moves the causal diagonal: query i sees keys up to i + shift (0 is correct).
     """
     out, lse = torch.empty(q.shape, dtype=q.dtype, device=q.device), q.new_empty(q.shape[:3])
     for b, h, rows in _blocks(q):
@@ -46,7 +46,7 @@ def _blocks(q: Tensor) -> list[tuple[int, int, slice]]:
 
 
 def _of_head(q: Tensor, keys: Tensor, batch: int, head: int) -> Tensor:
-    """Return what a query head attends to: neighbouring query heads share a key/value head."""
+    """Return the keys (or values) for a query head; neighbouring query heads share a key/value head."""
     return keys[batch, :, head // (q.shape[2] // keys.shape[2])]
 
 

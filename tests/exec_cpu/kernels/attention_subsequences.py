@@ -1,8 +1,8 @@
-"""Attention over subsequences alone: the instructions that a lowered program has for it, played on any device.
+"""Runs only the attention instructions of a lowered program with subsequences, on any device.
 
-What a layer's forward and backward templates say of attention is played template by template, forward from the first
-subsequence to the last and back again, on queries, keys, values and output gradients that a test chooses. Buffers that
-templates share are kept between them; every tensor is NaN until a kernel has written it.
+It runs the attention of a layer's templates, forward from the first subsequence to the last, then backward in reverse.
+The test chooses queries, keys, values and output gradients. Buffers that templates share are kept between them. Every
+tensor is NaN until a kernel writes it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Found:
 
 
 class Subsequences:
-    """One sequence of ``tokens`` in ``parts`` of equal length, played with ``kernel`` in ``head_groups`` of heads."""
+    """One sequence of ``tokens`` in ``parts`` subsequences; attention uses ``kernel`` in ``head_groups`` groups."""
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ class Subsequences:
         return found.to(self.device, TORCH_DTYPES[self.dtype])
 
     def reference(self) -> Found:
-        """Return what a masked softmax in double precision and autograd make of the same numbers."""
+        """Compute the results with a masked softmax in double precision and autograd."""
         model, leaf = self.model, self.qkv.double().requires_grad_()
         parts = leaf.split([model.q_width, model.kv_width, model.kv_width], dim=1)
         q, k, v = (x.unflatten(1, (-1, model.head_dim)).transpose(0, 1) for x in parts)
@@ -80,7 +80,7 @@ class Subsequences:
         return Found(out.detach(), scores.logsumexp(-1).T.detach(), leaf.grad)
 
     def played(self) -> Found:
-        """Return what the program's kernels make of them."""
+        """Compute the results with the program's kernels."""
         kept: dict[str, Tensor] = {}
         ends = [f".s{n}" if len(self.rows) > 1 else "" for n in range(len(self.rows))]
         for end, rows in zip(ends, self.rows, strict=True):
@@ -94,7 +94,7 @@ class Subsequences:
         return Found(out, lse, torch.cat(grads[::-1]))
 
     def _play(self, name: str, kept: dict[str, Tensor], given: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Play a template's attention; ``given`` are the contents of buffers that others have written."""
+        """Run a template's attention; ``given`` has the contents of buffers that other instructions write."""
         template = next(each for each in self.program.templates if each.name == name)
         own = {family.name: family for family in template.own}
         shared = {family.name: family for family in self.program.families}

@@ -1,8 +1,8 @@
-"""Attention libraries that cannot be installed here, as their sources document them, computing by the definition.
+"""Fakes of attention libraries that need a GPU: they have the real signatures and compute attention by its definition.
 
-Names, order and defaults of arguments, shapes they assert and what they return are those of flash-attention 0251105
+Names, order and defaults of arguments, asserted shapes and return values follow flash-attention at commit 0251105
 (hopper/flash_api.cpp, flash_attn/cute/interface.py), its version of 2026-03 for the older beta, and TransformerEngine
-2.9 and d0067d0. transformer-engine reads operands as if they were contiguous, and so does its fake.
+2.9 and d0067d0. transformer-engine reads operands as if they were contiguous, and its fake does the same.
 """
 
 # ruff: noqa: N803, PLR0917 - the libraries' own signatures
@@ -23,7 +23,7 @@ from tests.exec_cpu.kernels import attention_reference as reference
 
 @contextmanager
 def installed(modules: dict[str, dict[str, Any]]) -> Iterator[None]:
-    """Make modules with these contents importable; names without contents are packages."""
+    """Make modules with these contents importable; a module without contents is a package."""
     before = {name: sys.modules.get(name) for name in modules}
     for name, contents in modules.items():
         module = ModuleType(name)
@@ -67,7 +67,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, scale: float, *, causal: bool) -> 
 def _backward(grad: Tensor, qkv: Any, out: Tensor, lse: Tensor, scale: float, *, causal: bool) -> Any:
     q = qkv[0]
     assert scale == q.shape[-1] ** -0.5
-    assert lse.is_contiguous(), "kernels read rows of (batch, heads, tokens)"
+    assert lse.is_contiguous(), "the real kernels read contiguous (batch, heads, tokens)"
     assert lse.shape == (q.shape[0], q.shape[2], q.shape[1])
     assert lse.dtype == torch.float32
     wide = [x.double() for x in (grad, *qkv, out)]
@@ -76,7 +76,7 @@ def _backward(grad: Tensor, qkv: Any, out: Tensor, lse: Tensor, scale: float, *,
 
 @contextmanager
 def flash3(*, forward: str = FLASH3_FORWARD) -> Iterator[None]:
-    """Register flash-attn 3's operators with their schemas; its package only has to be importable."""
+    """Register flash-attn 3's operators with their schemas, and make its package importable."""
     library = torch.library.Library("flash_attn_3", "DEF")
     try:
         for schema in (forward, FLASH3_BACKWARD):
@@ -94,7 +94,7 @@ def _flash3_forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any, **named: Any) -
     given = _by_name(FLASH3_FORWARD, (q, k, v, *rest), named)
     out = given["out"]
     assert all(x.stride(-1) == 1 for x in (q, k, v, out))
-    assert given["num_splits"] == 1, "0 lets it split, and sums in another order"
+    assert given["num_splits"] == 1, "with 0 the library may split, which changes the order of summation"
     result, lse = _forward(q, k, v, given["softmax_scale"], causal=given["is_causal"])
     out.copy_(result)
     return out, lse, q.new_empty(0), q.new_empty(0)
@@ -111,7 +111,7 @@ def _flash3_backward(dout: Tensor, *rest: Any, **named: Any) -> Any:
 
 
 def _by_name(schema: str, values: tuple[Any, ...], named: dict[str, Any]) -> dict[str, Any]:
-    """Return an operator's arguments by name, defaults where none was given."""
+    """Return an operator's arguments by name, with defaults for the missing ones."""
     arguments = torch._C.parse_schema("flash_attn_3::" + " ".join(schema.split())).arguments
     given = {argument.name: argument.default_value for argument in arguments}
     return given | dict(zip([argument.name for argument in arguments], values, strict=False)) | named
@@ -176,14 +176,14 @@ def _flash4_backward(
 
 @contextmanager
 def flash4(*, new: bool) -> Iterator[None]:
-    """Make flash-attn-4 importable: as it is now, or as it was before b19."""
+    """Make flash-attn-4 importable, in its new form or in the form before beta 19."""
     contents = {"_flash_attn_fwd": _flash4_forward(new), "_flash_attn_bwd": _flash4_backward}
     with installed({"flash_attn": {}, "flash_attn.cute": {}, "flash_attn.cute.interface": contents}):
         yield
 
 
 def _flat(x: Tensor) -> Tensor:
-    """Return what a kernel reads that knows a shape and an address only."""
+    """Return the tensor as a kernel that ignores strides reads it."""
     dense = torch.empty(x.shape).stride()
     return x.as_strided(x.shape, dense)
 
@@ -276,7 +276,7 @@ def _te_2_20() -> dict[str, Any]:
 
 @contextmanager
 def transformer_engine(*, new: bool) -> Iterator[None]:
-    """Make transformer-engine importable: 2.20, or 2.9."""
+    """Make transformer-engine importable, as version 2.20 (``new``) or 2.9."""
     functions = _te_2_20() if new else _te_2_9()
     package = "transformer_engine.pytorch"
     extensions = {"FusedAttnBackend": {"F16_arbitrary_seqlen": "NVTE_F16_arbitrary_seqlen"}, **functions}

@@ -1,4 +1,4 @@
-"""One kernel call made by hand, and the memory that torch hands out behind it."""
+"""Calls a single kernel without a program, and counts the memory that torch allocates during a call."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -27,7 +27,7 @@ def play(
     rank: int = 0,
     kernels: Mapping[str, Kernel] = KERNELS,
 ) -> Call:
-    """Play one kernel; ``first`` is every operand's first token, ``name`` the instruction's, ``rank`` who plays it."""
+    """Run one kernel; ``first`` is every operand's first token, ``name`` the instruction's name, ``rank`` this rank."""
     given = {role: tensor for role, tensor in tensors.items() if tensor is not None}
     if workspace_bytes:
         given["workspace"] = torch.full((workspace_bytes // 4,), float("nan"), device=device)
@@ -41,12 +41,12 @@ def play(
 
 
 def allocations(action: Callable[[], Any]) -> list[int]:
-    """Return the sizes of all blocks that torch's CPU allocator hands out during ``action``."""
+    """Return the sizes of all blocks that torch's CPU allocator allocates during ``action``."""
     return [change for change in memory_changes(action) if change > 0]
 
 
 def memory_changes(action: Callable[[], Any]) -> list[int]:
-    """Return the sizes of the blocks that torch's CPU allocator hands out, and (negative) takes back, in order."""
+    """Return the sizes of the blocks that torch's CPU allocator allocates and (negative) frees, in order."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         action()
     assert profile.profiler is not None

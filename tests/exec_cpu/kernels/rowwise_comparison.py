@@ -1,7 +1,7 @@
-"""Each row-wise kernel plain and fused, against the plain one in fp32 on the same numbers.
+"""Compares each row-wise kernel, plain and fused, with the plain one in fp32 on the same numbers.
 
-A fused result may be as far from that as the plain one in its dtype, and a rounding more. Matrices are views of wider
-rows, so that a kernel that ignores strides reads NaN.
+A fused result may differ from fp32 as much as the plain one in its dtype does, plus one rounding. Matrices are views of
+wider rows, so a kernel that ignores strides reads NaN.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from tests.exec_cpu.small import CPU_KERNELS, decide, gpt, llama
 
 ROWS, VOCAB = 50, 97
 ROUNDING = {torch.float32: 1e-5, torch.bfloat16: 2.0**-8}
-"""Of one result, relative to the largest."""
+"""Rounding error of one result, relative to the largest."""
 CUT = 2.0**-6
-"""Of a result that Triton's interpreter casts to bf16 twice: it cuts digits off, where a GPU rounds."""
+"""Error of a result that Triton's interpreter casts to bf16 twice; it truncates, whereas a GPU rounds."""
 
 
 @dataclass
 class Trial:
-    """An op's operands in one dtype, and which of them it writes."""
+    """An op's operands, and the roles of those that it writes."""
 
     op: str
     decisions: Decisions
@@ -37,7 +37,7 @@ class Trial:
     workspace_bytes: Callable[[str, RowwiseKernel], int] = lambda dtype, rowwise: 0
 
     def played(self, rowwise: RowwiseKernel, dtype: torch.dtype, device: str) -> dict[str, Tensor]:
-        """Return what it writes, in fp32."""
+        """Run the op and return the operands that it writes, in fp32."""
         given = {role: _placed(tensor, dtype, device) for role, tensor in self.tensors.items()}
         kernels = Kernels(attention=CPU_KERNELS.attention, rowwise=rowwise)
         name = {torch.float32: "fp32", torch.bfloat16: "bf16"}[dtype]
@@ -55,7 +55,7 @@ class Trial:
 
 
 def _placed(tensor: Tensor | None, dtype: torch.dtype, device: str) -> Tensor | None:
-    """Return a copy in ``dtype`` (statistics, sums and labels keep theirs), matrices as views of wider rows."""
+    """Return a copy in ``dtype``, with matrices as views of wider rows; statistics, sums and labels keep theirs."""
     if tensor is None:
         return None
     kept = tensor.dtype != torch.float64
@@ -68,7 +68,7 @@ def _placed(tensor: Tensor | None, dtype: torch.dtype, device: str) -> Tensor | 
 
 
 def _random(*shape: int, seed: int = 0, scale: float = 1.0, shift: float = 0.0) -> Tensor:
-    """Return numbers that bf16 holds exactly, in fp64, which stands for "the op's dtype" here."""
+    """Return random numbers that bf16 represents exactly, in fp64; a trial replaces fp64 by the op's dtype."""
     generator = torch.Generator().manual_seed(seed + sum(shape))
     return (torch.randn(shape, generator=generator) * scale + shift).bfloat16().double()
 
@@ -140,7 +140,7 @@ def _rotary(*, backward: bool) -> Trial:
 def _cross_entropy(uncounted: int) -> Trial:
     labels = torch.randint(0, VOCAB, (ROWS,), generator=torch.Generator().manual_seed(0))
     labels[:uncounted] = -100
-    logits = _random(ROWS, VOCAB, scale=30, shift=100)  # far beyond what exp can hold
+    logits = _random(ROWS, VOCAB, scale=30, shift=100)  # exp of these logits overflows
     return Trial(
         "cross_entropy",
         decide(gpt()),
@@ -171,7 +171,7 @@ NAMES = list(TRIALS)
 
 
 def faults(name: str, *, dtype: torch.dtype, device: str, rounding: float) -> list[str]:
-    """Return what the fused kernel writes that is further from fp32's than the plain one and ``rounding``."""
+    """Return the results of the fused kernel that differ from fp32 by more than the plain ones and ``rounding``."""
     trial = TRIALS[name]()
     wanted = trial.played("torch", torch.float32, device)
     plain, found = trial.played("torch", dtype, device), trial.played("triton", dtype, device)

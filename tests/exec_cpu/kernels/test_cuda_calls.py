@@ -1,4 +1,4 @@
-"""The CUDA backends' calls fit the operators' schemas: played on tensors without memory (meta), which says no more."""
+"""The CUDA backends' calls match the operators' schemas; they run on meta tensors, so values are not checked."""
 
 import pytest
 import torch

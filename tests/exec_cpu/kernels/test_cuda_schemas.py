@@ -1,7 +1,7 @@
-"""Whole steps as they would be issued to a CUDA device, on fake tensors: every call fits its operator's schema.
+"""Every call of a whole step on a CUDA device matches its operator's schema; the step runs on fake tensors.
 
-Nothing is computed. A torch that was built with CUDA plays them on its fake device, any other on fakes that say they
-lie there.
+Nothing is computed. With a CUDA build of torch, the tensors are on its fake device. Otherwise they are fakes that
+report a CUDA device.
 """
 
 from typing import Any
@@ -28,7 +28,7 @@ POLICIES: list[dict[str, Any]] = [
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("kernel", ["torch-flash", "torch-cudnn"])
 @pytest.mark.parametrize("family", [gpt, llama])
-def test_every_call_fits_its_operator(family: Any, kernel: str, policy: dict[str, Any]) -> None:
+def test_every_call_matches_its_operator(family: Any, kernel: str, policy: dict[str, Any]) -> None:
     decisions = decide(family(layers=2), dtype="bf16", kernels=Kernels(attention=kernel), **policy)
     (program,) = lower(decisions)
     observed = observe_fake(decisions, program)
@@ -36,7 +36,7 @@ def test_every_call_fits_its_operator(family: Any, kernel: str, policy: dict[str
     assert {"attention", "attention.bwd"} <= observed.workspaces.keys()
 
 
-def test_a_call_that_does_not_fit_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_call_that_does_not_match_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     def without_a_bias(q: Tensor, k: Tensor, v: Tensor, *results: Tensor, causal: bool) -> None:
         del results, causal
         torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v)

@@ -1,4 +1,4 @@
-"""What tensor-parallel ranks compute of a divided vocabulary adds up to the whole: loss, gradient, lookup."""
+"""With the vocabulary split over tensor-parallel ranks, their losses, gradients and lookups add up to the whole."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SCALE = 0.125
 
 
 def call(op: str, rank: int, tp: int, vocab: int, workspace: int = 0, **tensors: Tensor) -> None:
-    """Play one kernel as a rank would."""
+    """Run one kernel as rank ``rank``."""
     model = gpt(vocab=vocab, heads=8, kv_heads=8, head_dim=8)
     decisions = decide(model, layout=Layout(tp=tp), seq_tokens=TOKENS, micro_batch=1)
     context = Context(decisions, torch.device("cpu"), rank=rank, scalars=StepScalars(loss_scale=SCALE))
@@ -40,10 +40,10 @@ def labels_of(vocab: int) -> Tensor:
 
 
 def divided_loss(logits: Tensor, tp: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return the loss and the gradient that ``tp`` ranks compute of (tokens, vocab) logits."""
+    """Return the loss and the gradient that ``tp`` ranks compute from (tokens, vocab) logits."""
     vocab = logits.shape[1]
     width = -(-vocab // tp)
-    padded = torch.full((TOKENS, width * tp), 1e4)  # what lies beyond the vocabulary must not count
+    padded = torch.full((TOKENS, width * tp), 1e4)  # columns beyond the vocabulary must not count
     padded[:, :vocab] = logits
     labels, name = labels_of(vocab), {torch.float32: "fp32", torch.bfloat16: "bf16"}[dtype]
     scratch = loss_workspace_bytes(TOKENS, width, name)
@@ -70,7 +70,7 @@ def divided_loss(logits: Tensor, tp: int, dtype: torch.dtype) -> tuple[Tensor, T
 @pytest.mark.parametrize(("vocab", "tp"), [(64, 2), (97, 4), (5, 4), (3, 8)])
 @pytest.mark.parametrize("scale", [1.0, 100.0])
 def test_loss_and_gradient(vocab: int, tp: int, dtype: torch.dtype, scale: float) -> None:
-    """Logits in the hundreds, too: their exponentials are no numbers any more."""
+    """Some logits are in the hundreds, so that their exponentials overflow."""
     generator = torch.Generator().manual_seed(0)
     logits = (scale * torch.randn(TOKENS, vocab, generator=generator)).to(dtype).float()
     loss, grad = divided_loss(logits, tp, dtype)
@@ -80,7 +80,7 @@ def test_loss_and_gradient(vocab: int, tp: int, dtype: torch.dtype, scale: float
     assert leaf.grad is not None
     assert float(loss) == pytest.approx(float(wanted.detach()), rel=1e-5)
     assert not grad[:, vocab:].any()
-    # The log-sum-exp travels in fp32, and the gradient is rounded to the logits' dtype.
+    # The log-sum-exp is exchanged in fp32, and the gradient is rounded to the logits' dtype.
     tolerance = SCALE * (2**-22 * max(1.0, float(logits.abs().max())) + torch.finfo(dtype).eps)
     assert (grad[:, :vocab] - leaf.grad).abs().max() <= tolerance
 

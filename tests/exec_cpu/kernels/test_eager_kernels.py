@@ -1,4 +1,4 @@
-"""How many kernels autograd launches for an instruction of a program: the model of an eager host counts so."""
+"""Autograd launches about two kernels per instruction of a program, as the cost model of an eager host assumes."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ WITHOUT_KERNEL = {
     *("view", "_unsafe_view", "permute", "transpose", "t", "split", "slice", "select", "expand", "detach", "alias"),
     *("unsqueeze", "empty", "empty_like", "empty_strided", "new_empty_strided", "ones_like"),
 }
-"""Operators that make views or memory, and the ones that backward starts from."""
+"""Operators that only make views or memory, and those with which backward starts."""
 
 
 class Kernels(TorchDispatchMode):
-    """Counts the operators that compute something."""
+    """Counts the operators that launch a kernel."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class Kernels(TorchDispatchMode):
 
 
 class Layer(nn.Module):
-    """A GPT layer with rotary positions, as one writes it."""
+    """A GPT layer with rotary positions in plain PyTorch."""
 
     def __init__(self, hidden: int, heads: int, ffn: int) -> None:
         super().__init__()
@@ -76,6 +76,6 @@ def test_autograd_launches_about_two_kernels_for_an_instruction() -> None:
         i.lane == Lane.COMPUTE for name in ("layer.fwd", "layer.bwd") for i in templates[name].instructions
     )
     assert instructions == 39
-    # The gradients of a first step are stored, those of later ones added: a kernel for each parameter more.
+    # The first step stores gradients, later steps add them; that is one kernel more per parameter.
     later = len(eager.launched) + len(list(layer.parameters()))
     assert KERNELS == round(len(eager.launched) / instructions) == round(later / instructions)

@@ -1,4 +1,4 @@
-"""Every kernel against plain autograd, by row blocks smaller than the operands."""
+"""Every kernel gives the results of plain autograd, with row blocks smaller than the operands."""
 
 from importlib import import_module
 
@@ -33,7 +33,7 @@ def leaf(*shape: int, seed: int = 0, shift: float = 0.0) -> Tensor:
 
 
 def plain(tensor: Tensor | None) -> Tensor | None:
-    """Return the values as a flat or two-dimensional operand without autograd."""
+    """Return the values as an operand, flat or two-dimensional, without autograd."""
     return None if tensor is None else tensor.detach().clone()
 
 
@@ -126,7 +126,7 @@ def test_swiglu() -> None:
 
 @pytest.mark.parametrize("first", [0, 128 - 20])
 @pytest.mark.parametrize("scaling", [None, LLAMA3])
-def test_rotary_knows_positions_modulo_the_sequence(first: int, scaling: object) -> None:
+def test_rotary_positions_restart_with_every_sequence(first: int, scaling: object) -> None:
     model = llama(rope_scaling=scaling)
     decisions, width = decide(model), model.q_width + model.kv_width
     packed = leaf(2 * 128, width + model.kv_width).double()
@@ -222,7 +222,7 @@ def test_residual_add(bias: bool) -> None:
 @pytest.mark.parametrize("uncounted", [0, 20, ROWS])
 def test_cross_entropy_counts_targets(uncounted: int) -> None:
     logits, labels = leaf(ROWS, 33), torch.randint(0, 33, (ROWS,))
-    logits.data.mul_(30.0).add_(100.0)  # far beyond what exp can hold
+    logits.data.mul_(30.0).add_(100.0)  # exp of these logits overflows
     labels[:uncounted] = -100
     loss = F.cross_entropy(logits, labels, ignore_index=-100, reduction="sum") * 0.02
     loss.backward()

@@ -1,4 +1,4 @@
-"""flash-attn 3, 4 and transformer-engine are called as their sources document: played on fakes of their signatures."""
+"""flash-attn 3 and 4 and transformer-engine are called as their sources document; fakes have their signatures."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ NAMES = ["flash3", "flash4-b17", "flash4", "te-2.9", "te-2.20"]
 
 @pytest.mark.parametrize(("backend", "library"), LIBRARIES, ids=NAMES)
 @pytest.mark.parametrize("case", [CASES[0], CASES[1], CASES[4], CASES[6], CASES[8], CASES[9]], ids=str)
-def test_calls_are_right(backend: ModuleType, library: Library, case: Case) -> None:
+def test_calls_match_the_signatures(backend: ModuleType, library: Library, case: Case) -> None:
     with library():
         assert backend.missing() == ""
         assert faults(backend, case, dtype=torch.bfloat16, deterministic=True) == []
@@ -69,11 +69,11 @@ def test_heads_without_a_kernel_are_refused(head_dim: int, deterministic: bool, 
         if not refused:
             check_kernels(decisions, program, GPU)
             return
-        with pytest.raises(CannotRun, match=f"flash3: heads of {head_dim}: .*{refused}"):
+        with pytest.raises(CannotRun, match=f"flash3: head_dim is {head_dim}, .*{refused}"):
             check_kernels(decisions, program, GPU)
 
 
-def test_bits_that_cudnn_does_not_promise_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cudnn_is_refused_for_deterministic_plans(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.backends.cudnn.is_available", lambda: True)
     decisions = decide(llama(), dtype="bf16", deterministic=True, kernels=Kernels(attention="torch-cudnn"))
     (program,) = lower(decisions)
@@ -91,10 +91,10 @@ def test_without_its_library_a_kernel_is_missing(name: str) -> None:
 def test_another_implementation_behind_torchs_operators_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     assert attention_kernels(GPU)["torch-flash"] == ""
     monkeypatch.setattr(torch.nn.attention, "current_flash_attention_impl", lambda: "FA3")
-    assert attention_kernels(GPU)["torch-flash"] == "FA3 plays torch's flash operators in this process"
+    assert attention_kernels(GPU)["torch-flash"] == "FA3 has replaced torch's flash operators in this process"
 
 
-def test_flash_attn_2_alone_is_no_flash_attn_4() -> None:
+def test_flash_attn_2_does_not_count_as_flash_attn_4() -> None:
     with fakes.installed({"flash_attn": {}}):
         assert "flash-attn-4 is not installed" in attention_flash4.missing()
 
@@ -111,7 +111,7 @@ def test_an_unknown_version_is_refused_before_it_is_called() -> None:
         assert "cannot be imported" in attention_te.missing()
 
 
-def test_triton_is_refused_where_it_cannot_play() -> None:
+def test_triton_is_refused_where_it_cannot_run() -> None:
     decisions = decide(llama(), dtype="bf16", kernels=Kernels(attention="torch-flash", rowwise="triton"))
     (program,) = lower(decisions)
     with pytest.raises(CannotRun, match=r"decisions.kernels.rowwise") as caught:
@@ -126,7 +126,7 @@ def test_triton_is_refused_where_it_cannot_play() -> None:
 
 @pytest.mark.parametrize("name", ["flash3", "flash4", "te-fused"])
 def test_requests_are_recorded_without_the_library(name: str) -> None:
-    """What a library asks for is counted as declared; the rest of the step is seen."""
+    """The record has the declared workspace of each library call, and all requests of the rest of the step."""
     decisions = decide(llama(), dtype="bf16", kernels=Kernels(attention=name, rowwise="triton"))
     (program,) = lower(decisions)
     found = observe_fake(decisions, program)

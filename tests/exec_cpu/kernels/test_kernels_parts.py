@@ -1,4 +1,4 @@
-"""Attention in parts, merged, and what is packed around an exchange: each kernel against plain torch."""
+"""Attention in parts, its merge, and packing around an exchange: each kernel gives the results of plain torch."""
 
 import pytest
 import torch
@@ -33,7 +33,7 @@ def close(found: Tensor, wanted: Tensor) -> None:
 
 
 @pytest.mark.parametrize("batch", [1, 2])
-def test_parts_and_their_merge_are_attention_over_all_keys(batch: int) -> None:
+def test_merged_parts_equal_attention_over_all_keys(batch: int) -> None:
     parted = Parted(batch)
     wanted, found = parted.reference(), parted.forward()
     close(found.out, wanted.out)
@@ -41,7 +41,7 @@ def test_parts_and_their_merge_are_attention_over_all_keys(batch: int) -> None:
 
 
 @pytest.mark.parametrize("batch", [1, 2])
-def test_the_backward_of_parts_adds_up(batch: int) -> None:
+def test_gradients_of_parts_add_up(batch: int) -> None:
     parted = Parted(batch)
     wanted = parted.reference()
     d_qkv, d_kv = parted.backward(wanted.out, wanted.lse)
@@ -53,7 +53,7 @@ def test_the_backward_of_parts_adds_up(batch: int) -> None:
 
 @pytest.mark.parametrize("distance", [-200.0, -3.0, 0.0, 3.0, 200.0])
 def test_merging_far_apart_parts(distance: float) -> None:
-    """One part may outweigh the other beyond what an exponential can hold."""
+    """One part may outweigh the other so much that an exponential overflows."""
     rows = 2 * table.MERGE_ROWS + 3
     out, part = random(rows, Q), random(rows, Q, seed=1)
     lse, part_lse = random(rows, HEADS), random(rows, HEADS, seed=1) + distance
@@ -71,7 +71,7 @@ def test_merging_far_apart_parts(distance: float) -> None:
 
 
 @pytest.mark.parametrize("batch", [1, 3])
-def test_keys_and_values_travel_early_chunks_first(batch: int) -> None:
+def test_keys_and_values_are_packed_with_early_chunks_first(batch: int) -> None:
     decisions = cp_decisions(batch)
     rows, chunk = decisions.local_tokens, decisions.seq_tokens // 4
     qkv, packed = random(rows, Q + 2 * KV), torch.empty(rows, 2 * KV)
@@ -80,7 +80,7 @@ def test_keys_and_values_travel_early_chunks_first(batch: int) -> None:
     assert torch.equal(packed, qkv[order, Q:])
 
     home = torch.zeros_like(qkv)
-    play("grad.accumulate", decisions, {"x": packed, "out": home}, name="bwd/d_kv.home")
+    play("grad.accumulate", decisions, {"x": packed, "out": home}, name="bwd/d_kv.return")
     assert torch.equal(home[:, Q:], qkv[:, Q:])
     assert not home[:, :Q].any()
 
@@ -95,7 +95,7 @@ def test_gradients_of_equal_width_are_added() -> None:
 @pytest.mark.parametrize("alpha", [0.0, 0.5])
 @pytest.mark.parametrize("packed", [True, False], ids=["qkv", "q"])
 def test_heads_go_to_their_ranks_and_back(alpha: float, packed: bool) -> None:
-    """Every rank's packed rows, exchanged, are the whole sequence's rows of some heads."""
+    """Exchanging all ranks' packed rows yields the whole sequence's rows for each rank's heads."""
     degree, seq = 2, 512
     fields = {"recompute": "tokenwise", "swapped_tokens": int(alpha * seq) // degree}
     decisions = decide(MODEL, layout=Layout(ulysses=degree), seq_tokens=seq, micro_batch=1, **fields)
@@ -132,12 +132,12 @@ def test_no_hidden_allocations(dtype: str) -> None:
         return [size for size in found if size > 16]
 
     assert sizes("kv.pack", qkv=qkv, out=packed) == []
-    assert sizes("grad.accumulate", "bwd/d_kv.home", x=packed, out=qkv) == []
+    assert sizes("grad.accumulate", "bwd/d_kv.return", x=packed, out=qkv) == []
     assert sizes("grad.accumulate", x=out, out=qkv) == []
     assert sizes("attention.merge", part=out.clone(), part_lse=lse.clone(), out=out, lse=lse) == []
 
 
-def test_the_reserve_counts_what_merging_takes() -> None:
+def test_the_reserve_counts_the_scratch_of_merging() -> None:
     machine = Machine("cpu", "a CPU", 1, 1, 2**33, 2**33, 2**33, 2**33)
     found = needs_of(lower(cp_decisions())[0], machine)
     assert found.reserve[MERGES] == table.merge_scratch_bytes(HEADS, DIM, "fp32")

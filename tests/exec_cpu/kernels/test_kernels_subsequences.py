@@ -1,4 +1,4 @@
-"""Attention over subsequences with carried keys and values, call by call, against a masked softmax and autograd."""
+"""Attention over subsequences with a KV cache gives the results of a masked softmax and autograd."""
 
 from itertools import accumulate
 from typing import Any
@@ -18,7 +18,7 @@ from tests.exec_cpu.kernels.hand_call import allocations, play
 from tests.exec_cpu.small import decide, gpt, llama
 
 CASES = [(200, 1), (256, 2), (385, 3), (500, 2), (640, 4)]
-"""Tokens and parts: equal ones, a last one of a single row, ends off the tile."""
+"""(tokens, subsequences): equal ones, a last one with a single row, and ends that are no multiple of the tile."""
 
 TP2 = Layout(tp=2, sequence_parallel=True, subsequences=3)
 
@@ -29,7 +29,7 @@ def close(found: Tensor, wanted: Tensor, tolerance: float = 1e-5) -> None:
 
 @pytest.mark.parametrize("head_groups", [1, 2])
 @pytest.mark.parametrize(("tokens", "parts"), CASES)
-def test_subsequences_are_attention_over_the_whole_sequence(tokens: int, parts: int, head_groups: int) -> None:
+def test_subsequences_equal_attention_over_the_whole_sequence(tokens: int, parts: int, head_groups: int) -> None:
     case = Subsequences(tokens, parts, head_groups=head_groups)
     wanted, found = case.reference(), case.played()
     close(found.out, wanted.out)
@@ -37,7 +37,7 @@ def test_subsequences_are_attention_over_the_whole_sequence(tokens: int, parts: 
     close(found.grad_qkv, wanted.grad_qkv)
 
 
-def test_bf16_is_as_near_as_its_roundings() -> None:
+def test_bf16_errors_are_within_its_rounding() -> None:
     case = Subsequences(385, 3, dtype="bf16")
     wanted, found = case.reference(), case.played()
     close(found.out, wanted.out, 2.0**-6)
@@ -45,10 +45,11 @@ def test_bf16_is_as_near_as_its_roundings() -> None:
     close(found.grad_qkv, wanted.grad_qkv, 2.0**-6)
 
 
-def test_many_terms_lose_nothing_in_bf16() -> None:
-    """Every subsequence attends to the first key, as to an attention sink: its value's gradient has a term of each.
+def test_many_gradient_terms_keep_their_precision_in_bf16() -> None:
+    """Every subsequence attends to the first key (an attention sink), so its value's gradient has a term from each.
 
-    Sixteen of them, added in bf16, are half as far off again as the unsplit sequence's, whose kernel sums in fp32.
+    If the sixteen terms were added in bf16, the error would be 1.5 times that of the unsplit sequence, whose kernel
+    sums in fp32.
     """
     errors = []
     for parts in (1, 16):
@@ -63,7 +64,7 @@ def test_many_terms_lose_nothing_in_bf16() -> None:
     assert split < whole
 
 
-def test_packed_rows_split_and_joined_are_the_same_rows() -> None:
+def test_splitting_and_joining_packed_rows_restores_them() -> None:
     case = Subsequences(256, 2)
     width = case.model.q_width
     q, kv, joined = (torch.full((256, n), torch.nan) for n in (width, 2 * case.model.kv_width, case.qkv.shape[1]))
@@ -94,7 +95,7 @@ def test_no_hidden_allocations(op: str) -> None:
 
 
 @pytest.mark.parametrize("rows", [256, 2 * table.NORM_ROWS + 100])
-def test_sums_are_wider_than_their_terms(rows: int) -> None:
+def test_sums_may_have_a_wider_dtype_than_their_terms(rows: int) -> None:
     case = Subsequences(256, 2, dtype="bf16")
     terms, total = torch.randn(rows, 64).bfloat16(), torch.randn(rows, 64)
     wanted = total + terms.float()
@@ -110,7 +111,7 @@ def test_sums_are_wider_than_their_terms(rows: int) -> None:
 
 
 def positions_of(decisions: Decisions, rank: int = 0) -> list[tuple[int, list[int]]]:
-    """Return (rows, positions) of a rank's rows of every subsequence: of its token shard, where it has one."""
+    """Return (number of rows, positions) of a rank in every subsequence, for its token shard if it has one."""
     layout, found = decisions.layout, []
     tp = layout.tp if layout.sequence_parallel else 1
     parts = partition(decisions)
@@ -122,7 +123,7 @@ def positions_of(decisions: Decisions, rank: int = 0) -> list[tuple[int, list[in
 
 
 @pytest.mark.parametrize("policy", [{}, {"recompute": "tokenwise", "swapped_tokens": 188}], ids=["keep", "tokenwise"])
-def test_rotary_knows_where_a_subsequence_starts(policy: dict[str, Any]) -> None:
+def test_rotary_uses_the_start_of_a_subsequence(policy: dict[str, Any]) -> None:
     model = llama()
     if policy:
         policy |= {"subsequence_swapped_tokens": (128, 0, 60)}
@@ -145,7 +146,7 @@ def test_rotary_knows_where_a_subsequence_starts(policy: dict[str, Any]) -> None
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("swapped", [(), (256, 256, 0)], ids=["keep", "tokenwise"])
 @pytest.mark.parametrize("parallel", [True, False])
-def test_learned_positions_know_it_in_every_token_shard(parallel: bool, swapped: tuple[int, ...], rank: int) -> None:
+def test_learned_positions_use_it_in_every_token_shard(parallel: bool, swapped: tuple[int, ...], rank: int) -> None:
     model = gpt(max_positions=1600)
     layout = Layout(tp=2, sequence_parallel=parallel, subsequences=3)
     policy = {"recompute": "tokenwise", "swapped_tokens": 512, "subsequence_swapped_tokens": swapped} if swapped else {}

@@ -1,7 +1,7 @@
-"""Triton's row-wise kernels against the plain ones and autograd, in Triton's interpreter on a CPU.
+"""Triton's row-wise kernels give the results of the plain ones and of autograd, in Triton's interpreter on a CPU.
 
-Run with ``TRITON_INTERPRET=1`` where Triton is installed; skipped elsewhere. On a GPU tests/gpu/test_kernels_cuda.py
-plays the same comparison compiled.
+Set ``TRITON_INTERPRET=1`` and install Triton to run these tests; they are skipped otherwise. On a GPU,
+tests/gpu/test_kernels_cuda.py makes the same comparison with compiled kernels.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ pytestmark = [
 
 @pytest.mark.parametrize("name", comparison.NAMES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_fused_kernels_are_the_plain_ones(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fused_kernels_match_the_plain_ones(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(table, "NORM_PROGRAMS", 7)
     rounding = comparison.CUT if dtype == torch.bfloat16 else comparison.ROUNDING[dtype]
     assert comparison.faults(name, dtype=dtype, device="cpu", rounding=rounding) == []
@@ -34,7 +34,7 @@ def test_fused_kernels_are_the_plain_ones(name: str, dtype: torch.dtype, monkeyp
 
 @pytest.mark.parametrize("name", ["layer_norm", "rms_norm.bwd", "gelu.bwd", "swiglu", "rotary", "cross_entropy"])
 def test_the_comparison_finds_a_wrong_kernel(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One element of the first result is off by five in a hundred of the largest."""
+    """The planted fault changes one element of the first result by 5 % of the largest."""
     plain = comparison.Trial.played
 
     def faulty(trial: comparison.Trial, rowwise: str, dtype: torch.dtype, device: str) -> dict[str, torch.Tensor]:

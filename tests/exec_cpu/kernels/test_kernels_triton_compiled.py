@@ -1,6 +1,6 @@
-"""Triton's row-wise kernels compile for Hopper, down to its binaries: Triton's wheel brings the assembler.
+"""Triton's row-wise kernels compile to Hopper binaries; the assembler is in Triton's wheel.
 
-Skipped without Triton, and in its interpreter. That they compute the right numbers is shown in test_kernels_triton.py.
+The tests are skipped without Triton and in its interpreter. test_kernels_triton.py checks the computed numbers.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import pytest
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton"),
     pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing"),
-    pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION"),  # a notice of Triton 3.9 about its next version
+    pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION"),  # Triton 3.9 announces a change in its next version
 ]
 BF16, FP32, INT, LONG = "*bf16", "*fp32", "i32", "i64"
 NORM = [BF16, BF16, BF16, BF16, FP32, INT, INT, INT, "fp32"]
@@ -52,4 +52,4 @@ def test_it_compiles_for_hopper(name: str, types: list[str], constants: dict[str
     source = ASTSource(function, signature, constants)
     compiled = compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps})
     assert len(compiled.asm["cubin"]) > 0
-    assert ".local" not in compiled.asm["ptx"]  # nothing is kept in slow memory
+    assert ".local" not in compiled.asm["ptx"]  # no registers are spilled to local memory

@@ -1,4 +1,4 @@
-"""No kernel takes memory that neither the program declares nor the reserve counts, on any instruction set."""
+"""No kernel allocates memory that neither the program declares nor the reserve counts, on any instruction set."""
 
 from itertools import accumulate
 
@@ -15,7 +15,7 @@ from tests.exec_cpu.kernels.hand_call import memory_changes
 from tests.exec_cpu.small import MODELS, decide, one_step
 
 NUMBER_BYTES = 16
-"""Python numbers become tensors of one element."""
+"""Allocations up to this size are ignored, because torch turns Python numbers into tensors of one element."""
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama-biased", "qwen3"])
@@ -53,5 +53,5 @@ def test_hidden_allocations(name: str, dtype: str) -> None:
 
 
 def test_a_kernel_cannot_take_more_than_is_declared() -> None:
-    with pytest.raises(ValueError, match="the workspace has 0 bytes"):
+    with pytest.raises(ValueError, match="more workspace bytes, but 0 of the declared 0 are taken"):
         Scratch(None).take(1)

@@ -1,4 +1,7 @@
-"""What libraries allocate beside the arena: planner and executor take off the same bytes, and agree on what fits."""
+"""Tests the bytes that libraries allocate outside the arena.
+
+Planner and executor subtract the same bytes from the device's memory, and agree on which plans fit.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +13,8 @@ import pytest
 import torch
 
 from memo_exec.commands import run
+from memo_exec.distributed.mesh import MeshCoordinates
 from memo_exec.distributed.own_program import rank_program
-from memo_exec.distributed.place import Place
 from memo_exec.machine import preflight
 from memo_exec.machine.memory_budget import Needs, check_memory, needs_of
 from memo_exec.machine.placement_file import checked_placement, has_library_slots, placement_path
@@ -56,7 +59,7 @@ POLICIES = {
 
 
 def hardware_of(device_bytes: int, *, later_bytes: int = 2**20) -> Hardware:
-    """Return a GPU of so much memory, as a calibration would find it: some in use, some for kernels and libraries."""
+    """Return a GPU with ``device_bytes`` of memory and the reserve that a calibration measures."""
     _, hardware = load_cluster("a800-1x1")
     source = hardware.device_memory_bytes.source
     reserve = {IN_USE: float(TAKEN), "kernels and libraries": float(later_bytes)}
@@ -76,7 +79,7 @@ def asked(tokens: int, pins: Pins, hardware: Hardware, devices: int = 1) -> Answ
 
 
 def needs(answer: Answer) -> Needs:
-    """Return what the stage needs that needs the most, each in its own arena."""
+    """Return the needs of the stage that needs the most memory, each stage in its own arena."""
     assert answer.best is not None
     assert answer.arena is not None
     decisions, pinned = answer.best.decisions, answer.arena.placement
@@ -93,7 +96,7 @@ def test_what_if_and_run_agree_to_the_byte(policy: str, tokens: int) -> None:
     pins = POLICIES[policy]
     found = needs(asked(tokens, pins, hardware_of(200 * GIB)))
     least = found.device_bytes + found.reserve_bytes + TAKEN
-    # The profile's own items count on top of a lent arena as they are; else as much as the executor takes off.
+    # With a lent arena the planner counts the profile's own reserve; otherwise as much as the executor subtracts.
     if pins.replay_allocator:
         least += 2**20 - LATER_BYTES
     for device_bytes, fits in ((least, True), (least - 1, False)):
@@ -122,7 +125,10 @@ def test_what_if_and_run_agree_to_the_byte(policy: str, tokens: int) -> None:
 )
 @pytest.mark.parametrize("policy", ["alpha 0.5", "full recompute"])
 def test_so_do_ranks_of_several(layout: dict[str, int], policy: str) -> None:
-    """What libraries take is counted once, merges and communicators are in both: no slots stay empty in the arena."""
+    """Planner and executor count the same workspaces of libraries and the same merges. The arena has no slots for them.
+
+    The planner also counts the communicators.
+    """
     pins = replace(POLICIES[policy], **dict.fromkeys(("tp", "cp", "ulysses", "dp", "pp"), 1) | layout)
     found = asked(16_384, pins, hardware_of(200 * GIB), devices=4)
     assert found.best is not None
@@ -136,7 +142,7 @@ def test_so_do_ranks_of_several(layout: dict[str, int], policy: str) -> None:
     for device_bytes, fits in ((least, True), (least - 1, False)):
         answer = asked(16_384, pins, hardware_of(device_bytes), devices=4)
         assert (answer.best is not None) is fits
-        free = device_bytes - TAKEN - planned[COMMUNICATORS]  # as a rank finds it when its groups are made
+        free = device_bytes - TAKEN - planned[COMMUNICATORS]  # what a rank finds free after it has made its groups
         machine = replace(GPU, device_memory_bytes=device_bytes, device_free_bytes=free, host_available_bytes=2**50)
         if fits:
             check_memory(needs(answer), machine)
@@ -206,7 +212,7 @@ def test_an_arena_without_their_slots_is_whole(tmp_path: Path) -> None:
     (program,) = lower(decisions)
     lean, full = (place(found, solver="greedy") for found in (arena_requests(program, decisions), requests_of(program)))
     assert lean.arena_bytes <= full.arena_bytes
-    for placement in (lean, full):  # plans made before had slots for them
+    for placement in (lean, full):  # plans of older versions have slots for them
         plan = written(tmp_path / "plan.json", decisions, placement)
         assert checked_placement(plan, program, tmp_path / "plan.json") == placement
         store = ArenaStore(schedule(program, placement=placement), torch.device("cpu"))
@@ -221,7 +227,7 @@ def test_every_rank_of_several_runs_in_an_arena_without_them(layout: Layout, tmp
     first, *_ = lower(decisions)
     plan = written(tmp_path / "plan.json", decisions, place(arena_requests(first, decisions), solver="greedy"))
     for rank in range(layout.devices):
-        program = rank_program(decisions, Place(layout, rank))
+        program = rank_program(decisions, MeshCoordinates(layout, rank))
         found = checked_placement(plan, program, tmp_path / "plan.json")
         assert found is not None
         assert set(found.ids) == set(arena_requests(program, decisions).ids)
@@ -230,7 +236,7 @@ def test_every_rank_of_several_runs_in_an_arena_without_them(layout: Layout, tmp
 
 
 def test_without_their_slots_a_long_sequence_needs_less(tmp_path: Path) -> None:
-    """Attention's backward is the worst instant then, and its workspace the arena's largest hole."""
+    """There the peak is in attention's backward, and most of its workspace would be unused bytes of the arena."""
     model = msgspec.structs.replace(load_model("llama3-8b"), layers=1, vocab=32_768)
     kernels = Kernels(attention="flash2", rowwise="triton")
     fields = {"recompute": "full", "loss_chunk_tokens": 4096, "mlp_chunk_tokens": 8192, "kernels": kernels}
@@ -270,15 +276,15 @@ def test_an_arena_without_slots_lends_nothing(monkeypatch: pytest.MonkeyPatch) -
     decisions = small()
     (program,) = lower(decisions)
     lean = place(arena_requests(program, decisions), solver="greedy")
-    with pytest.raises(CannotRun, match="no slots to serve libraries from") as caught:
+    with pytest.raises(CannotRun, match="no slots for the workspaces of libraries") as caught:
         preflight.check(decisions, program, GPU, lean, lent=True)
     assert caught.value.exit_code == 6
 
 
 def test_a_plan_that_lends_is_run_with_the_allocator(tmp_path: Path) -> None:
-    """On a machine without CUDA that is refused before anything is made, not run without it."""
+    """A machine without CUDA refuses the plan before it allocates, instead of running it without the allocator."""
     decisions = small(replay_allocator=True)
     (program,) = lower(decisions)
     written(tmp_path / "plan.json", decisions, place(requests_of(program), solver="greedy"))
-    with pytest.raises(CannotRun, match="replaying allocator serves CUDA"):
+    with pytest.raises(CannotRun, match="replaying allocator serves CUDA devices only"):
         run.run(tmp_path / "plan.json", run.RunOptions(steps=1))

@@ -1,4 +1,4 @@
-"""What this machine cannot run is refused before anything is allocated, with what was got and wanted."""
+"""Tests that a plan which this machine cannot run is refused before anything is allocated, with got and wanted."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -80,7 +80,7 @@ def test_ranks_of_a_host_share_its_memory() -> None:
     needed = needs_of(lower(decisions)[0], CPU)
     free = needed.device_bytes + needed.host_bytes + needed.reserve_bytes
     check_memory(needed, replace(CPU, host_available_bytes=free))
-    with pytest.raises(CannotRun, match="for 2 ranks"):
+    with pytest.raises(CannotRun, match="shared by 2 ranks"):
         check_memory(needed, replace(CPU, host_available_bytes=free, sharing=2))
 
 
@@ -126,12 +126,12 @@ def test_stages_of_several_parts_have_a_program_each() -> None:
     layout = Layout(pp=2, schedule="interleaved", virtual_stages=2)
     plan = plan_of(byte_decisions(model=gpt(vocab=256, layers=4), layout=layout))
     programs = [preflight.checked_program(plan, where="plan.json", rank=rank) for rank in range(2)]
-    assert [program.role for program in programs] == ["stage0", "stage1"]
+    assert [program.stage for program in programs] == ["stage0", "stage1"]
 
 
 def test_a_step_of_too_many_micro_batches_is_refused_at_once() -> None:
     plan = msgspec.structs.replace(plan_of(byte_decisions()), decisions=byte_decisions(global_batch=2**20))
-    with pytest.raises(CannotRun, match="more instructions than the executor plays"):
+    with pytest.raises(CannotRun, match="more instructions than the executor can play"):
         preflight.checked_program(plan, where="plan.json")
 
 

@@ -18,7 +18,7 @@ from memo_sim.contract.errors import MemoError
 from memo_sim.contract.plan import Decisions, Layout
 from memo_sim.program.ir.instruction import Instruction
 from memo_sim.program.ir.program import Program
-from memo_sim.program.ir.work import Collective, Handover
+from memo_sim.program.ir.work import Collective, PointToPoint
 from memo_sim.program.lower import lower
 from tests.exec_cpu.plans import byte_decisions, plan_of, write_plan
 from tests.exec_cpu.small import gpt
@@ -41,7 +41,7 @@ def decisions_of(layout: Layout) -> Decisions:
 def test_programs_of_every_layout_pass(layout: Layout) -> None:
     checks = program_checks.program_checks(decisions_of(layout))
     assert [check.faults for check in checks] == [()] * len(checks)
-    names = [f"program {program.role}" for program in lower(decisions_of(layout))]
+    names = [f"program {program.stage}" for program in lower(decisions_of(layout))]
     assert [check.name for check in checks] == [*names, "stages", *(["ring"] if layout.ring > 1 else [])]
 
 
@@ -75,7 +75,7 @@ def another_size(kind: type[Any]) -> Callable[[tuple[Program, ...]], tuple[Progr
 
 FAULTS = {
     "a read outside its buffer": (Layout(), out_of_its_buffer, "program", "leaves its buffer"),
-    "a send of another size": (Layout(pp=2), another_size(Handover), "stages", "is received"),
+    "a send of another size": (Layout(pp=2), another_size(PointToPoint), "stages", "is received"),
     "a collective of another size": (Layout(pp=2, tp=2), another_size(Collective), "program", "is priced for"),
 }
 

@@ -1,4 +1,4 @@
-"""Every rank has an arena: the plan's, its namesakes' addresses, or one by first fit."""
+"""Tests that every rank has an arena: the plan's, one with the plan's addresses, or one by first fit."""
 
 from pathlib import Path
 from typing import Any
@@ -6,8 +6,8 @@ from typing import Any
 import msgspec
 import pytest
 
+from memo_exec.distributed.mesh import MeshCoordinates
 from memo_exec.distributed.own_program import rank_program
-from memo_exec.distributed.place import Place
 from memo_exec.machine.placement_file import checked_placement
 from memo_exec.machine.rank_placement import rank_placement
 from memo_sim.contract import codec
@@ -35,7 +35,7 @@ def test_every_rank_has_an_arena_that_serves_its_program(layout: Layout, tmp_pat
     plan = plan_for(tmp_path / "plan.json", layout)
     pinned = codec.read(tmp_path / "plan.placement.json", Placement)
     for rank in range(layout.devices):
-        place = Place(layout, rank)
+        place = MeshCoordinates(layout, rank)
         program = rank_program(plan.decisions, place)
         found = checked_placement(plan, program, tmp_path / "plan.json")
         assert found is not None
@@ -53,7 +53,7 @@ def test_every_rank_has_an_arena_that_serves_its_program(layout: Layout, tmp_pat
 def test_a_placement_of_another_plan_is_still_refused(tmp_path: Path) -> None:
     plan = plan_for(tmp_path / "plan.json", Layout(cp=2))
     other = msgspec.structs.replace(plan.decisions, seq_tokens=256)
-    program = rank_program(other, Place(other.layout))
+    program = rank_program(other, MeshCoordinates(other.layout))
     with pytest.raises(BadInput, match="wrong for the plan's program"):
         checked_placement(msgspec.structs.replace(plan, decisions=other), program, tmp_path / "plan.json")
 
@@ -64,7 +64,7 @@ def buffers(lower: list[int], upper: list[int], **changes: Any) -> Requests:
 
 
 def test_addresses_that_do_not_serve_a_rank_are_refused() -> None:
-    """The plan's rank has ``b`` die before ``a`` is born; another has both at once."""
+    """On the plan's rank ``b`` dies before ``a`` is born; on another rank both live at the same time."""
     pinned = rank_placement(Placement(arena_bytes=0, lower_bound_bytes=0, **EMPTY), buffers([1, 0, 0], [2, 1, 2]))
     assert pinned.arena_bytes == 1536
     moved = buffers([0, 0, 0], [2, 1, 2])
@@ -76,7 +76,7 @@ EMPTY: dict[str, list[Any]] = {"ids": [], "lower": [], "upper": [], "size_bytes"
 
 
 def test_first_fit_uses_what_is_free() -> None:
-    """c, a and b live one after the other in c's bytes."""
+    """c, a and b live one after the other, so they share the bytes of c."""
     found = rank_placement(Placement(arena_bytes=0, lower_bound_bytes=0, **EMPTY), buffers([1, 2, 0], [2, 3, 1]))
     assert found.arena_bytes == found.lower_bound_bytes == 1024
     assert found.solver == "first-fit"

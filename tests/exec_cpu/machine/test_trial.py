@@ -1,4 +1,4 @@
-"""Kernels tried on a few tokens: what is installed and cannot run here, or computes something else, is not used."""
+"""Tests the trial of kernels on a few tokens: a kernel that fails here, or gives a wrong result, is not used."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_kernels_are_tried_as_the_plan_calls_them(layout: Layout, bidirectional:
 
 def test_a_library_that_raises_says_so() -> None:
     assert "flash_attn_interface" in attention_fails("flash3", HEADS, "bf16", HERE)  # not installed
-    assert attention_fails("torch-cudnn", HEADS, "bf16", HERE)  # torch has it for CUDA alone
+    assert attention_fails("torch-cudnn", HEADS, "bf16", HERE)  # torch has it only for CUDA
 
 
 def test_the_first_line_of_what_is_raised_is_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,7 +90,7 @@ def without_mask(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, c
 
 def wrong_statistics(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, causal: bool) -> None:
     PLAIN_FORWARD(q, k, v, out, lse, causal=causal)
-    lse.mul_(1.4427)  # for base 2
+    lse.mul_(1.4427)  # log-sum-exp in base 2 instead of e
 
 
 def not_a_number(grad: Tensor, qkv: Any, out: Tensor, lse: Tensor, grads: Any, **named: Any) -> None:
@@ -107,7 +107,7 @@ def square_alone(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, c
 
 
 def own_statistics(grad: Tensor, qkv: Any, out: Tensor, lse: Tensor, grads: Any, **named: Any) -> None:
-    """Makes output and log-sum-exp again, of the keys it is given: right as long as those are all keys."""
+    """Compute output and log-sum-exp again from the given keys, which is right only if these are all keys."""
     out, lse = torch.empty_like(out), torch.empty_like(lse)
     PLAIN_FORWARD(*qkv, out, lse, causal=named["causal"])
     PLAIN_BACKWARD(grad, qkv, out, lse, grads, **named)
@@ -117,25 +117,25 @@ def own_statistics(grad: Tensor, qkv: Any, out: Tensor, lse: Tensor, grads: Any,
 def test_what_is_right_for_whole_sequences_alone_is_found(wrong: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention_torch_cpu, "forward" if wrong is square_alone else "backward", wrong)
     assert attention_fails("torch-flash-cpu", HEADS, "fp32", HERE) == ""
-    assert "computes something else" in attention_fails("torch-flash-cpu", HEADS, "fp32", HERE, "parts")
+    assert "gave a wrong result" in attention_fails("torch-flash-cpu", HEADS, "fp32", HERE, "parts")
 
 
 @pytest.mark.parametrize("wrong", [without_mask, wrong_statistics, not_a_number, keys_and_values_swapped])
 def test_a_kernel_that_computes_something_else_is_found(wrong: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     place = "forward" if wrong in (without_mask, wrong_statistics) else "backward"
     monkeypatch.setattr(attention_torch_cpu, place, wrong)
-    assert "computes something else" in attention_fails("torch-flash-cpu", HEADS, "fp32", HERE)
+    assert "gave a wrong result" in attention_fails("torch-flash-cpu", HEADS, "fp32", HERE)
 
 
 def test_triton_works_where_it_can_be_played() -> None:
-    """In its interpreter, on a CPU; compiled it plays on GPUs alone."""
+    """On a CPU, Triton's kernels run only in its interpreter; compiled ones need a GPU."""
     plays = importlib.util.find_spec("triton") is not None and os.environ.get("TRITON_INTERPRET") == "1"
-    assert triton_fails(HERE).startswith("it was tried and failed: ") is not plays
+    assert triton_fails(HERE).startswith("a trial call failed: ") is not plays
     assert bool(triton_fails(HERE)) is not plays
 
 
 def on_gpu(monkeypatch: pytest.MonkeyPatch, **chosen: Any) -> str:
-    """Return how a plan for a GPU is refused when its kernels are tried on this machine."""
+    """Return the message that refuses a plan for a GPU when its kernels are tried on this machine."""
     monkeypatch.setattr("torch.cuda.is_bf16_supported", lambda: True)
     monkeypatch.setattr(torch, "device", lambda name: HERE)
     decisions = decide(llama(), dtype="bf16", kernels=Kernels(**chosen))
@@ -149,17 +149,17 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch, **chosen: Any) -> str:
 def test_a_plan_whose_attention_fails_here_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     found = on_gpu(monkeypatch, attention="torch-flash")
     assert "$.decisions.kernels.attention" in found
-    assert "torch-flash: it was tried and failed" in found
+    assert "torch-flash: a trial call failed" in found
     assert "wanted: torch-flash\n" not in found
 
 
 def test_a_plan_whose_triton_fails_here_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "attention_fails", lambda *given, **named: "")
-    monkeypatch.setattr(kernels, "triton_fails", lambda device: "it was tried and failed: no compiler")
+    monkeypatch.setattr(kernels, "triton_fails", lambda device: "a trial call failed: no compiler")
     with fakes.installed({"triton": {}}):
         found = on_gpu(monkeypatch, attention="torch-flash", rowwise="triton")
     assert "$.decisions.kernels.rowwise" in found
-    assert "triton: it was tried and failed" in found
+    assert "triton: a trial call failed" in found
 
 
 def test_a_device_that_is_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,19 +179,19 @@ def test_a_device_that_is_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_heads_that_no_library_has_are_refused(head_dim: int) -> None:
     decisions = decide(llama(head_dim=head_dim), dtype="bf16", kernels=Kernels(attention="torch-flash"))
     (program,) = lower(decisions)
-    with pytest.raises(CannotRun, match=f"heads of {head_dim}"):
+    with pytest.raises(CannotRun, match=f"head_dim is {head_dim}"):
         kernels.check_kernels(decisions, program, GPU)
 
 
 def only_small_heads(kernel: str, heads: Heads, *given: Any, **named: Any) -> str:
-    return "it was tried and failed: no engine" if heads.head_dim > 128 else ""
+    return "a trial call failed: no engine" if heads.head_dim > 128 else ""
 
 
 def test_the_doctor_says_which_heads_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "attention_fails", only_small_heads)
     (line,) = [text for text in doctor.report().splitlines() if text.startswith("attention torch-flash-cpu")]
-    assert line.endswith("available with heads of 64, 128; heads of 256: it was tried and failed: no engine")
-    assert any(text.startswith("row-wise triton") and "plays on cuda" in text for text in doctor.report().splitlines())
+    assert line.endswith("available with head sizes 64, 128; head size 256: a trial call failed: no engine")
+    assert any(text.startswith("row-wise triton") and "runs on cuda" in text for text in doctor.report().splitlines())
 
 
 def test_calibration_leaves_out_what_fails_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -199,8 +199,8 @@ def test_calibration_leaves_out_what_fails_and_says_so(monkeypatch: pytest.Monke
     found = usables.usable(CPU, grids.CPU)
     assert found.attention == ["torch-flash-cpu"]
     assert found.rowwise == ["torch"]
-    assert found.left_out == {}  # what is not installed is no news
-    monkeypatch.setattr(kernels, "attention_fails", lambda *given, **named: "it was tried and failed")
+    assert found.left_out == {}  # a kernel that is not installed is not reported
+    monkeypatch.setattr(kernels, "attention_fails", lambda *given, **named: "a trial call failed")
     with pytest.raises(CannotRun, match="no attention kernel works"):
         usables.usable(CPU, grids.CPU)
 

@@ -1,4 +1,4 @@
-"""The library of the allocator that records and replays, handing out host memory in place of a device's."""
+"""Drives the replaying allocator's native library with host memory instead of device memory."""
 
 import ctypes
 from pathlib import Path
@@ -7,7 +7,7 @@ from memo_exec.memory.native_library import library
 
 
 class Caller:
-    """Asks the way torch does."""
+    """Calls the library's malloc and free as torch does."""
 
     def __init__(self, path: Path) -> None:
         self.library = on_host(path)
@@ -19,7 +19,7 @@ class Caller:
         self.library.memo_free(pointer, size, 0, None)
 
     def play(self, step: list[tuple[str, int]]) -> list[int]:
-        """Play a step; write to every block and read it back when it is given back."""
+        """Make a step's requests; write to every block, and check the content when it is freed."""
         held: dict[str, tuple[int, int, int]] = {}
         addresses = []
         for mark, (name, size) in enumerate(step, start=1):
@@ -41,7 +41,7 @@ class Caller:
 
 
 def on_host(path: Path) -> ctypes.CDLL:
-    """Return the library, handing out host memory."""
+    """Return the library, switched to host memory."""
     loaded = library(path)
     assert loaded.memo_use_host_memory() == 0
     return loaded

@@ -1,4 +1,4 @@
-"""Pinning runs on the cores beside the GPU, as Linux tells of them, and leaves the thread as it was."""
+"""Pinning runs on the cores near the GPU, which Linux reports, and then restores the thread's affinity."""
 
 import os
 from pathlib import Path
@@ -21,7 +21,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def cores(monkeypatch: pytest.MonkeyPatch) -> list[set[int]]:
-    """Four cores, and where the thread has run."""
+    """Pretend that there are four cores; return the list of affinities that the thread has had."""
     ran = [{0, 1, 2, 3}]
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: ran[-1])
     monkeypatch.setattr(os, "sched_setaffinity", lambda _, allowed: ran.append(set(allowed)))
@@ -40,7 +40,7 @@ def tells(root: Path, ranges: str) -> Path:
     ("ranges", "wanted"),
     [("2-3,8-11\n", {2, 3}), ("1\n", {1}), ("0-63\n", {0, 1, 2, 3})],
 )
-def test_it_runs_beside_the_gpu(tmp_path: Path, cores: list[set[int]], ranges: str, wanted: set[int]) -> None:
+def test_pinning_runs_near_the_gpu(tmp_path: Path, cores: list[set[int]], ranges: str, wanted: set[int]) -> None:
     with pinned.near_gpu(tells(tmp_path, ranges)):
         assert cores[-1] == wanted
     assert cores[-1] == {0, 1, 2, 3}
@@ -48,21 +48,21 @@ def test_it_runs_beside_the_gpu(tmp_path: Path, cores: list[set[int]], ranges: s
 
 @pytest.mark.usefixtures("gpu")
 @pytest.mark.parametrize("ranges", ["8-11\n", "\n", "none\n"])
-def test_without_such_a_core_it_stays_where_it_is(tmp_path: Path, cores: list[set[int]], ranges: str) -> None:
+def test_affinity_stays_if_no_core_near_the_gpu_is_allowed(tmp_path: Path, cores: list[set[int]], ranges: str) -> None:
     with pinned.near_gpu(tells(tmp_path, ranges)):
         pass
     assert cores == [{0, 1, 2, 3}]
 
 
 @pytest.mark.usefixtures("gpu")
-def test_without_such_a_file_it_stays_where_it_is(tmp_path: Path, cores: list[set[int]]) -> None:
+def test_affinity_stays_if_the_node_is_unknown(tmp_path: Path, cores: list[set[int]]) -> None:
     with pinned.near_gpu(tmp_path):
         pass
     assert cores == [{0, 1, 2, 3}]
 
 
 @pytest.mark.usefixtures("gpu")
-def test_it_comes_back_when_the_driver_refuses(monkeypatch: pytest.MonkeyPatch, cores: list[set[int]]) -> None:
+def test_affinity_is_restored_if_the_driver_refuses(monkeypatch: pytest.MonkeyPatch, cores: list[set[int]]) -> None:
     monkeypatch.setattr(pinned, "_cores_of_gpu", lambda _: {1})
     monkeypatch.setattr("torch.cuda.cudart", lambda: SimpleNamespace(cudaHostRegister=lambda *_: 2))
     with pytest.raises(CannotRun, match="cannot be pinned"):

@@ -1,4 +1,4 @@
-"""The allocator that records and replays, driven through ctypes with host memory in place of a device's."""
+"""The replaying allocator, called through ctypes with host memory instead of device memory."""
 
 import ctypes
 import random
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 
 MIB = 2**20
 STEP = [("a", 4 * MIB), ("b", MIB), ("c", 2 * MIB), ("-a", 0), ("d", 3 * MIB), ("-c", 0), ("e", 5 * MIB)]
-"""Names and sizes; a name with - is given back. What is left is given back at the end."""
+"""(name, size) of each request; a name with - is freed. All remaining requests are freed at the end."""
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +37,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def nothing_leaks(path: Path) -> Iterator[None]:
-    """Whatever a test does: at its end everything has been given back."""
+    """Check at the end of every test that all memory has been freed."""
     loaded = on_host(path)
     yield
     loaded.memo_stop()
@@ -59,7 +59,7 @@ def replaying(path: Path, placement: Placement) -> Replayer:
     return replayer
 
 
-def test_what_is_recorded_is_what_was_asked(path: Path) -> None:
+def test_recorded_requests_equal_those_made(path: Path) -> None:
     recorder = Recorder(on_host(path))
     recorder.start()
     Caller(path).play(STEP)
@@ -96,7 +96,7 @@ def test_a_step_that_differs_falls_back_and_is_counted(path: Path) -> None:
 
 
 def test_a_slot_that_still_lives_is_not_handed_out_twice(path: Path) -> None:
-    """A step that gives a back later than it was recorded to: its bytes stay its own."""
+    """A step frees "a" later than in the recorded step; its bytes are not handed out before that."""
     replayer, caller = replaying(path, recorded(path, STEP)), Caller(path)
     caller.play([entry for entry in STEP if entry[0] != "-a"])
     report = replayer.stop()
@@ -144,7 +144,7 @@ def test_random_steps_never_share_bytes(path: Path) -> None:
         assert replayer.stop().mismatches > 0
 
 
-def test_an_arena_in_use_stays(path: Path) -> None:
+def test_an_arena_in_use_is_kept(path: Path) -> None:
     placement = recorded(path, STEP)
     replayer, caller = replaying(path, placement), Caller(path)
     block = caller.malloc(4 * MIB)
@@ -158,8 +158,8 @@ def test_an_arena_in_use_stays(path: Path) -> None:
     replayer.start(placement)
 
 
-def test_what_was_not_handed_out_is_not_given_back(path: Path) -> None:
-    """Twice, inside a block, or from elsewhere: counted, and left alone."""
+def test_frees_of_unknown_pointers_are_only_counted(path: Path) -> None:
+    """Freeing a pointer twice, one inside a block, or a foreign one is counted and does nothing else."""
     replayer, caller = replaying(path, recorded(path, STEP)), Caller(path)
     inside, outside = caller.malloc(4 * MIB), caller.malloc(9 * MIB)
     own = ctypes.create_string_buffer(b"mine", 4096)
@@ -181,7 +181,7 @@ def test_a_slot_outside_the_arena_is_refused(path: Path) -> None:
 
 
 def test_too_much_memory_is_an_error_and_not_a_null_pointer(path: Path, tmp_path: Path) -> None:
-    """What torch calls throws; memory for an arena that is not there is said."""
+    """The function that torch calls throws; an arena that does not fit is refused with a message."""
     huge = Placement(
         arena_bytes=2**62,
         lower_bound_bytes=2**62,
@@ -213,7 +213,7 @@ def test_it_builds_without_a_warning(tmp_path: Path) -> None:
 
 
 def test_threads_never_get_the_same_bytes(path: Path) -> None:
-    """Four threads ask at once, one of them for the served stream; each writes its mark and finds it again."""
+    """Four threads make requests at once, one of them for the served stream; each finds its own bytes unchanged."""
     replayer = replaying(path, recorded(path, STEP))
     wrong: list[int] = []
 
@@ -239,17 +239,17 @@ def test_threads_never_get_the_same_bytes(path: Path) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is CUDA")
-def test_a_cpu_has_no_allocator_to_replace(tmp_path: Path) -> None:
-    """Refused before anything is built or allocated."""
+def test_a_machine_without_cuda_is_refused(tmp_path: Path) -> None:
+    """The run is refused before anything is compiled or allocated."""
     plan = write_plan(tmp_path / "plan.json")
     with pytest.raises(CannotRun, match="serves CUDA devices") as caught:
         run(plan, RunOptions(steps=1, replay_allocator=True))
     assert caught.value.exit_code == 6
-    assert "leave --replay-allocator out" in str(caught.value)
+    assert "leave out --replay-allocator" in str(caught.value)
 
 
 def test_recorded_requests_get_slots_of_their_own(path: Path) -> None:
-    """By the checker of placements; and near the most that lives at once."""
+    """The placement passes the checker, and its arena is close to the largest live sum."""
     chance = random.Random(1)
     for _ in range(20):
         events: list[tuple[int, int]] = []
@@ -263,18 +263,18 @@ def test_recorded_requests_get_slots_of_their_own(path: Path) -> None:
         assert found.lower_bound_bytes <= found.arena_bytes <= 1.3 * found.lower_bound_bytes
 
 
-def test_a_placement_of_something_else_is_refused(path: Path) -> None:
+def test_a_placement_of_other_buffers_is_refused(path: Path) -> None:
     named = msgspec.structs.replace(recorded(path, STEP), ids=["a", "b", "c", "d", "e"])
-    with pytest.raises(BadInput, match="not of recorded requests"):
+    with pytest.raises(BadInput, match="not one of recorded requests"):
         Replayer(on_host(path)).start(named)
 
 
-def test_events_that_make_no_sense_are_refused() -> None:
+def test_a_free_without_a_request_is_refused() -> None:
     with pytest.raises(ValueError, match="never made"):
         requests_of_events([(0, -1)])
 
 
-def test_the_library_is_built_once_and_a_missing_compiler_is_said(
+def test_the_library_is_built_once_and_a_missing_compiler_is_reported(
     path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
@@ -285,7 +285,7 @@ def test_the_library_is_built_once_and_a_missing_compiler_is_said(
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is CUDA")
 def test_without_cuda_nothing_is_handed_out(path: Path) -> None:
-    """In a process of its own: no host memory asked for, no CUDA there."""
+    """It runs in a separate process that has no CUDA and does not select host memory."""
     code = (
         f"from memo_exec.memory.native_library import *; print(library(Path({str(path)!r})).memo_malloc(512, 0, None))"
     )

@@ -1,4 +1,4 @@
-"""Host buffers in the slab: no two that live at once share a byte, and the slab is no larger than it must be."""
+"""Host buffers in the slab: no two that live at the same time share a byte, and the slab has the minimum size."""
 
 import mmap
 from typing import Any
@@ -46,8 +46,8 @@ def test_layout_of_programs(policy: dict[str, Any], model: Any) -> None:
             assert apart or not together
 
 
-def test_reuse_of_bytes_is_an_edge() -> None:
-    """The second micro-batch's offload into the first one's bytes comes after their prefetch, and an edge says so."""
+def test_reuse_of_bytes_adds_an_edge() -> None:
+    """The second micro-batch's offload reuses bytes of the first one, and an edge orders it after their prefetch."""
     (program,) = lower(decide(gpt(), global_batch=4, swapped_tokens=256))
     columns = expand(program)
     layout = lay_out(program, columns, liveness(program, columns))
@@ -63,7 +63,7 @@ def test_reuse_of_bytes_is_an_edge() -> None:
 
 
 class Runtime:
-    """Stands where the CUDA runtime would; keeps what it was asked."""
+    """A fake CUDA runtime that records the calls it gets."""
 
     def __init__(self, status: int = 0) -> None:
         self.status = status
@@ -86,7 +86,7 @@ def slab(monkeypatch: pytest.MonkeyPatch, runtime: Runtime, **policy: Any) -> Ho
 
 
 def test_the_slab_is_registered_once_at_its_exact_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not rounded to a power of two, on pages of its own, and given back once."""
+    """The size is not rounded to a power of two, the pages belong to the slab alone, and it is unpinned once."""
     runtime = Runtime()
     found = slab(monkeypatch, runtime, swapped_tokens=256)
     first = found.memory.data_ptr()

@@ -1,4 +1,4 @@
-"""What a step asks of the allocator is what its program says, and what it does not say is found."""
+"""Tests that a step's recorded memory requests are those of its program, and that undeclared requests are found."""
 
 from collections.abc import Callable
 from typing import Any
@@ -43,7 +43,7 @@ def long(model: str, kernel: str, tokens: int = LONG, **policy: Any) -> Decision
     ],
 )
 def test_a_step_that_fits_no_machine_here_is_recorded(model: str, kernel: str, policy: dict[str, Any]) -> None:
-    """Within 2 % of the program's peak, with what is not seen at that peak, and nothing large that is not declared."""
+    """The observed peak is within 2 % of the program's, equal with unseen scratch; no large tensor is undeclared."""
     found = observed(long(model, kernel, **policy))
     assert found.program_peak_bytes > 50 * 2**30
     assert found.ratio == pytest.approx(1, abs=0.02)
@@ -54,7 +54,7 @@ def test_a_step_that_fits_no_machine_here_is_recorded(model: str, kernel: str, p
 
 @pytest.mark.parametrize("name", ["gpt2", "llama", "qwen3"])
 def test_fake_tensors_ask_for_what_real_ones_do(name: str) -> None:
-    """Operator by operator, against torch's profiler of a real step."""
+    """Compares each operator with torch's profiler on a real step."""
     decisions = decide(MODELS[name], recompute="full")
     real: dict[str, int] = {}
 
@@ -94,7 +94,7 @@ def test_the_programs_buffers_are_requested_as_it_says() -> None:
 
 
 def test_a_hidden_tensor_is_found_wherever_it_is_made() -> None:
-    """Planted in one kernel: every instruction of its kind shows, and the peak with it."""
+    """One kernel allocates a hidden tensor: the report lists all its instructions, and the observed peak rises."""
     decisions = decide(llama())
 
     def greedy(call: Call) -> None:
@@ -122,7 +122,7 @@ def test_a_hidden_tensor_beside_a_declared_workspace_is_found() -> None:
 
 
 def history(decisions: Decisions) -> list[dict[str, Any]]:
-    """Write the history of a step that asks for what its program says, library results included."""
+    """Return the memory history of a step with the requests of its program, including the results of libraries."""
     found = observed(decisions).requests
     rows = zip(found.lower, found.upper, found.size_bytes, found.classes, strict=True)
     events: list[tuple[int, dict[str, Any]]] = []

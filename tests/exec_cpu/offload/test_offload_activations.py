@@ -1,4 +1,4 @@
-"""Whole models under ``offload_activations``: gradients of plain autograd bit for bit, and bytes that really move."""
+"""Whole models under ``offload_activations``: gradients match plain autograd bit for bit, and bytes really move."""
 
 import gc
 import subprocess
@@ -25,7 +25,7 @@ SLAB_BYTES = 2**26
 
 
 class Mlp(nn.Module):
-    """Six layers, norms between them, an activation in place."""
+    """Six layers with norms between them and an in-place activation."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ def equal(one: list[Tensor], two: list[Tensor]) -> bool:
 @pytest.mark.parametrize("fraction", [0.5, 1.0])
 @pytest.mark.parametrize("name", ["mlp", *MODELS])
 def test_gradients_are_those_of_autograd(name: str, fraction: float, use_streams: bool) -> None:
-    """Three passes: the first without a slab, the others with one of exactly the bytes that were needed."""
+    """There are three passes: the first has no slab, the others have one of exactly the bytes that were needed."""
     forward, parameters = make(name)
     wanted_loss = forward()
     wanted = gradients(wanted_loss, parameters)
@@ -84,7 +84,7 @@ def test_gradients_are_those_of_autograd(name: str, fraction: float, use_streams
     moved = context.statistics
     assert moved.offloaded_bytes > moved.restored_bytes / 2 > 0
     assert moved.host_bytes == moved.host_peak_bytes == moved.offloaded_bytes / 3
-    # Two parts of a packed tensor are copied without gaps, nothing is copied twice.
+    # Two parts of a packed tensor are copied without their gaps, and nothing is copied twice.
     assert moved.reused_tensors < moved.offloaded_tensors / 2
 
 
@@ -99,12 +99,12 @@ def test_fraction_is_a_share_of_the_bytes(fraction: float) -> None:
         return context.statistics.offloaded_bytes
 
     everything = offloaded(1.0)
-    largest = 2 * 4 * TOKENS * TOKENS * 4  # attention's matrix
+    largest = 2 * 4 * TOKENS * TOKENS * 4  # the attention matrix
     assert 0 <= fraction * everything - offloaded(fraction) <= largest
 
 
 class LiveBytes(TorchDispatchMode):
-    """Bytes of every storage that operators made and that still exists, and their peak; no parameters, no slab."""
+    """Counts the living bytes of storages that operators made, and their peak, without parameters and slab."""
 
     def __init__(self, parameters: dict[str, Tensor]) -> None:
         super().__init__()
@@ -129,9 +129,9 @@ class LiveBytes(TorchDispatchMode):
 
 
 def memory(name: str, **options: Any) -> tuple[int, int, int]:
-    """Return the live bytes after forward, their peak in forward, and their peak in backward."""
+    """Return the living bytes after forward, their peak in forward, and their peak in backward."""
     forward, parameters = make(name)
-    context = offload_activations(host_bytes=SLAB_BYTES, **options)  # the slab is made before anything is counted
+    context = offload_activations(host_bytes=SLAB_BYTES, **options)  # allocates the slab before counting starts
     live = LiveBytes(parameters)
     with live:
         with context:
@@ -145,7 +145,7 @@ def memory(name: str, **options: Any) -> tuple[int, int, int]:
 
 @pytest.mark.parametrize("name", ["mlp", "gpt2", "llama"])
 def test_saved_tensors_are_freed(name: str) -> None:
-    """Measured on the storages themselves, not by our own account."""
+    """The test counts storages itself and does not rely on our statistics."""
     kept, kept_peak, kept_backward = memory(name, fraction=0.0)
     half, half_peak, _ = memory(name, fraction=0.5, max_fwd_stash_size=1)
     gone, gone_peak, gone_backward = memory(name, max_fwd_stash_size=1, max_bwd_stash_size=1)
@@ -155,7 +155,7 @@ def test_saved_tensors_are_freed(name: str) -> None:
     assert gone_backward < 0.7 * kept_backward
 
 
-def test_a_held_original_is_used_as_it_is() -> None:
+def test_a_held_original_is_used_directly() -> None:
     context = offload_activations()
     x = torch.randn(TOKENS, TOKENS)
     w = torch.randn(TOKENS, TOKENS, requires_grad=True)
@@ -169,7 +169,7 @@ def test_a_held_original_is_used_as_it_is() -> None:
 
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_checkpointing_inside(reentrant: bool) -> None:
-    """The inputs of checkpointed layers are what there is to offload."""
+    """Only the inputs of checkpointed layers can be offloaded."""
     model = Mlp()
     x = torch.randn(TOKENS, 64, requires_grad=True)
 
@@ -187,12 +187,12 @@ def test_checkpointing_inside(reentrant: bool) -> None:
         loss = forward()
     loss.backward()
     assert equal([p.grad for p in model.parameters() if p.grad is not None], wanted)
-    assert context.statistics.offloaded_tensors == len(model.layers) + 1  # and the input of square
+    assert context.statistics.offloaded_tensors == len(model.layers) + 1  # one more for the input of square
     assert context.statistics.restored_bytes >= (len(model.layers) - 1) * x.nbytes
 
 
 def test_offloading_inside_a_checkpoint() -> None:
-    """Backward plays the context again in its own thread of control."""
+    """Backward enters the context again when it recomputes the layer."""
     model, context = Mlp(), offload_activations(debug=True)
     x = torch.randn(TOKENS, 64, requires_grad=True)
 
@@ -217,7 +217,7 @@ def test_backward_inside_the_context() -> None:
 
 
 def test_accumulation_with_graphs_alive_together() -> None:
-    """Two graphs of one context, differentiated in either order, the slab grown in between."""
+    """Two graphs of one context are differentiated in either order, and the slab grows in between."""
     forward, parameters = make("gpt2")
     wanted = gradients(forward(), parameters)
     context = offload_activations(debug=True)
@@ -264,7 +264,7 @@ def test_double_backward() -> None:
 
 
 def test_contexts_nest() -> None:
-    """The innermost decides, as with every pair of hooks; one context may be entered again inside itself."""
+    """The innermost context applies, as with all saved-tensor hooks; a context may be entered inside itself."""
     forward, parameters = make("mlp")
     wanted = gradients(forward(), parameters)
     outer, inner = offload_activations(), offload_activations()
@@ -293,13 +293,13 @@ def test_an_exception_leaves_nothing_behind() -> None:
     moved = context.statistics.offloaded_bytes
     assert moved > 0
     forward()
-    assert context.statistics.offloaded_bytes == moved  # the hooks are gone
+    assert context.statistics.offloaded_bytes == moved  # the hooks have been removed
     with context:
         loss = forward()
     assert equal(gradients(loss, parameters), wanted)
 
 
-def test_the_context_may_go_before_the_graph() -> None:
+def test_the_graph_may_outlive_the_context() -> None:
     forward, parameters = make("mlp")
     wanted = gradients(forward(), parameters)
     with offload_activations(debug=True):
@@ -308,7 +308,7 @@ def test_the_context_may_go_before_the_graph() -> None:
     assert equal(gradients(loss, parameters), wanted)
 
 
-def test_a_graph_without_backward_gives_its_bytes_back() -> None:
+def test_a_graph_without_backward_frees_its_bytes() -> None:
     forward, _ = make("gpt2")
     context = offload_activations()
     for _ in range(4):
@@ -317,7 +317,7 @@ def test_a_graph_without_backward_gives_its_bytes_back() -> None:
     assert context.statistics.host_peak_bytes == context.statistics.offloaded_bytes / 4
 
 
-def test_what_does_not_fit_the_host_stays() -> None:
+def test_tensors_that_do_not_fit_the_host_stay_on_the_device() -> None:
     forward, parameters = make("gpt2")
     wanted = gradients(forward(), parameters)
     context = offload_activations(host_bytes=200_000, debug=True)
@@ -331,7 +331,7 @@ def test_what_does_not_fit_the_host_stays() -> None:
 
 
 def test_parameters_and_buffers_stay() -> None:
-    """A weight that autograd saves transposed, one that was cast, and buffers that only the model tells us of."""
+    """Covers a weight saved transposed, a cast weight, and buffers that are known only from ``model``."""
     model = nn.Linear(64, 64, bias=False)
     table = torch.rand(64, 64)
     model.register_buffer("table", table)
@@ -382,7 +382,7 @@ def test_wrong_arguments_are_refused(wrong: dict[str, Any]) -> None:
         offload_activations(**wrong)
 
 
-def test_more_than_the_host_has_is_refused() -> None:
+def test_a_slab_larger_than_host_memory_is_refused() -> None:
     with pytest.raises(CannotRun, match="host_bytes"):
         offload_activations(host_bytes=2**60)
     with pytest.raises(CannotRun, match="meta"):

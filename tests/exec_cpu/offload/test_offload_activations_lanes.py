@@ -1,7 +1,7 @@
-"""The lanes' orders. Streams and events are played without a GPU: vector clocks show what is ordered and what is not.
+"""The order of copies on the lanes, tested without a GPU: fake streams and events carry vector clocks.
 
-Every access of the copies and of compute is noted with its bytes and its stream's clock. Two accesses of the same
-bytes, one of them a write, must be ordered by events. Each edge that the code draws is then left out once, and missed.
+Every access of copies and compute is recorded with its bytes and its stream's clock. If two accesses touch the same
+bytes and one of them writes, events must order them. Further tests remove each edge in turn, and a race must appear.
 """
 
 import gc
@@ -31,7 +31,7 @@ Clock = dict[int, int]
 
 
 class FakeStream:
-    """Issues at once and remembers what it is ordered after."""
+    """A stream that runs work at once and records, as a vector clock, what the work is ordered after."""
 
     count = 0
 
@@ -50,7 +50,7 @@ class FakeStream:
 
 
 class FakeEvent:
-    """A clock; the device is always so far behind that no query finds it passed, or always up to date."""
+    """An event with a clock; the device is either always behind, so that no query finds it passed, or never."""
 
     behind = True
 
@@ -68,7 +68,7 @@ current = FakeStream()
 
 
 class Accesses:
-    """Who touched which bytes, and when by every stream's clock."""
+    """Records all accesses to bytes with their vector clocks, and the races among them."""
 
     def __init__(self) -> None:
         self.found: list[tuple[int, int, bool, int, Clock, str]] = []
@@ -90,18 +90,18 @@ class Accesses:
         self.found.append((first, end, write, stream.number, clock, name))
 
     def reuse_freed(self) -> None:
-        """Let compute write over device memory that is free now, as the next tensor there would."""
+        """Record a compute write to all freed device memory, as the next tensor there would make."""
         gone = [each for each in self.device if each[0].expired()]
         self.device = [each for each in self.device if not each[0].expired()]
         for _, first, size in gone:
-            # Where another tensor lies there already, that one's writes were noted.
+            # If another tensor uses these bytes already, its own writes are recorded.
             if not any(first < low + length and low < first + size for _, low, length in self.device):
                 self.add("reuse of freed memory", first, first + size, True, current)
 
 
 @pytest.fixture
 def accesses(monkeypatch: pytest.MonkeyPatch) -> Accesses:
-    """Play the CPU as if it were a CUDA device, and note every access."""
+    """Make the CPU appear as a CUDA device, and record every access."""
     found = Accesses()
     playing = [current]
 
@@ -132,7 +132,7 @@ def accesses(monkeypatch: pytest.MonkeyPatch) -> Accesses:
 
 
 class Compute(torch.autograd.Function):
-    """A kernel that writes what is saved, and in backward reads it."""
+    """A kernel that writes the saved tensor in forward and reads it in backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, accesses: Accesses, value: float) -> Tensor:
@@ -153,7 +153,7 @@ class Compute(torch.autograd.Function):
 
 
 def train(accesses: Accesses, **options: Any) -> Any:
-    """Three steps of twelve tensors, a few of them off the path; in between, graphs that die unused or half used."""
+    """Run three steps with twelve tensors; in between, some graphs die unused or after half of backward."""
     context = offload_activations(max_fwd_stash_size=2, max_bwd_stash_size=2, **options)
     leaf = torch.ones((), requires_grad=True)
 
@@ -173,7 +173,7 @@ def train(accesses: Accesses, **options: Any) -> Any:
         loss.backward()
         del loss, middle, aside
         loss, middle, aside = forward(100.0 * step + 20)
-        torch.autograd.grad(loss, middle)  # what was brought ahead of it is never used
+        torch.autograd.grad(loss, middle)  # the tensors prefetched beyond it are never used
         del loss, middle, aside
         gc.collect()
         forward(100.0 * step + 40)
@@ -187,11 +187,11 @@ def train(accesses: Accesses, **options: Any) -> Any:
 def test_every_hazard_is_ordered(
     accesses: Accesses, monkeypatch: pytest.MonkeyPatch, behind: bool, use_streams: bool, host_bytes: int | None
 ) -> None:
-    """With the device far behind the host, nothing but events orders the streams."""
+    """If the device is far behind the host, only events order the streams."""
     monkeypatch.setattr(FakeEvent, "behind", behind)
     moved = train(accesses, use_streams=use_streams, host_bytes=host_bytes)
     assert (moved.dropped_prefetches > 0) == use_streams
-    if behind:  # a query that finds an event passed is an order that the clocks do not see
+    if behind:  # a query that finds an event passed also orders, but the clocks do not see that
         assert accesses.races == []
     assert accesses.copies == moved.offloaded_tensors + moved.restored_tensors > 40
 
@@ -206,7 +206,7 @@ def never(real: Any) -> Any:
 
 
 def not_after(which: int) -> Callable[[Any], Any]:
-    """Leave one of the marks out that a copy waits for."""
+    """Remove one of the marks for which a copy waits."""
 
     def change(real: Any) -> Any:
         return lambda self, into, source, after: real(
@@ -222,7 +222,7 @@ LEFT_OUT: dict[str, tuple[dict[str, Callable[[Any], Any]], str]] = {
     "compute after restore": ({"wait": never}, "compute's read is not ordered after restore write"),
     "reuse of the source": ({"wait": never}, "reuse of freed memory is not ordered after offload read"),
     "reuse of what came unused": ({"release": never}, "reuse of freed memory is not ordered after restore write"),
-    # On one device compute's own waits imply these two; with them left out as well, the edge is what orders.
+    # On one device, compute's own waits imply these two edges, so these cases remove the waits too.
     "restore after offload": (
         {"wait": never, "restore": not_after(0)},
         "restore read is not ordered after offload write",
@@ -245,7 +245,7 @@ def test_every_edge_is_needed(accesses: Accesses, monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize("edge", ["restore after offload", "reuse of host bytes"])
 def test_an_edge_orders_what_compute_does_not(accesses: Accesses, monkeypatch: pytest.MonkeyPatch, edge: str) -> None:
-    """The other half of the two pairs: the same without compute's waits, but with the edge."""
+    """Without compute's waits but with the edge, there is no race; it complements the last two cases above."""
     changes, race = LEFT_OUT[edge]
     for method in changes.keys() - {"restore", "hold"}:
         monkeypatch.setattr(StreamLanes, method, nothing)
@@ -255,7 +255,7 @@ def test_an_edge_orders_what_compute_does_not(accesses: Accesses, monkeypatch: p
 
 @pytest.fixture
 def slow(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Copies on threads take their time, each another."""
+    """Make copies on threads slow, each with a different delay."""
     real, dice = lanes_module._copy, random.Random(1)
 
     def copy(into: Tensor, source: Tensor, after: Any) -> None:
@@ -281,12 +281,12 @@ def test_slow_lanes_change_nothing(name: str) -> None:
 
 
 @pytest.mark.usefixtures("slow")
-def test_debug_finds_what_is_read_too_early(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_debug_finds_bytes_that_are_read_too_early(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(HostLanes, "wait", nothing)
     forward, parameters = make("mlp")
     with offload_activations(max_fwd_stash_size=1, debug=True):
         loss = forward()
-    with pytest.raises(RaceFound, match="other bytes"):
+    with pytest.raises(RaceFound, match="differ from the bytes"):
         gradients(loss, parameters)
 
 
@@ -297,12 +297,12 @@ def test_debug_finds_host_bytes_that_were_overwritten() -> None:
         loss = forward()
     context.synchronize()
     context._swap._host._slab[100_000] ^= 1
-    with pytest.raises(RaceFound, match="other bytes"):
+    with pytest.raises(RaceFound, match="differ from the bytes"):
         gradients(loss, parameters)
 
 
-def test_a_failed_copy_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a lane's thread raises, the caller sees."""
+def test_a_failed_copy_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error in a lane's thread is raised in the caller."""
     forward, parameters = make("mlp")
     context = offload_activations(max_fwd_stash_size=1)
 
@@ -352,7 +352,7 @@ def test_ranges_never_overlap(actions: list[tuple[bool, int]], limit: int | None
                 assert limit is not None
                 assert (
                     max((length for _, length in _gaps(taken, limit)), default=0) < size
-                )  # refused only where nothing fits
+                )  # refused only if no free range is large enough
                 continue
             assert offset % ALIGNMENT_BYTES == 0
             assert limit is None or offset + size <= limit
@@ -373,7 +373,7 @@ def _gaps(taken: dict[int, int], limit: int) -> list[tuple[int, int]]:
     return found
 
 
-def test_the_slab_has_what_was_needed() -> None:
+def test_the_slab_has_the_size_that_was_needed() -> None:
     host = HostMemory(None, pinned=False)
     first, second = host.take(1000), host.take(300)
     assert first is not None
@@ -382,7 +382,7 @@ def test_the_slab_has_what_was_needed() -> None:
     assert host.bytes == 0
     host.give(first)
     host.settle()
-    assert host.bytes == 0  # the second is still there
+    assert host.bytes == 0  # the second range is still in use
     host.give(second)
     host.settle()
     assert host.bytes == host.peak_bytes == 1024 + 320

@@ -1,4 +1,4 @@
-"""Every kind of tensor that autograd may save: its values come back as they were, or it stays, or reading it fails."""
+"""Every kind of tensor that autograd may save: its values are restored, it stays on the device, or reading it fails."""
 
 import gc
 from collections.abc import Callable
@@ -27,7 +27,7 @@ SIZE = 64
 
 
 class Save(torch.autograd.Function):
-    """Saves tensors, and shows in backward what it got."""
+    """Saves tensors in forward, and records in backward what autograd returns."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, seen: list[Tensor], *tensors: Tensor) -> Tensor:
@@ -37,13 +37,13 @@ class Save(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        found = ctx.saved_tensors  # each access unpacks anew
+        found = ctx.saved_tensors  # each access unpacks the tensors again
         ctx.seen.extend(found)
         return grad, None, *(None for _ in found)
 
 
 def round_trip(make: Callable[[], list[Tensor]], **options: Any) -> tuple[list[Tensor], Any]:
-    """Save what ``make`` returns and drop it; return what backward sees, and the statistics."""
+    """Save the tensors of ``make`` and drop them; return the tensors that backward sees, and the statistics."""
     context = offload_activations(min_offload_size=1, debug=True, **options)
     leaf, seen = torch.ones((), requires_grad=True), []
     with context:
@@ -95,7 +95,7 @@ def test_values_come_back(dtype: torch.dtype, view: str) -> None:
     assert moved.offloaded_tensors == moved.restored_tensors == 1
     assert found.dtype == wanted.dtype
     assert found.shape == wanted.shape
-    as_is = torch.float32 if dtype.itemsize == 1 else dtype  # float8 has no comparison
+    as_is = torch.float32 if dtype.itemsize == 1 else dtype  # torch cannot compare float8 tensors
     assert torch.equal(found.to(as_is), wanted.to(as_is))
     if View.of(wanted).gapless:
         assert found.stride() == wanted.stride()
@@ -114,7 +114,7 @@ def test_lazy_bits_come_back(lazy: Callable[[Tensor], Tensor]) -> None:
 
 @given(st.data())
 def test_any_strided_view(data: st.DataObject) -> None:
-    """Sizes, strides and offset at will: dense, gapped, overlapping and expanded."""
+    """Sizes, strides and offset are arbitrary: dense, with gaps, overlapping and expanded."""
     dims = data.draw(st.integers(0, 4))
     size = tuple(data.draw(st.integers(1, 5)) for _ in range(dims))
     stride = tuple(data.draw(st.integers(0, 30)) for _ in range(dims))
@@ -140,13 +140,13 @@ def test_views_of_one_storage_are_copied_once() -> None:
 
     found, moved = round_trip(make)
     assert all(torch.equal(a, b) for a, b in zip(found, make(), strict=True))
-    assert moved.offloaded_tensors == moved.restored_tensors == 2  # the whole, and the five columns without gaps
+    assert moved.offloaded_tensors == moved.restored_tensors == 2  # the whole tensor, and the five columns without gaps
     assert moved.shared_tensors == 4
     assert found[0].data_ptr() == found[1].data_ptr() == found[4].data_ptr()
 
 
-def test_each_of_a_nodes_tensors_comes_back_once() -> None:
-    """Autograd unpacks a node's tensors in the order they were saved; what it has had is not fetched ahead again."""
+def test_each_tensor_of_a_node_is_restored_once() -> None:
+    """Autograd unpacks a node's tensors in the order of their saves; unpacked ones are not prefetched again."""
     context = offload_activations(debug=True)
     leaf, seen = torch.ones((), requires_grad=True), []
     with context:
@@ -165,7 +165,7 @@ def test_each_of_a_nodes_tensors_comes_back_once() -> None:
 
 
 def test_parts_of_a_packed_tensor_are_copied_once_each() -> None:
-    """q, k and v of one product: together the product's bytes, though each leaves gaps."""
+    """The copies of q, k and v of one product together have the product's bytes, although each view has gaps."""
 
     def make() -> list[Tensor]:
         return list(base().split([32, 16, 16], dim=1))
@@ -175,8 +175,8 @@ def test_parts_of_a_packed_tensor_are_copied_once_each() -> None:
     assert moved.offloaded_bytes == base().nbytes
 
 
-def test_a_part_of_a_large_storage_frees_it() -> None:
-    """Plain autograd would hold the whole storage for a few columns."""
+def test_saving_a_part_does_not_hold_the_whole_storage() -> None:
+    """Plain autograd would keep the whole storage for a few columns."""
     refs = []
 
     def make() -> list[Tensor]:
@@ -194,7 +194,7 @@ def test_a_part_of_a_large_storage_frees_it() -> None:
 
 
 def test_nothing_is_held_after_exit() -> None:
-    """The graph lives on; the originals do not."""
+    """The graph is still alive, but the originals are freed."""
     refs = []
 
     def make() -> list[Tensor]:
@@ -218,8 +218,8 @@ def test_nothing_is_held_after_exit() -> None:
     assert all(ref.expired() for ref in refs)
 
 
-def test_an_address_used_again_is_another_tensor() -> None:
-    """Tensors of one size come and go at one address; none may be taken for an earlier one."""
+def test_a_reused_address_is_another_tensor() -> None:
+    """Several tensors of one size use the same address in turn; none may be mistaken for an earlier one."""
     context = offload_activations(max_fwd_stash_size=1)
     seen: list[Tensor] = []
     leaf = torch.ones((), requires_grad=True)
@@ -232,7 +232,7 @@ def test_an_address_used_again_is_another_tensor() -> None:
             loss = loss + Save.apply(leaf, seen, x)
             del x
             context.synchronize()
-    assert len(addresses) < 50  # the premise
+    assert len(addresses) < 50  # the test needs reused addresses
     assert context.statistics.offloaded_tensors == 50
     loss.backward()
     assert [float(x[0, 0]) for x in seen] == [float(i) for i in reversed(range(50))]
@@ -241,7 +241,7 @@ def test_an_address_used_again_is_another_tensor() -> None:
 @pytest.mark.parametrize("context", [keep_activations, offload_activations, lambda: offload_activations(fraction=0)])
 @pytest.mark.parametrize("held", [True, False])
 def test_a_write_after_the_save_is_refused(context: Callable[[], Any], held: bool) -> None:
-    """Torch leaves this check out where hooks are set; plain autograd has it."""
+    """Plain autograd has this check, but torch skips it if saved-tensor hooks are set."""
     x = torch.randn(SIZE, SIZE, requires_grad=True) * 1
     with context():
         y = x[1:] * x[1:]
@@ -269,8 +269,8 @@ def test_a_write_between_two_saves_makes_two_copies() -> None:
         unread.backward()
 
 
-def test_a_storage_emptied_behind_autograd_comes_from_the_host() -> None:
-    """FSDP frees parameters by resizing their storage; what is alive by name may hold nothing."""
+def test_a_storage_emptied_outside_autograd_is_restored_from_the_host() -> None:
+    """FSDP frees parameters by resizing their storage, so a tensor that is still alive may have no bytes."""
     context = offload_activations(debug=True)
     seen: list[Tensor] = []
     x = base()
@@ -297,7 +297,7 @@ KEPT: dict[str, tuple[Why, Callable[[], Tensor]]] = {
 
 @pytest.mark.filterwarnings("ignore:Sparse")
 @pytest.mark.parametrize("kind", KEPT)
-def test_what_stays(kind: str) -> None:
+def test_tensors_that_stay_on_the_device(kind: str) -> None:
     why, make = KEPT[kind]
     (found,), moved = round_trip(lambda: [make()])
     assert moved.offloaded_tensors == 0
@@ -307,7 +307,7 @@ def test_what_stays(kind: str) -> None:
 
 
 def test_tensors_of_another_device_stay() -> None:
-    """A model on CUDA may save tensors of the CPU; on a machine without CUDA it may save nothing else."""
+    """Tensors of a device other than the context's stay; the test works with and without CUDA."""
     (found,), moved = round_trip(lambda: [base()], device="cuda", use_pin_memory=False)
     assert torch.equal(found, base())
     assert moved.kept_bytes[Why.DEVICE] == base().nbytes
@@ -323,7 +323,7 @@ def test_a_wrapper_subclass_is_offloaded_inside() -> None:
 
 
 def test_vmap_passes_through() -> None:
-    """Torch itself refuses hooks under ``torch.func.grad``; autograd of a mapped function has them."""
+    """Torch itself refuses hooks under ``torch.func.grad``, but allows them in autograd of a vmapped function."""
     context = offload_activations(min_offload_size=1, debug=True)
     x = (base() / 100).requires_grad_()
     with context:
@@ -334,7 +334,7 @@ def test_vmap_passes_through() -> None:
 
 
 def test_distributed_tensors(tmp_path: Path) -> None:
-    """``DTensor`` and FSDP2: local tensors move; sharded parameters and what is gathered of them stay."""
+    """With ``DTensor`` and FSDP2, local tensors are offloaded; sharded parameters and their gathered copies stay."""
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
         mesh = init_device_mesh("cpu", (1,))

@@ -1,4 +1,4 @@
-"""Calibration: a valid profile from single operators, that prices every operator of the models it is for."""
+"""Calibration makes a valid profile from single operators, and that profile prices every operator of the models."""
 
 import json
 import os
@@ -61,7 +61,7 @@ def test_the_profile_can_be_written_and_read_back(profile: Hardware, tmp_path: P
     assert codec.read(tmp_path / "here.json", Hardware) == profile
 
 
-def test_every_number_says_where_it_came_from(profile: Hardware) -> None:
+def test_every_number_has_a_source(profile: Hardware) -> None:
     assert {source.kind for name, source in profile.sources.items() if name != "link"} == {"measured"}
     assert profile.provenance["torch"] == torch.__version__
     assert {"device", "compute_threads", "created", "seconds", "command", "passes", "dispatch_us", "ranks"} <= set(
@@ -102,29 +102,30 @@ def test_progress_reaches_its_end() -> None:
     assert [done for done, _ in seen] == sorted(done for done, _ in seen)
     assert {total for _, total in seen} == {seen[-1][1]}
     last = [done for done, _ in seen][-1 - copy_rates.measurements(FEW) :]
-    assert [b - a for a, b in pairwise(last)] == [1] * (len(last) - 1)  # the copies' too, which take longest
+    assert [b - a for a, b in pairwise(last)] == [1] * (len(last) - 1)  # also during the copies, which take longest
 
 
-def test_a_busy_machine_is_told_of_and_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_busy_machine_is_reported_and_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[str] = []
     monkeypatch.setattr(os, "getloadavg", lambda: (100.0 + (os.cpu_count() or 1), 0.0, 0.0))
     found = calibrate(grid=replace(FEW, beside_s=0.01, budget_s=0.0), note=told.append)
     assert found is not None
     begins, warning = told
-    assert "load 1" in begins
-    assert "busy machine: the load was" in warning
+    assert "load is 1" in begins
+    assert "busy during the calibration: the load was" in warning
     assert "next: calibrate again" in warning
     assert found.provenance["disturbed"] in warning
     assert found.provenance["load_before"].endswith(f"on {os.cpu_count()} cores")
     assert float(found.provenance["middle_spread"].rstrip("%")) >= 0
 
 
-def test_operators_are_those_of_the_program_each_once() -> None:
+def test_every_operator_of_the_program_occurs_once() -> None:
     decisions = next(grids.decisions(FEW, "torch-flash-cpu"))
     operators = operators_of([decisions, decisions])
     assert len({operator.key for operator in operators}) == len(operators)
     works = {i.work for _, i in lower(decisions)[0].walk() if i.lane is Lane.COMPUTE and i.op in KERNELS}
-    assert {operator.instruction.work for operator in operators} >= works  # and those of templates without instances
+    # The operators also include those of templates without instances.
+    assert {operator.instruction.work for operator in operators} >= works
 
 
 def test_every_operator_can_be_timed_by_itself() -> None:
@@ -147,29 +148,29 @@ def _middle() -> Decisions:
     return grids.middle(FEW, "torch-flash-cpu")
 
 
-def test_a_sample_is_the_middle_and_leaves_outliers_out() -> None:
+def test_a_sample_is_the_median_without_outliers() -> None:
     assert sample_of([1.0, 1.1, 0.9, 1.0, 50.0]).seconds == 1.0
     assert sample_of([1.0, 1.1, 0.9, 1.0, 50.0]).spread == pytest.approx(0.05)
 
 
-def test_a_pass_that_a_neighbour_slowed_does_not_count() -> None:
+def test_a_pass_slowed_by_other_load_does_not_count() -> None:
     sample = of_passes([Sample(1.0, 0.1), Sample(1.1, 0.1), Sample(4.0, 0.1)])
     assert sample.seconds == 1.1
     assert sample.spread == pytest.approx(1.5 / 1.1)
 
 
-def test_no_pass_is_begun_beyond_the_budget() -> None:
+def test_no_pass_starts_beyond_the_budget() -> None:
     few = replace(FEW, attention_lengths=(128,), copy_bytes=(2**14,), beside_s=0.02)
     short, long = calibrate(grid=few, budget_s=0.001), calibrate(grid=few, budget_s=600.0)
     assert short is not None
     assert long is not None
     assert short.provenance["passes"] == "1"
     assert long.provenance["passes"] == "3"
-    assert {table.gemm_pass for table in short.gemm} == {"fprop", "dgrad", "wgrad"}  # the first pass is whole
+    assert {table.gemm_pass for table in short.gemm} == {"fprop", "dgrad", "wgrad"}  # the first pass is complete
 
 
 def test_the_gpus_grid_fits_its_budget() -> None:
-    """Points x repeats at half of an H100's published rates, with every attention kernel: two passes fit in 240 s."""
+    """Two passes fit into 240 s, with every attention kernel, at half of an H100's published rates."""
     kernels = [kernel for kernel in ATTENTION_KERNELS if kernel != "torch-flash-cpu"]
     effort, filler_s, host_s, compile_s = Effort(), 2e-3, 2e-3, 0.7
     total = 0.0
@@ -196,7 +197,7 @@ def test_two_sizes_of_blocks_make_a_line() -> None:
     assert (flat.seconds, nothing.seconds) == (2e-3, 0.0)
 
 
-def test_calls_back_to_back_until_told_to_stop() -> None:
+def test_back_to_back_calls_run_until_stopped() -> None:
     seen: list[int] = []
     durations = back_to_back(seen.append, torch.device("cpu"), lambda: len(seen) >= 3)
     assert seen == [0, 1, 2]
@@ -204,7 +205,7 @@ def test_calls_back_to_back_until_told_to_stop() -> None:
 
 
 class Clock:
-    """Stands for CUDA's events: a device that is done with everything up to the event it is asked about."""
+    """A fake of CUDA's events; the device has finished everything before an event once the host waits for it."""
 
     def __init__(self) -> None:
         self.recorded: list[Clock.Event] = []
@@ -222,7 +223,7 @@ class Clock:
             self.waited = True
 
         def elapsed_time(self, other: "Clock.Event") -> float:
-            assert other.waited  # not known before the device got there
+            assert other.waited  # the time is unknown until the device has reached the event
             return other.at_ms - self.at_ms
 
 
@@ -255,7 +256,7 @@ def test_on_cuda_the_next_call_is_issued_before_the_last_is_waited_for(monkeypat
     assert found == [pytest.approx(ms / 1e3) for ms in (1.0, 3.0, 5.0)]
 
 
-def test_a_lane_that_fails_is_no_endless_wait() -> None:
+def test_a_failing_lane_does_not_block_the_others() -> None:
     def fails(i: int) -> None:
         raise ValueError(f"call {i}")
 
@@ -268,19 +269,19 @@ def test_a_lane_that_fails_is_no_endless_wait() -> None:
 SMI = "580.82.07, P0, 1980, 1980, 2619, 512.33, 700.00\n580.82.07, P0, 1755, 1980, 2619, 698.10, 700.00\n580.82"
 
 
-def test_clocks_are_summed_up_and_a_line_that_was_cut_off_is_left_out() -> None:
+def test_clocks_are_summarised_without_an_incomplete_line() -> None:
     assert clocks.summary(SMI) == {
         "driver": "580.82.07",
         "power_state": "P0",
-        "sm_clock_mhz": "1867.5 (1755 to 1980), at most 1980",
+        "sm_clock_mhz": "1867.5 (1755 to 1980), maximum 1980",
         "memory_clock_mhz": "2619 (2619 to 2619)",
         "power_w": "605.215 (512.33 to 698.1), limit 700.00",
     }
     assert clocks.summary(SMI.replace("512.33", "[N/A]"))["power_w"] == "698.10, limit 700.00"
-    assert clocks.summary("") == {"clocks": "not known: nvidia-smi printed nothing"}
+    assert clocks.summary("") == {"clocks": "unknown: nvidia-smi printed nothing"}
 
 
-def test_clocks_are_read_beside_what_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_clocks_are_read_during_the_measurement(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     program = tmp_path / "nvidia-smi"
     program.write_text(f"#!/bin/sh\nprintf '%s\\n' \"$@\" > {tmp_path}/asked\nprintf '{SMI}'\nexec sleep 60\n")
     program.chmod(0o755)
@@ -298,18 +299,18 @@ def test_clocks_are_read_beside_what_is_measured(tmp_path: Path, monkeypatch: py
     assert f"--loop-ms={clocks.PERIOD_MS}" in asked
 
 
-def test_without_nvidia_smi_the_clocks_are_not_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_nvidia_smi_the_clocks_are_unknown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     with clocks.watched(torch.device("cuda")) as notes:
         pass
-    assert notes == {"clocks": "not known: no nvidia-smi"}
+    assert notes == {"clocks": "unknown: nvidia-smi is not installed"}
     with clocks.watched(torch.device("cpu")) as nothing:
         pass
     assert nothing == {}
 
 
 def found_on(profile: Hardware, name: str) -> Found:
-    """Return what a GPU's probes might find, with the copies of ``profile``."""
+    """Return made-up measurements of a GPU, with the copies of ``profile``."""
     timed = [Timed.of(Gemm(64, 32, 16, "fprop", "bf16"), Sample(1.0, 0.1), 0.0)]
     timed += [Timed(Rowwise("copy", 10, 600, 400), 1.0, 0.0)]
     machine = replace(this_machine(), device="cuda", name=name)
@@ -319,7 +320,7 @@ def found_on(profile: Hardware, name: str) -> Found:
     return Found(machine, timed, copies, sample, blocks, sample, sample, {"context": 1})
 
 
-def test_the_peak_of_a_known_device_is_the_data_sheets(profile: Hardware) -> None:
+def test_the_peak_of_a_known_device_comes_from_its_data_sheet(profile: Hardware) -> None:
     found = profile_of(found_on(profile, "NVIDIA H200"), None, None)
     assert found.peak_flops["bf16"].value == 989e12
     assert found.sources["datasheet"].kind == "datasheet"
@@ -329,14 +330,14 @@ def test_the_peak_of_a_known_device_is_the_data_sheets(profile: Hardware) -> Non
 
 
 @pytest.mark.parametrize(("taken", "wanted"), [({4: 9, 2: 5}, ([2.0, 4.0], [5.0, 9.0])), ({2: 0, 4: 0}, None)])
-def test_a_communicators_memory_goes_by_its_ranks(
+def test_a_communicators_memory_depends_on_its_ranks(
     profile: Hardware, taken: dict[int, int], wanted: tuple[list[float], list[float]] | None
 ) -> None:
     curve = profile_of(found_on(profile, "a GPU"), Shared(4, [], {}, taken), None).communicator_bytes
     assert (curve and (curve.x, curve.y)) == wanted
 
 
-# The loop: calibrate, plan, run, compare. Three sizes by three policies, as a user would.
+# The whole loop as a user runs it: calibrate, plan, run, compare; for three sizes and three policies.
 
 SIZES = {
     "gpt 128 wide": ({"family": "gpt", "hidden": 128, "layers": 4}, 2048),
@@ -382,7 +383,7 @@ def test_the_step_is_predicted_before_the_run(here: Path, tmp_path: Path, size: 
     question = [str(model), "--cluster", str(here), "--seq-len", str(tokens), "-o", str(plan)]
     shell("memo_sim", "what-if", *question, *POLICIES[policy])
     best = None
-    for _ in range(3):  # a neighbour's load can slow a whole run
+    for _ in range(3):  # other load on the machine can slow a whole run
         document = json.loads(shell("memo_exec", "run", str(plan), "--steps", "8", "--json"))
         assert document["ratio"]["peak_device_bytes"] == 1.0
         assert document["predicted"]["moved_bytes"] == document["measured"]["moved_bytes"]

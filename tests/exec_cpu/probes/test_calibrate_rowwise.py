@@ -1,4 +1,4 @@
-"""Calibration of fused row-wise kernels with made-up clocks, and the plan that such a profile leads to."""
+"""Calibration of fused row-wise kernels with made-up timings, and the kernels that a plan then selects."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from memo_sim.program.operators.workspaces import FUSED_KINDS
 from tests.exec_cpu.probes.test_calibrate import FEW
 
 FUSED_TIMES = {"rms_norm": 4.0, "rms_norm.bwd": 4.0, "swiglu": 0.8, "cross_entropy": 0.7}
-"""Rates of made-up Triton kernels, in torch's; all others are as fast."""
+"""Rates of made-up Triton kernels relative to torch; all others are equal."""
 
 
 @pytest.fixture
 def with_triton(monkeypatch: pytest.MonkeyPatch) -> Hardware:
-    """Return the profile of a machine whose clocks are made up: torch moves 1e9 bytes a second, Triton more or less."""
+    """Return a profile with made-up timings: torch moves 1e9 bytes/s, Triton ``FUSED_TIMES`` times as much."""
 
     def seconds(bench: Bench, operator: Operator, effort: Effort) -> Sample:
         work = operator.instruction.work
@@ -55,8 +55,8 @@ def test_triton_has_curves_of_its_own(with_triton: Hardware) -> None:
 
 
 @pytest.mark.parametrize(("model", "chosen"), [("llama-tiny", "triton"), ("gpt-tiny", "torch")])
-def test_a_plan_takes_triton_where_that_profile_says_so(with_triton: Hardware, model: str, chosen: str) -> None:
-    """llama gains more at its norms than it loses at the loss, gpt has no RMSNorm."""
+def test_a_plan_selects_triton_where_it_is_faster(with_triton: Hardware, model: str, chosen: str) -> None:
+    """Triton gains more on llama's norms than it loses on the loss; gpt has no RMSNorm."""
     asked = Question(
         model=load_model(model),
         cluster=Cluster(name="here", hardware="here", nodes=1, devices_per_node=1),
@@ -69,7 +69,7 @@ def test_a_plan_takes_triton_where_that_profile_says_so(with_triton: Hardware, m
     assert best.decisions.kernels.rowwise == chosen
 
 
-def test_without_triton_there_are_no_such_curves(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_profile_without_triton_has_no_fused_curves(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Bench, "seconds", lambda *given: Sample(1e-3, 0.1))
     found = calibrate(grid=replace(FEW, beside_s=0.01, copy_bytes=(2**14,)))
     assert found is not None

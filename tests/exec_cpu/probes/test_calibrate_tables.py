@@ -1,4 +1,4 @@
-"""Timed operators become a profile's tables and curves."""
+"""Conversion of timed operators to a profile's tables and curves."""
 
 import pytest
 

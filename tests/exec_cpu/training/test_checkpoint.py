@@ -1,4 +1,4 @@
-"""Saving and resuming: the losses go on as they would have, and a kill at any moment costs no checkpoint."""
+"""Tests saving and resuming: a resumed run has the same losses, and a kill at any moment loses no checkpoint."""
 
 import json
 import shutil
@@ -144,7 +144,7 @@ def test_a_truncated_checkpoint_is_refused(saved: Path, tmp_path: Path, file: st
 @pytest.mark.parametrize(
     ("whole", "name", "says"),
     [
-        ((256, 64), "params/embed/nothing.weight", "holds no params/embed/nothing.weight"),
+        ((256, 64), "params/embed/nothing.weight", "params/embed/nothing.weight is missing"),
         ((128, 64), "params/embed/tokens.weight", r"is \(256, 64\) torch.float32, wanted \(128, 64\)"),
     ],
 )
@@ -156,7 +156,7 @@ def test_tensors_that_do_not_fit_are_refused(saved: Path, whole: tuple[int, ...]
 
 
 def test_a_checkpoint_of_flat_blocks_is_read(tmp_path: Path) -> None:
-    """As one process wrote them before there were layouts."""
+    """One process wrote such checkpoints in versions before layouts."""
     plan = write_plan(tmp_path / "plan.json")
     whole = losses(plan, steps=STEPS)
     losses(plan, steps=3, save=tmp_path / "run")
@@ -174,7 +174,7 @@ def test_flat_blocks_of_another_model_are_refused(tmp_path: Path) -> None:
     decisions = byte_decisions()
     with Interpreter(decisions, lower(decisions)[0]) as interpreter:
         for tensors, says in (
-            ({"params.embed/0": torch.zeros(3)}, "no tensor of this name"),
+            ({"params.embed/0": torch.zeros(3)}, "lacks a tensor"),
             ({name: value[:5].clone() for name, value in states(interpreter).items()}, "another length or type"),
         ):
             save_file(tensors, tmp_path / FLAT)
@@ -202,7 +202,7 @@ def test_killed_at_any_step_it_resumes_with_the_same_losses(tmp_path: Path) -> N
     assert process.stderr is not None
     while not process.stderr.readline().startswith("step     3"):
         assert process.poll() is None
-    process.send_signal(signal.SIGKILL)  # while it saves step 3, or plays step 4
+    process.send_signal(signal.SIGKILL)  # the process then saves step 3 or plays step 4
     process.communicate()
     found = checkpoint.latest(folder)
     assert found is not None

@@ -1,4 +1,4 @@
-"""Data, schedule and the loop: what is drawn, what is counted, and that training learns."""
+"""Tests the data, the learning-rate schedule and the training loop, and that training lowers the loss."""
 
 import hashlib
 import math
@@ -184,7 +184,7 @@ def test_the_loss_falls_below_the_unigram_entropy(tmp_path: Path, name: str) -> 
         dtype="fp32",
     )
     assert plan_of(decisions).prediction is None
-    outcome = run(write_plan(tmp_path / "plan.json", decisions), RunOptions(steps=200))  # with every default
+    outcome = run(write_plan(tmp_path / "plan.json", decisions), RunOptions(steps=200))  # default hyperparameters
     assert outcome is not None
     assert np.mean(outcome.comparison.losses[:5]) > entropy
     assert np.mean(outcome.comparison.losses[-20:]) < entropy - 0.2

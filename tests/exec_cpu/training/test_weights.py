@@ -1,4 +1,4 @@
-"""Weights: the same draw under every policy, and Hugging Face directories both ways with equal logits."""
+"""Tests weights: every policy draws the same ones, and Hugging Face directories give equal logits both ways."""
 
 import json
 import os
@@ -69,7 +69,7 @@ def transformers() -> Any:
 
 
 def theirs(transformers: Any, name: str) -> Any:
-    """Return a random Hugging Face model."""
+    """Return a Hugging Face model with random weights."""
     prefix, fields = CONFIGS[name]
     head = "LMHeadModel" if prefix == "GPT2" else "ForCausalLM"
     torch.manual_seed(0)
@@ -85,7 +85,7 @@ def interpreter_of(model: Model) -> Interpreter:
 
 
 def logits(interpreter: Interpreter, ids: Tensor) -> Tensor:
-    """Play a step and return what the classifier wrote."""
+    """Play a step and return the classifier's output."""
     found = []
 
     def keep(call: Call) -> None:
@@ -202,11 +202,11 @@ SPOILERS = {
     "another model": (spoil_config, r"another model[\s\S]*norm_eps"),
     "no config": (lambda d: (d / "config.json").unlink(), r"config\.json"),
     "garbled config": (lambda d: (d / "config.json").write_text("[1, 2"), r"config\.json"),
-    "no weights": (lambda d: (d / "model.safetensors").unlink(), "no safetensors here"),
+    "no weights": (lambda d: (d / "model.safetensors").unlink(), "no safetensors file"),
     "cut short": (lambda d: os.truncate(d / "model.safetensors", 1000), "cannot read weights"),
     "missing": (lambda d: spoil_tensors(d, model__norm__weight=None), r"missing[\s\S]*model\.norm\.weight"),
     "misshapen": (lambda d: spoil_tensors(d, model__norm__weight=torch.ones(5)), r"another shape[\s\S]*\(5,\)"),
-    "unknown": (lambda d: spoil_tensors(d, model__extra=torch.ones(5)), r"has not[\s\S]*model\.extra"),
+    "unknown": (lambda d: spoil_tensors(d, model__extra=torch.ones(5)), r"not in the model[\s\S]*model\.extra"),
 }
 
 

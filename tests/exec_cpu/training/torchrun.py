@@ -1,4 +1,4 @@
-"""A plan run as a user runs it: by torchrun where it has several ranks."""
+"""Runs a plan from the command line as a user does, with torchrun when it has several ranks."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ LIMIT_S = 300.0
 
 
 def losses_of(folder: Path, decisions: Decisions, *, steps: int) -> list[float]:
-    """Return the losses that ``memo-exec run`` reports of a plan, in planned memory.
+    """Return the losses that ``memo-exec run`` reports for a plan with planned memory.
 
     Raises:
-        AssertionError: when the run fails, with what it wrote.
+        AssertionError: when the run fails; the message is its standard error.
     """
     devices = decisions.layout.devices
     folder.mkdir()

@@ -138,7 +138,7 @@ def test_the_command(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     document = json.loads(done.stdout)
     plan = msgspec.json.decode((tmp_path / "p.json").read_bytes(), type=Plan)
-    assert document["schema"] == "memo.longest/1"
+    assert document["schema"] == "memo.longest/2"
     assert document["seq_tokens"] == plan.decisions.seq_tokens > 0
     assert done.stderr == ""
     nothing = subprocess.run([*command, "--device-memory-gib", "2.5"], capture_output=True, text=True, check=False)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from memo_sim.engine.playback import Playback
 from memo_sim.engine.simulate import Simulation
-from memo_sim.program.analysis.rendezvous import meetings
+from memo_sim.program.analysis.rendezvous import all_rendezvous
 
 
 def chain(playback: Playback) -> list[int]:
@@ -20,12 +20,16 @@ def critical_path(simulation: Simulation) -> list[tuple[int, int]]:
 
     Where instructions of several roles meet, the path goes on with the one that came last.
     """
-    plays = [role.playback for role in simulation.roles]
-    met = {each: meeting for meeting in meetings([role.program for role in simulation.roles]) for each in meeting}
-    role = max(range(len(plays)), key=lambda number: plays[number].span_s)
-    at, path = int(plays[role].end_s.argmax()), list[tuple[int, int]]()
+    plays = [stage.playback for stage in simulation.stages]
+    met = {
+        each: rendezvous
+        for rendezvous in all_rendezvous([stage.program for stage in simulation.stages])
+        for each in rendezvous
+    }
+    stage = max(range(len(plays)), key=lambda number: plays[number].span_s)
+    at, path = int(plays[stage].end_s.argmax()), list[tuple[int, int]]()
     while at >= 0:
-        path.append((role, at))
-        came = [(int(plays[r].binds[i]), r) for r, i in met.get((role, at), ((role, at),))]
-        at, role = max(came, key=lambda each: plays[each[1]].end_s[each[0]] if each[0] >= 0 else -1.0)
+        path.append((stage, at))
+        came = [(int(plays[r].binds[i]), r) for r, i in met.get((stage, at), ((stage, at),))]
+        at, stage = max(came, key=lambda each: plays[each[1]].end_s[each[0]] if each[0] >= 0 else -1.0)
     return path[::-1]

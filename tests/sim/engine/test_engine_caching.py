@@ -40,14 +40,14 @@ def in_arena(decisions: Decisions) -> Decisions:
 def test_reserved_memory_is_the_replays_and_time_that_of_the_planned_step(decisions: Decisions) -> None:
     planned, cached = run(in_arena(decisions)), run(caching(decisions))
     prediction = cached.prediction
-    assert (planned.prediction.reserved_bytes, planned.prediction.reorganisations) == (None, 0)
+    assert (planned.prediction.reserved_bytes, planned.prediction.allocation_retries) == (None, 0)
     assert prediction.peak_device_bytes == planned.prediction.peak_device_bytes
     assert prediction.reserved_bytes is not None
     assert prediction.reserved_bytes >= prediction.peak_device_bytes
     if decisions.micro_batches == cached.program.micro_batches:
         assert prediction.reserved_bytes == replay(requests_of(cached.program)).reserved_peak_bytes
     # 80 GiB are plenty: the warm cache never asks the device.
-    assert prediction.reorganisations == 0
+    assert prediction.allocation_retries == 0
     assert prediction.step_s == planned.prediction.step_s
     assert prediction.stalls == planned.prediction.stalls
 
@@ -87,7 +87,7 @@ def test_live_bytes_that_do_not_fit_are_said_by_class() -> None:
 def stopped(*stops: tuple[int, float, bool]) -> Replay:
     """Return a replay whose steady step stops at (instant, seconds, reorganised)."""
     calls = (DeviceCall("free", GIB), DeviceCall("malloc", GIB))
-    made = [DeviceStop(instant=i, buffer="b", calls=calls, seconds=s, reorganised=r) for i, s, r in stops]
+    made = [DeviceStop(instant=i, buffer="b", calls=calls, seconds=s, retried_allocation=r) for i, s, r in stops]
     return Replay(
         iterations=[Iteration(), Iteration(stops=made)],
         live_peak_bytes=GIB,
@@ -95,7 +95,7 @@ def stopped(*stops: tuple[int, float, bool]) -> Replay:
         reserved_peak_bytes=GIB,
         segments_allocated=1,
         segments_freed=1,
-        reorganisations=1,
+        allocation_retries=1,
         out_of_memory=None,
     )
 
@@ -105,7 +105,7 @@ def test_a_stop_belongs_to_the_kernel_that_follows() -> None:
     found = CachingMemory(stopped((0, 0.5, True), (1, 0.25, True), (2, 2.0, False), (4, 8.0, True)), lane)
     # 1 is a collective: kernel 2 waits. Behind the last kernel it is the last that waits.
     assert found.stall_s.tolist() == [0.5, 0, 2.25, 8.0, 0]
-    assert found.reorganised.tolist() == [1, 0, 1, 1, 0]
+    assert found.retried_allocation.tolist() == [1, 0, 1, 1, 0]
 
 
 def test_stops_lengthen_the_step_as_often_as_their_micro_batch_is_played(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,7 +124,7 @@ def test_stops_lengthen_the_step_as_often_as_their_micro_batch_is_played(monkeyp
     prediction = run(caching(decisions)).prediction
     # Six micro-batches: the second stands for four. Without collectives and copies compute alone sets the pace.
     assert prediction.step_s == pytest.approx((plain.prediction.step_s or 0) + 0.5 + 4 * 0.25)
-    assert prediction.reorganisations == 1 + 4
+    assert prediction.allocation_retries == 1 + 4
     (stall,) = [s for s in prediction.stalls if s.waits_for == ALLOCATOR]
     assert (stall.lane, stall.seconds, stall.count) == ("compute", 1.5, 5)
     assert prediction.lanes["compute"] == pytest.approx(plain.prediction.lanes["compute"])
@@ -157,8 +157,8 @@ def test_an_eager_framework_needs_more_and_gets_it_back_later() -> None:
     assert cached.reserved_bytes is not None
     # The layers in flight hold what they gathered and scattered: more than the loss's fp32 tensors alone explain.
     assert roomy.reserved_bytes - cached.reserved_bytes > roomy.peak_device_bytes - cached.peak_device_bytes
-    assert roomy.reorganisations == 0
+    assert roomy.allocation_retries == 0
     tight = toy_hardware(roomy.reserved_bytes - 2**21 + RESERVE)
     found = run(eager, tight).prediction
-    assert (found.status, run(caching(decisions), tight).prediction.reorganisations) == ("ok", 0)
-    assert found.reorganisations > 0
+    assert (found.status, run(caching(decisions), tight).prediction.allocation_retries) == ("ok", 0)
+    assert found.allocation_retries > 0

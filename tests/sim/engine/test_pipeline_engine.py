@@ -20,9 +20,9 @@ from memo_sim.engine.repetition import played_at_first
 from memo_sim.engine.simulate import Simulation, simulate
 from memo_sim.planning.question import Pins, Question
 from memo_sim.program.analysis.columns import expand
-from memo_sim.program.analysis.rendezvous import meetings
+from memo_sim.program.analysis.rendezvous import all_rendezvous
 from memo_sim.program.ir.instruction import Lane
-from memo_sim.program.ir.work import Attention, Gemm, Handover, Work
+from memo_sim.program.ir.work import Attention, Gemm, PointToPoint, Work
 from memo_sim.program.lower import lower, program_sha256
 from tests.sim.engine.critical_path import critical_path
 from tests.sim.toy_machine import FLOPS, TOY_CLUSTER, ToyPrices, alone, contended, decide, run_layout, toy_hardware
@@ -31,7 +31,7 @@ VOCAB = 96
 SCHEDULES = [
     Layout(pp=2),
     Layout(pp=4),
-    Layout(pp=4, overlap_handovers=False),
+    Layout(pp=4, overlap_p2p=False),
     Layout(pp=4, schedule="gpipe"),
     Layout(pp=2, schedule="interleaved", virtual_stages=2),
     Layout(pp=4, schedule="interleaved", virtual_stages=2),
@@ -41,13 +41,13 @@ SCHEDULES = [
 class LayersAlone:
     """Products and attention of layers take time, and hand-overs if asked to; all stages are equal."""
 
-    def __init__(self, handover_s: float = 0.0) -> None:
+    def __init__(self, p2p_s: float = 0.0) -> None:
         self.outside: set[str] = set()
-        self.handover_s = handover_s
+        self.p2p_s = p2p_s
 
     def seconds(self, work: Work) -> float:
-        if isinstance(work, Handover):
-            return self.handover_s
+        if isinstance(work, PointToPoint):
+            return self.p2p_s
         if isinstance(work, Gemm) and VOCAB in (work.m, work.n, work.k):
             return 0.0
         return work.flops / FLOPS if isinstance(work, Gemm | Attention) else 0.0
@@ -61,10 +61,10 @@ run = partial(run_layout, prices=LayersAlone())
 def test_weight_gradients_fill_the_bubble(stages: int, overlapped: bool) -> None:
     """ZB-H1: (p - 1)(F + B - 2W) is left of 1F1B's bubble; F, B and W are those of a stage's layers."""
     whole = run(Layout(), 1)
-    weights = whole.roles[0].per_instruction(lambda i: float(i.op == "linear.wgrad"))
+    weights = whole.stages[0].per_instruction(lambda i: float(i.op == "linear.wgrad"))
     step, w = whole.prediction.step_s / stages, float(np.sum(whole.seconds * weights)) / stages
     assert 0 < w < step / 3
-    layout = Layout(pp=stages, schedule="zero-bubble", overlap_handovers=overlapped)
+    layout = Layout(pp=stages, schedule="zero-bubble", overlap_p2p=overlapped)
     for micro_batches in (stages, 2 * stages, 40):
         found = run(layout, micro_batches).prediction.step_s
         assert found == pytest.approx(micro_batches * step + (stages - 1) * (step - 2 * w), rel=1e-9)
@@ -87,7 +87,7 @@ def test_hand_overs_of_1f1b_cannot_hide_where_stages_are_in_step() -> None:
     free, micro_batches = run(Layout(pp=2), 16).prediction.step_s, 16
     seconds = free / 100
     for overlapped, exposed in ((False, micro_batches + 1), (True, micro_batches)):
-        layout = Layout(pp=2, overlap_handovers=overlapped)
+        layout = Layout(pp=2, overlap_p2p=overlapped)
         step = run(layout, micro_batches, prices=LayersAlone(seconds)).prediction.step_s
         assert step == pytest.approx(free + exposed * seconds, rel=1e-9)
 
@@ -95,7 +95,7 @@ def test_hand_overs_of_1f1b_cannot_hide_where_stages_are_in_step() -> None:
 def test_overlapped_hand_overs_hide_where_a_stage_has_slack() -> None:
     """GPipe's forwards need nothing back: only the first of a row is waited for."""
     for overlapped, exposed in ((True, 2), (False, 2 * 16)):
-        layout = Layout(pp=2, schedule="gpipe", overlap_handovers=overlapped)
+        layout = Layout(pp=2, schedule="gpipe", overlap_p2p=overlapped)
         free = run(layout, 16).prediction.step_s
         seconds = free / 1000
         assert run(layout, 16, prices=LayersAlone(seconds)).prediction.step_s == pytest.approx(
@@ -114,7 +114,7 @@ def test_a_repeated_window_equals_full_play(policy: tuple[str, float], layout: L
     short = run(layout, 48, policy, prices=prices, rates=contended)
     full = run(layout, 48, policy, prices=prices, rates=contended, played=48)
     a, b = short.prediction, full.prediction
-    added = [role.repetition.added_s(role.playback) for role in short.roles]
+    added = [stage.repetition.added_s(stage.playback) for stage in short.stages]
     drift = (max(added) - min(added)) / b.step_s
     assert drift < 2e-3
     assert a.step_s == pytest.approx(b.step_s, rel=1e-9 if short.steady else max(1e-4, 2 * drift))
@@ -122,7 +122,7 @@ def test_a_repeated_window_equals_full_play(policy: tuple[str, float], layout: L
         assert short.program.micro_batches <= 2 * 5 * layout.pp + 8
     assert (a.peak_device_bytes, a.peak_by_class) == (b.peak_device_bytes, b.peak_by_class)
     assert a.peak_host_bytes_per_node == b.peak_host_bytes_per_node
-    for one, other in zip(short.roles, full.roles, strict=True):
+    for one, other in zip(short.stages, full.stages, strict=True):
         assert (one.moved_bytes, one.sent_bytes) == (other.moved_bytes, other.sent_bytes)
         assert one.compute_s == pytest.approx(other.compute_s, rel=1e-12)
 
@@ -153,36 +153,36 @@ def test_of_many_micro_batches_a_pipelines_filling_and_two_periods_are_played() 
 def test_lanes_are_serial_and_meetings_are_one(layout: Layout) -> None:
     prices = ToyPrices(copy_s_per_byte=1 / 2e9)
     simulation = run(layout, 2 * layout.pp, ("tokenwise", 0.5), prices=prices, rates=contended)
-    for role in simulation.roles:
-        playback = role.playback
-        for lane in np.unique(role.columns.lane):
-            mine = role.columns.lane == lane
+    for stage in simulation.stages:
+        playback = stage.playback
+        for lane in np.unique(stage.columns.lane):
+            mine = stage.columns.lane == lane
             assert (playback.start_s[mine][1:] >= playback.end_s[mine][:-1]).all()
         edges = playback.edges
         assert (playback.start_s[edges.consumer] >= playback.end_s[edges.producer]).all()
-    met = meetings([role.program for role in simulation.roles])
+    met = all_rendezvous([stage.program for stage in simulation.stages])
     handed = 2 * 2 * layout.pp * (layout.pp * layout.virtual_stages - 1)
     assert len([each for each in met if len(each) == 2 and _lane(simulation, each[0]) is not Lane.COLLECTIVE]) == handed
-    for meeting in met:
-        starts = {float(simulation.roles[r].playback.start_s[i]) for r, i in meeting}
-        ends = [float(simulation.roles[r].playback.end_s[i]) for r, i in meeting]
+    for rendezvous in met:
+        starts = {float(simulation.stages[r].playback.start_s[i]) for r, i in rendezvous}
+        ends = [float(simulation.stages[r].playback.end_s[i]) for r, i in rendezvous]
         assert len(starts) == 1
         assert ends == pytest.approx([ends[0]] * len(ends), rel=1e-12)
 
 
 def _lane(simulation: Simulation, each: tuple[int, int]) -> Lane:
-    return Lane(int(simulation.roles[each[0]].columns.lane[each[1]]))
+    return Lane(int(simulation.stages[each[0]].columns.lane[each[1]]))
 
 
 def test_the_critical_path_goes_from_stage_to_stage_without_a_gap() -> None:
     simulation = run(Layout(pp=4), 8, prices=ToyPrices(), rates=alone)
     spans = {
-        f"{role.program.role}: {name}": (float(start), float(end))
-        for role in simulation.roles
-        for name, start, end in zip(role.program.ids(), role.playback.start_s, role.playback.end_s, strict=True)
+        f"{stage.program.stage}: {name}": (float(start), float(end))
+        for stage in simulation.stages
+        for name, start, end in zip(stage.program.ids(), stage.playback.start_s, stage.playback.end_s, strict=True)
     }
-    ids = [role.program.ids() for role in simulation.roles]
-    path = [f"{simulation.roles[role].program.role}: {ids[role][at]}" for role, at in critical_path(simulation)]
+    ids = [stage.program.ids() for stage in simulation.stages]
+    path = [f"{simulation.stages[stage].program.stage}: {ids[stage][at]}" for stage, at in critical_path(simulation)]
     assert spans[path[0]][0] == 0.0
     assert spans[path[-1]][1] == pytest.approx(simulation.prediction.step_s, rel=1e-12)
     for a, b in itertools.pairwise(path):
@@ -192,8 +192,8 @@ def test_the_critical_path_goes_from_stage_to_stage_without_a_gap() -> None:
 
 def test_the_worst_stage_decides_whether_memory_is_enough_and_is_named() -> None:
     simulation = run(Layout(pp=4), 8, prices=ToyPrices())
-    needs = [role.memory.device_total_bytes for role in simulation.roles]
-    assert simulation.prediction.peak_device_bytes == max(role.memory.device.bytes for role in simulation.roles)
+    needs = [stage.memory.device_total_bytes for stage in simulation.stages]
+    assert simulation.prediction.peak_device_bytes == max(stage.memory.device.bytes for stage in simulation.stages)
     assert needs.index(max(needs)) == 0  # it has most micro-batches in flight
     decisions, cluster = simulation.decisions, TOY_CLUSTER
     enough = simulate(decisions, toy_hardware(max(needs)), cluster, pricer=ToyPrices(), rates=alone)
@@ -210,7 +210,7 @@ def test_a_nodes_host_serves_the_stages_that_it_has(per_node: int) -> None:
     decisions = decide(("none", 1.0), layout=layout, layers=8, global_batch=8)
     cluster = nodes_of(per_node)
     simulation = simulate(decisions, toy_hardware(), cluster, pricer=ToyPrices(), rates=alone)
-    each = [role.memory.host.bytes for role in simulation.roles]
+    each = [stage.memory.host.bytes for stage in simulation.stages]
     nodes = [range(n, n + per_node) for n in range(0, 8, per_node)]
     wanted = max(sum(each[rank // 2] for rank in node) for node in nodes)
     assert simulation.prediction.peak_host_bytes_per_node == wanted > 0
@@ -245,7 +245,7 @@ def test_traces_are_of_every_stage_and_pin_all_programs() -> None:
 
 
 def test_a_stage_that_misses_its_counterpart_is_a_circle(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("memo_sim.program.pipeline.stage_p2p.Handovers.ahead", 0)
+    monkeypatch.setattr("memo_sim.program.pipeline.stage_p2p.StageP2P.ahead", 0)
     with pytest.raises(MemoError, match="wait for each other") as error:
         run(Layout(pp=4, schedule="interleaved", virtual_stages=2), 8)
     assert "waits for" in str(error.value.got)
@@ -260,7 +260,7 @@ def test_an_answer_says_what_stages_do() -> None:
     layout = answer.best.decisions.layout
     assert (layout.tp, layout.pp, layout.dp, layout.schedule) == (4, 2, 1, "1f1b")
     (line,) = [line for line in answer.result.why if " stages play " in line]
-    sent = format_bytes(max(role.sent_bytes for role in answer.best.roles))
+    sent = format_bytes(max(stage.sent_bytes for stage in answer.best.stages))
     assert line.startswith(f"2 stages play 4 micro-batches by 1f1b; a rank hands on {sent} a step")
 
 

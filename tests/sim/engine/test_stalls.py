@@ -8,11 +8,11 @@ import pytest
 
 from memo_sim.contract.plan import Layout
 from memo_sim.engine.simulate import Simulation
-from memo_sim.program.ir.work import Collective, Handover, HostUpdate, Work
+from memo_sim.program.ir.work import Collective, HostUpdate, PointToPoint, Work
 from tests.sim.engine.test_pipeline_engine import LayersAlone
 from tests.sim.toy_machine import run_layout
 
-HANDOVER_S, COLLECTIVE_S, UPDATE_S = 1e-5, 1e-6, 1e-3
+P2P_S, COLLECTIVE_S, UPDATE_S = 1e-5, 1e-6, 1e-3
 
 
 class WithExchanges(LayersAlone):
@@ -23,7 +23,7 @@ class WithExchanges(LayersAlone):
             return COLLECTIVE_S
         if isinstance(work, HostUpdate):
             return UPDATE_S
-        return HANDOVER_S if isinstance(work, Handover) else super().seconds(work)
+        return P2P_S if isinstance(work, PointToPoint) else super().seconds(work)
 
 
 run = partial(run_layout, prices=WithExchanges())
@@ -38,7 +38,7 @@ def waits(simulation: Simulation) -> dict[str, float]:
     "layout",
     [
         Layout(pp=4),
-        Layout(pp=4, overlap_handovers=False),
+        Layout(pp=4, overlap_p2p=False),
         Layout(pp=2, tp=2, sequence_parallel=True),
         Layout(pp=2, tp=2, sequence_parallel=True, schedule="gpipe"),
         Layout(pp=2, schedule="interleaved", virtual_stages=2),
@@ -56,7 +56,7 @@ def test_busy_and_waiting_make_the_step(layout: Layout, micro_batches: int) -> N
 def test_the_bubble_is_the_other_stages_and_not_the_gathering_behind_the_receive() -> None:
     """Of 1F1B's two equal stages each waits (F + B) of a micro-batch, whatever a layer gathers first."""
     found = run(Layout(pp=2, tp=2, sequence_parallel=True), 4)
-    number = found.roles.index(found.pace)
+    number = found.stages.index(found.pace)
     waited = waits(found)
     assert waited[f"pipeline bubble (stage {1 - number})"] > 0.8 * found.pace.compute_s / 4
     assert f"pipeline bubble (stage {number})" not in waited
@@ -66,8 +66,8 @@ def test_the_bubble_is_the_other_stages_and_not_the_gathering_behind_the_receive
 
 def test_a_hand_over_that_is_waited_for_is_called_receive() -> None:
     """Without overlap a stage waits for each receive, and its transfer is not the sender's bubble."""
-    found = run(Layout(pp=2, overlap_handovers=False), 8)
-    assert 0 < waits(found)["receive"] <= 8 * HANDOVER_S * (1 + 1e-9)
+    found = run(Layout(pp=2, overlap_p2p=False), 8)
+    assert 0 < waits(found)["recv"] <= 8 * P2P_S * (1 + 1e-9)
 
 
 def test_a_plan_of_one_stage_has_no_bubble() -> None:

@@ -149,7 +149,7 @@ def test_the_engine_departs_from_the_formula_by_sums_the_head_and_parts_that_dif
 
 def sums_s(simulation: Simulation) -> float:
     """Return how long the first stage sums gradients of keys and values."""
-    program, layout = simulation.roles[0].program, simulation.decisions.layout
+    program, layout = simulation.stages[0].program, simulation.decisions.layout
     pricer = Pricer(simulation.hardware, simulation.cluster, layout)
     sums = [i for each in program.instances for i in program.templates[each.template].instructions]
     return sum(pricer.seconds(i.work) for i in sums if i.op == "grad.accumulate")

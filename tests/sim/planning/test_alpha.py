@@ -87,15 +87,15 @@ def test_the_search_finds_what_a_full_scan_finds(valley: float, ceiling: float) 
 
 @pytest.mark.parametrize("valley", [0.0, 0.5, 0.7])
 @pytest.mark.parametrize("ceiling", [1.0, 0.6, 0.3])
-@pytest.mark.parametrize("floor", [0.01, 0.28, 0.4375])
-def test_partial_swap_finds_what_a_full_scan_finds(floor: float, ceiling: float, valley: float) -> None:
+@pytest.mark.parametrize("bound", [0.01, 0.28, 0.4375])
+def test_partial_swap_finds_what_a_full_scan_finds(bound: float, ceiling: float, valley: float) -> None:
     base = Decisions(model=load_model("gpt-7b"), seq_tokens=1 << 16)
     asked = []
 
     def predict(decisions: Decisions) -> Prediction:
         assert decisions.recompute == "none"
         asked.append(decisions.alpha)
-        if decisions.alpha < floor:
+        if decisions.alpha < bound:
             return Prediction(status="gpu_oom", shortfall_bytes=1)
         if decisions.alpha > ceiling:
             return Prediction(status="host_oom", shortfall_bytes=1)
@@ -103,7 +103,7 @@ def test_partial_swap_finds_what_a_full_scan_finds(floor: float, ceiling: float,
 
     found = best_partial_swap(base, predict)
     assert found is not None
-    least = next(step / 64 for step in range(1, 64) if step / 64 >= floor)
+    least = next(step / 64 for step in range(1, 64) if step / 64 >= bound)
     assert found.decisions.alpha == least
     assert found.prediction.status == ("ok" if least <= ceiling else "host_oom")
     assert len(asked) == len(set(asked)) < 20

@@ -10,7 +10,7 @@ import pytest
 from memo_sim.answers.what_if import what_if
 from memo_sim.contract.catalog import load_cluster, load_model
 from memo_sim.contract.errors import Infeasible, UsageError
-from memo_sim.planning.floors import Floors
+from memo_sim.planning.lower_bounds import LowerBounds
 from memo_sim.planning.presets import INPUTS_SWAPPED_MLP_IN_BLOCKS, LEAST_MEMORY, Policy
 from memo_sim.planning.question import Pins, Question
 from memo_sim.planning.search import play, search
@@ -131,12 +131,12 @@ def test_the_answer_says_what_it_is_worth() -> None:
 def test_a_floor_is_below_what_is_played(tokens: int) -> None:
     """Calls without a mask may be faster than the causal call whose time is known."""
     question = ask(tokens, attention_chunk_tokens=tokens // 4)
-    floors = Floors(question.hardware, question.cluster)
+    bounds = LowerBounds(question.hardware, question.cluster)
     keep = next(c.base for c in candidates(ask(tokens, recompute="none", alpha=0.0))[0])
     for candidate in candidates(question)[0]:
         played = play(question, candidate.base).prediction
-        rough = floors.rough(candidate.base, keep=msgspec.structs.replace(keep, kernels=candidate.base.kernels))
-        exact = floors.of(candidate.base)
+        rough = bounds.rough(candidate.base, keep=msgspec.structs.replace(keep, kernels=candidate.base.kernels))
+        exact = bounds.of(candidate.base)
         assert played.step_s is not None
         assert 0 < rough.step_s <= played.step_s
         assert exact.step_s <= played.step_s

@@ -15,7 +15,7 @@ from memo_sim.contract.plan import Decisions, Layout
 from memo_sim.engine.simulate import simulate
 from memo_sim.planning.alpha_search import Grid
 from memo_sim.planning.bandwidth import offload_bandwidth
-from memo_sim.planning.floors import Floors
+from memo_sim.planning.lower_bounds import LowerBounds
 from memo_sim.planning.presets import SYSTEMS
 from memo_sim.planning.question import Pins, Question, with_memory
 from memo_sim.planning.search import search
@@ -45,37 +45,37 @@ def asked(
 )
 def test_no_plan_of_subsequences_goes_below_its_floor(schedule: str, sequences: int, pp: int) -> None:
     cluster, hardware = with_memory(*load_cluster("a800-1x8"), device_bytes=2**50, host_bytes=2**50)
-    floors = Floors(hardware, cluster)
+    bounds = LowerBounds(hardware, cluster)
     layout = Layout(tp=2, sequence_parallel=True, pp=pp, schedule=schedule, subsequences=4)  # type: ignore[arg-type]
     base = Decisions(model=shallow(8), layout=layout, seq_tokens=32 * K, global_batch=sequences, loss_chunk_tokens=4096)
     for recompute, alpha in POLICIES:
         decisions = with_alpha(base, recompute, alpha)
-        floor, played = floors.of(decisions), simulate(decisions, hardware, cluster).prediction
+        bound, played = bounds.of(decisions), simulate(decisions, hardware, cluster).prediction
         assert played.step_s is not None
-        assert 0.4 * played.step_s < floor.step_s <= played.step_s
-        rough = floors.rough(decisions, keep=None)
-        assert 0.4 * played.step_s < rough.step_s <= floor.step_s
-        assert rough.device_bytes <= floor.device_bytes
-        assert 0.45 * played.peak_device_bytes < floor.device_bytes <= played.peak_device_bytes
-        assert floor.host_bytes_per_node <= played.peak_host_bytes_per_node
+        assert 0.4 * played.step_s < bound.step_s <= played.step_s
+        rough = bounds.rough(decisions, keep=None)
+        assert 0.4 * played.step_s < rough.step_s <= bound.step_s
+        assert rough.device_bytes <= bound.device_bytes
+        assert 0.45 * played.peak_device_bytes < bound.device_bytes <= played.peak_device_bytes
+        assert bound.host_bytes_per_node <= played.peak_host_bytes_per_node
 
 
 @pytest.mark.parametrize("change", ["window", "multiplexed"])
 def test_floors_hold_for_windows_and_guests(change: str) -> None:
     cluster, hardware = with_memory(*load_cluster("a800-1x8"), device_bytes=2**50, host_bytes=2**50)
-    floors = Floors(hardware, cluster)
+    bounds = LowerBounds(hardware, cluster)
     layout = Layout(tp=2, sequence_parallel=True, pp=4, subsequences=6, multiplexed=change == "multiplexed")
     base = Decisions(model=shallow(8), layout=layout, seq_tokens=32 * K, loss_chunk_tokens=4096)
     for alpha in (0.5, 1.0):
         decisions = with_alpha(base, "none", alpha)
         if change == "window":
             decisions = msgspec.structs.replace(decisions, offload_window=1)
-        floor, played = floors.of(decisions), simulate(decisions, hardware, cluster).prediction
+        bound, played = bounds.of(decisions), simulate(decisions, hardware, cluster).prediction
         assert played.step_s is not None
-        assert 0.4 * played.step_s < floor.step_s <= played.step_s
-        assert 0.4 * played.step_s < floors.rough(decisions, keep=None).step_s <= floor.step_s
-        assert 0 < floor.device_bytes <= played.peak_device_bytes
-        assert floor.host_bytes_per_node <= played.peak_host_bytes_per_node
+        assert 0.4 * played.step_s < bound.step_s <= played.step_s
+        assert 0.4 * played.step_s < bounds.rough(decisions, keep=None).step_s <= bound.step_s
+        assert 0 < bound.device_bytes <= played.peak_device_bytes
+        assert bound.host_bytes_per_node <= played.peak_host_bytes_per_node
 
 
 def test_sppo_offloads_while_the_next_pass_is_computed() -> None:

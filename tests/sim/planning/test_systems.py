@@ -57,7 +57,7 @@ def test_megatrons_stages_are_searched_in_its_own_order() -> None:
     found = layouts(ask("megatron-lm"))
     orders = {(layout.pp, layout.schedule, layout.virtual_stages) for layout in found}
     assert orders == {(1, "1f1b", 1), (2, "1f1b", 1)}  # tp 4 at least leaves two stages
-    assert not any(layout.overlap_handovers for layout in found if layout.pp > 1)
+    assert not any(layout.overlap_p2p for layout in found if layout.pp > 1)
     assert all(layout.zero <= 1 for layout in found)
     assert {layout.pp for layout in layouts(ask("memo"))} == {1}
 

@@ -27,21 +27,21 @@ def test_what_travels_is_what_one_subsequence_alone_keeps(model: str) -> None:
     To gradients of the last one's own keys nobody else adds.
     """
     kept = access_types(lower(cut(model, 4))[0])
-    carried = {name for name, kind in kept.items() if kind is AccessType.CARRIED}
-    assert carried == {"carried.kv", *(f"carried.d_kv.{n}" for n in range(3))}
-    assert kept["carried.d_kv.3"] is AccessType.PASSING
+    kv_cache_tokens = {name for name, kind in kept.items() if kind is AccessType.PREFIX}
+    assert kv_cache_tokens == {"prefix.kv", *(f"prefix.d_kv.{n}" for n in range(3))}
+    assert kept["prefix.d_kv.3"] is AccessType.TRANSIENT
     swapping = lower(cut(model, 4, policy=("none", 1.0)))[0]
     travelling = {f.name.removeprefix("host.") for f in swapping.families if f.name.startswith("host.")}
     layers = {name.removeprefix("skeletal."): kind for name, kind in kept.items() if name.startswith("skeletal.")}
     assert travelling == {name for name, kind in layers.items() if kind is AccessType.KEPT}
     assert travelling == set(layers)
     own = {kind for name, kind in kept.items() if name.startswith(("layer.fwd.s", "layer.bwd.s"))}
-    assert own == {AccessType.PASSING}
+    assert own == {AccessType.TRANSIENT}
 
 
 def test_a_whole_sequence_has_nothing_that_others_read() -> None:
     kinds = access_types(lower(cut("gpt", 1))[0])
-    assert AccessType.CARRIED not in kinds.values()
+    assert AccessType.PREFIX not in kinds.values()
     assert kinds["skeletal.qkv"] is AccessType.KEPT
 
 
@@ -50,7 +50,7 @@ def test_first_keys_are_touched_by_every_pass_and_first_queries_by_two() -> None
     program = lower(decisions)[0]
     found = accesses(program, rows=partition(decisions)[0])
     passes = [each for each, _ in program.passes]
-    assert set(found["carried.kv", 1]) == set(range(8))
+    assert set(found["prefix.kv", 1]) == set(range(8))
     queries = found["skeletal.q.s0", 1]
     assert [(passes[n].kind, passes[n].subsequence) for n in queries] == [(Kind.FORWARD, 0), (Kind.BACKWARD, 0)]
 

@@ -20,7 +20,7 @@ from memo_sim.program.layout.attention_chunks import attention_chunks
 from memo_sim.program.layout.token_order import token_runs
 from memo_sim.program.lower import lower
 from memo_sim.program.verify.program import check_edges, check_program
-from memo_sim.program.verify.roles import check_roles
+from memo_sim.program.verify.stages import check_stages
 from tests.sim.small_programs import GPT, LLAMA, decide
 
 LAYOUTS = [
@@ -48,7 +48,7 @@ def test_every_program_passes_the_independent_checkers(
     columns = expand(programs[0])
     assert check_program(programs[0], columns) == []
     assert check_edges(columns, derive_edges(columns)) == []
-    assert check_roles(programs) == []
+    assert check_stages(programs) == []
 
 
 def work(decisions: Decisions) -> dict[str, float]:

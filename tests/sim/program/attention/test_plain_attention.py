@@ -16,7 +16,7 @@ from memo_sim.program.ir.program import Program
 from memo_sim.program.ir.work import BatchedGemm, Gemm, Rowwise
 from memo_sim.program.lower import lower
 from memo_sim.program.verify.program import check_edges, check_program
-from memo_sim.program.verify.roles import check_roles
+from memo_sim.program.verify.stages import check_stages
 from tests.sim.small_programs import GPT, LLAMA, decide
 
 SEQ, BATCH = 1024, 2
@@ -141,7 +141,7 @@ def test_megatrons_fp16_sums_gradients_in_fp16_by_kernels_of_their_own() -> None
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
 def test_ranks_that_hold_whole_tensors_hand_over_their_parts(recompute: str) -> None:
-    layout = Layout(tp=2, pp=5, overlap_handovers=False)
+    layout = Layout(tp=2, pp=5, overlap_p2p=False)
     eager, planned = (
         lower(plain(layout=layout, policy=(recompute, 0.0), memory_policy=policy)) for policy in ("eager", "planned")
     )
@@ -154,4 +154,4 @@ def test_ranks_that_hold_whole_tensors_hand_over_their_parts(recompute: str) -> 
         columns = expand(program)
         assert check_program(program, columns) == []
         assert check_edges(columns, derive_edges(columns)) == []
-    assert check_roles(eager) == []
+    assert check_stages(eager) == []

@@ -111,7 +111,7 @@ def test_tokens_reach_attention_in_order_and_come_home(policy: tuple[str, float]
         for rank in range(degree)
     ]
     # Element (token, head) is token * heads + head; of Q alone, for packed K and V go with the same head.
-    ranks = [{"qkv_home": rows[:, None] * heads + np.arange(heads)} for rows in mine]
+    ranks = [{"qkv_seq": rows[:, None] * heads + np.arange(heads)} for rows in mine]
     for instruction in exchanges:
         if instruction.name in {"fwd/attn.to_tokens", "fwd/attn.to_tokens.r0"}:
             for held in ranks:  # attention: what it makes of a token's head is told by the same number
@@ -121,7 +121,7 @@ def test_tokens_reach_attention_in_order_and_come_home(policy: tuple[str, float]
         part = heads // degree
         wanted = np.arange(2048)[:, None] * heads + np.arange(rank * part, (rank + 1) * part)
         np.testing.assert_array_equal(held["qkv"], wanted)
-        np.testing.assert_array_equal(held["attn_home"], held["qkv_home"])
+        np.testing.assert_array_equal(held["attn_seq"], held["qkv_seq"])
 
 
 def play(template: Template, i: Instruction, ranks: list[dict[str, np.ndarray]], home: tuple[int, int]) -> None:
@@ -131,8 +131,8 @@ def play(template: Template, i: Instruction, ranks: list[dict[str, np.ndarray]],
     source, target = ((names[o.slot], slice(o.first, o.first + o.tokens)) for o in i.operands)
     part = heads // degree
     for held in ranks:
-        at_home = "home" in target[0] or "fwd." in target[0]
-        held.setdefault(target[0], np.full((tokens, heads) if at_home else (tokens * degree, part), -1))
+        at_owner = "home" in target[0] or "fwd." in target[0]
+        held.setdefault(target[0], np.full((tokens, heads) if at_owner else (tokens * degree, part), -1))
     sent = [held[source[0]][source[1]] for held in ranks]
     for me, held in enumerate(ranks):
         if i.op == "heads.transpose":

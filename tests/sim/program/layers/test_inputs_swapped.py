@@ -20,7 +20,7 @@ from memo_sim.program.ir.instruction import Lane
 from memo_sim.program.ir.work import Copy
 from memo_sim.program.lower import lower
 from memo_sim.program.verify.program import check_edges, check_program
-from memo_sim.program.verify.roles import check_roles
+from memo_sim.program.verify.stages import check_stages
 from tests.sim.small_programs import GPT, LLAMA, decide
 
 LAYOUTS = [
@@ -49,7 +49,7 @@ def test_every_program_passes_the_independent_checkers(model: Model, layout: Lay
     columns = expand(programs[0])
     assert check_program(programs[0], columns) == []
     assert check_edges(columns, derive_edges(columns)) == []
-    assert check_roles(programs) == []
+    assert check_stages(programs) == []
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)

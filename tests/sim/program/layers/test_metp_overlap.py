@@ -71,7 +71,7 @@ def played(tokens: int, prices: Ideal, hidden: int = 1024, **layout: object) -> 
 
 def waited_s(found: Simulation, earlier: str, later: str) -> float:
     """Seconds that compute stood still in forward, from each step's last product to the next one's first."""
-    (role,) = found.roles
+    (role,) = found.stages
     number = {name: i for i, name in enumerate(role.program.ids())}
     start_s, end_s = role.playback.start_s, role.playback.end_s
     gaps = [
@@ -112,12 +112,12 @@ def test_broadcasts_hide_behind_a_ranks_own_products_from_3120_tokens_a_rank_on(
 def test_taking_turns_costs_what_is_exchanged(priced: str) -> None:
     """Synchronous: compute's work and every exchange, one after the other; beside each other it takes less."""
     prices = Ideal(1024, priced)
-    turns, beside = (played(16384, prices, overlap_exchanges=o).prediction.step_s or 0.0 for o in (False, True))
+    slots, beside = (played(16384, prices, overlap_exchanges=o).prediction.step_s or 0.0 for o in (False, True))
     free = played(16384, Ideal(1024, "nothing")).prediction.step_s or 0.0
     size, times, tree = (2, 2 * 7, 1.0) if priced == WEIGHT_HOP else (1, 2 * 8, log2(RANKS))
     exchanged = times * tree * size * 2 * 4 * 1024**2 / RANKS / LINK
-    assert turns == pytest.approx(free + exchanged, rel=1e-9)
-    assert free <= beside < turns
+    assert slots == pytest.approx(free + exchanged, rel=1e-9)
+    assert free <= beside < slots
 
 
 def test_without_overlap_nothing_is_exchanged_beside_compute() -> None:

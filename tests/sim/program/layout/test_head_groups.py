@@ -96,7 +96,7 @@ def test_groups_divide_the_workspace(kernel: str, kv_heads: int) -> None:
 
 
 def test_wide_accumulators_are_those_of_the_libraries() -> None:
-    """executor_facts.md 0.4: 17.2 GB of fp32 dq at 1M tokens, 32 heads of 128; dk, dv of 8 heads a quarter each."""
+    """By the libraries' code: 17.2 GB of fp32 dq at 1M tokens, 32 heads of 128; dk, dv of 8 heads a quarter each."""
     tokens, plain = 1024 * K, 2**34
     for kernel, groups in (("flash3", 1), ("flash4", 2)):
         found = attention_workspace_bytes(attention(kernel, tokens), groups) * groups

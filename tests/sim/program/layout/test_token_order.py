@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from memo_sim.contract.plan import Decisions, Layout
-from memo_sim.program.layout.token_order import Run, clipped, pieces, row_blocks, token_runs
+from memo_sim.program.layout.token_order import Run, clipped, clipped_runs, row_blocks, token_runs
 from memo_sim.program.lower import lower
 from tests.sim.small_programs import GPT, decide
 
@@ -59,8 +59,8 @@ def test_exchanged_row_blocks_are_the_context_shard_in_order(cp: int) -> None:
 def test_clipping() -> None:
     runs = (Run(0, 10, 4), Run(4, 40, 4))
     assert list(clipped(runs, 2, 4)) == [Run(2, 12, 2), Run(4, 40, 2)]
-    assert list(pieces([(0, 128), (128, 64)], 0, 192)) == [(0, 128), (128, 64)]
-    assert list(pieces([(0, 128), (128, 64)], 128, 64)) == [(128, 64)]
+    assert list(clipped_runs([(0, 128), (128, 64)], 0, 192)) == [(0, 128), (128, 64)]
+    assert list(clipped_runs([(0, 128), (128, 64)], 128, 64)) == [(128, 64)]
 
 
 @pytest.mark.parametrize("policy", [("tokenwise", 0.0), ("tokenwise", 0.5), ("none", 0.5), ("full", 1.0)])

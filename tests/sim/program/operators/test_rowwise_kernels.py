@@ -49,4 +49,4 @@ def test_fused_kernels_need_less() -> None:
     heads = 4096 * 40 * 64 * 2
     rotary = table.rotary_workspace_bytes(rows, 40, 128, "bf16")
     assert rotary - table.rotary_workspace_bytes(rows, 40, 128, "bf16", "triton") == heads
-    assert table.loss_workspace_bytes(rows, vocab, "bf16", "triton") == 4 * rows + table.PIECE_BYTES
+    assert table.loss_workspace_bytes(rows, vocab, "bf16", "triton") == 4 * rows + table.SCRATCH_ALIGNMENT_BYTES

@@ -17,10 +17,10 @@ from memo_sim.program.arena.check_placement import check_placement
 from memo_sim.program.arena.requests import requests_of
 from memo_sim.program.ir.instruction import Instruction, Lane
 from memo_sim.program.ir.program import Program
-from memo_sim.program.ir.work import Attention, Collective, Exchange, Handover
+from memo_sim.program.ir.work import Attention, Collective, Exchange, PointToPoint
 from memo_sim.program.lower import lower
 from memo_sim.program.verify.program import check_edges, check_program
-from memo_sim.program.verify.roles import check_deadlock, check_roles
+from memo_sim.program.verify.stages import check_deadlock, check_stages
 from tests.sim.small_programs import GPT, LLAMA, POLICIES, decide
 
 EXCHANGES: list[CpExchange] = ["ring", "all_gather"]
@@ -49,7 +49,7 @@ def test_every_rank_passes_the_checkers_and_meets_the_others(
     programs = ranks(decide(model, Layout(cp=4, cp_exchange=exchange), policy))
     columns = [expand(program) for program in programs]
     edges = [derive_edges(each) for each in columns]
-    assert check_roles(programs) == []
+    assert check_stages(programs) == []
     assert check_deadlock(programs, columns, edges, ("cp", "grads")) == []
     for program, mine, orders in zip(programs, columns, edges, strict=True):
         assert check_program(program, mine) == []
@@ -61,7 +61,7 @@ def test_stages_meet_at_every_context_parallel_rank(exchange: CpExchange) -> Non
     decisions = decide(LLAMA, Layout(cp=2, pp=2, cp_exchange=exchange), ("tokenwise", 0.5), global_batch=4)
     by_rank = [lower(decisions, cp_rank=rank) for rank in range(2)]
     for stages in by_rank:
-        assert check_roles(stages) == []
+        assert check_stages(stages) == []
         columns = [expand(program) for program in stages]
         assert check_deadlock(stages, columns, [derive_edges(each) for each in columns]) == []
     for one, other in zip(*by_rank, strict=True):
@@ -70,7 +70,7 @@ def test_stages_meet_at_every_context_parallel_rank(exchange: CpExchange) -> Non
 
 def _calls(program: Program) -> list[object]:
     """Return all that a rank does together with others, lane by lane."""
-    found = [(i.lane, i.work) for _, i in program.walk() if isinstance(i.work, Collective | Exchange | Handover)]
+    found = [(i.lane, i.work) for _, i in program.walk() if isinstance(i.work, Collective | Exchange | PointToPoint)]
     return sorted(found, key=lambda each: each[0])
 
 

@@ -19,11 +19,11 @@ from memo_sim.contract.errors import Infeasible
 from memo_sim.contract.model import Model
 from memo_sim.contract.plan import Decisions, Layout
 from memo_sim.engine.simulate import Simulation, simulate
-from memo_sim.program.ir.work import Attention, Gemm, Handover, Work
-from memo_sim.program.layout.multiplex import Piece, cut_tasks
+from memo_sim.program.ir.work import Attention, Gemm, PointToPoint, Work
+from memo_sim.program.layout.multiplex import Portion, cut_tasks
 from memo_sim.program.layout.partition import earlier_tokens, partition
 from memo_sim.program.lower import lower
-from memo_sim.program.verify.roles import check_roles
+from memo_sim.program.verify.stages import check_stages
 from tests.sim import toy_machine
 from tests.sim.program.pipeline.phases import Phase, identifiers, scope
 from tests.sim.small_programs import GPT, LLAMA, decide, faults_of
@@ -76,16 +76,16 @@ def test_figure_8_cuts_its_first_and_last_subsequence_in_halves_of_equal_work() 
     tasks = cut_tasks(decisions)
     assert sorted(tasks) == [(0, 0), (3, 1)]
     for task in tasks.values():
-        assert [piece.stage for piece in task.pieces] == [1 - task.stage, task.stage]
-        first, second = (work(decisions, task.subsequence, piece) for piece in task.pieces)
+        assert [portion.stage for portion in task.portions] == [1 - task.stage, task.stage]
+        first, second = (work(decisions, task.subsequence, portion) for portion in task.portions)
         assert first == pytest.approx(second, rel=0.05)  # to a granule of 128 tokens
 
 
-def work(decisions: Decisions, subsequence: int, piece: Piece) -> float:
+def work(decisions: Decisions, subsequence: int, portion: Portion) -> float:
     """Return a piece's forward work, in products of a token."""
     k = earlier_tokens(decisions.model)
-    first = sum(partition(decisions)[:subsequence]) + piece.first
-    return sum(1 + token / k for token in range(first, first + piece.tokens))
+    first = sum(partition(decisions)[:subsequence]) + portion.first
+    return sum(1 + token / k for token in range(first, first + portion.tokens))
 
 
 waves = st.tuples(st.integers(2, 6), st.integers(0, 5)).map(lambda drawn: (drawn[0], sum(drawn)))
@@ -100,16 +100,16 @@ def test_every_row_is_played_once_by_who_has_no_task_or_its_own(
     decisions = multiplexed(stages, count, seq_tokens=128 * granules * count, partition=partitioned)
     parts = partition(decisions)
     for (x, stage), task in cut_tasks(decisions).items():
-        ends = [0, *(piece.first + piece.tokens for piece in task.pieces)]
-        assert [piece.first for piece in task.pieces] == ends[:-1]
+        ends = [0, *(portion.first + portion.tokens for portion in task.portions)]
+        assert [portion.first for portion in task.portions] == ends[:-1]
         assert ends[-1] == parts[x]
         assert task.own.stage == stage
-        assert all(piece.tokens > 0 for piece in task.pieces)
-        assert all(piece.tokens % 128 == 0 for piece in task.guests)
+        assert all(portion.tokens > 0 for portion in task.portions)
+        assert all(portion.tokens % 128 == 0 for portion in task.helpers)
         phase = next(phase for phase, found in identifiers(stages, count, stage).items() if x in found)
-        for guest in task.guests:
-            assert guest.stage in scope(stages, stage, phase)
-            assert not 0 <= x + stage - guest.stage < count
+        for helper in task.helpers:
+            assert helper.stage in scope(stages, stage, phase)
+            assert not 0 <= x + stage - helper.stage < count
 
 
 @pytest.mark.parametrize("partitioned", ["length", "flops"])
@@ -118,9 +118,9 @@ def test_stages_that_share_a_wave_have_equal_work_but_for_whole_granules(partiti
     k, starts = earlier_tokens(decisions.model), [0, *accumulate(partition(decisions))]
     done: dict[int, Counter[int]] = defaultdict(Counter)
     for (x, stage), task in cut_tasks(decisions).items():
-        for piece in task.pieces:
-            first = starts[x] + piece.first
-            done[x + stage][piece.stage] += piece.tokens + piece.tokens * (2 * first + piece.tokens) / (2 * k)
+        for portion in task.portions:
+            first = starts[x] + portion.first
+            done[x + stage][portion.stage] += portion.tokens + portion.tokens * (2 * first + portion.tokens) / (2 * k)
     assert sorted(done) == [0, 1, 2, 8, 9, 10]
     for wave, shares in done.items():
         assert max(shares.values()) - min(shares.values()) < 2 * 128 * (1 + decisions.seq_tokens / k)
@@ -132,7 +132,7 @@ def test_stages_that_share_a_wave_have_equal_work_but_for_whole_granules(partiti
 @pytest.mark.parametrize("ahead", [True, False])
 @pytest.mark.parametrize("policy", POLICIES, ids=str)
 def test_every_policy_passes_the_independent_checkers(policy: tuple[str, float], ahead: bool) -> None:
-    chosen = multiplexed(3, 4, policy, overlap_handovers=ahead)
+    chosen = multiplexed(3, 4, policy, overlap_p2p=ahead)
     assert len(cut_tasks(chosen)) == 6
     assert faults_of(chosen) == []
 
@@ -163,12 +163,11 @@ def test_no_order_of_stages_and_sizes_waits_in_a_circle(
     stages, count = sizes
     tokens = 128 * granules * count
     assert (
-        faults_of(multiplexed(stages, count, policy, overlap_handovers=ahead, seq_tokens=tokens, partition=partitioned))
-        == []
+        faults_of(multiplexed(stages, count, policy, overlap_p2p=ahead, seq_tokens=tokens, partition=partitioned)) == []
     )
 
 
-@pytest.mark.parametrize("what", ["receive.kv.", "send.d_kv.", "send.grads.", "receive.again."])
+@pytest.mark.parametrize("what", ["recv.kv.", "send.d_kv.", "send.grads.", "recv.again."])
 def test_the_checkers_find_what_is_left_out_between_guest_and_home(what: str) -> None:
     programs = lower(multiplexed(2, 4))
     role, number = next(
@@ -179,7 +178,7 @@ def test_the_checkers_find_what_is_left_out_between_guest_and_home(what: str) ->
     )
     left = programs[role].instances[:number] + programs[role].instances[number + 1 :]
     changed = tuple(replace(p, instances=left) if r == role else p for r, p in enumerate(programs))
-    assert any("hand-over" in fault for fault in check_roles(changed))
+    assert any("hand-over" in fault for fault in check_stages(changed))
 
 
 def test_the_checkers_find_guests_messages_in_another_order() -> None:
@@ -188,7 +187,7 @@ def test_the_checkers_find_guests_messages_in_another_order() -> None:
     first = next(n for n, name in enumerate(names) if "send.params" in name and "send.before" in names[n + 1])
     order = list(programs[1].instances)
     order[first], order[first + 1] = order[first + 1], order[first]
-    assert any("hand-over" in f for f in check_roles((programs[0], replace(programs[1], instances=tuple(order)))))
+    assert any("hand-over" in f for f in check_stages((programs[0], replace(programs[1], instances=tuple(order)))))
 
 
 @pytest.mark.parametrize("model", [GPT, LLAMA], ids=["gpt", "llama"])
@@ -236,13 +235,13 @@ LIMITS = [(2, 4, 4, True), (2, 4, 4, False), (3, 4, 12, True), (4, 8, 8, True), 
 @pytest.mark.parametrize(("stages", "count", "granules", "ahead"), LIMITS)
 def test_in_the_papers_limit_no_bubble_is_left(stages: int, count: int, granules: int, ahead: bool) -> None:
     """Figure 8: with p 2 and N 4 forward and backward take N F/N, not (N + 1) F/N; with p stages not (N + p - 1)."""
-    layout = Layout(pp=stages, subsequences=count, partition="length", overlap_handovers=ahead)
+    layout = Layout(pp=stages, subsequences=count, partition="length", overlap_p2p=ahead)
     tokens, layers = 128 * granules * count, 2 * stages
     unit = 3 * 4.0 * granules * layers / stages
     assert run(layout, tokens, layers).prediction.step_s == pytest.approx((count + stages - 1) * unit, rel=1e-9)
     simulation = run(msgspec.structs.replace(layout, multiplexed=True), tokens, layers)
     assert simulation.prediction.step_s == pytest.approx(count * unit, rel=1e-9)
-    for role in simulation.roles:
+    for role in simulation.stages:
         assert role.compute_s == pytest.approx(count * unit, rel=1e-9)
 
 
@@ -253,14 +252,14 @@ def test_what_a_guest_takes_and_gives_is_counted() -> None:
     moved = handed(programs) - handed(plain)
     model = chosen.model
     block = next(f for f in programs[0].families if f.name == "params.layer").tokens
-    row, kv, guest = 2 * model.hidden, 2 * 2 * 128, 256
+    row, kv, helper = 2 * model.hidden, 2 * 2 * 128, 256
     layers = 2
     assert model.kv_width == 128
     by_layer = 2 * layers * (2 * 2 * block + 4 * block)
-    rows = 2 * 4 * guest * row
-    own_keys = 2 * layers * (1 + 2) * guest * kv  # forward home, gradients in fp32 from there
+    rows = 2 * 4 * helper * row
+    own_keys = 2 * layers * (1 + 2) * helper * kv  # forward home, gradients in fp32 from there
     before = layers * 1536 * kv * 3  # of the last subsequence: forward, backward and their gradients
-    again = 2 * layers * guest * kv
+    again = 2 * layers * helper * kv
     assert moved == by_layer + rows + own_keys + before + again
 
 
@@ -271,12 +270,12 @@ def decide_without(decisions: Decisions) -> Decisions:
 def handed(programs: tuple) -> int:
     """Return the bytes that stages send to each other."""
     works = [i.work for program in programs for _, i in program.walk() if i.lane.label == "send"]
-    return sum(each.bytes for each in works if isinstance(each, Handover))
+    return sum(each.bytes for each in works if isinstance(each, PointToPoint))
 
 
 def test_a_pipeline_without_is_the_program_of_old() -> None:
     chosen = decide_without(multiplexed(2, 4))
-    assert not any("guest" in family.name for program in lower(chosen) for family in program.families)
+    assert not any("helper" in family.name for program in lower(chosen) for family in program.families)
     assert cut_tasks(chosen) == {}
 
 

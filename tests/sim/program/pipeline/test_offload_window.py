@@ -164,11 +164,11 @@ def test_figure_8() -> None:
     """
     full, adaptive = figure_8(3, None), figure_8(1, ONE)
     unit = activations(full.decisions, 8)[3]
-    assert [size / unit for size in held(full.roles[0].program)] == [3, 5, 7, 5]
-    assert [size / unit for size in held(adaptive.roles[0].program)] == [3, 4, 5, 5]
+    assert [size / unit for size in held(full.stages[0].program)] == [3, 5, 7, 5]
+    assert [size / unit for size in held(adaptive.stages[0].program)] == [3, 4, 5, 5]
     leaves = [
         float(end)
-        for name, end in zip(full.roles[0].program.ids(), full.roles[0].playback.end_s, strict=True)
+        for name, end in zip(full.stages[0].program.ids(), full.stages[0].playback.end_s, strict=True)
         if "/s0/" in name and "/off/" in name
     ]
     forward = 4.0 * 8
@@ -176,8 +176,8 @@ def test_figure_8() -> None:
     ideal = (4 + 1) * 2 * forward
     assert adaptive.prediction.step_s == pytest.approx(ideal, rel=1e-9)
     assert full.prediction.step_s > 1.1 * ideal
-    waits = full.roles[0].playback.waits
-    names = full.roles[0].program.ids()
+    waits = full.stages[0].playback.waits
+    names = full.stages[0].program.ids()
     late = [
         names[i] for i, s in zip(waits.instruction.tolist(), waits.seconds.tolist(), strict=True) if s > forward / 16
     ]

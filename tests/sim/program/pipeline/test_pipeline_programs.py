@@ -17,21 +17,21 @@ from memo_sim.program.analysis.edges import derive_edges
 from memo_sim.program.analysis.liveness import liveness
 from memo_sim.program.ir.instruction import Instance, Lane
 from memo_sim.program.ir.program import Program
-from memo_sim.program.ir.work import Collective, Handover
+from memo_sim.program.ir.work import Collective, PointToPoint
 from memo_sim.program.layout.schedule import Kind
 from memo_sim.program.layout.shape import shape_of
 from memo_sim.program.layout.stage import stages_of
 from memo_sim.program.lower import lower, program_sha256
-from memo_sim.program.pipeline.stage_p2p import Handovers
+from memo_sim.program.pipeline.stage_p2p import StageP2P
 from memo_sim.program.verify.program import check_edges, check_program
-from memo_sim.program.verify.roles import check_deadlock, check_roles
+from memo_sim.program.verify.stages import check_deadlock, check_stages
 from tests.sim.small_programs import GPT, LLAMA, POLICIES, decide
 
 EIGHT = {"gpt": msgspec.structs.replace(GPT, layers=8), "llama": msgspec.structs.replace(LLAMA, layers=8)}
 LAYOUTS = [
     Layout(pp=2),
     Layout(pp=4),
-    Layout(pp=4, overlap_handovers=False),
+    Layout(pp=4, overlap_p2p=False),
     Layout(pp=4, schedule="gpipe"),
     Layout(pp=4, schedule="zero-bubble"),
     Layout(pp=2, tp=2, sequence_parallel=True, schedule="zero-bubble"),
@@ -62,8 +62,8 @@ def deadlocks(programs: tuple[Program, ...]) -> list[str]:
 def test_every_stage_passes_the_independent_checkers(model: str, layout: Layout) -> None:
     for policy in EVERY if model == "gpt" else EVERY[::4]:
         programs = lower(stages(model, layout, policy))
-        assert [p.role for p in programs] == [f"stage{n}" for n in range(layout.pp)]
-        assert check_roles(programs) == []
+        assert [p.stage for p in programs] == [f"stage{n}" for n in range(layout.pp)]
+        assert check_stages(programs) == []
         assert deadlocks(programs) == []
         for program in programs:
             columns = expand(program)
@@ -80,7 +80,7 @@ def test_stages_hold_all_layers_once_and_hand_over_what_one_layer_hands_the_next
         i.work.bytes
         for p in lower(decisions)
         for _, i in p.walk()
-        if isinstance(i.work, Handover) and i.lane is Lane.SEND
+        if isinstance(i.work, PointToPoint) and i.lane is Lane.SEND
     ]
     # Between two neighbouring chunks goes every micro-batch's activation one way and its gradient the other.
     borders = layout.pp * layout.virtual_stages - 1
@@ -92,10 +92,10 @@ def test_stages_hold_all_layers_once_and_hand_over_what_one_layer_hands_the_next
 def test_what_is_gathered_where_it_arrives_holds_nobody_up(schedule: tuple[str, int]) -> None:
     """An eager framework's ranks hand over their parts; the lane of collectives must not wait for a later pass."""
     for overlapped in (True, False) if schedule[1] == 1 else (True,):
-        layout = Layout(pp=4, tp=2, schedule=schedule[0], virtual_stages=schedule[1], overlap_handovers=overlapped)
+        layout = Layout(pp=4, tp=2, schedule=schedule[0], virtual_stages=schedule[1], overlap_p2p=overlapped)
         for policy in (("none", 0.0), ("none", 1.0), ("full", 0.0)):
             programs = lower(stages("gpt", layout, policy, memory_policy="eager"))
-            assert check_roles(programs) + deadlocks(programs) == []
+            assert check_stages(programs) + deadlocks(programs) == []
             for program in programs:
                 columns = expand(program)
                 assert check_program(program, columns) + check_edges(columns, derive_edges(columns)) == []
@@ -147,13 +147,13 @@ def kept(program: Program) -> int:
 def test_what_is_kept_is_of_the_micro_batches_in_flight(policy: tuple[str, float], micro_batches: int) -> None:
     """GPipe keeps all, 1F1B as many as there are stages from here on; a stage that waits receives no input ahead."""
     for schedule in ("1f1b", "gpipe"):
-        layout = Layout(pp=4, schedule=schedule, overlap_handovers=False)
+        layout = Layout(pp=4, schedule=schedule, overlap_p2p=False)
         found = [kept(p) for p in lower(stages("gpt", layout, policy, each=micro_batches))]
         assert found == [min(micro_batches, 4 - n) if schedule == "1f1b" else micro_batches for n in range(4)]
 
 
 def test_an_input_received_ahead_is_kept_a_pass_longer() -> None:
-    waits, ahead = ([kept(p) for p in lower(stages("gpt", Layout(pp=4, overlap_handovers=o), each=9))] for o in (0, 1))
+    waits, ahead = ([kept(p) for p in lower(stages("gpt", Layout(pp=4, overlap_p2p=o), each=9))] for o in (0, 1))
     assert [b - a for a, b in zip(waits, ahead, strict=True)] == [0, 1, 1, 1]
 
 
@@ -219,13 +219,13 @@ def test_the_checker_finds_a_lost_hand_over() -> None:
     programs = lower(stages("gpt", Layout(pp=4)))
     for role, template in (
         (0, "stage.send.x"),
-        (1, "stage.receive.x"),
+        (1, "stage.recv.x"),
         (1, "stage.send.grad"),
-        (2, "stage.receive.grad"),
+        (2, "stage.recv.grad"),
     ):
         instances = list(programs[role].instances)
         del instances[places(programs[role], template)[2]]
-        assert any("is sent" in fault for fault in check_roles(planted(programs, role, instances)))
+        assert any("is sent" in fault for fault in check_stages(planted(programs, role, instances)))
 
 
 def test_the_checker_finds_hand_overs_in_another_order() -> None:
@@ -233,7 +233,7 @@ def test_the_checker_finds_hand_overs_in_another_order() -> None:
     instances = list(programs[0].instances)
     a, b, *_ = places(programs[0], "stage.send.x")
     instances[a], instances[b] = instances[b], instances[a]
-    assert any("is sent" in fault for fault in check_roles(planted(programs, 0, instances)))
+    assert any("is sent" in fault for fault in check_stages(planted(programs, 0, instances)))
 
 
 def test_the_checker_finds_a_reduction_that_a_stage_leaves_out() -> None:
@@ -241,23 +241,23 @@ def test_the_checker_finds_a_reduction_that_a_stage_leaves_out() -> None:
     for role, template in ((1, "totals"), (3, "embed.tied")):
         instances = list(programs[role].instances)
         del instances[places(programs[role], template)[0]]
-        assert any(fault.startswith("group") for fault in check_roles(planted(programs, role, instances)))
+        assert any(fault.startswith("group") for fault in check_stages(planted(programs, role, instances)))
 
 
 def test_the_checker_finds_stages_that_wait_for_each_other() -> None:
     """Sends before receives, on stages that wait for both: each holds what the other has asked for."""
-    programs = lower(stages("gpt", Layout(pp=2, overlap_handovers=False)))
+    programs = lower(stages("gpt", Layout(pp=2, overlap_p2p=False)))
     assert deadlocks(programs) == []
     instances = list(programs[0].instances)
-    send, receive = places(programs[0], "stage.send.x")[1], places(programs[0], "stage.receive.grad")[0]
+    send, receive = places(programs[0], "stage.send.x")[1], places(programs[0], "stage.recv.grad")[0]
     assert send == receive + 1
     instances[send], instances[receive] = instances[receive], instances[send]
     other = list(programs[1].instances)
-    send, receive = places(programs[1], "stage.send.grad")[0], places(programs[1], "stage.receive.x")[1]
+    send, receive = places(programs[1], "stage.send.grad")[0], places(programs[1], "stage.recv.x")[1]
     assert send == receive + 1
     other[send], other[receive] = other[receive], other[send]
     swapped = planted(planted(programs, 0, instances), 1, other)
-    assert check_roles(swapped) == []
+    assert check_stages(swapped) == []
     assert "stage0: m1/s0/l3/pp/send.x never starts" in deadlocks(swapped)
 
 
@@ -266,7 +266,7 @@ def test_interleaved_stages_that_waited_for_their_hand_overs_would_wait_in_a_cir
 ) -> None:
     decisions = stages("gpt", Layout(pp=4, schedule="interleaved", virtual_stages=2), each=8)
     assert deadlocks(lower(decisions)) == []
-    monkeypatch.setattr(Handovers, "ahead", 0)
+    monkeypatch.setattr(StageP2P, "ahead", 0)
     assert deadlocks(lower(decisions)) != []
 
 
@@ -279,7 +279,7 @@ def test_interleaved_stages_that_waited_for_their_hand_overs_would_wait_in_a_cir
         (Layout(pp=2, virtual_stages=2), {}, "virtual stages belong to"),
         (Layout(virtual_stages=2), {}, "virtual stages belong to"),
         (Layout(pp=4, schedule="interleaved", virtual_stages=2), {"each": 6}, "in groups"),
-        (Layout(pp=4, schedule="interleaved", virtual_stages=2, overlap_handovers=False), {}, "in a circle"),
+        (Layout(pp=4, schedule="interleaved", virtual_stages=2, overlap_p2p=False), {}, "in a circle"),
         (Layout(pp=2, schedule="zero-bubble"), {"policy": ("full", 0.0), "mlp_chunk_tokens": 512}, "the whole MLP"),
         (Layout(pp=2, dp=2, zero=2), {}, "whole parameters"),
         (Layout(pp=2, dp=2, zero=3), {}, "whole parameters"),

@@ -18,10 +18,10 @@ from memo_sim.program.ir.work import Attention, Copy, Gemm
 from memo_sim.program.layout.schedule import Units, one_stage
 from memo_sim.program.layout.shape import shape_of
 from memo_sim.program.layout.skeletal import Fate, skeletal_tensors
-from memo_sim.program.layout.swap_schedule import Visit, pass_visits, swap_schedule, turns
+from memo_sim.program.layout.swap_schedule import LayerPass, buffer_slots, layer_passes_of, swap_schedule
 from memo_sim.program.lower import lower, program_sha256
 from memo_sim.program.verify.program import check_edges, check_program
-from memo_sim.program.verify.roles import check_roles
+from memo_sim.program.verify.stages import check_stages
 from tests.sim.small_programs import GPT, LLAMA, POLICIES, decide
 
 LAYOUTS = [
@@ -34,9 +34,11 @@ LAYOUTS = [
 ]
 
 
-def step_visits(layers: int, micro_batches: int) -> list[Visit]:
+def step_layer_passes(layers: int, micro_batches: int) -> list[LayerPass]:
     """Return the visits of a step without pipeline: each micro-batch forward, then backward."""
-    return [visit for each in one_stage(Units(micro_batches)) for visit in pass_visits(each, range(layers))]
+    return [
+        layer_pass for each in one_stage(Units(micro_batches)) for layer_pass in layer_passes_of(each, range(layers))
+    ]
 
 
 @pytest.mark.parametrize("model", [GPT, LLAMA], ids=["gpt", "llama"])
@@ -47,7 +49,7 @@ def test_every_program_passes_the_independent_checkers(model: Model, policy: tup
         columns = expand(programs[0])
         assert check_program(programs[0], columns) == []
         assert check_edges(columns, derive_edges(columns)) == []
-        assert check_roles(programs) == []
+        assert check_stages(programs) == []
 
 
 def test_the_edge_checker_finds_a_missing_edge() -> None:
@@ -91,17 +93,17 @@ def test_recompute_repeats_forward_call_by_call() -> None:
 
 @pytest.mark.parametrize("layers", [1, 2, 3, 4, 7])
 def test_which_layers_are_swapped_is_derived(layers: int) -> None:
-    visits = step_visits(layers, micro_batches=2)
-    schedule = swap_schedule(visits, turns(visits))
+    layer_passes = step_layer_passes(layers, micro_batches=2)
+    schedule = swap_schedule(layer_passes, buffer_slots(layer_passes))
     assert schedule.swapped == {(m, 0, layer) for m in range(2) for layer in range(layers - 2)}
 
 
 def test_another_order_of_visits_swaps_other_layers() -> None:
     """Two micro-batches forward before any backward: only the layers that were visited last stay."""
-    visits = [v for v in step_visits(4, 2) if not v.backward]
-    visits += [v for v in step_visits(4, 2) if v.backward and v.micro_batch == 1]
-    visits += [v for v in step_visits(4, 2) if v.backward and v.micro_batch == 0]
-    schedule = swap_schedule(visits, turns(visits))
+    layer_passes = [v for v in step_layer_passes(4, 2) if not v.backward]
+    layer_passes += [v for v in step_layer_passes(4, 2) if v.backward and v.micro_batch == 1]
+    layer_passes += [v for v in step_layer_passes(4, 2) if v.backward and v.micro_batch == 0]
+    schedule = swap_schedule(layer_passes, buffer_slots(layer_passes))
     assert schedule.swapped == {(m, 0, layer) for m, layer in [(0, 0), (0, 1), (0, 2), (0, 3), (1, 0), (1, 1)]}
 
 

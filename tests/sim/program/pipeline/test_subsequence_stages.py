@@ -99,7 +99,7 @@ def test_the_step_is_sppos_closed_form(stages: int, count: int, schedule: Schedu
     work = count * 12.0 * 8 / stages
     step = simulation.prediction.step_s
     assert step == pytest.approx((stages - 1 + count) / count * work, rel=1e-9)
-    for role in simulation.roles:
+    for role in simulation.stages:
         assert role.compute_s == pytest.approx(work, rel=1e-9)
         assert step - role.compute_s == pytest.approx((stages - 1) * work / count, rel=1e-9)
 
@@ -145,10 +145,10 @@ def test_a_repeated_window_is_of_whole_micro_batches(layout: Layout, policy: tup
 
 def test_hand_overs_are_of_the_subsequences_rows() -> None:
     whole, parts = (run(Layout(pp=2, subsequences=count), 2) for count in (1, 4))
-    assert [role.sent_bytes for role in whole.roles] == [role.sent_bytes for role in parts.roles]
-    sends = [i for i in parts.roles[0].program.instances if i.place.startswith("m0/") and _sends(parts, i.template)]
+    assert [role.sent_bytes for role in whole.stages] == [role.sent_bytes for role in parts.stages]
+    sends = [i for i in parts.stages[0].program.instances if i.place.startswith("m0/") and _sends(parts, i.template)]
     assert [i.subsequence for i in sends] == [0, 1, 2, 3]
 
 
 def _sends(simulation: Simulation, template: int) -> bool:
-    return any(i.lane is Lane.SEND for i in simulation.roles[0].program.templates[template].instructions)
+    return any(i.lane is Lane.SEND for i in simulation.stages[0].program.templates[template].instructions)

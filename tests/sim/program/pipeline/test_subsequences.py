@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from memo_sim.contract.errors import Infeasible
 from memo_sim.contract.plan import Decisions, Kernels, Layout
 from memo_sim.engine.simulate import simulate
-from memo_sim.planning.floors import Floors
+from memo_sim.planning.lower_bounds import LowerBounds
 from memo_sim.program.analysis.columns import expand
 from memo_sim.program.analysis.liveness import live_bytes, liveness
 from memo_sim.program.ir.instruction import Lane, Mode
@@ -37,7 +37,7 @@ LAYOUTS = [
 STAGES = [
     Layout(subsequences=3, pp=2),
     Layout(subsequences=4, pp=4, schedule="gpipe", partition="length"),
-    Layout(subsequences=3, pp=2, overlap_handovers=False, tp=2, sequence_parallel=True),
+    Layout(subsequences=3, pp=2, overlap_p2p=False, tp=2, sequence_parallel=True),
     Layout(subsequences=4, pp=2, schedule="interleaved", virtual_stages=2),
     Layout(subsequences=3, pp=4, schedule="zero-bubble"),
 ]
@@ -108,7 +108,7 @@ def test_carried_keys_and_values_are_two_widths_of_every_token_and_layer(model: 
     program = lower(decisions)[0]
     shape, layers = shape_of(decisions), decisions.model.layers
     one = 2 * shape.kv_width * 2 * shape.tokens  # bf16
-    curve = live_bytes(liveness(program, expand(program)), device=True)["carried"]
+    curve = live_bytes(liveness(program, expand(program)), device=True)["kv_cache"]
     lengths = partition(decisions)
     known = [sum(lengths[:n]) * one // shape.tokens for n in range(5)]  # up to each subsequence
     assert curve.max() == 3 * layers * known[3] + layers * (known[4] - known[3]) + 2 * (known[4] - known[3])
@@ -134,7 +134,7 @@ def test_keys_and_values_are_read_by_all_that_follow_and_the_rest_by_its_own_alo
                 family = template.slots[operand.slot]
                 if isinstance(instruction.work, Copy):
                     moved.add(family.split(".")[0])
-                if family == "carried.kv" and operand.mode is Mode.READ and instance.layer == 1:
+                if family == "prefix.kv" and operand.mode is Mode.READ and instance.layer == 1:
                     rows = range(operand.first, operand.first + operand.tokens)
                     phase = instruction.name.split("/")[0]
                     keys.update((phase, s) for s in range(count) if starts[s] in rows)
@@ -199,7 +199,7 @@ def test_one_subsequence_is_the_program_of_old_whatever_the_partition() -> None:
     for partitioned in ("length", "flops"):
         program = lower(decide(layout=Layout(subsequences=1, partition=partitioned)))[0]
         assert program.sha256 == plain.sha256
-    assert not any(f.name.startswith("carried") or ".s0" in f.name for f in plain.families)
+    assert not any(f.name.startswith("prefix") or ".s0" in f.name for f in plain.families)
 
 
 @pytest.mark.parametrize(
@@ -232,11 +232,11 @@ def test_what_a_floor_says_of_the_host_is_never_more_than_is_swapped(
         model = msgspec.structs.replace(LLAMA, layers=8)
         decisions = cut("llama", layout, policy, global_batch=1, host_allocator=allocator, offload_window=window)
         decisions = msgspec.structs.replace(decisions, model=model)
-        floors = Floors(toy_hardware(), TOY_CLUSTER)
+        bounds = LowerBounds(toy_hardware(), TOY_CLUSTER)
         simulation = simulate(decisions, toy_hardware(), TOY_CLUSTER, pricer=ToyPrices(), rates=alone)
-        rank = simulation.roles[0].memory.host.bytes
-        assert floors._swapped_bytes(*floors._layers(decisions)) <= rank
-        assert window or floors._swapped_bytes(*floors._layers(decisions)) > rank // 2
+        rank = simulation.stages[0].memory.host.bytes
+        assert bounds._swapped_bytes(*bounds._layers(decisions)) <= rank
+        assert window or bounds._swapped_bytes(*bounds._layers(decisions)) > rank // 2
 
 
 @st.composite
@@ -251,7 +251,7 @@ def random_steps(draw: st.DrawFn) -> Decisions:
         pp=pp,
         schedule=schedule,
         virtual_stages=2 if schedule == "interleaved" else 1,
-        overlap_handovers=schedule == "interleaved" or draw(st.booleans()),
+        overlap_p2p=schedule == "interleaved" or draw(st.booleans()),
         dp=dp,
         zero=draw(st.integers(0, 1 if pp > 1 else 3)),
         subsequences=count * pp if schedule == "interleaved" else count,

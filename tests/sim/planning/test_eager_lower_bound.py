@@ -9,7 +9,7 @@ from memo_sim.contract.catalog import load_cluster, load_model
 from memo_sim.contract.hardware import Libraries
 from memo_sim.contract.plan import Decisions, Kernels, Layout
 from memo_sim.engine.simulate import simulate
-from memo_sim.planning.floors import Floors
+from memo_sim.planning.lower_bounds import LowerBounds
 
 
 @pytest.mark.parametrize("libraries", ["2024", "2025"])
@@ -24,10 +24,10 @@ def test_the_floor_is_below_what_is_allocated(layout: Layout, libraries: Librari
         memory_policy="eager",
         kernels=Kernels(attention="torch-cudnn"),
     )
-    floor = Floors(hardware, cluster).of(decisions)
+    bound = LowerBounds(hardware, cluster).of(decisions)
     prediction = simulate(decisions, hardware, cluster).prediction
     assert prediction.step_s is not None
-    assert floor.device_bytes <= prediction.peak_device_bytes
-    assert floor.step_s <= prediction.step_s
+    assert bound.device_bytes <= prediction.peak_device_bytes
+    assert bound.step_s <= prediction.step_s
     if libraries == "2025" and layout.pp == 1:
-        assert floor.device_bytes > 0.8 * prediction.peak_device_bytes
+        assert bound.device_bytes > 0.8 * prediction.peak_device_bytes

@@ -1,6 +1,6 @@
 """Checks that the programs of several roles fit together: calls match, what is sent is received, nobody waits for ever.
 
-As in ``check.py`` nothing is shared with what wrote the programs, nor with how the engine pairs them.
+As in ``program.py`` nothing is shared with what wrote the programs, nor with how the engine pairs them.
 """
 
 from __future__ import annotations
@@ -14,24 +14,24 @@ from memo_sim.program.analysis.columns import Columns
 from memo_sim.program.analysis.edges import Edges
 from memo_sim.program.ir.instruction import Lane
 from memo_sim.program.ir.program import Program
-from memo_sim.program.ir.work import Collective, Exchange, Handover
+from memo_sim.program.ir.work import Collective, Exchange, PointToPoint
 
 ACROSS = ("pp", "tied")
 """Groups that have ranks of several stages; other groups lie inside a role."""
 
-_PLACE = re.compile(r"m(\d+)/s(\d+)/l(\d+)/pp/(?:send|receive)\.(x|grad)$")
+_PLACE = re.compile(r"m(\d+)/s(\d+)/l(\d+)/pp/(?:send|recv)\.(x|grad)$")
 
 Call = tuple[str, int, int, str]
 
 
-def check_roles(programs: tuple[Program, ...]) -> list[str]:
+def check_stages(programs: tuple[Program, ...]) -> list[str]:
     """Return every way the roles' collectives, exchanges and hand-overs fail to meet.
 
     Ranks of one group call the same collectives in the same order with the same size, on the same lane. What a stage
     sends to another is received there, in the same order: outputs of a layer as inputs of the next, gradients the other
     way round, of the same micro-batch.
     """
-    return [*check_calls(programs), *_check_handovers(programs)]
+    return [*check_calls(programs), *_check_p2p(programs)]
 
 
 def check_deadlock(
@@ -44,19 +44,19 @@ def check_deadlock(
     ranks of a context-parallel ring, say, ``cp``.
     """
     node: dict[tuple[int, int], tuple[int, int]] = {}
-    for role, number, call in _shared(programs, across):
-        node[role, number] = first = node.get(call, (role, number))
+    for stage, number, call in _shared(programs, across):
+        node[stage, number] = first = node.get(call, (stage, number))
         node.setdefault(call, first)
     waits: dict[tuple[int, int], int] = defaultdict(int)
     follows: dict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
-    for role, (mine, given) in enumerate(zip(columns, edges, strict=True)):
+    for stage, (mine, given) in enumerate(zip(columns, edges, strict=True)):
         lanes: dict[int, list[int]] = defaultdict(list)
         for number, lane in enumerate(mine.lane.tolist()):
             lanes[lane].append(number)
         orders = [pair for lane in lanes.values() for pair in pairwise(lane)]
         orders += list(zip(given.producer.tolist(), given.consumer.tolist(), strict=True))
         for earlier, later in orders:
-            a, b = node.get((role, earlier), (role, earlier)), node.get((role, later), (role, later))
+            a, b = node.get((stage, earlier), (stage, earlier)), node.get((stage, later), (stage, later))
             follows[a].append(b)
             waits[b] += 1
     everything = {node.get((r, i), (r, i)) for r, mine in enumerate(columns) for i in range(len(mine.lane))}
@@ -69,7 +69,7 @@ def check_deadlock(
             if not waits[after]:
                 ready.append(after)
     ids = [program.ids() for program in programs]
-    return [f"{programs[r].role}: {ids[r][i]} never starts" for r, i in sorted(everything - done)]
+    return [f"{programs[r].stage}: {ids[r][i]} never starts" for r, i in sorted(everything - done)]
 
 
 def check_calls(programs: tuple[Program, ...]) -> list[str]:
@@ -83,8 +83,8 @@ def check_calls(programs: tuple[Program, ...]) -> list[str]:
                 at = next((i for i, (x, y) in enumerate(zip_longest(a, b)) if x != y), None)
                 if at is not None:
                     mine, theirs = (each[at] if at < len(each) else None for each in (a, b))
-                    roles = programs[first].role, programs[other].role
-                    faults.append(f"group {group}, call {at}: {roles[0]} has {mine}, {roles[1]} has {theirs}")
+                    stages = programs[first].stage, programs[other].stage
+                    faults.append(f"group {group}, call {at}: {stages[0]} has {mine}, {stages[1]} has {theirs}")
     return faults
 
 
@@ -97,7 +97,7 @@ def _members(group: str, programs: tuple[Program, ...], calls: list[dict[str, li
         return [[0, *(n for n in range(1, last) if group in calls[n]), last]]
     alike: dict[str, list[int]] = defaultdict(list)
     for number, program in enumerate(programs):
-        alike[program.role].append(number)
+        alike[program.stage].append(number)
     return list(alike.values())
 
 
@@ -111,19 +111,19 @@ def _group_calls(program: Program) -> dict[str, list[Call]]:
     return calls
 
 
-def _check_handovers(programs: tuple[Program, ...]) -> list[str]:
+def _check_p2p(programs: tuple[Program, ...]) -> list[str]:
     sent: dict[tuple[int, int], list[tuple[str, int]]] = defaultdict(list)
     received: dict[tuple[int, int], list[tuple[str, int]]] = defaultdict(list)
     faults = []
     for number, program in enumerate(programs):
         for name, instruction in program.walk():
             work, lane = instruction.work, instruction.lane
-            if not isinstance(work, Handover):
-                if lane in (Lane.SEND, Lane.RECEIVE):
-                    faults.append(f"{program.role}: {name} is no hand-over but on lane {lane.label}")
+            if not isinstance(work, PointToPoint):
+                if lane in (Lane.SEND, Lane.RECV):
+                    faults.append(f"{program.stage}: {name} is no hand-over but on lane {lane.label}")
                 continue
-            if lane not in (Lane.SEND, Lane.RECEIVE) or number != (work.source if lane is Lane.SEND else work.target):
-                faults.append(f"{program.role}: {name} hands over {work.source} -> {work.target} on lane {lane.label}")
+            if lane not in (Lane.SEND, Lane.RECV) or number != (work.source if lane is Lane.SEND else work.target):
+                faults.append(f"{program.stage}: {name} hands over {work.source} -> {work.target} on lane {lane.label}")
                 continue
             side = sent if lane is Lane.SEND else received
             side[work.source, work.target].append((name, work.bytes))
@@ -139,8 +139,8 @@ def _check_handovers(programs: tuple[Program, ...]) -> list[str]:
 
 def _same(sent: str, received: str) -> bool:
     """Return whether one id's output is the other's input: same micro-batch, the layer behind or before."""
-    if "/guest/" in sent:
-        return sent.replace("/guest/", "/").replace(".send.", ".receive.") == received.replace("/guest/", "/")
+    if "/helper/" in sent:
+        return sent.replace("/helper/", "/").replace(".send.", ".recv.") == received.replace("/helper/", "/")
     a, b = _PLACE.search(sent), _PLACE.search(received)
     if a is None or b is None or a[4] != b[4]:
         return False
@@ -151,11 +151,11 @@ def _shared(programs: Sequence[Program], across: Sequence[str]) -> list[tuple[in
     """Return (role, instruction, call) of all that roles do together; a call is (-1, its number)."""
     numbers: dict[tuple[object, ...], int] = {}
     found = []
-    for role, program in enumerate(programs):
+    for stage, program in enumerate(programs):
         counts: dict[tuple[object, ...], int] = defaultdict(int)
         for number, (_, instruction) in enumerate(program.walk()):
             work = instruction.work
-            if isinstance(work, Handover):
+            if isinstance(work, PointToPoint):
                 kind: tuple[object, ...] = (work.source, work.target)
             elif isinstance(work, Collective | Exchange) and work.group in across and len(programs) > 1:
                 kind = (work.group, instruction.lane)  # a group's lanes are independent of each other
@@ -163,5 +163,5 @@ def _shared(programs: Sequence[Program], across: Sequence[str]) -> list[tuple[in
                 continue
             counts[instruction.lane, *kind] += 1
             call = (*kind, counts[instruction.lane, *kind])
-            found.append((role, number, (-1, numbers.setdefault(call, len(numbers)))))
+            found.append((stage, number, (-1, numbers.setdefault(call, len(numbers)))))
     return found

@@ -26,7 +26,7 @@ from memo_sim.program.analysis.columns import expand
 from memo_sim.program.analysis.edges import Edges, derive_edges
 from memo_sim.program.ir.instruction import Instruction, Lane
 from memo_sim.program.ir.program import Program
-from memo_sim.program.ir.work import Collective, Copy, Handover, Work
+from memo_sim.program.ir.work import Collective, Copy, PointToPoint, Work
 
 RECOMPUTE_PHASE = "rec/"
 
@@ -50,7 +50,7 @@ class Prices(Protocol):
         """Return how long ``work`` takes when nothing else runs."""
 
 
-class Role:
+class StageRun:
     """One role's program on one cluster; ``playbacks`` plays all roles when this one's playback is asked for."""
 
     def __init__(
@@ -158,10 +158,10 @@ class Role:
         return None if caching is None or caching.replay.out_of_memory else caching.replay.reserved_peak_bytes
 
     @property
-    def reorganisations(self) -> int:
+    def allocation_retries(self) -> int:
         """How often the whole step, the allocator's cache warm, reorganises memory."""
         caching = self.memory.caching
-        return 0 if caching is None else int(np.sum(caching.reorganised * self.weights))
+        return 0 if caching is None else int(np.sum(caching.retried_allocation * self.weights))
 
     @property
     def moved_bytes(self) -> MovedBytes:
@@ -179,7 +179,7 @@ class Role:
     @property
     def sent_bytes(self) -> int:
         """What one rank hands to other stages in the whole step."""
-        size = self.per_instruction(lambda i: i.work.bytes if isinstance(i.work, Handover) else 0)
+        size = self.per_instruction(lambda i: i.work.bytes if isinstance(i.work, PointToPoint) else 0)
         return int((size.astype(np.int64) * self.weights)[self.columns.lane == Lane.SEND].sum())
 
     @property

@@ -11,7 +11,7 @@ import pytest
 from memo_sim.contract.catalog import load_cluster, load_model
 from memo_sim.contract.plan import Decisions, Layout
 from memo_sim.engine.simulate import simulate
-from memo_sim.planning.floors import Floors
+from memo_sim.planning.lower_bounds import LowerBounds
 from memo_sim.planning.presets import FULL_RECOMPUTE, KEEP, SYSTEMS, TOKENWISE
 from memo_sim.planning.question import Pins, Question, with_memory
 from memo_sim.planning.search import SearchResult, best_with_more_memory, search
@@ -55,7 +55,7 @@ POLICIES = [
 @pytest.mark.parametrize("layers", [4, 9, 12])
 def test_no_plan_goes_below_its_floor(layout: Layout, layers: int) -> None:
     cluster, hardware = with_memory(*load_cluster("a800-1x8"), device_bytes=ROOM, host_bytes=ROOM)
-    floors = Floors(hardware, cluster)
+    bounds = LowerBounds(hardware, cluster)
     for recompute, alpha in POLICIES:
         if layout.metp > 1 and recompute == "selective":
             continue  # METP keeps no Q, K, V that attention could start from
@@ -67,21 +67,21 @@ def test_no_plan_goes_below_its_floor(layout: Layout, layers: int) -> None:
             loss_chunk_tokens=4096,
         )
         decisions = with_alpha(base, recompute, alpha)
-        floor, played = floors.of(decisions), simulate(decisions, hardware, cluster).prediction
+        bound, played = bounds.of(decisions), simulate(decisions, hardware, cluster).prediction
         assert played.step_s is not None
-        assert floor.step_s <= played.step_s
+        assert bound.step_s <= played.step_s
         if not alpha:
-            assert floor.step_s > 0.85 * played.step_s
-        assert floor.device_bytes <= played.peak_device_bytes
-        assert floor.host_bytes_per_node == played.peak_host_bytes_per_node
+            assert bound.step_s > 0.85 * played.step_s
+        assert bound.device_bytes <= played.peak_device_bytes
+        assert bound.host_bytes_per_node == played.peak_host_bytes_per_node
         if layout.zero < 2:
-            assert floor.device_bytes > 0.95 * played.peak_device_bytes
-        rough = floors.rough(decisions, keep=with_alpha(base, "none", 0.0))
-        assert 0 < rough.step_s <= floor.step_s * (1 + 1e-12)
-        assert rough.device_bytes <= floor.device_bytes
-        assert rough.host_bytes_per_node <= floor.host_bytes_per_node
+            assert bound.device_bytes > 0.95 * played.peak_device_bytes
+        rough = bounds.rough(decisions, keep=with_alpha(base, "none", 0.0))
+        assert 0 < rough.step_s <= bound.step_s * (1 + 1e-12)
+        assert rough.device_bytes <= bound.device_bytes
+        assert rough.host_bytes_per_node <= bound.host_bytes_per_node
         if decisions.recompute == "none" and layout.zero < 3:
-            assert rough.device_bytes > 0.7 * floor.device_bytes
+            assert rough.device_bytes > 0.7 * bound.device_bytes
 
 
 @pytest.mark.parametrize("states", ["bf16", "host"])
@@ -96,10 +96,10 @@ def test_floors_hold_for_other_states_and_memory_policies(states: str, policy: s
         states=states,
         memory_policy=policy,
     )
-    floor, played = Floors(hardware, cluster).of(decisions), simulate(decisions, hardware, cluster).prediction
-    assert floor.step_s <= played.step_s
-    assert floor.device_bytes <= played.peak_device_bytes
-    assert floor.host_bytes_per_node <= played.peak_host_bytes_per_node
+    bound, played = LowerBounds(hardware, cluster).of(decisions), simulate(decisions, hardware, cluster).prediction
+    assert bound.step_s <= played.step_s
+    assert bound.device_bytes <= played.peak_device_bytes
+    assert bound.host_bytes_per_node <= played.peak_host_bytes_per_node
 
 
 @pytest.mark.parametrize("pp", [2, 4])
@@ -109,18 +109,18 @@ def test_floors_hold_for_other_states_and_memory_policies(states: str, policy: s
 )
 def test_pipelines_do_not_go_below_their_floor(schedule: str, chunks: int, ahead: float, pp: int) -> None:
     cluster, hardware = with_memory(*load_cluster("a800-1x8"), device_bytes=ROOM, host_bytes=ROOM)
-    floors = Floors(hardware, cluster)
+    bounds = LowerBounds(hardware, cluster)
     layout = Layout(tp=2, sequence_parallel=True, cp=4 // pp, pp=pp, schedule=schedule, virtual_stages=chunks, zero=1)
     base = Decisions(model=shallow(16), layout=layout, seq_tokens=1 << 15, global_batch=8, loss_chunk_tokens=4096)
     for recompute, alpha in (("none", 0.0), ("full", 0.0), ("tokenwise", 0.5), ("none", 1.0)):
         decisions = with_alpha(base, recompute, alpha)
-        floor, played = floors.of(decisions), simulate(decisions, hardware, cluster).prediction
-        assert floor.step_s <= played.step_s
-        assert floor.device_bytes <= played.peak_device_bytes
-        assert floors.rough(decisions, keep=None).device_bytes <= played.peak_device_bytes
-        assert floor.host_bytes_per_node <= played.peak_host_bytes_per_node
+        bound, played = bounds.of(decisions), simulate(decisions, hardware, cluster).prediction
+        assert bound.step_s <= played.step_s
+        assert bound.device_bytes <= played.peak_device_bytes
+        assert bounds.rough(decisions, keep=None).device_bytes <= played.peak_device_bytes
+        assert bound.host_bytes_per_node <= played.peak_host_bytes_per_node
         if not alpha:
-            assert floor.step_s > ahead * played.step_s
+            assert bound.step_s > ahead * played.step_s
 
 
 @pytest.mark.parametrize("window", [0, 1, 2])
@@ -131,25 +131,25 @@ def test_subsequences_that_leave_do_not_go_below_their_floor(window: int) -> Non
         loss_chunk_tokens=0, offload_window=window,
     )  # fmt: skip
     decisions = with_alpha(base, "none", 1.0)
-    floor, played = Floors(hardware, cluster).of(decisions), simulate(decisions, hardware, cluster).prediction
-    assert floor.step_s <= played.step_s
-    assert floor.device_bytes <= played.peak_device_bytes
+    bound, played = LowerBounds(hardware, cluster).of(decisions), simulate(decisions, hardware, cluster).prediction
+    assert bound.step_s <= played.step_s
+    assert bound.device_bytes <= played.peak_device_bytes
 
 
 def test_a_range_of_alphas_lies_above_its_floor() -> None:
     cluster, hardware = with_memory(*load_cluster("a800-1x8"), device_bytes=ROOM, host_bytes=ROOM)
-    floors = Floors(hardware, cluster)
+    bounds = LowerBounds(hardware, cluster)
     base = Decisions(
         model=shallow(8), layout=Layout(tp=4, sequence_parallel=True, cp=2, zero=1), seq_tokens=1 << 16,
         recompute="tokenwise", loss_chunk_tokens=4096,
     )  # fmt: skip
     for low, high in ((0.0, 1.0), (0.25, 0.5)):
-        floor = floors.between(with_alpha(base, "tokenwise", low), with_alpha(base, "tokenwise", high))
+        bound = bounds.between(with_alpha(base, "tokenwise", low), with_alpha(base, "tokenwise", high))
         for alpha in (low, (low + high) / 2, high):
             played = simulate(with_alpha(base, "tokenwise", alpha), hardware, cluster).prediction
-            assert floor.step_s <= played.step_s
-            assert floor.device_bytes <= played.peak_device_bytes
-            assert floor.host_bytes_per_node <= played.peak_host_bytes_per_node
+            assert bound.step_s <= played.step_s
+            assert bound.device_bytes <= played.peak_device_bytes
+            assert bound.host_bytes_per_node <= played.peak_host_bytes_per_node
 
 
 def costs(found: SearchResult) -> list[tuple[float, int, int]]:

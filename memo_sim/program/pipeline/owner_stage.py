@@ -1,8 +1,8 @@
-"""What a stage does around a task of its own whose first rows others play: what it hands them, takes, and adds.
+"""The owner's side of a task whose first rows helper stages compute: what it sends to them, receives, and adds.
 
-The stage's own rows are a subsequence's like any other, with more keys before them (``passing.py``). Rows of guests
-come into the buffers that lie between stages, and into the carried keys and values; gradients that guests have computed
-for it are received aside and added.
+The owner computes its own rows like any subsequence's, with more keys before them (``subsequence_templates.py``). It
+receives the helpers' rows into the buffers between stages and into the KV cache. Gradients that helpers computed arrive
+in buffers of their own and are added.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from memo_sim.program.ir.instruction import BufferClass, Families, Family
 from memo_sim.program.layout.multiplex import Task
 from memo_sim.program.layout.shape import Shape
 from memo_sim.program.layout.stage import Stage
-from memo_sim.program.pipeline.guest_message import TO_GUEST, TO_HOME, Link, Range
+from memo_sim.program.pipeline.helper_p2p import TO_HELPER, TO_OWNER, Link, Range
 
 
-class Home:
+class OwnerStage:
     """One task that guests play rows of, on the stage whose layers they are."""
 
     def __init__(self, decisions: Decisions, shape: Shape, task: Task, stage: Stage) -> None:
         """``shape``: of the whole subsequence."""
         self.decisions = decisions
         self.task, self.stage, self.shape = task, stage, shape
-        self.links = [Link(shape, task, piece) for piece in task.guests]
+        self.links = [Link(shape, task, portion) for portion in task.helpers]
 
     @property
     def suffix(self) -> str:
@@ -36,13 +36,13 @@ class Home:
 
     def name(self, template: str) -> str:
         """Return a template's name in the role."""
-        return f"guest.{template}{self.suffix}"
+        return f"helper.{template}{self.suffix}"
 
     def families(self, grads: Family) -> list[Family]:
         """Return the buffers in which gradients arrive; ``grads``: those of the layers' parameters."""
         found, count, dtype = [], len(self.stage.layers), self.decisions.dtype
         for link in self.links:
-            stage = link.piece.stage
+            stage = link.portion.stage
             found.append(Family(self._aside("grads", stage), BufferClass.EXCHANGE, grads.dtype, grads.tokens, 1, count))
             if link.exists("d_kv.before"):
                 rows, width = self.shape.start, 2 * self.shape.kv_width
@@ -50,13 +50,13 @@ class Home:
         return found
 
     def _aside(self, what: str, stage: int) -> str:
-        return f"guest.{what}.{stage}{self.suffix}"
+        return f"helper.{what}.{stage}{self.suffix}"
 
     def templates(self, found: Families) -> Iterator[TemplateBuilder]:
         """Yield its side of everything that is handed over, and the sums."""
         out = "head.x" if self.stage.last else "stage.out"
         for link in self.links:
-            stage, ((_, own),) = link.piece.stage, sums_of(self.shape, *link.own)
+            stage, ((_, own),) = link.portion.stage, sums_of(self.shape, *link.own)
             sides: dict[str, tuple[str, str, Range | None]] = {
                 "x": ("stage.x", "stage.x", link.shard),
                 "params": ("params.layer", "params", None),
@@ -71,7 +71,7 @@ class Home:
                 "grads": (self._aside("grads", stage), "aside", None),
                 "grad_in": ("grad.x", "grad_in", link.shard),
             }
-            for what in (*TO_GUEST, *TO_HOME):
+            for what in (*TO_HELPER, *TO_OWNER):
                 if link.exists(what):
                     family, slot, rows = sides[what]
                     yield link.message(what).side(self.stage.index, found[family], slot, rows)
@@ -79,8 +79,8 @@ class Home:
 
     def _sums(self, link: Link, found: Families) -> TemplateBuilder:
         """Return the template that adds what a guest has computed, of earlier keys run by run."""
-        stage = link.piece.stage
-        builder = TemplateBuilder(f"bwd.add.{stage}", "guest")
+        stage = link.portion.stage
+        builder = TemplateBuilder(f"bwd.add.{stage}", "helper")
         before = sums_of(self.shape, *link.before) if link.exists("d_kv.before") else []
         for run, (first, rows) in enumerate(before):
             builder.bind(found[rows.slot], slot=rows.slot)

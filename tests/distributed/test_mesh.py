@@ -1,4 +1,4 @@
-"""Groups, shares and rectangles by arithmetic, and the operands of a rank's own program; no process is started."""
+"""Tests groups, mesh coordinates, shards, and the operands of a rank's own program. No process is started."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from memo_exec.distributed.groups import missing_groups
+from memo_exec.distributed.mesh import MeshCoordinates, Share
 from memo_exec.distributed.own_program import own_program
-from memo_exec.distributed.pieces import KINDS, pieces_of
-from memo_exec.distributed.place import Place, Share
+from memo_exec.distributed.shards import KINDS, shards_of
 from memo_sim.contract.plan import Decisions, Layout
 from memo_sim.program.analysis.communicators import group_keys
 from memo_sim.program.ir.instruction import Lane
@@ -51,7 +51,7 @@ def test_groups_partition_the_ranks(layout: Layout) -> None:
 
 
 def test_neighbours_are_tensor_parallel_ranks() -> None:
-    """As the network is priced: the most talkative group lies closest."""
+    """The network's prices assume that the group with the most communication lies closest."""
     layout = Layout(tp=4, cp=2, dp=2)
     assert members("tp", layout, 5) == [4, 5, 6, 7]
     assert members("cp", layout, 5) == [1, 5]
@@ -64,17 +64,17 @@ def test_neighbours_are_tensor_parallel_ranks() -> None:
 )
 @pytest.mark.parametrize("state", ["params", "grads", "master"])
 def test_ranks_hold_every_entry(model: str, layout: str, state: str) -> None:
-    """And none twice on one rank; a rank's rectangles do not overlap in its buffer."""
+    """No rank holds an entry twice, and a rank's shards do not overlap in its buffer."""
     chosen = training(model, layout)
     for kind in KINDS:
         held: dict[str, torch.Tensor] = {}
         for rank in range(chosen.layout.devices):
             own: dict[str, torch.Tensor] = {}
             buffer: set[int] = set()
-            for piece in pieces_of(chosen, Place(chosen.layout, rank), state, kind):
-                place = own.setdefault(piece.name, torch.zeros(piece.whole))
-                place[tuple(slice(o, o + n) for o, n in zip(piece.offsets, piece.sizes, strict=True))] += 1
-                elements = set(range(piece.first, piece.first + prod(piece.sizes)))
+            for shard in shards_of(chosen, MeshCoordinates(chosen.layout, rank), state, kind):
+                counts = own.setdefault(shard.name, torch.zeros(shard.whole))
+                counts[tuple(slice(o, o + n) for o, n in zip(shard.offsets, shard.sizes, strict=True))] += 1
+                elements = set(range(shard.first, shard.first + prod(shard.sizes)))
                 assert not buffer & elements
                 buffer |= elements
             for name, counts in own.items():
@@ -88,7 +88,7 @@ def test_a_ranks_program_has_the_plans_instructions_and_lives(layout: str, model
     chosen = training(model, layout)
     program = lower(chosen)[0]
     for rank in range(chosen.layout.devices):
-        own = own_program(program, chosen, Place(chosen.layout, rank))
+        own = own_program(program, chosen, MeshCoordinates(chosen.layout, rank))
         assert own.ids() == program.ids()
         assert own.instances == program.instances
         for ours, theirs in zip(own.templates, program.templates, strict=True):
@@ -100,12 +100,12 @@ def test_a_ranks_program_has_the_plans_instructions_and_lives(layout: str, model
 
 
 def test_one_tensor_parallel_rank_counts_what_all_have() -> None:
-    """The squared norm: divided parameters by every rank, the norms' vectors by the first."""
+    """In the squared gradient norm every rank counts its divided parameters; the first one also counts norm weights."""
     chosen = training("llama", "tp2")
     program = lower(chosen)[0]
     counted = []
     for rank in range(2):
-        own = own_program(program, chosen, Place(chosen.layout, rank))
+        own = own_program(program, chosen, MeshCoordinates(chosen.layout, rank))
         (template,) = [t for t in own.templates if t.name == "layer.norm"]
         counted.append(sum(o.tokens for o in template.instructions[0].operands if o.role.startswith("grads")))
     assert counted[0] - counted[1] == 2 * chosen.model.hidden

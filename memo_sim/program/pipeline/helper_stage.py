@@ -26,13 +26,13 @@ from memo_sim.program.data_parallel.optimizer import Optimizer
 from memo_sim.program.ir.builder import TemplateBuilder, writes
 from memo_sim.program.ir.instruction import BufferClass, Families, Family, Instance, Instruction, Lane, Template
 from memo_sim.program.ir.work import Rowwise
-from memo_sim.program.layout.multiplex import Piece, Task
+from memo_sim.program.layout.multiplex import Portion, Task
 from memo_sim.program.layout.parameters import Block
 from memo_sim.program.layout.shape import Shape
 from memo_sim.program.layout.stage import Stage
 from memo_sim.program.layout.subsequence import Subsequence
-from memo_sim.program.pipeline.guest_message import BACKWARD, FORWARD, TO_GUEST, TO_HOME, Link, Range
-from memo_sim.program.pipeline.subsequence_templates import Bound, Passing
+from memo_sim.program.pipeline.helper_p2p import BACKWARD, FORWARD, TO_HELPER, TO_OWNER, Link, Range
+from memo_sim.program.pipeline.subsequence_templates import Bound, SubsequenceTemplates
 
 PARAMS, GRADS, BETWEEN = "params", "grads", "between"
 HALVES = ("first", "second")
@@ -40,14 +40,14 @@ _SECOND = {FORWARD: "fwd/attn", BACKWARD: "bwd/d_kv.add"}
 """Starts the name of the instruction that a layer's second half begins with."""
 
 
-class Guest:
+class HelperStage:
     """One piece of another stage's task on the stage that plays it."""
 
     def __init__(
-        self, decisions: Decisions, shape: Shape, task: Task, piece: Piece, *, home: Stage, block: Block
+        self, decisions: Decisions, shape: Shape, task: Task, portion: Portion, *, owner: Stage, block: Block
     ) -> None:
-        """``shape``: of the whole subsequence; ``home``: the stage whose layers they are; ``block``: one of them."""
-        self.task, self.piece, self.home, self.block = task, piece, home, block
+        """``shape``: of the whole subsequence; ``owner``: the stage whose layers they are; ``block``: one of them."""
+        self.task, self.portion, self.owner, self.block = task, portion, owner, block
         self.decisions = msgspec.structs.replace(
             decisions,
             recompute="none",
@@ -56,18 +56,18 @@ class Guest:
             offload_window=0,
             mlp_chunk_tokens=0,
         )
-        rows = piece.shape(shape)
+        rows = portion.shape(shape)
         # A guest's keys and values end with its own rows, which nothing else adds gradients to before it does.
-        self.shape = replace(rows, carried=rows.start + rows.tokens, sums=())
+        self.shape = replace(rows, kv_cache_tokens=rows.start + rows.tokens, sums=())
         played = Subsequence(task.subsequence, decisions.layout.subsequences, self.shape, self.shape, 0)
-        self.passing = Passing(self.decisions, played, home, 1, blocks={"layer": block}, made={})
-        self.layers = len(home.layers)
-        self.suffix = f".s{task.subsequence}.of{home.index}"
-        self.link = Link(shape, task, piece)
-        at = task.pieces.index(piece)
-        self.ahead = [Link(shape, task, each) for each in task.pieces[:at]]
+        self.passing = SubsequenceTemplates(self.decisions, played, owner, 1, blocks={"layer": block}, made={})
+        self.layers = len(owner.layers)
+        self.suffix = f".s{task.subsequence}.of{owner.index}"
+        self.link = Link(shape, task, portion)
+        at = task.portions.index(portion)
+        self.ahead = [Link(shape, task, each) for each in task.portions[:at]]
         """Guests of the task's earlier rows."""
-        self.behind = task.guests[at + 1 :]
+        self.behind = task.helpers[at + 1 :]
         """Guests of its later rows; its own stage has the last."""
         self._between: list[Family] = []
         self._held = self._hold()
@@ -81,14 +81,14 @@ class Guest:
 
     def instance(self, template: str, number: int, layer: int) -> Instance:
         """Return a template (by its plain name, ``number`` in the role's) at a layer, counted on its own stage."""
-        at = self.home.layers[layer]
+        at = self.owner.layers[layer]
         indices = tuple(self._index(template, slot, family, layer) for slot, family in self._slots[template])
         x = self.task.subsequence
-        return Instance(number, f"m0/s{x}/l{at}", indices, 0, at, x, self.piece.first)
+        return Instance(number, f"m0/s{x}/l{at}", indices, 0, at, x, self.portion.first)
 
     def name(self, plain: str) -> str:
         """Return the name of a template or of a family in the role."""
-        return f"guest.{plain}{self.suffix}"
+        return f"helper.{plain}{self.suffix}"
 
     def _index(self, template: str, slot: str, family: str, layer: int) -> int:
         if family in (PARAMS, KV):
@@ -98,20 +98,20 @@ class Guest:
     def _hold(self) -> Families:
         """Return the buffers that templates bind, by their plain names."""
         shape, layers, dtype = self.shape, self.layers, self.decisions.dtype
-        kv, exchange, carried = 2 * shape.kv_width, BufferClass.EXCHANGE, BufferClass.CARRIED
+        kv, exchange, cache = 2 * shape.kv_width, BufferClass.EXCHANGE, BufferClass.KV_CACHE
         summed = Optimizer(self.decisions, self.block, "layer", layers).grad_dtype
         found = [
             *self.passing.activations.families(),
             Family(PARAMS, BufferClass.GATHERED, dtype, self.block.elements, 1, 2 * layers),
             Family(GRADS, exchange, summed, self.block.elements, 1, layers),
-            Family("stage.out", carried, dtype, shape.shard_tokens, shape.hidden),
+            Family("stage.out", BufferClass.PIPELINE, dtype, shape.shard_tokens, shape.hidden),
             Family("grad.x", BufferClass.TRANSIENT, dtype, shape.shard_tokens, shape.hidden, layers + 1),
-            Family(KV, carried, dtype, shape.carried, kv, 2 * layers),
-            Family(D_KV, carried, dtype, shape.carried, kv, layers),
+            Family(KV, cache, dtype, shape.kv_cache_tokens, kv, 2 * layers),
+            Family(D_KV, cache, dtype, shape.kv_cache_tokens, kv, layers),
         ]
-        later = [self.home.index, *(piece.stage for piece in self.behind)]
+        later = [self.owner.index, *(portion.stage for portion in self.behind)]
         for stage in later:  # the home sends sums, the others what one kernel has written
-            terms = SUM_DTYPE if stage == self.home.index else dtype
+            terms = SUM_DTYPE if stage == self.owner.index else dtype
             found.append(Family(f"{BEHIND}.{stage}", exchange, terms, shape.tokens, kv, layers))
         return {family.name: family for family in found}
 
@@ -131,7 +131,7 @@ class Guest:
 
     def _messages(self) -> Iterator[TemplateBuilder]:
         """Yield its side of everything that is handed over."""
-        mine, link, found = self.piece.stage, self.link, self._held
+        mine, link, found = self.portion.stage, self.link, self._held
         sides: dict[str, tuple[str, str, Range | None]] = {
             "x": ("skeletal.x", "x", None),
             "params": (PARAMS, "params", None),
@@ -141,18 +141,18 @@ class Guest:
             "grad": ("grad.x", "grad_out", None),
             "again": (PARAMS, "params", None),
             "kept": (KV, KV, link.known),
-            "d_kv": (f"{BEHIND}.{self.home.index}", "d_kv", None),
+            "d_kv": (f"{BEHIND}.{self.owner.index}", "d_kv", None),
             "d_kv.before": (D_KV, D_KV, link.before),
             "grads": (GRADS, "grads", None),
             "grad_in": ("grad.x", "grad_in", None),
         }
-        for what in (*TO_GUEST, *TO_HOME):
+        for what in (*TO_HELPER, *TO_OWNER):
             if link.exists(what):
                 family, slot, rows = sides[what]
                 yield link.message(what).side(mine, found[family], slot, rows)
         for earlier in self.ahead:
-            yield earlier.keys_to(self.piece).side(mine, found[KV], KV, earlier.own)
-            yield earlier.gradients_from(self.piece).side(mine, found[D_KV], D_KV, earlier.own)
+            yield earlier.keys_to(self.portion).side(mine, found[KV], KV, earlier.own)
+            yield earlier.gradients_from(self.portion).side(mine, found[D_KV], D_KV, earlier.own)
         for later in self.behind:
             yield link.keys_to(later).side(mine, found[KV], KV, link.own)
             yield link.gradients_from(later).side(mine, found[f"{BEHIND}.{later.stage}"], "d_kv")

@@ -1,6 +1,6 @@
 """What a task's stages hand to each other while guests play its first rows: one message each, written on both sides.
 
-By layer, unless said otherwise (rows of the subsequence; ``guest.py``, ``guest_home.py``):
+By layer, unless said otherwise (rows of the subsequence; ``helper_stage.py``, ``owner_stage.py``):
 
     forward    x (once)      home -> guest       its rows of the stage's input
                params        home -> guest       the layer's parameters
@@ -21,14 +21,14 @@ from dataclasses import dataclass
 
 from memo_sim.program.ir.builder import Rows, TemplateBuilder, reads, writes
 from memo_sim.program.ir.instruction import Family, Lane
-from memo_sim.program.ir.work import Handover
-from memo_sim.program.layout.multiplex import Piece, Task
+from memo_sim.program.ir.work import PointToPoint
+from memo_sim.program.layout.multiplex import Portion, Task
 from memo_sim.program.layout.shape import Shape
 
 FORWARD, BACKWARD = "fwd", "bwd"
-TO_GUEST = {"x": FORWARD, "params": FORWARD, "before": FORWARD, "grad": BACKWARD, "again": BACKWARD, "kept": BACKWARD}
-TO_GUEST |= {"d_kv": BACKWARD}
-TO_HOME = {"kv": FORWARD, "out": FORWARD, "d_kv.before": BACKWARD, "grads": BACKWARD, "grad_in": BACKWARD}
+TO_HELPER = {"x": FORWARD, "params": FORWARD, "before": FORWARD, "grad": BACKWARD, "again": BACKWARD, "kept": BACKWARD}
+TO_HELPER |= {"d_kv": BACKWARD}
+TO_OWNER = {"kv": FORWARD, "out": FORWARD, "d_kv.before": BACKWARD, "grads": BACKWARD, "grad_in": BACKWARD}
 
 Range = tuple[int, int]
 """First row and how many."""
@@ -45,19 +45,19 @@ class Message:
 
     def name(self, stage: int) -> str:
         """Return the name of the template that plays the side of ``stage``."""
-        return f"{self.way}.{'send' if stage == self.source else 'receive'}.{self.what}.{self.source}-{self.target}"
+        return f"{self.way}.{'send' if stage == self.source else 'recv'}.{self.what}.{self.source}-{self.target}"
 
     def side(self, stage: int, family: Family, slot: str, rows: Range | None = None) -> TemplateBuilder:
         """Return the side of ``stage``, which hands over or takes ``rows`` of a buffer, all of them if not said."""
         name = self.name(stage)
-        builder = TemplateBuilder(name, "guest")
+        builder = TemplateBuilder(name, "helper")
         builder.bind(family, slot=slot)
         chosen = Rows(slot, *rows) if rows else builder.all(slot)
-        work = Handover(chosen.tokens * family.row_bytes, self.source, self.target)
+        work = PointToPoint(chosen.tokens * family.row_bytes, self.source, self.target)
         if stage == self.source:
             builder.emit(name, "send", Lane.SEND, work, send=reads(chosen))
         else:
-            builder.emit(name, "receive", Lane.RECEIVE, work, recv=writes(chosen))
+            builder.emit(name, "recv", Lane.RECV, work, recv=writes(chosen))
         return builder
 
 
@@ -67,7 +67,7 @@ class Link:
 
     shape: Shape
     task: Task
-    piece: Piece
+    portion: Portion
 
     @property
     def before(self) -> Range:
@@ -77,7 +77,7 @@ class Link:
     @property
     def own(self) -> Range:
         """Its own rows of them."""
-        return self.shape.start + self.piece.first, self.piece.tokens
+        return self.shape.start + self.portion.first, self.portion.tokens
 
     @property
     def known(self) -> Range:
@@ -87,23 +87,23 @@ class Link:
     @property
     def shard(self) -> Range:
         """Its rows of what lies between layers."""
-        return self.shape.shard(self.piece.first), self.shape.shard(self.piece.tokens)
+        return self.shape.shard(self.portion.first), self.shape.shard(self.portion.tokens)
 
     def message(self, what: str) -> Message:
         """Return what goes between the guest and the task's home."""
-        guest, home = self.piece.stage, self.task.stage
-        if what in TO_GUEST:
-            return Message(what, TO_GUEST[what], home, guest)
-        return Message(what, TO_HOME[what], guest, home)
+        helper, owner = self.portion.stage, self.task.stage
+        if what in TO_HELPER:
+            return Message(what, TO_HELPER[what], owner, helper)
+        return Message(what, TO_OWNER[what], helper, owner)
 
     def exists(self, what: str) -> bool:
         """Whether there is anything to hand over: the first subsequence has none before it."""
         return self.shape.start > 0 or what not in ("before", "d_kv.before")
 
-    def keys_to(self, later: Piece) -> Message:
+    def keys_to(self, later: Portion) -> Message:
         """Return the message of its keys and values to a guest of later rows."""
-        return Message("kv", FORWARD, self.piece.stage, later.stage)
+        return Message("kv", FORWARD, self.portion.stage, later.stage)
 
-    def gradients_from(self, later: Piece) -> Message:
+    def gradients_from(self, later: Portion) -> Message:
         """Return the message of their gradients back from there."""
-        return Message("d_kv", BACKWARD, later.stage, self.piece.stage)
+        return Message("d_kv", BACKWARD, later.stage, self.portion.stage)

@@ -39,7 +39,7 @@ ROUNDING = 1e-9
 
 
 @dataclass(frozen=True, slots=True)
-class Floor:
+class LowerBound:
     """No plan is faster (seconds), and none needs less (bytes of a device, of a node's host)."""
 
     step_s: float
@@ -47,7 +47,7 @@ class Floor:
     host_bytes_per_node: int
 
 
-class Floors:
+class LowerBounds:
     """The floors of plans on one cluster."""
 
     def __init__(self, hardware: Hardware, cluster: Cluster, passes: Passes | None = None) -> None:
@@ -66,33 +66,33 @@ class Floors:
         self._slowed = {name: rates.rates(1 << Lane.COMPUTE | 1 << lane)[Lane.COMPUTE] for name, lane in beside.items()}
         """Compute's rate while a lane beside it is busy."""
 
-    def shortfall_bytes(self, floor: Floor) -> int:
+    def shortfall_bytes(self, bound: LowerBound) -> int:
         """Return what is missing at least, looking at the device first; 0 for what may fit.
 
         Where the host alone is known to be short it is 1: the device may be short as well, by as little, and an
         outcome tells that first.
         """
-        device, host = floor.device_bytes - self.device_room_bytes, floor.host_bytes_per_node - self.host_room_bytes
+        device, host = bound.device_bytes - self.device_room_bytes, bound.host_bytes_per_node - self.host_room_bytes
         return device if device > 0 else int(host > 0)
 
-    def of(self, decisions: Decisions) -> Floor:
+    def of(self, decisions: Decisions) -> LowerBound:
         """Return the floor of one plan.
 
         Raises:
             Infeasible: when the plan cannot be lowered, or the profile has not measured its work.
         """
-        return self._floor(decisions, *self._parts(decisions))
+        return self._bound(decisions, *self._parts(decisions))
 
-    def between(self, low: Decisions, high: Decisions) -> Floor:
+    def between(self, low: Decisions, high: Decisions) -> LowerBound:
         """Return the floor of every plan that swaps as many rows as ``low`` at least and as ``high`` at most.
 
         More rows swapped are fewer rows rebuilt and copied aside, no more device memory, and more host memory. A
         forward that is cut into two row blocks is no faster than a whole one.
         """
         parts = zip(self._parts(low), self._parts(high), strict=True)
-        return self._floor(low, *(_either(few, many) for few, many in parts))
+        return self._bound(low, *(_either(few, many) for few, many in parts))
 
-    def rough(self, decisions: Decisions, *, keep: Decisions | None, any_alpha: bool = False) -> Floor:
+    def rough(self, decisions: Decisions, *, keep: Decisions | None, any_alpha: bool = False) -> LowerBound:
         """Return a floor that costs little: of states, what is held and swapped, and the compute lane of ``keep``.
 
         ``any_alpha``: that of the plans which swap at least as much, none of which holds as much on the device.
@@ -103,19 +103,19 @@ class Floors:
         device, host = self._states(decisions)
         layers, parts = self._layers(decisions)
         device += 0 if any_alpha else self._held_bytes(layers, parts)
-        floor = Floor(0.0, device, (host + self._swapped_bytes(layers, parts)) * self._local(decisions))
-        if self.shortfall_bytes(floor):
-            return floor
+        bound = LowerBound(0.0, device, (host + self._swapped_bytes(layers, parts)) * self._local(decisions))
+        if self.shortfall_bytes(bound):
+            return bound
         if decisions.layout.subsequences > 1:
             (whole, layer), again = self._of_parts(decisions), False
         elif keep is not None:
             whole, _, layer = self._parts(keep, self.passes.computed)
             again = decisions.recompute == "full"
         else:
-            return floor
+            return bound
         if decisions.layout.multiplexed or in_chunks(decisions):
-            return replace(floor, step_s=self._shared_s(_compute(whole, again), decisions.layout.pp))
-        return replace(floor, step_s=self._step_s(decisions, _compute(whole, again), _compute(layer, again)))
+            return replace(bound, step_s=self._shared_s(_compute(whole, again), decisions.layout.pp))
+        return replace(bound, step_s=self._step_s(decisions, _compute(whole, again), _compute(layer, again)))
 
     def reach(self, decisions: Decisions, limit_s: float) -> bool:
         """Return whether the plan is known not to fit, or to take ``limit_s`` at least."""
@@ -127,8 +127,8 @@ class Floors:
                 self._not_repeated.add(decisions.layout)
             elif repeated_s * (1 - ROUNDING) >= limit_s:
                 return True
-        floor = self.of(decisions)
-        return floor.step_s >= limit_s or self.shortfall_bytes(floor) > 0
+        bound = self.of(decisions)
+        return bound.step_s >= limit_s or self.shortfall_bytes(bound) > 0
 
     def lack_device(self, decisions: Decisions) -> bool:
         """Return whether the plan is known to need more device memory than there is."""
@@ -168,9 +168,9 @@ class Floors:
         decisions = parts[0].decisions
         if decisions.offload_window or decisions.layout.multiplexed or decisions.memory_policy == "eager":
             return 0
-        turns = sum(f.bytes * f.count for f in parts[0].families_in_turn())
+        slots = sum(f.bytes * f.count for f in parts[0].shared_families())
         layer = [sum(f.bytes for f in each.families() if f.space == "device") for each in parts]
-        return turns + max(0, layers * sum(layer) - (ROUNDING_BUFFERS * max(layer) if turns else 0))
+        return slots + max(0, layers * sum(layer) - (ROUNDING_BUFFERS * max(layer) if slots else 0))
 
     def _layer_bytes(self, kept: Activations) -> int:
         """Return what one layer of a subsequence swaps, statistics left out: they are blocks of their own."""
@@ -215,11 +215,11 @@ class Floors:
         layers, head_s = _times(layer, decisions.model.layers), sum(part.head_compute_s for part in parts)
         return replace(layers, compute_s=layers.compute_s + head_s, head_s=head_s), layer
 
-    def _floor(self, decisions: Decisions, whole: Pass, stage: Pass, layer: Pass) -> Floor:
+    def _bound(self, decisions: Decisions, whole: Pass, stage: Pass, layer: Pass) -> LowerBound:
         device, host = self._states(decisions)
         layout = decisions.layout
         if layout.multiplexed:  # guests hold, swap and exchange other rows than their stage's: what is left is sure
-            return Floor(self._shared_s(whole, layout.pp), device, host * self._local(decisions))
+            return LowerBound(self._shared_s(whole, layout.pp), device, host * self._local(decisions))
         # The first stage is as many micro-batches ahead of its first backward as there are stages; with GPipe all. Of
         # subsequences it is as many ahead, and those of one micro-batch.
         # Within an offload window a layer's rows leave before its backward comes: how many are there is not known.
@@ -228,7 +228,7 @@ class Floors:
         kept = layout.pp > 1 and not decisions.offload_window
         in_flight = ahead * decisions.model.layers // layout.pp if kept else 0
         in_place = self._written_over_bytes(decisions)
-        return Floor(
+        return LowerBound(
             step_s=self._step_s(decisions, whole, layer),
             device_bytes=device + int(max(stage.device_bytes - in_place, in_flight * layer.device_bytes)),
             host_bytes_per_node=(host + int(stage.host_bytes)) * self._local(decisions),

@@ -29,7 +29,7 @@ from memo_sim.contract.plan import Decisions
 from memo_sim.costs.pricing import Pricer
 from memo_sim.planning.subsequences import swap_each
 from memo_sim.program.analysis.columns import Columns, Flags, Ints, expand
-from memo_sim.program.analysis.rendezvous import meetings
+from memo_sim.program.analysis.rendezvous import all_rendezvous
 from memo_sim.program.ir.instruction import Lane, Mode
 from memo_sim.program.ir.program import Program
 from memo_sim.program.lower import lower
@@ -63,11 +63,11 @@ def least_step_s(decisions: Decisions, hardware: Hardware, cluster: Cluster) -> 
     columns = [expand(program) for program in programs]
     touches = [_Kernels(each) for each in columns]
     waits: list[list[Wait]] = [[] for _ in programs]
-    for meeting in meetings(programs):
-        sides = {int(columns[stage].lane[number]): (stage, number) for stage, number in meeting}
-        if sides.keys() != {Lane.SEND, Lane.RECEIVE}:
+    for rendezvous in all_rendezvous(programs):
+        sides = {int(columns[stage].lane[number]): (stage, number) for stage, number in rendezvous}
+        if sides.keys() != {Lane.SEND, Lane.RECV}:
             continue
-        (source, sent), (target, received) = sides[Lane.SEND], sides[Lane.RECEIVE]
+        (source, sent), (target, received) = sides[Lane.SEND], sides[Lane.RECV]
         made, read = touches[source].maker(sent), touches[target].reader(received)
         if made is not None and read is not None:
             waits[target].append((read, source, made))
@@ -92,10 +92,10 @@ class _Kernels:
     def __init__(self, columns: Columns) -> None:
         self._columns = columns
         lane = columns.lane[columns.operand_instruction]
-        handed = (lane == Lane.SEND) | (lane == Lane.RECEIVE)
+        handed = (lane == Lane.SEND) | (lane == Lane.RECV)
         shared = np.zeros(len(columns.buffer_bytes), dtype=np.bool_)
         shared[columns.operand_buffer[handed]] = True
-        self._of_handover = {int(columns.operand_instruction[at]): at for at in np.flatnonzero(handed).tolist()}
+        self._of_p2p = {int(columns.operand_instruction[at]): at for at in np.flatnonzero(handed).tolist()}
         """Where the one operand of each hand-over stands."""
         computed = np.flatnonzero((lane == Lane.COMPUTE) & shared[columns.operand_buffer])
         order = computed[np.argsort(columns.operand_buffer[computed], kind="stable")]
@@ -116,7 +116,7 @@ class _Kernels:
 
     def _touching(self, number: int, *, before: bool) -> tuple[Ints, Ints]:
         """Return the kernels before or behind a hand-over that touch its rows, and how."""
-        columns, at = self._columns, self._of_handover[number]
+        columns, at = self._columns, self._of_p2p[number]
         accesses = self._accesses.get(int(columns.operand_buffer[at]), np.zeros(0, dtype=np.int64))
         kernels = columns.operand_instruction[accesses]
         apart = kernels < number if before else kernels > number

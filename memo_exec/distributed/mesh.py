@@ -1,4 +1,4 @@
-"""Where this rank stands in a layout: its coordinates, the ranks of its groups, and its share of what ZeRO divides."""
+"""Mesh coordinates of a rank in a layout, the ranks of its groups, and its share of a range that ZeRO divides."""
 
 from __future__ import annotations
 
@@ -9,21 +9,22 @@ from memo_sim.program.layout import rank_order as ranks
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """One rank of a layout; groups are ``tp``, ``metp``, ``ulysses``, ``cp``, ``dp``, ``pp``, ``grads`` and ``ends``.
+class MeshCoordinates:
+    """The mesh coordinates of one rank in a layout.
 
-    ``program/ranks.py`` says which ranks each has.
+    Groups are ``tp``, ``metp``, ``ulysses``, ``cp``, ``dp``, ``pp``, ``grads`` and ``ends``.
+    ``memo_sim.program.layout.rank_order`` says which ranks each group has.
     """
 
     layout: Layout
     rank: int = 0
 
     def at(self, group: str) -> int:
-        """Return which of its group's ranks this is."""
+        """Return this rank's index in its group."""
         return ranks.coordinate(group, self.layout, self.rank)
 
     def size(self, group: str) -> int:
-        """Return how many ranks the group has."""
+        """Return the number of ranks in the group."""
         return ranks.degree(group, self.layout)
 
     def members(self, group: str) -> list[int]:
@@ -33,7 +34,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """A stretch of ``length`` elements in equal shares; the last ranks may have less, or nothing.
+    """A range of ``length`` elements in equal shares; the last ranks may have less, or nothing.
 
     length 10, 4 ranks:   [0 1 2][3 4 5][6 7 8][9]
     """
@@ -42,12 +43,12 @@ class Share:
     ranks: int
 
     def of(self, index: int) -> tuple[int, int]:
-        """Return first element and number of elements of one rank's share."""
+        """Return (first element, number of elements) of one rank's share."""
         size = -(-self.length // self.ranks)
         first = min(index * size, self.length)
         return first, min(first + size, self.length) - first
 
     @property
     def even(self) -> bool:
-        """Whether all shares are equally long."""
+        """Whether all shares have the same length."""
         return self.length % self.ranks == 0

@@ -16,7 +16,7 @@ POLICIES = [("none", 0.0, 0), ("none", 0.5, 0), ("none", 0.5, 1), ("tokenwise", 
 STAGED = [
     {},
     {"pp": 2},
-    {"pp": 4, "schedule": "gpipe", "overlap_handovers": False},
+    {"pp": 4, "schedule": "gpipe", "overlap_p2p": False},
     {"pp": 2, "schedule": "interleaved", "virtual_stages": 2},
     {"pp": 2, "schedule": "zero-bubble"},
     {"pp": 4, "multiplexed": True},
@@ -69,10 +69,10 @@ def test_no_more_templates_are_kept_than_allowed(monkeypatch: pytest.MonkeyPatch
     alike.forget()
     monkeypatch.setattr(alike, "MOST_TEMPLATES", 10)
     base = Decisions(model=load_model("gpt-tiny"), layout=Layout(subsequences=4), seq_tokens=8 * K)
-    first = alike.made_before(base)
+    first = alike.cached_templates(base)
     lower(base)
     assert len(first) > 0
-    assert alike.made_before(base) is first
+    assert alike.cached_templates(base) is first
     lower(with_alpha(base, "none", 0.5))
     lower(with_alpha(base, "none", 1.0))
-    assert alike.made_before(base) is not first
+    assert alike.cached_templates(base) is not first

@@ -11,14 +11,14 @@ from memo_sim.contract.catalog import load_cluster, load_model
 from memo_sim.contract.plan import Decisions, Layout
 from memo_sim.costs.pricing import Pricer
 from memo_sim.engine.simulate import simulate
-from memo_sim.planning.floors import Floors
-from memo_sim.planning.pipeline_floor import is_known, kept, least_step_s
+from memo_sim.planning.lower_bounds import LowerBounds
+from memo_sim.planning.pipeline_lower_bound import is_known, kept, least_step_s
 from memo_sim.planning.presets import FULL_RECOMPUTE, FULL_SWAP, KEEP, SYSTEMS
 from memo_sim.planning.question import Pins, Question, with_memory
 from memo_sim.planning.search import search
 from memo_sim.planning.space import candidates, with_alpha
 from memo_sim.program.ir.instruction import Lane
-from memo_sim.program.ir.work import Collective, Copy, Handover, Work
+from memo_sim.program.ir.work import Collective, Copy, PointToPoint, Work
 
 K = 1024
 ROOM = 2**50
@@ -54,7 +54,7 @@ class KernelsAlone:
         self.outside = self._pricer.outside
 
     def seconds(self, work: Work) -> float:
-        return 0.0 if isinstance(work, Collective | Copy | Handover) else self._pricer.seconds(work)
+        return 0.0 if isinstance(work, Collective | Copy | PointToPoint) else self._pricer.seconds(work)
 
 
 def played_s(decisions: Decisions, *, kernels_alone: bool) -> float:
@@ -110,13 +110,13 @@ def test_it_knows_one_micro_batch_through_stages() -> None:
 def test_the_rough_floor_waits_no_longer_than_layers_do(policy: tuple[str, float, int]) -> None:
     """Collectives that kernels wait for, and the head, are in both floors: the one that is lowered has more."""
     cluster, hardware = ROOMY
-    floors, (recompute, alpha, window) = Floors(hardware, cluster), policy
+    bounds, (recompute, alpha, window) = LowerBounds(hardware, cluster), policy
     layout = Layout(tp=4, sequence_parallel=True, pp=2, subsequences=4)
     decisions = msgspec.structs.replace(with_alpha(keeping(layout), recompute, alpha), offload_window=window)
-    rough, floor = floors.rough(decisions, keep=None), floors.of(decisions)
+    rough, bound = bounds.rough(decisions, keep=None), bounds.of(decisions)
     played = simulate(decisions, hardware, cluster).prediction
     assert played.step_s is not None
-    assert 0.6 * floor.step_s < rough.step_s <= floor.step_s <= played.step_s
+    assert 0.6 * bound.step_s < rough.step_s <= bound.step_s <= played.step_s
 
 
 @pytest.mark.parametrize("device_gib", [80, pytest.param(14, marks=pytest.mark.slow)])

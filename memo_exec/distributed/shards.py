@@ -1,0 +1,192 @@
+"""Computes a rank's shards of each whole tensor: rectangles, and their positions in the rank's flat buffers.
+
+- Tensor parallelism divides rows (Q, K, V, first FFN matrix, vocabulary) or columns (projection, second FFN matrix).
+  METP divides the same rows and columns, but only in layers.
+- Packed tensors are divided part by part, so that a rank has its heads of Q, K and V.
+- ZeRO divides a rank's flat blocks. A share may begin and end inside a row.
+
+    [q0 q1 | k0 k1 | v0 v1], tp 2:   rank 0 [q0 | k0 | v0]   rank 1 [q1 | k1 | v1]
+
+The vocabulary is rounded up to equal parts. The rows beyond it belong to no tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from memo_exec.distributed.mesh import MeshCoordinates, Share
+from memo_sim.contract.model import Model
+from memo_sim.contract.plan import Decisions, Layout
+from memo_sim.program.data_parallel.optimizer import Optimizer
+from memo_sim.program.layout.parameters import Block, Parameter, embed_block, head_block, layer_block
+from memo_sim.program.layout.stage import stages_of
+
+KINDS = ("embed", "layer", "head")
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """A shard: a rectangle of the whole tensor ``name``, stored contiguously in a buffer from element ``first`` on."""
+
+    name: str
+    whole: tuple[int, ...]
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    first: int
+
+
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """Elements [first, first + count) of a block, stored in a buffer from element ``held`` on."""
+
+    first: int
+    count: int
+    held: int
+
+
+@dataclass(frozen=True, slots=True)
+class Strip:
+    """Rows [first, first + rows) of a rank's tensor, which are the whole tensor's rows from ``whole_first`` on."""
+
+    first: int
+    rows: int
+    whole_first: int
+
+
+def dividing(layout: Layout) -> str:
+    """Return the group that divides a layer's matrices: METP's, or the tensor-parallel one."""
+    return "metp" if layout.metp > 1 else "tp"
+
+
+def block_of(model: Model, degree: int, kind: str, mesh: MeshCoordinates) -> Block:
+    """Return a block's parameters, divided by ``degree``.
+
+    The embedding of a later pipeline stage (a copy of a tied one) has no learned positions.
+    """
+    if kind == "embed":
+        return embed_block(model, degree, positions=mesh.at("pp") == 0)
+    return {"layer": layer_block, "head": head_block}[kind](model, degree)
+
+
+def _own_block(decisions: Decisions, kind: str, mesh: MeshCoordinates) -> Block:
+    """Return the parameters of one rank's block. METP divides only those of layers."""
+    layout = decisions.layout
+    return block_of(decisions.model, layout.divided if kind == "layer" else layout.tp, kind, mesh)
+
+
+def whole_block(model: Model, kind: str) -> Block:
+    """Return a block with whole parameters, as a single process has it."""
+    return {"embed": embed_block, "layer": layer_block, "head": head_block}[kind](model, 1)
+
+
+def layers_of(decisions: Decisions, mesh: MeshCoordinates) -> tuple[int, ...]:
+    """Return the numbers of the layers in this rank's pipeline stage, in the order of its buffers."""
+    return stages_of(decisions)[mesh.at("pp")].layers
+
+
+def optimizer_of(decisions: Decisions, kind: str, mesh: MeshCoordinates) -> Optimizer:
+    """Return the ``Optimizer`` of a block, which says how its states are divided."""
+    count = len(layers_of(decisions, mesh)) if kind == "layer" else 1
+    return Optimizer(decisions, _own_block(decisions, kind, mesh), kind, count)
+
+
+def divided_elements(decisions: Decisions, kind: str, mesh: MeshCoordinates) -> int:
+    """Return how many leading elements of a block belong to parameters that tensor parallelism or METP divides.
+
+    Raises:
+        ValueError: when a divided parameter comes after one that every rank holds whole.
+    """
+    count = 0
+    for own, whole in _paired(decisions, kind, mesh):
+        if own.shape != whole.shape:
+            if own.first != count:
+                raise ValueError(f"{own.name} is divided, but comes after parameters that every rank holds whole")
+            count = own.first + own.elements
+    return count
+
+
+def stretches(decisions: Decisions, mesh: MeshCoordinates, state: str, kind: str) -> list[Stretch]:
+    """Return the elements of a block that the buffer of ``state`` holds on this rank.
+
+    ``state`` is params, grads, master, moment1, ... Two kinds of buffers have the size of the whole block, but only
+    this rank's share of them is valid: gradients that are reduced into shares, and parameters that the next step
+    gathers.
+    """
+    optimizer = optimizer_of(decisions, kind, mesh)
+    in_place = state in ("params", "grads") and not optimizer.shared("params" if state == "params" else "grads")
+    whole = state == "params" and in_place and not optimizer.gathered_late
+    if optimizer.shards == 1 or whole:
+        return [Stretch(0, optimizer.block.elements, 0)]
+    return [Stretch(run.first, run.count, run.first if in_place else run.held) for run in own_runs(optimizer, mesh)]
+
+
+def own_runs(optimizer: Optimizer, mesh: MeshCoordinates) -> list[Stretch]:
+    """Return this rank's share of the decayed and of the other parameters, with its offset in a buffer of shares."""
+    block, found = optimizer.block, []
+    ends = {"decay": block.decayed_elements, "no_decay": block.elements}
+    held = 0
+    for name, first, size in optimizer.runs():
+        start, count = Share(ends[name] - first, optimizer.shards).of(
+            mesh.at(optimizer.group) if optimizer.shards > 1 else 0
+        )
+        found.append(Stretch(first + start, count, held))
+        held += size
+    return found
+
+
+def shards_of(decisions: Decisions, mesh: MeshCoordinates, state: str, kind: str) -> list[Shard]:
+    """Return the shards (rectangles) of a block's parameters in a rank's buffer of ``state``."""
+    model, part = decisions.model, mesh.at(dividing(decisions.layout))
+    found: list[Shard] = []
+    for stretch in stretches(decisions, mesh, state, kind):
+        for own, whole in _paired(decisions, kind, mesh):
+            low, high = max(stretch.first, own.first), min(stretch.first + stretch.count, own.first + own.elements)
+            if low < high:
+                held = Stretch(low, high - low, stretch.held + low - stretch.first)
+                found += _rectangles(own, whole, model, part, held)
+    return found
+
+
+def _paired(decisions: Decisions, kind: str, mesh: MeshCoordinates) -> list[tuple[Parameter, Parameter]]:
+    """Return pairs of each parameter as this rank holds it and the whole parameter."""
+    own, whole = _own_block(decisions, kind, mesh), block_of(decisions.model, 1, kind, mesh)
+    return list(zip(own.parameters, whole.parameters, strict=True))
+
+
+def _strips(model: Model, own: Parameter, whole: Parameter, part_rank: int) -> list[Strip]:
+    """Return, part by part, the rows of the whole tensor that a rank's rows are. Ignores columns."""
+    if own.shape[0] == whole.shape[0]:
+        return [Strip(0, own.shape[0], 0)]
+    if own.name in ("tokens.weight", "classifier.weight"):
+        first = part_rank * own.shape[0]
+        return [Strip(0, max(0, min(own.shape[0], whole.shape[0] - first)), first)]
+    packed = {"qkv": (model.q_width, model.kv_width, model.kv_width), "ffn_up": (model.ffn_hidden,) * 2}
+    parts = packed.get(own.name.partition(".")[0], (whole.shape[0],))
+    if not model.gated and own.name.startswith("ffn_up"):
+        parts = (model.ffn_hidden,)
+    ratio = whole.shape[0] // own.shape[0]
+    found, here, there = [], 0, 0
+    for part in parts:
+        rows = part // ratio
+        found.append(Strip(here, rows, there + part_rank * rows))
+        here, there = here + rows, there + part
+    return found
+
+
+def _rectangles(own: Parameter, whole: Parameter, model: Model, part_rank: int, held: Stretch) -> Iterator[Shard]:
+    """Yield the elements ``held`` of the block, which all belong to ``own``, as rectangles of ``whole``."""
+    width = own.shape[1] if len(own.shape) > 1 else 1
+    column = part_rank * width if len(own.shape) > 1 and own.shape[1] != whole.shape[1] else 0
+    for strip in _strips(model, own, whole, part_rank):
+        start = own.first + strip.first * width
+        first, end = max(held.first, start), min(held.first + held.count, start + strip.rows * width)
+        while first < end:
+            row, inside = divmod(first - start, width)
+            rows, columns = (end - first) // width, width
+            if inside or not rows:  # the share begins or ends inside this row, so this part is a separate rectangle
+                rows, columns = 1, min(width - inside, end - first)
+            offsets, sizes = (strip.whole_first + row, column + inside), (rows, columns)
+            dims = len(own.shape)
+            yield Shard(own.name, whole.shape, offsets[:dims], sizes[:dims], held.held + first - held.first)
+            first += rows * columns
