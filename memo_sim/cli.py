@@ -258,7 +258,7 @@ def figure_command(name: str, output: str | None, *, as_json: bool) -> None:
     """
     from memo_sim.contract.codec import encode
     from memo_sim.papers.figures import figure
-    from memo_sim.papers.published import TABLES, published
+    from memo_sim.papers.memo import TABLES, published
     from memo_sim.views.chart import check_chart, draw_chart
     from memo_sim.views.tables import chart_table, published_table, summary_table
 

@@ -12,19 +12,30 @@ A run is a contiguous range of a block whose parameters all have weight decay, o
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from memo_exec.distributed.mesh import MeshCoordinates
-from memo_exec.distributed.shards import KINDS, Stretch, divided_elements, dividing, optimizer_of, own_runs
+from memo_exec.distributed.shards import Stretch, divided_elements, optimizer_of, own_runs
 from memo_sim.contract.errors import CannotRun
 from memo_sim.contract.plan import Decisions
 from memo_sim.program.data_parallel.optimizer import Optimizer
-from memo_sim.program.ir.instruction import Instruction, Operand, Template
+from memo_sim.program.ir.instruction import Family, Instruction, Operand, Template
+from memo_sim.program.ir.kinds import FamilyKind, TemplateKind
 from memo_sim.program.ir.program import Program
 from memo_sim.program.lower import lower
 
-RUNS = ("decay", "no_decay")
+_ON_SHARDS = (
+    TemplateKind.GATHER,
+    TemplateKind.GATHER_UPDATED,
+    TemplateKind.REGATHER,
+    TemplateKind.SCATTER,
+    TemplateKind.ADD,
+    TemplateKind.REDUCE,
+    TemplateKind.NORM,
+    TemplateKind.UPDATE,
+)
+"""Templates whose operands may be a rank's shard of a block."""
 
 
 def rank_program(decisions: Decisions, mesh: MeshCoordinates) -> Program:
@@ -44,35 +55,43 @@ def rank_program(decisions: Decisions, mesh: MeshCoordinates) -> Program:
             wanted=1,
             hint="plan with micro-batches of one sequence, or with cp_exchange ring",
         )
-    ring = "metp" if layout.metp > 1 else "cp"
-    return lower(decisions, cp_rank=mesh.at(ring) if layout.ring > 1 else None)[mesh.at("pp")]
+    return lower(decisions, cp_rank=mesh.at(layout.ring_group) if layout.ring > 1 else None)[mesh.at("pp")]
 
 
 def own_program(program: Program, decisions: Decisions, mesh: MeshCoordinates) -> Program:
     """Return ``program`` with the operands of one rank, whose mesh coordinates are ``mesh``."""
     if decisions.layout.devices == 1:
         return program
-    return replace(program, templates=tuple(_own_template(t, decisions, mesh) for t in program.templates))
+    families = {family.name: family for family in program.families}
+    return replace(program, templates=tuple(_own_template(t, families, decisions, mesh) for t in program.templates))
 
 
-def _own_template(template: Template, decisions: Decisions, mesh: MeshCoordinates) -> Template:
-    kind, _, what = template.name.partition(".")
-    if kind not in KINDS or kind == template.name:
+def _own_template(
+    template: Template, families: Mapping[str, Family], decisions: Decisions, mesh: MeshCoordinates
+) -> Template:
+    if template.kind not in _ON_SHARDS or template.block is None:
         return template
-    block = _Block(optimizer_of(decisions, kind, mesh), template, decisions, mesh)
-    return replace(template, instructions=tuple(block.own(i, what) for i in template.instructions))
+    block = _Block(optimizer_of(decisions, template.block, mesh), template, families, decisions, mesh)
+    return replace(template, instructions=tuple(block.own(i) for i in template.instructions))
 
 
 class _Block:
     """Rewrites the operands of the instructions that reduce, gather and update one parameter block."""
 
-    def __init__(self, optimizer: Optimizer, template: Template, decisions: Decisions, mesh: MeshCoordinates) -> None:
-        self.optimizer, self.template, self.mesh = optimizer, template, mesh
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        template: Template,
+        families: Mapping[str, Family],
+        decisions: Decisions,
+        mesh: MeshCoordinates,
+    ) -> None:
+        self.optimizer, self.template, self.families, self.mesh = optimizer, template, families, mesh
         self.divided = divided_elements(decisions, optimizer.kind, mesh)
         found = dict(zip([name for name, _, _ in optimizer.runs()], own_runs(optimizer, mesh), strict=True))
         self.runs: dict[str, Stretch] = found
 
-    def own(self, instruction: Instruction, what: str) -> Instruction:
+    def own(self, instruction: Instruction) -> Instruction:
         """Return the instruction with this rank's operands."""
         if instruction.op == "grads.reduce_scatter":
             return replace(instruction, operands=tuple(self._by_run(instruction.operands, "tensor", "full")))
@@ -80,17 +99,19 @@ class _Block:
             return replace(instruction, operands=tuple(self._by_run(instruction.operands, "tensor", "full")))
         if instruction.op == "grad_norm":
             return replace(instruction, operands=tuple(self._counted(instruction.operands)))
-        run = instruction.name.rpartition(".")[2]
-        if what in ("update", "add") and run in self.runs and self.optimizer.shards > 1:
-            return replace(instruction, operands=tuple(self._share(o, self.runs[run]) for o in instruction.operands))
+        if instruction.run and self.optimizer.shards > 1:
+            run = self.runs[instruction.run]
+            return replace(instruction, operands=tuple(self._share(o, run) for o in instruction.operands))
         return instruction
 
     def _is_whole(self, operand: Operand) -> bool:
         """Return whether the operand's buffer holds the whole block, not only this rank's share."""
-        state = self.template.slots[operand.slot].partition(".")[0]
-        if state in ("params", "grads"):
-            return not self.optimizer.shared("params" if state == "params" else "grads")
-        return state in ("gathered", "whole_grads")
+        family = self.families[self.template.slots[operand.slot]]
+        if family.kind is FamilyKind.PARAMS:
+            return not self.optimizer.shared("params")
+        if family.kind is FamilyKind.GRADS:
+            return not self.optimizer.shared("grads")
+        return family.kind in (FamilyKind.GATHERED, FamilyKind.WHOLE_GRADS)
 
     def _by_run(self, operands: tuple[Operand, ...], old: str, new: str) -> Iterator[Operand]:
         """Yield one operand per run: all of the run if the buffer holds the whole block, else this rank's share."""
@@ -116,7 +137,7 @@ class _Block:
         ranks share the block's states by ZeRO, each rank counts its own share.
         """
         shares = self.optimizer.group == "ends" and self.optimizer.shards > 1
-        leads = self.mesh.at(dividing(self.mesh.layout)) == 0
+        leads = self.mesh.at(self.mesh.layout.weights_group) == 0
         limit = self.optimizer.block.elements if leads or shares else self.divided
         own = list(self.runs.values()) if self.optimizer.shards > 1 else [Stretch(0, self.optimizer.block.elements, 0)]
         for operand in operands:

@@ -17,12 +17,11 @@ from dataclasses import dataclass
 
 from memo_exec.distributed.mesh import MeshCoordinates, Share
 from memo_sim.contract.model import Model
-from memo_sim.contract.plan import Decisions, Layout
+from memo_sim.contract.plan import Decisions
 from memo_sim.program.data_parallel.optimizer import Optimizer
+from memo_sim.program.ir.kinds import BlockKind
 from memo_sim.program.layout.parameters import Block, Parameter, embed_block, head_block, layer_block
 from memo_sim.program.layout.stage import stages_of
-
-KINDS = ("embed", "layer", "head")
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,30 +53,25 @@ class Strip:
     whole_first: int
 
 
-def dividing(layout: Layout) -> str:
-    """Return the group that divides a layer's matrices: METP's, or the tensor-parallel one."""
-    return "metp" if layout.metp > 1 else "tp"
-
-
-def block_of(model: Model, degree: int, kind: str, mesh: MeshCoordinates) -> Block:
+def block_of(model: Model, degree: int, kind: BlockKind, mesh: MeshCoordinates) -> Block:
     """Return a block's parameters, divided by ``degree``.
 
     The embedding of a later pipeline stage (a copy of a tied one) has no learned positions.
     """
-    if kind == "embed":
+    if kind is BlockKind.EMBED:
         return embed_block(model, degree, positions=mesh.at("pp") == 0)
-    return {"layer": layer_block, "head": head_block}[kind](model, degree)
+    return layer_block(model, degree) if kind is BlockKind.LAYER else head_block(model, degree)
 
 
-def _own_block(decisions: Decisions, kind: str, mesh: MeshCoordinates) -> Block:
+def _own_block(decisions: Decisions, kind: BlockKind, mesh: MeshCoordinates) -> Block:
     """Return the parameters of one rank's block. METP divides only those of layers."""
     layout = decisions.layout
-    return block_of(decisions.model, layout.divided if kind == "layer" else layout.tp, kind, mesh)
+    return block_of(decisions.model, layout.divided if kind is BlockKind.LAYER else layout.tp, kind, mesh)
 
 
-def whole_block(model: Model, kind: str) -> Block:
+def whole_block(model: Model, kind: BlockKind) -> Block:
     """Return a block with whole parameters, as a single process has it."""
-    return {"embed": embed_block, "layer": layer_block, "head": head_block}[kind](model, 1)
+    return {BlockKind.EMBED: embed_block, BlockKind.LAYER: layer_block, BlockKind.HEAD: head_block}[kind](model, 1)
 
 
 def layers_of(decisions: Decisions, mesh: MeshCoordinates) -> tuple[int, ...]:
@@ -85,13 +79,13 @@ def layers_of(decisions: Decisions, mesh: MeshCoordinates) -> tuple[int, ...]:
     return stages_of(decisions)[mesh.at("pp")].layers
 
 
-def optimizer_of(decisions: Decisions, kind: str, mesh: MeshCoordinates) -> Optimizer:
+def optimizer_of(decisions: Decisions, kind: BlockKind, mesh: MeshCoordinates) -> Optimizer:
     """Return the ``Optimizer`` of a block, which says how its states are divided."""
-    count = len(layers_of(decisions, mesh)) if kind == "layer" else 1
+    count = len(layers_of(decisions, mesh)) if kind is BlockKind.LAYER else 1
     return Optimizer(decisions, _own_block(decisions, kind, mesh), kind, count)
 
 
-def divided_elements(decisions: Decisions, kind: str, mesh: MeshCoordinates) -> int:
+def divided_elements(decisions: Decisions, kind: BlockKind, mesh: MeshCoordinates) -> int:
     """Return how many leading elements of a block belong to parameters that tensor parallelism or METP divides.
 
     Raises:
@@ -106,7 +100,7 @@ def divided_elements(decisions: Decisions, kind: str, mesh: MeshCoordinates) -> 
     return count
 
 
-def stretches(decisions: Decisions, mesh: MeshCoordinates, state: str, kind: str) -> list[Stretch]:
+def stretches(decisions: Decisions, mesh: MeshCoordinates, state: str, kind: BlockKind) -> list[Stretch]:
     """Return the elements of a block that the buffer of ``state`` holds on this rank.
 
     ``state`` is params, grads, master, moment1, ... Two kinds of buffers have the size of the whole block, but only
@@ -135,9 +129,9 @@ def own_runs(optimizer: Optimizer, mesh: MeshCoordinates) -> list[Stretch]:
     return found
 
 
-def shards_of(decisions: Decisions, mesh: MeshCoordinates, state: str, kind: str) -> list[Shard]:
+def shards_of(decisions: Decisions, mesh: MeshCoordinates, state: str, kind: BlockKind) -> list[Shard]:
     """Return the shards (rectangles) of a block's parameters in a rank's buffer of ``state``."""
-    model, part = decisions.model, mesh.at(dividing(decisions.layout))
+    model, part = decisions.model, mesh.at(decisions.layout.weights_group)
     found: list[Shard] = []
     for stretch in stretches(decisions, mesh, state, kind):
         for own, whole in _paired(decisions, kind, mesh):
@@ -148,7 +142,7 @@ def shards_of(decisions: Decisions, mesh: MeshCoordinates, state: str, kind: str
     return found
 
 
-def _paired(decisions: Decisions, kind: str, mesh: MeshCoordinates) -> list[tuple[Parameter, Parameter]]:
+def _paired(decisions: Decisions, kind: BlockKind, mesh: MeshCoordinates) -> list[tuple[Parameter, Parameter]]:
     """Return pairs of each parameter as this rank holds it and the whole parameter."""
     own, whole = _own_block(decisions, kind, mesh), block_of(decisions.model, 1, kind, mesh)
     return list(zip(own.parameters, whole.parameters, strict=True))

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from memo_exec.distributed.mesh import MeshCoordinates
-from memo_exec.distributed.shards import KINDS, whole_block
+from memo_exec.distributed.shards import whole_block
 from memo_exec.distributed.world import World
 from memo_exec.interpreter.interpreter import Interpreter
 from memo_exec.memory.dtypes import TORCH_DTYPES
@@ -38,6 +38,7 @@ from memo_sim.contract.hardware import DtypeName
 from memo_sim.contract.model import Model
 from memo_sim.contract.plan import Decisions, States
 from memo_sim.contract.units import Tokens
+from memo_sim.program.ir.kinds import BlockKind
 
 STATE_DIRECTORY, RUN_FILE = "state", "run.json"
 FLAT_FILE = "state.safetensors"
@@ -269,8 +270,8 @@ def parameters(checkpoint: Path, interpreter: Interpreter) -> dict[str, Tensor]:
 
     dtype, model = TORCH_DTYPES[interpreter.decisions.dtype], interpreter.decisions.model
     found = {}
-    for kind in KINDS:
-        for block in [f"layer.{i}" for i in range(model.layers)] if kind == "layer" else [kind]:
+    for kind in BlockKind:
+        for block in [f"layer.{i}" for i in range(model.layers)] if kind is BlockKind.LAYER else [kind]:
             for each in whole_block(model, kind).parameters:
                 found[f"{block}/{each.name}"] = torch.empty(each.shape, dtype=dtype)
     held = {f"params/{name}": [Held(name, value.shape, (0,) * value.dim(), value)] for name, value in found.items()}
@@ -304,11 +305,11 @@ def _load_flat(path: Path, state: Mapping[str, list[Held]], model: Model) -> Non
         raise BadInput("the checkpoint cannot be read", where=str(path), got=str(error)) from None
 
 
-def _flat_name(name: str) -> tuple[str, str, str]:
+def _flat_name(name: str) -> tuple[str, BlockKind, str]:
     """Return (flat block, kind of block, parameter) for a name.
 
     ``master/layer.3/qkv.weight`` gives (``master.layer/3``, ``layer``, ``qkv.weight``).
     """
     state, block, parameter = name.split("/")
     kind, _, number = block.partition(".")
-    return f"{state}.{kind}/{number or 0}", kind, parameter
+    return f"{state}.{kind}/{number or 0}", BlockKind(kind), parameter

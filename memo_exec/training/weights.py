@@ -16,9 +16,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from memo_exec.distributed.shards import KINDS, layers_of, shards_of
+from memo_exec.distributed.shards import layers_of, shards_of
 from memo_exec.interpreter.interpreter import Interpreter
 from memo_exec.training import huggingface
+from memo_sim.program.ir.kinds import BlockKind
 
 INIT_STD = 0.02
 
@@ -102,12 +103,12 @@ def named_parameters(interpreter: Interpreter) -> dict[str, Tensor]:
 def held_by(interpreter: Interpreter, state: str) -> Iterator[Held]:
     """Yield the shards of each whole tensor in this rank's buffers of ``state`` (params, grads, master, ...)."""
     decisions = interpreter.decisions
-    for kind in KINDS:
+    for kind in BlockKind:
         if f"{state}.{kind}" not in interpreter.program.family_bases:
             continue
         shards = shards_of(decisions, interpreter.mesh, state, kind)
         layers = layers_of(decisions, interpreter.mesh)
-        blocks = [f"layer.{number}" for number in layers] if kind == "layer" else [kind]
+        blocks = [f"layer.{number}" for number in layers] if kind is BlockKind.LAYER else [kind]
         for i, block in enumerate(blocks):
             flat = interpreter.buffer(f"{state}.{kind}", i)
             for p in shards:

@@ -1,4 +1,4 @@
-"""Plans the memory of whatever requests it: a placement, the figures beside it, and the files they are written to."""
+"""Plans memory for requests from a file: makes a placement, reports its figures, and writes both to files."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ BESIDE_S = 5.0
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """The requests as read, where they are placed, what the caching allocator does with them, and the figures."""
+    """The requests of a file, their placement, their replay on the caching allocator, and the report."""
 
     source: Source
     placement: Placement
@@ -113,7 +113,7 @@ def _bilevel(requests: Requests, time_limit_s: float) -> tuple[tuple[Placement, 
 
 
 def _caching_notes(caching: Replay) -> list[str]:
-    """Say where the caching allocator runs out of memory."""
+    """Return a note if the caching allocator runs out of memory."""
     failed = caching.out_of_memory
     if failed is None:
         return []

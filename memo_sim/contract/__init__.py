@@ -1,4 +1,4 @@
-"""Typed, versioned documents, units, errors, and what users can name: models, clusters, profiles.
+"""The documents that memo reads and writes: typed schemas, units, errors, and the catalogue of named models and GPUs.
 
-Nothing here decides, prices or plays anything, and nothing here imports another room of memo.
+Nothing here decides, prices or plays anything. Nothing here imports another package of memo.
 """

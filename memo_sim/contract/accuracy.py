@@ -1,4 +1,4 @@
-"""The accuracy that was accepted, by case set and system (``memo.accuracy/1``): no later version may fall behind it."""
+"""Accepted accuracy by case set and system (``memo.accuracy/1``): a later version must not predict worse."""
 
 from __future__ import annotations
 
@@ -8,26 +8,28 @@ from memo_sim.contract.units import NonNegative
 
 
 class GroupAccuracy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One system's rows of one source, those that were fitted left out."""
+    """Accuracy over one system's rows of one source; rows that a constant was fitted on are left out."""
 
     cases: int
     not_evaluated: int = 0
     wrong_statuses: int = 0
     mean_abs_error: dict[str, NonNegative] = {}
-    """By quantity: mean of |predicted / measured - 1|."""
+    """Mean of ``|predicted / measured - 1|``, by quantity."""
     low: float | None = None
     high: float | None = None
-    """Between them lie ``level`` of measured / predicted - 1, of step time or MFU; null for too few cases."""
+    """``low`` and ``high`` bound the share ``level`` of the values ``measured / predicted - 1``.
+
+    Null when there are too few cases."""
     level: float | None = None
     quantity: str = ""
-    """What ``low`` and ``high`` are of."""
+    """The quantity of ``low`` and ``high``: step time or MFU."""
     errors: dict[str, float] = {}
-    """By case: predicted / measured - 1 of step time, or of MFU where that was measured alone."""
+    """``predicted / measured - 1`` by case: of step time, or of MFU when only MFU was measured."""
 
 
 class Accuracies(
     msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="schema", tag="memo.accuracy/1"
 ):
-    """``groups`` by ``<source>/<system>``."""
+    """Accepted accuracies; the keys of ``groups`` are ``<source>/<system>``."""
 
     groups: dict[str, GroupAccuracy]

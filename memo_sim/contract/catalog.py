@@ -1,8 +1,12 @@
-"""Models, hardware profiles and clusters, by the names that users type: a preset's, or a file's.
+"""Loads models, hardware profiles and clusters by preset name or by file path.
 
-A cluster's name is ``<gpu>-<nodes>x<gpus per node>[-<card><K>]``: ``a800-1x8``, ``a100-16x8-hdr4``, ``h100-2x8-ndr8``.
-The gpu is the first word of a shipped profile's name, K the number of network cards of a node (8 unless named). A gpu's
-nodes have the cards of its generation: hdr (200 Gb/s); H100 and H200 ndr (400 Gb/s); B200 ndr, or xdr (800 Gb/s).
+A cluster name has the form ``<gpu>-<nodes>x<gpus per node>[-<card><K>]``: ``a800-1x8``, ``a100-16x8-hdr4``,
+``h100-2x8-ndr8``.
+
+- ``gpu`` is the first word of a shipped profile's name.
+- ``K`` is the number of network cards of a node; the default is 8.
+- ``card`` is the card generation. H100 and H200 nodes have ndr (400 Gb/s), B200 nodes have ndr or xdr (800 Gb/s), all
+  other nodes have hdr (200 Gb/s).
 """
 
 from __future__ import annotations
@@ -31,14 +35,14 @@ HARDWARE_PROFILES = next(
     (folder for folder in (PACKAGE / "hardware_profiles", PACKAGE.parent / "hardware_profiles") if folder.is_dir()),
     PACKAGE / "hardware_profiles",
 )
-"""One ``memo.hardware/1`` file per GPU: inside an installed package, beside the packages in a checkout."""
+"""Folder with one ``memo.hardware/1`` file per GPU: inside an installed package, in a checkout beside the packages."""
 
 _CLUSTER_NAME = re.compile(r"([a-z0-9]+)-([1-9]\d{0,5})x([1-9]\d{0,5})(?:-(hdr|ndr|xdr)([1-9]\d{0,2}))?", re.ASCII)
 _NETWORKS = {"hdr": "example.toml", "ndr": "h100.toml", "xdr": "b200.toml"}
-"""The cluster file whose network stands for each kind of card."""
+"""The shipped cluster file whose network describes each kind of card."""
 
 _CARDS = {"h100": ("ndr",), "h200": ("ndr",), "b200": ("ndr", "xdr")}
-"""The cards that a gpu's nodes may have, those of a name without cards first; hdr where no gpu is named."""
+"""Kinds of card that the nodes of a GPU may have; the first is the default. GPUs not listed have ``_OLDER_CARDS``."""
 _OLDER_CARDS = ("hdr",)
 
 _MODEL_TAG, _CLUSTER_TAG, _HARDWARE_TAG = (kind.__struct_config__.tag for kind in (Model, Cluster, Hardware))
@@ -55,16 +59,16 @@ def list_hardware() -> list[str]:
 
 
 def list_clusters() -> list[str]:
-    """Return one cluster's name for every shipped profile, a full node; others follow ``CLUSTER_FORM``."""
+    """Return the name of one full node for every shipped profile; any other name must follow ``CLUSTER_FORM``."""
     return [f"{gpu}-1x{load_hardware(profile).devices}" for gpu, profile in _gpus().items()]
 
 
 def load_model(name_or_path: str) -> Model:
-    """Return a preset, or the model in a ``memo.model/1`` file or a Hugging Face ``config.json``, whichever it holds.
+    """Return a model from a preset name, a ``memo.model/1`` file or a Hugging Face ``config.json``.
 
     Raises:
-        UsageError: when it is neither a preset nor a file.
-        BadInput: when the file cannot be read, or holds no model that is supported.
+            UsageError: when the text is neither a preset nor a file.
+            BadInput: when the file cannot be read or does not describe a supported model.
     """
     if name_or_path in list_models():
         return codec.read(DATA / "models" / f"{name_or_path}.json", Model)
@@ -81,11 +85,11 @@ def load_model(name_or_path: str) -> Model:
 
 
 def load_hardware(name_or_path: str) -> Hardware:
-    """Return a shipped profile, or the one in a ``memo.hardware/1`` file.
+    """Return a shipped profile by name, or the profile in a ``memo.hardware/1`` file.
 
     Raises:
-        UsageError: when it is neither a shipped profile nor a file.
-        BadInput: when the file cannot be read or holds no profile.
+            UsageError: when the text is neither a shipped profile nor a file.
+            BadInput: when the file cannot be read or does not hold a profile.
     """
     if name_or_path in list_hardware():
         return codec.read(HARDWARE_PROFILES / f"{name_or_path}.json", Hardware)
@@ -95,11 +99,13 @@ def load_hardware(name_or_path: str) -> Hardware:
 
 
 def load_cluster(name_or_path: str) -> tuple[Cluster, Hardware]:
-    """Return a cluster and its devices' profile: by name, from a cluster file, or one node from a profile file.
+    """Return a cluster and the profile of its devices.
+
+    The text is a cluster name, a cluster file, or a profile file (which stands for one node).
 
     Raises:
-        UsageError: when it is neither a cluster's name nor a file.
-        BadInput: when the file (or the profile that it names) cannot be read or is wrong.
+        UsageError: when the text is neither a cluster name nor a file.
+        BadInput: when the file, or the profile that it names, cannot be read or is wrong.
     """
     match = _CLUSTER_NAME.fullmatch(name_or_path)
     if match and match[1] in _gpus() and match[4] in (None, *_CARDS.get(match[1], _OLDER_CARDS)):
@@ -130,7 +136,7 @@ def load_cluster(name_or_path: str) -> tuple[Cluster, Hardware]:
 
 
 def profile_path(name_or_path: str, cluster: Cluster) -> Path:
-    """Return the file that ``load_cluster`` has read the devices' profile of a cluster from."""
+    """Return the path of the profile that ``load_cluster`` reads for a cluster."""
     if cluster.hardware in list_hardware():
         return HARDWARE_PROFILES / f"{cluster.hardware}.json"
     given = Path(name_or_path)
@@ -138,7 +144,7 @@ def profile_path(name_or_path: str, cluster: Cluster) -> Path:
 
 
 def _named_cluster(name: str, match: re.Match[str]) -> tuple[Cluster, Hardware]:
-    """Return the cluster that a name's parts (gpu, nodes, devices, cards) stand for."""
+    """Return the cluster that a matched name describes: gpu, nodes, devices, cards."""
     hardware_name = _gpus()[match[1]]
     hardware = load_hardware(hardware_name)
     devices = int(match[3])
@@ -150,7 +156,9 @@ def _named_cluster(name: str, match: re.Match[str]) -> tuple[Cluster, Hardware]:
     assert example.network is not None
     cards = int(match[5] or example.network.nics_per_node)
     curve = example.network.size_efficiency
-    # The curve's sizes are of tensors spread over the example's cards: the same bytes on each of fewer make less.
+    # The example's curve gives sizes of whole tensors spread over its cards. With fewer cards, a smaller tensor puts
+    # the
+    # same bytes on each card, so the sizes scale with the number of cards.
     sizes = [size * cards / example.network.nics_per_node for size in curve.x]
     network: Network = msgspec.structs.replace(
         example.network, nics_per_node=cards, size_efficiency=msgspec.structs.replace(curve, x=sizes)
@@ -172,17 +180,17 @@ def _names_in(folder: Path) -> list[str]:
 
 
 def _gpus() -> dict[str, str]:
-    """Return the shipped profiles' names by gpu: a800 -> a800-sxm4-80gb."""
+    """Return the shipped profile's name by gpu: ``{"a800": "a800-sxm4-80gb"}``."""
     return {name.partition("-")[0]: name for name in list_hardware()}
 
 
 def _is_file_name(text: str) -> bool:
-    """Whether the user means a file: it exists, or is written like one."""
+    """Whether the text is a file's path: it exists, contains a slash, or ends in .json or .toml."""
     return "/" in text or Path(text).suffix in (".json", ".toml") or os.path.exists(text)
 
 
 def _unknown(what: str, name: str, known: Collection[str], other: str) -> NoReturn:
-    """Refuse a name that nothing has."""
+    """Raise ``UsageError`` for an unknown name, with the known names and the nearest one."""
     raise UsageError(
         f"no such {what}",
         got=repr(name),

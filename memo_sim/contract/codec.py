@@ -1,8 +1,8 @@
-"""Reading and writing the documents: canonical JSON, atomic writes, errors that say where.
+"""Reads and writes documents: canonical JSON, atomic writes, errors that name the file and the JSON path.
 
-Canonical: keys sorted, two-space indent, a list of numbers on one line, the shortest float text that reads back equal,
-newline at the end; so writing what was read gives the same bytes. A ``.toml`` file is read as the JSON that it stands
-for; none is ever written.
+Canonical JSON has sorted keys, a two-space indent, each list of numbers on one line, the shortest float text that
+reads back equal, and a newline at the end. Writing a document that was read therefore gives the same bytes. A ``.toml``
+file is converted to JSON when it is read; no ``.toml`` file is ever written.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from memo_sim.contract.migration import upgraded
 T = TypeVar("T", bound=msgspec.Struct)
 
 _NUMBER_LIST = re.compile(rb"\[\n[-+.0-9eE,\s]*\]")
-"""A formatted list of nothing but numbers. A raw newline never stands inside a JSON string, so no string can match."""
+"""A formatted list that holds only numbers. A JSON string never contains a raw newline, so no string can match."""
 
 
 class _Head(msgspec.Struct):
-    """The one field that says what a document is; the others are skipped."""
+    """Reads only the ``schema`` field of a document and skips the others."""
 
     schema: str | None = None
 
@@ -40,10 +40,10 @@ def encode(document: msgspec.Struct) -> bytes:
     """Return the canonical JSON of a document.
 
     Raises:
-        MemoError: when nobody could read it back: it breaks its own schema, or holds what JSON cannot carry (NaN).
+        MemoError: when the document could not be read back: it breaks its own schema, or holds a NaN or infinity.
     """
     try:
-        # Through the decoder, because constructors check nothing and keep the int that was given for a float.
+        # The decoder checks types and turns ints into floats; msgspec's constructors do neither.
         readable = msgspec.json.decode(msgspec.json.encode(document, order="sorted"), type=type(document))
     except msgspec.ValidationError as error:
         raise _unwritable(document, str(error)) from None
@@ -54,7 +54,7 @@ def encode(document: msgspec.Struct) -> bytes:
 
 
 def _unwritable(document: msgspec.Struct, got: str) -> MemoError:
-    """Return the error for a document that the program should never have made."""
+    """Return the error for a document that only a bug can produce."""
     return MemoError(
         "a document cannot be written",
         where=str(document.__struct_config__.tag),
@@ -74,10 +74,11 @@ def sha256_of(document: msgspec.Struct) -> str:
 
 
 def decode(raw: bytes, kind: type[T], *, where: str) -> T:
-    """Return the document of type ``kind`` in the JSON text ``raw``: its ``schema``, or an earlier version of it.
+    """Return the document of type ``kind`` in the JSON text ``raw``, of its ``schema`` or an earlier version of it.
 
     Raises:
-        BadInput: with ``where`` (the file), the JSON path, what was got and wanted, and the nearest known name.
+            BadInput: with the file (``where``), the JSON path, the value found, what is allowed, and the nearest known
+            name.
     """
     schema = schema_of(raw, where=where)
     if schema != kind.__struct_config__.tag:
@@ -94,7 +95,7 @@ def decode(raw: bytes, kind: type[T], *, where: str) -> T:
 
 
 def schema_of(raw: bytes, *, where: str) -> str | None:
-    """Return the ``schema`` of the JSON object in ``raw`` (``memo.plan/2``), None when it has none.
+    """Return the ``schema`` of the JSON object in ``raw`` (such as ``memo.plan/2``), or None when it has none.
 
     Raises:
         BadInput: when ``raw`` is not a JSON object, or its ``schema`` is not text.
@@ -109,7 +110,7 @@ def schema_of(raw: bytes, *, where: str) -> str | None:
 
 @contextmanager
 def of_file(path: str | Path) -> Iterator[None]:
-    """Name the file where ``BadInput`` tells of a value that was decoded from it, and believed until it was used."""
+    """Add the file name to a ``BadInput`` about a value that was decoded earlier and proves wrong when used."""
     try:
         yield
     except BadInput as error:
@@ -118,7 +119,7 @@ def of_file(path: str | Path) -> Iterator[None]:
 
 
 def decode_object(raw: bytes, *, where: str) -> dict[str, Any]:
-    """Return any JSON object as a dictionary (for formats that are not ours).
+    """Return any JSON object as a dictionary (for file formats of other projects).
 
     Raises:
         BadInput: when ``raw`` is not a JSON object.
@@ -141,10 +142,10 @@ def read(path: str | Path, kind: type[T]) -> T:
 
 
 def read_raw(path: str | Path) -> bytes:
-    """Return the JSON text in a file; a ``.toml`` file's is the JSON that it stands for.
+    """Return the JSON text of a file; a ``.toml`` file is converted to JSON.
 
     Raises:
-        BadInput: when there is no such file, it cannot be read, or it is not TOML though it is called so.
+            BadInput: when the file does not exist or cannot be read, or when a ``.toml`` file is not valid TOML.
     """
     try:
         raw = Path(path).read_bytes().removeprefix(codecs.BOM_UTF8)
@@ -161,11 +162,13 @@ def read_raw(path: str | Path) -> bytes:
     try:
         return msgspec.json.encode(tomllib.loads(raw.decode(), parse_float=_finite))
     except (ValueError, RecursionError) as error:  # tomllib's and the UTF-8 decoder's errors are ValueErrors
-        raise BadInput("not a TOML document", where=str(path), got=str(error), hint="is the file whole?") from None
+        raise BadInput(
+            "not a TOML document", where=str(path), got=str(error), hint="check that the file is complete"
+        ) from None
 
 
 def _finite(text: str) -> float:
-    """Return the number in ``text``; TOML knows nan and inf, the documents do not."""
+    """Return the number in ``text``; TOML allows nan and inf, our documents do not."""
     value = float(text)
     if not math.isfinite(value):
         raise ValueError(f"{text} is not a finite number")
@@ -173,16 +176,16 @@ def _finite(text: str) -> float:
 
 
 def check_writable(path: Path) -> None:
-    """Find out before minutes of work whether a file can be written there: begin one beside it, as ``write`` will.
+    """Check that a file can be written at ``path``, before minutes of work, by creating and removing a file beside it.
 
     Raises:
-        UsageError: when it is a folder, lies in none, or may not be written.
+            UsageError: when the path is a folder, its folder does not exist, or it is not writable.
     """
     try:
         if path.is_dir():
             raise UsageError("a folder cannot be written as a file", where=str(path))
         if not (target := path.resolve()).parent.is_dir():
-            raise UsageError("no such folder", where=str(path), hint="make it first")
+            raise UsageError("no such folder", where=str(path), hint="create it first")
         if path.exists() and not os.access(path, os.W_OK):
             raise UsageError("this file cannot be written", where=str(path))
         if not path.exists() or path.is_file():
@@ -194,43 +197,45 @@ def check_writable(path: Path) -> None:
 
 
 def check_distinct(written: Sequence[Path]) -> None:
-    """Refuse two outputs in one file.
+    """Refuse two outputs that go to the same file.
 
     Raises:
-        UsageError: naming the second of them.
+        UsageError: naming the second output.
     """
     for number, path in enumerate(written):
         if any(other.resolve() == path.resolve() for other in written[:number]):
-            raise UsageError("two outputs would be one file", where=str(path), hint="name them apart")
+            raise UsageError("two outputs have the same path", where=str(path), hint="give each output its own file")
 
 
 def check_not_read(written: Iterable[Path], read: Iterable[Path]) -> None:
     """Refuse to write over a file that the command reads.
 
     Raises:
-        UsageError: when a file that is there is among both.
+            UsageError: when an existing file is both read and written.
     """
     inputs = {path.resolve() for path in read if path.exists()}
     for path in written:
         if path.resolve() in inputs:
-            raise UsageError("this file is read, and would be replaced", where=str(path), hint="write to another file")
+            raise UsageError(
+                "an input of this command would be overwritten", where=str(path), hint="write to another file"
+            )
 
 
 def write(path: str | Path, document: msgspec.Struct) -> None:
-    """Write a document's canonical JSON atomically: a reader sees the old file or the whole new one.
+    """Write a document's canonical JSON atomically: a reader sees either the old file or the whole new one.
 
     Raises:
-        UsageError: when the file cannot be written there; what was there stays.
-        MemoError: as ``encode`` does, before anything is touched.
+            UsageError: when the file cannot be written; the old file stays.
+            MemoError: as ``encode`` raises it, before any file is touched.
     """
     write_bytes(path, encode(document))
 
 
 def write_bytes(path: str | Path, content: bytes) -> None:
-    """Write ``content`` atomically (pictures, traces of other formats); a link's target is replaced, not the link.
+    """Write ``content`` atomically; for a symbolic link, the target is replaced and the link stays.
 
     Raises:
-        UsageError: when the file cannot be written there; what was there stays.
+            UsageError: when the file cannot be written; the old file stays.
     """
     try:
         if Path(path).exists() and not Path(path).is_file():  # a device or a pipe has no old content to keep
@@ -253,7 +258,7 @@ def _begin(target: Path) -> tuple[int, Path]:
 
 
 def _replace(target: Path, content: bytes) -> None:
-    """Put ``content`` in a new file beside ``target``, on the disk, and rename it."""
+    """Write ``content`` to a new file beside ``target``, flush it to disk, and rename it."""
     descriptor, fresh = _begin(target)
     try:
         with os.fdopen(descriptor, "wb") as file:

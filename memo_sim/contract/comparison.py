@@ -1,4 +1,4 @@
-"""Measured beside predicted, for one plan on the machine that ran it (``memo.comparison/1``)."""
+"""Compares the measured step of a plan with the predicted one, on the machine that ran it (``memo.comparison/1``)."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from memo_sim.contract.units import Bytes, Seconds
 
 
 class StepFigures(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One step's figures, predicted or measured; ``lanes`` is busy time."""
+    """Figures of one step, predicted or measured; ``lanes`` is the busy time of each lane."""
 
     step_s: Seconds
     peak_device_bytes: Bytes
     moved_bytes: MovedBytes | None
-    """None where only a trace is known, which does not say how much was copied."""
+    """None when only a trace is known, because a trace does not record how many bytes were copied."""
     lanes: dict[str, Seconds]
     ops: dict[str, Seconds] = {}
     """Busy time by instruction kind."""
 
 
 class Ratio(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """predicted / measured; entries whose measured side is zero are left out."""
+    """predicted / measured; an entry whose measured value is zero is left out."""
 
     step_s: float
     peak_device_bytes: float
@@ -33,7 +33,7 @@ class Ratio(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 class Comparison(
     msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="schema", tag="memo.comparison/1"
 ):
-    """What ``memo-exec run`` and ``compare`` report; ``measured`` is the median step after warm-up."""
+    """The report of ``memo-exec run`` and ``compare``; ``measured`` is the median step after warm-up."""
 
     program_sha256: str
     machine: str
@@ -44,7 +44,7 @@ class Comparison(
     grad_norms: list[float] = []
     steps_measured: int = 1
     step_s_by_rank: list[Seconds] = []
-    """Of the measured step; ``measured`` is the slowest rank's. Empty for one process."""
+    """Seconds of the measured step on each rank; ``measured`` is the slowest rank's. Empty for one process."""
     peak_device_bytes_by_rank: list[Bytes] = []
     allocator: dict[str, int] = {}
-    """How many requests the allocator below torch served, and how, with ``run --replay-allocator``; else empty."""
+    """Requests that the allocator below torch served, by how; filled only with ``run --replay-allocator``."""

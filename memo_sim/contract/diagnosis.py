@@ -1,7 +1,8 @@
-"""Turns what the JSON decoder complains of into a ``BadInput`` that a person can act on.
+"""Turns an error of the JSON decoder into a ``BadInput`` message that a user can act on.
 
-The decoder names a broken rule and a path: ``Expected `int` >= 1 - at `$.reserve[...].value` ``. The text and the
-wanted type say the rest: the value that was got, the names allowed, the key behind ``[...]``, the nearest known name.
+The decoder names a broken rule and a path: ``Expected `int` >= 1 - at `$.reserve[...].value` ``. This module looks into
+the text and the wanted type for the rest: the value found, the allowed names, the key that ``[...]`` stands for, and
+the nearest known name.
 """
 
 from __future__ import annotations
@@ -30,15 +31,15 @@ USES = {
     "memo.cluster": "this is a cluster: memo-sim what-if MODEL --cluster FILE --seq-len 64k -o plan.json plans for it",
     "memo.model": "this is a model: memo-sim what-if FILE --cluster a800-1x8 --seq-len 64k -o plan.json plans for it",
     "memo.plan": "this is a plan: memo-exec run FILE plays it, memo-sim what-if --plan FILE --cluster ... prices it",
-    "memo.placement": "this is a placement: give the plan that it lies beside",
-    "memo.trace": "this is a timeline: memo-exec compare PLAN FILE sets it beside a plan",
+    "memo.placement": "this is a placement: give the plan beside it instead",
+    "memo.trace": "this is a timeline: memo-exec compare PLAN FILE compares it with a plan",
     "memo.requests": "these are memory requests: memo-sim plan-memory FILE places them",
 }
-"""What to do with a document that was given in another one's place."""
+"""What a user can do with a document of another kind than the one expected."""
 
 
 class _Place(NamedTuple):
-    """Where a path leads: the path with its keys filled in, the type wanted there, the value found there if known."""
+    """The place that a path leads to: the path with its keys filled in, the wanted type, and the value if known."""
 
     path: str
     wanted: Any
@@ -46,9 +47,9 @@ class _Place(NamedTuple):
 
 
 def explain_schema(schema: object, kinds: Sequence[type[msgspec.Struct]], where: str, path: str = "$") -> BadInput:
-    """Return the error for the document at ``path`` whose ``schema`` (None: it has none) is none of the kinds'."""
+    """Return the error for a document at ``path`` with the wrong ``schema``; None means that it has no schema."""
     tags = [str(kind.__struct_config__.tag) for kind in kinds]
-    what = "the document does not say what it is" if schema is None else "another kind of document was expected"
+    what = "the document has no schema" if schema is None else "the document is of another kind"
     got = "no schema" if schema is None else _shown(schema)
     hint: str | None = f'give it "schema": "{tags[0]}"'
     if isinstance(schema, str):
@@ -57,7 +58,7 @@ def explain_schema(schema: object, kinds: Sequence[type[msgspec.Struct]], where:
 
 
 def _use_of(schema: str, tags: Sequence[str]) -> str | None:
-    """Return which command takes a document of another kind; None for what is none of ours, or of another version."""
+    """Return the command that takes a document of this schema; None for unknown schemas and for other versions."""
     name, separator, _ = schema.partition("/")
     if not separator or name in {tag.partition("/")[0] for tag in tags}:
         return None
@@ -65,7 +66,7 @@ def _use_of(schema: str, tags: Sequence[str]) -> str | None:
 
 
 def explain_malformed(error: Exception, raw: bytes, where: str) -> BadInput:
-    """Return the error for text that is not JSON at all: empty, cut off, not UTF-8, nested beyond reason."""
+    """Return the error for text that is not JSON: empty, cut off, not UTF-8, or nested too deep."""
     if not raw.strip():
         return BadInput("the file is empty", where=where, wanted="a JSON document")
     got = str(error)
@@ -81,11 +82,11 @@ def explain_malformed(error: Exception, raw: bytes, where: str) -> BadInput:
         where = f"{where}: line {line}, column {column}"
         word = _WORD.match(raw, at)
         got = match["what"] + (f" at {_shown(word[0].decode())}" if word else "")
-    return BadInput("not a JSON document", where=where, got=got, hint="is the file whole?")
+    return BadInput("not a JSON document", where=where, got=got, hint="check that the file is complete")
 
 
 def explain_invalid(complaint: str, raw: bytes, kind: type, where: str) -> BadInput:
-    """Return the error for the JSON in ``raw`` that breaks the rule of type ``kind`` which ``complaint`` names."""
+    """Return the error for JSON that breaks a rule of ``kind``; ``complaint`` is the decoder's message."""
     parts = _COMPLAINT.fullmatch(complaint)
     assert parts is not None
     place = _find(parts["path"] or "$", kind, raw)
@@ -100,7 +101,7 @@ def explain_invalid(complaint: str, raw: bytes, kind: type, where: str) -> BadIn
         return BadInput("a field is missing", where=f"{here}.{missing[1]}", wanted="a value")
     if parts["what"].startswith("Invalid enum value"):
         return _not_allowed(place, here, is_key=parts["key"] is not None)
-    if parts["what"].startswith("Invalid value"):  # the tag of a document inside this one
+    if parts["what"].startswith("Invalid value"):  # the schema of a document inside this one is wrong
         path = place.path.removesuffix(".schema")
         return explain_schema(place.value, [_bare(_find(path, kind, raw).wanted)], where, path)
     if expected := _EXPECTED.fullmatch(parts["what"]):
@@ -110,7 +111,7 @@ def explain_invalid(complaint: str, raw: bytes, kind: type, where: str) -> BadIn
 
 
 def _not_allowed(place: _Place, here: str, *, is_key: bool) -> BadInput:
-    """Return the error for a value, or a key of the object there, outside the few that are allowed."""
+    """Return the error for a value, or an object's key, that is not one of the allowed names."""
     wanted = _bare(place.wanted)
     allowed = [str(choice) for choice in get_args(_bare(get_args(wanted)[0]) if is_key else wanted)]
     got = place.value
@@ -129,7 +130,7 @@ def _find(path: str, kind: type, raw: bytes) -> _Place:
     """Return the place that ``path`` leads to in a document of type ``kind``."""
     try:
         value = msgspec.json.decode(raw)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):  # broken elsewhere, too
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):  # the text has a second error elsewhere
         value = msgspec.UNSET
     place = _Place("$", kind, value)
     for step in _STEP.finditer(path):
@@ -158,7 +159,7 @@ def _item(place: _Place, wanted: Any, index: int) -> _Place:
 
 
 def _bad_entry(place: _Place, wanted: Any) -> _Place:
-    """Return the place of the first entry of an object that is not what its entries have to be."""
+    """Return the place of the first entry of an object that does not have the type of its entries."""
     hint = get_args(wanted)[1] if len(get_args(wanted)) == 2 else Any
     for key, value in place.value.items() if isinstance(place.value, dict) else ():
         try:
@@ -178,12 +179,12 @@ def _bare(hint: Any) -> Any:
 
 
 def _key(name: str) -> str:
-    """Return an object's key as a path shows it."""
+    """Return an object's key in the form that a path shows."""
     return _shown(name).strip('"')
 
 
 def _shown(value: Any) -> str:
-    """Return a value as the file has it, shortened."""
+    """Return a value in JSON form, shortened to ``_LONGEST_SHOWN`` characters."""
     if isinstance(value, dict):
         return "an object"
     if isinstance(value, list):

@@ -1,13 +1,13 @@
-"""Every failure a user can cause, with the exit code a script can rely on.
+"""The error hierarchy: every failure that a user can cause, with an exit code that scripts can rely on.
 
     1  MemoError        a bug (anything unexpected)
     2  UsageError       a wrong option or argument
     3  BadInput         a wrong file
-    4  Infeasible       no plan fits, or the given one does not
-    5  OutOfTolerance   measured and predicted differ by more than was allowed
+        4  Infeasible       no plan fits, or the given plan does not fit
+        5  OutOfTolerance   measured and predicted values differ by more than the tolerance
     6  CannotRun        this machine cannot run the plan
 
-A message says what is wrong, where, what was got, what was wanted, and what to do next.
+A message says what is wrong, where, what was given, what is allowed, and what to do next.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Iterable
 
 
 class MemoError(Exception):
-    """Base of all errors; ``str()`` is the message to show, ``exit_code`` the process's status."""
+    """Base of all errors; ``str()`` is the message for the user, ``exit_code`` is the process's exit status."""
 
     exit_code = 1
 
@@ -37,7 +37,7 @@ class MemoError(Exception):
         super().__init__(self.message())
 
     def message(self) -> str:
-        """Return the whole message: what, then one indented line each for where, got, wanted and next."""
+        """Return the whole message: what is wrong, then one indented line each for where, got, wanted and next."""
         lines = [self.what]
         for label, value in (("where", self.where), ("got", self.got), ("wanted", self.wanted), ("next", self.hint)):
             if value is not None:
@@ -52,19 +52,19 @@ class UsageError(MemoError):
 
 
 class BadInput(MemoError):
-    """A file that cannot be read, decoded or believed."""
+    """A file that cannot be read, cannot be decoded, or holds wrong values."""
 
     exit_code = 3
 
 
 class Infeasible(MemoError):
-    """A question whose answer is that nothing fits."""
+    """Nothing fits: no plan is feasible, or the given plan is not."""
 
     exit_code = 4
 
 
 class OutOfTolerance(MemoError):
-    """Measured and predicted values that differ by more than the tolerance that was asked for."""
+    """Measured and predicted values differ by more than the requested tolerance."""
 
     exit_code = 5
 
@@ -76,11 +76,11 @@ class CannotRun(MemoError):
 
 
 class RankLost(CannotRun):
-    """What a rank fails with whose partner has failed before it."""
+    """The error of a rank whose communication partner failed first."""
 
 
 def did_you_mean(got: str, known: Iterable[str]) -> str | None:
-    """Return ``did you mean 'alpha'?`` for the known name nearest to ``got``, None when none is near."""
+    """Return ``did you mean 'alpha'?`` with the known name nearest to ``got``, or None when no name is near."""
     from difflib import get_close_matches
 
     near = get_close_matches(got, list(known), n=1)
@@ -95,11 +95,11 @@ EXTRAS = {
     "torch": "exec",
     "safetensors": "exec",
 }
-"""The extra that brings each package which not every installation needs."""
+"""Optional packages, and the extra of ``memo`` that installs each."""
 
 
 def missing_package(error: Exception) -> CannotRun | None:
-    """Return what to say when ``error`` is the absence of an optional package, or None when it is something else."""
+    """Return the error to show when ``error`` is a missing optional package, else None."""
     name = error.name if isinstance(error, ModuleNotFoundError) else None
     if name not in EXTRAS:
         return None

@@ -1,4 +1,4 @@
-"""A figure of a paper, computed again (``memo.figure/1``): its curves as numbers, before anything is drawn."""
+"""A figure of a paper, computed again (``memo.figure/1``): its curves as numbers, without a drawing."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from memo_sim.contract.units import Tokens
 
 XKind = Literal["tokens", "number"]
 YKind = Literal["tokens", "fraction", "number"]
-"""What an axis counts."""
+"""The kind of quantity on an axis."""
 
 
 class Point(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One value; ``y`` is null where there is none (a plan that does not fit), and ``note`` says why or how."""
+    """One value. ``y`` is null when there is no value (a plan does not fit); ``note`` says why or how."""
 
     x: float
     y: float | None
@@ -22,7 +22,7 @@ class Point(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class Line(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What one label stands for; in a figure of several panels (a model each), in that panel."""
+    """The points of one label; in a figure with several panels (one per model), the points within that panel."""
 
     label: str
     points: list[Point]
@@ -30,14 +30,14 @@ class Line(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     @property
     def name(self) -> str:
-        """The label, behind its panel's."""
+        """The label, with its panel's name in front."""
         return f"{self.panel} {self.label}".lstrip()
 
 
 class Figure(
     msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="schema", tag="memo.figure/1"
 ):
-    """Lines over one axis. Units stand in the axes' labels; ``tokens`` and ``fraction`` are shown as 64k and 53.1 %."""
+    """Lines over one axis. The axis labels name the units; ``tokens`` and ``fraction`` are shown as 64k and 53.1 %."""
 
     name: str
     title: str
@@ -47,13 +47,13 @@ class Figure(
     y_kind: YKind
     lines: list[Line]
     findings: list[str] = []
-    """What the paper reads off the figure, read off this one; one sentence each."""
+    """The paper's conclusions from the figure, checked on this figure; one sentence each."""
     step_tokens: Tokens = 0
-    """How finely lengths were searched; 0 where none were."""
+    """Granularity of the searched lengths; 0 when no lengths were searched."""
 
     @property
     def panels(self) -> dict[str, list[Line]]:
-        """The lines of each panel, in their order."""
+        """The lines of each panel, in order."""
         found: dict[str, list[Line]] = {}
         for line in self.lines:
             found.setdefault(line.panel, []).append(line)

@@ -1,7 +1,7 @@
-"""A calibrated GPU (or CPU): rates by size, each with where it came from (``memo.hardware/1``).
+"""A calibrated GPU or CPU: rates by size, each with its source (``memo.hardware/1``).
 
-Rates are FLOP/s, bytes/s; sizes bytes, tokens. A number without a source cannot be written down here: every
-``Quantity``, ``Curve`` and table names an entry of ``sources``.
+Rates are in FLOP/s or bytes/s; sizes are in bytes or tokens. A number without a source is refused: every ``Quantity``,
+``Curve`` and table names an entry of ``sources``.
 """
 
 from __future__ import annotations
@@ -18,29 +18,31 @@ AttentionPass = Literal["forward", "backward"]
 CollectiveKind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send_recv", "broadcast", "reduce"]
 DtypeName = Literal["fp32", "bf16", "fp16"]
 Libraries = Literal["2024", "2025"]
-"""A generation of PyTorch and Transformer Engine: 2025 is PyTorch 2.8 and Transformer Engine 2.8, or later."""
+"""A generation of PyTorch and Transformer Engine. "2025" means version 2.8 or later of both."""
 FusedKernel = Literal["triton"]
-"""What can play row-wise operators instead of torch's own, fused."""
+"""Fused implementations of row-wise operators that can replace torch's own."""
 
 DISTURBED = "disturbed"
-"""Of a profile's provenance."""
+"""Key in a profile's ``provenance``: what else the machine did during the measurement."""
 
 
 class _Part(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Base of the profile's parts: keyword-only, immutable, unknown keys refused."""
+    """Base of the profile's parts: keyword-only and immutable; unknown keys are refused."""
 
 
 class Source(_Part, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Who says so: measured (by whom, how), datasheet, derived (its formula), fitted (which command), assumed."""
+    """The source of a number: measured (by whom, how), datasheet, derived (formula), fitted (command) or assumed."""
 
     kind: SourceKind
     text: str
     cases: list[str] = []
-    """Published cases that a number, or what it derives from, was fitted on; predictions of them are no evidence."""
+    """Published cases that the number, or one it is derived from, was fitted on.
+
+    Predictions of these cases are no evidence for the number."""
 
 
 class Quantity(_Part, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One number and its source; ``spread`` is the relative half range of repeated measurements."""
+    """One number with its source; ``spread`` is half the relative range of repeated measurements."""
 
     value: NonNegative
     source: str
@@ -48,7 +50,10 @@ class Quantity(_Part, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class Curve(_Part, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """``y`` against ``x`` (both increasing in x), interpolated in log x; constant beyond its ends, and marked there."""
+    """``y`` against increasing ``x``, interpolated in log x.
+
+    Beyond its ends the curve is constant, and the prediction lists the curve under ``outside_calibration``.
+    """
 
     x: list[Rate]
     y: list[Rate]
@@ -56,7 +61,7 @@ class Curve(_Part, frozen=True, kw_only=True, forbid_unknown_fields=True):
     spread: NonNegative = 0.0
 
     def __post_init__(self) -> None:
-        """Refuse curves that cannot be interpolated."""
+        """Refuse a curve that cannot be interpolated."""
         if not self.x or len(self.x) != len(self.y):
             raise ValueError(f"a curve needs as many x ({len(self.x)}) as y ({len(self.y)}), and at least one")
         if any(b <= a for a, b in zip(self.x, self.x[1:], strict=False)):
@@ -64,9 +69,10 @@ class Curve(_Part, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class GemmTable(_Part, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Measured products ``(m x k) @ (k x n)``: rows of [m, n, k, FLOP/s] for one pass and dtype.
+    """Measured matrix products ``(m x k) @ (k x n)`` of one pass and dtype; each row is [m, n, k, FLOP/s].
 
-    m is the number of tokens for fprop and dgrad; a wgrad's m x n is the weight and k the tokens.
+    For fprop and dgrad, m is the number of tokens. For wgrad, m x n is the weight's shape and k is the number of
+    tokens.
     """
 
     dtype: DtypeName
@@ -77,9 +83,10 @@ class GemmTable(_Part, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class AttentionTable(_Part, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Causal attention rate (FLOPs of the unmasked half counted) by length, one kernel, pass, head size.
+    """Measured rates of causal attention by length, for one kernel, pass and head size.
 
-    ``rows`` are [tokens, heads, FLOP/s]; forward counts 2*s^2*heads*head_dim, backward 2.5 times that.
+    Each row is [tokens, heads, FLOP/s]. FLOPs count the unmasked half: forward has 2*s^2*heads*head_dim, backward has
+    2.5 times as many.
     """
 
     kernel: str
@@ -89,19 +96,19 @@ class AttentionTable(_Part, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     rows: Annotated[list[Annotated[list[Rate], msgspec.Meta(min_length=3, max_length=3)]], msgspec.Meta(min_length=1)]
     source: str
     full_mask_gain: Rate = 1.0
-    """Rate without a mask over the rate with the causal one, same length."""
+    """Rate without a mask divided by the rate with the causal mask, at the same length."""
     full_mask_gains: list[Annotated[list[Rate], msgspec.Meta(min_length=2, max_length=2)]] = []
-    """[tokens, gain], where it was measured at several lengths; in place of the one above."""
+    """[tokens, gain] for a gain that was measured at several lengths; replaces ``full_mask_gain``."""
     spread: NonNegative = 0.0
 
     @property
     def most_gain(self) -> float:
-        """The most that a missing mask gains at any length: a causal call computes no more than the whole square."""
+        """The largest gain without a mask, at most 2, because a causal call computes at most the whole square."""
         return 2.0 if self.full_mask_gains else self.full_mask_gain
 
 
 class CollectiveTable(_Part, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Time of one collective inside a node: ``alpha_s`` + volume factor x bytes / busbw(message bytes)."""
+    """Time of one collective inside a node: ``alpha_s`` + volume factor x bytes / bus bandwidth(message bytes)."""
 
     kind: CollectiveKind
     ranks: Positive
@@ -111,13 +118,13 @@ class CollectiveTable(_Part, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 class CopyRates(_Part, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Pinned copies in one direction: alone, beside the other direction, and with all of the node's devices copying."""
+    """Rates of pinned copies in one direction: alone, beside the other direction, and with every device copying."""
 
     alone: Curve
     duplex: Quantity
-    """Rate of a large copy while the other direction is busy (bytes/s)."""
+    """Rate of a large copy while the other direction is busy, in bytes/s."""
     all_devices: Quantity
-    """Rate a device gets when every device of the node copies this way at once (bytes/s)."""
+    """Rate of one device when every device of the node copies in this direction at once, in bytes/s."""
 
 
 class Hardware(
@@ -128,62 +135,62 @@ class Hardware(
     name: str
     device: Literal["cuda", "cpu"]
     peak_flops: dict[DtypeName, Quantity]
-    """Dense peak by dtype: what MFU is a fraction of."""
+    """Dense peak FLOP/s by dtype; MFU is a fraction of it."""
     device_memory_bytes: Quantity
     reserve_bytes: dict[str, Quantity]
-    """Device bytes outside every plan (context, libraries), itemised; communicators too, where ``communicator_bytes``
-    does not tell what one takes."""
+    """Device bytes outside every plan, itemised (context, libraries).
+
+    They include the communicators when ``communicator_bytes`` is not given."""
     communicator_bytes: Curve | None = None
-    """Device bytes of one communicator by how many ranks it has; which a plan has follows from its layout."""
+    """Device bytes of one communicator by its number of ranks; the layout decides which communicators a plan has."""
     gemm: list[GemmTable]
     attention: list[AttentionTable]
     device_deviation: Quantity | None = None
-    """Standard deviation of the devices' rates of products and attention, over their mean; of one kind, under load."""
+    """Relative standard deviation of the rates of products and attention, between devices of one kind under load."""
     rated_devices: Positive | None = None
-    """Devices whose slowest the rates of products and attention are of; those of the node when not given."""
+    """The rates of products and attention are those of the slowest of this many devices; the default is one node's."""
     system_attention: dict[str, Quantity] = {}
-    """By system: how many times as long as these tables say attention takes under it (a kernel nobody measured)."""
+    """Factor on attention's time by system, for a system whose attention kernel has no measured table."""
     memory_bound_bytes_per_s: Curve
     """Rate of elementwise and norm kernels by bytes moved (reads + writes)."""
     rowwise_bytes_per_s: dict[str, Curve] = {}
-    """Where an operator was measured by itself (cross_entropy, adamw, gelu ...), its own curve by bytes moved."""
+    """Rate by bytes moved for each operator that was measured alone (cross_entropy, adamw, gelu ...)."""
     fused_rowwise_bytes_per_s: dict[FusedKernel, dict[str, Curve]] = {}
-    """The same of operators played by another implementation than torch's, by implementation; none where the profile
-    has not measured one."""
+    """The same rates for fused implementations, by implementation; empty when the profile has not measured any."""
     launch_floor_s: Quantity
-    """Least time of one kernel when the stream runs ahead."""
+    """Shortest time of one kernel when the host launches kernels ahead of the stream."""
     host_launch_s: Quantity | None = None
-    """Seconds an eager framework's host (Python, autograd) takes a kernel; nothing when the profile does not know."""
+    """Host seconds (Python, autograd) per kernel of an eager framework; null: not known, no time is charged."""
     host_pass_s: Quantity | None = None
-    """Seconds it takes besides, before a micro-batch's forward or backward through a stage."""
+    """Additional host seconds before each forward or backward of a micro-batch through a pipeline stage."""
     d2h: CopyRates
     h2d: CopyRates
     devices_per_uplink: Quantity
     collectives: list[CollectiveTable]
     eager_libraries: Libraries = "2024"
-    """What eager frameworks on this device run with; it decides what they hold (``memory/eager.py``)."""
+    """Library versions of eager frameworks on this device; they decide how much memory these hold."""
     compute_slowdown: dict[Literal["copy", "collective", "p2p"], Quantity]
-    """Factor (>= 1) on the time of compute while a copy / collective / exchange runs beside it."""
+    """Factor (>= 1) on compute's time while a copy, a collective or a p2p exchange runs beside it."""
     device_malloc_s: Quantity
-    """Seconds that one cudaMalloc holds the device, whatever its size."""
+    """Seconds that one cudaMalloc blocks the device, independent of size."""
     device_free_s: Quantity
     device_malloc_s_per_gib: Quantity | None = None
-    """Seconds more for every GiB; nothing when the profile does not know."""
+    """Additional seconds per GiB; null means not known, and no time is charged."""
     device_free_s_per_gib: Quantity | None = None
     host_register_bytes_per_s: Quantity
     host_alloc_bytes_per_s: Quantity | None = None
-    """Rate at which torch's pinned allocator gets new blocks; nothing when the profile does not know."""
+    """Rate at which torch's pinned allocator gets new blocks; null means not known, and no time is charged."""
     host_memory_bytes: Quantity
     host_copy_bytes_per_s: Quantity
-    """What all local devices' copies together can draw from host memory."""
+    """Rate that the copies of all local devices together can draw from host memory."""
     devices: Positive
-    """Devices of the node this profile was measured on (or is sold in)."""
+    """Devices of the node that this profile was measured on or is sold in."""
     sources: dict[str, Source]
     provenance: dict[str, str] = {}
-    """How it came about; under ``DISTURBED`` what else the machine did while it was measured, where it did."""
+    """How the profile was made. The key ``DISTURBED`` says what else the machine did during the measurement."""
 
     def __post_init__(self) -> None:
-        """Refuse a profile in which a number names no source, or that nothing can be divided by."""
+        """Refuse a number without a source, and zero for a number that the pricing divides by."""
         require_sources(self, self.sources)
         if "bf16" not in self.peak_flops and "fp32" not in self.peak_flops:
             raise ValueError("peak_flops needs bf16 or fp32")
@@ -209,10 +216,10 @@ class Hardware(
 
 
 def require_sources(document: msgspec.Struct, sources: dict[str, Source]) -> None:
-    """Check that every ``source`` named inside ``document`` is one of ``sources``.
+    """Check that every ``source`` named inside ``document`` is a key of ``sources``.
 
     Raises:
-        ValueError: with the names that are missing.
+            ValueError: listing the missing names.
     """
     missing = sorted(set(_source_names(document)) - set(sources))
     if missing:
@@ -220,7 +227,7 @@ def require_sources(document: msgspec.Struct, sources: dict[str, Source]) -> Non
 
 
 def _source_names(part: object) -> list[str]:
-    """Return every source named anywhere inside ``part``."""
+    """Return the name of every source used inside ``part``."""
     if isinstance(part, msgspec.Struct):
         names = [part.source] if hasattr(part, "source") else []
         return names + [n for f in part.__struct_fields__ if f != "sources" for n in _source_names(getattr(part, f))]

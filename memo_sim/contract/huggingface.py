@@ -1,8 +1,9 @@
-"""A Hugging Face ``config.json`` as a ``Model``: Llama, Qwen2, Qwen3 and GPT-2.
+"""Reads a Hugging Face ``config.json`` as a ``Model``: Llama, Qwen2, Qwen3 and GPT-2.
 
-Keys that do not concern the shape are ignored, but those that do must be there: the class defaults of transformers are
-no real model's (Qwen3's ``intermediate_size`` is 22016, the real 8B's 12288). What would change the arithmetic and is
-not modelled (sliding windows in use, experts, other rotary scalings, biases on some products) is refused, not dropped.
+Keys that do not concern the shape are ignored. Keys that do must be present, because the class defaults of transformers
+belong to no real model: Qwen3's default ``intermediate_size`` is 22016, the real 8B has 12288. Features that change the
+arithmetic and are not modelled are refused: sliding windows in use, experts, other rotary scalings, and biases on some
+of the products.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ _DROPOUT_KEYS = ("attention_dropout", "attn_pdrop", "embd_pdrop", "resid_pdrop")
 
 
 def model_from_config(fields: dict[str, Any], *, where: str, name: str) -> Model:
-    """Return the model that a ``config.json`` describes; ``name`` is used when the file has none.
+    """Return the model that a ``config.json`` describes; ``name`` is used when the file has no name.
 
     Raises:
-        BadInput: for a ``model_type`` not supported, a shape key missing or not a positive whole number, or a feature
-            that is not modelled; with ``where`` (the file) and the key.
+            BadInput: for an unsupported ``model_type``, a shape key that is missing or not a positive whole number, or
+            a feature that is not modelled; ``where`` names the file and the key.
     """
     config = _Config(fields, where)
     model_type = config.text("model_type", "")
@@ -53,7 +54,7 @@ def model_from_config(fields: dict[str, Any], *, where: str, name: str) -> Model
 
 
 class _Config:
-    """The keys of one object of the file, each checked when it is asked for."""
+    """The keys of one JSON object of the file; each key is checked when it is read."""
 
     def __init__(self, fields: dict[str, Any], where: str, path: str = "$") -> None:
         self.fields = fields
@@ -66,32 +67,32 @@ class _Config:
         return BadInput(what, where=f"{self.where}: {self.path}.{key}", got=got[:80], wanted=wanted, hint=hint)
 
     def whole(self, key: str, default: int | None = None) -> int:
-        """Return a positive whole number; null and absent are ``default``, or an error when there is none."""
+        """Return a positive whole number; a null or missing key gives ``default``, or an error without a default."""
         value = self._get(key, default)
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise self.refusal(key, "a wrong value", wanted="a positive whole number")
         return value
 
     def number(self, key: str, default: float | None = None, *, least: float | None = None) -> float:
-        """Return a number above zero, or from ``least`` on."""
+        """Return a number above zero, or a number of at least ``least``."""
         value = self._get(key, default)
         if isinstance(value, int | float) and not isinstance(value, bool):
             enough = value > 0 if least is None else value >= least
             if enough and value < _BEYOND_FLOATS:
                 return float(value)
-        wanted = "a positive number" if least is None else f"a number from {least:g} on"
+        wanted = "a positive number" if least is None else f"a number of at least {least:g}"
         raise self.refusal(key, "a wrong value", wanted=wanted)
 
     def flag(self, key: str, default: bool) -> bool:
-        """Return a truth value."""
+        """Return true or false."""
         return self._typed(key, default, bool, "true or false")
 
     def text(self, key: str, default: str) -> str:
-        """Return a text."""
-        return self._typed(key, default, str, "a text")
+        """Return a string."""
+        return self._typed(key, default, str, "a string")
 
     def part(self, key: str) -> _Config:
-        """Return the object under ``key``; absent and null are an empty one."""
+        """Return the object under ``key``; a null or missing key gives an empty object."""
         return _Config(self._typed(key, {}, dict, "an object"), self.where, f"{self.path}.{key}")
 
     def _typed(self, key: str, default: T, kind: type[T], wanted: str) -> T:
@@ -108,7 +109,7 @@ class _Config:
 
 
 def _gpt2(config: _Config) -> dict[str, Any]:
-    """Return GPT-2's shape: learned positions, biases everywhere, ``n_inner`` null = four times the width."""
+    """Return GPT-2's shape: learned positions and biases everywhere; a null ``n_inner`` means four times the width."""
     if not config.flag("scale_attn_weights", True):
         raise config.refusal("scale_attn_weights", "attention without its scale is not modelled", wanted="true")
     for key in ("scale_attn_by_inverse_layer_idx", "add_cross_attention"):
@@ -116,7 +117,9 @@ def _gpt2(config: _Config) -> dict[str, Any]:
             raise config.refusal(key, "this attention is not modelled", wanted="false")
     activation = config.text("activation_function", "gelu_new")
     if activation not in _GELU:
-        raise config.refusal("activation_function", "not modelled", wanted="one of " + ", ".join(_GELU))
+        raise config.refusal(
+            "activation_function", "this activation is not modelled", wanted="one of " + ", ".join(_GELU)
+        )
     hidden, heads = config.whole("n_embd"), config.whole("n_head")
     return {
         "family": "gpt",
@@ -142,7 +145,7 @@ def _rotary(config: _Config, model_type: str) -> dict[str, Any]:
     layers = config.whole("num_hidden_layers")
     _refuse_windows(config, layers)
     hidden, heads = config.whole("hidden_size"), config.whole("num_attention_heads")
-    if model_type != "llama" and "num_key_value_heads" not in config.fields:  # Llama's first configs have no such key
+    if model_type != "llama" and "num_key_value_heads" not in config.fields:  # the first Llama configs lack this key
         raise config.refusal("num_key_value_heads", "a field that the model's shape needs is missing")
     if model_type == "qwen3" or config.fields.get("head_dim") is not None:
         head_dim = config.whole("head_dim")
@@ -170,29 +173,31 @@ def _rotary(config: _Config, model_type: str) -> dict[str, Any]:
 
 
 def _even_split(config: _Config, key: str, hidden: int, heads: int) -> int:
-    """Return the head size that the width and the number of heads imply."""
+    """Return the head size: the width divided by the number of heads."""
     if hidden % heads:
         raise config.refusal(key, "the width does not divide into heads", wanted=f"a multiple of {heads} heads")
     return hidden // heads
 
 
 def _all_biased(config: _Config, model_type: str) -> bool:
-    """Return whether every product has a bias; a model has them all, none, or (Qwen2) those of Q, K and V."""
+    """Return whether every product has a bias. Allowed: all biases, none, or (Qwen2) those of Q, K and V."""
     if model_type == "qwen2":
         return False
     attention, ffn = config.flag("attention_bias", False), model_type == "llama" and config.flag("mlp_bias", False)
     if attention != ffn:
         key = "attention_bias" if attention else "mlp_bias"
-        raise config.refusal(key, "biases on a part of the products are not modelled", wanted="false")
+        raise config.refusal(key, "biases on only some of the products are not modelled", wanted="false")
     return attention
 
 
 def _rope(config: _Config) -> tuple[float, RopeScaling | None]:
-    """Return base and scaling of the rotary tables, from the keys of transformers 4 (which win, as there) or 5."""
+    """Return base and scaling of the rotary tables; keys of transformers 4 take precedence over those of version 5."""
     table = config.part("rope_scaling" if config.fields.get("rope_scaling") else "rope_parameters")
     for part in (config, table):
         if part.number("partial_rotary_factor", 1.0) != 1.0:
-            raise part.refusal("partial_rotary_factor", "rotating a part of a head is not modelled", wanted="1")
+            raise part.refusal(
+                "partial_rotary_factor", "rotary positions on a part of a head are not modelled", wanted="1"
+            )
     for key, value in table.fields.items():
         if isinstance(value, dict):
             raise table.refusal(key, "rotary tables that differ by layer are not modelled")
@@ -216,9 +221,9 @@ def _rope(config: _Config) -> tuple[float, RopeScaling | None]:
 
 
 def _refuse_unmodelled(config: _Config) -> None:
-    """Refuse nested models, encoders and experts."""
+    """Refuse nested models, encoder-decoders and experts."""
     if config.fields.get("text_config") is not None:
-        hint = "save the object under text_config as a config.json of its own"
+        hint = "save the object under text_config as its own config.json"
         raise config.refusal("text_config", "a model inside a model is not supported", hint=hint)
     if config.flag("is_encoder_decoder", False):
         raise config.refusal("is_encoder_decoder", "only decoders are modelled", wanted="false")
@@ -228,7 +233,7 @@ def _refuse_unmodelled(config: _Config) -> None:
 
 
 def _refuse_windows(config: _Config, layers: int) -> None:
-    """Refuse attention that sees a window in any layer; a window that is configured but unused is none."""
+    """Refuse sliding-window attention in any layer; a window that is configured but not used is allowed."""
     kinds = config.fields.get("layer_types")
     if kinds is not None:
         if not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds):

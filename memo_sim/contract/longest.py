@@ -1,4 +1,4 @@
-"""The longest sequence that fits (``memo.longest/2``)."""
+"""The answer to ``memo-sim longest``: the longest sequence that fits (``memo.longest/2``)."""
 
 from __future__ import annotations
 
@@ -16,35 +16,35 @@ Bound = Literal[
 
 
 class Tried(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One length that was asked: the first plan that was found to fit, or the one nearest to fitting."""
+    """One length that the search evaluated: the first plan found to fit, or the plan nearest to fitting."""
 
     seq_tokens: Positive
     fits: bool
     step_s: Seconds | None = None
     bound: Bound | None = None
-    """What keeps it from fitting."""
+    """The limit that this length exceeds."""
     reason: str = ""
 
 
 class Longest(
     msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="schema", tag="memo.longest/2"
 ):
-    """``seq_tokens`` is the longest multiple of ``step_tokens`` that fits, 0 when none does."""
+    """``seq_tokens`` is the longest multiple of ``step_tokens`` that fits, or 0 when none fits."""
 
     model: str
     cluster: str
     system: str
     step_tokens: Positive
     most_step_s: Seconds | None = None
-    """Longest step that was allowed."""
+    """Longest step that was allowed; null for no limit."""
     seq_tokens: Tokens
     best: PlanRow | None
     """The fastest plan at ``seq_tokens``."""
     bound: Bound
-    """What keeps the next multiple from fitting."""
+    """The limit that the next multiple of ``step_tokens`` exceeds."""
     tried: list[Tried]
-    """Every length that was asked, by length."""
+    """Every length that was evaluated, in increasing order."""
     why: list[str] = []
-    """What bounds the length, what the search assumed and how far that was checked, and why the plan is best."""
+    """What limits the length, which assumptions the search made and how they were checked, and why the plan is best."""
     more_memory: list[MoreMemory] = []
-    """The longest sequence with one more GiB, where that was asked."""
+    """The longest sequence with one more GiB of memory; empty unless it was asked for."""

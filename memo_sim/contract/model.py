@@ -1,4 +1,4 @@
-"""A decoder-only transformer, by its shape alone (``memo.model/1``)."""
+"""The shape of a decoder-only transformer (``memo.model/1``)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Family = Literal["gpt", "llama"]
 
 
 class RopeScaling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Llama 3's frequency scaling of the rotary tables (``rope_type`` llama3), or linear scaling."""
+    """Scaling of the rotary tables: Llama 3's frequency bands (``rope_type`` llama3), or linear."""
 
     kind: Literal["llama3", "linear"]
     factor: Annotated[float, msgspec.Meta(ge=1)]
@@ -21,7 +21,7 @@ class RopeScaling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     original_max_positions: Positive = 8192
 
     def __post_init__(self) -> None:
-        """Refuse a band between the two frequencies that is empty."""
+        """Refuse an empty band between the two frequencies."""
         if self.kind == "llama3" and self.high_freq_factor <= self.low_freq_factor:
             raise ValueError("high_freq_factor must be more than low_freq_factor")
 
@@ -31,8 +31,8 @@ class Model(
 ):
     """The shape of a model.
 
-    ``gpt``: LayerNorm, GELU, biases, learned positions (or rotary, see ``max_positions``). ``llama``: RMSNorm, rotary
-    positions, SwiGLU, grouped-query heads.
+    The ``gpt`` family has LayerNorm, GELU, biases and learned positions (or rotary positions, see ``max_positions``).
+    The ``llama`` family has RMSNorm, rotary positions, SwiGLU and grouped-query heads.
     """
 
     name: str
@@ -46,23 +46,24 @@ class Model(
     vocab: Width
     tied_embeddings: bool
     max_positions: Annotated[int, msgspec.Meta(ge=0, le=MOST_TOKENS)] = 0
-    """Rows of a gpt's learned position table; 0 = none, its order is rotary (a table for 1M tokens would outweigh a
-    7B)."""
+    """Rows of the learned position table of a gpt. 0 means no table: the model then uses rotary positions.
+
+    A learned table for 1M tokens would be larger than a 7B model."""
     norm_eps: Rate = 1e-5
     rope_theta: Rate = 10000.0
     rope_scaling: RopeScaling | None = None
     qkv_bias: bool = False
     linear_bias: bool = False
-    """Biases on the attention projection and both FFN products."""
+    """Whether the attention projection and the FFN's products have biases."""
     qk_norm: bool = False
-    """RMSNorm over each head of Q and K before the rotary (Qwen3)."""
+    """Whether RMSNorm is applied to each head of Q and K before the rotary embedding (Qwen3)."""
     bidirectional: bool = False
-    """Whether a token attends to those behind it too (BERT); else the mask is causal."""
+    """Whether a token also attends to later tokens (BERT); otherwise the mask is causal."""
     activation: Literal["gelu", "gelu_tanh", "silu"] = "gelu"
     source: str = ""
 
     def __post_init__(self) -> None:
-        """Refuse shapes no transformer can have."""
+        """Refuse shapes that no transformer can have."""
         if self.heads % self.kv_heads:
             raise ValueError(f"heads ({self.heads}) must be a multiple of kv_heads ({self.kv_heads})")
         if not self.learned_positions and self.head_dim % 2:
@@ -73,7 +74,7 @@ class Model(
 
     @property
     def learned_positions(self) -> bool:
-        """Whether there is a trained position table; every other model is rotary."""
+        """Whether the model has a trained position table; otherwise its positions are rotary."""
         return self.family == "gpt" and self.max_positions > 0
 
     @property
@@ -83,17 +84,17 @@ class Model(
 
     @property
     def q_width(self) -> int:
-        """Features of Q: heads x head_dim."""
+        """Features of Q: ``heads * head_dim``."""
         return self.heads * self.head_dim
 
     @property
     def kv_width(self) -> int:
-        """Features of K (and of V): kv_heads x head_dim."""
+        """Features of K, and of V: ``kv_heads * head_dim``."""
         return self.kv_heads * self.head_dim
 
     @property
     def layer_matrix_params(self) -> int:
-        """Weights of one layer's matrices (no biases, no norms)."""
+        """Weights of one layer's matrices, without biases and norms."""
         attention = self.hidden * (2 * self.q_width + 2 * self.kv_width)
         return attention + (3 if self.gated else 2) * self.hidden * self.ffn_hidden
 
@@ -107,7 +108,7 @@ class Model(
 
     @property
     def total_params(self) -> int:
-        """Every trained weight."""
+        """All trained weights of the model."""
         layers = self.layers * (self.layer_matrix_params + self.layer_vector_params)
         embeddings = (1 if self.tied_embeddings else 2) * self.vocab * self.hidden
         positions = self.max_positions * self.hidden if self.learned_positions else 0
@@ -115,18 +116,18 @@ class Model(
 
     @property
     def _norm_vectors(self) -> int:
-        """Vectors of one norm: LayerNorm has a weight and a bias, RMSNorm a weight."""
+        """Vectors per norm: LayerNorm has a weight and a bias, RMSNorm has only a weight."""
         return 2 if self.family == "gpt" else 1
 
     @property
     def mfu_params(self) -> int:
-        """P of MEMO 5.1: the matrix weights and the classifier, one embedding; 12*n*h^2 + V*h for the GPT presets."""
+        """P of MEMO 5.1: all matrix weights and the classifier, one embedding. GPT presets: 12*n*h^2 + V*h."""
         return self.layers * self.layer_matrix_params + self.vocab * self.hidden
 
     def step_flops(self, seq_tokens: int, sequences: int = 1) -> float:
-        """Model FLOPs of one step by MEMO 5.1: 6*s*P + 6*n*(heads*head_dim)*s^2 a sequence (causal mask counted).
+        """Model FLOPs of one step by MEMO 5.1: 6*s*P + 6*n*(heads*head_dim)*s^2 per sequence, with a causal mask.
 
-        Without the mask attention has twice as many.
+        Without a mask, attention has twice as many FLOPs.
         """
         pairs = float(seq_tokens) ** 2 * (2.0 if self.bidirectional else 1.0)
         attention = 6.0 * self.layers * self.q_width * pairs

@@ -1,7 +1,8 @@
-"""What a command does when what it prints is read no more, or has no room.
+"""Handles a closed pipe or a full disk on standard output.
 
-Who reads only the first lines (``memo-sim ... | head``) closes the pipe: the command ends as one that SIGPIPE ended,
-and says nothing. A full disk is an output that cannot be written, as a file given by ``-o`` can be.
+- In ``memo-sim ... | head`` the reader closes the pipe early. The command then ends quietly, with the exit code of a
+  process that SIGPIPE ended.
+- A full disk is reported as an output that cannot be written, just like a file given with ``-o``.
 """
 
 from __future__ import annotations
@@ -15,20 +16,20 @@ from contextlib import contextmanager
 from memo_sim.contract.errors import BadInput, MemoError, UsageError
 
 CLOSED_PIPE = 141
-"""128 and SIGPIPE's number: what a shell reports of a program that wrote to a closed pipe."""
+"""128 plus SIGPIPE's number: the exit code that a shell reports for a program that wrote to a closed pipe."""
 
 OUT, ERR = 1, 2
-"""Descriptors of standard output and standard error."""
+"""File descriptors of standard output and standard error."""
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
-"""What a write fails with where there is no room, or no working device."""
+"""Error numbers of a write to a full or failing device."""
 
 
 @contextmanager
 def while_read() -> Iterator[None]:
-    """End the process quietly once nobody reads what it prints.
+    """End the process quietly when the reader of its output has closed the pipe.
 
-    It stands inside click's own handler, which would make an exit 1 of a closed pipe, as of a bug.
+    Enter this inside click's own error handler, which would turn a closed pipe into exit code 1, the code of a bug.
     """
     try:
         yield
@@ -38,9 +39,10 @@ def while_read() -> Iterator[None]:
 
 
 def system_failure(error: OSError) -> MemoError:
-    """Return what to say of an error of the operating system that nobody has put in words.
+    """Return the error to show for an operating-system error that no other code has handled.
 
-    Files that are written are named by whoever writes them; what has no name and no room is standard output.
+    Code that writes a file names it in the error. An error without a file name and with no space left is about standard
+    output.
     """
     if error.filename is None and error.errno in FULL:
         _abandon(OUT)
@@ -49,7 +51,7 @@ def system_failure(error: OSError) -> MemoError:
 
 
 def _abandon(*descriptors: int) -> None:
-    """Send the rest of a stream nowhere: Python writes it at exit, and would fail again."""
+    """Redirect the descriptors to the null device, because Python flushes them at exit and would fail again."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     for descriptor in descriptors:
         os.dup2(nowhere, descriptor)

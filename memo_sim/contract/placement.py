@@ -1,11 +1,11 @@
-"""Where every buffer lies in its arena, and when (``memo.placement/1``).
+"""Where every buffer lies in its arena, and during which instants (``memo.placement/1``).
 
     address
       ^  [---- l0.input ----][-- l2.input --]
       |  [ qkv ][ scores ][ qkv ]
       +--------------------------------------> instants
 
-A placement repeats lives and sizes, so that it can be checked and drawn without what it was made from.
+A placement repeats the lives and sizes of its buffers, so it can be checked and drawn without the program or requests.
 """
 
 from __future__ import annotations
@@ -18,14 +18,16 @@ from memo_sim.contract.units import Bytes, Positive, Seconds, Tokens
 class Placement(
     msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="schema", tag="memo.placement/1"
 ):
-    """Columns with one entry a slot: a buffer's name, its life [lower, upper) in instants, its size and its offset."""
+    """Columns with one entry per slot: buffer name, life [lower, upper) in instants, size and offset."""
 
     name: str = ""
     program_sha256: str = ""
-    """Of the program whose buffers these are; empty for requests from elsewhere."""
+    """Hash of the program that the buffers belong to; empty for requests from elsewhere."""
     arena_bytes: Bytes
     lower_bound_bytes: Bytes
-    """The largest sum of sizes alive at once, each rounded up to the alignment; equal to ``arena_bytes``: optimal."""
+    """The largest sum of live sizes, each rounded up to the alignment.
+
+    The placement is optimal when ``arena_bytes`` equals it."""
     alignment_bytes: Positive = 1
     solver: str = ""
     elapsed_s: Seconds = 0.0
@@ -37,7 +39,7 @@ class Placement(
     classes: list[str] = []
 
     def __post_init__(self) -> None:
-        """Refuse columns that do not match."""
+        """Refuse columns of different lengths."""
         counts = {len(c) for c in (self.ids, self.lower, self.upper, self.size_bytes, self.offset_bytes)}
         if self.classes:
             counts.add(len(self.classes))

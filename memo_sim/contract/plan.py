@@ -1,6 +1,7 @@
-"""The decisions of one training step, what they are predicted to cost, and where they came from (``memo.plan/2``).
+"""A plan: the decisions of one training step, their predicted cost, and their provenance (``memo.plan/2``).
 
-Decisions alone determine the program; prediction and provenance can be dropped or computed anew on another machine.
+The decisions alone determine the program. Prediction and provenance can be dropped, or computed again for another
+machine.
 """
 
 from __future__ import annotations
@@ -24,33 +25,57 @@ from memo_sim.contract.units import (
 )
 
 Recompute = Literal["none", "full", "selective", "tokenwise"]
-"""none: nothing is rebuilt. full: each layer's whole forward. selective: attention alone, from kept Q, K, V (as
-Megatron-LM does). tokenwise: the rows that are not swapped, attention never (MEMO)."""
+"""What backward recomputes.
+
+- none: nothing.
+- full: the whole forward of each layer.
+- selective: only attention, from kept Q, K and V (as in Megatron-LM).
+- tokenwise: the tokens that are not swapped; attention is never recomputed (MEMO)."""
 MemoryPolicy = Literal["planned", "caching", "eager"]
-"""planned: one arena with planned addresses. caching: the same requests, served by PyTorch's caching allocator. eager:
-that allocator under an eager framework, which asks for more (an fp32 loss) and gets it late (``record_stream``)."""
+"""How device memory is allocated.
+
+- planned: one arena with planned addresses.
+- caching: PyTorch's caching allocator serves the same requests.
+- eager: that allocator under an eager framework, which requests more (an fp32 loss) and frees later
+  (``record_stream``)."""
 States = Literal["fp32", "bf16", "host"]
+"""Dtype of the optimizer's moments. host: fp32 moments and master weights, which live in host memory."""
 CpExchange = Literal["ring", "all_gather", "rsa"]
-"""How context-parallel ranks come by each other's keys and values. ring: passed on hop by hop, parts of attention
-merged. all_gather: gathered at once. rsa: passed on, keys first, while whole rows of scores are written to memory by
-torch's products instead of the attention kernel (ring self-attention); with one rank they are written, too."""
+"""How context-parallel ranks exchange keys and values.
+
+- ring: ranks pass them on hop by hop and merge partial attention results.
+- all_gather: ranks gather them all at once.
+- rsa: ring self-attention. Ranks pass on the keys, then the values, and torch's products write whole rows of scores to
+  memory instead of the attention kernel. With one rank, the scores are written to memory too."""
 Overlap = Literal["none", "gradients", "both"]
-"""What of ZeRO 0 and 1 runs beside compute. none: gradients are summed over replicas and parameters gathered when the
-step's last gradient is there. gradients: each block's are summed behind its last backward. both: and the parameters of
-ZeRO 1 are gathered at the start of the following step, block by block, ahead of its forward."""
+"""Which communication of ZeRO 0 and 1 overlaps with compute.
+
+- none: gradients are reduced over replicas, and parameters gathered, after the step's last gradient.
+- gradients: each block's gradients are reduced after its last backward.
+- both: in addition, ZeRO 1 gathers parameters at the start of the next step, block by block, ahead of its forward."""
 Schedule = Literal["gpipe", "1f1b", "interleaved", "zero-bubble"]
-"""In which order a pipeline stage plays micro-batches (``program/layout/schedule.py``)."""
+"""The order in which a pipeline stage plays micro-batches (``program/layout/schedule.py``)."""
 Partition = Literal["length", "flops"]
-"""How a sequence is cut into subsequences: as many tokens each, or as much forward work each (SPPO 4)."""
+"""How a sequence is divided into subsequences: by equal length, or by equal forward FLOPs (SPPO 4)."""
 RowwiseKernel = Literal["torch", "triton"]
 HostAllocator = Literal["exact", "power_of_two"]
+"""How pinned host memory is allocated. exact: one registered slab. power_of_two: PyTorch's pinned blocks."""
 Status = Literal["ok", "gpu_oom", "host_oom", "invalid"]
 
 SWAP_GRANULE_TOKENS = 128
 
 
 class Layout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How the work is divided: each number is a degree."""
+    """How the work is divided over devices; the product of the degrees is the number of devices.
+
+    - tp: tensor-parallel degree; with ``sequence_parallel``, its ranks share the tokens outside the products.
+    - cp: context-parallel degree; its ranks share each sequence and exchange keys and values (``cp_exchange``).
+    - ulysses: degree of Ulysses; its ranks change from token shards to head shards around attention, by all-to-all.
+    - metp: degree of METP; its ranks share the tokens and weights of each layer, and exchange weights meanwhile.
+    - pp: number of pipeline stages.
+    - dp: data-parallel degree: replicas that play different sequences.
+    - zero: ZeRO level. 1 shards optimizer states over replicas, 2 also gradients, 3 also parameters.
+    """
 
     tp: Degree = 1
     sequence_parallel: bool = False
@@ -59,111 +84,145 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     ulysses: Degree = 1
     metp: Degree = 1
     overlap_exchanges: bool = True
-    """Whether METP's ranks compute beside what they exchange; without, compute stands still meanwhile."""
+    """Whether METP's ranks compute during their exchanges; otherwise compute waits for them."""
     pp: Degree = 1
-    """Pipeline stages: each holds as many layers; the first the embedding as well, the last the head."""
+    """Pipeline stages. Each holds the same number of layers; the first also holds the embedding, the last the head."""
     schedule: Schedule = "1f1b"
     virtual_stages: Degree = 1
-    """Chunks of layers a stage holds, for the interleaved schedule alone."""
+    """Chunks of layers per stage; more than 1 only for the interleaved schedule."""
     overlap_p2p: bool = True
-    """Whether stages compute beside what they hand over: received a pass ahead, sent beside the next pass. Without,
-    each pass is followed by its sends (Megatron-LM's 1F1B)."""
+    """Whether p2p transfers between stages overlap with compute.
+
+    With overlap, a stage receives one pass ahead and sends during its next pass. Without, it sends right after each
+    pass (Megatron-LM's 1F1B)."""
     dp: Degree = 1
     zero: ZeroLevel = 0
     subsequences: Degree = 1
-    """Parts of a sequence that pass a stage one behind the other (SPPO's N)."""
+    """Number of subsequences that a sequence is divided into; a stage plays them one after the other (SPPO's N)."""
     partition: Partition = "flops"
     multiplexed: bool = False
-    """Whether stages that have nothing to do, while the pipeline of subsequences fills and drains, play rows of the
-    others' (SPPO 6.2)."""
+    """Whether idle stages compute rows of other stages while the subsequence pipeline fills and drains (SPPO 6.2)."""
 
     @property
     def devices(self) -> int:
-        """Devices the layout occupies."""
+        """Number of devices that the layout occupies."""
         return self.tp * self.cp * self.ulysses * self.metp * self.pp * self.dp
 
     @property
     def replicas(self) -> int:
-        """Ranks that hold the same parameters of a layer, over which ZeRO divides."""
+        """Number of ranks that hold the same parameters of a layer; ZeRO shards over these ranks."""
         return self.cp * self.ulysses * self.dp
 
     @property
     def divided(self) -> int:
-        """Ranks that a layer's products and heads are divided over."""
+        """Number of ranks that share a layer's products and heads."""
         return self.tp * self.metp
 
     @property
     def ring(self) -> int:
-        """Ranks that a sequence is divided over in zigzag chunks: of context parallelism or of METP."""
+        """Number of ranks that share a sequence in zigzag chunks, for context parallelism or METP."""
         return self.cp * self.metp
+
+    @property
+    def ring_group(self) -> Literal["cp", "metp"]:
+        """The group of those ranks."""
+        return "metp" if self.metp > 1 else "cp"
+
+    @property
+    def weights_group(self) -> Literal["tp", "metp"]:
+        """The group of ranks that a layer's weights are divided over."""
+        return "metp" if self.metp > 1 else "tp"
+
+    @property
+    def whole_ends(self) -> bool:
+        """Whether ranks that divide a layer's weights hold embedding and head whole."""
+        return self.metp > 1
 
 
 class Kernels(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Which implementation plays an operator; it decides workspaces, so it belongs to the plan."""
+    """The implementation of each operator. It decides the workspaces, so it belongs to the plan."""
 
     attention: str = "flash2"
     head_groups: Width = 1
-    """Attention runs in this many groups of heads, one after the other (bounds its workspace)."""
+    """Attention runs in this many groups of heads, one after the other, which limits its workspace."""
     rowwise: RowwiseKernel = "torch"
-    """What plays norms, activations, rotary and loss: torch's operators one by one, or fused Triton kernels."""
+    """Implementation of norms, activations, rotary and loss: torch's single operators, or fused Triton kernels."""
 
 
 class Decisions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Everything that ``lower`` reads, and nothing else.
+    """All inputs of ``lower``, and nothing else.
 
-    ``swapped_tokens`` counts the tokens of one rank's micro-batch shard (micro_batch x seq_tokens / cp / metp /
-    ulysses) whose skeletal tensors are swapped: 0 with recompute none = keep, all of them = full swap; a multiple of
-    128 or all. With ``tokenwise`` the other tokens are recomputed, and layer input and attention output are swapped
-    whole. With ``full`` the layer input is all there is to swap; rows of it that are not swapped are kept.
+    ``swapped_tokens`` counts tokens of one rank's micro-batch shard, which has micro_batch x seq_tokens / (cp x metp x
+    ulysses) tokens. The skeletal tensors of these tokens are swapped to the host. 0 swaps nothing, the shard's size
+    swaps everything, and any other value must be a multiple of 128. What happens to the other tokens depends on
+    ``recompute``:
 
-    ``subsequence_swapped_tokens`` are those of each subsequence, where there are several and they neither swap nothing
-    nor everything; they sum to ``swapped_tokens``, and each is a multiple of 128 or its whole part
-    (``program/layout/partition.py``).
+    - none: they are kept on the device.
+    - selective: nothing may be swapped; all tokens are kept.
+    - tokenwise: they are recomputed. Layer input and attention output are swapped whole.
+    - full: only the layer input can be swapped; its other rows are kept.
+
+    ``subsequence_swapped_tokens`` has one entry per subsequence. It is given when there are several subsequences and
+    ``swapped_tokens`` is neither zero nor everything. The entries sum to ``swapped_tokens``. Each entry is a multiple
+    of 128, or the subsequence's whole length (``program/layout/partition.py``).
     """
 
     model: Model
     layout: Layout = Layout()
     seq_tokens: SequenceTokens
+    """Tokens of one sequence."""
     micro_batch: Degree = 1
+    """Sequences of one micro-batch."""
     global_batch: Degree = 1
+    """Sequences of one step, over all replicas."""
     recompute: Recompute = "none"
     keep_norms: bool = False
-    """Whether METP's layers keep what their norms make, the input of either half, as its authors count (Table 1) and
-    autograd does; without, backward makes it again."""
+    """Whether METP's layers keep the outputs of their norms, as METP's authors count (Table 1) and autograd does.
+
+    Otherwise backward recomputes them."""
     swapped_tokens: Tokens = 0
     subsequence_swapped_tokens: tuple[Tokens, ...] = ()
     offload_window: Annotated[int, msgspec.Meta(ge=0, le=64)] = 0
-    """Where what is swapped lies on the device. 0: in two rounding buffers that layers take in turn (MEMO 4.1). Else in
-    buffers of each subsequence's own, which leave while so many following passes of the stage are computed (SPPO 5.2:
-    1), and come back during the pass before their backward."""
+    """Where swapped tensors lie on the device.
+
+    0: in two rounding buffers that layers use alternately (MEMO 4.1). Otherwise each subsequence has its own buffers.
+    They are copied to the host during this many following passes of the stage (SPPO 5.2: 1), and copied back during the
+    pass before their backward."""
     memory_policy: MemoryPolicy = "planned"
     host_allocator: HostAllocator = "exact"
     states: States = "fp32"
     overlap: Overlap = "none"
     loss_chunk_tokens: Tokens = 0
-    """Tokens whose logits exist at once; 0 = all of them."""
+    """Tokens whose logits exist at the same time; 0 means all tokens."""
     mlp_chunk_tokens: Tokens = 0
-    """Tokens of a rank's micro-batch whose MLP exists at once, under full recompute alone; 0 = all of them. In row
-    blocks the MLP is rebuilt without its second product, block by block, right before each block's backward."""
+    """Tokens of a rank's micro-batch whose MLP activations exist at the same time; 0 means all tokens.
+
+    Only with full recompute. Backward recomputes the MLP in row blocks, without its second product, right before each
+    block's backward."""
     attention_chunk_tokens: Tokens = 0
-    """Tokens of the sequence whose queries exist at once in attention, and their keys and values at a time, under full
-    recompute alone; 0 = all of them. The other chunks wait in host memory (FPDT, Yao et al. 2024)."""
+    """Tokens of the sequence in one attention chunk; 0 means no chunks. Only with full recompute.
+
+    One chunk of queries is on the device at a time, with one chunk of keys and values. The other chunks wait in host
+    memory (FPDT, Yao et al. 2024)."""
     kernels: Kernels = Kernels()
     dtype: DtypeName = "bf16"
     deterministic: bool = False
     replay_allocator: bool = False
-    """Whether memo-exec's allocator below torch serves libraries out of the arena (CUDA alone); else torch's allocator
-    hands out what they ask for, beside it."""
+    """Whether memo-exec's allocator below torch serves library requests from the arena (CUDA only).
+
+    Otherwise torch's allocator serves them, outside the arena."""
 
     def __post_init__(self) -> None:
-        """Refuse a number of swapped tokens that row blocks cannot have."""
+        """Refuse numbers of swapped tokens that row blocks cannot represent."""
         swapped, tokens = self.swapped_tokens, self.local_tokens
         if swapped > tokens:
-            raise ValueError(f"swapped_tokens ({swapped}) are more than the {tokens} tokens of a rank's micro-batch")
+            raise ValueError(f"swapped_tokens ({swapped}) is more than the {tokens} tokens of a rank's micro-batch")
         if self.layout.subsequences > 1 and 0 < swapped < tokens:
             self._check_subsequences()
         elif self.subsequence_swapped_tokens:
-            raise ValueError("subsequence_swapped_tokens are for several subsequences that swap some of their tokens")
+            raise ValueError(
+                "subsequence_swapped_tokens need several subsequences with some but not all tokens swapped"
+            )
         elif swapped % SWAP_GRANULE_TOKENS and swapped != tokens:
             raise ValueError(
                 f"swapped_tokens ({swapped}) must be a multiple of {SWAP_GRANULE_TOKENS}, or all {tokens} tokens"
@@ -172,18 +231,20 @@ class Decisions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     def _check_subsequences(self) -> None:
         each, count = self.subsequence_swapped_tokens, self.layout.subsequences
         if len(each) != count:
-            raise ValueError(f"subsequence_swapped_tokens has {len(each)} entries, wanted {count}: one a subsequence")
+            raise ValueError(f"subsequence_swapped_tokens has {len(each)} entries, wanted {count}: one per subsequence")
         if sum(each) != self.swapped_tokens:
-            raise ValueError(f"subsequence_swapped_tokens sum to {sum(each)}, swapped_tokens are {self.swapped_tokens}")
+            raise ValueError(
+                f"subsequence_swapped_tokens sum to {sum(each)}, but swapped_tokens is {self.swapped_tokens}"
+            )
 
     @property
     def local_tokens(self) -> int:
-        """Tokens of one micro-batch on one rank, outside of sequence-parallel regions."""
+        """Tokens of one micro-batch on one rank, outside the sequence-parallel regions."""
         return self.micro_batch * self.seq_tokens // (self.layout.ring * self.layout.ulysses)
 
     @property
     def swap_granule(self) -> int:
-        """Tokens that row blocks come in: 128 rows on every rank that holds a token shard."""
+        """Granularity of ``swapped_tokens``: 128 rows on every rank that holds a shard of the tokens."""
         return SWAP_GRANULE_TOKENS * (self.layout.tp if self.layout.sequence_parallel else 1)
 
     @property
@@ -193,14 +254,14 @@ class Decisions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     @property
     def micro_batches(self) -> int:
-        """Micro-batches each data-parallel rank plays in a step."""
+        """Micro-batches that each data-parallel rank plays in a step."""
         return self.global_batch // (self.micro_batch * self.layout.dp)
 
 
 class Stall(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Time a lane stood still for one kind of instruction of another lane, or another stage; summed over the step.
+    """Idle time of a lane, by the kind of instruction it waited for on another lane or stage; summed over the step.
 
-    Compute's reach to the step's end: busy seconds and stalls are the whole step.
+    For the compute lane, busy seconds and stalls add up to the whole step.
     """
 
     lane: str
@@ -210,14 +271,14 @@ class Stall(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class MovedBytes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Bytes one rank copies in a step."""
+    """Bytes that one rank copies in a step."""
 
     d2h: Bytes = 0
     h2d: Bytes = 0
 
 
 class Prediction(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What the engine says of a plan on one cluster; no time when it does not fit."""
+    """The engine's prediction for a plan on one cluster; it has no times when the plan does not fit."""
 
     status: Status
     hardware: str = ""
@@ -227,22 +288,22 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     peak_device_bytes: Bytes = 0
     peak_by_class: dict[str, Bytes] = {}
     reserved_bytes: Bytes | None = None
-    """Most that PyTorch's caching allocator reserves; null where it runs out, or memory is planned."""
+    """Peak bytes that PyTorch's caching allocator reserves; null when it runs out of memory or memory is planned."""
     allocation_retries: int = 0
-    """Times in a step that the allocator gives back all it has cached, and asks the device again."""
+    """Allocation retries in a step: the allocator frees its whole cache and asks the device again."""
     peak_host_bytes_per_node: Bytes = 0
     moved_bytes: MovedBytes = MovedBytes()
     lanes: dict[str, Seconds] = {}
-    """Busy time by lane."""
+    """Busy seconds by lane."""
     stalls: list[Stall] = []
     shortfall_bytes: Bytes = 0
     reason: str = ""
     outside_calibration: list[str] = []
-    """Curves that were asked beyond the range they were measured in."""
+    """Curves that were read outside the range of their measurements."""
 
 
 class Provenance(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Who made the file, when, from what; never read by ``lower``."""
+    """Who made the file, when, and from what; ``lower`` never reads it."""
 
     created: str = ""
     memo_version: str = ""
@@ -254,12 +315,12 @@ class Provenance(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 class Plan(
     msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="schema", tag="memo.plan/2"
 ):
-    """A plan file: decisions, prediction and provenance apart; ``program_sha256`` pins the program they lower to."""
+    """A plan file: decisions, prediction and provenance; ``program_sha256`` is the hash of the lowered program."""
 
     decisions: Decisions
     program_sha256: str
     placement_sha256: str = ""
-    """Of the placement beside the plan (``plan.placement.json``) that a planned program runs in."""
+    """Hash of the placement that a planned program runs in; its file (``plan.placement.json``) lies beside the plan."""
     prediction: Prediction | None = None
     provenance: Provenance = Provenance()
 
@@ -275,7 +336,7 @@ class PlanRow(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     alpha: Fraction
     layout: Layout
     offload_window: int = 0
-    """Passes during which a subsequence's swapped rows leave; 0 where layers take turns in two buffers."""
+    """Passes during which a subsequence's swapped rows are copied out; 0 when layers share two rounding buffers."""
     recompute: Recompute
     mlp_chunk_tokens: Tokens = 0
     attention_chunk_tokens: Tokens = 0
@@ -284,9 +345,9 @@ class PlanRow(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     micro_batch: Positive
     peak_device_bytes: Bytes
     reserved_bytes: Bytes | None = None
-    """Most that PyTorch's caching allocator reserves; null where it runs out, or memory is planned."""
+    """Peak bytes that PyTorch's caching allocator reserves; null when it runs out of memory or memory is planned."""
     allocation_retries: int = 0
-    """Times in a step that it gives back all it has cached."""
+    """Allocation retries in a step."""
     peak_host_bytes_per_node: Bytes
     stalls: list[Stall]
     shortfall_bytes: Bytes = 0

@@ -1,8 +1,8 @@
-"""How work that takes long tells how far it is."""
+"""The callback that long-running work uses to report its progress."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 Progress = Callable[[int, int], None]
-"""Is told (done, all) whenever one more is done."""
+"""Called with (done, all) after each finished item."""

@@ -1,4 +1,4 @@
-"""The answer to a what-if question (``memo.result/2``)."""
+"""The answer of ``memo-sim what-if``: the ranked plans and the reasons (``memo.result/2``)."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from memo_sim.contract.units import Bytes, Seconds, Tokens
 
 
 class MoreMemory(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What the same question answers with more memory of one kind, everything else as it was."""
+    """The best plan with more memory of one kind, everything else unchanged."""
 
     space: Literal["device", "host"]
-    """Of each device, or of each node's host."""
+    """The memory that grows: each device's, or each node's host memory."""
     added_bytes: Bytes
     best: PlanRow | None
     saved_s: Seconds | None = None
-    """By how much the step becomes shorter; null where nothing fits, or nothing fitted before."""
+    """Seconds by which the step becomes shorter; null when no plan fits, before or with the added memory."""
     seq_tokens: Tokens | None = None
-    """The longest sequence that fits, where that was asked."""
+    """The longest sequence that then fits; null unless it was asked for."""
 
 
 class Result(
     msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="schema", tag="memo.result/2"
 ):
-    """``best`` is the first of ``plans`` that fits, null when none does; the space is ``evaluated`` + ``pruned``."""
+    """``best`` is the first of ``plans`` that fits, or null. The search space has ``evaluated`` + ``pruned`` plans."""
 
     model: str
     cluster: str
@@ -36,10 +36,12 @@ class Result(
     evaluated: int
     pruned: int
     why: list[str] = []
-    """Why the best is best: what binds, the runner-up, what was tried and lost; one sentence each."""
+    """Why the best plan is best: its bottleneck, the runner-up, what was tried and lost; one sentence each."""
     front: list[PlanRow] = []
-    """The Pareto front of step time, device memory and host memory, the fastest first: of what was evaluated, or of
-    the whole space where ``front_is_whole``, an open alpha at its fastest and at every eighth."""
+    """The Pareto front of step time, device memory and host memory, the fastest plan first.
+
+    It covers the evaluated plans. When ``front_is_whole``, it covers the whole space; an open alpha then counts at its
+    fastest value and at every eighth."""
     front_is_whole: bool = False
     more_memory: list[MoreMemory] = []
-    """What one more GiB buys, where that was asked."""
+    """What one more GiB of memory gains; empty unless it was asked for."""

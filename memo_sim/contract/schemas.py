@@ -1,4 +1,4 @@
-"""The documents by name, and the JSON Schema of each for editors and other programs."""
+"""All documents by name, and the JSON Schema of each, for editors and other programs."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ DOCUMENTS: dict[str, type[msgspec.Struct]] = {
 
 
 def json_schema(name: str, *, others: tuple[str, ...] = ()) -> dict[str, Any]:
-    """Return the JSON Schema (2020-12) of the document called ``name``; ``others`` are schemas found elsewhere.
+    """Return the JSON Schema (2020-12) of the document ``name``; the error message also lists ``others``.
 
     Raises:
         UsageError: when there is no such document.

@@ -1,7 +1,7 @@
-"""One step as it was played, predicted or measured (``memo.trace/1``), stored by columns.
+"""One rank's step as it was played, predicted or measured, stored by columns (``memo.trace/1``).
 
-Row i of the span columns is the i-th instruction of the program in program order, so a predicted and a measured trace
-of one program compare row by row; ``ids`` are the program's derived ids.
+Row i of the span columns is the program's i-th instruction, so a predicted and a measured trace of the same program
+compare row by row. ``ids`` are the instructions' ids, derived from the program.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from memo_sim.contract.units import Bytes, Seconds
 
 
 class Spans(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Columns over instructions; times in seconds from the step's start."""
+    """One row per instruction; times are in seconds from the step's start."""
 
     ids: list[str]
     ops: list[str]
@@ -23,7 +23,7 @@ class Spans(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     end_s: list[float]
 
     def __post_init__(self) -> None:
-        """Refuse ragged columns and spans that end before they start."""
+        """Refuse columns of different lengths, and spans that end before they start."""
         if len({len(self.ids), len(self.ops), len(self.lanes), len(self.start_s), len(self.end_s)}) != 1:
             raise ValueError("span columns differ in length")
         for i, (start, end) in enumerate(zip(self.start_s, self.end_s, strict=True)):
@@ -32,14 +32,14 @@ class Spans(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class MemoryCurve(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Live bytes over time, by buffer class, as steps: ``bytes_by_class[c][i]`` holds from ``time_s[i]`` on."""
+    """Live bytes over time, by buffer class: ``bytes_by_class[c][i]`` holds from ``time_s[i]`` to ``time_s[i + 1]``."""
 
     time_s: list[float]
     bytes_by_class: dict[str, list[Bytes]]
 
 
 class Wait(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A lane stood still before ``instruction`` until ``waits_for`` (an instruction of another lane) had ended."""
+    """A lane was idle before ``instruction`` until ``waits_for``, an instruction of another lane, had ended."""
 
     instruction: str
     waits_for: str
@@ -50,7 +50,7 @@ class Wait(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 class Trace(
     msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="schema", tag="memo.trace/1"
 ):
-    """All spans of one rank's step, its memory, and every wait."""
+    """All spans of one rank's step, its memory curves, and every wait."""
 
     origin: Literal["predicted", "measured"]
     program_sha256: str
@@ -62,5 +62,5 @@ class Trace(
     host_memory: MemoryCurve
     waits: list[Wait] = []
     micro_batches_played: int = 1
-    """Micro-batches in the spans; fewer than the step has when identical ones were played once and repeated."""
+    """Micro-batches in the spans; fewer than ``micro_batches`` when identical ones were played once and repeated."""
     micro_batches: int = 1

@@ -1,4 +1,4 @@
-"""Units as types, and the two ways people write them: ``64k`` tokens and ``1.5 GiB``.
+"""Units as types, and parsing and formatting of token counts (``64k``), bytes (``1.5 GiB``) and seconds.
 
 Names carry the unit (``_bytes``, ``_s``, ``_tokens``). Memory is shown in GiB (2**30), rates in GB/s (1e9).
 """
@@ -20,13 +20,13 @@ Bytes = Annotated[int, msgspec.Meta(ge=0)]
 Tokens = Annotated[int, msgspec.Meta(ge=0)]
 Positive = Annotated[int, msgspec.Meta(ge=1)]
 MOST_TOKENS = 2**30
-"""Longest sequence that is taken for meant; a program of chunks grows with it."""
+"""Longest plausible sequence; anything longer is a typo, and a program in chunks would grow with it."""
 SequenceTokens = Annotated[int, msgspec.Meta(ge=1, le=MOST_TOKENS)]
 Layers = Annotated[int, msgspec.Meta(ge=1, le=10_000)]
 Width = Annotated[int, msgspec.Meta(ge=1, le=2**24)]
-"""Heads or features of a layer, rows of a vocabulary; far above any model, low enough that no size overflows."""
+"""Heads or features of a layer, rows of a vocabulary. Far above any model, and small enough that no size overflows."""
 Degree = Annotated[int, msgspec.Meta(ge=1, le=2**20)]
-"""Devices, nodes, or sequences."""
+"""A number of devices, nodes or sequences."""
 ZeroLevel = Annotated[int, msgspec.Meta(ge=0, le=3)]
 Seconds = Annotated[float, msgspec.Meta(ge=0)]
 NonNegative = Annotated[float, msgspec.Meta(ge=0)]
@@ -34,7 +34,7 @@ Rate = Annotated[float, msgspec.Meta(gt=0)]
 Fraction = Annotated[float, msgspec.Meta(ge=0, le=1)]
 
 SHORT_DIGITS = 3
-"""Of a duration; with more, zeros at the end are kept, so that a column of them lines up."""
+"""Significant digits of a duration. With more digits, trailing zeros are kept, so that columns line up."""
 
 _TOKENS = re.compile(r"(\d{1,18})(?:\.(\d{1,18}))?\s*([km]?)", re.IGNORECASE | re.ASCII)
 _SCALE = {"": 1, "k": KIB, "m": KIB * KIB}
@@ -45,10 +45,10 @@ DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "int64": 8, "int32": 4, "uint8":
 def parse_tokens(text: str, *, option: str = "--seq-len", least: int = 1) -> int:
     """Return the number of tokens that ``text`` names: ``4096``, ``64k`` = 65,536, ``1m`` = 1,048,576.
 
-    ``option`` is where it was asked for.
+    ``option`` is the command-line option that the message names.
 
     Raises:
-        UsageError: when ``text`` is not a whole number of tokens from ``least``, or more than a billion.
+        UsageError: when ``text`` is not a whole number of tokens, less than ``least``, or more than 2**30.
     """
     if match := _TOKENS.fullmatch(text.strip()):
         whole, decimals, suffix = match.groups(default="")
@@ -59,13 +59,13 @@ def parse_tokens(text: str, *, option: str = "--seq-len", least: int = 1) -> int
     raise UsageError(
         "not a number of tokens",
         got=repr(text),
-        wanted=f"a whole number from {least} to 1024m, as 65536 or 64k",
+        wanted=f"a whole number from {least} to 1024m, for example 65536 or 64k",
         hint=f"{option} 64k",
     )
 
 
 def format_tokens(tokens: int) -> str:
-    """Return ``tokens`` the short way (``64k``, ``1m``) when that is exact, in digits otherwise."""
+    """Return ``tokens`` in short form (``64k``, ``1m``) when that is exact, else in digits."""
     for suffix in ("m", "k"):
         if tokens and tokens % _SCALE[suffix] == 0:
             return f"{tokens // _SCALE[suffix]}{suffix}"
@@ -73,12 +73,12 @@ def format_tokens(tokens: int) -> str:
 
 
 def counted(number: int, noun: str, plural: str = "s") -> str:
-    """Return ``1 layout``, ``2 layouts``; ``plural`` is what the noun's takes at its end."""
+    """Return ``1 layout`` or ``2 layouts``; ``plural`` is the ending of the noun's plural."""
     return f"{number} {noun}{'' if number == 1 else plural}"
 
 
 def format_bytes(size_bytes: float) -> str:
-    """Return a size in GiB, or MiB / KiB below 0.1 GiB (model and laptop sizes), and bytes below 0.1 KiB."""
+    """Return a size in GiB; below 0.1 GiB in MiB or KiB, below 0.1 KiB in bytes."""
     for unit, scale in (("GiB", GIB), ("MiB", MIB), ("KiB", KIB)):
         if abs(size_bytes) >= 0.1 * scale:
             return f"{size_bytes / scale:.2f} {unit}"
@@ -86,7 +86,7 @@ def format_bytes(size_bytes: float) -> str:
 
 
 def format_seconds(seconds: float, digits: int = 3) -> str:
-    """Return a duration with so many significant digits at least, in the unit that keeps the number small."""
+    """Return a duration with at least ``digits`` significant digits, in s, ms or us."""
     for unit, scale in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
         if abs(seconds) >= scale or unit == "us":
             value = seconds / scale

@@ -1,4 +1,4 @@
-"""Predictions beside published measurements (``memo.validation/2``)."""
+"""Compares predictions with published measurements, case by case (``memo.validation/2``)."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import msgspec
 from memo_sim.contract.plan import Layout, Status
 
 Measured = Literal["mfu", "tgs", "step_ms", "allocated_gib", "reserved_gib", "allocation_retries"]
-"""What a source may have measured."""
+"""Quantities that a source may have measured."""
 
 
 class CasePrediction(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What was predicted for one row; quantities that do not apply are null."""
+    """The prediction for one row; quantities that do not apply are null."""
 
     status: Status
     reason: str = ""
@@ -23,19 +23,19 @@ class CasePrediction(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     allocated_gib: float | None = None
     reserved_gib: float | None = None
     allocation_retries: float | None = None
-    """Of a micro-batch (a sequence, where it is one), where memory is not planned."""
+    """Allocation retries per micro-batch (per sequence when a micro-batch has one); null when memory is planned."""
     alpha: float | None = None
     layout: Layout | None = None
     outside_calibration: list[str] = []
-    """Curves that were asked beyond the range they were measured in."""
+    """Curves that were read outside the range of their measurements."""
     lanes: dict[str, float] = {}
-    """Fraction of the step that each lane of the pace-setting rank is busy."""
+    """Busy fraction of the step for each lane of the slowest rank."""
     waits: dict[str, float] = {}
-    """Fraction of the step that compute waits, by what it waits for; the longest few."""
+    """Fraction of the step that compute waits, by what it waits for; only the longest waits."""
 
 
 class Expectation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What the row's source measured; blank cells are null."""
+    """The values that the row's source measured; blank cells are null."""
 
     status: Status | None = None
     mfu: float | None = None
@@ -47,7 +47,7 @@ class Expectation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class CaseError(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """predicted / expected - 1 for each quantity both sides have; ``status`` true when they agree."""
+    """``predicted / expected - 1`` for each quantity that both sides have; ``status`` is true when both agree."""
 
     status: bool | None = None
     mfu: float | None = None
@@ -59,9 +59,9 @@ class CaseError(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class Interval(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Where the measurement is expected, by how far ``cases`` other predictions of the same kind were off.
+    """The range in which the measurement is expected, from the errors of ``cases`` other predictions of the same kind.
 
-    ``low`` and ``high`` are in the quantity's unit; ``level`` is the share of such cases that lie within.
+    ``low`` and ``high`` are in the quantity's unit; ``level`` is the fraction of such cases inside the range.
     """
 
     quantity: Measured
@@ -72,7 +72,7 @@ class Interval(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class CaseReport(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One row of a case file; ``fitted`` when a constant of the profile was fitted on it."""
+    """One row of a case file; ``fitted`` is true when a constant of the profile was fitted on it."""
 
     case: str
     source: str
@@ -84,12 +84,12 @@ class CaseReport(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     model: str = ""
     seq_tokens: int = 0
     interval: Interval | None = None
-    """None where nothing was predicted, or too few others of its system were measured."""
+    """Null when nothing was predicted, or when too few other cases of the same system were measured."""
 
 
 class Validation(
     msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="schema", tag="memo.validation/2"
 ):
-    """One entry per row, in the file's order, none dropped."""
+    """One entry per row of the case files, in their order; no row is left out."""
 
     cases: list[CaseReport]

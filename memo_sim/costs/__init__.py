@@ -1,4 +1,4 @@
-"""Seconds of one instruction on one machine: compute, copies, collectives, and how lanes slow each other.
+"""The time of one instruction on one machine: compute, copies, collectives, and how busy lanes slow each other.
 
-When an instruction runs, and what it waits for, is decided in ``engine``.
+When an instruction starts and what it waits for is decided in ``engine``.
 """

@@ -1,31 +1,35 @@
-"""Rate of one attention call by sequence length, heads and head size.
+"""Prices one attention call from measured rates, by sequence length, number of heads, head size and mask.
 
-A call is a grid of blocks (heads x tokens) that each loop over the other side's tokens. Its rate depends on the loop's
-length (start-up, and the half-masked diagonal when causal) and on the grid's size (few heads of a short sequence do not
-fill the device; from 64K tokens on few heads are enough). A table's rows [tokens, heads, rate] of one length make a
-curve over heads; a length in between is asked at its two neighbours at the same grid, and interpolated in log tokens:
+A call is a grid of blocks (heads x tokens). Each block loops over the tokens of the other side: forward loops over keys
+in a grid of queries, backward over queries in a grid of keys. So a call with two different lengths has a definite loop
+and grid. The rate depends on two things:
+
+- the loop's length: start-up time, and the half-masked diagonal when the mask is causal;
+- the grid's size: few heads of a short sequence do not fill the device (from 64K tokens on, few heads are enough).
+
+The table's rows [tokens, heads, rate] of one length form a curve over heads. A length between two measured ones takes
+the rates of both neighbours at the same grid and interpolates them in log tokens:
 
     rate(tokens, heads) between rate(t0, heads * tokens / t0) and rate(t1, heads * tokens / t1)
 
-Forward loops over keys in a grid of queries, backward over queries in a grid of keys, so a call whose two lengths
-differ has a definite loop and grid. Head sizes between two tables are interpolated in log size.
+Head sizes between two tables are interpolated in log size.
 
-Without a mask the rate is the causal one times a gain. A causal call plays whole tiles along the diagonal, so that each
-row computes some c tokens for nothing:
+Without a mask, the rate is the causal rate times a gain. A causal call computes whole tiles along the diagonal, so each
+row computes about c tokens in vain:
 
-    gain(tokens) = 1 + c / tokens, at most 2        c = tokens x (gain - 1) where it was measured
+    gain(tokens) = 1 + c / tokens, at most 2        c = tokens x (gain - 1) at each measured length
 
-On a CPU, whose tiles have 512 keys, c is some 500: 1.2 at 2K tokens and nearly 2 at 512. c is interpolated in log
-tokens. A profile that has one gain alone has it for every length.
+On a CPU, whose tiles have 512 keys, c is about 500: the gain is 1.2 at 2K tokens and nearly 2 at 512. c is interpolated
+in log tokens. A profile with a single gain uses it for every length.
 
-So a call without a mask takes twice as long as a causal one of its grid, less the gain. Where a GPU plays all blocks at
-once that is wrong: the call then takes as long as its longest block, and so does a causal call of twice the blocks and
-the same loop, which has the same FLOPs. Both rates are known, and the larger holds:
+By this formula, a call without a mask takes twice as long as a causal call of the same grid, less the gain. That is
+wrong when a GPU computes all blocks at once. The call then takes as long as its longest block. A causal call with twice
+the blocks and the same loop takes equally long and has the same FLOPs. The larger of both rates holds:
 
-    rate(tokens, grid) >= causal rate(tokens, least of 2 x grid and a wave)
+    rate(tokens, grid) >= causal rate(tokens, min(2 x grid, one wave))
 
-Up to half a wave the two calls take equally long. From a wave on nothing is added: blocks take turns there. Between
-them the rate is at least that of a causal wave, so that nothing jumps.
+Up to half a wave, both calls take equally long. From one wave on, blocks run one after another, and the bound no longer
+applies. In between, the rate is at least that of one causal wave, so the rate has no jump.
 """
 
 from __future__ import annotations
@@ -39,12 +43,14 @@ from memo_sim.costs.curves import LogCurve, between
 from memo_sim.program.ir.work import Attention
 
 WAVE_TOKENS = 128 * 128
-"""Heads x tokens of a wave, 128 blocks of 128 tokens: up to there the A100's rates are in proportion to the grid (its
-profile says so). An A100 has 108 multiprocessors, an H100 132, a B200 148: each plays half a wave at once."""
+"""Heads x tokens of one wave: 128 blocks of 128 tokens.
+
+Up to one wave, the A100's measured rates grow in proportion to the grid. An A100 has 108 multiprocessors, an H100 132,
+a B200 148; each computes half a wave at once."""
 
 
 class _HeadSize:
-    """One table: curves over heads at each length."""
+    """The rates of one table: one curve over heads for each length."""
 
     def __init__(self, table: AttentionTable) -> None:
         self.head_dim = table.head_dim
@@ -60,7 +66,7 @@ class _HeadSize:
         self.fewest_heads = min(curve.first for curve in self._curves)
 
     def rate(self, loop: float, grid: float, *, masked: bool, wave: float | None) -> float:
-        """Return FLOP/s for ``loop`` tokens and a grid of heads x tokens; ``wave``: as in ``AttentionRates``."""
+        """Return FLOP/s for ``loop`` tokens and a ``grid`` of heads x tokens; for ``wave``, see ``AttentionRates``."""
         if masked:
             return self._causal(loop, grid)
         rate = self._causal(loop, grid) * self._gained(loop)
@@ -69,7 +75,7 @@ class _HeadSize:
         return max(rate, self._causal(loop, min(2 * grid, wave)))
 
     def _causal(self, loop: float, grid: float) -> float:
-        """Return FLOP/s with the causal mask."""
+        """Return FLOP/s with a causal mask."""
         asked = log(loop)
         i = 0
         while i < len(self._logs) - 2 and self._logs[i + 1] < asked:
@@ -79,15 +85,15 @@ class _HeadSize:
         return between(self._logs[near], rates, asked)
 
     def _gained(self, loop: float) -> float:
-        """Return the rate without a mask over the causal one."""
+        """Return the rate without a mask divided by the causal rate."""
         return self._gain if self._wasted is None else min(2.0, 1 + self._wasted(loop) / loop)
 
 
 class AttentionRates:
-    """The attention kernels of one profile."""
+    """Prices calls of the attention kernels of one profile."""
 
     def __init__(self, tables: Sequence[AttentionTable], *, wave_tokens: float | None = None) -> None:
-        """``wave_tokens``: heads x tokens that are played at once; None for a CPU, whose few cores take turns."""
+        """``wave_tokens``: heads x tokens that run at once; None for a CPU, whose few cores run blocks in turn."""
         self._wave = wave_tokens
         self._sizes: dict[tuple[str, str, bool], list[_HeadSize]] = {}
         for table in sorted(tables, key=lambda table: table.head_dim):
@@ -95,16 +101,18 @@ class AttentionRates:
             self._sizes.setdefault(key, []).append(_HeadSize(table))
 
     def seconds(self, work: Attention, outside: set[str]) -> float:
-        """Return how long the call takes, without the launch floor.
+        """Return the seconds of a call without the launch floor; add the table to ``outside`` when it extrapolates.
 
         Raises:
-            Infeasible: when the profile has not measured that kernel in that dtype.
+                Infeasible: when the profile has not measured this kernel in this dtype.
         """
         sizes = self._sizes.get((work.kernel, work.dtype, work.backward))
         if sizes is None:
             known = ", ".join(sorted({f"{kernel} ({dtype})" for kernel, dtype, _ in self._sizes}))
             raise Infeasible(
-                "the profile has no such attention kernel", got=f"{work.kernel} ({work.dtype})", wanted=known or "any"
+                "the profile has not measured this attention kernel",
+                got=f"{work.kernel} ({work.dtype})",
+                wanted=known or "any",
             )
         loop, grid_tokens = work.k_tokens, work.q_tokens
         if work.backward:

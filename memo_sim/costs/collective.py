@@ -1,23 +1,30 @@
-"""Seconds of collectives and of pairwise exchanges, inside a node and across nodes.
+"""Prices collectives and p2p transfers, inside a node and across nodes.
 
     seconds = alpha + factor(ranks) * bytes / bus rate(bytes)
 
     factor   all-reduce 2(n-1)/n    all-gather, reduce-scatter, all-to-all (n-1)/n    broadcast, reduce, send+receive 1
 
-``bytes`` is the whole tensor; for all-to-all what one rank holds. Inside a node alpha and bus rate come from the
-profile's tables, interpolated in log ranks. A ring over several nodes runs at its slowest link: the lesser of the bus
-rate among the group's ranks of one node and the group's share of the node's cards, which all groups of the node use at
-once. Over two nodes an all-reduce is a tree where that is faster: the tensor crosses the network once each way, not
-2(n-1)/n times, and the rate may pass the cards' (AddyLaddy, nccl#812; sjeaugey, nccl-tests#196; SimAI has it as well).
-An all-to-all sends each rank's bytes for other nodes through that rank's own share of the cards, at most one card
-(sjeaugey, nccl-tests#267), beside those that stay inside. Each node that a message passes adds the network's latency.
+``bytes`` is the size of the whole tensor; for an all-to-all, it is what one rank holds.
 
-The network's efficiency by size is that of a ring over two whole nodes, which spreads a tensor over all of their cards.
-Whoever has fewer cards is asked for at equal bytes per card, bytes x cards of a node / cards it can use:
+Inside a node, alpha and bus rate come from the profile's tables, interpolated in log ranks.
 
-    a node's cards / groups together    collectives        at most one card a rank    all-to-all, pairwise exchanges
+Across nodes:
 
-More than two nodes are outside of what that curve tells.
+- A ring runs at its slowest link. That is the lower of the bus rate among the group's ranks in one node, and the
+  group's share of the node's cards, which all groups of the node use at once.
+- Over two nodes, an all-reduce is a tree when a tree is faster. The tensor then crosses the network once in each
+  direction instead of 2(n-1)/n times, and the bus rate may exceed the cards' rate (AddyLaddy, nccl#812; sjeaugey,
+  nccl-tests#196; SimAI models it too).
+- In an all-to-all, each rank sends its bytes for other nodes through its own share of the cards, at most one card
+  (sjeaugey, nccl-tests#267). Bytes for the same node move at the same time.
+- Each node that a message passes adds the network's latency.
+
+The network's efficiency curve was measured with a ring over two whole nodes, which spreads a tensor over all their
+cards. A transfer with fewer cards reads the curve at equal bytes per card: bytes x cards of a node / usable cards.
+
+    usable cards     collectives: a node's cards / groups per node     all-to-all, p2p: at most one card per rank
+
+More than two nodes are outside the range of that curve.
 """
 
 from __future__ import annotations
@@ -42,21 +49,21 @@ ALIKE: dict[CollectiveKind, tuple[CollectiveKind, ...]] = {
     "all_to_all": ("all_to_all", "send_recv"),
     "send_recv": ("send_recv", "all_to_all"),
 }
-"""Whose table serves a kind that the profile has not measured: a ring's bus rate does not depend on what it carries."""
+"""Tables to use for each kind, in order of preference; a ring's bus rate hardly depends on what it carries."""
 
 LARGE_BYTES = 2**30
-"""A tensor whose collective runs at the link's full rate."""
+"""Bytes of a tensor whose collective runs at the link's full rate."""
 
 CURVE_NODES = 2
-"""Nodes that the network's efficiency by size was measured on."""
+"""Number of nodes that the network's efficiency curve was measured on."""
 
 
 TREE_NODES = 2
-"""Nodes between which a tree's root and its child meet without any node in the middle."""
+"""Number of nodes for which a tree has no intermediate node."""
 
 
 def volume_factor(kind: CollectiveKind, ranks: int) -> float:
-    """Return how many times ``bytes`` cross the slowest link."""
+    """Return how many times ``bytes`` cross the slowest link (``factor`` in the module's formula)."""
     if kind == "all_reduce":
         return 2.0 * (ranks - 1) / ranks
     if kind in ("all_gather", "reduce_scatter", "all_to_all"):
@@ -65,7 +72,7 @@ def volume_factor(kind: CollectiveKind, ranks: int) -> float:
 
 
 class CollectiveTimes:
-    """The collectives of one layout on one cluster."""
+    """Prices the collectives and p2p transfers of one layout on one cluster."""
 
     def __init__(self, hardware: Hardware, cluster: Cluster, layout: Layout) -> None:
         self._layout = layout
@@ -78,21 +85,21 @@ class CollectiveTimes:
             self._tables.setdefault(table.kind, []).append(entry)
 
     def seconds(self, work: Collective, outside: set[str]) -> float:
-        """Return how long the collective takes for every rank of its group."""
+        """Return the seconds that the collective takes on every rank of its group."""
         placement = place(work.group, work.ranks, self._layout, self._devices_per_node)
         return self._time(work.kind, work.bytes, placement, outside)
 
     def exchange_seconds(self, work: Exchange, outside: set[str]) -> float:
-        """Return how long one hop of a ring takes: the slowest of its ranks sets the pace."""
+        """Return the seconds of one hop of a ring exchange; the slowest rank sets the pace."""
         placement = place(work.group, work.ranks, self._layout, self._devices_per_node)
         return self._time("send_recv", work.bytes, placement, outside)
 
     @property
     def replica_link_share(self) -> float:
-        """Fraction of a device's link inside its node that a large collective over the replicas takes while it runs.
+        """Fraction of a device's link inside its node that a large collective over the replicas uses while it runs.
 
-        All of it inside a node; across nodes what the cards let through; none where a node has one rank of the group.
-        Where METP's ranks alone are replicas, of embedding and head, it is theirs.
+        It is 1 inside a node, the fraction that the cards allow across nodes, and 0 when a node has one rank of the
+        group. When only METP's ranks are replicas (of embedding and head), it is their collective's fraction.
         """
         layout = self._layout
         group: Group = "grads" if layout.replicas > 1 else "ends"
@@ -106,7 +113,7 @@ class CollectiveTimes:
         return min(1.0, self._net.nic_bytes_per_s.value * cards / bus)
 
     def p2p_seconds(self, work: PointToPoint, outside: set[str]) -> float:
-        """Return how long a rank of one pipeline stage sends to its like of another."""
+        """Return the seconds that a rank of one pipeline stage takes to send to its peer on another stage."""
         placement = hop(work.source, work.target, self._layout, self._devices_per_node)
         return self._time("send_recv", work.bytes, placement, outside)
 
@@ -127,11 +134,11 @@ class CollectiveTimes:
         return alpha_s + streaming
 
     def _inside(self, kind: CollectiveKind, size_bytes: int, ranks: int) -> tuple[float, float, bool]:
-        """Return alpha, bus rate and whether they were calibrated, for ``ranks`` of one node."""
+        """Return alpha, bus rate, and whether both were calibrated, for ``ranks`` ranks of one node."""
         tables = next((self._tables[like] for like in ALIKE[kind] if like in self._tables), None)
         if tables is None:
             known = ", ".join(sorted(self._tables)) or "none"
-            raise Infeasible("the profile has no such collective", got=kind, wanted=known)
+            raise Infeasible("the profile has not measured this collective", got=kind, wanted=known)
         logs = [entry[0] for entry in tables]
         asked = log2(ranks)
         alpha_s = between(logs, [entry[1] for entry in tables], asked)
@@ -143,18 +150,19 @@ class CollectiveTimes:
     def _net(self) -> Network:
         if self._network is None:
             raise Infeasible(
-                "a group of ranks does not fit on one node, and there is no network", wanted="fewer ranks a group"
+                "a group of ranks does not fit on one node, and the cluster has no network",
+                wanted="groups that fit on one node",
             )
         return self._network
 
     def _hops(self, kind: CollectiveKind, placement: Placement) -> int:
-        """Return how often a message passes from node to node, one after the other."""
+        """Return the number of node-to-node steps that a message takes one after another."""
         if kind in ("send_recv", "all_to_all"):
             return 1
         return (placement.nodes - 1) * (2 if kind == "all_reduce" else 1)
 
     def _streaming_across(self, kind: CollectiveKind, size_bytes: int, placement: Placement) -> tuple[float, bool]:
-        """Return the transfer's time over several nodes, and whether the network's curve covers it."""
+        """Return the transfer's seconds across nodes without latency, and whether the network's curve covers it."""
         cards = self._net.nics_per_node / placement.together
         if kind == "all_to_all":
             cards /= placement.per_node

@@ -1,18 +1,23 @@
-"""What lanes of one rank take from each other, and what the node's other devices take from all of them.
+"""How busy lanes slow each other: the lanes of one rank, and the copies of all devices of a node.
 
-Every rank of a node does the same at the same time (one representative rank per role), so a busy copy lane means that
-all local devices copy this way. A device's copy gets the least of
+All ranks of a node do the same at the same time, because one representative rank plays each pipeline stage. A busy copy
+lane therefore means that all local devices copy in that direction. A device's copy gets the lowest of these rates:
 
-    its link           alone, or ``duplex`` while the other direction runs, divided by the devices on one PCIe uplink
-    its share of       ``all_devices`` x the profile's devices: what the node carries one way in all
-    the host's memory  ``host_copy_bytes_per_s`` over everything that all local devices move, both ways
+    its link                alone, or ``duplex`` while the other direction runs; divided by the devices on one PCIe
+    uplink its share of the node   ``all_devices`` x the profile's devices is what the node carries in one direction its
+    share of the host   ``host_copy_bytes_per_s`` is for all copies of all local devices in both directions
 
-Compute runs slower by ``compute_slowdown`` beside copies, collectives and exchanges (the factors multiply: they take
-different resources; the two lanes of collectives take the same one). A collective over the replicas beside one of a
-layer, or beside a ring's exchange, shares the link inside the node: of ``1 + replica_link_share`` that they ask for,
-each gets its part. METP's broadcasts and reductions, and RSA's sums of keys' and values' gradients, go to the ranks of
-a ring, over the links of the ring: both ask for all of them. Multipliers are rates relative to the lane's instruction
-alone, in (0, 1].
+Compute runs slower beside copies, collectives and p2p exchanges, by the factors of ``compute_slowdown``. The factors
+multiply, because these use different resources. The two collective lanes use the same resource and count once.
+
+Collectives share links inside a node:
+
+- A collective over the replicas runs beside a layer's collective or a ring exchange. Together they demand ``1 +
+  replica_link_share`` of the link; each gets the same fraction of its demand.
+- METP's broadcasts and reductions use the links of the ring. So do RSA's sums of the gradients of keys and values. Both
+  these collectives and the ring exchange demand the whole link.
+
+Multipliers are rates relative to the instruction running alone, in (0, 1].
 """
 
 from __future__ import annotations
@@ -25,11 +30,11 @@ COPY = (1 << Lane.D2H) | (1 << Lane.H2D)
 P2P = (1 << Lane.P2P) | (1 << Lane.SEND) | (1 << Lane.RECV)
 COLLECTIVE = (1 << Lane.COLLECTIVE) | (1 << Lane.REPLICA)
 LAYERS = (Lane.COLLECTIVE, Lane.P2P)
-"""Lanes of what layers exchange over the link that the replicas' collectives may use."""
+"""Lanes of the layers' communication, which may share links with the replicas' collectives."""
 
 
 class NodeRates:
-    """Rate multipliers of a rank's lanes, given which of them are busy."""
+    """Rate multipliers of a rank's lanes, by the set of busy lanes."""
 
     def __init__(
         self,
@@ -40,10 +45,10 @@ class NodeRates:
         replica_link_share: float = 0.0,
         ring_shares_links: bool = False,
     ) -> None:
-        """``local_devices``: devices of one node that take part; all of them unless given.
+        """``local_devices``: devices of one node that take part; default all.
 
-        ``replica_link_share``: what a collective over the replicas takes of a device's link inside the node, in [0, 1].
-        ``ring_shares_links``: a ring's exchange goes over the links of a layer's collectives.
+        ``replica_link_share``: fraction of a device's link inside the node that a replica collective uses, in [0, 1].
+        ``ring_shares_links``: whether a ring exchange uses the same links as a layer's collectives.
         """
         self._replica_link_share = replica_link_share
         self._ring_shares_links = ring_shares_links
@@ -52,7 +57,7 @@ class NodeRates:
         self._known: dict[int, tuple[float, ...]] = {}
 
     def rates(self, busy: int) -> tuple[float, ...]:
-        """Return each lane's multiplier, indexed by ``Lane`` (idle: 1); ``busy`` has bit ``1 << lane`` of busy ones."""
+        """Return each lane's multiplier, indexed by ``Lane``; idle lanes have 1. ``busy`` has bits ``1 << lane``."""
         found = self._known.get(busy)
         if found is None:
             found = self._known[busy] = self._rates(busy)
@@ -68,7 +73,7 @@ class NodeRates:
         down = self._link(Lane.D2H, both=h2d) if d2h else 0.0
         up = self._link(Lane.H2D, both=d2h) if h2d else 0.0
         share = self._hardware.host_copy_bytes_per_s.value / self.local_devices
-        # The host's own work (an optimizer's update) is priced at a device's whole share of host memory.
+        # The host's own work (an optimizer's update) alone is priced at a device's whole share of host memory.
         host = share if busy & (1 << Lane.HOST) else 0.0
         left = min(1.0, share / (down + up + host)) if busy & (COPY | (1 << Lane.HOST)) else 1.0
         for lane, rate in ((Lane.D2H, down), (Lane.H2D, up)):
@@ -79,14 +84,14 @@ class NodeRates:
         return tuple(slowed)
 
     def _on_links(self, busy: int) -> list[Lane]:
-        """Return the busy lanes that share links; none where nobody has to give way."""
+        """Return the busy lanes that share links with another busy lane; may be empty."""
         layers = [lane for lane in LAYERS if busy & (1 << lane)]
         if layers and busy & (1 << Lane.REPLICA):
             return [*layers, Lane.REPLICA]
         return layers if self._ring_shares_links else []
 
     def _links_asked(self, busy: int) -> float:
-        """Return how much of a device's links is asked for by layers and replicas together."""
+        """Return the total demand on a device's links, of layers and replicas, in links."""
         layers = sum(bool(busy & (1 << lane)) for lane in LAYERS)
         asked = float(layers if self._ring_shares_links else min(1, layers))
         return asked + (self._replica_link_share if busy & (1 << Lane.REPLICA) else 0.0)
@@ -100,11 +105,11 @@ class NodeRates:
         return 1.0 / factor
 
     def _alone(self, lane: Lane) -> float:
-        """Return the rate of a large copy alone."""
+        """Return the rate of a large copy that runs alone, in bytes/s."""
         return (self._hardware.d2h if lane is Lane.D2H else self._hardware.h2d).alone.y[-1]
 
     def _link(self, lane: Lane, *, both: bool) -> float:
-        """Return the rate a large copy gets beside those of the other devices, before host memory is shared."""
+        """Return the rate of a large copy beside those of other devices, before host memory is shared, in bytes/s."""
         hardware = self._hardware
         copies = hardware.d2h if lane is Lane.D2H else hardware.h2d
         alone = self._alone(lane)

@@ -1,6 +1,6 @@
-"""Curves ready to be asked often: values by log x, constant beyond the ends.
+"""Interpolation of measured curves: values by log x, constant beyond the ends.
 
-Pure Python on purpose: a what-if asks for single numbers, and a bisection beats an array call there.
+It is pure Python on purpose: pricing asks for single numbers, and a bisection is then faster than an array call.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from memo_sim.contract.hardware import Curve
 
 
 def between(x: Sequence[float], y: Sequence[float], at: float) -> float:
-    """Return y at ``at`` on the straight lines between the points (x increasing), constant beyond the ends."""
+    """Return y at ``at`` by linear interpolation (x increasing); beyond the ends, the value at the end."""
     if at <= x[0]:
         return y[0]
     if at >= x[-1]:
@@ -24,7 +24,7 @@ def between(x: Sequence[float], y: Sequence[float], at: float) -> float:
 
 
 class LogCurve:
-    """y by log x: the values of a ``Curve``, or of any points.
+    """Interpolates y in log x, for a ``Curve`` or any list of points.
 
     >>> LogCurve([1.0, 100.0], [10.0, 30.0])(10.0)
     20.0
@@ -40,13 +40,13 @@ class LogCurve:
 
     @classmethod
     def of(cls, curve: Curve) -> LogCurve:
-        """Return the curve of a profile."""
+        """Return the interpolation of a profile's curve."""
         return cls(curve.x, curve.y)
 
     def __call__(self, x: float) -> float:
-        """Return y at ``x``, a positive number."""
+        """Return y at ``x``; ``x`` must be positive."""
         return between(self._logs, self._values, log(x))
 
     def covers(self, x: float) -> bool:
-        """Whether ``x`` lies in the range that was calibrated."""
+        """Whether ``x`` lies in the measured range."""
         return self.first <= x <= self.last

@@ -1,14 +1,20 @@
-"""Seconds of a matrix product by its shape, from a table of measured shapes.
+"""Prices a matrix product by its shape, from a table of measured shapes.
 
     seconds(m, n, k) = 2*m*n*k * (c0 + c1/k + c2/(m*n)) * deviation(m, n, k)
 
-The trend's three terms are the product at full rate, what each output tile costs however short its sum is (c1: pipeline
-fill, epilogue, writing the output), and what each step of the sum costs however few tiles there are (c2: a grid too
-small to fill the device). c0, c1, c2 >= 0 minimise the squared relative error over the table's rows, so the trend's
-time grows with every dimension. What the trend leaves is kept as each row's ratio measured / trend; at another shape
-the deviation is their weighted geometric mean with weight 1 / distance^4, the distance in octaves of (m, n, k), and the
-trend itself counts as a row ``REACH_OCTAVES`` away. So table points come out exactly, far from all of them the trend
-holds, and no rate is above the table's largest.
+The trend in parentheses has three terms:
+
+- c0: the product at full rate;
+- c1: the fixed time of each output tile, however short its sum is (pipeline fill, epilogue, writing the output);
+- c2: the fixed time of each step of the sum, when too few tiles fill the device.
+
+c0, c1, c2 >= 0 minimise the squared relative error over the table's rows, so the trend's time grows with every
+dimension. Each row keeps its ratio measured / trend. At another shape, the deviation is the weighted geometric mean of
+these ratios. The weight is 1 / distance^4, with the distance in octaves of (m, n, k). The trend itself counts as a row
+with ratio 1 at distance ``REACH_OCTAVES``.
+
+So the model returns measured points exactly, follows the trend far from all points, and never exceeds the table's
+largest rate.
 """
 
 from __future__ import annotations
@@ -24,13 +30,13 @@ from memo_sim.contract.hardware import GemmPass, GemmTable
 from memo_sim.program.ir.work import Gemm
 
 REACH_OCTAVES = 2.0
-"""How far a measured row's deviation from the trend reaches: at this distance both count the same."""
+"""Distance at which a measured row's ratio and the trend have the same weight."""
 
 Shape = tuple[float, float, float]
 
 
 class GemmModel:
-    """One table's products: trend and deviations."""
+    """The model of one table: trend and deviations."""
 
     def __init__(self, rows: Sequence[Sequence[float]]) -> None:
         self.largest_rate = max(row[3] for row in rows)
@@ -42,17 +48,17 @@ class GemmModel:
         self._high = [max(row[axis] for row in rows) for axis in range(3)]
 
     def rate(self, m: float, n: float, k: float) -> float:
-        """Return FLOP/s of the product."""
+        """Return the product's rate in FLOP/s."""
         seconds = self._seconds_per_flop(m, n, k) * self._deviation(log2(m), log2(n), log2(k))
         return min(1.0 / seconds, self.largest_rate)
 
     def covers(self, m: float, n: float, k: float) -> bool:
-        """Whether every dimension lies between the table's smallest and largest."""
+        """Whether every dimension lies between the table's smallest and largest value."""
         asked = (m, n, k)
         return all(low <= size <= high for low, size, high in zip(self._low, asked, self._high, strict=True))
 
     def thinner(self, m: float, n: float, k: float) -> bool:
-        """Whether a dimension is below everything measured: there memory may bind, which no row shows."""
+        """Whether a dimension is smaller than in every row. Memory may then limit the product, which no row shows."""
         return m < self._low[0] or n < self._low[1] or k < self._low[2]
 
     def _seconds_per_flop(self, m: float, n: float, k: float) -> float:
@@ -72,7 +78,7 @@ class GemmModel:
 
 
 def _trend(rows: Sequence[Sequence[float]]) -> Shape:
-    """Return c0, c1, c2: non-negative least squares of relative errors, by trying every set of terms."""
+    """Return c0, c1, c2 by non-negative least squares of relative errors; tries every set of terms with c0."""
     table = np.array(rows, dtype=np.float64)
     m, n, k, rate = table.T
     features = np.stack([rate, rate / k, rate / (m * n)], axis=1)
@@ -96,7 +102,7 @@ def _trend(rows: Sequence[Sequence[float]]) -> Shape:
 
 
 class GemmRates:
-    """The products of one profile, by dtype and pass."""
+    """The matrix products of one profile, by dtype and pass."""
 
     def __init__(self, tables: Sequence[GemmTable]) -> None:
         self._models: dict[tuple[str, GemmPass], GemmModel] = {}
@@ -105,10 +111,12 @@ class GemmRates:
             self._models[key] = GemmModel(rows)
 
     def model(self, work: Gemm, outside: set[str]) -> GemmModel:
-        """Return the model that prices ``work``; another pass of the same dtype, marked, where its own is missing.
+        """Return the model that prices ``work``.
+
+        If its pass was not measured, another pass of the same dtype is used, and the name is added to ``outside``.
 
         Raises:
-            Infeasible: when the profile has no product of that dtype.
+                Infeasible: when the profile has no product of this dtype.
         """
         found = self._models.get((work.dtype, work.gemm_pass))
         if found is None:

@@ -1,15 +1,15 @@
-"""How much slower many devices that wait for each other are than those of one node.
+"""How much slower a step is on many devices that wait for each other than on the devices of one node.
 
-Devices of a kind differ: clocks under load, and with them the rates of products and attention. A step goes at the pace
-of its slowest device, and of more devices the slowest is slower. With rates normal around their mean, the expected
-slowest of n lies z(n) standard deviations below it (Blom 1958):
+Devices of one kind differ in their clocks under load, and so in their rates of products and attention. A step runs at
+the pace of its slowest device, and the slowest of more devices is slower. If the rates are normally distributed, the
+expected slowest of n devices lies z(n) standard deviations below the mean (Blom 1958):
 
     z(n) = quantile((n - 3/8) / (n + 1/4))          8: 1.43    32: 2.07    64: 2.34    512: 3.04
 
-A profile's rates are what its node keeps, or fewer devices where it says so (``rated_devices``), so only devices beyond
-those slow it further:
+A profile's rates are already those of the slowest of ``rated_devices`` (by default, the node's devices). Only more
+devices slow the step further:
 
-    seconds x (1 + deviation x (z(n) - z(devices that the rates are of)))
+    seconds x (1 + deviation x (z(n) - z(rated_devices)))
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from memo_sim.contract.hardware import Hardware
 
 
 def slowest(devices: int) -> float:
-    """Return how many standard deviations the slowest of ``devices`` is expected to lie below their mean."""
+    """Return z(n): how many standard deviations the slowest of ``devices`` devices lies below the mean."""
     return NormalDist().inv_cdf((devices - 0.375) / (devices + 0.25))
 
 
 def pace(hardware: Hardware, devices: int) -> float:
-    """Return the factor (at least 1) on the time of products and attention of ``devices`` that wait for each other."""
+    """Return the factor (>= 1) on the time of products and attention, for ``devices`` that wait for each other."""
     deviation = hardware.device_deviation
     rated = hardware.rated_devices or hardware.devices
     if deviation is None or devices <= rated:

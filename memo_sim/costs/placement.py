@@ -1,9 +1,10 @@
-"""Where the ranks of a group lie: in one node or over several, and what leaves a node at the same time.
+"""Where the ranks of a group lie: in one node or over several nodes, and how many groups share a node's cards.
 
-Ranks are ordered as ``program/ranks.py`` says.
+Ranks are ordered as in ``program/layout/rank_order.py``.
 
     tp 4, cp 2, dp 2 on nodes of eight:   node 0 [0 1 2 3 | 4 5 6 7]   node 1 [8 9 10 11 | 12 13 14 15]
-    tp group of rank 0: 0 1 2 3    cp: 0 4    dp: 0 8    grads: 0 4 8 12 (two a node; four such groups share its cards)
+    groups of rank 0:   tp 0 1 2 3    cp 0 4    dp 0 8    grads 0 4 8 12 (two ranks per node; four such groups share its
+    cards)
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from memo_sim.program.layout.rank_order import stride
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """A group of ``ranks`` on ``nodes`` nodes, ``per_node`` of them in each; ``together`` such groups share a node."""
+    """A group of ``ranks`` ranks over ``nodes`` nodes, ``per_node`` in each; ``together`` such groups share a node."""
 
     ranks: int
     per_node: int
@@ -26,9 +27,9 @@ class Placement:
 
 
 def hop(source: int, target: int, layout: Layout, devices_per_node: int) -> Placement:
-    """Return where a pair of ranks lies that hand over from one pipeline stage to another: across nodes if any pair is.
+    """Return the placement of a p2p pair between two pipeline stages; it crosses nodes if any pair of ranks does.
 
-    All ranks of the stage hand over at once, so those of one node share its cards.
+    All ranks of the stage send at the same time, so those of one node share its cards.
     """
     step = stride("pp", layout)
     ranks = range(source * step, (source + 1) * step)
@@ -37,7 +38,7 @@ def hop(source: int, target: int, layout: Layout, devices_per_node: int) -> Plac
 
 
 def place(group: Group, ranks: int, layout: Layout, devices_per_node: int) -> Placement:
-    """Return where a group of ``ranks`` lies on nodes of ``devices_per_node``."""
+    """Return the placement of a group of ``ranks`` ranks on nodes of ``devices_per_node`` devices."""
     per_node = min(ranks, max(1, -(-devices_per_node // stride(group, layout))))
     used = min(devices_per_node, layout.devices)
     return Placement(ranks, per_node, -(-ranks // per_node), max(1, used // per_node))

@@ -1,7 +1,7 @@
-"""Seconds of every kind of work on one cluster: the one door into this room.
+"""Prices every kind of work on one cluster; the entry point of this package.
 
-A ``Pricer`` prices work as if its lane alone were busy; ``NodeRates`` says what lanes that are busy at once take from
-each other. Work is a value, so each distinct one is priced once.
+A ``Pricer`` prices work as if its lane alone were busy. ``NodeRates`` then says how lanes slow each other when they are
+busy at the same time. Work objects compare by value, so equal work is priced once.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from memo_sim.program.ir.work import (
 __all__ = ["NodeRates", "Pricer"]
 
 _PREPARED = 8
-"""Profiles whose kernel models are kept: a search makes hundreds of pricers for one profile."""
+"""Number of profiles whose kernel models are cached; a search makes hundreds of pricers for one profile."""
 
 
 class _Kernels:
-    """What depends on the profile alone: models of the compute kernels and copies."""
+    """Models that depend only on the profile: compute kernels and copies."""
 
     def __init__(self, hardware: Hardware) -> None:
         self.hardware = hardware
@@ -55,7 +55,7 @@ _prepared: list[_Kernels] = []
 
 
 def _kernels(hardware: Hardware) -> _Kernels:
-    """Return the profile's models, made once per profile object."""
+    """Return the profile's kernel models, cached per profile object."""
     for found in _prepared:
         if found.hardware is hardware:
             return found
@@ -66,9 +66,9 @@ def _kernels(hardware: Hardware) -> _Kernels:
 
 
 class Pricer:
-    """Prices the works of one layout on one cluster; ``outside`` names the curves asked beyond their calibration.
+    """Prices the work of one layout on one cluster; ``outside`` collects the curves that were read outside their range.
 
-    ``rowwise``: what plays the plan's row-wise operators.
+    ``rowwise`` is the implementation of the plan's row-wise operators.
     """
 
     def __init__(
@@ -86,21 +86,21 @@ class Pricer:
 
     @property
     def replica_link_share(self) -> float:
-        """Fraction of a device's link inside its node that a collective over the replicas takes (``NodeRates``)."""
+        """Fraction of a device's link inside its node that a collective over the replicas uses (``NodeRates``)."""
         return self._collectives.replica_link_share
 
     def seconds(self, work: Work) -> float:
-        """Return how long ``work`` takes when nothing else runs.
+        """Return the seconds that ``work`` takes when nothing else runs.
 
         Raises:
-            Infeasible: when the profile has not measured such work (dtype, attention or fused kernel, collective).
+                Infeasible: when the profile has not measured this work (dtype, attention or fused kernel, collective).
         """
         found = self._known.get(work)
         if found is None:
             found = self._known[work] = self._price(work)
         return found
 
-    def _price(self, work: Work) -> float:  # noqa: PLR0911 - one return a kind of work
+    def _price(self, work: Work) -> float:  # noqa: PLR0911 - one return per kind of work
         kernels = self._kernels
         match work:
             case Gemm():
@@ -123,17 +123,18 @@ class Pricer:
                 return work.moved_bytes / self._host_bytes_per_s
 
     def _batched(self, work: BatchedGemm) -> float:
-        """Return the time of a batch: its tiles are those of one product with all rows, its operands its own.
+        """Return the seconds of a batched product.
 
-        Scores are many and the sum over a head is short, so that memory may bind: the operands' way through it is the
-        least time.
+        Its tiles are those of one product with all rows. Each product of the batch has its own operands. Attention
+        scores are large and a head's sum is short, so memory may be the limit: the time is at least that of moving the
+        operands.
         """
         rows = Gemm(work.batch * work.m, work.n, work.k, work.gemm_pass, work.dtype)
         moved_bytes = work.elements * DTYPE_BYTES[work.dtype]
         return max(self._gemm(rows), self._kernels.rowwise.stream_seconds(moved_bytes))
 
     def _gemm(self, work: Gemm) -> float:
-        """Return the product's time; thinner than any that was measured, at least its operands' way through memory."""
+        """Return a product's seconds; for a shape thinner than any measured one, at least the time to move operands."""
         model = self._kernels.gemm.model(work, self.outside)
         shape = (work.m, work.n, work.k)
         seconds = max(self._floor_s, work.flops / model.rate(*shape))

@@ -1,8 +1,9 @@
-"""Seconds of memory-bound kernels: ``max(launch floor, bytes / rate(bytes))``.
+"""Prices memory-bound kernels: ``max(launch floor, bytes / rate(bytes))``.
 
-An operator that was measured by itself has its own curve; its variants (``gelu.bwd``, ``cross_entropy.stats``) take the
-operator's where they have none; everything else takes the curve of memory-bound kernels. What a plan's fused kernels
-play has a curve of that implementation, or no price: torch's says nothing of it.
+- An operator that was measured alone has its own curve.
+- Its variants (``gelu.bwd``, ``cross_entropy.stats``) use that curve when they have none.
+- Every other operator uses the common curve of memory-bound kernels.
+- A fused kernel needs a curve of its own implementation; torch's curves say nothing about it.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from memo_sim.program.operators.workspaces import FUSED_KINDS
 
 
 class RowwiseRates:
-    """The memory-bound kernels of one profile."""
+    """Rates of the memory-bound kernels of one profile."""
 
     def __init__(self, hardware: Hardware) -> None:
         self._hardware = hardware.name
@@ -30,10 +31,10 @@ class RowwiseRates:
         self._floor_s = hardware.launch_floor_s.value
 
     def seconds(self, work: Rowwise, outside: set[str], kernel: RowwiseKernel = "torch") -> float:
-        """Return how long the kernel takes in a plan whose row-wise operators ``kernel`` plays.
+        """Return the seconds of an operator when ``kernel`` is the plan's implementation of row-wise operators.
 
         Raises:
-            Infeasible: when the profile has not measured that implementation of the operator.
+                Infeasible: when the profile has not measured this implementation of the operator.
         """
         if kernel != "torch" and work.kind in FUSED_KINDS:
             curve = self._fused.get((kernel, work.kind))
@@ -50,7 +51,7 @@ class RowwiseRates:
         return self._time("memory_bound", self._common, work.moved_bytes, outside)
 
     def stream_seconds(self, moved_bytes: float) -> float:
-        """Return the least time in which a kernel of any kind can read and write so many bytes."""
+        """Return the shortest time in which any kernel can read and write ``moved_bytes`` bytes."""
         return moved_bytes / self._common(moved_bytes) if moved_bytes > 0 else 0.0
 
     def _time(self, name: str, curve: LogCurve, moved_bytes: int, outside: set[str]) -> float:

@@ -1,6 +1,6 @@
-"""Seconds of a copy between device and pinned host memory alone on its link: max(launch floor, bytes / rate(bytes)).
+"""Prices a copy between device and pinned host memory that runs alone: ``max(launch floor, bytes / rate(bytes))``.
 
-What other copies take away, of this device or of its neighbours, is the engine's business through ``NodeRates``.
+``NodeRates`` says how much other copies slow it, on this device or on its neighbours.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from memo_sim.costs.curves import LogCurve
 
 
 class CopyTimes:
-    """One direction's copies."""
+    """Prices the copies of one direction."""
 
     def __init__(self, name: str, rates: CopyRates, least_s: float) -> None:
         self._name = name
@@ -18,7 +18,7 @@ class CopyTimes:
         self._least_s = least_s
 
     def seconds(self, size_bytes: int, outside: set[str]) -> float:
-        """Return how long the copy takes when nothing else moves."""
+        """Return the seconds of a copy when nothing else moves."""
         if size_bytes <= 0:
             return 0.0
         streaming = size_bytes / self._alone(size_bytes)

@@ -1,4 +1,4 @@
 """The simulator: plays a priced program in SimPy, with lanes, shared links, host memory and device memory over time.
 
-It searches nothing: choosing decisions is the work of ``planning``.
+It does not choose decisions; ``planning`` does.
 """

@@ -1,10 +1,10 @@
-"""Device memory of a plan that PyTorch's caching allocator serves: its requests replayed, not a placement.
+"""Device memory of a plan that PyTorch's caching allocator serves: replays its requests instead of placing them.
 
-The program frees in program order; as an eager framework plays it, it asks for more and gets some back later
-(``memory/eager.py``). A step's cost is that of the last of three replayed steps, when the cache is warm; a
-reorganisation stops the device, so its seconds are added to the kernel at which it happens:
+The program frees buffers in program order. An eager framework asks for more, and frees some buffers later
+(``memory/eager.py``). Three steps are replayed; the cost of a step is that of the last one, when the cache is warm. An
+allocation retry stops the device, so its seconds are added to the kernel at which it happens:
 
-      compute  | norm | qkv |##### reorganisation #####  attention | ...
+      compute  | norm | qkv |##### allocation retry #####  attention | ...
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 
 from memo_sim.contract.hardware import Hardware
 from memo_sim.engine.playback import Floats
-from memo_sim.memory.beginning import Beginning, without_states
+from memo_sim.memory.initial_states import Beginning, without_states
 from memo_sim.memory.replay import DeviceStop, Replay, RunAhead, allocation_costs, replay
 from memo_sim.program.analysis.columns import Columns, Ints
 from memo_sim.program.analysis.liveness import Liveness
@@ -27,7 +27,7 @@ from memo_sim.program.ir.program import Program
 
 @dataclass(frozen=True)
 class CachingMemory:
-    """The replay of one rank's requests, and the instructions it belongs to."""
+    """The replay of one rank's requests, and the lanes of the instructions that make them."""
 
     replay: Replay
     lane: Ints
@@ -35,26 +35,26 @@ class CachingMemory:
 
     @cached_property
     def stall_s(self) -> Floats:
-        """Seconds that the allocator adds to each instruction: none but kernels wait for it."""
+        """Seconds that the allocator adds to each instruction; only kernels wait for it."""
         seconds = np.zeros(len(self.lane))
         np.add.at(seconds, self._stopped, [stop.seconds for stop in self._stops])
         return seconds
 
     @cached_property
     def retried_allocation(self) -> Ints:
-        """How often each instruction finds the memory reorganised."""
+        """Number of allocation retries at each instruction."""
         counts = np.zeros(len(self.lane), dtype=np.int64)
         np.add.at(counts, self._stopped, [stop.retried_allocation for stop in self._stops])
         return counts
 
     @property
     def _stops(self) -> list[DeviceStop]:
-        """The stops of the steady step; none where memory runs out before there is one."""
+        """Stops of the device in the steady step; empty when memory runs out before that step."""
         return [] if self.replay.out_of_memory else self.replay.steady.stops
 
     @property
     def _stopped(self) -> Ints:
-        """The kernel at which each stop happens: the next one where another lane asks for the memory."""
+        """The kernel at which each stop happens; a stop caused by another lane happens at the next kernel."""
         kernels = np.flatnonzero(self.lane == Lane.COMPUTE)
         instants = np.array([stop.instant for stop in self._stops], dtype=np.int64)
         stopped: Ints = kernels[np.minimum(np.searchsorted(kernels, instants), len(kernels) - 1)]
@@ -72,10 +72,11 @@ def caching_memory(
     ahead: RunAhead | None = None,
     beginning: Beginning | None = None,
 ) -> CachingMemory:
-    """Return what the allocator makes of ``program`` on one device.
+    """Return the behaviour of PyTorch's allocator for ``program`` on one device.
 
-    ``lives`` are the buffers asked for, with their sizes; ``names`` those of buffers that are not the program's;
-    ``reserve_bytes`` of the device are not the allocator's; ``beginning`` stands for the program's states.
+    ``lives`` gives lives and sizes of the requested buffers. ``names`` names them when they are not all the program's
+    own. ``reserve_bytes`` of the device are not available to the allocator. ``beginning`` replaces the program's
+    states.
     """
     if beginning:
         lives = without_states(program, lives)

@@ -1,21 +1,24 @@
-"""What an eager framework's host costs: it launches every kernel, and a device that is faster waits for it.
+"""How long kernels wait for the host of an eager framework, which launches every kernel.
 
-Python and autograd take ``host_launch_s`` a kernel, and a pass of a micro-batch takes ``host_pass_s`` before its first
-(the batch, the loop over micro-batches, what is handed over). As long as the device is slower the host runs ahead, and
-costs nothing; where kernels are shorter than their launch the device stands still before each:
+Python and autograd take ``host_launch_s`` per kernel. Each pass of a micro-batch takes another ``host_pass_s`` before
+its first kernel: for the batch, the loop over micro-batches and the p2p transfers. While the device is slower, the host
+runs ahead and costs nothing. Where kernels are shorter than their launches, the device waits before each kernel:
 
     host     |l0|l1|l2|l3|l4|            |l0|l1|l2|l3|
     device      |k0|..|k1|..|k2|            |k0------|k1----|k2...
 
-The host waits for the device, and is no longer ahead, where it looks at a result: before a micro-batch's forward
-(Megatron-LM's ``broadcast_data`` reads the batch's sizes from the device), at a hand-over between pipeline stages
-(``p2p_communication`` synchronises after it), and where the step's gradient norm is read. Between two such points the
-waits follow from program order alone: kernel i cannot start before the launches up to it are done.
+The host waits for the device, and is then no longer ahead, where it reads a result:
+
+- before a micro-batch's forward (Megatron-LM's ``broadcast_data`` reads the batch's sizes from the device);
+- at p2p transfers between pipeline stages (``p2p_communication`` synchronises after them);
+- where the step's gradient norm is read.
+
+Between two such points, the waits follow from program order alone: kernel i starts after all launches up to its own.
 
     wait before i = M(i) - M(i - 1),    M(i) = max over j <= i of (launched(j) - busy before j), at least 0
 
-The device's time is that of its kernels and of collectives on the same lanes one after the other; what overlaps compute
-makes the host a little further behind than it is counted here.
+The device's time counts its kernels and the collectives on the same lanes, one after another. Where collectives overlap
+with compute, the host is in fact a little further behind than this model says.
 """
 
 from __future__ import annotations
@@ -27,21 +30,21 @@ import numpy as np
 from memo_sim.contract.hardware import Hardware
 from memo_sim.contract.plan import Decisions
 from memo_sim.engine.playback import Floats
-from memo_sim.memory.eager import KERNELS
+from memo_sim.memory.eager_framework import KERNELS
 from memo_sim.program.analysis.columns import Columns, Ints
 from memo_sim.program.ir.instruction import Instance, Lane
 from memo_sim.program.ir.program import Program
 
 _SERIAL = (Lane.COMPUTE, Lane.COLLECTIVE)
-"""Lanes whose work an eager framework without overlap plays one after the other."""
+"""Lanes whose work an eager framework without overlap plays one after another."""
 
 
 def launch_waits(
     program: Program, columns: Columns, seconds: Floats, decisions: Decisions, hardware: Hardware
 ) -> Floats:
-    """Return how long each instruction of one role waits for its launch (seconds); ``seconds`` are theirs alone.
+    """Return the seconds that each instruction of one stage waits for its launch; ``seconds`` are durations alone.
 
-    Nothing where the framework is not eager, or the profile does not know its host.
+    All zero when the framework is not eager, or when the profile does not know its host's times.
     """
     waits = np.zeros(len(seconds))
     if decisions.memory_policy != "eager" or hardware.host_launch_s is None or not len(seconds):
@@ -56,7 +59,7 @@ def launch_waits(
     behind = np.cumsum(launch_s) - busy_before
     bounds = [*np.flatnonzero(np.append(True, window[1:] != window[:-1])).tolist(), len(serial)]
     for first, end in pairwise(bounds):
-        # Launches and busy time count from the window's start, where the host has just seen the device finish.
+        # Launches and busy time count from the window's start: there, the host has just waited for the device.
         ahead = behind[first] - launch_s[first]
         highest = np.maximum(np.maximum.accumulate(behind[first:end] - ahead), 0.0)
         waits[serial[first:end]] = np.diff(highest, prepend=0.0)
@@ -64,7 +67,7 @@ def launch_waits(
 
 
 def _windows(program: Program, columns: Columns) -> Ints:
-    """Return the number of the window of every instruction: a new one wherever the host has waited for the device."""
+    """Return the window of every instruction; a new window begins wherever the host has waited for the device."""
     keys = [_key(program, instance) for instance in program.instances]
     changed = np.array([a != b for a, b in pairwise(keys)], dtype=np.int64)
     of_instance = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(changed)])
@@ -74,8 +77,8 @@ def _windows(program: Program, columns: Columns) -> Ints:
 
 
 def _key(program: Program, instance: Instance) -> tuple[str, int]:
-    """Return what tells an instance's window from its neighbour's: a micro-batch, or a phase of the step's ends."""
-    if not instance.place.startswith("step"):
+    """Return the key of an instance's window: its micro-batch, or a phase at the step's beginning or end."""
+    template = program.templates[instance.template]
+    if not template.kind.of_step:
         return "", instance.micro_batch
-    phase = program.templates[instance.template].instructions[0].name.partition("/")[0]
-    return phase, 0
+    return template.instructions[0].phase, 0

@@ -1,15 +1,16 @@
-"""Identical layers are played a few times and repeated: how long a step takes, without playing all of it.
+"""Computes a step's time from a few of its layers: identical layers are played once and repeated.
 
-Middle layers are alike, and once a pass is under way each finds the lanes as the one before did. So a plan of a few
-layers is lowered and played, and a window of each run over its layers (forward, backward, what the step does layer by
-layer before and after them) stands for the layers that are left out. Two layers, because they take turns in two
-rounding buffers, and the window before it for comparison:
+Middle layers are identical, and after the first few of a pass, each layer starts with the same state of the lanes. So a
+plan with few layers is lowered and played. In each run over its layers (forward, backward, and the step's work layer by
+layer before and after them), a window stands for the layers that are left out. A window has two layers, because layers
+alternate between two rounding buffers. The window before it serves for comparison:
 
       played     | l0 l1 l2 l3 l4 l5 l6 l7 l8 l9 |        eighty layers   | l0 ... l5 | l6 l7 x 36 | l8 l9 |
                              |<--->|<--->| window
 
-As with micro-batches (``repetition.py``) this is looked at, not assumed: every instruction of a window comes as much
-later than its like of the window before, and nothing of another run plays beside it. Then the repetition is exact.
+As with micro-batches (``repetition.py``), the repetition is checked, not assumed. Every instruction of a window must
+come the same time after its counterpart in the window before, and no other run may overlap with the window. Then the
+result is exact.
 """
 
 from __future__ import annotations
@@ -25,21 +26,27 @@ from memo_sim.contract.plan import Decisions
 from memo_sim.engine.playback import Playback
 from memo_sim.engine.repetition import STEADY
 from memo_sim.engine.simulate import simulate
+from memo_sim.program.ir.kinds import BlockKind, TemplateKind
 from memo_sim.program.ir.program import Program
 
 FEW = 10
-"""Layers played: as many at the run's start as it needs to get under way, two windows, and the last two, whose
-activations stay. One more where the number of layers is odd."""
+"""Layers played: enough for the run to become steady, two windows, and the last two, whose activations stay.
+
+One more when the number of layers is odd."""
 WINDOW = 2
 BEHIND = 2
 """Layers after the window."""
 
 
+LAYER_PASSES = (TemplateKind.FORWARD, TemplateKind.BACKWARD, TemplateKind.BACKWARD_RESIDENT)
+"""Templates of which each layer has one instance a pass."""
+
+
 def step_s_of_few_layers(decisions: Decisions, hardware: Hardware, cluster: Cluster) -> float | None:
     """Return the step time (seconds) of a plan that fits, from a few of its layers.
 
-    None where that says nothing: of pipelines and of few layers, where memory is not planned (an allocator's stalls
-    depend on everything that is held), and where the layers are not seen to repeat.
+    None when that is not possible: for pipelines, for models with few layers, when the layers are not seen to repeat,
+    and when memory is not planned (an allocator's stalls depend on everything that is held).
 
     Raises:
         Infeasible: when the plan cannot be lowered, or the profile has not measured its work.
@@ -50,7 +57,7 @@ def step_s_of_few_layers(decisions: Decisions, hardware: Hardware, cluster: Clus
     if layers <= few or layout.pp > 1 or decisions.memory_policy != "planned":
         return None
     if layout.replicas > 1 and layout.zero < 3:
-        return None  # whole blocks are gathered beside the first layers, or summed beside the norm's kernels
+        return None  # whole blocks are gathered beside the first layers, or reduced beside the gradient norm's kernels
     model = msgspec.structs.replace(decisions.model, layers=few)
     simulation = simulate(msgspec.structs.replace(decisions, model=model), hardware, cluster, predict=False)
     (stage,) = simulation.stages
@@ -67,27 +74,28 @@ def step_s_of_few_layers(decisions: Decisions, hardware: Hardware, cluster: Clus
 
 
 def _runs(program: Program, layers: int) -> list[list[int]]:
-    """Return the runs over all layers, as the instances that each layer begins with, in program order.
+    """Return the runs over all layers; each lists the first instance of every layer, in program order.
 
-    What stands among the layers of a pass (copies, collectives) belongs to that pass's run.
+    Other instances among the layers of a pass (copies, collectives) belong to that pass's run.
     """
-    passes: dict[tuple[str, int, int], list[int]] = defaultdict(list)
-    others: dict[str, list[int]] = defaultdict(list)
+    passes: dict[tuple[bool, int, int], list[int]] = defaultdict(list)
+    others: dict[TemplateKind, list[int]] = defaultdict(list)
     for number, instance in enumerate(program.instances):
-        kind, _, phase = program.templates[instance.template].name.partition(".")
-        if kind != "layer":
+        template = program.templates[instance.template]
+        if template.block is not BlockKind.LAYER:
             continue
-        if (phase := phase.partition(".")[0]) in ("fwd", "bwd"):
-            passes[phase, instance.micro_batch, instance.subsequence].append(number)
-        elif instance.place.startswith("step/"):
-            others[phase].append(number)
+        if template.kind in LAYER_PASSES:
+            forward = template.kind is TemplateKind.FORWARD
+            passes[forward, instance.micro_batch, instance.subsequence].append(number)
+        elif template.kind.of_step:
+            others[template.kind].append(number)
     inside = [(run[0], run[-1]) for run in passes.values()]
     apart = [run for run in others.values() if not any(run[0] < last and first < run[-1] for first, last in inside)]
     return [run for run in [*passes.values(), *apart] if len(run) == layers]
 
 
 def _window_s(program: Program, playback: Playback, firsts: list[int], run: list[int]) -> float | None:
-    """Return how long a run's window takes; None where it does not take as long as the window before it."""
+    """Return the seconds of a run's window, or None when it differs from the window before it."""
     first, middle, last = (run[len(run) - BEHIND - n * WINDOW] for n in (2, 1, 0))
     templates = [instance.template for instance in program.instances[first:last]]
     if templates[: middle - first] != templates[middle - first :]:
@@ -99,5 +107,5 @@ def _window_s(program: Program, playback: Playback, firsts: list[int], run: list
         return None
     beside = (start_s < start_s[window.stop]) & (end_s > start_s[window.start])
     beside[firsts[run[0]] : firsts[run[-1] + 1]] = False
-    # Of the run too: what the layer behind the last begins with may be gathered while that one plays.
+    # This includes the run itself: what follows the last layer may be gathered while the window plays.
     return None if beside.any() else float(shifts[0])

@@ -1,10 +1,12 @@
-"""Device and host memory of a program: what it needs, whether that fits, and by class over time.
+"""Device and host memory of a program: how much it needs, whether that fits, and its curves by buffer class.
 
-What is needed follows from program order alone, so it is known before anything is played: the device needs the
-program's peak beside the profile's reserve (and, with the caching policy, what PyTorch's allocator reserves for it); a
-node's host memory serves all of its local ranks, in plain bytes (one registered slab) or in pinned blocks rounded up to
-powers of two, as PyTorch's pinned allocator makes them: one block for a layer's activations, and one for each of its
-small statistics tensors (log-sum-exp, the norms' statistics).
+The need follows from program order alone, so it is known before the program is played.
+
+- The device needs the program's peak and the profile's reserve. With the caching policy, it needs what PyTorch's
+  allocator reserves for the program.
+- A node's host memory serves all its local ranks, either in exact bytes (one registered slab), or in pinned blocks
+  rounded up to powers of two, as PyTorch's pinned allocator makes them. There is one block for a layer's activations,
+  and one for each of its small statistics tensors (log-sum-exp, the norms' statistics).
 
       320k tokens, 7B, TP4 CP2, alpha .75: 30 layers x 3.91 GiB x 8 ranks = 937 GiB exact, 30 x 4 x 8 = 960 GiB rounded
 """
@@ -25,8 +27,8 @@ from memo_sim.contract.units import format_bytes
 from memo_sim.costs.curves import LogCurve
 from memo_sim.engine.caching import CachingMemory, caching_memory
 from memo_sim.engine.playback import Playback
-from memo_sim.memory.beginning import Beginning, beginning_of
-from memo_sim.memory.eager import WORKSPACES, eager_buffers, libraries_of, run_ahead
+from memo_sim.memory.eager_framework import WORKSPACES, eager_buffers, libraries_of, run_ahead
+from memo_sim.memory.initial_states import Beginning, beginning_of
 from memo_sim.memory.pinned_allocator import pinned_bytes
 from memo_sim.memory.replay import RunAhead
 from memo_sim.program.analysis.columns import Columns, Ints
@@ -35,74 +37,74 @@ from memo_sim.program.analysis.liveness import Liveness, Peak, live_bytes, liven
 from memo_sim.program.arena.library_workspaces import COMMUNICATORS, lives_in_arena, reserve_of
 from memo_sim.program.ir.instruction import BufferClass, Lane
 from memo_sim.program.ir.program import Program
+from memo_sim.program.layers.kinds import skeletal_of
 from memo_sim.program.layout.shape import shape_of
-from memo_sim.program.layout.skeletal import skeletal_tensors
 from memo_sim.program.layout.subsequence import subsequences_of
 
 
 @dataclass(frozen=True)
 class OutOfMemory:
-    """The first instruction that finds too little memory, what lives there, and what is missing at the worst one."""
+    """The first instruction without enough memory, what is alive there, and the largest shortage of the step."""
 
     status: Literal["gpu_oom", "host_oom"]
     instruction: int
     id: str
     live: dict[str, int]
-    """Bytes by class at that instruction: of one device with its reserve, or of one node's host memory.
+    """Bytes by class alive at that instruction: on one device with its reserve, or in one node's host memory.
 
-    Where the caching allocator fails, what it holds instead: allocated, requested, and free but not given back.
+    When the caching allocator fails, its own figures instead: allocated, requested, and reserved but unallocated.
     """
     capacity_bytes: int
     shortfall_bytes: int
 
     @property
     def reason(self) -> str:
-        """One line: where, how much was needed, how much there is, what lives there, how much is missing at worst."""
+        """One line: where memory runs out, how much is needed and available, what is alive, the largest shortage."""
         largest = sorted(self.live.items(), key=lambda item: -item[1])
         parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in largest if size)
         where = "device" if self.status == "gpu_oom" else "a node's host"
         need, have = format_bytes(sum(self.live.values())), format_bytes(self.capacity_bytes)
-        worst = f"{format_bytes(self.shortfall_bytes)} are missing at the worst instant"
-        return f"{where} memory runs out at {self.id}: {need} ({parts}) of {have}; {worst}"
+        worst = f"at the worst instant {format_bytes(self.shortfall_bytes)} are missing"
+        return f"{where} memory runs out at {self.id}: {need} ({parts}) are needed of {have}; {worst}"
 
 
 @dataclass(frozen=True)
 class Memory:
-    """What a step needs on one rank's device and on one node's host."""
+    """The memory that a step needs on one rank's device and on one node's host."""
 
     program: Program
     device_lives: Liveness
     host_lives: Liveness
-    """Lives of host blocks of one rank, as its allocator rounds them."""
+    """Lives of one rank's host blocks, rounded as its allocator rounds them."""
     reserve: dict[str, int]
     """Device bytes outside the program, itemised."""
     device_capacity_bytes: int
     host_capacity_bytes: int
     local_ranks: int
-    """Ranks of this role on one node."""
+    """Ranks of this pipeline stage on one node."""
     host_beside_bytes: int = 0
-    """What ranks of other roles need of the same node's host memory."""
+    """Host memory of the same node that ranks of other pipeline stages need."""
     caching: CachingMemory | None = None
-    """What the caching allocator makes of it; None where memory is planned."""
+    """The caching allocator's replay; None when memory is planned."""
 
     @cached_property
     def device_curves(self) -> dict[str, Ints]:
-        """Live device bytes by class at every instruction."""
+        """Live device bytes at every instruction, by class."""
         return live_bytes(self.device_lives, device=True)
 
     @cached_property
     def host_curves(self) -> dict[str, Ints]:
-        """Live host bytes of one rank by class at every instruction."""
+        """Live host bytes of one rank at every instruction, by class."""
         return live_bytes(self.host_lives, device=False)
 
     @cached_property
     def device(self) -> Peak:
-        """The program's own worst instant on the device, the reserve not counted."""
+        """The program's peak on the device, without the reserve."""
         return peak(self.device_curves)
 
     @cached_property
     def host(self) -> Peak:
-        """One rank's worst instant on the host."""
+        """One rank's peak on the host."""
         return peak(self.host_curves)
 
     @property
@@ -112,7 +114,7 @@ class Memory:
 
     @property
     def device_total_bytes(self) -> int:
-        """Program peak and reserve."""
+        """The program's peak and the reserve."""
         return self.device.bytes + self.reserve_bytes
 
     @property
@@ -122,7 +124,7 @@ class Memory:
 
     @cached_property
     def fault(self) -> OutOfMemory | None:
-        """Why the step does not fit, or None when it does; the device is looked at first."""
+        """Why the step does not fit, or None when it does; the device is checked first."""
         if self.device_total_bytes > self.device_capacity_bytes:
             room = self.device_capacity_bytes - self.reserve_bytes
             at, live = _first_above(self.device_curves, room)
@@ -150,7 +152,7 @@ class Memory:
         return None
 
     def program_id(self, instruction: int) -> str:
-        """Return the id of an instruction by its number, without making all of them."""
+        """Return the id of an instruction by its number, without building the ids of all instructions."""
         for instance in self.program.instances:
             instructions = self.program.templates[instance.template].instructions
             if instruction < len(instructions):
@@ -161,9 +163,9 @@ class Memory:
     def device_over_time(self, playback: Playback) -> MemoryCurve:
         """Return the device's live bytes by class as the compute lane proceeds.
 
-        Memory is handed out in program order, whatever other lanes run ahead or behind: between the starts of two
-        kernels lives what lives at the second or at instructions of other lanes that precede it, whichever is most.
-        So the curve's peak is the program's.
+        Memory is allocated in program order, however far other lanes run ahead or behind. From one kernel's start to
+        the next one's, the curve shows the fullest moment among the second kernel and the other lanes' instructions
+        before it. So the curve's peak is the program's peak.
         """
         lane = playback.columns.lane
         kernels = np.flatnonzero(lane == Lane.COMPUTE)
@@ -176,14 +178,15 @@ class Memory:
         return MemoryCurve(time_s=times.tolist(), bytes_by_class=curves)
 
     def host_over_time(self, playback: Playback) -> MemoryCurve:
-        """Return the live bytes of one rank's host memory by class."""
+        """Return one rank's live host bytes by class over time."""
         return _host_over_time(self.host_lives, playback)
 
 
 def memory_of(program: Program, columns: Columns, decisions: Decisions, hardware: Hardware, cluster: Cluster) -> Memory:
-    """Return what ``program`` needs and what ``cluster`` has; inputs count for all micro-batches of the step.
+    """Return what ``program`` needs and what ``cluster`` has.
 
-    ``program`` may hold fewer micro-batches than ``decisions``: the others repeat them.
+    ``program`` may hold fewer micro-batches than ``decisions``, because the others repeat them. Input buffers count for
+    all micro-batches of the step.
     """
     lives = liveness(program, columns)
     sizes = lives.bytes.copy()
@@ -226,7 +229,7 @@ def memory_of(program: Program, columns: Columns, decisions: Decisions, hardware
 
 
 def _known_reserve(program: Program, decisions: Decisions, hardware: Hardware) -> dict[str, int]:
-    """Return the profile's reserve by item, and what the plan's communicators take together."""
+    """Return the profile's reserve by item, with the sum of the plan's communicators."""
     known = {name: int(quantity.value) for name, quantity in hardware.reserve_bytes.items()}
     ranks = communicators(program, decisions)
     if not ranks:
@@ -240,16 +243,17 @@ def _known_reserve(program: Program, decisions: Decisions, hardware: Hardware) -
 def _pinned_blocks(lives: Liveness, program: Program, decisions: Decisions) -> Liveness:
     """Return host blocks as PyTorch's pinned allocator makes them.
 
-    What a layer swaps is one block for its activations and one for each statistics tensor: fp32 beside the activations'
-    dtype, they are allocations of their own, and in the layer's block their percent would double it where the
-    activations fill a power of two (7B at 256k, TP4 CP2, alpha 1: 4 GiB a layer). Each state is a block too, and each
-    chunk that attention sends away while its layer is played. The host copies of one (micro-batch, layer) have the same
-    index in their families, and a subsequence's are a block apart; a block is rounded up to a power of two and lives
-    from the first to the last of what it holds.
+    Each (micro-batch, layer, subsequence) has one block for its swapped activations. Each statistics tensor is fp32, so
+    it is an allocation of its own: inside the layer's block, its one percent would double a block that the activations
+    fill exactly (7B at 256k, TP4 CP2, alpha 1: 4 GiB per layer). Each state, and each chunk that attention offloads
+    while its layer runs, is a block too.
+
+    The host copies of one (micro-batch, layer) have the same index in their families. A block is rounded up to a power
+    of two, and lives from the birth of its first tensor to the death of its last.
     """
     numbers, statistics = {}, set()
     for each in subsequences_of(decisions, shape_of(decisions)):
-        for t in skeletal_tensors(decisions.model, each.shape, decisions.dtype):
+        for t in skeletal_of(decisions, each.shape):
             numbers[name := f"host.{t.name}{each.suffix}"] = each.number
             statistics |= {name} if t.statistics else set()
     apart = np.array([f.name in statistics for f in program.all_families], dtype=bool)
@@ -260,7 +264,7 @@ def _pinned_blocks(lives: Liveness, program: Program, decisions: Decisions) -> L
         return lives
     of_template = np.arange(len(apart)) >= len(program.families)
     alone = (lives.birth[chosen] < 0) | (apart | of_template)[lives.family[chosen]]
-    # Layers' blocks are numbered by index and subsequence; what is a block alone comes after them.
+    # Blocks of layers are numbered by index and subsequence; single blocks are numbered after them.
     count, family = decisions.layout.subsequences, lives.family[chosen]
     key = np.where(alone, count * len(lives.bytes) + chosen, (chosen - bases[family]) * count + number[family])
     blocks, block = np.unique(key, return_inverse=True)
@@ -284,14 +288,14 @@ def _pinned_blocks(lives: Liveness, program: Program, decisions: Decisions) -> L
 
 
 def _first_above(curves: dict[str, Ints], limit: int) -> tuple[int, dict[str, int]]:
-    """Return the first instruction whose live bytes pass ``limit``, and its live bytes by class."""
+    """Return the first instruction whose live bytes exceed ``limit``, and its live bytes by class."""
     total = np.sum(list(curves.values()), axis=0)
     at = int(np.argmax(total > limit))
     return at, {name: int(curve[at]) for name, curve in curves.items() if curve[at]}
 
 
 def _host_over_time(lives: Liveness, playback: Playback) -> MemoryCurve:
-    """Return host memory from each buffer's first copy's start to its last copy's end."""
+    """Return host bytes over time; a buffer lives from the start of its first copy to the end of its last."""
     used = ~lives.on_device & (lives.death >= lives.birth)
     lasting = lives.birth < 0
     dynamic = used & ~lasting

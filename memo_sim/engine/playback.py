@@ -1,8 +1,8 @@
-"""A program as it was played: one span an instruction, and what follows from the spans and the edges.
+"""The result of playing a program: start and end of every instruction, and the stalls that follow from them.
 
-An instruction starts when the last of two things has happened: the previous instruction of its lane has ended, and
-every producer on another lane has. Whichever was later binds; following what binds from the step's end to its start is
-the critical path, and a producer for which the lane stood still is a stall.
+An instruction starts when two things have happened: the previous instruction of its lane has ended, and so has every
+producer on another lane. The later of the two binds. The chain of binding instructions from the step's end to its start
+is the critical path. A producer that the lane had to wait for is a stall.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Waits:
-    """Stalls by column: ``instruction`` could have started at ``start_s`` but for ``waits_for``, ``seconds`` later."""
+    """Stalls by column: ``instruction`` was ready at ``start_s``, but waited ``seconds`` for ``waits_for``."""
 
     instruction: Ints
     waits_for: Ints
@@ -32,7 +32,7 @@ class Waits:
 
 @dataclass(frozen=True)
 class Playback:
-    """Start and end (seconds from the step's start) of every instruction, in program order."""
+    """Start and end of every instruction in program order, in seconds from the step's start."""
 
     columns: Columns
     edges: Edges
@@ -41,18 +41,18 @@ class Playback:
 
     @cached_property
     def span_s(self) -> float:
-        """From the first start to the last end."""
+        """Seconds from the step's start to the last end."""
         return float(self.end_s.max(initial=0.0))
 
     @cached_property
     def busy_s(self) -> Floats:
-        """Seconds each lane was busy."""
+        """Busy seconds of each lane."""
         seconds = self.end_s - self.start_s
         return np.bincount(self.columns.lane, weights=seconds, minlength=len(Lane)).astype(np.float64)
 
     @cached_property
     def previous(self) -> Ints:
-        """The instruction before each on its lane, or -1."""
+        """The previous instruction on the same lane, or -1."""
         order = np.argsort(self.columns.lane, kind="stable")
         lane = self.columns.lane[order]
         before = np.full(len(order), -1, dtype=np.int64)
@@ -76,7 +76,7 @@ class Playback:
 
     @cached_property
     def binds(self) -> Ints:
-        """What each instruction started after: the one before it on its lane or the last producer, or -1."""
+        """The instruction that each one started after: the previous on its lane, the last producer, or -1."""
         binds = self.previous.copy()
         binds[self.waits.instruction] = self.waits.waits_for
         return binds

@@ -1,16 +1,18 @@
-"""Plays programs in SimPy: serial lanes in program order, edges between them, rates that fall when lanes contend.
+"""Plays programs in SimPy: serial lanes in program order, edges between them, and rates that fall under contention.
 
-Work is a fluid. An instruction of w seconds (alone on its machine) is w units of its lane's work; while the set of busy
-lanes of its role is S the lane does ``rates(S)[lane]`` units a second. Rates are read again whenever S changes, and
-what is left is rescaled. A segment (``segments.py``) is one event at most, and none where its lane goes on and S stays
-as it is; its lane's work clock is piecewise linear, so the instants between its instructions are interpolated:
+An instruction that takes w seconds alone is w units of work on its lane. While the set S of lanes is busy on its rank,
+the lane does ``rates(S)[lane]`` units per second. When S changes, the rates are read again and the remaining time is
+rescaled.
+
+A segment (``segments.py``) is at most one event. It is no event when its lane continues and S stays the same. The work
+done on a lane is piecewise linear in time, so the instants between a segment's instructions are interpolated:
 
       rate of compute     1.0 |-------|        |-----        work done   w ........./
                           0.8 |       |--------|                           ____----
                                       copy runs                        ___/             -> time
 
-Roles are played together. Instructions that meet (a send and its receive, a collective over stages) start when the last
-of them could, and run at the least of their lanes' rates.
+All pipeline stages are played together. Matched instructions of several stages (a send and its receive, a collective
+over stages) start when the last of them is ready, and run at the lowest of their lanes' rates.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ from memo_sim.program.analysis.rendezvous import Rendezvous
 from memo_sim.program.ir.instruction import Lane
 
 Rates = Callable[[int], tuple[float, ...]]
-"""From the busy lanes (bit ``1 << lane``) to every lane's rate, in (0, 1]."""
+"""Maps the set of busy lanes (bit ``1 << lane``) to every lane's rate, in (0, 1]."""
 
 _IDLE = float("inf")
 _LANES = len(Lane)
@@ -40,31 +42,31 @@ _LANES_OF = [tuple(lane for lane in range(_LANES) if busy >> lane & 1) for busy 
 
 @dataclass(frozen=True)
 class Part:
-    """One role to be played: its instructions, the edges between them, and their durations alone."""
+    """One pipeline stage to play: its instructions, the edges between them, and their durations alone."""
 
     columns: Columns
     edges: Edges
     seconds: Floats
     name: Callable[[int], str] = str
-    """Gives the id of an instruction."""
+    """Returns the id of an instruction."""
 
 
 def play(
     columns: Columns, edges: Edges, seconds: Floats, rates: Rates, *, name: Callable[[int], str] = str
 ) -> Playback:
-    """Return when every instruction of a single role starts and ends; ``seconds`` are their durations alone.
+    """Return when every instruction of a single stage starts and ends; ``seconds`` are their durations alone.
 
     Raises:
-        MemoError: when instructions wait for each other in a circle (no program of ``lower`` does).
+        MemoError: when instructions wait for each other in a circle, which no program of ``lower`` does.
     """
     return play_stages([Part(columns, edges, seconds, name)], rates)[0]
 
 
 def play_stages(parts: Sequence[Part], rates: Rates, all_rendezvous: Sequence[Rendezvous] = ()) -> list[Playback]:
-    """Return the playback of each role; lanes of a role contend with each other alone.
+    """Return the playback of each stage; lanes contend only with lanes of the same stage.
 
     Raises:
-        MemoError: when instructions wait for each other in a circle (no programs of ``lower`` do).
+        MemoError: when instructions wait for each other in a circle, which no programs of ``lower`` do.
     """
     first = np.cumsum([0] + [len(part.seconds) for part in parts])
     joined = Edges(
@@ -98,7 +100,7 @@ def play_stages(parts: Sequence[Part], rates: Rates, all_rendezvous: Sequence[Re
 
 
 def _met_segments(segments: Segments, met: list[list[int]]) -> dict[int, tuple[int, ...]]:
-    """Return for every segment that meets others all segments of its meeting."""
+    """Return all segments of its group for every segment that is matched with other stages."""
     if not met:
         return {}
     segment = np.empty(len(segments.order), dtype=np.int64)
@@ -109,9 +111,9 @@ def _met_segments(segments: Segments, met: list[list[int]]) -> dict[int, tuple[i
 
 @dataclass(frozen=True)
 class _Clock:
-    """What the events left behind: segment starts and ends, the next segment of each lane, and the rates' breakpoints.
+    """The result of the events: start and end of segments, the next segment of each lane, and the rates' breakpoints.
 
-    ``points`` are quadruples (segment, instant, work left, rate from then on).
+    ``points`` lists quadruples (segment, instant, work left, rate from then on).
     """
 
     start: list[float]
@@ -121,7 +123,7 @@ class _Clock:
 
 
 def _run(segments: Segments, work: list[float], rates: Rates, met: dict[int, tuple[int, ...]]) -> _Clock:  # noqa: PLR0915 - locals are fast
-    """Play the segments, a SimPy event whenever other lanes are busy than before; lanes count through all roles."""
+    """Play the segments, one SimPy event per change of the set of busy lanes; lanes are numbered over all stages."""
     env = simpy.Environment()
     bounds, targets, target_bounds = segments.lane_bounds, segments.targets, segments.target_bounds
     lanes = len(bounds) - 1
@@ -131,12 +133,12 @@ def _run(segments: Segments, work: list[float], rates: Rates, met: dict[int, tup
     left, since, rate, finish = ([0.0] * lanes, [0.0] * lanes, [0.0] * lanes, [_IDLE] * lanes)
     busy = [0] * (lanes // _LANES)
     beside: dict[int, tuple[int, ...]] = {}
-    """The lanes of the meeting that a lane plays now."""
-    come: dict[tuple[int, ...], int] = {}
+    """By lane: all lanes of the matched segments that it plays now."""
+    arrived: dict[tuple[int, ...], int] = {}
     known: dict[int, tuple[float, ...]] = {}
     points: list[float] = []
     changed: set[int] = set()
-    """Roles whose busy lanes have changed."""
+    """Stages whose set of busy lanes has changed."""
     ending = 0
 
     def rates_of(lanes_busy: int) -> tuple[float, ...]:
@@ -154,13 +156,13 @@ def _run(segments: Segments, work: list[float], rates: Rates, met: dict[int, tup
         rate[lane] = 0.0
 
     def arrive(segment: int, lane: int, now: float) -> None:
-        """Begin a segment that nothing of its own role holds up, once all that it meets have come as far."""
+        """Begin a segment that is ready on its own stage, once all segments matched with it are ready too."""
         group = met.get(segment)
         if group is None:
             begin(segment, lane, now)
             return
-        come[group] = come.get(group, 0) + 1
-        if come[group] == len(group):
+        arrived[group] = arrived.get(group, 0) + 1
+        if arrived[group] == len(group):
             together = tuple(lane_of[each] for each in group)
             for each, its_lane in zip(group, together, strict=True):
                 beside[its_lane] = together
@@ -174,7 +176,7 @@ def _run(segments: Segments, work: list[float], rates: Rates, met: dict[int, tup
         points.extend((heads[lane], now, rest, speed))
 
     def settle(now: float) -> None:
-        """Read the rates of the lanes that are busy now, and wait for the one that ends first."""
+        """Update the rates of the busy lanes, and schedule an event at the first end."""
         nonlocal ending
         for stage in changed:
             current, base = rates_of(busy[stage]), stage * _LANES
@@ -192,11 +194,11 @@ def _run(segments: Segments, work: list[float], rates: Rates, met: dict[int, tup
         soonest = min(finish)
         if soonest < _IDLE:
             ending = finish.index(soonest)
-            # A rest rounded to a hair below zero ends now.
+            # Rounding may leave the remaining time slightly below zero; the segment then ends now.
             env.timeout(max(0.0, soonest - env.now)).callbacks.append(on_end)
 
     def on_end(_: simpy.Event) -> None:
-        """End the segment that ends first, and then what ends next for as long as the same lanes stay busy."""
+        """End the segment that ends first, and the next ones for as long as the set of busy lanes stays the same."""
         lane, now = ending, env.now
         while True:
             segment = heads[lane]
@@ -210,7 +212,7 @@ def _run(segments: Segments, work: list[float], rates: Rates, met: dict[int, tup
                     reached.append(target)
             if not ready or reached or lane in beside or following in met:
                 break
-            # The lane goes on at the rate that it has, and no other is the wiser.
+            # The lane continues at its rate and the set of busy lanes stays the same, so no event is needed.
             start[following] = since[lane] = now
             left[lane] = work[following]
             finish[lane] = now + left[lane] / rate[lane]
@@ -221,7 +223,7 @@ def _run(segments: Segments, work: list[float], rates: Rates, met: dict[int, tup
         stage = lane // _LANES
         busy[stage] &= ~(1 << lane % _LANES)
         changed.add(stage)
-        for each in beside.pop(lane, ()):  # the others end in events of their own, at this instant
+        for each in beside.pop(lane, ()):  # the other lanes of the match end in their own events, at the same instant
             beside.pop(each, None)
         for each in (following, *reached) if ready else reached:
             arrive(each, lane_of[each], now)
@@ -236,15 +238,15 @@ def _run(segments: Segments, work: list[float], rates: Rates, met: dict[int, tup
 
 
 def _spans(segments: Segments, work: Floats, clock: _Clock, seconds: Floats) -> tuple[Floats, Floats]:
-    """Return start and end of every instruction: segment bounds as played, interpolated between them."""
+    """Return start and end of every instruction, interpolated between the ends of its segment."""
     start, end = np.empty(len(seconds)), np.empty(len(seconds))
     if not len(seconds):
         return start, end
     points = np.array(clock.points).reshape(-1, 4)
     points = points[np.argsort(points[:, 0], kind="stable")]
     of_point = points[:, 0].astype(np.int64)
-    # Work done counts through all segments, so that one search finds the piece that an instant lies on; ``low`` and
-    # ``high`` keep it inside the segment where a piece of no work makes that ambiguous.
+    # Work done is summed over all segments, so one search finds the linear piece of each instant. ``low`` and ``high``
+    # keep it inside the segment, because a piece without work is ambiguous.
     done_before = np.cumsum(work) - work
     point_done = done_before[of_point] + (work[of_point] - points[:, 2])
     ordered = seconds[segments.order]
@@ -267,7 +269,7 @@ def _spans(segments: Segments, work: Floats, clock: _Clock, seconds: Floats) -> 
 
 
 def _waiting(segments: Segments, edges: Edges, clock: _Clock, segment: int, name: Callable[[int], str]) -> str:
-    """Return ``a waits for b, c`` for the segment that a lane is stuck at."""
+    """Return the text ``a waits for b, c`` for the segment that a lane cannot start."""
     first = int(segments.order[segments.first[segment]])
     position = {int(i): at for at, i in enumerate(segments.order)}
     ended = {s for bounds, head in zip(segments.lane_bounds, clock.heads, strict=False) for s in range(bounds, head)}

@@ -1,16 +1,16 @@
-"""Identical micro-batches are played once and repeated.
+"""Plays identical micro-batches once and repeats them.
 
-Once the step is under way every micro-batch finds the lanes as the one before did. So a window of the played step, from
-a pass to the same pass of a later micro-batch, stands for all that are not played:
+Once the step is steady, every micro-batch starts with the same state of the lanes. So a window of the played step, from
+a pass to the same pass of a later micro-batch, stands for all micro-batches that are not played:
 
       played     | m0 | m1 | m2 | end           the step of five:  | m0 | m1 | m1 | m1 | m2 | end
                       |<-->| window
 
-Stages of a pipeline have a window each, from the same backward to the same backward, of one or a few micro-batches
-(what is under way may come back to itself only after a few). Whether a pipeline is under way is not assumed but looked
-at: every instruction of all windows comes as much later than its like of the period before (``steady``). Then the
-repetition is exact. If not, twice as many are played; stages that drift apart slowly may still not be steady, and then
-the slowest stage's window is an estimate.
+Each pipeline stage has its own window, from a backward to the same backward of one or a few micro-batches later; the
+state of the lanes may repeat only after a few. Whether a pipeline is steady is checked, not assumed: every instruction
+of all windows comes the same time after its counterpart one period earlier (``steady``). Then the repetition is exact.
+If not, twice as many micro-batches are played. Stages that drift apart slowly may still not be steady; then the slowest
+stage's window gives an estimate.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ from memo_sim.program.ir.program import Program
 from memo_sim.program.layout.schedule import Kind, Pass
 
 PLAYED = 3
-"""Micro-batches that show a whole period: the first starts from empty lanes, the last ends into the step's end."""
+"""Micro-batches that show a whole period: the first starts with empty lanes, the last runs into the step's end."""
 
 RECEIVED_AHEAD = 2
-"""Passes behind a window for which it receives (``program/pipeline/stage_p2p.py``)."""
+"""Passes after a window whose inputs are received inside it (``program/pipeline/stage_p2p.py``)."""
 
 LENGTHS = (1, 2, 4)
-"""Periods of the schedule that a window may have."""
+"""Lengths of a window, in periods of the schedule."""
 
 STEADY = 1e-11
-"""How far shifts within a period may differ, relative to when they are: rounding, and nothing of a transient."""
+"""Relative tolerance for equal time shifts within a period: it allows rounding, but no transient."""
 
 
 @dataclass(frozen=True)
 class Window:
-    """A run of passes of one role, ``first`` to before ``end``; the passes from ``before`` are the period before it."""
+    """A range of passes of one stage, from ``first`` to before ``end``; the period before it starts at ``before``."""
 
     before: int
     first: int
@@ -52,9 +52,9 @@ class Window:
 
 
 def played_at_first(layout: Layout, micro_batches: int) -> int:
-    """Return how many micro-batches show the period of a schedule, at the least.
+    """Return the smallest number of micro-batches that shows the period of a schedule.
 
-    A pipeline has to be full, and then two periods long. GPipe holds all micro-batches at once: they are all played.
+    A pipeline must be full, and then run for two periods. GPipe holds all micro-batches at once, so all are played.
     """
     if layout.pp == 1:
         return min(micro_batches, PLAYED)
@@ -66,22 +66,22 @@ def played_at_first(layout: Layout, micro_batches: int) -> int:
 
 
 def whole_windows(layout: Layout, micro_batches: int, played: int) -> int:
-    """Return ``played`` or a few more, so that the micro-batches beyond fill windows of any length."""
+    """Return ``played`` or a few more, so that the other micro-batches fill windows of any length."""
     most = _group(layout) * (2 if layout.virtual_stages > 1 else max(LENGTHS))
     return micro_batches - max(0, micro_batches - played) // most * most
 
 
 def windows(layout: Layout, stages: Sequence[Sequence[Pass]], beyond: int) -> list[list[Window]]:
-    """Return the last windows that the played passes of all roles have, one a role, short ones first.
+    """Return the last windows of the played passes, one per stage; short windows come first.
 
-    ``beyond`` micro-batches are not played; windows that they do not fill are left out.
+    ``beyond`` micro-batches are not played; windows whose length does not divide them are left out.
     """
     kind = Kind.FORWARD if layout.pp == 1 else Kind.BACKWARD
     marks = [[n for n, each in enumerate(passes) if each.kind is kind] for passes in stages]
     every = []
     for length in LENGTHS[:1] if layout.pp == 1 else LENGTHS:
         group = _group(layout) * length
-        # A window may end at any backward that its group begins with; the last that all roles have is best.
+        # A window may end at any backward that begins a group; the last one that all stages have is best.
         one = _group(layout) * layout.virtual_stages * layout.subsequences
         step = one * length
         for last in range(min(len(m) - 1 for m in marks) // one * one, 2 * step - 1, -one):
@@ -93,37 +93,37 @@ def windows(layout: Layout, stages: Sequence[Sequence[Pass]], beyond: int) -> li
 
 
 def _group(layout: Layout) -> int:
-    """Return the micro-batches after which a schedule's order comes back."""
+    """Return the number of micro-batches after which a schedule's order repeats."""
     alone = layout.schedule != "interleaved" or layout.pp == 1
     return 1 if alone else layout.pp // gcd(layout.pp, layout.subsequences)
 
 
 def _repeats(passes: Sequence[Pass], window: Window) -> bool:
-    """Return whether a window's passes, and those it receives for, are those before, of later micro-batches."""
+    """Return whether the window's passes, and those it receives for, equal the passes one window earlier."""
     before = passes[window.before : window.first + RECEIVED_AHEAD]
     earlier = [replace(each, micro_batch=each.micro_batch + window.micro_batches) for each in before]
     return earlier == list(passes[window.first : window.end + RECEIVED_AHEAD])
 
 
 class Repetition:
-    """``times`` repetitions of one role's window; none without a window."""
+    """``times`` repetitions of one stage's window; zero without a window."""
 
     def __init__(self, program: Program, columns: Columns, window: Window | None, beyond: int) -> None:
-        """``beyond``: micro-batches of the step that are not played; they fill whole windows."""
+        """``beyond``: number of micro-batches of the step that are not played; a multiple of the window's."""
         self.times = beyond // window.micro_batches if window else 0
         marks = [program.passes[p][1] for p in (window.before, window.first, window.end)] if window else [0, 0, 0]
         self.before, self.first, self.end = np.searchsorted(columns.instance, marks).tolist()
-        """First instructions of the period before the window, of the window, and after it."""
+        """First instructions of the period before the window, of the window, and after the window."""
         self._instructions = len(columns.lane)
 
     def weights(self) -> Ints:
-        """Return how often the step holds each instruction of the program."""
+        """Return how many times the step contains each instruction of the played program."""
         weights = np.ones(self._instructions, dtype=np.int64)
         weights[self.first : self.end] += self.times
         return weights
 
     def steady(self, playback: Playback) -> bool:
-        """Return whether every instruction of the window comes as much later than its like before as all others do."""
+        """Return whether every instruction of the window comes equally long after its counterpart a window earlier."""
         earlier, later = slice(self.before, self.first), slice(self.first, self.end)
         if self.end - self.first != self.first - self.before:
             return False
@@ -131,13 +131,13 @@ class Repetition:
         return bool(np.ptp(np.concatenate(shifts)) <= STEADY * playback.span_s)
 
     def added_s(self, playback: Playback) -> float:
-        """Return the seconds that the repetitions add to what was played."""
+        """Return the seconds that the repetitions add to the played time."""
         return self.times * float(playback.start_s[self.end] - playback.start_s[self.first]) if self.times else 0.0
 
     def wait_s(self, playback: Playback) -> Floats:
-        """Return the seconds of every wait of ``playback`` in the whole step.
+        """Return the seconds of every wait of ``playback``, extended to the whole step.
 
-        Where a lane has nothing to do in the repeated window, the wait across it lasts through the repetitions.
+        When a lane has no work in the repeated window, its wait across the window also spans the repetitions.
         """
         waits = playback.waits
         if not self.times:

@@ -1,7 +1,7 @@
-"""Runs of instructions that the engine plays as one event.
+"""Divides lanes into segments: runs of instructions that the engine plays as one event.
 
-Inside a lane, consecutive instructions can be played together when no edge comes in except at the first and none goes
-out except at the last: nothing outside can see the instants between them, and interpolation gives those back.
+Consecutive instructions of a lane form a segment when edges enter only at the first and leave only at the last. Other
+lanes cannot observe the instants in between, so these are interpolated.
 
       lane       i0 i1 i2 i3 i4          segments: [i0 i1] [i2] [i3 i4]
       edges in         ^                 (an edge into i2, an edge out of i2)
@@ -20,10 +20,11 @@ from memo_sim.program.analysis.edges import Edges
 
 @dataclass(frozen=True)
 class Segments:
-    """Segments numbered lane by lane, in program order inside a lane.
+    """Segments, numbered lane by lane and in program order inside a lane.
 
-    ``order`` lists all instructions that way; ``of`` gives the segment of each entry of ``order``; segment s covers
-    ``order[first[s] : last[s] + 1]``. Lane l has segments ``lane_bounds[l]`` to ``lane_bounds[l + 1]``.
+    ``order`` lists all instructions in that order. ``of`` gives the segment of each entry of ``order``. Segment s
+    covers ``order[first[s] : last[s] + 1]``. Lane l has the segments from ``lane_bounds[l]`` to before ``lane_bounds[l
+    + 1]``.
     """
 
     order: Ints
@@ -32,14 +33,14 @@ class Segments:
     last: Ints
     lane_bounds: list[int]
     waits: list[int]
-    """Edges that come into each segment."""
+    """Number of edges that enter each segment."""
     targets: list[int]
-    """Consumers of every edge, by producing segment: those of s are ``targets[target_bounds[s] : ...[s + 1]]``."""
+    """Consumer segments of all edges, by producer: ``targets[target_bounds[s] : target_bounds[s + 1]]`` for s."""
     target_bounds: list[int]
 
 
 def cut(lanes: Ints, edges: Edges, count: int, alone: Ints) -> Segments:
-    """Return the segments of instructions on ``count`` lanes; those of ``alone`` are segments by themselves."""
+    """Return the segments of instructions on ``count`` lanes; each instruction in ``alone`` gets its own segment."""
     total = len(lanes)
     order = np.argsort(lanes, kind="stable")
     lane = lanes[order]

@@ -1,10 +1,10 @@
-"""From decisions to a prediction: lower, check memory, price, play.
+"""Turns decisions into a prediction: lowers the plan, checks memory, prices and plays the program.
 
-Memory comes first: a plan that does not fit is never priced or played, and has no time. MFU is
+Memory is checked first. A plan that does not fit is never priced or played, and has no time. MFU is
 ``model FLOPs (MEMO 5.1) / (step time x GPUs x peak of the dtype)``; TGS is tokens per GPU per second.
 
-Pipeline stages are roles that are played together: the step ends with the last of them, the one that needs most memory
-decides whether the plan fits, and a node's host memory serves all stages that have ranks there.
+Pipeline stages are played together. The step ends with the last of them. The stage that needs most memory decides
+whether the plan fits. A node's host memory serves all stages that have ranks on the node.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from memo_sim.program.lower import lower, program_sha256
 __all__ = ["ALLOCATOR", "HOST", "Prices", "Simulation", "simulate"]
 
 MOST_SPANS = 200_000
-"""Spans that a trace of a whole step may have; some 40 MB."""
+"""Largest number of spans in a trace of a whole step; about 40 MB."""
 
 
 def simulate(
@@ -46,14 +46,15 @@ def simulate(
     micro_batches_played: int | None = None,
     predict: bool = True,
 ) -> Simulation:
-    """Return ``decisions`` played on ``cluster``; without ``predict`` nothing is predicted until it is asked for.
+    """Return ``decisions`` simulated on ``cluster``; without ``predict``, the prediction is computed on first use.
 
-    As many micro-batches are played as show the schedule's period, and the period is repeated (``repetition.py``),
-    unless ``micro_batches_played`` says how many (at least those, or all). A pipeline that has not come to its period
-    is played once more, twice as far; if it still has not, its step is an estimate (``Simulation.steady``).
+    By default, enough micro-batches are played to show the schedule's period, and the period is repeated
+    (``repetition.py``). ``micro_batches_played`` sets their number (at least that many, or all). When a pipeline has
+    not become steady, it is simulated again with twice as many. If it still is not steady, its step time is an estimate
+    (``Simulation.steady``).
 
     Raises:
-        Infeasible: when the layout divides neither model nor sequence, or is larger than the cluster.
+        Infeasible: when the layout does not divide the model or the sequence, or is larger than the cluster.
     """
     layout = decisions.layout
     if layout.devices > cluster.devices:
@@ -85,10 +86,11 @@ def simulate(
 
 
 class Simulation:
-    """One plan on one cluster; everything beyond the prediction is computed when it is asked for.
+    """One plan on one cluster; everything beyond the prediction is computed on first use.
 
-    ``stages`` are what was played: the whole step, or a few of its micro-batches (``full_programs`` are the step). What
-    is asked of memory is answered for the ``fullest`` role, what is asked of time for the one that sets the ``pace``.
+    ``stages`` are the pipeline stages as played: the whole step, or a few of its micro-batches. ``full_programs`` are
+    those of the whole step. Memory figures are those of the ``fullest`` stage, times those of the stage that sets the
+    ``pace``.
     """
 
     def __init__(
@@ -123,19 +125,19 @@ class Simulation:
 
     @cached_property
     def prediction(self) -> Prediction:
-        """What a step takes, or why the plan does not fit."""
+        """The predicted step, or the reason why the plan does not fit."""
         return self._fits() if self.memory.fault is None else self._does_not_fit()
 
     def predicted(self) -> Simulation:
-        """Return the simulation when its prediction is made, so that what cannot be predicted is refused by now."""
+        """Return this simulation after computing its prediction, so that errors are raised now."""
         _ = self.prediction
         return self
 
     def _repeat(self) -> bool:
-        """Let a window of every role stand for what is not played; return whether it was seen to be steady.
+        """Let a window of every stage stand for what is not played; return whether it was seen to be steady.
 
-        Without pipeline stages three micro-batches show a period. Of a plan that does not fit, whose step is not
-        played, bytes alone are counted, which any window has.
+        Without pipeline parallelism, three micro-batches show a period. A plan that does not fit is not played; its
+        bytes can be counted with any window.
         """
         played = self.stages[0].program.micro_batches
         beyond = self.decisions.micro_batches - played
@@ -153,7 +155,7 @@ class Simulation:
         return False
 
     def _share_host(self) -> None:
-        """Tell every stage what the others on its node need of the host."""
+        """Tell every stage how much host memory the other stages on its node need."""
         layout, per_node = self.decisions.layout, self.cluster.devices_per_node
         ranks = layout.devices // layout.pp
         if layout.pp == 1 or ranks >= per_node:
@@ -167,7 +169,7 @@ class Simulation:
 
     @cached_property
     def fullest(self) -> StageRun:
-        """The role whose device memory is fullest; one whose memory runs out, if any does."""
+        """The stage with the highest device memory, or the one with the largest shortage if memory runs out."""
         return max(
             self.stages,
             key=lambda stage: (
@@ -178,78 +180,78 @@ class Simulation:
 
     @cached_property
     def pace(self) -> StageRun:
-        """The role with most to compute."""
+        """The stage with most compute seconds."""
         return max(self.stages, key=lambda stage: stage.compute_s)
 
     @property
     def program(self) -> Program:
-        """The program of the role that sets the pace."""
+        """The program of the stage that sets the pace."""
         return self.pace.program
 
     @property
     def columns(self) -> Columns:
-        """Its instructions as columns."""
+        """The instructions of that program as columns."""
         return self.pace.columns
 
     @property
     def memory(self) -> Memory:
-        """The memory of the fullest role."""
+        """The memory of the fullest stage."""
         return self.fullest.memory
 
     @cached_property
     def full_programs(self) -> tuple[Program, ...]:
-        """The programs of the whole step, one a role."""
+        """The programs of the whole step, one per stage."""
         programs = tuple(stage.program for stage in self.stages)
         return programs if programs[0].micro_batches == self.decisions.micro_batches else lower(self.decisions)
 
     @property
     def full_program(self) -> Program:
-        """The program of the whole step, of the role whose memory is fullest."""
+        """The program of the whole step, of the fullest stage."""
         return self.full_programs[self.stages.index(self.fullest)]
 
     @cached_property
     def playbacks(self) -> list[Playback]:
-        """The spans of every role, as played together."""
+        """The spans of every stage, played together."""
         met = all_rendezvous([stage.program for stage in self.stages])
         return play_stages([stage.part for stage in self.stages], self._rates, met)
 
     @property
     def playback(self) -> Playback:
-        """The spans of the role that sets the pace."""
+        """The spans of the stage that sets the pace."""
         return self.pace.playback
 
     @property
     def seconds(self) -> Floats:
-        """Seconds of every instruction of the role that sets the pace, alone on the machine."""
+        """Seconds of every instruction of the stage that sets the pace, alone on the machine."""
         return self.pace.seconds
 
     @property
     def peak_id(self) -> str:
-        """The instruction at which device memory is fullest."""
+        """The instruction at which device memory peaks."""
         return self._of(self.fullest, self.fullest.peak_id)
 
     @property
     def compute_s_without_recompute(self) -> float:
-        """Seconds of a role's compute, were nothing rebuilt: a bound that no share of swapped tokens can beat."""
+        """Seconds of a stage's compute without recompute; a lower bound for every number of swapped tokens."""
         return max(stage.compute_s_without_recompute for stage in self.stages)
 
     @property
     def recompute_share(self) -> float:
-        """Fraction of the step's compute seconds, each kernel alone, that rebuild activations."""
+        """Fraction of the step's compute seconds, each kernel alone, that recompute activations."""
         return 1.0 - self.pace.compute_s_without_recompute / self.pace.compute_s
 
     @property
     def own_rebuild_share(self) -> float:
-        """Of that, what METP rebuilds whatever is recomputed (``StageRun.own_rebuild_s``)."""
+        """Fraction of compute seconds in which METP recomputes what it never keeps (``StageRun.own_rebuild_s``)."""
         return self.pace.own_rebuild_s / self.pace.compute_s
 
     @property
     def layer_forward_s(self) -> float:
-        """Seconds a middle layer's forward holds the compute lane (``StageRun.layer_forward_s``)."""
+        """Seconds of a middle layer's forward on the compute lane (``StageRun.layer_forward_s``)."""
         return self.pace.layer_forward_s
 
     def _stalls(self, step_s: float) -> list[Stall]:
-        """Return the waits of the pace-setting role until the step's end, the longest first."""
+        """Return the waits of the pace-setting stage until the step's end, the longest first."""
         stage, number = self.pace, self.stages.index(self.pace)
         met = peers(self.playbacks, all_rendezvous([each.program for each in self.stages]))[number]
         found = [*stage.stalls(met), *stage.after_compute(met)]
@@ -261,14 +263,14 @@ class Simulation:
 
     @property
     def collective_bytes(self) -> dict[str, int]:
-        """Bytes of the whole tensors that the pace-setting role's collectives work on, by operator."""
+        """Bytes of the whole tensors of the pace-setting stage's collectives, by operator."""
         return self.pace.collective_bytes
 
     def trace(self, stage: StageRun | None = None) -> Trace:
-        """Return every span of a role's whole step (of the first if not said), memory and waits.
+        """Return the trace of a stage's whole step (by default the first stage's): spans, memory and waits.
 
-        Micro-batches that were repeated are played now, unless that makes more than ``MOST_SPANS``: then the trace
-        holds those that were played, says so, and its ``step_s`` is still the whole step's.
+        Repeated micro-batches are played now, unless that gives more than ``MOST_SPANS`` spans. Then the trace holds
+        only the micro-batches that were played, and says so; its ``step_s`` is still the whole step's.
 
         Raises:
             Infeasible: when the plan does not fit.
@@ -288,12 +290,12 @@ class Simulation:
         )
 
     def traces(self) -> list[Trace]:
-        """Return the trace of every role, first stage first (see ``trace``)."""
+        """Return the trace of every stage in order (see ``trace``)."""
         return [self.trace(stage) for stage in self.stages]
 
     @cached_property
     def _whole(self) -> Simulation:
-        """Return the same simulation with every micro-batch played."""
+        """The same simulation with every micro-batch played."""
         return Simulation(
             decisions=self.decisions,
             hardware=self.hardware,
@@ -304,7 +306,7 @@ class Simulation:
         )
 
     def _of(self, stage: StageRun, text: str) -> str:
-        """Return what is said of a role, with its name where there are several."""
+        """Return a text about a stage, with the stage's name in front when there are several."""
         return text if len(self.stages) == 1 else f"{stage.program.stage}: {text}"
 
     def _fits(self) -> Prediction:
@@ -312,11 +314,12 @@ class Simulation:
         peak = self.hardware.peak_flops.get(decisions.dtype)
         if peak is None:
             raise Infeasible(
-                f"{self.hardware.name} has no peak for {decisions.dtype}",
+                f"{self.hardware.name} has no peak FLOP/s for {decisions.dtype}",
                 where="decisions.dtype",
                 wanted=" or ".join(self.hardware.peak_flops),
             )
-        # Stages drift no further apart than they hold micro-batches: in the end all go at the slowest one's pace.
+        # Stages drift apart by at most the micro-batches they hold, so in the long run all go at the slowest one's
+        # pace.
         step_s = max(stage.playback.span_s for stage in self.stages)
         step_s += max(stage.repetition.added_s(stage.playback) for stage in self.stages)
         flops = decisions.model.step_flops(decisions.seq_tokens, decisions.global_batch)

@@ -1,7 +1,7 @@
-"""One role of a plan as it was played: what its program costs, what it needs, what it waits for.
+"""One pipeline stage of a plan as it was played: its cost, its memory, its waits.
 
-Without pipeline stages there is one role. A step's seconds, bytes and waits are those of the whole step: a window that
-was played for many counts as often as it is repeated (``repetition.py``).
+Without pipeline parallelism there is one stage. Seconds, bytes and waits are those of the whole step: a window that
+stands for several repetitions counts as often as it is repeated (``repetition.py``).
 """
 
 from __future__ import annotations
@@ -24,25 +24,23 @@ from memo_sim.engine.repetition import Repetition, Window
 from memo_sim.engine.stalls import Kinds, Late, Peers, after_compute, stalls_of
 from memo_sim.program.analysis.columns import expand
 from memo_sim.program.analysis.edges import Edges, derive_edges
-from memo_sim.program.ir.instruction import Instruction, Lane
+from memo_sim.program.ir.instruction import Instruction, Lane, Template
+from memo_sim.program.ir.kinds import BlockKind, Phase, TemplateKind
 from memo_sim.program.ir.program import Program
 from memo_sim.program.ir.work import Collective, Copy, PointToPoint, Work
 
-RECOMPUTE_PHASE = "rec/"
-
-BACKWARD_PHASE = "bwd/"
 OF_A_FORWARD = frozenset({"linear", "qk_norm", "rotary", "gelu", "swiglu"})
-"""Operators that a backward pass has only where its layout builds again what it never keeps: METP."""
+"""Forward operators that a backward pass contains only when METP recomputes what it never keeps."""
 
 ALLOCATOR = "allocator"
-"""What a kernel waits for when PyTorch's caching allocator calls the device."""
+"""Name of a kernel's wait while PyTorch's caching allocator calls the device."""
 
 HOST = "launch"
-"""What a kernel waits for when an eager framework's host has not launched it yet."""
+"""Name of a kernel's wait for its launch by an eager framework's host."""
 
 
 class Prices(Protocol):
-    """What the engine needs of a pricer: seconds alone on the lane, and which curves were asked beyond their range."""
+    """The part of a pricer that the engine needs; ``outside`` collects curves that were read outside their range."""
 
     outside: set[str]
 
@@ -51,7 +49,7 @@ class Prices(Protocol):
 
 
 class StageRun:
-    """One role's program on one cluster; ``playbacks`` plays all roles when this one's playback is asked for."""
+    """One stage's program on one cluster; ``playbacks`` plays all stages when a playback is first needed."""
 
     def __init__(
         self,
@@ -82,12 +80,12 @@ class StageRun:
 
     @cached_property
     def seconds(self) -> Floats:
-        """Seconds of every played instruction alone on the machine, the allocator's work not counted."""
+        """Seconds of every played instruction alone on the machine, without the allocator's time."""
         return self.per_instruction(lambda i: self._pricer.seconds(i.work))
 
     @cached_property
     def waits_outside(self) -> dict[str, Floats]:
-        """Seconds that every played instruction waits for what is no lane: the allocator, the host that launches it."""
+        """Seconds that every played instruction waits for the allocator, and for the host's launch."""
         caching = self.memory.caching
         none = np.zeros(len(self.seconds))
         launches = launch_waits(self.program, self.columns, self.seconds, self.decisions, self.hardware)
@@ -95,23 +93,23 @@ class StageRun:
 
     @cached_property
     def edges(self) -> Edges:
-        """The orderings between the role's lanes."""
+        """The edges between the stage's lanes."""
         return derive_edges(self.columns)
 
     @property
     def part(self) -> Part:
-        """What the player needs of the role."""
+        """The stage as the player's input."""
         seconds = self.seconds + self.waits_outside[ALLOCATOR] + self.waits_outside[HOST]
         return Part(self.columns, self.edges, seconds, self.memory.program_id)
 
     @property
     def playback(self) -> Playback:
-        """The spans as played (of a plan that does not fit: as if it did)."""
+        """The spans as played; for a plan that does not fit, as if it did."""
         return self._playbacks()[self._number]
 
     @property
     def peak_id(self) -> str:
-        """The instruction at which device memory is fullest."""
+        """The instruction at which device memory peaks."""
         return self.memory.program_id(self.memory.device.instruction)
 
     @property
@@ -122,26 +120,26 @@ class StageRun:
 
     @property
     def compute_s_without_recompute(self) -> float:
-        """Seconds of the step's compute, were nothing rebuilt: a bound that no share of swapped tokens can beat."""
-        kept = self.per_instruction(lambda i: float(i.lane == Lane.COMPUTE and not i.name.startswith(RECOMPUTE_PHASE)))
+        """Seconds of the step's compute without recompute; a lower bound for every number of swapped tokens."""
+        kept = self.per_instruction(lambda i: float(i.lane == Lane.COMPUTE and i.phase is not Phase.RECOMPUTE))
         return float(np.sum(self.seconds * self.weights * kept)) - self.own_rebuild_s
 
     @property
     def own_rebuild_s(self) -> float:
-        """Seconds of the step's compute in which METP's backward makes Q, K, V and the MLP's activations again."""
-        again = self.per_instruction(lambda i: float(i.name.startswith(BACKWARD_PHASE) and i.op in OF_A_FORWARD))
+        """Seconds of the step's compute in which METP's backward recomputes Q, K, V and the MLP's activations."""
+        again = self.per_instruction(lambda i: float(i.phase is Phase.BACKWARD and i.op in OF_A_FORWARD))
         return float(np.sum(self.seconds * self.weights * again))
 
     @property
     def layer_forward_s(self) -> float:
-        """Seconds a middle layer's forward holds the compute lane, waits for exchanges and collectives included.
+        """Seconds of a middle layer's forward on the compute lane, with waits for exchanges and collectives.
 
-        Waits for copies are left out: this is the time that copies can hide under (the paper's linear program).
+        Waits for copies are left out, because copies can hide under this time (the paper's linear program).
         """
         forwards = [
             n
             for n, i in enumerate(self.program.instances)
-            if i.micro_batch == 0 and self.program.templates[i.template].name.startswith("layer.fwd")
+            if i.micro_batch == 0 and _is_layer_forward(self.program.templates[i.template])
         ]
         mine = (self.columns.instance == forwards[len(forwards) // 2]) & (self.columns.lane == Lane.COMPUTE)
         chosen = np.flatnonzero(mine)
@@ -153,38 +151,38 @@ class StageRun:
 
     @property
     def reserved_bytes(self) -> int | None:
-        """Most that the caching allocator reserves; None where it runs out, or memory is planned."""
+        """Peak bytes that the caching allocator reserves; None when it runs out of memory or memory is planned."""
         caching = self.memory.caching
         return None if caching is None or caching.replay.out_of_memory else caching.replay.reserved_peak_bytes
 
     @property
     def allocation_retries(self) -> int:
-        """How often the whole step, the allocator's cache warm, reorganises memory."""
+        """Number of allocation retries in the whole step, with a warm cache."""
         caching = self.memory.caching
         return 0 if caching is None else int(np.sum(caching.retried_allocation * self.weights))
 
     @property
     def moved_bytes(self) -> MovedBytes:
-        """What one rank copies over each lane in the whole step."""
-        return self.moved_by("")
+        """Bytes that one rank copies in each direction in the whole step."""
+        return self.moved_by(lambda _: True)
 
-    def moved_by(self, templates: str) -> MovedBytes:
-        """Return what of that is copied by templates whose names start with ``templates``."""
+    def moved_by(self, chosen: Callable[[Template], bool]) -> MovedBytes:
+        """Return the bytes that the chosen templates copy."""
         size = self.per_instruction(lambda i: i.work.bytes if isinstance(i.work, Copy) else 0)
-        chosen = np.array([t.name.startswith(templates) for t in self.program.templates])[self.columns.template]
-        moved = size.astype(np.int64) * self.weights * chosen
+        counts = np.array([chosen(template) for template in self.program.templates])[self.columns.template]
+        moved = size.astype(np.int64) * self.weights * counts
         down, up = (int(moved[self.columns.lane == lane].sum()) for lane in (Lane.D2H, Lane.H2D))
         return MovedBytes(d2h=down, h2d=up)
 
     @property
     def sent_bytes(self) -> int:
-        """What one rank hands to other stages in the whole step."""
+        """Bytes that one rank sends to other stages in the whole step."""
         size = self.per_instruction(lambda i: i.work.bytes if isinstance(i.work, PointToPoint) else 0)
         return int((size.astype(np.int64) * self.weights)[self.columns.lane == Lane.SEND].sum())
 
     @property
     def collective_bytes(self) -> dict[str, int]:
-        """Bytes of the whole tensors that collectives work on in the step, by operator."""
+        """Bytes of the whole tensors of the step's collectives, by operator."""
         found: dict[str, int] = {}
         for (_, instruction), times in zip(self.program.walk(), self.weights.tolist(), strict=True):
             if isinstance(instruction.work, Collective):
@@ -193,7 +191,7 @@ class StageRun:
 
     @property
     def lanes_s(self) -> dict[str, float]:
-        """Busy seconds of the whole step by lane; what an instruction waits for inside its span is a stall."""
+        """Busy seconds of the whole step by lane; waits inside an instruction's span count as stalls instead."""
         span_s = self.playback.end_s - self.playback.start_s
         busy_s = np.maximum(span_s - sum(self.waits_outside.values()), 0.0) * self.weights
         lanes = np.bincount(self.columns.lane, weights=busy_s, minlength=len(Lane))
@@ -201,18 +199,18 @@ class StageRun:
 
     @property
     def ended_s(self) -> float:
-        """When the role's last instruction of the whole step ends (seconds)."""
+        """End of the stage's last instruction in the whole step, in seconds."""
         return self.playback.span_s + self.repetition.added_s(self.playback)
 
     def stalls(self, met: Peers) -> list[Stall]:
-        """Return the waits of the whole step summed by lane and what was waited for."""
+        """Return the waits of the whole step, summed by lane and by what was waited for."""
         waits = self.playback.waits
         wait_s, weights = self.repetition.wait_s(self.playback), self.weights[waits.instruction]
         late = Late(HOST, self.waits_outside[HOST])
         return stalls_of(self.playback, met, self._kinds, wait_s, weights, late=late) + self._stalls_outside()
 
     def after_compute(self, met: Peers) -> list[Stall]:
-        """Return what the role still plays when its last kernel has ended, as waits of compute."""
+        """Return what the stage still plays after its last kernel has ended, as waits of compute."""
         parts = after_compute(self.playback, met, self._kinds)
         return [Stall(lane=Lane.COMPUTE.label, waits_for=name, seconds=s, count=1) for name, s in parts.items()]
 
@@ -223,7 +221,7 @@ class StageRun:
         return Kinds(names, self.per_instruction(lambda i: number[_kind(i)]).astype(np.int64))
 
     def _stalls_outside(self) -> list[Stall]:
-        """Return what of the whole step stands still for the allocator, and for the host's launches, by lane."""
+        """Return the whole step's waits for the allocator and for the host's launches, by lane."""
         found = []
         for name, waits in self.waits_outside.items():
             for lane in np.unique(self.columns.lane[waits > 0]):
@@ -233,7 +231,7 @@ class StageRun:
         return found
 
     def trace(self, *, program_sha256: str, rank: int, step_s: float) -> Trace:
-        """Return every span that was played, memory and waits; ``rank`` is the first of the role's."""
+        """Return the trace of everything that was played; ``rank`` is the first rank of the stage."""
         playback, ids = self.playback, self.program.ids()
         waits = playback.waits
         columns = (waits.instruction, waits.waits_for, waits.start_s, waits.seconds)
@@ -261,7 +259,7 @@ class StageRun:
         )
 
     def per_instruction(self, value: Callable[[Instruction], float]) -> Floats:
-        """Return a value of each played instruction, asked once for each instruction of a template."""
+        """Return a value for each played instruction; ``value`` is called once per instruction of a template."""
         templates = self.program.templates
         table = np.zeros((len(templates), max((len(t.instructions) for t in templates), default=0)))
         for row, template in zip(table, templates, strict=True):
@@ -271,5 +269,9 @@ class StageRun:
 
 
 def _kind(instruction: Instruction) -> str:
-    """Return what a wait for an instruction is called: the host's cores play operators that kernels play too."""
+    """Return the name of a wait for an instruction; operators on the host have the same names as kernels."""
     return f"{instruction.op} on the host" if instruction.lane is Lane.HOST else instruction.op
+
+
+def _is_layer_forward(template: Template) -> bool:
+    return template.block is BlockKind.LAYER and template.kind is TemplateKind.FORWARD

@@ -1,15 +1,16 @@
-"""What a lane stood still for, by kind of instruction.
+"""Attributes each wait of a lane to what caused it, by kind of instruction.
 
-A wait ends with the instruction that came last, yet need not be that one's doing: a gathering may have stood behind a
-receive, and that behind a stage that was not done. So the chain of what bound is followed back to the wait's start, and
-what hand-overs took, and other stages, is put down to them; the rest of the wait to the instruction that ended it.
+The instruction that ends a wait need not be its cause: a gather may have waited for a receive, and that for a stage
+that was not done. So the chain of binding instructions is followed back to the wait's start. The time of p2p transfers
+and of other stages in that chain is attributed to them. The rest is attributed to the instruction that ended the wait.
 
       compute     | pass 1 |         waits          | pass 2 |
       collective                           | gather |
       receive                      | recv  |                     gather: the last third, receive: the middle one,
       stage 1       ... still computes     |                     pipeline bubble (stage 1): the first
 
-What began late itself, because its launch was awaited, ends no wait by its own doing until then: that is the launch's.
+When that instruction itself started late, because its launch was late, that part of the wait is attributed to the
+launch.
 """
 
 from __future__ import annotations
@@ -28,14 +29,14 @@ from memo_sim.program.analysis.rendezvous import Rendezvous
 from memo_sim.program.ir.instruction import Lane
 
 ROUNDING = 1e-12
-"""Of the step: two instants that lie nearer are one."""
+"""Relative to the step: instants closer than this are the same instant."""
 
 P2P_LANES = (Lane.SEND, Lane.RECV)
 BUBBLE = "pipeline bubble"
 
 
 def bubble(stage: int) -> str:
-    """Return what a wait for a stage is called."""
+    """Return the name of a wait for another stage."""
     return f"{BUBBLE} (stage {stage})"
 
 
@@ -49,7 +50,7 @@ class Kinds:
 
 @dataclass(frozen=True)
 class Late:
-    """What instructions wait for at the beginning of their span, and for how many seconds each."""
+    """Seconds that each instruction waits at the beginning of its span, and the name of what it waits for."""
 
     waits_for: str
     seconds: Floats
@@ -57,14 +58,14 @@ class Late:
 
 @dataclass(frozen=True)
 class Peers:
-    """The instructions of one role that are played with other stages: when each could have, and who came last."""
+    """Matched instructions of one stage: when each was ready on its own stage, and which stage was ready last."""
 
     own_ready_s: dict[int, float]
     latest: dict[int, int]
 
 
 def peers(playbacks: Sequence[Playback], all_rendezvous: Sequence[Rendezvous]) -> list[Peers]:
-    """Return of each role what it plays with others."""
+    """Return the matched instructions of each stage."""
     ready = [_ready_s(playback) for playback in playbacks]
     found = [Peers({}, {}) for _ in playbacks]
     for rendezvous in all_rendezvous:
@@ -77,7 +78,7 @@ def peers(playbacks: Sequence[Playback], all_rendezvous: Sequence[Rendezvous]) -
 
 
 def _ready_s(playback: Playback) -> Floats:
-    """Return when all that each instruction waits for in its own role has ended."""
+    """Return when everything that each instruction waits for on its own stage has ended."""
     ready: Floats = np.where(playback.binds >= 0, playback.end_s[playback.binds], 0.0)
     return ready
 
@@ -85,9 +86,10 @@ def _ready_s(playback: Playback) -> Floats:
 def stalls_of(
     playback: Playback, met: Peers, kinds: Kinds, wait_s: Floats, weights: Ints, *, late: Late
 ) -> list[Stall]:
-    """Return the waits of a step summed by lane and what was waited for; ``wait_s`` and ``weights`` are of each wait.
+    """Return the waits of a step, summed by lane and cause; ``wait_s`` and ``weights`` have one entry per wait.
 
-    What a wait of the whole step lasts longer than it was played is put down to the instruction that ended it.
+    Where a wait of the whole step is longer than the played one, the difference is attributed to the instruction that
+    ended it.
     """
     waits, columns = playback.waits, playback.columns
     seconds: dict[tuple[int, str], float] = defaultdict(float)
@@ -95,7 +97,7 @@ def stalls_of(
     rest = wait_s.copy()
     own = np.ones(len(rest), dtype=bool)
 
-    def put_down(n: int, name: str, part: float) -> None:
+    def attribute(n: int, name: str, part: float) -> None:
         key = int(columns.lane[waits.instruction[n]]), name
         seconds[key] += part * int(weights[n])
         count[key] += int(weights[n])
@@ -105,12 +107,12 @@ def stalls_of(
     rows = zip(waits.waits_for.tolist(), waits.start_s.tolist(), strict=True)
     chain = _Chain.of(playback, kinds)
     for n, wait in enumerate(rows if met.latest else ()):
-        for name, part in chain.put_down(met, wait).items():
-            put_down(n, name, part)
+        for name, part in chain.attribute(met, wait).items():
+            attribute(n, name, part)
     begun = playback.start_s[waits.waits_for]
     held = np.minimum(begun + late.seconds[waits.waits_for] - np.maximum(waits.start_s, begun), rest)
     for n in np.flatnonzero(held > ROUNDING * playback.span_s).tolist():
-        put_down(n, late.waits_for, float(held[n]))
+        attribute(n, late.waits_for, float(held[n]))
     keys = (columns.lane[waits.instruction] * len(kinds.names) + kinds.of[waits.waits_for])[own]
     sums = np.bincount(keys, weights=(rest * weights)[own])
     times = np.bincount(keys, weights=weights[own])
@@ -125,7 +127,7 @@ def stalls_of(
 
 
 def summed(stalls: Iterable[Stall]) -> list[Stall]:
-    """Return the stalls, those of one lane for one kind added up, the longest first."""
+    """Return the stalls with those of one lane and one kind added up, the longest first."""
     found: dict[tuple[str, str], Stall] = {}
     for stall in stalls:
         key = stall.lane, stall.waits_for
@@ -138,15 +140,15 @@ def summed(stalls: Iterable[Stall]) -> list[Stall]:
 
 
 def after_compute(playback: Playback, met: Peers, kinds: Kinds) -> dict[str, float]:
-    """Return what a role still plays when its last kernel has ended, and the seconds of each kind."""
+    """Return the seconds that a stage still plays after its last kernel has ended, by kind."""
     compute = playback.end_s[playback.columns.lane == Lane.COMPUTE]
     wait = int(np.argmax(playback.end_s)), float(compute.max(initial=0.0))
-    return _Chain.of(playback, kinds).put_down(met, wait, tuple(Lane))
+    return _Chain.of(playback, kinds).attribute(met, wait, tuple(Lane))
 
 
 @dataclass(frozen=True)
 class _Chain:
-    """What binds each instruction, as plain lists: chains are followed step by step."""
+    """The instruction that binds each instruction, as plain lists, because chains are followed step by step."""
 
     binds: list[int]
     start_s: list[float]
@@ -154,7 +156,7 @@ class _Chain:
     lane: list[int]
     kind: list[str]
     least_s: float
-    """Two instants that lie nearer are one."""
+    """Instants closer than this are the same instant."""
 
     @classmethod
     def of(cls, playback: Playback, kinds: Kinds) -> _Chain:
@@ -168,8 +170,10 @@ class _Chain:
             least_s=ROUNDING * playback.span_s,
         )
 
-    def put_down(self, met: Peers, wait: tuple[int, float], lanes: Collection[Lane] = P2P_LANES) -> dict[str, float]:
-        """Return what other stages, and what is on ``lanes``, took of a ``wait``: (what ends it, its start)."""
+    def attribute(self, met: Peers, wait: tuple[int, float], lanes: Collection[Lane] = P2P_LANES) -> dict[str, float]:
+        """Return the part of a ``wait`` that other stages and instructions on ``lanes`` took.
+
+        ``wait`` is (instruction that ends it, start in seconds)."""
         at, since = wait
         found: dict[str, float] = defaultdict(float)
         start_s, end_s, binds, latest = self.start_s, self.end_s, self.binds, met.latest

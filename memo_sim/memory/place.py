@@ -1,4 +1,4 @@
-"""Requests in, checked placement out, by the solver of one's choice."""
+"""Places requests with the chosen solver, and checks the placement."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from memo_sim.contract.errors import MemoError, UsageError, did_you_mean
 from memo_sim.contract.placement import Placement
 from memo_sim.contract.requests import Requests
 from memo_sim.memory.bilevel import BilevelPlan, plan_bilevel
-from memo_sim.memory.decompose import solve_decomposed
 from memo_sim.memory.portfolio import SOLVERS, Portfolio
 from memo_sim.memory.problem import Clock, Ints, Problem, problem_of
+from memo_sim.memory.reduction import solve_decomposed
 from memo_sim.program.arena.check_placement import check_placement
 
 SOLVER_NAMES = ("portfolio", "bilevel-mip", "mip", "greedy", "cp-sat")

@@ -1,4 +1,4 @@
-"""Techniques one after the other until one reaches the lower bound: what is cheap goes first, proof ends it."""
+"""Runs placement techniques one after the other, cheapest first, until one reaches the lower bound."""
 
 from __future__ import annotations
 

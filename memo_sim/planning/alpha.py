@@ -1,11 +1,13 @@
-"""How much to swap: the paper's linear program in closed form (``alpha_search.py`` has the engine's best).
+"""Computes alpha by the paper's linear program, in closed form; ``alpha_search.py`` finds the fastest alpha instead.
 
-MEMO 4.1: maximise alpha so that a layer's offload hides under a layer's forward and the swapped layers fit host memory,
+MEMO 4.1 maximises alpha under two conditions. A layer's offload must hide under a layer's forward, and the swapped
+layers must fit into host memory:
 
     (S_input + S_attn + alpha * S_others) / B <= T_layer,      (n - 2) * (S_input + S_attn + alpha * S_others) <= M_CPU
 
-with one variable, so the optimum is the smaller of the two bounds. The engine's best differs where the paper's model
-is coarse: stalls are not all or nothing, backward has more time than forward, and host blocks may be rounded.
+There is one variable, so the optimum is the smaller of the two bounds. The fastest alpha in the engine can differ,
+because the paper's model is coarse: stalls are not all or nothing, backward has more time to hide copies than forward,
+and host blocks may be rounded up.
 """
 
 from __future__ import annotations
@@ -13,13 +15,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from memo_sim.contract.plan import Decisions
+from memo_sim.program.layers.kinds import skeletal_of
 from memo_sim.program.layout.shape import shape_of
-from memo_sim.program.layout.skeletal import Fate, skeletal_tensors
+from memo_sim.program.layout.skeletal import Fate
 
 
 @dataclass(frozen=True, slots=True)
 class LinearProgram:
-    """The paper's problem for one rank: bytes of one layer, offload bandwidth, layer time, host bytes of this rank."""
+    """The paper's problem for one rank: bytes of a layer, offload bandwidth, layer time, the rank's host bytes."""
 
     input_bytes: int
     attention_bytes: int
@@ -31,13 +34,13 @@ class LinearProgram:
 
     @property
     def overlap_bound(self) -> float:
-        """Largest alpha whose offload hides under one layer's forward; negative when even alpha 0 does not."""
+        """Largest alpha whose offload hides under one layer's forward; negative when not even alpha 0 hides."""
         hidden = self.bandwidth_bytes_per_s * self.layer_forward_s
         return (hidden - self.input_bytes - self.attention_bytes) / self.others_bytes
 
     @property
     def host_bound(self) -> float:
-        """Largest alpha that host memory holds; negative when even alpha 0 does not fit."""
+        """Largest alpha that fits into host memory; negative when not even alpha 0 fits."""
         if self.swapped_layers <= 0:
             return 1.0
         return (self.host_bytes / self.swapped_layers - self.input_bytes - self.attention_bytes) / self.others_bytes
@@ -49,7 +52,7 @@ class LinearProgram:
 
     @property
     def binds(self) -> str:
-        """What limits alpha: ``nothing``, ``overlap`` or ``host memory``."""
+        """The limit of alpha: ``nothing``, ``overlap`` or ``host memory``."""
         if min(self.overlap_bound, self.host_bound) >= 1:
             return "nothing"
         return "overlap" if self.overlap_bound < self.host_bound else "host memory"
@@ -65,7 +68,7 @@ def linear_program(
 ) -> LinearProgram:
     """Return the paper's problem for a plan; ``host_bytes`` is one rank's share of host memory."""
     shape = shape_of(decisions)
-    tensors = skeletal_tensors(decisions.model, shape, decisions.dtype)
+    tensors = skeletal_of(decisions, shape)
     whole = {t.name: t.bytes for t in tensors if t.fate is Fate.WHOLE}
     return LinearProgram(
         input_bytes=whole["x"],

@@ -1,7 +1,7 @@
-"""The alpha that is fastest in the engine, over multiples of 1 / ``RESOLUTION``.
+"""Finds the alpha that is fastest in the engine, over multiples of 1 / ``RESOLUTION``.
 
-Where floors are given, a plan that cannot fit or cannot be faster than what was found is not played; the plan found is
-the same.
+With lower bounds, plans are not played when they cannot fit, or cannot be faster than the best plan so far. The result
+is the same.
 """
 
 from __future__ import annotations
@@ -17,41 +17,41 @@ from memo_sim.program.layout.partition import partition, swapped_parts
 
 RESOLUTION = 64
 STRIDES = (8, 1)
-"""Of the descent: step time has one valley, with ripples of a step or two where products' rates change."""
+"""Strides of the descent. Step time has one valley, with small ripples where the rates of products change."""
 Predict = Callable[[Decisions], Prediction]
 
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """The plans of one layout and recompute mode at multiples of 1 / ``steps`` of alpha."""
+    """The plans of one layout and recompute mode, at multiples of 1 / ``steps`` of alpha."""
 
     base: Decisions
     steps: int
 
     @classmethod
     def of(cls, base: Decisions, resolution: int = RESOLUTION) -> Grid:
-        """Return the finest grid up to ``resolution`` that the row blocks of ``base``'s longest part allow."""
+        """Return the finest grid, up to ``resolution``, that the row blocks of ``base``'s longest subsequence allow."""
         return cls(base, max(1, min(resolution, partition(base)[0] // base.swap_granule)))
 
     def at(self, step: int) -> Decisions:
-        """Return the plan at a step."""
+        """Return the plan at a grid step."""
         if self.base.layout.subsequences > 1:
             return swap_each(self.base, self._tokens_each(step))
         return with_alpha(self.base, self.base.recompute, step / self.steps)
 
     def step_of(self, decisions: Decisions) -> int:
-        """Return the step of one of the grid's plans."""
+        """Return the grid step of a plan."""
         return round(swapped_parts(decisions)[0] / partition(decisions)[0] * self.steps)
 
     def _tokens_each(self, step: int) -> int:
-        """Return the tokens that every subsequence swaps at a step; at the last the longest swaps all of its."""
+        """Return the tokens that every subsequence swaps at a grid step; at the last one, the longest swaps all."""
         longest, granule = partition(self.base)[0], self.base.swap_granule
         return longest if step == self.steps else longest * step // self.steps // granule * granule
 
     def refusal(self, step: int, predict: Callable[[Decisions], Prediction | None]) -> Prediction | None:
-        """Return what memory says of the plan at a step where it refuses that; None off the grid as well.
+        """Return the prediction at a grid step when its plan runs out of memory, else None; None off the grid as well.
 
-        ``predict`` may return None for a plan that memory does not refuse.
+        ``predict`` may return None for a plan that fits.
         """
         prediction = predict(self.at(step)) if 0 <= step <= self.steps else None
         return prediction if prediction is not None and prediction.step_s is None else None
@@ -59,7 +59,7 @@ class Grid:
 
 @dataclass(frozen=True, slots=True)
 class AlphaSearch:
-    """Result of a search over alpha: the plan that won (nearest to fitting when none does), how many were played."""
+    """Result of a search over alpha: the best plan (nearest to fitting when none fits), and how many were played."""
 
     decisions: Decisions
     prediction: Prediction
@@ -67,7 +67,7 @@ class AlphaSearch:
 
 
 class _Scan:
-    """The plans of a grid, each predicted once."""
+    """The plans of a grid; each is predicted at most once."""
 
     def __init__(self, grid: Grid, predict: Predict, bounds: LowerBounds | None) -> None:
         self.grid = grid
@@ -76,27 +76,27 @@ class _Scan:
         self._seen: dict[int, tuple[Decisions, Prediction]] = {}
 
     def at(self, step: int) -> tuple[Decisions, Prediction]:
-        """Return the plan at a step, and what is predicted of it."""
+        """Return the plan at a grid step, with its prediction."""
         if step not in self._seen:
             decisions = self.grid.at(step)
             self._seen[step] = (decisions, self._predict(decisions))
         return self._seen[step]
 
     def time_of(self, step: int, *, limit_s: float = float("inf")) -> float:
-        """Return the step time; what memory refuses is slower than anything, as is what cannot be below the limit."""
+        """Return the step time; infinite for plans that do not fit, or that cannot be faster than ``limit_s``."""
         if step not in self._seen and self._bounds and self._bounds.reach(self.grid.at(step), limit_s):
             return float("inf")
         step_s = self.at(step)[1].step_s
         return step_s if step_s is not None else float("inf")
 
     def device_refuses(self, step: int) -> bool:
-        """Return whether the plan at a step needs more device memory than there is."""
+        """Return whether the plan at a grid step needs more device memory than there is."""
         if step not in self._seen and self._bounds and self._bounds.lack_device(self.grid.at(step)):
             return True
         return self.at(step)[1].status == "gpu_oom"
 
     def descend(self, starts: tuple[int, ...], lowest: int, highest: int) -> int:
-        """Return the fastest step downhill from the best of ``starts``, by long strides and then by single steps."""
+        """Return the fastest grid step downhill from the best of ``starts``: first long strides, then single steps."""
         best = starts[0]
         for start in starts[1:]:
             if self.time_of(start, limit_s=self.time_of(best)) < self.time_of(best):
@@ -111,7 +111,7 @@ class _Scan:
         return best
 
     def result(self, step: int) -> AlphaSearch:
-        """Return the search's result with the plan at ``step``."""
+        """Return the result of the search with the plan at grid step ``step``."""
         return AlphaSearch(*self.at(step), len(self._seen))
 
 
@@ -124,11 +124,11 @@ def best_alpha(
     bounds: LowerBounds | None = None,
     resolution: int = RESOLUTION,
 ) -> AlphaSearch:
-    """Return the plan with ``base``'s recompute mode that is fastest in the engine at any alpha.
+    """Return the plan with ``base``'s recompute mode and the fastest alpha in the engine.
 
-    Step time falls with alpha (less recompute) until copies stall compute, then rises: it is searched from
-    ``start`` (the linear program's answer), from 0 and from ``most`` (what host memory may hold) over multiples of
-    1 / ``resolution``; what memory refuses counts as slower than anything. Where nothing fits alpha is 0.
+    Step time falls with alpha (less recompute) until copies stall compute, then it rises. The search starts from
+    ``start`` (the linear program's answer), from 0 and from ``most`` (what host memory may hold), over multiples of 1 /
+    ``resolution``. A plan that does not fit counts as infinitely slow. When no plan fits, alpha is 0.
     """
     scan = _Scan(Grid.of(base, resolution), predict, bounds)
     steps = scan.grid.steps
@@ -140,10 +140,10 @@ def best_alpha(
 def best_partial_swap(
     base: Decisions, predict: Predict, *, bounds: LowerBounds | None = None, resolution: int = RESOLUTION
 ) -> AlphaSearch | None:
-    """Return the fastest plan that swaps a part and keeps the rest; None when ``base`` has too few rows for a part.
+    """Return the fastest plan that swaps some tokens and keeps the others; None when ``base`` has too few rows.
 
-    Device memory falls with alpha, host memory and copies rise: the least alpha that the device holds is found by
-    bisection, and the fastest is searched from there upward.
+    As alpha grows, device memory falls, and host memory and copies rise. A bisection finds the smallest alpha that fits
+    into device memory; the search for the fastest starts there and goes upward.
     """
     scan = _Scan(Grid.of(base, resolution), predict, bounds)
     lowest, highest = 1, scan.grid.steps - 1

@@ -1,7 +1,7 @@
-"""Gives a plan that fits by its live bytes the arena it will really take (MEMO 4.2), or says that it does not fit.
+"""Places the buffers of a plan whose live bytes fit, to find the arena that it really needs (MEMO 4.2).
 
-The search compares plans by live bytes, which no placement is below. What a user is told is the arena of a placement
-that passed the checker.
+The search compares plans by live bytes, which are a lower bound for every placement. The user sees the size of an arena
+whose placement passed the checker.
 """
 
 from __future__ import annotations
@@ -22,21 +22,22 @@ from memo_sim.program.ir.instruction import BufferClass
 from memo_sim.program.ir.program import Program
 
 MOST_INSTRUCTIONS = 200_000
-"""Of a step that is placed whole; of a longer one the micro-batches that were played are placed."""
+"""Largest number of instructions of a step that is placed whole; of a longer step, only the played part is placed."""
 
 MOST_NODES = 6000
-"""Of the exact search, per core of the problem: about half a second."""
+"""Nodes of the exact search, per core of the problem: about half a second."""
 
 TIME_LIMIT_S = 600.0
-"""A safety net that is not reached: what is found in time must not depend on it."""
+"""Time limit in seconds. The search never reaches it, because its result must not depend on time."""
 
 
 @dataclass(frozen=True)
 class Arena:
-    """A plan's placement, and what that makes of its prediction.
+    """A plan's placement, and the prediction with the arena's size.
 
-    ``whole``: the placement has every buffer of the step, so that the executor can obey it. Of pipeline stages one is
-    placed; the executor places the others' buffers by first fit, and the prediction has the largest arena of all.
+    ``whole``: the placement has every buffer of the step, so the executor can use it. With pipeline stages, one stage
+    is placed. The executor places the buffers of the others by first fit, and the prediction has the largest arena of
+    all stages.
     """
 
     placement: Placement
@@ -45,7 +46,7 @@ class Arena:
 
 
 def arena_of(simulation: Simulation) -> Arena:
-    """Return the arena of a plan whose live bytes fit; its prediction is gpu_oom when the arena does not."""
+    """Return the arena of a plan whose live bytes fit; its prediction is gpu_oom when the arena does not fit."""
     whole = simulation.full_program.instruction_count <= MOST_INSTRUCTIONS
     program = simulation.full_program if whole else simulation.fullest.program
     placement = _placed(arena_requests(program, simulation.decisions), stages=len(simulation.stages))
@@ -67,24 +68,25 @@ def arena_of(simulation: Simulation) -> Arena:
             lanes={},
             stalls=[],
             shortfall_bytes=missing,
-            reason=f"the planned arena of {format_bytes(size)} and {format_bytes(memory.reserve_bytes)} reserve do not "
-            f"fit, though the {format_bytes(memory.device.bytes)} that live at once would",
+            reason=f"the planned arena of {format_bytes(size)} and the reserve of {format_bytes(memory.reserve_bytes)} "
+            f"do not fit, although the live bytes of {format_bytes(memory.device.bytes)} would",
         )
     return Arena(placement, prediction, whole)
 
 
 def _placed(requests: Requests, *, stages: int) -> Placement:
-    # Ended by nodes: a search that ends by the clock would make equal questions unequal plans.
-    # A stage holds several micro-batches at once: greedy comes near enough.
+    # The search is limited by nodes: with a time limit, equal questions could get different plans.
+    # With several stages, greedy comes near enough to the optimum, because a stage holds several micro-batches at once.
     solver = "portfolio" if stages == 1 else "greedy"
     placement = place(requests, solver=solver, time_limit_s=TIME_LIMIT_S, most_nodes=MOST_NODES)
-    return msgspec.structs.replace(placement, elapsed_s=0.0)  # equal plans are equal files
+    return msgspec.structs.replace(placement, elapsed_s=0.0)  # so that equal plans give equal files
 
 
 def _of_stages(simulation: Simulation, fullest: Placement) -> tuple[Placement, int]:
-    """Return the stage's placement that the plan pins, and the largest arena that any stage then has.
+    """Return the placement that the plan pins, and the largest arena of any stage.
 
-    That of the stage with the most live bytes, unless first fit needs more on another, and less when that is placed.
+    The placed stage is the one with most live bytes. If first fit needs more on another stage, and placing that stage
+    makes the largest arena smaller, that stage is placed instead.
     """
     asked = [arena_requests(program, simulation.decisions) for program in simulation.full_programs]
     by_first_fit = [arena_bytes(requests, offsets_of(requests)) for requests in asked]
@@ -101,6 +103,6 @@ def _of_stages(simulation: Simulation, fullest: Placement) -> tuple[Placement, i
 
 
 def _input_bytes(program: Program, alignment_bytes: int) -> int:
-    """Return what the inputs of one more micro-batch take; they last the whole step."""
+    """Return the bytes of the inputs of one more micro-batch; inputs last the whole step."""
     inputs = [f for f in program.all_families if f.buffer_class is BufferClass.INPUT and f.lifetime == "step"]
     return sum(-(-f.bytes // alignment_bytes) * alignment_bytes for f in inputs)

@@ -1,4 +1,4 @@
-"""Which kernel plays a plan's attention, and in how many groups of heads."""
+"""Chooses a plan's attention kernel, and its number of head groups."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from memo_sim.program.operators.head_groups import fewest_head_groups
 
 
 def head_groups(shape: Shape, base: Decisions, kernel: str) -> int:
-    """Return the fewest groups of heads whose attention stays within the kernel's integers.
+    """Return the smallest number of head groups whose attention stays within the kernel's integers.
 
-    Where its workspace lies beside the arena, there are as many more as keep that small.
+    When its workspace lies outside the arena, there may be more groups, to keep the workspace small.
 
     Raises:
-        Infeasible: when no number of groups does.
+        Infeasible: when no number of groups is enough.
     """
     shape = shape.attention
     chunk = base.attention_chunk_tokens if in_chunks(base) else 0
@@ -44,14 +44,14 @@ def head_groups(shape: Shape, base: Decisions, kernel: str) -> int:
 
 
 def attention_kernel(question: Question) -> str:
-    """Return the pinned attention kernel, or the measured one of the dtype that is fastest at its longest length.
+    """Return the pinned attention kernel, or the measured kernel of the dtype with the highest backward rate.
 
     Raises:
-        Infeasible: when plain attention is asked of a planned arena, or no kernel of the dtype was measured.
+        Infeasible: when plain attention is asked for with a planned arena, or no kernel of the dtype was measured.
     """
     if question.pins.attention == PLAIN and question.memory_policy == "planned":
         raise Infeasible(
-            "plain attention has no planned arena: it is torch's operators, which allocate their results themselves",
+            "plain attention has no planned arena: torch's operators allocate their results themselves",
             where="decisions.memory_policy",
             got="planned",
             wanted="caching or eager (in a case file: memory_plan no)",

@@ -1,4 +1,4 @@
-"""How fast one device offloads while every device of its node does and compute runs beside."""
+"""Offload bandwidth of one device while all devices of its node offload and compute runs at the same time."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""How a plan's MLP, attention and loss are cut: into row blocks, and into chunks of the sequence.
+"""Decides how a plan's MLP, attention and loss are cut into row blocks or chunks.
 
-MLP         row blocks of a rank's tokens, full recompute's alone (``program/layers/mlp.py``)
-attention   chunks of the sequence, whose keys and values wait on the host, full recompute's alone
+MLP         row blocks of a rank's tokens; only with full recompute (``program/layers/mlp.py``)
+attention   chunks of the sequence, whose keys and values wait on the host; only with full recompute
             (``program/attention/chunked.py``)
-loss        tokens whose logits exist at once (``program/layers/embedding_and_head.py``)
+loss        tokens whose logits exist at the same time (``program/layers/embedding_and_head.py``)
 """
 
 from __future__ import annotations
@@ -24,24 +24,26 @@ from memo_sim.program.layout.attention_chunks import MOST_CHUNKS, check_attentio
 from memo_sim.program.layout.shape import Shape, shape_of
 
 BLOCKS = 8
-"""Of the MLP's rows, or of a sequence: so many that what is left of them is less than what else a layer needs."""
+"""Default number of blocks or chunks. With this many, one needs less memory than the rest of a layer."""
 MLP_BLOCKS_OF_A_CHUNK, LOSS_CHUNKS_OF_A_CHUNK = 2, 32
-"""Of a rank's rows of one chunk of attention, where a system says how long that is (``System.chunk_tokens``)."""
+"""MLP blocks and loss chunks per attention chunk of a rank, for systems that fix ``System.chunk_tokens``."""
 LOGIT_BYTES = 2**30
-"""Logits and their gradient of one loss chunk stay under this; the classifier's rate does not suffer at such sizes."""
+"""Upper limit for the logits of one loss chunk and their gradient; the classifier reaches its full rate below it."""
 LEAST_MLP_ROWS = 4096
-"""Rows of the MLP's blocks at least: products of fewer run slower (the profiles' curves by rows)."""
+"""Smallest number of rows of an MLP block; products with fewer rows are slower (the profiles' curves by rows)."""
 LEAST_CHUNK_TOKENS = 64 * KIB
-"""Of attention's chunks: shorter calls run slower, and fetch as many bytes for a fraction of the products."""
+"""Smallest attention chunk. Shorter calls are slower, and fetch as many bytes for a fraction of the products."""
 LEAST_CHUNKS = 4
-"""With fewer the buffers that take turns need what chunks spare (reports/sppo.md)."""
+"""Smallest number of attention chunks; with fewer, the double buffers need what chunks save (reports/sppo.md)."""
 
 
 def pinned(found: tuple[Policy, ...], pins: Pins) -> tuple[Policy, ...]:
-    """Return the policies that pinned blocks go with: full recompute alone, in blocks or, where they are 0, whole.
+    """Return the policies that are compatible with the pinned blocks or chunks.
+
+    Only full recompute has blocks. A pin of 0 means no blocks.
 
     Raises:
-        UsageError: when there is none.
+        UsageError: when no policy is left.
     """
     found = _pinned(found, pins.mlp_chunk_tokens, "mlp", "the MLP in row blocks")
     return _pinned(found, pins.attention_chunk_tokens, "attention", "attention in chunks")
@@ -55,9 +57,9 @@ def _pinned(
     full = [p for p in found if p.recompute == "full"]
     if chunk and not full:
         raise UsageError(
-            f"only full recompute has {what}",
+            f"{what} needs full recompute",
             got=f"{name} chunk {chunk} with {', '.join(p.label for p in found)}",
-            hint=f"--recompute full, or leave --{name}-chunk out",
+            hint=f"use --recompute full, or leave --{name}-chunk out",
         )
     left = full if chunk else found
     if name == "mlp":
@@ -66,13 +68,13 @@ def _pinned(
 
 
 def cut(question: Question, whole: Decisions, policy: Policy, others: Sequence[Policy]) -> Decisions | None:
-    """Return ``whole`` cut as ``policy`` says; None where one of ``others`` stands for it, or goes with it instead.
+    """Return ``whole`` cut as ``policy`` says; None when one of ``others`` gives the same plan, or applies instead.
 
-    Attention runs in as few groups of heads as its longest call allows.
+    Attention runs in as few head groups as its longest call allows.
 
     Raises:
-        Infeasible: when chunks are pinned, or a system has no other policy, and the layout does not go with them; when
-            no groups of heads are small enough.
+        Infeasible: when the layout does not allow chunks that are pinned, or that are the system's only policy; when no
+        number of head groups is enough.
     """
     kernel, shape = whole.kernels.attention, shape_of(whole)
     rows = mlp_chunk(question, whole) if policy.mlp_blocks else 0
@@ -94,9 +96,10 @@ def cut(question: Question, whole: Decisions, policy: Policy, others: Sequence[P
 
 
 def _whole_mlp(question: Question, decisions: Decisions) -> bool:
-    """Return whether an MLP in row blocks is not tried: METP cuts it by weights, unless somebody asks for both.
+    """Return whether an MLP in row blocks is not tried.
 
-    Weight gradients apart need the whole MLP's inputs.
+    METP cuts the MLP by weights; both are combined only when the user asks for it. W passes need the inputs of the
+    whole MLP.
     """
     layout = decisions.layout
     apart = layout.pp > 1 and layout.schedule == "zero-bubble"
@@ -104,33 +107,33 @@ def _whole_mlp(question: Question, decisions: Decisions) -> bool:
 
 
 def mlp_chunk(question: Question, base: Decisions) -> int:
-    """Return the rows of the MLP's blocks: those pinned, the system's own, or an eighth of the tokens.
+    """Return the rows of an MLP block: the pinned number, the system's, or an eighth of the tokens.
 
-    0 where one would hold all.
+    0 when one block would hold all tokens.
     """
     asked, tokens, granule = question.pins.mlp_chunk_tokens, base.local_tokens, base.swap_granule
     if asked is not None:
         return asked
-    own = _of_a_chunk(question, base) // MLP_BLOCKS_OF_A_CHUNK
+    own = _rows_of_a_chunk(question, base) // MLP_BLOCKS_OF_A_CHUNK
     rows = -(-(own or max(-(-tokens // BLOCKS), LEAST_MLP_ROWS)) // granule) * granule
     return rows if rows < tokens else 0
 
 
-def _of_a_chunk(question: Question, base: Decisions) -> int:
-    """Return a rank's rows of one chunk of attention, where the system says how long it is; else 0."""
+def _rows_of_a_chunk(question: Question, base: Decisions) -> int:
+    """Return a rank's rows of one attention chunk when the system fixes the chunk's length; else 0."""
     own = find_system(question.system).chunk_tokens
     return (attention_chunk(question, base) or own) // base.layout.ulysses if own else 0
 
 
 def loss_chunk(question: Question, base: Decisions, shape: Shape) -> int:
-    """Return the tokens whose logits exist at once: those pinned, the system's own, or a default; 0 where all do.
+    """Return the tokens of a loss chunk: the pinned number, the system's, or a default; 0 when there is one chunk.
 
-    The default is the largest power of two whose logits and gradient stay under 1 GiB. An eager framework does not cut
-    the loss into chunks unless its authors say so.
+    The default is the largest power of two whose logits and gradient stay below 1 GiB. An eager framework does not cut
+    the loss into chunks, unless its authors say so.
     """
     if question.pins.loss_chunk_tokens is not None:
         return question.pins.loss_chunk_tokens
-    if own := _of_a_chunk(question, base) // LOSS_CHUNKS_OF_A_CHUNK:
+    if own := _rows_of_a_chunk(question, base) // LOSS_CHUNKS_OF_A_CHUNK:
         return own if own < shape.tokens else 0
     per_token = 2 * shape.vocab * DTYPE_BYTES[base.dtype]
     whole = base.memory_policy == "eager" or find_system(question.system).whole_loss
@@ -140,10 +143,10 @@ def loss_chunk(question: Question, base: Decisions, shape: Shape) -> int:
 
 
 def attention_chunk(question: Question, base: Decisions) -> int:
-    """Return the tokens of attention's chunks: those pinned, the system's own, or an eighth of the sequence.
+    """Return the tokens of an attention chunk: the pinned number, the system's, or an eighth of the sequence.
 
-    Of whole row blocks on every rank, and no more chunks than there may be; 0 where one would hold the whole sequence,
-    or those of no system's own would spare nothing.
+    A chunk consists of whole row blocks on every rank, and the number of chunks is limited. 0 when one chunk would hold
+    the whole sequence, or when chunks would save no memory and the system does not fix their length.
     """
     asked, granule = question.pins.attention_chunk_tokens, base.swap_granule * base.layout.ulysses
     own, tokens = find_system(question.system).chunk_tokens, question.seq_tokens

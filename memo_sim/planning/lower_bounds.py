@@ -1,12 +1,12 @@
-"""What a plan cannot go below: step time, device memory and host memory, from a few of its layers (``passes.py``).
+"""Lower bounds of a plan: step time, device memory and host memory, from a few of its layers (``passes.py``).
 
-Below the step time lie the compute lane's work W and the time I for which it has to stand still. A lane beside compute
-that is busy for B slows compute to the rate r; compute escapes that only by standing still as well:
+The bound of the step time uses the compute lane's work W and the time I for which compute has to wait. A lane that is
+busy for B beside compute slows compute to the rate r. Compute avoids that only by waiting as well:
 
     T >= W + (1 - r) B + r I
 
-Of a pipeline's stages the one with most to do has the mean at least; the last waits for its first input to pass the
-others, and the first for the last gradient. Every micro-batch passes every stage.
+In a pipeline, the stage with most work has at least the mean. The last stage also waits for its first input to pass the
+other stages, and the first stage for the last gradient. Every micro-batch passes every stage.
 """
 
 from __future__ import annotations
@@ -21,26 +21,27 @@ from memo_sim.contract.plan import Decisions, Layout
 from memo_sim.contract.units import DTYPE_BYTES
 from memo_sim.costs.pricing import NodeRates
 from memo_sim.engine.layers import step_s_of_few_layers
-from memo_sim.memory.eager import libraries_of
+from memo_sim.memory.eager_framework import libraries_of
 from memo_sim.planning.passes import Pass, Passes
 from memo_sim.planning.subsequences import part_prices
 from memo_sim.program.data_parallel.optimizer import Optimizer
 from memo_sim.program.ir.instruction import Lane
+from memo_sim.program.ir.kinds import BlockKind
 from memo_sim.program.layers.activations import Activations
 from memo_sim.program.layout.attention_chunks import in_chunks
-from memo_sim.program.layout.parameters import Block, embed_block, head_block, layer_block
+from memo_sim.program.layout.parameters import embed_block, head_block, layer_block
 from memo_sim.program.layout.shape import shape_of
 from memo_sim.program.layout.stage import stages_of
 from memo_sim.program.layout.subsequence import subsequences_of
 from memo_sim.program.layout.swap_schedule import ROUNDING_BUFFERS
 
 ROUNDING = 1e-9
-"""Of a step time that few layers tell: it is that of all layers but for rounding, some 1e-14."""
+"""Relative rounding error of a step time that is computed from few layers; in fact about 1e-14."""
 
 
 @dataclass(frozen=True, slots=True)
 class LowerBound:
-    """No plan is faster (seconds), and none needs less (bytes of a device, of a node's host)."""
+    """Lower bounds: no plan is faster (seconds), or needs less (bytes of a device, bytes of a node's host)."""
 
     step_s: float
     device_bytes: int
@@ -48,10 +49,10 @@ class LowerBound:
 
 
 class LowerBounds:
-    """The floors of plans on one cluster."""
+    """Lower bounds of plans on one cluster."""
 
     def __init__(self, hardware: Hardware, cluster: Cluster, passes: Passes | None = None) -> None:
-        """``passes``: those of the same devices with another amount of memory, whose lowerings serve here too."""
+        """``passes``: passes of the same devices with another amount of memory, whose lowerings are reused here."""
         reserve = sum(int(quantity.value) for quantity in hardware.reserve_bytes.values())
         self.device_room_bytes = int(hardware.device_memory_bytes.value) - reserve
         self.host_room_bytes = int((cluster.host_memory_bytes or hardware.host_memory_bytes).value)
@@ -59,24 +60,24 @@ class LowerBounds:
         self.passes = passes or Passes(hardware, cluster)
         self._prices = part_prices(hardware, cluster)
         self._not_repeated: set[Layout] = set()
-        """Layouts whose layers were not seen to repeat: they are not lowered to see that again."""
+        """Layouts whose layers were not seen to repeat; they are not lowered for that again."""
         self._hardware = hardware
         rates = NodeRates(hardware, cluster)
         beside = {"copy_s": Lane.D2H, "collective_s": Lane.COLLECTIVE, "p2p_s": Lane.P2P}
         self._slowed = {name: rates.rates(1 << Lane.COMPUTE | 1 << lane)[Lane.COMPUTE] for name, lane in beside.items()}
-        """Compute's rate while a lane beside it is busy."""
+        """Compute's rate while one other lane is busy."""
 
     def shortfall_bytes(self, bound: LowerBound) -> int:
-        """Return what is missing at least, looking at the device first; 0 for what may fit.
+        """Return a lower bound of the missing bytes, of the device if it is short; 0 for plans that may fit.
 
-        Where the host alone is known to be short it is 1: the device may be short as well, by as little, and an
-        outcome tells that first.
+        When only the host is known to be short, return 1: the device may be short too, by any amount, and an outcome
+        reports the device first.
         """
         device, host = bound.device_bytes - self.device_room_bytes, bound.host_bytes_per_node - self.host_room_bytes
         return device if device > 0 else int(host > 0)
 
     def of(self, decisions: Decisions) -> LowerBound:
-        """Return the floor of one plan.
+        """Return the lower bounds of one plan.
 
         Raises:
             Infeasible: when the plan cannot be lowered, or the profile has not measured its work.
@@ -84,21 +85,22 @@ class LowerBounds:
         return self._bound(decisions, *self._parts(decisions))
 
     def between(self, low: Decisions, high: Decisions) -> LowerBound:
-        """Return the floor of every plan that swaps as many rows as ``low`` at least and as ``high`` at most.
+        """Return lower bounds for all plans that swap at least as many rows as ``low`` and at most as many as ``high``.
 
-        More rows swapped are fewer rows rebuilt and copied aside, no more device memory, and more host memory. A
-        forward that is cut into two row blocks is no faster than a whole one.
+        With more swapped rows, fewer rows are recomputed and copied, device memory does not grow, and host memory
+        grows. A forward that is cut into two row blocks is no faster than a whole one.
         """
         parts = zip(self._parts(low), self._parts(high), strict=True)
         return self._bound(low, *(_either(few, many) for few, many in parts))
 
     def rough(self, decisions: Decisions, *, keep: Decisions | None, any_alpha: bool = False) -> LowerBound:
-        """Return a floor that costs little: of states, what is held and swapped, and the compute lane of ``keep``.
+        """Return lower bounds that are cheap: from states, kept and swapped tensors, and ``keep``'s compute lane.
 
-        ``any_alpha``: that of the plans which swap at least as much, none of which holds as much on the device.
-        ``keep``: the same layout's plan that keeps everything, None where that is not at hand. All others compute as
-        much; full recompute plays attention's forward twice. Subsequences are priced one by one instead: lowering
-        hundreds of them costs seconds.
+        - ``any_alpha``: bounds for all plans that swap at least as much; more swapped tokens leave less on the device.
+        - ``keep``: the plan of the same layout that keeps everything, or None when it is not known. All other plans
+          compute at least as much; full recompute plays attention's forward twice.
+
+        Subsequences are priced one by one instead, because lowering hundreds of them takes seconds.
         """
         device, host = self._states(decisions)
         layers, parts = self._layers(decisions)
@@ -118,7 +120,7 @@ class LowerBounds:
         return replace(bound, step_s=self._step_s(decisions, _compute(whole, again), _compute(layer, again)))
 
     def reach(self, decisions: Decisions, limit_s: float) -> bool:
-        """Return whether the plan is known not to fit, or to take ``limit_s`` at least."""
+        """Return whether the plan is known not to fit, or to take at least ``limit_s``."""
         if self.lack_host(decisions):
             return True
         if limit_s < inf and decisions.layout not in self._not_repeated:
@@ -136,22 +138,22 @@ class LowerBounds:
         return self.rough(decisions, keep=None).device_bytes > room or self.of(decisions).device_bytes > room
 
     def lack_host(self, decisions: Decisions) -> bool:
-        """Return whether host memory is known not to hold states and what one micro-batch swaps."""
+        """Return whether host memory is known to be too small for the states and what one micro-batch swaps."""
         host = self._states(decisions)[1] + self._swapped_bytes(*self._layers(decisions))
         return host * self._local(decisions) > self.host_room_bytes
 
     def _layers(self, decisions: Decisions) -> tuple[int, list[Activations]]:
-        """Return how many layers a stage has, and the activations of one micro-batch there, of every subsequence."""
+        """Return the number of a stage's layers, and every subsequence's activations of one micro-batch there."""
         stage, shape = stages_of(decisions)[0], shape_of(decisions)
         return len(stage.layers), [
             Activations(decisions, part.shape, 1, stage, part) for part in subsequences_of(decisions, shape)
         ]
 
     def _swapped_bytes(self, layers: int, parts: list[Activations]) -> int:
-        """Return what one micro-batch of a stage swaps at least, without lowering anything.
+        """Return a lower bound of the bytes that one micro-batch of a stage swaps, without lowering anything.
 
-        Of its layers, of all subsequences, as many stay as there are rounding buffers. Which subsequences stay in a
-        window says the order: none are counted.
+        The layers in the rounding buffers stay, for all subsequences. With an offload window, the order decides which
+        subsequences stay, so no bytes are counted.
         """
         decisions = parts[0].decisions
         if decisions.offload_window or decisions.layout.multiplexed:
@@ -160,10 +162,10 @@ class LowerBounds:
         return max(0, layers * sum(layer) - ROUNDING_BUFFERS * max(layer))
 
     def _held_bytes(self, layers: int, parts: list[Activations]) -> int:
-        """Return what a stage's layers hold on the device where one micro-batch's backward begins, at least.
+        """Return a lower bound of the bytes that a stage's layers hold on the device when a backward begins.
 
-        Rounding buffers, and what layers have to themselves; of layers that take turns in those, some have nothing
-        else. What leaves a window is not counted, nor what an eager framework makes of any of it.
+        It counts the rounding buffers and the layers' own buffers; some layers that use rounding buffers have no
+        others. It does not count what an offload window copies out, nor what an eager framework adds.
         """
         decisions = parts[0].decisions
         if decisions.offload_window or decisions.layout.multiplexed or decisions.memory_policy == "eager":
@@ -173,7 +175,7 @@ class LowerBounds:
         return slots + max(0, layers * sum(layer) - (ROUNDING_BUFFERS * max(layer) if slots else 0))
 
     def _layer_bytes(self, kept: Activations) -> int:
-        """Return what one layer of a subsequence swaps, statistics left out: they are blocks of their own."""
+        """Return the bytes that one layer of a subsequence swaps, without statistics, which are blocks of their own."""
         apart = {f"host.{t.name}" for t in kept.tensors if t.statistics}  # engine/memory.py
         layer = sum(f.bytes for f in kept.families() if f.space == "host" and f.name not in apart)
         if kept.decisions.host_allocator == "power_of_two" and layer:
@@ -186,7 +188,7 @@ class LowerBounds:
     def _parts(
         self, decisions: Decisions, passes: Callable[[Decisions, int], Pass] | None = None
     ) -> tuple[Pass, Pass, Pass]:
-        """Return a pass of the whole model, of a stage's layers, and what one layer adds (nothing without stages)."""
+        """Return the passes of the whole model, of a stage's layers, and of one more layer (zero without stages)."""
         of = passes or self.passes.of
         layers = decisions.model.layers
         held = layers // decisions.layout.pp
@@ -196,9 +198,9 @@ class LowerBounds:
         return whole, stage, Pass(**added)
 
     def _of_parts(self, decisions: Decisions) -> tuple[Pass, Pass]:
-        """Return what the kernels of all subsequences take, and those of one layer; what joins them is left out.
+        """Return the time of the kernels of all subsequences, and of one layer; what joins subsequences is left out.
 
-        Where rows are cut in blocks, collectives are as well: they are left out then, and what kernels wait for.
+        When rows are cut into blocks, collectives are cut too. Collectives and waits are then left out.
         """
         parts = self._prices.parts(decisions)
         in_blocks = decisions.recompute == "tokenwise" or decisions.mlp_chunk_tokens > 0
@@ -218,11 +220,11 @@ class LowerBounds:
     def _bound(self, decisions: Decisions, whole: Pass, stage: Pass, layer: Pass) -> LowerBound:
         device, host = self._states(decisions)
         layout = decisions.layout
-        if layout.multiplexed:  # guests hold, swap and exchange other rows than their stage's: what is left is sure
+        if layout.multiplexed:  # helper stages hold, swap and exchange other rows than their own: only this is certain
             return LowerBound(self._shared_s(whole, layout.pp), device, host * self._local(decisions))
-        # The first stage is as many micro-batches ahead of its first backward as there are stages; with GPipe all. Of
-        # subsequences it is as many ahead, and those of one micro-batch.
-        # Within an offload window a layer's rows leave before its backward comes: how many are there is not known.
+        # The first stage is ahead of its first backward by as many micro-batches as there are stages; with GPipe, by
+        # all. With subsequences, it is ahead by as many subsequences, and by all those of one micro-batch. With an
+        # offload window, a layer's rows leave before its backward begins, so how many are held is not known.
         stages = layout.pp if layout.subsequences == 1 else 1
         ahead = decisions.micro_batches if layout.schedule == "gpipe" else min(decisions.micro_batches, stages)
         kept = layout.pp > 1 and not decisions.offload_window
@@ -235,7 +237,7 @@ class LowerBounds:
         )
 
     def _written_over_bytes(self, decisions: Decisions) -> int:
-        """Return the bytes of a pass's logits' gradient, where an eager framework writes it over the logits."""
+        """Return the bytes of a pass's logit gradient, when an eager framework writes it over the logits."""
         if decisions.memory_policy != "eager" or libraries_of(decisions, self._hardware) == "2024":
             return 0
         shape = shape_of(decisions)
@@ -247,12 +249,13 @@ class LowerBounds:
         mean_s = self._busy_s(whole) * times / layout.pp
         if layout.pp == 1:
             return mean_s
-        # The last stage has its layers' work, and the others' chunks before its first and behind its last: those of one
-        # subsequence, the first both to come forward and to leave backward.
+        # The last stage has the work of its layers, and waits for the other stages' chunks before its first pass and
+        # after its last one. The chunks are those of one subsequence: the first one both comes first in forward and
+        # leaves last in backward.
         others = (layout.pp - 1) * layers // (layout.pp * layout.virtual_stages)
         around_s = others * layer.first_forward_s
-        if layout.schedule != "zero-bubble":  # whose last weight gradients fill that wait
-            # The last layer's gradient leaves its pass before the pass has ended: one layer less is waited for.
+        if layout.schedule != "zero-bubble":  # its last W passes fill that wait
+            # The last layer's gradient leaves its pass before the pass has ended, so the wait has one layer less.
             around_s += (others - 1) * (layer.first_compute_s - layer.first_forward_s)
         held = layers // layout.pp
         last = _times(layer, held)
@@ -260,48 +263,47 @@ class LowerBounds:
         return max(mean_s, times * self._busy_s(last) + around_s)
 
     def _shared_s(self, whole: Pass, stages: int) -> float:
-        """Return the least that stages compute which share the work, its rows or chunks of attention cut anywhere.
+        """Return a lower bound of the compute seconds of stages that share rows or attention chunks, cut anywhere.
 
-        A cut turns a masked square of attention into a smaller one and a rectangle, which may be faster.
+        A cut divides a masked square of attention into smaller squares and a rectangle, which may be faster.
         """
         gain = max((table.most_gain for table in self._hardware.attention), default=1.0)
         return whole.compute_s / stages / max(1.0, gain)
 
     def _busy_s(self, one: Pass) -> float:
-        """Return how long compute is busy or waits in one pass."""
+        """Return a lower bound of the seconds that compute is busy or waits in one pass."""
         found = one.compute_s + one.idle_s
         for name, rate in self._slowed.items():
             found = max(found, one.compute_s + (1 - rate) * getattr(one, name) + rate * one.idle_s)
         return max(found, one.copy_s, one.collective_s, one.p2p_s)
 
     def _states(self, decisions: Decisions) -> tuple[int, int]:
-        """Return bytes of parameters, gradients and optimizer states of one rank: on the device, on the host.
+        """Return the bytes of one rank's parameters, gradients and optimizer states: on the device, and on the host.
 
-        Of a pipeline's stages: those of the layers, which every stage has.
+        With pipeline stages, only those of the layers, because every stage has layers.
         """
         model, layout = decisions.model, decisions.layout
-        blocks: list[tuple[Block, str, int]] = [
-            (layer_block(model, layout.divided), "layer", model.layers // layout.pp)
-        ]
+        blocks = [(layer_block(model, layout.divided), BlockKind.LAYER, model.layers // layout.pp)]
         if layout.pp == 1:
-            blocks += [(embed_block(model, layout.tp), "embed", 1), (head_block(model, layout.tp), "head", 1)]
+            blocks.append((embed_block(model, layout.tp), BlockKind.EMBED, 1))
+            blocks.append((head_block(model, layout.tp), BlockKind.HEAD, 1))
         families = [f for block, kind, count in blocks for f in Optimizer(decisions, block, kind, count).families()]
         device, host = (sum(f.bytes * f.count for f in families if f.space == space) for space in ("device", "host"))
         return device, host
 
 
 def _times(one: Pass, layers: int) -> Pass:
-    """Return the pass of so many layers that are alike."""
+    """Return the pass of ``layers`` equal layers."""
     return Pass(**{f.name: layers * getattr(one, f.name) for f in fields(Pass)})
 
 
 def _compute(one: Pass, attention_again: bool) -> Pass:
-    """Return a pass with attention's forward twice if said so."""
+    """Return a pass, with attention's forward counted twice if asked for."""
     return replace(one, compute_s=one.compute_s + (one.attention_s if attention_again else 0.0))
 
 
 def _either(first: Pass, second: Pass) -> Pass:
-    """Return what both take at least, and with the rebuilding of the one that rebuilds less; copies are left out."""
+    """Return a lower bound of both passes, with the recompute of the one that recomputes less; copies are not exact."""
     least = {f.name: min(getattr(first, f.name), getattr(second, f.name)) for f in fields(Pass)}
     kept_s = min(first.compute_s - first.rebuild_s, second.compute_s - second.rebuild_s)
     return replace(Pass(**least), compute_s=kept_s + least["rebuild_s"])

@@ -1,4 +1,4 @@
-"""What a search found: one outcome a candidate, their order, and the Pareto front."""
+"""The result of a search: one outcome per candidate, their ranking, and the Pareto front."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from memo_sim.planning.presets import Policy
 
 
 def ranked_s(step_s: float) -> float:
-    """Return a step time by which plans are ranked: twelve digits, since sums in another order differ in the last."""
+    """Return a step time rounded to twelve digits for ranking; sums in another order differ in the last digits."""
     return float(f"{step_s:.11e}")
 
 
@@ -19,8 +19,8 @@ def ranked_s(step_s: float) -> float:
 class Evaluated:
     """One candidate's outcome.
 
-    Where alpha was searched, ``above`` and ``below`` are what memory said of the next alphas where it refused them;
-    ``linear_program`` is there for token-wise plans alone.
+    ``above`` and ``below`` are the predictions at the next alphas that do not fit, when alpha was searched.
+    ``linear_program`` is set only for token-wise plans.
     """
 
     policy: Policy
@@ -32,10 +32,10 @@ class Evaluated:
 
     @property
     def rank_key(self) -> tuple[bool, bool, float, int, int, str]:
-        """Plans that fit first, the fastest first; then by what is short; what cannot be evaluated comes last.
+        """Sort key. Plans that fit come first, the fastest first; then plans by missing bytes; invalid plans come last.
 
-        Of equals the one with less host memory, then less device memory; the last word is the plan's own text, so that
-        the order never depends on the order of evaluation.
+        Among equals, the plan with less host memory, then less device memory comes first. The last criterion is the
+        plan's text, so the order never depends on the order of evaluation.
         """
         prediction = self.prediction
         step_s = prediction.step_s
@@ -45,7 +45,7 @@ class Evaluated:
 
     @property
     def costs(self) -> tuple[float, int, int]:
-        """Step time (seconds), device memory and host memory of a node (bytes): what a Pareto front weighs."""
+        """Step time (seconds), device memory, and a node's host memory (bytes): the axes of the Pareto front."""
         prediction = self.prediction
         step_s = float("inf") if prediction.step_s is None else prediction.step_s
         return (step_s, prediction.peak_device_bytes, prediction.peak_host_bytes_per_node)
@@ -59,9 +59,9 @@ class SearchResult:
     evaluated: int
     pruned: int
     refused: list[str] = field(default_factory=list)
-    """Layouts that cannot be lowered, and why."""
+    """Layouts that cannot be lowered, and the reasons."""
     passes: Passes | None = None
-    """What was lowered for floors, for a search of the same question with more memory."""
+    """Passes lowered for lower bounds; a search of the same question with more memory reuses them."""
 
     @property
     def best(self) -> Evaluated | None:
@@ -70,7 +70,7 @@ class SearchResult:
 
     @property
     def front(self) -> list[Evaluated]:
-        """The plans that no other evaluated one beats or equals in all of step time, device and host memory."""
+        """The plans that no other evaluated plan beats or equals in step time, device memory and host memory."""
         found: list[Evaluated] = []
         for one in self.ranked:
             if one.prediction.status == "ok" and not any(as_good(e.costs, one.costs) for e in found):
@@ -79,5 +79,5 @@ class SearchResult:
 
 
 def as_good(costs: tuple[float, int, int], other: tuple[float, int, int]) -> bool:
-    """Return whether nothing of ``costs`` is more than the other's."""
+    """Return whether no entry of ``costs`` is larger than the other's."""
     return all(mine <= theirs for mine, theirs in zip(costs, other, strict=True))

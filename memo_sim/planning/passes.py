@@ -1,7 +1,7 @@
-"""What one micro-batch of so many layers takes of one rank: work of each lane, waits that nothing avoids, bytes.
+"""Work of each lane, unavoidable waits and bytes of one micro-batch on one rank, for any number of layers.
 
-Middle layers are alike: a few layers are lowered, and two in the middle stand for all that are left out. Two, because
-layers take turns in two rounding buffers.
+Middle layers are identical. A few layers are lowered, and two in the middle stand for all that are left out. There are
+two of them, because layers alternate between two rounding buffers.
 
       lowered   l0 l1 l2 l3 l4 l5        eighty layers   l0 l1 (l2 l3) x 38 l78 l79
 """
@@ -24,41 +24,42 @@ from memo_sim.program.analysis.columns import Columns, Flags, Ints, expand
 from memo_sim.program.analysis.edges import derive_edges
 from memo_sim.program.analysis.liveness import Liveness, live_bytes, liveness
 from memo_sim.program.arena.library_workspaces import lives_in_arena
-from memo_sim.program.ir.instruction import BufferClass, Instruction, Lane, Template
+from memo_sim.program.ir.instruction import BufferClass, Instance, Instruction, Lane, Template
+from memo_sim.program.ir.kinds import BlockKind, Phase, TemplateKind
 from memo_sim.program.ir.program import Program
 from memo_sim.program.ir.work import Attention
 from memo_sim.program.lower import lower
 
 FEW = 6
-"""Layers lowered: two that are swapped, two that stand for others, and the last two, which are not swapped. One more
-where the number of layers is odd."""
+"""Layers that are lowered: two that are swapped, two that stand for others, and the last two, which are not swapped.
+
+One more when the number of layers is odd."""
 FIRST_MIDDLE = 2
 MIDDLE = 2
 
-FORWARD, HEAD, REBUILD = "layer.fwd", "head", "rec/"
 Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """Seconds of each lane alone, and bytes at the fullest instant beside parameters, gradients and states."""
+    """Seconds of each lane alone, and peak bytes without parameters, gradients and states."""
 
     compute_s: float
     rebuild_s: float
-    """Of ``compute_s``, what builds activations again."""
+    """Part of ``compute_s`` that recomputes activations."""
     forward_s: float
-    """Of ``compute_s``, the layers' forward."""
+    """Part of ``compute_s`` in the layers' forward."""
     attention_s: float
-    """Of ``forward_s``, attention's kernels."""
+    """Part of ``forward_s`` in attention's kernels."""
     first_forward_s: float
     first_compute_s: float
-    """Of ``forward_s`` and ``compute_s``, the first subsequence's: all of it, where there is one."""
+    """Parts of ``forward_s`` and ``compute_s`` in the first subsequence; all of it without subsequences."""
     head_s: float
-    """Of ``compute_s``, the head and the loss, forward and backward."""
+    """Part of ``compute_s`` in the head and the loss, forward and backward."""
     idle_s: float
-    """Compute stands still between two kernels: the second needs what another lane makes of the first's result."""
+    """Waits of compute between two kernels, because the second needs what another lane makes of the first's result."""
     copy_s: float
-    """Of the copy lane that has more to do."""
+    """Seconds of the copy lane that has more work."""
     collective_s: float
     p2p_s: float
     device_bytes: float
@@ -66,9 +67,9 @@ class Pass:
 
 
 class Passes:
-    """Passes of plans on one cluster; what plans share is lowered once.
+    """Passes of plans on one cluster; plans that differ only in what a pass does not contain share a lowering.
 
-    dp, ZeRO, pipeline stages and the states' dtypes change nothing in a pass.
+    dp, ZeRO, pipeline stages and the dtypes of states change nothing in a pass.
     """
 
     def __init__(self, hardware: Hardware, cluster: Cluster) -> None:
@@ -79,7 +80,7 @@ class Passes:
         self._computed: dict[tuple[_FewLayers, int], Pass] = {}
 
     def of(self, decisions: Decisions, layers: int) -> Pass:
-        """Return what one micro-batch of ``layers`` layers takes.
+        """Return the pass of one micro-batch through ``layers`` layers.
 
         Raises:
             Infeasible: when the plan cannot be lowered, or the profile has not measured its work.
@@ -90,7 +91,7 @@ class Passes:
         return self._known[lowered, layers]
 
     def computed(self, decisions: Decisions, layers: int) -> Pass:
-        """Return of that what the compute lane alone does; the rest, which takes longer to find, is 0.
+        """Return only the compute lane's part of that pass, which is faster to compute; the other fields are 0.
 
         Raises:
             Infeasible: see ``of``.
@@ -101,7 +102,7 @@ class Passes:
         return self._computed[lowered, layers]
 
     def _lower(self, decisions: Decisions, layers: int) -> tuple[int, _FewLayers]:
-        """Return how many layers of a plan are lowered, and those."""
+        """Return the number of layers that are lowered, and the lowered layers."""
         few = min(layers, FEW + layers % 2)
         alone = msgspec.structs.replace(
             decisions,
@@ -122,7 +123,7 @@ class Passes:
 
 
 class _FewLayers:
-    """One micro-batch of a few layers, whose middle ones can be repeated."""
+    """One micro-batch of a few layers; the middle layers can be repeated."""
 
     def __init__(self, decisions: Decisions, pricer: Pricer) -> None:
         (program,) = lower(decisions)
@@ -130,16 +131,16 @@ class _FewLayers:
         lengths = [len(program.templates[i.template].instructions) for i in program.instances]
         self._instance = np.repeat(np.arange(len(lengths)), lengths)
         self._lane = _by_instruction(program, lambda _, i: i.lane).astype(np.int64)
-        self._inside = self._of_instances([i.place.startswith("m") for i in program.instances])
+        self._inside = self._of_instances([not _template(program, i).kind.of_step for i in program.instances])
         middle = range(FIRST_MIDDLE, FIRST_MIDDLE + MIDDLE)
         self._middle = self._inside & self._of_instances([i.layer in middle for i in program.instances])
         self._middle_buffers = _of_layers(program, middle, layers=decisions.model.layers)
         self._seconds = _by_instruction(program, lambda _, i: pricer.seconds(i.work)) * self._inside
-        self._forward = _by_instruction(program, lambda t, _: float(t.name.startswith(FORWARD)))
-        self._head = _by_instruction(program, lambda t, _: float(t.name.startswith(HEAD)))
+        self._forward = _by_instruction(program, lambda t, _: float(_is_layer_forward(t)))
+        self._head = _by_instruction(program, lambda t, _: float(t.block is BlockKind.HEAD))
         self._first = self._of_instances([i.subsequence == 0 for i in program.instances])
         self._attention = self._forward * _by_instruction(program, lambda _, i: float(isinstance(i.work, Attention)))
-        self._rebuilt = _by_instruction(program, lambda _, i: float(i.name.startswith(REBUILD)))
+        self._rebuilt = _by_instruction(program, lambda _, i: float(i.phase is Phase.RECOMPUTE))
 
     def _of_instances(self, flags: list[bool]) -> Flags:
         found: Flags = np.array(flags, dtype=np.bool_)[self._instance]
@@ -162,16 +163,16 @@ class _FewLayers:
     def _all_kept(self) -> Flags:
         """The instants around the head, when every repetition of a middle layer holds what it keeps."""
         at, program = np.arange(len(self._lane)), self._program
-        names = [program.templates[i.template].name for i in program.instances]
-        heads = [n for n, i in enumerate(program.instances) if names[n].startswith(HEAD) and i.place.startswith("m")]
-        turn = int(at[self._instance == heads[-1]][0])  # of subsequences the last one's: backward follows
+        templates = [_template(program, i) for i in program.instances]
+        heads = [n for n, t in enumerate(templates) if t.block is BlockKind.HEAD and t.kind is TemplateKind.FORWARD]
+        turn = int(at[self._instance == heads[-1]][0])  # the last subsequence's head, after which backward begins
         middle = at[self._middle]
         before, after = middle[middle < turn], middle[middle > turn]
         found: Flags = (at > before.max(initial=-1)) & (at < after.min(initial=len(at))) & self._inside
         return found
 
     def computed(self, times: int) -> Pass:
-        """Return the compute lane's pass with the middle layers played so many times more; nothing of other lanes."""
+        """Return the compute lane's pass with the middle layers repeated ``times`` more times; zero for other lanes."""
         compute_s = self._seconds * (1.0 + times * self._middle) * (self._lane == Lane.COMPUTE)
         return Pass(
             compute_s=float(compute_s.sum()),
@@ -190,7 +191,7 @@ class _FewLayers:
         )
 
     def repeated(self, times: int) -> Pass:
-        """Return the pass with the middle layers played so many times more."""
+        """Return the pass with the middle layers repeated ``times`` more times."""
         weights = 1.0 + times * self._middle
         lanes = np.bincount(self._lane, weights=self._seconds * weights, minlength=len(Lane))
         sizes = self._lives.bytes * (1 + times * self._middle_buffers)
@@ -205,13 +206,21 @@ class _FewLayers:
         )
 
     def _fullest(self, sizes: Ints, *, device: bool) -> int:
-        """Return the most bytes that live at once, states left out; ``sizes`` count repeated buffers."""
+        """Return the peak bytes without states; ``sizes`` includes the repeated buffers."""
         once = _live(self._lives, self._lives.bytes, device=device)[self._inside].max(initial=0)
         return int(max(once, _live(self._lives, sizes, device=device)[self._all_kept].max(initial=0)))
 
 
+def _template(program: Program, instance: Instance) -> Template:
+    return program.templates[instance.template]
+
+
+def _is_layer_forward(template: Template) -> bool:
+    return template.block is BlockKind.LAYER and template.kind is TemplateKind.FORWARD
+
+
 def _of_layers(program: Program, chosen: range, *, layers: int) -> Ints:
-    """Return 1 for the buffers that belong to the ``chosen`` layers: those of families with a buffer a layer."""
+    """Return 1 for each buffer that belongs to one of the ``chosen`` layers: families with one buffer per layer."""
     index = [np.arange(f.count, dtype=np.int64) for f in program.families]
     mine = [(n >= chosen.start) & (n < chosen.stop) & (len(n) >= layers) for n in index]
     own = sum(f.count for f in program.all_families) - sum(f.count for f in program.families)
@@ -219,13 +228,13 @@ def _of_layers(program: Program, chosen: range, *, layers: int) -> Ints:
 
 
 def _by_instruction(program: Program, value: Callable[[Template, Instruction], float]) -> Floats:
-    """Return a value of every instruction, asked once for each of a template."""
+    """Return a value for every instruction; ``value`` is called once per instruction of a template."""
     rows = [np.array([value(t, i) for i in t.instructions], dtype=np.float64) for t in program.templates]
     return np.concatenate([rows[i.template] for i in program.instances])
 
 
 def _live(lives: Liveness, sizes: Ints, *, device: bool) -> Ints:
-    """Return the live bytes at every instruction, states left out."""
+    """Return the live bytes at every instruction, without states."""
     curves = live_bytes(lives, device=device, sizes=sizes)
     counted = [curve for name, curve in curves.items() if name != BufferClass.STATE.value]
     total: Ints = np.sum([np.zeros(lives.instructions, dtype=np.int64), *counted], axis=0)
@@ -233,9 +242,9 @@ def _live(lives: Liveness, sizes: Ints, *, device: bool) -> Ints:
 
 
 def _idle_s(columns: Columns, seconds: Floats) -> Floats:
-    """Return for each kernel how long compute stands still before it at least, whatever other lanes run ahead.
+    """Return for each kernel a lower bound of the time that compute waits before it, however far other lanes run ahead.
 
-    Between kernel A and the next kernel B lies what other lanes have to do after A and before B:
+    Between kernel A and the next kernel B lies the work of other lanes that needs A and that B needs:
 
         compute      [A]      [B]
         collective      [C ]           C reads what A wrote, B reads what C wrote
@@ -247,7 +256,8 @@ def _idle_s(columns: Columns, seconds: Floats) -> Floats:
     from_compute = lane[edges.producer] == Lane.COMPUTE
     after = np.full(len(lane), -1, dtype=np.int64)
     np.maximum.at(after, edges.consumer[from_compute], edges.producer[from_compute])
-    # Of each instruction beside compute: the last kernel before it, through its lane too, and the seconds since then.
+    # For each instruction beside compute: the last kernel before it (also through its lane), and the seconds since
+    # then.
     since = seconds.copy()
     last: dict[int, int] = {}
     for i in np.flatnonzero(lane != Lane.COMPUTE).tolist():

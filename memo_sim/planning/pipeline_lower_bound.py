@@ -1,15 +1,15 @@
-"""Seconds that no plan of a pipeline's layout goes below: its kernels, and what each stage waits for the others.
+"""Lower bound of a pipeline's step time: the kernels of each stage, and their waits for other stages.
 
-Every policy of a layout plays the kernels that keeping everything plays, on every stage in the same order, and perhaps
-more; and it hands over the same rows. So the plan that keeps everything is lowered, which is as dear as lowering any
-other but serves all of them, and of it only this is played:
+Every policy of a layout plays at least the kernels of the plan that keeps everything, in the same order on every stage,
+and transfers the same rows between stages. So only that plan is lowered. This costs as much as lowering any other plan,
+but serves all of them. It is then played with one rule:
 
-    a kernel starts when the kernel before it on its stage has ended, and when what it reads of another stage's has been
+    a kernel starts when the previous kernel of its stage has ended, and when what it reads from another stage has been
     computed there
 
-Copies, collectives and the hand-overs themselves take no time, nothing waits for memory, and nothing contends. Rows cut
-in blocks are no faster than whole (``floors.py``); rows of guests (SPPO 6.2) are cut alike whatever the policy, and are
-always kept.
+Copies, collectives and p2p transfers take no time, nothing waits for memory, and lanes do not slow each other. Rows cut
+into blocks are no faster than whole rows (``floors.py``). Rows of helper stages (SPPO 6.2) are cut the same way in
+every policy, and are always kept.
 
       stage 0   F0 F1 F2                B0          B0 starts when B0 of stage 1 has made its input's gradient
       stage 1      F0 F1 F2 B2 B1 B0                F0 starts when F0 of stage 0 has ended
@@ -35,7 +35,7 @@ from memo_sim.program.ir.program import Program
 from memo_sim.program.lower import lower
 
 ROUNDING = 1e-9
-"""Of a step time that is summed in another order than the engine's."""
+"""Relative rounding error of a step time whose terms are summed in another order than in the engine."""
 Wait = tuple[int, int, int]
 """A kernel, the stage that it waits for, and the kernel there that makes what it reads."""
 
@@ -47,13 +47,13 @@ def kept(decisions: Decisions) -> Decisions:
 
 
 def is_known(decisions: Decisions) -> bool:
-    """Return whether ``least_step_s`` says anything of a plan: of one micro-batch's subsequences through stages."""
+    """Return whether ``least_step_s`` applies to a plan: one micro-batch, in subsequences, through several stages."""
     layout = decisions.layout
     return layout.pp > 1 and layout.subsequences > 1 and decisions.micro_batches == 1
 
 
 def least_step_s(decisions: Decisions, hardware: Hardware, cluster: Cluster) -> float:
-    """Return the seconds that no plan goes below which has the layout of ``decisions``; those keep everything.
+    """Return a lower bound of the step seconds of all plans with the layout of ``decisions``, which keeps everything.
 
     Raises:
         Infeasible: when the plan cannot be lowered, or the profile has not measured its work.
@@ -76,7 +76,7 @@ def least_step_s(decisions: Decisions, hardware: Hardware, cluster: Cluster) -> 
 
 
 def _seconds_before(program: Program, pricer: Pricer) -> list[float]:
-    """Return the seconds of the kernels before each instruction, and of all."""
+    """Return the seconds of the kernels before each instruction, and the sum of all kernels."""
     rows = [
         [pricer.seconds(i.work) if i.lane is Lane.COMPUTE else 0.0 for i in template.instructions]
         for template in program.templates
@@ -87,7 +87,7 @@ def _seconds_before(program: Program, pricer: Pricer) -> list[float]:
 
 
 class _Kernels:
-    """Which kernels of a stage write and read the buffers that are handed over."""
+    """The kernels of a stage that write or read the buffers of p2p transfers."""
 
     def __init__(self, columns: Columns) -> None:
         self._columns = columns
@@ -96,26 +96,26 @@ class _Kernels:
         shared = np.zeros(len(columns.buffer_bytes), dtype=np.bool_)
         shared[columns.operand_buffer[handed]] = True
         self._of_p2p = {int(columns.operand_instruction[at]): at for at in np.flatnonzero(handed).tolist()}
-        """Where the one operand of each hand-over stands."""
+        """The row of each p2p transfer's only operand."""
         computed = np.flatnonzero((lane == Lane.COMPUTE) & shared[columns.operand_buffer])
         order = computed[np.argsort(columns.operand_buffer[computed], kind="stable")]
         buffers, firsts = np.unique(columns.operand_buffer[order], return_index=True)
         self._accesses: dict[int, Ints] = dict(zip(buffers.tolist(), np.split(order, firsts[1:]), strict=True))
-        """Of each of those buffers the operands of kernels, in program order."""
+        """By buffer: the rows of kernels' operands that touch it, in program order."""
 
     def maker(self, sent: int) -> int | None:
-        """Return the last kernel before a send that writes rows of it; None where no kernel does."""
+        """Return the last kernel before a send that writes rows of it; None when no kernel does."""
         found, mode = self._touching(sent, before=True)
         makers = found[(mode & Mode.WRITE) > 0]
         return int(makers[-1]) if len(makers) else None
 
     def reader(self, received: int) -> int | None:
-        """Return the kernel that first needs what is received; None where that is overwritten, or not read."""
+        """Return the first kernel that reads received rows; None when they are overwritten first, or never read."""
         found, mode = self._touching(received, before=False)
         return int(found[0]) if len(found) and mode[0] & Mode.READ else None
 
     def _touching(self, number: int, *, before: bool) -> tuple[Ints, Ints]:
-        """Return the kernels before or behind a hand-over that touch its rows, and how."""
+        """Return the kernels before or after a p2p transfer that touch its rows, and their access modes."""
         columns, at = self._columns, self._of_p2p[number]
         accesses = self._accesses.get(int(columns.operand_buffer[at]), np.zeros(0, dtype=np.int64))
         kernels = columns.operand_instruction[accesses]
@@ -127,11 +127,11 @@ class _Kernels:
 
 
 def _played_s(before_s: Sequence[list[float]], waits: Sequence[list[Wait]]) -> float:
-    """Return when the last kernel of any stage ends.
+    """Return the seconds at which the last kernel of any stage ends.
 
-    ``before_s``: of each stage the seconds before its instructions. ``waits``: of each stage, in the order of its
-    kernels. A stage is as late as its latest wait so far: ``late`` holds, for each kernel that waits, how late it is
-    from there on.
+    ``before_s`` gives for each stage the seconds before each of its instructions. ``waits`` gives for each stage its
+    waits, in the order of its kernels. A stage is delayed by the largest delay among its waits so far. ``late`` holds,
+    for each kernel that waits, the stage's delay from there on.
     """
     late: list[tuple[list[int], list[float]]] = [([], []) for _ in waits]
     going = True
@@ -143,7 +143,7 @@ def _played_s(before_s: Sequence[list[float]], waits: Sequence[list[Wait]]) -> f
                 kernel, source, made = mine[len(kernels)]
                 known, _ = late[source]
                 if len(known) < len(waits[source]) and waits[source][len(known)][0] <= made:
-                    break  # how late that stage is there is not known yet
+                    break  # that stage's delay is not known yet
                 made_s = before_s[source][made + 1] + _late_s(late[source], made)
                 kernels.append(kernel)
                 delays.append(max(delays[-1] if delays else 0.0, made_s - before_s[stage][kernel]))
@@ -154,7 +154,7 @@ def _played_s(before_s: Sequence[list[float]], waits: Sequence[list[Wait]]) -> f
 
 
 def _late_s(late: tuple[list[int], list[float]], kernel: int) -> float:
-    """Return how late a stage's kernel starts."""
+    """Return the delay in seconds at which a stage's kernel starts."""
     kernels, delays = late
     at = bisect_right(kernels, kernel)
     return delays[at - 1] if at else 0.0

@@ -1,7 +1,7 @@
-"""Which implementation plays a plan's row-wise operators: torch's one by one, or a fused one that the profile measured.
+"""Chooses the implementation of a plan's row-wise operators: torch's, or a fused one that the profile has measured.
 
-One implementation plays all of them, so what counts is the sum over a micro-batch, recompute included: fused kernels
-that win at norms and lose at the loss are taken where the norms weigh more.
+One implementation plays all of them, so the choice compares sums over a micro-batch, including recompute. Fused kernels
+that are faster for norms and slower for the loss are chosen when the norms weigh more.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from memo_sim.program.operators.workspaces import FUSED_KINDS
 
 
 class RowwiseChoice:
-    """Chooses for the candidates of one question; those with the same row-wise work in a micro-batch are priced once.
+    """Chooses for the candidates of one question; those with the same row-wise work per micro-batch are priced once.
 
-    Of a plan whose alpha is still open this is the choice at alpha 0, where most is recomputed.
+    For a plan whose alpha is still open, the choice is the one at alpha 0, where recompute is largest.
     """
 
     def __init__(self, hardware: Hardware) -> None:
@@ -30,7 +30,7 @@ class RowwiseChoice:
         self._known: dict[Decisions, RowwiseKernel] = {}
 
     def faster(self, decisions: Decisions) -> Decisions:
-        """Return ``decisions`` with the implementation that spends the least seconds; torch where it is as fast.
+        """Return ``decisions`` with the implementation that takes the fewest seconds; torch wins a tie.
 
         Raises:
             Infeasible: when the layout cannot be lowered.
@@ -62,7 +62,7 @@ class RowwiseChoice:
 
 
 def _works(decisions: Decisions) -> Counter[Rowwise]:
-    """Return what fused kernels would play in a micro-batch, over all roles, and how often."""
+    """Return the work of a micro-batch that fused kernels could play, over all stages, with its counts."""
     found: Counter[Rowwise] = Counter()
     for program in lower(decisions, micro_batches=1):
         uses = Counter(instance.template for instance in program.instances)

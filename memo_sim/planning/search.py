@@ -1,15 +1,20 @@
-"""Evaluates the candidates of a question in the engine and ranks them.
+"""Evaluates the candidates of a question in the engine, and ranks them.
 
-Order of work: every candidate gets a floor (``floors.py``): no alpha of it is faster, and none needs less memory. The
-candidates with the lowest floors are played first, those that may fit before those that cannot. Once ``keep`` plans
-rank before a candidate's floor that candidate is pruned, as are all after it: the ``keep`` best are those that
-evaluating everything would give. Where the Pareto front is asked for, a candidate is pruned only when a plan that was
-played is as fast as its floor and needs as little of either memory. Higher floors cost a lowering: they are asked for
-where the one before does not decide.
+Every candidate first gets lower bounds (``floors.py``): no alpha of it is faster or needs less memory. Candidates with
+the smallest bounds are played first; those that may fit come before those that cannot. Once ``keep`` plans rank before
+a candidate's bounds, that candidate and all after it are pruned. So the ``keep`` best plans are those that evaluating
+everything would give. When the Pareto front is asked for, a candidate is pruned only if a played plan is as fast as its
+bound and needs no more of either memory. Tighter bounds cost a lowering, so they are computed only when the previous
+ones do not decide.
 
-A partial swap is pruned too where everything can be kept: that copies less. So is full recompute with swapped inputs
-where they can be kept: it computes the same. A front keeps both: they need less device memory. A window that lets
-copies lag is pruned where everything can be kept, and where in the narrow one a full swap is as fast as what hides.
+Other candidates are pruned because a simpler plan is at least as good:
+
+- a partial swap, when everything can be kept: keeping copies less;
+- full recompute with swapped inputs, when the inputs can be kept: it computes the same;
+- a wide offload window, when everything can be kept, or when, in the narrow window, a full swap is as fast as swapping
+  only what hides.
+
+A search for the Pareto front prunes none of these; the first two need less device memory.
 """
 
 from __future__ import annotations
@@ -37,7 +42,7 @@ from memo_sim.planning.subsequences import swap_each
 __all__ = ["Evaluated", "SearchResult", "best_with_more_memory", "play", "search"]
 
 STAND_BACK = (PARTIAL_SWAP, INPUTS_SWAPPED, INPUTS_SWAPPED_MLP_IN_BLOCKS)
-"""What is not worth its copies where the same can be kept on the device."""
+"""Policies that are not worth their copies when the same tensors can be kept on the device."""
 
 
 def search(
@@ -50,12 +55,13 @@ def search(
     enough_s: float | None = None,
     progress: Progress | None = None,
 ) -> SearchResult:
-    """Return every candidate of ``question`` evaluated or pruned; ``progress`` is told (done, all).
+    """Return every candidate of ``question`` evaluated or pruned; ``progress`` is called with (done, all).
 
-    The ``keep`` best are exact. With ``front`` the Pareto front is too; candidates whose alpha is open then stand for
-    every eighth of it as well. Without ``prune`` everything is evaluated; with ``siblings`` so are all policies on the
-    best plan's layout, which it is explained by. With ``enough_s`` the search ends at the first plan that fits and
-    takes no longer: all others count as pruned.
+    - The ``keep`` best plans are exact.
+    - ``front``: the Pareto front is exact too; candidates with open alpha are then evaluated at every eighth as well.
+    - ``prune``: without it, everything is evaluated.
+    - ``siblings``: all policies on the best plan's layout are evaluated, for the explanation.
+    - ``enough_s``: the search ends at the first plan that fits and takes no longer; all others count as pruned.
 
     Raises:
         Infeasible: when no layout divides the model and the sequence.
@@ -69,9 +75,9 @@ def search(
 
 
 def best_with_more_memory(question: Question, before: SearchResult) -> Evaluated | None:
-    """Return the best plan of a question that was searched ``before`` with less memory.
+    """Return the best plan of a question with more memory than the search ``before`` had.
 
-    What fitted then fits now, so that only what may be faster is played.
+    Plans that fitted before still fit, so only plans that may be faster are played.
 
     Raises:
         Infeasible: when no layout divides the model and the sequence.
@@ -84,7 +90,7 @@ def best_with_more_memory(question: Question, before: SearchResult) -> Evaluated
 
 
 def _eighths(candidate: Candidate) -> list[Candidate]:
-    """Return a candidate whose alpha is open at every eighth: less host memory for more time, or device memory."""
+    """Return a candidate with open alpha at every eighth: less host memory for more time or more device memory."""
     if candidate.policy.alpha is not None:
         return []
     least = 1 if candidate.policy == PARTIAL_SWAP else 0
@@ -99,17 +105,17 @@ def _eighths(candidate: Candidate) -> list[Candidate]:
 
 @dataclass(frozen=True, slots=True)
 class _Bounded:
-    """A candidate with its floor (None where it cannot be had, which evaluating will explain)."""
+    """A candidate with its lower bounds; None when they cannot be computed, which the evaluation will explain."""
 
     candidate: Candidate
     bound: LowerBound | None
     shortfall_bytes: int
     next_bound: Literal["pipeline", "layers", ""] = ""
-    """Which higher floor can be had for a lowering: of its layout's kernels and waits, or of a few of its layers."""
+    """The tighter bounds that one lowering gives: from the layout's kernels and waits, or from a few of the layers."""
 
     @property
     def least_key(self) -> tuple[bool, bool, float]:
-        """No outcome of the candidate ranks before this (``Evaluated.rank_key``)."""
+        """No outcome of the candidate ranks before this key (``Evaluated.rank_key``)."""
         if self.bound is None:
             return (False, False, 0.0)
         short = self.shortfall_bytes > 0
@@ -117,7 +123,7 @@ class _Bounded:
 
 
 class _Search:
-    """One search: what was played, and the floors of what was not."""
+    """One search: the outcomes played so far, and the lower bounds of the others."""
 
     def __init__(
         self,
@@ -137,24 +143,24 @@ class _Search:
         self.siblings = siblings
         self.enough_s = enough_s
         self.limit: Evaluated | None = None
-        """A plan that is known to fit, though it is none of this search's outcomes."""
+        """A plan that is known to fit, though it is not an outcome of this search."""
         self.bounds = LowerBounds(question.hardware, question.cluster, passes)
         self.least_s: dict[Decisions, float] = {}
-        """Of plans that keep everything, what no plan of their layouts goes below (``pipeline_floor.py``)."""
+        """By plan that keeps everything: the lower bound of the step time of its layout (``pipeline_floor.py``)."""
         self.known: dict[Decisions, Prediction] = {}
         self.ranked: list[Evaluated] = []
         self.places: dict[Decisions, int] = {}
-        """Where in ``ranked`` a plan stands, as long as they come in."""
+        """The index in ``ranked`` of each plan, until ``ranked`` is sorted."""
         self.bases: set[Decisions] = set()
         self.hiding: dict[Layout, Decisions] = {}
-        """Of each layout what hides under the next subsequence (SPPO 5.2), where that is tried."""
+        """By layout: the plan that swaps what hides under the next subsequence (SPPO 5.2), when it is a candidate."""
 
     def run(self, found: list[Candidate], refused: list[str], progress: Progress | None) -> SearchResult:
         self.bases = {candidate.base for candidate in found}
         self.hiding = {c.base.layout: c.base for c in reversed(found) if c.policy.hides}
         waiting: list[tuple[tuple[bool, bool, float], int, _Bounded]] = []
         for number, candidate in enumerate(found):
-            one = self._roughly(candidate)
+            one = self._with_rough_bounds(candidate)
             heappush(waiting, (one.least_key, number, one))
         pruned: list[Candidate] = []
         done = stood_for = 0
@@ -162,7 +168,7 @@ class _Search:
             _, number, one = heappop(waiting)
             beyond = self.prune and (self._found_enough() or self._cannot_matter(one))
             if one.next_bound and self.prune and not beyond:
-                one = self._bounded(one)
+                one = self._with_next_bounds(one)
                 heappush(waiting, (one.least_key, number, one))
                 continue
             if beyond:
@@ -189,10 +195,10 @@ class _Search:
         return self.enough_s is not None and prediction.step_s is not None and prediction.step_s <= self.enough_s
 
     def _add(self, candidate: Candidate) -> bool:
-        """Evaluate a candidate; return False where another candidate stands for it.
+        """Evaluate a candidate; return False when another candidate gives the same plan.
 
-        Two candidates may come to one plan: an alpha that was searched may be an eighth that a front asks for. What the
-        search knows of its neighbours is kept.
+        That happens when the alpha found by a search is an eighth that a front asks for. The outcome of the search is
+        kept, because it knows the neighbouring alphas.
         """
         outcome = self._outcome(candidate)
         if outcome is None:
@@ -205,8 +211,8 @@ class _Search:
             self.ranked[at] = outcome
         return False
 
-    def _roughly(self, candidate: Candidate) -> _Bounded:
-        """Return a floor from what other candidates share."""
+    def _with_rough_bounds(self, candidate: Candidate) -> _Bounded:
+        """Return lower bounds from what candidates share, without a lowering."""
         keep = kept(candidate.base)
         try:
             any_alpha = candidate.policy.alpha is None
@@ -223,11 +229,11 @@ class _Search:
         itself = candidate.policy.alpha is not None and candidate.base == keeping
         return not itself and keeping in self.bases
 
-    def _bounded(self, one: _Bounded) -> _Bounded:
-        """Return the next higher floor of a candidate.
+    def _with_next_bounds(self, one: _Bounded) -> _Bounded:
+        """Return the next tighter lower bounds of a candidate.
 
-        That of a pipeline serves all candidates of its layout but the one that keeps everything: to play that is no
-        dearer.
+        The pipeline's bound serves all candidates of its layout except the one that keeps everything, which costs no
+        more to play.
         """
         candidate, bound = one.candidate, one.bound
         assert bound is not None
@@ -262,19 +268,19 @@ class _Search:
         if bound.device_bytes <= room:
             bound = self.bounds.between(grid.at(most), grid.at(most))
         if most < grid.steps - 1 and bound.device_bytes > room:
-            # One memory or the other is short at every alpha, by how much is not known.
+            # At every alpha, one of the two memories is too small; by how much is not known.
             return replace(bound, device_bytes=room + 1, host_bytes_per_node=0)
         return replace(bound, host_bytes_per_node=0)
 
     def _most(self, grid: Grid, low: int, high: int) -> int:
-        """Return the highest step from ``low`` to ``high`` that host memory may hold, or ``low``."""
+        """Return the highest grid step from ``low`` to ``high`` that host memory may hold, or ``low``."""
         while low < high:
             middle = (low + high + 1) // 2
             low, high = (low, middle - 1) if self.bounds.lack_host(grid.at(middle)) else (middle, high)
         return low
 
     def _cannot_matter(self, one: _Bounded) -> bool:
-        """Return whether no outcome of the candidate changes the best plans, or the front."""
+        """Return whether no outcome of the candidate can change the best plans, or the front."""
         bound = one.bound
         if bound is None:
             return False
@@ -287,7 +293,7 @@ class _Search:
         return sorted(e.rank_key for e in known)[self.keep - 1] < one.least_key
 
     def predict(self, decisions: Decisions) -> Prediction:
-        """Return the engine's prediction, played once."""
+        """Return the engine's prediction; each plan is played once."""
         if decisions not in self.known:
             self.known[decisions] = play(self.question, decisions).prediction
         return self.known[decisions]
@@ -295,18 +301,18 @@ class _Search:
     def _outcome(self, candidate: Candidate) -> Evaluated | None:
         try:
             return self._evaluate(candidate)
-        except Infeasible as error:  # a layout whose work the profile has not measured, say: the others may do
+        except Infeasible as error:  # for example, the profile has not measured its work; other candidates may work
             reason = f"{error.what}: {error.got}"
             return Evaluated(candidate.policy, candidate.base, Prediction(status="invalid", reason=reason))
 
     def _evaluate(self, candidate: Candidate) -> Evaluated | None:
-        """Return the outcome of one candidate, or None where another candidate stands for it."""
+        """Return the outcome of one candidate, or None when another candidate gives the same plan."""
         policy, base = candidate.policy, candidate.base
         if policy in STAND_BACK and not self.front:
             kept = swap_each(base, 0)
             if (policy.alpha is None or kept in self.bases) and self.predict(kept).status == "ok":
                 return None
-        if candidate.narrow is not None and not self.front and self._nothing_lags(base, candidate.narrow):
+        if candidate.narrow is not None and not self.front and self._wider_gains_nothing(base, candidate.narrow):
             return None
         if policy.alpha is not None:
             return Evaluated(policy, base, self.predict(base))
@@ -316,7 +322,7 @@ class _Search:
             return Evaluated(policy, partial.decisions, partial.prediction) if partial else None
         grid = Grid.of(base)
         most = self._most(grid, 0, grid.steps)
-        for decisions in self._first_played(base, grid.at(most)):
+        for decisions in self._plans_to_start_with(base, grid.at(most)):
             simulation = play(self.question, decisions)
             self.known[decisions] = simulation.prediction
             if simulation.prediction.status == "ok":
@@ -325,12 +331,12 @@ class _Search:
             return Evaluated(policy, decisions, simulation.prediction)
         program = _linear_program(self.question, base, simulation)
         best = best_alpha(base, self.predict, start=program.alpha, most=most / grid.steps, bounds=bounds)
-        # Swapping every token recomputes none: that is the full swap, a candidate of its own.
+        # Swapping every token recomputes nothing. That is the full swap, which is a candidate of its own.
         full_swap = best.decisions.alpha == 1 and any(p == FULL_SWAP for p in policies(self.question))
         return None if full_swap else Evaluated(policy, best.decisions, best.prediction, program)
 
-    def _nothing_lags(self, base: Decisions, narrow: Decisions) -> bool:
-        """Return whether a wider window wins nothing: no copies are needed, or none are late in the narrow one."""
+    def _wider_gains_nothing(self, base: Decisions, narrow: Decisions) -> bool:
+        """Return whether a wider window gains nothing: no copies are needed, or none are late in the narrow window."""
         kept = swap_each(base, 0)
         if kept in self.bases and self.predict(kept).status == "ok":
             return True
@@ -340,17 +346,17 @@ class _Search:
         narrow_s, hides_s = self.predict(narrow).step_s, self.predict(hiding).step_s
         return narrow_s is not None and hides_s is not None and ranked_s(narrow_s) <= ranked_s(hides_s)
 
-    def _first_played(self, base: Decisions, most: Decisions) -> tuple[Decisions, ...]:
-        """Return the plans to begin with, the second where the first does not fit: that which swaps the most first.
+    def _plans_to_start_with(self, base: Decisions, most: Decisions) -> tuple[Decisions, ...]:
+        """Return the plans to play first: the one that swaps the most, and one to play if it does not fit.
 
-        Where copies make that the slower one for sure, it is not played.
+        The first is left out when its copies certainly make it slower.
         """
         if most == base or self.bounds.of(most).step_s > self.bounds.of(base).step_s:
             return (base,)
         return (most, base)
 
     def _with_refusals(self, one: Evaluated) -> Evaluated:
-        """Return the plan with what memory says of the next alphas, where alpha was searched."""
+        """Return the plan with the predictions at the next alphas that do not fit, when alpha was searched."""
         if one.policy.alpha is not None or one.prediction.status != "ok":
             return one
         grid = Grid.of(one.decisions)
@@ -359,7 +365,7 @@ class _Search:
         return replace(one, above=above, below=below)
 
     def _refused(self, decisions: Decisions) -> Prediction | None:
-        """Return what memory says of a plan that it refuses, and of another what is known already."""
+        """Return the prediction of a plan that does not fit; for other plans, only one that is already known."""
         if decisions in self.known:
             return self.known[decisions]
         simulation = simulate(decisions, self.question.hardware, self.question.cluster, predict=False)

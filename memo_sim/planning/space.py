@@ -1,6 +1,6 @@
 """The candidates of a question: layouts that divide the devices and the model, times the system's policies.
 
-Alpha is not enumerated here: a token-wise candidate carries the range of alphas that ``alpha.py`` searches.
+Alpha is not enumerated here; ``alpha_search.py`` searches it for the candidates whose policy leaves it open.
 """
 
 from __future__ import annotations
@@ -38,21 +38,21 @@ from memo_sim.program.layout.stage import stages_of
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One layout with one policy; ``base`` has no swapped tokens yet when the policy leaves alpha open.
+    """One layout with one policy; ``base`` swaps nothing yet when the policy leaves alpha open.
 
-    Where it has an offload window it has a row block of every part, for without any there is no window.
+    With an offload window, ``base`` swaps one row block of every subsequence, because a window needs swapped tokens.
     """
 
     base: Decisions
     policy: Policy
     narrow: Decisions | None = None
-    """The same in the first window that is tried, where this one's copies may lag longer."""
+    """The same plan in the first window that is tried; set when this candidate's window lets copies lag longer."""
 
 
 def policies(question: Question) -> tuple[Policy, ...]:
-    """Return the policies to try: the system's, narrowed by a pinned alpha or recompute (which turn fallbacks off).
+    """Return the policies to try: the system's, narrowed by a pinned alpha or recompute, which turn fallbacks off.
 
-    Pinned blocks of the MLP, or chunks of attention, leave full recompute alone.
+    With pinned MLP blocks or attention chunks, only full recompute is left.
     """
     return blocks.pinned(_by_recompute(question), question.pins)
 
@@ -67,7 +67,7 @@ def _by_recompute(question: Question) -> tuple[Policy, ...]:
         )
     if pins.recompute == "selective" and pins.alpha:
         raise UsageError("selective recompute swaps nothing", got=f"alpha {pins.alpha}", wanted="no alpha")
-    # What is pinned takes the place of an alpha that the system leaves open: its mode is that one's.
+    # A pin replaces an alpha that the system leaves open, so it applies to the recompute mode of that policy.
     mode: str = pins.recompute or next((p.recompute for p in system.policies if p.alpha is None), TOKENWISE.recompute)
     if pins.alpha is not None:
         cut = [replace(p, alpha=pins.alpha) for p in system.policies if p.recompute == mode == "full"]
@@ -77,7 +77,7 @@ def _by_recompute(question: Question) -> tuple[Policy, ...]:
 
 
 def candidates(question: Question) -> tuple[list[Candidate], list[str]]:
-    """Return the candidates that can be lowered, and why each other layout cannot.
+    """Return the candidates that can be lowered, and the reasons why other layouts cannot.
 
     Raises:
         Infeasible: when no layout divides the model and the sequence.
@@ -89,7 +89,7 @@ def candidates(question: Question) -> tuple[list[Candidate], list[str]]:
     found: list[Candidate] = []
     refused: list[tuple[Infeasible, str]] = []
     unswapped: list[tuple[Infeasible, str]] = []
-    """Plans that a pinned window is not for, which is to blame where there are no others."""
+    """Plans that are incompatible with a pinned window; they are the reason when no others are left."""
     for layout in layouts(question):
         base = Decisions(
             model=question.model,
@@ -134,16 +134,16 @@ def candidates(question: Question) -> tuple[list[Candidate], list[str]]:
                 refused.append((error, f"{in_words(layout)}: {error.what}"))
                 continue
             unswapped += [(error, f"{in_words(layout)}: {error.what}") for error in without]
-            # Where everything hides, a full swap is no other plan, in whatever window.
+            # When everything hides, the policy that hides already gives the full swap, in any window.
             if cut.alpha == 1 and any(other.policy.hides and _same(other.base, cut) for other in found):
                 continue
             for one in offered:
                 narrow = offered[0] if not policy.hides and one != offered[0] else None
-                found.append(Candidate(one, _as_offered(policy, one), narrow))
+                found.append(Candidate(one, _policy_of(policy, one), narrow))
     refused += [] if found else unswapped
-    # What the sequence is to blame for comes first: other degrees may help everything else.
+    # Reasons about the sequence come first, because other degrees may solve everything else.
     refused.sort(key=lambda reason: reason[0].where not in OF_THE_SEQUENCE)
-    reasons = list(dict.fromkeys(text for _, text in refused))  # layouts that differ in ZeRO have the same words
+    reasons = list(dict.fromkeys(text for _, text in refused))  # layouts that differ only in ZeRO read the same
     if not found:
         raise refusal(question, refused)
     return found, reasons
@@ -152,9 +152,9 @@ def candidates(question: Question) -> tuple[list[Candidate], list[str]]:
 def _offloaded(
     question: Question, decisions: Decisions, policy: Policy, prices: PartPrices
 ) -> tuple[list[Decisions], list[Infeasible]]:
-    """Return the ways to swap what a policy swaps: as much as hides (SPPO 5.2), or that in every window to try.
+    """Return the ways to swap for a policy: as much as hides (SPPO 5.2), or the policy's amount in every window to try.
 
-    Behind them why a pinned window does not go with others.
+    The second list has the reasons why a pinned window is incompatible with some of them.
 
     Raises:
         Infeasible: as ``subsequences.hide``.
@@ -168,7 +168,7 @@ def _offloaded(
     made = list[Decisions]()
     for one in swapped:
         parts = one.layout.subsequences
-        # Where alpha is open a block of every part stands for what it will swap.
+        # When alpha is open, one row block of every subsequence stands for what it will swap.
         least = swap_each(one, one.swap_granule) if policy == PARTIAL_SWAP and parts > 1 else one
         swaps = parts > 1 and (least.swapped_tokens > 0 or least.recompute == "tokenwise")
         windows = [window for window in own if window < parts] if swaps else [0]
@@ -176,11 +176,11 @@ def _offloaded(
             msgspec.structs.replace(least if window else one, offload_window=window)
             for window in (windows if pinned is None else [pinned])
         ]
-    return (made, []) if pinned is None else _of_the_window(made)
+    return (made, []) if pinned is None else _with_pinned_window(made)
 
 
-def _of_the_window(offered: list[Decisions]) -> tuple[list[Decisions], list[Infeasible]]:
-    """Return those that a pinned window goes with, and why not of the others: they swap nothing, or are not cut."""
+def _with_pinned_window(offered: list[Decisions]) -> tuple[list[Decisions], list[Infeasible]]:
+    """Return the plans that a pinned window fits, and the reasons for the others: they swap nothing, or are not cut."""
     found, refused = list[Decisions](), list[Infeasible]()
     for one in offered:
         try:
@@ -193,12 +193,12 @@ def _of_the_window(offered: list[Decisions]) -> tuple[list[Decisions], list[Infe
 
 
 def _same(first: Decisions, second: Decisions) -> bool:
-    """Return whether two plans are one but for their windows."""
+    """Return whether two plans differ at most in their windows."""
     return first == msgspec.structs.replace(second, offload_window=first.offload_window)
 
 
-def _as_offered(policy: Policy, decisions: Decisions) -> Policy:
-    """Return the policy as a plan has it: with the alpha that hides, and whole what one block or chunk holds."""
+def _policy_of(policy: Policy, decisions: Decisions) -> Policy:
+    """Return the policy of a plan: with the alpha that hides, and without cuts that leave one block or chunk."""
     return replace(
         policy,
         alpha=decisions.alpha if policy.hides else policy.alpha,
@@ -208,7 +208,7 @@ def _as_offered(policy: Policy, decisions: Decisions) -> Policy:
 
 
 def _overlap(question: Question, layout: Layout) -> Overlap:
-    """Return what of ZeRO runs beside compute: nothing where no block of parameters has replicas."""
+    """Return which communication of ZeRO overlaps with compute: none when no block of parameters has replicas."""
     return question.overlap if degree(ENDS, layout) > 1 else "none"
 
 

@@ -1,14 +1,17 @@
-"""SPPO's heuristic solver (6.1): sequence parallelism, pipeline stages and subsequences of least time, memory unasked.
+"""SPPO's heuristic solver (6.1): the fastest sequence parallelism, pipeline and number of subsequences.
 
-With F(N) the forward and backward of a stage over all N subsequences, p stages take
+It does not look at memory. F(N) is the time of a stage's forward and backward over all N subsequences. The step time of
+p stages is
 
-    T = (p - 1 + N) / N * F(N),    (p - 1) F(N) / N of it the bubble
+    T = (p - 1 + N) / N * F(N),    of which (p - 1) F(N) / N is the bubble
 
-More subsequences make the bubble smaller and kernels less efficient, which F(N) has from the profile. What the paper
-restricts: no sequence parallelism across nodes, and N such that a subsequence has 2K to 16K tokens on average (the text
-says "N within the range of 2K to 16K"; Table 4's N of 32 to 160 are that). It also says to avoid stages across nodes,
-which its own Table 4 does not: SP inside a node leaves no other way to use several nodes for one sequence. So stages
-are as many as the other devices, wherever they are, and the network prices their hand-overs in the engine.
+More subsequences make the bubble smaller and the kernels less efficient; F(N) has that from the profile. The paper
+restricts two things. Sequence parallelism stays inside a node. N is chosen so that a subsequence has 2K to 16K tokens
+on average. (The text says "N within the range of 2K to 16K"; N of 32 to 160 in Table 4 agree with that.)
+
+The paper also says to avoid stages across nodes, but its own Table 4 does not: with SP inside a node, there is no other
+way to use several nodes for one sequence. So stages use all other devices, wherever they are, and the engine prices
+their p2p transfers on the network.
 """
 
 from __future__ import annotations
@@ -26,27 +29,27 @@ from memo_sim.planning.subsequences import PartPrices, counts, part_prices
 from memo_sim.program.layout.shape import shape_of
 
 _ANSWERED = 4
-"""Questions whose choices are kept: layouts ask for them, and what explains the best plan."""
+"""Number of questions whose choices are cached; the search for layouts and the explanation both ask for them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One (SP, PP, N), and the seconds that the formula gives it."""
+    """One combination (SP, PP, N), with the seconds that the formula gives."""
 
     sp: int
     pp: int
     subsequences: int
     work_s: float
-    """F(N): a stage's forward and backward of one sequence."""
+    """F(N): seconds of a stage's forward and backward of one sequence."""
 
     @property
     def bubble_s(self) -> float:
-        """(p - 1) F(N) / N."""
+        """Seconds of the bubble: (p - 1) F(N) / N."""
         return (self.pp - 1) * self.work_s / self.subsequences
 
     @property
     def step_s(self) -> float:
-        """T."""
+        """T, in seconds."""
         return self.work_s + self.bubble_s
 
 
@@ -55,11 +58,11 @@ def solve(
 ) -> list[Choice]:
     """Return every choice that divides the model and the sequence, the fastest by the formula first.
 
-    All devices hold one sequence: SP x PP of them. ``sps``: in place of what divides a node's devices. ``numbers``: of
-    subsequences, in place of ``counts``.
+    All devices work on one sequence, so SP x PP is their number. ``sps`` replaces the default degrees, which divide a
+    node's devices. ``numbers`` replaces the default numbers of subsequences (``counts``).
 
     Raises:
-        Infeasible: when there is none.
+        Infeasible: when there is no choice.
     """
     cluster, model = question.cluster, question.model
     tried = list(counts(question.seq_tokens) if numbers is None else numbers)
@@ -77,11 +80,11 @@ def solve(
                 continue
     if not found:
         raise Infeasible(
-            "no sequence parallelism inside a node and pipeline stages divide this model and sequence",
+            "no sequence parallelism inside a node with pipeline stages divides this model and sequence",
             where=cluster.name,
             got=f"{model.heads} heads, {model.layers} layers, {question.seq_tokens} tokens",
             wanted=f"SP x PP = {cluster.devices} devices",
-            hint="a cluster of another size",
+            hint="use a cluster of another size",
         )
     return sorted(found, key=lambda choice: choice.step_s)
 
@@ -92,7 +95,7 @@ _answered: list[tuple[Question, list[Choice]]] = []
 def allowed(question: Question) -> list[Choice]:
     """Return the choices that a question's pins allow, the fastest by the formula first; solved once per question.
 
-    None where the solver cannot answer: for several sequences, or where what is pinned divides nothing that it knows.
+    Empty when the solver does not apply: for several sequences, or when the pins leave no choice.
     """
     for asked, found in _answered:
         if asked is question:

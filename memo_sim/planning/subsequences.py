@@ -1,13 +1,14 @@
-"""What each subsequence costs a stage, and how much of it is offloaded (SPPO 5.2).
+"""Prices each subsequence of a stage, and computes how many of its tokens are offloaded (SPPO 5.2).
 
-A subsequence's activations A_i leave while the next one is computed. Parts of equal work take T each, so what fits
-under a part is the same for all of them, and alpha grows as parts shrink:
+A subsequence's activations A_i are offloaded while the next one is computed. Subsequences with equal work take the same
+time T. So the bytes that can be offloaded during one of them are the same for all, and alpha grows as they get shorter:
 
     alpha_i A_i = BW T,  at most A_i        the device then holds  M_i = M_{i-1} + A_i - alpha_{i-1} A_{i-1}
 
-Every token has as many bytes, so a constant alpha_i A_i is a constant number of tokens that each part swaps.
+Every token has the same number of bytes, so a constant alpha_i A_i means that each subsequence swaps the same number of
+tokens.
 
-      parts  8 5 4 3 tokens, four leave under one      swapped 4 4 4 3      held 8 9 9 8
+      subsequences of 8 5 4 3 tokens, four tokens hide under one      swapped 4 4 4 3      held 8 9 9 8
 """
 
 from __future__ import annotations
@@ -27,42 +28,42 @@ from memo_sim.planning.bandwidth import offload_bandwidth
 from memo_sim.planning.question import Question
 from memo_sim.program.ir.instruction import Instruction, Lane, Mode, Template
 from memo_sim.program.ir.work import Attention, Work
+from memo_sim.program.layers.kinds import skeletal_of
 from memo_sim.program.layout.partition import partition, swapped_parts
 from memo_sim.program.layout.shape import shape_of
-from memo_sim.program.layout.skeletal import skeletal_tensors
 from memo_sim.program.layout.subsequence import subsequences_of
 from memo_sim.program.lower import lower
 
 MOST_PART_TOKENS = 16 * 1024
 ROUNDING = 1e-6
-"""Tokens that a fraction of them may be off by."""
+"""Rounding tolerance for a fraction of tokens, in tokens."""
 LEFT_OUT = 0.05
-"""Part of what hides that may be lost by rounding down."""
+"""Fraction of the hidden tokens that rounding down may lose."""
 OCTAVES = 3
-"""From 16K to 2K tokens a subsequence."""
+"""Number of halvings from 16K to 2K tokens per subsequence."""
 AN_OCTAVE = 4
-"""Counts tried in each: T has one flat valley."""
+"""Numbers of subsequences that are tried for each halving; T has one flat valley."""
 
 
 @dataclass(frozen=True, slots=True)
 class PartTimes:
-    """Seconds of one layer's forward and backward of a subsequence on one rank, and of its head."""
+    """Seconds of one subsequence on one rank: one layer's forward and backward, and the head."""
 
     tokens: int
     forward_s: float
     backward_s: float
     forward_compute_s: float
     backward_compute_s: float
-    """Of those, what the compute lane alone takes."""
+    """Seconds of the compute lane alone, within forward and backward."""
     idle_s: float
-    """Of both, what it stands still at least for collectives between two kernels, where no rows are cut in blocks."""
+    """Lower bound of compute's waits for collectives between two kernels, in both passes, without row blocks."""
     head_compute_s: float
-    """What the compute lane takes for the head and the loss, forward and backward."""
+    """Seconds of the compute lane for the head and the loss, forward and backward."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Works:
-    """What a layer of a part plays on each lane in forward and backward, and of the head, in order."""
+    """Work of one layer of a subsequence on each lane, in forward and backward, and of the head, in order."""
 
     compute: tuple[tuple[Work, ...], tuple[Work, ...]]
     collective: tuple[tuple[Work, ...], tuple[Work, ...]]
@@ -71,7 +72,7 @@ class _Works:
 
     @classmethod
     def of(cls, alone: Decisions) -> _Works:
-        """Return the works of a plan of one subsequence."""
+        """Return the work of a plan with one subsequence."""
         (program,) = lower(alone)
         named = {template.name: template for template in program.templates}
         forward, backward, head = named["layer.fwd"], named["layer.bwd"], named["head"]
@@ -84,9 +85,9 @@ class _Works:
 
 
 class PartPrices:
-    """Prices layers of subsequences: that of a sequence of as many tokens, and attention to the earlier keys.
+    """Prices layers of subsequences: like a sequence of as many tokens, plus attention to the keys of the prefix.
 
-    Plans that differ in nothing but what they keep, swap or rebuild, or in the order of their stages, are priced once.
+    Plans that differ only in what they keep, swap or recompute, or in the order of their stages, are priced once.
     """
 
     def __init__(self, hardware: Hardware, cluster: Cluster) -> None:
@@ -99,8 +100,8 @@ class PartPrices:
         """Return the times of every subsequence.
 
         Raises:
-            Infeasible: when the layout does not divide the model or the sequence, there are fewer granules than
-            subsequences, or the profile has not measured such work.
+                Infeasible: when the layout does not divide the model or the sequence, there are fewer granules than
+                subsequences, or the profile has not measured the work.
         """
         alike = msgspec.structs.replace(
             decisions,
@@ -142,12 +143,12 @@ class PartPrices:
 
 
 _PREPARED = 4
-"""Profiles on clusters whose prices are kept: layouts, candidates, floors and explanations ask for the same parts."""
+"""Number of (profile, cluster) pairs whose prices are cached; several modules ask for the same subsequences."""
 _prepared: list[PartPrices] = []
 
 
 def part_prices(hardware: Hardware, cluster: Cluster) -> PartPrices:
-    """Return the prices of a profile on a cluster, made once for those objects."""
+    """Return the prices for a profile and a cluster, cached per object."""
     for found in _prepared:
         if found.hardware is hardware and found.cluster is cluster:
             return found
@@ -161,7 +162,7 @@ def _on_lane(template: Template, lane: Lane) -> tuple[Work, ...]:
 
 
 def _seconds(works: Sequence[Work], pricer: Pricer, earlier_tokens: int) -> float:
-    """Return what one lane takes, with the earlier keys that attention has."""
+    """Return the seconds of one lane, with attention to the keys of ``earlier_tokens`` earlier tokens."""
     total = 0.0
     for work in works:
         total += pricer.seconds(work)
@@ -171,9 +172,9 @@ def _seconds(works: Sequence[Work], pricer: Pricer, earlier_tokens: int) -> floa
 
 
 def waited_for(template: Template) -> list[tuple[Work, ...]]:
-    """Return of every kernel that has to wait the collectives of which it waits for the longest at least.
+    """Return the collectives that each kernel waits for at least, one entry per kernel that waits.
 
-    The kernel before it makes what they read, and it reads what they make:
+    The previous kernel makes what they read, and the kernel reads what they make:
 
         compute      [A]      [B]
         collective      [C ]           B waits for all of C, and nothing hides that
@@ -192,7 +193,7 @@ def waited_for(template: Template) -> list[tuple[Work, ...]]:
 
 
 def _follows(second: Instruction, first: Instruction) -> bool:
-    """Return whether an instruction reads rows that another writes."""
+    """Return whether ``second`` reads rows that ``first`` writes."""
     return any(
         read.mode & Mode.READ
         and written.mode & Mode.WRITE
@@ -204,23 +205,23 @@ def _follows(second: Instruction, first: Instruction) -> bool:
 
 
 def counts(seq_tokens: int, an_octave: int = AN_OCTAVE) -> list[int]:
-    """Return numbers of subsequences of 16K tokens down to 2K, ``an_octave`` of them for each halving; at least 1."""
+    """Return numbers of subsequences that give 16K down to 2K tokens each, ``an_octave`` per halving; at least 1."""
     lengths = [MOST_PART_TOKENS / 2 ** (i / an_octave) for i in range(OCTAVES * an_octave + 1)]
     return sorted({max(1, round(seq_tokens / length)) for length in lengths})
 
 
 def held_bytes(sizes: Sequence[float], alphas: Sequence[float]) -> list[float]:
-    """Return M_i: the activations on the device while subsequence i is computed, those before it having left.
+    """Return M_i: the activations on the device while subsequence i is computed, after earlier ones were offloaded.
 
-    The most is held at the last part k that does not leave whole: the sum of (1 - alpha_j) A_j before it, and A_k. (The
-    paper prints M_max = (1 - alpha_{k-1}) A_{k-1}, which leaves out what the parts before it keep.)
+    The maximum is at the last subsequence k that is not offloaded whole: the sum of (1 - alpha_j) A_j before it, plus
+    A_k. (The paper prints M_max = (1 - alpha_{k-1}) A_{k-1}, which leaves out what earlier subsequences keep.)
     """
     left = [size * (1 - alpha) for size, alpha in zip(sizes, alphas, strict=True)]
     return [kept + size for kept, size in zip(accumulate([0.0, *left]), sizes, strict=False)]
 
 
 def most_held_bytes(decisions: Decisions) -> float:
-    """Return the most activations that a stage's forwards of one sequence hold, keys and values left out (SPPO 5.2)."""
+    """Return the most bytes of activations that a stage's forwards of one sequence hold, without K and V (SPPO 5.2)."""
     token_bytes = offloaded_bytes(decisions) * decisions.model.layers / decisions.layout.pp
     parts, swapped = partition(decisions), swapped_parts(decisions)
     alphas = [some / part for some, part in zip(swapped, parts, strict=True)]
@@ -228,11 +229,11 @@ def most_held_bytes(decisions: Decisions) -> float:
 
 
 def hide(question: Question, decisions: Decisions, prices: PartPrices) -> tuple[Decisions, ...]:
-    """Return ``decisions`` with of each subsequence as much swapped as hides under the next one's forward (SPPO 5.2).
+    """Return plans in which each subsequence swaps what hides under the next one's forward (SPPO 5.2).
 
-    First rounded down to whole row blocks. Where much is lost by that, it is rounded up as well: that hides not quite,
-    and may cut fewer parts in two; which is faster only playing tells. All of every part is a full swap, and not what
-    this is rounded up to.
+    The first plan rounds down to whole row blocks. If that loses much, a second plan rounds up. Its copies do not quite
+    hide, but it may cut fewer subsequences in two. Only playing both shows which is faster. A second plan that swaps
+    everything is left out, because a full swap is another candidate.
 
     Raises:
         Infeasible: as ``PartPrices.parts``.
@@ -243,16 +244,16 @@ def hide(question: Question, decisions: Decisions, prices: PartPrices) -> tuple[
 
 
 def rounded(tokens: float, granule: int) -> tuple[int, ...]:
-    """Return whole granules next to ``tokens``: those below, and those above where that leaves much of them out.
+    """Return ``tokens`` rounded down to whole granules, and also rounded up when rounding down loses much.
 
-    Of 1729 tokens in granules of 1024 these are 1024 and 2048; of 40,033 they are 39,936 alone.
+    1729 tokens in granules of 1024 give 1024 and 2048; 40,033 tokens give only 39,936.
     """
     down = int(tokens / granule) * granule
     return (down, down + granule) if tokens - down > LEFT_OUT * tokens else (down,)
 
 
 def hidden_tokens(question: Question, decisions: Decisions, prices: PartPrices) -> float:
-    """Return the tokens of a part whose offload takes as long as a part's forward, before they are rounded.
+    """Return the tokens of a subsequence whose offload takes as long as a subsequence's forward, not rounded.
 
     Raises:
         Infeasible: as ``PartPrices.parts``.
@@ -264,18 +265,18 @@ def hidden_tokens(question: Question, decisions: Decisions, prices: PartPrices) 
 
 
 def offloaded_bytes(decisions: Decisions) -> float:
-    """Return the bytes of a layer and token that may be offloaded on one rank: all skeletal ones.
+    """Return the bytes per layer and token that one rank may offload: those of all skeletal tensors.
 
-    Keys and values are not, as those of earlier subsequences are read by every later one (SPPO 5.1).
+    The KV cache of the prefix is not offloaded, because every later subsequence reads it (SPPO 5.1).
     """
     first = subsequences_of(decisions, shape_of(decisions))[0].shape
-    return sum(tensor.bytes for tensor in skeletal_tensors(decisions.model, first, decisions.dtype)) / first.tokens
+    return sum(tensor.bytes for tensor in skeletal_of(decisions, first)) / first.tokens
 
 
 def swap_each(decisions: Decisions, tokens: int) -> Decisions:
-    """Return ``decisions`` with so many tokens of every subsequence swapped, or all of a part that has fewer.
+    """Return ``decisions`` with ``tokens`` tokens of every subsequence swapped, or all of a shorter one.
 
-    A window of theirs stays where anything is swapped: token-wise layer inputs always are.
+    The offload window stays only if something is swapped; token-wise layer inputs always are.
     """
     parts = partition(decisions)
     each = tuple(min(tokens, part) for part in parts)
@@ -289,9 +290,9 @@ def swap_each(decisions: Decisions, tokens: int) -> Decisions:
 
 
 def swap_fraction(decisions: Decisions, alpha: float) -> Decisions:
-    """Return ``decisions`` with at most the fraction ``alpha`` of all tokens swapped, as many of every subsequence.
+    """Return ``decisions`` with at most the fraction ``alpha`` of tokens swapped, equally many of every subsequence.
 
-    Rounded down to what whole row blocks of each can be.
+    The number is rounded down to whole row blocks.
     """
     parts, granule = partition(decisions), decisions.swap_granule
     wanted = sum(parts) if alpha >= 1 else int(alpha * sum(parts) + ROUNDING)

@@ -12,7 +12,7 @@ from memo_sim.contract.plan import Decisions, Plan
 from memo_sim.program.ir.program import Program
 from memo_sim.program.layout.shape import shape_of
 from memo_sim.program.layout.stage import stages_of
-from memo_sim.program.pipeline.stage_program import StageLowering
+from memo_sim.program.pipeline.stage_program import stage_program
 from memo_sim.program.pipeline.template_cache import cached_templates
 
 
@@ -28,7 +28,7 @@ def lower(decisions: Decisions, *, micro_batches: int | None = None, cp_rank: in
     shape = shape_of(decisions, cp_rank=cp_rank)
     played = micro_batches or decisions.micro_batches
     made = cached_templates(decisions)
-    return tuple(StageLowering(decisions, shape, stage, played, made=made).program() for stage in stages_of(decisions))
+    return tuple(stage_program(decisions, shape, stage, played, made=made) for stage in stages_of(decisions))
 
 
 def program_sha256(programs: tuple[Program, ...]) -> str:

@@ -1,4 +1,4 @@
-"""A planned memory as text: live, reserved and planned bytes side by side, and what lives at the worst instant."""
+"""Shows a memory plan as text: live, reserved and planned bytes, and the classes at the fullest instant."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from memo_sim.views.text_table import percent, text_table
 
 
 def placement_report(report: MemoryReport) -> str:
-    """Return the figures of ``report`` as a table, sentences on how good they are, and the worst instant's classes."""
+    """Return the figures of ``report`` as a table, how far they are from optimal, and the fullest instant's classes."""
     blocks = [_figures(report), _verdict(report)]
     if report.live_by_class:
         where = f" ({report.worst_phase})" if report.worst_phase else ""
-        blocks.append(f"Most lives at instant {report.worst_instant}{where}:\n{peak_table(report.live_by_class)}")
+        blocks.append(f"Most bytes live at instant {report.worst_instant}{where}:\n{peak_table(report.live_by_class)}")
     blocks += [f"note: {note}" for note in report.notes]
     return "\n\n".join(blocks[:3]) + "".join(f"\n{block}" for block in blocks[3:])
 
@@ -22,7 +22,7 @@ def _figures(report: MemoryReport) -> str:
     live = report.live_bytes
     chosen = "yes" if report.optimal or (_is_bilevel(report.solver) and report.bilevel_proven) else "no"
     rows: list[list[str | None]] = [
-        ["live", _size(live), None, None, None, "what the buffers of the worst instant add up to"],
+        ["live", _size(live), None, None, None, "sum of the buffers at the fullest instant"],
         [
             "caching",
             _size(report.reserved_caching_bytes),
@@ -50,7 +50,7 @@ def _is_bilevel(solver: str) -> bool:
 
 def _how(solver: str) -> str:
     if _is_bilevel(solver):
-        return f"every phase planned apart, then phases as blocks, by {solver}"
+        return f"every phase placed separately, then phases as blocks, by {solver}"
     return f"one arena, by {solver}"
 
 
@@ -59,14 +59,14 @@ def _caching(report: MemoryReport) -> str:
     if report.reserved_caching_bytes is None:
         return f"PyTorch's allocator runs out of memory{limit}"
     count = report.allocation_retries or 0
-    times = f"{count} allocation {'retry' if count == 1 else 'retries'} an iteration"
-    return f"what PyTorch's allocator reserves{limit}; {times}"
+    retries = f"{count} allocation {'retry' if count == 1 else 'retries'} per iteration"
+    return f"reserved by PyTorch's allocator{limit}; {retries}"
 
 
 def _verdict(report: MemoryReport) -> str:
     buffers = f"{counted(report.buffers, 'buffer')} placed in {format_seconds(report.elapsed_s)}"
     if report.optimal:
-        return f"{buffers}: optimal, the arena is the lower bound."
+        return f"{buffers}: optimal, the arena is equal to the lower bound."
     above = f"{percent(report.gap, digits=2)} above the lower bound {format_bytes(report.lower_bound_bytes)}"
     if _is_bilevel(report.solver) and report.bilevel_proven:
         return f"{buffers}: {above}; no other bi-level plan is smaller."

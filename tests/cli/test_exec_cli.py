@@ -152,8 +152,8 @@ def test_compare_draws_both_timelines(plan: Path, tmp_path: Path) -> None:
     done = memo_exec("compare", measured, measured, "--plot", picture)
     assert done.returncode == 0, done.stderr
     assert "predicted / measured 1.000" in picture.read_text()
-    assert "kind of picture" in failed(memo_exec("compare", plan, measured, "--plot", tmp_path / "both.doc"), 2)
-    assert "is read" in failed(memo_exec("compare", plan, shutil.copy(measured, picture), "--plot", picture), 2)
+    assert "unknown picture format" in failed(memo_exec("compare", plan, measured, "--plot", tmp_path / "both.doc"), 2)
+    assert "be overwritten" in failed(memo_exec("compare", plan, shutil.copy(measured, picture), "--plot", picture), 2)
 
 
 def test_doctor_says_what_is_here() -> None:

@@ -133,7 +133,7 @@ def test_a_plan_on_a_larger_cluster_says_what_stays_idle(tmp_path: Path) -> None
     assert plan.returncode == 0, plan.stderr
     done = memo_sim("what-if", "--plan", "p.json", "--cluster", "a800-2x8", "--top", "3", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert "The plan is for 8 of the 16 devices of a800-2x8: 8 stay idle" in done.stdout
+    assert "The plan uses 8 of the 16 devices of a800-2x8: 8 stay idle" in done.stdout
     assert "idle" not in memo_sim("what-if", "--plan", "p.json", "--cluster", "a800-1x8", cwd=tmp_path).stdout
 
 

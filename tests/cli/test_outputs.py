@@ -80,7 +80,7 @@ def test_memo_exec_does_not_write_over_what_it_reads(folder: Path, line: str) ->
     before = {path: path.read_bytes() for path in folder.rglob("*.*") if path.is_file()}
     found = CliRunner().invoke(memo_exec, line.split()).exception
     assert isinstance(found, UsageError)
-    assert "is read, and would be replaced" in str(found)
+    assert "an input of this command would be overwritten" in str(found)
     assert before == {path: path.read_bytes() for path in folder.rglob("*.*") if path.is_file()}
 
 
@@ -91,7 +91,7 @@ def test_memo_exec_does_not_write_over_what_it_reads(folder: Path, line: str) ->
 def test_memo_exec_does_not_write_two_documents_into_one_file(folder: Path, line: str) -> None:
     found = CliRunner().invoke(memo_exec, line.split()).exception
     assert isinstance(found, UsageError)
-    assert "two outputs would be one file" in str(found)
+    assert "two outputs have the same path" in str(found)
 
 
 @pytest.mark.parametrize("cases", ["cases.csv", str(DATA / "cases" / "memo-table5.csv"), "memo-table5"])
@@ -99,7 +99,7 @@ def test_a_report_does_not_replace_the_cases(folder: Path, cases: str) -> None:
     report = cases if cases.endswith(".csv") else str(DATA / "cases" / f"{cases}.csv")
     found = CliRunner().invoke(memo_sim, ["validate", cases, "--report", report]).exception
     assert isinstance(found, UsageError)
-    assert "is read, and would be replaced" in str(found)
+    assert "an input of this command would be overwritten" in str(found)
 
 
 def test_a_plan_does_not_replace_the_profile_that_a_cluster_file_names(folder: Path) -> None:
@@ -110,4 +110,4 @@ def test_a_plan_does_not_replace_the_profile_that_a_cluster_file_names(folder: P
     asked = "what-if gpt-7b --cluster one.toml --seq-len 64k -o here.json"
     found = CliRunner().invoke(memo_sim, asked.split()).exception
     assert isinstance(found, UsageError)
-    assert "is read, and would be replaced" in str(found)
+    assert "an input of this command would be overwritten" in str(found)

@@ -81,7 +81,7 @@ def Result_of(done: subprocess.CompletedProcess[str]) -> Result:  # noqa: N802 -
 def test_an_alpha_that_is_no_row_block_says_what_it_becomes() -> None:
     done = memo_sim("what-if", *SMALL[:5], "--tp", "8", "--alpha", "0.3")
     assert done.returncode == 0
-    assert "Alpha 0.3 becomes 0.297" in done.stdout
+    assert "Alpha 0.3 is rounded to 0.297" in done.stdout
 
 
 def test_a_plan_for_the_caching_allocator_says_what_that_reserves(written: Path, tmp_path: Path) -> None:
@@ -135,7 +135,7 @@ def test_the_table_says_why() -> None:
     assert done.returncode == 0, done.stderr
     assert "tp8+sp" in done.stdout
     assert "full recompute" in done.stdout
-    assert "Device memory is fullest at" in done.stdout
+    assert "Device memory peaks at" in done.stdout
     assert done.stderr == ""
 
 
@@ -151,7 +151,7 @@ def test_nothing_fits_exits_4_and_prints_no_speed(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
     shown = memo_sim("what-if", *question)
     assert shown.returncode == 4
-    assert "Nothing fits" in shown.stdout
+    assert "No plan fits" in shown.stdout
     assert "MFU" not in shown.stderr
 
 
@@ -165,7 +165,7 @@ def test_nothing_fits_exits_4_and_prints_no_speed(tmp_path: Path) -> None:
         (["what-if", *SMALL, "--system", "memmo"], 2, "memo"),
         (["what-if", *SMALL, "--cp", "8"], 2, "8 devices"),
         (["what-if", *SMALL[:-1], "selective", "--alpha", "0.5"], 2, "selective recompute"),
-        (["what-if", *SMALL[:-1], "none", "--mlp-chunk", "4k"], 2, "only full recompute"),
+        (["what-if", *SMALL[:-1], "none", "--mlp-chunk", "4k"], 2, "needs full recompute"),
         (["what-if", "gpt-7b", "--cluster", "a800-1x8", "--seq-len", "65537"], 4, "no layout divides"),
         (["what-if", "--cluster", "a800-1x8"], 2, "MODEL"),
         (["what-if", *SMALL, "-o", "/no/such/folder/plan.json"], 2, "folder"),
@@ -175,7 +175,7 @@ def test_nothing_fits_exits_4_and_prints_no_speed(tmp_path: Path) -> None:
         (["what-if", *SMALL, "--alpha", "nan"], 2, "finite"),
         (["what-if", *SMALL[:7], "--system", "full-swap", "--alpha", "0.5"], 2, "decides alpha"),
         (["what-if", *SMALL, "--device-memory-gib", "inf"], 2, "device-memory-gib"),
-        (["what-if", *SMALL, "-o", "x.json", "--trace", "x.trace.json"], 2, "one file"),
+        (["what-if", *SMALL, "-o", "x.json", "--trace", "x.trace.json"], 2, "the same path"),
         (["what-if", *SMALL, "-o", "x.json", "--plot", "x.doc"], 2, "picture"),
         (["what-if", *SMALL, "-o", "."], 2, "folder"),
         (["what-if", *SMALL, "-o", "plan.txt"], 2, ".json"),
@@ -316,5 +316,5 @@ def test_what_is_read_is_not_written_over(tmp_path: Path, kind: str) -> None:
     for option in ("-o", "--trace"):
         done = memo_sim("what-if", *arguments[kind], option, str(link))
         assert done.returncode == 2
-        assert "is read" in done.stderr
+        assert "would be overwritten" in done.stderr
     assert given.read_text() == "{}"

@@ -53,7 +53,7 @@ def test_a_window_is_asked_for_and_shown_or_refused() -> None:
     assert json.loads(done.stdout)["best"]["offload_window"] == 3
     shown = memo_sim(*swapped).stdout
     assert " 1.000 w3 " in shown
-    assert "alpha 1.00, while the 3 next passes are computed" in shown
+    assert "alpha 1.00, copied while the next 3 passes are computed" in shown
     for options in (("--subsequences", "8", *KEPT), ("--alpha", "1")):
         refused = memo_sim(*options, "--offload-window", "3")
         assert isinstance(refused.exception, MemoError)
@@ -69,7 +69,7 @@ def test_part_of_each_subsequence_is_swapped_as_the_plan_says(tmp_path: Path) ->
     each = decisions["subsequence_swapped_tokens"]
     assert sum(each) == decisions["swapped_tokens"] == 2048
     assert each == [512] * 4
-    assert "4 subsequences of 1792 to 512 tokens offload 512 each" in done.stdout
+    assert "4 subsequences of 1792 to 512 tokens offload 512 tokens each" in done.stdout
 
 
 @pytest.mark.parametrize(

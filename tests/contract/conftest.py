@@ -1,4 +1,4 @@
-"""One sample of every document, small but with every part filled in."""
+"""Fixtures with one small sample of every document, with every field filled in."""
 
 from collections.abc import Callable
 
@@ -356,11 +356,11 @@ _SAMPLES: dict[str, Callable[[], msgspec.Struct]] = {
 
 @pytest.fixture(scope="session")
 def samples() -> dict[str, msgspec.Struct]:
-    """One document of every kind, by the names of ``schemas.DOCUMENTS``."""
+    """One document of every kind, by its name in ``schemas.DOCUMENTS``."""
     return {name: make() for name, make in _SAMPLES.items()}
 
 
 @pytest.fixture(scope="session", params=sorted(_SAMPLES))
 def sample(request: pytest.FixtureRequest) -> msgspec.Struct:
-    """Each of the documents in turn."""
+    """One of the sample documents; parametrized over all of them."""
     return _SAMPLES[request.param]()

@@ -1,4 +1,4 @@
-"""Whatever a file holds, reading it ends in the document or in one clear ``BadInput``."""
+"""Reading a file gives either a document or one clear ``BadInput``, whatever the file contains."""
 
 import json
 import os
@@ -30,7 +30,7 @@ def refusal(raw: bytes, kind: type[msgspec.Struct]) -> BadInput:
 
 
 def changed(document: msgspec.Struct, path: str, value: Any) -> bytes:
-    """Return the document's JSON with the value at a dotted path set, or removed (``...``)."""
+    """Return the document's JSON with the value at a dotted path replaced, or removed for ``...``."""
     tree = json.loads(codec.encode(document))
     *parents, last = path.split(".")
     place = tree
@@ -80,7 +80,7 @@ def changed(document: msgspec.Struct, path: str, value: Any) -> bytes:
     ],
     ids=lambda value: value[1] if isinstance(value, tuple) else "",
 )
-def test_the_message_says_where_what_and_what_instead(
+def test_the_message_names_place_value_and_allowed_values(
     samples: dict[str, msgspec.Struct],
     change: tuple[str, str, Any],
     where: str,
@@ -112,7 +112,7 @@ def test_the_message_says_where_what_and_what_instead(
         ("hardware", "peak_flops", {}, "peak_flops"),
         ("hardware", "h2d.duplex.value", 0, "h2d.duplex"),
         ("hardware", "compute_slowdown.copy.value", 0.5, "compute_slowdown.copy"),
-        ("cluster", "network", None, "need a network"),
+        ("cluster", "network", None, "needs a network"),
         ("cluster", "network.nic_bytes_per_s.value", 0, "nic_bytes_per_s"),
         ("cluster", "sources.sheet", ..., "no entry in sources for sheet"),
     ],
@@ -141,7 +141,7 @@ def test_another_kind_of_document_is_named(samples: dict[str, msgspec.Struct]) -
         ("trace", "plan", "memo-exec compare PLAN FILE"),
     ],
 )
-def test_a_document_of_another_kind_says_what_takes_it(
+def test_a_document_of_another_kind_names_the_command_for_it(
     samples: dict[str, msgspec.Struct], kind: str, wanted: str, hint: str
 ) -> None:
     error = refusal(codec.encode(samples[kind]), type(samples[wanted]))
@@ -149,9 +149,9 @@ def test_a_document_of_another_kind_says_what_takes_it(
 
 
 @pytest.mark.parametrize("schema", [..., None])
-def test_a_document_must_say_what_it_is(sample: msgspec.Struct, schema: object) -> None:
+def test_a_document_without_a_schema_is_refused(sample: msgspec.Struct, schema: object) -> None:
     error = refusal(changed(sample, "schema", schema), type(sample))
-    assert "does not say what it is" in error.what
+    assert "the document has no schema" in error.what
     assert error.wanted == sample.__struct_config__.tag
 
 
@@ -186,7 +186,7 @@ def test_files_that_hold_something_else(raw: bytes, message: str) -> None:
     assert len(str(error).splitlines()) <= 5
 
 
-def test_what_stands_at_the_wrong_place_is_shown() -> None:
+def test_the_message_shows_the_wrong_value() -> None:
     assert "NaN" in str(refusal(b'{"schema": NaN}', Plan))
 
 
@@ -223,7 +223,7 @@ def test_a_file_without_permission(tmp_path: Path) -> None:
         *[b"x = " + b"[" * 100_000, b"x = " + b"9" * 5000, b"", b"x = 2020-01-01", b'"\\ud800" = 1'],
     ],
 )
-def test_toml_that_is_none(tmp_path: Path, text: bytes) -> None:
+def test_invalid_toml_is_refused(tmp_path: Path, text: bytes) -> None:
     path = tmp_path / "cluster.toml"
     path.write_bytes(text)
     with pytest.raises(BadInput, match=r"cluster\.toml"):
@@ -246,7 +246,7 @@ JSON = st.recursive(
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=300)
 @given(data=st.data())
 def test_mutated_documents_never_escape(samples: dict[str, msgspec.Struct], data: st.DataObject) -> None:
-    """One value anywhere in a valid document is replaced, removed, renamed or cut through."""
+    """A value anywhere in a valid document is replaced, removed or renamed, or the text is cut off."""
     name = data.draw(st.sampled_from(sorted(samples)))
     tree = json.loads(codec.encode(samples[name]))
     place: Any = tree
@@ -281,7 +281,7 @@ def test_model_files_never_escape(tmp_path: Path, fields: dict[str, Any]) -> Non
 
 
 def test_errors_do_not_depend_on_the_order_of_keys(samples: dict[str, msgspec.Struct]) -> None:
-    """Canonical files have ``schema`` near their end; the wrong kind is still the first thing said."""
+    """Canonical files have ``schema`` near their end; a wrong schema is still reported first."""
     tree = json.loads(codec.encode(samples["hardware"]))
     backwards = json.dumps(dict(reversed(tree.items()))).encode()
     assert str(refusal(backwards, Model)) == str(refusal(codec.encode(samples["hardware"]), Model))

@@ -1,4 +1,4 @@
-"""Models, profiles and clusters by name and by file."""
+"""Models, profiles and clusters are found by name and by file."""
 
 import json
 import subprocess
@@ -81,7 +81,7 @@ def test_clusters_of_later_gpus(name: str, profile: str, cards: int, card_bytes_
     assert (cluster.network.nics_per_node, cluster.network.nic_bytes_per_s.value) == (cards, card_bytes_per_s)
 
 
-def test_the_file_of_the_fastest_cards_is_its_named_cluster() -> None:
+def test_the_cluster_file_of_the_fastest_cards_equals_its_named_cluster() -> None:
     assert load_cluster("b200-2x8-xdr8") == load_cluster(str(DATA / "clusters" / "b200.toml"))
 
 
@@ -99,7 +99,7 @@ def test_the_network_by_message_size() -> None:
     fewer = load_cluster("a800-2x8-hdr4")[0].network
     assert fewer is not None
     assert fewer.size_efficiency.y == network.size_efficiency.y
-    assert fewer.size_efficiency.x == [size / 2 for size in network.size_efficiency.x]  # equal bytes per card
+    assert fewer.size_efficiency.x == [size / 2 for size in network.size_efficiency.x]  # same bytes on each card
 
 
 @pytest.mark.parametrize(
@@ -143,7 +143,7 @@ def test_listed_names_load() -> None:
 
 
 def test_no_two_profiles_share_their_first_word() -> None:
-    """Clusters are named by it."""
+    """The first word of a profile's name is the GPU in a cluster's name."""
     words = [name.split("-")[0] for name in list_hardware()]
     assert len(set(words)) == len(words)
 
@@ -191,7 +191,7 @@ def test_a_model_file(samples: dict[str, msgspec.Struct], tmp_path: Path) -> Non
     assert load_model(str(path)) == samples["model"]
 
 
-def test_a_config_is_told_apart_by_its_content(tmp_path: Path) -> None:
+def test_a_hugging_face_config_is_recognised_by_its_content(tmp_path: Path) -> None:
     path = tmp_path / "my-gpt2" / "model.json"
     path.parent.mkdir()
     path.write_text(
@@ -217,7 +217,7 @@ def test_unknown_models_are_usage_errors() -> None:
 
 
 @pytest.mark.parametrize("load", [load_model, load_hardware, load_cluster])
-def test_what_is_written_like_a_file_is_one(load: object, tmp_path: Path) -> None:
+def test_a_name_with_a_slash_or_suffix_is_a_file(load: object, tmp_path: Path) -> None:
     assert callable(load)
     with pytest.raises(BadInput, match="no such file"):
         load("missing.json")
@@ -226,7 +226,7 @@ def test_what_is_written_like_a_file_is_one(load: object, tmp_path: Path) -> Non
 
 
 def test_loading_is_light() -> None:
-    """No numpy, no simpy, nothing that makes ``--help`` wait."""
+    """The catalogue loads neither numpy nor simpy, so ``--help`` stays fast."""
     code = (
         "import sys; from memo_sim.contract import catalog; catalog.load_cluster('a800-2x8'); "
         "catalog.load_model('gpt-7b'); print(*sys.modules)"

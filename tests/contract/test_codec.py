@@ -1,4 +1,4 @@
-"""Canonical bytes, round trips and atomic writes."""
+"""Canonical bytes, round trips, and atomic writes."""
 
 import hashlib
 import os
@@ -37,7 +37,7 @@ def test_hash_is_of_the_canonical_bytes(samples: dict[str, msgspec.Struct]) -> N
 
 
 def test_equal_documents_are_equal_bytes(samples: dict[str, msgspec.Struct]) -> None:
-    """An int in a float's field, another order of keys: equal to the constructor, so equal in the file."""
+    """Documents that compare equal give equal files: an int in a float's field, keys in another order."""
     hardware = samples["hardware"]
     assert isinstance(hardware, Hardware)
     quantity = hardware.device_memory_bytes
@@ -50,8 +50,8 @@ def test_equal_documents_are_equal_bytes(samples: dict[str, msgspec.Struct]) -> 
     assert codec.encode(same) == codec.encode(hardware)
 
 
-def test_what_cannot_be_written_is_found_before_the_work(tmp_path: Path) -> None:
-    """Where permissions allow it too: /proc takes no files, and no folder a name of 300 letters."""
+def test_an_unwritable_path_is_refused_before_the_work(tmp_path: Path) -> None:
+    """Also with all permissions: /proc takes no files, and no folder takes a name of 300 letters."""
     kept = tmp_path / "kept.json"
     kept.write_text("old")
     for path in (kept, tmp_path / "new.json", Path(os.devnull)):
@@ -97,7 +97,7 @@ def test_documents_against_their_own_schema_are_a_bug(samples: dict[str, msgspec
         codec.encode(msgspec.structs.replace(samples["model"], layers=0))
 
 
-def test_toml_reads_as_the_json_it_stands_for(samples: dict[str, msgspec.Struct], tmp_path: Path) -> None:
+def test_toml_reads_like_the_same_document_in_json(samples: dict[str, msgspec.Struct], tmp_path: Path) -> None:
     path = tmp_path / "model.toml"
     path.write_text(
         'schema = "memo.model/1" # comments are the point\nname = "sample"\nfamily = "llama"\nlayers = 4\n'
@@ -146,7 +146,7 @@ def test_a_device_is_written_to_not_replaced() -> None:
 
 
 @pytest.mark.parametrize("interrupted_by", [OSError(28, "No space left on device"), KeyboardInterrupt()])
-def test_an_interrupted_write_leaves_what_was_there(
+def test_an_interrupted_write_keeps_the_old_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, interrupted_by: BaseException
 ) -> None:
     path = tmp_path / "document.json"

@@ -1,4 +1,4 @@
-"""Exit codes and the shape of a message."""
+"""Exit codes of errors, and the form of their messages."""
 
 import pickle
 

@@ -1,4 +1,4 @@
-"""The profile of a GPU that nobody measured here: published points only, enough of them, and below what is possible."""
+"""The H100 profile uses only published measurements, has enough of them, and stays below physical limits."""
 
 import pytest
 
@@ -30,7 +30,7 @@ def test_every_curve_has_five_points(h100: Hardware) -> None:
     assert few == {"pcie-sizes"} == {h100.d2h.alone.source, h100.h2d.alone.source}
 
 
-def test_every_source_is_used_and_none_is_ours(h100: Hardware) -> None:
+def test_every_source_is_used_and_none_is_our_own_measurement(h100: Hardware) -> None:
     written = codec.encode(h100).decode()
     assert all(f'"source": "{name}"' in written for name in h100.sources)
     assert not any("memo-exec" in source.text for source in h100.sources.values())
@@ -42,7 +42,7 @@ def test_nothing_is_faster_than_the_data_sheet(h100: Hardware) -> None:
     assert all(0 < row[2] < peak for table in h100.attention for row in table.rows)
     assert max(h100.memory_bound_bytes_per_s.y) < HBM_BYTES_PER_S
     assert max(*h100.d2h.alone.y, *h100.h2d.alone.y) < GEN5_BYTES_PER_S
-    # The switches reduce for an all-reduce, so its bus rate alone may pass the link's.
+    # The switches do the reduction of an all-reduce, so only its bus rate may exceed the link's rate.
     assert all(max(t.bus_bytes_per_s.y) < NVLINK_BYTES_PER_S for t in h100.collectives if t.kind != "all_reduce")
 
 

@@ -1,4 +1,4 @@
-"""Hugging Face configs: counts against a committed table and against transformers, and every trap refused."""
+"""Hugging Face configs: parameter counts agree with transformers and a committed table; other models are refused."""
 
 import json
 from pathlib import Path
@@ -13,7 +13,7 @@ from memo_sim.contract.huggingface import SUPPORTED, model_from_config
 from memo_sim.contract.model import Model, RopeScaling
 
 REAL = json.loads((Path(__file__).parent / "huggingface_configs.json").read_text())
-"""Configs of published shapes, each with the parameters that transformers counts in its model."""
+"""Configs of published shapes, each with the number of parameters that transformers counts."""
 
 LLAMA: dict[str, Any] = {
     "model_type": "llama",
@@ -170,7 +170,7 @@ def test_rotary_keys_of_both_generations(keys: dict[str, Any], theta: float, sca
         ({**GPT2, "attn_pdrop": -1}, "attn_pdrop"),
     ],
 )
-def test_what_is_not_modelled_is_refused(config: dict[str, Any], key: str) -> None:
+def test_unmodelled_features_are_refused(config: dict[str, Any], key: str) -> None:
     assert refusal(config).where == f"config.json: $.{key}"
 
 
@@ -208,7 +208,7 @@ def test_unknown_types_list_the_supported_ones() -> None:
         {"layer_types": ["full_attention"] * 3},
     ],
 )
-def test_a_window_that_no_layer_uses_is_none(keys: dict[str, Any]) -> None:
+def test_a_window_that_no_layer_uses_is_accepted(keys: dict[str, Any]) -> None:
     assert loaded({**QWEN2, **keys}) == loaded(QWEN2)
 
 
@@ -217,7 +217,7 @@ def test_keys_that_do_not_concern_the_shape_are_ignored() -> None:
     assert loaded({**LLAMA, **other, "quantization_config": {"bits": 4}, "num_experts": None}) == loaded(LLAMA)
 
 
-def test_dropout_is_said_to_be_left_out() -> None:
+def test_the_source_says_that_dropout_is_not_applied() -> None:
     assert "dropout" not in loaded({**GPT2, "resid_pdrop": 0.0}).source
     assert "its dropout of 0.1 is not applied" in loaded({**GPT2, "resid_pdrop": 0.1, "attn_pdrop": 0.05}).source
 

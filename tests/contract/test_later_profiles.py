@@ -1,4 +1,4 @@
-"""Profiles of B200 and H200: published points only, each curve with its source, and below what is possible."""
+"""The B200 and H200 profiles use published measurements only, with a source per curve, below physical limits."""
 
 import pytest
 
@@ -36,13 +36,13 @@ def test_every_curve_has_five_points_or_says_that_fewer_were_published(hardware:
     assert told == {"d2h", "h2d", *hardware.rowwise_bytes_per_s}
 
 
-def test_every_source_is_used_and_none_is_ours_or_fitted_here(hardware: Hardware) -> None:
+def test_every_source_is_used_and_none_is_our_measurement_or_fit(hardware: Hardware) -> None:
     written = codec.encode(hardware).decode()
     assert all(f'"source": "{name}"' in written for name in hardware.sources)
     assert not any("memo-exec" in source.text or source.kind == "fitted" for source in hardware.sources.values())
 
 
-def test_what_a_host_takes_was_fitted_on_cases_of_another_machine(b200: Hardware) -> None:
+def test_host_times_were_fitted_on_cases_of_another_machine(b200: Hardware) -> None:
     assert b200.host_launch_s is not None
     assert b200.host_pass_s is not None
     told = {name for name, source in b200.sources.items() if source.cases}
@@ -58,8 +58,8 @@ def test_nothing_is_faster_than_the_data_sheet(hardware: Hardware) -> None:
         assert max(curve.y) < HBM_BYTES_PER_S[hardware.name]
     assert max(*hardware.d2h.alone.y, *hardware.h2d.alone.y) < GEN5_BYTES_PER_S
     nvlink = NVLINK_BYTES_PER_S[hardware.name]
-    # The switches reduce for an all-reduce, so its bus rate alone may pass the link's; up to 4 MiB one alpha for all
-    # sizes takes too much off the shortest messages.
+    # The switches do the reduction of an all-reduce, so only its bus rate may exceed the link's rate. For up to 4 MiB,
+    # a single alpha for all sizes subtracts too much from the shortest messages.
     for table in (t for t in hardware.collectives if t.kind != "all_reduce"):
         points = zip(table.bus_bytes_per_s.x, table.bus_bytes_per_s.y, strict=True)
         assert max(rate for size, rate in points if size > 2**22) < nvlink
@@ -115,7 +115,7 @@ def test_published_products_stand_as_they_are(
 def test_published_attention_counts_the_unmasked_half(
     b200: Hardware, attention_pass: str, tokens: int, heads: int, fraction: float
 ) -> None:
-    """The publisher counts the whole square against the peak."""
+    """The publisher counts the whole square of scores, and reports fractions of the peak."""
     for kernel in ("torch-cudnn", "te-fused"):
         (table,) = (
             t for t in b200.attention if (t.kernel, t.attention_pass, t.head_dim) == (kernel, attention_pass, 128)
@@ -124,8 +124,8 @@ def test_published_attention_counts_the_unmasked_half(
         assert rates[tokens, heads] == pytest.approx(fraction * 2250e12 / 2, rel=1e-3)
 
 
-def test_a_loss_takes_what_was_measured(b200: Hardware) -> None:
-    """Four moves of a bf16 logit at .2795 of 8000 GiB/s are here three moves at three quarters of that rate."""
+def test_the_price_of_the_loss_is_the_measured_one(b200: Hardware) -> None:
+    """Four moves of a bf16 logit at .2795 of 8000 GiB/s equal our three moves at three quarters of that rate."""
     curve = b200.rowwise_bytes_per_s["cross_entropy"]
     logits = 4096 * 64128
     assert 6 * logits / curve.y[0] == pytest.approx(8 * logits / (0.2795145022199592 * 8000 * 2**30), rel=1e-3)

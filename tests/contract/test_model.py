@@ -1,4 +1,4 @@
-"""Shapes and parameter counts of the presets."""
+"""Shapes and parameter counts of the model presets."""
 
 import msgspec
 import pytest
@@ -19,7 +19,7 @@ METP_TABLE_3 = {
     "llama-70b": (8192, 64, 80, 68_976_648_192),
     "gpt-175b": (12288, 96, 96, 174_590_681_088),
 }
-"""Hidden size, heads, layers; parameters as published for Llama 2, of the other two counted by hand below."""
+"""Hidden size, heads, layers, parameters: published for Llama 2, counted by hand below for the other two."""
 
 
 def test_presets() -> None:

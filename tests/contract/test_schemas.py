@@ -1,4 +1,4 @@
-"""What ``memo-sim schema NAME`` prints describes what the codec reads and writes."""
+"""The output of ``memo-sim schema NAME`` describes what the codec reads and writes."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The two ways people write sizes, and how sizes are shown."""
+"""Parsing of token counts, and formatting of sizes."""
 
 import pytest
 

@@ -45,7 +45,7 @@ for settings in sys.argv[1:]:
 
 
 def test_settings_are_refused_where_torch_refuses_them() -> None:
-    """The parser of the installed PyTorch, which needs no GPU, and ours, on every setting near its limits."""
+    """Compares the parser of the installed PyTorch, which needs no GPU, with ours on every setting near its limits."""
     if find_spec("torch") is None:
         pytest.skip("torch is not installed")
     cases: list[Mapping[str, float]] = [

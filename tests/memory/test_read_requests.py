@@ -1,4 +1,4 @@
-"""Requests are read from every kind of file, by content; what is malformed is named with its place."""
+"""Requests are read from every kind of file, by content; errors name the place in the file."""
 
 from __future__ import annotations
 
@@ -50,12 +50,12 @@ def test_a_table_keeps_its_rows_and_own_columns(tmp_path: Path) -> None:
     assert source.rows == [["first", "100", "a", "0", "2"], ["", "20", "b", "1", "4"]]
 
 
-def test_alignments_of_a_table_are_obeyed_and_fixed_offsets_are_not(tmp_path: Path) -> None:
+def test_alignments_of_a_table_are_used_and_fixed_offsets_are_ignored(tmp_path: Path) -> None:
     source = read_requests(
         written(tmp_path, "id,lower,upper,size,alignment,offset\na,0,1,5,4,0\nb,0,1,5,6,9\nc,0,1,5,,\n")
     )
     assert source.requests.alignment_bytes == 12
-    assert any("'offset' is kept, not obeyed" in note for note in source.notes)
+    assert any("'offset' is kept in the output" in note for note in source.notes)
 
 
 def test_a_log_counts_lines_and_names_second_lives(tmp_path: Path) -> None:
@@ -69,14 +69,14 @@ def test_a_log_counts_lines_and_names_second_lives(tmp_path: Path) -> None:
     assert source.notes == ["2 of 4 buffers are never freed: they live to the end"]
 
 
-def test_a_second_life_does_not_take_anothers_name() -> None:
+def test_a_second_life_gets_a_unique_name() -> None:
     log = "malloc a#2 1\nmalloc a 1\nfree a 1\nmalloc a 1\n"
     assert read_allocation_log(log, "log").requests.ids == ["a#2", "a", "a#2'"]
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 3), st.integers(0, 9)), max_size=40))
 def test_a_logs_live_bytes_are_its_own_at_every_line(wishes: list[tuple[bool, int, int]]) -> None:
-    """Against a plain walk of the log: what lives after each line is the same set of sizes."""
+    """Compared with a plain walk of the log: after each line the same sizes are live."""
     live: dict[str, int] = {}
     lines, after = [], []
     for wants_malloc, name, size in wishes:
@@ -99,12 +99,12 @@ def test_a_logs_live_bytes_are_its_own_at_every_line(wishes: list[tuple[bool, in
     [
         ("", "empty", ""),
         ("\n \n", "empty", ""),
-        ("what is this", "not a kind of requests", ""),
+        ("what is this", "unknown format of requests", ""),
         (b"\xff\xfe\x00", "neither text nor a pickle", ""),
         ("malloc a 1\nfree b 1\n", "not live", "line 2"),
         ("malloc a 1\nfree a 1\nfree a 1\n", "freed before", "line 3"),
         ("malloc a 1\n\nfree a 2\n", "another size", "line 3"),
-        ("malloc a 1\nmalloc a 1\n", "malloced again", "line 2"),
+        ("malloc a 1\nmalloc a 1\n", "allocated again", "line 2"),
         ("malloc a 1\nrealloc a 2\n", "neither a malloc nor a free", "line 2"),
         ("malloc a -1\n", "neither a malloc nor a free", "line 1"),
         ("malloc a 1e3\n", "neither a malloc nor a free", "line 1"),
@@ -122,7 +122,7 @@ def test_a_logs_live_bytes_are_its_own_at_every_line(wishes: list[tuple[bool, in
         (f"id,lower,upper,size\n{'9' * 19},0,1,{'9' * 19}\n", "not a number", "line 2"),
         ("\n".join(["id,lower,upper,size", *(f"{i},0,1,{10**18 - 1}" for i in range(5))]), "add up to more", ""),
         ("id,lower,upper,size\n ,0,1,1\n", "without an id", "line 2"),
-        # Alignments without a common factor multiply: 10^18 - 1 and 10^18 - 11.
+        # The least common multiple of 10^18 - 1 and 10^18 - 11 is their product.
         (
             "id,lower,upper,size,alignment\n" + "".join(f"{i},0,1,0,{10**18 - i}\n" for i in (1, 11)),
             "alignment is too large",
@@ -132,9 +132,13 @@ def test_a_logs_live_bytes_are_its_own_at_every_line(wishes: list[tuple[bool, in
         (with_phase(lower=0, upper=2**62), "too late to count", ""),
         (with_phase(lower=0, upper=1, alignment_bytes=2**70), "alignment is too large", ""),
         ("{", "ends too early", ""),
-        ("{}", "does not say what it is", "$.schema"),
-        ('{"schema": "memo.trace/1"}', "another kind of document", "$.schema"),
-        ('{"schema": "memo.requests/1", "ids": ["a"], "lower": [1], "upper": [1], "size_bytes": [1]}', "never", "$"),
+        ("{}", "the document has no schema", "$.schema"),
+        ('{"schema": "memo.trace/1"}', "the document is of another kind", "$.schema"),
+        (
+            '{"schema": "memo.requests/1", "ids": ["a"], "lower": [1], "upper": [1], "size_bytes": [1]}',
+            "empty",
+            "$",
+        ),
         (
             '{"schema": "memo.requests/1", "ids": ["a"], "lower": [0], "upper": [1], "size_bytes": [-1]}',
             "-1",
@@ -143,7 +147,7 @@ def test_a_logs_live_bytes_are_its_own_at_every_line(wishes: list[tuple[bool, in
         ('{"schema": "memo.requests/1", "ids": [], "lower": [], "upper": [], "size_bytes": []}', "no buffer", ""),
     ],
 )
-def test_malformed_input_is_named_with_its_place(tmp_path: Path, content: str | bytes, says: str, where: str) -> None:
+def test_errors_in_a_file_name_their_place(tmp_path: Path, content: str | bytes, says: str, where: str) -> None:
     path = written(tmp_path, content)
     with pytest.raises(BadInput) as error:
         read_requests(path)
@@ -152,23 +156,23 @@ def test_malformed_input_is_named_with_its_place(tmp_path: Path, content: str | 
     assert where in str(error.value.where)
 
 
-def test_documents_are_told_apart_by_their_schema(tmp_path: Path) -> None:
+def test_documents_are_recognised_by_their_schema(tmp_path: Path) -> None:
     decisions = Decisions(model=load_model("gpt-tiny"), seq_tokens=1024)
     programs = lower(decisions)
     plan = Plan(decisions=decisions, program_sha256=program_sha256(programs))
     requests = requests_of(programs[0])
     planned = arena_requests(programs[0], decisions)
-    assert len(planned.ids) < len(requests.ids)  # without what libraries allocate beside the arena
+    assert len(planned.ids) < len(requests.ids)  # without the buffers that libraries allocate outside of the arena
     for document, kind, wanted in ((plan, "plan", planned), (requests, "requests", requests)):
         source = read_requests(written(tmp_path, codec.encode(document), "misnamed.csv"))
         assert (source.kind, source.requests) == (kind, wanted)
 
 
-def test_a_plan_that_pins_another_program_is_refused(tmp_path: Path) -> None:
+def test_a_plan_with_another_programs_hash_is_refused(tmp_path: Path) -> None:
     decisions = Decisions(model=load_model("gpt-tiny"), seq_tokens=1024)
     plan = Plan(decisions=decisions, program_sha256=program_sha256(lower(decisions)))
     edited = msgspec.structs.replace(plan, decisions=msgspec.structs.replace(decisions, recompute="full"))
-    with pytest.raises(BadInput, match="pins another program"):
+    with pytest.raises(BadInput, match="lower to another program"):
         read_requests(written(tmp_path, codec.encode(edited)))
 
 

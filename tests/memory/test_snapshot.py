@@ -1,4 +1,4 @@
-"""PyTorch snapshots are read as data; lives follow their events, and nothing in them runs."""
+"""PyTorch snapshots are read as data: lives follow from events, and no code in them runs."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def lives(raw: bytes, device: int | None = None) -> list[tuple[int, int, int]]:
     return list(zip(requests.lower, requests.upper, requests.size_bytes, strict=True))
 
 
-def test_completed_frees_close_lives_and_sizes_are_what_was_asked_for() -> None:
+def test_completed_frees_end_lives_and_sizes_are_the_requested_ones() -> None:
     trace = [
         event("segment_alloc", 0x1000, 2 << 20),
         event("alloc", 0x1000, 700),
@@ -61,7 +61,7 @@ def test_names_come_from_the_innermost_frame_outside_of_torch() -> None:
     assert read_snapshot(snapshot(trace), "snap").requests.ids == ["b0 model.py:57:block", "b1 linear.py:9:forward"]
 
 
-def test_what_is_older_than_the_record_lives_from_its_start() -> None:
+def test_buffers_older_than_the_history_live_from_its_start() -> None:
     blocks = [
         {"size": 1024, "requested_size": 1000, "state": "active_allocated", "frames": []},
         {"size": 512, "requested_size": 0, "state": "inactive", "frames": []},
@@ -73,7 +73,7 @@ def test_what_is_older_than_the_record_lives_from_its_start() -> None:
     requests = source.requests
     rows = sorted(zip(requests.lower, requests.upper, requests.size_bytes, strict=True))
     assert rows == [(0, 1, 77), (0, 3, 9), (0, 3, 1000), (2, 3, 5)]
-    assert any("2 buffers are older than the record" in note for note in source.notes)
+    assert any("2 buffers are older than the recorded history" in note for note in source.notes)
 
 
 def test_the_fullest_device_and_pool_is_read_and_the_others_are_named() -> None:
@@ -88,7 +88,7 @@ def test_the_fullest_device_and_pool_is_read_and_the_others_are_named() -> None:
         read_snapshot(snapshot(small, large), "snap", 2)
 
 
-def test_streams_that_share_the_arena_are_said() -> None:
+def test_streams_that_share_the_arena_are_noted() -> None:
     trace = [event("alloc", 0x1000, 1), event("alloc", 0x2000, 1, stream=7)]
     assert any("2 streams share" in note for note in read_snapshot(snapshot(trace), "snap").notes)
 
@@ -115,7 +115,7 @@ def test_streams_that_share_the_arena_are_said() -> None:
         (b"\x80\x04.", "not a pickle of plain data", "snap"),
     ],
 )
-def test_what_contradicts_itself_is_refused_with_its_place(raw: bytes, says: str, where: str) -> None:
+def test_contradicting_events_are_refused_with_their_place(raw: bytes, says: str, where: str) -> None:
     with pytest.raises(BadInput) as error:
         read_snapshot(raw, "snap")
     assert says in str(error.value)
@@ -123,7 +123,7 @@ def test_what_contradicts_itself_is_refused_with_its_place(raw: bytes, says: str
 
 
 class Touch:
-    """What a hostile pickle is made of: unpickled plainly, it calls whatever it likes."""
+    """The content of a hostile pickle: the standard reader would call any function for it."""
 
     def __init__(self, function: Callable[..., Any], *arguments: Any) -> None:
         self.call = (function, arguments)
@@ -136,10 +136,10 @@ class Touch:
 def test_code_in_a_pickle_never_runs(tmp_path: Path, protocol: int) -> None:
     target = tmp_path / "made"
     raw = pickle.dumps({"device_traces": [[Touch(os.mkdir, str(target))]]}, protocol)
-    with pytest.raises(BadInput, match=r"it names .*mkdir"):
+    with pytest.raises(BadInput, match=r"it imports .*mkdir"):
         load_plain(raw, "snap")
     assert not target.exists()
-    pickle.loads(raw)  # the same bytes do run where nothing refuses them
+    pickle.loads(raw)  # the standard reader does run the same bytes
     assert target.exists()
 
 
@@ -168,7 +168,7 @@ PLAIN = st.recursive(
 
 
 @given(tree=PLAIN, protocol=st.integers(2, pickle.HIGHEST_PROTOCOL))
-def test_whatever_is_plain_is_read_as_it_was_written(tree: Any, protocol: int) -> None:
+def test_plain_data_is_read_back_unchanged(tree: Any, protocol: int) -> None:
     held_twice = [tree, tree]
     assert load_plain(pickle.dumps(held_twice, protocol), "snap") == held_twice
 
@@ -180,7 +180,7 @@ def test_bytes_of_any_kind_are_read_or_refused(raw: bytes, protocol: int) -> Non
 
 
 @given(tree=PLAIN, data=st.data())
-def test_a_pickle_cut_short_is_refused(tree: Any, data: st.DataObject) -> None:
+def test_a_truncated_pickle_is_refused(tree: Any, data: st.DataObject) -> None:
     whole = pickle.dumps(tree, 4)
     with pytest.raises(BadInput):
         load_plain(whole[: data.draw(st.integers(2, len(whole) - 1))], "snap")
@@ -189,18 +189,18 @@ def test_a_pickle_cut_short_is_refused(tree: Any, data: st.DataObject) -> None:
 @pytest.mark.parametrize(
     ("raw", "says"),
     [
-        (b"\x80\x02})" + b"\x85" * 200_000 + b"K\x01s.", "a key that is a tuple"),  # hashed, it ends the process
-        (b"\x80\x04}r\xff\xff\xff\x7f.", "memo does not count up"),  # a table of 16 GiB
+        (b"\x80\x02})" + b"\x85" * 200_000 + b"K\x01s.", "a key that is a tuple"),  # hashing it would crash the process
+        (b"\x80\x04}r\xff\xff\xff\x7f.", "memo indices do not count up"),  # a table of 16 GiB
         (b"\x80\x05\x96" + (8 << 30).to_bytes(8, "little") + b"x.", "opcode 0x96"),  # a buffer of 8 GiB
-        (b"\x80\x04X\xff\xff\xff\x7fx.", "cut short"),
+        (b"\x80\x04X\xff\xff\xff\x7fx.", "truncated"),
         (b"\x80\x02\x8b\x00\x00\x00\x40.", "opcode 0x8b"),  # a number too long to be shown
         (b"\x80\x04K\x01K\x02.", "more or less than one object"),
         (b"\x80\x04(.", "more or less than one object"),
         (b"\x80\x04K\x01K\x02K\x03s.", "sets items of a int"),
         (b"\x80\x04K\x01K\x02a.", "appends to a int"),
-        (b"\x80\x04K\x01\x86.", "more than it has made"),
-        (b"\x80\x04h\x00.", "more than it has made"),
-        (b"\x80\x04cposix\nsystem\n.", "names posix.system"),
+        (b"\x80\x04K\x01\x86.", "more objects than it has made"),
+        (b"\x80\x04h\x00.", "more objects than it has made"),
+        (b"\x80\x04cposix\nsystem\n.", "imports posix.system"),
     ],
 )
 def test_bytes_that_would_hurt_the_standard_reader_are_refused(raw: bytes, says: str) -> None:
@@ -208,7 +208,7 @@ def test_bytes_that_would_hurt_the_standard_reader_are_refused(raw: bytes, says:
         load_plain(raw, "snap")
 
 
-def test_values_that_hold_themselves_are_shown_by_their_kind() -> None:
+def test_containers_are_shown_by_their_type() -> None:
     layers: list[Any] = []
     for _ in range(60):
         layers = [layers] * 10  # written out, 10^60 brackets

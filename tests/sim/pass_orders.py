@@ -1,4 +1,4 @@
-"""Orders of passes played without a program: what a pass waits for, how long all take, how much is under way."""
+"""Plays an order of pipeline passes without a program: dependencies, total time, micro-batches in flight."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from dataclasses import replace
 from memo_sim.program.layout.schedule import Kind, Pass
 
 F, B, W = 1.0, 2.25, 0.875
-"""Seconds of a stage's forward, its whole backward, and the weight gradients in it."""
+"""Seconds of a stage's forward, of its whole backward, and of the weight gradients within it."""
 
 
 def before(stage: int, stages: int, chunks: int, each: Pass) -> tuple[int, Pass] | None:
-    """Return the (stage, pass) whose result a pass needs from another stage, or from this one's own forward."""
+    """Return the (stage, pass) that a pass depends on: on another stage, or its own stage's forward."""
     step, stop = (-1, 0) if each.kind is Kind.FORWARD else (1, stages * chunks - 1)
     place = each.chunk * stages + stage
     if each.kind is Kind.WEIGHTS:
@@ -23,7 +23,7 @@ def before(stage: int, stages: int, chunks: int, each: Pass) -> tuple[int, Pass]
 
 
 def makespan(order: list[list[Pass]], chunks: int, seconds: dict[Kind, float]) -> float:
-    """Play the passes greedily in their order; what never comes to its turn is an error."""
+    """Return the seconds of all passes, each played as early as its stage's order allows; fails on a deadlock."""
     ends: dict[tuple[int, Pass], float] = {}
     clocks, at = [0.0] * len(order), [0] * len(order)
     moved = True
@@ -43,7 +43,7 @@ def makespan(order: list[list[Pass]], chunks: int, seconds: dict[Kind, float]) -
 
 
 def in_flight(order: list[Pass], end: Kind) -> int:
-    """Return the most micro-batches (of all chunks) between their forward and their ``end``."""
+    """Return the largest number of micro-batches (over all chunks) between their forward and their ``end``."""
     count = most = 0
     for each in order:
         count += (each.kind is Kind.FORWARD) - (each.kind is end)

@@ -1,4 +1,4 @@
-"""Two small models, every policy, and decisions for them: what the lowering's tests start from."""
+"""Two small models, every policy, and decisions for them, used by the tests of the lowering."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ POLICIES = [
 def decide(
     model: Model = GPT, layout: Layout | None = None, policy: tuple[str, float] = ("none", 0.0), **more
 ) -> Decisions:
-    """Return decisions of a few thousand tokens, ``policy`` a recompute mode and alpha."""
+    """Return decisions with a few thousand tokens; ``policy`` is a recompute mode and an alpha."""
     layout = layout or Layout()
     seq = more.pop("seq_tokens", 2048)
     swapped = int(policy[1] * seq // (layout.cp * layout.ulysses))
@@ -57,7 +57,7 @@ def decide(
 
 
 def faults_of(decisions: Decisions) -> list[str]:
-    """Return what the independent checkers find wrong with each role's program, and with all of them together."""
+    """Return the faults that the independent checkers find in each stage's program, and in all of them together."""
     programs = lower(decisions)
     columns = [expand(p) for p in programs]
     edges = [derive_edges(c) for c in columns]

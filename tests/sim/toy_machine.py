@@ -1,4 +1,4 @@
-"""A machine with round numbers, prices that are linear in the work, and small random plans for the engine's tests."""
+"""A machine with round numbers, prices linear in the work, and small random plans, used by the engine's tests."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ TOY_CLUSTER = Cluster(name="toy-1x8", hardware="toy", nodes=1, devices_per_node=
 
 
 class ToyPrices:
-    """Prices linear in FLOPs or bytes above a floor; ``factor`` scales every one, ``copy_s_per_byte`` the copies."""
+    """Prices linear in FLOPs or bytes, with a minimum; ``factor`` scales all, ``copy_s_per_byte`` the copies."""
 
     def __init__(self, factor: float = 1.0, copy_s_per_byte: float = 1 / 20e9) -> None:
         self.outside: set[str] = set()
@@ -96,13 +96,13 @@ class ToyPrices:
 
 
 def alone(busy: int) -> tuple[float, ...]:
-    """No lane takes anything from another."""
+    """Lanes do not slow each other."""
     assert busy >= 0
     return (1.0,) * len(Lane)
 
 
 def contended(busy: int) -> tuple[float, ...]:
-    """Every busy lane slows each other one, some more than others."""
+    """Every busy lane slows all others, by different factors."""
     return tuple(1 / (1 + 0.07 * (lane + 1) * ((busy & ~(1 << lane)).bit_count())) for lane in Lane)
 
 
@@ -126,7 +126,7 @@ def small_model(*, layers: int = 3, llama: bool = False) -> Model:
 def decide(
     policy: tuple[str, float], *, layout: Layout | None = None, layers: int = 3, llama: bool = False, **knobs: object
 ) -> Decisions:
-    """Return small decisions of 512 tokens per tensor-parallel rank."""
+    """Return small decisions with 512 tokens per tensor-parallel rank."""
     layout = layout or Layout()
     recompute, alpha = policy
     tokens = 512 * layout.tp
@@ -168,6 +168,6 @@ def run_layout(
     layers: int = 8,
     **knobs: object,
 ) -> Simulation:
-    """Return a small plan of so many micro-batches a replica, ``played`` of them or as many as show the period."""
+    """Return the simulation of a small plan; ``played`` micro-batches are played, by default enough for the period."""
     decisions = decide(policy, layout=layout, layers=layers, global_batch=micro_batches * layout.dp, **knobs)
     return simulate(decisions, toy_hardware(), TOY_CLUSTER, pricer=prices, rates=rates, micro_batches_played=played)

@@ -1,4 +1,4 @@
-"""What follows from a finished program: derived edges, liveness, integer columns, communicators.
+"""Facts derived from a finished program: edges, liveness, integer columns, communicators.
 
 Nothing here changes a program, and no lowering depends on it.
 """

@@ -1,11 +1,11 @@
-"""Which passes touch a buffer, and what that says of where it may lie (SPPO 3.2, Figure 6).
+"""Classifies buffers by the passes that touch them, which decides where they may lie (SPPO 3.2, Figure 6).
 
     type 0    touched by passes of several subsequences: keys and values, and the sums of their gradients
-    type 1    by one subsequence's forward, and again by its backward: what is kept, and may travel in between
-    type 2    within one pass: gone before anything could travel
+    type 1    touched by one subsequence's forward and backward: kept, and may be offloaded in between
+    type 2    touched by one pass only: freed before it could be offloaded
 
-It is read off a program's operands; nothing here knows a tensor's name. A program that keeps everything says it of all
-tensors: in others several subsequences take the same rounding buffers.
+The types follow from a program's operands, not from names of tensors. They describe all tensors only for a program that
+keeps everything; in other programs, several subsequences use the same rounding buffers.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from memo_sim.program.layout.schedule import Pass
 
 
 class AccessType(IntEnum):
-    """SPPO's types."""
+    """SPPO's types of access."""
 
     PREFIX = 0
     KEPT = 1
@@ -26,10 +26,10 @@ class AccessType(IntEnum):
 
 
 def accesses(program: Program, *, rows: int | None = None) -> dict[tuple[str, int], Counter[int]]:
-    """Return of each buffer (family, index) how many operands touch it in each pass, by the pass's number.
+    """Return the number of operands that touch each buffer (family, index), by number of the pass.
 
-    Only what lives for some of the step: parameters and their gradients are every pass's. ``rows``: count those alone
-    that touch any of a buffer's first rows.
+    Buffers that live for the whole step (parameters and their gradients) are left out. ``rows``: count only operands
+    that touch one of a buffer's first ``rows`` rows.
     """
     lasting = {f.name for f in program.families if f.lifetime == "step"}
     found: dict[tuple[str, int], Counter[int]] = defaultdict(Counter)
@@ -40,7 +40,7 @@ def accesses(program: Program, *, rows: int | None = None) -> dict[tuple[str, in
         number += number + 1 < len(begins) and at == begins[number + 1]
         template, own = program.templates[instance.template], played[instance.template]
         played[instance.template] += 1
-        if number < 0 or not instance.place.startswith("m"):
+        if number < 0 or template.kind.of_step:
             continue
         bound = iter(instance.indices)
         mine = {f.name for f in template.own}
@@ -53,7 +53,7 @@ def accesses(program: Program, *, rows: int | None = None) -> dict[tuple[str, in
 
 
 def access_types(program: Program) -> dict[str, AccessType]:
-    """Return the type of every family that lives for some of the step."""
+    """Return the type of every family that does not live for the whole step."""
     passes = [each for each, _ in program.passes]
     types: dict[str, AccessType] = {}
     for (family, _), touched in accesses(program).items():

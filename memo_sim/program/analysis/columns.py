@@ -1,7 +1,7 @@
-"""A program expanded to integer columns: one row an instruction, one row an operand.
+"""Expands a program to integer columns: one row per instruction, and one row per operand.
 
-This is the only form that is as long as the step; everything that looks at all instructions (edges, liveness, the
-engine) works on these arrays.
+These arrays are the only form of a program that is as long as the step. Everything that looks at all instructions
+(edges, liveness, the engine) works on them.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Columns:
     buffer_bytes: Ints
     buffer_family: Ints
     buffer_dynamic: Flags
-    """Whether a buffer's device memory is handed out and taken back during the step."""
+    """Whether a buffer's device memory is allocated and freed during the step."""
 
 
 def expand(program: Program) -> Columns:
@@ -74,9 +74,9 @@ def expand(program: Program) -> Columns:
 
 
 def _operands(program: Program, template_of: Ints, starts: Ints) -> tuple[Ints, Ints, Ints, Ints, Ints]:
-    """Return the operand columns of all instances, in program order; ``starts``: the instances' first instructions.
+    """Return the operand columns of all instances in program order; ``starts`` are the instances' first instructions.
 
-    Rows of all templates stand behind each other in one table, and every instance takes those of its own:
+    One table holds the rows of all templates. Every instance takes the rows of its own template:
 
         templates   A: a0 a1 | B: b0 b1 b2        instances   A B A  ->  a0 a1 b0 b1 b2 a0 a1
     """
@@ -95,7 +95,7 @@ def _operands(program: Program, template_of: Ints, starts: Ints) -> tuple[Ints, 
 
 
 def _taken(lengths: list[int], template_of: Ints) -> tuple[Ints, Ints]:
-    """Return which rows of the templates' the instances take, one after the other, and which instance takes each."""
+    """Return the table rows that the instances take, one instance after another, and the instance of each row."""
     length = np.array(lengths, dtype=np.int64)
     taken = length[template_of]
     instance = np.repeat(np.arange(len(template_of), dtype=np.int64), taken)
@@ -104,9 +104,10 @@ def _taken(lengths: list[int], template_of: Ints) -> tuple[Ints, Ints]:
 
 
 def _bound_buffers(program: Program, template_of: Ints) -> tuple[Ints, Ints]:
-    """Return the buffer of every slot of every instance, and where each instance's first slot stands among them.
+    """Return the buffer of every slot of every instance, and the position of each instance's first slot.
 
-    A shared family's is the one that the instance says, a template's own the one of this instance.
+    A slot of a shared family has the buffer that the instance names. A slot of the template's own family has the buffer
+    of this instance.
     """
     templates, bases = program.templates, program.family_bases
     base, is_own = [], []

@@ -1,10 +1,13 @@
-"""Who talks over what: the communicators that a rank of a layout has, for process groups and for memory alike.
+"""Lists the communicators of a rank: the executor makes process groups from them, the engine counts their memory.
 
-The executor makes one for each lane and kind of group that a program names, since lanes play at the same time, and one
-over all ranks where they meet (``init_process_group`` with a device). An eager framework makes one for each kind of
-group, and one over all ranks at its first barrier; with each neighbour in a ring of more than two it has another, which
-sends that are not batched make (Transformer Engine batches a ring's between two; pytorch/pytorch#152220). Groups of one
-rank are none.
+The executor makes one communicator for each lane and kind of group that a program uses, because lanes run at the same
+time. It makes one more over all ranks (``init_process_group`` with a device).
+
+An eager framework makes one for each kind of group, and one over all ranks at its first barrier. In a ring of more than
+two ranks, it makes another one with each neighbour, for sends that are not batched (Transformer Engine batches those of
+a ring of two; pytorch/pytorch#152220).
+
+Groups of one rank have no communicator.
 
     tp 4, cp 2, ZeRO 1    all 8    collective tp 4    collective grads 2    p2p cp 2
     a middle stage        all 8    collective tp 2    ...    send 0>1    send 1>0    send 1>2    send 2>1
@@ -21,31 +24,31 @@ from memo_sim.program.ir.work import Collective, Exchange, PointToPoint
 from memo_sim.program.layout.rank_order import degree
 
 Key = tuple[Lane, str]
-"""A lane and the group that talks on it."""
+"""A lane, and the group that communicates on it."""
 
 PAIR = 2
-"""Ranks that hand over to each other."""
+"""Ranks of a p2p pair."""
 
 
 def p2p_key(work: PointToPoint) -> Key:
-    """Return the key of the groups of two that hand over from stage to stage; both sides have it."""
+    """Return the key of the groups of two ranks that send from stage to stage; both stages have the same key."""
     return Lane.SEND, f"{work.source}>{work.target}"
 
 
 def stages_of_key(key: Key) -> tuple[int, int]:
-    """Return source and target of a ``p2p_key``."""
+    """Return the source and target stage of a ``p2p_key``."""
     source, _, target = key[1].partition(">")
     return int(source), int(target)
 
 
 def played(program: Program) -> Iterator[Instruction]:
-    """Yield the instructions of every template that is played: those of others would ask for groups in vain."""
+    """Yield the instructions of every template that has an instance; the others need no groups."""
     for number in sorted({instance.template for instance in program.instances}):
         yield from program.templates[number].instructions
 
 
 def group_keys(program: Program) -> list[Key]:
-    """Return the lanes and groups that ``program`` talks over, in the order in which their groups are made."""
+    """Return the lanes and groups that ``program`` communicates on, in the order in which the groups are made."""
     found: set[Key] = set()
     for instruction in played(program):
         if isinstance(instruction.work, Collective | Exchange):
@@ -56,9 +59,9 @@ def group_keys(program: Program) -> list[Key]:
 
 
 def communicators(program: Program, decisions: Decisions) -> list[int]:
-    """Return how many ranks each communicator of a rank that plays ``program`` has; none for a device alone.
+    """Return the number of ranks of each communicator of a rank that plays ``program``; empty for a single device.
 
-    Under an eager framework lanes share a group's, and stages hand over in the group of all stages.
+    Under an eager framework, lanes share a group's communicator, and stages send in the group of all stages.
     """
     layout, keys = decisions.layout, group_keys(program)
     if decisions.memory_policy == "eager":

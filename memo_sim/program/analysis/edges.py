@@ -1,14 +1,17 @@
-"""Every ordering between instructions of different lanes, derived from program order and token ranges.
+"""Derives the orderings between instructions of different lanes from program order and token ranges.
 
-A write must come after the previous write and the reads since (WAW, WAR), a read after the last write (RAW), range by
-range, device and host buffers alike. Orders inside a lane are implied (lanes are FIFO) and so are edges that an
-earlier edge between the same two lanes already enforces; both are dropped.
+A write comes after the previous write (WAW) and the reads since then (WAR). A read comes after the last write (RAW).
+This holds range by range, for device and host buffers. Orders inside a lane are implied, because lanes are FIFO. An
+edge that an earlier edge between the same two lanes already enforces is implied too. Both are dropped.
 
-Memory is handed out in program order too. A dynamic device buffer that a lane other than compute touches first takes
-bytes that compute may still be using, and one that such a lane touches last gives bytes that compute may use again; so
-its birth waits for the compute before it, and the births after its death wait for the other lanes' last uses, which
-may still be under way when compute has had its own. Nor does any lane touch it before it is born, not even rows that no
-other lane writes.
+Device memory is allocated in program order too, which adds edges:
+
+- A dynamic buffer whose first user is not on the compute lane takes bytes that compute may still be using. Its birth
+  waits for the compute before it.
+- A dynamic buffer whose last user is not on the compute lane frees bytes that compute may use again. The next births
+  wait for that lane's last use.
+- Other lanes' last reads may still be under way when the buffer's last user is done. The next births wait for them too.
+- No lane touches a buffer before its birth, not even rows that no other lane writes.
 
       compute   [fwd l0 writes A]...............[fwd l2 writes A]
       d2h                  [offload reads A]........^
@@ -34,7 +37,7 @@ class Edges:
 
 
 def derive_edges(columns: Columns) -> Edges:
-    """Return the cross-lane edges of the program, none implied by another through lane order."""
+    """Return the cross-lane edges of the program, without edges that others imply through lane order."""
     shared = _shared(columns)
     segment, instruction, mode = _segments(columns, shared)
     lane = columns.lane[instruction]
@@ -64,7 +67,7 @@ def derive_edges(columns: Columns) -> Edges:
 
 
 def _shared(columns: Columns) -> Flags:
-    """Return which buffers several lanes touch."""
+    """Return a flag for each buffer: whether several lanes touch it."""
     touching = np.zeros(len(columns.buffer_bytes), dtype=np.int64)
     np.bitwise_or.at(touching, columns.operand_buffer, 1 << columns.lane[columns.operand_instruction])
     found: Flags = (touching & (touching - 1)) > 0
@@ -72,7 +75,7 @@ def _shared(columns: Columns) -> Flags:
 
 
 def _memory_edges(columns: Columns, shared: Flags) -> tuple[Ints, Ints]:
-    """Return the orderings that handing out memory in program order asks for, as (producers, consumers)."""
+    """Return the edges that allocation in program order needs, as (producers, consumers)."""
     total = len(columns.lane)
     birth = np.full(len(columns.buffer_bytes), total, dtype=np.int64)
     death = np.full(len(columns.buffer_bytes), -1, dtype=np.int64)
@@ -86,12 +89,12 @@ def _memory_edges(columns: Columns, shared: Flags) -> tuple[Ints, Ints]:
     producers, consumers = [kernels[before[before >= 0]]], [early[before >= 0]]
     touches = np.flatnonzero((shared & columns.buffer_dynamic)[columns.operand_buffer])
     buffer, instruction = columns.operand_buffer[touches], columns.operand_instruction[touches]
-    # Operands stand in program order, so the first of a buffer and a lane is that lane's first touch.
+    # Operands are in program order, so the first row of a buffer and a lane is that lane's first touch.
     place = buffer * len(Lane) + columns.lane[instruction]
     _, firsts = np.unique(place, return_index=True)
     lasts = len(place) - 1 - np.unique(place[::-1], return_index=True)[1]
     late, dead = deaths[columns.lane[deaths] != Lane.COMPUTE], death[buffer[lasts]]
-    # Where another lane's last use is a read before the end, it may still be under way then; on a write the end waits.
+    # A lane's last use may still be under way at the buffer's death if it is a read; the last user waits for writes.
     under_way = (columns.lane[instruction[lasts]] != Lane.COMPUTE) & (instruction[lasts] < dead)
     under_way &= columns.operand_mode[touches][lasts] == Mode.READ
     late, dead = np.r_[late, instruction[lasts][under_way]], np.r_[late, dead[under_way]]
@@ -116,30 +119,30 @@ def _segments(columns: Columns, shared: Flags) -> tuple[Ints, Ints, Ints]:
     span = int(end.max(initial=0)) + 1
     begins, ends = buffer * span + first, buffer * span + end
     cuts = np.sort(np.concatenate((begins, ends)))
-    cuts = cuts[np.append(True, cuts[1:] != cuts[:-1])[: len(cuts)]]  # np.unique, which hashes, is slower
+    cuts = cuts[np.append(True, cuts[1:] != cuts[:-1])[: len(cuts)]]  # faster than np.unique, which hashes
     low = np.searchsorted(cuts, begins)
     pieces = np.searchsorted(cuts, ends) - low
     source = np.repeat(np.arange(len(buffer), dtype=np.int64), pieces)
     within = np.arange(len(source), dtype=np.int64) - np.repeat(np.cumsum(pieces) - pieces, pieces)
     segment = low[source] + within
-    order = np.argsort(segment, kind="stable")  # operands stand in program order
+    order = np.argsort(segment, kind="stable")  # stable, because operands are in program order
     return segment[order], instruction[source][order], mode[source][order]
 
 
 def _distinct(numbers: Ints) -> Ints:
-    """Return the different ones of small numbers, in order."""
+    """Return the distinct values of an array of small numbers, in increasing order."""
     return np.flatnonzero(np.bincount(numbers))
 
 
 def _last_before(flags: np.ndarray, row: Ints, group_start: Ints) -> Ints:
-    """Return for each row the last earlier row of its group where ``flags`` holds, or -1."""
+    """Return for each row the last earlier row of its group where ``flags`` is true, or -1."""
     latest = np.maximum.accumulate(np.where(flags, row, -1)) if len(row) else row
     before = np.r_[-1, latest[:-1]] if len(row) else row
     return np.where(before >= group_start, before, -1)
 
 
 def _reduced(producer: Ints, consumer: Ints, lane: Ints) -> Edges:
-    """Drop edges implied by lane order and another edge between the same two lanes."""
+    """Drop edges that lane order and another edge between the same two lanes imply."""
     kept_producers, kept_consumers = [], []
     pair = lane[producer] * len(Lane) + lane[consumer]
     for value in _distinct(pair):
@@ -149,7 +152,7 @@ def _reduced(producer: Ints, consumer: Ints, lane: Ints) -> Edges:
         p, c = p[order], c[order]
         best = np.maximum.accumulate(p)
         last_of_consumer = np.r_[c[1:] != c[:-1], True]
-        # Keep, per consumer, its latest producer, and only where that is later than what earlier consumers waited for.
+        # Keep each consumer's latest producer, and only if it is later than those that earlier consumers waited for.
         first_row = np.maximum.accumulate(np.where(np.r_[True, c[1:] != c[:-1]], np.arange(len(c)), 0))
         before = np.where(first_row > 0, best[np.maximum(first_row - 1, 0)], -1)
         keep = last_of_consumer & (best > before)

@@ -1,8 +1,8 @@
-"""When each buffer lives, and what lives together: the memory a program needs, known before anything runs.
+"""When each buffer lives, and how much is alive at each instruction: a program's memory, known before it runs.
 
-A dynamic buffer is born at the first instruction that touches it and dies after the last, in program order; a buffer
-with lifetime ``step`` is there all the time. The peak counts device bytes the way an allocator that serves the
-program's requests counts them: at each instruction, everything born and not yet dead, its workspace included.
+A dynamic buffer is born at the first instruction that touches it and dies after the last one, in program order. A
+buffer with lifetime ``step`` lives for the whole step. The peak counts device bytes as an allocator would that serves
+the program's requests: at each instruction, everything born and not yet dead, including the instruction's workspace.
 """
 
 from __future__ import annotations
@@ -17,7 +17,10 @@ from memo_sim.program.ir.program import Program
 
 @dataclass(frozen=True)
 class Liveness:
-    """Birth and death (instruction numbers, inclusive; -1 = lives the whole step) of every buffer, and their sizes."""
+    """Birth, death and size of every buffer.
+
+    Birth and death are instruction numbers, inclusive; birth -1 means that the buffer lives for the whole step.
+    """
 
     birth: Ints
     death: Ints
@@ -31,7 +34,7 @@ class Liveness:
 
 @dataclass(frozen=True)
 class Peak:
-    """The worst instant of one memory space: instruction number, total bytes, bytes by buffer class."""
+    """The peak of one memory space: instruction number, total bytes, bytes by buffer class."""
 
     instruction: int
     bytes: int
@@ -65,7 +68,7 @@ def liveness(program: Program, columns: Columns) -> Liveness:
 
 
 def live_bytes(lives: Liveness, *, device: bool, sizes: Ints | None = None) -> dict[str, Ints]:
-    """Return by class the live bytes at every instruction (arrays as long as the program)."""
+    """Return the live bytes at every instruction by class, as arrays as long as the program."""
     sizes = lives.bytes if sizes is None else sizes
     used = (lives.on_device == device) & (lives.death >= lives.birth)
     curves: dict[str, Ints] = {}
@@ -81,7 +84,7 @@ def live_bytes(lives: Liveness, *, device: bool, sizes: Ints | None = None) -> d
 
 
 def peak(curves: dict[str, Ints]) -> Peak:
-    """Return the first instruction at which the sum over classes is largest, and what lives there."""
+    """Return the first instruction with the largest sum over classes, and the live bytes there."""
     if not curves:
         return Peak(instruction=0, bytes=0, by_class={})
     total = np.sum(list(curves.values()), axis=0)

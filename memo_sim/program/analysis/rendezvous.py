@@ -1,7 +1,7 @@
-"""Which instructions of different roles are one: a send and its receive, a collective over pipeline stages.
+"""Matches instructions of several pipeline stages: a send with its receive, a collective over stages with itself.
 
-The n-th send from one stage to another is the n-th receive there, and the n-th call of a group that spans stages is the
-same call on all of its stages. Whether that is so is for ``program.py`` to say; here numbers are enough.
+The n-th send from one stage to another is the n-th receive there. The n-th call of a group that spans stages is the
+same call on all its stages. This module only counts; ``verify/stages.py`` checks that matched calls fit together.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from memo_sim.program.ir.program import Program
 from memo_sim.program.ir.work import Collective, PointToPoint, Work
 
 SPANNING = ("pp", "tied")
-"""Groups whose ranks are of different stages."""
+"""Groups whose ranks belong to several stages."""
 
 Rendezvous = tuple[tuple[int, int], ...]
-"""Instructions of different roles that are played at once: (role, instruction) of each."""
+"""Matched instructions of several stages that run at the same time: (stage, instruction) of each."""
 
 
 def all_rendezvous(programs: Sequence[Program]) -> list[Rendezvous]:
-    """Return what the roles play together; what has nobody to meet is left out (``check_stages`` finds it)."""
+    """Return the matched instructions of all stages; unmatched calls are left out (``check_stages`` reports them)."""
     found: dict[tuple[object, ...], list[tuple[int, int]]] = defaultdict(list)
     if len(programs) > 1:
         for stage, program in enumerate(programs):
@@ -31,7 +31,7 @@ def all_rendezvous(programs: Sequence[Program]) -> list[Rendezvous]:
 
 
 def _calls(program: Program) -> list[tuple[tuple[object, ...], int]]:
-    """Return what a role shares with others, as (which call it is, number of the instruction)."""
+    """Return a stage's calls that involve other stages, as (key of the call, instruction number)."""
     shared = [
         [(at, kind) for at, i in enumerate(t.instructions) if (kind := _kind(i.work, i.lane))]
         for t in program.templates
@@ -40,7 +40,8 @@ def _calls(program: Program) -> list[tuple[tuple[object, ...], int]]:
     calls, first = [], 0
     for instance in program.instances:
         for at, key in shared[instance.template]:
-            # Both sides of a hand-over count for themselves; what they call is what comes after the lane.
+            # Sends and receives are counted separately, but matched calls need the same key, so the key leaves out the
+            # lane.
             calls.append(((*key[1:], counts[key]), first + at))
             counts[key] += 1
         first += len(program.templates[instance.template].instructions)
@@ -48,7 +49,7 @@ def _calls(program: Program) -> list[tuple[tuple[object, ...], int]]:
 
 
 def _kind(work: Work, lane: Lane) -> tuple[object, ...]:
-    """Return (lane, what is called) of a work that other roles take part in; nothing for others."""
+    """Return (lane, kind of call) for work that involves other stages, else an empty tuple."""
     if isinstance(work, PointToPoint):
         return (lane, "handover", work.source, work.target)
     if isinstance(work, Collective) and work.group in SPANNING:

@@ -1,4 +1,4 @@
-"""Memory of a finished program: the requests that it makes, the first-fit placement, the checker of placements.
+"""Memory of a finished program: the requests that it makes, first-fit placement, and the checker of placements.
 
-Placement solvers are in ``memo_sim.memory``; this room is what the executor needs too.
+Placement solvers are in ``memo_sim.memory``. This package holds what the executor needs as well.
 """

@@ -1,6 +1,7 @@
-"""Checks a placement without trusting what made it: every way it can be wrong is enumerated, pair by pair.
+"""Checks a placement independently of its solver: enumerates every way in which it can be wrong, pair by pair.
 
-Quadratic and plain on purpose. Nothing is shared with the solvers; the executor runs it before it obeys a placement.
+The check is quadratic and simple on purpose, and shares no code with the solvers. The executor runs it before it uses a
+placement.
 """
 
 from __future__ import annotations
@@ -12,32 +13,38 @@ from memo_sim.contract.requests import Requests
 
 MOST_FAULTS = 20
 MOST_COUNTED = 2**62
-"""Addresses and instants stay below it, so that no sum of two leaves 64 bits."""
+"""Largest allowed address or instant, so that the sum of two fits into 64 bits."""
 
 
 def check_placement(placement: Placement, requests: Requests) -> list[str]:
-    """Return the faults of ``placement`` for ``requests``, the first twenty of each kind.
+    """Return the faults of ``placement`` for ``requests``, at most twenty of each kind.
 
-    Wrong are: a buffer that is missing, unknown or placed twice; another life, size, class or alignment than was
-    requested (classes may be left out); an offset that is negative, not aligned or leaves the arena; two buffers that
-    share an address while both live; another program; a lower bound that is not the requests'; an arena of another size
-    than its highest end, rounded up to the alignment; numbers too large to be compared.
+    Faults are:
+
+    - a buffer that is missing, unknown, or placed twice;
+    - a life, size, class or alignment that differs from the request (classes may be missing);
+    - an offset that is negative, not aligned, or outside the arena;
+    - two buffers that share an address while both are alive;
+    - another program;
+    - a lower bound that is not the one of the requests;
+    - an arena size that is not the highest end of a buffer, rounded up to the alignment;
+    - numbers that are too large to compare.
     """
     faults: list[str] = []
     if placement.program_sha256 != requests.program_sha256:
         faults.append(
-            f"the placement is of program {placement.program_sha256[:12] or 'none'}, "
-            f"the requests are of {requests.program_sha256[:12] or 'none'}"
+            f"the placement belongs to program {placement.program_sha256[:12] or 'none'}, "
+            f"the requests belong to program {requests.program_sha256[:12] or 'none'}"
         )
     if placement.alignment_bytes != requests.alignment_bytes:
-        faults.append(f"alignment is {placement.alignment_bytes} bytes, requested were {requests.alignment_bytes}")
+        faults.append(f"alignment is {placement.alignment_bytes} bytes, {requests.alignment_bytes} were requested")
     faults += _same_buffers(placement, requests)[:MOST_FAULTS]
     faults += _same_classes(placement, requests)[:MOST_FAULTS]
     faults += _inside(placement)
     faults += _uncountable(placement)[:MOST_FAULTS] or _overlaps(placement)
     bound = largest_live_sum(requests)
     if placement.lower_bound_bytes != bound:
-        faults.append(f"the lower bound is said to be {placement.lower_bound_bytes} bytes and is {bound}")
+        faults.append(f"the lower bound is given as {placement.lower_bound_bytes} bytes, but it is {bound}")
     return faults
 
 
@@ -58,9 +65,11 @@ def _same_buffers(placement: Placement, requests: Requests) -> list[str]:
         if name not in wanted:
             faults.append(f"{name} was never requested")
         elif (lower, upper) != wanted[name][:2]:
-            faults.append(f"{name} lives in [{lower}, {upper}), requested was [{wanted[name][0]}, {wanted[name][1]})")
+            faults.append(
+                f"{name} lives in [{lower}, {upper}), but [{wanted[name][0]}, {wanted[name][1]}) was requested"
+            )
         elif size != wanted[name][2]:
-            faults.append(f"{name} has {size} bytes, requested were {wanted[name][2]}")
+            faults.append(f"{name} has {size} bytes, but {wanted[name][2]} were requested")
     faults += [f"{name} is not placed" for name in wanted if name not in seen]
     return faults
 
@@ -70,7 +79,7 @@ def _same_classes(placement: Placement, requests: Requests) -> list[str]:
         return []
     wanted = dict(zip(requests.ids, requests.classes, strict=True))
     return [
-        f"{name} is of class {kind or 'none'}, requested was {wanted[name] or 'none'}"
+        f"{name} has class {kind or 'none'}, but {wanted[name] or 'none'} was requested"
         for name, kind in zip(placement.ids, placement.classes, strict=True)
         if name in wanted and kind != wanted[name]
     ]
@@ -79,7 +88,7 @@ def _same_classes(placement: Placement, requests: Requests) -> list[str]:
 def _uncountable(placement: Placement) -> list[str]:
     rows = zip(placement.ids, placement.upper, placement.offset_bytes, placement.size_bytes, strict=True)
     return [
-        f"{name} dies at {upper} and ends at {offset + size}: beyond {MOST_COUNTED} nothing is compared"
+        f"{name} dies at {upper} and ends at {offset + size}: numbers above {MOST_COUNTED} cannot be compared"
         for name, upper, offset, size in rows
         if max(upper, offset + size) > MOST_COUNTED
     ]
@@ -92,18 +101,18 @@ def _inside(placement: Placement) -> list[str]:
         if offset < 0:
             faults.append(f"{name} starts at {offset}")
         if offset % placement.alignment_bytes:
-            faults.append(f"{name} starts at {offset}, which is no multiple of {placement.alignment_bytes}")
+            faults.append(f"{name} starts at {offset}, which is not a multiple of {placement.alignment_bytes}")
         if offset + size > placement.arena_bytes:
-            faults.append(f"{name} ends at {offset + size}, behind the arena's {placement.arena_bytes} bytes")
+            faults.append(f"{name} ends at {offset + size}, beyond the arena's {placement.arena_bytes} bytes")
         highest = max(highest, -(-(offset + size) // placement.alignment_bytes) * placement.alignment_bytes)
     faults = faults[:MOST_FAULTS]
     if highest != placement.arena_bytes:
-        faults.append(f"the arena has {placement.arena_bytes} bytes, the highest buffer ends at {highest}")
+        faults.append(f"the arena has {placement.arena_bytes} bytes, but the highest buffer ends at {highest}")
     return faults
 
 
 def _overlaps(placement: Placement) -> list[str]:
-    """Compare every slot with all that are born during its life."""
+    """Compare every slot with all slots that are born during its life."""
     order = sorted(range(len(placement.ids)), key=lambda i: placement.lower[i])
     lower, upper, start, size = (
         np.array(column, dtype=np.int64)[order]
@@ -112,7 +121,7 @@ def _overlaps(placement: Placement) -> list[str]:
     end = start + size
     faults = []
     for i in range(len(order)):
-        later = slice(i + 1, int(np.searchsorted(lower, upper[i])))  # nobody behind it is born before i is dead
+        later = slice(i + 1, int(np.searchsorted(lower, upper[i])))  # slots after these are born after i's death
         shared = (upper[later] > lower[i]) & (start[later] < end[i]) & (start[i] < end[later]) & (size[later] > 0)
         for j in (np.flatnonzero(shared) + i + 1).tolist() if size[i] else ():
             one, two = placement.ids[order[i]], placement.ids[order[j]]
@@ -123,7 +132,7 @@ def _overlaps(placement: Placement) -> list[str]:
 
 
 def largest_live_sum(requests: Requests) -> int:
-    """Return the most bytes that live at one instant, sizes rounded up to the alignment."""
+    """Return the largest sum of bytes alive at one instant, with sizes rounded up to the alignment."""
     unit = requests.alignment_bytes
     changes: dict[int, int] = {}
     for lower, upper, size in zip(requests.lower, requests.upper, requests.size_bytes, strict=True):

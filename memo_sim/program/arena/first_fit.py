@@ -1,6 +1,6 @@
-"""Ranges of one stretch of memory, dealt and taken back: each take gets the lowest hole that is large enough.
+"""First-fit allocation in one range of memory: each request gets the lowest hole that is large enough.
 
-The executor puts so whatever no plan has placed; a planner that asks how much memory that takes asks here.
+The executor uses it for buffers that no plan has placed. A planner uses it to find how much memory those need.
 """
 
 from __future__ import annotations
@@ -10,21 +10,21 @@ from bisect import bisect_left
 from memo_sim.contract.requests import Requests
 
 ALIGNMENT_BYTES = 64
-"""Of every range's first byte."""
+"""Alignment of every allocated range."""
 
 
 class FirstFit:
-    """Free ranges below ``top``, sorted by offset; all numbers are bytes."""
+    """The free ranges below ``top``, sorted by offset; all numbers are bytes."""
 
     def __init__(self) -> None:
         self.top = 0
-        """End of the stretch: the most that was ever needed, holes included."""
+        """End of the range in use: the most that was ever needed, including holes."""
         self.free: list[tuple[int, int]] = []
 
     def take(self, size: int, limit: int | None = None) -> int | None:
-        """Return the lowest offset with ``size`` free bytes, growing the stretch when there is none.
+        """Return the lowest offset with ``size`` free bytes; without such a hole, extend ``top``.
 
-        None when it would have to grow beyond ``limit``.
+        None when ``top`` would exceed ``limit``.
         """
         size = _aligned(size)
         for i, (offset, length) in enumerate(self.free):
@@ -41,7 +41,7 @@ class FirstFit:
         return offset
 
     def give(self, offset: int, size: int) -> None:
-        """Return a range, merged with its neighbours."""
+        """Free a range, and merge it with its free neighbours."""
         free, end = self.free, offset + _aligned(size)
         at = after = bisect_left(free, (offset, 0))
         if after < len(free) and free[after][0] == end:
@@ -53,9 +53,9 @@ class FirstFit:
 
 
 def offsets_of(requests: Requests) -> list[int]:
-    """Return an offset for every buffer, in the order in which they are born.
+    """Return an offset for every buffer; buffers are placed in the order of their births.
 
-    What dies when another is born makes room for it.
+    Buffers that die at the instant of a birth are freed first.
     """
     unit, space = requests.alignment_bytes, FirstFit()
     sizes = [-(-size // unit) * unit for size in requests.size_bytes]
@@ -68,13 +68,13 @@ def offsets_of(requests: Requests) -> list[int]:
             space.give(offsets[deaths[dead]], sizes[deaths[dead]])
             dead += 1
         offset = space.take(sizes[i])
-        assert offset is not None  # without a limit there is always room
+        assert offset is not None  # take() returns None only when there is a limit
         offsets[i] = offset
     return offsets
 
 
 def arena_bytes(requests: Requests, offsets: list[int]) -> int:
-    """Return the size of the arena that has every buffer at its offset."""
+    """Return the size of an arena that holds every buffer at its offset."""
     unit = requests.alignment_bytes
     ends = (offset + size for offset, size in zip(offsets, requests.size_bytes, strict=True))
     return max((-(-end // unit) * unit for end in ends), default=0)

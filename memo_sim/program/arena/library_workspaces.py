@@ -1,13 +1,14 @@
-"""What libraries allocate themselves: results and scratch of attention, which no plan can put at an address.
+"""Workspaces that libraries allocate themselves (results and scratch of attention), which no plan can place.
 
-The program declares them as workspaces, so that they are counted. Whether they lie in the arena is the plan's choice:
+The program declares them as workspaces, so that they are counted. The plan chooses whether they lie in the arena:
 
-    replay_allocator   memo-exec's allocator below torch lends every call its slot of the arena
-    otherwise          torch's allocator hands them out beside the arena, which then has no slots for them
+    replay_allocator   memo-exec's allocator below torch gives every call its slot of the arena
+    otherwise          torch's allocator serves them outside the arena, which then has no slots for them
 
-The planner takes their sum off before it says that a plan fits, and the executor before it allocates: one function.
-Plans for CPUs keep the slots, whose bytes the executor counts once more beside them. Scratch whose size the processor's
-instruction set decides is in no program: the executor measures it (``memo_exec/machine/library_scratch.py``).
+The planner subtracts their sum before it says that a plan fits, and the executor before it allocates. Both use this
+module. Plans for CPUs keep the slots in the arena, and the executor counts the bytes once more outside it. No program
+declares scratch whose size depends on the processor's instruction set: the executor measures it
+(``memo_exec/machine/library_scratch.py``).
 """
 
 from __future__ import annotations
@@ -31,34 +32,37 @@ MERGES = "merges of attention parts"
 COMMUNICATORS = "communicators"
 LATER = "context and libraries"
 LATER_BYTES = 2**29
-"""Device bytes that the context and libraries take once a run has begun, at least: assumed, for a profile that has
-measured less or nothing."""
+"""Smallest number of device bytes that the context and libraries take after a run has begun.
+
+Assumed, for profiles that have measured less or nothing.
+"""
 MOST_BYTES = 2**31
-"""Of a group's workspace beside the arena. Attention that needs more has work for the whole device in a few heads."""
+"""Largest workspace of a head group outside the arena; an attention that needs more fills the device with few heads."""
 IN_USE = "in use when calibrated"
-"""What a profile's reserve calls the bytes that a run finds taken already."""
+"""Name of the item of a profile's reserve that a run already finds in use."""
 
 
 def beside_arena(decisions: Decisions) -> bool:
-    """Return whether libraries' workspaces lie outside the plan's arena."""
+    """Return whether library workspaces lie outside the plan's arena."""
     planned = decisions.memory_policy == "planned" and not decisions.replay_allocator
     return planned and not on_cpu(decisions.kernels.attention)
 
 
 def groups_beside(work: Attention, fewest: int) -> int:
-    """Return the fewest groups of heads, from ``fewest`` on, whose workspace stays under ``MOST_BYTES``.
+    """Return the smallest number of head groups, at least ``fewest``, whose workspace stays below ``MOST_BYTES``.
 
-    Where none does, there is one for each key/value head. ``work`` is attention's backward.
+    If there is none, return one group per key/value head. ``work`` is attention's backward.
     """
     groups = [count for count in range(fewest, work.kv_heads + 1) if work.kv_heads % count == 0]
     return next((count for count in groups if attention_workspace_bytes(work, count) <= MOST_BYTES), groups[-1])
 
 
 def reserve_of(program: Program, columns: Columns, decisions: Decisions, known: dict[str, int]) -> dict[str, int]:
-    """Return a plan's reserve by who takes it: the ``known`` items, what merges share, what lies beside the arena.
+    """Return a plan's reserve by item: ``known`` items, the scratch of merges, library workspaces outside the arena.
 
-    ``known`` are the profile's and the plan's communicators. For plans with libraries beside the arena as much is taken
-    off as the executor takes off at least, which finds communicators and what was in use taken already.
+    ``known`` holds the items of the profile and the plan's communicators. For plans with libraries outside the
+    arena, context and libraries count as at least ``LATER_BYTES``, as in the executor. Communicators, and what was in
+    use before, do not count towards these bytes, because the executor finds them already allocated.
     """
     found = dict(known)
     if decisions.memory_policy != "eager" and (merges := merging_bytes(program)):
@@ -71,7 +75,7 @@ def reserve_of(program: Program, columns: Columns, decisions: Decisions, known: 
 
 
 def merging_bytes(program: Program) -> int:
-    """Return the memory that merges of attention parts share; 0 where nothing is merged."""
+    """Return the bytes of the scratch that merges of partial attention results share; 0 when nothing is merged."""
     instructions = [i for template in program.templates for i in template.instructions]
     if not any(i.op == "attention.merge" for i in instructions):
         return 0
@@ -91,7 +95,7 @@ def library_workspaces(program: Program, columns: Columns | None = None) -> froz
 
 
 def results_bytes(program: Program, columns: Columns | None = None) -> int:
-    """Return the most bytes of library workspaces that live at once: torch's allocator hands them out."""
+    """Return the largest sum of library workspaces alive at once, which torch's allocator serves."""
     columns = columns or expand(program)
     lives = liveness(program, columns)
     chosen = _chosen(program, columns, lives)
@@ -102,14 +106,14 @@ def results_bytes(program: Program, columns: Columns | None = None) -> int:
 
 
 def lives_in_arena(program: Program, columns: Columns, lives: Liveness, decisions: Decisions) -> Liveness:
-    """Return the lives with the workspaces that lie beside the plan's arena as never used."""
+    """Return the lives, with workspaces that lie outside the plan's arena marked as never used."""
     if not beside_arena(decisions):
         return lives
     return without_library(program, columns, lives)
 
 
 def without_library(program: Program, columns: Columns, lives: Liveness) -> Liveness:
-    """Return the lives with every library's workspace as never used."""
+    """Return the lives, with every library workspace marked as never used."""
     chosen = _chosen(program, columns, lives)
     return replace(
         lives, birth=np.where(chosen, lives.instructions, lives.birth), death=np.where(chosen, -1, lives.death)

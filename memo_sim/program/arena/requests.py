@@ -1,6 +1,6 @@
-"""The memory requests a program makes (MEMO 4.2, Figures 3b and 8), from its own buffers.
+"""The memory requests of a program (MEMO 4.2, Figures 3b and 8).
 
-A buffer is handed out before the first instruction that touches it and given back after the last; one that lasts the
+A buffer is allocated before the first instruction that touches it and freed after the last one. A buffer that lasts the
 whole step lives over all instructions. Phases are the instances of templates: a layer's forward, its backward, ...
 """
 
@@ -17,12 +17,12 @@ from memo_sim.program.ir.program import Program
 
 
 def buffer_names(program: Program) -> list[str]:
-    """Return the name of every buffer by its number: its family's, and its index where the family has several."""
+    """Return the name of every buffer by its number: the family's name, with an index when the family has several."""
     return [f.name if f.count == 1 else f"{f.name}[{index}]" for f in program.all_families for index in range(f.count)]
 
 
 def device_buffers(lives: Liveness) -> list[int]:
-    """Return the numbers of the device buffers that are ever used, in the order in which they are requested."""
+    """Return the numbers of the device buffers that are used, in the order of their requests."""
     used = np.flatnonzero(lives.on_device & (lives.death >= lives.birth))
     ordered: list[int] = used[np.lexsort((used, lives.birth[used]))].tolist()
     return ordered
@@ -35,9 +35,9 @@ def requests_of(
     lives: Liveness | None = None,
     names: list[str] | None = None,
 ) -> Requests:
-    """Return what ``program`` asks of its device, one entry a buffer, in the order of the requests.
+    """Return the requests of ``program`` on its device, one entry per buffer, in order.
 
-    ``lives`` and ``names`` (by buffer number) are there for buffers of other sizes or lives than the program's.
+    ``lives`` and ``names`` (by buffer number) replace those of the program, for buffers with other sizes or lives.
     """
     columns = columns or expand(program)
     lives = lives or liveness(program, columns)
@@ -57,7 +57,7 @@ def requests_of(
 
 
 def arena_requests(program: Program, decisions: Decisions) -> Requests:
-    """Return what the plan's arena has to hold: all of it but what libraries allocate beside it."""
+    """Return the requests that the plan's arena serves: all but those of libraries outside it."""
     columns = expand(program)
     lives = lives_in_arena(program, columns, liveness(program, columns), decisions)
     return requests_of(program, columns, lives=lives)

@@ -1,18 +1,24 @@
-"""Attention under context parallelism with all keys and values gathered (Megatron-LM's and Llama 3's all-gather form).
+"""Context-parallel attention that gathers all keys and values (the all-gather form of Megatron-LM and Llama 3).
 
-Ranks hold the zigzag's chunks as in the ring (``ring.py``). Keys and values of all ranks are gathered beside the
-local causal square, and one more call attends to all that precede; its part merges by log-sum-exp. In backward they are
-gathered again, a kernel writes the gradients of all keys and values aside, and these are reduce-scattered.
+Each rank holds two zigzag chunks, as in the ring (``ring.py``). An all-gather of keys and values runs beside the local
+causal square. A second call then attends to all earlier keys, and its output merges by log-sum-exp. Backward gathers
+the keys and values again. It writes gradients for the keys and values of all ranks, and a reduce-scatter sums them.
 
-The gathered rows lie in the zigzag's order: every rank's early chunk, then every rank's late chunk, so that what comes
-before an early chunk is one range (chunks c0 .. c7 of cp 4, rank 3 holds c3 and c4):
+The gathered rows keep the zigzag order: the early chunk of every rank, then the late chunk of every rank. The keys
+before an early chunk are therefore one range. Example with chunks c0 .. c7 of cp 4, where rank 3 holds c3 and c4:
 
     gathered   | c0 | c1 | c2 | c3 | c7 | c6 | c5 | c4 |
     rank 3      `--- before both of its chunks, c3 is its own: 2 chunks of queries x 3 of keys, half a square a hop
 
-Against the ring: as many bytes and FLOPs, two calls instead of cp, one wait for all rows instead of one for the last
-hop, and buffers of cp shards instead of two. Representative: rank cp - 1, as there. The late chunk of another rank also
-attends to what later ranks hold before it, in two more calls: in the picture that of rank 1 (c6) to c2 c3 and to c5 c4.
+Compared with the ring, this form
+
+- moves the same bytes and computes the same FLOPs;
+- needs two attention calls instead of cp;
+- waits once for all rows, where the ring waits for the last hop only;
+- needs buffers of cp shards, where the ring needs two.
+
+The representative rank is cp - 1, as in the ring. On any other rank the late chunk also attends to keys of later ranks
+that precede it, in two more calls. In the picture, the late chunk of rank 1 (c6) attends to c2 c3 and to c5 c4.
 """
 
 from __future__ import annotations
@@ -30,7 +36,7 @@ D_ALL, D_MINE = "d_kv.all", "d_kv.mine"
 
 
 def start(builder: TemplateBuilder, decisions: Decisions, shape: Shape, suffix: str = "") -> None:
-    """Write what comes before the local square: the packing and gathering of keys and values."""
+    """Write the instructions before the local square: pack keys and values, then gather them."""
     for name, ranks in ((MINE, 1), (ALL, shape.cp)):
         if not builder.has(name):
             builder.own(name, BufferClass.EXCHANGE, decisions.dtype, ranks * shape.tokens, 2 * shape.kv_width)
@@ -46,14 +52,14 @@ def start(builder: TemplateBuilder, decisions: Decisions, shape: Shape, suffix: 
 
 
 def forward(builder: TemplateBuilder, decisions: Decisions, shape: Shape) -> None:
-    """Write what follows the local square: the parts of all other keys before, merged into ``attn`` and ``lse``."""
+    """Write the calls after the local square, over all other earlier keys; merge them into ``attn`` and ``lse``."""
     for part in _parts(shape):
         most = keys_before(shape)
         part_forward(builder, decisions, shape, part, "attn.before", merge="attn.merge", most_keys=most)
 
 
 def backward(builder: TemplateBuilder, decisions: Decisions, shape: Shape) -> None:
-    """Write what follows the local square's backward: gradients of all keys before, summed at the ranks they are of."""
+    """Write the calls after the local square's backward; sum each key's gradients at the rank that holds the key."""
     for name, ranks in ((D_ALL, shape.cp), (D_MINE, 1)):
         builder.own(name, BufferClass.EXCHANGE, decisions.dtype, ranks * shape.tokens, 2 * shape.kv_width)
     own_d_q(builder, decisions, shape)
@@ -79,7 +85,7 @@ def backward(builder: TemplateBuilder, decisions: Decisions, shape: Shape) -> No
 
 
 def _parts(shape: Shape) -> list[Part]:
-    """Return what precedes this rank's chunks but is not its own: early chunks before both, and others its late one."""
+    """Return the earlier keys of other ranks: early chunks before both own chunks, other chunks before the late one."""
     half, rank, cp = shape.tokens // 2, shape.cp_rank, shape.cp
     parts = [Part(Rows(ALL, 0, rank * half))] if rank else []
     if later := (cp - 1 - rank) * half:
@@ -89,7 +95,7 @@ def _parts(shape: Shape) -> list[Part]:
 
 
 def _unmet(shape: Shape) -> list[Rows]:
-    """Return the gathered rows that no part meets: what follows this rank's chunks, and the chunks themselves."""
+    """Return the gathered rows that no call of ``_parts`` reads: this rank's own chunks and all later keys."""
     half, rank, cp = shape.tokens // 2, shape.cp_rank, shape.cp
     if rank == cp - 1:
         return [Rows(D_ALL, rank * half, (cp + 1) * half)]

@@ -1,12 +1,11 @@
-"""Attention over a rank's tokens: the local square, and what context parallelism puts around it.
+"""Attention over a rank's tokens: chooses the form by the decisions and writes its forward and backward.
 
 cp 1           one square over all tokens, causal unless the model is bidirectional
-subsequences   one over their own tokens, and all keys before (``subsequence.py``)
-ring           keys and values pass from rank to rank (``ring.py``)
-all_gather     every rank gathers all of them (``all_gather.py``)
-rsa            every rank writes whole rows of scores while keys, then values, pass round (``rsa.py``)
-
-Without a flash kernel the scores are written out (``plain.py``).
+subsequences   a square over the subsequence's own tokens, and one call over all earlier keys (``subsequence.py``)
+ring           the local square; keys and values pass from rank to rank (``ring.py``)
+all_gather     the local square; every rank gathers all keys and values (``all_gather.py``)
+rsa            whole rows of scores in memory; keys, then values, pass round the ring (``rsa.py``)
+plain          all scores in memory, without a flash kernel (``plain.py``)
 """
 
 from __future__ import annotations
@@ -27,7 +26,11 @@ from memo_sim.program.layout.skeletal import Skeletal
 
 
 class _Around(Protocol):
-    """What a form of context parallelism writes before the local square, after it, and after its backward."""
+    """Interface of a form of context parallelism.
+
+    ``start`` writes the instructions before the local square, ``forward`` those after it, and ``backward`` those after
+    its backward.
+    """
 
     def start(self, builder: TemplateBuilder, decisions: Decisions, shape: Shape, suffix: str = "") -> None: ...
 
@@ -37,9 +40,10 @@ class _Around(Protocol):
 
 
 def forward(builder: TemplateBuilder, decisions: Decisions, shape: Shape) -> None:
-    """Write attention forward: reads ``qkv`` (a subsequence's: ``q`` and ``prefix.kv``), writes ``attn`` and ``lse``.
+    """Write attention forward: reads ``qkv``, writes ``attn`` and ``lse``.
 
-    Plain attention and RSA write scores in place of ``lse``.
+    A subsequence reads ``q`` and ``prefix.kv`` instead of ``qkv``. Plain attention and RSA write scores instead of
+    ``lse``.
     """
     if rsa.writes_scores(decisions):
         rsa.forward(builder, decisions, shape)
@@ -70,7 +74,11 @@ def forward(builder: TemplateBuilder, decisions: Decisions, shape: Shape) -> Non
 
 
 def backward(builder: TemplateBuilder, decisions: Decisions, shape: Shape) -> None:
-    """Write attention backward: reads ``qkv``, ``attn``, ``lse`` (plain, RSA: scores), ``d_attn``; writes ``d_qkv``."""
+    """Write attention backward: reads ``qkv``, ``attn``, ``lse`` and ``d_attn``; writes ``d_qkv``.
+
+    A subsequence reads ``q`` and ``prefix.kv`` instead of ``qkv``. Plain attention and RSA read scores instead of
+    ``lse``.
+    """
     if rsa.writes_scores(decisions):
         rsa.backward(builder, decisions, shape)
         return
@@ -102,14 +110,20 @@ def backward(builder: TemplateBuilder, decisions: Decisions, shape: Shape) -> No
 
 
 def kept_scores(decisions: Decisions, shape: Shape) -> tuple[Skeletal, ...]:
-    """Return what is kept of scores in place of ``lse``; nothing with a flash kernel. ``shape`` is attention's."""
+    """Return the score tensors kept for backward instead of ``lse``; empty with a flash kernel.
+
+    ``shape`` has the sizes inside attention (``Shape.attention``).
+    """
     if rsa.writes_scores(decisions):
         return rsa.kept(decisions, shape)
     return plain_attention.kept(decisions, shape) if decisions.kernels.attention == plain_attention.PLAIN else ()
 
 
 def longest_keys(decisions: Decisions, shape: Shape) -> int:
-    """Return the most keys of one call, tokens of all sequences of the micro-batch; ``shape`` is attention's."""
+    """Return the most keys that one call reads, counted over all sequences of the micro-batch.
+
+    ``shape`` has the sizes inside attention (``Shape.attention``).
+    """
     return max(shape.tokens, gathered_attention.keys_before(shape) if _gathers(decisions) else 0)
 
 

@@ -25,9 +25,11 @@ from typing import Literal
 
 from memo_sim.contract.plan import Decisions
 from memo_sim.program.attention.partial import add, attention_work, join, merge_part, put, split, workspace
+from memo_sim.program.attention.projection import project
 from memo_sim.program.attention.ulysses import Ulysses
 from memo_sim.program.ir.builder import Access, Rows, reads, writes
 from memo_sim.program.ir.instruction import BufferClass, Lane
+from memo_sim.program.ir.kinds import Phase
 from memo_sim.program.ir.work import Copy, Mask
 from memo_sim.program.layout.attention_chunks import attention_chunks, in_chunks
 from memo_sim.program.layout.shape import Shape
@@ -68,7 +70,25 @@ class ChunkedAttention:
         """Of a token, by tensor; as many as the queries have, where nothing is said."""
         self.features["qk_raw"] = self.shape.q_width + self.shape.kv_width
 
-    def forward(self, *, store: bool) -> None:
+    def forward(self, blocks: list[RowBlock]) -> None:
+        """Write norm, product and attention of every chunk; chunks stand in for the row blocks."""
+        self._all_chunks(store=False)
+
+    def recompute(self, rows: RowBlock, *, whole: bool) -> None:
+        """Write the forward once more, and send what backward needs of it to the host."""
+        self._all_chunks(store=True)
+
+    def project(self, rows: RowBlock) -> None:
+        """Write projection and residual sum; with sequence parallelism what they sum exists of one chunk at a time."""
+        if not self.shape.gathered:
+            self.writer.own("proj_out", self.shape.tokens, self.shape.hidden)
+            project(self.writer, self.ulysses, rows, rows, self.shape.tokens)
+            return
+        for c, (first, tokens) in enumerate(self.chunks):
+            self.writer.suffix = f".c{c}"
+            project(self.writer, self.ulysses, (first, tokens), (0, tokens), self.room)
+
+    def _all_chunks(self, *, store: bool) -> None:
         """Write norm, product and attention of every chunk; ``store``: backward is next, whose part the host keeps."""
         for c, rows in enumerate(self.chunks):
             self.writer.suffix = f".c{c}"
@@ -329,7 +349,7 @@ class ChunkedAttention:
         sequence_sharded = Rows(self._packed(self.ulysses.sequence_sharded("d_qkv"), shape), 0, tokens)
         self.ulysses.to_sequence_ranks("d_qkv", joined, sequence_sharded, writer.suffix)
         writer.positions_backward(sequence_sharded, first=first)
-        phase, builder.phase, writer.suffix = builder.phase, "rec", f".again.c{k}"
+        phase, builder.phase, writer.suffix = builder.phase, Phase.RECOMPUTE, f".again.c{k}"
         writer.norm("norm1", "x", (first, tokens), (0, tokens))
         source = self._gathered((0, tokens))
         builder.phase, writer.suffix = phase, f".c{k}"

@@ -1,4 +1,8 @@
-"""What every form of attention is written from: kernel calls with their scratch, parts of keys, merges and sums."""
+"""Building blocks of every form of attention: calls over part of the keys, their workspace, merges and gradient sums.
+
+An output over part of the keys comes with its log-sum-exp, so that two outputs merge exactly. Gradients of such a part
+go to a buffer of their own and are then added to the sum.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +18,7 @@ from memo_sim.program.operators.workspaces import attention_workspace_bytes, sum
 
 
 def attention_work(decisions: Decisions, shape: Shape, q: int, k: int, mask: Mask, *, backward: bool) -> Attention:
-    """Return a call of ``q`` queries against ``k`` keys, tokens of all sequences of the micro-batch."""
+    """Return the work of one call; ``q`` queries and ``k`` keys are counted over all sequences of the micro-batch."""
     batch = decisions.micro_batch
     return Attention(
         batch=batch,
@@ -31,7 +35,7 @@ def attention_work(decisions: Decisions, shape: Shape, q: int, k: int, mask: Mas
 
 
 def workspace(builder: TemplateBuilder, decisions: Decisions, work: Attention, name: str) -> Access | None:
-    """Add the kernel's scratch as a buffer of one instruction."""
+    """Add a buffer for the kernel's scratch, which lives for one instruction; None when the kernel needs none."""
     groups, deterministic = decisions.kernels.head_groups, decisions.deterministic
     return builder.scratch(name, attention_workspace_bytes(work, groups, deterministic=deterministic))
 
@@ -50,7 +54,7 @@ def pack(builder: TemplateBuilder, decisions: Decisions, shape: Shape, target: s
 
 
 def split(builder: TemplateBuilder, name: str, packed: Rows, q: Rows, kv: Rows | None) -> None:
-    """Copy queries, and keys and values where those are wanted, out of the packed Q, K, V."""
+    """Copy queries out of the packed Q, K, V, and keys and values too unless ``kv`` is None."""
     moved = sum(rows.tokens * builder.row_bytes(rows.slot) for rows in (q, kv) if rows is not None)
     builder.emit(
         name,
@@ -64,7 +68,7 @@ def split(builder: TemplateBuilder, name: str, packed: Rows, q: Rows, kv: Rows |
 
 
 def join(builder: TemplateBuilder, name: str, grad_q: Rows, grad_kv: Rows, packed: Rows) -> None:
-    """Copy the gradients of queries, and of keys and values, together into those of the packed Q, K, V."""
+    """Copy the gradients of queries, keys and values into the gradient of the packed Q, K, V."""
     given, joined = (
         sum(rows.tokens * builder.row_bytes(rows.slot) for rows in sides) for sides in ((grad_q, grad_kv), (packed,))
     )
@@ -80,7 +84,10 @@ def join(builder: TemplateBuilder, name: str, grad_q: Rows, grad_kv: Rows, packe
 
 
 def add(builder: TemplateBuilder, decisions: Decisions, name: str, part: Rows, into: Rows) -> None:
-    """Add gradients that were written aside to their sum; ``into`` may be wider: packed Q, K, V, or fp32."""
+    """Add gradients from their own buffer to a sum.
+
+    ``into`` may have more features (the packed Q, K, V) or a wider dtype (fp32).
+    """
     features, kernel = builder.features(part.slot), decisions.kernels.attention
     dtype, summed = builder.dtype(part.slot), builder.dtype(into.slot)
     given, moved = (part.tokens * features * DTYPE_BYTES[each] for each in (dtype, summed))
@@ -97,40 +104,41 @@ def add(builder: TemplateBuilder, decisions: Decisions, name: str, part: Rows, i
 
 
 def put(builder: TemplateBuilder, name: str, part: Rows, into: Rows) -> None:
-    """Copy what was written aside to where the first term of a sum belongs."""
+    """Copy the first term of a sum from its own buffer to the buffer of the sum."""
     given, written = (rows.tokens * builder.row_bytes(rows.slot) for rows in (part, into))
     work = Rowwise("copy", part.tokens, given, written)
     builder.emit(name, "copy", Lane.COMPUTE, work, source=reads(part), target=writes(into))
 
 
 def queries(builder: TemplateBuilder) -> dict[str, Access]:
-    """Return a call's queries as an operand: apart where keys and values are carried, else packed with them."""
+    """Return a call's queries as an operand: slot ``q`` beside a KV cache of the prefix, else the packed ``qkv``."""
     return {name: reads(builder.all(name)) for name in ("q" if builder.has("q") else "qkv",)}
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Queries against ``keys`` of other ranks, or before them, none masked.
+    """One unmasked call: queries of this rank against ``keys`` of other ranks or of earlier subsequences.
 
-    All of the rank's queries, or the late half of each sequence's.
+    The queries are all of the rank's, or with ``late`` the late half of each sequence.
     """
 
     keys: Rows
     late: bool = False
     suffix: str = ""
-    """Ends the names of the instructions, where several parts have the same."""
+    """End of the instructions' names, to tell apart several calls of the same step."""
 
     def queries(self, shape: Shape) -> int:
-        """Return how many queries it has."""
+        """Return the number of queries."""
         return shape.tokens // 2 if self.late else shape.tokens
 
 
 def part_forward(
     builder: TemplateBuilder, decisions: Decisions, shape: Shape, part: Part, name: str, *, merge: str, most_keys: int
 ) -> None:
-    """Write a part and its merge into ``attn`` and ``lse`` by log-sum-exp.
+    """Write one unmasked call and merge its output into ``attn`` and ``lse`` by log-sum-exp.
 
-    Parts of one ``name`` share a workspace, of all queries against ``most_keys``: every rank has the same buffers.
+    Calls with the same ``name`` share one workspace, sized for all queries against ``most_keys`` keys, so that every
+    rank has the same buffers.
     """
     tokens = part.queries(shape)
     if not builder.has("attn.part"):
@@ -152,7 +160,7 @@ def part_forward(
 
 
 def merge_part(builder: TemplateBuilder, name: str, part: tuple[Rows, Rows], whole: tuple[Rows, Rows]) -> None:
-    """Write the merge of a part's output and log-sum-exp into those of all keys before it."""
+    """Merge the output and log-sum-exp of one call into ``whole``, which holds those of the calls before it."""
     (out, lse), (whole_out, whole_lse) = part, whole
     moved = out.tokens * (builder.row_bytes(out.slot) + builder.row_bytes(lse.slot))
     builder.emit(
@@ -170,7 +178,11 @@ def merge_part(builder: TemplateBuilder, name: str, part: tuple[Rows, Rows], who
 def part_backward(
     builder: TemplateBuilder, decisions: Decisions, shape: Shape, part: Part, name: str, *, into: Rows, most_keys: int
 ) -> None:
-    """Write the backward of a part; gradients of its keys and values go ``into``, its queries' to slot ``d_q.part``."""
+    """Write the backward of one unmasked call.
+
+    Gradients of its keys and values go to ``into``, gradients of its queries to slot ``d_q.part``. The workspace is
+    shared as in ``part_forward``.
+    """
     tokens = part.queries(shape)
     builder.emit(
         f"{name}{part.suffix}",
@@ -198,6 +210,6 @@ def _shared_workspace(
 
 
 def own_d_q(builder: TemplateBuilder, decisions: Decisions, shape: Shape) -> None:
-    """Add the buffer that ``part_backward`` writes the queries' gradients to."""
+    """Add the buffer to which ``part_backward`` writes gradients of the queries."""
     if not builder.has("d_q.part"):
         builder.own("d_q.part", BufferClass.TRANSIENT, decisions.dtype, shape.tokens, shape.q_width)

@@ -1,15 +1,17 @@
-"""Attention without a flash kernel, as Megatron-LM's core attention has it: every score is written to memory.
+"""Attention without a flash kernel, like Megatron-LM's core attention: writes every score to memory.
 
     scores = Q K^T        batched product, tokens x keys a head        probs   = softmax(scale and mask (scores))
     dropped = dropout     probs and one byte a score                   attn    = dropped V, copied out of head order
 
-Backward keeps the softmax's result, the dropout's and its mask: 5 bytes a score in two-byte dtypes, the ``5 a s / h``
-of Korthikanti et al. 2022 (arXiv:2205.05198, equation 1). The mask saves no product: all pairs are multiplied, and the
-causal half is dropped by the fused kernel of scale, mask and softmax. Dropout is part of it, because runs without flash
-kernels trained with it (Megatron-LM's default is 0.1, and vTrain's model has it: src/model/gpt_model.py).
+Backward needs three tensors of forward: the results of softmax and dropout, and the dropout mask. In two-byte dtypes
+they take 5 bytes a score: the term ``5 a s / h`` of Korthikanti et al. 2022 (arXiv:2205.05198, equation 1).
 
-There is no log-sum-exp, so nothing can be merged: a sequence divided by context parallelism is refused, and so are
-scores that would have to travel to the host.
+The causal mask saves no FLOPs: the products cover all pairs, and the fused kernel of scale, mask and softmax then drops
+the masked half. Dropout is included because runs without flash kernels trained with it. Megatron-LM's default rate is
+0.1, and vTrain's model has dropout as well (src/model/gpt_model.py).
+
+Plain attention has no log-sum-exp by which outputs could merge, so it refuses context parallelism. It also refuses to
+swap, because the scores would have to travel to the host.
 """
 
 from __future__ import annotations
@@ -24,24 +26,27 @@ from memo_sim.program.layout.shape import Shape
 from memo_sim.program.layout.skeletal import Fate, Skeletal
 
 PLAIN = "plain"
-"""The kernel's name in a plan."""
+"""Name of this kernel in a plan."""
 
 MASK_BYTES = 1
-"""Of one score in the dropout's mask."""
+"""Bytes of one score in the dropout mask."""
 
 
 def kept(decisions: Decisions, shape: Shape) -> tuple[Skeletal, ...]:
-    """Return what backward needs of every score; ``shape`` is attention's."""
+    """Return the score tensors that backward needs.
+
+    ``shape`` has the sizes inside attention (``Shape.attention``).
+    """
     width = shape.heads * (shape.tokens // decisions.micro_batch)
     scores = (("probs", decisions.dtype), ("dropped", decisions.dtype), ("kept", "uint8"))
     return tuple(Skeletal(name, shape.tokens, width, dtype, Fate.WHOLE) for name, dtype in scores)
 
 
 def _check(decisions: Decisions) -> None:
-    """Refuse what has no scores to itself.
+    """Reject layouts that divide the scores and policies that swap them.
 
     Raises:
-        Infeasible: with context parallelism, or where skeletal tensors are swapped.
+        Infeasible: with context parallelism, or when skeletal tensors are swapped.
     """
     if decisions.layout.cp > 1:
         raise Infeasible(
@@ -60,7 +65,10 @@ def _check(decisions: Decisions) -> None:
 
 
 class _Scores:
-    """Writes products over all heads of a micro-batch, and passes over its scores; ``shape`` is attention's."""
+    """Makes the products over all heads of a micro-batch and the element-wise passes over its scores.
+
+    ``shape`` has the sizes inside attention (``Shape.attention``).
+    """
 
     def __init__(self, builder: TemplateBuilder, decisions: Decisions, shape: Shape) -> None:
         _check(decisions)
@@ -70,25 +78,29 @@ class _Scores:
         self.keys = shape.tokens // decisions.micro_batch
         self.head_dim = decisions.model.head_dim
         self.scores = shape.tokens * shape.heads * self.keys
-        """How many there are."""
+        """Number of scores in the micro-batch."""
 
     def own(self, name: str) -> str:
-        """Add a buffer of all scores that dies with the pass."""
+        """Add a buffer for all scores, which lives for this template only; return its name."""
         self.builder.own(name, BufferClass.TRANSIENT, self.dtype, self.shape.tokens, self.shape.heads * self.keys)
         return name
 
     def product(self, inner: str, *, transposed: bool = False) -> BatchedGemm:
-        """Return a product that makes scores (``inner`` = head) or sums over them (tokens)."""
+        """Return a product with scores.
+
+        ``inner`` is the dimension that it sums over: "head" for a product that makes scores, "tokens" for one that
+        multiplies scores with another tensor. ``transposed``: the product takes the scores transposed.
+        """
         tokens, dim = self.keys, self.head_dim
         n, k = (tokens, dim) if inner == "head" else (dim, tokens)
         return BatchedGemm(self.heads, tokens, n, k, "wgrad" if transposed else "fprop", self.dtype)
 
     def over(self, kind: str, read_bytes: float, written_bytes: float) -> Rowwise:
-        """Return a pass that reads and writes so many bytes a score."""
+        """Return a pass over all scores that reads ``read_bytes`` and writes ``written_bytes`` for each score."""
         return Rowwise(kind, self.shape.tokens, int(read_bytes * self.scores), int(written_bytes * self.scores))
 
     def copied(self, kind: str, features: int) -> Rowwise:
-        """Return the copy of so many features a token from one order of heads to the other."""
+        """Return a copy of ``features`` features a token from head-major to token-major order or back."""
         size = self.shape.tokens * features * self.size
         return Rowwise(kind, self.shape.tokens, size, size)
 
@@ -97,7 +109,7 @@ def forward(builder: TemplateBuilder, decisions: Decisions, shape: Shape) -> Non
     """Write attention forward: reads slot ``qkv``, writes ``probs``, ``dropped``, ``kept`` and ``attn``.
 
     Raises:
-        Infeasible: with context parallelism, or where skeletal tensors are swapped.
+        Infeasible: with context parallelism, or when skeletal tensors are swapped.
     """
     write = _Scores(builder, decisions, shape)
     size, phase = write.size, builder.phase
@@ -107,7 +119,7 @@ def forward(builder: TemplateBuilder, decisions: Decisions, shape: Shape) -> Non
     builder.emit(
         "attn.scores", "attention.scores", Lane.COMPUTE, write.product("head"), qkv=reads(qkv), out=writes(scores)
     )
-    # The fused kernel reads the unmasked half, and writes zeros into the other.
+    # The fused kernel reads only the unmasked half, but writes all scores: zeros in the masked half.
     builder.emit(
         "attn.softmax",
         "attention.softmax",
@@ -148,7 +160,7 @@ def backward(builder: TemplateBuilder, decisions: Decisions, shape: Shape) -> No
     """Write attention backward: reads ``qkv``, ``probs``, ``dropped``, ``kept``, ``d_attn``; writes ``d_qkv``.
 
     Raises:
-        Infeasible: with context parallelism, or where skeletal tensors are swapped.
+        Infeasible: with context parallelism, or when skeletal tensors are swapped.
     """
     write = _Scores(builder, decisions, shape)
     size = write.size
@@ -176,7 +188,7 @@ def backward(builder: TemplateBuilder, decisions: Decisions, shape: Shape) -> No
         qkv=qkv,
         out=writes(d_dropped),
     )
-    # In place, like the softmax's: both read a gradient and what forward kept.
+    # Dropout's backward reads the gradient and the mask that forward kept. Softmax's backward below works in place.
     builder.emit(
         "attn.dropout.bwd",
         "attention.dropout.bwd",

@@ -1,24 +1,28 @@
-"""The zigzag ring over context-parallel ranks (Megatron-LM CP, Ring Attention), around the local square.
+"""Ring attention over context-parallel ranks in zigzag order (Megatron-LM CP, Ring Attention).
 
-With cp ranks the sequence is cut into 2 x cp chunks and rank r holds chunks r and 2*cp - 1 - r, so that every rank
-has the same work. Step 0 is the local causal square. Step j meets the keys and values of rank r - j: when they come
-from an earlier rank all queries attend to their early half, when from a later rank only the late half of the queries
-attends (to all of them, half by half); both cost half a square. Partial outputs merge by log-sum-exp.
+The sequence is cut into 2 x cp chunks. Rank r holds chunks r and 2*cp - 1 - r, so that every rank has the same work.
+Step 0 is the local causal square. In step j rank r attends to the keys and values of rank r - j:
 
-Keys and values travel one hop a step beside the attention of the step before. In backward a kernel writes its
-gradients aside while the sums made so far arrive from the previous rank, adds them, and sends them on; they end at home
-after cp - 1 hops. Only the last hop has nothing to hide behind.
+- Keys of an earlier rank: all queries attend to the early half of the keys.
+- Keys of a later rank: the late half of the queries attends to all keys, in one call for each half of the keys.
 
-With several sequences in a micro-batch a rank's rows are one sequence after the other, in each the early chunk before
-the late one; what travels has every sequence's early chunk before the late ones, so that a half is one range.
+Both cases cost half a square. Partial outputs merge by log-sum-exp.
 
-An eager framework has a fresh buffer for every hop of a forward, and they live as long as its attention
-(TransformerEngine 1.3, AttnFuncWithCP); what is sent on from one of two buffers is what a plan needs.
+Keys and values travel one hop a step, beside the attention of the step before. In backward the sums of gradients travel
+too: a kernel writes its gradients to a buffer of their own while the sums of the previous rank arrive. The rank adds
+both and sends the result on. After cp - 1 hops the sums reach the rank that holds the keys. Only the last hop overlaps
+with no compute.
 
-Representative: rank cp - 1, for which every other rank is an earlier one: one call a step. Ranks have the same
-exchanges and the same buffers, and as many FLOPs, so one placement serves all of them; ``Shape.cp_rank`` says whose
-program is written. Two calls of half the queries are a little slower than one: by an A800's curves rank 0's compute
-takes 0.1 % longer than the representative's at 64K tokens a rank and cp 2, and 2 % at 16K tokens and cp 8.
+A micro-batch may have several sequences. A rank's rows are then one sequence after the other, each with its early chunk
+before its late chunk. The buffer that travels has the early chunks of all sequences first, so that a half is one range.
+
+A plan needs two exchange buffers, which alternate. An eager framework allocates a new buffer for every hop of a
+forward, and all of them live as long as the attention (TransformerEngine 1.3, AttnFuncWithCP).
+
+The representative rank is cp - 1: all other ranks are earlier ones, so a step is one call. All ranks have the same
+exchanges, buffers and FLOPs, so one placement serves all of them. ``Shape.cp_rank`` selects the rank whose program is
+written. Two calls of half the queries are a little slower than one call. By the curves of an A800, rank 0 computes
+0.1 % longer than the representative at 64K tokens a rank and cp 2. At 16K tokens a rank and cp 8 it is 2 %.
 """
 
 from __future__ import annotations
@@ -32,11 +36,11 @@ from memo_sim.program.ir.work import Exchange, Rowwise
 from memo_sim.program.layout.shape import Shape
 
 DOUBLE_BUFFER_SLOTS = 2
-"""Exchange buffers that hops take in turn."""
+"""Number of exchange buffers between which hops alternate."""
 
 
 def start(builder: TemplateBuilder, decisions: Decisions, shape: Shape, suffix: str = "") -> None:
-    """Write what comes before the local square: this rank's keys and values, and the first hop."""
+    """Write the instructions before the local square: pack this rank's keys and values, then the first hop."""
     slots = DOUBLE_BUFFER_SLOTS if suffix else _forward_slots(decisions, shape)
     _buffers(builder, decisions, shape, "kv", slots)
     pack(builder, decisions, shape, _buffer("kv", 0), suffix)
@@ -55,9 +59,9 @@ def forward(builder: TemplateBuilder, decisions: Decisions, shape: Shape) -> Non
 
 
 def backward(builder: TemplateBuilder, decisions: Decisions, shape: Shape) -> None:
-    """Write the steps after the local square's backward, and the last hop's arrival.
+    """Write the steps after the local square's backward, and add the gradients that the last hop brings.
 
-    METP writes that itself, behind what it has to do beside the hop.
+    METP calls ``arrive`` itself, after the products that run beside the last hop.
     """
     for step in range(1, shape.cp):
         _step_backward(builder, decisions, shape, step)
@@ -66,7 +70,7 @@ def backward(builder: TemplateBuilder, decisions: Decisions, shape: Shape) -> No
 
 
 def arrive(builder: TemplateBuilder, decisions: Decisions, shape: Shape) -> None:
-    """Add the gradients that other ranks have of this rank's keys and values to its own."""
+    """Add the gradients that other ranks computed for this rank's keys and values to its own."""
     add(builder, decisions, "d_kv.return", builder.all(_buffer("d_kv", shape.cp)), builder.all("d_qkv"))
 
 
@@ -75,7 +79,7 @@ def _forward_slots(decisions: Decisions, shape: Shape) -> int:
 
 
 def _buffer(kind: str, step: int, slots: int = DOUBLE_BUFFER_SLOTS) -> str:
-    """Name of the exchange buffer that holds the keys and values (or gradients) of ``step``: ``slots`` take turns."""
+    """Return the name of the exchange buffer for the keys and values (or gradients) of ``step``, one of ``slots``."""
     return f"{kind}.ring{step % slots}"
 
 
@@ -93,7 +97,7 @@ def _buffers(
             )
 
 
-def _hop(  # noqa: PLR0917 - what and whose, which buffers, and where it stands
+def _hop(  # noqa: PLR0917 - the context, the step, and the buffers
     builder: TemplateBuilder,
     decisions: Decisions,
     shape: Shape,
@@ -103,7 +107,7 @@ def _hop(  # noqa: PLR0917 - what and whose, which buffers, and where it stands
     *,
     suffix: str = "",
 ) -> None:
-    """Send this step's buffer to the next rank while the following step's arrives from the previous one."""
+    """Send the buffer of ``step - 1`` to the next rank, and receive the buffer of ``step`` from the previous rank."""
     size = shape.tokens * 2 * shape.kv_width * DTYPE_BYTES[decisions.dtype]
     apart = shape.ring != "metp" or decisions.layout.overlap_exchanges
     builder.emit(
@@ -123,9 +127,10 @@ def _half(slot: str, shape: Shape, *, late: bool = False) -> Rows:
 
 
 def _parts(decisions: Decisions, shape: Shape, step: int, slots: int = DOUBLE_BUFFER_SLOTS) -> list[Part]:
-    """Return what this rank's queries meet at ``step``: keys of an earlier rank, or, once around, of a later one.
+    """Return the calls of this rank's queries at ``step``.
 
-    Without a mask all meet all, half of the keys at a time: so they lie, sequence by sequence, in what travels.
+    The keys are those of an earlier rank, or of a later rank once ``step`` exceeds the own coordinate. Without a mask
+    all queries attend to all keys, in one call for each half, because the halves of several sequences lie apart.
     """
     slot = _buffer("kv", step, slots)
     if decisions.model.bidirectional:
@@ -157,7 +162,7 @@ def _step_backward(builder: TemplateBuilder, decisions: Decisions, shape: Shape,
 
 
 def _clear_late(builder: TemplateBuilder, decisions: Decisions, shape: Shape, slot: str) -> None:
-    """Zero the sums of the late half, to which the first rank on their way adds nothing."""
+    """Zero the late half of the sums: the rank where they start attends to the early half only."""
     rows = Rows(slot, shape.tokens // 2, shape.tokens - shape.tokens // 2)
     size = rows.tokens * 2 * shape.kv_width * DTYPE_BYTES[decisions.dtype]
     builder.emit("d_kv.clear", "zero", Lane.COMPUTE, Rowwise("zero", rows.tokens, 0, size), target=writes(rows))

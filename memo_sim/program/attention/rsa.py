@@ -1,8 +1,8 @@
-"""Ring self-attention (RSA): ranks write whole rows of scores, keys pass round the ring, then values (Li et al. 2021).
+"""Ring self-attention (RSA): keys, then values, pass round the ring, and each rank stores whole rows of scores.
 
-Tokens are divided over the cp ranks and weights are whole. A rank keeps its queries; what each key gives of a row is
-known only when all keys have been round, so the row is stored, with no flash kernel (METP, 2.3.2 and Figure 1d). Scores
-lie in blocks, one for each rank's keys, as these arrive:
+Source: Li et al. 2021. Tokens are divided over the cp ranks, and every rank has whole weights. A rank keeps its own
+queries. A row of scores is complete only after all keys have passed, so the row is stored, and no flash kernel applies
+(METP, 2.3.2 and Figure 1d). Scores are stored in blocks, one for the keys of each rank, in the order of ranks:
 
     own keys   scores[own] = Q K^T          softmax over a row's blocks, in place
     step j     scores[r - j] = Q K^T        own values   attn = probs[own] V
@@ -12,13 +12,14 @@ lie in blocks, one for each rank's keys, as these arrive:
                values go round again: d_scores[r - j] = d_attn V^T;  softmax's backward, in place
                dK of every rank's keys = d_scores^T Q, all-reduced;  keys go round again: dQ += d_scores[r - j] K
 
-With (p - 1) / p of a tensor sent by each round of hops, and twice that by an all-reduce, a layer sends 8 (p - 1) / p x
-tokens x hidden elements (METP, Table 2). Hops have two buffers in turn and run beside the product before, as the
-all-reduces do beside what follows: the best that RSA can do, whatever its authors' code overlaps.
+A round of hops sends (p - 1) / p of a tensor, and an all-reduce sends twice that. A layer therefore sends
+8 (p - 1) / p x tokens x hidden elements (METP, Table 2). Hops alternate between two buffers and run beside the product
+before; all-reduces run beside the instructions after. This is the best overlap that RSA can have, which may be more
+than its authors' code achieves.
 
-A causal mask spares no product: the softmax puts it on, of any rank's tokens by their positions. The softmax is priced
-as one pass of a fused kernel; memo-exec plays torch's operators. No dropout: plain attention alone has that. With one
-rank nothing travels, and scores are written all the same.
+A causal mask saves no product: the softmax applies it, by the position of each token on any rank. The softmax is priced
+as one pass of a fused kernel, while memo-exec plays torch's operators. RSA has no dropout; only plain attention has.
+With one rank nothing is exchanged, but the scores are still written.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from memo_sim.program.layout.skeletal import Fate, Skeletal
 from memo_sim.program.operators.workspaces import score_softmax_backward_workspace_bytes, score_softmax_workspace_bytes
 
 ROLES = {"dk": "keys", "dv": "values"}
-"""Of which operand each gradient is."""
+"""The operand that each gradient belongs to."""
 
 
 def writes_scores(decisions: Decisions) -> bool:
@@ -46,7 +47,10 @@ def writes_scores(decisions: Decisions) -> bool:
 
 
 def kept(decisions: Decisions, shape: Shape) -> tuple[Skeletal, ...]:
-    """Return what backward needs beside Q, K, V and the output: a probability for each score of ``shape``'s rows."""
+    """Return the tensor that backward needs beside Q, K, V and the output: one probability for each score.
+
+    ``shape`` has the sizes inside attention (``Shape.attention``).
+    """
     keys = shape.tokens // decisions.micro_batch
     return (Skeletal("probs", shape.cp * shape.tokens, shape.heads * keys, decisions.dtype, Fate.WHOLE),)
 
@@ -115,30 +119,34 @@ def backward(builder: TemplateBuilder, decisions: Decisions, shape: Shape) -> No
 
 
 class _Rsa:
-    """Writes products of one rank's rows with every rank's keys or values; ``shape`` is attention's."""
+    """Writes the products of one rank's rows with the keys or values of every rank.
+
+    ``shape`` has the sizes inside attention (``Shape.attention``).
+    """
 
     def __init__(self, builder: TemplateBuilder, decisions: Decisions, shape: Shape, suffix: str = "") -> None:
         self.builder, self.shape, self.suffix = builder, shape, suffix
         self.dtype, self.size = decisions.dtype, DTYPE_BYTES[decisions.dtype]
         self.tokens = shape.tokens // decisions.micro_batch
-        """Of one sequence on one rank."""
+        """Tokens of one sequence on one rank."""
         self.keys = shape.cp * self.tokens
-        """Of one sequence."""
+        """Keys of one sequence on all ranks."""
         self.heads = decisions.micro_batch * shape.heads
         self.head_dim = decisions.model.head_dim
         self.masked = not decisions.model.bidirectional
         self.scores = shape.tokens * shape.heads * self.keys
-        """How many there are."""
+        """Number of scores on this rank."""
 
     def block(self, slot: str, step: int) -> Rows:
-        """Return the scores of the keys that arrive at ``step``: those of the rank so many places before."""
+        """Return the block of scores for the keys that arrive at ``step``, which come from the rank ``step`` before."""
         shape = self.shape
         return Rows(slot, (shape.cp_rank - step) % shape.cp * shape.tokens, shape.tokens)
 
     def round(self, what: str) -> Iterator[tuple[int, Access | None]]:
-        """Write the way of ``what`` (keys or values) round the ring; yield each step's operand, None of the own.
+        """Write the hops of ``what`` ("keys" or "values") round the ring; yield each step and its operand.
 
-        A hop is written before the product that it runs beside.
+        The operand of step 0 is None: a rank's own keys and values lie in the packed Q, K, V. A hop is written before
+        the product that it runs beside.
         """
         if self.shape.cp > 1:
             self._pack(what)
@@ -150,20 +158,23 @@ class _Rsa:
             yield step, reads(self.builder.all(_buffer(step)))
 
     def product(self, name: str, op: str, made: Literal["scores", "rows"], **operands: Access | None) -> None:
-        """Emit a product over the head that makes a block of scores, or one over a block's keys that makes rows."""
+        """Emit a product over head features that makes a block of scores, or over a block's keys that makes rows."""
         n, k = (self.tokens, self.head_dim) if made == "scores" else (self.head_dim, self.tokens)
         work = BatchedGemm(self.heads, self.tokens, n, k, "fprop", self.dtype)
         self.builder.emit(name, op, Lane.COMPUTE, work, **operands)
 
     def pass_over_scores(self, name: str, op: str, read: int, scratch: int, **operands: Access) -> None:
-        """Emit a pass that reads so many numbers a score and writes one."""
+        """Emit a pass over all scores that reads ``read`` numbers and writes one number for each score."""
         size = self.scores * self.size
         work = Rowwise("softmax", self.shape.tokens, read * size, size)
         workspace = self.builder.scratch(f"{self.builder.phase}.{name}.scratch", scratch)
         self.builder.emit(name, op, Lane.COMPUTE, work, **operands, workspace=workspace)
 
     def summed(self, name: str, op: str, **operands: Access) -> None:
-        """Emit the product over this rank's queries that makes gradients of every rank's keys, and their sum."""
+        """Emit the product over this rank's queries that makes gradients for the keys or values of every rank.
+
+        An all-reduce over the ranks follows.
+        """
         shape, full = self.shape, f"{name}.all"
         self.builder.own(full, BufferClass.EXCHANGE, self.dtype, shape.cp * shape.tokens, shape.kv_width)
         rows = self.builder.all(full)
@@ -174,7 +185,10 @@ class _Rsa:
             self.builder.emit(f"{name}.reduce", "all_reduce", Lane.COLLECTIVE, summing, tensor=accumulates(rows))
 
     def return_gradients(self, name: str, grad_qkv: Access) -> None:
-        """Emit what adds this rank's rows of such a sum to the gradient of the packed Q, K, V; the first clears it."""
+        """Add this rank's rows of such a sum to the gradient of the packed Q, K, V.
+
+        The call whose ``grad_qkv`` is written, not accumulated, also zeroes the other columns.
+        """
         own, size = self.block(f"{name}.all", 0), self.shape.tokens * self._row_bytes
         written = self.shape.tokens * self.shape.qkv_width * self.size if grad_qkv[1] is Mode.WRITE else size
         read = size if grad_qkv[1] is Mode.WRITE else 2 * size
@@ -184,7 +198,7 @@ class _Rsa:
 
     @property
     def _row_bytes(self) -> int:
-        """Of one token's keys, or values."""
+        """Bytes of one token's keys, or of its values."""
         return self.shape.kv_width * self.size
 
     def _pack(self, what: str) -> None:
@@ -206,5 +220,5 @@ class _Rsa:
 
 
 def _buffer(step: int) -> str:
-    """Name of the exchange buffer that holds what arrives at ``step``, keys or values."""
+    """Return the name of the exchange buffer that receives the keys or values of ``step``."""
     return f"rsa.ring{step % DOUBLE_BUFFER_SLOTS}"

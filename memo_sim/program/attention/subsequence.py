@@ -1,20 +1,23 @@
-"""Causal attention of a subsequence: over its own tokens, and over the keys and values of all before it (SPPO 5.1).
+"""Causal attention of a subsequence: over its own tokens, and over the KV cache of the prefix (SPPO 5.1).
 
-A layer has one buffer of keys and values for the whole micro-batch, ``prefix.kv``. Each subsequence writes its rows of
-it and keeps its queries apart (``q``, in the place of the packed Q, K, V). The causal square over its own rows and one
-call without a mask over all rows before merge by log-sum-exp. Backward goes from the last subsequence to the first, and
-sums gradients of keys and values in ``prefix.d_kv``: the last one writes all of its rows, the others add to those that
-they attend to. When a subsequence has added its own square, its rows are complete, and join its queries' gradients.
+A layer has one buffer of keys and values for the whole micro-batch, ``prefix.kv``. Each subsequence writes its own rows
+of that buffer, and keeps its queries in slot ``q`` instead of the packed Q, K, V. Forward makes two calls: a causal
+square over the own rows, and one call without a mask over all earlier rows. Their outputs merge by log-sum-exp.
+
+Backward goes from the last subsequence to the first and sums gradients of keys and values in ``prefix.d_kv``. The last
+subsequence writes all rows; the others add to the rows that they attend to. After a subsequence has added its own
+square its rows are complete, and they are packed with the gradients of its queries.
 
     prefix.kv     |    s0    |   s1   | s2 |             prefix.d_kv   |    s0    |   s1   | s2 |
     forward s1      `- before -'`square'                  backward s2     `w before -'-------'`w sq'
                                                           backward s1     `+ before -'`+ sq -' -> complete, joined
 
-There may be hundreds of terms, so sums are fp32. Kernels write theirs aside in the plan's dtype, of one run of earlier
-subsequences at a time (``Shape.sums``). Each run has a buffer of sums, which is free when its rows are complete.
+A sum may have hundreds of terms, so sums are fp32. A kernel writes its gradients in the plan's dtype to a buffer of
+their own, for one run of earlier subsequences at a time (``Shape.sums``). Each run has its own buffer of sums, which is
+free once its rows are complete.
 
-Keys and values are read by every later subsequence, forward and backward, so they stay on the device (SPPO's type 0);
-the other skeletal tensors are read in their own backward alone (type 1), and may travel to the host.
+Every later subsequence reads keys and values, in forward and backward, so they stay on the device (SPPO's type 0). The
+other skeletal tensors are read only in their own backward (type 1), and may be swapped to the host.
 """
 
 from __future__ import annotations
@@ -36,30 +39,36 @@ from memo_sim.program.attention.partial import (
 )
 from memo_sim.program.ir.builder import Rows, TemplateBuilder, reads, writes
 from memo_sim.program.ir.instruction import BufferClass, Families, Family, Lane
+from memo_sim.program.ir.kinds import FamilyKind
 from memo_sim.program.layout.shape import Shape
 
 KV, D_KV = "prefix.kv", "prefix.d_kv"
 SUM_DTYPE: Literal["fp32"] = "fp32"
-"""What gradients are summed in: of keys over subsequences, of queries over runs of keys."""
+"""Dtype of the sums of gradients: of keys over subsequences, and of queries over runs of keys."""
 ASIDE = "d_kv.part"
 BEHIND = "behind.d_kv"
-"""Prefix of the buffers in which stages that compute later rows send gradients of these rows (``helper_stage.py``)."""
+"""Start of the names of buffers that receive gradients of these rows from stages that compute later rows
+(``pipeline/helper_stage.py``)."""
 KEY_PART, MERGE = "attn.before", "attn.merge"
 
 
 def families(decisions: Decisions, shape: Shape, count: int) -> list[Family]:
-    """Return the buffers of keys and values and of their gradients, ``count`` of each; none for a whole micro-batch."""
+    """Return the buffer families of the KV cache and its gradients, ``count`` of each; none without subsequences."""
     if not shape.kv_cache_tokens:
         return []
     kind, width = BufferClass.KV_CACHE, 2 * shape.kv_width
-    sums = [Family(rows.slot, kind, SUM_DTYPE, rows.tokens, width, count) for _, rows in sums_of(shape)]
-    return [Family(KV, kind, decisions.dtype, shape.kv_cache_tokens, width, count), *sums]
+    sums = [
+        Family(rows.slot, kind, SUM_DTYPE, rows.tokens, width, count, kind=FamilyKind.PER_LAYER)
+        for _, rows in sums_of(shape)
+    ]
+    cache = Family(KV, kind, decisions.dtype, shape.kv_cache_tokens, width, count, kind=FamilyKind.PER_LAYER)
+    return [cache, *sums]
 
 
 def sums_of(shape: Shape, first: int = 0, tokens: int | None = None) -> list[tuple[int, Rows]]:
-    """Return where gradients of the carried rows [first, first + tokens) are summed, all rows unless said otherwise.
+    """Return the buffers that sum gradients of KV cache rows [first, first + tokens); of all rows without ``tokens``.
 
-    Run by run: the first of the rows, and the rows of that run's buffer.
+    One entry for each run of subsequences: the first row, and the rows in the run's buffer.
     """
     end, ends = shape.kv_cache_tokens if tokens is None else first + tokens, shape.sums or (shape.kv_cache_tokens,)
     return [
@@ -70,22 +79,23 @@ def sums_of(shape: Shape, first: int = 0, tokens: int | None = None) -> list[tup
 
 
 def bind(builder: TemplateBuilder, found: Families, shape: Shape, *, gradients: bool) -> None:
-    """Add what a forward or (``gradients``) a backward template needs of them."""
+    """Bind the KV cache to a template's slots, and with ``gradients`` (backward) the sums of its gradients too."""
     if shape.kv_cache_tokens:
         builder.bind(found[KV], slot=KV)
         if gradients:
             for _, rows in sums_of(shape, 0, shape.start + shape.tokens):
                 builder.bind(found[rows.slot], slot=rows.slot)
-            for name in [name for name in found if name.startswith(BEHIND)]:
-                builder.bind(found[name], slot=name)
+            for name, family in found.items():
+                if family.kind is FamilyKind.LATER_GRADIENTS:
+                    builder.bind(family, slot=name)
 
 
 def split(
     builder: TemplateBuilder, decisions: Decisions, shape: Shape, packed: Rows, suffix: str, *, keys: bool
 ) -> None:
-    """Copy packed rows apart: queries to slot ``q`` and (``keys``) keys and values to their place among all.
+    """Copy queries from packed rows to slot ``q``, and with ``keys`` the keys and values to their rows of the KV cache.
 
-    Recompute leaves the keys: they are there since forward.
+    Recompute omits ``keys``: the KV cache still holds them from forward.
     """
     kv = Rows(KV, shape.start + packed.first, packed.tokens) if keys else None
     attention_part.split(builder, f"qkv.split{suffix}", packed, Rows("q", packed.first, packed.tokens), kv)
@@ -94,6 +104,7 @@ def split(
 def forward(builder: TemplateBuilder, decisions: Decisions, shape: Shape) -> None:
     """Write attention forward: reads slots ``q`` and ``prefix.kv``, writes ``attn`` and ``lse``."""
     work = attention_work(decisions, shape, shape.tokens, shape.tokens, "causal", backward=False)
+    builder.cut()
     builder.emit(
         "attn",
         "attention",
@@ -111,7 +122,10 @@ def forward(builder: TemplateBuilder, decisions: Decisions, shape: Shape) -> Non
 
 
 def backward(builder: TemplateBuilder, decisions: Decisions, shape: Shape) -> None:
-    """Write attention backward: reads ``q``, ``prefix.kv``, ``attn``, ``lse``, ``d_attn``; writes ``d_qkv``."""
+    """Write attention backward: reads ``q``, ``prefix.kv``, ``attn``, ``lse``, ``d_attn``; writes ``d_qkv``.
+
+    Gradients of keys and values are summed in ``prefix.d_kv`` (``sums_of``).
+    """
     ((_, mine),), earlier = sums_of(shape, shape.start, shape.tokens), sums_of(shape, 0, shape.start)
     longest = max((rows.tokens for _, rows in earlier), default=0)
     dtype = SUM_DTYPE if earlier else decisions.dtype
@@ -153,22 +167,22 @@ def backward(builder: TemplateBuilder, decisions: Decisions, shape: Shape) -> No
 
 
 def _last(shape: Shape) -> bool:
-    """Whether no later subsequence attends to these rows: backward begins with it."""
+    """Return whether no later subsequence attends to these rows; backward begins with this subsequence."""
     return shape.start + shape.tokens == shape.kv_cache_tokens
 
 
 def _direct(builder: TemplateBuilder, decisions: Decisions, shape: Shape) -> bool:
-    """Whether kernels can write gradients of keys and values where they belong: the first term, in their own dtype."""
+    """Return whether kernels write gradients of keys and values straight to the sums: first term, and same dtype."""
     return _last(shape) and builder.dtype(sums_of(shape)[0][1].slot) == decisions.dtype
 
 
 def _written(builder: TemplateBuilder, decisions: Decisions, shape: Shape, into: Rows) -> Rows:
-    """Return where a kernel writes the gradients that belong ``into`` the carried ones."""
+    """Return the rows to which a kernel writes gradients that belong to the sums ``into``."""
     return into if _direct(builder, decisions, shape) else Rows(ASIDE, 0, into.tokens)
 
 
 def _sum(builder: TemplateBuilder, decisions: Decisions, shape: Shape, name: str, written: Rows, into: Rows) -> None:  # noqa: PLR0917
-    """Bring what a kernel wrote aside to the carried gradients: as the first term, or added."""
+    """Move what a kernel wrote to a buffer of its own into the sums: copy the first term, add the others."""
     if written == into:
         return
     if _last(shape):
@@ -178,14 +192,16 @@ def _sum(builder: TemplateBuilder, decisions: Decisions, shape: Shape, name: str
 
 
 def _with_behind(builder: TemplateBuilder, decisions: Decisions, mine: Rows) -> Rows:
-    """Return the complete gradients of these rows' keys and values, with what others have computed of them.
+    """Return the complete gradients of these rows' keys and values, including those computed by other stages.
 
-    The first that comes is the home's, a sum itself (``helper_stage.py``): the others are added to it.
+    The first buffer comes from the owner stage and is a sum itself (``pipeline/helper_stage.py``); the others are added
+    to it.
     """
-    behind = builder.starting(BEHIND)
+    behind = builder.bound_to(FamilyKind.LATER_GRADIENTS)
     if not behind:
         return mine
     summed = builder.all(behind[0])
+    builder.cut()
     add(builder, decisions, "d_kv.add.own", mine, summed)
     for slot in behind[1:]:
         add(builder, decisions, f"d_kv.add{slot.removeprefix(BEHIND)}", builder.all(slot), summed)
@@ -193,5 +209,5 @@ def _with_behind(builder: TemplateBuilder, decisions: Decisions, mine: Rows) -> 
 
 
 def _own(slot: str, shape: Shape) -> Rows:
-    """Return the subsequence's own rows of a carried buffer."""
+    """Return the subsequence's own rows of a KV cache buffer."""
     return Rows(slot, shape.start, shape.tokens)

@@ -1,20 +1,23 @@
 """Ulysses: attention over whole sequences for a part of the heads, between two all-to-alls (DeepSpeed-Ulysses).
 
-Outside of attention a rank of ``ulysses`` holds a part of the tokens with all features ("home"); inside all tokens of
-its context-parallel shard with ``1 / ulysses`` of the heads. Both have the same bytes:
+Outside attention tensors are sequence-sharded: a rank holds a part of the tokens with all features. Inside attention
+they are head-sharded: a rank holds all tokens of its context-parallel shard with ``1 / ulysses`` of the heads. Both
+forms have the same bytes:
 
-    home   tokens x width                                  heads   ulysses x tokens x (width / ulysses)
+    sequence-sharded   tokens x width                      head-sharded   ulysses x tokens x (width / ulysses)
 
               | h0 h1 |                                               | h0 |  tokens of rank 0
     rank 0    | h0 h1 |  its tokens    -- all-to-all -->     rank 0   | h0 |  tokens of rank 1
 
-A layer sends Q, K and V to the heads and the output home, and in backward the output's gradient to the heads and those
-of Q, K and V home: 4 x tokens x hidden each way for equal heads, whatever the degree. What is sent is packed by head
-before, what arrives home is unpacked after; on the heads' side rows lie in the ranks' order and need neither.
+In forward a layer exchanges Q, K and V to head-sharded form and the output back to sequence-sharded form. In backward
+it exchanges the output's gradient to head-sharded form and the gradients of Q, K and V back. With as many key/value
+heads as query heads each pass sends 4 x tokens x hidden elements, whatever the degree. Sequence-sharded rows are packed
+by head before they are sent, and unpacked after they arrive. Head-sharded rows lie in the order of ranks and need
+neither.
 
-Token shards are cut at the same row blocks as the whole: rows [first, first + n) of every rank arrive as rows [ulysses
-x first, ulysses x (first + n)), so recompute of [swapped_tokens, end) sends those alone. The degree is limited by heads
-and key/value heads: each rank needs whole ones.
+Token shards are cut at the same row blocks as the whole: rows [first, first + n) of every rank arrive as rows
+[ulysses x first, ulysses x (first + n)). Recompute of rows [swapped_tokens, end) therefore exchanges only those rows.
+The degree must divide the query heads and the key/value heads, because each rank needs whole heads.
 """
 
 from __future__ import annotations
@@ -27,25 +30,25 @@ from memo_sim.program.layout.shape import Shape
 
 
 class Ulysses:
-    """Writes the exchanges of one template; with degree 1 none are written, and home is where the heads are."""
+    """Writes the exchanges of one template; with degree 1 it writes none, and both forms are the same slot."""
 
     def __init__(self, builder: TemplateBuilder, shape: Shape, dtype: str, *, room: int = 0) -> None:
-        """``room``: the most rows that are exchanged at once, where those are not all of the rank's."""
+        """``room``: the most rows of one exchange; 0 for all of the rank's rows."""
         self.room = room
         self.builder = builder
         self.shape = shape
         self.dtype = dtype
 
     def sequence_sharded(self, slot: str) -> str:
-        """Return the slot that holds this rank's own tokens of what attention calls ``slot``."""
+        """Return the slot that holds the sequence-sharded form of the tensor in ``slot``."""
         return slot if self.shape.ulysses == 1 else f"{slot}_seq"
 
     def to_heads(self, slot: str, rows: Rows, suffix: str = "") -> None:
-        """Send ``rows`` of the home slot to the ranks of their heads, into ``slot``."""
+        """Exchange sequence-sharded ``rows`` into their head-sharded form in ``slot``."""
         self.to_head_ranks(slot, rows, self._head_sharded(slot, rows), suffix)
 
     def to_head_ranks(self, name: str, sequence_sharded: Rows, head_sharded: Rows, suffix: str) -> None:
-        """Send rows from their ranks to those of their heads; ``name`` is the tensor's."""
+        """Exchange rows from sequence-sharded to head-sharded form; ``name`` is the name of the tensor."""
         if self.shape.ulysses == 1:
             return
         width = self.builder.features(sequence_sharded.slot)
@@ -54,11 +57,11 @@ class Ulysses:
         self._all_to_all(f"{name}.to_heads{suffix}", sent, head_sharded, width)
 
     def to_tokens(self, slot: str, rows: Rows, suffix: str = "") -> None:
-        """Send what ranks hold of ``slot`` for the tokens of ``rows``, a home slot's, to the ranks of those tokens."""
+        """Exchange the head-sharded form in ``slot`` into the sequence-sharded ``rows``."""
         self.to_sequence_ranks(slot, self._head_sharded(slot, rows), rows, suffix)
 
     def to_sequence_ranks(self, name: str, head_sharded: Rows, sequence_sharded: Rows, suffix: str) -> None:
-        """Send rows from the ranks of their heads home; ``name`` is the tensor's."""
+        """Exchange rows from head-sharded to sequence-sharded form; ``name`` is the name of the tensor."""
         if self.shape.ulysses == 1:
             return
         width = self.builder.features(sequence_sharded.slot)
@@ -71,7 +74,7 @@ class Ulysses:
         return Rows(slot, degree * rows.first, degree * rows.tokens)
 
     def _exchange(self, name: str, width: int, rows: Rows) -> Rows:
-        """Return the rows' place in an exchange buffer of the template's phase."""
+        """Return the rows in an exchange buffer of the template's phase; add the buffer at its first use."""
         name = f"{self.builder.phase}.{name}"
         if not self.builder.has(name):
             self.builder.own(name, BufferClass.EXCHANGE, self.dtype, self.room or self.shape.tokens, width)
@@ -83,7 +86,7 @@ class Ulysses:
         self.builder.emit(name, "all_to_all", Lane.COLLECTIVE, work, send=reads(send), recv=writes(recv))
 
     def _copy(self, name: str, source: Rows, target: Rows) -> None:
-        """Emit the rearrangement of heads in memory, every element read and written once."""
+        """Emit the copy that rearranges heads in memory: it reads and writes every element once."""
         size = source.tokens * self.builder.features(source.slot) * DTYPE_BYTES[self.dtype]
         work = Rowwise("transpose", source.tokens, size, size)
         self.builder.emit(name, "heads.transpose", Lane.COMPUTE, work, source=reads(source), target=writes(target))

@@ -1,4 +1,4 @@
-"""What replicas of a layer do together: gradient reduction, ZeRO sharding, the optimizer's step.
+"""Data parallelism: gradient reduction over replicas, ZeRO sharding, and the optimizer's step.
 
 The forward and backward of a layer are in ``layers``.
 """

@@ -1,14 +1,22 @@
-"""The end of a step: gradients summed over the ranks that share parameters, their norm, AdamW, parameters back.
+"""The optimizer's step: gradients summed over replicas, their norm, AdamW, and updated parameters gathered.
 
-Each block (embed, every layer, head) is played by itself. ``zero`` 1 divides the optimizer's states over the ranks
-that hold the same parameters (cp x ulysses x dp): gradients are reduce-scattered, parameters gathered; ``zero`` 0
-all-reduces, 2 keeps this rank's share of the gradients alone, 3 of the parameters too (``sharding.py``).
-``overlap`` moves both beside compute, on a lane of their own (``sharding.py`` says where they are played).
-An eager framework goes over the gradients more often (Megatron-LM, ``core/distributed/param_and_grad_buffer.py`` and
-``core/optimizer``): it looks for a NaN in them and divides them by the replicas before they are reduced, scales what is
-clipped in a pass of its own, and copies the fp32 parameters to the layers' in another.
-States ``bf16`` keeps both moments in bf16; ``host`` keeps master and moments in host memory, updates them on the
-host's cores, and copies gradients down and parameters up. Where clipping applies the update scales gradients in place.
+Each parameter block (embed, every layer, head) is reduced and updated by itself. Replicas are the ranks that hold the
+same parameters (cp x ulysses x dp).
+
+    zero 0    gradients are all-reduced
+    zero 1    optimizer states are divided over the replicas: gradients are reduce-scattered, parameters all-gathered
+    zero 2    a rank also keeps only its shard of the gradients (``sharding.py``)
+    zero 3    a rank also keeps only its shard of the parameters (``sharding.py``)
+
+``overlap`` moves both collectives beside compute, to a lane of their own; ``sharding.py`` places them in the step.
+
+States ``bf16`` keeps both moments in bf16. States ``host`` keeps master copy and moments in host memory and updates
+them on the host's cores; gradients are copied to the host and parameters back to the device. When gradients are
+clipped, the update scales them in place.
+
+An eager framework makes more passes over the gradients (Megatron-LM, ``core/distributed/param_and_grad_buffer.py`` and
+``core/optimizer``). Before the reduction one pass looks for NaN, and one divides by the number of replicas. Later one
+pass scales clipped gradients, and one copies the fp32 parameters to the parameters of the layers.
 """
 
 from __future__ import annotations
@@ -21,6 +29,7 @@ from memo_sim.contract.plan import Decisions
 from memo_sim.contract.units import DTYPE_BYTES
 from memo_sim.program.ir.builder import Rows, TemplateBuilder, accumulates, reads, writes
 from memo_sim.program.ir.instruction import BufferClass, Families, Family, Lane, Template
+from memo_sim.program.ir.kinds import BlockKind, FamilyKind, Phase, TemplateKind
 from memo_sim.program.ir.work import Collective, Copy, Group, HostUpdate, Rowwise
 from memo_sim.program.layout.parameters import Block, half_gradients
 from memo_sim.program.layout.rank_order import degree
@@ -29,37 +38,40 @@ from memo_sim.program.operators.workspaces import adamw_workspace_bytes
 
 @dataclass(frozen=True)
 class Optimizer:
-    """Writes one block's zeroing, reduction and update."""
+    """Writes the templates that zero, reduce and update one parameter block."""
 
     decisions: Decisions
     block: Block
-    kind: str
-    """``embed``, ``layer`` or ``head``: the suffix of the block's families."""
+    kind: BlockKind
+    """Which block; its value ends the names of the block's families."""
     count: int
 
     @property
     def group(self) -> Group:
-        """The group of the ranks that hold the same parameters: METP divides a layer's alone."""
-        return "ends" if self.decisions.layout.metp > 1 and self.kind != "layer" else "grads"
+        """The group of ranks that hold the same parameters.
+
+        METP divides only the parameters of layers, so its ranks share the embedding and the head (``ends``).
+        """
+        return "ends" if self.decisions.layout.whole_ends and self.kind is not BlockKind.LAYER else "grads"
 
     @property
     def replicas(self) -> int:
-        """Ranks that hold the same parameters."""
+        """Number of ranks that hold the same parameters."""
         return degree(self.group, self.decisions.layout)
 
     @property
     def shards(self) -> int:
-        """Ranks that the optimizer's states are divided over."""
+        """Number of ranks over which the optimizer's states are divided."""
         return self.replicas if self.decisions.layout.zero >= 1 else 1
 
     @property
     def master(self) -> bool:
-        """Whether there is an fp32 copy beside the parameters."""
+        """Whether there is an fp32 master copy beside the parameters."""
         return self.decisions.dtype != "fp32" or self.on_host
 
     @property
     def grad_dtype(self) -> DtypeName:
-        """What gradients are summed in."""
+        """Dtype of the sums of gradients."""
         return "fp16" if half_gradients(self.decisions) else "fp32"
 
     @property
@@ -68,16 +80,16 @@ class Optimizer:
 
     @property
     def on_host(self) -> bool:
-        """Whether master and moments live in host memory."""
+        """Whether the master copy and the moments are in host memory."""
         return self.decisions.states == "host"
 
     def shared(self, name: Literal["params", "grads"]) -> bool:
-        """Whether a rank holds its share of the block's parameters or gradients alone."""
+        """Whether a rank holds only its shard of the block's parameters or gradients."""
         return self.shards > 1 and self.decisions.layout.zero >= {"grads": 2, "params": 3}[name]
 
     @property
     def reduced_early(self) -> bool:
-        """Whether whole gradients are summed over replicas behind the block's last backward."""
+        """Whether whole gradients are summed over replicas right after the block's last backward."""
         return self.decisions.overlap != "none" and self.replicas > 1 and not self.shared("grads")
 
     @property
@@ -87,42 +99,53 @@ class Optimizer:
 
     @property
     def eager(self) -> bool:
-        """Whether an eager framework goes over whole gradients before they are reduced."""
+        """Whether an eager framework makes passes over whole gradients before their reduction."""
         return self.decisions.memory_policy == "eager" and not self.shared("grads")
 
     def runs(self) -> list[tuple[str, int, int]]:
-        """Return (name, first element of the block, elements of this rank's share) for decayed and other parameters."""
+        """Return (name, first element in the block, elements of this rank's shard) of the runs decay and no_decay."""
         decayed, total = self.block.decayed_elements, self.block.elements
         parts = [("decay", 0, decayed), ("no_decay", decayed, total - decayed)]
         return [(name, first, -(-length // self.shards)) for name, first, length in parts if length]
 
     def state_elements(self) -> int:
-        """Return how many elements of the block this rank updates."""
+        """Return the number of elements of the block that this rank updates."""
         return sum(length for _, _, length in self.runs())
 
     def families(self) -> list[Family]:
-        """Return parameters, gradients, master and moments of the block."""
+        """Return the buffer families of the block: parameters, gradients, master copy and moments."""
         space: Literal["device", "host"] = "host" if self.on_host else "device"
         moment = "bf16" if self.decisions.states == "bf16" else "fp32"
         share = self.state_elements()
 
-        def state(name: str, dtype: str, elements: int, where: Literal["device", "host"]) -> Family:
-            return Family(f"{name}.{self.kind}", BufferClass.STATE, dtype, elements, 1, self.count, where, "step")
+        def state(kind: FamilyKind, dtype: str, elements: int, where: Literal["device", "host"]) -> Family:
+            return Family(
+                f"{kind}.{self.kind}",
+                BufferClass.STATE,
+                dtype,
+                elements,
+                1,
+                self.count,
+                where,
+                "step",
+                kind=kind,
+                block=self.kind,
+            )
 
         held = {name: share if self.shared(name) else self.block.elements for name in ("params", "grads")}
-        found = [state("params", self.decisions.dtype, held["params"], "device")]
-        found.append(state("grads", self.grad_dtype, held["grads"], "device"))
+        found = [state(FamilyKind.PARAMS, self.decisions.dtype, held["params"], "device")]
+        found.append(state(FamilyKind.GRADS, self.grad_dtype, held["grads"], "device"))
         if self.master:
-            found.append(state("master", "fp32", share, space))
-        found += [state("moment1", moment, share, space), state("moment2", moment, share, space)]
+            found.append(state(FamilyKind.MASTER, "fp32", share, space))
+        found += [state(FamilyKind.MOMENT1, moment, share, space), state(FamilyKind.MOMENT2, moment, share, space)]
         if self.on_host:
-            found.append(state("host_grads", "fp32", share, "host"))
-            found.append(state("host_params", self.decisions.dtype, share, "host"))
+            found.append(state(FamilyKind.HOST_GRADS, "fp32", share, "host"))
+            found.append(state(FamilyKind.HOST_PARAMS, self.decisions.dtype, share, "host"))
         return found
 
     def zero(self, families: Families) -> Template:
-        """Return the zeroing of the gradients this rank holds at the start of a step."""
-        builder = TemplateBuilder(f"{self.kind}.zero", "zero")
+        """Return the template that zeroes this rank's gradients at the start of a step."""
+        builder = TemplateBuilder(f"{self.kind}.zero", Phase.ZERO, TemplateKind.ZERO, self.kind)
         builder.bind(families[f"grads.{self.kind}"], slot="grads")
         held = builder.all("grads")
         work = Rowwise("zero", held.tokens, 0, self._grad_bytes * held.tokens)
@@ -130,10 +153,10 @@ class Optimizer:
         return builder.build()
 
     def prepare(self, families: Families) -> Template | None:
-        """Return what an eager framework does to whole gradients before any of them is reduced; None for none."""
+        """Return an eager framework's passes over whole gradients before any reduction; None when there are none."""
         if not self.eager or self.reduced_early:
             return None
-        builder = TemplateBuilder(f"{self.kind}.prepare", "reduce")
+        builder = TemplateBuilder(f"{self.kind}.prepare", Phase.REDUCE, TemplateKind.PREPARE, self.kind)
         builder.bind(families[f"grads.{self.kind}"], slot="grads")
         self._prepare(builder)
         return builder.build()
@@ -147,19 +170,20 @@ class Optimizer:
             builder.emit("scale", "grads.scale", Lane.COMPUTE, scaled, grads=accumulates(whole))
 
     def reduce(self, families: Families) -> Template | None:
-        """Return the whole gradients' sums over ranks: of vectors computed in part over tp, of all over the replicas.
+        """Return the template that sums the whole gradients over ranks; None when no sum is needed.
 
-        None when every rank has the whole gradients already.
+        Vectors whose gradient a rank computes in part are summed over tp (over metp for METP's layers). All gradients
+        are then summed over the replicas.
         """
-        builder = TemplateBuilder(f"{self.kind}.reduce", "reduce")
+        builder = TemplateBuilder(f"{self.kind}.reduce", Phase.REDUCE, TemplateKind.REDUCE, self.kind)
         builder.bind(families[f"grads.{self.kind}"], slot="grads")
         layout = self.decisions.layout
         if self.eager and self.reduced_early:
             self._prepare(builder)
         partial = self.block.partial_elements(sequence_parallel=layout.sequence_parallel) if layout.tp > 1 else 0
         over: Group = "tp"
-        if layout.metp > 1 and self.kind == "layer":
-            partial, over = self.block.partial_elements(sequence_parallel=True), "metp"
+        if layout.whole_ends and self.kind is BlockKind.LAYER:
+            partial, over = self.block.partial_elements(sequence_parallel=True), layout.weights_group
         if partial:
             rows = Rows("grads", self.block.elements - partial, partial)
             work = Collective("all_reduce", self._grad_bytes * partial, degree(over, layout), over)
@@ -173,8 +197,11 @@ class Optimizer:
         return builder.build() if partial or self.replicas > 1 else None
 
     def norm(self, families: Families) -> Template:
-        """Return the block's share of the squared gradient norm; a vector that tp ranks share is counted by one."""
-        builder = TemplateBuilder(f"{self.kind}.norm", "reduce")
+        """Return the template that adds the block's squared gradient norm.
+
+        A vector that all tensor-parallel ranks hold is counted once across them.
+        """
+        builder = TemplateBuilder(f"{self.kind}.norm", Phase.REDUCE, TemplateKind.NORM, self.kind)
         builder.bind(families[f"grads.{self.kind}"], slot="grads")
         builder.bind(families["grad_norm"])
         share = self.state_elements()
@@ -189,28 +216,33 @@ class Optimizer:
         return builder.build()
 
     def update(self, families: Families) -> Template:
-        """Return AdamW over the block's two runs, and the gathering of the parameters when the states are divided."""
-        builder = TemplateBuilder(f"{self.kind}.update", "opt")
+        """Return the template of AdamW over the block's two runs.
+
+        With divided states it ends with the all-gather of the parameters, unless the next step gathers them.
+        """
+        builder = TemplateBuilder(f"{self.kind}.update", Phase.OPTIMIZER, TemplateKind.UPDATE, self.kind)
         for name in ("params", "grads", "master", "moment1", "moment2", "host_grads", "host_params"):
             if f"{name}.{self.kind}" in families:
                 builder.bind(families[f"{name}.{self.kind}"], slot=name)
         builder.bind(families["grad_norm"])
         offset = 0
         for name, first, length in self.runs():
+            builder.run = name
             if self.on_host:
                 self._host_update(builder, name, first, offset, length)
             else:
                 self._device_update(builder, name, first, offset, length)
             offset += length
+        builder.run = ""
         if self.shards > 1 and not self.shared("params") and not self.gathered_late:
             self._gather(builder, Lane.COLLECTIVE)
         return builder.build()
 
     def gather(self, families: Families) -> Template | None:
-        """Return the gathering of what the step before has updated; None where that step did it."""
+        """Return the all-gather of the parameters that the step before updated; None when that step gathered them."""
         if not self.gathered_late:
             return None
-        builder = TemplateBuilder(f"{self.kind}.gather", "gather")
+        builder = TemplateBuilder(f"{self.kind}.gather", Phase.GATHER, TemplateKind.GATHER_UPDATED, self.kind)
         builder.bind(families[f"params.{self.kind}"], slot="params")
         self._gather(builder, Lane.REPLICA)
         return builder.build()
@@ -221,7 +253,10 @@ class Optimizer:
         builder.emit("gather", "params.all_gather", lane, work, tensor=accumulates(builder.all("params")))
 
     def _held(self, name: Literal["params", "grads"], first: int, offset: int, length: int) -> Rows:
-        """Return a run's share: at ``first`` of the whole block, at ``offset`` where a rank holds shares alone."""
+        """Return the rows of this rank's shard of a run.
+
+        They begin at ``first`` in a whole block, and at ``offset`` in a buffer that holds only the rank's shard.
+        """
         return Rows(name, offset if self.shared(name) else first, length)
 
     def _device_update(self, builder: TemplateBuilder, name: str, first: int, offset: int, length: int) -> None:
@@ -272,8 +307,8 @@ class Optimizer:
 
 
 def tied(block: Block, families: Families) -> Template:
-    """Return the sum of the token embedding's gradient over the two stages that hold it: lookup's and classifier's."""
-    builder = TemplateBuilder("embed.tied", "reduce")
+    """Return the template that sums a tied embedding's gradient over the first stage (lookup) and last (classifier)."""
+    builder = TemplateBuilder("embed.tied", Phase.REDUCE, TemplateKind.TIED, BlockKind.EMBED)
     builder.bind(families["grads.embed"], slot="grads")
     tokens = block.find("tokens.weight")
     assert tokens is not None  # every embedding has it
@@ -285,18 +320,19 @@ def tied(block: Block, families: Families) -> Template:
 
 
 def totals(decisions: Decisions, families: Families) -> Template | None:
-    """Return the sums of gradient norm and loss over the ranks that hold parts of them; None for one process."""
+    """Return the template that sums the gradient norm and the loss over ranks; None when no rank holds only a part."""
     layout = decisions.layout
     replicas = layout.replicas
-    builder = TemplateBuilder("totals", "reduce")
+    builder = TemplateBuilder("totals", Phase.REDUCE, TemplateKind.TOTALS)
     for name in ("grad_norm", "loss"):
         builder.bind(families[name])
+    weights = layout.weights_group
     wanted: list[tuple[str, Group, int, bool]] = [
         ("grad_norm", "tp", layout.tp, True),
-        ("grad_norm", "metp", layout.metp, True),
+        ("grad_norm", weights, degree(weights, layout), layout.whole_ends),
         ("grad_norm", "grads", replicas, layout.zero >= 1),
         ("grad_norm", "pp", layout.pp, True),
-        ("loss", "metp", layout.metp, True),
+        ("loss", weights, degree(weights, layout), layout.whole_ends),
         ("loss", "grads", replicas, True),
         ("loss", "pp", layout.pp, True),
     ]

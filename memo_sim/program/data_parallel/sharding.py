@@ -29,12 +29,14 @@ the gathering and the scattering that were asked for before.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from memo_sim.contract.plan import Decisions
 from memo_sim.contract.units import DTYPE_BYTES
 from memo_sim.program.data_parallel.optimizer import Optimizer
 from memo_sim.program.ir.builder import Rows, TemplateBuilder, accumulates, reads, writes
 from memo_sim.program.ir.instruction import BufferClass, Families, Family, Lane, Template
+from memo_sim.program.ir.kinds import BlockKind, FamilyKind, Phase, TemplateKind
 from memo_sim.program.ir.work import Collective, Rowwise
 from memo_sim.program.layout.stage import Stage
 from memo_sim.program.layout.swap_schedule import LayerPass
@@ -69,6 +71,9 @@ class Placed:
     subsequence: int = 0
 
 
+FOR_BACKWARD = (TemplateKind.BACKWARD, TemplateKind.BACKWARD_RESIDENT, TemplateKind.REGATHER)
+"""The templates that use the parameters which a layer gathers for its backward."""
+
 Around = tuple[list[Placed], list[Placed]]
 """What is played before a use, and after it."""
 NOTHING: Around = ([], [])
@@ -81,7 +86,7 @@ class Sharding:
     """
 
     def __init__(
-        self, decisions: Decisions, optimizers: dict[str, Optimizer], micro_batches: int, stage: Stage
+        self, decisions: Decisions, optimizers: dict[BlockKind, Optimizer], micro_batches: int, stage: Stage
     ) -> None:
         self.stage = stage
         self.decisions = decisions
@@ -108,11 +113,22 @@ class Sharding:
             elements = optimizer.block.elements
             if kind in self.grads:
                 name = f"whole_grads.{kind}"
-                found.append(Family(name, BufferClass.TRANSIENT, optimizer.grad_dtype, elements, 1, uses[kind]))
+                found.append(
+                    Family(
+                        name,
+                        BufferClass.TRANSIENT,
+                        optimizer.grad_dtype,
+                        elements,
+                        1,
+                        uses[kind],
+                        kind=FamilyKind.WHOLE_GRADS,
+                        block=kind,
+                    )
+                )
             if kind in self.params:
                 count = 2 * uses[kind] if kind == "layer" else uses[kind]
-                name, dtype = f"gathered.{kind}", self.decisions.dtype
-                found.append(Family(name, BufferClass.GATHERED, dtype, elements, 1, count))
+                name, dtype, holds = f"gathered.{kind}", self.decisions.dtype, FamilyKind.GATHERED
+                found.append(Family(name, BufferClass.GATHERED, dtype, elements, 1, count, kind=holds, block=kind))
         return found
 
     def whole(self, families: Families) -> Families:
@@ -130,16 +146,18 @@ class Sharding:
                 cleared = optimizer.zero(self.whole(families))
                 scattered = optimizer.reduce(self.whole(families))
                 assert scattered is not None  # grads: there are ranks to scatter over
-                found += [replace(cleared, name=f"{kind}.clear"), replace(scattered, name=f"{kind}.scatter")]
+                found.append(replace(cleared, name=f"{kind}.clear", kind=TemplateKind.CLEAR))
+                found.append(replace(scattered, name=f"{kind}.scatter", kind=TemplateKind.SCATTER))
                 found.append(self._add(kind, families))
             if kind in self.params:
-                found.append(self._gather(kind, families, "gather"))
+                found.append(self._gather(kind, families, Phase.GATHER))
                 if kind == "layer":
-                    found.append(self._gather(kind, families, "regather"))
+                    found.append(self._gather(kind, families, Phase.REGATHER))
         return found
 
-    def _gather(self, kind: str, families: Families, phase: str) -> Template:
-        builder = TemplateBuilder(f"{kind}.{phase}", phase)
+    def _gather(self, kind: BlockKind, families: Families, phase: Literal[Phase.GATHER, Phase.REGATHER]) -> Template:
+        does = TemplateKind.REGATHER if phase is Phase.REGATHER else TemplateKind.GATHER
+        builder = TemplateBuilder(f"{kind}.{phase}", phase, does, kind)
         share = builder.bind(families[f"params.{kind}"])
         full = builder.bind(families[f"gathered.{kind}"])
         optimizer = self.optimizers[kind]
@@ -154,13 +172,14 @@ class Sharding:
         )
         return builder.build()
 
-    def _add(self, kind: str, families: Families) -> Template:
+    def _add(self, kind: BlockKind, families: Families) -> Template:
         """Return the adding of this rank's share, which scattering in place leaves at the start of each run."""
-        builder = TemplateBuilder(f"{kind}.add", "reduce")
+        builder = TemplateBuilder(f"{kind}.add", Phase.REDUCE, TemplateKind.ADD, kind)
         whole = builder.bind(families[f"whole_grads.{kind}"])
         share = builder.bind(families[f"grads.{kind}"])
         offset = 0
         for name, first, length in self.optimizers[kind].runs():
+            builder.run = name
             builder.emit(
                 f"add.{name}",
                 "grad.accumulate",
@@ -172,17 +191,15 @@ class Sharding:
             offset += length
         return builder.build()
 
-    def index(self, family: str, template: str, micro_batch: int, subsequence: int, layer: int) -> int:
-        """Return which whole buffer of ``family`` a pass or what stands around it takes."""
+    def index(self, family: Family, template: Template, micro_batch: int, subsequence: int, layer: int) -> int:
+        """Return which whole buffer of ``family`` a pass, or a template around it, takes."""
         passed = micro_batch * self.subsequences + subsequence
-        what, _, kind = family.partition(".")
-        if kind == "embed":
+        if family.block is BlockKind.EMBED:
             return passed * self.embed_uses + (self.embed_uses - 1 if layer == self.layers else 0)
-        if kind == "head":
+        if family.block is BlockKind.HEAD:
             return passed
         use = passed * self.layers + layer
-        again = template.startswith(("layer.bwd", "layer.regather"))
-        return 2 * use + again if what == "gathered" else use
+        return 2 * use + (template.kind in FOR_BACKWARD) if family.kind is FamilyKind.GATHERED else use
 
     def uses(self, layer_passes: list[LayerPass]) -> list[Use]:
         """Return the uses of a step in program order, given the order in which layers are visited."""

@@ -8,6 +8,7 @@ from typing import Literal
 
 from memo_sim.contract.units import DTYPE_BYTES
 from memo_sim.program.ir.instruction import BufferClass, Family, Instruction, Lane, Mode, Operand, Template
+from memo_sim.program.ir.kinds import BlockKind, FamilyKind, Phase, TemplateKind
 from memo_sim.program.ir.work import Work
 
 
@@ -43,7 +44,11 @@ class TemplateBuilder:
     """Collects one template; slots are named after their families (or ``slot_name`` where a family is bound twice)."""
 
     name: str
-    phase: str
+    phase: Phase
+    kind: TemplateKind = TemplateKind.OTHER
+    block: BlockKind | None = None
+    run: str = ""
+    """The run of a parameter block that the next instructions work on."""
     _slots: dict[str, str] = field(default_factory=dict)
     _numbers: dict[str, int] = field(default_factory=dict)
     _tokens: dict[str, int] = field(default_factory=dict)
@@ -51,6 +56,9 @@ class TemplateBuilder:
     _dtypes: dict[str, str] = field(default_factory=dict)
     _firsts: dict[str, int] = field(default_factory=dict)
     _own: list[Family] = field(default_factory=list)
+    _kinds: dict[str, FamilyKind] = field(default_factory=dict)
+    _scratch: set[str] = field(default_factory=set)
+    _cuts: list[int] = field(default_factory=list)
     _instructions: list[Instruction] = field(default_factory=list)
     _names: Mapping[str, str] = field(default_factory=dict)
     _suffix: str = ""
@@ -63,7 +71,7 @@ class TemplateBuilder:
         return replace(self, _names=names, _suffix=suffix)
 
     def _real(self, slot: str) -> str:
-        if self._suffix and slot.endswith(".scratch"):
+        if slot in self._scratch:
             return slot + self._suffix
         return self._names.get(slot, slot)
 
@@ -77,6 +85,7 @@ class TemplateBuilder:
         if first:
             self._firsts[slot] = first
         self._slots[slot] = family.name
+        self._kinds[slot] = family.kind
         self._numbers.setdefault(slot, len(self._numbers))
         self._tokens[slot] = family.tokens - first if tokens is None else tokens
         self._features[slot] = family.features
@@ -95,7 +104,7 @@ class TemplateBuilder:
     ) -> str:
         """Add a buffer that lives inside each instance; return its slot's name."""
         real = self._real(name)
-        self._own.append(Family(real, buffer_class, dtype, tokens, features, space=space))
+        self._own.append(Family(real, buffer_class, dtype, tokens, features, space=space, kind=FamilyKind.OWN))
         self._slots[real] = real
         self._numbers.setdefault(real, len(self._numbers))
         self._tokens[real] = tokens
@@ -107,15 +116,20 @@ class TemplateBuilder:
         """Add a workspace of ``size`` bytes and return it as a written operand; None when there is none."""
         if not size:
             return None
+        self._scratch.add(name)
         return writes(self.all(self.own(name, BufferClass.WORKSPACE, "fp32", 1, -(-size // 4))))
 
     def has(self, slot: str) -> bool:
         """Return whether ``slot`` was added before."""
         return self._real(slot) in self._slots
 
-    def starting(self, prefix: str) -> list[str]:
-        """Return the slots whose names start with ``prefix``, in the order in which they were added."""
-        return [slot for slot in self._slots if slot.startswith(prefix)]
+    def bound_to(self, kind: FamilyKind) -> list[str]:
+        """Return the slots that are bound to families of a kind, in the order in which they were added."""
+        return [slot for slot, bound in self._kinds.items() if bound is kind]
+
+    def cut(self) -> None:
+        """Begin a layer's second half with the next instruction; only the first call counts (``helper_stage.py``)."""
+        self._cuts.append(len(self._instructions))
 
     def features(self, slot: str) -> int:
         """Return the features of a token of ``slot``."""
@@ -149,11 +163,20 @@ class TemplateBuilder:
                 if access is not None
             ]
         )
-        self._instructions.append(Instruction(f"{self.phase}/{name}{self._suffix}", op, lane, work, listed))
+        name = f"{self.phase}/{name}{self._suffix}"
+        self._instructions.append(Instruction(name, op, lane, work, listed, self.phase, self.run))
 
     def build(self) -> Template:
         """Return the finished template."""
-        return Template(self.name, tuple(self._slots.values()), tuple(self._own), tuple(self._instructions))
+        return Template(
+            self.name,
+            tuple(self._slots.values()),
+            tuple(self._own),
+            tuple(self._instructions),
+            self.kind,
+            self.block,
+            cut=min(self._cuts, default=0),
+        )
 
     @property
     def bound_slots(self) -> list[str]:

@@ -11,6 +11,7 @@ from enum import IntEnum, StrEnum
 from typing import Literal
 
 from memo_sim.contract.units import DTYPE_BYTES
+from memo_sim.program.ir.kinds import BlockKind, FamilyKind, Phase, TemplateKind
 from memo_sim.program.ir.work import Work
 
 
@@ -75,6 +76,8 @@ class Family:
     count: int = 1
     space: Literal["device", "host"] = "device"
     lifetime: Literal["step", "dynamic"] = "dynamic"
+    kind: FamilyKind = FamilyKind.OTHER
+    block: BlockKind | None = None
 
     @property
     def bytes(self) -> int:
@@ -111,6 +114,9 @@ class Instruction:
     lane: Lane
     work: Work
     operands: tuple[Operand, ...]
+    phase: Phase = Phase.FORWARD
+    run: str = field(default="", repr=False)
+    """The run of a parameter block that it updates or adds to; the name says it too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +130,10 @@ class Template:
     slots: tuple[str, ...]
     own: tuple[Family, ...]
     instructions: tuple[Instruction, ...]
+    kind: TemplateKind = TemplateKind.OTHER
+    block: BlockKind | None = None
+    cut: int = field(default=0, repr=False)
+    """The instruction that a layer's second half begins with where a helper stage plays it in two; 0 if it is whole."""
 
 
 @dataclass(frozen=True, slots=True)

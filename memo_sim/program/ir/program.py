@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from memo_sim.program.ir.instruction import Family, Instance, Instruction, Template
@@ -46,7 +46,7 @@ class Program:
         for instance in self.instances:
             uses[instance.template] += 1
         own = [
-            Family(f"{t.name}/{f.name}", f.buffer_class, f.dtype, f.tokens, f.features, n, f.space, f.lifetime)
+            replace(f, name=f"{t.name}/{f.name}", count=n)
             for t, n in zip(self.templates, uses, strict=True)
             for f in t.own
         ]

@@ -27,10 +27,12 @@ from memo_sim.program.attention import attention
 from memo_sim.program.attention import chunked as chunked_attention
 from memo_sim.program.ir.builder import Rows, TemplateBuilder, reads, writes
 from memo_sim.program.ir.instruction import BufferClass, Families, Family, Lane, Mode, Template
+from memo_sim.program.ir.kinds import BlockKind, FamilyKind, Phase, TemplateKind
 from memo_sim.program.ir.work import Copy, Rowwise
 from memo_sim.program.layers import mlp, selective
+from memo_sim.program.layers.kinds import skeletal_of
 from memo_sim.program.layout.shape import Shape
-from memo_sim.program.layout.skeletal import Fate, Skeletal, skeletal_tensors
+from memo_sim.program.layout.skeletal import Fate, Skeletal
 from memo_sim.program.layout.stage import Stage
 from memo_sim.program.layout.subsequence import Subsequence
 from memo_sim.program.layout.swap_schedule import ROUNDING_BUFFERS
@@ -59,7 +61,7 @@ class Activations:
 
     def _tensors(self, shape: Shape) -> tuple[Skeletal, ...]:
         scores = attention.kept_scores(self.decisions, shape.attention)
-        return skeletal_tensors(self.decisions.model, shape, self.decisions.dtype, scores=scores)
+        return skeletal_of(self.decisions, shape, scores=scores)
 
     @property
     def moved(self) -> bool:
@@ -130,7 +132,17 @@ class Activations:
         if not self.rounding:
             return []
         return [
-            Family(f"skeletal.{t.name}", kind, t.dtype, t.tokens, t.features, ROUNDING_BUFFERS, "device", "step")
+            Family(
+                f"skeletal.{t.name}",
+                kind,
+                t.dtype,
+                t.tokens,
+                t.features,
+                ROUNDING_BUFFERS,
+                "device",
+                "step",
+                kind=FamilyKind.SKELETAL,
+            )
             for t in self._tensors(room)
             if self._shared(t)
         ]
@@ -138,16 +150,18 @@ class Activations:
     def families(self) -> list[Family]:
         """Return the buffers that every layer has to itself: skeletal tensors, or what is copied out of buffers."""
         kind, count, found = BufferClass.SKELETAL, self.kept_per_layer, []
+        each_layer = FamilyKind.PER_LAYER
         for t in self.shared:
             if not self.rounding:
                 times = 1 + self.leaving  # those that come back are others than those that have left
-                found.append(Family(f"skeletal.{t.name}", kind, t.dtype, t.tokens, t.features, times * count))
+                name, rows = f"skeletal.{t.name}", t.tokens
+                found.append(Family(name, kind, t.dtype, rows, t.features, times * count, kind=FamilyKind.SKELETAL))
             if not self.copied_out:
                 continue
             if rows := self.swapped_rows(t):
-                found.append(Family(f"host.{t.name}", kind, t.dtype, rows, t.features, count, "host"))
+                found.append(Family(f"host.{t.name}", kind, t.dtype, rows, t.features, count, "host", kind=each_layer))
             if rows := self.kept(t):
-                found.append(Family(f"aside.{t.name}", kind, t.dtype, rows, t.features, count))
+                found.append(Family(f"aside.{t.name}", kind, t.dtype, rows, t.features, count, kind=each_layer))
         return found
 
     @cached_property
@@ -173,7 +187,7 @@ class Activations:
 
     def offload(self, families: Families) -> TemplateBuilder:
         """Return the copies of one layer to the host, in the order forward wrote the tensors."""
-        builder = TemplateBuilder("layer.offload", "off")
+        builder = TemplateBuilder("layer.offload", Phase.OFFLOAD, TemplateKind.OFFLOAD, BlockKind.LAYER)
         for t in self.shared:
             self._transfer(builder, families, t, Lane.D2H)
         return builder
@@ -188,7 +202,7 @@ class Activations:
                 # What recompute writes and reads again are other rows than those that come from the host.
                 if operand.mode & Mode.READ and operand.first < rows.get(family, 0):
                     first_use.setdefault(family, i)
-        builder = TemplateBuilder("layer.prefetch", "pre")
+        builder = TemplateBuilder("layer.prefetch", Phase.PREFETCH, TemplateKind.PREFETCH, BlockKind.LAYER)
         never = len(backward.instructions)
         for t in sorted(self.shared, key=lambda t: first_use.get(families[f"skeletal.{t.name}"].name, never)):
             self._transfer(builder, families, t, Lane.H2D)

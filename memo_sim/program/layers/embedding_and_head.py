@@ -13,13 +13,13 @@ from memo_sim.contract.plan import Decisions
 from memo_sim.contract.units import DTYPE_BYTES
 from memo_sim.program.ir.builder import Access, Rows, TemplateBuilder, accumulates, reads, writes
 from memo_sim.program.ir.instruction import BufferClass, Families, Lane, Template
+from memo_sim.program.ir.kinds import BlockKind, Phase, TemplateKind
 from memo_sim.program.ir.work import Collective, Gemm, Rowwise
-from memo_sim.program.layers.layer import LayerWriter
 from memo_sim.program.layout.attention_chunks import attention_chunks, in_chunks
 from memo_sim.program.layout.parameters import Block
 from memo_sim.program.layout.shape import Shape
 from memo_sim.program.operators import workspaces as table
-from memo_sim.program.operators.operators import RowBlock
+from memo_sim.program.operators.operators import OperatorWriter, RowBlock
 
 
 def _param(block: Block, name: str, slot: str, *, gradient: bool = False) -> Access | None:
@@ -37,11 +37,11 @@ def _own(slot: str, shape: Shape) -> Rows:
 
 def embed_forward(decisions: Decisions, shape: Shape, block: Block, families: Families) -> Template:
     """Return the lookup: slots ``input.ids``, ``params.embed``, ``x`` (the first layer's input)."""
-    builder = TemplateBuilder("embed.fwd", "fwd")
+    builder = TemplateBuilder("embed.fwd", Phase.FORWARD, TemplateKind.FORWARD, BlockKind.EMBED)
     builder.bind(families["input.ids"])
     builder.bind(families["params.embed"], slot="params.embed")
     builder.bind(families["skeletal.x"], slot="x", tokens=shape.shard_tokens)
-    writer = LayerWriter(builder, decisions, shape, block)
+    writer = OperatorWriter(builder, decisions, shape, block)
     row_bytes = shape.hidden * DTYPE_BYTES[decisions.dtype]
     target = "x"
     if shape.tp > 1:
@@ -77,11 +77,11 @@ def embed_forward(decisions: Decisions, shape: Shape, block: Block, families: Fa
 
 def embed_backward(decisions: Decisions, shape: Shape, block: Block, families: Families) -> Template:
     """Return the scatter of the first layer's input gradient into the embedding's."""
-    builder = TemplateBuilder("embed.bwd", "bwd")
+    builder = TemplateBuilder("embed.bwd", Phase.BACKWARD, TemplateKind.BACKWARD, BlockKind.EMBED)
     builder.bind(families["input.ids"])
     builder.bind(families["grads.embed"], slot="grads.embed")
     builder.bind(families["grad.x"], slot="grad.x")
-    writer = LayerWriter(builder, decisions, shape, block)
+    writer = OperatorWriter(builder, decisions, shape, block)
     grad = writer.gather("grad", builder.all("grad.x"), "grad_full", 0)
     row, size = shape.hidden, DTYPE_BYTES[decisions.dtype]
     read, written = shape.tokens * row * (size + 4), shape.tokens * row * 4
@@ -113,7 +113,7 @@ def head(
 
     ``embed_block`` holds the classifier where embeddings are tied.
     """
-    builder = TemplateBuilder("head", "fwd")
+    builder = TemplateBuilder("head", Phase.FORWARD, TemplateKind.FORWARD, BlockKind.HEAD)
     for name in ("head.x", "input.labels", "params.head", "grads.head", "loss", "grad.x"):
         builder.bind(families[name], slot=name)
     tied = decisions.model.tied_embeddings
@@ -123,7 +123,7 @@ def head(
     classifier = _Classifier(builder, decisions, shape, embed_block if tied and embed_block else head_block, tied)
     norm = _FinalNorm(builder, decisions, shape, head_block)
     norm.forward()
-    writer = LayerWriter(builder, decisions, shape, head_block)
+    writer = OperatorWriter(builder, decisions, shape, head_block)
     blocks = gathered_blocks(decisions, shape)
     room, several = blocks[0][1], len(blocks) > 1
     for b, (start, tokens) in enumerate(blocks):

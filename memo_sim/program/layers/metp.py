@@ -28,16 +28,19 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Literal
 
+from memo_sim.contract.model import Model
 from memo_sim.contract.plan import Decisions
 from memo_sim.contract.units import DTYPE_BYTES
 from memo_sim.program.attention import attention, ring
 from memo_sim.program.attention.ring import DOUBLE_BUFFER_SLOTS
 from memo_sim.program.ir.builder import Access, Rows, TemplateBuilder, accumulates, reads, writes
 from memo_sim.program.ir.instruction import BufferClass, Lane
+from memo_sim.program.ir.kinds import Phase
 from memo_sim.program.ir.work import Collective, Exchange, Gemm, Rowwise
 from memo_sim.program.layers.metp_weights import Bundle, attention_bundle, ffn_bundle
 from memo_sim.program.layout.parameters import Block
 from memo_sim.program.layout.shape import Shape
+from memo_sim.program.layout.skeletal import Fate, Skeletal, norm_statistics
 from memo_sim.program.operators import workspaces as table
 from memo_sim.program.operators.operators import OperatorWriter, RowBlock
 
@@ -233,7 +236,7 @@ class MetpLayer(OperatorWriter):
             count = 2 if self.model.family == "gpt" else 1
             self.builder.own(stats, BufferClass.TRANSIENT, "fp32", self.shape.tokens, count)
         phase, rows = self.builder.phase, (0, self.shape.tokens)
-        self.builder.phase = "rec" if again else phase
+        self.builder.phase = Phase.RECOMPUTE if again else phase
         self.norm(which, source, rows, rows)
         self.builder.phase = phase
 
@@ -369,3 +372,26 @@ class MetpLayer(OperatorWriter):
             tensor = accumulates(run.travelling(self.attn.buffer(part, sums=True)))
             name, lane = f"d_attn.{run.name}.g{part}", self._lane(Lane.COLLECTIVE)
             self.builder.emit(name, "reduce", lane, work, tensor=tensor, total=accumulates(run.own("grads")))
+
+
+def metp_tensors(model: Model, shape: Shape, dtype: str, *, scores: tuple[Skeletal, ...] = ()) -> tuple[Skeletal, ...]:
+    """Return the skeletal tensors of a METP layer: input, attention output of each group of heads, residual.
+
+    With ``keep_norms`` the norms are kept too. Every backward computes the rest again: Q K V, the MLP's tensors (METP's
+    Algorithms 2 and 6), and norms that are not kept. ``scores`` are empty, because METP needs a flash kernel.
+    """
+    tokens = shape.tokens
+
+    def norm(name: str) -> tuple[Skeletal, ...]:
+        if not shape.keep_norms:
+            return ()
+        return (
+            Skeletal(name, tokens, shape.hidden, dtype, Fate.BY_TOKEN),
+            Skeletal(f"{name}_stats", tokens, norm_statistics(model), "fp32", Fate.BY_TOKEN, statistics=True),
+        )
+
+    kept = [Skeletal("x", tokens, shape.hidden, dtype, Fate.WHOLE), *norm("norm1")]
+    for part in range(shape.metp):
+        kept.append(Skeletal(f"attn.g{part}", tokens, shape.q_width, dtype, Fate.WHOLE))
+        kept.append(Skeletal(f"lse.g{part}", tokens, shape.heads, "fp32", Fate.WHOLE, statistics=True))
+    return (*kept, Skeletal("resid", tokens, shape.hidden, dtype, Fate.BY_TOKEN), *norm("norm2"))

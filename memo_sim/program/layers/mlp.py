@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from memo_sim.contract.plan import Decisions
 from memo_sim.program.ir.builder import Rows, reads, writes
+from memo_sim.program.ir.kinds import Phase
 from memo_sim.program.layout.shape import Shape
 from memo_sim.program.layout.skeletal import Skeletal
 from memo_sim.program.operators.operators import OperatorWriter, RowBlock
@@ -100,7 +101,7 @@ class Mlp:
             source = None
             if self.blocked:
                 writer.suffix = f".b{i}"
-                writer.builder.phase = "rec"
+                writer.builder.phase = Phase.RECOMPUTE
                 source = self.first_product(rows)
                 writer.builder.phase = phase
             self._block_backward(rows, grad_out, source)

@@ -11,6 +11,7 @@ from __future__ import annotations
 from memo_sim.contract.plan import Decisions
 from memo_sim.program.attention import attention
 from memo_sim.program.ir.builder import TemplateBuilder
+from memo_sim.program.ir.kinds import Phase
 from memo_sim.program.layout.shape import Shape
 
 
@@ -22,6 +23,6 @@ def rebuilt(shape: Shape) -> frozenset[str]:
 
 def rebuild(builder: TemplateBuilder, decisions: Decisions, shape: Shape) -> None:
     """Write attention's forward once more, right before its backward; ``shape`` is attention's."""
-    phase, builder.phase = builder.phase, "rec"
+    phase, builder.phase = builder.phase, Phase.RECOMPUTE
     attention.forward(builder, decisions, shape)
     builder.phase = phase

@@ -21,11 +21,12 @@ from dataclasses import dataclass
 from memo_sim.contract.plan import Decisions
 from memo_sim.program.ir.builder import TemplateBuilder, reads, writes
 from memo_sim.program.ir.instruction import BufferClass, Families, Family, Lane
+from memo_sim.program.ir.kinds import FamilyKind
 from memo_sim.program.ir.work import Rowwise
 from memo_sim.program.layers.activations import Activations
-from memo_sim.program.layers.layer import LayerWriter
 from memo_sim.program.layout.shape import Shape
 from memo_sim.program.layout.skeletal import Skeletal
+from memo_sim.program.operators.operators import OperatorWriter
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,11 @@ class DeferredWeightGradients:
             return []
         dtype, count = self.decisions.dtype, self.activations.kept_per_layer
         waiting = [(t.name, t.tokens, t.features) for t in self._waiting] + self._gradients
-        return [Family(f"deferred.{n}", BufferClass.SKELETAL, dtype, rows, width, count) for n, rows, width in waiting]
+        kind = FamilyKind.DEFERRED
+        return [
+            Family(f"deferred.{n}", BufferClass.SKELETAL, dtype, rows, width, count, kind=kind)
+            for n, rows, width in waiting
+        ]
 
     def bind(self, builder: TemplateBuilder, families: Families) -> None:
         """Let a backward template write into what waits, where it has buffers of its own otherwise."""
@@ -111,7 +116,7 @@ class DeferredWeightGradients:
             builder.bind(families[f"deferred.{name}"], slot=name)
         builder.bind(families["grad.x"], slot="grad_out")
 
-    def write(self, writer: LayerWriter) -> None:
+    def write(self, writer: OperatorWriter) -> None:
         """Write the weight and bias gradients of a layer, last product first."""
         builder, shape = writer.builder, self.shape
         up = builder.features("d_up")

@@ -1,4 +1,4 @@
-"""Arithmetic on decisions: shapes, rank order, pipeline stages, schedules, partitions, where parameters lie.
+"""Arithmetic on decisions: shapes, rank order, pipeline stages, schedules, partitions, offsets of parameters.
 
-No instruction is written here; everything above reads these sizes instead of working them out again.
+No instruction is written here. All other folders of ``program`` read these sizes instead of computing them again.
 """

@@ -1,7 +1,7 @@
-"""Where a sequence's chunks of attention end (FPDT, Yao et al. 2024), and what cannot go beside them.
+"""Boundaries of chunked attention (FPDT, Yao et al. 2024), and options that are incompatible with it.
 
-A chunk is so many tokens of the sequence, over all ranks of Ulysses; each rank holds its part of every chunk, and the
-last chunk may be shorter.
+A chunk is a run of ``attention_chunk_tokens`` tokens, divided over the ranks of Ulysses: each rank holds its share of
+every chunk. The last chunk may be shorter.
 
       tokens     |      c0      |      c1      |   c2   |
       rank 0     | c0 | c1 | c2 |       rows [first, first + rows) of its own
@@ -13,26 +13,27 @@ from memo_sim.contract.errors import Infeasible
 from memo_sim.contract.plan import Decisions
 
 MOST_CHUNKS = 64
-"""Every chunk of queries meets every one of keys before it: more make programs of millions of instructions."""
+"""Upper limit. Every chunk of queries attends to every earlier chunk of keys, so the number of calls grows with its
+square: more chunks make programs of millions of instructions."""
 
 
 def attention_chunks(decisions: Decisions) -> list[tuple[int, int]]:
-    """Return (first row, rows) of the chunks, in rows of a rank; one that holds all where attention is whole."""
+    """Return (first row, rows) of each chunk, in rows of a rank; one chunk of all rows when attention is whole."""
     total = decisions.local_tokens
     rows = min(decisions.attention_chunk_tokens // decisions.layout.ulysses or total, total)
     return [(first, min(rows, total - first)) for first in range(0, total, rows)]
 
 
 def in_chunks(decisions: Decisions) -> bool:
-    """Return whether attention is played in several chunks."""
+    """Return whether attention runs in several chunks."""
     return 0 < decisions.attention_chunk_tokens < decisions.seq_tokens
 
 
 def check_attention_chunks(decisions: Decisions) -> None:
-    """Refuse chunks beside what has no lowering with them, and chunks that do not fall on row blocks.
+    """Reject options that are incompatible with chunked attention, and chunks that do not end at row blocks.
 
     Raises:
-        Infeasible: naming the decision that has to change, the chunk itself and what no layout changes first.
+        Infeasible: names the decision to change. Chunk sizes are checked first, then decisions that no layout changes.
     """
     if not in_chunks(decisions):
         return

@@ -1,4 +1,7 @@
-"""What goes beside METP and what does not: it divides tokens as context parallelism does, weights as tp does."""
+"""Options that are compatible with METP.
+
+METP divides tokens like context parallelism and weights like tensor parallelism, so it excludes both of them.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +9,14 @@ from memo_sim.contract.errors import Infeasible
 from memo_sim.contract.plan import Decisions, Schedule
 
 METP_SCHEDULES: tuple[Schedule, ...] = ("gpipe", "1f1b", "interleaved")
-"""Orders of a pipeline's passes that leave weight gradients where METP computes them: beside their data gradients."""
+"""Pipeline schedules that do not defer weight gradients: METP computes them beside the data gradients."""
 
 
 def check_metp(decisions: Decisions) -> None:
-    """Refuse what has no lowering beside METP.
+    """Reject options that are incompatible with METP.
 
     Raises:
-        Infeasible: naming the first of them.
+        Infeasible: names the first incompatible option.
     """
     layout = decisions.layout
     if layout.metp == 1:

@@ -1,15 +1,20 @@
-"""Multiplexed sequence partitioning (SPPO 6.2): which tasks of a pipeline's fill and drain are cut, and who plays what.
+"""Multiplexed sequence partitioning (SPPO 6.2): divides tasks of the pipeline's fill and drain among idle stages.
 
-Stage i plays subsequence x in wave x + i. In the first waves later stages have nothing to do, in the last ones earlier
-stages. There the rows of every task are shared, so that all stages of a wave end together: the wave's forward work is
-divided by the number of stages, a stage with a task keeps so much of its own, and what is above that lies end to end on
-those without. They play the first rows of a subsequence, whose keys are all known, and its own stage the last:
+Stage i computes subsequence x in wave x + i. Later stages are idle in the first waves, and earlier stages in the last
+waves. In these waves idle stages become helper stages: they compute rows of the other stages' tasks, so that all stages
+of a wave end together. The rows are divided as follows:
 
-      p 4, wave 2     stage 0  s2 ...... ++      three tasks, 3/4 of one for each stage; ++ is played by stage 3,
-                      stage 1  s1 ...... ++      before the rows of the task that stay at home
+- The level is the forward work of the wave divided by its number of stages. The owner stage of a task keeps at most
+  that much work; a task with less work stays whole.
+- The work above the level fills the idle stages, one after the other.
+- A helper stage computes the first rows of a subsequence, because all of their keys are known. The owner computes the
+  last rows.
+
+      p 4, wave 2     stage 0  s2 ...... ++      three tasks, 3/4 of one for each stage; stage 3 computes ++,
+                      stage 1  s1 ...... ++      which are rows before those that stay with the owner
                       stage 2  s0 ...... ++
 
-A stage is a guest or has a task of its own, never both; the paper's maps say who may be whose guest (Table 3).
+In one wave a stage is a helper or has a task of its own, never both. Table 3 of the paper maps helpers to owners.
 """
 
 from __future__ import annotations
@@ -25,12 +30,12 @@ from memo_sim.program.layout.partition import earlier_tokens, partition
 from memo_sim.program.layout.shape import Shape
 
 MULTIPLEXED_SCHEDULES: tuple[Schedule, ...] = ("gpipe", "1f1b")
-"""The orders of passes whose bubble nothing else fills."""
+"""Schedules whose bubble is not filled by virtual stages or deferred weight gradients."""
 
 
 @dataclass(frozen=True, slots=True)
 class Portion:
-    """Rows [first, first + tokens) of a subsequence that ``stage`` plays."""
+    """Rows [first, first + tokens) of a subsequence, which ``stage`` computes."""
 
     stage: int
     first: int
@@ -43,7 +48,7 @@ class Portion:
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One subsequence through one stage's layers; its pieces in the order of rows, the stage's own last."""
+    """One subsequence through the layers of one stage; ``portions`` are in the order of rows, the owner's last."""
 
     subsequence: int
     stage: int
@@ -51,21 +56,21 @@ class Task:
 
     @property
     def own(self) -> Portion:
-        """The rows that stay at home."""
+        """The rows that the owner stage computes."""
         return self.portions[-1]
 
     @property
     def helpers(self) -> tuple[Portion, ...]:
-        """The rows that other stages play."""
+        """The rows that helper stages compute."""
         return self.portions[:-1]
 
 
 def check(decisions: Decisions) -> None:
-    """Refuse a multiplexed layout that has no lowering.
+    """Reject layouts that cannot be multiplexed.
 
     Raises:
-        Infeasible: for one stage, fewer subsequences than stages, several micro-batches, an order of passes other than
-            gpipe's or 1F1B's, and an eager framework.
+        Infeasible: with one stage, fewer subsequences than stages, several micro-batches, a schedule other than gpipe
+            or 1f1b, or the memory policy of an eager framework.
     """
     layout, batches, policy = decisions.layout, decisions.micro_batches, decisions.memory_policy
     rules: tuple[tuple[bool, str, str, object, str], ...] = (
@@ -93,9 +98,9 @@ def check(decisions: Decisions) -> None:
 
 
 def cut_tasks(decisions: Decisions) -> dict[tuple[int, int], Task]:
-    """Return the tasks that guests play rows of, by (subsequence, stage), wave by wave; none without multiplexing.
+    """Return the tasks that have helpers, by (subsequence, stage), in the order of waves; none without multiplexing.
 
-    Rows of guests are whole granules, as long as at least one granule stays at home.
+    A helper's rows are whole granules. At least the last granule stays with the owner.
     """
     layout = decisions.layout
     if not layout.multiplexed:
@@ -115,7 +120,7 @@ def cut_tasks(decisions: Decisions) -> dict[tuple[int, int], Task]:
 def _shared(
     decisions: Decisions, parts: Sequence[int], tasks: Sequence[tuple[int, int]], idle: Sequence[int]
 ) -> Iterator[Task]:
-    """Yield the tasks (subsequence, stage) of a wave with what ``idle`` stages take of them."""
+    """Yield the tasks (subsequence, stage) of a wave, with the portions that ``idle`` stages compute."""
     k, granule = earlier_tokens(decisions.model), decisions.swap_granule
     starts = (0, *accumulate(parts))
     works = [_work(starts[x + 1], k) - _work(starts[x], k) for x, _ in tasks]
@@ -139,7 +144,7 @@ def _shared(
 
 
 def _level(works: Sequence[float], idle: int) -> float:
-    """Return the work that each stage of a wave has once those with more have given it to the idle ones."""
+    """Return the level: the work of each stage after stages with more work have given the rest to the idle ones."""
     above = sorted(works, reverse=True)
     while above[-1] < (level := sum(above) / (len(above) + idle)):
         above.pop()
@@ -147,24 +152,27 @@ def _level(works: Sequence[float], idle: int) -> float:
 
 
 def _work(tokens: float, k: float) -> float:
-    """Return the forward work of the first tokens of a sequence, in products of one token (``partition.py``)."""
+    """Return the forward work of the first ``tokens`` tokens of a sequence; unit: the products of one token.
+
+    ``partition.py`` has the formula.
+    """
     return tokens + tokens * tokens / (2 * k)
 
 
 def _tokens(work: float, k: float) -> float:
-    """Return how many of the first tokens have so much forward work."""
+    """Return how many tokens from the start of a sequence have ``work`` forward work; the inverse of ``_work``."""
     return sqrt(k * k + 2 * k * work) - k
 
 
 def swapped_by_owner(swapped: int, tokens: int, own: Portion, granule: int) -> int:
-    """Return the swapped tokens of a task's own rows: the same share of them, in whole granules."""
+    """Return the swapped tokens among the owner's rows: the same share as of the whole task, in whole granules."""
     return own.tokens if swapped == tokens else min(own.tokens, swapped * own.tokens // tokens // granule * granule)
 
 
 def boundaries(decisions: Decisions, subsequence: int, swapped: int) -> set[int]:
-    """Return the rows of a subsequence before which any stage cuts it, where ``swapped`` of its tokens are swapped.
+    """Return the rows before which any stage cuts a subsequence that has ``swapped`` swapped tokens.
 
-    Under tokenwise recompute a stage's own rows are cut once more, where recompute begins.
+    Tokenwise recompute cuts the owner's rows once more, at the row where recompute begins.
     """
     granule, found = decisions.swap_granule, set()
     for task in cut_tasks(decisions).values():

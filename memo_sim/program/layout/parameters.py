@@ -1,8 +1,11 @@
-"""Where each parameter lies in its block: ``embed``, one block a layer, ``head``; matrices (decayed) before vectors.
+"""Offsets and shapes of the parameters in their block: ``embed``, one block for each layer, and ``head``.
 
-Blocks are flat: element ranges, features 1, so that an optimizer sees two runs (decay, no decay) and a checkpoint
-sees names. Names inside a layer are ours; ``memo_exec`` maps them to Hugging Face's. Vectors whose gradient a
-tensor-parallel rank computes in part come last, so that one all-reduce completes them.
+A block is a flat range of elements (features 1): first the matrices, which have weight decay, then the vectors. An
+optimizer therefore sees two runs (decay, no decay), while a checkpoint sees names. Names inside a layer are memo's own;
+``memo_exec`` maps them to those of Hugging Face.
+
+For some vectors each tensor-parallel rank computes only a part of the gradient. They come last, so that one all-reduce
+completes them.
 """
 
 from __future__ import annotations
@@ -16,19 +19,19 @@ from memo_sim.contract.plan import Decisions
 
 
 class Part(IntEnum):
-    """What part of a parameter's gradient a tensor-parallel rank computes."""
+    """The part of a parameter's gradient that a tensor-parallel rank computes."""
 
     WHOLE = 0
-    """All of its own: a divided parameter, or one whose gradient every rank computes in full."""
+    """The whole gradient: the parameter is divided over ranks, or every rank computes the gradient in full."""
     TOKENS = 1
-    """Of its token shard, with sequence parallelism; without it in full."""
+    """The gradient over the rank's token shard with sequence parallelism, in full without."""
     HEADS = 2
-    """Of its heads."""
+    """The gradient over the rank's heads."""
 
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """One tensor of a block: shape on one rank, first element in the block, whether weight decay applies."""
+    """One tensor of a block: its shape on one rank, its first element in the block, and whether it has weight decay."""
 
     name: str
     shape: tuple[int, ...]
@@ -44,7 +47,7 @@ class Parameter:
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """The parameters that are stored together."""
+    """Parameters that are stored together in one flat buffer."""
 
     name: str
     parameters: tuple[Parameter, ...]
@@ -56,16 +59,16 @@ class Block:
 
     @property
     def decayed_elements(self) -> int:
-        """Number of leading elements under weight decay."""
+        """Number of elements with weight decay, which come first."""
         return sum(p.elements for p in self.parameters if p.decay)
 
     def partial_elements(self, *, sequence_parallel: bool) -> int:
-        """Return how many trailing elements have gradients that tensor-parallel ranks must sum."""
+        """Return the number of elements, at the block's end, whose gradients tensor-parallel ranks must sum."""
         least = Part.TOKENS if sequence_parallel else Part.HEADS
         return sum(p.elements for p in self.parameters if p.part >= least)
 
     def find(self, name: str) -> Parameter | None:
-        """Return the parameter called ``name``, or None where the model has none (a bias, say)."""
+        """Return the parameter called ``name``, or None when the model has none (for example a bias)."""
         return next((p for p in self.parameters if p.name == name), None)
 
 
@@ -86,9 +89,9 @@ def _block(name: str, matrices: Matrices, vectors: Vectors) -> Block:
 
 
 def embed_block(model: Model, tp: int, *, positions: bool = True) -> Block:
-    """Return the embedding block: the vocabulary's rows of this rank, and learned positions.
+    """Return the embedding block: this rank's rows of the vocabulary, and learned positions.
 
-    The head's stage, where it is tied to an embedding on another, has no use for ``positions``.
+    ``positions`` is false for the copy on the last pipeline stage, whose tied classifier reads only the token rows.
     """
     matrices: Matrices = [("tokens.weight", (-(-model.vocab // tp), model.hidden))]
     if model.learned_positions and positions:
@@ -97,7 +100,7 @@ def embed_block(model: Model, tp: int, *, positions: bool = True) -> Block:
 
 
 def layer_block(model: Model, tp: int) -> Block:
-    """Return one transformer layer's block; matrices are (out, in), Q, K, V packed in that order."""
+    """Return the block of one transformer layer; matrices are (out, in), and Q, K, V are packed in that order."""
     h, f = model.hidden, model.ffn_hidden // tp
     q, kv = model.q_width // tp, model.kv_width // tp
     up = 2 * f if model.gated else f
@@ -121,7 +124,7 @@ def layer_block(model: Model, tp: int) -> Block:
 
 
 def head_block(model: Model, tp: int) -> Block:
-    """Return the final norm and, unless it is tied to the embedding, the classifier."""
+    """Return the block of the final norm and of the classifier, unless the classifier is tied to the embedding."""
     matrices: Matrices = []
     if not model.tied_embeddings:
         matrices.append(("classifier.weight", (-(-model.vocab // tp), model.hidden)))
@@ -132,9 +135,9 @@ def head_block(model: Model, tp: int) -> Block:
 
 
 def half_gradients(decisions: Decisions) -> bool:
-    """Return whether gradients are summed in fp16, micro-batch by micro-batch and over ranks, instead of fp32.
+    """Return whether gradients are summed in fp16 instead of fp32, both over micro-batches and over ranks.
 
-    Megatron-LM forces fp32 for bf16 alone; with fp16 its ``--accumulate-allreduce-grads-in-fp32`` is off unless asked
-    for (``megatron/training/arguments.py``), and a product's result is added to the sum by a kernel of its own.
+    Megatron-LM forces fp32 sums only for bf16. With fp16 its ``--accumulate-allreduce-grads-in-fp32`` is off by default
+    (``megatron/training/arguments.py``), and a separate kernel adds the result of each product to the sum.
     """
     return decisions.dtype == "fp16" and decisions.memory_policy == "eager"

@@ -1,12 +1,13 @@
-"""How a sequence is cut into subsequences: how many tokens each has, and how many of them are swapped.
+"""Partition of a sequence into subsequences: the tokens of each one, and how many of these are swapped.
 
-A token's forward work in a layer grows with its position: c for the products, a for every earlier key. Tokens before x
-cost W(x) = c x + a x^2 / 2, so N parts of equal work end where W(x_i) = i W(S) / N (SPPO 4, TeraPipe 3.3):
+The forward work of a token in a layer grows with its position: c for the products, and a for every earlier key. The
+first x tokens cost W(x) = c x + a x^2 / 2. N subsequences of equal work on a sequence of S tokens therefore end where
+W(x_i) = i W(S) / N (SPPO 4, TeraPipe 3.3):
 
     x_i = sqrt(k^2 + (2 k S + S^2) i / N) - k,    k = c / a
 
-With S = 8 granules, k = 4 and N = 2 the first part has 5.2 of them, the second 2.8; in whole granules 5 and 3. Layers
-alone are counted: every stage has as many, the head is the last stage's.
+Example: with S = 8 granules, k = 4 and N = 2 the first subsequence has 5.2 granules and the second 2.8, which round to
+5 and 3. Only layers count, because every stage has the same number of them; the head is on the last stage alone.
 """
 
 from __future__ import annotations
@@ -19,14 +20,14 @@ from memo_sim.contract.model import Model
 from memo_sim.contract.plan import Decisions
 
 PRICE_AGAIN = "the plan was edited: memo-sim what-if with MODEL and --seq-len makes another"
-"""What to do with a plan file whose numbers no search would have written."""
+"""Hint for a plan file that contains numbers no search writes."""
 
 
 def partition(decisions: Decisions) -> tuple[int, ...]:
     """Return the tokens of each subsequence of one rank's micro-batch, in order.
 
-    Multiples of the swap granule, but for the last one where the micro-batch is none; no part is longer than the one
-    before it.
+    Each is a multiple of the swap granule, except the last when the micro-batch itself is no multiple. No subsequence
+    is longer than the one before it.
 
     Raises:
         Infeasible: when there are fewer granules than subsequences.
@@ -58,7 +59,7 @@ def swapped_parts(decisions: Decisions) -> tuple[int, ...]:
 
     Raises:
         Infeasible: as ``partition``.
-        BadInput: when swapped tokens end inside a granule: no search asks for that, only a file can.
+        BadInput: when swapped tokens end inside a granule. No search writes such a plan; only an edited file has it.
     """
     parts, each, swapped = partition(decisions), decisions.subsequence_swapped_tokens, decisions.swapped_tokens
     if not each:
@@ -76,20 +77,20 @@ def swapped_parts(decisions: Decisions) -> tuple[int, ...]:
 
 
 def earlier_tokens(model: Model) -> float:
-    """Return k: how many earlier keys cost a token as much as its products do, in FLOPs of a layer's forward."""
+    """Return k: the number of earlier keys at which attention costs a token the same forward FLOPs as the products."""
     return 2.0 * model.layer_matrix_params / (4.0 * model.q_width)
 
 
 def balanced(length: float, parts: int, k: float) -> list[float]:
-    """Return lengths of equal work: c for each unit and a for each unit before it, k = c / a."""
+    """Return lengths of equal work, when a unit costs c plus a for each unit before it, and k = c / a."""
     ends = [sqrt(k * k + (2 * k * length + length * length) * i / parts) - k for i in range(parts + 1)]
     return [after - before for before, after in pairwise(ends)]
 
 
 def _whole(ideal: list[float], total: int) -> list[int]:
-    """Return whole numbers of one at least that sum to ``total``, next to ``ideal`` ones that never grow.
+    """Round ``ideal`` sizes, which never grow, to whole numbers of at least 1 that sum to ``total``.
 
-    What rounding down leaves goes to the largest remainders; what rounding up to one took comes from the longest.
+    Units lost by rounding down go to the largest remainders. Units gained by rounding up to 1 come from the longest.
     """
     sizes = [max(1, int(size)) for size in ideal]
     left = total - sum(sizes)

@@ -1,11 +1,17 @@
-"""The order of ranks in a layout, for prices and for process groups alike.
+"""Order of ranks in a layout: the mesh coordinates of a rank and the members of its groups.
 
-Ranks count tensor-parallel first, then METP, Ulysses, context-parallel, data-parallel, pipeline stages last, so the
-ranks of a group are so many ranks apart:
+Both the prices of collectives and the process groups use this order. The tensor-parallel coordinate varies fastest,
+then METP, Ulysses, context-parallel and data-parallel; the pipeline stage varies slowest. The stride of a group is the
+distance between its consecutive ranks:
 
-    tp 1   metp tp   ulysses tp*metp   cp tp*metp*ulysses   dp tp*metp*ulysses*cp   pp what is left
-    grads (all that hold the same parameters of a layer: ulysses x cp x dp) tp*metp
-    ends (all that hold the same embedding and head: metp x ulysses x cp x dp) tp
+    tp        1
+    metp      tp
+    ulysses   tp*metp
+    cp        tp*metp*ulysses
+    dp        tp*metp*ulysses*cp
+    pp        tp*metp*ulysses*cp*dp
+    grads     tp*metp    ranks that hold the same parameters of a layer: ulysses x cp x dp
+    ends      tp         ranks that hold the same embedding and head: metp x ulysses x cp x dp
 
     tp 4, cp 2, dp 2:   tp group of rank 0: 0 1 2 3    cp: 0 4    dp: 0 8    grads: 0 4 8 12
 """
@@ -17,10 +23,10 @@ from math import prod
 from memo_sim.contract.plan import Layout
 
 AXES = ("tp", "metp", "ulysses", "cp", "dp", "pp")
-"""Axes of a layout, neighbouring ranks first."""
+"""Axes of a layout, the fastest-varying one first."""
 
 TIED = "tied"
-"""The group of the first pipeline stage and the last."""
+"""The group of one rank on the first and one on the last pipeline stage, which hold a tied embedding."""
 GRADS = "grads"
 """The group that spans ulysses, cp and dp."""
 ENDS = "ends"
@@ -28,7 +34,7 @@ ENDS = "ends"
 
 
 def stride(group: str, layout: Layout) -> int:
-    """Return how many ranks apart consecutive ranks of ``group`` (an axis, ``grads`` or ``ends``) are."""
+    """Return the distance between consecutive ranks of ``group``: an axis, ``grads``, ``ends`` or ``tied``."""
     if group == TIED:
         return stride("pp", layout) * max(1, layout.pp - 1)
     first = {GRADS: "ulysses", ENDS: "metp"}.get(group, group)
@@ -36,7 +42,7 @@ def stride(group: str, layout: Layout) -> int:
 
 
 def degree(group: str, layout: Layout) -> int:
-    """Return how many ranks ``group`` has."""
+    """Return the number of ranks in ``group``."""
     if group == TIED:
         return min(2, layout.pp)
     if group == ENDS:
@@ -45,12 +51,12 @@ def degree(group: str, layout: Layout) -> int:
 
 
 def coordinate(group: str, layout: Layout, rank: int) -> int:
-    """Return which of its group's ranks ``rank`` is."""
+    """Return the mesh coordinate of ``rank``: its index in its ``group``."""
     return rank // stride(group, layout) % degree(group, layout)
 
 
 def members(group: str, layout: Layout, rank: int) -> list[int]:
-    """Return the ranks of the group that ``rank`` is in, in order of their coordinates."""
+    """Return the ranks of ``rank``'s group, in the order of their coordinates."""
     step = stride(group, layout)
     first = rank - coordinate(group, layout, rank) * step
     return [first + i * step for i in range(degree(group, layout))]

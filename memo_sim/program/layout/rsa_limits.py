@@ -1,4 +1,4 @@
-"""What goes beside ring self-attention and what does not: its scores are written, and stay where they are."""
+"""Options that are compatible with ring self-attention, which writes scores to memory and never moves them."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from memo_sim.contract.plan import Decisions
 
 
 def check_rsa(decisions: Decisions) -> None:
-    """Refuse what has no lowering beside ring self-attention.
+    """Reject options that are incompatible with ring self-attention.
 
     Raises:
-        Infeasible: naming the first of them.
+        Infeasible: names the first incompatible option.
     """
     layout = decisions.layout
     if layout.cp_exchange != "rsa":

@@ -1,4 +1,4 @@
-"""The sizes one rank sees: tokens and features after the layout has divided them."""
+"""Sizes on one rank: tokens and features after the layout has divided them, and the checks that they divide."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from memo_sim.program.layout.rsa_limits import check_rsa
 
 MOST_LOSS_CHUNKS = 2**16
 MOST_MLP_CHUNKS = 2**10
-"""In every layer, forward and backward: more than that makes programs of millions of instructions."""
+"""Upper limit for every layer, forward and backward; more chunks make programs of millions of instructions."""
 DEGREES_NAMED = 3
-"""Degrees that a refusal names as ones that do divide."""
+"""Number of dividing degrees that an error message suggests."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
     """Per-rank sizes of one micro-batch.
 
-    ``tokens``: of the rank's context-parallel, METP and Ulysses shard (all sequences of the micro-batch folded);
-    ``shard_tokens``: of the sequence-parallel shard of it (= tokens without sequence parallelism). Widths are features
-    after tensor parallelism, under METP of one of its parts.
+    ``tokens`` counts the rank's context-parallel, METP and Ulysses shard, over all sequences of the micro-batch.
+    ``shard_tokens`` counts the sequence-parallel shard of those (equal to ``tokens`` without sequence parallelism).
+    Widths are features after tensor parallelism, or of one METP rank's shard.
     """
 
     tokens: int
@@ -44,19 +44,19 @@ class Shape:
     gathered: bool
     """Whether sequence parallelism shards tokens outside of the tensor-parallel products."""
     cp_rank: int = 0
-    """Which of the context-parallel (or METP's) ranks; they differ in the keys that are before theirs (``ring.py``)."""
+    """Coordinate among context-parallel (or METP) ranks, which have different earlier keys (``attention/ring.py``)."""
     start: int = 0
-    """The micro-batch's tokens before these, where these are a subsequence of it (``subsequence.py``)."""
+    """Tokens of the micro-batch before this subsequence; 0 without subsequences (``subsequence.py``)."""
     kv_cache_tokens: int = 0
-    """Tokens of the whole micro-batch, whose keys and values are carried; 0 where it is not cut into subsequences."""
+    """Tokens of the KV cache: those of the whole micro-batch, or 0 without subsequences."""
     sums: tuple[int, ...] = ()
-    """Ends of the runs of them whose gradients are summed in a buffer each; all in one where there are none."""
+    """Ends of the runs of KV cache tokens that sum their gradients in one buffer; empty for one buffer of all."""
 
     metp: int = 1
     keep_norms: bool = False
     """Whether METP keeps the results of both norms."""
     ring: Literal["cp", "metp"] = "cp"
-    """Which group's ring the ``cp`` ranks are: within METP's heads it is METP's (``metp.py``)."""
+    """The group that forms the ring of the ``cp`` ranks; "metp" inside METP's attention (``layers/metp.py``)."""
 
     @property
     def qkv_width(self) -> int:
@@ -65,7 +65,7 @@ class Shape:
 
     @property
     def attention(self) -> Shape:
-        """The sizes inside attention: Ulysses exchanges tokens of this rank for those of its heads."""
+        """The sizes inside attention, where Ulysses holds all tokens of a part of the heads."""
         degree = self.ulysses
         return replace(
             self,
@@ -77,17 +77,16 @@ class Shape:
         )
 
     def shard(self, tokens: int) -> int:
-        """Return how many sequence-parallel shard tokens stand for ``tokens`` of the whole."""
+        """Return how many of ``tokens`` tokens this rank's sequence-parallel shard holds."""
         return tokens // self.tp if self.gathered else tokens
 
 
 def shape_of(decisions: Decisions, *, cp_rank: int | None = None) -> Shape:
-    """Return the per-rank sizes of ``decisions``, as the representative of the context-parallel ranks has them.
+    """Return the per-rank sizes of ``decisions`` on the representative context-parallel rank, or on ``cp_rank``.
 
     Raises:
-        Infeasible: when the layout does not divide the model or the sequence, or names a degree that no lowering
-            plays yet.
-        BadInput: when swapped tokens end inside a row block: no search asks for that, only a file can.
+        Infeasible: when the layout does not divide the model or the sequence, or combines incompatible options.
+        BadInput: when swapped tokens end inside a row block. No search writes such a plan; only an edited file has it.
     """
     model, layout = decisions.model, decisions.layout
     check_metp(decisions)
@@ -140,7 +139,7 @@ def shape_of(decisions: Decisions, *, cp_rank: int | None = None) -> Shape:
 
 
 def _check_bidirectional(decisions: Decisions) -> None:
-    """Refuse what only causal attention has: earlier keys alone, gathered or carried, and written scores."""
+    """Reject forms of attention that need a causal mask: all-gather, subsequences and plain attention."""
     if not decisions.model.bidirectional:
         return
     layout = decisions.layout
@@ -160,7 +159,7 @@ def _check_bidirectional(decisions: Decisions) -> None:
 
 
 def _check_subsequences(decisions: Decisions) -> None:
-    """Refuse what cannot go beside subsequences: they are runs of one whole sequence, on one rank or its tp group."""
+    """Reject options that are incompatible with subsequences: these divide one whole sequence of a rank or tp group."""
     layout, count = decisions.layout, decisions.layout.subsequences
     swaps = decisions.swapped_tokens > 0 or decisions.recompute == "tokenwise"
     if decisions.offload_window and (count == 1 or not swaps):
@@ -205,7 +204,7 @@ def _check_subsequences(decisions: Decisions) -> None:
 
 def _check_swapped(decisions: Decisions, tokens: int) -> None:
     swapped, granule = decisions.swapped_tokens, decisions.swap_granule
-    several = decisions.layout.subsequences > 1  # each has row blocks of its own (``partition.py``)
+    several = decisions.layout.subsequences > 1  # ``partition.py`` checks the row blocks of each subsequence
     if swapped > tokens or (swapped % granule and swapped != tokens and not several):
         raise BadInput(
             "swapped_tokens does not fall on a row block",
@@ -239,7 +238,7 @@ def _check_mlp_blocks(decisions: Decisions, tokens: int) -> None:
 
 
 def _check_size(decisions: Decisions, tokens: int) -> None:
-    """Refuse a micro-batch whose program would never be finished: it grows with the loss's chunks."""
+    """Reject micro-batches with too many tokens or loss chunks, because the program grows with both."""
     if tokens > MOST_TOKENS:
         raise Infeasible(
             "a rank's micro-batch has too many tokens",
@@ -259,7 +258,7 @@ def _check_size(decisions: Decisions, tokens: int) -> None:
 
 
 def _degree_divides(what: str, value: int, by: str, degree: int) -> None:
-    """Refuse a degree that does not divide a size of the model, and name the largest below it that do."""
+    """Reject a degree that does not divide a size of the model; suggest the largest smaller degrees that do."""
     fewer = [str(each) for each in range(degree - 1, 0, -1) if value % each == 0][:DEGREES_NAMED]
     _divides(what, value, by, degree, hint=f"{by} = {' or '.join(fewer)} divides {what}")
 

@@ -1,7 +1,7 @@
-"""Which layers a rank's stage holds, and what stands before and after its chunks of them.
+"""Pipeline stages: the layers that a stage holds in chunks, and its neighbours before and after each chunk.
 
-Layers go round the stages in equal chunks: chunk c of stage s of p has the (c*p + s)-th run of layers. Without pipeline
-stages there is one chunk of all layers.
+Equal chunks of layers are dealt out to the stages in turn: chunk c of stage s of p is the (c*p + s)-th run of layers.
+Without pipeline parallelism there is one chunk of all layers.
 
       8 layers, p 2, 2 chunks a stage      stage 0: [l0 l1] [l4 l5]      stage 1: [l2 l3] [l6 l7]
 """
@@ -17,10 +17,11 @@ from memo_sim.program.layout import multiplex
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """One role's share of the model; ``layers`` are numbers of the model's layers, and a layer's place there is local.
+    """The layers of one pipeline stage.
 
-    Boundaries are the points before, between and after the layers of each chunk: chunk c's first is ``c`` more than the
-    local number of its first layer.
+    ``layers`` are numbers in the model; the local number of a layer is its index in ``layers``. Boundaries are the
+    points before, between and after the layers of each chunk. The first boundary of chunk c is the local number of the
+    chunk's first layer plus c.
     """
 
     index: int
@@ -30,27 +31,27 @@ class Stage:
 
     @property
     def name(self) -> str:
-        """The role's name."""
+        """The name of the stage's program."""
         return "rank" if self.stages == 1 else f"stage{self.index}"
 
     @property
     def first(self) -> bool:
-        """Whether it holds the embedding."""
+        """Whether this stage holds the embedding."""
         return self.index == 0
 
     @property
     def last(self) -> bool:
-        """Whether it holds the head."""
+        """Whether this stage holds the head."""
         return self.index == self.stages - 1
 
     @property
     def chunk_layers(self) -> int:
-        """Layers of one chunk."""
+        """Number of layers in one chunk."""
         return len(self.layers) // self.chunks
 
     @property
     def boundaries(self) -> int:
-        """Points before, between and after the layers of all chunks."""
+        """Number of points before, between and after the layers of all chunks."""
         return len(self.layers) + self.chunks
 
     def chunk(self, number: int) -> range:
@@ -66,35 +67,35 @@ class Stage:
         return layer + self.chunk_of(layer) + after
 
     def ends_chunk(self, layer: int) -> bool:
-        """Return whether a layer (local number) is its chunk's last."""
+        """Return whether a layer (local number) is the last of its chunk."""
         return (layer + 1) % self.chunk_layers == 0
 
     def begins_model(self, layer: int) -> bool:
-        """Return whether the embedding stands before a layer (local number)."""
+        """Return whether the embedding comes directly before a layer (local number)."""
         return self.layers[layer] == 0
 
     def ends_model(self, layer: int) -> bool:
-        """Return whether the head stands behind a layer (local number)."""
+        """Return whether the head comes directly after a layer (local number)."""
         return self.last and layer == len(self.layers) - 1
 
     def source(self, chunk: int) -> int | None:
-        """Return the stage that hands a chunk its input, None where the embedding does."""
+        """Return the stage that sends a chunk its input; None when the input is the embedding's output."""
         if self.first and chunk == 0:
             return None
         return (self.index - 1) % self.stages
 
     def target(self, chunk: int) -> int | None:
-        """Return the stage that takes a chunk's output, None where the head does."""
+        """Return the stage that receives a chunk's output; None when the head on this stage reads it."""
         if self.last and chunk == self.chunks - 1:
             return None
         return (self.index + 1) % self.stages
 
 
 def stages_of(decisions: Decisions) -> tuple[Stage, ...]:
-    """Return the stages of a layout, first to last; one without pipeline.
+    """Return the stages of a layout, from first to last; one stage without pipeline parallelism.
 
     Raises:
-        Infeasible: when the layers, or the micro-batches, do not divide as the schedule needs them to.
+        Infeasible: when the schedule cannot divide the layers or the micro-batches evenly, or excludes another option.
     """
     layout, layers = decisions.layout, decisions.model.layers
     _check(decisions)

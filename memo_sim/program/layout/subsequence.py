@@ -1,12 +1,12 @@
-"""A rank's micro-batch cut into subsequences: what each of them is, and how its own buffers and templates are named.
+"""Subsequences of a rank's micro-batch: the sizes of each one, and the suffix of its buffers and templates.
 
-Subsequences follow each other through every layer. Each has templates of its own, because attention of a later one
-meets more keys, and buffers as long as it is; what they take in turn (rounding buffers) has room for the longest.
+Subsequences pass through every layer one after the other. Each has its own templates, because attention of a later one
+reads more keys, and its own buffers, as long as it is. Rounding buffers are shared and have room for the longest.
 
     N 3     | s0 .......... | s1 ...... | s2 .... |      s1: start = tokens of s0, keys before it = start
 
-Gradients of keys and values are summed in one buffer for a run of subsequences, of an eighth of the tokens at least: it
-is free once backward has left the first of them.
+A run of subsequences, with at least an eighth of all tokens, shares one buffer that sums the gradients of keys and
+values. The buffer is free after the backward of the run's first subsequence.
 """
 
 from __future__ import annotations
@@ -20,26 +20,26 @@ from memo_sim.program.layout.partition import partition, swapped_parts
 from memo_sim.program.layout.shape import Shape
 
 RUNS = 8
-"""The most that a sequence is cut into where gradients of its keys are summed. Attention's backward takes earlier keys
-by these runs: more would leave a device's kernels less than they need, and make programs longer."""
+"""Upper limit of runs in a sequence. Attention's backward makes one call for each run of earlier keys. More runs would
+make kernels too small to use a device well, and programs longer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Subsequence:
-    """One of them; the only one holds the whole micro-batch, and nothing is named after it."""
+    """One subsequence; without a cut the only one is the whole micro-batch, and names have no suffix."""
 
     number: int
     count: int
     shape: Shape
-    """Sizes of this one's rows."""
+    """Sizes of this subsequence."""
     room: Shape
-    """Sizes of the longest one's."""
+    """Sizes of the longest subsequence, for buffers that all of them share."""
     swapped: int
     """Tokens whose skeletal tensors are swapped."""
 
     @property
     def suffix(self) -> str:
-        """Ends the names of what is this one's own."""
+        """End of the names of this subsequence's own buffers and templates."""
         return f".s{self.number}" if self.count > 1 else ""
 
 
@@ -47,7 +47,8 @@ def subsequences_of(decisions: Decisions, shape: Shape) -> tuple[Subsequence, ..
     """Return the subsequences in order; ``shape`` has the sizes of the whole micro-batch.
 
     Raises:
-        Infeasible: as ``partition`` and ``swapped_parts``.
+        Infeasible: as in ``partition`` and ``swapped_parts``.
+        BadInput: as in ``swapped_parts``.
     """
     parts, swapped = partition(decisions), swapped_parts(decisions)
     if len(parts) == 1:
@@ -67,7 +68,10 @@ def subsequences_of(decisions: Decisions, shape: Shape) -> tuple[Subsequence, ..
 
 
 def _runs(parts: Sequence[int]) -> tuple[int, ...]:
-    """Return where runs of whole subsequences end: each is as long as an eighth of all tokens, or longer."""
+    """Return the ends of the runs of whole subsequences; a run has at least an eighth of all tokens.
+
+    The last run may have less.
+    """
     ends, begun = [], 0
     for end in accumulate(parts):
         if (end - begun) * RUNS >= sum(parts) or end == sum(parts):

@@ -1,15 +1,16 @@
-"""The order in which layers are visited, and what it implies for two rounding buffers.
+"""Swap schedule: which layers must swap their skeletal tensors, and when copies to and from the host start.
 
-A visit is one layer's forward or backward of one micro-batch (``schedule.py`` orders the passes they belong to). Layer
-l keeps its skeletal tensors in rounding buffer l % 2 (MEMO 4.1, Figure 5); whether it has to be swapped follows from
-the order: it has, when another layer writes the same buffer before the layer's own backward. In MEMO's order all layers
-but the last two are; nothing here knows that.
+A layer pass is one layer's forward or backward of one micro-batch and subsequence (``schedule.py`` orders the passes of
+a stage). Layer l keeps its skeletal tensors in rounding buffer l % 2 (MEMO 4.1, Figure 5). A layer must be swapped when
+another layer writes the same buffer before the layer's own backward. In MEMO's order these are all layers but the last
+two. The code derives this from the order of layer passes and does not assume it.
 
     forward  l0 l1 l2 l3 | backward l3 l2 l1 l0      buffer 0: l0 l2 . . l2 . l0,  buffer 1: l1 l3 l3 . l1 .
                                                      -> l0 and l1 were overwritten, l2 and l3 were not
 
-Subsequences follow each other through the same layers, so what counts with them is the number of a layer's forward
-among all forwards of the stage: otherwise the last of an odd number of layers and the first would share a buffer.
+Subsequences pass through the same layers one after the other. With them, the buffer alternates over all layer forwards
+of the stage instead of over layer numbers. Otherwise, with an odd number of layers, the last layer of one subsequence
+and the first layer of the next would share a buffer.
 """
 
 from __future__ import annotations
@@ -37,12 +38,12 @@ class LayerPass:
 
     @property
     def key(self) -> Key:
-        """Whose activations it makes or reads."""
+        """The activations that this layer pass writes or reads."""
         return self.micro_batch, self.subsequence, self.layer
 
 
 def layer_passes_of(each: Pass, layers: Sequence[int]) -> list[LayerPass]:
-    """Return the visits of a pass through ``layers``: none where it computes weight gradients alone."""
+    """Return the layer passes of a pass through ``layers``; none for a W pass (deferred weight gradients)."""
     if each.kind is Kind.WEIGHTS:
         return []
     backward = each.kind is Kind.BACKWARD
@@ -51,7 +52,7 @@ def layer_passes_of(each: Pass, layers: Sequence[int]) -> list[LayerPass]:
 
 
 def buffer_slots(layer_passes: list[LayerPass], subsequences: int = 1) -> dict[Key, int]:
-    """Return the rounding buffer of every layer's forward and backward."""
+    """Return the number of the rounding buffer that each layer's forward and backward use."""
     keys = [layer_pass.key for layer_pass in layer_passes if not layer_pass.backward]
     if subsequences == 1:
         return {key: key[2] % ROUNDING_BUFFERS for key in keys}
@@ -60,9 +61,12 @@ def buffer_slots(layer_passes: list[LayerPass], subsequences: int = 1) -> dict[K
 
 @dataclass(frozen=True, slots=True)
 class SwapSchedule:
-    """What to copy: whose activations are ``swapped``, and the visits to prefetch for once visit i has ended.
+    """The copies of a stage.
 
-    ``leave_after``: the forwards whose activations leave once visit i has ended; right after their own if not said.
+    ``swapped``: the activations that are copied to the host and back.
+    ``prefetch_after``: the layer passes whose activations are prefetched after layer pass i.
+    ``leave_after``: the forwards whose activations are copied to the host after layer pass i. Forwards that are not
+    listed are copied right after they end.
     """
 
     swapped: frozenset[Key]
@@ -71,7 +75,7 @@ class SwapSchedule:
 
 
 def swap_schedule(layer_passes: list[LayerPass], buffers: dict[Key, int]) -> SwapSchedule:
-    """Return which visits find their rounding buffer overwritten, and the earliest moment each can be prefetched."""
+    """Return the layer passes whose rounding buffer is overwritten, and the earliest prefetch of each."""
     owner: dict[int, Key] = {}
     last_use: dict[int, int] = {}
     swapped: set[Key] = set()
@@ -87,11 +91,12 @@ def swap_schedule(layer_passes: list[LayerPass], buffers: dict[Key, int]) -> Swa
 
 
 def window_schedule(passes: Sequence[list[LayerPass]], window: int, travelling: Collection[int]) -> SwapSchedule:
-    """Return what leaves and comes back, layer by layer, beside other passes of the stage (SPPO 5.2).
+    """Return a schedule that swaps layer by layer beside other passes of the stage (SPPO 5.2).
 
-    Activations of pass i leave during pass i + ``window``: its n-th layer's once the n-th visit there has ended. They
-    come back during the pass before their backward, in the order in which that needs them. What would have to come back
-    before it has left stays, and so do subsequences that are not ``travelling``.
+    Activations of pass i are copied to the host during pass i + ``window``: those of its n-th layer after the n-th
+    layer pass there. They are prefetched during the pass before their backward, in the order in which that backward
+    needs them. Activations stay on the device if their prefetch would not come after their copy to the host, or if
+    their subsequence is not among ``travelling``.
 
         window 1    F0 F1 F2 F3 | B3 B2 B1 B0        0 leaves beside F1, 1 beside F2, 2 beside F3, 3 stays
                                                      2 comes back beside B3, 1 beside B2, 0 beside B1

@@ -1,17 +1,18 @@
-"""Which token of the micro-batch lies at which row of a rank: what positions, inputs and labels follow.
+"""Token order: which token of the micro-batch lies at which row of a rank. Positions, inputs and labels follow it.
 
-A micro-batch's tokens count sequence by sequence. Context parallelism gives rank r chunks r and 2 x cp - 1 - r of every
-sequence (``ring.py``), and METP its; a rank's rows are one sequence after the other. Ulysses divides those rows, row
-block by row block, so that attention finds them in order whichever block was exchanged (``ulysses.py``). With cp 2,
-ulysses 2, 16 tokens, and row blocks that end at row 2 of 4:
+Tokens of a micro-batch are counted sequence by sequence. Context parallelism gives rank r chunks r and 2 x cp - 1 - r
+of every sequence (``attention/ring.py``), and METP does the same among its ranks. A rank's rows are one sequence after
+the other. Ulysses divides these rows, each row block by itself, so that the head-sharded rows of every exchanged block
+are in order (``attention/ulysses.py``). Example with cp 2, ulysses 2, 16 tokens, and row blocks that end at row 2 of 4:
 
     cp rank 0      0  1  2  3 | 12 13 14 15
     ulysses 0      0  1 | 12 13        its first row block, then its second
     ulysses 1      2  3 | 14 15
 
-Tensor-parallel ranks share the rows of their group; a gathered row block has them in this order. Sequence parallelism
-divides them once more, in the same way, outside of the products. Subsequences are runs of a rank's rows, each with row
-blocks of its own, so that a token shard has every subsequence's part of it in turn.
+All ranks of a tensor-parallel group have the same rows, and a gathered row block has them in this order. Outside of the
+products, sequence parallelism divides the rows of each block once more in the same way. Subsequences are runs of a
+rank's rows, each with its own row blocks. A token shard therefore holds its share of each subsequence, one after the
+other.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from memo_sim.program.layout.rank_order import coordinate
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Rows [row, row + tokens) that hold tokens [token, token + tokens) of the micro-batch, of one sequence."""
+    """Rows [row, row + tokens) that hold tokens [token, token + tokens) of the micro-batch, all of one sequence."""
 
     row: int
     token: int
@@ -37,11 +38,16 @@ class Run:
 
 
 def row_blocks(decisions: Decisions, subsequence: int = 0) -> list[tuple[int, int]]:
-    """Return (first row, rows) of the blocks in which a layer's rows of a subsequence are made, gathered and exchanged.
+    """Return (first row, rows) of the blocks in which a layer computes, gathers and exchanges a subsequence's rows.
 
-    They end where recompute begins, so that it repeats forward's calls (``activations.py``), and where any stage lets
-    another play the rows before (``multiplex.py``): all stages have one order of a token shard's rows. So do chunks of
-    attention. Rows count from the subsequence's first.
+    Blocks end
+
+    - where recompute begins, so that it repeats the calls of forward (``layers/activations.py``);
+    - where any stage divides a task with a helper stage (``multiplex.py``), so that token shards have the same order of
+      rows on all stages;
+    - where a chunk of attention ends.
+
+    Rows count from the first row of the subsequence.
     """
     if decisions.attention_chunk_tokens:
         return attention_chunks(decisions)
@@ -53,7 +59,7 @@ def row_blocks(decisions: Decisions, subsequence: int = 0) -> list[tuple[int, in
 
 
 def clipped_runs(blocks: Iterable[tuple[int, int]], first: int, rows: int) -> Iterator[tuple[int, int]]:
-    """Yield (first row, rows) of what the row blocks have of rows [first, first + rows)."""
+    """Yield (first row, rows) of the intersection of each row block with rows [first, first + rows)."""
     for start, length in blocks:
         low, high = max(start, first), min(start + length, first + rows)
         if low < high:
@@ -69,9 +75,9 @@ def _every_block(decisions: Decisions) -> Iterator[tuple[int, int]]:
 
 
 def token_runs(decisions: Decisions, rank: int = 0) -> tuple[Run, ...]:
-    """Return the runs of a rank's rows, in order of rows; their rows are ``decisions.local_tokens``."""
+    """Return the runs of a rank's rows, in the order of rows; together they have ``decisions.local_tokens`` rows."""
     layout = decisions.layout
-    whole = _ring_runs(decisions, coordinate("metp" if layout.metp > 1 else "cp", layout, rank))
+    whole = _ring_runs(decisions, coordinate(layout.ring_group, layout, rank))
     if layout.ulysses == 1:
         return tuple(whole)
     mine = coordinate("ulysses", layout, rank)
@@ -84,7 +90,7 @@ def token_runs(decisions: Decisions, rank: int = 0) -> tuple[Run, ...]:
 
 
 def shard_runs(decisions: Decisions, rank: int = 0) -> tuple[Run, ...]:
-    """Return the runs of a rank's sequence-parallel token shard; those of all its rows without sequence parallelism."""
+    """Return the runs of a rank's sequence-parallel token shard, or of all its rows without sequence parallelism."""
     layout, runs = decisions.layout, token_runs(decisions, rank)
     if layout.tp == 1 or not layout.sequence_parallel:
         return runs
@@ -100,7 +106,7 @@ def shard_runs(decisions: Decisions, rank: int = 0) -> tuple[Run, ...]:
 
 
 def clipped(runs: Iterable[Run], first: int, rows: int) -> Iterator[Run]:
-    """Yield what ``runs`` have of rows [first, first + rows)."""
+    """Yield the intersection of each of ``runs`` with rows [first, first + rows)."""
     for run in runs:
         low, high = max(run.row, first), min(run.row + run.tokens, first + rows)
         if low < high:

@@ -1,4 +1,4 @@
 """Single operators as instructions: products, norms, activations, and the workspace that each kernel needs.
 
-The order in which a layer calls them is in ``layers`` and ``attention``.
+The order in which a layer calls them is not here but in ``layers`` and ``attention``.
 """

@@ -1,15 +1,18 @@
-"""How many groups of heads attention runs in, so that no kernel counts elements beyond what its integers hold.
+"""Head groups: runs attention in several groups of heads, so that no kernel's 32-bit element count overflows.
 
-    torch-flash, flash2   batch x heads x tokens (next 128) x max(head_dim, 32) <= 2**31: exact, above it the backward
-                          reads memory that is not its own (TabPFN#1184, flash-attention#1500)
-    flash4, cuDNN         batch x heads x tokens x head_dim (next 32) <= 2**31: no fault is known above it, and no test
-                          of theirs goes there (flash-attention#2611 is the nearest, cudnn-frontend#965)
-    flash3                tokens (next 128) x head_dim (next size it is built for) < 2**31 of one head: its gradient's
-                          accumulator has that as a 32-bit shape; offsets have 64 bits (hopper/flash_api.cpp)
+Limits of the kernels ("next 128" = rounded up to a multiple of 128):
+
+    torch-flash, flash2   batch x heads x tokens (next 128) x max(head_dim, 32) <= 2**31. The limit is exact: above it
+                          backward reads memory out of bounds (TabPFN#1184, flash-attention#1500).
+    flash4, cuDNN         batch x heads x tokens x head_dim (next 32) <= 2**31. No fault above it is known, but the
+                          libraries do not test there (nearest reports: flash-attention#2611, cudnn-frontend#965).
+    flash3                tokens (next 128) x head_dim (next size it is built for) < 2**31 for one head. The
+                          accumulator of its gradient has this 32-bit shape; offsets have 64 bits
+                          (hopper/flash_api.cpp).
     torch-flash-cpu       no limit: 64-bit offsets
 
-A group holds whole groups of query heads with their key/value head, so the number of groups divides the key/value
-heads. Example: 32 heads of 128 at 1,048,576 tokens are 2**32 elements, two groups.
+A group contains whole key/value heads, each with all of its query heads. The number of groups therefore divides the
+key/value heads. Example: 32 heads of 128 at 1,048,576 tokens are 2**32 elements, so two groups.
 """
 
 from __future__ import annotations
@@ -20,11 +23,11 @@ from memo_sim.program.ir.work import Attention
 INT32_ELEMENTS = 2**31
 
 FLASH3_HEAD_DIMS = (64, 96, 128, 192, 256)
-"""Head sizes that flash-attn 3 is built for; others are rounded up."""
+"""Head sizes that flash-attn 3 is built for; it rounds other sizes up to the next one."""
 
 
 def round_up(number: int, multiple: int) -> int:
-    """Return the next multiple."""
+    """Return ``number`` rounded up to a multiple of ``multiple``."""
     return -(-number // multiple) * multiple
 
 
@@ -34,22 +37,22 @@ def flash3_head_dim(head_dim: int) -> int:
 
 
 def indexed_elements(work: Attention, groups: int) -> int:
-    """Return the largest product that ``work``'s kernel counts with 32 bits; 0 when it has none."""
+    """Return the largest element count that ``work``'s kernel holds in 32 bits; 0 for a kernel without a limit."""
     tokens, heads = max(work.q_tokens, work.k_tokens), work.heads // groups
     if work.kernel in ("torch-flash", "flash2"):
         return work.batch * heads * round_up(tokens, 128) * max(work.head_dim, 32)
     if work.kernel in ("flash4", "torch-cudnn", "te-fused"):
         return work.batch * heads * tokens * round_up(work.head_dim, 32)
-    if work.kernel == "flash3":  # a shape, unlike an index, reaches the number itself: hence one more
+    if work.kernel == "flash3":  # plus 1: a shape equals the element count, the largest index is one less
         return round_up(tokens, 128) * flash3_head_dim(work.head_dim) + 1
     return 0
 
 
 def fewest_head_groups(work: Attention) -> int:
-    """Return the fewest groups of heads in which ``work`` is safe.
+    """Return the smallest number of head groups in which ``work`` does not overflow.
 
     Raises:
-        Infeasible: when one group for each key/value head is too few.
+        Infeasible: when even one group for each key/value head overflows.
     """
     for groups in range(1, work.kv_heads + 1):
         if work.kv_heads % groups == 0 and indexed_elements(work, groups) <= INT32_ELEMENTS:
@@ -58,10 +61,10 @@ def fewest_head_groups(work: Attention) -> int:
 
 
 def check_head_groups(work: Attention, groups: int) -> None:
-    """Refuse groups that cut a group of query heads apart, or in which the kernel's integers overflow.
+    """Reject a number of head groups that does not divide the key/value heads or makes the kernel overflow.
 
     Raises:
-        Infeasible: naming the bound and the fewest groups that keep it.
+        Infeasible: names the bound and the smallest number of groups that keeps it.
     """
     if work.kv_heads % groups:
         raise Infeasible(

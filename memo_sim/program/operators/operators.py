@@ -1,7 +1,8 @@
-"""Operators of a layer as instructions: what forward, recompute, backward and the MLP's row blocks are written with.
+"""Operators of a layer as instructions: products, norms, residual adds and collectives, forward and backward.
 
-An operator is its work, its operands and its workspace; weights come from the slot ``params``, their gradients go to
-``grads``, of one parameter block. ``suffix`` tells row blocks apart: it ends the names of what they emit.
+Forward, recompute, backward and the MLP's row blocks all emit these operators. An operator has a work, operands and a
+workspace. It reads weights from slot ``params`` and adds their gradients to slot ``grads``; both slots hold one
+parameter block. ``suffix`` ends the names of instructions and tells row blocks apart.
 """
 
 from __future__ import annotations
@@ -33,26 +34,26 @@ class OperatorWriter:
         self.size = DTYPE_BYTES[decisions.dtype]
         self.suffix = ""
         self.defers_wgrad = False
-        """Whether weight gradients are left to another template (``weight_gradients.py``)."""
+        """Whether another template computes the weight gradients (``layers/weight_gradients.py``)."""
 
     def own(self, name: str, tokens: int, features: int, cls: BufferClass = BufferClass.TRANSIENT) -> str:
-        """Return a template-own buffer, made at its first use (row blocks share it)."""
+        """Return the name of a buffer of the template; add the buffer at its first use (row blocks share it)."""
         if not self.builder.has(name):
             self.builder.own(name, cls, self.dtype, tokens, features)
         return name
 
     def param(self, name: str) -> Access | None:
-        """Return a parameter as an operand that is read, None where the model has none of that name."""
+        """Return a parameter as a read operand, or None when the model has none of that name."""
         found = self.block.find(name)
         return reads(Rows("params", found.first, found.elements)) if found else None
 
     def grad(self, name: str) -> Access | None:
-        """Return a parameter's gradient as an operand that is added to, None where there is none."""
+        """Return a parameter's gradient as an accumulated operand, or None when the model has no such parameter."""
         found = self.block.find(name)
         return accumulates(Rows("grads", found.first, found.elements)) if found else None
 
     def shard_rows(self, slot: str, rows: RowBlock) -> Rows:
-        """Return the rows of a sharded tensor that stand for a row block of the rank."""
+        """Return this rank's shard of a row block, in a tensor that sequence parallelism divides."""
         return Rows(slot, self.shape.shard(rows[0]), self.shape.shard(rows[1]))
 
     def memory_bound(
@@ -67,13 +68,16 @@ class OperatorWriter:
         first: int = 0,
         **operands: Access | None,
     ) -> None:
-        """Emit a memory-bound operator that reads and writes so many elements a row, with a workspace of its own."""
+        """Emit a memory-bound operator that reads ``read`` and writes ``written`` elements a row.
+
+        ``scratch``: bytes of its workspace. ``first``: the row of the rank at which its buffers begin.
+        """
         work = Rowwise(op, rows, rows * read * self.size, rows * written * self.size, first)
         workspace = self.builder.scratch(f"{self.builder.phase}.{name}{self.suffix}.scratch", scratch)
         self.builder.emit(name + self.suffix, op, Lane.COMPUTE, work, **operands, workspace=workspace)
 
     def norm(self, which: str, source: str, rows: RowBlock, at: RowBlock) -> None:
-        """Emit a norm of a row block; its output and statistics lie at rows ``at`` of their buffers."""
+        """Emit a norm of a row block; its output and statistics go to rows ``at`` of their buffers."""
         op = "layer_norm" if self.model.family == "gpt" else "rms_norm"
         shard = self.shard_rows(which, at)
         self.memory_bound(
@@ -91,7 +95,7 @@ class OperatorWriter:
         )
 
     def linear(self, name: str, x: Rows, out: Rows, n: int, k: int, *, bias: bool = True) -> None:
-        """Emit ``out = x @ weight.T`` with ``n`` features of ``k``."""
+        """Emit ``out = x @ weight.T (+ bias)`` with ``n`` output features and ``k`` input features."""
         self.builder.emit(
             name + self.suffix,
             "linear",
@@ -104,10 +108,11 @@ class OperatorWriter:
         )
 
     def gather(self, name: str, source: Rows, full: str, first: int, *, tokens: int = 0) -> Rows:
-        """Gather a sequence-parallel shard's rows into ``full``; without sequence parallelism return the source.
+        """Gather the rows of a sequence-parallel shard into ``full``; return ``source`` without sequence parallelism.
 
-        ``tokens``: what ``full`` has room for, all of the rank's when 0.
-        The buffer is the phase's own: what recompute gathers is dead long before backward gathers it again.
+        ``tokens``: rows of the buffer ``full``; 0 for all of the rank's.
+        Each phase has its own buffer, because the rows that recompute gathers die long before backward gathers them
+        again.
         """
         if not self.shape.gathered:
             return source
@@ -121,19 +126,20 @@ class OperatorWriter:
         return rows
 
     def gather_again(self, name: str, source: Rows, full: str, first: int, *, tokens: int = 0) -> Rows:
-        """Gather what a weight gradient alone reads; nothing where those are left to another template.
+        """Gather rows that only a weight gradient reads; return ``source`` when another template computes it.
 
         Megatron-LM saves only its shard of a norm's output, and gathers it again beside the input's gradient. The
-        weight's gradient reads the shard as well (``wgrad``): were the gather its last reader, what is born in its
-        place, the input's gradient, would wait for the gather.
+        weight's gradient reads the shard as well (``wgrad``). If the gather were its last reader, the input's gradient
+        could take the shard's memory, and would then wait for the gather.
         """
         return source if self.defers_wgrad else self.gather(f"{name}.again", source, full, first, tokens=tokens)
 
     def scatter(self, name: str, partial: Rows, *, tokens: int = 0, first: int | None = None) -> Rows:
-        """Sum ``partial`` over the tensor-parallel ranks: into this rank's token shard, or in place as a whole.
+        """Sum ``partial`` over the tensor-parallel ranks.
 
-        ``tokens``: those that the shard's buffer has room for the part of, all of the rank's when 0. ``first``: the
-        rank's row that ``partial`` begins with, where its buffer has room for fewer rows than the shard's.
+        With sequence parallelism the sum goes to this rank's token shard (reduce-scatter), else it stays in place
+        (all-reduce). ``tokens``: the tokens whose shard the target buffer holds; 0 for all of the rank's. ``first``:
+        the rank's row at which ``partial`` begins, when that differs from its row in its buffer.
         """
         size = partial.tokens * self.shape.hidden * self.size
         if self.shape.tp == 1:
@@ -188,9 +194,9 @@ class OperatorWriter:
         )
 
     def wgrad(self, name: str, grad: Rows, x: Rows, m: int, n: int, *, shard: Rows | None = None) -> None:
-        """Emit the weight's gradient, ``m`` output features by ``n`` input features, added to what is there.
+        """Emit the weight's gradient, ``m`` output features by ``n`` input features, added to the sum.
 
-        ``shard``: what ``x`` was gathered from, which is held until then.
+        ``shard``: the rows from which ``x`` was gathered; reading them keeps them alive until here (``gather_again``).
         """
         if self.defers_wgrad:
             return
@@ -221,7 +227,7 @@ class OperatorWriter:
             )
 
     def bgrad(self, name: str, grad: Rows, width: int) -> None:
-        """Sum the output gradient over rows, where the product has a bias; of its token shard, where it has one."""
+        """Emit the bias's gradient, the sum of ``grad`` over its rows; nothing when the product has no bias."""
         if self.block.find(f"{name}.bias") and not self.defers_wgrad:
             self.memory_bound(
                 f"{name}.bgrad",
@@ -248,11 +254,14 @@ class OperatorWriter:
         at: RowBlock,
         tokens: int = 0,
     ) -> None:
-        """Write the backward of ``product`` and of the norm before it, plus the residual branch's gradient.
+        """Write the backward of ``product`` and of the norm before it, and add the gradient of the residual branch.
 
-        ``source`` is the norm's output where it is gathered already; what lies inside (its statistics, the product's
-        input gradient) has room for ``tokens`` (all when 0) and is at rows ``at`` there. The input gradient is summed
-        over the ranks while the weight gradient is computed.
+        ``source``: the norm's output if it is gathered already, else None.
+        ``rows``: the row block in ``norm_input``, ``residual_grad`` and ``out``.
+        ``at``: its rows in the norm's output and statistics and in the product's input gradient. The buffer of that
+        gradient holds ``tokens`` rows; 0 for all of the rank's.
+
+        The ranks sum the input gradient while the weight gradient is computed.
         """
         width, hidden = self.builder.features(grad.slot), self.shape.hidden
         shard = None
@@ -285,9 +294,9 @@ class OperatorWriter:
         )
 
     def positions(self, packed: Rows, raw: Rows, *, first: int = 0) -> None:
-        """Write what follows the packed product on Q and K in place: their norm (its input goes to ``raw``), rotary.
+        """Write the norm and the rotary embedding of Q and K, in place in the packed Q, K, V, if the model has them.
 
-        ``first``: the rank's row that their buffer's first one is.
+        The input of the norm is saved to ``raw``. ``first``: the rank's row at which the buffer begins.
         """
         tokens, width = packed.tokens, self.shape.q_width + self.shape.kv_width
         if self.model.qk_norm:
@@ -309,7 +318,7 @@ class OperatorWriter:
             self.memory_bound("rotary", "rotary", tokens, width, width, scratch=scratch, first=first, qkv=qkv)
 
     def positions_backward(self, d_qkv: Rows, *, first: int = 0) -> None:
-        """Write the backward of ``positions``, in place in the gradient; reads the same rows of ``qk_raw``."""
+        """Write the backward of ``positions``, in place in the gradient; it reads the same rows of ``qk_raw``."""
         tokens, width, grad = d_qkv.tokens, self.shape.q_width + self.shape.kv_width, accumulates(d_qkv)
         if not self.model.learned_positions:
             scratch = table.rotary_workspace_bytes(tokens, *self._rotated, self.dtype, self.rowwise)
@@ -332,5 +341,5 @@ class OperatorWriter:
 
     @property
     def _rotated(self) -> tuple[int, int]:
-        """Heads of Q and K together, and their size."""
+        """Number of heads of Q and K together, and features of one head."""
         return self.shape.heads + self.shape.kv_heads, self.model.head_dim

@@ -1,8 +1,8 @@
-"""Scratch memory of each kernel, in bytes: what it or its library needs beside the operands, so that a plan counts it.
+"""Workspace of each kernel, in bytes: the scratch memory that it or its library needs beside the operands.
 
 Kernels belong to the plan because they change buffers (CONTRIBUTING.md, "Lowering or engine?"). Sources: the libraries'
-own code (flash-attention: csrc/flash_attn/flash_api.cpp, hopper/flash_api.cpp, cute/interface.py); CPU figures from
-torch 2.13's operators, which return their results.
+own code (flash-attention: csrc/flash_attn/flash_api.cpp, hopper/flash_api.cpp, flash_attn/cute/interface.py), and for
+the CPU the operators of torch 2.13, which return their results in new tensors.
 """
 
 from __future__ import annotations
@@ -14,55 +14,56 @@ from memo_sim.program.ir.work import Attention
 from memo_sim.program.operators.head_groups import check_head_groups, flash3_head_dim, round_up
 
 ATTENTION_KERNELS = ("flash2", "flash3", "flash4", "torch-flash", "torch-cudnn", "te-fused", "torch-flash-cpu")
-"""flash*: flash-attn, results into given tensors. torch-*: aten operators, which return their results. te-fused: cuDNN
-through transformer-engine, which takes contiguous tensors and returns its results."""
+"""flash*: flash-attn, which writes results into given tensors. torch-*: aten operators, which return their results in
+new tensors. te-fused: cuDNN through transformer-engine, which needs contiguous tensors and returns new ones."""
 
 FUSED_KINDS = frozenset(
     f"{kind}{backward}" for kind in ("layer_norm", "rms_norm", "gelu", "swiglu", "rotary") for backward in ("", ".bwd")
 ) | {"cross_entropy"}
-"""Row-wise works that a plan with fused kernels plays fused; torch plays the others in every plan."""
+"""Row-wise works that run as fused kernels when the plan asks for them; all others run in torch in every plan."""
 
 FLASH_TILE_TOKENS, FLASH_LEAST_TILE_TOKENS = 128, 64
-"""The most and the least tokens that flash-attn 3's and 4's backward round up to at once."""
+"""The largest and the smallest tile of tokens in the backward of flash-attn 3 and 4, which round up to whole tiles."""
 
 MULTIPROCESSORS = 148
-"""Of the largest GPU there are profiles of (a B200; an H100 has 132, an A100 108)."""
+"""Multiprocessors of the largest GPU that has a profile (B200: 148; an H100 has 132, an A100 108)."""
 
 LOSS_ROWS = 1024
-"""Rows that the loss kernel works on at once."""
+"""Rows in one block of the loss kernel."""
 
 NORM_ROWS = 4096
-"""Rows that norms, rotary and casts work on at once."""
+"""Rows in one block of norms, rotary embeddings and casts."""
 
 MERGE_ROWS = 2048
-"""Rows of attention's parts that are merged at once: few enough for a small scratch, so many that a GPU's kernels last
-longer than their launches."""
+"""Rows of attention outputs in one block of a merge: few enough for a small scratch, and enough that a GPU kernel takes
+longer than its launch."""
 
 SCORE_ELEMENTS = 2**22
-"""Scores whose softmax is taken at once, in fp32: of one row at least."""
+"""Scores in one block of a softmax, in fp32; a block has at least one row."""
 
 ADAMW_ELEMENTS = 2**20
-"""Elements whose bf16 moments are widened at once."""
+"""Elements in one block of bf16 moments that AdamW widens to fp32."""
 
 NORM_PROGRAMS = 256
-"""Programs of a Triton norm's backward, each with a sum of its own: more than a GPU has multiprocessors."""
+"""Programs of a Triton norm's backward, each with its own partial sum; more than a GPU has multiprocessors."""
 
 SCRATCH_ALIGNMENT_BYTES = 64
-"""A workspace is cut into pieces that start on this boundary."""
+"""Alignment of the pieces of a workspace."""
 
 
 def attention_workspace_bytes(work: Attention, head_groups: int, *, deterministic: bool = False) -> int:
-    """Return the scratch of one attention call, played in ``head_groups`` groups of heads one after the other.
+    """Return the scratch of one attention call, which runs in ``head_groups`` groups of heads one after the other.
 
-    flash-attn 2 backward: dq in fp32 (4 bytes x tokens x heads x head_dim), softmax_d in fp32, and with grouped
-    queries dk and dv expanded to all heads. ``deterministic``: a dq for each of the parts that so few heads are split
-    into, multiprocessors / (batch x heads) rounded up (csrc/flash_attn/flash_api.cpp). flash-attn 3 and 4:
-    ``_wide_accumulators``. Operators that return their result add it, transformer-engine the contiguous copies of its
-    operands.
+    - flash-attn 2 backward needs dq in fp32 (4 bytes x tokens x heads x head_dim) and softmax_d in fp32. With grouped
+      queries it also needs dk and dv expanded to all heads. With ``deterministic`` it splits the sum of dq and needs
+      one dq for each split: multiprocessors / (batch x heads), rounded up (csrc/flash_attn/flash_api.cpp).
+    - flash-attn 3 and 4 backward: see ``_wide_accumulators``.
+    - Operators that return their result in new tensors need those too.
+    - transformer-engine needs contiguous copies of its operands.
 
     Raises:
-        Infeasible: for a kernel this table does not know, groups that do not divide the key/value heads, or groups so
-        few that the kernel's integers overflow.
+        Infeasible: for an unknown kernel, for a number of groups that does not divide the key/value heads, or when the
+            kernel's integers overflow.
     """
     if work.kernel not in ATTENTION_KERNELS:
         raise Infeasible("unknown attention kernel", got=work.kernel, wanted=", ".join(ATTENTION_KERNELS))
@@ -92,11 +93,14 @@ def attention_workspace_bytes(work: Attention, head_groups: int, *, deterministi
 
 
 def _wide_accumulators(work: Attention, heads: int, kv_heads: int) -> int:
-    """Return the scratch of flash-attn 3's and 4's backward on ``heads`` heads.
+    """Return the scratch of the backward of flash-attn 3 and 4 on ``heads`` heads.
 
-    fp32 dq with tokens and head_dim rounded up to tiles (of at most 128 tokens), three fp32 numbers a row (log-sum-exp
-    with rows together, the same for base 2, and grad x out), with grouped queries fp32 dk and dv, and counters of
-    tiles that order the sums (hopper/flash_api.cpp, flash_attn/cute/interface.py).
+    - dq in fp32, with tokens and head_dim rounded up to tiles (of at most 128 tokens);
+    - three fp32 numbers a row: the log-sum-exp with rows together, the same to base 2, and grad x out;
+    - with grouped queries dk and dv in fp32;
+    - counters of tiles, which order the sums.
+
+    Sources: hopper/flash_api.cpp, flash_attn/cute/interface.py.
     """
     size = flash3_head_dim(work.head_dim) if work.kernel == "flash3" else round_up(work.head_dim, 32)
     rows = work.batch * heads * (work.q_tokens + FLASH_TILE_TOKENS)
@@ -106,19 +110,20 @@ def _wide_accumulators(work: Attention, heads: int, kv_heads: int) -> int:
 
 
 def _pieces(*sizes: int) -> int:
-    """Return the bytes of a workspace that is cut into pieces of these sizes."""
+    """Return the bytes of a workspace that consists of aligned pieces of these sizes."""
     return sum(-(-size // SCRATCH_ALIGNMENT_BYTES) * SCRATCH_ALIGNMENT_BYTES for size in sizes)
 
 
 def _wide(elements: int, dtype: str) -> tuple[int, ...]:
-    """Return the fp32 copy of a block that is not fp32 itself."""
+    """Return the size of a block's fp32 copy, as a tuple; empty when the block is fp32 itself."""
     return () if dtype == "fp32" else (4 * elements,)
 
 
 def loss_workspace_bytes(rows: int, vocab: int, dtype: str, rowwise: RowwiseKernel = "torch") -> int:
-    """Return the scratch of the loss over ``rows`` tokens: five numbers a row, and the fp32 logits of a block.
+    """Return the scratch of the loss over ``rows`` tokens.
 
-    Triton: each row's loss, and their sum.
+    torch: for a block of rows, six columns (indices, a mask and four in fp32) and the logits in fp32, and one sum.
+    Triton: the loss of each row, and their sum.
     """
     if rowwise == "triton":
         return _pieces(4 * rows, 4)
@@ -127,16 +132,17 @@ def loss_workspace_bytes(rows: int, vocab: int, dtype: str, rowwise: RowwiseKern
 
 
 def norm_workspace_bytes(rows: int, features: int, dtype: str, rowwise: RowwiseKernel = "torch") -> int:
-    """Return the scratch of a norm: a block and a vector in fp32, none where they are fp32, or with Triton."""
+    """Return the scratch of a norm: a block of rows and a vector in fp32; 0 when they are fp32 or with Triton."""
     if rowwise == "triton":
         return 0
     return _pieces(*_wide(min(rows, NORM_ROWS) * features, dtype), *_wide(features, dtype))
 
 
 def norm_backward_workspace_bytes(rows: int, features: int, dtype: str, rowwise: RowwiseKernel = "torch") -> int:
-    """Return the scratch of a norm's backward: the normalised block, two numbers a row, two vectors of features.
+    """Return the scratch of a norm's backward.
 
-    Triton: two sums over rows (of weight and bias) by program, and one more.
+    torch: for a block of rows, the normalised rows, two numbers a row, and fp32 copies; two vectors of features.
+    Triton: two sums over rows (of weight and bias) for each program, and one vector of features.
     """
     if rowwise == "triton":
         return _pieces(2 * 4 * norm_programs(rows) * features, 4 * features)
@@ -145,27 +151,31 @@ def norm_backward_workspace_bytes(rows: int, features: int, dtype: str, rowwise:
 
 
 def norm_programs(rows: int) -> int:
-    """Return how many programs play a Triton norm's backward."""
+    """Return the number of programs of a Triton norm's backward."""
     return min(rows, NORM_PROGRAMS)
 
 
 def qk_norm_workspace_bytes(rows: int, heads: int, head_dim: int, dtype: str) -> int:
-    """Return the scratch of the norm over each of ``heads`` heads (of Q and K): a number a head and row."""
+    """Return the scratch of the norm over each of ``heads`` heads (of Q and K): one number for each head and row."""
     block = min(rows, NORM_ROWS) * heads
     return _pieces(4 * block, *_wide(block * head_dim, dtype))
 
 
 def qk_norm_backward_workspace_bytes(rows: int, heads: int, head_dim: int, dtype: str) -> int:
-    """Return the scratch of that norm's backward: two blocks, two numbers a head and row, two vectors of a head."""
+    """Return the scratch of the backward of the norm of Q and K.
+
+    Two blocks, two numbers for each head and row, and two vectors of one head.
+    """
     block = min(rows, NORM_ROWS) * heads
     wide = _wide(block * head_dim, dtype)
     return _pieces(*[4 * block * head_dim] * 2, *[4 * block] * 2, *[4 * head_dim] * 2, *wide)
 
 
 def rotary_workspace_bytes(rows: int, heads: int, head_dim: int, dtype: str, rowwise: RowwiseKernel = "torch") -> int:
-    """Return the scratch of rotating ``heads`` heads: a block's positions, cosines and sines, and half of its heads.
+    """Return the scratch of the rotary embedding of ``heads`` heads.
 
-    Triton needs no copy of the heads.
+    For a block of rows: positions, cosines and sines, and half the features of its heads. Triton needs no copy of the
+    heads.
     """
     block, half, size = min(rows, NORM_ROWS), head_dim // 2, DTYPE_BYTES[dtype]
     tables = [4 * block * half] * 2
@@ -175,24 +185,24 @@ def rotary_workspace_bytes(rows: int, heads: int, head_dim: int, dtype: str, row
 
 
 def divided_ids_bytes(rows: int) -> int:
-    """Return the scratch of looking tokens up in a part of the vocabulary: a block's ids there, and which are not."""
+    """Return the scratch of a lookup in one rank's part of the vocabulary: local ids of a block, and a mask."""
     block = min(rows, NORM_ROWS)
     return _pieces(8 * block, block)
 
 
 def merge_scratch_bytes(heads: int, head_dim: int, dtype: str) -> int:
-    """Return what merging parts of attention takes: a weight a row and head, and both outputs in fp32.
+    """Return the scratch of merging two attention outputs: a weight for each row and head, and both outputs in fp32.
 
-    No program declares it: the executor makes it once, for all merges, and counts it in its reserve.
+    No program declares this buffer: the executor allocates it once for all merges and counts it in its reserve.
     """
     block = MERGE_ROWS * heads
     return _pieces(4 * block, *_wide(block * head_dim, dtype) * 2)
 
 
 def score_softmax_workspace_bytes(rows: int, keys: int, dtype: str, *, masked: bool) -> int:
-    """Return the scratch of a softmax over written scores: a number a row, a block of scores in fp32.
+    """Return the scratch of a softmax over scores in memory: one number a row, and a block of scores in fp32.
 
-    ``masked``: the positions of a block's queries and of all keys, and which keys come later.
+    ``masked`` adds the positions of a block's queries and of all keys, and the mask of later keys.
     """
     block = score_rows(rows, keys)
     mask = (8 * block, 8 * keys, block * keys) if masked else ()
@@ -200,20 +210,21 @@ def score_softmax_workspace_bytes(rows: int, keys: int, dtype: str, *, masked: b
 
 
 def score_softmax_backward_workspace_bytes(rows: int, keys: int, dtype: str) -> int:
-    """Return the scratch of its backward: a number a row, a block of products and one of gradients in fp32."""
+    """Return the scratch of the softmax's backward: one number a row, and blocks of products and gradients in fp32."""
     block = score_rows(rows, keys)
     return _pieces(4 * block, 4 * block * keys, *_wide(block * keys, dtype))
 
 
 def score_rows(rows: int, keys: int) -> int:
-    """Return how many rows of scores a softmax takes at once."""
+    """Return the number of rows in one block of a softmax over scores."""
     return min(rows, max(1, SCORE_ELEMENTS // keys))
 
 
 def embed_backward_workspace_bytes(rows: int, features: int, dtype: str, *, divided: bool = False) -> int:
-    """Return the scratch of adding gradient rows to an fp32 table: a block of them in fp32.
+    """Return the scratch of adding gradient rows to an fp32 embedding table: a block of these rows in fp32.
 
-    ``divided``: the table is a part of the vocabulary, and rows of other tokens are cleared.
+    ``divided``: the table is one rank's part of the vocabulary. Rows of other tokens are then zeroed, which also takes
+    local ids and a mask.
     """
     block = min(rows, NORM_ROWS)
     if divided:
@@ -229,7 +240,8 @@ def bias_backward_workspace_bytes(rows: int, features: int, dtype: str) -> int:
 def wgrad_workspace_bytes(m: int, n: int, tokens: int, dtype: str, attention_kernel: str) -> int:
     """Return the scratch of an (m x n) weight gradient that accumulates in fp32.
 
-    CUDA multiplies bf16 into fp32; the CPU's products return their operands' dtype, so blocks of rows are widened.
+    CUDA multiplies bf16 into fp32. Products on the CPU return the dtype of their operands, so blocks of rows are
+    widened to fp32 first.
     """
     if dtype == "fp32" or not on_cpu(attention_kernel):
         return 0
@@ -240,7 +252,7 @@ def wgrad_workspace_bytes(m: int, n: int, tokens: int, dtype: str, attention_ker
 def sum_workspace_bytes(rows: int, features: int, dtype: str, into: str, attention_kernel: str) -> int:
     """Return the scratch of adding rows of one dtype to sums of another.
 
-    CUDA widens as it adds; the CPU's sums first widen their operands, here a block of rows at a time.
+    CUDA widens while it adds. On the CPU a sum first widens its operands, here one block of rows at a time.
     """
     if dtype == into or not on_cpu(attention_kernel):
         return 0
@@ -248,11 +260,11 @@ def sum_workspace_bytes(rows: int, features: int, dtype: str, into: str, attenti
 
 
 def adamw_workspace_bytes(elements: int, states: str) -> int:
-    """Return the scratch of the update: both moments of a block of elements in fp32 when they are stored in bf16."""
+    """Return the scratch of AdamW's update: both moments of a block in fp32 if they are stored in bf16, else 0."""
     block = min(elements, ADAMW_ELEMENTS)
     return _pieces(4 * block, 4 * block) if states == "bf16" else 0
 
 
 def on_cpu(attention_kernel: str) -> bool:
-    """Return whether a plan with this attention kernel plays on a CPU."""
+    """Return whether a plan with this attention kernel runs on a CPU."""
     return attention_kernel == "torch-flash-cpu"

@@ -17,6 +17,8 @@ from functools import partial
 from operator import itemgetter
 
 from memo_sim.program.data_parallel.sharding import Sharding
+from memo_sim.program.ir.instruction import Family, Template
+from memo_sim.program.ir.kinds import STATE_KINDS, BlockKind, FamilyKind, TemplateKind
 from memo_sim.program.layout.stage import Stage
 from memo_sim.program.layout.swap_schedule import Key
 
@@ -26,7 +28,8 @@ Rule = Callable[[int, int, int], int]
 Layers are local: -1 stands for the embedding, the number of the stage's layers for the head.
 """
 
-_OF_A_BLOCK = ("params", "grads", "master", "moment1", "moment2", "host_grads", "host_params")
+_OF_WHAT_CAME_BACK = (TemplateKind.BACKWARD, TemplateKind.PREFETCH)
+"""Templates that use the buffer into which activations come back from the host."""
 
 
 class Rules:
@@ -44,30 +47,33 @@ class Rules:
         self.double_buffered: frozenset[Rule] = frozenset({self._buffer_slot, self._next_buffer_slot})
         """The rules that are not linear."""
 
-    def of(self, template: str, slot: str, family: str) -> Rule:  # noqa: PLR0911 - one return a kind of slot
+    def of(self, template: Template, slot: str, family: Family) -> Rule:  # noqa: PLR0911 - one return a kind of buffer
         """Return the rule of a template's slot; equal rules compare equal."""
-        state, _, kind = slot.partition(".")
-        if family.startswith(("gathered.", "whole_grads.")):
-            return partial(self._sharding.index, family, template)
-        if family.startswith("deferred."):
-            return self._deferred
-        if state in _OF_A_BLOCK:
-            return self._block if kind in ("", "layer") else _only
-        if slot in ("loss", "grad_norm"):
-            return _only
-        if slot in ("grad_in", "grad_out", "grad.x"):
-            return self._after if slot == "grad_out" else self._before
-        if slot in ("head.x", "input.ids", "input.labels"):
-            return _micro_batch
-        if slot in ("stage.x", "stage.out"):
-            return self._chunk
         if slot == "next_x":
             return self._next_buffer_slot if self._buffer_slots else self._next_x
-        if not family.startswith("skeletal."):
-            return self._layer
+        match family.kind:
+            case FamilyKind.GATHERED | FamilyKind.WHOLE_GRADS:
+                return partial(self._sharding.index, family, template)
+            case FamilyKind.DEFERRED:
+                return self._deferred
+            case kind if kind in STATE_KINDS:
+                return self._block if family.block is BlockKind.LAYER else _only
+            case FamilyKind.SCALAR:
+                return _only
+            case FamilyKind.INPUT_GRADIENT:
+                return self._after if slot == "grad_out" else self._before
+            case FamilyKind.HEAD_INPUT | FamilyKind.INPUT:
+                return _micro_batch
+            case FamilyKind.STAGE_BOUNDARY:
+                return self._chunk
+            case FamilyKind.SKELETAL:
+                return self._skeletal(template)
+            case _:
+                return self._layer
+
+    def _skeletal(self, template: Template) -> Rule:
         if self._leaving:
-            back = template.startswith(("layer.bwd", "layer.prefetch")) and "resident" not in template
-            return self._back if back else self._first
+            return self._back if template.kind in _OF_WHAT_CAME_BACK else self._first
         return self._buffer_slot if self._buffer_slots else self._layer
 
     def _deferred(self, micro_batch: int, _: int, layer: int) -> int:

@@ -21,11 +21,12 @@ from dataclasses import dataclass
 
 from memo_sim.program.ir.builder import Rows, TemplateBuilder, reads, writes
 from memo_sim.program.ir.instruction import Family, Lane
+from memo_sim.program.ir.kinds import BlockKind, Phase, TemplateKind
 from memo_sim.program.ir.work import PointToPoint
 from memo_sim.program.layout.multiplex import Portion, Task
 from memo_sim.program.layout.shape import Shape
 
-FORWARD, BACKWARD = "fwd", "bwd"
+FORWARD, BACKWARD = Phase.FORWARD, Phase.BACKWARD
 TO_HELPER = {"x": FORWARD, "params": FORWARD, "before": FORWARD, "grad": BACKWARD, "again": BACKWARD, "kept": BACKWARD}
 TO_HELPER |= {"d_kv": BACKWARD}
 TO_OWNER = {"kv": FORWARD, "out": FORWARD, "d_kv.before": BACKWARD, "grads": BACKWARD, "grad_in": BACKWARD}
@@ -39,7 +40,7 @@ class Message:
     """One kind of hand-over between two stages."""
 
     what: str
-    way: str
+    way: Phase
     source: int
     target: int
 
@@ -50,7 +51,8 @@ class Message:
     def side(self, stage: int, family: Family, slot: str, rows: Range | None = None) -> TemplateBuilder:
         """Return the side of ``stage``, which hands over or takes ``rows`` of a buffer, all of them if not said."""
         name = self.name(stage)
-        builder = TemplateBuilder(name, "helper")
+        kind = TemplateKind.HELPER_BACKWARD if self.way is BACKWARD else TemplateKind.HELPER_FORWARD
+        builder = TemplateBuilder(name, Phase.HELPER, kind, BlockKind.LAYER)
         builder.bind(family, slot=slot)
         chosen = Rows(slot, *rows) if rows else builder.all(slot)
         work = PointToPoint(chosen.tokens * family.row_bytes, self.source, self.target)

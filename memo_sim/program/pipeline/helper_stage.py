@@ -25,6 +25,7 @@ from memo_sim.program.attention.subsequence import BEHIND, D_KV, KV, SUM_DTYPE
 from memo_sim.program.data_parallel.optimizer import Optimizer
 from memo_sim.program.ir.builder import TemplateBuilder, writes
 from memo_sim.program.ir.instruction import BufferClass, Families, Family, Instance, Instruction, Lane, Template
+from memo_sim.program.ir.kinds import BlockKind, FamilyKind, Phase, TemplateKind
 from memo_sim.program.ir.work import Rowwise
 from memo_sim.program.layout.multiplex import Portion, Task
 from memo_sim.program.layout.parameters import Block
@@ -36,8 +37,7 @@ from memo_sim.program.pipeline.subsequence_templates import Bound, SubsequenceTe
 
 PARAMS, GRADS, BETWEEN = "params", "grads", "between"
 HALVES = ("first", "second")
-_SECOND = {FORWARD: "fwd/attn", BACKWARD: "bwd/d_kv.add"}
-"""Starts the name of the instruction that a layer's second half begins with."""
+_FOR_BACKWARD = (TemplateKind.BACKWARD, TemplateKind.HELPER_BACKWARD)
 
 
 class HelperStage:
@@ -60,7 +60,7 @@ class HelperStage:
         # A guest's keys and values end with its own rows, which nothing else adds gradients to before it does.
         self.shape = replace(rows, kv_cache_tokens=rows.start + rows.tokens, sums=())
         played = Subsequence(task.subsequence, decisions.layout.subsequences, self.shape, self.shape, 0)
-        self.passing = SubsequenceTemplates(self.decisions, played, owner, 1, blocks={"layer": block}, made={})
+        self.passing = SubsequenceTemplates(self.decisions, played, owner, 1, blocks={BlockKind.LAYER: block}, made={})
         self.layers = len(owner.layers)
         self.suffix = f".s{task.subsequence}.of{owner.index}"
         self.link = Link(shape, task, portion)
@@ -73,6 +73,8 @@ class HelperStage:
         self._held = self._hold()
         self._slots: dict[str, list[tuple[str, str]]] = {}
         """Of every template (its plain name), the slots that an instance binds, each with its family's plain name."""
+        self._kinds: dict[str, TemplateKind] = {}
+        """Of every template, by its plain name."""
         self.templates = [self._named(*made) for made in self._made()]
 
     def families(self) -> list[Family]:
@@ -92,27 +94,29 @@ class HelperStage:
 
     def _index(self, template: str, slot: str, family: str, layer: int) -> int:
         if family in (PARAMS, KV):
-            return layer + self.layers * ("bwd" in template)
+            return layer + self.layers * (self._kinds[template] in _FOR_BACKWARD)
         return 0 if family == "stage.out" else layer + (slot in ("next_x", "grad_out"))
 
     def _hold(self) -> Families:
         """Return the buffers that templates bind, by their plain names."""
         shape, layers, dtype = self.shape, self.layers, self.decisions.dtype
         kv, exchange, cache = 2 * shape.kv_width, BufferClass.EXCHANGE, BufferClass.KV_CACHE
-        summed = Optimizer(self.decisions, self.block, "layer", layers).grad_dtype
+        summed = Optimizer(self.decisions, self.block, BlockKind.LAYER, layers).grad_dtype
+        rows = (shape.shard_tokens, shape.hidden)
         found = [
             *self.passing.activations.families(),
-            Family(PARAMS, BufferClass.GATHERED, dtype, self.block.elements, 1, 2 * layers),
-            Family(GRADS, exchange, summed, self.block.elements, 1, layers),
-            Family("stage.out", BufferClass.PIPELINE, dtype, shape.shard_tokens, shape.hidden),
-            Family("grad.x", BufferClass.TRANSIENT, dtype, shape.shard_tokens, shape.hidden, layers + 1),
-            Family(KV, cache, dtype, shape.kv_cache_tokens, kv, 2 * layers),
-            Family(D_KV, cache, dtype, shape.kv_cache_tokens, kv, layers),
+            Family(PARAMS, BufferClass.GATHERED, dtype, self.block.elements, 1, 2 * layers, kind=FamilyKind.GATHERED),
+            Family(GRADS, exchange, summed, self.block.elements, 1, layers, kind=FamilyKind.WHOLE_GRADS),
+            Family("stage.out", BufferClass.PIPELINE, dtype, *rows, kind=FamilyKind.STAGE_BOUNDARY),
+            Family("grad.x", BufferClass.TRANSIENT, dtype, *rows, layers + 1, kind=FamilyKind.INPUT_GRADIENT),
+            Family(KV, cache, dtype, shape.kv_cache_tokens, kv, 2 * layers, kind=FamilyKind.PER_LAYER),
+            Family(D_KV, cache, dtype, shape.kv_cache_tokens, kv, layers, kind=FamilyKind.PER_LAYER),
         ]
         later = [self.owner.index, *(portion.stage for portion in self.behind)]
         for stage in later:  # the home sends sums, the others what one kernel has written
             terms = SUM_DTYPE if stage == self.owner.index else dtype
-            found.append(Family(f"{BEHIND}.{stage}", exchange, terms, shape.tokens, kv, layers))
+            name, later_gradients = f"{BEHIND}.{stage}", FamilyKind.LATER_GRADIENTS
+            found.append(Family(name, exchange, terms, shape.tokens, kv, layers, kind=later_gradients))
         return {family.name: family for family in found}
 
     def _made(self) -> Iterator[Bound]:
@@ -122,7 +126,7 @@ class HelperStage:
         for template, slots in self.passing.layers(found, seen):
             plain = template.name.removesuffix(self.passing.suffix)
             yield from self._halves(replace(template, name=plain), slots)
-        builder = TemplateBuilder("layer.bwd.zero", "bwd")
+        builder = TemplateBuilder("layer.bwd.zero", Phase.BACKWARD, TemplateKind.CLEAR, BlockKind.LAYER)
         builder.bind(found[GRADS], slot="grads")
         work = Rowwise("zero", self.block.elements, 0, found[GRADS].bytes)
         builder.emit("grads.zero", "zero", Lane.COMPUTE, work, target=writes(builder.all("grads")))
@@ -159,8 +163,7 @@ class HelperStage:
 
     def _halves(self, template: Template, slots: list[str]) -> Iterator[Bound]:
         """Yield a layer's two halves; what lives inside the layer and both touch is shared between them."""
-        way = BACKWARD if "bwd" in template.name else FORWARD
-        at = next(n for n, each in enumerate(template.instructions) if each.name.startswith(_SECOND[way]))
+        way, at = (BACKWARD if template.kind is TemplateKind.BACKWARD else FORWARD), template.cut
         parts = template.instructions[:at], template.instructions[at:]
         first, second = ({operand.slot for each in part for operand in each.operands} for part in parts)
         own = {family.name: family for family in template.own}
@@ -180,6 +183,8 @@ class HelperStage:
                     tuple(shared[n].name if n in shared else template.slots[n] for n in kept),
                     tuple(own[template.slots[n]] for n in kept if n not in bound and n not in shared),
                     tuple(_renumbered(each, numbers) for each in part),
+                    template.kind,
+                    template.block,
                 ),
                 [bound.get(n) or shared[n].name for n in kept if n in bound or n in shared],
             )
@@ -188,6 +193,7 @@ class HelperStage:
         """Return a template with this role's names."""
         own = {family.name for family in template.own}
         plain = [name for name in template.slots if name not in own]
+        self._kinds[template.name] = template.kind
         self._slots[template.name] = list(zip(slots, plain, strict=True))
         named = tuple(name if name in own else self.name(name) for name in template.slots)
         return replace(template, name=self.name(template.name), slots=named)

@@ -14,6 +14,7 @@ from memo_sim.program.attention.partial import add
 from memo_sim.program.attention.subsequence import KV, sums_of
 from memo_sim.program.ir.builder import Rows, TemplateBuilder
 from memo_sim.program.ir.instruction import BufferClass, Families, Family
+from memo_sim.program.ir.kinds import BlockKind, FamilyKind, Phase, TemplateKind
 from memo_sim.program.layout.multiplex import Task
 from memo_sim.program.layout.shape import Shape
 from memo_sim.program.layout.stage import Stage
@@ -43,10 +44,12 @@ class OwnerStage:
         found, count, dtype = [], len(self.stage.layers), self.decisions.dtype
         for link in self.links:
             stage = link.portion.stage
-            found.append(Family(self._aside("grads", stage), BufferClass.EXCHANGE, grads.dtype, grads.tokens, 1, count))
+            name, kind = self._aside("grads", stage), FamilyKind.PER_LAYER
+            found.append(Family(name, BufferClass.EXCHANGE, grads.dtype, grads.tokens, 1, count, kind=kind))
             if link.exists("d_kv.before"):
                 rows, width = self.shape.start, 2 * self.shape.kv_width
-                found.append(Family(self._aside("d_kv", stage), BufferClass.EXCHANGE, dtype, rows, width, count))
+                name = self._aside("d_kv", stage)
+                found.append(Family(name, BufferClass.EXCHANGE, dtype, rows, width, count, kind=kind))
         return found
 
     def _aside(self, what: str, stage: int) -> str:
@@ -80,7 +83,7 @@ class OwnerStage:
     def _sums(self, link: Link, found: Families) -> TemplateBuilder:
         """Return the template that adds what a guest has computed, of earlier keys run by run."""
         stage = link.portion.stage
-        builder = TemplateBuilder(f"bwd.add.{stage}", "helper")
+        builder = TemplateBuilder(f"bwd.add.{stage}", Phase.HELPER, TemplateKind.SUM, BlockKind.LAYER)
         before = sums_of(self.shape, *link.before) if link.exists("d_kv.before") else []
         for run, (first, rows) in enumerate(before):
             builder.bind(found[rows.slot], slot=rows.slot)

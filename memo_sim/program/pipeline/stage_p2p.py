@@ -28,6 +28,7 @@ from memo_sim.contract.plan import Decisions
 from memo_sim.contract.units import DTYPE_BYTES
 from memo_sim.program.ir.builder import Rows, TemplateBuilder, reads, writes
 from memo_sim.program.ir.instruction import BufferClass, Families, Family, Lane
+from memo_sim.program.ir.kinds import FamilyKind, Phase, TemplateKind
 from memo_sim.program.ir.work import Collective, PointToPoint, Rowwise
 from memo_sim.program.layout.schedule import Kind, Pass
 from memo_sim.program.layout.shape import Shape
@@ -69,7 +70,15 @@ class StageP2P:
         shape, count = self.shape, self.micro_batches * self.stage.chunks
         names = ["stage.x", "stage.out"] if self.enters else ["stage.out"]
         return [
-            Family(name, BufferClass.PIPELINE, self.decisions.dtype, shape.shard_tokens, shape.hidden, count)
+            Family(
+                name,
+                BufferClass.PIPELINE,
+                self.decisions.dtype,
+                shape.shard_tokens,
+                shape.hidden,
+                count,
+                kind=FamilyKind.STAGE_BOUNDARY,
+            )
             for name in names
         ]
 
@@ -91,7 +100,7 @@ class StageP2P:
         return [*found, self._enter(families)] if self.enters else found
 
     def _moved(self, name: str, family: Family, slot: str, peer: int) -> TemplateBuilder:
-        builder = TemplateBuilder(f"stage.{name}", "pp")
+        builder = TemplateBuilder(f"stage.{name}", Phase.P2P, TemplateKind.TRANSFER)
         builder.bind(family, slot=slot)
         me, parts = self.stage.index, self._parts
         part = Rows(slot, 0, family.tokens // parts)
@@ -103,7 +112,7 @@ class StageP2P:
         return builder
 
     def _gathered(self, name: str, family: Family, slot: str) -> TemplateBuilder:
-        builder = TemplateBuilder(f"stage.{name}", "pp")
+        builder = TemplateBuilder(f"stage.{name}", Phase.P2P, TemplateKind.TRANSFER)
         builder.bind(family, slot=slot)
         part = Rows(slot, 0, family.tokens // self._parts)
         others = Rows(slot, part.tokens, family.tokens - part.tokens)
@@ -118,7 +127,7 @@ class StageP2P:
         return self.shape.tp if whole and self.shape.tokens % self.shape.tp == 0 else 1
 
     def _enter(self, families: Families) -> TemplateBuilder:
-        builder = TemplateBuilder("stage.enter", "pp")
+        builder = TemplateBuilder("stage.enter", Phase.P2P, TemplateKind.TRANSFER)
         rows = self.shape.shard_tokens - self.first
         source = builder.bind(families["stage.x"], slot="stage.x", first=self.first)
         target = builder.bind(families["skeletal.x"], slot="x", tokens=rows)

@@ -15,15 +15,16 @@ from memo_sim.contract.plan import Decisions
 from memo_sim.program.attention import subsequence as prefix_attention
 from memo_sim.program.ir.builder import TemplateBuilder
 from memo_sim.program.ir.instruction import BufferClass, Families, Family, Template
+from memo_sim.program.ir.kinds import BlockKind, FamilyKind, Phase, TemplateKind
 from memo_sim.program.layers.activations import Activations
 from memo_sim.program.layers.embedding_and_head import embed_backward, embed_forward, head
-from memo_sim.program.layers.layer import LayerWriter
-from memo_sim.program.layers.metp import MetpLayer
+from memo_sim.program.layers.kinds import Layer, layer_kind
 from memo_sim.program.layers.weight_gradients import DeferredWeightGradients
 from memo_sim.program.layout.multiplex import Portion, swapped_by_owner
 from memo_sim.program.layout.parameters import Block
 from memo_sim.program.layout.stage import Stage
 from memo_sim.program.layout.subsequence import Subsequence
+from memo_sim.program.operators.operators import OperatorWriter
 from memo_sim.program.pipeline.stage_p2p import StageP2P
 
 Bound = tuple[Template, list[str]]
@@ -42,7 +43,7 @@ class SubsequenceTemplates:
         stage: Stage,
         micro_batches: int,
         *,
-        blocks: Mapping[str, Block],
+        blocks: Mapping[BlockKind, Block],
         made: Made,
         own: Portion | None = None,
     ) -> None:
@@ -79,11 +80,11 @@ class SubsequenceTemplates:
     def boundaries(self) -> list[Family]:
         """Return what lies between the layers: the head's input, and every layer's input gradient."""
         shape, dtype, m = self.shape, self.decisions.dtype, self.micro_batches
-        found = []
+        rows, found = (shape.shard_tokens, shape.hidden), []
         if self.stage.last:
-            found.append(Family("head.x", BufferClass.SKELETAL, dtype, shape.shard_tokens, shape.hidden, m))
+            found.append(Family("head.x", BufferClass.SKELETAL, dtype, *rows, m, kind=FamilyKind.HEAD_INPUT))
         count = m * self.stage.boundaries
-        found.append(Family("grad.x", BufferClass.TRANSIENT, dtype, shape.shard_tokens, shape.hidden, count))
+        found.append(Family("grad.x", BufferClass.TRANSIENT, dtype, *rows, count, kind=FamilyKind.INPUT_GRADIENT))
         return found
 
     def families(self) -> list[Family]:
@@ -94,7 +95,7 @@ class SubsequenceTemplates:
         """Yield the templates of its layers; ``seen``: the families with whole parameters and gradients."""
 
         def forward(name: str, out: str) -> TemplateBuilder:
-            builder, writer = self._layer(name, "fwd", families, seen, gradients=False)
+            builder, writer = self._layer(name, TemplateKind.FORWARD, families, seen)
             first = 0 if out == "skeletal.x" else self.first
             builder.bind(families[out], slot="next_x", tokens=self.rows.shard_tokens, first=first)
             writer.forward(self.activations.row_blocks, "next_x")
@@ -103,11 +104,11 @@ class SubsequenceTemplates:
         for name, out in (("layer.fwd", "skeletal.x"), ("layer.fwd.last", "head.x"), ("layer.fwd.out", "stage.out")):
             if out in families:
                 yield self._once(name, partial(forward, name, out))
-        whole = self._once("layer.bwd", lambda: self._backward("layer.bwd", families, seen, rebuild=True))
+        whole = self._once("layer.bwd", lambda: self._backward("layer.bwd", TemplateKind.BACKWARD, families, seen))
         yield whole
         if self.activations.resident_differs:
-            name = "layer.bwd.resident"
-            yield self._once(name, lambda: self._backward(name, families, seen, rebuild=False))
+            name, kind = "layer.bwd.resident", TemplateKind.BACKWARD_RESIDENT
+            yield self._once(name, lambda: self._backward(name, kind, families, seen))
         if self.deferred.apart:
             yield self._once("layer.wgrad", lambda: self._weights(families, seen))
         if self.activations.copied_out:
@@ -129,10 +130,10 @@ class SubsequenceTemplates:
         if self.stage.first:
             entered = {**seen, "skeletal.x": seen["stage.x"]} if self.own else seen
             for end in (embed_forward, embed_backward):
-                yield self._by_family(end(self.decisions, self.shape, self.blocks["embed"], entered))
+                yield self._by_family(end(self.decisions, self.shape, self.blocks[BlockKind.EMBED], entered))
         if self.stage.last:
-            embed = self.blocks.get("embed")
-            yield self._by_family(head(self.decisions, self.shape, self.blocks["head"], embed, seen))
+            embed = self.blocks.get(BlockKind.EMBED)
+            yield self._by_family(head(self.decisions, self.shape, self.blocks[BlockKind.HEAD], embed, seen))
 
     def _by_family(self, template: Template) -> Bound:
         """Return a template whose slots are named after their families."""
@@ -140,15 +141,16 @@ class SubsequenceTemplates:
         named = replace(template, name=template.name + self.suffix)
         return named, [name.removesuffix(self.suffix) for name in template.slots if name not in own]
 
-    def handed(self, families: Families) -> Iterator[Bound]:
-        """Yield the templates of what the stage hands to its neighbours and takes from them."""
+    def transfers(self, families: Families) -> Iterator[Bound]:
+        """Yield the templates that send to and receive from neighbouring stages."""
         for builder in self.p2p.templates(families):
             yield self._named(builder)
 
     def _layer(
-        self, name: str, phase: str, families: Families, seen: Families, *, gradients: bool
-    ) -> tuple[TemplateBuilder, LayerWriter | MetpLayer]:
-        builder = TemplateBuilder(name, phase)
+        self, name: str, kind: TemplateKind, families: Families, seen: Families
+    ) -> tuple[TemplateBuilder, Layer]:
+        gradients = kind is not TemplateKind.FORWARD
+        builder = TemplateBuilder(name, Phase.BACKWARD if gradients else Phase.FORWARD, kind, BlockKind.LAYER)
         builder.bind(seen["params.layer"], slot="params")
         if gradients:
             builder.bind(seen["grads.layer"], slot="grads")
@@ -156,20 +158,21 @@ class SubsequenceTemplates:
                 self.deferred.bind(builder, families)
         self.activations.bind(builder, families)
         prefix_attention.bind(builder, families, self.rows, gradients=gradients)
-        written = MetpLayer if self.rows.metp > 1 else LayerWriter
-        return builder, written(builder, self.decisions, self.rows, self.blocks["layer"])
+        writer = layer_kind(self.decisions).writer
+        return builder, writer(builder, self.decisions, self.rows, self.blocks[BlockKind.LAYER])
 
-    def _backward(self, name: str, families: Families, seen: Families, *, rebuild: bool) -> TemplateBuilder:
-        builder, writer = self._layer(name, "bwd", families, seen, gradients=True)
+    def _backward(self, name: str, kind: TemplateKind, families: Families, seen: Families) -> TemplateBuilder:
+        """Return a backward; of activations that never left the device, nothing has to be rebuilt token by token."""
+        builder, writer = self._layer(name, kind, families, seen)
         for slot in ("grad_out", "grad_in"):
             builder.bind(families["grad.x"], slot=slot, first=self.first)
-        builder.phase = "rec"
+        builder.phase = Phase.RECOMPUTE
         if self.decisions.recompute == "full":
             writer.recompute((0, self.rows.tokens), 0, whole=True)
-        elif rebuild and self.activations.recomputed is not None:
+        elif kind is TemplateKind.BACKWARD and self.activations.recomputed is not None:
             blocks = self.activations.row_blocks
             writer.recompute(self.activations.recomputed, len(blocks) - 1, whole=False)
-        builder.phase = "bwd"
+        builder.phase = Phase.BACKWARD
         writer.defers_wgrad = self.deferred.apart
         writer.backward("grad_out", "grad_in")
         if self.deferred.apart:
@@ -177,8 +180,8 @@ class SubsequenceTemplates:
         return builder
 
     def _weights(self, families: Families, seen: Families) -> TemplateBuilder:
-        builder = TemplateBuilder("layer.wgrad", "wgt")
+        builder = TemplateBuilder("layer.wgrad", Phase.WGRAD, TemplateKind.WGRAD, BlockKind.LAYER)
         builder.bind(seen["grads.layer"], slot="grads")
         self.deferred.bind_inputs(builder, families)
-        self.deferred.write(LayerWriter(builder, self.decisions, self.rows, self.blocks["layer"]))
+        self.deferred.write(OperatorWriter(builder, self.decisions, self.rows, self.blocks[BlockKind.LAYER]))
         return builder

@@ -1,4 +1,4 @@
-"""Independent checkers of programs: of one stage alone, and of all stages together.
+"""Independent checkers of programs: of one pipeline stage alone, and of all stages together.
 
-They share no code with the lowering, so that an error there cannot hide here.
+They share no code with the lowering, so an error in the lowering cannot repeat here.
 """

@@ -1,6 +1,6 @@
-"""Checks a program without trusting what wrote it: every way it can be wrong is enumerated, in plain loops.
+"""Checks the program of one stage independently of the lowering, in plain loops over every possible fault.
 
-Nothing here is shared with the lowering, with ``edges.py`` or with ``liveness.py`` but the data they exchange.
+Only data is shared with the lowering, ``edges.py`` and ``liveness.py``, no code.
 """
 
 from __future__ import annotations
@@ -10,12 +10,13 @@ from collections import defaultdict
 from memo_sim.program.analysis.columns import Columns
 from memo_sim.program.analysis.edges import Edges
 from memo_sim.program.ir.instruction import BufferClass, Instruction, Lane, Mode
+from memo_sim.program.ir.kinds import TemplateKind
 from memo_sim.program.ir.program import Program
 from memo_sim.program.ir.work import Collective, Copy, Exchange, PointToPoint
 
 
 def check_program(program: Program, columns: Columns) -> list[str]:
-    """Return every fault of one program: bounds, aliasing, reads of what was never written, unmatched copies."""
+    """Return every fault of one program: ids, bounds, aliasing, sizes, reads of unwritten rows, gathered buffers."""
     return [
         *_check_ids(program),
         *_check_operands(program),
@@ -25,9 +26,9 @@ def check_program(program: Program, columns: Columns) -> list[str]:
 
 
 def check_edges(columns: Columns, edges: Edges) -> list[str]:
-    """Return every pair of conflicting accesses that lane order and ``edges`` together leave unordered.
+    """Return every pair of conflicting accesses that neither lane order nor ``edges`` order.
 
-    Each instruction carries, for every lane, the last instruction known to have ended before it starts.
+    Each instruction has a vector clock: for every lane, the last instruction known to have ended before it starts.
     """
     lanes = len(Lane)
     lane = columns.lane.tolist()
@@ -59,16 +60,17 @@ def check_edges(columns: Columns, edges: Edges) -> list[str]:
             overlap = first < other_end and other_first < end
             writes = (mode | other_mode) & Mode.WRITE
             if overlap and writes and lane[i] != lane[j] and known[i][lane[j]] < j:
-                faults.append(f"instructions {j} and {i} touch buffer {buffer} and nothing orders them")
+                faults.append(f"instructions {j} and {i} touch buffer {buffer}, and no edge orders them")
         accesses[buffer].append((i, first, end, mode))
     return faults + _check_reuse(columns, known)
 
 
 def _check_reuse(columns: Columns, known: list[list[int]]) -> list[str]:
-    """Find births in memory that may be in use yet: device memory is handed out in program order.
+    """Find births in memory that another lane may still be using.
 
-    What is born may take the bytes of any dynamic buffer that died before, so every lane's last use of that has to have
-    ended. ``known``: of each instruction, lane by lane the last one that has ended when it starts.
+    Device memory is allocated in program order. A new buffer may take the bytes of any dynamic buffer that died before,
+    so every lane's last use of that buffer must have ended. ``known`` gives for each instruction, lane by lane, the
+    last instruction that has ended when it starts.
     """
     lane = columns.lane.tolist()
     births: dict[int, int] = {}
@@ -112,14 +114,14 @@ def _check_operands(program: Program) -> list[str]:
         for instruction in template.instructions:
             label = f"{template.name}: {instruction.name}"
             faults += [
-                f"{label}: {o.role} leaves its buffer"
+                f"{label}: {o.role} reaches beyond its buffer"
                 for o in instruction.operands
                 if o.first < 0 or o.tokens <= 0 or o.first + o.tokens > tokens[names[o.slot]]
             ]
             faults += [f"{label}: {fault}" for fault in _aliases(instruction)]
             moved = [o.tokens * row_bytes[names[o.slot]] for o in instruction.operands]
             if isinstance(instruction.work, Copy | Exchange | PointToPoint) and set(moved) != {instruction.work.bytes}:
-                faults.append(f"{label}: moves {moved} bytes but is priced for {instruction.work.bytes}")
+                faults.append(f"{label}: moves {moved} bytes, but is priced for {instruction.work.bytes}")
             if isinstance(instruction.work, Collective):
                 sizes = {o.role: size for o, size in zip(instruction.operands, moved, strict=True)}
                 rows = {o.role: row_bytes[names[o.slot]] for o in instruction.operands}
@@ -128,21 +130,22 @@ def _check_operands(program: Program) -> list[str]:
 
 
 def _collective_sizes(work: Collective, sizes: dict[str, int], row_bytes: dict[str, int]) -> list[str]:
-    """Compare a collective's operands (bytes by role) with its work: the whole tensor, and what one rank has of it.
+    """Compare the bytes of a collective's operands, by role, with its work: the whole tensor, and one rank's shard.
 
-    A share may be up to two rows longer than a rank's part: two runs of a block, each divided and rounded up.
+    A shard may be up to two rows longer than one rank's share of the tensor, because a block has two runs, each divided
+    and rounded up.
     """
     faults = []
     for role, size in sizes.items():
         if role == "shard":
             beyond = size * work.ranks - work.bytes
             if not 0 <= beyond <= 2 * work.ranks * row_bytes[role]:
-                faults.append(f"a shard of {size} bytes is not one of {work.ranks} of {work.bytes}")
+                faults.append(f"a shard of {size} bytes is not 1/{work.ranks} of {work.bytes} bytes")
         elif role == "others":
             if size + sizes["shard"] != work.bytes:
-                faults.append(f"a shard and {size} bytes of others are not {work.bytes}")
+                faults.append(f"a shard and {size} bytes of other shards do not add up to {work.bytes} bytes")
         elif size != work.bytes:
-            faults.append(f"{role} has {size} bytes but the {work.kind} is priced for {work.bytes}")
+            faults.append(f"{role} has {size} bytes, but the {work.kind} is priced for {work.bytes}")
     return faults
 
 
@@ -152,12 +155,12 @@ def _aliases(instruction: Instruction) -> list[str]:
         for b in instruction.operands[i + 1 :]:
             overlap = a.slot == b.slot and a.first < b.first + b.tokens and b.first < a.first + a.tokens
             if overlap and (a.mode | b.mode) & Mode.WRITE:
-                faults.append(f"{a.role} and {b.role} overlap and one is written")
+                faults.append(f"{a.role} and {b.role} overlap, and one of them is written")
     return faults
 
 
 def _check_defined(program: Program, columns: Columns) -> list[str]:
-    """Find reads of dynamic buffers' rows that nothing has written before."""
+    """Find reads of rows of dynamic buffers that nothing has written before."""
     given = [
         f.lifetime == "step" and f.buffer_class in {BufferClass.STATE, BufferClass.INPUT} for f in program.all_families
     ]
@@ -199,12 +202,12 @@ def _covered(ranges: list[tuple[int, int]], first: int, end: int) -> bool:
 
 
 def _check_gathered(program: Program, columns: Columns) -> list[str]:
-    """Find gathered buffers that something but one collective or receive writes, or that more than one pass reads."""
+    """Find gathered buffers that are not written by one collective or receive, or that several passes read."""
     families = program.all_families
-    # A guest plays a layer's pass in two instances.
-    passes = [(each.place, *program.templates[each.template].name.split(".")[:3]) for each in program.instances]
+    # A helper stage plays one layer pass in two instances, of one kind at one place.
+    passes = [(each.place, program.templates[each.template].kind) for each in program.instances]
     writers: dict[int, list[int]] = defaultdict(list)
-    readers: dict[int, set[tuple[str, ...]]] = defaultdict(set)
+    readers: dict[int, set[tuple[str, TemplateKind]]] = defaultdict(set)
     for buffer, i, mode in zip(
         columns.operand_buffer.tolist(),
         columns.operand_instruction.tolist(),
@@ -220,7 +223,7 @@ def _check_gathered(program: Program, columns: Columns) -> list[str]:
     for buffer in sorted(set(writers) | set(readers)):
         name = families[columns.buffer_family[buffer]].name
         if writers[buffer] not in ([Lane.COLLECTIVE], [Lane.RECV]):
-            faults.append(f"buffer {buffer} ({name}) is not written by one collective or receive alone")
+            faults.append(f"buffer {buffer} ({name}) is not written by exactly one collective or receive")
         if len(readers[buffer]) != 1:
-            faults.append(f"buffer {buffer} ({name}) is read by {len(readers[buffer])} passes")
+            faults.append(f"buffer {buffer} ({name}) is read by {len(readers[buffer])} passes instead of one")
     return faults

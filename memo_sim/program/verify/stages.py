@@ -1,6 +1,6 @@
-"""Checks that the programs of several roles fit together: calls match, what is sent is received, nobody waits for ever.
+"""Checks that the programs of several stages fit together: calls match, sends have receives, nothing deadlocks.
 
-As in ``program.py`` nothing is shared with what wrote the programs, nor with how the engine pairs them.
+It shares no code with the lowering, nor with the engine's matching of calls.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from memo_sim.program.ir.program import Program
 from memo_sim.program.ir.work import Collective, Exchange, PointToPoint
 
 ACROSS = ("pp", "tied")
-"""Groups that have ranks of several stages; other groups lie inside a role."""
+"""Groups whose ranks belong to several stages; all other groups lie inside a stage."""
 
 _PLACE = re.compile(r"m(\d+)/s(\d+)/l(\d+)/pp/(?:send|recv)\.(x|grad)$")
 
@@ -25,11 +25,11 @@ Call = tuple[str, int, int, str]
 
 
 def check_stages(programs: tuple[Program, ...]) -> list[str]:
-    """Return every way the roles' collectives, exchanges and hand-overs fail to meet.
+    """Return every mismatch between the collectives, ring exchanges and p2p transfers of the stages.
 
-    Ranks of one group call the same collectives in the same order with the same size, on the same lane. What a stage
-    sends to another is received there, in the same order: outputs of a layer as inputs of the next, gradients the other
-    way round, of the same micro-batch.
+    - Ranks of one group call the same collectives in the same order, with the same size, on the same lane.
+    - Every send from one stage to another is received there, in the same order and for the same micro-batch. A layer's
+      output becomes the next layer's input; gradients go the other way.
     """
     return [*check_calls(programs), *_check_p2p(programs)]
 
@@ -37,14 +37,14 @@ def check_stages(programs: tuple[Program, ...]) -> list[str]:
 def check_deadlock(
     programs: Sequence[Program], columns: Sequence[Columns], edges: Sequence[Edges], across: Sequence[str] = ACROSS
 ) -> list[str]:
-    """Return the instructions that could never start: those that wait for each other in a circle, and what follows.
+    """Return the instructions that can never start: those that wait for each other in a circle, and their followers.
 
-    Lanes are first in, first out, ``edges`` hold, and what meets starts when all of it can. No time is looked at: an
-    order without a circle ends whatever instructions last. ``across`` are the groups that the programs meet in; for the
-    ranks of a context-parallel ring, say, ``cp``.
+    Lanes are FIFO, ``edges`` hold, and matched calls start when all of them are ready. Times play no part: an order
+    without a circle completes, however long instructions take. ``across`` are the groups that span the programs, for
+    example ``cp`` for the ranks of a context-parallel ring.
     """
     node: dict[tuple[int, int], tuple[int, int]] = {}
-    for stage, number, call in _shared(programs, across):
+    for stage, number, call in _matched_calls(programs, across):
         node[stage, number] = first = node.get(call, (stage, number))
         node.setdefault(call, first)
     waits: dict[tuple[int, int], int] = defaultdict(int)
@@ -89,7 +89,7 @@ def check_calls(programs: tuple[Program, ...]) -> list[str]:
 
 
 def _members(group: str, programs: tuple[Program, ...], calls: list[dict[str, list[Call]]]) -> list[list[int]]:
-    """Return which programs have to call a group alike: those of one role, or the stages that it spans."""
+    """Return the programs that must make the same calls of a group: those of one stage, or the stages that it spans."""
     last = len(programs) - 1
     if group == "pp":
         return [list(range(len(programs)))]
@@ -120,10 +120,10 @@ def _check_p2p(programs: tuple[Program, ...]) -> list[str]:
             work, lane = instruction.work, instruction.lane
             if not isinstance(work, PointToPoint):
                 if lane in (Lane.SEND, Lane.RECV):
-                    faults.append(f"{program.stage}: {name} is no hand-over but on lane {lane.label}")
+                    faults.append(f"{program.stage}: {name} is on lane {lane.label}, but is no p2p transfer")
                 continue
             if lane not in (Lane.SEND, Lane.RECV) or number != (work.source if lane is Lane.SEND else work.target):
-                faults.append(f"{program.stage}: {name} hands over {work.source} -> {work.target} on lane {lane.label}")
+                faults.append(f"{program.stage}: {name} sends {work.source} -> {work.target} on lane {lane.label}")
                 continue
             side = sent if lane is Lane.SEND else received
             side[work.source, work.target].append((name, work.bytes))
@@ -131,14 +131,14 @@ def _check_p2p(programs: tuple[Program, ...]) -> list[str]:
         for i in range(max(len(sent[pair]), len(received[pair]))):
             a = sent[pair][i] if i < len(sent[pair]) else None
             b = received[pair][i] if i < len(received[pair]) else None
-            if a is None or b is None or a[1] != b[1] or not _same(a[0], b[0]):
-                faults.append(f"stage {pair[0]} to {pair[1]}, hand-over {i}: {a} is sent, {b} is received")
+            if a is None or b is None or a[1] != b[1] or not _is_match(a[0], b[0]):
+                faults.append(f"stage {pair[0]} to {pair[1]}, p2p transfer {i}: {a} is sent, {b} is received")
                 break
     return faults
 
 
-def _same(sent: str, received: str) -> bool:
-    """Return whether one id's output is the other's input: same micro-batch, the layer behind or before."""
+def _is_match(sent: str, received: str) -> bool:
+    """Return whether a send and a receive match: same micro-batch, and the next or previous layer."""
     if "/helper/" in sent:
         return sent.replace("/helper/", "/").replace(".send.", ".recv.") == received.replace("/helper/", "/")
     a, b = _PLACE.search(sent), _PLACE.search(received)
@@ -147,8 +147,8 @@ def _same(sent: str, received: str) -> bool:
     return (a[1], a[2], int(a[3]) + (1 if a[4] == "x" else -1)) == (b[1], b[2], int(b[3]))
 
 
-def _shared(programs: Sequence[Program], across: Sequence[str]) -> list[tuple[int, int, tuple[int, int]]]:
-    """Return (role, instruction, call) of all that roles do together; a call is (-1, its number)."""
+def _matched_calls(programs: Sequence[Program], across: Sequence[str]) -> list[tuple[int, int, tuple[int, int]]]:
+    """Return (stage, instruction, call) of all calls that involve several stages; a call is (-1, its number)."""
     numbers: dict[tuple[object, ...], int] = {}
     found = []
     for stage, program in enumerate(programs):

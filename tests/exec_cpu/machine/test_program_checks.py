@@ -74,7 +74,7 @@ def another_size(kind: type[Any]) -> Callable[[tuple[Program, ...]], tuple[Progr
 
 
 FAULTS = {
-    "a read outside its buffer": (Layout(), out_of_its_buffer, "program", "leaves its buffer"),
+    "a read outside its buffer": (Layout(), out_of_its_buffer, "program", "beyond its buffer"),
     "a send of another size": (Layout(pp=2), another_size(PointToPoint), "stages", "is received"),
     "a collective of another size": (Layout(pp=2, tp=2), another_size(Collective), "program", "is priced for"),
 }

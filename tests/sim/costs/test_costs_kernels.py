@@ -1,4 +1,4 @@
-"""Products, attention and memory-bound kernels: table points exactly, sensible between them, marked beyond them."""
+"""Prices of products, attention and memory-bound kernels: exact at table points, marked outside the tables."""
 
 from math import log, sqrt
 
@@ -21,7 +21,7 @@ from memo_sim.program.ir.work import Attention, Gemm, Mask
 PROFILES = ("a800-sxm4-80gb", "a100-sxm4-80gb")
 TABLES = [(name, i) for name in PROFILES for i in range(3)]
 
-# A laptop-like profile: 20 GFLOP/s kernels that lose half with a short sum.
+# A profile like a laptop's: 20 GFLOP/s kernels that lose half of their rate when k is small.
 CPU_ROWS = [
     [m, n, k, 20e9 * m / (m + 100) * k / (k + 60)]
     for m in (256.0, 1024.0, 4096.0)
@@ -91,7 +91,7 @@ class TestGemm:
         assert wgrad.rate(4096, 1024, 65536) < 0.9 * wgrad.rate(4096, 16384, 65536)
 
     def test_layer_products_average_the_recommended_rate(self) -> None:
-        # hardware_facts.md 4.3: 225 TFLOP/s over fprop, dgrad and wgrad of transformer layers from 4K tokens on.
+        # Published A100 measurements average 225 TFLOP/s over fprop, dgrad and wgrad of layers with at least 4K tokens.
         models = {table.gemm_pass: GemmModel(table.rows) for table in load_hardware("a100-sxm4-80gb").gemm}
         h, tokens = 4096.0, 8192.0
         total_flops = total_s = 0.0
@@ -101,7 +101,7 @@ class TestGemm:
                 total_s += seconds(models[name], *shape)  # type: ignore[index]
         assert total_flops / total_s == pytest.approx(225e12, rel=0.01)
 
-    def test_a_cpu_table_comes_back_between_its_rows(self) -> None:
+    def test_a_cpu_table_interpolates_between_its_rows(self) -> None:
         model = GemmModel(CPU_ROWS)
         assert [model.rate(*row[:3]) for row in CPU_ROWS] == pytest.approx([row[3] for row in CPU_ROWS])
         for m, n, k in ((512.0, 768.0, 256.0), (2048.0, 512.0, 512.0), (2048.0, 1024.0, 256.0)):
@@ -175,7 +175,7 @@ class TestAttention:
 
     @pytest.mark.parametrize(
         ("tokens", "head_dim", "both"),
-        # flash-attention's figure: causal forward + backward, hidden 2048, 16K tokens a batch.
+        # From flash-attention's published figure: causal forward and backward, hidden 2048, 16K tokens per batch.
         [
             (512, 128, 99),
             (1024, 128, 133),
@@ -221,7 +221,7 @@ class TestAttention:
         assert self.rate(full) == pytest.approx(1.041 * self.rate(square))
 
     def test_a_block_counts_its_loop_and_its_grid(self) -> None:
-        # The ring's half block: half the queries, all keys. Forward loops over keys, backward over queries.
+        # A ring's half block has half the queries and all keys. Forward loops over keys, backward over queries.
         forward = self.rate(call(1024, 8, k_tokens=8192, mask="none"))
         assert forward == pytest.approx(1.041 * self.rate(call(8192, 1)), rel=1e-3)
         backward = self.rate(call(1024, 8, k_tokens=8192, mask="none", backward=True))
@@ -262,8 +262,8 @@ class TestAttention:
         work = call(512, 8, head_dim=32, backward=attention_pass == "backward")
         assert work.flops / AttentionRates([table]).seconds(work, set()) == pytest.approx(12e9)
 
-    def test_what_a_mask_wastes_along_the_diagonal_is_a_smaller_share_of_a_longer_row(self) -> None:
-        """500 tokens of each row: as if a square of s rows computed s x (s + 500) / 2 pairs, at one rate for all."""
+    def test_longer_rows_waste_a_smaller_fraction_along_the_diagonal(self) -> None:
+        """Each row wastes 500 tokens: a square of s rows computes s x (s + 500) / 2 pairs, at a constant rate."""
         lengths = (128.0, 512.0, 1024.0, 2048.0, 8192.0)
         table = AttentionTable(
             kernel="flash2",
@@ -292,7 +292,7 @@ GPUS = ("a100-sxm4-80gb", "h100-sxm5-80gb", "b200-sxm6-180gb")
 
 
 def kernels_of(name: str) -> list[tuple[str, bool]]:
-    """Every kernel and pass of a profile."""
+    """Return every kernel and pass of a profile."""
     return sorted({(t.kernel, t.attention_pass == "backward") for t in load_hardware(name).attention})
 
 
@@ -302,11 +302,13 @@ def blocks_of(work: Attention) -> float:
 
 @pytest.mark.parametrize("name", GPUS)
 class TestFewBlocks:
-    """Without a mask and below a wave, a call takes no longer than its longest block."""
+    """Without a mask and below one wave, a call takes no longer than its longest block."""
 
     def test_no_longer_than_the_causal_call_of_its_flops(self, name: str) -> None:
-        """Half the blocks of a causal call within a wave, looping as long; on the A100 also as many, looping half as
-        long: the others' rates were measured length by length, and not all of those grow with length.
+        """Compare with the causal call of equal FLOPs: half the blocks, with loops of the same length, within a wave.
+
+        On the A100, also as many blocks with loops of half the length. Other profiles' rates were measured length by
+        length, and not all of them grow with length.
         """
         rates = AttentionRates(load_hardware(name).attention, wave_tokens=WAVE_TOKENS)
         compared = 0

@@ -1,4 +1,4 @@
-"""Collectives by closed form, groups on nodes, cards shared, and what lanes and devices take from each other."""
+"""Prices of collectives against closed forms, groups on nodes, shared cards, contention of lanes and devices."""
 
 import pytest
 from hypothesis import given
@@ -60,7 +60,7 @@ class TestInsideANode:
 
     @pytest.mark.parametrize(
         ("ranks", "bytes_", "microseconds"),
-        # nccl-tests, all-reduce on A100 (vTrain; ml-engineering at 16 GiB), where its busbw does not dip.
+        # nccl-tests, all-reduce on A100 (vTrain; ml-engineering at 16 GiB), at sizes where the bus rate does not dip.
         [
             *[(2, 2**20, 45.1), (2, 2**24, 129.4), (2, 2**30, 5453), (4, 2**20, 52.7), (4, 2**24, 177.8)],
             *[(4, 2**30, 7276), (8, 2**20, 92.2), (8, 2**25, 356), (8, 2**28, 2158), (8, 2**34, 127997)],
@@ -137,7 +137,7 @@ class TestAcrossNodes:
             assert found == pytest.approx(alpha_s + 1e-5 + 15 / 16 * 2**34 / rate)
 
     def test_strided_groups_share_the_cards(self) -> None:
-        # Eight gradient groups cross at once: each gets one of eight cards, half of one when there are four.
+        # Eight gradient groups cross at once, so each gets one of eight cards, or half a card when there are four.
         work, layout = Collective("all_reduce", 2**30, 2, "grads"), Layout(tp=8, dp=2)
         for nics, rate in ((8, 20 * GB), (4, 10 * GB)):
             found = times(cluster(2, nics), layout).seconds(work, set())
@@ -162,7 +162,7 @@ class TestAcrossNodes:
         found = times(cluster(2, 8), Layout(tp=8, cp=2)).exchange_seconds(Exchange(2**30, 2, "cp"), set())
         assert found == pytest.approx(2**30 / (20 * GB), rel=0.01)
         found = times(cluster(2, 8), Layout(cp=2, tp=1), A800).exchange_seconds(Exchange(2**30, 2, "cp"), set())
-        assert found < 0.01  # both on one node
+        assert found < 0.01  # both ranks are on one node
 
     def test_an_all_to_all_leaves_through_one_card_a_rank(self) -> None:
         work = Collective("all_to_all", 2**30, 16, "tp")
@@ -189,13 +189,13 @@ class TestAcrossNodes:
             (Exchange(2**30, 16, "cp"), Layout(cp=16), 1),
         ],
     )
-    def test_efficiency_is_asked_at_equal_bytes_per_card(
+    def test_efficiency_is_read_at_equal_bytes_per_card(
         self, work: Collective | Exchange, layout: Layout, cards: int
     ) -> None:
         def seconds(efficiency_at: float) -> float:
             two = cluster(2)
             assert two.network is not None
-            # Half of the rate at that size and less, all of it from one per mille above.
+            # Half of the rate up to that size, the full rate from 0.1 % above it.
             curve = Curve(x=[efficiency_at, efficiency_at * 1.001], y=[0.5, 1.0], source="test")
             here = times(replace(two, network=replace(two.network, size_efficiency=curve)), layout)
             if isinstance(work, Exchange):
@@ -211,7 +211,7 @@ class TestAcrossNodes:
         here.seconds(Collective("all_reduce", 2**30, nodes, "grads"), outside)
         assert outside == (set() if nodes == 2 else {"network"})
 
-    def test_no_network_is_said(self) -> None:
+    def test_a_group_over_nodes_without_a_network_is_refused(self) -> None:
         with pytest.raises(Infeasible, match="no network"):
             times(cluster(), Layout(tp=16)).seconds(Collective("all_reduce", 2**20, 16, "tp"), set())
 
@@ -239,7 +239,7 @@ class TestContention:
     def test_a_single_device_copies_as_if_alone(self) -> None:
         assert self.alone.rates(mask(Lane.D2H)) == (1.0,) * len(Lane)
 
-    def test_the_other_direction_takes_its_part(self) -> None:
+    def test_a_copy_is_slower_while_the_other_direction_is_busy(self) -> None:
         rates = self.alone.rates(mask(Lane.D2H, Lane.H2D))
         assert rates[Lane.H2D] == pytest.approx(11 / 24.8)
         assert rates[Lane.D2H] == pytest.approx(24.5 / 25)
@@ -252,7 +252,7 @@ class TestContention:
         assert NodeRates(A800, cluster(), 2).rates(mask(Lane.D2H))[Lane.D2H] == pytest.approx(0.5)
         assert NodeRates(A800, cluster(), 4).rates(mask(Lane.D2H))[Lane.D2H] == pytest.approx(0.5)
 
-    def test_compute_beside_traffic(self) -> None:
+    def test_compute_is_slower_beside_traffic(self) -> None:
         slowed = A800.compute_slowdown["collective"].value
         assert self.node.rates(mask(Lane.COMPUTE, Lane.COLLECTIVE))[Lane.COMPUTE] == pytest.approx(1 / slowed)
         both = self.node.rates(mask(Lane.COMPUTE, Lane.COLLECTIVE, Lane.P2P))[Lane.COMPUTE]

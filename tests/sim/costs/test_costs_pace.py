@@ -1,4 +1,4 @@
-"""The slowest of many devices sets the pace: of one node not beyond what its profile says, of more nodes a little."""
+"""The slowest of many devices sets the pace: one node keeps its profile's rates, more nodes are slightly slower."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The pricer as a whole: every kind of work, floors and marks, the shipped profiles, a published layer."""
+"""The pricer as a whole: every kind of work, launch floors, marks, the shipped profiles, and a published layer."""
 
 import pytest
 from hypothesis import given
@@ -31,7 +31,7 @@ class TestProfiles:
             assert len(source.text) > 30
 
     @pytest.mark.parametrize("name", PROFILES)
-    def test_what_was_fitted_says_on_which_cases(self, name: str) -> None:
+    def test_fitted_sources_name_their_cases(self, name: str) -> None:
         known = {c.case for file in list_case_files() for c in load_cases(file)}
         for source in load_hardware(name).sources.values():
             assert source.cases or source.kind != "fitted"
@@ -47,7 +47,8 @@ class TestProfiles:
         a800, a100 = (load_hardware(name) for name in PROFILES)
         assert a800.gemm == a100.gemm
         assert a800.attention == a100.attention
-        # The A100's own were measured by ranks; the A800's are an earlier measurement of eight A100, scaled.
+        # The A100's rates were measured by number of ranks. The A800's are an earlier measurement of eight A100s,
+        # scaled.
         ours, full = (
             next(t for t in p.collectives if (t.kind, t.ranks) == ("all_reduce", 8)).bus_bytes_per_s
             for p in (a800, a100)
@@ -117,13 +118,14 @@ class TestWorks:
 
 
 def test_a_published_layer() -> None:
-    """The 22B layer of 2205.05198, table 4, on A100 (hidden 6144, 64 heads, tp 8, 4 x 2048 tokens, sequence parallel).
+    """The 22B layer of arXiv 2205.05198, table 4: A100, hidden 6144, 64 heads, tp 8 with SP, 4 x 2048 tokens.
 
-    Published: forward 7.2, backward 11.8 ms. Its attention is not a fused kernel: rebuilding that part costs
-    13.1 - 11.8 = 1.3 ms (selective recompute), its backward about twice that; the rest is 5.9 and 9.2 ms. Backward's
-    collectives hide under the weight gradients at best, so compute alone is compared there. 12 % because the attention
-    part is itself an estimate and dropout (present there) is not; our products run at the in-layer rate that
-    hardware_facts.md 4.3 recommends, theirs somewhat faster.
+    Published: forward 7.2 ms, backward 11.8 ms. Its attention is not a fused kernel. Recomputing that part takes 13.1 -
+    11.8 = 1.3 ms (selective recompute), and its backward about twice as long. That leaves 5.9 and 9.2 ms. Backward's
+    collectives hide under the weight gradients at best, so only compute is compared there.
+
+    The tolerance is 12 %, because the time of attention is an estimate, and dropout is in their layer but not in ours.
+    Our products run at the rate measured inside layers, theirs slightly faster.
     """
     model = replace(load_model("gpt-7b"), hidden=6144, heads=64, kv_heads=64, head_dim=96, ffn_hidden=24576, layers=2)
     decisions = Decisions(model=model, layout=LAYOUT, seq_tokens=2048, micro_batch=4, global_batch=4)

@@ -1,4 +1,4 @@
-"""The chain of instructions that binds a step, followed from its end: what ``Playback.binds`` says, used whole."""
+"""Follows ``Playback.binds`` from a step's end to its start: the critical path."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from memo_sim.program.analysis.rendezvous import all_rendezvous
 
 
 def chain(playback: Playback) -> list[int]:
-    """Return the instructions of one role that bind its step, from its start to its end."""
+    """Return the instructions of one stage on the critical path, from the step's start to its end."""
     path = [int(playback.end_s.argmax())]
     while (before := int(playback.binds[path[-1]])) >= 0:
         path.append(before)
@@ -16,9 +16,9 @@ def chain(playback: Playback) -> list[int]:
 
 
 def critical_path(simulation: Simulation) -> list[tuple[int, int]]:
-    """Return (role, instruction) of those that bind the step, from its start to its end.
+    """Return the (stage, instruction) pairs on the critical path, from the step's start to its end.
 
-    Where instructions of several roles meet, the path goes on with the one that came last.
+    At matched instructions of several stages, the path continues on the stage that was ready last.
     """
     plays = [stage.playback for stage in simulation.stages]
     met = {

@@ -1,4 +1,4 @@
-"""Plans served by PyTorch's caching allocator: what is reserved decides whether they fit, what it stops costs time."""
+"""Plans with PyTorch's caching allocator: its reserved bytes decide whether they fit, and its stops cost time."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def caching(decisions: Decisions) -> Decisions:
 
 
 def in_arena(decisions: Decisions) -> Decisions:
-    """What libraries allocate lies in the arena, too, so that live bytes are those that the allocator serves."""
+    """Put library workspaces into the arena, so that live bytes are the bytes that the allocator serves."""
     return msgspec.structs.replace(decisions, replay_allocator=True)
 
 
@@ -46,13 +46,13 @@ def test_reserved_memory_is_the_replays_and_time_that_of_the_planned_step(decisi
     assert prediction.reserved_bytes >= prediction.peak_device_bytes
     if decisions.micro_batches == cached.program.micro_batches:
         assert prediction.reserved_bytes == replay(requests_of(cached.program)).reserved_peak_bytes
-    # 80 GiB are plenty: the warm cache never asks the device.
+    # 80 GiB are enough: with a warm cache, the allocator never asks the device.
     assert prediction.allocation_retries == 0
     assert prediction.step_s == planned.prediction.step_s
     assert prediction.stalls == planned.prediction.stalls
 
 
-def test_a_plan_fits_when_what_is_reserved_does() -> None:
+def test_a_plan_fits_when_its_reserved_bytes_fit() -> None:
     decisions = caching(decide(("none", 0.0), layers=6))
     reserved = run(decisions).prediction.reserved_bytes
     assert reserved is not None
@@ -77,7 +77,7 @@ def test_live_bytes_that_fit_can_be_too_much_for_the_allocator() -> None:
     assert "reserved but unallocated" in prediction.reason
 
 
-def test_live_bytes_that_do_not_fit_are_said_by_class() -> None:
+def test_live_bytes_that_do_not_fit_are_reported_by_class() -> None:
     decisions = caching(decide(("none", 0.0)))
     prediction = run(decisions, toy_hardware(RESERVE + 1)).prediction
     assert prediction.status == "gpu_oom"
@@ -85,7 +85,7 @@ def test_live_bytes_that_do_not_fit_are_said_by_class() -> None:
 
 
 def stopped(*stops: tuple[int, float, bool]) -> Replay:
-    """Return a replay whose steady step stops at (instant, seconds, reorganised)."""
+    """Return a replay whose steady step stops at (instant, seconds, retried)."""
     calls = (DeviceCall("free", GIB), DeviceCall("malloc", GIB))
     made = [DeviceStop(instant=i, buffer="b", calls=calls, seconds=s, retried_allocation=r) for i, s, r in stops]
     return Replay(
@@ -103,7 +103,7 @@ def stopped(*stops: tuple[int, float, bool]) -> Replay:
 def test_a_stop_belongs_to_the_kernel_that_follows() -> None:
     lane = np.array([Lane.COMPUTE, Lane.COLLECTIVE, Lane.COMPUTE, Lane.COMPUTE, Lane.D2H])
     found = CachingMemory(stopped((0, 0.5, True), (1, 0.25, True), (2, 2.0, False), (4, 8.0, True)), lane)
-    # 1 is a collective: kernel 2 waits. Behind the last kernel it is the last that waits.
+    # Instruction 1 is a collective, so kernel 2 waits. After the last kernel, the last kernel waits.
     assert found.stall_s.tolist() == [0.5, 0, 2.25, 8.0, 0]
     assert found.retried_allocation.tolist() == [1, 0, 1, 1, 0]
 
@@ -122,7 +122,7 @@ def test_stops_lengthen_the_step_as_often_as_their_micro_batch_is_played(monkeyp
 
     monkeypatch.setattr(engine_memory, "caching_memory", found)
     prediction = run(caching(decisions)).prediction
-    # Six micro-batches: the second stands for four. Without collectives and copies compute alone sets the pace.
+    # Of six micro-batches, the second stands for four. Without collectives and copies, compute alone sets the pace.
     assert prediction.step_s == pytest.approx((plain.prediction.step_s or 0) + 0.5 + 4 * 0.25)
     assert prediction.allocation_retries == 1 + 4
     (stall,) = [s for s in prediction.stalls if s.waits_for == ALLOCATOR]
@@ -130,7 +130,7 @@ def test_stops_lengthen_the_step_as_often_as_their_micro_batch_is_played(monkeyp
     assert prediction.lanes["compute"] == pytest.approx(plain.prediction.lanes["compute"])
 
 
-def test_the_profile_says_what_a_call_costs() -> None:
+def test_the_profile_has_the_cost_of_a_device_call() -> None:
     decisions = caching(decide(("none", 0.0)))
     costly = msgspec.structs.replace(
         toy_hardware(),
@@ -143,11 +143,11 @@ def test_the_profile_says_what_a_call_costs() -> None:
     assert warming
     for stop in warming:
         assert stop.seconds == pytest.approx(sum(2.0 + 3.0 * call.bytes / GIB for call in stop.calls))
-    # The steady step asks for nothing, so costs do not matter to it.
+    # The steady step asks the device for nothing, so the costs of calls do not matter.
     assert run(decisions, costly).prediction.step_s == run(decisions).prediction.step_s
 
 
-def test_an_eager_framework_needs_more_and_gets_it_back_later() -> None:
+def test_an_eager_framework_needs_more_memory_and_frees_it_later() -> None:
     layout = Layout(tp=2, sequence_parallel=True)
     decisions = decide(("full", 0.0), layout=layout, layers=24)
     eager = msgspec.structs.replace(decisions, memory_policy="eager")
@@ -155,7 +155,7 @@ def test_an_eager_framework_needs_more_and_gets_it_back_later() -> None:
     assert roomy.peak_device_bytes > cached.peak_device_bytes
     assert roomy.reserved_bytes is not None
     assert cached.reserved_bytes is not None
-    # The layers in flight hold what they gathered and scattered: more than the loss's fp32 tensors alone explain.
+    # The layers in flight hold gathered and scattered tensors, so the difference exceeds the loss's fp32 tensors.
     assert roomy.reserved_bytes - cached.reserved_bytes > roomy.peak_device_bytes - cached.peak_device_bytes
     assert roomy.allocation_retries == 0
     tight = toy_hardware(roomy.reserved_bytes - 2**21 + RESERVE)

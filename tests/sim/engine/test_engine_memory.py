@@ -1,4 +1,4 @@
-"""Memory is the program's: exact at the peak, checked before anything is priced, told by class over time."""
+"""Memory follows from the program: the peak is exact, known before pricing, and reported by class over time."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ STATISTICS = ("host.lse", "host.norm1_stats", "host.norm2_stats")
 
 
 class NoPrices:
-    """Fails when anything is priced."""
+    """A pricer that fails when anything is priced."""
 
     def __init__(self) -> None:
         self.outside: set[str] = set()
@@ -91,7 +91,7 @@ def test_host_memory_over_time_holds_every_buffer_for_its_life(decisions: Decisi
 
 
 def area(curve: MemoryCurve, end_s: float) -> float:
-    """Byte-seconds under the curve."""
+    """Return the area under the curve, in byte-seconds."""
     widths = np.diff([*curve.time_s, end_s])
     return float(sum(np.dot(values, widths) for values in curve.bytes_by_class.values()))
 
@@ -111,7 +111,7 @@ def test_device_memory_over_time_peaks_at_the_programs_peak(decisions: Decisions
 @given(decisions=small_decisions())
 @settings(max_examples=25, deadline=None)
 def test_no_instant_holds_more_than_the_programs_peak(decisions: Decisions) -> None:
-    """Lanes run ahead of program order, but never into memory that another still holds."""
+    """Lanes run ahead of program order, but never into memory that another lane still uses."""
     found = memory(decisions)
     columns = expand(found.program)
     seconds = np.random.default_rng(1).uniform(1e-4, 1e-3, len(columns.lane))
@@ -136,7 +136,7 @@ def test_a_plan_fits_to_the_byte() -> None:
     assert short.prediction.shortfall_bytes == 3
 
 
-def test_out_of_device_memory_says_when_what_and_how_much() -> None:
+def test_out_of_device_memory_names_instant_classes_and_shortage() -> None:
     decisions = decide(("none", 0.0), layers=6, replay_allocator=True)
     fitting = run(decisions)
     curves = fitting.memory.device_curves
@@ -159,7 +159,7 @@ def test_out_of_device_memory_says_when_what_and_how_much() -> None:
         simulation.trace()
 
 
-def test_out_of_host_memory_says_when_what_and_how_much() -> None:
+def test_out_of_host_memory_names_instant_classes_and_shortage() -> None:
     decisions = decide(("none", 1.0), layers=6, layout=Layout(tp=2))
     fitting = run(decisions)
     needed = fitting.prediction.peak_host_bytes_per_node
@@ -178,7 +178,7 @@ def test_out_of_host_memory_says_when_what_and_how_much() -> None:
 
 
 @pytest.mark.parametrize("sizes", [{"device_bytes": RESERVE}, {"host_bytes": 1000}])
-def test_what_does_not_fit_is_never_priced(sizes: dict[str, int]) -> None:
+def test_a_plan_that_does_not_fit_is_never_priced(sizes: dict[str, int]) -> None:
     decisions = decide(("none", 1.0), layers=6)
     simulation = simulate(decisions, toy_hardware(**sizes), TOY_CLUSTER, pricer=NoPrices())
     assert simulation.prediction.step_s is None
@@ -230,9 +230,9 @@ def test_host_states_are_blocks_of_their_own() -> None:
     [("320k", 0.75, 937.5, 960.0), ("320k", 0.875, 1068.8, 1920.0), ("256k", 1.0, 960.0, 960.0)],
 )
 def test_memos_host_memory(length: str, alpha: float, exact_gib: float, rounded_gib: float) -> None:
-    """hardware_facts.md, section 1: 7B on eight GPUs (TP4 CP2) runs at 320K with alpha .75 and fails at .875.
+    """MEMO: 7B on eight GPUs (TP4 CP2) runs at 320K with alpha .75, and fails with alpha .875.
 
-    At 256K a full swap fills 4 GiB a layer to the byte: the statistics must not double that.
+    At 256K, a full swap fills exactly 4 GiB per layer; the statistics must not double that.
     """
     tokens = parse_tokens(length)
     decisions = Decisions(
@@ -243,7 +243,7 @@ def test_memos_host_memory(length: str, alpha: float, exact_gib: float, rounded_
         swapped_tokens=int(alpha * tokens / 2),
         loss_chunk_tokens=16384,
     )
-    # The facts count 16 elements a token and hidden unit; the statistics come on top (under one percent).
+    # The paper counts 16 elements per token and hidden unit; the statistics come on top (less than one percent).
     assert exact_gib * GIB < memory(decisions).host_per_node_bytes * 1.0001
     assert memory(decisions).host_per_node_bytes < exact_gib * 1.01 * GIB
     rounded = msgspec.structs.replace(decisions, host_allocator="power_of_two")
@@ -251,7 +251,7 @@ def test_memos_host_memory(length: str, alpha: float, exact_gib: float, rounded_
 
 
 def test_a_chunk_of_attention_is_a_block_of_its_own() -> None:
-    """Each fills a power of two, and is given back when its layer has been played: nothing is rounded."""
+    """Each chunk fills a power of two, and is freed after its layer was played, so nothing is rounded up."""
     decisions = Decisions(
         model=msgspec.structs.replace(load_model("gpt-7b"), layers=4),
         layout=Layout(ulysses=8, zero=3),
@@ -262,6 +262,6 @@ def test_a_chunk_of_attention_is_a_block_of_its_own() -> None:
     )
     rounded = msgspec.structs.replace(decisions, host_allocator="power_of_two")
     assert memory(rounded).host_per_node_bytes == memory(decisions).host_per_node_bytes
-    # Keys and values, queries, their gradient and the output's, of the whole sequence; some at a time.
+    # Keys and values, queries, the gradient of queries and the gradient of the output, for the whole sequence.
     unit = 8 * 2 * 512 * 2**10 * 512
     assert 5 * unit < memory(decisions).host_per_node_bytes < 8 * unit

@@ -1,4 +1,4 @@
-"""The player keeps lanes serial and in order, waits for every conflict, and starts nothing later than it must."""
+"""The player keeps lanes serial and in order, waits for every conflict, and starts nothing later than necessary."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.sim.toy_machine import alone, contended, decide, small_decisions
 
 
 def conflicts(columns: Columns) -> list[tuple[int, int]]:
-    """Pairs of instructions on different lanes that touch the same rows, one of them writing; quadratic on purpose."""
+    """Return conflicting pairs on different lanes: both touch the same rows, one writes. Quadratic on purpose."""
     by_buffer: dict[int, list[tuple[int, int, int, int]]] = defaultdict(list)
     rows = zip(
         columns.operand_buffer.tolist(),
@@ -47,7 +47,7 @@ def conflicts(columns: Columns) -> list[tuple[int, int]]:
 def played(decisions: Decisions, rates: Rates, seed: int = 0) -> tuple[Playback, np.ndarray]:
     columns = expand(lower(decisions)[0])
     seconds = np.random.default_rng(seed).exponential(1e-3, len(columns.lane))
-    seconds[seconds < 1e-4] = 0.0  # work that takes no time must not upset anything
+    seconds[seconds < 1e-4] = 0.0  # work that takes no time must be handled too
     return play(columns, derive_edges(columns), seconds, rates), seconds
 
 
@@ -66,7 +66,7 @@ def test_lanes_are_serial_and_conflicts_are_ordered(decisions: Decisions, seed: 
 
 @given(decisions=small_decisions(), seed=st.integers(0, 99), rates=st.sampled_from([alone, contended]))
 @settings(max_examples=60, deadline=None)
-def test_nothing_starts_later_than_it_must(decisions: Decisions, seed: int, rates: Rates) -> None:
+def test_nothing_starts_later_than_necessary(decisions: Decisions, seed: int, rates: Rates) -> None:
     playback, _ = played(decisions, rates, seed)
     ready = np.where(playback.previous >= 0, playback.end_s[playback.previous], 0.0)
     np.maximum.at(ready, playback.edges.consumer, playback.end_s[playback.edges.producer])
@@ -76,7 +76,7 @@ def test_nothing_starts_later_than_it_must(decisions: Decisions, seed: int, rate
 @given(decisions=small_decisions(), seed=st.integers(0, 99))
 @settings(max_examples=25, deadline=None)
 def test_rates_follow_the_busy_lanes(decisions: Decisions, seed: int) -> None:
-    """Integrate the rates over every instruction's span again, instant by instant: that is its work."""
+    """The integral of a lane's rate over an instruction's span is the instruction's work."""
     playback, seconds = played(decisions, contended, seed)
     start, end, lane = playback.start_s, playback.end_s, playback.columns.lane
     instants = np.unique(np.concatenate((start, end)))

@@ -1,4 +1,4 @@
-"""From decisions to a prediction: what is repeated equals what is played, and the figures are the definitions'."""
+"""From decisions to a prediction: repeating equals playing everything, and figures follow their definitions."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def run(
 @pytest.mark.parametrize("policy", POLICIES, ids=str)
 def test_repeated_micro_batches_equal_full_play(policy: tuple[str, float], layout: Layout) -> None:
     decisions = decide(policy, layout=layout, layers=4, global_batch=6 * layout.dp, states="host")
-    # Copies that are slower than compute keep the copy lanes full across the step.
+    # With copies slower than compute, the copy lanes stay busy throughout the step.
     slow = ToyPrices(copy_s_per_byte=1 / 1e9)
     short, full = run(decisions, prices=slow), run(decisions, prices=slow, played=6)
     assert (short.program.micro_batches, full.program.micro_batches) == (3, 6)
@@ -64,7 +64,7 @@ def test_repeated_micro_batches_equal_full_play(policy: tuple[str, float], layou
     for key in waited[0].keys() | waited[1].keys():
         (seconds, count), (others, other_count) = (w.get(key, (0.0, 0)) for w in waited)
         assert seconds == pytest.approx(others, rel=1e-6, abs=1e-9 * a.step_s), key
-        # A wait that ends within rounding of when the lane was ready may count on one side only.
+        # A wait shorter than rounding may be counted on one side only.
         assert count == other_count or seconds < 1e-9 * a.step_s, key
 
 
@@ -75,10 +75,10 @@ def test_fewer_micro_batches_than_show_a_period_are_refused() -> None:
 
 @given(decisions=small_decisions())
 @settings(max_examples=25, deadline=None)
-def test_what_leaves_for_the_host_comes_back(decisions: Decisions) -> None:
+def test_bytes_copied_to_the_host_are_copied_back(decisions: Decisions) -> None:
     moved = run(decisions).prediction.moved_bytes
     if decisions.states == "host":
-        # Gradients go down in fp32, parameters come up in bf16.
+        # Gradients are copied to the host in fp32, parameters are copied back in bf16.
         without = run(msgspec.structs.replace(decisions, states="fp32")).prediction.moved_bytes
         assert moved.d2h - without.d2h == 2 * (moved.h2d - without.h2d) > 0
         moved = without
@@ -118,7 +118,7 @@ def test_free_copies_leave_the_sum_of_compute(policy: tuple[str, float]) -> None
     assert simulation.prediction.step_s == pytest.approx(compute, rel=1e-12)
 
 
-def test_the_critical_path_is_what_lengthens_the_step() -> None:
+def test_only_the_critical_path_lengthens_the_step() -> None:
     simulation = run(decide(("tokenwise", 0.75), layout=LAYOUTS[3], layers=6), rates=alone)
     playback, seconds = simulation.playback, simulation.seconds
     path, ids = chain(playback), simulation.program.ids()
@@ -141,7 +141,7 @@ def test_the_critical_path_is_what_lengthens_the_step() -> None:
         again = play(playback.columns, playback.edges, slowed, alone)
         assert again.span_s <= playback.span_s + extra * (1 + 1e-12)
         moved += i in chain(again)
-    assert moved > 0  # enough of a slowdown puts what was off the path on it
+    assert moved > 0  # a large enough delay moves an instruction onto the critical path
 
 
 def test_the_trace_has_one_span_an_instruction_with_its_id() -> None:
@@ -189,7 +189,7 @@ def test_a_layout_larger_than_the_cluster_is_refused() -> None:
 
 
 def test_a_dtype_without_a_peak_is_refused() -> None:
-    with pytest.raises(Infeasible, match="no peak for fp32"):
+    with pytest.raises(Infeasible, match="no peak FLOP/s for fp32"):
         run(decide(("none", 0.0), dtype="fp32"))
 
 

@@ -1,4 +1,4 @@
-"""Launches of an eager framework's host: free while it runs ahead, the step's pace where kernels are shorter."""
+"""Launches of an eager framework's host: free while it runs ahead; they set the pace when kernels are shorter."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from memo_sim.contract.hardware import Hardware, Quantity, Source
 from memo_sim.contract.plan import Decisions, Layout
 from memo_sim.engine.launches import launch_waits
 from memo_sim.engine.simulate import Simulation, simulate
-from memo_sim.memory.eager import KERNELS
+from memo_sim.memory.eager_framework import KERNELS
 from memo_sim.program.ir.instruction import Lane
 from tests.sim.small_programs import decide
 
@@ -34,24 +34,24 @@ def played(launch_s: float | None, decisions: Decisions) -> Simulation:
 
 
 def waits(decisions: Decisions, each_s: float, launch_s: float = LAUNCH_S) -> tuple[Simulation, np.ndarray]:
-    """Return the waits when every instruction takes ``each_s`` alone."""
+    """Return the simulation and the launch waits when every instruction takes ``each_s`` alone."""
     simulation = played(None, decisions)
     seconds = np.full(len(simulation.columns.lane), each_s)
     found = launch_waits(simulation.program, simulation.columns, seconds, decisions, with_host(launch_s))
     return simulation, found
 
 
-def test_where_kernels_take_no_time_the_step_is_the_hosts() -> None:
+def test_with_kernels_of_no_time_the_host_sets_the_pace() -> None:
     simulation, found = waits(eager(), 0.0)
     assert found.sum() == pytest.approx(KERNELS * LAUNCH_S * len(found), rel=1e-12)
     assert np.allclose(found, KERNELS * LAUNCH_S)
     assert (simulation.columns.lane == Lane.COMPUTE).all()
 
 
-def test_where_kernels_are_longer_a_window_waits_for_its_first_launch_alone() -> None:
+def test_with_long_kernels_a_window_waits_only_for_its_first_launch() -> None:
     _, found = waits(eager(), 2 * KERNELS * LAUNCH_S)
     held = found[found > 0]
-    # Zeroing, two micro-batches, the gradients' norm, the update: five times the host sees the device finish.
+    # The host waits for the device five times: zeroing, two micro-batches, the gradient norm, the update.
     assert len(held) == 5
     assert np.allclose(held, KERNELS * LAUNCH_S)
 
@@ -79,22 +79,22 @@ def test_the_step_is_no_shorter_than_the_host_and_no_longer_than_both_together()
 
 
 @pytest.mark.parametrize("layout", [Layout(), Layout(tp=2), Layout(tp=2, sequence_parallel=True), Layout(pp=5)])
-def test_a_launch_is_a_wait_and_no_work_on_whichever_lane_it_is(layout: Layout) -> None:
+def test_a_launch_counts_as_a_wait_on_every_lane(layout: Layout) -> None:
     decisions = eager(layout=layout, global_batch=8, seq_tokens=512)
     alone, slow = (played(s, decisions).prediction for s in (None, LAUNCH_S))
-    # A launch that is awaited beside a collective is played as slowly as work would be; that little counts as work.
+    # A launch wait beside a collective is played at the slowed rate; that small part counts as work.
     assert 1 - 1e-9 < slow.lanes["compute"] / alone.lanes["compute"] < 1.05
     waited = {s.waits_for: s.seconds for s in slow.stalls if s.lane == "compute"}
     assert slow.lanes["compute"] + sum(waited.values()) == pytest.approx(slow.step_s, rel=1e-9)
     assert waited["launch"] > 0.5 * slow.step_s
-    # What compute waits for a collective is the collective's time, not its launch's.
+    # Compute's wait for a collective includes the collective's time, but not its launch.
     before = {s.waits_for: s.seconds for s in alone.stalls if s.lane == "compute"}
     exchanges = {"all_reduce", "all_gather", "reduce_scatter"} & set(waited)
     assert bool(exchanges) == (layout.devices > 1)
     assert all(waited[name] < 1.5 * before[name] for name in exchanges)
 
 
-def test_every_pass_of_a_micro_batch_begins_later_by_what_the_host_does_between() -> None:
+def test_every_pass_begins_later_by_the_hosts_time_between_passes() -> None:
     simulation, without = waits(eager(), 0.0)
     pass_s = 2e-3
     host = msgspec.structs.replace(with_host(LAUNCH_S), host_pass_s=Quantity(value=pass_s, source="test"))
@@ -102,7 +102,7 @@ def test_every_pass_of_a_micro_batch_begins_later_by_what_the_host_does_between(
     found = launch_waits(program, columns, np.zeros(len(without)), simulation.decisions, host)
     later = np.flatnonzero(found - without > 1e-9)
     ids = program.ids()
-    # Two micro-batches, each forward and backward.
+    # Two micro-batches, each with a forward and a backward.
     assert [ids[n].split("/")[0] for n in later] == ["m0", "m0", "m1", "m1"]
     assert found[later] - without[later] == pytest.approx(np.full(4, pass_s))
 

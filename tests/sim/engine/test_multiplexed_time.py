@@ -1,6 +1,6 @@
-"""Where multiplexing pays: inside a node, with few subsequences; over a network what guests take and give is too slow.
+"""Multiplexing is faster inside a node with few subsequences; over a network, its transfers are too slow.
 
-The bytes are those of ``test_multiplex.py``; here they have prices.
+``tests/sim/program/pipeline/test_multiplex.py`` checks the bytes; here they have prices.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def played(cluster: str, tp: int, count: int, seq_tokens: int, *, multiplexed: b
 @pytest.mark.parametrize(
     ("cluster", "tp", "count", "pays"), [("a100-1x8", 2, 8, True), ("a100-4x8-hdr4", 8, 16, False)]
 )
-def test_it_pays_inside_a_node(cluster: str, tp: int, count: int, pays: bool) -> None:
+def test_multiplexing_is_faster_inside_a_node(cluster: str, tp: int, count: int, pays: bool) -> None:
     plain, shared = (played(cluster, tp, count, 64 * K, multiplexed=on) for on in (False, True))
     assert plain.step_s is not None
     assert shared.step_s is not None
@@ -56,7 +56,7 @@ def question(cluster: str, system: str = "sppo", **pins: object) -> Question:
     return Question(MODEL, machines, hardware, 32 * K, system=system, pins=Pins(pp=4, subsequences=4, **pins))  # type: ignore[arg-type]
 
 
-def test_sppo_tries_it_inside_a_node_alone_unless_it_is_pinned() -> None:
+def test_sppo_tries_multiplexing_only_inside_a_node_unless_pinned() -> None:
     def tried(asked: Question) -> set[bool]:
         return {layout.multiplexed for layout in layouts(asked)}
 
@@ -68,13 +68,13 @@ def test_sppo_tries_it_inside_a_node_alone_unless_it_is_pinned() -> None:
         assert tried(question("a100-4x8-hdr4", multiplexed=on)) == {on}
 
 
-def test_it_is_told_what_the_step_would_be_without() -> None:
+def test_the_answer_names_the_step_time_without_multiplexing() -> None:
     asked = question("a100-1x8", tp=2)
     found = search(asked, prune=False)
     assert found.best is not None
     assert found.best.decisions.layout.multiplexed
     lines = subsequences(found, play(asked, found.best.decisions))
     assert lines[-1].startswith(
-        "Idle stages play rows of others: without that, at best in 4 subsequences, the bubble is"
+        "Idle stages compute rows of other stages. Without that, at best with 4 subsequences, the bubble is"
     )
     assert lines[-1].endswith(" longer.")

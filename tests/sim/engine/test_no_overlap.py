@@ -1,4 +1,4 @@
-"""A row that asks for no overlap: compute stands still while a collective runs."""
+"""A case row without overlap: compute waits while a collective runs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from memo_sim.validation.validate import _question, predict
 
 @pytest.fixture(scope="module")
 def asked() -> CaseQuestion:
-    """A small model over tp 4 with sequence parallelism, whose backward gathers and scatters beside products."""
+    """A small model over tp 4 with sequence parallelism; its backward gathers and scatters beside products."""
     question = next(c.question for c in load_cases("simumax-b200") if c.question.integers["tp"] == 4)
     sizes = {"layers": 2, "hidden": 1024, "heads": 8, "kv_heads": 4, "ffn": 2048, "vocab": 4096}
     layout = {"tp": 4, "dp": 1, "pp": 1, "global_batch": 1}
@@ -45,11 +45,11 @@ def test_without_overlap_a_step_is_the_sum_of_both_lanes(asked: CaseQuestion) ->
     assert turns.prediction.step_s == pytest.approx(one_after_the_other_s(turns), rel=2e-3)
 
 
-def test_left_open_products_run_beside_collectives(asked: CaseQuestion) -> None:
+def test_by_default_products_overlap_with_collectives(asked: CaseQuestion) -> None:
     words = {name: word for name, word in asked.words.items() if name != "overlap"}
     lapped = played(replace(asked, words=words))
     assert lapped.prediction.step_s is not None
-    # A step that takes turns is within 0.2 % of the sum: what is gained here is more.
+    # A step without overlap is within 0.2 % of the sum, so this gain comes from overlap.
     assert lapped.prediction.step_s < 0.99 * one_after_the_other_s(lapped)
 
 

@@ -1,4 +1,4 @@
-"""Stages played together: closed forms of the step, meetings, memory of every stage, and windows that are repeated."""
+"""Stages played together: closed forms of the step, matched instructions, memory of every stage, repeated windows."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ SCHEDULES = [
 
 
 class LayersAlone:
-    """Products and attention of layers take time, and hand-overs if asked to; all stages are equal."""
+    """Prices only products and attention of layers, and p2p transfers if asked to; all stages are equal."""
 
     def __init__(self, p2p_s: float = 0.0) -> None:
         self.outside: set[str] = set()
@@ -59,7 +59,7 @@ run = partial(run_layout, prices=LayersAlone())
 @pytest.mark.parametrize("stages", [2, 4])
 @pytest.mark.parametrize("overlapped", [False, True])
 def test_weight_gradients_fill_the_bubble(stages: int, overlapped: bool) -> None:
-    """ZB-H1: (p - 1)(F + B - 2W) is left of 1F1B's bubble; F, B and W are those of a stage's layers."""
+    """ZB-H1 leaves (p - 1)(F + B - 2W) of 1F1B's bubble; F, B and W are the times of a stage's layers."""
     whole = run(Layout(), 1)
     weights = whole.stages[0].per_instruction(lambda i: float(i.op == "linear.wgrad"))
     step, w = whole.prediction.step_s / stages, float(np.sum(whole.seconds * weights)) / stages
@@ -79,10 +79,10 @@ def test_the_step_is_the_schedules_closed_form(layout: Layout, groups: int) -> N
     assert step == pytest.approx((micro_batches + (stages - 1) / chunks) * whole / stages, rel=1e-9)
 
 
-def test_hand_overs_of_1f1b_cannot_hide_where_stages_are_in_step() -> None:
-    """One a micro-batch, and one into the pipeline: a gradient must be back before the forward that is sent next.
+def test_p2p_of_1f1b_cannot_hide_when_stages_are_in_step() -> None:
+    """One transfer per micro-batch is exposed, and one to fill the pipeline: the next forward needs the gradient back.
 
-    Overlap takes two of every second micro-batch's instead, and none of the others'.
+    With overlap, two transfers of every second micro-batch are exposed instead, and none of the others.
     """
     free, micro_batches = run(Layout(pp=2), 16).prediction.step_s, 16
     seconds = free / 100
@@ -92,8 +92,8 @@ def test_hand_overs_of_1f1b_cannot_hide_where_stages_are_in_step() -> None:
         assert step == pytest.approx(free + exposed * seconds, rel=1e-9)
 
 
-def test_overlapped_hand_overs_hide_where_a_stage_has_slack() -> None:
-    """GPipe's forwards need nothing back: only the first of a row is waited for."""
+def test_overlapped_p2p_hides_when_a_stage_has_slack() -> None:
+    """GPipe's forwards need nothing back from the next stage, so only the first transfer of a row is exposed."""
     for overlapped, exposed in ((True, 2), (False, 2 * 16)):
         layout = Layout(pp=2, schedule="gpipe", overlap_p2p=overlapped)
         free = run(layout, 16).prediction.step_s
@@ -106,9 +106,9 @@ def test_overlapped_hand_overs_hide_where_a_stage_has_slack() -> None:
 @pytest.mark.parametrize("layout", [*SCHEDULES, Layout(pp=4, schedule="zero-bubble")], ids=str)
 @pytest.mark.parametrize("policy", [("none", 0.0), ("none", 1.0), ("full", 0.0), ("full", 1.0), ("tokenwise", 0.5)])
 def test_a_repeated_window_equals_full_play(policy: tuple[str, float], layout: Layout) -> None:
-    """With everything priced and lanes that slow each other.
+    """All work is priced, and lanes slow each other.
 
-    What was not seen to be steady says so, and is off by what stages have drifted apart (1e-4 where they swing).
+    A pipeline that is not steady says so. Its error is the drift between stages (1e-4 when they oscillate).
     """
     prices = ToyPrices(copy_s_per_byte=1 / 2e9)
     short = run(layout, 48, policy, prices=prices, rates=contended)
@@ -137,7 +137,7 @@ def test_equal_stages_are_seen_to_be_steady(layout: Layout) -> None:
 
 
 def test_of_many_micro_batches_a_pipelines_filling_and_two_periods_are_played() -> None:
-    """How many show the period: p + 5 by 1F1B, 2p + 5 by ZB-H1, 5p interleaved, and a few to fill whole windows."""
+    """The period shows with p + 5 micro-batches for 1F1B, 2p + 5 for ZB-H1, 5p interleaved; a few more fill windows."""
     whole = run(Layout(), 1).prediction.step_s
     one = run(Layout(pp=8), 512)
     assert (one.steady, one.program.micro_batches) == (True, 16)
@@ -194,7 +194,7 @@ def test_the_worst_stage_decides_whether_memory_is_enough_and_is_named() -> None
     simulation = run(Layout(pp=4), 8, prices=ToyPrices())
     needs = [stage.memory.device_total_bytes for stage in simulation.stages]
     assert simulation.prediction.peak_device_bytes == max(stage.memory.device.bytes for stage in simulation.stages)
-    assert needs.index(max(needs)) == 0  # it has most micro-batches in flight
+    assert needs.index(max(needs)) == 0  # the first stage has the most micro-batches in flight
     decisions, cluster = simulation.decisions, TOY_CLUSTER
     enough = simulate(decisions, toy_hardware(max(needs)), cluster, pricer=ToyPrices(), rates=alone)
     short = simulate(decisions, toy_hardware(max(needs) - 1), cluster, pricer=ToyPrices(), rates=alone)
@@ -205,7 +205,7 @@ def test_the_worst_stage_decides_whether_memory_is_enough_and_is_named() -> None
 
 
 @pytest.mark.parametrize("per_node", [2, 4, 8])
-def test_a_nodes_host_serves_the_stages_that_it_has(per_node: int) -> None:
+def test_a_nodes_host_memory_serves_all_its_stages(per_node: int) -> None:
     layout = Layout(pp=4, tp=2, sequence_parallel=True)
     decisions = decide(("none", 1.0), layout=layout, layers=8, global_batch=8)
     cluster = nodes_of(per_node)
@@ -221,7 +221,7 @@ def test_a_nodes_host_serves_the_stages_that_it_has(per_node: int) -> None:
 
 
 def nodes_of(per_node: int) -> Cluster:
-    """Return eight toy devices on nodes of so many, with a shipped cluster's network between them."""
+    """Return eight toy devices, ``per_node`` on each node, with a shipped cluster's network between nodes."""
     network = load_cluster("a800-8x8")[0]
     return Cluster(
         name="toy",
@@ -251,7 +251,7 @@ def test_a_stage_that_misses_its_counterpart_is_a_circle(monkeypatch: pytest.Mon
     assert "waits for" in str(error.value.got)
 
 
-def test_an_answer_says_what_stages_do() -> None:
+def test_the_answer_describes_the_stages() -> None:
     cluster, hardware = load_cluster("a800-1x8")
     pins = Pins(tp=4, pp=2, recompute="none", alpha=0.0)
     question = Question(load_model("gpt-tiny"), cluster, hardware, 1024, pins=pins, global_batch=4)
@@ -259,9 +259,11 @@ def test_an_answer_says_what_stages_do() -> None:
     assert answer.best is not None
     layout = answer.best.decisions.layout
     assert (layout.tp, layout.pp, layout.dp, layout.schedule) == (4, 2, 1, "1f1b")
-    (line,) = [line for line in answer.result.why if " stages play " in line]
+    (line,) = [line for line in answer.result.why if " pipeline stages run " in line]
     sent = format_bytes(max(stage.sent_bytes for stage in answer.best.stages))
-    assert line.startswith(f"2 stages play 4 micro-batches by 1f1b; a rank hands on {sent} a step")
+    assert line.startswith(
+        f"2 pipeline stages run 4 micro-batches with the 1f1b schedule; a rank sends at most {sent} per step"
+    )
 
 
 def test_a_device_needs_less_for_more_stages() -> None:
@@ -279,8 +281,8 @@ def test_decisions_are_what_is_played() -> None:
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zero-bubble"])
-def test_micro_batches_that_show_the_period_reserve_what_the_whole_step_does(schedule: Schedule) -> None:
-    """A host that waits at every hand-over hands out the same blocks in every period."""
+def test_micro_batches_of_one_period_reserve_as_much_as_the_whole_step(schedule: Schedule) -> None:
+    """The host synchronises at every p2p transfer, so the allocator serves the same blocks in every period."""
     cluster, hardware = load_cluster("a100-1x8")
     model = msgspec.structs.replace(load_model("gpt-7b"), layers=8)
     chunks = 2 if schedule == "interleaved" else 1

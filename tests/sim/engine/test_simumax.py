@@ -1,4 +1,4 @@
-"""SimuMax's measured steps of Megatron-LM on eight B200: what was asked of the project, row by row."""
+"""SimuMax's measured steps of Megatron-LM on eight B200, compared row by row."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whose doing a wait is: hand-overs and other stages are named, not the collective that stood behind them."""
+"""Waits are attributed to p2p transfers and other stages, not to a collective that had to wait for these."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ P2P_S, COLLECTIVE_S, UPDATE_S = 1e-5, 1e-6, 1e-3
 
 
 class WithExchanges(LayersAlone):
-    """Products, attention, hand-overs, collectives and the host's updates take time."""
+    """Prices products, attention, p2p transfers, collectives and the host's updates."""
 
     def seconds(self, work: Work) -> float:
         if isinstance(work, Collective):
@@ -53,8 +53,8 @@ def test_busy_and_waiting_make_the_step(layout: Layout, micro_batches: int) -> N
     assert prediction.lanes["compute"] + sum(waits(simulation).values()) == pytest.approx(prediction.step_s, rel=1e-9)
 
 
-def test_the_bubble_is_the_other_stages_and_not_the_gathering_behind_the_receive() -> None:
-    """Of 1F1B's two equal stages each waits (F + B) of a micro-batch, whatever a layer gathers first."""
+def test_a_wait_for_a_stage_is_a_bubble_even_if_a_gather_ends_it() -> None:
+    """With 1F1B on two equal stages, each stage waits (F + B) of a micro-batch, whatever a layer gathers first."""
     found = run(Layout(pp=2, tp=2, sequence_parallel=True), 4)
     number = found.stages.index(found.pace)
     waited = waits(found)
@@ -64,8 +64,8 @@ def test_the_bubble_is_the_other_stages_and_not_the_gathering_behind_the_receive
     assert waited["all_gather"] + waited["reduce_scatter"] < COLLECTIVE_S * float((gathers * found.pace.weights).sum())
 
 
-def test_a_hand_over_that_is_waited_for_is_called_receive() -> None:
-    """Without overlap a stage waits for each receive, and its transfer is not the sender's bubble."""
+def test_a_wait_for_a_p2p_transfer_is_called_receive() -> None:
+    """Without overlap, a stage waits for each receive, and the transfer is not counted as the sender's bubble."""
     found = run(Layout(pp=2, overlap_p2p=False), 8)
     assert 0 < waits(found)["recv"] <= 8 * P2P_S * (1 + 1e-9)
 
@@ -74,7 +74,7 @@ def test_a_plan_of_one_stage_has_no_bubble() -> None:
     assert not any("bubble" in name for name in waits(run(Layout(tp=2, sequence_parallel=True), 4, ("tokenwise", 0.5))))
 
 
-def test_a_wait_for_the_hosts_update_says_where_it_is_played() -> None:
+def test_a_wait_for_the_hosts_update_names_the_host() -> None:
     waited = waits(run(Layout(), 2, states="host"))
     assert waited["adamw.decay on the host"] > UPDATE_S
     assert "adamw.decay" not in waited

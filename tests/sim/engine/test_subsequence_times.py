@@ -1,4 +1,4 @@
-"""Subsequences priced, offloaded by SPPO 5.2 and counted by SPPO 6.1, beside what the paper prints."""
+"""Subsequences are priced, offloaded as in SPPO 5.2 and counted as in SPPO 6.1; results agree with the paper."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def on_a_node(subsequences: int, *, seq_tokens: int = 512 * K) -> Decisions:
     return Decisions(model=GPT_7B, layout=layout, seq_tokens=seq_tokens)
 
 
-def test_the_peak_is_at_the_last_part_that_does_not_leave_whole() -> None:
+def test_the_peak_is_at_the_last_subsequence_not_offloaded_whole() -> None:
     random = Random(1)
     sizes = sorted((random.uniform(1, 9) for _ in range(8)), reverse=True)
     leaves = 3.0
@@ -68,10 +68,10 @@ def test_the_peak_is_at_the_last_part_that_does_not_leave_whole() -> None:
     held = held_bytes(sizes, alphas)
     peak = sum((1 - a) * size for a, size in zip(alphas[: k - 1], sizes, strict=False)) + sizes[k - 1]
     assert max(held) == held[k - 1] == pytest.approx(peak)
-    assert peak > 2 * (1 - alphas[k - 1]) * sizes[k - 1]  # what the paper prints
+    assert peak > 2 * (1 - alphas[k - 1]) * sizes[k - 1]  # the paper's formula, which is too small
 
 
-def test_every_part_swaps_as_many_tokens_until_it_has_no_more() -> None:
+def test_every_subsequence_swaps_equally_many_tokens_up_to_its_length() -> None:
     base = on_a_node(32)
     parts = partition(base)
     some = swap_each(base, 16 * K)
@@ -84,8 +84,8 @@ def test_every_part_swaps_as_many_tokens_until_it_has_no_more() -> None:
     assert swap_each(base, 512 * K) == msgspec.structs.replace(base, swapped_tokens=512 * K)
 
 
-def test_what_hides_under_a_part_ends_on_the_row_block_below_or_above() -> None:
-    """Neither is right for all: below leaves less than could leave, above waits a little and may cut no part in two."""
+def test_hidden_tokens_are_rounded_to_the_row_block_below_or_above() -> None:
+    """Rounding down offloads less than possible; rounding up waits a little, but may cut no subsequence in two."""
     question = asked("gpt-13b", 8, 64 * K)
     layout = Layout(tp=8, sequence_parallel=True, pp=8, subsequences=32)
     base = Decisions(model=question.model, layout=layout, seq_tokens=64 * K)
@@ -93,23 +93,23 @@ def test_what_hides_under_a_part_ends_on_the_row_block_below_or_above() -> None:
     assert K < hidden_tokens(question, base, prices) < 2 * K
     down, up = hide(question, base, prices)
     assert (max(swapped_parts(down)), max(swapped_parts(up))) == (K, 2 * K)
-    # Of many blocks one more or less is nothing to try.
+    # With many row blocks, one more or less makes no difference worth trying.
     assert rounded(40033.7, K) == (39 * K,)
     longer = asked("gpt-7b", 4, 512 * K)
     (some,) = hide(longer, on_a_node(32), PartPrices(longer.hardware, longer.cluster))
     assert 0 < some.alpha < 1
 
 
-def test_one_part_is_a_layer_and_many_are_slower() -> None:
+def test_one_subsequence_is_a_layer_and_many_are_slower() -> None:
     prices = PartPrices(*reversed(load_cluster("a100-4x8-hdr4")))
     work_s = [sum(p.forward_s for p in prices.parts(on_a_node(n))) for n in (8, 32, 128)]
     (whole,) = prices.parts(on_a_node(1))
-    # Without the masked diagonal attention is faster; short parts make every kernel slower.
+    # Without the masked diagonal, attention is faster; short subsequences make every kernel slower.
     assert work_s[0] == pytest.approx(whole.forward_s, rel=0.05)
     assert work_s[0] < work_s[1] < work_s[2] < 1.2 * whole.forward_s
 
 
-def test_balanced_parts_take_as_long_as_each_other_but_for_short_kernels() -> None:
+def test_balanced_subsequences_take_equally_long_except_for_short_kernels() -> None:
     prices = PartPrices(*reversed(load_cluster("a100-4x8-hdr4")))
     balanced_s = [p.forward_s + p.backward_s for p in prices.parts(on_a_node(8, seq_tokens=1024 * K))]
     assert max(balanced_s) / min(balanced_s) < 1.1
@@ -118,14 +118,14 @@ def test_balanced_parts_take_as_long_as_each_other_but_for_short_kernels() -> No
     assert equal_s[-1] / equal_s[0] > 4
 
 
-def test_the_bubble_is_a_part_for_each_stage_but_one() -> None:
+def test_the_bubble_has_one_subsequence_per_stage_but_one() -> None:
     choice = Choice(sp=8, pp=4, subsequences=16, work_s=32.0)
     assert choice.bubble_s == 6.0  # 3/16 of the work (SPPO 3.3)
     assert choice.step_s == 38.0
 
 
-def test_the_engine_departs_from_the_formula_by_sums_the_head_and_parts_that_differ() -> None:
-    """F has the layers' kernels alone: with the sums of keys' gradients in it, T is 6 % short, the head's part."""
+def test_the_engine_adds_sums_head_and_unequal_subsequences_to_the_formula() -> None:
+    """F contains only the layers' kernels. With the sums of keys' gradients added, T is 6 % short: the head's part."""
     cluster, hardware = load_cluster("a100-2x2-hdr4")
     model = msgspec.structs.replace(GPT_7B, layers=8)
     question = Question(model, cluster, hardware, 128 * K)
@@ -148,7 +148,7 @@ def test_the_engine_departs_from_the_formula_by_sums_the_head_and_parts_that_dif
 
 
 def sums_s(simulation: Simulation) -> float:
-    """Return how long the first stage sums gradients of keys and values."""
+    """Return the seconds in which the first stage sums gradients of keys and values."""
     program, layout = simulation.stages[0].program, simulation.decisions.layout
     pricer = Pricer(simulation.hardware, simulation.cluster, layout)
     sums = [i for each in program.instances for i in program.templates[each.template].instructions]
@@ -161,7 +161,7 @@ def test_counts_reach_from_16k_to_2k_tokens() -> None:
     assert counts(K) == [1]
 
 
-# SPPO Table 4: GPUs' nodes, and (thousands of tokens, N).
+# SPPO Table 4: number of nodes, and (thousands of tokens, N).
 TABLE_4 = {
     ("gpt-7b", 4): [(512, 32), (640, 64), (768, 80), (896, 128), (1024, 160)],
     ("gpt-13b", 8): [(512, 32), (640, 48), (768, 64), (1024, 80), (1280, 160)],
@@ -177,9 +177,9 @@ def test_table_4_has_2k_to_16k_tokens_a_subsequence(model: str, nodes: int, seq_
 
 @pytest.mark.parametrize(("model", "nodes", "seq_tokens", "number"), [*ROWS[::5], *ROWS[4::5]])
 def test_the_formula_has_table_4_near_its_valley(model: str, nodes: int, seq_tokens: int, number: int) -> None:
-    """Its N are never ours, yet at most 3 % slower where a stage has four subsequences for each of the others.
+    """N of Table 4 never equals ours, but is at most 3 % slower when N is at least five times the number of stages.
 
-    At 512K the paper takes 32, the fewest that its range has: 1, 7 and 20 % slower by the formula, as stages grow.
+    At 512K the paper takes 32, the smallest N of its range: 1, 7 and 20 % slower by the formula, as stages grow.
     """
     question = asked(model, nodes, seq_tokens)
     best, *others = solve(question, sps=[8], numbers=[*counts(seq_tokens, 1), number])
@@ -190,19 +190,19 @@ def test_the_formula_has_table_4_near_its_valley(model: str, nodes: int, seq_tok
 
 @pytest.mark.parametrize(("model", "nodes"), [("gpt-13b", 8), ("gpt-65b", 16)])
 def test_the_solver_fills_a_node_with_sequence_parallelism(model: str, nodes: int) -> None:
-    """Table 4 has (8, 8) for 13B, and for 65B (16, 8): SP over two nodes, which its own heuristics exclude."""
+    """Table 4 has (8, 8) for 13B. For 65B it has (16, 8): SP over two nodes, which the paper's heuristics exclude."""
     best = solve(asked(model, nodes, 1024 * K), numbers=[64, 128])[0]
     assert (best.sp, best.pp) == (8, nodes)
 
 
-def test_sequence_parallelism_over_nodes_is_excluded_where_it_would_win() -> None:
-    """65B at 512K in 32 parts: by the formula half the stages are worth SP over two nodes, which 6.1 forbids."""
+def test_sequence_parallelism_over_nodes_is_excluded_even_when_faster() -> None:
+    """65B at 512K with N = 32: by the formula, SP over two nodes with half the stages is faster; 6.1 forbids it."""
     question = asked("gpt-65b", 16, 512 * K)
     anywhere, inside = solve(question, sps=[8, 16], numbers=[32]), solve(question, numbers=[32])
     assert [choice.sp for choice in anywhere] == [16, 8]
     assert anywhere[0].step_s < 0.96 * anywhere[1].step_s
     assert inside[0] == anywhere[1]
-    # With more of them the bubble is no reason any more.
+    # With more subsequences, the bubble is small, and SP inside a node wins.
     assert solve(question, sps=[8, 16], numbers=[32, 64, 128])[0].sp == 8
 
 
@@ -225,20 +225,22 @@ def test_the_solver_has_table_4s_layout_for_7b() -> None:
 
 
 def test_a_cluster_that_layers_do_not_divide_over() -> None:
-    with pytest.raises(Infeasible, match="divide this model"):
+    with pytest.raises(Infeasible, match="divides this model"):
         solve(asked("gpt-7b", 3, 64 * K))
 
 
 PRINTED_GB = {8: (10.59, 2.87), 16: (6.04, 1.3)}
-"""SPPO Figure 5: activations of the first and the last of N subsequences of LLaMA-65B at 128K."""
+"""SPPO Figure 5: activations (GB) of the first and last of N subsequences of LLaMA-65B at 128K."""
 
 
 @pytest.mark.parametrize("number", PRINTED_GB)
-def test_figure_5_within_five_percent_of_what_it_assumes(number: int) -> None:
-    """The paper does not say how it cut; its four sizes follow from three assumptions.
+def test_figure_5_agrees_within_five_percent_under_its_assumptions(number: int) -> None:
+    """The paper does not say how it cut the sequence; its four sizes follow from three assumptions.
 
-    Attention counts forward and backward (7/6 of a product's) and without the mask's half, and 64 ranks share 28 bytes
-    a token and feature of each layer: MEMO's 16 half-precision units without K and V, which stay on the GPU.
+    - Attention counts forward and backward (7/6 of a product's FLOPs).
+    - The causal mask does not halve attention's FLOPs.
+    - 64 ranks share 28 bytes per token and feature of each layer: MEMO's 16 half-precision units without K and V, which
+      stay on the GPU.
     """
     model, tokens = LLAMA_65B, 128 * K
     weight = 2 * 7 / 6
@@ -252,7 +254,7 @@ def test_figure_5_within_five_percent_of_what_it_assumes(number: int) -> None:
 
 
 @pytest.mark.parametrize(("number", "ours", "printed"), [(8, 2.73, 3.69), (16, 3.09, 4.65)])
-def test_by_flops_of_the_causal_forward_parts_differ_less(number: int, ours: float, printed: float) -> None:
+def test_subsequences_by_causal_forward_flops_differ_less(number: int, ours: float, printed: float) -> None:
     base = Decisions(model=LLAMA_65B, seq_tokens=128 * K, layout=Layout(subsequences=number))
     parts = partition(base)
     assert parts[0] / parts[-1] == pytest.approx(ours, rel=0.02)
@@ -260,17 +262,18 @@ def test_by_flops_of_the_causal_forward_parts_differ_less(number: int, ours: flo
 
 
 PRINTED_MS = {8: (821, 254), 16: (435, 90)}
-"""SPPO 3.2: how long those activations take to travel."""
+"""SPPO 3.2: milliseconds that those copies take."""
 APART_MS = {8: 45, 16: -5}
-"""What each of those copies takes beside its bytes."""
+"""Constant time of each copy besides its bytes, in milliseconds."""
 
 
 @pytest.mark.parametrize("number", PRINTED_MS)
 def test_figure_5s_copies_share_an_uplink_that_is_faster_than_ours(number: int) -> None:
-    """A gigabyte more takes as long with 8 parts as with 16: 13.7 GB/s, not the testbed's 32.
+    """One more gigabyte takes equally long with 8 and 16 subsequences: 13.7 GB/s, not the 32 GB/s of the testbed.
 
-    Two GPUs on a Gen4 x16 uplink of 27.3 GB/s would have that. Our profile's uplink has 25 and gives 12 to each while a
-    whole node offloads and computes: 0.877 of it. What is left of the printed times is a constant a copy.
+    Two GPUs that share a Gen4 x16 uplink of 27.3 GB/s would have that rate. Our profile's uplink has 25 GB/s. It gives
+    12 GB/s to each GPU while a whole node offloads and computes, which is 0.877 of the paper's rate. The rest of the
+    printed times is a constant per copy.
     """
     (first_gb, last_gb), (first_ms, last_ms) = PRINTED_GB[number], PRINTED_MS[number]
     assert (first_gb - last_gb) * 1e3 / (first_ms - last_ms) == pytest.approx(13.68, rel=0.006)
@@ -280,7 +283,7 @@ def test_figure_5s_copies_share_an_uplink_that_is_faster_than_ours(number: int) 
         assert milliseconds - gigabytes / 13.68 * 1e3 == pytest.approx(APART_MS[number], abs=2)
 
 
-def test_parts_of_one_layout_are_priced_once_whatever_is_kept() -> None:
+def test_subsequences_of_one_layout_are_priced_once_for_all_policies() -> None:
     cluster, hardware = load_cluster("a100-4x8-hdr4")
     prices, base = PartPrices(hardware, cluster), on_a_node(32)
     first = prices.parts(base)
@@ -293,7 +296,7 @@ def test_parts_of_one_layout_are_priced_once_whatever_is_kept() -> None:
 
 
 def test_kernels_wait_for_collectives_between_them() -> None:
-    """With sequence parallelism of forward's four collectives each stands between two kernels, one by one."""
+    """With sequence parallelism, each of the forward's four collectives stands alone between two kernels."""
     tp, none = (Layout(tp=tp, sequence_parallel=tp > 1) for tp in (4, 1))
     for layout, waits in ((tp, 4), (none, 0)):
         base = Decisions(model=load_model("gpt-7b"), layout=layout, seq_tokens=4096)

@@ -1,4 +1,4 @@
-"""MEMO's linear program for alpha: the closed form against a solver, and the search against a full scan."""
+"""MEMO's linear program for alpha: the closed form agrees with a solver, and the search with a full scan."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from memo_sim.program.layout.skeletal import skeletal_tensors
 
 
 def solved(program: LinearProgram) -> float | None:
-    """Return alpha as CBC finds it in the paper's formulation, or None when infeasible."""
+    """Return alpha as CBC finds it in the paper's formulation, or None when the problem is infeasible."""
     model = mip.Model(sense=mip.MAXIMIZE, solver_name=mip.CBC)
     model.verbose = 0
     alpha = model.add_var(lb=0.0, ub=1.0)
@@ -113,7 +113,7 @@ def test_partial_swap_finds_what_a_full_scan_finds(bound: float, ceiling: float,
     assert (below.status if below else None) == ("gpu_oom" if least > 1 / 64 else None)
 
 
-def test_too_few_rows_have_no_part() -> None:
+def test_too_few_rows_have_no_partial_swap() -> None:
     base = Decisions(model=load_model("gpt-tiny"), seq_tokens=128)
     assert best_partial_swap(base, lambda _: pytest.fail("nothing to predict")) is None
 

@@ -1,4 +1,4 @@
-"""A plan's arena: placed buffers, what they make of the prediction, and steps too long to place whole."""
+"""A plan's arena: placed buffers, their effect on the prediction, and steps that are too long to place whole."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_the_predicted_peak_is_the_arenas() -> None:
     assert check_placement(placement, arena_requests(answer.best.full_program, answer.best.decisions)) == []
     assert answer.result.best is not None
     assert answer.result.best.peak_device_bytes == placement.arena_bytes >= answer.best.memory.device.bytes
-    assert any("Planned arena" in line and "the least there can be" in line for line in answer.result.why)
+    assert any("Planned arena" in line and "exactly the lower bound" in line for line in answer.result.why)
     plan, pinned = plan_of(answer.best, answer.arena, asked, created="", command="")
     assert pinned == placement
     assert plan.prediction is not None
@@ -49,7 +49,7 @@ def test_the_predicted_peak_is_the_arenas() -> None:
 
 
 def executed(stages: Sequence[Program], decisions: Decisions, placed: Placement) -> list[int]:
-    """Return the arena of every stage, when the plan pins ``placed``: the others' buffers are put by first fit."""
+    """Return the arena of every stage when the plan pins ``placed``; first fit places the other stages' buffers."""
     asked = [arena_requests(stage, decisions) for stage in stages]
     found = [arena_bytes(requests, offsets_of(requests)) for requests in asked]
     at = [stage.sha256 for stage in stages].index(placed.program_sha256)
@@ -75,8 +75,8 @@ def test_no_stages_arena_is_larger_than_the_plan_says(layout: dict[str, Any], ba
     assert plan.prediction.peak_device_bytes == max(executed(stages, plan.decisions, placement))
 
 
-def test_the_stage_is_placed_that_first_fit_serves_worst(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the one with the most live bytes has room to spare, and the other's first fit would be above both."""
+def test_the_stage_that_first_fit_serves_worst_is_placed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """First fit needs more on the stage with fewer live bytes, so that stage is placed by the solver instead."""
     cluster, hardware = load_cluster("a800-1x2")
     asked = question(cluster=cluster, hardware=hardware, pins=Pins(alpha=0.5, pp=2), global_batch=3)
     simulation = play(asked, search(asked).ranked[0].decisions)
@@ -110,8 +110,8 @@ def test_a_step_of_many_micro_batches_takes_the_same_arena_and_writes_no_placeme
     assert (placement, plan.placement_sha256) == (None, "")
 
 
-def test_a_plan_whose_arena_does_not_fit_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The buffers are moved up beyond the device: the live bytes fit, the arena does not."""
+def test_a_plan_whose_arena_does_not_fit_is_not_feasible(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The buffers are moved beyond the end of the device: live bytes fit, but the arena does not."""
 
     def wasteful(requests: Requests, **options: float) -> Placement:
         placed = place(requests, **options)  # type: ignore[arg-type]

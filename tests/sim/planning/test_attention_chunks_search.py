@@ -1,4 +1,4 @@
-"""When the search plays attention in chunks, how many, and what the answer says of it."""
+"""When the search plays attention in chunks, how many chunks it takes, and what the answer says about them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CHUNKED = Policy("full", 1.0, attention_chunks=True)
 
 
 def ask(seq_tokens: int, *, system: str = "any", devices: int = 1, **pins) -> Question:
-    """Ask for three layers of Llama 3."""
+    """Return a question about three layers of Llama 3."""
     cluster, hardware = load_cluster("h100-1x8")
     some = msgspec.structs.replace(cluster, name=f"h100-1x{devices}", devices_per_node=devices)
     model = msgspec.structs.replace(load_model("llama3-8b"), layers=3, vocab=32768)
@@ -32,19 +32,19 @@ def ask(seq_tokens: int, *, system: str = "any", devices: int = 1, **pins) -> Qu
 @pytest.mark.parametrize(
     ("tokens", "chunk"), [(64 * K, 0), (100 * K, 64 * K), (600 * K, 64 * K), (4096 * K, 64 * K), (8192 * K, 128 * K)]
 )
-def test_fpdt_has_chunks_of_64k_where_the_sequence_is_longer(tokens: int, chunk: int) -> None:
-    """More than ``MOST_CHUNKS`` it has not: then they are longer."""
+def test_fpdt_has_chunks_of_64k_for_longer_sequences(tokens: int, chunk: int) -> None:
+    """FPDT has at most ``MOST_CHUNKS`` chunks; longer sequences get longer chunks."""
     found, _ = candidates(ask(tokens, system="deepspeed-fpdt", devices=8, ulysses=8, recompute=None))
     assert {c.base.attention_chunk_tokens for c in found} == {chunk}
     assert {c.policy.attention_chunks for c in found} == {chunk > 0}
     assert tokens <= MOST_CHUNKS * max(chunk, 64 * K)
-    # Of a rank's eighth of a chunk half is in the MLP at once, and a 32nd in the loss.
+    # A rank has an eighth of a chunk: an MLP block holds half of that, a loss chunk a 32nd.
     mine = max(chunk, 64 * K) // 8
     assert {(c.base.mlp_chunk_tokens, c.base.loss_chunk_tokens) for c in found} == {(mine // 2, mine // 32)}
 
 
-def test_fpdt_is_whole_where_one_block_holds_all() -> None:
-    """2K tokens, 256 on each rank: none of attention's chunks, the MLP's blocks and the loss's chunks is shorter."""
+def test_fpdt_has_no_chunks_when_one_block_holds_all() -> None:
+    """2K tokens are 256 per rank: one attention chunk, one MLP block and one loss chunk each hold them all."""
     (found,), _ = candidates(ask(2 * K, system="deepspeed-fpdt", devices=8, ulysses=8, recompute=None))
     assert found.policy == Policy("full", 1.0)
     assert found.base.loss_chunk_tokens == found.base.mlp_chunk_tokens == found.base.attention_chunk_tokens == 0
@@ -70,7 +70,7 @@ def test_a_pinned_chunk() -> None:
     assert not any(p.attention_chunks for p in policies(ask(512 * K, attention_chunk_tokens=0, recompute=None)))
     found, _ = candidates(ask(512 * K, attention_chunk_tokens=96 * K))
     assert {c.base.attention_chunk_tokens for c in found} == {96 * K}
-    with pytest.raises(UsageError, match="only full recompute has attention in chunks"):
+    with pytest.raises(UsageError, match="attention in chunks needs full recompute"):
         policies(ask(512 * K, attention_chunk_tokens=64 * K, recompute="none"))
 
 
@@ -87,7 +87,7 @@ def test_fpdts_mlp_and_loss_follow_a_pinned_chunk() -> None:
 
 
 def test_chunks_need_no_more_groups_of_heads_than_their_calls() -> None:
-    """At 20M tokens the integers of flash-attn hold no call over all of them, not even of one head."""
+    """At 20M tokens, a call over all tokens exceeds flash-attn's integers, even with a single head."""
     cluster, hardware = load_cluster("a800-4x8")
     question = Question(load_model("gpt-7b"), cluster, hardware, 20480 * K, "deepspeed-fpdt", Pins(ulysses=32))
     (found,), _ = candidates(question)
@@ -97,7 +97,7 @@ def test_chunks_need_no_more_groups_of_heads_than_their_calls() -> None:
         candidates(whole)
 
 
-def test_a_pinned_chunk_that_cannot_be_is_said_to_be_the_reason() -> None:
+def test_an_impossible_pinned_chunk_is_named_as_the_reason() -> None:
     with pytest.raises(Infeasible, match="chunks of attention have to be multiples of 128 tokens"):
         candidates(ask(128 * K, attention_chunk_tokens=1000))
     with pytest.raises(Infeasible) as error:
@@ -109,27 +109,27 @@ def test_a_pinned_chunk_that_cannot_be_is_said_to_be_the_reason() -> None:
 
 
 def test_one_device_goes_further_than_with_attention_whole() -> None:
-    """Its queries, keys and values, and their gradients, are what is left of a layer's memory."""
+    """With the MLP in blocks, queries, keys, values and their gradients are most of a layer's memory."""
     best = {e.policy: e.prediction.status for e in search(ask(768 * K), prune=False).ranked}
     assert best[LEAST_MEMORY] == "ok"
     assert {status for policy, status in best.items() if policy != LEAST_MEMORY} == {"gpu_oom"}
 
 
-def test_the_answer_says_what_it_is_worth() -> None:
+def test_the_answer_names_the_gain() -> None:
     answer = what_if(ask(768 * K, mlp_chunk_tokens=96 * K))
     assert answer.result.best is not None
     assert answer.result.best.attention_chunk_tokens == 96 * K
     (line,) = [line for line in answer.result.why if line.startswith("Attention")]
     assert "8 chunks of 96k tokens" in line
-    assert "whole it does not fit, gpu_oom" in line
+    assert "undivided it does not fit (gpu_oom" in line
     (line,) = [line for line in answer.result.why if line.startswith("Layer inputs")]
-    # One of three layers, 768 Ki tokens of 4096 features in bf16; what attention moves is not counted.
-    assert "6.00 GiB a step" in line
+    # One of three layers: 768 Ki tokens of 4096 features in bf16; bytes that attention moves are not counted.
+    assert "6.00 GiB per step" in line
 
 
 @pytest.mark.parametrize("tokens", [192 * K, 256 * K])
-def test_a_floor_is_below_what_is_played(tokens: int) -> None:
-    """Calls without a mask may be faster than the causal call whose time is known."""
+def test_the_lower_bound_is_below_the_played_step(tokens: int) -> None:
+    """Calls without a mask may be faster than the causal call, whose time is known."""
     question = ask(tokens, attention_chunk_tokens=tokens // 4)
     bounds = LowerBounds(question.hardware, question.cluster)
     keep = next(c.base for c in candidates(ask(tokens, recompute="none", alpha=0.0))[0])

@@ -1,4 +1,4 @@
-"""What a plan needs at least is no more than what it takes, of an eager framework whose loss works in place too."""
+"""Memory's lower bound of an eager framework's plan is not above its need, also when the loss works in place."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from memo_sim.planning.lower_bounds import LowerBounds
 
 @pytest.mark.parametrize("libraries", ["2024", "2025"])
 @pytest.mark.parametrize("layout", [Layout(), Layout(tp=2, sequence_parallel=True), Layout(pp=2)], ids=str)
-def test_the_floor_is_below_what_is_allocated(layout: Layout, libraries: Libraries) -> None:
+def test_the_lower_bound_is_below_the_allocated_bytes(layout: Layout, libraries: Libraries) -> None:
     cluster, hardware = load_cluster(f"b200-1x{layout.devices}")
     hardware = msgspec.structs.replace(hardware, eager_libraries=libraries)
     decisions = Decisions(

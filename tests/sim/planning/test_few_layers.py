@@ -1,4 +1,4 @@
-"""Step times that a few layers tell: those of all layers, or none where layers do not repeat."""
+"""Step times from a few layers equal those of all layers; there are none when layers do not repeat."""
 
 from __future__ import annotations
 
@@ -52,18 +52,18 @@ def test_few_layers_tell_the_step_time_of_all(layout: Layout, layers: int, seq_t
     ],
     ids=["few", "stages", "gathered beside a pass", "allocator"],
 )
-def test_what_does_not_repeat_is_not_told(layout: Layout, layers: int, more: dict[str, object]) -> None:
+def test_layers_that_do_not_repeat_give_no_step_time(layout: Layout, layers: int, more: dict[str, object]) -> None:
     decisions = decided(layout, ("none", 0.0), layers=layers, seq_tokens=1 << 13, **more)
     assert step_s_of_few_layers(decisions, HARDWARE, CLUSTER) is None
 
 
-def test_what_plays_beside_two_runs_is_seen() -> None:
-    """The embedding's last kernel runs beside the first reductions of norm gradients, which more layers outlast."""
+def test_work_that_overlaps_two_runs_is_noticed() -> None:
+    """The embedding's last kernel overlaps only with the first reductions of norm gradients, so layers differ."""
     decisions = decided(Layout(tp=8, sequence_parallel=True), ("none", 0.0), layers=16, seq_tokens=1 << 16)
     assert step_s_of_few_layers(decisions, HARDWARE, CLUSTER) is None
 
 
-def test_a_plan_that_does_not_fit_is_not_told() -> None:
+def test_a_plan_that_does_not_fit_gives_no_step_time() -> None:
     cluster, hardware = with_memory(*load_cluster("a800-1x8"), device_bytes=8 * 2**30, host_bytes=2**50)
     decisions = decided(Layout(tp=8), ("none", 0.0), layers=16, seq_tokens=1 << 18)
     assert step_s_of_few_layers(decisions, hardware, cluster) is None

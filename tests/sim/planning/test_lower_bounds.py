@@ -1,4 +1,4 @@
-"""Floors: never above what the engine says, and a search that prunes by them ends where playing everything ends."""
+"""Lower bounds never exceed the engine's figures, and a search that prunes by them finds what a full search finds."""
 
 from __future__ import annotations
 
@@ -53,12 +53,12 @@ POLICIES = [
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=layout_label)
 @pytest.mark.parametrize("layers", [4, 9, 12])
-def test_no_plan_goes_below_its_floor(layout: Layout, layers: int) -> None:
+def test_no_plan_is_below_its_lower_bound(layout: Layout, layers: int) -> None:
     cluster, hardware = with_memory(*load_cluster("a800-1x8"), device_bytes=ROOM, host_bytes=ROOM)
     bounds = LowerBounds(hardware, cluster)
     for recompute, alpha in POLICIES:
         if layout.metp > 1 and recompute == "selective":
-            continue  # METP keeps no Q, K, V that attention could start from
+            continue  # METP keeps no Q, K, V that attention could be recomputed from
         base = Decisions(
             model=shallow(layers),
             layout=layout,
@@ -86,7 +86,7 @@ def test_no_plan_goes_below_its_floor(layout: Layout, layers: int) -> None:
 
 @pytest.mark.parametrize("states", ["bf16", "host"])
 @pytest.mark.parametrize("policy", ["planned", "eager"])
-def test_floors_hold_for_other_states_and_memory_policies(states: str, policy: str) -> None:
+def test_lower_bounds_hold_for_other_states_and_memory_policies(states: str, policy: str) -> None:
     cluster, hardware = with_memory(*load_cluster("a800-1x8"), device_bytes=ROOM, host_bytes=ROOM)
     decisions = Decisions(
         model=shallow(8),
@@ -107,7 +107,7 @@ def test_floors_hold_for_other_states_and_memory_policies(states: str, policy: s
     ("schedule", "chunks", "ahead"),
     [("gpipe", 1, 0.72), ("1f1b", 1, 0.72), ("interleaved", 2, 0.72), ("zero-bubble", 1, 0.6)],
 )
-def test_pipelines_do_not_go_below_their_floor(schedule: str, chunks: int, ahead: float, pp: int) -> None:
+def test_pipelines_are_not_below_their_lower_bound(schedule: str, chunks: int, ahead: float, pp: int) -> None:
     cluster, hardware = with_memory(*load_cluster("a800-1x8"), device_bytes=ROOM, host_bytes=ROOM)
     bounds = LowerBounds(hardware, cluster)
     layout = Layout(tp=2, sequence_parallel=True, cp=4 // pp, pp=pp, schedule=schedule, virtual_stages=chunks, zero=1)
@@ -124,7 +124,7 @@ def test_pipelines_do_not_go_below_their_floor(schedule: str, chunks: int, ahead
 
 
 @pytest.mark.parametrize("window", [0, 1, 2])
-def test_subsequences_that_leave_do_not_go_below_their_floor(window: int) -> None:
+def test_offloaded_subsequences_are_not_below_their_lower_bound(window: int) -> None:
     cluster, hardware = with_memory(*load_cluster("a800-1x8"), device_bytes=ROOM, host_bytes=ROOM)
     base = Decisions(
         model=shallow(8), layout=Layout(pp=2, schedule="gpipe", subsequences=2), seq_tokens=1 << 14, global_batch=8,
@@ -136,7 +136,7 @@ def test_subsequences_that_leave_do_not_go_below_their_floor(window: int) -> Non
     assert bound.device_bytes <= played.peak_device_bytes
 
 
-def test_a_range_of_alphas_lies_above_its_floor() -> None:
+def test_a_range_of_alphas_lies_above_its_lower_bound() -> None:
     cluster, hardware = with_memory(*load_cluster("a800-1x8"), device_bytes=ROOM, host_bytes=ROOM)
     bounds = LowerBounds(hardware, cluster)
     base = Decisions(
@@ -167,7 +167,7 @@ def test_pruning_changes_neither_the_best_nor_their_order(system: str, device_gi
         found = search(asked, keep=keep)
         assert found.evaluated + found.pruned == space
         assert [e.rank_key for e in found.ranked[:keep]] == [e.rank_key for e in everything.ranked[:keep]]
-    if space > 3 * 3:  # of few candidates none may be left to prune
+    if space > 3 * 3:  # with few candidates, there may be none to prune
         assert found.pruned > everything.pruned
 
 

@@ -1,4 +1,4 @@
-"""METP in the search: which systems have it, what stands beside it, and refusals that name what is in the way."""
+"""METP in the search: which systems try it, which knobs it combines with, and what its refusals say."""
 
 from __future__ import annotations
 
@@ -33,21 +33,21 @@ def test_one_system_searches_its_degree_and_the_others_have_one() -> None:
 def test_the_preset_fills_the_devices_with_metp_and_dp() -> None:
     found = layouts(ask("metp"))
     assert {(layout.metp, layout.dp) for layout in found} == {(1, 8), (2, 4), (4, 2), (8, 1)}
-    # The embedding lies on every rank of METP: ZeRO divides its states also where dp is 1.
+    # The embedding lies on every METP rank, so ZeRO shards its states even when dp is 1.
     assert {layout.zero for layout in found} == {1, 3}
     policies = {"keep", "token-wise", "full swap", "full recompute", "full recompute, inputs swapped"}
     assert {c.policy.label for c in candidates(ask("metp"))[0]} == policies
 
 
 @pytest.mark.parametrize("system", sorted(SYSTEMS))
-def test_it_can_be_pinned_where_its_lowering_goes(system: str) -> None:
+def test_metp_can_be_pinned_where_it_can_be_lowered(system: str) -> None:
     if system not in PINNABLE:
         with pytest.raises(UsageError, match="does not divide work that way"):
             layouts(ask(system, metp=4))
         return
     found, refused = candidates(ask(system, metp=4))
     assert {c.base.layout.metp for c in found} == {4}
-    assert refused == []  # nothing is tried that has no lowering beside it
+    assert refused == []  # the search tries nothing that METP cannot be lowered with
     assert {c.base.overlap for c in found} == {SYSTEMS[system].overlap}
     assert {(c.base.layout.tp, c.base.layout.cp, c.base.layout.ulysses) for c in found} == {(1, 1, 1)}
     assert {c.base.layout.zero for c in found} == set(SYSTEMS[system].zeros)
@@ -62,19 +62,19 @@ def test_reductions_of_embedding_and_head_can_run_beside_compute_without_dp() ->
     assert {c.base.overlap for c in alone} == {"none"}
 
 
-def test_the_answer_says_what_zero_3_divides_without_dp() -> None:
+def test_the_answer_names_what_zero_3_shards_without_dp() -> None:
     asked = ask(metp=8, zero=3, recompute="full", alpha=0.0, global_batch=1)
     result = what_if(replace(asked, model=msgspec.structs.replace(asked.model, layers=1))).result
     (line,) = [line for line in result.why if line.startswith("ZeRO 3")]
-    assert "its share of gradients and parameters of embedding and head, which METP has on every rank" in line
-    # The tied embedding for the lookup and the classifier in bf16, its gradient twice in fp32.
+    assert "a shard of gradients and parameters of embedding and head, which METP replicates" in line
+    # The tied embedding, for the lookup and for the classifier, in bf16; its gradient twice in fp32.
     embedding = asked.model.vocab * asked.model.hidden / 2**30
     gathered, scattered = map(float, re.findall(r"([\d.]+) GiB", line))
     assert gathered == pytest.approx(2 * 2 * embedding, rel=0.01)
     assert scattered == pytest.approx(2 * 4 * embedding, rel=0.01)
 
 
-def test_stages_beside_it_are_played_in_orders_that_it_has() -> None:
+def test_metp_with_stages_uses_its_schedules() -> None:
     found, refused = candidates(ask("every-layout", metp=2))
     assert {c.base.layout.schedule for c in found if c.base.layout.pp > 1} == {"1f1b", "interleaved"}
     assert refused == []
@@ -98,19 +98,19 @@ def test_zero_and_overlap_can_be_asked_of_its_replicas() -> None:
         ({"metp": 4, "memory_policy": "eager"}, "memory_policy eager has no lowering beside METP"),
     ],
 )
-def test_what_it_has_no_lowering_beside_is_named(pins: dict[str, object], says: str) -> None:
+def test_knobs_that_metp_excludes_are_named(pins: dict[str, object], says: str) -> None:
     with pytest.raises(Infeasible, match=says) as error:
         candidates(ask(**pins))
     assert error.value.exit_code == 4
 
 
-def test_heads_and_tokens_that_it_does_not_divide_are_named() -> None:
+def test_heads_and_tokens_that_metp_does_not_divide_are_named() -> None:
     with pytest.raises(Infeasible) as error:
         candidates(ask("metp", seq_tokens=65544, metp=8))
     assert "2 x metp = 16 does not divide seq_tokens" in str(error.value.got)
     cluster, hardware = load_cluster("a800-2x8")
     wide = Question(load_model("llama3-8b"), cluster, hardware, 65536, system="metp", pins=Pins(metp=16))
-    with pytest.raises(Infeasible) as error:  # 8 key/value heads
+    with pytest.raises(Infeasible) as error:  # the model has 8 key/value heads
         candidates(wide)
     assert "metp = 16 does not divide kv_heads" in f"{error.value.what} {error.value.got}"
     assert error.value.hint == "metp = 8 or 4 or 2 divides kv_heads"

@@ -1,4 +1,4 @@
-"""When the search cuts the MLP into row blocks, how many, and what the answer says of it."""
+"""When the search cuts the MLP into row blocks, how many blocks it takes, and what the answer says about them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from memo_sim.planning.space import candidates, policies
 
 
 def ask(seq_tokens: int, *, system: str = "any", **pins) -> Question:
-    """Ask for three layers of Llama 3 on one device, attention whole."""
+    """Return a question about three layers of Llama 3 on one device, without attention chunks."""
     cluster, hardware = load_cluster("h100-1x8")
     one = msgspec.structs.replace(cluster, name="h100-1x1", devices_per_node=1)
     model = msgspec.structs.replace(load_model("llama3-8b"), layers=3, vocab=32768)
@@ -23,7 +23,7 @@ def ask(seq_tokens: int, *, system: str = "any", **pins) -> Question:
     return Question(model, one, hardware, seq_tokens, system=system, pins=Pins(**pins))
 
 
-def test_it_costs_no_time_and_saves_memory_where_the_whole_fits_too() -> None:
+def test_row_blocks_cost_no_time_and_save_memory() -> None:
     found = {e.policy: e for e in search(ask(1 << 17), prune=False).ranked}
     assert set(found) == {FULL_RECOMPUTE, MLP_IN_BLOCKS}
     whole, cut = found[FULL_RECOMPUTE].prediction, found[MLP_IN_BLOCKS].prediction
@@ -32,7 +32,7 @@ def test_it_costs_no_time_and_saves_memory_where_the_whole_fits_too() -> None:
 
 
 def test_one_device_goes_further_than_with_the_mlp_whole() -> None:
-    """Tokens whose wide tensors alone are more than the device; two inputs of three would not be enough."""
+    """The MLP's wide tensors alone exceed the device at this length; swapping two of three inputs is not enough."""
     found = search(ask(1 << 19), prune=False)
     assert found.best is not None
     assert found.best.policy == MLP_IN_BLOCKS
@@ -40,10 +40,10 @@ def test_one_device_goes_further_than_with_the_mlp_whole() -> None:
 
 
 @pytest.mark.parametrize("tokens", [16, 48, 256])
-def test_more_blocks_spare_nothing_that_attention_does_not_need(tokens: int) -> None:
-    """Twice as many leave the peak where it is, and take no less time; half as many need more memory.
+def test_more_mlp_blocks_do_not_lower_the_peak(tokens: int) -> None:
+    """Twice as many blocks do not lower the peak and are not faster; half as many need more memory.
 
-    Where attention's workspace lies in the arena; beside it, twice as many would still spare a little.
+    This holds when attention's workspace lies in the arena. Outside it, twice as many blocks would still save a little.
     """
     question = ask(tokens * 1024, alpha=0.0, replay_allocator=True)
     base = next(c.base for c in candidates(question)[0] if c.policy == MLP_IN_BLOCKS)
@@ -61,7 +61,7 @@ def test_more_blocks_spare_nothing_that_attention_does_not_need(tokens: int) -> 
         assert finer == peak
 
 
-def test_short_sequences_and_systems_of_the_literature_have_it_whole() -> None:
+def test_short_sequences_and_published_systems_have_no_row_blocks() -> None:
     assert {c.policy for c in candidates(ask(4096))[0]} == {FULL_RECOMPUTE, Policy("full", 1.0)}
     for system in ("full-recompute", "megatron-lm", "fsdp", "memo"):
         assert policies(ask(1 << 20, system=system)) == (FULL_RECOMPUTE,)
@@ -75,21 +75,21 @@ def test_a_pinned_chunk() -> None:
     assert policies(ask(1 << 19, mlp_chunk_tokens=8192, system="full-recompute")) == both[:1]
     assert {c.base.mlp_chunk_tokens for c in candidates(ask(1 << 19, mlp_chunk_tokens=8192))[0]} == {8192}
     assert not any(p.mlp_blocks for p in policies(ask(1 << 19, mlp_chunk_tokens=0, recompute=None)))
-    with pytest.raises(UsageError, match="only full recompute"):
+    with pytest.raises(UsageError, match="needs full recompute"):
         policies(ask(1 << 19, mlp_chunk_tokens=8192, recompute="none"))
 
 
-def test_a_pinned_chunk_that_cannot_be_is_said_to_be_the_reason() -> None:
+def test_an_impossible_pinned_chunk_is_named_as_the_reason() -> None:
     why = what_if(ask(1 << 17, mlp_chunk_tokens=1000)).result.why
     assert "the MLP's row blocks have to be multiples of 128 tokens" in why[0]
 
 
-def test_the_answer_says_what_it_is_worth() -> None:
+def test_the_answer_names_the_gain() -> None:
     (line,) = [line for line in what_if(ask(1 << 17)).result.why if line.startswith("The MLP")]
     assert "8 row blocks of 16k tokens" in line
-    assert "whole, device memory would be" in line
+    assert "undivided, the device would need" in line
     answer = what_if(ask(1 << 19))
     (line,) = [line for line in answer.result.why if line.startswith("The MLP")]
-    assert "whole it does not fit, gpu_oom" in line
+    assert "undivided it does not fit (gpu_oom" in line
     assert answer.result.best is not None
     assert answer.result.best.mlp_chunk_tokens == 65536

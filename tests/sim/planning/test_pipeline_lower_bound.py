@@ -1,4 +1,4 @@
-"""What no plan of a pipeline's layout goes below: held against plans of every policy, and near the one that keeps."""
+"""The lower bound of a pipeline's step time is below plans of every policy, and close to keeping everything."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def keeping(layout: Layout) -> Decisions:
 
 
 class KernelsAlone:
-    """Prices of a machine on which nothing but kernels takes time: there the floor is sharp."""
+    """Prices of a machine on which only kernels take time; the lower bound is exact there."""
 
     def __init__(self, decisions: Decisions) -> None:
         cluster, hardware = ROOMY
@@ -66,7 +66,7 @@ def played_s(decisions: Decisions, *, kernels_alone: bool) -> float:
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_no_policy_goes_below_what_keeping_everything_computes(name: str) -> None:
+def test_no_policy_computes_less_than_keeping_everything(name: str) -> None:
     base = keeping(LAYOUTS[name])
     assert is_known(base)
     least_s = least_step_s(base, *reversed(ROOMY))
@@ -81,15 +81,15 @@ def test_no_policy_goes_below_what_keeping_everything_computes(name: str) -> Non
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_it_is_what_kernels_alone_take_and_no_more_than_the_step(name: str) -> None:
+def test_the_bound_is_the_time_of_kernels_alone(name: str) -> None:
     base = keeping(LAYOUTS[name])
     least_s = least_step_s(base, *reversed(ROOMY))
     alone_s = played_s(base, kernels_alone=True)
     assert 0.98 * alone_s < least_s <= alone_s <= played_s(base, kernels_alone=False)
 
 
-def test_waits_for_other_stages_are_in_it() -> None:
-    """Twice the stages of half the layers: as much work, and a longer bubble, which no stage's own work tells."""
+def test_the_bound_contains_waits_for_other_stages() -> None:
+    """Twice the stages with half the layers have the same work but a longer bubble; no stage's own work shows that."""
     cluster, hardware = ROOMY
     few, many = (least_step_s(keeping(Layout(pp=pp, subsequences=8)), hardware, cluster) for pp in (2, 4))
     one = least_step_s(keeping(Layout(pp=4, subsequences=8, schedule="gpipe")), hardware, cluster)
@@ -98,7 +98,7 @@ def test_waits_for_other_stages_are_in_it() -> None:
     assert many > 1.2 * few / 2
 
 
-def test_it_knows_one_micro_batch_through_stages() -> None:
+def test_the_bound_applies_to_one_micro_batch_through_stages() -> None:
     staged = keeping(Layout(pp=2, subsequences=4))
     assert is_known(staged)
     assert not is_known(msgspec.structs.replace(staged, global_batch=2))
@@ -107,8 +107,8 @@ def test_it_knows_one_micro_batch_through_stages() -> None:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_the_rough_floor_waits_no_longer_than_layers_do(policy: tuple[str, float, int]) -> None:
-    """Collectives that kernels wait for, and the head, are in both floors: the one that is lowered has more."""
+def test_the_rough_bound_is_not_above_the_bound_from_layers(policy: tuple[str, float, int]) -> None:
+    """Both bounds contain the head and the collectives that kernels wait for; the bound with a lowering has more."""
     cluster, hardware = ROOMY
     bounds, (recompute, alpha, window) = LowerBounds(hardware, cluster), policy
     layout = Layout(tp=4, sequence_parallel=True, pp=2, subsequences=4)
@@ -120,10 +120,10 @@ def test_the_rough_floor_waits_no_longer_than_layers_do(policy: tuple[str, float
 
 
 @pytest.mark.parametrize("device_gib", [80, pytest.param(14, marks=pytest.mark.slow)])
-def test_pruning_by_it_changes_neither_the_best_nor_their_order(
+def test_pruning_by_the_bound_keeps_the_best_plans_and_their_order(
     monkeypatch: pytest.MonkeyPatch, device_gib: int
 ) -> None:
-    """With little memory only what is swapped or rebuilt fits, whose alpha is searched."""
+    """With little memory, only plans that swap or recompute fit, and their alpha is searched."""
     chosen = (KEEP, FULL_RECOMPUTE, FULL_SWAP) if device_gib == 80 else SYSTEMS["any"].policies
     monkeypatch.setitem(SYSTEMS, "any", replace(SYSTEMS["any"], degrees=("tp", "pp", "dp"), policies=chosen))
     cluster, hardware = with_memory(*load_cluster("a800-1x8"), device_bytes=device_gib * 2**30, host_bytes=None)

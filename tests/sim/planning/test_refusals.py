@@ -1,4 +1,4 @@
-"""What a question is told none of whose layouts can be lowered: the number to change, or the knob."""
+"""The error when no layout of a question can be lowered: it names the number to change, or the knob."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def refused(question: Question) -> Infeasible:
     return caught.value
 
 
-def test_a_knob_that_every_layout_which_divides_is_refused_for_is_the_answer() -> None:
-    """One layout does not divide the global batch either; that is beside the point."""
+def test_a_knob_that_excludes_every_dividing_layout_is_named() -> None:
+    """One layout does not divide the global batch either, but the memory policy is the reason for all others."""
     error = refused(ask("gpt-7b", 1 << 16, system="metp", memory_policy="eager"))
     assert not isinstance(error, NothingDivides)
     assert error.where == "decisions.memory_policy"
@@ -32,7 +32,7 @@ def test_a_knob_that_every_layout_which_divides_is_refused_for_is_the_answer() -
     assert "planned" in str(error.wanted)
 
 
-def test_numbers_that_nothing_divides_are_said_as_before() -> None:
+def test_numbers_that_no_layout_divides_are_named() -> None:
     error = refused(ask("gpt-7b", 65537))
     assert isinstance(error, NothingDivides)
     assert "--seq-len 65536" in str(error.hint)
@@ -41,14 +41,14 @@ def test_numbers_that_nothing_divides_are_said_as_before() -> None:
     assert "--global-batch 8" in str(batch.hint)
 
 
-def test_what_a_bidirectional_model_cannot_have_is_named() -> None:
+def test_knobs_that_a_bidirectional_model_excludes_are_named() -> None:
     error = refused(ask("bert-large", 512, subsequences=2))
     assert error.what == "subsequences 2 has no lowering without a causal mask"
     assert "causal attention" in str(error.hint)
 
 
-def test_a_kernels_integers_are_no_divisibility() -> None:
-    """All of a thousand million tokens' layouts that one sequence divides pass 32 bits."""
+def test_a_kernels_integer_limit_is_not_reported_as_divisibility() -> None:
+    """At a billion tokens, every layout that divides one sequence exceeds the kernels' 32-bit integers."""
     found = longest(ask("gpt-7b", 1), step_tokens=1000 << 20).document
     assert found.bound == "cannot be"
     assert "32 bits" in found.tried[0].reason

@@ -1,4 +1,4 @@
-"""Row-wise kernels by implementation: priced by the plan's, chosen by their sum, and only where they were measured."""
+"""Row-wise kernels: priced by the plan's implementation, chosen by their sum, and only when they were measured."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from memo_sim.program.operators.workspaces import FUSED_KINDS
 
 TORCH_BYTES_PER_S = 1e12
 SLOW, FAST = 0.1, 10.0
-"""Times torch's rate."""
+"""Factors on torch's rate."""
 
 FORWARD_KINDS = frozenset(kind for kind in FUSED_KINDS if not kind.endswith(".bwd"))
 
 
 def machine(fused: dict[str, float] | None, cluster: str = "a800-1x1") -> tuple[Cluster, Hardware]:
-    """Return a cluster whose row-wise operators all run at one rate, and fused ones at so many times that rate."""
+    """Return a cluster on which all row-wise operators run at one rate, and fused ones at a multiple of it."""
     found, hardware = load_cluster(cluster)
     source = next(iter(hardware.sources))
 
@@ -84,7 +84,7 @@ def test_the_faster_implementation_is_chosen() -> None:
     ],
     ids=["slow loss", "much slower loss", "fast loss", "slow activation", "slow backward of the activation"],
 )
-def test_where_some_are_faster_and_some_slower_the_plan_has_the_faster_step(
+def test_with_mixed_kernel_speeds_the_plan_has_the_faster_step(
     fused: dict[str, float], policy: dict[str, object], model: str
 ) -> None:
     asked = question(fused, model, **policy)
@@ -100,7 +100,7 @@ def test_where_some_are_faster_and_some_slower_the_plan_has_the_faster_step(
 
 
 def test_recompute_counts_forward_twice() -> None:
-    """Fused forward is slower and backward faster: what is kept runs fused, what is run again does not."""
+    """The fused forward is slower and the fused backward faster: fused wins when all is kept, torch with recompute."""
     fused = {kind: 0.8 if kind in FORWARD_KINDS else 1.25 for kind in FUSED_KINDS} | {"cross_entropy": 1.0}
     assert chosen(question(fused, recompute="none", alpha=0.0)) == {"triton"}
     assert chosen(question(fused, recompute="full", alpha=0.0)) == {"torch"}
@@ -110,11 +110,11 @@ def test_an_implementation_that_lacks_an_operator_is_not_chosen() -> None:
     fused = every(FAST)
     del fused["rotary.bwd"]
     assert chosen(question(fused)) == {"torch"}
-    assert chosen(question(fused, "gpt-tiny")) == {"triton"}  # which has learned positions
+    assert chosen(question(fused, "gpt-tiny")) == {"triton"}  # this model has learned positions
 
 
 def test_a_divided_vocabulary_has_no_fused_loss() -> None:
-    """Its loss is torch's in every plan, and so is its price."""
+    """With a divided vocabulary, torch plays the loss in every plan, so its price is torch's."""
     cluster, hardware = machine(every(0.99, cross_entropy=1000.0), "a800-1x8")
     for tp, found in ((1, {"triton"}), (2, {"torch"})):
         asked = Question(
@@ -123,7 +123,7 @@ def test_a_divided_vocabulary_has_no_fused_loss() -> None:
         assert chosen(asked) == found
 
 
-def test_a_plan_with_fused_kernels_has_no_price_where_they_were_not_measured() -> None:
+def test_unmeasured_fused_kernels_have_no_price() -> None:
     asked = question(None)
     (first, *_), _ = candidates(asked)
     fused = msgspec.structs.replace(first.base, kernels=Kernels(attention="flash2", rowwise="triton"))
@@ -132,7 +132,7 @@ def test_a_plan_with_fused_kernels_has_no_price_where_they_were_not_measured() -
     assert caught.value.exit_code == 4
 
 
-def test_only_what_fused_kernels_play_has_their_price() -> None:
+def test_only_fused_operators_have_the_fused_price() -> None:
     cluster, hardware = machine(every(FAST))
     prices = {
         rowwise: Pricer(hardware, cluster, candidates(question(None))[0][0].base.layout, rowwise=rowwise)

@@ -1,4 +1,4 @@
-"""The search over a question's candidates: what is tried, what is pruned, and that a partial swap can win."""
+"""The search over a question's candidates: what it tries, what it prunes, and that a partial swap can win."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ def question(
 
 
 def accounted(asked: Question) -> SearchResult:
-    """Search, and check that every candidate is evaluated or pruned."""
+    """Return the result of a search after checking that every candidate was evaluated or pruned."""
     found = search(asked, prune=False)
     assert found.evaluated + found.pruned == len(candidates(asked)[0])
     assert found.evaluated == len(found.ranked)
     return found
 
 
-def test_swapping_a_part_and_keeping_the_rest_can_win() -> None:
+def test_a_partial_swap_can_win() -> None:
     found = accounted(question(128 * 1024))
     by_policy = {e.policy: e for e in found.ranked}
     assert set(by_policy) == {KEEP, TOKENWISE, FULL_RECOMPUTE, MLP_IN_BLOCKS, FULL_SWAP, PARTIAL_SWAP}
@@ -64,7 +64,7 @@ def test_swapping_a_part_and_keeping_the_rest_can_win() -> None:
     assert best.decisions.recompute == "none"
 
 
-def test_no_part_is_swapped_where_everything_can_be_kept() -> None:
+def test_no_partial_swap_when_everything_can_be_kept() -> None:
     found = accounted(question(32 * 1024))
     by_policy = {e.policy: e for e in found.ranked}
     assert by_policy[KEEP].prediction.status == "ok"
@@ -72,7 +72,7 @@ def test_no_part_is_swapped_where_everything_can_be_kept() -> None:
     assert found.pruned >= 1
 
 
-def test_a_part_that_does_not_fit_is_told_with_its_alpha() -> None:
+def test_a_partial_swap_that_does_not_fit_is_reported_with_its_alpha() -> None:
     found = accounted(question(1 << 20, tp=2, cp=4, global_batch=1))
     partial = next(e for e in found.ranked if e.policy == PARTIAL_SWAP)
     assert partial.prediction.status == "host_oom" or partial.decisions.alpha > 0.9
@@ -100,7 +100,7 @@ def test_candidates_of_the_caching_policy_are_evaluated_with_its_memory() -> Non
     assert {e.decisions.memory_policy for e in found.ranked} == {"caching"}
     assert found.best is not None
     assert all(e.prediction.reserved_bytes for e in found.ranked if e.prediction.status == "ok")
-    # The allocator's holes leave no room for as much as an arena has: more has to be swapped.
+    # Fragmentation leaves less room than an arena has, so more has to be swapped.
     planned = accounted(question(128 * 1024)).best
     assert planned is not None
     assert found.best.policy == planned.policy == PARTIAL_SWAP
@@ -118,7 +118,7 @@ def test_an_eager_framework_has_all_logits_at_once() -> None:
     assert pinned.base.loss_chunk_tokens == 4096
 
 
-def test_what_the_sequence_is_to_blame_for_is_told_first() -> None:
+def test_reasons_about_the_sequence_come_first() -> None:
     cluster, hardware = load_cluster("a800-1x8")
     odd = Question(load_model("gpt-7b"), cluster, hardware, 1_000_001)
     with pytest.raises(Infeasible, match="does not divide seq_tokens") as error:
@@ -132,7 +132,7 @@ def test_what_the_sequence_is_to_blame_for_is_told_first() -> None:
 
 
 def test_a_front_lists_a_plan_once_though_its_alpha_is_an_eighth() -> None:
-    """The partial swap that is found where alpha is open is an eighth that the front asks for as well."""
+    """The search's partial swap has an alpha that is an eighth, so the front asks for the same plan."""
     asked = replace(question(64 * 1024, tp=2, cp=4, global_batch=1), pins=Pins(tp=2, cp=4, recompute="none"))
     found, told = search(asked, front=True, prune=False), list[tuple[int, int]]()
     search(asked, front=True, prune=False, progress=lambda done, every: told.append((done, every)))

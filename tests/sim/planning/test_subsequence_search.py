@@ -1,4 +1,4 @@
-"""Numbers of subsequences and what each offloads are searched: floors hold, the best is found, systems have rules."""
+"""The search over numbers of subsequences and their offload: bounds hold, the best is found, systems have rules."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def asked(
 @pytest.mark.parametrize(
     ("schedule", "sequences", "pp"), [("1f1b", 1, 1), ("1f1b", 3, 4), ("gpipe", 2, 2), ("zero-bubble", 3, 4)]
 )
-def test_no_plan_of_subsequences_goes_below_its_floor(schedule: str, sequences: int, pp: int) -> None:
+def test_no_plan_of_subsequences_is_below_its_lower_bound(schedule: str, sequences: int, pp: int) -> None:
     cluster, hardware = with_memory(*load_cluster("a800-1x8"), device_bytes=2**50, host_bytes=2**50)
     bounds = LowerBounds(hardware, cluster)
     layout = Layout(tp=2, sequence_parallel=True, pp=pp, schedule=schedule, subsequences=4)  # type: ignore[arg-type]
@@ -61,7 +61,7 @@ def test_no_plan_of_subsequences_goes_below_its_floor(schedule: str, sequences: 
 
 
 @pytest.mark.parametrize("change", ["window", "multiplexed"])
-def test_floors_hold_for_windows_and_guests(change: str) -> None:
+def test_lower_bounds_hold_for_windows_and_multiplexing(change: str) -> None:
     cluster, hardware = with_memory(*load_cluster("a800-1x8"), device_bytes=2**50, host_bytes=2**50)
     bounds = LowerBounds(hardware, cluster)
     layout = Layout(tp=2, sequence_parallel=True, pp=4, subsequences=6, multiplexed=change == "multiplexed")
@@ -84,8 +84,8 @@ def test_sppo_offloads_while_the_next_pass_is_computed() -> None:
     assert {c.base.offload_window for c in candidates(asked("any", tp=2, pp=2, subsequences=4))[0]} == {0}
 
 
-def test_an_alpha_that_is_pinned_leaves_a_systems_own_mode() -> None:
-    """SPPO keeps what it does not offload; MEMO and the open search rebuild it."""
+def test_a_pinned_alpha_keeps_the_systems_recompute_mode() -> None:
+    """SPPO keeps what it does not offload; MEMO and the open search recompute it."""
     for system, mode in (("sppo", "none"), ("memo", "tokenwise"), ("any", "tokenwise")):
         degrees = {"tp": 4} if system == "memo" else {"tp": 2, "pp": 2, "subsequences": 4}
         for alpha in (0.0, 0.5):
@@ -108,8 +108,8 @@ def test_a_window_can_be_pinned_and_wants_something_to_swap() -> None:
         assert error.value.where == "decisions.offload_window"
 
 
-def test_a_pinned_window_leaves_the_rounding_that_swaps() -> None:
-    """Rounded down nothing is swapped, which no window goes with; rounded up is a plan all the same."""
+def test_a_pinned_window_keeps_only_plans_that_swap() -> None:
+    """Rounded down, nothing is swapped, so no window applies; the plan that rounds up is still found."""
     cluster, hardware = load_cluster("a100-1x8")
     pins = Pins(tp=4, pp=2, subsequences=8, multiplexed=False)
     question = Question(shallow(4), cluster, hardware, 8 * K, system="sppo", pins=pins)
@@ -120,8 +120,8 @@ def test_a_pinned_window_leaves_the_rounding_that_swaps() -> None:
 
 
 @pytest.mark.parametrize("alpha", [None, 0.5])
-def test_a_pinned_window_is_that_of_every_plan_found(alpha: float | None) -> None:
-    """Token-wise and partly swapped alike, at whatever alpha the search takes."""
+def test_every_plan_found_has_the_pinned_window(alpha: float | None) -> None:
+    """This holds for token-wise and partly swapped plans, at any alpha that the search takes."""
     pins = {"tp": 2, "pp": 2, "subsequences": 8, "offload_window": 2, "alpha": alpha}
     found = search(asked("any", device_gib=16, **pins), prune=False)  # type: ignore[arg-type]
     swapped = [e.decisions for e in found.ranked if e.prediction.status == "ok"]
@@ -129,8 +129,8 @@ def test_a_pinned_window_is_that_of_every_plan_found(alpha: float | None) -> Non
     assert {d.offload_window for d in swapped} == {2}
 
 
-def test_numbers_that_are_searched_bring_windows_and_guests_along() -> None:
-    """What wins when it is named wins when it is left open: sequences inside a node, shared by idle stages."""
+def test_searching_the_number_also_tries_windows_and_multiplexing() -> None:
+    """The plan that wins when it is pinned also wins in an open search: SP inside a node, with multiplexed stages."""
     windows = {
         (c.policy.label, c.base.offload_window) for c in candidates(asked("any", tp=2, pp=2, subsequences="auto"))[0]
     }
@@ -150,12 +150,12 @@ def test_the_solvers_own_number_is_searched() -> None:
     assert choice.subsequences not in counts(160 * K, 1)
     tried = {layout.subsequences for layout in layouts(question) if layout.pp == choice.pp}
     assert tried == {*counts(160 * K, 1), choice.subsequences}
-    # Nobody else has that solver, and who names a number gets that one.
+    # No other system has that solver; a pinned number is used as it is.
     for other in (replace(question, system="seq1f1b"), asked(tp=2, pp=2, subsequences=5)):
         assert choice.subsequences not in {layout.subsequences for layout in layouts(other)}
 
 
-def test_where_everything_hides_a_full_swap_is_not_played_twice() -> None:
+def test_a_full_swap_that_hides_is_not_played_twice() -> None:
     asked_for = {"tp": 2, "pp": 2, "subsequences": 4}
     (only,), _ = candidates(asked(seq_tokens=512 * K, **asked_for))  # type: ignore[arg-type]
     assert only.policy.hides
@@ -175,7 +175,7 @@ def test_where_everything_hides_a_full_swap_is_not_played_twice() -> None:
         ({"tp": 2, "cp": 2, "subsequences": 4}, "layout.cp", "1"),
     ],
 )
-def test_a_single_reason_is_told_whole(pins: dict[str, object], where: str, wanted: str) -> None:
+def test_a_single_reason_is_reported_in_full(pins: dict[str, object], where: str, wanted: str) -> None:
     with pytest.raises(Infeasible) as error:
         candidates(asked("any", **pins))  # type: ignore[arg-type]
     assert error.value.where == where
@@ -200,7 +200,7 @@ def test_sppo_keeps_tensor_parallelism_inside_a_node() -> None:
     assert (4, 1) in {(layout.tp, layout.pp) for layout in layouts(asked(tp=4))}
 
 
-def test_what_hides_is_offloaded_and_alpha_grows_as_parts_shrink() -> None:
+def test_hidden_tokens_are_offloaded_and_alpha_grows_as_subsequences_shrink() -> None:
     question = asked(tp=2, pp=2, subsequences=8, seq_tokens=128 * K)
     aware = next(c for c in candidates(question)[0] if c.policy.label == "sequence-aware offload")
     parts, swapped = partition(aware.base), swapped_parts(aware.base)
@@ -208,7 +208,7 @@ def test_what_hides_is_offloaded_and_alpha_grows_as_parts_shrink() -> None:
     alphas = [some / part for some, part in zip(swapped, parts, strict=True)]
     assert all(before <= after for before, after in pairwise(alphas))
     assert aware.policy.alpha == aware.base.alpha == sum(swapped) / sum(parts)
-    # As many tokens as leave under a part, at the node's rate: one row block more would not.
+    # As many tokens as can be offloaded during one subsequence at the node's rate; one row block more would not hide.
     forward_s = [part.forward_s for part in PartPrices(question.hardware, question.cluster).parts(aware.base)]
     token_bytes = offloaded_bytes(aware.base)
     hidden_bytes = sum(forward_s) / 8 * offload_bandwidth(question, aware.base, 10**9)
@@ -216,7 +216,7 @@ def test_what_hides_is_offloaded_and_alpha_grows_as_parts_shrink() -> None:
     assert (max(swapped) + aware.base.swap_granule) * token_bytes > hidden_bytes
 
 
-def test_alpha_is_searched_by_tokens_that_every_part_swaps() -> None:
+def test_alpha_is_searched_by_tokens_that_every_subsequence_swaps() -> None:
     base = Decisions(model=shallow(4), seq_tokens=32 * K, layout=Layout(tp=2, sequence_parallel=True, subsequences=6))
     grid = Grid.of(base)
     assert 1 < grid.steps <= 64

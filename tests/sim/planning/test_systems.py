@@ -1,4 +1,4 @@
-"""Systems of the literature: which layouts and policies they have, and whose memory they run in."""
+"""Systems from the literature: their layouts, their policies, and the memory that they run in."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_a_system_divides_work_its_own_way(system: str, degrees: set[str], zero:
     assert {c.policy for c in candidates(ask(system))[0]} == {KEEP, FULL_RECOMPUTE} | own
 
 
-def test_megatron_divides_optimizer_states_among_replicas_alone_and_over_the_ring_where_asked() -> None:
+def test_megatron_shards_optimizer_states_over_replicas_and_on_request_over_the_ring() -> None:
     found = layouts(ask("megatron-lm"))
     assert any(layout.cp > 1 == layout.dp for layout in found)
     assert all(layout.zero == (layout.dp > 1) for layout in found)
@@ -56,7 +56,7 @@ def test_megatron_divides_optimizer_states_among_replicas_alone_and_over_the_rin
 def test_megatrons_stages_are_searched_in_its_own_order() -> None:
     found = layouts(ask("megatron-lm"))
     orders = {(layout.pp, layout.schedule, layout.virtual_stages) for layout in found}
-    assert orders == {(1, "1f1b", 1), (2, "1f1b", 1)}  # tp 4 at least leaves two stages
+    assert orders == {(1, "1f1b", 1), (2, "1f1b", 1)}  # tp is at least 4, which leaves at most two stages
     assert not any(layout.overlap_p2p for layout in found if layout.pp > 1)
     assert all(layout.zero <= 1 for layout in found)
     assert {layout.pp for layout in layouts(ask("memo"))} == {1}
@@ -90,7 +90,7 @@ def test_zero_can_be_pinned(zero: int) -> None:
         assert {layout.zero for layout in layouts(ask(system, zero=zero))} == {zero}
 
 
-def test_rivals_run_on_an_eager_frameworks_memory_unless_told_otherwise() -> None:
+def test_rivals_use_an_eager_frameworks_memory_unless_pinned() -> None:
     def policy(system: str, **pins: object) -> set[str]:
         return {c.base.memory_policy for c in candidates(ask(system, **pins))[0]}
 
@@ -99,13 +99,13 @@ def test_rivals_run_on_an_eager_frameworks_memory_unless_told_otherwise() -> Non
     assert policy("fsdp", memory_policy="planned") == {"planned"}
 
 
-def test_the_answer_says_what_zero_3_moves_and_waits_for() -> None:
+def test_the_answer_names_bytes_and_waits_of_zero_3() -> None:
     result = what_if(ask("fsdp")).result
     assert result.best is not None
     assert result.best.layout.zero == 3
     (line,) = [line for line in result.why if line.startswith("ZeRO 3")]
-    gathered, scattered, unit = re.search(r"gathers ([\d.]+) GiB and scatters ([\d.]+) (GiB)", line).groups()
-    # Two micro-batches: layers twice in bf16, the tied embedding for the lookup and the classifier; gradients in fp32.
+    gathered, scattered, unit = re.search(r"gathers ([\d.]+) GiB and reduce-scatters ([\d.]+) (GiB)", line).groups()
+    # Two micro-batches: layers twice in bf16, the tied embedding for lookup and classifier; gradients in fp32.
     model = load_model("gpt-7b")
     layers = model.layers * (12 * model.hidden**2 + 13 * model.hidden) / 2**30
     embedding = model.vocab * model.hidden / 2**30
@@ -115,9 +115,9 @@ def test_the_answer_says_what_zero_3_moves_and_waits_for() -> None:
     assert "compute waits" in line
 
 
-def test_the_answer_says_where_zero_3_has_nothing_to_divide() -> None:
+def test_the_answer_names_where_zero_3_has_no_effect() -> None:
     result = what_if(ask("any", global_batch=1, tp=8, zero=3, recompute="full")).result
-    assert any("ZeRO 3 has nothing to divide" in line for line in result.why)
+    assert any("ZeRO 3 has no effect here" in line for line in result.why)
 
 
 def test_every_layout_holds_those_of_any_and_its_search_accounts_for_all() -> None:
@@ -131,7 +131,7 @@ def test_every_layout_holds_those_of_any_and_its_search_accounts_for_all() -> No
         if cp * ulysses <= 4
     }
     staged = [layout for layout in found if layout.pp > 1]
-    assert {(layout.pp, layout.zero) for layout in staged} == {(2, 1), (4, 0)}  # four stages of two are alone
+    assert {(layout.pp, layout.zero) for layout in staged} == {(2, 1), (4, 0)}  # one device per stage: nothing to shard
     assert {layout.schedule for layout in staged} == {"1f1b", "interleaved", "zero-bubble"}
     result = search(asked)
     assert result.evaluated + result.pruned == len(candidates(asked)[0])
@@ -145,6 +145,6 @@ def test_where_no_rank_shares_parameters_there_is_one_level_of_zero() -> None:
     assert [layout.zero for layout in layouts(ask("every-layout", tp=8))] == [0]
 
 
-def test_megatron_exchanges_heads_where_a_question_says_so_and_not_otherwise() -> None:
+def test_megatron_exchanges_heads_only_when_pinned() -> None:
     assert {(found.tp, found.ulysses) for found in layouts(ask("megatron-lm", tp=4, ulysses=2))} == {(4, 2)}
     assert not any(found.ulysses > 1 for found in layouts(ask("megatron-lm")))

@@ -1,4 +1,4 @@
-"""The accuracy that was accepted: CI holds every case set against it, and only accepting moves it."""
+"""The accepted accuracy: no case set may become worse, and only ``accept`` changes it."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from memo_sim.validation.cases import Case, list_case_files, load_cases
 from memo_sim.validation.validate import validate
 
 SLOW = {"memo-table3", "vtrain-multi"}
-"""Layouts are searched, or stages of many micro-batches played: minutes instead of seconds."""
+"""These sets take minutes: layouts are searched, or many stages and micro-batches are simulated."""
 
 
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in list_case_files()]
 )
-def test_no_case_set_is_worse_than_what_was_accepted(name: str) -> None:
+def test_no_case_set_is_worse_than_accepted(name: str) -> None:
     check_accepted(validate(load_cases(name), jobs=2), load_accepted())
 
 
@@ -31,9 +31,9 @@ def rows_of(name: str, system: str, model: str = "") -> list[Case]:
 
 
 MEGATRON = (4, 16, 128, 512, 640)
-"""Thousands of tokens; of 7B alone, for 30B's rows take up to a minute each from 64K on."""
+"""Thousands of tokens, for 7B only: from 64K on, each of 30B's rows takes up to a minute."""
 MOST_STAGES = 8
-"""Rows of more stages take up to ten seconds each."""
+"""Each row with more stages takes up to ten seconds."""
 HELD = {
     "memo-7b": lambda: rows_of("memo-table3", "memo", "gpt-7b"),
     "memo-30b": lambda: rows_of("memo-table3", "memo", "gpt-30b"),
@@ -45,11 +45,11 @@ HELD = {
         c for c in rows_of("vtrain-multi", "megatron-lm") if c.question.integers["pp"] <= MOST_STAGES
     ][::2],
 }
-"""What is held of the slow sets: MEMO's own rows all, of its rivals' a few of every length that costs seconds."""
+"""Rows of the slow sets that the default run checks: all of MEMO's, and a few of its rivals' that take seconds."""
 
 
 @pytest.mark.parametrize("rows", HELD.values(), ids=HELD.keys())
-def test_rows_of_the_slow_sets_are_held_always(rows: Callable[[], list[Case]]) -> None:
+def test_rows_of_the_slow_sets_are_checked_in_the_default_run(rows: Callable[[], list[Case]]) -> None:
     check_accepted(validate(rows()), load_accepted())
 
 
@@ -73,7 +73,7 @@ def report(name: str, error: float, *, right: bool = True, status: str = "ok", f
 GOOD = [report(f"c{i}", error) for i, error in enumerate((-0.02, -0.01, 0.0, 0.01, 0.02))]
 
 
-def test_what_was_accepted_comes_back_and_holds_itself(tmp_path: Path) -> None:
+def test_an_accepted_accuracy_is_read_back_and_passes_its_own_check(tmp_path: Path) -> None:
     path, found = tmp_path / "accuracy.json", Validation(cases=GOOD)
     group = accept(found, path).groups["s/memo"]
     assert (group.cases, group.wrong_statuses, group.not_evaluated) == (5, 0, 0)
@@ -84,9 +84,9 @@ def test_what_was_accepted_comes_back_and_holds_itself(tmp_path: Path) -> None:
     check_accepted(Validation(cases=GOOD[1:4]), load_accepted(path))
 
 
-def test_a_part_of_the_cases_is_held_against_the_same_part(tmp_path: Path) -> None:
+def test_some_cases_are_compared_with_the_same_cases(tmp_path: Path) -> None:
     accept(Validation(cases=GOOD), tmp_path / "a.json")
-    still = report("c2", 0.02)  # within the mean of all, but this row was right
+    still = report("c2", 0.02)  # below the mean over all cases, but this row was exact before
     with pytest.raises(OutOfTolerance, match=r"mean error of speed 1\.50%, 0\.50% accepted"):
         check_accepted(Validation(cases=[GOOD[1], still]), load_accepted(tmp_path / "a.json"))
 
@@ -99,7 +99,7 @@ def test_a_part_of_the_cases_is_held_against_the_same_part(tmp_path: Path) -> No
         (msgspec.structs.replace(report("c5", 0.0, status="invalid"), error=CaseError()), "1 row not evaluated"),
     ],
 )
-def test_what_grew_is_named(tmp_path: Path, worse: CaseReport, says: str) -> None:
+def test_everything_that_got_worse_is_named(tmp_path: Path, worse: CaseReport, says: str) -> None:
     accept(Validation(cases=GOOD), tmp_path / "a.json")
     with pytest.raises(OutOfTolerance, match=says) as error:
         check_accepted(Validation(cases=[*GOOD, worse]), load_accepted(tmp_path / "a.json"))
@@ -107,15 +107,15 @@ def test_what_grew_is_named(tmp_path: Path, worse: CaseReport, says: str) -> Non
     assert "--accept" in str(error.value)
 
 
-def test_fitted_rows_neither_help_nor_hurt(tmp_path: Path) -> None:
+def test_fitted_rows_change_nothing(tmp_path: Path) -> None:
     accept(Validation(cases=GOOD), tmp_path / "a.json")
     check_accepted(Validation(cases=[*GOOD, report("f", 3.0, fitted=True)]), load_accepted(tmp_path / "a.json"))
 
 
-def test_a_group_nobody_accepted_fails_and_others_stay_when_one_is_accepted(tmp_path: Path) -> None:
+def test_a_group_without_accepted_accuracy_fails_and_accepting_it_keeps_the_others(tmp_path: Path) -> None:
     path = tmp_path / "a.json"
     accept(Validation(cases=GOOD), path)
     other = [msgspec.structs.replace(c, system="fsdp") for c in GOOD]
-    with pytest.raises(OutOfTolerance, match="s/fsdp: no accuracy was accepted"):
+    with pytest.raises(OutOfTolerance, match="s/fsdp: no accepted accuracy"):
         check_accepted(Validation(cases=other), load_accepted(path))
     assert set(accept(Validation(cases=other), path).groups) == {"s/fsdp", "s/memo"}

@@ -1,4 +1,4 @@
-"""Case files: what is read, what is refused, and that expectations never reach a prediction."""
+"""Case files: what is read and refused; expectations never reach a prediction."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ ROW = {
 
 
 def case_file(folder: Path, *rows: dict[str, str], columns: list[str] = COLUMNS) -> Path:
-    """Write the rows, which are called a0, a1 and so on."""
+    """Write the rows with the names a0, a1 and so on."""
     path = folder / "cases.csv"
     with path.open("w", newline="") as out:
         writer = csv.DictWriter(out, columns, restval="")
@@ -76,7 +76,7 @@ def test_a_bad_cell_is_named_by_line_and_column(tmp_path: Path, column: str, val
     assert f"cases.csv:3, column {column}" in str(error.value)
 
 
-def test_two_rows_of_one_name_are_refused(tmp_path: Path) -> None:
+def test_two_rows_with_the_same_name_are_refused(tmp_path: Path) -> None:
     path = case_file(tmp_path, ROW, ROW, ROW)
     path.write_text(path.read_text().replace("a2,", "a0,"))
     with pytest.raises(BadInput, match="line 2 has this one") as error:
@@ -101,7 +101,7 @@ def test_headers_and_ragged_rows_are_refused(tmp_path: Path) -> None:
     path.write_text(path.read_text() + "x,y\n")
     with pytest.raises(BadInput, match="cells"):
         load_cases(str(path))
-    with pytest.raises(BadInput, match="without a row"):
+    with pytest.raises(BadInput, match="has no rows"):
         load_cases(str(case_file(tmp_path)))
     path.write_bytes(b"\xff\xfe")
     with pytest.raises(BadInput):
@@ -125,7 +125,7 @@ def test_predictions_do_not_see_labels_or_expectations(tmp_path: Path) -> None:
     assert theirs.cases[0].error.mfu is None
 
 
-def test_rows_without_a_memory_plan_are_played_as_an_eager_framework_does(tmp_path: Path) -> None:
+def test_rows_without_a_memory_plan_use_an_eager_frameworks_allocations(tmp_path: Path) -> None:
     rows = ({**ROW, "memory_plan": word} for word in ("yes", "no"))
     planned, eager = (c.predicted for c in validate(load_cases(str(case_file(tmp_path, *rows)))).cases)
     assert (planned.status, eager.status) == ("ok", "ok")
@@ -142,7 +142,7 @@ def test_table_4_without_a_memory_plan() -> None:
     found = {c.question.seq_tokens // 1024: r for c, r in zip(rows, validate(rows).cases, strict=True)}
     assert [r.predicted.status for r in found.values()] == ["ok"] * 4 + ["gpu_oom"] * 4
     assert all(r.error.status for r in found.values())
-    # MEMO 5.2 prints 6 and 16; issue 3 asks for a factor of two.
+    # MEMO 5.2 prints 6 and 16; a factor of two is accepted.
     assert {k: r.expected.allocation_retries for k, r in found.items() if r.expected.allocation_retries} == {
         128: 6,
         256: 16,
@@ -153,7 +153,7 @@ def test_table_4_without_a_memory_plan() -> None:
         assert 0.5 <= 1 + error <= 2
 
 
-def test_the_column_of_reorganisations_may_be_left_out(tmp_path: Path) -> None:
+def test_the_column_of_allocation_retries_may_be_left_out(tmp_path: Path) -> None:
     assert "expected_allocation_retries" not in COLUMNS
     (plain,) = load_cases(str(case_file(tmp_path, ROW)))
     assert plain.expected.allocation_retries is None
@@ -169,7 +169,7 @@ def test_rows_that_cannot_be_evaluated_say_why_and_are_kept(tmp_path: Path) -> N
     changes = [
         {"system": "calculon"},
         {"pp": "2"},
-        {"attention": "plain"},  # with a ring, whose parts only a log-sum-exp can merge
+        {"attention": "plain"},  # with a ring: its partial results need a log-sum-exp to merge
         {"cluster": "z9-1x8"},
         {"model": "gpt-8b"},
         {"model": "gpt", "layers": "4"},
@@ -186,11 +186,11 @@ def test_rows_that_cannot_be_evaluated_say_why_and_are_kept(tmp_path: Path) -> N
     assert all(c.predicted.reason and c.predicted.mfu is None for c in report.cases)
     assert "no attention kernel for this dtype" in report.cases[-2].predicted.reason
     assert "collectives of tp8+sp cp1 dp1 do not overlap" in report.cases[-1].predicted.reason
-    assert "ffn, heads of a model that gpt-7b names already" in report.cases[-4].predicted.reason
+    assert "ffn, heads given for the preset gpt-7b" in report.cases[-4].predicted.reason
     assert "virtual stages" in report.cases[-3].predicted.reason
 
 
-def test_sizes_that_no_model_has_are_said_of_their_row_alone(tmp_path: Path) -> None:
+def test_impossible_sizes_make_only_their_row_invalid(tmp_path: Path) -> None:
     sizes = {"layers": "4", "hidden": "1024", "heads": "32", "vocab": "32000"}
     row = {**ROW, "model": "llama", "seq_tokens": "8192", **sizes}
     wrong = {
@@ -224,14 +224,14 @@ def test_precision_and_overlap_that_change_nothing_are_evaluated(tmp_path: Path)
     assert [c.predicted.status for c in validate(load_cases(str(path))).cases] == ["ok", "ok"]
 
 
-def test_overlap_is_held_against_the_layout_that_was_played(tmp_path: Path) -> None:
+def test_overlap_is_checked_against_the_simulated_layout(tmp_path: Path) -> None:
     path = case_file(tmp_path, {**ROW, "overlap": "no"})
     (ring,) = (c.predicted for c in validate(load_cases(str(path))).cases)
     assert ring.status == "invalid"
     assert "exchange of cp 2 always overlaps" in ring.reason
 
 
-def test_a_row_says_whether_replicas_and_stages_exchange_beside_compute(tmp_path: Path) -> None:
+def test_a_row_decides_whether_exchanges_overlap_compute(tmp_path: Path) -> None:
     row = {**ROW, "system": "megatron-lm", "alpha": "", "recompute": "full", "global_batch": "16", "memory_plan": "yes"}
     row |= {"tp": "2", "cp": "1", "dp": "2", "pp": "2", "schedule": "1f1b", "seq_tokens": "4096"}
     path = case_file(tmp_path, *({**row, "overlap": word} for word in ("yes", "no")))
@@ -256,12 +256,12 @@ def test_stages_may_hold_several_chunks(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("mfu", "status", "most", "says"),
     [
-        ("0.5", "ok", 0.001, "predictions miss"),
+        ("0.5", "ok", 0.001, "predictions are out of tolerance"),
         ("", "host_oom", 1.0, "statuses are wrong"),
         ("", "", 1.0, "no row could be compared"),
     ],
 )
-def test_an_error_that_is_too_large_is_named(tmp_path: Path, mfu: str, status: str, most: float, says: str) -> None:
+def test_an_error_above_the_tolerance_is_named(tmp_path: Path, mfu: str, status: str, most: float, says: str) -> None:
     report = validate(load_cases(str(case_file(tmp_path, {**ROW, "expected_mfu": mfu, "expected_status": status}))))
     with pytest.raises(OutOfTolerance, match=says):
         check_error(report, most)

@@ -1,4 +1,4 @@
-"""Fitting a constant: it finds a planted value, changes what it says it changes, and refuses what it cannot fit."""
+"""Fitting a constant: it finds a planted value, changes only its own numbers, and refuses invalid ranges and names."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from memo_sim.validation.validate import validate
 SWAPPED = ("memo-t5-192k-a0875", "memo-t5-192k-a1000")
 
 
-def test_it_finds_a_value_that_was_planted() -> None:
+def test_it_finds_a_planted_value() -> None:
     cases = [c for c in load_cases("memo-table5") if c.case in SWAPPED]
     constant, planted = find_constant("copy-rate"), 8.7
     told = validate(cases, change=lambda hardware: constant.change(hardware, planted * constant.scale))
@@ -53,7 +53,7 @@ def test_every_constant_changes_the_profile_and_leaves_it_valid(name: str) -> No
     assert msgspec.json.decode(msgspec.json.encode(changed), type=Hardware) == changed
 
 
-def test_attention_is_slower_under_its_system_alone_and_once() -> None:
+def test_the_attention_factor_applies_to_its_system_only_and_once() -> None:
     cluster, hardware = load_cluster("a800-1x8")
     slowed = with_attention_factor(msgspec.structs.replace(hardware, system_attention={}), 2.0)
 
@@ -68,7 +68,7 @@ def test_attention_is_slower_under_its_system_alone_and_once() -> None:
     assert again.hardware == once.hardware
 
 
-def test_device_memory_is_divided_between_asking_and_giving_back() -> None:
+def test_device_memory_time_is_shared_by_malloc_and_free() -> None:
     _, hardware = load_cluster("a800-1x8")
     changed = with_device_memory(hardware, 0.05)
     assert changed.device_malloc_s_per_gib is not None

@@ -1,4 +1,4 @@
-"""Access types are read off the program: keys and values stay, what one subsequence keeps may travel, the rest dies."""
+"""Access types follow from the program: the KV cache stays, one subsequence's tensors may be offloaded."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ def cut(model: str, count: int, **more) -> Decisions:
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_what_travels_is_what_one_subsequence_alone_keeps(model: str) -> None:
-    """Every tensor that a layer swaps is of type 1, and only keys, values and their gradients are of type 0.
+def test_a_layer_swaps_exactly_what_one_subsequence_keeps(model: str) -> None:
+    """Every tensor that a layer swaps has type 1; only keys, values and their gradients have type 0.
 
-    To gradients of the last one's own keys nobody else adds.
+    The gradients of the last subsequence's keys have type 2, because no other subsequence adds to them.
     """
     kept = access_types(lower(cut(model, 4))[0])
     kv_cache_tokens = {name for name, kind in kept.items() if kind is AccessType.PREFIX}
@@ -39,7 +39,7 @@ def test_what_travels_is_what_one_subsequence_alone_keeps(model: str) -> None:
     assert own == {AccessType.TRANSIENT}
 
 
-def test_a_whole_sequence_has_nothing_that_others_read() -> None:
+def test_a_whole_sequence_has_no_kv_cache() -> None:
     kinds = access_types(lower(cut("gpt", 1))[0])
     assert AccessType.PREFIX not in kinds.values()
     assert kinds["skeletal.qkv"] is AccessType.KEPT

@@ -1,4 +1,4 @@
-"""Communicators: what a plan's layout makes of them, for the executor's groups and an eager framework's."""
+"""The communicators of a layout, for the executor's process groups and for an eager framework."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ def sizes(layout: Layout, policy: str = "planned", **more: object) -> list[list[
     return [communicators(program, decisions) for program in lower(decisions)]
 
 
-def test_a_device_alone_has_none() -> None:
+def test_a_single_device_has_no_communicators() -> None:
     assert sizes(Layout()) == [[]]
 
 
 @pytest.mark.parametrize(
     ("layout", "wanted"),
     [
-        (Layout(tp=4, sequence_parallel=True), [4, 4]),  # all ranks, and the same ranks as a tensor-parallel group
+        (Layout(tp=4, sequence_parallel=True), [4, 4]),  # all ranks, and the tensor-parallel group of the same ranks
         (Layout(dp=2, zero=1), [2, 2]),
         (EIGHT, [8, 4, 2, 2]),
     ],
@@ -40,7 +40,7 @@ def test_all_ranks_and_every_group_that_a_program_names(layout: Layout, wanted: 
 
 def test_a_stage_between_two_others_has_a_pair_for_each_way() -> None:
     first, second, third, last = sizes(STAGES)
-    assert len(second) == len(third) == len(first) - 1 + 2  # tied embeddings are the first's and the last's
+    assert len(second) == len(third) == len(first) - 1 + 2  # the first and the last stage share the tied embeddings
     assert len(first) == len(last)
 
 
@@ -51,9 +51,9 @@ def test_a_lane_of_its_own_is_a_communicator_of_its_own_but_not_under_an_eager_f
     assert sorted(eager) == sorted(alone)
 
 
-def test_stages_of_an_eager_framework_hand_over_in_one_group() -> None:
+def test_stages_of_an_eager_framework_send_in_one_group() -> None:
     first, second, *_ = sizes(STAGES, "eager")
-    assert sorted(second) == [2, 2, 4, 16]  # tensor-parallel, replicas, stages, all
+    assert sorted(second) == [2, 2, 4, 16]  # tensor-parallel, replicas, stages, all ranks
     assert sorted(first) == sorted([*second, 2])
 
 
@@ -62,4 +62,4 @@ def test_stages_of_an_eager_framework_hand_over_in_one_group() -> None:
 )
 def test_a_ring_of_an_eager_framework_has_one_with_each_neighbour(cp: int, exchange: str, pairs: list[int]) -> None:
     (eager,) = sizes(Layout(cp=cp, cp_exchange=exchange), "eager")
-    assert eager == [cp, cp, cp, *pairs]  # all, the ring, replicas
+    assert eager == [cp, cp, cp, *pairs]  # all ranks, the ring, the replicas

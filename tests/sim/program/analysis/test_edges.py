@@ -1,4 +1,4 @@
-"""Edges derived from ranges are the events that MEMO 4.1's text names, and leave nothing unordered."""
+"""Edges derived from token ranges are the waits that MEMO 4.1 describes, and leave no conflict unordered."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LAYERS = 6
 
 
 def reachable(columns: Columns, edges: Edges) -> list[int]:
-    """For every instruction the set (as bits) of those that must have ended before it starts."""
+    """Return for every instruction the set (as bits) of instructions that must have ended before it starts."""
     before: list[int] = []
     last: dict[int, int] = {}
     incoming: dict[int, list[int]] = {}
@@ -35,7 +35,7 @@ def reachable(columns: Columns, edges: Edges) -> list[int]:
 
 
 def memory_orders(columns: Columns) -> list[tuple[int, int]]:
-    """Every order that handing out memory in program order asks for, by plain loops."""
+    """Return every order that allocation in program order needs, with plain loops."""
     lane = columns.lane.tolist()
     uses: dict[int, list[int]] = {}
     for buffer, i in zip(columns.operand_buffer.tolist(), columns.operand_instruction.tolist(), strict=True):
@@ -63,8 +63,8 @@ def memory_orders(columns: Columns) -> list[tuple[int, int]]:
     return wanted
 
 
-def test_no_lane_touches_rows_of_a_buffer_that_is_not_born() -> None:
-    """A buffer whose rows come back half from the host, half from beside: neither lane waits for the other's rows."""
+def test_no_lane_touches_a_buffer_before_its_birth() -> None:
+    """Half of a buffer's rows come from the host, half from another lane; neither lane waits for the other's rows."""
     columns = expand(lower(windowed(1, (256, 128, 128, 0)))[0])
     edges, wanted = derive_edges(columns), memory_orders(columns)
     before = reachable(columns, edges)
@@ -85,8 +85,8 @@ def test_edges_order_every_conflict_and_reuse_of_memory_and_nothing_else(decisio
 
 
 @pytest.mark.parametrize("policy", [("none", 0.0), ("full", 0.0), ("tokenwise", 0.5)])
-def test_no_gradient_of_an_input_waits_for_what_its_weights_gather_again(policy: tuple[str, float]) -> None:
-    """Nothing is born where the norm's shard was before the weight's gradient has read what was gathered from it."""
+def test_input_gradients_do_not_wait_for_the_gather_of_weight_gradients(policy: tuple[str, float]) -> None:
+    """No buffer is born in the memory of the norm's shard before the weight gradient has read the gathered tensor."""
     (program,) = lower(decide(policy, layout=Layout(tp=2, sequence_parallel=True)))
     columns, ids = expand(program), program.ids()
     before = reachable(columns, derive_edges(columns))
@@ -100,7 +100,7 @@ def test_no_gradient_of_an_input_waits_for_what_its_weights_gather_again(policy:
 
 
 class Swapping:
-    """MEMO's plan for six layers: ids by phase and layer, and who must have ended before whom."""
+    """MEMO's plan for six layers: instruction ids by phase and layer, and which instruction waits for which."""
 
     def __init__(self, alpha: float) -> None:
         (program,) = lower(decide(("tokenwise", alpha), layers=LAYERS))
@@ -124,7 +124,8 @@ def swapping(request: pytest.FixtureRequest) -> Swapping:
 def test_forward_of_the_layer_after_next_waits_for_the_offload(swapping: Swapping) -> None:
     for layer in range(LAYERS - 2):
         offload, forward = swapping.numbers(layer, "off"), swapping.numbers(layer + 2, "fwd")
-        # Its last operator writes the layer after it, into the other buffer; whatever writes this buffer has to wait.
+        # The last operator of a layer writes the next layer's input into the other buffer, so writers of this buffer
+        # wait.
         assert swapping.waits(forward[-1], offload)
         assert offload
         overwrites = swapping.ids.index(f"m0/s0/l{layer + 1}/fwd/out_add")  # writes the input of layer + 2
@@ -170,7 +171,7 @@ def test_the_last_two_layers_are_not_swapped(swapping: Swapping) -> None:
 
 
 def test_rounding_buffers_hold_figure_4() -> None:
-    """16 elements per token and hidden unit (32 bytes in half precision), statistics apart; two buffers of each."""
+    """16 elements per token and hidden unit (32 bytes in half precision), plus statistics; two buffers of each."""
     small = decide(("tokenwise", 0.5)).model
     model = msgspec.structs.replace(small, ffn_hidden=4 * small.hidden)
     (program,) = lower(Decisions(model=model, seq_tokens=512, micro_batch=2, global_batch=2, recompute="tokenwise"))

@@ -1,4 +1,4 @@
-"""Context parallelism by all-gather: what is moved and computed against the ring, and that every key is met once."""
+"""Context parallelism by all-gather: the bytes and FLOPs of the ring, and each query attends to each key once."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_every_program_passes_the_independent_checkers(model: Model, policy: tup
 
 
 def passed(decisions: Decisions) -> tuple[Counter[str], float]:
-    """Return the bytes that cross a cp rank's link, by kind, and attention's FLOPs."""
+    """Return the bytes that cross the link of a cp rank, by kind of communication, and the FLOPs of attention."""
     crossed: Counter[str] = Counter()
     flops = 0.0
     for _, instruction in lower(decisions)[0].walk():
@@ -54,7 +54,7 @@ def passed(decisions: Decisions) -> tuple[Counter[str], float]:
 @pytest.mark.parametrize("model", [GPT, LLAMA], ids=["gpt", "llama"])
 @pytest.mark.parametrize("cp", [2, 4, 8])
 @pytest.mark.parametrize("policy", [("none", 0.0), ("full", 0.0)])
-def test_as_many_bytes_and_flops_as_the_ring(model: Model, cp: int, policy: tuple[str, float]) -> None:
+def test_bytes_and_flops_equal_those_of_the_ring(model: Model, cp: int, policy: tuple[str, float]) -> None:
     def at(exchange: CpExchange) -> tuple[Counter[str], float]:
         return passed(decide(model, Layout(cp=cp, cp_exchange=exchange), policy, seq_tokens=4096, global_batch=1))
 
@@ -70,8 +70,8 @@ def test_as_many_bytes_and_flops_as_the_ring(model: Model, cp: int, policy: tupl
 
 
 @pytest.mark.parametrize("cp", [2, 4])
-def test_every_query_meets_every_earlier_key_once(cp: int) -> None:
-    """Count over the calls of the last rank's program, with each row's position in the sequence."""
+def test_every_query_attends_to_every_earlier_key_once(cp: int) -> None:
+    """Count the pairs in all calls of the last rank's program, by the position of each row in the sequence."""
     tokens = 256
     decisions = decide(GPT, Layout(cp=cp, cp_exchange="all_gather"), seq_tokens=cp * tokens)
     (program,) = lower(decisions)
@@ -100,7 +100,7 @@ def key_rows(call: Instruction) -> tuple[int, int]:
     return keys.first, keys.first + keys.tokens
 
 
-def test_gradients_of_keys_that_a_rank_does_not_meet_are_cleared() -> None:
+def test_gradients_of_keys_that_a_rank_does_not_read_are_zeroed() -> None:
     decisions = decide(LLAMA, Layout(cp=4, cp_exchange="all_gather"))
     backward = next(t for t in lower(decisions)[0].templates if t.name == "layer.bwd")
     rows = sorted(
@@ -112,7 +112,7 @@ def test_gradients_of_keys_that_a_rank_does_not_meet_are_cleared() -> None:
     assert rows == [(0, 3 * 256), (3 * 256, 4 * 512)]
 
 
-def test_calls_and_buffers_do_not_grow_as_the_rings_do() -> None:
+def test_the_number_of_calls_does_not_grow_with_cp() -> None:
     def attention_calls(exchange: CpExchange) -> int:
         forward = lower(decide(GPT, Layout(cp=8, cp_exchange=exchange)))[0].templates[0]
         return sum(isinstance(i.work, Attention) for i in forward.instructions)
@@ -122,7 +122,7 @@ def test_calls_and_buffers_do_not_grow_as_the_rings_do() -> None:
 
 
 def ask(exchange: CpExchange, seq_tokens: int, *, lent: bool = False) -> Question:
-    """``lent``: libraries' workspaces lie in the arena, and need no more groups of heads for being small."""
+    """Return a question; ``lent``: workspaces of libraries lie in the arena, so they need no extra head groups."""
     cluster, hardware = load_cluster("a800-1x8")
     pins = Pins(
         tp=1,
@@ -138,16 +138,16 @@ def ask(exchange: CpExchange, seq_tokens: int, *, lent: bool = False) -> Questio
 
 
 def test_more_keys_in_one_call_need_more_groups_of_heads() -> None:
-    """32 heads x 7 x 131072 keys x 128 features are beyond 2**31; the ring's calls have 131072 keys at most."""
+    """32 heads x 7 x 131072 keys x 128 features exceed 2**31; a call of the ring has at most 131072 keys."""
     groups = {}
     for exchange in ("ring", "all_gather"):
         (candidate,), _ = candidates(ask(exchange, 1 << 21, lent=True))
         groups[exchange] = candidate.base.kernels.head_groups
-        lower(candidate.base)  # which refuses groups in which a kernel's integers overflow
+        lower(candidate.base)  # refuses head groups in which the element count overflows
     assert groups == {"ring": 1, "all_gather": 2}
 
 
-def test_the_search_plays_what_is_asked_for() -> None:
+def test_the_search_keeps_the_pinned_exchange() -> None:
     ring, gathered = (search(ask(exchange, 1 << 18)).best for exchange in ("ring", "all_gather"))
     assert ring is not None
     assert gathered is not None

@@ -1,4 +1,4 @@
-"""Attention in chunks under full recompute: the same products and bytes, room for one chunk, and what is refused."""
+"""Chunked attention under full recompute: the same products and bytes, buffers for one chunk, and refused options."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_every_program_passes_the_independent_checkers(
 
 
 def work(decisions: Decisions) -> dict[str, float]:
-    """Return FLOPs by phase of products, and of attention's pairs of query and key that are not masked."""
+    """Return FLOPs by phase: of products, and of attention over the pairs of query and key that are not masked."""
     total: Counter[str] = Counter()
     for name, i in lower(decisions)[0].walk():
         phase = name.split("/")[-2]
@@ -71,8 +71,11 @@ def test_the_work_is_that_of_whole_attention(model: Model, layout: Layout, seq_t
     assert work(chunks(model, layout, seq_tokens=seq_tokens)) == pytest.approx(whole)
 
 
-def test_every_query_meets_every_key_before_it_once() -> None:
-    """Forward and its repetition chunk by chunk; backward by keys, own queries last, for then both are complete."""
+def test_every_query_attends_to_every_earlier_key_once() -> None:
+    """Forward and recompute go by chunks of queries, backward by chunks of keys.
+
+    Backward takes a chunk's own queries last, so that the gradients of its queries and keys are then complete.
+    """
     by_phase: dict[str, list[tuple[int, int]]] = {"fwd": [], "rec": [], "bwd": []}
     for name, i in lower(chunks(seq_tokens=1536))[0].walk():
         if isinstance(i.work, Attention) and name.startswith("m0/s0/l0/"):
@@ -83,7 +86,7 @@ def test_every_query_meets_every_key_before_it_once() -> None:
 
 
 def copied(decisions: Decisions, layers: int) -> Counter[tuple[str, str]]:
-    """Return bytes that a layer copies of each tensor, by phase and way."""
+    """Return the bytes that a layer copies of each tensor, by phase and direction."""
     found: Counter[tuple[str, str]] = Counter()
     for name, i in lower(decisions)[0].walk():
         parts = name.split("/")
@@ -93,8 +96,11 @@ def copied(decisions: Decisions, layers: int) -> Counter[tuple[str, str]]:
 
 
 @pytest.mark.parametrize("ulysses", [1, 2])
-def test_bytes_that_wait_on_the_host(ulysses: int) -> None:
-    """Of four chunks: keys of three for the chunks behind; in backward all, and queries once for each chunk of keys."""
+def test_bytes_that_are_copied_to_the_host_and_back(ulysses: int) -> None:
+    """Four chunks: forward stores the keys of three, for later chunks.
+
+    Recompute stores all chunks. Backward goes by chunks of keys and fetches the queries that attend to each of them.
+    """
     decisions = chunks(GPT, Layout(ulysses=ulysses), global_batch=1)
     chunk, pairs, unit = 512, 10, 2 * GPT.q_width // ulysses
     lse = 4 * GPT.heads // ulysses
@@ -110,11 +116,11 @@ def test_bytes_that_wait_on_the_host(ulysses: int) -> None:
         ("bwd", "lse.fetch"): pairs * chunk * lse,
         ("bwd", "d_attn.store"): 4 * chunk * unit,
         ("bwd", "d_attn.fetch"): pairs * chunk * unit,
-        # In fp32, and not for the first chunk of keys; nor do complete ones leave.
+        # In fp32. The first chunk of keys fetches none, and complete gradients are not stored.
         ("bwd", "d_q.store"): 6 * chunk * 2 * unit,
         ("bwd", "d_q.fetch"): 6 * chunk * 2 * unit,
     }
-    if ulysses > 1:  # else the output lies at home
+    if ulysses > 1:  # otherwise the output is already in its sequence-sharded form on the device
         wanted |= {("rec", "attn.store"): 4 * chunk * unit, ("bwd", "attn.fetch"): pairs * chunk * unit}
     assert copied(decisions, GPT.layers) == wanted
 
@@ -144,8 +150,8 @@ def test_on_the_device_there_is_room_for_a_few_chunks_of_queries_keys_and_values
 
 
 @MODELS
-def test_what_tensor_parallel_ranks_gather_and_sum_is_of_one_chunk(model: Model) -> None:
-    """But for the gathered gradient of the embedding, of whose rows the update is one call."""
+def test_tensor_parallel_ranks_gather_and_sum_one_chunk_at_a_time(model: Model) -> None:
+    """The gathered gradient of the embedding is an exception: one call adds all of its rows."""
     layout = Layout(tp=2, sequence_parallel=True)
     program = lower(chunks(model, layout, chunk=512, mlp_chunk_tokens=512, loss_chunk_tokens=256))[0]
     gathered = {
@@ -161,7 +167,7 @@ def test_what_tensor_parallel_ranks_gather_and_sum_is_of_one_chunk(model: Model)
     assert set(gathered.values()) == {512}
 
 
-def test_each_rank_of_ulysses_holds_its_part_of_every_chunk() -> None:
+def test_each_rank_of_ulysses_holds_its_share_of_every_chunk() -> None:
     decisions = chunks(GPT, Layout(ulysses=2), seq_tokens=1664)
     assert attention_chunks(decisions) == [(0, 256), (256, 256), (512, 256), (768, 64)]
     for rank in (0, 1):
@@ -195,7 +201,7 @@ def test_a_chunk_that_holds_all_is_whole_attention() -> None:
         ({"model": msgspec.structs.replace(GPT, bidirectional=True)}, "bidirectional true has no lowering"),
     ],
 )
-def test_what_cannot_be_cut_is_refused(change: dict[str, Any], what: str) -> None:
+def test_incompatible_options_are_refused(change: dict[str, Any], what: str) -> None:
     fields = {"model": GPT, "seq_tokens": 2048, "recompute": "full", "attention_chunk_tokens": 512, **change}
     with pytest.raises(Infeasible, match=what) as error:
         lower(Decisions(**fields))

@@ -1,4 +1,4 @@
-"""Attention without a flash kernel: its scores as bytes, its products, what it refuses, and what it costs."""
+"""Plain attention (no flash kernel): bytes of its scores, its products, refused options, and prices."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_five_bytes_a_score_are_kept_or_rebuilt() -> None:
     assert peaks["plain", "full"] == peaks["flash2", "full"]
 
 
-def test_all_pairs_are_multiplied_twice_forward_and_four_times_backward() -> None:
+def test_forward_has_two_products_over_all_pairs_and_backward_four() -> None:
     (program,) = lower(plain())
     products = {
         name: sum(w.flops for w in works(program, name, prefix=prefix) if isinstance(w, BatchedGemm))
@@ -75,7 +75,7 @@ def test_bytes_a_score_of_each_pass() -> None:
         {w.kind: w.moved_bytes / SCORES for w in works(program, name, prefix=f"{phase}/attn") if isinstance(w, Rowwise)}
         for name, phase in (("layer.fwd", "fwd"), ("layer.bwd", "bwd"))
     )
-    # Softmax: half of the scores read, all probabilities written. Dropout: two bytes each way, and one of mask.
+    # Softmax reads half of the scores and writes all probabilities. Dropout reads two bytes and writes three (mask).
     assert (forward["softmax"], forward["dropout"]) == (3, 5)
     assert (backward["softmax"], backward["dropout"]) == (6, 5)
 
@@ -88,14 +88,14 @@ def test_bytes_a_score_of_each_pass() -> None:
         (Layout(), ("tokenwise", 0.0), "not swapped"),
     ],
 )
-def test_what_has_no_scores_to_itself_is_refused(layout: Layout, policy: tuple[str, float], says: str) -> None:
+def test_context_parallelism_and_swapping_are_refused(layout: Layout, policy: tuple[str, float], says: str) -> None:
     decisions = plain(layout=layout, policy=policy, micro_batch=1)
     with pytest.raises(Infeasible, match=says) as error:
         lower(decisions)
     assert error.value.exit_code == 4
 
 
-def test_a_batch_is_bound_by_its_product_or_by_its_scores_way_through_memory() -> None:
+def test_a_batched_product_is_bound_by_flops_or_by_memory_traffic_of_its_scores() -> None:
     cluster, hardware = load_cluster("a100-1x8")
     pricer = Pricer(hardware, cluster, Layout())
     values = BatchedGemm(64, 2048, 64, 2048, "fprop", "fp16")
@@ -119,7 +119,7 @@ def test_long_sequences_cost_more_than_with_a_flash_kernel() -> None:
     assert step("plain", 8192) > 8 * step("plain", 2048)
 
 
-def test_megatrons_fp16_sums_gradients_in_fp16_by_kernels_of_their_own() -> None:
+def test_megatrons_fp16_sums_gradients_in_fp16_with_separate_kernels() -> None:
     half, wide = (
         lower(plain(layout=Layout(dp=2), dtype=dtype, memory_policy="eager", global_batch=4 * BATCH))[0]
         for dtype in ("fp16", "bf16")
@@ -132,7 +132,7 @@ def test_megatrons_fp16_sums_gradients_in_fp16_by_kernels_of_their_own() -> None
         return sum(i.op == "grad.accumulate" for _, i in program.walk())
 
     assert 2 * reduced(half) == reduced(wide)
-    # Four products a layer and micro-batch have a weight's gradient.
+    # Each layer has four products with a weight gradient in each micro-batch.
     assert added(half) - added(wide) == 4 * GPT.layers * half.micro_batches
     columns = expand(half)
     assert check_program(half, columns) == []
@@ -140,7 +140,7 @@ def test_megatrons_fp16_sums_gradients_in_fp16_by_kernels_of_their_own() -> None
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
-def test_ranks_that_hold_whole_tensors_hand_over_their_parts(recompute: str) -> None:
+def test_eager_ranks_with_whole_tensors_send_their_shards_between_stages(recompute: str) -> None:
     layout = Layout(tp=2, pp=5, overlap_p2p=False)
     eager, planned = (
         lower(plain(layout=layout, policy=(recompute, 0.0), memory_policy=policy)) for policy in ("eager", "planned")

@@ -1,4 +1,4 @@
-"""What a ring's hops hold: two buffers where memory is planned, one a hop where a framework allocates as it goes."""
+"""Buffers of the ring's hops: two when memory is planned, one for each hop in an eager framework."""
 
 from __future__ import annotations
 
@@ -25,5 +25,5 @@ def test_an_eager_forward_has_a_buffer_for_every_hop(recompute: str) -> None:
         found[memory_policy] = tuple(
             sum(f.name.startswith("kv.ring") for f in template.own) for template in (forward, backward)
         )
-    rebuilt = 2 if recompute == "none" else 4  # what rebuilds attention in backward is a forward
+    rebuilt = 2 if recompute == "none" else 4  # recompute runs attention's forward inside the backward template
     assert found == {"planned": (2, 2), "eager": (4, rebuilt)}

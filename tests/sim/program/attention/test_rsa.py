@@ -1,4 +1,4 @@
-"""Ring self-attention: independent checkers, its products and buffers, what it refuses, what it costs."""
+"""Ring self-attention: independent checkers, its products and buffers, refused options, and its memory."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ def test_the_checkers_find_nothing(model: Model, layout: Layout, recompute: str)
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 @pytest.mark.parametrize("model", [BERT, LLAMA], ids=["bert", "llama"])
-def test_every_query_is_multiplied_by_every_key_six_times(model: Model, ranks: int) -> None:
-    """Twice forward and four times backward, masked or not, and no attention kernel plays."""
+def test_every_pair_of_query_and_key_is_multiplied_six_times(model: Model, ranks: int) -> None:
+    """Forward has two products over all pairs and backward four, with or without a mask; no attention kernel runs."""
     decisions = chosen(model, rsa(ranks))
     programs = [lower(decisions, cp_rank=rank)[0] for rank in range(ranks)]
     works = [i.work for program in programs for _, i in program.walk()]
@@ -75,7 +75,7 @@ def test_a_rank_writes_its_own_block_first_and_then_those_of_the_ranks_before() 
 
 
 def test_plans_of_other_exchanges_keep_their_programs() -> None:
-    """One rank without RSA is what it was: only RSA writes scores where nothing is exchanged."""
+    """On one rank ring and all-gather have the same program; only RSA still writes scores."""
     plain, gathered, written = (
         lower(chosen(GPT, Layout(cp_exchange=exchange)))[0].sha256 for exchange in ("ring", "all_gather", "rsa")
     )
@@ -93,7 +93,7 @@ def test_plans_of_other_exchanges_keep_their_programs() -> None:
         (rsa(2), {"kernels": Kernels(attention="plain")}, "decisions.kernels.attention"),
     ],
 )
-def test_what_does_not_go_beside_it_is_refused(layout: Layout, changes: dict, where: str) -> None:
+def test_incompatible_options_are_refused(layout: Layout, changes: dict, where: str) -> None:
     with pytest.raises(Infeasible) as refused:
         lower(msgspec.structs.replace(chosen(GPT, layout), **changes))
     assert (refused.value.where, refused.value.exit_code) == (where, 4)
@@ -111,13 +111,13 @@ def test_the_system_has_whole_parameters_and_written_scores() -> None:
     assert {layout_label(found) for found in layouts(question)} == {
         f"tp1 cp{cp}+rsa dp{8 // cp}" for cp in (1, 2, 4, 8)
     }
-    # Who pins the exchange keeps what can go beside it.
+    # A question that pins the exchange keeps all compatible policies.
     pinned, reasons = candidates(ask(8192, "any", cp_exchange="rsa", cp=8))
     assert {c.policy for c in pinned} >= {KEEP, FULL_RECOMPUTE}
     assert any("ring self-attention" in reason for reason in reasons)
 
 
-def test_scores_fill_the_device_where_a_ring_of_flash_attention_has_room() -> None:
+def test_scores_exceed_device_memory_at_a_length_that_fits_with_ring_attention() -> None:
     """METP 5.1: RSA "quickly exceeded the memory limit as the sequence length grew"."""
 
     def fits(system: str, seq_tokens: int) -> bool:

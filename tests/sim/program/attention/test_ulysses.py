@@ -1,4 +1,4 @@
-"""Ulysses: what is exchanged, that tokens arrive in order, what attention works on, and which degrees are refused."""
+"""Ulysses: exchanged bytes, order of tokens after an exchange, attention's sizes, and refused degrees."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_every_program_passes_the_independent_checkers(model: Model, policy: tup
 
 
 def exchanged(decisions: Decisions) -> Counter[str]:
-    """Return the bytes a rank holds of what its all-to-alls exchange, by phase."""
+    """Return the bytes of a rank's shards in its all-to-alls, by phase."""
     total: Counter[str] = Counter()
     for name, instruction in lower(decisions)[0].walk():
         if isinstance(instruction.work, Collective) and instruction.work.kind == "all_to_all":
@@ -53,7 +53,7 @@ def exchanged(decisions: Decisions) -> Counter[str]:
 @pytest.mark.parametrize("model", [GPT, LLAMA], ids=["gpt", "llama"])
 @pytest.mark.parametrize("degree", [2, 4])
 def test_bytes_exchanged_are_those_of_the_formula(model: Model, degree: int) -> None:
-    """Q, K, V there and the output back, and their gradients: 4 x tokens x hidden each way where heads are equal."""
+    """Each pass sends 4 x tokens x hidden with equal heads: Q, K, V and the output, or their gradients."""
     tokens, layers, micro_batches = 4096 // degree, model.layers, 2
     whole = layers * micro_batches * tokens * (2 * model.q_width + 2 * model.kv_width) * 2
     if model is GPT:
@@ -64,7 +64,7 @@ def test_bytes_exchanged_are_those_of_the_formula(model: Model, degree: int) -> 
 
     assert at(("none", 0.0)) == {"fwd": whole, "bwd": whole}
     assert at(("full", 0.0)) == {"fwd": whole, "rec": whole, "bwd": whole}
-    # The last two layers are resident; the others send the rows that they rebuild once more.
+    # The last two layers are resident; the other layers exchange the rows that they recompute once more.
     rebuilt = whole * (layers - 2) // layers // 2
     assert at(("tokenwise", 0.5)) == {"fwd": whole, "rec": rebuilt, "bwd": whole}
     assert at(("none", 1.0)) == {"fwd": whole, "bwd": whole}
@@ -82,13 +82,13 @@ def test_ranks_share_the_work_evenly(degree: int) -> None:
     assert flops(Layout()) == tuple(degree * part for part in flops(Layout(ulysses=degree)))
 
 
-def test_attention_sees_whole_sequences_and_a_part_of_the_heads() -> None:
+def test_attention_has_whole_sequences_and_a_part_of_the_heads() -> None:
     decisions = decide(LLAMA, Layout(ulysses=4), micro_batch=2, seq_tokens=4096)
     works = {i.work for _, i in lower(decisions)[0].walk() if isinstance(i.work, Attention)}
     assert {(w.batch, w.q_tokens, w.k_tokens, w.heads, w.kv_heads) for w in works} == {(2, 4096, 4096, 2, 1)}
 
 
-def test_skeletal_tensors_are_divided_and_the_projections_input_comes_on_top() -> None:
+def test_skeletal_tensors_are_divided_and_the_projections_input_is_added() -> None:
     decisions = decide(GPT, Layout(ulysses=4), seq_tokens=4096)
     tensors = [t for t in skeletal_tensors(GPT, shape_of(decisions), "bf16") if not t.statistics]
     unit = 4096 // 4 * GPT.hidden
@@ -98,8 +98,8 @@ def test_skeletal_tensors_are_divided_and_the_projections_input_comes_on_top() -
 
 @pytest.mark.parametrize("policy", [("none", 0.0), ("tokenwise", 0.25), ("tokenwise", 0.0)])
 @pytest.mark.parametrize("degree", [2, 4])
-def test_tokens_reach_attention_in_order_and_come_home(policy: tuple[str, float], degree: int) -> None:
-    """Play the exchanges of one layer's forward on every rank, with a number in each element that says whose it is."""
+def test_exchanges_keep_the_order_of_tokens_both_ways(policy: tuple[str, float], degree: int) -> None:
+    """Play the exchanges of one layer's forward on every rank, with numbers that identify each token and head."""
     decisions = decide(GPT, Layout(ulysses=degree), policy, seq_tokens=2048)
     (program,) = lower(decisions)
     forward = next(t for t in program.templates if t.name == "layer.fwd")
@@ -110,11 +110,11 @@ def test_tokens_reach_attention_in_order_and_come_home(policy: tuple[str, float]
         np.concatenate([degree * first + rank * n + np.arange(n) for first, n in blocks]).astype(np.int64)
         for rank in range(degree)
     ]
-    # Element (token, head) is token * heads + head; of Q alone, for packed K and V go with the same head.
+    # Element (token, head) is token * heads + head. Only Q is played: packed K and V move with the same head.
     ranks = [{"qkv_seq": rows[:, None] * heads + np.arange(heads)} for rows in mine]
     for instruction in exchanges:
         if instruction.name in {"fwd/attn.to_tokens", "fwd/attn.to_tokens.r0"}:
-            for held in ranks:  # attention: what it makes of a token's head is told by the same number
+            for held in ranks:  # attention: its output for a token and head keeps the same number
                 held["attn"] = held["qkv"].copy()
         play(forward, instruction, ranks, (shape.tokens, heads))
     for rank, held in enumerate(ranks):
@@ -124,15 +124,18 @@ def test_tokens_reach_attention_in_order_and_come_home(policy: tuple[str, float]
         np.testing.assert_array_equal(held["attn_seq"], held["qkv_seq"])
 
 
-def play(template: Template, i: Instruction, ranks: list[dict[str, np.ndarray]], home: tuple[int, int]) -> None:
-    """Play one exchange on all ranks: a packed buffer has the heads of each destination together, by token."""
-    degree, (tokens, heads) = len(ranks), home
+def play(template: Template, i: Instruction, ranks: list[dict[str, np.ndarray]], size: tuple[int, int]) -> None:
+    """Play one exchange on all ranks; ``size``: rows and heads of the sequence-sharded form.
+
+    A packed buffer has the heads of one destination rank together, by token.
+    """
+    degree, (tokens, heads) = len(ranks), size
     names = [name.removeprefix("skeletal.") for name in template.slots]
     source, target = ((names[o.slot], slice(o.first, o.first + o.tokens)) for o in i.operands)
     part = heads // degree
     for held in ranks:
-        at_owner = "home" in target[0] or "fwd." in target[0]
-        held.setdefault(target[0], np.full((tokens, heads) if at_owner else (tokens * degree, part), -1))
+        sequence_sharded = target[0].endswith("_seq") or "fwd." in target[0]
+        held.setdefault(target[0], np.full((tokens, heads) if sequence_sharded else (tokens * degree, part), -1))
     sent = [held[source[0]][source[1]] for held in ranks]
     for me, held in enumerate(ranks):
         if i.op == "heads.transpose":
@@ -143,8 +146,8 @@ def play(template: Template, i: Instruction, ranks: list[dict[str, np.ndarray]],
             else:
                 held[target[0]][target[1]] = sent[me].reshape(degree, n, part).transpose(1, 0, 2).reshape(n, heads)
         else:
-            pieces = [np.array_split(s.reshape(-1), degree)[me] for s in sent]
-            held[target[0]][target[1]] = np.concatenate(pieces).reshape(held[target[0]][target[1]].shape)
+            shards = [np.array_split(s.reshape(-1), degree)[me] for s in sent]
+            held[target[0]][target[1]] = np.concatenate(shards).reshape(held[target[0]][target[1]].shape)
 
 
 @pytest.mark.parametrize(
@@ -165,13 +168,13 @@ def test_degrees_that_divide_neither_heads_nor_tokens_are_refused(
     assert error.value.exit_code == 4
 
 
-def test_where_the_ranks_of_a_group_lie() -> None:
+def test_placement_of_groups_on_nodes() -> None:
     layout = Layout(tp=2, ulysses=4, cp=2, dp=2)
     assert place("ulysses", 4, layout, 8) == Placement(ranks=4, per_node=4, nodes=1, together=2)
     assert place("cp", 2, layout, 8) == Placement(ranks=2, per_node=1, nodes=2, together=8)
     assert place("dp", 2, layout, 16) == Placement(ranks=2, per_node=1, nodes=2, together=16)
     assert place("grads", 16, layout, 8) == Placement(ranks=16, per_node=4, nodes=4, together=2)
-    # Of 16 ranks on two nodes the exchange crosses, and two such groups share the cards.
+    # With 16 ranks the exchange crosses two nodes, and two such groups share the network cards.
     assert place("ulysses", 8, Layout(tp=2, ulysses=8), 8) == Placement(ranks=8, per_node=4, nodes=2, together=2)
 
 
@@ -183,7 +186,7 @@ def ask(
 
 
 def test_deepspeeds_degree_is_limited_by_heads() -> None:
-    """MEMO 5.2: 40 and 56 heads admit no more than 8 of 16 and 32 devices."""
+    """MEMO 5.2: 40 and 56 heads allow a degree of at most 8 on 16 and 32 devices."""
     for cluster, model, most in (("a800-2x8", "gpt-13b", 8), ("a800-4x8", "gpt-30b", 8), ("a800-8x8", "gpt-7b", 32)):
         asked = ask(cluster, model)
         found, refused = candidates(asked)
@@ -193,7 +196,7 @@ def test_deepspeeds_degree_is_limited_by_heads() -> None:
         assert any("does not divide heads" in reason for reason in refused)
 
 
-def test_ulysses_is_searched_where_the_system_has_it_and_can_be_pinned_elsewhere() -> None:
+def test_ulysses_is_searched_only_by_systems_that_have_it_and_can_be_pinned() -> None:
     assert {layout.ulysses for layout in layouts(ask("a800-1x8", "gpt-7b"))} == {1, 2, 4, 8}
     assert {layout.ulysses for layout in layouts(ask("a800-1x8", "gpt-7b", system="any"))} == {1}
     pinned = layouts(ask("a800-1x8", "gpt-7b", system="any", ulysses=4))
@@ -211,7 +214,7 @@ def test_the_answer_waits_for_all_to_alls() -> None:
     best = answer.result.best
     assert best is not None
     assert (best.layout.ulysses, best.layout.zero, best.memory_policy) == (8, 3, "eager")
-    layer = 4 * (131072 // 8) * 4096 * 2 / 2**30  # a layer's forward; as much in backward, and in recompute
+    layer = 4 * (131072 // 8) * 4096 * 2 / 2**30  # GiB of a layer's forward; backward and recompute have the same
     passes = {"none": 2, "full": 3}[best.recompute]
     (line,) = [line for line in answer.result.why if line.startswith("Ulysses 8")]
     assert f"exchanges {16 * 32 * passes * layer:.2f} GiB" in line
@@ -219,6 +222,6 @@ def test_the_answer_waits_for_all_to_alls() -> None:
     assert waited["all_to_all"] == max(waited.values())
 
 
-def test_groups_of_different_layouts_have_different_programs() -> None:
+def test_different_layouts_have_different_programs() -> None:
     pairs = itertools.combinations([lower(decide(GPT, layout, seq_tokens=4096))[0].sha256 for layout in LAYOUTS], 2)
     assert all(a != b for a, b in pairs)

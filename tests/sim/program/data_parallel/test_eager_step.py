@@ -1,4 +1,4 @@
-"""What an eager framework's step moves besides: gradients looked at and scaled before they are reduced, in bytes."""
+"""Extra passes of an eager framework's step: it checks and scales gradients before their reduction. Bytes of each."""
 
 from __future__ import annotations
 
@@ -42,18 +42,18 @@ def elements() -> int:
 
 def test_gradients_are_read_once_and_scaled_once_before_they_are_reduced() -> None:
     found = program()
-    assert moved(step(found, "grads.check")) == 4 * elements() + 4 * 4  # four blocks, a number each
+    assert moved(step(found, "grads.check")) == 4 * elements() + 4 * 4  # four blocks, one fp32 number each
     assert moved(step(found, "grads.scale")) == 8 * elements()
 
 
-def test_one_replica_has_nothing_to_divide_by() -> None:
+def test_one_replica_does_not_scale_its_gradients() -> None:
     found = program(dp=1)
     assert len(step(found, "grads.check")) == 4
     assert not step(found, "grads.scale")
 
 
-def test_nothing_is_reduced_before_all_are_looked_at() -> None:
-    """The last pass over gradients is an edge's producer for the first collective, so none runs beside them."""
+def test_nothing_is_reduced_before_all_gradients_are_checked() -> None:
+    """An edge leads from the last pass over gradients to the first collective, so no pass runs beside a reduction."""
     found = program()
     names = [i.op for _, i in found.walk()]
     last = max(n for n, name in enumerate(names) if name == "grads.scale")
@@ -64,21 +64,21 @@ def test_nothing_is_reduced_before_all_are_looked_at() -> None:
     assert producers.max() == last
 
 
-def test_the_update_scales_what_is_clipped_and_copies_parameters_in_passes_of_their_own() -> None:
+def test_the_update_scales_clipped_gradients_and_copies_parameters_in_separate_passes() -> None:
     share = elements() // 2
     plain, eager = (moved(step(program(policy), "adamw")) for policy in ("planned", "eager"))
     assert plain == pytest.approx(30 * share, rel=1e-3)
     assert eager - plain == pytest.approx(12 * share, rel=1e-3)
 
 
-def test_the_embeddings_gradient_is_a_table_of_its_own() -> None:
+def test_the_embeddings_gradient_is_a_separate_table() -> None:
     rows, table = TOKENS * MODEL.hidden, MODEL.vocab // 2 * MODEL.hidden
     assert moved(step(program("planned"), "embed.bwd")) == 10 * rows
     assert moved(step(program(), "embed.bwd")) == 10 * rows + 12 * table
 
 
 @pytest.mark.parametrize("policy", ["planned", "caching"])
-def test_other_policies_have_none_of_it(policy: MemoryPolicy) -> None:
+def test_other_memory_policies_have_no_extra_passes(policy: MemoryPolicy) -> None:
     found = program(policy)
     assert not step(found, "grads.check")
     assert not step(found, "grads.scale")

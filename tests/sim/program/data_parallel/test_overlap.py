@@ -1,4 +1,4 @@
-"""Replicas' collectives beside compute: what moves where, what it is worth, and what it costs the others."""
+"""``overlap``: collectives of replicas beside compute. Their place in the step, the time saved, and shared links."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ LAYOUTS = [
 
 
 def replica_calls(decisions: Decisions) -> list[tuple[str, str, Lane, int]]:
-    """Return (id, kind, lane, bytes) of everything the replicas exchange, in program order."""
+    """Return (id, kind, lane, bytes) of every collective between replicas, in program order."""
     (program,) = lower(decisions)
     return [
         (name, i.work.kind, i.lane, i.work.bytes)
@@ -58,7 +58,7 @@ def test_every_program_passes_the_independent_checkers(model: Model, policy: tup
     batches=st.integers(1, 3),
 )
 @settings(max_examples=20, deadline=None)
-def test_the_same_bytes_are_moved_once_wherever_they_are_played(model: Model, layout: Layout, batches: int) -> None:
+def test_every_overlap_moves_the_same_bytes(model: Model, layout: Layout, batches: int) -> None:
     calls = [
         replica_calls(decide(model, layout, global_batch=batches * layout.dp, overlap=overlap)) for overlap in OVERLAPS
     ]
@@ -67,7 +67,7 @@ def test_the_same_bytes_are_moved_once_wherever_they_are_played(model: Model, la
     assert {lane for _, _, lane, _ in calls[0]} == {Lane.COLLECTIVE}
 
 
-def test_gradients_leave_behind_the_last_backward_and_parameters_come_before_the_first_forward() -> None:
+def test_gradients_are_reduced_after_the_last_backward_and_parameters_gathered_before_the_first_forward() -> None:
     (program,) = lower(decide(LLAMA, Layout(dp=4, zero=1), global_batch=8, overlap="both"))
     ids = program.ids()
     for layer in range(LLAMA.layers):
@@ -80,13 +80,13 @@ def test_gradients_leave_behind_the_last_backward_and_parameters_come_before_the
     assert not any(name.startswith("m0/") and "reduce" in name for name in ids)
 
 
-def test_a_tied_embedding_leaves_after_its_second_use() -> None:
+def test_a_tied_embedding_is_reduced_after_its_second_use() -> None:
     ids = lower(decide(GPT, Layout(dp=4, zero=1), overlap="gradients"))[0].ids()
     assert ids.index("step/embed/reduce/grads") > max(i for i, name in enumerate(ids) if name.startswith("m1/s0/embed"))
 
 
 @pytest.mark.parametrize("overlap", OVERLAPS[1:])
-def test_long_backwards_hide_what_the_replicas_exchange(overlap: Overlap) -> None:
+def test_long_backwards_hide_the_collectives_of_replicas(overlap: Overlap) -> None:
     cluster, hardware = load_cluster("a800-1x8")
     base = Decisions(
         model=load_model("gpt-7b"),
@@ -101,12 +101,12 @@ def test_long_backwards_hide_what_the_replicas_exchange(overlap: Overlap) -> Non
     assert hidden.prediction.step_s
     saved = exposed.prediction.step_s - hidden.prediction.step_s
     moved = exposed.prediction.lanes["collective"] - hidden.prediction.lanes["collective"]
-    # Compute runs slower beside the collectives, so that not all of their time is won.
+    # Compute is slower beside the collectives, so the step saves only a part of their time.
     assert 0.5 * moved < saved < moved
     assert hidden.prediction.peak_device_bytes == exposed.prediction.peak_device_bytes
 
 
-def test_a_link_is_shared_with_what_layers_exchange() -> None:
+def test_replicas_share_a_link_with_the_collectives_of_layers() -> None:
     cluster, hardware = load_cluster("a800-4x8")
 
     def share(layout: Layout) -> float:
@@ -143,7 +143,7 @@ def test_without_dp_metps_ranks_are_the_replicas() -> None:
 
 
 @pytest.mark.parametrize("layout", [Layout(dp=4), Layout(dp=4, zero=1), Layout(tp=2, dp=4)])
-def test_without_overlap_no_gradient_leaves_before_the_last_backward_has_ended(layout: Layout) -> None:
+def test_without_overlap_no_gradient_is_reduced_before_the_last_backward_has_ended(layout: Layout) -> None:
     cluster, hardware = load_cluster("a800-1x8")
     simulation = simulate(decide(GPT, layout), hardware, cluster)
     ids, playback = simulation.program.ids(), simulation.playback

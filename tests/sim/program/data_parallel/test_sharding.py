@@ -1,4 +1,4 @@
-"""ZeRO 2 and 3: what is held, what is whole and for how long, what is moved, and what runs beside what."""
+"""ZeRO 2 and 3: shards on a rank, lives of gathered blocks, bytes moved, and the overlap of collectives."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ LAYOUTS = [
 
 
 def moved(program: Program, group: str = "grads") -> Counter[tuple[str, str]]:
-    """Return the bytes of the whole tensors by (kind of collective, operator) over a group."""
+    """Return the bytes of the whole tensors that a group's collectives move, by (kind of collective, operator)."""
     total: Counter[tuple[str, str]] = Counter()
     for _, instruction in program.walk():
         if isinstance(instruction.work, Collective) and instruction.work.group == group:
@@ -76,7 +76,7 @@ def test_bytes_moved_are_those_of_the_formula(model: Model, micro_batches: int) 
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 @pytest.mark.parametrize("states", ["fp32", "bf16"])
-def test_a_rank_holds_its_share(zero: int, states: str) -> None:
+def test_a_rank_holds_its_shard(zero: int, states: str) -> None:
     (program,) = lower(decide(LLAMA, Layout(dp=RANKS, zero=zero), states=states))
     held = Counter()
     for family in program.families:
@@ -101,7 +101,7 @@ def test_a_rank_holds_its_share(zero: int, states: str) -> None:
 
 
 def whole_at_once(program: Program, prefix: str) -> int:
-    """Return the most bytes of the families called ``prefix`` that live together."""
+    """Return the most bytes alive at once in families whose names start with ``prefix``."""
     columns = expand(program)
     lives = liveness(program, columns)
     chosen = np.array([f.name.startswith(prefix) for f in program.all_families])[columns.buffer_family]
@@ -110,8 +110,8 @@ def whole_at_once(program: Program, prefix: str) -> int:
 
 
 @pytest.mark.parametrize("model", [GPT, LLAMA], ids=["gpt", "llama"])
-def test_two_blocks_are_whole_at_a_time(model: Model) -> None:
-    """The largest two uses that follow each other; of parameters in either pass, of gradients in backward."""
+def test_two_whole_blocks_live_at_a_time(model: Model) -> None:
+    """The peak is the largest pair of consecutive uses: of parameters in any pass, of gradients in backward."""
     embed, layer, head = (block(model, 1).elements for block in (embed_block, layer_block, head_block))
     last = head + embed * model.tied_embeddings
     (program,) = lower(decide(model, Layout(dp=RANKS, zero=3)))
@@ -120,7 +120,7 @@ def test_two_blocks_are_whole_at_a_time(model: Model) -> None:
 
 
 @pytest.mark.parametrize("zero", [2, 3])
-def test_without_ranks_that_share_nothing_is_divided(zero: int) -> None:
+def test_without_replicas_zero_changes_nothing(zero: int) -> None:
     for layout in (Layout(), Layout(tp=2)):
         divided = with_zero(layout, zero=zero)
         assert program_sha256(lower(decide(LLAMA, divided))) == program_sha256(lower(decide(LLAMA, layout)))
@@ -130,8 +130,8 @@ def with_zero(layout: Layout, *, zero: int) -> Layout:
     return Layout(tp=layout.tp, cp=layout.cp, dp=layout.dp, zero=zero)
 
 
-def test_a_gathering_runs_beside_the_pass_before_it() -> None:
-    """With a fast network nothing is waited for but a micro-batch's first two gatherings and the ends of the step."""
+def test_an_all_gather_runs_beside_the_use_before_it() -> None:
+    """With a fast network compute waits only for a micro-batch's first two all-gathers and at the ends of the step."""
     decisions = decide_small(("none", 0.0), layout=Layout(dp=2, zero=3), layers=4)
     simulation = simulate(decisions, toy_hardware(), TOY_CLUSTER, pricer=Network(1e-6), rates=alone)
     spans = by_id(simulation)
@@ -144,7 +144,7 @@ def test_a_gathering_runs_beside_the_pass_before_it() -> None:
         assert spans[f"m0/s0/l{layer + 1}/reduce/add.decay"][0] >= spans[f"m0/s0/l{layer}/bwd/norm1.bwd"][1]
 
 
-def test_a_slow_network_holds_compute_up_for_what_it_cannot_hide() -> None:
+def test_compute_waits_for_a_slow_network() -> None:
     decisions = decide_small(("none", 0.0), layout=Layout(dp=2, zero=3), layers=4)
     hardware = toy_hardware()
     quick, slow = (
@@ -152,14 +152,14 @@ def test_a_slow_network_holds_compute_up_for_what_it_cannot_hide() -> None:
     )
     gathered = next(s for s in slow.stalls if s.lane == "compute" and s.waits_for == "params.all_gather")
     assert gathered.seconds > 0.05
-    # Every one of its collectives is on the critical path: two uses of four layers, embedding, head, their gradients.
+    # Every collective is on the critical path: two uses of four layers, embedding, head, and their gradients.
     assert slow.step_s is not None
     assert quick.step_s is not None
     assert slow.step_s > slow.lanes["collective"] > quick.step_s
 
 
 class Network(ToyPrices):
-    """Collectives take the same time, however large."""
+    """Toy prices in which every collective takes the same time, whatever its size."""
 
     def __init__(self, collective_s: float) -> None:
         super().__init__()
@@ -229,7 +229,7 @@ def test_gathered_parameters_wait_on_the_collective_lane_in_program_order() -> N
     ]
 
 
-def test_the_checker_finds_a_share_of_the_wrong_size_and_a_second_reader() -> None:
+def test_the_checker_finds_a_shard_of_the_wrong_size_and_a_second_reader() -> None:
     (program,) = lower(decide(GPT, Layout(dp=RANKS, zero=3)))
     templates = list(program.templates)
     at = next(n for n, t in enumerate(templates) if t.name == "layer.gather")
@@ -238,9 +238,9 @@ def test_the_checker_finds_a_share_of_the_wrong_size_and_a_second_reader() -> No
     broken = dataclasses.replace(gather, operands=(shorter, gather.operands[1]))
     templates[at] = dataclasses.replace(templates[at], instructions=(broken,))
     faulty = dataclasses.replace(program, templates=tuple(templates))
-    assert any("is not one of 4" in fault for fault in check_program(faulty, expand(faulty)))
+    assert any("is not 1/4 of" in fault for fault in check_program(faulty, expand(faulty)))
 
-    # The backward of a layer that uses what was gathered for its forward, which should be dead by then.
+    # Let a layer's backward read the parameters gathered for its forward, which should be dead by then.
     slot = next(t for t in program.templates if t.name == "layer.fwd").slots.index("gathered.layer")
     instances = list(program.instances)
     forward, backward = (next(i for i in instances if i.place == "m0/s0/l1" and named(program, i) == t) for t in PASSES)

@@ -1,7 +1,7 @@
-"""One layer of METP's paper, and what a program of it holds and sends: what Tables 1 and 2 are read off.
+"""One layer of METP's paper: its program, and the elements that it holds and sends, for Tables 1 and 2.
 
-Sizes are the paper's: b sequences of s tokens, hidden h, p ranks; fp32 states (parameters, gradients, two moments: four
-times the weights), no biases.
+Sizes are those of the paper: b sequences of s tokens, hidden h, p ranks. States are fp32 (parameters, gradients and two
+moments: four times the weights), and there are no biases.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ FP32 = DTYPE_BYTES["fp32"]
 
 @dataclass(frozen=True)
 class Sizes:
-    """A layer of the paper: b, s, h, p, and its program under a layout."""
+    """Sizes of a layer of the paper: b sequences, s tokens, hidden h, p ranks."""
 
     b: int
     s: int
@@ -42,7 +42,7 @@ class Sizes:
         keep_norms: bool = False,
         **layout: object,
     ) -> Program:
-        """Return the program of so many layers, without biases, of one micro-batch."""
+        """Return the program of ``layers`` layers without biases, for one micro-batch, under ``layout``."""
         heads = self.h // 16
         model = Model(
             name="paper",
@@ -71,7 +71,7 @@ class Sizes:
 
     @property
     def bsh(self) -> int:
-        """Elements of the layer's input."""
+        """Number of elements of the layer's input: b x s x h."""
         return self.b * self.s * self.h
 
 
@@ -84,14 +84,14 @@ def sizes(draw: st.DrawFn) -> Sizes:
 
 
 def of_layer(program: Program) -> Iterator[Instruction]:
-    """Yield the layer's instructions, forward and backward, and what gathers and scatters its parameters."""
+    """Yield the instructions of layer 0: forward, backward, and the collectives of its parameters and gradients."""
     for name, instruction in program.walk():
         if "/l0/" in name:
             yield instruction
 
 
 def sent(program: Program, kind: str, prefixes: tuple[str, ...] = ("",)) -> float:
-    """Elements (fp32) that the layer's exchanges of a kind name, whole tensors as the work counts them."""
+    """Return the fp32 elements in the layer's collectives or hops of ``kind``; a collective counts its whole tensor."""
     found = 0
     for instruction in of_layer(program):
         work, name = instruction.work, instruction.name.partition("/")[2]
@@ -102,7 +102,7 @@ def sent(program: Program, kind: str, prefixes: tuple[str, ...] = ("",)) -> floa
 
 
 def elements(template: Template, slot: str) -> int:
-    """Elements of one of a template's own buffers."""
+    """Return the number of elements of one of a template's own buffers."""
     (family,) = (f for f in template.own if f.name == slot)
     return family.tokens * family.features
 
@@ -113,7 +113,10 @@ def template(program: Program, name: str) -> Template:
 
 
 def peak_elements(program: Program, name: str, first: str, last: str) -> tuple[int, set[str]]:
-    """Most elements of a template's own buffers between two instructions of its first instance, and their names."""
+    """Return the most elements alive in a template's own buffers, and the names of those buffers.
+
+    Only the instructions from ``first`` to ``last`` of the template's first instance count.
+    """
     lives, number, found = liveness(program, expand(program)), 0, (0, set[str]())
     families = program.all_families
     for instance in program.instances:

@@ -1,4 +1,4 @@
-"""Full recompute with swapped layer inputs: what leaves, what stays, and that compute is the same work as before."""
+"""Full recompute with swapped layer inputs: inputs copied to the host, inputs kept, and unchanged compute."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def shaped(layers: int, model: Model = GPT) -> Model:
 
 
 def input_bytes(decisions: Decisions) -> int:
-    """Return the bytes of one layer's input on one rank: two a feature in bf16, divided by sequence parallelism."""
+    """Return the bytes of one layer's input on one rank: bf16, divided by sequence parallelism."""
     layout = decisions.layout
     return 2 * decisions.local_tokens * decisions.model.hidden // (layout.tp if layout.sequence_parallel else 1)
 
@@ -54,7 +54,7 @@ def test_every_program_passes_the_independent_checkers(model: Model, layout: Lay
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 @pytest.mark.parametrize("alpha", [0.5, 1.0])
-def test_the_inputs_of_all_layers_but_two_leave_and_come_back(layout: Layout, alpha: float) -> None:
+def test_the_inputs_of_all_layers_but_two_are_swapped(layout: Layout, alpha: float) -> None:
     decisions = decide(shaped(6), layout, ("full", alpha))
     moved = {Lane.D2H: 0, Lane.H2D: 0}
     layers: dict[Lane, set[str]] = {Lane.D2H: set(), Lane.H2D: set()}
@@ -68,7 +68,7 @@ def test_the_inputs_of_all_layers_but_two_leave_and_come_back(layout: Layout, al
 
 
 def live_in_backward(decisions: Decisions, *, device: bool) -> int:
-    """Return the bytes alive while the last layer's activation gradient is made, with every layer's input waiting."""
+    """Return the bytes alive during the last layer's activation backward, while all layer inputs are still needed."""
     program = lower(decisions)[0]
     at = program.ids().index(f"m0/s0/l{decisions.model.layers - 1}/bwd/act.bwd")
     return sum(int(curve[at]) for curve in live_bytes(liveness(program, expand(program)), device=device).values())
@@ -76,7 +76,7 @@ def live_in_backward(decisions: Decisions, *, device: bool) -> int:
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 @pytest.mark.parametrize("layers", [2, 5, 12])
-def test_two_inputs_stay_on_the_device_instead_of_one_a_layer(layout: Layout, layers: int) -> None:
+def test_two_inputs_stay_on_the_device_instead_of_one_for_each_layer(layout: Layout, layers: int) -> None:
     kept, half, swapped = (decide(shaped(layers), layout, ("full", a), global_batch=layout.dp) for a in (0.0, 0.5, 1.0))
     left = (layers - 2) * input_bytes(kept)
     on_device = [live_in_backward(d, device=True) for d in (kept, half, swapped)]
@@ -84,7 +84,7 @@ def test_two_inputs_stay_on_the_device_instead_of_one_a_layer(layout: Layout, la
     assert [live_in_backward(d, device=False) for d in (kept, half, swapped)] == [0, left // 2, left]
 
 
-def test_the_peak_no_longer_grows_by_an_input_a_layer() -> None:
+def test_the_peak_no_longer_grows_by_one_input_for_each_layer() -> None:
     def peak_bytes(layers: int, alpha: float) -> int:
         program = lower(decide(shaped(layers), policy=("full", alpha), global_batch=1, states="host"))[0]
         return peak(live_bytes(liveness(program, expand(program)), device=True)).bytes
@@ -103,8 +103,11 @@ def test_compute_is_that_of_full_recompute(layout: Layout) -> None:
     assert computed(1.0) == computed(0.0)
 
 
-def test_an_input_leaves_while_its_own_layer_reads_it() -> None:
-    """The copy waits for the layer before, which wrote the input, and only the layer after next waits for the copy."""
+def test_an_input_is_offloaded_while_its_own_layer_reads_it() -> None:
+    """The copy waits for the layer before, which writes the input.
+
+    Only the layer after the next waits for the copy, because it reuses the rounding buffer.
+    """
     program = lower(decide(shaped(6), policy=("full", 1.0), global_batch=1))[0]
     columns = expand(program)
     edges, ids = derive_edges(columns), program.ids()
@@ -123,7 +126,7 @@ def ask(seq_tokens: int, *, system: str = "any", **pins) -> Question:
     return Question(load_model("llama3-8b"), cluster, hardware, seq_tokens, system=system, pins=pinned)
 
 
-def test_it_is_tried_where_inputs_cannot_be_kept_and_costs_no_time_there() -> None:
+def test_swapped_inputs_are_tried_when_inputs_cannot_be_kept_and_cost_no_time() -> None:
     short, long = search(ask(1 << 19), prune=False), search(ask(1 << 20), prune=False)
     assert [e.policy for e in short.ranked] == [FULL_RECOMPUTE]
     assert short.pruned == 1
@@ -140,18 +143,18 @@ def test_it_is_tried_where_inputs_cannot_be_kept_and_costs_no_time_there() -> No
     assert hidden == pytest.approx(1, abs=1e-3)
 
 
-def test_who_keeps_inputs_in_the_literature_does_not_swap_them() -> None:
+def test_systems_that_keep_inputs_in_the_literature_do_not_swap_them() -> None:
     assert policies(ask(1 << 20)) == (FULL_RECOMPUTE, INPUTS_SWAPPED)
     for system in ("megatron-lm", "full-recompute", "memo"):
         assert policies(ask(1 << 20, system=system)) == (FULL_RECOMPUTE,)
     assert policies(ask(1 << 20, alpha=0.5)) == (Policy("full", 0.5),)
 
 
-def test_the_answer_says_what_it_moves_and_why() -> None:
+def test_the_answer_says_how_many_bytes_move_and_why() -> None:
     answer = what_if(ask(1 << 20))
     (line,) = [line for line in answer.result.why if line.startswith("Layer inputs")]
     # 30 of 32 layers, 1 Mi tokens of 4096 features in bf16, an eighth of them on each rank.
-    assert "30.00 GiB a step" in line
+    assert "30.00 GiB per step" in line
     assert "gpu_oom" in line
     assert answer.best is not None
     assert ", full recompute, inputs swapped, step" in plan_title(answer.best.decisions, 1.0)

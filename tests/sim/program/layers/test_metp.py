@@ -1,6 +1,7 @@
 """METP's programs: independent checkers, FLOPs, and its rows of the paper's Tables 1 and 2 (``paper_layer.py``).
 
-What the paper leaves out stands beside its figures; the other methods' rows are in ``test_metp_rivals.py``.
+Where the paper leaves out a buffer, the test names it beside the paper's figure. ``test_metp_rivals.py`` tests the rows
+of the other methods.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ def metp(ranks: int, **more: object) -> Layout:
 
 
 def chosen(model: Model, layout: Layout, policy: tuple[str, float] = ("none", 0.0)) -> Decisions:
-    """Return decisions of 2048 tokens a sequence, a share of a rank's tokens swapped."""
+    """Return decisions with sequences of 2048 tokens; the second field of ``policy`` is the swapped share."""
     swapped = int(policy[1] * 2048) // layout.metp
     decisions = decide(model, layout, (policy[0], 0.0), seq_tokens=2048)
     return msgspec.structs.replace(decisions, swapped_tokens=swapped)
@@ -41,13 +42,13 @@ def test_the_checkers_find_nothing(model: Model, ranks: int, policy: tuple[str, 
 
 
 @pytest.mark.parametrize("policy", [policy for policy in POLICIES if policy[0] != "full"])
-def test_the_checkers_find_nothing_where_norms_are_kept(policy: tuple[str, float]) -> None:
+def test_the_checkers_find_nothing_with_kept_norms(policy: tuple[str, float]) -> None:
     decisions = msgspec.structs.replace(chosen(GPT, metp(4), policy), keep_norms=True)
     assert faults_of(decisions) == []
 
 
 @pytest.mark.parametrize("kept", [True, False])
-def test_norms_that_are_kept_are_not_made_again(kept: bool) -> None:
+def test_kept_norms_are_not_recomputed(kept: bool) -> None:
     (program,) = lower(msgspec.structs.replace(chosen(LLAMA, metp(2)), keep_norms=kept))
     norms = [i.name for _, i in program.walk() if i.name.endswith(("norm1", "norm2"))]
     again = [name for name in norms if name.startswith("rec/")]
@@ -72,7 +73,7 @@ def test_norms_that_are_kept_are_not_made_again(kept: bool) -> None:
         (metp(8), {}, "heads"),
     ],
 )
-def test_what_does_not_go_beside_it_is_refused(layout: Layout, changes: dict, where: str) -> None:
+def test_incompatible_options_are_refused(layout: Layout, changes: dict, where: str) -> None:
     with pytest.raises(Infeasible) as refused:
         lower(msgspec.structs.replace(decide(GPT, layout, seq_tokens=2048), **changes))
     assert refused.value.where == where
@@ -83,7 +84,7 @@ BOTH_WAYS = msgspec.structs.replace(GPT, bidirectional=True)
 
 
 @pytest.mark.parametrize("layout", [Layout(), Layout(cp=4), metp(2), metp(4)])
-def test_without_a_mask_every_query_meets_every_key(layout: Layout) -> None:
+def test_without_a_mask_every_query_attends_to_every_key(layout: Layout) -> None:
     decisions = chosen(BOTH_WAYS, layout)
     assert faults_of(decisions) == []
     ranks = [lower(decisions, cp_rank=rank)[0] for rank in range(layout.ring)]
@@ -101,7 +102,7 @@ def test_without_a_mask_every_query_meets_every_key(layout: Layout) -> None:
         (Layout(), "plain", "decisions.kernels.attention"),
     ],
 )
-def test_what_needs_a_causal_mask_is_refused_without(layout: Layout, kernel: str, where: str) -> None:
+def test_options_that_need_a_causal_mask_are_refused_without_one(layout: Layout, kernel: str, where: str) -> None:
     decisions = decide(BOTH_WAYS, layout, seq_tokens=2048, kernels=Kernels(attention=kernel))
     with pytest.raises(Infeasible) as refused:
         lower(decisions)
@@ -113,7 +114,7 @@ def flops(program: Program) -> float:
 
 
 @pytest.mark.parametrize(("model", "ranks"), [(GPT, 2), (GPT, 4), (LLAMA, 4)])
-def test_ranks_do_the_whole_models_work_and_two_products_again(model: Model, ranks: int) -> None:
+def test_ranks_together_compute_the_whole_model_and_two_products_again(model: Model, ranks: int) -> None:
     decisions = chosen(model, metp(ranks))
     found = sum(flops(lower(decisions, cp_rank=rank)[0]) for rank in range(ranks))
     up = 2 * model.ffn_hidden if model.gated else model.ffn_hidden
@@ -136,7 +137,7 @@ def test_table_1_of_metp(size: Sizes) -> None:
 def test_table_2_of_metp(size: Sizes) -> None:
     p, h, bsh = size.p, size.h, size.bsh
     program = size.program(metp=p)
-    # A broadcast or a reduction of N elements counts log2(p) N, as a tree's does.
+    # A broadcast or a reduction of N elements counts log2(p) N, as in a tree.
     passed = (sent(program, "broadcast") + sent(program, "reduce")) * log2(p)
     assert passed == 12 * log2(p) * h * h
     assert sent(program, "send_recv", ("kv.", "d_kv.")) == 6 * (p - 1) * bsh / p
@@ -145,10 +146,11 @@ def test_table_2_of_metp(size: Sizes) -> None:
 
 @given(size=sizes())
 @settings(max_examples=10, deadline=None)
-def test_states_and_what_is_kept_are_the_tables(size: Sizes) -> None:
-    """Parameters, gradients and moments of a layer; then the inputs of both halves and attention's output.
+def test_states_and_kept_tensors_are_those_of_the_tables(size: Sizes) -> None:
+    """States are parameters, gradients and moments of a layer; kept are the inputs of both halves and attn's output.
 
-    A half's input is its norm's, or, of norms that are kept, their result besides: Table 1's bsh / p.
+    The input of a half is the input of its norm. With kept norms the result of the norm is kept too, which is bsh / p
+    in Table 1.
     """
     p, h = size.p, size.h
     program = size.program(metp=p)
@@ -165,8 +167,11 @@ def test_states_and_what_is_kept_are_the_tables(size: Sizes) -> None:
     assert all(added[name].tokens * added[name].features * p == size.bsh for name in ("norm1", "norm2"))
 
 
-def test_the_mlps_peak_is_the_papers_and_what_it_leaves_out() -> None:
-    """T has 4 bsh/p2 beside the bsh/p kept; left out: f's result, the norm's output, the sum, and arriving weights."""
+def test_the_mlps_peak_is_the_papers_plus_the_buffers_that_it_leaves_out() -> None:
+    """The paper counts T, which has 4 bsh/p2, beside the kept bsh/p.
+
+    It leaves out the result of f, the norm's output, the sum, and the buffers of arriving weights.
+    """
     size = Sizes(2, 1024, 128, 4)
     p, h, bsh = size.p, size.h, size.bsh
     found, names = peak_elements(size.program(metp=p), "layer.fwd.last", "norm2", "ffn_down.t3")
@@ -175,8 +180,8 @@ def test_the_mlps_peak_is_the_papers_and_what_it_leaves_out() -> None:
     assert found == 4 * bsh // p**2 + left_out
 
 
-def test_a_rank_reads_nothing_of_a_step_before_it_has_arrived() -> None:
-    """Each step's products read the buffer that its hop has written, and the two take turns."""
+def test_a_rank_reads_the_weights_of_a_step_after_their_arrival() -> None:
+    """The products of each step read the buffer that its hop has written; steps alternate between two buffers."""
     fwd = template(Sizes(1, 128, 64, 4).program(metp=4), "layer.fwd.last")
     slots = [fwd.slots[o.slot] for i in fwd.instructions for o in i.operands if i.op == "send_recv"]
     assert {"ffn.weights0", "ffn.weights1"} <= set(slots)

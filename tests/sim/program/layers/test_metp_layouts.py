@@ -1,4 +1,4 @@
-"""METP's ranks: who holds which share under ZeRO, what is gathered and reduced over whom, and who does which work."""
+"""METP with other parallelism: shards under ZeRO, groups that gather and reduce, pipeline stages, and equal work."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ from tests.sim.small_programs import GPT, LLAMA, faults_of
 @pytest.mark.parametrize("overlap", ["none", "both"])
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 @pytest.mark.parametrize(("model", "layout"), [(GPT, metp(2, dp=2)), (LLAMA, metp(4))], ids=["dp", "ends"])
-def test_the_checkers_find_nothing_beside_replicas(model: Model, layout: Layout, zero: int, overlap: Overlap) -> None:
+def test_the_checkers_find_nothing_with_replicas(model: Model, layout: Layout, zero: int, overlap: Overlap) -> None:
     decisions = chosen(model, msgspec.structs.replace(layout, zero=zero), ("tokenwise", 0.5))
     assert faults_of(msgspec.structs.replace(decisions, overlap=overlap)) == []
 
 
 @pytest.mark.parametrize("overlap", ["none", "both"])
 @pytest.mark.parametrize(("schedule", "chunks"), [("1f1b", 1), ("interleaved", 2)])
-def test_the_checkers_find_nothing_beside_stages(schedule: Schedule, chunks: int, overlap: Overlap) -> None:
+def test_the_checkers_find_nothing_with_pipeline_stages(schedule: Schedule, chunks: int, overlap: Overlap) -> None:
     layout = metp(2, pp=2, dp=2, zero=1, schedule=schedule, virtual_stages=chunks)
     assert faults_of(msgspec.structs.replace(chosen(LLAMA, layout, ("tokenwise", 0.5)), overlap=overlap)) == []
 
 
 @pytest.mark.parametrize("zero", [1, 2, 3])
 @pytest.mark.parametrize("dp", [1, 2])
-def test_zero_divides_a_layers_parts_over_dp_and_the_ends_over_all(zero: int, dp: int) -> None:
-    """Parameters, gradients and both moments of the ranks together, as often as every rank has them."""
+def test_zero_divides_layers_over_dp_and_embedding_and_head_over_all(zero: int, dp: int) -> None:
+    """Check the shards of parameters, gradients, master copy and moments on one rank."""
     (program,) = lower(chosen(LLAMA, metp(4, dp=dp, zero=zero)))
     held = {f.name: f.tokens * f.features for f in program.families if f.buffer_class is BufferClass.STATE}
     part, ends = layer_block(LLAMA, 4), (embed_block(LLAMA, 1), head_block(LLAMA, 1))
@@ -51,12 +51,12 @@ def test_zero_divides_a_layers_parts_over_dp_and_the_ends_over_all(zero: int, dp
 
 
 def runs(block: Block) -> list[int]:
-    """Return how many elements AdamW decays and does not decay."""
+    """Return the numbers of elements with and without weight decay; zeros are left out."""
     return [n for n in (block.decayed_elements, block.elements - block.decayed_elements) if n]
 
 
-def test_what_is_gathered_is_this_ranks_part_of_a_layer() -> None:
-    """Over dp alone, twice a micro-batch; embedding and head over everybody."""
+def test_zero_3_gathers_one_metp_ranks_shard_of_a_layer() -> None:
+    """Layers are gathered over dp only, twice in each micro-batch; embedding and head over all ranks."""
     (program,) = lower(chosen(LLAMA, metp(4, dp=2, zero=3)))
     found = [(i.name, i.work) for _, i in program.walk() if i.op in ("params.all_gather", "grads.reduce_scatter")]
     of_layer = [work for name, work in found if name.endswith(".layer")]
@@ -68,7 +68,7 @@ def test_what_is_gathered_is_this_ranks_part_of_a_layer() -> None:
 
 
 def work_by_step(decisions: Decisions, rank: int) -> Counter[str]:
-    """Return a rank's FLOPs, by pass and step: the local square, a step of the ring, a step of the weights."""
+    """Return a rank's FLOPs by instruction: the local square, each step of the ring, each step of the weights."""
     found: Counter[str] = Counter()
     for _, instruction in lower(decisions, cp_rank=rank)[0].walk():
         if isinstance(instruction.work, Gemm | Attention):
@@ -78,14 +78,14 @@ def work_by_step(decisions: Decisions, rank: int) -> Counter[str]:
 
 @pytest.mark.parametrize(("model", "ranks"), [(GPT, 2), (GPT, 4), (LLAMA, 4)])
 def test_ranks_have_equal_work_in_every_step(model: Model, ranks: int) -> None:
-    """By zigzag chunks: an earlier rank's early keys, or late queries alone, are half a square either way."""
+    """Zigzag chunks: early keys of an earlier rank cost half a square, and so do late queries against a later rank."""
     every = [work_by_step(chosen(model, metp(ranks)), rank) for rank in range(ranks)]
     assert all(mine == every[0] for mine in every)
     assert sum("/attn.ring" in name for name in every[0]) == 2 * (ranks - 1) * ranks
 
 
-def test_eight_parts_of_one_key_head_each() -> None:
-    """As many ranks as grouped-query attention has heads of keys and values."""
+def test_eight_ranks_with_one_key_value_head_each() -> None:
+    """Grouped-query attention with as many ranks as key/value heads."""
     model = msgspec.structs.replace(LLAMA, heads=16, kv_heads=8, layers=1, ffn_hidden=1280)
     decisions = chosen(model, metp(8, dp=2, zero=3))
     assert faults_of(decisions) == []
@@ -97,7 +97,7 @@ def test_eight_parts_of_one_key_head_each() -> None:
     ("changes", "where"), [({"kv_heads": 2}, "kv_heads"), ({"heads": 6, "kv_heads": 6}, "heads")], ids=["few", "uneven"]
 )
 def test_heads_that_ranks_cannot_share_are_refused(changes: dict[str, int], where: str) -> None:
-    """Keys and values of one head on two ranks would be made, sent and summed twice."""
+    """If two ranks shared a key/value head, both would compute, send and sum its keys and values."""
     with pytest.raises(Infeasible, match="metp = 4 does not divide") as refused:
         lower(chosen(msgspec.structs.replace(LLAMA, **changes), metp(4)))
     assert refused.value.where == where

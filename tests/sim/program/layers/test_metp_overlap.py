@@ -1,11 +1,11 @@
-"""When METP's exchanges hide behind compute: the paper's conditions, in the engine, with its idealised machine.
+"""Overlap of METP's exchanges with compute: the paper's conditions, in the engine, on the paper's idealised machine.
 
-    312 TFLOP/s against 300 GB/s: 1040 FLOP per byte. MLP: a step's 2 x 8 m h2/p2 FLOP against a hop's 2 x 8 h2/p
-    bytes: m/p > 1040 (equation 5), so s > 8320 on eight ranks.
+    312 TFLOP/s and 300 GB/s give 1040 FLOP per byte. MLP: a step has 2 x 8 m h2/p2 FLOP, and a hop has 2 x 8 h2/p
+    bytes. The hop hides when m/p > 1040 (equation 5), so s > 8320 on eight ranks.
 
-Equation 12 sets the work of all ranks against the bytes of one: a rank multiplies its own m/p rows, so the broadcasts
-of W_qkv and W_proj hide behind the products alone from s > 3120 p on, not 3120; attention's work, which grows with s,
-comes on top.
+Equation 12 compares the work of all ranks with the bytes of one rank. A rank multiplies only its own m/p rows.
+Therefore the broadcasts of W_qkv and W_proj hide behind the products when s > 3120 p, not when s > 3120. Attention's
+work, which grows with s, hides more.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from tests.sim.toy_machine import TOY_CLUSTER, alone, toy_hardware
 RANKS = 8
 PEAK, LINK = 312e12, 300e9
 MEASURED_ALPHA_S = 1e6 / 37e9 - 1e6 / LINK
-"""Of the paper's discussion: 1 MB goes at 37 GB/s, with a link whose largest messages go at 300."""
+"""Latency from the paper's discussion: messages of 1 MB reach 37 GB/s on a link whose largest messages reach 300."""
 WEIGHT_HOP, BROADCAST = "weights that pass round", "weights that are broadcast"
 ROUND, TO_ALL = "everything that passes round", "everything that is broadcast or reduced"
 
 
 class Ideal:
-    """Products at the peak, ``priced`` exchanges at the link's rate, everything else for nothing."""
+    """Prices: products at the peak rate, exchanges of kind ``priced`` at the link's rate, all else is free."""
 
     def __init__(self, hidden: int, priced: str, alpha_s: float = 0.0, *, attention: bool = True) -> None:
         self.outside: set[str] = set()
@@ -70,10 +70,10 @@ def played(tokens: int, prices: Ideal, hidden: int = 1024, **layout: object) -> 
 
 
 def waited_s(found: Simulation, earlier: str, later: str) -> float:
-    """Seconds that compute stood still in forward, from each step's last product to the next one's first."""
-    (role,) = found.stages
-    number = {name: i for i, name in enumerate(role.program.ids())}
-    start_s, end_s = role.playback.start_s, role.playback.end_s
+    """Return the seconds that compute waits in forward, from each step's last product to the next step's first."""
+    (stage,) = found.stages
+    number = {name: i for i, name in enumerate(stage.program.ids())}
+    start_s, end_s = stage.playback.start_s, stage.playback.end_s
     gaps = [
         start_s[number[f"m0/s0/l0/fwd/{later}{step}"]] - end_s[number[f"m0/s0/l0/fwd/{earlier}{step - 1}"]]
         for step in range(1, RANKS)
@@ -86,14 +86,14 @@ def mlp_waits_s(tokens: int, hidden: int = 1024, alpha_s: float = 0.0) -> float:
     return waited_s(found, "ffn_down.t", "ffn_up.t")
 
 
-def test_the_ring_of_weights_hides_from_8320_tokens_on() -> None:
+def test_the_ring_of_weights_hides_from_8320_tokens() -> None:
     hop_s = 2 * 8 * 1024**2 / RANKS / LINK
     assert mlp_waits_s(8320 + 128) == pytest.approx(0.0, abs=1e-12)
     assert mlp_waits_s(8320 - 128) == pytest.approx((RANKS - 1) * hop_s * 128 / 8320, rel=1e-6)
 
 
 def test_small_messages_need_longer_sequences() -> None:
-    """By the measured start-up time a hop of 2 MiB takes four times as long, one of 288 MiB 2 % longer."""
+    """With the measured latency a hop of 2 MiB takes four times as long, and a hop of 288 MiB 2 % longer."""
     assert mlp_waits_s(8320 + 128, 1024, MEASURED_ALPHA_S) > 0
     assert mlp_waits_s(8320 + 384, 12288, MEASURED_ALPHA_S) == pytest.approx(0.0, abs=1e-12)
 
@@ -102,15 +102,15 @@ def broadcast_waits_s(tokens: int) -> float:
     return waited_s(played(tokens, Ideal(1024, BROADCAST, attention=False)), "proj.g", "qkv.g")
 
 
-def test_broadcasts_hide_behind_a_ranks_own_products_from_3120_tokens_a_rank_on() -> None:
+def test_broadcasts_hide_behind_a_ranks_own_products_from_3120_tokens_a_rank() -> None:
     assert broadcast_waits_s((3120 + 16) * RANKS) == pytest.approx(0.0, abs=1e-12)
     assert broadcast_waits_s((3120 - 16) * RANKS) > 0
     assert broadcast_waits_s(3120 + 16) > 0
 
 
 @pytest.mark.parametrize("priced", [WEIGHT_HOP, BROADCAST])
-def test_taking_turns_costs_what_is_exchanged(priced: str) -> None:
-    """Synchronous: compute's work and every exchange, one after the other; beside each other it takes less."""
+def test_without_overlap_the_step_is_compute_plus_exchanges(priced: str) -> None:
+    """Without overlap the step is the sum of compute and all exchanges; with overlap it is shorter."""
     prices = Ideal(1024, priced)
     slots, beside = (played(16384, prices, overlap_exchanges=o).prediction.step_s or 0.0 for o in (False, True))
     free = played(16384, Ideal(1024, "nothing")).prediction.step_s or 0.0
@@ -121,7 +121,7 @@ def test_taking_turns_costs_what_is_exchanged(priced: str) -> None:
 
 
 def test_without_overlap_nothing_is_exchanged_beside_compute() -> None:
-    """Keys and values take their turn as weights do."""
+    """Hops of keys and values run on compute's lane too, like those of weights."""
     lanes, hops = {}, {}
     for beside in (False, True):
         program = played(16384, Ideal(1024, WEIGHT_HOP), overlap_exchanges=beside).program
@@ -136,23 +136,26 @@ def long(priced: str, hidden: int = 4096) -> float:
     return played(131072, Ideal(hidden, priced), hidden).prediction.step_s or 0.0
 
 
-def test_every_hop_of_a_long_sequence_hides_the_last_ones_too() -> None:
-    """Sums of the MLP's gradients come home beside its input's gradient, those of K and V beside W_proj's.
+def test_every_hop_of_a_long_sequence_hides_even_the_last() -> None:
+    """The last hop of the MLP's gradient sums runs beside the input's gradient, that of K and V beside W_proj's.
 
-    The latter are 2 m h2/p2 FLOP against 4 m h/p2 bytes, of any length: h/2 > 1040.
+    The latter has 2 m h2/p2 FLOP and 4 m h/p2 bytes, so it hides at any length when h/2 > 1040.
     """
     assert long(ROUND) == pytest.approx(long("nothing"), rel=1e-12)
     assert long(ROUND, 1024) > long("nothing", 1024)
 
 
-def test_of_broadcasts_and_reductions_each_passs_first_alone_is_waited_for() -> None:
-    """As in the paper, where norms take no time; the last reduction hides behind the product that follows it."""
+def test_compute_waits_only_for_the_first_broadcast_of_each_pass() -> None:
+    """Norms take no time here, as in the paper. The last reduction hides behind the product that follows it."""
     first_s = log2(RANKS) * 2 * 4 * 4096**2 / RANKS / LINK
     assert long(TO_ALL) - long("nothing") == pytest.approx(2 * first_s, rel=1e-9)
 
 
-def test_what_metp_builds_again_counts_as_recompute() -> None:
-    """Of 12 h^2 weights a layer W_qkv and W_in are multiplied four times, the others and the classifier three times."""
+def test_products_that_metp_repeats_count_as_recompute() -> None:
+    """A layer has 12 h^2 weights.
+
+    W_qkv and W_in are multiplied four times, the other weights and the classifier three times.
+    """
     hidden, vocab = 1024, 64
     found = played(16384, Ideal(hidden, "nothing", attention=False), hidden)
     rebuilt = (3 + 4) * hidden**2

@@ -1,7 +1,8 @@
-"""Tables 1 and 2 of METP's paper for its rivals, and equations 10 and 11: read off programs, for random sizes.
+"""METP's rivals: their rows of Tables 1 and 2 of METP's paper, and equations 10 and 11, for random sizes.
 
-A table's "memory" is a layer's states and what forward leaves of the products' inputs; "peak" adds what else lives at
-once. The paper leaves out norms' vectors and statistics, f's result, the residual and the buffers that hops arrive in.
+The figures are read from programs. "Memory" in a table is a layer's states and the inputs of products that forward
+keeps; "peak" adds the other tensors alive at once. The paper leaves out the norms' vectors and statistics, the result
+of f, the residual, and the buffers that receive hops.
 """
 
 from __future__ import annotations
@@ -16,20 +17,20 @@ from memo_sim.program.ir.program import Program
 from tests.sim.program.layers.paper_layer import FP32, Sizes, elements, of_layer, sent, sizes, template
 
 MHA = ("x", "qkv", "attn")
-"""What the tables keep of attention: the products' input, Q, K, V, and the output."""
+"""Tensors of attention that the tables count as kept: the products' input, Q, K, V, and the output."""
 FFN = ("norm2", "up")
 
 few = settings(max_examples=10, deadline=None)
 
 
 def states(program: Program) -> int:
-    """Elements of a layer's parameters, gradients and two moments on a rank, four norm vectors of h among them."""
+    """Return the elements of a layer's parameters, gradients and two moments on a rank, with four norm vectors of h."""
     found = [f for f in program.families if f.name.endswith(".layer") and f.buffer_class is BufferClass.STATE]
     return sum(f.tokens for f in found)
 
 
 def kept(program: Program, names: tuple[str, ...]) -> int:
-    """Elements of a layer's skeletal tensors of these names."""
+    """Return the elements of a layer's skeletal tensors with these names."""
     found = [f for f in program.families if f.name in {f"skeletal.{name}" for name in names}]
     assert len(found) == len(names)
     return sum(f.tokens * f.features for f in found)
@@ -37,12 +38,12 @@ def kept(program: Program, names: tuple[str, ...]) -> int:
 
 @given(size=sizes())
 @few
-def test_rsa_holds_what_the_tables_say(size: Sizes) -> None:
+def test_memory_of_rsa_is_that_of_the_tables(size: Sizes) -> None:
     p, h, bsh = size.p, size.h, size.bsh
     program = size.program(cp=p, cp_exchange="rsa", recompute="selective")
-    assert states(program) == (32 + 16) * h * h + 4 * 4 * h  # of whole weights
+    assert states(program) == (32 + 16) * h * h + 4 * 4 * h  # whole weights
     assert kept(program, FFN) * p == kept(program, MHA) * p == 5 * bsh
-    # Scores live inside a layer's pass alone; other layers keep none.
+    # Scores live only inside a layer pass; no other layer keeps them.
     heads = h // 16
     assert elements(template(program, "layer.fwd"), "probs") * p == size.b * heads * size.s**2
     assert not any("probs" in f.name for f in program.families)
@@ -50,8 +51,8 @@ def test_rsa_holds_what_the_tables_say(size: Sizes) -> None:
 
 @given(size=sizes())
 @few
-def test_rsa_sends_what_the_tables_say(size: Sizes) -> None:
-    """Nothing in the MLP; in attention hops of K and V there and back, and all-reduces of their gradients."""
+def test_communication_of_rsa_is_that_of_the_tables(size: Sizes) -> None:
+    """The MLP sends nothing. Attention has hops of K and V in forward and backward, and all-reduces their gradients."""
     p, bsh = size.p, size.bsh
     program = size.program(cp=p, cp_exchange="rsa")
     share = (p - 1) / p
@@ -60,7 +61,7 @@ def test_rsa_sends_what_the_tables_say(size: Sizes) -> None:
     assert hops + reduced == pytest.approx(8 * share * bsh)
     names = {i.name.partition("/")[2] for i in of_layer(program) if i.lane is not Lane.COMPUTE} - {"grads"}
     assert {name.partition(".")[0] for name in names} == {"keys", "values", "dk", "dv"}
-    # Left out by the tables: weights are whole on every rank, and so are the gradients that a step sums over them.
+    # The tables leave out that every rank has whole weights, so a step sums whole gradients over the ranks.
     (summed,) = (i.work.bytes for i in of_layer(program) if i.op == "grads.all_reduce")
     assert summed == FP32 * (12 * size.h**2 + 4 * size.h)
 
@@ -68,7 +69,7 @@ def test_rsa_sends_what_the_tables_say(size: Sizes) -> None:
 @given(size=sizes())
 @few
 def test_megatrons_rows(size: Sizes) -> None:
-    """Five gathers and scatters of a whole bsh a half; at the peak a whole bsh is gathered in place of its shard."""
+    """Each half of a layer gathers and scatters a whole bsh five times; its peak has a whole bsh instead of a shard."""
     p, h, bsh = size.p, size.h, size.bsh
     program = size.program(tp=p, sequence_parallel=True)
     share = (p - 1) / p
@@ -86,7 +87,7 @@ def test_megatrons_rows(size: Sizes) -> None:
 @given(size=sizes())
 @few
 def test_ulysses_rows_under_zero_3(size: Sizes) -> None:
-    """The tables gather a matrix at a time (4 h2, 3 h2), FSDP and we whole blocks: 12 h2 in place of their share."""
+    """The tables gather one matrix at a time (4 h2, 3 h2); FSDP and memo gather a whole block (12 h2)."""
     p, h, bsh = size.p, size.h, size.bsh
     program = size.program(ulysses=p, zero=3)
     share, vectors = (p - 1) / p, 4 * h
@@ -102,13 +103,13 @@ def test_ulysses_rows_under_zero_3(size: Sizes) -> None:
 
 
 def test_ring_attention_sends_less_than_rsa() -> None:
-    """Gradients of K and V go round with them in place of two all-reduces: 6 (p-1)/p bsh, not 8."""
+    """Gradients of K and V travel with them instead of two all-reduces: 6 (p-1)/p bsh instead of 8."""
     size = Sizes(1, 512, 64, 2)
     assert sent(size.program(cp=2), "send_recv") == 6 * (size.p - 1) / size.p * size.bsh
 
 
 def alive(program: Program, instruction: str) -> dict[tuple[str, int], int]:
-    """Elements of what lives while an instruction plays, by family and number in it."""
+    """Return the elements of each buffer alive during an instruction, by family and number in the family."""
     lives, at, families = liveness(program, expand(program)), program.ids().index(instruction), program.all_families
     bases = list(program.family_bases.values())
     found: dict[tuple[str, int], int] = {}
@@ -120,7 +121,10 @@ def alive(program: Program, instruction: str) -> dict[tuple[str, int], int]:
 
 
 def by_layer(program: Program, instruction: str, slots: tuple[str, ...], passing: str, layers: int) -> list[int]:
-    """Elements that each layer has alive of skeletal ``slots``, and the last one of its forward's ``passing``."""
+    """Return the elements that each layer has alive in skeletal ``slots``.
+
+    The last layer also counts the buffer ``passing`` of its forward.
+    """
     found, kept_families = [0] * layers, {f"skeletal.{slot}" for slot in slots}
     for (family, number), size in alive(program, instruction).items():
         if family in kept_families:
@@ -134,10 +138,10 @@ def by_layer(program: Program, instruction: str, slots: tuple[str, ...], passing
 @settings(max_examples=6, deadline=None)
 @pytest.mark.parametrize("layers", [1, 3])
 def test_equations_10_and_11(layers: int, size: Sizes) -> None:
-    """Of L layers one is at its peak (ratio r, equation 10), of each other is left what forward leaves: 2 bsh/p of 5.
+    """One of L layers is at its peak (ratio r, equation 10); each other layer keeps 2 bsh/p where the rival keeps 5.
 
-    Equation 11 is the mean of the layers' ratios, not the ratio of their sums, which differs by a little: both save
-    41.7 % at least.
+    Equation 11 is the mean of the layers' ratios, not the ratio of their sums, which differs a little. Both save at
+    least 41.7 %.
     """
     p, last = size.p, f"m0/s0/l{layers - 1}/fwd"
     theirs = by_layer(

@@ -1,4 +1,4 @@
-"""The MLP in row blocks under full recompute: less of it at once, the same products, one of them not made twice."""
+"""The MLP in row blocks under full recompute: smaller buffers, the same products, no recompute of the second one."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_a_block_is_rebuilt_right_before_its_backward_and_after_the_one_before(m
 
 
 def work(decisions: Decisions) -> Counter[str]:
-    """Return FLOPs of products and attention by phase and name, whatever rows they are cut into."""
+    """Return FLOPs of products and attention by phase and name, summed over row blocks."""
     total: Counter[str] = Counter()
     for name, i in lower(decisions)[0].walk():
         phase, _, rest = "/".join(name.split("/")[-2:]).partition("/")
@@ -75,7 +75,7 @@ def work(decisions: Decisions) -> Counter[str]:
 
 @MODELS
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_the_work_is_that_of_full_recompute_but_for_the_second_product(model: Model, layout: Layout) -> None:
+def test_the_work_is_that_of_full_recompute_without_the_second_product(model: Model, layout: Layout) -> None:
     whole = work(decide(model, layout, ("full", 0.0)))
     again = whole.pop("rec/ffn_down")
     assert again > 0
@@ -92,7 +92,7 @@ def test_recompute_repeats_forward_call_by_call(model: Model) -> None:
 
 
 def test_sequence_parallel_ranks_gather_a_block_once_for_both_its_products() -> None:
-    """Whole, the norm's output is gathered again for the weight gradient: the buffer would have to wait for that."""
+    """Without row blocks the norm's output is gathered again for the weight gradient, to free its buffer earlier."""
 
     def gathered(decisions: Decisions) -> tuple[int, int]:
         found = [
@@ -104,13 +104,13 @@ def test_sequence_parallel_ranks_gather_a_block_once_for_both_its_products() -> 
 
     layout = Layout(tp=2, sequence_parallel=True)
     unit = 2 * 2048 * GPT.hidden
-    # Forward, rebuilt, again, and the input gradient that is scattered.
+    # The gathers of forward, of recompute and of the weight gradient, and the scatter of the input gradient.
     assert gathered(decide(GPT, layout, ("full", 0.0))) == (4 * unit, 1)
     assert gathered(blocks(GPT, layout)) == (3 * unit, 0)
 
 
 def wide_bytes(decisions: Decisions, rows: int) -> int:
-    """Return the bytes of so many rows of first product, activation and their gradients, in bf16."""
+    """Return the bytes of ``rows`` rows of the first product, the activation and their gradients, in bf16."""
     model = decisions.model
     up = 2 * model.ffn_hidden if model.gated else model.ffn_hidden
     return 2 * rows * 2 * (up + model.ffn_hidden) // decisions.layout.tp
@@ -118,7 +118,7 @@ def wide_bytes(decisions: Decisions, rows: int) -> int:
 
 @MODELS
 @pytest.mark.parametrize("tp", [1, 2])
-def test_inside_the_mlp_there_is_room_for_one_block(model: Model, tp: int) -> None:
+def test_the_mlps_buffers_hold_one_block(model: Model, tp: int) -> None:
     layout, chunk = Layout(tp=tp, sequence_parallel=tp > 1), 256
     families = {f.name: f for t in lower(blocks(model, layout, chunk=chunk))[0].templates for f in t.own}
     wide = [families[name] for name in ("up", "act", "d_act", "d_up")]
@@ -129,7 +129,10 @@ def test_inside_the_mlp_there_is_room_for_one_block(model: Model, tp: int) -> No
 
 @MODELS
 def test_bytes_alive_in_the_mlps_backward(model: Model) -> None:
-    """While d_up is made: x, norm1, qkv, attention, residual, the MLP's block, gradients of output and residual."""
+    """During the activation's backward, x, norm1, qkv, attention, residual and the MLP's block are alive.
+
+    So are the gradients of the output and of the residual.
+    """
     decisions, chunk = blocks(model, alpha=1.0, global_batch=1, states="host"), 256
     program = lower(decisions)[0]
     columns = expand(program)
@@ -142,9 +145,9 @@ def test_bytes_alive_in_the_mlps_backward(model: Model) -> None:
     kept = 2 * tokens * features + tokens * (statistics + 4 * model.heads)
     block = chunk * (2 * hidden + statistics)
     up = 2 * model.ffn_hidden if model.gated else model.ffn_hidden
-    # The other rounding buffer waits for the layer below.
+    # The other rounding buffer holds the input of the layer below.
     assert curves["skeletal"][at] == kept + 2 * tokens * hidden + block + 2 * chunk * (up + model.ffn_hidden)
-    # Gradients of output and residual are whole; of activation, first product and norm there is room for one block.
+    # Gradients of output and residual are whole; those of activation, first product and norm have one block.
     assert curves["transient"][at] == 2 * tokens * 2 * hidden + 2 * chunk * (up + model.ffn_hidden + hidden)
 
 
@@ -160,7 +163,7 @@ def test_the_peak_falls_with_the_chunk(layout: Layout) -> None:
     assert whole > cut[0] >= cut[1] >= cut[2]
 
 
-def test_weight_gradients_add_up_over_blocks() -> None:
+def test_weight_gradients_accumulate_over_blocks() -> None:
     template = next(t for t in lower(blocks(seq_tokens=512))[0].templates if t.name == "layer.bwd")
     modes = {
         i.name: o.mode for i in template.instructions for o in i.operands if template.slots[o.slot] == "grads.layer"
@@ -179,7 +182,7 @@ def test_weight_gradients_add_up_over_blocks() -> None:
         ({"mlp_chunk_tokens": 128, "seq_tokens": 1 << 20}, "multiples of"),
     ],
 )
-def test_what_cannot_be_cut_is_refused(change: dict, what: str) -> None:
+def test_incompatible_options_are_refused(change: dict, what: str) -> None:
     fields = {"model": GPT, "seq_tokens": 2048, "recompute": "full", "mlp_chunk_tokens": 256, **change}
     with pytest.raises(Infeasible, match=what) as error:
         lower(Decisions(**fields))

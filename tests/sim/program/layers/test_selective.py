@@ -1,4 +1,4 @@
-"""Selective recompute: what it spares, what it costs, where it is refused (that gradients stay: tests/exec_cpu)."""
+"""Selective recompute: memory saved, work repeated, and refused options (tests/exec_cpu checks the gradients)."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def flops(decisions: Decisions, phase: str) -> Counter[str]:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_attention_runs_forward_once_more_and_nothing_else_does(layout: Layout) -> None:
+def test_only_attention_runs_forward_once_more(layout: Layout) -> None:
     decisions = decide(GPT, layout, ("selective", 0.0))
     assert flops(decisions, "rec") == {"Attention": flops(decisions, "fwd")["Attention"]}
     for phase in ("fwd", "bwd"):
@@ -58,7 +58,7 @@ def test_attention_runs_forward_once_more_and_nothing_else_does(layout: Layout) 
 
 
 @pytest.mark.parametrize("exchange", ["ring", "all_gather"])
-def test_keys_and_values_travel_once_more(exchange: CpExchange) -> None:
+def test_keys_and_values_are_communicated_once_more(exchange: CpExchange) -> None:
     def calls(policy: tuple[str, float]) -> Counter[str]:
         decisions = decide(GPT, Layout(cp=4, cp_exchange=exchange), policy, global_batch=1)
         ids = [name.split("/")[-1] for name, i in lower(decisions)[0].walk() if i.lane.label in ("p2p", "collective")]
@@ -71,23 +71,23 @@ def test_keys_and_values_travel_once_more(exchange: CpExchange) -> None:
 
 
 def kept(decisions: Decisions) -> int:
-    """Return the bytes of shared skeletal tensors: those that live from forward to backward."""
+    """Return the bytes of the skeletal tensors that live from forward to backward."""
     families = lower(decisions)[0].families
     return sum(f.bytes * f.count for f in families if f.buffer_class is BufferClass.SKELETAL)
 
 
-def test_with_a_flash_kernel_it_spares_the_log_sum_exp() -> None:
+def test_with_a_flash_kernel_it_saves_the_log_sum_exp() -> None:
     for layout in LAYOUTS[:4]:
         keep, selective = (decide(LLAMA, layout, (r, 0.0), global_batch=1) for r in ("none", "selective"))
         tokens, heads = keep.local_tokens, LLAMA.heads // layout.tp
         assert kept(keep) - kept(selective) == LLAMA.layers * 4 * tokens * heads
 
 
-def test_under_ulysses_it_spares_the_output_on_the_heads_side_too() -> None:
+def test_under_ulysses_it_saves_the_head_sharded_output_too() -> None:
     keep, selective = (decide(GPT, Layout(ulysses=4), (r, 0.0), global_batch=1) for r in ("none", "selective"))
     tokens = keep.local_tokens
     assert kept(keep) - kept(selective) == GPT.layers * tokens * (4 * GPT.heads + 2 * GPT.hidden)
-    # Attention's input on the heads' side is kept: no all-to-all is repeated.
+    # Attention's head-sharded input is kept, so no all-to-all is repeated.
     exchanges = [
         sum(isinstance(i.work, Collective) and i.work.kind == "all_to_all" for _, i in lower(d)[0].walk())
         for d in (keep, selective)
@@ -117,6 +117,6 @@ def test_it_can_be_pinned_and_megatron_searches_it() -> None:
     assert times == sorted(times)
 
 
-def test_the_answer_says_what_it_is_worth() -> None:
+def test_the_answer_says_how_much_it_saves() -> None:
     why = what_if(ask(recompute="selective")).result.why
     assert any("Recompute is" in line and "log-sum-exp" in line for line in why)

@@ -1,4 +1,4 @@
-"""Whole logits under sequence parallelism: the classifier's input is gathered twice, and not there beside the loss."""
+"""Whole logits under sequence parallelism: the classifier's input is gathered twice and dead during the loss."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_whole_logits_gather_their_input_again_for_the_weights_gradient() -> Non
     assert check_edges(columns, derive_edges(columns)) == []
 
 
-def test_chunks_share_what_was_gathered_once() -> None:
+def test_chunks_share_one_gathered_input() -> None:
     found = program(chunk=256)
     assert len(gathers(found)) == 1
     assert lives_of(found, "head/fwd.final_full") == ("norm.gather", "classifier.wgrad.c3")

@@ -1,4 +1,4 @@
-"""Attention runs in the fewest groups of heads that no kernel's integers overflow in; fewer are refused."""
+"""Head groups: attention runs in the fewest groups without integer overflow in a kernel; fewer groups are refused."""
 
 import dataclasses
 
@@ -36,7 +36,10 @@ def test_groups_by_length(kernel: str, tokens: int, groups: int) -> None:
 
 
 def test_the_published_bound_rounds_up() -> None:
-    """TabPFN#1184: batch x heads x round_up(tokens, 128) x max(head_dim, 32); 32 heads of 128 fail above 524,288."""
+    """TabPFN#1184: batch x heads x round_up(tokens, 128) x max(head_dim, 32); 32 heads of 128 fail above 524,288.
+
+    The bound is 2**31.
+    """
     assert fewest_head_groups(attention("torch-flash", 512 * K - 127)) == 1
     assert fewest_head_groups(attention("torch-flash", 512 * K + 1)) == 2
     assert fewest_head_groups(attention("flash2", 2048 * K, head_dim=16)) == 1
@@ -59,7 +62,7 @@ def test_flash3_has_a_limit_of_one_head() -> None:
         fewest_head_groups(attention("flash3", 16384 * K))
 
 
-def test_the_cpu_has_none() -> None:
+def test_the_cpu_kernel_has_no_limit() -> None:
     assert fewest_head_groups(attention("torch-flash-cpu", 2**24)) == 1
 
 
@@ -80,7 +83,7 @@ def test_a_plan_with_too_few_groups_is_refused_with_the_bound() -> None:
     assert lower(decide(model, **changes, kernels=Kernels(attention="flash2", head_groups=2)))
 
 
-def test_micro_batches_count() -> None:
+def test_the_micro_batch_multiplies_the_elements() -> None:
     decisions = decide(gpt(heads=32, kv_heads=32, head_dim=128, max_positions=0), seq_tokens=512 * K, micro_batch=4)
     decisions = msgspec.structs.replace(decisions, memory_policy="caching")
     assert head_groups(shape_of(decisions), decisions, "flash2") == 4
@@ -96,7 +99,7 @@ def test_groups_divide_the_workspace(kernel: str, kv_heads: int) -> None:
 
 
 def test_wide_accumulators_are_those_of_the_libraries() -> None:
-    """By the libraries' code: 17.2 GB of fp32 dq at 1M tokens, 32 heads of 128; dk, dv of 8 heads a quarter each."""
+    """The libraries need 17.2 GB of fp32 dq at 1M tokens, 32 heads of 128, and a quarter each for dk, dv of 8 heads."""
     tokens, plain = 1024 * K, 2**34
     for kernel, groups in (("flash3", 1), ("flash4", 2)):
         found = attention_workspace_bytes(attention(kernel, tokens), groups) * groups
@@ -106,8 +109,8 @@ def test_wide_accumulators_are_those_of_the_libraries() -> None:
 
 
 @pytest.mark.parametrize(("kernel", "parts"), [("flash2", 5), ("torch-flash", 5), ("flash3", 1), ("torch-cudnn", 1)])
-def test_deterministic_flash_attn_2_adds_up_in_parts(kernel: str, parts: int) -> None:
-    """32 heads leave room for five parts on 148 multiprocessors, 8 (of four groups) for 19."""
+def test_deterministic_flash_attn_2_has_one_dq_for_each_split(kernel: str, parts: int) -> None:
+    """On 148 multiprocessors 32 heads give five splits of dq, and 8 heads (four groups) give 19."""
     work = Attention(1, 8192, 8192, "causal", 32, 8, 128, True, kernel, "bf16")
     one = 4 * 8192 * 32 * 128
     for groups, more in ((1, parts), (4, 19 if parts > 1 else 1)):
@@ -119,8 +122,8 @@ def test_deterministic_flash_attn_2_adds_up_in_parts(kernel: str, parts: int) ->
     ("tokens", "policy", "groups"),
     [(32, "planned", 1), (128, "planned", 4), (256, "planned", 8), (1024, "planned", 8), (128, "caching", 1)],
 )
-def test_what_lies_beside_the_arena_stays_small(tokens: int, policy: MemoryPolicy, groups: int) -> None:
-    """flash-attn 2 at 128K: 2 GiB of fp32 dq and 2 of wide dk and dv in one group, an eighth of it in eight."""
+def test_workspaces_beside_the_arena_stay_small(tokens: int, policy: MemoryPolicy, groups: int) -> None:
+    """flash-attn 2 at 128K: one group needs 2 GiB of fp32 dq and 2 GiB of expanded dk and dv; eight need an eighth."""
     model = llama(heads=32, kv_heads=8, head_dim=128)
     decisions = decide(model, dtype="bf16", seq_tokens=tokens * K, micro_batch=1, memory_policy=policy)
     found = head_groups(shape_of(decisions), decisions, "flash2")

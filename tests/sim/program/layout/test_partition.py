@@ -1,4 +1,4 @@
-"""A sequence cut into subsequences: equal lengths or equal work, whole granules, the longest first."""
+"""Partition of a sequence into subsequences: equal lengths or equal work, whole granules, the longest first."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def cut(tokens: int, parts: int, how: Partition = "flops", **layout: int | bool)
 
 
 def work(decisions: Decisions) -> list[float]:
-    """Return the forward FLOPs of a layer over each part, token by token."""
+    """Return the forward FLOPs of a layer over each subsequence, summed token by token."""
     model, found, first = decisions.model, [], 0
     for tokens in partition(decisions):
         keys = sum(range(first, first + tokens))
@@ -35,12 +35,12 @@ def work(decisions: Decisions) -> list[float]:
     return found
 
 
-def test_one_part_is_the_sequence() -> None:
+def test_one_subsequence_is_the_whole_sequence() -> None:
     assert partition(cut(1000, 1)) == (1000,)
 
 
 def test_the_closed_form() -> None:
-    # The module's example: 4 x + x^2 / 2 is 64 for x = 8, and 32 for x = sqrt(80) - 4.
+    # The example of partition.py: 4 x + x^2 / 2 is 64 for x = 8, and 32 for x = sqrt(80) - 4.
     assert balanced(8, 2, 4) == pytest.approx([80**0.5 - 4, 12 - 80**0.5])
 
 
@@ -48,16 +48,16 @@ def test_without_products_ends_grow_with_the_root() -> None:
     assert balanced(16, 4, 0) == pytest.approx([8, 8 * (2**0.5 - 1), 8 * (3**0.5 - 2**0.5), 16 - 8 * 3**0.5])
 
 
-def test_a_gpt_layer_costs_a_token_as_much_as_three_hidden_earlier_keys_twice() -> None:
-    # 12 h^2 weights, 2 FLOPs each, against 4 h FLOPs a key.
+def test_in_a_gpt_layer_six_hidden_earlier_keys_cost_as_much_as_the_products() -> None:
+    # The products cost 2 FLOPs for each of 12 h^2 weights; an earlier key costs 4 h FLOPs.
     assert earlier_tokens(GPT_7B) == 6 * GPT_7B.hidden
 
 
-def test_equal_lengths_put_what_is_left_first() -> None:
+def test_equal_lengths_give_the_remainder_to_the_first_subsequences() -> None:
     assert partition(cut(10 * 128, 4, "length")) == (384, 384, 256, 256)
 
 
-def test_equal_work_is_equal_as_far_as_a_granule_goes() -> None:
+def test_equal_work_is_equal_up_to_a_granule() -> None:
     decisions = cut(128 * 1024, 16)
     parts = work(decisions)
     last = 2.0 * GPT_7B.layer_matrix_params + 4.0 * GPT_7B.q_width * decisions.seq_tokens
@@ -66,14 +66,14 @@ def test_equal_work_is_equal_as_far_as_a_granule_goes() -> None:
     assert max(work(cut(128 * 1024, 16, "length"))) / min(work(cut(128 * 1024, 16, "length"))) > 5
 
 
-def test_sequence_parallelism_makes_granules_of_a_node() -> None:
+def test_sequence_parallelism_multiplies_the_granule_by_tp() -> None:
     parts = partition(cut(128 * 1024, 8, tp=8, sequence_parallel=True))
     assert all(tokens % 1024 == 0 for tokens in parts)
     assert sum(parts) == 128 * 1024
 
 
 @pytest.mark.parametrize("how", ["length", "flops"])
-def test_parts_of_any_sequence(how: Partition) -> None:
+def test_subsequences_of_random_sequences(how: Partition) -> None:
     random = Random(how)
     for _ in range(200):
         tokens, parts = random.randrange(128, 2**20), random.randrange(2, 200)
@@ -89,7 +89,7 @@ def test_parts_of_any_sequence(how: Partition) -> None:
         assert all(size % 128 == 0 for size in sizes[:-1])
 
 
-def test_swapped_tokens_of_every_part() -> None:
+def test_swapped_tokens_of_every_subsequence() -> None:
     base = cut(1024, 2, "length")
     some = msgspec.structs.replace(base, swapped_tokens=384, subsequence_swapped_tokens=(128, 256))
     assert swapped_parts(base) == (0, 0)
@@ -98,7 +98,7 @@ def test_swapped_tokens_of_every_part() -> None:
     assert swapped_parts(Decisions(model=GPT, seq_tokens=1024, swapped_tokens=256)) == (256,)
 
 
-def test_a_ragged_last_part_may_be_swapped_whole_alone() -> None:
+def test_only_the_last_subsequence_may_swap_a_number_that_is_no_multiple_of_a_granule() -> None:
     base = cut(1000, 2, "length")
     whole = msgspec.structs.replace(base, swapped_tokens=488, subsequence_swapped_tokens=(0, 488))
     assert swapped_parts(whole) == (0, 488)
@@ -109,12 +109,12 @@ def test_a_ragged_last_part_may_be_swapped_whole_alone() -> None:
 @pytest.mark.parametrize(
     ("layout", "swapped", "each", "message"),
     [
-        (Layout(subsequences=2), 256, (), "one a subsequence"),
-        (Layout(subsequences=2), 256, (128, 128, 0), "one a subsequence"),
+        (Layout(subsequences=2), 256, (), "one per subsequence"),
+        (Layout(subsequences=2), 256, (128, 128, 0), "one per subsequence"),
         (Layout(subsequences=2), 256, (128, 256), "sum to 384"),
-        (Layout(subsequences=2), 1024, (512, 512), "some of their tokens"),
-        (Layout(subsequences=2), 0, (0, 0), "some of their tokens"),
-        (Layout(), 256, (256,), "some of their tokens"),
+        (Layout(subsequences=2), 1024, (512, 512), "some but not all tokens"),
+        (Layout(subsequences=2), 0, (0, 0), "some but not all tokens"),
+        (Layout(), 256, (256,), "some but not all tokens"),
     ],
 )
 def test_what_subsequences_cannot_swap(layout: Layout, swapped: int, each: tuple[int, ...], message: str) -> None:

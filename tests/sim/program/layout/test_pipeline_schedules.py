@@ -1,4 +1,4 @@
-"""Orders of passes: every pass once, in an order that can be played, with the closed forms of makespan and memory."""
+"""Pipeline schedules: every pass runs once, in a feasible order, with the closed forms of makespan and memory."""
 
 from __future__ import annotations
 
@@ -35,7 +35,11 @@ def test_every_pass_is_played_once(schedule: Schedule, chunks: int, stages: int)
 @pytest.mark.parametrize("stages", STAGES)
 @pytest.mark.parametrize(("schedule", "chunks"), SCHEDULES)
 def test_makespans_are_the_closed_forms(schedule: Schedule, chunks: int, stages: int) -> None:
-    """m(F + B) and a bubble: (p - 1)(F + B), a chunk's share of it, or without what weight gradients fill twice."""
+    """The makespan is m(F + B) plus the bubble.
+
+    The bubble is (p - 1)(F + B), divided by the chunks of the interleaved schedule. Under zero-bubble W passes fill
+    2 (p - 1) W of it.
+    """
     split = schedule == "zero-bubble"
     seconds = {Kind.FORWARD: F / chunks, Kind.BACKWARD: (B - W if split else B) / chunks, Kind.WEIGHTS: W}
     bubble = (stages - 1) * (F + B - 2 * W if split else (F + B) / chunks)
@@ -63,11 +67,11 @@ def test_micro_batches_in_flight(stages: int) -> None:
             assert in_flight(gpipe, Kind.BACKWARD) == micro_batches
             assert in_flight(one, Kind.BACKWARD) == min(micro_batches, stages - stage)
             assert in_flight(zero, Kind.BACKWARD) == min(micro_batches, stages - stage)
-            # ZB-H1 holds no more for weight gradients than 1F1B's first stage holds at all.
+            # For deferred weight gradients ZB-H1 holds at most as many micro-batches as the first stage of 1F1B.
             assert in_flight(zero, Kind.WEIGHTS) <= min(micro_batches, stages)
 
 
-def test_one_stage_plays_one_micro_batch_after_the_other_by_any_schedule() -> None:
+def test_one_stage_runs_one_micro_batch_after_the_other_under_any_schedule() -> None:
     wanted = [Pass(kind, m) for m in range(3) for kind in (Kind.FORWARD, Kind.BACKWARD)]
     for schedule in ("gpipe", "1f1b", "zero-bubble"):
         assert passes_of(Layout(schedule=schedule), 0, 3) == wanted

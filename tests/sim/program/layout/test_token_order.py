@@ -1,4 +1,4 @@
-"""Ranks hold every token once, in the order that exchanged and gathered row blocks have."""
+"""Token order: ranks hold every token once, in the order of the row blocks that they exchange and gather."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_the_zigzag_gives_every_rank_the_same_work() -> None:
 
 @pytest.mark.parametrize("cp", [1, 2])
 def test_exchanged_row_blocks_are_the_context_shard_in_order(cp: int) -> None:
-    """Concatenated block by block over the Ulysses ranks, rows are those of the context-parallel rank without it."""
+    """The rows of the Ulysses ranks, concatenated block by block, equal those of the cp rank without Ulysses."""
     layout = Layout(ulysses=2, cp=cp)
     decisions = decide(GPT, layout, ("tokenwise", 0.5), seq_tokens=1024, micro_batch=3, global_batch=3)
     blocks = row_blocks(decisions)

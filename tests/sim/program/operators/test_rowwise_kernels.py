@@ -1,4 +1,4 @@
-"""Fused row-wise kernels are a plan's choice: they change workspaces, nothing else of its program."""
+"""Fused row-wise kernels are a choice of the plan and change only the workspaces of its program."""
 
 import msgspec
 
@@ -16,7 +16,7 @@ def with_kernels(rowwise: RowwiseKernel) -> Decisions:
 
 
 def largest(program: Program, part: str) -> int:
-    """Return the bytes of the largest workspace whose name has ``part`` in it."""
+    """Return the bytes of the largest workspace whose name contains ``part``."""
     found = [
         slot.bytes
         for template in program.templates

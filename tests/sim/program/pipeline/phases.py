@@ -1,4 +1,7 @@
-"""SPPO's own words for which stages may share a task: phases (Definition 6.1) and their scopes (6.2), as an oracle."""
+"""SPPO's definition of the stages that may share a task: phases (Definition 6.1) and their scopes (6.2).
+
+Tests compare the tasks of ``layout/multiplex.py`` with it.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ from enum import StrEnum
 
 
 class Phase(StrEnum):
-    """Of a stage's forward; backward goes through them in reverse."""
+    """Phases of a stage's forward; backward goes through them in reverse order."""
 
     LEFT = "left"
     STEADY = "steady"
@@ -16,15 +19,15 @@ class Phase(StrEnum):
 def identifiers(stages: int, subsequences: int, stage: int) -> dict[Phase, range]:
     """Return the subsequences of each phase of a stage (Definition 6.1).
 
-    Left and Steady end before the bounds that the paper prints as inclusive: otherwise they would overlap, and Table 3
-    has them apart.
+    The paper prints the upper bounds of Left and Steady as inclusive. Here they are exclusive, because phases do not
+    overlap in Table 3.
     """
     left, right = stages - 1 - stage, subsequences - stage
     return {Phase.LEFT: range(left), Phase.STEADY: range(left, right), Phase.RIGHT: range(right, subsequences)}
 
 
 def scope(stages: int, stage: int, phase: Phase) -> range:
-    """Return the stages among which a phase's tasks of a stage may be divided; none where it has none (6.2)."""
+    """Return the stages that may share a stage's tasks of a phase; empty when the phase has no tasks (6.2)."""
     match phase:
         case Phase.LEFT:
             return range(stage, stages) if stage < stages - 1 else range(0)

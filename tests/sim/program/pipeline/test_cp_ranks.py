@@ -1,4 +1,4 @@
-"""Programs of every context-parallel rank: they meet, cover the causal square, and fit the representative's arena."""
+"""Programs of every context-parallel rank: their calls match, cover the causal square, and fit one arena."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_the_last_rank_is_the_representative(cp: int, exchange: CpExchange) -> N
 @pytest.mark.parametrize("exchange", EXCHANGES)
 @pytest.mark.parametrize("policy", POLICIES, ids=lambda p: f"{p[0]}-{p[1]}")
 @pytest.mark.parametrize("model", [GPT, LLAMA], ids=["gpt", "llama"])
-def test_every_rank_passes_the_checkers_and_meets_the_others(
+def test_every_rank_passes_the_checkers_and_matches_the_others(
     model: Model, policy: tuple[str, float], exchange: CpExchange
 ) -> None:
     programs = ranks(decide(model, Layout(cp=4, cp_exchange=exchange), policy))
@@ -57,7 +57,7 @@ def test_every_rank_passes_the_checkers_and_meets_the_others(
 
 
 @pytest.mark.parametrize("exchange", EXCHANGES)
-def test_stages_meet_at_every_context_parallel_rank(exchange: CpExchange) -> None:
+def test_calls_of_stages_match_at_every_context_parallel_rank(exchange: CpExchange) -> None:
     decisions = decide(LLAMA, Layout(cp=2, pp=2, cp_exchange=exchange), ("tokenwise", 0.5), global_batch=4)
     by_rank = [lower(decisions, cp_rank=rank) for rank in range(2)]
     for stages in by_rank:
@@ -69,13 +69,13 @@ def test_stages_meet_at_every_context_parallel_rank(exchange: CpExchange) -> Non
 
 
 def _calls(program: Program) -> list[object]:
-    """Return all that a rank does together with others, lane by lane."""
+    """Return a rank's collectives, exchanges and p2p transfers, sorted by lane."""
     found = [(i.lane, i.work) for _, i in program.walk() if isinstance(i.work, Collective | Exchange | PointToPoint)]
     return sorted(found, key=lambda each: each[0])
 
 
-def test_a_hop_in_another_place_waits_for_ever() -> None:
-    """A hop that waits for the hop behind it never starts, nor does what follows on either rank."""
+def test_a_hop_in_the_wrong_order_is_a_deadlock() -> None:
+    """A hop that waits for a later hop never starts, and nothing after it starts on either rank."""
     decisions = decide(LLAMA, Layout(cp=2))
     programs = list(ranks(decisions))
     columns = [expand(program) for program in programs]
@@ -88,7 +88,7 @@ def test_a_hop_in_another_place_waits_for_ever() -> None:
 @pytest.mark.parametrize("exchange", EXCHANGES)
 @pytest.mark.parametrize("policy", [("none", 0.0), ("tokenwise", 0.5), ("full", 0.0)], ids=lambda p: p[0])
 def test_the_representatives_arena_serves_every_rank(policy: tuple[str, float], exchange: CpExchange) -> None:
-    """The same buffers of the same sizes at the same addresses; what lives when is the rank's own."""
+    """All ranks have the same buffers, sizes and addresses; only the lifetimes differ."""
     decisions = decide(LLAMA, Layout(cp=4, cp_exchange=exchange), policy)
     placement = place(requests_of(lower(decisions)[0]), solver="greedy")
     offsets = dict(zip(placement.ids, placement.offset_bytes, strict=True))
@@ -110,8 +110,8 @@ def test_the_representatives_arena_serves_every_rank(policy: tuple[str, float], 
 
 @pytest.mark.parametrize(("exchange", "batch"), [("ring", 1), ("ring", 2), ("all_gather", 1)])
 @pytest.mark.parametrize("cp", [2, 4])
-def test_every_query_meets_every_earlier_key_once(cp: int, batch: int, exchange: CpExchange) -> None:
-    """Count over the calls of all ranks, forward and backward, with each row's place in its sequence."""
+def test_every_query_attends_to_every_earlier_key_once(cp: int, batch: int, exchange: CpExchange) -> None:
+    """Count the pairs in the calls of all ranks, forward and backward, by each row's position in its sequence."""
     chunk = 8
     seq = 2 * cp * chunk
     decisions = decide(GPT, Layout(cp=cp, cp_exchange=exchange), seq_tokens=seq, micro_batch=batch, global_batch=batch)
@@ -133,13 +133,13 @@ def test_every_query_meets_every_earlier_key_once(cp: int, batch: int, exchange:
 
 
 def _own(rank: int, cp: int, chunk: int) -> np.ndarray:
-    """Return the places of a rank's rows in a sequence."""
+    """Return the positions of a rank's rows in a sequence."""
     late = 2 * cp - 1 - rank
     return np.r_[rank * chunk : (rank + 1) * chunk, late * chunk : (late + 1) * chunk]
 
 
 def _keys(call: Instruction, rank: int, cp: int, chunk: int, batch: int) -> np.ndarray:
-    """Return the places of the keys of one sequence that a call meets."""
+    """Return the positions of the keys of one sequence that a call reads."""
     keys = [o for o in call.operands if o.role == "kv"]
     if not keys:
         return _own(rank, cp, chunk)

@@ -1,7 +1,6 @@
-"""Multiplexed sequence partitioning: SPPO's maps, shares of a wave, programs that fit together, and the paper's time.
+"""Multiplexed sequence partitioning: SPPO's maps, shares of a wave, matching programs, and the paper's step time.
 
-Definition 6.1 prints upper bounds of Left and Steady that include what Table 3 has in the next phase; strict ones are
-the table's.
+``phases.py`` has the paper's Definition 6.1, with the exclusive bounds of Table 3.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ POLICIES = [
 
 
 def multiplexed(stages: int, count: int, policy: tuple[str, float] = ("none", 0.0), **more: object) -> Decisions:
-    """Return decisions of two layers a stage; ``more`` may name fields of the layout."""
+    """Return decisions with two layers on each stage; ``more`` has fields of the layout or of the decisions."""
     named = {name: more.pop(name) for name in list(more) if name in Layout.__struct_fields__}
     layout = Layout(**({"pp": stages, "subsequences": count, "multiplexed": True} | named))
     model = msgspec.structs.replace(more.pop("model", LLAMA), layers=2 * stages)
@@ -60,7 +59,7 @@ def test_table_3() -> None:
 
 
 @pytest.mark.parametrize(("stages", "count"), [(2, 2), (2, 4), (3, 7), (4, 8), (8, 8)])
-def test_phases_are_where_a_stage_of_the_wave_has_no_task(stages: int, count: int) -> None:
+def test_left_and_right_are_the_waves_with_idle_stages(stages: int, count: int) -> None:
     for stage in range(stages):
         phases = identifiers(stages, count, stage)
         assert [x for phase in Phase for x in phases[phase]] == list(range(count))
@@ -71,18 +70,18 @@ def test_phases_are_where_a_stage_of_the_wave_has_no_task(stages: int, count: in
                 assert set(idle) <= set(scope(stages, stage, phase))
 
 
-def test_figure_8_cuts_its_first_and_last_subsequence_in_halves_of_equal_work() -> None:
+def test_figure_8_divides_its_first_and_last_subsequence_into_halves_of_equal_work() -> None:
     decisions = multiplexed(2, 4, seq_tokens=64 * 1024)
     tasks = cut_tasks(decisions)
     assert sorted(tasks) == [(0, 0), (3, 1)]
     for task in tasks.values():
         assert [portion.stage for portion in task.portions] == [1 - task.stage, task.stage]
         first, second = (work(decisions, task.subsequence, portion) for portion in task.portions)
-        assert first == pytest.approx(second, rel=0.05)  # to a granule of 128 tokens
+        assert first == pytest.approx(second, rel=0.05)  # equal up to a granule of 128 tokens
 
 
 def work(decisions: Decisions, subsequence: int, portion: Portion) -> float:
-    """Return a piece's forward work, in products of a token."""
+    """Return the forward work of a portion; unit: the products of one token."""
     k = earlier_tokens(decisions.model)
     first = sum(partition(decisions)[:subsequence]) + portion.first
     return sum(1 + token / k for token in range(first, first + portion.tokens))
@@ -93,7 +92,7 @@ waves = st.tuples(st.integers(2, 6), st.integers(0, 5)).map(lambda drawn: (drawn
 
 @settings(max_examples=25, deadline=None)
 @given(waves, st.sampled_from(["length", "flops"]), st.integers(2, 40))
-def test_every_row_is_played_once_by_who_has_no_task_or_its_own(
+def test_every_row_is_computed_once_by_its_owner_or_an_idle_stage(
     sizes: tuple[int, int], partitioned: str, granules: int
 ) -> None:
     stages, count = sizes
@@ -113,7 +112,7 @@ def test_every_row_is_played_once_by_who_has_no_task_or_its_own(
 
 
 @pytest.mark.parametrize("partitioned", ["length", "flops"])
-def test_stages_that_share_a_wave_have_equal_work_but_for_whole_granules(partitioned: str) -> None:
+def test_stages_that_share_a_wave_have_equal_work_up_to_a_granule(partitioned: str) -> None:
     decisions = multiplexed(4, 8, seq_tokens=512 * 1024, partition=partitioned)
     k, starts = earlier_tokens(decisions.model), [0, *accumulate(partition(decisions))]
     done: dict[int, Counter[int]] = defaultdict(Counter)
@@ -124,7 +123,7 @@ def test_stages_that_share_a_wave_have_equal_work_but_for_whole_granules(partiti
     assert sorted(done) == [0, 1, 2, 8, 9, 10]
     for wave, shares in done.items():
         assert max(shares.values()) - min(shares.values()) < 2 * 128 * (1 + decisions.seq_tokens / k)
-        for stage in set(range(4)) - set(shares):  # of equal length, some have less to do than their share
+        for stage in set(range(4)) - set(shares):  # with equal lengths some tasks have less work than the level
             first, end = starts[wave - stage], starts[wave - stage + 1]
             assert end - first + (end**2 - first**2) / (2 * k) <= max(shares.values())
 
@@ -147,7 +146,7 @@ def test_every_policy_passes_the_independent_checkers(policy: tuple[str, float],
     ],
     ids=str,
 )
-def test_what_goes_with_it_passes_them_too(more: dict) -> None:
+def test_compatible_options_pass_the_independent_checkers(more: dict) -> None:
     for policy in POLICIES[::2]:
         assert faults_of(multiplexed(2, 3, policy, **more)) == []
 
@@ -157,7 +156,7 @@ few = st.tuples(st.integers(2, 4), st.integers(0, 2)).map(lambda drawn: (drawn[0
 
 @settings(max_examples=5, deadline=None)
 @given(few, st.sampled_from(POLICIES), st.booleans(), st.integers(1, 9), st.sampled_from(["length", "flops"]))
-def test_no_order_of_stages_and_sizes_waits_in_a_circle(
+def test_no_combination_of_stages_and_sizes_deadlocks(
     sizes: tuple[int, int], policy: tuple[str, float], ahead: bool, granules: int, partitioned: str
 ) -> None:
     stages, count = sizes
@@ -168,38 +167,38 @@ def test_no_order_of_stages_and_sizes_waits_in_a_circle(
 
 
 @pytest.mark.parametrize("what", ["recv.kv.", "send.d_kv.", "send.grads.", "recv.again."])
-def test_the_checkers_find_what_is_left_out_between_guest_and_home(what: str) -> None:
+def test_the_checkers_find_missing_transfers_between_helper_and_owner(what: str) -> None:
     programs = lower(multiplexed(2, 4))
-    role, number = next(
+    stage, number = next(
         (r, n)
         for r, program in enumerate(programs)
         for n, instance in enumerate(program.instances)
         if what in program.templates[instance.template].name
     )
-    left = programs[role].instances[:number] + programs[role].instances[number + 1 :]
-    changed = tuple(replace(p, instances=left) if r == role else p for r, p in enumerate(programs))
-    assert any("hand-over" in fault for fault in check_stages(changed))
+    left = programs[stage].instances[:number] + programs[stage].instances[number + 1 :]
+    changed = tuple(replace(p, instances=left) if r == stage else p for r, p in enumerate(programs))
+    assert any("p2p transfer" in fault for fault in check_stages(changed))
 
 
-def test_the_checkers_find_guests_messages_in_another_order() -> None:
+def test_the_checkers_find_helper_transfers_in_the_wrong_order() -> None:
     programs = lower(multiplexed(2, 4, schedule="gpipe"))
     names = [programs[1].templates[i.template].name for i in programs[1].instances]
     first = next(n for n, name in enumerate(names) if "send.params" in name and "send.before" in names[n + 1])
     order = list(programs[1].instances)
     order[first], order[first + 1] = order[first + 1], order[first]
-    assert any("hand-over" in f for f in check_stages((programs[0], replace(programs[1], instances=tuple(order)))))
+    assert any("p2p transfer" in f for f in check_stages((programs[0], replace(programs[1], instances=tuple(order)))))
 
 
 @pytest.mark.parametrize("model", [GPT, LLAMA], ids=["gpt", "llama"])
 @pytest.mark.parametrize("policy", [("none", 0.0), ("none", 1.0)], ids=str)
-def test_all_stages_together_have_the_work_of_the_pipeline_without(model: Model, policy: tuple[str, float]) -> None:
+def test_multiplexing_does_not_change_the_work_of_all_stages(model: Model, policy: tuple[str, float]) -> None:
     chosen = multiplexed(4, 6, policy, model=model)
     layout = msgspec.structs.replace(chosen.layout, multiplexed=False)
     assert flops(chosen) == flops(msgspec.structs.replace(chosen, layout=layout))
 
 
 def flops(decisions: Decisions) -> dict[tuple[str, str], float]:
-    """Return the FLOPs of all roles by phase and kind of work."""
+    """Return the FLOPs of all stages by phase and kind of work."""
     found: dict[tuple[str, str], float] = defaultdict(float)
     for program in lower(decisions):
         for name, instruction in program.walk():
@@ -209,7 +208,7 @@ def flops(decisions: Decisions) -> dict[tuple[str, str], float]:
 
 
 class ByRows:
-    """A product takes a second for 128 rows of a layer; all else is free: SPPO's limit."""
+    """Prices of SPPO's limit: a product of a layer takes a second for 128 rows; all else is free."""
 
     def __init__(self) -> None:
         self.outside: set[str] = set()
@@ -221,7 +220,7 @@ class ByRows:
 
 
 def run(layout: Layout, seq_tokens: int, layers: int) -> Simulation:
-    """Return a step in that limit, of a model whose attention is nothing beside its products."""
+    """Simulate a step in that limit, with a model whose attention is negligible beside its products."""
     decisions = toy_machine.decide(("none", 0.0), layout=layout, layers=layers)
     wide = msgspec.structs.replace(decisions.model, ffn_hidden=2**22)
     decisions = msgspec.structs.replace(decisions, model=wide, seq_tokens=seq_tokens)
@@ -234,19 +233,19 @@ LIMITS = [(2, 4, 4, True), (2, 4, 4, False), (3, 4, 12, True), (4, 8, 8, True), 
 
 @pytest.mark.parametrize(("stages", "count", "granules", "ahead"), LIMITS)
 def test_in_the_papers_limit_no_bubble_is_left(stages: int, count: int, granules: int, ahead: bool) -> None:
-    """Figure 8: with p 2 and N 4 forward and backward take N F/N, not (N + 1) F/N; with p stages not (N + p - 1)."""
+    """Figure 8: with p stages, forward and backward each take N F/N instead of (N + p - 1) F/N."""
     layout = Layout(pp=stages, subsequences=count, partition="length", overlap_p2p=ahead)
     tokens, layers = 128 * granules * count, 2 * stages
     unit = 3 * 4.0 * granules * layers / stages
     assert run(layout, tokens, layers).prediction.step_s == pytest.approx((count + stages - 1) * unit, rel=1e-9)
     simulation = run(msgspec.structs.replace(layout, multiplexed=True), tokens, layers)
     assert simulation.prediction.step_s == pytest.approx(count * unit, rel=1e-9)
-    for role in simulation.stages:
-        assert role.compute_s == pytest.approx(count * unit, rel=1e-9)
+    for stage in simulation.stages:
+        assert stage.compute_s == pytest.approx(count * unit, rel=1e-9)
 
 
-def test_what_a_guest_takes_and_gives_is_counted() -> None:
-    """Figure 8's two tasks: parameters twice there and fp32 gradients once back, rows and keys both ways."""
+def test_bytes_between_owner_and_helper() -> None:
+    """Figure 8's two tasks: a helper receives parameters twice and sends fp32 gradients once; rows go both ways."""
     chosen = multiplexed(2, 4, partition="length")
     programs, plain = lower(chosen), lower(decide_without(chosen))
     moved = handed(programs) - handed(plain)
@@ -257,8 +256,8 @@ def test_what_a_guest_takes_and_gives_is_counted() -> None:
     assert model.kv_width == 128
     by_layer = 2 * layers * (2 * 2 * block + 4 * block)
     rows = 2 * 4 * helper * row
-    own_keys = 2 * layers * (1 + 2) * helper * kv  # forward home, gradients in fp32 from there
-    before = layers * 1536 * kv * 3  # of the last subsequence: forward, backward and their gradients
+    own_keys = 2 * layers * (1 + 2) * helper * kv  # keys to the owner in forward, fp32 gradients back in backward
+    before = layers * 1536 * kv * 3  # keys before the last subsequence: in forward, in backward, and their gradients
     again = 2 * layers * helper * kv
     assert moved == by_layer + rows + own_keys + before + again
 
@@ -273,7 +272,7 @@ def handed(programs: tuple) -> int:
     return sum(each.bytes for each in works if isinstance(each, PointToPoint))
 
 
-def test_a_pipeline_without_is_the_program_of_old() -> None:
+def test_without_multiplexing_the_program_has_no_helper_buffers() -> None:
     chosen = decide_without(multiplexed(2, 4))
     assert not any("helper" in family.name for program in lower(chosen) for family in program.families)
     assert cut_tasks(chosen) == {}
@@ -290,7 +289,7 @@ def test_a_pipeline_without_is_the_program_of_old() -> None:
         ({"memory_policy": "eager"}, "memory_policy"),
     ],
 )
-def test_what_has_no_lowering_is_refused(changes: dict, where: str) -> None:
+def test_incompatible_options_are_refused(changes: dict, where: str) -> None:
     with pytest.raises(Infeasible) as error:
         lower(multiplexed(2, 4, **changes))
     assert error.value.where == where

@@ -1,4 +1,4 @@
-"""SPPO's window: what leaves beside the next subsequence, the recurrence of kept bytes (5.2), Figure 8's two cases."""
+"""SPPO's offload window: copies beside the next subsequence, the recurrence of kept bytes (5.2), and Figure 8."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ from tests.sim.toy_machine import TOY_CLUSTER, alone, decide, toy_hardware
 
 VOCAB = 96
 UNIT = 128
-"""Tokens of Figure 8's units: 1024 tokens of the toy model in four parts of equal work are 3, 2, 2 and 1 of them."""
+"""Tokens of one unit of Figure 8. Four subsequences of equal work have 3, 2, 2 and 1 of the toy model's 8 units."""
 ONE = (UNIT, UNIT, UNIT, 0)
-"""As much of every part as one unit: alpha_i A_i is constant; the last part's backward follows, so it stays."""
+"""Swaps one unit of every subsequence (alpha_i A_i is constant) but the last, whose backward follows at once."""
 
 
 def windowed(
@@ -42,7 +42,7 @@ def windowed(
     layers: int = 4,
     **knobs: object,
 ) -> Decisions:
-    """Return 1024 tokens in four parts; ``swapped``: of each, None for all of them."""
+    """Return decisions with 1024 tokens in four subsequences; ``swapped``: tokens of each one, None for all tokens."""
     layout = layout or Layout(subsequences=4)
     decisions = decide((recompute, 0.0), layout=layout, layers=layers, **knobs)
     decisions = msgspec.structs.replace(decisions, seq_tokens=1024)
@@ -71,14 +71,14 @@ def test_every_policy_passes_the_independent_checkers(recompute: str, layout: La
 
 
 def activations(decisions: Decisions, layers: int) -> list[int]:
-    """Return A_i: the bytes that ``layers`` layers keep of each subsequence."""
+    """Return A_i: the skeletal bytes of ``layers`` layers for each subsequence."""
     model, dtype = decisions.model, decisions.dtype
     parts = subsequences_of(decisions, shape_of(decisions))
     return [layers * sum(t.bytes for t in skeletal_tensors(model, each.shape, dtype)) for each in parts]
 
 
 def held(program: Program) -> list[int]:
-    """Return the skeletal bytes that are kept when each forward pass has ended."""
+    """Return the skeletal bytes on the device at the end of each forward pass."""
     columns = expand(program)
     lives = liveness(program, columns)
     skeletal = lives.class_of == lives.class_names.index(BufferClass.SKELETAL)
@@ -90,27 +90,27 @@ def held(program: Program) -> list[int]:
 
 @pytest.mark.parametrize("swapped", [ONE, (384, 256, 256, 0), (128, 0, 256, 0), (256, 256, 0, 128)])
 def test_the_recurrence_of_kept_bytes(swapped: tuple[int, ...]) -> None:
-    """M_i = M_(i-1) + A_i - alpha_(i-1) A_(i-1): what the planner adds up is what lives in the program."""
+    """M_i = M_(i-1) + A_i - alpha_(i-1) A_(i-1): the planner's sum equals the live bytes of the program."""
     decisions = windowed(1, swapped)
     program = lower(decisions)[0]
     parts, kept = partition(decisions), activations(decisions, 4)
     found = held(program)
     assert found == pytest.approx(held_bytes(kept, [n / tokens for n, tokens in zip(swapped, parts, strict=True)]))
     assert max(found) == pytest.approx(most_held_bytes(decisions))
-    # Layer by layer one leaves behind each that is made: at no instant is there more than a layer beyond that.
+    # For each layer that forward computes, one layer is offloaded, so the peak exceeds this by at most one layer.
     curve = live_bytes(liveness(program, expand(program)), device=True)["skeletal"]
     assert max(found) <= curve.max() <= max(found) + max(kept) // 4
 
 
-def test_a_wider_window_holds_what_has_longer_to_leave() -> None:
+def test_a_wider_window_keeps_activations_for_more_passes() -> None:
     kept = activations(windowed(1, None), 4)
     for window in (1, 2, 3):
         found = held(lower(windowed(window, None))[0])
         assert found == [sum(kept[max(0, i - window + 1) : i + 1]) for i in range(4)]
 
 
-def test_what_leaves_comes_back_and_nothing_else_moves() -> None:
-    """The last subsequence stays, whatever its share: its backward follows; so do those that swap nothing."""
+def test_offloaded_bytes_are_prefetched_and_nothing_else_moves() -> None:
+    """The last subsequence stays, whatever its share, because its backward follows. So do those that swap nothing."""
     for swapped in (ONE, (256, 0, 128, 128)):
         decisions = windowed(1, swapped)
         program = lower(decisions)[0]
@@ -125,8 +125,8 @@ def test_what_leaves_comes_back_and_nothing_else_moves() -> None:
         assert moved == {Lane.D2H: wanted, Lane.H2D: wanted}
 
 
-def test_a_birth_that_does_not_wait_for_what_leaves_is_found() -> None:
-    """Memory of what has left is handed out again: without the edges to the copies the checker says so."""
+def test_the_checker_finds_a_birth_that_does_not_wait_for_an_offload() -> None:
+    """Memory is reused after an offload. Without the edges to the copies the checker reports a fault."""
     columns = expand(lower(windowed(1, None))[0])
     edges = derive_edges(columns)
     keep = columns.lane[edges.producer] != Lane.D2H
@@ -135,7 +135,7 @@ def test_a_birth_that_does_not_wait_for_what_leaves_is_found() -> None:
 
 
 class Figure8:
-    """A forward of a part takes four seconds a layer, so does its backward, and a unit of a layer travels as long."""
+    """Prices of Figure 8: a layer's forward of a subsequence, its backward, and a copy of one unit each take 4 s."""
 
     def __init__(self, unit_bytes: int) -> None:
         self.outside: set[str] = set()
@@ -150,7 +150,7 @@ class Figure8:
 
 
 def figure_8(window: int, swapped: tuple[int, ...] | None) -> Simulation:
-    """Return two stages of eight layers that play the four parts; a unit leaves in the time of one forward."""
+    """Simulate two stages of eight layers with four subsequences; offloading a unit takes as long as one forward."""
     decisions = windowed(window, swapped, layout=Layout(subsequences=4, pp=2), layers=16)
     assert [n // UNIT for n in partition(decisions)] == [3, 2, 2, 1]
     unit = activations(decisions, 1)[3]
@@ -158,9 +158,10 @@ def figure_8(window: int, swapped: tuple[int, ...] | None) -> Simulation:
 
 
 def test_figure_8() -> None:
-    """Full offload: s0 leaves for three forwards, through s2's, and 7 units are kept; one unit of each: 5, and faster.
+    """Full offload keeps 7 units, because copying s0 to the host takes three forwards. One unit of each keeps only 5.
 
-    Its way back delays the backward of s0. Nothing waits for one unit: the step is that of no copies at all.
+    Under full offload the prefetch of s0 delays its backward. With one unit of each nothing waits: the step is as short
+    as without copies.
     """
     full, adaptive = figure_8(3, None), figure_8(1, ONE)
     unit = activations(full.decisions, 8)[3]
@@ -172,7 +173,7 @@ def test_figure_8() -> None:
         if "/s0/" in name and "/off/" in name
     ]
     forward = 4.0 * 8
-    assert 3 * forward < max(leaves) <= 4 * forward  # of F0 F1 F2 F3
+    assert 3 * forward < max(leaves) <= 4 * forward  # during F3, the fourth forward
     ideal = (4 + 1) * 2 * forward
     assert adaptive.prediction.step_s == pytest.approx(ideal, rel=1e-9)
     assert full.prediction.step_s > 1.1 * ideal

@@ -1,4 +1,4 @@
-"""Stages as programs: the independent checkers accept every schedule and policy, and find what is planted."""
+"""Stage programs: the independent checkers accept every schedule and policy, and find planted faults."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ EVERY = [*POLICIES, ("selective", 0.0)]
 def stages(
     model: str, layout: Layout, policy: tuple[str, float] = ("none", 0.0), *, each: int = 4, **more
 ) -> Decisions:
-    """Return decisions of ``each`` micro-batches a data-parallel rank."""
+    """Return decisions with ``each`` micro-batches on each data-parallel rank."""
     return decide(EIGHT[model], layout, policy, global_batch=each * layout.dp, **more)
 
 
@@ -72,7 +72,7 @@ def test_every_stage_passes_the_independent_checkers(model: str, layout: Layout)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_stages_hold_all_layers_once_and_hand_over_what_one_layer_hands_the_next(layout: Layout) -> None:
+def test_stages_hold_all_layers_once_and_send_one_layers_output_and_gradient(layout: Layout) -> None:
     decisions = stages("gpt", layout)
     found = stages_of(decisions)
     assert sorted(layer for stage in found for layer in stage.layers) == list(range(8))
@@ -82,15 +82,15 @@ def test_stages_hold_all_layers_once_and_hand_over_what_one_layer_hands_the_next
         for _, i in p.walk()
         if isinstance(i.work, PointToPoint) and i.lane is Lane.SEND
     ]
-    # Between two neighbouring chunks goes every micro-batch's activation one way and its gradient the other.
+    # Two neighbouring chunks exchange, for every micro-batch, the activation forward and its gradient backward.
     borders = layout.pp * layout.virtual_stages - 1
     one = shape_of(decisions).shard_tokens * GPT.hidden * 2
     assert sent == [one] * (2 * 4 * borders)
 
 
 @pytest.mark.parametrize("schedule", [("1f1b", 1), ("gpipe", 1), ("zero-bubble", 1), ("interleaved", 2)])
-def test_what_is_gathered_where_it_arrives_holds_nobody_up(schedule: tuple[str, int]) -> None:
-    """An eager framework's ranks hand over their parts; the lane of collectives must not wait for a later pass."""
+def test_gathers_of_received_shards_delay_no_other_collective(schedule: tuple[str, int]) -> None:
+    """Ranks of an eager framework send their shards; the collective lane must not wait for a later pass."""
     for overlapped in (True, False) if schedule[1] == 1 else (True,):
         layout = Layout(pp=4, tp=2, schedule=schedule[0], virtual_stages=schedule[1], overlap_p2p=overlapped)
         for policy in (("none", 0.0), ("none", 1.0), ("full", 0.0)):
@@ -101,7 +101,7 @@ def test_what_is_gathered_where_it_arrives_holds_nobody_up(schedule: tuple[str, 
                 assert check_program(program, columns) + check_edges(columns, derive_edges(columns)) == []
 
 
-def test_a_stage_has_what_its_place_needs() -> None:
+def test_the_first_and_last_stage_hold_embedding_and_head() -> None:
     first, middle, *_, last = lower(stages("gpt", Layout(pp=4)))
     names = [{f.name for f in p.families} for p in (first, middle, last)]
     assert [("input.ids" in n, "input.labels" in n, "params.head" in n) for n in names] == [
@@ -109,7 +109,8 @@ def test_a_stage_has_what_its_place_needs() -> None:
         (False, False, False),
         (False, True, True),
     ]
-    # GPT's classifier is its token embedding: both ends hold it and sum its gradient; it is counted once in the norm.
+    # GPT ties its classifier to the token embedding. The first and the last stage hold it and sum its gradient, and the
+    # gradient norm counts it once.
     assert ["params.embed" in n for n in names] == [True, False, True]
     tied = [[i.work.bytes for _, i in p.walk() if _group(i.work) == "tied"] for p in (first, middle, last)]
     assert tied == [[4 * GPT.vocab * GPT.hidden], [], [4 * GPT.vocab * GPT.hidden]]
@@ -131,7 +132,7 @@ def test_parameters_of_all_stages_are_the_models() -> None:
 
 
 def kept(program: Program) -> int:
-    """Return the most inputs of the stage's first layer that are kept at once."""
+    """Return the most inputs of the stage's first layer that are alive at once."""
     columns = expand(program)
     lives = liveness(program, columns)
     family = next(n for n, f in enumerate(program.all_families) if f.name == "skeletal.x")
@@ -144,22 +145,25 @@ def kept(program: Program) -> int:
 
 @pytest.mark.parametrize("policy", [("none", 0.0), ("full", 0.0)])
 @pytest.mark.parametrize("micro_batches", [2, 4, 9])
-def test_what_is_kept_is_of_the_micro_batches_in_flight(policy: tuple[str, float], micro_batches: int) -> None:
-    """GPipe keeps all, 1F1B as many as there are stages from here on; a stage that waits receives no input ahead."""
+def test_kept_inputs_are_those_of_the_micro_batches_in_flight(policy: tuple[str, float], micro_batches: int) -> None:
+    """GPipe keeps all of them; 1F1B keeps one for this stage and each later stage.
+
+    Without ``overlap_p2p`` a stage receives no input early.
+    """
     for schedule in ("1f1b", "gpipe"):
         layout = Layout(pp=4, schedule=schedule, overlap_p2p=False)
         found = [kept(p) for p in lower(stages("gpt", layout, policy, each=micro_batches))]
         assert found == [min(micro_batches, 4 - n) if schedule == "1f1b" else micro_batches for n in range(4)]
 
 
-def test_an_input_received_ahead_is_kept_a_pass_longer() -> None:
+def test_an_input_received_early_is_kept_one_pass_longer() -> None:
     waits, ahead = ([kept(p) for p in lower(stages("gpt", Layout(pp=4, overlap_p2p=o), each=9))] for o in (0, 1))
     assert [b - a for a, b in zip(waits, ahead, strict=True)] == [0, 1, 1, 1]
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
-def test_layers_that_are_swapped_follow_from_the_stages_own_order(schedule: str) -> None:
-    """Two layers a stage, two rounding buffers: in 1F1B only the last stage goes back right after its forward."""
+def test_swapped_layers_follow_from_the_stages_own_order(schedule: str) -> None:
+    """A stage has two layers and two rounding buffers; in 1F1B only the last stage goes back right after forward."""
     programs = lower(stages("gpt", Layout(pp=4, schedule=schedule), ("none", 1.0)))
     swapped = [len({i.place for i in p.instances if p.templates[i.template].name == "layer.offload"}) for p in programs]
     assert swapped == ([8, 8, 8, 0] if schedule == "1f1b" else [8, 8, 8, 8])[:4]
@@ -167,14 +171,14 @@ def test_layers_that_are_swapped_follow_from_the_stages_own_order(schedule: str)
 
 @pytest.mark.parametrize("overlap", ["none", "gradients", "both"])
 @pytest.mark.parametrize("layout", [Layout(pp=2, dp=2), Layout(pp=2, dp=2, zero=1)], ids=str)
-def test_what_two_stages_hold_is_summed_between_them_and_then_over_replicas_once(layout: Layout, overlap: str) -> None:
+def test_tied_gradients_are_summed_over_two_stages_and_then_once_over_replicas(layout: Layout, overlap: str) -> None:
     for program in lower(stages("gpt", layout, overlap=overlap)):
         assert not [name for name, times in Counter(program.ids()).items() if times > 1]
         sums = [name for name in program.ids() if name in ("step/embed/reduce/tied", "step/embed/reduce/grads")]
         assert sums == ["step/embed/reduce/tied", "step/embed/reduce/grads"]
 
 
-def test_a_number_of_stages_is_another_program_and_one_stage_has_no_schedule() -> None:
+def test_each_layout_has_its_own_program_and_one_stage_ignores_the_schedule() -> None:
     hashes = [program_sha256(lower(stages("gpt", layout))) for layout in [Layout(), *LAYOUTS]]
     assert len(set(hashes)) == len(hashes)
     for schedule in ("gpipe", "zero-bubble"):
@@ -183,7 +187,7 @@ def test_a_number_of_stages_is_another_program_and_one_stage_has_no_schedule() -
 
 @pytest.mark.parametrize("policy", [("none", 0.0), ("none", 0.5), ("full", 0.0), ("tokenwise", 0.5)])
 @pytest.mark.parametrize("model", EIGHT)
-def test_weight_gradients_apart_are_the_same_products_later(model: str, policy: tuple[str, float]) -> None:
+def test_deferred_weight_gradients_are_the_same_products_later(model: str, policy: tuple[str, float]) -> None:
     whole, apart = (
         lower(stages(model, Layout(pp=4, schedule=schedule), policy)) for schedule in ("1f1b", "zero-bubble")
     )
@@ -197,7 +201,7 @@ def test_weight_gradients_apart_are_the_same_products_later(model: str, policy: 
 
 
 def weight_gradients(program: Program) -> Counter[tuple[str, str, object]]:
-    """Return (micro-batch and layer, operator, work) of everything that adds to a weight's or a bias's gradient."""
+    """Return (micro-batch and layer, operator, work) of all instructions that add to a weight's or bias's gradient."""
     found = [
         (name.split("/bwd/")[0].split("/wgt/")[0], name.rsplit("/", 1)[1], i.work)
         for name, i in program.walk()
@@ -206,29 +210,29 @@ def weight_gradients(program: Program) -> Counter[tuple[str, str, object]]:
     return Counter(found)
 
 
-def planted(programs: tuple[Program, ...], role: int, instances: list[Instance]) -> tuple[Program, ...]:
-    changed = replace(programs[role], instances=tuple(instances))
-    return (*programs[:role], changed, *programs[role + 1 :])
+def planted(programs: tuple[Program, ...], stage: int, instances: list[Instance]) -> tuple[Program, ...]:
+    changed = replace(programs[stage], instances=tuple(instances))
+    return (*programs[:stage], changed, *programs[stage + 1 :])
 
 
 def places(program: Program, template: str) -> list[int]:
     return [n for n, i in enumerate(program.instances) if program.templates[i.template].name == template]
 
 
-def test_the_checker_finds_a_lost_hand_over() -> None:
+def test_the_checker_finds_a_missing_p2p_transfer() -> None:
     programs = lower(stages("gpt", Layout(pp=4)))
-    for role, template in (
+    for stage, template in (
         (0, "stage.send.x"),
         (1, "stage.recv.x"),
         (1, "stage.send.grad"),
         (2, "stage.recv.grad"),
     ):
-        instances = list(programs[role].instances)
-        del instances[places(programs[role], template)[2]]
-        assert any("is sent" in fault for fault in check_stages(planted(programs, role, instances)))
+        instances = list(programs[stage].instances)
+        del instances[places(programs[stage], template)[2]]
+        assert any("is sent" in fault for fault in check_stages(planted(programs, stage, instances)))
 
 
-def test_the_checker_finds_hand_overs_in_another_order() -> None:
+def test_the_checker_finds_p2p_transfers_in_the_wrong_order() -> None:
     programs = lower(stages("gpt", Layout(pp=2)))
     instances = list(programs[0].instances)
     a, b, *_ = places(programs[0], "stage.send.x")
@@ -236,16 +240,16 @@ def test_the_checker_finds_hand_overs_in_another_order() -> None:
     assert any("is sent" in fault for fault in check_stages(planted(programs, 0, instances)))
 
 
-def test_the_checker_finds_a_reduction_that_a_stage_leaves_out() -> None:
+def test_the_checker_finds_a_missing_reduction() -> None:
     programs = lower(stages("gpt", Layout(pp=4)))
-    for role, template in ((1, "totals"), (3, "embed.tied")):
-        instances = list(programs[role].instances)
-        del instances[places(programs[role], template)[0]]
-        assert any(fault.startswith("group") for fault in check_stages(planted(programs, role, instances)))
+    for stage, template in ((1, "totals"), (3, "embed.tied")):
+        instances = list(programs[stage].instances)
+        del instances[places(programs[stage], template)[0]]
+        assert any(fault.startswith("group") for fault in check_stages(planted(programs, stage, instances)))
 
 
 def test_the_checker_finds_stages_that_wait_for_each_other() -> None:
-    """Sends before receives, on stages that wait for both: each holds what the other has asked for."""
+    """Both stages send before they receive, and each send waits for its receive, so both wait for ever."""
     programs = lower(stages("gpt", Layout(pp=2, overlap_p2p=False)))
     assert deadlocks(programs) == []
     instances = list(programs[0].instances)
@@ -261,7 +265,7 @@ def test_the_checker_finds_stages_that_wait_for_each_other() -> None:
     assert "stage0: m1/s0/l3/pp/send.x never starts" in deadlocks(swapped)
 
 
-def test_interleaved_stages_that_waited_for_their_hand_overs_would_wait_in_a_circle(
+def test_interleaved_stages_without_early_receives_deadlock(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     decisions = stages("gpt", Layout(pp=4, schedule="interleaved", virtual_stages=2), each=8)
@@ -285,7 +289,7 @@ def test_interleaved_stages_that_waited_for_their_hand_overs_would_wait_in_a_cir
         (Layout(pp=2, dp=2, zero=3), {}, "whole parameters"),
     ],
 )
-def test_what_stages_cannot_be_is_refused(layout: Layout, more: dict, what: str) -> None:
+def test_incompatible_options_are_refused(layout: Layout, more: dict, what: str) -> None:
     with pytest.raises(Infeasible, match=what) as error:
         lower(stages("gpt", layout, **more))
     assert error.value.where
@@ -293,7 +297,7 @@ def test_what_stages_cannot_be_is_refused(layout: Layout, more: dict, what: str)
 
 
 @pytest.mark.parametrize("model", EIGHT.values())
-def test_neighbours_of_chunks_are_each_others(model: Model) -> None:
+def test_source_and_target_of_chunks_match(model: Model) -> None:
     decisions = decide(model, Layout(pp=2, schedule="interleaved", virtual_stages=2))
     found = stages_of(decisions)
     assert [stage.layers for stage in found] == [(0, 1, 4, 5), (2, 3, 6, 7)]

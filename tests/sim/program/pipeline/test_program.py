@@ -1,4 +1,4 @@
-"""The lowering: every policy and layout gives a program that the independent checkers accept."""
+"""The lowering of one stage: every policy and layout gives a program that the independent checkers accept."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ LAYOUTS = [
 
 
 def step_layer_passes(layers: int, micro_batches: int) -> list[LayerPass]:
-    """Return the visits of a step without pipeline: each micro-batch forward, then backward."""
+    """Return the layer passes of a step without pipeline parallelism: each micro-batch's forward, then its backward."""
     return [
         layer_pass for each in one_stage(Units(micro_batches)) for layer_pass in layer_passes_of(each, range(layers))
     ]
@@ -98,8 +98,8 @@ def test_which_layers_are_swapped_is_derived(layers: int) -> None:
     assert schedule.swapped == {(m, 0, layer) for m in range(2) for layer in range(layers - 2)}
 
 
-def test_another_order_of_visits_swaps_other_layers() -> None:
-    """Two micro-batches forward before any backward: only the layers that were visited last stay."""
+def test_another_order_of_layer_passes_swaps_other_layers() -> None:
+    """With two micro-batches forward before any backward, only the layers of the last layer passes stay."""
     layer_passes = [v for v in step_layer_passes(4, 2) if not v.backward]
     layer_passes += [v for v in step_layer_passes(4, 2) if v.backward and v.micro_batch == 1]
     layer_passes += [v for v in step_layer_passes(4, 2) if v.backward and v.micro_batch == 0]
@@ -107,7 +107,7 @@ def test_another_order_of_visits_swaps_other_layers() -> None:
     assert schedule.swapped == {(m, 0, layer) for m, layer in [(0, 0), (0, 1), (0, 2), (0, 3), (1, 0), (1, 1)]}
 
 
-def test_bytes_to_the_host_come_back() -> None:
+def test_offloaded_bytes_are_prefetched() -> None:
     for policy in (("tokenwise", 0.0), ("tokenwise", 0.5), ("none", 1.0), ("none", 0.5)):
         program = lower(decide(policy=policy))[0]
         moved = {Lane.D2H: 0, Lane.H2D: 0}
@@ -160,7 +160,7 @@ def test_equal_decisions_give_equal_hashes_and_others_do_not() -> None:
         {"model": load_model("gpt-tiny"), "seq_tokens": 1 << 20},
     ],
 )
-def test_what_cannot_be_lowered_is_refused(change: dict) -> None:
+def test_infeasible_decisions_are_refused(change: dict) -> None:
     fields = {"model": GPT, "seq_tokens": 2048, **change}
     with pytest.raises(Infeasible) as error:
         lower(Decisions(**fields))
@@ -168,7 +168,7 @@ def test_what_cannot_be_lowered_is_refused(change: dict) -> None:
     assert error.value.exit_code == 4
 
 
-def test_swapped_tokens_that_end_inside_a_row_block_are_a_files_fault() -> None:
+def test_swapped_tokens_that_end_inside_a_row_block_are_bad_input() -> None:
     layout = Layout(tp=2, sequence_parallel=True)
     with pytest.raises(BadInput, match="a multiple of 256 up to 2048") as error:
         lower(Decisions(model=GPT, seq_tokens=2048, swapped_tokens=128, recompute="tokenwise", layout=layout))

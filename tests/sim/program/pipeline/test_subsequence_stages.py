@@ -1,6 +1,6 @@
-"""Subsequences through pipeline stages: orders with the closed forms of makespan, and the engine's in SPPO's limit.
+"""Subsequences in pipeline stages: schedules with the closed forms of makespan, and the engine's step in SPPO's limit.
 
-F is the forward of one unit on one stage, B its backward, W the weight gradients in it; a unit is a subsequence.
+F is the forward time of one subsequence on one stage, B its backward time, and W the part of B for weight gradients.
 """
 
 from __future__ import annotations
@@ -29,9 +29,7 @@ def orders(schedule: Schedule, stages: int, micro_batches: int, subsequences: in
 
 @pytest.mark.parametrize("stages", [2, 4])
 @pytest.mark.parametrize(("schedule", "chunks"), SCHEDULES)
-def test_every_subsequence_is_played_once_and_keys_come_before_queries(
-    schedule: Schedule, chunks: int, stages: int
-) -> None:
+def test_every_subsequence_runs_once_and_keys_come_before_queries(schedule: Schedule, chunks: int, stages: int) -> None:
     for micro_batches, count in ((1, 4), (2, 4), (4, 3)):
         kinds = list(Kind) if schedule == "zero-bubble" else [Kind.FORWARD, Kind.BACKWARD]
         units = [(m, s, c) for m in range(micro_batches) for s in range(count) for c in range(chunks)]
@@ -47,9 +45,9 @@ def test_every_subsequence_is_played_once_and_keys_come_before_queries(
 @pytest.mark.parametrize("stages", [2, 3, 4, 8])
 @pytest.mark.parametrize(("schedule", "chunks"), SCHEDULES)
 def test_makespans_are_those_of_as_many_micro_batches(schedule: Schedule, chunks: int, stages: int) -> None:
-    """m N (F + B) and the schedule's bubble; ZB-H1's weight gradients fill it twice when there are enough units.
+    """The makespan is m N (F + B) plus the schedule's bubble.
 
-    One micro-batch fills and drains: then they fill the drain alone.
+    W passes of ZB-H1 fill (p - 1) 2 W of the bubble. With one micro-batch they fill only the drain, (p - 1) W.
     """
     split = schedule == "zero-bubble"
     seconds = {Kind.FORWARD: F / chunks, Kind.BACKWARD: (B - W if split else B) / chunks, Kind.WEIGHTS: W}
@@ -64,7 +62,7 @@ def test_makespans_are_those_of_as_many_micro_batches(schedule: Schedule, chunks
 
 @pytest.mark.parametrize("stages", [2, 4])
 @pytest.mark.parametrize("count", [2, 8])
-def test_seq1f1b_holds_a_micro_batch_and_a_subsequence_a_stage_and_terapipe_all(stages: int, count: int) -> None:
+def test_seq1f1b_keeps_one_micro_batch_plus_the_later_stages_and_terapipe_all(stages: int, count: int) -> None:
     for micro_batches in (1, 2, 5):
         for stage in range(stages):
             one, gpipe = (
@@ -76,7 +74,10 @@ def test_seq1f1b_holds_a_micro_batch_and_a_subsequence_a_stage_and_terapipe_all(
 
 
 class EqualParts:
-    """Every product of a layer takes a second, whatever its rows; all else is free: SPPO's F(N) = N times one part."""
+    """Prices of SPPO's limit: every product of a layer takes a second, whatever its rows; all else is free.
+
+    So F(N) is N times the forward of one subsequence.
+    """
 
     def __init__(self) -> None:
         self.outside: set[str] = set()
@@ -92,16 +93,16 @@ run = partial(run_layout, prices=EqualParts())
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 @pytest.mark.parametrize(("stages", "count"), [(2, 1), (2, 4), (4, 2), (4, 3), (8, 4)])
 def test_the_step_is_sppos_closed_form(stages: int, count: int, schedule: Schedule, partition: str) -> None:
-    """T = (p - 1 + N) / N x F(N), of which (p - 1) F(N) / N is bubble: with one micro-batch, by any schedule."""
+    """T = (p - 1 + N) / N x F(N), of which (p - 1) F(N) / N is bubble: with one micro-batch, under any schedule."""
     layout = Layout(pp=stages, schedule=schedule, subsequences=count, partition=partition)
     simulation = run(layout, 1)
-    # A layer has four products, whose backward is two each.
+    # A layer has four products in forward, and backward has two for each of them.
     work = count * 12.0 * 8 / stages
     step = simulation.prediction.step_s
     assert step == pytest.approx((stages - 1 + count) / count * work, rel=1e-9)
-    for role in simulation.stages:
-        assert role.compute_s == pytest.approx(work, rel=1e-9)
-        assert step - role.compute_s == pytest.approx((stages - 1) * work / count, rel=1e-9)
+    for stage in simulation.stages:
+        assert stage.compute_s == pytest.approx(work, rel=1e-9)
+        assert step - stage.compute_s == pytest.approx((stages - 1) * work / count, rel=1e-9)
 
 
 @pytest.mark.parametrize(("stages", "chunks", "count"), [(2, 2, 4), (4, 2, 4), (2, 4, 2)])
@@ -113,7 +114,7 @@ def test_interleaved_stages_divide_the_bubble_by_their_chunks(stages: int, chunk
         assert step == pytest.approx((micro_batches * count + (stages - 1) / chunks) * one, rel=1e-9)
 
 
-def test_weight_gradients_apart_fill_the_drain() -> None:
+def test_deferred_weight_gradients_fill_the_drain() -> None:
     layout = Layout(pp=4, schedule="zero-bubble", subsequences=4)
     one, weights = 12.0 * 2, 4.0 * 2
     assert run(layout, 1).prediction.step_s == pytest.approx(4 * one + 3 * (one - weights), rel=1e-9)
@@ -129,8 +130,8 @@ REPEATED = [
 
 
 @pytest.mark.parametrize(("layout", "policy"), REPEATED, ids=str)
-def test_a_repeated_window_is_of_whole_micro_batches(layout: Layout, policy: tuple[str, float]) -> None:
-    """With everything priced, and lanes that slow each other: what was repeated equals what was played."""
+def test_repeated_micro_batches_equal_played_ones(layout: Layout, policy: tuple[str, float]) -> None:
+    """Everything is priced, and lanes slow each other: a repeated step equals one that is played in full."""
     prices = ToyPrices(copy_s_per_byte=1 / 2e9)
     short, full = (
         run(layout, 16, policy, prices=prices, rates=contended, played=played, layers=4) for played in (None, 16)
@@ -143,9 +144,9 @@ def test_a_repeated_window_is_of_whole_micro_batches(layout: Layout, policy: tup
     assert a.peak_host_bytes_per_node == b.peak_host_bytes_per_node
 
 
-def test_hand_overs_are_of_the_subsequences_rows() -> None:
+def test_p2p_transfers_have_the_subsequences_rows() -> None:
     whole, parts = (run(Layout(pp=2, subsequences=count), 2) for count in (1, 4))
-    assert [role.sent_bytes for role in whole.stages] == [role.sent_bytes for role in parts.stages]
+    assert [stage.sent_bytes for stage in whole.stages] == [stage.sent_bytes for stage in parts.stages]
     sends = [i for i in parts.stages[0].program.instances if i.place.startswith("m0/") and _sends(parts, i.template)]
     assert [i.subsequence for i in sends] == [0, 1, 2, 3]
 

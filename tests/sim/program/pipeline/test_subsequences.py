@@ -1,4 +1,4 @@
-"""Subsequences as programs: the independent checkers accept them, their work is the whole sequence's, keys stay."""
+"""Programs of subsequences: independent checkers, the work of the whole sequence, and keys that stay on the device."""
 
 from __future__ import annotations
 
@@ -49,12 +49,15 @@ SHARES = [
 
 
 def cut(model: str, layout: Layout, policy: tuple[str, float] = ("none", 0.0), **more) -> Decisions:
-    """Return decisions of 1024 tokens a tensor-parallel rank, whose subsequences swap unlike shares of their tokens."""
+    """Return decisions with 1024 tokens on each tensor-parallel rank.
+
+    A policy with 0.5 swaps a different share of each subsequence.
+    """
     more = {"seq_tokens": 1024 * layout.tp, "loss_chunk_tokens": 128, **more}
     decisions = decide(MODELS[model], layout, (policy[0], 0.0), **more)
     if policy[1] != 0.5:
         return msgspec.structs.replace(decisions, swapped_tokens=int(policy[1] * decisions.local_tokens))
-    # The first swaps nothing, the others what is left of all but one granule: none, some and nearly all are there.
+    # The first subsequence swaps nothing and each other one all but one granule, so that shares differ.
     granule = decisions.swap_granule
     each = tuple(0 if i == 0 else max(granule, n - granule) for i, n in enumerate(partition(decisions)))
     return msgspec.structs.replace(decisions, swapped_tokens=sum(each), subsequence_swapped_tokens=each)
@@ -75,17 +78,17 @@ def test_every_stage_passes_the_independent_checkers(layout: Layout) -> None:
 
 
 @pytest.mark.parametrize("policy", [("full", 0.0), ("full", 1.0)])
-def test_the_mlp_in_row_blocks_and_states_on_the_host_go_with_them(policy: tuple[str, float]) -> None:
+def test_row_blocks_and_host_states_are_compatible_with_subsequences(policy: tuple[str, float]) -> None:
     assert faults_of(cut("gpt", LAYOUTS[0], policy, mlp_chunk_tokens=256, states="host", overlap="both")) == []
 
 
 @pytest.mark.parametrize("policy", [("none", 0.0), ("full", 0.0), ("tokenwise", 0.5)])
 @pytest.mark.parametrize("count", [2, 3, 8])
 @pytest.mark.parametrize("model", MODELS)
-def test_work_is_the_whole_sequences(model: str, count: int, policy: tuple[str, float]) -> None:
-    """Attention's pairs are those of one causal square, forward and backward; products are cut by rows alone."""
+def test_the_work_is_that_of_the_whole_sequence(model: str, count: int, policy: tuple[str, float]) -> None:
+    """Attention covers the pairs of one causal square, in forward and backward; products are only divided by rows."""
     parts = flops(lower(cut(model, Layout(subsequences=count), policy))[0])
-    if policy[0] == "tokenwise":  # what is rebuilt differs with what is swapped
+    if policy[0] == "tokenwise":  # recompute depends on the number of swapped tokens
         del parts["rec", "Gemm"]
     whole = cut(model, Layout(), policy if policy[0] == "full" else ("none", 0.0))
     assert parts == flops(lower(whole)[0])
@@ -102,15 +105,15 @@ def flops(program: Program) -> dict[tuple[str, str], float]:
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_carried_keys_and_values_are_two_widths_of_every_token_and_layer(model: str) -> None:
-    """2 B S H of SPPO 5.1 for each layer, and twice as much for their gradients in fp32, of rows not yet complete."""
+def test_the_kv_cache_has_two_widths_for_every_token_and_layer(model: str) -> None:
+    """The KV cache has 2 B S H of SPPO 5.1 for each layer, and its fp32 gradients twice that for incomplete rows."""
     decisions = cut(model, Layout(subsequences=4), global_batch=1)
     program = lower(decisions)[0]
     shape, layers = shape_of(decisions), decisions.model.layers
     one = 2 * shape.kv_width * 2 * shape.tokens  # bf16
     curve = live_bytes(liveness(program, expand(program)), device=True)["kv_cache"]
     lengths = partition(decisions)
-    known = [sum(lengths[:n]) * one // shape.tokens for n in range(5)]  # up to each subsequence
+    known = [sum(lengths[:n]) * one // shape.tokens for n in range(5)]  # KV bytes before each subsequence
     assert curve.max() == 3 * layers * known[3] + layers * (known[4] - known[3]) + 2 * (known[4] - known[3])
     ids = program.ids()
     assert curve[ids.index("m0/s0/l0/bwd/attn.bwd")] == one + 2 * known[1]
@@ -121,8 +124,8 @@ def test_carried_keys_and_values_are_two_widths_of_every_token_and_layer(model: 
 
 
 @pytest.mark.parametrize("policy", [("none", 1.0), ("tokenwise", 0.5)])
-def test_keys_and_values_are_read_by_all_that_follow_and_the_rest_by_its_own_alone(policy: tuple[str, float]) -> None:
-    """SPPO's access types, from the program: type 0 stays on the device, type 1 may travel (Figure 6)."""
+def test_all_later_subsequences_read_keys_and_values_but_no_other_tensor(policy: tuple[str, float]) -> None:
+    """SPPO's access types, from the program: type 0 stays on the device, type 1 may be swapped (Figure 6)."""
     count = 4
     program = lower(cut("llama", Layout(subsequences=count), policy, global_batch=1))[0]
     keys, others, moved = Counter(), defaultdict(set), set()
@@ -158,7 +161,7 @@ def test_subsequences_go_forward_in_order_and_back_from_the_last() -> None:
 
 
 @pytest.mark.parametrize("layers", [3, 4])
-def test_consecutive_layers_take_the_rounding_buffers_in_turn_over_subsequences(layers: int) -> None:
+def test_consecutive_layer_passes_alternate_rounding_buffers_over_subsequences(layers: int) -> None:
     decisions = cut("gpt", Layout(subsequences=3), ("none", 1.0), global_batch=1)
     decisions = msgspec.structs.replace(decisions, model=msgspec.structs.replace(GPT, layers=layers))
     program = lower(decisions)[0]
@@ -172,11 +175,11 @@ def test_consecutive_layers_take_the_rounding_buffers_in_turn_over_subsequences(
         assert len(taken) == 3 * layers
         assert all(a != b for a, b in pairwise(taken))
     offloaded = {i.place for i in program.instances if program.templates[i.template].name.startswith("layer.offload")}
-    assert len(offloaded) == 3 * layers - 2  # all but the last two that were visited
+    assert len(offloaded) == 3 * layers - 2  # all but the last two layer forwards
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_what_travels_is_each_subsequences_share_without_keys_and_values(model: str) -> None:
+def test_swapped_bytes_are_each_subsequences_share_without_keys_and_values(model: str) -> None:
     decisions = cut(model, Layout(subsequences=4), ("none", 0.5), global_batch=1)
     program = lower(decisions)[0]
     moved: dict[int, int] = defaultdict(int)
@@ -194,7 +197,7 @@ def test_what_travels_is_each_subsequences_share_without_keys_and_values(model: 
     assert up == sum(moved.values())
 
 
-def test_one_subsequence_is_the_program_of_old_whatever_the_partition() -> None:
+def test_one_subsequence_is_the_program_without_subsequences() -> None:
     plain = lower(decide())[0]
     for partitioned in ("length", "flops"):
         program = lower(decide(layout=Layout(subsequences=1, partition=partitioned)))[0]
@@ -214,7 +217,7 @@ def test_one_subsequence_is_the_program_of_old_whatever_the_partition() -> None:
         (Layout(subsequences=3, pp=2, schedule="interleaved", virtual_stages=2), {"global_batch": 1}, "global_batch"),
     ],
 )
-def test_what_subsequences_cannot_go_with_is_refused(layout: Layout, more: dict, where: str) -> None:
+def test_incompatible_options_are_refused(layout: Layout, more: dict, where: str) -> None:
     with pytest.raises(Infeasible) as error:
         lower(cut("llama", layout, **more))
     assert error.value.where == where
@@ -224,10 +227,10 @@ def test_what_subsequences_cannot_go_with_is_refused(layout: Layout, more: dict,
 @pytest.mark.parametrize("window", [0, 1])
 @pytest.mark.parametrize("allocator", ["exact", "power_of_two"])
 @pytest.mark.parametrize("policy", [("none", 0.5), ("none", 1.0), ("tokenwise", 0.5)])
-def test_what_a_floor_says_of_the_host_is_never_more_than_is_swapped(
+def test_the_lower_bound_of_host_bytes_is_at_most_the_swapped_bytes(
     policy: tuple[str, float], allocator: str, window: int
 ) -> None:
-    """Keys and values are left out of it; a window's last subsequences stay."""
+    """The bound leaves out keys and values, and the last subsequences of an offload window, which stay."""
     for layout in (Layout(subsequences=4), Layout(subsequences=2, pp=2)):
         model = msgspec.structs.replace(LLAMA, layers=8)
         decisions = cut("llama", layout, policy, global_batch=1, host_allocator=allocator, offload_window=window)
@@ -241,7 +244,7 @@ def test_what_a_floor_says_of_the_host_is_never_more_than_is_swapped(
 
 @st.composite
 def random_steps(draw: st.DrawFn) -> Decisions:
-    """Draw stages, a schedule, a policy with unlike shares of every subsequence, and an offload window."""
+    """Draw stages, a schedule, a policy with different swapped shares of subsequences, and an offload window."""
     pp = draw(st.sampled_from([1, 2, 4]))
     schedule = draw(st.sampled_from(["gpipe", "1f1b", "interleaved", "zero-bubble"])) if pp > 1 else "1f1b"
     count, tp, dp = draw(st.integers(2, 6)), draw(st.sampled_from([1, 2])), draw(st.sampled_from([1, 2]))
@@ -280,12 +283,12 @@ def random_steps(draw: st.DrawFn) -> Decisions:
 
 @settings(max_examples=6, deadline=None)
 @given(random_steps())
-def test_no_order_of_subsequences_waits_in_a_circle(decisions: Decisions) -> None:
+def test_no_random_step_deadlocks(decisions: Decisions) -> None:
     assert faults_of(decisions) == []
 
 
 @pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(random_steps())
-def test_none_of_many_orders_waits_in_a_circle(decisions: Decisions) -> None:
+def test_none_of_many_random_steps_deadlocks(decisions: Decisions) -> None:
     assert faults_of(decisions) == []

@@ -1,4 +1,4 @@
-"""Templates that one lowering takes from another: the program is the one that is written anew."""
+"""The template cache: a program built from cached templates equals one built without the cache."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ STAGED = [
 
 
 def plans(recompute: str, alpha: float, window: int, model: str) -> list[Decisions]:
-    """One way to keep activations under every order of stages and in several windows, with few and many layers."""
+    """Return plans of one activation policy under every schedule and several offload windows, with 4 and 8 layers."""
     found = []
     for number, changes in enumerate(STAGED):
         layout = msgspec.structs.replace(Layout(tp=2, sequence_parallel=True, subsequences=4), **changes)
@@ -41,7 +41,7 @@ def plans(recompute: str, alpha: float, window: int, model: str) -> list[Decisio
 
 @pytest.mark.parametrize("model", ["gpt-tiny", "llama3-8b"])
 @pytest.mark.parametrize("policy", POLICIES)
-def test_programs_are_those_that_are_written_anew(policy: tuple[str, float, int], model: str) -> None:
+def test_programs_are_those_built_without_the_cache(policy: tuple[str, float, int], model: str) -> None:
     asked = plans(*policy, model)
     anew = []
     for decisions in asked:
@@ -65,7 +65,7 @@ def test_layers_are_written_once_for_all_stages_and_windows() -> None:
     assert not any(t is backward for t in kept)
 
 
-def test_no_more_templates_are_kept_than_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cache_keeps_at_most_the_allowed_templates(monkeypatch: pytest.MonkeyPatch) -> None:
     alike.forget()
     monkeypatch.setattr(alike, "MOST_TEMPLATES", 10)
     base = Decisions(model=load_model("gpt-tiny"), layout=Layout(subsequences=4), seq_tokens=8 * K)

@@ -1,0 +1,108 @@
+"""The attention half of a layer, from the first norm to the residual: what every form of it can do.
+
+``WholeAttention`` computes attention of all tokens at once; ``ChunkedAttention`` (``attention/chunked.py``) computes it
+chunk by chunk. A layer writes the same calls for both.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from memo_sim.program.attention import attention
+from memo_sim.program.attention import subsequence as prefix_attention
+from memo_sim.program.attention.projection import project
+from memo_sim.program.attention.ulysses import Ulysses
+from memo_sim.program.ir.builder import Rows
+from memo_sim.program.ir.kinds import Phase
+from memo_sim.program.layers import selective
+from memo_sim.program.operators.operators import OperatorWriter, RowBlock
+
+
+class AttentionHalf(Protocol):
+    """Writes a layer from its input ``x`` to the residual ``resid``, and back."""
+
+    def forward(self, blocks: list[RowBlock]) -> None:
+        """Write norm, QKV product and attention of all rows; row-wise operators run once per row block."""
+
+    def recompute(self, rows: RowBlock, *, whole: bool) -> None:
+        """Write the same for backward: of ``rows`` without attention, or (``whole``) of all rows with it."""
+
+    def project(self, rows: RowBlock) -> None:
+        """Write the projection of ``rows`` and the residual sum."""
+
+    def backward(self, grad_in: str) -> None:
+        """Write the backward from ``d_resid`` to the gradient of the layer's input, ``grad_in``."""
+
+
+class WholeAttention:
+    """Attention of all of a rank's tokens at once."""
+
+    def __init__(self, writer: OperatorWriter, ulysses: Ulysses) -> None:
+        self.writer, self.ulysses = writer, ulysses
+        self.builder, self.decisions, self.shape = writer.builder, writer.decisions, writer.shape
+
+    def forward(self, blocks: list[RowBlock]) -> None:
+        """Write norm and product of every row block, then attention of all rows."""
+        for i, rows in enumerate(blocks):
+            self.writer.suffix = f".r{i}" if len(blocks) > 1 else ""
+            self._before_attention(rows)
+        self.writer.suffix = ""
+        attention.forward(self.builder, self.decisions, self.shape.attention)
+
+    def recompute(self, rows: RowBlock, *, whole: bool) -> None:
+        """Write norm and product of ``rows``; ``whole``: attention too."""
+        self._before_attention(rows)
+        if whole:
+            attention.forward(self.builder, self.decisions, self.shape.attention)
+
+    def project(self, rows: RowBlock) -> None:
+        """Write the projection of ``rows``, and before it the all-to-all that brings attention's output back."""
+        writer, ulysses, tokens = self.writer, self.ulysses, self.shape.tokens
+        writer.own("proj_out", tokens, self.shape.hidden)
+        ulysses.to_tokens("attn", Rows(ulysses.sequence_sharded("attn"), *rows), writer.suffix)
+        project(writer, ulysses, rows, rows, tokens)
+
+    def backward(self, grad_in: str) -> None:
+        """Write the backward of projection, attention, product and norm."""
+        writer, shape, builder = self.writer, self.shape, self.builder
+        d_proj = writer.gather("proj.grad", builder.all("d_resid"), "d_proj_full", 0)
+        inside, sequence_sharded = shape.attention, self.ulysses.sequence_sharded
+        d_attn = builder.all(writer.own(sequence_sharded("d_attn"), shape.tokens, shape.q_width))
+        writer.dgrad("proj", d_proj, d_attn, shape.q_width, shape.hidden)
+        writer.own("d_attn", inside.tokens, inside.q_width)
+        self.ulysses.to_heads("d_attn", d_attn)
+        writer.wgrad("proj", d_proj, builder.all(sequence_sharded("attn")), shape.hidden, shape.q_width)
+        writer.bgrad("proj", builder.all("d_resid"), shape.hidden)
+        writer.own("d_qkv", inside.tokens, inside.qkv_width)
+        if self.decisions.recompute == "selective":
+            selective.rebuild(builder, self.decisions, inside)
+        attention.backward(builder, self.decisions, inside)
+        d_qkv = writer.own(sequence_sharded("d_qkv"), shape.tokens, shape.qkv_width)
+        self.ulysses.to_tokens("d_qkv", builder.all(d_qkv))
+        writer.positions_backward(builder.all(d_qkv))
+        whole = (0, shape.tokens)
+        writer.product_and_norm_backward(
+            "qkv",
+            "norm1",
+            grad=builder.all(d_qkv),
+            source=None,
+            norm_input="x",
+            residual_grad="d_resid",
+            out=grad_in,
+            rows=whole,
+            at=whole,
+        )
+
+    def _before_attention(self, rows: RowBlock) -> None:
+        """Write norm, QKV product and positions of ``rows``, and the all-to-all to the ranks of their heads."""
+        first, tokens = rows
+        writer, shape = self.writer, self.shape
+        writer.norm("norm1", "x", rows, rows)
+        source = writer.gather("norm1", writer.shard_rows("norm1", rows), "norm1_full", first)
+        packed = Rows(writer.own(self.ulysses.sequence_sharded("qkv"), shape.tokens, shape.qkv_width), first, tokens)
+        writer.linear("qkv", source, packed, shape.qkv_width, shape.hidden)
+        writer.positions(packed, Rows("qk_raw", first, tokens))
+        self.ulysses.to_heads("qkv", packed, writer.suffix)
+        if shape.kv_cache_tokens:
+            fresh = self.builder.phase is Phase.FORWARD
+            prefix_attention.split(self.builder, self.decisions, shape, packed, writer.suffix, keys=fresh)

@@ -1,0 +1,217 @@
+"""The order of one pipeline stage's instances.
+
+    step/*/gather, step/*/zero | passes: [embed] layers forward (+ offload) [head] | layers backward (+ prefetch)
+    [embed backward] | step/*/reduce | step/*/norm | step/*/update
+
+Transfers between stages stand around the passes (``stage_p2p.py``). In a multiplexed pipeline the passes follow each
+other in waves (``wave_order.py``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from memo_sim.program.data_parallel.sharding import NOTHING, Placed
+from memo_sim.program.ir.instruction import Instance
+from memo_sim.program.ir.kinds import BlockKind
+from memo_sim.program.layout.schedule import Kind, Pass
+from memo_sim.program.layout.swap_schedule import (
+    Key,
+    LayerPass,
+    SwapSchedule,
+    layer_passes_of,
+    swap_schedule,
+    window_schedule,
+)
+from memo_sim.program.pipeline.helper_stage import HelperStage
+from memo_sim.program.pipeline.stage_p2p import StageTransfer
+from memo_sim.program.pipeline.stage_parts import StageParts
+from memo_sim.program.pipeline.stage_templates import StageTemplates
+from memo_sim.program.pipeline.wave_order import WaveOrder
+
+LayerPasses = list[list[LayerPass]]
+"""The layer passes of each pass."""
+
+
+class StageOrder:
+    """Places the instances of a stage; ``place`` is called once."""
+
+    def __init__(self, parts: StageParts, templates: StageTemplates, buffer_slots: dict[Key, int]) -> None:
+        self.instances: list[Instance] = []
+        self.first_instances: list[int] = []
+        """Number of the first instance of every pass."""
+        self._parts, self._templates, self._stage = parts, templates, parts.stage
+        self._layer_passes = layer_passes(parts)
+        order = [each for passed in self._layer_passes for each in passed]
+        self._swaps = self._swap_schedule(order, buffer_slots)
+        self._rounding = bool(buffer_slots)
+        self._around = parts.sharding.around(order)
+        self._played = 0
+        """Layer passes that are placed."""
+
+    def place(self) -> None:
+        """Place the whole step."""
+        blocks, templates = self._step_blocks(), self._templates
+        for kind, place, layer in blocks:
+            if f"{kind}.gather" in templates and kind not in self._parts.sharding.params:
+                self._place(f"{kind}.gather", place, 0, layer)
+        for kind, place, layer in blocks:
+            self._place(f"{kind}.zero", place, 0, layer)
+        self._place_passes()
+        self._place_reductions(blocks)
+        for kind, place, layer in blocks:
+            if kind is not BlockKind.EMBED or self._stage.first:  # what two stages hold is counted once
+                self._place(f"{kind}.norm", place, 0, layer)
+        if "totals" in templates:
+            self._place("totals", "step/totals", 0)
+        for kind, place, layer in blocks:
+            self._place(f"{kind}.update", place, 0, layer)
+
+    def begin(self, each: Pass) -> None:
+        """Begin a pass: with what was received, gathered or copied."""
+        self.first_instances.append(len(self.instances))
+        for transfer in self._parts.subsequences[each.subsequence].p2p.entered(each):
+            self.place_transfer(transfer)
+
+    def play_layer_pass(self, each: LayerPass, then: Callable[[], None] | None = None) -> None:
+        """Place one layer's forward or backward, with the model's ends and the copies around it.
+
+        ``then`` is called between the layer and the end of the model that follows it.
+        """
+        swapped = each.key in self._swaps.swapped
+        (self._backward if each.backward else self._forward)(each, swapped, then)
+        for left in self._swaps.leave_after.get(self._played, []):
+            self._place_layer("layer.offload", left.micro_batch, left.layer, left.subsequence)
+        for wanted in self._swaps.prefetch_after.get(self._played, []):
+            self._place_layer("layer.prefetch", wanted.micro_batch, wanted.layer, wanted.subsequence)
+        self._played += 1
+
+    def place_transfer(self, transfer: StageTransfer) -> None:
+        """Place a transfer between neighbouring stages."""
+        self._place_layer(transfer.template, transfer.micro_batch, transfer.layer, transfer.subsequence)
+
+    def at_owner(self, template: str, layer: int, subsequence: int) -> None:
+        """Place a template of ``OwnerStage`` at a layer (local number)."""
+        place = f"m0/s{subsequence}/l{self._stage.layers[layer]}"
+        self._place(self._parts.owners[subsequence].name(template), place, 0, layer, subsequence)
+
+    def as_helper(self, helper: HelperStage, template: str, layer: int) -> None:
+        """Place a template of ``HelperStage`` at a layer, numbered on the owner stage."""
+        number = self._templates.number(helper.name(template))
+        self.instances.append(helper.instance(template, number, layer))
+
+    def _swap_schedule(self, order: list[LayerPass], buffer_slots: dict[Key, int]) -> SwapSchedule:
+        """Return which activations are copied to the host and back, and where in the order."""
+        parts = self._parts
+        if parts.subsequences[0].activations.leaving:
+            swapping = {n for n, each in enumerate(parts.subsequences) if each.activations.travels}
+            return window_schedule(self._layer_passes, parts.decisions.offload_window, swapping)
+        return swap_schedule(order, buffer_slots) if buffer_slots else SwapSchedule(frozenset(), {})
+
+    def _step_blocks(self) -> list[tuple[BlockKind, str, int]]:
+        """Return (kind, place, layer) of every parameter block."""
+        layers = [(BlockKind.LAYER, f"step/l{number}", i) for i, number in enumerate(self._stage.layers)]
+        ends = {kind: [(kind, f"step/{kind}", 0)] for kind in (BlockKind.EMBED, BlockKind.HEAD)}
+        return [block for kind in self._parts.blocks for block in {**ends, BlockKind.LAYER: layers}[kind]]
+
+    def _place_passes(self) -> None:
+        parts = self._parts
+        if parts.decisions.layout.multiplexed:
+            overlaps, count = parts.decisions.layout.overlap_p2p, len(parts.subsequences)
+            WaveOrder(self, self._stage, count, owners=parts.owners, helpers=parts.helpers, ahead=overlaps).place()
+            return
+        self._place_transfers(-1)
+        for number, (each, layer_passes) in enumerate(zip(parts.passes, self._layer_passes, strict=True)):
+            self.begin(each)
+            for layer_pass in layer_passes:
+                self.play_layer_pass(layer_pass)
+            if each.kind is Kind.WEIGHTS:
+                for layer in reversed(self._stage.chunk(each.chunk)):
+                    self._place_layer("layer.wgrad", each.micro_batch, layer, each.subsequence)
+            self._place_transfers(number)
+
+    def _place_transfers(self, number: int) -> None:
+        for transfer in self._parts.subsequences[0].p2p.behind(self._parts.passes, number):
+            self.place_transfer(transfer)
+
+    def _place_reductions(self, blocks: list[tuple[BlockKind, str, int]]) -> None:
+        templates, tied = self._templates, self._parts.tied_with_another
+        if tied:
+            self._place("embed.tied", "step/embed", 0)
+        for kind, place, layer in reversed(blocks):
+            if f"{kind}.prepare" in templates:
+                self._place(f"{kind}.prepare", place, 0, layer)
+        # The first block's gradients are complete last: in this order none leaves before the last backward has ended.
+        for kind, place, layer in blocks:
+            late = kind not in self._parts.sharding.reduced_early or (kind is BlockKind.EMBED and tied)
+            if f"{kind}.reduce" in templates and late:
+                self._place(f"{kind}.reduce", place, 0, layer)
+
+    def _forward(self, each: LayerPass, swapped: bool, then: Callable[[], None] | None) -> None:
+        m, layer, s, stage = each.micro_batch, each.layer, each.subsequence, self._stage
+        at = f"m{m}/s{s}"
+        if stage.begins_model(layer):
+            self._use("embed.fwd", f"{at}/embed", each, -1)
+            if self._parts.subsequences[s].own:
+                self._place_layer("stage.enter", m, layer, s)
+        last = stage.ends_model(layer)
+        template = "layer.fwd.last" if last else "layer.fwd.out" if stage.ends_chunk(layer) else "layer.fwd"
+        self._use(template, f"{at}/l{stage.layers[layer]}", each, layer, first=self._first_row(s))
+        if swapped and self._rounding:
+            self._place_layer("layer.offload", m, layer, s)
+        if then:
+            then()
+        if last:
+            self._use("head", f"{at}/head", each, len(stage.layers), backward=True)
+
+    def _backward(self, each: LayerPass, swapped: bool, then: Callable[[], None] | None) -> None:
+        layer, at = each.layer, f"m{each.micro_batch}/s{each.subsequence}"
+        resident = self._parts.subsequences[0].activations.resident_differs and not swapped
+        template = "layer.bwd.resident" if resident else "layer.bwd"
+        place = f"{at}/l{self._stage.layers[layer]}"
+        self._use(template, place, each, layer, backward=True, first=self._first_row(each.subsequence))
+        if then:
+            then()
+        if self._stage.begins_model(layer):
+            self._use("embed.bwd", f"{at}/embed", each, -1, backward=True)
+
+    def _first_row(self, subsequence: int) -> int:
+        """Return the subsequence's row that this stage's layers begin with; helper stages play those before."""
+        own = self._parts.subsequences[subsequence].own
+        return own.first if own else 0
+
+    def _use(
+        self, template: str, place: str, each: LayerPass, layer: int, *, backward: bool = False, first: int = 0
+    ) -> None:
+        """Place what needs parameters or makes gradients, with what gathers and scatters them around it."""
+        before, after = self._around.get((place, backward), NOTHING)
+        self._place_all(before)
+        suffix = self._parts.subsequences[each.subsequence].suffix
+        self._place(template + suffix, place, each.micro_batch, layer, each.subsequence, first=first)
+        self._place_all(after)
+
+    def _place_all(self, placed: list[Placed]) -> None:
+        for each in placed:
+            self._place(each.template, each.place, each.micro_batch, each.layer, each.subsequence)
+
+    def _place_layer(self, template: str, micro_batch: int, layer: int, subsequence: int) -> None:
+        place = f"m{micro_batch}/s{subsequence}/l{self._stage.layers[layer]}"
+        suffix = self._parts.subsequences[subsequence].suffix
+        self._place(template + suffix, place, micro_batch, layer, subsequence)
+
+    def _place(
+        self, template: str, place: str, micro_batch: int, layer: int = -1, subsequence: int = 0, *, first: int = 0
+    ) -> None:
+        """Add an instance; ``layer`` is local: -1 for the embedding, the number of the stage's layers for the head.
+
+        ``first``: the subsequence's row that its buffers begin with.
+        """
+        number, layers = self._templates.number(template), self._stage.layers
+        indices = self._templates.indices(number, micro_batch, subsequence, layer)
+        of_model = layers[layer] if 0 <= layer < len(layers) else min(layer, self._parts.decisions.model.layers)
+        self.instances.append(Instance(number, place, indices, micro_batch, of_model, subsequence, first))
+
+
+def layer_passes(parts: StageParts) -> LayerPasses:
+    """Return the layer passes of every pass of a stage."""
+    return [layer_passes_of(each, parts.stage.chunk(each.chunk)) for each in parts.passes]

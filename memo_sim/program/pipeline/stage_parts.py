@@ -1,0 +1,102 @@
+"""What one pipeline stage consists of: parameter blocks, subsequences, tasks shared with other stages, optimizers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from memo_sim.contract.plan import Decisions
+from memo_sim.program.data_parallel.optimizer import Optimizer
+from memo_sim.program.data_parallel.sharding import Sharding
+from memo_sim.program.ir.kinds import BlockKind
+from memo_sim.program.layout.multiplex import cut_tasks
+from memo_sim.program.layout.parameters import Block, embed_block, head_block, layer_block
+from memo_sim.program.layout.schedule import Pass, passes_of
+from memo_sim.program.layout.shape import Shape
+from memo_sim.program.layout.stage import Stage, stages_of
+from memo_sim.program.layout.subsequence import subsequences_of
+from memo_sim.program.pipeline.helper_stage import HelperStage
+from memo_sim.program.pipeline.owner_stage import OwnerStage
+from memo_sim.program.pipeline.subsequence_templates import Made, SubsequenceTemplates
+
+
+@dataclass(frozen=True)
+class StageParts:
+    """The parts of one stage; ``parts_of`` makes them."""
+
+    decisions: Decisions
+    shape: Shape
+    stage: Stage
+    micro_batches: int
+    passes: list[Pass]
+    """Of the stage's schedule, in order."""
+    blocks: dict[BlockKind, Block]
+    subsequences: list[SubsequenceTemplates]
+    owners: dict[int, OwnerStage]
+    """By subsequence, the stage's own tasks whose first rows helper stages compute."""
+    helpers: list[HelperStage]
+    """Rows of other stages' tasks that this stage computes."""
+    optimizers: dict[BlockKind, Optimizer]
+    sharding: Sharding
+
+    @property
+    def tied_with_another(self) -> bool:
+        """Whether another stage holds the token embedding too."""
+        tied = self.stage.stages > 1 and self.decisions.model.tied_embeddings
+        return tied and BlockKind.EMBED in self.blocks
+
+
+def parts_of(decisions: Decisions, shape: Shape, stage: Stage, micro_batches: int, made: Made) -> StageParts:
+    """Return the parts of a stage; ``made``: layer templates that stages share, as far as they are written."""
+    blocks = _blocks(decisions, stage)
+    tasks, subsequences, stages = cut_tasks(decisions), subsequences_of(decisions, shape), stages_of(decisions)
+    mine = {x: task for (x, at), task in tasks.items() if at == stage.index}
+    counts = {BlockKind.EMBED: 1, BlockKind.LAYER: len(stage.layers), BlockKind.HEAD: 1}
+    optimizers = {kind: Optimizer(decisions, block, kind, counts[kind]) for kind, block in blocks.items()}
+    return StageParts(
+        decisions=decisions,
+        shape=shape,
+        stage=stage,
+        micro_batches=micro_batches,
+        passes=passes_of(decisions.layout, stage.index, micro_batches),
+        blocks=blocks,
+        subsequences=[
+            SubsequenceTemplates(
+                decisions,
+                each,
+                stage,
+                micro_batches,
+                blocks=blocks,
+                made=made,
+                own=mine[each.number].own if each.number in mine else None,
+            )
+            for each in subsequences
+        ],
+        owners={x: OwnerStage(decisions, subsequences[x].shape, task, stage) for x, task in mine.items()},
+        helpers=[
+            HelperStage(
+                decisions,
+                subsequences[task.subsequence].shape,
+                task,
+                portion,
+                owner=stages[task.stage],
+                block=blocks[BlockKind.LAYER],
+            )
+            for task in tasks.values()
+            for portion in task.helpers
+            if portion.stage == stage.index
+        ],
+        optimizers=optimizers,
+        sharding=Sharding(decisions, optimizers, micro_batches, stage),
+    )
+
+
+def _blocks(decisions: Decisions, stage: Stage) -> dict[BlockKind, Block]:
+    """Return the parameter blocks that the stage holds."""
+    layout, model = decisions.layout, decisions.model
+    found = {}
+    if stage.first or (stage.last and model.tied_embeddings):
+        found[BlockKind.EMBED] = embed_block(model, layout.tp, positions=stage.first)
+    found[BlockKind.LAYER] = layer_block(model, layout.divided)
+    if stage.last:
+        found[BlockKind.HEAD] = head_block(model, layout.tp)
+    return found

@@ -1,0 +1,95 @@
+"""The templates of one pipeline stage, by name, and which buffers their instances bind.
+
+Order of the templates: layers of every subsequence, optimizer, sharding, sums over ranks, the model's ends, transfers
+between stages, and what helper stages play. The order is part of a program's hash.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from memo_sim.program.data_parallel.optimizer import tied, totals
+from memo_sim.program.ir.instruction import Template
+from memo_sim.program.ir.kinds import BlockKind
+from memo_sim.program.layout.swap_schedule import Key
+from memo_sim.program.pipeline.bindings import Bindings, Rules
+from memo_sim.program.pipeline.stage_families import StageFamilies
+from memo_sim.program.pipeline.stage_parts import StageParts
+
+
+class StageTemplates:
+    """Every template of a stage."""
+
+    def __init__(self, parts: StageParts, families: StageFamilies, buffer_slots: dict[Key, int]) -> None:
+        """``buffer_slots``: the rounding buffer of each layer's activations; empty without rounding buffers."""
+        self.all: list[Template] = []
+        self._numbers: dict[str, int] = {}
+        self._bindings: dict[int, Bindings] = {}
+        """By the template's number; helper stages bind their templates' buffers themselves."""
+        self._parts, self._families = parts, families
+        leaving = parts.subsequences[0].activations.leaving
+        self._rules = Rules(parts.stage, parts.sharding, buffer_slots, leaving=leaving)
+        self._add_all()
+
+    def __contains__(self, name: str) -> bool:
+        """Return whether there is a template of this name."""
+        return name in self._numbers
+
+    def number(self, name: str) -> int:
+        """Return the number of a template, by which instances refer to it."""
+        return self._numbers[name]
+
+    def indices(self, number: int, micro_batch: int, subsequence: int, layer: int) -> tuple[int, ...]:
+        """Return the buffers that an instance of template ``number`` binds; ``layer`` as in ``bindings.py``."""
+        return self._bindings[number].indices(micro_batch, subsequence, layer)
+
+    def _add_all(self) -> None:
+        parts, every = self._parts, self._families.of_subsequences()
+        whole = [parts.sharding.whole(families) for families in every]
+        for templates, families, seen in zip(parts.subsequences, every, whole, strict=True):
+            for template, slots in templates.layers(families, seen):
+                self._add(template, slots)
+        self._add_optimizers()
+        for template in parts.sharding.templates(self._families.all):
+            self._add(template)
+        self._add(totals(parts.decisions, self._families.all))
+        for templates, seen in zip(parts.subsequences, whole, strict=True):
+            for template, slots in templates.ends(seen):
+                self._add(template, slots)
+        if parts.tied_with_another:
+            self._add(tied(parts.blocks[BlockKind.EMBED], self._families.all))
+        for templates, families in zip(parts.subsequences, every, strict=True):
+            for template, slots in templates.transfers(families):
+                self._add(template, slots)
+        for x, owner in parts.owners.items():
+            for builder in owner.templates(every[x]):
+                self._add(replace(builder.build(), name=owner.name(builder.name)), builder.bound_slots)
+        for helper in parts.helpers:
+            for template in helper.templates:
+                self._append(template)
+
+    def _add_optimizers(self) -> None:
+        families, parts = self._families.all, self._parts
+        for kind, each in parts.optimizers.items():
+            for write in (each.zero, each.gather, each.prepare):
+                self._add(write(families))
+            if kind not in parts.sharding.grads:
+                self._add(each.reduce(families))
+            self._add(each.norm(families))
+            self._add(each.update(families))
+
+    def _append(self, template: Template) -> int:
+        self._numbers[template.name] = number = len(self.all)
+        self.all.append(template)
+        return number
+
+    def _add(self, template: Template | None, slots: list[str] | None = None) -> None:
+        """Add a template; ``slots``: names of the slots that instances bind, where they are not their families'."""
+        if template is None:
+            return
+        number = self._append(template)
+        own = {family.name for family in template.own}
+        bound = [self._families.all[name] for name in template.slots if name not in own]
+        names = slots or [family.name for family in bound]
+        rules = [self._rules.of(template, slot, family) for slot, family in zip(names, bound, strict=True)]
+        self._bindings[number] = Bindings(rules, self._rules.double_buffered, self._parts.micro_batches)
