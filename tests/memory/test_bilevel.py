@@ -19,6 +19,7 @@ from memo_sim.memory.problem import Clock, Ints, Problem, problem_of
 from memo_sim.program.arena.check_placement import check_placement
 from memo_sim.program.arena.requests import requests_of
 from memo_sim.program.lower import lower
+from tests.refusals import Expected, refused
 
 # Two layers' forwards that make the same requests, one that does not, and what crosses them. Bi-level has to pay: while
 # a phase's block is as high as its peak, at [1, 2) and [4, 5), "carried" is alive only beside its low end.
@@ -118,13 +119,16 @@ def test_no_answer_for_a_phase_is_no_plan() -> None:
 
 
 @pytest.mark.parametrize(
-    ("phases", "says"),
+    ("phases", "fields"),
     [
-        ([], "without phases"),
-        ([HAND.phases[1], HAND.phases[0]], "overlap or are not in order"),
-        ([HAND.phases[0], Phase(name="x", kind="x", lower=2, upper=5)], "overlap or are not in order"),
+        ([], {"what": "phases", "where": None, "got": None}),
+        ([HAND.phases[1], HAND.phases[0]], {"where": "$.phases", "got": ("l1/fwd [3, 6)", "l0/fwd [0, 3)")}),
+        (
+            [HAND.phases[0], Phase(name="x", kind="x", lower=2, upper=5)],
+            {"where": "$.phases", "got": ("l0/fwd [0, 3)", "x [2, 5)")},
+        ),
     ],
 )
-def test_phases_that_cannot_be_are_refused(phases: list[Phase], says: str) -> None:
-    with pytest.raises(BadInput, match=says):
+def test_phases_that_cannot_be_are_refused(phases: list[Phase], fields: dict[str, Expected]) -> None:
+    with refused(BadInput, **fields):
         plan_bilevel(msgspec.structs.replace(HAND, phases=phases), Clock(60), solve_greedy)

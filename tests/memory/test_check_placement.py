@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import msgspec
@@ -53,32 +54,32 @@ def test_a_valid_placement_has_no_fault() -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "says"),
+    ("change", "named"),
     [
-        ({"program_sha256": "q"}, "belongs to program q"),
-        ({"alignment_bytes": 256}, "alignment"),
-        ({"ids": ["a", "b", "d"]}, "d was never requested"),
-        ({"ids": ["a", "b", "d"]}, "c is not placed"),
-        ({"ids": ["a", "b", "a"]}, "a is placed twice"),
-        ({"lower": [0, 1, 1]}, "c lives in [1, 4)"),
-        ({"upper": [2, 2, 4]}, "b lives in [1, 2)"),
-        ({"size_bytes": [1000, 512, 99]}, "c has 99 bytes"),
-        ({"offset_bytes": [0, 1024, 100]}, "not a multiple"),
-        ({"offset_bytes": [0, 1536, 0]}, "beyond the arena"),
-        ({"offset_bytes": [0, 512, 0]}, "a and b share addresses from 512"),
-        ({"offset_bytes": [0, 1024, 1024]}, "b and c share addresses"),
-        ({"arena_bytes": 2048}, "highest buffer ends at 1536"),
-        ({"arena_bytes": 1535}, "highest buffer ends at 1536"),  # not rounded up
-        ({"arena_bytes": 1024}, "b ends at 1536, beyond the arena's 1024 bytes"),
-        ({"lower_bound_bytes": 1024}, "is 1536"),
-        ({"classes": ["state", "state", "transient"]}, "b has class state, but transient was requested"),
-        ({"offset_bytes": [0, 2**70, 0]}, "b dies at 3 and ends at"),
-        ({"upper": [2, 2**64, 4]}, "numbers above 4611686018427387904 cannot be compared"),
+        ({"program_sha256": "q"}, r"program q\b"),
+        ({"alignment_bytes": 256}, r"alignment.*\b256\b.*\b512\b"),
+        ({"ids": ["a", "b", "d"]}, r"^d\b"),
+        ({"ids": ["a", "b", "d"]}, r"^c\b"),
+        ({"ids": ["a", "b", "a"]}, r"^a\b.*\btwice\b"),
+        ({"lower": [0, 1, 1]}, r"^c\b.*\[1, 4\)"),
+        ({"upper": [2, 2, 4]}, r"^b\b.*\[1, 2\)"),
+        ({"size_bytes": [1000, 512, 99]}, r"^c\b.*\b99 bytes"),
+        ({"offset_bytes": [0, 1024, 100]}, r"^c\b.*\b100\b.*\b512\b"),
+        ({"offset_bytes": [0, 1536, 0]}, r"^b\b.*\b2048\b.*\b1536\b"),
+        ({"offset_bytes": [0, 512, 0]}, r"^a and b\b.*\b512\b"),
+        ({"offset_bytes": [0, 1024, 1024]}, r"^b and c\b.*\b1024\b"),
+        ({"arena_bytes": 2048}, r"\b2048\b.*\b1536\b"),
+        ({"arena_bytes": 1535}, r"\b1535\b.*\b1536\b"),  # not rounded up
+        ({"arena_bytes": 1024}, r"^b\b.*\b1536\b.*\b1024 bytes"),
+        ({"lower_bound_bytes": 1024}, r"\b1024\b.*\b1536\b"),
+        ({"classes": ["state", "state", "transient"]}, r"^b\b.*\bstate\b.*\btransient\b"),
+        ({"offset_bytes": [0, 2**70, 0]}, rf"^b\b.*\b3\b.*\b{2**70 + 512}\b"),
+        ({"upper": [2, 2**64, 4]}, rf"\b{2**62}\b"),
     ],
 )
-def test_every_fault_is_named(change: dict[str, Any], says: str) -> None:
+def test_every_fault_is_named(change: dict[str, Any], named: str) -> None:
     faults = check_placement(msgspec.structs.replace(RIGHT, **change), REQUESTS)
-    assert any(says in fault for fault in faults), faults
+    assert any(re.search(named, fault) for fault in faults), faults
 
 
 def test_sums_beyond_64_bits_hide_no_overlap() -> None:

@@ -11,6 +11,7 @@ import pytest
 
 from memo_sim.contract.errors import UsageError
 from memo_sim.memory.device_config import AllocatorConfig
+from tests.refusals import refused
 
 
 @pytest.mark.parametrize(
@@ -29,7 +30,7 @@ from memo_sim.memory.device_config import AllocatorConfig
     ],
 )
 def test_settings_that_pytorch_refuses_are_refused(settings: dict[str, float], named: str) -> None:
-    with pytest.raises(UsageError, match=named):
+    with refused(UsageError, where=named):
         AllocatorConfig(**settings)  # type: ignore[arg-type]
 
 

@@ -22,6 +22,7 @@ from memo_sim.memory.problem import Clock, problem_of
 from memo_sim.program.arena.check_placement import check_placement
 from memo_sim.program.arena.requests import requests_of
 from memo_sim.program.lower import lower
+from tests.refusals import refused
 
 
 @st.composite
@@ -120,9 +121,9 @@ def test_solvers_that_place_all_at_once_run_only_when_they_are_named(
 
 def test_bilevel_needs_phases_and_a_solver_a_name_and_time() -> None:
     requests = Requests(ids=["a"], lower=[0], upper=[1], size_bytes=[4])
-    with pytest.raises(BadInput, match="without phases"):
+    with refused(BadInput, what="phases"):
         place(requests, solver="bilevel-mip")
-    with pytest.raises(UsageError, match="no such solver"):
+    with refused(UsageError, got="greddy", wanted="bilevel-mip", hint="'greedy'"):
         place(requests, solver="greddy")
-    with pytest.raises(UsageError, match="needs time"):
+    with refused(UsageError, got="0"):
         place(requests, time_limit_s=0)

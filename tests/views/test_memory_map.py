@@ -9,8 +9,6 @@ import warnings
 from pathlib import Path
 from xml.etree import ElementTree as ET
 
-import pytest
-
 from memo_sim.contract.catalog import load_model
 from memo_sim.contract.errors import UsageError
 from memo_sim.contract.placement import Placement
@@ -21,6 +19,7 @@ from memo_sim.memory.place import place
 from memo_sim.program.arena.requests import requests_of
 from memo_sim.program.lower import lower
 from memo_sim.views.memory_map import draw_memory_map, live_curve
+from tests.refusals import refused
 
 
 def texts(svg: Path) -> list[str]:
@@ -140,7 +139,7 @@ def test_names_of_any_characters_are_drawn_without_warnings(tmp_path: Path) -> N
 
 
 def test_what_cannot_be_drawn_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="unknown picture format"):
+    with refused(UsageError, where="m.jpg", got="'.jpg'", wanted=".png, .svg, .pdf"):
         draw_memory_map(placed(layered(3)), tmp_path / "m.jpg")
     assert list(tmp_path.iterdir()) == []
 

@@ -13,6 +13,7 @@ from memo_sim.views.bars import Stall
 from memo_sim.views.lane_panel import joined
 from memo_sim.views.memory_panel import MemoryPanel, peak_of
 from memo_sim.views.timeline import draw_comparison, draw_timeline, time_unit
+from tests.refusals import refused
 
 
 def texts(svg) -> list[str]:
@@ -98,11 +99,15 @@ def test_predicted_and_measured_share_an_axis(tmp_path, played) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "window", "message"),
-    [("t.jpg", None, "picture format"), ("t", None, "picture format"), ("t.png", (2.0, 1.0), "empty time window")],
+    ("name", "window", "fields"),
+    [
+        ("t.jpg", None, {"where": "t.jpg", "got": "'.jpg'", "wanted": ".png, .svg, .pdf"}),
+        ("t", None, {"where": "t", "got": "''", "wanted": ".png, .svg, .pdf"}),
+        ("t.png", (2.0, 1.0), {"got": "(2.0, 1.0)", "wanted": "0 <= from < to"}),
+    ],
 )
-def test_what_cannot_be_drawn_is_refused(tmp_path, played, name, window, message) -> None:
-    with pytest.raises(UsageError, match=message):
+def test_what_cannot_be_drawn_is_refused(tmp_path, played, name, window, fields) -> None:
+    with refused(UsageError, **fields):
         draw_timeline(played(), tmp_path / name, window=window)
     assert list(tmp_path.iterdir()) == []
 

@@ -15,6 +15,7 @@ from memo_sim.planning.presets import FULL_RECOMPUTE, KEEP, SELECTIVE_RECOMPUTE
 from memo_sim.planning.question import Pins, Question
 from memo_sim.planning.search import search
 from memo_sim.planning.space import candidates
+from tests.refusals import refused
 
 
 def ask(system: str, *, seq_tokens: int = 16384, global_batch: int = 16, **pins: object) -> Question:
@@ -78,9 +79,8 @@ def test_chunks_divide_the_layers_of_a_stage() -> None:
 
 
 def test_a_degree_that_a_system_lacks_is_refused() -> None:
-    with pytest.raises(UsageError, match="fsdp does not divide work that way") as error:
+    with refused(UsageError, what="fsdp", got="tp 2", wanted="dp", hint="--system"):
         layouts(ask("fsdp", tp=2))
-    assert error.value.exit_code == 2
     assert [layout.tp for layout in layouts(ask("fsdp", tp=1))] == [1]
 
 

@@ -13,16 +13,42 @@ from memo_sim.contract.validation import CaseError, CasePrediction, CaseReport, 
 from memo_sim.validation.accepted import accept, accuracy_of, check_accepted, load_accepted
 from memo_sim.validation.cases import Case, list_case_files, load_cases
 from memo_sim.validation.validate import validate
+from tests.refusals import refused
 
 SLOW = {"memo-table3", "vtrain-multi"}
 """These sets take minutes: layouts are searched, or many stages and micro-batches are simulated."""
 
 
+ELSEWHERE = {"simumax-b200"}
+"""Held by a test of its own, ``test_simumax.py``, which asks more of the same predictions."""
+
+
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in list_case_files()]
+    "name",
+    [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in list_case_files() if n not in ELSEWHERE],
 )
 def test_no_case_set_is_worse_than_accepted(name: str) -> None:
-    check_accepted(validate(load_cases(name), jobs=2), load_accepted())
+    cases = load_cases(name)
+    found = validate(cases, jobs=2 if name in SLOW else 1)
+    check_accepted(found, load_accepted())
+    if name == "memo-table4":
+        table_4_without_a_memory_plan(cases, found.cases)
+
+
+def table_4_without_a_memory_plan(cases: list[Case], reports: list[CaseReport]) -> None:
+    rows = zip(cases, reports, strict=True)
+    found = {c.question.seq_tokens // 1024: r for c, r in rows if c.question.words.get("memory_plan") == "no"}
+    assert [r.predicted.status for r in found.values()] == ["ok"] * 4 + ["gpu_oom"] * 4
+    assert all(r.error.status for r in found.values())
+    # MEMO 5.2 prints 6 and 16; a factor of two is accepted.
+    assert {k: r.expected.allocation_retries for k, r in found.items() if r.expected.allocation_retries} == {
+        128: 6,
+        256: 16,
+    }
+    for length in (128, 256):
+        error = found[length].error.allocation_retries
+        assert error is not None
+        assert 0.5 <= 1 + error <= 2
 
 
 def rows_of(name: str, system: str, model: str = "") -> list[Case]:
@@ -86,25 +112,23 @@ def test_an_accepted_accuracy_is_read_back_and_passes_its_own_check(tmp_path: Pa
 
 def test_some_cases_are_compared_with_the_same_cases(tmp_path: Path) -> None:
     accept(Validation(cases=GOOD), tmp_path / "a.json")
-    still = report("c2", 0.02)  # below the mean over all cases, but this row was exact before
-    with pytest.raises(OutOfTolerance, match=r"mean error of speed 1\.50%, 0\.50% accepted"):
+    still = report("c2", 0.02)  # within the mean of all, but this row was right
+    with refused(OutOfTolerance, got=("s/memo", "speed 1.50%", "0.50%")):
         check_accepted(Validation(cases=[GOOD[1], still]), load_accepted(tmp_path / "a.json"))
 
 
 @pytest.mark.parametrize(
-    ("worse", "says"),
+    ("worse", "grew"),
     [
-        (report("c5", 0.5), "mean error of mfu 9.33%, 1.20% accepted"),
-        (report("c5", 0.0, right=False), "1 wrong statuses, 0 accepted"),
-        (msgspec.structs.replace(report("c5", 0.0, status="invalid"), error=CaseError()), "1 row not evaluated"),
+        (report("c5", 0.5), ("mfu 9.33%", "1.20%")),
+        (report("c5", 0.0, right=False), ("1 wrong status", "0")),
+        (msgspec.structs.replace(report("c5", 0.0, status="invalid"), error=CaseError()), ("1 row not", "0")),
     ],
 )
-def test_everything_that_got_worse_is_named(tmp_path: Path, worse: CaseReport, says: str) -> None:
+def test_everything_that_got_worse_is_named(tmp_path: Path, worse: CaseReport, grew: tuple[str, str]) -> None:
     accept(Validation(cases=GOOD), tmp_path / "a.json")
-    with pytest.raises(OutOfTolerance, match=says) as error:
+    with refused(OutOfTolerance, got=("s/memo", *grew), hint="--accept"):
         check_accepted(Validation(cases=[*GOOD, worse]), load_accepted(tmp_path / "a.json"))
-    assert error.value.exit_code == 5
-    assert "--accept" in str(error.value)
 
 
 def test_fitted_rows_change_nothing(tmp_path: Path) -> None:
@@ -116,6 +140,6 @@ def test_a_group_without_accepted_accuracy_fails_and_accepting_it_keeps_the_othe
     path = tmp_path / "a.json"
     accept(Validation(cases=GOOD), path)
     other = [msgspec.structs.replace(c, system="fsdp") for c in GOOD]
-    with pytest.raises(OutOfTolerance, match="s/fsdp: no accepted accuracy"):
+    with refused(OutOfTolerance, got="s/fsdp", hint="--accept"):
         check_accepted(Validation(cases=other), load_accepted(path))
     assert set(accept(Validation(cases=other), path).groups) == {"s/fsdp", "s/memo"}
