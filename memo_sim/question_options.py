@@ -5,8 +5,7 @@ Everything heavier than click is imported inside the functions that need it.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
@@ -29,6 +28,7 @@ from memo_sim.contract.knobs import (
     Switch,
     Whole,
 )
+from memo_sim.views.command_line import Finite, typed
 
 if TYPE_CHECKING:
     from memo_sim.answers.what_if import Outputs
@@ -38,29 +38,12 @@ if TYPE_CHECKING:
 GIB = 2**30
 MEMORY_GIB = (0.001, 100_000)
 """Least and most GiB that an option may name; anything else is a typo."""
-IN_A_PLAN = {"model": "MODEL", "seq_len": "--seq-len", "system": "--system"}
+IN_A_PLAN = ("model", "seq_len", "system")
 """Parameters that a plan file decides beside the knobs, so that ``--plan`` excludes them."""
-OF_A_SEARCH = {"pareto": "--pareto", "one_more_gib": "--one-more-gib"}
+OF_A_SEARCH = ("pareto", "one_more_gib")
 """Options that only a search can answer, so that ``--plan`` excludes them."""
 Options = dict[str, Any]
 Command = TypeVar("Command", bound=Callable[..., Any])
-
-
-class Finite(click.FloatRange):
-    """A range of floats that infinity and NaN are not part of."""
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        """Return the number, or fail with the option's name."""
-        number = float(super().convert(value, param, ctx))
-        if not math.isfinite(number):
-            self.fail(f"{value} is not a finite number.", param, ctx)
-        return number
-
-    def _describe_range(self) -> str:
-        """Return the bounds without a zero behind the point."""
-        low = "" if self.min is None else f"{self.min:g}{'<' if self.min_open else '<='}"
-        high = "" if self.max is None else f"{'<' if self.max_open else '<='}{self.max:g}"
-        return f"{low}x{high}"
 
 
 SYSTEM = click.option("--system", default="any", show_default=True, help="A preset of `memo-sim list systems`.")
@@ -134,10 +117,10 @@ def question_of(options: Options) -> tuple[Plan | None, Question]:
     plan = read(options["plan_path"], Plan) if options["plan_path"] else None
     if plan is None and not (options["model"] and options["seq_len"]):
         raise UsageError("a question needs MODEL and --seq-len, or --plan", hint="memo-sim what-if --help")
-    decided = IN_A_PLAN | {knob.name: knob.option for knob in ON_COMMAND_LINE}
-    if plan is not None and (given := _typed(decided)):
+    decided = (*IN_A_PLAN, *(knob.name for knob in ON_COMMAND_LINE))
+    if plan is not None and (given := typed(*decided)):
         raise UsageError("--plan brings its own knobs", got=", ".join(given), hint="leave those out")
-    if plan is not None and (given := _typed(OF_A_SEARCH)):
+    if plan is not None and (given := typed(*OF_A_SEARCH)):
         hint = "leave it out, or ask with MODEL and --seq-len in place of --plan"
         raise UsageError("--plan is priced alone, nothing is searched", got=", ".join(given), hint=hint)
     cluster, hardware = with_memory(
@@ -181,13 +164,6 @@ def _count_or_auto(knob: Knob, text: str, most: int) -> int | Literal["auto"]:
         wanted=f"a whole number from 1 to {most}, or auto",
         hint=f"{knob.option} 32",
     )
-
-
-def _typed(options: Mapping[str, str]) -> list[str]:
-    """Return which of the command's parameters were typed, as the user knows them."""
-    context = click.get_current_context()
-    typed = click.core.ParameterSource.COMMANDLINE
-    return [option for name, option in options.items() if context.get_parameter_source(name) is typed]
 
 
 def gib(value: float | None) -> int | None:

@@ -34,8 +34,6 @@ class BilevelPlan:
     peak: int
     level_1: dict[str, tuple[int, int]]
     """By kind of phase: the highest level-1 peak of its phases, and the lower bound of the same phase."""
-    level_1_problems: int
-    """How many differ; phases that make the same requests share one."""
     level_2_bound: int
     """The largest live sum of blocks and what crosses phases; equal to ``peak``: level 2 is proven optimal."""
     flat_bound: int
@@ -46,11 +44,10 @@ class BilevelPlan:
         """How much more it needs than the largest live sum, as a fraction."""
         return self.peak / self.flat_bound - 1 if self.flat_bound else 0.0
 
-
-def solve_bilevel(requests: Requests, clock: Clock, level: Solver) -> Ints | None:
-    """Return the offsets of ``plan_bilevel``, in units of ``problem_of(requests)``."""
-    plan = plan_bilevel(requests, clock, level)
-    return None if plan is None else plan.offsets
+    @property
+    def proven(self) -> bool:
+        """Whether no bi-level plan is smaller: the highest phase of each kind and level 2 reach their lower bounds."""
+        return self.peak == self.level_2_bound and all(peak == bound for peak, bound in self.level_1.values())
 
 
 def plan_bilevel(requests: Requests, clock: Clock, level: Solver) -> BilevelPlan | None:
@@ -99,7 +96,6 @@ def plan_bilevel(requests: Requests, clock: Clock, level: Solver) -> BilevelPlan
         offsets=offsets,
         peak=problem.peak(offsets),
         level_1=level_1,
-        level_1_problems=len(known),
         level_2_bound=blocks.lower_bound,
         flat_bound=problem.lower_bound,
     )

@@ -89,11 +89,6 @@ def compressed(problem: Problem) -> Problem:
     )
 
 
-def cores_of(problem: Problem, *, bounded: bool = True) -> list[Problem]:
-    """Return the cores of ``problem``; an empty list means that the reduction alone proves the optimum."""
-    return [part.core for part in reduced(problem, bounded=bounded).parts]
-
-
 @dataclass(frozen=True, eq=False)
 class Part:
     """A core, the numbers of its ``buffers`` in the whole problem, and the address ``base`` of its lowest unit."""

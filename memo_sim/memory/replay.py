@@ -140,11 +140,6 @@ class Replay:
     out_of_memory: ReplayOutOfMemory | None
 
     @property
-    def fragmentation(self) -> float:
-        """1 - peak of allocated bytes / peak of reserved bytes."""
-        return 1 - self.allocated_peak_bytes / self.reserved_peak_bytes if self.reserved_peak_bytes else 0.0
-
-    @property
     def steady(self) -> Iteration:
         """The last iteration."""
         return self.iterations[-1]

@@ -7,8 +7,7 @@ writes the file again, and reviewers see that in the change.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from math import expm1, log1p
+from math import expm1
 from pathlib import Path
 
 from memo_sim.contract import codec
@@ -56,37 +55,6 @@ def load_accepted(path: Path = ACCEPTED) -> Accuracies:
         BadInput: when the file cannot be read.
     """
     return codec.read(path, Accuracies)
-
-
-@dataclass(frozen=True, slots=True)
-class ExpectedError:
-    """Of ``level`` of a system's published cases measured / predicted - 1 lies between ``low`` and ``high``."""
-
-    system: str
-    low: float
-    high: float
-    level: float
-    cases: int
-    sources: tuple[str, ...]
-
-    @property
-    def sentence(self) -> str:
-        """What to say beside a prediction."""
-        return (
-            f"Of {self.cases} published cases of {self.system} ({', '.join(self.sources)}) {self.level:.0%} were "
-            f"measured {self.low:+.1%} to {self.high:+.1%} from what is predicted for them."
-        )
-
-
-def expected_error(system: str, accepted: Accuracies) -> ExpectedError | None:
-    """Return how far predictions of ``system`` were off where the truth is known; None where too few cases tell."""
-    chosen = {name.split("/")[0]: group for name, group in accepted.groups.items() if name.split("/", 1)[1] == system}
-    ratios = [-log1p(error) for group in chosen.values() for error in group.errors.values()]
-    between = bounds(ratios)
-    if between is None:
-        return None
-    sources = tuple(sorted(source for source, group in chosen.items() if group.errors))
-    return ExpectedError(system, expm1(between[0]), expm1(between[1]), LEVEL, len(ratios), sources)
 
 
 def accept(validation: Validation, path: Path = ACCEPTED) -> Accuracies:

@@ -20,24 +20,38 @@ def placement_report(report: MemoryReport) -> str:
 
 def _figures(report: MemoryReport) -> str:
     live = report.live_bytes
-    rows = [
-        ["live", _size(live), None, "sum of the buffers at the fullest instant"],
+    chosen = "yes" if report.optimal or (_is_bilevel(report.solver) and report.bilevel_proven) else "no"
+    rows: list[list[str | None]] = [
+        ["live", _size(live), None, None, None, "sum of the buffers at the fullest instant"],
         [
             "caching",
             _size(report.reserved_caching_bytes),
             _above(report.reserved_caching_bytes, live),
+            None,
+            None,
             _caching(report),
         ],
-        [
-            "bi-level",
-            _size(report.bilevel_peak_bytes),
-            _above(report.bilevel_peak_bytes, live),
-            "every phase placed separately",
-        ],
-        ["planned", _size(report.peak_bytes), _above(report.peak_bytes, live), f"one arena, by {report.solver}"],
     ]
-    shown = [row for row in rows if row[0] != "bi-level" or report.bilevel_peak_bytes is not None]
-    return text_table(["memory", "size", "above live", ""], shown, "lrrl")
+    for other in report.others:
+        name = "bi-level" if _is_bilevel(other.solver) else "flat"
+        proven = "yes" if other.proven else "no"
+        rows.append([name, *_costs(other.peak_bytes, live, other.elapsed_s), proven, _how(other.solver)])
+    rows.append(["planned", *_costs(report.peak_bytes, live, report.elapsed_s), chosen, _how(report.solver)])
+    return text_table(["memory", "size", "above live", "time", "proven", ""], rows, "lrrrll")
+
+
+def _costs(peak_bytes: int, live_bytes: int, elapsed_s: float) -> tuple[str | None, str | None, str]:
+    return _size(peak_bytes), _above(peak_bytes, live_bytes), format_seconds(elapsed_s)
+
+
+def _is_bilevel(solver: str) -> bool:
+    return solver == "bilevel-mip"
+
+
+def _how(solver: str) -> str:
+    if _is_bilevel(solver):
+        return f"every phase placed separately, then phases as blocks, by {solver}"
+    return f"one arena, by {solver}"
 
 
 def _caching(report: MemoryReport) -> str:
@@ -53,8 +67,10 @@ def _verdict(report: MemoryReport) -> str:
     buffers = f"{counted(report.buffers, 'buffer')} placed in {format_seconds(report.elapsed_s)}"
     if report.optimal:
         return f"{buffers}: optimal, the arena is equal to the lower bound."
-    gap = percent(report.gap, digits=2)
-    return f"{buffers}: {gap} above the lower bound {format_bytes(report.lower_bound_bytes)}, not proven optimal."
+    above = f"{percent(report.gap, digits=2)} above the lower bound {format_bytes(report.lower_bound_bytes)}"
+    if _is_bilevel(report.solver) and report.bilevel_proven:
+        return f"{buffers}: {above}; no other bi-level plan is smaller."
+    return f"{buffers}: {above}, not proven optimal."
 
 
 def _size(size_bytes: int | None) -> str | None:

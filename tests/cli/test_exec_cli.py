@@ -19,16 +19,17 @@ import torch
 from click.testing import CliRunner
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from memo_exec.cli import _fail, _with_progress, cli
+from memo_exec.cli import _fail, cli
 from memo_exec.commands import run
 from memo_sim.contract import codec
 from memo_sim.contract.catalog import load_model
 from memo_sim.contract.comparison import Comparison
-from memo_sim.contract.errors import OutOfTolerance
+from memo_sim.contract.errors import CannotRun, OutOfTolerance, RankLost
 from memo_sim.contract.plan import Decisions, Kernels, Layout, Plan
 from memo_sim.contract.requests import Requests
 from memo_sim.contract.trace import Trace
 from memo_sim.contract.units import format_bytes
+from memo_sim.views.command_line import with_progress
 from tests.cli.commands import check_refused, memo_exec, shell
 from tests.exec_cpu.plans import byte_decisions, placed, plan_of, predicted, write_plan
 from tests.refusals import Expected, check_fields
@@ -229,10 +230,10 @@ def test_under_torchrun_the_message_is_left_for_it_to_print(
     """Read by torch's own reader; the rank that only lost another one is not the first in time."""
     own, lost = tmp_path / "own.json", tmp_path / "lost.json"
     monkeypatch.setattr(time, "time", lambda: 1000.7)
-    for path, elsewhere in ((own, False), (lost, True)):
+    for path, error in ((own, CannotRun("broken")), (lost, RankLost("broken"))):
         monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(path))
         with pytest.raises(SystemExit) as left:
-            _fail("broken\n  next: mend it", 6, caused_elsewhere=elsewhere)
+            _fail("broken\n  next: mend it", 6, error)
         assert left.value.code == 6
     assert capsys.readouterr().err == ""
     failures = {rank: ProcessFailure(rank, 1, 6, str(path)) for rank, path in ((0, lost), (1, own))}
@@ -248,7 +249,7 @@ def test_a_message_that_cannot_be_left_is_printed(
 ) -> None:
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "nowhere/error.json"))
     with pytest.raises(SystemExit):
-        _fail("broken", 6)
+        _fail("broken", 6, CannotRun("broken"))
     assert capsys.readouterr().err == "memo-exec: broken\n"
 
 
@@ -340,7 +341,7 @@ def test_progress_is_told_without_a_terminal(
             tell(done, 4)
         return "found"
 
-    assert _with_progress("calibrating", work) == "found"
+    assert with_progress("calibrating", work, told="measurements") == "found"
     told = capsys.readouterr()
     assert told.out == ""
     assert told.err.splitlines() == ["calibrating: 2 of 4 measurements, 11 s", "calibrating: 4 of 4 measurements, 22 s"]

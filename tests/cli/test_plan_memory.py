@@ -77,7 +77,7 @@ def test_text_shows_the_three_numbers_and_the_worst_instant(plan: Path) -> None:
 def test_a_csv_gets_its_own_columns_back_with_offsets(table: Path) -> None:
     done = plan_memory("t.csv", "-o", "out.csv", "--json", cwd=table)
     report = report_of(done)
-    assert report.bilevel_peak_bytes is None  # a table has no phases
+    assert (report.bilevel_peak_bytes, report.bilevel_proven, report.others) == (None, None, [])  # no phases
     assert report.peak_bytes == report.lower_bound_bytes == 1000
     with (table / "out.csv").open(newline="") as file:
         rows = list(csv.reader(file))
@@ -121,6 +121,21 @@ def test_a_snapshot_is_written_and_planned_again(plan: Path, tmp_path: Path) -> 
     assert second.input_kind == "snapshot"
     assert (second.live_bytes, second.peak_bytes) == (first.live_bytes, first.peak_bytes)
     assert (second.worst_instant, second.live_by_class) == (first.worst_instant, first.live_by_class)
+
+
+def test_the_bilevel_mip_and_the_portfolio_stand_beside_each_other(plan: Path) -> None:
+    flat = report_of(plan_memory("plan.json", "--json", cwd=plan))
+    bilevel = report_of(plan_memory("plan.json", "--solver", "bilevel-mip", "--json", cwd=plan))
+    assert bilevel.solver == "bilevel-mip"
+    (beside,) = flat.others
+    assert (beside.solver, beside.peak_bytes, beside.proven) == ("bilevel-mip", bilevel.peak_bytes, True)
+    (beside,) = bilevel.others
+    assert (beside.solver, beside.peak_bytes, beside.proven) == (flat.solver, flat.peak_bytes, True)
+    for report in (flat, bilevel):
+        assert (report.bilevel_peak_bytes, report.bilevel_proven) == (bilevel.peak_bytes, True)
+        assert all(other.elapsed_s > 0 for other in report.others)
+    text = plan_memory("plan.json", "--solver", "bilevel-mip", cwd=plan).stdout
+    assert {line.split()[0] for line in text.splitlines()[:5]} == {"memory", "live", "caching", "flat", "planned"}
 
 
 def test_phases_that_overlap_cost_only_the_bilevel_figure(tmp_path: Path) -> None:

@@ -118,8 +118,9 @@ def test_every_knob_is_an_option_of_both_questions(command: str) -> None:
 
 
 def test_refusals_name_options_that_exist() -> None:
-    """Every ``--option`` in the text of the rooms that refuse and advise is one of ``what-if``."""
-    known = {name for each in cli.commands["what-if"].params for name in (*each.opts, *each.secondary_opts)}
+    """Every ``--option`` in the text of the rooms that refuse and advise is one of ``memo-sim``."""
+    params = [each for command in cli.commands.values() for each in command.params]
+    known = {name for each in params for name in (*each.opts, *each.secondary_opts)}
     named = {
         option: str(file)
         for room in ("planning", "program", "explain", "answers")

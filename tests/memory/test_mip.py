@@ -14,7 +14,8 @@ from memo_sim.memory.greedy import first_fit, solve_greedy
 from memo_sim.memory.mip_model import mip_outcome, solve_mip
 from memo_sim.memory.mip_outcome import Backend, Form, MipOutcome, contradiction
 from memo_sim.memory.problem import Clock, Ints, Problem
-from memo_sim.memory.reduction import cores_of, place_by_cores, sections
+from memo_sim.memory.reduction import place_by_cores, sections
+from tests.memory.cores import cores_of
 
 GIB_IN_BYTES = 1 << 30
 

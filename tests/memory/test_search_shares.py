@@ -7,7 +7,8 @@ import pytest
 
 from memo_sim.memory.greedy import solve_greedy
 from memo_sim.memory.problem import Clock, Ints, Problem
-from memo_sim.memory.reduction import cores_of, solve_decomposed
+from memo_sim.memory.reduction import solve_decomposed
+from tests.memory.cores import cores_of
 
 
 def chains(*counts: int) -> Problem:

@@ -26,7 +26,7 @@ from memo_sim.contract.plan import Decisions
 from memo_sim.program.attention import attention
 from memo_sim.program.attention import chunked as chunked_attention
 from memo_sim.program.ir.builder import Rows, TemplateBuilder, reads, writes
-from memo_sim.program.ir.instruction import BufferClass, Family, Lane, Mode, Template
+from memo_sim.program.ir.instruction import BufferClass, Families, Family, Lane, Mode, Template
 from memo_sim.program.ir.kinds import BlockKind, FamilyKind, Phase, TemplateKind
 from memo_sim.program.ir.work import Copy, Rowwise
 from memo_sim.program.layers import mlp, selective
@@ -175,7 +175,7 @@ class Activations:
             return tensor.name not in selective.rebuilt(self.shape)
         return self.decisions.recompute != "full" or tensor.name == "x"
 
-    def bind(self, builder: TemplateBuilder, families: dict[str, Family]) -> None:
+    def bind(self, builder: TemplateBuilder, families: Families) -> None:
         """Add a slot for every skeletal tensor to a forward or backward template that does not have it yet."""
         for t in self.tensors:
             if self._shared(t):
@@ -185,14 +185,14 @@ class Activations:
                 if rows:
                     builder.own(t.name, BufferClass.SKELETAL, t.dtype, rows, t.features)
 
-    def offload(self, families: dict[str, Family]) -> TemplateBuilder:
+    def offload(self, families: Families) -> TemplateBuilder:
         """Return the copies of one layer to the host, in the order forward wrote the tensors."""
         builder = TemplateBuilder("layer.offload", Phase.OFFLOAD, TemplateKind.OFFLOAD, BlockKind.LAYER)
         for t in self.shared:
             self._transfer(builder, families, t, Lane.D2H)
         return builder
 
-    def prefetch(self, families: dict[str, Family], backward: Template) -> TemplateBuilder:
+    def prefetch(self, families: Families, backward: Template) -> TemplateBuilder:
         """Return the copies of one layer back to the device, in the order ``backward`` reads the tensors."""
         first_use: dict[str, int] = {}
         rows = {families[f"skeletal.{t.name}"].name: self.swapped_rows(t) for t in self.shared}
@@ -208,7 +208,7 @@ class Activations:
             self._transfer(builder, families, t, Lane.H2D)
         return builder
 
-    def _transfer(self, builder: TemplateBuilder, families: dict[str, Family], t: Skeletal, lane: Lane) -> None:
+    def _transfer(self, builder: TemplateBuilder, families: Families, t: Skeletal, lane: Lane) -> None:
         slot = builder.bind(families[f"skeletal.{t.name}"], slot=t.name, tokens=t.tokens)
         moves = [self._travel, self._set_aside]
         # A buffer that dies here must not do so with a kernel beside which the copy to the host still reads it; one
@@ -216,9 +216,7 @@ class Activations:
         for move in reversed(moves) if self.leaving else moves:
             move(builder, families, t, slot, out=lane is Lane.D2H)
 
-    def _travel(
-        self, builder: TemplateBuilder, families: dict[str, Family], t: Skeletal, slot: str, *, out: bool
-    ) -> None:
+    def _travel(self, builder: TemplateBuilder, families: Families, t: Skeletal, slot: str, *, out: bool) -> None:
         """Write the copy of the swapped rows to the host, or back."""
         if not (rows := self.swapped_rows(t)):
             return
@@ -233,9 +231,7 @@ class Activations:
             target=writes(host_rows if out else device_rows),
         )
 
-    def _set_aside(
-        self, builder: TemplateBuilder, families: dict[str, Family], t: Skeletal, slot: str, *, out: bool
-    ) -> None:
+    def _set_aside(self, builder: TemplateBuilder, families: Families, t: Skeletal, slot: str, *, out: bool) -> None:
         """Write the copy of the rows that stay on the device out of the buffer, or back."""
         if not (rows := self.kept(t)):
             return

@@ -6,6 +6,7 @@ import importlib.util
 import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from memo_exec.commands import doctor
 from memo_exec.kernels import attention_flash3, attention_torch_cpu
+from memo_exec.kernels.attention_backend import AttentionBackward
 from memo_exec.machine import attention_kernels as kernels
 from memo_exec.machine import preflight, rowwise_kernels
 from memo_exec.machine.kernel_trial import FORMS, MOST_TEXT, Form, Heads, attention_fails, forms_of, triton_fails
@@ -94,24 +96,25 @@ def wrong_statistics(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, 
     lse.mul_(1.4427)  # log-sum-exp in base 2 instead of e
 
 
-def not_a_number(grad: Tensor, qkv: Any, out: Tensor, lse: Tensor, grads: Any, **named: Any) -> None:
-    PLAIN_BACKWARD(grad, qkv, out, lse, grads, **named)
-    grads[0][0, 0, 0, 0] = torch.nan
+def not_a_number(call: AttentionBackward) -> None:
+    PLAIN_BACKWARD(call)
+    call.grads[0][0, 0, 0, 0] = torch.nan
 
 
-def keys_and_values_swapped(grad: Tensor, qkv: Any, out: Tensor, lse: Tensor, grads: Any, **named: Any) -> None:
-    PLAIN_BACKWARD(grad, qkv, out, lse, (grads[0], grads[2], grads[1]), **named)
+def keys_and_values_swapped(call: AttentionBackward) -> None:
+    dq, dk, dv = call.grads
+    PLAIN_BACKWARD(replace(call, grads=(dq, dv, dk)))
 
 
 def square_alone(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, causal: bool) -> None:
     PLAIN_FORWARD(q, k[:, : q.shape[1]], v[:, : q.shape[1]], out, lse, causal=causal)
 
 
-def own_statistics(grad: Tensor, qkv: Any, out: Tensor, lse: Tensor, grads: Any, **named: Any) -> None:
+def own_statistics(call: AttentionBackward) -> None:
     """Compute output and log-sum-exp again from the given keys, which is right only if these are all keys."""
-    out, lse = torch.empty_like(out), torch.empty_like(lse)
-    PLAIN_FORWARD(*qkv, out, lse, causal=named["causal"])
-    PLAIN_BACKWARD(grad, qkv, out, lse, grads, **named)
+    out, lse = torch.empty_like(call.out), torch.empty_like(call.lse)
+    PLAIN_FORWARD(*call.qkv, out, lse, causal=call.causal)
+    PLAIN_BACKWARD(replace(call, out=out, lse=lse))
 
 
 @pytest.mark.parametrize("wrong", [square_alone, own_statistics])

@@ -149,8 +149,8 @@ def test_out_of_device_memory_names_instant_classes_and_shortage() -> None:
     first = int(np.flatnonzero(total + RESERVE > capacity)[0])
     assert (fault.instruction, fault.id) == (first, fitting.program.ids()[first])
     assert fault.live == {n: int(c[first]) for n, c in curves.items() if c[first]} | {"reserve": RESERVE}
-    assert simulation.fault_s == fitting.playback.start_s[first]
-    assert fitting.fault_s is None
+    assert simulation.fullest.playback.start_s[first] == fitting.playback.start_s[first]
+    assert fitting.memory.fault is None
     assert prediction.status == "gpu_oom"
     assert (prediction.step_s, prediction.mfu, prediction.tgs, prediction.lanes) == (None, None, None, {})
     assert prediction.shortfall_bytes == int(total.max()) + RESERVE - capacity

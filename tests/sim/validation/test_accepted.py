@@ -10,7 +10,7 @@ import pytest
 
 from memo_sim.contract.errors import OutOfTolerance
 from memo_sim.contract.validation import CaseError, CasePrediction, CaseReport, Expectation, Validation
-from memo_sim.validation.accepted import accept, accuracy_of, check_accepted, expected_error, load_accepted
+from memo_sim.validation.accepted import accept, accuracy_of, check_accepted, load_accepted
 from memo_sim.validation.cases import Case, list_case_files, load_cases
 from memo_sim.validation.validate import validate
 from tests.refusals import refused
@@ -143,15 +143,3 @@ def test_a_group_without_accepted_accuracy_fails_and_accepting_it_keeps_the_othe
     with refused(OutOfTolerance, got="s/fsdp", hint="--accept"):
         check_accepted(Validation(cases=other), load_accepted(path))
     assert set(accept(Validation(cases=other), path).groups) == {"s/fsdp", "s/memo"}
-
-
-def test_a_systems_published_cases_say_what_to_expect_of_its_predictions(tmp_path: Path) -> None:
-    accepted = accept(Validation(cases=[*GOOD, report("f", 3.0, fitted=True)]), tmp_path / "a.json")
-    found = expected_error("memo", accepted)
-    assert found is not None
-    assert (found.cases, found.level, found.sources) == (5, 0.8, ("s",))
-    assert (found.low, found.high) == (pytest.approx(1 / 1.02 - 1), pytest.approx(1 / 0.98 - 1))
-    assert found.sentence == (
-        "Of 5 published cases of memo (s) 80% were measured -2.0% to +2.0% from what is predicted for them."
-    )
-    assert expected_error("fsdp", accepted) is None
