@@ -74,19 +74,19 @@ class Activations:
         return self.moved and not self.decisions.offload_window
 
     @property
-    def leaving(self) -> bool:
+    def windowed(self) -> bool:
         """Whether they live in buffers of their own, which leave some passes later."""
         return self.moved and self.decisions.offload_window > 0
 
     @cached_property
-    def travels(self) -> bool:
+    def swaps_rows(self) -> bool:
         """Whether any row of this subsequence goes to the host."""
         return self.moved and any(self.swapped_rows(t) for t in self.shared)
 
     @property
     def copied_out(self) -> bool:
         """Whether what forward writes is copied elsewhere, to the host or aside."""
-        return self.rounding or (self.leaving and self.travels)
+        return self.rounding or (self.windowed and self.swaps_rows)
 
     @property
     def kept_per_layer(self) -> int:
@@ -114,7 +114,7 @@ class Activations:
     @property
     def resident_differs(self) -> bool:
         """Whether the backward of a layer that was not swapped is another: its rows need no rebuilding."""
-        return self.leaving or (self.rounding and self.decisions.recompute != "full")
+        return self.windowed or (self.rounding and self.decisions.recompute != "full")
 
     def swapped_rows(self, tensor: Skeletal) -> int:
         """Return how many rows of ``tensor`` travel to the host."""
@@ -153,7 +153,7 @@ class Activations:
         each_layer = FamilyKind.PER_LAYER
         for t in self.shared:
             if not self.rounding:
-                times = 1 + self.leaving  # those that come back are others than those that have left
+                times = 1 + self.windowed  # those that come back are others than those that have left
                 name, rows = f"skeletal.{t.name}", t.tokens
                 found.append(Family(name, kind, t.dtype, rows, t.features, times * count, kind=FamilyKind.SKELETAL))
             if not self.copied_out:
@@ -210,13 +210,13 @@ class Activations:
 
     def _transfer(self, builder: TemplateBuilder, families: dict[str, Family], t: Skeletal, lane: Lane) -> None:
         slot = builder.bind(families[f"skeletal.{t.name}"], slot=t.name, tokens=t.tokens)
-        moves = [self._travel, self._set_aside]
+        moves = [self._copy_swapped, self._copy_kept]
         # A buffer that dies here must not do so with a kernel beside which the copy to the host still reads it; one
         # that is born here is born with a kernel, which need not wait for the copy that fills the other rows.
-        for move in reversed(moves) if self.leaving else moves:
+        for move in reversed(moves) if self.windowed else moves:
             move(builder, families, t, slot, out=lane is Lane.D2H)
 
-    def _travel(
+    def _copy_swapped(
         self, builder: TemplateBuilder, families: dict[str, Family], t: Skeletal, slot: str, *, out: bool
     ) -> None:
         """Write the copy of the swapped rows to the host, or back."""
@@ -233,7 +233,7 @@ class Activations:
             target=writes(host_rows if out else device_rows),
         )
 
-    def _set_aside(
+    def _copy_kept(
         self, builder: TemplateBuilder, families: dict[str, Family], t: Skeletal, slot: str, *, out: bool
     ) -> None:
         """Write the copy of the rows that stay on the device out of the buffer, or back."""

@@ -38,7 +38,7 @@ class DeferredWeightGradients:
     activations: Activations
 
     @property
-    def apart(self) -> bool:
+    def applies(self) -> bool:
         """Whether the schedule computes weight gradients by themselves."""
         layout = self.decisions.layout
         return layout.pp > 1 and layout.schedule == "zero-bubble"
@@ -78,7 +78,7 @@ class DeferredWeightGradients:
 
     def families(self) -> list[Family]:
         """Return the buffers in which inputs and gradients wait."""
-        if not self.apart:
+        if not self.applies:
             return []
         dtype, count = self.decisions.dtype, self.activations.kept_per_layer
         waiting = [(t.name, t.tokens, t.features) for t in self._waiting] + self._gradients
