@@ -102,8 +102,8 @@ def _whole_mlp(question: Question, decisions: Decisions) -> bool:
     whole MLP.
     """
     layout = decisions.layout
-    apart = layout.pp > 1 and layout.schedule == "zero-bubble"
-    return apart or (layout.metp > 1 and question.pins.mlp_chunk_tokens is None)
+    deferred = layout.pp > 1 and layout.schedule == "zero-bubble"
+    return deferred or (layout.metp > 1 and question.pins.mlp_chunk_tokens is None)
 
 
 def mlp_chunk(question: Question, base: Decisions) -> int:
