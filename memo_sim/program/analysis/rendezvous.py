@@ -1,7 +1,7 @@
 """Matches instructions of several pipeline stages: a send with its receive, a collective over stages with itself.
 
 The n-th send from one stage to another is the n-th receive there. The n-th call of a group that spans stages is the
-same call on all its stages. This module only counts; ``verify/roles.py`` checks that matched calls fit together.
+same call on all its stages. This module only counts; ``verify/stages.py`` checks that matched calls fit together.
 """
 
 from __future__ import annotations

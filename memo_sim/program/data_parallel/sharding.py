@@ -46,7 +46,8 @@ from memo_sim.program.layout.swap_schedule import LayerPass
 class Use:
     """One pass of one subsequence that needs blocks of parameters (``params``) or adds to gradients (``grads``).
 
-    ``params`` and ``grads`` are kinds of blocks: ``embed``, ``layer``, ``head``. ``layer`` is -1 for the embedding, and the number of layers for the head.
+    ``params`` and ``grads`` are kinds of blocks: ``embed``, ``layer``, ``head``. ``layer`` is -1 for the embedding, and
+    the number of layers for the head.
     """
 
     place: str

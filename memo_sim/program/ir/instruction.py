@@ -56,7 +56,7 @@ class BufferClass(StrEnum):
     KV_CACHE = "kv_cache"
     """Keys and values of earlier subsequences, and the sums of their gradients."""
     PIPELINE = "pipeline"
-    """What pipeline stages send to each other: a stage's input and output."""
+    """Inputs and outputs of pipeline stages, which neighbouring stages send to each other."""
     INPUT = "input"
 
 

@@ -39,7 +39,7 @@ class BlockKind(StrEnum):
 
 
 class TemplateKind(StrEnum):
-    """What a template does with its block of the model; templates of the step and transfers have no block."""
+    """The purpose of a template, mostly for one block of the model; the whole step and transfers have no block."""
 
     FORWARD = "forward"
     """The forward of the head includes loss and backward."""
@@ -89,7 +89,7 @@ _OF_STEP = frozenset(
 
 
 class FamilyKind(StrEnum):
-    """What the buffers of a family hold."""
+    """The contents of a family's buffers."""
 
     PARAMS = "params"
     GRADS = "grads"

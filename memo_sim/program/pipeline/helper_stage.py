@@ -70,9 +70,9 @@ class HelperStage:
         self.suffix = f".s{task.subsequence}.of{owner.index}"
         self.link = Link(shape, task, portion)
         at = task.portions.index(portion)
-        self.ahead = [Link(shape, task, each) for each in task.portions[:at]]
+        self.earlier = [Link(shape, task, each) for each in task.portions[:at]]
         """Links of the helpers of the task's earlier rows."""
-        self.behind = task.helpers[at + 1 :]
+        self.later = task.helpers[at + 1 :]
         """Portions of the helpers of later rows; the owner has the last rows."""
         self._between: list[Family] = []
         self._held = self._hold()
@@ -120,8 +120,8 @@ class HelperStage:
             Family(KV, cache, dtype, shape.kv_cache_tokens, kv, 2 * layers, kind=FamilyKind.PER_LAYER),
             Family(D_KV, cache, dtype, shape.kv_cache_tokens, kv, layers, kind=FamilyKind.PER_LAYER),
         ]
-        later = [self.owner.index, *(portion.stage for portion in self.behind)]
-        for stage in later:  # the owner sends sums, helpers send what one kernel has written
+        senders = [self.owner.index, *(portion.stage for portion in self.later)]
+        for stage in senders:  # the owner sends sums, helpers send what one kernel has written
             terms = SUM_DTYPE if stage == self.owner.index else dtype
             name, later_gradients = f"{BEHIND}.{stage}", FamilyKind.LATER_GRADIENTS
             found.append(Family(name, exchange, terms, shape.tokens, kv, layers, kind=later_gradients))
@@ -162,10 +162,10 @@ class HelperStage:
             if link.exists(what):
                 family, slot, rows = sides[what]
                 yield link.message(what).side(mine, found[family], slot, rows)
-        for earlier in self.ahead:
+        for earlier in self.earlier:
             yield earlier.keys_to(self.portion).side(mine, found[KV], KV, earlier.own)
             yield earlier.gradients_from(self.portion).side(mine, found[D_KV], D_KV, earlier.own)
-        for later in self.behind:
+        for later in self.later:
             yield link.keys_to(later).side(mine, found[KV], KV, link.own)
             yield link.gradients_from(later).side(mine, found[f"{BEHIND}.{later.stage}"], "d_kv")
 

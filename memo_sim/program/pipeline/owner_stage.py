@@ -1,4 +1,4 @@
-"""The owner's side of a task whose first rows helper stages compute: what it sends to them, receives, and adds.
+"""The owner's side of a task whose first rows helper stages compute: sends, receives, and sums.
 
 The owner computes its own rows like any subsequence's, with more keys before them (``subsequence_templates.py``). It
 receives the helpers' rows into the buffers between stages and into the KV cache. Gradients that helpers computed arrive

@@ -117,8 +117,8 @@ class StageOrder:
     def _place_passes(self) -> None:
         parts = self._parts
         if parts.decisions.layout.multiplexed:
-            overlaps, count = parts.decisions.layout.overlap_p2p, len(parts.subsequences)
-            WaveOrder(self, self._stage, count, owners=parts.owners, helpers=parts.helpers, ahead=overlaps).place()
+            overlap, count = parts.decisions.layout.overlap_p2p, len(parts.subsequences)
+            WaveOrder(self, self._stage, count, owners=parts.owners, helpers=parts.helpers, overlap=overlap).place()
             return
         self._place_transfers(-1)
         for number, (each, layer_passes) in enumerate(zip(parts.passes, self._layer_passes, strict=True)):

@@ -1,4 +1,4 @@
-"""What one pipeline stage consists of: parameter blocks, subsequences, tasks shared with other stages, optimizers."""
+"""The parts of a pipeline stage: parameter blocks, subsequences, tasks shared with other stages, optimizers."""
 
 from __future__ import annotations
 

@@ -71,13 +71,13 @@ class WaveOrder:
         *,
         owners: dict[int, OwnerStage],
         helpers: list[HelperStage],
-        ahead: bool,
+        overlap: bool,
     ) -> None:
         """``owners``: by subsequence, the stage's tasks that have helpers. ``helpers``: its portions of others' tasks.
 
-        ``ahead``: whether receives are placed a pass earlier, and sends a pass later (``stage_p2p.py``).
+        ``overlap``: whether receives are placed a pass earlier, and sends a pass later (``stage_p2p.py``).
         """
-        self.placer, self.stage, self.count, self.owners, self.ahead = placer, stage, subsequences, owners, ahead
+        self.placer, self.stage, self.count, self.owners, self.overlap = placer, stage, subsequences, owners, overlap
         self.helpers: dict[int, list[HelperStage]] = {}
         """By wave, in the order of owner stages."""
         for helper in sorted(helpers, key=lambda each: each.owner.index):
@@ -111,7 +111,7 @@ class WaveOrder:
 
     def _play_whole(self, own: Pass, following: Pass | None) -> None:
         self._receive(own)
-        if self.ahead:
+        if self.overlap:
             self._receive(following)
         self.placer.begin(own)
         for layer_pass in layer_passes_of(own, self._layers):
@@ -135,7 +135,7 @@ class WaveOrder:
         if (self.stage.target(0) if forward else self.stage.source(0)) is not None:
             what, layer = ("x", self._layers[-1]) if forward else ("grad", self._layers[0])
             self._unsent.append(StageTransfer(f"stage.send.{what}", 0, layer, each.subsequence))
-        if not self.ahead:
+        if not self.overlap:
             self._send()
 
     def _send(self) -> None:
@@ -184,7 +184,7 @@ class WaveOrder:
     def _receive_outputs(self, owner: OwnerStage, layer: int, what: str, following: Pass | None) -> None:
         """Place the receives of the helpers' output rows, after the owner's kernel, and of the next pass's input."""
         self._exchange(owner, layer, what)
-        if self.ahead:
+        if self.overlap:
             self._receive(following)
 
     def _exchange(self, owner: OwnerStage, layer: int, *messages: str) -> None:
@@ -212,13 +212,13 @@ class WaveOrder:
             if not last:
                 self._each(helpers, layer + 1, "params", "before")
             for helper in helpers:
-                for earlier in helper.ahead:
+                for earlier in helper.earlier:
                     self._message(helper, layer, earlier.keys_to(helper.portion))
-            if last and self.ahead:
+            if last and self.overlap:
                 self._receive(following)
             self._play(helpers, layer, *(f"layer.fwd{'.out' if last else ''}.{half}" for half in HALVES))
             for helper in helpers:
-                for later in helper.behind:
+                for later in helper.later:
                     self._message(helper, layer, helper.link.keys_to(later))
                 self._each([helper], layer, "kv")
         self._each(helpers, layers[-1], "out")
@@ -234,13 +234,13 @@ class WaveOrder:
                 self._receive_early(helpers, layer - 1)
             for helper in helpers:
                 self._each([helper], layer, "d_kv")
-                for later in reversed(helper.behind):
+                for later in reversed(helper.later):
                     self._message(helper, layer, helper.link.gradients_from(later))
-            if not layer and self.ahead:
+            if not layer and self.overlap:
                 self._receive(following)
             self._play(helpers, layer, "layer.bwd.zero", *(f"layer.bwd.{half}" for half in HALVES))
             for helper in helpers:
-                for earlier in helper.ahead:
+                for earlier in helper.earlier:
                     self._message(helper, layer, earlier.gradients_from(helper.portion))
             if not layer:
                 self._each(helpers, layer, "grad_in")
