@@ -6,36 +6,23 @@ so ``--help`` starts quickly.
 
 from __future__ import annotations
 
-import math
 import os
-import signal
 import sys
-import time
-import traceback
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
-from click.core import ParameterSource
 
 from memo_exec.commands.error_file import leave_for_torchrun
 from memo_sim import __version__
-from memo_sim.contract.errors import MemoError, RankLost, UsageError, missing_package
-from memo_sim.contract.output import system_failure, while_read
+from memo_sim.contract.errors import RankLost, UsageError
+from memo_sim.views.command_line import SETTINGS, SIGNALLED, Commands, Finite, run_commands, say, typed, with_progress
 
 if TYPE_CHECKING:
     from memo_exec.commands.run import Outcome
     from memo_sim.contract.comparison import Comparison
-    from memo_sim.contract.progress import Progress
 
 Options = dict[str, Any]
-
-PROGRESS_S = 10.0
-"""Shortest time between two lines of progress, in seconds, when standard error is not a terminal."""
-
-SIGNALLED = 128
-"""A process that a signal has ended exits with the sum of this and the signal's number."""
 
 HYPERPARAMETERS = {
     "lr": "learning_rate",
@@ -49,17 +36,6 @@ HYPERPARAMETERS = {
     "final_fraction": "final_fraction",
 }
 """Options, and the fields of ``Hyperparameters`` that they set."""
-
-
-class Finite(click.FloatRange):
-    """A range of floats without infinity and NaN."""
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        """Return the number, or fail with the option's name."""
-        number = float(super().convert(value, param, ctx))
-        if not math.isfinite(number):
-            self.fail(f"{value} is not a finite number.", param, ctx)
-        return number
 
 
 class Named(click.Path):
@@ -79,14 +55,7 @@ FILE = Named(path_type=Path, dir_okay=False)
 DIRECTORY = Named(path_type=Path, file_okay=False)
 
 
-class Commands(click.Group):
-    """The group of commands. They end without an error when the reader closes the pipe; click would exit with 1."""
-
-    make_context = while_read()(click.Group.make_context)
-    invoke = while_read()(click.Group.invoke)
-
-
-@click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.group(cls=Commands, context_settings=SETTINGS)
 @click.version_option(__version__, prog_name="memo-exec")
 def cli() -> None:
     """Run a plan on this machine, measure it, and compare the measurement with the prediction.
@@ -154,7 +123,7 @@ def cli() -> None:
 )
 @click.option("--measured", "measured_path", type=FILE, help="Write the measured step as memo.trace/1.")
 @click.option(
-    "--debug", is_flag=True, help="Poison offloaded rows, and check every copy and the order of instructions (slow)."
+    "--debug", is_flag=True, help="Check the program first, then every copy and order; poison offloaded rows (slow)."
 )
 @click.option(
     "--replay-allocator",
@@ -177,7 +146,7 @@ def run_command(**options: Any) -> None:
 
     for name in ("trace_path", "measured_path"):
         options[name] = options[name] and of_rank(options[name])
-    if (every := _typed("save_every")) and options["save"] is None:
+    if (every := typed("save_every")) and options["save"] is None:
         raise UsageError("--save-every needs a folder for the checkpoints", got=", ".join(every), hint="add --save DIR")
     read = (options["plan"], options["data"], options["weights"])
     check_outputs(options["trace_path"], options["measured_path"], read=read)
@@ -185,7 +154,7 @@ def run_command(**options: Any) -> None:
         hyperparameters={HYPERPARAMETERS[k]: v for k, v in options.items() if k in HYPERPARAMETERS and v is not None},
         **{name: options[name] for name in RunOptions.__dataclass_fields__ if name in options},
     )
-    outcome = run(options["plan"], chosen, tell=lambda figure: _say(figure.line()), note=_say)
+    outcome = run(options["plan"], chosen, tell=lambda figure: say(figure.line()), note=say)
     if outcome is None:
         raise click.Abort
     if not outcome.stopped_by and outcome.rank == 0:
@@ -193,7 +162,7 @@ def run_command(**options: Any) -> None:
     _write_traces(outcome, options["trace_path"], options["measured_path"])
     if outcome.stopped_by:
         if outcome.rank == 0:
-            _say(f"interrupted after step {outcome.steps}")
+            say(f"interrupted after step {outcome.steps}")
         sys.exit(SIGNALLED + outcome.stopped_by)
     if outcome.rank == 0:
         _check_tolerance(outcome.comparison, options["tolerance"])
@@ -238,7 +207,7 @@ def profile_command(plan: Path, steps: int, trace_path: Path | None, output: Pat
     from memo_sim.contract.codec import write
 
     if as_requests:
-        if given := _typed("steps", "trace_path"):
+        if given := typed("steps", "trace_path"):
             hint = "leave these options or --requests out"
             raise UsageError("--requests records one step and writes no timeline", got=", ".join(given), hint=hint)
         _profile_requests(plan, output or plan.with_name(f"{plan.stem}.requests.json"))
@@ -246,7 +215,7 @@ def profile_command(plan: Path, steps: int, trace_path: Path | None, output: Pat
     trace_path = of_rank(trace_path or plan.with_name(f"{plan.stem}.perfetto.json"))
     output = of_rank(output or plan.with_name(f"{plan.stem}.measured.json"))
     check_outputs(trace_path, output, read=(plan,))
-    outcome = run(plan, RunOptions(steps=steps), tell=lambda figure: _say(figure.line()), note=_say)
+    outcome = run(plan, RunOptions(steps=steps), tell=lambda figure: say(figure.line()), note=say)
     if outcome is None or outcome.stopped_by:
         raise click.Abort
     write_perfetto([outcome.measured], trace_path)
@@ -260,7 +229,7 @@ def _profile_requests(plan: Path, output: Path) -> None:
     from memo_sim.contract.codec import write
 
     check_outputs(output, read=(plan,))
-    found = observe(plan, _say)
+    found = observe(plan, say)
     write(output, found.requests)
     click.echo("\n".join([*found.lines(), f"{output}: the requests of one step"]))
 
@@ -315,9 +284,10 @@ def calibrate_command(output: Path, name: str | None, budget_s: float | None) ->
     from memo_sim.contract.codec import write
 
     check_outputs(output)
-    profile = _with_progress(
+    profile = with_progress(
         "calibrating",
-        lambda tell: calibrate(name=name, progress=tell, note=_say, command=_command_line(), budget_s=budget_s),
+        lambda tell: calibrate(name=name, progress=tell, note=say, command=_command_line(), budget_s=budget_s),
+        told="measurements",
     )
     if profile is None:  # rank 0 writes
         return
@@ -326,25 +296,22 @@ def calibrate_command(output: Path, name: str | None, budget_s: float | None) ->
 
 
 @cli.command("doctor")
-def doctor_command() -> None:
-    """Show the device, memory, kernels and library versions of this machine."""
-    from memo_exec.commands.doctor import report
+@click.argument("plan", type=FILE, required=False)
+def doctor_command(plan: Path | None) -> None:
+    """Show the device, memory, kernels and library versions of this machine; with PLAN check that plan instead.
 
-    click.echo(report())
+    The plan is lowered; its hash, the program of every stage, what stages send each other, and the placement beside it
+    are checked. Exit code: of the first check that fails, 3 for the files, 1 for a faulty program (a bug).
+    """
+    from memo_exec.commands.doctor import plan_report, report
 
-
-def _say(text: str) -> None:
-    click.echo(text, err=True)
-
-
-def _typed(*names: str) -> list[str]:
-    """Return the options among ``names`` that the user gave on the command line, as they are spelled there."""
-    context = click.get_current_context()
-    return [
-        parameter.opts[-1]
-        for parameter in context.command.params
-        if parameter.name in names and context.get_parameter_source(parameter.name) is ParameterSource.COMMANDLINE
-    ]
+    if plan is None:
+        click.echo(report())
+        return
+    text, code = plan_report(plan)
+    click.echo(text)
+    if code:
+        sys.exit(code)
 
 
 def _command_line() -> str:
@@ -376,36 +343,6 @@ def _write_traces(outcome: Outcome, trace_path: Path | None, measured_path: Path
         write(measured_path, outcome.measured)
 
 
-def _with_progress(label: str, work: Callable[[Progress], Any]) -> Any:
-    """Run ``work`` with a callback (done, total) that reports progress on standard error.
-
-    It shows a bar on a terminal, and prints a line every ``PROGRESS_S`` seconds otherwise.
-    """
-    if not sys.stderr.isatty():
-        return work(_progress_lines(label))
-    with click.progressbar(length=1, label=label, file=sys.stderr) as bar:
-
-        def tell(done: int, total: int) -> None:
-            bar.length = total
-            bar.update(done - bar.pos)
-
-        return work(tell)
-
-
-def _progress_lines(label: str) -> Progress:
-    """Return a callback (done, total) that prints the progress, at most one line every ``PROGRESS_S`` seconds."""
-    start = printed = time.monotonic()
-
-    def tell(done: int, total: int) -> None:
-        nonlocal printed
-        now = time.monotonic()
-        if now - printed >= PROGRESS_S:
-            printed = now
-            _say(f"{label}: {done} of {total} measurements, {now - start:.0f} s")
-
-    return tell
-
-
 def _rank_prefix() -> str:
     """Return the prefix of messages that names this rank; "" when there is one process."""
     from memo_exec.commands.outputs import rank
@@ -413,47 +350,26 @@ def _rank_prefix() -> str:
     return f"rank {rank()}: " if os.environ.get("WORLD_SIZE", "1") != "1" else ""
 
 
-def _fail(text: str, code: int, *, caused_elsewhere: bool = False) -> NoReturn:
+def _fail(text: str, code: int, error: BaseException) -> NoReturn:
     """Report an error and end the process.
 
     Under torchrun the message goes to torchrun, which prints it at its end. One of several ranks ends at once, without
     clean-up, because one of its threads may wait for a rank that waits for this one.
     """
-    text = f"memo-exec: {_rank_prefix()}{text}"
-    if not leave_for_torchrun(text, caused_elsewhere=caused_elsewhere):
-        _say(text)
-    if _rank_prefix():
+    usage = error if isinstance(error, click.ClickException) else None
+    text = f"memo-exec: {_rank_prefix()}{text if usage is None else usage.format_message()}"
+    if not leave_for_torchrun(text, caused_elsewhere=isinstance(error, RankLost)):
+        say(text) if usage is None else usage.show()
+    if _rank_prefix() and usage is None:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
     sys.exit(code)
 
 
-@while_read()
 def main() -> None:
     """Run the command line; turn every expected error into a message and an exit code."""
-    try:
-        cli.main(prog_name="memo-exec", standalone_mode=False)
-    except click.ClickException as error:
-        if not leave_for_torchrun(f"memo-exec: {_rank_prefix()}{error.format_message()}", caused_elsewhere=False):
-            error.show()
-        sys.exit(error.exit_code)
-    except (click.Abort, KeyboardInterrupt):
-        _say("interrupted")
-        sys.exit(SIGNALLED + signal.SIGINT)
-    except MemoError as error:
-        _fail(str(error), error.exit_code, caused_elsewhere=isinstance(error, RankLost))
-    except BrokenPipeError:
-        raise
-    except OSError as error:
-        failure = system_failure(error)
-        _fail(str(failure), failure.exit_code)
-    except Exception as error:
-        if absent := missing_package(error):
-            _fail(str(absent), absent.exit_code)
-        if os.environ.get("MEMO_TRACEBACK"):
-            _fail(traceback.format_exc().rstrip(), 1)
-        _fail(f"this is a bug: {error!r}\n  next: run again with MEMO_TRACEBACK=1 and report the traceback", 1)
+    run_commands(cli, "memo-exec", _fail)
 
 
 if __name__ == "__main__":

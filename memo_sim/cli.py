@@ -7,40 +7,28 @@ inside the command that needs it.
 from __future__ import annotations
 
 import gc
-import os
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
 from memo_sim import __version__
-from memo_sim.contract.errors import Infeasible, MemoError, UsageError, missing_package
-from memo_sim.contract.output import system_failure, while_read
-from memo_sim.question_options import MEMORY_GIB, Finite, Options, asked, gib, question_options
+from memo_sim.contract.errors import Infeasible, MemoError, UsageError
+from memo_sim.question_options import MEMORY_GIB, Options, asked, gib, question_options
+from memo_sim.views.command_line import SETTINGS, Commands, Finite, run_commands, say, with_progress
 
 if TYPE_CHECKING:
     from memo_sim.answers.what_if import Answer
     from memo_sim.contract.plan import Plan
-    from memo_sim.contract.progress import Progress
     from memo_sim.planning.question import Question
-
-T = TypeVar("T")
 
 COLLECTED_AFTER = 50_000
 """New objects after which Python looks for cycles. A lowering makes thousands, and none: looking as often as Python
 does unasked is a tenth of a search's time."""
 
 
-class Commands(click.Group):
-    """The commands, which end quietly when nobody reads on: click itself would exit with 1."""
-
-    make_context = while_read()(click.Group.make_context)
-    invoke = while_read()(click.Group.invoke)
-
-
-@click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.group(cls=Commands, context_settings=SETTINGS)
 @click.version_option(__version__, prog_name="memo-sim")
 def cli() -> None:
     """Plan long-context training: does it fit, how fast will it be, with which plan, and why.
@@ -129,7 +117,7 @@ def longest_command(*, step: str, max_step_s: float | None, one_more_gib: bool, 
 
     tokens = parse_tokens(step, option="--step")
     outputs, _, question = asked({**options, "plan_path": None, "seq_len": step})
-    found = _with_progress(
+    found = with_progress(
         "lengths", lambda tell: longest(question, step_tokens=tokens, most_step_s=max_step_s, progress=tell)
     )
     if one_more_gib:
@@ -161,21 +149,8 @@ def _ask(plan: Plan | None, question: Question, options: Options) -> Answer:
         with of_file(options["plan_path"]):
             return price(plan, question)
     wanted = {"top": options["top"], "pareto": options["pareto"]}
-    answer = _with_progress("plans", lambda tell: what_if(question, **wanted, progress=tell))
+    answer = with_progress("plans", lambda tell: what_if(question, **wanted, progress=tell))
     return with_what_more_buys(question, answer) if options["one_more_gib"] else answer
-
-
-def _with_progress(label: str, work: Callable[[Progress], T]) -> T:
-    """Run ``work`` with a callback (done, all) that draws a bar on standard error when that is a terminal."""
-    if not sys.stderr.isatty():
-        return work(lambda done, total: None)
-    with click.progressbar(length=1, label=label, file=sys.stderr) as bar:
-
-        def tell(done: int, total: int) -> None:
-            bar.length = total
-            bar.update(done - bar.pos)
-
-        return work(tell)
 
 
 def _now() -> str:
@@ -225,7 +200,7 @@ def validate_command(cases: str | None, report: Path | None, *, every: bool, acc
     rows = [c for c in known if source in (None, c.source) and system in (None, c.question.system)]
     if not rows:
         raise UsageError("no such rows", got=f"source {source}, system {system}", hint=f"see the columns of {cases}")
-    found = _with_progress("cases", lambda tell: validate(rows, progress=tell, jobs=options["jobs"]))
+    found = with_progress("cases", lambda tell: validate(rows, progress=tell, jobs=options["jobs"]))
     if options["as_json"]:
         click.echo(encode(found).decode(), nl=False)
     else:
@@ -267,7 +242,7 @@ def fit_command(cases: str, constant: str, system: str | None, chosen: tuple[str
     from memo_sim.views.tables import fit_table
 
     rows = [c for c in load_cases(cases) if system in (None, c.question.system)]
-    report = _with_progress("fits", lambda tell: fit(find_constant(constant), rows, chosen, progress=tell, **values))
+    report = with_progress("fits", lambda tell: fit(find_constant(constant), rows, chosen, progress=tell, **values))
     click.echo(fit_table(report))
 
 
@@ -283,20 +258,20 @@ def figure_command(name: str, output: str | None, *, as_json: bool) -> None:
     """
     from memo_sim.contract.codec import encode
     from memo_sim.papers.figures import figure
-    from memo_sim.papers.published import TABLES, published
+    from memo_sim.papers.memo import TABLES, published
     from memo_sim.views.chart import check_chart, draw_chart
     from memo_sim.views.tables import chart_table, published_table, summary_table
 
     if name in TABLES:
         if output:
             raise UsageError("a table is not drawn", got=f"-o {output}", hint="leave -o out, or --json")
-        report, cells = _with_progress("cases", lambda tell: published(name, progress=tell))
+        report, cells = with_progress("cases", lambda tell: published(name, progress=tell))
         text = f"{published_table(cells)}\n\n{summary_table(report.cases)}"
         click.echo(encode(report).decode() if as_json else text, nl=not as_json)
         return
     if output:
         check_chart(output)
-    found = _with_progress("plans", lambda tell: figure(name, progress=tell))
+    found = with_progress("plans", lambda tell: figure(name, progress=tell))
     if output:
         draw_chart(found, output)
     click.echo(encode(found).decode() if as_json else chart_table(found), nl=not as_json)
@@ -332,6 +307,7 @@ def schema_command(name: str) -> None:
     type=click.Choice(["portfolio", "bilevel-mip", "mip", "greedy", "cp-sat"]),
     default="portfolio",
     show_default=True,
+    help="portfolio: first fit, then exact search; bilevel-mip: MEMO's two levels; mip, cp-sat: all buffers at once.",
 )
 @click.option("--time-limit", type=Finite(0, min_open=True), default=60, show_default=True, help="Seconds to solve.")
 @click.option("--device", type=click.IntRange(0), help="Of a snapshot; the one with most memory when not given.")
@@ -356,36 +332,19 @@ def plan_memory_command(path: str, output: Path | None, plot: Path | None, *, as
     click.echo(encode(plan.report).decode() if as_json else f"{placement_report(plan.report)}\n", nl=False)
 
 
-@while_read()
+def _fail(text: str, code: int, error: BaseException) -> NoReturn:
+    """Say why on standard error, where there is something to say, and end the process."""
+    if isinstance(error, click.ClickException):
+        error.show()
+    elif text:
+        say(f"memo-sim: {text}")
+    sys.exit(code)
+
+
 def main() -> None:
     """Run the command line; every expected failure becomes its message and exit code."""
     gc.set_threshold(COLLECTED_AFTER)
-    try:
-        cli.main(prog_name="memo-sim", standalone_mode=False)
-    except click.ClickException as error:
-        error.show()
-        sys.exit(error.exit_code)
-    except click.Abort:
-        click.echo("interrupted", err=True)
-        sys.exit(130)
-    except MemoError as error:
-        if str(error):
-            click.echo(f"memo-sim: {error}", err=True)
-        sys.exit(error.exit_code)
-    except BrokenPipeError:
-        raise
-    except OSError as error:
-        failure = system_failure(error)
-        click.echo(f"memo-sim: {failure}", err=True)
-        sys.exit(failure.exit_code)
-    except Exception as error:
-        if absent := missing_package(error):
-            click.echo(f"memo-sim: {absent}", err=True)
-            sys.exit(absent.exit_code)
-        if os.environ.get("MEMO_TRACEBACK"):
-            raise
-        click.echo(f"memo-sim: a bug: {error!r}\n  next: run again with MEMO_TRACEBACK=1 and report it", err=True)
-        sys.exit(1)
+    run_commands(cli, "memo-sim", _fail)
 
 
 if __name__ == "__main__":

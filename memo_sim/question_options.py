@@ -5,7 +5,6 @@ Everything heavier than click is imported inside the functions that need it.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 import click
 
 from memo_sim.contract.errors import UsageError
+from memo_sim.views.command_line import Finite, typed
 
 if TYPE_CHECKING:
     from memo_sim.answers.what_if import Outputs
@@ -48,23 +48,6 @@ MOST_SEQUENCES = 2**16
 MOST_SUBSEQUENCES = 2**16
 Options = dict[str, Any]
 Command = TypeVar("Command", bound=Callable[..., Any])
-
-
-class Finite(click.FloatRange):
-    """A range of floats that infinity and NaN are not part of."""
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        """Return the number, or fail with the option's name."""
-        number = float(super().convert(value, param, ctx))
-        if not math.isfinite(number):
-            self.fail(f"{value} is not a finite number.", param, ctx)
-        return number
-
-    def _describe_range(self) -> str:
-        """Return the bounds without a zero behind the point."""
-        low = "" if self.min is None else f"{self.min:g}{'<' if self.min_open else '<='}"
-        high = "" if self.max is None else f"{'<' if self.max_open else '<='}{self.max:g}"
-        return f"{low}x{high}"
 
 
 KNOBS = (
@@ -220,9 +203,9 @@ def question_of(options: Options) -> tuple[Plan | None, Question]:
     plan = read(options["plan_path"], Plan) if options["plan_path"] else None
     if plan is None and not (options["model"] and options["seq_len"]):
         raise UsageError("a question needs MODEL and --seq-len, or --plan", hint="memo-sim what-if --help")
-    if plan is not None and (given := _given(SEARCHED)):
+    if plan is not None and (given := typed(*SEARCHED)):
         raise UsageError("--plan brings its own knobs", got=", ".join(given), hint="leave those out")
-    if plan is not None and (given := _given(OF_A_SEARCH)):
+    if plan is not None and (given := typed(*OF_A_SEARCH)):
         hint = "leave it out, or ask with MODEL and --seq-len in place of --plan"
         raise UsageError("--plan is priced alone, nothing is searched", got=", ".join(given), hint=hint)
     cluster, hardware = with_memory(
@@ -297,17 +280,6 @@ def _chunk(text: str | None, option: str) -> int | None:
     from memo_sim.contract.units import parse_tokens
 
     return None if text is None else parse_tokens(text, option=option, least=0)
-
-
-def _given(names: tuple[str, ...]) -> list[str]:
-    """Return which of the command's parameters were typed."""
-    context = click.get_current_context()
-    typed = click.core.ParameterSource.COMMANDLINE
-    return [
-        f"--{name.replace('_', '-')}" if name != "model" else "MODEL"
-        for name in names
-        if context.get_parameter_source(name) is typed
-    ]
 
 
 def gib(value: float | None) -> int | None:

@@ -1,15 +1,29 @@
-"""Reports what this machine has and can run: device, memory, kernels, versions.
+"""Reports what this machine has and can run, and whether a plan is sound.
 
-The report helps a user to find out why a plan does not run.
+``report`` lists device, memory, kernels and versions. ``plan_report`` lowers a plan and checks its hash, its programs,
+its stages and the placement beside it. Both help a user to find out why a plan does not run.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
+
+from memo_exec.distributed.mesh import MeshCoordinates
+from memo_exec.distributed.own_program import rank_program
 from memo_exec.machine.attention_kernels import attention_kernels, tried_attention_kernels
 from memo_exec.machine.machine import Machine, this_machine, versions
-from memo_exec.machine.preflight import DTYPES
+from memo_exec.machine.placement_file import checked_placement
+from memo_exec.machine.preflight import DTYPES, checked_program
+from memo_exec.machine.program_checks import Check, program_checks
 from memo_exec.machine.rowwise_kernels import tried_rowwise_kernels
-from memo_sim.contract.units import format_bytes
+from memo_sim.contract import codec
+from memo_sim.contract.errors import MemoError
+from memo_sim.contract.plan import Plan
+from memo_sim.contract.units import counted, format_bytes
+
+FAULTY = 1
+"""Exit code for a program that the checkers refuse: a bug, as of ``MemoError``."""
 
 HEAD_DIMS = (64, 128, 256)
 """Head sizes with which attention kernels are tried."""
@@ -30,6 +44,59 @@ def report() -> str:
     lines += [(f"attention {name}", text) for name, text in _attention(machine).items()]
     lines += [(f"row-wise {name}", fault or "available") for name, fault in tried_rowwise_kernels(machine).items()]
     lines += list(versions().items())
+    return _table(lines)
+
+
+def plan_report(plan_path: Path) -> tuple[str, int]:
+    """Return one line a check of a plan, and the exit code of the first that failed; 0 when all passed.
+
+    Raises:
+        BadInput: when the file is no plan.
+    """
+    plan = codec.read(plan_path, Plan)
+    lines: list[tuple[str, str]] = []
+    code = 0
+    checks: dict[str, Callable[[], list[Check]]] = {
+        "hash": lambda: [_hash_check(plan, plan_path)],
+        "program": lambda: program_checks(plan.decisions),
+        "placement": lambda: [_placement_check(plan, plan_path)],
+    }
+    for name, check in checks.items():
+        try:
+            found = check()
+        except MemoError as error:
+            lines.append((name, f"refused: {_one_line(error)}"))
+            code = code or error.exit_code
+            continue
+        lines += [(each.name, each.text) for each in found]
+        code = code or (FAULTY if any(each.faults for each in found) else 0)
+    return _table(lines), code
+
+
+def _hash_check(plan: Plan, path: Path) -> Check:
+    checked_program(plan, where=str(path))
+    return Check("hash", f"the decisions lower to the program {plan.program_sha256[:16]} that the plan pins")
+
+
+def _placement_check(plan: Plan, path: Path) -> Check:
+    """Check the placement for the first rank of every stage."""
+    layout = plan.decisions.layout
+    placement = None
+    for stage in range(layout.pp):
+        rank = next(rank for rank in range(layout.devices) if MeshCoordinates(layout, rank).at("pp") == stage)
+        placement = checked_placement(plan, rank_program(plan.decisions, MeshCoordinates(layout, rank)), path)
+    if placement is None:
+        return Check("placement", "none, torch's caching allocator hands out memory")
+    arena = format_bytes(placement.arena_bytes)
+    return Check("placement", f"{counted(len(placement.ids), 'buffer')} in an arena of {arena}, none overlap")
+
+
+def _one_line(error: MemoError) -> str:
+    details = [f"{label} {value}" for label, value in (("got", error.got), ("wanted", error.wanted)) if value]
+    return "; ".join([error.what, *details])
+
+
+def _table(lines: list[tuple[str, str]]) -> str:
     width = max(len(name) for name, _ in lines)
     return "\n".join(f"{name:<{width}}  {text}" for name, text in lines)
 

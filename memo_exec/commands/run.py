@@ -1,7 +1,7 @@
 """Runs a plan, from its file to the comparison with the prediction, for ``memo-exec run`` and ``memo-exec profile``.
 
-read plan -> lower, compare hashes -> placement -> preflight -> join the other ranks -> buffers -> weights or checkpoint
--> steps -> comparison, traces
+read plan -> lower, compare hashes -> with --debug, check programs -> placement -> preflight -> join the other ranks ->
+buffers -> weights or checkpoint -> steps -> comparison, traces
 
 Every rank does all of this. Only the first rank prints. The comparison uses the step of the slowest rank.
 """
@@ -32,6 +32,7 @@ from memo_exec.machine import preflight
 from memo_exec.machine.machine import Machine, this_machine
 from memo_exec.machine.memory_budget import Needs, check_memory
 from memo_exec.machine.placement_file import checked_placement
+from memo_exec.machine.program_checks import check_programs
 from memo_exec.memory.replaying import check_device, use_for_torch
 from memo_exec.observe.observed import Observed
 from memo_exec.training import checkpoint, weights
@@ -99,6 +100,7 @@ def run(
     Raises:
         BadInput: when the plan, data, weights or checkpoint cannot be used.
         CannotRun: when this machine cannot run the plan.
+        MemoError: with ``debug``, when the plan's program is faulty.
         UsageError: when options contradict each other or the checkpoint.
     """
     launch, plan = launched(), codec.read(plan_path, Plan)
@@ -106,6 +108,8 @@ def run(
         side_by_side()
     program = preflight.checked_program(plan, where=str(plan_path), rank=launch.rank)
     preflight.check_ranks(plan.decisions, launch)
+    if options.debug:
+        check_programs(plan.decisions, where=str(plan_path))
     if launch.rank > 0:
         tell, note = (lambda figure: None), (lambda text: None)
     allocator = _replay_allocator() if options.replay_allocator or plan.decisions.replay_allocator else None

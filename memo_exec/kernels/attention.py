@@ -19,6 +19,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
+from memo_exec.kernels.attention_backend import AttentionBackward
 from memo_exec.kernels.call import Call
 from memo_sim.program.ir.work import Attention
 
@@ -66,13 +67,15 @@ def attention_backward(call: Call) -> None:
     lse = _queries(call.matrix("lse"), work)
     for queries, keys in _groups(call, work):
         backend.backward(
-            grad[:, :, queries],
-            (q[:, :, queries], k[:, :, keys], v[:, :, keys]),
-            out[:, :, queries],
-            lse[:, :, queries],
-            (grad_q[:, :, queries], grad_k[:, :, keys], grad_v[:, :, keys]),
-            causal=work.mask == "causal",
-            deterministic=call.context.decisions.deterministic,
+            AttentionBackward(
+                grad[:, :, queries],
+                (q[:, :, queries], k[:, :, keys], v[:, :, keys]),
+                out[:, :, queries],
+                lse[:, :, queries],
+                (grad_q[:, :, queries], grad_k[:, :, keys], grad_v[:, :, keys]),
+                causal=work.mask == "causal",
+                deterministic=call.context.decisions.deterministic,
+            )
         )
 
 

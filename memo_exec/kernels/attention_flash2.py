@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from memo_exec.kernels.attention_backend import AttentionBackward
+
 
 def forward(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, causal: bool) -> None:
     """Write the output and its log-sum-exp."""
@@ -14,21 +16,25 @@ def forward(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, causal
     lse.copy_(logsumexp.transpose(1, 2))
 
 
-def backward(
-    grad: Tensor,
-    qkv: tuple[Tensor, Tensor, Tensor],
-    out: Tensor,
-    lse: Tensor,
-    grads: tuple[Tensor, Tensor, Tensor],
-    *,
-    causal: bool,
-    deterministic: bool,
-) -> None:
+def backward(call: AttentionBackward) -> None:
     """Write the gradients of Q, K, V."""
     from flash_attn.flash_attn_interface import _flash_attn_backward
 
-    scale = out.shape[-1] ** -0.5
-    logsumexp = lse.transpose(1, 2).contiguous()
+    scale = call.out.shape[-1] ** -0.5
+    logsumexp = call.lse.transpose(1, 2).contiguous()
     _flash_attn_backward(
-        grad, *qkv, out, logsumexp, *grads, 0.0, scale, causal, -1, -1, 0.0, None, deterministic, rng_state=None
+        call.grad,
+        *call.qkv,
+        call.out,
+        logsumexp,
+        *call.grads,
+        0.0,
+        scale,
+        call.causal,
+        -1,
+        -1,
+        0.0,
+        None,
+        call.deterministic,
+        rng_state=None,
     )

@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from memo_exec.kernels.attention_backend import AttentionBackward
+
 FORWARD_ARGUMENTS = frozenset({"q", "k", "v", "out", "softmax_scale", "is_causal", "num_splits"})
 BACKWARD_ARGUMENTS = frozenset(
     {"dout", "q", "k", "v", "out", "softmax_lse", "dq", "dk", "dv", "softmax_scale", "is_causal", "deterministic"}
@@ -48,29 +50,20 @@ def forward(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, causal
     lse.copy_(logsumexp.transpose(1, 2))
 
 
-def backward(
-    grad: Tensor,
-    qkv: tuple[Tensor, Tensor, Tensor],
-    out: Tensor,
-    lse: Tensor,
-    grads: tuple[Tensor, Tensor, Tensor],
-    *,
-    causal: bool,
-    deterministic: bool,
-) -> None:
+def backward(call: AttentionBackward) -> None:
     """Write the gradients of Q, K, V."""
-    dq, dk, dv = grads
+    dq, dk, dv = call.grads
     _operators().bwd(
-        grad,
-        *qkv,
-        out,
-        lse.transpose(1, 2).contiguous(),
+        call.grad,
+        *call.qkv,
+        call.out,
+        call.lse.transpose(1, 2).contiguous(),
         dq=dq,
         dk=dk,
         dv=dv,
-        softmax_scale=out.shape[-1] ** -0.5,
-        is_causal=causal,
-        deterministic=deterministic,
+        softmax_scale=call.out.shape[-1] ** -0.5,
+        is_causal=call.causal,
+        deterministic=call.deterministic,
     )
 
 

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from memo_exec.kernels.attention_backend import AttentionBackward
+
 MODULE = "flash_attn.cute.interface"
 FORWARD_ARGUMENTS = frozenset({"q", "k", "v", "softmax_scale", "causal", "return_lse", "out", "lse"})
 BACKWARD_ARGUMENTS = frozenset(
@@ -52,29 +54,20 @@ def forward(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, causal
     lse.copy_(logsumexp.transpose(1, 2))
 
 
-def backward(
-    grad: Tensor,
-    qkv: tuple[Tensor, Tensor, Tensor],
-    out: Tensor,
-    lse: Tensor,
-    grads: tuple[Tensor, Tensor, Tensor],
-    *,
-    causal: bool,
-    deterministic: bool,
-) -> None:
+def backward(call: AttentionBackward) -> None:
     """Write the gradients of Q, K, V."""
-    q, k, v = qkv
-    dq, dk, dv = grads
+    q, k, v = call.qkv
+    dq, dk, dv = call.grads
     _interface()._flash_attn_bwd(
         q=q,
         k=k,
         v=v,
-        out=out,
-        dout=grad,
-        lse=lse.transpose(1, 2).contiguous(),
-        softmax_scale=out.shape[-1] ** -0.5,
-        causal=causal,
-        deterministic=deterministic,
+        out=call.out,
+        dout=call.grad,
+        lse=call.lse.transpose(1, 2).contiguous(),
+        softmax_scale=call.out.shape[-1] ** -0.5,
+        causal=call.causal,
+        deterministic=call.deterministic,
         dq=dq,
         dk=dk,
         dv=dv,

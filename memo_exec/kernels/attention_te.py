@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from memo_exec.kernels.attention_backend import AttentionBackward
+
 MODULE = "transformer_engine.pytorch.cpp_extensions.fused_attn"
 LAYOUT, FORMAT = "bshd_bshd_bshd", "bshd"
 BACKEND = "F16_arbitrary_seqlen"
@@ -53,35 +55,26 @@ def forward(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, causal
     lse.copy_(logsumexp.view(lse.transpose(1, 2).shape).transpose(1, 2))
 
 
-def backward(
-    grad: Tensor,
-    qkv: tuple[Tensor, Tensor, Tensor],
-    out: Tensor,
-    lse: Tensor,
-    grads: tuple[Tensor, Tensor, Tensor],
-    *,
-    causal: bool,
-    deterministic: bool,
-) -> None:
+def backward(operands: AttentionBackward) -> None:
     """Write the gradients of Q, K, V; the library asks for a random state but does not read it without dropout."""
     call = import_module(MODULE).fused_attn_bwd
-    q, k, v = (x.contiguous() for x in qkv)
+    q, k, v = (x.contiguous() for x in operands.qkv)
     found = call(
         q=q,
         k=k,
         v=v,
-        o=out.contiguous(),
-        d_o=grad.contiguous(),
+        o=operands.out.contiguous(),
+        d_o=operands.grad.contiguous(),
         aux_ctx_tensors=[
-            lse.transpose(1, 2).unsqueeze(-1).contiguous(),
+            operands.lse.transpose(1, 2).unsqueeze(-1).contiguous(),
             torch.zeros(2, dtype=torch.int64, device=q.device),
         ],
-        deterministic=deterministic,
-        **_shared(call, q, k, causal=causal),
+        deterministic=operands.deterministic,
+        **_shared(call, q, k, causal=operands.causal),
         **_known(call, o_format=FORMAT, do_format=FORMAT, dqkv_layout=LAYOUT),
         **_gradient_dtype(call, q.dtype),
     )
-    for target, result in zip(grads, found[:3], strict=True):
+    for target, result in zip(operands.grads, found[:3], strict=True):
         target.copy_(result.view(target.shape))
 
 

@@ -5,38 +5,30 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from memo_exec.kernels.attention_backend import AttentionBackward, heads_first, store
+
 aten = torch.ops.aten
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, causal: bool) -> None:
     """Write the output and its log-sum-exp."""
-    by_head = (x.transpose(1, 2) for x in (q, k, v))
-    result, logsumexp, *_ = aten._scaled_dot_product_cudnn_attention(*by_head, None, True, 0.0, causal, False)
-    out.copy_(result.transpose(1, 2))
-    lse.copy_(logsumexp.view(logsumexp.shape[:3]).transpose(1, 2))
+    result, logsumexp, *_ = aten._scaled_dot_product_cudnn_attention(
+        *heads_first(q, k, v), None, True, 0.0, causal, False
+    )
+    store((out, lse), (result, logsumexp.view(logsumexp.shape[:3])))
 
 
-def backward(
-    grad: Tensor,
-    qkv: tuple[Tensor, Tensor, Tensor],
-    out: Tensor,
-    lse: Tensor,
-    grads: tuple[Tensor, Tensor, Tensor],
-    *,
-    causal: bool,
-    deterministic: bool,
-) -> None:
+def backward(call: AttentionBackward) -> None:
     """Write the gradients of Q, K, V."""
-    del deterministic
-    q, k, v = (x.transpose(1, 2) for x in qkv)
+    grad, q, k, v, out, lse = heads_first(call.grad, *call.qkv, call.out, call.lse)
     seed = torch.zeros((), dtype=torch.int64, device=q.device)
     found = aten._scaled_dot_product_cudnn_attention_backward(
-        grad.transpose(1, 2),
+        grad,
         q,
         k,
         v,
-        out.transpose(1, 2),
-        lse.transpose(1, 2).unsqueeze(-1).contiguous(),
+        out,
+        lse.unsqueeze(-1).contiguous(),
         seed,
         seed,
         None,
@@ -45,7 +37,6 @@ def backward(
         q.shape[2],
         k.shape[2],
         0.0,
-        causal,
+        call.causal,
     )
-    for target, result in zip(grads, found, strict=True):
-        target.copy_(result.transpose(1, 2))
+    store(call.grads, found)

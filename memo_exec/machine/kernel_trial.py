@@ -20,6 +20,7 @@ from torch import Tensor
 
 from memo_exec.kernels import KERNELS, Call, Context
 from memo_exec.kernels.attention import BACKENDS
+from memo_exec.kernels.attention_backend import AttentionBackward
 from memo_exec.memory.dtypes import TORCH_DTYPES
 from memo_sim.contract.catalog import load_model
 from memo_sim.contract.hardware import DtypeName
@@ -97,9 +98,8 @@ def attention_fails(
         grad_q = torch.zeros(q.shape, device=device)
         for causal, keys in parts:
             into = (grads[0], grads[1][:, keys], grads[2][:, keys])
-            backend.backward(
-                grad, (q, k[:, keys], v[:, keys]), out, whole, into, causal=causal, deterministic=deterministic
-            )
+            qkv = (q, k[:, keys], v[:, keys])
+            backend.backward(AttentionBackward(grad, qkv, out, whole, into, causal=causal, deterministic=deterministic))
             grad_q += grads[0]
         masked = form != "whole"
         wanted = _definition(grad.float(), q.float(), k.float(), v.float(), masked=masked)

@@ -7,6 +7,7 @@ The container's limit counts as the host's memory, not the machine's.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -17,7 +18,15 @@ from memo_sim.contract.placement import Placement
 from memo_sim.contract.units import format_bytes
 from memo_sim.program.analysis.columns import expand
 from memo_sim.program.analysis.liveness import Liveness, live_bytes, liveness, peak
-from memo_sim.program.arena.library_workspaces import LATER, LATER_BYTES, MERGES, RESULTS, merging_bytes, results_bytes
+from memo_sim.program.arena.library_workspaces import (
+    LATER,
+    LATER_BYTES,
+    LIBRARY_OPS,
+    MERGES,
+    RESULTS,
+    merging_bytes,
+    results_bytes,
+)
 from memo_sim.program.ir.program import Program
 from memo_sim.program.ir.work import Attention
 
@@ -26,6 +35,7 @@ TILE_BYTES = {"fp32": 2 * 256 * 512 * 4 + 4096, "bf16": 2 * 256 * 512 * 6 + 4096
 bf16 also their rounded copies, and a few numbers. Measured with torch 2.13 for heads of 64 to 256 features."""
 
 TILES = "attention tiles (one per thread)"
+LIBRARIES = "scratch of matrix libraries"
 
 
 @dataclass(frozen=True)
@@ -49,11 +59,19 @@ class Needs:
         return f"device: {format_bytes(self.device_bytes)} of buffers; reserve: {items}"
 
 
-def needs_of(program: Program, machine: Machine, placement: Placement | None = None, *, lent: bool = False) -> Needs:
+def needs_of(
+    program: Program,
+    machine: Machine,
+    placement: Placement | None = None,
+    *,
+    lent: bool = False,
+    library_scratch: Mapping[str, int] | None = None,
+) -> Needs:
     """Return the bytes that the program needs on this machine.
 
     With a placement the device bytes are the arena's. The workspaces that libraries allocate themselves come on top,
-    unless the arena serves them (``lent``).
+    unless the arena serves them (``lent``). ``library_scratch`` is what a CPU's matrix libraries allocate inside one
+    instruction, by operator, as ``library_scratch.py`` measures it.
     """
     lives = liveness(program, expand(program))
     device = peak(live_bytes(lives, device=True)).bytes
@@ -69,7 +87,14 @@ def needs_of(program: Program, machine: Machine, placement: Placement | None = N
         reserve[MERGES] = merges
     if machine.device == "cpu":
         tiles = [TILE_BYTES[dtype] for dtype in _attention_dtypes(program)]
-        reserve[TILES] = machine.compute_threads * max(tiles, default=0)
+        scratch = {TILES: machine.compute_threads * max(tiles, default=0)}
+        if library_scratch is not None:
+            # Results of attention are dead when a product is played, which may take their bytes.
+            spare = reserve.get(RESULTS, 0)
+            sizes = [size if op in LIBRARY_OPS else size - spare for op, size in library_scratch.items()]
+            scratch[LIBRARIES] = max(sizes, default=0)
+        larger = max(scratch, key=scratch.__getitem__)  # tiles are part of what is measured
+        reserve[larger] = scratch[larger]
     else:
         reserve[LATER] = LATER_BYTES
     return Needs(device, host, reserve)

@@ -15,6 +15,7 @@ from memo_exec.distributed.mesh import MeshCoordinates
 from memo_exec.distributed.own_program import rank_program
 from memo_exec.distributed.world import Launch
 from memo_exec.machine.attention_kernels import check_kernels, try_kernels
+from memo_exec.machine.library_scratch import library_scratch
 from memo_exec.machine.machine import Machine
 from memo_exec.machine.memory_budget import Needs, check_memory, needs_of
 from memo_exec.machine.placement_file import has_library_slots
@@ -102,6 +103,12 @@ def check(
     check_memory(needs, machine)
     if machine.device == "cuda":  # every build of torch has its CPU kernels, so they need no trial
         try_kernels(decisions, machine)
+        return needs
+    if decisions.dtype == "fp32":  # its products take nothing, its attention the tiles
+        return needs
+    scratch = library_scratch(decisions, program, machine.compute_threads)
+    needs = needs_of(program, machine, placement, lent=lent, library_scratch=scratch)
+    check_memory(needs, machine)
     return needs
 
 

@@ -1,4 +1,4 @@
-"""Use cases as functions: what-if, longest, plan-memory, list.
+"""The questions that users ask, one function each: what-if, longest, plan-memory, list.
 
-Each returns a document; parsing options is in ``cli`` and text in ``views``.
+Each returns a document. Options are parsed in ``cli``; tables and pictures are in ``views``.
 """

@@ -1,4 +1,4 @@
-"""What can be named on the command line, one line each."""
+"""Lists what the command line accepts by name: models, clusters, systems, case files, hardware profiles."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from memo_sim.validation.cases import list_case_files, load_cases
 
 
 def describe(what: str) -> list[str]:
-    """Return the lines of ``memo-sim list WHAT``: name, then what it is."""
+    """Return the lines of ``memo-sim list WHAT``: a name and its description."""
     makers: dict[str, Callable[[], Iterator[tuple[str, str]]]] = {
         "models": _models,
         "clusters": _clusters,
@@ -33,7 +33,7 @@ def _models() -> Iterator[tuple[str, str]]:
 
 def _clusters() -> Iterator[tuple[str, str]]:
     yield from ((name, "one node") for name in list_clusters())
-    yield CLUSTER_FORM, "any other: cards a node of 200 (hdr) or 400 (ndr) Gb/s, 8 unless named"
+    yield CLUSTER_FORM, "any other cluster; network cards per node of 200 (hdr) or 400 (ndr) Gb/s, 8 unless given"
 
 
 def _systems() -> Iterator[tuple[str, str]]:

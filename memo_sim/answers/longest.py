@@ -1,8 +1,8 @@
-"""Finds the longest sequence that fits: doubling until nothing does, then halving what lies between.
+"""Finds the longest sequence that fits: doubles the length until it does not fit, then bisects.
 
-That assumes that a sequence fits wherever a longer one does. It need not: a longer one may divide where a shorter does
-not, and memory is rounded. So the next few multiples above the one found are asked as well; where one of them fits the
-search goes on from there, and says so.
+Bisection assumes that a sequence fits wherever a longer one fits. This is not always true: a layout may divide a longer
+sequence and not a shorter one, and memory is rounded. So the next few multiples above the result are evaluated too. If
+one of them fits, the search continues from there and says so.
 
     64k to 512k fit, 1m does not | 768k fits, 896k does not, 832k fits | 896k, 960k and 1m: none fits | 832k
 """
@@ -16,19 +16,19 @@ from memo_sim.answers.what_if import Answer, what_if
 from memo_sim.contract.errors import Infeasible, UsageError
 from memo_sim.contract.longest import Bound, Longest, Tried
 from memo_sim.contract.progress import Progress
-from memo_sim.contract.units import MOST_TOKENS, format_seconds, format_tokens
+from memo_sim.contract.units import MOST_TOKENS, counted, format_seconds, format_tokens
 from memo_sim.planning.question import Question
 from memo_sim.planning.refusals import NothingDivides, tokens_that_divide
 from memo_sim.planning.search import SearchResult, search
 from memo_sim.planning.space import candidates
 
 CHECKED = 3
-"""Multiples above the longest that are shown not to fit."""
+"""How many multiples above the longest are evaluated to show that they do not fit."""
 
 
 @dataclass(frozen=True)
 class LongestAnswer:
-    """The document, and the answer to the question at the longest length; None when no length fits."""
+    """The document, and the what-if answer at the longest length (None when no length fits)."""
 
     document: Longest
     question: Question
@@ -44,14 +44,14 @@ def longest(
 ) -> LongestAnswer:
     """Return the longest multiple of ``step_tokens`` that fits and takes at most ``most_step_s``.
 
-    Where no layout divides ``step_tokens`` the step is their least multiple that one divides. The length of
-    ``question`` is not looked at. ``progress`` is told (lengths asked, lengths that may have to be).
+    Where no layout divides ``step_tokens``, the step is their smallest multiple that some layout divides. The length
+    of ``question`` is ignored. ``progress`` receives (lengths evaluated, most lengths to evaluate).
 
     Raises:
         UsageError: when pinned knobs contradict each other or the cluster, or the step is too long.
     """
     if not 0 < step_tokens <= MOST_TOKENS:
-        raise UsageError("a step of no use", got=step_tokens, wanted=f"1 to {MOST_TOKENS} tokens")
+        raise UsageError("the step is out of range", got=step_tokens, wanted=f"1 to {MOST_TOKENS} tokens")
     asked_tokens, step_tokens = step_tokens, _divided(question, step_tokens)
     scan = _Scan(question, step_tokens, most_step_s, progress)
     low, high = 0, scan.double(0)
@@ -59,7 +59,7 @@ def longest(
     while True:
         low = scan.between(low, high)
         answer = scan.answer(low)
-        if low and answer is None:  # by its live bytes it fits, in an arena it does not
+        if low and answer is None:  # its live bytes fit, but no arena does
             high = low
             low = max((n for n, tried in scan.tried.items() if tried.fits and n < high), default=0)
             continue
@@ -90,7 +90,7 @@ def longest(
 
 
 class _Scan:
-    """Lengths asked so far, in multiples of the step."""
+    """The lengths evaluated so far, in multiples of the step."""
 
     def __init__(
         self,
@@ -126,7 +126,7 @@ class _Scan:
         return min(multiple, self.most + 1)
 
     def between(self, low: int, high: int) -> int:
-        """Return the longest multiple that fits, ``high`` not fitting; every shorter one is taken to fit."""
+        """Return the longest multiple below ``high`` that fits, by bisection; ``high`` does not fit."""
         low = max([low, *(n for n, tried in self.tried.items() if tried.fits and n < high)])
         while high - low > 1:
             middle = (low + high) // 2
@@ -134,12 +134,12 @@ class _Scan:
         return low
 
     def first_fit_above(self, low: int) -> int | None:
-        """Return a longer multiple that fits although the next one does not."""
+        """Return a multiple just above ``low`` that fits, or None."""
         upto = min(low + CHECKED, self.most)
         return next((n for n in range(low + 1, upto + 1) if self.at(n).fits), None)
 
     def answer(self, multiple: int) -> Answer | None:
-        """Return the answer at a multiple; None where no plan has an arena that fits, which is noted."""
+        """Return the answer at a multiple; None, noted in ``tried``, where no plan has an arena that fits."""
         if not multiple:
             return None
         answer = what_if(self.asked(multiple))
@@ -178,7 +178,7 @@ class _Scan:
 
 
 def _divided(question: Question, step_tokens: int) -> int:
-    """Return the least multiple of the step that some layout divides; the step where there is none."""
+    """Return the smallest multiple of the step that some layout divides; the step itself where there is none."""
     beyond = tokens_that_divide(question)
     beyond //= gcd(beyond, step_tokens)
     for multiple in (n for n in range(1, beyond + 1) if beyond % n == 0 and n * step_tokens <= MOST_TOKENS):
@@ -194,21 +194,23 @@ def _coarser(asked_tokens: int, step_tokens: int) -> list[str]:
     if step_tokens == asked_tokens:
         return []
     asked, step = format_tokens(asked_tokens), format_tokens(step_tokens)
-    return [f"No layout divides {asked} tokens, the step that was asked for: the step is {step}."]
+    return [f"No layout divides {asked} tokens, the requested step; the step is {step} instead."]
 
 
 def _reasons(scan: _Scan, low: int, refused: Tried | None, holes: list[int]) -> list[str]:
-    """Return what bounds the length, and what was assumed and checked."""
+    """Return what limits the length, and what was assumed and checked."""
     step = format_tokens(scan.step_tokens)
     if refused is None:
-        lines = [f"Nothing bounds the length below {format_tokens(scan.most * scan.step_tokens)} tokens."]
+        lines = [f"Nothing limits the length up to {format_tokens(scan.most * scan.step_tokens)} tokens."]
     else:
-        lines = [f"{format_tokens(refused.seq_tokens)} tokens do not fit, {refused.bound}: {refused.reason}."]
+        lines = [f"{format_tokens(refused.seq_tokens)} tokens do not fit ({refused.bound}): {refused.reason}."]
     checked = [format_tokens(n * scan.step_tokens) for n in range(low + 1, min(low + CHECKED, scan.most) + 1)]
-    assumed = (
-        f"Of the multiples of {step} {len(scan.tried)} were asked; that shorter ones than one that fits do is assumed"
+    lines.append(
+        f"The search evaluated {counted(len(scan.tried), 'multiple')} of {step}; it assumes that a length fits if a "
+        "longer one fits."
     )
-    lines.append(f"{assumed}, and of {', '.join(checked)} none fits." if checked else f"{assumed}.")
+    if checked:
+        lines[-1] += f" Above the longest it evaluated {', '.join(checked)}: none fits."
     if holes:
         listed = ", ".join(format_tokens(n * scan.step_tokens) for n in sorted(set(holes)))
         lines.append(f"The assumption does not hold everywhere: {listed} does not fit although a longer sequence does.")

@@ -1,4 +1,4 @@
-"""What one more GiB buys, of each device's memory or of each node's host memory: the same question asked again."""
+"""Answers what one more GiB of device memory or host memory would gain: asks the same question with more memory."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def with_one_more_gib(question: Question, space: Space) -> Question:
 
 
 def with_what_more_buys(question: Question, answer: Answer) -> Answer:
-    """Return the answer with what one more GiB of each kind makes of it, and a sentence each.
+    """Return the answer, extended by what one more GiB of each kind of memory gains, with a sentence for each.
 
     Plans are compared by their live bytes, as in the search.
     """
@@ -57,7 +57,7 @@ def with_what_more_buys(question: Question, answer: Answer) -> Answer:
 def with_what_more_holds(
     question: Question, found: LongestAnswer, *, step_tokens: int, most_step_s: float | None
 ) -> LongestAnswer:
-    """Return the longest sequence with how much longer one more GiB of each kind makes it, and a sentence each."""
+    """Return the longest sequence, extended by how much longer it gets with one more GiB of each kind of memory."""
     documents, lines = [], []
     before = found.document.seq_tokens
     for space in SPACES:
@@ -84,6 +84,6 @@ def _worth(before: Evaluated | None, after: Evaluated | None, saved_s: float | N
         return f"lets {label(after)} fit"
     step_s = (before.prediction.step_s or 0.0) or 1.0
     if saved_s <= 0:
-        return "buys nothing: the best plan stays as it is"
+        return "gains nothing: the best plan stays the same"
     gain = f"makes the step {format_seconds(saved_s)} ({saved_s / step_s:.2%}) shorter"
     return f"{gain}: {label(after)} with {format_bytes(after.prediction.peak_device_bytes)} on a device"

@@ -1,4 +1,4 @@
-"""Plans the memory of whatever requests it: a placement, the figures beside it, and the files they are written to."""
+"""Plans memory for requests from a file: makes a placement, reports its figures, and writes both to files."""
 
 from __future__ import annotations
 
@@ -11,14 +11,13 @@ import msgspec
 
 from memo_sim.contract.codec import check_distinct, check_not_read, check_writable, encode, write_bytes
 from memo_sim.contract.errors import BadInput, UsageError
-from memo_sim.contract.memory_report import MemoryReport
+from memo_sim.contract.memory_report import MemoryReport, OtherPlacement
 from memo_sim.contract.placement import Placement
 from memo_sim.contract.requests import Requests
-from memo_sim.contract.units import counted, format_bytes
-from memo_sim.memory.bilevel import plan_bilevel
-from memo_sim.memory.place import place
-from memo_sim.memory.portfolio import Portfolio, installed
-from memo_sim.memory.problem import Clock, problem_of
+from memo_sim.contract.units import counted, format_bytes, format_seconds
+from memo_sim.memory.bilevel import BilevelPlan
+from memo_sim.memory.place import place, place_bilevel
+from memo_sim.memory.problem import Clock
 from memo_sim.memory.read_requests import read_requests
 from memo_sim.memory.replay import Replay, replay
 from memo_sim.memory.request_table import column_name
@@ -28,10 +27,13 @@ from memo_sim.views.pictures import FORMATS
 TABLE, SNAPSHOTS, DOCUMENTS = (".csv",), (".pickle", ".pkl"), (".json",)
 OUTPUTS = (*DOCUMENTS, *TABLE, *SNAPSHOTS)
 
+BESIDE_S = 5.0
+"""The most seconds for what is shown beside the chosen solver's placement; on our programs it takes less than one."""
+
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """The requests as read, where they are placed, what the caching allocator does with them, and the figures."""
+    """The requests of a file, their placement, their replay on the caching allocator, and the report."""
 
     source: Source
     placement: Placement
@@ -54,20 +56,39 @@ def plan_memory(
     Raises:
         BadInput: when the file holds no requests that can be read.
         UsageError: for an unknown solver, or a device that is not there.
-        CannotRun: when the solver's package is missing.
+        ModuleNotFoundError: when the solver's package is missing.
     """
     source = read_requests(path, device=device)
-    placement = place(source.requests, solver=solver, time_limit_s=time_limit_s)
-    bilevel, bilevel_notes = _bilevel_peak(
-        source.requests, placement, Clock(max(0.0, time_limit_s - placement.elapsed_s))
-    )
+    requests, chosen = source.requests, None
+    if solver == "bilevel-mip" and time_limit_s > 0:
+        chosen = place_bilevel(requests, Clock(time_limit_s))
+        solver = "greedy"  # where no bi-level plan was found in time
+    placement = place(requests, solver=solver, time_limit_s=time_limit_s) if chosen is None else chosen[0]
+    beside_s = min(BESIDE_S, time_limit_s)
+    bilevel, bilevel_notes = (chosen, []) if chosen is not None else _bilevel(requests, beside_s)
+    others = []
+    if chosen is not None:
+        others.append(place(requests, time_limit_s=beside_s))
+    elif bilevel is not None:
+        others.append(bilevel[0])
     caching = replay(source.requests, capacity_bytes=capacity_bytes)
     notes = [*source.notes, *bilevel_notes, *_caching_notes(caching)]
     report = _report(path, source, placement)
     report = msgspec.structs.replace(
         report,
         notes=notes,
-        bilevel_peak_bytes=bilevel,
+        bilevel_peak_bytes=None if bilevel is None else bilevel[0].arena_bytes,
+        bilevel_proven=None if bilevel is None else bilevel[1].proven,
+        others=[
+            OtherPlacement(
+                solver=other.solver,
+                peak_bytes=other.arena_bytes,
+                elapsed_s=other.elapsed_s,
+                proven=other.arena_bytes == other.lower_bound_bytes
+                or (chosen is None and bilevel is not None and bilevel[1].proven),
+            )
+            for other in others
+        ],
         capacity_bytes=capacity_bytes,
         reserved_caching_bytes=None if caching.out_of_memory else caching.reserved_peak_bytes,
         allocation_retries=None if caching.out_of_memory else caching.steady.allocation_retries,
@@ -75,24 +96,24 @@ def plan_memory(
     return MemoryPlan(source, placement, caching, report)
 
 
-def _bilevel_peak(requests: Requests, placement: Placement, clock: Clock) -> tuple[int | None, list[str]]:
-    """Return the arena in bytes when every phase is planned apart (None: no phases, or no time), and what to say."""
+def _bilevel(requests: Requests, time_limit_s: float) -> tuple[tuple[Placement, BilevelPlan] | None, list[str]]:
+    """Return the bi-level MIP's placement and plan (None: no phases, no solver, or no time), and what to say."""
     if not requests.phases:
         return None, []
-    if placement.solver == "bilevel-mip":
-        return placement.arena_bytes, []
-    level = Portfolio(["greedy"] if placement.solver == "greedy" else installed())
     try:
-        plan = plan_bilevel(requests, clock, level)
-    except BadInput as error:  # about the phases, which the placement itself did not need
+        found = place_bilevel(requests, Clock(time_limit_s))
+    except BadInput as error:  # about the phases, which the chosen placement did not need
         return None, [f"no bi-level plan: {error.what} ({error.got})"]
-    if plan is None:
-        return None, ["the time limit left none for the bi-level plan: it is not known"]
-    return plan.peak * problem_of(requests).unit_bytes, []
+    except ModuleNotFoundError as error:
+        return None, [f"no bi-level plan: the package {error.name} is not installed"]
+    if found is None:
+        within = f"the bi-level MIP found no plan in {format_seconds(time_limit_s)}"
+        return None, [f"{within}: --solver bilevel-mip gives it the whole --time-limit"]
+    return found, []
 
 
 def _caching_notes(caching: Replay) -> list[str]:
-    """Say where the caching allocator runs out of memory."""
+    """Return a note if the caching allocator runs out of memory."""
     failed = caching.out_of_memory
     if failed is None:
         return []

@@ -1,4 +1,4 @@
-"""Answers a what-if question: the ranked plans, the best one as a plan file, and why it is best."""
+"""Answers a what-if question: ranks the plans, writes the best one as a plan file, and explains why it is best."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from memo_sim.program.lower import program_sha256
 from memo_sim.views.pictures import FORMATS
 
 LEAST_EXACT = 3
-"""Plans whose rank is exact however few are listed: the best, the runner-up, and one for a best whose arena fails. Of
-subsequences no more are: a plan takes seconds to play, and others are listed as they come."""
+"""How many ranks are exact at least: the best plan, the runner-up, and one more in case the best one's arena does not
+fit. With subsequences no more ranks are exact, because playing one such plan takes seconds."""
 
 
 @dataclass(frozen=True)
 class Outputs:
-    """The files an answer is written to: the plan (trace and placement beside it), a picture, a timeline.
+    """The files that an answer is written to: the plan (with trace and placement next to it), a picture, a timeline.
 
-    ``read`` are the files that the question comes from.
+    ``read`` are the input files of the question, which must not be overwritten.
     """
 
     plan: Path | None = None
@@ -41,10 +41,10 @@ class Outputs:
     read: tuple[Path, ...] = ()
 
     def check(self) -> None:
-        """Refuse files that cannot be written, or that would overwrite what is read or each other, before any work.
+        """Refuse files that cannot be written, or that would overwrite an input or each other. Runs before any work.
 
         Raises:
-            UsageError: when one cannot be written, is read, or is of no known kind, or two are one file.
+            UsageError: when a file cannot be written, is an input, has an unknown format, or is named twice.
         """
         named = [path for path in (self.plan, self.picture, self.timeline) if path is not None]
         for path in named:
@@ -56,21 +56,22 @@ class Outputs:
         check_not_read(named, self.read)
         check_distinct(named)
         if self.picture is not None and self.picture.suffix not in FORMATS:
-            raise UsageError("not a kind of picture", got=str(self.picture), wanted=", ".join(FORMATS))
+            raise UsageError("unknown picture format", got=str(self.picture), wanted=", ".join(FORMATS))
         if self.plan is not None and self.plan.suffix != ".json":
             raise UsageError("a plan is a JSON file", got=str(self.plan), wanted="a name that ends in .json")
 
 
 def beside(plan: Path, kind: str) -> Path:
-    """Return where a plan's predicted trace or its placement lies."""
+    """Return the path of a plan's predicted trace or placement."""
     return plan.with_name(f"{plan.stem}.{kind}.json")
 
 
 @dataclass(frozen=True)
 class Answer:
-    """The result document, the best plan played and its arena (None when nothing fits, or memory is not planned).
+    """The result document, with the simulation of the best plan and its arena.
 
-    ``found`` is the search behind it, None for a plan that was only priced.
+    Simulation and arena are None when no plan fits; the arena also when memory is not planned. ``found`` is the
+    search's result; it is None for a plan that was only priced.
     """
 
     result: Result
@@ -86,10 +87,11 @@ def what_if(
     pareto: bool = False,
     progress: Progress | None = None,
 ) -> Answer:
-    """Return the answer to ``question`` with its ``top`` plans, which are those that evaluating everything would give.
+    """Return the answer to ``question`` with its ``top`` plans.
 
-    Where layouts have subsequences, that holds for the first ``LEAST_EXACT``. With ``pareto`` the front is that of the
-    whole space, not only of what was evaluated for the best plans; where alpha is open, of its eighths and the fastest.
+    They are the plans that an exhaustive evaluation would rank first. Where layouts have subsequences, this holds for
+    the first ``LEAST_EXACT`` plans only. With ``pareto`` the front covers the whole space, not only the plans that the
+    search evaluated; where alpha is open, it covers the eighths and the fastest alpha.
 
     Raises:
         Infeasible: when no layout divides the model and the sequence.
@@ -101,12 +103,12 @@ def what_if(
     best, beyond = found.best, list[str]()
     if exact < min(top, len(found.ranked)):
         beyond.append(
-            f"With subsequences the first {exact} plans are exact; others that were pruned may come before the next."
+            f"With subsequences the first {exact} ranks are exact; pruned plans could be faster than the later ones."
         )
     if pareto and any(policy.alpha is None for policy in policies(question)):
         beyond.append(
-            "The front is that of every layout, with alpha, where it is open, at its fastest and at every eighth:"
-            " between two eighths there may be plans that it lacks."
+            "The Pareto front covers every layout. Where alpha is open, it covers the fastest alpha and every eighth,"
+            " and may lack plans between two eighths."
         )
     rows = [row(e.decisions, e.prediction, system=_system(e, question)) for e in found.ranked[:top]]
     result = Result(
@@ -125,7 +127,7 @@ def what_if(
 
 
 def _best_that_fits(question: Question, found: SearchResult) -> tuple[Simulation | None, Arena | None]:
-    """Play and place the best plan; where the arena does not fit, that is said of the plan and the next one is best."""
+    """Play and place the best plan. If its arena does not fit, mark the plan so and continue with the next one."""
     while best := found.best:
         simulation = play(question, best.decisions)
         if best.decisions.memory_policy != "planned":
@@ -140,7 +142,7 @@ def _best_that_fits(question: Question, found: SearchResult) -> tuple[Simulation
 
 
 def price(plan: Plan, question: Question) -> Answer:
-    """Return an existing plan played on the question's cluster, as the only candidate."""
+    """Return the answer for an existing plan, played on the question's cluster as the only candidate."""
     prediction = play(question, plan.decisions).prediction
     policy = Policy.of(plan.decisions)
     found = SearchResult(ranked=[Evaluated(policy, plan.decisions, prediction)], evaluated=1, pruned=0)
@@ -160,17 +162,17 @@ def price(plan: Plan, question: Question) -> Answer:
 
 
 def _idle(decisions: Decisions, question: Question) -> list[str]:
-    """Say how many of a cluster's devices a plan leaves alone."""
+    """Say how many of the cluster's devices a plan does not use."""
     used, there = decisions.layout.devices, question.cluster.devices
     if used >= there:
         return []
     idle = "1 stays idle" if there - used == 1 else f"{there - used} stay idle"
-    text = f"The plan is for {used} of the {there} devices of {question.cluster.name}: {idle}"
-    return [f"{text}, and MFU and TGS count the {used} alone; ask with MODEL and --seq-len for a plan that uses all."]
+    text = f"The plan uses {used} of the {there} devices of {question.cluster.name}: {idle}"
+    return [f"{text}. MFU and TGS count only the {used}. Ask with MODEL and --seq-len for a plan that uses all."]
 
 
 def without_answer(question: Question, error: Infeasible) -> Result:
-    """Return the document of a question that nothing could be evaluated for; the error says why."""
+    """Return the document of a question for which no plan could be evaluated; ``error`` gives the reason."""
     return Result(
         model=question.model.name,
         cluster=question.cluster.name,
@@ -186,9 +188,9 @@ def without_answer(question: Question, error: Infeasible) -> Result:
 def plan_of(
     simulation: Simulation, arena: Arena | None, question: Question, *, created: str, command: str
 ) -> tuple[Plan, Placement | None]:
-    """Return the plan file of a played plan (decisions, prediction and provenance apart), and the placement it pins.
+    """Return the plan file of a simulated plan, and the placement whose hash it holds.
 
-    There is none for a step of too many micro-batches, or for memory that is not planned.
+    The placement is None for a step of too many micro-batches, and where memory is not planned.
     """
     placement = arena.placement if arena and arena.whole else None
     plan = Plan(
@@ -208,11 +210,11 @@ def plan_of(
 
 
 def write_files(answer: Answer, question: Question, outputs: Outputs, *, created: str, command: str) -> None:
-    """Write the best plan of ``answer`` to ``outputs``; where nothing fits there is nothing to write."""
+    """Write the best plan of ``answer`` to ``outputs``; write nothing when no plan fits."""
     if answer.best is None or outputs == Outputs():
         return
     traces = answer.best.traces()
-    if outputs.picture:  # first: a drawing that fails leaves nothing behind
+    if outputs.picture:  # first, so that a drawing that fails leaves no other file
         from memo_sim.views.timeline import draw_timeline
 
         title = plan_title(answer.best.decisions, answer.best.prediction.step_s)
@@ -233,7 +235,7 @@ def write_files(answer: Answer, question: Question, outputs: Outputs, *, created
 
 
 def row(decisions: Decisions, prediction: Prediction, *, system: str) -> PlanRow:
-    """Return one plan as scripts read it."""
+    """Return one plan as a row of the result document."""
     return PlanRow(
         status=prediction.status,
         system=system,

@@ -7,6 +7,16 @@ import msgspec
 from memo_sim.contract.units import Bytes, NonNegative, Positive, Seconds, Tokens
 
 
+class OtherPlacement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What another solver gives for the same requests."""
+
+    solver: str
+    peak_bytes: Bytes
+    elapsed_s: Seconds
+    proven: bool
+    """Nothing smaller exists: of bilevel-mip no other bi-level plan, of others no other placement."""
+
+
 class MemoryReport(
     msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="schema", tag="memo.memory/2"
 ):
@@ -37,7 +47,11 @@ class MemoryReport(
     solver: str
     elapsed_s: Seconds
     bilevel_peak_bytes: Bytes | None = None
-    """Arena size when every phase is planned on its own (MEMO 4.3); null when the input has no phases."""
+    """Arena size by the bi-level MIP, which plans every phase on its own (MEMO 4.2); null when there are no phases."""
+    bilevel_proven: bool | None = None
+    """Whether no other bi-level plan is smaller; null when there is none."""
+    others: list[OtherPlacement] = []
+    """What the solvers give that were not chosen: the portfolio, and the bi-level MIP when the input has phases."""
     capacity_bytes: Bytes | None = None
     """Most bytes that the caching allocator may reserve; null means no limit."""
     reserved_caching_bytes: Bytes | None = None

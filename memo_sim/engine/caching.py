@@ -16,7 +16,7 @@ import numpy as np
 
 from memo_sim.contract.hardware import Hardware
 from memo_sim.engine.playback import Floats
-from memo_sim.memory.beginning import Beginning, without_states
+from memo_sim.memory.initial_states import Beginning, without_states
 from memo_sim.memory.replay import DeviceStop, Replay, RunAhead, allocation_costs, replay
 from memo_sim.program.analysis.columns import Columns, Ints
 from memo_sim.program.analysis.liveness import Liveness

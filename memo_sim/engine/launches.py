@@ -30,7 +30,7 @@ import numpy as np
 from memo_sim.contract.hardware import Hardware
 from memo_sim.contract.plan import Decisions
 from memo_sim.engine.playback import Floats
-from memo_sim.memory.eager import KERNELS
+from memo_sim.memory.eager_framework import KERNELS
 from memo_sim.program.analysis.columns import Columns, Ints
 from memo_sim.program.ir.instruction import Instance, Lane
 from memo_sim.program.ir.program import Program

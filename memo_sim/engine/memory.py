@@ -27,8 +27,8 @@ from memo_sim.contract.units import format_bytes
 from memo_sim.costs.curves import LogCurve
 from memo_sim.engine.caching import CachingMemory, caching_memory
 from memo_sim.engine.playback import Playback
-from memo_sim.memory.beginning import Beginning, beginning_of
-from memo_sim.memory.eager import WORKSPACES, eager_buffers, libraries_of, run_ahead
+from memo_sim.memory.eager_framework import WORKSPACES, eager_buffers, libraries_of, run_ahead
+from memo_sim.memory.initial_states import Beginning, beginning_of
 from memo_sim.memory.pinned_allocator import pinned_bytes
 from memo_sim.memory.replay import RunAhead
 from memo_sim.program.analysis.columns import Columns, Ints

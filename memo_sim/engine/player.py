@@ -29,6 +29,7 @@ from memo_sim.engine.playback import Floats, Playback
 from memo_sim.engine.segments import Segments, cut
 from memo_sim.program.analysis.columns import Columns, Ints
 from memo_sim.program.analysis.edges import Edges
+from memo_sim.program.analysis.rendezvous import Rendezvous
 from memo_sim.program.ir.instruction import Lane
 
 Rates = Callable[[int], tuple[float, ...]]
@@ -48,10 +49,6 @@ class Part:
     seconds: Floats
     name: Callable[[int], str] = str
     """Returns the id of an instruction."""
-
-
-Rendezvous = tuple[tuple[int, int], ...]
-"""Matched instructions of several stages that run at the same time: (stage, instruction) of each."""
 
 
 def play(

@@ -226,12 +226,6 @@ class Simulation:
         return self.pace.seconds
 
     @property
-    def fault_s(self) -> float | None:
-        """Seconds from the step's start to the instant at which memory runs out; None when the plan fits."""
-        fault = self.memory.fault
-        return None if fault is None else float(self.fullest.playback.start_s[fault.instruction])
-
-    @property
     def peak_id(self) -> str:
         """The instruction at which device memory peaks."""
         return self._of(self.fullest, self.fullest.peak_id)

@@ -1,4 +1,4 @@
-"""Why an answer is as it is: what binds, why the runner-up loses, which options would help.
+"""Sentences that explain an answer: what limits it, why the runner-up is slower, which options would help.
 
-It reads finished results and changes none of them.
+These modules read finished results and change none of them.
 """

@@ -1,36 +1,44 @@
-"""Why the best plan is best, in sentences: what binds, what lives at the worst instant, what the runner-up loses."""
+"""Explains a what-if answer in sentences: what limits the step, what fills memory, why the runner-up is slower.
+
+Each private function returns the sentences about one topic; it returns none where there is nothing to say.
+"""
 
 from __future__ import annotations
 
+import msgspec
+
 from memo_sim.contract.hardware import DISTURBED
 from memo_sim.contract.plan import Decisions, Prediction
-from memo_sim.contract.units import counted, format_bytes, format_seconds
+from memo_sim.contract.units import counted, format_bytes, format_seconds, format_tokens
 from memo_sim.engine.simulate import ALLOCATOR, Simulation
-from memo_sim.explain.chunking import blocks
 from memo_sim.explain.metp import metp
 from memo_sim.explain.remedies import ways_out
 from memo_sim.explain.runner_up import label, runner_up, ties
 from memo_sim.explain.subsequences import balance, heuristic, subsequences
 from memo_sim.planning.arena import Arena
-from memo_sim.planning.outcome import SearchResult
+from memo_sim.planning.outcome import Evaluated, SearchResult
 from memo_sim.planning.presets import KEEP, PARTIAL_SWAP, TOKENWISE, Policy, find_system
 from memo_sim.planning.question import Question
+from memo_sim.planning.subsequences import swap_each
 from memo_sim.program.arena.library_workspaces import RESULTS
+from memo_sim.program.ir.kinds import BlockKind, TemplateKind
+from memo_sim.program.layout.attention_chunks import attention_chunks, in_chunks
 from memo_sim.program.layout.rank_order import ENDS, degree
 from memo_sim.views.plan_table import layout_label
 
 EXACT = 1e-6
+LAYER_PASSES = (TemplateKind.FORWARD, TemplateKind.BACKWARD, TemplateKind.BACKWARD_RESIDENT)
 SLACK = 0.01
-"""A lane that leaves less than this fraction of the step idle is what binds."""
+"""Compute is the bottleneck when it is idle for less than this fraction of the step."""
 
 SMALLEST_SHARE = 0.0005
-"""Recompute below this part of compute is shown as nothing."""
+"""Recompute below this fraction of compute time is not reported."""
 
 
 def explain(
     question: Question, found: SearchResult, simulation: Simulation | None, arena: Arena | None = None
 ) -> list[str]:
-    """Return the reasons, most important first; for a question without an answer, what is missing."""
+    """Return the reasons, most important first. When no plan fits, return what is missing and what would help."""
     if simulation is None:
         return _nothing_fits(question, found)
     lines = [*_rounded(question, simulation), _binding(simulation), *_recompute(found, simulation), _peak(simulation)]
@@ -47,49 +55,47 @@ def explain(
         *_ulysses(simulation),
         *_alpha(found),
         *_partial_swap(found),
-        *blocks(found, simulation),
+        *_full_recompute(found, simulation),
         *_fallback(question, found),
         *runner_up(found),
         *ties(found),
     ]
     outside = simulation.prediction.outside_calibration
     if outside:
-        lines.append(
-            f"Outside the range that was calibrated: {', '.join(outside)}; treat the figures as extrapolation."
-        )
+        lines.append(f"Outside the calibrated range: {', '.join(outside)}. Treat the figures as extrapolations.")
     lines += _profile(question)
     if found.refused:
-        those = f"{counted(len(found.refused), 'layout')} {'does' if len(found.refused) == 1 else 'do'}"
-        lines.append(f"{those} not divide the model or the sequence, e.g. {found.refused[0]}.")
+        skipped = f"{counted(len(found.refused), 'layout')} {'does' if len(found.refused) == 1 else 'do'}"
+        lines.append(f"{skipped} not divide the model, the sequence or the batch; the first is {found.refused[0]}.")
     return lines
 
 
 def _rounded(question: Question, simulation: Simulation) -> list[str]:
-    """Say when a pinned alpha does not fall on whole row blocks."""
+    """Say that a pinned alpha was rounded to whole blocks of tokens."""
     asked, alpha = question.pins.alpha, simulation.decisions.alpha
     if asked is None or abs(alpha - asked) < EXACT:
         return []
     granule = simulation.decisions.swap_granule
-    each = ", as many of every subsequence" if simulation.decisions.layout.subsequences > 1 else ""
-    return [f"Alpha {asked:.3g} becomes {alpha:.3g}: tokens are swapped in blocks of {granule}{each}."]
+    each = ", the same number in every subsequence" if simulation.decisions.layout.subsequences > 1 else ""
+    return [f"Alpha {asked:.3g} is rounded to {alpha:.3g}: tokens are swapped in blocks of {granule}{each}."]
 
 
 def _profile(question: Question) -> list[str]:
-    """Say when the profile was measured while the machine had other things to do."""
+    """Say that the profile was measured while other work ran on the machine."""
     disturbed = question.hardware.provenance.get(DISTURBED)
     if not disturbed:
         return []
-    return [f"The profile {question.hardware.name} was measured on a busy machine ({disturbed}): calibrate again."]
+    return [f"The profile {question.hardware.name} was measured on a busy machine ({disturbed}). Calibrate again."]
 
 
 def _nothing_fits(question: Question, found: SearchResult) -> list[str]:
     nearest = found.ranked[0]
     if nearest.prediction.status == "invalid":
-        return [f"Nothing can be evaluated, e.g. {label(nearest)}: {nearest.prediction.reason}."]
+        return [f"No plan can be evaluated. The first is {label(nearest)}: {nearest.prediction.reason}."]
     need = format_bytes(nearest.prediction.shortfall_bytes)
     return [
-        f"Nothing fits. Nearest: {label(nearest)}, short of {need}: {nearest.prediction.reason}.",
-        f"Ways out: {'; '.join(ways_out(question, nearest))}.",
+        f"No plan fits. The nearest is {label(nearest)}, short by {need}: {nearest.prediction.reason}.",
+        f"What would help: {'; '.join(ways_out(question, nearest))}.",
     ]
 
 
@@ -98,42 +104,44 @@ def _binding(simulation: Simulation) -> str:
     step_s = prediction.step_s or 0.0
     compute_s = prediction.lanes.get("compute", 0.0)
     idle_s = step_s - compute_s
-    head = f"Compute is busy {compute_s / step_s:.1%} of the step" if step_s else "Nothing is played"
+    head = f"Compute is busy {compute_s / step_s:.1%} of the step" if step_s else "No instruction was played"
     if idle_s < SLACK * step_s:
-        return f"{head}: it binds; copies and communication hide behind it."
+        return f"{head} and is the bottleneck; it hides copies and communication."
     waits = [(s.seconds, s.waits_for) for s in prediction.stalls if s.lane == "compute"]
     listed = ", ".join(f"{name} {format_seconds(seconds)}" for seconds, name in sorted(waits, reverse=True)[:3])
-    return f"{head}; it waits {format_seconds(idle_s)} in all, most for {listed}."
+    return f"{head}; it waits {format_seconds(idle_s)} in total, mostly for {listed}."
 
 
 def _recompute(found: SearchResult, simulation: Simulation) -> list[str]:
-    """Say what part of a busy compute lane is work done twice, and what keeps it from being swapped instead."""
+    """Say what fraction of compute time is recompute, and why those tokens are not swapped instead."""
     share, own = simulation.recompute_share, simulation.own_rebuild_share
     if share < SMALLEST_SHARE:
         return []
     why = _why_no_more_is_swapped(found) if share - own >= SMALLEST_SHARE else ""
-    metp = f", {own:.1%} METP's own: Q, K, V and the MLP's activations in backward" if own >= SMALLEST_SHARE else ""
-    return [
-        f"Recompute is {share:.1%} of compute seconds{metp}{': ' if why and not metp else '; ' if why else ''}{why}."
-    ]
+    metp = (
+        f", of which METP's recompute of Q, K, V and the MLP's activations is {own:.1%}"
+        if own >= SMALLEST_SHARE
+        else ""
+    )
+    return [f"Recompute is {share:.1%} of compute time{metp}{': ' if why and not metp else '; ' if why else ''}{why}."]
 
 
 def _why_no_more_is_swapped(found: SearchResult) -> str:
-    """Return why the best plan's alpha is not higher; nothing when it was not the search's choice."""
+    """Return why the best plan's alpha is not higher; an empty text when the search did not choose it."""
     best = found.best
     if best is None:
         return ""
     if best.policy.recompute == "selective":
-        return "attention runs forward again, which with a flash kernel spares its log-sum-exp alone"
+        return "attention runs forward again; with a flash kernel this saves only its log-sum-exp"
     if best.policy.recompute == "full":
         swapping = [e for e in found.ranked if e.policy == TOKENWISE and e.prediction.status != "ok"]
         same = next((e for e in swapping if e.decisions.layout == best.decisions.layout), None)
-        return f"swapping instead does not fit on this layout, {_short(same.prediction)}" if same else ""
+        return f"swapping instead does not fit on this layout ({_short(same.prediction)})" if same else ""
     if best.policy.alpha is not None:
         return ""
     if best.above is not None:
-        return f"{_memory(best.above)} keeps alpha from being higher, {_short(best.above)} at the next one up"
-    return "with a higher alpha copies would hold compute up for longer than recompute does"
+        return f"{_memory(best.above)} limits alpha; the next higher alpha does not fit ({_short(best.above)})"
+    return "with a higher alpha, compute would wait longer for copies than it recomputes now"
 
 
 def _memory(refused: Prediction) -> str:
@@ -141,7 +149,7 @@ def _memory(refused: Prediction) -> str:
 
 
 def _short(refused: Prediction) -> str:
-    return f"{refused.status}, short of {format_bytes(refused.shortfall_bytes)}"
+    return f"{refused.status}, short by {format_bytes(refused.shortfall_bytes)}"
 
 
 def _peak(simulation: Simulation) -> str:
@@ -150,88 +158,90 @@ def _peak(simulation: Simulation) -> str:
     listed = ", ".join(f"{name} {format_bytes(size)}" for name, size in by_class)
     memory = simulation.memory
     beside = memory.reserve.get(RESULTS, 0)
-    libraries = f" (of which {format_bytes(beside)} {RESULTS})" if beside else ""
+    libraries = f" (including {format_bytes(beside)} for {RESULTS})" if beside else ""
     room = (
         f"plus {format_bytes(memory.reserve_bytes)} reserve{libraries}, of {format_bytes(memory.device_capacity_bytes)}"
     )
     peak = f"{format_bytes(prediction.peak_device_bytes)} ({listed})"
-    return f"Device memory is fullest at {simulation.peak_id}: {peak}, {room}."
+    return f"Device memory peaks at {simulation.peak_id}: {peak}, {room}."
 
 
 def _arena(simulation: Simulation, arena: Arena) -> list[str]:
-    """Say how large the planned arena is, and whether a smaller one can exist."""
+    """Say how large the planned arena is, and how far it is above the lower bound."""
     placement = arena.placement
     largest, gap = arena.prediction.peak_device_bytes, placement.arena_bytes - placement.lower_bound_bytes
     elsewhere = arena.whole and largest > placement.arena_bytes
     size = placement.arena_bytes if elsewhere else largest
-    proof = "the least there can be" if not gap else f"at most {format_bytes(gap)} above the least there can be"
+    proof = "exactly the lower bound" if not gap else f"{format_bytes(gap)} above the lower bound"
     text = (
         f"Planned arena: {format_bytes(size)} for {counted(len(placement.ids), 'buffer')}, {proof} ({placement.solver})"
     )
     if len(simulation.stages) > 1:
-        text += f"; of {placement.name}, the one that the plan places"
+        text += f"; this is the arena of {placement.name}, whose placement the plan holds"
     if elsewhere:
-        text += f"; the executor puts the other stages' by first fit, which takes up to {format_bytes(largest)}"
+        text += f"; the executor places the other stages by first fit, in up to {format_bytes(largest)}"
     if not arena.whole:
-        text += f"; planned for {simulation.program.micro_batches} micro-batches, too many to write a placement of all"
+        text += f"; planned for {simulation.program.micro_batches} micro-batches: a placement of all would be too large"
     return [f"{text}."]
 
 
 def _pipeline(simulation: Simulation) -> list[str]:
-    """Say what stages hand over, and whether their step is exact."""
+    """Say what pipeline stages send to each other, how unequal they are, and whether the step time is exact."""
     layout, count = simulation.decisions.layout, simulation.decisions.micro_batches
     if layout.pp == 1:
         return []
     compute_s = [stage.compute_s for stage in simulation.stages]
     sent = format_bytes(max(stage.sent_bytes for stage in simulation.stages))
     text = (
-        f"{layout.pp} stages play {counted(count, 'micro-batch', 'es')} by {layout.schedule}; a rank hands on {sent} "
-        f"a step at most, and the slowest stage computes {max(compute_s) / min(compute_s) - 1:.1%} longer than the "
-        "fastest"
+        f"{layout.pp} pipeline stages run {counted(count, 'micro-batch', 'es')} with the {layout.schedule} schedule; a "
+        f"rank sends at most {sent} per step to other stages, and the slowest stage computes "
+        f"{max(compute_s) / min(compute_s) - 1:.1%} longer than the fastest"
     )
     if not simulation.steady:
         played = simulation.program.micro_batches
-        text += f". They had not come to a period after {played} of them: the step is an estimate at the slowest's pace"
+        text += f". {played} micro-batches reach no steady state: the step time assumes the slowest stage's pace"
     return [f"{text}."]
 
 
 def _sharding(simulation: Simulation) -> list[str]:
-    """Say what ZeRO 2 and 3 move of parameters and gradients, and what of it compute waits for."""
+    """Say how many bytes ZeRO 2 and 3 gather and reduce-scatter, and how long compute waits for that."""
     layout, moved = simulation.decisions.layout, simulation.collective_bytes
     if layout.zero < 2:
         return []
     if degree(ENDS, layout) == 1:
-        return [f"ZeRO {layout.zero} has nothing to divide here: no two ranks hold the same parameters."]
+        return [f"ZeRO {layout.zero} has no effect here: no two ranks hold the same parameters."]
     held = "gradients" if layout.zero == 2 else "gradients and parameters"
     if layout.replicas == 1:
-        held += " of embedding and head, which METP has on every rank"
-    names = {"params.all_gather": "gathers", "grads.reduce_scatter": "scatters"}
+        held += " of embedding and head, which METP replicates"
+    names = {"params.all_gather": "gathers", "grads.reduce_scatter": "reduce-scatters"}
     parts = [f"{verb} {format_bytes(moved[op])}" for op, verb in names.items() if op in moved]
     waited = sum(s.seconds for s in simulation.prediction.stalls if s.lane == "compute" and s.waits_for in names)
-    text = f"ZeRO {layout.zero}: a rank holds its share of {held}, {' and '.join(parts)} a step"
-    return [f"{text}; compute waits {format_seconds(waited)} for that."]
+    text = f"ZeRO {layout.zero}: a rank holds a shard of {held}; per step it {' and '.join(parts)}"
+    return [f"{text}; compute waits {format_seconds(waited)} for these collectives."]
 
 
 def _overlap(question: Question, simulation: Simulation) -> list[str]:
-    """Say when nothing is there that could overlap as was asked."""
+    """Say that the pinned overlap has nothing to overlap in this layout."""
     asked, has = question.pins.overlap, simulation.decisions.overlap
     if asked in (None, has):
         return []
-    return [f"Overlap {asked} becomes {has}: no two ranks hold the same parameters, so nothing is reduced or gathered."]
+    return [
+        f"Overlap {asked} is replaced by {has}: no two ranks hold the same parameters, so there is nothing to overlap."
+    ]
 
 
 def _ulysses(simulation: Simulation) -> list[str]:
-    """Say what Ulysses exchanges, and what of it compute waits for."""
+    """Say how many bytes Ulysses exchanges, and how long compute waits for that."""
     degree, moved = simulation.decisions.layout.ulysses, simulation.collective_bytes.get("all_to_all", 0)
     if degree == 1:
         return []
     waited = sum(s.seconds for s in simulation.prediction.stalls if (s.lane, s.waits_for) == ("compute", "all_to_all"))
-    text = f"Ulysses {degree}: a rank exchanges {format_bytes(moved)} of tokens for heads and back a step"
-    return [f"{text}; compute waits {format_seconds(waited)} for that."]
+    text = f"Ulysses {degree}: a rank exchanges {format_bytes(moved)} per step between sequence-sharded and"
+    return [f"{text} head-sharded tensors; compute waits {format_seconds(waited)} for these all-to-alls."]
 
 
 def _allocator(simulation: Simulation) -> list[str]:
-    """Say what the caching allocator makes of a plan whose memory is not planned, and what its calls cost."""
+    """Say how much the caching allocator reserves for a plan without planned memory, and what its calls cost."""
     prediction = simulation.prediction
     if prediction.reserved_bytes is None:
         return []
@@ -241,17 +251,18 @@ def _allocator(simulation: Simulation) -> list[str]:
     text = (
         f"Memory is not planned: {who} reserves {format_bytes(prediction.reserved_bytes)}, {above:.1%} above the peak"
     )
-    times = f"{often:.3g} reorganisations a micro-batch" if often else "it reorganises nothing"
+    retries = f"{often:.3g} allocation retries per micro-batch" if often else "no allocation retries"
     stalled = sum(s.seconds for s in prediction.stalls if s.waits_for == ALLOCATOR)
     share = (
-        f"; its calls hold compute up for {stalled / prediction.step_s:.1%} of the step" if prediction.step_s else ""
+        f"; compute waits for its calls for {stalled / prediction.step_s:.1%} of the step" if prediction.step_s else ""
     )
-    return [f"{text}; {times}{share if stalled else ''}."]
+    return [f"{text}; {retries}{share if stalled else ''}."]
 
 
 def _alpha(found: SearchResult) -> list[str]:
-    """Compare the paper's linear program with the engine's best, for the best token-wise plan."""
-    whole = [e for e in found.ranked if e.decisions.layout.subsequences == 1]  # which is what that program is about
+    """Compare alpha of the best token-wise plan with what MEMO's linear program gives (MEMO 4.1)."""
+    # MEMO's linear program knows no subsequences.
+    whole = [e for e in found.ranked if e.decisions.layout.subsequences == 1]
     tried = [e for e in whole if e.linear_program and e.prediction.status == "ok"]
     layout = found.best.decisions.layout if found.best else None
     best = next((e for e in tried if e.decisions.layout == layout), tried[0] if tried else None)
@@ -259,32 +270,102 @@ def _alpha(found: SearchResult) -> list[str]:
         return []
     program = best.linear_program
     where = layout_label(best.decisions.layout)
-    bound = f"bound by {program.binds}; a layer's forward takes {format_seconds(program.layer_forward_s)}"
-    rates = f"offload gets {program.bandwidth_bytes_per_s / 1e9:.1f} GB/s"
+    bound = f"limited by {program.binds}; a layer's forward takes {format_seconds(program.layer_forward_s)}"
+    rates = f"offload runs at {program.bandwidth_bytes_per_s / 1e9:.1f} GB/s"
     full = f"hiding a full swap would need {program.full_overlap_bandwidth / 1e9:.1f} GB/s"
-    chosen = f"the engine's best is {best.decisions.alpha:.3g}, MEMO's linear program says {program.alpha:.3g}"
-    refused = f"; the next alpha up is refused: {_short(best.above)}" if best.above else ""
-    whose = "" if best is found.best else " of the token-wise plan, not of the best one,"
-    return [f"Alpha{whose} on {where}: {chosen} ({bound} and {rates}; {full}){refused}."]
+    chosen = f"the search finds {best.decisions.alpha:.3g}, MEMO's linear program gives {program.alpha:.3g}"
+    refused = f"; the next higher alpha does not fit ({_short(best.above)})" if best.above else ""
+    whose = "" if best is found.best else " of the best token-wise plan, which is not the best plan,"
+    return [f"Alpha{whose} on {where}: {chosen} ({bound}; {rates}; {full}){refused}."]
 
 
 def _partial_swap(found: SearchResult) -> list[str]:
-    """Say why a plan that keeps what it does not swap swaps as much as it does."""
+    """Say why a plan that swaps some tokens and keeps the others has this alpha."""
     best = found.best
     if best is None or best.policy != PARTIAL_SWAP:
         return []
-    text = f"Alpha {best.decisions.alpha:.3g} is swapped and the rest kept, nothing is recomputed"
-    less = f"; the next alpha down is refused: {_short(best.below)}" if best.below else ""
-    more = f"; the next alpha up is refused: {_short(best.above)}" if best.above else ""
+    text = f"Alpha is {best.decisions.alpha:.3g}: so much is swapped, the rest is kept, and nothing is recomputed"
+    less = f"; the next lower alpha does not fit ({_short(best.below)})" if best.below else ""
+    more = f"; the next higher alpha does not fit ({_short(best.above)})" if best.above else ""
     return [f"{text}{less}{more}."]
 
 
+def _full_recompute(found: SearchResult, simulation: Simulation) -> list[str]:
+    """Say what swapped layer inputs, MLP row blocks and attention chunks save in a plan with full recompute."""
+    best = found.best
+    if best is None or best.policy.recompute != "full":
+        return []
+    return [
+        *_swapped_inputs(found, best, simulation),
+        *_mlp_chunks(found, best),
+        *_attention_chunks(found, best, simulation),
+    ]
+
+
+def _swapped_inputs(found: SearchResult, best: Evaluated, simulation: Simulation) -> list[str]:
+    """Say how many bytes of layer inputs are swapped, and whether they would fit on the device."""
+    if not best.decisions.swapped_tokens:
+        return []
+    kept = next((e for e in found.ranked if e.decisions == swap_each(best.decisions, 0)), None)
+    moved = format_bytes(simulation.pace.moved_by(lambda t: t.kind is TemplateKind.OFFLOAD).d2h)
+    less = (
+        f"; kept on the device they would not fit ({_short(kept.prediction)})"
+        if kept and kept.prediction.status != "ok"
+        else ""
+    )
+    return [f"Layer inputs are swapped to host memory until backward, {moved} per step{less}."]
+
+
+def _mlp_chunks(found: SearchResult, best: Evaluated) -> list[str]:
+    rows, tokens = best.decisions.mlp_chunk_tokens, best.decisions.local_tokens
+    if not rows:
+        return []
+    text = f"The MLP runs in {-(-tokens // rows)} row blocks of {format_tokens(rows)} tokens; each block is recomputed"
+    text += " right before its backward, without its second matrix product"
+    return [f"{text}{_against(best, _same_but(found, best, mlp_chunk_tokens=0))}."]
+
+
+def _attention_chunks(found: SearchResult, best: Evaluated, simulation: Simulation) -> list[str]:
+    if not in_chunks(best.decisions):
+        return []
+    down, up = (
+        getattr(simulation.pace.moved_by(lambda t: t.kind in LAYER_PASSES and t.block is BlockKind.LAYER), lane)
+        for lane in ("d2h", "h2d")
+    )
+    chunk, count = best.decisions.attention_chunk_tokens, len(attention_chunks(best.decisions))
+    text = f"Attention runs in {count} chunks of {format_tokens(chunk)} tokens; their keys and values wait in host"
+    text += f" memory: per step, {format_bytes(down)} are copied there and {format_bytes(up)} back"
+    return [f"{text}{_against(best, _same_but(found, best, attention_chunk_tokens=0))}."]
+
+
+def _against(best: Evaluated, whole: Evaluated | None) -> str:
+    """Return how the same plan without row blocks or chunks does; an empty text where it was not evaluated."""
+    if whole is None:
+        return ""
+    if whole.prediction.status != "ok":
+        return f"; undivided it does not fit ({_short(whole.prediction)})"
+    peak = format_bytes(whole.prediction.peak_device_bytes)
+    slower_s = (whole.prediction.step_s or 0.0) - (best.prediction.step_s or 0.0)
+    how = "longer" if slower_s >= 0 else "shorter"
+    return f"; undivided, the device would need {peak} and the step would be {format_seconds(abs(slower_s))} {how}"
+
+
+def _same_but(found: SearchResult, best: Evaluated, **changes: int) -> Evaluated | None:
+    """Return the evaluated plan that differs from the best plan only in ``changes``, and perhaps in kernels."""
+    wanted = msgspec.structs.replace(best.decisions, **changes)
+
+    def alike(other: Evaluated) -> bool:
+        return msgspec.structs.replace(other.decisions, kernels=wanted.kernels) == wanted
+
+    return next((e for e in found.ranked if alike(e)), None)
+
+
 def _fallback(question: Question, found: SearchResult) -> list[str]:
-    """Say when a system's short-sequence fallback was taken."""
+    """Say that the system used its fallback for short sequences."""
     best = found.best
     system = find_system(question.system)
     if best and best.policy == KEEP and KEEP in system.short_sequences:
-        return [f"{system.name} falls back to keeping every activation: it fits, and nothing is faster."]
+        return [f"{system.name} falls back to keeping all activations: they fit, and no plan is faster."]
     return []
 
 

@@ -1,10 +1,12 @@
-"""Where METP wins and where it loses: its best plan beside the same ranks as tp, as a ring of cp and as Ulysses.
+"""Compares METP's best plan with its rivals: the same ranks as tensor parallelism, as a cp ring, and as Ulysses.
 
-A rival has as many ranks, stages and replicas, what the question pins, and every way with activations and ZeRO that
-there is (of a system other than ``any`` and ``metp`` its own). METP computes in p^3 tiles (p parts of the heads, p
-steps of a ring, p ranks): of short sequences each is too small to fill a device, and its messages too small to hide.
-What it never keeps it builds again. What it saves is device memory: of plans that are as good as equally fast the
-search takes the one with less host memory, so the one with the least device memory is told beside it, the rivals' too.
+A rival has the same number of ranks, stages and replicas, and the same pins. All activation policies and ZeRO levels
+are open to it (for systems other than ``any`` and ``metp``, only the system's own).
+
+METP computes attention in p^3 tiles: p groups of heads, p ring steps, p ranks. With short sequences a tile is too small
+to fill a device, and its messages are too small to hide. METP recomputes what it never keeps. What it saves is device
+memory. Among equally fast plans the search prefers less host memory, so the text also names the plan with the least
+device memory, for METP and for each rival.
 """
 
 from __future__ import annotations
@@ -26,16 +28,16 @@ from memo_sim.program.ir.instruction import Instruction, Lane
 from memo_sim.program.ir.work import Attention, Gemm
 
 RIVALS = {"tp": "tp", "cp": "cp", "ulysses": "Ulysses"}
-"""Degrees that divide a layer or a sequence over as many ranks, and how they are called."""
+"""The layout knobs that divide a layer or a sequence over the same ranks, and their names in sentences."""
 AT_THEIR_BEST = "every-layout"
 EXCHANGES = ("send_recv", "broadcast", "reduce")
-"""Of METP; on compute's lane where nothing overlaps."""
+"""METP's exchanges; they run on the compute lane where nothing overlaps."""
 NOTHING = 0.001
-"""Differences below this part of the step are not told."""
+"""Differences below this fraction of the step are not reported."""
 
 
 def metp(question: Question, found: SearchResult, simulation: Simulation) -> list[str]:
-    """Return how METP's best plan stands to its rivals, and why; nothing where the question is not about METP."""
+    """Compare METP's best plan with its rivals; return nothing where the question is not about METP."""
     pinned = question.pins.metp
     about_it = pinned > 1 if pinned is not None else "metp" in find_system(question.system).degrees
     ours = [e for e in found.ranked if e.decisions.layout.metp > 1 and e.prediction.status == "ok"]
@@ -57,7 +59,7 @@ def metp(question: Question, found: SearchResult, simulation: Simulation) -> lis
 
 
 def rival(question: Question, layout: Layout, degree: str) -> list[Evaluated]:
-    """Return plans of METP's ranks divided by ``degree`` alone, the best first; none where that divides no model."""
+    """Return plans that use METP's ranks for ``degree`` alone, the best first; none where that divides no model."""
     degrees: dict[str, Any] = dict.fromkeys((*RIVALS, "metp"), 1) | {degree: layout.metp}
     pins = replace(question.pins, **degrees, pp=layout.pp, dp=layout.dp, overlap_exchanges=None, keep_norms=False)
     try:
@@ -67,23 +69,28 @@ def rival(question: Question, layout: Layout, degree: str) -> list[Evaluated]:
 
 
 def _beside(ours: list[Evaluated], rivals: dict[str, list[Evaluated]]) -> str:
-    """Return METP's step and device memory beside every rival's."""
+    """Return METP's step time and device memory, and those of each rival."""
     mine = ours[0]
     ranks, step_s = mine.decisions.layout.metp, mine.prediction.step_s or 0.0
     others = [e[0].prediction.step_s for e in rivals.values() if e and e[0].prediction.step_s is not None]
     faster = sum(step_s < other_s for other_s in others)
-    verdict = "wins" if faster == len(others) else f"wins against {faster} of {len(others)}" if faster else "loses"
-    told = "; ".join(f"{name} {ranks} {_outcome(mine, ranked)}" for name, ranked in rivals.items())
-    return f"METP {ranks} {verdict}, {_cost(mine)}{_least(ours)}: {told}."
+    if faster == len(others):
+        verdict = "is faster than every rival that fits"
+    else:
+        verdict = (
+            f"is faster than {faster} of {len(others)} rivals that fit" if faster else "is slower than every rival"
+        )
+    compared = "; ".join(f"{name} {ranks} {_outcome(mine, ranked)}" for name, ranked in rivals.items())
+    return f"METP {ranks} {verdict}: it needs {_cost(mine)}{_least(ours)}. On the same ranks, {compared}."
 
 
 def _cost(one: Evaluated) -> str:
     prediction = one.prediction
-    return f"{format_seconds(prediction.step_s or 0.0)} and {format_bytes(prediction.peak_device_bytes)} of a device"
+    return f"{format_seconds(prediction.step_s or 0.0)} and {format_bytes(prediction.peak_device_bytes)} per device"
 
 
 def _least(ranked: list[Evaluated]) -> str:
-    """Return the least device memory of plans as good as equally fast as the first, where that needs more itself."""
+    """Return the least device memory among plans equally fast as the first; an empty text if the first has it."""
     best = ranked[0].prediction
     limit_s = (best.step_s or 0.0) * (1 + TIED)
     tied = (e for e in ranked if e.prediction.step_s is not None and e.prediction.step_s <= limit_s)
@@ -96,41 +103,41 @@ def _least(ranked: list[Evaluated]) -> str:
 
 
 def _outcome(mine: Evaluated, ranked: list[Evaluated]) -> str:
-    """Return what a rival makes of the question."""
+    """Return how a rival does: its time and memory, or why it gives no plan."""
     if not ranked:
         return "does not divide this model or sequence"
     other = ranked[0]
     if other.prediction.step_s is None or mine.prediction.step_s is None:
-        return f"does not fit, short of {format_bytes(other.prediction.shortfall_bytes)}"
+        return f"does not fit, short by {format_bytes(other.prediction.shortfall_bytes)}"
     slower = other.prediction.step_s / mine.prediction.step_s - 1
     said = f"{abs(slower):.1%} {'slower' if slower > 0 else 'faster'} with {other.policy.label}"
-    return f"{_cost(other)}, {said}{_least(ranked)}"
+    return f"needs {_cost(other)}, {said}{_least(ranked)}"
 
 
 def _why(name: str, ours: Simulation, theirs: Simulation) -> str:
-    """Return what sets METP's step apart from the fastest rival's, kind by kind."""
+    """Return how METP's step differs from the fastest rival's, by kind of time."""
     mine, others = _seconds(ours), _seconds(theirs)
     differences = {kind: mine[kind] - others[kind] for kind in mine}
-    told = [
-        f"{kind} are {format_seconds(abs(seconds))} {'longer' if seconds > 0 else 'shorter'}"
+    compared = [
+        f"{kind} take {format_seconds(abs(seconds))} {'longer' if seconds > 0 else 'shorter'}"
         for kind, seconds in differences.items()
         if abs(seconds) >= NOTHING * (ours.prediction.step_s or 0.0)
     ]
     decisions, again_s = ours.decisions, ours.pace.own_rebuild_s
     ranks, heads = decisions.layout.metp, decisions.model.heads // decisions.layout.metp
     return (
-        f"Against {name} METP's {', '.join(told) or 'times are the same'}: a tile of its attention is "
-        f"{counted(heads, 'head')} of {format_tokens(decisions.local_tokens)} tokens, its products have 1/{ranks} of "
-        f"the features, and making Q, K, V and the MLP again takes {format_seconds(again_s)}."
+        f"Compared with {name}: METP's {', '.join(compared) or 'times are the same'}. An attention tile of METP has "
+        f"{counted(heads, 'head')} and {format_tokens(decisions.local_tokens)} tokens, its matrix products have "
+        f"1/{ranks} of the features, and recomputing Q, K, V and the MLP takes {format_seconds(again_s)}."
     )
 
 
 def _seconds(simulation: Simulation) -> dict[str, float]:
-    """Return where the step's time goes; ``waits``: compute stands still, or is slowed by what runs beside it."""
+    """Return the step's seconds by kind; ``waits``: compute is idle, or slowed by what runs at the same time."""
     stage, step_s = simulation.pace, simulation.prediction.step_s or 0.0
     kinds: dict[str, Callable[[Instruction], bool]] = {
         "attention kernels": lambda i: isinstance(i.work, Attention),
-        "products": lambda i: isinstance(i.work, Gemm),
+        "matrix products": lambda i: isinstance(i.work, Gemm),
         "other kernels": lambda i: i.op not in EXCHANGES and not isinstance(i.work, Attention | Gemm),
     }
     compute = stage.seconds * stage.weights * (stage.columns.lane == Lane.COMPUTE)

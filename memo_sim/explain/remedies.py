@@ -1,4 +1,4 @@
-"""What would make a plan fit that does not: each knob is tried, and told where it helps."""
+"""Finds options that would make an infeasible plan fit: tries each knob and keeps those that help."""
 
 from __future__ import annotations
 
@@ -13,30 +13,31 @@ from memo_sim.planning.question import Question
 from memo_sim.planning.search import play
 
 MOST_ZERO = 3
-"""Divides parameters, gradients and optimizer states."""
+"""The highest ZeRO level: it shards parameters, gradients and optimizer states."""
 WORTH_TELLING = 0.1
-"""Part of what is short that a knob has to spare, where it does not spare all of it."""
+"""A knob that does not make the plan fit is named when it saves at least this fraction of the shortfall."""
 
 
 def ways_out(question: Question, nearest: Evaluated) -> list[str]:
-    """Return what would help the plan nearest to fitting, given what is short and what was asked for."""
+    """Return the options that would help the plan nearest to fitting, given the memory that is short and the pins."""
     pins = question.pins
     names = ("alpha", "recompute", *DEGREES, "zero")
     pinned = [f"--{name}" for name in names if getattr(pins, name) is not None]
     ways = [f"leave {', '.join(pinned)} to the search"] if pinned else []
     if nearest.prediction.status == "host_oom":
-        return [*ways, "more host memory in a node", "more nodes"]
+        return [*ways, "more host memory per node", "more nodes"]
     ways.append("more devices")
     for option, changed in _knobs(question, nearest.decisions):
         ways += _tried(question, nearest, option, changed)
     capacity = question.hardware.device_memory_bytes.value
-    if nearest.prediction.peak_by_class.get("state", 0) < capacity:  # else weights and optimizer alone are too much
+    # Otherwise parameters and optimizer states alone do not fit.
+    if nearest.prediction.peak_by_class.get("state", 0) < capacity:
         ways.append("a shorter sequence")
     return ways
 
 
 def _knobs(question: Question, decisions: Decisions) -> list[tuple[str, Decisions]]:
-    """Return the options that take less device memory, and the plan with each."""
+    """Return the options that need less device memory, each with the plan changed by it."""
     smaller = {"fp32": ("bf16", "host"), "bf16": ("host",)}.get(question.states, ())
     found = [(f"--states {states}", msgspec.structs.replace(decisions, states=states)) for states in smaller]
     layout = decisions.layout
@@ -49,7 +50,7 @@ def _knobs(question: Question, decisions: Decisions) -> list[tuple[str, Decision
 
 
 def _tried(question: Question, nearest: Evaluated, option: str, changed: Decisions) -> list[str]:
-    """Return the option where the plan fits with it or is short of much less, nothing where that is not so."""
+    """Return the option if the plan fits with it or is short by much less; else an empty list."""
     try:
         prediction = play(question, changed).prediction
     except Infeasible:
@@ -60,4 +61,4 @@ def _tried(question: Question, nearest: Evaluated, option: str, changed: Decisio
     if prediction.status == "gpu_oom" and left > (1 - WORTH_TELLING) * short:
         return []
     where = "" if prediction.status == "gpu_oom" else " of host memory"
-    return [f"{option} (then short of {format_bytes(left)}{where})"]
+    return [f"{option} (still short by {format_bytes(left)}{where})"]

@@ -1,4 +1,4 @@
-"""How the best plan stands to the others: the runner-up and what it loses, and plans that are as good as equal."""
+"""Compares the best plan with the others: the runner-up, where it loses time, and plans that are equally fast."""
 
 from __future__ import annotations
 
@@ -8,34 +8,34 @@ from memo_sim.planning.outcome import Evaluated, SearchResult, ranked_s
 from memo_sim.views.plan_table import layout_label
 
 TIED = 0.005
-"""Step times this much apart are as good as equal: no prediction is that exact."""
+"""Step times within this fraction count as equal: no prediction is more exact."""
 SHOWN = 3
-"""Tied plans that are named."""
+"""How many tied plans are listed."""
 
 
 def label(evaluated: Evaluated) -> str:
-    """Return a plan in a few words: what it does with activations, and its layout."""
+    """Return a short name of a plan: its activation policy and its layout."""
     decisions = evaluated.decisions
     alpha = f" at alpha {decisions.alpha:.3g}" if evaluated.policy.alpha not in (0, 1) else ""
     return f"{evaluated.policy.label}{alpha} on {layout_label(decisions.layout)}"
 
 
 def runner_up(found: SearchResult) -> list[str]:
-    """Say which plan comes next, and what it loses where."""
+    """Say which plan comes second, and on which lane it loses time."""
     fitting = [e for e in found.ranked if e.prediction.status == "ok"]
     best, others = fitting[:1], fitting[1:2]
     if not others or not best:
         return []
     first_s, second_s = best[0].prediction.step_s or 0.0, others[0].prediction.step_s or 0.0
     if ranked_s(first_s) == ranked_s(second_s):
-        return [f"Runner-up: {label(others[0])}, as fast."]
+        return [f"Runner-up: {label(others[0])}, equally fast."]
     loss = second_s - first_s
     text = f"Runner-up: {label(others[0])}, {format_seconds(loss)} ({loss / first_s:.1%}) slower"
     return [f"{text}{_where_lost(best[0], others[0])}."]
 
 
 def _where_lost(best: Evaluated, other: Evaluated) -> str:
-    """Name the lane-level difference that explains most of a loss."""
+    """Return the larger of the two causes of a loss: more compute, or more waiting."""
     mine, theirs = best.prediction, other.prediction
     busier = theirs.lanes.get("compute", 0.0) - mine.lanes.get("compute", 0.0)
     idle = (theirs.step_s or 0.0) - (mine.step_s or 0.0) - busier
@@ -43,16 +43,16 @@ def _where_lost(best: Evaluated, other: Evaluated) -> str:
         return f": {format_seconds(busier)} more compute" if busier > 0 else ""
     waits, before = _waits_s(theirs), _waits_s(mine)
     grew = max(waits, key=lambda name: waits[name] - before.get(name, 0.0), default="")
-    return f": {format_seconds(idle)} more waiting" + (f", most for {grew}" if grew else "")
+    return f": {format_seconds(idle)} more waiting" + (f", mostly for {grew}" if grew else "")
 
 
 def _waits_s(prediction: Prediction) -> dict[str, float]:
-    """Return how long compute waits, by what it waits for."""
+    """Return the seconds that compute waits, by what it waits for."""
     return {stall.waits_for: stall.seconds for stall in prediction.stalls if stall.lane == "compute"}
 
 
 def ties(found: SearchResult) -> list[str]:
-    """Say which plans are within half a percent of the best, what sets them apart, and what decided."""
+    """Say which plans are within half a percent of the best, how they differ, and what broke the tie."""
     best = found.best
     if best is None or best.prediction.step_s is None:
         return []
@@ -65,18 +65,18 @@ def ties(found: SearchResult) -> list[str]:
     more = f"; and {len(tied) - SHOWN} more" if len(tied) > SHOWN else ""
     first_s = ranked_s(best.prediction.step_s)
     equal = [e for e in tied if ranked_s(e.prediction.step_s or 0.0) == first_s]
-    decides = "less host memory, then less device memory decides" if equal else "the step time decides"
-    return [f"As good as equal (within {TIED:.1%}): {listed}{more}. Between them {decides}."]
+    decides = "least host memory, then least device memory" if equal else "step time"
+    return [f"Equally fast (within {TIED:.1%}): {listed}{more}. They are ranked by {decides}."]
 
 
 def _beside(best: Evaluated, other: Evaluated) -> str:
-    """Return a tied plan with what it takes more or less than the best."""
+    """Return a tied plan, and how its time and memory differ from the best plan's."""
     mine, theirs = best.prediction, other.prediction
     slower = (theirs.step_s or 0.0) / (mine.step_s or 1.0) - 1
-    parts = [f"{slower:.2%} slower" if slower > 0 else "as fast"]
+    parts = [f"{slower:.2%} slower" if slower > 0 else "the same step time"]
     for name, difference in (
-        ("on a device", theirs.peak_device_bytes - mine.peak_device_bytes),
-        ("on a node's host", theirs.peak_host_bytes_per_node - mine.peak_host_bytes_per_node),
+        ("device memory", theirs.peak_device_bytes - mine.peak_device_bytes),
+        ("host memory per node", theirs.peak_host_bytes_per_node - mine.peak_host_bytes_per_node),
     ):
         if difference:
             parts.append(f"{format_bytes(abs(difference))} {'more' if difference > 0 else 'less'} {name}")

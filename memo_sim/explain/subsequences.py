@@ -1,6 +1,7 @@
-"""Why a sequence is cut into so many subsequences: what the bubble and the kernels lose with fewer and with more.
+"""Explains the number of subsequences: how the bubble and the kernels change with fewer and with more of them.
 
-Of SPPO's plans besides: what its own solver (6.1) would have taken, and what it says is held (5.2).
+For SPPO's plans it also says what SPPO's own solver (section 6.1) chooses, and how many bytes SPPO's recurrence (5.2)
+says a stage holds.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ SKELETAL = BufferClass.SKELETAL.value
 
 
 def subsequences(found: SearchResult, simulation: Simulation) -> list[str]:
-    """Return what the parts are, what each offloads and keeps, and the numbers next to the chosen one."""
+    """Say how long the subsequences are, what each offloads, and what fewer or more subsequences would change."""
     decisions = simulation.decisions
     number = decisions.layout.subsequences
     if number == 1:
@@ -41,10 +42,10 @@ def subsequences(found: SearchResult, simulation: Simulation) -> list[str]:
         alphas = [some / part for some, part in zip(swapped, parts, strict=True)]
         text += f" offload {_each(parts, swapped)}: alpha {_range(f'{min(alphas):.2f}', f'{max(alphas):.2f}')}"
         if (window := decisions.offload_window) > 1:
-            text += f", while the {window} next passes are computed"
+            text += f", copied while the next {window} passes are computed"
     if cache := simulation.prediction.peak_by_class.get("kv_cache", 0):
         size = format_bytes(cache)
-        text += f"; keys and values stay, with the sums of their gradients {size} where memory is fullest"
+        text += f"; the KV cache of the prefix stays on the device: {size} at the peak, with its gradients"
     return [
         f"{text}.",
         *_held(simulation),
@@ -54,9 +55,9 @@ def subsequences(found: SearchResult, simulation: Simulation) -> list[str]:
 
 
 def balance(question: Question, found: SearchResult) -> list[str]:
-    """Return how many tokens SPPO's balance (5.2) has of each part before they are rounded to blocks, and to which.
+    """Say how many tokens of each subsequence SPPO's balance (5.2) offloads, exactly and rounded to blocks.
 
-    Nothing where it was not tried, or has all of every part.
+    Returns nothing where the search did not try it, or where it offloads everything.
     """
     best, aware = found.best, next((e.decisions for e in found.ranked if e.policy.hides), None)
     if best is None or aware is None:
@@ -68,16 +69,16 @@ def balance(question: Question, found: SearchResult) -> list[str]:
         return []
     alpha = sum(min(exact, part) for part in parts) / sum(parts)
     tried = rounded(exact, granule)
-    text = f"SPPO's balance (5.2): {exact:.0f} tokens leave while a part is computed, alpha {alpha:.2f}"
-    blocks = f"in blocks of {granule} that is {' or '.join(map(str, tried))}"
-    taken = f"; {max(swapped_parts(best.decisions))} is the faster" if best.policy.hides and len(tried) > 1 else ""
+    text = f"SPPO's balance (5.2): {exact:.0f} tokens leave while one subsequence is computed, alpha {alpha:.2f}"
+    blocks = f"rounded to blocks of {granule} this is {' or '.join(map(str, tried))}"
+    taken = f"; {max(swapped_parts(best.decisions))} is faster" if best.policy.hides and len(tried) > 1 else ""
     return [f"{text}; {blocks}{taken}."]
 
 
 def heuristic(question: Question, found: SearchResult) -> list[str]:
-    """Return what SPPO's solver takes, by its formula and played, beside the best plan; nothing for other systems.
+    """Compare the choice of SPPO's own solver with the best plan; return nothing for other systems.
 
-    The solver knows one sequence on all devices. What is pinned, it is held to.
+    The solver plans one sequence on all devices, within the pinned knobs.
     """
     best = found.best
     if question.system != SPPO or best is None:
@@ -85,7 +86,7 @@ def heuristic(question: Question, found: SearchResult) -> list[str]:
     for choice in allowed(question):
         try:
             played = _play(question, found, choice)
-        except (Infeasible, UsageError):  # the solver's next, where a pinned order of stages goes without this one
+        except (Infeasible, UsageError):  # a pinned schedule excludes this choice: take the solver's next
             continue
         break
     else:
@@ -93,21 +94,21 @@ def heuristic(question: Question, found: SearchResult) -> list[str]:
     if played is None:
         return []
     text = (
-        f"SPPO's own solver (6.1) takes SP {choice.sp}, PP {choice.pp}, N {choice.subsequences}: "
+        f"SPPO's own solver (6.1) chooses SP {choice.sp}, PP {choice.pp}, N {choice.subsequences}: "
         f"{format_seconds(choice.step_s)} by its formula"
     )
     if played.step_s is None:
-        return [f"{text}, and it does not fit: {played.status}, short of {format_bytes(played.shortfall_bytes)}."]
+        return [f"{text}, but it does not fit: {played.status}, short by {format_bytes(played.shortfall_bytes)}."]
     slower = played.step_s / (best.prediction.step_s or played.step_s) - 1
-    against = f"{abs(slower):.1%} {'slower' if slower >= 0 else 'faster'} than the best that was searched"
+    against = f"{abs(slower):.1%} {'slower' if slower >= 0 else 'faster'} than the best plan of the search"
     ask = f" (--tp {choice.sp} --pp {choice.pp} --subsequences {choice.subsequences})" if slower < 0 else ""
-    return [f"{text}, {format_seconds(played.step_s)} played, {against}{ask}."]
+    return [f"{text}, {format_seconds(played.step_s)} simulated, {against}{ask}."]
 
 
 def _play(question: Question, found: SearchResult, choice: Choice) -> Prediction | None:
-    """Return the outcome of the solver's choice with 5.2's offloading, at the faster of its roundings.
+    """Return the prediction for the solver's choice with the offloading of SPPO 5.2, at the faster of its roundings.
 
-    None where a pinned policy excludes that.
+    Returns None where a pinned policy excludes that offloading.
     """
     pins = replace(question.pins, tp=choice.sp, pp=choice.pp, subsequences=choice.subsequences)
     asked = replace(question, pins=replace(pins, multiplexed=pins.multiplexed or False))
@@ -118,21 +119,21 @@ def _play(question: Question, found: SearchResult, choice: Choice) -> Prediction
 
 
 def _held(simulation: Simulation) -> list[str]:
-    """Return what a stage holds of activations by the recurrence of SPPO 5.2, which counts one sequence's forwards."""
+    """Compare the activations that a stage holds by SPPO's recurrence (5.2) with those of the simulation."""
     decisions = simulation.decisions
     if decisions.offload_window != 1 or decisions.micro_batches > 1 or decisions.layout.multiplexed:
         return []
     most, live = most_held_bytes(decisions), int(simulation.memory.device_curves[SKELETAL].max())
-    held = f"{format_bytes(int(most))} of the rest by SPPO's recurrence (5.2)"
-    return [f"A stage holds at most {held}, {format_bytes(live)} when played."]
+    held = f"{format_bytes(int(most))} of skeletal tensors by SPPO's recurrence (5.2)"
+    return [f"A stage holds at most {held}, and {format_bytes(live)} in the simulation."]
 
 
 def _each(parts: tuple[int, ...], swapped: tuple[int, ...]) -> str:
-    """Return what each offloads: as many tokens, or what a plan written by hand says."""
+    """Return how many tokens the subsequences offload: one number for all, or a range for a plan written by hand."""
     most = max(swapped)
     if swapped == tuple(min(most, part) for part in parts):
-        return f"{format_tokens(most)} each, or all that they have"
-    return f"{_range(format_tokens(min(swapped)), format_tokens(most))} each"
+        return f"{format_tokens(most)} tokens each, or all of a shorter one"
+    return f"{_range(format_tokens(min(swapped)), format_tokens(most))} tokens each"
 
 
 def _range(first: str, last: str) -> str:
@@ -140,24 +141,24 @@ def _range(first: str, last: str) -> str:
 
 
 def _why_not_cut(found: SearchResult) -> list[str]:
-    """Return what the best plan that is cut loses, where some were played."""
+    """Say what the best plan with subsequences loses, where the search evaluated one."""
     best = found.best
     assert best is not None
     cut = [e for e in found.ranked if e.decisions.layout.subsequences > 1 and e.prediction.step_s is not None]
     if not cut:
         return []
     nearest = min(cut, key=lambda e: e.prediction.step_s or 0.0)
-    return [f"The sequence is not cut: {_against(nearest, best.prediction)}."]
+    return [f"One subsequence is best: {_against(nearest, best.prediction)}."]
 
 
 def _beside(found: SearchResult, chosen: Prediction) -> list[str]:
-    """Return the next fewer and the next more subsequences of the same layout, each by its best plan."""
+    """Say what the next smaller and the next larger number of subsequences would change in the same layout."""
     best = found.best
     if best is None:
         return []
     layout = best.decisions.layout
     others: dict[int, Evaluated] = {}
-    for one in found.ranked:  # the best of a number comes first
+    for one in found.ranked:  # the best plan of each number comes first
         if one.prediction.step_s is not None and _uncut(one.decisions.layout) == _uncut(layout):
             others.setdefault(one.decisions.layout.subsequences, one)
     fewer = max((n for n in others if n < layout.subsequences), default=None)
@@ -167,7 +168,7 @@ def _beside(found: SearchResult, chosen: Prediction) -> list[str]:
 
 
 def _guests(found: SearchResult, chosen: Prediction) -> list[str]:
-    """Return what it changes that idle stages play rows of others (SPPO 6.2), where it was tried with and without."""
+    """Say what multiplexing (SPPO 6.2) changes, where the search evaluated plans with and without it."""
     best = found.best
     if best is None:
         return []
@@ -178,9 +179,9 @@ def _guests(found: SearchResult, chosen: Prediction) -> list[str]:
         return []
     number = other.decisions.layout.subsequences
     if layout.multiplexed:
-        text = f"Idle stages play rows of others: without that, at best in {number} subsequences,"
+        text = f"Idle stages compute rows of other stages. Without that, at best with {number} subsequences,"
     else:
-        text = f"Idle stages do not play rows of others: with that, at best in {number} subsequences,"
+        text = f"Idle stages do not compute rows of other stages. With that, at best with {number} subsequences,"
     return [f"{text} {_change(other, chosen)}."]
 
 
@@ -189,12 +190,12 @@ def _uncut(layout: Layout) -> Layout:
 
 
 def _against(other: Evaluated, chosen: Prediction) -> str:
-    """Return what another number changes."""
-    return f"with {other.decisions.layout.subsequences}, {_change(other, chosen)}"
+    """Return what another number of subsequences changes."""
+    return f"with {other.decisions.layout.subsequences} subsequences, {_change(other, chosen)}"
 
 
 def _change(other: Evaluated, chosen: Prediction) -> str:
-    """Return what another plan changes: the time that stages wait for each other, if they do, and that of kernels."""
+    """Return how bubble (if there is one), kernels and step of another plan differ from the chosen one."""
     bubbles_s = _bubble_s(other.prediction), _bubble_s(chosen)
     compute_s = other.prediction.lanes.get("compute", 0.0) - chosen.lanes.get("compute", 0.0)
     step_s = (other.prediction.step_s or 0.0) - (chosen.step_s or 0.0)

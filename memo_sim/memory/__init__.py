@@ -1,4 +1,4 @@
-"""Placement solvers, models of PyTorch's device and pinned allocators, and readers of memory requests.
+"""Placement solvers, a model of PyTorch's device allocator, sizes of pinned blocks, and readers of memory requests.
 
-The checker that every placement must pass is in ``memo_sim.program.arena``, apart from the solvers.
+The checker that every placement must pass is in ``memo_sim.program.arena``; it shares no code with the solvers.
 """

@@ -1,11 +1,11 @@
-"""Requests from an allocator's log (MEMO 4.3.2).
+"""Reads requests from an allocator's log (MEMO 4.3.2).
 
     malloc qkv 1048576
     malloc scores 4096
     free qkv 1048576
 
-An instant is a line. An id may come back after its free: its second life is called ``qkv#2``. What is never freed
-lives to the end. Empty lines and lines that start with ``#`` say nothing.
+Each line is one instant. An id may be allocated again after its free: its second life is called ``qkv#2``. A buffer
+that is never freed lives to the end. Empty lines and lines that start with ``#`` are ignored.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ _LINE = re.compile(r"(malloc|free)\s+(\S+)\s+(\d{1,18})", re.ASCII)
 
 
 def is_allocation_log(text: str) -> bool:
-    """Tell whether the first line that says something is a log's."""
+    """Return whether the first line that is not ignored belongs to a log."""
     words = next((line.split() for line in text.splitlines() if _says_something(line)), [])
     return bool(words) and words[0] in ("malloc", "free")
 
 
 def read_allocation_log(text: str, where: str) -> Source:
-    """Return the requests of a log, in the order of its mallocs; instants count the lines that say something.
+    """Return the requests of a log, in the order of its mallocs; ignored lines do not count as instants.
 
     Raises:
-        BadInput: with file and line, when a line is neither a malloc nor a free, a live id is malloced again, or a
-            free is of an id that is not live or of another size.
+        BadInput: with file and line, when a line is neither a malloc nor a free, a live id is allocated again, or a
+            free names an id that is not live or another size.
     """
     ids: list[str] = []
     lower: list[int] = []
@@ -51,7 +51,7 @@ def read_allocation_log(text: str, where: str) -> Source:
         action, name, size = match[1], match[2], int(match[3])
         if action == "malloc":
             if name in live:
-                raise BadInput("a live buffer is malloced again", where=here, got=name, wanted="a free before")
+                raise BadInput("a live buffer is allocated again", where=here, got=name, wanted="a free before it")
             live[name] = len(ids)
             lives[name] = lives.get(name, 0) + 1
             ids.append(_fresh(name, lives[name], taken))
@@ -60,11 +60,11 @@ def read_allocation_log(text: str, where: str) -> Source:
             sizes.append(size)
         else:
             if name not in live:
-                freed = "it was freed before" if name in lives else "it was never malloced"
-                raise BadInput("a free of what is not live", where=here, got=name, hint=freed)
+                freed = "it was freed before" if name in lives else "it was never allocated"
+                raise BadInput("a free of a buffer that is not live", where=here, got=name, hint=freed)
             buffer = live.pop(name)
             if sizes[buffer] != size:
-                raise BadInput("a free of another size", where=here, got=size, wanted=f"{sizes[buffer]}, as malloced")
+                raise BadInput("a free of another size", where=here, got=size, wanted=f"{sizes[buffer]}, as allocated")
             upper[buffer] = instant
         instant += 1
     for buffer in live.values():
@@ -78,7 +78,7 @@ def _says_something(line: str) -> bool:
 
 
 def _fresh(name: str, life: int, taken: set[str]) -> str:
-    """Return a name for one life of an id that no other buffer has."""
+    """Return a unique name for one life of an id."""
     candidate = name if life == 1 else f"{name}#{life}"
     while candidate in taken:
         candidate += "'"

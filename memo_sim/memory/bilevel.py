@@ -1,14 +1,15 @@
-"""MEMO's bi-level plan (4.2, Figure 7): each phase by itself first, then phases as blocks beside what crosses them.
+"""Makes MEMO's bi-level plan (4.2, Figure 7): places each phase alone, then whole phases as blocks.
 
     level 1: inside one phase             level 2: over the step
       ^  [ a ][ b ]                         ^  [fwd 0][fwd 1] ... [bwd 1][bwd 0]    pseudo-blocks
       |  [   c    ]   -> its peak           |  [ l0.input ---------------------]    crosses phases
       +------------>                        +---------------------------------->
 
-Level 1 places what is born and dead inside one phase, once for all phases that make the same requests: instances of one
-template do, which is verified and not assumed. Level 2 sees a phase as one block, as high as its level-1 peak and alive
-as long as the phase. A block is rigid, which costs memory: nothing that crosses phases can use the room that is free
-while a phase is not at its peak. ``BilevelPlan`` says how much.
+Level 1 places the buffers that live inside one phase. Phases with equal requests share one solution; instances of one
+template have equal requests, which is checked and not assumed. Level 2 treats a phase as one block with the height of
+its level-1 peak and the life of the phase, and places the blocks together with the buffers that cross phases. A rigid
+block costs memory: a buffer that crosses phases cannot use the space that is free while a phase is below its peak.
+``BilevelPlan`` says how much that costs.
 """
 
 from __future__ import annotations
@@ -33,8 +34,6 @@ class BilevelPlan:
     peak: int
     level_1: dict[str, tuple[int, int]]
     """By kind of phase: the highest level-1 peak of its phases, and the lower bound of the same phase."""
-    level_1_problems: int
-    """How many differ; phases that make the same requests share one."""
     level_2_bound: int
     """The largest live sum of blocks and what crosses phases; equal to ``peak``: level 2 is proven optimal."""
     flat_bound: int
@@ -45,11 +44,10 @@ class BilevelPlan:
         """How much more it needs than the largest live sum, as a fraction."""
         return self.peak / self.flat_bound - 1 if self.flat_bound else 0.0
 
-
-def solve_bilevel(requests: Requests, clock: Clock, level: Solver) -> Ints | None:
-    """Return the offsets of ``plan_bilevel``, in units of ``problem_of(requests)``."""
-    plan = plan_bilevel(requests, clock, level)
-    return None if plan is None else plan.offsets
+    @property
+    def proven(self) -> bool:
+        """Whether no bi-level plan is smaller: the highest phase of each kind and level 2 reach their lower bounds."""
+        return self.peak == self.level_2_bound and all(peak == bound for peak, bound in self.level_1.values())
 
 
 def plan_bilevel(requests: Requests, clock: Clock, level: Solver) -> BilevelPlan | None:
@@ -72,7 +70,7 @@ def plan_bilevel(requests: Requests, clock: Clock, level: Solver) -> BilevelPlan
         buffers, inner = _inside(problem, phase_of, number)
         key = _key(inner)
         if key not in known:
-            # An equal share for each level-1 problem that is left and for level 2: none can use up the others' time.
+            # An equal share of the time for each remaining level-1 problem and for level 2.
             share = Clock(clock.left_s / (distinct - len(known) + 1))
             found = level(inner, share, None) if inner.count else offsets[:0]
             if found is None:
@@ -98,14 +96,13 @@ def plan_bilevel(requests: Requests, clock: Clock, level: Solver) -> BilevelPlan
         offsets=offsets,
         peak=problem.peak(offsets),
         level_1=level_1,
-        level_1_problems=len(known),
         level_2_bound=blocks.lower_bound,
         flat_bound=problem.lower_bound,
     )
 
 
 def _solve_level_2(blocks: Problem, clock: Clock, level: Solver) -> Ints:
-    """Return a placement of the blocks: greedy's wherever it is proven, else the better of greedy's and ``level``'s."""
+    """Return a placement of the blocks: greedy's where it is proven, else the better of greedy's and ``level``'s."""
 
     def core(part: Problem, _: Ints) -> Ints:
         first = solve_greedy(part, clock, None)
@@ -119,7 +116,7 @@ def _solve_level_2(blocks: Problem, clock: Clock, level: Solver) -> Ints:
 
 
 def _phase_of(requests: Requests, problem: Problem) -> Ints:
-    """Return for each buffer the number of the phase inside which it is born and dies, -1 where it crosses phases."""
+    """Return for each buffer the number of the phase that contains its life; -1 if it crosses phases."""
     phases = requests.phases
     hint = "give a plan, or use another solver: a flat one needs no phases"
     if not phases:
@@ -136,7 +133,7 @@ def _phase_of(requests: Requests, problem: Problem) -> Ints:
 
 
 def _inside(problem: Problem, phase_of: Ints, number: int) -> tuple[Ints, Problem]:
-    """Return the buffers of one phase, and their problem with instants from its first birth, in its own units."""
+    """Return the buffers of one phase, and their problem in its own units, with instants from the first birth."""
     buffers = np.flatnonzero(phase_of == number)
     first = int(problem.lower[buffers[:1]].sum())  # buffers are listed by birth
     scale = int(np.gcd.reduce(problem.size[buffers], initial=0)) or 1

@@ -1,11 +1,12 @@
-"""Exact search under one capacity after the other, restarted with other orders and more nodes.
+"""Restarts the exact search (``skyline``) with other orders, more nodes and other capacities.
 
-Search of this kind either succeeds soon or is lost for long, and which order succeeds cannot be told before. So it is
-restarted over and over, with nodes by Luby's sequence (1, 1, 2, 1, 1, 2, 4, ... times the least), each time with
-another rule, an order shaken at random from a fixed seed, and weights that tell where earlier searches failed.
+Such a search either succeeds soon or takes very long, and no order is best for all problems. So it is restarted again
+and again, with node limits by Luby's sequence (1, 1, 2, 1, 1, 2, 4, ... times the smallest limit). Each restart has
+another branching rule, an order changed at random from a fixed seed, and weights from the failures of earlier searches.
 
-Where sizes leave slack above the lower bound, nobody knows which capacity is within reach. So each restart tries the
-bound and one higher: halfway from it to the best peak known and, for each restart that fails, a step nearer to that.
+The lower bound may not be reachable, and the best reachable capacity is unknown. So each restart tries the lower bound
+and one higher capacity: first halfway between the bound and the best known peak, and nearer to that peak after each
+failed restart.
 """
 
 from __future__ import annotations
@@ -15,23 +16,23 @@ from itertools import count
 
 import numpy as np
 
-from memo_sim.memory.decompose import compressed
 from memo_sim.memory.problem import Clock, Ints, Problem
+from memo_sim.memory.reduction import compressed
 from memo_sim.memory.skyline import RULES, Rule, Skyline
 
 FIRST_NODES = 1000
 NODES_PER_BUFFER = 4
-"""The least nodes of a search are these, whichever is more: one that never fails still needs a node a buffer."""
+"""The smallest node limit is the larger of the two: a search that never fails needs about one node per buffer."""
 
 SHAKES = (0.05, 0.3, 1.0)
-"""By what fraction at most a life counts longer than it is, in orders that are shaken."""
+"""Largest fractions by which random orders count a life longer than it is."""
 
 SHARES = (8, 12, 14, 15)
-"""How far above the bound the second capacity is, in sixteenths of the way to the best peak known; begun anew after
-a success and when all have failed."""
+"""Where the second capacity lies between the bound and the best known peak, in sixteenths. The list starts again after
+a success, and when all entries have failed."""
 
 FADE = 0.5
-"""What is left of a weight's excess over 1 at the next restart."""
+"""The fraction of a weight's excess over 1 that remains at the next restart."""
 
 
 def solve_canonical(
@@ -39,7 +40,7 @@ def solve_canonical(
 ) -> Ints | None:
     """Return the best placement found in units, or None when none is better than ``incumbent``.
 
-    With ``most_nodes`` it stops there too, at the same place on every machine and under any load.
+    With ``most_nodes`` it also stops after that many nodes, which is the same on every machine and under any load.
     """
     return search(problem, clock, incumbent, most_nodes=most_nodes)[0]
 
@@ -52,9 +53,10 @@ def search(
     rules: tuple[str, ...] = tuple(RULES),
     most_nodes: int | None = None,
 ) -> tuple[Ints | None, bool]:
-    """Return what ``solve_canonical`` does, and whether it is proven that nothing better exists.
+    """Return the result of ``solve_canonical``, and whether it is proven that nothing better exists.
 
-    A capacity that a search exhausts is too small; when only the best peak is left, that is the proof.
+    A search that is exhausted proves that its capacity is too small. When no capacity below the best peak is left, the
+    best peak is optimal.
     """
     chosen = np.flatnonzero(problem.size)
     if not chosen.size:
@@ -90,12 +92,12 @@ def search(
 
 
 def _attempts(problem: Problem, rules: tuple[str, ...]) -> Iterator[tuple[int, Rule, Ints]]:
-    """Yield nodes, rule and order of one search after the other, without end."""
+    """Yield the node limit, the rule and the order of each search, without end."""
     random = np.random.default_rng(0)
     life = problem.upper - problem.lower
     opening, *others = rules
     for number in count():
-        # The opening rule finds at once what programs pose, and seldom anything later.
+        # The first rule solves most programs at once, and later restarts seldom profit from it.
         rule = others[number % len(others)] if number and others else opening
         shake = SHAKES[number // len(rules) % len(SHAKES)] if number >= len(rules) else 0.0
         shaken = life * (1 + shake * random.random(problem.count))
@@ -104,7 +106,7 @@ def _attempts(problem: Problem, rules: tuple[str, ...]) -> Iterator[tuple[int, R
 
 
 def _luby(number: int) -> int:
-    """Return the entry of Luby's sequence 1, 1, 2, 1, 1, 2, 4, ... with this number, from 1."""
+    """Return entry ``number`` (from 1) of Luby's sequence 1, 1, 2, 1, 1, 2, 4, ..."""
     while number & (number + 1):
         number -= (1 << (number.bit_length() - 1)) - 1
     return (number + 1) // 2

@@ -1,10 +1,10 @@
-"""Offline placement by constraint programming, with OR-tools' CP-SAT (an optional package).
+"""Solves the placement problem by constraint programming, with OR-tools' CP-SAT (an optional package).
 
-Buffers are rectangles that do not overlap (NoOverlap2D), and their sizes stay within the peak at every instant
-(Cumulative), which makes the largest live sum visible to the search. Only cores are given to it, see ``reduction``.
+Buffers are rectangles that do not overlap (NoOverlap2D). At every instant their sizes stay within the peak
+(Cumulative), so the search knows the sums of live sizes. CP-SAT gets only cores, see ``reduction``.
 
-It runs in a process of its own: OR-tools and python-mip each bring a build of Cbc and HiGHS under the same names, and
-whichever of the two is loaded second into a process does not find its symbols.
+It runs in a separate process: OR-tools and python-mip both bring builds of Cbc and HiGHS under the same names, and the
+one that a process loads second does not find its symbols.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ WORKERS = 2
 """Threads of the search."""
 
 GRACE_S = 2.0
-"""How long after its time limit the process may still live."""
+"""How many seconds after its time limit the process may end."""
 
 
 class _Task(msgspec.Struct, frozen=True, kw_only=True):
-    """What the process is asked: columns of a problem, and where its buffers lie so far (empty: not known)."""
+    """The input of the process: a problem's columns, and known offsets as a hint (empty: none)."""
 
     lower: list[int]
     upper: list[int]
@@ -43,7 +43,9 @@ class _Task(msgspec.Struct, frozen=True, kw_only=True):
 def solve_cp_sat(problem: Problem, clock: Clock, incumbent: Ints | None) -> Ints | None:
     """Return offsets in units, or None when nothing better than ``incumbent`` was found before ``clock`` ran out.
 
-    Raises ModuleNotFoundError without ortools, and MemoError when its process fails.
+    Raises:
+        ModuleNotFoundError: when ortools is not installed.
+        MemoError: when the process fails.
     """
     if find_spec("ortools") is None:
         raise ModuleNotFoundError("No module named 'ortools'", name="ortools")
@@ -99,7 +101,7 @@ def _solve_core(part: Problem, clock: Clock, hint: Ints | None) -> Ints | None:
         return None
     model, addresses = _model(part)
     if hint is not None:
-        # The addresses are of the whole problem, above other buffers and in its units: their order is what helps.
+        # The hint's offsets belong to the whole problem and its units, so only their order is used.
         height = 0
         for buffer in np.argsort(hint, kind="stable").tolist():
             model.add_hint(addresses[buffer], height)
@@ -112,12 +114,12 @@ def _solve_core(part: Problem, clock: Clock, hint: Ints | None) -> Ints | None:
         return None
     if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
         name = solver.status_name(status)
-        raise MemoError("a problem that has solutions has none, says CP-SAT (a bug)", where="cp-sat", got=name)
+        raise MemoError("CP-SAT finds no solution for a problem that has one (a bug)", where="cp-sat", got=name)
     return np.array([solver.value(address) for address in addresses], dtype=np.int64)
 
 
 def _model(part: Problem) -> tuple[Any, list[Any]]:
-    """Return the model and its addresses."""
+    """Return the model and its address variables."""
     from ortools.sat.python import cp_model
 
     model: Any = cp_model.CpModel()

@@ -1,6 +1,6 @@
-"""How PyTorch's CUDA caching allocator is set up, and the sizes that follow (c10/core/AllocatorConfig.h).
+"""Settings of PyTorch's CUDA caching allocator, and the sizes that follow from them (c10/core/AllocatorConfig.h).
 
-A request is first rounded to a block size, which decides the pool; a segment is what the device is then asked for:
+A request is rounded up to a block size, which decides the pool. If no free block fits, the device gives a segment:
 
     request     block        pool     segment
       700 B     1 KiB        small      2 MiB
@@ -17,12 +17,12 @@ from memo_sim.contract.errors import UsageError
 from memo_sim.contract.units import MIB
 
 BLOCK_BYTES = 512
-"""Least block, and what every block is a multiple of."""
+"""The smallest block; every block size is a multiple of it."""
 SMALL_BYTES = MIB
-"""Largest block of the small pool."""
+"""The largest block of the small pool."""
 SMALL_SEGMENT_BYTES = 2 * MIB
 ROUNDED_ALONE_BYTES = 10 * MIB
-"""From this block size on a request gets a segment of its own size, rounded up to ``SEGMENT_UNIT_BYTES``."""
+"""From this block size on, a segment has the size of the request, rounded up to ``SEGMENT_UNIT_BYTES``."""
 SEGMENT_UNIT_BYTES = 2 * MIB
 DEFAULT_ROUNDING_MB = 20
 
@@ -32,19 +32,19 @@ class AllocatorConfig:
     """The settings of PYTORCH_ALLOC_CONF, by PyTorch's names and with its defaults; ``_mb`` are MiB."""
 
     max_split_size_mb: int | None = None
-    """Blocks of this size or more are never split; None: any may be."""
+    """Blocks of at least this size are never split; None: any block may be split."""
     max_non_split_rounding_mb: int = DEFAULT_ROUNDING_MB
-    """How much larger than a request of ``max_split_size_mb`` or more the cached block that serves it may be."""
+    """A cached block that serves a request of at least ``max_split_size_mb`` is larger by less than this."""
     roundup_power2_divisions: int = 1
-    """Round sizes up to one of so many equal steps between powers of two; 1: to multiples of 512 bytes."""
+    """Number of equal steps between powers of two to which sizes are rounded up; 1: multiples of 512 bytes."""
     garbage_collection_threshold: float = 0.0
-    """Share of the capacity above which old cached segments are given back before a new one is asked for; 0: never."""
+    """Above this share of the capacity, old cached segments are released before a new one is allocated; 0: never."""
     expandable_segments: bool = False
     large_segment_size_mb: int = 20
-    """What the device is asked for when a block of 1 to 10 MiB finds no room; a page of an expandable segment."""
+    """Segment size for blocks of 1 to 10 MiB, and page size of an expandable segment."""
 
     def __post_init__(self) -> None:
-        """Refuse what PyTorch 2.13 refuses, and what it fails with later.
+        """Refuse settings that PyTorch 2.13 refuses, and settings with which it fails later.
 
         Raises:
             UsageError: naming the setting.
@@ -90,7 +90,7 @@ class AllocatorConfig:
             ),
         ):
             if not right:
-                raise UsageError("not a setting of the caching allocator", where=name, got=got, wanted=wanted)
+                raise UsageError("not a valid setting of the caching allocator", where=name, got=got, wanted=wanted)
 
     @property
     def max_split_bytes(self) -> int | None:
@@ -104,11 +104,11 @@ class AllocatorConfig:
 
     @property
     def large_segment_bytes(self) -> int:
-        """``large_segment_size_mb`` in bytes: a segment for blocks below 10 MiB, a page of an expandable one."""
+        """``large_segment_size_mb`` in bytes."""
         return self.large_segment_size_mb * MIB
 
     def block_bytes(self, size_bytes: int) -> int:
-        """Return the block size that a request of ``size_bytes`` (at least 1) is rounded up to."""
+        """Return the block size to which a request of ``size_bytes`` (at least 1) is rounded up."""
         if size_bytes < BLOCK_BYTES:
             return BLOCK_BYTES
         divisions = self.roundup_power2_divisions
@@ -118,7 +118,7 @@ class AllocatorConfig:
         return -(-size_bytes // BLOCK_BYTES) * BLOCK_BYTES
 
     def segment_bytes(self, block_bytes: int) -> int:
-        """Return what the device is asked for when no cached block serves a block of ``block_bytes``."""
+        """Return the segment size for a block of ``block_bytes`` that no cached block serves."""
         if block_bytes <= SMALL_BYTES:
             return SMALL_SEGMENT_BYTES
         if block_bytes < ROUNDED_ALONE_BYTES:

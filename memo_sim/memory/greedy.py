@@ -1,12 +1,14 @@
-"""First fit over several orders: each buffer takes the lowest gap among those already placed that live beside it.
+"""Places buffers by first fit in several orders, and keeps the best result.
 
-    order        takes first
-    area         the most bytes times instants
-    size         the most bytes
+Each buffer takes the lowest gap between placed buffers that are live at the same time.
+
+    order        places first
+    area         the largest bytes times instants
+    size         the largest
     lifetime     the longest life
-    birth        the oldest, as an allocator without foresight would
-    wide_large   the longest life, then the most bytes, by powers of two
-    breadth      what lives in the fullest instants
+    birth        the oldest, as an allocator without knowledge of the future would
+    wide_large   the longest life (rounded to powers of two), then the largest
+    breadth      the buffers that live in the fullest instants
 
 Pisarchyk and Lee (arXiv 2001.03288) and XLA's heap simulator use the same family of orders.
 """
@@ -21,9 +23,9 @@ ORDERS = ("area", "size", "lifetime", "wide_large", "breadth", "birth")
 
 
 def solve_greedy(problem: Problem, clock: Clock, incumbent: Ints | None) -> Ints | None:
-    """Return the best of all orders in units, or None when none beats ``incumbent``; stops at the lower bound.
+    """Return the best result of all orders in units, or None when none is better than ``incumbent``.
 
-    The first order is finished even if ``clock`` has run out, so that there always is some placement.
+    Stops at the lower bound. The first order runs even if ``clock`` has run out, so that there is always a placement.
     """
     best = incumbent
     most = problem.peak(incumbent) if incumbent is not None else None
@@ -38,7 +40,7 @@ def solve_greedy(problem: Problem, clock: Clock, incumbent: Ints | None) -> Ints
 
 
 def order_of(problem: Problem, name: str) -> Ints:
-    """Return the buffers in the order called ``name``; ties go to the larger, then to the older."""
+    """Return the buffers in the order ``name``; ties go to the larger, then to the older buffer."""
     life = problem.upper - problem.lower
     age = np.arange(problem.count)
     if name == "area":
@@ -58,7 +60,7 @@ def order_of(problem: Problem, name: str) -> Ints:
 
 
 def _fullest(problem: Problem) -> Ints:
-    """Return per buffer the largest live sum during its life."""
+    """Return for each buffer the largest sum of live sizes during its life."""
     first = np.searchsorted(problem.instants, problem.lower)
     last = np.searchsorted(problem.instants, problem.upper)
     live = problem.live
@@ -68,7 +70,7 @@ def _fullest(problem: Problem) -> Ints:
 def first_fit(problem: Problem, order: Ints) -> Ints:
     """Return offsets in units where each buffer of ``order`` takes the lowest gap that is free during its life."""
     offsets = np.zeros(problem.count, dtype=np.int64)
-    # Columns of what is placed, by rising offset: birth, death, offset, end.
+    # Placed buffers by rising offset; rows: birth, death, offset, end.
     placed = np.empty((4, problem.count), dtype=np.int64)
     count = 0
     rows = zip(
@@ -92,7 +94,7 @@ def first_fit(problem: Problem, order: Ints) -> Ints:
 
 
 def _lowest_gap(begins: Ints, ends: Ints, size: int) -> int:
-    """Return the lowest address with ``size`` free units beside intervals sorted by where they begin."""
+    """Return the lowest address with ``size`` free units between intervals that are sorted by their begin."""
     if not len(begins):
         return 0
     reach = np.empty(len(ends) + 1, dtype=np.int64)

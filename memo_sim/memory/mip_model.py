@@ -1,16 +1,17 @@
-"""Offline placement as a mixed integer program, by CBC or HiGHS through python-mip (MEMO 4.2).
+"""Solves the placement problem as a mixed integer program (MEMO 4.2), with CBC or HiGHS through python-mip.
 
 For two buffers i, j that live at one instant, z_ij = 0 puts i below j and z_ij = 1 puts j below i:
 
     A_i + S_i <= A_j + z_ij M_cap        A_j + S_j <= A_i + (1 - z_ij) M_cap        A_i + S_i <= M
 
-The strengthened form says more about the same placements. Where buffers C live at one instant (a section), what lies
-below i in C lies under A_i, and what lies above it fits between i and M:
+The strengthened form adds constraints that all placements satisfy. For buffers C that are live at one instant (a
+section), the buffers of C below i fit under A_i, and those above it fit between i and M:
 
     sum of S_j, j in C below i  <=  A_i            A_i + S_i + sum of S_j, j in C above i  <=  M
 
-so that even a fractional z stacks the whole section: the relaxation's bound is the largest live sum, which in the
-paper's form it is far below. The reals A_i only serve the solver. Addresses are rebuilt as whole numbers from z.
+So even a fractional z stacks the whole section, and the relaxation's bound is the largest sum of live sizes. The bound
+of the paper's form is far below that. The real numbers A_i are for the solver only: addresses are rebuilt as whole
+numbers from z.
 """
 
 from __future__ import annotations
@@ -29,14 +30,14 @@ from memo_sim.memory.problem import Clock, Ints, Problem
 from memo_sim.memory.reduction import crumbs_of, place_by_cores, put_back, sections
 
 EXACT_UNITS = 1 << 24
-"""Up to here a peak is told to the solver as a whole number and its bound believed. Above, its tolerances would be
-whole units, and from 2^30 on HiGHS was seen to call placements optimal that are not, and from 2^42 CBC too."""
+"""Up to this size the peak is an integer variable, and the solver's bound counts. Above it, tolerances would be whole
+units: HiGHS called placements optimal that are not from 2^30 on, and CBC from 2^42 on."""
 
 TOLERANCE = 1e-6
-"""Relative: differences below this are none to a solver (the feasibility tolerance of both)."""
+"""Relative differences below this do not count for a solver (the feasibility tolerance of both)."""
 
 S_PER_TERM = 2e-5
-"""About how long python-mip takes to state one coefficient of the sections."""
+"""Seconds that python-mip needs for about one coefficient of the sections."""
 
 T = TypeVar("T")
 
@@ -54,7 +55,8 @@ def solve_mip(
 ) -> Ints | None:
     """Return offsets in units, or None when there is nothing better than ``incumbent``; see ``mip_outcome``.
 
-    Raises MemoError when the solver's answer is impossible.
+    Raises:
+        MemoError: when the solver's answer is impossible.
     """
     outcome = mip_outcome(problem, clock, incumbent, backend=backend, form=form, cold=cold)
     if outcome.fault:
@@ -74,12 +76,12 @@ def mip_outcome(
     cold: bool,
     known: int | None = None,
 ) -> MipOutcome:
-    """Return what ``backend`` makes of ``problem`` before ``clock`` runs out.
+    """Return the answer of ``backend`` for ``problem`` before ``clock`` runs out.
 
-    The paper's form is one MIP over all buffers as they are. The strengthened form solves the cores of ``problem`` (see
-    ``reduction``). When ``cold`` the solver gets neither ``incumbent`` nor any live sum, and the reduction uses none:
-    each core is then solved without its crumbs first, and that answer, crumbs put back, starts the MIP of the core.
-    ``known`` is the peak, in units, of a placement that only checks the answer.
+    The paper's form is one MIP over all buffers. The strengthened form solves the cores of ``problem`` (see
+    ``reduction``). With ``cold`` neither the solver nor the reduction knows ``incumbent`` or sums of live sizes. Each
+    core is then solved without its crumbs first; that placement, with the crumbs put back, starts the core's MIP.
+    ``known`` is the peak, in units, of another placement; it is used only to check the answer.
     """
     if incumbent is not None:
         known = min(problem.peak(incumbent), problem.peak(incumbent) if known is None else known)
@@ -103,7 +105,7 @@ def _solve_cores(problem: Problem, clock: Clock, incumbent: Ints | None, backend
         if cold:
             start = _without_crumbs(part, Clock(clock.left_s / 2), backend)
         elif incumbent is not None:
-            # Each as low as it can lie: the incumbent has them above other parts' buffers, and in other units.
+            # Each buffer as low as possible: the incumbent's offsets are above other parts and in other units.
             start = first_fit(part, np.argsort(incumbent[buffers], kind="stable"))
         outcomes.append(_outcome(part, start, backend, clock, cold=cold, strengthened=True))
         return start if outcomes[-1].offsets is None else outcomes[-1].offsets
@@ -122,7 +124,7 @@ def _solve_cores(problem: Problem, clock: Clock, incumbent: Ints | None, backend
 
 
 def _without_crumbs(part: Problem, clock: Clock, backend: Backend) -> Ints | None:
-    """Return a placement of ``part`` whose larger buffers lie as a MIP of their own has them."""
+    """Return a placement of ``part`` that a MIP of its larger buffers alone gives, with the crumbs put back."""
     crumbs = crumbs_of(part)
     if not crumbs.size:
         return None
@@ -139,10 +141,10 @@ def _without_crumbs(part: Problem, clock: Clock, backend: Backend) -> Ints | Non
 def _outcome(
     problem: Problem, start: Ints | None, backend: Backend, clock: Clock, *, cold: bool, strengthened: bool
 ) -> MipOutcome:
-    """Return the answer of one model, or that nothing is known when it cannot be stated in time."""
+    """Return the answer of one model, or ``UNKNOWN`` when the model cannot be built in time."""
     if _too_large(problem, clock):
         return UNKNOWN
-    # In the paper's form M stays the sum of all sizes, whatever is known.
+    # In the paper's form, M is always the sum of all sizes.
     capacity = problem.peak(start) if strengthened and start is not None else int(problem.size.sum())
     try:
         model = _Model(problem, backend, capacity, clock)
@@ -155,11 +157,11 @@ def _outcome(
 
 
 class _NoTimeLeftError(Exception):
-    """The clock ran out while a model was stated."""
+    """The clock ran out while a model was built."""
 
 
 def _while_time(items: Iterable[T], clock: Clock) -> Iterator[T]:
-    """Yield ``items`` for as long as ``clock`` runs, then raise."""
+    """Yield ``items``; raise when ``clock`` runs out."""
     for item in items:
         if clock.left_s == 0:
             raise _NoTimeLeftError
@@ -167,13 +169,13 @@ def _while_time(items: Iterable[T], clock: Clock) -> Iterator[T]:
 
 
 def _pairs(problem: Problem) -> list[tuple[int, int]]:
-    """Return the buffers (i, j), i < j, that live at one instant."""
+    """Return the pairs of buffers (i, j), i < j, that are live at the same time."""
     beside = (problem.lower[:, None] < problem.upper) & (problem.lower < problem.upper[:, None])
     return [(int(i), int(j)) for i, j in zip(*np.nonzero(np.triu(beside, 1)), strict=True)]
 
 
 def _lowest(problem: Problem, order: list[tuple[int, int]]) -> Ints | None:
-    """Return the lowest whole offsets where i lies under j for all (i, j): longest paths. None: there is a cycle."""
+    """Return the lowest integer offsets with i below j for all (i, j), by longest paths; None if there is a cycle."""
     under: dict[int, list[int]] = {i: [] for i in range(problem.count)}
     for low, high in order:
         under[high].append(low)
@@ -188,19 +190,19 @@ def _lowest(problem: Problem, order: list[tuple[int, int]]) -> Ints | None:
 
 
 def _too_large(problem: Problem, clock: Clock) -> bool:
-    """Whether stating the model alone would take more than half of the time that is left."""
+    """Return whether building the model would take more than half of the time that is left."""
     live = np.searchsorted(np.sort(problem.lower), problem.instants, side="right")
     live = live - np.searchsorted(np.sort(problem.upper), problem.instants, side="right")
     return 2 * S_PER_TERM * float(np.sum(live.astype(float) ** 2)) > clock.left_s
 
 
 def _lowered(peak: float) -> int:
-    """Return the least whole peak that a solver cannot tell from ``peak``: with few units that is the peak itself."""
+    """Return the lowest integer peak that a solver cannot distinguish from ``peak``; for few units ``peak`` itself."""
     return math.ceil(peak * (1 - TOLERANCE) - TOLERANCE)
 
 
 class _Model:
-    """One fresh model of python-mip for one solve; stating it raises ``_NoTimeLeftError`` when ``clock`` runs out."""
+    """A python-mip model for one solve; building it raises ``_NoTimeLeftError`` when ``clock`` runs out."""
 
     def __init__(self, problem: Problem, backend: Backend, capacity: int, clock: Clock) -> None:
         import mip
@@ -226,7 +228,7 @@ class _Model:
             self.model += self.address[j] + sizes[j] <= self.address[i] + capacity * (1 - z)
 
     def strengthen(self) -> None:
-        """Add the sections, an order among equal buffers, and one of every placement and its mirror image."""
+        """Add the sections' constraints, an order among equal buffers, and a constraint that excludes mirror images."""
         import mip
 
         sizes = self.problem.size.tolist()
@@ -245,7 +247,7 @@ class _Model:
         self.model += 2 * self.address[largest] + sizes[largest] <= self.peak
 
     def help(self, lower_bound: int, incumbent: Ints | None) -> None:
-        """Tell the solver the least possible peak, and a placement to start from."""
+        """Give the solver the lower bound of the peak, and a placement to start from."""
         self.peak.lb = min(lower_bound, self.capacity)
         if incumbent is None:
             return
@@ -265,7 +267,7 @@ class _Model:
         status = self.model.optimize(max_seconds=clock.left_s)
         said_optimal = status == mip.OptimizationStatus.OPTIMAL
         said = self.model.objective_bound
-        # Cut off before it has a bound, a solver says None, an infinity, or the largest number that there is.
+        # Without a bound, a solver returns None, an infinity, or the largest number.
         bound = 0 if said is None or abs(said) > 1e100 else max(0, _lowered(said))
         offsets, fault = None, ""
         if self.model.num_solutions:
@@ -285,7 +287,7 @@ class _Model:
         )
 
     def _proves(self, bound: int, peak: int) -> bool:
-        """Whether a bound of the solver's proves ``peak``; one in large numbers only together with the live sum."""
+        """Return whether the solver's ``bound`` proves ``peak``; for large numbers the live sum must prove it."""
         reached = _lowered(peak) <= max(bound, self.problem.enough)
         return reached and (self.exact or peak <= self.problem.lower_bound)
 
@@ -294,7 +296,7 @@ class _Model:
         return 1 - self.above[i, j] if i < j else self.above[j, i]
 
     def _same(self, i: int, j: int) -> bool:
-        """Whether i and j live at the same time and are equally large, so that they may change places."""
+        """Return whether i and j have equal lives and sizes, so that they can be exchanged."""
         problem = self.problem
         return bool(
             problem.lower[i] == problem.lower[j]

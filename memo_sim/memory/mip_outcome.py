@@ -1,4 +1,4 @@
-"""What a MIP solver answered, and whether it may be believed."""
+"""Holds a MIP solver's answer, and checks whether it can be true."""
 
 from __future__ import annotations
 
@@ -13,30 +13,30 @@ Form = Literal["paper", "strengthened"]
 
 @dataclass(frozen=True, eq=False)
 class MipOutcome:
-    """The best placement that the solver found, in units, None when it found none in time."""
+    """The result of a MIP solve; ``offsets`` is the best placement found, in units, or None."""
 
     offsets: Ints | None
     bound: int
-    """No placement needs less, says the solver; in units. 0 when it does not know."""
+    """The solver's lower bound on the peak, in units; 0 when it has none."""
     said_optimal: bool
-    """The solver ended by itself and called its answer optimal."""
+    """Whether the solver ended before its time limit and called its answer optimal."""
     proved: bool
-    """The placement, rebuilt in whole numbers, needs no more than the solver's bound, up to the solver's tolerance.
+    """Whether the placement, rebuilt in whole numbers, reaches the solver's bound up to its tolerance.
 
-    The tolerance is 1e-6 of the peak. Where the peak is the largest live sum, it is optimal beyond any tolerance; in
-    numbers above ``EXACT_UNITS`` nothing else is a proof, because there solvers call optimal what is not.
+    The tolerance is 1e-6 of the peak. A peak equal to the largest sum of live sizes is optimal without any tolerance.
+    Above ``EXACT_UNITS`` only that counts as a proof, because solvers call placements optimal there that are not.
     """
     elapsed_s: float
     models: int = 1
-    """How many MIPs were solved; 0 when nothing was left to solve."""
+    """The number of MIPs solved; 0 when nothing was left to solve."""
     fault: str = ""
-    """What contradicts the solver: a bug of it (or of this program), never an answer."""
+    """A contradiction in the solver's answer: a bug in the solver or in this program."""
 
 
 def contradiction(problem: Problem, outcome: MipOutcome, known: int | None) -> str:
-    """Return what is impossible about ``outcome``, empty when nothing is.
+    """Return what is impossible about ``outcome``; an empty text when nothing is.
 
-    ``known`` is the peak of a placement that someone else made, in units.
+    ``known`` is the peak of a placement from another solver, in units.
     """
     peaks = [known] if known is not None else []
     if outcome.offsets is not None:
@@ -46,5 +46,5 @@ def contradiction(problem: Problem, outcome: MipOutcome, known: int | None) -> s
             return f"a peak of {peak} is below the largest live sum of {largest_live}"
         peaks.append(peak)
     if peaks and outcome.bound > max(min(peaks), problem.enough):
-        return f"nothing needs less than {outcome.bound}, says the solver, but a placement needs {min(peaks)}"
+        return f"the solver says that {outcome.bound} is the least, but a placement needs {min(peaks)}"
     return ""

@@ -1,18 +1,22 @@
-"""Requests in, checked placement out, by the solver of one's choice."""
+"""Places requests with the chosen solver, and checks the placement."""
 
 from __future__ import annotations
-
-import numpy as np
 
 from memo_sim.contract.errors import MemoError, UsageError, did_you_mean
 from memo_sim.contract.placement import Placement
 from memo_sim.contract.requests import Requests
-from memo_sim.memory.decompose import solve_decomposed
-from memo_sim.memory.portfolio import COUNTED, SOLVERS, Portfolio, installed
+from memo_sim.memory.bilevel import BilevelPlan, plan_bilevel
+from memo_sim.memory.portfolio import SOLVERS, Portfolio
 from memo_sim.memory.problem import Clock, Ints, Problem, problem_of
+from memo_sim.memory.reduction import solve_decomposed
 from memo_sim.program.arena.check_placement import check_placement
 
 SOLVER_NAMES = ("portfolio", "bilevel-mip", "mip", "greedy", "cp-sat")
+"""``mip`` and ``cp-sat`` place all buffers at once. On every program of ours greedy reaches the lower bound before they
+start, so the portfolio leaves them out and they run only when they are named."""
+
+TECHNIQUES = {"portfolio": ("greedy", "canonical"), "greedy": ("greedy",), "bilevel-mip": ("greedy",)}
+"""What a solver tries one after the other; of others greedy, then themselves."""
 
 
 def place(
@@ -20,12 +24,17 @@ def place(
 ) -> Placement:
     """Return a placement of ``requests``, checked; its ``solver`` says what found it.
 
-    With ``most_nodes`` the portfolio searches at most so many nodes per core and leaves out what only a clock ends:
-    equal requests get equal placements on every machine, unless ``time_limit_s`` cuts in.
+    With ``most_nodes`` the portfolio searches at most so many nodes per core: equal requests get equal placements on
+    every machine, unless ``time_limit_s`` cuts in.
 
     A solver that finds nothing better than greedy within ``time_limit_s`` seconds leaves greedy's placement, and
-    ``solver`` then says greedy. Raises UsageError for an unknown solver or a time limit that is none, CannotRun when
-    the solver's package is missing, and MemoError (a bug) when the checker finds a fault.
+    ``solver`` then says greedy.
+
+    Raises:
+        UsageError: for an unknown solver or a time limit that is none.
+        BadInput: when bilevel-mip gets requests without phases, or with phases that overlap.
+        ModuleNotFoundError: when the solver's package is missing.
+        MemoError: when the checker finds a fault (a bug).
     """
     if solver not in SOLVER_NAMES:
         raise UsageError(
@@ -34,12 +43,34 @@ def place(
     if not time_limit_s > 0:
         raise UsageError("a solver needs time", got=time_limit_s, wanted="seconds above 0")
     clock = Clock(time_limit_s)
+    if solver == "bilevel-mip" and (bilevel := place_bilevel(requests, clock)) is not None:
+        return bilevel[0]
     problem = problem_of(requests)
-    offsets, found_by = _solve(requests, problem, solver, clock, most_nodes)
-    placement = placement_of(requests, problem, offsets, solver=found_by, elapsed_s=clock.elapsed_s)
-    faults = check_placement(placement, requests)
-    if faults:
-        raise MemoError("a solver placed buffers wrongly (a bug)", where=found_by, got="; ".join(faults))
+    portfolio = Portfolio(TECHNIQUES.get(solver, ("greedy", solver)), most_nodes=most_nodes)
+    offsets = solve_decomposed(problem, clock, None, portfolio)
+    if offsets is None:
+        raise MemoError("no technique placed the buffers (a bug)", got=solver)
+    return _checked(requests, problem, offsets, "+".join(portfolio.found_by) or "greedy", clock)
+
+
+def place_bilevel(requests: Requests, clock: Clock) -> tuple[Placement, BilevelPlan] | None:
+    """Return MEMO's bi-level placement by its MIP, checked; None where a phase has none before ``clock`` runs out.
+
+    Raises:
+        BadInput: when the requests have no phases, or phases that overlap.
+        ModuleNotFoundError: when python-mip is missing.
+    """
+    plan = plan_bilevel(requests, clock, SOLVERS["mip"]())
+    if plan is None:
+        return None
+    return _checked(requests, problem_of(requests), plan.offsets, "bilevel-mip", clock), plan
+
+
+def _checked(requests: Requests, problem: Problem, offsets: Ints, solver: str, clock: Clock) -> Placement:
+    """Return the placement after the independent checker has passed it."""
+    placement = placement_of(requests, problem, offsets, solver=solver, elapsed_s=clock.elapsed_s)
+    if faults := check_placement(placement, requests):
+        raise MemoError("a solver placed buffers wrongly (a bug)", where=solver, got="; ".join(faults))
     return placement
 
 
@@ -63,20 +94,3 @@ def placement_of(requests: Requests, problem: Problem, offsets: Ints, *, solver:
         offset_bytes=at,
         classes=requests.classes,
     )
-
-
-def _solve(requests: Requests, problem: Problem, solver: str, clock: Clock, most_nodes: int | None) -> tuple[Ints, str]:
-    """Return offsets in units and the names of what found them."""
-    if solver == "bilevel-mip":
-        from memo_sim.memory.bilevel import solve_bilevel
-
-        offsets = solve_bilevel(requests, clock, SOLVERS["mip"]())
-        if offsets is not None:
-            return offsets, solver
-    whole = installed() if most_nodes is None else COUNTED
-    techniques = {"portfolio": whole, "greedy": ("greedy",), "bilevel-mip": ("greedy",)}
-    portfolio = Portfolio(techniques.get(solver, ("greedy", solver)), most_nodes=most_nodes)
-    found = solve_decomposed(problem, clock, None, portfolio)
-    if found is None:
-        raise MemoError("no technique placed the buffers (a bug)", got=solver)
-    return np.asarray(found, dtype=np.int64), "+".join(portfolio.found_by) or "greedy"

@@ -1,9 +1,9 @@
-"""Reads a pickle as data: lists, dictionaries, tuples, text, numbers, bytes; nothing in it can name code or run it.
+"""Reads a pickle as plain data: lists, dictionaries, tuples, text, numbers, bytes. It never imports or runs code.
 
-A reader of its own, because the standard one crashes or eats all memory before any of its hooks is asked: at a tuple
-nested a hundred thousand times as a key, a memo index of two billion, a length of eight GiB. Here every opcode that is
-not listed is refused, a memo index counts up by one, a length ends inside the file, a key is text or a number, and
-nothing recurses: what is read takes time and memory in proportion to the file.
+The standard reader is not safe here: before any of its hooks is called, it crashes or uses all memory at a key of
+tuples nested a hundred thousand times, at a memo index of two billion, or at a length of eight GiB. This reader refuses
+every opcode that is not listed. A memo index must count up by one, a length must end inside the file, and a key must be
+text or a number. Nothing recurses, so time and memory are proportional to the file.
 
     80 04  } 94  8c 01 a 94  4b 05  73  2e        {"a": 5}: protocol, {}, memo 0, "a", memo 1, 5, set item, stop
 """
@@ -23,26 +23,26 @@ _KEYS = (str, int, float, bytes, type(None))
 
 
 class _Refused(Exception):
-    """Why the bytes are not read."""
+    """The reason why the bytes are refused."""
 
 
 def is_pickle(raw: bytes) -> bool:
-    """Tell whether ``raw`` begins like a binary pickle (protocol 2 to 5)."""
+    """Return whether ``raw`` begins like a binary pickle (protocol 2 to 5)."""
     return len(raw) > 1 and raw[0] == _PROTO and 2 <= raw[1] <= _HIGHEST
 
 
 def load_plain(raw: bytes, where: str) -> Any:
-    """Return the object in a pickle made of dict, list, tuple, str, int, float, bool, None and bytes alone.
+    """Return the object in a pickle that consists of dict, list, tuple, str, int, float, bool, None and bytes only.
 
     Raises:
-        BadInput: when it holds anything else, is cut short, or is no pickle.
+        BadInput: when it holds anything else, is truncated, or is not a pickle.
     """
     try:
         return _Reader(raw).read()
     except _Refused as error:
         why = str(error)
     except IndexError:
-        why = "it is cut short, or takes more than it has made"
+        why = "it is truncated, or uses more objects than it has made"
     raise BadInput(
         "not a pickle of plain data",
         where=where,
@@ -52,7 +52,7 @@ def load_plain(raw: bytes, where: str) -> Any:
 
 
 class _Reader:
-    """The stack that opcodes build an object on; ``below`` holds what lies under each mark."""
+    """The stack on which opcodes build the object; ``below`` holds the stacks under each mark."""
 
     def __init__(self, raw: bytes) -> None:
         self.raw = raw
@@ -73,7 +73,7 @@ class _Reader:
         return self.stack[0]
 
     def next_code(self) -> int:
-        """Return the next opcode that is no ``get``; most of a snapshot are those, so they are obeyed on the way."""
+        """Return the next opcode other than ``get``; runs ``get`` itself, because it is the most frequent opcode."""
         raw, memo, push, at = self.raw, self.memo, self.stack.append, self.at
         while True:
             code = raw[at]
@@ -91,7 +91,7 @@ class _Reader:
         """Return the next ``count`` bytes of the file."""
         taken = self.raw[self.at : self.at + count]
         if len(taken) < count:
-            raise _Refused("it is cut short")
+            raise _Refused("it is truncated")
         self.at += count
         return taken
 
@@ -116,7 +116,7 @@ class _Reader:
         self.stack.append(int.from_bytes(self.take(self.number(1)), "little", signed=True))
 
     def text(self, width: int) -> None:
-        """Push text; what is no Unicode in it is replaced."""
+        """Push text; bytes that are not Unicode are replaced."""
         self.stack.append(self.take(self.number(width)).decode(errors="replace"))
 
     def data(self, width: int) -> None:
@@ -124,13 +124,13 @@ class _Reader:
         self.stack.append(self.take(self.number(width)))
 
     def skip(self, count: int) -> None:
-        """Pass over a frame's length, or a protocol's number."""
+        """Skip a frame's length or a protocol's number."""
         self.take(count)
 
     def put(self, width: int) -> None:
-        """Remember the last object under the next index."""
+        """Store the last object in the memo under the next index."""
         if width and self.number(width) != len(self.memo):
-            raise _Refused("its memo does not count up")
+            raise _Refused("its memo indices do not count up")
         self.memo.append(self.stack[-1])
 
     def mark(self) -> None:
@@ -139,12 +139,12 @@ class _Reader:
         self.stack = []
 
     def group(self, count: int | None) -> list[Any]:
-        """Take the last ``count`` objects off, or those since the mark."""
+        """Remove and return the last ``count`` objects, or those since the mark."""
         if count is None:
             taken, self.stack = self.stack, self.below.pop()
             return taken
         if len(self.stack) < count:
-            raise _Refused("it takes more than it has made")
+            raise _Refused("it uses more objects than it has made")
         taken = self.stack[-count:]
         del self.stack[-count:]
         return taken
@@ -172,12 +172,12 @@ class _Reader:
         target.update(zip(items[::2], items[1::2], strict=True))
 
     def name(self, *, on_stack: bool) -> None:
-        """Refuse what is to be imported, by its name."""
+        """Refuse an import, with its name."""
         if on_stack:
             module, name = (str(part)[:80] if isinstance(part, str) else "?" for part in self.group(2))
         else:
             module, name, *_ = [*self.raw[self.at : self.at + 160].decode(errors="replace").split("\n"), ""]
-        raise _Refused(f"it names {module}.{name}")
+        raise _Refused(f"it imports {module}.{name}")
 
 
 _Handler = Callable[[_Reader], None]

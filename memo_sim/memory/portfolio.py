@@ -1,10 +1,9 @@
-"""Techniques one after the other until one reaches the lower bound: what is cheap goes first, proof ends it."""
+"""Runs placement techniques one after the other, cheapest first, until one reaches the lower bound."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from importlib.util import find_spec
 
 from memo_sim.memory.greedy import solve_greedy
 from memo_sim.memory.problem import Clock, Ints, Problem, Solver
@@ -61,11 +60,6 @@ def _mip() -> Solver:
     return solve_mip
 
 
-def installed() -> list[str]:
-    """Return the techniques whose packages are installed, cheapest first."""
-    return [name for name in SOLVERS if name not in PACKAGES or find_spec(PACKAGES[name])]
-
-
 SOLVERS: dict[str, Callable[[], Callable[..., Ints | None]]] = {
     "greedy": _greedy,
     "canonical": _canonical,
@@ -73,9 +67,3 @@ SOLVERS: dict[str, Callable[[], Callable[..., Ints | None]]] = {
     "mip": _mip,
 }
 """Techniques by name, cheapest first; each is imported when it is first needed."""
-
-COUNTED = ("greedy", "canonical")
-"""Techniques that end by themselves or by a number of nodes, hence give equal problems equal placements."""
-
-PACKAGES = {"cp-sat": "ortools", "mip": "mip"}
-"""What a technique needs beyond numpy."""

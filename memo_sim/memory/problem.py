@@ -1,8 +1,8 @@
-"""The placement problem by numbers, and what every solver shares: the bound, the checked answer, the clock.
+"""Defines the placement problem in numbers, with the lower bound and the clock that all solvers use.
 
-A problem is rectangles that may move up and down only: buffer i occupies [lower_i, upper_i) in time and needs size_i
-addresses; find offsets without overlap whose highest end is least. No peak is below the largest live sum, so a peak
-that equals it is proven optimal.
+Each buffer is a rectangle that can move only up and down: buffer i occupies [lower_i, upper_i) in time and size_i
+addresses. A solver finds offsets without overlap such that the highest end, the peak, is as low as possible. No peak is
+below the largest sum of live sizes, so a peak equal to it is optimal.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ class Problem:
     size: Ints
     unit_bytes: int = 1
     enough: int = 0
-    """A peak in units below which nothing is gained: what is beside this problem needs as much anyway."""
+    """A lower peak than this (in units) gains nothing, because other parts of the whole problem need as much."""
 
     @property
     def count(self) -> int:
-        """How many buffers there are."""
+        """The number of buffers."""
         return len(self.size)
 
     @cached_property
     def lower_bound(self) -> int:
-        """The largest live sum, in units: no placement needs less; or ``enough`` where that is more."""
+        """The largest sum of live sizes, in units, or ``enough`` if that is larger: no placement needs less."""
         return int(self.live.max(initial=self.enough))
 
     @cached_property
     def instants(self) -> Ints:
-        """The instants at which anything is born, in order: live sums change upwards only there."""
+        """The instants at which buffers are born, in order: live sums grow only there."""
         return np.unique(self.lower)
 
     @cached_property
@@ -62,12 +62,12 @@ class Problem:
         return int((offsets + self.size).max(initial=0))
 
     def part(self, chosen: Ints) -> Problem:
-        """Return the problem of some of the buffers."""
+        """Return the problem of the chosen buffers."""
         return Problem(self.lower[chosen], self.upper[chosen], self.size[chosen], self.unit_bytes, self.enough)
 
 
 def problem_of(requests: Requests) -> Problem:
-    """Return the problem that ``requests`` pose; sizes are rounded up to the alignment, empty buffers included."""
+    """Return the problem of ``requests``; sizes are rounded up to the alignment, and empty buffers are included."""
     unit = requests.alignment_bytes
     sizes = -(-np.array(requests.size_bytes, dtype=np.int64) // unit) * unit
     scale = int(np.gcd.reduce(sizes, initial=0)) or unit
@@ -80,7 +80,7 @@ def problem_of(requests: Requests) -> Problem:
 
 
 class Clock:
-    """A time limit that every solver keeps."""
+    """A time limit that every solver observes."""
 
     def __init__(self, limit_s: float) -> None:
         self.began = time.monotonic()
@@ -93,16 +93,15 @@ class Clock:
 
     @property
     def left_s(self) -> float:
-        """Seconds that are left, not below zero."""
+        """Seconds that are left, at least 0."""
         return max(0.0, self.limit_s - self.elapsed_s)
 
 
 class Solver(Protocol):
-    """A technique that places buffers.
+    """A function that places buffers.
 
-    Returns offsets in units, or None when it found nothing better than ``incumbent`` (offsets already known, if any)
-    in time. It stops as soon as its peak is ``problem.lower_bound``. What it returns may still be wrong: whoever asked
-    checks it.
+    Returns offsets in units, or None when it finds nothing better than ``incumbent`` (known offsets, or None) in time.
+    It stops as soon as its peak is ``problem.lower_bound``. The caller must check the result.
     """
 
     def __call__(self, problem: Problem, clock: Clock, incumbent: Ints | None) -> Ints | None:

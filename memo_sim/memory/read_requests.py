@@ -1,7 +1,7 @@
-"""Reads requests from whatever holds them: a plan, requests, a CSV, an allocator's log, a PyTorch memory snapshot.
+"""Reads requests from a plan, a requests document, a CSV table, an allocator's log or a PyTorch memory snapshot.
 
-What a file is shows in its content: a binary pickle, a JSON document (by its ``schema``), a table's header, a log's
-first word. Its name counts only for ``.toml``, which is read as the JSON it stands for.
+The content decides the kind of file: a binary pickle, a JSON document (by its ``schema``), the header of a table, the
+first word of a log. The file's name matters only for ``.toml``, which is read like JSON.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ KINDS = (
 
 
 def read_requests(path: str, *, device: int | None = None) -> Source:
-    """Return the requests in a file; ``device`` chooses one of a snapshot's.
+    """Return the requests in a file; ``device`` chooses one device of a snapshot.
 
     Raises:
-        BadInput: with file and line, path or event, when the file cannot be read, is of no known kind, or contradicts
+        BadInput: with file and line, path or event, when the file cannot be read, has no known format, or contradicts
             itself.
-        UsageError: when a device is asked for and the file is no snapshot, or has none such.
+        UsageError: when ``device`` is given and the file is not a snapshot, or does not have that device.
         Infeasible: when a plan's decisions do not divide its model or sequence.
     """
     source = _read(codec.read_raw(path), path, device)
@@ -59,7 +59,7 @@ def _read(raw: bytes, where: str, device: int | None) -> Source:
     if is_request_table(text):
         return read_request_table(text, where)
     first = next(line for line in text.splitlines() if line.strip())
-    raise BadInput("not a kind of requests", where=where, got=repr(first[:80]), wanted=KINDS)
+    raise BadInput("unknown format of requests", where=where, got=repr(first[:80]), wanted=KINDS)
 
 
 def _read_document(raw: bytes, where: str) -> Source:

@@ -1,40 +1,40 @@
-"""Makes a placement problem smaller without losing its optimum, so that a solver sees only its hard cores.
+"""Reduces a placement problem to its hard cores without losing the optimum, and solves equal cores once.
 
-Four steps, repeated until nothing changes; each keeps the least peak what it is:
+Four steps repeat until nothing changes; none of them changes the least possible peak:
 
-1. Buffers that surely fit later are set aside (as colours of small degree are in graph colouring). If k buffers that
-   live beside one take n units of C, the C - n free ones lie in at most k + 1 gaps, so one of s units fits into some
-   gap when C - n > (k + 1)(s - 1). C is the largest live sum, which no placement undercuts.
-2. Where nothing lives across an instant, the buffers before and after it are two problems, and the peak is the larger.
-3. A buffer that lives beside all others of its part splits the addresses: what is below it can move above it. So it
-   lies at the bottom, and the rest is a problem of its own above it.
-4. What is left is a core. Sizes are divided by what all of them share.
+1. Set aside buffers that surely fit later (as graph colouring does with nodes of small degree). Suppose k buffers that
+   are live together with a buffer take n of C units. Then the other C - n units lie in at most k + 1 gaps, and a buffer
+   of s units fits into one of them if C - n > (k + 1)(s - 1). C is the largest sum of live sizes, the lower bound.
+2. Split the problem at an instant across which no buffer lives; the peak is the larger of the two.
+3. A buffer that is live together with all others of its part goes to the bottom: whatever lies below it can move above
+   it. The rest is a separate problem above it.
+4. What is left is a core. Its sizes are divided by their greatest common divisor.
 
-    [ a ][   b   ]      c lives beside all and goes to the bottom; then time falls apart at the bar,
-    [      c     ]  ->  and each of a and b lives beside all of its part: nothing is left to solve.
+    [ a ][   b   ]      c is live together with all others and goes to the bottom; then the problem splits
+    [      c     ]  ->  between a and b, and each of them is alone in its part: nothing is left to solve.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from memo_sim.memory.problem import Ints, Problem
+from memo_sim.memory.problem import Clock, Ints, Problem, Solver
 
 Core = Callable[[Problem, Ints], Ints | None]
-"""Places a core, a problem in its own units, given the numbers of its buffers in the whole problem."""
+"""Places a core (a problem in its own units), given the numbers of its buffers in the whole problem."""
 
 CRUMBS = 32
-"""A crumb is no larger than the largest buffer divided by this."""
+"""A crumb is a buffer of at most the largest size divided by this."""
 
 
 def place_by_cores(problem: Problem, core: Core, *, bounded: bool = True) -> Ints | None:
-    """Return offsets in units of ``problem``, or None when ``core`` found none for some core.
+    """Return offsets in units of ``problem``, or None when ``core`` finds none for some core.
 
-    The placement is optimal when each core's is, or keeps within that core's ``lower_bound``, which holds what other
-    parts need anyway. Without ``bounded`` the live sum is not used at all: no step 1, and cores know no ``enough``.
+    The placement is optimal if each core's placement is optimal or within that core's ``lower_bound``. Without
+    ``bounded``, sums of live sizes are not used: there is no step 1, and the cores' ``enough`` is 0.
     """
     reduction = reduced(problem, bounded=bounded)
     found = []
@@ -46,9 +46,47 @@ def place_by_cores(problem: Problem, core: Core, *, bounded: bool = True) -> Int
     return reduction.put_together(found)
 
 
-def cores_of(problem: Problem, *, bounded: bool = True) -> list[Problem]:
-    """Return what is left to solve of ``problem``; an empty list means that the reduction alone proves the optimum."""
-    return [part.core for part in reduced(problem, bounded=bounded).parts]
+def solve_decomposed(problem: Problem, clock: Clock, incumbent: Ints | None, solver: Solver) -> Ints | None:
+    """Return offsets in units, made from what ``solver`` finds for the cores of ``problem``.
+
+    Returns None when a core has no placement, or when the result is not better than ``incumbent``. Two cores are equal
+    if their lives (counted in births) and sizes are equal in any order; micro-batches and layers make many equal cores.
+    Cores are solved smallest first. Each gets a share of the time left in proportion to its buffers, so that a hard
+    core leaves time for the others.
+    """
+    reduction = reduced(problem)
+    distinct: dict[tuple[bytes, int], Problem] = {}
+    orders = []
+    keys = []
+    for part in reduction.parts:
+        core = compressed(part.core)
+        order = np.lexsort((core.size, core.upper, core.lower))
+        columns = np.stack((core.lower, core.upper, core.size))[:, order]
+        key = (columns.tobytes(), core.enough)
+        distinct.setdefault(key, core.part(order))
+        orders.append(order)
+        keys.append(key)
+    known: dict[tuple[bytes, int], Ints] = {}
+    waiting = sum(core.count for core in distinct.values())
+    for key, core in sorted(distinct.items(), key=lambda item: item[1].count):
+        found = solver(core, Clock(clock.left_s * core.count / waiting), None)
+        if found is None:
+            return None
+        known[key] = found
+        waiting -= core.count
+    offsets = reduction.put_together([known[key][np.argsort(o)] for key, o in zip(keys, orders, strict=True)])
+    if incumbent is not None and problem.peak(offsets) >= problem.peak(incumbent):
+        return None
+    return offsets
+
+
+def compressed(problem: Problem) -> Problem:
+    """Return ``problem`` with instants counted by births: between two births, live sizes do not grow."""
+    return replace(
+        problem,
+        lower=np.searchsorted(problem.instants, problem.lower),
+        upper=np.searchsorted(problem.instants, problem.upper),
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,14 +100,14 @@ class Part:
 
 @dataclass(frozen=True, eq=False)
 class Reduction:
-    """A problem taken apart: the cores, and how their placements make one of the whole."""
+    """A problem reduced to cores, and how to combine their placements into one of the whole problem."""
 
     problem: Problem
     parts: list[Part]
     bottoms: Ints
-    """Offsets of what lies at the bottom of its part, 0 for all others."""
+    """Offsets of the buffers at the bottom of their part; 0 for all others."""
     returns: list[Return]
-    """What was set aside, in the order in which it comes back."""
+    """The buffers that were set aside, in the order in which they come back."""
 
     def put_together(self, found: Sequence[Ints]) -> Ints:
         """Return offsets in units of ``problem``, given those of each of ``parts`` in its own units."""
@@ -82,21 +120,21 @@ class Reduction:
 
 
 def crumbs_of(problem: Problem) -> Ints:
-    """Return the buffers that are small beside the largest, largest first: they rarely decide how the others lie."""
+    """Return the buffers that are small compared with the largest, largest first: they rarely affect the others."""
     crumbs = np.flatnonzero(problem.size * CRUMBS <= problem.size.max(initial=0))
     largest_first: Ints = crumbs[np.argsort(-problem.size[crumbs], kind="stable")]
     return largest_first
 
 
 def put_back(problem: Problem, placed: Ints, missing: Ints, offsets: Ints, base: int = 0) -> None:
-    """Write the offset of each of ``missing``, one after the other the lowest from ``base`` free beside ``placed``."""
+    """Place each buffer of ``missing`` in turn at the lowest free address from ``base`` up, and write its offset."""
     for buffer in missing.tolist():
         offsets[buffer] = _lowest_gap(problem, placed, buffer, offsets, base)
         placed = np.append(placed, buffer)
 
 
 def sections(problem: Problem) -> list[Ints]:
-    """Return the sets of buffers that live at one instant, without those that are part of another."""
+    """Return the sets of buffers that are live at one instant, without subsets of other such sets."""
     later = np.append(problem.instants[1:], problem.upper.max(initial=0))
     found = []
     for instant, following in zip(problem.instants, later, strict=True):
@@ -107,7 +145,7 @@ def sections(problem: Problem) -> list[Ints]:
 
 @dataclass(frozen=True, eq=False)
 class _Scope:
-    """Buffers to place from address ``base`` up; to end within ``enough`` units of it needs no improvement."""
+    """Buffers to place from address ``base`` up; a height of ``enough`` units needs no improvement."""
 
     buffers: Ints
     base: int
@@ -116,7 +154,7 @@ class _Scope:
 
 @dataclass(frozen=True, eq=False)
 class Return:
-    """Buffers that were set aside and come back beside ``kept`` once these are placed."""
+    """Buffers that were set aside; they come back after ``kept`` is placed."""
 
     aside: Ints
     kept: Ints
@@ -124,7 +162,10 @@ class Return:
 
 
 def reduced(problem: Problem, *, bounded: bool = True) -> Reduction:
-    """Take ``problem`` apart, without the live sum unless ``bounded``. A stack: lives nest thousands deep."""
+    """Reduce ``problem``; use sums of live sizes only if ``bounded``.
+
+    Works with a stack instead of recursion, because lives can nest thousands deep.
+    """
     parts: list[Part] = []
     returns: list[Return] = []
     offsets = np.zeros(problem.count, dtype=np.int64)
@@ -137,7 +178,7 @@ def reduced(problem: Problem, *, bounded: bool = True) -> Reduction:
             continue
         kept, aside = _set_aside(problem, task.buffers, task.enough)
         if aside.size:
-            work.append(Return(aside, kept, task.base))  # below its parts in the stack, so after them
+            work.append(Return(aside, kept, task.base))  # below its parts on the stack, so it comes after them
         for chosen in _parts(problem, kept):
             scope = _Scope(chosen, task.base, task.enough)
             rest = _above_bottom(problem, scope, offsets)
@@ -149,7 +190,10 @@ def reduced(problem: Problem, *, bounded: bool = True) -> Reduction:
 
 
 def _above_bottom(problem: Problem, part: _Scope, offsets: Ints) -> _Scope | None:
-    """Place what lives beside all others of ``part`` and return the scope above it; None when nothing does."""
+    """Place the buffers that are live together with all others of ``part`` at its bottom.
+
+    Returns the scope above them, or None if there are no such buffers.
+    """
     lower, upper = problem.lower[part.buffers], problem.upper[part.buffers]
     everywhere = (lower < upper.min()) & (upper > lower.max())
     if not everywhere.any():
@@ -175,9 +219,10 @@ def _core(problem: Problem, part: _Scope) -> Part:
 
 
 def _set_aside(problem: Problem, chosen: Ints, capacity: int) -> tuple[Ints, Ints]:
-    """Return what is kept, and what surely fits into ``capacity`` afterwards, in the order in which to put it back.
+    """Return the kept buffers, and those that surely fit into ``capacity`` later, in the order of putting them back.
 
-    That is batch by batch, the last first. Within a batch each buffer is judged with all the others beside it.
+    Buffers are set aside in batches, and the last batch comes back first. Within a batch, each buffer is judged as if
+    all others of the batch were placed.
     """
     batches: list[Ints] = []
     while True:
@@ -197,7 +242,7 @@ def _set_aside(problem: Problem, chosen: Ints, capacity: int) -> tuple[Ints, Int
 
 
 def _parts(problem: Problem, chosen: Ints) -> Iterator[Ints]:
-    """Yield the buffers between two instants across which nothing lives."""
+    """Yield the groups of buffers between instants across which no buffer lives."""
     order = chosen[np.argsort(problem.lower[chosen], kind="stable")]
     lasting = np.maximum.accumulate(problem.upper[order])
     cuts = np.flatnonzero(problem.lower[order][1:] >= lasting[:-1]) + 1
@@ -207,7 +252,7 @@ def _parts(problem: Problem, chosen: Ints) -> Iterator[Ints]:
 
 
 def _lowest_gap(problem: Problem, placed: Ints, buffer: int, offsets: Ints, base: int) -> int:
-    """Return the lowest address from ``base`` up at which ``buffer`` fits beside what is placed."""
+    """Return the lowest address from ``base`` up at which ``buffer`` fits between the placed buffers."""
     beside = placed[(problem.lower[placed] < problem.upper[buffer]) & (problem.upper[placed] > problem.lower[buffer])]
     address = base
     for other in beside[np.argsort(offsets[beside], kind="stable")]:

@@ -1,16 +1,17 @@
-"""Plays requests through the model of PyTorch's caching allocator, step after step.
+"""Replays memory requests through the model of PyTorch's caching allocator, iteration by iteration.
 
-The first iteration warms the cache; the last shows the steady state. Buffers that live over all instants (parameters,
-gradients, optimizer states) are handed out once, before the first iteration. At one instant memory is taken back before
-it is handed out, in the order listed. All requests are of one stream. A program's edges order its lanes, so none of its
-buffers waits for an event; a framework that marks tensors with ``record_stream`` instead gets them back only when the
-device has passed the work, and its host is ahead of the device: ``RunAhead``. A ``Beginning`` says how a framework
-comes by its states before the second step.
+The first iteration warms the cache; the last one shows the steady state. Buffers that live over all instants
+(parameters, gradients, optimizer states) are allocated once, before the first iteration. At each instant, frees come
+before allocations, in the listed order. All requests belong to one stream.
+
+A program's edges order its lanes, so none of its buffers waits for an event. A framework that marks tensors with
+``record_stream`` gets their memory back only when the device has passed the work, and its host is ahead of the device:
+``RunAhead`` describes that. A ``Beginning`` describes how a framework allocates its states before the second step.
 
     a: 6 GiB at instants 0 to 1;  b: 2 GiB and c: 6 GiB from 1 on.  a is freed, b is cut from the front of its segment:
 
-        | b  |   free    |  6 GiB        c does not fit behind b, and the segment cannot go while b lives: with 12 GiB
-        | c              |  6 GiB        12 are reserved for 8; with 10 GiB c cannot be had, though 4 are free
+        | b  |   free    |  6 GiB        c does not fit behind b, and the segment stays while b lives. With a capacity
+        | c              |  6 GiB        of 12 GiB, 12 are reserved for 8; with 10 GiB c fails, though 4 are free
 """
 
 from __future__ import annotations
@@ -23,15 +24,14 @@ from dataclasses import dataclass, field
 from memo_sim.contract.hardware import Hardware
 from memo_sim.contract.requests import Requests
 from memo_sim.contract.units import GIB
-from memo_sim.memory.beginning import Beginning
-from memo_sim.memory.device_allocator import DEFAULT, DeviceAllocator, DeviceCall, OutOfDeviceMemory
-from memo_sim.memory.device_blocks import Block
+from memo_sim.memory.device_allocator import DEFAULT, Block, DeviceAllocator, DeviceCall, OutOfDeviceMemory
 from memo_sim.memory.device_config import AllocatorConfig
+from memo_sim.memory.initial_states import Beginning
 
 
 @dataclass(frozen=True)
 class AllocationCosts:
-    """Seconds that the device stands still for a call: so many a call, and so many a GiB."""
+    """Seconds that a device call costs: a constant per call plus a rate per GiB."""
 
     malloc_s: float = 0.0
     free_s: float = 0.0
@@ -39,7 +39,7 @@ class AllocationCosts:
     free_s_per_gib: float = 0.0
 
     def seconds(self, calls: list[DeviceCall]) -> float:
-        """Return how long ``calls`` take; waiting for streams is what their work takes anyway."""
+        """Return the seconds of ``calls``. Waits for streams cost nothing here: their work takes that time anyway."""
         total = 0.0
         for kind, size in calls:
             if kind in ("malloc", "map"):
@@ -53,7 +53,7 @@ NO_COSTS = AllocationCosts()
 
 
 def allocation_costs(hardware: Hardware) -> AllocationCosts:
-    """Return what the profile says of cudaMalloc and cudaFree."""
+    """Return the profile's costs of cudaMalloc and cudaFree."""
     return AllocationCosts(
         malloc_s=hardware.device_malloc_s.value,
         free_s=hardware.device_free_s.value,
@@ -64,50 +64,50 @@ def allocation_costs(hardware: Hardware) -> AllocationCosts:
 
 @dataclass(frozen=True)
 class RunAhead:
-    """How far the device is behind the host that asks for memory, and which buffers have to wait for it.
+    """How far the device is behind the host, and which buffers have to wait for it.
 
-    What is freed at an instant can be handed out again when the device has done everything that the streams which used
-    it were given by then. The device catches up at the end of a step, and when everything cached is given back.
+    A freed buffer can be reused when the device has done all work that its streams had been given by the free. The
+    device catches up at the end of a step, and at each allocation retry.
     """
 
     streams: Mapping[int, Sequence[int]]
-    """By buffer number: the streams that ``record_stream`` notes (not the one it is allocated on)."""
+    """By buffer number: the streams passed to ``record_stream`` (without the stream of its allocation)."""
     work: Mapping[int, Sequence[int]]
     """By stream: the instants of its work, in order."""
     done: Sequence[int]
-    """By instant: the last one whose work the device has done when the host is there (-1: none)."""
+    """By the host's instant: the last instant whose work the device has done (-1: none)."""
 
 
 @dataclass(frozen=True)
 class DeviceStop:
-    """One request that made the allocator call the device: where, for which buffer, which calls, how long they took."""
+    """One request that made the allocator call the device, with the calls and their seconds."""
 
     instant: int
     buffer: str
     calls: tuple[DeviceCall, ...]
     seconds: float
     retried_allocation: bool
-    """Whether everything cached was given back (MEMO's reorganisation), rather than a segment asked for alone."""
+    """Whether this was an allocation retry (MEMO's reorganisation), and not only a new segment."""
 
 
 @dataclass(frozen=True)
 class ReplayOutOfMemory:
-    """The request that could not be served, and what the allocator held then (bytes)."""
+    """The request that failed, and the allocator's state then (bytes)."""
 
     iteration: int
-    """From 0; -1: before the first, with the buffers that live over all instants."""
+    """From 0; -1: before the first iteration, for buffers that live over all instants."""
     instant: int
     buffer: str
     requested_bytes: int
     segment_bytes: int
-    """What a segment for it takes: the request, rounded up."""
+    """The size of a segment for the request."""
     allocated_bytes: int
     reserved_bytes: int
 
 
 @dataclass
 class Iteration:
-    """One step through the allocator: where it stopped, and both curves by instant (highest value at each, bytes)."""
+    """One iteration: its device calls, and the highest allocated and reserved bytes at each instant."""
 
     instants: list[int] = field(default_factory=list)
     allocated_bytes: list[int] = field(default_factory=list)
@@ -116,33 +116,28 @@ class Iteration:
 
     @property
     def allocation_retries(self) -> int:
-        """How often everything cached was given back."""
+        """The number of allocation retries."""
         return sum(stop.retried_allocation for stop in self.stops)
 
     @property
     def seconds(self) -> float:
-        """How long the device stood still."""
+        """The seconds of all device calls."""
         return sum(stop.seconds for stop in self.stops)
 
 
 @dataclass(frozen=True)
 class Replay:
-    """What became of the requests; sizes in bytes, peaks over all iterations."""
+    """The result of a replay; sizes in bytes, peaks over all iterations."""
 
     iterations: list[Iteration]
     live_peak_bytes: int
-    """Most bytes asked for and alive at once, not rounded."""
+    """Most requested bytes live at once, not rounded."""
     allocated_peak_bytes: int
     reserved_peak_bytes: int
     segments_allocated: int
     segments_freed: int
     allocation_retries: int
     out_of_memory: ReplayOutOfMemory | None
-
-    @property
-    def fragmentation(self) -> float:
-        """Share of the reserved peak that was never handed out at once."""
-        return 1 - self.allocated_peak_bytes / self.reserved_peak_bytes if self.reserved_peak_bytes else 0.0
 
     @property
     def steady(self) -> Iteration:
@@ -161,11 +156,11 @@ def replay(
     ahead: RunAhead | None = None,
     beginning: Beginning | None = None,
 ) -> Replay:
-    """Return what PyTorch's caching allocator makes of ``requests``.
+    """Return how PyTorch's caching allocator serves ``requests``.
 
-    ``capacity_bytes`` is the device's, of which ``reserve_bytes`` are not the allocator's (None: no limit). A request
-    that cannot be served ends the replay and is told in ``out_of_memory``; it is an answer, not an error. Without
-    ``ahead`` no block waits for a stream.
+    The device has ``capacity_bytes`` (None: no limit), of which ``reserve_bytes`` are not for the allocator. A request
+    that fails ends the replay and is reported in ``out_of_memory``; it is a result, not an error. Without ``ahead`` no
+    block waits for a stream.
     """
     limit = None if capacity_bytes is None else max(0, capacity_bytes - reserve_bytes)
     device = DeviceAllocator(config, limit)
@@ -188,17 +183,17 @@ def replay(
 
 
 class _Streams:
-    """The streams that blocks wait for, as the device works through them."""
+    """The streams that freed blocks wait for, and how far the device has come."""
 
     def __init__(self, device: DeviceAllocator, ahead: RunAhead) -> None:
         self._device = device
         self._ahead = ahead
         self._caught_up = -1
         self._waiting: dict[int, deque[int]] = {}
-        """By stream: after which instant each block that waits for it comes back."""
+        """By stream: for each block that waits for it, the instant whose work it waits for."""
 
     def free(self, number: int, block: Block, instant: int) -> None:
-        """Give back the block of a buffer; one that other streams used waits for what they were given by now."""
+        """Free the block of a buffer; a block that other streams used waits for their work given so far."""
         for stream in self._ahead.streams.get(number, ()):
             work = self._ahead.work[stream]
             given = bisect_left(work, instant)
@@ -207,7 +202,7 @@ class _Streams:
         self._device.free(block)
 
     def reach(self, instant: int) -> None:
-        """Say that the host has come to ``instant``: what the device has done by then is no longer waited for."""
+        """Note that the host is at ``instant``: blocks no longer wait for work that the device has done by then."""
         done = max(self._ahead.done[instant], self._caught_up)
         for stream, waiting in self._waiting.items():
             passed = 0
@@ -217,19 +212,19 @@ class _Streams:
             self._device.pass_events(stream, passed)
 
     def catch_up(self, instant: int) -> None:
-        """Say that the host has waited for the device at ``instant``, and the allocator has taken all blocks back."""
+        """Note that the host has waited for the device at ``instant``, and the allocator has taken all blocks back."""
         self._caught_up = instant - 1
         self._waiting.clear()
 
     def end_step(self) -> None:
-        """Say that the device has done the whole step."""
+        """Note that the device has done the whole step."""
         for stream in self._waiting:
             self._device.pass_events(stream)
         self.catch_up(0)
 
 
 class _Player:
-    """The allocator, the blocks in use by buffer number, and the steps played so far."""
+    """Plays requests on an allocator; holds the blocks in use and the iterations so far."""
 
     def __init__(
         self, requests: Requests, device: DeviceAllocator, costs: AllocationCosts, streams: _Streams | None
@@ -256,7 +251,7 @@ class _Player:
         self._instants = sorted(self._born.keys() | self._dead.keys())
 
     def begin(self, beginning: Beginning) -> ReplayOutOfMemory | None:
-        """Hand out what comes before the first step, and give back what passes; return what failed, or None."""
+        """Allocate the states before the first step, and free the passing ones; return the failed request, or None."""
         passing: list[Block] = []
         failed = self.hold(beginning.passing, -1, passing) or self.hold(beginning.before, -1)
         for block in passing:
@@ -265,7 +260,7 @@ class _Player:
         return failed or self.hold(beginning.behind, -1)
 
     def hold(self, sizes: Sequence[int], iteration: int, blocks: list[Block] | None = None) -> ReplayOutOfMemory | None:
-        """Hand out states, for good unless ``blocks`` collects them; return what failed, or None."""
+        """Allocate states, which ``blocks`` collects if given; return the failed request, or None."""
         for size in sizes:
             found = self._request(size, "states", iteration, 0)
             if isinstance(found, ReplayOutOfMemory):
@@ -275,14 +270,14 @@ class _Player:
         return None
 
     def play_lasting(self) -> ReplayOutOfMemory | None:
-        """Hand out what lives over all instants; return what failed, or None."""
+        """Allocate the buffers that live over all instants; return the failed request, or None."""
         for number in self._lasting:
             if failed := self._malloc(number, -1, 0, []):
                 return failed
         return None
 
     def play(self, number: int) -> ReplayOutOfMemory | None:
-        """Play one step; return what failed, or None."""
+        """Play one iteration; return the failed request, or None."""
         step = Iteration()
         self.iterations.append(step)
         for instant in self._instants:
@@ -327,7 +322,7 @@ class _Player:
         return None
 
     def _request(self, size: int, name: str, iteration: int, instant: int) -> Block | ReplayOutOfMemory:
-        """Return a block of ``size`` bytes, or what became of the request."""
+        """Return a block for ``size`` bytes, or the failed request."""
         device = self.device
         try:
             block = device.malloc(size)

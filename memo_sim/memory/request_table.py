@@ -1,10 +1,10 @@
-"""Requests from a CSV file with the columns ``id,lower,upper,size``, in any order and case, beside the user's own.
+"""Reads requests from a CSV file with the columns ``id,lower,upper,size``, in any order and case, and any others.
 
     id,lower,upper,size
     qkv,0,3,1048576
 
-A buffer lives in [lower, upper). This is the format of google/minimalloc (its ``alignment`` column is obeyed; its
-``gaps``, ``hint`` and fixed ``offset`` columns are not, and a note says so); sizes and instants may be in any unit.
+A buffer lives in [lower, upper). Sizes and instants may have any unit. This is the format of google/minimalloc. Its
+``alignment`` column is used; its ``gaps``, ``hint`` and fixed ``offset`` columns are ignored, and a note says so.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ MOST_DIGITS = 18
 
 
 def is_request_table(text: str) -> bool:
-    """Tell whether the first line that is not empty looks like a table's header."""
+    """Return whether the first line that is not empty looks like a table's header."""
     first = next((line for line in text.splitlines() if line.strip()), "")
     cells = {column_name(cell) for cell in first.split(",")}
     return len(cells) > 1 and bool(cells & set(COLUMNS))
 
 
 def column_name(cell: str) -> str:
-    """Return what a header's cell calls its column, as it is compared."""
+    """Return the normalised column name of a header cell."""
     return cell.strip().lower()
 
 
@@ -39,8 +39,8 @@ def read_request_table(text: str, where: str) -> Source:
     """Return the requests in a CSV, in the order of its rows, with the rows themselves.
 
     Raises:
-        BadInput: with file and line, when a column is missing, a cell is no whole number, a row is shorter or longer
-            than the header, a life is never, or an id is missing or used twice.
+        BadInput: with file and line, when a column is missing, a cell is not a whole number, a row is shorter or longer
+            than the header, a buffer never lives, or an id is missing or used twice.
     """
     lines = _rows(text, where)
     if not lines:
@@ -62,7 +62,7 @@ def read_request_table(text: str, where: str) -> Source:
         first_line[name] = line
         born, dead = (_number(row[at[c]], c, here) for c in ("lower", "upper"))
         if born >= dead:
-            raise BadInput("a buffer that never lives", where=here, got=f"[{born}, {dead})", wanted="lower < upper")
+            raise BadInput("a buffer never lives", where=here, got=f"[{born}, {dead})", wanted="lower < upper")
         ids.append(name)
         lower.append(born)
         upper.append(dead)
@@ -96,12 +96,12 @@ def _columns(header: list[str], here: str) -> dict[str, int]:
             )
     for name in (*COLUMNS, ALIGNMENT):
         if names.count(name) > 1:
-            raise BadInput("a column is there twice", where=here, got=name)
+            raise BadInput("a column occurs twice", where=here, got=name)
     return {name: index for index, name in enumerate(names)}
 
 
 def _number(cell: str, column: str, here: str) -> int:
-    """Return a cell's whole number, not below zero."""
+    """Return the whole number in a cell, at least 0."""
     digits = cell.strip()
     if not (digits.isascii() and digits.isdigit() and len(digits) <= MOST_DIGITS):
         wanted = f"a whole number from 0, at most {MOST_DIGITS} digits"
@@ -110,9 +110,9 @@ def _number(cell: str, column: str, here: str) -> int:
 
 
 def _notes(at: dict[str, int], requests: Requests) -> list[str]:
-    notes = [f"column {name!r} is kept, not obeyed" for name in NOT_OBEYED if name in at]
+    notes = [f"column {name!r} is kept in the output, but ignored" for name in NOT_OBEYED if name in at]
     if requests.alignment_bytes > 1:
         notes.append(
-            f"every offset is a multiple of {requests.alignment_bytes}, which all alignments of the file divide"
+            f"every offset is a multiple of {requests.alignment_bytes}, the least common multiple of all alignments"
         )
     return notes

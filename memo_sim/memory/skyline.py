@@ -1,25 +1,27 @@
-"""One exact search: buffers stacked section by section under a fixed capacity, the first fit that fails taken back.
+"""Searches exactly for a placement within a fixed capacity, by stacking buffers section by section with backtracking.
 
-A section is the time between two births; its floor is where the next buffer of the section may begin, its slack how
-much of the capacity it can still waste. Sections next to each other with one floor, between higher ones, are a valley:
+A section is the time between two births. Its ``lowest`` is the lowest address at which its next buffer may begin. Its
+slack is how many units of the capacity it can still waste. Neighbouring sections with the same ``lowest``, between
+higher ones, are a valley:
 
-    floor  ^ ####              ####
-           | ####     ##       ####      Whatever covers section q next lies inside the valley, on its floor, or the
-           | ####_____##___q___####      floor of q is raised to the next height at which anything could begin there.
+    lowest ^ ####              ####
+           | ####     ##       ####      The next buffer over section q lies inside the valley, at its lowest address,
+           | ####_____##___q___####      or q is raised to the next height at which a buffer could begin there.
            +-----------------------> sections
 
-So a node first raises every section whose next nothing could be, again and again, then picks one of the others and
-tries each buffer that could be its next, then the raise. It follows google/minimalloc (Moffitt, ASPLOS 2023) in
-looking at canonical placements only (every buffer rests on another or on the ground), in refusing sections that no
-longer fit, and in splitting where no buffer that is left crosses. Branching on one section, the walls and the jumps
-are our own:
+A node first raises every section that has no candidate for its next buffer, until all sections have one. Then it
+chooses a section, tries each of its candidates, and at last tries to raise it.
 
-- wall: beside a step in the skyline that a buffer still has to cross, what ends there and what begins there must be
-  able to level the step, up to both slacks (subset sums);
-- jump: a failure names the sections it follows from; decisions that touch none of them are not varied;
-- weight: a section at which a branch ended weighs more in the rules that ask for it, in later searches too.
+The search follows google/minimalloc (Moffitt, ASPLOS 2023) in three points: it considers only canonical placements
+(every buffer rests on another one or on the ground), it rejects sections that no longer fit, and it splits the problem
+where no remaining buffer crosses. Branching on one section, walls, jumps and weights are our own:
 
-Sets of buffers are bits of whole numbers, by rank in the order of preference: 500 buffers are 17 digits.
+- wall: at a step in the skyline that a buffer still has to cross, the buffers that end there and those that begin there
+  must be able to level the step, up to both slacks (subset sums);
+- jump: a failure names the sections that cause it; the search does not vary decisions that affect none of them;
+- weight: a section at which a branch failed gets more weight in the rules that use weights, also in later searches.
+
+A set of buffers is one integer with a bit per buffer, in the order of preference.
 """
 
 from __future__ import annotations
@@ -33,10 +35,10 @@ from typing import NamedTuple
 from memo_sim.memory.problem import Clock, Ints, Problem
 
 Why = tuple[int, int]
-"""The sections [first, end) that a failure follows from."""
+"""The sections [first, end) that cause a failure."""
 
 Rule = Callable[[int, int, int, int, float], tuple[float, ...]]
-"""Ranks sections by candidates' number, best candidate's bit, floor, slack and weight; the least is branched on."""
+"""Ranks a section by its number of candidates, best candidate's bit, lowest, slack and weight; lowest is chosen."""
 
 RULES: dict[str, Rule] = {
     "low_first": lambda number, first, lowest, slack, weight: (lowest, first, number),
@@ -45,29 +47,29 @@ RULES: dict[str, Rule] = {
     "low_few": lambda number, first, lowest, slack, weight: (lowest, number, slack),
     "few": lambda number, first, lowest, slack, weight: (number, lowest, slack),
 }
-"""Where to branch; a section with one choice goes first in all of them. None is best everywhere."""
+"""Rules for choosing the section. A section with a single choice always goes first. No rule is best everywhere."""
 
 MOST_SUMMANDS = 6
-"""Walls with more buffers on one side are not looked into: nearly every sum can be made."""
+"""Walls with more buffers on one side are not checked: nearly every sum is possible then."""
 
 HIGHEST = 1 << 62
 
 MOST_REMEMBERED = 20_000_000
-"""Floors kept with failures (160 MB); later failures are found again, which is slow but no less exact."""
+"""Addresses stored with failures (160 MB). Later failures are not stored: the search is slower but still exact."""
 
 MOST_FRAMES = 300_000
-"""How deep the search may call itself: a node is four calls, which Python 3.11 takes from its heap."""
+"""Recursion limit of the search: a node needs four calls, whose frames Python 3.11 keeps on the heap."""
 
 State = tuple[int, int, tuple[int, ...]]
-"""What a failure depends on: the first section, the buffers that are left and the floors above them."""
+"""The state that a failure depends on: the first section, the remaining buffers and their lowest addresses."""
 
 
 Raise = tuple[int, int, int, int]
-"""A section raised because nothing fits on its floor, that floor, and the sections [first, end) that say so."""
+"""A section raised because no buffer fits at its lowest address, that address, and the sections that cause it."""
 
 
 class Choice(NamedTuple):
-    """Section ``q`` of the valley [first, end), the buffers that could be its next, and its raise (0: none)."""
+    """Section ``q`` of the valley [first, end), its candidates, and the height to raise it to (0: none)."""
 
     first: int
     end: int
@@ -77,15 +79,15 @@ class Choice(NamedTuple):
 
 
 class OutOfNodes(Exception):
-    """The search reached its number of nodes or the end of its time."""
+    """The search reached its node limit or its time limit."""
 
 
 class Skyline:
-    """The search for one placement of ``problem``, whose lives are counted in sections, within ``capacity`` units.
+    """The search for a placement of ``problem`` within ``capacity`` units; its lives are counted in sections.
 
-    ``order`` ranks the buffers: the first is preferred wherever several may come next. ``nodes`` counts the states
-    looked at. ``weight`` has one entry a section and is added to. ``walls``, ``jumps`` and ``memory`` switch off what
-    the search may do without.
+    ``order`` ranks the buffers: among several candidates the first is tried first. ``nodes`` counts the visited states.
+    ``weight`` has one entry per section, and the search adds to it. ``walls``, ``jumps`` and ``memory`` switch off
+    optional techniques, for comparison.
     """
 
     def __init__(
@@ -109,7 +111,7 @@ class Skyline:
         self.nodes = 0
         self.offset = [0] * problem.count
         self.left = (1 << problem.count) - 1
-        """The buffers that are not placed."""
+        """The buffers that are not yet placed, as bits."""
         sections = max(self.upper)
         self.sections = sections
         self.weight = [1.0] * sections if weight is None else weight
@@ -129,7 +131,7 @@ class Skyline:
             live += change[s]
             self.active.append(active)
             self.slack.append(capacity - live)
-        # By edge, the one before section e: what crosses it, what begins at it or later, what ends at it or sooner.
+        # By edge e, before section e: buffers that cross it, begin at it or later, end at it or earlier.
         self.cross = [a & ~b for a, b in zip(self.active, self.begin, strict=False)]
         self.later = _gathered(self.begin[::-1])[::-1]
         self.sooner = _gathered(self.end)
@@ -137,10 +139,10 @@ class Skyline:
         self._sums: dict[int, list[int]] = {}
 
     def search(self, nodes: int, clock: Clock) -> bool | None:
-        """Return whether a placement exists (then it is in ``offset``, by rank), or None when that stays open.
+        """Return whether a placement exists (``offset`` holds it, by rank), or None when that is not decided.
 
-        It stays open when nodes or time run out, or when the search would go deeper than ``MOST_FRAMES``.
-        False is a proof: every placement within the capacity can be pushed down to a canonical one, and none exists.
+        It is not decided when nodes or time run out, or when the recursion would exceed ``MOST_FRAMES``. False is a
+        proof: every placement within the capacity can be pushed down to a canonical one, and there is none.
         """
         if min(self.slack) < 0:
             return False
@@ -155,7 +157,7 @@ class Skyline:
             sys.setrecursionlimit(deepest)
 
     def _parts(self, x: int, y: int) -> Why | None:
-        """Fill sections [x, y), part by part where nothing that is left crosses; return why that fails."""
+        """Fill sections [x, y), split where no remaining buffer crosses; return the cause of a failure, or None."""
         left, cross = self.left, self.cross
         edges = [x, *[e for e in range(x + 1, y) if not cross[e] & left], y]
         if len(edges) == 2:
@@ -170,7 +172,7 @@ class Skyline:
         return None
 
     def _node(self, x: int, y: int) -> Why | None:
-        """Fill sections [x, y), which hang together; return why that fails, with the state as it was."""
+        """Fill the connected sections [x, y); on failure restore the state and return the cause, else None."""
         mine = self.left & self.later[x] & self.sooner[y]
         if not mine:
             return None
@@ -190,7 +192,7 @@ class Skyline:
         return why
 
     def _open(self, x: int, y: int, mine: int, choice: Choice) -> Why | None:
-        """Fill sections [x, y), where every next buffer is one of several, with ``mine``; return why that fails."""
+        """Fill sections [x, y), which all have candidates, with the buffers ``mine``; return the cause of a failure."""
         state = (x, mine, tuple(self.lowest[x:y]))
         why = self._failed.get(state)
         if why is None:
@@ -201,7 +203,7 @@ class Skyline:
         return why
 
     def _covered(self, x: int, y: int) -> Why | None:
-        """Return why some section outside the valleys has nothing that could be its next before it is too high."""
+        """Return the cause if a section outside the valleys has no candidate before its slack is used up."""
         steps: list[tuple[int, int, int, int, int]] = []
         higher: list[tuple[int, int]] = []
         lowest, s = self.lowest, x
@@ -220,7 +222,7 @@ class Skyline:
             b, wall = (higher[-1][1], min(left_wall, higher[-1][0])) if higher else (y, left_wall)
             higher.append((level, first))
             if (a, b) == (first, end):
-                continue  # a valley: it was looked at when sections were raised
+                continue  # a valley: already checked when sections were raised
             fits = self.left & self.later[a] & self.sooner[b]
             missing = wall - level
             for q in range(first, end):
@@ -230,7 +232,7 @@ class Skyline:
         return None
 
     def _settle(self, x: int, y: int, raises: list[Raise]) -> Why | Choice:
-        """Raise sections without a candidate until all have some; return where to branch, or why there is no way."""
+        """Raise sections until all have candidates; return where to branch, or the cause of a failure."""
         lowest, slack, active, left = self.lowest, self.slack, self.active, self.left
         while True:
             done = len(raises)
@@ -268,10 +270,10 @@ class Skyline:
                     return why
 
     def _raised(self, choice: tuple[int, int, int, int, int]) -> int:
-        """Return the least height at which section ``q`` could go on if nothing begins on its floor; 0 if too high."""
+        """Return the lowest height for section ``q`` if no buffer begins at its lowest address; 0 if too high."""
         a, b, q, _, wall = choice
         height, lowest = wall, self.lowest[q]
-        # Candidates may come later, on something in the valley that does not cover q.
+        # Candidates may come later, on top of a buffer in the valley that does not cover q.
         beside = self.left & self.later[a] & self.sooner[b] & ~self.active[q]
         while beside:
             low = beside & -beside
@@ -280,7 +282,7 @@ class Skyline:
         return height if height - lowest <= self.slack[q] else 0
 
     def _branch(self, x: int, y: int, choice: Choice) -> Why | None:
-        """Try each candidate for the section, then the raise; return why all fail."""
+        """Try each candidate of the section, then raise it; return the cause if all fail."""
         q, could, raised = choice.q, choice.could, choice.raised
         lowest, left, level = self.lowest, self.left, self.lowest[q]
         first, end = choice.first - 1, choice.end + 1
@@ -291,7 +293,7 @@ class Skyline:
             i = low.bit_length() - 1
             lower, upper, size = self.lower[i], self.upper[i], self.size[i]
             if (lower, upper, size) in tried:
-                continue  # equal to one that failed
+                continue  # the same as one that failed
             tried.add((lower, upper, size))
             self.left = left & ~low
             lowest[lower:upper] = [level + size] * (upper - lower)
@@ -318,7 +320,7 @@ class Skyline:
         return first, end
 
     def _broken(self, first: int, end: int, x: int, y: int) -> Why | None:
-        """Return why what has changed at sections [first, end) of [x, y) leaves a step that cannot be levelled."""
+        """Return the cause if the change at sections [first, end) of [x, y) left a step that cannot be levelled."""
         for edge in (first, end):
             if self.walls and x < edge < y and not self._level(edge):
                 self.weight[edge - 1] += 1
@@ -327,7 +329,7 @@ class Skyline:
         return None
 
     def _level(self, edge: int) -> bool:
-        """Return whether the step at ``edge`` can still be levelled for what has to cross it."""
+        """Return whether the step at ``edge`` can still be levelled for the buffers that have to cross it."""
         if not self.cross[edge] & self.left:
             return True
         step = self.lowest[edge - 1] - self.lowest[edge]
@@ -358,7 +360,7 @@ class Skyline:
 
 
 def _gathered(bits: list[int]) -> list[int]:
-    """Return the union of each entry and all before it."""
+    """Return for each entry the union of it and all entries before it."""
     union, unions = 0, []
     for entry in bits:
         union |= entry

@@ -1,10 +1,10 @@
-"""Requests from a PyTorch memory snapshot (``torch.cuda.memory._dump_snapshot``).
+"""Reads requests from a PyTorch memory snapshot (``torch.cuda.memory._dump_snapshot``).
 
-The snapshot's ``device_traces`` hold one list of events a device. An ``alloc`` opens a life and the ``free_completed``
-of its address closes it, so a free that waits for another stream counts as alive; sizes are what was asked for, before
-PyTorch's rounding. An instant is an alloc or a completed free. The trace is a ring: what was allocated before it
-begins lives from its first instant. A device's memory pools are apart from each other, as its neighbours are: the
-one with the largest live sum is read, the others are named in a note.
+The snapshot's ``device_traces`` hold one list of events per device. An ``alloc`` opens a life, and the
+``free_completed`` of its address closes it; so a buffer whose free waits for another stream is still alive. Sizes are
+the requested ones, before PyTorch's rounding. Each alloc or completed free is one instant. The trace is a ring buffer:
+what was allocated before its first event lives from the first instant. Devices and their memory pools are separate. The
+pool with the largest live sum is read, and a note names the others.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from memo_sim.memory.source import MOST_BYTES, Source
 
 DEFAULT_POOL = (0, 0)
 ALIGNMENT_BYTES = 512
-"""PyTorch hands out device memory in multiples of it."""
+"""PyTorch allocates device memory in multiples of this."""
 ACTIVE = ("active_allocated", "active_awaiting_free", "active_pending_free")
 MOST_FRAMES = 256
-"""How deep a buffer's name is looked for in its stack."""
+"""How many stack frames are searched for a buffer's name."""
 MOST_SHOWN = 80
-"""Characters of a wrong value in a message."""
+"""How many characters of a wrong value a message shows."""
 HINT = "record with torch.cuda.memory._record_memory_history() and no skip_actions"
 
 Pool = tuple[int, int]
 Own = dict[str, Any] | None
-"""What a snapshot written from a placement says of itself; its events then carry instants, names and classes."""
+"""The key ``memo`` of a snapshot written from a placement. Its events hold instants, names and classes."""
 
 
 @dataclass(eq=False)
 class _Space:
-    """One pool of one device while its events are walked."""
+    """One pool of one device, filled while its events are read."""
 
     device: int
     pool: Pool
@@ -75,17 +75,17 @@ class _Space:
 
     @property
     def title(self) -> str:
-        """What a note calls this space."""
+        """The name of this pool in notes."""
         return f"device {self.device}" + (f" pool {self.pool}" if self.pool != DEFAULT_POOL else "")
 
 
 def read_snapshot(raw: bytes, where: str, device: int | None = None) -> Source:
-    """Return the requests of one device (the one with the largest live sum when None) in a snapshot's pickle.
+    """Return the requests of one device in a snapshot's pickle; None chooses the one with the largest live sum.
 
     Raises:
-        BadInput: with the place inside the snapshot, when it is no plain pickle, no snapshot, holds no history, or its
-            events contradict each other.
-        UsageError: when the history has nothing of ``device``.
+        BadInput: with the place inside the snapshot, when it is not a plain pickle or not a snapshot, has no history,
+            or has events that contradict each other.
+        UsageError: when the history has no events of ``device``.
     """
     tree = load_plain(raw, where)
     if not (isinstance(tree, dict) and isinstance(tree.get("device_traces"), list)):
@@ -106,7 +106,7 @@ def read_snapshot(raw: bytes, where: str, device: int | None = None) -> Source:
 
 
 def _walk(tree: dict[str, Any], device: int, trace: Any, own: Own, where: str) -> list[_Space]:
-    """Return the pools that the events of a device allocate from, every life in them closed."""
+    """Return the pools that a device's events allocate from, with the end of every life set."""
     spaces: dict[Pool, _Space] = {}
     live: dict[int, tuple[_Space, int]] = {}
     freed: set[int] = set()
@@ -140,7 +140,7 @@ def _walk(tree: dict[str, Any], device: int, trace: Any, own: Own, where: str) -
 
 
 def _events(trace: Any, here: str) -> Iterator[tuple[dict[str, Any], str]]:
-    """Yield the allocs and completed frees of a trace, each with its place."""
+    """Yield the allocs and completed frees of a trace, each with its place in the file."""
     if not isinstance(trace, list):
         raise BadInput("not a list of events", where=here, got=type(trace).__name__, hint=HINT)
     for index, event in enumerate(trace):
@@ -160,7 +160,7 @@ def _space(spaces: dict[Pool, _Space], device: int, pool_id: Any, here: str, *, 
 
 
 def _open_before(tree: dict[str, Any], device: int, spaces: dict[Pool, _Space], seen: set[int], where: str) -> None:
-    """Add the blocks in use at the end that no event speaks of: they live all the time."""
+    """Add the blocks in use at the end that have no event: they live all the time."""
     segments = tree.get("segments", [])
     for index, segment in enumerate(segments if isinstance(segments, list) else []):
         here = f"{where}: segments[{index}]"
@@ -194,7 +194,7 @@ def _requests(space: _Space) -> Requests:
 
 
 def _own_requests(space: _Space, own: dict[str, Any], where: str) -> Requests:
-    """Return what a snapshot written from a placement was made of: its entries carry names, classes and instants."""
+    """Return the requests of a snapshot that was written from a placement."""
     try:
         return Requests(
             name=_text(own.get("name")),
@@ -207,7 +207,7 @@ def _own_requests(space: _Space, own: dict[str, Any], where: str) -> Requests:
             alignment_bytes=max(1, _whole(own, "alignment_bytes", f"{where}: memo")),
         )
     except ValueError as error:
-        raise BadInput("events that contradict each other", where=where, got=str(error)) from None
+        raise BadInput("events contradict each other", where=where, got=str(error)) from None
 
 
 def _notes(space: _Space, others: list[str]) -> list[str]:
@@ -215,14 +215,14 @@ def _notes(space: _Space, others: list[str]) -> list[str]:
     if others:
         notes.append(f"left out: {', '.join(others)}")
     if space.before:
-        notes.append(f"{space.before} buffers are older than the record: they live from its first instant")
+        notes.append(f"{space.before} buffers are older than the recorded history: they live from its first instant")
     if len(space.streams) > 1:
-        notes.append(f"{len(space.streams)} streams share the arena; PyTorch would keep their free blocks apart")
+        notes.append(f"{len(space.streams)} streams share the arena; PyTorch keeps their free blocks separate")
     return notes
 
 
 def _own_name(event: dict[str, Any], known: list[int]) -> str:
-    """Return the name of a buffer in a snapshot written from a placement: its one frame's."""
+    """Return the name of a buffer in a snapshot written from a placement: the name of its only frame."""
     match event.get("frames"):
         case [{"name": str(name)}]:
             return name
@@ -231,7 +231,7 @@ def _own_name(event: dict[str, Any], known: list[int]) -> str:
 
 
 def _label(frames: Any) -> str:
-    """Return ``file:line:function`` of the innermost Python frame, of one outside of torch where there is one."""
+    """Return ``file:line:function`` of the innermost Python frame, preferably outside of torch."""
     if not isinstance(frames, list):
         return ""
     innermost = None
@@ -255,12 +255,12 @@ def _whole(event: dict[str, Any], key: str, here: str) -> int:
 
 
 def _text(value: Any) -> str:
-    """Return text as it is, and nothing for what is none."""
+    """Return ``value`` if it is text, else an empty text."""
     return value if isinstance(value, str) else ""
 
 
 def _plain(value: Any) -> str:
-    """Return how a value is shown: a container by its kind, since one that holds itself often is endlessly long."""
+    """Return a short text of a value; a container only by its type, because it may contain itself many times."""
     if isinstance(value, (dict, list, tuple)):
         return f"a {type(value).__name__}"
     return repr(value)[:MOST_SHOWN]

@@ -1,4 +1,4 @@
-"""A file's requests with what the file had besides: its own columns, and what was left out or assumed."""
+"""Holds the requests read from a file, with the file's own columns and notes on what was left out or assumed."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from memo_sim.contract.requests import Requests
 Kind = Literal["csv", "log", "snapshot", "requests", "plan"]
 
 MOST_BYTES = 2**62
-"""All sizes together stay below it, and all instants, so that no sum overflows 64 bits."""
+"""The sum of all sizes and every instant are below this, so that no sum overflows 64 bits."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """Requests as read; ``header`` and ``rows`` are a CSV's own text, row by row in the order of the requests."""
+    """Requests as read; ``header`` and ``rows`` hold a CSV's own text, in the order of the requests."""
 
     requests: Requests
     kind: Kind
@@ -26,10 +26,10 @@ class Source:
 
 
 def check_countable(requests: Requests, where: str) -> None:
-    """Refuse requests that hold nothing, or numbers beyond what placements can be computed with.
+    """Refuse requests without buffers, or with numbers too large to compute a placement.
 
     Raises:
-        BadInput: with ``where``, the file.
+        BadInput: naming the file ``where``.
     """
     if not requests.ids:
         raise BadInput("no buffer is requested", where=where, wanted="at least one")

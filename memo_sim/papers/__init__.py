@@ -1,4 +1,4 @@
-"""Figures and tables of the MEMO, SPPO and METP papers, computed again.
+"""Figures and tables of the MEMO, SPPO and METP papers, computed again; one module for each paper.
 
-The measurements that predictions are compared with case by case are in ``validation``.
+The comparison of predictions with published measurements, case by case, is in ``validation``.
 """

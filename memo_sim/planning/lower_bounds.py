@@ -21,7 +21,7 @@ from memo_sim.contract.plan import Decisions, Layout
 from memo_sim.contract.units import DTYPE_BYTES
 from memo_sim.costs.pricing import NodeRates
 from memo_sim.engine.layers import step_s_of_few_layers
-from memo_sim.memory.eager import libraries_of
+from memo_sim.memory.eager_framework import libraries_of
 from memo_sim.planning.passes import Pass, Passes
 from memo_sim.planning.subsequences import part_prices
 from memo_sim.program.data_parallel.optimizer import Optimizer

@@ -1,4 +1,4 @@
-"""Published measurements against predictions: case files, errors, intervals, the accepted accuracy, fits of constants.
+"""Compares predictions with published measurements: case files, errors, intervals, accepted accuracy, fitted constants.
 
 Figures and tables of papers are in ``papers``.
 """

@@ -1,14 +1,13 @@
-"""Holds a validation against the accuracy that was accepted, and accepts another when told to.
+"""Compares a validation with the accepted accuracy, and writes a new accepted accuracy on request.
 
-The accepted accuracy is a file in the repository: a change that makes a case set worse fails the tests until somebody
-writes the file anew, which shows in the change itself.
+The accepted accuracy is a file in the repository. A change that makes predictions worse fails the tests until somebody
+writes the file again, and reviewers see that in the change.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from math import expm1, log1p
+from math import expm1
 from pathlib import Path
 
 from memo_sim.contract import codec
@@ -23,7 +22,7 @@ from memo_sim.views.accuracy import judged_error, summarise
 ACCEPTED = DATA / "accuracy.json"
 
 ROUNDING = 5e-4
-"""By how much a mean error may grow without being worse: a twentieth of a percent, what the file is rounded to."""
+"""A mean error may grow by this fraction (0.05 %) and still pass: it allows for the rounding in the file."""
 
 
 def accuracy_of(validation: Validation) -> Accuracies:
@@ -58,39 +57,8 @@ def load_accepted(path: Path = ACCEPTED) -> Accuracies:
     return codec.read(path, Accuracies)
 
 
-@dataclass(frozen=True, slots=True)
-class ExpectedError:
-    """Of ``level`` of a system's published cases measured / predicted - 1 lies between ``low`` and ``high``."""
-
-    system: str
-    low: float
-    high: float
-    level: float
-    cases: int
-    sources: tuple[str, ...]
-
-    @property
-    def sentence(self) -> str:
-        """What to say beside a prediction."""
-        return (
-            f"Of {self.cases} published cases of {self.system} ({', '.join(self.sources)}) {self.level:.0%} were "
-            f"measured {self.low:+.1%} to {self.high:+.1%} from what is predicted for them."
-        )
-
-
-def expected_error(system: str, accepted: Accuracies) -> ExpectedError | None:
-    """Return how far predictions of ``system`` were off where the truth is known; None where too few cases tell."""
-    chosen = {name.split("/")[0]: group for name, group in accepted.groups.items() if name.split("/", 1)[1] == system}
-    ratios = [-log1p(error) for group in chosen.values() for error in group.errors.values()]
-    between = bounds(ratios)
-    if between is None:
-        return None
-    sources = tuple(sorted(source for source, group in chosen.items() if group.errors))
-    return ExpectedError(system, expm1(between[0]), expm1(between[1]), LEVEL, len(ratios), sources)
-
-
 def accept(validation: Validation, path: Path = ACCEPTED) -> Accuracies:
-    """Write the accuracy of ``validation`` as accepted, beside that of the groups it does not hold; return it all."""
+    """Write the accuracy of ``validation`` as accepted; keep the groups that it does not contain. Return all groups."""
     known = load_accepted(path).groups if path.exists() else {}
     found = Accuracies(groups=dict(sorted((known | accuracy_of(validation).groups).items())))
     codec.write(path, found)
@@ -98,25 +66,27 @@ def accept(validation: Validation, path: Path = ACCEPTED) -> Accuracies:
 
 
 def check_accepted(validation: Validation, accepted: Accuracies) -> None:
-    """Hold every group of ``validation`` against the accepted accuracy; of a part of a group, against that part's.
+    """Compare every group of ``validation`` with the accepted accuracy.
+
+    If ``validation`` holds only some cases of a group, only those cases are compared.
 
     Raises:
-        OutOfTolerance: with everything that grew: errors, wrong statuses, rows that are not evaluated any more.
+        OutOfTolerance: lists everything that got worse: errors, wrong statuses, rows that are no longer evaluated.
     """
     worse = []
     for name, found in accuracy_of(validation).groups.items():
         known = accepted.groups.get(name)
-        worse += [f"{name}: {what}" for what in (_worse(found, known) if known else ["no accuracy was accepted"])]
+        worse += [f"{name}: {what}" for what in (_worse(found, known) if known else ["no accepted accuracy"])]
     if worse:
         raise OutOfTolerance(
-            "predictions are worse than what was accepted",
+            "predictions are worse than the accepted accuracy",
             got="; ".join(worse),
-            hint="memo-sim validate --all --accept writes the accuracy anew, when that is meant",
+            hint="if this is intended, memo-sim validate --all --accept writes the new accuracy",
         )
 
 
 def _worse(found: GroupAccuracy, known: GroupAccuracy) -> Iterator[str]:
-    """Yield what grew; the mean errors of a part of the cases are compared over that part, of speed alone."""
+    """Yield what got worse. If only some cases are present, their mean speed error is compared, and nothing else."""
     if found.wrong_statuses > known.wrong_statuses:
         yield f"{found.wrong_statuses} wrong statuses, {known.wrong_statuses} accepted"
     if found.not_evaluated > known.not_evaluated:
@@ -132,7 +102,7 @@ def _worse(found: GroupAccuracy, known: GroupAccuracy) -> Iterator[str]:
         if error > bound + ROUNDING:
             yield f"mean error of {quantity} {error:.2%}, {bound:.2%} accepted"
     for quantity in sorted(bounds_by_quantity.keys() - errors.keys()):
-        yield f"{quantity} is not compared any more"
+        yield f"{quantity} is no longer compared"
 
 
 def _mean_abs(group: GroupAccuracy, cases: Sequence[str]) -> float:

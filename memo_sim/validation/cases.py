@@ -1,7 +1,7 @@
-"""Case files: published measurements, one row a case, blank cells where the source printed nothing.
+"""Reads case files: published measurements, one row per case; a cell is blank where the source printed nothing.
 
-A row has three parts that never mix: labels (case, source, system, note), the question, and what was measured.
-``Case.question`` is all that a prediction is made from.
+A row has three separate parts: labels (case, source, system, note), the question, and the measurements. A prediction
+sees only ``Case.question``.
 """
 
 from __future__ import annotations
@@ -32,50 +32,50 @@ QUESTION_COLUMNS = [
 EXPECTED_COLUMNS = [f"expected_{name}" for name in ("status", "mfu", "tgs", "step_ms", "allocated_gib", "reserved_gib")]
 COLUMNS = ["case", "source", *QUESTION_COLUMNS, *EXPECTED_COLUMNS, "note"]
 OPTIONAL_COLUMNS = ["virtual_stages", "expected_allocation_retries"]
-"""Columns that few sources have a figure for, and a file may leave out."""
+"""Columns that a file may leave out, because few sources report them."""
 SIZES = frozenset({"layers", "hidden", "heads", "kv_heads", "ffn", "vocab"})
-"""What gives a model by its sizes instead of a name."""
+"""Columns that describe a model by its sizes instead of a preset's name."""
 
 COLUMN_TEXTS = {
     "case": "name of the row, unique in the file",
-    "source": "the table or paper it is from",
-    "system": "a preset of `memo-sim list systems`: what a row leaves open is searched under its rules",
+    "source": "the table or paper that the row is from",
+    "system": "a preset of `memo-sim list systems`: knobs that the row leaves open are searched under its rules",
     "model": "a preset of `memo-sim list models`, or gpt or llama with layers, hidden, heads and vocab",
-    "layers": "transformer layers, where the row gives the whole model",
+    "layers": "transformer layers, if the row gives the whole model",
     "hidden": "features of a token",
     "heads": "query heads",
-    "kv_heads": "key/value heads; as heads when blank",
+    "kv_heads": "key/value heads; the same as heads when blank",
     "ffn": "features inside the MLP; 4 x hidden when blank",
     "vocab": "rows of the vocabulary",
     "cluster": "a cluster's name or file: a100-8x8-hdr4",
     "seq_tokens": "tokens of one sequence",
-    "global_batch": "sequences of a step; 1 when blank",
-    "micro_batch": "sequences a rank plays at once; 1 when blank",
+    "global_batch": "sequences per step; 1 when blank",
+    "micro_batch": "sequences per micro-batch; 1 when blank",
     "tp": "degree of tensor parallelism; searched when blank, as are dp, cp, ulysses and zero",
-    "sp": "sequence parallelism beside tensor parallelism",
-    "pp": "pipeline stages; blank: what the system searches, or 1",
+    "sp": "sequence parallelism together with tensor parallelism",
+    "pp": "pipeline stages; when blank, searched if the system searches them, else 1",
     "dp": "degree of data parallelism",
     "cp": "degree of context parallelism",
     "ulysses": "degree of Ulysses",
     "zero": "level of ZeRO",
     "alpha": "fraction of tokens swapped, 0 to 1",
-    "recompute": "what is rebuilt in backward",
+    "recompute": "what backward recomputes",
     "memory_plan": "yes: one planned arena; no: PyTorch's caching allocator under an eager framework",
     "attention": "flash: the fastest kernel that the profile measured; plain: scores written to memory",
-    "schedule": "of pipeline stages; interleaved needs virtual_stages",
-    "overlap": "whether what replicas reduce and gather, and stages hand over, runs beside compute",
-    "precision": "of parameters and activations",
-    "expected_status": "what was measured: whether it ran",
+    "schedule": "pipeline schedule; interleaved needs virtual_stages",
+    "overlap": "whether collectives of replicas and p2p sends between stages overlap compute",
+    "precision": "dtype of parameters and activations",
+    "expected_status": "whether the measured run fitted",
     "expected_mfu": "measured MFU, a fraction (MEMO 5.1's convention)",
     "expected_tgs": "measured tokens per GPU per second",
     "expected_step_ms": "measured step time, ms",
     "expected_allocated_gib": "measured peak of allocated device memory, GiB",
     "expected_reserved_gib": "measured peak of reserved device memory, GiB",
-    "note": "anything; read by nobody",
-    "virtual_stages": "chunks of layers a stage holds, for the interleaved schedule",
-    "expected_allocation_retries": "measured reorganisations of the caching allocator, of a micro-batch",
+    "note": "free text; not read",
+    "virtual_stages": "chunks of layers per stage, for the interleaved schedule",
+    "expected_allocation_retries": "measured allocation retries per micro-batch (MEMO: reorganisations)",
 }
-"""What each column holds; blank cells are knobs left open, or quantities nobody measured."""
+"""What each column holds. A blank cell is an open knob or a quantity that was not measured."""
 
 _WORDS = {
     "sp": ("yes", "no"),
@@ -94,12 +94,12 @@ _INTEGERS: dict[str, Any] = {
     **dict.fromkeys(("global_batch", "micro_batch", "tp", "pp", "dp", "cp", "ulysses", "virtual_stages"), Degree),
     "zero": ZeroLevel,
 }
-"""Columns of whole numbers, and what a field of that name may hold in a model or a plan."""
+"""Columns of whole numbers, and the type with the limits of the same field in a model or a plan."""
 
 
 @dataclass(frozen=True, slots=True)
 class CaseQuestion:
-    """The cells a prediction is made from; None where the row leaves a knob open."""
+    """The cells that a prediction sees; None where the row leaves a knob open."""
 
     system: str
     model: str
@@ -114,7 +114,7 @@ class CaseQuestion:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One row."""
+    """One row of a case file."""
 
     case: str
     source: str
@@ -123,7 +123,7 @@ class Case:
 
 
 def row_schema() -> dict[str, Any]:
-    """Return the JSON Schema of a case file's row: every column as text, what it holds, and the words it may be."""
+    """Return the JSON Schema of a case file's row: each column with its description and its allowed words."""
     required = ["case", "source", "system", "model", "cluster", "seq_tokens"]
     columns = {}
     for name, text in COLUMN_TEXTS.items():
@@ -136,7 +136,7 @@ def row_schema() -> dict[str, Any]:
         columns[name] = column
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
-        "title": "a row of a case file (CSV in UTF-8, a header and one row a case)",
+        "title": "a row of a case file (CSV in UTF-8, a header and one row per case)",
         "type": "object",
         "properties": columns,
         "required": [*COLUMNS],
@@ -146,7 +146,7 @@ def row_schema() -> dict[str, Any]:
 
 
 def load_notes() -> list[tuple[str, str]]:
-    """Return what is known of rows that stay wrong: (pattern of case names, prose), from the bundled notes.
+    """Return the bundled notes on rows that stay wrong: (pattern of case names, text).
 
     Raises:
         BadInput: when the notes cannot be read.
@@ -162,7 +162,7 @@ def list_case_files() -> list[str]:
 
 
 def path_of(name_or_path: str) -> Path:
-    """Return where the rows of a bundled file (by name) or of a CSV file are read from."""
+    """Return the path of a bundled case file (by name) or of a CSV file."""
     return SHIPPED / f"{name_or_path}.csv" if name_or_path in list_case_files() else Path(name_or_path)
 
 
@@ -171,8 +171,8 @@ def load_cases(name_or_path: str) -> list[Case]:
 
     Raises:
         UsageError: when it is neither a bundled name nor a file.
-        BadInput: when a column is missing or unknown, a cell cannot be read, holds a number that no plan could, or a
-            name that another row has (with its line and column).
+        BadInput: with line and column, when a column is missing or unknown, a cell cannot be read or is out of range,
+            or two rows have the same name.
     """
     path = path_of(name_or_path)
     if path.parent != SHIPPED and not path.exists() and "/" not in name_or_path and path.suffix != ".csv":
@@ -192,7 +192,7 @@ def load_cases(name_or_path: str) -> list[Case]:
     except csv.Error as error:
         raise BadInput("not a CSV file", where=f"{path}:{reader.line_num}", got=str(error)) from None
     if not cases:
-        raise BadInput("a case file without a row", where=str(path), wanted="a header and one row a case")
+        raise BadInput("a case file has no rows", where=str(path), wanted="a header and one row per case")
     return cases
 
 
@@ -203,10 +203,10 @@ def _cases(reader: csv.DictReader[str], path: str) -> Iterator[Case]:
         case = _case(row, where)
         if (line := lines.setdefault(case.case, reader.line_num)) != reader.line_num:
             raise BadInput(
-                "two rows have one name",
+                "two rows have the same name",
                 where=f"{where}, column case",
                 got=repr(case.case),
-                wanted=f"a name of its own: line {line} has this one",
+                wanted=f"a unique name; line {line} has this one too",
             )
         yield case
 
@@ -220,7 +220,7 @@ def _check_header(header: list[str], where: str) -> None:
         got = "; ".join(f"{what} {', '.join(map(str, names))}" for what, names in found if names)
         hint = did_you_mean(str(unknown[0]), [*COLUMNS, *OPTIONAL_COLUMNS]) if unknown else None
         raise BadInput(
-            "not the columns of a case file",
+            "wrong columns in a case file",
             where=where,
             got=got,
             wanted="the columns that `memo-sim schema cases` describes",
@@ -234,7 +234,7 @@ def _case(row: dict[str, str], where: str) -> Case:
     cells = {k: v.strip() for k, v in row.items()}
     for required in ("case", "source", "system", "model", "cluster", "seq_tokens"):
         if not cells[required]:
-            raise BadInput("an empty cell that must be given", where=f"{where}, column {required}")
+            raise BadInput("a required cell is empty", where=f"{where}, column {required}")
     integers = {c: _whole(cells[c], c, where) for c in _INTEGERS if cells.get(c)}
     words = {c: _word(cells[c], c, where) for c in QUESTION_COLUMNS if c in _WORDS and cells[c]}
     alpha = _number(cells["alpha"], f"{where}, column alpha")
@@ -278,11 +278,11 @@ def _whole(text: str, column: str, where: str) -> int:
     least, most = _bounds(column)
     digits = text.isascii() and text.isdigit()
     number = text.lstrip("0") or "0"
-    # Python refuses to read thousands of digits.
+    # Checked by length first: Python refuses to convert thousands of digits.
     if digits and len(number) <= len(str(most)) and least <= int(number) <= most:
         return int(number)
     raise BadInput(
-        "a number out of range" if digits else "not a whole number",
+        "a number is out of range" if digits else "not a whole number",
         where=f"{where}, column {column}",
         got=repr(text),
         wanted=f"an integer from {least} to {most}",
@@ -297,7 +297,7 @@ def _number(text: str, where: str) -> float | None:
     except ValueError:
         value = float("nan")
     if not 0 <= value < float("inf"):
-        raise BadInput("not a number", where=where, got=repr(text), wanted="a finite number, not negative")
+        raise BadInput("not a number", where=where, got=repr(text), wanted="a finite number, at least 0")
     return value
 
 

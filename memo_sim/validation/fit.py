@@ -1,14 +1,14 @@
-"""Fits the constants of a profile that published tables may fit, one at a time.
+"""Fits one constant of a hardware profile to published measurements.
 
-Everything else in a profile stays as sourced. The value is chosen so that the mean absolute relative error of the named
-cases is least, of MFU or, where the source has none, of step time; beside it stand the errors with an unfitted value,
-and with the value fitted again while one length's cases are left out.
+All other numbers of the profile keep their source. The fitted value minimises the mean absolute relative error of the
+named cases: of MFU or, where a source has none, of step time. The result also holds the errors with an unfitted value,
+and the errors of each length's cases with a value fitted without them.
 
-    copy-rate           the rate a device copies at while its whole node copies
-    attention-factor    how many times as long attention takes as measured, under DeepSpeed-Ulysses
-    device-memory       what cudaMalloc and cudaFree of one GiB take together (half of it each)
-    host-launch         what an eager framework's host takes to launch a kernel
-    host-pass           what it takes besides for a micro-batch's forward or backward through a stage
+    copy-rate           the copy rate of a device while its whole node copies
+    attention-factor    attention time under DeepSpeed-Ulysses, over the profile's attention time
+    device-memory       time of cudaMalloc and cudaFree of one GiB together (half of it each)
+    host-launch         time that an eager framework's host needs to launch a kernel
+    host-pass           time that it needs in addition for one micro-batch's forward or backward through a stage
 """
 
 from __future__ import annotations
@@ -30,23 +30,23 @@ GOLDEN = 0.6180339887498949
 ITERATIONS = 12
 
 ASSUMED = "fit"
-"""The source of a value that is being tried."""
+"""Name of the source that a fit gives to the value it tries."""
 
 
 @dataclass(frozen=True, slots=True)
 class Constant:
-    """A number of a profile: ``unit`` is what it is given and shown in, ``scale`` what one of it is in SI units."""
+    """A number of a profile that can be fitted; one ``unit``, in which it is given and shown, is ``scale`` SI units."""
 
     name: str
     unit: str
     scale: float
     change: Callable[[Hardware, float], Hardware]
-    """From a profile and a value in SI units to the profile with it."""
+    """Takes a profile and a value in SI units; returns the profile with that value."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """The fitted value (in the constant's unit) and the reports that judge it."""
+    """The fitted value (in the constant's unit) and the validations with and without it."""
 
     constant: Constant
     value: float
@@ -54,7 +54,7 @@ class Fit:
     unfitted_value: float
     unfitted: Validation
     left_out: dict[int, tuple[float, Validation]]
-    """By length (tokens): the value fitted without that length's cases, and the report of just those."""
+    """By length (tokens): the value fitted without that length's cases, and the validation of only those cases."""
 
 
 def with_copy_rate(hardware: Hardware, rate: float) -> Hardware:
@@ -67,13 +67,13 @@ def with_copy_rate(hardware: Hardware, rate: float) -> Hardware:
 
 
 def with_attention_factor(hardware: Hardware, factor: float) -> Hardware:
-    """Return the profile with another factor on attention's time under DeepSpeed-Ulysses."""
+    """Return the profile with another factor on attention time under DeepSpeed-Ulysses."""
     known = hardware.system_attention | {"deepspeed-ulysses": Quantity(value=factor, source=ASSUMED)}
     return msgspec.structs.replace(hardware, system_attention=known, sources=_with_source(hardware))
 
 
 def with_device_memory(hardware: Hardware, seconds: float) -> Hardware:
-    """Return the profile with other times of cudaMalloc and cudaFree: ``seconds`` a GiB for both together."""
+    """Return the profile with other times of cudaMalloc and cudaFree: ``seconds`` per GiB for both together."""
     half = Quantity(value=seconds / 2, source=ASSUMED)
     return msgspec.structs.replace(
         hardware, device_malloc_s_per_gib=half, device_free_s_per_gib=half, sources=_with_source(hardware)
@@ -81,13 +81,13 @@ def with_device_memory(hardware: Hardware, seconds: float) -> Hardware:
 
 
 def with_host_launch(hardware: Hardware, seconds: float) -> Hardware:
-    """Return the profile with another time of a launch (seconds)."""
+    """Return the profile with another launch time (seconds)."""
     launch = Quantity(value=seconds, source=ASSUMED)
     return msgspec.structs.replace(hardware, host_launch_s=launch, sources=_with_source(hardware))
 
 
 def with_host_pass(hardware: Hardware, seconds: float) -> Hardware:
-    """Return the profile with another time that the host takes before a pass (seconds)."""
+    """Return the profile with another host time per pass (seconds)."""
     quantity = Quantity(value=seconds, source=ASSUMED)
     return msgspec.structs.replace(hardware, host_pass_s=quantity, sources=_with_source(hardware))
 
@@ -130,10 +130,10 @@ def fit(
     unfitted: float,
     progress: Progress | None = None,
 ) -> Fit:
-    """Return the value in [low, high] (in the constant's unit) that suits the ``chosen`` cases best.
+    """Return the value in [low, high] (in the constant's unit) with the least error over the ``chosen`` cases.
 
     Raises:
-        UsageError: when a chosen case is not in the file, the range is empty, or no profile can have ``unfitted``.
+        UsageError: when a chosen case is not in the file, the range is empty, or ``unfitted`` is not a valid value.
     """
     missing = sorted(set(chosen) - {c.case for c in cases})
     if missing:
@@ -174,7 +174,7 @@ def _report(constant: Constant, cases: list[Case], value: float) -> Validation:
 
 
 def _best(constant: Constant, cases: list[Case], low: float, high: float) -> float:
-    """Golden-section search: the error falls towards the right value from both sides."""
+    """Find the value by golden-section search, which assumes that the error has one minimum in the range."""
 
     def error(value: float) -> float:
         errors = [c.error for c in _report(constant, cases, value).cases]

@@ -1,16 +1,15 @@
-"""How far a prediction may be off, by how far others of its kind were.
+"""Gives each prediction an interval, from the errors of other predictions of the same source and system.
 
-Of the predictions of one source and system whose truth is known and on which nothing was fitted, the log of
-measured / predicted is sorted; an interval of level L leaves (1 - L) / 2 of n + 1 cases below and above it, and where n
-is too small for that it reaches from the least to the largest. A published case's own interval is made from the others
-alone.
+The other predictions are those with a measurement on which nothing was fitted. Their log(measured / predicted) is
+sorted. An interval of level L leaves (1 - L) / 2 of n + 1 cases below it and as many above it; where n is too small for
+that, it reaches from the smallest to the largest. The interval of a published case is made without that case.
 
-    n = 9, L = 0.8    |x . . . . . . . x|       the least and the largest of nine
+    n = 9, L = 0.8    |x . . . . . . . x|       the smallest and the largest of nine
     n = 19            x|x . . . . . . x|x       one of nineteen below, one above
 
-How many cases lie in their own intervals says nothing: order statistics leave as many outside whatever the errors are.
-What can fail is an interval that has seen none of a model's cases (``held_out``): it holds ``LEVEL`` of them where
-errors of one model are like those of another, and fewer where each model has an error of its own.
+The number of cases inside their own intervals is no test: order statistics leave the same number outside for any
+errors. The test is an interval made without any case of a model (``held_out``). It contains ``LEVEL`` of that model's
+cases if errors are alike for all models, and fewer if each model has its own error.
 """
 
 from __future__ import annotations
@@ -26,22 +25,22 @@ from memo_sim.views.accuracy import JUDGED, HeldOut
 
 LEVEL = 0.8
 LEAST_CASES = 5
-"""Fewer say nothing of how errors scatter."""
+"""With fewer cases there is no interval: they say too little about the spread of errors."""
 
 
 def judged(report: CaseReport) -> Measured | None:
-    """Return the quantity of speed that is both predicted and measured; None where neither is."""
+    """Return the speed quantity that is both predicted and measured; None where there is none."""
     return next((q for q in JUDGED if getattr(report.error, q) is not None), None)
 
 
 def log_ratio(report: CaseReport) -> float | None:
-    """Return log(measured / predicted) of a case that nothing was fitted on, None where there is none."""
+    """Return log(measured / predicted); None for a fitted case or one without a measured speed."""
     quantity = judged(report)
     return None if quantity is None or report.fitted else -log(1 + getattr(report.error, quantity))
 
 
 def bounds(ratios: Sequence[float]) -> tuple[float, float] | None:
-    """Return the log ratios between which ``LEVEL`` of such cases lie; None for fewer than ``LEAST_CASES``."""
+    """Return the log ratios between which ``LEVEL`` of the cases lie; None for fewer than ``LEAST_CASES``."""
     if len(ratios) < LEAST_CASES:
         return None
     ordered = sorted(ratios)
@@ -50,7 +49,7 @@ def bounds(ratios: Sequence[float]) -> tuple[float, float] | None:
 
 
 def with_intervals(validation: Validation) -> Validation:
-    """Return the reports, each prediction of speed with its interval."""
+    """Return the validation with an interval for each prediction of speed."""
     groups: dict[tuple[str, str], list[int]] = {}
     for i, case in enumerate(validation.cases):
         groups.setdefault((case.source, case.system), []).append(i)
@@ -80,10 +79,11 @@ def _with_interval(case: CaseReport, others: Sequence[float]) -> CaseReport:
 
 
 def held_out(validation: Validation) -> dict[str, HeldOut]:
-    """Return by ``<source>/<system>`` how intervals hold the errors of groups that they were not made from.
+    """Return by ``<source>/<system>`` how many errors lie in intervals that were made without their group.
 
-    A group is a model's rows; of one length, where all rows are one model's. Groups of a single row are left out of the
-    count: to hold those out is what every case's own interval does. So are those that leave too few others.
+    A group is the rows of one model, or of one length where all rows have the same model. A group of one row is not
+    counted, because every case's own interval already leaves that case out. A group that leaves too few other rows is
+    not counted either.
     """
     return {name: _held_out(cases) for name, cases in by_source_and_system(validation).items()}
 

@@ -1,8 +1,8 @@
-"""Predicts published cases and sets the predictions beside what was measured.
+"""Predicts published cases and compares the predictions with the measurements.
 
-A prediction sees ``Case.question`` alone. Knobs that a row leaves blank are searched under the system's rules, as its
-authors tuned them; a row that plans no memory is played as an eager framework would. What this version cannot evaluate
-is reported as invalid with the reason, never dropped.
+A prediction sees only ``Case.question``. Knobs that a row leaves blank are searched under the system's rules, because
+its authors tuned them too. A row without planned memory is simulated with an eager framework's allocations. A row that
+this version cannot evaluate is reported as invalid with the reason, never dropped.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from memo_sim.views.accuracy import QUANTITIES, summarise
 from memo_sim.views.plan_table import layout_label
 
 LONGEST_WAITS = 4
-"""Of compute, to be told."""
+"""How many of compute's longest waits a report lists."""
 
 
 def validate(
@@ -41,9 +41,9 @@ def validate(
     change: Callable[[Hardware], Hardware] | None = None,
     jobs: int = 1,
 ) -> Validation:
-    """Return one report a case, in order.
+    """Return one report per case, in order.
 
-    ``change`` alters each hardware profile first (what a fit does); ``jobs`` processes share the cases.
+    ``change`` alters each hardware profile first (a fit uses it); ``jobs`` processes share the cases.
     """
     questions = [case.question for case in cases]
     found = []
@@ -88,7 +88,7 @@ def _report(case: Case, predicted: CasePrediction, fitted: frozenset[str]) -> Ca
 
 
 def predict(asked: CaseQuestion, *, change: Callable[[Hardware], Hardware] | None = None) -> Predicted:
-    """Return the prediction for one question, and the cases that the hardware profile's constants were fitted on."""
+    """Return the prediction for one question, and the cases on which the hardware profile's constants were fitted."""
     reason = _not_built(asked)
     if reason:
         return CasePrediction(status="invalid", reason=reason), frozenset()
@@ -124,7 +124,7 @@ def predict(asked: CaseQuestion, *, change: Callable[[Hardware], Hardware] | Non
 
 
 def _waits(prediction: Prediction) -> dict[str, float]:
-    """Return what compute waits for longest, as fractions of the step."""
+    """Return compute's longest waits, as fractions of the step."""
     found: dict[str, float] = {}
     for stall in prediction.stalls:
         if stall.lane == "compute" and prediction.step_s:
@@ -133,39 +133,39 @@ def _waits(prediction: Prediction) -> dict[str, float]:
 
 
 def _reserved_gib(prediction: Prediction) -> float | None:
-    """Return what the caching allocator reserves of a plan that fits; None where memory is planned."""
+    """Return the GiB that the caching allocator reserves for a plan that fits; None where memory is planned."""
     if prediction.status != "ok" or prediction.reserved_bytes is None:
         return None
     return prediction.reserved_bytes / GIB
 
 
 def _allocation_retries(outcome: Evaluated) -> float | None:
-    """Return how often a micro-batch finds the allocator's memory reorganised; None where memory is planned."""
+    """Return the allocation retries per micro-batch; None where memory is planned."""
     if outcome.prediction.status != "ok" or outcome.decisions.memory_policy == "planned":
         return None
     return outcome.prediction.allocation_retries / outcome.decisions.micro_batches
 
 
 _MEMORY: dict[str, MemoryPolicy | None] = {"no": "eager", "yes": "planned", "": None}
-"""Who serves the memory of a row that says whether it plans it; a blank leaves that to the system."""
+"""Memory policy by the row's word in ``memory_plan``; a blank leaves the choice to the system."""
 
 
 def _not_built(asked: CaseQuestion) -> str:
-    """Return why this version cannot evaluate a row, or nothing."""
+    """Return why this version cannot evaluate a row; an empty text if it can."""
     if asked.system not in SYSTEMS:
-        return f"system {asked.system} is not built yet (built: {', '.join(SYSTEMS)})"
+        return f"system {asked.system} is not known (known: {', '.join(SYSTEMS)})"
     sizes = sorted(SIZES & set(asked.integers))
     if sizes and "layers" not in asked.integers:
-        return f"{', '.join(sizes)} of a model that {asked.model} names already; layers would give a whole model"
+        return f"{', '.join(sizes)} given for the preset {asked.model}; a row that gives layers describes a whole model"
     return ""
 
 
 def _overlap_refused(asked: CaseQuestion, layout: Layout) -> str:
-    """Return why a row's word on overlap cannot be honoured by the layout that was played, or nothing.
+    """Return why the simulated layout cannot follow the row's word on overlap; an empty text if it can.
 
-    What runs beside compute here: a context-parallel ring and what ZeRO 2 and 3 gather and scatter, always; what
-    replicas sum and stages hand over, as the row says. Of what tensor parallelism exchanges in backward a part does,
-    unless the row asks for none; what Ulysses exchanges never does.
+    A context-parallel ring and the collectives of ZeRO 2 and 3 always overlap compute here. Gradient reductions of
+    replicas and p2p sends between stages overlap if the row says so. Some of tensor parallelism's exchanges in backward
+    overlap, unless the row asks for no overlap. Ulysses' all-to-alls never overlap.
     """
     word = asked.words.get("overlap")
     if word == "no" and layout.cp > 1:
@@ -178,15 +178,15 @@ def _overlap_refused(asked: CaseQuestion, layout: Layout) -> str:
 
 
 _OVERLAP: dict[str, Overlap | None] = {"no": "none", "yes": "both", "": None}
-"""What replicas exchange beside compute; a blank leaves that to the system."""
+"""Overlap of the replicas' collectives by the row's word; a blank leaves the choice to the system."""
 
 
 STANDS_STILL = 1e6
-"""How many times as long compute takes beside a collective where the two take turns."""
+"""Slowdown of compute beside a collective that makes compute stand still."""
 
 
 def _taking_turns(hardware: Hardware) -> Hardware:
-    """Return the machine as a row sees it that asks for no overlap: while a collective runs compute stands still."""
+    """Return the profile for a row that asks for no overlap: compute stands still while a collective runs."""
     slowdown = dict(hardware.compute_slowdown)
     if "collective" in slowdown:
         slowdown["collective"] = msgspec.structs.replace(slowdown["collective"], value=STANDS_STILL)
@@ -231,11 +231,11 @@ def _question(asked: CaseQuestion, change: Callable[[Hardware], Hardware] | None
 
 
 def _model(asked: CaseQuestion) -> Model:
-    """Return the preset a row names, or the shape it gives.
+    """Return the model that a row names or describes by its sizes.
 
     Raises:
         UsageError: when there is no such preset.
-        BadInput: when the sizes are not all there, or no model has them.
+        BadInput: when a size is missing, or no model can have these sizes.
     """
     sizes = asked.integers
     if "layers" not in sizes:
@@ -243,13 +243,13 @@ def _model(asked: CaseQuestion) -> Model:
     missing = [c for c in ("hidden", "heads", "vocab") if c not in sizes]
     if missing or asked.model not in ("gpt", "llama"):
         raise BadInput(
-            "a row with layers must give the whole model",
+            "a row with layers must describe the whole model",
             got=f"model {asked.model}, missing {', '.join(missing) or 'nothing'}",
             wanted=f"model gpt or llama with hidden, heads and vocab, or one of {', '.join(list_models())} alone",
         )
     hidden, heads = sizes["hidden"], sizes["heads"]
     if hidden % heads:
-        raise BadInput("heads do not divide the model", got=f"hidden {hidden}", wanted=f"a multiple of heads ({heads})")
+        raise BadInput("heads do not divide hidden", got=f"hidden {hidden}", wanted=f"a multiple of heads ({heads})")
     gpt = asked.model == "gpt"
     shape = {
         "schema": Model.__struct_config__.tag,
@@ -267,7 +267,7 @@ def _model(asked: CaseQuestion) -> Model:
         "linear_bias": gpt,
         "activation": "gelu" if gpt else "silu",
     }
-    # Through the decoder: a constructor does not check what a model's file would be refused for.
+    # Decoded, because only the decoder checks the limits that a model file has; a constructor does not.
     return decode(msgspec.json.encode(shape), Model, where="the row's model")
 
 
@@ -282,7 +282,7 @@ def _errors(predicted: CasePrediction, expected: Expectation) -> CaseError:
 
 
 def check_evaluated(report: Validation) -> None:
-    """Refuse a validation in which nothing was predicted.
+    """Refuse a validation in which no row was predicted.
 
     Raises:
         Infeasible: with the first row's reason.
@@ -290,12 +290,12 @@ def check_evaluated(report: Validation) -> None:
     if all(case.predicted.status == "invalid" for case in report.cases):
         first = report.cases[0]
         raise Infeasible(
-            "no row can be evaluated", where=first.case, got=first.predicted.reason, hint="the table has every reason"
+            "no row can be evaluated", where=first.case, got=first.predicted.reason, hint="the table lists all reasons"
         )
 
 
 def check_error(report: Validation, most: float) -> None:
-    """Hold the mean absolute relative error of every quantity, fitted rows apart, against ``most``.
+    """Check that the mean absolute relative error of every quantity is at most ``most``; fitted rows count apart.
 
     Raises:
         OutOfTolerance: when one is larger, a status is wrong, or nothing could be compared.
@@ -305,9 +305,9 @@ def check_error(report: Validation, most: float) -> None:
     if wrong:
         raise OutOfTolerance("predicted statuses are wrong", got=counted(wrong, "row"), wanted="none")
     if not any(g.errors or g.statuses for g in groups):
-        raise OutOfTolerance("no row could be compared", hint="the reasons are in the table")
+        raise OutOfTolerance("no row could be compared", hint="the table lists all reasons")
     for g in groups:
         for name, error in g.errors.items():
             if error.mean_abs > most:
                 got = f"{name}: mean absolute error {error.mean_abs:.4f} over {counted(error.count, 'row')}"
-                raise OutOfTolerance("predictions miss", got=got, wanted=f"at most {most}")
+                raise OutOfTolerance("predictions are out of tolerance", got=got, wanted=f"at most {most}")

@@ -1,4 +1,4 @@
-"""Pictures and text from documents: timelines, Chrome traces, tables, reports.
+"""Draws pictures and writes text from documents: timelines, Chrome traces, tables, reports.
 
-Nothing is computed here that a document does not already hold.
+These modules show only what a document holds; predictions and plans are computed elsewhere.
 """

@@ -1,7 +1,7 @@
-"""How well predictions meet published measurements: errors by group and quantity, and statuses.
+"""Computes the accuracy of predictions against published measurements: errors by group and quantity, and statuses.
 
-Rows on which a constant was fitted are counted apart from those that were only predicted. The bias is the mean signed
-error; an error is predicted / expected - 1.
+An error is predicted / expected - 1; the bias is the mean signed error. Rows on which a constant was fitted are counted
+apart from rows that were only predicted.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from memo_sim.contract.validation import CaseReport, Measured
 
 JUDGED: tuple[Measured, ...] = ("step_ms", "mfu")
-"""The quantities of speed; of those that were measured the first counts."""
+"""Speed quantities; the first one that was measured is judged."""
 
 QUANTITIES = ("mfu", "tgs", "step_ms", "allocated_gib", "reserved_gib", "allocation_retries")
 
@@ -31,7 +31,7 @@ class Errors:
 
 @dataclass(frozen=True)
 class Accuracy:
-    """One group of rows, all fitted or all only predicted; ``statuses``: evaluated rows that have one to meet."""
+    """One group of rows, all fitted or all only predicted; ``statuses`` counts evaluated rows with a measured one."""
 
     group: str
     fitted: bool
@@ -39,27 +39,27 @@ class Accuracy:
     statuses_right: int
     statuses: int
     errors: dict[str, Errors]
-    """By quantity; one that no row of the group has is not there."""
+    """By quantity; only those that some row of the group has."""
 
 
 @dataclass(frozen=True)
 class HeldOut:
-    """How many rows of groups that were held out whole lie in the interval that the other groups' errors give.
+    """How many rows of held-out groups lie in the interval made from the other groups' errors.
 
-    ``rows`` is 0 where too few groups are left to hold one out.
+    ``rows`` is 0 where too few groups are left after one is held out.
     """
 
     by: str
-    """What a group has in common: model or length."""
+    """What the rows of a group share: model or length."""
     groups: int
     rows: int
     inside: int
 
 
 def summarise(cases: Sequence[CaseReport], groups: Sequence[str] | None = None) -> list[Accuracy]:
-    """Return the accuracy of each group, in the order in which they first occur.
+    """Return the accuracy of each group, in the order of first occurrence.
 
-    ``groups`` names the group of each case (None: one for all). Fitted rows follow the others.
+    ``groups`` names the group of each case (None: one group for all). A group's fitted rows follow its other rows.
     """
     by_group: dict[str, list[CaseReport]] = {}
     for case, name in zip(cases, groups or ["all"] * len(cases), strict=True):
@@ -85,13 +85,13 @@ def _accuracy(name: str, fitted: bool, cases: Sequence[CaseReport]) -> Accuracy:
                 max_abs=abs(worst[1]),
                 worst=worst[0],
             )
-    # A row that could not be evaluated is no wrong prediction; its reason is listed.
+    # A row that could not be evaluated is not a wrong prediction; its reason is listed.
     right = [c.error.status for c in cases if c.error.status is not None and c.predicted.status != "invalid"]
     return Accuracy(name, fitted, len(cases), sum(right), len(right), errors)
 
 
 def judged_error(case: CaseReport) -> float | None:
-    """Return the error of speed, step time before MFU; None where neither is predicted and measured."""
+    """Return the error of step time or else of MFU; None where neither is both predicted and measured."""
     return next((e for q in JUDGED if (e := getattr(case.error, q)) is not None), None)
 
 
@@ -115,6 +115,6 @@ def rank_correlation(pairs: Sequence[tuple[float | None, float | None]]) -> floa
 
 
 def _ranks(values: Sequence[float]) -> list[float]:
-    """Return the rank of every value, equal ones the mean of theirs."""
+    """Return the rank of every value; equal values share the mean of their ranks."""
     ordered = sorted(values)
     return [ordered.index(v) + (ordered.count(v) + 1) / 2 for v in values]

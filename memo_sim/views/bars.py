@@ -1,10 +1,10 @@
-"""A trace as the bars of a picture: spans merged by place and phase, and the times a lane stood still.
+"""Turns a trace into the bars of a picture: merges spans by place and phase, and finds the stalls of each lane.
 
     spans   | l0 norm1 | l0 qkv | l0 attn |        | l1 norm1 | l1 qkv |
     bars    |          l0 fwd             |        |      l1 fwd       |
     stalls                                |  d2h   |
 
-Nothing here draws.
+Drawing is in ``timeline`` and its panels.
 """
 
 from __future__ import annotations
@@ -16,17 +16,18 @@ from dataclasses import dataclass
 from memo_sim.contract.trace import Trace
 
 LANES = ("compute", "d2h", "h2d", "collective", "replica", "p2p", "send", "recv", "host")
-"""Lanes from top to bottom; a trace's other lanes follow in the order of their names."""
+"""Lanes from top to bottom; other lanes of a trace follow in alphabetical order."""
 
 _LAYER = re.compile(r"l(\d+)")
 _MICRO_BATCH = re.compile(r"m(\d+)/")
 
 
 @dataclass(frozen=True, slots=True)
-class MeshCoordinates:
-    """What an instruction's id says: ``m0/s0/l12/bwd/ffn_up.dgrad``; ``layer`` is -1 outside of layers.
+class InstructionPlace:
+    """The parts of an instruction's id, such as ``m0/s0/l12/bwd/ffn_up.dgrad``; ``layer`` is -1 outside of layers.
 
-    ``phase`` is embed or head there, whatever the direction, except in the step's own part (zero, reduce, opt).
+    In embedding and head, ``phase`` is ``embed`` or ``head`` for forward and backward. Outside of micro-batches it is
+    ``zero``, ``reduce`` or ``opt``.
     """
 
     where: str
@@ -36,30 +37,30 @@ class MeshCoordinates:
 
     @property
     def label(self) -> str:
-        """The place in a few characters: ``l12 bwd``."""
+        """A short name of the place: ``l12 bwd``."""
         last = self.where.rpartition("/")[2]
         return last if last == self.phase else f"{last} {self.phase}"
 
 
-def place_of(instruction_id: str) -> MeshCoordinates:
-    """Return the parts of an instruction's id; a foreign id is its own place and phase."""
+def place_of(instruction_id: str) -> InstructionPlace:
+    """Return the parts of an instruction's id; an id of another form is its own place, with phase ``other``."""
     parts = instruction_id.rsplit("/", 2)
     if len(parts) < 3:
-        return MeshCoordinates(where=instruction_id, phase="other", layer=-1, name=instruction_id)
+        return InstructionPlace(where=instruction_id, phase="other", layer=-1, name=instruction_id)
     where, phase, name = parts
     last = where.rpartition("/")[2]
     layer = _LAYER.fullmatch(last)
     if layer is None and last in ("embed", "head") and phase in ("fwd", "bwd"):
         phase = last
-    return MeshCoordinates(where=where, phase=phase, layer=int(layer[1]) if layer else -1, name=name)
+    return InstructionPlace(where=where, phase=phase, layer=int(layer[1]) if layer else -1, name=name)
 
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """Consecutive spans of one lane, place and phase; ``busy_s`` leaves out the gaps between them."""
+    """Consecutive spans of one lane, place and phase; ``busy_s`` excludes the gaps between them."""
 
     lane: str
-    place: MeshCoordinates
+    place: InstructionPlace
     start_s: float
     end_s: float
     busy_s: float
@@ -67,7 +68,7 @@ class Bar:
 
 @dataclass(frozen=True, slots=True)
 class Stall:
-    """A time in which ``lane`` stood still because an instruction of lane ``waits_for`` had not ended."""
+    """A time in which ``lane`` was idle because an instruction of lane ``waits_for`` had not ended."""
 
     lane: str
     waits_for: str
@@ -82,9 +83,9 @@ def lanes_of(traces: Iterable[Trace]) -> list[str]:
 
 
 def bars_of(trace: Trace, *, bridge_s: float = float("inf")) -> list[Bar]:
-    """Return the trace's bars in program order; a gap of more than ``bridge_s`` inside one ends it.
+    """Return the trace's bars in program order; a gap longer than ``bridge_s`` starts a new bar.
 
-    Spans without length are left out.
+    Spans of zero length are left out.
     """
     spans = trace.spans
     bars: list[Bar] = []
@@ -105,7 +106,7 @@ def bars_of(trace: Trace, *, bridge_s: float = float("inf")) -> list[Bar]:
 
 
 def stalls_of(trace: Trace) -> list[Stall]:
-    """Return every wait as the lanes of both sides; one for an instruction that was not played waits for ``other``."""
+    """Return every wait with both lanes; the lane ``other`` stands for an instruction that the trace does not hold."""
     lane_of = dict(zip(trace.spans.ids, trace.spans.lanes, strict=True))
     return [
         Stall(lane_of[w.instruction], lane_of.get(w.waits_for, "other"), w.start_s, w.start_s + w.seconds)
@@ -115,12 +116,12 @@ def stalls_of(trace: Trace) -> list[Stall]:
 
 
 def played_s(trace: Trace) -> float:
-    """Return when the last span ended; less than ``step_s`` when identical micro-batches were played once."""
+    """Return the end of the last span, in seconds; less than ``step_s`` when equal micro-batches were played once."""
     return max(trace.spans.end_s, default=trace.step_s)
 
 
 def first_micro_batch(trace: Trace) -> tuple[float, float] | None:
-    """Return from when to when the first micro-batch ran, None when the spans hold only one."""
+    """Return start and end of the first micro-batch in seconds; None when the spans hold only one micro-batch."""
     starts: dict[str, float] = {}
     ends: dict[str, float] = {}
     for name, start, end in zip(trace.spans.ids, trace.spans.start_s, trace.spans.end_s, strict=True):

@@ -1,4 +1,8 @@
-"""A figure as a picture: its lines, with markers where values are and gaps where none is."""
+"""Shows a figure document as a picture or as text tables.
+
+A panel of the figure becomes one set of axes in the picture, and one table in the text: a row for every value on the
+axis, a column for every line.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +17,7 @@ from memo_sim.contract.figure import Figure, Line
 from memo_sim.contract.units import format_tokens
 from memo_sim.views.palette import QUIET_TEXT
 from memo_sim.views.pictures import DPI, check_kind, write_picture
+from memo_sim.views.text_table import number, percent, text_table
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -21,22 +26,22 @@ if TYPE_CHECKING:
 
 SIZE_IN = (8.0, 5.0)
 WIDE_IN, PANEL_IN = 12.0, 3.6
-"""Width of a figure of panels, two beside each other, and the height of each."""
+"""Width of a figure with two panels per row, and the height of each panel."""
 FINDING_IN, CHARACTERS_AN_INCH = 0.15, 16
-"""What a line of findings takes."""
+"""Height of a line of findings, and how many characters fit on an inch of it."""
 LINES_INSIDE = 6
-"""A legend of more lines stands beside the axes."""
+"""A legend with more lines stands outside the axes."""
 WIDE = 32.0
 COLOURS = ("#3b76b5", "#f0a030", "#3f9b6b", "#8a63b8", "#c0504d", "#6b6b6b")
 MARKERS = ("o", "s", "^", "D", "v", "P")
-"""Lines differ in colour and marker, so that they are told apart without colour vision too; no pair comes twice."""
+"""Lines differ in colour and marker, so that readers without colour vision can tell them apart; no pair repeats."""
 
 
 def check_chart(path: str | Path) -> None:
-    """Refuse a file that a figure cannot be drawn into, before the figure is computed.
+    """Refuse a file that a figure cannot be written to. Called before the figure is computed.
 
     Raises:
-        UsageError: when the file's kind or place is not possible.
+        UsageError: when the file's format is unknown or the file cannot be written.
     """
     check_kind(path)
     codec.check_writable(Path(path))
@@ -46,7 +51,7 @@ def draw_chart(figure: Figure, path: str | Path) -> None:
     """Draw ``figure`` into ``path``; the name of the file decides the format.
 
     Raises:
-        UsageError: when the file's kind or place is not possible.
+        UsageError: when the file's format is unknown or the file cannot be written.
         ModuleNotFoundError: when matplotlib is not installed.
     """
     check_chart(path)
@@ -54,13 +59,13 @@ def draw_chart(figure: Figure, path: str | Path) -> None:
 
 
 def style(number: int) -> tuple[str, str]:
-    """Return the colour and the marker of a line, by its place among the figure's."""
+    """Return the colour and the marker of the figure's line number ``number``."""
     rounds, place = divmod(number, len(COLOURS))
     return COLOURS[place], MARKERS[(place + rounds) % len(MARKERS)]
 
 
 def picture(figure: Figure) -> Picture:
-    """Return the drawing: a panel alone, or two beside each other, as high as what is read off them needs."""
+    """Return the drawing: one panel, or rows of two panels, with the findings below."""
     from matplotlib.figure import Figure as Picture
 
     panels = figure.panels
@@ -119,12 +124,12 @@ def _draw(ax: Axes, figure: Figure, lines: list[Line], styles: dict[str, tuple[s
 
 
 def _wide(values: Sequence[float]) -> bool:
-    """Return whether values span so much that a linear axis would not show the small ones."""
+    """Return whether the values differ so much that a linear axis would not show the small ones."""
     return bool(values) and min(values) > 0 and max(values) / min(values) >= WIDE
 
 
 def _powers(highest: float) -> list[float]:
-    """Return multiples of a power of two up to ``highest`` tokens, eight at most."""
+    """Return multiples of a power of two up to ``highest`` tokens, at most eight of them."""
     step = 2 ** ceil(log2(highest / 8))
     return [step * n for n in range(1, int(highest / step) + 1)]
 
@@ -134,3 +139,31 @@ def _name_ticks(axis: Axis, kind: str) -> None:
         axis.set_major_formatter(lambda value, _: format_tokens(round(value)) if value > 0 else "0")
     elif kind == "fraction":
         axis.set_major_formatter(lambda value, _: f"{100 * value:.0f} %")
+
+
+def chart_table(figure: Figure) -> str:
+    """Return the figure as text: its numbers, the notes on single points, and the findings."""
+    tables = [f"{panel}\n{_table(figure, lines)}".lstrip("\n") for panel, lines in figure.panels.items()]
+    notes = [
+        f"{line.name}, {_value(p.x, figure.x_kind)}: {p.note}" for line in figure.lines for p in line.points if p.note
+    ]
+    blocks = [f"Figure {figure.name}. {figure.title}; {figure.y_label}", *tables, "\n".join(notes), *figure.findings]
+    return "\n\n".join(block for block in blocks if block)
+
+
+def _table(figure: Figure, lines: list[Line]) -> str:
+    places = sorted({p.x for line in lines for p in line.points})
+    values = [{p.x: p for p in line.points} for line in lines]
+    rows: list[list[str | None]] = [
+        [_value(x, figure.x_kind), *(_value(points[x].y, figure.y_kind) if x in points else None for points in values)]
+        for x in places
+    ]
+    return text_table([figure.x_label, *(line.label for line in lines)], rows, "r" * (1 + len(values)))
+
+
+def _value(value: float | None, kind: str) -> str | None:
+    if value is None:
+        return None
+    if kind == "tokens":
+        return format_tokens(round(value))
+    return percent(value) if kind == "fraction" else number(value, 0 if value == round(value) else 1)

@@ -1,8 +1,9 @@
-"""Traces as one Chrome JSON file, for https://ui.perfetto.dev and ``chrome://tracing``.
+"""Writes traces as one Chrome JSON file for https://ui.perfetto.dev and ``chrome://tracing``.
 
-Each trace is a process (``rank 0 predicted``, ``rank 0 measured``), zeroed at its step's start, so both lie above each
-other. Perfetto's rules hold: the slices of a thread nest or lie apart, so a serial lane is a thread; slices of no
-length are left out; events are sorted by time. A layer's phase (``l12 bwd``) is a slice around its instructions.
+Each trace is a process (``rank 0 predicted``, ``rank 0 measured``). Its time starts at 0 with its step, so processes
+can be compared. The file follows Perfetto's rules: slices of one thread nest or do not overlap, so a serial lane is a
+thread; slices of zero length are left out; events are sorted by time. A layer's phase (``l12 bwd``) is a slice around
+its instructions.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from memo_sim.views.bars import bars_of, lanes_of, place_of
 Event = dict[str, Any]
 
 STEP_THREAD = 1
-"""The thread over the lanes. Processes and threads count from 1: to Perfetto, 0 is the idle process of Linux."""
+"""The thread above the lanes. Processes and threads count from 1: in Perfetto, 0 is the idle process of Linux."""
 NS_PER_S = 1e9
 
 
@@ -31,7 +32,7 @@ def write_chrome_trace(traces: Sequence[Trace], path: str | Path) -> None:
     """Write the traces as Chrome JSON, compressed when the name ends in ``.gz``.
 
     Raises:
-        UsageError: when the file cannot be written there; what was there stays.
+        UsageError: when the file cannot be written; an existing file stays as it was.
     """
     raw = msgspec.json.encode(chrome_trace(traces)) + b"\n"
     codec.write_bytes(path, gzip.compress(raw, mtime=0) if Path(path).suffix.lower() == ".gz" else raw)
@@ -50,7 +51,7 @@ def chrome_trace(traces: Sequence[Trace]) -> dict[str, Any]:
         events += _slices(pid, trace, tids) + _waits(pid, trace, tids)
         events += _counters(pid, "device_bytes", trace.device_memory)
         events += _counters(pid, "host_bytes", trace.host_memory)
-    # An outer slice has to stand before the inner ones that start with it.
+    # An outer slice must come before the inner slices that start at the same time.
     events.sort(key=lambda e: (e["ts"], -e.get("dur", 0.0)))
     ranks = {t.rank for t in traces}
     return {
@@ -69,7 +70,7 @@ def chrome_trace(traces: Sequence[Trace]) -> dict[str, Any]:
 
 
 def _process_names(traces: Sequence[Trace]) -> list[str]:
-    """Return what each trace's process is called; equal names are numbered."""
+    """Return the process name of each trace; equal names are numbered."""
     names, seen = [], Counter[str]()
     for trace in traces:
         name = f"rank {trace.rank} {trace.origin}"
@@ -79,7 +80,7 @@ def _process_names(traces: Sequence[Trace]) -> list[str]:
 
 
 def _metadata(pid: int, name: str, tids: dict[str, int]) -> list[Event]:
-    """Return the names and the order of a process and its threads."""
+    """Return the events that name and order a process and its threads."""
 
     def named(kind: str, tid: int, args: dict[str, Any]) -> Event:
         return {"ph": "M", "name": kind, "pid": pid, "tid": tid, "args": args}
@@ -95,7 +96,7 @@ def _metadata(pid: int, name: str, tids: dict[str, int]) -> list[Event]:
 
 
 def _slices(pid: int, trace: Trace, tids: dict[str, int]) -> list[Event]:
-    """Return the step, the places' phases and the instructions as slices."""
+    """Return the step, the phases of places and the instructions as slices."""
     args: dict[str, Any] = {"micro_batches": trace.micro_batches, "micro_batches_played": trace.micro_batches_played}
     found = [_slice((pid, STEP_THREAD), "step", "step", (0.0, trace.step_s), args)]
     for bar in bars_of(trace):
@@ -112,7 +113,7 @@ def _slices(pid: int, trace: Trace, tids: dict[str, int]) -> list[Event]:
 def _slice(
     thread: tuple[int, int], name: str, category: str, from_to_s: tuple[float, float], args: dict[str, Any]
 ) -> Event | None:
-    """Return a complete event, None when it lasts less than a nanosecond."""
+    """Return a complete event; None when it lasts less than a nanosecond."""
     start, end = (_nanoseconds(s) for s in from_to_s)
     if end <= start:
         return None
@@ -121,7 +122,7 @@ def _slice(
 
 
 def _waits(pid: int, trace: Trace, tids: dict[str, int]) -> list[Event]:
-    """Return an instant on the waiting lane for each wait."""
+    """Return an instant event on the waiting lane for each wait."""
     lane_of = dict(zip(trace.spans.ids, trace.spans.lanes, strict=True))
     events = []
     for wait in trace.waits:
@@ -141,7 +142,7 @@ def _waits(pid: int, trace: Trace, tids: dict[str, int]) -> list[Event]:
 
 
 def _counters(pid: int, name: str, curve: MemoryCurve) -> list[Event]:
-    """Return the curve as counter events: bytes by class and their total, one event an instant."""
+    """Return the curve as counter events: bytes by class and their total, one event per instant."""
     classes = [c for c, values in curve.bytes_by_class.items() if any(values)]
     at: dict[int, Event] = {}
     for i, time_s in enumerate(curve.time_s if classes else []):
@@ -154,11 +155,11 @@ def _counters(pid: int, name: str, curve: MemoryCurve) -> list[Event]:
 
 
 def _nanoseconds(seconds: float) -> int:
-    """Return the time in whole nanoseconds, Perfetto's own unit: what touches here touches there."""
+    """Return the time in whole nanoseconds, Perfetto's own unit, so that adjacent slices stay adjacent."""
     return round(seconds * NS_PER_S)
 
 
 def _microseconds(nanoseconds: int) -> float:
-    """Return the time in the file's unit; a reader that cuts off (older Perfettos) gets the nanoseconds back."""
+    """Return the time in microseconds such that a reader that truncates (older Perfetto) recovers the nanoseconds."""
     time_us = nanoseconds / 1000
     return time_us if int(time_us * 1000.0) == nanoseconds else math.nextafter(time_us, math.inf)

@@ -1,4 +1,4 @@
-"""A comparison as text: the step, the peak, the bytes moved, each lane and each kind of instruction."""
+"""Shows a comparison of predicted and measured as text: step, peak, bytes moved, lanes, kinds of instructions."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from memo_sim.views.text_table import percent, text_table
 
 
 def comparison_table(comparison: Comparison, *, top: int | None = None) -> str:
-    """Return predicted, measured and their ratio: the whole step, then busy time by lane, then by kind of instruction.
+    """Return predicted, measured and their ratio: the whole step, then busy time by lane and by kind of instruction.
 
-    Kinds come by their measured time; ``top`` limits them.
+    Kinds are sorted by their measured time; ``top`` limits how many are shown.
     """
     predicted, measured, ratio = comparison.predicted, comparison.measured, comparison.ratio
     steps = "1 step" if comparison.steps_measured == 1 else f"median of {comparison.steps_measured} steps"
@@ -54,7 +54,7 @@ def comparison_table(comparison: Comparison, *, top: int | None = None) -> str:
 
 
 def _ranks(comparison: Comparison) -> str:
-    """Return each rank's step and peak; what is compared is the slowest one's step."""
+    """Return each rank's step time and peak; the comparison uses the slowest rank's step."""
     slowest = comparison.step_s_by_rank.index(max(comparison.step_s_by_rank))
     found = zip(comparison.step_s_by_rank, comparison.peak_device_bytes_by_rank, strict=True)
     rows = [
@@ -76,7 +76,7 @@ def _busy_table(
     *,
     order: list[str],
 ) -> str:
-    """Return busy times by name; a name that neither side has is left out."""
+    """Return busy times by name; names without time on both sides are left out."""
     total = sum(measured.values())
     rows = []
     for name in order:

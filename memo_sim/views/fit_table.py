@@ -1,4 +1,4 @@
-"""A fit as text: the constant, and the errors with it, without it, and with each length's cases left out of it."""
+"""Shows a fit as text: the value, and the errors with it, without it, and with each length left out of the fit."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from memo_sim.views.validation_table import LABELS
 
 
 class FittedConstant(Protocol):
-    """What is shown of a constant."""
+    """The attributes of a fitted constant that the table shows."""
 
     @property
     def name(self) -> str:
-        """What the command calls it."""
+        """The constant's name on the command line."""
 
     @property
     def unit(self) -> str:
-        """What its values are in."""
+        """The unit of its values."""
 
 
 class FitReport(Protocol):
-    """What is shown of a fit: the value (in the constant's unit) and the validations that judge it."""
+    """The attributes of a fit that the table shows: the value (in the constant's unit) and the validations."""
 
     @property
     def constant(self) -> FittedConstant:
-        """What was fitted."""
+        """The fitted constant."""
 
     @property
     def value(self) -> float:
@@ -37,26 +37,26 @@ class FitReport(Protocol):
 
     @property
     def fitted(self) -> Validation:
-        """All cases, priced with the fitted value."""
+        """The validation of all cases with the fitted value."""
 
     @property
     def unfitted_value(self) -> float:
-        """The value that one would assume without a fit."""
+        """The value that would be assumed without a fit."""
 
     @property
     def unfitted(self) -> Validation:
-        """All cases, priced with the value that one would assume."""
+        """The validation of all cases with the unfitted value."""
 
     @property
     def left_out(self) -> Mapping[int, tuple[float, Validation]]:
-        """By length: the value fitted without its cases, and the validation of just those."""
+        """By length: the value fitted without its cases, and the validation of only those cases."""
 
 
 def fit_table(fit: FitReport) -> str:
-    """Return the fitted value and its errors; a length's row: its own cases, the value fitted without them."""
+    """Return the fitted value and its errors; a length's row shows its own cases with the value fitted without them."""
     rows = [*_rows("fitted", fit.value, fit.fitted), *_rows("unfitted", fit.unfitted_value, fit.unfitted)]
     for length, (value, held) in sorted(fit.left_out.items()):
-        rows += _rows(f"{format_tokens(length)}, left out of a fit", value, held)
+        rows += _rows(f"{format_tokens(length)}, left out of the fit", value, held)
     unit = fit.constant.unit
     headers = ["with", unit, "quantity", "n", "bias", "mean |error|", "max |error|", "status right"]
     return f"fitted {fit.constant.name}: {fit.value:.3f} {unit}\n\n{text_table(headers, rows, 'lrlrrrrr')}"
@@ -82,7 +82,7 @@ def _rows(name: str, value: float, validation: Validation) -> list[list[str | No
 
 
 def _whole(validation: Validation) -> list[Accuracy]:
-    """Return the accuracy of all cases; the profile's own mark of fitted cases does not hold for another rate."""
+    """Return the accuracy of all cases; the profile's marks of fitted cases do not apply to another value."""
     import msgspec
 
     return summarise([msgspec.structs.replace(c, fitted=False) for c in validation.cases])

@@ -1,7 +1,7 @@
-"""One trace's lanes drawn into given axes: a row of bars a lane, stalls hatched, layer numbers where they fit.
+"""Draws a trace's lanes into given axes: one row of bars per lane, hatched stalls, layer numbers where they fit.
 
-Stalls of the compute lane too short to be seen one by one (exposed collectives inside a layer) show in the row
-``waiting`` under it: the share of the time that compute stood still, in narrow slices of the time axis.
+Many stalls of compute are too short to be drawn one by one, such as exposed collectives inside a layer. The row
+``waiting`` under the compute lane shows them: for narrow slices of time, the share in which compute was idle.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ HEIGHTS = {"compute": 1.0, "waiting": 0.42}
 OTHER_HEIGHT = 0.62
 GAP = 0.16
 NUMBERED = ("fwd", "rec", "bwd", "off", "pre")
-"""Phases whose bars carry their layer's number."""
+"""Phases whose bars show their layer's number."""
 DIGIT_PIXELS = 9.0
-"""Width of a digit of a layer number, with its share of the space around the number."""
+"""Width of a digit of a layer number, including the space around the number."""
 SLICE_PIXELS = 6.0
 """Width of a slice of the row ``waiting``."""
 
 
 @dataclass(frozen=True)
 class LanePanel:
-    """Where and how the lanes of ``trace`` are drawn: a window of its time, ``pixels`` wide, ``unit_s`` a tick unit."""
+    """The lanes of ``trace`` in a time window (seconds), drawn ``pixels`` wide; the axis counts units of ``unit_s``."""
 
     trace: Trace
     lanes: list[str]
@@ -40,16 +40,16 @@ class LanePanel:
 
     @property
     def pixel_s(self) -> float:
-        """Seconds in a pixel."""
+        """Seconds per pixel."""
         return (self.window[1] - self.window[0]) / self.pixels
 
     @property
     def shown_s(self) -> float:
-        """Seconds of the window in which the step ran; shares are of these."""
+        """Seconds of the window in which the step ran; shown shares are fractions of them."""
         return max(min(self.window[1], played_s(self.trace)) - self.window[0], 1e-12)
 
     def draw(self, ax: Axes) -> list[str]:
-        """Draw all rows; return the phases that can be seen in them."""
+        """Draw all rows; return the phases that are visible in them."""
         start, end = self.window
         bars = [b for b in bars_of(self.trace, bridge_s=2 * self.pixel_s) if b.end_s > start and b.start_s < end]
         stalls = [s for s in stalls_of(self.trace) if s.end_s > start and s.start_s < end and s.lane == "compute"]
@@ -109,7 +109,7 @@ class LanePanel:
         return (bar.end_s - bar.start_s) / self.pixel_s
 
     def _number(self, ax: Axes, bars: list[Bar], middle: float) -> None:
-        """Write layer numbers on the bars: on all, or on those of every 2nd, 5th, 10th … layer where they crowd."""
+        """Write layer numbers on the bars: on all, or where space is short on every 2nd, 5th, 10th … layer."""
         widest: dict[str, Bar] = {}
         for bar in bars:
             if bar.place.layer >= 0 and self._width(bar) >= self._width(widest.get(bar.place.where, bar)):
@@ -120,14 +120,14 @@ class LanePanel:
         pitch = _median([self._width(b) for b in widest.values()])
         if pitch < 2.5:
             return
-        # A recomputed part stands alone between two parts of backward: its number has to fit on it.
+        # A recomputed layer stands alone between two backward bars, so every number has to fit on its bar.
         steps = (1,) if bars[0].place.phase == "rec" else (1, 2, 5, 10, 20, 50)
         step = next((k for k in steps if k * pitch >= DIGIT_PIXELS * (digits + 0.6)), 0)
         for bar in widest.values():
             centre = (bar.start_s + bar.end_s) / 2
             inside = self.window[0] < centre < self.window[1]
             if inside and step and bar.place.layer % step == 0 and self._width(bar) >= pitch / 2:
-                # Wider than its bar, a number may lie on hatching: it brings its own ground.
+                # A number wider than its bar may lie on hatching, so it gets its own background.
                 wide = self._width(bar) < DIGIT_PIXELS * len(str(bar.place.layer))
                 ground = {"boxstyle": "square,pad=0.08", "facecolor": shade(bar), "linewidth": 0}
                 ax.text(
@@ -143,7 +143,7 @@ class LanePanel:
                 )
 
     def _hatch(self, ax: Axes, stalls: list[Stall], bottom: float, height: float) -> None:
-        """Hatch the stalls that can be seen, in the colour of what they wait for."""
+        """Hatch the visible stalls, in the colour of the lane that they wait for."""
         for lane in waited_for(stalls):
             own = joined([s for s in stalls if s.waits_for == lane], 2 * self.pixel_s)
             seen = [s for s in own if s.end_s - s.start_s > 2 * self.pixel_s]
@@ -158,7 +158,7 @@ class LanePanel:
             )
 
     def _waiting(self, ax: Axes, stalls: list[Stall], bottom: float, height: float) -> None:
-        """Draw the share of each slice of time in which compute stood still, by what it waited for."""
+        """Draw for each slice of time the share in which compute was idle, by the lane it waited for."""
         import numpy as np
 
         start, end = self.window[0], self.window[0] + self.shown_s
@@ -188,18 +188,18 @@ def row_names(lanes: list[str], *, stalls: bool) -> list[str]:
 
 
 def panel_height(lanes: list[str], *, stalls: bool) -> float:
-    """Return the height of the rows, in units of the compute lane's."""
+    """Return the height of all rows, in units of the compute lane's height."""
     return sum(HEIGHTS.get(row, OTHER_HEIGHT) + GAP for row in row_names(lanes, stalls=stalls))
 
 
 def shade(bar: Bar) -> str:
-    """Return a bar's colour: its phase's, lighter for odd layers so that neighbours differ."""
+    """Return a bar's colour: its phase's colour, lighter for odd layers so that neighbours differ."""
     colour = phase_colour(bar.place.phase)
     return lighter(colour, 0.28) if bar.place.layer > 0 and bar.place.layer % 2 else colour
 
 
 def number_colour(background: str) -> str:
-    """Return white or black, whichever reads better on ``background``."""
+    """Return white or black, whichever is easier to read on ``background``."""
     red, green, blue = (int(background[i : i + 2], 16) for i in (1, 3, 5))
     return "white" if 0.299 * red + 0.587 * green + 0.114 * blue < 145 else TEXT
 
@@ -210,7 +210,7 @@ def wait_colour(lane: str) -> str:
 
 
 def joined(stalls: list[Stall], bridge_s: float) -> list[Stall]:
-    """Return stalls in which neighbours are one, where the lane ran for less than ``bridge_s`` and half the time."""
+    """Return the stalls with near neighbours joined: the lane ran less than ``bridge_s`` and half the time between."""
     found: list[Stall] = []
     stood_s = 0.0
     for stall in sorted(stalls, key=lambda s: s.start_s):
@@ -227,7 +227,7 @@ def joined(stalls: list[Stall], bridge_s: float) -> list[Stall]:
 
 
 def waited_for(stalls: list[Stall]) -> list[str]:
-    """Return the lanes that are waited for, the longest wait first."""
+    """Return the lanes that are waited for, the longest total wait first."""
     total: dict[str, float] = {}
     for stall in stalls:
         total[stall.waits_for] = total.get(stall.waits_for, 0.0) + stall.end_s - stall.start_s
@@ -235,7 +235,7 @@ def waited_for(stalls: list[Stall]) -> list[str]:
 
 
 def wait_labels(trace: Trace, window: tuple[float, float]) -> dict[str, str]:
-    """Return for each lane that compute waits for inside the window a legend such as ``d2h 1.2 s``."""
+    """Return a legend such as ``d2h 1.2 s`` for each lane that compute waits for inside the window."""
     total: dict[str, float] = {}
     for stall in stalls_of(trace):
         inside = min(stall.end_s, window[1]) - max(stall.start_s, window[0])

@@ -1,4 +1,4 @@
-"""The longest sequence that fits, as text: the length, what bounds it, every length that was asked, and the plan."""
+"""Shows the longest sequence that fits as text: the length, its limit, all evaluated lengths, and the best plan."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from memo_sim.views.text_table import text_table
 
 
 def longest_table(document: Longest) -> str:
-    """Return the answer: a line with the length, the lengths asked, and the fastest plan at the longest."""
+    """Return the answer: a line with the length, the evaluated lengths, and the fastest plan at the longest."""
     head = f"{document.model} on {document.cluster}, {document.system}"
     if document.seq_tokens:
-        head += f": {format_tokens(document.seq_tokens)} tokens at most (bound by {document.bound})"
+        head += f": {format_tokens(document.seq_tokens)} tokens at most (limited by {document.bound})"
     else:
         head += f": not even {format_tokens(document.step_tokens)} tokens fit ({document.bound})"
     rows = [
@@ -24,7 +24,7 @@ def longest_table(document: Longest) -> str:
         ]
         for tried in document.tried
     ]
-    blocks = [head, text_table(["tokens", "", "a plan's step", "bound by"], rows, "rlrl")]
+    blocks = [head, text_table(["tokens", "", "a plan's step", "limited by"], rows, "rlrl")]
     if document.best is not None:
         blocks.append(f"the fastest plan at {format_tokens(document.seq_tokens)}:\n{ranked_table([document.best])}")
     return "\n\n".join(blocks)

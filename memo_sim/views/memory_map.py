@@ -1,7 +1,7 @@
-"""Picture of a placement: address against time, one rectangle a buffer; over it live, reserved and planned bytes.
+"""Draws a placement as address over time: one rectangle per buffer, with curves of live, reserved and planned bytes.
 
-The name of the file decides the format (``.png``, ``.svg``, ``.pdf``). Rectangles are drawn as one image, names only
-where they fit, so that a picture of thousands of buffers stays small and readable.
+The file's suffix decides the format (``.png``, ``.svg``, ``.pdf``). All rectangles are drawn as one image, and names
+only where they fit, so that a picture of thousands of buffers stays small and readable.
 """
 
 from __future__ import annotations
@@ -25,28 +25,28 @@ if TYPE_CHECKING:
 WIDTH_IN, HEIGHT_IN = 14.0, 7.4
 LEFT_IN, RIGHT_IN, TOP_IN, BOTTOM_IN = 0.9, 1.5, 0.85, 0.55
 BAND_IN, BAND_GAP_IN = 0.2, 0.06
-"""Height of the strip of phases under the map, and the space above it."""
+"""Height of the strip of phases below the map, and the space above it."""
 WITHOUT_CLASS = ("#4f93c8", "#f2b75f", "#76b38a", "#7b6fb0", "#d9603b", "#9aa5b1", "#c79b6b", "#6aa9a5")
-"""Colours in turn where buffers have no class."""
+"""Colours used in rotation where buffers have no class."""
 SHADES = (0.0, 0.22, 0.4)
-"""Shares of white in turn, so that neighbours of one class are told apart."""
+"""Shares of white used in rotation, so that neighbours of the same class look different."""
 MOST_EDGES = 600
-"""Above so many buffers outlines would cover what they outline."""
+"""With more buffers there are no outlines: they would cover the rectangles."""
 MOST_NAMES = 150
 NAME_PT, BAND_PT, CHARACTER = 6.5, 6.0, 0.6
-"""Size of a buffer's name and of a phase's, and a character's width as part of it."""
+"""Font sizes of buffers' and phases' names, and a character's width as a fraction of the font size."""
 MOST_CONSTANT, CONSTANT_SHOWN = 0.35, 0.12
-"""A bottom that never changes and is more than this share of the arena is cut, but for so much of the rest's height."""
+"""A constant bottom above the first fraction of the arena is cut to the second fraction of the rest."""
 RESERVED = "#6a3d9a"
 MOST_ABOVE = 2
-"""Times the arena: more than that is reserved far above the map, and only said."""
+"""If the caching allocator reserves more than this multiple of the arena, its curve is a note, not a line."""
 MOST_HALOED = 300
-"""Steps of the live sum above which its line is thin and has no white rim."""
+"""With more steps, the line of live bytes is thin and has no white rim."""
 Curve = tuple[Sequence[int], Sequence[int]]
-"""Instants, and bytes from each of them on."""
+"""Instants, and the bytes from each instant on."""
 NO_CURVE: Curve = ((), ())
 PHASE_KINDS = {"offload": "off", "prefetch": "pre", "update": "opt", "recompute": "rec", "optimizer": "opt"}
-"""Phases of the palette by the second word of a phase's kind, where they are called differently."""
+"""Palette phases by the second word of a phase's kind, where the names differ."""
 
 
 def draw_memory_map(
@@ -57,16 +57,16 @@ def draw_memory_map(
     phases: Sequence[Phase] = (),
     reserved: Curve = NO_CURVE,
 ) -> None:
-    """Draw ``placement`` into ``path``, with ``phases`` as a strip under it.
+    """Draw ``placement`` into ``path``, with ``phases`` as a strip below it.
 
     ``reserved`` is what the caching allocator reserves for the same requests, in bytes from each instant on.
 
     Raises:
-        UsageError: when the file's kind or place is not possible.
+        UsageError: when the file's format is unknown or the file cannot be written.
         ModuleNotFoundError: when matplotlib is not installed.
     """
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Glyph .* missing")  # names in any script; what no font has is a box
+        warnings.filterwarnings("ignore", "Glyph .* missing")  # a character that no font has is drawn as a box
         write_picture(lambda: _figure(placement, title, phases, reserved), path)
 
 
@@ -121,7 +121,7 @@ def _figure(placement: Placement, title: str, phases: Sequence[Phase], reserved:
 
 
 def _baseline(placement: Placement, start: int, end: int) -> int:
-    """Return up to which address the arena's bottom is filled all the time by the same buffers, in bytes."""
+    """Return the height in bytes of the arena's bottom that the same buffers fill for the whole time."""
     rows = zip(placement.offset_bytes, placement.size_bytes, placement.lower, placement.upper, strict=True)
     unit, top = placement.alignment_bytes, 0
     for offset, size, lower, upper in sorted(rows):
@@ -131,11 +131,11 @@ def _baseline(placement: Placement, start: int, end: int) -> int:
     return top
 
 
-def _say_what_is_below(ax: Axes, lower_bound_bytes: float) -> None:
+def _say_what_is_below(ax: Axes, bottom_bytes: float) -> None:
     ax.text(
         0.004,
         0.008,
-        f"cut off below: all of the lowest {format_bytes(lower_bound_bytes)} stays as it is throughout",
+        f"the lowest {format_bytes(bottom_bytes)} never change and are cut off here",
         transform=ax.transAxes,
         fontsize=8,
         color=TEXT,
@@ -145,13 +145,13 @@ def _say_what_is_below(ax: Axes, lower_bound_bytes: float) -> None:
 
 def _subtitle(placement: Placement) -> str:
     arena, bound = placement.arena_bytes, placement.lower_bound_bytes
-    good = "the lower bound: optimal" if arena == bound else f"lower bound {format_bytes(bound)}"
+    good = "equal to the lower bound: optimal" if arena == bound else f"lower bound {format_bytes(bound)}"
     solver = f" by {placement.solver}" if placement.solver else ""
     return f"arena {format_bytes(arena)}{solver}, {good}"
 
 
 def _draw_buffers(ax: Axes, placement: Placement, scale: float) -> None:
-    """Draw the rectangles, coloured by class, neighbours in other shades."""
+    """Draw the rectangles, coloured by class, with different shades for neighbours."""
     import numpy as np
     from matplotlib.collections import PolyCollection
 
@@ -175,7 +175,7 @@ def _draw_buffers(ax: Axes, placement: Placement, scale: float) -> None:
 
 
 def _colours(placement: Placement) -> list[str]:
-    """Return a colour for every buffer: its class's in the shade that its rank by address and birth gives."""
+    """Return a colour for every buffer: its class's colour, in a shade by its rank in address and birth."""
     count = len(placement.ids)
     rank = [0] * count
     ordered = sorted(range(count), key=lambda i: (placement.offset_bytes[i], placement.lower[i]))
@@ -190,7 +190,7 @@ def _colours(placement: Placement) -> list[str]:
 
 
 def _draw_names(ax: Axes, placement: Placement, scale: float, a_pt: tuple[float, float]) -> None:
-    """Write the names of the buffers that have room for them, the largest first; ``a_pt``: instants and units."""
+    """Write names on the buffers with room for them, the largest first; ``a_pt``: instants and units per point."""
     bottom = ax.get_ylim()[0]
     lives = [upper - lower for lower, upper in zip(placement.lower, placement.upper, strict=True)]
     order = sorted(range(len(lives)), key=lambda i: -placement.size_bytes[i] * lives[i])
@@ -235,7 +235,7 @@ def _draw_lines(ax: Axes, placement: Placement, scale: float) -> None:
 
 
 def _draw_reserved(ax: Axes, reserved: Curve, life: tuple[int, int], scale: float) -> None:
-    """Draw what the caching allocator reserves as steps; a step begins with what the one before left."""
+    """Draw the bytes that the caching allocator reserves; a step starts with what the step before left reserved."""
     heights = [size / scale for size in reserved[1]]
     times = [life[0], *reserved[0], life[1]]
     ax.step(times, [heights[-1], *heights, heights[-1]], where="post", color=RESERVED, linewidth=1.1, label="caching")
@@ -256,7 +256,7 @@ def _reserves(reserved: Curve) -> str:
 
 
 def live_curve(placement: Placement) -> tuple[list[int], list[int]]:
-    """Return the instants at which the live sum changes, and the bytes that live from each on."""
+    """Return the instants at which the live bytes change, and the live bytes from each instant on."""
     changes: dict[int, int] = {}
     for lower, upper, size in zip(placement.lower, placement.upper, placement.size_bytes, strict=True):
         changes[lower] = changes.get(lower, 0) + size
@@ -270,7 +270,7 @@ def live_curve(placement: Placement) -> tuple[list[int], list[int]]:
 
 
 def _draw_phases(ax: Axes, phases: Sequence[Phase], instants_a_pt: float) -> None:
-    """Draw the strip: the colour of a phase's kind, two shades in turn, and its place where it is wide enough."""
+    """Draw the strip of phases: the colour of the kind in two alternating shades, and the name where it fits."""
     ax.broken_barh(
         [(phase.lower, phase.upper - phase.lower) for phase in phases],
         (0, 1),
@@ -292,12 +292,12 @@ def _draw_phases(ax: Axes, phases: Sequence[Phase], instants_a_pt: float) -> Non
 
 
 def _printable(text: str) -> str:
-    """Return ``text`` without control characters, which an SVG may not hold."""
+    """Return ``text`` with control characters replaced: an SVG must not contain them."""
     return "".join(character if character.isprintable() else "?" for character in text)
 
 
 def _place(phase: Phase) -> str:
-    """Return the short name of a phase: its layer's number, or its place."""
+    """Return the short name of a phase: the number of its layer, or its place."""
     parts = phase.name.split("/")
     place = parts[-2] if len(parts) > 1 else parts[0]
     return place[1:] if place[:1] == "l" and place[1:].isdigit() else place
@@ -310,7 +310,7 @@ def _palette_phase(kind: str) -> str:
 
 
 def _draw_legend(ax: Axes, placement: Placement, width_in: float) -> None:
-    """Name the lines, and the classes from the bottom of the palette to its top."""
+    """Draw the legend: the lines, then the classes from the top of the palette to its bottom."""
     from matplotlib.patches import Patch
 
     names = reversed(ordered_classes(set(placement.classes)))

@@ -1,6 +1,6 @@
-"""Live memory over time drawn into given axes: buffer classes stacked as steps, the capacity, the peak.
+"""Draws live memory over time into given axes: buffer classes stacked as steps, the capacity, the peak.
 
-A curve with more steps than pixels is drawn by the fullest instant of each pixel, so that no peak is lost.
+If a curve has more steps than pixels, each pixel shows its fullest instant, so that no peak is lost.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 CAPACITY_SHOWN = 0.5
-"""A peak below this share of the capacity would be flattened by showing the capacity's line: it is written instead."""
+"""Below this share of the capacity, the capacity is written as text: its line would make the curve too flat."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Peak:
 
 @dataclass(frozen=True)
 class MemoryPanel:
-    """Where and how a curve is drawn; ``end_s`` is when it stops, ``unit_s`` a tick unit of the time axis."""
+    """A memory curve in a time window (seconds) up to ``end_s``; the time axis counts units of ``unit_s`` seconds."""
 
     curve: MemoryCurve
     window: tuple[float, float]
@@ -42,7 +42,7 @@ class MemoryPanel:
     capacity_bytes: int | None = None
 
     def draw(self, ax: Axes) -> list[str]:
-        """Draw the stack, the capacity's line and the peak; return the classes from bottom to top."""
+        """Draw the stacked classes, the capacity and the peak; return the classes from bottom to top."""
         names = ordered_classes({n for n, c in self.curve.bytes_by_class.items() if any(c)})
         unit, scale = memory_unit(peak_of(self.curve, self.window).bytes)
         edges, heights = self._steps(names)
@@ -85,7 +85,7 @@ class MemoryPanel:
         return np.append(times, end), live
 
     def _mark(self, ax: Axes, scale: float) -> None:
-        """Mark the peak, draw or write the capacity, and leave room above for both."""
+        """Mark the peak, draw or write the capacity, and leave space above for both texts."""
         peak = peak_of(self.curve, self.window)
         highest = peak.bytes / scale
         text = f"peak {format_bytes(peak.bytes)}"
@@ -111,7 +111,7 @@ class MemoryPanel:
         ax.set_ylim(0, 1.22 * top if top else 1.0)
         where = peak.at_s / self.unit_s
         right = peak.at_s > (self.window[0] + self.window[1]) / 2
-        beside = capacity is not None and abs(top - highest) < 0.13 * top  # the line would strike the text out
+        beside = capacity is not None and abs(top - highest) < 0.13 * top  # else the capacity line would cross the text
         ax.plot([where], [highest], marker="v", markersize=5, color=TEXT, clip_on=False)
         ax.annotate(
             text,
@@ -126,7 +126,7 @@ class MemoryPanel:
 
 
 def peak_of(curve: MemoryCurve, window: tuple[float, float] | None = None) -> Peak:
-    """Return the first fullest instant of a curve, of all of it or inside a window."""
+    """Return the first fullest instant of a curve, in the whole curve or inside a window."""
     totals = [sum(step) for step in zip(*curve.bytes_by_class.values(), strict=True)]
     ends = [*curve.time_s[1:], float("inf")]
     start, end = window or (float("-inf"), float("inf"))
@@ -138,7 +138,7 @@ def peak_of(curve: MemoryCurve, window: tuple[float, float] | None = None) -> Pe
 
 
 def memory_unit(size_bytes: int) -> tuple[str, float]:
-    """Return the unit and its bytes in which an axis up to ``size_bytes`` reads well."""
+    """Return a readable unit for an axis up to ``size_bytes``, and the bytes in that unit."""
     for unit, scale in (("GiB", GIB), ("MiB", MIB)):
         if size_bytes >= 0.5 * scale:
             return unit, float(scale)

@@ -1,7 +1,7 @@
-"""The colours of the pictures, one per phase, lane and buffer class, and the words of their legends.
+"""Colours of the pictures by phase, lane and buffer class, and the labels of their legends.
 
-Phases differ in hue and lightness, so that they are told apart without colour vision too; blocks without a layer are
-grey or violet, and what is waited for is drawn in the dark colour of its lane.
+Phases differ in hue and lightness, so that readers without colour vision can tell them apart. Bars outside of layers
+are grey or violet. A wait has the dark colour of the lane that is waited for.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ PHASES = {
     "reduce": ("reduce gradients", "#8c8c8c"),
     "opt": ("optimizer", "#5c5c5c"),
 }
-"""Legend and colour by the phase in an instruction's id."""
+"""Legend label and colour by the phase in an instruction's id."""
 
 WAITS = {
     "compute": "#303030",
@@ -58,12 +58,12 @@ def phase_colour(phase: str) -> str:
 
 
 def phase_label(phase: str) -> str:
-    """Return what a legend calls a phase."""
+    """Return the legend label of a phase."""
     return PHASES.get(phase, (phase, OTHER))[0]
 
 
 def lighter(colour: str, share: float) -> str:
-    """Return ``colour`` mixed with ``share`` of white: the other shade of two neighbouring layers."""
+    """Return ``colour`` mixed with ``share`` of white, to distinguish neighbouring layers."""
     parts = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
     return "#" + "".join(f"{round(p + (255 - p) * share):02x}" for p in parts)
 

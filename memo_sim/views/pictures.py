@@ -1,4 +1,4 @@
-"""Pictures as files: which kinds there are, and how a drawing is written to one.
+"""Writes drawings to picture files, and checks their format.
 
 Text stays text in an SVG, and the same drawing always gives the same bytes.
 """
@@ -17,29 +17,29 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 STAMPS = {".png": "Software", ".svg": "Date", ".pdf": "CreationDate"}
-"""What each kind would say of who wrote it, and when."""
+"""The metadata key of each format that would hold a program's name or a date; it is left empty."""
 FORMATS = tuple(STAMPS)
 DPI = 150
 
 
 def check_kind(path: str | Path) -> None:
-    """Refuse a name whose ending is none of ``FORMATS``.
+    """Refuse a file name whose suffix is none of ``FORMATS``.
 
     Raises:
         UsageError: naming the file.
     """
     suffix = Path(path).suffix.lower()
     if suffix not in FORMATS:
-        raise UsageError("not a kind of picture", where=str(path), got=repr(suffix), wanted=", ".join(FORMATS))
+        raise UsageError("unknown picture format", where=str(path), got=repr(suffix), wanted=", ".join(FORMATS))
 
 
 def write_picture(draw: Callable[[], Figure], path: str | Path, hatch_linewidth: float = 1.0) -> None:
-    """Write atomically what ``draw`` returns; the name of the file decides the format.
+    """Write the drawing that ``draw`` returns atomically; the file's suffix decides the format.
 
-    ``hatch_linewidth`` is in points; matplotlib takes it for a whole picture only.
+    ``hatch_linewidth`` is in points; matplotlib has one value for a whole picture.
 
     Raises:
-        UsageError: when the file's kind or place is not possible.
+        UsageError: when the file's format is unknown or the file cannot be written.
         ModuleNotFoundError: when matplotlib is not installed.
     """
     check_kind(path)

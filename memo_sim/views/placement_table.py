@@ -1,4 +1,4 @@
-"""A planned memory as text: live, reserved and planned bytes side by side, and what lives at the worst instant."""
+"""Shows a memory plan as text: live, reserved and planned bytes, and the classes at the fullest instant."""
 
 from __future__ import annotations
 
@@ -9,35 +9,49 @@ from memo_sim.views.text_table import percent, text_table
 
 
 def placement_report(report: MemoryReport) -> str:
-    """Return the figures of ``report`` as a table, sentences on how good they are, and the worst instant's classes."""
+    """Return the figures of ``report`` as a table, how far they are from optimal, and the fullest instant's classes."""
     blocks = [_figures(report), _verdict(report)]
     if report.live_by_class:
         where = f" ({report.worst_phase})" if report.worst_phase else ""
-        blocks.append(f"Most lives at instant {report.worst_instant}{where}:\n{peak_table(report.live_by_class)}")
+        blocks.append(f"Most bytes live at instant {report.worst_instant}{where}:\n{peak_table(report.live_by_class)}")
     blocks += [f"note: {note}" for note in report.notes]
     return "\n\n".join(blocks[:3]) + "".join(f"\n{block}" for block in blocks[3:])
 
 
 def _figures(report: MemoryReport) -> str:
     live = report.live_bytes
-    rows = [
-        ["live", _size(live), None, "what the buffers of the worst instant add up to"],
+    chosen = "yes" if report.optimal or (_is_bilevel(report.solver) and report.bilevel_proven) else "no"
+    rows: list[list[str | None]] = [
+        ["live", _size(live), None, None, None, "sum of the buffers at the fullest instant"],
         [
             "caching",
             _size(report.reserved_caching_bytes),
             _above(report.reserved_caching_bytes, live),
+            None,
+            None,
             _caching(report),
         ],
-        [
-            "bi-level",
-            _size(report.bilevel_peak_bytes),
-            _above(report.bilevel_peak_bytes, live),
-            "every phase planned apart",
-        ],
-        ["planned", _size(report.peak_bytes), _above(report.peak_bytes, live), f"one arena, by {report.solver}"],
     ]
-    shown = [row for row in rows if row[0] != "bi-level" or report.bilevel_peak_bytes is not None]
-    return text_table(["memory", "size", "above live", ""], shown, "lrrl")
+    for other in report.others:
+        name = "bi-level" if _is_bilevel(other.solver) else "flat"
+        proven = "yes" if other.proven else "no"
+        rows.append([name, *_costs(other.peak_bytes, live, other.elapsed_s), proven, _how(other.solver)])
+    rows.append(["planned", *_costs(report.peak_bytes, live, report.elapsed_s), chosen, _how(report.solver)])
+    return text_table(["memory", "size", "above live", "time", "proven", ""], rows, "lrrrll")
+
+
+def _costs(peak_bytes: int, live_bytes: int, elapsed_s: float) -> tuple[str | None, str | None, str]:
+    return _size(peak_bytes), _above(peak_bytes, live_bytes), format_seconds(elapsed_s)
+
+
+def _is_bilevel(solver: str) -> bool:
+    return solver == "bilevel-mip"
+
+
+def _how(solver: str) -> str:
+    if _is_bilevel(solver):
+        return f"every phase placed separately, then phases as blocks, by {solver}"
+    return f"one arena, by {solver}"
 
 
 def _caching(report: MemoryReport) -> str:
@@ -45,16 +59,18 @@ def _caching(report: MemoryReport) -> str:
     if report.reserved_caching_bytes is None:
         return f"PyTorch's allocator runs out of memory{limit}"
     count = report.allocation_retries or 0
-    times = f"{count} reorganisation{'' if count == 1 else 's'} an iteration"
-    return f"what PyTorch's allocator reserves{limit}; {times}"
+    retries = f"{count} allocation {'retry' if count == 1 else 'retries'} per iteration"
+    return f"reserved by PyTorch's allocator{limit}; {retries}"
 
 
 def _verdict(report: MemoryReport) -> str:
     buffers = f"{counted(report.buffers, 'buffer')} placed in {format_seconds(report.elapsed_s)}"
     if report.optimal:
-        return f"{buffers}: optimal, the arena is the lower bound."
-    gap = percent(report.gap, digits=2)
-    return f"{buffers}: {gap} above the lower bound {format_bytes(report.lower_bound_bytes)}, not proven optimal."
+        return f"{buffers}: optimal, the arena is equal to the lower bound."
+    above = f"{percent(report.gap, digits=2)} above the lower bound {format_bytes(report.lower_bound_bytes)}"
+    if _is_bilevel(report.solver) and report.bilevel_proven:
+        return f"{buffers}: {above}; no other bi-level plan is smaller."
+    return f"{buffers}: {above}, not proven optimal."
 
 
 def _size(size_bytes: int | None) -> str | None:

@@ -1,6 +1,6 @@
-"""Plans as text: the ranked answer to a what-if question, the peak's classes, the stalls of one plan.
+"""Shows plans as text: the ranked answer to a what-if question, the classes at the peak, the stalls of one plan.
 
-A plan that does not fit shows why and by how much, and never a speed.
+A plan that does not fit is shown with the reason and its shortfall, never with a speed.
 """
 
 from __future__ import annotations
@@ -15,17 +15,18 @@ from memo_sim.views.palette import ordered_classes
 from memo_sim.views.text_table import number, percent, text_table
 
 REASON_WIDTH = 80
-"""A reason is cut to so many characters; the document has it whole."""
+"""A longer reason is shortened to this many characters; the document holds all of it."""
 
 LEAST_DIGITS, MOST_DIGITS = 3, 6
-"""Of step times in one table."""
+"""Significant digits of the step times in one table."""
 
 
 def layout_label(layout: Layout) -> str:
-    """Return a layout in a few characters: ``tp4+sp cp2 dp1``; tp, cp and dp always, others when they divide.
+    """Return a short name of a layout, such as ``tp4+sp cp2 dp1``: tp, cp and dp always, other degrees above 1.
 
-    ``+ag``: context-parallel ranks gather all keys and values; ``+rsa``: they write all scores. ``+length``:
-    subsequences are as long as each other; ``+mx``: idle stages play rows of the pipeline's fill and drain.
+    ``+ag``: context-parallel ranks all-gather keys and values; ``+rsa``: they write all scores. ``+length``: all
+    subsequences have the same length. ``+mx``: idle stages compute rows of other stages in the pipeline's fill and
+    drain.
     """
     exchange = "+ag" if layout.cp > 1 and layout.cp_exchange == "all_gather" else ""
     exchange = "+rsa" if layout.cp_exchange == "rsa" else exchange
@@ -42,7 +43,7 @@ def layout_label(layout: Layout) -> str:
 
 
 def result_table(result: Result, *, top: int | None = None) -> str:
-    """Return the answer: the question, the ranked plans, the plans that do not fit (why: ``result.why``).
+    """Return the answer: the question, the ranked plans, the plans that do not fit. ``result.why`` explains it.
 
     ``top`` limits the rows of each table.
     """
@@ -63,16 +64,16 @@ def result_table(result: Result, *, top: int | None = None) -> str:
 
 
 def ranked_table(plans: Sequence[PlanRow], *, top: int | None = None) -> str:
-    """Return the plans that fit, in the order given, one a row."""
+    """Return the plans that fit, in the given order, one per row."""
     rows: list[list[str | None]] = []
     outside: set[str] = set()
     digits = _digits([p.step_s for p in plans[:top] if p.step_s is not None])
-    # One unit for the table: GiB, or MiB where models are small.
+    # One unit for the whole table: GiB, or MiB for small models.
     unit, scale = ("GiB", GIB) if any(p.peak_device_bytes >= GIB for p in plans[:top]) else ("MiB", MIB)
     cached = any(p.memory_policy != "planned" for p in plans[:top])
     for rank, plan in enumerate(plans[:top], start=1):
         outside.update(plan.outside_calibration)
-        # A copy lane that waits is nothing lost; compute that waits is.
+        # Only waits of compute cost time; a copy lane may wait.
         stall = max((s for s in plan.stalls if s.lane == "compute"), key=lambda s: s.seconds, default=None)
         rows.append(
             [
@@ -100,19 +101,19 @@ def ranked_table(plans: Sequence[PlanRow], *, top: int | None = None) -> str:
         "MFU %",
         "TGS",
         f"device {unit}",
-        *(["memory", f"reserved {unit}", "reorganised"] if cached else []),
+        *(["memory", f"reserved {unit}", "retries"] if cached else []),
         f"host {unit}/node",
     ]
     table = text_table([*headers, "compute waits for"], rows, "rllrlrrrr" + "lrr" * cached + "rl")
     if outside:
-        table += f"\n* outside the range that was calibrated: {', '.join(sorted(outside))}"
+        table += f"\n* outside the calibrated range: {', '.join(sorted(outside))}"
     if top is not None and len(plans) > top:
         table += f"\n... and {len(plans) - top} more"
     return table
 
 
 def _digits(steps_s: Sequence[float]) -> int:
-    """Return how many digits tell different step times apart: three, or up to six."""
+    """Return how many digits distinguish the step times: three to six."""
     apart = {f"{step_s:.{MOST_DIGITS}g}" for step_s in steps_s}
     for digits in range(LEAST_DIGITS, MOST_DIGITS):
         if len({f"{step_s:.{digits}g}" for step_s in steps_s}) == len(apart):
@@ -121,20 +122,20 @@ def _digits(steps_s: Sequence[float]) -> int:
 
 
 def _recompute(plan: PlanRow) -> str:
-    """Return the recompute mode, and the rows of the MLP that exist at once where those are not all."""
+    """Return the recompute mode, and the chunk sizes of MLP and attention where they run in chunks."""
     cut = {"mlp": plan.mlp_chunk_tokens, "attention": plan.attention_chunk_tokens}
     return ", ".join([plan.recompute, *(f"{name} {format_tokens(n)}" for name, n in cut.items() if n)])
 
 
 def _allocator(plan: PlanRow, scale: int) -> list[str | None]:
-    """Return a plan's memory policy, what is reserved for it, and how often a step reorganises that."""
+    """Return a plan's memory policy, its reserved memory, and its allocation retries per step."""
     if plan.reserved_bytes is None:
         return [plan.memory_policy, None, None]
     return [plan.memory_policy, f"{plan.reserved_bytes / scale:.1f}", str(plan.allocation_retries)]
 
 
 def infeasible_table(plans: Sequence[PlanRow], *, top: int | None = None) -> str:
-    """Return the plans that do not fit, one a row: what is short, by how much, why."""
+    """Return the plans that do not fit, one per row: status, shortfall, reason."""
     rows = [
         [
             plan.system or None,
@@ -152,7 +153,7 @@ def infeasible_table(plans: Sequence[PlanRow], *, top: int | None = None) -> str
 
 
 def stall_table(stalls: Sequence[Stall], step_s: float) -> str:
-    """Return the stalls, the longest first, with their share of the step."""
+    """Return the stalls, longest first, with their share of the step."""
     rows = [
         [s.lane, s.waits_for, format_seconds(s.seconds), percent(s.seconds / step_s if step_s else None), str(s.count)]
         for s in sorted(stalls, key=lambda s: -s.seconds)
@@ -161,7 +162,7 @@ def stall_table(stalls: Sequence[Stall], step_s: float) -> str:
 
 
 def peak_table(peak_by_class: Mapping[str, int], *, capacity_bytes: int | None = None) -> str:
-    """Return what lives at the fullest instant by class, the largest first, its total, and what is left."""
+    """Return the live bytes at the fullest instant by class, largest first, with the total and the free bytes."""
     total = sum(peak_by_class.values())
     names = sorted(ordered_classes(set(peak_by_class)), key=lambda name: -peak_by_class[name])
     sizes = [(name, peak_by_class[name]) for name in names if peak_by_class[name]] + [("total", total)]

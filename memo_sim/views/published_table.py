@@ -1,9 +1,9 @@
-"""Predictions in the arrangement of the table they are of: a column a length (or alpha), the error beneath each value.
+"""Shows predictions in the arrangement of the printed table: one column per length (or alpha), errors below values.
 
               64k     128k     ...
 memo        48.8 %   51.9 %
   error     +1.8 %   +1.8 %
-full        oom !    oom                     ! where the source says otherwise
+full        oom !    oom                     ! the source says otherwise
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ SHORT = {"gpu_oom": "oom", "host_oom": "host oom", "invalid": "invalid", "ok": "
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """A case's place: the table it belongs to (a model), its row and its column."""
+    """A case's place: its table (a model on a cluster), its row and its column."""
 
     block: str
     row: str
@@ -28,7 +28,7 @@ class Cell:
 
 
 def published_table(cells: Sequence[Cell]) -> str:
-    """Return one table a block; rows and columns stand in the order in which they first occur."""
+    """Return one table per block; rows and columns are in the order of first occurrence."""
     blocks = list(dict.fromkeys(c.block for c in cells))
     return "\n\n".join(_block(name, [c for c in cells if c.block == name]) for name in blocks)
 

@@ -1,8 +1,8 @@
-"""Every table of text, by the document it shows."""
+"""Collects all text tables in one place; each document has a module with its table."""
 
 from __future__ import annotations
 
-from memo_sim.views.chart_table import chart_table
+from memo_sim.views.chart import chart_table
 from memo_sim.views.comparison_table import comparison_table
 from memo_sim.views.fit_table import fit_table
 from memo_sim.views.longest_table import longest_table

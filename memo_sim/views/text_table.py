@@ -1,4 +1,4 @@
-"""Columns of plain text: the same bytes on a terminal, in a pipe and in a file.
+"""Formats tables and numbers as plain text, with the same bytes on a terminal, in a pipe and in a file.
 
 >>> print(text_table(["plan", "step"], [["memo", "57.7 s"], ["full-recompute", "69 s"]], "lr"))
 plan              step
@@ -11,16 +11,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 MOST_PERCENT = 100.0
-"""A fraction from which it is read more easily as a factor; with a sign it is what comes on top of one."""
+"""From this fraction on, a number is shown as a factor. A signed fraction is shown as 1 plus itself."""
 
 BLANK = "-"
-"""What stands where nothing is known or nothing applies."""
+"""Text of an empty cell: the value is unknown or does not apply."""
 
 
 def text_table(headers: Sequence[str], rows: Sequence[Sequence[str | None]], align: str = "") -> str:
-    """Return a table without a newline at its end.
+    """Return a table without a final newline.
 
-    ``align`` has ``l`` or ``r`` for each column (left where it ends); None in a cell stands for nothing known.
+    ``align`` has ``l`` or ``r`` for each column (missing ones are left-aligned). A cell of None is shown as ``BLANK``.
     """
     cells = [[BLANK if cell is None else cell for cell in row] for row in rows]
     align = align.ljust(len(headers), "l")
@@ -36,7 +36,7 @@ def text_table(headers: Sequence[str], rows: Sequence[Sequence[str | None]], ali
 
 
 def percent(fraction: float | None, *, digits: int = 1, signed: bool = False) -> str | None:
-    """Return a fraction in percent (``53.6 %``), with its sign where that matters; as a factor from 100 (``x101``)."""
+    """Return a fraction in percent (``53.6 %``), optionally with its sign; as a factor from 100 on (``x101``)."""
     if fraction is None:
         return None
     if abs(fraction) >= MOST_PERCENT:
@@ -45,5 +45,5 @@ def percent(fraction: float | None, *, digits: int = 1, signed: bool = False) ->
 
 
 def number(value: float | None, digits: int = 1) -> str | None:
-    """Return a number with so many decimals."""
+    """Return a number with ``digits`` decimals."""
     return None if value is None else f"{value:.{digits}f}"

@@ -1,7 +1,7 @@
-"""Pictures of a step: its lanes over time with the memory under them, and predicted beside measured.
+"""Draws a step: lanes over time with memory below them; or a predicted and a measured step on one time axis.
 
-The name of the file decides the format (``.png``, ``.svg``, ``.pdf``). Of a step with several micro-batches the first
-one is shown, because they are alike; ``window`` shows any other part.
+The file's suffix decides the format (``.png``, ``.svg``, ``.pdf``). If a step has several micro-batches, the picture
+shows only the first one, because they are alike; ``window`` selects another part of the step.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def draw_timeline(
     ``title`` names the plan; ``window`` is (from, to) in seconds.
 
     Raises:
-        UsageError: when the window is empty or the file's kind or place is not possible.
+        UsageError: when the window is empty, the file's format is unknown, or the file cannot be written.
         ModuleNotFoundError: when matplotlib is not installed.
     """
     shown, note = _window([trace], window)
@@ -68,10 +68,10 @@ def draw_comparison(
     capacity_bytes: int | None = None,
     window: Window | None = None,
 ) -> None:
-    """Draw two traces of one program above each other on one time axis, both from their step's start.
+    """Draw two traces of one program above each other on one time axis; both start at 0.
 
     Raises:
-        UsageError, ModuleNotFoundError: as ``draw_timeline`` does.
+        UsageError, ModuleNotFoundError: as in ``draw_timeline``.
     """
     traces = [predicted, measured]
     shown, note = _window(traces, window)
@@ -89,7 +89,7 @@ def draw_comparison(
 
 @dataclass
 class _Panel:
-    """A piece of the picture: its height, and how it is drawn into axes."""
+    """One panel of the picture: its content, height and heading."""
 
     kind: str
     height_in: float
@@ -99,12 +99,12 @@ class _Panel:
 
     @property
     def gap_in(self) -> float:
-        """Space above the panel, for its heading too."""
+        """Space above the panel, including its heading."""
         return 0.3 if self.heading else GAP_IN
 
 
 class _Picture:
-    """Panels stacked from top to bottom over one time axis, each with its legend to the right."""
+    """Panels stacked over one time axis, each with a legend on its right."""
 
     def __init__(self, window: Window) -> None:
         self.window = window
@@ -120,7 +120,7 @@ class _Picture:
         self.panels.append(_Panel("lanes", height, content, heading, wait_labels(trace, self.window)))
 
     def add_memory(self, trace: Trace, capacity_bytes: int | None, heading: str = "", *, host: bool = True) -> None:
-        """Add the device's memory curve, and the host's when the step uses any."""
+        """Add the device's memory curve, and the host's when the step uses host memory."""
         sides = [("device memory", trace.device_memory, DEVICE_IN, capacity_bytes)]
         if host and peak_of(trace.host_memory).bytes:
             sides.append(("host, one rank", trace.host_memory, HOST_IN, None))
@@ -138,11 +138,11 @@ class _Picture:
                 self.panels.append(_Panel("memory", height, content))
 
     def share_memory_scale(self) -> None:
-        """Draw all memory curves to the same height."""
+        """Give all memory curves the same vertical scale."""
         self.one_memory_scale = True
 
     def write(self, path: str | Path, title: str, subtitle: str) -> None:
-        """Draw everything and write it atomically."""
+        """Draw all panels and write the picture atomically."""
         write_picture(lambda: self._figure(title, subtitle), path, hatch_linewidth=0.7)
 
     def _figure(self, title: str, subtitle: str) -> Figure:
@@ -183,7 +183,7 @@ class _Picture:
 
 
 def _legends(ax: Any, panel: _Panel, names: Sequence[str], width_in: float) -> None:
-    """Put a panel's legends to its right: phases and waits, or buffer classes."""
+    """Put a panel's legends on its right: phases and waits, or buffer classes."""
     from matplotlib.patches import Patch
 
     def box(handles: list[Any], title: str, y: float, loc: str) -> Any:
@@ -218,7 +218,7 @@ def _legends(ax: Any, panel: _Panel, names: Sequence[str], width_in: float) -> N
 
 
 def _window(traces: list[Trace], window: Window | None) -> tuple[Window, str]:
-    """Return the part of the step to show, and what to say when that is not all of it."""
+    """Return the part of the step to show, and a note when it is not the whole step."""
     if window is not None:
         if not 0 <= window[0] < window[1]:
             raise UsageError("an empty time window", got=window, wanted="0 <= from < to, in seconds")
@@ -234,7 +234,7 @@ def _window(traces: list[Trace], window: Window | None) -> tuple[Window, str]:
 
 
 def time_unit(seconds: float) -> tuple[str, float]:
-    """Return the unit, and its seconds, in which an axis of this length reads well."""
+    """Return a readable unit for a time axis of this length, and the seconds in that unit."""
     for unit, scale in (("s", 1.0), ("ms", 1e-3)):
         if seconds >= 1.5 * scale:
             return unit, scale

@@ -1,8 +1,8 @@
-"""A placement as a PyTorch memory snapshot, which https://pytorch.org/memory_viz opens (and this project reads back).
+"""Writes a placement as a PyTorch memory snapshot, which https://pytorch.org/memory_viz opens.
 
-One segment is the arena; every buffer is an ``alloc`` and, unless it lives to the end, a ``free_requested`` and a
-``free_completed`` at its planned address. At one instant memory is given back before it is handed out. Empty buffers
-are left out: PyTorch knows none, and the viewer tells blocks apart by their address.
+``memory/snapshot`` reads such a file back. The arena is one segment. Every buffer is an ``alloc`` event at its planned
+address and, unless it lives to the end, a ``free_requested`` and a ``free_completed``. At each instant, frees come
+before allocs. Empty buffers are left out: PyTorch has no such blocks, and the viewer identifies blocks by address.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from typing import Any
 from memo_sim.contract.placement import Placement
 
 BASE_ADDRESS = 0x7F00_0000_0000
-"""Where the arena starts: an address as devices have them, exact in the viewer's floating-point numbers."""
+"""Start of the arena: a typical device address that the viewer's floating-point numbers represent exactly."""
 PROTOCOL = 4
-"""The newest pickle that the viewer reads."""
+"""The newest pickle protocol that the viewer reads."""
 DEVICE, STREAM, POOL = 0, 0, (0, 0)
 NO_CLASS = "unknown"
 
@@ -24,7 +24,7 @@ NO_CLASS = "unknown"
 def torch_snapshot(placement: Placement) -> bytes:
     """Return the pickle of ``placement`` as ``torch.cuda.memory._dump_snapshot`` would write it.
 
-    The entries' ``time_us`` are instants; the additional key ``memo`` holds what the format has no place for.
+    ``time_us`` of the entries holds instants. The additional key ``memo`` holds what the format has no field for.
     """
     end = max(placement.upper, default=0)
     order = [i for i in range(len(placement.ids)) if placement.size_bytes[i]]
@@ -46,8 +46,8 @@ def torch_snapshot(placement: Placement) -> bytes:
 
 
 def _trace(placement: Placement, order: list[int], end: int) -> list[dict[str, Any]]:
-    """Return the arena's allocation, then every alloc and free in the order of instants."""
-    # The viewer wants a category "unknown" as soon as any event has a category.
+    """Return the arena's allocation, then every alloc and free in time order."""
+    # The viewer needs a category on every event as soon as one event has a category.
     category = {"category": NO_CLASS} if placement.classes else {}
     arena = _entry("segment_alloc", 0, placement.arena_bytes, min(placement.lower), [_frame("arena", "", 0)])
     events = [(placement.upper[i], 0, i) for i in order if placement.upper[i] < end]
@@ -65,7 +65,7 @@ def _trace(placement: Placement, order: list[int], end: int) -> list[dict[str, A
 
 
 def _segment(placement: Placement, alive: list[int]) -> dict[str, Any]:
-    """Return the arena at the end of the step: what is alive then, and the gaps between."""
+    """Return the arena at the end of the step: the buffers alive then, and the gaps between them."""
     blocks: list[dict[str, Any]] = []
     top = 0
     unit = placement.alignment_bytes
@@ -118,7 +118,7 @@ def _entry(action: str, offset: int, size: int, instant: int, frames: list[dict[
 
 
 def _frames(placement: Placement, i: int) -> list[dict[str, Any]]:
-    """Return the one frame of a buffer: its name, under its class, at the instant of its birth."""
+    """Return a buffer's only frame: its name as function, its class as file, its birth as line."""
     kind = placement.classes[i] if placement.classes else NO_CLASS
     return [_frame(placement.ids[i], kind, placement.lower[i])]
 

@@ -1,6 +1,6 @@
-"""A validation as a page of Markdown: accuracy by system, model and length, the worst cases explained, every case.
+"""Writes a validation as a Markdown page: accuracy by system, model and length, the worst cases, every case.
 
-An error is predicted / measured - 1, a bias the mean of signed errors. What was fitted is counted apart.
+An error is predicted / measured - 1; a bias is the mean of signed errors. Fitted rows are counted apart.
 """
 
 from __future__ import annotations
@@ -17,21 +17,24 @@ from memo_sim.views.text_table import number, percent
 from memo_sim.views.validation_table import LABELS
 
 WORST = 16
-"""Cases that are explained."""
+"""How many of the largest errors are explained."""
 
 UNITS: dict[str, Callable[[float], str]] = {"mfu": lambda v: f"{100 * v:.2f} %"}
-"""How a quantity is written; others with one decimal, in the unit of their column."""
+"""Formats by quantity; other quantities have one decimal, in the unit of their column."""
 
-HOW_TO_READ = """An error is predicted / measured - 1, the bias the mean of signed errors; mean and largest error are
-of absolute values. Rows that a constant was fitted on are marked, counted apart, and in no interval. The interval of
-a prediction comes from the other rows of its source and system that nothing was fitted on: between its ends lie 80 %
-of their measured / predicted (order statistics; of fewer than nineteen rows from the least to the largest). Such an
-interval leaves as many rows outside whatever the errors are, so a row outside its own is no failure, and one within no
-success. What tests intervals is "other groups' interval holds": all rows of a model (of one length, where a source has
-one model) are held out, and those counted that lie in the interval of the other groups' errors; 80 % would be as
-promised, fewer say that each group has an error of its own, and that a new model's may lie outside. Groups of one row
-are not counted, nor those that leave fewer than five others. A prediction sees the row's question alone; layouts that
-a source does not print are searched under the system's rules."""
+HOW_TO_READ = """An error is predicted / measured - 1; the bias is the mean of signed errors. Mean and largest error are
+of absolute values. Rows on which a constant was fitted are marked, counted apart, and used for no interval. A
+prediction sees only the row's question; layouts that a source does not print are searched under the system's rules.
+
+The interval of a prediction comes from the other rows of its source and system on which nothing was fitted: 80 % of
+their measured / predicted lie inside it (order statistics; for fewer than nineteen rows it reaches from the smallest to
+the largest). About the same number of rows lies outside for any errors, so a single row outside its own interval is no
+failure, and a row inside is no success.
+
+The column "other groups' interval holds" tests the intervals. All rows of a model (or of one length, where a source
+has only one model) are held out, and the column counts how many of them lie in the interval made from the other
+groups. 80 % is what the interval promises. A smaller share means that each group has its own error, and that a new
+model may lie outside. Groups of one row, and groups that leave fewer than five other rows, are not counted."""
 
 
 def validation_report(
@@ -44,14 +47,14 @@ def validation_report(
     created: str,
     version: str,
 ) -> str:
-    """Return the page; ``notes`` are (pattern of case names, prose).
+    """Return the page; ``notes`` are (pattern of case names, text).
 
-    ``accuracies`` and ``held_out`` are by ``<source>/<system>``.
+    ``accuracies`` and ``held_out`` have keys ``<source>/<system>``.
     """
     cases = validation.cases
     parts = [
         "# Validation: every published case",
-        f"Written by `{command}`, {created}, memo {version}; no GPU took part.",
+        f"Written by `{command}`, {created}, memo {version}; no GPU was used.",
         HOW_TO_READ,
         "## By source and system",
         _summary(cases, accuracies, held_out),
@@ -70,7 +73,7 @@ def validation_report(
 
 
 def markdown_table(headers: Sequence[str], rows: Sequence[Sequence[str | None]], align: str) -> str:
-    """Return a Markdown table; ``align`` has ``l`` or ``r`` a column, None in a cell stands for nothing known."""
+    """Return a Markdown table; ``align`` has ``l`` or ``r`` for each column; a cell of None is empty."""
     lines = ["| " + " | ".join(headers) + " |", "|" + "|".join("---:" if a == "r" else "---" for a in align) + "|"]
     lines += ["| " + " | ".join("" if cell is None else cell for cell in row) + " |" for row in rows]
     return "\n".join(lines)
@@ -139,7 +142,7 @@ def _inside(case: CaseReport) -> bool:
 
 
 def _longest(cases: Sequence[CaseReport]) -> list[str]:
-    """Return the longest sequence that fits, predicted and measured, where a source tried one length after another."""
+    """Return the longest sequence that fits, predicted and measured, where a source tried several lengths."""
     rows: list[list[str | None]] = []
     for name, members in _grouped(cases, lambda c: f"{c.source}|{c.system}|{c.model}").items():
         tried = sorted({c.seq_tokens for c in members})
@@ -182,14 +185,14 @@ def _worst(cases: Sequence[CaseReport], notes: Sequence[tuple[str, str]]) -> str
 
 
 def _terms(case: CaseReport) -> str:
-    """Return what the predicted step consists of: busy lanes, then what compute waits for."""
+    """Return the parts of the predicted step: busy lanes, compute's waits, allocation retries."""
     busy = [f"{lane} {share:.0%}" for lane, share in sorted(case.predicted.lanes.items(), key=lambda i: -i[1])]
     waits = [f"{what} {share:.0%}" for what, share in case.predicted.waits.items() if share >= 0.01]
     parts = [f"busy: {', '.join(b for b in busy if not b.endswith(' 0%'))}"]
     if waits:
         parts.append(f"compute waits for {', '.join(waits)}")
     if case.predicted.allocation_retries:
-        parts.append(f"{case.predicted.allocation_retries:.2g} reorganisations of memory a micro-batch")
+        parts.append(f"{case.predicted.allocation_retries:.2g} allocation retries per micro-batch")
     return "; ".join(parts)
 
 

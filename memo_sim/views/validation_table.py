@@ -1,4 +1,4 @@
-"""A validation as text: each case with its errors, and the accuracy by source, system and length."""
+"""Shows a validation as text: each case with its errors, and the accuracy by source, system and length."""
 
 from __future__ import annotations
 
@@ -16,19 +16,20 @@ LABELS = {
     "step_ms": "step",
     "allocated_gib": "allocated",
     "reserved_gib": "reserved",
-    "allocation_retries": "reorganised",
+    "allocation_retries": "retries",
 }
 
 
 def validation_table(validation: Validation, *, seq_tokens: Sequence[int] | None = None) -> str:
-    """Return the cases and the summary of their errors; ``seq_tokens`` of each case adds the summary by length."""
+    """Return the cases and the summary of their errors; ``seq_tokens`` of the cases adds a summary by length."""
     return f"{case_table(validation.cases)}\n\n{summary_table(validation.cases, seq_tokens=seq_tokens)}"
 
 
 def case_table(cases: Sequence[CaseReport]) -> str:
-    """Return one row a case: status, and each quantity that some case has as predicted, expected and error.
+    """Return one row per case: status, then each measured quantity as predicted, expected and error.
 
-    Reorganisations are shown where they are predicted: few sources count them, and they say what a missing plan costs.
+    Allocation retries are shown wherever they are predicted: few sources report them, and they show what unplanned
+    memory costs.
     """
     quantities = [
         q
@@ -56,12 +57,12 @@ def case_table(cases: Sequence[CaseReport]) -> str:
     reasons = [f"{c.case}: {c.predicted.status}, {c.predicted.reason}" for c in cases if c.predicted.reason]
     outside = sorted({curve for c in cases for curve in c.predicted.outside_calibration})
     if outside:
-        table += f"\n* outside the range that was calibrated: {', '.join(outside)}"
+        table += f"\n* outside the calibrated range: {', '.join(outside)}"
     return "\n".join([table, "", *reasons]) if reasons else table
 
 
 def summary_table(cases: Sequence[CaseReport], *, seq_tokens: Sequence[int] | None = None) -> str:
-    """Return the accuracy by source, system and length (where there are several) and of all; fitted cases apart."""
+    """Return the accuracy by source, by system and by length where there are several, and of all cases."""
     blocks = []
     for title, groups in (("source", [c.source for c in cases]), ("system", [c.system for c in cases])):
         if len(set(groups)) > 1:
@@ -74,7 +75,7 @@ def summary_table(cases: Sequence[CaseReport], *, seq_tokens: Sequence[int] | No
 
 
 def accuracy_table(accuracies: Sequence[Accuracy], title: str) -> str:
-    """Return one row for each group and quantity: how many, bias, mean and largest error, statuses right."""
+    """Return one row for each group and quantity: count, bias, mean and largest error, correct statuses."""
     rows: list[list[str | None]] = []
     for accuracy in accuracies:
         status = f"{accuracy.statuses_right}/{accuracy.statuses}" if accuracy.statuses else None
@@ -99,7 +100,7 @@ def accuracy_table(accuracies: Sequence[Accuracy], title: str) -> str:
 
 
 def _value(quantity: str, value: float | None) -> str | None:
-    """Return a quantity in its unit: MFU in percent, the others as they stand in the file."""
+    """Return a quantity in its unit: MFU in percent, the others as in the case file."""
     if value is None:
         return None
     return f"{100 * value:.2f} %" if quantity == "mfu" else f"{value:.1f}"

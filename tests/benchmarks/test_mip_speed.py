@@ -26,10 +26,10 @@ from memo_sim.memory.mip_model import mip_outcome, solve_mip
 from memo_sim.memory.mip_outcome import Backend, Form, MipOutcome
 from memo_sim.memory.place import placement_of
 from memo_sim.memory.problem import Clock, Problem, problem_of
-from memo_sim.memory.reduction import cores_of
 from memo_sim.program.arena.check_placement import check_placement
 from memo_sim.program.arena.requests import requests_of
 from memo_sim.program.lower import lower
+from tests.memory.cores import cores_of
 
 pytestmark = [pytest.mark.benchmark, pytest.mark.slow, pytest.mark.timeout(3600)]  # the paper's form is slow
 

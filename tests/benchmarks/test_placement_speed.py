@@ -19,10 +19,10 @@ from memo_sim.contract.catalog import list_models
 from memo_sim.contract.requests import Requests
 from memo_sim.memory.bilevel import plan_bilevel
 from memo_sim.memory.canonical import solve_canonical
-from memo_sim.memory.decompose import solve_decomposed
 from memo_sim.memory.greedy import solve_greedy
 from memo_sim.memory.place import place
 from memo_sim.memory.problem import Clock, Problem, problem_of
+from memo_sim.memory.reduction import solve_decomposed
 from memo_sim.program.arena.check_placement import check_placement
 from tests.benchmarks.test_mip_speed import LENGTHS, POLICIES, cases, requests_for
 

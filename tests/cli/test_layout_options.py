@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from memo_exec.commands.run import RunOptions, run
 from memo_sim.contract.errors import CannotRun
+from tests.cli.commands import Named, check_refused, memo_sim
 
 SHORT = ("--seq-len", "8k", "--global-batch", "4", "--recompute", "none", "--alpha", "0")
+STAGES = "--schedule interleaved with --virtual-stages 2"
 QUESTION = ("what-if", "gpt-7b", "--cluster", "a800-1x8", "--seq-len", "64k")
-
-
-def memo_sim(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "memo_sim", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=False, cwd=cwd, timeout=120)
 
 
 @pytest.mark.parametrize(
@@ -72,44 +67,44 @@ def test_a_layout_is_planned_as_asked_for(
 
 
 @pytest.mark.parametrize(
-    ("options", "code", "said"),
+    ("options", "code", "named"),
     [
-        (("--zero", "4"), 2, "0<=x<=3"),
-        (("--cp-exchange", "tree"), 2, "all_gather"),
-        (("--overlap", "all"), 2, "'gradients', 'both'"),
-        (("--system", "fsdp", "--ulysses", "2"), 2, "fsdp does not divide work that way"),
-        (("--pp", "3"), 2, "does not fill the cluster"),
-        (("--pp", "2", "--schedule", "dualpipe"), 2, "'1f1b'"),
-        (("--pp", "2", "--virtual-stages", "2"), 2, "the interleaved schedule and virtual stages belong together"),
-        (("--pp", "2", "--schedule", "interleaved"), 2, "--schedule interleaved with --virtual-stages 2"),
-        (("--schedule", "gpipe"), 2, "stages are not searched here"),
-        (("--pp", "2", "--tp", "2", "--zero", "3"), 4, "pipeline stages keep whole parameters"),
-        (("--ulysses", "3"), 2, "does not fill the cluster"),
-        (("--no-overlap-exchanges",), 2, "overlapped exchanges and kept norms are METP's"),
-        (("--keep-norms",), 2, "keep_norms without metp"),
-        (("--metp", "8", "--recompute", "full", "--keep-norms"), 4, "full recompute keeps a layer's input alone"),
-        (("--recompute", "selective", "--alpha", "0.5"), 2, "selective recompute swaps nothing"),
-        (("--plan", "p.json", "--ulysses", "2"), 2, "got: --ulysses"),
-        (("--plan", "p.json", "--pareto"), 2, "--plan is priced alone, nothing is searched"),
-        (("--dp", "2"), 4, "next: --global-batch 2, or another multiple of micro-batch x dp"),
-        (("--dp", "2", "--micro-batch", "3"), 4, "next: --global-batch 6, or"),
+        (("--zero", "4"), 2, "--zero"),
+        (("--cp-exchange", "tree"), 2, "--cp-exchange"),
+        (("--overlap", "all"), 2, "--overlap"),
+        (("--system", "fsdp", "--ulysses", "2"), 2, {"what": "fsdp", "got": "ulysses 2", "wanted": "dp"}),
+        (("--pp", "3"), 2, {"got": "pp 3", "wanted": "8 devices"}),
+        (("--pp", "2", "--schedule", "dualpipe"), 2, "--schedule"),
+        (("--pp", "2", "--virtual-stages", "2"), 2, {"got": "schedule 1f1b, 2", "wanted": STAGES}),
+        (("--pp", "2", "--schedule", "interleaved"), 2, {"got": "schedule interleaved, 1", "wanted": STAGES}),
+        (("--schedule", "gpipe"), 2, {"got": ("gpipe", "no --pp"), "hint": "--pp 2"}),
+        (("--pp", "2", "--tp", "2", "--zero", "3"), 4, {"where": "layout.zero", "got": "3", "wanted": "0 or 1"}),
+        (("--ulysses", "3"), 2, {"got": "ulysses 3", "wanted": "8 devices"}),
+        (("--no-overlap-exchanges",), 2, {"got": "overlap_exchanges", "hint": "--metp 2"}),
+        (("--keep-norms",), 2, {"got": "keep_norms", "hint": "--metp 2"}),
+        (
+            ("--metp", "8", "--recompute", "full", "--keep-norms"),
+            *(4, {"where": "decisions.keep_norms", "got": "true with recompute full", "hint": "--keep-norms"}),
+        ),
+        (("--recompute", "selective", "--alpha", "0.5"), 2, {"what": "selective", "got": "alpha 0.5"}),
+        (("--plan", "p.json", "--ulysses", "2"), 2, {"what": "--plan", "got": "--ulysses"}),
+        (("--plan", "p.json", "--pareto"), 2, {"what": "--plan", "got": "--pareto"}),
+        (("--dp", "2"), 4, {"got": "micro_batch x dp = 2", "hint": "--global-batch 2,"}),
+        (("--dp", "2", "--micro-batch", "3"), 4, {"got": "micro_batch x dp = 6", "hint": "--global-batch 6,"}),
     ],
 )
-def test_what_cannot_be_asked_is_refused(options: tuple[str, ...], code: int, said: str, tmp_path: Path) -> None:
+def test_what_cannot_be_asked_is_refused(options: tuple[str, ...], code: int, named: Named, tmp_path: Path) -> None:
     question = QUESTION
     if "--plan" in options:
         question = ("what-if", "--cluster", "a800-1x8")
         plan = memo_sim(*QUESTION, "--tp", "4", "--cp", "2", "--alpha", "0", "-o", "p.json", cwd=tmp_path)
         assert plan.returncode == 0, plan.stderr
-    done = memo_sim(*question, *options, cwd=tmp_path)
-    assert (done.returncode, done.stdout) == (code, "")
-    assert said in done.stderr
+    check_refused(memo_sim(*question, *options, cwd=tmp_path), code, named)
 
 
 def test_degrees_that_divide_no_heads_are_told_with_the_reason() -> None:
     done = memo_sim("what-if", "gpt-13b", "--cluster", "a800-2x8", "--seq-len", "64k", "--ulysses", "16")
-    assert done.returncode == 4
-    assert "tp x ulysses = 16 does not divide heads" in done.stderr
+    check_refused(done, 4, {"what": "tp x ulysses = 16", "where": "heads", "got": "40", "hint": "10 or 8 or 5"})
 
 
 def test_help_names_every_way_to_divide_work() -> None:
@@ -123,8 +118,8 @@ def test_help_names_every_way_to_divide_work() -> None:
 def test_a_figure_that_cannot_be_written_is_refused_before_it_is_computed(tmp_path: Path) -> None:
     for name in ("none/f.png", "f.txt"):
         done = memo_sim("figure", "11a", "-o", name, cwd=tmp_path)
-        assert (done.returncode, done.stdout) == (2, "")
-        assert "plans" not in done.stderr  # no progress was shown
+        check_refused(done, 2, {"where": name})
+        assert done.stderr == f"memo-sim: {done.error}\n"  # no progress was shown
 
 
 def test_a_plan_on_a_larger_cluster_says_what_stays_idle(tmp_path: Path) -> None:
@@ -133,7 +128,7 @@ def test_a_plan_on_a_larger_cluster_says_what_stays_idle(tmp_path: Path) -> None
     assert plan.returncode == 0, plan.stderr
     done = memo_sim("what-if", "--plan", "p.json", "--cluster", "a800-2x8", "--top", "3", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert "The plan is for 8 of the 16 devices of a800-2x8: 8 stay idle" in done.stdout
+    assert "The plan uses 8 of the 16 devices of a800-2x8: 8 stay idle" in done.stdout
     assert "idle" not in memo_sim("what-if", "--plan", "p.json", "--cluster", "a800-1x8", cwd=tmp_path).stdout
 
 
@@ -145,5 +140,4 @@ def test_the_range_of_memory_can_be_read() -> None:
 
 def test_the_option_that_is_wrong_is_named() -> None:
     done = memo_sim("longest", "gpt-7b", "--cluster", "a800-1x8", "--step", "2000m")
-    assert (done.returncode, done.stdout) == (2, "")
-    assert "next: --step 64k" in done.stderr
+    check_refused(done, 2, {"got": "'2000m'", "wanted": "1024m", "hint": "--step 64k"})

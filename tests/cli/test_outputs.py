@@ -12,9 +12,10 @@ from click.testing import CliRunner
 
 from memo_exec.cli import cli as memo_exec
 from memo_sim.cli import cli as memo_sim
-from memo_sim.contract.catalog import DATA
+from memo_sim.contract.catalog import DATA, HARDWARE_PROFILES
 from memo_sim.contract.errors import UsageError
 from tests.exec_cpu.plans import write_plan
+from tests.refusals import check_fields
 
 ROOT = Path(__file__).parents[2]
 
@@ -43,7 +44,7 @@ def test_an_output_without_room_is_said() -> None:
     with Path("/dev/full").open("w") as full:
         done = printed_to(full.fileno(), "memo_sim", "list", "models")
     assert done.returncode == 2
-    assert "the output cannot be written\n  where: standard output" in done.stderr
+    assert "\n  where: standard output" in done.stderr
 
 
 @pytest.fixture
@@ -80,7 +81,9 @@ def test_memo_exec_does_not_write_over_what_it_reads(folder: Path, line: str) ->
     before = {path: path.read_bytes() for path in folder.rglob("*.*") if path.is_file()}
     found = CliRunner().invoke(memo_exec, line.split()).exception
     assert isinstance(found, UsageError)
-    assert "an input of this command would be overwritten" in str(found)
+    assert found.where is not None
+    assert folder / found.where in before
+    assert "another file" in str(found.hint)
     assert before == {path: path.read_bytes() for path in folder.rglob("*.*") if path.is_file()}
 
 
@@ -91,23 +94,22 @@ def test_memo_exec_does_not_write_over_what_it_reads(folder: Path, line: str) ->
 def test_memo_exec_does_not_write_two_documents_into_one_file(folder: Path, line: str) -> None:
     found = CliRunner().invoke(memo_exec, line.split()).exception
     assert isinstance(found, UsageError)
-    assert "two outputs have the same path" in str(found)
+    assert found.where in {"./a.json", "a.json", "tiny.measured.json"}
+    assert found.got is None
 
 
 @pytest.mark.parametrize("cases", ["cases.csv", str(DATA / "cases" / "memo-table5.csv"), "memo-table5"])
 def test_a_report_does_not_replace_the_cases(folder: Path, cases: str) -> None:
     report = cases if cases.endswith(".csv") else str(DATA / "cases" / f"{cases}.csv")
     found = CliRunner().invoke(memo_sim, ["validate", cases, "--report", report]).exception
-    assert isinstance(found, UsageError)
-    assert "an input of this command would be overwritten" in str(found)
+    check_fields(found, UsageError, where=report, hint="another file")
 
 
 def test_a_plan_does_not_replace_the_profile_that_a_cluster_file_names(folder: Path) -> None:
-    (folder / "here.json").write_bytes((DATA / "hardware" / "a800-sxm4-80gb.json").read_bytes())
+    (folder / "here.json").write_bytes((HARDWARE_PROFILES / "a800-sxm4-80gb.json").read_bytes())
     (folder / "one.toml").write_text(
         'schema = "memo.cluster/1"\nname = "one"\nhardware = "here.json"\nnodes = 1\ndevices_per_node = 8\n'
     )
     asked = "what-if gpt-7b --cluster one.toml --seq-len 64k -o here.json"
     found = CliRunner().invoke(memo_sim, asked.split()).exception
-    assert isinstance(found, UsageError)
-    assert "an input of this command would be overwritten" in str(found)
+    check_fields(found, UsageError, where="here.json", hint="another file")

@@ -14,6 +14,9 @@ from memo_sim.cli import cli
 from memo_sim.contract import codec
 from memo_sim.contract.errors import BadInput, MemoError
 from memo_sim.contract.plan import Plan
+from tests.cli import commands
+from tests.cli.commands import Named, check_refused
+from tests.refusals import check_fields, refused
 
 QUESTION = ("what-if", "gpt-tiny", "--cluster", "a100-1x4", "--seq-len", "4k", "--tp", "2", "--pp", "2")
 KEPT = ("--recompute", "none", "--alpha", "0")
@@ -53,12 +56,12 @@ def test_a_window_is_asked_for_and_shown_or_refused() -> None:
     assert json.loads(done.stdout)["best"]["offload_window"] == 3
     shown = memo_sim(*swapped).stdout
     assert " 1.000 w3 " in shown
-    assert "alpha 1.00, while the 3 next passes are computed" in shown
+    assert "alpha 1.00, copied while the next 3 passes are computed" in shown
     for options in (("--subsequences", "8", *KEPT), ("--alpha", "1")):
-        refused = memo_sim(*options, "--offload-window", "3")
-        assert isinstance(refused.exception, MemoError)
-        assert refused.exception.exit_code == 4
-        assert refused.exception.where == "decisions.offload_window"
+        found = memo_sim(*options, "--offload-window", "3")
+        assert isinstance(found.exception, MemoError)
+        assert found.exception.exit_code == 4
+        assert found.exception.where == "decisions.offload_window"
 
 
 def test_part_of_each_subsequence_is_swapped_as_the_plan_says(tmp_path: Path) -> None:
@@ -69,7 +72,7 @@ def test_part_of_each_subsequence_is_swapped_as_the_plan_says(tmp_path: Path) ->
     each = decisions["subsequence_swapped_tokens"]
     assert sum(each) == decisions["swapped_tokens"] == 2048
     assert each == [512] * 4
-    assert "4 subsequences of 1792 to 512 tokens offload 512 each" in done.stdout
+    assert "4 subsequences of 1792 to 512 tokens offload 512 tokens each" in done.stdout
 
 
 @pytest.mark.parametrize(
@@ -89,12 +92,9 @@ def test_a_plan_file_with_tokens_that_no_row_block_ends_at_is_a_bad_file(
     edit = edit | {"layout": document["decisions"]["layout"] | edit.get("layout", {})}
     plan.write_text(json.dumps(document | {"decisions": document["decisions"] | edit}))
     for command in (("what-if", "--cluster", "a100-1x4", "--plan"), ("plan-memory",)):
-        refused = CliRunner().invoke(cli, [*command, str(plan)]).exception
-        assert isinstance(refused, BadInput)
-        assert refused.where == f"{plan}: $.decisions.{told}"
-        assert refused.wanted is not None
-        assert "a multiple of 256" in refused.wanted
-    with pytest.raises(BadInput, match="a multiple of 256"):
+        found = CliRunner().invoke(cli, [*command, str(plan)]).exception
+        check_fields(found, BadInput, where=f"{plan}: $.decisions.{told}", wanted="a multiple of 256")
+    with refused(BadInput, where=f"{plan}: $.decisions.{told}", wanted="a multiple of 256"):
         checked_program(codec.read(plan, Plan), where=str(plan))
 
 
@@ -105,18 +105,18 @@ def test_numbers_are_searched(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "code", "said"),
+    ("options", "code", "named"),
     [
-        (("--subsequences", "few"), 2, "a whole number from 1 to 65536, or auto"),
-        (("--subsequences", "0"), 2, "not a number of subsequences"),
-        (("--subsequences", "64"), 4, "a subsequence has to have 256 tokens at least"),
-        (("--subsequences", "4", "--partition", "thirds"), 2, "'length', 'flops'"),
-        (("--partition", "length"), 2, "a partition is of subsequences"),
-        (("--subsequences", "4", "--micro-batch", "2", "--global-batch", "2"), 4, "one whole sequence"),
+        (("--subsequences", "few"), 2, {"got": "'few'", "wanted": "from 1 to 65536, or auto"}),
+        (("--subsequences", "0"), 2, {"got": "'0'", "wanted": "from 1 to 65536, or auto"}),
+        (("--subsequences", "64"), 4, {"where": "layout.subsequences", "got": "64 of 4096 tokens", "wanted": "16"}),
+        (("--subsequences", "4", "--partition", "thirds"), 2, "--partition"),
+        (("--partition", "length"), 2, {"got": "partition length", "hint": "--subsequences"}),
+        (
+            ("--subsequences", "4", "--micro-batch", "2", "--global-batch", "2"),
+            *(4, {"where": "micro_batch", "got": "2 with 4 subsequences", "wanted": "1"}),
+        ),
     ],
 )
-def test_what_subsequences_cannot_be_is_refused(options: tuple[str, ...], code: int, said: str) -> None:
-    done = memo_sim(*options)
-    refusal = done.exception if isinstance(done.exception, MemoError) else None  # which the command's shell prints
-    assert (refusal.exit_code if refusal else done.exit_code) == code, done.output
-    assert said in (str(refusal) if refusal else done.output)
+def test_what_subsequences_cannot_be_is_refused(options: tuple[str, ...], code: int, named: Named) -> None:
+    check_refused(commands.memo_sim(*QUESTION, *options), code, named)

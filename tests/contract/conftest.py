@@ -20,7 +20,7 @@ from memo_sim.contract.hardware import (
     Source,
 )
 from memo_sim.contract.longest import Longest, Tried
-from memo_sim.contract.memory_report import MemoryReport
+from memo_sim.contract.memory_report import MemoryReport, OtherPlacement
 from memo_sim.contract.model import Model, RopeScaling
 from memo_sim.contract.placement import Placement
 from memo_sim.contract.plan import (
@@ -201,6 +201,8 @@ def memory() -> MemoryReport:
         solver="greedy",
         elapsed_s=0.25,
         bilevel_peak_bytes=1536,
+        bilevel_proven=True,
+        others=[OtherPlacement(solver="bilevel-mip", peak_bytes=1536, elapsed_s=0.5, proven=True)],
         capacity_bytes=2**30,
         reserved_caching_bytes=2**21,
         allocation_retries=0,

@@ -20,6 +20,7 @@ from memo_sim.contract.catalog import (
 )
 from memo_sim.contract.cluster import Cluster
 from memo_sim.contract.errors import BadInput, UsageError
+from tests.refusals import refused
 
 
 @pytest.fixture
@@ -87,7 +88,7 @@ def test_the_cluster_file_of_the_fastest_cards_equals_its_named_cluster() -> Non
 
 def test_a_gpus_nodes_have_no_cards_of_another_generation() -> None:
     for name in ("h100-2x8-xdr8", "h200-2x8-hdr8", "b200-2x8-hdr8", "a800-2x8-ndr8"):
-        with pytest.raises(UsageError, match="no such cluster"):
+        with refused(UsageError, got=name, wanted="<gpu>-<nodes>x<gpus per node>"):
             load_cluster(name)
 
 
@@ -110,19 +111,18 @@ def test_the_network_by_message_size() -> None:
     ],
 )
 def test_other_cluster_names_are_usage_errors(name: str) -> None:
-    with pytest.raises(UsageError, match="no such cluster") as error:
+    with refused(UsageError, wanted=("a800-1x8", "<gpu>-<nodes>x<gpus per node>")) as error:
         load_cluster(name)
-    assert "a800-1x8" in str(error.value)
-    assert "<gpu>-<nodes>x<gpus per node>" in str(error.value)
+    assert str(error.value.got).strip("'")[:9] == name.replace("\0", r"\x00")[:9]
 
 
 def test_near_cluster_names_are_suggested() -> None:
-    with pytest.raises(UsageError, match="did you mean 'a800-1x8'"):
+    with refused(UsageError, got="'a80-1x8'", hint="'a800-1x8'"):
         load_cluster("a80-1x8")
 
 
 def test_more_devices_than_a_node_has() -> None:
-    with pytest.raises(UsageError, match="at most the 8 devices"):
+    with refused(UsageError, got="'a800-1x16'", wanted=("8 devices", "a800-sxm4-80gb")):
         load_cluster("a800-1x16")
 
 
@@ -173,7 +173,7 @@ def test_a_cluster_file_finds_the_profile_beside_it(
 def test_a_cluster_file_without_its_profile(samples: dict[str, msgspec.Struct], tmp_path: Path) -> None:
     path = tmp_path / "cluster.json"
     codec.write(path, msgspec.structs.replace(samples["cluster"], hardware="a800-sxm4-80bg"))
-    with pytest.raises(BadInput, match="did you mean 'a800-sxm4-80gb'") as error:
+    with refused(BadInput, got="'a800-sxm4-80bg'", hint="'a800-sxm4-80gb'") as error:
         load_cluster(str(path))
     assert error.value.where == f"{path}: $.hardware"
 
@@ -181,7 +181,7 @@ def test_a_cluster_file_without_its_profile(samples: dict[str, msgspec.Struct], 
 def test_another_document_is_no_cluster(samples: dict[str, msgspec.Struct], tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     codec.write(path, samples["plan"])
-    with pytest.raises(BadInput, match=r"memo\.cluster/1 or memo\.hardware/1"):
+    with refused(BadInput, where="$.schema", got="memo.plan/2", wanted=("memo.cluster/1", "memo.hardware/1")):
         load_cluster(str(path))
 
 
@@ -204,24 +204,23 @@ def test_a_hugging_face_config_is_recognised_by_its_content(tmp_path: Path) -> N
 def test_a_file_that_is_neither(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     path.write_text(json.dumps({"hidden_size": 64}))
-    with pytest.raises(BadInput, match="neither a model nor a Hugging Face config"):
+    with refused(BadInput, where=str(path), got="schema", hint=("memo.model/1", "model_type")):
         load_model(str(path))
 
 
 def test_unknown_models_are_usage_errors() -> None:
-    with pytest.raises(UsageError, match="did you mean 'gpt-7b'") as error:
+    with refused(UsageError, got="'gpt-7B'", wanted=tuple(list_models()), hint="'gpt-7b'"):
         load_model("gpt-7B")
-    assert all(name in str(error.value) for name in list_models())
-    with pytest.raises(UsageError, match="no such hardware profile"):
+    with refused(UsageError, got="'h9000'", wanted=("a800-sxm4-80gb", "memo.hardware/1")):
         load_hardware("h9000")
 
 
 @pytest.mark.parametrize("load", [load_model, load_hardware, load_cluster])
 def test_a_name_with_a_slash_or_suffix_is_a_file(load: object, tmp_path: Path) -> None:
     assert callable(load)
-    with pytest.raises(BadInput, match="no such file"):
+    with refused(BadInput, where="missing.json", wanted=None):
         load("missing.json")
-    with pytest.raises(BadInput, match="a directory"):
+    with refused(BadInput, where=str(tmp_path), wanted="file"):
         load(str(tmp_path))
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from memo_exec.commands.calibrate import calibrate
-from memo_exec.probes import collectives
+from memo_exec.probes import collectives, memory
 from memo_exec.probes import grid as grids
 from memo_sim.contract import codec
 from memo_sim.contract.errors import MemoError
@@ -26,15 +26,19 @@ QUICK = replace(
     heads=(2,),
     attention_lengths=(128,),
     copy_bytes=(2**14, 2**18),
-    beside_s=0.05,
-    message_bytes=(2**10, 2**14, 2**18, 2**20, 2**22),
-    message_s=0.02,
+    beside_s=0.01,
+    copied_bytes=2**20,
+    message_bytes=(2**10, 2**16, 2**20),
+    message_s=0.002,
     budget_s=0.0,
 )
+CACHE_BYTES = 2**20
+"""Repeats have to outgrow the cache, which has hundreds of MiB on some machines."""
 DIED = 9
 
 
 def main(output: str, dies: str = "") -> None:
+    memory.cache_bytes = lambda device: CACHE_BYTES
     if dies == os.environ["RANK"]:
         call = collectives.call_of
 

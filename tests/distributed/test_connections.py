@@ -11,7 +11,7 @@ from memo_exec.distributed.connections import connect
 from memo_exec.distributed.groups import make_groups
 from memo_exec.distributed.mesh import MeshCoordinates
 from memo_exec.distributed.world import CONNECTIONS, PATIENCE_S, answered, patience_of, side_by_side
-from memo_sim.contract.errors import CannotRun
+from memo_sim.contract.errors import RankLost
 from memo_sim.contract.plan import Layout
 from memo_sim.program.analysis.communicators import Key
 from memo_sim.program.ir.instruction import Lane
@@ -19,6 +19,7 @@ from memo_sim.program.lower import lower
 from tests.distributed.team import PATIENCE_S as PATIENCE_OF_TESTS_S
 from tests.distributed.team import Member, Team
 from tests.exec_cpu.small import decide, gpt
+from tests.refusals import refused
 
 ROUND = Layout(pp=2, cp=2, schedule="interleaved", virtual_stages=2)
 
@@ -67,5 +68,5 @@ def test_streams_have_queues_of_their_own(monkeypatch: pytest.MonkeyPatch) -> No
 def test_memory_that_runs_out_is_no_other_ranks_failure() -> None:
     with pytest.raises(torch.OutOfMemoryError), answered(0, 2):
         raise torch.OutOfMemoryError("CUDA out of memory")
-    with pytest.raises(CannotRun, match="another rank has stopped"), answered(0, 2):
+    with refused(RankLost, where="rank 0 of 2", got="Connection closed by peer"), answered(0, 2):
         raise RuntimeError("Connection closed by peer")

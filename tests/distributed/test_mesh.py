@@ -11,10 +11,11 @@ import torch
 from memo_exec.distributed.groups import missing_groups
 from memo_exec.distributed.mesh import MeshCoordinates, Share
 from memo_exec.distributed.own_program import own_program
-from memo_exec.distributed.shards import KINDS, shards_of
+from memo_exec.distributed.shards import shards_of
 from memo_sim.contract.plan import Decisions, Layout
 from memo_sim.program.analysis.communicators import group_keys
 from memo_sim.program.ir.instruction import Lane
+from memo_sim.program.ir.kinds import BlockKind
 from memo_sim.program.layout.rank_order import AXES, degree, members
 from memo_sim.program.lower import lower
 from tests.exec_cpu.small import MODELS, decide
@@ -66,7 +67,7 @@ def test_neighbours_are_tensor_parallel_ranks() -> None:
 def test_ranks_hold_every_entry(model: str, layout: str, state: str) -> None:
     """No rank holds an entry twice, and a rank's shards do not overlap in its buffer."""
     chosen = training(model, layout)
-    for kind in KINDS:
+    for kind in BlockKind:
         held: dict[str, torch.Tensor] = {}
         for rank in range(chosen.layout.devices):
             own: dict[str, torch.Tensor] = {}

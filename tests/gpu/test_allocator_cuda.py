@@ -8,8 +8,7 @@ import torch
 
 from memo_sim.contract.plan import Decisions
 from memo_sim.contract.units import GIB, MIB
-from memo_sim.memory.device_allocator import DeviceAllocator, OutOfDeviceMemory
-from memo_sim.memory.device_blocks import Block
+from memo_sim.memory.device_allocator import Block, DeviceAllocator, OutOfDeviceMemory
 from memo_sim.program.arena.requests import requests_of
 from memo_sim.program.lower import lower
 from tests.exec_cpu.small import decide, llama

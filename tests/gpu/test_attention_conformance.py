@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from memo_exec.kernels.attention import BACKENDS
+from memo_exec.kernels.attention_backend import AttentionBackward
 from memo_exec.machine.attention_kernels import attention_kernels
 from memo_exec.machine.kernel_trial import FORMS, Form, Heads, attention_fails, triton_fails
 from memo_exec.machine.machine import this_machine
@@ -86,7 +87,7 @@ def test_as_many_elements_as_the_plan_allows(name: str) -> None:
         out, grads = torch.empty_like(q), tuple(torch.empty_like(x) for x in (q, k, v))
         lse = torch.empty(1, tokens, heads, device="cuda")
         backend.forward(q, k, v, out, lse, causal=True)
-        backend.backward(grad, (q, k, v), out, lse, grads, causal=True, deterministic=False)
+        backend.backward(AttentionBackward(grad, (q, k, v), out, lse, grads, causal=True, deterministic=False))
         for group in (0, heads // shared // 2, heads // shared - 1):
             mine, its = slice(group * shared, (group + 1) * shared), slice(group, group + 1)
             qkv = q[:, :, mine].float(), k[:, :, its].float(), v[:, :, its].float()

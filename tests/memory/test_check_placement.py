@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import msgspec
@@ -42,7 +43,7 @@ RIGHT = Placement(
 )
 
 
-def test_a_right_placement_has_no_fault() -> None:
+def test_a_valid_placement_has_no_fault() -> None:
     assert check_placement(RIGHT, REQUESTS) == []
     assert check_placement(msgspec.structs.replace(RIGHT, classes=[]), REQUESTS) == []
     turned = {
@@ -53,35 +54,35 @@ def test_a_right_placement_has_no_fault() -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "says"),
+    ("change", "named"),
     [
-        ({"program_sha256": "q"}, "belongs to program q"),
-        ({"alignment_bytes": 256}, "alignment"),
-        ({"ids": ["a", "b", "d"]}, "d was never requested"),
-        ({"ids": ["a", "b", "d"]}, "c is not placed"),
-        ({"ids": ["a", "b", "a"]}, "a is placed twice"),
-        ({"lower": [0, 1, 1]}, "c lives in [1, 4)"),
-        ({"upper": [2, 2, 4]}, "b lives in [1, 2)"),
-        ({"size_bytes": [1000, 512, 99]}, "c has 99 bytes"),
-        ({"offset_bytes": [0, 1024, 100]}, "not a multiple"),
-        ({"offset_bytes": [0, 1536, 0]}, "beyond the arena"),
-        ({"offset_bytes": [0, 512, 0]}, "a and b share addresses from 512"),
-        ({"offset_bytes": [0, 1024, 1024]}, "b and c share addresses"),
-        ({"arena_bytes": 2048}, "highest buffer ends at 1536"),
-        ({"arena_bytes": 1535}, "highest buffer ends at 1536"),  # not rounded up
-        ({"arena_bytes": 1024}, "b ends at 1536, beyond the arena's 1024 bytes"),
-        ({"lower_bound_bytes": 1024}, "is 1536"),
-        ({"classes": ["state", "state", "transient"]}, "b has class state, but transient was requested"),
-        ({"offset_bytes": [0, 2**70, 0]}, "b dies at 3 and ends at"),
-        ({"upper": [2, 2**64, 4]}, "numbers above 4611686018427387904 cannot be compared"),
+        ({"program_sha256": "q"}, r"program q\b"),
+        ({"alignment_bytes": 256}, r"alignment.*\b256\b.*\b512\b"),
+        ({"ids": ["a", "b", "d"]}, r"^d\b"),
+        ({"ids": ["a", "b", "d"]}, r"^c\b"),
+        ({"ids": ["a", "b", "a"]}, r"^a\b.*\btwice\b"),
+        ({"lower": [0, 1, 1]}, r"^c\b.*\[1, 4\)"),
+        ({"upper": [2, 2, 4]}, r"^b\b.*\[1, 2\)"),
+        ({"size_bytes": [1000, 512, 99]}, r"^c\b.*\b99 bytes"),
+        ({"offset_bytes": [0, 1024, 100]}, r"^c\b.*\b100\b.*\b512\b"),
+        ({"offset_bytes": [0, 1536, 0]}, r"^b\b.*\b2048\b.*\b1536\b"),
+        ({"offset_bytes": [0, 512, 0]}, r"^a and b\b.*\b512\b"),
+        ({"offset_bytes": [0, 1024, 1024]}, r"^b and c\b.*\b1024\b"),
+        ({"arena_bytes": 2048}, r"\b2048\b.*\b1536\b"),
+        ({"arena_bytes": 1535}, r"\b1535\b.*\b1536\b"),  # not rounded up
+        ({"arena_bytes": 1024}, r"^b\b.*\b1536\b.*\b1024 bytes"),
+        ({"lower_bound_bytes": 1024}, r"\b1024\b.*\b1536\b"),
+        ({"classes": ["state", "state", "transient"]}, r"^b\b.*\bstate\b.*\btransient\b"),
+        ({"offset_bytes": [0, 2**70, 0]}, rf"^b\b.*\b3\b.*\b{2**70 + 512}\b"),
+        ({"upper": [2, 2**64, 4]}, rf"\b{2**62}\b"),
     ],
 )
-def test_every_fault_is_named(change: dict[str, Any], says: str) -> None:
+def test_every_fault_is_named(change: dict[str, Any], named: str) -> None:
     faults = check_placement(msgspec.structs.replace(RIGHT, **change), REQUESTS)
-    assert any(says in fault for fault in faults), faults
+    assert any(re.search(named, fault) for fault in faults), faults
 
 
-def test_sums_that_would_leave_64_bits_hide_no_overlap() -> None:
+def test_sums_beyond_64_bits_hide_no_overlap() -> None:
     """Two buffers at one address whose ends wrap around, in an arena that is large enough for them."""
     high = 2**63 - 512
     placement = msgspec.structs.replace(RIGHT, offset_bytes=[0, high, high], arena_bytes=high + 512)
@@ -89,7 +90,7 @@ def test_sums_that_would_leave_64_bits_hide_no_overlap() -> None:
 
 
 def test_one_byte_shared_by_two_of_ten_thousand_buffers_is_found() -> None:
-    """All live at once, each beside every other: 50 million pairs."""
+    """All are live at once: 50 million pairs."""
     count = 10_000
     requests = Requests(
         ids=[f"b{i}" for i in range(count)], lower=[0] * count, upper=[9] * count, size_bytes=[8] * count
@@ -119,7 +120,7 @@ def _with_offsets(offsets: list[int]) -> Placement:
 
 @given(st.data())
 def test_faults_are_found_exactly_where_bytes_collide(data: st.DataObject) -> None:
-    """Against a map of every (instant, address), for random small placements."""
+    """Random small placements, compared with a map of every (instant, address)."""
     count = data.draw(st.integers(1, 6))
     lower = [data.draw(st.integers(0, 6)) for _ in range(count)]
     upper = [low + data.draw(st.integers(1, 4)) for low in lower]

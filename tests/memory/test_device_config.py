@@ -11,6 +11,7 @@ import pytest
 
 from memo_sim.contract.errors import UsageError
 from memo_sim.memory.device_config import AllocatorConfig
+from tests.refusals import refused
 
 
 @pytest.mark.parametrize(
@@ -29,7 +30,7 @@ from memo_sim.memory.device_config import AllocatorConfig
     ],
 )
 def test_settings_that_pytorch_refuses_are_refused(settings: dict[str, float], named: str) -> None:
-    with pytest.raises(UsageError, match=named):
+    with refused(UsageError, where=named):
         AllocatorConfig(**settings)  # type: ignore[arg-type]
 
 
@@ -45,7 +46,7 @@ for settings in sys.argv[1:]:
 
 
 def test_settings_are_refused_where_torch_refuses_them() -> None:
-    """The parser of the installed PyTorch, which needs no GPU, and ours, on every setting near its limits."""
+    """Compares the parser of the installed PyTorch, which needs no GPU, with ours on every setting near its limits."""
     if find_spec("torch") is None:
         pytest.skip("torch is not installed")
     cases: list[Mapping[str, float]] = [

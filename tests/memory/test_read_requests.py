@@ -1,4 +1,4 @@
-"""Requests are read from every kind of file, by content; what is malformed is named with its place."""
+"""Requests are read from every kind of file, by content; errors name the place in the file."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from memo_sim.memory.allocation_log import read_allocation_log
 from memo_sim.memory.read_requests import read_requests
 from memo_sim.program.arena.requests import arena_requests, requests_of
 from memo_sim.program.lower import lower, program_sha256
+from tests.refusals import Expected, refused
 
 LOG = "malloc a 100\nmalloc b 20\nfree a 100\n\n# again\nmalloc a 7\nfree b 20\nmalloc c 1\n"
 TABLE = "name,size,id,lower,upper\nfirst,100,a,0,2\n,20,b,1,4\n"
@@ -50,12 +51,12 @@ def test_a_table_keeps_its_rows_and_own_columns(tmp_path: Path) -> None:
     assert source.rows == [["first", "100", "a", "0", "2"], ["", "20", "b", "1", "4"]]
 
 
-def test_alignments_of_a_table_are_obeyed_and_fixed_offsets_are_not(tmp_path: Path) -> None:
+def test_alignments_of_a_table_are_used_and_fixed_offsets_are_ignored(tmp_path: Path) -> None:
     source = read_requests(
         written(tmp_path, "id,lower,upper,size,alignment,offset\na,0,1,5,4,0\nb,0,1,5,6,9\nc,0,1,5,,\n")
     )
     assert source.requests.alignment_bytes == 12
-    assert any("'offset' is kept, not obeyed" in note for note in source.notes)
+    assert any("'offset' is kept in the output" in note for note in source.notes)
 
 
 def test_a_log_counts_lines_and_names_second_lives(tmp_path: Path) -> None:
@@ -69,14 +70,14 @@ def test_a_log_counts_lines_and_names_second_lives(tmp_path: Path) -> None:
     assert source.notes == ["2 of 4 buffers are never freed: they live to the end"]
 
 
-def test_a_second_life_does_not_take_anothers_name() -> None:
+def test_a_second_life_gets_a_unique_name() -> None:
     log = "malloc a#2 1\nmalloc a 1\nfree a 1\nmalloc a 1\n"
     assert read_allocation_log(log, "log").requests.ids == ["a#2", "a", "a#2'"]
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 3), st.integers(0, 9)), max_size=40))
 def test_a_logs_live_bytes_are_its_own_at_every_line(wishes: list[tuple[bool, int, int]]) -> None:
-    """Against a plain walk of the log: what lives after each line is the same set of sizes."""
+    """Compared with a plain walk of the log: after each line the same sizes are live."""
     live: dict[str, int] = {}
     lines, after = [], []
     for wants_malloc, name, size in wishes:
@@ -94,90 +95,103 @@ def test_a_logs_live_bytes_are_its_own_at_every_line(wishes: list[tuple[bool, in
     assert [sorted(s for low, up, s in rows if low <= t < up) for t in range(len(after))] == after
 
 
+CALLS = ("malloc ID SIZE", "free ID SIZE")
+DOCUMENTS = ("memo.plan/2", "memo.requests/1")
+KINDS = (*DOCUMENTS, "id,lower,upper,size", *CALLS)
+
+
 @pytest.mark.parametrize(
-    ("content", "says", "where"),
+    ("content", "fields", "where"),
     [
-        ("", "empty", ""),
-        ("\n \n", "empty", ""),
-        ("what is this", "not a kind of requests", ""),
-        (b"\xff\xfe\x00", "neither text nor a pickle", ""),
-        ("malloc a 1\nfree b 1\n", "not live", "line 2"),
-        ("malloc a 1\nfree a 1\nfree a 1\n", "freed before", "line 3"),
-        ("malloc a 1\n\nfree a 2\n", "another size", "line 3"),
-        ("malloc a 1\nmalloc a 1\n", "malloced again", "line 2"),
-        ("malloc a 1\nrealloc a 2\n", "neither a malloc nor a free", "line 2"),
-        ("malloc a -1\n", "neither a malloc nor a free", "line 1"),
-        ("malloc a 1e3\n", "neither a malloc nor a free", "line 1"),
-        ("id,lower,upper\na,0,1\n", "column is missing", "line 1"),
-        ("id,lower,uper,size\na,0,1,1\n", "did you mean 'uper'", "line 1"),
-        ("id,lower,upper,size,size\na,0,1,1,1\n", "twice", "line 1"),
-        ("id,lower,upper,size\na,0,1\n", "another length", "line 2"),
-        ("id,lower,upper,size\na,0,1,1\n\na,1,2,1\n", "id is used twice", "line 4"),
-        ("id,lower,upper,size\na,2,2,1\n", "never lives", "line 2"),
-        ("id,lower,upper,size\na,0,1,many\n", "not a number", "line 2, column size"),
-        ("id,lower,upper,size\na,-1,1,1\n", "not a number", "line 2, column lower"),
-        ("id,lower,upper,size\na,0,1.5,1\n", "not a number", "line 2, column upper"),
-        ('id,lower,upper,size\n"a,0,1,1\n', "not a CSV table", "line 2"),
-        ("id,lower,upper,size\n", "no buffer", ""),
-        (f"id,lower,upper,size\n{'9' * 19},0,1,{'9' * 19}\n", "not a number", "line 2"),
-        ("\n".join(["id,lower,upper,size", *(f"{i},0,1,{10**18 - 1}" for i in range(5))]), "add up to more", ""),
-        ("id,lower,upper,size\n ,0,1,1\n", "without an id", "line 2"),
+        ("", {"got": None, "wanted": KINDS}, ""),
+        ("\n \n", {"got": None, "wanted": KINDS}, ""),
+        ("what is this", {"got": "'what is this'", "wanted": KINDS}, ""),
+        (b"\xff\xfe\x00", {"got": "byte 0", "wanted": KINDS}, ""),
+        ("malloc a 1\nfree b 1\n", {"got": "b", "hint": "never"}, "line 2"),
+        ("malloc a 1\nfree a 1\nfree a 1\n", {"got": "a", "hint": "before"}, "line 3"),
+        ("malloc a 1\n\nfree a 2\n", {"got": "2", "wanted": "1"}, "line 3"),
+        ("malloc a 1\nmalloc a 1\n", {"got": "a", "wanted": "free"}, "line 2"),
+        ("malloc a 1\nrealloc a 2\n", {"got": "'realloc a 2'", "wanted": CALLS}, "line 2"),
+        ("malloc a -1\n", {"got": "'malloc a -1'", "wanted": CALLS}, "line 1"),
+        ("malloc a 1e3\n", {"got": "'malloc a 1e3'", "wanted": CALLS}, "line 1"),
+        ("id,lower,upper\na,0,1\n", {"got": "id, lower, upper", "wanted": "size", "hint": "'size'"}, "line 1"),
+        ("id,lower,uper,size\na,0,1,1\n", {"got": "uper", "wanted": "upper", "hint": "'uper'"}, "line 1"),
+        ("id,lower,upper,size,size\na,0,1,1,1\n", {"got": "size", "wanted": None}, "line 1"),
+        ("id,lower,upper,size\na,0,1\n", {"got": "3 cells", "wanted": "4"}, "line 2"),
+        ("id,lower,upper,size\na,0,1,1\n\na,1,2,1\n", {"got": "a", "hint": "line 2"}, "line 4"),
+        ("id,lower,upper,size\na,2,2,1\n", {"got": "[2, 2)", "wanted": "lower < upper"}, "line 2"),
+        ("id,lower,upper,size\na,0,1,many\n", {"got": "'many'", "wanted": "18 digits"}, "line 2, column size"),
+        ("id,lower,upper,size\na,-1,1,1\n", {"got": "'-1'", "wanted": "18 digits"}, "line 2, column lower"),
+        ("id,lower,upper,size\na,0,1.5,1\n", {"got": "'1.5'", "wanted": "18 digits"}, "line 2, column upper"),
+        ('id,lower,upper,size\n"a,0,1,1\n', {"what": "CSV", "got": "end of data"}, "line 2"),
+        ("id,lower,upper,size\n", {"got": None, "wanted": "at least one"}, ""),
+        (f"id,lower,upper,size\n{'9' * 19},0,1,{'9' * 19}\n", {"got": "9" * 19, "wanted": "18 digits"}, "line 2"),
+        (
+            "\n".join(["id,lower,upper,size", *(f"{i},0,1,{10**18 - 1}" for i in range(5))]),
+            {"what": "size", "wanted": f"less than {2**62}"},
+            "",
+        ),
+        ("id,lower,upper,size\n ,0,1,1\n", {"what": "id", "got": None, "wanted": None}, "line 2"),
         # Alignments without a common factor multiply: 10^18 - 1 and 10^18 - 11.
         (
             "id,lower,upper,size,alignment\n" + "".join(f"{i},0,1,0,{10**18 - i}\n" for i in (1, 11)),
-            "alignment is too large",
+            {"what": "alignment", "got": str((10**18 - 1) * (10**18 - 11)), "wanted": f"less than {2**62}"},
             "",
         ),
-        (with_phase(lower=5, upper=2), "ends before it begins", "$.phases"),
-        (with_phase(lower=0, upper=2**62), "too late to count", ""),
-        (with_phase(lower=0, upper=1, alignment_bytes=2**70), "alignment is too large", ""),
-        ("{", "ends too early", ""),
-        ("{}", "the document has no schema", "$.schema"),
-        ('{"schema": "memo.trace/1"}', "the document is of another kind", "$.schema"),
+        (with_phase(lower=5, upper=2), {"what": "phase", "got": "[5, 2)"}, "$.phases"),
+        (with_phase(lower=0, upper=2**62), {"got": str(2**62), "wanted": f"less than {2**62}"}, ""),
+        (with_phase(lower=0, upper=1, alignment_bytes=2**70), {"what": "alignment", "got": str(2**70)}, ""),
+        ("{", {"what": "JSON", "got": "early"}, ""),
+        ("{}", {"wanted": DOCUMENTS}, "$.schema"),
+        ('{"schema": "memo.trace/1"}', {"got": "memo.trace/1", "wanted": DOCUMENTS}, "$.schema"),
         (
             '{"schema": "memo.requests/1", "ids": ["a"], "lower": [1], "upper": [1], "size_bytes": [1]}',
-            "empty",
+            {"what": "a"},
             "$",
         ),
         (
             '{"schema": "memo.requests/1", "ids": ["a"], "lower": [0], "upper": [1], "size_bytes": [-1]}',
-            "-1",
-            "size_bytes",
+            {"got": "-1", "wanted": "0"},
+            "$.size_bytes[0]",
         ),
-        ('{"schema": "memo.requests/1", "ids": [], "lower": [], "upper": [], "size_bytes": []}', "no buffer", ""),
+        (
+            '{"schema": "memo.requests/1", "ids": [], "lower": [], "upper": [], "size_bytes": []}',
+            {"got": None, "wanted": "at least one"},
+            "",
+        ),
     ],
 )
-def test_malformed_input_is_named_with_its_place(tmp_path: Path, content: str | bytes, says: str, where: str) -> None:
+def test_malformed_input_is_named_with_its_place(
+    tmp_path: Path, content: str | bytes, fields: dict[str, Expected], where: str
+) -> None:
     path = written(tmp_path, content)
-    with pytest.raises(BadInput) as error:
+    with refused(BadInput, where=(path, where), **fields):
         read_requests(path)
-    assert says in str(error.value)
-    assert path in str(error.value.where)
-    assert where in str(error.value.where)
 
 
-def test_documents_are_told_apart_by_their_schema(tmp_path: Path) -> None:
+def test_documents_are_recognised_by_their_schema(tmp_path: Path) -> None:
     decisions = Decisions(model=load_model("gpt-tiny"), seq_tokens=1024)
     programs = lower(decisions)
     plan = Plan(decisions=decisions, program_sha256=program_sha256(programs))
     requests = requests_of(programs[0])
     planned = arena_requests(programs[0], decisions)
-    assert len(planned.ids) < len(requests.ids)  # without what libraries allocate beside the arena
+    assert len(planned.ids) < len(requests.ids)  # without the buffers that libraries allocate outside of the arena
     for document, kind, wanted in ((plan, "plan", planned), (requests, "requests", requests)):
         source = read_requests(written(tmp_path, codec.encode(document), "misnamed.csv"))
         assert (source.kind, source.requests) == (kind, wanted)
 
 
-def test_a_plan_that_pins_another_program_is_refused(tmp_path: Path) -> None:
+def test_a_plan_with_another_programs_hash_is_refused(tmp_path: Path) -> None:
     decisions = Decisions(model=load_model("gpt-tiny"), seq_tokens=1024)
     plan = Plan(decisions=decisions, program_sha256=program_sha256(lower(decisions)))
     edited = msgspec.structs.replace(plan, decisions=msgspec.structs.replace(decisions, recompute="full"))
-    with pytest.raises(BadInput, match="pins another program"):
+    given, found = plan.program_sha256, program_sha256(lower(edited.decisions))
+    with refused(BadInput, where="$.program_sha256", got=given[:12], wanted=found[:12], hint="memo-sim what-if"):
         read_requests(written(tmp_path, codec.encode(edited)))
 
 
 def test_only_a_snapshot_has_devices(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="only a snapshot"):
+    with refused(UsageError, got=("--device 0", "csv")):
         read_requests(written(tmp_path, TABLE), device=0)
-    with pytest.raises(BadInput, match="no such file"):
+    with refused(BadInput, where=str(tmp_path / "missing")):
         read_requests(str(tmp_path / "missing"))

@@ -1,4 +1,4 @@
-"""The exact search: its proofs against trying every address, by each rule, order and technique; deep problems."""
+"""The exact search: compared with trying every address, for each rule, order and technique; and deep problems."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 
 from memo_sim.memory import skyline
 from memo_sim.memory.canonical import search, solve_canonical
-from memo_sim.memory.decompose import compressed
 from memo_sim.memory.problem import Clock, Ints, Problem
+from memo_sim.memory.reduction import compressed
 from memo_sim.memory.skyline import RULES, Skyline
 
 NODES = 1_000_000
-"""More than any of the small problems has."""
+"""More nodes than any of the small problems needs."""
 
 SWITCHES: tuple[dict[str, Any], ...] = (
     {},
@@ -96,7 +96,7 @@ def test_every_rule_and_technique_finds_the_optimum_and_proves_it(problem: Probl
 
 @cache
 def gapped() -> list[tuple[Problem, int]]:
-    """Return problems whose optimum is above the largest live sum: there a proof has to search.
+    """Return problems whose optimum is above the lower bound: a proof needs a search.
 
     Eight random buffers, and one more wherever the live sum is below its maximum: about one in thirty has a gap.
     """
@@ -115,7 +115,7 @@ def gapped() -> list[tuple[Problem, int]]:
     return found
 
 
-def test_proofs_where_the_live_sum_is_out_of_reach() -> None:
+def test_proofs_where_the_lower_bound_cannot_be_reached() -> None:
     some = gapped()
     assert len(some) >= 3, "too few problems of this kind to mean anything"
     for problem, best in some:
@@ -139,14 +139,14 @@ def test_the_search_over_capacities_ends_with_a_proof(problem: Problem, rule: st
 
 @settings(deadline=None, max_examples=30)
 @given(problems(), st.integers(1, 30))
-def test_nodes_bound_the_search_and_make_it_repeatable(problem: Problem, most: int) -> None:
+def test_a_node_limit_makes_the_search_repeatable(problem: Problem, most: int) -> None:
     first, second = (search(problem, Clock(300), None, most_nodes=most) for _ in range(2))
     assert first[1] == second[1]
     assert (first[0] is None) == (second[0] is None)
     assert first[0] is None or second[0] is None or first[0].tolist() == second[0].tolist()
 
 
-def test_few_nodes_leave_it_open() -> None:
+def test_too_few_nodes_decide_nothing() -> None:
     problem, best = gapped()[0]
     sky = Skyline(problem, best - 1, np.arange(problem.count), RULES["few"])
     assert sky.search(2, Clock(300)) is None
@@ -155,13 +155,13 @@ def test_few_nodes_leave_it_open() -> None:
 
 
 def staircase(count: int) -> Problem:
-    """Return buffers of which each lives beside the one before and the one after: a search as deep as they are many."""
+    """Return buffers that each overlap their two neighbours in time: the search is as deep as their number."""
     born = np.arange(count)
     return compressed(Problem(born, born + 2, np.where(born % 2, 3, 2)))
 
 
-def test_what_is_forced_costs_no_nodes() -> None:
-    """A long buffer rests on the tallest of many short ones: the sections of all others can only be raised."""
+def test_forced_raises_cost_no_nodes() -> None:
+    """A long buffer rests on the largest of many short ones: the sections of all others can only be raised."""
     count = 60
     born = np.append(np.arange(count), 0)
     problem = compressed(Problem(born, np.append(born[:-1] + 1, count), np.append(np.arange(count) + 1, 1000)))
@@ -180,13 +180,13 @@ def test_a_search_may_be_deep() -> None:
     assert max(ends) == 5
 
 
-def test_a_search_that_is_too_deep_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_search_that_is_too_deep_decides_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(skyline, "MOST_FRAMES", 300)
     problem = staircase(2_500)
     assert Skyline(problem, 5, np.arange(problem.count), RULES["low_few"]).search(100_000, Clock(300)) is None
 
 
-def test_empty_buffers_lie_anywhere() -> None:
+def test_empty_buffers_may_have_any_offset() -> None:
     nothing = Problem(np.array([0, 1]), np.array([2, 3]), np.array([0, 0]))
     offsets, proven = search(nothing, Clock(300), None)
     assert offsets is not None

@@ -1,4 +1,4 @@
-"""Placements by a number of nodes: equal on any clock, and at the bound where first fit is not."""
+"""Placements with a node limit: the same for any clock, and at the lower bound where first fit is not."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def timeless(placement: Placement) -> Placement:
     return msgspec.structs.replace(placement, elapsed_s=0.0)
 
 
-def test_an_arenas_nodes_reach_the_bound_where_first_fit_does_not(requests: Requests) -> None:
+def test_the_node_limit_of_arenas_reaches_the_lower_bound_where_first_fit_does_not(requests: Requests) -> None:
     greedy = place(requests, solver="greedy")
     searched = place(requests, time_limit_s=600, most_nodes=MOST_NODES)
     assert greedy.arena_bytes > searched.arena_bytes == searched.lower_bound_bytes
@@ -40,12 +40,12 @@ def test_an_arenas_nodes_reach_the_bound_where_first_fit_does_not(requests: Requ
 
 
 @pytest.mark.parametrize("most_nodes", [1, 1000, MOST_NODES])
-def test_equal_requests_give_equal_placements_however_slow_the_clock(
+def test_equal_requests_give_equal_placements_on_any_clock(
     requests: Requests, most_nodes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     quick = place(requests, time_limit_s=1e6, most_nodes=most_nodes)
     ticks = iter(range(10**9))
-    monkeypatch.setattr(problem.time, "monotonic", lambda: float(next(ticks)))  # a second at every look
+    monkeypatch.setattr(problem.time, "monotonic", lambda: float(next(ticks)))  # each call takes a second
     slow = place(requests, time_limit_s=1e6, most_nodes=most_nodes)
     assert timeless(slow) == timeless(quick)
     assert slow.elapsed_s > quick.elapsed_s

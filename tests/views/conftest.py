@@ -1,4 +1,4 @@
-"""Traces to draw: real programs of ``lower``, played first in, first out at made-up rates."""
+"""Traces to draw: real programs of ``lower``, played on FIFO lanes with invented rates."""
 
 from collections.abc import Callable
 from itertools import pairwise
@@ -18,7 +18,7 @@ RATES = {"flops": 200e12, "bytes": 1.4e12, "d2h": 10e9, "h2d": 11e9, "collective
 
 
 def seconds(instruction: Instruction, rates: dict[str, float]) -> float:
-    """Price by one constant a lane: enough for a picture."""
+    """Price an instruction with one constant per lane: enough for a picture."""
     work, lane = instruction.work, instruction.lane.label
     if flops := getattr(work, "flops", 0):
         return float(flops) / rates["flops"] + 5e-6

@@ -1,9 +1,9 @@
-"""A trace as bars: what an id says, what is merged, what stands still."""
+"""A trace as bars: parts of an id, merged spans, stalls."""
 
 from itertools import pairwise
 
 from memo_sim.contract.trace import MemoryCurve, Spans, Trace, Wait
-from memo_sim.views.bars import MeshCoordinates, bars_of, first_micro_batch, lanes_of, place_of, played_s, stalls_of
+from memo_sim.views.bars import InstructionPlace, bars_of, first_micro_batch, lanes_of, place_of, played_s, stalls_of
 
 
 def trace_of(*spans: tuple[str, str, float, float], waits: list[Wait] | None = None) -> Trace:
@@ -20,10 +20,10 @@ def trace_of(*spans: tuple[str, str, float, float], waits: list[Wait] | None = N
     )
 
 
-def test_an_id_says_where_and_what() -> None:
-    assert place_of("m0/s0/l12/bwd/ffn_up.dgrad") == MeshCoordinates("m0/s0/l12", "bwd", 12, "ffn_up.dgrad")
-    assert place_of("m3/s0/head/fwd/loss.c0") == MeshCoordinates("m3/s0/head", "head", -1, "loss.c0")
-    assert place_of("m0/s0/embed/bwd/scatter") == MeshCoordinates("m0/s0/embed", "embed", -1, "scatter")
+def test_an_id_gives_place_phase_and_name() -> None:
+    assert place_of("m0/s0/l12/bwd/ffn_up.dgrad") == InstructionPlace("m0/s0/l12", "bwd", 12, "ffn_up.dgrad")
+    assert place_of("m3/s0/head/fwd/loss.c0") == InstructionPlace("m3/s0/head", "head", -1, "loss.c0")
+    assert place_of("m0/s0/embed/bwd/scatter") == InstructionPlace("m0/s0/embed", "embed", -1, "scatter")
     assert place_of("step/embed/zero/grads").phase == "zero"
     assert place_of("step/l3/opt/adamw.decay").label == "l3 opt"
     assert place_of("m0/s0/head/fwd/norm").label == "head"
@@ -67,7 +67,7 @@ def test_a_wait_is_a_stall_of_one_lane_for_another() -> None:
     assert stalls == [("compute", "d2h", 1.0, 3.0), ("compute", "other", 4.0, 5.0)]
 
 
-def test_lanes_stand_in_one_order() -> None:
+def test_lanes_have_one_order() -> None:
     trace = trace_of(("a/b/c", "zz", 0, 1), ("a/b/c", "h2d", 0, 1), ("a/b/c", "d2h", 0, 1), ("a/b/c", "compute", 0, 1))
 
     assert lanes_of([trace]) == ["compute", "d2h", "h2d", "zz"]

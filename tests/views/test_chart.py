@@ -9,8 +9,8 @@ import pytest
 
 from memo_sim.contract.errors import UsageError
 from memo_sim.contract.figure import Figure, Line, Point
-from memo_sim.views.chart import draw_chart, picture, style
-from memo_sim.views.chart_table import chart_table
+from memo_sim.views.chart import chart_table, draw_chart, picture, style
+from tests.refusals import refused
 
 LONGEST = Figure(
     name="11a",
@@ -54,11 +54,11 @@ def test_the_picture_is_the_same_bytes_each_time(tmp_path: Path, suffix: str) ->
 
 
 def test_a_file_of_another_kind_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="not a kind of picture"):
+    with refused(UsageError, where="figure.txt", got="'.txt'", wanted=".png, .svg, .pdf"):
         draw_chart(LONGEST, tmp_path / "figure.txt")
 
 
-def test_as_many_lines_as_a_figure_has_are_told_apart() -> None:
+def test_lines_of_a_figure_differ_in_colour_and_marker() -> None:
     assert len({style(number) for number in range(20)}) == 20
     assert len({style(number)[1] for number in range(6)}) == 6  # and the first few by marker alone
 
@@ -73,14 +73,14 @@ def in_panels(**changes: object) -> Figure:
     return msgspec.structs.replace(LONGEST, x_kind="tokens", y_kind="number", lines=lines, **changes)
 
 
-def test_each_panel_has_a_table_of_its_own() -> None:
+def test_each_panel_has_its_own_table() -> None:
     blocks = chart_table(in_panels()).split("\n\n")
     assert [block.splitlines()[0] for block in blocks[1:5]] == [f"model {m}" for m in range(4)]
     assert all(len(block.splitlines()) == 11 for block in blocks[1:5])
 
 
-def test_panels_have_room_and_do_not_lie_on_each_other() -> None:
-    """However much is read off a figure: axes keep their size, and titles, ticks and text keep apart."""
+def test_panels_do_not_overlap() -> None:
+    """With any number of findings, axes keep their size, and titles, ticks and text do not overlap."""
     pytest.importorskip("matplotlib")
     findings = [f"Finding {n} is a sentence of some length. " * 4 for n in range(20)]
     drawn = picture(in_panels(title="What is compared, " * 7, findings=findings))

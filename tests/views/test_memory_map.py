@@ -1,4 +1,4 @@
-"""The map of addresses over time: it is drawn, whole, and says what it must. Whether it reads well was looked at."""
+"""The map of addresses over time: it is drawn completely and has its texts. People judged its looks."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ import sys
 import warnings
 from pathlib import Path
 from xml.etree import ElementTree as ET
-
-import pytest
 
 from memo_sim.contract.catalog import load_model
 from memo_sim.contract.errors import UsageError
@@ -21,6 +19,7 @@ from memo_sim.memory.place import place
 from memo_sim.program.arena.requests import requests_of
 from memo_sim.program.lower import lower
 from memo_sim.views.memory_map import draw_memory_map, live_curve
+from tests.refusals import refused
 
 
 def texts(svg: Path) -> list[str]:
@@ -32,7 +31,7 @@ def placed(requests: Requests) -> Placement:
 
 
 def layered(buffers: int) -> Requests:
-    """Two buffers that last, and many short ones."""
+    """Two buffers that live all the time, and many short ones."""
     return Requests(
         ids=["weights", "grads", *(f"t{i}" for i in range(buffers))],
         lower=[0, 0, *range(buffers)],
@@ -42,7 +41,7 @@ def layered(buffers: int) -> Requests:
     )
 
 
-def test_a_png_and_the_same_one_again(tmp_path: Path) -> None:
+def test_the_same_png_is_written_again(tmp_path: Path) -> None:
     for name in ("a.png", "b.png"):
         draw_memory_map(placed(layered(40)), tmp_path / name)
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
@@ -50,7 +49,7 @@ def test_a_png_and_the_same_one_again(tmp_path: Path) -> None:
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a.png", "b.png"]
 
 
-def test_it_says_what_it_shows(tmp_path: Path) -> None:
+def test_texts_name_what_is_shown(tmp_path: Path) -> None:
     (program,) = lower(Decisions(model=load_model("gpt-tiny"), seq_tokens=1024))
     requests = requests_of(program)
     placement = placed(requests)
@@ -72,7 +71,7 @@ def test_an_arena_above_its_bound_is_not_called_optimal(tmp_path: Path) -> None:
     assert any("lower bound 2 B" in text for text in found)
 
 
-def test_what_the_caching_allocator_reserves_is_a_line_and_far_above_only_said(tmp_path: Path) -> None:
+def test_reserved_bytes_are_a_line_or_a_note_when_far_above(tmp_path: Path) -> None:
     placement = placed(layered(20))
     arena_mib = placement.arena_bytes // MIB
     for times_arena, in_legend in ((1, True), (2, True), (3, False)):
@@ -92,19 +91,19 @@ def test_few_instants_are_whole_numbers_once_each(tmp_path: Path) -> None:
     assert [text for text in found if text in ("0", "1", "2")] == ["0", "1", "2"]
 
 
-def test_names_stand_where_they_fit(tmp_path: Path) -> None:
+def test_names_are_written_where_they_fit(tmp_path: Path) -> None:
     draw_memory_map(placed(layered(20)), tmp_path / "few.svg")
     draw_memory_map(placed(layered(2000)), tmp_path / "many.svg")
     assert "t4" in texts(tmp_path / "few.svg")
     assert not any(re.fullmatch(r"t\d+", text) for text in texts(tmp_path / "many.svg"))
 
 
-def test_a_bottom_that_never_changes_is_cut_and_said(tmp_path: Path) -> None:
+def test_a_constant_bottom_is_cut_off_with_a_note(tmp_path: Path) -> None:
     draw_memory_map(placed(layered(20)), tmp_path / "m.svg")
-    assert any(text.startswith("cut off below: all of the lowest 8.00 MiB") for text in texts(tmp_path / "m.svg"))
+    assert any(text.startswith("the lowest 8.00 MiB never change") for text in texts(tmp_path / "m.svg"))
 
 
-def test_the_live_curve_is_the_sum_of_what_lives() -> None:
+def test_the_live_curve_is_the_sum_of_live_buffers() -> None:
     placement = placed(layered(30))
     times, live = live_curve(placement)
     for instant, total in zip(times, live, strict=True):
@@ -129,7 +128,7 @@ def test_names_with_dollars_are_text(tmp_path: Path) -> None:
     assert "$\\frac{" in texts(tmp_path / "m.svg")
 
 
-def test_names_of_any_characters_are_drawn_without_a_word(tmp_path: Path) -> None:
+def test_names_of_any_characters_are_drawn_without_warnings(tmp_path: Path) -> None:
     requests = Requests(ids=["a\nb\x1b[31m\x00", "\u5c42"], lower=[0, 0], upper=[5, 5], size_bytes=[MIB, MIB])
     for name in ("m.svg", "m.png"):
         with warnings.catch_warnings():
@@ -140,7 +139,7 @@ def test_names_of_any_characters_are_drawn_without_a_word(tmp_path: Path) -> Non
 
 
 def test_what_cannot_be_drawn_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="kind of picture"):
+    with refused(UsageError, where="m.jpg", got="'.jpg'", wanted=".png, .svg, .pdf"):
         draw_memory_map(placed(layered(3)), tmp_path / "m.jpg")
     assert list(tmp_path.iterdir()) == []
 

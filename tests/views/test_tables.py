@@ -1,4 +1,4 @@
-"""The tables of text, each as a reader sees it."""
+"""Text tables, compared with the text that a reader sees."""
 
 from textwrap import dedent
 from types import SimpleNamespace
@@ -62,10 +62,10 @@ def result(*plans: PlanRow) -> Result:
     )
 
 
-def test_plans_whose_memory_is_not_planned_show_what_is_reserved() -> None:
+def test_plans_without_planned_memory_show_reserved_memory_and_retries() -> None:
     cached = plan(memory_policy="eager", reserved_bytes=77 * GIB, allocation_retries=95)
     lines = result_table(result(cached, plan())).splitlines()
-    assert "device GiB  memory   reserved GiB  reorganised  host GiB/node" in lines[2]
+    assert "device GiB  memory   reserved GiB  retries  host GiB/node" in lines[2]
     assert lines[3].split()[-8:-3] == ["71.0", "eager", "77.0", "95", "1200.0"]
     assert lines[4].split()[-8:-3] == ["71.0", "planned", "-", "-", "1200.0"]
     assert "reserved" not in result_table(result(plan()))
@@ -79,7 +79,7 @@ def test_plans_whose_memory_is_not_planned_show_what_is_reserved() -> None:
         (Layout(tp=8, ulysses=2, pp=4, dp=2, zero=1, subsequences=16), "tp8 cp1 ulysses2 pp4 dp2 zero1 n16"),
     ],
 )
-def test_a_layout_in_a_few_characters(layout, label) -> None:
+def test_layout_labels(layout, label) -> None:
     assert layout_label(layout) == label
 
 
@@ -93,7 +93,7 @@ def test_ranked_plans() -> None:
             system  layout          alpha  recompute    step  MFU %     TGS  device GiB  host GiB/node  compute waits for
         1   memo    tp4+sp cp2 dp1  0.125  tokenwise  83.6 s  52.31  1567.2        71.0         1200.0  all_gather 1.5 s
         2*  memo    tp4+sp cp2 dp1  0.125  tokenwise    90 s  48.00  1456.0        71.0         1200.0  all_gather 1.5 s
-        * outside the range that was calibrated: attention, gemm
+        * outside the calibrated range: attention, gemm
 
         does not fit:
         system     layout          alpha  recompute  status   short by  reason
@@ -101,7 +101,7 @@ def test_ranked_plans() -> None:
     )
 
 
-def test_what_does_not_fit_shows_no_speed() -> None:
+def test_plans_that_do_not_fit_show_no_speed() -> None:
     text = result_table(result(infeasible(), infeasible(status="host_oom", reason="")))
 
     assert "no plan fits" in text
@@ -161,7 +161,7 @@ CASES = [
 ]
 
 
-def test_accuracy_tells_fitted_from_predicted() -> None:
+def test_accuracy_separates_fitted_from_predicted() -> None:
     predicted, fitted = summarise(CASES)
 
     assert (predicted.rows, predicted.statuses_right, predicted.statuses) == (3, 2, 3)
@@ -174,12 +174,12 @@ def test_accuracy_tells_fitted_from_predicted() -> None:
     assert summarise([]) == []
 
 
-def test_reorganisations_are_shown_where_they_are_predicted() -> None:
+def test_allocation_retries_are_shown_where_they_are_predicted() -> None:
     lines = validation_table(Validation(cases=[case("a", 0.1, allocation_retries=5.9375), case("b", 0.1)])).splitlines()
-    assert lines[0].split()[-3:] == ["reorganised", "expected", "error"]
+    assert lines[0].split()[-3:] == ["retries", "expected", "error"]
     assert lines[1].split()[-3:] == ["5.9", "-", "-"]
     assert lines[2].split()[-3:] == ["-", "-", "-"]
-    assert "reorganised" not in validation_table(Validation(cases=CASES))
+    assert "retries" not in validation_table(Validation(cases=CASES))
 
 
 def test_validation() -> None:
@@ -205,7 +205,7 @@ def test_validation() -> None:
     )
 
 
-def test_a_fit_is_judged_three_ways() -> None:
+def test_a_fit_shows_errors_fitted_unfitted_and_left_out() -> None:
     fitted, unfitted, held = (Validation(cases=[case("a", e)]) for e in (0.001, -0.2, 0.004))
     constant = SimpleNamespace(name="copy-rate", unit="GB/s")
     values = {"value": 10.3, "unfitted_value": 12.0, "left_out": {196608: (10.4, held)}}
@@ -215,10 +215,10 @@ def test_a_fit_is_judged_three_ways() -> None:
         """\
         fitted copy-rate: 10.300 GB/s
 
-        with                       GB/s  quantity  n      bias  mean |error|  max |error|  status right
-        fitted                   10.300  MFU       1   +0.10 %        0.10 %       0.10 %           1/1
-        unfitted                 12.000  MFU       1  -20.00 %       20.00 %      20.00 %           1/1
-        192k, left out of a fit  10.400  MFU       1   +0.40 %        0.40 %       0.40 %           1/1"""
+        with                         GB/s  quantity  n      bias  mean |error|  max |error|  status right
+        fitted                     10.300  MFU       1   +0.10 %        0.10 %       0.10 %           1/1
+        unfitted                   12.000  MFU       1  -20.00 %       20.00 %      20.00 %           1/1
+        192k, left out of the fit  10.400  MFU       1   +0.40 %        0.40 %       0.40 %           1/1"""
     )
 
 
@@ -265,7 +265,7 @@ def test_comparison() -> None:
     )
 
 
-def test_a_run_without_prediction_is_shown_alone() -> None:
+def test_a_run_without_prediction_shows_only_measurements() -> None:
     document = Comparison(program_sha256="0" * 64, machine="cpu", predicted=None, measured=figures(1.0, 0), ratio=None)
 
     text = comparison_table(document)
@@ -274,6 +274,6 @@ def test_a_run_without_prediction_is_shown_alone() -> None:
     assert "linear                -    600 ms      -       66.7 %" in text
 
 
-def test_columns_are_as_wide_as_they_must_be() -> None:
+def test_columns_fit_their_widest_cell() -> None:
     assert text_table(["name", "n"], [["x", None], ["longer", "10"]], "lr") == "name     n\nx        -\nlonger  10"
     assert text_table(["a", "b"], []) == "a  b"

@@ -1,4 +1,4 @@
-"""The pictures: that they are drawn, whole, and say what they must. Whether they read well was looked at."""
+"""Pictures of a step: they are drawn completely and have their texts. People judged their looks."""
 
 import re
 import subprocess
@@ -13,13 +13,14 @@ from memo_sim.views.bars import Stall
 from memo_sim.views.lane_panel import joined
 from memo_sim.views.memory_panel import MemoryPanel, peak_of
 from memo_sim.views.timeline import draw_comparison, draw_timeline, time_unit
+from tests.refusals import refused
 
 
 def texts(svg) -> list[str]:
     return re.findall(r"<text[^>]*>([^<]*)</text>", svg.read_text())
 
 
-def test_a_png_and_the_same_one_again(tmp_path, played) -> None:
+def test_the_same_png_is_written_again(tmp_path, played) -> None:
     draw_timeline(played(), tmp_path / "a.png", title="a plan", capacity_bytes=80 * GIB)
     draw_timeline(played(), tmp_path / "b.png", title="a plan", capacity_bytes=80 * GIB)
 
@@ -29,7 +30,7 @@ def test_a_png_and_the_same_one_again(tmp_path, played) -> None:
 
 
 @pytest.mark.parametrize("alpha", [0.0, 0.5, 1.0])
-def test_the_picture_says_what_it_shows(tmp_path, played, alpha) -> None:
+def test_texts_name_what_is_shown(tmp_path, played, alpha) -> None:
     trace = played(seq_tokens=1 << 17, alpha=alpha)
     peak = peak_of(trace.device_memory).bytes
     draw_timeline(trace, tmp_path / "t.svg", title="gpt, alpha", capacity_bytes=2 * peak)
@@ -48,7 +49,7 @@ def test_the_picture_says_what_it_shows(tmp_path, played, alpha) -> None:
 
 
 def test_a_long_title_is_written_smaller(tmp_path, played) -> None:
-    """It ends inside the picture: as many letters more, as much smaller."""
+    """It fits into the picture: the font shrinks in proportion to the title's length."""
     sizes = []
     for length in (40, 200, 400):
         title = "m" * length
@@ -69,7 +70,7 @@ def test_stalls_are_hatched_and_totalled(tmp_path, played) -> None:
     assert any(re.fullmatch(r"d2h [\d.]+ m?s", text) for text in texts(tmp_path / "t.svg"))
 
 
-def test_stalls_are_joined_where_the_lane_hardly_ran() -> None:
+def test_stalls_are_joined_where_the_lane_hardly_ran_between_them() -> None:
     stalls = [Stall("compute", "collective", at, at + 0.8) for at in (0.0, 1.0, 2.0, 9.0)]
     short = [Stall("compute", "collective", at, at + 0.1) for at in (0.0, 1.0, 2.0)]
 
@@ -78,7 +79,7 @@ def test_stalls_are_joined_where_the_lane_hardly_ran() -> None:
     assert joined(short, 1.0) == short
 
 
-def test_of_many_micro_batches_the_first_is_shown(tmp_path, played) -> None:
+def test_only_the_first_of_many_micro_batches_is_shown(tmp_path, played) -> None:
     trace = played(layers=2, global_batch=5)
     draw_timeline(trace, tmp_path / "first.svg")
     draw_timeline(trace, tmp_path / "part.svg", window=(0.001, 0.002))
@@ -98,11 +99,15 @@ def test_predicted_and_measured_share_an_axis(tmp_path, played) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "window", "message"),
-    [("t.jpg", None, "kind of picture"), ("t", None, "kind of picture"), ("t.png", (2.0, 1.0), "empty time window")],
+    ("name", "window", "fields"),
+    [
+        ("t.jpg", None, {"where": "t.jpg", "got": "'.jpg'", "wanted": ".png, .svg, .pdf"}),
+        ("t", None, {"where": "t", "got": "''", "wanted": ".png, .svg, .pdf"}),
+        ("t.png", (2.0, 1.0), {"got": "(2.0, 1.0)", "wanted": "0 <= from < to"}),
+    ],
 )
-def test_what_cannot_be_drawn_is_refused(tmp_path, played, name, window, message) -> None:
-    with pytest.raises(UsageError, match=message):
+def test_what_cannot_be_drawn_is_refused(tmp_path, played, name, window, fields) -> None:
+    with refused(UsageError, **fields):
         draw_timeline(played(), tmp_path / name, window=window)
     assert list(tmp_path.iterdir()) == []
 

@@ -1,4 +1,4 @@
-"""A placement as a PyTorch snapshot: torch's tools take it, the viewer can decode it, and it reads back the same."""
+"""A placement as a PyTorch snapshot: torch's tools accept it, the viewer decodes it, and it reads back unchanged."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ DECODED_BY_THE_VIEWER = {
     *("EMPTY_TUPLE", "TUPLE1", "TUPLE2", "TUPLE3", "TUPLE", "NONE", "NEWTRUE", "NEWFALSE"),
     *("BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT", "SHORT_BINUNICODE", "BINUNICODE"),
 }
-"""Pickle's operations that torch/utils/viz/MemoryViz.js knows."""
+"""Pickle operations that torch/utils/viz/MemoryViz.js supports."""
 
 
 def by_name(requests: Requests | Placement) -> dict[str, tuple[Any, ...]]:
@@ -41,14 +41,14 @@ def placement() -> Placement:
     return place(requests_of(program), solver="greedy", time_limit_s=10)
 
 
-def test_it_reads_back_as_it_was(placement: Placement) -> None:
+def test_it_reads_back_unchanged(placement: Placement) -> None:
     read = read_snapshot(torch_snapshot(placement), "snap").requests
     assert by_name(read) == by_name(placement)
     assert (read.program_sha256, read.alignment_bytes) == (placement.program_sha256, placement.alignment_bytes)
 
 
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(1, 5), st.integers(0, 2000)), min_size=1, max_size=12))
-def test_any_placement_reads_back_but_for_empty_buffers(rows: list[tuple[int, int, int]]) -> None:
+def test_any_placement_reads_back_without_its_empty_buffers(rows: list[tuple[int, int, int]]) -> None:
     requests = Requests(
         ids=[f"b{i}" for i in range(len(rows))],
         lower=[low for low, _, _ in rows],
@@ -62,7 +62,7 @@ def test_any_placement_reads_back_but_for_empty_buffers(rows: list[tuple[int, in
     assert by_name(read) == {name: row for name, row in by_name(requests).items() if row[2]}
 
 
-def test_events_are_at_planned_addresses_and_never_share_them(placement: Placement) -> None:
+def test_events_have_planned_addresses_that_never_overlap(placement: Placement) -> None:
     tree = pickle.loads(torch_snapshot(placement))
     (trace,) = tree["device_traces"]
     offset_of = dict(zip(placement.ids, placement.offset_bytes, strict=True))
@@ -88,13 +88,13 @@ def test_the_viewer_decodes_every_operation(placement: Placement) -> None:
     assert raw == torch_snapshot(placement)
 
 
-def test_the_viewer_needs_a_category_unknown_where_there_are_categories(placement: Placement) -> None:
+def test_every_event_has_a_category_where_there_are_classes(placement: Placement) -> None:
     (trace,) = pickle.loads(torch_snapshot(placement))["device_traces"]
     assert trace[0]["category"] == "unknown"
     assert {e["category"] for e in trace[1:] if e["action"] == "alloc"} == set(placement.classes)
 
 
-def test_torchs_own_tools_take_it(placement: Placement) -> None:
+def test_torchs_own_tools_accept_it(placement: Placement) -> None:
     viz = pytest.importorskip("torch.cuda._memory_viz")
     tree = pickle.loads(torch_snapshot(placement))
     summary = viz.segsum(tree)  # it checks that the blocks add up to the segment

@@ -1,4 +1,4 @@
-"""The page of every published case: what each table holds, and that nothing is left out."""
+"""The validation page: the contents of each table, and every case is present."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ERRORS = {32: 0.0, 64: 0.02, 128: -0.04, 192: 0.01, 256: 0.03, 320: 0.30, 384: N
 
 
 def report(kilotokens: int, error: float | None, *, fitted: bool = False) -> CaseReport:
-    """Return a case of 50 % MFU, measured to give ``error``; None: it ran out of memory, and 448k was said to run."""
+    """Return a case predicted at 50 % MFU with this error; None: measured out of memory (448k was predicted to run)."""
     status = "ok" if error is not None or kilotokens == 448 else "gpu_oom"
     measured = "ok" if error is not None else "gpu_oom"
     return CaseReport(
@@ -60,12 +60,12 @@ def table(page: str, heading: str) -> list[list[str]]:
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in [lines[0], *lines[2:]]]
 
 
-def test_it_says_how_it_was_made(page: str) -> None:
+def test_it_names_the_command_that_made_it(page: str) -> None:
     assert page.startswith("# Validation: every published case\n")
     assert "`memo-sim validate --all`, 2026-11-21, memo 9" in page
 
 
-def test_fitted_rows_stand_apart_in_the_summary(page: str) -> None:
+def test_fitted_rows_are_separate_in_the_summary(page: str) -> None:
     header, predicted, fitted = table(page, "## By source and system")
     cells = dict(zip(header, predicted, strict=True))
     assert cells["rows"] == "8"
@@ -73,12 +73,12 @@ def test_fitted_rows_stand_apart_in_the_summary(page: str) -> None:
     assert (cells["n"], cells["bias"], cells["mean error"]) == ("6", "+5.3 %", "6.7 %")
     assert cells["largest"] == "30.0 % (memo-320k)"
     assert cells["80 % within"] == "-23.1% to +4.2%"
-    assert cells["other groups' interval holds"] == "too few groups"  # one model, and one row of each length
+    assert cells["other groups' interval holds"] == "too few groups"  # one model, and one row per length
     assert fitted[2] == "fitted"
     assert "+50.0 %" in fitted
 
 
-def test_what_the_intervals_of_other_models_hold_is_counted() -> None:
+def test_cases_inside_other_models_intervals_are_counted() -> None:
     cases = [
         msgspec.structs.replace(report(k, e), model=model)
         for model, shift in (("gpt-7b", 0.0), ("gpt-30b", 0.3))
@@ -87,28 +87,28 @@ def test_what_the_intervals_of_other_models_hold_is_counted() -> None:
     validation = with_intervals(Validation(cases=cases))
     text = validation_report(validation, {}, held_out(validation), [], command="", created="", version="")
     header, row = table(text, "## By source and system")
-    # Each case's own interval has seen its model, and holds eight of ten though the models have nothing in common.
+    # Each case's own interval was made with its model: eight of ten lie inside, though the models' errors differ.
     assert dict(zip(header, row, strict=True))["other groups' interval holds"] == "0/10 (2 models held out)"
 
 
-def test_the_longest_sequence_is_told_in_steps() -> None:
+def test_the_longest_sequence_is_compared_in_steps() -> None:
     cases = [report(k, e) for k, e in ERRORS.items()]
     text = validation_report(Validation(cases=cases), {}, {}, [], command="", created="", version="")
     (row,) = table(text, "## Longest sequence that fits")[1:]
     assert row == ["table", "memo", "gpt-7b", "448k", "320k", "+2"]
 
 
-def test_models_and_lengths_have_tables_of_their_own(page: str) -> None:
+def test_models_and_lengths_have_their_own_tables(page: str) -> None:
     assert table(page, "## By model")[1][2] == "gpt-7b"
     lengths = [row[2] for row in table(page, "## By length")[1:]]
     assert lengths == ["32k", "64k", "128k", "192k", "256k", "320k", "384k", "448k", "512k"]
 
 
-def test_the_worst_come_first_with_what_their_step_is_made_of_and_what_is_known(page: str) -> None:
+def test_the_worst_cases_come_first_with_their_step_and_their_note(page: str) -> None:
     rows = table(page, "## The largest errors of speed, and where their predicted steps go")[1:]
     assert [row[0] for row in rows] == ["memo-320k", "memo-128k", "memo-256k", "memo-64k", "memo-192k", "memo-32k"]
     assert rows[0][2] == (
-        "busy: compute 93%, d2h 40%; compute waits for all_gather 5%; 2 reorganisations of memory a micro-batch"
+        "busy: compute 93%, d2h 40%; compute waits for all_gather 5%; 2 allocation retries per micro-batch"
     )
     assert [row[3] for row in rows] == ["A known gap.", "", "", "", "", ""]
 
@@ -117,7 +117,7 @@ def test_wrong_statuses_are_listed(page: str) -> None:
     assert table(page, "## Wrong statuses")[1:] == [["memo-448k", "ok", "gpu_oom", ""]]
 
 
-def test_every_case_stands_there_with_its_interval(page: str) -> None:
+def test_every_case_is_listed_with_its_interval(page: str) -> None:
     rows = table(page, "### table")[1:]
     assert [row[0] for row in rows] == [f"memo-{k}k" for k in (*ERRORS, 512)]
     assert rows[5][-1].endswith("(outside)")
@@ -126,5 +126,5 @@ def test_every_case_stands_there_with_its_interval(page: str) -> None:
     assert rows[6][3:5] == ["gpu_oom", "gpu_oom"]
 
 
-def test_a_table_has_a_line_for_alignment_and_blanks_for_nothing() -> None:
+def test_a_markdown_table_has_an_alignment_row_and_blank_cells() -> None:
     assert markdown_table(["a", "b"], [["x", None]], "lr") == "| a | b |\n|---|---:|\n| x |  |"

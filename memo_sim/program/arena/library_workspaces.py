@@ -6,7 +6,9 @@ The program declares them as workspaces, so that they are counted. The plan choo
     otherwise          torch's allocator serves them outside the arena, which then has no slots for them
 
 The planner subtracts their sum before it says that a plan fits, and the executor before it allocates. Both use this
-module. Plans for CPUs keep the slots in the arena, and the executor counts the bytes once more outside it.
+module. Plans for CPUs keep the slots in the arena, and the executor counts the bytes once more outside it. No program
+declares scratch whose size depends on the processor's instruction set: the executor measures it
+(``memo_exec/machine/library_scratch.py``).
 """
 
 from __future__ import annotations

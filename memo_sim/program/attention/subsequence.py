@@ -38,7 +38,7 @@ from memo_sim.program.attention.partial import (
     workspace,
 )
 from memo_sim.program.ir.builder import Rows, TemplateBuilder, reads, writes
-from memo_sim.program.ir.instruction import BufferClass, Family, Lane
+from memo_sim.program.ir.instruction import BufferClass, Families, Family, Lane
 from memo_sim.program.ir.kinds import FamilyKind
 from memo_sim.program.layout.shape import Shape
 
@@ -78,7 +78,7 @@ def sums_of(shape: Shape, first: int = 0, tokens: int | None = None) -> list[tup
     ]
 
 
-def bind(builder: TemplateBuilder, found: dict[str, Family], shape: Shape, *, gradients: bool) -> None:
+def bind(builder: TemplateBuilder, found: Families, shape: Shape, *, gradients: bool) -> None:
     """Bind the KV cache to a template's slots, and with ``gradients`` (backward) the sums of its gradients too."""
     if shape.kv_cache_tokens:
         builder.bind(found[KV], slot=KV)

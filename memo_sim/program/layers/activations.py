@@ -26,7 +26,7 @@ from memo_sim.contract.plan import Decisions
 from memo_sim.program.attention import attention
 from memo_sim.program.attention import chunked as chunked_attention
 from memo_sim.program.ir.builder import Rows, TemplateBuilder, reads, writes
-from memo_sim.program.ir.instruction import BufferClass, Family, Lane, Mode, Template
+from memo_sim.program.ir.instruction import BufferClass, Families, Family, Lane, Mode, Template
 from memo_sim.program.ir.kinds import BlockKind, FamilyKind, Phase, TemplateKind
 from memo_sim.program.ir.work import Copy, Rowwise
 from memo_sim.program.layers import mlp, selective
@@ -178,7 +178,7 @@ class Activations:
             return tensor.name not in selective.rebuilt(self.shape)
         return self.decisions.recompute != "full" or tensor.name == "x"
 
-    def bind(self, builder: TemplateBuilder, families: dict[str, Family]) -> None:
+    def bind(self, builder: TemplateBuilder, families: Families) -> None:
         """Add a slot for every skeletal tensor to a forward or backward template that does not have it yet."""
         for t in self.tensors:
             if self._shared(t):
@@ -188,14 +188,14 @@ class Activations:
                 if rows:
                     builder.own(t.name, BufferClass.SKELETAL, t.dtype, rows, t.features)
 
-    def offload(self, families: dict[str, Family]) -> TemplateBuilder:
+    def offload(self, families: Families) -> TemplateBuilder:
         """Return the template that offloads one layer, in the order in which forward wrote the tensors."""
         builder = TemplateBuilder("layer.offload", Phase.OFFLOAD, TemplateKind.OFFLOAD, BlockKind.LAYER)
         for t in self.shared:
             self._transfer(builder, families, t, Lane.D2H)
         return builder
 
-    def prefetch(self, families: dict[str, Family], backward: Template) -> TemplateBuilder:
+    def prefetch(self, families: Families, backward: Template) -> TemplateBuilder:
         """Return the template that prefetches one layer, in the order in which ``backward`` reads the tensors."""
         first_use: dict[str, int] = {}
         rows = {families[f"skeletal.{t.name}"].name: self.swapped_rows(t) for t in self.shared}
@@ -211,7 +211,7 @@ class Activations:
             self._transfer(builder, families, t, Lane.H2D)
         return builder
 
-    def _transfer(self, builder: TemplateBuilder, families: dict[str, Family], t: Skeletal, lane: Lane) -> None:
+    def _transfer(self, builder: TemplateBuilder, families: Families, t: Skeletal, lane: Lane) -> None:
         slot = builder.bind(families[f"skeletal.{t.name}"], slot=t.name, tokens=t.tokens)
         moves = [self._copy_swapped, self._copy_kept]
         # In a window, the device buffer dies after its offload. The last access must be the copy to the host, because
@@ -220,9 +220,7 @@ class Activations:
         for move in reversed(moves) if self.windowed else moves:
             move(builder, families, t, slot, out=lane is Lane.D2H)
 
-    def _copy_swapped(
-        self, builder: TemplateBuilder, families: dict[str, Family], t: Skeletal, slot: str, *, out: bool
-    ) -> None:
+    def _copy_swapped(self, builder: TemplateBuilder, families: Families, t: Skeletal, slot: str, *, out: bool) -> None:
         """Write the copy of the swapped rows to the host, or back."""
         if not (rows := self.swapped_rows(t)):
             return
@@ -237,9 +235,7 @@ class Activations:
             target=writes(host_rows if out else device_rows),
         )
 
-    def _copy_kept(
-        self, builder: TemplateBuilder, families: dict[str, Family], t: Skeletal, slot: str, *, out: bool
-    ) -> None:
+    def _copy_kept(self, builder: TemplateBuilder, families: Families, t: Skeletal, slot: str, *, out: bool) -> None:
         """Write the copy of the rows that stay on the device to another buffer, or back."""
         if not (rows := self.kept(t)):
             return

@@ -88,7 +88,8 @@ def embed_backward(decisions: Decisions, shape: Shape, block: Block, families: F
     row, size = shape.hidden, DTYPE_BYTES[decisions.dtype]
     read, written = shape.tokens * row * (size + 4), shape.tokens * row * 4
     if decisions.memory_policy == "eager":
-        # Autograd makes a gradient table, clears it first, and adds it to the fp32 gradients (memory/eager.py).
+        # Autograd makes a gradient table, clears it first, and adds it to the fp32 gradients
+        # (``memory/eager_framework.py``).
         elements = sum(p.elements for p in block.parameters if p.name == "tokens.weight")
         read, written = read + (size + 4) * elements, written + (size + 4) * elements
     builder.emit(

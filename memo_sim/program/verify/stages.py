@@ -31,7 +31,7 @@ def check_stages(programs: tuple[Program, ...]) -> list[str]:
     - Every send from one stage to another is received there, in the same order and for the same micro-batch. A layer's
       output becomes the next layer's input; gradients go the other way.
     """
-    return [*_check_calls(programs), *_check_p2p(programs)]
+    return [*check_calls(programs), *_check_p2p(programs)]
 
 
 def check_deadlock(
@@ -72,7 +72,8 @@ def check_deadlock(
     return [f"{programs[r].stage}: {ids[r][i]} never starts" for r, i in sorted(everything - done)]
 
 
-def _check_calls(programs: tuple[Program, ...]) -> list[str]:
+def check_calls(programs: tuple[Program, ...]) -> list[str]:
+    """Return every collective and exchange that differs between the ranks of its group."""
     calls = [_group_calls(p) for p in programs]
     faults = []
     for group in sorted({g for mine in calls for g in mine}):
@@ -157,7 +158,7 @@ def _matched_calls(programs: Sequence[Program], across: Sequence[str]) -> list[t
             if isinstance(work, PointToPoint):
                 kind: tuple[object, ...] = (work.source, work.target)
             elif isinstance(work, Collective | Exchange) and work.group in across and len(programs) > 1:
-                kind = (work.group,)
+                kind = (work.group, instruction.lane)  # a group's lanes are independent of each other
             else:
                 continue
             counts[instruction.lane, *kind] += 1

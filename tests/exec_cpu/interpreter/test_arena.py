@@ -32,6 +32,7 @@ from memo_sim.program.lower import lower
 from tests.exec_cpu.machine.test_preflight import CPU
 from tests.exec_cpu.plans import byte_decisions, placed, write_plan
 from tests.exec_cpu.small import batch, decide, gpt, gradients, llama, one_step, play, scalars, states, wrapped
+from tests.refusals import refused
 
 POLICIES: dict[str, dict[str, Any]] = {
     "keep": {},
@@ -253,39 +254,41 @@ def of_another_class(placement: Placement) -> Placement:
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "got"),
     [
-        (placed_twice, "placed twice"),
-        (of_a_stranger, "never requested"),
-        (dying_early, "lives in"),
-        (too_short, "were requested"),
-        (too_large, "the highest buffer ends at"),
-        (of_another_alignment, "alignment is 256"),
-        (with_another_bound, "the lower bound is given as"),
-        (of_another_class, "class"),
-        (onto_a_living_neighbour, "share addresses"),
-        (too_small, "beyond the arena's"),
-        (of_another_program, "the placement belongs to program"),
-        (without_a_buffer, "is not placed"),
-        (off_its_alignment, "not a multiple of 512"),
+        (placed_twice, ("input.ids[0]", "twice")),
+        (of_a_stranger, ("stranger", "input.ids[0]")),
+        (dying_early, ("input.ids[0]", "[0, 289)", "[0, 290)")),
+        (too_short, ("input.ids[0]", "2047", "2048")),
+        (too_large, ("5978112", "5977600")),
+        (of_another_alignment, ("alignment", "256", "512")),
+        (with_another_bound, ("bound", "5978112", "5977600")),
+        (of_another_class, ("input.ids[0]", "exchange", "input")),
+        (onto_a_living_neighbour, ("loss and grad.x[4]", "8192")),
+        (too_small, ("head/loss.scratch[0]", "5977408", "5977088")),
+        (of_another_program, ("program",)),
+        (without_a_buffer, ("input.ids[0]",)),
+        (off_its_alignment, ("grad_norm", "8708", "512")),
     ],
 )
-def test_a_wrong_placement_is_refused(tmp_path: Path, change: Callable[[Placement], Placement], said: str) -> None:
-    """The plan pins the wrong placement, so that only the checker can refuse it."""
+def test_a_wrong_placement_is_refused(
+    tmp_path: Path, change: Callable[[Placement], Placement], got: tuple[str, ...]
+) -> None:
+    """Pinned by the plan, so that only the checker stands between it and the step."""
     path = write_plan(tmp_path / "plan.json")
     plan, wrong = codec.read(path, Plan), change(placed(byte_decisions()))
     codec.write(tmp_path / "plan.placement.json", wrong)
     codec.write(path, msgspec.structs.replace(plan, placement_sha256=codec.sha256_of(wrong)))
-    with pytest.raises(BadInput, match=said) as caught:
+    with refused(BadInput, where="plan.placement.json", got=got, hint="memo-sim what-if -o"):
         run(path, RunOptions(steps=1))
-    assert caught.value.exit_code == 3
 
 
 def test_a_placement_that_is_not_the_pinned_one_is_refused(tmp_path: Path) -> None:
     path = write_plan(tmp_path / "plan.json")
     other = msgspec.structs.replace(placed(byte_decisions()), solver="another")
     codec.write(tmp_path / "plan.placement.json", other)
-    with pytest.raises(BadInput, match="not the one the plan pins"):
+    pinned = codec.read(path, Plan).placement_sha256
+    with refused(BadInput, where="plan.placement.json", got=codec.sha256_of(other)[:16], wanted=pinned[:16]):
         run(path, RunOptions(steps=1))
 
 
@@ -295,12 +298,10 @@ def test_a_placement_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
     whole = beside.read_text()
     negative = json.loads(whole)
     negative["offset_bytes"][3] = -512
-    for text, said in ((whole[:1000], "ends too early"), (json.dumps(negative), r"\$\.offset_bytes\[3\]")):
+    for text, where, got in ((whole[:1000], "", "early"), (json.dumps(negative), ": $.offset_bytes[3]", "-512")):
         beside.write_text(text)
-        with pytest.raises(BadInput, match=said) as caught:
+        with refused(BadInput, where=f"plan.placement.json{where}", got=got):
             run(path, RunOptions(steps=1))
-        assert caught.value.exit_code == 3
-        assert "plan.placement.json" in str(caught.value)
 
 
 def test_nothing_is_allocated_for_a_placement_that_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -310,19 +311,18 @@ def test_nothing_is_allocated_for_a_placement_that_is_refused(tmp_path: Path, mo
     monkeypatch.setattr("memo_exec.commands.run.Interpreter", too_late)
     path = write_plan(tmp_path / "plan.json")
     codec.write(tmp_path / "plan.placement.json", too_small(placed(byte_decisions())))
-    with pytest.raises(BadInput, match="not the one the plan pins"):
+    with refused(BadInput, where="plan.placement.json", wanted=codec.read(path, Plan).placement_sha256[:16]):
         run(path, RunOptions(steps=1))
 
 
 def test_planned_memory_needs_a_placement(tmp_path: Path) -> None:
     path = write_plan(tmp_path / "plan.json")
     (tmp_path / "plan.placement.json").unlink()
-    with pytest.raises(BadInput, match="plan-memory"):
+    with refused(BadInput, where="plan.placement.json", got=None, hint=f"memo-sim plan-memory {path} -o "):
         run(path, RunOptions(steps=1))
     codec.write(path, msgspec.structs.replace(codec.read(path, Plan), placement_sha256=""))
-    with pytest.raises(CannotRun, match="pins no placement") as caught:
+    with refused(CannotRun, where="plan.json: $.placement_sha256", hint="memory_policy caching"):
         run(path, RunOptions(steps=1))
-    assert caught.value.exit_code == 6
 
 
 def test_the_caching_policy_needs_none_and_plays_the_same_program(tmp_path: Path) -> None:
@@ -339,9 +339,8 @@ def test_the_caching_policy_needs_none_and_plays_the_same_program(tmp_path: Path
 
 def test_a_plan_of_an_eager_framework_is_refused(tmp_path: Path) -> None:
     path = write_plan(tmp_path / "plan.json", byte_decisions(memory_policy="eager"))
-    with pytest.raises(CannotRun, match="another framework") as caught:
+    with refused(CannotRun, where="$.decisions.memory_policy", got="eager", wanted="planned or caching"):
         run(path, RunOptions(steps=1))
-    assert caught.value.exit_code == 6
 
 
 def test_the_arena_is_what_is_asked_of_the_machine() -> None:

@@ -23,6 +23,7 @@ from memo_sim.program.analysis.edges import derive_edges
 from memo_sim.program.ir.instruction import Lane
 from memo_sim.program.lower import lower
 from tests.exec_cpu.small import batch, decide, gpt, llama, one_step, play, scalars, states, wrapped
+from tests.refusals import refused
 
 SWAP = decide(gpt(layers=4), swapped_tokens=256)
 
@@ -60,13 +61,13 @@ def test_copies_run_beside_compute() -> None:
 
 
 def test_a_stalled_lane_says_what_it_waits_for() -> None:
-    quick, _ = one_step(SWAP)
     record, _ = one_step(SWAP, kernels=slow_copies("d2h", 0.02))
     stalled = {wait.instruction: wait for wait in record.waits}
     wait = stalled["m0/s0/l2/fwd/norm1"]
     assert wait.waits_for == "m0/s0/l0/off/norm1_stats"
     assert wait.seconds > 0.001
-    assert record.step_s > quick.step_s
+    copies = sum(instruction.lane is Lane.D2H for _, instruction in lower(SWAP)[0].walk())
+    assert record.step_s >= 0.02 * copies
 
 
 def test_full_recompute_waits_for_nothing() -> None:
@@ -112,37 +113,39 @@ def test_a_kernel_that_resizes_its_operand_is_refused() -> None:
     def resize(call: Call) -> None:
         call["out"].resize_(1)
 
-    with pytest.raises(ValueError, match="fwd/norm1: the kernel of layer_norm moved or resized an operand"):
+    with pytest.raises(ValueError, match=r"fwd/norm1\b.*layer_norm"):
         one_step(decide(gpt()), kernels={**KERNELS, "layer_norm": resize})
 
 
 def test_a_batch_of_another_shape_is_refused() -> None:
     decisions = decide(gpt())
     with play(decisions) as interpreter:
-        with pytest.raises(ValueError, match="2 micro-batches given, the program plays 1"):
+        with pytest.raises(ValueError, match=r"\b2 micro-batches .*\b1\b"):
             interpreter.run_step(batch(decisions) * 2, StepScalars())
-        with pytest.raises(ValueError, match=r"input\.ids of micro-batch 0 has 255 tokens, wanted 256"):
+        with pytest.raises(ValueError, match=r"input\.ids .*micro-batch 0 .*\b255\b.*\b256\b"):
             interpreter.run_step([(torch.zeros(255), torch.zeros(256))], StepScalars())
 
 
 @pytest.mark.parametrize(
-    ("changes", "text"),
+    ("changes", "fields"),
     [
-        ({"layout": Layout(tp=2)}, "this process runs alone"),
-        ({"kernels": Kernels(attention="flash2")}, "flash2 does not run on cpu"),
+        ({"layout": Layout(tp=2)}, {"where": "decisions.layout", "got": "1", "wanted": "2", "hint": "torchrun"}),
+        (
+            {"kernels": Kernels(attention="flash2")},
+            {"where": "decisions.kernels.attention", "got": "flash2", "wanted": "torch-flash-cpu"},
+        ),
     ],
 )
-def test_plans_of_other_machines_are_refused(changes: dict[str, Any], text: str) -> None:
+def test_plans_of_other_machines_are_refused(changes: dict[str, Any], fields: dict[str, str]) -> None:
     decisions = decide(gpt(), **changes)
-    with pytest.raises(CannotRun, match=text) as error:
+    with refused(CannotRun, **fields):
         Interpreter(decisions, lower(decisions)[0])
-    assert error.value.exit_code == 6
 
 
 def test_an_operator_without_a_kernel_is_refused() -> None:
     decisions = decide(gpt())
     kernels = {op: kernel for op, kernel in KERNELS.items() if op != "gelu"}
-    with pytest.raises(CannotRun, match="gelu"):
+    with refused(CannotRun, got="gelu"):
         Interpreter(decisions, lower(decisions)[0], kernels=kernels)
 
 

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from memo_exec.kernels.attention_backend import AttentionBackward
 from tests.exec_cpu.kernels import attention_reference as reference
 
 Triple = tuple[Tensor, Tensor, Tensor]
@@ -126,13 +127,15 @@ def faults(
         operands.out.copy_(out)  # backward starts from correct values, so that only backward itself is tested
         operands.lse.copy_(lse)
         backend.backward(
-            operands.grad,
-            operands.qkv,
-            operands.out,
-            operands.lse,
-            operands.grads,
-            causal=case.causal,
-            deterministic=deterministic,
+            AttentionBackward(
+                operands.grad,
+                operands.qkv,
+                operands.out,
+                operands.lse,
+                operands.grads,
+                causal=case.causal,
+                deterministic=deterministic,
+            )
         )
         wanted = reference.backward(operands.grad.double(), wide, out, lse, causal=case.causal)
         plain = reference.backward(operands.grad, operands.qkv, plain_out, plain_lse, causal=case.causal)

@@ -42,8 +42,13 @@ def play(
 
 def allocations(action: Callable[[], Any]) -> list[int]:
     """Return the sizes of all blocks that torch's CPU allocator allocates during ``action``."""
+    return [change for change in memory_changes(action) if change > 0]
+
+
+def memory_changes(action: Callable[[], Any]) -> list[int]:
+    """Return the sizes of the blocks that torch's CPU allocator allocates and (negative) frees, in order."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         action()
     assert profile.profiler is not None
     events = profile.profiler.kineto_results.events()
-    return [event.nbytes() for event in events if event.name() == "[memory]" and event.nbytes() > 0]
+    return [event.nbytes() for event in events if event.name() == "[memory]"]

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from memo_exec.kernels import attention_torch_cudnn, attention_torch_flash
+from memo_exec.kernels.attention_backend import AttentionBackward
 
 
 @pytest.mark.parametrize("backend", [attention_torch_flash, attention_torch_cudnn])
@@ -15,7 +16,7 @@ def test_attention(backend: object, kv_heads: int) -> None:
     q, k, v, out, lse = empty(4), empty(kv_heads), empty(kv_heads), empty(4), torch.empty(2, 256, 4, device="meta")
     backend.forward(q, k, v, out, lse, causal=True)
     grads = empty(4), empty(kv_heads), empty(kv_heads)
-    backend.backward(empty(4), (q, k, v), out, lse, grads, causal=True, deterministic=False)
+    backend.backward(AttentionBackward(empty(4), (q, k, v), out, lse, grads, causal=True, deterministic=False))
 
 
 def test_weight_gradients_accumulate_in_fp32() -> None:

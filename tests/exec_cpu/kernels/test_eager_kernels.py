@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from memo_sim.contract.plan import Decisions
-from memo_sim.memory.eager import KERNELS
+from memo_sim.memory.eager_framework import KERNELS
 from memo_sim.program.ir.instruction import Lane
 from memo_sim.program.lower import lower
 from tests.exec_cpu.small import gpt

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from memo_exec.kernels import attention_torch_cpu
+from memo_exec.kernels.attention_backend import AttentionBackward
 from tests.exec_cpu.kernels import attention_reference as reference
 from tests.exec_cpu.kernels.attention_conformance import CASES, Case, faults
 
@@ -27,12 +28,11 @@ def forward(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, causal
     lse.copy_(logsumexp)
 
 
-def backward(
-    grad: Tensor, qkv: Any, out: Tensor, lse: Tensor, grads: Any, *, causal: bool, deterministic: bool, shift: int = 0
-) -> None:
-    wide = tuple(x.double() for x in qkv)
-    found = reference.backward(grad.double(), wide, out.double(), lse.double(), causal=causal, shift=shift)
-    for target, result in zip(grads, found, strict=True):
+def backward(call: AttentionBackward, *, shift: int = 0) -> None:
+    q, k, v = (x.double() for x in call.qkv)
+    grad, out, lse = call.grad.double(), call.out.double(), call.lse.double()
+    found = reference.backward(grad, (q, k, v), out, lse, causal=call.causal, shift=shift)
+    for target, result in zip(call.grads, found, strict=True):
         target.copy_(result)
 
 
@@ -63,15 +63,13 @@ def wrong(name: str) -> Any:
         elif name == "forward writes every head":
             out._base.nan_to_num_()  # type: ignore[union-attr]
 
-    def faulty_backward(
-        grad: Tensor, qkv: Any, out: Tensor, lse: Tensor, grads: Any, *, causal: bool, deterministic: bool
-    ) -> None:
+    def faulty_backward(call: AttentionBackward) -> None:
         shift = {"backward sees one key too many": 1, "backward sees one key too few": -1}.get(name, 0)
-        backward(grad, qkv, out, lse, grads, causal=causal, deterministic=deterministic, shift=shift)
+        backward(call, shift=shift)
         if name == "gradients of keys lack a head":
-            grads[1][:, :, 0] = 0.0
+            call.grads[1][:, :, 0] = 0.0
         elif name == "the last rows have no gradient":
-            grads[0][:, -1] = 0.0
+            call.grads[0][:, -1] = 0.0
 
     return SimpleNamespace(forward=faulty_forward, backward=faulty_backward)
 

@@ -19,6 +19,7 @@ from memo_sim.program.arena.check_placement import check_placement, largest_live
 from memo_sim.program.arena.requests import requests_of
 from tests.exec_cpu.plans import byte_decisions, write_plan
 from tests.exec_cpu.small import gpt
+from tests.refusals import refused
 
 LAYOUTS = [Layout(cp=4), Layout(cp=4, cp_exchange="all_gather"), Layout(pp=2), Layout(cp=2, pp=2)]
 
@@ -54,7 +55,7 @@ def test_a_placement_of_another_plan_is_still_refused(tmp_path: Path) -> None:
     plan = plan_for(tmp_path / "plan.json", Layout(cp=2))
     other = msgspec.structs.replace(plan.decisions, seq_tokens=256)
     program = rank_program(other, MeshCoordinates(other.layout))
-    with pytest.raises(BadInput, match="wrong for the plan's program"):
+    with refused(BadInput, where="plan.placement.json", got=program.sha256[:12]):
         checked_placement(msgspec.structs.replace(plan, decisions=other), program, tmp_path / "plan.json")
 
 
@@ -68,7 +69,7 @@ def test_addresses_that_do_not_serve_a_rank_are_refused() -> None:
     pinned = rank_placement(Placement(arena_bytes=0, lower_bound_bytes=0, **EMPTY), buffers([1, 0, 0], [2, 1, 2]))
     assert pinned.arena_bytes == 1536
     moved = buffers([0, 0, 0], [2, 1, 2])
-    with pytest.raises(CannotRun, match="does not serve this rank"):
+    with refused(CannotRun, got=("a and b", "1024")):
         rank_placement(pinned, moved)
 
 

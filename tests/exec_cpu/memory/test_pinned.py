@@ -8,6 +8,7 @@ import pytest
 
 from memo_exec.memory import pinned
 from memo_sim.contract.errors import CannotRun
+from tests.refusals import refused
 
 GPU = SimpleNamespace(pci_domain_id=0, pci_bus_id=0x3B, pci_device_id=0)
 
@@ -65,6 +66,6 @@ def test_affinity_stays_if_the_node_is_unknown(tmp_path: Path, cores: list[set[i
 def test_affinity_is_restored_if_the_driver_refuses(monkeypatch: pytest.MonkeyPatch, cores: list[set[int]]) -> None:
     monkeypatch.setattr(pinned, "_cores_of_gpu", lambda _: {1})
     monkeypatch.setattr("torch.cuda.cudart", lambda: SimpleNamespace(cudaHostRegister=lambda *_: 2))
-    with pytest.raises(CannotRun, match="cannot be pinned"):
+    with refused(CannotRun, got="CUDA error 2 for 4096 bytes"):
         pinned.pin(pinned.mapping(4096))
     assert cores[1:] == [{1}, {0, 1, 2, 3}]

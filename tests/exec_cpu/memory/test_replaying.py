@@ -22,6 +22,7 @@ from memo_sim.contract.placement import Placement
 from memo_sim.memory.place import place
 from tests.exec_cpu.memory.native_allocator import Caller, on_host
 from tests.exec_cpu.plans import write_plan
+from tests.refusals import refused
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 
@@ -148,7 +149,7 @@ def test_an_arena_in_use_is_kept(path: Path) -> None:
     placement = recorded(path, STEP)
     replayer, caller = replaying(path, placement), Caller(path)
     block = caller.malloc(4 * MIB)
-    with pytest.raises(CannotRun, match="still in use"):
+    with refused(CannotRun, what="in use"):
         replayer.start(placement)
     assert replayer.stop().unknown_frees == 0
     assert replayer.address()
@@ -175,7 +176,7 @@ def test_frees_of_unknown_pointers_are_only_counted(path: Path) -> None:
 
 def test_a_slot_outside_the_arena_is_refused(path: Path) -> None:
     wrong = msgspec.structs.replace(recorded(path, STEP), arena_bytes=MIB)
-    with pytest.raises(BadInput, match="outside the arena"):
+    with refused(BadInput, wanted=f"{MIB} bytes"):
         Replayer(on_host(path)).start(wrong)
     assert not Replayer(on_host(path)).address()
 
@@ -191,7 +192,7 @@ def test_too_much_memory_is_an_error_and_not_a_null_pointer(path: Path, tmp_path
         size_bytes=[2**62],
         offset_bytes=[0],
     )
-    with pytest.raises(CannotRun, match="no memory for the arena"):
+    with refused(CannotRun, wanted=f"{2**62} bytes"):
         Replayer(on_host(path)).start(huge)
     caller = tmp_path / "caller.cpp"
     caller.write_text(
@@ -242,10 +243,8 @@ def test_threads_never_get_the_same_bytes(path: Path) -> None:
 def test_a_machine_without_cuda_is_refused(tmp_path: Path) -> None:
     """The run is refused before anything is compiled or allocated."""
     plan = write_plan(tmp_path / "plan.json")
-    with pytest.raises(CannotRun, match="serves CUDA devices") as caught:
+    with refused(CannotRun, got="CPU", wanted="CUDA", hint="--replay-allocator"):
         run(plan, RunOptions(steps=1, replay_allocator=True))
-    assert caught.value.exit_code == 6
-    assert "leave out --replay-allocator" in str(caught.value)
 
 
 def test_recorded_requests_get_slots_of_their_own(path: Path) -> None:
@@ -265,12 +264,12 @@ def test_recorded_requests_get_slots_of_their_own(path: Path) -> None:
 
 def test_a_placement_of_other_buffers_is_refused(path: Path) -> None:
     named = msgspec.structs.replace(recorded(path, STEP), ids=["a", "b", "c", "d", "e"])
-    with pytest.raises(BadInput, match="not one of recorded requests"):
+    with refused(BadInput, wanted="0, 1, 2"):
         Replayer(on_host(path)).start(named)
 
 
-def test_a_free_without_a_request_is_refused() -> None:
-    with pytest.raises(ValueError, match="never made"):
+def test_events_that_make_no_sense_are_refused() -> None:
+    with pytest.raises(ValueError, match="never"):
         requests_of_events([(0, -1)])
 
 
@@ -279,7 +278,7 @@ def test_the_library_is_built_once_and_a_missing_compiler_is_reported(
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     assert library_path(path.parent) == path
-    with pytest.raises(CannotRun, match="no compiler"):
+    with refused(CannotRun, wanted="g++"):
         library_path(tmp_path)
 
 
@@ -295,14 +294,13 @@ def test_without_cuda_nothing_is_handed_out(path: Path) -> None:
 
 def test_the_library_is_not_loaded_from_where_others_may_write(tmp_path: Path) -> None:
     tmp_path.chmod(0o777)
-    with pytest.raises(CannotRun, match="others may write"):
+    with refused(CannotRun, where=str(tmp_path), got="mode 777", hint=("chmod go-w", "XDG_CACHE_HOME")):
         library_path(tmp_path)
     tmp_path.chmod(0o700)
     built = library_path(tmp_path)
     built.chmod(0o722)
-    with pytest.raises(CannotRun, match="others may write") as caught:
+    with refused(CannotRun, where=str(built), got="mode 722"):
         library_path(tmp_path)
-    assert str(built) in str(caught.value)
 
 
 def test_where_built_libraries_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -312,5 +310,5 @@ def test_where_built_libraries_are_kept(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setenv("HOME", str(tmp_path))
     assert cache_directory() == tmp_path / ".cache" / "memo"
     (tmp_path / ".cache").write_text("")
-    with pytest.raises(CannotRun, match="no folder"):
+    with refused(CannotRun, where=str(tmp_path / ".cache" / "memo"), hint="XDG_CACHE_HOME"):
         library_path()

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise, product
 from pathlib import Path
@@ -43,10 +44,19 @@ FEW = replace(
     heads=(2,),
     attention_lengths=(128, 256),
     copy_bytes=(2**14, 2**18),
-    beside_s=0.1,
+    beside_s=0.02,
+    copied_bytes=2**20,
     message_bytes=(2**10, 2**14, 2**18, 2**20, 2**22),
     message_s=0.02,
 )
+
+
+@pytest.fixture(autouse=True, scope="module")
+def small_cache() -> Iterator[None]:
+    """Repeats have to outgrow the cache, which has hundreds of MiB on some machines."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(memory, "cache_bytes", lambda device: 2**20)
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -111,9 +121,8 @@ def test_a_busy_machine_is_reported_and_recorded(monkeypatch: pytest.MonkeyPatch
     found = calibrate(grid=replace(FEW, beside_s=0.01, budget_s=0.0), note=told.append)
     assert found is not None
     begins, warning = told
-    assert "load is 1" in begins
-    assert "busy during the calibration: the load was" in warning
-    assert "next: calibrate again" in warning
+    assert "load 1" in begins
+    assert "calibrate" in warning
     assert found.provenance["disturbed"] in warning
     assert found.provenance["load_before"].endswith(f"on {os.cpu_count()} cores")
     assert float(found.provenance["middle_spread"].rstrip("%")) >= 0
@@ -283,20 +292,18 @@ def test_clocks_are_summarised_without_an_incomplete_line() -> None:
 
 def test_clocks_are_read_during_the_measurement(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     program = tmp_path / "nvidia-smi"
-    program.write_text(f"#!/bin/sh\nprintf '%s\\n' \"$@\" > {tmp_path}/asked\nprintf '{SMI}'\nexec sleep 60\n")
+    program.write_text(f"#!/bin/sh\nprintf '{SMI}'\nprintf '%s\\n' \"$@\" > {tmp_path}/asked\nexec sleep 600\n")
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="1-2-3"))
     with clocks.watched(torch.device("cuda")) as notes:
-        deadline = time.monotonic() + 20
-        while not (tmp_path / "asked").exists() and time.monotonic() < deadline:
+        while not (asked := tmp_path / "asked").exists() or f"{clocks.PERIOD_MS}" not in asked.read_text():
             time.sleep(0.01)
-        time.sleep(0.2)
         assert notes == {}
     assert notes["driver"] == "580.82.07"
-    asked = (tmp_path / "asked").read_text().split()
-    assert "--id=GPU-1-2-3" in asked
-    assert f"--loop-ms={clocks.PERIOD_MS}" in asked
+    options = asked.read_text().split()
+    assert "--id=GPU-1-2-3" in options
+    assert f"--loop-ms={clocks.PERIOD_MS}" in options
 
 
 def test_without_nvidia_smi_the_clocks_are_unknown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

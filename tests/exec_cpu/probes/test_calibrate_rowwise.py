@@ -38,6 +38,7 @@ def with_triton(monkeypatch: pytest.MonkeyPatch) -> Hardware:
 
     monkeypatch.setattr(Bench, "seconds", seconds)
     monkeypatch.setattr(memory, "dispatch", lambda *given: Sample(0.0, 0.0))
+    monkeypatch.setattr(memory, "cache_bytes", lambda device: 2**20)
     monkeypatch.setattr(usables, "rowwise_kernels", lambda machine: {"torch": "", "triton": ""})
     monkeypatch.setattr(usables, "tried_rowwise_kernels", lambda machine: {"torch": "", "triton": ""})
     found = calibrate(grid=replace(FEW, beside_s=0.01, copy_bytes=(2**14,)))

@@ -1,4 +1,4 @@
-"""The longest sequence that fits: to one step, with what bounds it, and with its assumption checked."""
+"""The longest sequence that fits: exact to one step, with its limit, and with the assumption checked."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def ask(
     return Question(model, cluster, hardware, STEP, system=system, pins=Pins(tp=2))
 
 
-def test_it_fits_and_the_next_multiples_do_not() -> None:
+def test_the_longest_fits_and_the_next_multiples_do_not() -> None:
     asked = ask()
     found = longest(asked, step_tokens=STEP)
     document = found.document
@@ -53,7 +53,7 @@ def test_it_fits_and_the_next_multiples_do_not() -> None:
     above = [t for t in document.tried if t.seq_tokens > document.seq_tokens]
     assert len(above) >= 3
     assert not any(t.fits for t in above)
-    assert "is assumed, and of" in document.why[1]
+    assert "assumes that a length fits if a longer one fits" in document.why[1]
 
 
 @pytest.mark.parametrize(
@@ -63,7 +63,7 @@ def test_it_fits_and_the_next_multiples_do_not() -> None:
         ({"device_gib": 8}, "device memory"),
     ],
 )
-def test_what_bounds_it_is_told(change: dict[str, object], bound: str) -> None:
+def test_the_limit_is_named(change: dict[str, object], bound: str) -> None:
     document = longest(ask(**change), step_tokens=STEP).document
     assert document.bound == bound
     assert bound in document.why[0]
@@ -71,7 +71,7 @@ def test_what_bounds_it_is_told(change: dict[str, object], bound: str) -> None:
         assert document.best is None
 
 
-def test_a_time_limit_bounds_it() -> None:
+def test_a_time_limit_limits_the_length() -> None:
     asked = ask()
     free = longest(asked, step_tokens=STEP).document
     limit_s = free.best.step_s / 3
@@ -83,16 +83,16 @@ def test_a_time_limit_bounds_it() -> None:
     assert after.prediction.step_s > limit_s
 
 
-def test_positions_and_divisibility_bound_it() -> None:
+def test_positions_and_divisibility_limit_the_length() -> None:
     tiny = load_model("gpt-tiny")
     assert longest(ask(model=tiny), step_tokens=tiny.max_positions // 4).document.bound == "positions"
-    odd = replace(ask(), pins=Pins(tp=1, dp=2))  # a global batch of one sequence has no two parts
+    odd = replace(ask(), pins=Pins(tp=1, dp=2))  # a global batch of one sequence cannot be divided by dp 2
     document = longest(odd, step_tokens=1024).document
     assert document.bound == "divisibility"
     assert document.seq_tokens == 0
 
 
-def test_a_step_that_nothing_divides_becomes_its_least_multiple_that_something_does() -> None:
+def test_a_step_that_no_layout_divides_is_replaced_by_a_multiple() -> None:
     odd = replace(ask(), pins=Pins(tp=1, cp=2))
     document = longest(odd, step_tokens=10_001).document  # cp 2 needs a multiple of 4
     assert document.step_tokens == 4 * 10_001
@@ -101,7 +101,7 @@ def test_a_step_that_nothing_divides_becomes_its_least_multiple_that_something_d
     assert any("No layout divides 10001 tokens" in line for line in document.why)
 
 
-def test_a_hole_below_is_found_and_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_length_that_does_not_fit_below_the_longest_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     fits = {1, 2, 4, 7}  # 8 does not, 6 and 5 do not, 7 does
 
     def tried(self: _Scan, seq_tokens: int) -> Tried:
@@ -122,7 +122,7 @@ class _Fits:
         why = ()
 
 
-def test_a_step_of_no_use_is_refused() -> None:
+def test_a_step_out_of_range_is_refused() -> None:
     with pytest.raises(UsageError):
         longest(ask(), step_tokens=0)
 

@@ -1,4 +1,4 @@
-"""What one more GiB buys, what the front shows, which plans tie, and which knobs are ways out."""
+"""What one more GiB gains, the Pareto front, tied plans, and options that make a plan fit."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def ask(device_gib: float, host_gib: float = 2000, *, seq_tokens: int = 1 << 17,
     return Question(model, cluster, hardware, seq_tokens, pins=Pins(tp=2, **pins))
 
 
-def test_a_gib_that_lets_a_faster_plan_fit_is_told_with_what_it_saves() -> None:
-    # The full swap needs 32.04 GiB on the host: not there, but with one more.
+def test_a_gib_that_lets_a_faster_plan_fit_is_reported_with_the_time_saved() -> None:
+    # The full swap needs 32.04 GiB of host memory, which one more GiB provides.
     asked = ask(34, 31.5)
     answer = with_what_more_buys(asked, what_if(asked))
     device, host = answer.result.more_memory
@@ -47,14 +47,14 @@ def test_a_gib_that_lets_a_faster_plan_fit_is_told_with_what_it_saves() -> None:
     )
 
 
-def test_a_gib_that_is_not_needed_buys_nothing() -> None:
+def test_a_gib_that_is_not_needed_gains_nothing() -> None:
     asked = ask(80)
     answer = with_what_more_buys(asked, what_if(asked))
     assert [m.saved_s for m in answer.result.more_memory] == [0.0, 0.0]
-    assert sum("buys nothing" in line for line in answer.result.why) == 2
+    assert sum("gains nothing" in line for line in answer.result.why) == 2
 
 
-def test_a_gib_that_lets_anything_fit_at_all() -> None:
+def test_a_gib_that_makes_the_first_plan_fit() -> None:
     short = search(ask(10)).ranked[0].prediction
     assert short.shortfall_bytes > GIB
     asked = ask(10 + short.shortfall_bytes / GIB - 0.5)
@@ -74,14 +74,14 @@ def test_the_longest_sequence_grows_with_device_memory() -> None:
     assert "more tokens fit, in steps of 16k" in "\n".join(found.document.why)
 
 
-def test_the_front_is_in_the_document_and_whole_when_asked() -> None:
+def test_the_front_is_complete_when_it_is_asked_for() -> None:
     short, whole = what_if(ask(80)).result, what_if(ask(80), pareto=True).result
     assert not short.front_is_whole
     assert whole.front_is_whole
     assert len(whole.front) >= len(short.front) > 0
     assert whole.front[0].step_s == min(p.step_s for p in whole.front)
     assert len({(p.step_s, p.peak_device_bytes, p.peak_host_bytes_per_node) for p in whole.front}) == len(whole.front)
-    eighths = "at its fastest and at every eighth: between two eighths"
+    eighths = "the fastest alpha and every eighth"
     assert any(eighths in line for line in whole.why)
     assert not any(eighths in line for line in short.why)
     pinned = what_if(ask(80, recompute="full", alpha=0.0), pareto=True).result
@@ -97,16 +97,16 @@ def evaluated(policy: object, step_s: float, *, device: int, host: int) -> Evalu
     return Evaluated(policy, decisions, prediction)
 
 
-def test_plans_that_tie_are_told_with_what_sets_them_apart() -> None:
+def test_tied_plans_are_listed_with_their_differences() -> None:
     best, near = evaluated(KEEP, 10.0, device=50, host=0), evaluated(FULL_SWAP, 10.04, device=20, host=100)
     far = evaluated(FULL_SWAP, 10.06, device=20, host=100)
     (line,) = ties(SearchResult([best, near, far], 3, 0))
     assert "full swap" in line
-    assert "0.40% slower, 30.00 GiB less on a device, 100.00 GiB more on a node's host" in line
-    assert "the step time decides" in line
+    assert "0.40% slower, 30.00 GiB less device memory, 100.00 GiB more host memory per node" in line
+    assert "ranked by step time" in line
     assert ties(SearchResult([best, far], 2, 0)) == []
     (line,) = ties(SearchResult([best, evaluated(FULL_SWAP, 10.0, device=20, host=100)], 2, 0))
-    assert "less host memory, then less device memory decides" in line
+    assert "ranked by least host memory, then least device memory" in line
 
 
 def test_equal_step_times_are_ordered_by_host_memory_then_device_memory() -> None:
@@ -114,11 +114,11 @@ def test_equal_step_times_are_ordered_by_host_memory_then_device_memory() -> Non
     assert sorted(plans, key=lambda e: e.rank_key) == [plans[2], plans[1], plans[0]]
 
 
-def test_ways_out_are_tried() -> None:
+def test_options_that_would_help_are_tried() -> None:
     asked = replace(ask(12, recompute="full"), states="fp32")
     answer = what_if(asked).result
     assert answer.best is None
-    (line,) = [line for line in answer.why if line.startswith("Ways out")]
+    (line,) = [line for line in answer.why if line.startswith("What would help")]
     for states in ("bf16", "host"):
         fits = what_if(replace(asked, states=states)).result.best is not None
         assert (f"--states {states};" in line or f"--states {states}." in line) == fits

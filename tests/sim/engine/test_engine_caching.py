@@ -72,7 +72,6 @@ def test_live_bytes_that_fit_can_be_too_much_for_the_allocator() -> None:
     assert sum(fault.live.values()) - fault.shortfall_bytes == live + RESERVE
     assert prediction.shortfall_bytes == fault.shortfall_bytes > 0
     assert prediction.reserved_bytes is None
-    assert simulation.fault_s == simulation.playback.start_s[fault.instruction]
     assert fault.id == simulation.program.ids()[fault.instruction]
     assert f"runs out at {fault.id}" in prediction.reason
     assert "reserved but unallocated" in prediction.reason

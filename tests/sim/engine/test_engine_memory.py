@@ -24,6 +24,7 @@ from memo_sim.program.arena.library_workspaces import lives_in_arena
 from memo_sim.program.ir.instruction import Lane
 from memo_sim.program.ir.work import Work
 from memo_sim.program.lower import lower
+from tests.refusals import refused
 from tests.sim.toy_machine import (
     SOURCES,
     TOY_CLUSTER,
@@ -148,14 +149,14 @@ def test_out_of_device_memory_names_instant_classes_and_shortage() -> None:
     first = int(np.flatnonzero(total + RESERVE > capacity)[0])
     assert (fault.instruction, fault.id) == (first, fitting.program.ids()[first])
     assert fault.live == {n: int(c[first]) for n, c in curves.items() if c[first]} | {"reserve": RESERVE}
-    assert simulation.fault_s == fitting.playback.start_s[first]
-    assert fitting.fault_s is None
+    assert simulation.fullest.playback.start_s[first] == fitting.playback.start_s[first]
+    assert fitting.memory.fault is None
     assert prediction.status == "gpu_oom"
     assert (prediction.step_s, prediction.mfu, prediction.tgs, prediction.lanes) == (None, None, None, {})
     assert prediction.shortfall_bytes == int(total.max()) + RESERVE - capacity
     assert fault.id in prediction.reason
     assert prediction.peak_device_bytes == fitting.prediction.peak_device_bytes
-    with pytest.raises(Infeasible, match="device memory runs out"):
+    with refused(Infeasible, what=("device memory", fault.id)):
         simulation.trace()
 
 

@@ -15,6 +15,7 @@ from memo_sim.engine.player import Rates, play
 from memo_sim.engine.simulate import Simulation, simulate
 from memo_sim.program.ir.instruction import Lane
 from memo_sim.program.lower import lower
+from tests.refusals import refused
 from tests.sim.engine.critical_path import chain, critical_path
 from tests.sim.toy_machine import (
     LAYOUTS,
@@ -69,7 +70,7 @@ def test_repeated_micro_batches_equal_full_play(policy: tuple[str, float], layou
 
 
 def test_fewer_micro_batches_than_show_a_period_are_refused() -> None:
-    with pytest.raises(ValueError, match="cannot repeat 2 times"):
+    with pytest.raises(ValueError, match=r"\b2\b"):
         run(decide(("none", 0.0), global_batch=4), played=2)
 
 
@@ -184,12 +185,12 @@ def test_forward_of_a_middle_layer_leaves_waits_for_copies_out() -> None:
 
 
 def test_a_layout_larger_than_the_cluster_is_refused() -> None:
-    with pytest.raises(Infeasible, match="larger than the cluster"):
+    with refused(Infeasible, where="layout", got="16 devices", wanted="8"):
         run(decide(("none", 0.0), layout=Layout(dp=16)))
 
 
 def test_a_dtype_without_a_peak_is_refused() -> None:
-    with pytest.raises(Infeasible, match="no peak FLOP/s for fp32"):
+    with refused(Infeasible, what="fp32", where="decisions.dtype", wanted="bf16"):
         run(decide(("none", 0.0), dtype="fp32"))
 
 

@@ -11,7 +11,7 @@ from memo_sim.contract.hardware import Hardware, Quantity, Source
 from memo_sim.contract.plan import Decisions, Layout
 from memo_sim.engine.launches import launch_waits
 from memo_sim.engine.simulate import Simulation, simulate
-from memo_sim.memory.eager import KERNELS
+from memo_sim.memory.eager_framework import KERNELS
 from memo_sim.program.ir.instruction import Lane
 from tests.sim.small_programs import decide
 

@@ -75,6 +75,6 @@ def test_the_answer_names_the_step_time_without_multiplexing() -> None:
     assert found.best.decisions.layout.multiplexed
     lines = subsequences(found, play(asked, found.best.decisions))
     assert lines[-1].startswith(
-        "Idle stages play rows of others: without that, at best in 4 subsequences, the bubble is"
+        "Idle stages compute rows of other stages. Without that, at best with 4 subsequences, the bubble is"
     )
     assert lines[-1].endswith(" longer.")

@@ -30,6 +30,7 @@ from memo_sim.planning.subsequences import (
 )
 from memo_sim.program.layout.partition import balanced, partition, swapped_parts
 from memo_sim.program.lower import lower
+from tests.refusals import refused
 
 K = 1024
 GPT_7B = load_model("gpt-7b")
@@ -225,7 +226,7 @@ def test_the_solver_has_table_4s_layout_for_7b() -> None:
 
 
 def test_a_cluster_that_layers_do_not_divide_over() -> None:
-    with pytest.raises(Infeasible, match="divides this model"):
+    with refused(Infeasible, where="a100-3x8", got=("32 heads", "65536 tokens"), wanted="24 devices"):
         solve(asked("gpt-7b", 3, 64 * K))
 
 

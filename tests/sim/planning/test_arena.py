@@ -41,7 +41,7 @@ def test_the_predicted_peak_is_the_arenas() -> None:
     assert check_placement(placement, arena_requests(answer.best.full_program, answer.best.decisions)) == []
     assert answer.result.best is not None
     assert answer.result.best.peak_device_bytes == placement.arena_bytes >= answer.best.memory.device.bytes
-    assert any("Planned arena" in line and "the least there can be" in line for line in answer.result.why)
+    assert any("Planned arena" in line and "exactly the lower bound" in line for line in answer.result.why)
     plan, pinned = plan_of(answer.best, answer.arena, asked, created="", command="")
     assert pinned == placement
     assert plan.prediction is not None

@@ -15,6 +15,7 @@ from memo_sim.planning.layouts import layouts
 from memo_sim.planning.presets import SYSTEMS
 from memo_sim.planning.question import Pins, Question
 from memo_sim.planning.space import candidates
+from tests.refusals import check_fields, refused
 
 PINNABLE = {"any", "every-layout", "memo", "full-recompute", "full-swap", "metp"}
 
@@ -42,12 +43,12 @@ def test_the_preset_fills_the_devices_with_metp_and_dp() -> None:
 @pytest.mark.parametrize("system", sorted(SYSTEMS))
 def test_metp_can_be_pinned_where_it_can_be_lowered(system: str) -> None:
     if system not in PINNABLE:
-        with pytest.raises(UsageError, match="does not divide work that way"):
+        with refused(UsageError, what=system, got="metp 4"):
             layouts(ask(system, metp=4))
         return
-    found, refused = candidates(ask(system, metp=4))
+    found, reasons = candidates(ask(system, metp=4))
     assert {c.base.layout.metp for c in found} == {4}
-    assert refused == []  # the search tries nothing that METP cannot be lowered with
+    assert reasons == []  # nothing is tried that has no lowering beside it
     assert {c.base.overlap for c in found} == {SYSTEMS[system].overlap}
     assert {(c.base.layout.tp, c.base.layout.cp, c.base.layout.ulysses) for c in found} == {(1, 1, 1)}
     assert {c.base.layout.zero for c in found} == set(SYSTEMS[system].zeros)
@@ -55,8 +56,8 @@ def test_metp_can_be_pinned_where_it_can_be_lowered(system: str) -> None:
 
 
 def test_reductions_of_embedding_and_head_can_run_beside_compute_without_dp() -> None:
-    found, refused = candidates(ask("metp", metp=8, overlap="both"))
-    assert refused == []
+    found, reasons = candidates(ask("metp", metp=8, overlap="both"))
+    assert reasons == []
     assert {(c.base.layout.dp, c.base.overlap) for c in found} == {(1, "both")}
     alone, _ = candidates(ask("any", tp=8, overlap="both"))
     assert {c.base.overlap for c in alone} == {"none"}
@@ -66,7 +67,7 @@ def test_the_answer_names_what_zero_3_shards_without_dp() -> None:
     asked = ask(metp=8, zero=3, recompute="full", alpha=0.0, global_batch=1)
     result = what_if(replace(asked, model=msgspec.structs.replace(asked.model, layers=1))).result
     (line,) = [line for line in result.why if line.startswith("ZeRO 3")]
-    assert "its share of gradients and parameters of embedding and head, which METP has on every rank" in line
+    assert "a shard of gradients and parameters of embedding and head, which METP replicates" in line
     # The tied embedding, for the lookup and for the classifier, in bf16; its gradient twice in fp32.
     embedding = asked.model.vocab * asked.model.hidden / 2**30
     gathered, scattered = map(float, re.findall(r"([\d.]+) GiB", line))
@@ -74,43 +75,41 @@ def test_the_answer_names_what_zero_3_shards_without_dp() -> None:
     assert scattered == pytest.approx(2 * 4 * embedding, rel=0.01)
 
 
-def test_metp_with_stages_uses_its_schedules() -> None:
-    found, refused = candidates(ask("every-layout", metp=2))
+def test_stages_beside_it_are_played_in_orders_that_it_has() -> None:
+    found, reasons = candidates(ask("every-layout", metp=2))
     assert {c.base.layout.schedule for c in found if c.base.layout.pp > 1} == {"1f1b", "interleaved"}
-    assert refused == []
+    assert reasons == []
 
 
 def test_zero_and_overlap_can_be_asked_of_its_replicas() -> None:
     for zero in (2, 3):
-        found, refused = candidates(ask("metp", metp=4, zero=zero, overlap="both"))
-        assert refused == []
+        found, reasons = candidates(ask("metp", metp=4, zero=zero, overlap="both"))
+        assert reasons == []
         assert {(c.base.layout.dp, c.base.layout.zero, c.base.overlap) for c in found} == {(2, zero, "both")}
 
 
 @pytest.mark.parametrize(
-    ("pins", "says"),
+    ("pins", "where", "value", "wanted"),
     [
-        ({"metp": 2, "tp": 4}, "tp 4 has no lowering beside METP"),
-        ({"metp": 2, "cp": 4}, "cp 4 has no lowering beside METP"),
-        ({"metp": 4, "ulysses": 2}, "ulysses 2 has no lowering beside METP"),
-        ({"metp": 4, "recompute": "selective"}, "recompute selective has no lowering beside METP"),
-        ({"metp": 4, "recompute": "full", "mlp_chunk_tokens": 4096}, "mlp_chunk_tokens 4096 has no lowering"),
-        ({"metp": 4, "memory_policy": "eager"}, "memory_policy eager has no lowering beside METP"),
+        ({"metp": 2, "tp": 4}, "layout.tp", "4", "1"),
+        ({"metp": 2, "cp": 4}, "layout.cp", "4", "1"),
+        ({"metp": 4, "ulysses": 2}, "layout.ulysses", "2", "1"),
+        ({"metp": 4, "recompute": "selective"}, "decisions.recompute", "selective", "tokenwise"),
+        ({"metp": 4, "recompute": "full", "mlp_chunk_tokens": 4096}, "decisions.mlp_chunk_tokens", "4096", "0"),
+        ({"metp": 4, "memory_policy": "eager"}, "decisions.memory_policy", "eager", "planned"),
     ],
 )
-def test_knobs_that_metp_excludes_are_named(pins: dict[str, object], says: str) -> None:
-    with pytest.raises(Infeasible, match=says) as error:
+def test_what_it_has_no_lowering_beside_is_named(pins: dict[str, object], where: str, value: str, wanted: str) -> None:
+    with refused(Infeasible, where=where, got=(value, f"metp {pins['metp']}"), wanted=wanted):
         candidates(ask(**pins))
-    assert error.value.exit_code == 4
 
 
 def test_heads_and_tokens_that_metp_does_not_divide_are_named() -> None:
     with pytest.raises(Infeasible) as error:
         candidates(ask("metp", seq_tokens=65544, metp=8))
-    assert "2 x metp = 16 does not divide seq_tokens" in str(error.value.got)
+    check_fields(error.value, Infeasible, where="65544 tokens", got=("2 x metp = 16", "seq_tokens"))
     cluster, hardware = load_cluster("a800-2x8")
     wide = Question(load_model("llama3-8b"), cluster, hardware, 65536, system="metp", pins=Pins(metp=16))
     with pytest.raises(Infeasible) as error:  # the model has 8 key/value heads
         candidates(wide)
-    assert "metp = 16 does not divide kv_heads" in f"{error.value.what} {error.value.got}"
-    assert error.value.hint == "metp = 8 or 4 or 2 divides kv_heads"
+    check_fields(error.value, Infeasible, where="kv_heads", got="8", wanted="16", hint="metp = 8 or 4 or 2")

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import pytest
-
 from memo_sim.contract.catalog import load_cluster, load_model
 from memo_sim.contract.errors import Infeasible
 from memo_sim.contract.plan import MemoryPolicy
@@ -21,6 +19,7 @@ from memo_sim.planning.presets import (
 from memo_sim.planning.question import Pins, Question
 from memo_sim.planning.search import SearchResult, search
 from memo_sim.planning.space import candidates
+from tests.refusals import refused
 
 
 def question(
@@ -121,13 +120,13 @@ def test_an_eager_framework_has_all_logits_at_once() -> None:
 def test_reasons_about_the_sequence_come_first() -> None:
     cluster, hardware = load_cluster("a800-1x8")
     odd = Question(load_model("gpt-7b"), cluster, hardware, 1_000_001)
-    with pytest.raises(Infeasible, match="does not divide seq_tokens") as error:
+    with refused(Infeasible, where="1000001 tokens", got="seq_tokens") as error:
         candidates(odd)
     assert "seq_tokens" in str(error.value.got).split(";", maxsplit=1)[0]
     assert "--seq-len 999424" in (error.value.hint or "")
     assert candidates(replace(odd, seq_tokens=999424))[0]
     tiny = load_model("gpt-tiny")
-    with pytest.raises(Infeasible, match="longer than the model's position table"):
+    with refused(Infeasible, where="gpt-tiny", got="16777216", wanted="16384"):
         candidates(replace(odd, model=tiny, seq_tokens=16 << 20))
 
 

@@ -1,4 +1,4 @@
-"""The accuracy that was accepted: CI holds every case set against it, and only accepting moves it."""
+"""The accepted accuracy: no case set may become worse, and only ``accept`` changes it."""
 
 from __future__ import annotations
 
@@ -10,19 +10,45 @@ import pytest
 
 from memo_sim.contract.errors import OutOfTolerance
 from memo_sim.contract.validation import CaseError, CasePrediction, CaseReport, Expectation, Validation
-from memo_sim.validation.accepted import accept, accuracy_of, check_accepted, expected_error, load_accepted
+from memo_sim.validation.accepted import accept, accuracy_of, check_accepted, load_accepted
 from memo_sim.validation.cases import Case, list_case_files, load_cases
 from memo_sim.validation.validate import validate
+from tests.refusals import refused
 
 SLOW = {"memo-table3", "vtrain-multi"}
-"""Layouts are searched, or stages of many micro-batches played: minutes instead of seconds."""
+"""These sets take minutes: layouts are searched, or many stages and micro-batches are simulated."""
+
+
+ELSEWHERE = {"simumax-b200"}
+"""Held by a test of its own, ``test_simumax.py``, which asks more of the same predictions."""
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in list_case_files()]
+    "name",
+    [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in list_case_files() if n not in ELSEWHERE],
 )
-def test_no_case_set_is_worse_than_what_was_accepted(name: str) -> None:
-    check_accepted(validate(load_cases(name), jobs=2), load_accepted())
+def test_no_case_set_is_worse_than_accepted(name: str) -> None:
+    cases = load_cases(name)
+    found = validate(cases, jobs=2 if name in SLOW else 1)
+    check_accepted(found, load_accepted())
+    if name == "memo-table4":
+        table_4_without_a_memory_plan(cases, found.cases)
+
+
+def table_4_without_a_memory_plan(cases: list[Case], reports: list[CaseReport]) -> None:
+    rows = zip(cases, reports, strict=True)
+    found = {c.question.seq_tokens // 1024: r for c, r in rows if c.question.words.get("memory_plan") == "no"}
+    assert [r.predicted.status for r in found.values()] == ["ok"] * 4 + ["gpu_oom"] * 4
+    assert all(r.error.status for r in found.values())
+    # MEMO 5.2 prints 6 and 16; a factor of two is accepted.
+    assert {k: r.expected.allocation_retries for k, r in found.items() if r.expected.allocation_retries} == {
+        128: 6,
+        256: 16,
+    }
+    for length in (128, 256):
+        error = found[length].error.allocation_retries
+        assert error is not None
+        assert 0.5 <= 1 + error <= 2
 
 
 def rows_of(name: str, system: str, model: str = "") -> list[Case]:
@@ -31,9 +57,9 @@ def rows_of(name: str, system: str, model: str = "") -> list[Case]:
 
 
 MEGATRON = (4, 16, 128, 512, 640)
-"""Thousands of tokens; of 7B alone, for 30B's rows take up to a minute each from 64K on."""
+"""Thousands of tokens, for 7B only: from 64K on, each of 30B's rows takes up to a minute."""
 MOST_STAGES = 8
-"""Rows of more stages take up to ten seconds each."""
+"""Each row with more stages takes up to ten seconds."""
 HELD = {
     "memo-7b": lambda: rows_of("memo-table3", "memo", "gpt-7b"),
     "memo-30b": lambda: rows_of("memo-table3", "memo", "gpt-30b"),
@@ -45,11 +71,11 @@ HELD = {
         c for c in rows_of("vtrain-multi", "megatron-lm") if c.question.integers["pp"] <= MOST_STAGES
     ][::2],
 }
-"""What is held of the slow sets: MEMO's own rows all, of its rivals' a few of every length that costs seconds."""
+"""Rows of the slow sets that the default run checks: all of MEMO's, and a few of its rivals' that take seconds."""
 
 
 @pytest.mark.parametrize("rows", HELD.values(), ids=HELD.keys())
-def test_rows_of_the_slow_sets_are_held_always(rows: Callable[[], list[Case]]) -> None:
+def test_rows_of_the_slow_sets_are_checked_in_the_default_run(rows: Callable[[], list[Case]]) -> None:
     check_accepted(validate(rows()), load_accepted())
 
 
@@ -73,7 +99,7 @@ def report(name: str, error: float, *, right: bool = True, status: str = "ok", f
 GOOD = [report(f"c{i}", error) for i, error in enumerate((-0.02, -0.01, 0.0, 0.01, 0.02))]
 
 
-def test_what_was_accepted_comes_back_and_holds_itself(tmp_path: Path) -> None:
+def test_an_accepted_accuracy_is_read_back_and_passes_its_own_check(tmp_path: Path) -> None:
     path, found = tmp_path / "accuracy.json", Validation(cases=GOOD)
     group = accept(found, path).groups["s/memo"]
     assert (group.cases, group.wrong_statuses, group.not_evaluated) == (5, 0, 0)
@@ -84,50 +110,36 @@ def test_what_was_accepted_comes_back_and_holds_itself(tmp_path: Path) -> None:
     check_accepted(Validation(cases=GOOD[1:4]), load_accepted(path))
 
 
-def test_a_part_of_the_cases_is_held_against_the_same_part(tmp_path: Path) -> None:
+def test_some_cases_are_compared_with_the_same_cases(tmp_path: Path) -> None:
     accept(Validation(cases=GOOD), tmp_path / "a.json")
     still = report("c2", 0.02)  # within the mean of all, but this row was right
-    with pytest.raises(OutOfTolerance, match=r"mean error of speed 1\.50%, 0\.50% accepted"):
+    with refused(OutOfTolerance, got=("s/memo", "speed 1.50%", "0.50%")):
         check_accepted(Validation(cases=[GOOD[1], still]), load_accepted(tmp_path / "a.json"))
 
 
 @pytest.mark.parametrize(
-    ("worse", "says"),
+    ("worse", "grew"),
     [
-        (report("c5", 0.5), "mean error of mfu 9.33%, 1.20% accepted"),
-        (report("c5", 0.0, right=False), "1 wrong statuses, 0 accepted"),
-        (msgspec.structs.replace(report("c5", 0.0, status="invalid"), error=CaseError()), "1 row not evaluated"),
+        (report("c5", 0.5), ("mfu 9.33%", "1.20%")),
+        (report("c5", 0.0, right=False), ("1 wrong status", "0")),
+        (msgspec.structs.replace(report("c5", 0.0, status="invalid"), error=CaseError()), ("1 row not", "0")),
     ],
 )
-def test_what_grew_is_named(tmp_path: Path, worse: CaseReport, says: str) -> None:
+def test_everything_that_got_worse_is_named(tmp_path: Path, worse: CaseReport, grew: tuple[str, str]) -> None:
     accept(Validation(cases=GOOD), tmp_path / "a.json")
-    with pytest.raises(OutOfTolerance, match=says) as error:
+    with refused(OutOfTolerance, got=("s/memo", *grew), hint="--accept"):
         check_accepted(Validation(cases=[*GOOD, worse]), load_accepted(tmp_path / "a.json"))
-    assert error.value.exit_code == 5
-    assert "--accept" in str(error.value)
 
 
-def test_fitted_rows_neither_help_nor_hurt(tmp_path: Path) -> None:
+def test_fitted_rows_change_nothing(tmp_path: Path) -> None:
     accept(Validation(cases=GOOD), tmp_path / "a.json")
     check_accepted(Validation(cases=[*GOOD, report("f", 3.0, fitted=True)]), load_accepted(tmp_path / "a.json"))
 
 
-def test_a_group_nobody_accepted_fails_and_others_stay_when_one_is_accepted(tmp_path: Path) -> None:
+def test_a_group_without_accepted_accuracy_fails_and_accepting_it_keeps_the_others(tmp_path: Path) -> None:
     path = tmp_path / "a.json"
     accept(Validation(cases=GOOD), path)
     other = [msgspec.structs.replace(c, system="fsdp") for c in GOOD]
-    with pytest.raises(OutOfTolerance, match="s/fsdp: no accuracy was accepted"):
+    with refused(OutOfTolerance, got="s/fsdp", hint="--accept"):
         check_accepted(Validation(cases=other), load_accepted(path))
     assert set(accept(Validation(cases=other), path).groups) == {"s/fsdp", "s/memo"}
-
-
-def test_a_systems_published_cases_say_what_to_expect_of_its_predictions(tmp_path: Path) -> None:
-    accepted = accept(Validation(cases=[*GOOD, report("f", 3.0, fitted=True)]), tmp_path / "a.json")
-    found = expected_error("memo", accepted)
-    assert found is not None
-    assert (found.cases, found.level, found.sources) == (5, 0.8, ("s",))
-    assert (found.low, found.high) == (pytest.approx(1 / 1.02 - 1), pytest.approx(1 / 0.98 - 1))
-    assert found.sentence == (
-        "Of 5 published cases of memo (s) 80% were measured -2.0% to +2.0% from what is predicted for them."
-    )
-    assert expected_error("fsdp", accepted) is None

@@ -1,4 +1,4 @@
-"""Error intervals: from the others alone, order statistics, and what is left without one."""
+"""Error intervals: made from the other cases by order statistics; cases that get none."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ def report(name: str, error: float | None, *, fitted: bool = False, system: str 
     )
 
 
-def test_nine_cases_reach_from_the_least_to_the_largest_and_nineteen_leave_one_out_at_each_end() -> None:
+def test_nine_cases_give_their_range_and_nineteen_leave_one_out_at_each_end() -> None:
     assert bounds([float(i) for i in range(9)]) == (0.0, 8.0)
     assert bounds([float(i) for i in range(19)]) == (1.0, 17.0)
     assert bounds([float(i) for i in range(39)]) == (3.0, 35.0)
     assert bounds([1.0, 2.0, 3.0, 4.0]) is None
 
 
-def test_an_interval_is_made_of_the_other_cases_alone() -> None:
+def test_an_interval_is_made_from_the_other_cases_only() -> None:
     errors = [-0.1, -0.05, 0.0, 0.05, 0.1, 1.0]
     cases = with_intervals(Validation(cases=[report(f"c{i}", e) for i, e in enumerate(errors)])).cases
     wild = cases[-1].interval
@@ -67,7 +67,7 @@ def of(model: str, seq_tokens: int, *errors: float) -> list[CaseReport]:
 SPREAD = (-0.04, -0.03, -0.02, -0.01, 0.0, 0.01, 0.02, 0.03, 0.04)
 
 
-def test_an_interval_of_other_models_can_fail_where_each_case_s_own_cannot() -> None:
+def test_held_out_models_show_errors_that_own_intervals_cannot_show() -> None:
     alike = Validation(cases=[*of("a", 1, *SPREAD), *of("b", 1, *(e + 0.005 for e in SPREAD))])
     apart = Validation(cases=[*of("a", 1, *SPREAD), *of("b", 1, *(e + 0.5 for e in SPREAD))])
 
@@ -82,11 +82,11 @@ def test_an_interval_of_other_models_can_fail_where_each_case_s_own_cannot() -> 
 
 def test_lengths_are_held_out_where_there_is_one_model() -> None:
     found = held_out(Validation(cases=[*of("a", 1, *SPREAD), *of("a", 2, 0.0, 0.02, 0.5), *of("a", 3, 0.0)]))
-    # Without the first length too few rows are left, and the third has a single one.
+    # Without the first length too few rows are left, and the third length has only one row.
     assert found == {"s/memo": HeldOut("length", 1, 3, 2)}
 
 
-def test_too_few_groups_are_said_to_be_so() -> None:
+def test_too_few_groups_give_no_count() -> None:
     single = Validation(cases=[c for n, error in enumerate(SPREAD) for c in of("a", n, error)])
     assert held_out(single) == {"s/memo": HeldOut("length", 0, 0, 0)}
     short = Validation(cases=[*of("a", 1, *SPREAD[:4]), *of("b", 1, *SPREAD[:4])])
@@ -95,7 +95,7 @@ def test_too_few_groups_are_said_to_be_so() -> None:
     assert held_out(Validation(cases=fitted))["s/memo"].rows == 0
 
 
-def test_rank_correlation_sees_order_alone() -> None:
+def test_rank_correlation_depends_on_order_only() -> None:
     assert rank_correlation([(1.0, 1.0), (2.0, 4.0), (3.0, 900.0)]) == pytest.approx(1.0)
     assert rank_correlation([(1.0, 3.0), (2.0, 2.0), (3.0, 1.0)]) == pytest.approx(-1.0)
     assert rank_correlation([(1.0, 1.0), (1.0, 1.0), (2.0, 2.0), (None, 5.0)]) == pytest.approx(1.0)

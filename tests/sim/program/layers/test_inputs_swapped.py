@@ -153,8 +153,8 @@ def test_systems_that_keep_inputs_in_the_literature_do_not_swap_them() -> None:
 def test_the_answer_says_how_many_bytes_move_and_why() -> None:
     answer = what_if(ask(1 << 20))
     (line,) = [line for line in answer.result.why if line.startswith("Layer inputs")]
-    # 30 of 32 layers; 1 Mi tokens of 4096 features in bf16; each rank has an eighth of the tokens.
-    assert "30.00 GiB a step" in line
+    # 30 of 32 layers, 1 Mi tokens of 4096 features in bf16, an eighth of them on each rank.
+    assert "30.00 GiB per step" in line
     assert "gpu_oom" in line
     assert answer.best is not None
     assert ", full recompute, inputs swapped, step" in plan_title(answer.best.decisions, 1.0)

@@ -15,6 +15,7 @@ from memo_sim.program.ir.instruction import BufferClass
 from memo_sim.program.ir.work import Attention, Gemm
 from memo_sim.program.layout.parameters import Block, embed_block, head_block, layer_block
 from memo_sim.program.lower import lower
+from tests.refusals import refused
 from tests.sim.program.layers.test_metp import chosen, metp
 from tests.sim.small_programs import GPT, LLAMA, faults_of
 
@@ -97,7 +98,7 @@ def test_eight_ranks_with_one_key_value_head_each() -> None:
     ("changes", "where"), [({"kv_heads": 2}, "kv_heads"), ({"heads": 6, "kv_heads": 6}, "heads")], ids=["few", "uneven"]
 )
 def test_heads_that_ranks_cannot_share_are_refused(changes: dict[str, int], where: str) -> None:
-    """If two ranks shared a key/value head, both would compute, send and sum its keys and values."""
-    with pytest.raises(Infeasible, match="metp = 4 does not divide") as refused:
+    """Keys and values of one head on two ranks would be made, sent and summed twice."""
+    with refused(Infeasible, what="metp = 4", where=where, got=str(changes[where]), wanted="4") as error:
         lower(chosen(msgspec.structs.replace(LLAMA, **changes), metp(4)))
-    assert refused.value.where == where
+    assert error.value.where == where

@@ -12,6 +12,7 @@ from memo_sim.contract.catalog import load_model
 from memo_sim.contract.errors import BadInput, Infeasible
 from memo_sim.contract.plan import Decisions, Layout, Partition
 from memo_sim.program.layout.partition import balanced, earlier_tokens, partition, swapped_parts
+from tests.refusals import refused
 from tests.sim.small_programs import GPT
 
 GPT_7B = load_model("gpt-7b")
@@ -78,7 +79,7 @@ def test_subsequences_of_random_sequences(how: Partition) -> None:
     for _ in range(200):
         tokens, parts = random.randrange(128, 2**20), random.randrange(2, 200)
         if -(-tokens // 128) < parts:
-            with pytest.raises(Infeasible, match="at least"):
+            with refused(Infeasible, where="layout.subsequences", got=f"{parts} of {tokens} tokens"):
                 partition(cut(tokens, parts, how))
             continue
         sizes = partition(cut(tokens, parts, how))
@@ -102,21 +103,21 @@ def test_only_the_last_subsequence_may_swap_a_number_that_is_no_multiple_of_a_gr
     base = cut(1000, 2, "length")
     whole = msgspec.structs.replace(base, swapped_tokens=488, subsequence_swapped_tokens=(0, 488))
     assert swapped_parts(whole) == (0, 488)
-    with pytest.raises(BadInput, match="row block"):
+    with refused(BadInput, where="$.decisions.subsequence_swapped_tokens[0]", got="12", wanted=("128", "512")):
         swapped_parts(msgspec.structs.replace(base, swapped_tokens=500, subsequence_swapped_tokens=(12, 488)))
 
 
 @pytest.mark.parametrize(
-    ("layout", "swapped", "each", "message"),
+    ("layout", "swapped", "each", "named"),
     [
-        (Layout(subsequences=2), 256, (), "one per subsequence"),
-        (Layout(subsequences=2), 256, (128, 128, 0), "one per subsequence"),
-        (Layout(subsequences=2), 256, (128, 256), "sum to 384"),
-        (Layout(subsequences=2), 1024, (512, 512), "some but not all tokens"),
-        (Layout(subsequences=2), 0, (0, 0), "some but not all tokens"),
-        (Layout(), 256, (256,), "some but not all tokens"),
+        (Layout(subsequences=2), 256, (), "2"),
+        (Layout(subsequences=2), 256, (128, 128, 0), "2"),
+        (Layout(subsequences=2), 256, (128, 256), "384"),
+        (Layout(subsequences=2), 1024, (512, 512), ""),
+        (Layout(subsequences=2), 0, (0, 0), ""),
+        (Layout(), 256, (256,), ""),
     ],
 )
-def test_what_subsequences_cannot_swap(layout: Layout, swapped: int, each: tuple[int, ...], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+def test_what_subsequences_cannot_swap(layout: Layout, swapped: int, each: tuple[int, ...], named: str) -> None:
+    with pytest.raises(ValueError, match=rf"subsequence_swapped_tokens.*{named}"):
         Decisions(model=GPT, seq_tokens=1024, layout=layout, swapped_tokens=swapped, subsequence_swapped_tokens=each)

@@ -22,6 +22,7 @@ from memo_sim.program.layout.swap_schedule import LayerPass, buffer_slots, layer
 from memo_sim.program.lower import lower, program_sha256
 from memo_sim.program.verify.program import check_edges, check_program
 from memo_sim.program.verify.stages import check_stages
+from tests.refusals import refused
 from tests.sim.small_programs import GPT, LLAMA, POLICIES, decide
 
 LAYOUTS = [
@@ -170,7 +171,7 @@ def test_infeasible_decisions_are_refused(change: dict) -> None:
 
 def test_swapped_tokens_that_end_inside_a_row_block_are_bad_input() -> None:
     layout = Layout(tp=2, sequence_parallel=True)
-    with pytest.raises(BadInput, match="a multiple of 256 up to 2048") as error:
+    with refused(BadInput, where="$.decisions.swapped_tokens", got="128", wanted=("256", "2048")) as error:
         lower(Decisions(model=GPT, seq_tokens=2048, swapped_tokens=128, recompute="tokenwise", layout=layout))
     assert error.value.exit_code == 3
 

@@ -1,4 +1,4 @@
-"""How an eager framework comes by its states: what is made and given back before the second step stays reserved."""
+"""States of an eager framework: memory that is allocated and freed before the second step stays reserved."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from memo_sim.contract.catalog import load_model
 from memo_sim.contract.plan import Decisions, Layout
 from memo_sim.contract.requests import Phase, Requests
 from memo_sim.contract.units import GIB
-from memo_sim.memory.beginning import Beginning, beginning_of, without_states
+from memo_sim.memory.initial_states import Beginning, beginning_of, without_states
 from memo_sim.memory.replay import replay
 from memo_sim.program.analysis.columns import expand
 from memo_sim.program.analysis.liveness import liveness
@@ -37,7 +37,7 @@ def elements(asked: Decisions) -> int:
 
 
 @pytest.mark.parametrize("dp", [1, 2, 3])
-def test_all_states_are_there_in_the_end(dp: int) -> None:
+def test_all_states_are_allocated_in_the_end(dp: int) -> None:
     asked = decisions(dp=dp)
     beginning, whole = found(asked), elements(asked)
     share = whole - (dp - 1) * -(-whole // dp)
@@ -47,7 +47,7 @@ def test_all_states_are_there_in_the_end(dp: int) -> None:
     assert sum(beginning.later) == 8 * share
 
 
-def test_the_last_rank_holds_what_is_made_first() -> None:
+def test_the_last_rank_holds_the_first_parameters() -> None:
     """The flat buffer runs from the last parameter to the first; this rank's share ends with the embedding."""
     asked = decisions()
     model = asked.model
@@ -55,7 +55,7 @@ def test_the_last_rank_holds_what_is_made_first() -> None:
     assert found(asked).behind[-1] == 4 * min(tokens, elements(asked) // 2)
 
 
-def test_other_precisions_and_places() -> None:
+def test_other_precisions_and_states_on_the_host() -> None:
     assert found(decisions(dtype="fp32")).behind == ()
     assert sum(found(decisions(states="bf16")).later) == sum(found(decisions()).later) // 2
     for other in (decisions(states="host"), decisions(layout=Layout(dp=2, zero=3))):
@@ -71,7 +71,7 @@ def test_a_program_without_its_states_keeps_everything_else() -> None:
     assert lives.bytes.sum() - without_states(program, lives).bytes.sum() == states > 0
 
 
-def test_segments_that_parameters_left_are_cut_and_stay() -> None:
+def test_cached_segments_of_parameters_are_cut_and_stay() -> None:
     """Parameters of 40 and 60 MiB pass; the master is cut from the larger, the moments from what is left or new.
 
     before   | param 40 | param 60 | flat 100 | gradients 200 |
@@ -95,7 +95,7 @@ def test_segments_that_parameters_left_are_cut_and_stay() -> None:
     assert played.live_peak_bytes == played.allocated_peak_bytes
 
 
-def test_running_out_of_memory_before_the_first_step_is_an_answer() -> None:
+def test_running_out_of_memory_before_the_first_step_is_a_result() -> None:
     requests = Requests(name="step", ids=[], lower=[], upper=[], size_bytes=[], classes=[], phases=[])
     beginning = Beginning(passing=(GIB,), before=(2 * GIB,), behind=(), later=())
     failed = replay(requests, capacity_bytes=2 * GIB, beginning=beginning).out_of_memory

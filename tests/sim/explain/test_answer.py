@@ -1,4 +1,4 @@
-"""The reasons a what-if gives: what binds, what memory refuses, what is done twice."""
+"""Sentences that explain an answer: the bottleneck, recompute, alpha, memory, and what would help."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ def why(asked: Question) -> str:
     return "\n".join(what_if(asked).result.why)
 
 
-def test_the_memory_that_refuses_a_higher_alpha_is_named() -> None:
+def test_the_memory_that_limits_alpha_is_named() -> None:
     text = why(question(320 * 1024, system="memo"))
     assert re.search(
-        r"Recompute is \d+\.\d% of compute seconds: host memory keeps alpha from being higher, host_oom, short of", text
+        r"Recompute is \d+\.\d% of compute time: host memory limits alpha; .* does not fit \(host_oom, short by", text
     )
     assert re.search(
-        r"MEMO's linear program says .*; the next alpha up is refused: host_oom, short of [\d.]+ GiB\.", text
+        r"MEMO's linear program gives .*; the next higher alpha does not fit \(host_oom, short by [\d.]+ GiB\)\.", text
     )
 
 
-def test_copies_that_keep_alpha_down_are_named() -> None:
+def test_copies_that_limit_alpha_are_named() -> None:
     text = why(question(128 * 1024, system="memo"))
-    assert "with a higher alpha copies would hold compute up" in text
-    assert "is refused" not in text
+    assert "with a higher alpha, compute would wait longer for copies" in text
+    assert "alpha does not fit" not in text
 
 
 def test_full_recompute_says_that_swapping_does_not_fit() -> None:
@@ -46,24 +46,24 @@ def test_full_recompute_says_that_swapping_does_not_fit() -> None:
     cluster, hardware = with_memory(asked.cluster, asked.hardware, device_bytes=None, host_bytes=64 * GIB)
     text = why(dataclasses.replace(asked, cluster=cluster, hardware=hardware))
     assert re.search(
-        r"Recompute is \d+\.\d% of compute seconds: swapping instead does not fit on this layout, \w+_oom", text
+        r"Recompute is \d+\.\d% of compute time: swapping instead does not fit on this layout \(\w+_oom", text
     )
 
 
 def test_a_partial_swap_recomputes_nothing_and_says_so() -> None:
     text = why(question(128 * 1024))
-    assert "is swapped and the rest kept, nothing is recomputed" in text
+    assert "the rest is kept, and nothing is recomputed" in text
     assert "Recompute is" not in text
 
 
-def test_the_peak_is_told_beside_the_reserve_and_the_capacity() -> None:
+def test_the_peak_is_reported_with_the_reserve_and_the_capacity() -> None:
     answer = what_if(question(128 * 1024, system="full-recompute"))
     assert answer.best is not None
     memory = answer.best.memory
-    libraries = f"of which {format_bytes(memory.reserve[RESULTS])} {RESULTS}"
+    libraries = f"including {format_bytes(memory.reserve[RESULTS])} for {RESULTS}"
     have = format_bytes(memory.device_capacity_bytes)
     wanted = f"plus {format_bytes(memory.reserve_bytes)} reserve ({libraries}), of {have}."
-    assert any(line.startswith("Device memory is fullest") and line.endswith(wanted) for line in answer.result.why)
+    assert any(line.startswith("Device memory peaks") and line.endswith(wanted) for line in answer.result.why)
 
 
 def test_the_share_of_recompute() -> None:
@@ -75,57 +75,59 @@ def test_the_share_of_recompute() -> None:
     assert shares[0] == shares[1] == 0 < shares[2] < shares[3] < 0.5
 
 
-def test_what_comes_after_the_last_kernel_is_named() -> None:
+def test_a_wait_after_the_last_kernel_is_named() -> None:
     asked = dataclasses.replace(question(32 * 1024, system="full-recompute"), states="host")
     result = what_if(asked).result
     assert result.best is not None
     line = next(line for line in result.why if line.startswith("Compute is busy"))
-    assert re.search(r"most for adamw\.decay on the host [\d.]+ m?s", line)
+    assert re.search(r"mostly for adamw\.decay on the host [\d.]+ m?s", line)
     longest = max((s for s in result.best.stalls if s.lane == "compute"), key=lambda s: s.seconds)
     assert longest.waits_for == "adamw.decay on the host"
 
 
-def test_ways_out_are_those_that_are_left() -> None:
+def test_only_options_that_are_still_open_are_named() -> None:
     asked = dataclasses.replace(question(1024, system="full-swap"), states="bf16")
     small: dict[str, int | None] = {"device_bytes": GIB, "host_bytes": None}
     cluster, hardware = with_memory(asked.cluster, asked.hardware, **small)
     text = why(dataclasses.replace(asked, cluster=cluster, hardware=hardware))
-    short = r"\(then short of [\d.]+ GiB\)"
-    wanted = rf"Ways out: leave --tp, --cp to the search; more devices; --states host {short}; --zero 3 {short}\."
+    short = r"\(still short by [\d.]+ GiB\)"
+    wanted = (
+        rf"What would help: leave --tp, --cp to the search; more devices; --states host {short}; --zero 3 {short}\."
+    )
     assert re.search(wanted, text)
     assert "more host memory" in why(question(1024 * 1024, system="full-swap"))
 
 
-def test_what_the_allocator_reserves_and_costs_is_told() -> None:
+def test_the_allocators_reserve_and_cost_are_reported() -> None:
     text = why(question(128 * 1024, system="full-recompute", memory_policy="eager"))
     assert re.search(
         r"Memory is not planned: an eager framework reserves 7\d\.\d\d GiB, \d+\.\d% above the peak; "
-        r"[\d.]+ reorganisations a micro-batch; its calls hold compute up for \d+\.\d% of the step\.",
+        r"[\d.]+ allocation retries per micro-batch; compute waits for its calls for \d+\.\d% of the step\.",
         text,
     )
     cached = why(question(128 * 1024, system="full-recompute", memory_policy="caching"))
-    assert re.search(r"the caching allocator reserves .* above the peak; it reorganises nothing\.", cached)
+    assert re.search(r"the caching allocator reserves .* above the peak; no allocation retries\.", cached)
     assert "Planned arena" not in cached
     assert "not planned" not in why(question(128 * 1024, system="full-recompute"))
 
 
-def test_a_stop_for_the_allocator_is_no_work_of_compute() -> None:
+def test_waiting_for_the_allocator_does_not_count_as_compute() -> None:
     text = why(question(128 * 1024, system="full-recompute", memory_policy="eager"))
-    busy = re.search(r"Compute is busy ([\d.]+)% of the step; it waits [\d.]+ s in all, most for allocator", text)
-    stopped = re.search(r"its calls hold compute up for ([\d.]+)% of the step", text)
+    busy = re.search(r"Compute is busy ([\d.]+)% of the step; it waits [\d.]+ s in total, mostly for allocator", text)
+    stopped = re.search(r"compute waits for its calls for ([\d.]+)% of the step", text)
     assert busy is not None
     assert stopped is not None
     assert float(busy[1]) + float(stopped[1]) < 100
 
 
-def test_a_planned_arena_is_a_way_out() -> None:
+def test_a_planned_arena_is_named_where_it_would_help() -> None:
     asked = question(576 * 1024, system="full-recompute", memory_policy="eager")
-    assert re.search(r"Ways out: .*--memory-policy planned", why(asked))
+    assert re.search(r"What would help: .*--memory-policy planned", why(asked))
     short = question(2048 * 1024, system="full-recompute")
     assert "--memory-policy" not in why(short)
 
 
-def test_a_profile_of_a_busy_machine_is_told_of() -> None:
+def test_a_profile_of_a_busy_machine_is_reported() -> None:
     asked = question(32 * 1024, system="full-recompute")
     busy = msgspec.structs.replace(asked.hardware, provenance={DISTURBED: "the load was 9.0 on 2 cores"})
     text = why(dataclasses.replace(asked, hardware=busy))
@@ -133,7 +135,7 @@ def test_a_profile_of_a_busy_machine_is_told_of() -> None:
     assert "busy machine" not in why(asked)
 
 
-def test_what_a_runner_up_loses_to_waiting_is_no_compute() -> None:
+def test_a_runner_up_loses_time_to_waiting_or_to_compute() -> None:
     played, policy = decide(("full", 0.0)), Policy("full", 0.0)
 
     def evaluated(step_s: float, **waits: float) -> Evaluated:
@@ -144,5 +146,5 @@ def test_what_a_runner_up_loses_to_waiting_is_no_compute() -> None:
     best = evaluated(10.0, all_gather=3.0, allocator=1.0)
     waiting, computing = evaluated(15.0, all_gather=3.5, allocator=3.5), evaluated(15.0, all_gather=4.0)
     said = [runner_up(SearchResult(ranked=[best, e], evaluated=2, pruned=0))[0] for e in (waiting, computing)]
-    assert said[0].endswith("5 s (50.0%) slower: 3 s more waiting, most for allocator.")
+    assert said[0].endswith("5 s (50.0%) slower: 3 s more waiting, mostly for allocator.")
     assert said[1].endswith("5 s (50.0%) slower: 5 s more compute.")

@@ -1,13 +1,21 @@
-"""SPPO's Table 4 played (Figure 10), what its parts are worth (Figure 11), and its longest sequences (Figure 1).
+"""Computes the SPPO paper's figures again.
+
+    sppo-1     the longest sequences: 1M, 2M and 4M tokens of gpt-7b
+    sppo-6     which passes access a layer's tensors of the first subsequence: keys and values, skeletal, transient
+    sppo-7     a layer's forward over N subsequences and the bubble that N leaves; hidden 4096, 128K tokens, one A100
+    sppo-10    Table 4: tokens per GPU and second of three systems
+    sppo-11    the gain of each of SPPO's techniques
+
+The systems of Table 4:
 
     sppo              SP x PP and N of the table; alpha_i by SPPO 5.2
-    megatron-lm       the table's tuned SP x PP; activations recomputed, as the paper says of its baselines (7)
-    deepspeed-fpdt    Ulysses over the table's SP, or for 65B over as many devices as it has heads, of two sequences a
-                      step; none for 13B, whose 40 heads 64 devices do not divide
+    megatron-lm       the table's tuned SP x PP; activations are recomputed, as section 7 says of the baselines
+    deepspeed-fpdt    Ulysses over the table's SP; for 65B over as many devices as it has heads, two sequences per step;
+                      none for 13B, whose 40 heads do not divide by 64 devices
 
-All play one sequence a step else. SP is tensor parallelism with sequence parallelism; 65B's 16 span two nodes. The
-paper prints no batch: Megatron-LM's stages wait for each other most with one sequence, and its printed speed-ups for
-65B need that.
+Otherwise a step has one sequence. SP is tensor parallelism with sequence parallelism; for 65B, SP 16 spans two nodes.
+The paper does not print the batch size. With one sequence, Megatron-LM's stages wait for each other most, and the
+printed speed-ups for 65B need that.
 """
 
 from __future__ import annotations
@@ -20,14 +28,17 @@ from msgspec.structs import replace as replace_struct
 
 from memo_sim.contract.catalog import load_cluster, load_model
 from memo_sim.contract.figure import Figure, Line, Point
-from memo_sim.contract.plan import Decisions, MemoryPolicy, Prediction
+from memo_sim.contract.plan import Decisions, Layout, MemoryPolicy, Prediction
 from memo_sim.contract.progress import Progress
 from memo_sim.contract.units import KIB, format_bytes, format_seconds, format_tokens
 from memo_sim.planning.presets import FULL_SWAP, KEEP, SEQUENCE_AWARE, Policy
 from memo_sim.planning.question import Pins, Question
 from memo_sim.planning.search import play, search
 from memo_sim.planning.space import candidates
-from memo_sim.planning.subsequences import swap_fraction
+from memo_sim.planning.subsequences import PartPrices, swap_fraction
+from memo_sim.program.analysis.access import access_types, accesses
+from memo_sim.program.layout.partition import partition
+from memo_sim.program.lower import lower
 from memo_sim.views.plan_table import layout_label
 
 SPPO, MEGATRON, DEEPSPEED = "sppo", "megatron-lm", "deepspeed-fpdt"
@@ -36,7 +47,7 @@ UNPLANNED = "sppo, memory not planned"
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A model's rows of Table 4: thousands of tokens with SPPO's N, and each system's degrees."""
+    """A model's rows of Table 4. ``parts``: SPPO's N by thousands of tokens. Then each system's degrees."""
 
     model: str
     nodes: int
@@ -45,10 +56,10 @@ class Job:
     megatron: tuple[int, int]
     ulysses: int | None
     printed: str
-    """What the paper says of SPPO over Megatron-LM, and of who runs out of memory."""
+    """SPPO's printed speed-up over Megatron-LM, and which systems run out of memory in the paper."""
 
     def question(self, system: str, thousands: int) -> Question:
-        """Return the question of one cell."""
+        """Return the question of one cell of the table."""
         cluster, hardware = load_cluster(f"a100-{self.nodes}x8-hdr4")
         sp, pp = self.sppo if system == SPPO else self.megatron
         pins = Pins(tp=sp, cp=1, pp=pp, recompute="full")
@@ -94,7 +105,7 @@ JOBS = (
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One system at one length: what is predicted, and how it went about it."""
+    """One system at one length: the prediction, and the layout and policy behind it."""
 
     prediction: Prediction
     how: str
@@ -106,10 +117,10 @@ class Cell:
 
     @property
     def note(self) -> str:
-        """How, and the step's time, or what is short."""
+        """Step time or shortfall, then layout and policy."""
         found = self.prediction
         if found.step_s is None:
-            return f"{found.status}, short of {format_bytes(found.shortfall_bytes)}; {self.how}"
+            return f"{found.status}, short by {format_bytes(found.shortfall_bytes)}; {self.how}"
         return f"{format_seconds(found.step_s)}; {self.how}"
 
 
@@ -123,10 +134,10 @@ def cell(
     windows: Sequence[int] = (1,),
     memory_policy: MemoryPolicy | None = None,
 ) -> Cell:
-    """Return one system's cell of the table; ``policy``: what SPPO does with activations.
+    """Return one system's cell of the table.
 
-    What hides (5.2) is taken at the faster of its roundings, any other offload in the fastest of ``windows``.
-    ``memory_policy``: in place of the system's own.
+    ``policy`` is SPPO's activation policy. Sequence-aware offload (5.2) uses the faster of its roundings, any other
+    offload the fastest of ``windows``. ``memory_policy`` replaces the system's own.
     """
     question = job.question(system, thousands)
     pins = replace(question.pins, multiplexed=multiplexed, memory_policy=memory_policy)
@@ -141,7 +152,7 @@ def cell(
         offered = [replace_struct(base, offload_window=n) for n in windows] if base.swapped_tokens else [base]
     base, prediction = min(((each, play(question, each).prediction) for each in offered), key=_slower)
     how = f"{layout_label(base.layout)}, {policy.label}, alpha {base.alpha:.2f}"
-    lags = f", copies lag {base.offload_window} passes at most" if base.offload_window > 1 else ""
+    lags = f", copies span at most {base.offload_window} passes" if base.offload_window > 1 else ""
     return Cell(prediction, f"{how}{lags}")
 
 
@@ -169,7 +180,7 @@ def throughput(progress: Progress) -> Figure:
         progress(done, total)
     return _figure(
         name="sppo-10",
-        title="SPPO's Table 4: tokens per GPU and second, one sequence a step; A100, four 200 Gb/s cards a node",
+        title="SPPO's Table 4: tokens per GPU and second, one sequence per step; A100, four 200 Gb/s cards per node",
         lines=[
             Line(
                 panel=model,
@@ -183,8 +194,8 @@ def throughput(progress: Progress) -> Figure:
 
 
 def _unplanned(job: Job) -> dict[int, Cell]:
-    """Return SPPO at the job's longest length on an eager framework's memory, as its rivals are, and shorter until it
-    fits."""
+    """Return SPPO's cells with an eager framework's memory, as its rivals have: from the longest length down to the
+    first that fits."""
     cells: dict[int, Cell] = {}
     for thousands in sorted(job.parts, reverse=True):
         cells[thousands] = cell(job, SPPO, thousands, memory_policy="eager")
@@ -208,13 +219,13 @@ def _figure(name: str, title: str, lines: list[Line], findings: list[str] | None
 
 
 def _speed_ups(job: Job, found: dict[tuple[str, str], dict[int, Cell]]) -> list[str]:
-    """Return SPPO over each other system, length by length, beside what is printed."""
+    """Return SPPO's speed-up over each other system by length, with the printed one."""
     ours, lines = found[job.model, SPPO], []
     for system in (MEGATRON, DEEPSPEED):
         if (job.model, system) not in found:
             continue
         ratios = [_ratio(n, ours[n], other) for n, other in found[job.model, system].items()]
-        printed = f" (SPPO prints {job.printed})" if system == MEGATRON else ""
+        printed = f" (SPPO reports {job.printed})" if system == MEGATRON else ""
         lines.append(f"{job.model}, sppo over {system}: {', '.join(ratios)}{printed}.")
     return lines
 
@@ -228,32 +239,33 @@ def _ratio(thousands: int, ours: Cell, other: Cell) -> str:
 
 
 BREAKDOWN = ((JOBS[1], 512), (JOBS[2], 640), (replace(JOBS[1], parts={64: 32}), 64))
-"""The jobs that SPPO's Figure 11 takes apart, and their thousands of tokens; and one so short that not all hides."""
+"""Jobs of SPPO's Figure 11 and their thousands of tokens, and one so short that compute does not hide all copies."""
 LAGS = (2, 4, 8)
-"""Passes that copies of everything may lag behind: in the top of SPPO's Figure 8 they do."""
-PARTS = (
+"""How many passes copies of everything may take, as in the top of SPPO's Figure 8."""
+VARIANTS = (
     (KEEP, False, (1,)),
     (FULL_SWAP, False, (1,)),
     (FULL_SWAP, False, LAGS),
     (SEQUENCE_AWARE, False, (1,)),
     (SEQUENCE_AWARE, True, (1,)),
 )
-"""What is done with activations, whether idle stages play rows of the fill and the drain, and how long copies take."""
+"""Activation policy, whether idle stages are multiplexed, and how many passes copies may take."""
 
 
 def breakdown(progress: Progress) -> Figure:
-    """Return SPPO's Figure 11: nothing, everything or what hides is offloaded, and with that multiplexed phases."""
+    """Return SPPO's Figure 11: no offload, full offload, sequence-aware offload, and multiplexing on top."""
     cells: dict[str, list[tuple[Job, int, Cell]]] = {}
-    total = len(PARTS) * len(BREAKDOWN)
-    for i, (policy, multiplexed, windows) in enumerate(PARTS):
-        label = f"{policy.label}{', multiplexed' if multiplexed else ''}{', copies lag' if windows == LAGS else ''}"
+    total = len(VARIANTS) * len(BREAKDOWN)
+    for i, (policy, multiplexed, windows) in enumerate(VARIANTS):
+        label = policy.label + (", multiplexed" if multiplexed else "")
+        label += ", copies span passes" if windows == LAGS else ""
         for j, (job, thousands) in enumerate(BREAKDOWN):
             one = cell(job, SPPO, thousands, policy, multiplexed=multiplexed, windows=windows)
             cells.setdefault(label, []).append((job, thousands, one))
             progress(i * len(BREAKDOWN) + j + 1, total)
     return _figure(
         name="sppo-11",
-        title="What of SPPO's offloading is worth what: gpt-13b at 512k and 64k, gpt-65b at 640k",
+        title="The gain of each SPPO technique: gpt-13b at 512k and 64k, gpt-65b at 640k",
         lines=[
             Line(
                 panel=model,
@@ -275,11 +287,11 @@ LONG = (
     Job("gpt-7b", 8, {2048: 128}, (8, 8), (32, 2), None, ""),
     Job("gpt-7b", 16, {4096: 256}, (8, 16), (32, 4), None, ""),
 )
-"""The sequences that SPPO trains on 32, 64 and 128 GPUs, in parts of 16K tokens; it prints no configuration."""
+"""The sequences that SPPO trains on 32, 64 and 128 GPUs, in subsequences of 16K tokens; it prints no configuration."""
 
 
 def longest(progress: Progress) -> Figure:
-    """Return what of SPPO's Figure 1 is its own: 1M, 2M and 4M tokens of gpt-7b."""
+    """Return SPPO's own points of its Figure 1: 1M, 2M and 4M tokens of gpt-7b."""
     points = []
     for done, job in enumerate(LONG, start=1):
         ((thousands, _),) = job.parts.items()
@@ -289,13 +301,93 @@ def longest(progress: Progress) -> Figure:
         progress(done, len(LONG))
     return _figure(
         name="sppo-1",
-        title="SPPO on sequences of 1m, 2m and 4m tokens of gpt-7b, one a step: 32, 64 and 128 A100",
+        title="SPPO on sequences of 1m, 2m and 4m tokens of gpt-7b, one per step: 32, 64 and 128 A100",
         lines=[Line(label="gpt-7b sppo", points=points)],
+    )
+
+
+LAYER_TOKENS = 128 * KIB
+"""Tokens in Figure 7, which times one layer with gpt-7b's hidden size."""
+NUMBERS = tuple(2**i for i in range(10))
+STAGES = 4
+"""The paper's example of a bubble (3.3); Figure 7b does not state its number of stages."""
+ACCESSED_NUMBER = 4
+MIDDLE_LAYER = 16
+ACCESSED = {
+    "keys and values": "prefix.kv",
+    "queries": "skeletal.q.s0",
+    "attention's projection": "layer.fwd.s0/proj_out",
+}
+"""One tensor of each access type, and the buffer family that holds it."""
+SLOWER = 0.03
+"""A forward counts as slower when it is longer than the shortest by this fraction."""
+
+
+def _kernel_efficiency(progress: Progress) -> Figure:
+    cluster, hardware = load_cluster("a100-1x1")
+    prices = PartPrices(hardware, cluster)
+    forward_s: dict[int, float] = {}
+    for done, parts in enumerate(NUMBERS, start=1):
+        layout = Layout(subsequences=parts, partition="length")
+        decisions = Decisions(model=load_model("gpt-7b"), seq_tokens=LAYER_TOKENS, layout=layout)
+        forward_s[parts] = sum(part.forward_s for part in prices.parts(decisions))
+        progress(done, len(NUMBERS))
+    bubble_s = {parts: (STAGES - 1) * seconds / parts for parts, seconds in forward_s.items()}
+    total_s = {parts: forward_s[parts] + bubble_s[parts] for parts in NUMBERS}
+    best, least_s = min(total_s, key=lambda parts: total_s[parts]), min(forward_s.values())
+    slower = [parts for parts in NUMBERS if forward_s[parts] > (1 + SLOWER) * least_s and parts > best]
+    lines = {"forward": forward_s, f"bubble of {STAGES} stages": bubble_s, "both": total_s}
+    findings = [
+        f"The sum of forward and bubble is least at N {best}, {format_tokens(LAYER_TOKENS // best)} tokens each."
+    ]
+    if slower:
+        short = format_tokens(LAYER_TOKENS // slower[0])
+        findings.append(f"With {short} tokens per subsequence or fewer, kernels are more than {SLOWER:.0%} slower.")
+    return Figure(
+        name="sppo-7",
+        title=f"A layer's forward over {format_tokens(LAYER_TOKENS)} tokens in equal subsequences: h 4096, one A100",
+        x_label="tokens per subsequence",
+        y_label="milliseconds",
+        x_kind="tokens",
+        y_kind="number",
+        lines=[_line(label, values) for label, values in lines.items()],
+        findings=[*findings, "SPPO 6.1 chooses 2K to 16K tokens per subsequence from this figure."],
+    )
+
+
+def _line(label: str, values_s: dict[int, float]) -> Line:
+    return Line(label=label, points=[Point(x=LAYER_TOKENS // n, y=1e3 * s) for n, s in values_s.items()])
+
+
+def _access(progress: Progress) -> Figure:
+    layout = Layout(subsequences=ACCESSED_NUMBER)
+    decisions = Decisions(model=load_model("gpt-7b"), seq_tokens=LAYER_TOKENS, layout=layout)
+    (program,) = lower(decisions)
+    found, types = accesses(program, rows=partition(decisions)[0]), access_types(program)
+    passes = range(len(program.passes))
+    lines, findings = [], []
+    for label, family in ACCESSED.items():
+        touched = found[family, MIDDLE_LAYER]
+        points = [Point(x=number + 1, y=touched[number]) for number in passes]
+        lines.append(Line(label=f"type {types[family]}: {label}", points=points))
+        findings.append(f"Type {types[family]}, {label}: accessed in {len(touched)} of {len(passes)} passes.")
+    progress(1, 1)
+    return Figure(
+        name="sppo-6",
+        title=f"Accesses to one layer's tensors of the first of {ACCESSED_NUMBER} subsequences: gpt-7b, one sequence",
+        x_label="pass: forward passes in order, then backward passes from the last",
+        y_label="operands",
+        x_kind="number",
+        y_kind="number",
+        lines=lines,
+        findings=[*findings, "Type 0 stays on the device; type 1 may be offloaded between its two passes (SPPO 5.1)."],
     )
 
 
 FIGURES: dict[str, Callable[[Progress], Figure]] = {
     "sppo-1": longest,
+    "sppo-6": _access,
+    "sppo-7": _kernel_efficiency,
     "sppo-10": throughput,
     "sppo-11": breakdown,
 }

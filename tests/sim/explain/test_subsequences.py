@@ -1,4 +1,4 @@
-"""What is said of subsequences: their tokens, what each offloads, and what another number would change."""
+"""Sentences about subsequences: their lengths, what each offloads, and what another number would change."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def found_for(system: str, **pins: object) -> tuple[SearchResult, list[str]]:
     return found, subsequences(found, play(question, found.best.decisions))
 
 
-def test_parts_and_their_neighbours_are_told() -> None:
+def test_lengths_and_neighbouring_numbers_are_reported() -> None:
     found, lines = found_for("sppo", tp=2, pp=2)
     best = found.best
     assert best is not None
@@ -47,12 +47,12 @@ def test_parts_and_their_neighbours_are_told() -> None:
     assert lines[0].startswith(f"{number} subsequences of ")
     alphas = [some / part for some, part in zip(swapped_parts(best.decisions), parts, strict=True)]
     assert f"alpha {alphas[0]:.2f} to {alphas[-1]:.2f}" in lines[0]
-    assert "keys and values stay" in lines[0]
-    held = re.fullmatch(r"A stage holds at most ([\d.]+) GiB of the rest by .* \(5.2\), ([\d.]+) GiB when .*", lines[1])
+    assert "the KV cache of the prefix stays" in lines[0]
+    held = re.fullmatch(r"A stage holds at most ([\d.]+) GiB of skeletal .* \(5.2\), and ([\d.]+) GiB in .*", lines[1])
     assert held
-    # One layer is made while one leaves: at most a layer's activations beyond the recurrence.
+    # One layer is computed while another is copied out: at most one layer's activations above the recurrence.
     assert float(held[1]) <= float(held[2]) <= 1.5 * float(held[1])
-    told = [int(n) for n in re.findall(r"[Ww]ith (\d+), the bubble", lines[2])]
+    told = [int(n) for n in re.findall(r"[Ww]ith (\d+) subsequences, the bubble", lines[2])]
     assert all(n != number for n in told)
     assert told == sorted(told)
     # Fewer make the bubble longer; more make kernels slower. Either way the step is longer: this one is best.
@@ -61,15 +61,15 @@ def test_parts_and_their_neighbours_are_told() -> None:
         assert re.search(r"the step is .* longer", text)
 
 
-def test_sppos_balance_is_told_before_and_after_it_is_rounded() -> None:
+def test_sppos_balance_is_reported_exactly_and_rounded() -> None:
     question = asked("sppo", tp=2, pp=2, subsequences=8, recompute="none")
     aware = [c for c in candidates(question)[0] if c.policy.hides]
     found = SearchResult([Evaluated(c.policy, c.base, play(question, c.base).prediction) for c in aware], 1, 0)
     found.ranked.sort(key=lambda e: e.rank_key)
     (line,) = balance(question, found)
     told = re.fullmatch(
-        r"SPPO's balance \(5.2\): (\d+) tokens leave while a part is computed, alpha ([.\d]+); in blocks of 256 that "
-        r"is (\d+)(?: or (\d+)); (\d+) is the faster.",
+        r"SPPO's balance \(5.2\): (\d+) tokens leave while one subsequence is computed, alpha ([.\d]+); rounded to "
+        r"blocks of 256 this is (\d+)(?: or (\d+)); (\d+) is faster.",
         line,
     )
     assert told
@@ -78,12 +78,12 @@ def test_sppos_balance_is_told_before_and_after_it_is_rounded() -> None:
     assert taken in {low, high}
     below, above = (c.base.alpha for c in aware)
     assert below <= alpha <= above
-    # Who pins what is offloaded asked for no balance.
+    # With alpha pinned there is no balance to report.
     pinned = replace(question, pins=replace(question.pins, alpha=1.0))
     assert balance(pinned, SearchResult([Evaluated(FULL_SWAP, aware[0].base, OK)], 1, 0)) == []
 
 
-def test_the_solvers_choice_is_told_with_its_formula_and_its_outcome() -> None:
+def test_the_solvers_choice_is_compared_with_the_best_plan() -> None:
     question = asked("sppo", tp=2)
     choice = solve(question, sps=[2])[0]
     four, chosen = (candidates(asked("sppo", tp=2, pp=2, subsequences=n))[0] for n in (4, choice.subsequences))
@@ -96,15 +96,15 @@ def test_the_solvers_choice_is_told_with_its_formula_and_its_outcome() -> None:
     ask = "" if ratio >= 0 else f" (--tp 2 --pp 2 --subsequences {choice.subsequences})"
     (line,) = heuristic(question, SearchResult([Evaluated(best.policy, best.base, best_played)], 1, 0))
     assert line == (
-        f"SPPO's own solver (6.1) takes SP 2, PP 2, N {choice.subsequences}: {format_seconds(choice.step_s)} by its "
-        f"formula, {format_seconds(step_s)} played, {abs(ratio):.1%} {'slower' if ratio >= 0 else 'faster'} "
-        f"than the best that was searched{ask}."
+        f"SPPO's own solver (6.1) chooses SP 2, PP 2, N {choice.subsequences}: {format_seconds(choice.step_s)} by its "
+        f"formula, {format_seconds(step_s)} simulated, {abs(ratio):.1%} {'slower' if ratio >= 0 else 'faster'} "
+        f"than the best plan of the search{ask}."
     )
 
 
 @pytest.mark.parametrize("pins", [{"tp": 2, "pp": 1}, {"tp": 2, "alpha": 1.0, "recompute": "none"}])
-def test_nothing_is_said_of_a_solver_that_cannot_answer(pins: dict[str, object]) -> None:
-    """SP x PP are all devices, and 5.2 decides alpha."""
+def test_no_sentence_where_the_solver_has_no_choice(pins: dict[str, object]) -> None:
+    """The solver needs SP x PP to be all devices, and SPPO 5.2 to decide alpha."""
     found = SearchResult([Evaluated(FULL_SWAP, Decisions(model=load_model("gpt-7b"), seq_tokens=1024), OK)], 1, 0)
     assert heuristic(asked("sppo", **pins), found) == []
     assert heuristic(asked("any", tp=2), found) == []
@@ -113,12 +113,12 @@ def test_nothing_is_said_of_a_solver_that_cannot_answer(pins: dict[str, object])
 @pytest.mark.parametrize(
     ("swapped", "told"),
     [
-        ((8192,) * 4, "offload 8k each, or all that they have: alpha 0.32 to 0.74"),
-        ((16384, 16256, 12928, 11136), "offload 16k each, or all that they have: alpha 0.65 to 1.00"),
-        ((0, 4096, 2048, 11136), "offload 0 to 11136 each: alpha 0.00 to 1.00"),
+        ((8192,) * 4, "offload 8k tokens each, or all of a shorter one: alpha 0.32 to 0.74"),
+        ((16384, 16256, 12928, 11136), "offload 16k tokens each, or all of a shorter one: alpha 0.65 to 1.00"),
+        ((0, 4096, 2048, 11136), "offload 0 to 11136 tokens each: alpha 0.00 to 1.00"),
     ],
 )
-def test_what_a_plan_written_by_hand_offloads_is_told(swapped: tuple[int, ...], told: str) -> None:
+def test_offloading_of_a_plan_written_by_hand_is_reported(swapped: tuple[int, ...], told: str) -> None:
     cluster, hardware = load_cluster("a100-1x1")
     model = msgspec.structs.replace(load_model("gpt-7b"), layers=2)
     decisions = Decisions(model=model, layout=Layout(subsequences=4), seq_tokens=65536)
@@ -128,21 +128,26 @@ def test_what_a_plan_written_by_hand_offloads_is_told(swapped: tuple[int, ...], 
     assert told in subsequences(SearchResult([], 0, 0), play(question, asked))[0]
 
 
-def test_an_alpha_that_no_parts_can_have_is_rounded_and_said() -> None:
+def test_an_alpha_that_is_rounded_is_reported() -> None:
     cluster, hardware = load_cluster("a100-1x1")
     model = msgspec.structs.replace(load_model("gpt-7b"), layers=2)
     question = Question(model, cluster, hardware, 2048, pins=Pins(subsequences=4, alpha=0.4))
     lines = what_if(question).result.why
-    assert "Alpha 0.4 becomes 0.25: tokens are swapped in blocks of 128, as many of every subsequence." in lines
+    assert (
+        "Alpha 0.4 is rounded to 0.25: tokens are swapped in blocks of 128, the same number in every subsequence."
+        in lines
+    )
 
 
-def test_a_sequence_that_is_better_whole_says_what_cutting_costs() -> None:
+def test_a_plan_without_subsequences_says_what_they_would_cost() -> None:
     _, lines = found_for("any", tp=4, pp=1, subsequences="auto", recompute="none", alpha=0)
     assert len(lines) == 1
-    assert re.match(r"The sequence is not cut: with \d+, kernels take ", lines[0])  # one stage has no bubble
+    assert re.match(
+        r"One subsequence is best: with \d+ subsequences, kernels take ", lines[0]
+    )  # one stage has no bubble
 
 
-def test_nothing_is_said_where_nothing_is_cut() -> None:
+def test_no_sentence_without_subsequences() -> None:
     assert found_for("any", tp=4, pp=1, recompute="none", alpha=0)[1] == []
 
 
@@ -154,5 +159,5 @@ def test_nothing_is_said_where_nothing_is_cut() -> None:
         (Layout(partition="length"), "tp1 cp1 dp1"),
     ],
 )
-def test_labels_name_the_number_and_the_cut(layout: Layout, label: str) -> None:
+def test_labels_name_the_number_and_the_partition(layout: Layout, label: str) -> None:
     assert layout_label(layout) == label

@@ -1,4 +1,4 @@
-"""Figures of the paper: computed by the engine, each with what the paper reads off it."""
+"""MEMO's figures and tables, computed small, with the paper's findings."""
 
 from __future__ import annotations
 
@@ -11,16 +11,17 @@ from memo_sim.contract.catalog import load_cluster, load_model
 from memo_sim.contract.errors import UsageError
 from memo_sim.contract.figure import Point
 from memo_sim.contract.validation import CaseError, CasePrediction, CaseReport, Expectation
-from memo_sim.papers import figures
-from memo_sim.papers.figures import figure, layer_times, longest
-from memo_sim.papers.published import TABLES, cells, published
+from memo_sim.papers import memo
+from memo_sim.papers.figures import figure
+from memo_sim.papers.memo import TABLES, cells, layer_times, longest, published
 from memo_sim.planning.question import Pins, Question
 from memo_sim.validation.cases import load_cases
 from memo_sim.views.published_table import published_table
+from tests.refusals import refused
 
 
 def test_a_longer_sequence_hides_its_offload_and_attention_takes_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(figures, "LAYER_TOKENS", tuple(n * 65536 for n in (2, 3, 4, 8)))
+    monkeypatch.setattr(memo, "LAYER_TOKENS", tuple(n * 65536 for n in (2, 3, 4, 8)))
     told: list[tuple[int, int]] = []
     found = figure("1b", progress=lambda done, total: told.append((done, total)))
     offload, forward, attention = ([p.y or 0.0 for p in line.points] for line in found.lines)
@@ -36,19 +37,19 @@ def test_a_longer_sequence_hides_its_offload_and_attention_takes_over(monkeypatc
 
 
 def test_attention_and_the_rest_are_the_whole_forward(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(figures, "LAYER_TOKENS", (65536, 131072))
+    monkeypatch.setattr(memo, "LAYER_TOKENS", (65536, 131072))
     found = figure("6")
     for point, rest in zip(found.lines[0].points, found.lines[1].points, strict=True):
         times = layer_times(round(point.x))
         assert (point.y or 0) + (rest.y or 0) == pytest.approx(1e3 * times.forward_s)
 
 
-def test_the_share_of_attention_is_told_where_the_paper_has_it_pass_nine_tenths(
+def test_the_share_of_attention_is_reported_where_it_passes_nine_tenths(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     shares = {65536: 0.5, 576 * 1024: 0.88, 768 * 1024: 0.901}
-    monkeypatch.setattr(figures, "LAYER_TOKENS", tuple(shares))
-    monkeypatch.setattr(figures, "layer_times", lambda tokens: figures.LayerTimes(1.0, shares[tokens], 0.0))
+    monkeypatch.setattr(memo, "LAYER_TOKENS", tuple(shares))
+    monkeypatch.setattr(memo, "layer_times", lambda tokens: memo.LayerTimes(1.0, shares[tokens], 0.0))
     assert figure("6").findings == [
         "FlashAttention's share of the forward grows from 50.0 % at 64k tokens to 90.1 % at 768k.",
         "Here it first passes 90 % at 768k tokens (88.0 % at 576k); in MEMO's paper it passes 90 % beyond 576k.",
@@ -65,23 +66,23 @@ def test_the_longest_is_the_last_that_fits(monkeypatch: pytest.MonkeyPatch, fits
         asked.append(question)
         return SimpleNamespace(tokens=question) if question <= fits * 128 else None
 
-    monkeypatch.setattr(figures, "_best", best)
+    monkeypatch.setattr(memo, "_best", best)
     tokens, plan = longest(lambda tokens: tokens, 128, 12)  # type: ignore[arg-type, return-value]
     assert tokens == fits * 128
     assert plan == (SimpleNamespace(tokens=tokens) if fits else None)
     assert len(asked) == len(set(asked)) <= 8
 
 
-def test_lengths_on_64_gpus_stand_beside_their_plans(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(figures, "SYSTEMS", ("memo",))
-    monkeypatch.setattr(figures, "LONG_TOKENS", (16 * 1024, 4096 * 1024))
-    monkeypatch.setattr(figures, "NODES", (1,))
-    monkeypatch.setattr(figures, "_question", _on_one_layout)
+def test_lengths_on_64_gpus_name_their_plans(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memo, "SYSTEMS", ("memo",))
+    monkeypatch.setattr(memo, "LONG_TOKENS", (16 * 1024, 4096 * 1024))
+    monkeypatch.setattr(memo, "NODES", (1,))
+    monkeypatch.setattr(memo, "_question", _on_one_layout)
     found = figure("11c")
     fits, beyond = found.lines[0].points
     assert 0.25 < (fits.y or 0) < 0.5
     assert fits.note.startswith("tp8")
-    assert beyond == Point(x=4096 * 1024, y=None, note="nothing fits")
+    assert beyond == Point(x=4096 * 1024, y=None, note="no plan fits")
     assert "1 of 2" in found.findings[0]
 
 
@@ -98,14 +99,14 @@ def _on_one_layout(system: str, seq_tokens: int, *, gpus: int) -> Question:
 
 
 def test_unknown_figures_and_tables_are_refused() -> None:
-    with pytest.raises(UsageError, match="no such figure"):
+    with refused(UsageError, got="'11d'", wanted="sppo-10", hint="'11c'"):
         figure("11d")
-    with pytest.raises(UsageError, match="no such table"):
+    with refused(UsageError, got="'table6'", wanted="table3", hint="'table5'"):
         published("table6")
 
 
 @pytest.mark.parametrize("name", TABLES)
-def test_a_table_is_arranged_as_it_was_printed(name: str) -> None:
+def test_a_table_is_arranged_as_printed(name: str) -> None:
     cases = load_cases(TABLES[name])
     reports = [_told(case.case, case.question.system, case.expected) for case in cases]
     text = published_table(cells(cases, reports))

@@ -1,16 +1,16 @@
-"""What an eager framework asks of the allocator before its second step: Megatron-LM's order of making states.
+"""Lists the allocations for states that an eager framework makes before its second step, in Megatron-LM's order.
 
-The first step is not like the others (core/distributed/param_and_grad_buffer.py, core/optimizer/distrib_optimizer.py):
+The first step differs from later ones (core/distributed/param_and_grad_buffer.py, core/optimizer/distrib_optimizer.py):
 
-    parameters   one by one as modules are made; then one flat buffer of all of them and one of fp32 gradients; then
-                 what was made one by one is given back, and its segments stay cached
-    master       a tensor for every parameter that lies in this rank's contiguous share of the flat buffer, which holds
-                 them from the last to the first
-    moments      two for each of those, at the end of the first step
+    parameters   one tensor each as modules are created; then one flat buffer for all of them and one for fp32
+                 gradients; then the single tensors are freed, and their segments stay cached
+    master       one tensor for every parameter in this rank's contiguous share of the flat buffer, which holds the
+                 parameters from the last to the first
+    moments      two tensors for each of those, at the end of the first step
 
-So masters and the first step's activations are cut from the segments that parameters left, and moments go where those
-have been: what is reserved in the end is more than the states and a step would take by themselves. The share taken is
-the last rank's.
+So master parameters and the first step's activations are cut from the cached segments of the parameters, and moments
+go where those activations have been. The reserved memory ends up larger than states and one step need. The model uses
+the share of the last rank.
 """
 
 from __future__ import annotations
@@ -28,12 +28,15 @@ from memo_sim.program.layout.parameters import embed_block, head_block, layer_bl
 
 FP32_BYTES = 4
 REPLACED = (FamilyKind.PARAMS, FamilyKind.GRADS, FamilyKind.MASTER, FamilyKind.MOMENT1, FamilyKind.MOMENT2)
-"""A program's states that are made in another order and in other pieces."""
+"""States of a program that a framework allocates in another order and in other sizes."""
 
 
 @dataclass(frozen=True)
 class Beginning:
-    """Sizes in bytes, in order: what passes, what is handed out before that is given back, behind it, after a step."""
+    """Sizes in bytes, in order of allocation.
+
+    ``passing`` is freed again after ``before`` was allocated; ``behind`` follows; ``later`` comes after the first step.
+    """
 
     passing: tuple[int, ...]
     before: tuple[int, ...]
@@ -42,7 +45,7 @@ class Beginning:
 
 
 def beginning_of(program: Program, decisions: Decisions) -> Beginning | None:
-    """Return how the states of a role come to be; None where they are not whole flat buffers on the device."""
+    """Return how a stage's states are allocated; None where they are not whole flat buffers on the device."""
     if decisions.layout.zero > 1 or decisions.states == "host":
         return None
     elements = _parameters(program, decisions)
@@ -59,7 +62,7 @@ def beginning_of(program: Program, decisions: Decisions) -> Beginning | None:
 
 
 def without_states(program: Program, lives: Liveness) -> Liveness:
-    """Return the buffers without the states that a beginning stands for: of no bytes."""
+    """Return the buffers, with size 0 for the states that a ``Beginning`` replaces."""
     replaced = np.array(
         [f.kind in REPLACED for f in program.all_families],
         dtype=np.bool_,
@@ -71,7 +74,7 @@ def without_states(program: Program, lives: Liveness) -> Liveness:
 
 
 def _parameters(program: Program, decisions: Decisions) -> list[int]:
-    """Return the elements of every parameter of the role, in the order in which its modules are made."""
+    """Return the number of elements of every parameter of the stage, in the order in which modules are created."""
     model, tp = decisions.model, decisions.layout.tp
     blocks = {"embed": embed_block(model, tp), "layer": layer_block(model, tp), "head": head_block(model, tp)}
     counts = {f.name: f.count for f in program.families}
@@ -84,7 +87,7 @@ def _parameters(program: Program, decisions: Decisions) -> list[int]:
 
 
 def _last_share(elements: list[int], ranks: int) -> list[int]:
-    """Return how many elements of each parameter lie in the last rank's share of the flat buffer."""
+    """Return how many elements of each parameter are in the last rank's share of the flat buffer."""
     share = -(-sum(elements) // ranks)
     found, first = [], 0
     for count in reversed(elements):

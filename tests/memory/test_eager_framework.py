@@ -1,4 +1,4 @@
-"""What an eager framework asks of the allocator: the loss in fp32, outputs held, and memory that comes back late."""
+"""Requests of an eager framework: the fp32 loss, outputs that live longer, and memory that comes back late."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from memo_sim.contract.catalog import load_cluster, load_model
 from memo_sim.contract.hardware import Libraries
 from memo_sim.contract.model import Model
 from memo_sim.contract.plan import Decisions, Layout
-from memo_sim.memory import eager
-from memo_sim.memory.eager import WORKSPACES, eager_buffers, libraries_of, run_ahead
+from memo_sim.memory import eager_framework
+from memo_sim.memory.eager_framework import WORKSPACES, eager_buffers, libraries_of, run_ahead
 from memo_sim.memory.replay import replay
 from memo_sim.program.analysis.columns import Columns, expand
 from memo_sim.program.analysis.liveness import Liveness, live_bytes, liveness, peak
@@ -22,7 +22,7 @@ from memo_sim.program.ir.program import Program
 from memo_sim.program.lower import lower
 
 TOKENS = 1024
-"""Of a rank: 2,048 over cp 2."""
+"""Tokens of a rank: 2,048 over cp 2."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Lowered:
     lives: Liveness
 
     def at(self, name: str) -> int:
-        """Return the number of the first instruction whose id ends so."""
+        """Return the number of the first instruction whose id ends with the text."""
         return next(n for n, i in enumerate(self.program.ids()) if i.endswith(name))
 
 
@@ -51,7 +51,7 @@ def named(case: Lowered) -> tuple[Liveness, dict[str, int]]:
     return lives, {name: number for number, name in enumerate(names)}
 
 
-def test_the_losss_tensors_live_as_megatron_has_them() -> None:
+def test_the_losss_tensors_live_as_in_megatron() -> None:
     case = lowered()
     lives, number = named(case)
     first, loss = case.at("fwd/loss.stats.c0"), case.at("fwd/loss.c0")
@@ -62,7 +62,7 @@ def test_the_losss_tensors_live_as_megatron_has_them() -> None:
     assert (lives.birth[wide], lives.death[wide]) == (first, loss)
     assert (lives.birth[softmax], lives.death[softmax]) == (first, loss + 1)
     assert lives.birth[gradient] == loss + 1
-    # Bytes a logit: 2 + 4 + 4 forward, 4 + 2 where the gradient is cast.
+    # Bytes per logit: 2 + 4 + 4 forward, 4 + 2 where the gradient is cast.
     mine = np.array([logits, wide, softmax, gradient])
 
     def alive(instant: int) -> int:
@@ -71,7 +71,7 @@ def test_the_losss_tensors_live_as_megatron_has_them() -> None:
     assert [alive(i) // elements for i in (first - 1, first, loss, loss + 1, loss + 2)] == [2, 10, 10, 6, 2]
 
 
-def test_without_a_divided_vocabulary_the_loss_begins_with_its_own_kernel() -> None:
+def test_with_an_unsharded_vocabulary_the_loss_begins_with_its_own_kernel() -> None:
     case = lowered(layout=Layout(), seq_tokens=TOKENS)
     lives, number = named(case)
     loss = case.at("fwd/loss.c0")
@@ -96,7 +96,7 @@ def test_an_fp32_loss_is_not_copied() -> None:
     assert lives.birth[number["head/d_logits"]] == case.at("fwd/loss.stats.c0")
 
 
-def test_a_rebuilt_layers_output_lives_as_long_as_its_backward() -> None:
+def test_a_recomputed_layers_output_lives_as_long_as_its_backward() -> None:
     case = lowered()
     lives, _ = named(case)
     changed = np.flatnonzero(lives.death[: len(case.lives.death)] != case.lives.death)
@@ -108,7 +108,7 @@ def test_a_rebuilt_layers_output_lives_as_long_as_its_backward() -> None:
         assert lives.death[buffer] + 1 in np.flatnonzero(np.diff(instances)) + 1
 
 
-def test_what_is_kept_has_no_rebuilt_output() -> None:
+def test_without_recompute_there_is_no_such_output() -> None:
     case = lowered(recompute="none")
     lives, _ = named(case)
     assert (lives.death[: len(case.lives.death)] == case.lives.death).all()
@@ -142,8 +142,8 @@ def test_buffers_of_other_lanes_wait_for_their_streams() -> None:
 
 
 def test_the_device_is_a_launch_queue_behind_and_the_host_waits_for_the_loss(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(eager, "LAUNCH_QUEUE", 10)
-    monkeypatch.setattr(eager, "KERNELS", 2)
+    monkeypatch.setattr(eager_framework, "LAUNCH_QUEUE", 10)
+    monkeypatch.setattr(eager_framework, "KERNELS", 2)
     case = lowered()
     done = run_ahead(case.program, case.columns, case.lives).done
     kernels = case.columns.lane == Lane.COMPUTE
@@ -154,7 +154,7 @@ def test_the_device_is_a_launch_queue_behind_and_the_host_waits_for_the_loss(mon
         queued = int(kernels[done[instant] + 1 : instant].sum())
         launched = int(kernels[:instant].sum())
         assert queued <= 5
-        # Only behind the loss is the queue emptier than the host could fill it.
+        # Only after the loss does the queue hold less than the host could have launched.
         assert queued == min(5, launched) or (done[instant] == loss and instant > loss)
 
 
@@ -165,7 +165,7 @@ def test_a_short_program_is_launched_whole_before_its_loss() -> None:
     assert set(done[: loss + 1]) == {-1}
 
 
-def test_under_zero_3_the_host_waits_for_the_gathering_before_last() -> None:
+def test_under_zero_3_the_host_waits_for_the_gather_before_the_last() -> None:
     case = lowered(layout=Layout(dp=2, zero=3), global_batch=2)
     done = run_ahead(case.program, case.columns, case.lives).done
     gathers = [n for n, i in enumerate(case.program.ids()) if "gather" in i and "params" in i]
@@ -192,7 +192,7 @@ def test_later_libraries_write_the_losss_gradient_over_the_logits() -> None:
 
 
 def test_later_libraries_keep_one_tensor_for_every_shape_of_a_weight() -> None:
-    """gpt-tiny over tp 2: a layer's four products, and the classifier."""
+    """gpt-tiny over tp 2: the four matrix products of a layer, and the classifier."""
     _, lives, number = eager_2025()
     model = load_model("gpt-tiny")
     h, f = model.hidden, model.ffn_hidden
@@ -204,7 +204,7 @@ def test_later_libraries_keep_one_tensor_for_every_shape_of_a_weight() -> None:
 
 
 @pytest.mark.parametrize("libraries", ["2024", "2025"])
-def test_an_embeddings_gradient_is_a_table_while_it_is_added(libraries: Libraries) -> None:
+def test_an_embeddings_gradient_is_a_dense_table_until_it_is_added(libraries: Libraries) -> None:
     case = lowered(micro_batch=1, global_batch=2)
     lives, names = eager_buffers(case.program, case.columns, case.lives, libraries=libraries)
     model = load_model("gpt-tiny")
@@ -215,7 +215,7 @@ def test_an_embeddings_gradient_is_a_table_while_it_is_added(libraries: Librarie
     assert lives.bytes[dense].tolist() == [2 * -(-model.vocab // 2) * model.hidden] * 2
 
 
-def test_workspaces_are_the_allocators() -> None:
+def test_workspaces_come_from_the_allocator() -> None:
     _, lives, number = eager_2025()
     assert lives.bytes[number[WORKSPACES]] == 3 * 2**20
     assert lives.birth[number[WORKSPACES]] == -1
@@ -285,8 +285,8 @@ def test_only_megatron_is_known_with_later_libraries() -> None:
     assert found == {0: "2025", 1: "2025", 2: "2024", 3: "2024"}
 
 
-def test_the_classifiers_input_is_gathered_into_a_buffer_that_stays() -> None:
-    """Megatron-LM's global memory buffer: one for forward and backward of all micro-batches, between them too."""
+def test_the_classifiers_gathered_input_stays_allocated() -> None:
+    """Megatron-LM's global memory buffer: one for forward and backward of all micro-batches, never freed."""
     case = lowered(global_batch=2)
     lives, number = named(case)
     gathered = [n for name, n in number.items() if name.startswith("head/fwd.final_")]

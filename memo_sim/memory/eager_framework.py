@@ -1,37 +1,37 @@
-"""What an eager framework asks of PyTorch's allocator for the work of a program: Megatron-LM, say, on autograd.
+"""Changes a program's memory requests into those of an eager framework, such as Megatron-LM on autograd.
 
-The program's own requests are those of an executor that orders its lanes by events and works on the loss in blocks of
-rows. A framework that leaves memory to autograd and ``torch.distributed`` differs in what is documented of it:
+A program's own requests are those of an executor that orders its lanes by events and computes the loss in blocks of
+rows. A framework that leaves memory to autograd and ``torch.distributed`` differs in these documented ways:
 
-    checkpoint  a rebuilt layer's output lives as long as its backward (torch.utils.checkpoint and Megatron-LM's own
-                hold it to call backward on it)
-    embedding   its weight's gradient is a table of its own before it is added to the fp32 one (torch's embedding)
-    classifier  its input is gathered into one buffer that is kept for good (Megatron-LM, GlobalMemoryBuffer ``mpu``)
-    states      in the order and the pieces in which Megatron-LM makes them, moments behind the first step
-                (``beginning.py``; both generations have that order)
-    workspaces  what a profile reserves for libraries comes from the allocator (torch.empty, cuBLAS's handles)
+    checkpoint  a recomputed layer's output lives as long as its backward (torch.utils.checkpoint and Megatron-LM's own
+                checkpoint hold it to call backward on it)
+    embedding   the weight gradient is a dense table of its own before it is added to the fp32 gradient (torch)
+    classifier  its input is gathered into one buffer that is never freed (Megatron-LM, GlobalMemoryBuffer ``mpu``)
+    states      have Megatron-LM's order and sizes; moments are allocated after the first step (``initial_states``;
+                both generations have that order)
+    workspaces  the libraries' part of a profile's reserve comes from the allocator (torch.empty, cuBLAS's handles)
 
-and in what depends on the generation of its libraries (``Hardware.eager_libraries``; what is known of 2025 is
-Megatron-LM 0.14's, so others, with ZeRO 2 and 3, are taken as of 2024):
+Other differences depend on the generation of the libraries (``Hardware.eager_libraries``). What is known of 2025 is
+Megatron-LM 0.14's; so other frameworks, with ZeRO 2 and 3, count as 2024:
 
-    2024        loss: logits are copied to fp32 whole, and their softmax, fp32 too, is kept for backward (Megatron-LM,
-                core/tensor_parallel/cross_entropy.py): bytes a logit, bf16: 2 + 4 + 4 forward, 4 + 2 backward
-                streams: a collective's tensors are marked with ``record_stream`` (c10d before PyTorch 2.8): their
+    2024        loss: all logits are copied to fp32, and their fp32 softmax is kept for backward (Megatron-LM,
+                core/tensor_parallel/cross_entropy.py). Bytes per bf16 logit: 2 + 4 + 4 forward, 4 + 2 backward
+                streams: a collective's tensors are marked with ``record_stream`` (c10d before PyTorch 2.8). Their
                 memory comes back when the device, not the host, has passed the collective (pytorch/pytorch#76861,
-                #147168). The host runs ahead until the launch queue is full, and waits for the loss (Megatron-LM looks
-                for a NaN in it) and for what stages hand over (it synchronises after each)
-    2025        loss: Transformer Engine's fused one writes the gradient over the logits: 2 bytes a logit
-                gradients: a weight's is summed in fp32 by its product, and autograd gets a tensor of the weight's shape
-                and dtype instead; one for every shape, kept for good (Transformer Engine 2.8, ``get_dummy_wgrad``)
+                #147168). The host runs ahead until the launch queue is full. It waits for the loss (Megatron-LM checks
+                it for NaN) and for p2p sends and receives between stages (it synchronises after each)
+    2025        loss: Transformer Engine's fused loss writes the gradient over the logits: 2 bytes per logit
+                gradients: the matrix product sums a weight gradient in fp32, and autograd gets a dummy tensor of the
+                weight's shape and dtype; one for every shape, never freed (Transformer Engine 2.8, ``get_dummy_wgrad``)
 
-So with 2024's libraries and kernels of milliseconds each layer in flight holds its own gathered and scattered tensors,
-and memory runs full with half of it alive:
+So with 2024's libraries and kernels of milliseconds, each layer in flight holds its own gathered and scattered tensors.
+Memory is full while only half of it is live:
 
-    host    | l0 | l1 | l2 | l3 | ...           l0's collectives are not passed: l1, l2, l3 ask for fresh memory
+    host    | l0 | l1 | l2 | l3 | ...           the device has not passed l0's collectives: l1, l2, l3 need new memory
     device  | l0              | l1 ...
 
-Not modelled: other temporaries that Python frames hold, Transformer Engine's own stream for every second ring step, and
-that the kept buffer is asked for in the first step's head and not before.
+Not modelled: other temporaries that Python frames hold; Transformer Engine's own stream for every second ring step; and
+that the classifier's buffer is first allocated in the first step's head.
 """
 
 from __future__ import annotations
@@ -53,15 +53,15 @@ from memo_sim.program.ir.program import Program
 from memo_sim.program.ir.work import Gemm
 
 LAUNCH_QUEUE = 1024
-"""Kernels that a stream takes before a launch has to wait: about 1,000 (forums.developer.nvidia.com, topic 68937)."""
+"""Kernels that a stream queues before a launch has to wait: about 1,000 (forums.developer.nvidia.com, topic 68937)."""
 
 KERNELS = 2
-"""Kernels that autograd launches for an instruction: of a GPT layer forward, rebuilt and backward 74 for 39, counted by
-dispatching one (tests/exec_cpu/test_eager_kernels.py)."""
+"""Kernels that autograd launches per instruction. A GPT layer's forward, recompute and backward need 74 kernels for 39
+instructions (counted in tests/exec_cpu/kernels/test_eager_kernels.py)."""
 
 GATHERS_AHEAD = 2
-"""Parameters' gatherings of ZeRO 3 that may be under way before the host waits for the oldest (DeepSpeed,
-partitioned_param_coordinator.py, ``__max_ongoing_fetch_events``; FSDP's ``limit_all_gathers`` likewise)."""
+"""ZeRO 3 gathers of parameters that may be in flight before the host waits for the oldest (DeepSpeed,
+partitioned_param_coordinator.py, ``__max_ongoing_fetch_events``; FSDP's ``limit_all_gathers`` is the same)."""
 
 FP32_BYTES = 4
 
@@ -69,21 +69,21 @@ WORKSPACES = "library_workspaces"
 """The item of a profile's reserve that libraries take from PyTorch's allocator."""
 
 LOSS, STATISTICS = "cross_entropy", "cross_entropy.stats"
-"""Kernels of the loss: what writes the gradient, and what comes before it where the vocabulary is divided."""
+"""Operators of the loss: the one that writes the gradient, and the one before it where the vocabulary is sharded."""
 
 EMBEDDING = "embed.bwd"
-"""The kernel that adds the rows' gradients to the embedding's."""
+"""The operator that adds the rows' gradients to the embedding's gradient."""
 
 GATHERED = frozenset({"head/fwd.final_full", "head/fwd.final_again"})
-"""Families of the classifier's gathered input: one buffer for all micro-batches, forward and backward."""
+"""Buffer families of the classifier's gathered input: one buffer for all micro-batches, forward and backward."""
 
 STREAMS = (Lane.D2H, Lane.H2D, Lane.COLLECTIVE, Lane.P2P)
-"""Lanes that are streams beside the one that tensors are allocated on."""
+"""Lanes with streams other than the one that tensors are allocated on."""
 
 
 @dataclass(frozen=True)
 class _Loss:
-    """One call of the loss: its first and last instruction, the numbers of its buffers, the logits it covers."""
+    """One call of the loss: its first and last instruction, its buffer numbers, and its number of logits."""
 
     first: int
     last: int
@@ -95,7 +95,7 @@ class _Loss:
 
 @dataclass(frozen=True)
 class _Added:
-    """A buffer that the program does not have; ``like`` is the number of one of the same family."""
+    """A buffer that the program does not have; ``like`` is the number of a buffer of the same class."""
 
     name: str
     birth: int
@@ -105,7 +105,7 @@ class _Added:
 
 
 def libraries_of(decisions: Decisions, hardware: Hardware) -> Libraries:
-    """Return the generation of libraries that a plan's framework is taken to run with."""
+    """Return the generation of libraries that a plan's framework is assumed to use."""
     return hardware.eager_libraries if decisions.layout.zero <= 1 else "2024"
 
 
@@ -117,10 +117,10 @@ def eager_buffers(
     libraries: Libraries = "2024",
     workspace_bytes: int = 0,
 ) -> tuple[Liveness, list[str]]:
-    """Return the buffers as the framework has them, and their names by number.
+    """Return the framework's buffers, and their names by number.
 
-    ``lives`` are the program's, with the sizes to count; what is added is numbered after them. ``workspace_bytes`` of
-    libraries are held for good.
+    ``lives`` are the program's buffers with their sizes; added buffers get the numbers after them. The libraries hold
+    ``workspace_bytes`` for the whole step.
     """
     birth, death, sizes = lives.birth.copy(), lives.death.copy(), lives.bytes.copy()
     held = _never_read(program, columns, lives)
@@ -154,10 +154,10 @@ def eager_buffers(
 
 
 def run_ahead(program: Program, columns: Columns, lives: Liveness) -> RunAhead:
-    """Return how far the host is ahead of the device, and which buffers wait for it (numbers as in the requests).
+    """Return how far the host is ahead of the device, and which buffers wait for it (numbered as in the requests).
 
-    Kernels are taken to last longer than their launch: the queue is full from its first kernels on. The host waits for
-    the device at the loss and at hand-overs between stages (Megatron-LM's p2p_communication synchronises after them).
+    Assumes that a kernel lasts longer than its launch, so the queue is always full. The host waits for the device at
+    the loss and at p2p sends and receives between stages (Megatron-LM's p2p_communication synchronises after them).
     """
     queued = LAUNCH_QUEUE // KERNELS
     kernels = np.flatnonzero(columns.lane == Lane.COMPUTE)
@@ -181,7 +181,7 @@ def run_ahead(program: Program, columns: Columns, lives: Liveness) -> RunAhead:
 
 
 def _never_read(program: Program, columns: Columns, lives: Liveness) -> Ints:
-    """Return the buffers that an instance writes and nothing reads: a rebuilt layer's output."""
+    """Return the buffers that are written and never read: the outputs of recomputed layers."""
     read = np.zeros(len(lives.birth), dtype=np.bool_)
     read[columns.operand_buffer[(columns.operand_mode & Mode.READ) > 0]] = True
     transient = np.array([f.buffer_class is BufferClass.TRANSIENT for f in program.all_families], dtype=np.bool_)
@@ -189,7 +189,7 @@ def _never_read(program: Program, columns: Columns, lives: Liveness) -> Ints:
 
 
 def _numbered(program: Program, columns: Columns) -> Iterator[tuple[int, Instruction, dict[str, int]]]:
-    """Yield every instruction of the loss and the embedding with its number, and its buffers' numbers by role."""
+    """Yield the instructions of loss and embedding, each with its number and its buffer numbers by operand role."""
     for base, instance in zip(_starts(program, columns), program.instances, strict=True):
         for at, instruction in enumerate(program.templates[instance.template].instructions, start=base):
             if instruction.op in (LOSS, STATISTICS, EMBEDDING):
@@ -228,7 +228,7 @@ def _wide(loss: _Loss) -> list[_Added]:
 
 
 def _dense_embedding(program: Program, columns: Columns) -> Iterator[_Added]:
-    """Yield the embedding's gradient of one micro-batch, in the rows' dtype."""
+    """Yield the embedding's dense gradient of each micro-batch, in the dtype of the rows."""
     for at, instruction, numbers in _numbered(program, columns):
         if instruction.op == EMBEDDING:
             elements = next(o.tokens for o in instruction.operands if o.role == "grad_weight")
@@ -237,7 +237,7 @@ def _dense_embedding(program: Program, columns: Columns) -> Iterator[_Added]:
 
 
 def _gathered(program: Program, lives: Liveness) -> list[_Added]:
-    """Return the buffer that the classifier's input is gathered into, as large as the largest."""
+    """Return the buffer for the classifier's gathered input; it has the size of the largest one."""
     mine = _of_families(program, lives, GATHERED)
     if not len(mine):
         return []
@@ -246,14 +246,14 @@ def _gathered(program: Program, lives: Liveness) -> list[_Added]:
 
 
 def _of_families(program: Program, lives: Liveness, names: frozenset[str]) -> Ints:
-    """Return the program's buffers of the families called so."""
+    """Return the program's buffers of the named families."""
     named = np.array([f.name in names for f in program.all_families], dtype=np.bool_)
     found: Ints = np.flatnonzero(named[lives.family])
     return found
 
 
 def _weight_gradients(program: Program) -> dict[tuple[int, int], int]:
-    """Return the bytes of a weight in its products' dtype, by its shape, for every shape that has a gradient."""
+    """Return the bytes of a weight gradient in its product's dtype, by shape."""
     works = (i.work for t in program.templates for i in t.instructions)
     return {
         (w.m, w.n): w.m * w.n * DTYPE_BYTES[w.dtype] for w in works if isinstance(w, Gemm) and w.gemm_pass == "wgrad"
@@ -261,13 +261,13 @@ def _weight_gradients(program: Program) -> dict[tuple[int, int], int]:
 
 
 def _a_state(program: Program, lives: Liveness) -> int:
-    """Return the number of a buffer of the class of states, on the device."""
+    """Return the number of some state buffer on the device."""
     state = np.array([f.buffer_class is BufferClass.STATE for f in program.all_families], dtype=np.bool_)
     return int(np.flatnonzero(state[lives.family] & lives.on_device)[0])
 
 
 def _gathers(program: Program, columns: Columns) -> list[int]:
-    """Return the instructions that gather parameters for one use, in program order."""
+    """Return the instructions that gather parameters, in program order."""
     gathered = np.array([f.buffer_class is BufferClass.GATHERED for f in program.all_families], dtype=np.bool_)
     writes = gathered[columns.buffer_family[columns.operand_buffer]] & ((columns.operand_mode & Mode.WRITE) > 0)
     found: list[int] = np.unique(columns.operand_instruction[writes]).tolist()
@@ -275,7 +275,7 @@ def _gathers(program: Program, columns: Columns) -> list[int]:
 
 
 def _looks_at_loss(program: Program, columns: Columns) -> Iterator[int]:
-    """Yield the last instruction of each micro-batch's loss, after which the host looks at it."""
+    """Yield the last instruction of each micro-batch's loss, after which the host reads the loss."""
     last = {int(columns.instance[loss.last]): loss.last for loss in _losses(program, columns)}
     yield from last.values()
 

@@ -1,4 +1,4 @@
-"""What a search says of METP: its rivals, who is faster, and where the time goes."""
+"""METP compared with its rivals: which layout is faster, what memory each needs, and where the time goes."""
 
 from __future__ import annotations
 
@@ -29,24 +29,24 @@ def said(question: Question) -> list[str]:
     return metp(question, found, play(question, found.best.decisions))
 
 
-def test_short_sequences_lose_by_small_tiles() -> None:
+def test_with_short_sequences_metp_is_slower_because_of_small_tiles() -> None:
     beside, why = said(ask(8192, metp=4))
-    assert beside.startswith("METP 4 loses, ")
-    assert [name in beside for name in ("; cp 4 ", "; Ulysses 4 ", ": tp 4 ")] == [True] * 3
+    assert beside.startswith("METP 4 is slower than every rival: ")
+    assert [name in beside for name in ("; cp 4 ", "; Ulysses 4 ", ", tp 4 ")] == [True] * 3
     assert beside.count("% faster with keep") == 3
-    assert "METP's attention kernels are " in why
-    assert "longer" in why.partition(",")[0]
-    assert "a tile of its attention is 8 heads of 2k tokens, its products have 1/4 of the features" in why
+    assert "METP's attention kernels take " in why
+    assert "longer" in why.partition(": ")[2].partition(",")[0]
+    assert "METP has 8 heads and 2k tokens, its matrix products have 1/4 of the features" in why
 
 
-def test_where_memory_is_short_it_is_left_alone() -> None:
+def test_with_little_memory_only_metp_fits() -> None:
     (beside,) = said(ask(65536, metp=4, device_gib=9.5))
-    assert beside.startswith("METP 4 wins, ")
-    assert beside.count("does not fit, short of ") == len(RIVALS)
+    assert beside.startswith("METP 4 is faster than every rival that fits: ")
+    assert beside.count("does not fit, short by ") == len(RIVALS)
 
 
-def test_what_it_can_do_with_less_device_memory_is_told_beside_the_best() -> None:
-    """Keep and full swap are equally fast: the search takes the one that needs no host memory."""
+def test_an_equally_fast_plan_with_less_device_memory_is_named() -> None:
+    """Keep and full swap are equally fast; the search prefers keep, which needs no host memory."""
     question = ask(65536, metp=4, zero=1, alpha=None)
     question = replace(question, model=structs.replace(question.model, layers=4))
     ranked = search(question, keep=2).ranked
@@ -57,10 +57,13 @@ def test_what_it_can_do_with_less_device_memory_is_told_beside_the_best() -> Non
     least = swap.prediction.peak_device_bytes
     assert least < keep.prediction.peak_device_bytes
     beside = _beside(ranked, {"tp": []})
-    assert f"(as little as {format_bytes(least)} with full swap, within 0.5% of that time): tp 4 " in beside
+    assert (
+        f"(as little as {format_bytes(least)} with full swap, within 0.5% of that time). On the same ranks, tp 4 "
+        in beside
+    )
 
 
-def test_a_plan_that_needs_least_itself_is_told_alone() -> None:
+def test_a_plan_with_the_least_memory_names_no_other() -> None:
     assert "as little as" not in said(ask(8192, metp=4, zero=1))[0]
 
 
@@ -74,13 +77,13 @@ def test_rivals_have_the_same_ranks_and_the_same_choices() -> None:
         assert (theirs.recompute, theirs.swapped_tokens) == ("none", 0)
 
 
-def test_a_system_has_the_rivals_that_it_can_have() -> None:
+def test_rivals_are_those_that_the_system_allows() -> None:
     beside = said(ask(8192, system="memo", metp=4, alpha=None, recompute=None))[0]
     assert "tp 4" in beside
     assert "Ulysses" not in beside
 
 
-def test_nothing_is_said_where_nobody_asks_for_metp() -> None:
+def test_no_sentence_without_a_question_about_metp() -> None:
     assert said(ask(8192, tp=4)) == []
     assert said(ask(8192, metp=1, tp=4)) == []
 

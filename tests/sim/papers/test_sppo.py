@@ -1,4 +1,4 @@
-"""SPPO's Table 4, played small: who is compared with whom, and what is said of it."""
+"""SPPO's figures, computed small: the systems of Table 4, their speed-ups, and the gain of each technique."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from memo_sim.papers import sppo_table
+from memo_sim.papers import sppo
 from memo_sim.papers.figures import figure
-from memo_sim.papers.sppo_table import DEEPSPEED, JOBS, MEGATRON, SPPO, UNPLANNED, Job, cell
+from memo_sim.papers.sppo import DEEPSPEED, JOBS, MEGATRON, SPPO, UNPLANNED, Job, cell
 
 SMALL = Job("gpt-7b", 1, {16: 4}, (2, 4), (8, 1), 8, "nothing")
 
@@ -30,62 +30,77 @@ def test_configurations_are_those_of_table_4() -> None:
 
 
 def test_every_system_has_its_cells_and_their_ratio(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sppo_table, "JOBS", (SMALL,))
+    monkeypatch.setattr(sppo, "JOBS", (SMALL,))
     told: list[tuple[int, int]] = []
     found = figure("sppo-10", progress=lambda done, total: told.append((done, total)))
     names = [f"gpt-7b {name}" for name in (SPPO, MEGATRON, DEEPSPEED, UNPLANNED)]
     assert [line.name for line in found.lines] == names
     ours, theirs = ({p.x: p.y or 0.0 for p in line.points} for line in found.lines[:2])
     assert f"16k {ours[16384] / theirs[16384]:.2f}" in found.findings[0]
-    assert found.findings[0].endswith("(SPPO prints nothing).")
+    assert found.findings[0].endswith("(SPPO reports nothing).")
     assert "n4, sequence-aware offload" in found.lines[0].points[0].note
     assert "tp8+sp cp1 dp1, full recompute" in found.lines[1].points[0].note
     assert told == [(1, 4), (2, 4), (3, 4), (4, 4)]
     (unplanned,) = found.lines[3].points
-    # The same kernels, and a host that launches them: never faster than where memory is planned.
+    # The same kernels, launched by a host: never faster than with planned memory.
     assert 0.5 * ours[16384] < (unplanned.y or 0) <= ours[16384]
 
 
-def test_memory_that_is_not_planned_is_tried_shorter_until_it_fits() -> None:
-    cells = sppo_table._unplanned(replace(SMALL, parts={8: 4, 16: 4, 2048: 4}))
+def test_with_unplanned_memory_shorter_lengths_are_tried_until_one_fits() -> None:
+    cells = sppo._unplanned(replace(SMALL, parts={8: 4, 16: 4, 2048: 4}))
     assert list(cells) == [2048, 16]
     assert cells[2048].tgs is None
-    assert cells[2048].note.startswith("gpu_oom, short of")
+    assert cells[2048].note.startswith("gpu_oom, short by")
     assert cells[16].tgs
 
 
 def test_a_cell_that_does_not_fit_has_no_throughput() -> None:
     one = cell(SMALL, MEGATRON, 1024)
     assert one.tgs is None
-    assert one.note.startswith("gpu_oom, short of")
-    assert sppo_table._ratio(1024, one, one) == "1m sppo and the other does not fit"
+    assert one.note.startswith("gpu_oom, short by")
+    assert sppo._ratio(1024, one, one) == "1m sppo and the other does not fit"
 
 
-def test_offloading_is_taken_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sppo_table, "JOBS", (SMALL,))
-    monkeypatch.setattr(sppo_table, "BREAKDOWN", ((SMALL, 16),))
+def test_each_technique_has_its_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sppo, "JOBS", (SMALL,))
+    monkeypatch.setattr(sppo, "BREAKDOWN", ((SMALL, 16),))
     found = figure("sppo-11")
     keep, full, lagging, aware, multiplexed = (line.points[0] for line in found.lines)
-    labels = ["keep", "full swap", "full swap, copies lag"]
+    labels = ["keep", "full swap", "full swap, copies span passes"]
     labels += ["sequence-aware offload", "sequence-aware offload, multiplexed"]
     assert [line.label for line in found.lines] == labels
     assert "alpha 0.00" in keep.note
     assert "alpha 1.00" in full.note
-    # Nothing is faster than keeping all, where it fits; what hides costs less than offloading everything.
+    # Keep is fastest where it fits; offloading only what compute hides costs less than a full swap.
     assert (keep.y or 0) >= (aware.y or 0) >= (full.y or 0) > 0
-    # Where copies do not hide, those that may lag make less wait, for more memory.
+    # Where compute does not hide the copies, copies over several passes make it wait less, for more memory.
     assert (keep.y or 0) >= (lagging.y or 0) > 1.01 * (full.y or 0)
-    assert re.search(r"copies lag [248] passes at most", lagging.note)
-    assert "lag" not in full.note
-    # Inside a node rows reach idle stages sooner than the pipeline does.
+    assert re.search(r"copies span at most [248] passes", lagging.note)
+    assert "copies span" not in full.note
+    # Inside a node, rows reach idle stages before the pipeline does.
     assert (multiplexed.y or 0) > 1.05 * (aware.y or 0)
     assert "n4+mx" in multiplexed.note
 
 
-def test_long_sequences_have_16k_tokens_a_part(monkeypatch: pytest.MonkeyPatch) -> None:
-    for job in sppo_table.LONG:
+def test_long_sequences_have_16k_tokens_per_subsequence(monkeypatch: pytest.MonkeyPatch) -> None:
+    for job in sppo.LONG:
         assert all(thousands == 16 * parts for thousands, parts in job.parts.items())
-    monkeypatch.setattr(sppo_table, "LONG", (SMALL,))
+    monkeypatch.setattr(sppo, "LONG", (SMALL,))
     (line,) = figure("sppo-1").lines
     assert line.points[0].note.startswith("8 GPUs, ")
     assert "MFU" in line.points[0].note
+
+
+def test_short_subsequences_slow_kernels_and_long_ones_make_a_bubble(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sppo, "NUMBERS", (8, 16, 32, 64, 256))
+    found = figure("sppo-7")
+    forward, bubble, both = ([p.y or 0.0 for p in line.points] for line in found.lines)
+    assert [p.x for p in found.lines[0].points] == [16384, 8192, 4096, 2048, 512]
+    assert forward[0] == pytest.approx(forward[1], rel=0.01)  # compute-bound: more tokens do not help
+    assert forward[1] < forward[2] < forward[3] < forward[4]
+    assert bubble == sorted(bubble, reverse=True)
+    assert bubble[0] / forward[0] == pytest.approx(3 / 8)
+    assert both == pytest.approx([f + b for f, b in zip(forward, bubble, strict=True)])
+    # The paper's range of good lengths, 2K to 16K tokens.
+    assert 2048 <= found.lines[2].points[both.index(min(both))].x <= 16384
+    assert "4k tokens each" in found.findings[0]

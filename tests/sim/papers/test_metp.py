@@ -1,14 +1,13 @@
-"""METP's Figures 4 to 7, computed small: who is compared with whom, and what of the paper's readings comes out."""
+"""METP's Figures 4 to 7, computed small: the systems compared, and which of the paper's findings are reproduced."""
 
 from __future__ import annotations
 
 import pytest
 
 from memo_sim.contract.figure import Figure
-from memo_sim.papers import metp_figures, metp_table
+from memo_sim.papers import metp
 from memo_sim.papers.figures import figure
-from memo_sim.papers.metp_figures import FEWER, GPUS, METP, SETTINGS, TP, Job, Setting, most_that_fits, ways
-from memo_sim.papers.metp_table import cell, share
+from memo_sim.papers.metp import FEWER, GPUS, METP, SETTINGS, TP, Job, Setting, cell, most_that_fits, share, ways
 from memo_sim.planning.question import Pins
 
 STAGE = Setting("llama-70b", 5)
@@ -23,12 +22,12 @@ def test_models_are_those_of_table_3() -> None:
         "llama-70b": (8192, 64, 5),
         "gpt-175b": (12288, 96, 1),
     }
-    # A stage in the middle has no embedding and no head: a token a rank is the least there can be.
+    # A middle stage has no embedding and no head: one token per rank is the smallest possible vocabulary.
     ends = {name: m.vocab * m.hidden / m.total_params for name, m in found.items() if m.layers < 24}
     assert max(ends.values()) < 1e-4
 
 
-def test_systems_differ_in_how_work_is_divided_alone() -> None:
+def test_systems_differ_only_in_how_work_is_divided() -> None:
     plans = {system: Job(STAGE, pins).decisions(8192) for system, pins in ways(GPUS).items()}
     apart = {"layout", "keep_norms"}
     first = plans[TP]
@@ -41,7 +40,7 @@ def test_systems_differ_in_how_work_is_divided_alone() -> None:
 
 @pytest.mark.parametrize(("way", "at_64k"), [(METP, 0.65), (FEWER, 0.6)])
 def test_memory_falls_below_tensor_parallelisms_as_sequences_grow(way: str, at_64k: float) -> None:
-    """Figure 4: near it for LLaMA-7B at 4K, far below it at 64K; the ratio falls from length to length."""
+    """Figure 4: near tensor parallelism for LLaMA-7B at 4K, far below at 64K; the ratio falls with the length."""
     by_way = ways(GPUS)
     for setting in SETTINGS[1:3]:
         ratios = [
@@ -54,7 +53,7 @@ def test_memory_falls_below_tensor_parallelisms_as_sequences_grow(way: str, at_6
 
 
 def test_the_longest_sequence_grows_faster_than_the_devices() -> None:
-    """Figure 6: METP's more than twice with twice the devices, tensor parallelism's at most twice: it gathers."""
+    """Figure 6: with twice the devices METP fits more than twice the length; tensor parallelism does not."""
     small = Setting("bert-large", 2)
     two, four = (Job(small, Pins(metp=n), n).longest() for n in (2, 4))
     others = [Job(small, Pins(tp=n), n).longest() for n in (2, 4)]
@@ -63,18 +62,18 @@ def test_the_longest_sequence_grows_faster_than_the_devices() -> None:
     assert four > 2.38 * others[1]
 
 
-def test_the_longest_fits_and_one_so_much_longer_does_not() -> None:
+def test_the_longest_fits_and_a_slightly_longer_one_does_not() -> None:
     job = Job(STAGE, Pins(metp=2), 2)
     tokens = job.longest()
     assert job.memory(tokens).fault is None
-    longer = tokens + max(1024, int(metp_figures.FINE * tokens // 1024) * 1024)
+    longer = tokens + max(1024, int(metp.FINE * tokens // 1024) * 1024)
     assert job.memory(longer).fault is not None
     batch = most_that_fits(lambda sequences: job.memory(8192, sequences))
     assert job.memory(8192, batch).fault is None
     assert job.memory(8192, batch + 1).fault is not None
 
 
-def test_the_batch_is_the_largest_and_rsa_writes_too_many_scores() -> None:
+def test_the_batch_is_the_largest_that_fits_and_rsa_has_none() -> None:
     found = cell(Job(STAGE, ways(GPUS)[TP]), 65536)
     assert found.sequences > 1
     assert 0.3 < (found.mfu or 0) < 0.8
@@ -92,8 +91,8 @@ def test_overlap_always_pays_and_leaves_less_the_longer_the_sequence() -> None:
     assert found[-1].exposed < 0.02
 
 
-def told_last(name: str) -> Figure:
-    """The figure, after every cell of it was told."""
+def computed(name: str) -> Figure:
+    """Return the figure; its last progress report says that all cells are done."""
     told: list[tuple[int, int]] = []
     found = figure(name, progress=lambda done, total: told.append((done, total)))
     assert told[-1][0] == told[-1][1]
@@ -101,49 +100,49 @@ def told_last(name: str) -> Figure:
 
 
 def test_memory_has_a_line_a_model_and_system(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(metp_figures, "SETTINGS", (Setting("llama-70b", 2),))
-    monkeypatch.setattr(metp_figures, "LENGTHS", (4096, 2**20))
-    found = told_last("metp-4")
+    monkeypatch.setattr(metp, "SETTINGS", (Setting("llama-70b", 2),))
+    monkeypatch.setattr(metp, "LENGTHS", (4096, 2**20))
+    found = computed("metp-4")
     held = {line.name: line.points for line in found.lines}
     assert list(held) == [f"llama-70b {system}" for system in ways(GPUS)]
     first, last = held["llama-70b tp+sp"]
     assert first.y is not None
     assert (last.y, last.note[:15]) == (None, "gpu_oom, needs ")
-    metp = held["llama-70b metp"]
-    assert (metp[1].y or 0) > (metp[0].y or 0) > 0
-    assert f"llama-70b, metp over tp+sp: 4k {(metp[0].y or 0) / first.y:.2f}, 1m 0." in found.findings[3]
+    ours = held["llama-70b metp"]
+    assert (ours[1].y or 0) > (ours[0].y or 0) > 0
+    assert f"llama-70b, metp over tp+sp: 4k {(ours[0].y or 0) / first.y:.2f}, 1m 0." in found.findings[3]
     assert all(system in line for system, line in zip(list(ways(GPUS))[1:], found.findings, strict=False))
 
 
 def longest(job: Job) -> int:
-    """Stand in for ``Job.longest``: METP reaches twice as far as others, three times where it makes norms again."""
+    """Stand in for ``Job.longest``: METP fits twice as much as others, three times if it recomputes norms."""
     return 4096 * job.devices * (1 if job.pins.metp is None else 2 if job.pins.keep_norms else 3)
 
 
-def test_longest_sequences_are_told_over_that_of_one_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(metp_figures, "SETTINGS", SETTINGS[:2])
+def test_longest_sequences_are_reported_over_that_of_one_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metp, "SETTINGS", SETTINGS[:2])
     monkeypatch.setattr(Job, "longest", longest)
-    found = told_last("metp-6")
+    found = computed("metp-6")
     assert [line.name for line in found.lines] == [f"bert-large {system}" for system in ways(GPUS)]
     assert [p.y for p in found.lines[0].points] == [1, 2, 4, 8]
     assert [p.y for p in found.lines[-2].points] == [1, 4, 8, 16]
     assert [p.y for p in found.lines[-1].points] == [1, 6, 12, 24]
-    assert found.findings[0].startswith("bert-large on 8: metp holds 64k, 2.00 x tp+sp (32k), ")
-    assert found.findings[0].endswith("; 16.0 times what one device holds (4k).")
-    assert found.findings[1].startswith("bert-large on 8: metp rebuilding norms holds 96k, 3.00 x tp+sp (32k), ")
-    assert "metp" not in found.findings[1].partition(" holds ")[2]
-    assert found.findings[2].startswith("llama-7b on 8: metp holds 64k")
-    assert "what one device holds" not in found.findings[2]
+    assert found.findings[0].startswith("bert-large on 8: metp fits 64k, 2.00 x tp+sp (32k), ")
+    assert found.findings[0].endswith("; 16.0 times the longest on one device (4k).")
+    assert found.findings[1].startswith("bert-large on 8: metp recomputing norms fits 96k, 3.00 x tp+sp (32k), ")
+    assert "metp" not in found.findings[1].partition(" fits ")[2]
+    assert found.findings[2].startswith("llama-7b on 8: metp fits 64k")
+    assert "on one device" not in found.findings[2]
 
 
 def test_times_have_a_line_a_model_and_system(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in (("SETTINGS", (Setting("llama-70b", 2),)), ("LONG", (2**20,)), ("SHORT", (4096,))):
-        monkeypatch.setattr(metp_table, name, value)
-    mfu, overlap = told_last("metp-5"), told_last("metp-7")
+        monkeypatch.setattr(metp, name, value)
+    mfu, overlap = computed("metp-5"), computed("metp-7")
     assert [line.name for line in mfu.lines] == [f"llama-70b {system}" for system in ways(GPUS)]
     assert mfu.lines[0].points[0].y is None
-    assert mfu.findings[0] == f"llama-70b: fastest 1m metp; metp {mfu.lines[-2].points[0].y:.1%} at most."
+    assert mfu.findings[0] == f"llama-70b: fastest 1m metp; metp at most {mfu.lines[-2].points[0].y:.1%}."
     comm, beside = overlap.lines
     assert (comm.name, beside.name) == ("llama-70b comm", "llama-70b async")
     left = (beside.points[0].y or 0) - 1 + (comm.points[0].y or 0)
-    assert f"beside compute: 4k {left:.1%}." in overlap.findings[0]
+    assert f"of the synchronous step: 4k {left:.1%}." in overlap.findings[0]

@@ -1,0 +1,109 @@
+"""Measures the scratch that a CPU's matrix library allocates inside products and attention.
+
+torch plays bf16 products on a CPU with oneDNN, which allocates and frees a scratchpad in every call; bf16 attention
+packs its operands for the same library. The sizes depend on the instruction set, the shapes and the threads. A program
+is the same on every machine, so it cannot declare them. Measured with torch 2.13, bytes allocated inside a bf16 product
+of two 1024 x 1024 matrices with 1 and 4 threads:
+
+    AMX            1,053,696   2,116,480   blocks of the operands in the processor's format
+    AVX-512 BF16     132,096     527,232   the same, smaller blocks
+    AVX-512        4,194,432   4,194,432   the result in fp32
+    AVX2                   0           0
+
+Products in fp32 take nothing on any of them. The executor therefore plays each different product and attention of a
+bf16 program once, before the run, and counts the largest scratch in the reserve. They follow each other on the compute
+lane, so no two of them need memory at once.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from itertools import accumulate
+
+import torch
+from torch.autograd.profiler import profile
+
+from memo_exec.kernels import KERNELS, LIBRARY_SCRATCH, Call, Context, Kernel
+from memo_exec.memory.dtypes import TORCH_DTYPES
+from memo_sim.contract.plan import Decisions
+from memo_sim.program.ir.instruction import Family, Instruction
+from memo_sim.program.ir.program import Program
+from memo_sim.program.ir.work import Attention, BatchedGemm, Gemm
+
+MEASURED = Gemm | BatchedGemm | Attention
+"""Works that a matrix library plays."""
+
+KINETO_LOG_LEVEL = "KINETO_LOG_LEVEL"
+QUIET = "6"
+"""Above every level of torch's profiler, which otherwise prints two lines on standard error whenever it runs."""
+
+
+def library_scratch(
+    decisions: Decisions, program: Program, threads: int, *, kernels: Mapping[str, Kernel] = KERNELS
+) -> dict[str, int]:
+    """Return by operator the most bytes that one instruction allocates on this CPU beyond what the program declares.
+
+    ``threads`` is how many the compute lane uses inside one operator.
+    """
+    context = Context(decisions, torch.device("cpu"))
+    own = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    found: dict[str, int] = {}
+    try:
+        for instruction, families in _measured(program).items():
+            size = _undeclared(kernels[instruction.op], instruction, context, families)
+            found[instruction.op] = max(found.get(instruction.op, 0), size)
+    finally:
+        torch.set_num_threads(own)
+    return found
+
+
+def _measured(program: Program) -> dict[Instruction, tuple[Family, ...]]:
+    """Return one instruction of each different product and attention, with the families of its operands."""
+    shared = {family.name: family for family in program.families}
+    found: dict[tuple[object, ...], tuple[Instruction, tuple[Family, ...]]] = {}
+    for template in program.templates:
+        by_name = shared | {family.name: family for family in template.own}
+        slots = [by_name[name] for name in template.slots]
+        for instruction in template.instructions:
+            if not isinstance(instruction.work, MEASURED):
+                continue
+            families = tuple(slots[operand.slot] for operand in instruction.operands)
+            shapes = tuple(
+                (operand.role, operand.tokens, family.features, family.dtype)
+                for operand, family in zip(instruction.operands, families, strict=True)
+            )
+            found.setdefault((instruction.op, instruction.work, shapes), (instruction, families))
+    return dict(found.values())
+
+
+def _undeclared(kernel: Kernel, instruction: Instruction, context: Context, families: tuple[Family, ...]) -> int:
+    """Play an instruction on zeros; return by how much its allocations exceed the workspace that it declares."""
+    tensors, declared = {}, 0
+    for operand, family in zip(instruction.operands, families, strict=True):
+        if instruction.op in LIBRARY_SCRATCH and operand.role == "workspace":
+            declared += family.bytes
+            continue
+        shape = (operand.tokens,) if family.features == 1 else (operand.tokens, family.features)
+        tensors[operand.role] = torch.zeros(shape, dtype=TORCH_DTYPES[family.dtype])
+    call = Call(instruction, context, tensors)
+    with _quiet(), torch.inference_mode(), profile(profile_memory=True, use_kineto=False) as seen:
+        kernel(call)
+    assert seen.kineto_results is not None
+    changes: list[int] = [event.nbytes() for event in seen.kineto_results.events() if event.name() == "[memory]"]
+    return max(0, max(accumulate(changes, initial=0)) - declared)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep torch's profiler from printing, unless the user has chosen what it prints."""
+    if KINETO_LOG_LEVEL in os.environ:
+        yield
+        return
+    os.environ[KINETO_LOG_LEVEL] = QUIET
+    try:
+        yield
+    finally:
+        del os.environ[KINETO_LOG_LEVEL]

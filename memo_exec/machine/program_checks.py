@@ -1,0 +1,113 @@
+"""Checks a plan's programs before they run: each by itself, the stages with each other, the ranks of a ring together.
+
+The checkers of ``memo_sim/program/verify`` share nothing with the lowering. What they find is a bug in it, or in a
+version that wrote the plan: a run that starts with such a program computes something else, or waits for ever.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from memo_sim.contract.errors import MemoError
+from memo_sim.contract.plan import Decisions
+from memo_sim.contract.units import counted
+from memo_sim.program.analysis.columns import Columns, expand
+from memo_sim.program.analysis.edges import Edges, derive_edges
+from memo_sim.program.ir.program import Program
+from memo_sim.program.lower import lower
+from memo_sim.program.verify.program import check_edges, check_program
+from memo_sim.program.verify.stages import ACROSS, check_calls, check_deadlock, check_stages
+
+SHOWN_FAULTS = 3
+"""Of a faulty program, in the message."""
+
+
+@dataclass(frozen=True)
+class Check:
+    """What was checked, how much of it there is, and every fault."""
+
+    name: str
+    what: str
+    faults: tuple[str, ...] = ()
+
+    @property
+    def text(self) -> str:
+        """What was found, in one line."""
+        if not self.faults:
+            return f"ok: {self.what}"
+        more = len(self.faults) - SHOWN_FAULTS
+        return "faulty: " + "; ".join(self.faults[:SHOWN_FAULTS]) + (f" (and {more} more)" if more > 0 else "")
+
+
+@dataclass(frozen=True)
+class _Expanded:
+    program: Program
+    columns: Columns
+    edges: Edges
+
+
+def program_checks(decisions: Decisions) -> list[Check]:
+    """Return the checks of every stage's program, of the stages together, and of the ranks of a ring.
+
+    The ranks of a ring have programs of their own, and all of them are checked.
+    """
+    layout = decisions.layout
+    coordinates = range(layout.ring) if layout.ring > 1 else [None]
+    by_rank = [tuple(map(_expanded, lower(decisions, cp_rank=rank))) for rank in coordinates]
+    checks = []
+    for alike in zip(*by_rank, strict=True):
+        faults = [
+            fault
+            for each in alike
+            for fault in (*check_program(each.program, each.columns), *check_edges(each.columns, each.edges))
+        ]
+        instructions = sum(each.program.instruction_count for each in alike)
+        ranks = f" of {counted(len(alike), 'ring rank')}" if len(alike) > 1 else ""
+        name = f"program {alike[0].program.stage}"
+        checks.append(Check(name, f"{counted(instructions, 'instruction')}{ranks}", tuple(dict.fromkeys(faults))))
+    faults = [fault for stages in by_rank for fault in (*check_stages(_programs(stages)), *_waiting(stages, ACROSS))]
+    stages = counted(len(by_rank[0]), "stage")
+    checks.append(Check("stages", f"calls, sends and receives of {stages} match", tuple(dict.fromkeys(faults))))
+    if len(by_rank) > 1:
+        group = "metp" if layout.metp > 1 else "cp"
+        faults = []
+        for alike in zip(*by_rank, strict=True):
+            faults += check_calls(_programs(alike))
+            if layout.pp == 1:  # the checker takes sends of several ranks of one stage for one
+                faults += _waiting(alike, (group, "grads"))
+        ranks = counted(len(by_rank), "rank")
+        checks.append(Check("ring", f"calls of {ranks} match", tuple(dict.fromkeys(faults))))
+    return checks
+
+
+def _expanded(program: Program) -> _Expanded:
+    columns = expand(program)
+    return _Expanded(program, columns, derive_edges(columns))
+
+
+def _programs(expanded: Sequence[_Expanded]) -> tuple[Program, ...]:
+    return tuple(each.program for each in expanded)
+
+
+def _waiting(expanded: Sequence[_Expanded], across: Sequence[str]) -> list[str]:
+    """Return the instructions that wait for each other in a circle."""
+    columns, edges = [each.columns for each in expanded], [each.edges for each in expanded]
+    return check_deadlock(_programs(expanded), columns, edges, across)
+
+
+def check_programs(decisions: Decisions, *, where: str) -> None:
+    """Refuse a plan whose programs are faulty.
+
+    Raises:
+        MemoError: naming the first faults.
+    """
+    faulty = [check for check in program_checks(decisions) if check.faults]
+    if faulty:
+        raise MemoError(
+            "the plan's program is faulty (a bug)",
+            where=f"{where}: {faulty[0].name}",
+            got=faulty[0].text.removeprefix("faulty: "),
+            wanted="a program that the independent checkers pass",
+            hint="report it with the plan; another layout or fewer options may lower without it",
+        )

@@ -1,0 +1,29 @@
+"""What every test may rely on: the same random numbers each time, and one thread for each library."""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+
+import numpy as np
+import pytest
+from hypothesis import settings
+
+# Before torch or numpy starts its threads, and for the processes that tests start: what tests play is small, and
+# threads that spin for one another make them slow beside other work.
+for variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
+    os.environ.setdefault(variable, "1")
+
+# The same examples in every run, and no limit on their time: a loaded machine is no failure.
+settings.register_profile("same-every-time", derandomize=True, deadline=None)
+settings.load_profile("same-every-time")
+
+
+@pytest.fixture(autouse=True)
+def same_random_numbers() -> None:
+    """Seed the generators that a test may draw from without a seed of its own."""
+    random.seed(0)
+    np.random.seed(0)
+    if torch := sys.modules.get("torch"):
+        torch.manual_seed(0)

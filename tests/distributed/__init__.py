@@ -1,1 +1,0 @@
-"""Say here what this folder holds."""
