@@ -109,7 +109,11 @@ def cut(question: Question, whole: Decisions, policy: Policy, others: Sequence[P
 
 
 def _whole_mlp(question: Question, decisions: Decisions) -> bool:
-    """Return whether an MLP in row blocks is not tried: the layout has none, and METP's only where it is pinned."""
+    """Return whether an MLP in row blocks is not tried.
+
+    METP cuts the MLP by weights; both are combined only when the user asks for it. W passes need the inputs of the
+    whole MLP.
+    """
     cut = msgspec.structs.replace(decisions, mlp_chunk_tokens=decisions.swap_granule)
     unasked = question.pins.mlp_chunk_tokens is None
     return MLP_BLOCKS_UNDER_ZERO_BUBBLE.breaks(cut) or (unasked and METP_WHOLE_MLP.breaks(cut))

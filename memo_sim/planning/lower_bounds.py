@@ -176,8 +176,8 @@ class LowerBounds:
 
     def _layer_bytes(self, kept: Activations) -> int:
         """Return the bytes that one layer of a subsequence swaps, without statistics, which are blocks of their own."""
-        apart = {f"host.{t.name}" for t in kept.tensors if t.statistics}  # engine/memory.py
-        layer = sum(f.bytes for f in kept.families() if f.space == "host" and f.name not in apart)
+        statistics = {f"host.{t.name}" for t in kept.tensors if t.statistics}  # engine/memory.py
+        layer = sum(f.bytes for f in kept.families() if f.space == "host" and f.name not in statistics)
         if kept.decisions.host_allocator == "power_of_two" and layer:
             return 1 << (layer - 1).bit_length()
         return layer

@@ -8,8 +8,8 @@ but serves all of them. It is then played with one rule:
     computed there
 
 Copies, collectives and p2p transfers take no time, nothing waits for memory, and lanes do not slow each other. Rows cut
-into blocks are no faster than whole rows (``floors.py``). Rows of helper stages (SPPO 6.2) are cut the same way in
-every policy, and are always kept.
+into blocks are no faster than whole rows (``lower_bounds.py``). Rows of helper stages (SPPO 6.2) are cut the same way
+in every policy, and are always kept.
 
       stage 0   F0 F1 F2                B0          B0 starts when B0 of stage 1 has made its input's gradient
       stage 1      F0 F1 F2 B2 B1 B0                F0 starts when F0 of stage 0 has ended
@@ -92,10 +92,10 @@ class _Kernels:
     def __init__(self, columns: Columns) -> None:
         self._columns = columns
         lane = columns.lane[columns.operand_instruction]
-        handed = (lane == Lane.SEND) | (lane == Lane.RECV)
+        transfers = (lane == Lane.SEND) | (lane == Lane.RECV)
         shared = np.zeros(len(columns.buffer_bytes), dtype=np.bool_)
-        shared[columns.operand_buffer[handed]] = True
-        self._of_p2p = {int(columns.operand_instruction[at]): at for at in np.flatnonzero(handed).tolist()}
+        shared[columns.operand_buffer[transfers]] = True
+        self._of_p2p = {int(columns.operand_instruction[at]): at for at in np.flatnonzero(transfers).tolist()}
         """The row of each p2p transfer's only operand."""
         computed = np.flatnonzero((lane == Lane.COMPUTE) & shared[columns.operand_buffer])
         order = computed[np.argsort(columns.operand_buffer[computed], kind="stable")]

@@ -1,11 +1,11 @@
 """Evaluates the candidates of a question in the engine, and ranks them.
 
-Every candidate first gets lower bounds (``floors.py``): no alpha of it is faster or needs less memory. Candidates with
-the smallest bounds are played first; those that may fit come before those that cannot. Once ``keep`` plans rank before
-a candidate's bounds, that candidate and all after it are pruned. So the ``keep`` best plans are those that evaluating
-everything would give. When the Pareto front is asked for, a candidate is pruned only if a played plan is as fast as its
-bound and needs no more of either memory. Tighter bounds cost a lowering, so they are computed only when the previous
-ones do not decide.
+Every candidate first gets lower bounds (``lower_bounds.py``): no alpha of it is faster or needs less memory.
+Candidates with the smallest bounds are played first; those that may fit come before those that cannot. Once ``keep``
+plans rank before a candidate's bounds, that candidate and all after it are pruned. So the ``keep`` best plans are those
+that evaluating everything would give. When the Pareto front is asked for, a candidate is pruned only if a played plan
+is as fast as its bound and needs no more of either memory. Tighter bounds cost a lowering, so they are computed only
+when the previous ones do not decide.
 
 Other candidates are pruned because a simpler plan is at least as good:
 
@@ -146,7 +146,7 @@ class _Search:
         """A plan that is known to fit, though it is not an outcome of this search."""
         self.bounds = LowerBounds(question.hardware, question.cluster, passes)
         self.least_s: dict[Decisions, float] = {}
-        """By plan that keeps everything: the lower bound of the step time of its layout (``pipeline_floor.py``)."""
+        """By plan that keeps everything: the lower bound of its layout's step time (``pipeline_lower_bound.py``)."""
         self.known: dict[Decisions, Prediction] = {}
         self.ranked: list[Evaluated] = []
         self.places: dict[Decisions, int] = {}

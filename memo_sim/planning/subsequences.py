@@ -100,7 +100,7 @@ class PartPrices:
         """Return the times of every subsequence.
 
         Raises:
-                Infeasible: when the layout does not divide the model or the sequence, there are fewer granules than
+            Infeasible: when the layout does not divide the model or the sequence, there are fewer granules than
                 subsequences, or the profile has not measured the work.
         """
         alike = msgspec.structs.replace(

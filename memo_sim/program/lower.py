@@ -1,6 +1,7 @@
-"""From decisions to programs: the one pure function both interpreters start from.
+"""Lowers a plan's decisions to programs. The engine and the executor both start from this pure function.
 
-There is one program for each pipeline stage; without stages, all ranks play the same one (``stage_program.py``).
+There is one program for each pipeline stage (``pipeline/stage_program.py``). Without stages, all ranks play the same
+program.
 """
 
 from __future__ import annotations
@@ -17,13 +18,14 @@ from memo_sim.program.pipeline.template_cache import cached_templates
 
 
 def lower(decisions: Decisions, *, micro_batches: int | None = None, cp_rank: int | None = None) -> tuple[Program, ...]:
-    """Return the program of each rank role: ``rank``, or ``stage0``, ``stage1`` ... with pipeline stages.
+    """Return the program of each pipeline stage: ``stage0``, ``stage1`` ...; without stages, the one program ``rank``.
 
-    ``micro_batches`` plays fewer than the decisions name (the engine repeats identical ones). ``cp_rank``: the programs
-    of this context-parallel rank, in place of the representative's (cp - 1), which plans pin and the engine plays.
+    ``micro_batches``: how many the programs have, by default all; the engine lowers a few and repeats identical ones.
+    ``cp_rank``: the context-parallel rank whose programs are returned. The default is the last rank, whose programs
+    represent all ranks: plans pin them, and the engine plays them.
 
     Raises:
-        Infeasible: when the layout does not divide the model or the sequence, or asks for what no lowering plays yet.
+        Infeasible: when the layout does not divide the model or the sequence, or the options are incompatible.
     """
     shape = shape_of(decisions, cp_rank=cp_rank)
     played = micro_batches or decisions.micro_batches
@@ -32,17 +34,17 @@ def lower(decisions: Decisions, *, micro_batches: int | None = None, cp_rank: in
 
 
 def program_sha256(programs: tuple[Program, ...]) -> str:
-    """Return the hash that a plan pins: of its only program, or of the hashes of all stages' programs in order."""
+    """Return the hash that a plan pins: its only program's, or the hash of all stages' hashes in order."""
     if len(programs) == 1:
         return programs[0].sha256
     return hashlib.sha256("".join(p.sha256 for p in programs).encode()).hexdigest()
 
 
 def check_pinned(plan: Plan, programs: tuple[Program, ...], *, where: str) -> None:
-    """Refuse a plan that pins other programs than ``programs``, which its decisions lower to.
+    """Refuse a plan that pins other programs than ``programs``, to which its decisions lower.
 
     Raises:
-        BadInput: with ``where`` (the plan's file), the hash that the plan pins, and the one of ``programs``.
+        BadInput: with ``where`` (the plan's file), the hash that the plan pins, and the hash of ``programs``.
     """
     found = program_sha256(programs)
     if plan.program_sha256 == found:

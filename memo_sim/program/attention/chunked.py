@@ -1,22 +1,25 @@
-"""Attention in chunks of a sequence whose keys and values wait in host memory (FPDT, Yao et al. 2024).
+"""Chunked attention: keys and values of a sequence's chunks wait in host memory (FPDT, Yao et al. 2024).
 
-Under full recompute a layer's queries, keys and values need not exist all at once. Forward makes them chunk by chunk,
-sends a chunk's keys and values to the host, and fetches those of every chunk before for its queries; parts merge by
-log-sum-exp. Nothing of it outlives the layer but the output.
+Under full recompute the queries, keys and values of a layer never exist all at once:
+
+- Forward computes them chunk by chunk, and stores each chunk's keys and values on the host.
+- For the queries of a chunk, it fetches the keys and values of all earlier chunks. Outputs merge by log-sum-exp.
+- Only the output outlives the layer.
 
     queries   | c0 | c1 | c2 |      c2: a causal square over its own keys, then k0 and k1 without a mask
     keys      | k0 | k1 | k2 |      3 chunks: 3 squares, 3 parts, 3 fetches
 
-Backward runs that forward once more, which sends queries, outputs and log-sum-exps to the host as well. Then it goes
-through the keys: those of chunk k meet the queries of every chunk behind, and their own last. Gradients of keys and
-values are summed on the device; those of queries travel with their queries, in fp32, and are complete when their own
-chunk's turn has come: so a chunk is joined, sent home and led back through product and norm.
+Backward first repeats this forward, and also stores queries, outputs and log-sum-exps on the host. Then it loops over
+chunks of keys. For chunk k it runs the queries of all later chunks, and last the queries of chunk k itself. Gradients
+of keys and values are summed on the device. Gradients of queries are stored and fetched with their queries, in fp32.
+After the loop's step k both are complete for chunk k. They are joined, exchanged to sequence-sharded form under
+Ulysses, and passed back through product and norm.
 
     h2d       [q1][q2]  [q0]       [q2]     [q1]            each with its output, log-sum-exp, gradient, and d_q
     compute      [k0 q1][k0 q2][k0 q0] chunk 0 done [k1 q2][k1 q1] chunk 1 done ...
 
-What is fetched lies in two buffers that take turns: one is read while the other is filled. The norm is made again for
-the product's weight gradient instead of kept, as the MLP's is in row blocks (``mlp.py``).
+Fetches alternate between two buffers: one is read while the other is filled. The norm is recomputed for the product's
+weight gradient, not kept, like the norm of the MLP in row blocks (``layers/mlp.py``).
 """
 
 from __future__ import annotations
@@ -37,15 +40,15 @@ from memo_sim.program.layout.skeletal import Skeletal
 from memo_sim.program.operators.operators import OperatorWriter, RowBlock
 
 SUM_DTYPE: Literal["fp32"] = "fp32"
-"""What gradients are summed in, of queries over chunks of keys and of keys over chunks of queries."""
+"""Dtype of gradient sums: of queries over chunks of keys, and of keys over chunks of queries."""
 DOUBLE_BUFFER_SLOTS = 2
-"""Buffers that what is fetched takes in turn."""
+"""Number of buffers between which fetches alternate."""
 IN_CHUNKS = ("norm1", "norm1_stats", "qk_raw")
-"""Skeletal tensors of which one chunk's rows exist at once."""
+"""Skeletal tensors of which only one chunk's rows exist at once."""
 
 
 def rows_at_once(tensor: Skeletal, decisions: Decisions, shape: Shape) -> int:
-    """Return the rows of a skeletal tensor that its slot has: one chunk's, or none where chunks have other slots."""
+    """Return the rows of a skeletal tensor's slot: one chunk's, or 0 if chunks have other slots."""
     if not in_chunks(decisions):
         return tensor.tokens
     if tensor.name in ("qkv", "lse") or (tensor.name == "attn" and shape.ulysses > 1):
@@ -56,7 +59,7 @@ def rows_at_once(tensor: Skeletal, decisions: Decisions, shape: Shape) -> int:
 
 
 class ChunkedAttention:
-    """Writes a layer's way from the first norm to attention's output, and back."""
+    """Writes a layer from the first norm to attention's output, and its backward."""
 
     def __init__(self, writer: OperatorWriter, ulysses: Ulysses) -> None:
         self.writer, self.ulysses = writer, ulysses
@@ -64,22 +67,22 @@ class ChunkedAttention:
         self.shape, self.inside = writer.shape, writer.shape.attention
         self.chunks = attention_chunks(writer.decisions)
         self.room = self.chunks[0][1]
-        """Rows of a rank that a buffer for one chunk has room for."""
+        """Number of a rank's rows in a buffer for one chunk."""
         kv = 2 * self.inside.kv_width
         self.features = {"kv": kv, "d_kv": kv, "lse": self.inside.heads}
-        """Of a token, by tensor; as many as the queries have, where nothing is said."""
+        """Features of a token, by tensor; tensors that are not listed have the queries' features."""
         self.features["qk_raw"] = self.shape.q_width + self.shape.kv_width
 
     def forward(self, blocks: list[RowBlock]) -> None:
-        """Write norm, product and attention of every chunk; chunks stand in for the row blocks."""
+        """Write norm, product and attention of every chunk; chunks replace the row blocks."""
         self._all_chunks(store=False)
 
     def recompute(self, rows: RowBlock, *, whole: bool) -> None:
-        """Write the forward once more, and send what backward needs of it to the host."""
+        """Write the forward again, and store the tensors that backward needs on the host."""
         self._all_chunks(store=True)
 
     def project(self, rows: RowBlock) -> None:
-        """Write projection and residual sum; with sequence parallelism what they sum exists of one chunk at a time."""
+        """Write projection and residual sum; with sequence parallelism, a product has one chunk at a time."""
         if not self.shape.gathered:
             self.writer.own("proj_out", self.shape.tokens, self.shape.hidden)
             project(self.writer, self.ulysses, rows, rows, self.shape.tokens)
@@ -89,7 +92,7 @@ class ChunkedAttention:
             project(self.writer, self.ulysses, (first, tokens), (0, tokens), self.room)
 
     def _all_chunks(self, *, store: bool) -> None:
-        """Write norm, product and attention of every chunk; ``store``: backward is next, whose part the host keeps."""
+        """Write norm, product and attention of every chunk; ``store``: also store what backward needs on the host."""
         for c, rows in enumerate(self.chunks):
             self.writer.suffix = f".c{c}"
             if c:
@@ -99,7 +102,7 @@ class ChunkedAttention:
             self.ulysses.to_sequence_ranks(
                 "attn", self._out(c), Rows(self.ulysses.sequence_sharded("attn"), *rows), self.writer.suffix
             )
-            # Copies wait for what they read alone, so they may stand behind what else reads that.
+            # A copy waits only for the writer of what it reads, so placing it after other readers does not delay it.
             kept = ("kv", "q", *self._raw) if store else ("kv",) if rows != self.chunks[-1] else ()
             for name in kept:
                 self._store(name, c)
@@ -111,10 +114,10 @@ class ChunkedAttention:
         """Write the backward from the residual's gradient, ``d_resid``, to the layer's input gradient, ``grad_in``."""
         count = len(self.chunks)
         order = [(k, c) for k in range(count) for c in (*range(k + 1, count), k)]
-        # Memory is handed out in program order: fetches that stand behind a product would wait for it.
+        # Memory is allocated in program order: fetches that are placed after a product would wait for it.
         self._fetch_keys(0)
         self._fetch_queries(0, *order[0], ("q", *self._outputs))
-        self._leave()
+        self._output_gradient()
         self._fetch_queries(0, *order[0], ("d_attn",))
         self._project_backward()
         for n, (k, c) in enumerate(order):
@@ -130,21 +133,21 @@ class ChunkedAttention:
 
     @property
     def _raw(self) -> tuple[str, ...]:
-        """What a norm of heads has read, where the model has one."""
+        """The input of the norm of heads, if the model has one."""
         return ("qk_raw",) if self.writer.model.qk_norm else ()
 
     @property
     def _outputs(self) -> tuple[str, ...]:
-        """What attention writes that waits for backward on the host; at home it has the output whole."""
+        """Results of attention that are stored on the host; without Ulysses the whole output stays on the device."""
         return ("attn", "lse") if self.shape.ulysses > 1 else ("lse",)
 
     def _tokens(self, name: str, c: int) -> int:
-        """Return the rows that a chunk of a tensor has, on the heads' side or at home."""
+        """Return the rows of a chunk of a tensor: sequence-sharded for ``qk_raw``, head-sharded for all others."""
         rows = self.chunks[c][1]
         return rows if name == "qk_raw" else self.shape.ulysses * rows
 
     def _chunk(self, name: str, c: int, slot: str = "", dtype: str = "") -> Rows:
-        """Return the place of a chunk of tensor ``name`` in a device buffer, made at its first use."""
+        """Return a chunk of tensor ``name`` in a device buffer, which is added at its first use."""
         slot = slot or name
         if not self.builder.has(slot):
             features = self.features.get(name, self.inside.q_width)
@@ -185,7 +188,7 @@ class ChunkedAttention:
         )
 
     def _project(self, c: int) -> None:
-        """Write norm and product of a chunk's rows, and its queries apart from its keys and values."""
+        """Write norm and product of a chunk's rows, and split queries from keys and values."""
         first, tokens = rows = self.chunks[c]
         writer, shape, at = self.writer, self.shape, (0, tokens)
         writer.norm("norm1", "x", rows, at)
@@ -208,13 +211,13 @@ class ChunkedAttention:
         return writer.gather("norm1", writer.shard_rows("norm1", at), "norm1_full", 0, tokens=self.room)
 
     def _out(self, c: int) -> Rows:
-        """Return where attention of a chunk writes: at home, or on the heads' side in one of two buffers."""
+        """Return where attention of a chunk writes: the whole output, or under Ulysses one of two chunk buffers."""
         if self.shape.ulysses == 1:
             return Rows("attn", *self.chunks[c])
         return self._chunk("attn", c, f"attn.{c % DOUBLE_BUFFER_SLOTS}")
 
     def _attend(self, c: int) -> None:
-        """Write a chunk's attention: over its own keys, then over those of each chunk before."""
+        """Write a chunk's attention: over its own keys, then over the keys of each earlier chunk."""
         out, lse = self._out(c), self._chunk("lse", c, f"lse.{c % DOUBLE_BUFFER_SLOTS}")
         self._call("attn", c, c, self._chunk("kv", c), out=out, lse=lse)
         for k in range(c):
@@ -231,7 +234,7 @@ class ChunkedAttention:
         self._fetch("kv", k, self._earlier(k), f".for.c{c}")
 
     def _call(self, name: str, c: int, k: int, keys: Rows, *, out: Rows, lse: Rows) -> None:
-        """Write a call of chunk ``c``'s queries against ``keys``, those of chunk ``k``."""
+        """Write attention of chunk ``c``'s queries to ``keys``, which are those of chunk ``k``."""
         queries = self._chunk("q", c)
         self.builder.emit(
             f"{name}.c{c}" + (f".k{k}" if k != c else ""),
@@ -246,17 +249,18 @@ class ChunkedAttention:
         )
 
     def _workspace(self, *, backward: bool) -> Access | None:
-        """Return scratch for any call of a chunk against a chunk."""
+        """Return a workspace that is large enough for any pair of chunks."""
         name, most = f"attn{'.bwd' if backward else ''}.scratch", self._tokens("q", 0)
         if self.builder.has(name):
             return writes(self.builder.all(name))
         work = attention_work(self.decisions, self.inside, most, most, "none", backward=backward)
         return workspace(self.builder, self.decisions, work, name)
 
-    def _leave(self) -> None:
+    def _output_gradient(self) -> None:
         """Write the gradient of attention's output, chunk by chunk, and its copies to the host.
 
-        Where it is gathered for that, the projection's weight gradient is written with it: so it need not exist whole.
+        With sequence parallelism it is gathered chunk by chunk. The projection's weight gradient is written from each
+        chunk, so the whole never exists.
         """
         writer, shape = self.writer, self.shape
         for c, (first, tokens) in enumerate(self.chunks):
@@ -276,7 +280,7 @@ class ChunkedAttention:
         writer.suffix = ""
 
     def _project_backward(self) -> None:
-        """Write the gradients of the projection's parameters, as far as chunks have not written them."""
+        """Write the gradients of the projection's parameters that ``_output_gradient`` has not written."""
         writer, shape, grad = self.writer, self.shape, self.builder.all("d_resid")
         if not shape.gathered:
             attended = self.builder.all(self.ulysses.sequence_sharded("attn"))
@@ -290,23 +294,23 @@ class ChunkedAttention:
         self._fetch("kv", k, self._keys(k))
 
     def _begin(self, k: int) -> None:
-        """Write the copies that chunk ``k``'s pairs hide: what its end reads, and the next chunk's keys."""
+        """Write the copies that the pairs of chunk ``k`` hide: for its last step, and the next chunk's keys."""
         for name in self._raw:
             self._fetch(name, k, self._chunk(name, k))
         if k + 1 < len(self.chunks):
             self._fetch_keys(k + 1)
 
     def _back(self, name: str, n: int, c: int) -> Rows:
-        """Return where a chunk of what belongs to queries lies for the ``n``-th pair."""
+        """Return the buffer of a chunk of queries, or of a tensor stored with them, for the ``n``-th pair."""
         return self._chunk(name, c, f"{name}.back.{n % DOUBLE_BUFFER_SLOTS}", SUM_DTYPE if name == "d_q" else "")
 
     def _fetch_queries(self, n: int, k: int, c: int, names: tuple[str, ...]) -> None:
-        """Write the copies of what the ``n``-th pair needs of its queries: outputs, and gradients so far, too."""
+        """Write the fetches of ``names`` for the ``n``-th pair: its queries, their outputs, and gradients so far."""
         for name in names:
             self._fetch(name, c, self._back(name, n, c), f".for.k{k}")
 
     def _pair_backward(self, n: int, k: int, c: int) -> None:
-        """Write the backward of chunk ``c``'s queries against chunk ``k``'s keys, and its sums."""
+        """Write the backward of chunk ``c``'s queries and chunk ``k``'s keys, and add the results to the sums."""
         keys, queries = self._keys(k), self._back("q", n, c)
         grad_q, grad_kv = self._chunk("d_q", c, "d_q.part"), self._chunk("d_kv", k, "d_kv.part")
         out = self._back("attn", n, c) if self.shape.ulysses > 1 else self._out(c)
@@ -332,14 +336,14 @@ class ChunkedAttention:
             self._store("d_q", c, f"d_q.back.{n % DOUBLE_BUFFER_SLOTS}", f".of.k{k}")
 
     def _sum(self, name: str, suffix: str, part: Rows, into: Rows, *, first: bool) -> None:
-        """Bring what a call wrote to the sum it belongs to: as its first term, or added."""
+        """Write the result of a call into a sum: as its first term, or added to it."""
         if first:
             put(self.builder, f"{name}.put{suffix}", part, into)
         else:
             add(self.builder, self.decisions, f"{name}.add{suffix}", part, into)
 
     def _finish(self, n: int, k: int, grad_in: str) -> None:
-        """Write what follows once all gradients of a chunk are complete: the way home, product and norm."""
+        """Write the backward of product and norm for a chunk, once its gradients are complete."""
         writer, shape, builder = self.writer, self.shape, self.builder
         first, tokens = self.chunks[k]
         writer.suffix = f".c{k}"
@@ -368,10 +372,10 @@ class ChunkedAttention:
 
 
 def _class(name: str) -> BufferClass:
-    """Return a slot's class: gradients and parts to be merged are transient."""
+    """Return a slot's class: gradients, and parts that are merged, are transient."""
     return BufferClass.TRANSIENT if name.startswith("d_") or name.endswith(".part") else BufferClass.SKELETAL
 
 
 def _mask(c: int, k: int) -> Mask:
-    """Return the mask of chunk ``c``'s queries against chunk ``k``'s keys."""
+    """Return the mask for chunk ``c``'s queries and chunk ``k``'s keys."""
     return "causal" if c == k else "none"

@@ -1,29 +1,29 @@
-"""ZeRO 2 and 3 (FSDP): gradients and parameters that are whole for one use alone.
+"""ZeRO 2 and 3 (FSDP): ranks hold shards of gradients and parameters, and whole blocks exist for one use only.
 
 A use is one pass of the embedding, a layer or the head that needs a block of parameters or adds to its gradients.
 
-    zero 2   whole gradients are zeroed before a use and reduce-scattered after it, over the ranks that hold the same
-             parameters (cp x ulysses x dp; under METP, whose ranks all hold embedding and head, of these metp x dp);
-             this rank's share is added to what it has of earlier micro-batches
-    zero 3   a rank holds its share of the parameters too: the whole block is gathered before every use, for backward
-             once more, and dead after it
+    zero 2   Whole gradients are zeroed before a use and reduce-scattered after it. This rank's shard is then added to
+             its sum over earlier micro-batches. The shards are divided over the ranks with the same parameters:
+             cp x ulysses x dp. METP ranks all hold embedding and head, so for these the ranks are metp x dp.
+    zero 3   A rank also holds only a shard of the parameters. The whole block is gathered before every use, again for
+             backward, and freed after it.
 
-The gathering of a use stands before the use that precedes it, so that it runs beside that; two blocks are whole at a
-time. A share is added after the next use, so that no kernel waits for the scattering beside it. Nothing is gathered
-ahead over the end of a micro-batch: the first layer's parameters are waited for.
+A gather is placed before the previous use and overlaps with it, so two whole blocks exist at a time. A shard is added
+after the next use, so that no kernel waits for the reduce-scatter. Gathers do not cross the end of a micro-batch: the
+first layer waits for its parameters.
 
       collective  [gather l2][gather l1]   [scatter l2][gather l0]     [scatter l1]
       compute                [backward l2 .....       ][backward l1 .........     ][add l2][backward l0 ...
 
-With ZeRO 0 and 1 a rank has whole gradients all along, and ``overlap`` sums each block's over the replicas behind its
-last backward of the step, on a lane of its own: it shares links with the layers' collectives (``costs/contention.py``),
-but they do not wait for it.
+With ZeRO 0 and 1 a rank always holds whole gradients. ``overlap`` then reduces the gradients of each block over the
+replicas after its last backward of the step, on a separate lane. Layers' collectives share links with it
+(``costs/contention.py``), but do not wait for it.
 
       replica                                 [reduce l2 .......][reduce l1 .......]
       compute  m1 [backward l2 .....][backward l1 .....][backward l0 .....]
 
-The collective lane is one queue in program order: what a layer itself exchanges (tensor parallelism, Ulysses) waits for
-the gathering and the scattering that were asked for before.
+The collective lane runs in program order. So a layer's own collectives (tensor parallelism, Ulysses) wait for gathers
+and reduce-scatters that are placed before them.
 """
 
 from __future__ import annotations
@@ -44,11 +44,10 @@ from memo_sim.program.layout.swap_schedule import LayerPass
 
 @dataclass(frozen=True, slots=True)
 class Use:
-    """One pass that needs parameters or makes gradients; blocks by kind: ``embed``, ``layer``, ``head``.
+    """One pass of one subsequence that needs blocks of parameters (``params``) or adds to gradients (``grads``).
 
-    Every subsequence has passes of its own.
-
-    ``layer`` is the number of layers for the head, which stands behind the last one, and -1 for the embedding.
+    ``params`` and ``grads`` are kinds of blocks: ``embed``, ``layer``, ``head``. ``layer`` is -1 for the embedding, and
+    the number of layers for the head.
     """
 
     place: str
@@ -62,7 +61,7 @@ class Use:
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """A template to be played at a place, for a micro-batch's subsequence and a layer (see ``Use``)."""
+    """A template, with the place, micro-batch, subsequence and layer (as in ``Use``) of its instance."""
 
     template: str
     place: str
@@ -72,17 +71,17 @@ class Placed:
 
 
 FOR_BACKWARD = (TemplateKind.BACKWARD, TemplateKind.BACKWARD_RESIDENT, TemplateKind.REGATHER)
-"""The templates that use the parameters which a layer gathers for its backward."""
+"""The templates that use the parameters gathered for a layer's backward."""
 
 Around = tuple[list[Placed], list[Placed]]
-"""What is played before a use, and after it."""
+"""The templates before a use, and after it."""
 NOTHING: Around = ([], [])
 
 
 class Sharding:
-    """What a layout adds to a step so that ranks hold shares; nothing where zero is below 2 or nobody shares.
+    """Families and templates of ZeRO 2 and 3, and early reductions; none for blocks without replicas.
 
-    Whether somebody shares is a question to each kind of block: METP without dp has replicas of the ends alone.
+    Each kind of block is checked separately: METP without dp has replicas only of embedding and head.
     """
 
     def __init__(
@@ -95,18 +94,19 @@ class Sharding:
         self.subsequences = decisions.layout.subsequences
         self.layers = len(stage.layers)
         self.grads = frozenset(kind for kind, optimizer in optimizers.items() if optimizer.shared("grads"))
-        """The kinds of blocks of whose gradients a rank holds its share alone."""
+        """The kinds of blocks whose gradients are sharded."""
         self.params = frozenset(kind for kind, optimizer in optimizers.items() if optimizer.shared("params"))
-        """Those of whose parameters."""
-        # Weight gradients apart come after the last backward, those of guests after their task's (``helper_stage.py``).
-        apart = (decisions.layout.schedule == "zero-bubble" and stage.stages > 1) or decisions.layout.multiplexed
-        early = () if apart else [kind for kind, optimizer in optimizers.items() if optimizer.reduced_early]
+        """The kinds of blocks whose parameters are sharded."""
+        # Deferred weight gradients come after the last backward. Those of helper stages come after the owner's backward
+        # (``pipeline/owner_stage.py``).
+        late = (decisions.layout.schedule == "zero-bubble" and stage.stages > 1) or decisions.layout.multiplexed
+        early = () if late else [kind for kind, optimizer in optimizers.items() if optimizer.reduced_early]
         self.reduced_early = frozenset(early)
-        """Those whose whole gradients are summed behind their last backward."""
+        """The kinds of blocks whose whole gradients are reduced right after their last backward."""
         self.embed_uses = 2 if decisions.model.tied_embeddings else 1
 
     def families(self) -> list[Family]:
-        """Return the buffers of whole gradients and parameters, one a use."""
+        """Return the buffers of whole gradients and parameters, one for each use."""
         m, found = self.micro_batches * self.subsequences, []
         uses = {"embed": m * self.embed_uses, "layer": m * self.layers, "head": m}
         for kind, optimizer in self.optimizers.items():
@@ -132,20 +132,20 @@ class Sharding:
         return found
 
     def whole(self, families: Families) -> Families:
-        """Return ``families`` as a pass sees them: whole parameters and gradients under the shares' names."""
+        """Return ``families`` for passes: the shards' names refer to whole parameters and gradients."""
         seen = dict(families)
         seen |= {f"grads.{kind}": families[f"whole_grads.{kind}"] for kind in self.grads}
         seen |= {f"params.{kind}": families[f"gathered.{kind}"] for kind in self.params}
         return seen
 
     def templates(self, families: Families) -> list[Template]:
-        """Return what gathers parameters, and what clears, scatters and adds gradients, block by block."""
+        """Return for each kind of block the templates that gather parameters, and clear, scatter and add gradients."""
         found = []
         for kind, optimizer in self.optimizers.items():
             if kind in self.grads:
                 cleared = optimizer.zero(self.whole(families))
                 scattered = optimizer.reduce(self.whole(families))
-                assert scattered is not None  # grads: there are ranks to scatter over
+                assert scattered is not None  # blocks in self.grads have replicas
                 found.append(replace(cleared, name=f"{kind}.clear", kind=TemplateKind.CLEAR))
                 found.append(replace(scattered, name=f"{kind}.scatter", kind=TemplateKind.SCATTER))
                 found.append(self._add(kind, families))
@@ -158,7 +158,7 @@ class Sharding:
     def _gather(self, kind: BlockKind, families: Families, phase: Literal[Phase.GATHER, Phase.REGATHER]) -> Template:
         does = TemplateKind.REGATHER if phase is Phase.REGATHER else TemplateKind.GATHER
         builder = TemplateBuilder(f"{kind}.{phase}", phase, does, kind)
-        share = builder.bind(families[f"params.{kind}"])
+        shard = builder.bind(families[f"params.{kind}"])
         full = builder.bind(families[f"gathered.{kind}"])
         optimizer = self.optimizers[kind]
         size = optimizer.block.elements * DTYPE_BYTES[self.decisions.dtype]
@@ -167,16 +167,16 @@ class Sharding:
             "params.all_gather",
             Lane.COLLECTIVE,
             Collective("all_gather", size, optimizer.replicas, optimizer.group),
-            shard=reads(builder.all(share)),
+            shard=reads(builder.all(shard)),
             full=writes(builder.all(full)),
         )
         return builder.build()
 
     def _add(self, kind: BlockKind, families: Families) -> Template:
-        """Return the adding of this rank's share, which scattering in place leaves at the start of each run."""
+        """Return the template that adds this rank's shard; the in-place scatter leaves it at the start of each run."""
         builder = TemplateBuilder(f"{kind}.add", Phase.REDUCE, TemplateKind.ADD, kind)
         whole = builder.bind(families[f"whole_grads.{kind}"])
-        share = builder.bind(families[f"grads.{kind}"])
+        shard = builder.bind(families[f"grads.{kind}"])
         offset = 0
         for name, first, length in self.optimizers[kind].runs():
             builder.run = name
@@ -186,13 +186,13 @@ class Sharding:
                 Lane.COMPUTE,
                 Rowwise("grad.accumulate", length, 8 * length, 4 * length),
                 x=reads(Rows(whole, first, length)),
-                out=accumulates(Rows(share, offset, length)),
+                out=accumulates(Rows(shard, offset, length)),
             )
             offset += length
         return builder.build()
 
     def index(self, family: Family, template: Template, micro_batch: int, subsequence: int, layer: int) -> int:
-        """Return which whole buffer of ``family`` a pass, or a template around it, takes."""
+        """Return the index of the whole buffer of ``family`` that a pass, or a template around it, uses."""
         passed = micro_batch * self.subsequences + subsequence
         if family.block is BlockKind.EMBED:
             return passed * self.embed_uses + (self.embed_uses - 1 if layer == self.layers else 0)
@@ -202,7 +202,7 @@ class Sharding:
         return 2 * use + (template.kind in FOR_BACKWARD) if family.kind is FamilyKind.GATHERED else use
 
     def uses(self, layer_passes: list[LayerPass]) -> list[Use]:
-        """Return the uses of a step in program order, given the order in which layers are visited."""
+        """Return the uses of a step in program order, given the order of layer passes."""
         head = ("head", "embed") if self.embed_uses > 1 else ("head",)
         found = []
         for v in layer_passes:
@@ -218,9 +218,9 @@ class Sharding:
         return found
 
     def around(self, layer_passes: list[LayerPass]) -> dict[tuple[str, bool], Around]:
-        """Return what is played before and after each use, found by its place and whether it is a backward.
+        """Return the templates before and after each use; the key is its place, and whether it is a backward.
 
-        A use that is not found has nothing around it.
+        Uses without such templates may be missing.
         """
         uses, found = self.uses(layer_passes) if self.params or self.grads or self.reduced_early else [], {}
         waiting: list[Placed] = []
@@ -239,18 +239,18 @@ class Sharding:
         return found
 
     def _gathered(self, use: Use) -> list[Placed]:
-        """Return what gathers the parameters of ``use`` that are divided."""
+        """Return the gathers of the sharded parameters of ``use``."""
         again = use.backward and "layer" in use.params
         kinds = tuple(kind for kind in use.params if kind in self.params)
         return _placed(use, kinds, "regather" if again else "gather")
 
     def _reduced(self, use: Use) -> list[Placed]:
-        """Return what sums over replicas the gradients that are complete with ``use``."""
-        # Backward ends with the first subsequence; the head's is part of forward, and ends with the last one.
+        """Return the reductions of the gradients that are complete after ``use``."""
+        # Backward ends with the first subsequence. The head's backward is part of forward and ends with the last one.
         last = self.subsequences - 1 if use.layer == self.layers else 0
         if use.micro_batch < self.micro_batches - 1 or use.subsequence != last:
             return []
-        # What two stages hold is summed between them first, at the step's end.
+        # The gradient of a tied embedding on two stages is first summed between them, at the end of the step.
         spanning = self.stage.stages > 1 and self.decisions.model.tied_embeddings
         early = [kind for kind in use.grads if kind in self.reduced_early]
         complete = [kind for kind in early if kind != "embed" or (use.layer < 0 and not spanning)]
@@ -258,7 +258,7 @@ class Sharding:
 
 
 def _placed(use: Use, kinds: tuple[str, ...], what: str) -> list[Placed]:
-    """Return a template a block; the tied embedding's at the head has a place of its own."""
+    """Return one template for each kind of block; the tied embedding's use at the head has its own place."""
     tied = f"{use.place}.embed"
     places = [tied if kind == "embed" and "head" in (*use.params, *use.grads) else use.place for kind in kinds]
     m, layer, s = use.micro_batch, use.layer, use.subsequence

@@ -1,4 +1,4 @@
-"""The program's own vocabulary: lanes, buffers, operands, instructions, templates, and the builder that writes them.
+"""The program's data types: lanes, buffers, operands, instructions, templates, and the builder that writes them.
 
-Which instructions a model needs is decided above; this room only defines what they are.
+Other folders decide which instructions a model needs.
 """

@@ -1,4 +1,4 @@
-"""Writing templates: slots by name, operands as token ranges, one ``emit`` an instruction."""
+"""Builds templates: slots are added by name, operands are token ranges, and each ``emit`` adds one instruction."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from memo_sim.program.ir.work import Work
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """A token range of a slot: what an operand refers to before it has a role and a mode."""
+    """A token range of a slot; with a role and a mode it becomes an operand."""
 
     slot: str
     first: int
@@ -41,14 +41,14 @@ def accumulates(rows: Rows) -> Access:
 
 @dataclass
 class TemplateBuilder:
-    """Collects one template; slots are named after their families (or ``slot_name`` where a family is bound twice)."""
+    """Collects the slots and instructions of one template; a slot has its family's name unless another is given."""
 
     name: str
     phase: Phase
     kind: TemplateKind = TemplateKind.OTHER
     block: BlockKind | None = None
     run: str = ""
-    """The run of a parameter block that the next instructions work on."""
+    """The run of a parameter block that the following instructions update or add to."""
     _slots: dict[str, str] = field(default_factory=dict)
     _numbers: dict[str, int] = field(default_factory=dict)
     _tokens: dict[str, int] = field(default_factory=dict)
@@ -64,9 +64,9 @@ class TemplateBuilder:
     _suffix: str = ""
 
     def under(self, names: Mapping[str, str], suffix: str) -> TemplateBuilder:
-        """Return the same template to be written to under other names: of slots ``names``, of instructions a suffix.
+        """Return a builder of the same template that renames slots by ``names`` and appends ``suffix`` to instructions.
 
-        What is written several times, for a group of heads each, has scratch of its own each time.
+        It serves groups of heads, which repeat the same instructions. Each group has its own scratch buffers.
         """
         return replace(self, _names=names, _suffix=suffix)
 
@@ -78,8 +78,8 @@ class TemplateBuilder:
     def bind(self, family: Family, *, slot: str | None = None, tokens: int | None = None, first: int = 0) -> str:
         """Add a slot that each instance binds to one buffer of the shared ``family``; return the slot's name.
 
-        ``tokens``: how many rows of it this template uses, where not all. ``first``: the first of them, from which the
-        template's rows count.
+        ``tokens``: the number of rows that this template uses, by default all. ``first``: the buffer's row that is row
+        0 in the template.
         """
         slot = slot or family.name
         if first:
@@ -102,7 +102,7 @@ class TemplateBuilder:
         *,
         space: Literal["device", "host"] = "device",
     ) -> str:
-        """Add a buffer that lives inside each instance; return its slot's name."""
+        """Add a buffer of which each instance has its own; return the slot's name."""
         real = self._real(name)
         self._own.append(Family(real, buffer_class, dtype, tokens, features, space=space, kind=FamilyKind.OWN))
         self._slots[real] = real
@@ -132,7 +132,7 @@ class TemplateBuilder:
         self._cuts.append(len(self._instructions))
 
     def features(self, slot: str) -> int:
-        """Return the features of a token of ``slot``."""
+        """Return the number of features of a token of ``slot``."""
         return self._features[self._real(slot)]
 
     def dtype(self, slot: str) -> str:
@@ -148,7 +148,7 @@ class TemplateBuilder:
         return Rows(slot, 0, self._tokens[self._real(slot)])
 
     def emit(self, name: str, op: str, lane: Lane, work: Work, **operands: Access | None) -> None:
-        """Append an instruction; operands that are None (a missing bias, say) are left out."""
+        """Append an instruction; operands that are None, for example a missing bias, are left out."""
         numbers, firsts, real = self._numbers, self._firsts, self._real
         listed = tuple(
             [

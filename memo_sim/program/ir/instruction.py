@@ -1,7 +1,7 @@
-"""Lanes, buffers and the instructions over them: the vocabulary both interpreters share.
+"""Lanes, buffers and instructions: the data types that both interpreters read.
 
-An operand is a token range of a buffer with an access mode; edges between instructions are never written down, they
-follow from program order and ranges (``edges.py``). Everything here is immutable and hashes by value.
+An operand is a token range of a buffer, with an access mode. Programs do not store edges between instructions; these
+are derived from program order and ranges (``analysis/edges.py``). All types are immutable and hash by value.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from memo_sim.program.ir.work import Work
 
 
 class Lane(IntEnum):
-    """A serial resource; first in, first out, in program order, in both interpreters."""
+    """A serial resource: both interpreters run the instructions of a lane one at a time, in program order."""
 
     COMPUTE = 0
     D2H = 1
@@ -25,10 +25,10 @@ class Lane(IntEnum):
     P2P = 4
     HOST = 5
     REPLICA = 6
-    """Collectives over the ranks that hold the same parameters, where they run beside a layer's own."""
+    """Collectives over the ranks with the same parameters, when they overlap with the layers' collectives."""
     SEND = 7
     RECV = 8
-    """Hand-overs between pipeline stages (``stage_p2p.py``)."""
+    """P2p transfers between pipeline stages (``pipeline/stage_p2p.py``); ``SEND`` and ``RECV`` are two lanes."""
 
     @property
     def label(self) -> str:
@@ -56,7 +56,7 @@ class BufferClass(StrEnum):
     KV_CACHE = "kv_cache"
     """Keys and values of earlier subsequences, and the sums of their gradients."""
     PIPELINE = "pipeline"
-    """What pipeline stages send to each other: a stage's input and output."""
+    """Inputs and outputs of pipeline stages, which neighbouring stages send to each other."""
     INPUT = "input"
 
 
@@ -64,8 +64,8 @@ class BufferClass(StrEnum):
 class Family:
     """``count`` buffers of one shape: tokens x features, token-major and contiguous.
 
-    lifetime ``step``: there before the first instruction and after the last; ``dynamic``: from its first access to
-    its last.
+    Lifetime ``step``: the buffers exist before the first instruction and after the last one. Lifetime ``dynamic``: a
+    buffer lives from its first access to its last.
     """
 
     name: str
@@ -116,12 +116,12 @@ class Instruction:
     operands: tuple[Operand, ...]
     phase: Phase = Phase.FORWARD
     run: str = field(default="", repr=False)
-    """The run of a parameter block that it updates or adds to; the name says it too."""
+    """The run of a parameter block that it updates or adds to; the name contains it, so the hash leaves it out."""
 
 
 @dataclass(frozen=True, slots=True)
 class Template:
-    """A run of instructions that many instances repeat; slot i is bound to a buffer of family ``slots[i]``.
+    """A sequence of instructions that many instances repeat; slot i is bound to a buffer of family ``slots[i]``.
 
     ``own`` are the families that live inside the template: each instance gets fresh buffers of them.
     """
@@ -133,7 +133,7 @@ class Template:
     kind: TemplateKind = TemplateKind.OTHER
     block: BlockKind | None = None
     cut: int = field(default=0, repr=False)
-    """The instruction that a layer's second half begins with where a helper stage plays it in two; 0 if it is whole."""
+    """Number of the instruction with which the second half of a helper stage's layer begins; 0 without halves."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,6 +146,6 @@ class Instance:
     micro_batch: int
     layer: int = -1
     subsequence: int = field(default=0, repr=False)
-    """Whose rows it works on; the place says it too, so a program's hash needs no second mention."""
+    """The subsequence of its rows; the place contains it, so the hash leaves it out."""
     first: int = field(default=0, repr=False)
-    """The subsequence's row that its buffers begin with, where others play those before (``multiplex.py``)."""
+    """The row of the subsequence that its buffers begin with; helper stages compute those before."""

@@ -1,7 +1,7 @@
-"""What instructions, templates and buffer families are for, as types.
+"""Phases and kinds: the purpose of instructions, templates and buffer families.
 
-Names of instructions, templates and families are identities: they make ids and hashes. Code that has to know what
-something is for asks for its phase, kind or block, and never takes a name apart.
+Names only identify instructions, templates and families; ids and hashes are made of them. Code that needs the purpose
+of one reads its phase, kind or block, and never parses a name.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ class BlockKind(StrEnum):
 
 
 class TemplateKind(StrEnum):
-    """What a template does to its block of the model; one without a block concerns the whole step or a transfer."""
+    """The purpose of a template, mostly for one block of the model; the whole step and transfers have no block."""
 
     FORWARD = "forward"
-    """Of the head: loss and backward too."""
+    """The forward of the head includes loss and backward."""
     BACKWARD = "backward"
     BACKWARD_RESIDENT = "backward of activations that never left the device"
     WGRAD = "deferred weight gradients"
@@ -66,11 +66,11 @@ class TemplateKind(StrEnum):
     HELPER_BACKWARD = "send or receive for a helper stage's backward"
     SUM = "sum of gradients that helper stages computed"
     OTHER = "other"
-    """Of programs that are written by hand."""
+    """Used by programs that are written by hand."""
 
     @property
     def of_step(self) -> bool:
-        """Whether instances belong to the step's beginning or end, not to a micro-batch."""
+        """Whether instances belong to the beginning or end of the step, not to a micro-batch."""
         return self in _OF_STEP
 
 
@@ -89,7 +89,7 @@ _OF_STEP = frozenset(
 
 
 class FamilyKind(StrEnum):
-    """What the buffers of a family hold."""
+    """The contents of a family's buffers."""
 
     PARAMS = "params"
     GRADS = "grads"
@@ -99,9 +99,9 @@ class FamilyKind(StrEnum):
     HOST_GRADS = "host_grads"
     HOST_PARAMS = "host_params"
     GATHERED = "gathered"
-    """Parameters that are whole for one use."""
+    """Gathered parameters of a whole block, for one use."""
     WHOLE_GRADS = "whole_grads"
-    """Gradients that are whole for one use."""
+    """Gradients of a whole block, for one use."""
     SCALAR = "scalar"
     """Loss and gradient norm."""
     INPUT = "input"
@@ -113,15 +113,15 @@ class FamilyKind(StrEnum):
     INPUT_GRADIENT = "input gradient"
     """Gradients of layer inputs."""
     DEFERRED = "deferred"
-    """What waits for deferred weight gradients."""
+    """Tensors that wait for the W pass."""
     LATER_GRADIENTS = "later gradients"
-    """Gradients of keys and values that later rows' stages send."""
+    """Gradients of keys and values that stages with later rows send."""
     PER_LAYER = "per layer"
     """One buffer for each micro-batch and layer: host copies, kept rows, the KV cache."""
     OWN = "own"
     """Buffers that live inside one template."""
     OTHER = "other"
-    """Of programs that are written by hand."""
+    """Used by programs that are written by hand."""
 
 
 STATE_KINDS = frozenset(

@@ -1,7 +1,7 @@
 """A program: families of buffers, templates, and their instances in program order.
 
-Instructions are numbered by expanding the instances in order; ids are derived (``m0/s0/l12/bwd/ffn_up.dgrad``), never
-stored.
+Instructions are numbered by expanding the instances in order. Ids such as ``m0/s0/l12/bwd/ffn_up.dgrad`` are derived
+from places and instruction names, and not stored.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ FORMAT_VERSION = 2
 
 @dataclass(frozen=True)
 class Program:
-    """What one rank role plays in a step.
+    """The program of one step that the ranks of one pipeline stage play.
 
-    ``families`` are the buffers shared between instances; a template's own families follow them, one buffer an
+    ``families`` are the buffers that instances share. The templates' own families follow them, with one buffer for each
     instance.
     """
 
@@ -31,17 +31,17 @@ class Program:
     instances: tuple[Instance, ...]
     micro_batches: int
     passes: tuple[tuple[Pass, int], ...] = ()
-    """The passes of the role's schedule, each with the number of its first instance."""
+    """The passes of the stage's schedule, each with the number of its first instance."""
 
     @cached_property
     def instruction_count(self) -> int:
-        """Instructions of the whole step."""
+        """Number of instructions of the whole step."""
         lengths = [len(t.instructions) for t in self.templates]
         return sum(lengths[i.template] for i in self.instances)
 
     @cached_property
     def all_families(self) -> tuple[Family, ...]:
-        """Shared families, then every template's own with as many buffers as it has instances."""
+        """Shared families, then the templates' own families with one buffer for each instance."""
         uses = [0] * len(self.templates)
         for instance in self.instances:
             uses[instance.template] += 1
@@ -54,7 +54,7 @@ class Program:
 
     @cached_property
     def family_bases(self) -> dict[str, int]:
-        """Number of the first buffer of each family; buffer ids count through all families."""
+        """Number of the first buffer of each family; buffers are numbered through all families."""
         bases: dict[str, int] = {}
         base = 0
         for family in self.all_families:
@@ -74,7 +74,7 @@ class Program:
 
     @cached_property
     def sha256(self) -> str:
-        """Hash of templates, instances and the format version: equal programs, equal hash."""
+        """Hash of families, templates, instances and the format version; equal programs have equal hashes."""
         digest = hashlib.sha256(f"memo.program/{FORMAT_VERSION}:{self.stage}\n".encode())
         for part in (self.families, self.templates, self.instances):
             for item in part:

@@ -1,6 +1,6 @@
-"""What an instruction asks of its lane: enough to price it, and to choose the kernel that plays it.
+"""The work of an instruction: the sizes that determine its price, and the kernel that plays it.
 
-A work is a value: two instructions with equal work cost the same on the same machine.
+Work is a value: on one machine, two instructions with equal work cost the same.
 """
 
 from __future__ import annotations
@@ -12,14 +12,19 @@ from memo_sim.contract.hardware import CollectiveKind, DtypeName, GemmPass
 
 Mask = Literal["none", "causal"]
 Group = Literal["tp", "ulysses", "cp", "metp", "dp", "grads", "ends", "pp", "tied"]
-"""Which ranks take part: ``grads`` = all ranks that hold the same parameters of a layer (ulysses x cp x dp), ``ends`` =
-those that hold the same embedding and head (metp x ulysses x cp x dp, with METP alone), ``pp`` = one of every
-pipeline stage, ``tied`` = one of the first and one of the last."""
+"""The ranks that take part.
+
+- ``grads``: all ranks with the same parameters of a layer (ulysses x cp x dp).
+- ``ends``: all ranks with the same embedding and head (metp x ulysses x cp x dp); used only with METP.
+- ``pp``: one rank of every pipeline stage.
+- ``tied``: one rank of the first stage and one of the last.
+- The others are the groups of one parallelism.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Gemm:
-    """``(m x k) @ (k x n)``, 2*m*n*k FLOPs. fprop, dgrad: m tokens; wgrad: m x n the weight, k tokens."""
+    """A product ``(m x k) @ (k x n)`` of 2*m*n*k FLOPs. Tokens are m in fprop and dgrad, k in wgrad (weight m x n)."""
 
     m: int
     n: int
@@ -57,9 +62,10 @@ class BatchedGemm:
 
 @dataclass(frozen=True, slots=True)
 class Attention:
-    """Queries against keys, ``batch`` sequences; mask causal = square (q_tokens == k_tokens), lower triangle counted.
+    """Attention of queries to keys, for ``batch`` sequences; tokens are those of one sequence.
 
-    Tokens are per sequence. Backward is 2.5 forwards (five products instead of two).
+    A causal mask needs q_tokens == k_tokens, and only the lower triangle of the square is counted. Backward has the
+    FLOPs of 2.5 forwards: five products instead of two.
     """
 
     batch: int
@@ -75,7 +81,7 @@ class Attention:
 
     @property
     def flops(self) -> float:
-        """Floating-point operations, the masked half not counted."""
+        """Floating-point operations without those that a causal mask removes."""
         pairs = float(self.q_tokens) * self.k_tokens * (0.5 if self.mask == "causal" else 1.0)
         return 4.0 * self.batch * pairs * self.heads * self.head_dim * (2.5 if self.backward else 1.0)
 
@@ -89,8 +95,10 @@ class Rowwise:
     read_bytes: int
     write_bytes: int
     first: int = field(default=0, repr=False)
-    """The rank's row that its buffer's first one is, where that holds a chunk of them and positions count; the
-    instruction's name says which chunk."""
+    """The rank's row at which the buffer begins, for kernels that need positions and get one chunk of rows.
+
+    The instruction's name contains the chunk, so the hash leaves it out.
+    """
 
     @property
     def moved_bytes(self) -> int:
@@ -108,19 +116,19 @@ class Copy:
 
 @dataclass(frozen=True, slots=True)
 class Collective:
-    """A collective over ``ranks`` ranks; ``bytes`` is the whole tensor (gathered, or before reduction)."""
+    """A collective over ``ranks`` ranks; ``bytes`` is the size of the whole tensor: gathered, or before reduction."""
 
     kind: CollectiveKind
     bytes: int
     ranks: int
     group: Group
     root: int = field(default=0, repr=False)
-    """Coordinate of the rank that broadcasts, or that has the sum; the instruction's name says it too."""
+    """Coordinate of the rank that broadcasts or gets the sum; the instruction's name contains it too."""
 
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """A pairwise ring exchange: ``bytes`` sent to the next rank and as many received from the previous, as one."""
+    """One hop of a ring: a rank sends ``bytes`` to the next rank and receives as many from the previous one."""
 
     bytes: int
     ranks: int
@@ -129,7 +137,7 @@ class Exchange:
 
 @dataclass(frozen=True, slots=True)
 class PointToPoint:
-    """``bytes`` from a rank of pipeline stage ``source`` to its like of stage ``target``; both sides have this work."""
+    """A p2p transfer of ``bytes`` between equal ranks of two pipeline stages; send and receive have equal work."""
 
     bytes: int
     source: int
@@ -138,7 +146,7 @@ class PointToPoint:
 
 @dataclass(frozen=True, slots=True)
 class HostUpdate:
-    """The optimizer's update of ``elements`` parameters by the host's cores."""
+    """The optimizer's update of ``elements`` parameters on the host's cores."""
 
     elements: int
     moved_bytes: int

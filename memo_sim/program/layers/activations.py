@@ -1,20 +1,20 @@
-"""What happens to skeletal tensors between forward and backward: keep, full recompute, swap, token-wise.
+"""Activation policies: whether skeletal tensors are kept, recomputed or swapped between forward and backward.
 
-Each policy is a choice of families for the skeletal slots of the forward and backward templates, plus copies:
+Each policy chooses the families of the skeletal slots in the forward and backward templates, and adds copies:
 
-    keep        one buffer per micro-batch and layer, from forward to backward
-    full        only the layer input is kept; backward rebuilds the rest in buffers of its own. Swapped inputs lie in
-                the two rounding buffers, one of them read while the other comes back for the next layer's backward
-    selective   all but what attention alone makes (``selective.py``)
-    rounding    two buffers that layers take in turn; a layer whose buffer is overwritten is offloaded to host
-                buffers after its forward and prefetched before its backward. Of the tokens that are not swapped,
-                tokenwise rebuilds the rows in backward, none and full keep a copy of them on the device.
-    window      SPPO's (5.2): buffers of every layer's own, as in keep, until they have left; others when they are back.
-                With A_i the activations of subsequence i, of which alpha_i is swapped, one pass computes i while i - 1
-                leaves: M_i = M_(i-1) + A_i - alpha_(i-1) A_(i-1)
+    keep        one buffer for each micro-batch and layer, from forward to backward
+    full        Only the layer input is kept. Backward recomputes the rest into buffers of its own. Swapped inputs use
+                the two rounding buffers: one is read while the next layer's input is prefetched into the other.
+    selective   keeps everything except tensors that only attention makes (``selective.py``)
+    rounding    Layers alternate between two buffers (MEMO 4.1). A layer whose buffer is overwritten is offloaded to
+                host buffers after its forward, and prefetched before its backward. Rows that are not swapped are
+                recomputed in backward (tokenwise), or copied to other device buffers (none and full).
+    window      SPPO 5.2: every layer has its own buffers, as in keep. They are freed once they are offloaded, and
+                prefetch fills other ones. Activations of subsequence i are A_i, of which alpha_i is swapped. While
+                subsequence i is computed, i - 1 is offloaded: M_i = M_(i-1) + A_i - alpha_(i-1) A_(i-1)
 
-Subsequences (``subsequence.py``) have buffers as long as they are, and swap as many tokens as their own share says;
-they take the same two rounding buffers in turn, which have room for the longest.
+The buffers of a subsequence (``layout/subsequence.py``) have its length, and each subsequence swaps its own number of
+tokens. All subsequences use the same two rounding buffers, which have room for the longest one.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ class Activations:
     micro_batches: int
     stage: Stage
     subsequence: Subsequence | None = None
-    """Which one; without, the whole micro-batch."""
+    """The subsequence; None for the whole micro-batch."""
 
     @property
     def swapped(self) -> int:
-        """Tokens whose skeletal tensors are swapped."""
+        """Number of tokens whose skeletal tensors are swapped."""
         return self.subsequence.swapped if self.subsequence else self.decisions.swapped_tokens
 
     @cached_property
@@ -74,60 +74,60 @@ class Activations:
         return self.moved and not self.decisions.offload_window
 
     @property
-    def leaving(self) -> bool:
-        """Whether they live in buffers of their own, which leave some passes later."""
+    def windowed(self) -> bool:
+        """Whether each layer has its own buffers, which are offloaded within a window of passes (SPPO 5.2)."""
         return self.moved and self.decisions.offload_window > 0
 
     @cached_property
-    def travels(self) -> bool:
-        """Whether any row of this subsequence goes to the host."""
+    def swaps_rows(self) -> bool:
+        """Whether any row of this subsequence is swapped to the host."""
         return self.moved and any(self.swapped_rows(t) for t in self.shared)
 
     @property
     def copied_out(self) -> bool:
-        """Whether what forward writes is copied elsewhere, to the host or aside."""
-        return self.rounding or (self.leaving and self.travels)
+        """Whether the tensors that forward writes are copied to other buffers, on the host or on the device."""
+        return self.rounding or (self.windowed and self.swaps_rows)
 
     @property
     def kept_per_layer(self) -> int:
-        """Buffers that a per-layer family has."""
+        """Number of buffers of a per-layer family."""
         return self.micro_batches * len(self.stage.layers)
 
     @property
     def recomputed(self) -> tuple[int, int] | None:
-        """Row block that backward of a swapped layer rebuilds, or None."""
+        """Row block (first row, rows) that backward of a swapped layer recomputes, or None."""
         first, total = self.swapped, self.shape.tokens
         return (first, total - first) if self.decisions.recompute == "tokenwise" and first < total else None
 
     @property
     def row_blocks(self) -> list[tuple[int, int]]:
-        """Row blocks of the forward: they end where recompute begins (``token_order.py``)."""
+        """Row blocks of the forward, cut at the first recomputed row (``layout/token_order.py``)."""
         first = self.swapped if self.recomputed else 0
         return [rows for rows in ((0, first), (first, self.shape.tokens - first)) if rows[1]]
 
     @property
     def kept_rows(self) -> bool:
-        """Whether rows that are not swapped are copied aside on the device."""
+        """Whether rows that are not swapped are copied to other device buffers."""
         partly = self.swapped < self.shape.tokens
         return self.copied_out and self.decisions.recompute in ("none", "full") and partly
 
     @property
     def resident_differs(self) -> bool:
-        """Whether the backward of a layer that was not swapped is another: its rows need no rebuilding."""
-        return self.leaving or (self.rounding and self.decisions.recompute != "full")
+        """Whether layers that are not swapped have a backward of their own, which recomputes no rows."""
+        return self.windowed or (self.rounding and self.decisions.recompute != "full")
 
     def swapped_rows(self, tensor: Skeletal) -> int:
-        """Return how many rows of ``tensor`` travel to the host."""
+        """Return how many rows of ``tensor`` are swapped to the host."""
         if tensor.fate is Fate.WHOLE and self.decisions.recompute == "tokenwise":
             return tensor.tokens
         return tensor.tokens * self.swapped // self.shape.tokens
 
     def kept(self, tensor: Skeletal) -> int:
-        """Return how many rows of ``tensor`` are copied aside on the device."""
+        """Return how many rows of ``tensor`` are copied to another device buffer."""
         return tensor.tokens - self.swapped_rows(tensor) if self.kept_rows else 0
 
     def shared_families(self) -> list[Family]:
-        """Return the rounding buffers, which all subsequences take in turn."""
+        """Return the rounding buffers, which all subsequences share."""
         room, kind = self.subsequence.room if self.subsequence else self.shape, BufferClass.SKELETAL
         if not self.rounding:
             return []
@@ -148,12 +148,12 @@ class Activations:
         ]
 
     def families(self) -> list[Family]:
-        """Return the buffers that every layer has to itself: skeletal tensors, or what is copied out of buffers."""
+        """Return the buffers that every layer has: its skeletal tensors, or the copies of them."""
         kind, count, found = BufferClass.SKELETAL, self.kept_per_layer, []
         each_layer = FamilyKind.PER_LAYER
         for t in self.shared:
             if not self.rounding:
-                times = 1 + self.leaving  # those that come back are others than those that have left
+                times = 1 + self.windowed  # prefetch fills other buffers than those that were offloaded
                 name, rows = f"skeletal.{t.name}", t.tokens
                 found.append(Family(name, kind, t.dtype, rows, t.features, times * count, kind=FamilyKind.SKELETAL))
             if not self.copied_out:
@@ -170,7 +170,10 @@ class Activations:
         return tuple(t for t in self.tensors if self._shared(t))
 
     def _shared(self, tensor: Skeletal) -> bool:
-        """Full recompute shares the layer input only; other tensors that are rebuilt belong to each instance."""
+        """Return whether a tensor outlives a forward or backward; recomputed tensors belong to each instance.
+
+        Full recompute shares only the layer input.
+        """
         if self.decisions.recompute == "selective":
             return tensor.name not in selective.rebuilt(self.shape)
         return self.decisions.recompute != "full" or tensor.name == "x"
@@ -186,20 +189,20 @@ class Activations:
                     builder.own(t.name, BufferClass.SKELETAL, t.dtype, rows, t.features)
 
     def offload(self, families: Families) -> TemplateBuilder:
-        """Return the copies of one layer to the host, in the order forward wrote the tensors."""
+        """Return the template that offloads one layer, in the order in which forward wrote the tensors."""
         builder = TemplateBuilder("layer.offload", Phase.OFFLOAD, TemplateKind.OFFLOAD, BlockKind.LAYER)
         for t in self.shared:
             self._transfer(builder, families, t, Lane.D2H)
         return builder
 
     def prefetch(self, families: Families, backward: Template) -> TemplateBuilder:
-        """Return the copies of one layer back to the device, in the order ``backward`` reads the tensors."""
+        """Return the template that prefetches one layer, in the order in which ``backward`` reads the tensors."""
         first_use: dict[str, int] = {}
         rows = {families[f"skeletal.{t.name}"].name: self.swapped_rows(t) for t in self.shared}
         for i, instruction in enumerate(backward.instructions):
             for operand in instruction.operands:
                 family = backward.slots[operand.slot]
-                # What recompute writes and reads again are other rows than those that come from the host.
+                # Rows that recompute writes and reads are not prefetched, so only reads of swapped rows count.
                 if operand.mode & Mode.READ and operand.first < rows.get(family, 0):
                     first_use.setdefault(family, i)
         builder = TemplateBuilder("layer.prefetch", Phase.PREFETCH, TemplateKind.PREFETCH, BlockKind.LAYER)
@@ -210,13 +213,14 @@ class Activations:
 
     def _transfer(self, builder: TemplateBuilder, families: Families, t: Skeletal, lane: Lane) -> None:
         slot = builder.bind(families[f"skeletal.{t.name}"], slot=t.name, tokens=t.tokens)
-        moves = [self._travel, self._set_aside]
-        # A buffer that dies here must not do so with a kernel beside which the copy to the host still reads it; one
-        # that is born here is born with a kernel, which need not wait for the copy that fills the other rows.
-        for move in reversed(moves) if self.leaving else moves:
+        moves = [self._copy_swapped, self._copy_kept]
+        # In a window, the device buffer dies after its offload. The last access must be the copy to the host, because
+        # a kernel may end while that copy still reads. At prefetch the buffer is born with the kernel, which then does
+        # not wait for the copy of the other rows.
+        for move in reversed(moves) if self.windowed else moves:
             move(builder, families, t, slot, out=lane is Lane.D2H)
 
-    def _travel(self, builder: TemplateBuilder, families: Families, t: Skeletal, slot: str, *, out: bool) -> None:
+    def _copy_swapped(self, builder: TemplateBuilder, families: Families, t: Skeletal, slot: str, *, out: bool) -> None:
         """Write the copy of the swapped rows to the host, or back."""
         if not (rows := self.swapped_rows(t)):
             return
@@ -231,8 +235,8 @@ class Activations:
             target=writes(host_rows if out else device_rows),
         )
 
-    def _set_aside(self, builder: TemplateBuilder, families: Families, t: Skeletal, slot: str, *, out: bool) -> None:
-        """Write the copy of the rows that stay on the device out of the buffer, or back."""
+    def _copy_kept(self, builder: TemplateBuilder, families: Families, t: Skeletal, slot: str, *, out: bool) -> None:
+        """Write the copy of the rows that stay on the device to another buffer, or back."""
         if not (rows := self.kept(t)):
             return
         aside = builder.bind(families[f"aside.{t.name}"], slot=f"aside.{t.name}")

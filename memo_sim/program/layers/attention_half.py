@@ -1,4 +1,4 @@
-"""The attention half of a layer, from the first norm to the residual: what every form of it can do.
+"""The attention half of a layer, from the first norm to the residual, behind one interface for both forms.
 
 ``WholeAttention`` computes attention of all tokens at once; ``ChunkedAttention`` (``attention/chunked.py``) computes it
 chunk by chunk. A layer writes the same calls for both.
@@ -25,7 +25,7 @@ class AttentionHalf(Protocol):
         """Write norm, QKV product and attention of all rows; row-wise operators run once per row block."""
 
     def recompute(self, rows: RowBlock, *, whole: bool) -> None:
-        """Write the same for backward: of ``rows`` without attention, or (``whole``) of all rows with it."""
+        """Write the recompute for backward: of ``rows`` without attention, or with ``whole`` of all rows with it."""
 
     def project(self, rows: RowBlock) -> None:
         """Write the projection of ``rows`` and the residual sum."""

@@ -1,10 +1,12 @@
 """The two ends of the model: embedding, and final norm with classifier and loss.
 
-The head plays forward and backward of a chunk of tokens before the next chunk, so that the logits of
-``loss_chunk_tokens`` tokens exist at once (of all tokens when that is 0). The vocabulary is divided over
-tensor-parallel ranks. Under sequence parallelism the classifier's input is gathered once for all chunks; where logits
-are whole it is gathered for the logits and again, beside the product for its gradient, for the weight's (Megatron-LM's
-layers), so that it does not lie beside the loss.
+The head runs forward and backward of one chunk of tokens before the next chunk. So only the logits of
+``loss_chunk_tokens`` tokens exist at once; 0 means one chunk with all tokens. Tensor-parallel ranks divide the
+vocabulary.
+
+Under sequence parallelism the classifier's input is gathered once for all chunks. With one chunk it is gathered twice,
+as in Megatron-LM's layers: for the logits, and for the weight gradient, beside the product of the input's gradient. So
+it does not occupy memory during the loss.
 """
 
 from __future__ import annotations
@@ -31,12 +33,12 @@ def _param(block: Block, name: str, slot: str, *, gradient: bool = False) -> Acc
 
 
 def _own(slot: str, shape: Shape) -> Rows:
-    """Return a subsequence's rows of an input, which holds the whole micro-batch."""
+    """Return the rows of a subsequence in an input, which has the rows of the whole micro-batch."""
     return Rows(slot, shape.start, shape.tokens)
 
 
 def embed_forward(decisions: Decisions, shape: Shape, block: Block, families: Families) -> Template:
-    """Return the lookup: slots ``input.ids``, ``params.embed``, ``x`` (the first layer's input)."""
+    """Return the embedding's lookup; slots: ``input.ids``, ``params.embed``, ``x`` (the first layer's input)."""
     builder = TemplateBuilder("embed.fwd", Phase.FORWARD, TemplateKind.FORWARD, BlockKind.EMBED)
     builder.bind(families["input.ids"])
     builder.bind(families["params.embed"], slot="params.embed")
@@ -76,7 +78,7 @@ def embed_forward(decisions: Decisions, shape: Shape, block: Block, families: Fa
 
 
 def embed_backward(decisions: Decisions, shape: Shape, block: Block, families: Families) -> Template:
-    """Return the scatter of the first layer's input gradient into the embedding's."""
+    """Return the template that scatters the first layer's input gradient into the embedding's gradient."""
     builder = TemplateBuilder("embed.bwd", Phase.BACKWARD, TemplateKind.BACKWARD, BlockKind.EMBED)
     builder.bind(families["input.ids"])
     builder.bind(families["grads.embed"], slot="grads.embed")
@@ -86,7 +88,8 @@ def embed_backward(decisions: Decisions, shape: Shape, block: Block, families: F
     row, size = shape.hidden, DTYPE_BYTES[decisions.dtype]
     read, written = shape.tokens * row * (size + 4), shape.tokens * row * 4
     if decisions.memory_policy == "eager":
-        # The gradient is a table of its own, cleared first, and then added to the fp32 one (memory/eager.py).
+        # Autograd makes a gradient table, clears it first, and adds it to the fp32 gradients
+        # (``memory/eager_framework.py``).
         elements = sum(p.elements for p in block.parameters if p.name == "tokens.weight")
         read, written = read + (size + 4) * elements, written + (size + 4) * elements
     builder.emit(
@@ -109,9 +112,9 @@ def embed_backward(decisions: Decisions, shape: Shape, block: Block, families: F
 def head(
     decisions: Decisions, shape: Shape, head_block: Block, embed_block: Block | None, families: Families
 ) -> Template:
-    """Return final norm, classifier, loss and their backward: slots ``head.x`` in, ``grad.x`` out.
+    """Return final norm, classifier, loss and their backward; input slot ``head.x``, output slot ``grad.x``.
 
-    ``embed_block`` holds the classifier where embeddings are tied.
+    ``embed_block`` has the classifier's weights when embeddings are tied.
     """
     builder = TemplateBuilder("head", Phase.FORWARD, TemplateKind.FORWARD, BlockKind.HEAD)
     for name in ("head.x", "input.labels", "params.head", "grads.head", "loss", "grad.x"):
@@ -136,7 +139,8 @@ def head(
             rows = Rows(full.slot, first, min(chunk, tokens - first))
             classifier.loss(rows, start + first)
             if not decisions.loss_chunk_tokens:
-                # The last to read it: whole logits are what memory is fullest of, and this gather may be waited for.
+                # Here the gather is the shard's last reader. Memory peaks with whole logits, so it is more important to
+                # free the shard than to avoid a wait for this gather (``gather_again``).
                 rows = writer.gather_again("norm", shard, "final_again", 0, tokens=room)
             classifier.backward(rows)
         grad = writer.scatter("d_final", Rows("d_final", 0, tokens), first=start)
@@ -147,7 +151,7 @@ def head(
 def gathered_blocks(decisions: Decisions, shape: Shape) -> list[RowBlock]:
     """Return the row blocks in which tensor-parallel ranks gather the head's input: all of it, or attention's chunks.
 
-    A token shard holds those one behind the other, so that a gathered one has its tokens in order.
+    A token shard has the chunks one after the other, so a gathered chunk has its tokens in order.
     """
     return attention_chunks(decisions) if shape.gathered and in_chunks(decisions) else [(0, shape.tokens)]
 
@@ -214,7 +218,7 @@ class _Classifier:
         most = gathered_blocks(decisions, shape)[0][1]
         chunk = min(decisions.loss_chunk_tokens or most, most)
         self.chunks = 0
-        """Written so far."""
+        """Number of chunks written so far."""
         builder.own("logits", BufferClass.TRANSIENT, decisions.dtype, chunk, shape.vocab)
         builder.own("d_logits", BufferClass.TRANSIENT, decisions.dtype, chunk, shape.vocab)
         if shape.tp > 1:
@@ -226,7 +230,7 @@ class _Classifier:
     def loss(self, rows: Rows, first: int) -> None:
         """Write the logits of ``rows`` of the gathered input, the loss and the logits' gradient.
 
-        ``first``: the row, among the rank's, that they begin with.
+        ``first``: the rank's row that they begin with.
         """
         builder, shape, suffix = self.builder, self.shape, f".c{self.chunks}"
         local = Rows("logits", 0, rows.tokens)
@@ -242,7 +246,7 @@ class _Classifier:
         self._loss(suffix, local, Rows("d_logits", 0, rows.tokens), Rows("input.labels", first, rows.tokens))
 
     def backward(self, rows: Rows) -> None:
-        """Write the gradients of ``rows`` of the gathered input, and the weight's of them."""
+        """Write the gradients of ``rows`` of the gathered input, and their part of the weight gradient."""
         builder, shape, dtype = self.builder, self.shape, self.decisions.dtype
         tokens, suffix = rows.tokens, f".c{self.chunks}"
         self.chunks += 1

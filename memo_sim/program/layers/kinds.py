@@ -1,7 +1,7 @@
-"""The kinds of layers that a model may be made of, behind one interface.
+"""The kinds of layers that a plan can have, behind one interface.
 
-The rest of the lowering asks ``layer_kind`` which kind a plan has, and calls what the kind declares. It names no kind.
-A new kind is one ``LayerKind`` in ``LAYER_KINDS``, or in ``registered`` for the length of a ``with`` block.
+The rest of the lowering asks ``layer_kind`` for a plan's kind and calls the kind's functions; it never names a kind. To
+add a kind, add a ``LayerKind`` to ``LAYER_KINDS``. ``registered`` adds one for the length of a ``with`` block.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ class Layer(Protocol):
     """Writes one layer into a template whose slots are the kind's skeletal tensors, ``params`` and ``grads``."""
 
     defers_wgrad: bool
-    """Whether weight gradients are left to the W pass (``weight_gradients.py``)."""
+    """Whether backward leaves weight gradients to the W pass (``weight_gradients.py``)."""
 
     def forward(self, blocks: list[RowBlock], out: str) -> None:
-        """Write the forward, row-wise operators once per row block; slot ``out`` gets the layer's output."""
+        """Write the forward into slot ``out``; row-wise operators run once for each row block."""
 
     def recompute(self, rows: RowBlock, index: int, *, whole: bool) -> None:
-        """Write the rebuilding of row block ``index``, or (``whole``) of all that a layer's forward makes."""
+        """Write the recompute of row block ``index``, or with ``whole`` of the layer's whole forward."""
 
     def backward(self, grad_out: str, grad_in: str) -> None:
         """Write the backward from the gradient of the output to the gradient of the input."""
@@ -44,7 +44,7 @@ class SkeletalTensors(Protocol):
     def __call__(
         self, model: Model, shape: Shape, dtype: str, *, scores: tuple[Skeletal, ...] = ()
     ) -> tuple[Skeletal, ...]:
-        """Return them; ``scores``: what attention keeps in place of the log-sum-exp."""
+        """Return the tensors; ``scores``: what attention keeps instead of the log-sum-exp."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ LAYER_KINDS = [
     LayerKind("transformer", lambda _: True, LayerWriter),
     LayerKind("metp", lambda decisions: decisions.layout.metp > 1, MetpLayer, metp_tensors),
 ]
-"""The last one that applies is a plan's."""
+"""A plan's kind is the last one that applies."""
 
 
 def layer_kind(decisions: Decisions) -> LayerKind:
@@ -77,7 +77,7 @@ def skeletal_of(decisions: Decisions, shape: Shape, *, scores: tuple[Skeletal, .
 
 @contextmanager
 def registered(kind: LayerKind) -> Iterator[None]:
-    """Let a kind apply before all others while the context lasts."""
+    """Register a kind while the context lasts; it takes precedence over all others."""
     LAYER_KINDS.append(kind)
     try:
         yield

@@ -5,10 +5,10 @@ Forward of a row block [first, first + tokens) of the rank's tokens (products ar
     x -> norm1 -> [all-gather] -> qkv -> (qk norm, rotary) | attention over all rows | -> proj -> [reduce-scatter]
       -> resid = x + proj -> norm2 -> [all-gather] -> up -> act | -> down -> [reduce-scatter] -> next x = resid + down
 
-Everything left of the last bar is rebuilt by recompute: QKV, projection and first FFN product, not the second, and
-not attention (MEMO 4.1). Collectives in brackets exist with tensor parallelism; with Megatron's sequence parallelism
-they gather and scatter token shards, without it they are all-reduces of whole tensors after proj and down (and their
-mirror images in backward).
+Recompute repeats everything left of the last bar except attention: QKV, projection and the first FFN product, but not
+the second one (MEMO 4.1). Collectives in brackets exist with tensor parallelism. With Megatron's sequence parallelism
+they gather and scatter token shards. Without it they are all-reduces of whole tensors: after proj and down in forward,
+and of the input gradients of up and qkv in backward.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from memo_sim.program.operators.operators import OperatorWriter, RowBlock
 class LayerWriter(OperatorWriter):
     """Writes one layer's instructions into a template whose slots are named after the skeletal tensors.
 
-    Slots ``params``, ``grads`` are the layer's parameter and gradient blocks; ``next_x`` receives the layer's output.
+    Slots ``params`` and ``grads`` are the layer's parameters and gradients; ``next_x`` receives the layer's output.
     """
 
     def __init__(self, builder: TemplateBuilder, decisions: Decisions, shape: Shape, block: Block) -> None:
@@ -50,10 +50,10 @@ class LayerWriter(OperatorWriter):
         self.mlp.forward(out)
 
     def recompute(self, rows: RowBlock, index: int, *, whole: bool) -> None:
-        """Write the rebuilding of one row block; ``whole``: the layer's forward once more, its output thrown away.
+        """Write the recompute of one row block; ``whole``: of the layer's whole forward, whose output is not used.
 
-        A whole layer is what activation checkpointing replays (one block, attention and second product included). An
-        MLP in row blocks is rebuilt by backward, block by block, without its second product.
+        The whole forward is what activation checkpointing repeats: one block, with attention and the second product.
+        When the MLP runs in row blocks, backward recomputes it block by block, without the second product.
         """
         self.suffix = "" if whole else f".r{index}"
         self.attention.recompute(rows, whole=whole)

@@ -1,26 +1,33 @@
-"""METP: a layer's tokens and weights divided over the same ranks (Liang et al., O = f(AB)C without a whole tensor).
+"""METP: the same ranks divide a layer's tokens and its weights (Liang et al., O = f(AB)C without a whole tensor).
 
-Tokens are divided as context parallelism does, in zigzag chunks; W_in, W_qkv by columns and W_out, W_proj by rows, so
-that rank r has heads and features r of p. Norms are whole on every rank.
+Tokens are divided into zigzag chunks, as in context parallelism. W_in and W_qkv are divided by columns, W_out and
+W_proj by rows, so rank r has the r-th of p parts of heads and features. Norms are whole on every rank.
 
-    MLP        step j: T = norm2 W_in(j), D = f(T), O += D W_out(j); the weights pass round a ring of ``Exchange``
-               (Algorithm 1). Nothing of T and D is kept: backward makes them again while the weights go round once
-               more (Algorithm 2). Sums of their gradients start on the rank behind their home at step 1 and are back
-               after p - 1 hops; each step adds to them last, so that a hop has three products to hide behind.
-    attention  part j of the heads: rank j broadcasts W_qkv(j) and W_proj(j), every rank makes Q, K, V of these heads
-               and of its tokens, K and V pass round (``ring.py``), O += attn(j) W_proj(j) (Algorithms 3 and 5).
-               Backward broadcasts again, rebuilds Q, K, V, and reduces the weights' gradients to rank j (4 and 6).
+    MLP        Step j computes T = norm2 W_in(j), D = f(T), O += D W_out(j); weights pass round a ring of ``Exchange``
+               (Algorithm 1). T and D are not kept: backward recomputes them while the weights pass round again
+               (Algorithm 2). Gradient sums start at step 1, one rank after the rank that has the weights, and return to
+               it after p - 1 hops. Each step adds to them last, so three products hide a hop.
+    attention  For part j of the heads, rank j broadcasts W_qkv(j) and W_proj(j). Every rank computes Q, K, V of these
+               heads for its tokens, K and V pass round a ring (``attention/ring.py``), and O += attn(j) W_proj(j)
+               (Algorithms 3 and 5). Backward broadcasts again, recomputes Q, K, V, and reduces weight gradients to rank
+               j (Algorithms 4 and 6).
 
-Last hops have products to hide behind too: the sums' that of the input's gradient in the last step, K's and V's that of
-W_proj's gradient, the last reduction that of the input's gradient. A broadcast has the norm before attention. Memory is
-handed out in program order, so what is born behind an exchange in which a buffer dies waits for it.
+Products hide the last exchanges too:
+
+    last hop of gradient sums    product of the input's gradient in the last step
+    last hop of K and V          product of W_proj's gradient
+    last reduction               product of the input's gradient
+    first broadcast              norm before attention
+
+Memory is allocated in program order. A buffer that is born after an exchange waits for it, if another buffer dies in
+that exchange.
 
       p2p         [W 1][W 2]  [W 3]                p2p         [kv 1][kv 2]      [kv 1][kv 2]
       compute     [step 0][step 1][step 2]..       collective  [W(0)][W(1)]  [W(2)]
                                                    compute          [part 0 .......][part 1 .......]
 
-A step's weights arrive in the other of two exchange buffers. ``overlap_exchanges`` off puts every exchange, of weights
-and of keys and values, on compute's lane: compute stands still meanwhile, and buffers are the same.
+The weights of consecutive steps use two exchange buffers in turn. Without ``overlap_exchanges`` every exchange of
+weights, keys and values runs on the compute lane, and no kernel runs beside it; the buffers are the same.
 """
 
 from __future__ import annotations
@@ -45,36 +52,39 @@ from memo_sim.program.operators import workspaces as table
 from memo_sim.program.operators.operators import OperatorWriter, RowBlock
 
 GRAD_DTYPE: Literal["fp32"] = "fp32"
-"""What gradients are summed in."""
+"""Dtype of gradient sums."""
 
 
 class MetpLayer(OperatorWriter):
-    """Writes one layer's instructions under METP; slots as ``LayerWriter``'s, skeletal tensors as METP keeps them."""
+    """Writes one layer under METP; slots are those of ``LayerWriter``, skeletal tensors those of ``metp_tensors``."""
 
     def __init__(self, builder: TemplateBuilder, decisions: Decisions, shape: Shape, block: Block) -> None:
         super().__init__(builder, decisions, shape, block)
         self.ranks = shape.metp
         self.inside = replace(shape, cp=shape.metp, ring="metp")
-        """Sizes of one part of the heads, whose keys and values pass round METP's ring."""
+        """Sizes of one part of the heads; its keys and values pass round the ring."""
         self.ffn, self.attn = ffn_bundle(block), attention_bundle(block)
         self.source: tuple[Bundle, int, int] | None = None
-        """Whose weights the operators read: of a bundle, in the exchange buffers of two steps (weights, sums)."""
+        """The weights that operators use: a bundle, the step of its weights, and the step of its gradient sums.
+
+        None for this rank's own weights.
+        """
         self.up_width = 2 * shape.ffn if self.model.gated else shape.ffn
 
     def param(self, name: str) -> Access | None:
-        """Return a parameter as an operand that is read: this rank's own, or the one that is here for a step."""
+        """Return a parameter as an operand that is read: this rank's own, or the received one of a step."""
         if self.source and (found := self.source[0].held(name)):
             return reads(Rows(self.source[0].buffer(self.source[1]), *found))
         return super().param(name)
 
     def grad(self, name: str) -> Access | None:
-        """Return a gradient that is added to: this rank's own, or the sum that is here for a step."""
+        """Return a gradient as an operand that is added to: this rank's own, or the sum of a step."""
         if self.source and (found := self.source[0].held(name)):
             return accumulates(Rows(self.source[0].buffer(self.source[2], sums=True), *found))
         return super().grad(name)
 
     def forward(self, blocks: list[RowBlock], out: str) -> None:
-        """Write the whole forward; the projection, which recompute repeats, in row blocks."""
+        """Write the whole forward; only the projection runs in row blocks, because recompute repeats it."""
         self._attend(blocks)
         self._whole_norm("norm2", "resid")
         for step in range(self.ranks):
@@ -88,9 +98,9 @@ class MetpLayer(OperatorWriter):
         self.residual("out_add", "resid", self._all("down_out"), out=out, rows=whole, bias="ffn_down.bias")
 
     def recompute(self, rows: RowBlock, index: int, *, whole: bool) -> None:
-        """Write the rebuilding of the residual: of all rows with attention, or of a row block from its outputs.
+        """Write the recompute of the residual: ``whole`` for all rows with attention, else of a row block without it.
 
-        Of a row block also norms that are kept.
+        For a row block, the norms that are kept are recomputed too.
         """
         if whole:
             self._attend([rows])
@@ -111,7 +121,7 @@ class MetpLayer(OperatorWriter):
         self._attention_backward(grad_in)
 
     def _attend(self, blocks: list[RowBlock]) -> None:
-        """Write attention's half of the forward, to the residual."""
+        """Write the attention half of the forward, up to the residual."""
         self._broadcast(0)
         self._whole_norm("norm1", "x")
         for part in range(self.ranks):
@@ -133,7 +143,7 @@ class MetpLayer(OperatorWriter):
         self.suffix = ""
 
     def _project(self, part: int, blocks: list[RowBlock], suffix: str) -> None:
-        """Add a part's rows of the projection to their sum."""
+        """Write the projection of one part of the heads, and add it to the sum over parts."""
         shape = self.shape
         product = self._owned("proj_out").slot
         for i, rows in enumerate(blocks):
@@ -148,7 +158,7 @@ class MetpLayer(OperatorWriter):
         self.suffix = ""
 
     def _activated(self) -> None:
-        """Write the first product and the activation of the features that are here."""
+        """Write the first product and the activation for the features of the current weights."""
         shape, at = self.shape, self._step_suffix
         up, act = self.own("up", shape.tokens, self.up_width), self.own("act", shape.tokens, shape.ffn)
         self.suffix = at
@@ -219,7 +229,7 @@ class MetpLayer(OperatorWriter):
             self.positions_backward(d_qkv)
             self.wgrad("qkv", d_qkv, self._all("norm1"), shape.qkv_width, hidden)
             self.bgrad("qkv", d_qkv, shape.qkv_width)
-            last = part == self.ranks - 1  # the others' reductions hide behind the next part
+            last = part == self.ranks - 1  # the next part hides all other reductions
             if last:
                 self._reduce(part)
             self._sum_dgrad("qkv", d_qkv, d_norm, hidden, shape.qkv_width, part)
@@ -229,7 +239,7 @@ class MetpLayer(OperatorWriter):
         self._norm_backward("norm1", "x", residual_grad="d_resid", out=grad_in)
 
     def _whole_norm(self, which: str, source: str, *, again: bool = False) -> None:
-        """Write a norm of all rows into buffers of the template's own; ``again``: as part of a rebuilding."""
+        """Write a norm of all rows into buffers of the template; ``again``: as recompute."""
         stats = f"{which}_stats"
         self._owned(which)
         if not self.builder.has(stats):
@@ -267,7 +277,7 @@ class MetpLayer(OperatorWriter):
         )
 
     def _sum_linear(self, name: str, x: Rows, out: Rows, n: int, k: int, step: int) -> None:  # noqa: PLR0917
-        """Emit a product that is the first of a sum, or added to it."""
+        """Emit a product: the first one of a sum is written, the others are added."""
         if not step:
             self.linear(name, x, out, n, k, bias=False)
             return
@@ -276,7 +286,7 @@ class MetpLayer(OperatorWriter):
         self.builder.emit(name + self.suffix, "linear.add", Lane.COMPUTE, work, **operands)
 
     def _sum_dgrad(self, name: str, grad: Rows, out: Rows, n: int, k: int, step: int) -> None:  # noqa: PLR0917
-        """Emit an input's gradient that is the first of a sum, or added to it."""
+        """Emit an input's gradient: the first one of a sum is written, the others are added."""
         if not step:
             self.dgrad(name, grad, out, n, k)
             return
@@ -288,20 +298,20 @@ class MetpLayer(OperatorWriter):
         return self.builder.all(slot)
 
     def _owned(self, slot: str, features: int = 0) -> Rows:
-        """Return all rows of a buffer of the template's own, as wide as the hidden size unless said otherwise."""
+        """Return all rows of a buffer that lives inside the template; ``features``: 0 for the hidden size."""
         return self._all(self.own(slot, self.shape.tokens, features or self.shape.hidden))
 
     def _part(self, part: int) -> TemplateBuilder:
-        """Return the template under the names of a part of the heads."""
+        """Return the builder with the names of one part of the heads."""
         return self.builder.under({name: f"{name}.g{part}" for name in ("attn", "lse")}, f".g{part}")
 
     def _at(self, bundle: Bundle, step: int) -> None:
-        """Let operators use the weights of a step of the ring: at first this rank's own."""
+        """Make operators use the weights of a step of the ring; at step 0 these are this rank's own."""
         self.source = (bundle, step, step) if step else None
         self.suffix = self._step_suffix = f".t{step}"
 
     def _use_own_weights(self) -> None:
-        """Let operators use this rank's own weights."""
+        """Make operators use this rank's own weights."""
         self.source, self.suffix = None, ""
 
     def _exchange(self, bundle: Bundle, *, sums: bool = False) -> None:
@@ -314,20 +324,20 @@ class MetpLayer(OperatorWriter):
         return lane if self.decisions.layout.overlap_exchanges else Lane.COMPUTE
 
     def _pass_weights(self, step: int) -> None:
-        """Send the weights that ``step`` uses on, while those of the following step arrive."""
+        """Write the hop that sends this step's weights to the next rank and receives those of the following step."""
         self._exchange(self.ffn)
         if step + 1 == self.ranks:
             return
         source, target = self.ffn.buffer(step), self.ffn.buffer(step + 1)
         for run in self.ffn.runs():
-            sent = run.travelling(source) if step else run.own("params")
-            self._hop(f"ffn.{run.name}.hop{step + 1}", sent, run.travelling(target), self.size)
+            sent = run.exchanged(source) if step else run.own("params")
+            self._hop(f"ffn.{run.name}.hop{step + 1}", sent, run.exchanged(target), self.size)
 
     def _pass_sums(self, step: int) -> None:
-        """Send the sums that ``step`` has added to on; after the last step they are home."""
+        """Write the hop of gradient sums after a step; after the last step they are at the rank of their weights."""
         source, target = (self.ffn.buffer(at, sums=True) for at in (step, step + 1))
         for run in self.ffn.runs():
-            sent, taken = run.travelling(source), run.travelling(target)
+            sent, taken = run.exchanged(source), run.exchanged(target)
             self._hop(f"d_ffn.{run.name}.hop{step}", sent, taken, DTYPE_BYTES[GRAD_DTYPE])
 
     def _hop(self, name: str, sent: Rows, taken: Rows, size: int) -> None:
@@ -335,41 +345,41 @@ class MetpLayer(OperatorWriter):
         self.builder.emit(name, "send_recv", self._lane(Lane.P2P), work, send=reads(sent), recv=writes(taken))
 
     def _add_returned_sums(self) -> None:
-        """Add the sums of the other ranks to this rank's gradients."""
+        """Add the returned sums of the other ranks to this rank's gradients."""
         for run in self.ffn.runs():
-            x, size = run.travelling(self.ffn.buffer(self.ranks, sums=True)), DTYPE_BYTES[GRAD_DTYPE] * run.elements
+            x, size = run.exchanged(self.ffn.buffer(self.ranks, sums=True)), DTYPE_BYTES[GRAD_DTYPE] * run.elements
             work = Rowwise("grad.accumulate", run.elements, 2 * size, size)
             into = accumulates(run.own("grads"))
             self.builder.emit(f"d_ffn.{run.name}.return", "grad.accumulate", Lane.COMPUTE, work, x=reads(x), out=into)
 
     def _fetch(self, part: int) -> None:
-        """Write the broadcasts of the following part's weights; operators use this part's, which are on their way."""
+        """Write the broadcast of the next part's weights, and make operators use those of this part."""
         if part + 1 < self.ranks:
             self._broadcast(part + 1)
         self.source, self.suffix = (self.attn, part, part), ""
 
     def _broadcast(self, part: int) -> None:
-        """Write the broadcasts of a part's weights."""
+        """Write the broadcast of a part's weights."""
         self._exchange(self.attn)
         for run in self.attn.runs():
             work = Collective("broadcast", self.size * run.elements, self.ranks, "metp", part)
-            own, full = reads(run.own("params")), writes(run.travelling(self.attn.buffer(part)))
+            own, full = reads(run.own("params")), writes(run.exchanged(self.attn.buffer(part)))
             name, lane = f"attn.{run.name}.g{part}", self._lane(Lane.COLLECTIVE)
             self.builder.emit(name, "broadcast", lane, work, own=own, tensor=full)
 
     def _clear(self, bundle: Bundle, step: int) -> None:
-        """Zero the sums that a step is the first to add to."""
+        """Zero the gradient sums before the first step that adds to them."""
         self._exchange(bundle, sums=True)
         rows = self._all(bundle.buffer(step, sums=True))
         work = Rowwise("zero", rows.tokens, 0, DTYPE_BYTES[GRAD_DTYPE] * rows.tokens)
         self.builder.emit(f"d_{bundle.kind}.clear{step}", "zero", Lane.COMPUTE, work, target=writes(rows))
 
     def _reduce(self, part: int) -> None:
-        """Sum a part's gradients over the ranks, into those of the rank that has its weights."""
+        """Reduce a part's gradients over the ranks, into the gradients of the rank that has its weights."""
         for run in self.attn.runs():
             size = DTYPE_BYTES[GRAD_DTYPE] * run.elements
             work = Collective("reduce", size, self.ranks, "metp", part)
-            tensor = accumulates(run.travelling(self.attn.buffer(part, sums=True)))
+            tensor = accumulates(run.exchanged(self.attn.buffer(part, sums=True)))
             name, lane = f"d_attn.{run.name}.g{part}", self._lane(Lane.COLLECTIVE)
             self.builder.emit(name, "reduce", lane, work, tensor=tensor, total=accumulates(run.own("grads")))
 

@@ -1,14 +1,14 @@
-"""The MLP of a layer: whole, or in row blocks that exist one after the other (``mlp_chunk_tokens``).
+"""The MLP of a layer: whole, or in row blocks that are computed one after the other (``mlp_chunk_tokens``).
 
-Under full recompute nothing of the MLP has to outlive a row block, so its wide tensors (first product, activation and
-their gradients) need room for one block only:
+Under full recompute no tensor inside the MLP outlives a row block. So the wide tensors (first product, activation and
+their gradients) have room for one block only:
 
     forward    norm2.b0 ffn_up.b0 act.b0 ffn_down.b0 out_add.b0 | norm2.b1 ...
-    backward   rebuild norm2.b0 ffn_up.b0 act.b0, then backward of that block | rebuild norm2.b1 ...
+    backward   recompute norm2.b0 ffn_up.b0 act.b0, then backward of that block | recompute norm2.b1 ...
 
-The second product is not rebuilt, because nothing reads it. A block is rebuilt by the calls that forward made, so its
-bits are the same; gradients of the MLP's weights are summed block by block in fp32, which rounds otherwise than one
-product over all rows.
+The second product is not recomputed, because nothing reads it. Recompute makes the same calls as forward, so its bits
+are the same. Weight gradients of the MLP are summed block by block in fp32, which rounds differently from one product
+over all rows.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from memo_sim.program.layout.skeletal import Skeletal
 from memo_sim.program.operators.operators import OperatorWriter, RowBlock
 
 IN_BLOCKS = ("norm2", "norm2_stats", "up", "act")
-"""The MLP's skeletal tensors, which no instruction outside of it touches."""
+"""The MLP's skeletal tensors; no instruction outside the MLP uses them."""
 
 
 def rows_at_once(tensor: Skeletal, decisions: Decisions, shape: Shape) -> int:
-    """Return the rows of a skeletal tensor that exist at once; fewer than all for the MLP's own, in row blocks."""
+    """Return the rows of a skeletal tensor that exist at once: one block of the MLP's own tensors, else all."""
     if not decisions.mlp_chunk_tokens or tensor.name not in IN_BLOCKS:
         return tensor.tokens
     return tensor.tokens * min(decisions.mlp_chunk_tokens, shape.tokens) // shape.tokens
@@ -39,17 +39,17 @@ class Mlp:
         chunk = writer.decisions.mlp_chunk_tokens
         self.blocked = chunk > 0
         self.tokens = min(chunk or self.shape.tokens, self.shape.tokens)
-        """Tokens that a buffer inside the MLP has room for."""
+        """Number of tokens in a buffer inside the MLP."""
 
     @property
     def blocks(self) -> list[RowBlock]:
-        """The row blocks in order; one that holds everything without a chunk."""
+        """The row blocks in order; one block with all rows if there are no chunks."""
         total = self.shape.tokens
         return [(first, min(self.tokens, total - first)) for first in range(0, total, self.tokens)]
 
     @property
     def width(self) -> int:
-        """Features of the first product."""
+        """Number of features of the first product."""
         return 2 * self.shape.ffn if self.writer.model.gated else self.shape.ffn
 
     @property
@@ -57,7 +57,7 @@ class Mlp:
         return "swiglu" if self.writer.model.gated else "gelu"
 
     def _at(self, rows: RowBlock) -> RowBlock:
-        """Return where a row block lies in the buffers inside the MLP."""
+        """Return the rows of a row block in the buffers inside the MLP."""
         return (0, rows[1]) if self.blocked else rows
 
     def first_product(self, rows: RowBlock) -> Rows:
@@ -78,7 +78,7 @@ class Mlp:
         return source
 
     def forward(self, out: str) -> None:
-        """Write what is left of the forward: all of it in row blocks, else the second product of all rows."""
+        """Write the whole MLP in row blocks; without row blocks, only the second product of all rows."""
         for i, rows in enumerate(self.blocks):
             if self.blocked:
                 self.writer.suffix = f".b{i}"
@@ -94,7 +94,7 @@ class Mlp:
         writer.residual("out_add", "resid", summed, out=out, rows=rows, bias="ffn_down.bias")
 
     def backward(self, grad_out: str) -> None:
-        """Write the backward from ``grad_out`` to ``d_resid``; in row blocks each is rebuilt right before its own."""
+        """Write the backward from ``grad_out`` to ``d_resid``; a row block is recomputed right before its backward."""
         writer = self.writer
         phase = writer.builder.phase
         for i, rows in enumerate(self.blocks):
@@ -108,7 +108,7 @@ class Mlp:
         writer.suffix = ""
 
     def _block_backward(self, rows: RowBlock, grad_out: str, source: Rows | None) -> None:
-        """Write one block's backward; ``source`` is the norm's output where it is gathered already."""
+        """Write one block's backward; ``source``: the norm's output if it is already gathered."""
         writer, shape, at = self.writer, self.shape, self._at(rows)
         upstream = writer.shard_rows(grad_out, rows)
         dy = writer.gather("ffn_down.grad", upstream, "d_ffn_down_full", at[0], tokens=self.tokens)

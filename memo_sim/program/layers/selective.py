@@ -1,9 +1,9 @@
-"""Selective recompute (Megatron-LM, core attention): backward runs attention forward once more, from kept Q, K, V.
+"""Selective recompute (Megatron-LM, core attention): backward runs attention's forward again, from kept Q, K, V.
 
-Without a flash kernel that spares the scores and their softmax, heads x tokens**2 each. A flash kernel never stores
-them: what is left to spare is the log-sum-exp, 4 bytes a head and token, for one attention forward a layer; under
-Ulysses the output on the heads' side too, of which the projection keeps its own tokens. The output is written where it
-lies.
+Without a flash kernel this saves the scores and their softmax, each heads x tokens**2 elements. A flash kernel never
+stores them, so selective recompute saves only the log-sum-exp: 4 bytes for each head and token, at the cost of one
+attention forward for each layer. Under Ulysses it also saves the head-sharded output, because the projection keeps the
+sequence-sharded one. Without Ulysses, recompute overwrites the kept output with equal values.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from memo_sim.program.layout.shape import Shape
 
 
 def rebuilt(shape: Shape) -> frozenset[str]:
-    """Return the skeletal tensors that are not kept; the output is the projection's input unless Ulysses sends it."""
+    """Return the skeletal tensors that are not kept; without Ulysses the output is kept for the projection."""
     own = {"lse", "probs", "dropped", "kept"}
     return frozenset(own | {"attn"} if shape.ulysses > 1 else own)
 
 
 def rebuild(builder: TemplateBuilder, decisions: Decisions, shape: Shape) -> None:
-    """Write attention's forward once more, right before its backward; ``shape`` is attention's."""
+    """Write attention's forward again, right before its backward; ``shape`` is attention's."""
     phase, builder.phase = builder.phase, Phase.RECOMPUTE
     attention.forward(builder, decisions, shape)
     builder.phase = phase

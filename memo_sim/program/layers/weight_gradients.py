@@ -1,7 +1,7 @@
-"""Weight gradients apart from the backward that makes what they read (zero-bubble schedules).
+"""Deferred weight gradients: the W pass of zero-bubble schedules.
 
-Backward of a layer computes gradients of inputs alone, and leaves for each of the four products its input and the
-gradient of its output; a template of its own multiplies them later:
+Backward of a layer computes only gradients of inputs. For each of the four products it leaves the input and the
+gradient of the output in memory, and another template multiplies them later:
 
     product    input                      gradient of the output
     qkv        norm1                      d_qkv
@@ -9,9 +9,9 @@ gradient of its output; a template of its own multiplies them later:
     ffn_up     norm2                      d_up
     ffn_down   activation                 grad_out, the next layer's input gradient
 
-What lives in backward alone otherwise (gradients, and what recompute rebuilds) waits in buffers of its own, one a
-micro-batch and layer; what a rounding buffer holds is copied there, because other layers use it until then. Shards of
-tokens are gathered when they are multiplied: once more than where that happens in backward.
+Tensors that otherwise live only in backward (gradients and recomputed tensors) wait in ``deferred`` buffers, one for
+each micro-batch and layer. Tensors in rounding buffers are copied there, because other layers overwrite those before
+the W pass. With sequence parallelism token shards are gathered in the W pass, once more than without deferral.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from memo_sim.program.operators.operators import OperatorWriter
 
 @dataclass(frozen=True)
 class DeferredWeightGradients:
-    """What waits for the weight gradients of one stage."""
+    """Buffers and instructions of the deferred weight gradients of one stage."""
 
     decisions: Decisions
     shape: Shape
     activations: Activations
 
     @property
-    def apart(self) -> bool:
-        """Whether the schedule computes weight gradients by themselves."""
+    def applies(self) -> bool:
+        """Whether the schedule has W passes."""
         layout = self.decisions.layout
         return layout.pp > 1 and layout.schedule == "zero-bubble"
 
@@ -49,25 +49,25 @@ class DeferredWeightGradients:
 
     @property
     def _inputs(self) -> list[Skeletal]:
-        """The skeletal tensors that are products' inputs."""
+        """The skeletal tensors that are inputs of products."""
         wanted = {"norm1", f"attn{self._sequence_sharded}", "norm2", "act"}
         return [t for t in self.activations.tensors if t.name in wanted]
 
     @property
     def _waiting(self) -> list[Skeletal]:
-        """Inputs that nothing keeps until the weight gradients are computed."""
+        """Inputs that no other buffer keeps until the W pass."""
         kept = () if self.activations.moved else tuple(t.name for t in self.activations.shared)
         return [t for t in self._inputs if t.name not in kept]
 
     @property
     def _copied(self) -> list[Skeletal]:
-        """Those of them that lie in rounding buffers, or leave."""
+        """Waiting inputs that lie in rounding buffers or are offloaded, so they are copied."""
         shared = {t.name for t in self.activations.shared}
         return [t for t in self._waiting if t.name in shared]
 
     @property
     def _gradients(self) -> list[tuple[str, int, int]]:
-        """Name, tokens and features of the gradients that backward leaves."""
+        """Name, tokens and features of the gradients that wait for the W pass."""
         shape, model = self.shape, self.decisions.model
         up = 2 * shape.ffn if model.gated else shape.ffn
         return [
@@ -78,7 +78,7 @@ class DeferredWeightGradients:
 
     def families(self) -> list[Family]:
         """Return the buffers in which inputs and gradients wait."""
-        if not self.apart:
+        if not self.applies:
             return []
         dtype, count = self.decisions.dtype, self.activations.kept_per_layer
         waiting = [(t.name, t.tokens, t.features) for t in self._waiting] + self._gradients
@@ -89,7 +89,7 @@ class DeferredWeightGradients:
         ]
 
     def bind(self, builder: TemplateBuilder, families: Families) -> None:
-        """Let a backward template write into what waits, where it has buffers of its own otherwise."""
+        """Bind waiting buffers in a backward template, in place of buffers of its own."""
         for name, _, _ in self._gradients:
             builder.bind(families[f"deferred.{name}"], slot=name)
         for t in self._waiting:
@@ -108,7 +108,7 @@ class DeferredWeightGradients:
             )
 
     def bind_inputs(self, builder: TemplateBuilder, families: Families) -> None:
-        """Add what the weight gradients read to their template."""
+        """Bind the tensors that the W pass reads in its template."""
         waiting = {t.name for t in self._waiting}
         for t in self._inputs:
             builder.bind(families[f"{'deferred' if t.name in waiting else 'skeletal'}.{t.name}"], slot=t.name)

@@ -1,8 +1,9 @@
 """Which buffer of its family each slot of an instance takes.
 
-Slots that are numbered alike share a rule, and nearly every rule is linear in the micro-batch. Such a rule is evaluated
-for two micro-batches of a layer, and the rest follows. The rules of rounding buffers are not linear
-(``swap_schedule.py``) and are evaluated each time. A family of one subsequence does not count subsequences.
+A rule gives the buffer's index from micro-batch, subsequence and layer. Slots with the same numbering share a rule.
+Nearly every rule is linear in the micro-batch: it is evaluated for the first two micro-batches of a layer, and the
+others are computed from these. The rules of rounding buffers are not linear (``layout/swap_schedule.py``) and are
+evaluated each time. A family that belongs to one subsequence has no index for subsequences.
 
       slot       family       layer 3 of 8, keep       layer 3 of 8, rounding buffers
       q, k, v    skeletal.*   8 m + 3                  1
@@ -23,27 +24,27 @@ from memo_sim.program.layout.stage import Stage
 from memo_sim.program.layout.swap_schedule import Key
 
 Rule = Callable[[int, int, int], int]
-"""From a micro-batch, a subsequence and a layer to the index of a buffer in its family.
+"""Maps a micro-batch, a subsequence and a layer to the index of a buffer in its family.
 
 Layers are local: -1 stands for the embedding, the number of the stage's layers for the head.
 """
 
-_OF_WHAT_CAME_BACK = (TemplateKind.BACKWARD, TemplateKind.PREFETCH)
-"""Templates that use the buffer into which activations come back from the host."""
+_USE_PREFETCHED = (TemplateKind.BACKWARD, TemplateKind.PREFETCH)
+"""Templates that use the buffer into which activations are prefetched from the host."""
 
 
 class Rules:
-    """The rules of one role's slots."""
+    """The rules of the slots of one stage's templates."""
 
-    def __init__(self, stage: Stage, sharding: Sharding, buffer_slots: Mapping[Key, int], *, leaving: bool) -> None:
+    def __init__(self, stage: Stage, sharding: Sharding, buffer_slots: Mapping[Key, int], *, windowed: bool) -> None:
         """``buffer_slots``: each layer's rounding buffer; empty where every layer has its own buffers.
 
-        ``leaving``: each layer has two of them, one to leave from and one to come back to.
+        ``windowed``: each layer has two buffers, one to offload from and one to prefetch into (SPPO 5.2).
         """
         self._stage = stage
         self._sharding = sharding
         self._buffer_slots = buffer_slots
-        self._leaving = leaving
+        self._windowed = windowed
         self.double_buffered: frozenset[Rule] = frozenset({self._buffer_slot, self._next_buffer_slot})
         """The rules that are not linear."""
 
@@ -72,8 +73,8 @@ class Rules:
                 return self._layer
 
     def _skeletal(self, template: Template) -> Rule:
-        if self._leaving:
-            return self._back if template.kind in _OF_WHAT_CAME_BACK else self._first
+        if self._windowed:
+            return self._back if template.kind in _USE_PREFETCHED else self._first
         return self._buffer_slot if self._buffer_slots else self._layer
 
     def _deferred(self, micro_batch: int, _: int, layer: int) -> int:
@@ -89,7 +90,7 @@ class Rules:
         return micro_batch * self._stage.boundaries + self._boundary(layer, after=True)
 
     def _boundary(self, layer: int, *, after: bool) -> int:
-        """Return which of a micro-batch's gradients a slot takes; at the model's ends the outermost on this stage."""
+        """Return the index of a slot's gradient in its micro-batch: 0 for the embedding, the last one for the head."""
         if layer < 0:
             return 0
         if layer == len(self._stage.layers):
@@ -103,7 +104,7 @@ class Rules:
         return micro_batch * len(self._stage.layers) + max(layer, 0)
 
     def _first(self, micro_batch: int, subsequence: int, layer: int) -> int:
-        """Return the buffer that forward writes, where there is another that comes back."""
+        """Return the buffer that forward writes, where prefetch fills another one."""
         return 2 * self._layer(micro_batch, subsequence, layer)
 
     def _back(self, micro_batch: int, subsequence: int, layer: int) -> int:
@@ -115,7 +116,7 @@ class Rules:
             return micro_batch
         if self._stage.ends_chunk(layer):
             return self._chunk(micro_batch, subsequence, layer)
-        return (self._first if self._leaving else self._layer)(micro_batch, subsequence, layer + 1)
+        return (self._first if self._windowed else self._layer)(micro_batch, subsequence, layer + 1)
 
     def _buffer_slot(self, micro_batch: int, subsequence: int, layer: int) -> int:
         return self._buffer_slots[micro_batch, subsequence, max(layer, 0)]
@@ -128,7 +129,7 @@ class Rules:
 
 
 class Bindings:
-    """The rules of one template's bound slots, and what they have given."""
+    """Evaluates the rules of one template's bound slots, and caches what is linear."""
 
     def __init__(self, rules: Sequence[Rule], double_buffered: frozenset[Rule], micro_batches: int) -> None:
         """``double_buffered``: the rules that are not linear in the micro-batch."""
@@ -139,14 +140,14 @@ class Bindings:
         numbers = [self._rules.index(rule) for rule in rules]
         self._of_slots: Callable[[list[int]], tuple[int, ...]] = itemgetter(*numbers) if len(numbers) > 1 else tuple
         self._lines: dict[tuple[int, int], list[tuple[int, int]]] = {}
-        """Of each rule, by subsequence and layer: the first micro-batch's buffer and how far the next one's is."""
+        """By subsequence and layer, for each rule: the first micro-batch's index, and the step to the next one's."""
 
     def indices(self, micro_batch: int, subsequence: int, layer: int) -> tuple[int, ...]:
         """Return which buffer of its family each bound slot takes."""
         lines = self._lines.get((subsequence, layer))
         if lines is None:
             lines = self._lines[subsequence, layer] = [self._line(rule, subsequence, layer) for rule in self._rules]
-        taken = [first + micro_batch * further for first, further in lines]
+        taken = [first + micro_batch * step for first, step in lines]
         for number, rule in self._double_buffered:
             taken[number] = rule(micro_batch, subsequence, layer)
         return self._of_slots(taken)

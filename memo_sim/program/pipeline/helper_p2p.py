@@ -1,18 +1,19 @@
-"""What a task's stages hand to each other while guests play its first rows: one message each, written on both sides.
+"""Messages between the stages that share a task: the owner stage, and the helper stages that compute its first rows.
 
-By layer, unless said otherwise (rows of the subsequence; ``helper_stage.py``, ``owner_stage.py``):
+Each message is one p2p transfer, and both of its stages have a template for it (``helper_stage.py``,
+``owner_stage.py``). There is one message for each layer; "once" marks those that are sent once for all layers:
 
-    forward    x (once)      home -> guest       its rows of the stage's input
-               params        home -> guest       the layer's parameters
-               before        home -> guest       keys and values of the subsequences before
-               kv            guest -> behind     its own keys and values: to later guests, and home
-               out (once)    guest -> home       its rows of the stage's output
-    backward   grad (once)   home -> guest       its rows of the output's gradient
-               again, kept   home -> guest       parameters, and all keys and values up to its last row
-               d_kv          behind -> guest     gradients of its keys and values from all who attend to them
-               d_kv.before   guest -> home       gradients of the keys and values of the subsequences before
-               grads         guest -> home       gradients of the layer's parameters
-               grad_in (once) guest -> home      its rows of the input's gradient
+    forward    x (once)       owner -> helper    the helper's rows of the stage's input
+               params         owner -> helper    the layer's parameters
+               before         owner -> helper    keys and values of the earlier subsequences
+               kv             helper -> later    the helper's keys and values: to later helpers and the owner
+               out (once)     helper -> owner    the helper's rows of the stage's output
+    backward   grad (once)    owner -> helper    the helper's rows of the output's gradient
+               again, kept    owner -> helper    parameters, and all keys and values up to the helper's last row
+               d_kv           later -> helper    gradients of the helper's keys and values, from all later rows
+               d_kv.before    helper -> owner    gradients of the keys and values of the earlier subsequences
+               grads          helper -> owner    gradients of the layer's parameters
+               grad_in (once) helper -> owner    the helper's rows of the input's gradient
 """
 
 from __future__ import annotations
@@ -32,26 +33,26 @@ TO_HELPER |= {"d_kv": BACKWARD}
 TO_OWNER = {"kv": FORWARD, "out": FORWARD, "d_kv.before": BACKWARD, "grads": BACKWARD, "grad_in": BACKWARD}
 
 Range = tuple[int, int]
-"""First row and how many."""
+"""First row, and number of rows."""
 
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One kind of hand-over between two stages."""
+    """One kind of p2p transfer between a helper stage and another stage of its task."""
 
     what: str
-    way: Phase
+    phase: Phase
     source: int
     target: int
 
     def name(self, stage: int) -> str:
-        """Return the name of the template that plays the side of ``stage``."""
-        return f"{self.way}.{'send' if stage == self.source else 'recv'}.{self.what}.{self.source}-{self.target}"
+        """Return the name of the template in which ``stage`` sends or receives the message."""
+        return f"{self.phase}.{'send' if stage == self.source else 'recv'}.{self.what}.{self.source}-{self.target}"
 
     def side(self, stage: int, family: Family, slot: str, rows: Range | None = None) -> TemplateBuilder:
-        """Return the side of ``stage``, which hands over or takes ``rows`` of a buffer, all of them if not said."""
+        """Return the template in which ``stage`` sends or receives ``rows`` of a buffer; by default all rows."""
         name = self.name(stage)
-        kind = TemplateKind.HELPER_BACKWARD if self.way is BACKWARD else TemplateKind.HELPER_FORWARD
+        kind = TemplateKind.HELPER_BACKWARD if self.phase is BACKWARD else TemplateKind.HELPER_FORWARD
         builder = TemplateBuilder(name, Phase.HELPER, kind, BlockKind.LAYER)
         builder.bind(family, slot=slot)
         chosen = Rows(slot, *rows) if rows else builder.all(slot)
@@ -65,7 +66,10 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """What goes between one piece's guest and the others of its task; ``shape`` is the whole subsequence's."""
+    """Messages between the helper of one portion and the other stages of its task.
+
+    ``shape`` has the sizes of the whole subsequence.
+    """
 
     shape: Shape
     task: Task
@@ -73,39 +77,39 @@ class Link:
 
     @property
     def before(self) -> Range:
-        """Rows of the carried keys that earlier subsequences have."""
+        """Rows of the KV cache that belong to earlier subsequences."""
         return 0, self.shape.start
 
     @property
     def own(self) -> Range:
-        """Its own rows of them."""
+        """Rows of the KV cache that belong to the portion."""
         return self.shape.start + self.portion.first, self.portion.tokens
 
     @property
     def known(self) -> Range:
-        """All rows up to its last."""
+        """Rows of the KV cache up to the portion's last."""
         return 0, sum(self.own)
 
     @property
     def shard(self) -> Range:
-        """Its rows of what lies between layers."""
+        """The portion's rows of tensors between layers, which sequence parallelism divides."""
         return self.shape.shard(self.portion.first), self.shape.shard(self.portion.tokens)
 
     def message(self, what: str) -> Message:
-        """Return what goes between the guest and the task's home."""
+        """Return a message between the helper and the task's owner."""
         helper, owner = self.portion.stage, self.task.stage
         if what in TO_HELPER:
             return Message(what, TO_HELPER[what], owner, helper)
         return Message(what, TO_OWNER[what], helper, owner)
 
     def exists(self, what: str) -> bool:
-        """Whether there is anything to hand over: the first subsequence has none before it."""
+        """Whether a message exists: the first subsequence has no earlier keys and values."""
         return self.shape.start > 0 or what not in ("before", "d_kv.before")
 
     def keys_to(self, later: Portion) -> Message:
-        """Return the message of its keys and values to a guest of later rows."""
+        """Return the message with the portion's keys and values to the helper of later rows."""
         return Message("kv", FORWARD, self.portion.stage, later.stage)
 
     def gradients_from(self, later: Portion) -> Message:
-        """Return the message of their gradients back from there."""
+        """Return the message with the gradients of these keys and values, from the helper of later rows."""
         return Message("d_kv", BACKWARD, later.stage, self.portion.stage)

@@ -1,16 +1,20 @@
-"""What a stage has of the rows that it plays for another: buffers, and the templates of a layer cut in two.
+"""Buffers and templates of a helper stage: rows of another stage's task that it computes, in two halves of each layer.
 
-A guest plays the first rows of another stage's task (``multiplex.py``), layer by layer beside it. What it needs comes
-ahead of use and is dead after it: the layer's parameters, and keys and values of all rows before its own. What it
-computes it keeps until backward, whatever the plan recomputes or swaps: SPPO 6.2 has adaptive offloading in the Steady
-phase and says nothing of guests' rows, which are played beside nothing that their copies could hide behind. Gradients
-of the layer's parameters go home layer by layer. A layer is played in two halves, so that a guest of several stages
-lets none of them wait:
+A helper computes the first rows of the owner stage's task (``layout/multiplex.py``), while the owner computes the
+others.
 
-      forward    norm1, qkv of all pieces | keys and values go home | attention ... of all pieces
-      backward   MLP, attention of all pieces | gradients of their keys come from home | qkv, norm1 of all pieces
+- What a layer needs is received before its use and freed after it: the layer's parameters, and keys and values of all
+  rows before the helper's.
+- What the helper computes is kept until backward, whatever the plan recomputes or swaps. SPPO 6.2 offloads in the
+  Steady phase and does not mention helpers. Copies of these rows would have no compute to hide under.
+- Gradients of the layer's parameters are sent to the owner layer by layer.
 
-What both halves touch lives between them, one buffer a layer (``between``).
+A stage may help several owners in one wave. So it computes each layer in two halves, and no owner waits for another:
+
+      forward    norm1, qkv of all portions | send keys and values to owners | attention ... of all portions
+      backward   MLP, attention of all portions | receive gradients of keys from owners | qkv, norm1 of all portions
+
+Buffers that both halves use live from one to the other, one for each layer (``between``).
 """
 
 from __future__ import annotations
@@ -41,12 +45,12 @@ _FOR_BACKWARD = (TemplateKind.BACKWARD, TemplateKind.HELPER_BACKWARD)
 
 
 class HelperStage:
-    """One piece of another stage's task on the stage that plays it."""
+    """One portion of another stage's task, on the stage that helps with it."""
 
     def __init__(
         self, decisions: Decisions, shape: Shape, task: Task, portion: Portion, *, owner: Stage, block: Block
     ) -> None:
-        """``shape``: of the whole subsequence; ``owner``: the stage whose layers they are; ``block``: one of them."""
+        """``shape``: sizes of the whole subsequence; ``owner``: the owner stage; ``block``: parameters of one layer."""
         self.task, self.portion, self.owner, self.block = task, portion, owner, block
         self.decisions = msgspec.structs.replace(
             decisions,
@@ -57,39 +61,43 @@ class HelperStage:
             mlp_chunk_tokens=0,
         )
         rows = portion.shape(shape)
-        # A guest's keys and values end with its own rows, which nothing else adds gradients to before it does.
+        # The KV cache of a helper ends with its own rows. Nothing adds gradients to these rows before it does.
         self.shape = replace(rows, kv_cache_tokens=rows.start + rows.tokens, sums=())
         played = Subsequence(task.subsequence, decisions.layout.subsequences, self.shape, self.shape, 0)
-        self.passing = SubsequenceTemplates(self.decisions, played, owner, 1, blocks={BlockKind.LAYER: block}, made={})
+        self.whole = SubsequenceTemplates(self.decisions, played, owner, 1, blocks={BlockKind.LAYER: block}, made={})
+        """Buffers and templates of these rows' whole layers, from which the halves are made."""
         self.layers = len(owner.layers)
         self.suffix = f".s{task.subsequence}.of{owner.index}"
         self.link = Link(shape, task, portion)
         at = task.portions.index(portion)
-        self.ahead = [Link(shape, task, each) for each in task.portions[:at]]
-        """Guests of the task's earlier rows."""
-        self.behind = task.helpers[at + 1 :]
-        """Guests of its later rows; its own stage has the last."""
+        self.earlier = [Link(shape, task, each) for each in task.portions[:at]]
+        """Links of the helpers of the task's earlier rows."""
+        self.later = task.helpers[at + 1 :]
+        """Portions of the helpers of later rows; the owner has the last rows."""
         self._between: list[Family] = []
         self._held = self._hold()
         self._slots: dict[str, list[tuple[str, str]]] = {}
-        """Of every template (its plain name), the slots that an instance binds, each with its family's plain name."""
+        """By a template's plain name: the slots that an instance binds, each with its family's plain name."""
         self._kinds: dict[str, TemplateKind] = {}
-        """Of every template, by its plain name."""
+        """By a template's plain name."""
         self.templates = [self._named(*made) for made in self._made()]
 
     def families(self) -> list[Family]:
-        """Return its buffers under this role's names."""
+        """Return the buffers, under the names that they have in the program."""
         return [replace(each, name=self.name(each.name)) for each in (*self._held.values(), *self._between)]
 
     def instance(self, template: str, number: int, layer: int) -> Instance:
-        """Return a template (by its plain name, ``number`` in the role's) at a layer, counted on its own stage."""
+        """Return an instance of a template (plain name ``template``) at a layer, counted from the owner stage's first.
+
+        ``number``: the template's number in the program.
+        """
         at = self.owner.layers[layer]
         indices = tuple(self._index(template, slot, family, layer) for slot, family in self._slots[template])
         x = self.task.subsequence
         return Instance(number, f"m0/s{x}/l{at}", indices, 0, at, x, self.portion.first)
 
     def name(self, plain: str) -> str:
-        """Return the name of a template or of a family in the role."""
+        """Return the name of a template or of a family in the program."""
         return f"helper.{plain}{self.suffix}"
 
     def _index(self, template: str, slot: str, family: str, layer: int) -> int:
@@ -98,13 +106,13 @@ class HelperStage:
         return 0 if family == "stage.out" else layer + (slot in ("next_x", "grad_out"))
 
     def _hold(self) -> Families:
-        """Return the buffers that templates bind, by their plain names."""
+        """Return the buffers that templates bind, by plain name."""
         shape, layers, dtype = self.shape, self.layers, self.decisions.dtype
         kv, exchange, cache = 2 * shape.kv_width, BufferClass.EXCHANGE, BufferClass.KV_CACHE
         summed = Optimizer(self.decisions, self.block, BlockKind.LAYER, layers).grad_dtype
         rows = (shape.shard_tokens, shape.hidden)
         found = [
-            *self.passing.activations.families(),
+            *self.whole.activations.families(),
             Family(PARAMS, BufferClass.GATHERED, dtype, self.block.elements, 1, 2 * layers, kind=FamilyKind.GATHERED),
             Family(GRADS, exchange, summed, self.block.elements, 1, layers, kind=FamilyKind.WHOLE_GRADS),
             Family("stage.out", BufferClass.PIPELINE, dtype, *rows, kind=FamilyKind.STAGE_BOUNDARY),
@@ -112,19 +120,19 @@ class HelperStage:
             Family(KV, cache, dtype, shape.kv_cache_tokens, kv, 2 * layers, kind=FamilyKind.PER_LAYER),
             Family(D_KV, cache, dtype, shape.kv_cache_tokens, kv, layers, kind=FamilyKind.PER_LAYER),
         ]
-        later = [self.owner.index, *(portion.stage for portion in self.behind)]
-        for stage in later:  # the home sends sums, the others what one kernel has written
+        senders = [self.owner.index, *(portion.stage for portion in self.later)]
+        for stage in senders:  # the owner sends sums, helpers send what one kernel has written
             terms = SUM_DTYPE if stage == self.owner.index else dtype
             name, later_gradients = f"{BEHIND}.{stage}", FamilyKind.LATER_GRADIENTS
             found.append(Family(name, exchange, terms, shape.tokens, kv, layers, kind=later_gradients))
         return {family.name: family for family in found}
 
     def _made(self) -> Iterator[Bound]:
-        """Yield its templates under plain names."""
+        """Yield the templates, under plain names."""
         found = self._held
         seen = {"params.layer": found[PARAMS], "grads.layer": found[GRADS]}
-        for template, slots in self.passing.layers(found, seen):
-            plain = template.name.removesuffix(self.passing.suffix)
+        for template, slots in self.whole.layers(found, seen):
+            plain = template.name.removesuffix(self.whole.suffix)
             yield from self._halves(replace(template, name=plain), slots)
         builder = TemplateBuilder("layer.bwd.zero", Phase.BACKWARD, TemplateKind.CLEAR, BlockKind.LAYER)
         builder.bind(found[GRADS], slot="grads")
@@ -134,7 +142,7 @@ class HelperStage:
             yield each.build(), each.bound_slots
 
     def _messages(self) -> Iterator[TemplateBuilder]:
-        """Yield its side of everything that is handed over."""
+        """Yield the templates that send or receive messages."""
         mine, link, found = self.portion.stage, self.link, self._held
         sides: dict[str, tuple[str, str, Range | None]] = {
             "x": ("skeletal.x", "x", None),
@@ -154,16 +162,16 @@ class HelperStage:
             if link.exists(what):
                 family, slot, rows = sides[what]
                 yield link.message(what).side(mine, found[family], slot, rows)
-        for earlier in self.ahead:
+        for earlier in self.earlier:
             yield earlier.keys_to(self.portion).side(mine, found[KV], KV, earlier.own)
             yield earlier.gradients_from(self.portion).side(mine, found[D_KV], D_KV, earlier.own)
-        for later in self.behind:
+        for later in self.later:
             yield link.keys_to(later).side(mine, found[KV], KV, link.own)
             yield link.gradients_from(later).side(mine, found[f"{BEHIND}.{later.stage}"], "d_kv")
 
     def _halves(self, template: Template, slots: list[str]) -> Iterator[Bound]:
-        """Yield a layer's two halves; what lives inside the layer and both touch is shared between them."""
-        way, at = (BACKWARD if template.kind is TemplateKind.BACKWARD else FORWARD), template.cut
+        """Yield a layer's two halves; buffers of the layer that both halves use are shared between them."""
+        phase, at = (BACKWARD if template.kind is TemplateKind.BACKWARD else FORWARD), template.cut
         parts = template.instructions[:at], template.instructions[at:]
         first, second = ({operand.slot for each in part for operand in each.operands} for part in parts)
         own = {family.name: family for family in template.own}
@@ -171,8 +179,8 @@ class HelperStage:
         shared = {}
         for number in sorted((first & second) - set(bound)):
             family = own[template.slots[number]]
-            shared[number] = replace(family, name=f"{BETWEEN}.{way}.{family.name}", count=self.layers)
-        if template.name != "layer.fwd.out":  # which shares the buffers of the forwards before it
+            shared[number] = replace(family, name=f"{BETWEEN}.{phase}.{family.name}", count=self.layers)
+        if template.name != "layer.fwd.out":  # it shares the buffers of layer.fwd
             self._between += shared.values()
         for which, part, touched in zip(HALVES, parts, (first, second), strict=True):
             kept = sorted(touched)
@@ -190,7 +198,7 @@ class HelperStage:
             )
 
     def _named(self, template: Template, slots: list[str]) -> Template:
-        """Return a template with this role's names."""
+        """Return a template with the names that it has in the program."""
         own = {family.name for family in template.own}
         plain = [name for name in template.slots if name not in own]
         self._kinds[template.name] = template.kind

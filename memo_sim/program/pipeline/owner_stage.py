@@ -1,4 +1,4 @@
-"""The owner's side of a task whose first rows helper stages compute: what it sends to them, receives, and adds.
+"""The owner's side of a task whose first rows helper stages compute: sends, receives, and sums.
 
 The owner computes its own rows like any subsequence's, with more keys before them (``subsequence_templates.py``). It
 receives the helpers' rows into the buffers between stages and into the KV cache. Gradients that helpers computed arrive
@@ -22,7 +22,7 @@ from memo_sim.program.pipeline.helper_p2p import TO_HELPER, TO_OWNER, Link, Rang
 
 
 class OwnerStage:
-    """One task that guests play rows of, on the stage whose layers they are."""
+    """One task whose first rows helpers compute, on the stage that has the layers."""
 
     def __init__(self, decisions: Decisions, shape: Shape, task: Task, stage: Stage) -> None:
         """``shape``: of the whole subsequence."""
@@ -32,31 +32,31 @@ class OwnerStage:
 
     @property
     def suffix(self) -> str:
-        """Ends the names of what is this task's own."""
+        """Suffix of the names of this task's buffers and templates."""
         return f".s{self.task.subsequence}"
 
     def name(self, template: str) -> str:
-        """Return a template's name in the role."""
+        """Return a template's name in the program."""
         return f"helper.{template}{self.suffix}"
 
     def families(self, grads: Family) -> list[Family]:
-        """Return the buffers in which gradients arrive; ``grads``: those of the layers' parameters."""
+        """Return the buffers that receive gradients; ``grads``: the family of the layers' parameter gradients."""
         found, count, dtype = [], len(self.stage.layers), self.decisions.dtype
         for link in self.links:
             stage = link.portion.stage
-            name, kind = self._aside("grads", stage), FamilyKind.PER_LAYER
+            name, kind = self._received("grads", stage), FamilyKind.PER_LAYER
             found.append(Family(name, BufferClass.EXCHANGE, grads.dtype, grads.tokens, 1, count, kind=kind))
             if link.exists("d_kv.before"):
                 rows, width = self.shape.start, 2 * self.shape.kv_width
-                name = self._aside("d_kv", stage)
+                name = self._received("d_kv", stage)
                 found.append(Family(name, BufferClass.EXCHANGE, dtype, rows, width, count, kind=kind))
         return found
 
-    def _aside(self, what: str, stage: int) -> str:
+    def _received(self, what: str, stage: int) -> str:
         return f"helper.{what}.{stage}{self.suffix}"
 
     def templates(self, found: Families) -> Iterator[TemplateBuilder]:
-        """Yield its side of everything that is handed over, and the sums."""
+        """Yield the templates that send or receive messages, and those that add received gradients."""
         out = "head.x" if self.stage.last else "stage.out"
         for link in self.links:
             stage, ((_, own),) = link.portion.stage, sums_of(self.shape, *link.own)
@@ -70,8 +70,8 @@ class OwnerStage:
                 "again": ("params.layer", "params", None),
                 "kept": (KV, KV, link.known),
                 "d_kv": (own.slot, own.slot, (own.first, own.tokens)),
-                "d_kv.before": (self._aside("d_kv", stage), "aside", None),
-                "grads": (self._aside("grads", stage), "aside", None),
+                "d_kv.before": (self._received("d_kv", stage), "aside", None),
+                "grads": (self._received("grads", stage), "aside", None),
                 "grad_in": ("grad.x", "grad_in", link.shard),
             }
             for what in (*TO_HELPER, *TO_OWNER):
@@ -81,17 +81,17 @@ class OwnerStage:
             yield self._sums(link, found)
 
     def _sums(self, link: Link, found: Families) -> TemplateBuilder:
-        """Return the template that adds what a guest has computed, of earlier keys run by run."""
+        """Return the template that adds one helper's gradients: of earlier keys (run by run), and of parameters."""
         stage = link.portion.stage
         builder = TemplateBuilder(f"bwd.add.{stage}", Phase.HELPER, TemplateKind.SUM, BlockKind.LAYER)
         before = sums_of(self.shape, *link.before) if link.exists("d_kv.before") else []
         for run, (first, rows) in enumerate(before):
             builder.bind(found[rows.slot], slot=rows.slot)
             if not run:
-                builder.bind(found[self._aside("d_kv", stage)], slot="aside.d_kv")
+                builder.bind(found[self._received("d_kv", stage)], slot="aside.d_kv")
             part = Rows("aside.d_kv", first, rows.tokens)
             add(builder, self.decisions, f"d_kv.add.{stage}{f'.k{run}' if len(before) > 1 else ''}", part, rows)
         builder.bind(found["grads.layer"], slot="grads")
-        builder.bind(found[self._aside("grads", stage)], slot="aside.grads")
+        builder.bind(found[self._received("grads", stage)], slot="aside.grads")
         add(builder, self.decisions, f"grads.add.{stage}", builder.all("aside.grads"), builder.all("grads"))
         return builder

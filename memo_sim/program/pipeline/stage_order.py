@@ -3,8 +3,8 @@
     step/*/gather, step/*/zero | passes: [embed] layers forward (+ offload) [head] | layers backward (+ prefetch)
     [embed backward] | step/*/reduce | step/*/norm | step/*/update
 
-Transfers between stages stand around the passes (``stage_p2p.py``). In a multiplexed pipeline the passes follow each
-other in waves (``wave_order.py``).
+P2p transfers between stages are placed around the passes (``stage_p2p.py``). In a multiplexed pipeline the passes are
+placed in waves (``wave_order.py``).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class StageOrder:
     def __init__(self, parts: StageParts, templates: StageTemplates, buffer_slots: dict[Key, int]) -> None:
         self.instances: list[Instance] = []
         self.first_instances: list[int] = []
-        """Number of the first instance of every pass."""
+        """By pass: the number of its first instance."""
         self._parts, self._templates, self._stage = parts, templates, parts.stage
         self._layer_passes = layer_passes(parts)
         order = [each for passed in self._layer_passes for each in passed]
@@ -47,7 +47,7 @@ class StageOrder:
         self._rounding = bool(buffer_slots)
         self._around = parts.sharding.around(order)
         self._played = 0
-        """Layer passes that are placed."""
+        """Number of layer passes placed so far."""
 
     def place(self) -> None:
         """Place the whole step."""
@@ -60,7 +60,7 @@ class StageOrder:
         self._place_passes()
         self._place_reductions(blocks)
         for kind, place, layer in blocks:
-            if kind is not BlockKind.EMBED or self._stage.first:  # what two stages hold is counted once
+            if kind is not BlockKind.EMBED or self._stage.first:  # a tied embedding is on two stages, and counts once
                 self._place(f"{kind}.norm", place, 0, layer)
         if "totals" in templates:
             self._place("totals", "step/totals", 0)
@@ -68,15 +68,15 @@ class StageOrder:
             self._place(f"{kind}.update", place, 0, layer)
 
     def begin(self, each: Pass) -> None:
-        """Begin a pass: with what was received, gathered or copied."""
+        """Begin a pass with the gathers and copies of its received input."""
         self.first_instances.append(len(self.instances))
         for transfer in self._parts.subsequences[each.subsequence].p2p.entered(each):
             self.place_transfer(transfer)
 
     def play_layer_pass(self, each: LayerPass, then: Callable[[], None] | None = None) -> None:
-        """Place one layer's forward or backward, with the model's ends and the copies around it.
+        """Place one layer's forward or backward, with embedding or head and the copies around it.
 
-        ``then`` is called between the layer and the end of the model that follows it.
+        ``then`` is called between the layer and the head (forward) or the embedding (backward) that follows it.
         """
         swapped = each.key in self._swaps.swapped
         (self._backward if each.backward else self._forward)(each, swapped, then)
@@ -103,8 +103,8 @@ class StageOrder:
     def _swap_schedule(self, order: list[LayerPass], buffer_slots: dict[Key, int]) -> SwapSchedule:
         """Return which activations are copied to the host and back, and where in the order."""
         parts = self._parts
-        if parts.subsequences[0].activations.leaving:
-            swapping = {n for n, each in enumerate(parts.subsequences) if each.activations.travels}
+        if parts.subsequences[0].activations.windowed:
+            swapping = {n for n, each in enumerate(parts.subsequences) if each.activations.swaps_rows}
             return window_schedule(self._layer_passes, parts.decisions.offload_window, swapping)
         return swap_schedule(order, buffer_slots) if buffer_slots else SwapSchedule(frozenset(), {})
 
@@ -117,8 +117,8 @@ class StageOrder:
     def _place_passes(self) -> None:
         parts = self._parts
         if parts.decisions.layout.multiplexed:
-            overlaps, count = parts.decisions.layout.overlap_p2p, len(parts.subsequences)
-            WaveOrder(self, self._stage, count, owners=parts.owners, helpers=parts.helpers, ahead=overlaps).place()
+            overlap, count = parts.decisions.layout.overlap_p2p, len(parts.subsequences)
+            WaveOrder(self, self._stage, count, owners=parts.owners, helpers=parts.helpers, overlap=overlap).place()
             return
         self._place_transfers(-1)
         for number, (each, layer_passes) in enumerate(zip(parts.passes, self._layer_passes, strict=True)):
@@ -141,7 +141,8 @@ class StageOrder:
         for kind, place, layer in reversed(blocks):
             if f"{kind}.prepare" in templates:
                 self._place(f"{kind}.prepare", place, 0, layer)
-        # The first block's gradients are complete last: in this order none leaves before the last backward has ended.
+        # The gradients of the first block are complete last. In this order no reduction starts before the last backward
+        # has ended.
         for kind, place, layer in blocks:
             late = kind not in self._parts.sharding.reduced_early or (kind is BlockKind.EMBED and tied)
             if f"{kind}.reduce" in templates and late:
@@ -176,14 +177,14 @@ class StageOrder:
             self._use("embed.bwd", f"{at}/embed", each, -1, backward=True)
 
     def _first_row(self, subsequence: int) -> int:
-        """Return the subsequence's row that this stage's layers begin with; helper stages play those before."""
+        """Return the first row of the subsequence that this stage computes; helper stages compute the rows before."""
         own = self._parts.subsequences[subsequence].own
         return own.first if own else 0
 
     def _use(
         self, template: str, place: str, each: LayerPass, layer: int, *, backward: bool = False, first: int = 0
     ) -> None:
-        """Place what needs parameters or makes gradients, with what gathers and scatters them around it."""
+        """Place a template that uses parameters or makes gradients, with ZeRO's gathers and scatters around it."""
         before, after = self._around.get((place, backward), NOTHING)
         self._place_all(before)
         suffix = self._parts.subsequences[each.subsequence].suffix
@@ -204,7 +205,7 @@ class StageOrder:
     ) -> None:
         """Add an instance; ``layer`` is local: -1 for the embedding, the number of the stage's layers for the head.
 
-        ``first``: the subsequence's row that its buffers begin with.
+        ``first``: the row of the subsequence that its buffers begin with.
         """
         number, layers = self._templates.number(template), self._stage.layers
         indices = self._templates.indices(number, micro_batch, subsequence, layer)

@@ -1,18 +1,18 @@
-"""What a pipeline stage hands to its neighbours: outputs to the next, gradients of its inputs to the one before.
+"""P2p transfers between neighbouring pipeline stages: outputs to the next, input gradients to the previous.
 
-A hand-over is one instruction on each side: ``send`` on the sender's lane of sends, ``receive`` on the receiver's lane
-of receives, with equal work; it is played when both have come to it. Each lane is a queue in program order, so where
-they stand decides what they overlap with:
+A transfer is one instruction on each stage, with equal work: a send on the sender's lane of sends, and a receive on the
+receiver's lane of receives. It starts when both lanes have reached it. Each lane runs in program order, so the position
+of a transfer decides what it overlaps with:
 
-    overlapped      receives stand before the pass that precedes theirs, sends behind the pass that follows theirs
-    not overlapped  receives stand right before their pass, sends right behind it: the stage waits for both
+    overlapped      a receive is placed one pass earlier than its pass, and a send one pass later than its pass
+    not overlapped  a receive is placed right before its pass, and a send right after it: the stage waits for both
 
       overlapped, stage 0 of 1F1B      receive   [grad 0 .....]           [grad 1 ....]
                                        compute   F1      F2   B0          F3  B1
                                        send        [out 1]  [out 2]           [out 3]
 
-An eager framework's tensor-parallel ranks without sequence parallelism, which hold whole tensors alike, each hand over
-their part, and gather the whole where it arrives (Megatron-LM's scatter and gather, Narayanan et al. 2021, 4.1).
+Tensor-parallel ranks of an eager framework without sequence parallelism hold equal whole tensors. Each of them sends
+only its part, and the receivers gather the whole (Megatron-LM's scatter and gather, Narayanan et al. 2021, 4.1).
 
 A stage's input is received into the first layer's input buffer. Where that is a rounding buffer, other layers still use
 it, so the input is received into a buffer of its own and copied. The same holds for a task whose first rows helpers
@@ -37,7 +37,7 @@ from memo_sim.program.layout.stage import Stage
 
 @dataclass(frozen=True, slots=True)
 class StageTransfer:
-    """A template of this module to be played for a micro-batch's subsequence, at a layer (local number)."""
+    """A template of this module, with the micro-batch, subsequence and layer (local number) to place it for."""
 
     template: str
     micro_batch: int
@@ -47,24 +47,24 @@ class StageTransfer:
 
 @dataclass(frozen=True)
 class StageP2P:
-    """The hand-overs of one stage: the buffers and templates of one subsequence, and the order of all of them."""
+    """The p2p transfers of one stage: buffers and templates of one subsequence, and the order of all transfers."""
 
     decisions: Decisions
     shape: Shape
     stage: Stage
     micro_batches: int
     enters: bool
-    """Whether inputs are copied: layers' own lie in rounding buffers, or hold the last rows alone."""
+    """Whether received inputs are copied: a layer's input lies in a rounding buffer, or has only the owner's rows."""
     first: int = 0
-    """Rows of an input that others play; those behind them are copied."""
+    """Number of rows of an input that helpers compute; only the rows after them are copied."""
 
     @property
     def ahead(self) -> int:
-        """Passes between a receive and its pass, and between a pass and its send."""
+        """Number of passes between a receive and its pass, and between a pass and its send."""
         return int(self.decisions.layout.overlap_p2p)
 
     def families(self) -> list[Family]:
-        """Return the buffers of what comes in and goes out, one for each micro-batch and chunk."""
+        """Return the buffers of inputs and outputs, one for each micro-batch and chunk."""
         if self.stage.stages == 1:
             return []
         shape, count = self.shape, self.micro_batches * self.stage.chunks
@@ -83,23 +83,23 @@ class StageP2P:
         ]
 
     def templates(self, families: Families) -> list[TemplateBuilder]:
-        """Return one template for each way to hand over, and the copy of an input into its rounding buffer."""
+        """Return one template for each kind of transfer, and the copy of an input into the first layer's buffer."""
         if self.stage.stages == 1:
             return []
         before, after = (self.stage.index - 1) % self.stage.stages, (self.stage.index + 1) % self.stage.stages
         incoming = ("stage.x", "stage.x") if self.enters else ("skeletal.x", "x")
         found = [
-            self._moved("recv.x", families[incoming[0]], incoming[1], before),
-            self._moved("send.x", families["stage.out"], "stage.out", after),
-            self._moved("recv.grad", families["grad.x"], "grad_out", after),
-            self._moved("send.grad", families["grad.x"], "grad_in", before),
+            self._transfer("recv.x", families[incoming[0]], incoming[1], before),
+            self._transfer("send.x", families["stage.out"], "stage.out", after),
+            self._transfer("recv.grad", families["grad.x"], "grad_out", after),
+            self._transfer("send.grad", families["grad.x"], "grad_in", before),
         ]
         if self._parts > 1:
-            found.append(self._gathered("gather.x", families[incoming[0]], incoming[1]))
-            found.append(self._gathered("gather.grad", families["grad.x"], "grad_out"))
+            found.append(self._gather("gather.x", families[incoming[0]], incoming[1]))
+            found.append(self._gather("gather.grad", families["grad.x"], "grad_out"))
         return [*found, self._enter(families)] if self.enters else found
 
-    def _moved(self, name: str, family: Family, slot: str, peer: int) -> TemplateBuilder:
+    def _transfer(self, name: str, family: Family, slot: str, peer: int) -> TemplateBuilder:
         builder = TemplateBuilder(f"stage.{name}", Phase.P2P, TemplateKind.TRANSFER)
         builder.bind(family, slot=slot)
         me, parts = self.stage.index, self._parts
@@ -111,7 +111,7 @@ class StageP2P:
         builder.emit(name, "recv", Lane.RECV, PointToPoint(size, peer, me), recv=writes(part))
         return builder
 
-    def _gathered(self, name: str, family: Family, slot: str) -> TemplateBuilder:
+    def _gather(self, name: str, family: Family, slot: str) -> TemplateBuilder:
         builder = TemplateBuilder(f"stage.{name}", Phase.P2P, TemplateKind.TRANSFER)
         builder.bind(family, slot=slot)
         part = Rows(slot, 0, family.tokens // self._parts)
@@ -122,7 +122,7 @@ class StageP2P:
 
     @property
     def _parts(self) -> int:
-        """Parts that a hand-over is divided into."""
+        """Number of parts of a tensor; each tensor-parallel rank sends one."""
         whole = self.decisions.memory_policy == "eager" and not self.shape.gathered
         return self.shape.tp if whole and self.shape.tokens % self.shape.tp == 0 else 1
 
@@ -143,7 +143,7 @@ class StageP2P:
         return builder
 
     def behind(self, passes: list[Pass], number: int) -> Iterator[StageTransfer]:
-        """Yield what stands behind a pass (-1: before the first), receives first: they must not wait for the sends."""
+        """Yield the transfers after a pass (-1: before the first); receives come first and never wait for sends."""
         for wanted in range(0 if number < 0 else number + 1 + self.ahead, number + 2 + self.ahead):
             yield from self._received(passes, wanted)
         last = number if number == len(passes) - 1 else number - self.ahead
@@ -151,9 +151,9 @@ class StageP2P:
             yield from self._sent(passes, made)
 
     def entered(self, each: Pass) -> Iterator[StageTransfer]:
-        """Yield what a pass begins with: the gathering of what was received, its copy into the rounding buffer.
+        """Yield what a pass begins with: the gather of a received tensor, and its copy into the first layer's buffer.
 
-        Neither stands beside its receive: the lane of collectives must not wait there for what comes a pass later.
+        They are not placed right after the receive, which may be a pass earlier: the collective lane would wait there.
         """
         layers = self.stage.chunk(each.chunk)
         forward = each.kind is Kind.FORWARD and self.stage.source(each.chunk) is not None

@@ -1,4 +1,4 @@
-"""What one pipeline stage consists of: parameter blocks, subsequences, tasks shared with other stages, optimizers."""
+"""The parts of a pipeline stage: parameter blocks, subsequences, tasks shared with other stages, optimizers."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ class StageParts:
     stage: Stage
     micro_batches: int
     passes: list[Pass]
-    """Of the stage's schedule, in order."""
+    """The stage's schedule, in order."""
     blocks: dict[BlockKind, Block]
     subsequences: list[SubsequenceTemplates]
     owners: dict[int, OwnerStage]
     """By subsequence, the stage's own tasks whose first rows helper stages compute."""
     helpers: list[HelperStage]
-    """Rows of other stages' tasks that this stage computes."""
+    """Portions of other stages' tasks that this stage computes."""
     optimizers: dict[BlockKind, Optimizer]
     sharding: Sharding
 
@@ -46,7 +46,7 @@ class StageParts:
 
 
 def parts_of(decisions: Decisions, shape: Shape, stage: Stage, micro_batches: int, made: Made) -> StageParts:
-    """Return the parts of a stage; ``made``: layer templates that stages share, as far as they are written."""
+    """Return the parts of a stage; ``made``: the layer templates that stages share, as far as they are written."""
     blocks = _blocks(decisions, stage)
     tasks, subsequences, stages = cut_tasks(decisions), subsequences_of(decisions, shape), stages_of(decisions)
     mine = {x: task for (x, at), task in tasks.items() if at == stage.index}

@@ -1,7 +1,7 @@
 """The program of one pipeline stage: its families, its templates, and its instances in the order of its schedule.
 
-A pipeline stage has the embedding or the head only at the model's ends. With tied embeddings both ends hold the token
-embedding, and sum its gradient between them. Every subsequence has its own buffers and templates
+The first stage has the embedding, the last one the head. With tied embeddings both hold the token embedding, and they
+sum its gradient between them. Every subsequence has its own buffers and templates
 (``subsequence_templates.py``), whose names end in ``.s0``, ``.s1`` ...
 """
 

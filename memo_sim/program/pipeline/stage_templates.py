@@ -1,7 +1,7 @@
 """The templates of one pipeline stage, by name, and which buffers their instances bind.
 
-Order of the templates: layers of every subsequence, optimizer, sharding, sums over ranks, the model's ends, transfers
-between stages, and what helper stages play. The order is part of a program's hash.
+Order of the templates: layers of every subsequence, optimizer, sharding, sums over ranks, embedding and head, transfers
+between stages, templates of owners and helpers. The order is part of a program's hash.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class StageTemplates:
         self._bindings: dict[int, Bindings] = {}
         """By the template's number; helper stages bind their templates' buffers themselves."""
         self._parts, self._families = parts, families
-        leaving = parts.subsequences[0].activations.leaving
-        self._rules = Rules(parts.stage, parts.sharding, buffer_slots, leaving=leaving)
+        windowed = parts.subsequences[0].activations.windowed
+        self._rules = Rules(parts.stage, parts.sharding, buffer_slots, windowed=windowed)
         self._add_all()
 
     def __contains__(self, name: str) -> bool:
@@ -84,7 +84,7 @@ class StageTemplates:
         return number
 
     def _add(self, template: Template | None, slots: list[str] | None = None) -> None:
-        """Add a template; ``slots``: names of the slots that instances bind, where they are not their families'."""
+        """Add a template; ``slots``: names of the slots that instances bind, if not their families' names."""
         if template is None:
             return
         number = self._append(template)

@@ -30,7 +30,7 @@ from memo_sim.program.pipeline.stage_p2p import StageP2P
 Bound = tuple[Template, list[str]]
 """A template, and the names of the slots that an instance binds."""
 Made = dict[str, Bound]
-"""By name, the templates that every stage of one lowering has alike."""
+"""By name: layer templates that are the same on every stage of one lowering."""
 
 
 class SubsequenceTemplates:
@@ -47,15 +47,15 @@ class SubsequenceTemplates:
         made: Made,
         own: Portion | None = None,
     ) -> None:
-        """``own``: the rows that the stage plays itself, where others play those before (``helper_stage.py``)."""
+        """``own``: the rows that the stage computes itself, when helpers compute those before (``helper_stage.py``)."""
         self.decisions = decisions
         self.subsequence = subsequence
         self.shape = subsequence.shape
         self.own = own
         self.rows = own.shape(self.shape) if own else self.shape
-        """Sizes of the rows that the layers play."""
+        """Sizes of the rows that the layers compute."""
         self.first = self.shape.shard(own.first) if own else 0
-        """The first of them, where what lies between stages holds all rows."""
+        """The first of these rows in buffers between stages, which hold all rows."""
         self.stage = stage
         self.micro_batches = micro_batches
         self.blocks = blocks
@@ -67,18 +67,18 @@ class SubsequenceTemplates:
         self.deferred = DeferredWeightGradients(decisions, self.rows, self.activations)
 
     def _played(self, own: Portion) -> Subsequence:
-        """Return the subsequence of the rows that the stage plays itself."""
+        """Return the subsequence with only the rows that the stage computes itself."""
         tokens, granule = self.shape.tokens, self.decisions.swap_granule
         swapped = swapped_by_owner(self.subsequence.swapped, tokens, own, granule)
         return replace(self.subsequence, shape=self.rows, swapped=swapped)
 
     @property
     def suffix(self) -> str:
-        """Ends the names of what is this subsequence's own."""
+        """Suffix of the names of this subsequence's buffers and templates."""
         return self.subsequence.suffix
 
     def boundaries(self) -> list[Family]:
-        """Return what lies between the layers: the head's input, and every layer's input gradient."""
+        """Return the buffers between layers: the head's input, and every layer's input gradient."""
         shape, dtype, m = self.shape, self.decisions.dtype, self.micro_batches
         rows, found = (shape.shard_tokens, shape.hidden), []
         if self.stage.last:
@@ -88,11 +88,11 @@ class SubsequenceTemplates:
         return found
 
     def families(self) -> list[Family]:
-        """Return what its layers keep, hand over and leave for weight gradients."""
+        """Return the buffers of activations, of p2p transfers, and of deferred weight gradients."""
         return [f for each in (self.activations, self.p2p, self.deferred) for f in each.families()]
 
     def layers(self, families: Families, seen: Families) -> Iterator[Bound]:
-        """Yield the templates of its layers; ``seen``: the families with whole parameters and gradients."""
+        """Yield the templates of layers; ``seen``: ``families``, with whole parameters and gradients for shards."""
 
         def forward(name: str, out: str) -> TemplateBuilder:
             builder, writer = self._layer(name, TemplateKind.FORWARD, families, seen)
@@ -109,14 +109,14 @@ class SubsequenceTemplates:
         if self.activations.resident_differs:
             name, kind = "layer.bwd.resident", TemplateKind.BACKWARD_RESIDENT
             yield self._once(name, lambda: self._backward(name, kind, families, seen))
-        if self.deferred.apart:
-            yield self._once("layer.wgrad", lambda: self._weights(families, seen))
+        if self.deferred.applies:
+            yield self._once("layer.wgrad", lambda: self._weight_gradients(families, seen))
         if self.activations.copied_out:
             yield self._once("layer.offload", lambda: self.activations.offload(families))
             yield self._once("layer.prefetch", lambda: self.activations.prefetch(families, whole[0]))
 
     def _once(self, name: str, make: Callable[[], TemplateBuilder]) -> Bound:
-        """Return a template of layers, written when the first stage asks for it."""
+        """Return a layer template; the first stage that asks for it writes it."""
         name += self.suffix
         if name not in self.made:
             self.made[name] = self._named(make())
@@ -126,7 +126,7 @@ class SubsequenceTemplates:
         return replace(builder.build(), name=builder.name + self.suffix), builder.bound_slots
 
     def ends(self, seen: Families) -> Iterator[Bound]:
-        """Yield the templates of the model's ends that the stage has."""
+        """Yield the templates of embedding and head, if the stage has them."""
         if self.stage.first:
             entered = {**seen, "skeletal.x": seen["stage.x"]} if self.own else seen
             for end in (embed_forward, embed_backward):
@@ -154,7 +154,7 @@ class SubsequenceTemplates:
         builder.bind(seen["params.layer"], slot="params")
         if gradients:
             builder.bind(seen["grads.layer"], slot="grads")
-            if self.deferred.apart:
+            if self.deferred.applies:
                 self.deferred.bind(builder, families)
         self.activations.bind(builder, families)
         prefix_attention.bind(builder, families, self.rows, gradients=gradients)
@@ -162,7 +162,7 @@ class SubsequenceTemplates:
         return builder, writer(builder, self.decisions, self.rows, self.blocks[BlockKind.LAYER])
 
     def _backward(self, name: str, kind: TemplateKind, families: Families, seen: Families) -> TemplateBuilder:
-        """Return a backward; of activations that never left the device, nothing has to be rebuilt token by token."""
+        """Return a layer's backward; the one for activations that never left the device recomputes no token."""
         builder, writer = self._layer(name, kind, families, seen)
         for slot in ("grad_out", "grad_in"):
             builder.bind(families["grad.x"], slot=slot, first=self.first)
@@ -173,13 +173,13 @@ class SubsequenceTemplates:
             blocks = self.activations.row_blocks
             writer.recompute(self.activations.recomputed, len(blocks) - 1, whole=False)
         builder.phase = Phase.BACKWARD
-        writer.defers_wgrad = self.deferred.apart
+        writer.defers_wgrad = self.deferred.applies
         writer.backward("grad_out", "grad_in")
-        if self.deferred.apart:
+        if self.deferred.applies:
             self.deferred.keep(builder)
         return builder
 
-    def _weights(self, families: Families, seen: Families) -> TemplateBuilder:
+    def _weight_gradients(self, families: Families, seen: Families) -> TemplateBuilder:
         builder = TemplateBuilder("layer.wgrad", Phase.WGRAD, TemplateKind.WGRAD, BlockKind.LAYER)
         builder.bind(seen["grads.layer"], slot="grads")
         self.deferred.bind_inputs(builder, families)

@@ -1,11 +1,11 @@
-"""The templates of layers that plans have alike, kept from one lowering to the next.
+"""Cache of layer templates, shared by plans.
 
-A sequence in a hundred parts has as many forwards and backwards of its own, and writing those is most of a lowering. A
-search lowers the same parts again and again: as a few layers and as all of them, on so many stages, in one window and
-in another. What a layer's template does not see is left out of the key; everything else that a plan decides is in it,
-also what has yet to be invented.
+A sequence of a hundred subsequences has a hundred forwards and backwards, and writing these is most of a lowering. A
+search lowers the same subsequences many times: with a few layers and with all, with several numbers of stages, with
+several offload windows. The key is the plan without the fields that no layer template reads. New fields enter the key
+automatically.
 
-      N 64, pp 4, window 1   written     N 64, pp 8, window 4   taken     N 64, a part of each row kept   written
+      N 64, pp 4, window 1   written     N 64, pp 8, window 4   cached     N 64, half the rows kept   written
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from collections import OrderedDict
 
 from msgspec.structs import replace
 
-from memo_sim.contract.plan import Decisions
+from memo_sim.contract.plan import Decisions, Schedule
 from memo_sim.program.pipeline.subsequence_templates import Made
 
 MOST_TEMPLATES = 4096
-"""Kept in all, some 30 KiB each; the plan that was asked for longest ago goes first."""
+"""Maximum number of cached templates, of about 30 KiB each; the least recently used plan is dropped first."""
 _kept: OrderedDict[Decisions, Made] = OrderedDict()
 
 
 def cached_templates(decisions: Decisions) -> Made:
-    """Return the layers' templates that were written for such a plan, to be added to.
+    """Return the layer templates that were written for plans like this one; the caller adds to them.
 
-    A whole sequence has few, which are not kept.
+    Without subsequences there are few templates, and they are not cached.
     """
     if decisions.layout.subsequences == 1:
         return {}
@@ -38,22 +38,22 @@ def cached_templates(decisions: Decisions) -> Made:
 
 
 def forget() -> None:
-    """Write all templates anew from now on."""
+    """Empty the cache."""
     _kept.clear()
 
 
 def _seen_by_layers(decisions: Decisions) -> Decisions:
-    """Return the plan without what layers do not see.
+    """Return the plan with defaults in the fields that no layer template reads.
 
-    That is how many there are, of how many stages and micro-batches, in which order they are played, and for how long
-    rows leave. Where weight gradients are computed apart, backward is another.
+    These are the numbers of layers, stages and micro-batches, the schedule, and the size of the offload window.
+    Zero-bubble schedules stay in the key, because backward then leaves weight gradients to the W pass.
     """
     layout, model = decisions.layout, decisions.model
-    apart = layout.pp > 1 and layout.schedule == "zero-bubble"
+    schedule: Schedule = "zero-bubble" if layout.pp > 1 and layout.schedule == "zero-bubble" else "1f1b"
     return replace(
         decisions,
         model=replace(model, layers=1),
-        layout=replace(layout, pp=1, schedule="zero-bubble" if apart else "1f1b", virtual_stages=1, overlap_p2p=True),
+        layout=replace(layout, pp=1, schedule=schedule, virtual_stages=1, overlap_p2p=True),
         global_batch=decisions.micro_batch * layout.dp,
         offload_window=min(1, decisions.offload_window),
     )

@@ -1,19 +1,19 @@
-"""The order of a multiplexed stage's instances: wave by wave, with its guests' pieces in the waves that it has no task.
+"""The order of a multiplexed stage's instances: wave by wave; in waves without an own task, the stage is a helper.
 
-Hand-overs between stages come in one order on all of them (wave, layer, task), whichever stages they join, so that no
-two wait for each other in a circle:
+P2p transfers have the same order on all stages (wave, layer, task), so that no stages deadlock:
 
-    outputs of the wave before | guests' rows | layer by layer: what the next layer needs, keys and values of this one |
-    rows that come home
+    outputs of the wave before | helpers' input rows | for each layer: what the next layer needs, this layer's keys and
+    values | helpers' output rows
 
-A receive stands where its buffer may be born, a send where its buffer may die: behind the last kernel that reads the
-same buffer, since memory is handed out in program order. When each starts follows from its operands alone.
+Memory is allocated in program order. So a receive is placed where its buffer may be allocated, and a send where its
+buffer may be freed: after the last kernel that reads that buffer. Positions do not delay transfers: each one starts as
+soon as its lane is free and its operands are ready.
 
       wave 0    stage 0   receive             kv l0                    kv l1  out
                           compute       F l0.....................  F l1..............
                           send          x params l0 params l1
                 stage 1   receive       x params l0 params l1
-                          compute       first l0 | second l0 | first l1 | second l1
+                          compute       l0, half 1 | half 2 | l1, half 1 | half 2
                           send                     kv l0                  kv l1     out
 """
 
@@ -31,33 +31,33 @@ from memo_sim.program.pipeline.helper_stage import HALVES, HelperStage
 from memo_sim.program.pipeline.owner_stage import OwnerStage
 from memo_sim.program.pipeline.stage_p2p import StageTransfer
 
-_AHEAD = {False: ("again", "kept"), True: ("again",)}
-"""What goes to guests ahead of a layer's backward; whether keys end there.
+_BEFORE_BACKWARD = {False: ("again", "kept"), True: ("again",)}
+"""Messages to helpers one layer before its backward; the key tells whether the task has the first subsequence.
 
-Nothing reads the first subsequence's keys behind its own backward, so their last send stands there.
+Keys of the first subsequence are not read after its own backward, so they are sent last there, to free their buffer.
 """
 
 
-class Places(Protocol):
-    """What places instances of a role, in the order in which it is asked to."""
+class Placer(Protocol):
+    """Places the instances of a stage, in the order of the calls."""
 
     def begin(self, each: Pass) -> None:
-        """Begin a pass: with what was received, gathered or copied."""
+        """Begin a pass with the gathers and copies of its received input."""
 
     def play_layer_pass(self, layer_pass: LayerPass, then: Callable[[], None] | None = None) -> None:
-        """Place one layer's forward or backward, with the model's ends and the copies around it.
+        """Place one layer's forward or backward, with embedding or head and the copies around it.
 
-        ``then`` is called between the layer and the end of the model that follows it.
+        ``then`` is called between the layer and the head (forward) or the embedding (backward) that follows it.
         """
 
-    def place_transfer(self, handed: StageTransfer) -> None:
-        """Place a hand-over between neighbours."""
+    def place_transfer(self, transfer: StageTransfer) -> None:
+        """Place a p2p transfer between neighbouring stages."""
 
     def at_owner(self, template: str, layer: int, subsequence: int) -> None:
         """Place a template of ``OwnerStage`` at a layer (local number)."""
 
     def as_helper(self, helper: HelperStage, template: str, layer: int) -> None:
-        """Place a template of ``HelperStage`` at a layer (local number)."""
+        """Place a template of ``HelperStage`` at a layer, numbered on the owner stage."""
 
 
 class WaveOrder:
@@ -65,21 +65,21 @@ class WaveOrder:
 
     def __init__(
         self,
-        places: Places,
+        placer: Placer,
         stage: Stage,
         subsequences: int,
         *,
         owners: dict[int, OwnerStage],
         helpers: list[HelperStage],
-        ahead: bool,
+        overlap: bool,
     ) -> None:
-        """``owners``: its tasks that others play rows of, by subsequence; ``helpers``: what it plays of others' tasks.
+        """``owners``: by subsequence, the stage's tasks that have helpers. ``helpers``: its portions of others' tasks.
 
-        ``ahead``: whether receives stand a pass ahead, and sends behind the following pass (``stage_p2p.py``).
+        ``overlap``: whether receives are placed a pass earlier, and sends a pass later (``stage_p2p.py``).
         """
-        self.places, self.stage, self.count, self.owners, self.ahead = places, stage, subsequences, owners, ahead
+        self.placer, self.stage, self.count, self.owners, self.overlap = placer, stage, subsequences, owners, overlap
         self.helpers: dict[int, list[HelperStage]] = {}
-        """By wave, in the order of their stages."""
+        """By wave, in the order of owner stages."""
         for helper in sorted(helpers, key=lambda each: each.owner.index):
             self.helpers.setdefault(helper.task.subsequence + helper.owner.index, []).append(helper)
         self._unsent: list[StageTransfer] = []
@@ -91,66 +91,66 @@ class WaveOrder:
         waves = list(range(self.count + self.stage.stages - 1))
         steps = [(Kind.FORWARD, wave) for wave in waves] + [(Kind.BACKWARD, wave) for wave in reversed(waves)]
         for (kind, wave), (next_kind, next_wave) in zip(steps, [*steps[1:], (Kind.BACKWARD, -1)], strict=True):
-            following = self._own(next_kind, next_wave)
-            own = self._own(kind, wave)
+            following = self._own_pass(next_kind, next_wave)
+            own = self._own_pass(kind, wave)
             if own is None:
                 self._send()
                 self._helper_wave(kind, self.helpers.get(wave, []), following)
             elif owner := self.owners.get(own.subsequence):
                 self._receive(own)
                 (self._owner_forward if kind is Kind.FORWARD else self._owner_backward)(owner, own, following)
-                self._leave(own)
+                self._queue_send(own)
             else:
-                self._whole(own, following)
+                self._play_whole(own, following)
         self._send()
 
-    def _own(self, kind: Kind, wave: int) -> Pass | None:
+    def _own_pass(self, kind: Kind, wave: int) -> Pass | None:
         """Return the stage's own pass in a wave."""
         x = wave - self.stage.index
         return Pass(kind, 0, 0, x) if 0 <= x < self.count else None
 
-    def _whole(self, own: Pass, following: Pass | None) -> None:
+    def _play_whole(self, own: Pass, following: Pass | None) -> None:
         self._receive(own)
-        if self.ahead:
+        if self.overlap:
             self._receive(following)
-        self.places.begin(own)
+        self.placer.begin(own)
         for layer_pass in layer_passes_of(own, self._layers):
-            self.places.play_layer_pass(layer_pass)
+            self.placer.play_layer_pass(layer_pass)
         self._send()
-        self._leave(own)
+        self._queue_send(own)
 
     def _receive(self, each: Pass | None) -> None:
-        """Place the receive of a pass's input where that was not done ahead."""
+        """Place the receive of a pass's input, if it is not placed yet."""
         if each is None or each in self._received:
             return
         self._received.add(each)
         forward = each.kind is Kind.FORWARD
         if (self.stage.source(0) if forward else self.stage.target(0)) is not None:
             what, layer = ("x", self._layers[0]) if forward else ("grad", self._layers[-1])
-            self.places.place_transfer(StageTransfer(f"stage.recv.{what}", 0, layer, each.subsequence))
+            self.placer.place_transfer(StageTransfer(f"stage.recv.{what}", 0, layer, each.subsequence))
 
-    def _leave(self, each: Pass) -> None:
-        """Note that a pass's output is to be sent; at once where nothing stands behind the following pass."""
+    def _queue_send(self, each: Pass) -> None:
+        """Queue the send of a pass's output; it is placed at once when transfers do not overlap."""
         forward = each.kind is Kind.FORWARD
         if (self.stage.target(0) if forward else self.stage.source(0)) is not None:
             what, layer = ("x", self._layers[-1]) if forward else ("grad", self._layers[0])
             self._unsent.append(StageTransfer(f"stage.send.{what}", 0, layer, each.subsequence))
-        if not self.ahead:
+        if not self.overlap:
             self._send()
 
     def _send(self) -> None:
-        for handed in self._unsent:
-            self.places.place_transfer(handed)
+        for transfer in self._unsent:
+            self.placer.place_transfer(transfer)
         self._unsent.clear()
 
     def _owner_forward(self, owner: OwnerStage, own: Pass, following: Pass | None) -> None:
         first, last = self._layers[0], self._layers[-1]
-        self.places.begin(own)
+        self.placer.begin(own)
         for layer in self._layers:
             self._exchange(owner, layer, "kv")
             layer_pass = LayerPass(0, layer, False, own.subsequence)
-            self.places.play_layer_pass(
-                layer_pass, partial(self._complete, owner, layer, "out", following) if layer == last else None
+            self.placer.play_layer_pass(
+                layer_pass, partial(self._receive_outputs, owner, layer, "out", following) if layer == last else None
             )
             if layer == first:
                 self._send()
@@ -162,42 +162,42 @@ class WaveOrder:
     def _owner_backward(self, owner: OwnerStage, own: Pass, following: Pass | None) -> None:
         first, last = self._layers[0], self._layers[-1]
         ends = own.subsequence == 0
-        self.places.begin(own)
+        self.placer.begin(own)
         for layer in reversed(self._layers):
             layer_pass = LayerPass(0, layer, True, own.subsequence)
-            then = partial(self._complete, owner, layer, "grad_in", following) if layer == first else None
-            self.places.play_layer_pass(layer_pass, then)
+            then = partial(self._receive_outputs, owner, layer, "grad_in", following) if layer == first else None
+            self.placer.play_layer_pass(layer_pass, then)
             if layer == last:
                 self._send()
                 self._exchange(owner, layer, "grad")
-                self._exchange(owner, layer, *_AHEAD[ends])
+                self._exchange(owner, layer, *_BEFORE_BACKWARD[ends])
             else:
                 self._add(owner, layer + 1)
             if ends:
                 self._exchange(owner, layer, "kept")
             if layer != first:
-                self._exchange(owner, layer - 1, *_AHEAD[ends])
+                self._exchange(owner, layer - 1, *_BEFORE_BACKWARD[ends])
             self._exchange(owner, layer, "d_kv")
             self._exchange(owner, layer, "d_kv.before", "grads")
         self._add(owner, first)
 
-    def _complete(self, owner: OwnerStage, layer: int, what: str, following: Pass | None) -> None:
-        """Take guests' rows of what a task hands on, behind the kernel that writes the stage's own; then look ahead."""
+    def _receive_outputs(self, owner: OwnerStage, layer: int, what: str, following: Pass | None) -> None:
+        """Place the receives of the helpers' output rows, after the owner's kernel, and of the next pass's input."""
         self._exchange(owner, layer, what)
-        if self.ahead:
+        if self.overlap:
             self._receive(following)
 
-    def _exchange(self, owner: OwnerStage, layer: int, *whats: str) -> None:
-        """Place a home's side of messages with all of its guests."""
+    def _exchange(self, owner: OwnerStage, layer: int, *messages: str) -> None:
+        """Place the owner's sends or receives of messages with all its helpers."""
         for link in owner.links:
-            for what in whats:
+            for what in messages:
                 if link.exists(what):
                     template = link.message(what).name(self.stage.index)
-                    self.places.at_owner(template, layer, owner.task.subsequence)
+                    self.placer.at_owner(template, layer, owner.task.subsequence)
 
     def _add(self, owner: OwnerStage, layer: int) -> None:
         for link in owner.links:
-            self.places.at_owner(f"bwd.add.{link.portion.stage}", layer, owner.task.subsequence)
+            self.placer.at_owner(f"bwd.add.{link.portion.stage}", layer, owner.task.subsequence)
 
     def _helper_wave(self, kind: Kind, helpers: list[HelperStage], following: Pass | None) -> None:
         if helpers:
@@ -212,13 +212,13 @@ class WaveOrder:
             if not last:
                 self._each(helpers, layer + 1, "params", "before")
             for helper in helpers:
-                for earlier in helper.ahead:
+                for earlier in helper.earlier:
                     self._message(helper, layer, earlier.keys_to(helper.portion))
-            if last and self.ahead:
+            if last and self.overlap:
                 self._receive(following)
             self._play(helpers, layer, *(f"layer.fwd{'.out' if last else ''}.{half}" for half in HALVES))
             for helper in helpers:
-                for later in helper.behind:
+                for later in helper.later:
                     self._message(helper, layer, helper.link.keys_to(later))
                 self._each([helper], layer, "kv")
         self._each(helpers, layers[-1], "out")
@@ -227,41 +227,41 @@ class WaveOrder:
         layers = range(helpers[0].layers)
         late = [helper for helper in helpers if helper.task.subsequence == 0]
         self._each(helpers, layers[-1], "grad")
-        self._needed(helpers, layers[-1])
+        self._receive_early(helpers, layers[-1])
         for layer in reversed(layers):
             self._each(late, layer, "kept")
             if layer:
-                self._needed(helpers, layer - 1)
+                self._receive_early(helpers, layer - 1)
             for helper in helpers:
                 self._each([helper], layer, "d_kv")
-                for later in reversed(helper.behind):
+                for later in reversed(helper.later):
                     self._message(helper, layer, helper.link.gradients_from(later))
-            if not layer and self.ahead:
+            if not layer and self.overlap:
                 self._receive(following)
             self._play(helpers, layer, "layer.bwd.zero", *(f"layer.bwd.{half}" for half in HALVES))
             for helper in helpers:
-                for earlier in helper.ahead:
+                for earlier in helper.earlier:
                     self._message(helper, layer, earlier.gradients_from(helper.portion))
             if not layer:
                 self._each(helpers, layer, "grad_in")
             self._each(helpers, layer, "d_kv.before", "grads")
 
-    def _needed(self, helpers: list[HelperStage], layer: int) -> None:
-        """Place what guests take ahead of a layer's backward."""
+    def _receive_early(self, helpers: list[HelperStage], layer: int) -> None:
+        """Place the helpers' receives for a layer's backward that come one layer early."""
         for helper in helpers:
-            self._each([helper], layer, *_AHEAD[helper.task.subsequence == 0])
+            self._each([helper], layer, *_BEFORE_BACKWARD[helper.task.subsequence == 0])
 
     def _play(self, helpers: list[HelperStage], layer: int, *templates: str) -> None:
         for template in templates:
             for helper in helpers:
-                self.places.as_helper(helper, template, layer)
+                self.placer.as_helper(helper, template, layer)
 
-    def _each(self, helpers: list[HelperStage], layer: int, *whats: str) -> None:
-        """Place the guests' sides of messages with their tasks' homes."""
+    def _each(self, helpers: list[HelperStage], layer: int, *messages: str) -> None:
+        """Place the helpers' sends or receives of messages with their owners."""
         for helper in helpers:
-            for what in whats:
+            for what in messages:
                 if helper.link.exists(what):
                     self._message(helper, layer, helper.link.message(what))
 
     def _message(self, helper: HelperStage, layer: int, message: Message) -> None:
-        self.places.as_helper(helper, message.name(self.stage.index), layer)
+        self.placer.as_helper(helper, message.name(self.stage.index), layer)

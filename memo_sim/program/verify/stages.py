@@ -37,11 +37,11 @@ def check_stages(programs: tuple[Program, ...]) -> list[str]:
 def check_deadlock(
     programs: Sequence[Program], columns: Sequence[Columns], edges: Sequence[Edges], across: Sequence[str] = ACROSS
 ) -> list[str]:
-    """Return the instructions that can never start: those that wait for each other in a circle, and their followers.
+    """Return the instructions that can never start: those in a cycle of waits, and all that wait for them.
 
-    Lanes are FIFO, ``edges`` hold, and matched calls start when all of them are ready. Times play no part: an order
-    without a circle completes, however long instructions take. ``across`` are the groups that span the programs, for
-    example ``cp`` for the ranks of a context-parallel ring.
+    Lanes are FIFO, ``edges`` hold, and matched calls start when all of them are ready. Durations do not matter: an
+    order without a cycle always completes. ``across`` are the groups that span the programs, for example ``cp`` for the
+    ranks of a context-parallel ring.
     """
     node: dict[tuple[int, int], tuple[int, int]] = {}
     for stage, number, call in _matched_calls(programs, across):
@@ -73,7 +73,7 @@ def check_deadlock(
 
 
 def check_calls(programs: tuple[Program, ...]) -> list[str]:
-    """Return every collective and exchange that the ranks of its group do not call alike."""
+    """Return every collective and exchange that differs between the ranks of its group."""
     calls = [_group_calls(p) for p in programs]
     faults = []
     for group in sorted({g for mine in calls for g in mine}):
