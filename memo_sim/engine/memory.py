@@ -25,7 +25,7 @@ from memo_sim.contract.plan import Decisions
 from memo_sim.contract.trace import MemoryCurve
 from memo_sim.contract.units import format_bytes
 from memo_sim.costs.curves import LogCurve
-from memo_sim.engine.caching import CachingMemory, caching_memory
+from memo_sim.engine.caching_allocator import CachingMemory, caching_memory
 from memo_sim.engine.playback import Playback
 from memo_sim.memory.eager_framework import WORKSPACES, eager_buffers, libraries_of, run_ahead
 from memo_sim.memory.initial_states import Beginning, beginning_of

@@ -1,4 +1,4 @@
-"""Lower bounds of a plan: step time, device memory and host memory, from a few of its layers (``passes.py``).
+"""Lower bounds of a plan: step time, device memory and host memory, from a few of its layers (``few_layers.py``).
 
 The bound of the step time uses the compute lane's work W and the time I for which compute has to wait. A lane that is
 busy for B beside compute slows compute to the rate r. Compute avoids that only by waiting as well:
@@ -22,7 +22,7 @@ from memo_sim.contract.units import DTYPE_BYTES
 from memo_sim.costs.pricing import NodeRates
 from memo_sim.engine.layers import step_s_of_few_layers
 from memo_sim.memory.eager_framework import libraries_of
-from memo_sim.planning.passes import Pass, Passes
+from memo_sim.planning.few_layers import Pass, Passes
 from memo_sim.planning.subsequences import part_prices
 from memo_sim.program.data_parallel.optimizer import Optimizer
 from memo_sim.program.ir.instruction import Lane

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from memo_sim.contract.plan import Decisions, Prediction
-from memo_sim.planning.alpha import LinearProgram
-from memo_sim.planning.passes import Passes
+from memo_sim.planning.alpha_linear_program import LinearProgram
+from memo_sim.planning.few_layers import Passes
 from memo_sim.planning.presets import Policy
 
 

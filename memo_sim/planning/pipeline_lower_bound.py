@@ -119,10 +119,10 @@ class _Kernels:
         columns, at = self._columns, self._of_p2p[number]
         accesses = self._accesses.get(int(columns.operand_buffer[at]), np.zeros(0, dtype=np.int64))
         kernels = columns.operand_instruction[accesses]
-        apart = kernels < number if before else kernels > number
+        on_side = kernels < number if before else kernels > number
         begins_early = columns.operand_first[accesses] < columns.operand_end[at]
         ends_late = columns.operand_end[accesses] > columns.operand_first[at]
-        chosen: Flags = apart & begins_early & ends_late
+        chosen: Flags = on_side & begins_early & ends_late
         return kernels[chosen], columns.operand_mode[accesses[chosen]]
 
 

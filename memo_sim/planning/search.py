@@ -27,12 +27,12 @@ from memo_sim.contract.errors import Infeasible
 from memo_sim.contract.plan import Decisions, Layout, Prediction
 from memo_sim.contract.progress import Progress
 from memo_sim.engine.simulate import Simulation, simulate
-from memo_sim.planning.alpha import LinearProgram, linear_program
+from memo_sim.planning.alpha_linear_program import LinearProgram, linear_program
 from memo_sim.planning.alpha_search import Grid, best_alpha, best_partial_swap
 from memo_sim.planning.bandwidth import offload_bandwidth
+from memo_sim.planning.few_layers import Passes
 from memo_sim.planning.lower_bounds import LowerBound, LowerBounds
 from memo_sim.planning.outcome import Evaluated, SearchResult, as_good, ranked_s
-from memo_sim.planning.passes import Passes
 from memo_sim.planning.pipeline_lower_bound import is_known, kept, least_step_s
 from memo_sim.planning.presets import FULL_SWAP, INPUTS_SWAPPED, INPUTS_SWAPPED_MLP_IN_BLOCKS, PARTIAL_SWAP
 from memo_sim.planning.question import Question

@@ -11,7 +11,7 @@ from memo_sim.contract.hardware import Hardware, Quantity
 from memo_sim.contract.plan import Decisions, Layout
 from memo_sim.contract.units import GIB
 from memo_sim.engine import memory as engine_memory
-from memo_sim.engine.caching import CachingMemory
+from memo_sim.engine.caching_allocator import CachingMemory
 from memo_sim.engine.simulate import ALLOCATOR, Simulation, simulate
 from memo_sim.memory.device_allocator import DeviceCall
 from memo_sim.memory.replay import DeviceStop, Iteration, Replay, replay

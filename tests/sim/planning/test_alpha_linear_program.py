@@ -10,7 +10,7 @@ import pytest
 
 from memo_sim.contract.catalog import load_model
 from memo_sim.contract.plan import Decisions, Layout, Prediction
-from memo_sim.planning.alpha import LinearProgram, linear_program
+from memo_sim.planning.alpha_linear_program import LinearProgram, linear_program
 from memo_sim.planning.alpha_search import Grid, best_alpha, best_partial_swap
 from memo_sim.program.layout.shape import shape_of
 from memo_sim.program.layout.skeletal import skeletal_tensors
