@@ -321,7 +321,7 @@ def test_planned_memory_needs_a_placement(tmp_path: Path) -> None:
     with refused(BadInput, where="plan.placement.json", got=None, hint=f"memo-sim plan-memory {path} -o "):
         run(path, RunOptions(steps=1))
     codec.write(path, msgspec.structs.replace(codec.read(path, Plan), placement_sha256=""))
-    with refused(CannotRun, where="plan.json: $.placement_sha256", hint="memory_policy caching"):
+    with refused(CannotRun, where="plan.json: $.placement_sha256", hint="--memory-policy caching"):
         run(path, RunOptions(steps=1))
 
 

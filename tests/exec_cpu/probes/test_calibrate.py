@@ -121,7 +121,7 @@ def test_a_busy_machine_is_reported_and_recorded(monkeypatch: pytest.MonkeyPatch
     found = calibrate(grid=replace(FEW, beside_s=0.01, budget_s=0.0), note=told.append)
     assert found is not None
     begins, warning = told
-    assert "load 1" in begins
+    assert "the load is 1" in begins
     assert "calibrate" in warning
     assert found.provenance["disturbed"] in warning
     assert found.provenance["load_before"].endswith(f"on {os.cpu_count()} cores")
