@@ -35,8 +35,9 @@ from memo_exec.training.weights import Held
 from memo_sim.contract import codec
 from memo_sim.contract.errors import BadInput, UsageError
 from memo_sim.contract.hardware import DtypeName
+from memo_sim.contract.knobs import States
 from memo_sim.contract.model import Model
-from memo_sim.contract.plan import Decisions, States
+from memo_sim.contract.plan import Decisions
 from memo_sim.contract.units import Tokens
 from memo_sim.program.ir.kinds import BlockKind
 

@@ -11,6 +11,16 @@ from typing import Annotated, Literal
 import msgspec
 
 from memo_sim.contract.hardware import DtypeName
+from memo_sim.contract.knobs import (
+    MOST_WINDOW,
+    CpExchange,
+    MemoryPolicy,
+    Overlap,
+    Partition,
+    Recompute,
+    Schedule,
+    States,
+)
 from memo_sim.contract.model import Model
 from memo_sim.contract.units import (
     Bytes,
@@ -24,39 +34,6 @@ from memo_sim.contract.units import (
     ZeroLevel,
 )
 
-Recompute = Literal["none", "full", "selective", "tokenwise"]
-"""What backward recomputes.
-
-- none: nothing.
-- full: the whole forward of each layer.
-- selective: only attention, from kept Q, K and V (as in Megatron-LM).
-- tokenwise: the tokens that are not swapped; attention is never recomputed (MEMO)."""
-MemoryPolicy = Literal["planned", "caching", "eager"]
-"""How device memory is allocated.
-
-- planned: one arena with planned addresses.
-- caching: PyTorch's caching allocator serves the same requests.
-- eager: that allocator under an eager framework, which requests more (an fp32 loss) and frees later
-  (``record_stream``)."""
-States = Literal["fp32", "bf16", "host"]
-"""Dtype of the optimizer's moments. host: fp32 moments and master weights, which live in host memory."""
-CpExchange = Literal["ring", "all_gather", "rsa"]
-"""How context-parallel ranks exchange keys and values.
-
-- ring: ranks pass them on hop by hop and merge partial attention results.
-- all_gather: ranks gather them all at once.
-- rsa: ring self-attention. Ranks pass on the keys, then the values, and torch's products write whole rows of scores to
-  memory instead of the attention kernel. With one rank, the scores are written to memory too."""
-Overlap = Literal["none", "gradients", "both"]
-"""Which communication of ZeRO 0 and 1 overlaps with compute.
-
-- none: gradients are reduced over replicas, and parameters gathered, after the step's last gradient.
-- gradients: each block's gradients are reduced after its last backward.
-- both: in addition, ZeRO 1 gathers parameters at the start of the next step, block by block, ahead of its forward."""
-Schedule = Literal["gpipe", "1f1b", "interleaved", "zero-bubble"]
-"""The order in which a pipeline stage plays micro-batches (``program/layout/schedule.py``)."""
-Partition = Literal["length", "flops"]
-"""How a sequence is divided into subsequences: by equal length, or by equal forward FLOPs (SPPO 4)."""
 RowwiseKernel = Literal["torch", "triton"]
 HostAllocator = Literal["exact", "power_of_two"]
 """How pinned host memory is allocated. exact: one registered slab. power_of_two: PyTorch's pinned blocks."""
@@ -182,7 +159,7 @@ class Decisions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     Otherwise backward recomputes them."""
     swapped_tokens: Tokens = 0
     subsequence_swapped_tokens: tuple[Tokens, ...] = ()
-    offload_window: Annotated[int, msgspec.Meta(ge=0, le=64)] = 0
+    offload_window: Annotated[int, msgspec.Meta(ge=0, le=MOST_WINDOW)] = 0
     """Where swapped tensors lie on the device.
 
     0: in two rounding buffers that layers use alternately (MEMO 4.1). Otherwise each subsequence has its own buffers.

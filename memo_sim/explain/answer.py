@@ -17,7 +17,7 @@ from memo_sim.explain.runner_up import label, runner_up, ties
 from memo_sim.explain.subsequences import balance, heuristic, subsequences
 from memo_sim.planning.arena import Arena
 from memo_sim.planning.outcome import Evaluated, SearchResult
-from memo_sim.planning.presets import KEEP, PARTIAL_SWAP, TOKENWISE, Policy, find_system
+from memo_sim.planning.presets import KEEP, PARTIAL_SWAP, TOKENWISE, Policy
 from memo_sim.planning.question import Question
 from memo_sim.planning.subsequences import swap_each
 from memo_sim.program.arena.library_workspaces import RESULTS
@@ -363,7 +363,7 @@ def _same_but(found: SearchResult, best: Evaluated, **changes: int) -> Evaluated
 def _fallback(question: Question, found: SearchResult) -> list[str]:
     """Say that the system used its fallback for short sequences."""
     best = found.best
-    system = find_system(question.system)
+    system = question.preset
     if best and best.policy == KEEP and KEEP in system.short_sequences:
         return [f"{system.name} falls back to keeping all activations: they fit, and no plan is faster."]
     return []

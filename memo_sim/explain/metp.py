@@ -20,8 +20,8 @@ from memo_sim.contract.plan import Layout
 from memo_sim.contract.units import counted, format_bytes, format_seconds, format_tokens
 from memo_sim.engine.simulate import Simulation
 from memo_sim.explain.runner_up import TIED
+from memo_sim.planning.contradictions import repinned
 from memo_sim.planning.outcome import Evaluated, SearchResult
-from memo_sim.planning.presets import find_system
 from memo_sim.planning.question import Question
 from memo_sim.planning.search import play, search
 from memo_sim.program.ir.instruction import Instruction, Lane
@@ -39,15 +39,14 @@ NOTHING = 0.001
 def metp(question: Question, found: SearchResult, simulation: Simulation) -> list[str]:
     """Compare METP's best plan with its rivals; return nothing where the question is not about METP."""
     pinned = question.pins.metp
-    about_it = pinned > 1 if pinned is not None else "metp" in find_system(question.system).degrees
+    about_it = pinned > 1 if pinned is not None else "metp" in question.preset.degrees
     ours = [e for e in found.ranked if e.decisions.layout.metp > 1 and e.prediction.status == "ok"]
     if not about_it or not ours:
         return []
     mine = ours[0]
     layout = mine.decisions.layout
-    asked_of = find_system(AT_THEIR_BEST if question.system in ("any", "metp") else question.system)
-    has = (*asked_of.degrees, *asked_of.pinnable)
-    theirs = replace(question, system=asked_of.name)
+    theirs = replace(question, system=AT_THEIR_BEST) if question.system in ("any", "metp") else question
+    has = (*theirs.preset.degrees, *theirs.preset.pinnable)
     rivals = {name: rival(theirs, layout, degree) for degree, name in RIVALS.items() if degree in has}
     lines = [_beside(ours, rivals)]
     fitting = {name: ranked[0] for name, ranked in rivals.items() if ranked and ranked[0].prediction.status == "ok"}
@@ -61,9 +60,8 @@ def metp(question: Question, found: SearchResult, simulation: Simulation) -> lis
 def rival(question: Question, layout: Layout, degree: str) -> list[Evaluated]:
     """Return plans that use METP's ranks for ``degree`` alone, the best first; none where that divides no model."""
     degrees: dict[str, Any] = dict.fromkeys((*RIVALS, "metp"), 1) | {degree: layout.metp}
-    pins = replace(question.pins, **degrees, pp=layout.pp, dp=layout.dp, overlap_exchanges=None, keep_norms=False)
     try:
-        return search(replace(question, pins=pins)).ranked
+        return search(repinned(question, **degrees, pp=layout.pp, dp=layout.dp)).ranked
     except Infeasible:
         return []
 

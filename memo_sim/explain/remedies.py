@@ -5,15 +5,14 @@ from __future__ import annotations
 import msgspec
 
 from memo_sim.contract.errors import Infeasible
+from memo_sim.contract.knobs import KNOBS, MOST_ZERO
 from memo_sim.contract.plan import Decisions
 from memo_sim.contract.units import format_bytes
-from memo_sim.planning.layouts import DEGREES
+from memo_sim.planning.layouts import WITHIN_A_STAGE
 from memo_sim.planning.outcome import Evaluated
 from memo_sim.planning.question import Question
 from memo_sim.planning.search import play
 
-MOST_ZERO = 3
-"""The highest ZeRO level: it shards parameters, gradients and optimizer states."""
 WORTH_TELLING = 0.1
 """A knob that does not make the plan fit is named when it saves at least this fraction of the shortfall."""
 
@@ -21,8 +20,8 @@ WORTH_TELLING = 0.1
 def ways_out(question: Question, nearest: Evaluated) -> list[str]:
     """Return the options that would help the plan nearest to fitting, given the memory that is short and the pins."""
     pins = question.pins
-    names = ("alpha", "recompute", *DEGREES, "zero")
-    pinned = [f"--{name}" for name in names if getattr(pins, name) is not None]
+    names = ("alpha", "recompute", *WITHIN_A_STAGE, "zero")
+    pinned = [KNOBS[name].option for name in names if getattr(pins, name) is not None]
     ways = [f"leave {', '.join(pinned)} to the search"] if pinned else []
     if nearest.prediction.status == "host_oom":
         return [*ways, "more host memory per node", "more nodes"]
@@ -41,7 +40,7 @@ def _knobs(question: Question, decisions: Decisions) -> list[tuple[str, Decision
     smaller = {"fp32": ("bf16", "host"), "bf16": ("host",)}.get(question.states, ())
     found = [(f"--states {states}", msgspec.structs.replace(decisions, states=states)) for states in smaller]
     layout = decisions.layout
-    if layout.replicas > 1 and layout.zero < MOST_ZERO and layout.pp == 1:
+    if layout.replicas > 1 and layout.zero < MOST_ZERO:
         divided = msgspec.structs.replace(layout, zero=MOST_ZERO)
         found.append((f"--zero {MOST_ZERO}", msgspec.structs.replace(decisions, layout=divided)))
     if question.memory_policy != "planned":

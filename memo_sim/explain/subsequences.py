@@ -6,7 +6,6 @@ says a stage holds.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from math import inf
 
 import msgspec
@@ -16,6 +15,7 @@ from memo_sim.contract.plan import Layout, Prediction
 from memo_sim.contract.units import format_bytes, format_seconds, format_tokens
 from memo_sim.engine.simulate import Simulation
 from memo_sim.engine.stalls import BUBBLE
+from memo_sim.planning.contradictions import repinned
 from memo_sim.planning.outcome import Evaluated, SearchResult
 from memo_sim.planning.question import Question
 from memo_sim.planning.search import play
@@ -110,8 +110,8 @@ def _play(question: Question, found: SearchResult, choice: Choice) -> Prediction
 
     Returns None where a pinned policy excludes that offloading.
     """
-    pins = replace(question.pins, tp=choice.sp, pp=choice.pp, subsequences=choice.subsequences)
-    asked = replace(question, pins=replace(pins, multiplexed=pins.multiplexed or False))
+    shared = question.pins.multiplexed or False
+    asked = repinned(question, tp=choice.sp, pp=choice.pp, subsequences=choice.subsequences, multiplexed=shared)
     known = {e.decisions: e.prediction for e in found.ranked}
     offered = [c.base for c in candidates(asked)[0] if c.policy.hides]
     played = [known.get(base) or play(asked, base).prediction for base in offered]

@@ -28,7 +28,8 @@ from msgspec.structs import replace as replace_struct
 
 from memo_sim.contract.catalog import load_cluster, load_model
 from memo_sim.contract.figure import Figure, Line, Point
-from memo_sim.contract.plan import Decisions, Layout, MemoryPolicy, Prediction
+from memo_sim.contract.knobs import MemoryPolicy
+from memo_sim.contract.plan import Decisions, Layout, Prediction
 from memo_sim.contract.progress import Progress
 from memo_sim.contract.units import KIB, format_bytes, format_seconds, format_tokens
 from memo_sim.planning.presets import FULL_SWAP, KEEP, SEQUENCE_AWARE, Policy

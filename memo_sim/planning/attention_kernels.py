@@ -5,13 +5,13 @@ from __future__ import annotations
 import msgspec
 
 from memo_sim.contract.errors import Infeasible
-from memo_sim.contract.plan import Decisions, Kernels
+from memo_sim.contract.plan import Decisions, Kernels, Layout
 from memo_sim.planning.question import Question
 from memo_sim.program.arena.library_workspaces import beside_arena, groups_beside
 from memo_sim.program.attention.attention import longest_keys
-from memo_sim.program.attention.plain import PLAIN
 from memo_sim.program.ir.work import Attention
 from memo_sim.program.layout.attention_chunks import in_chunks
+from memo_sim.program.layout.compatibility import PLANNED_PLAIN_ATTENTION
 from memo_sim.program.layout.shape import Shape
 from memo_sim.program.operators.head_groups import fewest_head_groups
 
@@ -49,14 +49,11 @@ def attention_kernel(question: Question) -> str:
     Raises:
         Infeasible: when plain attention is asked for with a planned arena, or no kernel of the dtype was measured.
     """
-    if question.pins.attention == PLAIN and question.memory_policy == "planned":
-        raise Infeasible(
-            "plain attention has no planned arena: torch's operators allocate their results themselves",
-            where="decisions.memory_policy",
-            got="planned",
-            wanted="caching or eager (in a case file: memory_plan no)",
-        )
     if question.pins.attention:
+        base = question.decisions(Layout())
+        asked = msgspec.structs.replace(base, kernels=Kernels(attention=question.pins.attention))
+        if PLANNED_PLAIN_ATTENTION.breaks(asked):
+            raise PLANNED_PLAIN_ATTENTION.refusal(asked)
         return question.pins.attention
     fastest: dict[str, float] = {}
     for table in question.hardware.attention:

@@ -10,17 +10,25 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Literal
 
 import msgspec
 
-from memo_sim.contract.errors import Infeasible, UsageError
-from memo_sim.contract.plan import Decisions, Kernels
+from memo_sim.contract.errors import Infeasible
+from memo_sim.contract.plan import Decisions, Kernels, Layout
 from memo_sim.contract.units import DTYPE_BYTES, KIB
 from memo_sim.planning.attention_kernels import head_groups
-from memo_sim.planning.presets import Policy, find_system
-from memo_sim.planning.question import Pins, Question
+from memo_sim.planning.contradictions import check_rules
+from memo_sim.planning.presets import Policy
+from memo_sim.planning.question import Question
 from memo_sim.program.layout.attention_chunks import MOST_CHUNKS, check_attention_chunks
+from memo_sim.program.layout.compatibility import (
+    CHUNKS_UNDER_FULL_RECOMPUTE,
+    METP_WHOLE_MLP,
+    MLP_BLOCKS_UNDER_FULL_RECOMPUTE,
+    MLP_BLOCKS_UNDER_ZERO_BUBBLE,
+    Rule,
+    check_compatible,
+)
 from memo_sim.program.layout.shape import Shape, shape_of
 
 BLOCKS = 8
@@ -37,7 +45,7 @@ LEAST_CHUNKS = 4
 """Smallest number of attention chunks; with fewer, the double buffers need what chunks save (reports/sppo.md)."""
 
 
-def pinned(found: tuple[Policy, ...], pins: Pins) -> tuple[Policy, ...]:
+def pinned(found: tuple[Policy, ...], question: Question) -> tuple[Policy, ...]:
     """Return the policies that are compatible with the pinned blocks or chunks.
 
     Only full recompute has blocks. A pin of 0 means no blocks.
@@ -45,26 +53,30 @@ def pinned(found: tuple[Policy, ...], pins: Pins) -> tuple[Policy, ...]:
     Raises:
         UsageError: when no policy is left.
     """
-    found = _pinned(found, pins.mlp_chunk_tokens, "mlp", "the MLP in row blocks")
-    return _pinned(found, pins.attention_chunk_tokens, "attention", "attention in chunks")
+    rows, tokens = question.pins.mlp_chunk_tokens, question.pins.attention_chunk_tokens
+    base = question.decisions(Layout())
+    if rows is not None:
+        left = _left(found, MLP_BLOCKS_UNDER_FULL_RECOMPUTE, msgspec.structs.replace(base, mlp_chunk_tokens=rows))
+        found = tuple(dict.fromkeys(replace(p, mlp_blocks=rows > 0) for p in left))
+    if tokens is not None:
+        # A chunk that holds the whole sequence is for full recompute as well.
+        cut = msgspec.structs.replace(base, attention_chunk_tokens=min(tokens, question.seq_tokens - 1))
+        left = _left(found, CHUNKS_UNDER_FULL_RECOMPUTE, cut)
+        found = tuple(dict.fromkeys(replace(p, attention_chunks=tokens > 0) for p in left))
+    return found
 
 
-def _pinned(
-    found: tuple[Policy, ...], chunk: int | None, name: Literal["mlp", "attention"], what: str
-) -> tuple[Policy, ...]:
-    if chunk is None:
-        return found
-    full = [p for p in found if p.recompute == "full"]
-    if chunk and not full:
-        raise UsageError(
-            f"{what} needs full recompute",
-            got=f"{name} chunk {chunk} with {', '.join(p.label for p in found)}",
-            hint=f"use --recompute full, or leave --{name}-chunk out",
-        )
-    left = full if chunk else found
-    if name == "mlp":
-        return tuple(dict.fromkeys(replace(p, mlp_blocks=chunk > 0) for p in left))
-    return tuple(dict.fromkeys(replace(p, attention_chunks=chunk > 0) for p in left))
+def _left(found: Sequence[Policy], rule: Rule, cut: Decisions) -> list[Policy]:
+    """Return the policies whose recompute goes with ``cut``.
+
+    Raises:
+        UsageError: when there is none.
+    """
+    tried = [(policy, msgspec.structs.replace(cut, recompute=policy.recompute)) for policy in found]
+    left = [policy for policy, decisions in tried if not rule.breaks(decisions)]
+    if not left:
+        check_rules((rule,), tried[0][1])
+    return left
 
 
 def cut(question: Question, whole: Decisions, policy: Policy, others: Sequence[Policy]) -> Decisions | None:
@@ -87,8 +99,9 @@ def cut(question: Question, whole: Decisions, policy: Policy, others: Sequence[P
         return None
     try:
         check_attention_chunks(made)
+        check_compatible(made)
     except Infeasible:
-        if optional:
+        if policy.attention_chunks and optional:
             return None
         raise
     kernels = Kernels(attention=kernel, head_groups=head_groups(shape, made, kernel))
@@ -101,9 +114,9 @@ def _whole_mlp(question: Question, decisions: Decisions) -> bool:
     METP cuts the MLP by weights; both are combined only when the user asks for it. W passes need the inputs of the
     whole MLP.
     """
-    layout = decisions.layout
-    deferred = layout.pp > 1 and layout.schedule == "zero-bubble"
-    return deferred or (layout.metp > 1 and question.pins.mlp_chunk_tokens is None)
+    cut = msgspec.structs.replace(decisions, mlp_chunk_tokens=decisions.swap_granule)
+    unasked = question.pins.mlp_chunk_tokens is None
+    return MLP_BLOCKS_UNDER_ZERO_BUBBLE.breaks(cut) or (unasked and METP_WHOLE_MLP.breaks(cut))
 
 
 def mlp_chunk(question: Question, base: Decisions) -> int:
@@ -121,7 +134,7 @@ def mlp_chunk(question: Question, base: Decisions) -> int:
 
 def _rows_of_a_chunk(question: Question, base: Decisions) -> int:
     """Return a rank's rows of one attention chunk when the system fixes the chunk's length; else 0."""
-    own = find_system(question.system).chunk_tokens
+    own = question.preset.chunk_tokens
     return (attention_chunk(question, base) or own) // base.layout.ulysses if own else 0
 
 
@@ -136,7 +149,7 @@ def loss_chunk(question: Question, base: Decisions, shape: Shape) -> int:
     if own := _rows_of_a_chunk(question, base) // LOSS_CHUNKS_OF_A_CHUNK:
         return own if own < shape.tokens else 0
     per_token = 2 * shape.vocab * DTYPE_BYTES[base.dtype]
-    whole = base.memory_policy == "eager" or find_system(question.system).whole_loss
+    whole = base.memory_policy == "eager" or question.preset.whole_loss
     if whole or shape.tokens * per_token <= LOGIT_BYTES:
         return 0
     return 1 << (LOGIT_BYTES // per_token).bit_length() - 1
@@ -149,7 +162,7 @@ def attention_chunk(question: Question, base: Decisions) -> int:
     the whole sequence, or when chunks would save no memory and the system does not fix their length.
     """
     asked, granule = question.pins.attention_chunk_tokens, base.swap_granule * base.layout.ulysses
-    own, tokens = find_system(question.system).chunk_tokens, question.seq_tokens
+    own, tokens = question.preset.chunk_tokens, question.seq_tokens
     if asked is not None:
         return asked if asked < tokens else 0
     wanted = own or max(LEAST_CHUNK_TOKENS, -(-tokens // BLOCKS))

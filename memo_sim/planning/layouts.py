@@ -7,19 +7,19 @@ from collections.abc import Iterator
 from msgspec.structs import replace
 
 from memo_sim.contract.errors import UsageError
-from memo_sim.contract.plan import Layout, Schedule
-from memo_sim.planning.presets import find_system
+from memo_sim.contract.knobs import DEGREES, MOST_ZERO, PINNED, Part, Schedule
+from memo_sim.contract.plan import Layout
+from memo_sim.planning.contradictions import check_pins
 from memo_sim.planning.question import Question
 from memo_sim.planning.sppo import allowed
 from memo_sim.planning.subsequences import counts
-from memo_sim.program.layout.metp_limits import METP_SCHEDULES
-from memo_sim.program.layout.multiplex import MULTIPLEXED_SCHEDULES
+from memo_sim.program.layout.compatibility import METP_SCHEDULE, MOST_ZERO_OF_STAGES, MULTIPLEXING
 
 CHUNKS = (2, 4)
 """Chunks of layers a stage that the interleaved schedule is tried with."""
 
-DEGREES = ("tp", "cp", "ulysses", "metp", "dp")
-"""The degrees of a layout that can be pinned or searched."""
+WITHIN_A_STAGE = tuple(name for name in DEGREES if name != "pp")
+"""The degrees that divide the devices of a stage."""
 
 
 def layouts(question: Question) -> list[Layout]:
@@ -28,9 +28,8 @@ def layouts(question: Question) -> list[Layout]:
     Raises:
         UsageError: when the pinned degrees do not make up the cluster, or the system does not divide work that way.
     """
-    pins, system = question.pins, find_system(question.system)
-    _check_degrees(question)
-    _check_schedule(question)
+    pins, system = question.pins, question.preset
+    check_pins(question)
     found: list[Layout] = []
     solved = _solved(question)
     for pp in _degrees(pins.pp, question.cluster.devices, "pp" in system.degrees):
@@ -39,14 +38,14 @@ def layouts(question: Question) -> list[Layout]:
             degrees = {"tp": tp, "cp": cp, "ulysses": ulysses, "metp": metp, "pp": pp, "dp": dp}
             found += [
                 replace(layout, multiplexed=shared)
-                for zero in _zeros(question, devices // tp, dp, most=1 if pp > 1 else 3)
+                for zero in _zeros(question, devices // tp, dp, most=MOST_ZERO_OF_STAGES if pp > 1 else MOST_ZERO)
                 for parts in dict.fromkeys((*_subsequences(question), *solved.get((tp, pp), ())))
                 for schedule, chunks in _schedules(question, pp, metp)
                 for layout in (_layout(question, zero, parts, schedule, chunks, **degrees),)
                 for shared in _multiplexed(question, layout)
             ]
     if not found:
-        named = {name: getattr(pins, name) for name in (*DEGREES, "pp")}
+        named = {name: getattr(pins, name) for name in (*WITHIN_A_STAGE, "pp")}
         asked = ", ".join(f"{name} {degree}" for name, degree in named.items() if degree is not None)
         raise UsageError(
             "the pinned layout does not fill the cluster",
@@ -61,9 +60,9 @@ def _divided(question: Question, devices: int) -> Iterator[tuple[int, int, int, 
     """Yield tp, cp, ulysses, metp and dp whose product is ``devices``.
 
     METP divides weights as tp does and tokens as cp does: beside it neither is tried, nor Ulysses, unless pinned
-    (``program/layout/metp_limits.py``).
+    (``program/layout/compatibility.py``).
     """
-    pins, searched = question.pins, find_system(question.system).degrees
+    pins, searched = question.pins, question.preset.degrees
     for metp in _degrees(pins.metp, devices, "metp" in searched):
         alone = metp == 1
         for tp in _degrees(pins.tp, devices // metp, alone and "tp" in searched):
@@ -82,9 +81,9 @@ def _least_tp(question: Question) -> int:
     Who pins a degree is not held to it.
     """
     model, cluster = question.model, question.cluster
-    if any(getattr(question.pins, name) is not None for name in DEGREES):
+    if any(getattr(question.pins, name) is not None for name in WITHIN_A_STAGE):
         return 1
-    wanted = min(find_system(question.system).least_tp, cluster.devices_per_node)
+    wanted = min(question.preset.least_tp, cluster.devices_per_node)
     divided = (model.heads, model.kv_heads, model.ffn_hidden, cluster.devices)
     return max(d for d in range(1, wanted + 1) if all(n % d == 0 for n in divided))
 
@@ -92,29 +91,23 @@ def _least_tp(question: Question) -> int:
 def _most_tp(question: Question) -> int:
     """Return the most tensor parallelism of the system: a node's devices, where it is to stay inside."""
     cluster = question.cluster
-    inside = find_system(question.system).tp_inside_node and question.pins.tp is None
+    inside = question.preset.tp_inside_node and question.pins.tp is None
     return cluster.devices_per_node if inside else cluster.devices
 
 
 def _subsequences(question: Question) -> tuple[int, ...]:
     """Return the numbers of subsequences to try; one, unless they are asked for or the system's own."""
-    pinned, system = question.pins.subsequences, find_system(question.system)
+    pinned, system = question.pins.subsequences, question.preset
     if isinstance(pinned, int):
         return (pinned,)
     if pinned == "auto" or system.subsequences:
         return tuple(dict.fromkeys((*(() if system.subsequences else (1,)), *counts(question.seq_tokens, 1))))
-    if question.pins.partition != "flops":
-        raise UsageError(
-            "a partition is of subsequences, and there is one here",
-            got=f"partition {question.pins.partition}",
-            hint="--subsequences auto, or a number",
-        )
     return (1,)
 
 
 def _solved(question: Question) -> dict[tuple[int, int], tuple[int, ...]]:
     """Return the number of subsequences of SPPO's own choice (6.1), by its tp and pp, where numbers are searched."""
-    if not find_system(question.system).solver or isinstance(question.pins.subsequences, int):
+    if not question.preset.solver or isinstance(question.pins.subsequences, int):
         return {}
     return {(choice.sp, choice.pp): (choice.subsequences,) for choice in allowed(question)[:1]}
 
@@ -124,56 +117,15 @@ def cuts_sequences(question: Question) -> bool:
     return any(parts > 1 for parts in _subsequences(question))
 
 
-def _check_degrees(question: Question) -> None:
-    """Refuse a pinned degree that the system does not have, and a way of METP's where METP is not."""
-    system = find_system(question.system)
-    for name in DEGREES:
-        degree = getattr(question.pins, name)
-        has = name in system.degrees or name in system.pinnable
-        if degree is not None and degree > 1 and not has and system.name != "any":
-            raise UsageError(
-                f"{system.name} does not divide work that way",
-                got=f"{name} {degree}",
-                wanted=" and ".join(system.degrees),
-                hint="leave it out, or --system any",
-            )
-    given = {"overlap_exchanges": question.pins.overlap_exchanges is not None, "keep_norms": question.pins.keep_norms}
-    if "metp" not in system.degrees and (question.pins.metp or 1) == 1:
-        for name in (name for name, asked in given.items() if asked):
-            raise UsageError(
-                "overlapped exchanges and kept norms are METP's, and there is none here",
-                got=f"{name} without metp",
-                hint="--metp 2, or more ranks",
-            )
-
-
-def _check_schedule(question: Question) -> None:
-    """Refuse what only pipeline stages have where there are none, and interleaving without chunks to interleave."""
-    pins = question.pins
-    staged = pins.schedule not in (None, "1f1b") or (pins.virtual_stages or 1) > 1
-    if staged and pins.pp is None and "pp" not in find_system(question.system).degrees:
-        raise UsageError(
-            "schedules and virtual stages are of pipelines, and stages are not searched here",
-            got=f"schedule {pins.schedule or '1f1b'}, {pins.virtual_stages or 1} virtual stages, no --pp",
-            hint="--pp 2, or more stages",
-        )
-    if (pins.schedule == "interleaved") != ((pins.virtual_stages or 1) > 1):
-        raise UsageError(
-            "the interleaved schedule and virtual stages belong together",
-            got=f"schedule {pins.schedule or '1f1b'}, {pins.virtual_stages or 1} virtual stages",
-            wanted="--schedule interleaved with --virtual-stages 2 or more, or neither",
-        )
-
-
 def _zeros(question: Question, replicas: int, dp: int, *, most: int) -> tuple[int, ...]:
     """Return the levels of ZeRO to try: none of the system's where every rank holds parameters of its own.
 
-    ``replicas`` hold the same parameters of some block: METP's ranks the same embedding. Stages
-    (``program/layout/stage.py``) have ZeRO 1 at ``most``; the others' place is taken by that.
+    ``replicas`` hold the same parameters of some block: METP's ranks the same embedding. A level above ``most``, which
+    stages do not have, is replaced by it.
     """
     if question.pins.zero is not None:
         return (question.pins.zero,)
-    system = find_system(question.system)
+    system = question.preset
     shared = dp if system.zero_needs_dp else replicas
     zeros = system.zeros if shared > 1 else (0,)
     return tuple(dict.fromkeys(min(zero, most) for zero in zeros))
@@ -181,9 +133,9 @@ def _zeros(question: Question, replicas: int, dp: int, *, most: int) -> tuple[in
 
 def _schedules(question: Question, pp: int, metp: int) -> list[tuple[Schedule, int]]:
     """Return the orders of passes to try, each with its chunks a stage; one where stages or their order are pinned."""
-    pins, known = question.pins, find_system(question.system).schedules
-    if metp > 1:
-        known = tuple(schedule for schedule in known if schedule in METP_SCHEDULES)
+    pins = question.pins
+    tried = [(s, question.decisions(Layout(metp=metp, pp=pp, schedule=s))) for s in question.preset.schedules]
+    known = [schedule for schedule, decisions in tried if not METP_SCHEDULE.breaks(decisions)]
     if pp == 1 or pins.pp is not None or pins.schedule is not None:
         return [(pins.schedule or known[0], pins.virtual_stages or 1)]
     held, found = question.model.layers // pp, list[tuple[Schedule, int]]()
@@ -198,14 +150,14 @@ def _multiplexed(question: Question, layout: Layout) -> tuple[bool, ...]:
 
     Tried it is where it is the system's own, and wherever numbers are searched that are no system's own.
     """
-    pinned, cluster, system = question.pins.multiplexed, question.cluster, find_system(question.system)
+    pinned, cluster, system = question.pins.multiplexed, question.cluster, question.preset
     if pinned is not None:
         return (pinned,)
     asked = question.pins.subsequences == "auto" and not system.subsequences
-    inside = cluster.devices <= cluster.devices_per_node and 1 < layout.pp <= layout.subsequences
-    one = question.global_batch in (None, question.micro_batch * layout.dp)
-    plays = layout.schedule in MULTIPLEXED_SCHEDULES and question.memory_policy != "eager"
-    return (False, True) if (system.multiplexed or asked) and inside and one and plays else (False,)
+    if not (system.multiplexed or asked) or cluster.devices > cluster.devices_per_node:
+        return (False,)
+    shared = question.decisions(replace(layout, multiplexed=True))
+    return (False,) if any(rule.breaks(shared) for rule in MULTIPLEXING) else (False, True)
 
 
 def _layout(
@@ -223,9 +175,9 @@ def _layout(
     dp: int,
 ) -> Layout:
     pins = question.pins
-    exchange = pins.cp_exchange or find_system(question.system).cp_exchange
+    exchange = pins.cp_exchange or question.preset.cp_exchange
     # Interleaved stages that waited would wait in a circle; Megatron-LM overlaps theirs alone.
-    overlapped = schedule == "interleaved" or not find_system(question.system).waits_for_p2p
+    overlapped = schedule == "interleaved" or not question.preset.waits_for_p2p
     return Layout(
         tp=tp,
         sequence_parallel=tp > 1 if pins.sequence_parallel is None else pins.sequence_parallel and tp > 1,
@@ -254,6 +206,6 @@ def _degrees(pinned: int | None, devices: int, searched: bool) -> list[int]:
 
 def in_words(layout: Layout) -> str:
     """Return a layout's degrees in words; those that few layouts have, only where they divide."""
-    rare = ("ulysses", "metp", "pp", "subsequences")
-    names = (*DEGREES, "pp", "subsequences")
-    return " ".join(f"{n} {getattr(layout, n)}" for n in names if n not in rare or getattr(layout, n) > 1)
+    shown_above = {knob.name: part.above for knob in PINNED for part in knob.labels if isinstance(part, Part)}
+    values = {name: getattr(layout, name) for name in (*WITHIN_A_STAGE, "pp", "subsequences")}
+    return " ".join(f"{name} {value}" for name, value in values.items() if value > shown_above[name])

@@ -36,7 +36,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from memo_sim.contract.errors import UsageError, did_you_mean
-from memo_sim.contract.plan import CpExchange, Decisions, HostAllocator, MemoryPolicy, Overlap, Schedule
+from memo_sim.contract.knobs import CpExchange, MemoryPolicy, Overlap, Schedule
+from memo_sim.contract.plan import Decisions, HostAllocator
 from memo_sim.contract.units import KIB
 from memo_sim.program.layout.attention_chunks import in_chunks
 
@@ -143,6 +144,24 @@ class System:
     schedules: tuple[Schedule, ...] = ("1f1b",)
     """In which orders stages play their passes, where that is not pinned; the first alone where stages are."""
 
+    @property
+    def searched(self) -> frozenset[str]:
+        """Names of the knobs (``contract/knobs.py``) that are searched under this system unless they are pinned."""
+        policies = self.short_sequences + self.policies
+        several = {
+            "zero": len(self.zeros) > 1,
+            "subsequences": self.subsequences,
+            "schedule": len(self.schedules) > 1,
+            "virtual_stages": "interleaved" in self.schedules,
+            "multiplexed": self.multiplexed,
+            "offload_window": len(self.offload_windows) > 1,
+            "recompute": len({policy.recompute for policy in policies}) > 1,
+            "alpha": len({policy.alpha for policy in policies}) > 1 or policies[0].alpha is None,
+            "mlp_chunk_tokens": len({policy.mlp_blocks for policy in policies}) > 1,
+            "attention_chunk_tokens": len({policy.attention_chunks for policy in policies}) > 1,
+        }
+        return frozenset((*self.degrees, *(name for name, searched in several.items() if searched)))
+
 
 SYSTEMS = {
     s.name: s
@@ -151,6 +170,7 @@ SYSTEMS = {
             "any",
             "every policy this program knows, host memory as one slab of exact size",
             (KEEP, TOKENWISE, *EVERY_FULL, LEAST_MEMORY, FULL_SWAP, PARTIAL_SWAP),
+            pinnable=("ulysses", "metp"),
         ),
         System(
             "every-layout",

@@ -3,73 +3,24 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
 
 import msgspec
 
 from memo_sim.contract.cluster import Cluster
 from memo_sim.contract.hardware import DtypeName, Hardware, Quantity, Source
+from memo_sim.contract.knobs import Chosen, MemoryPolicy, Overlap, Pins
 from memo_sim.contract.model import Model
-from memo_sim.contract.plan import CpExchange, MemoryPolicy, Overlap, Partition, Recompute, Schedule, States
-from memo_sim.planning.presets import find_system
+from memo_sim.contract.plan import Decisions, Layout
+from memo_sim.planning.presets import System, find_system
+
+__all__ = ["Pins", "Question", "under_system", "with_memory"]
 
 OPTION_SOURCE = "option"
 
 
 @dataclass(frozen=True, slots=True)
-class Pins:
-    """Knobs with a fixed value; None is left to the search.
-
-    ``cp_exchange`` is not searched: ring and all_gather differ little, and rsa never wins; None: the system's own.
-    ``memory_policy`` is not searched: who plans memory wants a plan, who does not wants to know what that costs. None:
-    the system's own.
-    """
-
-    tp: int | None = None
-    sequence_parallel: bool | None = None
-    cp: int | None = None
-    cp_exchange: CpExchange | None = None
-    ulysses: int | None = None
-    metp: int | None = None
-    overlap_exchanges: bool | None = None
-    """Whether METP's ranks compute beside what they exchange; None: they do. Not searched: it never loses."""
-    keep_norms: bool = False
-    """Whether METP keeps what its norms make. Not searched: it buys 1 % of a short step with two thirds more memory."""
-    pp: int | None = None
-    schedule: Schedule | None = None
-    virtual_stages: int | None = None
-    overlap_p2p: bool | None = None
-    """Pipeline stages and how they are played; None: what the system searches, else one stage, and 1F1B where stages
-    are pinned. ``overlap_p2p`` is not searched."""
-    subsequences: int | Literal["auto"] | None = None
-    """Parts of a sequence; ``auto``: searched, as a system does whose own knob it is."""
-    partition: Partition = "flops"
-    offload_window: int | None = None
-    """Passes during which a subsequence's swapped rows leave; None: the system's own are tried, and
-    1 and 4 where numbers of subsequences are searched."""
-    multiplexed: bool | None = None
-    """Whether idle stages play rows of the fill and the drain (SPPO 6.2); None: tried where it is the system's own, or
-    numbers are searched that are no system's own, and all stages lie in one node. What guests take travels every step:
-    over a network more subsequences do better."""
-    dp: int | None = None
-    zero: int | None = None
-    alpha: float | None = None
-    recompute: Recompute | None = None
-    loss_chunk_tokens: int | None = None
-    mlp_chunk_tokens: int | None = None
-    attention_chunk_tokens: int | None = None
-    memory_policy: MemoryPolicy | None = None
-    overlap: Overlap | None = None
-    """What of ZeRO 0 and 1 runs beside compute; None: what the system does. Not searched."""
-    attention: str | None = None
-    """A kernel by name; None: the fastest that the profile measured."""
-    dtype: DtypeName | None = None
-    replay_allocator: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Question:
-    """One what-if question. ``global_batch`` and ``micro_batch`` are in sequences."""
+class Question(Chosen):
+    """One what-if question. ``global_batch`` and ``micro_batch`` (of ``Chosen``) are in sequences."""
 
     model: Model
     cluster: Cluster
@@ -77,23 +28,42 @@ class Question:
     seq_tokens: int
     system: str = "any"
     pins: Pins = field(default_factory=Pins)
-    states: States = "fp32"
-    micro_batch: int = 1
-    global_batch: int = 1
+    preset: System = field(init=False, repr=False)
+    """The system that is called ``system``, looked up here and nowhere else."""
 
     def __post_init__(self) -> None:
-        """Take the profile as the system's own kernels run on it."""
+        """Look the system up, and take the profile as the system's own kernels run on it.
+
+        Raises:
+            UsageError: when there is no such system.
+        """
+        object.__setattr__(self, "preset", find_system(self.system))
         object.__setattr__(self, "hardware", under_system(self.hardware, self.system))
+
+    def decisions(self, layout: Layout) -> Decisions:
+        """Return a plan of the question on a layout: what the question says itself, and defaults of all else."""
+        return Decisions(
+            model=self.model,
+            layout=layout,
+            seq_tokens=self.seq_tokens,
+            micro_batch=self.micro_batch,
+            global_batch=self.global_batch,
+            host_allocator=self.preset.host_allocator,
+            memory_policy=self.memory_policy,
+            states=self.states,
+            dtype=self.dtype,
+            replay_allocator=self.pins.replay_allocator,
+        )
 
     @property
     def overlap(self) -> Overlap:
         """What is pinned, or else the system's own."""
-        return self.pins.overlap or find_system(self.system).overlap
+        return self.pins.overlap or self.preset.overlap
 
     @property
     def memory_policy(self) -> MemoryPolicy:
         """What is pinned, or else the system's own."""
-        return self.pins.memory_policy or find_system(self.system).memory_policy
+        return self.pins.memory_policy or self.preset.memory_policy
 
     @property
     def dtype(self) -> DtypeName:

@@ -10,9 +10,11 @@ from dataclasses import dataclass, replace
 import msgspec
 
 from memo_sim.contract.errors import Infeasible, UsageError
-from memo_sim.contract.plan import Decisions, Kernels, Layout, Overlap
+from memo_sim.contract.knobs import Overlap
+from memo_sim.contract.plan import Decisions, Kernels, Layout
 from memo_sim.planning import blocks
 from memo_sim.planning.attention_kernels import attention_kernel
+from memo_sim.planning.contradictions import check_pins
 from memo_sim.planning.layouts import in_words, layouts
 from memo_sim.planning.presets import (
     FULL_RECOMPUTE,
@@ -22,16 +24,14 @@ from memo_sim.planning.presets import (
     SELECTIVE_RECOMPUTE,
     TOKENWISE,
     Policy,
-    find_system,
 )
 from memo_sim.planning.question import Question
 from memo_sim.planning.refusals import OF_THE_SEQUENCE, refusal
 from memo_sim.planning.rowwise_kernels import RowwiseChoice
 from memo_sim.planning.subsequences import PartPrices, hide, part_prices, swap_each, swap_fraction
-from memo_sim.program.layout.metp_limits import check_metp
+from memo_sim.program.layout.compatibility import NORMS_KEPT_UNDER_FULL_RECOMPUTE, check_compatible
 from memo_sim.program.layout.partition import partition
 from memo_sim.program.layout.rank_order import ENDS, degree
-from memo_sim.program.layout.rsa_limits import check_rsa
 from memo_sim.program.layout.shape import shape_of
 from memo_sim.program.layout.stage import stages_of
 
@@ -53,20 +53,22 @@ def policies(question: Question) -> tuple[Policy, ...]:
     """Return the policies to try: the system's, narrowed by a pinned alpha or recompute, which turn fallbacks off.
 
     With pinned MLP blocks or attention chunks, only full recompute is left.
+
+    Raises:
+        UsageError: when pins contradict each other or the system.
     """
-    return blocks.pinned(_by_recompute(question), question.pins)
+    check_pins(question)
+    return blocks.pinned(_by_recompute(question), question)
 
 
 def _by_recompute(question: Question) -> tuple[Policy, ...]:
-    system, pins = find_system(question.system), question.pins
+    system, pins = question.preset, question.pins
     if pins.recompute is None and pins.alpha is None:
         return system.short_sequences + system.policies
     if pins.alpha is not None and all(p.alpha is not None for p in system.policies):
         raise UsageError(
             f"{system.name} decides alpha itself", got=f"alpha {pins.alpha}", hint="leave --alpha or --system out"
         )
-    if pins.recompute == "selective" and pins.alpha:
-        raise UsageError("selective recompute swaps nothing", got=f"alpha {pins.alpha}", wanted="no alpha")
     # A pin replaces an alpha that the system leaves open, so it applies to the recompute mode of that policy.
     mode: str = pins.recompute or next((p.recompute for p in system.policies if p.alpha is None), TOKENWISE.recompute)
     if pins.alpha is not None:
@@ -82,7 +84,6 @@ def candidates(question: Question) -> tuple[list[Candidate], list[str]]:
     Raises:
         Infeasible: when no layout divides the model and the sequence.
     """
-    system = find_system(question.system)
     chosen, kernel = policies(question), attention_kernel(question)
     rowwise = RowwiseChoice(question.hardware)
     prices = part_prices(question.hardware, question.cluster)
@@ -91,21 +92,10 @@ def candidates(question: Question) -> tuple[list[Candidate], list[str]]:
     unswapped: list[tuple[Infeasible, str]] = []
     """Plans that are incompatible with a pinned window; they are the reason when no others are left."""
     for layout in layouts(question):
-        base = Decisions(
-            model=question.model,
-            layout=layout,
-            seq_tokens=question.seq_tokens,
-            micro_batch=question.micro_batch,
-            global_batch=question.global_batch,
-            host_allocator=system.host_allocator,
-            memory_policy=question.memory_policy,
-            states=question.states,
-            overlap=_overlap(question, layout),
-            dtype=question.dtype,
-            replay_allocator=question.pins.replay_allocator,
-            keep_norms=question.pins.keep_norms and layout.metp > 1,
-        )
+        norms, overlap = question.pins.keep_norms and layout.metp > 1, _overlap(question, layout)
+        base = msgspec.structs.replace(question.decisions(layout), keep_norms=norms, overlap=overlap)
         try:
+            check_compatible(base)
             stages_of(base)
             shape = shape_of(base)
             partition(base)
@@ -115,15 +105,14 @@ def candidates(question: Question) -> tuple[list[Candidate], list[str]]:
         chunk = blocks.loss_chunk(question, base, shape)
         complete = msgspec.structs.replace(base, loss_chunk_tokens=chunk, kernels=Kernels(attention=kernel))
         for policy in chosen:
-            if complete.keep_norms and policy.recompute == "full" and question.pins.recompute is None:
+            rebuilt = msgspec.structs.replace(complete, recompute=policy.recompute)
+            if NORMS_KEPT_UNDER_FULL_RECOMPUTE.breaks(rebuilt) and question.pins.recompute is None:
                 continue
             whole = with_alpha(complete, policy.recompute, policy.alpha or 0.0)
             try:
                 cut = blocks.cut(question, whole, policy, chosen)
                 if cut is None:
                     continue
-                check_metp(cut)
-                check_rsa(cut)
             except Infeasible as error:
                 refused.append((error, f"{in_words(layout)}: {error.what}"))
                 continue
@@ -159,7 +148,7 @@ def _offloaded(
     Raises:
         Infeasible: as ``subsequences.hide``.
     """
-    pinned, own = question.pins.offload_window, find_system(question.system).offload_windows
+    pinned, own = question.pins.offload_window, question.preset.offload_windows
     swapped = [decisions]
     if policy.hides:
         swapped, own = list(hide(question, decisions, prices)), own[:1]

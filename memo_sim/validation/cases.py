@@ -11,13 +11,14 @@ import io
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 
 from memo_sim.contract.catalog import DATA
 from memo_sim.contract.codec import decode_object, read_raw
 from memo_sim.contract.errors import BadInput, UsageError, did_you_mean
+from memo_sim.contract.knobs import Recompute, Schedule
 from memo_sim.contract.plan import Status
 from memo_sim.contract.units import Degree, Layers, SequenceTokens, Width, ZeroLevel
 from memo_sim.contract.validation import Expectation
@@ -35,6 +36,9 @@ OPTIONAL_COLUMNS = ["virtual_stages", "expected_allocation_retries"]
 """Columns that a file may leave out, because few sources report them."""
 SIZES = frozenset({"layers", "hidden", "heads", "kv_heads", "ffn", "vocab"})
 """Columns that describe a model by its sizes instead of a preset's name."""
+
+PINNED_COLUMNS = ("tp", "pp", "dp", "cp", "ulysses", "zero", "alpha", "recompute", "schedule", "virtual_stages")
+"""Columns that pin the knob of their name (``contract/knobs.py``); blank leaves it open."""
 
 COLUMN_TEXTS = {
     "case": "name of the row, unique in the file",
@@ -79,13 +83,13 @@ COLUMN_TEXTS = {
 
 _WORDS = {
     "sp": ("yes", "no"),
-    "recompute": ("none", "full", "selective", "tokenwise"),
+    "recompute": get_args(Recompute),
     "memory_plan": ("yes", "no"),
     "attention": ("flash", "plain"),
-    "schedule": ("gpipe", "1f1b", "interleaved", "zero-bubble"),
+    "schedule": get_args(Schedule),
     "overlap": ("yes", "no"),
     "precision": ("bf16", "fp16"),
-    "expected_status": ("ok", "gpu_oom", "host_oom", "invalid"),
+    "expected_status": get_args(Status),
 }
 _INTEGERS: dict[str, Any] = {
     "layers": Layers,
@@ -110,6 +114,12 @@ class CaseQuestion:
     integers: dict[str, int]
     """Model sizes, batches and layout degrees, where given."""
     alpha: float | None
+
+    @property
+    def pins(self) -> dict[str, Any]:
+        """The knobs that the row pins by name."""
+        given: dict[str, Any] = {**self.integers, **self.words, "alpha": self.alpha}
+        return {name: given[name] for name in PINNED_COLUMNS if name in given}
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,8 +16,9 @@ from memo_sim.contract.catalog import list_models, load_cluster, load_model
 from memo_sim.contract.codec import decode
 from memo_sim.contract.errors import BadInput, Infeasible, OutOfTolerance, UsageError
 from memo_sim.contract.hardware import Hardware
+from memo_sim.contract.knobs import MemoryPolicy, Overlap
 from memo_sim.contract.model import Model
-from memo_sim.contract.plan import Layout, MemoryPolicy, Overlap, Prediction
+from memo_sim.contract.plan import Layout, Prediction
 from memo_sim.contract.progress import Progress
 from memo_sim.contract.units import GIB, counted
 from memo_sim.contract.validation import CaseError, CasePrediction, CaseReport, Expectation, Validation
@@ -201,18 +202,9 @@ def _question(asked: CaseQuestion, change: Callable[[Hardware], Hardware] | None
     if overlap == "no":
         hardware = _taking_turns(hardware)
     pins = Pins(
-        tp=given.get("tp"),
+        **asked.pins,
         sequence_parallel=None if sp is None else sp == "yes",
-        cp=given.get("cp"),
-        ulysses=given.get("ulysses"),
-        pp=given.get("pp"),
-        schedule=asked.words.get("schedule"),  # type: ignore[arg-type]
-        virtual_stages=given.get("virtual_stages"),
         overlap_p2p=None if overlap is None else overlap == "yes",
-        dp=given.get("dp"),
-        zero=given.get("zero"),
-        alpha=asked.alpha,
-        recompute=asked.words.get("recompute"),  # type: ignore[arg-type]
         memory_policy=_MEMORY[asked.words.get("memory_plan", "")],
         overlap=_OVERLAP[overlap or ""],
         attention=PLAIN if asked.words.get("attention") == "plain" else None,

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from textwrap import shorten
 
+from memo_sim.contract.knobs import PINNED, Mark
 from memo_sim.contract.plan import Layout, PlanRow, Stall
 from memo_sim.contract.result import Result
 from memo_sim.contract.units import GIB, MIB, counted, format_bytes, format_seconds, format_tokens
@@ -24,22 +25,22 @@ LEAST_DIGITS, MOST_DIGITS = 3, 6
 def layout_label(layout: Layout) -> str:
     """Return a short name of a layout, such as ``tp4+sp cp2 dp1``: tp, cp and dp always, other degrees above 1.
 
+    Each knob's label is declared with it (``contract/knobs.py``).
+
     ``+ag``: context-parallel ranks all-gather keys and values; ``+rsa``: they write all scores. ``+length``: all
     subsequences have the same length. ``+mx``: idle stages compute rows of other stages in the pipeline's fill and
     drain.
     """
-    exchange = "+ag" if layout.cp > 1 and layout.cp_exchange == "all_gather" else ""
-    exchange = "+rsa" if layout.cp_exchange == "rsa" else exchange
-    parts = [f"tp{layout.tp}{'+sp' if layout.sequence_parallel else ''}", f"cp{layout.cp}{exchange}"]
-    for name in ("ulysses", "metp", "pp"):
-        degree = getattr(layout, name)
-        parts += [f"{name}{degree}"] if degree > 1 else []
-    parts.append(f"dp{layout.dp}")
-    parts += [f"zero{layout.zero}"] if layout.zero else []
-    if layout.subsequences > 1:
-        parts.append(f"n{layout.subsequences}{'+length' if layout.partition == 'length' else ''}")
-        parts[-1] += "+mx" if layout.multiplexed else ""
-    return " ".join(parts)
+    parts = dict[str, str]()
+    for knob in PINNED:
+        value: object = getattr(layout, knob.name, None)
+        for label in knob.labels:
+            if isinstance(label, Mark):
+                if value == label.value and label.of in parts and getattr(layout, label.of) >= label.least:
+                    parts[label.of] += label.text
+            elif isinstance(value, int) and value > label.above:
+                parts[knob.name] = f"{label.text}{value}"
+    return " ".join(parts.values())
 
 
 def result_table(result: Result, *, top: int | None = None) -> str:

@@ -94,7 +94,7 @@ def test_importing_memo_sim_loads_nothing_else(tmp_path: Path) -> None:
 
 
 def test_help_of_memo_sim_loads_nothing_heavy(tmp_path: Path) -> None:
-    heavy = {"matplotlib", "memo_exec", "mip", "numpy", "rich", "simpy", "torch"}
+    heavy = {"matplotlib", "memo_exec", "mip", "msgspec", "numpy", "rich", "simpy", "torch"}
     loaded = loaded_by("from memo_sim.cli import main; sys.argv = ['memo-sim', '--help']; main()", tmp_path)
     assert "memo_sim.cli" in loaded
     assert not loaded & heavy

@@ -17,7 +17,8 @@ import numpy as np
 import pytest
 
 from memo_sim.contract.catalog import list_models, load_model
-from memo_sim.contract.plan import Decisions, Layout, Recompute
+from memo_sim.contract.knobs import Recompute
+from memo_sim.contract.plan import Decisions, Layout
 from memo_sim.contract.requests import Requests
 from memo_sim.memory import mip_model
 from memo_sim.memory.bilevel import plan_bilevel

@@ -7,7 +7,8 @@ from memo_exec.distributed.own_program import rank_program
 from memo_exec.kernels import KERNELS
 from memo_exec.machine.preflight import checked_program
 from memo_sim.contract.errors import BadInput, CannotRun
-from memo_sim.contract.plan import CpExchange, Decisions, Layout, Plan
+from memo_sim.contract.knobs import CpExchange
+from memo_sim.contract.plan import Decisions, Layout, Plan
 from tests.distributed.parity import TOLERANCE, Played, play, whole_gradients
 from tests.distributed.team import Member, Team
 from tests.distributed.training import MODELS, label, parity, reference, training

@@ -9,7 +9,8 @@ import pytest
 
 from memo_sim.contract.catalog import load_model
 from memo_sim.contract.errors import BadInput
-from memo_sim.contract.plan import Decisions, Layout, Recompute
+from memo_sim.contract.knobs import Recompute
+from memo_sim.contract.plan import Decisions, Layout
 from memo_sim.contract.requests import Phase, Requests
 from memo_sim.memory.bilevel import plan_bilevel
 from memo_sim.memory.greedy import solve_greedy

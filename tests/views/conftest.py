@@ -5,8 +5,9 @@ from itertools import pairwise
 
 import pytest
 
+from memo_sim.contract.knobs import Recompute
 from memo_sim.contract.model import Model
-from memo_sim.contract.plan import Decisions, Layout, Recompute
+from memo_sim.contract.plan import Decisions, Layout
 from memo_sim.contract.trace import MemoryCurve, Spans, Trace, Wait
 from memo_sim.program.analysis.columns import expand
 from memo_sim.program.analysis.edges import derive_edges

@@ -77,6 +77,11 @@ def test_plans_without_planned_memory_show_reserved_memory_and_retries() -> None
         (Layout(), "tp1 cp1 dp1"),
         (Layout(tp=4, cp=2, sequence_parallel=True), "tp4+sp cp2 dp1"),
         (Layout(tp=8, ulysses=2, pp=4, dp=2, zero=1, subsequences=16), "tp8 cp1 ulysses2 pp4 dp2 zero1 n16"),
+        (Layout(cp=2, cp_exchange="all_gather", metp=1), "tp1 cp2+ag dp1"),
+        (Layout(cp_exchange="all_gather"), "tp1 cp1 dp1"),
+        (Layout(cp_exchange="rsa", metp=4), "tp1 cp1+rsa metp4 dp1"),
+        (Layout(pp=2, subsequences=4, partition="length", multiplexed=True), "tp1 cp1 pp2 dp1 n4+length+mx"),
+        (Layout(pp=2, partition="length", multiplexed=True), "tp1 cp1 pp2 dp1"),
     ],
 )
 def test_layout_labels(layout, label) -> None:

@@ -138,7 +138,7 @@ class ChunkedAttention:
 
     @property
     def _outputs(self) -> tuple[str, ...]:
-        """The names of attention's results that are stored on the host; without Ulysses the whole output stays on the device."""
+        """The results of attention that are stored on the host; without Ulysses the output stays on the device."""
         return ("attn", "lse") if self.shape.ulysses > 1 else ("lse",)
 
     def _tokens(self, name: str, c: int) -> int:

@@ -10,13 +10,12 @@ The causal mask saves no FLOPs: the products cover all pairs, and the fused kern
 the masked half. Dropout is included because runs without flash kernels trained with it. Megatron-LM's default rate is
 0.1, and vTrain's model has dropout as well (src/model/gpt_model.py).
 
-Plain attention has no log-sum-exp by which outputs could merge, so it refuses context parallelism. It also refuses to
-swap, because the scores would have to travel to the host.
+Plain attention has no log-sum-exp by which outputs could merge, so context parallelism is refused. Swapping is refused
+as well, because the scores would have to travel to the host (``layout/compatibility.py``).
 """
 
 from __future__ import annotations
 
-from memo_sim.contract.errors import Infeasible
 from memo_sim.contract.plan import Decisions
 from memo_sim.contract.units import DTYPE_BYTES
 from memo_sim.program.ir.builder import TemplateBuilder, accumulates, reads, writes
@@ -42,28 +41,6 @@ def kept(decisions: Decisions, shape: Shape) -> tuple[Skeletal, ...]:
     return tuple(Skeletal(name, shape.tokens, width, dtype, Fate.WHOLE) for name, dtype in scores)
 
 
-def _check(decisions: Decisions) -> None:
-    """Reject layouts that divide the scores and policies that swap them.
-
-    Raises:
-        Infeasible: with context parallelism, or when skeletal tensors are swapped.
-    """
-    if decisions.layout.cp > 1:
-        raise Infeasible(
-            "plain attention cannot be divided by context parallelism: it has no log-sum-exp to merge parts by",
-            where="layout.cp",
-            got=decisions.layout.cp,
-            wanted=1,
-        )
-    if decisions.swapped_tokens or decisions.recompute == "tokenwise":
-        raise Infeasible(
-            "plain attention's scores are not swapped",
-            where="decisions.swapped_tokens",
-            got=f"{decisions.swapped_tokens} with recompute {decisions.recompute}",
-            wanted="recompute none, selective or full, without swapping",
-        )
-
-
 class _Scores:
     """Makes the products over all heads of a micro-batch and the element-wise passes over its scores.
 
@@ -71,7 +48,6 @@ class _Scores:
     """
 
     def __init__(self, builder: TemplateBuilder, decisions: Decisions, shape: Shape) -> None:
-        _check(decisions)
         self.builder, self.shape = builder, shape
         self.dtype, self.size = decisions.dtype, DTYPE_BYTES[decisions.dtype]
         self.heads = decisions.micro_batch * shape.heads

@@ -1,4 +1,4 @@
-"""Boundaries of chunked attention (FPDT, Yao et al. 2024), and options that are incompatible with it.
+"""Boundaries of chunked attention (FPDT, Yao et al. 2024).
 
 A chunk is a run of ``attention_chunk_tokens`` tokens, divided over the ranks of Ulysses: each rank holds its share of
 every chunk. The last chunk may be shorter.
@@ -30,15 +30,15 @@ def in_chunks(decisions: Decisions) -> bool:
 
 
 def check_attention_chunks(decisions: Decisions) -> None:
-    """Reject options that are incompatible with chunked attention, and chunks that do not end at row blocks.
+    """Reject chunks that do not end at row blocks, and too many of them.
 
     Raises:
-        Infeasible: names the decision to change. Chunk sizes are checked first, then decisions that no layout changes.
+        Infeasible: with the chunks that are allowed.
     """
     if not in_chunks(decisions):
         return
-    chunk, layout, tokens = decisions.attention_chunk_tokens, decisions.layout, decisions.seq_tokens
-    granule = decisions.swap_granule * layout.ulysses
+    chunk, tokens = decisions.attention_chunk_tokens, decisions.seq_tokens
+    granule = decisions.swap_granule * decisions.layout.ulysses
     if chunk % granule or chunk * MOST_CHUNKS < tokens:
         raise Infeasible(
             f"chunks of attention have to be multiples of {granule} tokens, {MOST_CHUNKS} of them at most",
@@ -47,23 +47,3 @@ def check_attention_chunks(decisions: Decisions) -> None:
             wanted=f"a multiple of {granule}, at least {-(-tokens // MOST_CHUNKS)}",
             hint="another --attention-chunk, or leave it out",
         )
-    zero_bubble = layout.pp > 1 and layout.schedule == "zero-bubble"
-    for where, got, wanted, refused in (
-        ("model.bidirectional", "true", "a model with causal attention", decisions.model.bidirectional),
-        ("decisions.kernels.attention", "plain", "a flash kernel", decisions.kernels.attention == "plain"),
-        ("decisions.recompute", decisions.recompute, "full", decisions.recompute != "full"),
-        ("decisions.micro_batch", decisions.micro_batch, 1, decisions.micro_batch > 1),
-        ("layout.subsequences", layout.subsequences, 1, layout.subsequences > 1),
-        ("layout.schedule", layout.schedule, "1f1b, gpipe or interleaved", zero_bubble),
-        ("layout.cp_exchange", layout.cp_exchange, "ring or all_gather", layout.cp_exchange == "rsa"),
-        ("layout.cp", layout.cp, 1, layout.cp > 1),
-        ("layout.metp", layout.metp, 1, layout.metp > 1),
-    ):
-        if refused:
-            raise Infeasible(
-                f"{where.rpartition('.')[2]} {got} has no lowering with attention in chunks",
-                where=where,
-                got=f"{got} with chunks of {chunk} tokens",
-                wanted=wanted,
-                hint="leave --attention-chunk out; tp, ulysses, dp, pp and ZeRO go with it, under full recompute",
-            )

@@ -24,13 +24,9 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from math import sqrt
 
-from memo_sim.contract.errors import Infeasible
-from memo_sim.contract.plan import Decisions, Schedule
+from memo_sim.contract.plan import Decisions
 from memo_sim.program.layout.partition import earlier_tokens, partition
 from memo_sim.program.layout.shape import Shape
-
-MULTIPLEXED_SCHEDULES: tuple[Schedule, ...] = ("gpipe", "1f1b")
-"""Schedules whose bubble is not filled by virtual stages or deferred weight gradients."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,38 +59,6 @@ class Task:
     def helpers(self) -> tuple[Portion, ...]:
         """The rows that helper stages compute."""
         return self.portions[:-1]
-
-
-def check(decisions: Decisions) -> None:
-    """Reject layouts that cannot be multiplexed.
-
-    Raises:
-        Infeasible: with one stage, fewer subsequences than stages, several micro-batches, a schedule other than gpipe
-            or 1f1b, or the memory policy of an eager framework.
-    """
-    layout, batches, policy = decisions.layout, decisions.micro_batches, decisions.memory_policy
-    rules: tuple[tuple[bool, str, str, object, str], ...] = (
-        (layout.pp > 1, "one stage has none to play rows for it", "layout.pp", layout.pp, "several stages"),
-        (
-            layout.subsequences >= layout.pp,
-            "fewer subsequences than stages never fill the pipeline that is to be multiplexed",
-            "layout.subsequences",
-            layout.subsequences,
-            f"at least {layout.pp}",
-        ),
-        (batches == 1, "one micro-batch alone can be multiplexed", "global_batch", f"{batches} of them", "one"),
-        (
-            layout.schedule in MULTIPLEXED_SCHEDULES,
-            "chunks and weight gradients apart fill the bubble that would be multiplexed",
-            "layout.schedule",
-            layout.schedule,
-            "gpipe or 1f1b",
-        ),
-        (policy != "eager", "no eager framework multiplexes", "memory_policy", policy, "planned or caching"),
-    )
-    for fine, message, where, got, want in rules:
-        if not fine:
-            raise Infeasible(message, where=where, got=got, wanted=want, hint="--no-multiplexed")
 
 
 def cut_tasks(decisions: Decisions) -> dict[tuple[int, int], Task]:

@@ -9,9 +9,8 @@ from memo_sim.contract.errors import BadInput, Infeasible
 from memo_sim.contract.plan import Decisions
 from memo_sim.contract.units import MOST_TOKENS
 from memo_sim.program.layout.attention_chunks import check_attention_chunks
-from memo_sim.program.layout.metp_limits import check_metp
+from memo_sim.program.layout.compatibility import check_compatible
 from memo_sim.program.layout.partition import PRICE_AGAIN
-from memo_sim.program.layout.rsa_limits import check_rsa
 
 MOST_LOSS_CHUNKS = 2**16
 MOST_MLP_CHUNKS = 2**10
@@ -85,15 +84,13 @@ def shape_of(decisions: Decisions, *, cp_rank: int | None = None) -> Shape:
     """Return the per-rank sizes of ``decisions`` on the representative context-parallel rank, or on ``cp_rank``.
 
     Raises:
-        Infeasible: when the layout does not divide the model or the sequence, or combines incompatible options.
+        Infeasible: when the layout does not divide the model or the sequence, or combines incompatible options
+            (``compatibility.py``).
         BadInput: when swapped tokens end inside a row block. No search writes such a plan; only an edited file has it.
     """
     model, layout = decisions.model, decisions.layout
-    check_metp(decisions)
-    check_rsa(decisions)
+    check_compatible(decisions)
     check_attention_chunks(decisions)
-    _check_bidirectional(decisions)
-    _check_subsequences(decisions)
     for what in ("heads", "kv_heads"):
         _degree_divides(what, getattr(model, what), "tp", layout.tp)
         _degree_divides(what, getattr(model, what), "tp x ulysses", layout.tp * layout.ulysses)
@@ -138,70 +135,6 @@ def shape_of(decisions: Decisions, *, cp_rank: int | None = None) -> Shape:
     )
 
 
-def _check_bidirectional(decisions: Decisions) -> None:
-    """Reject forms of attention that need a causal mask: all-gather, subsequences and plain attention."""
-    if not decisions.model.bidirectional:
-        return
-    layout = decisions.layout
-    for where, got, refused in (
-        ("layout.cp_exchange", layout.cp_exchange, layout.cp > 1 and layout.cp_exchange == "all_gather"),
-        ("layout.subsequences", layout.subsequences, layout.subsequences > 1),
-        ("decisions.kernels.attention", "plain", decisions.kernels.attention == "plain"),
-    ):
-        if refused:
-            raise Infeasible(
-                f"{where.rpartition('.')[2]} {got} has no lowering without a causal mask",
-                where=where,
-                got=f"{got} with a bidirectional model",
-                wanted="a ring of whole sequences, or one rank, and a flash kernel",
-                hint="a model with causal attention, or tp, cp (ring), Ulysses, METP, dp and pp of whole sequences",
-            )
-
-
-def _check_subsequences(decisions: Decisions) -> None:
-    """Reject options that are incompatible with subsequences: these divide one whole sequence of a rank or tp group."""
-    layout, count = decisions.layout, decisions.layout.subsequences
-    swaps = decisions.swapped_tokens > 0 or decisions.recompute == "tokenwise"
-    if decisions.offload_window and (count == 1 or not swaps):
-        raise Infeasible(
-            "an offload window is for subsequences that are swapped",
-            where="decisions.offload_window",
-            got=f"{decisions.offload_window} with {count} subsequences, {decisions.swapped_tokens} tokens swapped",
-            wanted=0,
-            hint="--subsequences 8 and an --alpha above 0, or leave --offload-window out",
-        )
-    if count == 1:
-        return
-    for name, got in (
-        ("micro_batch", decisions.micro_batch),
-        ("layout.cp", layout.cp),
-        ("layout.ulysses", layout.ulysses),
-    ):
-        if got != 1:
-            raise Infeasible(
-                "subsequences divide one whole sequence",
-                where=name,
-                got=f"{got} with {count} subsequences",
-                wanted=1,
-                hint="tp, pp and dp go with --subsequences",
-            )
-    if decisions.kernels.attention == "plain":
-        raise Infeasible(
-            "plain attention has no log-sum-exp to merge earlier keys by",
-            where="decisions.kernels.attention",
-            got=f"plain with {count} subsequences",
-            wanted="a flash kernel",
-        )
-    if decisions.recompute == "selective":
-        raise Infeasible(
-            "selective recompute is not written for subsequences",
-            where="decisions.recompute",
-            got=f"selective with {count} subsequences",
-            wanted="none, full or tokenwise",
-            hint="--recompute full rebuilds attention too",
-        )
-
-
 def _check_swapped(decisions: Decisions, tokens: int) -> None:
     swapped, granule = decisions.swapped_tokens, decisions.swap_granule
     several = decisions.layout.subsequences > 1  # ``partition.py`` checks the row blocks of each subsequence
@@ -213,22 +146,11 @@ def _check_swapped(decisions: Decisions, tokens: int) -> None:
             wanted=f"a multiple of {granule} up to {tokens}, or {tokens}",
             hint=PRICE_AGAIN,
         )
-    if swapped and decisions.recompute == "selective":
-        raise Infeasible("selective recompute swaps nothing", where="decisions.swapped_tokens", got=swapped, wanted=0)
 
 
 def _check_mlp_blocks(decisions: Decisions, tokens: int) -> None:
     chunk, granule = decisions.mlp_chunk_tokens, decisions.swap_granule
-    if not chunk:
-        return
-    if decisions.recompute != "full":
-        raise Infeasible(
-            "only full recompute has the MLP in row blocks",
-            where="decisions.mlp_chunk_tokens",
-            got=f"{chunk} with recompute {decisions.recompute}",
-            wanted="0, or recompute full",
-        )
-    if chunk < tokens and (chunk % granule or chunk * MOST_MLP_CHUNKS < tokens):
+    if 0 < chunk < tokens and (chunk % granule or chunk * MOST_MLP_CHUNKS < tokens):
         raise Infeasible(
             f"the MLP's row blocks have to be multiples of {granule} tokens, {MOST_MLP_CHUNKS} of them at most",
             where="decisions.mlp_chunk_tokens",

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 from memo_sim.contract.errors import Infeasible
 from memo_sim.contract.plan import Decisions
-from memo_sim.program.layout import multiplex
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +94,7 @@ def stages_of(decisions: Decisions) -> tuple[Stage, ...]:
     """Return the stages of a layout, from first to last; one stage without pipeline parallelism.
 
     Raises:
-        Infeasible: when the schedule cannot divide the layers or the micro-batches evenly, or excludes another option.
+        Infeasible: when the schedule cannot divide the layers or the micro-batches evenly.
     """
     layout, layers = decisions.layout, decisions.model.layers
     _check(decisions)
@@ -117,30 +116,7 @@ def stages_of(decisions: Decisions) -> tuple[Stage, ...]:
 
 def _check(decisions: Decisions) -> None:
     layout, layers = decisions.layout, decisions.model.layers
-    if layout.multiplexed:
-        multiplex.check(decisions)
     runs = layout.pp * layout.virtual_stages
-    if (layout.schedule == "interleaved" and layout.pp > 1) != (layout.virtual_stages > 1):
-        raise Infeasible(
-            "virtual stages belong to the interleaved schedule",
-            where="layout.virtual_stages",
-            got=f"{layout.virtual_stages} with {layout.schedule} on {layout.pp} stages",
-            wanted="more than 1 with the schedule interleaved on several stages, else 1",
-        )
-    if layout.virtual_stages > 1 and not layout.overlap_p2p:
-        raise Infeasible(
-            "stages that wait for their hand-overs cannot play the interleaved schedule: they wait in a circle",
-            where="layout.overlap_p2p",
-            got=False,
-            wanted=True,
-        )
-    if layout.schedule == "zero-bubble" and layout.pp > 1 and decisions.mlp_chunk_tokens:
-        raise Infeasible(
-            "weight gradients apart need the whole MLP's inputs",
-            where="decisions.mlp_chunk_tokens",
-            got=f"{decisions.mlp_chunk_tokens} with the schedule zero-bubble",
-            wanted=0,
-        )
     if layers % runs:
         raise Infeasible(
             f"pp x virtual stages = {runs} does not divide the layers",
@@ -151,14 +127,6 @@ def _check(decisions: Decisions) -> None:
         )
     if layout.schedule == "interleaved" and layout.pp > 1:
         _check_groups(decisions)
-    if layout.pp > 1 and layout.zero > 1:
-        raise Infeasible(
-            "pipeline stages keep whole parameters and gradients",
-            where="layout.zero",
-            got=layout.zero,
-            wanted="0 or 1",
-            hint="what ZeRO 2 and 3 gather and scatter would travel for every micro-batch of every stage",
-        )
 
 
 def _check_groups(decisions: Decisions) -> None:

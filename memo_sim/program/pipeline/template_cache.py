@@ -14,7 +14,8 @@ from collections import OrderedDict
 
 from msgspec.structs import replace
 
-from memo_sim.contract.plan import Decisions, Schedule
+from memo_sim.contract.knobs import Schedule
+from memo_sim.contract.plan import Decisions
 from memo_sim.program.pipeline.subsequence_templates import Made
 
 MOST_TEMPLATES = 4096

@@ -13,7 +13,8 @@ from memo_sim.answers.what_if import what_if
 from memo_sim.contract.catalog import load_cluster, load_model
 from memo_sim.contract.cluster import Cluster
 from memo_sim.contract.errors import MemoError
-from memo_sim.contract.plan import Decisions, Layout, Schedule
+from memo_sim.contract.knobs import Schedule
+from memo_sim.contract.plan import Decisions, Layout
 from memo_sim.contract.units import GIB, format_bytes
 from memo_sim.engine.memory import memory_of
 from memo_sim.engine.repetition import played_at_first

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from memo_sim.contract.catalog import load_cluster, load_model
 from memo_sim.contract.errors import Infeasible
-from memo_sim.contract.plan import MemoryPolicy
+from memo_sim.contract.knobs import MemoryPolicy
 from memo_sim.planning.presets import (
     EVERY_FULL,
     FULL_RECOMPUTE,

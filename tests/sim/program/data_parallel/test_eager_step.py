@@ -5,7 +5,8 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from memo_sim.contract.plan import Decisions, Layout, MemoryPolicy
+from memo_sim.contract.knobs import MemoryPolicy
+from memo_sim.contract.plan import Decisions, Layout
 from memo_sim.program.analysis.columns import expand
 from memo_sim.program.analysis.edges import derive_edges
 from memo_sim.program.ir.instruction import Instruction

@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memo_sim.contract.catalog import load_cluster, load_model
+from memo_sim.contract.knobs import Overlap
 from memo_sim.contract.model import Model
-from memo_sim.contract.plan import Decisions, Layout, Overlap
+from memo_sim.contract.plan import Decisions, Layout
 from memo_sim.costs.pricing import NodeRates, Pricer
 from memo_sim.engine.simulate import simulate
 from memo_sim.program.analysis.columns import expand

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 
 from hypothesis import strategies as st
 
+from memo_sim.contract.knobs import Recompute
 from memo_sim.contract.model import Model
-from memo_sim.contract.plan import Decisions, Kernels, Layout, Recompute
+from memo_sim.contract.plan import Decisions, Kernels, Layout
 from memo_sim.contract.units import DTYPE_BYTES
 from memo_sim.program.analysis.columns import expand
 from memo_sim.program.analysis.liveness import liveness

@@ -9,8 +9,9 @@ import msgspec
 import pytest
 
 from memo_sim.contract.errors import Infeasible
+from memo_sim.contract.knobs import Overlap, Schedule
 from memo_sim.contract.model import Model
-from memo_sim.contract.plan import Decisions, Layout, Overlap, Schedule
+from memo_sim.contract.plan import Decisions, Layout
 from memo_sim.program.ir.instruction import BufferClass
 from memo_sim.program.ir.work import Attention, Gemm
 from memo_sim.program.layout.parameters import Block, embed_block, head_block, layer_block

@@ -9,8 +9,9 @@ import pytest
 from memo_sim.answers.what_if import what_if
 from memo_sim.contract.catalog import load_cluster, load_model
 from memo_sim.contract.errors import Infeasible, UsageError
+from memo_sim.contract.knobs import CpExchange
 from memo_sim.contract.model import Model
-from memo_sim.contract.plan import CpExchange, Decisions, Layout
+from memo_sim.contract.plan import Decisions, Layout
 from memo_sim.planning.presets import FULL_RECOMPUTE, KEEP, SELECTIVE_RECOMPUTE
 from memo_sim.planning.question import Pins, Question
 from memo_sim.planning.search import search

@@ -6,7 +6,8 @@ import msgspec
 import pytest
 
 from memo_sim.contract.errors import Infeasible
-from memo_sim.contract.plan import Kernels, MemoryPolicy
+from memo_sim.contract.knobs import MemoryPolicy
+from memo_sim.contract.plan import Kernels
 from memo_sim.planning.attention_kernels import head_groups
 from memo_sim.program.arena.library_workspaces import MOST_BYTES
 from memo_sim.program.ir.work import Attention

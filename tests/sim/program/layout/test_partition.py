@@ -10,7 +10,8 @@ import pytest
 
 from memo_sim.contract.catalog import load_model
 from memo_sim.contract.errors import BadInput, Infeasible
-from memo_sim.contract.plan import Decisions, Layout, Partition
+from memo_sim.contract.knobs import Partition
+from memo_sim.contract.plan import Decisions, Layout
 from memo_sim.program.layout.partition import balanced, earlier_tokens, partition, swapped_parts
 from tests.refusals import refused
 from tests.sim.small_programs import GPT

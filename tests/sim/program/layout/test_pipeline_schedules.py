@@ -6,7 +6,8 @@ from collections import Counter
 
 import pytest
 
-from memo_sim.contract.plan import Layout, Schedule
+from memo_sim.contract.knobs import Schedule
+from memo_sim.contract.plan import Layout
 from memo_sim.program.layout.schedule import Kind, Pass, passes_of
 from tests.sim.pass_orders import B, F, W, in_flight, makespan
 

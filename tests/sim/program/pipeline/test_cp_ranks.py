@@ -8,8 +8,9 @@ import msgspec
 import numpy as np
 import pytest
 
+from memo_sim.contract.knobs import CpExchange
 from memo_sim.contract.model import Model
-from memo_sim.contract.plan import CpExchange, Decisions, Layout
+from memo_sim.contract.plan import Decisions, Layout
 from memo_sim.memory.place import place
 from memo_sim.program.analysis.columns import expand
 from memo_sim.program.analysis.edges import Edges, derive_edges

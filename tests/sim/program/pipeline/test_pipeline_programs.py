@@ -280,13 +280,13 @@ def test_interleaved_stages_without_early_receives_deadlock(
     [
         (Layout(pp=3), {}, "layout.pp", "8 layers"),
         (Layout(pp=4, schedule="interleaved", virtual_stages=4), {}, "layout.pp", "8 layers"),
-        (Layout(pp=2, schedule="interleaved"), {}, "layout.virtual_stages", ("1", "interleaved", "2 stages")),
-        (Layout(pp=2, virtual_stages=2), {}, "layout.virtual_stages", ("2", "1f1b", "2 stages")),
-        (Layout(virtual_stages=2), {}, "layout.virtual_stages", ("2", "1f1b", "1 stages")),
+        (Layout(pp=2, schedule="interleaved"), {}, "layout.virtual_stages", ("1", "interleaved", "pp 2")),
+        (Layout(pp=2, virtual_stages=2), {}, "layout.virtual_stages", ("2", "1f1b", "pp 2")),
+        (Layout(virtual_stages=2), {}, "layout.virtual_stages", ("2", "1f1b", "pp 1")),
         (Layout(pp=4, schedule="interleaved", virtual_stages=2), {"each": 6}, "global_batch", "6 micro-batches"),
         (
             Layout(pp=4, schedule="interleaved", virtual_stages=2, overlap_p2p=False),
-            *({}, "layout.overlap_", "False"),
+            *({}, "layout.overlap_", "false"),
         ),
         (
             Layout(pp=2, schedule="zero-bubble"),

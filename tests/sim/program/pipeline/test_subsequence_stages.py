@@ -10,7 +10,8 @@ from functools import partial
 
 import pytest
 
-from memo_sim.contract.plan import Layout, Schedule
+from memo_sim.contract.knobs import Schedule
+from memo_sim.contract.plan import Layout
 from memo_sim.engine.simulate import Simulation
 from memo_sim.program.ir.instruction import Lane
 from memo_sim.program.ir.work import Gemm, Work

@@ -1,0 +1,412 @@
+"""Every knob of a plan, declared once: its kind, default, help, label, place in a plan file, and what it needs.
+
+A knob is a decision that a question may pin. Its declaration is a field of ``Pins`` (None leaves it to the search) or
+of ``Chosen`` (never searched). These follow from the declarations:
+
+- the options of ``memo-sim what-if`` and ``longest``, and which of them ``--plan`` excludes (``question_options.py``)
+- the pins of a question (``planning/question.py``), and the refusal of a pin that would have no effect
+- the labels of layouts (``views/plan_table.py``), the words that a case file may use, and ``docs/knobs.md``
+
+How to add a knob:
+
+1. Declare it here, as a field of ``Pins`` or ``Chosen``.
+2. Give ``Layout`` or ``Decisions`` (``contract/plan.py``) a field of the same name. A test compares the two.
+3. Copy the pin into the plan: ``planning/layouts.py`` fills a ``Layout``, ``planning/space.py`` fills ``Decisions``.
+4. Use the decision where programs are written (``program``).
+5. If it excludes other knobs, add a rule to ``program/layout/compatibility.py``.
+6. If a system searches it, name it in ``System.searched`` (``planning/presets.py``).
+7. Write ``docs/knobs.md`` again; the test that compares it prints the command.
+
+This module imports neither msgspec nor click: ``memo-sim --help`` reads it at every start.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields, replace
+from typing import TYPE_CHECKING, Literal, TypeVar, get_args
+
+if TYPE_CHECKING:
+    from memo_sim.contract.hardware import DtypeName
+
+Recompute = Literal["none", "full", "selective", "tokenwise"]
+"""What backward recomputes.
+
+- none: nothing.
+- full: the whole forward of each layer.
+- selective: only attention, from kept Q, K and V (as in Megatron-LM).
+- tokenwise: the tokens that are not swapped; attention is never recomputed (MEMO)."""
+MemoryPolicy = Literal["planned", "caching", "eager"]
+"""How device memory is allocated.
+
+- planned: one arena with planned addresses.
+- caching: PyTorch's caching allocator serves the same requests.
+- eager: that allocator under an eager framework, which requests more (an fp32 loss) and frees later
+  (``record_stream``)."""
+States = Literal["fp32", "bf16", "host"]
+"""Dtype of the optimizer's moments. host: fp32 moments and master weights, which live in host memory."""
+CpExchange = Literal["ring", "all_gather", "rsa"]
+"""How context-parallel ranks exchange keys and values.
+
+- ring: ranks pass them on hop by hop and merge partial attention results.
+- all_gather: ranks gather them all at once.
+- rsa: ring self-attention. Ranks pass on the keys, then the values, and torch's products write whole rows of scores to
+  memory instead of the attention kernel. With one rank, the scores are written to memory too."""
+Overlap = Literal["none", "gradients", "both"]
+"""Which communication of ZeRO 0 and 1 overlaps with compute.
+
+- none: gradients are reduced over replicas, and parameters gathered, after the step's last gradient.
+- gradients: each block's gradients are reduced after its last backward.
+- both: in addition, ZeRO 1 gathers parameters at the start of the next step, block by block, ahead of its forward."""
+Schedule = Literal["gpipe", "1f1b", "interleaved", "zero-bubble"]
+"""The order in which a pipeline stage plays micro-batches (``program/layout/schedule.py``)."""
+Partition = Literal["length", "flops"]
+"""How a sequence is divided into subsequences: by equal length, or by equal forward FLOPs (SPPO 4)."""
+
+MOST_SEQUENCES = 2**16
+MOST_SUBSEQUENCES = 2**16
+MOST_WINDOW = 64
+MOST_ZERO = 3
+"""ZeRO 3 divides parameters, gradients and optimizer states."""
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Degree:
+    """Ranks that work is divided over; the degrees of a layout multiply to its devices."""
+
+    def __str__(self) -> str:
+        return "ranks, from 1"
+
+
+@dataclass(frozen=True, slots=True)
+class Whole:
+    """A whole number in a range; ``most`` None: without an upper bound."""
+
+    least: int
+    most: int | None = None
+
+    def __str__(self) -> str:
+        return f"from {self.least}" if self.most is None else f"{self.least} to {self.most}"
+
+
+@dataclass(frozen=True, slots=True)
+class Fraction:
+    """A number from 0 to 1."""
+
+    def __str__(self) -> str:
+        return "0 to 1"
+
+
+@dataclass(frozen=True, slots=True)
+class OneOf:
+    """One of a few words."""
+
+    words: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return ", ".join(self.words)
+
+
+@dataclass(frozen=True, slots=True)
+class Switch:
+    """On, off, or not given: ``--name`` and ``--no-name``."""
+
+    def __str__(self) -> str:
+        return "on, off"
+
+
+@dataclass(frozen=True, slots=True)
+class Flag:
+    """Off unless given."""
+
+    def __str__(self) -> str:
+        return "on"
+
+
+@dataclass(frozen=True, slots=True)
+class Length:
+    """A number of tokens such as ``64k``; 0 stands for all of them."""
+
+    def __str__(self) -> str:
+        return "tokens, as 4096 or 64k"
+
+
+@dataclass(frozen=True, slots=True)
+class CountOrAuto:
+    """A whole number from 1, or ``auto``: the search chooses."""
+
+    most: int
+
+    def __str__(self) -> str:
+        return f"1 to {self.most}, or auto"
+
+
+@dataclass(frozen=True, slots=True)
+class Name:
+    """A name that is looked up elsewhere, such as an attention kernel's."""
+
+    def __str__(self) -> str:
+        return "a name"
+
+
+Kind = Degree | Whole | Fraction | OneOf | Switch | Flag | Length | CountOrAuto | Name
+"""What values a knob has; ``str()`` says it in a table."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A knob's own part of a layout's label, such as ``tp4``; shown where the knob is more than ``above``."""
+
+    text: str
+    above: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """A mark behind the part of another knob, such as ``+sp`` in ``tp4+sp``.
+
+    It is shown where this knob is ``value`` and the other knob ``of`` is ``least`` or more.
+    """
+
+    of: str
+    text: str
+    value: object = True
+    least: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Knob:
+    """One declaration; ``name`` is that of the field in ``Pins`` or ``Chosen`` and in the plan."""
+
+    kind: Kind
+    help: str
+    at: str
+    """The part of a plan file that holds the knob: ``layout``, ``decisions``, ``decisions.kernels``."""
+    labels: tuple[Part | Mark, ...] = ()
+    needs: str = ""
+    """The knob that has to be above 1 for this one to have an effect; a question that pins it without is refused."""
+    on_command_line: bool = True
+    name: str = ""
+    default: object = None
+    """Of the pin; None: left to the search, or to the system."""
+
+    @property
+    def path(self) -> str:
+        """Where it stands in a plan, as refusals say it: ``layout.tp``."""
+        return f"{self.at}.{self.name}"
+
+    @property
+    def option(self) -> str:
+        """The option of the command line: ``--loss-chunk`` of ``loss_chunk_tokens``."""
+        return f"--{self.name.removesuffix('_tokens').replace('_', '-')}"
+
+
+_DECLARED = "knob"
+
+
+def _knob(
+    default: T,
+    kind: Kind,
+    help: str,
+    *,
+    at: str = "decisions",
+    labels: tuple[Part | Mark, ...] = (),
+    needs: str = "",
+    on_command_line: bool = True,
+) -> T:
+    """Return a dataclass field that carries the declaration of the knob it is named for."""
+    declared = Knob(kind, help, at, labels, needs, on_command_line)
+    return field(default=default, metadata={_DECLARED: declared})
+
+
+def _one_of(words: object) -> OneOf:
+    """Return the kind whose words are those of a ``Literal``."""
+    return OneOf(get_args(words))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pins:
+    """Knobs with a fixed value; None leaves a knob to the search, or to the system where it is not searched."""
+
+    tp: int | None = _knob(
+        None,
+        Degree(),
+        "Tensor parallelism (with sequence parallelism when above 1).",
+        at="layout",
+        labels=(Part("tp", above=0),),
+    )
+    sequence_parallel: bool | None = _knob(
+        None,
+        Switch(),
+        "Sequence parallelism: tensor-parallel ranks hold token shards outside of their products.",
+        at="layout",
+        labels=(Mark("tp", "+sp"),),
+        on_command_line=False,
+    )
+    cp: int | None = _knob(None, Degree(), "Context parallelism (zigzag).", at="layout", labels=(Part("cp", above=0),))
+    cp_exchange: CpExchange | None = _knob(
+        None,
+        _one_of(CpExchange),
+        "How cp ranks exchange keys and values: hop by hop, all at once, or hop by hop with all scores in memory (ring"
+        " self-attention). The system's own unless given.",
+        at="layout",
+        labels=(Mark("cp", "+ag", "all_gather", least=2), Mark("cp", "+rsa", "rsa")),
+    )
+    """Not searched: ring and all_gather differ little, and rsa never wins."""
+    ulysses: int | None = _knob(
+        None,
+        Degree(),
+        "Ulysses: an all-to-all before and after attention divides the heads.",
+        at="layout",
+        labels=(Part("ulysses"),),
+    )
+    metp: int | None = _knob(
+        None,
+        Degree(),
+        "Memory-efficient tensor parallelism: weights pass round a ring.",
+        at="layout",
+        labels=(Part("metp"),),
+    )
+    overlap_exchanges: bool | None = _knob(
+        None,
+        Switch(),
+        "METP computes during its exchanges (double buffers), or waits for them. It computes unless given.",
+        at="layout",
+        needs="metp",
+    )
+    """Not searched: to compute during exchanges never loses."""
+    keep_norms: bool = _knob(
+        False,
+        Flag(),
+        "METP's layers keep the outputs of their norms, as its authors do, instead of computing them again.",
+        needs="metp",
+    )
+    """Not searched: it saves 1 % of a short step and takes two thirds more memory."""
+    pp: int | None = _knob(
+        None, Degree(), "Pipeline stages of equal numbers of layers.", at="layout", labels=(Part("pp"),)
+    )
+    """None: what the system searches, else one stage."""
+    schedule: Schedule | None = _knob(
+        None,
+        _one_of(Schedule),
+        "Order in which a stage plays micro-batches. With --pp 1f1b unless given, else the system's are tried.",
+        at="layout",
+        needs="pp",
+    )
+    virtual_stages: int | None = _knob(
+        None, Whole(1), "Chunks of layers of each stage, for the interleaved schedule.", at="layout", needs="pp"
+    )
+    overlap_p2p: bool | None = _knob(
+        None,
+        Switch(),
+        "Stages compute while they send and receive. The system's own unless given.",
+        at="layout",
+        on_command_line=False,
+    )
+    """Not searched."""
+    dp: int | None = _knob(None, Degree(), "Data parallelism.", at="layout", labels=(Part("dp", above=0),))
+    zero: int | None = _knob(
+        None,
+        Whole(0, MOST_ZERO),
+        "Over cp x ulysses x dp: 1 divides optimizer states, 2 gradients too, 3 parameters too (FSDP).",
+        at="layout",
+        labels=(Part("zero", above=0),),
+    )
+    subsequences: int | Literal["auto"] | None = _knob(
+        None,
+        CountOrAuto(MOST_SUBSEQUENCES),
+        "Number of subsequences that a sequence is cut into; auto: searched. Unless given the system decides, and most"
+        " take one.",
+        at="layout",
+        labels=(Part("n"),),
+    )
+    partition: Partition = _knob(
+        "flops",
+        _one_of(Partition),
+        "Subsequences of equal length, or of equal forward work.",
+        at="layout",
+        labels=(Mark("subsequences", "+length", "length"),),
+        needs="subsequences",
+    )
+    multiplexed: bool | None = _knob(
+        None,
+        Switch(),
+        "Idle stages play rows of other stages' subsequences while the pipeline fills and drains.",
+        at="layout",
+        labels=(Mark("subsequences", "+mx"),),
+    )
+    """Idle stages as in SPPO 6.2. None: tried where the system does so, or where ``subsequences`` is ``auto``, and all
+    stages lie in one node: the rows travel in every step, and over a network more subsequences do better."""
+    offload_window: int | None = _knob(
+        None,
+        Whole(0, MOST_WINDOW),
+        "Passes during which the swapped rows of a subsequence are copied out, from buffers of their own; 0: from the"
+        " two rounding buffers. Unless given the system's own are tried, with --subsequences auto 1 and 4 besides.",
+    )
+    alpha: float | None = _knob(None, Fraction(), "Fraction of tokens swapped (full recompute: of its inputs).")
+    recompute: Recompute | None = _knob(None, _one_of(Recompute), "What is rebuilt of the tokens that are not swapped.")
+    overlap: Overlap | None = _knob(
+        None,
+        _one_of(Overlap),
+        "ZeRO 0 and 1: reduce gradients beside backward, gather parameters beside the next forward. The system's own"
+        " unless given.",
+    )
+    """Not searched."""
+    memory_policy: MemoryPolicy | None = _knob(
+        None,
+        _one_of(MemoryPolicy),
+        "One planned arena; PyTorch's caching allocator; that allocator under an eager framework. The system's own"
+        " unless given.",
+    )
+    """Not searched: it is the user's choice whether memory is planned, and what it costs not to."""
+    replay_allocator: bool = _knob(
+        False, Flag(), "CUDA: memo-exec's allocator serves libraries from the arena (with memory policy planned)."
+    )
+    loss_chunk_tokens: int | None = _knob(
+        None, Length(), "Tokens whose logits exist at once; 0 = all. Chosen when not given."
+    )
+    mlp_chunk_tokens: int | None = _knob(
+        None, Length(), "Full recompute: tokens whose MLP exists at once; 0 = all. Chosen when not given."
+    )
+    attention_chunk_tokens: int | None = _knob(
+        None,
+        Length(),
+        "Full recompute: tokens of the sequence whose attention exists at once, while the keys and values of the others"
+        " wait on the host; 0 = all. Chosen when not given.",
+    )
+    attention: str | None = _knob(
+        None,
+        Name(),
+        "Attention kernel. The fastest that the profile measured unless given.",
+        at="decisions.kernels",
+        on_command_line=False,
+    )
+    dtype: DtypeName | None = _knob(
+        None,
+        Name(),
+        "Dtype of parameters and activations. bf16 where the device has it unless given, else fp32.",
+        on_command_line=False,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chosen:
+    """Knobs that are the user's choice and never searched."""
+
+    states: States = _knob(
+        "fp32",
+        _one_of(States),
+        "Adam's moments in fp32 or in bf16; host: optimizer states and their update on the host.",
+    )
+    micro_batch: int = _knob(1, Whole(1, MOST_SEQUENCES), "Sequences that a rank plays at once.")
+    global_batch: int = _knob(1, Whole(1, MOST_SEQUENCES), "Sequences of a step.")
+
+
+def _declared(holder: type[Pins | Chosen]) -> tuple[Knob, ...]:
+    return tuple(replace(f.metadata[_DECLARED], name=f.name, default=f.default) for f in fields(holder))
+
+
+PINNED, CHOSEN = _declared(Pins), _declared(Chosen)
+KNOBS = {knob.name: knob for knob in (*PINNED, *CHOSEN)}
+"""Every knob by name, in the order of the options and of the parts of a label."""
+DEGREES = tuple(knob.name for knob in PINNED if isinstance(knob.kind, Degree))

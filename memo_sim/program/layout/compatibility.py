@@ -1,0 +1,436 @@
+"""Which knobs do not go together: one table of rules, each with the message that a user gets.
+
+``shape_of``, and so ``lower``, refuses decisions that break a rule of ``RULES``; the search reads the same rules to
+leave such plans out. ``ARENA_RULES`` are about planned memory: a program can be written all the same, so the search
+alone refuses them. Whether a degree divides a size of the model or the sequence is no rule of this table: ``shape.py``,
+``stage.py`` and ``attention_chunks.py`` check that.
+
+How to add a rule: write it at its place in ``RULES`` (a user is told the first that is broken), and give
+``tests/sim/program/layout/test_compatibility.py`` decisions that break this rule and no other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from operator import attrgetter
+
+from memo_sim.contract.errors import Infeasible
+from memo_sim.contract.plan import Decisions
+from memo_sim.program.layout.attention_chunks import in_chunks
+
+MOST_ZERO_OF_STAGES = 1
+"""Pipeline stages keep whole parameters and gradients, which ZeRO 2 and 3 would divide."""
+
+Test = Callable[[Decisions], bool]
+Text = str | Callable[[Decisions], str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rule:
+    """Decisions that do not go together, and what a user is told of them."""
+
+    name: str
+    breaks: Test
+    """Whether decisions break the rule."""
+    what: Text
+    where: str
+    """The decision that has to change, named as in a plan file."""
+    got: Text
+    wanted: str
+    hint: str
+
+    def refusal(self, decisions: Decisions) -> Infeasible:
+        """Return the error for decisions that break the rule."""
+        what, got = (text if isinstance(text, str) else text(decisions) for text in (self.what, self.got))
+        return Infeasible(what, where=self.where, got=got, wanted=self.wanted, hint=self.hint)
+
+
+def check_compatible(decisions: Decisions) -> None:
+    """Refuse decisions that do not go together.
+
+    Raises:
+        Infeasible: naming the first rule of the table that they break.
+    """
+    for rule in RULES:
+        if rule.breaks(decisions):
+            raise rule.refusal(decisions)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Feature:
+    """What several rules share: a layout, a kernel or a policy beside which other knobs have few values."""
+
+    name: str
+    chosen: Test
+    beside: str = ""
+    """How a message refers to the feature: ``beside METP``."""
+    what: str = ""
+    """What a message says instead, where that is the same for every knob."""
+    setting: Text
+    """The decision behind it: ``metp 4``."""
+    hint: str
+
+    def allows(
+        self, where: str, *allowed: object, wanted: str = "", because: str = "", when: Test | None = None
+    ) -> Rule:
+        """Return the rule that beside the feature the decision at ``where`` is one of ``allowed``.
+
+        ``wanted`` replaces the list of allowed values in the message, ``because`` stands before the feature's hint.
+        ``when`` replaces the feature's own condition; without ``allowed`` it is the whole rule.
+        """
+        chosen, knob = when or self.chosen, where.rpartition(".")[2]
+        value = attrgetter(where.removeprefix("decisions."))
+
+        def word(decisions: Decisions) -> str:
+            found = value(decisions)
+            return str(found).lower() if isinstance(found, bool) else str(found)
+
+        def got(decisions: Decisions) -> str:
+            setting = self.setting if isinstance(self.setting, str) else self.setting(decisions)
+            return f"{word(decisions)} with {setting}"
+
+        return Rule(
+            name=f"{self.name}: {knob}",
+            breaks=lambda d: chosen(d) and value(d) not in allowed,
+            what=self.what or (lambda d: f"{knob} {word(d)} has no lowering {self.beside}"),
+            where=where,
+            got=got,
+            wanted=wanted or _listed(allowed),
+            hint=f"{because}; {self.hint}" if because else self.hint,
+        )
+
+
+def _listed(allowed: Sequence[object]) -> str:
+    """Return ``a, b or c``."""
+    *others, last = map(str, allowed)
+    return f"{', '.join(others)} or {last}" if others else last
+
+
+def _staged(decisions: Decisions) -> bool:
+    return decisions.layout.pp > 1
+
+
+def _swaps(decisions: Decisions) -> bool:
+    return decisions.swapped_tokens > 0 or decisions.recompute == "tokenwise"
+
+
+_METP = _Feature(
+    name="METP",
+    chosen=lambda d: d.layout.metp > 1,
+    beside="beside METP",
+    setting=lambda d: f"metp {d.layout.metp}",
+    hint="dp, pp and ZeRO go with METP",
+)
+_RSA = _Feature(
+    name="ring self-attention",
+    chosen=lambda d: d.layout.cp_exchange == "rsa",
+    beside="beside ring self-attention",
+    setting="cp_exchange rsa",
+    hint="tp, pp, dp and ZeRO go with it, and what it keeps is rebuilt, not swapped",
+)
+_CHUNKS = _Feature(
+    name="attention in chunks",
+    chosen=in_chunks,
+    beside="with attention in chunks",
+    setting=lambda d: f"chunks of {d.attention_chunk_tokens} tokens",
+    hint="leave --attention-chunk out; tp, ulysses, dp, pp and ZeRO go with it, under full recompute",
+)
+_BIDIRECTIONAL = _Feature(
+    name="bidirectional model",
+    chosen=lambda d: d.model.bidirectional,
+    beside="without a causal mask",
+    setting="a bidirectional model",
+    hint="a model with causal attention, or tp, cp (ring), Ulysses, METP, dp and pp of whole sequences",
+)
+_SUBSEQUENCES = _Feature(
+    name="subsequences",
+    chosen=lambda d: d.layout.subsequences > 1,
+    what="subsequences divide one whole sequence",
+    setting=lambda d: f"{d.layout.subsequences} subsequences",
+    hint="tp, pp and dp go with --subsequences",
+)
+_WHOLE_SEQUENCES = "a ring of whole sequences, or one rank, and a flash kernel"
+
+METP_SCHEDULE = _METP.allows(
+    "layout.schedule",
+    *("gpipe", "1f1b", "interleaved"),
+    because="deferred weight gradients would need the ring of weights, or its sums, once more",
+    when=lambda d: d.layout.metp > 1 and _staged(d),
+)
+METP_WHOLE_MLP = _METP.allows("decisions.mlp_chunk_tokens", 0, because="METP cuts the MLP by features, not by rows")
+NORMS_KEPT_UNDER_FULL_RECOMPUTE = Rule(
+    name="METP: keep_norms",
+    breaks=lambda d: d.layout.metp > 1 and d.keep_norms and d.recompute == "full",
+    what="full recompute keeps a layer's input alone, and no norms",
+    where="decisions.keep_norms",
+    got="true with recompute full",
+    wanted="recompute none or tokenwise",
+    hint="leave --keep-norms out, or --recompute",
+)
+CHUNKS_UNDER_FULL_RECOMPUTE = Rule(
+    name="attention in chunks: recompute",
+    breaks=lambda d: in_chunks(d) and d.recompute != "full",
+    what="attention in chunks needs full recompute",
+    where="decisions.recompute",
+    got=lambda d: f"recompute {d.recompute} with chunks of {d.attention_chunk_tokens} tokens",
+    wanted="full",
+    hint="--recompute full, or leave --attention-chunk out",
+)
+MLP_BLOCKS_UNDER_FULL_RECOMPUTE = Rule(
+    name="MLP in row blocks: recompute",
+    breaks=lambda d: d.mlp_chunk_tokens > 0 and d.recompute != "full",
+    what="the MLP in row blocks needs full recompute",
+    where="decisions.mlp_chunk_tokens",
+    got=lambda d: f"{d.mlp_chunk_tokens} with recompute {d.recompute}",
+    wanted="0, or recompute full",
+    hint="--recompute full, or leave --mlp-chunk out",
+)
+MLP_BLOCKS_UNDER_ZERO_BUBBLE = Rule(
+    name="MLP in row blocks: schedule",
+    breaks=lambda d: d.layout.schedule == "zero-bubble" and _staged(d) and d.mlp_chunk_tokens > 0,
+    what="deferred weight gradients need the inputs of the whole MLP",
+    where="decisions.mlp_chunk_tokens",
+    got=lambda d: f"{d.mlp_chunk_tokens} with the schedule zero-bubble",
+    wanted="0",
+    hint="leave --mlp-chunk out, or another --schedule",
+)
+SELECTIVE_SWAPS_NOTHING = Rule(
+    name="selective recompute: swapped_tokens",
+    breaks=lambda d: d.recompute == "selective" and d.swapped_tokens > 0,
+    what="selective recompute swaps nothing",
+    where="decisions.swapped_tokens",
+    got=lambda d: f"alpha {d.alpha:.3g} ({d.swapped_tokens} tokens) with recompute selective",
+    wanted="0",
+    hint="leave --alpha out, or another --recompute",
+)
+VIRTUAL_STAGES_INTERLEAVE = Rule(
+    name="virtual stages: schedule",
+    breaks=lambda d: (d.layout.schedule == "interleaved" and _staged(d)) != (d.layout.virtual_stages > 1),
+    what="virtual stages belong to the interleaved schedule",
+    where="layout.virtual_stages",
+    got=lambda d: f"{d.layout.virtual_stages} with the schedule {d.layout.schedule}, pp {d.layout.pp}",
+    wanted="more than 1 with the schedule interleaved on several stages, else 1",
+    hint="--schedule interleaved with --virtual-stages 2 or more, or neither",
+)
+MULTIPLEXING = (
+    Rule(
+        name="multiplexing: pp",
+        breaks=lambda d: d.layout.multiplexed and not _staged(d),
+        what="multiplexing needs several pipeline stages",
+        where="layout.pp",
+        got=lambda d: f"{d.layout.pp}",
+        wanted="several stages",
+        hint="--no-multiplexed",
+    ),
+    Rule(
+        name="multiplexing: subsequences",
+        breaks=lambda d: d.layout.multiplexed and d.layout.subsequences < d.layout.pp,
+        what="multiplexing needs as many subsequences as stages, or more: fewer never fill the pipeline",
+        where="layout.subsequences",
+        got=lambda d: f"{d.layout.subsequences} with {d.layout.pp} stages",
+        wanted="as many as stages, or more",
+        hint="--no-multiplexed, or more --subsequences",
+    ),
+    Rule(
+        name="multiplexing: global_batch",
+        breaks=lambda d: d.layout.multiplexed and d.micro_batches != 1,
+        what="multiplexing needs exactly one micro-batch",
+        where="global_batch",
+        got=lambda d: f"{d.micro_batches} micro-batches",
+        wanted="one",
+        hint="--no-multiplexed, or a global batch of micro-batch x dp",
+    ),
+    Rule(
+        name="multiplexing: schedule",
+        breaks=lambda d: d.layout.multiplexed and d.layout.schedule not in ("gpipe", "1f1b"),
+        what="the schedule fills the idle time that multiplexing would use",
+        where="layout.schedule",
+        got=lambda d: d.layout.schedule,
+        wanted="gpipe or 1f1b",
+        hint="--no-multiplexed, or another --schedule",
+    ),
+    Rule(
+        name="multiplexing: memory_policy",
+        breaks=lambda d: d.layout.multiplexed and d.memory_policy == "eager",
+        what="no eager framework multiplexes",
+        where="memory_policy",
+        got="eager",
+        wanted="planned or caching",
+        hint="--no-multiplexed, or --memory-policy planned",
+    ),
+)
+
+RULES = (
+    *MULTIPLEXING,
+    VIRTUAL_STAGES_INTERLEAVE,
+    Rule(
+        name="virtual stages: overlap_p2p",
+        breaks=lambda d: d.layout.virtual_stages > 1 and not d.layout.overlap_p2p,
+        what="stages that wait while they send and receive cannot play the interleaved schedule: they wait in a circle",
+        where="layout.overlap_p2p",
+        got="false",
+        wanted="true",
+        hint="another --schedule",
+    ),
+    Rule(
+        name="pipeline stages: zero",
+        breaks=lambda d: _staged(d) and d.layout.zero > MOST_ZERO_OF_STAGES,
+        what="pipeline stages keep whole parameters and gradients",
+        where="layout.zero",
+        got=lambda d: f"{d.layout.zero} with pp {d.layout.pp}",
+        wanted="0 or 1",
+        hint="--zero 1: ZeRO 2 and 3 would gather and scatter for every micro-batch of every stage",
+    ),
+    MLP_BLOCKS_UNDER_ZERO_BUBBLE,
+    Rule(
+        name="keep_norms: metp",
+        breaks=lambda d: d.keep_norms and d.layout.metp == 1,
+        what="a layer that is not METP's keeps its norms anyway",
+        where="decisions.keep_norms",
+        got="true with metp 1",
+        wanted="false",
+        hint="leave it out, or divide by metp",
+    ),
+    _METP.allows("layout.tp", 1, because="METP divides the same rows and columns of a layer's weights as tp"),
+    _METP.allows("layout.cp", 1, because="METP passes keys and values round a ring of its own"),
+    _METP.allows("layout.ulysses", 1, because="METP plays the heads part by part, which Ulysses would divide"),
+    _METP.allows(
+        "layout.subsequences",
+        1,
+        because="every subsequence would send METP's weights round the ring again, with the sums of their gradients",
+    ),
+    METP_SCHEDULE,
+    _METP.allows(
+        "decisions.recompute",
+        *("none", "full", "tokenwise"),
+        because="of what selective recompute drops METP keeps only attention's output, which full recompute rebuilds",
+    ),
+    METP_WHOLE_MLP,
+    _METP.allows(
+        "decisions.memory_policy", "planned", "caching", because="memo has no model of an eager framework with METP"
+    ),
+    NORMS_KEPT_UNDER_FULL_RECOMPUTE,
+    Rule(
+        name="METP: attention",
+        breaks=lambda d: d.layout.metp > 1 and d.kernels.attention == "plain",
+        what="plain attention has no log-sum-exp to merge the ring's parts by",
+        where="decisions.kernels.attention",
+        got=lambda d: f"plain with metp {d.layout.metp}",
+        wanted="a flash kernel",
+        hint="another attention kernel, or cp, tp or Ulysses in place of metp",
+    ),
+    _RSA.allows("layout.metp", 1),
+    _RSA.allows("layout.ulysses", 1),
+    _RSA.allows("layout.subsequences", 1),
+    _RSA.allows("decisions.recompute", "none", "selective", "full"),
+    _RSA.allows("decisions.swapped_tokens", 0),
+    Rule(
+        name="ring self-attention: attention",
+        breaks=lambda d: d.layout.cp_exchange == "rsa" and d.kernels.attention == "plain",
+        what="plain attention keeps the scores of whole sequences, ring self-attention its own",
+        where="decisions.kernels.attention",
+        got="plain with cp_exchange rsa",
+        wanted="the kernel that the machine has; ring self-attention plays none",
+        hint="another attention kernel, or --cp-exchange ring",
+    ),
+    _CHUNKS.allows("model.bidirectional", False, wanted="a model with causal attention"),
+    _CHUNKS.allows(
+        "decisions.kernels.attention",
+        wanted="a flash kernel",
+        when=lambda d: in_chunks(d) and d.kernels.attention == "plain",
+    ),
+    CHUNKS_UNDER_FULL_RECOMPUTE,
+    _CHUNKS.allows("decisions.micro_batch", 1),
+    _CHUNKS.allows("layout.subsequences", 1),
+    _CHUNKS.allows("layout.schedule", "1f1b", "gpipe", "interleaved", when=lambda d: in_chunks(d) and _staged(d)),
+    _CHUNKS.allows("layout.cp_exchange", "ring", "all_gather"),
+    _CHUNKS.allows("layout.cp", 1),
+    _CHUNKS.allows("layout.metp", 1),
+    _BIDIRECTIONAL.allows(
+        "layout.cp_exchange",
+        *("ring", "rsa"),
+        wanted=_WHOLE_SEQUENCES,
+        when=lambda d: d.model.bidirectional and d.layout.cp > 1,
+    ),
+    _BIDIRECTIONAL.allows("layout.subsequences", 1, wanted=_WHOLE_SEQUENCES),
+    _BIDIRECTIONAL.allows(
+        "decisions.kernels.attention",
+        wanted=_WHOLE_SEQUENCES,
+        when=lambda d: d.model.bidirectional and d.kernels.attention == "plain",
+    ),
+    Rule(
+        name="offload window: subsequences",
+        breaks=lambda d: d.offload_window > 0 and (d.layout.subsequences == 1 or not _swaps(d)),
+        what="an offload window is for subsequences that are swapped",
+        where="decisions.offload_window",
+        got=lambda d: (
+            f"{d.offload_window} with {d.layout.subsequences} subsequences, {d.swapped_tokens} tokens swapped"
+        ),
+        wanted="0",
+        hint="--subsequences 8 and an --alpha above 0, or leave --offload-window out",
+    ),
+    _SUBSEQUENCES.allows("micro_batch", 1),
+    _SUBSEQUENCES.allows("layout.cp", 1),
+    _SUBSEQUENCES.allows("layout.ulysses", 1),
+    Rule(
+        name="subsequences: attention",
+        breaks=lambda d: d.layout.subsequences > 1 and d.kernels.attention == "plain",
+        what="plain attention has no log-sum-exp to merge earlier keys by",
+        where="decisions.kernels.attention",
+        got=lambda d: f"plain with {d.layout.subsequences} subsequences",
+        wanted="a flash kernel",
+        hint="another attention kernel, or leave --subsequences out",
+    ),
+    Rule(
+        name="subsequences: recompute",
+        breaks=lambda d: d.layout.subsequences > 1 and d.recompute == "selective",
+        what="selective recompute has no lowering with subsequences",
+        where="decisions.recompute",
+        got=lambda d: f"selective with {d.layout.subsequences} subsequences",
+        wanted="none, full or tokenwise",
+        hint="--recompute full rebuilds attention too",
+    ),
+    SELECTIVE_SWAPS_NOTHING,
+    MLP_BLOCKS_UNDER_FULL_RECOMPUTE,
+    Rule(
+        name="plain attention: cp",
+        breaks=lambda d: d.kernels.attention == "plain" and d.layout.cp > 1,
+        what="plain attention cannot be divided by context parallelism: it has no log-sum-exp to merge parts by",
+        where="layout.cp",
+        got=lambda d: f"{d.layout.cp} with plain attention",
+        wanted="1",
+        hint="leave --cp out, or a flash kernel",
+    ),
+    Rule(
+        name="plain attention: swapped_tokens",
+        breaks=lambda d: d.kernels.attention == "plain" and _swaps(d),
+        what="plain attention's scores are not swapped",
+        where="decisions.swapped_tokens",
+        got=lambda d: f"{d.swapped_tokens} with recompute {d.recompute}",
+        wanted="recompute none, selective or full, without swapping",
+        hint="--recompute full, or a flash kernel",
+    ),
+)
+"""What no program is written for, in the order in which a user is told."""
+
+PLANNED_LIBRARIES = Rule(
+    name="replay_allocator: memory_policy",
+    breaks=lambda d: d.replay_allocator and d.memory_policy != "planned",
+    what="libraries are served from a planned arena, and memory is not planned here",
+    where="decisions.replay_allocator",
+    got=lambda d: f"--replay-allocator with memory policy {d.memory_policy}",
+    wanted="memory policy planned",
+    hint="--memory-policy planned, or leave --replay-allocator out",
+)
+PLANNED_PLAIN_ATTENTION = Rule(
+    name="plain attention: memory_policy",
+    breaks=lambda d: d.kernels.attention == "plain" and d.memory_policy == "planned",
+    what="plain attention has no planned arena: it is torch's operators, which allocate their results themselves",
+    where="decisions.memory_policy",
+    got="planned with plain attention",
+    wanted="caching or eager (in a case file: memory_plan no)",
+    hint="--memory-policy eager",
+)
+ARENA_RULES = (PLANNED_LIBRARIES, PLANNED_PLAIN_ATTENTION)
+"""What no arena is planned for; programs can be written for it, and the search refuses it."""

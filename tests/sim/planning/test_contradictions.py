@@ -1,0 +1,85 @@
+"""Pins that contradict each other or would have no effect are wrong usage, before anything is searched."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from memo_sim.contract.catalog import load_cluster, load_model
+from memo_sim.contract.errors import UsageError
+from memo_sim.contract.knobs import KNOBS, PINNED, Pins
+from memo_sim.planning.contradictions import check_pins, repinned
+from memo_sim.planning.question import Question
+
+WITHOUT_EFFECT: dict[str, dict[str, Any]] = {
+    "overlap_exchanges": {"overlap_exchanges": False},
+    "keep_norms": {"keep_norms": True},
+    "schedule": {"schedule": "gpipe"},
+    "virtual_stages": {"virtual_stages": 2},
+    "partition": {"partition": "length"},
+}
+"""A value of each knob that needs another one."""
+
+
+def ask(system: str = "any", **pins: Any) -> Question:
+    cluster, hardware = load_cluster("a100-1x4")
+    return Question(load_model("gpt-7b"), cluster, hardware, 8192, system, Pins(**pins))
+
+
+def refused(question: Question) -> UsageError:
+    with pytest.raises(UsageError) as caught:
+        check_pins(question)
+    return caught.value
+
+
+def test_every_knob_that_needs_another_is_tried() -> None:
+    assert [knob.name for knob in PINNED if knob.needs] == list(WITHOUT_EFFECT)
+
+
+@pytest.mark.parametrize("name", WITHOUT_EFFECT)
+def test_a_pin_without_effect_names_the_option_that_it_needs(name: str) -> None:
+    knob, need = KNOBS[name], KNOBS[KNOBS[name].needs]
+    for others in ({}, {need.name: 1}):
+        error = refused(ask(**WITHOUT_EFFECT[name], **others))
+        assert (knob.option in error.what, need.option in error.what) == (True, True)
+        assert error.wanted == f"{need.option} 2 or more"
+        assert str(error.got).endswith(f"{need.name} {others.get(need.name, 'not given')}")
+
+
+@pytest.mark.parametrize("name", WITHOUT_EFFECT)
+def test_a_pin_beside_what_it_needs_is_kept_and_else_dropped(name: str) -> None:
+    pins = {**WITHOUT_EFFECT[name], **({"schedule": "interleaved"} if name == "virtual_stages" else {})}
+    need = KNOBS[name].needs
+    beside = ask(**pins, **{need: 2})
+    check_pins(beside)
+    check_pins(repinned(beside, **{need: 1}))
+    assert getattr(repinned(beside, **{need: 1}).pins, name) == KNOBS[name].default
+    assert repinned(beside, tp=2).pins == Pins(**pins, **{need: 2}, tp=2)
+
+
+def test_what_the_system_searches_can_be_needed() -> None:
+    check_pins(ask("every-layout", schedule="gpipe"))
+    check_pins(ask("metp", keep_norms=True))
+    check_pins(ask("sppo", partition="length"))
+    check_pins(ask(partition="length", subsequences="auto"))
+
+
+@pytest.mark.parametrize(
+    ("pins", "what", "got"),
+    [
+        ({"pp": 2, "virtual_stages": 2}, "virtual stages belong to", "2 with the schedule 1f1b, pp 2"),
+        ({"pp": 2, "schedule": "interleaved"}, "virtual stages belong to", "1 with the schedule interleaved, pp 2"),
+        ({"recompute": "selective", "alpha": 0.5}, "selective recompute swaps nothing", "alpha 0.5 (4096 tokens)"),
+        (
+            {"replay_allocator": True, "memory_policy": "caching"},
+            "served from a planned arena",
+            "--replay-allocator with memory policy caching",
+        ),
+    ],
+)
+def test_pins_that_contradict_each_other_whatever_the_layout(pins: dict[str, Any], what: str, got: str) -> None:
+    error = refused(ask(**pins))
+    assert what in error.what
+    assert str(error.got).startswith(got)
+    assert error.hint

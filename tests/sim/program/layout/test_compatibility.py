@@ -1,0 +1,207 @@
+"""The table of what does not go together: decisions that break each rule and no other, and what a user is told."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from memo_sim.contract.errors import Infeasible
+from memo_sim.contract.plan import Decisions, Kernels, Layout
+from memo_sim.program.layout.compatibility import ARENA_RULES, RULES, Rule, check_compatible
+from memo_sim.program.lower import lower
+from tests.sim.small_programs import GPT
+
+BIDIRECTIONAL = msgspec.structs.replace(GPT, bidirectional=True)
+PLAIN = Kernels(attention="plain")
+CHUNKS = {"recompute": "full", "attention_chunk_tokens": 512}
+
+
+def multiplexed(**changes: Any) -> Layout:
+    return Layout(**({"pp": 2, "subsequences": 4, "multiplexed": True} | changes))
+
+
+BREAKS: dict[str, tuple[Layout, dict[str, Any], str]] = {
+    "multiplexing: pp": (multiplexed(pp=1), {}, "1"),
+    "multiplexing: subsequences": (multiplexed(pp=5), {}, "4 with 5 stages"),
+    "multiplexing: global_batch": (multiplexed(), {"global_batch": 2}, "2 micro-batches"),
+    "multiplexing: schedule": (multiplexed(schedule="zero-bubble"), {}, "zero-bubble"),
+    "multiplexing: memory_policy": (multiplexed(), {"memory_policy": "eager"}, "eager"),
+    "virtual stages: schedule": (
+        Layout(pp=2, virtual_stages=2),
+        {},
+        "2 with the schedule 1f1b, pp 2",
+    ),
+    "virtual stages: overlap_p2p": (
+        Layout(pp=2, virtual_stages=2, schedule="interleaved", overlap_p2p=False),
+        {},
+        "false",
+    ),
+    "pipeline stages: zero": (Layout(pp=2, dp=2, zero=2), {}, "2 with pp 2"),
+    "MLP in row blocks: schedule": (
+        Layout(pp=2, schedule="zero-bubble"),
+        {"recompute": "full", "mlp_chunk_tokens": 512},
+        "512 with the schedule zero-bubble",
+    ),
+    "keep_norms: metp": (Layout(tp=2), {"keep_norms": True}, "true with metp 1"),
+    "METP: tp": (Layout(metp=2, tp=2), {}, "2 with metp 2"),
+    "METP: cp": (Layout(metp=2, cp=2), {}, "2 with metp 2"),
+    "METP: ulysses": (Layout(metp=2, ulysses=2), {}, "2 with metp 2"),
+    "METP: subsequences": (Layout(metp=2, subsequences=2), {}, "2 with metp 2"),
+    "METP: schedule": (Layout(metp=2, pp=5, schedule="zero-bubble"), {}, "zero-bubble with metp 2"),
+    "METP: recompute": (Layout(metp=2), {"recompute": "selective"}, "selective with metp 2"),
+    "METP: mlp_chunk_tokens": (Layout(metp=2), {"recompute": "full", "mlp_chunk_tokens": 512}, "512 with metp 2"),
+    "METP: memory_policy": (Layout(metp=2), {"memory_policy": "eager"}, "eager with metp 2"),
+    "METP: keep_norms": (Layout(metp=2), {"recompute": "full", "keep_norms": True}, "true with recompute full"),
+    "METP: attention": (Layout(metp=2), {"kernels": PLAIN}, "plain with metp 2"),
+    "ring self-attention: metp": (Layout(metp=2, cp_exchange="rsa"), {}, "2 with cp_exchange rsa"),
+    "ring self-attention: ulysses": (Layout(cp=2, ulysses=2, cp_exchange="rsa"), {}, "2 with cp_exchange rsa"),
+    "ring self-attention: subsequences": (Layout(subsequences=2, cp_exchange="rsa"), {}, "2 with cp_exchange rsa"),
+    "ring self-attention: recompute": (
+        Layout(cp=2, cp_exchange="rsa"),
+        {"recompute": "tokenwise"},
+        "tokenwise with cp_exchange rsa",
+    ),
+    "ring self-attention: swapped_tokens": (
+        Layout(cp=2, cp_exchange="rsa"),
+        {"swapped_tokens": 128},
+        "128 with cp_exchange rsa",
+    ),
+    "ring self-attention: attention": (Layout(cp_exchange="rsa"), {"kernels": PLAIN}, "plain with cp_exchange rsa"),
+    "attention in chunks: bidirectional": (
+        Layout(),
+        {"model": BIDIRECTIONAL, **CHUNKS},
+        "true with chunks of 512 tokens",
+    ),
+    "attention in chunks: attention": (Layout(), {"kernels": PLAIN, **CHUNKS}, "plain with chunks of 512 tokens"),
+    "attention in chunks: recompute": (
+        Layout(),
+        {"attention_chunk_tokens": 512},
+        "recompute none with chunks of 512 tokens",
+    ),
+    "attention in chunks: micro_batch": (
+        Layout(),
+        {"micro_batch": 2, "global_batch": 2, **CHUNKS},
+        "2 with chunks of 512 tokens",
+    ),
+    "attention in chunks: subsequences": (Layout(subsequences=2), CHUNKS, "2 with chunks of 512 tokens"),
+    "attention in chunks: schedule": (
+        Layout(pp=2, schedule="zero-bubble"),
+        CHUNKS,
+        "zero-bubble with chunks of 512 tokens",
+    ),
+    "attention in chunks: cp_exchange": (Layout(cp_exchange="rsa"), CHUNKS, "rsa with chunks of 512 tokens"),
+    "attention in chunks: cp": (Layout(cp=2), CHUNKS, "2 with chunks of 512 tokens"),
+    "attention in chunks: metp": (Layout(metp=2), CHUNKS, "2 with chunks of 512 tokens"),
+    "bidirectional model: cp_exchange": (
+        Layout(cp=2, cp_exchange="all_gather"),
+        {"model": BIDIRECTIONAL},
+        "all_gather with a bidirectional model",
+    ),
+    "bidirectional model: subsequences": (
+        Layout(subsequences=2),
+        {"model": BIDIRECTIONAL},
+        "2 with a bidirectional model",
+    ),
+    "bidirectional model: attention": (
+        Layout(),
+        {"model": BIDIRECTIONAL, "kernels": PLAIN},
+        "plain with a bidirectional model",
+    ),
+    "offload window: subsequences": (
+        Layout(),
+        {"offload_window": 1, "swapped_tokens": 128},
+        "1 with 1 subsequences, 128 tokens swapped",
+    ),
+    "subsequences: micro_batch": (
+        Layout(subsequences=2),
+        {"micro_batch": 2, "global_batch": 2},
+        "2 with 2 subsequences",
+    ),
+    "subsequences: cp": (Layout(subsequences=2, cp=2), {}, "2 with 2 subsequences"),
+    "subsequences: ulysses": (Layout(subsequences=2, ulysses=2), {}, "2 with 2 subsequences"),
+    "subsequences: attention": (Layout(subsequences=2), {"kernels": PLAIN}, "plain with 2 subsequences"),
+    "subsequences: recompute": (
+        Layout(subsequences=2),
+        {"recompute": "selective"},
+        "selective with 2 subsequences",
+    ),
+    "selective recompute: swapped_tokens": (
+        Layout(),
+        {"recompute": "selective", "swapped_tokens": 1024},
+        "alpha 0.5 (1024 tokens) with recompute selective",
+    ),
+    "MLP in row blocks: recompute": (Layout(), {"mlp_chunk_tokens": 512}, "512 with recompute none"),
+    "plain attention: cp": (Layout(cp=2), {"kernels": PLAIN}, "2 with plain attention"),
+    "plain attention: swapped_tokens": (
+        Layout(),
+        {"kernels": PLAIN, "swapped_tokens": 128},
+        "128 with recompute none",
+    ),
+    "replay_allocator: memory_policy": (
+        Layout(),
+        {"replay_allocator": True, "memory_policy": "caching"},
+        "--replay-allocator with memory policy caching",
+    ),
+    "plain attention: memory_policy": (
+        Layout(),
+        {"kernels": PLAIN, "memory_policy": "planned"},
+        "planned with plain attention",
+    ),
+}
+"""Of each rule: a layout and other decisions that break it and no other rule, and what the message says was got."""
+
+
+def decided(rule: Rule) -> Decisions:
+    layout, changes, _ = BREAKS[rule.name]
+    # Nothing but the arena's own rule is about planned memory.
+    return Decisions(**({"model": GPT, "layout": layout, "seq_tokens": 2048, "memory_policy": "caching"} | changes))
+
+
+def test_every_rule_has_a_name_of_its_own_and_a_case() -> None:
+    names = [rule.name for rule in (*RULES, *ARENA_RULES)]
+    assert sorted(names) == sorted(BREAKS)
+
+
+@pytest.mark.parametrize("rule", [*RULES, *ARENA_RULES], ids=lambda rule: rule.name)
+def test_decisions_break_one_rule_and_are_told_so(rule: Rule) -> None:
+    decisions = decided(rule)
+    assert [each.name for each in (*RULES, *ARENA_RULES) if each.breaks(decisions)] == [rule.name]
+    error = rule.refusal(decisions)
+    assert (error.where, error.got, error.wanted, error.hint) == (
+        rule.where,
+        BREAKS[rule.name][2],
+        rule.wanted,
+        rule.hint,
+    )
+    assert all((error.what, error.where, error.wanted, error.hint))
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
+def test_no_program_is_written_for_them(rule: Rule) -> None:
+    with pytest.raises(Infeasible) as refused:
+        lower(decided(rule))
+    assert refused.value.message() == rule.refusal(decided(rule)).message()
+
+
+def test_the_first_broken_rule_is_told() -> None:
+    both = Decisions(model=GPT, layout=Layout(metp=2, tp=2, cp=2), seq_tokens=2048)
+    with pytest.raises(Infeasible) as refused:
+        check_compatible(both)
+    assert refused.value.where == "layout.tp"
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(),
+        Layout(tp=2, cp=2, sequence_parallel=True, cp_exchange="all_gather"),
+        Layout(metp=2, pp=5, schedule="interleaved", virtual_stages=2),
+        Layout(pp=2, schedule="zero-bubble", zero=1, dp=2),
+        multiplexed(),
+        Layout(ulysses=2, zero=3),
+    ],
+)
+def test_layouts_that_go_together_are_not_refused(layout: Layout) -> None:
+    check_compatible(Decisions(model=GPT, layout=layout, seq_tokens=2048, global_batch=layout.dp))
