@@ -82,7 +82,7 @@ class ChunkedAttention:
         self._all_chunks(store=True)
 
     def project(self, rows: RowBlock) -> None:
-        """Write projection and residual sum; with sequence parallelism, a product has one chunk at a time."""
+        """Write projection and residual sum; with sequence parallelism the product exists for one chunk at a time."""
         if not self.shape.gathered:
             self.writer.own("proj_out", self.shape.tokens, self.shape.hidden)
             project(self.writer, self.ulysses, rows, rows, self.shape.tokens)
@@ -133,12 +133,12 @@ class ChunkedAttention:
 
     @property
     def _raw(self) -> tuple[str, ...]:
-        """The input of the norm of heads, if the model has one."""
+        """The name of the input of the norm of query and key heads, if the model has one."""
         return ("qk_raw",) if self.writer.model.qk_norm else ()
 
     @property
     def _outputs(self) -> tuple[str, ...]:
-        """Results of attention that are stored on the host; without Ulysses the whole output stays on the device."""
+        """The results of attention that are stored on the host; without Ulysses the output stays on the device."""
         return ("attn", "lse") if self.shape.ulysses > 1 else ("lse",)
 
     def _tokens(self, name: str, c: int) -> int:

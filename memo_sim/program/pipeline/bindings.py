@@ -1,4 +1,4 @@
-"""Which buffer of its family each slot of an instance takes.
+"""Binds the slots of instances: computes which buffer of its family each slot uses.
 
 A rule gives the buffer's index from micro-batch, subsequence and layer. Slots with the same numbering share a rule.
 Nearly every rule is linear in the micro-batch: it is evaluated for the first two micro-batches of a layer, and the

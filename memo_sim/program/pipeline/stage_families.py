@@ -19,11 +19,11 @@ class StageFamilies:
 
     def __init__(self, parts: StageParts) -> None:
         self.all: Families = {}
-        """By the name in the program."""
+        """All families, by their names in the program."""
         self._parts = parts
         self._common: Families = {}
         self._own: list[Families] = [{} for _ in parts.subsequences]
-        """Of each subsequence, by plain name."""
+        """For each subsequence: its own families, by plain name."""
         self._declare()
 
     def of_subsequences(self) -> list[Families]:

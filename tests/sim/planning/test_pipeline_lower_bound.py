@@ -36,8 +36,8 @@ LAYOUTS = {
     "gpipe": Layout(tp=2, sequence_parallel=True, pp=4, schedule="gpipe", subsequences=4),
     "zero-bubble": Layout(pp=4, schedule="zero-bubble", subsequences=4),
     "interleaved": Layout(tp=2, sequence_parallel=True, pp=2, schedule="interleaved", virtual_stages=2, subsequences=4),
-    "guests": Layout(pp=4, subsequences=6, multiplexed=True),
-    "guests with tp": Layout(tp=2, sequence_parallel=True, pp=2, schedule="gpipe", subsequences=3, multiplexed=True),
+    "helpers": Layout(pp=4, subsequences=6, multiplexed=True),
+    "helpers with tp": Layout(tp=2, sequence_parallel=True, pp=2, schedule="gpipe", subsequences=3, multiplexed=True),
 }
 
 
@@ -70,7 +70,7 @@ def test_no_policy_computes_less_than_keeping_everything(name: str) -> None:
     base = keeping(LAYOUTS[name])
     assert is_known(base)
     least_s = least_step_s(base, *reversed(ROOMY))
-    for recompute, alpha, window in POLICIES[::2] if name == "guests" else POLICIES:
+    for recompute, alpha, window in POLICIES[::2] if name == "helpers" else POLICIES:
         swapped = with_alpha(base, recompute, alpha)
         decisions = msgspec.structs.replace(swapped, offload_window=window)
         assert kept(decisions) == base
