@@ -91,7 +91,7 @@ def _programs(expanded: Sequence[_Expanded]) -> tuple[Program, ...]:
 
 
 def _waiting(expanded: Sequence[_Expanded], across: Sequence[str]) -> list[str]:
-    """Return the instructions that wait for each other in a circle."""
+    """Return the instructions that wait for each other in a cycle."""
     columns, edges = [each.columns for each in expanded], [each.edges for each in expanded]
     return check_deadlock(_programs(expanded), columns, edges, across)
 

@@ -1,8 +1,8 @@
 """Device memory of a plan that PyTorch's caching allocator serves: replays its requests instead of placing them.
 
 The program frees buffers in program order. An eager framework asks for more, and frees some buffers later
-(``memory/eager.py``). Three steps are replayed; the cost of a step is that of the last one, when the cache is warm. An
-allocation retry stops the device, so its seconds are added to the kernel at which it happens:
+(``memory/eager_framework.py``). Three steps are replayed; the cost of a step is that of the last one, when the cache is
+warm. An allocation retry stops the device, so its seconds are added to the kernel at which it happens:
 
       compute  | norm | qkv |##### allocation retry #####  attention | ...
 """

@@ -57,7 +57,7 @@ def play(
     """Return when every instruction of a single stage starts and ends; ``seconds`` are their durations alone.
 
     Raises:
-        MemoError: when instructions wait for each other in a circle, which no program of ``lower`` does.
+        MemoError: when instructions wait for each other in a cycle, which no program of ``lower`` does.
     """
     return play_stages([Part(columns, edges, seconds, name)], rates)[0]
 
@@ -66,7 +66,7 @@ def play_stages(parts: Sequence[Part], rates: Rates, all_rendezvous: Sequence[Re
     """Return the playback of each stage; lanes contend only with lanes of the same stage.
 
     Raises:
-        MemoError: when instructions wait for each other in a circle, which no programs of ``lower`` do.
+        MemoError: when instructions wait for each other in a cycle, which no programs of ``lower`` do.
     """
     first = np.cumsum([0] + [len(part.seconds) for part in parts])
     joined = Edges(

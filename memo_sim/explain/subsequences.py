@@ -50,7 +50,7 @@ def subsequences(found: SearchResult, simulation: Simulation) -> list[str]:
         f"{text}.",
         *_held(simulation),
         *_beside(found, simulation.prediction),
-        *_guests(found, simulation.prediction),
+        *_helper_rows(found, simulation.prediction),
     ]
 
 
@@ -167,7 +167,7 @@ def _beside(found: SearchResult, chosen: Prediction) -> list[str]:
     return [f"{'; '.join(told)}.".capitalize()] if told else []
 
 
-def _guests(found: SearchResult, chosen: Prediction) -> list[str]:
+def _helper_rows(found: SearchResult, chosen: Prediction) -> list[str]:
     """Say what multiplexing (SPPO 6.2) changes, where the search evaluated plans with and without it."""
     best = found.best
     if best is None:

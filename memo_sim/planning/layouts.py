@@ -176,7 +176,7 @@ def _layout(
 ) -> Layout:
     pins = question.pins
     exchange = pins.cp_exchange or question.preset.cp_exchange
-    # Interleaved stages that waited would wait in a circle; Megatron-LM overlaps theirs alone.
+    # Interleaved stages that waited would wait in a cycle; Megatron-LM overlaps theirs alone.
     overlapped = schedule == "interleaved" or not question.preset.waits_for_p2p
     return Layout(
         tp=tp,

@@ -1,7 +1,7 @@
 """Systems of the literature as presets: which knobs they fix, and what they leave to the search.
 
 A system is no code path: it narrows the policies and the layouts that ``space.py`` enumerates, and says who serves its
-memory. The rivals run on PyTorch's caching allocator under an eager framework (``memory/eager.py``).
+memory. The rivals run on PyTorch's caching allocator under an eager framework (``memory/eager_framework.py``).
 
     memo               Megatron-LM's model and parallelisms (MEMO 4.3.4): its whole logits, its distributed optimizer
                        with gradients reduced and parameters gathered beside compute (NVIDIA/Megatron-LM#391). Layouts
@@ -127,7 +127,7 @@ class System:
     ``--ds-sequence-parallel-fpdt-chunk-size``), who cut a rank's part of a chunk into two row blocks of the MLP
     (its transformer.py) and 32 of the loss (its gpt_model.py); 0: as ``blocks.py`` chooses."""
     waits_for_p2p: bool = False
-    """Whether pipeline stages stand still while they hand over."""
+    """Whether pipeline stages compute nothing while they send and receive."""
     whole_loss: bool = False
     """Whether the logits of all tokens exist at once."""
     subsequences: bool = False
@@ -138,7 +138,7 @@ class System:
     solver: bool = False
     """Whether SPPO's solver (6.1) adds a number of subsequences to those that are searched."""
     multiplexed: bool = False
-    """Whether idle stages are tried as guests of the others (SPPO 6.2), inside a node."""
+    """Whether the search tries idle stages as helpers of the others (SPPO 6.2), inside a node."""
     tp_inside_node: bool = False
     """Whether tensor parallelism that is not pinned stays within a node."""
     schedules: tuple[Schedule, ...] = ("1f1b",)

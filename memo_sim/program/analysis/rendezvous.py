@@ -51,7 +51,7 @@ def _calls(program: Program) -> list[tuple[tuple[object, ...], int]]:
 def _kind(work: Work, lane: Lane) -> tuple[object, ...]:
     """Return (lane, kind of call) for work that involves other stages, else an empty tuple."""
     if isinstance(work, PointToPoint):
-        return (lane, "handover", work.source, work.target)
+        return (lane, "p2p", work.source, work.target)
     if isinstance(work, Collective) and work.group in SPANNING:
         return (lane, work.group)
     return ()

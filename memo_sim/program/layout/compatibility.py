@@ -267,7 +267,7 @@ RULES = (
     Rule(
         name="virtual stages: overlap_p2p",
         breaks=lambda d: d.layout.virtual_stages > 1 and not d.layout.overlap_p2p,
-        what="stages that wait while they send and receive cannot play the interleaved schedule: they wait in a circle",
+        what="the interleaved schedule needs overlapped p2p: stages that wait for it would wait for each other",
         where="layout.overlap_p2p",
         got="false",
         wanted="true",
