@@ -18,10 +18,13 @@ from memo_sim.program.analysis.liveness import live_bytes, peak
 from memo_sim.program.arena.requests import requests_of
 from memo_sim.program.lower import lower
 from tests.exec_cpu.kernels.hand_call import allocations
-from tests.exec_cpu.kernels.test_scratch import NUMBER_BYTES, THREAD_BYTES
 from tests.exec_cpu.small import MODELS, decide, gpt, llama, one_step
 
 LONG = 16_384
+NUMBER_BYTES = 16
+"""Allocations up to this size are ignored, because torch turns Python numbers into tensors of one element."""
+THREAD_BYTES = 2**20
+"""Attention on a CPU also allocates a tile for its thread, which fake tensors cannot see; the reserve counts it."""
 
 
 def observed(decisions: Decisions, **options: Any) -> Observed:
