@@ -33,7 +33,7 @@ SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
 
 
 class Commands(click.Group):
-    """The commands, which end quietly when nobody reads on: click itself would exit with 1."""
+    """A group of commands that ends with 141 when its output is no longer read; click itself would exit with 1."""
 
     make_context = while_read()(click.Group.make_context)
     invoke = while_read()(click.Group.invoke)

@@ -48,7 +48,7 @@ def test_it_agrees_with_the_mip_beside_which_it_runs() -> None:
 
 
 def test_the_time_limit_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The process is told what is left, and is ended a little later when it goes on."""
+    """The process gets the remaining time, and is ended a little later if it continues."""
     monkeypatch.setattr(cp_sat, "find_spec", lambda name: object())
 
     def endless(command: list[str], *, input: bytes, timeout: float, **more: object) -> None:

@@ -5,7 +5,7 @@ leave such plans out. ``ARENA_RULES`` are about planned memory: a program can be
 alone refuses them. Whether a degree divides a size of the model or the sequence is no rule of this table: ``shape.py``,
 ``stage.py`` and ``attention_chunks.py`` check that.
 
-How to add a rule: write it at its place in ``RULES`` (a user is told the first that is broken), and give
+How to add a rule: write it at its place in ``RULES`` (the message names the first broken rule), and give
 ``tests/sim/program/layout/test_compatibility.py`` decisions that break this rule and no other.
 """
 
@@ -28,7 +28,7 @@ Text = str | Callable[[Decisions], str]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
-    """Decisions that do not go together, and what a user is told of them."""
+    """Decisions that do not go together, and the message that refuses them."""
 
     name: str
     breaks: Test
@@ -412,7 +412,7 @@ RULES = (
         hint="--recompute full, or a flash kernel",
     ),
 )
-"""What no program is written for, in the order in which a user is told."""
+"""Combinations that no program is written for; the message names the first that applies."""
 
 PLANNED_LIBRARIES = Rule(
     name="replay_allocator: memory_policy",

@@ -1,4 +1,4 @@
-"""The table of what does not go together: decisions that break each rule and no other, and what a user is told."""
+"""Every compatibility rule has decisions that break it and no other, and a message with all its fields."""
 
 from __future__ import annotations
 
