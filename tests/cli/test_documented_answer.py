@@ -68,6 +68,6 @@ def test_documented_lines_are_todays(block: str) -> None:
 def test_the_documented_memory_plan_is_todays(tmp_path: Path) -> None:
     plan = tmp_path / "plan.json"
     printed(*command_of_the_readme(), "-o", str(plan))
-    elapsed = re.compile(r"in [\d.]+ m?s")
+    elapsed = re.compile(r"\s+[\d.]+ m?s\b")
     shown = documented("docs/memory.md", "memory         size")
     assert elapsed.sub("", shown) == elapsed.sub("", printed("plan-memory", str(plan)))
