@@ -70,7 +70,7 @@ def program_checks(decisions: Decisions) -> list[Check]:
     stages = counted(len(by_rank[0]), "stage")
     checks.append(Check("stages", f"calls, sends and receives of {stages} match", tuple(dict.fromkeys(faults))))
     if len(by_rank) > 1:
-        group = "metp" if layout.metp > 1 else "cp"
+        group = layout.ring_group
         faults = []
         for alike in zip(*by_rank, strict=True):
             faults += check_calls(_programs(alike))

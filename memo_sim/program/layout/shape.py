@@ -106,7 +106,7 @@ def shape_of(decisions: Decisions, *, cp_rank: int | None = None) -> Shape:
             wanted=f"at most {model.max_positions}",
         )
     chunks = 2 * layout.ring if layout.ring > 1 else 1
-    _divides("seq_tokens", decisions.seq_tokens, "2 x metp" if layout.metp > 1 else "2 x cp", chunks)
+    _divides("seq_tokens", decisions.seq_tokens, f"2 x {layout.ring_group}", chunks)
     _divides("seq_tokens", decisions.seq_tokens, "cp chunks x ulysses", chunks * layout.ulysses)
     gathered = layout.sequence_parallel and layout.tp > 1
     tokens = decisions.local_tokens
