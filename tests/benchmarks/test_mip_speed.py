@@ -215,9 +215,7 @@ def test_what_helps_when_cold(without: str, monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_the_price_of_two_levels() -> None:
     print("\nplans at 64K and 1M by HiGHS on level 1; GiB")
-    print(
-        f"{'model':11} {'policy':15} length  buffers  level 1    bi-level  level 2 bound  largest live   price    time"
-    )
+    print(f"{'model':11} {'policy':15} length  buffers    bi-level  level 2 bound  largest live   price    time")
     for model in (m for m in list_models() if not m.endswith("tiny")):
         for policy, recompute, share in POLICIES:
             for tokens in (LENGTHS[0], LENGTHS[-1]):
@@ -231,7 +229,7 @@ def test_the_price_of_two_levels() -> None:
                 assert check_placement(placement, requests) == []
                 gib = [peak * problem.unit_bytes / 2**30 for peak in (plan.peak, plan.level_2_bound, plan.flat_bound)]
                 print(
-                    f"{model:11} {policy:15} {tokens >> 10:5}k  {problem.count:7}  {plan.level_1_problems:7}"
+                    f"{model:11} {policy:15} {tokens >> 10:5}k  {problem.count:7}"
                     f"  {gib[0]:10.2f}  {gib[1]:13.2f}  {gib[2]:12.2f}  {plan.price:6.2%}  {seconds:5.2f} s"
                 )
                 assert plan.peak == plan.level_2_bound
