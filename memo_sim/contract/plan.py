@@ -1,4 +1,4 @@
-"""A plan: the decisions of one training step, their predicted cost, and their provenance (``memo.plan/2``).
+"""A plan: the decisions of one training step, their predicted cost, and their provenance (``memo.plan/3``).
 
 The decisions alone determine the program. Prediction and provenance can be dropped, or computed again for another
 machine.
@@ -290,7 +290,7 @@ class Provenance(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class Plan(
-    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="schema", tag="memo.plan/2"
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="schema", tag="memo.plan/3"
 ):
     """A plan file: decisions, prediction and provenance; ``program_sha256`` is the hash of the lowered program."""
 

@@ -12,7 +12,7 @@ from memo_sim.contract.plan import Layout, RowwiseKernel
 from memo_sim.contract.units import DTYPE_BYTES
 from memo_sim.costs.attention import WAVE_TOKENS, AttentionRates
 from memo_sim.costs.collective import CollectiveTimes
-from memo_sim.costs.contention import NodeRates
+from memo_sim.costs.contention import Demands, NodeRates
 from memo_sim.costs.gemm import GemmRates
 from memo_sim.costs.pace import pace
 from memo_sim.costs.rowwise import RowwiseRates
@@ -85,9 +85,9 @@ class Pricer:
         self._known: dict[Work, float] = {}
 
     @property
-    def replica_link_share(self) -> float:
-        """Fraction of a device's link inside its node that a collective over the replicas uses (``NodeRates``)."""
-        return self._collectives.replica_link_share
+    def demands(self) -> Demands:
+        """The fractions of links that each lane's transfers use when they run alone (``NodeRates``)."""
+        return self._collectives.demands
 
     def seconds(self, work: Work) -> float:
         """Return the seconds that ``work`` takes when nothing else runs.

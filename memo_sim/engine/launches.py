@@ -17,8 +17,9 @@ Between two such points, the waits follow from program order alone: kernel i sta
 
     wait before i = M(i) - M(i - 1),    M(i) = max over j <= i of (launched(j) - busy before j), at least 0
 
-The device's time counts its kernels and the collectives on the same lanes, one after another. Where collectives overlap
-with compute, the host is in fact a little further behind than this model says.
+The device's time counts its kernels and collectives, one after another, but not the collectives of replicas that
+``overlap`` moves beside compute. Where other collectives overlap with compute, the host is in fact a little further
+behind than this model says.
 """
 
 from __future__ import annotations
@@ -32,11 +33,11 @@ from memo_sim.contract.plan import Decisions
 from memo_sim.engine.playback import Floats
 from memo_sim.memory.eager_framework import KERNELS
 from memo_sim.program.analysis.columns import Columns, Ints
-from memo_sim.program.ir.instruction import Instance, Lane
+from memo_sim.program.ir.instruction import COLLECTIVE_LANES, Instance, Lane
 from memo_sim.program.ir.program import Program
 
-_SERIAL = (Lane.COMPUTE, Lane.COLLECTIVE)
-"""Lanes whose work an eager framework without overlap plays one after another."""
+_REPLICAS = frozenset((Lane.REPLICA, Lane.ENDS))
+"""Lanes of the collectives that ``overlap`` moves beside compute."""
 
 
 def launch_waits(
@@ -49,7 +50,9 @@ def launch_waits(
     waits = np.zeros(len(seconds))
     if decisions.memory_policy != "eager" or hardware.host_launch_s is None or not len(seconds):
         return waits
-    serial = np.flatnonzero(np.isin(columns.lane, _SERIAL))
+    beside = _REPLICAS if decisions.overlap != "none" else frozenset[Lane]()
+    lanes = [Lane.COMPUTE, *(lane for lane in COLLECTIVE_LANES.values() if lane not in beside)]
+    serial = np.flatnonzero(np.isin(columns.lane, lanes))
     launch_s = np.where(columns.lane[serial] == Lane.COMPUTE, KERNELS, 1) * hardware.host_launch_s.value
     if hardware.host_pass_s is not None:
         starts = np.searchsorted(columns.instance[serial], [instance for _, instance in program.passes])

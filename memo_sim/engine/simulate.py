@@ -67,9 +67,7 @@ def simulate(
     played = min(decisions.micro_batches, micro_batches_played or played_at_first(layout, decisions.micro_batches))
     local_devices = min(cluster.devices_per_node, layout.devices)
     prices = Pricer(hardware, cluster, layout, rowwise=decisions.kernels.rowwise)
-    shared = 0.0 if decisions.overlap == "none" else prices.replica_link_share
-    ring = layout.metp > 1 or layout.cp_exchange == "rsa"
-    contending = NodeRates(hardware, cluster, local_devices, replica_link_share=shared, ring_shares_links=ring)
+    contending = NodeRates(hardware, cluster, local_devices, demands=prices.demands)
     again = False
     while True:
         simulation = Simulation(

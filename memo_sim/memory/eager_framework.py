@@ -48,7 +48,7 @@ from memo_sim.memory.replay import RunAhead
 from memo_sim.program.analysis.columns import Columns, Ints
 from memo_sim.program.analysis.liveness import Liveness
 from memo_sim.program.arena.requests import buffer_names, device_buffers
-from memo_sim.program.ir.instruction import BufferClass, Instruction, Lane, Mode
+from memo_sim.program.ir.instruction import COLLECTIVE_LANES, BufferClass, Instruction, Lane, Mode
 from memo_sim.program.ir.program import Program
 from memo_sim.program.ir.work import Gemm
 
@@ -77,7 +77,7 @@ EMBEDDING = "embed.bwd"
 GATHERED = frozenset({"head/fwd.final_full", "head/fwd.final_again"})
 """Buffer families of the classifier's gathered input: one buffer for all micro-batches, forward and backward."""
 
-STREAMS = (Lane.D2H, Lane.H2D, Lane.COLLECTIVE, Lane.P2P)
+STREAMS = (Lane.D2H, Lane.H2D, Lane.P2P, *COLLECTIVE_LANES.values())
 """Lanes with streams other than the one that tensors are allocated on."""
 
 

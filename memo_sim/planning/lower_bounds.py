@@ -63,7 +63,7 @@ class LowerBounds:
         """Layouts whose layers were not seen to repeat; they are not lowered for that again."""
         self._hardware = hardware
         rates = NodeRates(hardware, cluster)
-        beside = {"copy_s": Lane.D2H, "collective_s": Lane.COLLECTIVE, "p2p_s": Lane.P2P}
+        beside = {"copy_s": Lane.D2H, "collective_s": Lane.TP, "p2p_s": Lane.P2P}
         self._slowed = {name: rates.rates(1 << Lane.COMPUTE | 1 << lane)[Lane.COMPUTE] for name, lane in beside.items()}
         """Compute's rate while one other lane is busy."""
 

@@ -205,7 +205,7 @@ def test_a_shell_gets_the_message_and_the_exit_code() -> None:
         ("", {"got": None, "wanted": "JSON"}),
         ('{"schema": "memo.model/1", "name"', {"what": "JSON", "got": "early"}),
         ('{"model_type": "mamba"}', {"where": "$.model_type", "got": "'mamba'", "wanted": "qwen3"}),
-        ('{"schema": "memo.plan/2"}', {"where": "$.schema", "got": "memo.plan/2", "wanted": "memo.model/1"}),
+        ('{"schema": "memo.plan/3"}', {"where": "$.schema", "got": "memo.plan/3", "wanted": "memo.model/1"}),
     ],
 )
 def test_a_bad_model_file_exits_3(tmp_path: Path, content: str, fields: dict[str, Expected]) -> None:
@@ -237,7 +237,7 @@ def test_lists_and_schemas() -> None:
         assert done.returncode == 0
         assert expected in done.stdout
     schema = json.loads(memo_sim("schema", "plan").stdout)
-    assert "memo.plan/2" in json.dumps(schema)
+    assert "memo.plan/3" in json.dumps(schema)
 
 
 def some_cases(folder: Path, source: str, *names: str) -> str:

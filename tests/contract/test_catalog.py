@@ -181,7 +181,7 @@ def test_a_cluster_file_without_its_profile(samples: dict[str, msgspec.Struct], 
 def test_another_document_is_no_cluster(samples: dict[str, msgspec.Struct], tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     codec.write(path, samples["plan"])
-    with refused(BadInput, where="$.schema", got="memo.plan/2", wanted=("memo.cluster/1", "memo.hardware/1")):
+    with refused(BadInput, where="$.schema", got="memo.plan/3", wanted=("memo.cluster/1", "memo.hardware/1")):
         load_cluster(str(path))
 
 

@@ -116,5 +116,5 @@ def test_lanes_have_groups_of_their_own() -> None:
     chosen = training("llama", "tp2-cp2-zero1")
     keys = group_keys(lower(chosen)[0])
     assert keys == sorted(set(keys))
-    assert {(Lane.COLLECTIVE, "tp"), (Lane.P2P, "cp"), (Lane.COLLECTIVE, "grads")} <= set(keys)
+    assert {(Lane.TP, "tp"), (Lane.P2P, "cp"), (Lane.REPLICA, "grads")} <= set(keys)
     assert missing_groups(lower(chosen)[0], chosen.layout, {}) == keys

@@ -30,6 +30,11 @@ COMBINED = [
 ]
 
 
+@pytest.mark.parametrize("zero", [2, 3])
+def test_gathers_and_reductions_beside_the_all_to_alls(team: Team, zero: int) -> None:
+    parity(team, "llama", Layout(ulysses=2, dp=2, zero=zero), 0.5)
+
+
 @pytest.mark.parametrize("layout", [COMBINED[1], COMBINED[4]], ids=label)
 def test_with_context_and_tensor_parallelism(team: Team, layout: Layout) -> None:
     parity(team, "llama" if layout.tp > 1 else "gpt", layout, 0.5, seq_tokens=1024)

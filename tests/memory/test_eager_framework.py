@@ -132,8 +132,8 @@ def test_buffers_of_other_lanes_wait_for_their_streams() -> None:
     requests = requests_of(case.program, case.columns)
     assert len(requests.ids) == len(device_buffers(case.lives))
     waits = {requests.ids[place]: set(streams) for place, streams in ahead.streams.items()}
-    assert waits["layer.fwd/fwd.norm1_full[0]"] == {Lane.COLLECTIVE}
-    assert waits["layer.fwd/proj_out[0]"] == {Lane.COLLECTIVE}  # what is scattered
+    assert waits["layer.fwd/fwd.norm1_full[0]"] == {Lane.TP}
+    assert waits["layer.fwd/proj_out[0]"] == {Lane.TP}  # what is scattered
     assert waits["layer.fwd/kv.ring1[0]"] == {Lane.P2P}
     assert not any(name.startswith(("layer.fwd/up", "layer.fwd/qkv", "head/logits")) for name in waits)
     for lane, instants in ahead.work.items():

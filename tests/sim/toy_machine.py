@@ -25,6 +25,7 @@ LAYOUTS = [
     Layout(cp=2, zero=2),
     Layout(tp=2, sequence_parallel=True, dp=2, zero=3),
     Layout(ulysses=2, zero=3),
+    Layout(cp=2, ulysses=2, dp=2, zero=3),
     Layout(tp=2, sequence_parallel=True, cp=2, dp=2, zero=1),
 ]
 POLICIES = [

@@ -83,7 +83,7 @@ class Ulysses:
     def _all_to_all(self, name: str, send: Rows, recv: Rows, width: int) -> None:
         tokens = min(send.tokens, recv.tokens)
         work = Collective("all_to_all", tokens * width * DTYPE_BYTES[self.dtype], self.shape.ulysses, "ulysses")
-        self.builder.emit(name, "all_to_all", Lane.COLLECTIVE, work, send=reads(send), recv=writes(recv))
+        self.builder.emit(name, "all_to_all", Lane.ULYSSES, work, send=reads(send), recv=writes(recv))
 
     def _copy(self, name: str, source: Rows, target: Rows) -> None:
         """Emit the copy that rearranges heads in memory: it reads and writes every element once."""

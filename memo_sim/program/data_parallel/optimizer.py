@@ -8,7 +8,7 @@ same parameters (cp x ulysses x dp).
     zero 2    a rank also keeps only its shard of the gradients (``sharding.py``)
     zero 3    a rank also keeps only its shard of the parameters (``sharding.py``)
 
-``overlap`` moves both collectives beside compute, to a lane of their own; ``sharding.py`` places them in the step.
+``overlap`` moves both collectives beside compute; ``sharding.py`` places them in the step.
 
 States ``bf16`` keeps both moments in bf16. States ``host`` keeps master copy and moments in host memory and updates
 them on the host's cores; gradients are copied to the host and parameters back to the device. When gradients are
@@ -28,7 +28,7 @@ from memo_sim.contract.hardware import DtypeName
 from memo_sim.contract.plan import Decisions
 from memo_sim.contract.units import DTYPE_BYTES
 from memo_sim.program.ir.builder import Rows, TemplateBuilder, accumulates, reads, writes
-from memo_sim.program.ir.instruction import BufferClass, Families, Family, Lane, Template
+from memo_sim.program.ir.instruction import COLLECTIVE_LANES, BufferClass, Families, Family, Lane, Template
 from memo_sim.program.ir.kinds import BlockKind, FamilyKind, Phase, TemplateKind
 from memo_sim.program.ir.work import Collective, Copy, Group, HostUpdate, Rowwise
 from memo_sim.program.layout.parameters import Block, half_gradients
@@ -187,13 +187,12 @@ class Optimizer:
         if partial:
             rows = Rows("grads", self.block.elements - partial, partial)
             work = Collective("all_reduce", self._grad_bytes * partial, degree(over, layout), over)
-            builder.emit("vectors", "all_reduce", Lane.COLLECTIVE, work, tensor=accumulates(rows))
+            builder.emit("vectors", "all_reduce", COLLECTIVE_LANES[over], work, tensor=accumulates(rows))
         if self.replicas > 1:
             kind: Literal["reduce_scatter", "all_reduce"] = "reduce_scatter" if self.shards > 1 else "all_reduce"
             work = Collective(kind, self._grad_bytes * self.block.elements, self.replicas, self.group)
             whole = accumulates(builder.all("grads"))
-            lane = Lane.REPLICA if self.reduced_early else Lane.COLLECTIVE
-            builder.emit("grads", f"grads.{kind}", lane, work, tensor=whole)
+            builder.emit("grads", f"grads.{kind}", COLLECTIVE_LANES[self.group], work, tensor=whole)
         return builder.build() if partial or self.replicas > 1 else None
 
     def norm(self, families: Families) -> Template:
@@ -235,7 +234,7 @@ class Optimizer:
             offset += length
         builder.run = ""
         if self.shards > 1 and not self.shared("params") and not self.gathered_late:
-            self._gather(builder, Lane.COLLECTIVE)
+            self._gather(builder)
         return builder.build()
 
     def gather(self, families: Families) -> Template | None:
@@ -244,12 +243,13 @@ class Optimizer:
             return None
         builder = TemplateBuilder(f"{self.kind}.gather", Phase.GATHER, TemplateKind.GATHER_UPDATED, self.kind)
         builder.bind(families[f"params.{self.kind}"], slot="params")
-        self._gather(builder, Lane.REPLICA)
+        self._gather(builder)
         return builder.build()
 
-    def _gather(self, builder: TemplateBuilder, lane: Lane) -> None:
+    def _gather(self, builder: TemplateBuilder) -> None:
         size = self.block.elements * DTYPE_BYTES[self.decisions.dtype]
         work = Collective("all_gather", size, self.replicas, self.group)
+        lane = COLLECTIVE_LANES[self.group]
         builder.emit("gather", "params.all_gather", lane, work, tensor=accumulates(builder.all("params")))
 
     def _held(self, name: Literal["params", "grads"], first: int, offset: int, length: int) -> Rows:
@@ -315,7 +315,7 @@ def tied(block: Block, families: Families) -> Template:
     rows = Rows("grads", tokens.first, tokens.elements)
     size = DTYPE_BYTES[families["grads.embed"].dtype] * tokens.elements
     work = Collective("all_reduce", size, 2, "tied")
-    builder.emit("tied", "all_reduce", Lane.COLLECTIVE, work, tensor=accumulates(rows))
+    builder.emit("tied", "all_reduce", Lane.TIED, work, tensor=accumulates(rows))
     return builder.build()
 
 
@@ -340,5 +340,5 @@ def totals(decisions: Decisions, families: Families) -> Template | None:
     for name, group, ranks in chosen:
         work = Collective("all_reduce", 4, ranks, group)
         tensor = accumulates(builder.all(name))
-        builder.emit(f"{name}.{group}", "all_reduce", Lane.COLLECTIVE, work, tensor=tensor)
+        builder.emit(f"{name}.{group}", "all_reduce", COLLECTIVE_LANES[group], work, tensor=tensor)
     return builder.build() if chosen else None

@@ -12,18 +12,18 @@ A gather is placed before the previous use and overlaps with it, so two whole bl
 after the next use, so that no kernel waits for the reduce-scatter. Gathers do not cross the end of a micro-batch: the
 first layer waits for its parameters.
 
-      collective  [gather l2][gather l1]   [scatter l2][gather l0]     [scatter l1]
+      replica     [gather l2][gather l1]   [scatter l2][gather l0]     [scatter l1]
       compute                [backward l2 .....       ][backward l1 .........     ][add l2][backward l0 ...
 
 With ZeRO 0 and 1 a rank always holds whole gradients. ``overlap`` then reduces the gradients of each block over the
-replicas after its last backward of the step, on a separate lane. Layers' collectives share links with it
-(``costs/contention.py``), but do not wait for it.
+replicas after its last backward of the step.
 
       replica                                 [reduce l2 .......][reduce l1 .......]
       compute  m1 [backward l2 .....][backward l1 .....][backward l0 .....]
 
-The collective lane runs in program order. So a layer's own collectives (tensor parallelism, Ulysses) wait for gathers
-and reduce-scatters that are placed before them.
+All of these run in the communicator of the ranks with the same parameters, one after another. A layer's own collectives
+(tensor parallelism, Ulysses) are on other lanes. They do not wait for a gather, but share links with it
+(``costs/contention.py``).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from memo_sim.contract.plan import Decisions
 from memo_sim.contract.units import DTYPE_BYTES
 from memo_sim.program.data_parallel.optimizer import Optimizer
 from memo_sim.program.ir.builder import Rows, TemplateBuilder, accumulates, reads, writes
-from memo_sim.program.ir.instruction import BufferClass, Families, Family, Lane, Template
+from memo_sim.program.ir.instruction import COLLECTIVE_LANES, BufferClass, Families, Family, Lane, Template
 from memo_sim.program.ir.kinds import BlockKind, FamilyKind, Phase, TemplateKind
 from memo_sim.program.ir.work import Collective, Rowwise
 from memo_sim.program.layout.stage import Stage
@@ -165,7 +165,7 @@ class Sharding:
         builder.emit(
             f"params.{kind}",
             "params.all_gather",
-            Lane.COLLECTIVE,
+            COLLECTIVE_LANES[optimizer.group],
             Collective("all_gather", size, optimizer.replicas, optimizer.group),
             shard=reads(builder.all(shard)),
             full=writes(builder.all(full)),

@@ -11,8 +11,8 @@ from typing import Literal
 from memo_sim.contract.hardware import CollectiveKind, DtypeName, GemmPass
 
 Mask = Literal["none", "causal"]
-Group = Literal["tp", "ulysses", "cp", "metp", "dp", "grads", "ends", "pp", "tied"]
-"""The ranks that take part.
+Group = Literal["tp", "ulysses", "cp", "metp", "grads", "ends", "pp", "tied"]
+"""The ranks that take part. The collectives of a group have a lane of their own (``ir/instruction.py``).
 
 - ``grads``: all ranks with the same parameters of a layer (ulysses x cp x dp).
 - ``ends``: all ranks with the same embedding and head (metp x ulysses x cp x dp); used only with METP.

@@ -295,7 +295,7 @@ class _Classifier:
             builder.emit(
                 f"loss.reduce{suffix}",
                 "loss.all_reduce",
-                Lane.COLLECTIVE,
+                Lane.TP,
                 Collective("all_reduce", 12 * logits.tokens, shape.tp, "tp"),
                 tensor=accumulates(stats),
             )

@@ -364,7 +364,7 @@ class MetpLayer(OperatorWriter):
         for run in self.attn.runs():
             work = Collective("broadcast", self.size * run.elements, self.ranks, "metp", part)
             own, full = reads(run.own("params")), writes(run.exchanged(self.attn.buffer(part)))
-            name, lane = f"attn.{run.name}.g{part}", self._lane(Lane.COLLECTIVE)
+            name, lane = f"attn.{run.name}.g{part}", self._lane(Lane.METP)
             self.builder.emit(name, "broadcast", lane, work, own=own, tensor=full)
 
     def _clear(self, bundle: Bundle, step: int) -> None:
@@ -380,7 +380,7 @@ class MetpLayer(OperatorWriter):
             size = DTYPE_BYTES[GRAD_DTYPE] * run.elements
             work = Collective("reduce", size, self.ranks, "metp", part)
             tensor = accumulates(run.exchanged(self.attn.buffer(part, sums=True)))
-            name, lane = f"d_attn.{run.name}.g{part}", self._lane(Lane.COLLECTIVE)
+            name, lane = f"d_attn.{run.name}.g{part}", self._lane(Lane.METP)
             self.builder.emit(name, "reduce", lane, work, tensor=tensor, total=accumulates(run.own("grads")))
 
 

@@ -121,7 +121,7 @@ class OperatorWriter:
         rows = Rows(full, first, source.tokens * self.shape.tp)
         work = Collective("all_gather", rows.tokens * self.shape.hidden * self.size, self.shape.tp, "tp")
         self.builder.emit(
-            f"{name}.gather{self.suffix}", "all_gather", Lane.COLLECTIVE, work, shard=reads(source), full=writes(rows)
+            f"{name}.gather{self.suffix}", "all_gather", Lane.TP, work, shard=reads(source), full=writes(rows)
         )
         return rows
 
@@ -146,9 +146,7 @@ class OperatorWriter:
             return partial
         if not self.shape.gathered:
             work = Collective("all_reduce", size, self.shape.tp, "tp")
-            self.builder.emit(
-                f"{name}.reduce{self.suffix}", "all_reduce", Lane.COLLECTIVE, work, tensor=accumulates(partial)
-            )
+            self.builder.emit(f"{name}.reduce{self.suffix}", "all_reduce", Lane.TP, work, tensor=accumulates(partial))
             return partial
         room = self.shape.shard(tokens or self.shape.tokens)
         shard = self.own(f"{name}_shard", room, self.shape.hidden, BufferClass.EXCHANGE)
@@ -158,7 +156,7 @@ class OperatorWriter:
         self.builder.emit(
             f"{name}.scatter{self.suffix}",
             "reduce_scatter",
-            Lane.COLLECTIVE,
+            Lane.TP,
             work,
             full=reads(partial),
             shard=writes(rows),

@@ -9,16 +9,17 @@ from collections import defaultdict
 
 from memo_sim.program.analysis.columns import Columns
 from memo_sim.program.analysis.edges import Edges
-from memo_sim.program.ir.instruction import BufferClass, Instruction, Lane, Mode
+from memo_sim.program.ir.instruction import COLLECTIVE_LANES, BufferClass, Instruction, Lane, Mode
 from memo_sim.program.ir.kinds import TemplateKind
 from memo_sim.program.ir.program import Program
 from memo_sim.program.ir.work import Collective, Copy, Exchange, PointToPoint
 
 
 def check_program(program: Program, columns: Columns) -> list[str]:
-    """Return every fault of one program: ids, bounds, aliasing, sizes, reads of unwritten rows, gathered buffers."""
+    """Return every fault of one program: ids, lanes, bounds, aliasing, sizes, unwritten rows, gathered buffers."""
     return [
         *_check_ids(program),
+        *_check_lanes(program),
         *_check_operands(program),
         *_check_defined(program, columns),
         *_check_gathered(program, columns),
@@ -101,6 +102,25 @@ def _check_ids(program: Program) -> list[str]:
         if name in seen:
             faults.append(f"id {name} is used twice")
         seen.add(name)
+    return faults
+
+
+def _check_lanes(program: Program) -> list[str]:
+    """Find calls on the lane of another communicator. METP's may be on the compute lane (``overlap_exchanges``)."""
+    faults = []
+    for template in program.templates:
+        for each in template.instructions:
+            if isinstance(each.work, Collective):
+                own = COLLECTIVE_LANES[each.work.group]
+            elif isinstance(each.work, Exchange):
+                own = Lane.P2P
+            else:
+                if each.lane in (*COLLECTIVE_LANES.values(), Lane.P2P):
+                    faults.append(f"{template.name}: {each.name} is no call, but on lane {each.lane.label}")
+                continue
+            allowed = (own, Lane.COMPUTE) if each.work.group == "metp" else (own,)
+            if each.lane not in allowed:
+                faults.append(f"{template.name}: {each.name} of group {each.work.group} is on lane {each.lane.label}")
     return faults
 
 
@@ -222,7 +242,7 @@ def _check_gathered(program: Program, columns: Columns) -> list[str]:
     faults = []
     for buffer in sorted(set(writers) | set(readers)):
         name = families[columns.buffer_family[buffer]].name
-        if writers[buffer] not in ([Lane.COLLECTIVE], [Lane.RECV]):
+        if len(writers[buffer]) != 1 or writers[buffer][0] not in (*COLLECTIVE_LANES.values(), Lane.RECV):
             faults.append(f"buffer {buffer} ({name}) is not written by exactly one collective or receive")
         if len(readers[buffer]) != 1:
             faults.append(f"buffer {buffer} ({name}) is read by {len(readers[buffer])} passes instead of one")

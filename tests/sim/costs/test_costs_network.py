@@ -255,8 +255,8 @@ class TestContention:
 
     def test_compute_is_slower_beside_traffic(self) -> None:
         slowed = A800.compute_slowdown["collective"].value
-        assert self.node.rates(mask(Lane.COMPUTE, Lane.COLLECTIVE))[Lane.COMPUTE] == pytest.approx(1 / slowed)
-        both = self.node.rates(mask(Lane.COMPUTE, Lane.COLLECTIVE, Lane.P2P))[Lane.COMPUTE]
+        assert self.node.rates(mask(Lane.COMPUTE, Lane.ULYSSES))[Lane.COMPUTE] == pytest.approx(1 / slowed)
+        both = self.node.rates(mask(Lane.COMPUTE, Lane.ULYSSES, Lane.P2P))[Lane.COMPUTE]
         assert both == pytest.approx(1 / slowed / A800.compute_slowdown["p2p"].value)
         assert self.node.rates(mask(Lane.COMPUTE, Lane.D2H))[Lane.COMPUTE] == 1.0
 

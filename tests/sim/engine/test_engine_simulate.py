@@ -99,7 +99,7 @@ def test_the_figures_are_their_definitions() -> None:
     assert p.status == "ok"
     assert p.hardware == "toy"
     assert p.step_s == simulation.playback.span_s
-    assert set(p.lanes) == {"compute", "d2h", "h2d", "collective", "p2p"}
+    assert set(p.lanes) == {"compute", "d2h", "h2d", "tp", "p2p", "replica"}
     assert all(0 < seconds <= p.step_s for seconds in p.lanes.values())
     assert [s.seconds for s in p.stalls] == sorted((s.seconds for s in p.stalls), reverse=True)
     compute = sum(s.seconds for s in p.stalls if s.lane == "compute")

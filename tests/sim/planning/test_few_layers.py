@@ -39,7 +39,7 @@ def test_few_layers_tell_the_step_time_of_all(layout: Layout, layers: int, seq_t
         if found is not None:
             told += 1
             assert found == pytest.approx(simulate(decisions, HARDWARE, CLUSTER).prediction.step_s, rel=1e-12)
-    assert told >= len(POLICIES) // 2
+    assert told >= len(POLICIES) // 3
 
 
 @pytest.mark.parametrize(

@@ -84,6 +84,30 @@ def test_no_plan_is_below_its_lower_bound(layout: Layout, layers: int) -> None:
             assert rough.device_bytes > 0.7 * bound.device_bytes
 
 
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(tp=2, sequence_parallel=True, ulysses=4, dp=4, zero=3),
+        Layout(ulysses=4, dp=8, zero=3),
+        Layout(cp=4, cp_exchange="all_gather", ulysses=8, zero=3),
+        Layout(tp=4, sequence_parallel=True, cp=2, dp=4, zero=2),
+    ],
+    ids=layout_label,
+)
+@pytest.mark.parametrize("seq_tokens", [1 << 13, 1 << 16])
+def test_collectives_beside_each_other_do_not_break_the_lower_bound(layout: Layout, seq_tokens: int) -> None:
+    """Collectives of several groups overlap, so a bound that added their times would be too high."""
+    cluster, hardware = with_memory(*load_cluster("a800-4x8"), device_bytes=ROOM, host_bytes=ROOM)
+    bounds = LowerBounds(hardware, cluster)
+    for recompute in ("none", "full"):
+        base = Decisions(model=shallow(12), layout=layout, seq_tokens=seq_tokens, global_batch=2 * layout.dp)
+        decisions = with_alpha(base, recompute, 0.0)
+        played = simulate(decisions, hardware, cluster).prediction
+        assert played.step_s is not None
+        assert 0 < bounds.of(decisions).step_s <= played.step_s
+        assert not bounds.reach(decisions, played.step_s * (1 + 1e-9))
+
+
 @pytest.mark.parametrize("states", ["bf16", "host"])
 @pytest.mark.parametrize("policy", ["planned", "eager"])
 def test_lower_bounds_hold_for_other_states_and_memory_policies(states: str, policy: str) -> None:

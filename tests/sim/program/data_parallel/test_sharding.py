@@ -155,7 +155,7 @@ def test_compute_waits_for_a_slow_network() -> None:
     # Every collective is on the critical path: two uses of four layers, embedding, head, and their gradients.
     assert slow.step_s is not None
     assert quick.step_s is not None
-    assert slow.step_s > slow.lanes["collective"] > quick.step_s
+    assert slow.step_s > slow.lanes["replica"] > quick.step_s
 
 
 class Network(ToyPrices):
@@ -206,9 +206,9 @@ def test_zero_3_needs_less_memory_than_2_and_2_than_1() -> None:
     assert len(set(peaks)) == len(peaks)
 
 
-def test_gathered_parameters_wait_on_the_collective_lane_in_program_order() -> None:
+def test_gathered_parameters_wait_on_the_replicas_lane_in_program_order() -> None:
     (program,) = lower(decide(GPT, Layout(dp=RANKS, zero=3), global_batch=RANKS))
-    calls = [name for name, i in program.walk() if i.lane is Lane.COLLECTIVE]
+    calls = [name for name, i in program.walk() if i.lane is Lane.REPLICA]
     assert calls[:3] == [
         "m0/s0/embed/gather/params.embed",
         "m0/s0/l0/gather/params.layer",

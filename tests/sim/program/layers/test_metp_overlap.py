@@ -128,7 +128,7 @@ def test_without_overlap_nothing_is_exchanged_beside_compute() -> None:
         layer = [i for t in program.templates if t.name in ("layer.fwd", "layer.bwd") for i in t.instructions]
         lanes[beside] = {i.lane for i in layer}
         hops[beside] = {i.name for i in layer if i.op == "send_recv"}
-    assert lanes == {False: {Lane.COMPUTE}, True: {Lane.COMPUTE, Lane.P2P, Lane.COLLECTIVE}}
+    assert lanes == {False: {Lane.COMPUTE}, True: {Lane.COMPUTE, Lane.P2P, Lane.METP}}
     assert hops[False] == hops[True]
 
 
