@@ -187,6 +187,7 @@ def _layout(
         metp=metp,
         overlap_exchanges=metp == 1 or pins.overlap_exchanges is not False,
         pp=pp,
+        pp_layers=pins.pp_layers or (),
         schedule=schedule,
         virtual_stages=chunks,
         overlap_p2p=overlapped if pins.overlap_p2p is None else pins.overlap_p2p,

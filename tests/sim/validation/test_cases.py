@@ -236,6 +236,21 @@ def test_stages_may_hold_several_chunks(tmp_path: Path) -> None:
     assert chunks.mfu > 1.03 * plain.mfu
 
 
+def test_a_row_gives_the_layers_of_its_stages(tmp_path: Path) -> None:
+    row = {**ROW, "alpha": "", "recompute": "full", "global_batch": "8", "tp": "2", "cp": "1", "pp": "4"}
+    columns = [*COLUMNS[:-1], "pp_layers", COLUMNS[-1]]
+    rows = (row, {**row, "pp_layers": "5,9,9,9"}, {**row, "pp_layers": "8,8,8,7"})
+    equal, given, wrong = validate(load_cases(str(case_file(tmp_path, *rows, columns=columns)))).cases
+    assert given.predicted.layout is not None
+    assert given.predicted.layout.pp_layers == (5, 9, 9, 9)
+    assert equal.predicted.mfu is not None
+    assert given.predicted.mfu is not None
+    assert given.predicted.mfu < equal.predicted.mfu
+    assert "4 numbers that sum to 31" in wrong.predicted.reason
+    with refused(BadInput, where="column pp_layers", got="7;8"):
+        load_cases(str(case_file(tmp_path, {**row, "pp_layers": "7;8"}, columns=columns)))
+
+
 @pytest.mark.parametrize(
     ("mfu", "status", "most", "fields"),
     [
