@@ -279,6 +279,16 @@ class Pins:
         at="layout",
         labels=(Part("ulysses"),),
     )
+    uneven_heads: bool = _knob(
+        False,
+        Flag(),
+        "Ulysses' degree need not divide the key/value heads: its first ranks have one more of them, with its query"
+        " heads (as in DeepSpeed).",
+        at="layout",
+        labels=(Mark("ulysses", "+uneven", least=2),),
+        needs="ulysses",
+    )
+    """Not searched."""
     metp: int | None = _knob(
         None,
         Degree(),

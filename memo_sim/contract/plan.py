@@ -60,6 +60,8 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     cp: Degree = 1
     cp_exchange: CpExchange = "ring"
     ulysses: Degree = 1
+    uneven_heads: bool = False
+    """Whether some ranks of Ulysses may have one key/value head more than others, with its query heads."""
     metp: Degree = 1
     overlap_exchanges: bool = True
     """Whether METP's ranks compute during their exchanges; otherwise compute waits for them."""

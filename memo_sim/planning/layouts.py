@@ -184,6 +184,7 @@ def _layout(
         cp=cp,
         cp_exchange=exchange if cp > 1 or exchange == "rsa" else "ring",
         ulysses=ulysses,
+        uneven_heads=pins.uneven_heads and ulysses > 1,
         metp=metp,
         overlap_exchanges=metp == 1 or pins.overlap_exchanges is not False,
         pp=pp,

@@ -32,7 +32,7 @@ QUESTION_COLUMNS = [
 ]
 EXPECTED_COLUMNS = [f"expected_{name}" for name in ("status", "mfu", "tgs", "step_ms", "allocated_gib", "reserved_gib")]
 COLUMNS = ["case", "source", *QUESTION_COLUMNS, *EXPECTED_COLUMNS, "note"]
-OPTIONAL_COLUMNS = ["virtual_stages", "pp_layers", "expected_allocation_retries"]
+OPTIONAL_COLUMNS = ["virtual_stages", "pp_layers", "uneven_heads", "expected_allocation_retries"]
 """Columns that a file may leave out, because few sources report them."""
 SIZES = frozenset({"layers", "hidden", "heads", "kv_heads", "ffn", "vocab"})
 """Columns that describe a model by its sizes instead of a preset's name."""
@@ -80,6 +80,7 @@ COLUMN_TEXTS = {
     "note": "free text; not read",
     "virtual_stages": "chunks of layers per stage, for the interleaved schedule",
     "pp_layers": "layers of each pipeline stage (of each chunk), joined by commas; nearly equal numbers when blank",
+    "uneven_heads": "yes: Ulysses' ranks may have unequal numbers of heads",
     "expected_allocation_retries": "measured allocation retries per micro-batch (MEMO: reorganisations)",
 }
 """What each column holds. A blank cell is an open knob or a quantity that was not measured."""
@@ -91,6 +92,7 @@ _WORDS = {
     "attention": ("flash", "plain"),
     "schedule": get_args(Schedule),
     "overlap": ("yes", "no"),
+    "uneven_heads": ("yes", "no"),
     "precision": ("bf16", "fp16"),
     "expected_status": get_args(Status),
 }
@@ -113,7 +115,7 @@ class CaseQuestion:
     cluster: str
     seq_tokens: int
     words: dict[str, str]
-    """sp, recompute, memory_plan, attention, schedule, overlap, precision, where given."""
+    """sp, recompute, memory_plan, attention, schedule, overlap, precision, uneven_heads, where given."""
     integers: dict[str, int]
     """Model sizes, batches and layout degrees, where given."""
     alpha: float | None
@@ -250,7 +252,7 @@ def _case(row: dict[str, str], where: str) -> Case:
         if not cells[required]:
             raise BadInput("a required cell is empty", where=f"{where}, column {required}")
     integers = {c: _whole(cells[c], c, where) for c in _INTEGERS if cells.get(c)}
-    words = {c: _word(cells[c], c, where) for c in QUESTION_COLUMNS if c in _WORDS and cells[c]}
+    words = {c: _word(cells[c], c, where) for c in (*QUESTION_COLUMNS, "uneven_heads") if c in _WORDS and cells.get(c)}
     alpha = _number(cells["alpha"], f"{where}, column alpha")
     if alpha is not None and not 0 <= alpha <= 1:
         raise BadInput("alpha is a fraction", where=f"{where}, column alpha", got=alpha, wanted="0 to 1")

@@ -236,6 +236,19 @@ def test_stages_may_hold_several_chunks(tmp_path: Path) -> None:
     assert chunks.mfu > 1.03 * plain.mfu
 
 
+def test_a_row_may_have_uneven_heads(tmp_path: Path) -> None:
+    row = {**ROW, "system": "deepspeed-ulysses", "alpha": "", "recompute": "full", "seq_tokens": "12288"}
+    row |= {"model": "gpt", "layers": "4", "hidden": "1280", "heads": "10", "vocab": "50257"}
+    row |= {"tp": "", "cp": "", "ulysses": "4", "global_batch": "2"}
+    columns = [*COLUMNS[:-1], "uneven_heads", COLUMNS[-1]]
+    path = case_file(tmp_path, *({**row, "uneven_heads": word} for word in ("", "no", "yes")), columns=columns)
+    blank, no, yes = (c.predicted for c in validate(load_cases(str(path))).cases)
+    assert [blank.status, no.status, yes.status] == ["invalid", "invalid", "ok"]
+    assert "does not divide heads" in no.reason
+    assert yes.layout is not None
+    assert (yes.layout.ulysses, yes.layout.uneven_heads) == (4, True)
+
+
 def test_a_row_gives_the_layers_of_its_stages(tmp_path: Path) -> None:
     row = {**ROW, "alpha": "", "recompute": "full", "global_batch": "8", "tp": "2", "cp": "1", "pp": "4"}
     columns = [*COLUMNS[:-1], "pp_layers", COLUMNS[-1]]
