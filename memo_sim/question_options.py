@@ -23,6 +23,7 @@ from memo_sim.contract.knobs import (
     Fraction,
     Knob,
     Length,
+    Numbers,
     OneOf,
     Pins,
     Switch,
@@ -75,6 +76,8 @@ def _option(knob: Knob) -> Callable[[Command], Command]:
             attributes["type"] = click.Choice(words)
         case CountOrAuto():
             attributes["metavar"] = "N|auto"
+        case Numbers():
+            attributes["metavar"] = "N,N,..."
         case Switch():
             names += f"/--no-{knob.option.removeprefix('--')}"
         case Flag():
@@ -142,13 +145,15 @@ def question_of(options: Options) -> tuple[Plan | None, Question]:
 
 def _value(knob: Knob, given: Any) -> Any:
     """Return the knob's value of what click read: lengths and counts arrive as text."""
-    from memo_sim.contract.units import parse_tokens
+    from memo_sim.contract.units import parse_numbers, parse_tokens
 
     match knob.kind:
         case Length() if given is not None:
             return parse_tokens(given, option=knob.option, least=0)
         case CountOrAuto(most) if given is not None:
             return _count_or_auto(knob, given, most)
+        case Numbers() if given is not None:
+            return parse_numbers(given, option=knob.option)
         case _:
             return given
 

@@ -43,7 +43,7 @@ def rank_program(decisions: Decisions, mesh: MeshCoordinates) -> Program:
 
     Raises:
         CannotRun: when keys and values of several sequences would be all-gathered. The chunks of one sequence would
-            not be contiguous.
+            not be contiguous. When attention of ranks with uneven heads would run in several head groups.
         Infeasible: as ``lower``.
     """
     layout = decisions.layout
@@ -55,7 +55,16 @@ def rank_program(decisions: Decisions, mesh: MeshCoordinates) -> Program:
             wanted=1,
             hint="plan with micro-batches of one sequence, or with cp_exchange ring",
         )
-    return lower(decisions, cp_rank=mesh.at(layout.ring_group) if layout.ring > 1 else None)[mesh.at("pp")]
+    if layout.uneven_heads and decisions.kernels.head_groups > 1:
+        raise CannotRun(
+            "ranks with uneven heads cannot all divide their heads into the same head groups",
+            where="$.decisions.kernels.head_groups",
+            got=decisions.kernels.head_groups,
+            wanted=1,
+            hint="plan with a --ulysses that divides the key/value heads, or with a shorter sequence",
+        )
+    ring_rank = mesh.at(layout.ring_group) if layout.ring > 1 else None
+    return lower(decisions, cp_rank=ring_rank, ulysses_rank=mesh.at("ulysses"))[mesh.at("pp")]
 
 
 def own_program(program: Program, decisions: Decisions, mesh: MeshCoordinates) -> Program:

@@ -142,6 +142,14 @@ class CountOrAuto:
 
 
 @dataclass(frozen=True, slots=True)
+class Numbers:
+    """Whole numbers from 1, joined by commas."""
+
+    def __str__(self) -> str:
+        return "numbers, as 7,8,8,7"
+
+
+@dataclass(frozen=True, slots=True)
 class Name:
     """A name that is looked up elsewhere, such as an attention kernel's."""
 
@@ -149,7 +157,7 @@ class Name:
         return "a name"
 
 
-Kind = Degree | Whole | Fraction | OneOf | Switch | Flag | Length | CountOrAuto | Name
+Kind = Degree | Whole | Fraction | OneOf | Switch | Flag | Length | CountOrAuto | Numbers | Name
 """What values a knob has; ``str()`` says it in a table."""
 
 
@@ -175,6 +183,17 @@ class Mark:
 
 
 @dataclass(frozen=True, slots=True)
+class Listed:
+    """This knob's numbers behind the part of another knob, such as ``pp4(7,8,8,7)``."""
+
+    of: str
+
+
+Label = Part | Mark | Listed
+"""How a knob shows in a layout's label."""
+
+
+@dataclass(frozen=True, slots=True)
 class Knob:
     """One declaration; ``name`` is that of the field in ``Pins`` or ``Chosen`` and in the plan."""
 
@@ -182,7 +201,7 @@ class Knob:
     help: str
     at: str
     """The part of a plan file that holds the knob: ``layout``, ``decisions``, ``decisions.kernels``."""
-    labels: tuple[Part | Mark, ...] = ()
+    labels: tuple[Label, ...] = ()
     needs: str = ""
     """The knob that has to be above 1 for this one to have an effect; a question that pins it without is refused."""
     on_command_line: bool = True
@@ -210,7 +229,7 @@ def _knob(
     help: str,
     *,
     at: str = "decisions",
-    labels: tuple[Part | Mark, ...] = (),
+    labels: tuple[Label, ...] = (),
     needs: str = "",
     on_command_line: bool = True,
 ) -> T:
@@ -260,6 +279,16 @@ class Pins:
         at="layout",
         labels=(Part("ulysses"),),
     )
+    uneven_heads: bool = _knob(
+        False,
+        Flag(),
+        "Ulysses' degree need not divide the key/value heads: its first ranks have one more of them, with its query"
+        " heads (as in DeepSpeed).",
+        at="layout",
+        labels=(Mark("ulysses", "+uneven", least=2),),
+        needs="ulysses",
+    )
+    """Not searched."""
     metp: int | None = _knob(
         None,
         Degree(),
@@ -282,10 +311,18 @@ class Pins:
         needs="metp",
     )
     """Not searched: it saves 1 % of a short step and takes two thirds more memory."""
-    pp: int | None = _knob(
-        None, Degree(), "Pipeline stages of equal numbers of layers.", at="layout", labels=(Part("pp"),)
-    )
+    pp: int | None = _knob(None, Degree(), "Pipeline stages.", at="layout", labels=(Part("pp"),))
     """None: what the system searches, else one stage."""
+    pp_layers: tuple[int, ...] | None = _knob(
+        None,
+        Numbers(),
+        "Layers of each stage (with virtual stages: of each chunk, in the model's order). Unless given stages have"
+        " equal numbers of layers, or nearly equal ones: the first and the last get one more last.",
+        at="layout",
+        labels=(Listed("pp"),),
+        needs="pp",
+    )
+    """Not searched."""
     schedule: Schedule | None = _knob(
         None,
         _one_of(Schedule),

@@ -26,6 +26,7 @@ from memo_sim.contract.units import (
     Bytes,
     Degree,
     Fraction,
+    Layers,
     Positive,
     Seconds,
     SequenceTokens,
@@ -59,11 +60,17 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     cp: Degree = 1
     cp_exchange: CpExchange = "ring"
     ulysses: Degree = 1
+    uneven_heads: bool = False
+    """Whether some ranks of Ulysses may have one key/value head more than others, with its query heads."""
     metp: Degree = 1
     overlap_exchanges: bool = True
     """Whether METP's ranks compute during their exchanges; otherwise compute waits for them."""
     pp: Degree = 1
-    """Pipeline stages. Each holds the same number of layers; the first also holds the embedding, the last the head."""
+    """Pipeline stages. The first also holds the embedding, the last the head."""
+    pp_layers: tuple[Layers, ...] = ()
+    """Layers of each stage. Empty: equal numbers, or nearly equal ones (``program/layout/stage.py``).
+
+    With virtual stages: of each chunk, in the order of the model."""
     schedule: Schedule = "1f1b"
     virtual_stages: Degree = 1
     """Chunks of layers per stage; more than 1 only for the interleaved schedule."""

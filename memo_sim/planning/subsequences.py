@@ -31,6 +31,7 @@ from memo_sim.program.ir.work import Attention, Collective, Work
 from memo_sim.program.layers.kinds import skeletal_of
 from memo_sim.program.layout.partition import partition, swapped_parts
 from memo_sim.program.layout.shape import shape_of
+from memo_sim.program.layout.stage import stages_of
 from memo_sim.program.layout.subsequence import subsequences_of
 from memo_sim.program.lower import lower
 
@@ -222,7 +223,7 @@ def held_bytes(sizes: Sequence[float], alphas: Sequence[float]) -> list[float]:
 
 def most_held_bytes(decisions: Decisions) -> float:
     """Return the most bytes of activations that a stage's forwards of one sequence hold, without K and V (SPPO 5.2)."""
-    token_bytes = offloaded_bytes(decisions) * decisions.model.layers / decisions.layout.pp
+    token_bytes = offloaded_bytes(decisions) * max(len(stage.layers) for stage in stages_of(decisions))
     parts, swapped = partition(decisions), swapped_parts(decisions)
     alphas = [some / part for some, part in zip(swapped, parts, strict=True)]
     return max(held_bytes([token_bytes * part for part in parts], alphas))

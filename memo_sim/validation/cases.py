@@ -20,7 +20,7 @@ from memo_sim.contract.codec import decode_object, read_raw
 from memo_sim.contract.errors import BadInput, UsageError, did_you_mean
 from memo_sim.contract.knobs import Recompute, Schedule
 from memo_sim.contract.plan import Status
-from memo_sim.contract.units import Degree, Layers, SequenceTokens, Width, ZeroLevel
+from memo_sim.contract.units import Degree, Layers, SequenceTokens, Width, ZeroLevel, parse_numbers
 from memo_sim.contract.validation import Expectation
 
 SHIPPED = DATA / "cases"
@@ -32,12 +32,14 @@ QUESTION_COLUMNS = [
 ]
 EXPECTED_COLUMNS = [f"expected_{name}" for name in ("status", "mfu", "tgs", "step_ms", "allocated_gib", "reserved_gib")]
 COLUMNS = ["case", "source", *QUESTION_COLUMNS, *EXPECTED_COLUMNS, "note"]
-OPTIONAL_COLUMNS = ["virtual_stages", "expected_allocation_retries"]
+OPTIONAL_COLUMNS = ["virtual_stages", "pp_layers", "uneven_heads", "expected_allocation_retries"]
 """Columns that a file may leave out, because few sources report them."""
 SIZES = frozenset({"layers", "hidden", "heads", "kv_heads", "ffn", "vocab"})
 """Columns that describe a model by its sizes instead of a preset's name."""
 
-PINNED_COLUMNS = ("tp", "pp", "dp", "cp", "ulysses", "zero", "alpha", "recompute", "schedule", "virtual_stages")
+PINNED_COLUMNS = (
+    *("tp", "pp", "pp_layers", "dp", "cp", "ulysses", "zero", "alpha", "recompute", "schedule", "virtual_stages"),
+)
 """Columns that pin the knob of their name (``contract/knobs.py``); blank leaves it open."""
 
 COLUMN_TEXTS = {
@@ -77,6 +79,8 @@ COLUMN_TEXTS = {
     "expected_reserved_gib": "measured peak of reserved device memory, GiB",
     "note": "free text; not read",
     "virtual_stages": "chunks of layers per stage, for the interleaved schedule",
+    "pp_layers": "layers of each pipeline stage (of each chunk), joined by commas; nearly equal numbers when blank",
+    "uneven_heads": "yes: Ulysses' ranks may have unequal numbers of heads",
     "expected_allocation_retries": "measured allocation retries per micro-batch (MEMO: reorganisations)",
 }
 """What each column holds. A blank cell is an open knob or a quantity that was not measured."""
@@ -88,6 +92,7 @@ _WORDS = {
     "attention": ("flash", "plain"),
     "schedule": get_args(Schedule),
     "overlap": ("yes", "no"),
+    "uneven_heads": ("yes", "no"),
     "precision": ("bf16", "fp16"),
     "expected_status": get_args(Status),
 }
@@ -110,15 +115,16 @@ class CaseQuestion:
     cluster: str
     seq_tokens: int
     words: dict[str, str]
-    """sp, recompute, memory_plan, attention, schedule, overlap, precision, where given."""
+    """sp, recompute, memory_plan, attention, schedule, overlap, precision, uneven_heads, where given."""
     integers: dict[str, int]
     """Model sizes, batches and layout degrees, where given."""
     alpha: float | None
+    pp_layers: tuple[int, ...] | None = None
 
     @property
     def pins(self) -> dict[str, Any]:
         """The knobs that the row pins by name."""
-        given: dict[str, Any] = {**self.integers, **self.words, "alpha": self.alpha}
+        given: dict[str, Any] = {**self.integers, **self.words, "alpha": self.alpha, "pp_layers": self.pp_layers}
         return {name: given[name] for name in PINNED_COLUMNS if name in given}
 
 
@@ -246,7 +252,7 @@ def _case(row: dict[str, str], where: str) -> Case:
         if not cells[required]:
             raise BadInput("a required cell is empty", where=f"{where}, column {required}")
     integers = {c: _whole(cells[c], c, where) for c in _INTEGERS if cells.get(c)}
-    words = {c: _word(cells[c], c, where) for c in QUESTION_COLUMNS if c in _WORDS and cells[c]}
+    words = {c: _word(cells[c], c, where) for c in (*QUESTION_COLUMNS, "uneven_heads") if c in _WORDS and cells.get(c)}
     alpha = _number(cells["alpha"], f"{where}, column alpha")
     if alpha is not None and not 0 <= alpha <= 1:
         raise BadInput("alpha is a fraction", where=f"{where}, column alpha", got=alpha, wanted="0 to 1")
@@ -258,6 +264,7 @@ def _case(row: dict[str, str], where: str) -> Case:
         words=words,
         integers=integers,
         alpha=alpha,
+        pp_layers=_numbers(cells.get("pp_layers", ""), where),
     )
     return Case(cells["case"], cells["source"], question, _expectation(cells, where))
 
@@ -297,6 +304,16 @@ def _whole(text: str, column: str, where: str) -> int:
         got=repr(text),
         wanted=f"an integer from {least} to {most}",
     )
+
+
+def _numbers(text: str, where: str) -> tuple[int, ...] | None:
+    """Return the layers of each stage; None for a blank cell."""
+    try:
+        return parse_numbers(text, option="--pp-layers") if text else None
+    except UsageError as error:
+        raise BadInput(
+            error.what, where=f"{where}, column pp_layers", got=error.got, wanted=error.wanted, hint="7,8,8,7"
+        ) from None
 
 
 def _number(text: str, where: str) -> float | None:

@@ -204,6 +204,7 @@ def _question(asked: CaseQuestion, change: Callable[[Hardware], Hardware] | None
     pins = Pins(
         **asked.pins,
         sequence_parallel=None if sp is None else sp == "yes",
+        uneven_heads=asked.words.get("uneven_heads") == "yes",
         overlap_p2p=None if overlap is None else overlap == "yes",
         memory_policy=_MEMORY[asked.words.get("memory_plan", "")],
         overlap=_OVERLAP[overlap or ""],

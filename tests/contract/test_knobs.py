@@ -28,8 +28,10 @@ from memo_sim.contract.knobs import (
     Fraction,
     Knob,
     Length,
+    Listed,
     Mark,
     Name,
+    Numbers,
     OneOf,
     Part,
     Pins,
@@ -41,7 +43,11 @@ from memo_sim.planning.presets import SYSTEMS
 
 ROOT = Path(__file__).parents[2]
 GOLDEN_PLAN = Path(__file__).parent / "golden_plan.json"
-ELSEWHERE = {"--ds-sequence-parallel-fpdt-chunk-size", "--accumulate-allreduce-grads-in-fp32"}
+ELSEWHERE = {
+    *("--ds-sequence-parallel-fpdt-chunk-size", "--accumulate-allreduce-grads-in-fp32"),
+    *("--account-for-embedding-in-pipeline-split", "--account-for-loss-in-pipeline-split"),
+    *("--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers"),
+}
 """Options of Megatron-LM and Megatron-DeepSpeed that the text mentions."""
 
 NO_KNOBS = {
@@ -57,6 +63,7 @@ VALUES = {
     Flag: bool,
     Length: int,
     CountOrAuto: int,
+    Numbers: tuple,
     Name: str,
 }
 
@@ -97,7 +104,7 @@ def test_what_a_knob_needs_and_marks_is_a_knob_before_it() -> None:
     before: set[str] = set()
     for knob in PINNED:
         assert not knob.needs or knob.needs in before
-        assert all(label.of in before for label in knob.labels if isinstance(label, Mark))
+        assert all(label.of in before for label in knob.labels if isinstance(label, Mark | Listed))
         if any(isinstance(label, Part) for label in knob.labels):
             assert knob.name not in before
         before.add(knob.name)

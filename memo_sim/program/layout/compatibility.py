@@ -18,6 +18,7 @@ from operator import attrgetter
 from memo_sim.contract.errors import Infeasible
 from memo_sim.contract.plan import Decisions
 from memo_sim.program.layout.attention_chunks import in_chunks
+from memo_sim.program.layout.stage import layers_of_runs
 
 MOST_ZERO_OF_STAGES = 1
 """Pipeline stages keep whole parameters and gradients, which ZeRO 2 and 3 would divide."""
@@ -249,6 +250,15 @@ MULTIPLEXING = (
         got=lambda d: d.layout.schedule,
         wanted="gpipe or 1f1b",
         hint="--no-multiplexed, or another --schedule",
+    ),
+    Rule(
+        name="multiplexing: pp_layers",
+        breaks=lambda d: d.layout.multiplexed and len(set(layers_of_runs(d))) > 1,
+        what="multiplexing needs stages of equal numbers of layers: helper stages take rows in proportion to work",
+        where="layout.pp_layers",
+        got=lambda d: ", ".join(map(str, layers_of_runs(d))),
+        wanted="equal numbers",
+        hint="--no-multiplexed, or a --pp that divides the layers",
     ),
     Rule(
         name="multiplexing: memory_policy",

@@ -13,8 +13,10 @@ from memo_sim.planning.contradictions import check_pins, repinned
 from memo_sim.planning.question import Question
 
 WITHOUT_EFFECT: dict[str, dict[str, Any]] = {
+    "uneven_heads": {"uneven_heads": True},
     "overlap_exchanges": {"overlap_exchanges": False},
     "keep_norms": {"keep_norms": True},
+    "pp_layers": {"pp_layers": (15, 17)},
     "schedule": {"schedule": "gpipe"},
     "virtual_stages": {"virtual_stages": 2},
     "partition": {"partition": "length"},

@@ -147,6 +147,27 @@ def test_pipelines_are_not_below_their_lower_bound(schedule: str, chunks: int, a
             assert bound.step_s > ahead * played.step_s
 
 
+@pytest.mark.parametrize(
+    ("pp_layers", "schedule", "chunks"),
+    [((), "1f1b", 1), ((1, 9, 4), "1f1b", 1), ((8, 5, 1), "zero-bubble", 1), ((1, 4, 2, 3, 1, 3), "interleaved", 2)],
+)
+def test_unequal_stages_are_not_below_their_lower_bound(pp_layers: tuple[int, ...], schedule: str, chunks: int) -> None:
+    cluster, hardware = with_memory(*load_cluster("a800-1x8"), device_bytes=ROOM, host_bytes=ROOM)
+    cluster = msgspec.structs.replace(cluster, devices_per_node=6)
+    bounds = LowerBounds(hardware, cluster)
+    layout = Layout(
+        tp=2, sequence_parallel=True, pp=3, pp_layers=pp_layers, schedule=schedule, virtual_stages=chunks, zero=0
+    )
+    base = Decisions(model=shallow(14), layout=layout, seq_tokens=1 << 14, global_batch=6, loss_chunk_tokens=4096)
+    for recompute, alpha in (("none", 0.0), ("full", 0.0), ("tokenwise", 0.5), ("none", 1.0)):
+        decisions = with_alpha(base, recompute, alpha)
+        bound, played = bounds.of(decisions), simulate(decisions, hardware, cluster).prediction
+        assert bound.step_s <= played.step_s
+        assert bound.device_bytes <= played.peak_device_bytes
+        assert bounds.rough(decisions, keep=None).device_bytes <= played.peak_device_bytes
+        assert bound.host_bytes_per_node <= played.peak_host_bytes_per_node
+
+
 @pytest.mark.parametrize("window", [0, 1, 2])
 def test_offloaded_subsequences_are_not_below_their_lower_bound(window: int) -> None:
     cluster, hardware = with_memory(*load_cluster("a800-1x8"), device_bytes=ROOM, host_bytes=ROOM)

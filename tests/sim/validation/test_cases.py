@@ -236,6 +236,34 @@ def test_stages_may_hold_several_chunks(tmp_path: Path) -> None:
     assert chunks.mfu > 1.03 * plain.mfu
 
 
+def test_a_row_may_have_uneven_heads(tmp_path: Path) -> None:
+    row = {**ROW, "system": "deepspeed-ulysses", "alpha": "", "recompute": "full", "seq_tokens": "12288"}
+    row |= {"model": "gpt", "layers": "4", "hidden": "1280", "heads": "10", "vocab": "50257"}
+    row |= {"tp": "", "cp": "", "ulysses": "4", "global_batch": "2"}
+    columns = [*COLUMNS[:-1], "uneven_heads", COLUMNS[-1]]
+    path = case_file(tmp_path, *({**row, "uneven_heads": word} for word in ("", "no", "yes")), columns=columns)
+    blank, no, yes = (c.predicted for c in validate(load_cases(str(path))).cases)
+    assert [blank.status, no.status, yes.status] == ["invalid", "invalid", "ok"]
+    assert "does not divide heads" in no.reason
+    assert yes.layout is not None
+    assert (yes.layout.ulysses, yes.layout.uneven_heads) == (4, True)
+
+
+def test_a_row_gives_the_layers_of_its_stages(tmp_path: Path) -> None:
+    row = {**ROW, "alpha": "", "recompute": "full", "global_batch": "8", "tp": "2", "cp": "1", "pp": "4"}
+    columns = [*COLUMNS[:-1], "pp_layers", COLUMNS[-1]]
+    rows = (row, {**row, "pp_layers": "5,9,9,9"}, {**row, "pp_layers": "8,8,8,7"})
+    equal, given, wrong = validate(load_cases(str(case_file(tmp_path, *rows, columns=columns)))).cases
+    assert given.predicted.layout is not None
+    assert given.predicted.layout.pp_layers == (5, 9, 9, 9)
+    assert equal.predicted.mfu is not None
+    assert given.predicted.mfu is not None
+    assert given.predicted.mfu < equal.predicted.mfu
+    assert "4 numbers that sum to 31" in wrong.predicted.reason
+    with refused(BadInput, where="column pp_layers", got="7;8"):
+        load_cases(str(case_file(tmp_path, {**row, "pp_layers": "7;8"}, columns=columns)))
+
+
 @pytest.mark.parametrize(
     ("mfu", "status", "most", "fields"),
     [

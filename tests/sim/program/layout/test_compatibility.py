@@ -19,14 +19,15 @@ CHUNKS = {"recompute": "full", "attention_chunk_tokens": 512}
 
 
 def multiplexed(**changes: Any) -> Layout:
-    return Layout(**({"pp": 2, "subsequences": 4, "multiplexed": True} | changes))
+    return Layout(**({"pp": 5, "subsequences": 8, "multiplexed": True} | changes))
 
 
 BREAKS: dict[str, tuple[Layout, dict[str, Any], str]] = {
     "multiplexing: pp": (multiplexed(pp=1), {}, "1"),
-    "multiplexing: subsequences": (multiplexed(pp=5), {}, "4 with 5 stages"),
+    "multiplexing: subsequences": (multiplexed(subsequences=4), {}, "4 with 5 stages"),
     "multiplexing: global_batch": (multiplexed(), {"global_batch": 2}, "2 micro-batches"),
     "multiplexing: schedule": (multiplexed(schedule="zero-bubble"), {}, "zero-bubble"),
+    "multiplexing: pp_layers": (multiplexed(pp=2), {}, "3, 2"),
     "multiplexing: memory_policy": (multiplexed(), {"memory_policy": "eager"}, "eager"),
     "virtual stages: schedule": (
         Layout(pp=2, virtual_stages=2),
