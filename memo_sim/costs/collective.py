@@ -38,7 +38,7 @@ from memo_sim.contract.plan import Layout
 from memo_sim.costs.curves import LogCurve, between
 from memo_sim.costs.placement import Placement, hop, place
 from memo_sim.program.ir.work import Collective, Exchange, Group, PointToPoint
-from memo_sim.program.layout.rank_order import degree
+from memo_sim.program.layout.rank_order import REPLICATE, SHARD, degree
 
 ALIKE: dict[CollectiveKind, tuple[CollectiveKind, ...]] = {
     "all_reduce": ("all_reduce", "reduce_scatter", "all_gather"),
@@ -99,10 +99,14 @@ class CollectiveTimes:
         """Fraction of a device's link inside its node that a large collective over the replicas uses while it runs.
 
         It is 1 inside a node, the fraction that the cards allow across nodes, and 0 when a node has one rank of the
-        group. When only METP's ranks are replicas (of embedding and head), it is their collective's fraction.
+        group. When only METP's ranks are replicas (of embedding and head), it is their collective's fraction. Where
+        ZeRO 1 divides over groups of replicas, it is that of a group: it has more ranks in a node than the all-reduces
+        between groups, which are all that ZeRO 2 and 3 have on that lane.
         """
         layout = self._layout
         group: Group = "grads" if layout.replicas > 1 else "ends"
+        if layout.shard_copies > 1 and layout.shards > 1:
+            group = SHARD if layout.zero == 1 else REPLICATE
         placement = place(group, degree(group, layout), layout, self._devices_per_node)
         if placement.per_node < 2 or not self._tables:
             return 0.0

@@ -67,7 +67,8 @@ def simulate(
     played = min(decisions.micro_batches, micro_batches_played or played_at_first(layout, decisions.micro_batches))
     local_devices = min(cluster.devices_per_node, layout.devices)
     prices = Pricer(hardware, cluster, layout, rowwise=decisions.kernels.rowwise)
-    shared = 0.0 if decisions.overlap == "none" else prices.replica_link_share
+    shards_reduced = layout.zero > 1 and layout.shard_copies > 1
+    shared = prices.replica_link_share if decisions.overlap != "none" or shards_reduced else 0.0
     ring = layout.metp > 1 or layout.cp_exchange == "rsa"
     contending = NodeRates(hardware, cluster, local_devices, replica_link_share=shared, ring_shares_links=ring)
     again = False

@@ -108,7 +108,7 @@ class Passes:
             decisions,
             model=msgspec.structs.replace(decisions.model, layers=few),
             layout=msgspec.structs.replace(
-                decisions.layout, dp=1, pp=1, zero=0, schedule="1f1b", virtual_stages=1, multiplexed=False
+                decisions.layout, dp=1, pp=1, zero=0, zero_ranks=0, schedule="1f1b", virtual_stages=1, multiplexed=False
             ),
             global_batch=decisions.micro_batch,
             states="fp32",
