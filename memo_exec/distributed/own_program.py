@@ -5,6 +5,7 @@ and the buffers stay the same, and so do ids, lives and placements. Under ZeRO a
 
     grads.reduce_scatter, params.all_gather   one operand per run (decayed, other parameters), not the whole block
     update, add                               this rank's share, at its own offset in buffers of the whole block
+    shards.all_reduce                         this rank's share of each run
     norm                                      only the gradients that no other rank counts
 
 A run is a contiguous range of a block whose parameters all have weight decay, or all have none.
@@ -106,6 +107,10 @@ class _Block:
             return replace(instruction, operands=tuple(self._by_run(instruction.operands, "tensor", "full")))
         if instruction.op == "params.all_gather":
             return replace(instruction, operands=tuple(self._by_run(instruction.operands, "tensor", "full")))
+        if instruction.op == "shards.all_reduce":
+            runs = [self.runs[operand.role.partition(".")[2]] for operand in instruction.operands]
+            shares = [self._share(o, run) for o, run in zip(instruction.operands, runs, strict=True)]
+            return replace(instruction, operands=tuple(shares))
         if instruction.op == "grad_norm":
             return replace(instruction, operands=tuple(self._counted(instruction.operands)))
         if instruction.run and self.optimizer.shards > 1:

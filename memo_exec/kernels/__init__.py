@@ -127,6 +127,7 @@ _PLAIN: Mapping[str, Kernel] = {
     "send": stage_p2p.send,
     "recv": stage_p2p.receive,
     "grads.all_reduce": collective.all_reduce,
+    "shards.all_reduce": collective.shards_all_reduce,
     "grads.reduce_scatter": collective.grads_reduce_scatter,
     "params.all_gather": collective.params_all_gather,
 }

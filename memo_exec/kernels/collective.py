@@ -39,6 +39,13 @@ def all_reduce(call: Call) -> None:
     dist.all_reduce(call["tensor"], group=_group(call))
 
 
+def shards_all_reduce(call: Call) -> None:
+    """Replace this rank's share of each run of gradients by its sum over the ranks that hold the same share."""
+    for tensor in call.numbered("tensor").values():
+        if len(tensor):  # with uneven shares, the last ranks may hold none of a run
+            dist.all_reduce(tensor, group=_group(call))
+
+
 def loss_all_reduce(call: Call) -> None:
     """Combine the softmax statistics of all vocabulary shards; ``tensor`` is (3, tokens).
 

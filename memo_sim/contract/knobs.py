@@ -203,7 +203,8 @@ class Knob:
     """The part of a plan file that holds the knob: ``layout``, ``decisions``, ``decisions.kernels``."""
     labels: tuple[Label, ...] = ()
     needs: str = ""
-    """The knob that has to be above 1 for this one to have an effect; a question that pins it without is refused."""
+    """The knob that has to be above its default for this one to have an effect; a question that pins it without is
+    refused."""
     on_command_line: bool = True
     name: str = ""
     default: object = None
@@ -349,6 +350,16 @@ class Pins:
         at="layout",
         labels=(Part("zero", above=0),),
     )
+    zero_ranks: int | None = _knob(
+        None,
+        Whole(1),
+        "ZeRO divides over groups of this many consecutive replicas (cp x ulysses x dp), and the groups replicate, as"
+        " in torch's HSDP. All replicas unless given.",
+        at="layout",
+        labels=(Part("over", above=0),),
+        needs="zero",
+    )
+    """Not searched: it would double the candidates of every layout with replicas on several nodes."""
     subsequences: int | Literal["auto"] | None = _knob(
         None,
         CountOrAuto(MOST_SUBSEQUENCES),

@@ -33,6 +33,7 @@ from memo_sim.contract.units import (
     Tokens,
     Width,
     ZeroLevel,
+    ZeroRanks,
 )
 
 RowwiseKernel = Literal["torch", "triton"]
@@ -53,6 +54,7 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     - pp: number of pipeline stages.
     - dp: data-parallel degree: replicas that play different sequences.
     - zero: ZeRO level. 1 shards optimizer states over replicas, 2 also gradients, 3 also parameters.
+    - zero_ranks: ranks that ZeRO shards over; groups of this many replicas hold copies of the same shards (HSDP).
     """
 
     tp: Degree = 1
@@ -81,6 +83,8 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     pass (Megatron-LM's 1F1B)."""
     dp: Degree = 1
     zero: ZeroLevel = 0
+    zero_ranks: ZeroRanks = 0
+    """Consecutive replicas that one ZeRO group has; 0 means all replicas."""
     subsequences: Degree = 1
     """Number of subsequences that a sequence is divided into; a stage plays them one after the other (SPPO's N)."""
     partition: Partition = "flops"
@@ -96,6 +100,16 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     def replicas(self) -> int:
         """Number of ranks that hold the same parameters of a layer; ZeRO shards over these ranks."""
         return self.cp * self.ulysses * self.dp
+
+    @property
+    def shards(self) -> int:
+        """Number of ranks that ZeRO shards a layer over; 1 without ZeRO."""
+        return (self.zero_ranks or self.replicas) if self.zero else 1
+
+    @property
+    def shard_copies(self) -> int:
+        """Number of ranks that hold the same shard of a layer's optimizer states."""
+        return self.replicas // self.shards
 
     @property
     def divided(self) -> int:

@@ -28,6 +28,7 @@ Width = Annotated[int, msgspec.Meta(ge=1, le=2**24)]
 Degree = Annotated[int, msgspec.Meta(ge=1, le=2**20)]
 """A number of devices, nodes or sequences."""
 ZeroLevel = Annotated[int, msgspec.Meta(ge=0, le=3)]
+ZeroRanks = Annotated[int, msgspec.Meta(ge=0, le=2**20)]
 Seconds = Annotated[float, msgspec.Meta(ge=0)]
 NonNegative = Annotated[float, msgspec.Meta(ge=0)]
 Rate = Annotated[float, msgspec.Meta(gt=0)]

@@ -36,7 +36,7 @@ from memo_sim.program.analysis.columns import Columns, Ints
 from memo_sim.program.ir.instruction import COLLECTIVE_LANES, Instance, Lane
 from memo_sim.program.ir.program import Program
 
-_REPLICAS = frozenset((Lane.REPLICA, Lane.ENDS))
+_REPLICAS = frozenset((Lane.REPLICA, Lane.ENDS, Lane.SHARD, Lane.REPLICATE))
 """Lanes of the collectives that ``overlap`` moves beside compute."""
 
 

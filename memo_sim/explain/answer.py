@@ -204,7 +204,7 @@ def _pipeline(simulation: Simulation) -> list[str]:
 
 
 def _sharding(simulation: Simulation) -> list[str]:
-    """Say how many bytes ZeRO 2 and 3 gather and reduce-scatter, and how long compute waits for that."""
+    """Say how many bytes ZeRO 2 and 3 gather and reduce, and how long compute waits for that."""
     layout, moved = simulation.decisions.layout, simulation.collective_bytes
     if layout.zero < 2:
         return []
@@ -214,9 +214,11 @@ def _sharding(simulation: Simulation) -> list[str]:
     if layout.replicas == 1:
         held += " of embedding and head, which METP replicates"
     names = {"params.all_gather": "gathers", "grads.reduce_scatter": "reduce-scatters"}
+    names["shards.all_reduce"] = "all-reduces between groups"
+    over = f" over groups of {layout.shards} ranks" if layout.shard_copies > 1 else ""
     parts = [f"{verb} {format_bytes(moved[op])}" for op, verb in names.items() if op in moved]
     waited = sum(s.seconds for s in simulation.prediction.stalls if s.lane == "compute" and s.waits_for in names)
-    text = f"ZeRO {layout.zero}: a rank holds a shard of {held}; per step it {' and '.join(parts)}"
+    text = f"ZeRO {layout.zero}{over}: a rank holds a shard of {held}; per step it {' and '.join(parts)}"
     return [f"{text}; compute waits {format_seconds(waited)} for these collectives."]
 
 

@@ -46,7 +46,7 @@ def repinned(question: Question, **changes: Any) -> Question:
     """Return the question with other pins, and without those that have no effect beside them."""
     other = replace(question, pins=replace(question.pins, **changes))
     without_effect: dict[str, Any] = {
-        knob.name: knob.default for knob in PINNED if knob.needs and not _above_one(other, KNOBS[knob.needs])
+        knob.name: knob.default for knob in PINNED if knob.needs and not _above_default(other, KNOBS[knob.needs])
     }
     return replace(other, pins=replace(other.pins, **without_effect))
 
@@ -78,21 +78,24 @@ def _check_degrees(question: Question) -> None:
 
 
 def _check_need(question: Question, knob: Knob, need: Knob) -> None:
-    """Refuse a pinned knob whose ``need`` is 1 in every layout: it would have no effect."""
+    """Refuse a pinned knob whose ``need`` has its default in every layout: it would have no effect."""
     value, other = getattr(question.pins, knob.name), getattr(question.pins, need.name)
-    if value not in (knob.default, _UNLESS_PINNED[knob.name]) and not _above_one(question, need):
+    if value not in (knob.default, _UNLESS_PINNED[knob.name]) and not _above_default(question, need):
+        least = _UNLESS_PINNED[need.name] + 1
         raise UsageError(
             f"{knob.option} has no effect without {need.option}",
-            got=f"{knob.name} {str(value).lower()}, {need.name} {other or 'not given'}",
-            wanted=f"{need.option} 2 or more",
-            hint=f"{need.option} 2, or leave {knob.option} out",
+            got=f"{knob.name} {str(value).lower()}, {need.name} {'not given' if other is None else other}",
+            wanted=f"{need.option} {least} or more",
+            hint=f"{need.option} {least}, or leave {knob.option} out",
         )
 
 
-def _above_one(question: Question, knob: Knob) -> bool:
-    """Return whether a knob is above 1 in some layout of the question."""
-    pinned = getattr(question.pins, knob.name)
-    return knob.name in question.preset.searched if pinned is None else pinned == "auto" or pinned > 1
+def _above_default(question: Question, knob: Knob) -> bool:
+    """Return whether a knob is above its default (1 of a degree, ZeRO 0) in some layout of the question."""
+    pinned, system = getattr(question.pins, knob.name), question.preset
+    if pinned is not None:
+        return bool(pinned == "auto" or pinned > _UNLESS_PINNED[knob.name])
+    return knob.name in system.searched or (knob.name == "zero" and max(system.zeros) > 0)
 
 
 def _pinned(question: Question) -> Decisions:

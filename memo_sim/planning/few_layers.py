@@ -113,6 +113,7 @@ class Passes:
                 pp=1,
                 pp_layers=(),
                 zero=0,
+                zero_ranks=0,
                 schedule="1f1b",
                 virtual_stages=1,
                 multiplexed=False,

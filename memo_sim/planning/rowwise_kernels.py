@@ -40,7 +40,7 @@ class RowwiseChoice:
         alike = msgspec.structs.replace(
             decisions,
             swapped_tokens=0,
-            layout=msgspec.structs.replace(decisions.layout, dp=1, zero=0),
+            layout=msgspec.structs.replace(decisions.layout, dp=1, zero=0, zero_ranks=0),
             global_batch=decisions.micro_batch,
         )
         if alike not in self._known:

@@ -32,13 +32,14 @@ QUESTION_COLUMNS = [
 ]
 EXPECTED_COLUMNS = [f"expected_{name}" for name in ("status", "mfu", "tgs", "step_ms", "allocated_gib", "reserved_gib")]
 COLUMNS = ["case", "source", *QUESTION_COLUMNS, *EXPECTED_COLUMNS, "note"]
-OPTIONAL_COLUMNS = ["virtual_stages", "pp_layers", "uneven_heads", "expected_allocation_retries"]
+OPTIONAL_COLUMNS = ["virtual_stages", "pp_layers", "uneven_heads", "zero_ranks", "expected_allocation_retries"]
 """Columns that a file may leave out, because few sources report them."""
 SIZES = frozenset({"layers", "hidden", "heads", "kv_heads", "ffn", "vocab"})
 """Columns that describe a model by its sizes instead of a preset's name."""
 
 PINNED_COLUMNS = (
-    *("tp", "pp", "pp_layers", "dp", "cp", "ulysses", "zero", "alpha", "recompute", "schedule", "virtual_stages"),
+    *("tp", "pp", "pp_layers", "dp", "cp", "ulysses", "zero", "zero_ranks", "alpha", "recompute", "schedule"),
+    "virtual_stages",
 )
 """Columns that pin the knob of their name (``contract/knobs.py``); blank leaves it open."""
 
@@ -81,6 +82,7 @@ COLUMN_TEXTS = {
     "virtual_stages": "chunks of layers per stage, for the interleaved schedule",
     "pp_layers": "layers of each pipeline stage (of each chunk), joined by commas; nearly equal numbers when blank",
     "uneven_heads": "yes: Ulysses' ranks may have unequal numbers of heads",
+    "zero_ranks": "consecutive replicas that ZeRO divides over; all when blank",
     "expected_allocation_retries": "measured allocation retries per micro-batch (MEMO: reorganisations)",
 }
 """What each column holds. A blank cell is an open knob or a quantity that was not measured."""
@@ -101,6 +103,7 @@ _INTEGERS: dict[str, Any] = {
     **dict.fromkeys(("hidden", "heads", "kv_heads", "ffn", "vocab"), Width),
     "seq_tokens": SequenceTokens,
     **dict.fromkeys(("global_batch", "micro_batch", "tp", "pp", "dp", "cp", "ulysses", "virtual_stages"), Degree),
+    "zero_ranks": Degree,
     "zero": ZeroLevel,
 }
 """Columns of whole numbers, and the type with the limits of the same field in a model or a plan."""

@@ -8,6 +8,13 @@ same parameters (cp x ulysses x dp).
     zero 2    a rank also keeps only its shard of the gradients (``sharding.py``)
     zero 3    a rank also keeps only its shard of the parameters (``sharding.py``)
 
+With ``zero_ranks``, the states are divided over groups of that many replicas. Gradients are reduce-scattered inside a
+group, and each shard is all-reduced between the groups. Parameters are gathered inside a group. So do torch's HSDP
+(``_fsdp_collectives.py``, foreach_reduce) and Megatron-LM with several distributed optimizer instances
+(``param_and_grad_buffer.py``).
+
+    8 replicas, zero_ranks 4     reduce-scatter, all-gather: 0 1 2 3 | 4 5 6 7     all-reduce: 0 4 | 1 5 | 2 6 | 3 7
+
 ``overlap`` moves both collectives beside compute; ``sharding.py`` places them in the step.
 
 States ``bf16`` keeps both moments in bf16. States ``host`` keeps master copy and moments in host memory and updates
@@ -32,7 +39,7 @@ from memo_sim.program.ir.instruction import COLLECTIVE_LANES, BufferClass, Famil
 from memo_sim.program.ir.kinds import BlockKind, FamilyKind, Phase, TemplateKind
 from memo_sim.program.ir.work import Collective, Copy, Group, HostUpdate, Rowwise
 from memo_sim.program.layout.parameters import Block, half_gradients
-from memo_sim.program.layout.rank_order import degree
+from memo_sim.program.layout.rank_order import GRADS, REPLICATE, SHARD, degree
 from memo_sim.program.operators.workspaces import adamw_workspace_bytes
 
 
@@ -62,7 +69,18 @@ class Optimizer:
     @property
     def shards(self) -> int:
         """Number of ranks over which the optimizer's states are divided."""
-        return self.replicas if self.decisions.layout.zero >= 1 else 1
+        layout = self.decisions.layout
+        return (layout.zero_ranks or self.replicas) if layout.zero >= 1 else 1
+
+    @property
+    def copies(self) -> int:
+        """Number of ranks that hold the same shard."""
+        return self.replicas // self.shards
+
+    @property
+    def shard_group(self) -> Group:
+        """The group of ranks over which the optimizer's states are divided."""
+        return self.group if self.shards == self.replicas else SHARD
 
     @property
     def master(self) -> bool:
@@ -173,7 +191,8 @@ class Optimizer:
         """Return the template that sums the whole gradients over ranks; None when no sum is needed.
 
         Vectors whose gradient a rank computes in part are summed over tp (over metp for METP's layers). All gradients
-        are then summed over the replicas.
+        are then summed over the replicas: those that are divided inside the ``shard_group`` first. Sums of shards that
+        a rank keeps alone are not part of it (``reduce_shards``).
         """
         builder = TemplateBuilder(f"{self.kind}.reduce", Phase.REDUCE, TemplateKind.REDUCE, self.kind)
         builder.bind(families[f"grads.{self.kind}"], slot="grads")
@@ -190,10 +209,30 @@ class Optimizer:
             builder.emit("vectors", "all_reduce", COLLECTIVE_LANES[over], work, tensor=accumulates(rows))
         if self.replicas > 1:
             kind: Literal["reduce_scatter", "all_reduce"] = "reduce_scatter" if self.shards > 1 else "all_reduce"
-            work = Collective(kind, self._grad_bytes * self.block.elements, self.replicas, self.group)
+            ranks, group = (self.shards, self.shard_group) if self.shards > 1 else (self.replicas, self.group)
+            work = Collective(kind, self._grad_bytes * self.block.elements, ranks, group)
             whole = accumulates(builder.all("grads"))
-            builder.emit("grads", f"grads.{kind}", COLLECTIVE_LANES[self.group], work, tensor=whole)
+            builder.emit("grads", f"grads.{kind}", COLLECTIVE_LANES[group], work, tensor=whole)
+            if self.shards > 1 and self.copies > 1 and not self.shared("grads"):
+                self._reduce_shards(builder)
         return builder.build() if partial or self.replicas > 1 else None
+
+    def reduce_shards(self, families: Families) -> Template | None:
+        """Return the template that sums this rank's shard of gradients between groups; None without several groups."""
+        if self.copies == 1 or not self.shared("grads"):
+            return None
+        builder = TemplateBuilder(f"{self.kind}.reduce", Phase.REDUCE, TemplateKind.REDUCE, self.kind)
+        builder.bind(families[f"grads.{self.kind}"], slot="grads")
+        self._reduce_shards(builder)
+        return builder.build()
+
+    def _reduce_shards(self, builder: TemplateBuilder) -> None:
+        work = Collective("all_reduce", self._grad_bytes * self.state_elements(), self.copies, REPLICATE)
+        tensors, offset = {}, 0
+        for name, first, length in self.runs():
+            tensors[f"tensor.{name}"] = accumulates(self._held("grads", first, offset, length))
+            offset += length
+        builder.emit("shard", "shards.all_reduce", COLLECTIVE_LANES[REPLICATE], work, **tensors)
 
     def norm(self, families: Families) -> Template:
         """Return the template that adds the block's squared gradient norm.
@@ -248,8 +287,8 @@ class Optimizer:
 
     def _gather(self, builder: TemplateBuilder) -> None:
         size = self.block.elements * DTYPE_BYTES[self.decisions.dtype]
-        work = Collective("all_gather", size, self.replicas, self.group)
-        lane = COLLECTIVE_LANES[self.group]
+        work = Collective("all_gather", size, self.shards, self.shard_group)
+        lane = COLLECTIVE_LANES[self.shard_group]
         builder.emit("gather", "params.all_gather", lane, work, tensor=accumulates(builder.all("params")))
 
     def _held(self, name: Literal["params", "grads"], first: int, offset: int, length: int) -> Rows:
@@ -330,7 +369,7 @@ def totals(decisions: Decisions, families: Families) -> Template | None:
     wanted: list[tuple[str, Group, int, bool]] = [
         ("grad_norm", "tp", layout.tp, True),
         ("grad_norm", weights, degree(weights, layout), layout.whole_ends),
-        ("grad_norm", "grads", replicas, layout.zero >= 1),
+        ("grad_norm", GRADS if layout.shards == replicas else SHARD, layout.shards, True),
         ("grad_norm", "pp", layout.pp, True),
         ("loss", weights, degree(weights, layout), layout.whole_ends),
         ("loss", "grads", replicas, True),

@@ -41,6 +41,10 @@ class Lane(IntEnum):
     """Collectives over the ranks with the same embedding and head, with METP."""
     PP = 13
     TIED = 14
+    SHARD = 15
+    """Collectives over the replicas that ZeRO divides over, where these are not all."""
+    REPLICATE = 16
+    """All-reduces between those groups."""
 
     @property
     def label(self) -> str:
@@ -55,6 +59,8 @@ COLLECTIVE_LANES: dict[Group, Lane] = {
     "metp": Lane.METP,
     "grads": Lane.REPLICA,
     "ends": Lane.ENDS,
+    "shard": Lane.SHARD,
+    "replicate": Lane.REPLICATE,
     "pp": Lane.PP,
     "tied": Lane.TIED,
 }

@@ -11,11 +11,13 @@ from typing import Literal
 from memo_sim.contract.hardware import CollectiveKind, DtypeName, GemmPass
 
 Mask = Literal["none", "causal"]
-Group = Literal["tp", "ulysses", "cp", "metp", "grads", "ends", "pp", "tied"]
+Group = Literal["tp", "ulysses", "cp", "metp", "grads", "ends", "shard", "replicate", "pp", "tied"]
 """The ranks that take part. The collectives of a group have a lane of their own (``ir/instruction.py``).
 
 - ``grads``: all ranks with the same parameters of a layer (ulysses x cp x dp).
 - ``ends``: all ranks with the same embedding and head (metp x ulysses x cp x dp); used only with METP.
+- ``shard``: the ranks of ``grads`` that ZeRO divides over, where these are not all (``Layout.zero_ranks``).
+- ``replicate``: the ranks of ``grads`` that hold the same shard, one of every ``shard`` group.
 - ``pp``: one rank of every pipeline stage.
 - ``tied``: one rank of the first stage and one of the last.
 - The others are the groups of one parallelism.

@@ -292,6 +292,24 @@ RULES = (
         wanted="0 or 1",
         hint="--zero 1: ZeRO 2 and 3 would gather and scatter for every micro-batch of every stage",
     ),
+    Rule(
+        name="ranks of ZeRO: zero",
+        breaks=lambda d: d.layout.zero_ranks > 0 and d.layout.zero == 0,
+        what="ranks of ZeRO without ZeRO have no effect",
+        where="layout.zero_ranks",
+        got=lambda d: f"{d.layout.zero_ranks} with zero 0",
+        wanted="0",
+        hint="--zero 1 or more, or leave --zero-ranks out",
+    ),
+    Rule(
+        name="ranks of ZeRO: replicas",
+        breaks=lambda d: d.layout.zero_ranks > 0 and d.layout.replicas % d.layout.zero_ranks > 0,
+        what="the ranks with the same parameters do not make up whole groups of ZeRO",
+        where="layout.zero_ranks",
+        got=lambda d: f"{d.layout.zero_ranks} of {d.layout.replicas} ranks",
+        wanted="a divisor of cp x ulysses x dp",
+        hint="another --zero-ranks, or leave it out: ZeRO then divides over all of them",
+    ),
     MLP_BLOCKS_UNDER_ZERO_BUBBLE,
     Rule(
         name="keep_norms: metp",
@@ -304,6 +322,9 @@ RULES = (
     ),
     _METP.allows("layout.tp", 1, because="METP divides the same rows and columns of a layer's weights as tp"),
     _METP.allows("layout.cp", 1, because="METP passes keys and values round a ring of its own"),
+    _METP.allows(
+        "layout.zero_ranks", 0, because="METP's layers and its embedding and head have different numbers of replicas"
+    ),
     _METP.allows("layout.ulysses", 1, because="METP plays the heads part by part, which Ulysses would divide"),
     _METP.allows(
         "layout.subsequences",

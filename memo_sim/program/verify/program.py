@@ -152,13 +152,16 @@ def _check_operands(program: Program) -> list[str]:
 def _collective_sizes(work: Collective, sizes: dict[str, int], row_bytes: dict[str, int]) -> list[str]:
     """Compare the bytes of a collective's operands, by role, with its work: the whole tensor, and one rank's shard.
 
+    Operands ``tensor.x`` are parts of one tensor.
     A shard may be up to two rows longer than one rank's share of the tensor, because a block has two runs, each divided
     and rounded up. An all-to-all of uneven heads is priced for the rank with the most; a rank then receives other bytes
     than it sends.
     """
     uneven = work.kind == "all_to_all" and sizes["send"] != sizes["recv"]
     faults = []
-    for role, size in sizes.items():
+    parts = {role: size for role, size in sizes.items() if role.startswith("tensor.")}
+    sizes = {role: size for role, size in sizes.items() if role not in parts}
+    for role, size in (sizes | ({"tensor": sum(parts.values())} if parts else {})).items():
         if role == "shard":
             beyond = size * work.ranks - work.bytes
             if not 0 <= beyond <= 2 * work.ranks * row_bytes[role]:

@@ -39,6 +39,7 @@ LAYOUTS = [
     Layout(tp=4, sequence_parallel=True, cp=2, zero=1),
     Layout(tp=2, sequence_parallel=True, ulysses=2, dp=2, zero=3),
     Layout(cp=4, cp_exchange="all_gather", dp=2, zero=2),
+    Layout(tp=2, sequence_parallel=True, dp=4, zero=3, zero_ranks=2),
     Layout(tp=8),
     Layout(metp=4, dp=2, zero=1),
     Layout(metp=8),

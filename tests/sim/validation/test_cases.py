@@ -93,6 +93,13 @@ def test_a_cell_at_its_bound_is_read(tmp_path: Path) -> None:
     assert columns["layers"]["description"].endswith("(1 to 10000)")
 
 
+def test_ranks_of_zero_are_a_column_that_files_may_leave_out(tmp_path: Path) -> None:
+    path = case_file(tmp_path, {**ROW, "zero_ranks": "8"}, ROW, columns=[*COLUMNS, "zero_ranks"])
+    given, blank = (case.question.pins for case in load_cases(str(path)))
+    assert given["zero_ranks"] == 8
+    assert "zero_ranks" not in blank
+
+
 def test_headers_and_ragged_rows_are_refused(tmp_path: Path) -> None:
     with refused(BadInput, where="cases.csv", got="alpha", wanted="memo-sim schema cases"):
         load_cases(str(case_file(tmp_path, columns=[c for c in COLUMNS if c != "alpha"])))

@@ -40,6 +40,8 @@ BREAKS: dict[str, tuple[Layout, dict[str, Any], str]] = {
         "false",
     ),
     "pipeline stages: zero": (Layout(pp=2, dp=2, zero=2), {}, "2 with pp 2"),
+    "ranks of ZeRO: zero": (Layout(dp=4, zero_ranks=2), {"global_batch": 4}, "2 with zero 0"),
+    "ranks of ZeRO: replicas": (Layout(dp=6, zero=1, zero_ranks=4), {"global_batch": 6}, "4 of 6 ranks"),
     "MLP in row blocks: schedule": (
         Layout(pp=2, schedule="zero-bubble"),
         {"recompute": "full", "mlp_chunk_tokens": 512},
@@ -48,6 +50,7 @@ BREAKS: dict[str, tuple[Layout, dict[str, Any], str]] = {
     "keep_norms: metp": (Layout(tp=2), {"keep_norms": True}, "true with metp 1"),
     "METP: tp": (Layout(metp=2, tp=2), {}, "2 with metp 2"),
     "METP: cp": (Layout(metp=2, cp=2), {}, "2 with metp 2"),
+    "METP: zero_ranks": (Layout(metp=2, dp=2, zero=1, zero_ranks=2), {"global_batch": 2}, "2 with metp 2"),
     "METP: ulysses": (Layout(metp=2, ulysses=2), {}, "2 with metp 2"),
     "METP: subsequences": (Layout(metp=2, subsequences=2), {}, "2 with metp 2"),
     "METP: schedule": (Layout(metp=2, pp=5, schedule="zero-bubble"), {}, "zero-bubble with metp 2"),
