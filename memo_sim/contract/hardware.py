@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
+from memo_sim.contract.knobs import FrameworkLibrary
 from memo_sim.contract.units import NonNegative, Positive, Rate
 
 SourceKind = Literal["measured", "datasheet", "derived", "fitted", "assumed"]
@@ -21,6 +22,24 @@ Libraries = Literal["2024", "2025"]
 """A generation of PyTorch and Transformer Engine. "2025" means version 2.8 or later of both."""
 FusedKernel = Literal["triton"]
 """Fused implementations of row-wise operators that can replace torch's own."""
+AccessPattern = Literal[
+    "elementwise",
+    "strided",
+    "row_sum",
+    "column_sum",
+    "norm",
+    "norm_backward",
+    "softmax",
+    "multi_tensor",
+]
+"""How a row-wise kernel of a framework goes through memory; kernels of one pattern reach about the same rate.
+
+- elementwise: whole contiguous tensors.
+- strided: parts of rows or transposed tensors (a rotary embedding's halves, the two halves of a gated product).
+- row_sum, column_sum: one number a row; one number a feature, summed over all rows.
+- norm, norm_backward: one kernel for a norm, or for a gradient of one.
+- softmax: one kernel over the vocabulary.
+- multi_tensor: one operator over the tensors of many parameters (foreach)."""
 
 DISTURBED = "disturbed"
 """Key in a profile's ``provenance``: what else the machine did during the measurement."""
@@ -145,6 +164,11 @@ class Hardware(
     """Device bytes of one communicator by its number of ranks; the layout decides which communicators a plan has."""
     gemm: list[GemmTable]
     attention: list[AttentionTable]
+    sustained_gemm: Quantity | None = None
+    """Rate of products inside a training step over that of ``gemm``'s rows, which were measured alone; null: 1.
+
+    A step runs at the clocks that its power limit sustains, and its products read operands that earlier kernels left in
+    device memory."""
     device_deviation: Quantity | None = None
     """Relative standard deviation of the rates of products and attention, between devices of one kind under load."""
     rated_devices: Positive | None = None
@@ -157,10 +181,18 @@ class Hardware(
     """Rate by bytes moved for each operator that was measured alone (cross_entropy, adamw, gelu ...)."""
     fused_rowwise_bytes_per_s: dict[FusedKernel, dict[str, Curve]] = {}
     """The same rates for fused implementations, by implementation; empty when the profile has not measured any."""
+    framework_rowwise_bytes_per_s: dict[FrameworkLibrary, dict[AccessPattern, Curve]] = {}
+    """Rate by bytes moved of the kernels that frameworks launch for row-wise operators, by library and pattern.
+
+    A pattern without a curve runs at the operator's own curve, or at that of memory-bound kernels."""
     launch_floor_s: Quantity
     """Shortest time of one kernel when the host launches kernels ahead of the stream."""
     host_launch_s: Quantity | None = None
-    """Host seconds (Python, autograd) per kernel of an eager framework; null: not known, no time is charged."""
+    """Host seconds (Python, autograd) per kernel launch of an eager framework; null: not known, no time is charged.
+
+    Charged per kernel: a plan with a framework's row-wise kernels launches those of ``operators/framework_kernels.py``
+    and one for every other operator; any other plan launches ``KERNELS`` per instruction
+    (``memory/eager_framework.py``)."""
     host_pass_s: Quantity | None = None
     """Additional host seconds before each forward or backward of a micro-batch through a pipeline stage."""
     d2h: CopyRates

@@ -36,7 +36,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from memo_sim.contract.errors import UsageError, did_you_mean
-from memo_sim.contract.knobs import CpExchange, MemoryPolicy, Overlap, Schedule
+from memo_sim.contract.knobs import CpExchange, MemoryPolicy, Overlap, RowwiseKernel, Schedule
 from memo_sim.contract.plan import Decisions, HostAllocator
 from memo_sim.contract.units import KIB
 from memo_sim.program.layout.attention_chunks import in_chunks
@@ -128,6 +128,8 @@ class System:
     (its transformer.py) and 32 of the loss (its gpt_model.py); 0: as ``blocks.py`` chooses."""
     waits_for_p2p: bool = False
     """Whether pipeline stages compute nothing while they send and receive."""
+    rowwise: RowwiseKernel | None = None
+    """Whose row-wise kernels, unless pinned: those of the framework, or None for memo-exec's that are faster."""
     whole_loss: bool = False
     """Whether the logits of all tokens exist at once."""
     subsequences: bool = False

@@ -8,7 +8,7 @@ import msgspec
 
 from memo_sim.contract.cluster import Cluster
 from memo_sim.contract.hardware import DtypeName, Hardware, Quantity, Source
-from memo_sim.contract.knobs import Chosen, MemoryPolicy, Overlap, Pins
+from memo_sim.contract.knobs import Chosen, MemoryPolicy, Overlap, Pins, RowwiseKernel
 from memo_sim.contract.model import Model
 from memo_sim.contract.plan import Decisions, Layout
 from memo_sim.planning.presets import System, find_system
@@ -64,6 +64,11 @@ class Question(Chosen):
     def memory_policy(self) -> MemoryPolicy:
         """What is pinned, or else the system's own."""
         return self.pins.memory_policy or self.preset.memory_policy
+
+    @property
+    def rowwise(self) -> RowwiseKernel | None:
+        """What is pinned, or else the system's own; None: memo-exec's that are faster."""
+        return self.pins.rowwise or self.preset.rowwise
 
     @property
     def dtype(self) -> DtypeName:

@@ -18,7 +18,7 @@ import msgspec
 from memo_sim.contract.catalog import DATA
 from memo_sim.contract.codec import decode_object, read_raw
 from memo_sim.contract.errors import BadInput, UsageError, did_you_mean
-from memo_sim.contract.knobs import Recompute, Schedule
+from memo_sim.contract.knobs import Recompute, RowwiseKernel, Schedule
 from memo_sim.contract.plan import Status
 from memo_sim.contract.units import Degree, Layers, SequenceTokens, Width, ZeroLevel
 from memo_sim.contract.validation import Expectation
@@ -32,12 +32,13 @@ QUESTION_COLUMNS = [
 ]
 EXPECTED_COLUMNS = [f"expected_{name}" for name in ("status", "mfu", "tgs", "step_ms", "allocated_gib", "reserved_gib")]
 COLUMNS = ["case", "source", *QUESTION_COLUMNS, *EXPECTED_COLUMNS, "note"]
-OPTIONAL_COLUMNS = ["virtual_stages", "expected_allocation_retries"]
+OPTIONAL_COLUMNS = ["virtual_stages", "rowwise", "expected_allocation_retries"]
 """Columns that a file may leave out, because few sources report them."""
 SIZES = frozenset({"layers", "hidden", "heads", "kv_heads", "ffn", "vocab"})
 """Columns that describe a model by its sizes instead of a preset's name."""
 
-PINNED_COLUMNS = ("tp", "pp", "dp", "cp", "ulysses", "zero", "alpha", "recompute", "schedule", "virtual_stages")
+PINNED_COLUMNS = ("tp", "pp", "dp", "cp", "ulysses", "zero", "alpha", "recompute", "schedule")
+PINNED_OPTIONAL_COLUMNS = ("virtual_stages", "rowwise")
 """Columns that pin the knob of their name (``contract/knobs.py``); blank leaves it open."""
 
 COLUMN_TEXTS = {
@@ -77,6 +78,7 @@ COLUMN_TEXTS = {
     "expected_reserved_gib": "measured peak of reserved device memory, GiB",
     "note": "free text; not read",
     "virtual_stages": "chunks of layers per stage, for the interleaved schedule",
+    "rowwise": "kernels of row-wise operators: eager, compiled or fused, as the framework has them; else memo-exec's",
     "expected_allocation_retries": "measured allocation retries per micro-batch (MEMO: reorganisations)",
 }
 """What each column holds. A blank cell is an open knob or a quantity that was not measured."""
@@ -84,6 +86,7 @@ COLUMN_TEXTS = {
 _WORDS = {
     "sp": ("yes", "no"),
     "recompute": get_args(Recompute),
+    "rowwise": get_args(RowwiseKernel),
     "memory_plan": ("yes", "no"),
     "attention": ("flash", "plain"),
     "schedule": get_args(Schedule),
@@ -110,7 +113,7 @@ class CaseQuestion:
     cluster: str
     seq_tokens: int
     words: dict[str, str]
-    """sp, recompute, memory_plan, attention, schedule, overlap, precision, where given."""
+    """sp, recompute, memory_plan, attention, schedule, overlap, precision, rowwise, where given."""
     integers: dict[str, int]
     """Model sizes, batches and layout degrees, where given."""
     alpha: float | None
@@ -119,7 +122,7 @@ class CaseQuestion:
     def pins(self) -> dict[str, Any]:
         """The knobs that the row pins by name."""
         given: dict[str, Any] = {**self.integers, **self.words, "alpha": self.alpha}
-        return {name: given[name] for name in PINNED_COLUMNS if name in given}
+        return {name: given[name] for name in (*PINNED_COLUMNS, *PINNED_OPTIONAL_COLUMNS) if name in given}
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,7 +249,9 @@ def _case(row: dict[str, str], where: str) -> Case:
         if not cells[required]:
             raise BadInput("a required cell is empty", where=f"{where}, column {required}")
     integers = {c: _whole(cells[c], c, where) for c in _INTEGERS if cells.get(c)}
-    words = {c: _word(cells[c], c, where) for c in QUESTION_COLUMNS if c in _WORDS and cells[c]}
+    words = {
+        c: _word(cells[c], c, where) for c in (*QUESTION_COLUMNS, *OPTIONAL_COLUMNS) if c in _WORDS and cells.get(c)
+    }
     alpha = _number(cells["alpha"], f"{where}, column alpha")
     if alpha is not None and not 0 <= alpha <= 1:
         raise BadInput("alpha is a fraction", where=f"{where}, column alpha", got=alpha, wanted="0 to 1")
