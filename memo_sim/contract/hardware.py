@@ -190,9 +190,9 @@ class Hardware(
     host_launch_s: Quantity | None = None
     """Host seconds (Python, autograd) per kernel launch of an eager framework; null: not known, no time is charged.
 
-    Charged per kernel: a plan with a framework's row-wise kernels launches those of ``operators/framework_kernels.py``
-    and one for every other operator; any other plan launches ``KERNELS`` per instruction
-    (``memory/eager_framework.py``)."""
+    Charged per kernel (``engine/launches.py``): a plan with eager or compiled row-wise operators launches the kernels
+    of ``operators/framework_kernels.py`` and one for every other operator; any other plan launches ``KERNELS`` per
+    instruction (``memory/eager_framework.py``)."""
     host_pass_s: Quantity | None = None
     """Additional host seconds before each forward or backward of a micro-batch through a pipeline stage."""
     d2h: CopyRates

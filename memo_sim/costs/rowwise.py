@@ -48,7 +48,7 @@ class RowwiseRates:
         if library is not None:
             if kernels := framework_kernels(work, library):
                 return sum(self._kernel_seconds(one, work, library, outside) for one in kernels)
-        elif kernel != "torch" and work.kind in FUSED_KINDS:
+        elif kernel == "triton" and work.kind in FUSED_KINDS:
             curve = self._fused.get((kernel, work.kind))
             if curve is None:
                 raise Infeasible(

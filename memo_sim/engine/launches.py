@@ -1,11 +1,12 @@
 """How long kernels wait for the host of an eager framework, which launches every kernel.
 
 Python and autograd take ``host_launch_s`` per kernel. How many kernels an instruction is follows from the plan's
-row-wise library (``operators/framework_kernels.py``): eager modules launch the most, compiled ones few. With
-memo-exec's own kernels it is ``KERNELS`` for every instruction. Each pass of a micro-batch takes another
-``host_pass_s`` before its first kernel: for the batch, the loop over micro-batches and the p2p transfers. While the
-device is slower, the host runs ahead and costs nothing. Where kernels are shorter than their launches, the device waits
-before each kernel:
+row-wise library (``operators/framework_kernels.py``): eager modules launch the most, compiled ones few. For fused
+kernels, and for memo-exec's own, it is ``KERNELS`` for every instruction: Megatron-LM's autograd functions launch fewer
+kernels than eager modules but run more Python for each, and the A100's time was fitted to them with that number. Each
+pass of a micro-batch takes another ``host_pass_s`` before its first kernel: for the batch, the loop over micro-batches
+and the p2p transfers. While the device is slower, the host runs ahead and costs nothing. Where kernels are shorter than
+their launches, the device waits before each kernel:
 
     host     |l0|l1|l2|l3|l4|            |l0|l1|l2|l3|
     device      |k0|..|k1|..|k2|            |k0------|k1----|k2...
@@ -73,13 +74,15 @@ def launch_waits(
 def _kernels(program: Program, columns: Columns, decisions: Decisions) -> Ints:
     """Return the number of kernels that the host launches for each instruction; one for a collective."""
     library = library_of(decisions.kernels.rowwise)
-    table = np.ones(
-        (len(program.templates), max((len(t.instructions) for t in program.templates), default=0)), np.int64
-    )
+    longest = max((len(template.instructions) for template in program.templates), default=0)
+    table = np.ones((len(program.templates), longest), dtype=np.int64)
     for row, template in zip(table, program.templates, strict=True):
         for position, instruction in enumerate(template.instructions):
             if instruction.lane is Lane.COMPUTE:
-                row[position] = KERNELS if library is None else launches(instruction.work, library)
+                if library is None or library == "fused":
+                    row[position] = KERNELS
+                else:
+                    row[position] = launches(instruction.work, library)
     found: Ints = table[columns.template, columns.position]
     return found
 
