@@ -43,6 +43,8 @@ AccessPattern = Literal[
 
 DISTURBED = "disturbed"
 """Key in a profile's ``provenance``: what else the machine did during the measurement."""
+POWER, BOARD = "power", "board"
+"""Keys in a profile's ``provenance``: the power limit and the board that it was changed to (``contract/boards.py``)."""
 
 
 class _Part(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -146,6 +148,16 @@ class CopyRates(_Part, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Rate of one device when every device of the node copies in this direction at once, in bytes/s."""
 
 
+class Board(_Part, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Another board with the same chip; null: as on the profile's own board."""
+
+    text: str
+    """What it is, for people."""
+    device_memory_bytes: Quantity | None = None
+    memory_bytes_per_s: Quantity | None = None
+    power_w: Quantity | None = None
+
+
 class Hardware(
     msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="schema", tag="memo.hardware/1"
 ):
@@ -156,6 +168,14 @@ class Hardware(
     peak_flops: dict[DtypeName, Quantity]
     """Dense peak FLOP/s by dtype; MFU is a fraction of it."""
     device_memory_bytes: Quantity
+    memory_bytes_per_s: Quantity | None = None
+    """Rate of the device memory's bus, from its data sheet; only ``boards`` need it."""
+    power_w: Quantity | None = None
+    """Power limit of the board, in watts, under which products and attention were measured."""
+    power_rates: Curve | None = None
+    """Rate of products and attention by power limit in watts, relative to each other; null: not known."""
+    boards: dict[str, Board] = {}
+    """Other boards with this chip, by the end of their clusters' names: ``hbm2e`` of ``h100hbm2e-1x8``."""
     reserve_bytes: dict[str, Quantity]
     """Device bytes outside every plan, itemised (context, libraries).
 
@@ -242,6 +262,10 @@ class Hardware(
         for name, quantity in divisors.items():
             if quantity.value <= 0:
                 raise ValueError(f"{name} must be more than 0")
+        if self.sustained_gemm is not None and not 0 < self.sustained_gemm.value <= 1:
+            raise ValueError("sustained_gemm must be more than 0 and at most 1")
+        if self.power_rates is not None and sorted(self.power_rates.y) != self.power_rates.y:
+            raise ValueError("power_rates must not fall with the power limit")
         for name, factor in self.compute_slowdown.items():
             if factor.value < 1:
                 raise ValueError(f"compute_slowdown.{name} must be at least 1")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import msgspec
 
-from memo_sim.contract.hardware import DISTURBED
+from memo_sim.contract.hardware import BOARD, DISTURBED, POWER
 from memo_sim.contract.knobs import FrameworkLibrary
 from memo_sim.contract.plan import Decisions, Prediction
 from memo_sim.contract.units import counted, format_bytes, format_seconds, format_tokens
@@ -104,11 +104,13 @@ def _rowwise(simulation: Simulation) -> list[str]:
 
 
 def _profile(question: Question) -> list[str]:
-    """Say that the profile was measured while other work ran on the machine."""
-    disturbed = question.hardware.provenance.get(DISTURBED)
-    if not disturbed:
-        return []
-    return [f"The profile {question.hardware.name} was measured on a busy machine ({disturbed}). Calibrate again."]
+    """Say which board and power limit the profile was changed to, and whether other work ran during measurement."""
+    hardware = question.hardware
+    lines = [f"The board is {text}." for text in [hardware.provenance.get(BOARD)] if text]
+    lines += [f"The power limit is {text}." for text in [hardware.provenance.get(POWER)] if text]
+    if disturbed := hardware.provenance.get(DISTURBED):
+        lines.append(f"The profile {hardware.name} was measured on a busy machine ({disturbed}). Calibrate again.")
+    return lines
 
 
 def _nothing_fits(question: Question, found: SearchResult) -> list[str]:

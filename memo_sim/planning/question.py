@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from memo_sim.contract.boards import OPTION_SOURCE
 from memo_sim.contract.cluster import Cluster
 from memo_sim.contract.hardware import DtypeName, Hardware, Quantity, Source
 from memo_sim.contract.knobs import Chosen, MemoryPolicy, Overlap, Pins, RowwiseKernel
@@ -14,8 +15,6 @@ from memo_sim.contract.plan import Decisions, Layout
 from memo_sim.planning.presets import System, find_system
 
 __all__ = ["Pins", "Question", "under_system", "with_memory"]
-
-OPTION_SOURCE = "option"
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,7 +32,7 @@ QUESTION_COLUMNS = [
 ]
 EXPECTED_COLUMNS = [f"expected_{name}" for name in ("status", "mfu", "tgs", "step_ms", "allocated_gib", "reserved_gib")]
 COLUMNS = ["case", "source", *QUESTION_COLUMNS, *EXPECTED_COLUMNS, "note"]
-OPTIONAL_COLUMNS = ["virtual_stages", "rowwise", "expected_allocation_retries"]
+OPTIONAL_COLUMNS = ["virtual_stages", "rowwise", "power_w", "expected_allocation_retries"]
 """Columns that a file may leave out, because few sources report them."""
 SIZES = frozenset({"layers", "hidden", "heads", "kv_heads", "ffn", "vocab"})
 """Columns that describe a model by its sizes instead of a preset's name."""
@@ -79,6 +79,7 @@ COLUMN_TEXTS = {
     "note": "free text; not read",
     "virtual_stages": "chunks of layers per stage, for the interleaved schedule",
     "rowwise": "kernels of row-wise operators: eager, compiled or fused, as the framework has them; else memo-exec's",
+    "power_w": "power limit of a GPU in watts; its board's when blank",
     "expected_allocation_retries": "measured allocation retries per micro-batch (MEMO: reorganisations)",
 }
 """What each column holds. A blank cell is an open knob or a quantity that was not measured."""
@@ -98,7 +99,9 @@ _INTEGERS: dict[str, Any] = {
     "layers": Layers,
     **dict.fromkeys(("hidden", "heads", "kv_heads", "ffn", "vocab"), Width),
     "seq_tokens": SequenceTokens,
-    **dict.fromkeys(("global_batch", "micro_batch", "tp", "pp", "dp", "cp", "ulysses", "virtual_stages"), Degree),
+    **dict.fromkeys(
+        ("global_batch", "micro_batch", "tp", "pp", "dp", "cp", "ulysses", "virtual_stages", "power_w"), Degree
+    ),
     "zero": ZeroLevel,
 }
 """Columns of whole numbers, and the type with the limits of the same field in a model or a plan."""
