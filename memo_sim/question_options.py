@@ -39,6 +39,8 @@ if TYPE_CHECKING:
 GIB = 2**30
 MEMORY_GIB = (0.001, 100_000)
 """Least and most GiB that an option may name; anything else is a typo."""
+POWER_W = (1, 10_000)
+"""Least and most watts that the option may name; a profile knows fewer."""
 IN_A_PLAN = ("model", "seq_len", "system")
 """Parameters that a plan file decides beside the knobs, so that ``--plan`` excludes them."""
 OF_A_SEARCH = ("pareto", "one_more_gib")
@@ -52,12 +54,15 @@ MEMORY = (
     click.option("--device-memory-gib", type=Finite(*MEMORY_GIB), help="Instead of the profile's."),
     click.option("--host-memory-gib", type=Finite(*MEMORY_GIB), help="Of one node, instead of its own."),
 )
+POWER = click.option(
+    "--power-w", type=Finite(*POWER_W), help="Power limit of a device in watts, instead of its board's."
+)
 ON_COMMAND_LINE = tuple(knob for knob in KNOBS.values() if knob.on_command_line)
 
 
 def question_options(command: Command) -> Command:
     """Give ``command`` the options of a question beside the model and the sequence: one for each knob."""
-    for option in reversed((SYSTEM, *map(_option, ON_COMMAND_LINE), *MEMORY)):
+    for option in reversed((SYSTEM, *map(_option, ON_COMMAND_LINE), *MEMORY, POWER)):
         command = option(command)
     return command
 
@@ -111,6 +116,7 @@ def question_of(options: Options) -> tuple[Plan | None, Question]:
         UsageError: when the options contradict each other, or name what there is not.
         BadInput: when a file cannot be read.
     """
+    from memo_sim.contract.boards import with_power
     from memo_sim.contract.catalog import load_cluster, load_model
     from memo_sim.contract.codec import read
     from memo_sim.contract.plan import Plan
@@ -131,6 +137,8 @@ def question_of(options: Options) -> tuple[Plan | None, Question]:
         device_bytes=gib(options["device_memory_gib"]),
         host_bytes=gib(options["host_memory_gib"]),
     )
+    if options["power_w"] is not None:
+        hardware = with_power(hardware, options["power_w"])
     values = {knob.name: _value(knob, options[knob.name]) for knob in ON_COMMAND_LINE}
     return plan, Question(
         model=plan.decisions.model if plan else load_model(options["model"]),

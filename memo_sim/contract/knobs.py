@@ -57,6 +57,18 @@ Overlap = Literal["none", "gradients", "both"]
 - none: gradients are reduced over replicas, and parameters gathered, after the step's last gradient.
 - gradients: each block's gradients are reduced after its last backward.
 - both: in addition, ZeRO 1 gathers parameters at the start of the next step, block by block, ahead of its forward."""
+RowwiseKernel = Literal["torch", "triton", "eager", "compiled", "fused"]
+"""Whose kernels play norms, activations, rotary embeddings, residuals, the loss and the optimizer.
+
+- torch, triton: memo-exec's own, single torch operators or fused Triton kernels; each instruction is one kernel.
+- eager: torch modules as model code writes them; every tensor operator and cast is a kernel with its own passes over
+  memory.
+- compiled: the same modules under torch.compile.
+- fused: Megatron-LM's and Transformer Engine's fused kernels.
+
+memo-exec cannot play the last three (``operators/framework_kernels.py``)."""
+FrameworkLibrary = Literal["eager", "compiled", "fused"]
+"""The kernels of training frameworks among them."""
 Schedule = Literal["gpipe", "1f1b", "interleaved", "zero-bubble"]
 """The order in which a pipeline stage plays micro-batches (``program/layout/schedule.py``)."""
 Partition = Literal["length", "flops"]
@@ -429,6 +441,14 @@ class Pins:
         at="decisions.kernels",
         on_command_line=False,
     )
+    rowwise: RowwiseKernel | None = _knob(
+        None,
+        _one_of(RowwiseKernel),
+        "Kernels of norms, activations, rotary, residuals, loss and optimizer: memo-exec's (torch, triton), or those of"
+        " frameworks (eager, compiled, fused), which memo-exec cannot play. The system's own unless given.",
+        at="decisions.kernels",
+    )
+    """The search chooses between torch and triton where a system has memo-exec's kernels."""
     dtype: DtypeName | None = _knob(
         None,
         Name(),

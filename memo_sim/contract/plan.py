@@ -18,6 +18,7 @@ from memo_sim.contract.knobs import (
     Overlap,
     Partition,
     Recompute,
+    RowwiseKernel,
     Schedule,
     States,
 )
@@ -36,7 +37,6 @@ from memo_sim.contract.units import (
     ZeroRanks,
 )
 
-RowwiseKernel = Literal["torch", "triton"]
 HostAllocator = Literal["exact", "power_of_two"]
 """How pinned host memory is allocated. exact: one registered slab. power_of_two: PyTorch's pinned blocks."""
 Status = Literal["ok", "gpu_oom", "host_oom", "invalid"]
@@ -144,7 +144,7 @@ class Kernels(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     head_groups: Width = 1
     """Attention runs in this many groups of heads, one after the other, which limits its workspace."""
     rowwise: RowwiseKernel = "torch"
-    """Implementation of norms, activations, rotary and loss: torch's single operators, or fused Triton kernels."""
+    """Whose kernels play norms, activations, rotary embeddings, residuals, loss and optimizer."""
 
 
 class Decisions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -339,6 +339,7 @@ class PlanRow(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     mlp_chunk_tokens: Tokens = 0
     attention_chunk_tokens: Tokens = 0
     memory_policy: MemoryPolicy
+    rowwise: RowwiseKernel = "torch"
     states: States
     micro_batch: Positive
     peak_device_bytes: Bytes

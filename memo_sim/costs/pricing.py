@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from memo_sim.contract.cluster import Cluster
 from memo_sim.contract.hardware import Hardware
-from memo_sim.contract.plan import Layout, RowwiseKernel
+from memo_sim.contract.knobs import RowwiseKernel
+from memo_sim.contract.plan import Layout
 from memo_sim.contract.units import DTYPE_BYTES
 from memo_sim.costs.attention import WAVE_TOKENS, AttentionRates
 from memo_sim.costs.collective import CollectiveTimes
@@ -42,6 +43,7 @@ class _Kernels:
     def __init__(self, hardware: Hardware) -> None:
         self.hardware = hardware
         self.gemm = GemmRates(hardware.gemm)
+        self.sustained = 1.0 if hardware.sustained_gemm is None else hardware.sustained_gemm.value
         wave_tokens = WAVE_TOKENS if hardware.device == "cuda" else None
         self.attention = AttentionRates(hardware.attention, wave_tokens=wave_tokens)
         self.rowwise = RowwiseRates(hardware)
@@ -137,7 +139,7 @@ class Pricer:
         """Return a product's seconds; for a shape thinner than any measured one, at least the time to move operands."""
         model = self._kernels.gemm.model(work, self.outside)
         shape = (work.m, work.n, work.k)
-        seconds = max(self._floor_s, work.flops / model.rate(*shape))
+        seconds = max(self._floor_s, work.flops / (model.rate(*shape) * self._kernels.sustained))
         if model.covers(*shape):
             return seconds
         if seconds > self._floor_s:

@@ -6,16 +6,15 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from memo_sim.contract.boards import OPTION_SOURCE
 from memo_sim.contract.cluster import Cluster
 from memo_sim.contract.hardware import DtypeName, Hardware, Quantity, Source
-from memo_sim.contract.knobs import Chosen, MemoryPolicy, Overlap, Pins
+from memo_sim.contract.knobs import Chosen, MemoryPolicy, Overlap, Pins, RowwiseKernel
 from memo_sim.contract.model import Model
 from memo_sim.contract.plan import Decisions, Layout
 from memo_sim.planning.presets import System, find_system
 
 __all__ = ["Pins", "Question", "under_system", "with_memory"]
-
-OPTION_SOURCE = "option"
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +63,11 @@ class Question(Chosen):
     def memory_policy(self) -> MemoryPolicy:
         """What is pinned, or else the system's own."""
         return self.pins.memory_policy or self.preset.memory_policy
+
+    @property
+    def rowwise(self) -> RowwiseKernel | None:
+        """What is pinned, or else the system's own; None: memo-exec's that are faster."""
+        return self.pins.rowwise or self.preset.rowwise
 
     @property
     def dtype(self) -> DtypeName:

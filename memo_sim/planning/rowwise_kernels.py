@@ -11,7 +11,8 @@ from collections import Counter
 import msgspec
 
 from memo_sim.contract.hardware import Hardware
-from memo_sim.contract.plan import Decisions, RowwiseKernel
+from memo_sim.contract.knobs import RowwiseKernel
+from memo_sim.contract.plan import Decisions
 from memo_sim.costs.rowwise import RowwiseRates
 from memo_sim.program.ir.work import Rowwise
 from memo_sim.program.lower import lower

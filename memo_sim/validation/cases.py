@@ -18,7 +18,7 @@ import msgspec
 from memo_sim.contract.catalog import DATA
 from memo_sim.contract.codec import decode_object, read_raw
 from memo_sim.contract.errors import BadInput, UsageError, did_you_mean
-from memo_sim.contract.knobs import Recompute, Schedule
+from memo_sim.contract.knobs import Recompute, RowwiseKernel, Schedule
 from memo_sim.contract.plan import Status
 from memo_sim.contract.units import Degree, Layers, SequenceTokens, Width, ZeroLevel, parse_numbers
 from memo_sim.contract.validation import Expectation
@@ -32,15 +32,16 @@ QUESTION_COLUMNS = [
 ]
 EXPECTED_COLUMNS = [f"expected_{name}" for name in ("status", "mfu", "tgs", "step_ms", "allocated_gib", "reserved_gib")]
 COLUMNS = ["case", "source", *QUESTION_COLUMNS, *EXPECTED_COLUMNS, "note"]
-OPTIONAL_COLUMNS = ["virtual_stages", "pp_layers", "uneven_heads", "zero_ranks", "expected_allocation_retries"]
+OPTIONAL_COLUMNS = [
+    *("virtual_stages", "pp_layers", "uneven_heads", "zero_ranks", "rowwise", "power_w"),
+    "expected_allocation_retries",
+]
 """Columns that a file may leave out, because few sources report them."""
 SIZES = frozenset({"layers", "hidden", "heads", "kv_heads", "ffn", "vocab"})
 """Columns that describe a model by its sizes instead of a preset's name."""
 
-PINNED_COLUMNS = (
-    *("tp", "pp", "pp_layers", "dp", "cp", "ulysses", "zero", "zero_ranks", "alpha", "recompute", "schedule"),
-    "virtual_stages",
-)
+PINNED_COLUMNS = ("tp", "pp", "dp", "cp", "ulysses", "zero", "alpha", "recompute", "schedule")
+PINNED_OPTIONAL_COLUMNS = ("virtual_stages", "pp_layers", "zero_ranks", "rowwise")
 """Columns that pin the knob of their name (``contract/knobs.py``); blank leaves it open."""
 
 COLUMN_TEXTS = {
@@ -83,6 +84,8 @@ COLUMN_TEXTS = {
     "pp_layers": "layers of each pipeline stage (of each chunk), joined by commas; nearly equal numbers when blank",
     "uneven_heads": "yes: Ulysses' ranks may have unequal numbers of heads",
     "zero_ranks": "consecutive replicas that ZeRO divides over; all when blank",
+    "rowwise": "kernels of row-wise operators: eager, compiled or fused, as the framework has them; else memo-exec's",
+    "power_w": "power limit of a GPU in watts; its board's when blank",
     "expected_allocation_retries": "measured allocation retries per micro-batch (MEMO: reorganisations)",
 }
 """What each column holds. A blank cell is an open knob or a quantity that was not measured."""
@@ -90,6 +93,7 @@ COLUMN_TEXTS = {
 _WORDS = {
     "sp": ("yes", "no"),
     "recompute": get_args(Recompute),
+    "rowwise": get_args(RowwiseKernel),
     "memory_plan": ("yes", "no"),
     "attention": ("flash", "plain"),
     "schedule": get_args(Schedule),
@@ -102,8 +106,8 @@ _INTEGERS: dict[str, Any] = {
     "layers": Layers,
     **dict.fromkeys(("hidden", "heads", "kv_heads", "ffn", "vocab"), Width),
     "seq_tokens": SequenceTokens,
-    **dict.fromkeys(("global_batch", "micro_batch", "tp", "pp", "dp", "cp", "ulysses", "virtual_stages"), Degree),
-    "zero_ranks": Degree,
+    **dict.fromkeys(("global_batch", "micro_batch", "tp", "pp", "dp", "cp", "ulysses"), Degree),
+    **dict.fromkeys(("virtual_stages", "zero_ranks", "power_w"), Degree),
     "zero": ZeroLevel,
 }
 """Columns of whole numbers, and the type with the limits of the same field in a model or a plan."""
@@ -118,7 +122,7 @@ class CaseQuestion:
     cluster: str
     seq_tokens: int
     words: dict[str, str]
-    """sp, recompute, memory_plan, attention, schedule, overlap, precision, uneven_heads, where given."""
+    """sp, recompute, memory_plan, attention, schedule, overlap, precision, uneven_heads, rowwise, where given."""
     integers: dict[str, int]
     """Model sizes, batches and layout degrees, where given."""
     alpha: float | None
@@ -128,7 +132,7 @@ class CaseQuestion:
     def pins(self) -> dict[str, Any]:
         """The knobs that the row pins by name."""
         given: dict[str, Any] = {**self.integers, **self.words, "alpha": self.alpha, "pp_layers": self.pp_layers}
-        return {name: given[name] for name in PINNED_COLUMNS if name in given}
+        return {name: given[name] for name in (*PINNED_COLUMNS, *PINNED_OPTIONAL_COLUMNS) if name in given}
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,7 +259,9 @@ def _case(row: dict[str, str], where: str) -> Case:
         if not cells[required]:
             raise BadInput("a required cell is empty", where=f"{where}, column {required}")
     integers = {c: _whole(cells[c], c, where) for c in _INTEGERS if cells.get(c)}
-    words = {c: _word(cells[c], c, where) for c in (*QUESTION_COLUMNS, "uneven_heads") if c in _WORDS and cells.get(c)}
+    words = {
+        c: _word(cells[c], c, where) for c in (*QUESTION_COLUMNS, *OPTIONAL_COLUMNS) if c in _WORDS and cells.get(c)
+    }
     alpha = _number(cells["alpha"], f"{where}, column alpha")
     if alpha is not None and not 0 <= alpha <= 1:
         raise BadInput("alpha is a fraction", where=f"{where}, column alpha", got=alpha, wanted="0 to 1")

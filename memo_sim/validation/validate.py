@@ -12,6 +12,7 @@ from concurrent.futures import ProcessPoolExecutor
 
 import msgspec
 
+from memo_sim.contract.boards import with_power
 from memo_sim.contract.catalog import list_models, load_cluster, load_model
 from memo_sim.contract.codec import decode
 from memo_sim.contract.errors import BadInput, Infeasible, OutOfTolerance, UsageError
@@ -198,6 +199,8 @@ def _question(asked: CaseQuestion, change: Callable[[Hardware], Hardware] | None
     cluster, hardware = load_cluster(asked.cluster)
     hardware = change(hardware) if change else hardware
     given = asked.integers
+    if "power_w" in given:
+        hardware = with_power(hardware, given["power_w"])
     sp, overlap = asked.words.get("sp"), asked.words.get("overlap")
     if overlap == "no":
         hardware = _taking_turns(hardware)

@@ -134,7 +134,7 @@ def test_listed_names_load() -> None:
         "h100-sxm5-80gb",
         "h200-sxm5-141gb",
     ]
-    assert list_clusters() == ["a100-1x8", "a800-1x8", "b200-1x8", "h100-1x8", "h200-1x8"]
+    assert list_clusters() == ["a100-1x8", "a800-1x8", "b200-1x8", "h100-1x8", "h100hbm2e-1x8", "h200-1x8"]
     for name in list_hardware():
         assert load_hardware(name).name == name
     for name in list_clusters():

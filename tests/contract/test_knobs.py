@@ -53,7 +53,7 @@ ELSEWHERE = {
 NO_KNOBS = {
     *("model", "seq_tokens", "layout", "kernels"),  # what is asked, and what holds knobs
     *("swapped_tokens", "subsequence_swapped_tokens"),  # alpha, in tokens
-    *("head_groups", "rowwise", "host_allocator", "deterministic"),  # no question pins them
+    *("head_groups", "host_allocator", "deterministic"),  # no question pins them
 }
 VALUES = {
     Degree: int,

@@ -310,7 +310,7 @@ class Optimizer:
             f"adamw.{name}",
             f"adamw.{name}",
             Lane.COMPUTE,
-            Rowwise("adamw", length, read * length, written * length),
+            Rowwise("adamw", length, read * length, written * length, elements=length, element_bytes=size),
             grads=accumulates(self._held("grads", first, offset, length)),
             norm=reads(builder.all("grad_norm")),
             master=accumulates(Rows("master", offset, length)) if self.master else None,

@@ -101,6 +101,12 @@ class Rowwise:
 
     The instruction's name contains the chunk, so the hash leaves it out.
     """
+    elements: int = field(default=0, repr=False)
+    """Elements of the tensor whose passes ``operators/framework_kernels.py`` counts; 0 where that table has no entry.
+
+    The kind and the bytes follow from it, so the hash leaves it out."""
+    element_bytes: int = field(default=2, repr=False)
+    """Bytes of one of them, in the plan's dtype."""
 
     @property
     def moved_bytes(self) -> int:

@@ -8,7 +8,7 @@ the CPU the operators of torch 2.13, which return their results in new tensors.
 from __future__ import annotations
 
 from memo_sim.contract.errors import Infeasible
-from memo_sim.contract.plan import RowwiseKernel
+from memo_sim.contract.knobs import RowwiseKernel
 from memo_sim.contract.units import DTYPE_BYTES
 from memo_sim.program.ir.work import Attention
 from memo_sim.program.operators.head_groups import check_head_groups, flash3_head_dim, round_up
