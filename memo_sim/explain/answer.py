@@ -238,12 +238,16 @@ def _sharding(simulation: Simulation) -> list[str]:
     held = "gradients" if layout.zero == 2 else "gradients and parameters"
     if layout.replicas == 1:
         held += " of embedding and head, which METP replicates"
-    names = {"params.all_gather": "gathers", "grads.reduce_scatter": "reduce-scatters"}
-    names["shards.all_reduce"] = "all-reduces between groups"
-    over = f" over groups of {layout.shards} ranks" if layout.shard_copies > 1 else ""
-    parts = [f"{verb} {format_bytes(moved[op])}" for op, verb in names.items() if op in moved]
+    names = {
+        "params.all_gather": "gathers {}",
+        "grads.reduce_scatter": "reduce-scatters {}",
+        "shards.all_reduce": "all-reduces {} between groups",
+    }
+    over = f" over groups of {layout.shards} ranks" if "shards.all_reduce" in moved else ""
+    *others, last = [text.format(format_bytes(moved[op])) for op, text in names.items() if op in moved]
+    does = f"{', '.join(others)} and {last}" if others else last
     waited = sum(s.seconds for s in simulation.prediction.stalls if s.lane == "compute" and s.waits_for in names)
-    text = f"ZeRO {layout.zero}{over}: a rank holds a shard of {held}; per step it {' and '.join(parts)}"
+    text = f"ZeRO {layout.zero}{over}: a rank holds a shard of {held}; per step it {does}"
     return [f"{text}; compute waits {format_seconds(waited)} for these collectives."]
 
 

@@ -34,6 +34,8 @@ def test_a_single_device_has_no_communicators() -> None:
         (Layout(tp=4, sequence_parallel=True), [4, 4]),  # all ranks, and the tensor-parallel group of the same ranks
         (Layout(dp=2, zero=1), [2, 2]),
         (EIGHT, [8, 4, 2, 2]),
+        # All ranks, all of them once more for the loss, the ranks that ZeRO divides over, those with the same shard.
+        (Layout(dp=8, zero=3, zero_ranks=4), [8, 8, 4, 2]),
     ],
 )
 def test_all_ranks_and_every_group_that_a_program_names(layout: Layout, wanted: list[int]) -> None:
