@@ -129,6 +129,8 @@ def question_of(options: Options) -> tuple[Plan | None, Question]:
         host_bytes=gib(options["host_memory_gib"]),
     )
     values = {knob.name: _value(knob, options[knob.name]) for knob in ON_COMMAND_LINE}
+    if plan is not None:
+        values["libraries"] = plan.decisions.libraries
     return plan, Question(
         model=plan.decisions.model if plan else load_model(options["model"]),
         cluster=cluster,

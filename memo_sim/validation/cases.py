@@ -15,6 +15,7 @@ from typing import Any, get_args
 
 import msgspec
 
+from memo_sim.contract.attention_kernels import AttentionName, Libraries
 from memo_sim.contract.catalog import DATA
 from memo_sim.contract.codec import decode_object, read_raw
 from memo_sim.contract.errors import BadInput, UsageError, did_you_mean
@@ -32,12 +33,15 @@ QUESTION_COLUMNS = [
 ]
 EXPECTED_COLUMNS = [f"expected_{name}" for name in ("status", "mfu", "tgs", "step_ms", "allocated_gib", "reserved_gib")]
 COLUMNS = ["case", "source", *QUESTION_COLUMNS, *EXPECTED_COLUMNS, "note"]
-OPTIONAL_COLUMNS = ["virtual_stages", "expected_allocation_retries"]
+OPTIONAL_COLUMNS = ["virtual_stages", "libraries", "expected_allocation_retries"]
 """Columns that a file may leave out, because few sources report them."""
 SIZES = frozenset({"layers", "hidden", "heads", "kv_heads", "ffn", "vocab"})
 """Columns that describe a model by its sizes instead of a preset's name."""
 
-PINNED_COLUMNS = ("tp", "pp", "dp", "cp", "ulysses", "zero", "alpha", "recompute", "schedule", "virtual_stages")
+PINNED_COLUMNS = (
+    *("tp", "pp", "dp", "cp", "ulysses", "zero", "alpha", "recompute", "attention", "schedule", "virtual_stages"),
+    "libraries",
+)
 """Columns that pin the knob of their name (``contract/knobs.py``); blank leaves it open."""
 
 COLUMN_TEXTS = {
@@ -65,7 +69,7 @@ COLUMN_TEXTS = {
     "alpha": "fraction of tokens swapped, 0 to 1",
     "recompute": "what backward recomputes",
     "memory_plan": "yes: one planned arena; no: PyTorch's caching allocator under an eager framework",
-    "attention": "flash: the fastest kernel that the profile measured; plain: scores written to memory",
+    "attention": "a generation, flash for the newest that GPU and libraries have, or a kernel; blank: the fastest",
     "schedule": "pipeline schedule; interleaved needs virtual_stages",
     "overlap": "whether collectives of replicas and p2p sends between stages overlap compute",
     "precision": "dtype of parameters and activations",
@@ -77,6 +81,7 @@ COLUMN_TEXTS = {
     "expected_reserved_gib": "measured peak of reserved device memory, GiB",
     "note": "free text; not read",
     "virtual_stages": "chunks of layers per stage, for the interleaved schedule",
+    "libraries": "year of PyTorch, flash-attn and Transformer Engine; the profile's when blank",
     "expected_allocation_retries": "measured allocation retries per micro-batch (MEMO: reorganisations)",
 }
 """What each column holds. A blank cell is an open knob or a quantity that was not measured."""
@@ -85,7 +90,8 @@ _WORDS = {
     "sp": ("yes", "no"),
     "recompute": get_args(Recompute),
     "memory_plan": ("yes", "no"),
-    "attention": ("flash", "plain"),
+    "attention": get_args(AttentionName),
+    "libraries": get_args(Libraries),
     "schedule": get_args(Schedule),
     "overlap": ("yes", "no"),
     "precision": ("bf16", "fp16"),
@@ -110,7 +116,7 @@ class CaseQuestion:
     cluster: str
     seq_tokens: int
     words: dict[str, str]
-    """sp, recompute, memory_plan, attention, schedule, overlap, precision, where given."""
+    """sp, recompute, memory_plan, attention, schedule, overlap, precision, libraries, where given."""
     integers: dict[str, int]
     """Model sizes, batches and layout degrees, where given."""
     alpha: float | None
@@ -246,7 +252,8 @@ def _case(row: dict[str, str], where: str) -> Case:
         if not cells[required]:
             raise BadInput("a required cell is empty", where=f"{where}, column {required}")
     integers = {c: _whole(cells[c], c, where) for c in _INTEGERS if cells.get(c)}
-    words = {c: _word(cells[c], c, where) for c in QUESTION_COLUMNS if c in _WORDS and cells[c]}
+    asked = (*QUESTION_COLUMNS, "libraries")
+    words = {c: _word(cells[c], c, where) for c in asked if c in _WORDS and cells.get(c)}
     alpha = _number(cells["alpha"], f"{where}, column alpha")
     if alpha is not None and not 0 <= alpha <= 1:
         raise BadInput("alpha is a fraction", where=f"{where}, column alpha", got=alpha, wanted="0 to 1")
