@@ -140,6 +140,8 @@ def question_of(options: Options) -> tuple[Plan | None, Question]:
     if options["power_w"] is not None:
         hardware = with_power(hardware, options["power_w"])
     values = {knob.name: _value(knob, options[knob.name]) for knob in ON_COMMAND_LINE}
+    if plan is not None:
+        values["libraries"] = plan.decisions.libraries
     return plan, Question(
         model=plan.decisions.model if plan else load_model(options["model"]),
         cluster=cluster,

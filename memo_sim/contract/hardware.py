@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
+from memo_sim.contract.attention_kernels import Libraries
 from memo_sim.contract.knobs import FrameworkLibrary
 from memo_sim.contract.units import NonNegative, Positive, Rate
 
@@ -18,8 +19,6 @@ GemmPass = Literal["fprop", "dgrad", "wgrad"]
 AttentionPass = Literal["forward", "backward"]
 CollectiveKind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send_recv", "broadcast", "reduce"]
 DtypeName = Literal["fp32", "bf16", "fp16"]
-Libraries = Literal["2024", "2025"]
-"""A generation of PyTorch and Transformer Engine. "2025" means version 2.8 or later of both."""
 FusedKernel = Literal["triton"]
 """Fused implementations of row-wise operators that can replace torch's own."""
 AccessPattern = Literal[
@@ -116,6 +115,10 @@ class AttentionTable(_Part, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     head_dim: Positive
     rows: Annotated[list[Annotated[list[Rate], msgspec.Meta(min_length=3, max_length=3)]], msgspec.Meta(min_length=1)]
     source: str
+    libraries: Libraries | None = None
+    """Year from which libraries have this version of the kernel; null: its first version.
+
+    A question gets the latest version that its own year has."""
     full_mask_gain: Rate = 1.0
     """Rate without a mask divided by the rate with the causal mask, at the same length."""
     full_mask_gains: list[Annotated[list[Rate], msgspec.Meta(min_length=2, max_length=2)]] = []
@@ -194,7 +197,9 @@ class Hardware(
     rated_devices: Positive | None = None
     """The rates of products and attention are those of the slowest of this many devices; the default is one node's."""
     system_attention: dict[str, Quantity] = {}
-    """Factor on attention's time by system, for a system whose attention kernel has no measured table."""
+    """Factor on attention's time by system, for a system whose own attention kernel has no measured table.
+
+    It does not apply to a kernel that a question names."""
     memory_bound_bytes_per_s: Curve
     """Rate of elementwise and norm kernels by bytes moved (reads + writes)."""
     rowwise_bytes_per_s: dict[str, Curve] = {}
@@ -220,7 +225,9 @@ class Hardware(
     devices_per_uplink: Quantity
     collectives: list[CollectiveTable]
     eager_libraries: Libraries = "2024"
-    """Library versions of eager frameworks on this device; they decide how much memory these hold."""
+    """Year of the libraries that a question on this device gets unless it names another.
+
+    It decides which kernels and which of their versions there are, and how much memory eager frameworks hold."""
     compute_slowdown: dict[Literal["copy", "collective", "p2p"], Quantity]
     """Factor (>= 1) on compute's time while a copy, a collective or a p2p exchange runs beside it."""
     device_malloc_s: Quantity

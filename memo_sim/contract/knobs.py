@@ -25,6 +25,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Literal, TypeVar, get_args
 
+from memo_sim.contract.attention_kernels import AttentionName, Libraries
+
 if TYPE_CHECKING:
     from memo_sim.contract.hardware import DtypeName
 
@@ -434,12 +436,19 @@ class Pins:
         "Full recompute: tokens of the sequence whose attention exists at once, while the keys and values of the others"
         " wait on the host; 0 = all. Chosen when not given.",
     )
-    attention: str | None = _knob(
+    attention: AttentionName | None = _knob(
         None,
-        Name(),
-        "Attention kernel. The fastest that the profile measured unless given.",
+        _one_of(AttentionName),
+        "Attention: plain, a generation of flash attention (flash: the newest that GPU and --libraries have), cuDNN, or"
+        " a kernel by its name. The fastest that the profile has for those libraries unless given.",
         at="decisions.kernels",
-        on_command_line=False,
+    )
+    """Not searched: a faster kernel never loses, and whether it is installed is for the user to say."""
+    libraries: Libraries | None = _knob(
+        None,
+        _one_of(Libraries),
+        "Year of PyTorch, flash-attn and Transformer Engine: decides which attention kernels there are, and the memory"
+        " of eager frameworks. The profile's unless given.",
     )
     rowwise: RowwiseKernel | None = _knob(
         None,

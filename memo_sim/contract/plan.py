@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
+from memo_sim.contract.attention_kernels import Libraries
 from memo_sim.contract.hardware import DtypeName
 from memo_sim.contract.knobs import (
     MOST_WINDOW,
@@ -204,6 +205,8 @@ class Decisions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     memory (FPDT, Yao et al. 2024)."""
     kernels: Kernels = Kernels()
     dtype: DtypeName = "bf16"
+    libraries: Libraries | None = None
+    """Year of the libraries that the prediction assumes; null: the hardware profile's (``eager_libraries``)."""
     deterministic: bool = False
     replay_allocator: bool = False
     """Whether memo-exec's allocator below torch serves library requests from the arena (CUDA only).
@@ -336,6 +339,10 @@ class PlanRow(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     offload_window: int = 0
     """Passes during which a subsequence's swapped rows are copied out; 0 when layers share two rounding buffers."""
     recompute: Recompute
+    attention: str = ""
+    """Attention kernel."""
+    executable: bool = True
+    """Whether memo-exec has this attention kernel; the others are priced only."""
     mlp_chunk_tokens: Tokens = 0
     attention_chunk_tokens: Tokens = 0
     memory_policy: MemoryPolicy

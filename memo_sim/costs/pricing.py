@@ -11,7 +11,7 @@ from memo_sim.contract.hardware import Hardware
 from memo_sim.contract.knobs import RowwiseKernel
 from memo_sim.contract.plan import Layout
 from memo_sim.contract.units import DTYPE_BYTES
-from memo_sim.costs.attention import WAVE_TOKENS, AttentionRates
+from memo_sim.costs.attention import WAVE_TOKENS, AttentionRates, of_year
 from memo_sim.costs.collective import CollectiveTimes
 from memo_sim.costs.contention import Demands, NodeRates
 from memo_sim.costs.gemm import GemmRates
@@ -30,6 +30,7 @@ from memo_sim.program.ir.work import (
     Rowwise,
     Work,
 )
+from memo_sim.program.operators.workspaces import repeated_kv_bytes
 
 __all__ = ["NodeRates", "Pricer"]
 
@@ -45,7 +46,8 @@ class _Kernels:
         self.gemm = GemmRates(hardware.gemm)
         self.sustained = 1.0 if hardware.sustained_gemm is None else hardware.sustained_gemm.value
         wave_tokens = WAVE_TOKENS if hardware.device == "cuda" else None
-        self.attention = AttentionRates(hardware.attention, wave_tokens=wave_tokens)
+        tables = of_year(hardware.attention, hardware.eager_libraries)
+        self.attention = AttentionRates(tables, wave_tokens=wave_tokens)
         self.rowwise = RowwiseRates(hardware)
         directions = {"d2h": hardware.d2h, "h2d": hardware.h2d}
         self.copies = {
@@ -110,7 +112,8 @@ class Pricer:
             case BatchedGemm():
                 return self._pace * self._batched(work)
             case Attention():
-                return self._pace * max(self._floor_s, kernels.attention.seconds(work, self.outside))
+                seconds = max(self._floor_s, kernels.attention.seconds(work, self.outside))
+                return self._pace * seconds + self._repeated(work)
             case Rowwise():
                 return kernels.rowwise.seconds(work, self.outside, self._rowwise)
             case Copy():
@@ -123,6 +126,17 @@ class Pricer:
                 return self._collectives.p2p_seconds(work, self.outside)
             case HostUpdate():
                 return work.moved_bytes / self._host_bytes_per_s
+
+    def _repeated(self, work: Attention) -> float:
+        """Return the seconds in which grouped keys and values are repeated for every query head (flash1 only).
+
+        Forward and backward read the grouped tensors and write the repeated ones; backward also reads the repeated
+        gradients and writes their sums.
+        """
+        if (repeated := repeated_kv_bytes(work)) == 0:
+            return 0.0
+        grouped = repeated * work.kv_heads // work.heads
+        return self._kernels.rowwise.stream_seconds((repeated + grouped) * (2 if work.backward else 1))
 
     def _batched(self, work: BatchedGemm) -> float:
         """Return the seconds of a batched product.

@@ -12,6 +12,7 @@ from memo_sim.contract.knobs import FrameworkLibrary
 from memo_sim.contract.plan import Decisions, Prediction
 from memo_sim.contract.units import counted, format_bytes, format_seconds, format_tokens
 from memo_sim.engine.simulate import ALLOCATOR, Simulation
+from memo_sim.explain.attention import attention
 from memo_sim.explain.metp import metp
 from memo_sim.explain.remedies import ways_out
 from memo_sim.explain.runner_up import label, runner_up, ties
@@ -51,7 +52,8 @@ def explain(
     """Return the reasons, most important first. When no plan fits, return what is missing and what would help."""
     if simulation is None:
         return _nothing_fits(question, found)
-    lines = [*_rounded(question, simulation), _binding(simulation), *_recompute(found, simulation), _peak(simulation)]
+    lines = [*_rounded(question, simulation), _binding(simulation), *attention(question, simulation.decisions)]
+    lines += [*_recompute(found, simulation), _peak(simulation)]
     lines += _rowwise(simulation)
     lines += _arena(simulation, arena) if arena else []
     lines += _allocator(simulation)
@@ -120,6 +122,7 @@ def _nothing_fits(question: Question, found: SearchResult) -> list[str]:
     need = format_bytes(nearest.prediction.shortfall_bytes)
     return [
         f"No plan fits. The nearest is {label(nearest)}, short by {need}: {nearest.prediction.reason}.",
+        *attention(question, nearest.decisions),
         f"What would help: {'; '.join(ways_out(question, nearest))}.",
     ]
 

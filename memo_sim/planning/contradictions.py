@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 
+from memo_sim.contract.attention_kernels import ATTENTION_KERNELS
 from memo_sim.contract.errors import UsageError
 from memo_sim.contract.knobs import DEGREES, KNOBS, PINNED, Knob
 from memo_sim.contract.plan import Decisions, Layout
@@ -36,6 +37,7 @@ def check_pins(question: Question) -> None:
         UsageError: naming the option, and what to do about it.
     """
     _check_degrees(question)
+    _check_year(question)
     for knob in PINNED:
         if knob.needs:
             _check_need(question, knob, KNOBS[knob.needs])
@@ -75,6 +77,21 @@ def _check_degrees(question: Question) -> None:
                 wanted=" and ".join(system.degrees),
                 hint="leave it out, or --system any",
             )
+
+
+def _check_year(question: Question) -> None:
+    """Refuse an attention kernel that is newer than the libraries that are pinned."""
+    asked, year = question.pins.attention, question.pins.libraries
+    if asked is None or year is None:
+        return
+    years = [kernel.since for name, kernel in ATTENTION_KERNELS.items() if asked in (name, kernel.generation)]
+    if years and min(years) > year:
+        raise UsageError(
+            "these libraries do not have this attention kernel",
+            got=f"--attention {asked} --libraries {year}",
+            wanted=f"--libraries {min(years)} or later",
+            hint="--attention flash is the newest that they have",
+        )
 
 
 def _check_need(question: Question, knob: Knob, need: Knob) -> None:

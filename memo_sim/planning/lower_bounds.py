@@ -21,7 +21,7 @@ from memo_sim.contract.plan import Decisions, Layout
 from memo_sim.contract.units import DTYPE_BYTES
 from memo_sim.costs.pricing import NodeRates
 from memo_sim.engine.layers import step_s_of_few_layers
-from memo_sim.memory.eager_framework import libraries_of
+from memo_sim.memory.eager_framework import fused_loss, libraries_of
 from memo_sim.planning.few_layers import Pass, Passes
 from memo_sim.planning.subsequences import part_prices
 from memo_sim.program.data_parallel.optimizer import Optimizer
@@ -241,7 +241,7 @@ class LowerBounds:
 
     def _written_over_bytes(self, decisions: Decisions) -> int:
         """Return the bytes of a pass's logit gradient, when an eager framework writes it over the logits."""
-        if decisions.memory_policy != "eager" or libraries_of(decisions, self._hardware) == "2024":
+        if decisions.memory_policy != "eager" or not fused_loss(libraries_of(decisions, self._hardware)):
             return 0
         shape = shape_of(decisions)
         rows = min(decisions.loss_chunk_tokens or shape.tokens, shape.tokens)

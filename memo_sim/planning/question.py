@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from memo_sim.contract.attention_kernels import ATTENTION_KERNELS, FLASH, Libraries
 from memo_sim.contract.boards import OPTION_SOURCE
 from memo_sim.contract.cluster import Cluster
 from memo_sim.contract.hardware import DtypeName, Hardware, Quantity, Source
@@ -14,7 +15,7 @@ from memo_sim.contract.model import Model
 from memo_sim.contract.plan import Decisions, Layout
 from memo_sim.planning.presets import System, find_system
 
-__all__ = ["Pins", "Question", "under_system", "with_memory"]
+__all__ = ["Pins", "Question", "under_system", "with_libraries", "with_memory"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,13 +32,16 @@ class Question(Chosen):
     """The system that is called ``system``, looked up here and nowhere else."""
 
     def __post_init__(self) -> None:
-        """Look the system up, and take the profile as the system's own kernels run on it.
+        """Look the system up, and take the profile as its kernels run on it: of the year, and the system's own.
 
         Raises:
             UsageError: when there is no such system.
         """
         object.__setattr__(self, "preset", find_system(self.system))
-        object.__setattr__(self, "hardware", under_system(self.hardware, self.system))
+        hardware = with_libraries(self.hardware, self.pins.libraries)
+        if self.pins.attention in (None, FLASH):
+            hardware = under_system(hardware, self.system)
+        object.__setattr__(self, "hardware", hardware)
 
     def decisions(self, layout: Layout) -> Decisions:
         """Return a plan of the question on a layout: what the question says itself, and defaults of all else."""
@@ -51,6 +55,7 @@ class Question(Chosen):
             memory_policy=self.memory_policy,
             states=self.states,
             dtype=self.dtype,
+            libraries=self.pins.libraries,
             replay_allocator=self.pins.replay_allocator,
         )
 
@@ -75,6 +80,17 @@ class Question(Chosen):
         if self.pins.dtype:
             return self.pins.dtype
         return "bf16" if "bf16" in self.hardware.peak_flops else "fp32"
+
+
+def with_libraries(hardware: Hardware, year: Libraries | None) -> Hardware:
+    """Return the profile without the attention kernels that the libraries of ``year`` do not have.
+
+    The same profile when no year is given: what a profile has measured exists, whatever its own year.
+    """
+    if year is None:
+        return hardware
+    kept = [table for table in hardware.attention if ATTENTION_KERNELS[table.kernel].since <= year]
+    return msgspec.structs.replace(hardware, attention=kept, eager_libraries=year)
 
 
 def under_system(hardware: Hardware, system: str) -> Hardware:

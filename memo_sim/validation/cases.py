@@ -15,6 +15,7 @@ from typing import Any, get_args
 
 import msgspec
 
+from memo_sim.contract.attention_kernels import AttentionName, Libraries
 from memo_sim.contract.catalog import DATA
 from memo_sim.contract.codec import decode_object, read_raw
 from memo_sim.contract.errors import BadInput, UsageError, did_you_mean
@@ -33,15 +34,15 @@ QUESTION_COLUMNS = [
 EXPECTED_COLUMNS = [f"expected_{name}" for name in ("status", "mfu", "tgs", "step_ms", "allocated_gib", "reserved_gib")]
 COLUMNS = ["case", "source", *QUESTION_COLUMNS, *EXPECTED_COLUMNS, "note"]
 OPTIONAL_COLUMNS = [
-    *("virtual_stages", "pp_layers", "uneven_heads", "zero_ranks", "rowwise", "power_w"),
+    *("virtual_stages", "pp_layers", "uneven_heads", "zero_ranks", "rowwise", "power_w", "libraries"),
     "expected_allocation_retries",
 ]
 """Columns that a file may leave out, because few sources report them."""
 SIZES = frozenset({"layers", "hidden", "heads", "kv_heads", "ffn", "vocab"})
 """Columns that describe a model by its sizes instead of a preset's name."""
 
-PINNED_COLUMNS = ("tp", "pp", "dp", "cp", "ulysses", "zero", "alpha", "recompute", "schedule")
-PINNED_OPTIONAL_COLUMNS = ("virtual_stages", "pp_layers", "zero_ranks", "rowwise")
+PINNED_COLUMNS = ("tp", "pp", "dp", "cp", "ulysses", "zero", "alpha", "recompute", "attention", "schedule")
+PINNED_OPTIONAL_COLUMNS = ("virtual_stages", "pp_layers", "zero_ranks", "rowwise", "libraries")
 """Columns that pin the knob of their name (``contract/knobs.py``); blank leaves it open."""
 
 COLUMN_TEXTS = {
@@ -69,7 +70,7 @@ COLUMN_TEXTS = {
     "alpha": "fraction of tokens swapped, 0 to 1",
     "recompute": "what backward recomputes",
     "memory_plan": "yes: one planned arena; no: PyTorch's caching allocator under an eager framework",
-    "attention": "flash: the fastest kernel that the profile measured; plain: scores written to memory",
+    "attention": "a generation, flash for the newest that GPU and libraries have, or a kernel; blank: the fastest",
     "schedule": "pipeline schedule; interleaved needs virtual_stages",
     "overlap": "whether collectives of replicas and p2p sends between stages overlap compute",
     "precision": "dtype of parameters and activations",
@@ -86,6 +87,7 @@ COLUMN_TEXTS = {
     "zero_ranks": "consecutive replicas that ZeRO divides over; all when blank",
     "rowwise": "kernels of row-wise operators: eager, compiled or fused, as the framework has them; else memo-exec's",
     "power_w": "power limit of a GPU in watts; its board's when blank",
+    "libraries": "year of PyTorch, flash-attn and Transformer Engine; the profile's when blank",
     "expected_allocation_retries": "measured allocation retries per micro-batch (MEMO: reorganisations)",
 }
 """What each column holds. A blank cell is an open knob or a quantity that was not measured."""
@@ -95,7 +97,8 @@ _WORDS = {
     "recompute": get_args(Recompute),
     "rowwise": get_args(RowwiseKernel),
     "memory_plan": ("yes", "no"),
-    "attention": ("flash", "plain"),
+    "attention": get_args(AttentionName),
+    "libraries": get_args(Libraries),
     "schedule": get_args(Schedule),
     "overlap": ("yes", "no"),
     "uneven_heads": ("yes", "no"),
@@ -122,7 +125,7 @@ class CaseQuestion:
     cluster: str
     seq_tokens: int
     words: dict[str, str]
-    """sp, recompute, memory_plan, attention, schedule, overlap, precision, uneven_heads, rowwise, where given."""
+    """sp, recompute, memory_plan, attention, schedule, overlap, precision and optional columns, where given."""
     integers: dict[str, int]
     """Model sizes, batches and layout degrees, where given."""
     alpha: float | None

@@ -26,7 +26,6 @@ from memo_sim.contract.validation import CaseError, CasePrediction, CaseReport, 
 from memo_sim.planning.presets import SYSTEMS
 from memo_sim.planning.question import Pins, Question
 from memo_sim.planning.search import Evaluated, search
-from memo_sim.program.attention.plain import PLAIN
 from memo_sim.validation.cases import SIZES, Case, CaseQuestion
 from memo_sim.validation.intervals import with_intervals
 from memo_sim.views.accuracy import QUANTITIES, summarise
@@ -211,7 +210,6 @@ def _question(asked: CaseQuestion, change: Callable[[Hardware], Hardware] | None
         overlap_p2p=None if overlap is None else overlap == "yes",
         memory_policy=_MEMORY[asked.words.get("memory_plan", "")],
         overlap=_OVERLAP[overlap or ""],
-        attention=PLAIN if asked.words.get("attention") == "plain" else None,
         dtype=asked.words.get("precision"),  # type: ignore[arg-type]
     )
     return Question(

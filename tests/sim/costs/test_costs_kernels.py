@@ -171,6 +171,7 @@ class TestAttention:
                     int(heads),
                     head_dim=table.head_dim,
                     backward=table.attention_pass == "backward",
+                    kernel=table.kernel,
                 )
                 outside: set[str] = set()
                 assert work.flops / rates.seconds(work, outside) == pytest.approx(rate)

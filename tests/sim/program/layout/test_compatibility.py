@@ -14,6 +14,7 @@ from memo_sim.program.lower import lower
 from tests.sim.small_programs import GPT
 
 BIDIRECTIONAL = msgspec.structs.replace(GPT, bidirectional=True)
+WIDE_HEADS = msgspec.structs.replace(GPT, heads=1, kv_heads=1, head_dim=256)
 PLAIN = Kernels(attention="plain")
 CHUNKS = {"recompute": "full", "attention_chunk_tokens": 512}
 
@@ -137,6 +138,11 @@ BREAKS: dict[str, tuple[Layout, dict[str, Any], str]] = {
         "alpha 0.5 (1024 tokens) with recompute selective",
     ),
     "MLP in row blocks: recompute": (Layout(), {"mlp_chunk_tokens": 512}, "512 with recompute none"),
+    "FlashAttention 1: head_dim": (
+        Layout(),
+        {"model": WIDE_HEADS, "kernels": Kernels(attention="flash1")},
+        "flash1 with heads of 256",
+    ),
     "plain attention: cp": (Layout(cp=2), {"kernels": PLAIN}, "2 with plain attention"),
     "plain attention: swapped_tokens": (
         Layout(),
