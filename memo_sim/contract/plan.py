@@ -300,7 +300,7 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     shortfall_bytes: Bytes = 0
     reason: str = ""
     outside_calibration: list[str] = []
-    """Curves that were read outside the range of their measurements."""
+    """Curves that were read outside the range of their measurements, by work of more than 5 % of the step."""
 
 
 class Provenance(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

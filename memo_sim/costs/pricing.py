@@ -72,13 +72,15 @@ def _kernels(hardware: Hardware) -> _Kernels:
 class Pricer:
     """Prices the work of one layout on one cluster; ``outside`` collects the curves that were read outside their range.
 
-    ``rowwise`` is the implementation of the plan's row-wise operators.
+    ``outside_of`` has those curves by work, for all work that was priced. ``rowwise`` is the implementation of the
+    plan's row-wise operators.
     """
 
     def __init__(
         self, hardware: Hardware, cluster: Cluster, layout: Layout, *, rowwise: RowwiseKernel = "torch"
     ) -> None:
         self.outside: set[str] = set()
+        self.outside_of: dict[Work, frozenset[str]] = {}
         self._rowwise: RowwiseKernel = rowwise
         self._hardware = hardware
         self._kernels = _kernels(hardware)
@@ -101,7 +103,10 @@ class Pricer:
         """
         found = self._known.get(work)
         if found is None:
+            earlier, self.outside = self.outside, set()
             found = self._known[work] = self._price(work)
+            self.outside_of[work] = frozenset(self.outside)
+            self.outside |= earlier
         return found
 
     def _price(self, work: Work) -> float:  # noqa: PLR0911 - one return per kind of work

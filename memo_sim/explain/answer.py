@@ -73,9 +73,9 @@ def explain(
         *runner_up(found),
         *ties(found),
     ]
-    outside = simulation.prediction.outside_calibration
-    if outside:
-        lines.append(f"Outside the calibrated range: {', '.join(outside)}. Treat the figures as extrapolations.")
+    if outside := simulation.outside_shares:
+        listed = ", ".join(f"{name} ({share:.0%} of the step)" for name, share in outside.items())
+        lines.append(f"Outside the calibrated range: {listed}. Treat the figures as extrapolations.")
     lines += _profile(question)
     if found.refused:
         skipped = f"{counted(len(found.refused), 'layout')} {'does' if len(found.refused) == 1 else 'do'}"

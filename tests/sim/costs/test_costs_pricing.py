@@ -83,8 +83,10 @@ class TestWorks:
         assert price.seconds(Rowwise("gelu", 1, 10**8, 0)) == pytest.approx(1e-3)
         assert price.seconds(Rowwise("gelu.bwd", 1, 10**8, 0)) == pytest.approx(1e-3)
         assert price.outside == set()
-        price.seconds(Rowwise("gelu.bwd", 1, 10**10, 0))
+        large = Rowwise("gelu.bwd", 1, 10**10, 0)
+        price.seconds(large)
         assert price.outside == {"rowwise.gelu"}
+        assert {work for work, curves in price.outside_of.items() if curves} == {large}
 
     @pytest.mark.parametrize(("direction", "rate"), [("d2h", 25e9), ("h2d", 24.8e9)])
     def test_copies_know_their_direction(self, direction: str, rate: float) -> None:

@@ -44,7 +44,7 @@ class LayersAlone:
     """Prices only products and attention of layers, and p2p transfers if asked to; all stages are equal."""
 
     def __init__(self, p2p_s: float = 0.0) -> None:
-        self.outside: set[str] = set()
+        self.outside_of: dict[Work, frozenset[str]] = {}
         self.p2p_s = p2p_s
 
     def seconds(self, work: Work) -> float:

@@ -33,7 +33,7 @@ class Ideal:
     """Prices: products at the peak rate, exchanges of kind ``priced`` at the link's rate, all else is free."""
 
     def __init__(self, hidden: int, priced: str, alpha_s: float = 0.0, *, attention: bool = True) -> None:
-        self.outside: set[str] = set()
+        self.outside_of: dict[Work, frozenset[str]] = {}
         self._hop = Exchange(2 * 8 * hidden**2 // RANKS, RANKS, "metp")
         self._priced, self._alpha_s, self._attention = priced, alpha_s, attention
 
