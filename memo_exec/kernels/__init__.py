@@ -32,6 +32,7 @@ from memo_exec.kernels import (
     qk_norm,
     rotary,
     rsa,
+    shared_heads,
 )
 from memo_exec.kernels import stage_p2p as stage_p2p
 from memo_exec.kernels.call import Call, Context, Scratch, StepScalars
@@ -105,6 +106,8 @@ _PLAIN: Mapping[str, Kernel] = {
     "qkv.join": packing.qkv_join,
     "kv.pack": packing.kv_pack,
     "heads.transpose": packing.heads_transpose,
+    "heads.pick": shared_heads.pick,
+    "heads.place": shared_heads.place,
     "grad.accumulate": packing.accumulate,
     "residual_add": move.residual_add,
     "cross_entropy": loss.cross_entropy,
@@ -118,6 +121,8 @@ _PLAIN: Mapping[str, Kernel] = {
     "adamw.no_decay": optimizer.adamw_no_decay,
     "all_gather": collective.all_gather,
     "reduce_scatter": collective.reduce_scatter,
+    "heads.all_gather": collective.heads_all_gather,
+    "heads.reduce_scatter": collective.heads_reduce_scatter,
     "all_reduce": collective.all_reduce,
     "loss.all_reduce": collective.loss_all_reduce,
     "all_to_all": collective.all_to_all,

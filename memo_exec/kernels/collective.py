@@ -34,6 +34,16 @@ def reduce_scatter(call: Call) -> None:
         _reduce_scatter(shard[part], full[whole], group)
 
 
+def heads_all_gather(call: Call) -> None:
+    """Gather the ``shard`` rows of all ranks into ``full``, one rank's after the other's."""
+    _all_gather(call["full"], call["shard"], _group(call))
+
+
+def heads_reduce_scatter(call: Call) -> None:
+    """Sum ``full`` over the ranks, and write the rows that lie in this rank's place into ``shard``."""
+    _reduce_scatter(call["shard"], call["full"], _group(call))
+
+
 def all_reduce(call: Call) -> None:
     """Replace ``tensor`` by its sum over the ranks."""
     dist.all_reduce(call["tensor"], group=_group(call))
