@@ -4,6 +4,7 @@
 - Its variants (``gelu.bwd``, ``cross_entropy.stats``) use that curve when they have none.
 - Every other operator uses the common curve of memory-bound kernels.
 - A fused kernel needs a curve of its own implementation; torch's curves say nothing about it.
+- The loss that is fused in every plan (``knobs.Loss``) has Triton's curve, or the operator's where there is none.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from memo_sim.contract.plan import RowwiseKernel
 from memo_sim.costs.curves import LogCurve
 from memo_sim.program.ir.work import Rowwise
 from memo_sim.program.operators.workspaces import FUSED_KINDS
+
+FUSED_LOSS, LOSS = "cross_entropy.fused", "cross_entropy"
 
 
 class RowwiseRates:
@@ -45,6 +48,8 @@ class RowwiseRates:
                     hint="calibrate on a machine where it is installed, or plan with kernels.rowwise torch",
                 )
             return self._time(f"rowwise.{kernel}.{work.kind}", curve, work.moved_bytes, outside)
+        if work.kind == FUSED_LOSS and (found := self._fused.get(("triton", LOSS))):
+            return self._time(f"rowwise.triton.{LOSS}", found, work.moved_bytes, outside)
         for name in (work.kind, work.kind.split(".")[0]):
             if name in self._by_kind:
                 return self._time(f"rowwise.{name}", self._by_kind[name], work.moved_bytes, outside)

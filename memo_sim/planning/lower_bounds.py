@@ -238,7 +238,9 @@ class LowerBounds:
 
     def _written_over_bytes(self, decisions: Decisions) -> int:
         """Return the bytes of a pass's logit gradient, when an eager framework writes it over the logits."""
-        if decisions.memory_policy != "eager" or libraries_of(decisions, self._hardware) == "2024":
+        if decisions.memory_policy != "eager" or decisions.loss != "auto":
+            return 0
+        if libraries_of(decisions, self._hardware) == "2024":
             return 0
         shape = shape_of(decisions)
         rows = min(decisions.loss_chunk_tokens or shape.tokens, shape.tokens)

@@ -51,6 +51,7 @@ class Question(Chosen):
             host_allocator=self.preset.host_allocator,
             memory_policy=self.memory_policy,
             states=self.states,
+            loss=self.loss,
             dtype=self.dtype,
             replay_allocator=self.pins.replay_allocator,
         )

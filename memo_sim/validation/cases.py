@@ -11,16 +11,16 @@ import io
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_args
+from typing import Annotated, Any, get_args
 
 import msgspec
 
 from memo_sim.contract.catalog import DATA
 from memo_sim.contract.codec import decode_object, read_raw
 from memo_sim.contract.errors import BadInput, UsageError, did_you_mean
-from memo_sim.contract.knobs import Recompute, Schedule
+from memo_sim.contract.knobs import Loss, Recompute, Schedule, States
 from memo_sim.contract.plan import Status
-from memo_sim.contract.units import Degree, Layers, SequenceTokens, Width, ZeroLevel
+from memo_sim.contract.units import MOST_TOKENS, Degree, Layers, SequenceTokens, Width, ZeroLevel
 from memo_sim.contract.validation import Expectation
 
 SHIPPED = DATA / "cases"
@@ -32,7 +32,10 @@ QUESTION_COLUMNS = [
 ]
 EXPECTED_COLUMNS = [f"expected_{name}" for name in ("status", "mfu", "tgs", "step_ms", "allocated_gib", "reserved_gib")]
 COLUMNS = ["case", "source", *QUESTION_COLUMNS, *EXPECTED_COLUMNS, "note"]
-OPTIONAL_COLUMNS = ["virtual_stages", "expected_allocation_retries"]
+OPTIONAL_COLUMNS = [
+    *("virtual_stages", "loss", "loss_chunk", "states", "offload_inputs"),
+    "expected_allocation_retries",
+]
 """Columns that a file may leave out, because few sources report them."""
 SIZES = frozenset({"layers", "hidden", "heads", "kv_heads", "ffn", "vocab"})
 """Columns that describe a model by its sizes instead of a preset's name."""
@@ -77,6 +80,10 @@ COLUMN_TEXTS = {
     "expected_reserved_gib": "measured peak of reserved device memory, GiB",
     "note": "free text; not read",
     "virtual_stages": "chunks of layers per stage, for the interleaved schedule",
+    "loss": "how the loss is computed (`--loss`); auto when blank",
+    "loss_chunk": "tokens whose logits exist at once, 0 for all; the system's own when blank",
+    "states": "dtype and place of gradients and optimizer states (`--states`); fp32 when blank",
+    "offload_inputs": "whether the inputs of full recompute wait in host memory; the system's own when blank",
     "expected_allocation_retries": "measured allocation retries per micro-batch (MEMO: reorganisations)",
 }
 """What each column holds. A blank cell is an open knob or a quantity that was not measured."""
@@ -90,6 +97,9 @@ _WORDS = {
     "overlap": ("yes", "no"),
     "precision": ("bf16", "fp16"),
     "expected_status": get_args(Status),
+    "loss": get_args(Loss),
+    "states": get_args(States),
+    "offload_inputs": ("yes", "no"),
 }
 _INTEGERS: dict[str, Any] = {
     "layers": Layers,
@@ -97,6 +107,7 @@ _INTEGERS: dict[str, Any] = {
     "seq_tokens": SequenceTokens,
     **dict.fromkeys(("global_batch", "micro_batch", "tp", "pp", "dp", "cp", "ulysses", "virtual_stages"), Degree),
     "zero": ZeroLevel,
+    "loss_chunk": Annotated[int, msgspec.Meta(ge=0, le=MOST_TOKENS)],
 }
 """Columns of whole numbers, and the type with the limits of the same field in a model or a plan."""
 
@@ -110,7 +121,7 @@ class CaseQuestion:
     cluster: str
     seq_tokens: int
     words: dict[str, str]
-    """sp, recompute, memory_plan, attention, schedule, overlap, precision, where given."""
+    """The columns of words (sp, recompute, attention, loss ...), where given."""
     integers: dict[str, int]
     """Model sizes, batches and layout degrees, where given."""
     alpha: float | None
@@ -246,7 +257,8 @@ def _case(row: dict[str, str], where: str) -> Case:
         if not cells[required]:
             raise BadInput("a required cell is empty", where=f"{where}, column {required}")
     integers = {c: _whole(cells[c], c, where) for c in _INTEGERS if cells.get(c)}
-    words = {c: _word(cells[c], c, where) for c in QUESTION_COLUMNS if c in _WORDS and cells[c]}
+    asked = (*QUESTION_COLUMNS, *OPTIONAL_COLUMNS)
+    words = {c: _word(cells[c], c, where) for c in asked if c in _WORDS and cells.get(c)}
     alpha = _number(cells["alpha"], f"{where}, column alpha")
     if alpha is not None and not 0 <= alpha <= 1:
         raise BadInput("alpha is a fraction", where=f"{where}, column alpha", got=alpha, wanted="0 to 1")
