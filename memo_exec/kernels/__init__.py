@@ -22,6 +22,7 @@ from memo_exec.kernels import (
     collective,
     divided_loss,
     embedding,
+    framework_loss,
     linear,
     loss,
     merge,
@@ -65,6 +66,12 @@ def _divided(plain: Kernel, divided: Kernel) -> Kernel:
         (divided if call.context.mesh.size("tp") > 1 else plain)(call)
 
     return play
+
+
+def _fused_loss(call: Call) -> None:
+    """Compute the loss in one kernel; on the CPU, which has none, with torch in row blocks that are written over."""
+    fused = call.context.device.type == "cuda"
+    (_fused("triton_loss", "cross_entropy") if fused else loss.cross_entropy)(call)
 
 
 _PLAIN: Mapping[str, Kernel] = {
@@ -111,7 +118,16 @@ _PLAIN: Mapping[str, Kernel] = {
     "grad.accumulate": packing.accumulate,
     "residual_add": move.residual_add,
     "cross_entropy": loss.cross_entropy,
+    "cross_entropy.fused": _divided(_fused_loss, divided_loss.divided_cross_entropy),
     "cross_entropy.stats": divided_loss.divided_stats,
+    "cross_entropy.log_softmax": framework_loss.log_softmax,
+    "cross_entropy.nll": framework_loss.nll,
+    "cross_entropy.nll.bwd": framework_loss.nll_backward,
+    "cross_entropy.log_softmax.bwd": framework_loss.log_softmax_backward,
+    "cross_entropy.largest": framework_loss.largest,
+    "cross_entropy.exponentials": framework_loss.exponentials,
+    "cross_entropy.softmax": framework_loss.softmax,
+    "cross_entropy.gradient": framework_loss.gradient,
     "copy": move.copy,
     "d2h": move.transfer,
     "h2d": move.transfer,
@@ -125,6 +141,7 @@ _PLAIN: Mapping[str, Kernel] = {
     "heads.reduce_scatter": collective.heads_reduce_scatter,
     "all_reduce": collective.all_reduce,
     "loss.all_reduce": collective.loss_all_reduce,
+    "loss.max_reduce": collective.loss_max_reduce,
     "all_to_all": collective.all_to_all,
     "broadcast": collective.broadcast,
     "reduce": collective.reduce,

@@ -69,6 +69,11 @@ def loss_all_reduce(call: Call) -> None:
     dist.all_reduce(numbers[1:], group=group)
 
 
+def loss_max_reduce(call: Call) -> None:
+    """Replace ``tensor`` by its largest value over the ranks."""
+    dist.all_reduce(call["tensor"], op=dist.ReduceOp.MAX, group=_group(call))
+
+
 def all_to_all(call: Call) -> None:
     """Send part i of ``send`` to rank i and receive part i of ``recv`` from it; parts are in rank order.
 

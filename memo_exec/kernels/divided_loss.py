@@ -15,17 +15,18 @@ import torch
 from torch import Tensor
 
 from memo_exec.kernels.call import Call, Scratch
-from memo_exec.kernels.loss import IGNORED
+from memo_exec.kernels.loss import IGNORED, gradient_of
 from memo_sim.program.operators.workspaces import LOSS_ROWS
 
 
 def divided_stats(call: Call) -> None:
     """Write (log-sum-exp, log-sum-exp, target's logit or 0) for this rank's shard of the vocabulary."""
-    logits, work, labels = call.matrix("logits"), call.matrix("exponentials"), call["labels"]
+    logits, work, labels = call.matrix("logits"), call.get("exponentials"), call["labels"]
     rows, width = logits.shape
     first, columns = own_columns(call, width)
     numbers = call["out"].view(3, rows)
-    pieces = _Pieces(call.scratch(), min(rows, LOSS_ROWS), width, wide=logits.dtype != torch.float32)
+    # Without a buffer for the exponentials, the logits have to survive for the gradient.
+    pieces = _Pieces(call.scratch(), min(rows, LOSS_ROWS), width, wide=work is None or logits.dtype != torch.float32)
     for start in range(0, rows, LOSS_ROWS):
         block = slice(start, min(rows, start + LOSS_ROWS))
         targets, absent = pieces.targets(labels[block], first, columns)
@@ -39,7 +40,7 @@ def divided_stats(call: Call) -> None:
         found[2].copy_(pieces.chosen[: len(source)]).masked_fill_(absent, 0.0)
         largest = pieces.largest[: len(source)]
         torch.amax(source[:, :columns], 1, keepdim=True, out=largest)
-        exponentials = (work[block] if pieces.wide is None else source)[:, :columns]
+        exponentials = (source if work is None or pieces.wide is not None else work[block])[:, :columns]
         torch.sub(source[:, :columns], largest, out=exponentials).exp_()
         torch.sum(exponentials, 1, keepdim=True, out=pieces.chosen[: len(source)])
         found[0].copy_(pieces.chosen[: len(source)]).log_().add_(largest)
@@ -47,8 +48,11 @@ def divided_stats(call: Call) -> None:
 
 
 def divided_cross_entropy(call: Call) -> None:
-    """``grad = scale * (softmax(logits) - onehot(labels))`` for this rank's columns; ``loss`` is of all columns."""
-    logits, grad, labels = call.matrix("logits"), call.matrix("grad"), call["labels"]
+    """``grad = scale * (softmax(logits) - onehot(labels))`` for this rank's columns; ``loss`` is of all columns.
+
+    Without a buffer ``grad``, the gradient replaces the logits.
+    """
+    logits, grad, labels = call.matrix("logits"), gradient_of(call), call["labels"]
     scale = call.context.scalars.loss_scale
     rows, width = logits.shape
     first, columns = own_columns(call, width)
@@ -80,6 +84,18 @@ def own_columns(call: Call, width: int) -> tuple[int, int]:
     return first, max(0, min(width, call.context.model.vocab - first))
 
 
+def place_targets(labels: Tensor, first: int, columns: int, targets: Tensor, absent: Tensor) -> None:
+    """Write each token's target as a column of this rank (0 if absent), and a mask of the absent ones, both (rows, 1).
+
+    The rank has ``columns`` token ids from ``first`` on.
+    """
+    torch.sub(labels.unsqueeze(1), first, out=targets)
+    torch.lt(targets, 0, out=absent)
+    targets.masked_fill_(absent, columns)  # out of range, like targets of later ranks
+    torch.ge(targets, columns, out=absent)
+    targets.masked_fill_(absent, 0)
+
+
 class _Pieces:
     """The workspace of one call, in the pieces that ``workspaces.loss_workspace_bytes`` counts."""
 
@@ -94,11 +110,8 @@ class _Pieces:
     def targets(self, labels: Tensor, first: int, columns: int) -> tuple[Tensor, Tensor]:
         """Return each token's target as a column of this rank (0 if absent), and a mask of the absent ones."""
         targets, absent = self._targets[: len(labels)], self._mask[: len(labels)]
-        torch.sub(labels.unsqueeze(1), first, out=targets)
-        torch.lt(targets, 0, out=absent)
-        targets.masked_fill_(absent, columns)  # out of range, like targets of later ranks
-        torch.ge(targets, columns, out=absent)
-        return targets.masked_fill_(absent, 0), absent
+        place_targets(labels, first, columns, targets, absent)
+        return targets, absent
 
     def ignored(self, labels: Tensor) -> Tensor:
         """Return a mask of the tokens that have no target on any rank."""

@@ -51,7 +51,8 @@ def embed_backward(call: Call) -> None:
     scratch, divided = call.scratch(), None
     if call.context.mesh.size("tp") > 1:
         divided = _DividedIds(call, scratch, count, len(table))
-    wide = scratch.take(count, grad.shape[1]) if divided or grad.dtype != table.dtype else None
+    apart = divided or grad.dtype != table.dtype
+    wide = scratch.take(count, grad.shape[1], dtype=table.dtype) if apart else None
     for first in range(0, len(grad), count):
         n = min(count, len(grad) - first)
         source, rows = grad[first : first + n], ids[first : first + n]

@@ -37,7 +37,7 @@ def linear_dgrad_add(call: Call) -> None:
 
 
 def linear_wgrad(call: Call) -> None:
-    """``out += grad.T @ x`` in fp32: the gradient of the weight."""
+    """``out += grad.T @ x``: the gradient of the weight, summed in the dtype of ``out`` (fp32, or that of ``grad``)."""
     grad, x = call.matrix("grad"), call.matrix("x")
     out = call["out"].view(grad.shape[1], x.shape[1])
     if grad.dtype == out.dtype:
@@ -55,11 +55,11 @@ def linear_wgrad(call: Call) -> None:
 
 
 def bias_backward(call: Call) -> None:
-    """``out += sum of grad over rows`` in fp32."""
+    """``out += sum of grad over rows``, where the sum over rows is in fp32."""
     grad, out = call.matrix("grad"), call["out"]
     scratch = call.scratch()
     total = scratch.take(grad.shape[1])
-    if grad.dtype == out.dtype:
+    if grad.dtype == total.dtype:
         torch.sum(grad, 0, out=total)
         out.add_(total)
         return

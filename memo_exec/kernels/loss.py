@@ -16,13 +16,21 @@ IGNORED = -100
 
 
 def cross_entropy(call: Call) -> None:
-    """``grad = scale * (softmax(logits) - onehot(labels))`` and ``loss += scale * sum of losses``."""
-    logits, grad, labels = call.matrix("logits"), call.matrix("grad"), call["labels"]
+    """``grad = scale * (softmax(logits) - onehot(labels))`` and ``loss += scale * sum of losses``.
+
+    Without a buffer ``grad``, the gradient replaces the logits.
+    """
+    logits, grad, labels = call.matrix("logits"), gradient_of(call), call["labels"]
     rows, vocab = logits.shape
     pieces = _Pieces(call.scratch(), min(rows, LOSS_ROWS), vocab, wide=logits.dtype != torch.float32)
     for first in range(0, rows, LOSS_ROWS):
         block = slice(first, min(rows, first + LOSS_ROWS))
         pieces.play(logits[block], labels[block], grad[block], call["loss"], call.context.scalars.loss_scale)
+
+
+def gradient_of(call: Call) -> Tensor:
+    """Return the matrix for the logits' gradient: ``grad``, or the logits themselves."""
+    return call.matrix("grad" if "grad" in call.tensors else "logits")
 
 
 class _Pieces:

@@ -18,7 +18,10 @@ def grad_norm(call: Call) -> None:
     cell = call.context.cell(lane, 0)
     for counted in [call["grads"]] if "grads" in call.tensors else call.numbered("grads").values():
         for piece in torch.split(counted, DOT_ELEMENTS):
-            torch.dot(piece, piece, out=cell[0])
+            if piece.dtype == cell.dtype:
+                torch.dot(piece, piece, out=cell[0])
+            else:  # a dot product of bf16 would be rounded to bf16
+                torch.linalg.vector_norm(piece, dtype=cell.dtype, out=cell[0]).square_()
             call["out"].add_(cell)
 
 

@@ -9,15 +9,18 @@ import triton
 import triton.language as tl
 
 from memo_exec.kernels.call import Call
-from memo_exec.kernels.loss import IGNORED
+from memo_exec.kernels.loss import IGNORED, gradient_of
 
 COLUMNS = 4096
 """Logits that a Triton program holds at once."""
 
 
 def cross_entropy(call: Call) -> None:
-    """``grad = scale * (softmax(logits) - onehot(labels))`` and ``loss += scale * sum of losses``."""
-    logits, grad, labels = call.matrix("logits"), call.matrix("grad"), call["labels"]
+    """``grad = scale * (softmax(logits) - onehot(labels))`` and ``loss += scale * sum of losses``.
+
+    Without a buffer ``grad``, the gradient replaces the logits: a block is read before it is written, and once more.
+    """
+    logits, grad, labels = call.matrix("logits"), gradient_of(call), call["labels"]
     rows, vocab = logits.shape
     scratch, scale = call.scratch(), call.context.scalars.loss_scale
     losses, total = scratch.take(rows), scratch.take(1)

@@ -49,6 +49,8 @@ def check_kernels(decisions: Decisions, program: Program, machine: Machine) -> N
     reason = rowwise_kernels(machine).get(rowwise, "memo-exec has no such kernels; a framework's can only be simulated")
     if reason:
         raise _refused_rowwise(rowwise, reason)
+    if _needs_fused_loss(decisions, machine) and (reason := rowwise_kernels(machine)["triton"]):
+        raise _refused_loss(reason)
     available = attention_kernels(machine)
     reason = available.get(kernel, "no such kernel in this version") or _unsupported(decisions)
     if reason:
@@ -69,6 +71,8 @@ def try_kernels(decisions: Decisions, machine: Machine) -> None:
             raise _refused_attention(kernel, reason, attention_kernels(machine) | {kernel: reason})
     if rowwise == "triton" and (reason := triton_fails(device)):
         raise _refused_rowwise(rowwise, reason)
+    if _needs_fused_loss(decisions, machine) and (reason := triton_fails(device)):
+        raise _refused_loss(reason)
 
 
 def tried_attention_kernels(machine: Machine, dtype: DtypeName, head_dims: Iterable[int]) -> dict[str, dict[int, str]]:
@@ -87,6 +91,21 @@ def _refused_rowwise(kernel: RowwiseKernel, reason: str) -> CannotRun:
         got=f"{kernel}: {reason}",
         wanted="torch",
         hint="make a plan with --rowwise torch" if library_of(kernel) else _ANOTHER_KERNEL,
+    )
+
+
+def _needs_fused_loss(decisions: Decisions, machine: Machine) -> bool:
+    """Return whether the loss is one Triton kernel; on a CPU, and over a divided vocabulary, torch plays it."""
+    return decisions.loss == "fused" and decisions.layout.tp == 1 and machine.device == "cuda"
+
+
+def _refused_loss(reason: str) -> CannotRun:
+    return CannotRun(
+        "the plan's fused loss cannot be used here",
+        where="$.decisions.loss",
+        got=f"fused: {reason}",
+        wanted="auto, blocks, eager-fp32 or vocab-parallel",
+        hint="make the plan with memo-sim what-if --loss blocks",
     )
 
 

@@ -44,8 +44,26 @@ MemoryPolicy = Literal["planned", "caching", "eager"]
 - caching: PyTorch's caching allocator serves the same requests.
 - eager: that allocator under an eager framework, which requests more (an fp32 loss) and frees later
   (``record_stream``)."""
-States = Literal["fp32", "bf16", "host"]
-"""Dtype of the optimizer's moments. host: fp32 moments and master weights, which live in host memory."""
+States = Literal["fp32", "bf16", "host", "pure-bf16"]
+"""Dtype and place of gradients and optimizer states; bytes per parameter of a bf16 model, whole on one rank.
+
+- fp32: gradients, master weights and moments in fp32 (2 + 4 + 4 + 8 = 18).
+- bf16: moments in bf16, the rest as fp32 (14).
+- host: as fp32, with master weights and moments in host memory (6 on the device).
+- pure-bf16: no master weights; gradients and moments in bf16 as the parameters (2 + 2 + 4 = 8). That is AdamW on a
+  model that was loaded in bf16, without autocast."""
+Loss = Literal["auto", "blocks", "fused", "eager-fp32", "vocab-parallel"]
+"""How the loss and the gradient of the logits are computed (``program/layers/loss.py``).
+
+- auto: as the memory policy does. Planned and caching: blocks. Eager: as its libraries do (``Hardware.eager_libraries``
+  and ``memory/eager_framework.py``): an fp32 copy and its softmax, or the gradient over the logits.
+- blocks: row blocks in a small fp32 workspace; the gradient has a buffer of its own.
+- fused: one kernel, which writes the gradient over the logits (Liger, Megatron-LM's fused loss).
+- eager-fp32: ``F.cross_entropy(logits.float())`` under autograd.
+- vocab-parallel: Megatron-LM's unfused loss, whose fp32 copy becomes the softmax and then the gradient in place.
+
+With tp above 1 the logits stay sharded over the vocabulary in all of them but eager-fp32, which has no such form.
+``loss_chunk_tokens`` applies to each."""
 CpExchange = Literal["ring", "all_gather", "rsa"]
 """How context-parallel ranks exchange keys and values.
 
@@ -407,6 +425,13 @@ class Pins:
     )
     alpha: float | None = _knob(None, Fraction(), "Fraction of tokens swapped (full recompute: of its inputs).")
     recompute: Recompute | None = _knob(None, _one_of(Recompute), "What is rebuilt of the tokens that are not swapped.")
+    offload_inputs: bool | None = _knob(
+        None,
+        Switch(),
+        "Full recompute: layer inputs wait in host memory for backward (alpha 1), or on the device (alpha 0). The"
+        " system's own unless given.",
+    )
+    """Goes with every system and memory policy, as ``--alpha`` does only where a system leaves alpha open."""
     overlap: Overlap | None = _knob(
         None,
         _one_of(Overlap),
@@ -473,7 +498,15 @@ class Chosen:
     states: States = _knob(
         "fp32",
         _one_of(States),
-        "Adam's moments in fp32 or in bf16; host: optimizer states and their update on the host.",
+        "fp32: master weights and moments in fp32. bf16: moments in bf16. host: optimizer states and their update on"
+        " the host. pure-bf16: no master weights; gradients and moments in bf16.",
+    )
+    loss: Loss = _knob(
+        "auto",
+        _one_of(Loss),
+        "How the loss is computed. blocks: in row blocks, the gradient in its own buffer. fused: one kernel, the"
+        " gradient over the logits. eager-fp32: torch's cross_entropy of an fp32 copy under autograd. vocab-parallel:"
+        " Megatron-LM's, in place in an fp32 copy. auto: blocks, or with memory policy eager what its libraries do.",
     )
     micro_batch: int = _knob(1, Whole(1, MOST_SEQUENCES), "Sequences that a rank plays at once.")
     global_batch: int = _knob(1, Whole(1, MOST_SEQUENCES), "Sequences of a step.")

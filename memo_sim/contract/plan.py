@@ -15,6 +15,7 @@ from memo_sim.contract.hardware import DtypeName
 from memo_sim.contract.knobs import (
     MOST_WINDOW,
     CpExchange,
+    Loss,
     MemoryPolicy,
     Overlap,
     Partition,
@@ -191,6 +192,8 @@ class Decisions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     host_allocator: HostAllocator = "exact"
     states: States = "fp32"
     overlap: Overlap = "none"
+    loss: Loss = "auto"
+    """How the loss and the gradient of the logits are computed (``program/layers/loss.py``)."""
     loss_chunk_tokens: Tokens = 0
     """Tokens whose logits exist at the same time; 0 means all tokens."""
     mlp_chunk_tokens: Tokens = 0
@@ -252,6 +255,11 @@ class Decisions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     def alpha(self) -> float:
         """Fraction of tokens swapped (MEMO 4.1)."""
         return self.swapped_tokens / self.local_tokens
+
+    @property
+    def offload_inputs(self) -> bool:
+        """Whether full recompute keeps every layer's input in host memory between forward and backward."""
+        return self.recompute == "full" and self.swapped_tokens == self.local_tokens
 
     @property
     def micro_batches(self) -> int:

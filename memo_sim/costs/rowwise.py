@@ -6,6 +6,7 @@
 - A fused kernel needs a curve of its own implementation; torch's curves say nothing about it.
 - With a framework's library, an operator takes the sum of its kernels (``operators/framework_kernels.py``). A kernel
   has the curve of its library and pattern, or else that of the operator.
+- The loss that is fused in every plan (``knobs.Loss``) has Triton's curve, or the operator's where there is none.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from memo_sim.costs.curves import LogCurve
 from memo_sim.program.ir.work import Rowwise
 from memo_sim.program.operators.framework_kernels import Kernel, framework_kernels, library_of
 from memo_sim.program.operators.workspaces import FUSED_KINDS
+
+FUSED_LOSS, LOSS = "cross_entropy.fused", "cross_entropy"
 
 
 class RowwiseRates:
@@ -57,6 +60,8 @@ class RowwiseRates:
                     hint="calibrate on a machine where it is installed, or plan with kernels.rowwise torch",
                 )
             return self._time(f"rowwise.{kernel}.{work.kind}", curve, work.moved_bytes, outside)
+        if work.kind == FUSED_LOSS and (found := self._fused.get(("triton", LOSS))):
+            return self._time(f"rowwise.triton.{LOSS}", found, work.moved_bytes, outside)
         return self._time(*self._curve_of(work), work.moved_bytes, outside)
 
     def _kernel_seconds(self, kernel: Kernel, work: Rowwise, library: FrameworkLibrary, outside: set[str]) -> float:

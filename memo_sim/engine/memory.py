@@ -200,7 +200,14 @@ def memory_of(program: Program, columns: Columns, decisions: Decisions, hardware
     reserve = _known_reserve(program, decisions, hardware)
     if decisions.memory_policy == "eager":
         libraries, workspace_bytes = libraries_of(decisions, hardware), reserve.pop(WORKSPACES, 0)
-        lives, names = eager_buffers(program, columns, lives, libraries=libraries, workspace_bytes=workspace_bytes)
+        lives, names = eager_buffers(
+            program,
+            columns,
+            lives,
+            libraries=libraries,
+            workspace_bytes=workspace_bytes,
+            own_loss=decisions.loss == "auto",
+        )
         ahead = run_ahead(program, columns, lives) if not fused_loss(libraries) else None
         beginning = beginning_of(program, decisions)
     caching = decisions.memory_policy != "planned"

@@ -42,8 +42,9 @@ HOST = "launch"
 class Prices(Protocol):
     """The part of a pricer that the engine needs."""
 
-    outside_of: Mapping[Work, frozenset[str]]
-    """The curves that were read outside the range of their measurements, by work; work without any may be missing."""
+    @property
+    def outside_of(self) -> Mapping[Work, frozenset[str]]:
+        """The curves that were read outside the range of their measurements, by work; work without any may be missing."""
 
     def seconds(self, work: Work) -> float:
         """Return how long ``work`` takes when nothing else runs."""

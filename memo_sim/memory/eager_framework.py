@@ -31,6 +31,8 @@ Memory is full while only half of it is live:
     host    | l0 | l1 | l2 | l3 | ...           the device has not passed l0's collectives: l1, l2, l3 need new memory
     device  | l0              | l1 ...
 
+A plan that names its loss (``Decisions.loss``) has the buffers of that loss in its program, and they stay as they are.
+
 Not modelled: other temporaries that Python frames hold; Transformer Engine's own stream for every second ring step; and
 that the classifier's buffer is first allocated in the first step's head.
 """
@@ -71,7 +73,9 @@ WORKSPACES = "library_workspaces"
 """The item of a profile's reserve that libraries take from PyTorch's allocator."""
 
 LOSS, STATISTICS = "cross_entropy", "cross_entropy.stats"
-"""Operators of the loss: the one that writes the gradient, and the one before it where the vocabulary is sharded."""
+"""Operators of the loss: the one that writes the gradient, and the one before it where the vocabulary is sharded.
+
+Every other operator of a loss begins with the first name and a dot."""
 
 EMBEDDING = "embed.bwd"
 """The operator that adds the rows' gradients to the embedding's gradient."""
@@ -124,17 +128,18 @@ def eager_buffers(
     *,
     libraries: Libraries = "2024",
     workspace_bytes: int = 0,
+    own_loss: bool = True,
 ) -> tuple[Liveness, list[str]]:
     """Return the framework's buffers, and their names by number.
 
     ``lives`` are the program's buffers with their sizes; added buffers get the numbers after them. The libraries hold
-    ``workspace_bytes`` for the whole step.
+    ``workspace_bytes`` for the whole step. ``own_loss``: whether the loss is that of the libraries, not the program's.
     """
     birth, death, sizes = lives.birth.copy(), lives.death.copy(), lives.bytes.copy()
     held = _never_read(program, columns, lives)
     death[held] = np.searchsorted(columns.instance, columns.instance[birth[held]], side="right") - 1
     added: list[_Added] = []
-    for loss in _losses(program, columns):
+    for loss in _losses(program, columns) if own_loss else ():
         if fused_loss(libraries):
             death[loss.logits] = max(death[loss.logits], death[loss.gradient])
             sizes[loss.gradient] = 0
@@ -284,8 +289,14 @@ def _gathers(program: Program, columns: Columns) -> list[int]:
 
 def _looks_at_loss(program: Program, columns: Columns) -> Iterator[int]:
     """Yield the last instruction of each micro-batch's loss, after which the host reads the loss."""
-    last = {int(columns.instance[loss.last]): loss.last for loss in _losses(program, columns)}
-    yield from last.values()
+    for base, instance in zip(_starts(program, columns), program.instances, strict=True):
+        instructions = program.templates[instance.template].instructions
+        of_loss = [at for at, instruction in enumerate(instructions, start=base) if _belongs_to_loss(instruction)]
+        yield from of_loss[-1:]
+
+
+def _belongs_to_loss(instruction: Instruction) -> bool:
+    return instruction.op.partition(".")[0] == LOSS
 
 
 def _starts(program: Program, columns: Columns) -> list[int]:

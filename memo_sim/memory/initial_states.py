@@ -2,7 +2,7 @@
 
 The first step differs from later ones (core/distributed/param_and_grad_buffer.py, core/optimizer/distrib_optimizer.py):
 
-    parameters   one tensor each as modules are created; then one flat buffer for all of them and one for fp32
+    parameters   one tensor each as modules are created; then one flat buffer for all of them and one for the
                  gradients; then the single tensors are freed, and their segments stay cached
     master       one tensor for every parameter in this rank's contiguous share of the flat buffer, which holds the
                  parameters from the last to the first
@@ -51,11 +51,12 @@ def beginning_of(program: Program, decisions: Decisions) -> Beginning | None:
     elements = _parameters(program, decisions)
     size = DTYPE_BYTES[decisions.dtype]
     shares = _last_share(elements, decisions.layout.shards)
-    moment = 2 if decisions.states == "bf16" else FP32_BYTES
-    master = [FP32_BYTES * share for share in shares] if decisions.dtype != "fp32" else []
+    pure = decisions.states == "pure-bf16"
+    moment = 2 if decisions.states == "bf16" or pure else FP32_BYTES
+    master = [FP32_BYTES * share for share in shares] if decisions.dtype != "fp32" and not pure else []
     return Beginning(
         passing=tuple(size * n for n in elements),
-        before=(size * sum(elements), FP32_BYTES * sum(elements)),
+        before=(size * sum(elements), (size if pure else FP32_BYTES) * sum(elements)),
         behind=tuple(master),
         later=tuple(moment * share for share in shares for _ in range(2)),
     )

@@ -35,6 +35,8 @@ BLOCKS = 8
 """Default number of blocks or chunks. With this many, one needs less memory than the rest of a layer."""
 MLP_BLOCKS_OF_A_CHUNK, LOSS_CHUNKS_OF_A_CHUNK = 2, 32
 """MLP blocks and loss chunks per attention chunk of a rank, for systems that fix ``System.chunk_tokens``."""
+WHOLE_LOSSES = ("eager-fp32", "vocab-parallel")
+"""Forms of the loss that frameworks compute for all tokens at once."""
 LOGIT_BYTES = 2**30
 """Upper limit for the logits of one loss chunk and their gradient; the classifier reaches its full rate below it."""
 LEAST_MLP_ROWS = 4096
@@ -142,14 +144,14 @@ def loss_chunk(question: Question, base: Decisions, shape: Shape) -> int:
     """Return the tokens of a loss chunk: the pinned number, the system's, or a default; 0 when there is one chunk.
 
     The default is the largest power of two whose logits and gradient stay below 1 GiB. An eager framework does not cut
-    the loss into chunks, unless its authors say so.
+    the loss into chunks, unless its authors say so; nor do the losses of autograd and of Megatron-LM.
     """
     if question.pins.loss_chunk_tokens is not None:
         return question.pins.loss_chunk_tokens
     if own := _rows_of_a_chunk(question, base) // LOSS_CHUNKS_OF_A_CHUNK:
         return own if own < shape.tokens else 0
     per_token = 2 * shape.vocab * DTYPE_BYTES[base.dtype]
-    whole = base.memory_policy == "eager" or question.preset.whole_loss
+    whole = base.memory_policy == "eager" or question.preset.whole_loss or base.loss in WHOLE_LOSSES
     if whole or shape.tokens * per_token <= LOGIT_BYTES:
         return 0
     return 1 << (LOGIT_BYTES // per_token).bit_length() - 1

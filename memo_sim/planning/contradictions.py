@@ -41,6 +41,7 @@ def check_pins(question: Question) -> None:
     for knob in PINNED:
         if knob.needs:
             _check_need(question, knob, KNOBS[knob.needs])
+    _check_inputs(question)
     check_rules(OF_OPTIONS, _pinned(question))
 
 
@@ -91,6 +92,28 @@ def _check_year(question: Question) -> None:
             got=f"--attention {asked} --libraries {year}",
             wanted=f"--libraries {min(years)} or later",
             hint="--attention flash is the newest that they have",
+        )
+
+
+def _check_inputs(question: Question) -> None:
+    """Refuse offloaded inputs beside another recompute than full, and beside an alpha that says something else."""
+    pins = question.pins
+    if pins.offload_inputs is None:
+        return
+    option = "--offload-inputs" if pins.offload_inputs else "--no-offload-inputs"
+    if pins.offload_inputs and pins.recompute not in (None, "full"):
+        raise UsageError(
+            "offloaded inputs belong to full recompute, which keeps nothing else of a layer",
+            got=f"{option} with --recompute {pins.recompute}",
+            wanted="--recompute full",
+            hint=f"leave {option} or --recompute out",
+        )
+    if pins.alpha is not None and pins.alpha != pins.offload_inputs:
+        raise UsageError(
+            "both options say how much of the layer inputs is swapped",
+            got=f"{option} with --alpha {pins.alpha}",
+            wanted="one of them",
+            hint=f"leave {option} out",
         )
 
 

@@ -241,7 +241,9 @@ class LowerBounds:
 
     def _written_over_bytes(self, decisions: Decisions) -> int:
         """Return the bytes of a pass's logit gradient, when an eager framework writes it over the logits."""
-        if decisions.memory_policy != "eager" or not fused_loss(libraries_of(decisions, self._hardware)):
+        if decisions.memory_policy != "eager" or decisions.loss != "auto":
+            return 0
+        if not fused_loss(libraries_of(decisions, self._hardware)):
             return 0
         shape = shape_of(decisions)
         rows = min(decisions.loss_chunk_tokens or shape.tokens, shape.tokens)

@@ -54,6 +54,7 @@ class Question(Chosen):
             host_allocator=self.preset.host_allocator,
             memory_policy=self.memory_policy,
             states=self.states,
+            loss=self.loss,
             dtype=self.dtype,
             libraries=self.pins.libraries,
             replay_allocator=self.pins.replay_allocator,

@@ -52,13 +52,26 @@ class Candidate:
 def policies(question: Question) -> tuple[Policy, ...]:
     """Return the policies to try: the system's, narrowed by a pinned alpha or recompute, which turn fallbacks off.
 
-    With pinned MLP blocks or attention chunks, only full recompute is left.
+    With offloaded inputs, pinned MLP blocks or attention chunks, only full recompute is left.
 
     Raises:
         UsageError: when pins contradict each other or the system.
     """
     check_pins(question)
-    return blocks.pinned(_by_recompute(question), question)
+    return blocks.pinned(_by_inputs(_by_recompute(question), question.pins.offload_inputs), question)
+
+
+def _by_inputs(found: tuple[Policy, ...], offloaded: bool | None) -> tuple[Policy, ...]:
+    """Return the policies whose full recompute offloads its inputs or not, as pinned.
+
+    A system without full recompute offloads the inputs of full recompute too.
+    """
+    if offloaded is None:
+        return found
+    if offloaded:
+        found = tuple(p for p in found if p.recompute == "full") or (FULL_RECOMPUTE,)
+    changed = (replace(p, alpha=float(offloaded)) if p.recompute == "full" else p for p in found)
+    return tuple(dict.fromkeys(changed))
 
 
 def _by_recompute(question: Question) -> tuple[Policy, ...]:

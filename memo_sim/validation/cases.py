@@ -11,7 +11,7 @@ import io
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_args
+from typing import Annotated, Any, get_args
 
 import msgspec
 
@@ -19,9 +19,9 @@ from memo_sim.contract.attention_kernels import AttentionName, Libraries
 from memo_sim.contract.catalog import DATA
 from memo_sim.contract.codec import decode_object, read_raw
 from memo_sim.contract.errors import BadInput, UsageError, did_you_mean
-from memo_sim.contract.knobs import Recompute, RowwiseKernel, Schedule
+from memo_sim.contract.knobs import Loss, Recompute, RowwiseKernel, Schedule, States
 from memo_sim.contract.plan import Status
-from memo_sim.contract.units import Degree, Layers, SequenceTokens, Width, ZeroLevel, parse_numbers
+from memo_sim.contract.units import MOST_TOKENS, Degree, Layers, SequenceTokens, Width, ZeroLevel, parse_numbers
 from memo_sim.contract.validation import Expectation
 
 SHIPPED = DATA / "cases"
@@ -35,6 +35,7 @@ EXPECTED_COLUMNS = [f"expected_{name}" for name in ("status", "mfu", "tgs", "ste
 COLUMNS = ["case", "source", *QUESTION_COLUMNS, *EXPECTED_COLUMNS, "note"]
 OPTIONAL_COLUMNS = [
     *("virtual_stages", "pp_layers", "uneven_heads", "zero_ranks", "rowwise", "power_w", "libraries"),
+    *("loss", "loss_chunk", "states", "offload_inputs"),
     "expected_allocation_retries",
 ]
 """Columns that a file may leave out, because few sources report them."""
@@ -88,6 +89,10 @@ COLUMN_TEXTS = {
     "rowwise": "kernels of row-wise operators: eager, compiled or fused, as the framework has them; else memo-exec's",
     "power_w": "power limit of a GPU in watts; its board's when blank",
     "libraries": "year of PyTorch, flash-attn and Transformer Engine; the profile's when blank",
+    "loss": "how the loss is computed (`--loss`); auto when blank",
+    "loss_chunk": "tokens whose logits exist at once, 0 for all; the system's own when blank",
+    "states": "dtype and place of gradients and optimizer states (`--states`); fp32 when blank",
+    "offload_inputs": "whether the inputs of full recompute wait in host memory; the system's own when blank",
     "expected_allocation_retries": "measured allocation retries per micro-batch (MEMO: reorganisations)",
 }
 """What each column holds. A blank cell is an open knob or a quantity that was not measured."""
@@ -104,6 +109,9 @@ _WORDS = {
     "uneven_heads": ("yes", "no"),
     "precision": ("bf16", "fp16"),
     "expected_status": get_args(Status),
+    "loss": get_args(Loss),
+    "states": get_args(States),
+    "offload_inputs": ("yes", "no"),
 }
 _INTEGERS: dict[str, Any] = {
     "layers": Layers,
@@ -112,6 +120,7 @@ _INTEGERS: dict[str, Any] = {
     **dict.fromkeys(("global_batch", "micro_batch", "tp", "pp", "dp", "cp", "ulysses"), Degree),
     **dict.fromkeys(("virtual_stages", "zero_ranks", "power_w"), Degree),
     "zero": ZeroLevel,
+    "loss_chunk": Annotated[int, msgspec.Meta(ge=0, le=MOST_TOKENS)],
 }
 """Columns of whole numbers, and the type with the limits of the same field in a model or a plan."""
 
@@ -125,7 +134,7 @@ class CaseQuestion:
     cluster: str
     seq_tokens: int
     words: dict[str, str]
-    """sp, recompute, memory_plan, attention, schedule, overlap, precision and optional columns, where given."""
+    """The columns of words (sp, recompute, attention, loss ...), where given."""
     integers: dict[str, int]
     """Model sizes, batches and layout degrees, where given."""
     alpha: float | None
@@ -262,9 +271,8 @@ def _case(row: dict[str, str], where: str) -> Case:
         if not cells[required]:
             raise BadInput("a required cell is empty", where=f"{where}, column {required}")
     integers = {c: _whole(cells[c], c, where) for c in _INTEGERS if cells.get(c)}
-    words = {
-        c: _word(cells[c], c, where) for c in (*QUESTION_COLUMNS, *OPTIONAL_COLUMNS) if c in _WORDS and cells.get(c)
-    }
+    asked = (*QUESTION_COLUMNS, *OPTIONAL_COLUMNS)
+    words = {c: _word(cells[c], c, where) for c in asked if c in _WORDS and cells.get(c)}
     alpha = _number(cells["alpha"], f"{where}, column alpha")
     if alpha is not None and not 0 <= alpha <= 1:
         raise BadInput("alpha is a fraction", where=f"{where}, column alpha", got=alpha, wanted="0 to 1")

@@ -94,7 +94,7 @@ def predict(asked: CaseQuestion, *, change: Callable[[Hardware], Hardware] | Non
     if reason:
         return CasePrediction(status="invalid", reason=reason), frozenset()
     try:
-        question = _question(asked, change)
+        question = question_of(asked, change)
         outcome = search(question).ranked[0]
     except (Infeasible, UsageError, BadInput) as error:
         return CasePrediction(status="invalid", reason=str(error).replace("\n ", ";")), frozenset()
@@ -194,13 +194,19 @@ def _taking_turns(hardware: Hardware) -> Hardware:
     return msgspec.structs.replace(hardware, compute_slowdown=slowdown)
 
 
-def _question(asked: CaseQuestion, change: Callable[[Hardware], Hardware] | None) -> Question:
+def question_of(asked: CaseQuestion, change: Callable[[Hardware], Hardware] | None = None) -> Question:
+    """Return the question that a row asks; ``change`` alters its hardware profile.
+
+    Raises:
+        UsageError: when the row names a system, a cluster or a model that there is not.
+        BadInput: when a file cannot be read, or no model can have the sizes of the row.
+    """
     cluster, hardware = load_cluster(asked.cluster)
     hardware = change(hardware) if change else hardware
     given = asked.integers
     if "power_w" in given:
         hardware = with_power(hardware, given["power_w"])
-    sp, overlap = asked.words.get("sp"), asked.words.get("overlap")
+    sp, overlap, inputs = (asked.words.get(name) for name in ("sp", "overlap", "offload_inputs"))
     if overlap == "no":
         hardware = _taking_turns(hardware)
     pins = Pins(
@@ -210,6 +216,8 @@ def _question(asked: CaseQuestion, change: Callable[[Hardware], Hardware] | None
         overlap_p2p=None if overlap is None else overlap == "yes",
         memory_policy=_MEMORY[asked.words.get("memory_plan", "")],
         overlap=_OVERLAP[overlap or ""],
+        offload_inputs=None if inputs is None else inputs == "yes",
+        loss_chunk_tokens=given.get("loss_chunk"),
         dtype=asked.words.get("precision"),  # type: ignore[arg-type]
     )
     return Question(
@@ -221,6 +229,8 @@ def _question(asked: CaseQuestion, change: Callable[[Hardware], Hardware] | None
         pins=pins,
         micro_batch=given.get("micro_batch", 1),
         global_batch=given.get("global_batch", 1),
+        loss=asked.words.get("loss", "auto"),  # type: ignore[arg-type]
+        states=asked.words.get("states", "fp32"),  # type: ignore[arg-type]
     )
 
 

@@ -108,7 +108,8 @@ def whole_gradients(ranks: list[Played]) -> dict[str, Tensor]:
     """Return the whole gradients, assembled from all ranks. Ranks that hold the same entry have to agree."""
     found: dict[str, Tensor] = {}
     for rank in ranks:
-        for name, offsets, whole, values in rank.gradients:
+        for name, offsets, whole, shard_values in rank.gradients:
+            values = shard_values.float()  # gradients of pure bf16 states are bf16
             target = found.setdefault(name, torch.full(whole, torch.nan))
             shard = target[tuple(slice(o, o + n) for o, n in zip(offsets, values.shape, strict=True))]
             known = ~shard.isnan()

@@ -69,6 +69,15 @@ def test_a_layout_has_the_gradients_and_losses_of_one_process(team: Team, model:
     check(team, decisions(MODELS[model], LAYOUTS[layout], ALPHAS[alpha]), STEPS)
 
 
+@pytest.mark.parametrize("chunk", [0, 128])
+@pytest.mark.parametrize("loss", ["fused", "vocab-parallel"])
+def test_forms_of_the_loss_go_with_a_divided_vocabulary(team: Team, loss: str, chunk: int) -> None:
+    """The vocabulary does not divide evenly, so the last rank has a column beyond it."""
+    layout = Layout(tp=2, sequence_parallel=True)
+    fields = {"loss": loss, "loss_chunk_tokens": chunk, "seq_tokens": 256, "global_batch": 1}
+    check(team, decisions(MODELS["llama"], layout, **fields), 2)
+
+
 @pytest.mark.parametrize("zero", [1, pytest.param(2, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow)])
 def test_shares_may_be_uneven(team: Team, zero: int) -> None:
     """The number of elements of no parameter block here is a multiple of three."""
@@ -119,6 +128,31 @@ STATE_LAYOUTS = [
 @pytest.mark.slow
 def test_states(team: Team, layout: Layout, states: str) -> None:
     check(team, decisions(MODELS["gpt"], layout, states=states, global_batch=6 if layout.dp == 3 else 4), 3)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(dp=2, zero=1),
+        *(pytest.param(Layout(dp=2, zero=z), marks=pytest.mark.slow) for z in (0, 2)),
+        Layout(tp=2, sequence_parallel=True, dp=2, zero=3),
+    ],
+    ids=str,
+)
+def test_pure_bf16_gradients_err_as_one_process_does(team: Team, layout: Layout) -> None:
+    """Errors against fp32. Sums over ranks are rounded to bf16 too, so twice one process's error is allowed."""
+    narrow = {"dtype": "bf16", "states": "pure-bf16", "seq_tokens": 256}
+    exact, one, parted = (
+        parity.whole_gradients(team.play(parity.play, each.layout.devices, each, 1, {}))
+        for each in (
+            decisions(MODELS["llama"], Layout(), seq_tokens=256),
+            decisions(MODELS["llama"], Layout(), **narrow),
+            decisions(MODELS["llama"], layout, **narrow),
+        )
+    )
+    for name, value in exact.items():
+        errors = [float((each[name] - value).norm() / value.norm()) for each in (one, parted)]
+        assert errors[1] < 2 * errors[0], name
 
 
 @pytest.mark.parametrize(

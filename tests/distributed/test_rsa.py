@@ -42,6 +42,13 @@ def test_a_causal_mask_and_other_layouts(team: Team, name: str, layout: Layout, 
     parity(team, name, layout, debug=True, recompute=policy, swapped_tokens=0)
 
 
+def test_inputs_of_full_recompute_are_offloaded(team: Team) -> None:
+    chosen = training(MODELS["gpt"], rsa(2), recompute="full")
+    chosen = msgspec.structs.replace(chosen, swapped_tokens=chosen.local_tokens)
+    assert chosen.offload_inputs
+    check(team, chosen, play(Member(0, 1), one_process(chosen), 2, {}), steps=2, debug=True)
+
+
 def test_sequences_of_a_micro_batch_go_round_together(team: Team) -> None:
     chosen = training(MODELS["llama"], rsa(2), micro_batch=2, global_batch=2, **KEEP)
     check(team, chosen, play(Member(0, 1), one_process(chosen), 2, {}), steps=2, debug=True)

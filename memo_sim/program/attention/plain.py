@@ -11,7 +11,8 @@ the masked half. Dropout is included because runs without flash kernels trained 
 0.1, and vTrain's model has dropout as well (src/model/gpt_model.py).
 
 Plain attention has no log-sum-exp by which outputs could merge, so context parallelism is refused. Swapping is refused
-as well, because the scores would have to travel to the host (``layout/compatibility.py``).
+as well, because the scores would have to travel to the host; full recompute makes them again, so its inputs may be
+swapped (``layout/compatibility.py``).
 """
 
 from __future__ import annotations

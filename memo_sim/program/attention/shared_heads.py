@@ -36,7 +36,7 @@ def product(writer: OperatorWriter, source: Rows, packed: Rows, room: int) -> No
     builder.emit(
         f"qkv.gather{writer.suffix}",
         "heads.all_gather",
-        Lane.COLLECTIVE,
+        Lane.TP,
         Collective("all_gather", _bytes(writer, ranks), shape.tp, "tp"),
         shard=reads(part),
         full=writes(ranks),
@@ -70,7 +70,7 @@ def product_gradient(writer: OperatorWriter, d_qkv: Rows, room: int) -> Rows:
     builder.emit(
         f"d_qkv.scatter{writer.suffix}",
         "heads.reduce_scatter",
-        Lane.COLLECTIVE,
+        Lane.TP,
         Collective("reduce_scatter", _bytes(writer, ranks), shape.tp, "tp"),
         full=reads(ranks),
         shard=writes(part),

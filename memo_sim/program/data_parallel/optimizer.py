@@ -17,9 +17,10 @@ group, and each shard is all-reduced between the groups. Parameters are gathered
 
 ``overlap`` moves both collectives beside compute; ``sharding.py`` places them in the step.
 
-States ``bf16`` keeps both moments in bf16. States ``host`` keeps master copy and moments in host memory and updates
-them on the host's cores; gradients are copied to the host and parameters back to the device. When gradients are
-clipped, the update scales them in place.
+States ``bf16`` keeps both moments in bf16. States ``pure-bf16`` also has bf16 gradients, which are summed over
+micro-batches and ranks in bf16, and no master copy: AdamW rounds each parameter to bf16 after every step. States
+``host`` keeps master copy and moments in host memory and updates them on the host's cores; gradients are copied to the
+host and parameters back to the device. When gradients are clipped, the update scales them in place.
 
 An eager framework makes more passes over the gradients (Megatron-LM, ``core/distributed/param_and_grad_buffer.py`` and
 ``core/optimizer``). Before the reduction one pass looks for NaN, and one divides by the number of replicas. Later one
@@ -38,7 +39,7 @@ from memo_sim.program.ir.builder import Rows, TemplateBuilder, accumulates, read
 from memo_sim.program.ir.instruction import COLLECTIVE_LANES, BufferClass, Families, Family, Lane, Template
 from memo_sim.program.ir.kinds import BlockKind, FamilyKind, Phase, TemplateKind
 from memo_sim.program.ir.work import Collective, Copy, Group, HostUpdate, Rowwise
-from memo_sim.program.layout.parameters import Block, half_gradients
+from memo_sim.program.layout.parameters import Block, gradient_dtype
 from memo_sim.program.layout.rank_order import GRADS, REPLICATE, SHARD, degree
 from memo_sim.program.operators.workspaces import adamw_workspace_bytes
 
@@ -85,12 +86,17 @@ class Optimizer:
     @property
     def master(self) -> bool:
         """Whether there is an fp32 master copy beside the parameters."""
-        return self.decisions.dtype != "fp32" or self.on_host
+        return (self.decisions.dtype != "fp32" and not self.pure) or self.on_host
+
+    @property
+    def pure(self) -> bool:
+        """Whether gradients and moments have the parameters' dtype, bf16, and there is no master copy."""
+        return self.decisions.states == "pure-bf16"
 
     @property
     def grad_dtype(self) -> DtypeName:
         """Dtype of the sums of gradients."""
-        return "fp16" if half_gradients(self.decisions) else "fp32"
+        return gradient_dtype(self.decisions)
 
     @property
     def _grad_bytes(self) -> int:
@@ -133,7 +139,7 @@ class Optimizer:
     def families(self) -> list[Family]:
         """Return the buffer families of the block: parameters, gradients, master copy and moments."""
         space: Literal["device", "host"] = "host" if self.on_host else "device"
-        moment = "bf16" if self.decisions.states == "bf16" else "fp32"
+        moment = "bf16" if self.decisions.states == "bf16" or self.pure else "fp32"
         share = self.state_elements()
 
         def state(kind: FamilyKind, dtype: str, elements: int, where: Literal["device", "host"]) -> Family:
@@ -299,12 +305,8 @@ class Optimizer:
         return Rows(name, offset if self.shared(name) else first, length)
 
     def _device_update(self, builder: TemplateBuilder, name: str, first: int, offset: int, length: int) -> None:
+        read, written = self._update_bytes()
         size = DTYPE_BYTES[self.decisions.dtype]
-        moment = 2 if self.decisions.states == "bf16" else 4
-        read = 4 + 2 * moment + 4
-        written = 2 * moment + 4 + (size if self.master else 0)
-        if self.decisions.memory_policy == "eager":
-            read, written = read + 8, written + 4
         params = self._held("params", first, offset, length)
         builder.emit(
             f"adamw.{name}",
@@ -319,6 +321,17 @@ class Optimizer:
             params=writes(params) if self.master else accumulates(params),
             workspace=builder.scratch(f"adamw.{name}.scratch", adamw_workspace_bytes(length, self.decisions.states)),
         )
+
+    def _update_bytes(self) -> tuple[int, int]:
+        """Return the bytes that AdamW reads and writes for each parameter."""
+        size = DTYPE_BYTES[self.decisions.dtype]
+        eager = self.decisions.memory_policy == "eager"
+        if self.pure:  # gradient, moments and parameter, of which all but the gradient are written; clipping is a pass
+            return 4 * size + size * eager, 3 * size + size * eager
+        moment = 2 if self.decisions.states == "bf16" else 4
+        read = 4 + 2 * moment + 4
+        written = 2 * moment + 4 + (size if self.master else 0)
+        return (read + 8, written + 4) if eager else (read, written)
 
     def _host_update(self, builder: TemplateBuilder, name: str, first: int, offset: int, length: int) -> None:
         size = DTYPE_BYTES[self.decisions.dtype]

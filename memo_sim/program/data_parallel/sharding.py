@@ -182,14 +182,14 @@ class Sharding:
         builder = TemplateBuilder(f"{kind}.add", Phase.REDUCE, TemplateKind.ADD, kind)
         whole = builder.bind(families[f"whole_grads.{kind}"])
         shard = builder.bind(families[f"grads.{kind}"])
-        offset = 0
+        offset, size = 0, DTYPE_BYTES["bf16" if self.optimizers[kind].pure else "fp32"]
         for name, first, length in self.optimizers[kind].runs():
             builder.run = name
             builder.emit(
                 f"add.{name}",
                 "grad.accumulate",
                 Lane.COMPUTE,
-                Rowwise("grad.accumulate", length, 8 * length, 4 * length),
+                Rowwise("grad.accumulate", length, 2 * size * length, size * length),
                 x=reads(Rows(whole, first, length)),
                 out=accumulates(Rows(shard, offset, length)),
             )

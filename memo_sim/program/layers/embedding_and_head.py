@@ -16,9 +16,10 @@ from memo_sim.contract.units import DTYPE_BYTES
 from memo_sim.program.ir.builder import Access, Rows, TemplateBuilder, accumulates, reads, writes
 from memo_sim.program.ir.instruction import BufferClass, Families, Lane, Template
 from memo_sim.program.ir.kinds import BlockKind, Phase, TemplateKind
-from memo_sim.program.ir.work import Collective, Gemm, Rowwise
+from memo_sim.program.ir.work import Gemm, Rowwise
+from memo_sim.program.layers.loss import Loss
 from memo_sim.program.layout.attention_chunks import attention_chunks, in_chunks
-from memo_sim.program.layout.parameters import Block
+from memo_sim.program.layout.parameters import Block, gradient_dtype
 from memo_sim.program.layout.shape import Shape
 from memo_sim.program.operators import workspaces as table
 from memo_sim.program.operators.operators import OperatorWriter, RowBlock
@@ -86,12 +87,13 @@ def embed_backward(decisions: Decisions, shape: Shape, block: Block, families: F
     writer = OperatorWriter(builder, decisions, shape, block)
     grad = writer.gather("grad", builder.all("grad.x"), "grad_full", 0)
     row, size = shape.hidden, DTYPE_BYTES[decisions.dtype]
-    read, written = shape.tokens * row * (size + 4), shape.tokens * row * 4
+    summed = DTYPE_BYTES["bf16" if decisions.states == "pure-bf16" else "fp32"]
+    read, written = shape.tokens * row * (size + summed), shape.tokens * row * summed
     if decisions.memory_policy == "eager":
-        # Autograd makes a gradient table, clears it first, and adds it to the fp32 gradients
+        # Autograd makes a gradient table, clears it first, and adds it to the gradients
         # (``memory/eager_framework.py``).
         elements = sum(p.elements for p in block.parameters if p.name == "tokens.weight")
-        read, written = read + (size + 4) * elements, written + (size + 4) * elements
+        read, written = read + (size + summed) * elements, written + (size + summed) * elements
     builder.emit(
         "scatter",
         "embed.bwd",
@@ -219,13 +221,8 @@ class _Classifier:
         chunk = min(decisions.loss_chunk_tokens or most, most)
         self.chunks = 0
         """Number of chunks written so far."""
-        builder.own("logits", BufferClass.TRANSIENT, decisions.dtype, chunk, shape.vocab)
-        builder.own("d_logits", BufferClass.TRANSIENT, decisions.dtype, chunk, shape.vocab)
-        if shape.tp > 1:
-            builder.own("loss_stats", BufferClass.EXCHANGE, "fp32", chunk, 3)
-        rowwise = decisions.kernels.rowwise if shape.tp == 1 else "torch"  # no fused loss over a divided vocabulary
-        scratch = table.loss_workspace_bytes(chunk, shape.vocab, decisions.dtype, rowwise)
-        self.scratch = builder.scratch("loss.scratch", scratch)
+        several = bool(decisions.loss_chunk_tokens) or len(gathered_blocks(decisions, shape)) > 1
+        self.of_chunk = Loss(builder, decisions, shape, chunk, several)
 
     def loss(self, rows: Rows, first: int) -> None:
         """Write the logits of ``rows`` of the gathered input, the loss and the logits' gradient.
@@ -243,16 +240,17 @@ class _Classifier:
             weight=self.weight,
             out=writes(local),
         )
-        self._loss(suffix, local, Rows("d_logits", 0, rows.tokens), Rows("input.labels", first, rows.tokens))
+        self.of_chunk.write(suffix, rows.tokens, Rows("input.labels", shape.start + first, rows.tokens))
 
     def backward(self, rows: Rows) -> None:
         """Write the gradients of ``rows`` of the gathered input, and their part of the weight gradient."""
         builder, shape, dtype = self.builder, self.shape, self.decisions.dtype
         tokens, suffix = rows.tokens, f".c{self.chunks}"
         self.chunks += 1
-        gradient = Rows("d_logits", 0, tokens)
+        gradient = Rows(self.of_chunk.gradient, 0, tokens)
         scratch = table.wgrad_workspace_bytes(
-            shape.vocab, shape.hidden, tokens, dtype, self.decisions.kernels.attention
+            *(shape.vocab, shape.hidden, tokens, dtype, self.decisions.kernels.attention),
+            into=gradient_dtype(self.decisions),
         )
         builder.emit(
             f"classifier.dgrad{suffix}",
@@ -272,49 +270,4 @@ class _Classifier:
             x=reads(rows),
             out=self.grad,
             workspace=builder.scratch(f"wgrad.scratch{suffix}", scratch),
-        )
-
-    def _loss(self, suffix: str, logits: Rows, gradient: Rows, labels: Rows) -> None:
-        builder, shape = self.builder, self.shape
-        size = logits.tokens * shape.vocab * DTYPE_BYTES[self.decisions.dtype]
-        labels = Rows(labels.slot, shape.start + labels.first, labels.tokens)
-        stats, kind = None, "cross_entropy"
-        if shape.tp > 1:
-            stats, kind = Rows("loss_stats", 0, logits.tokens), "cross_entropy.divided"
-            builder.emit(
-                f"loss.stats{suffix}",
-                "cross_entropy.stats",
-                Lane.COMPUTE,
-                Rowwise("cross_entropy.stats", logits.tokens, size, 12 * logits.tokens),
-                logits=reads(logits),
-                labels=reads(labels),
-                exponentials=writes(gradient),
-                out=writes(stats),
-                workspace=self.scratch,
-            )
-            builder.emit(
-                f"loss.reduce{suffix}",
-                "loss.all_reduce",
-                Lane.TP,
-                Collective("all_reduce", 12 * logits.tokens, shape.tp, "tp"),
-                tensor=accumulates(stats),
-            )
-        builder.emit(
-            f"loss{suffix}",
-            "cross_entropy",
-            Lane.COMPUTE,
-            Rowwise(
-                kind,
-                logits.tokens,
-                (1 if stats else 2) * size,
-                size,
-                elements=logits.tokens * shape.vocab,
-                element_bytes=DTYPE_BYTES[self.decisions.dtype],
-            ),
-            logits=reads(logits),
-            labels=reads(labels),
-            stats=reads(stats) if stats else None,
-            grad=writes(gradient),
-            loss=accumulates(builder.all("loss")),
-            workspace=self.scratch,
         )

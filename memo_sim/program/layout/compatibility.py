@@ -131,7 +131,7 @@ _RSA = _Feature(
     chosen=lambda d: d.layout.cp_exchange == "rsa",
     beside="beside ring self-attention",
     setting="cp_exchange rsa",
-    hint="tp, pp, dp and ZeRO go with it, and what it keeps is rebuilt, not swapped",
+    hint="tp, pp, dp and ZeRO go with it, and what it keeps is rebuilt; only the inputs of full recompute are swapped",
 )
 _CHUNKS = _Feature(
     name="attention in chunks",
@@ -342,6 +342,13 @@ RULES = (
     ),
     METP_WHOLE_MLP,
     _METP.allows(
+        "decisions.states",
+        "fp32",
+        "bf16",
+        "host",
+        because="METP passes the sums of its gradients round the ring in fp32",
+    ),
+    _METP.allows(
         "decisions.memory_policy", "planned", "caching", because="memo has no model of an eager framework with METP"
     ),
     NORMS_KEPT_UNDER_FULL_RECOMPUTE,
@@ -358,7 +365,12 @@ RULES = (
     _RSA.allows("layout.ulysses", 1),
     _RSA.allows("layout.subsequences", 1),
     _RSA.allows("decisions.recompute", "none", "selective", "full"),
-    _RSA.allows("decisions.swapped_tokens", 0),
+    _RSA.allows(
+        "decisions.swapped_tokens",
+        0,
+        wanted="0, or recompute full",
+        when=lambda d: d.layout.cp_exchange == "rsa" and d.recompute != "full",
+    ),
     Rule(
         name="ring self-attention: attention",
         breaks=lambda d: d.layout.cp_exchange == "rsa" and d.kernels.attention == "plain",
@@ -437,6 +449,24 @@ RULES = (
         hint="another --attention",
     ),
     Rule(
+        name="pure bf16 states: dtype",
+        breaks=lambda d: d.states == "pure-bf16" and d.dtype != "bf16",
+        what="pure bf16 states have the dtype of the parameters",
+        where="decisions.dtype",
+        got=lambda d: f"{d.dtype} with states pure-bf16",
+        wanted="bf16",
+        hint="--states fp32, or a device that computes in bf16",
+    ),
+    Rule(
+        name="eager-fp32 loss: tp",
+        breaks=lambda d: d.loss == "eager-fp32" and d.layout.tp > 1,
+        what="torch's cross_entropy needs the logits of the whole vocabulary, which tensor parallelism divides",
+        where="decisions.loss",
+        got=lambda d: f"eager-fp32 with tp {d.layout.tp}",
+        wanted="auto, blocks, fused or vocab-parallel",
+        hint="--loss vocab-parallel, or --tp 1",
+    ),
+    Rule(
         name="plain attention: cp",
         breaks=lambda d: d.kernels.attention == "plain" and d.layout.cp > 1,
         what="plain attention cannot be divided by context parallelism: it has no log-sum-exp to merge parts by",
@@ -447,11 +477,11 @@ RULES = (
     ),
     Rule(
         name="plain attention: swapped_tokens",
-        breaks=lambda d: d.kernels.attention == "plain" and _swaps(d),
+        breaks=lambda d: d.kernels.attention == "plain" and _swaps(d) and d.recompute != "full",
         what="plain attention's scores are not swapped",
         where="decisions.swapped_tokens",
         got=lambda d: f"{d.swapped_tokens} with recompute {d.recompute}",
-        wanted="recompute none, selective or full, without swapping",
+        wanted="recompute none or selective without swapping, or full",
         hint="--recompute full, or a flash kernel",
     ),
 )

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from math import prod
 
+from memo_sim.contract.hardware import DtypeName
 from memo_sim.contract.model import Model
 from memo_sim.contract.plan import Decisions
 
@@ -132,6 +133,13 @@ def head_block(model: Model, tp: int) -> Block:
     if model.family == "gpt":
         vectors.append(("norm.bias", model.hidden, Part.TOKENS))
     return _block("head", matrices, vectors)
+
+
+def gradient_dtype(decisions: Decisions) -> DtypeName:
+    """Return the dtype in which gradients are summed, over micro-batches and over ranks."""
+    if decisions.states == "pure-bf16":
+        return "bf16"
+    return "fp16" if half_gradients(decisions) else "fp32"
 
 
 def half_gradients(decisions: Decisions) -> bool:

@@ -137,16 +137,25 @@ def _wide(elements: int, dtype: str) -> tuple[int, ...]:
     return () if dtype == "fp32" else (4 * elements,)
 
 
-def loss_workspace_bytes(rows: int, vocab: int, dtype: str, rowwise: RowwiseKernel = "torch") -> int:
+def loss_workspace_bytes(
+    rows: int, vocab: int, dtype: str, rowwise: RowwiseKernel = "torch", *, in_place: bool = False
+) -> int:
     """Return the scratch of the loss over ``rows`` tokens.
 
     torch: for a block of rows, six columns (indices, a mask and four in fp32) and the logits in fp32, and one sum.
     Triton: the loss of each row, and their sum.
+    ``in_place``: no buffer has room for the exponentials of fp32 logits, so they need the block as well.
     """
     if rowwise == "triton":
         return _pieces(4 * rows, 4)
     block = min(rows, LOSS_ROWS)
-    return _pieces(8 * block, block, *[4 * block] * 4, 4, *_wide(block * vocab, dtype))
+    wide = (4 * block * vocab,) if in_place else _wide(block * vocab, dtype)
+    return _pieces(8 * block, block, *[4 * block] * 4, 4, *wide)
+
+
+def picked_targets_bytes(rows: int) -> int:
+    """Return the scratch of picking one logit of each row: its column, a mask, a number of each row, and one sum."""
+    return _pieces(8 * rows, rows, 4 * rows, 4)
 
 
 def norm_workspace_bytes(rows: int, features: int, dtype: str, rowwise: RowwiseKernel = "torch") -> int:
@@ -255,13 +264,13 @@ def bias_backward_workspace_bytes(rows: int, features: int, dtype: str) -> int:
     return _pieces(4 * features, *_wide(min(rows, NORM_ROWS) * features, dtype))
 
 
-def wgrad_workspace_bytes(m: int, n: int, tokens: int, dtype: str, attention_kernel: str) -> int:
-    """Return the scratch of an (m x n) weight gradient that accumulates in fp32.
+def wgrad_workspace_bytes(m: int, n: int, tokens: int, dtype: str, attention_kernel: str, *, into: str = "fp32") -> int:
+    """Return the scratch of an (m x n) weight gradient that is summed in ``into``.
 
     CUDA multiplies bf16 into fp32. Products on the CPU return the dtype of their operands, so blocks of rows are
     widened to fp32 first.
     """
-    if dtype == "fp32" or not on_cpu(attention_kernel):
+    if dtype == into or not on_cpu(attention_kernel):
         return 0
     block = min(tokens, NORM_ROWS)
     return _pieces(4 * block * m, 4 * block * n)

@@ -38,8 +38,11 @@ def losses(plan: Path, **options: Any) -> tuple[list[float], list[float]]:
 
 @pytest.mark.parametrize(
     "changes",
-    [{}, {"dtype": "bf16"}, {"states": "bf16"}, {"states": "host"}, {"model": llama(vocab=256)}],
-    ids=["fp32", "bf16", "bf16 moments", "states on the host", "llama"],
+    [
+        *({}, {"dtype": "bf16"}, {"states": "bf16"}, {"states": "host"}, {"model": llama(vocab=256)}),
+        {"dtype": "bf16", "states": "pure-bf16"},
+    ],
+    ids=["fp32", "bf16", "bf16 moments", "states on the host", "llama", "pure bf16"],
 )
 def test_a_resumed_run_has_the_losses_of_one_that_was_not_interrupted(tmp_path: Path, changes: dict[str, Any]) -> None:
     plan = write_plan(tmp_path / "plan.json", byte_decisions(**changes))

@@ -10,7 +10,7 @@ import pytest
 
 from memo_sim.contract.errors import BadInput, OutOfTolerance, UsageError
 from memo_sim.validation.cases import COLUMNS, load_cases, row_schema
-from memo_sim.validation.validate import check_error, validate
+from memo_sim.validation.validate import check_error, question_of, validate
 from tests.refusals import Expected, refused
 
 ROW = {
@@ -285,3 +285,30 @@ def test_an_error_that_is_too_large_is_named(
     report = validate(load_cases(str(case_file(tmp_path, {**ROW, "expected_mfu": mfu, "expected_status": status}))))
     with refused(OutOfTolerance, **fields):
         check_error(report, most)
+
+
+def test_columns_of_the_frameworks_loss_states_and_inputs_pin_their_knobs(tmp_path: Path) -> None:
+    given = {"loss": "eager-fp32", "loss_chunk": "2048", "states": "pure-bf16", "offload_inputs": "yes"}
+    row = {**ROW, "system": "fsdp", "tp": "", "cp": "", "alpha": "", "recompute": "full", "memory_plan": "no", **given}
+    path = case_file(tmp_path, row, {**row, **dict.fromkeys(given, "")}, columns=[*COLUMNS, *given])
+    decided, default = (question_of(case.question) for case in load_cases(str(path)))
+    assert (decided.loss, decided.states) == ("eager-fp32", "pure-bf16")
+    assert (decided.pins.loss_chunk_tokens, decided.pins.offload_inputs) == (2048, True)
+    assert (default.loss, default.states) == ("auto", "fp32")
+    assert (default.pins.loss_chunk_tokens, default.pins.offload_inputs) == (None, None)
+
+
+def test_a_framework_that_offloads_nothing_is_not_taken_to(tmp_path: Path) -> None:
+    row = {**ROW, "offload_inputs": "no"}
+    (case,) = load_cases(str(case_file(tmp_path, row, columns=[*COLUMNS, "offload_inputs"])))
+    assert question_of(case.question).pins.offload_inputs is False
+
+
+@pytest.mark.parametrize(
+    ("column", "value"),
+    [("loss", "fast"), ("states", "fp8"), ("offload_inputs", "maybe"), ("loss_chunk", "-1"), ("loss_chunk", "64k")],
+)
+def test_a_wrong_word_in_an_optional_column_is_refused(tmp_path: Path, column: str, value: str) -> None:
+    path = case_file(tmp_path, {**ROW, column: value}, columns=[*COLUMNS, column])
+    with refused(BadInput, where=f"column {column}", got=repr(value)):
+        load_cases(str(path))

@@ -1,0 +1,276 @@
+"""The loss of a chunk of tokens and the gradient of its logits, in each form that frameworks have (``knobs.Loss``).
+
+Bytes per logit of a bf16 model; ``peak`` is what the loss holds at once with one chunk, ``moved`` is read and written.
+
+    form             peak  moved   passes over memory
+    blocks              4      6   read twice, written once (as counted for every measured curve)
+    fused               2      6   the same, and the gradient replaces the logits
+    vocab-parallel      6     52   widen 6, maximum 4, subtract 8, exponential 8, sum 4, divide 8, scale 8, narrow 6
+    eager-fp32         12     48   widen 6, log-softmax 16, zeros 4, its backward 16, narrow 6
+
+Sources: Megatron-LM, core/tensor_parallel/cross_entropy.py (NVIDIA/Megatron-LM@00611e6: one fp32 tensor is copy,
+exponentials, softmax and gradient). PyTorch, aten/src/ATen/native/cuda/SoftMax.cu: a row of more than 48 KiB (12,000
+fp32 logits) does not fit into shared memory; then log-softmax reads it for its maximum, its sum and its result, and
+backward reads the gradient twice and the result once. Autograd gives each result a tensor of its own: during the
+backward of log-softmax the log-probabilities, their gradient and the gradient of the fp32 logits exist, after the fp32
+logits died.
+
+Several chunks share their buffers, so those live from the first chunk to the last. The gradient of narrow logits then
+has the buffer of the logits, and autograd's chunks hold 14 bytes per logit of a chunk.
+
+With tensor parallelism each rank has the logits of its part of the vocabulary. The ranks combine a few fp32 numbers a
+token: the maximum first, then sums (vocab-parallel), or both at once from each rank's log-sum-exp (blocks and fused).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from memo_sim.contract.plan import Decisions
+from memo_sim.contract.units import DTYPE_BYTES
+from memo_sim.program.ir.builder import Access, Rows, TemplateBuilder, accumulates, reads, writes
+from memo_sim.program.ir.instruction import BufferClass, Lane
+from memo_sim.program.ir.work import Collective, Rowwise
+from memo_sim.program.layout.shape import Shape
+from memo_sim.program.operators import workspaces as table
+
+FP32_BYTES = 4
+STATISTICS = 3
+"""fp32 numbers of a token that ranks combine: maximum, sum of exponentials and the target's logit."""
+SOFTMAX_READS, SOFTMAX_BACKWARD_READS = 3, 3
+"""How often torch's log-softmax reads a logit in forward, and its backward a gradient or a result."""
+
+
+@dataclass(frozen=True)
+class Loss:
+    """Writes the loss of one chunk after another into the template of the head.
+
+    ``chunk``: tokens of the longest chunk. ``several``: whether there is more than one.
+    """
+
+    builder: TemplateBuilder
+    decisions: Decisions
+    shape: Shape
+    chunk: int
+    several: bool
+
+    def __post_init__(self) -> None:
+        """Declare the buffers that the chunks share."""
+        form, dtype = self.decisions.loss, self.decisions.dtype
+        self._own("logits", dtype)
+        if form in ("auto", "blocks"):
+            self._own("d_logits", dtype)
+        if form in ("eager-fp32", "vocab-parallel"):
+            if self._narrow:
+                self._own("logits.fp32", "fp32")
+                if not self.several:
+                    self._own("d_logits", dtype)
+            if form == "eager-fp32":
+                self._own("log_probs", "fp32")
+                self._own("d_logits.fp32", "fp32")
+        if form == "vocab-parallel":
+            self._own_numbers("loss_maxima", 1)
+            self._own_numbers("loss_sums", STATISTICS - 1)
+        elif self.shape.tp > 1:
+            self._own_numbers("loss_stats", STATISTICS)
+        self.builder.scratch("loss.scratch", self._scratch_bytes())
+
+    def _own(self, name: str, dtype: str) -> None:
+        self.builder.own(name, BufferClass.TRANSIENT, dtype, self.chunk, self.shape.vocab)
+
+    def _own_numbers(self, name: str, count: int) -> None:
+        self.builder.own(name, BufferClass.EXCHANGE, "fp32", self.chunk, count)
+
+    @property
+    def _narrow(self) -> bool:
+        """Whether the logits have fewer bits than the loss computes with."""
+        return self.decisions.dtype != "fp32"
+
+    @property
+    def gradient(self) -> str:
+        """Slot of the logits' gradient."""
+        form = self.decisions.loss
+        if form in ("auto", "blocks"):
+            return "d_logits"
+        if form == "eager-fp32" and not self._narrow:
+            return "d_logits.fp32"
+        return "d_logits" if form != "fused" and self._narrow and not self.several else "logits"
+
+    def _scratch_bytes(self) -> int:
+        decisions, shape, chunk = self.decisions, self.shape, self.chunk
+        if decisions.loss in ("eager-fp32", "vocab-parallel"):
+            return table.picked_targets_bytes(chunk)
+        if decisions.loss == "fused":
+            fused = shape.tp == 1 and not table.on_cpu(decisions.kernels.attention)
+            in_place = shape.tp > 1
+            return table.loss_workspace_bytes(
+                chunk, shape.vocab, decisions.dtype, "triton" if fused else "torch", in_place=in_place
+            )
+        rowwise = decisions.kernels.rowwise if shape.tp == 1 else "torch"  # no fused loss over a divided vocabulary
+        return table.loss_workspace_bytes(chunk, shape.vocab, decisions.dtype, rowwise)
+
+    @property
+    def _workspace(self) -> Access | None:
+        return writes(self.builder.all("loss.scratch")) if self.builder.has("loss.scratch") else None
+
+    def write(self, suffix: str, tokens: int, labels: Rows) -> None:
+        """Write the loss of ``tokens`` logits, which lie at the start of ``logits``, and their gradient.
+
+        ``labels``: the tokens' targets. ``suffix`` ends the instructions' names.
+        """
+        match self.decisions.loss:
+            case "eager-fp32":
+                self._autograd(suffix, tokens, labels)
+            case "vocab-parallel":
+                self._vocabulary_parallel(suffix, tokens, labels)
+            case form:
+                self._one_kernel(suffix, tokens, labels, fused=form == "fused")
+
+    def _one_kernel(self, suffix: str, tokens: int, labels: Rows, *, fused: bool) -> None:
+        builder, shape, workspace = self.builder, self.shape, self._workspace
+        logits, gradient = Rows("logits", 0, tokens), Rows(self.gradient, 0, tokens)
+        size = tokens * shape.vocab * DTYPE_BYTES[self.decisions.dtype]
+        stats, kind = None, "cross_entropy.fused" if fused else "cross_entropy"
+        if shape.tp > 1:
+            stats, kind = Rows("loss_stats", 0, tokens), "cross_entropy.divided"
+            builder.emit(
+                f"loss.stats{suffix}",
+                "cross_entropy.stats",
+                Lane.COMPUTE,
+                Rowwise("cross_entropy.stats", tokens, size, FP32_BYTES * STATISTICS * tokens),
+                logits=reads(logits),
+                labels=reads(labels),
+                exponentials=None if fused else writes(gradient),
+                out=writes(stats),
+                workspace=workspace,
+            )
+            self._combine(f"loss.reduce{suffix}", "loss.all_reduce", stats, STATISTICS)
+        builder.emit(
+            f"loss{suffix}",
+            "cross_entropy.fused" if fused else "cross_entropy",
+            Lane.COMPUTE,
+            Rowwise(
+                kind,
+                tokens,
+                (1 if stats else 2) * size,
+                size,
+                elements=tokens * shape.vocab,
+                element_bytes=DTYPE_BYTES[self.decisions.dtype],
+            ),
+            logits=accumulates(logits) if fused else reads(logits),
+            labels=reads(labels),
+            stats=reads(stats) if stats else None,
+            grad=None if fused else writes(gradient),
+            loss=accumulates(builder.all("loss")),
+            workspace=workspace,
+        )
+
+    def _autograd(self, suffix: str, tokens: int, labels: Rows) -> None:
+        """Write torch's operators; the gradient of the log-probabilities takes the buffer of the fp32 logits."""
+        wide = self._widen(suffix, tokens)
+        log_probs, gradient = Rows("log_probs", 0, tokens), Rows("d_logits.fp32", 0, tokens)
+        size, column = FP32_BYTES * tokens * self.shape.vocab, FP32_BYTES * tokens
+        self._emit(
+            f"loss.softmax{suffix}",
+            "log_softmax",
+            Rowwise("log_softmax", tokens, SOFTMAX_READS * size, size),
+            logits=reads(wide),
+            out=writes(log_probs),
+        )
+        self._emit(
+            f"loss{suffix}",
+            "nll",
+            Rowwise("nll", tokens, column, FP32_BYTES),
+            log_probs=reads(log_probs),
+            labels=reads(labels),
+            loss=accumulates(self.builder.all("loss")),
+            workspace=self._workspace,
+        )
+        self._emit(
+            f"loss.bwd{suffix}",
+            "nll.bwd",
+            Rowwise("zero", tokens, 0, size + column),
+            labels=reads(labels),
+            grad=writes(wide),
+            workspace=self._workspace,
+        )
+        self._emit(
+            f"loss.softmax.bwd{suffix}",
+            "log_softmax.bwd",
+            Rowwise("log_softmax.bwd", tokens, SOFTMAX_BACKWARD_READS * size, size),
+            grad=reads(wide),
+            log_probs=reads(log_probs),
+            out=writes(gradient),
+        )
+        self._cast(f"loss.narrow{suffix}", gradient, Rows(self.gradient, 0, tokens))
+
+    def _vocabulary_parallel(self, suffix: str, tokens: int, labels: Rows) -> None:
+        """Write Megatron-LM's operators."""
+        wide = self._widen(suffix, tokens)
+        maxima, sums = Rows("loss_maxima", 0, tokens), Rows("loss_sums", 0, tokens)
+        size, column = FP32_BYTES * tokens * self.shape.vocab, FP32_BYTES * tokens
+        self._emit(
+            f"loss.max{suffix}",
+            "largest",
+            Rowwise("loss.max", tokens, size, column),
+            logits=reads(wide),
+            maxima=writes(maxima),
+        )
+        self._combine(f"loss.max.reduce{suffix}", "loss.max_reduce", maxima, 1)
+        self._emit(
+            f"loss.exp{suffix}",
+            "exponentials",
+            Rowwise("loss.exp", tokens, 3 * size + column, 2 * size + 2 * column),
+            logits=accumulates(wide),
+            labels=reads(labels),
+            maxima=reads(maxima),
+            sums=writes(sums),
+            workspace=self._workspace,
+        )
+        self._combine(f"loss.reduce{suffix}", "all_reduce", sums, STATISTICS - 1)
+        self._emit(
+            f"loss{suffix}",
+            "softmax",
+            Rowwise("loss.softmax", tokens, size + 2 * column, size),
+            logits=accumulates(wide),
+            labels=reads(labels),
+            sums=reads(sums),
+            loss=accumulates(self.builder.all("loss")),
+            workspace=self._workspace,
+        )
+        self._emit(
+            f"loss.bwd{suffix}",
+            "gradient",
+            Rowwise("loss.gradient", tokens, size, size),
+            logits=accumulates(wide),
+            labels=reads(labels),
+            workspace=self._workspace,
+        )
+        self._cast(f"loss.narrow{suffix}", wide, Rows(self.gradient, 0, tokens))
+
+    def _emit(self, name: str, op: str, work: Rowwise, **operands: Access | None) -> None:
+        self.builder.emit(name, f"cross_entropy.{op}", Lane.COMPUTE, work, **operands)
+
+    def _widen(self, suffix: str, tokens: int) -> Rows:
+        """Return the fp32 logits: a copy, or the logits themselves when they are fp32."""
+        logits = Rows("logits", 0, tokens)
+        wide = Rows("logits.fp32", 0, tokens) if self._narrow else logits
+        self._cast(f"loss.widen{suffix}", logits, wide)
+        return wide
+
+    def _cast(self, name: str, source: Rows, target: Rows) -> None:
+        """Write a copy to another dtype; nothing where source and target are one."""
+        if source == target:
+            return
+        read, written = (
+            rows.tokens * self.shape.vocab * DTYPE_BYTES[self.builder.dtype(rows.slot)] for rows in (source, target)
+        )
+        work = Rowwise("copy", source.tokens, read, written)
+        self.builder.emit(name, "copy", Lane.COMPUTE, work, source=reads(source), target=writes(target))
+
+    def _combine(self, name: str, op: str, stats: Rows, numbers: int) -> None:
+        """Write the all-reduce of ``numbers`` fp32 numbers a token over the tensor-parallel ranks, if several."""
+        if self.shape.tp == 1:
+            return
+        work = Collective("all_reduce", FP32_BYTES * numbers * stats.tokens, self.shape.tp, "tp")
+        self.builder.emit(name, op, Lane.TP, work, tensor=accumulates(stats))
