@@ -141,7 +141,7 @@ def question_of(options: Options) -> tuple[Plan | None, Question]:
         hardware = with_power(hardware, options["power_w"])
     values = {knob.name: _value(knob, options[knob.name]) for knob in ON_COMMAND_LINE}
     if plan is not None:
-        values["libraries"] = plan.decisions.libraries
+        values |= {"attention": plan.decisions.kernels.attention, "libraries": plan.decisions.libraries}
     return plan, Question(
         model=plan.decisions.model if plan else load_model(options["model"]),
         cluster=cluster,

@@ -25,6 +25,7 @@ AttentionName = Literal[
     "flash3",
     "flash4",
     "cudnn",
+    "triton-flash",
     "torch-flash",
     "torch-cudnn",
     "te-fused",
@@ -51,8 +52,9 @@ class AttentionKernel:
 
 
 ATTENTION_KERNELS: dict[str, AttentionKernel] = {
-    "flash1": AttentionKernel(
-        "flash1", "2022", "FlashAttention 1, or Triton's kernel of its day (flash-attn 0.2 to 1.0)", executed=False
+    "flash1": AttentionKernel("flash1", "2022", "FlashAttention 1 (flash-attn 0.2 to 1.0)", executed=False),
+    "triton-flash": AttentionKernel(
+        "flash1", "2022", "FlashAttention 1 in Triton (flash-attn 0.2 to 1.0, flash_attn_triton)", executed=False
     ),
     "flash2": AttentionKernel("flash2", "2023", "FlashAttention-2 (needs the package flash-attn 2)"),
     "flash3": AttentionKernel(

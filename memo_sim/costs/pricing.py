@@ -133,7 +133,7 @@ class Pricer:
                 return work.moved_bytes / self._host_bytes_per_s
 
     def _repeated(self, work: Attention) -> float:
-        """Return the seconds in which grouped keys and values are repeated for every query head (flash1 only).
+        """Return the seconds in which grouped keys and values are repeated for every query head (flash1, triton-flash).
 
         Forward and backward read the grouped tensors and write the repeated ones; backward also reads the repeated
         gradients and writes their sums.

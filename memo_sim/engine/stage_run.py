@@ -44,7 +44,7 @@ class Prices(Protocol):
 
     @property
     def outside_of(self) -> Mapping[Work, frozenset[str]]:
-        """The curves that were read outside the range of their measurements, by work; work without any may be missing."""
+        """The curves that were read outside their measured range, by work; work without any may be missing."""
 
     def seconds(self, work: Work) -> float:
         """Return how long ``work`` takes when nothing else runs."""

@@ -76,19 +76,21 @@ def test_fewer_heads_and_the_fp32_result_never_gain(h100: Hardware) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "head_dim", "both"),
+    ("name", "kernel", "head_dim", "both"),
     # From flash-attention's published pictures: causal forward and backward, hidden 2048, 16K tokens per batch.
     [
-        ("a100-sxm4-80gb", 128, (55, 62, 69, 76, 80, 83)),
-        ("a100-sxm4-80gb", 64, (58, 70, 77, 87, 92, 97)),
-        ("h100-sxm5-80gb", 128, (98, 109, 108, 126, 135, 137)),
-        ("h100-sxm5-80gb", 64, (104, 123, 136, 138, 149, 156)),
+        ("a100-sxm4-80gb", "flash1", 128, (55, 62, 69, 76, 80, 83)),
+        ("a100-sxm4-80gb", "triton-flash", 128, (50, 61, 68, 74, 78, 80)),
+        ("a100-sxm4-80gb", "triton-flash", 64, (59, 75, 79, 76, 79, 80)),
+        ("a100-sxm4-80gb", "flash1", 64, (58, 70, 77, 87, 92, 97)),
+        ("h100-sxm5-80gb", "flash1", 128, (98, 109, 108, 126, 135, 137)),
+        ("h100-sxm5-80gb", "flash1", 64, (104, 123, 136, 138, 149, 156)),
     ],
 )
 def test_flash_attention_1_has_the_published_rate_of_both_passes(
-    name: str, head_dim: int, both: tuple[int, ...]
+    name: str, kernel: str, head_dim: int, both: tuple[int, ...]
 ) -> None:
-    tables = [t for t in load_hardware(name).attention if (t.kernel, t.head_dim) == ("flash1", head_dim)]
+    tables = [t for t in load_hardware(name).attention if (t.kernel, t.head_dim) == (kernel, head_dim)]
     for tokens, published in zip((512, 1024, 2048, 4096, 8192, 16384), both, strict=True):
         fastest = {t.attention_pass: max(rate for length, _, rate in t.rows if length == tokens) for t in tables}
         assert 3.5e-12 / (1 / fastest["forward"] + 2.5 / fastest["backward"]) == pytest.approx(published, rel=1e-3)

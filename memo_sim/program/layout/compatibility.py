@@ -24,7 +24,7 @@ MOST_ZERO_OF_STAGES = 1
 """Pipeline stages keep whole parameters and gradients, which ZeRO 2 and 3 would divide."""
 
 FLASH1_HEAD_DIM = 128
-"""Largest head size of flash-attn 1 (csrc/flash_attn/fmha_api.cpp at v1.0.9)."""
+"""Largest head size of flash-attn 1 (csrc/flash_attn/fmha_api.cpp and flash_attn_triton.py at v1.0.9)."""
 
 Test = Callable[[Decisions], bool]
 Text = str | Callable[[Decisions], str]
@@ -441,10 +441,10 @@ RULES = (
     MLP_BLOCKS_UNDER_FULL_RECOMPUTE,
     Rule(
         name="FlashAttention 1: head_dim",
-        breaks=lambda d: d.kernels.attention == "flash1" and d.model.head_dim > FLASH1_HEAD_DIM,
+        breaks=lambda d: d.kernels.attention in ("flash1", "triton-flash") and d.model.head_dim > FLASH1_HEAD_DIM,
         what="FlashAttention 1 has no kernel for heads of this size",
         where="decisions.kernels.attention",
-        got=lambda d: f"flash1 with heads of {d.model.head_dim}",
+        got=lambda d: f"{d.kernels.attention} with heads of {d.model.head_dim}",
         wanted=f"heads of at most {FLASH1_HEAD_DIM}",
         hint="another --attention",
     ),

@@ -19,7 +19,10 @@ ATTENTION_KERNELS = tuple(name for name in attention_kernels.ATTENTION_KERNELS i
 new tensors. te-fused: cuDNN through transformer-engine, which needs contiguous tensors and returns new ones. Plain
 attention is no kernel of one call, but products and passes over scores (``program/attention/plain.py``)."""
 
-IN_PLACE = ("flash1", "flash2", "flash3", "flash4")
+FIRST_GENERATION = ("flash1", "triton-flash")
+"""Kernels without grouped queries: keys and values are repeated for every query head."""
+
+IN_PLACE = (*FIRST_GENERATION, "flash2", "flash3", "flash4")
 """Kernels that write results into given tensors."""
 
 FUSED_KINDS = frozenset(
@@ -60,8 +63,9 @@ def attention_workspace_bytes(work: Attention, head_groups: int, *, deterministi
     """Return the scratch of one attention call, which runs in ``head_groups`` groups of heads one after the other.
 
     - flash-attn 1 forward sums its output in fp32 (o_tmp), backward dq in fp32 (dq_tmp) with one fp32 number a row
-      (csrc/flash_attn/fmha_api.cpp at v1.0.9). It knows no grouped queries: keys, values and their gradients exist for
-      every query head.
+      (csrc/flash_attn/fmha_api.cpp at v1.0.9). Its Triton version sums the output in registers and stores one more
+      number a row (flash_attn/flash_attn_triton.py). Neither knows grouped queries: keys, values and their gradients
+      exist for every query head.
     - flash-attn 2 backward needs dq in fp32 (4 bytes x tokens x heads x head_dim) and softmax_d in fp32. With grouped
       queries it also needs dk and dv expanded to all heads. With ``deterministic`` it splits the sum of dq and needs
       one dq for each split: multiprocessors / (batch x heads), rounded up (csrc/flash_attn/flash_api.cpp).
@@ -82,9 +86,9 @@ def attention_workspace_bytes(work: Attention, head_groups: int, *, deterministi
     kv_bytes = work.batch * work.k_tokens * kv_heads * work.head_dim
     row = work.batch * work.q_tokens * heads
     returned = work.kernel not in IN_PLACE
-    if work.kernel == "flash1":
-        rows = 4 * q_bytes + 4 * row  # o_tmp and the log-sum-exp, or dq_tmp and softmax_d
-        return rows + repeated_kv_bytes(work) // head_groups * (2 if work.backward else 1)
+    if work.kernel in FIRST_GENERATION:
+        sums = 2 * 4 * row if work.kernel == "triton-flash" and not work.backward else 4 * q_bytes + 4 * row
+        return sums + repeated_kv_bytes(work) // head_groups * (2 if work.backward else 1)
     copied = (q_bytes + 2 * kv_bytes) * size if work.kernel == "te-fused" else 0
     if not work.backward:
         return copied + (q_bytes * size if returned else 0) + 4 * row
@@ -105,7 +109,7 @@ def attention_workspace_bytes(work: Attention, head_groups: int, *, deterministi
 
 def repeated_kv_bytes(work: Attention) -> int:
     """Return the bytes of keys and values repeated for every query head; 0 for kernels that know grouped queries."""
-    if work.kernel != "flash1" or work.heads == work.kv_heads:
+    if work.kernel not in FIRST_GENERATION or work.heads == work.kv_heads:
         return 0
     return 2 * work.batch * work.k_tokens * work.heads * work.head_dim * DTYPE_BYTES[work.dtype]
 

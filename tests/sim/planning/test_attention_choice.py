@@ -48,6 +48,7 @@ def asked_of(hardware: Hardware, cluster: str = "h100-1x8", system: str = "megat
         ("b200-1x8", {"attention": "flash"}, "flash4"),
         ("b200-1x8", {"attention": "flash", "libraries": "2025"}, "flash2"),
         ("h100-1x8", {"attention": "flash1"}, "flash1"),
+        ("h100-1x8", {"attention": "triton-flash"}, "triton-flash"),
         ("h100-1x8", {"attention": "cudnn"}, "torch-cudnn"),
         ("h100-1x8", {"attention": "torch-flash"}, "torch-flash"),
         ("b200-1x8", {"attention": "te-fused"}, "te-fused"),

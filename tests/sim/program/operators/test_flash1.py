@@ -27,6 +27,12 @@ def test_an_fp32_sum_and_one_number_a_row(backward: bool) -> None:
     assert attention_workspace_bytes(call(backward=backward), 4) == rows * DIM + rows
 
 
+def test_the_triton_version_sums_its_output_in_registers() -> None:
+    rows = TOKENS * HEADS
+    assert attention_workspace_bytes(call("triton-flash"), 1) == 2 * 4 * rows
+    assert attention_workspace_bytes(call("triton-flash", backward=True), 1) == 4 * rows * DIM + 4 * rows
+
+
 def test_grouped_keys_and_values_exist_for_every_query_head() -> None:
     repeated = 2 * 2 * TOKENS * HEADS * DIM
     whole, grouped = call(), call(kv_heads=8)
