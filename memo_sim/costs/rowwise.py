@@ -66,10 +66,20 @@ class RowwiseRates:
 
     def _kernel_seconds(self, kernel: Kernel, work: Rowwise, library: FrameworkLibrary, outside: set[str]) -> float:
         """Return the seconds of one kernel of a framework, over all its launches."""
-        own = self._framework.get((library, kernel.pattern))
-        name, curve = (f"rowwise.{library}.{kernel.pattern}", own) if own else self._curve_of(work)
+        name, curve = self._framework_curve(kernel, work, library)
         each = kernel.moved_bytes(work) // kernel.launches
         return kernel.launches * self._time(name, curve, each, outside)
+
+    def _framework_curve(self, kernel: Kernel, work: Rowwise, library: FrameworkLibrary) -> tuple[str, LogCurve]:
+        """Return the name and curve of a kernel's pattern.
+
+        A pattern without a curve has that of memory-bound kernels where the profile has others of the library, because
+        the operator's own curve then is that of memo-exec's kernels.
+        """
+        if (own := self._framework.get((library, kernel.pattern))) is not None:
+            return f"rowwise.{library}.{kernel.pattern}", own
+        measured = any(name == library for name, _ in self._framework)
+        return ("memory_bound", self._common) if measured else self._curve_of(work)
 
     def _curve_of(self, work: Rowwise) -> tuple[str, LogCurve]:
         """Return the name and the curve of an operator that is one kernel of torch."""

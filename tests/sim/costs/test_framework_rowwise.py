@@ -16,7 +16,13 @@ from memo_sim.program.operators.framework_kernels import framework_kernels, laun
 
 ELEMENTS = 8192 * 4096
 LIBRARIES: tuple[FrameworkLibrary, ...] = ("eager", "compiled", "fused")
-H100 = load_hardware("h100-sxm5-80gb")
+H100 = replace(
+    load_hardware("h100-sxm5-80gb"),
+    rowwise_bytes_per_s={},
+    framework_rowwise_bytes_per_s={},
+    sustained_gemm=None,
+)
+"""A profile whose row-wise operators all have the common curve."""
 
 
 def norm(backward: bool = False, *, residual: bool = True) -> Rowwise:
