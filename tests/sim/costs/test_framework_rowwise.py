@@ -102,3 +102,13 @@ def test_products_run_at_their_sustained_rate() -> None:
     cluster = load_cluster("h100-1x8")[0]
     alone, inside = (Pricer(each, cluster, Layout()).seconds(work) for each in (H100, slower))
     assert inside == pytest.approx(alone / 0.8)
+
+
+def test_a_measured_library_never_takes_the_curves_of_our_own_kernels() -> None:
+    own = {"rms_norm": Curve(x=[1e3, 1e12], y=[1e11, 1e11], source="test")}
+    sources = {**H100.sources, "test": Source(kind="assumed", text="a test's")}
+    ours = replace(H100, rowwise_bytes_per_s=own, sources=sources)
+    assert seconds(norm(), "eager", ours) > 5 * seconds(norm(), "eager", H100)
+    without = with_curves(H100, elementwise=1e12)
+    measured = replace(without, rowwise_bytes_per_s=own)
+    assert seconds(norm(), "eager", measured) == seconds(norm(), "eager", without)

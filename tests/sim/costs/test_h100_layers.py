@@ -1,7 +1,7 @@
 """Whole layers that were measured on an H100, against the sum of the prices of the same layer's instructions.
 
-None of the profile's figures was fitted on these layers but ``sustained_gemm``, the median of their products' rates, and
-seven rows of attention at these layers' batch and heads.
+Only two things in the profile are from these layers: ``sustained_gemm``, the median of their products' rates, and seven
+rows of attention at their batch and heads.
 """
 
 import json
