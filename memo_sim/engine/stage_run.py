@@ -6,7 +6,7 @@ stands for several repetitions counts as often as it is repeated (``repetition.p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import cached_property
 from typing import Protocol
 
@@ -42,7 +42,7 @@ HOST = "launch"
 class Prices(Protocol):
     """The part of a pricer that the engine needs."""
 
-    outside_of: Mapping[Work, frozenset[str]]
+    outside_of: dict[Work, frozenset[str]]
     """The curves that were read outside the range of their measurements, by work; work without any may be missing."""
 
     def seconds(self, work: Work) -> float:
