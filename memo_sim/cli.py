@@ -183,7 +183,7 @@ def validate_command(cases: str | None, report: Path | None, *, every: bool, acc
     from memo_sim.contract.codec import check_not_read, check_writable, encode, write_bytes
     from memo_sim.validation.accepted import accept, accuracy_of, check_accepted, load_accepted
     from memo_sim.validation.cases import list_case_files, load_cases, load_notes, path_of
-    from memo_sim.validation.intervals import held_out
+    from memo_sim.validation.intervals import held_out, shipped_errors
     from memo_sim.validation.validate import check_error, check_evaluated, validate
     from memo_sim.views.tables import validation_report, validation_table
 
@@ -201,13 +201,14 @@ def validate_command(cases: str | None, report: Path | None, *, every: bool, acc
     if not rows:
         raise UsageError("no such rows", got=f"source {source}, system {system}", hint=f"see the columns of {cases}")
     found = with_progress("cases", lambda tell: validate(rows, progress=tell, jobs=options["jobs"]))
+    tested = held_out(found, shipped_errors())
     if options["as_json"]:
         click.echo(encode(found).decode(), nl=False)
     else:
-        click.echo(validation_table(found, seq_tokens=[c.question.seq_tokens for c in rows]))
+        click.echo(validation_table(found, seq_tokens=[c.question.seq_tokens for c in rows], held_out=tested))
     if report:
         told = {"command": _command_line(), "created": _now(), "version": __version__}
-        page = validation_report(found, accuracy_of(found).groups, held_out(found), load_notes(), **told)
+        page = validation_report(found, accuracy_of(found).groups, tested, load_notes(), **told)
         write_bytes(report, page.encode())
     check_evaluated(found)
     if accepting:

@@ -13,6 +13,10 @@ from typing import Literal
 PACKAGES = ("torch", "triton", "numpy", "safetensors", "flash-attn", "flash-attn-4", "transformer-engine")
 
 
+GENERATIONS = {(8, 0): "Ampere", (9, 0): "Hopper", (10, 0): "Blackwell", (10, 3): "Blackwell"}
+"""Architectures of data-centre GPUs by compute capability (NVIDIA's table of CUDA GPUs)."""
+
+
 @dataclass(frozen=True)
 class Machine:
     """The device that plans run on here, and its host."""
@@ -28,6 +32,8 @@ class Machine:
     host_available_bytes: int
     sharing: int = 1
     """How many ranks of this job share the host's memory and cores."""
+    generation: str = ""
+    """The vendor's name of the architecture; empty on a CPU and on a GPU that is not in ``GENERATIONS``."""
 
 
 def this_machine(*, sharing: int = 1) -> Machine:
@@ -44,7 +50,8 @@ def this_machine(*, sharing: int = 1) -> Machine:
     if torch.cuda.is_available():
         device_free, device_total = torch.cuda.mem_get_info()
         name, devices = torch.cuda.get_device_name(), torch.cuda.device_count()
-        return Machine("cuda", name, devices, 1, device_total, device_free, total, available, sharing)
+        generation = GENERATIONS.get(torch.cuda.get_device_capability(), "")
+        return Machine("cuda", name, devices, 1, device_total, device_free, total, available, sharing, generation)
     threads = intra_op_threads(Lane.COMPUTE, torch.device("cpu"), sharing)
     return Machine("cpu", cpu_name(), 1, threads, total, available, total, available, sharing)
 

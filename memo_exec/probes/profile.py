@@ -70,6 +70,7 @@ def profile_of(found: Found, shared: Shared | None, name: str | None) -> Hardwar
     return Hardware(
         name=name or re.sub(r"[^a-z0-9]+", "-", machine.name.lower()).strip("-"),
         device=machine.device,
+        generation=machine.generation,
         peak_flops=peaks,
         device_memory_bytes=Quantity(value=float(machine.device_memory_bytes), source=SYSTEM),
         reserve_bytes={item: Quantity(value=float(size), source=SYSTEM) for item, size in found.reserve_bytes.items()},

@@ -5,12 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import msgspec
+
 import memo_sim
 from memo_sim.contract.attention_kernels import ATTENTION_KERNELS
 from memo_sim.contract.codec import check_distinct, check_not_read, check_writable, sha256_of, write
 from memo_sim.contract.errors import Infeasible, UsageError
 from memo_sim.contract.placement import Placement
-from memo_sim.contract.plan import Decisions, Plan, PlanRow, Prediction, Provenance
+from memo_sim.contract.plan import Decisions, Plan, PlanRow, Prediction, Provenance, StepInterval
 from memo_sim.contract.progress import Progress
 from memo_sim.contract.result import Result
 from memo_sim.engine.simulate import Simulation
@@ -22,11 +24,16 @@ from memo_sim.planning.question import Question
 from memo_sim.planning.search import Evaluated, SearchResult, play, search
 from memo_sim.planning.space import policies
 from memo_sim.program.lower import program_sha256
+from memo_sim.validation.intervals import setting_of, shipped_errors, step_interval, without_interval
 from memo_sim.views.pictures import FORMATS
+from memo_sim.views.plan_table import step_line
 
 LEAST_EXACT = 3
 """How many ranks are exact at least: the best plan, the runner-up, and one more in case the best one's arena does not
 fit. With subsequences no more ranks are exact, because playing one such plan takes seconds."""
+
+
+UNNAMED_FRAMEWORK = "No interval: a plan on PyTorch's allocator does not say which framework it was made for."
 
 
 @dataclass(frozen=True)
@@ -111,7 +118,8 @@ def what_if(
             "The Pareto front covers every layout. Where alpha is open, it covers the fastest alpha and every eighth,"
             " and may lack plans between two eighths."
         )
-    rows = [row(e.decisions, e.prediction, system=_system(e, question)) for e in found.ranked[:top]]
+    rows = [_row(e, question) for e in found.ranked[:top]]
+    interval = interval_of(question, simulation.decisions, simulation.prediction) if simulation else None
     result = Result(
         model=question.model.name,
         cluster=question.cluster.name,
@@ -120,11 +128,31 @@ def what_if(
         plans=rows,
         evaluated=found.evaluated,
         pruned=found.pruned,
-        why=[*explain(question, found, simulation, arena), *beyond],
-        front=[row(e.decisions, e.prediction, system=_system(e, question)) for e in found.front],
+        why=[
+            *_certainty(question, simulation, interval),
+            *explain(question, found, simulation, arena, interval=interval),
+            *beyond,
+        ],
+        front=[_row(e, question) for e in found.front],
         front_is_whole=pareto,
     )
     return Answer(result, simulation, arena, found)
+
+
+def interval_of(question: Question, decisions: Decisions, prediction: Prediction) -> StepInterval | None:
+    """Return the interval of a plan's step, from the errors that ship with memo; None where there is none."""
+    setting = setting_of(question.system, decisions, question.hardware, prediction)
+    return step_interval(prediction.step_s, setting, shipped_errors())
+
+
+def _certainty(question: Question, best: Simulation | None, interval: StepInterval | None) -> list[str]:
+    """Return how exact the best plan's step is, or why that is not known."""
+    if best is None or best.prediction.step_s is None:
+        return []
+    if interval is not None:
+        return [step_line(best.prediction.step_s, interval)]
+    setting = setting_of(question.system, best.decisions, question.hardware, best.prediction)
+    return [without_interval(setting, shipped_errors())]
 
 
 def _best_that_fits(question: Question, found: SearchResult) -> tuple[Simulation | None, Arena | None]:
@@ -149,6 +177,11 @@ def price(plan: Plan, question: Question) -> Answer:
     found = SearchResult(ranked=[Evaluated(policy, plan.decisions, prediction)], evaluated=1, pruned=0)
     simulation, arena = _best_that_fits(question, found)
     line = row(plan.decisions, found.ranked[0].prediction, system="plan")
+    # A plan does not say which framework it was made for. In planned memory that does not matter.
+    named = plan.decisions.memory_policy == "planned"
+    interval = interval_of(question, plan.decisions, found.ranked[0].prediction) if simulation and named else None
+    line = msgspec.structs.replace(line, interval=interval)
+    sure = _certainty(question, simulation, interval) if named else [UNNAMED_FRAMEWORK]
     result = Result(
         model=plan.decisions.model.name,
         cluster=question.cluster.name,
@@ -157,7 +190,11 @@ def price(plan: Plan, question: Question) -> Answer:
         plans=[line],
         evaluated=1,
         pruned=0,
-        why=[*explain(question, found, simulation, arena), *_idle(plan.decisions, question)],
+        why=[
+            *(sure if simulation else []),
+            *explain(question, found, simulation, arena, interval=interval),
+            *_idle(plan.decisions, question),
+        ],
     )
     return Answer(result, simulation, arena)
 
@@ -194,11 +231,14 @@ def plan_of(
     The placement is None for a step of too many micro-batches, and where memory is not planned.
     """
     placement = arena.placement if arena and arena.whole else None
+    prediction = arena.prediction if arena else simulation.prediction
     plan = Plan(
         decisions=simulation.decisions,
         program_sha256=program_sha256(simulation.full_programs),
         placement_sha256=sha256_of(placement) if placement else "",
-        prediction=arena.prediction if arena else simulation.prediction,
+        prediction=msgspec.structs.replace(
+            prediction, interval=interval_of(question, simulation.decisions, prediction)
+        ),
         provenance=Provenance(
             created=created,
             memo_version=memo_sim.__version__,
@@ -235,8 +275,15 @@ def write_files(answer: Answer, question: Question, outputs: Outputs, *, created
         write(outputs.plan, plan)
 
 
+def _row(evaluated: Evaluated, question: Question) -> PlanRow:
+    """Return one evaluated plan as a row, with its interval."""
+    plain = row(evaluated.decisions, evaluated.prediction, system=_system(evaluated, question))
+    interval = interval_of(question, evaluated.decisions, evaluated.prediction)
+    return msgspec.structs.replace(plain, interval=interval)
+
+
 def row(decisions: Decisions, prediction: Prediction, *, system: str) -> PlanRow:
-    """Return one plan as a row of the result document."""
+    """Return one plan as a row of the result document, without an interval."""
     return PlanRow(
         status=prediction.status,
         system=system,
@@ -263,6 +310,7 @@ def row(decisions: Decisions, prediction: Prediction, *, system: str) -> PlanRow
         shortfall_bytes=prediction.shortfall_bytes,
         reason=prediction.reason,
         outside_calibration=prediction.outside_calibration,
+        interval=prediction.interval,
     )
 
 

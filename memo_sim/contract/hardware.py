@@ -168,6 +168,8 @@ class Hardware(
 
     name: str
     device: Literal["cuda", "cpu"]
+    generation: str = ""
+    """The vendor's name of the architecture (Ampere, Hopper, Blackwell); empty where errors were never published."""
     peak_flops: dict[DtypeName, Quantity]
     """Dense peak FLOP/s by dtype; MFU is a fraction of it."""
     device_memory_bytes: Quantity

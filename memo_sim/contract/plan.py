@@ -286,6 +286,27 @@ class MovedBytes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     h2d: Bytes = 0
 
 
+class StepInterval(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The range in which a measured step is expected, from the errors on published rows of the same class.
+
+    ``docs/validation.md`` says how it is made and how it is tested.
+    """
+
+    low_s: Seconds
+    high_s: Seconds
+    level: Fraction
+    """Share of new rows that the range holds, if their errors are like those of the rows it comes from."""
+    rows: Positive
+    sources: Positive
+    """Publications that the rows come from."""
+    generation: str
+    framework: str
+    allocation_retries: bool = False
+    """Whether the rows, like the plan, have allocation retries."""
+    beyond: list[str] = []
+    """What no such row has: a longer sequence, more devices, another kernel. Each makes the range wider."""
+
+
 class Prediction(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The engine's prediction for a plan on one cluster; it has no times when the plan does not fit."""
 
@@ -309,6 +330,8 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     reason: str = ""
     outside_calibration: list[str] = []
     """Curves that were read outside the range of their measurements, by work of more than 5 % of the step."""
+    interval: StepInterval | None = None
+    """Null when the plan does not fit, or when fewer than five rows of its class are published."""
 
 
 class Provenance(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -367,3 +390,5 @@ class PlanRow(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     shortfall_bytes: Bytes = 0
     reason: str = ""
     outside_calibration: list[str] = []
+    interval: StepInterval | None = None
+    """Null when the plan does not fit, or when fewer than five rows of its class are published."""

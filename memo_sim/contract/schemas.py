@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from memo_sim.contract.accuracy import Accuracies
+from memo_sim.contract.accuracy import Accuracies, PublishedErrors
 from memo_sim.contract.cluster import Cluster
 from memo_sim.contract.comparison import Comparison
 from memo_sim.contract.errors import UsageError, did_you_mean
@@ -37,6 +37,7 @@ DOCUMENTS: dict[str, type[msgspec.Struct]] = {
     "validation": Validation,
     "comparison": Comparison,
     "figure": Figure,
+    "errors": PublishedErrors,
 }
 
 

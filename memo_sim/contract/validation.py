@@ -6,6 +6,7 @@ from typing import Literal
 
 import msgspec
 
+from memo_sim.contract.accuracy import Setting
 from memo_sim.contract.plan import Layout, Status
 
 Measured = Literal["mfu", "tgs", "step_ms", "allocated_gib", "reserved_gib", "allocation_retries"]
@@ -32,6 +33,8 @@ class CasePrediction(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """Busy fraction of the step for each lane of the slowest rank."""
     waits: dict[str, float] = {}
     """Fraction of the step that compute waits, by what it waits for; only the longest waits."""
+    setting: Setting | None = None
+    """What decides which other rows have errors of the same kind; null for a row that was not evaluated."""
 
 
 class Expectation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -59,9 +62,10 @@ class CaseError(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class Interval(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The range in which the measurement is expected, from the errors of ``cases`` other predictions of the same kind.
+    """The range in which the measurement is expected, from the errors on ``cases`` rows of other sources.
 
-    ``low`` and ``high`` are in the quantity's unit; ``level`` is the fraction of such cases inside the range.
+    They have the same GPU generation and class of framework. ``low`` and ``high`` are in the quantity's unit; ``level``
+    is the fraction of such cases inside the range.
     """
 
     quantity: Measured
@@ -69,6 +73,8 @@ class Interval(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     high: float
     level: float
     cases: int
+    beyond: list[str] = []
+    """What none of these rows has, and widened the interval."""
 
 
 class CaseReport(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -84,7 +90,7 @@ class CaseReport(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     model: str = ""
     seq_tokens: int = 0
     interval: Interval | None = None
-    """Null when nothing was predicted, or when too few other cases of the same system were measured."""
+    """Null when nothing was predicted, or when other sources have fewer than five rows of the same class."""
 
 
 class Validation(

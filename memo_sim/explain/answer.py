@@ -9,13 +9,13 @@ import msgspec
 
 from memo_sim.contract.hardware import BOARD, DISTURBED, POWER
 from memo_sim.contract.knobs import FrameworkLibrary
-from memo_sim.contract.plan import Decisions, Prediction
+from memo_sim.contract.plan import Decisions, Prediction, StepInterval
 from memo_sim.contract.units import counted, format_bytes, format_seconds, format_tokens
 from memo_sim.engine.simulate import ALLOCATOR, Simulation
 from memo_sim.explain.attention import attention
 from memo_sim.explain.metp import metp
 from memo_sim.explain.remedies import ways_out
-from memo_sim.explain.runner_up import label, runner_up, ties
+from memo_sim.explain.runner_up import closer_than_the_interval, label, runner_up, ties
 from memo_sim.explain.subsequences import balance, heuristic, subsequences
 from memo_sim.planning.arena import Arena
 from memo_sim.planning.outcome import Evaluated, SearchResult
@@ -47,9 +47,17 @@ SMALLEST_SHARE = 0.0005
 
 
 def explain(
-    question: Question, found: SearchResult, simulation: Simulation | None, arena: Arena | None = None
+    question: Question,
+    found: SearchResult,
+    simulation: Simulation | None,
+    arena: Arena | None = None,
+    *,
+    interval: StepInterval | None = None,
 ) -> list[str]:
-    """Return the reasons, most important first. When no plan fits, return what is missing and what would help."""
+    """Return the reasons, most important first. When no plan fits, return what is missing and what would help.
+
+    ``interval`` is that of the best plan's step.
+    """
     if simulation is None:
         return _nothing_fits(question, found)
     lines = [*_rounded(question, simulation), _binding(simulation), *attention(question, simulation.decisions)]
@@ -72,6 +80,7 @@ def explain(
         *_fallback(question, found),
         *runner_up(found),
         *ties(found),
+        *closer_than_the_interval(found, interval),
     ]
     if outside := simulation.outside_shares:
         listed = ", ".join(f"{name} ({share:.0%} of the step)" for name, share in outside.items())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from memo_sim.contract.plan import Prediction
+from memo_sim.contract.plan import Prediction, StepInterval
 from memo_sim.contract.units import format_bytes, format_seconds
 from memo_sim.planning.outcome import Evaluated, SearchResult, ranked_s
 from memo_sim.views.plan_table import layout_label
@@ -67,6 +67,22 @@ def ties(found: SearchResult) -> list[str]:
     equal = [e for e in tied if ranked_s(e.prediction.step_s or 0.0) == first_s]
     decides = "least host memory, then least device memory" if equal else "step time"
     return [f"Equally fast (within {TIED:.1%}): {listed}{more}. They are ranked by {decides}."]
+
+
+def closer_than_the_interval(found: SearchResult, interval: StepInterval | None) -> list[str]:
+    """Say how many plans differ from the best by less than a prediction's error."""
+    best = found.best
+    if best is None or best.prediction.step_s is None or interval is None:
+        return []
+    step_s = best.prediction.step_s
+    margin = max(interval.high_s / step_s, step_s / interval.low_s) - 1 if interval.low_s else float("inf")
+    others = [e for e in found.ranked if e is not best and e.prediction.step_s is not None]
+    close = sum((e.prediction.step_s or 0.0) <= step_s * (1 + margin) for e in others)
+    if not close:
+        return []
+    plans = "1 other plan is" if close == 1 else f"{close} other plans are"
+    text = f"{plans} within {margin:.1%} of the best, closer than the interval; measured, one of them may be faster"
+    return [f"{text}."]
 
 
 def _beside(best: Evaluated, other: Evaluated) -> str:

@@ -36,6 +36,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from memo_sim.contract.accuracy import Framework
 from memo_sim.contract.errors import UsageError, did_you_mean
 from memo_sim.contract.knobs import CpExchange, MemoryPolicy, Overlap, RowwiseKernel, Schedule
 from memo_sim.contract.plan import Decisions, HostAllocator
@@ -115,6 +116,9 @@ class System:
     short_sequences: tuple[Policy, ...] = ()
     host_allocator: HostAllocator = "exact"
     memory_policy: MemoryPolicy = "planned"
+    framework: Framework = "torch"
+    """The code base that the system is built on. It decides, where memory is not planned, which published rows have
+    errors of the same kind."""
     degrees: tuple[str, ...] = ("tp", "cp", "dp")
     pinnable: tuple[str, ...] = ()
     zeros: tuple[int, ...] = (1,)
@@ -190,6 +194,7 @@ SYSTEMS = {
             "memo",
             "MEMO: token-wise recompute and swap, keep when that fits and is faster; one pinned block a layer",
             (TOKENWISE,),
+            framework="megatron",
             short_sequences=(KEEP,),
             host_allocator="power_of_two",
             pinnable=("metp",),
@@ -215,6 +220,7 @@ SYSTEMS = {
             "megatron-lm",
             "Megatron-LM: tp with sequence parallelism, ring cp, pp, dp with ZeRO 1; own recompute, caching allocator",
             (KEEP, SELECTIVE_RECOMPUTE, FULL_RECOMPUTE),
+            framework="megatron",
             memory_policy="eager",
             rowwise="fused",
             degrees=("tp", "cp", "pp", "dp"),
@@ -229,6 +235,7 @@ SYSTEMS = {
             "deepspeed-ulysses",
             "DeepSpeed-Ulysses: all-to-all around attention and ZeRO 3; full recompute, caching allocator",
             (FULL_RECOMPUTE,),
+            framework="deepspeed",
             memory_policy="eager",
             rowwise="fused",
             degrees=("ulysses", "dp"),
@@ -264,6 +271,7 @@ SYSTEMS = {
             "deepspeed-fpdt",
             "DeepSpeed-Ulysses with FPDT: ZeRO 3, full recompute from host inputs; attention, MLP and loss in chunks",
             (LEAST_MEMORY,),
+            framework="deepspeed",
             memory_policy="eager",
             rowwise="fused",
             chunk_tokens=64 * KIB,
@@ -282,6 +290,7 @@ SYSTEMS = {
             "seq1f1b",
             "Seq1F1B: subsequences of equal work through pipeline stages in 1F1B's order; keep or full recompute",
             (KEEP, FULL_RECOMPUTE),
+            framework="megatron",
             degrees=("tp", "pp"),
             subsequences=True,
         ),
@@ -290,6 +299,7 @@ SYSTEMS = {
             "SPPO: subsequences through pipeline stages, each offloaded by what hides under the next; tp in a node, "
             "multiplexed where all stages are in one",
             (SEQUENCE_AWARE, FULL_SWAP),
+            framework="megatron",
             degrees=("tp", "pp"),
             subsequences=True,
             offload_windows=(1, LAGGING),

@@ -7,7 +7,7 @@ writes the file again, and reviewers see that in the change.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from math import expm1
+from math import expm1, log1p
 from pathlib import Path
 
 from memo_sim.contract import codec
@@ -16,7 +16,16 @@ from memo_sim.contract.catalog import DATA
 from memo_sim.contract.errors import OutOfTolerance
 from memo_sim.contract.units import counted
 from memo_sim.contract.validation import CaseReport, Validation
-from memo_sim.validation.intervals import LEVEL, bounds, by_source_and_system, judged, log_ratio
+from memo_sim.validation.intervals import (
+    ERRORS,
+    LEVEL,
+    bounds,
+    by_source_and_system,
+    errors_document,
+    errors_of,
+    judged,
+    load_errors,
+)
 from memo_sim.views.accuracy import judged_error, summarise
 
 ACCEPTED = DATA / "accuracy.json"
@@ -34,7 +43,7 @@ def accuracy_of(validation: Validation) -> Accuracies:
 def _group(cases: Sequence[CaseReport]) -> GroupAccuracy:
     predicted = [case for case in cases if not case.fitted]
     summary = next((s for s in summarise(cases) if not s.fitted), None)
-    between = bounds([ratio for case in predicted if (ratio := log_ratio(case)) is not None])
+    between = bounds([-log1p(e) for case in predicted if (e := judged_error(case)) is not None])
     return GroupAccuracy(
         cases=len(predicted),
         not_evaluated=sum(case.predicted.status == "invalid" for case in predicted),
@@ -58,9 +67,16 @@ def load_accepted(path: Path = ACCEPTED) -> Accuracies:
 
 
 def accept(validation: Validation, path: Path = ACCEPTED) -> Accuracies:
-    """Write the accuracy of ``validation`` as accepted; keep the groups that it does not contain. Return all groups."""
+    """Write the accuracy of ``validation`` as accepted; keep the groups that it does not contain. Return all groups.
+
+    The errors that intervals come from are written beside it; errors of sources that it does not contain are kept.
+    """
     known = load_accepted(path).groups if path.exists() else {}
     found = Accuracies(groups=dict(sorted((known | accuracy_of(validation).groups).items())))
+    beside = path.with_name(ERRORS.name)
+    mine = {case.source for case in validation.cases}
+    kept = [error for error in (load_errors(beside) if beside.exists() else ()) if error.source not in mine]
+    codec.write(beside, errors_document([*kept, *errors_of(validation)]))
     codec.write(path, found)
     return found
 

@@ -27,7 +27,7 @@ from memo_sim.planning.presets import SYSTEMS
 from memo_sim.planning.question import Pins, Question
 from memo_sim.planning.search import Evaluated, search
 from memo_sim.validation.cases import SIZES, Case, CaseQuestion
-from memo_sim.validation.intervals import with_intervals
+from memo_sim.validation.intervals import setting_of, shipped_errors, with_intervals
 from memo_sim.views.accuracy import QUANTITIES, summarise
 from memo_sim.views.plan_table import layout_label
 
@@ -53,7 +53,8 @@ def validate(
         if progress:
             progress(len(found), len(cases))
     return with_intervals(
-        Validation(cases=[_report(case, *predicted) for case, predicted in zip(cases, found, strict=True)])
+        Validation(cases=[_report(case, *predicted) for case, predicted in zip(cases, found, strict=True)]),
+        shipped_errors(),
     )
 
 
@@ -119,6 +120,7 @@ def predict(asked: CaseQuestion, *, change: Callable[[Hardware], Hardware] | Non
             if prediction.step_s
             else {},
             waits=_waits(prediction),
+            setting=setting_of(asked.system, outcome.decisions, question.hardware, prediction),
         ),
         fitted,
     )

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from memo_sim.contract.validation import CaseReport, Measured
 
-JUDGED: tuple[Measured, ...] = ("step_ms", "mfu")
+JUDGED: tuple[Measured, ...] = ("step_ms", "mfu", "tgs")
 """Speed quantities; the first one that was measured is judged."""
 
 QUANTITIES = ("mfu", "tgs", "step_ms", "allocated_gib", "reserved_gib", "allocation_retries")
@@ -44,16 +44,30 @@ class Accuracy:
 
 @dataclass(frozen=True)
 class HeldOut:
-    """How many rows of held-out groups lie in the interval made from the other groups' errors.
+    """The test of one class's intervals: rows of held-out sources in the interval made from the other sources.
 
-    ``rows`` is 0 where too few groups are left after one is held out.
+    ``rows`` is 0 where too few rows are left after any source is held out.
     """
 
-    by: str
-    """What the rows of a group share: model or length."""
-    groups: int
+    name: str
+    """The class (``class_label``)."""
+    sources: int
+    known: int
+    """Rows of the class."""
+    held_out: int
+    """Sources that were held out."""
     rows: int
+    """Rows of the sources that were held out."""
     inside: int
+    median_width: float
+    """Median of (high - low) / predicted step time."""
+    error: float
+    """80 % of the held-out rows have a smaller |measured / predicted step time - 1|."""
+
+
+def class_label(generation: str, framework: str, *, retries: bool) -> str:
+    """Return the name of a class of predictions: ``Ampere, megatron class with allocation retries``."""
+    return f"{generation}, {framework} class{' with allocation retries' if retries else ''}"
 
 
 def summarise(cases: Sequence[CaseReport], groups: Sequence[str] | None = None) -> list[Accuracy]:
@@ -91,7 +105,7 @@ def _accuracy(name: str, fitted: bool, cases: Sequence[CaseReport]) -> Accuracy:
 
 
 def judged_error(case: CaseReport) -> float | None:
-    """Return the error of step time or else of MFU; None where neither is both predicted and measured."""
+    """Return the error of step time, or else of MFU or TGS; None where none is both predicted and measured."""
     return next((e for q in JUDGED if (e := getattr(case.error, q)) is not None), None)
 
 

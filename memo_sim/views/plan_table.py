@@ -9,9 +9,10 @@ from collections.abc import Mapping, Sequence
 from textwrap import shorten
 
 from memo_sim.contract.knobs import PINNED, Listed, Mark
-from memo_sim.contract.plan import Layout, PlanRow, Stall
+from memo_sim.contract.plan import Layout, PlanRow, Stall, StepInterval
 from memo_sim.contract.result import Result
 from memo_sim.contract.units import GIB, MIB, counted, format_bytes, format_seconds, format_tokens
+from memo_sim.views.accuracy import class_label
 from memo_sim.views.palette import ordered_classes
 from memo_sim.views.text_table import number, percent, text_table
 
@@ -67,6 +68,22 @@ def result_table(result: Result, *, top: int | None = None) -> str:
     return "\n\n".join(blocks)
 
 
+def step_line(step_s: float, interval: StepInterval) -> str:
+    """Return a step with its interval: ``Step 667 s (664 to 697 s, 80 %, from 50 rows of Ampere, planned class)``."""
+    name = class_label(interval.generation, interval.framework, retries=interval.allocation_retries)
+    rows = f"{counted(interval.rows, 'row')} of {name}"
+    text = f"Step {format_seconds(step_s)} ({interval_label(interval)}, {100 * interval.level:.0f} %, from {rows})"
+    if interval.beyond:
+        text += f"; wider than where rows were measured: {', '.join(interval.beyond)}"
+    return f"{text}."
+
+
+def interval_label(interval: StepInterval, digits: int = LEAST_DIGITS) -> str:
+    """Return the two ends of an interval in one unit: ``654 to 690 s``."""
+    low, high = format_seconds(interval.low_s, digits), format_seconds(interval.high_s, digits)
+    return f"{low.removesuffix(high[high.index(' ') :])} to {high}"
+
+
 def ranked_table(plans: Sequence[PlanRow], *, top: int | None = None) -> str:
     """Return the plans that fit, in the given order, one per row."""
     rows: list[list[str | None]] = []
@@ -74,6 +91,7 @@ def ranked_table(plans: Sequence[PlanRow], *, top: int | None = None) -> str:
     digits = _digits([p.step_s for p in plans[:top] if p.step_s is not None])
     # One unit for the whole table: GiB, or MiB for small models.
     unit, scale = ("GiB", GIB) if any(p.peak_device_bytes >= GIB for p in plans[:top]) else ("MiB", MIB)
+    sure = any(p.interval for p in plans[:top])
     cached = any(p.memory_policy != "planned" for p in plans[:top])
     for rank, plan in enumerate(plans[:top], start=1):
         outside.update(plan.outside_calibration)
@@ -87,6 +105,7 @@ def ranked_table(plans: Sequence[PlanRow], *, top: int | None = None) -> str:
                 f"{plan.alpha:.3f}{f' w{plan.offload_window}' if plan.offload_window else ''}",
                 _recompute(plan),
                 None if plan.step_s is None else format_seconds(plan.step_s, digits),
+                *([interval_label(plan.interval) if plan.interval else None] if sure else []),
                 None if plan.mfu is None else f"{100 * plan.mfu:.2f}",
                 number(plan.tgs),
                 f"{plan.peak_device_bytes / scale:.1f}",
@@ -102,13 +121,14 @@ def ranked_table(plans: Sequence[PlanRow], *, top: int | None = None) -> str:
         "alpha",
         "recompute",
         "step",
+        *(["interval"] if sure else []),
         "MFU %",
         "TGS",
         f"device {unit}",
         *(["memory", f"reserved {unit}", "retries"] if cached else []),
         f"host {unit}/node",
     ]
-    table = text_table([*headers, "compute waits for"], rows, "rllrlrrrr" + "lrr" * cached + "rl")
+    table = text_table([*headers, "compute waits for"], rows, "rllrlr" + "r" * sure + "rrr" + "lrr" * cached + "rl")
     if outside:
         table += f"\n* outside the calibrated range: {', '.join(sorted(outside))}"
     if top is not None and len(plans) > top:

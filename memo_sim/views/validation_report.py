@@ -9,12 +9,12 @@ from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
 
 from memo_sim.contract.accuracy import GroupAccuracy
-from memo_sim.contract.units import counted, format_tokens
+from memo_sim.contract.units import format_tokens
 from memo_sim.contract.validation import CaseReport, Validation
 from memo_sim.views.accuracy import JUDGED, Accuracy, HeldOut, judged_error, rank_correlation, summarise
 from memo_sim.views.plan_table import layout_label
 from memo_sim.views.text_table import number, percent
-from memo_sim.views.validation_table import LABELS
+from memo_sim.views.validation_table import INTERVAL_HEADERS, LABELS, interval_rows
 
 WORST = 16
 """How many of the largest errors are explained."""
@@ -26,21 +26,23 @@ HOW_TO_READ = """An error is predicted / measured - 1; the bias is the mean of s
 of absolute values. Rows on which a constant was fitted are marked, counted apart, and used for no interval. A
 prediction sees only the row's question; layouts that a source does not print are searched under the system's rules.
 
-The interval of a prediction comes from the other rows of its source and system on which nothing was fitted: 80 % of
-their measured / predicted lie inside it (order statistics; for fewer than nineteen rows it reaches from the smallest to
-the largest). About the same number of rows lies outside for any errors, so a single row outside its own interval is no
-failure, and a row inside is no success.
+The interval of a prediction comes from the rows of other sources that have the same GPU generation and class of
+framework, and on which nothing was fitted: it is the shortest range that holds 80 % of their measured / predicted step
+times (for fewer than nine rows, all). It is wider for sequences longer, and jobs larger, than any of those rows, and
+for kernels that none of them has. Fewer than five such rows make no interval.
 
-The column "other groups' interval holds" tests the intervals. All rows of a model (or of one length, where a source
-has only one model) are held out, and the column counts how many of them lie in the interval made from the other
-groups. 80 % is what the interval promises. A smaller share means that each group has its own error, and that a new
-model may lie outside. Groups of one row, and groups that leave fewer than five other rows, are not counted."""
+"80 % within" is different: between these two errors lie 80 % of the rows of the same source and system."""
+
+HOW_INTERVALS_DO = """Every source was held out in turn, and its rows are counted that lie in the interval from the
+other sources of the same class. 80 % is what the interval promises. The width is (high - low) / predicted; 80 % of the
+rows held out have a smaller error than the last column, so a width of twice that figure is what a perfect interval
+around the prediction would have."""
 
 
 def validation_report(
     validation: Validation,
     accuracies: Mapping[str, GroupAccuracy],
-    held_out: Mapping[str, HeldOut],
+    held_out: Sequence[HeldOut],
     notes: Sequence[tuple[str, str]],
     *,
     command: str,
@@ -49,7 +51,7 @@ def validation_report(
 ) -> str:
     """Return the page; ``notes`` are (pattern of case names, text).
 
-    ``accuracies`` and ``held_out`` have keys ``<source>/<system>``.
+    ``accuracies`` have keys ``<source>/<system>``.
     """
     cases = validation.cases
     parts = [
@@ -57,7 +59,8 @@ def validation_report(
         f"Written by `{command}`, {created}, memo {version}; no GPU was used.",
         HOW_TO_READ,
         "## By source and system",
-        _summary(cases, accuracies, held_out),
+        _summary(cases, accuracies),
+        *_intervals(held_out),
         *_longest(cases),
         "## By model",
         _by(cases, [f"{c.source} {c.system} {c.model}" for c in cases]),
@@ -86,19 +89,24 @@ def _grouped(cases: Sequence[CaseReport], name: Callable[[CaseReport], str]) -> 
     return groups
 
 
-def _summary(
-    cases: Sequence[CaseReport], accuracies: Mapping[str, GroupAccuracy], held_out: Mapping[str, HeldOut]
-) -> str:
+def _intervals(held_out: Sequence[HeldOut]) -> list[str]:
+    """Return how the intervals do on sources that they were made without."""
+    if not held_out:
+        return []
+    return ["## Intervals", HOW_INTERVALS_DO, markdown_table(INTERVAL_HEADERS, interval_rows(held_out), "lrrlrrr")]
+
+
+def _summary(cases: Sequence[CaseReport], accuracies: Mapping[str, GroupAccuracy]) -> str:
     headers = ["source", "system", "", "rows", "not evaluated", "status right", "quantity", "n", "bias", "mean error"]
-    headers += ["largest", "rank correlation", "80 % within", "other groups' interval holds"]
+    headers += ["largest", "rank correlation", "80 % within"]
     rows: list[list[str | None]] = []
     for name, members in _grouped(cases, lambda c: f"{c.source}/{c.system}").items():
         for accuracy in summarise(members, [name] * len(members)):
             chosen = [c for c in members if c.fitted == accuracy.fitted]
             invalid = sum(c.predicted.status == "invalid" for c in chosen)
             head = [*name.split("/", 1), _kind(accuracy), str(accuracy.rows), str(invalid) if invalid else None]
-            rows += _quantities(accuracy, head, chosen, accuracies.get(name), held_out.get(name))
-    return markdown_table(headers, rows, "lllrrrlrrrrrrr")
+            rows += _quantities(accuracy, head, chosen, accuracies.get(name))
+    return markdown_table(headers, rows, "lllrrrlrrrrrr")
 
 
 def _quantities(
@@ -106,7 +114,6 @@ def _quantities(
     head: list[str | None],
     cases: Sequence[CaseReport],
     group: GroupAccuracy | None,
-    held: HeldOut | None,
 ) -> list[list[str | None]]:
     statuses = f"{accuracy.statuses_right}/{accuracy.statuses}" if accuracy.statuses else None
     rows: list[list[str | None]] = []
@@ -121,14 +128,9 @@ def _quantities(
         )
         row = [LABELS[quantity], str(errors.count), percent(errors.bias, signed=True), percent(errors.mean_abs)]
         row += [f"{percent(errors.max_abs)} ({errors.worst})", number(rank, 3) if speed else None, band]
-        row.append(_held(held) if judged and held else None)
         rows.append([*head, statuses, *row])
         head, statuses = [None] * len(head), None
-    return rows or [[*head, statuses, *[None] * 8]]
-
-
-def _held(held: HeldOut) -> str:
-    return f"{held.inside}/{held.rows} ({counted(held.groups, held.by)} held out)" if held.rows else "too few groups"
+    return rows or [[*head, statuses, *[None] * 7]]
 
 
 def _kind(accuracy: Accuracy) -> str:

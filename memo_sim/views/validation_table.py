@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from memo_sim.contract.units import format_tokens
+from memo_sim.contract.units import counted, format_tokens
 from memo_sim.contract.validation import CaseReport, Validation
-from memo_sim.views.accuracy import QUANTITIES, Accuracy, summarise
+from memo_sim.views.accuracy import QUANTITIES, Accuracy, HeldOut, summarise
 from memo_sim.views.plan_table import layout_label
 from memo_sim.views.text_table import number, percent, text_table
 
@@ -20,9 +20,38 @@ LABELS = {
 }
 
 
-def validation_table(validation: Validation, *, seq_tokens: Sequence[int] | None = None) -> str:
-    """Return the cases and the summary of their errors; ``seq_tokens`` of the cases adds a summary by length."""
-    return f"{case_table(validation.cases)}\n\n{summary_table(validation.cases, seq_tokens=seq_tokens)}"
+def validation_table(
+    validation: Validation, *, seq_tokens: Sequence[int] | None = None, held_out: Sequence[HeldOut] = ()
+) -> str:
+    """Return the cases, the summary of their errors, and the test of the intervals where ``held_out`` has one.
+
+    ``seq_tokens`` of the cases adds a summary by length.
+    """
+    blocks = [case_table(validation.cases), summary_table(validation.cases, seq_tokens=seq_tokens)]
+    return "\n\n".join([*blocks, interval_table(held_out)] if held_out else blocks)
+
+
+INTERVAL_HEADERS = ("class", "sources", "rows", "held out", "inside", "median width", "80 % error")
+
+
+def interval_rows(held_out: Sequence[HeldOut]) -> list[list[str | None]]:
+    """Return the test of the intervals by class, with the columns ``INTERVAL_HEADERS``."""
+    rows: list[list[str | None]] = []
+    for test in held_out:
+        head: list[str | None] = [test.name, str(test.sources), str(test.known)]
+        if not test.rows:
+            rows.append([*head, "too few other rows", None, None, None])
+            continue
+        inside = f"{test.inside}/{test.rows} ({percent(test.inside / test.rows, digits=0)})"
+        rows.append([*head, counted(test.held_out, "source"), inside, percent(test.median_width), percent(test.error)])
+    return rows
+
+
+def interval_table(held_out: Sequence[HeldOut]) -> str:
+    """Return how the intervals do on rows of sources that they were made without, by class."""
+    return "80 % intervals without a row's own source\n" + text_table(
+        INTERVAL_HEADERS, interval_rows(held_out), "lrrlrrr"
+    )
 
 
 def case_table(cases: Sequence[CaseReport]) -> str:

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import msgspec
 import pytest
 
-from memo_sim.contract.accuracy import Accuracies, GroupAccuracy
+from memo_sim.contract.accuracy import Accuracies, ErrorGroup, GroupAccuracy, PublishedErrors
 from memo_sim.contract.cluster import Cluster, Network
 from memo_sim.contract.comparison import Comparison, Ratio, StepFigures
 from memo_sim.contract.figure import Figure, Line, Point
@@ -32,6 +32,7 @@ from memo_sim.contract.plan import (
     Prediction,
     Provenance,
     Stall,
+    StepInterval,
 )
 from memo_sim.contract.requests import Phase, Requests
 from memo_sim.contract.result import MoreMemory, Result
@@ -148,6 +149,16 @@ def plan() -> Plan:
         lanes={"compute": 1.0, "d2h": 0.25},
         stalls=[Stall(lane="compute", waits_for="h2d", seconds=0.125, count=3)],
         outside_calibration=["attention flash2 forward"],
+        interval=StepInterval(
+            low_s=1.125,
+            high_s=1.5,
+            level=0.8,
+            rows=30,
+            sources=3,
+            generation="Ampere",
+            framework="planned",
+            beyond=["16 devices (the largest row has 8)"],
+        ),
     )
     provenance = Provenance(created="2026-01-02T03:04:05Z", memo_version="0.1.0", command="memo-sim what-if sample")
     return Plan(decisions=decisions, program_sha256=SHA, prediction=prediction, provenance=provenance)
@@ -294,6 +305,17 @@ def validation() -> Validation:
     return Validation(cases=[case])
 
 
+def errors() -> PublishedErrors:
+    group = ErrorGroup(
+        source="table",
+        generation="Ampere",
+        framework="megatron",
+        kernels={"attention": "flash2", "dtype": "bf16"},
+        rows={"row": [4096.0, 8.0, -0.05]},
+    )
+    return PublishedErrors(groups=[group])
+
+
 def accuracy() -> Accuracies:
     group = GroupAccuracy(
         cases=9, mean_abs_error={"mfu": 0.02}, low=-0.03, high=0.04, level=0.8, quantity="mfu", wrong_statuses=1
@@ -350,6 +372,7 @@ _SAMPLES: dict[str, Callable[[], msgspec.Struct]] = {
     "validation": validation,
     "comparison": comparison,
     "accuracy": accuracy,
+    "errors": errors,
     "figure": figure,
 }
 

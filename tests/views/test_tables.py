@@ -3,15 +3,16 @@
 from textwrap import dedent
 from types import SimpleNamespace
 
+import msgspec
 import pytest
 
 from memo_sim.contract.comparison import Comparison, Ratio, StepFigures
-from memo_sim.contract.plan import Layout, MovedBytes, PlanRow, Stall
+from memo_sim.contract.plan import Layout, MovedBytes, PlanRow, Stall, StepInterval
 from memo_sim.contract.result import Result
 from memo_sim.contract.units import GIB
 from memo_sim.contract.validation import CaseError, CasePrediction, CaseReport, Expectation, Validation
 from memo_sim.views.accuracy import summarise
-from memo_sim.views.plan_table import layout_label, peak_table, stall_table
+from memo_sim.views.plan_table import interval_label, layout_label, peak_table, stall_table, step_line
 from memo_sim.views.tables import comparison_table, fit_table, result_table, text_table, validation_table
 
 
@@ -104,6 +105,29 @@ def test_ranked_plans() -> None:
         system     layout          alpha  recompute  status   short by  reason
         full-swap  tp4+sp cp2 dp1  1.000  none       gpu_oom  5.00 GiB  85.00 GiB at m0/s0/head/fwd/norm"""  # noqa: E501
     )
+
+
+INTERVAL = StepInterval(
+    low_s=81.0, high_s=91.5, level=0.8, rows=30, sources=2, generation="Ampere", framework="megatron"
+)
+
+
+def test_plans_show_the_interval_of_their_step() -> None:
+    lines = result_table(result(plan(interval=INTERVAL), plan())).splitlines()
+    assert "  step      interval  MFU %" in lines[2]
+    assert "83.6 s  81 to 91.5 s  52.31" in lines[3]
+    assert "83.6 s             -  52.31" in lines[4]
+    assert "interval" not in result_table(result(plan()))
+
+
+def test_a_step_is_told_with_its_interval_and_where_that_comes_from() -> None:
+    assert step_line(83.6, INTERVAL) == "Step 83.6 s (81 to 91.5 s, 80 %, from 30 rows of Ampere, megatron class)."
+    beyond = msgspec.structs.replace(INTERVAL, allocation_retries=True, beyond=["64 devices (the largest row has 8)"])
+    assert step_line(83.6, beyond) == (
+        "Step 83.6 s (81 to 91.5 s, 80 %, from 30 rows of Ampere, megatron class with allocation retries); wider than"
+        " where rows were measured: 64 devices (the largest row has 8)."
+    )
+    assert interval_label(msgspec.structs.replace(INTERVAL, low_s=0.99, high_s=1.1)) == "990 ms to 1.1 s"
 
 
 def test_plans_that_do_not_fit_show_no_speed() -> None:

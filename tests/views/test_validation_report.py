@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-import msgspec
 import pytest
 
+from memo_sim.contract.accuracy import Setting
 from memo_sim.contract.plan import Layout
 from memo_sim.contract.validation import CaseError, CasePrediction, CaseReport, Expectation, Validation
 from memo_sim.validation.accepted import accuracy_of
-from memo_sim.validation.intervals import held_out, with_intervals
-from memo_sim.views.validation_report import markdown_table, validation_report
+from memo_sim.validation.intervals import PublishedError, errors_of, held_out, with_intervals
+from memo_sim.views.validation_report import HOW_INTERVALS_DO, markdown_table, validation_report
 
 ERRORS = {32: 0.0, 64: 0.02, 128: -0.04, 192: 0.01, 256: 0.03, 320: 0.30, 384: None, 448: None}
 
 
-def report(kilotokens: int, error: float | None, *, fitted: bool = False) -> CaseReport:
+def report(kilotokens: int, error: float | None, *, fitted: bool = False, source: str = "table") -> CaseReport:
     """Return a case predicted at 50 % MFU with this error; None: measured out of memory (448k was predicted to run)."""
     status = "ok" if error is not None or kilotokens == 448 else "gpu_oom"
     measured = "ok" if error is not None else "gpu_oom"
     return CaseReport(
         case=f"memo-{kilotokens}k",
-        source="table",
+        source=source,
         system="memo",
         predicted=CasePrediction(
             status=status,  # type: ignore[arg-type]
@@ -30,6 +30,9 @@ def report(kilotokens: int, error: float | None, *, fitted: bool = False) -> Cas
             lanes={"compute": 0.93, "d2h": 0.4},
             waits={"all_gather": 0.05, "launch": 0.001},
             allocation_retries=2.0,
+            setting=Setting(
+                generation="Ampere", framework="planned", seq_tokens=512 * 1024, devices=8, kernels={"dtype": "bf16"}
+            ),
         ),
         expected=Expectation(status=measured, mfu=None if error is None else 0.5 / (1 + error)),  # type: ignore[arg-type]
         error=CaseError(status=status == measured, mfu=error),
@@ -39,14 +42,21 @@ def report(kilotokens: int, error: float | None, *, fitted: bool = False) -> Cas
     )
 
 
+def other_sources() -> list[PublishedError]:
+    """Return ten errors of another source, from -5.5 to 3.5 %."""
+    cases = [report(n, n / 100 - 0.055, source="other") for n in range(10)]
+    return errors_of(Validation(cases=cases))
+
+
 @pytest.fixture(scope="module")
 def page() -> str:
     cases = [report(k, e) for k, e in ERRORS.items()] + [report(512, 0.5, fitted=True)]
-    validation = with_intervals(Validation(cases=cases))
+    errors = other_sources()
+    validation = with_intervals(Validation(cases=cases), errors)
     return validation_report(
         validation,
         accuracy_of(validation).groups,
-        held_out(validation),
+        held_out(validation, errors),
         [("memo-32?k", "A known gap."), ("other-*", "Not here.")],
         command="memo-sim validate --all",
         created="2026-11-21",
@@ -73,27 +83,32 @@ def test_fitted_rows_are_separate_in_the_summary(page: str) -> None:
     assert (cells["n"], cells["bias"], cells["mean error"]) == ("6", "+5.3 %", "6.7 %")
     assert cells["largest"] == "30.0 % (memo-320k)"
     assert cells["80 % within"] == "-23.1% to +4.2%"
-    assert cells["other groups' interval holds"] == "too few groups"  # one model, and one row per length
     assert fitted[2] == "fitted"
     assert "+50.0 %" in fitted
 
 
-def test_cases_inside_other_models_intervals_are_counted() -> None:
-    cases = [
-        msgspec.structs.replace(report(k, e), model=model)
-        for model, shift in (("gpt-7b", 0.0), ("gpt-30b", 0.3))
-        for k, e in ((32, shift), (64, shift + 0.01), (128, shift - 0.01), (192, shift + 0.02), (256, shift - 0.02))
-    ]
-    validation = with_intervals(Validation(cases=cases))
-    text = validation_report(validation, {}, held_out(validation), [], command="", created="", version="")
-    header, row = table(text, "## By source and system")
-    # Each case's own interval was made with its model: eight of ten lie inside, though the models' errors differ.
-    assert dict(zip(header, row, strict=True))["other groups' interval holds"] == "0/10 (2 models held out)"
+def test_rows_inside_the_interval_of_other_sources_are_counted(page: str) -> None:
+    header, row = table(page, "## Intervals\n\n" + HOW_INTERVALS_DO + "\n")
+    assert dict(zip(header, row, strict=True)) == {
+        "class": "Ampere, planned class",
+        "sources": "2",
+        "rows": "16",
+        "held out": "1 source",
+        "inside": "5/6 (83 %)",
+        "median width": "8.0 %",
+        "80 % error": "4.0 %",
+    }
+
+
+def test_a_class_that_cannot_be_tested_is_named() -> None:
+    cases = Validation(cases=[report(k, 0.0) for k in ERRORS])
+    text = validation_report(cases, {}, held_out(cases), [], command="", created="", version="")
+    assert "| Ampere, planned class | 1 | 8 | too few other rows |" in text
 
 
 def test_the_longest_sequence_is_compared_in_steps() -> None:
     cases = [report(k, e) for k, e in ERRORS.items()]
-    text = validation_report(Validation(cases=cases), {}, {}, [], command="", created="", version="")
+    text = validation_report(Validation(cases=cases), {}, [], [], command="", created="", version="")
     (row,) = table(text, "## Longest sequence that fits")[1:]
     assert row == ["table", "memo", "gpt-7b", "448k", "320k", "+2"]
 
