@@ -105,9 +105,10 @@ class CollectiveTimes:
     def demands(self) -> Demands:
         """The fractions of links that large transfers of each lane use while they run alone (``contention.py``).
 
-        A group inside a node uses all of a device's link. Across nodes it uses the cards that its size and place allow,
-        and of the link inside the node as much as keeps up with them. A collective and a hop of a ring use both
-        directions, and a transfer between pipeline stages uses one.
+        A device's link inside its node carries at most what the fastest measured transfer moves through it. A group
+        inside a node uses the fraction that its own rate is of that. Across nodes it uses the cards that its size and
+        place allow, and of the link inside the node as much as keeps up with them. A collective and a hop of a ring use
+        both directions, and a transfer between pipeline stages uses one.
         """
         layout = self._layout
         found: dict[Lane, dict[Link, float]] = {}
@@ -133,7 +134,7 @@ class CollectiveTimes:
     def _used(self, kind: CollectiveKind, placement: Placement) -> tuple[float, float]:
         """Return the fractions of a device's link in its node, and of the node's cards, that a large transfer uses."""
         if placement.nodes == 1:
-            return 1.0, 0.0
+            return self._inside(kind, LARGE_BYTES, placement.ranks)[1] / self._link_bytes_per_s, 0.0
         if self._network is None:
             return 0.0, 0.0
         cards = self._cards(kind, placement)
@@ -144,7 +145,18 @@ class CollectiveTimes:
         bytes_per_s = self._network.nic_bytes_per_s.value * cards
         if kind == "all_to_all":
             bytes_per_s *= (placement.per_node - 1) / (placement.ranks - placement.per_node)
-        return min(1.0, bytes_per_s / self._inside(kind, LARGE_BYTES, placement.per_node)[1]), network
+        bytes_per_s = min(bytes_per_s, self._inside(kind, LARGE_BYTES, placement.per_node)[1])
+        return bytes_per_s / self._link_bytes_per_s, network
+
+    @cached_property
+    def _link_bytes_per_s(self) -> float:
+        """The most that a device's link inside its node carries in one direction: the highest measured bus rate.
+
+        An all-reduce counts only where nothing else was measured. Where switches add (NVLS), its bus rate is higher
+        than what the links carry.
+        """
+        rates = {kind: max(curve(LARGE_BYTES) for _, _, curve in tables) for kind, tables in self._tables.items()}
+        return max((rate for kind, rate in rates.items() if kind != "all_reduce"), default=rates.get("all_reduce", 1.0))
 
     def _cards(self, kind: CollectiveKind, placement: Placement) -> float:
         """Return how many of a node's cards the group uses, or one rank of it in an all-to-all or p2p transfer."""

@@ -14,9 +14,9 @@ Communicators run beside each other and share links: those of a device inside it
 large transfer that runs alone uses a known fraction of each link, its demand (``CollectiveTimes.demands``). Where lanes
 together demand more than a link has, each gets the same fraction of its demand:
 
-    all-to-all inside the node       node 1.0                        rate 1 / 1.4
-    gather over several nodes        node 0.4      network 1.0       rate 1 / 1.4, and the network is not full
-    all-reduce inside the node       node 1.0                        (with both others: each 1 / 2.4)
+    all-to-all inside the node     node 0.8                   together: node 1.2, so each runs at 1 / 1.2
+    gather over several nodes      node 0.4, network 1.0
+    send to another node           network 1.0                beside the all-to-all: no link is shared, each runs at 1
 
 A link's two directions are shared apart: a collective uses both, a send one, and a receive the other.
 

@@ -6,7 +6,7 @@ stands for several repetitions counts as often as it is repeated (``repetition.p
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cached_property
 from typing import Protocol
 

@@ -1,7 +1,8 @@
 """Lists the communicators of a rank: the executor makes process groups from them, the engine counts their memory.
 
-The executor makes one communicator for each lane and kind of group that a program uses, because lanes run at the same
-time. It makes one more over all ranks (``init_process_group`` with a device).
+The executor makes one communicator for each lane and kind of group that a program uses: one for a group's collectives,
+and one for the hops of a ring, which run beside them. It makes one more over all ranks (``init_process_group`` with a
+device).
 
 An eager framework makes one for each kind of group, and one over all ranks at its first barrier. In a ring of more than
 two ranks, it makes another one with each neighbour, for sends that are not batched (Transformer Engine batches those of
@@ -9,8 +10,8 @@ a ring of two; pytorch/pytorch#152220).
 
 Groups of one rank have no communicator.
 
-    tp 4, cp 2, ZeRO 1    all 8    collective tp 4    collective grads 2    p2p cp 2
-    a middle stage        all 8    collective tp 2    ...    send 0>1    send 1>0    send 1>2    send 2>1
+    tp 4, cp 2, ZeRO 1    all 8    tp 4    replica grads 2    p2p cp 2
+    a middle stage        all 8    tp 2    ...    send 0>1    send 1>0    send 1>2    send 2>1
 """
 
 from __future__ import annotations
@@ -61,7 +62,8 @@ def group_keys(program: Program) -> list[Key]:
 def communicators(program: Program, decisions: Decisions) -> list[int]:
     """Return the number of ranks of each communicator of a rank that plays ``program``; empty for a single device.
 
-    Under an eager framework, lanes share a group's communicator, and stages send in the group of all stages.
+    Under an eager framework, a ring and its group's collectives share a communicator, and stages send in the group of
+    all stages.
     """
     layout, keys = decisions.layout, group_keys(program)
     if decisions.memory_policy == "eager":

@@ -10,8 +10,9 @@ from memo_sim.contract.cluster import Cluster, Network
 from memo_sim.contract.errors import Infeasible
 from memo_sim.contract.hardware import CollectiveKind, Curve, Hardware, Quantity, Source
 from memo_sim.contract.plan import Layout
-from memo_sim.costs.collective import CollectiveTimes, volume_factor
+from memo_sim.costs.collective import LARGE_BYTES, CollectiveTimes, volume_factor
 from memo_sim.costs.contention import NodeRates
+from memo_sim.costs.curves import LogCurve
 from memo_sim.costs.placement import Placement, place
 from memo_sim.program.ir.instruction import Lane
 from memo_sim.program.ir.work import Collective, Exchange, Group
@@ -245,6 +246,50 @@ class TestAcrossNodes:
     def test_volume_factors(self) -> None:
         kinds: tuple[CollectiveKind, ...] = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send_recv")
         assert [volume_factor(kind, 4) for kind in kinds] == [1.5, 0.75, 0.75, 0.75, 1.0]
+
+
+def large(kind: CollectiveKind, ranks: int) -> float:
+    """Return the bus rate of a large transfer, in bytes/s."""
+    return LogCurve.of(table(kind, ranks)[1])(LARGE_BYTES)
+
+
+class TestDemands:
+    """What large transfers use of a link whose highest rate is that of an all-gather over eight ranks."""
+
+    most = large("all_gather", 8)
+
+    def test_inside_a_node_it_is_the_ratio_of_rates(self) -> None:
+        share = large("all_to_all", 4) / self.most
+        assert 0.5 < share < 1.0
+        found = times(cluster(), Layout(ulysses=4)).demands
+        assert found[Lane.ULYSSES] == pytest.approx({"node out": share, "node in": share})
+        share = large("reduce_scatter", 4) / self.most
+        assert found[Lane.REPLICA] == pytest.approx({"node out": share, "node in": share})
+
+    def test_a_ring_over_nodes_is_as_fast_inside_them_as_their_cards(self) -> None:
+        links = times(cluster(2, nics=4), Layout(dp=16)).demands[Lane.REPLICA]
+        node = 4 * 20 * GB / self.most
+        assert links == pytest.approx({"node out": node, "node in": node, "network out": 1.0, "network in": 1.0})
+
+    def test_ranks_of_an_all_to_all_have_a_part_of_a_card_each(self) -> None:
+        links = times(cluster(2, nics=4), Layout(ulysses=16)).demands[Lane.ULYSSES]
+        node = 0.5 * 20 * GB * (7 / 8) / self.most
+        assert links == pytest.approx({"node out": node, "node in": node, "network out": 1.0, "network in": 1.0})
+
+    def test_a_send_and_a_receive_use_one_direction_each(self) -> None:
+        across = times(cluster(2, nics=16), Layout(tp=8, pp=2)).demands
+        assert across[Lane.SEND] == pytest.approx({"network out": 0.5})  # eight ranks on sixteen cards
+        assert across[Lane.RECV] == pytest.approx({"network in": 0.5})
+        inside = times(cluster(), Layout(tp=4, pp=2)).demands
+        assert (set(inside[Lane.SEND]), set(inside[Lane.RECV])) == ({"node out"}, {"node in"})
+
+    def test_switches_that_add_do_not_make_the_link_faster(self) -> None:
+        h100 = load_hardware("h100-sxm5-80gb")
+        rates = {(t.kind, t.ranks): LogCurve.of(t.bus_bytes_per_s)(LARGE_BYTES) for t in h100.collectives}
+        link = max(rate for (kind, _), rate in rates.items() if kind != "all_reduce")
+        assert rates["all_reduce", 8] > link
+        gathered = times(cluster(), Layout(tp=8), h100).demands[Lane.TP]
+        assert gathered["node out"] == pytest.approx(rates["reduce_scatter", 8] / link, rel=1e-6)
 
 
 def mask(*lanes: Lane) -> int:

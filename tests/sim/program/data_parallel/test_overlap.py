@@ -116,7 +116,8 @@ def test_replicas_use_a_part_of_the_link_inside_a_node() -> None:
         return Pricer(hardware, cluster, layout).demands[Lane.REPLICA].get("node out", 0.0)
 
     one_node = load_cluster("a800-1x8")[0]
-    assert Pricer(hardware, one_node, Layout(tp=2, dp=4)).demands[Lane.REPLICA] == {"node out": 1.0, "node in": 1.0}
+    inside = Pricer(hardware, one_node, Layout(tp=2, dp=4)).demands[Lane.REPLICA]
+    assert inside == pytest.approx({"node out": 1.0, "node in": 1.0}, rel=0.05)
     assert share(Layout(tp=8, dp=4)) == 0.0
     assert 0.2 < share(Layout(tp=4, dp=8)) < 0.5
     assert Pricer(hardware, cluster, Layout(tp=8, dp=4)).demands[Lane.REPLICA]["network out"] == 1.0
