@@ -250,6 +250,7 @@ def row(decisions: Decisions, prediction: Prediction, *, system: str) -> PlanRow
         attention_chunk_tokens=decisions.attention_chunk_tokens,
         memory_policy=decisions.memory_policy,
         states=decisions.states,
+        loss=decisions.loss,
         micro_batch=decisions.micro_batch,
         peak_device_bytes=prediction.peak_device_bytes,
         reserved_bytes=prediction.reserved_bytes,

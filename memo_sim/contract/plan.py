@@ -327,6 +327,7 @@ class PlanRow(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     attention_chunk_tokens: Tokens = 0
     memory_policy: MemoryPolicy
     states: States
+    loss: Loss = "auto"
     micro_batch: Positive
     peak_device_bytes: Bytes
     reserved_bytes: Bytes | None = None
