@@ -301,6 +301,7 @@ def row(decisions: Decisions, prediction: Prediction, *, system: str) -> PlanRow
         memory_policy=decisions.memory_policy,
         rowwise=decisions.kernels.rowwise,
         states=decisions.states,
+        loss=decisions.loss,
         micro_batch=decisions.micro_batch,
         peak_device_bytes=prediction.peak_device_bytes,
         reserved_bytes=prediction.reserved_bytes,

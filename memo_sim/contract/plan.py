@@ -379,6 +379,7 @@ class PlanRow(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     memory_policy: MemoryPolicy
     rowwise: RowwiseKernel = "torch"
     states: States
+    loss: Loss = "auto"
     micro_batch: Positive
     peak_device_bytes: Bytes
     reserved_bytes: Bytes | None = None

@@ -39,6 +39,11 @@ def _knobs(question: Question, decisions: Decisions) -> list[tuple[str, Decision
     """Return the options that need less device memory, each with the plan changed by it."""
     smaller = {"fp32": ("bf16", "host"), "bf16": ("host",)}.get(question.states, ())
     found = [(f"--states {states}", msgspec.structs.replace(decisions, states=states)) for states in smaller]
+    if decisions.recompute == "full" and not decisions.swapped_tokens and question.pins.offload_inputs is None:
+        offloaded = msgspec.structs.replace(decisions, swapped_tokens=decisions.local_tokens)
+        found.append(("--offload-inputs", offloaded))
+    if decisions.loss != "fused":
+        found.append(("--loss fused", msgspec.structs.replace(decisions, loss="fused")))
     layout = decisions.layout
     if layout.replicas > 1 and layout.zero < MOST_ZERO:
         divided = msgspec.structs.replace(layout, zero=MOST_ZERO)

@@ -17,7 +17,7 @@ from memo_sim.program.ir.builder import Access, Rows, TemplateBuilder, accumulat
 from memo_sim.program.ir.instruction import BufferClass, Families, Lane, Template
 from memo_sim.program.ir.kinds import BlockKind, Phase, TemplateKind
 from memo_sim.program.ir.work import Gemm, Rowwise
-from memo_sim.program.layers.loss import Loss
+from memo_sim.program.layers.loss import LossWriter
 from memo_sim.program.layout.attention_chunks import attention_chunks, in_chunks
 from memo_sim.program.layout.parameters import Block, gradient_dtype
 from memo_sim.program.layout.shape import Shape
@@ -222,7 +222,7 @@ class _Classifier:
         self.chunks = 0
         """Number of chunks written so far."""
         several = bool(decisions.loss_chunk_tokens) or len(gathered_blocks(decisions, shape)) > 1
-        self.of_chunk = Loss(builder, decisions, shape, chunk, several)
+        self.losses = LossWriter(builder, decisions, shape, chunk, several)
 
     def loss(self, rows: Rows, first: int) -> None:
         """Write the logits of ``rows`` of the gathered input, the loss and the logits' gradient.
@@ -240,14 +240,14 @@ class _Classifier:
             weight=self.weight,
             out=writes(local),
         )
-        self.of_chunk.write(suffix, rows.tokens, Rows("input.labels", shape.start + first, rows.tokens))
+        self.losses.write(suffix, rows.tokens, Rows("input.labels", shape.start + first, rows.tokens))
 
     def backward(self, rows: Rows) -> None:
         """Write the gradients of ``rows`` of the gathered input, and their part of the weight gradient."""
         builder, shape, dtype = self.builder, self.shape, self.decisions.dtype
         tokens, suffix = rows.tokens, f".c{self.chunks}"
         self.chunks += 1
-        gradient = Rows(self.of_chunk.gradient, 0, tokens)
+        gradient = Rows(self.losses.gradient, 0, tokens)
         scratch = table.wgrad_workspace_bytes(
             *(shape.vocab, shape.hidden, tokens, dtype, self.decisions.kernels.attention),
             into=gradient_dtype(self.decisions),

@@ -42,7 +42,7 @@ SOFTMAX_READS, SOFTMAX_BACKWARD_READS = 3, 3
 
 
 @dataclass(frozen=True)
-class Loss:
+class LossWriter:
     """Writes the loss of one chunk after another into the template of the head.
 
     ``chunk``: tokens of the longest chunk. ``several``: whether there is more than one.

@@ -16,6 +16,7 @@ from memo_sim.program.analysis.liveness import live_bytes, liveness, peak
 from memo_sim.program.ir.instruction import Lane
 from memo_sim.program.ir.work import Copy
 from memo_sim.program.lower import lower
+from tests.exec_cpu.interpreter.replayed import assert_gradients_equal_autograds
 from tests.exec_cpu.small import MODELS, batch, decide, gpt, gradients, llama, losses, one_step, play, scalars, states
 
 POLICIES: dict[str, dict[str, Any]] = {
@@ -41,6 +42,15 @@ def test_gradients_are_bitwise_those_of_keep(name: str, policy: str) -> None:
     assert record.loss == kept.loss
     assert record.grad_norm == kept.grad_norm
     assert [name for name in wanted if not torch.equal(found[name], wanted[name])] == []
+
+
+@pytest.mark.parametrize("memory_policy", ["planned", "caching"])
+@pytest.mark.parametrize("name", ["gpt2", "qwen3"])
+def test_offloaded_inputs_leave_the_gradients_to_autograd(name: str, memory_policy: str) -> None:
+    fields = {"recompute": "full", "swapped_tokens": 128, "memory_policy": memory_policy}
+    decisions = decide(MODELS[name], micro_batch=1, global_batch=2, **fields)
+    assert decisions.offload_inputs
+    assert_gradients_equal_autograds(decisions)
 
 
 @pytest.mark.parametrize("policy", ["keep", *POLICIES])

@@ -6,6 +6,7 @@ tests/gpu/test_kernels_cuda.py makes the same comparison with compiled kernels.
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import os
 
@@ -13,6 +14,7 @@ import msgspec
 import pytest
 import torch
 
+from memo_exec.kernels import KERNELS
 from memo_sim.contract.model import Model
 from memo_sim.program.operators import workspaces as table
 from tests.exec_cpu.kernels import rowwise_comparison as comparison
@@ -57,3 +59,17 @@ def test_a_step_with_fused_kernels_gives_the_gradients_of_one_without(model: Mod
     assert fused.loss == pytest.approx(plain.loss, rel=1e-5)
     for name, value in wanted.items():
         assert float((found[name] - value).norm() / value.norm()) < 1e-4, name
+
+
+@pytest.mark.parametrize("chunk", [0, 48])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_the_fused_loss_writes_its_gradient_over_the_logits(dtype: str, chunk: int) -> None:
+    """Played as on a GPU; the workspace is that of torch's kernel, which is larger."""
+    fields = {"micro_batch": 1, "dtype": dtype, "loss_chunk_tokens": chunk}
+    plain, wanted = one_step(decide(llama(layers=1), **fields))
+    triton_loss = importlib.import_module("memo_exec.kernels.triton_loss")
+    kernels = {**KERNELS, "cross_entropy.fused": triton_loss.cross_entropy}
+    fused, found = one_step(decide(llama(layers=1), loss="fused", **fields), kernels=kernels)
+    assert fused.loss == pytest.approx(plain.loss, rel=1e-5)
+    for name, value in wanted.items():
+        assert float((found[name] - value).norm() / value.norm()) < (1e-4 if dtype == "fp32" else 1e-2), name

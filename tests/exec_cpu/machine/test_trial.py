@@ -142,7 +142,8 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch, **chosen: Any) -> CannotRun:
     """Return how a plan for a GPU is refused when its kernels are tried on this machine."""
     monkeypatch.setattr("torch.cuda.is_bf16_supported", lambda: True)
     monkeypatch.setattr(torch, "device", lambda name: HERE)
-    decisions = decide(llama(), dtype="bf16", kernels=Kernels(**chosen))
+    loss = chosen.pop("loss", "auto")
+    decisions = decide(llama(), dtype="bf16", loss=loss, kernels=Kernels(**chosen))
     (program,) = lower(decisions)
     with pytest.raises(CannotRun) as caught:
         preflight.check(decisions, program, GPU)
@@ -162,6 +163,18 @@ def test_a_plan_whose_triton_fails_here_is_refused(monkeypatch: pytest.MonkeyPat
     with fakes.installed({"triton": {}}):
         found = on_gpu(monkeypatch, attention="torch-flash", rowwise="triton")
     check_fields(found, CannotRun, where="$.decisions.kernels.rowwise", got=("triton", "no compiler"), wanted="torch")
+
+
+@pytest.mark.parametrize("installed", [True, False])
+def test_a_fused_loss_without_triton_is_refused(monkeypatch: pytest.MonkeyPatch, *, installed: bool) -> None:
+    """A CPU plays it with torch; on a GPU no other kernel takes its place."""
+    monkeypatch.setattr(kernels, "attention_fails", lambda *given, **named: "")
+    monkeypatch.setattr(kernels, "triton_fails", lambda device: "a trial call failed: no compiler")
+    missing = "" if installed else "triton is not installed"
+    monkeypatch.setattr(kernels, "rowwise_kernels", lambda machine: {"torch": "", "triton": missing})
+    found = on_gpu(monkeypatch, attention="torch-flash", loss="fused")
+    why = "no compiler" if installed else "not installed"
+    check_fields(found, CannotRun, where="$.decisions.loss", got=("fused", why), wanted="blocks")
 
 
 def test_a_device_that_is_too_old(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -88,6 +88,18 @@ class TestWorks:
         assert price.outside == {"rowwise.gelu"}
         assert {work for work, curves in price.outside_of.items() if curves} == {large}
 
+    def test_a_fused_loss_has_tritons_curve_or_that_of_the_profiles_loss(self) -> None:
+        """Operators of a loss that is not fused are passes at the common rate of memory-bound kernels."""
+        plain = load_hardware("a100-sxm4-80gb")
+        size, fused = 10**8, Rowwise("cross_entropy.fused", 1, 10**8, 0)
+        assert pricer(plain).seconds(fused) == pricer(plain).seconds(Rowwise("cross_entropy", 1, size, 0))
+        curves = {"triton": {"cross_entropy": Curve(x=[1e3, 1e9], y=[1e11, 1e11], source="memory-bound")}}
+        measured = pricer(replace(plain, fused_rowwise_bytes_per_s=curves))
+        assert measured.seconds(fused) == pytest.approx(1e-3)
+        for kind in ("log_softmax", "log_softmax.bwd", "copy", "zero", "nll", "loss.exp", "loss.gradient"):
+            passes = pricer(plain).seconds(Rowwise(kind, 1, size, 0))
+            assert passes == pricer(plain).seconds(Rowwise("gelu", 1, size, 0))
+
     @pytest.mark.parametrize(("direction", "rate"), [("d2h", 25e9), ("h2d", 24.8e9)])
     def test_copies_know_their_direction(self, direction: str, rate: float) -> None:
         copy = Copy(10**9, direction)  # type: ignore[arg-type]
