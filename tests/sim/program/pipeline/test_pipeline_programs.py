@@ -46,7 +46,7 @@ LAYOUTS = [
     Layout(pp=3, pp_layers=(1, 5, 2), schedule="zero-bubble"),
     Layout(pp=2, pp_layers=(1, 2, 4, 1), schedule="interleaved", virtual_stages=2),
 ]
-EVERY = [*POLICIES, ("selective", 0.0)]
+EVERY = [*POLICIES, ("selective", 0.0), ("operators", 0.0)]
 
 
 def stages(
