@@ -76,6 +76,8 @@ _PLAIN: Mapping[str, Kernel] = {
     "rms_norm.bwd": norm.rms_norm_backward,
     "linear": linear.linear,
     "linear.add": linear.linear_add,
+    "linear.to_gate": linear.linear_to_gate,
+    "linear.from_gate": linear.linear_from_gate,
     "linear.dgrad": linear.linear_dgrad,
     "linear.dgrad.add": linear.linear_dgrad_add,
     "linear.wgrad": linear.linear_wgrad,

@@ -18,6 +18,25 @@ def linear(call: Call) -> None:
         torch.addmm(bias, x, weight.t(), out=out)
 
 
+def linear_to_gate(call: Call) -> None:
+    """``out = x @ weight.T (+ bias)``; ``gate`` gets the first half of its features."""
+    linear(call)
+    gate = call.matrix("gate")
+    gate.copy_(call.matrix("out")[:, : gate.shape[1]])
+
+
+def linear_from_gate(call: Call) -> None:
+    """``out``: its first half is ``gate``, its second half ``x @ weight.T (+ bias)`` of the weight's second half."""
+    x, out, gate = call.matrix("x"), call.matrix("out"), call.matrix("gate")
+    kept, half = out[:, : gate.shape[1]], out[:, gate.shape[1] :]
+    kept.copy_(gate)
+    weight, bias = call["weight"].view(out.shape[1], x.shape[1])[gate.shape[1] :], call.get("bias")
+    if bias is None:
+        torch.mm(x, weight.t(), out=half)
+    else:
+        torch.addmm(bias[gate.shape[1] :], x, weight.t(), out=half)
+
+
 def linear_add(call: Call) -> None:
     """``out += x @ weight.T``: one term of a sum of products."""
     x, out = call.matrix("x"), call.matrix("out")

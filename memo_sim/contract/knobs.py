@@ -28,12 +28,13 @@ from typing import TYPE_CHECKING, Literal, TypeVar, get_args
 if TYPE_CHECKING:
     from memo_sim.contract.hardware import DtypeName
 
-Recompute = Literal["none", "full", "selective", "tokenwise"]
+Recompute = Literal["none", "full", "selective", "operators", "tokenwise"]
 """What backward recomputes.
 
 - none: nothing.
 - full: the whole forward of each layer.
 - selective: only attention, from kept Q, K and V (as in Megatron-LM).
+- operators: every second product, norms and activations; attention is never recomputed (as in torchtitan).
 - tokenwise: the tokens that are not swapped; attention is never recomputed (MEMO)."""
 MemoryPolicy = Literal["planned", "caching", "eager"]
 """How device memory is allocated.

@@ -38,6 +38,11 @@ LIBRARIES: dict[FrameworkLibrary, str] = {
     "fused": "fused kernels of Megatron-LM and Transformer Engine",
 }
 """What the kernels of each library are called."""
+RUN_AGAIN = {
+    "selective": "attention runs forward again; with a flash kernel this saves only its log-sum-exp",
+    "operators": "every second product, norms and activations run forward again",
+}
+"""What modes repeat that keep some tensors of all tokens."""
 SLACK = 0.01
 """Compute is the bottleneck when it is idle for less than this fraction of the step."""
 
@@ -156,8 +161,8 @@ def _why_no_more_is_swapped(found: SearchResult) -> str:
     best = found.best
     if best is None:
         return ""
-    if best.policy.recompute == "selective":
-        return "attention runs forward again; with a flash kernel this saves only its log-sum-exp"
+    if best.policy.recompute in RUN_AGAIN:
+        return RUN_AGAIN[best.policy.recompute]
     if best.policy.recompute == "full":
         swapping = [e for e in found.ranked if e.policy == TOKENWISE and e.prediction.status != "ok"]
         same = next((e for e in swapping if e.decisions.layout == best.decisions.layout), None)
@@ -396,8 +401,8 @@ def _fallback(question: Question, found: SearchResult) -> list[str]:
 
 def plan_title(decisions: Decisions, prediction_step_s: float | None) -> str:
     """Return the one-line heading of a picture."""
-    names = {"none": "keep", "full": "full recompute", "selective": "selective recompute", "tokenwise": "token-wise"}
-    policy = names[decisions.recompute]
+    names = {"none": "keep", "full": "full recompute", "tokenwise": "token-wise"}
+    policy = names.get(decisions.recompute) or Policy.of(decisions).label
     if decisions.recompute == "full":
         policy = Policy.of(decisions).label
     elif decisions.swapped_tokens:

@@ -73,6 +73,8 @@ class Policy:
             return f"full recompute{inputs}{blocks}{', attention in chunks' if self.attention_chunks else ''}"
         if self.recompute == "selective":
             return "selective recompute"
+        if self.recompute == "operators":
+            return "recompute by operator"
         if self.hides:
             return "sequence-aware offload"
         if self.recompute == "none":
@@ -89,6 +91,7 @@ INPUTS_SWAPPED_MLP_IN_BLOCKS = Policy("full", 1.0, mlp_blocks=True)
 LEAST_MEMORY = Policy("full", 1.0, mlp_blocks=True, attention_chunks=True)
 """Nothing of a layer but its input is kept, and that on the host, where attention's chunks wait as well (FPDT)."""
 SELECTIVE_RECOMPUTE = Policy("selective", 0.0)
+OPERATOR_RECOMPUTE = Policy("operators", 0.0)
 FULL_SWAP = Policy("none", 1.0)
 PARTIAL_SWAP = Policy("none", None)
 SEQUENCE_AWARE = Policy("none", None, hides=True)

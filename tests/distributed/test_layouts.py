@@ -98,6 +98,7 @@ def test_states(team: Team, layout: Layout, states: str) -> None:
         {"recompute": "full", "mlp_chunk_tokens": 256},
         {"recompute": "none", "swapped_tokens": 256},
         {"recompute": "selective"},
+        {"recompute": "operators"},
         {"loss_chunk_tokens": 100},
         {"micro_batch": 2, "seq_tokens": 256, "swapped_tokens": 256},
     ],

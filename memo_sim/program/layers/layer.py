@@ -64,6 +64,14 @@ class LayerWriter(OperatorWriter):
         if whole and not self.mlp.blocked:
             self.mlp.forward(self.own("rebuilt_out", self.shape.shard_tokens, self.shape.hidden))
 
+    def rebuild_operators(self) -> None:
+        """Write what recompute by operator repeats of the whole layer (``operator_recompute.py``)."""
+        rows = (0, self.shape.tokens)
+        self.norm("norm1", "x", rows, rows)
+        if self.shape.tp == 1:
+            self.attention.project(rows)
+        self.mlp.rebuild_operators()
+
     def backward(self, grad_out: str, grad_in: str) -> None:
         """Write the backward: reads ``grad_out`` (of the layer's output), writes ``grad_in`` (of its input)."""
         self.mlp.backward(grad_out)

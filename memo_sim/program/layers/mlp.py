@@ -16,6 +16,7 @@ from __future__ import annotations
 from memo_sim.contract.plan import Decisions
 from memo_sim.program.ir.builder import Rows, reads, writes
 from memo_sim.program.ir.kinds import Phase
+from memo_sim.program.layers.operator_recompute import GATE, keeps_gate
 from memo_sim.program.layout.shape import Shape
 from memo_sim.program.layout.skeletal import Skeletal
 from memo_sim.program.operators.operators import OperatorWriter, RowBlock
@@ -65,8 +66,32 @@ class Mlp:
         writer, at = self.writer, self._at(rows)
         writer.norm("norm2", "resid", rows, at)
         source = writer.gather("norm2", writer.shard_rows("norm2", at), "norm2_full", at[0], tokens=self.tokens)
-        writer.linear("ffn_up", source, Rows("up", *at), self.width, self.shape.hidden)
-        writer.memory_bound(
+        if keeps_gate(writer.decisions):
+            self._beside_gate(source, at, again=False)
+        else:
+            writer.linear("ffn_up", source, Rows("up", *at), self.width, self.shape.hidden)
+        self._activate(at)
+        return source
+
+    def rebuild_operators(self) -> None:
+        """Write what recompute by operator repeats of the first half: norm, activation, and a gated MLP's second half.
+
+        The tensor-parallel ranks gather the norm's output again for that half; a product that was kept needs no input.
+        """
+        writer, rows = self.writer, (0, self.shape.tokens)
+        writer.norm("norm2", "resid", rows, rows)
+        if writer.model.gated:
+            source = writer.gather("norm2", writer.shard_rows("norm2", rows), "norm2_full", 0, tokens=self.tokens)
+            self._beside_gate(source, rows, again=True)
+        self._activate(rows)
+
+    def _beside_gate(self, source: Rows, at: RowBlock, *, again: bool) -> None:
+        """Write the first product of a gated MLP, whose gate half is kept, or with ``again`` its other half."""
+        up, gate = Rows("up", *at), Rows(GATE, *at)
+        self.writer.linear_beside_gate("ffn_up", source, up, gate, self.shape.ffn, self.shape.hidden, again=again)
+
+    def _activate(self, at: RowBlock) -> None:
+        self.writer.memory_bound(
             "act",
             self._activation,
             at[1],
@@ -76,7 +101,6 @@ class Mlp:
             x=reads(Rows("up", *at)),
             out=writes(Rows("act", *at)),
         )
-        return source
 
     def forward(self, out: str) -> None:
         """Write the whole MLP in row blocks; without row blocks, only the second product of all rows."""

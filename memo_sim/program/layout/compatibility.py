@@ -22,6 +22,9 @@ from memo_sim.program.layout.attention_chunks import in_chunks
 MOST_ZERO_OF_STAGES = 1
 """Pipeline stages keep whole parameters and gradients, which ZeRO 2 and 3 would divide."""
 
+KEEPS_ALL_TOKENS = ("selective", "operators")
+"""Recompute modes that keep some tensors of all tokens, and swap none."""
+
 Test = Callable[[Decisions], bool]
 Text = str | Callable[[Decisions], str]
 
@@ -197,10 +200,10 @@ MLP_BLOCKS_UNDER_ZERO_BUBBLE = Rule(
 )
 SELECTIVE_SWAPS_NOTHING = Rule(
     name="selective recompute: swapped_tokens",
-    breaks=lambda d: d.recompute == "selective" and d.swapped_tokens > 0,
-    what="selective recompute swaps nothing",
+    breaks=lambda d: d.recompute in KEEPS_ALL_TOKENS and d.swapped_tokens > 0,
+    what=lambda d: f"{d.recompute} recompute swaps nothing",
     where="decisions.swapped_tokens",
-    got=lambda d: f"alpha {d.alpha:.3g} ({d.swapped_tokens} tokens) with recompute selective",
+    got=lambda d: f"alpha {d.alpha:.3g} ({d.swapped_tokens} tokens) with recompute {d.recompute}",
     wanted="0",
     hint="leave --alpha out, or another --recompute",
 )
@@ -384,10 +387,10 @@ RULES = (
     ),
     Rule(
         name="subsequences: recompute",
-        breaks=lambda d: d.layout.subsequences > 1 and d.recompute == "selective",
-        what="selective recompute has no lowering with subsequences",
+        breaks=lambda d: d.layout.subsequences > 1 and d.recompute in KEEPS_ALL_TOKENS,
+        what=lambda d: f"{d.recompute} recompute has no lowering with subsequences",
         where="decisions.recompute",
-        got=lambda d: f"selective with {d.layout.subsequences} subsequences",
+        got=lambda d: f"{d.recompute} with {d.layout.subsequences} subsequences",
         wanted="none, full or tokenwise",
         hint="--recompute full rebuilds attention too",
     ),
@@ -410,6 +413,15 @@ RULES = (
         got=lambda d: f"{d.swapped_tokens} with recompute {d.recompute}",
         wanted="recompute none, selective or full, without swapping",
         hint="--recompute full, or a flash kernel",
+    ),
+    Rule(
+        name="plain attention: recompute",
+        breaks=lambda d: d.kernels.attention == "plain" and d.recompute == "operators",
+        what="recompute by operator keeps the output of one attention kernel, and plain attention is several",
+        where="decisions.recompute",
+        got="operators with plain attention",
+        wanted="none, selective or full",
+        hint="--recompute selective, or a flash kernel",
     ),
 )
 """Combinations that no program is written for; the message names the first that applies."""

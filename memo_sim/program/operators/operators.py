@@ -110,6 +110,25 @@ class OperatorWriter:
             out=writes(out),
         )
 
+    def linear_beside_gate(  # noqa: PLR0917 - the operands of a product
+        self, name: str, x: Rows, out: Rows, gate: Rows, ffn: int, k: int, *, again: bool
+    ) -> None:
+        """Emit the first product of a gated MLP: gate and up, each with ``ffn`` features, packed in ``out``.
+
+        Its gate half is copied to ``gate``, or with ``again`` from there, so only the other half is computed.
+        """
+        self.builder.emit(
+            name + self.suffix,
+            "linear.from_gate" if again else "linear.to_gate",
+            Lane.COMPUTE,
+            Gemm(out.tokens, ffn if again else 2 * ffn, k, "fprop", self.dtype),
+            x=reads(x),
+            weight=self.param(f"{name}.weight"),
+            bias=self.param(f"{name}.bias"),
+            gate=reads(gate) if again else writes(gate),
+            out=writes(out),
+        )
+
     def gather(self, name: str, source: Rows, full: str, first: int, *, tokens: int = 0) -> Rows:
         """Gather the rows of a sequence-parallel shard into ``full``; return ``source`` without sequence parallelism.
 

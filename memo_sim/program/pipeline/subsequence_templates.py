@@ -19,6 +19,7 @@ from memo_sim.program.ir.kinds import BlockKind, FamilyKind, Phase, TemplateKind
 from memo_sim.program.layers.activations import Activations
 from memo_sim.program.layers.embedding_and_head import embed_backward, embed_forward, head
 from memo_sim.program.layers.kinds import Layer, layer_kind
+from memo_sim.program.layers.layer import LayerWriter
 from memo_sim.program.layers.weight_gradients import DeferredWeightGradients
 from memo_sim.program.layout.multiplex import Portion, swapped_by_owner
 from memo_sim.program.layout.parameters import Block
@@ -169,6 +170,9 @@ class SubsequenceTemplates:
         builder.phase = Phase.RECOMPUTE
         if self.decisions.recompute == "full":
             writer.recompute((0, self.rows.tokens), 0, whole=True)
+        elif self.decisions.recompute == "operators":
+            assert isinstance(writer, LayerWriter)  # other kinds refuse it (``layout/compatibility.py``)
+            writer.rebuild_operators()
         elif kind is TemplateKind.BACKWARD and self.activations.recomputed is not None:
             blocks = self.activations.row_blocks
             writer.recompute(self.activations.recomputed, len(blocks) - 1, whole=False)

@@ -23,6 +23,7 @@ POLICIES: dict[str, dict[str, Any]] = {
     "full recompute, inputs swapped": {"recompute": "full", "swapped_tokens": 256},
     "full recompute, inputs partly swapped": {"recompute": "full", "swapped_tokens": 128},
     "selective recompute": {"recompute": "selective"},
+    "operator recompute": {"recompute": "operators"},
     "full swap": {"swapped_tokens": 256},
     "half swapped, half kept": {"swapped_tokens": 128},
     "alpha 0": {"recompute": "tokenwise"},

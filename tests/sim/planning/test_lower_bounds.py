@@ -48,6 +48,7 @@ POLICIES = [
     *(("tokenwise", alpha) for alpha in (0.0, 0.25, 0.75)),
     *(("full", alpha) for alpha in (0.0, 1.0)),
     ("selective", 0.0),
+    ("operators", 0.0),
 ]
 
 
@@ -57,7 +58,7 @@ def test_no_plan_is_below_its_lower_bound(layout: Layout, layers: int) -> None:
     cluster, hardware = with_memory(*load_cluster("a800-1x8"), device_bytes=ROOM, host_bytes=ROOM)
     bounds = LowerBounds(hardware, cluster)
     for recompute, alpha in POLICIES:
-        if layout.metp > 1 and recompute == "selective":
+        if layout.metp > 1 and recompute in ("selective", "operators"):
             continue  # METP keeps no Q, K, V that attention could be recomputed from
         base = Decisions(
             model=shallow(layers),

@@ -139,6 +139,11 @@ BREAKS: dict[str, tuple[Layout, dict[str, Any], str]] = {
         {"kernels": PLAIN, "swapped_tokens": 128},
         "128 with recompute none",
     ),
+    "plain attention: recompute": (
+        Layout(),
+        {"kernels": PLAIN, "recompute": "operators"},
+        "operators with plain attention",
+    ),
     "replay_allocator: memory_policy": (
         Layout(),
         {"replay_allocator": True, "memory_policy": "caching"},

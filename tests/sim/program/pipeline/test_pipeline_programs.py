@@ -43,7 +43,7 @@ LAYOUTS = [
     Layout(pp=2, cp=2, zero=1),
     Layout(pp=2, ulysses=2),
 ]
-EVERY = [*POLICIES, ("selective", 0.0)]
+EVERY = [*POLICIES, ("selective", 0.0), ("operators", 0.0)]
 
 
 def stages(
