@@ -51,6 +51,13 @@ def test_a_kernel_of_another_device_is_refused_not_replaced() -> None:
     check_fields(refusal(byte_decisions(), GPU), CannotRun, where=where, got="torch-flash-cpu")
 
 
+@pytest.mark.parametrize("rowwise", ["eager", "compiled", "fused"])
+def test_row_wise_kernels_of_frameworks_are_refused(rowwise: Any) -> None:
+    found = refusal(byte_decisions(kernels=Kernels(attention="torch-flash-cpu", rowwise=rowwise)))
+    check_fields(found, CannotRun, where="$.decisions.kernels.rowwise", got=rowwise, wanted="torch", hint="--rowwise")
+    assert found.exit_code == 6
+
+
 def test_a_kernel_that_is_not_installed_is_refused() -> None:
     assert "flash-attn" in attention_kernels(GPU)["flash2"]
     found = refusal(byte_decisions(kernels=Kernels(attention="flash2")), GPU)

@@ -32,6 +32,15 @@ def ask(system: str, *, seq_tokens: int = 16384, global_batch: int = 16, **pins:
 
 
 @pytest.mark.parametrize(
+    ("system", "own"), [("fsdp", "eager"), ("megatron-lm", "fused"), ("deepspeed-ulysses", "fused"), ("memo", "torch")]
+)
+def test_row_wise_kernels_are_the_systems_own_unless_pinned(system: str, own: str) -> None:
+    for pins, wanted in (({}, own), ({"rowwise": "compiled"}, "compiled")):
+        found = {c.base.kernels.rowwise for c in candidates(ask(system, **pins))[0]}
+        assert found == {wanted}
+
+
+@pytest.mark.parametrize(
     ("system", "degrees", "zero"),
     [("fsdp", {"dp"}, 3), ("ring-attention", {"cp", "dp"}, 3), ("megatron-lm", {"tp", "cp", "dp"}, 1)],
 )
