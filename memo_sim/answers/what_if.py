@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 
 import memo_sim
-from memo_sim.contract.attention_kernels import ATTENTION_KERNELS
+from memo_sim.contract.attention_kernels import PRICED_ONLY
 from memo_sim.contract.codec import check_distinct, check_not_read, check_writable, sha256_of, write
 from memo_sim.contract.errors import Infeasible, UsageError
 from memo_sim.contract.placement import Placement
@@ -295,7 +295,7 @@ def row(decisions: Decisions, prediction: Prediction, *, system: str) -> PlanRow
         layout=decisions.layout,
         recompute=decisions.recompute,
         attention=decisions.kernels.attention,
-        executable=ATTENTION_KERNELS[decisions.kernels.attention].executed,
+        executable=decisions.kernels.attention not in PRICED_ONLY,
         mlp_chunk_tokens=decisions.mlp_chunk_tokens,
         attention_chunk_tokens=decisions.attention_chunk_tokens,
         memory_policy=decisions.memory_policy,

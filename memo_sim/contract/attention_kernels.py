@@ -71,5 +71,8 @@ ATTENTION_KERNELS: dict[str, AttentionKernel] = {
 }
 """Every kernel that a plan can name. Of two kernels of one generation, a question gets the first that has a curve."""
 
+PRICED_ONLY = frozenset(name for name, kernel in ATTENTION_KERNELS.items() if not kernel.executed)
+"""Kernels that memo-exec does not have."""
+
 FLASH_GENERATIONS: tuple[AttentionName, ...] = ("flash4", "flash3", "flash2", "flash1")
 """Generations of flash attention on GPUs, the newest first."""

@@ -90,7 +90,8 @@ def with_libraries(hardware: Hardware, year: Libraries | None) -> Hardware:
     """
     if year is None:
         return hardware
-    kept = [table for table in hardware.attention if ATTENTION_KERNELS[table.kernel].since <= year]
+    newer = {name for name, kernel in ATTENTION_KERNELS.items() if kernel.since > year}
+    kept = [table for table in hardware.attention if table.kernel not in newer]
     return msgspec.structs.replace(hardware, attention=kept, eager_libraries=year)
 
 

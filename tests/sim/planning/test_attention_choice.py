@@ -84,7 +84,7 @@ def test_the_year_decides_which_version_of_a_kernel_is_priced() -> None:
     work = Attention(1, 16384, 16384, "causal", 64, 64, 128, False, "torch-cudnn", "bf16")
     _, hardware = load_cluster("h200-1x8")
     rates = {
-        year: work.flops / AttentionRates(of_year(hardware.attention, year)).seconds(work, set()) / 1e12  # type: ignore[arg-type]
+        year: work.flops / AttentionRates(of_year(hardware.attention, year)).seconds(work, set()) / 1e12
         for year in ("2024", "2025", "2026")
     }
     assert rates == pytest.approx({"2024": 539, "2025": 539, "2026": 673})
