@@ -18,12 +18,16 @@ from memo_sim.program.layout.rank_order import stride
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """A group of ``ranks`` ranks over ``nodes`` nodes, ``per_node`` in each; ``together`` such groups share a node."""
+    """A group of ``ranks`` ranks over ``nodes`` nodes, ``per_node`` in each; ``together`` such groups share a node.
+
+    ``span``: nodes from its first to its last, with those that it passes over.
+    """
 
     ranks: int
     per_node: int
     nodes: int
     together: int
+    span: int
 
 
 def hop(source: int, target: int, layout: Layout, devices_per_node: int) -> Placement:
@@ -34,11 +38,14 @@ def hop(source: int, target: int, layout: Layout, devices_per_node: int) -> Plac
     step = stride("pp", layout)
     ranks = range(source * step, (source + 1) * step)
     away = any(r // devices_per_node != (r + (target - source) * step) // devices_per_node for r in ranks)
-    return Placement(2, 1 if away else 2, 2 if away else 1, min(step, devices_per_node))
+    span = 1 + -(-abs(target - source) * step // devices_per_node) if away else 1
+    return Placement(2, 1 if away else 2, 2 if away else 1, min(step, devices_per_node), span)
 
 
 def place(group: Group, ranks: int, layout: Layout, devices_per_node: int) -> Placement:
     """Return the placement of a group of ``ranks`` ranks on nodes of ``devices_per_node`` devices."""
     per_node = min(ranks, max(1, -(-devices_per_node // stride(group, layout))))
     used = min(devices_per_node, layout.devices)
-    return Placement(ranks, per_node, -(-ranks // per_node), max(1, used // per_node))
+    nodes = -(-ranks // per_node)
+    span = nodes if nodes == 1 else max(nodes, -(-ranks * stride(group, layout) // devices_per_node))
+    return Placement(ranks, per_node, nodes, max(1, used // per_node), span)
