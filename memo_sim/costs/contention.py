@@ -5,7 +5,8 @@ lane therefore means that all local devices copy in that direction. A device's c
 
     its link                alone, or ``duplex`` while the other direction runs; divided by the devices on one PCIe
     uplink its share of the node   ``all_devices`` x the profile's devices is what the node carries in one direction its
-    share of the host   ``host_copy_bytes_per_s`` is for all copies of all local devices in both directions
+    share of the host   ``host_copy_bytes_per_s`` is for all copies of all local devices in both directions, and for the
+    optimizer's updates on the host beside them
 
 Compute runs slower beside copies, collectives and p2p exchanges, by the factors of ``compute_slowdown``. The factors
 multiply, because these use different resources. The two collective lanes use the same resource and count once.
@@ -24,6 +25,7 @@ from __future__ import annotations
 
 from memo_sim.contract.cluster import Cluster
 from memo_sim.contract.hardware import Hardware
+from memo_sim.costs.host_update import node_bytes_per_s
 from memo_sim.program.ir.instruction import Lane
 
 COPY = (1 << Lane.D2H) | (1 << Lane.H2D)
@@ -53,6 +55,7 @@ class NodeRates:
         self._replica_link_share = replica_link_share
         self._ring_shares_links = ring_shares_links
         self._hardware = hardware
+        self._host_update = node_bytes_per_s(hardware)
         self.local_devices = local_devices or cluster.devices_per_node
         self._known: dict[int, tuple[float, ...]] = {}
 
@@ -73,8 +76,7 @@ class NodeRates:
         down = self._link(Lane.D2H, both=h2d) if d2h else 0.0
         up = self._link(Lane.H2D, both=d2h) if h2d else 0.0
         share = self._hardware.host_copy_bytes_per_s.value / self.local_devices
-        # The host's own work (an optimizer's update) alone is priced at a device's whole share of host memory.
-        host = share if busy & (1 << Lane.HOST) else 0.0
+        host = min(share, self._host_update / self.local_devices) if busy & (1 << Lane.HOST) else 0.0
         left = min(1.0, share / (down + up + host)) if busy & (COPY | (1 << Lane.HOST)) else 1.0
         for lane, rate in ((Lane.D2H, down), (Lane.H2D, up)):
             if rate:

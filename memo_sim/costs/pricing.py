@@ -14,6 +14,7 @@ from memo_sim.costs.attention import WAVE_TOKENS, AttentionRates
 from memo_sim.costs.collective import CollectiveTimes
 from memo_sim.costs.contention import NodeRates
 from memo_sim.costs.gemm import GemmRates
+from memo_sim.costs.host_update import HostUpdateTimes
 from memo_sim.costs.pace import pace
 from memo_sim.costs.rowwise import RowwiseRates
 from memo_sim.costs.transfer import CopyTimes
@@ -80,7 +81,7 @@ class Pricer:
         self._kernels = _kernels(hardware)
         self._collectives = CollectiveTimes(hardware, cluster, layout)
         self._floor_s = hardware.launch_floor_s.value
-        self._host_bytes_per_s = hardware.host_copy_bytes_per_s.value / min(cluster.devices_per_node, layout.devices)
+        self._host_updates = HostUpdateTimes(hardware, min(cluster.devices_per_node, layout.devices))
         self._pace = pace(hardware, layout.devices)
         self._known: dict[Work, float] = {}
 
@@ -120,7 +121,7 @@ class Pricer:
             case PointToPoint():
                 return self._collectives.p2p_seconds(work, self.outside)
             case HostUpdate():
-                return work.moved_bytes / self._host_bytes_per_s
+                return self._host_updates.seconds(work, self.outside)
 
     def _batched(self, work: BatchedGemm) -> float:
         """Return the seconds of a batched product.
