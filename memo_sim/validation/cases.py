@@ -67,7 +67,8 @@ COLUMN_TEXTS = {
     "memory_plan": "yes: one planned arena; no: PyTorch's caching allocator under an eager framework",
     "attention": "flash: the fastest kernel that the profile measured; plain: scores written to memory",
     "schedule": "pipeline schedule; interleaved needs virtual_stages",
-    "overlap": "whether collectives of replicas and p2p sends between stages overlap compute",
+    "overlap": "whether collectives of replicas and p2p sends between stages overlap compute; gradients: only the "
+    "reductions of gradients do, p2p as the system has it",
     "precision": "dtype of parameters and activations",
     "expected_status": "whether the measured run fitted",
     "expected_mfu": "measured MFU, a fraction (MEMO 5.1's convention)",
@@ -87,7 +88,7 @@ _WORDS = {
     "memory_plan": ("yes", "no"),
     "attention": ("flash", "plain"),
     "schedule": get_args(Schedule),
-    "overlap": ("yes", "no"),
+    "overlap": ("yes", "no", "gradients"),
     "precision": ("bf16", "fp16"),
     "expected_status": get_args(Status),
 }
