@@ -2,6 +2,7 @@
 
     together (probes/collectives.py, overlap.py, copy_rates.py)   only under torchrun: collectives by size and group,
                                       the slowdown of compute beside them, copies of all devices at once
+    updates (probes/host_update.py)   AdamW on the host's cores, by all ranks at once
     operators (probes/operators.py)   tables of GEMM, attention and row-wise operators, with the kernels of runs
     copies (probes/copy_rates.py)     alone by size, in both directions, beside compute, and the slowdown of compute
     memory (probes/memory.py)         dispatch of one instruction, allocation, host memory
@@ -24,14 +25,14 @@ import msgspec
 import torch
 
 from memo_exec.machine.machine import Machine, library_versions, this_machine, versions
-from memo_exec.probes import clocks, collectives, copy_rates, memory, overlap
+from memo_exec.probes import clocks, collectives, copy_rates, host_update, memory, overlap
 from memo_exec.probes import grid as grids
 from memo_exec.probes.copies import Lanes
 from memo_exec.probes.copy_rates import AllDevices
 from memo_exec.probes.grid import Grid
 from memo_exec.probes.load import Load, disturbances, middle_spread
 from memo_exec.probes.operators import Bench, Operator, operators_of
-from memo_exec.probes.profile import COLLECTIVES, COPIES, Found, Shared, profile_of
+from memo_exec.probes.profile import COLLECTIVES, COPIES, HOST, Found, Shared, profile_of
 from memo_exec.probes.ranks import Ranks, joined
 from memo_exec.probes.tables import Timed, point_of
 from memo_exec.probes.timing import Effort, Sample, of_passes
@@ -88,10 +89,11 @@ def calibrate(
         kernels = usable(machine, grid)
         middle = grids.middle(grid, kernels.attention[0])
         together = _together(ranks, middle, grid, note) if ranks.world > 1 else None
+        updates = host_update.measure(ranks, middle, grid, HOST)
     if not ranks.first:
         return None
     measured = _measure(machine, grid, kernels, deadline, progress)
-    found, shared = measured.found, None
+    found, shared = replace(measured.found, host_update=updates), None
     if together is not None:
         shared, everywhere = together
         found = replace(found, copies=found.copies.beside_all(everywhere, COPIES))

@@ -16,7 +16,7 @@ from memo_exec.probes.timing import Sample
 from memo_sim.contract.hardware import CollectiveTable, Curve, Hardware, Quantity, Source
 from memo_sim.program.ir.instruction import Lane
 
-OPERATORS, COPIES, MEMORY, SYSTEM = "operators", "copies", "memory", "system"
+OPERATORS, COPIES, MEMORY, HOST, SYSTEM = "operators", "copies", "memory", "host", "system"
 COLLECTIVES, LINK, DATASHEET = "collectives", "link", "datasheet"
 
 PEAK_BF16_FLOPS = {
@@ -52,6 +52,8 @@ class Found:
     host_ready: Sample
     host_allocated: Sample | None
     reserve_bytes: dict[str, int]
+    host_update: Quantity | None = None
+    """Rate of AdamW on the host's cores, for all ranks together."""
 
 
 def profile_of(found: Found, shared: Shared | None, name: str | None) -> Hardware:
@@ -94,6 +96,7 @@ def profile_of(found: Found, shared: Shared | None, name: str | None) -> Hardwar
         host_alloc_bytes_per_s=rate_of(memory.PINNED_BYTES, pinned, MEMORY) if pinned else None,
         host_memory_bytes=Quantity(value=float(machine.host_memory_bytes), source=SYSTEM),
         host_copy_bytes_per_s=Quantity(value=copies.together_bytes_per_s, source=COPIES),
+        host_update_bytes_per_s=found.host_update,
         devices=shared.world if shared else 1,
         sources=_sources(machine, shared),
     )
@@ -125,6 +128,8 @@ def _sources(machine: Machine, shared: Shared | None) -> dict[str, Source]:
         MEMORY: f"{where}: the launch floor is {floor}; device blocks of {memory.BLOCK_BYTES} and "
         f"{memory.LARGE_BYTES} bytes and the line through both; host blocks of {memory.BLOCK_BYTES} bytes, "
         f"pinned ones of {memory.PINNED_BYTES} bytes",
+        HOST: f"{where}: torch's fused AdamW on the host's cores and the cast of the parameters, as the executor plays "
+        "it, all ranks at once, slowest rank, median",
         SYSTEM: f"{where}: reported by the system; host memory is the container's limit",
     }
     sources = {name: Source(kind="measured", text=text) for name, text in texts.items()}

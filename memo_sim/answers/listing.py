@@ -33,7 +33,7 @@ def _models() -> Iterator[tuple[str, str]]:
 
 def _clusters() -> Iterator[tuple[str, str]]:
     yield from ((name, "one node") for name in list_clusters())
-    yield CLUSTER_FORM, "any other cluster; network cards per node of 200 (hdr) or 400 (ndr) Gb/s, 8 unless given"
+    yield CLUSTER_FORM, "any other cluster; cards per node of 100 (edr), 200, 400 or 800 (xdr) Gb/s, 8 unless given"
 
 
 def _systems() -> Iterator[tuple[str, str]]:

@@ -7,7 +7,7 @@ A cluster name has the form ``<gpu>-<nodes>x<gpus per node>[-<card><K>]``: ``a80
   ``h100hbm2e-1x8``.
 - ``K`` is the number of network cards of a node; the default is 8.
 - ``card`` is the card generation. H100 and H200 nodes have ndr (400 Gb/s), B200 nodes have ndr or xdr (800 Gb/s), all
-  other nodes have hdr (200 Gb/s).
+  other nodes have hdr (200 Gb/s) or edr (100 Gb/s). The first is the default.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import os
 import re
 from collections.abc import Collection
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, TypeVar
 
 import msgspec
 
@@ -25,13 +25,15 @@ from memo_sim.contract.boards import with_board
 from memo_sim.contract.cluster import Cluster, Network
 from memo_sim.contract.diagnosis import explain_schema
 from memo_sim.contract.errors import BadInput, UsageError, did_you_mean
-from memo_sim.contract.hardware import Hardware
+from memo_sim.contract.hardware import Curve, Hardware
 from memo_sim.contract.huggingface import model_from_config
 from memo_sim.contract.model import Model
 
+CurveKind = TypeVar("CurveKind", bound=Curve)
+
 PACKAGE = Path(__file__).parents[1]
 DATA = PACKAGE / "data"
-CLUSTER_FORM = "<gpu>-<nodes>x<gpus per node>[-<hdr, ndr or xdr><cards per node>]"
+CLUSTER_FORM = "<gpu>-<nodes>x<gpus per node>[-<edr, hdr, ndr or xdr><cards per node>]"
 
 HARDWARE_PROFILES = next(
     (folder for folder in (PACKAGE / "hardware_profiles", PACKAGE.parent / "hardware_profiles") if folder.is_dir()),
@@ -39,13 +41,13 @@ HARDWARE_PROFILES = next(
 )
 """Folder with one ``memo.hardware/1`` file per GPU: inside an installed package, in a checkout beside the packages."""
 
-_CLUSTER_NAME = re.compile(r"([a-z0-9]+)-([1-9]\d{0,5})x([1-9]\d{0,5})(?:-(hdr|ndr|xdr)([1-9]\d{0,2}))?", re.ASCII)
-_NETWORKS = {"hdr": "example.toml", "ndr": "h100.toml", "xdr": "b200.toml"}
+_CLUSTER_NAME = re.compile(r"([a-z0-9]+)-([1-9]\d{0,5})x([1-9]\d{0,5})(?:-(edr|hdr|ndr|xdr)([1-9]\d{0,2}))?", re.ASCII)
+_NETWORKS = {"edr": "edr.toml", "hdr": "example.toml", "ndr": "h100.toml", "xdr": "b200.toml"}
 """The shipped cluster file whose network describes each kind of card."""
 
 _CARDS = {"h100": ("ndr",), "h200": ("ndr",), "b200": ("ndr", "xdr")}
 """Kinds of card that the nodes of a GPU may have; the first is the default. GPUs not listed have ``_OLDER_CARDS``."""
-_OLDER_CARDS = ("hdr",)
+_OLDER_CARDS = ("hdr", "edr")
 
 _MODEL_TAG, _CLUSTER_TAG, _HARDWARE_TAG = (kind.__struct_config__.tag for kind in (Model, Cluster, Hardware))
 
@@ -171,15 +173,7 @@ def _named_cluster(name: str, match: re.Match[str], gpu: str) -> tuple[Cluster, 
     kind = match[4] or _CARDS.get(gpu, _OLDER_CARDS)[0]
     example = codec.read(DATA / "clusters" / _NETWORKS[kind], Cluster)
     assert example.network is not None
-    cards = int(match[5] or example.network.nics_per_node)
-    curve = example.network.size_efficiency
-    # The example's curve gives sizes of whole tensors spread over its cards. With fewer cards, a smaller tensor puts
-    # the
-    # same bytes on each card, so the sizes scale with the number of cards.
-    sizes = [size * cards / example.network.nics_per_node for size in curve.x]
-    network: Network = msgspec.structs.replace(
-        example.network, nics_per_node=cards, size_efficiency=msgspec.structs.replace(curve, x=sizes)
-    )
+    network = _with_cards(example.network, int(match[5] or example.network.nics_per_node))
     cluster = Cluster(
         name=name,
         hardware=hardware_name,
@@ -189,6 +183,24 @@ def _named_cluster(name: str, match: re.Match[str], gpu: str) -> tuple[Cluster, 
         sources=example.sources,
     )
     return cluster, hardware
+
+
+def _with_cards(network: Network, cards: int) -> Network:
+    """Return the network with another number of cards per node.
+
+    Its curves give sizes of whole tensors spread over the cards. With fewer cards, a smaller tensor puts the same bytes
+    on each card, so the sizes scale with the number of cards.
+    """
+
+    def scaled(curve: CurveKind) -> CurveKind:
+        return msgspec.structs.replace(curve, x=[size * cards / network.nics_per_node for size in curve.x])
+
+    return msgspec.structs.replace(
+        network,
+        nics_per_node=cards,
+        size_efficiency=scaled(network.size_efficiency),
+        efficiency_by_nodes=[scaled(curve) for curve in network.efficiency_by_nodes],
+    )
 
 
 def _names_in(folder: Path) -> list[str]:

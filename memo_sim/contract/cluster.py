@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
 
 from memo_sim.contract.hardware import Curve, Quantity, Source, require_sources
 from memo_sim.contract.units import Degree, Positive
 
 
+class NodesCurve(Curve, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Efficiency of a ring over more than two whole nodes, by bytes of the whole tensor."""
+
+    nodes: Annotated[int, msgspec.Meta(ge=3)]
+
+
 class Network(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The network between nodes: the cards of a node, their rate, and how efficiency grows with message size."""
+    """The network between nodes: the cards of a node, their rate, its switches, and efficiency by bytes and nodes."""
 
     nics_per_node: Positive
     nic_bytes_per_s: Quantity
@@ -20,11 +28,31 @@ class Network(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Fraction of the cards' rate that a collective reaches, by bytes of the whole tensor.
 
     The collective is a ring over two nodes that uses all their cards."""
+    efficiency_by_nodes: list[NodesCurve] = []
+    """The same fraction for rings over more whole nodes, where it was measured; other rings are derived."""
+    transfer_deviation: Quantity | None = None
+    """Relative standard deviation of the time of equal transfers between nodes; null: none is charged.
+
+    An exchange or all-to-all over n nodes takes as long as the slowest of n transfers."""
+    oversubscription: Annotated[float, msgspec.Meta(ge=1)] = 1.0
+    """Rate of a leaf switch's links to nodes over that of its links to the spine; 1: no transfer is slower there."""
+    rail_optimised: bool = True
+    """Whether a leaf switch joins card i of many nodes (a rail), or all cards of few nodes."""
+    leaf_ports: Positive = 32
+    """Ports of a leaf switch that go to nodes; half of a 64-port switch."""
 
     def __post_init__(self) -> None:
-        """Refuse a network whose cards have rate zero."""
+        """Refuse a network whose cards have rate zero, and two curves for the same number of nodes."""
         if self.nic_bytes_per_s.value <= 0:
             raise ValueError("nic_bytes_per_s must be more than 0")
+        nodes = [curve.nodes for curve in self.efficiency_by_nodes]
+        if len(set(nodes)) < len(nodes):
+            raise ValueError("efficiency_by_nodes has two curves for the same number of nodes")
+
+    @property
+    def nodes_per_leaf(self) -> int:
+        """Nodes that reach each other without the spine."""
+        return self.leaf_ports if self.rail_optimised else max(1, self.leaf_ports // self.nics_per_node)
 
 
 class Cluster(

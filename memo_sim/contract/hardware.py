@@ -244,6 +244,11 @@ class Hardware(
     host_memory_bytes: Quantity
     host_copy_bytes_per_s: Quantity
     """Rate that the copies of all local devices together can draw from host memory."""
+    host_update_bytes_per_s: Quantity | None = None
+    """Rate of AdamW on the host's cores, for all local ranks together, by the bytes of its operands.
+
+    Those are 28 bytes a parameter, and the updated parameter. Null: derived from ``host_copy_bytes_per_s``
+    (``costs/host_update.py``)."""
     devices: Positive
     """Devices of the node that this profile was measured on or is sold in."""
     sources: dict[str, Source]
@@ -267,6 +272,7 @@ class Hardware(
             "host_register_bytes_per_s": self.host_register_bytes_per_s,
             "host_memory_bytes": self.host_memory_bytes,
             "host_copy_bytes_per_s": self.host_copy_bytes_per_s,
+            **({"host_update_bytes_per_s": self.host_update_bytes_per_s} if self.host_update_bytes_per_s else {}),
         }
         for name, quantity in divisors.items():
             if quantity.value <= 0:

@@ -8,7 +8,7 @@
 
 Inside a node, alpha and bus rate come from the profile's tables, interpolated in log ranks.
 
-Across nodes:
+Across nodes (``network.py`` has rings, trees and protocols; the fastest is taken):
 
 - A ring runs at its slowest link. That is the lower of the bus rate among the group's ranks in one node, and the
   group's share of the node's cards, which all groups of the node use at once.
@@ -17,14 +17,17 @@ Across nodes:
   nccl-tests#196; SimAI models it too).
 - In an all-to-all, each rank sends its bytes for other nodes through its own share of the cards, at most one card
   (sjeaugey, nccl-tests#267). Bytes for the same node move at the same time.
-- Each node that a message passes adds the network's latency.
+- An exchange or an all-to-all over n nodes takes as long as the slowest of n transfers, if the network says how much
+  their times deviate (``pace.slowest``).
+- A transfer that leaves its leaf switch has 1 / ``oversubscription`` of the rate, as if every link to the spine were
+  in use.
 
-The network's efficiency curve was measured with a ring over two whole nodes, which spreads a tensor over all their
-cards. A transfer with fewer cards reads the curve at equal bytes per card: bytes x cards of a node / usable cards.
+The network's efficiency curves were measured with rings over whole nodes, which spread a tensor over all their cards. A
+transfer with fewer cards reads them at equal bytes per card: bytes x cards of a node / usable cards.
 
     usable cards     collectives: a node's cards / groups per node     all-to-all, p2p: at most one card per rank
 
-More than two nodes are outside the range of that curve.
+All-to-alls over more than two nodes are outside the calibrated range, and rings over more nodes than were measured.
 """
 
 from __future__ import annotations
@@ -39,6 +42,8 @@ from memo_sim.contract.hardware import CollectiveKind, Hardware
 from memo_sim.contract.plan import Layout
 from memo_sim.costs.contention import Demands, Link
 from memo_sim.costs.curves import LogCurve, between
+from memo_sim.costs.network import NetworkTimes, Path
+from memo_sim.costs.pace import slowest
 from memo_sim.costs.placement import Placement, hop, place
 from memo_sim.program.ir.instruction import COLLECTIVE_LANES, Lane
 from memo_sim.program.ir.work import Collective, Exchange, Group, PointToPoint
@@ -61,12 +66,8 @@ LARGE_BYTES = 2**30
 KINDS: dict[Group, CollectiveKind] = {"ulysses": "all_to_all", "cp": "all_gather", "metp": "broadcast"}
 """The kind that stands for a group's collectives where links are shared; ``reduce_scatter`` for all other groups."""
 
-CURVE_NODES = 2
-"""Number of nodes that the network's efficiency curve was measured on."""
-
-
-TREE_NODES = 2
-"""Number of nodes for which a tree has no intermediate node."""
+MESSAGE_NODES = 2
+"""Number of nodes that an all-to-all's efficiency is known for."""
 
 
 def volume_factor(kind: CollectiveKind, ranks: int) -> float:
@@ -85,7 +86,7 @@ class CollectiveTimes:
         self._layout = layout
         self._devices_per_node = cluster.devices_per_node
         self._network = cluster.network
-        self._efficiency = LogCurve.of(cluster.network.size_efficiency) if cluster.network else None
+        self._across = NetworkTimes(cluster.network, cluster.devices_per_node) if cluster.network else None
         self._tables: dict[CollectiveKind, list[tuple[float, float, LogCurve]]] = {}
         for table in sorted(hardware.collectives, key=lambda table: table.ranks):
             entry = (log2(table.ranks), table.alpha_s, LogCurve.of(table.bus_bytes_per_s))
@@ -173,17 +174,12 @@ class CollectiveTimes:
     def _time(self, kind: CollectiveKind, size_bytes: int, placement: Placement, outside: set[str]) -> float:
         if placement.ranks < 2 or size_bytes <= 0:
             return 0.0
-        crossing = placement.nodes > 1
+        if placement.nodes > 1:
+            return self._time_across(kind, size_bytes, placement, outside)
         alpha_s, bus, covered = self._inside(kind, size_bytes, placement.ranks)
-        name = f"collective.{kind}"
-        if not crossing:
-            streaming = volume_factor(kind, placement.ranks) * size_bytes / bus
-        else:
-            streaming, covered = self._streaming_across(kind, size_bytes, placement)
-            alpha_s += self._hops(kind, placement) * self._net.latency_s.value
-            name = "network"
-        if (not covered and streaming > alpha_s) or placement.nodes > CURVE_NODES:
-            outside.add(name)
+        streaming = volume_factor(kind, placement.ranks) * size_bytes / bus
+        if not covered and streaming > alpha_s:
+            outside.add(f"collective.{kind}")
         return alpha_s + streaming
 
     def _inside(self, kind: CollectiveKind, size_bytes: int, ranks: int) -> tuple[float, float, bool]:
@@ -208,31 +204,54 @@ class CollectiveTimes:
             )
         return self._network
 
-    def _hops(self, kind: CollectiveKind, placement: Placement) -> int:
-        """Return the number of node-to-node steps that a message takes one after another."""
+    def _time_across(self, kind: CollectiveKind, size_bytes: int, placement: Placement, outside: set[str]) -> float:
+        """Return the seconds of a collective or p2p transfer over several nodes."""
+        net, across = self._net, self._across
+        assert across is not None
+        path = self._path(kind, placement)
+        alpha_s, local, _ = self._inside(kind, size_bytes, max(2, placement.per_node))
+        local = local if placement.per_node > 1 else float("inf")
+        measured_nodes = across.most_nodes
         if kind in ("send_recv", "all_to_all"):
-            return 1
-        return (placement.nodes - 1) * (2 if kind == "all_reduce" else 1)
+            fastest_s = alpha_s + net.latency_s.value
+            seconds = fastest_s + self._messages(kind, size_bytes, placement, path, local)
+            measured_nodes = MESSAGE_NODES if kind == "all_to_all" else placement.nodes
+        else:
+            passes = 2 if kind == "all_reduce" else 1
+            factor = volume_factor(kind, placement.ranks)
+            fastest_s = alpha_s
+            ways = [
+                across.ring_seconds(size_bytes, factor, passes, path, local),
+                alpha_s + across.short_ring_seconds(size_bytes, factor, passes, path),
+            ]
+            if kind == "all_reduce":
+                ways.append(alpha_s + across.tree_seconds(size_bytes, factor * size_bytes / local, path))
+            seconds = min(ways)
+        if placement.nodes > measured_nodes or (not across.covers(size_bytes, path) and seconds > 2 * fastest_s):
+            outside.add("network")
+        return seconds
 
-    def _streaming_across(self, kind: CollectiveKind, size_bytes: int, placement: Placement) -> tuple[float, bool]:
-        """Return the transfer's seconds across nodes without latency, and whether the network's curve covers it."""
+    def _path(self, kind: CollectiveKind, placement: Placement) -> Path:
+        """Return the group's share of the cards, and what its bytes are on all cards of a node."""
+        net = self._net
         cards = self._cards(kind, placement)
-        whole = size_bytes * self._net.nics_per_node / cards
-        efficiency, covered = 1.0, False
-        if self._efficiency:
-            efficiency, covered = self._efficiency(whole), self._efficiency.covers(whole)
-        share = self._net.nic_bytes_per_s.value * efficiency * cards
-        local = float("inf")
-        if placement.per_node > 1:
-            local = self._inside(kind, size_bytes, placement.per_node)[1]
-        if kind == "all_to_all":
-            out = (placement.ranks - placement.per_node) / placement.ranks * size_bytes / share
-            stay = (placement.per_node - 1) / placement.ranks * size_bytes / local
-            return max(out, stay), covered
-        volume = volume_factor(kind, placement.ranks) * size_bytes
-        if kind == "all_reduce" and placement.nodes == TREE_NODES:
-            return max(size_bytes / share, volume / local), covered
-        return volume / min(local, share), covered
+        rate = net.nic_bytes_per_s.value * cards
+        if placement.span > net.nodes_per_leaf:
+            rate /= net.oversubscription
+        return Path(placement.nodes, placement.per_node, rate, net.nics_per_node / cards)
+
+    def _messages(
+        self, kind: CollectiveKind, size_bytes: int, placement: Placement, path: Path, local_bytes_per_s: float
+    ) -> float:
+        """Return the seconds of a hop or an all-to-all without latency; the slowest node's transfer sets the pace."""
+        assert self._across is not None
+        deviation = self._net.transfer_deviation
+        slow = 1.0 + deviation.value * slowest(placement.nodes) if deviation else 1.0
+        away_s = slow * self._across.message_seconds(size_bytes, path)
+        if kind == "send_recv":
+            return away_s
+        stay = (placement.per_node - 1) / placement.ranks * size_bytes / local_bytes_per_s
+        return max((placement.ranks - placement.per_node) / placement.ranks * away_s, stay)
 
 
 def _shares(node: float, network: float, direction: Literal["out", "in"]) -> dict[Link, float]:

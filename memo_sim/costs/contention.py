@@ -5,7 +5,8 @@ lane therefore means that all local devices copy in that direction. A device's c
 
     its link                alone, or ``duplex`` while the other direction runs; divided by the devices on one PCIe
     uplink its share of the node   ``all_devices`` x the profile's devices is what the node carries in one direction its
-    share of the host   ``host_copy_bytes_per_s`` is for all copies of all local devices in both directions
+    share of the host   ``host_copy_bytes_per_s`` is for all copies of all local devices in both directions, and for the
+    optimizer's updates on the host beside them
 
 Compute runs slower beside copies, collectives and p2p transfers, by the factors of ``compute_slowdown``. The factors
 multiply, because these use different resources. All collectives use the same resource and count once.
@@ -30,6 +31,7 @@ from typing import Literal
 
 from memo_sim.contract.cluster import Cluster
 from memo_sim.contract.hardware import Hardware
+from memo_sim.costs.host_update import node_bytes_per_s
 from memo_sim.program.ir.instruction import COLLECTIVE_LANES, Lane
 
 COPY = (1 << Lane.D2H) | (1 << Lane.H2D)
@@ -59,6 +61,7 @@ class NodeRates:
         """
         self._demands = demands or {}
         self._hardware = hardware
+        self._host_update = node_bytes_per_s(hardware)
         self.local_devices = local_devices or cluster.devices_per_node
         self._known: dict[int, tuple[float, ...]] = {}
 
@@ -79,8 +82,7 @@ class NodeRates:
         down = self._link(Lane.D2H, both=h2d) if d2h else 0.0
         up = self._link(Lane.H2D, both=d2h) if h2d else 0.0
         share = self._hardware.host_copy_bytes_per_s.value / self.local_devices
-        # The host's own work (an optimizer's update) alone is priced at a device's whole share of host memory.
-        host = share if busy & (1 << Lane.HOST) else 0.0
+        host = min(share, self._host_update / self.local_devices) if busy & (1 << Lane.HOST) else 0.0
         left = min(1.0, share / (down + up + host)) if busy & (COPY | (1 << Lane.HOST)) else 1.0
         for lane, rate in ((Lane.D2H, down), (Lane.H2D, up)):
             if rate:

@@ -19,12 +19,16 @@ from memo_sim.program.layout.rank_order import REPLICATE, SHARD, coordinate, mem
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """A group of ``ranks`` ranks over ``nodes`` nodes, ``per_node`` in each; ``together`` such groups share a node."""
+    """A group of ``ranks`` ranks over ``nodes`` nodes, ``per_node`` in each; ``together`` such groups share a node.
+
+    ``span``: nodes from its first to its last, with those that it passes over.
+    """
 
     ranks: int
     per_node: int
     nodes: int
     together: int
+    span: int
 
 
 def hop(source: int, target: int, layout: Layout, devices_per_node: int) -> Placement:
@@ -35,7 +39,8 @@ def hop(source: int, target: int, layout: Layout, devices_per_node: int) -> Plac
     step = stride("pp", layout)
     ranks = range(source * step, (source + 1) * step)
     away = any(r // devices_per_node != (r + (target - source) * step) // devices_per_node for r in ranks)
-    return Placement(2, 1 if away else 2, 2 if away else 1, min(step, devices_per_node))
+    span = 1 + -(-abs(target - source) * step // devices_per_node) if away else 1
+    return Placement(2, 1 if away else 2, 2 if away else 1, min(step, devices_per_node), span)
 
 
 def place(group: Group, ranks: int, layout: Layout, devices_per_node: int) -> Placement:
@@ -44,7 +49,9 @@ def place(group: Group, ranks: int, layout: Layout, devices_per_node: int) -> Pl
         return _widest(group, layout, devices_per_node)
     per_node = min(ranks, max(1, -(-devices_per_node // stride(group, layout))))
     used = min(devices_per_node, layout.devices)
-    return Placement(ranks, per_node, -(-ranks // per_node), max(1, used // per_node))
+    nodes = -(-ranks // per_node)
+    span = nodes if nodes == 1 else max(nodes, -(-ranks * stride(group, layout) // devices_per_node))
+    return Placement(ranks, per_node, nodes, max(1, used // per_node), span)
 
 
 def _widest(group: Group, layout: Layout, devices_per_node: int) -> Placement:
@@ -59,4 +66,5 @@ def _widest(group: Group, layout: Layout, devices_per_node: int) -> Placement:
     nodes = [Counter(rank // devices_per_node for rank in members(group, layout, first)) for first in firsts]
     widest = max(nodes, key=len)
     sharing = Counter(node for found in nodes if len(found) == len(widest) for node in found)
-    return Placement(widest.total(), max(widest.values()), len(widest), max(sharing.values()))
+    span = max(widest) - min(widest) + 1
+    return Placement(widest.total(), max(widest.values()), len(widest), max(sharing.values()), span)

@@ -15,6 +15,7 @@ from memo_sim.costs.attention import WAVE_TOKENS, AttentionRates, of_year
 from memo_sim.costs.collective import CollectiveTimes
 from memo_sim.costs.contention import Demands, NodeRates
 from memo_sim.costs.gemm import GemmRates
+from memo_sim.costs.host_update import HostUpdateTimes
 from memo_sim.costs.pace import pace
 from memo_sim.costs.rowwise import RowwiseRates
 from memo_sim.costs.transfer import CopyTimes
@@ -86,7 +87,7 @@ class Pricer:
         self._kernels = _kernels(hardware)
         self._collectives = CollectiveTimes(hardware, cluster, layout)
         self._floor_s = hardware.launch_floor_s.value
-        self._host_bytes_per_s = hardware.host_copy_bytes_per_s.value / min(cluster.devices_per_node, layout.devices)
+        self._host_updates = HostUpdateTimes(hardware, min(cluster.devices_per_node, layout.devices))
         self._pace = pace(hardware, layout.devices)
         self._known: dict[Work, float] = {}
 
@@ -130,7 +131,7 @@ class Pricer:
             case PointToPoint():
                 return self._collectives.p2p_seconds(work, self.outside)
             case HostUpdate():
-                return work.moved_bytes / self._host_bytes_per_s
+                return self._host_updates.seconds(work, self.outside)
 
     def _repeated(self, work: Attention) -> float:
         """Return the seconds in which grouped keys and values are repeated for every query head (flash1, triton-flash).

@@ -73,7 +73,8 @@ COLUMN_TEXTS = {
     "memory_plan": "yes: one planned arena; no: PyTorch's caching allocator under an eager framework",
     "attention": "a generation, flash for the newest that GPU and libraries have, or a kernel; blank: the fastest",
     "schedule": "pipeline schedule; interleaved needs virtual_stages",
-    "overlap": "whether collectives of replicas and p2p sends between stages overlap compute",
+    "overlap": "whether collectives of replicas and p2p sends between stages overlap compute; gradients: only the "
+    "reductions of gradients do, p2p as the system has it",
     "precision": "dtype of parameters and activations",
     "expected_status": "whether the measured run fitted",
     "expected_mfu": "measured MFU, a fraction (MEMO 5.1's convention)",
@@ -105,7 +106,7 @@ _WORDS = {
     "attention": get_args(AttentionName),
     "libraries": get_args(Libraries),
     "schedule": get_args(Schedule),
-    "overlap": ("yes", "no"),
+    "overlap": ("yes", "no", "gradients"),
     "uneven_heads": ("yes", "no"),
     "precision": ("bf16", "fp16"),
     "expected_status": get_args(Status),

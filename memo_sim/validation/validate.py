@@ -180,7 +180,7 @@ def _overlap_refused(asked: CaseQuestion, layout: Layout) -> str:
     return ""
 
 
-_OVERLAP: dict[str, Overlap | None] = {"no": "none", "yes": "both", "": None}
+_OVERLAP: dict[str, Overlap | None] = {"no": "none", "gradients": "gradients", "yes": "both", "": None}
 """Overlap of the replicas' collectives by the row's word; a blank leaves the choice to the system."""
 
 
@@ -215,7 +215,7 @@ def question_of(asked: CaseQuestion, change: Callable[[Hardware], Hardware] | No
         **asked.pins,
         sequence_parallel=None if sp is None else sp == "yes",
         uneven_heads=asked.words.get("uneven_heads") == "yes",
-        overlap_p2p=None if overlap is None else overlap == "yes",
+        overlap_p2p={"no": False, "yes": True}.get(overlap or ""),
         memory_policy=_MEMORY[asked.words.get("memory_plan", "")],
         overlap=_OVERLAP[overlap or ""],
         offload_inputs=None if inputs is None else inputs == "yes",

@@ -82,6 +82,13 @@ def test_clusters_of_later_gpus(name: str, profile: str, cards: int, card_bytes_
     assert (cluster.network.nics_per_node, cluster.network.nic_bytes_per_s.value) == (cards, card_bytes_per_s)
 
 
+def test_older_nodes_may_have_cards_of_100_gbit() -> None:
+    cluster, _ = load_cluster("a100-16x8-edr4")
+    assert cluster.network is not None
+    assert (cluster.network.nics_per_node, cluster.network.nic_bytes_per_s.value) == (4, 11.75e9)
+    assert load_cluster("a100-2x8-edr8") == load_cluster(str(DATA / "clusters" / "edr.toml"))
+
+
 def test_the_cluster_file_of_the_fastest_cards_equals_its_named_cluster() -> None:
     assert load_cluster("b200-2x8-xdr8") == load_cluster(str(DATA / "clusters" / "b200.toml"))
 
@@ -96,11 +103,29 @@ def test_the_network_by_message_size() -> None:
     network = load_cluster("a800-2x8")[0].network
     assert network is not None
     points = dict(zip(network.size_efficiency.x, network.size_efficiency.y, strict=True))
-    assert (points[16 * 2**20], points[256 * 2**20], points[2**30], points[16 * 2**30]) == (0.32, 0.85, 0.92, 0.96)
+    # Cards of half the rate reach with half of the bytes what SimAI's 400 Gb/s cards reach.
+    assert (points[8 * 2**20], points[128 * 2**20], points[2**29], points[2**33]) == (0.32, 0.85, 0.92, 0.96)
+    faster = load_cluster("h100-2x8")[0].network
+    assert faster is not None
+    for slow, fast in zip(
+        [network.size_efficiency, *network.efficiency_by_nodes],
+        [faster.size_efficiency, *faster.efficiency_by_nodes],
+        strict=True,
+    ):
+        assert slow.y == fast.y
+        assert slow.x == [size / 2 for size in fast.x]
     fewer = load_cluster("a800-2x8-hdr4")[0].network
     assert fewer is not None
     assert fewer.size_efficiency.y == network.size_efficiency.y
     assert fewer.size_efficiency.x == [size / 2 for size in network.size_efficiency.x]  # same bytes on each card
+    assert fewer.efficiency_by_nodes[3].x == [size / 2 for size in network.efficiency_by_nodes[3].x]
+
+
+def test_two_curves_for_the_same_number_of_nodes_are_refused() -> None:
+    network = load_cluster("a800-2x8")[0].network
+    assert network is not None
+    with pytest.raises(ValueError, match="same number of nodes"):
+        msgspec.structs.replace(network, efficiency_by_nodes=network.efficiency_by_nodes[:1] * 2)
 
 
 @pytest.mark.parametrize(

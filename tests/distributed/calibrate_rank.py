@@ -28,6 +28,7 @@ QUICK = replace(
     copy_bytes=(2**14, 2**18),
     beside_s=0.01,
     copied_bytes=2**20,
+    updated_elements=2**16,
     message_bytes=(2**10, 2**16, 2**20),
     message_s=0.002,
     budget_s=0.0,

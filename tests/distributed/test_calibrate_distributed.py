@@ -74,6 +74,8 @@ def test_every_kind_has_a_curve(profile: Hardware) -> None:
 def test_all_devices_copied_at_once(profile: Hardware) -> None:
     both = profile.d2h.all_devices.value + profile.h2d.all_devices.value
     assert both > 0
+    assert profile.host_update_bytes_per_s is not None
+    assert profile.host_update_bytes_per_s.source == "host"
     assert profile.host_copy_bytes_per_s.value >= 2 * max(profile.d2h.all_devices.value, profile.h2d.all_devices.value)
     assert "while 2 ranks copy at once" in profile.sources["copies"].text
 

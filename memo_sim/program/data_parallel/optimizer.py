@@ -345,7 +345,7 @@ class Optimizer:
             f"adamw.{name}",
             f"adamw.{name}",
             Lane.HOST,
-            HostUpdate(length, (4 * 4 + 3 * 4 + size) * length),
+            host_update(length, self.decisions.dtype),
             grads=accumulates(share),
             norm=reads(builder.all("grad_norm")),
             master=accumulates(Rows("master", offset, length)),
@@ -356,6 +356,14 @@ class Optimizer:
         builder.emit(
             f"params.{name}", "h2d", Lane.H2D, Copy(size * length, "h2d"), source=reads(updated), target=writes(params)
         )
+
+
+def host_update(elements: int, dtype: DtypeName) -> HostUpdate:
+    """Return AdamW of ``elements`` parameters of ``dtype`` on the host.
+
+    It reads the fp32 gradient, reads and writes the fp32 master copy and moments, and writes the parameter.
+    """
+    return HostUpdate(elements, (4 * 4 + 3 * 4 + DTYPE_BYTES[dtype]) * elements)
 
 
 def tied(block: Block, families: Families) -> Template:

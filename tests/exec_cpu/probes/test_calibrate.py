@@ -46,6 +46,7 @@ FEW = replace(
     copy_bytes=(2**14, 2**18),
     beside_s=0.02,
     copied_bytes=2**20,
+    updated_elements=2**16,
     message_bytes=(2**10, 2**14, 2**18, 2**20, 2**22),
     message_s=0.02,
 )
@@ -69,6 +70,13 @@ def profile() -> Hardware:
 def test_the_profile_can_be_written_and_read_back(profile: Hardware, tmp_path: Path) -> None:
     codec.write(tmp_path / "here.json", profile)
     assert codec.read(tmp_path / "here.json", Hardware) == profile
+
+
+def test_the_update_on_the_host_is_measured_with_its_own_source(profile: Hardware) -> None:
+    found = profile.host_update_bytes_per_s
+    assert found is not None
+    assert 1e7 < found.value < 1e13
+    assert "AdamW" in profile.sources[found.source].text
 
 
 def test_every_number_has_a_source(profile: Hardware) -> None:

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from memo_sim.contract.catalog import load_hardware
+from memo_sim.contract.catalog import load_cluster, load_hardware
 from memo_sim.contract.cluster import Cluster, Network
 from memo_sim.contract.errors import Infeasible
 from memo_sim.contract.hardware import CollectiveKind, Curve, Hardware, Quantity, Source
@@ -13,7 +13,8 @@ from memo_sim.contract.plan import Layout
 from memo_sim.costs.collective import LARGE_BYTES, CollectiveTimes, volume_factor
 from memo_sim.costs.contention import NodeRates
 from memo_sim.costs.curves import LogCurve
-from memo_sim.costs.placement import Placement, place
+from memo_sim.costs.pace import slowest
+from memo_sim.costs.placement import Placement, hop, place
 from memo_sim.program.ir.instruction import Lane
 from memo_sim.program.ir.work import Collective, Exchange, Group
 from tests.refusals import refused
@@ -112,10 +113,10 @@ class TestPlacement:
     @pytest.mark.parametrize(
         ("group", "ranks", "expected"),
         [
-            ("tp", 4, Placement(4, 4, 1, 2)),
-            ("cp", 2, Placement(2, 2, 1, 4)),
-            ("dp", 4, Placement(4, 1, 4, 8)),
-            ("grads", 8, Placement(8, 2, 4, 4)),
+            ("tp", 4, Placement(4, 4, 1, 2, 1)),
+            ("cp", 2, Placement(2, 2, 1, 4, 1)),
+            ("dp", 4, Placement(4, 1, 4, 8, 4)),
+            ("grads", 8, Placement(8, 2, 4, 4, 4)),
         ],
     )
     def test_groups_of_a_layout(self, group: Group, ranks: int, expected: Placement) -> None:
@@ -124,10 +125,10 @@ class TestPlacement:
     @pytest.mark.parametrize(
         ("layout", "shard", "replicate"),
         [
-            (Layout(dp=32, zero=1, zero_ranks=8), Placement(8, 8, 1, 1), Placement(4, 1, 4, 8)),
-            (Layout(tp=2, dp=16, zero=3, zero_ranks=4), Placement(4, 4, 1, 2), Placement(4, 1, 4, 8)),
-            (Layout(dp=32, zero=3, zero_ranks=2), Placement(2, 2, 1, 4), Placement(16, 4, 4, 2)),
-            (Layout(tp=4, dp=8, zero=1, zero_ranks=4), Placement(4, 2, 2, 4), Placement(2, 1, 2, 8)),
+            (Layout(dp=32, zero=1, zero_ranks=8), Placement(8, 8, 1, 1, 1), Placement(4, 1, 4, 8, 4)),
+            (Layout(tp=2, dp=16, zero=3, zero_ranks=4), Placement(4, 4, 1, 2, 1), Placement(4, 1, 4, 8, 4)),
+            (Layout(dp=32, zero=3, zero_ranks=2), Placement(2, 2, 1, 4, 1), Placement(16, 4, 4, 2, 4)),
+            (Layout(tp=4, dp=8, zero=1, zero_ranks=4), Placement(4, 2, 2, 4, 2), Placement(2, 1, 2, 8, 3)),
         ],
     )
     def test_groups_of_replicas(self, layout: Layout, shard: Placement, replicate: Placement) -> None:
@@ -137,24 +138,28 @@ class TestPlacement:
     def test_a_group_across_two_nodes_sets_the_pace(self) -> None:
         """Of four groups of six ranks, the second and the third begin inside a node and end in the next one."""
         layout = Layout(dp=24, zero=1, zero_ranks=6)
-        assert place("shard", 6, layout, 8) == Placement(6, 4, 2, 2)
+        assert place("shard", 6, layout, 8) == Placement(6, 4, 2, 2, 2)
 
     def test_a_group_wider_than_a_node_is_alone_on_it(self) -> None:
-        assert place("tp", 16, Layout(tp=16), 8) == Placement(16, 8, 2, 1)
+        assert place("tp", 16, Layout(tp=16), 8) == Placement(16, 8, 2, 1, 2)
 
     def test_a_ring_of_whole_nodes(self) -> None:
-        assert place("cp", 4, Layout(tp=8, cp=4), 8) == Placement(4, 1, 4, 8)
+        assert place("cp", 4, Layout(tp=8, cp=4), 8) == Placement(4, 1, 4, 8, 4)
+
+    def test_a_group_spans_the_nodes_that_it_passes_over(self) -> None:
+        assert place("pp", 2, Layout(tp=8, cp=4, pp=2), 8) == Placement(2, 1, 2, 8, 8)
+        assert hop(0, 1, Layout(tp=8, cp=4, pp=2), 8) == Placement(2, 1, 2, 8, 5)
+        assert hop(0, 1, Layout(tp=2, pp=4), 8).span == 1
 
 
 class TestAcrossNodes:
     def test_a_wide_ring_is_bound_by_all_cards_or_by_the_links(self) -> None:
         work = Collective("all_gather", 2**34, 16, "tp")
-        alpha_s, curve = table("all_gather", 8)
-        bus = curve.y[-1]
+        bus = table("all_gather", 8)[1].y[-1]
         assert 160 * GB < bus < 180 * GB
         for nics, rate in ((4, 80 * GB), (8, 160 * GB), (16, bus)):
             found = times(cluster(2, nics), Layout(tp=16)).seconds(work, set())
-            assert found == pytest.approx(alpha_s + 1e-5 + 15 / 16 * 2**34 / rate)
+            assert found == pytest.approx(15 / 16 * 2**34 / rate, rel=1e-3)
 
     def test_strided_groups_share_the_cards(self) -> None:
         # Eight gradient groups cross at once, so each gets one of eight cards, or half a card when there are four.
@@ -171,7 +176,7 @@ class TestAcrossNodes:
     def test_over_two_nodes_an_all_reduce_is_a_tree_bound_by_the_cards_once_or_by_the_links(self) -> None:
         work, ring = (Collective(kind, 2**34, 16, "tp") for kind in ("all_reduce", "reduce_scatter"))
         bus = table("all_reduce", 8)[1].y[-1]
-        for nics, seconds in ((4, 2**34 / (80 * GB)), (16, 1.875 * 2**34 / bus)):
+        for nics, seconds in ((4, 2**34 / (0.92 * 80 * GB)), (16, 1.875 * 2**34 / bus)):
             here = times(cluster(2, nics), Layout(tp=16))
             assert here.seconds(work, set()) == pytest.approx(seconds, rel=0.02)
             assert here.seconds(work, set()) <= 2 * here.seconds(ring, set())
@@ -202,8 +207,6 @@ class TestAcrossNodes:
         ("work", "layout", "cards"),
         [
             (Collective("reduce_scatter", 2**30, 16, "tp"), Layout(tp=16), 8),
-            (Collective("all_reduce", 2**30, 4, "grads"), Layout(tp=4, cp=2, dp=2), 2),
-            (Collective("all_reduce", 2**30, 2, "grads"), Layout(tp=8, dp=2), 1),
             (Collective("all_to_all", 2**30, 16, "tp"), Layout(tp=16), 1),
             (Exchange(2**30, 2, "cp"), Layout(tp=8, cp=2), 1),
             (Exchange(2**30, 16, "cp"), Layout(cp=16), 1),
@@ -215,21 +218,44 @@ class TestAcrossNodes:
         def seconds(efficiency_at: float) -> float:
             two = cluster(2)
             assert two.network is not None
-            # Half of the rate up to that size, the full rate from 0.1 % above it.
-            curve = Curve(x=[efficiency_at, efficiency_at * 1.001], y=[0.5, 1.0], source="test")
+            # A quarter of the rate at that size, half at twice that size and from there on.
+            curve = Curve(x=[efficiency_at, 2 * efficiency_at], y=[0.25, 0.5], source="test")
             here = times(replace(two, network=replace(two.network, size_efficiency=curve)), layout)
             if isinstance(work, Exchange):
                 return here.exchange_seconds(work, set())
             return here.seconds(work, set())
 
         asked = 2**30 * 8 / cards
-        assert seconds(asked) == pytest.approx(2 * seconds(asked / 1.01), rel=0.02)
+        assert seconds(asked) == pytest.approx(2 * seconds(asked / 2), rel=0.04)
 
     @pytest.mark.parametrize("nodes", [2, 4])
     def test_more_than_two_nodes_are_outside_the_curve(self, nodes: int) -> None:
         here, outside = times(cluster(nodes), Layout(tp=8, dp=nodes)), set[str]()
         here.seconds(Collective("all_reduce", 2**30, nodes, "grads"), outside)
         assert outside == (set() if nodes == 2 else {"network"})
+
+    def test_a_transfer_beyond_its_leaf_switch_shares_the_links_to_the_spine(self) -> None:
+        work = Collective("reduce_scatter", 2**34, 64, "tp")
+        flat = times(cluster(8), Layout(tp=64)).seconds(work, set())
+
+        def seconds(**switches: object) -> float:
+            where = cluster(8)
+            assert where.network is not None
+            return times(replace(where, network=replace(where.network, **switches)), Layout(tp=64)).seconds(work, set())
+
+        assert seconds(oversubscription=2.0) == flat  # 32 nodes share a leaf
+        assert seconds(oversubscription=2.0, rail_optimised=False) == pytest.approx(2 * flat, rel=1e-3)
+        assert seconds(oversubscription=2.0, leaf_ports=4) == pytest.approx(2 * flat, rel=1e-3)
+
+    def test_a_hop_over_many_nodes_waits_for_the_slowest(self) -> None:
+        def seconds(ranks: int) -> float:
+            where = cluster(ranks)
+            assert where.network is not None
+            deviation = Quantity(value=0.03, source="test")
+            where = replace(where, network=replace(where.network, transfer_deviation=deviation))
+            return times(where, Layout(tp=8, cp=ranks)).exchange_seconds(Exchange(2**34, ranks, "cp"), set())
+
+        assert seconds(64) / seconds(2) == pytest.approx((1 + 0.03 * slowest(64)) / (1 + 0.03 * slowest(2)), rel=1e-3)
 
     def test_no_network_is_said(self) -> None:
         with refused(Infeasible, what="network", wanted="one node"):
@@ -292,6 +318,93 @@ class TestDemands:
         assert gathered["node out"] == pytest.approx(rates["reduce_scatter", 8] / link, rel=1e-6)
 
 
+class TestByNodes:
+    """Rings over 2 to 128 nodes: SimAI's table, which the clusters hold, and what the model derives without it."""
+
+    NODES = (4, 8, 16, 32, 64, 128)
+
+    def gather(self, nodes: int, size: float, *, name: str = "h100", measured: bool = True) -> float:
+        where, hardware = load_cluster(f"{name}-{nodes}x8")
+        if not measured:
+            assert where.network is not None
+            where = replace(where, network=replace(where.network, efficiency_by_nodes=[]))
+        layout = Layout(dp=8 * nodes)
+        work = Collective("all_gather", int(size), 8 * nodes, "grads")
+        return CollectiveTimes(hardware, where, layout).seconds(work, set())
+
+    def test_a_measured_ring_takes_its_measured_time(self) -> None:
+        network = load_cluster("h100-2x8")[0].network
+        assert network is not None
+        assert [curve.nodes for curve in network.efficiency_by_nodes] == list(self.NODES)
+        rate = network.nics_per_node * network.nic_bytes_per_s.value
+        for curve in network.efficiency_by_nodes:
+            for size, efficiency in list(zip(curve.x, curve.y, strict=True))[3:]:
+                ranks = 8 * curve.nodes
+                expected = (ranks - 1) / ranks * size / (rate * efficiency)
+                # Above the table: a shorter ring was measured slower, or NVLink is the slower link.
+                assert 0.99 * expected <= self.gather(curve.nodes, size) <= 1.2 * expected
+
+    def test_two_nodes_tell_about_more_by_the_messages_of_a_step(self) -> None:
+        sizes = [2**i * 1e6 for i in range(6, 14)]
+        errors = [
+            self.gather(nodes, size, measured=False) / self.gather(nodes, size) - 1
+            for nodes in self.NODES
+            for size in sizes
+        ]
+        assert sum(abs(error) for error in errors) / len(errors) < 0.15
+        # The same bytes in every step have the same efficiency.
+        for nodes in self.NODES:
+            few, many = (self.gather(n, 2**26 * n, measured=False) / n for n in (nodes, 2 * nodes))
+            assert many == pytest.approx(few, rel=0.05)
+
+    @pytest.mark.parametrize(
+        ("name", "nodes", "size", "bus"),
+        [("a100", 3, 2**27, 96), ("b200", 4, 2**30, 362), ("b200", 4, 2**28, 229), ("b200", 4, 2**34, 382)],
+    )
+    def test_other_published_all_reduces(self, name: str, nodes: int, size: int, bus: float) -> None:
+        # nccl-tests#119 (four HDR cards); ml-engineering's B200 nodes with eight 400 Gb/s EFA cards, whose latency is
+        # higher: 256 MiB are a quarter too fast here.
+        cards = "hdr4" if name == "a100" else "ndr8"
+        where, hardware = load_cluster(f"{name}-{nodes}x8-{cards}")
+        ranks = 8 * nodes
+        work = Collective("all_reduce", size, ranks, "grads")
+        found = CollectiveTimes(hardware, where, Layout(dp=ranks)).seconds(work, set())
+        assert volume_factor("all_reduce", ranks) * size / found / GB == pytest.approx(bus, rel=0.3)
+
+    def test_a_small_all_reduce_is_a_tree(self) -> None:
+        # nccl#652: 63 to 71 us over 32 nodes of eight A100 with four HDR cards.
+        where, hardware = load_cluster("a100-32x8-hdr4")
+        work = Collective("all_reduce", 4, 256, "grads")
+        found = CollectiveTimes(hardware, where, Layout(dp=256)).seconds(work, set())
+        assert 50e-6 < found < 150e-6
+
+    @given(
+        st.sampled_from(["all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all", "send_recv"]),
+        st.integers(1, 2**35),
+        st.sampled_from([1, 2, 8]),
+        st.integers(1, 300),
+        st.sampled_from(["a100", "h100", "b200"]),
+    )
+    def test_more_nodes_are_never_cheaper_and_more_bandwidth_is_never_slower(
+        self, kind: CollectiveKind, size: int, per_node: int, nodes: int, name: str
+    ) -> None:
+        def seconds(nodes: int, size: int, faster: float = 1.0) -> float:
+            where, hardware = load_cluster(f"{name}-{nodes}x8")
+            assert where.network is not None
+            card = where.network.nic_bytes_per_s
+            quick = replace(where.network, nic_bytes_per_s=replace(card, value=card.value * faster))
+            layout = Layout(tp=8 // per_node, dp=nodes * per_node)
+            here = CollectiveTimes(hardware, replace(where, network=quick), layout)
+            return here.seconds(Collective(kind, size, nodes * per_node, "grads"), set())
+
+        asked = seconds(nodes, size)
+        assert asked <= seconds(nodes + 1, size) * (1 + 1e-9)
+        assert asked <= seconds(2 * nodes, size) * (1 + 1e-9)
+        assert seconds(nodes, size, 1.5) <= asked
+        if nodes > 1:  # inside a node the rate between two measured sizes may grow faster than the bytes
+            assert asked <= seconds(nodes, size + size // 3 + 1) * (1 + 1e-3)
+
+
 def mask(*lanes: Lane) -> int:
     return sum(1 << lane for lane in lanes)
 
@@ -326,7 +439,9 @@ class TestContention:
     def test_host_memory_is_shared_both_ways(self) -> None:
         poor = replace(A800, host_copy_bytes_per_s=Quantity(value=80 * GB, source="host-dram"))
         rates = NodeRates(poor, cluster()).rates(mask(Lane.D2H, Lane.H2D, Lane.HOST))
-        moved = rates[Lane.D2H] * 25 * GB + rates[Lane.H2D] * 24.8 * GB + rates[Lane.HOST] * 10 * GB
+        assert A800.host_update_bytes_per_s is not None
+        updated = A800.host_update_bytes_per_s.value / 8
+        moved = rates[Lane.D2H] * 25 * GB + rates[Lane.H2D] * 24.8 * GB + rates[Lane.HOST] * updated
         assert moved * 8 == pytest.approx(80 * GB)
         assert NodeRates(poor, cluster()).rates(mask(Lane.HOST))[Lane.HOST] == 1.0
 

@@ -120,10 +120,29 @@ class TestWorks:
         assert price.seconds(thin) >= 2 * 2**20 * 4096 / 1.65e12
         assert price.outside == {"gemm.bf16.fprop"}
 
-    def test_host_updates_share_the_hosts_memory(self) -> None:
+    def test_the_ranks_of_a_node_share_its_rate_of_updates(self) -> None:
         hardware = load_hardware("a100-sxm4-80gb")
-        share = hardware.host_copy_bytes_per_s.value / 8
-        assert pricer().seconds(HostUpdate(10**9, 30 * 10**9)) == pytest.approx(30e9 / share)
+        assert hardware.host_update_bytes_per_s is not None
+        share = hardware.host_update_bytes_per_s.value / 8
+        price = pricer()
+        assert price.seconds(HostUpdate(10**9, 30 * 10**9)) == pytest.approx(30e9 / share)
+        assert price.outside == set()
+
+    def test_without_a_measured_rate_updates_run_at_a_quarter_of_the_copies_and_are_marked(self) -> None:
+        hardware = replace(load_hardware("a100-sxm4-80gb"), host_update_bytes_per_s=None)
+        price = pricer(hardware)
+        share = hardware.host_copy_bytes_per_s.value / 8 / 4
+        assert price.seconds(HostUpdate(10**9, 30 * 10**9)) == pytest.approx(30e9 / share)
+        assert price.outside == {"host_update"}
+
+    @pytest.mark.parametrize(
+        ("parameters", "ranks", "seconds"),
+        # Qwen2.5 1.5B and 3B, Llama-2-7B under DeepSpeed on A100 nodes; the profile's source says where from.
+        [(1.54e9, 2, 0.985), (3.09e9, 2, 1.74), (6.74e9, 4, 4.0)],
+    )
+    def test_published_updates(self, parameters: float, ranks: int, seconds: float) -> None:
+        mine = int(parameters / ranks)
+        assert pricer(layout=Layout(tp=ranks)).seconds(HostUpdate(mine, 30 * mine)) == pytest.approx(seconds, rel=0.1)
 
     def test_the_same_work_is_priced_once(self) -> None:
         price = pricer()

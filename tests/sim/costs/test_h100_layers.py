@@ -46,7 +46,7 @@ def predicted(layer: dict[str, Any]) -> float:
         ffn_hidden=layer["ffn"],
         vocab=1024,
         tied_embeddings=gpt,
-        max_positions=layer["seq"] if gpt else None,
+        max_positions=layer["seq"] if gpt else 0,
         qkv_bias=gpt,
         linear_bias=gpt,
         activation="gelu" if gpt else "silu",

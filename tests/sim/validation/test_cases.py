@@ -233,6 +233,16 @@ def test_a_row_decides_whether_exchanges_overlap_compute(tmp_path: Path) -> None
     assert beside.mfu > after.mfu
 
 
+def test_a_row_may_overlap_the_reductions_of_gradients_alone(tmp_path: Path) -> None:
+    row = {**ROW, "system": "megatron-lm", "alpha": "", "recompute": "full", "global_batch": "16", "seq_tokens": "4096"}
+    row |= {"tp": "2", "cp": "1", "dp": "4", "zero": "1", "memory_plan": "yes"}
+    path = case_file(tmp_path, *({**row, "overlap": word} for word in ("no", "gradients", "yes")))
+    found = [c.predicted.mfu for c in validate(load_cases(str(path))).cases]
+    assert None not in found
+    assert found == sorted(found, key=float)  # type: ignore[arg-type]
+    assert len(set(found)) == len(found)
+
+
 def test_stages_may_hold_several_chunks(tmp_path: Path) -> None:
     row = {**ROW, "alpha": "", "recompute": "full", "global_batch": "8", "tp": "2", "cp": "1", "pp": "4"}
     columns = [*COLUMNS[:-1], "virtual_stages", COLUMNS[-1]]
