@@ -31,3 +31,14 @@ def test_planned_memory(team: Team, layout: Layout) -> None:
     chosen = training(MODELS["gpt4"], layout, 0.5, global_batch=4)
     ranks = team.play(play_planned, 2, chosen)
     compare(ranks, reference("gpt4", chosen.seq_tokens, chosen.global_batch, STEPS), steps=STEPS)
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [("llama5", Layout(pp=2, pp_layers=(2, 3))), ("gpt-uneven", Layout(ulysses=2, uneven_heads=True))],
+    ids=["stages", "heads"],
+)
+def test_planned_memory_of_unequal_ranks(team: Team, name: str, layout: Layout) -> None:
+    chosen = training(MODELS[name], layout, recompute="none", swapped_tokens=0, global_batch=4)
+    ranks = team.play(play_planned, 2, chosen)
+    compare(ranks, reference(name, chosen.seq_tokens, chosen.global_batch, STEPS), steps=STEPS)

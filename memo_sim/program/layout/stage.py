@@ -18,13 +18,14 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate, pairwise
 
 from memo_sim.contract.errors import Infeasible
 from memo_sim.contract.plan import Decisions
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Stage:
     """The layers of one pipeline stage.
 
@@ -52,7 +53,7 @@ class Stage:
         """Whether this stage holds the head."""
         return self.index == self.stages - 1
 
-    @property
+    @cached_property
     def layers(self) -> tuple[int, ...]:
         """The numbers of the stage's layers in the model."""
         return tuple(layer for run in self.runs for layer in run)
@@ -67,14 +68,19 @@ class Stage:
         """Number of points before, between and after the layers of all chunks."""
         return len(self.layers) + self.chunks
 
+    @cached_property
+    def _ends(self) -> tuple[int, ...]:
+        """The local number after the last layer of each chunk."""
+        return tuple(accumulate(len(run) for run in self.runs))
+
     def chunk(self, number: int) -> range:
         """Return the local numbers of a chunk's layers."""
-        first = sum(len(run) for run in self.runs[:number])
-        return range(first, first + len(self.runs[number]))
+        end = self._ends[number]
+        return range(end - len(self.runs[number]), end)
 
     def chunk_of(self, layer: int) -> int:
         """Return the chunk that holds a layer (local number)."""
-        return bisect_right(list(accumulate(len(run) for run in self.runs)), layer)
+        return bisect_right(self._ends, layer)
 
     def boundary(self, layer: int, *, after: bool) -> int:
         """Return the number of the boundary before or after a layer (local number)."""
@@ -82,7 +88,7 @@ class Stage:
 
     def ends_chunk(self, layer: int) -> bool:
         """Return whether a layer (local number) is the last of its chunk."""
-        return layer == self.chunk(self.chunk_of(layer))[-1]
+        return layer + 1 in self._ends
 
     def begins_model(self, layer: int) -> bool:
         """Return whether the embedding comes directly before a layer (local number)."""

@@ -170,6 +170,30 @@ def test_unequal_stages_are_not_below_their_lower_bound(pp_layers: tuple[int, ..
         assert bound.host_bytes_per_node <= played.peak_host_bytes_per_node
 
 
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(ulysses=16, zero=1),
+        Layout(ulysses=3, uneven_heads=True, dp=2, zero=1),
+        Layout(tp=16, sequence_parallel=True),
+        Layout(tp=2, sequence_parallel=True, ulysses=8, zero=3),
+    ],
+    ids=layout_label,
+)
+def test_copies_and_uneven_heads_are_not_below_their_lower_bound(layout: Layout) -> None:
+    cluster, hardware = with_memory(*load_cluster("h100-2x8"), device_bytes=ROOM, host_bytes=ROOM)
+    bounds = LowerBounds(hardware, cluster)
+    model = msgspec.structs.replace(load_model("llama3-8b"), layers=9)
+    base = Decisions(model=model, layout=layout, seq_tokens=3 << 15, global_batch=2 * layout.dp, loss_chunk_tokens=4096)
+    for recompute, alpha in (("none", 0.0), ("full", 0.0), ("tokenwise", 0.5)):
+        decisions = with_alpha(base, recompute, alpha)
+        bound, played = bounds.of(decisions), simulate(decisions, hardware, cluster).prediction
+        assert played.step_s is not None
+        assert 0.85 * played.step_s < bound.step_s <= played.step_s
+        assert bound.device_bytes <= played.peak_device_bytes
+        assert bound.host_bytes_per_node <= played.peak_host_bytes_per_node
+
+
 @pytest.mark.parametrize("window", [0, 1, 2])
 def test_offloaded_subsequences_are_not_below_their_lower_bound(window: int) -> None:
     cluster, hardware = with_memory(*load_cluster("a800-1x8"), device_bytes=ROOM, host_bytes=ROOM)
