@@ -23,6 +23,8 @@ FusedKernel = Literal["triton"]
 """Fused implementations of row-wise operators that can replace torch's own."""
 AccessPattern = Literal[
     "elementwise",
+    "widen",
+    "broadcast",
     "strided",
     "row_sum",
     "column_sum",
@@ -33,8 +35,11 @@ AccessPattern = Literal[
 ]
 """How a row-wise kernel of a framework goes through memory; kernels of one pattern reach about the same rate.
 
-- elementwise: whole contiguous tensors.
-- strided: parts of rows or transposed tensors (a rotary embedding's halves, the two halves of a gated product).
+- elementwise: whole contiguous tensors, in vectors of elements.
+- widen: a cast to fp32.
+- broadcast: fp32 rows and one number for each of them.
+- strided: narrow operands that are broadcast, parts of rows or transposed, so read element by element (a norm's weight,
+  a rotary embedding's tables and halves, the two halves of a gated product).
 - row_sum, column_sum: one number a row; one number a feature, summed over all rows.
 - norm, norm_backward: one kernel for a norm, or for a gradient of one.
 - softmax: one kernel over the vocabulary.

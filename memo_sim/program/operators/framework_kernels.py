@@ -4,8 +4,7 @@ memo-exec plays a row-wise operator as one instruction. Frameworks launch other 
 
     eager     torch modules as model code writes them. Every tensor operator is a kernel that reads its inputs from
               memory and writes its result; casts to fp32 and back are kernels too, and so is all of autograd
-    compiled  the same modules under torch.compile: Inductor fuses a chain of operators into one kernel, and a sum
-              over rows (the gradient of a norm's weight) stays a kernel of its own
+    compiled  the same modules under torch.compile: Inductor fuses a chain of operators into one kernel
     fused     Megatron-LM's and Transformer Engine's own kernels: one for a norm, a bias with its activation, a bias
               with the residual, a rotary embedding
 
@@ -67,7 +66,7 @@ def _k(reads: str, writes: str, pattern: AccessPattern = "elementwise", launches
 _TINY = _k("", "")
 """A kernel over one number a row."""
 
-_WIDEN, _NARROW = _k("n", "w"), _k("w", "n")
+_WIDEN, _NARROW = _k("n", "w", "widen"), _k("w", "n")
 """Casts to fp32 and back."""
 
 _CASTS = frozenset({("n", "w"), ("w", "n")})
@@ -85,9 +84,9 @@ def _rms_norm(launches: int = 1) -> Kernels:
         _k("w", "", "row_sum"),  # .mean(-1)
         _TINY,  # variance + eps
         _TINY,  # rsqrt
-        _k("w", "w"),  # hidden_states * rsqrt
+        _k("w", "w", "broadcast"),  # hidden_states * rsqrt
         _NARROW,  # .to(input_dtype)
-        _k("n", "n"),  # weight * hidden_states
+        _k("n", "n", "strided"),  # weight * hidden_states
     )
     return _times(kernels, launches)
 
@@ -95,15 +94,15 @@ def _rms_norm(launches: int = 1) -> Kernels:
 def _rms_norm_backward(launches: int = 1) -> Kernels:
     """Autograd of ``LlamaRMSNorm.forward`` (torch, ``derivatives.yaml`` and ``FunctionsManual.cpp``)."""
     kernels = (
-        _k("n", "n"),  # grad * weight
+        _k("n", "n", "strided"),  # grad * weight
         _k("nn", "n"),  # grad * normalised rows
         _k("n", "", "column_sum"),  # their sum over rows: the weight's gradient
         _WIDEN,  # cast to fp32
         _k("ww", "w"),  # grad * x, for rsqrt
-        _k("w", "w"),  # grad * rsqrt
+        _k("w", "w", "broadcast"),  # grad * rsqrt
         _k("w", "", "row_sum"),
         *(_TINY,) * 3,  # backward of rsqrt
-        _k("", "w"),  # backward of mean: expanded and divided
+        _k("", "w", "broadcast"),  # backward of mean: expanded and divided
         _k("w", "w"),  # backward of pow: x.pow(1)
         _k("w", "w"),  # * 2
         _k("ww", "w"),  # * grad
@@ -131,18 +130,18 @@ _EAGER: dict[str, Kernels] = {
         _k("n", "n", "strided", 2),  # q * cos
         _k("h", "h", "strided", 2),  # -x2
         _k("hh", "n", "strided", 2),  # cat((-x2, x1))
-        _k("n", "n", "elementwise", 2),  # * sin
+        _k("n", "n", "strided", 2),  # * sin
         _k("nn", "n", "elementwise", 2),
     ),
     "rotary.bwd": (
-        _k("n", "n", "elementwise", 2),  # grad * sin
+        _k("n", "n", "strided", 2),  # grad * sin
         _k("", "n", "elementwise", 2),  # slice_backward of x1: zeros, and a copy of the half
         _k("h", "h", "strided", 2),
         _k("h", "h", "strided", 2),  # neg
         _k("", "n", "elementwise", 2),  # slice_backward of x2
         _k("h", "h", "strided", 2),
         _k("nn", "n", "elementwise", 2),  # both halves
-        _k("n", "n", "elementwise", 2),  # grad * cos
+        _k("n", "n", "strided", 2),  # grad * cos
         _k("nn", "n", "elementwise", 2),  # both branches
     ),
     "gelu": (_k("n", "n"),),
@@ -181,13 +180,14 @@ _EAGER: dict[str, Kernels] = {
 }
 
 _COMPILED: dict[str, Kernels] = {
-    # One kernel for the rows, with the gradient of the residual stream added; the sums over rows are split in two.
+    # One kernel for the rows, with the gradient of the residual stream added. It sums the weight's gradient over blocks
+    # of rows too, and small kernels add the blocks and cast (torch 2.11, counted under a profiler).
     "layer_norm": (_k("n", "n", "norm"),),
-    "layer_norm.bwd": (_k("nnn", "n", "norm_backward"), _k("nn", "", "column_sum"), _TINY),
+    "layer_norm.bwd": (_k("nnn", "n", "norm_backward"), *(_TINY,) * 4),
     "rms_norm": (_k("n", "n", "norm"),),
-    "rms_norm.bwd": (_k("nnn", "n", "norm_backward"), _k("nn", "", "column_sum"), _TINY),
+    "rms_norm.bwd": (_k("nnn", "n", "norm_backward"), *(_TINY,) * 2),
     "qk_norm": (_k("n", "n", "norm", 2),),
-    "qk_norm.bwd": (_k("nn", "n", "norm_backward", 2), _k("nn", "", "column_sum", 2), _TINY, _TINY),
+    "qk_norm.bwd": (_k("nn", "n", "norm_backward", 2), *(_TINY,) * 4),
     "rotary": (_k("n", "n", "strided", 2),),
     "rotary.bwd": (_k("n", "n", "strided", 2),),
     "gelu": (_k("n", "n"),),
