@@ -33,6 +33,8 @@ class CasePrediction(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """Busy fraction of the step for each lane of the slowest rank."""
     waits: dict[str, float] = {}
     """Fraction of the step that compute waits, by what it waits for; only the longest waits."""
+    beyond_memory: bool = False
+    """Whether the step, MFU and TGS are those with enough device memory: the row ran, and the prediction refuses it."""
     setting: Setting | None = None
     """What decides which other rows have errors of the same kind; null for a row that was not evaluated."""
 

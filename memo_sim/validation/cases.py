@@ -35,11 +35,11 @@ EXPECTED_COLUMNS = [f"expected_{name}" for name in ("status", "mfu", "tgs", "ste
 COLUMNS = ["case", "source", *QUESTION_COLUMNS, *EXPECTED_COLUMNS, "note"]
 OPTIONAL_COLUMNS = [
     *("virtual_stages", "pp_layers", "uneven_heads", "zero_ranks", "rowwise", "power_w", "libraries"),
-    *("loss", "loss_chunk", "states", "offload_inputs"),
+    *("loss", "loss_chunk", "states", "offload_inputs", "max_positions"),
     "expected_allocation_retries",
 ]
 """Columns that a file may leave out, because few sources report them."""
-SIZES = frozenset({"layers", "hidden", "heads", "kv_heads", "ffn", "vocab"})
+SIZES = frozenset({"layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "max_positions"})
 """Columns that describe a model by its sizes instead of a preset's name."""
 
 PINNED_COLUMNS = ("tp", "pp", "dp", "cp", "ulysses", "zero", "alpha", "recompute", "attention", "schedule")
@@ -90,6 +90,7 @@ COLUMN_TEXTS = {
     "rowwise": "kernels of row-wise operators: eager, compiled or fused, as the framework has them; else memo-exec's",
     "power_w": "power limit of a GPU in watts; its board's when blank",
     "libraries": "year of PyTorch, flash-attn and Transformer Engine; the profile's when blank",
+    "max_positions": "learned positions of a gpt model that the row describes; rotary ones when blank",
     "loss": "how the loss is computed (`--loss`); auto when blank",
     "loss_chunk": "tokens whose logits exist at once, 0 for all; the system's own when blank",
     "states": "dtype and place of gradients and optimizer states (`--states`); fp32 when blank",
@@ -116,7 +117,7 @@ _WORDS = {
 }
 _INTEGERS: dict[str, Any] = {
     "layers": Layers,
-    **dict.fromkeys(("hidden", "heads", "kv_heads", "ffn", "vocab"), Width),
+    **dict.fromkeys(("hidden", "heads", "kv_heads", "ffn", "vocab", "max_positions"), Width),
     "seq_tokens": SequenceTokens,
     **dict.fromkeys(("global_batch", "micro_batch", "tp", "pp", "dp", "cp", "ulysses"), Degree),
     **dict.fromkeys(("virtual_stages", "zero_ranks", "power_w"), Degree),

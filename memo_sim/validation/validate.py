@@ -1,8 +1,10 @@
 """Predicts published cases and compares the predictions with the measurements.
 
-A prediction sees only ``Case.question``. Knobs that a row leaves blank are searched under the system's rules, because
-its authors tuned them too. A row without planned memory is simulated with an eager framework's allocations. A row that
-this version cannot evaluate is reported as invalid with the reason, never dropped.
+A prediction sees only ``Case.question``, and whether the row ran. A row that ran and does not fit here keeps its status
+(``gpu_oom``), and is priced all the same, with enough memory for the plan that came closest. Knobs that a row leaves
+blank are searched under the system's rules, because its authors tuned them too. A row without planned memory is
+simulated with an eager framework's allocations. A row that this version cannot evaluate is reported as invalid with the
+reason, never dropped.
 """
 
 from __future__ import annotations
@@ -23,8 +25,9 @@ from memo_sim.contract.plan import Layout, Prediction
 from memo_sim.contract.progress import Progress
 from memo_sim.contract.units import GIB, counted
 from memo_sim.contract.validation import CaseError, CasePrediction, CaseReport, Expectation, Validation
+from memo_sim.engine.simulate import simulate
 from memo_sim.planning.presets import SYSTEMS
-from memo_sim.planning.question import Pins, Question
+from memo_sim.planning.question import Pins, Question, with_memory
 from memo_sim.planning.search import Evaluated, search
 from memo_sim.validation.cases import SIZES, Case, CaseQuestion
 from memo_sim.validation.intervals import setting_of, shipped_errors, with_intervals
@@ -46,9 +49,8 @@ def validate(
 
     ``change`` alters each hardware profile first (a fit uses it); ``jobs`` processes share the cases.
     """
-    questions = [case.question for case in cases]
     found = []
-    for predicted in _predictions(questions, change, jobs):
+    for predicted in _predictions(cases, change, jobs):
         found.append(predicted)
         if progress:
             progress(len(found), len(cases))
@@ -61,14 +63,18 @@ def validate(
 Predicted = tuple[CasePrediction, frozenset[str]]
 
 
-def _predictions(
-    questions: list[CaseQuestion], change: Callable[[Hardware], Hardware] | None, jobs: int
-) -> Iterator[Predicted]:
+def _predictions(cases: list[Case], change: Callable[[Hardware], Hardware] | None, jobs: int) -> Iterator[Predicted]:
+    questions = [case.question for case in cases]
+    ran = [case.expected.status == "ok" for case in cases]
     if jobs == 1 or change is not None:
-        yield from (predict(asked, change=change) for asked in questions)
+        yield from (predict(asked, ran=ok, change=change) for asked, ok in zip(questions, ran, strict=True))
         return
     with ProcessPoolExecutor(jobs) as pool:
-        yield from pool.map(predict, questions)
+        yield from pool.map(_predict, questions, ran)
+
+
+def _predict(asked: CaseQuestion, ran: bool) -> Predicted:
+    return predict(asked, ran=ran)
 
 
 def _report(case: Case, predicted: CasePrediction, fitted: frozenset[str]) -> CaseReport:
@@ -89,8 +95,17 @@ def _report(case: Case, predicted: CasePrediction, fitted: frozenset[str]) -> Ca
     )
 
 
-def predict(asked: CaseQuestion, *, change: Callable[[Hardware], Hardware] | None = None) -> Predicted:
-    """Return the prediction for one question, and the cases on which the hardware profile's constants were fitted."""
+ENOUGH = 64
+"""Times the device's memory with which a row is priced that ran and does not fit here."""
+
+
+def predict(
+    asked: CaseQuestion, *, ran: bool = False, change: Callable[[Hardware], Hardware] | None = None
+) -> Predicted:
+    """Return the prediction for one question, and the cases on which the hardware profile's constants were fitted.
+
+    ``ran``: whether to price a plan that does not fit into device memory.
+    """
     reason = _not_built(asked)
     if reason:
         return CasePrediction(status="invalid", reason=reason), frozenset()
@@ -103,15 +118,20 @@ def predict(asked: CaseQuestion, *, change: Callable[[Hardware], Hardware] | Non
     prediction = outcome.prediction
     if reason := _overlap_refused(asked, outcome.decisions.layout):
         return CasePrediction(status="invalid", reason=reason), frozenset()
+    status, reason = prediction.status, prediction.reason
+    beyond = ran and status == "gpu_oom"
+    if beyond:
+        prediction = _with_enough_memory(question, outcome)
     return (
         CasePrediction(
-            status=prediction.status,
-            reason=prediction.reason,
+            status=status,
+            reason=reason,
+            beyond_memory=beyond,
             mfu=prediction.mfu,
             tgs=prediction.tgs,
             step_ms=prediction.step_s * 1e3 if prediction.step_s is not None else None,
-            allocated_gib=prediction.peak_device_bytes / GIB if prediction.status == "ok" else None,
-            reserved_gib=_reserved_gib(prediction),
+            allocated_gib=prediction.peak_device_bytes / GIB if status == "ok" else None,
+            reserved_gib=_reserved_gib(outcome.prediction),
             allocation_retries=_allocation_retries(outcome),
             alpha=outcome.decisions.alpha,
             layout=outcome.decisions.layout,
@@ -124,6 +144,13 @@ def predict(asked: CaseQuestion, *, change: Callable[[Hardware], Hardware] | Non
         ),
         fitted,
     )
+
+
+def _with_enough_memory(question: Question, outcome: Evaluated) -> Prediction:
+    """Return the prediction of a refused plan on devices that have enough memory for it."""
+    device_bytes = int(ENOUGH * question.hardware.device_memory_bytes.value)
+    cluster, hardware = with_memory(question.cluster, question.hardware, device_bytes=device_bytes, host_bytes=None)
+    return simulate(outcome.decisions, hardware, cluster).prediction
 
 
 def _waits(prediction: Prediction) -> dict[str, float]:
@@ -272,6 +299,7 @@ def _model(asked: CaseQuestion) -> Model:
         "qkv_bias": gpt,
         "linear_bias": gpt,
         "activation": "gelu" if gpt else "silu",
+        "max_positions": sizes.get("max_positions", 0),
     }
     # Decoded, because only the decoder checks the limits that a model file has; a constructor does not.
     return decode(msgspec.json.encode(shape), Model, where="the row's model")

@@ -155,6 +155,18 @@ def test_the_column_of_allocation_retries_may_be_left_out(tmp_path: Path) -> Non
         load_cases(str(case_file(tmp_path, {**ROW, "expected_allocation_retries": "often"}, columns=columns)))
 
 
+def test_a_row_that_ran_and_is_refused_is_priced_all_the_same(tmp_path: Path) -> None:
+    """One GPU does not hold the states of a 7B model; the same row with another outcome has no price."""
+    whole = ROW | {"cluster": "a800-1x1", "tp": "1", "cp": "1", "alpha": "", "recompute": "full", "memory_plan": "no"}
+    cases = load_cases(str(case_file(tmp_path, whole, whole | {"expected_status": "gpu_oom", "expected_mfu": ""})))
+    ran, refused_too = (report.predicted for report in validate(cases).cases)
+    assert (ran.status, ran.beyond_memory) == ("gpu_oom", True)
+    assert ran.mfu is not None
+    assert 0.3 < ran.mfu < 0.6
+    assert ran.allocated_gib is None
+    assert (refused_too.status, refused_too.beyond_memory, refused_too.mfu) == ("gpu_oom", False, None)
+
+
 def test_rows_that_cannot_be_evaluated_say_why_and_are_kept(tmp_path: Path) -> None:
     changes = [
         {"system": "calculon"},
