@@ -11,7 +11,8 @@ def attention(question: Question, decisions: Decisions) -> list[str]:
     """Return the assumption about attention, and a second sentence when the plan cannot be run."""
     name, year = decisions.kernels.attention, question.hardware.eager_libraries
     kernel = ATTENTION_KERNELS[name]
-    chosen = "as asked" if question.pins.attention else "--attention names another"
+    own = f"{question.system}'s own, " if name in question.preset.attention else ""
+    chosen = "as asked" if question.pins.attention else f"{own}--attention names another"
     pinned = "" if question.pins.libraries else ", the profile's year; --libraries names another"
     lines = [f"The attention kernel is {name}: {kernel.title}; {chosen}. Libraries are those of {year}{pinned}."]
     if not kernel.executed:

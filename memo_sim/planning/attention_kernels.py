@@ -47,7 +47,7 @@ def head_groups(shape: Shape, base: Decisions, kernel: str) -> int:
 
 
 def attention_kernel(question: Question) -> str:
-    """Return the kernel of the question: the one that it names, else the one with the highest backward rate.
+    """Return the kernel of the question: the one that it names, else the system's, else the fastest in backward.
 
     A generation stands for the first of its kernels that the profile has for the question's dtype, ``flash`` for the
     newest generation that it has.
@@ -70,7 +70,8 @@ def attention_kernel(question: Question) -> str:
             hint="calibrate the device again, or other --libraries",
         )
     if asked is None:
-        return max(fastest, key=lambda kernel: fastest[kernel])
+        own = (kernel for kernel in question.preset.attention if kernel in fastest)
+        return next(own, max(fastest, key=lambda kernel: fastest[kernel]))
     if asked in fastest:
         return asked
     generations = (*FLASH_GENERATIONS, "torch-flash-cpu") if asked == FLASH else (asked,)

@@ -130,6 +130,8 @@ def mlp_chunk(question: Question, base: Decisions) -> int:
     if asked is not None:
         return asked
     own = _rows_of_a_chunk(question, base) // MLP_BLOCKS_OF_A_CHUNK
+    if question.preset.mlp_tiles:
+        own = -(-tokens // -(-tokens // base.model.hidden))
     rows = -(-(own or max(-(-tokens // BLOCKS), LEAST_MLP_ROWS)) // granule) * granule
     return rows if rows < tokens else 0
 
@@ -151,7 +153,11 @@ def loss_chunk(question: Question, base: Decisions, shape: Shape) -> int:
     if own := _rows_of_a_chunk(question, base) // LOSS_CHUNKS_OF_A_CHUNK:
         return own if own < shape.tokens else 0
     per_token = 2 * shape.vocab * DTYPE_BYTES[base.dtype]
-    whole = base.memory_policy == "eager" or question.preset.whole_loss or base.loss in WHOLE_LOSSES
+    system = question.preset
+    if (own := system.loss_chunk_tokens) and base.loss not in WHOLE_LOSSES:
+        return own if own < shape.tokens else 0
+    uncut = base.memory_policy == "eager" and system.loss != "blocks"
+    whole = uncut or system.whole_loss or base.loss in WHOLE_LOSSES
     if whole or shape.tokens * per_token <= LOGIT_BYTES:
         return 0
     return 1 << (LOGIT_BYTES // per_token).bit_length() - 1

@@ -30,6 +30,32 @@ memory. The rivals run on PyTorch's caching allocator under an eager framework (
     seq1f1b            subsequences through pipeline stages, 1F1B over them (Sun et al. 2024)
     sppo               seq1f1b whose subsequences are offloaded by as much as hides, no recompute; tensor parallelism
                        with sequence parallelism inside a node, stages across nodes (SPPO 5.2, 6.1, Table 4)
+
+Frameworks of 2025 and 2026, from their sources (commits as read), and what memo cannot express of them:
+
+    torchtitan         FSDP2 (ZeRO 3 over dp x cp; HSDP: ``--zero-ranks``), tp with sequence parallelism, cp that
+                       gathers keys and values (``context_parallel_rotate_method``), stages. Recompute by operator, its
+                       default, or none, or full. Eager modules (its ``compile`` is off unless asked for: ``--rowwise
+                       compiled``), torch's flash attention first of its backends, cross_entropy of an fp32 copy of all
+                       logits, sharded over tp where there is tp (pytorch/torchtitan@b5bcd76: config/configs.py,
+                       distributed/fsdp.py, models/common/attention.py, components/loss.py). Stages have ZeRO 1 here,
+                       torchtitan's ZeRO 2; its fused AdamW is priced as eager AdamW; no asynchronous tp
+    trl-fsdp2          TRL on accelerate: ZeRO 3 over dp x cp, keys and values gathered, full recompute (inputs on the
+                       device unless ``--offload-inputs``), the loss in chunks of 256 tokens, Hugging Face's eager
+                       modules, torch's attention, cuDNN's where it has that (huggingface/trl@f2cd577:
+                       trl/trainer/sft_trainer.py, sft_config.py; huggingface/accelerate@16cb6eb: utils/fsdp_utils.py,
+                       utils/dataclasses.py; huggingface/trl#6846). A model in bf16 without mixed precision: ``--states
+                       pure-bf16``. Not priced: a chunk's logits are computed twice, until TRL 1.13 in fp32
+    deepspeed-alst     Arctic long sequence training: Ulysses, ZeRO 3, full recompute whose inputs wait on the host, the
+                       MLP in ceil(tokens / hidden) tiles, loss tiles of 1 GiB of logits, Hugging Face's eager modules
+                       around FlashAttention-2 (deepspeedai/DeepSpeed@edaa722: TiledMLP and TiledFusedLogitsLoss in
+                       runtime/sequence_parallel/ulysses_sp.py). Optimizer states on the host: ``--states host``. Not
+                       priced: the third forward of a tiled MLP inside a recomputed layer
+    megatron-core      Megatron-Core of today: as ``megatron-lm``, but optimizer states are divided over the ring too,
+                       stages may be interleaved, any tp is tried, and the loss is its own over the vocabulary, unfused
+                       (NVIDIA/Megatron-LM@d98e8a6: training/arguments.py, core/transformer/transformer_config.py,
+                       core/model_parallel_config.py). Distributed optimizer and both overlaps are on, which are options
+                       there. No recompute of single modules, no overlap of tp, no CUDA graphs
 """
 
 from __future__ import annotations
@@ -37,8 +63,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from memo_sim.contract.accuracy import Framework
+from memo_sim.contract.attention_kernels import AttentionName
 from memo_sim.contract.errors import UsageError, did_you_mean
-from memo_sim.contract.knobs import CpExchange, MemoryPolicy, Overlap, RowwiseKernel, Schedule
+from memo_sim.contract.knobs import CpExchange, Loss, MemoryPolicy, Overlap, RowwiseKernel, Schedule
 from memo_sim.contract.plan import Decisions, HostAllocator
 from memo_sim.contract.units import KIB
 from memo_sim.program.layout.attention_chunks import in_chunks
@@ -100,6 +127,8 @@ SEQUENCE_AWARE = Policy("none", None, hides=True)
 TOKENWISE = Policy("tokenwise", None)
 LAGGING = 4
 """Passes that copies may lag behind (SPPO, Figure 8's top): where one is too short for them."""
+TORCH_FLASH: tuple[AttentionName, ...] = ("torch-flash", "torch-flash-cpu")
+"""FlashAttention-2 inside PyTorch, on a GPU or on a CPU."""
 EVERY_FULL = (FULL_RECOMPUTE, INPUTS_SWAPPED, MLP_IN_BLOCKS, INPUTS_SWAPPED_MLP_IN_BLOCKS)
 
 
@@ -140,6 +169,17 @@ class System:
     """Whose row-wise kernels, unless pinned: the framework's, or None for those of memo-exec that are faster.
 
     Megatron-LM and its fork for DeepSpeed have fused ones, and FSDP wraps modules that run eagerly."""
+    attention: tuple[AttentionName, ...] = ()
+    """Attention kernels in the order in which its authors prefer them, unless pinned: the first that the profile has.
+
+    Without one of them, and for systems that name none, the fastest."""
+    loss: Loss = "auto"
+    """How the loss is computed, unless given. eager-fp32 is sharded over the vocabulary where there is tp (torch's loss
+    parallel), which the form of Megatron-LM stands for; blocks is cut into chunks under every memory policy."""
+    loss_chunk_tokens: int = 0
+    """Tokens of a chunk of the loss, where its authors name them; 0: as ``blocks.py`` chooses."""
+    mlp_tiles: bool = False
+    """Whether the MLP's row blocks are ceil(tokens / hidden) equal ones (DeepSpeed's TiledMLP)."""
     whole_loss: bool = False
     """Whether the logits of all tokens exist at once."""
     subsequences: bool = False
@@ -309,6 +349,61 @@ SYSTEMS = {
             solver=True,
             multiplexed=True,
             tp_inside_node=True,
+        ),
+        System(
+            "torchtitan",
+            "torchtitan: FSDP2 (ZeRO 3), tp, cp that gathers, pp; recompute by operator, full or none; eager modules",
+            (OPERATOR_RECOMPUTE, KEEP, FULL_RECOMPUTE),
+            memory_policy="eager",
+            rowwise="eager",
+            attention=TORCH_FLASH,
+            loss="eager-fp32",
+            degrees=("tp", "cp", "pp", "dp"),
+            zeros=(3,),
+            cp_exchange="all_gather",
+            waits_for_p2p=True,
+            overlap="both",
+            schedules=("1f1b", "interleaved"),
+        ),
+        System(
+            "trl-fsdp2",
+            "TRL with FSDP2: ZeRO 3 over dp and cp that gathers; full recompute, loss in chunks, eager modules",
+            (FULL_RECOMPUTE,),
+            memory_policy="eager",
+            rowwise="eager",
+            attention=("torch-cudnn", *TORCH_FLASH),
+            loss="blocks",
+            loss_chunk_tokens=256,
+            degrees=("cp", "dp"),
+            zeros=(3,),
+            cp_exchange="all_gather",
+        ),
+        System(
+            "deepspeed-alst",
+            "DeepSpeed ALST: Ulysses, ZeRO 3, full recompute from host inputs; MLP and loss in tiles, eager modules",
+            (INPUTS_SWAPPED_MLP_IN_BLOCKS,),
+            framework="deepspeed",
+            memory_policy="eager",
+            rowwise="eager",
+            attention=("flash2", *TORCH_FLASH),
+            loss="blocks",
+            mlp_tiles=True,
+            degrees=("ulysses", "dp"),
+            zeros=(3,),
+        ),
+        System(
+            "megatron-core",
+            "Megatron-Core of today: tp, ring cp, pp (interleaved too), dp; ZeRO 1 over dp and cp, fused kernels",
+            (KEEP, SELECTIVE_RECOMPUTE, FULL_RECOMPUTE),
+            framework="megatron",
+            memory_policy="eager",
+            rowwise="fused",
+            loss="vocab-parallel",
+            degrees=("tp", "cp", "pp", "dp"),
+            pinnable=("ulysses",),  # cp_comm_type a2a
+            waits_for_p2p=True,
+            overlap="both",
+            schedules=("1f1b", "interleaved"),
         ),
     )
 }

@@ -10,7 +10,7 @@ from memo_sim.contract.attention_kernels import ATTENTION_KERNELS, FLASH, Librar
 from memo_sim.contract.boards import OPTION_SOURCE
 from memo_sim.contract.cluster import Cluster
 from memo_sim.contract.hardware import DtypeName, Hardware, Quantity, Source
-from memo_sim.contract.knobs import Chosen, MemoryPolicy, Overlap, Pins, RowwiseKernel
+from memo_sim.contract.knobs import Chosen, Loss, MemoryPolicy, Overlap, Pins, RowwiseKernel
 from memo_sim.contract.model import Model
 from memo_sim.contract.plan import Decisions, Layout
 from memo_sim.planning.presets import System, find_system
@@ -54,7 +54,7 @@ class Question(Chosen):
             host_allocator=self.preset.host_allocator,
             memory_policy=self.memory_policy,
             states=self.states,
-            loss=self.loss,
+            loss=self._loss(layout),
             dtype=self.dtype,
             libraries=self.pins.libraries,
             replay_allocator=self.pins.replay_allocator,
@@ -74,6 +74,11 @@ class Question(Chosen):
     def rowwise(self) -> RowwiseKernel | None:
         """What is pinned, or else the system's own; None: memo-exec's that are faster."""
         return self.pins.rowwise or self.preset.rowwise
+
+    def _loss(self, layout: Layout) -> Loss:
+        """Return the form that is given, or else the system's own on that layout."""
+        own = self.preset.loss if self.loss == "auto" else self.loss
+        return "vocab-parallel" if own == "eager-fp32" != self.loss and layout.tp > 1 else own
 
     @property
     def dtype(self) -> DtypeName:

@@ -35,7 +35,7 @@ EXPECTED_COLUMNS = [f"expected_{name}" for name in ("status", "mfu", "tgs", "ste
 COLUMNS = ["case", "source", *QUESTION_COLUMNS, *EXPECTED_COLUMNS, "note"]
 OPTIONAL_COLUMNS = [
     *("virtual_stages", "pp_layers", "uneven_heads", "zero_ranks", "rowwise", "power_w", "libraries"),
-    *("loss", "loss_chunk", "states", "offload_inputs", "max_positions"),
+    *("loss", "loss_chunk", "mlp_chunk", "states", "offload_inputs", "max_positions"),
     "expected_allocation_retries",
 ]
 """Columns that a file may leave out, because few sources report them."""
@@ -93,6 +93,7 @@ COLUMN_TEXTS = {
     "max_positions": "learned positions of a gpt model that the row describes; rotary ones when blank",
     "loss": "how the loss is computed (`--loss`); auto when blank",
     "loss_chunk": "tokens whose logits exist at once, 0 for all; the system's own when blank",
+    "mlp_chunk": "tokens whose MLP exists at once under full recompute, 0 for all; the system's own when blank",
     "states": "dtype and place of gradients and optimizer states (`--states`); fp32 when blank",
     "offload_inputs": "whether the inputs of full recompute wait in host memory; the system's own when blank",
     "expected_allocation_retries": "measured allocation retries per micro-batch (MEMO: reorganisations)",
@@ -122,7 +123,7 @@ _INTEGERS: dict[str, Any] = {
     **dict.fromkeys(("global_batch", "micro_batch", "tp", "pp", "dp", "cp", "ulysses"), Degree),
     **dict.fromkeys(("virtual_stages", "zero_ranks", "power_w"), Degree),
     "zero": ZeroLevel,
-    "loss_chunk": Annotated[int, msgspec.Meta(ge=0, le=MOST_TOKENS)],
+    **dict.fromkeys(("loss_chunk", "mlp_chunk"), Annotated[int, msgspec.Meta(ge=0, le=MOST_TOKENS)]),
 }
 """Columns of whole numbers, and the type with the limits of the same field in a model or a plan."""
 

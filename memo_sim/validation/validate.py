@@ -247,6 +247,7 @@ def question_of(asked: CaseQuestion, change: Callable[[Hardware], Hardware] | No
         overlap=_OVERLAP[overlap or ""],
         offload_inputs=None if inputs is None else inputs == "yes",
         loss_chunk_tokens=given.get("loss_chunk"),
+        mlp_chunk_tokens=given.get("mlp_chunk"),
         dtype=asked.words.get("precision"),  # type: ignore[arg-type]
     )
     return Question(

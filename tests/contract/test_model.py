@@ -22,9 +22,13 @@ METP_TABLE_3 = {
 """Hidden size, heads, layers, parameters: published for Llama 2, counted by hand below for the other two."""
 
 
+QWEN3 = {"qwen3-0.6b": 596_049_920, "qwen3-8b": 8_190_735_360, "qwen3-32b": 32_762_123_264}
+"""Parameters of the checkpoints that Qwen published."""
+
+
 def test_presets() -> None:
     tiny = ["gpt-tiny", "llama-tiny"]
-    assert list_models() == sorted([*MEMO_TABLE_2, *METP_TABLE_3, "llama3-8b", "llama3-70b", *tiny])
+    assert list_models() == sorted([*MEMO_TABLE_2, *METP_TABLE_3, "llama3-8b", "llama3-70b", *QWEN3, *tiny])
     for name in list_models():
         model = load_model(name)
         assert model.name == name
@@ -63,6 +67,13 @@ def test_attention_without_a_mask_is_twice_the_work() -> None:
     s = 65536
     both = [model.step_flops(s) - 6.0 * s * model.mfu_params for model in (bert, masked)]
     assert both[0] == pytest.approx(2 * both[1], rel=1e-12)
+
+
+@pytest.mark.parametrize(("name", "params"), QWEN3.items())
+def test_qwen_3(name: str, params: int) -> None:
+    model = load_model(name)
+    assert model.total_params == params
+    assert (model.qk_norm, model.head_dim, model.vocab) == (True, 128, 151_936)
 
 
 @pytest.mark.parametrize(("name", "params"), [("llama3-8b", 8_030_261_248), ("llama3-70b", 70_553_706_496)])

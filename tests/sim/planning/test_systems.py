@@ -10,29 +10,56 @@ import pytest
 from memo_sim.answers.what_if import what_if
 from memo_sim.contract.catalog import load_cluster, load_model
 from memo_sim.contract.errors import UsageError
+from memo_sim.contract.knobs import DEGREES, Loss
+from memo_sim.planning.attention_kernels import attention_kernel
 from memo_sim.planning.layouts import layouts
-from memo_sim.planning.presets import FULL_RECOMPUTE, KEEP, SELECTIVE_RECOMPUTE
+from memo_sim.planning.presets import (
+    FULL_RECOMPUTE,
+    INPUTS_SWAPPED_MLP_IN_BLOCKS,
+    KEEP,
+    OPERATOR_RECOMPUTE,
+    SELECTIVE_RECOMPUTE,
+    Policy,
+)
 from memo_sim.planning.question import Pins, Question
 from memo_sim.planning.search import search
 from memo_sim.planning.space import candidates
 from tests.refusals import refused
 
 
-def ask(system: str, *, seq_tokens: int = 16384, global_batch: int = 16, **pins: object) -> Question:
-    cluster, hardware = load_cluster("a800-1x8")
+def ask(
+    system: str,
+    *,
+    seq_tokens: int = 16384,
+    global_batch: int = 16,
+    model: str = "gpt-7b",
+    cluster: str = "a800-1x8",
+    loss: Loss = "auto",
+    **pins: object,
+) -> Question:
     return Question(
-        load_model("gpt-7b"),
-        cluster,
-        hardware,
+        load_model(model),
+        *load_cluster(cluster),
         seq_tokens,
         system=system,
         pins=Pins(**pins),
         global_batch=global_batch,
+        loss=loss,
     )
 
 
 @pytest.mark.parametrize(
-    ("system", "own"), [("fsdp", "eager"), ("megatron-lm", "fused"), ("deepspeed-ulysses", "fused"), ("memo", "torch")]
+    ("system", "own"),
+    [
+        ("fsdp", "eager"),
+        ("megatron-lm", "fused"),
+        ("deepspeed-ulysses", "fused"),
+        ("memo", "torch"),
+        ("torchtitan", "eager"),
+        ("trl-fsdp2", "eager"),
+        ("deepspeed-alst", "eager"),
+        ("megatron-core", "fused"),
+    ],
 )
 def test_row_wise_kernels_are_the_systems_own_unless_pinned(system: str, own: str) -> None:
     for pins, wanted in (({}, own), ({"rowwise": "compiled"}, "compiled")):
@@ -163,3 +190,104 @@ def test_where_no_rank_shares_parameters_there_is_one_level_of_zero() -> None:
 def test_megatron_exchanges_heads_only_when_pinned() -> None:
     assert {(found.tp, found.ulysses) for found in layouts(ask("megatron-lm", tp=4, ulysses=2))} == {(4, 2)}
     assert not any(found.ulysses > 1 for found in layouts(ask("megatron-lm")))
+
+
+TODAY = ("torchtitan", "trl-fsdp2", "deepspeed-alst", "megatron-core")
+"""Frameworks of 2025 and 2026."""
+
+
+@pytest.mark.parametrize(
+    ("system", "degrees", "zeros", "exchange", "found"),
+    [
+        ("torchtitan", {"tp", "cp", "pp", "dp"}, {3}, "all_gather", {OPERATOR_RECOMPUTE, KEEP, FULL_RECOMPUTE}),
+        ("trl-fsdp2", {"cp", "dp"}, {3}, "all_gather", {FULL_RECOMPUTE}),
+        ("deepspeed-alst", {"ulysses", "dp"}, {3}, "ring", {INPUTS_SWAPPED_MLP_IN_BLOCKS}),
+        ("megatron-core", {"tp", "cp", "pp", "dp"}, {1}, "ring", {KEEP, SELECTIVE_RECOMPUTE, FULL_RECOMPUTE}),
+    ],
+)
+def test_frameworks_of_today_divide_and_recompute_as_their_sources_say(
+    system: str, degrees: set[str], zeros: set[int], exchange: str, found: set[Policy]
+) -> None:
+    asked = ask(system, model="llama3-8b", cluster="h100-1x8", seq_tokens=65536)
+    tried = [candidate.base for candidate in candidates(asked)[0]]
+    layouts_tried = [base.layout for base in tried]
+    used = {name for layout in layouts_tried for name in DEGREES if getattr(layout, name) > 1}
+    assert used == degrees
+    assert {layout.zero for layout in layouts_tried if layout.replicas > 1 and layout.pp == 1} == zeros
+    assert {layout.cp_exchange for layout in layouts_tried if layout.cp > 1} <= {exchange}
+    assert {candidate.policy for candidate in candidates(asked)[0]} == found
+    assert {base.memory_policy for base in tried} == {"eager"}
+
+
+@pytest.mark.parametrize("system", TODAY)
+def test_frameworks_of_today_answer_a_small_question(system: str) -> None:
+    best = search(ask(system, model="llama-7b", cluster="h100-1x2", seq_tokens=8192, global_batch=2)).best
+    assert best is not None
+    assert best.prediction.status == "ok"
+
+
+def test_the_answer_says_whose_attention_kernel_it_is() -> None:
+    for system, owner in (("torchtitan", "; torchtitan's own, --attention"), ("megatron-core", "; --attention")):
+        asked = ask(system, seq_tokens=8192, global_batch=2, cluster="h100-1x2", pp=1, cp=1)
+        assert any(owner in line for line in what_if(asked).result.why)
+
+
+@pytest.mark.parametrize(
+    ("system", "cluster", "kernel"),
+    [
+        ("torchtitan", "h100-1x8", "torch-flash"),
+        ("torchtitan", "a800-1x8", "torch-flash"),
+        ("trl-fsdp2", "h100-1x8", "torch-cudnn"),
+        ("trl-fsdp2", "a800-1x8", "torch-flash"),  # its profile has no curve of cuDNN
+        ("deepspeed-alst", "h100-1x8", "flash2"),
+        ("megatron-core", "h100-1x8", "flash3"),  # names none: the fastest
+    ],
+)
+def test_a_system_prefers_its_own_attention_kernel(system: str, cluster: str, kernel: str) -> None:
+    assert attention_kernel(ask(system, cluster=cluster)) == kernel
+    assert attention_kernel(ask(system, cluster=cluster, attention="flash1")) == "flash1"
+
+
+def test_without_its_own_attention_kernel_a_system_has_the_fastest() -> None:
+    asked = ask("torchtitan", cluster="h100-1x8", libraries="2023")  # PyTorch's FlashAttention-2 came in 2024
+    assert attention_kernel(asked) == attention_kernel(ask("any", cluster="h100-1x8", libraries="2023"))
+
+
+def losses(asked: Question) -> dict[int, set[tuple[str, int]]]:
+    """Return the forms of the loss with the tokens of their chunks, by tensor parallelism."""
+    found: dict[int, set[tuple[str, int]]] = {}
+    for each in candidates(asked)[0]:
+        found.setdefault(each.base.layout.tp, set()).add((each.base.loss, each.base.loss_chunk_tokens))
+    return found
+
+
+def test_a_system_computes_the_loss_its_own_way_unless_given() -> None:
+    tp = {"pp": 1, "cp": 1}
+    sharded = ("vocab-parallel", 0)
+    assert losses(ask("torchtitan", **tp)) == {1: {("eager-fp32", 0)}, **{each: {sharded} for each in (2, 4, 8)}}
+    assert losses(ask("megatron-core", **tp)) == {each: {sharded} for each in (1, 2, 4, 8)}
+    assert losses(ask("trl-fsdp2")) == {1: {("blocks", 256)}}
+    assert losses(ask("torchtitan", tp=1, pp=1, loss="fused")) == {1: {("fused", 0)}}
+    assert losses(ask("trl-fsdp2", loss="eager-fp32")) == {1: {("eager-fp32", 0)}}  # loss_type nll
+    assert losses(ask("trl-fsdp2", loss_chunk_tokens=1024)) == {1: {("blocks", 1024)}}
+
+
+def test_alst_tiles_the_loss_by_a_gib_of_logits_and_the_mlp_by_its_width() -> None:
+    asked = ask("deepspeed-alst", model="llama3-8b", cluster="h100-1x8", seq_tokens=2**20, global_batch=1)
+    (only,) = candidates(asked)[0]
+    assert only.base.loss_chunk_tokens == 2048  # 4 bytes a logit, 128,256 logits a token; a power of two
+    assert only.base.mlp_chunk_tokens == 4096  # 131,072 tokens a rank, in as many tiles as hidden divides them into
+    assert only.base.offload_inputs
+
+
+def test_megatron_core_divides_states_over_the_ring_and_interleaves_stages() -> None:
+    found = layouts(ask("megatron-core"))
+    assert {layout.zero for layout in found if layout.cp > 1 == layout.dp} == {1}
+    assert {layout.tp for layout in found} == {1, 2, 4, 8}
+    orders = {(layout.schedule, layout.overlap_p2p) for layout in found if layout.pp > 1}
+    assert orders == {("1f1b", False), ("interleaved", True)}
+
+
+def test_torchtitans_hsdp_and_compiled_modules_are_pinned() -> None:
+    found = [each.base for each in candidates(ask("torchtitan", dp=8, zero_ranks=4, rowwise="compiled"))[0]]
+    assert {(base.layout.zero_ranks, base.kernels.rowwise) for base in found} == {(4, "compiled")}
