@@ -53,6 +53,12 @@ States = Literal["fp32", "bf16", "host", "pure-bf16"]
 - host: as fp32, with master weights and moments in host memory (6 on the device).
 - pure-bf16: no master weights; gradients and moments in bf16 as the parameters (2 + 2 + 4 = 8). That is AdamW on a
   model that was loaded in bf16, without autocast."""
+Streams = Literal["auto", "recorded", "events"]
+"""When an eager framework gets memory back that a stream beside compute has used.
+
+- recorded: when the device has passed that work (``record_stream``): DeepSpeed, FSDP1, c10d before PyTorch 2.8.
+- events: when the tensor dies, because the streams wait for each other's events: FSDP2, c10d since.
+- auto: by the year of the libraries and the level of ZeRO (``memory/eager_framework.py``)."""
 Loss = Literal["auto", "blocks", "fused", "eager-fp32", "vocab-parallel"]
 """How the loss and the gradient of the logits are computed (``program/layers/loss.py``).
 
@@ -508,6 +514,12 @@ class Chosen:
         "How the loss is computed. blocks: in row blocks, the gradient in its own buffer. fused: one kernel, the"
         " gradient over the logits. eager-fp32: torch's cross_entropy of an fp32 copy under autograd. vocab-parallel:"
         " Megatron-LM's, in place in an fp32 copy. auto: blocks, or with memory policy eager what its libraries do.",
+    )
+    streams: Streams = _knob(
+        "auto",
+        _one_of(Streams),
+        "Memory policy eager: when memory that other streams use comes back. recorded: when the device has passed their"
+        " work (DeepSpeed, FSDP1). events: when a tensor dies (FSDP2). auto: the system's own, else by its libraries.",
     )
     micro_batch: int = _knob(1, Whole(1, MOST_SEQUENCES), "Sequences that a rank plays at once.")
     global_batch: int = _knob(1, Whole(1, MOST_SEQUENCES), "Sequences of a step.")

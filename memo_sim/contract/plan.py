@@ -23,6 +23,7 @@ from memo_sim.contract.knobs import (
     RowwiseKernel,
     Schedule,
     States,
+    Streams,
 )
 from memo_sim.contract.model import Model
 from memo_sim.contract.units import (
@@ -194,6 +195,8 @@ class Decisions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     overlap: Overlap = "none"
     loss: Loss = "auto"
     """How the loss and the gradient of the logits are computed (``program/layers/loss.py``)."""
+    streams: Streams = "auto"
+    """When an eager framework gets memory back that streams beside compute have used; auto: as its libraries do."""
     loss_chunk_tokens: Tokens = 0
     """Tokens whose logits exist at the same time; 0 means all tokens."""
     mlp_chunk_tokens: Tokens = 0

@@ -44,6 +44,8 @@ RUN_AGAIN = {
     "operators": "every second product, norms and activations run forward again",
 }
 """What modes repeat that keep some tensors of all tokens."""
+FREED = {"recorded": "when the device has passed their work", "events": "when a tensor dies"}
+"""When that is, by ``Decisions.streams``; auto leaves it to the libraries."""
 SLACK = 0.01
 """Compute is the bottleneck when it is idle for less than this fraction of the step."""
 
@@ -66,6 +68,7 @@ def explain(
     if simulation is None:
         return _nothing_fits(question, found)
     lines = [*_rounded(question, simulation), _binding(simulation), *attention(question, simulation.decisions)]
+    lines += _own_loss(question, simulation.decisions)
     lines += [*_recompute(found, simulation), _peak(simulation)]
     lines += _rowwise(simulation)
     lines += _arena(simulation, arena) if arena else []
@@ -288,6 +291,15 @@ def _ulysses(simulation: Simulation) -> list[str]:
     return [f"{text} head-sharded tensors; compute waits {format_seconds(waited)} for these all-to-alls."]
 
 
+def _own_loss(question: Question, decisions: Decisions) -> list[str]:
+    """Say which form of the loss a system assumes, where the question leaves it open."""
+    if question.loss != "auto" or decisions.loss == "auto":
+        return []
+    tokens = decisions.loss_chunk_tokens
+    chunks = f", in chunks of {format_tokens(tokens)} tokens" if tokens else ""
+    return [f"The loss is {decisions.loss}{chunks}: {question.system}'s own; --loss names another."]
+
+
 def _allocator(simulation: Simulation) -> list[str]:
     """Say how much the caching allocator reserves for a plan without planned memory, and what its calls cost."""
     prediction = simulation.prediction
@@ -304,7 +316,9 @@ def _allocator(simulation: Simulation) -> list[str]:
     share = (
         f"; compute waits for its calls for {stalled / prediction.step_s:.1%} of the step" if prediction.step_s else ""
     )
-    return [f"{text}; {retries}{share if stalled else ''}."]
+    freed = FREED.get(simulation.decisions.streams)
+    waits = f" Memory that other streams use comes back {freed} (--streams {simulation.decisions.streams})."
+    return [f"{text}; {retries}{share if stalled else ''}.{waits if freed else ''}"]
 
 
 def _alpha(found: SearchResult) -> list[str]:

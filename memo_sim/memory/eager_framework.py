@@ -31,6 +31,9 @@ Memory is full while only half of it is live:
     host    | l0 | l1 | l2 | l3 | ...           the device has not passed l0's collectives: l1, l2, l3 need new memory
     device  | l0              | l1 ...
 
+FSDP2 has ZeRO 3 without ``record_stream``: its streams wait for each other's events (pytorch/torchtitan, docs/fsdp.md).
+A plan says so with ``Decisions.streams``, in any year.
+
 A plan that names its loss (``Decisions.loss``) has the buffers of that loss in its program, and they stay as they are.
 
 Not modelled: other temporaries that Python frames hold; Transformer Engine's own stream for every second ring step; and
@@ -117,8 +120,13 @@ def libraries_of(decisions: Decisions, hardware: Hardware) -> Libraries:
 
 
 def fused_loss(libraries: Libraries) -> bool:
-    """Return whether libraries of this year write the loss's gradient over the logits, and order streams by events."""
+    """Return whether libraries of this year write the loss's gradient over the logits."""
     return libraries >= "2025"
+
+
+def records_streams(decisions: Decisions, libraries: Libraries) -> bool:
+    """Return whether tensors of other streams are marked with ``record_stream``: as the plan says, or by the year."""
+    return libraries < "2025" if decisions.streams == "auto" else decisions.streams == "recorded"
 
 
 def eager_buffers(

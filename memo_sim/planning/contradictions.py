@@ -21,11 +21,12 @@ from memo_sim.planning.question import Question
 from memo_sim.program.layout.compatibility import (
     PLANNED_LIBRARIES,
     SELECTIVE_SWAPS_NOTHING,
+    STREAMS_OF_A_FRAMEWORK,
     VIRTUAL_STAGES_INTERLEAVE,
     Rule,
 )
 
-OF_OPTIONS = (VIRTUAL_STAGES_INTERLEAVE, SELECTIVE_SWAPS_NOTHING, PLANNED_LIBRARIES)
+OF_OPTIONS = (VIRTUAL_STAGES_INTERLEAVE, SELECTIVE_SWAPS_NOTHING, PLANNED_LIBRARIES, STREAMS_OF_A_FRAMEWORK)
 """Rules that options break whatever the layout is."""
 _UNLESS_PINNED = {f.name: f.default for f in (*msgspec.structs.fields(Layout), *msgspec.structs.fields(Decisions))}
 

@@ -65,7 +65,7 @@ from dataclasses import dataclass
 from memo_sim.contract.accuracy import Framework
 from memo_sim.contract.attention_kernels import AttentionName
 from memo_sim.contract.errors import UsageError, did_you_mean
-from memo_sim.contract.knobs import CpExchange, Loss, MemoryPolicy, Overlap, RowwiseKernel, Schedule
+from memo_sim.contract.knobs import CpExchange, Loss, MemoryPolicy, Overlap, RowwiseKernel, Schedule, Streams
 from memo_sim.contract.plan import Decisions, HostAllocator
 from memo_sim.contract.units import KIB
 from memo_sim.program.layout.attention_chunks import in_chunks
@@ -169,6 +169,8 @@ class System:
     """Whose row-wise kernels, unless pinned: the framework's, or None for those of memo-exec that are faster.
 
     Megatron-LM and its fork for DeepSpeed have fused ones, and FSDP wraps modules that run eagerly."""
+    streams: Streams = "auto"
+    """When memory that other streams use comes back, unless given (``contract/knobs.py``)."""
     attention: tuple[AttentionName, ...] = ()
     """Attention kernels in the order in which its authors prefer them, unless pinned: the first that the profile has.
 
@@ -356,6 +358,7 @@ SYSTEMS = {
             (OPERATOR_RECOMPUTE, KEEP, FULL_RECOMPUTE),
             memory_policy="eager",
             rowwise="eager",
+            streams="events",
             attention=TORCH_FLASH,
             loss="eager-fp32",
             degrees=("tp", "cp", "pp", "dp"),
@@ -371,6 +374,7 @@ SYSTEMS = {
             (FULL_RECOMPUTE,),
             memory_policy="eager",
             rowwise="eager",
+            streams="events",
             attention=("torch-cudnn", *TORCH_FLASH),
             loss="blocks",
             loss_chunk_tokens=256,

@@ -10,7 +10,7 @@ from memo_sim.contract.attention_kernels import ATTENTION_KERNELS, FLASH, Librar
 from memo_sim.contract.boards import OPTION_SOURCE
 from memo_sim.contract.cluster import Cluster
 from memo_sim.contract.hardware import DtypeName, Hardware, Quantity, Source
-from memo_sim.contract.knobs import Chosen, Loss, MemoryPolicy, Overlap, Pins, RowwiseKernel
+from memo_sim.contract.knobs import Chosen, Loss, MemoryPolicy, Overlap, Pins, RowwiseKernel, Streams
 from memo_sim.contract.model import Model
 from memo_sim.contract.plan import Decisions, Layout
 from memo_sim.planning.presets import System, find_system
@@ -55,6 +55,7 @@ class Question(Chosen):
             memory_policy=self.memory_policy,
             states=self.states,
             loss=self._loss(layout),
+            streams=self._streams,
             dtype=self.dtype,
             libraries=self.pins.libraries,
             replay_allocator=self.pins.replay_allocator,
@@ -79,6 +80,12 @@ class Question(Chosen):
         """Return the form that is given, or else the system's own on that layout."""
         own = self.preset.loss if self.loss == "auto" else self.loss
         return "vocab-parallel" if own == "eager-fp32" != self.loss and layout.tp > 1 else own
+
+    @property
+    def _streams(self) -> Streams:
+        """What is given, or else the system's own under an eager framework."""
+        own = self.preset.streams if self.memory_policy == "eager" else "auto"
+        return own if self.streams == "auto" else self.streams
 
     @property
     def dtype(self) -> DtypeName:

@@ -517,5 +517,14 @@ PLANNED_PLAIN_ATTENTION = Rule(
     wanted="caching or eager (in a case file: memory_plan no)",
     hint="--memory-policy eager",
 )
-ARENA_RULES = (PLANNED_LIBRARIES, PLANNED_PLAIN_ATTENTION)
+STREAMS_OF_A_FRAMEWORK = Rule(
+    name="streams: memory_policy",
+    breaks=lambda d: d.streams != "auto" and d.memory_policy != "eager",
+    what="only an eager framework waits for streams before it reuses memory",
+    where="decisions.streams",
+    got=lambda d: f"{d.streams} with memory policy {d.memory_policy}",
+    wanted="memory policy eager",
+    hint="--memory-policy eager, or leave --streams out",
+)
+ARENA_RULES = (PLANNED_LIBRARIES, PLANNED_PLAIN_ATTENTION, STREAMS_OF_A_FRAMEWORK)
 """What no arena is planned for; programs can be written for it, and the search refuses it."""

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import itertools
 import re
+from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from memo_sim.answers.what_if import what_if
 from memo_sim.contract.catalog import load_cluster, load_model
 from memo_sim.contract.errors import UsageError
-from memo_sim.contract.knobs import DEGREES, Loss
+from memo_sim.contract.knobs import DEGREES, Loss, Streams
 from memo_sim.planning.attention_kernels import attention_kernel
 from memo_sim.planning.layouts import layouts
 from memo_sim.planning.presets import (
@@ -35,7 +37,8 @@ def ask(
     model: str = "gpt-7b",
     cluster: str = "a800-1x8",
     loss: Loss = "auto",
-    **pins: object,
+    streams: Streams = "auto",
+    **pins: Any,
 ) -> Question:
     return Question(
         load_model(model),
@@ -45,6 +48,7 @@ def ask(
         pins=Pins(**pins),
         global_batch=global_batch,
         loss=loss,
+        streams=streams,
     )
 
 
@@ -192,6 +196,7 @@ def test_megatron_exchanges_heads_only_when_pinned() -> None:
     assert not any(found.ulysses > 1 for found in layouts(ask("megatron-lm")))
 
 
+STREAMS: tuple[Streams, ...] = ("auto", "recorded", "events")
 TODAY = ("torchtitan", "trl-fsdp2", "deepspeed-alst", "megatron-core")
 """Frameworks of 2025 and 2026."""
 
@@ -224,6 +229,14 @@ def test_frameworks_of_today_answer_a_small_question(system: str) -> None:
     best = search(ask(system, model="llama-7b", cluster="h100-1x2", seq_tokens=8192, global_batch=2)).best
     assert best is not None
     assert best.prediction.status == "ok"
+
+
+def test_the_answer_says_what_a_system_assumes() -> None:
+    why = what_if(ask("trl-fsdp2", seq_tokens=8192, global_batch=2, cluster="h100-1x2")).result.why
+    assert "The loss is blocks, in chunks of 256 tokens: trl-fsdp2's own; --loss names another." in why
+    assert any(line.endswith("comes back when a tensor dies (--streams events).") for line in why)
+    given = what_if(ask("trl-fsdp2", seq_tokens=8192, global_batch=2, cluster="h100-1x2", loss="fused")).result.why
+    assert not any(line.startswith("The loss is") for line in given)
 
 
 def test_the_answer_says_whose_attention_kernel_it_is() -> None:
@@ -262,10 +275,9 @@ def losses(asked: Question) -> dict[int, set[tuple[str, int]]]:
 
 
 def test_a_system_computes_the_loss_its_own_way_unless_given() -> None:
-    tp = {"pp": 1, "cp": 1}
     sharded = ("vocab-parallel", 0)
-    assert losses(ask("torchtitan", **tp)) == {1: {("eager-fp32", 0)}, **{each: {sharded} for each in (2, 4, 8)}}
-    assert losses(ask("megatron-core", **tp)) == {each: {sharded} for each in (1, 2, 4, 8)}
+    assert losses(ask("torchtitan", pp=1, cp=1)) == {1: {("eager-fp32", 0)}, **{each: {sharded} for each in (2, 4, 8)}}
+    assert losses(ask("megatron-core", pp=1, cp=1)) == {each: {sharded} for each in (1, 2, 4, 8)}
     assert losses(ask("trl-fsdp2")) == {1: {("blocks", 256)}}
     assert losses(ask("torchtitan", tp=1, pp=1, loss="fused")) == {1: {("fused", 0)}}
     assert losses(ask("trl-fsdp2", loss="eager-fp32")) == {1: {("eager-fp32", 0)}}  # loss_type nll
@@ -291,3 +303,25 @@ def test_megatron_core_divides_states_over_the_ring_and_interleaves_stages() -> 
 def test_torchtitans_hsdp_and_compiled_modules_are_pinned() -> None:
     found = [each.base for each in candidates(ask("torchtitan", dp=8, zero_ranks=4, rowwise="compiled"))[0]]
     assert {(base.layout.zero_ranks, base.kernels.rowwise) for base in found} == {(4, "compiled")}
+
+
+@pytest.mark.parametrize(
+    ("system", "own"),
+    [("torchtitan", "events"), ("trl-fsdp2", "events"), ("deepspeed-alst", "auto"), ("megatron-core", "auto")],
+)
+def test_fsdp2_orders_streams_by_events(system: str, own: str) -> None:
+    assert {each.base.streams for each in candidates(ask(system, dp=8))[0]} == {own}
+    assert {each.base.streams for each in candidates(ask(system, dp=8, streams="recorded"))[0]} == {"recorded"}
+    assert {each.base.streams for each in candidates(ask(system, dp=8, memory_policy="caching"))[0]} == {"auto"}
+
+
+def test_memory_that_waits_for_streams_is_reserved_besides() -> None:
+    """A million tokens of an 8B model on eight H100 fit with FSDP2 only because nothing waits for the device."""
+    question = ask("trl-fsdp2", model="qwen3-8b", cluster="h100-1x8", seq_tokens=2**20, global_batch=1, cp=8)
+    offloaded = replace(question, pins=replace(question.pins, offload_inputs=True))
+    found = {streams: search(replace(offloaded, streams=streams)).ranked[0] for streams in STREAMS}
+    assert found["events"].prediction.status == found["auto"].prediction.status == "ok"
+    assert found["events"].prediction.reserved_bytes == found["auto"].prediction.reserved_bytes
+    assert found["recorded"].prediction.status == "gpu_oom"
+    peaks = {each.prediction.peak_device_bytes for each in found.values()}
+    assert len(peaks) == 1

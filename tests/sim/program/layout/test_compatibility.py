@@ -162,6 +162,11 @@ BREAKS: dict[str, tuple[Layout, dict[str, Any], str]] = {
         {"replay_allocator": True, "memory_policy": "caching"},
         "--replay-allocator with memory policy caching",
     ),
+    "streams: memory_policy": (
+        Layout(),
+        {"streams": "events", "memory_policy": "caching"},
+        "events with memory policy caching",
+    ),
     "plain attention: memory_policy": (
         Layout(),
         {"kernels": PLAIN, "memory_policy": "planned"},
