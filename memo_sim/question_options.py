@@ -23,6 +23,7 @@ from memo_sim.contract.knobs import (
     Fraction,
     Knob,
     Length,
+    Numbers,
     OneOf,
     Pins,
     Switch,
@@ -38,6 +39,8 @@ if TYPE_CHECKING:
 GIB = 2**30
 MEMORY_GIB = (0.001, 100_000)
 """Least and most GiB that an option may name; anything else is a typo."""
+POWER_W = (1, 10_000)
+"""Least and most watts that the option may name; a profile knows fewer."""
 IN_A_PLAN = ("model", "seq_len", "system")
 """Parameters that a plan file decides beside the knobs, so that ``--plan`` excludes them."""
 OF_A_SEARCH = ("pareto", "one_more_gib")
@@ -51,12 +54,15 @@ MEMORY = (
     click.option("--device-memory-gib", type=Finite(*MEMORY_GIB), help="Instead of the profile's."),
     click.option("--host-memory-gib", type=Finite(*MEMORY_GIB), help="Of one node, instead of its own."),
 )
+POWER = click.option(
+    "--power-w", type=Finite(*POWER_W), help="Power limit of a device in watts, instead of its board's."
+)
 ON_COMMAND_LINE = tuple(knob for knob in KNOBS.values() if knob.on_command_line)
 
 
 def question_options(command: Command) -> Command:
     """Give ``command`` the options of a question beside the model and the sequence: one for each knob."""
-    for option in reversed((SYSTEM, *map(_option, ON_COMMAND_LINE), *MEMORY)):
+    for option in reversed((SYSTEM, *map(_option, ON_COMMAND_LINE), *MEMORY, POWER)):
         command = option(command)
     return command
 
@@ -75,6 +81,8 @@ def _option(knob: Knob) -> Callable[[Command], Command]:
             attributes["type"] = click.Choice(words)
         case CountOrAuto():
             attributes["metavar"] = "N|auto"
+        case Numbers():
+            attributes["metavar"] = "N,N,..."
         case Switch():
             names += f"/--no-{knob.option.removeprefix('--')}"
         case Flag():
@@ -108,6 +116,7 @@ def question_of(options: Options) -> tuple[Plan | None, Question]:
         UsageError: when the options contradict each other, or name what there is not.
         BadInput: when a file cannot be read.
     """
+    from memo_sim.contract.boards import with_power
     from memo_sim.contract.catalog import load_cluster, load_model
     from memo_sim.contract.codec import read
     from memo_sim.contract.plan import Plan
@@ -128,7 +137,11 @@ def question_of(options: Options) -> tuple[Plan | None, Question]:
         device_bytes=gib(options["device_memory_gib"]),
         host_bytes=gib(options["host_memory_gib"]),
     )
+    if options["power_w"] is not None:
+        hardware = with_power(hardware, options["power_w"])
     values = {knob.name: _value(knob, options[knob.name]) for knob in ON_COMMAND_LINE}
+    if plan is not None:
+        values |= {"attention": plan.decisions.kernels.attention, "libraries": plan.decisions.libraries}
     return plan, Question(
         model=plan.decisions.model if plan else load_model(options["model"]),
         cluster=cluster,
@@ -142,13 +155,15 @@ def question_of(options: Options) -> tuple[Plan | None, Question]:
 
 def _value(knob: Knob, given: Any) -> Any:
     """Return the knob's value of what click read: lengths and counts arrive as text."""
-    from memo_sim.contract.units import parse_tokens
+    from memo_sim.contract.units import parse_numbers, parse_tokens
 
     match knob.kind:
         case Length() if given is not None:
             return parse_tokens(given, option=knob.option, least=0)
         case CountOrAuto(most) if given is not None:
             return _count_or_auto(knob, given, most)
+        case Numbers() if given is not None:
+            return parse_numbers(given, option=knob.option)
         case _:
             return given
 

@@ -76,7 +76,7 @@ FULL = Scale(
     quick=False,
     flops_per_s=4.5e14,
     start_s=12.0,
-    most_step_s=6.0,
+    most_step_s=4.0,
 )
 
 QUICK = Scale(

@@ -37,7 +37,8 @@ from memo_exec.probes.tables import Timed, point_of
 from memo_exec.probes.timing import Effort, Sample, of_passes
 from memo_exec.probes.usable import Usable, usable
 from memo_sim.contract.hardware import DISTURBED, Hardware
-from memo_sim.contract.plan import Decisions, RowwiseKernel
+from memo_sim.contract.knobs import RowwiseKernel
+from memo_sim.contract.plan import Decisions
 from memo_sim.contract.progress import Progress
 from memo_sim.program.arena.library_workspaces import IN_USE
 from memo_sim.program.ir.instruction import Lane

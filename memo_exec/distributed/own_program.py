@@ -5,6 +5,7 @@ and the buffers stay the same, and so do ids, lives and placements. Under ZeRO a
 
     grads.reduce_scatter, params.all_gather   one operand per run (decayed, other parameters), not the whole block
     update, add                               this rank's share, at its own offset in buffers of the whole block
+    shards.all_reduce                         this rank's share of each run
     norm                                      only the gradients that no other rank counts
 
 A run is a contiguous range of a block whose parameters all have weight decay, or all have none.
@@ -43,7 +44,7 @@ def rank_program(decisions: Decisions, mesh: MeshCoordinates) -> Program:
 
     Raises:
         CannotRun: when keys and values of several sequences would be all-gathered. The chunks of one sequence would
-            not be contiguous.
+            not be contiguous. When attention of ranks with uneven heads would run in several head groups.
         Infeasible: as ``lower``.
     """
     layout = decisions.layout
@@ -55,7 +56,16 @@ def rank_program(decisions: Decisions, mesh: MeshCoordinates) -> Program:
             wanted=1,
             hint="plan with micro-batches of one sequence, or with cp_exchange ring",
         )
-    return lower(decisions, cp_rank=mesh.at(layout.ring_group) if layout.ring > 1 else None)[mesh.at("pp")]
+    if layout.uneven_heads and decisions.kernels.head_groups > 1:
+        raise CannotRun(
+            "ranks with uneven heads cannot all divide their heads into the same head groups",
+            where="$.decisions.kernels.head_groups",
+            got=decisions.kernels.head_groups,
+            wanted=1,
+            hint="plan with a --ulysses that divides the key/value heads, or with a shorter sequence",
+        )
+    ring_rank = mesh.at(layout.ring_group) if layout.ring > 1 else None
+    return lower(decisions, cp_rank=ring_rank, ulysses_rank=mesh.at("ulysses"))[mesh.at("pp")]
 
 
 def own_program(program: Program, decisions: Decisions, mesh: MeshCoordinates) -> Program:
@@ -97,6 +107,10 @@ class _Block:
             return replace(instruction, operands=tuple(self._by_run(instruction.operands, "tensor", "full")))
         if instruction.op == "params.all_gather":
             return replace(instruction, operands=tuple(self._by_run(instruction.operands, "tensor", "full")))
+        if instruction.op == "shards.all_reduce":
+            runs = [self.runs[operand.role.partition(".")[2]] for operand in instruction.operands]
+            shares = [self._share(o, run) for o, run in zip(instruction.operands, runs, strict=True)]
+            return replace(instruction, operands=tuple(shares))
         if instruction.op == "grad_norm":
             return replace(instruction, operands=tuple(self._counted(instruction.operands)))
         if instruction.run and self.optimizer.shards > 1:

@@ -122,7 +122,7 @@ def own_runs(optimizer: Optimizer, mesh: MeshCoordinates) -> list[Stretch]:
     held = 0
     for name, first, size in optimizer.runs():
         start, count = Share(ends[name] - first, optimizer.shards).of(
-            mesh.at(optimizer.group) if optimizer.shards > 1 else 0
+            mesh.at(optimizer.shard_group) if optimizer.shards > 1 else 0
         )
         found.append(Stretch(first + start, count, held))
         held += size

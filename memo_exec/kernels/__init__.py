@@ -33,6 +33,7 @@ from memo_exec.kernels import (
     qk_norm,
     rotary,
     rsa,
+    shared_heads,
 )
 from memo_exec.kernels import stage_p2p as stage_p2p
 from memo_exec.kernels.call import Call, Context, Scratch, StepScalars
@@ -112,6 +113,8 @@ _PLAIN: Mapping[str, Kernel] = {
     "qkv.join": packing.qkv_join,
     "kv.pack": packing.kv_pack,
     "heads.transpose": packing.heads_transpose,
+    "heads.pick": shared_heads.pick,
+    "heads.place": shared_heads.place,
     "grad.accumulate": packing.accumulate,
     "residual_add": move.residual_add,
     "cross_entropy": loss.cross_entropy,
@@ -134,6 +137,8 @@ _PLAIN: Mapping[str, Kernel] = {
     "adamw.no_decay": optimizer.adamw_no_decay,
     "all_gather": collective.all_gather,
     "reduce_scatter": collective.reduce_scatter,
+    "heads.all_gather": collective.heads_all_gather,
+    "heads.reduce_scatter": collective.heads_reduce_scatter,
     "all_reduce": collective.all_reduce,
     "loss.all_reduce": collective.loss_all_reduce,
     "loss.max_reduce": collective.loss_max_reduce,
@@ -144,6 +149,7 @@ _PLAIN: Mapping[str, Kernel] = {
     "send": stage_p2p.send,
     "recv": stage_p2p.receive,
     "grads.all_reduce": collective.all_reduce,
+    "shards.all_reduce": collective.shards_all_reduce,
     "grads.reduce_scatter": collective.grads_reduce_scatter,
     "params.all_gather": collective.params_all_gather,
 }

@@ -22,6 +22,7 @@ from memo_sim.contract.plan import Decisions
 from memo_sim.program.ir.instruction import Instruction, Lane
 from memo_sim.program.ir.work import Rowwise
 from memo_sim.program.layout.attention_chunks import in_chunks
+from memo_sim.program.layout.heads import divided_heads, shares
 from memo_sim.program.layout.partition import partition
 from memo_sim.program.layout.token_order import clipped, clipped_runs, row_blocks, shard_runs, token_runs
 from memo_sim.program.operators.workspaces import SCRATCH_ALIGNMENT_BYTES, merge_scratch_bytes
@@ -68,6 +69,10 @@ class Context:
         self._starts = (0, *accumulate(parts))
         self.row_blocks = [row_blocks(self.decisions, number) for number in range(len(parts))]
         """Row blocks of each subsequence, counted in the subsequence's own rows."""
+        self.heads, self.kv_heads = divided_heads(self.model, self.decisions.layout)
+        """Query heads and key/value heads of a tensor-parallel (or METP) rank."""
+        self.shares = shares(self.heads, self.kv_heads, self.decisions.layout.ulysses)
+        """The heads of each rank of Ulysses."""
         self.merging = self._merging()
         """Scratch bytes for merging partial attention results; None if the plan merges nothing."""
 
@@ -75,9 +80,8 @@ class Context:
         model, layout = self.model, self.decisions.layout
         if layout.ring == 1 and layout.subsequences == 1 and not in_chunks(self.decisions):
             return None
-        size = merge_scratch_bytes(
-            model.heads // (layout.divided * layout.ulysses), model.head_dim, self.decisions.dtype
-        )
+        heads = self.shares[self.mesh.at("ulysses")].heads
+        size = merge_scratch_bytes(heads, model.head_dim, self.decisions.dtype)
         return torch.empty(size, dtype=torch.uint8, device=self.device)
 
     def positions(self, first: int, rows: int, *, shard: bool = False) -> Iterator[tuple[slice, int]]:

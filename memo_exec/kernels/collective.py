@@ -34,9 +34,26 @@ def reduce_scatter(call: Call) -> None:
         _reduce_scatter(shard[part], full[whole], group)
 
 
+def heads_all_gather(call: Call) -> None:
+    """Gather the ``shard`` rows of all ranks into ``full``, one rank's after the other's."""
+    _all_gather(call["full"], call["shard"], _group(call))
+
+
+def heads_reduce_scatter(call: Call) -> None:
+    """Sum ``full`` over the ranks, and write the rows that lie in this rank's place into ``shard``."""
+    _reduce_scatter(call["shard"], call["full"], _group(call))
+
+
 def all_reduce(call: Call) -> None:
     """Replace ``tensor`` by its sum over the ranks."""
     dist.all_reduce(call["tensor"], group=_group(call))
+
+
+def shards_all_reduce(call: Call) -> None:
+    """Replace this rank's share of each run of gradients by its sum over the ranks that hold the same share."""
+    for tensor in call.numbered("tensor").values():
+        if len(tensor):  # with uneven shares, the last ranks may hold none of a run
+            dist.all_reduce(tensor, group=_group(call))
 
 
 def loss_all_reduce(call: Call) -> None:
@@ -58,18 +75,33 @@ def loss_max_reduce(call: Call) -> None:
 
 
 def all_to_all(call: Call) -> None:
-    """Send part i of ``send`` to rank i and receive part i of ``recv`` from it; parts are equal and in rank order.
+    """Send part i of ``send`` to rank i and receive part i of ``recv`` from it; parts are in rank order.
 
     Ulysses uses this to change sides, one row block at a time. The sequence-sharded side has this rank's tokens with
-    all heads, grouped by rank. The head-sharded side has all ranks' tokens with this rank's heads.
+    all heads, grouped by rank. The head-sharded side has all ranks' tokens with this rank's heads. With uneven heads
+    the parts of the sequence-sharded side have different lengths.
     """
     send, recv, ranks = call["send"], call["recv"], _work(call).ranks
     sequence_sharded = "send" if len(send) < len(recv) else "recv"
-    first = call.first(sequence_sharded)
+    first, widths = call.first(sequence_sharded), _widths(call, recv if sequence_sharded == "send" else send)
     for start, rows in clipped_runs(call.row_blocks, first, len(call[sequence_sharded])):
         tokens, heads = (slice(n * (start - first), n * (start - first + rows)) for n in (1, ranks))
         sent, received = (tokens, heads) if sequence_sharded == "send" else (heads, tokens)
-        dist.all_to_all_single(recv[received].view(-1), send[sent].view(-1), group=_group(call))
+        lengths: list[list[int] | None] = [None, None]
+        if len(set(widths)) > 1:
+            own = widths[call.context.mesh.at("ulysses")]
+            lengths = [[rows * width for width in widths], [rows * own] * ranks]
+        of_send, of_recv = lengths if sequence_sharded == "send" else reversed(lengths)
+        dist.all_to_all_single(recv[received].view(-1), send[sent].view(-1), of_recv, of_send, group=_group(call))
+
+
+def _widths(call: Call, head_sharded: Tensor) -> list[int]:
+    """Return the features of each rank's head-sharded rows: of its queries, or of its Q, K and V."""
+    context = call.context
+    queries = [share.heads * context.model.head_dim for share in context.shares]
+    if head_sharded.shape[1] == queries[context.mesh.at("ulysses")]:
+        return queries
+    return [(share.heads + 2 * share.kv_heads) * context.model.head_dim for share in context.shares]
 
 
 def broadcast(call: Call) -> None:

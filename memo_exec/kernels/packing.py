@@ -4,7 +4,8 @@ subsequences      queries and KV cache are separate; a row of the cache has K, t
 keys and values   transfer order: the early chunks of all sequences, then the late chunks
                   (``memo_sim/program/attention/ring.py``)
 heads             grouped by rank: the rank's heads of Q, of K, of V, one row block at a time
-                  (``memo_sim/program/attention/ulysses.py``)
+                  (``memo_sim/program/attention/ulysses.py``). Ranks may have copies of one key/value head, or unequal
+                  numbers of heads (``memo_sim/program/layout/heads.py``).
 """
 
 from __future__ import annotations
@@ -69,14 +70,22 @@ def _add(x: Tensor, out: Tensor, call: Call) -> None:
 
 
 def heads_transpose(call: Call) -> None:
-    """Group features by the rank that owns their heads; ``unpack`` instructions do the reverse."""
+    """Group features by the rank that owns their heads; ``unpack`` instructions do the reverse.
+
+    A key/value head is copied to every rank that reads it. ``unpack`` adds up the gradients of its copies.
+    """
     source, target = call.matrix("source"), call.matrix("target")
     packs, start = ".unpack" not in call.instruction.name, call.first("source")
     for first, rows in clipped_runs(call.row_blocks, start, len(source)):
         block = slice(first - start, first - start + rows)
         plain, grouped = (source, target) if packs else (target, source)
-        for features, ranks in _by_rank(plain[block], grouped[block], call):
-            (ranks if packs else features).copy_(features if packs else ranks)
+        for features, copies in _by_rank(plain[block], grouped[block], call):
+            if packs:
+                copies.copy_(features.unsqueeze(0).expand_as(copies))
+            elif len(copies) == 1:
+                features.copy_(copies[0])
+            else:
+                torch.sum(copies, 0, out=features)
 
 
 def _transferred(rows: Tensor, call: Call) -> Tensor:
@@ -90,13 +99,38 @@ def _packed(qkv: Tensor, width: int, call: Call) -> Tensor:
 
 
 def _by_rank(plain: Tensor, grouped: Tensor, call: Call) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield (plain, grouped) views of Q, K and V, or of Q alone, each as (rank, row, features of the rank)."""
-    model, layout = call.context.model, call.context.decisions.layout
-    q, kv = model.q_width // layout.tp, model.kv_width // layout.tp
-    width, degree = plain.shape[1], layout.ulysses
-    ranks = grouped.view(degree, len(plain), width // degree)
-    first = 0
-    for part in (q,) if width == q else (q, kv, kv):
-        features = torch.unflatten(plain[:, first : first + part], 1, (degree, -1)).transpose(0, 1)
-        yield features, ranks[:, :, first // degree : (first + part) // degree]
-        first += part
+    """Yield views of the features of plain rows, and of all their copies in the rows that are grouped by rank.
+
+    Features have any shape, and their copies one dimension more, the first. Rows have Q, K and V, or Q alone.
+    """
+    context = call.context
+    size, shares = context.model.head_dim, context.shares
+    q, kv = context.heads * size, context.kv_heads * size
+    parts = ((0, q),) if plain.shape[1] == q else ((0, q), (q, kv), (q + kv, kv))
+    mine = [share.heads + 2 * share.kv_heads * (len(parts) > 1) for share in shares]
+    if len(set(mine)) > 1:
+        yield from _unequal(plain, grouped, call, [heads * size for heads in mine])
+        return
+    ranks, taken = grouped.view(len(shares), len(plain), -1), 0
+    for first, width in parts:
+        own = (shares[0].kv_heads if first else shares[0].heads) * size
+        features = torch.unflatten(plain[:, first : first + width], 1, (-1, own)).transpose(0, 1)
+        copies = torch.unflatten(ranks[:, :, taken : taken + own], 0, (len(features), -1)).transpose(0, 1)
+        yield features, copies
+        taken += own
+
+
+def _unequal(plain: Tensor, grouped: Tensor, call: Call, widths: list[int]) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield what ``_by_rank`` yields when ranks have different numbers of features, ``widths``; none has a copy."""
+    size, q, kv = call.context.model.head_dim, call.context.heads, call.context.kv_heads
+    pieces = torch.split(grouped.reshape(-1), [len(plain) * width for width in widths])
+    for share, piece, width in zip(call.context.shares, pieces, widths, strict=True):
+        rows, taken = piece.view(len(plain), width), 0
+        keys = (share.first_kv, share.kv_heads)
+        for first, heads in ((share.first, share.heads), (q + keys[0], keys[1]), (q + kv + keys[0], keys[1])):
+            if taken < width:
+                yield (
+                    plain[:, first * size : (first + heads) * size],
+                    rows[:, taken : taken + heads * size].unsqueeze(0),
+                )
+            taken += heads * size

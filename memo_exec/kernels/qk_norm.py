@@ -72,7 +72,8 @@ def qk_norm_backward(call: Call) -> None:
 
 def _parts(call: Call, heads: Tensor) -> list[tuple[Tensor, Tensor, str]]:
     """Return (heads, weight, role of the weight's gradient) for Q and for K."""
-    q_heads = call.context.model.heads * heads.shape[1] // (call.context.model.heads + call.context.model.kv_heads)
+    context = call.context
+    q_heads = context.heads * heads.shape[1] // (context.heads + context.kv_heads)
     return [
         (heads[:, :q_heads], call["q_weight"], "grad_q_weight"),
         (heads[:, q_heads:], call["k_weight"], "grad_k_weight"),

@@ -55,7 +55,7 @@ class Tables:
 
 def _rotate(call: Call, role: str, sign: float) -> None:
     packed, model = call[role], call.context.model
-    half, heads = model.head_dim // 2, (model.heads + model.kv_heads) // call.context.decisions.layout.divided
+    half, heads = model.head_dim // 2, call.context.heads + call.context.kv_heads
     tables = Tables(call, packed, call.row(role))
     kept = tables.scratch.take(min(len(packed), NORM_ROWS), heads, half, dtype=packed.dtype)
     for first in range(0, len(packed), NORM_ROWS):

@@ -130,8 +130,8 @@ class _Positions:
 
 def _columns(call: Call, qkv: Tensor) -> dict[str, Tensor]:
     """Return the queries, keys and values columns of packed rows, as views."""
-    model, layout = call.context.model, call.context.decisions.layout
-    q, kv = model.q_width // layout.tp, model.kv_width // layout.tp
+    context = call.context
+    q, kv = (heads * context.model.head_dim for heads in (context.heads, context.kv_heads))
     return dict(zip(("queries", "keys", "values"), torch.split(qkv, [q, kv, kv], dim=1), strict=True))
 
 
@@ -145,7 +145,7 @@ def _by_rank(call: Call, written: Tensor) -> Tensor:
     """View scores as (rank of the keys, sequence, head, query, key)."""
     decisions = call.context.decisions
     batch, tokens = decisions.micro_batch, decisions.local_tokens // decisions.micro_batch
-    return written.view(-1, batch, decisions.model.heads // decisions.layout.tp, tokens, tokens)
+    return written.view(-1, batch, call.context.heads, tokens, tokens)
 
 
 def _row_blocks(written: Tensor, rows: int) -> Iterator[tuple[int, Tensor]]:

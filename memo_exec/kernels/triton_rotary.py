@@ -24,7 +24,7 @@ def rotary_backward(call: Call) -> None:
 
 def _rotate(call: Call, role: str, sign: float) -> None:
     packed, model = call[role], call.context.model
-    half, heads = model.head_dim // 2, (model.heads + model.kv_heads) // call.context.decisions.layout.divided
+    half, heads = model.head_dim // 2, call.context.heads + call.context.kv_heads
     tables = Tables(call, packed, call.row(role))
     for first in range(0, len(packed), NORM_ROWS):
         block = packed[first : first + NORM_ROWS]

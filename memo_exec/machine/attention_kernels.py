@@ -14,10 +14,13 @@ from memo_exec.kernels.attention import BACKENDS
 from memo_exec.machine.kernel_trial import Heads, attention_fails, forms_of, triton_fails
 from memo_exec.machine.machine import Machine
 from memo_exec.machine.rowwise_kernels import rowwise_kernels
+from memo_sim.contract.attention_kernels import ATTENTION_KERNELS
 from memo_sim.contract.errors import CannotRun
 from memo_sim.contract.hardware import DtypeName
+from memo_sim.contract.knobs import RowwiseKernel
 from memo_sim.contract.plan import Decisions
 from memo_sim.program.ir.program import Program
+from memo_sim.program.operators.framework_kernels import library_of
 from memo_sim.program.operators.head_groups import flash3_head_dim
 
 LEAST_CAPABILITY = 8
@@ -35,15 +38,20 @@ def check_kernels(decisions: Decisions, program: Program, machine: Machine) -> N
         CannotRun: when an operator has no kernel, or the plan's row-wise or attention kernel cannot be used here. The
             message names the kernels that can be used.
     """
+    kernel = decisions.kernels.attention
+    known = ATTENTION_KERNELS.get(kernel)
+    if known is not None and not known.executed:
+        raise _refused_attention(kernel, f"{known.title} can be priced, not run", attention_kernels(machine))
     missing = sorted({i.op for t in program.templates for i in t.instructions} - set(KERNELS))
     if missing:
         raise CannotRun("some operators of the plan's program have no kernel", got=", ".join(missing))
     rowwise = decisions.kernels.rowwise
-    if reason := rowwise_kernels(machine)[rowwise]:
+    reason = rowwise_kernels(machine).get(rowwise, "memo-exec has no such kernels; a framework's can only be simulated")
+    if reason:
         raise _refused_rowwise(rowwise, reason)
     if _needs_fused_loss(decisions, machine) and (reason := rowwise_kernels(machine)["triton"]):
         raise _refused_loss(reason)
-    kernel, available = decisions.kernels.attention, attention_kernels(machine)
+    available = attention_kernels(machine)
     reason = available.get(kernel, "no such kernel in this version") or _unsupported(decisions)
     if reason:
         raise _refused_attention(kernel, reason, available)
@@ -76,13 +84,13 @@ def tried_attention_kernels(machine: Machine, dtype: DtypeName, head_dims: Itera
     }
 
 
-def _refused_rowwise(kernel: str, reason: str) -> CannotRun:
+def _refused_rowwise(kernel: RowwiseKernel, reason: str) -> CannotRun:
     return CannotRun(
         "the plan's row-wise kernels cannot be used here",
         where="$.decisions.kernels.rowwise",
         got=f"{kernel}: {reason}",
         wanted="torch",
-        hint=_ANOTHER_KERNEL,
+        hint="make a plan with --rowwise torch" if library_of(kernel) else _ANOTHER_KERNEL,
     )
 
 

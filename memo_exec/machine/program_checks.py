@@ -15,6 +15,7 @@ from memo_sim.contract.units import counted
 from memo_sim.program.analysis.columns import Columns, expand
 from memo_sim.program.analysis.edges import Edges, derive_edges
 from memo_sim.program.ir.program import Program
+from memo_sim.program.layout.heads import have_unequal_shares
 from memo_sim.program.lower import lower
 from memo_sim.program.verify.program import check_edges, check_program
 from memo_sim.program.verify.stages import ACROSS, check_calls, check_deadlock, check_stages
@@ -48,13 +49,19 @@ class _Expanded:
 
 
 def program_checks(decisions: Decisions) -> list[Check]:
-    """Return the checks of every stage's program, of the stages together, and of the ranks of a ring.
+    """Return the checks of every stage's program, of the stages together, and of ranks with programs of their own.
 
-    The ranks of a ring have programs of their own, and all of them are checked.
+    These are the ranks of a ring, and the ranks of Ulysses with uneven heads: the first has the most, the last the
+    fewest.
     """
     layout = decisions.layout
-    coordinates = range(layout.ring) if layout.ring > 1 else [None]
-    by_rank = [tuple(map(_expanded, lower(decisions, cp_rank=rank))) for rank in coordinates]
+    ring_ranks = range(layout.ring) if layout.ring > 1 else [None]
+    uneven = have_unequal_shares(decisions.model, layout)
+    by_heads = [
+        [tuple(map(_expanded, lower(decisions, cp_rank=rank, ulysses_rank=ulysses_rank))) for rank in ring_ranks]
+        for ulysses_rank in ((0, layout.ulysses - 1) if uneven else (0,))
+    ]
+    by_rank = [each for ring in by_heads for each in ring]
     checks = []
     for alike in zip(*by_rank, strict=True):
         faults = [
@@ -63,22 +70,39 @@ def program_checks(decisions: Decisions) -> list[Check]:
             for fault in (*check_program(each.program, each.columns), *check_edges(each.columns, each.edges))
         ]
         instructions = sum(each.program.instruction_count for each in alike)
-        ranks = f" of {counted(len(alike), 'ring rank')}" if len(alike) > 1 else ""
+        ranks = f" of {counted(len(alike), 'rank')}" if len(alike) > 1 else ""
         name = f"program {alike[0].program.stage}"
         checks.append(Check(name, f"{counted(instructions, 'instruction')}{ranks}", tuple(dict.fromkeys(faults))))
     faults = [fault for stages in by_rank for fault in (*check_stages(_programs(stages)), *_waiting(stages, ACROSS))]
     stages = counted(len(by_rank[0]), "stage")
     checks.append(Check("stages", f"calls, sends and receives of {stages} match", tuple(dict.fromkeys(faults))))
-    if len(by_rank) > 1:
-        group = layout.ring_group
-        faults = []
-        for alike in zip(*by_rank, strict=True):
-            faults += check_calls(_programs(alike))
-            if layout.pp == 1:  # the checker takes sends of several ranks of one stage for one
-                faults += _waiting(alike, (group, "grads"))
-        ranks = counted(len(by_rank), "rank")
-        checks.append(Check("ring", f"calls of {ranks} match", tuple(dict.fromkeys(faults))))
+    if layout.ring > 1:
+        checks.append(_calls("ring", by_heads, decisions, (layout.ring_group, "grads"), every_group=True))
+    if uneven:
+        by_ring = list(zip(*by_heads, strict=True))
+        checks.append(_calls("uneven heads", by_ring, decisions, ("ulysses", "grads"), every_group=False))
     return checks
+
+
+def _calls(
+    name: str,
+    groups: Sequence[Sequence[Sequence[_Expanded]]],
+    decisions: Decisions,
+    across: Sequence[str],
+    *,
+    every_group: bool,
+) -> Check:
+    """Return the check that the ranks of each group make the same calls; a rank has a program for each stage.
+
+    ``across``: the kinds of groups that the ranks form. ``every_group``: calls of other groups match as well.
+    """
+    faults: list[str] = []
+    for ranks in groups:
+        for alike in zip(*ranks, strict=True):
+            faults += check_calls(_programs(alike), () if every_group else across)
+            if decisions.layout.pp == 1:  # the checker takes sends of several ranks of one stage for one
+                faults += _waiting(alike, across)
+    return Check(name, f"calls of {counted(len(groups[0]), 'rank')} match", tuple(dict.fromkeys(faults)))
 
 
 def _expanded(program: Program) -> _Expanded:

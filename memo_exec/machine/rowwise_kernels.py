@@ -8,7 +8,7 @@ import torch
 
 from memo_exec.machine.kernel_trial import triton_fails
 from memo_exec.machine.machine import Machine
-from memo_sim.contract.plan import RowwiseKernel
+from memo_sim.contract.knobs import RowwiseKernel
 
 
 def rowwise_kernels(machine: Machine) -> dict[RowwiseKernel, str]:

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 
 from memo_exec.probes.operators import Operator
 from memo_sim.contract.hardware import DtypeName
+from memo_sim.contract.knobs import RowwiseKernel
 from memo_sim.contract.model import Family, Model
-from memo_sim.contract.plan import Decisions, Kernels, Layout, RowwiseKernel
+from memo_sim.contract.plan import Decisions, Kernels, Layout
 from memo_sim.program.ir.instruction import Instruction, Lane
 from memo_sim.program.ir.work import Attention, Gemm, Mask, Rowwise
 
@@ -80,7 +81,7 @@ CUDA = Grid(
     widths=(512, 1024, 2048, 4096, 8192),
     lengths=(1024, 4096, 16384, 65536),
     head_dims=(64, 128),
-    heads=(4, 32),
+    heads=(4, 32, 256),
     attention_lengths=(1024, 4096, 16384, 65536, 131072, 262144),
     most_flops=1e13,
     most_attention_flops=7.5e13,

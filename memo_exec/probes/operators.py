@@ -20,7 +20,8 @@ from torch import Tensor
 from memo_exec.kernels import FUSED, KERNELS, Call, Context, StepScalars
 from memo_exec.memory.dtypes import TORCH_DTYPES
 from memo_exec.probes.timing import Effort, Sample, time_call
-from memo_sim.contract.plan import Decisions, RowwiseKernel
+from memo_sim.contract.knobs import RowwiseKernel
+from memo_sim.contract.plan import Decisions
 from memo_sim.program.ir.instruction import Instruction, Lane
 from memo_sim.program.ir.work import Work
 from memo_sim.program.lower import lower

@@ -13,7 +13,7 @@ from statistics import fmean
 
 from memo_exec.probes.timing import Sample
 from memo_sim.contract.hardware import AttentionTable, Curve, GemmPass, GemmTable
-from memo_sim.contract.plan import RowwiseKernel
+from memo_sim.contract.knobs import RowwiseKernel
 from memo_sim.program.ir.work import Attention, Gemm, Rowwise, Work
 
 POINTS_PER_OCTAVE = 2

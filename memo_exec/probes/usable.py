@@ -9,7 +9,7 @@ from memo_exec.machine.machine import Machine
 from memo_exec.machine.rowwise_kernels import rowwise_kernels, tried_rowwise_kernels
 from memo_exec.probes.grid import Grid
 from memo_sim.contract.errors import CannotRun
-from memo_sim.contract.plan import RowwiseKernel
+from memo_sim.contract.knobs import RowwiseKernel
 
 
 @dataclass(frozen=True)

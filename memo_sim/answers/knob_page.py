@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from memo_sim.contract.knobs import KNOBS, Knob, Mark
+from memo_sim.contract.knobs import KNOBS, Knob, Label, Listed, Mark, Part
 from memo_sim.planning.presets import SYSTEMS
 from memo_sim.program.layout.compatibility import ARENA_RULES, RULES
 
@@ -48,10 +48,17 @@ def knob_page() -> str:
 
 def _label(knob: Knob) -> str:
     """Return how the knob shows in a layout's label."""
-    shown = [
-        f"`{label.text}` behind {label.of}" if isinstance(label, Mark) else f"`{label.text}2`" for label in knob.labels
-    ]
-    return ", ".join(shown)
+    return ", ".join(map(_shown, knob.labels))
+
+
+def _shown(label: Label) -> str:
+    match label:
+        case Mark(of, text):
+            return f"`{text}` behind {of}"
+        case Listed(of):
+            return f"`(1,2)` behind {of}"
+        case Part(text):
+            return f"`{text}2`"
 
 
 def _searched_by(knob: Knob) -> str:

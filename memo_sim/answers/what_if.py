@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import memo_sim
+from memo_sim.contract.attention_kernels import ATTENTION_KERNELS
 from memo_sim.contract.codec import check_distinct, check_not_read, check_writable, sha256_of, write
 from memo_sim.contract.errors import Infeasible, UsageError
 from memo_sim.contract.placement import Placement
@@ -246,9 +247,12 @@ def row(decisions: Decisions, prediction: Prediction, *, system: str) -> PlanRow
         offload_window=decisions.offload_window,
         layout=decisions.layout,
         recompute=decisions.recompute,
+        attention=decisions.kernels.attention,
+        executable=ATTENTION_KERNELS[decisions.kernels.attention].executed,
         mlp_chunk_tokens=decisions.mlp_chunk_tokens,
         attention_chunk_tokens=decisions.attention_chunk_tokens,
         memory_policy=decisions.memory_policy,
+        rowwise=decisions.kernels.rowwise,
         states=decisions.states,
         loss=decisions.loss,
         micro_batch=decisions.micro_batch,

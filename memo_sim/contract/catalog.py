@@ -3,7 +3,8 @@
 A cluster name has the form ``<gpu>-<nodes>x<gpus per node>[-<card><K>]``: ``a800-1x8``, ``a100-16x8-hdr4``,
 ``h100-2x8-ndr8``.
 
-- ``gpu`` is the first word of a shipped profile's name.
+- ``gpu`` is the first word of a shipped profile's name. It may be followed by one of the profile's ``boards``:
+  ``h100hbm2e-1x8``.
 - ``K`` is the number of network cards of a node; the default is 8.
 - ``card`` is the card generation. H100 and H200 nodes have ndr (400 Gb/s), B200 nodes have ndr or xdr (800 Gb/s), all
   other nodes have hdr (200 Gb/s).
@@ -20,6 +21,7 @@ from typing import NoReturn
 import msgspec
 
 from memo_sim.contract import codec
+from memo_sim.contract.boards import with_board
 from memo_sim.contract.cluster import Cluster, Network
 from memo_sim.contract.diagnosis import explain_schema
 from memo_sim.contract.errors import BadInput, UsageError, did_you_mean
@@ -60,7 +62,11 @@ def list_hardware() -> list[str]:
 
 def list_clusters() -> list[str]:
     """Return the name of one full node for every shipped profile; any other name must follow ``CLUSTER_FORM``."""
-    return [f"{gpu}-1x{load_hardware(profile).devices}" for gpu, profile in _gpus().items()]
+    names = []
+    for gpu, profile in _gpus().items():
+        hardware = load_hardware(profile)
+        names += [f"{gpu}{board}-1x{hardware.devices}" for board in ("", *hardware.boards)]
+    return names
 
 
 def load_model(name_or_path: str) -> Model:
@@ -108,8 +114,9 @@ def load_cluster(name_or_path: str) -> tuple[Cluster, Hardware]:
         BadInput: when the file, or the profile that it names, cannot be read or is wrong.
     """
     match = _CLUSTER_NAME.fullmatch(name_or_path)
-    if match and match[1] in _gpus() and match[4] in (None, *_CARDS.get(match[1], _OLDER_CARDS)):
-        return _named_cluster(name_or_path, match)
+    gpu = _gpu_of(match[1]) if match else None
+    if match and gpu and match[4] in (None, *_CARDS.get(gpu, _OLDER_CARDS)):
+        return _named_cluster(name_or_path, match, gpu)
     if not _is_file_name(name_or_path):
         _unknown("cluster", name_or_path, list_clusters(), f"a name {CLUSTER_FORM}, a cluster file or a profile file")
     raw = codec.read_raw(name_or_path)
@@ -143,15 +150,25 @@ def profile_path(name_or_path: str, cluster: Cluster) -> Path:
     return given if cluster.hardware == name_or_path else given.parent / cluster.hardware
 
 
-def _named_cluster(name: str, match: re.Match[str]) -> tuple[Cluster, Hardware]:
-    """Return the cluster that a matched name describes: gpu, nodes, devices, cards."""
-    hardware_name = _gpus()[match[1]]
+def _gpu_of(word: str) -> str | None:
+    """Return the gpu of a cluster's first word, which may name a board of it too; None when there is none."""
+    gpus = _gpus()
+    if word in gpus:
+        return word
+    longest = max((gpu for gpu in gpus if word.startswith(gpu)), key=len, default=None)
+    return longest if longest and word.removeprefix(longest) in load_hardware(gpus[longest]).boards else None
+
+
+def _named_cluster(name: str, match: re.Match[str], gpu: str) -> tuple[Cluster, Hardware]:
+    """Return the cluster that a matched name describes: gpu and board, nodes, devices, cards."""
+    hardware_name, board = _gpus()[gpu], match[1].removeprefix(gpu)
     hardware = load_hardware(hardware_name)
+    hardware = with_board(hardware, board) if board else hardware
     devices = int(match[3])
     if devices > hardware.devices:
         wanted = f"at most the {hardware.devices} devices that a node of {hardware_name} has"
         raise UsageError("more devices than a node has", got=repr(name), wanted=wanted)
-    kind = match[4] or _CARDS.get(match[1], _OLDER_CARDS)[0]
+    kind = match[4] or _CARDS.get(gpu, _OLDER_CARDS)[0]
     example = codec.read(DATA / "clusters" / _NETWORKS[kind], Cluster)
     assert example.network is not None
     cards = int(match[5] or example.network.nics_per_node)

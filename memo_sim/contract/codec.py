@@ -95,7 +95,7 @@ def decode(raw: bytes, kind: type[T], *, where: str) -> T:
 
 
 def schema_of(raw: bytes, *, where: str) -> str | None:
-    """Return the ``schema`` of the JSON object in ``raw`` (such as ``memo.plan/2``), or None when it has none.
+    """Return the ``schema`` of the JSON object in ``raw`` (such as ``memo.plan/3``), or None when it has none.
 
     Raises:
         BadInput: when ``raw`` is not a JSON object, or its ``schema`` is not text.

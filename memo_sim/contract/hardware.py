@@ -10,6 +10,8 @@ from typing import Annotated, Literal
 
 import msgspec
 
+from memo_sim.contract.attention_kernels import Libraries
+from memo_sim.contract.knobs import FrameworkLibrary
 from memo_sim.contract.units import NonNegative, Positive, Rate
 
 SourceKind = Literal["measured", "datasheet", "derived", "fitted", "assumed"]
@@ -17,13 +19,31 @@ GemmPass = Literal["fprop", "dgrad", "wgrad"]
 AttentionPass = Literal["forward", "backward"]
 CollectiveKind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send_recv", "broadcast", "reduce"]
 DtypeName = Literal["fp32", "bf16", "fp16"]
-Libraries = Literal["2024", "2025"]
-"""A generation of PyTorch and Transformer Engine. "2025" means version 2.8 or later of both."""
 FusedKernel = Literal["triton"]
 """Fused implementations of row-wise operators that can replace torch's own."""
+AccessPattern = Literal[
+    "elementwise",
+    "strided",
+    "row_sum",
+    "column_sum",
+    "norm",
+    "norm_backward",
+    "softmax",
+    "multi_tensor",
+]
+"""How a row-wise kernel of a framework goes through memory; kernels of one pattern reach about the same rate.
+
+- elementwise: whole contiguous tensors.
+- strided: parts of rows or transposed tensors (a rotary embedding's halves, the two halves of a gated product).
+- row_sum, column_sum: one number a row; one number a feature, summed over all rows.
+- norm, norm_backward: one kernel for a norm, or for a gradient of one.
+- softmax: one kernel over the vocabulary.
+- multi_tensor: one operator over the tensors of many parameters (foreach)."""
 
 DISTURBED = "disturbed"
 """Key in a profile's ``provenance``: what else the machine did during the measurement."""
+POWER, BOARD = "power", "board"
+"""Keys in a profile's ``provenance``: the power limit and the board that it was changed to (``contract/boards.py``)."""
 
 
 class _Part(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -95,6 +115,10 @@ class AttentionTable(_Part, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     head_dim: Positive
     rows: Annotated[list[Annotated[list[Rate], msgspec.Meta(min_length=3, max_length=3)]], msgspec.Meta(min_length=1)]
     source: str
+    libraries: Libraries | None = None
+    """Year from which libraries have this version of the kernel; null: its first version.
+
+    A question gets the latest version that its own year has."""
     full_mask_gain: Rate = 1.0
     """Rate without a mask divided by the rate with the causal mask, at the same length."""
     full_mask_gains: list[Annotated[list[Rate], msgspec.Meta(min_length=2, max_length=2)]] = []
@@ -127,6 +151,16 @@ class CopyRates(_Part, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Rate of one device when every device of the node copies in this direction at once, in bytes/s."""
 
 
+class Board(_Part, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Another board with the same chip; null: as on the profile's own board."""
+
+    text: str
+    """What it is, for people."""
+    device_memory_bytes: Quantity | None = None
+    memory_bytes_per_s: Quantity | None = None
+    power_w: Quantity | None = None
+
+
 class Hardware(
     msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="schema", tag="memo.hardware/1"
 ):
@@ -137,6 +171,14 @@ class Hardware(
     peak_flops: dict[DtypeName, Quantity]
     """Dense peak FLOP/s by dtype; MFU is a fraction of it."""
     device_memory_bytes: Quantity
+    memory_bytes_per_s: Quantity | None = None
+    """Rate of the device memory's bus, from its data sheet; only ``boards`` need it."""
+    power_w: Quantity | None = None
+    """Power limit of the board, in watts, under which products and attention were measured."""
+    power_rates: Curve | None = None
+    """Rate of products and attention by power limit in watts, relative to each other; null: not known."""
+    boards: dict[str, Board] = {}
+    """Other boards with this chip, by the end of their clusters' names: ``hbm2e`` of ``h100hbm2e-1x8``."""
     reserve_bytes: dict[str, Quantity]
     """Device bytes outside every plan, itemised (context, libraries).
 
@@ -145,22 +187,37 @@ class Hardware(
     """Device bytes of one communicator by its number of ranks; the layout decides which communicators a plan has."""
     gemm: list[GemmTable]
     attention: list[AttentionTable]
+    sustained_gemm: Quantity | None = None
+    """Rate of products inside a training step over that of ``gemm``'s rows, which were measured alone; null: 1.
+
+    A step runs at the clocks that its power limit sustains, and its products read operands that earlier kernels left in
+    device memory."""
     device_deviation: Quantity | None = None
     """Relative standard deviation of the rates of products and attention, between devices of one kind under load."""
     rated_devices: Positive | None = None
     """The rates of products and attention are those of the slowest of this many devices; the default is one node's."""
     system_attention: dict[str, Quantity] = {}
-    """Factor on attention's time by system, for a system whose attention kernel has no measured table."""
+    """Factor on attention's time by system, for a system whose own attention kernel has no measured table.
+
+    It does not apply to a kernel that a question names."""
     memory_bound_bytes_per_s: Curve
     """Rate of elementwise and norm kernels by bytes moved (reads + writes)."""
     rowwise_bytes_per_s: dict[str, Curve] = {}
     """Rate by bytes moved for each operator that was measured alone (cross_entropy, adamw, gelu ...)."""
     fused_rowwise_bytes_per_s: dict[FusedKernel, dict[str, Curve]] = {}
     """The same rates for fused implementations, by implementation; empty when the profile has not measured any."""
+    framework_rowwise_bytes_per_s: dict[FrameworkLibrary, dict[AccessPattern, Curve]] = {}
+    """Rate by bytes moved of the kernels that frameworks launch for row-wise operators, by library and pattern.
+
+    A pattern without a curve runs at the operator's own curve, or at that of memory-bound kernels."""
     launch_floor_s: Quantity
     """Shortest time of one kernel when the host launches kernels ahead of the stream."""
     host_launch_s: Quantity | None = None
-    """Host seconds (Python, autograd) per kernel of an eager framework; null: not known, no time is charged."""
+    """Host seconds (Python, autograd) per kernel launch of an eager framework; null: not known, no time is charged.
+
+    Charged per kernel (``engine/launches.py``): a plan with eager or compiled row-wise operators launches the kernels
+    of ``operators/framework_kernels.py`` and one for every other operator; any other plan launches ``KERNELS`` per
+    instruction (``memory/eager_framework.py``)."""
     host_pass_s: Quantity | None = None
     """Additional host seconds before each forward or backward of a micro-batch through a pipeline stage."""
     d2h: CopyRates
@@ -168,7 +225,9 @@ class Hardware(
     devices_per_uplink: Quantity
     collectives: list[CollectiveTable]
     eager_libraries: Libraries = "2024"
-    """Library versions of eager frameworks on this device; they decide how much memory these hold."""
+    """Year of the libraries that a question on this device gets unless it names another.
+
+    It decides which kernels and which of their versions there are, and how much memory eager frameworks hold."""
     compute_slowdown: dict[Literal["copy", "collective", "p2p"], Quantity]
     """Factor (>= 1) on compute's time while a copy, a collective or a p2p exchange runs beside it."""
     device_malloc_s: Quantity
@@ -210,6 +269,10 @@ class Hardware(
         for name, quantity in divisors.items():
             if quantity.value <= 0:
                 raise ValueError(f"{name} must be more than 0")
+        if self.sustained_gemm is not None and not 0 < self.sustained_gemm.value <= 1:
+            raise ValueError("sustained_gemm must be more than 0 and at most 1")
+        if self.power_rates is not None and sorted(self.power_rates.y) != self.power_rates.y:
+            raise ValueError("power_rates must not fall with the power limit")
         for name, factor in self.compute_slowdown.items():
             if factor.value < 1:
                 raise ValueError(f"compute_slowdown.{name} must be at least 1")

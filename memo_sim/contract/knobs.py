@@ -25,6 +25,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Literal, TypeVar, get_args
 
+from memo_sim.contract.attention_kernels import AttentionName, Libraries
+
 if TYPE_CHECKING:
     from memo_sim.contract.hardware import DtypeName
 
@@ -75,6 +77,18 @@ Overlap = Literal["none", "gradients", "both"]
 - none: gradients are reduced over replicas, and parameters gathered, after the step's last gradient.
 - gradients: each block's gradients are reduced after its last backward.
 - both: in addition, ZeRO 1 gathers parameters at the start of the next step, block by block, ahead of its forward."""
+RowwiseKernel = Literal["torch", "triton", "eager", "compiled", "fused"]
+"""Whose kernels play norms, activations, rotary embeddings, residuals, the loss and the optimizer.
+
+- torch, triton: memo-exec's own, single torch operators or fused Triton kernels; each instruction is one kernel.
+- eager: torch modules as model code writes them; every tensor operator and cast is a kernel with its own passes over
+  memory.
+- compiled: the same modules under torch.compile.
+- fused: Megatron-LM's and Transformer Engine's fused kernels.
+
+memo-exec cannot play the last three (``operators/framework_kernels.py``)."""
+FrameworkLibrary = Literal["eager", "compiled", "fused"]
+"""The kernels of training frameworks among them."""
 Schedule = Literal["gpipe", "1f1b", "interleaved", "zero-bubble"]
 """The order in which a pipeline stage plays micro-batches (``program/layout/schedule.py``)."""
 Partition = Literal["length", "flops"]
@@ -160,6 +174,14 @@ class CountOrAuto:
 
 
 @dataclass(frozen=True, slots=True)
+class Numbers:
+    """Whole numbers from 1, joined by commas."""
+
+    def __str__(self) -> str:
+        return "numbers, as 7,8,8,7"
+
+
+@dataclass(frozen=True, slots=True)
 class Name:
     """A name that is looked up elsewhere, such as an attention kernel's."""
 
@@ -167,7 +189,7 @@ class Name:
         return "a name"
 
 
-Kind = Degree | Whole | Fraction | OneOf | Switch | Flag | Length | CountOrAuto | Name
+Kind = Degree | Whole | Fraction | OneOf | Switch | Flag | Length | CountOrAuto | Numbers | Name
 """What values a knob has; ``str()`` says it in a table."""
 
 
@@ -193,6 +215,17 @@ class Mark:
 
 
 @dataclass(frozen=True, slots=True)
+class Listed:
+    """This knob's numbers behind the part of another knob, such as ``pp4(7,8,8,7)``."""
+
+    of: str
+
+
+Label = Part | Mark | Listed
+"""How a knob shows in a layout's label."""
+
+
+@dataclass(frozen=True, slots=True)
 class Knob:
     """One declaration; ``name`` is that of the field in ``Pins`` or ``Chosen`` and in the plan."""
 
@@ -200,9 +233,10 @@ class Knob:
     help: str
     at: str
     """The part of a plan file that holds the knob: ``layout``, ``decisions``, ``decisions.kernels``."""
-    labels: tuple[Part | Mark, ...] = ()
+    labels: tuple[Label, ...] = ()
     needs: str = ""
-    """The knob that has to be above 1 for this one to have an effect; a question that pins it without is refused."""
+    """The knob that has to be above its default for this one to have an effect; a question that pins it without is
+    refused."""
     on_command_line: bool = True
     name: str = ""
     default: object = None
@@ -228,7 +262,7 @@ def _knob(
     help: str,
     *,
     at: str = "decisions",
-    labels: tuple[Part | Mark, ...] = (),
+    labels: tuple[Label, ...] = (),
     needs: str = "",
     on_command_line: bool = True,
 ) -> T:
@@ -278,6 +312,16 @@ class Pins:
         at="layout",
         labels=(Part("ulysses"),),
     )
+    uneven_heads: bool = _knob(
+        False,
+        Flag(),
+        "Ulysses' degree need not divide the key/value heads: its first ranks have one more of them, with its query"
+        " heads (as in DeepSpeed).",
+        at="layout",
+        labels=(Mark("ulysses", "+uneven", least=2),),
+        needs="ulysses",
+    )
+    """Not searched."""
     metp: int | None = _knob(
         None,
         Degree(),
@@ -300,10 +344,18 @@ class Pins:
         needs="metp",
     )
     """Not searched: it saves 1 % of a short step and takes two thirds more memory."""
-    pp: int | None = _knob(
-        None, Degree(), "Pipeline stages of equal numbers of layers.", at="layout", labels=(Part("pp"),)
-    )
+    pp: int | None = _knob(None, Degree(), "Pipeline stages.", at="layout", labels=(Part("pp"),))
     """None: what the system searches, else one stage."""
+    pp_layers: tuple[int, ...] | None = _knob(
+        None,
+        Numbers(),
+        "Layers of each stage (with virtual stages: of each chunk, in the model's order). Unless given stages have"
+        " equal numbers of layers, or nearly equal ones: the first and the last get one more last.",
+        at="layout",
+        labels=(Listed("pp"),),
+        needs="pp",
+    )
+    """Not searched."""
     schedule: Schedule | None = _knob(
         None,
         _one_of(Schedule),
@@ -330,6 +382,16 @@ class Pins:
         at="layout",
         labels=(Part("zero", above=0),),
     )
+    zero_ranks: int | None = _knob(
+        None,
+        Whole(1),
+        "ZeRO divides over groups of this many consecutive replicas (cp x ulysses x dp), and the groups replicate, as"
+        " in torch's HSDP. All replicas unless given.",
+        at="layout",
+        labels=(Part("over", above=0),),
+        needs="zero",
+    )
+    """Not searched: it would double the candidates of every layout with replicas on several nodes."""
     subsequences: int | Literal["auto"] | None = _knob(
         None,
         CountOrAuto(MOST_SUBSEQUENCES),
@@ -399,13 +461,28 @@ class Pins:
         "Full recompute: tokens of the sequence whose attention exists at once, while the keys and values of the others"
         " wait on the host; 0 = all. Chosen when not given.",
     )
-    attention: str | None = _knob(
+    attention: AttentionName | None = _knob(
         None,
-        Name(),
-        "Attention kernel. The fastest that the profile measured unless given.",
+        _one_of(AttentionName),
+        "Attention: plain, a generation of flash attention (flash: the newest that GPU and --libraries have), cuDNN, or"
+        " a kernel by its name. The fastest that the profile has for those libraries unless given.",
         at="decisions.kernels",
-        on_command_line=False,
     )
+    """Not searched: a faster kernel never loses, and whether it is installed is for the user to say."""
+    libraries: Libraries | None = _knob(
+        None,
+        _one_of(Libraries),
+        "Year of PyTorch, flash-attn and Transformer Engine: decides which attention kernels there are, and the memory"
+        " of eager frameworks. The profile's unless given.",
+    )
+    rowwise: RowwiseKernel | None = _knob(
+        None,
+        _one_of(RowwiseKernel),
+        "Kernels of norms, activations, rotary, residuals, loss and optimizer: memo-exec's (torch, triton), or those of"
+        " frameworks (eager, compiled, fused), which memo-exec cannot play. The system's own unless given.",
+        at="decisions.kernels",
+    )
+    """The search chooses between torch and triton where a system has memo-exec's kernels."""
     dtype: DtypeName | None = _knob(
         None,
         Name(),

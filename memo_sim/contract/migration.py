@@ -11,7 +11,7 @@ from typing import Any
 JsonObject = dict[str, Any]
 
 _RENAMED = {"overlap_handovers": "overlap_p2p", "reorganisations": "allocation_retries"}
-"""Keys of version 1 documents, and what they are called since version 2."""
+"""Keys of version 1 documents, and what they are called since."""
 
 
 def upgraded(schema: str, document: JsonObject) -> JsonObject | None:
@@ -20,14 +20,15 @@ def upgraded(schema: str, document: JsonObject) -> JsonObject | None:
     return None if upgrade is None else upgrade(document)
 
 
-def _plan_2(document: JsonObject) -> JsonObject:
+def _plan_3(document: JsonObject) -> JsonObject:
     """Keep a plan's decisions and provenance.
 
-    Names inside programs changed between the versions. So the hashes of program and placement that the file pins, and
-    the prediction by those names, are left out: pricing the plan again makes them anew.
+    Programs changed with each version: names inside them since version 1, lanes since version 2. So the hashes of
+    program and placement that the file pins, and the prediction by those names, are left out: pricing the plan again
+    makes them anew.
     """
     kept = {key: value for key, value in document.items() if key not in ("placement_sha256", "prediction")}
-    return {**_with_new_keys(kept), "schema": "memo.plan/2", "program_sha256": ""}
+    return {**_with_new_keys(kept), "schema": "memo.plan/3", "program_sha256": ""}
 
 
 def _with_new_keys(value: Any) -> Any:
@@ -42,7 +43,8 @@ def _renamed_to(schema: str) -> Callable[[JsonObject], JsonObject]:
 
 
 _UPGRADES: dict[str, Callable[[JsonObject], JsonObject]] = {
-    "memo.plan/1": _plan_2,
+    "memo.plan/1": _plan_3,
+    "memo.plan/2": _plan_3,
     "memo.result/1": _renamed_to("memo.result/2"),
     "memo.longest/1": _renamed_to("memo.longest/2"),
     "memo.memory/1": _renamed_to("memo.memory/2"),

@@ -1,4 +1,4 @@
-"""A plan: the decisions of one training step, their predicted cost, and their provenance (``memo.plan/2``).
+"""A plan: the decisions of one training step, their predicted cost, and their provenance (``memo.plan/3``).
 
 The decisions alone determine the program. Prediction and provenance can be dropped, or computed again for another
 machine.
@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
+from memo_sim.contract.attention_kernels import Libraries
 from memo_sim.contract.hardware import DtypeName
 from memo_sim.contract.knobs import (
     MOST_WINDOW,
@@ -19,6 +20,7 @@ from memo_sim.contract.knobs import (
     Overlap,
     Partition,
     Recompute,
+    RowwiseKernel,
     Schedule,
     States,
 )
@@ -27,15 +29,16 @@ from memo_sim.contract.units import (
     Bytes,
     Degree,
     Fraction,
+    Layers,
     Positive,
     Seconds,
     SequenceTokens,
     Tokens,
     Width,
     ZeroLevel,
+    ZeroRanks,
 )
 
-RowwiseKernel = Literal["torch", "triton"]
 HostAllocator = Literal["exact", "power_of_two"]
 """How pinned host memory is allocated. exact: one registered slab. power_of_two: PyTorch's pinned blocks."""
 Status = Literal["ok", "gpu_oom", "host_oom", "invalid"]
@@ -53,6 +56,7 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     - pp: number of pipeline stages.
     - dp: data-parallel degree: replicas that play different sequences.
     - zero: ZeRO level. 1 shards optimizer states over replicas, 2 also gradients, 3 also parameters.
+    - zero_ranks: ranks that ZeRO shards over; groups of this many replicas hold copies of the same shards (HSDP).
     """
 
     tp: Degree = 1
@@ -60,11 +64,17 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     cp: Degree = 1
     cp_exchange: CpExchange = "ring"
     ulysses: Degree = 1
+    uneven_heads: bool = False
+    """Whether some ranks of Ulysses may have one key/value head more than others, with its query heads."""
     metp: Degree = 1
     overlap_exchanges: bool = True
     """Whether METP's ranks compute during their exchanges; otherwise compute waits for them."""
     pp: Degree = 1
-    """Pipeline stages. Each holds the same number of layers; the first also holds the embedding, the last the head."""
+    """Pipeline stages. The first also holds the embedding, the last the head."""
+    pp_layers: tuple[Layers, ...] = ()
+    """Layers of each stage. Empty: equal numbers, or nearly equal ones (``program/layout/stage.py``).
+
+    With virtual stages: of each chunk, in the order of the model."""
     schedule: Schedule = "1f1b"
     virtual_stages: Degree = 1
     """Chunks of layers per stage; more than 1 only for the interleaved schedule."""
@@ -75,6 +85,8 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     pass (Megatron-LM's 1F1B)."""
     dp: Degree = 1
     zero: ZeroLevel = 0
+    zero_ranks: ZeroRanks = 0
+    """Consecutive replicas that one ZeRO group has; 0 means all replicas."""
     subsequences: Degree = 1
     """Number of subsequences that a sequence is divided into; a stage plays them one after the other (SPPO's N)."""
     partition: Partition = "flops"
@@ -90,6 +102,16 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     def replicas(self) -> int:
         """Number of ranks that hold the same parameters of a layer; ZeRO shards over these ranks."""
         return self.cp * self.ulysses * self.dp
+
+    @property
+    def shards(self) -> int:
+        """Number of ranks that ZeRO shards a layer over; 1 without ZeRO."""
+        return (self.zero_ranks or self.replicas) if self.zero else 1
+
+    @property
+    def shard_copies(self) -> int:
+        """Number of ranks that hold the same shard of a layer's optimizer states."""
+        return self.replicas // self.shards
 
     @property
     def divided(self) -> int:
@@ -124,7 +146,7 @@ class Kernels(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     head_groups: Width = 1
     """Attention runs in this many groups of heads, one after the other, which limits its workspace."""
     rowwise: RowwiseKernel = "torch"
-    """Implementation of norms, activations, rotary and loss: torch's single operators, or fused Triton kernels."""
+    """Whose kernels play norms, activations, rotary embeddings, residuals, loss and optimizer."""
 
 
 class Decisions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -186,6 +208,8 @@ class Decisions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     memory (FPDT, Yao et al. 2024)."""
     kernels: Kernels = Kernels()
     dtype: DtypeName = "bf16"
+    libraries: Libraries | None = None
+    """Year of the libraries that the prediction assumes; null: the hardware profile's (``eager_libraries``)."""
     deterministic: bool = False
     replay_allocator: bool = False
     """Whether memo-exec's allocator below torch serves library requests from the arena (CUDA only).
@@ -284,7 +308,7 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     shortfall_bytes: Bytes = 0
     reason: str = ""
     outside_calibration: list[str] = []
-    """Curves that were read outside the range of their measurements."""
+    """Curves that were read outside the range of their measurements, by work of more than 5 % of the step."""
 
 
 class Provenance(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -298,7 +322,7 @@ class Provenance(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class Plan(
-    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="schema", tag="memo.plan/2"
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="schema", tag="memo.plan/3"
 ):
     """A plan file: decisions, prediction and provenance; ``program_sha256`` is the hash of the lowered program."""
 
@@ -323,9 +347,14 @@ class PlanRow(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     offload_window: int = 0
     """Passes during which a subsequence's swapped rows are copied out; 0 when layers share two rounding buffers."""
     recompute: Recompute
+    attention: str = ""
+    """Attention kernel."""
+    executable: bool = True
+    """Whether memo-exec has this attention kernel; the others are priced only."""
     mlp_chunk_tokens: Tokens = 0
     attention_chunk_tokens: Tokens = 0
     memory_policy: MemoryPolicy
+    rowwise: RowwiseKernel = "torch"
     states: States
     loss: Loss = "auto"
     micro_batch: Positive

@@ -28,6 +28,7 @@ Width = Annotated[int, msgspec.Meta(ge=1, le=2**24)]
 Degree = Annotated[int, msgspec.Meta(ge=1, le=2**20)]
 """A number of devices, nodes or sequences."""
 ZeroLevel = Annotated[int, msgspec.Meta(ge=0, le=3)]
+ZeroRanks = Annotated[int, msgspec.Meta(ge=0, le=2**20)]
 Seconds = Annotated[float, msgspec.Meta(ge=0)]
 NonNegative = Annotated[float, msgspec.Meta(ge=0)]
 Rate = Annotated[float, msgspec.Meta(gt=0)]
@@ -37,6 +38,7 @@ SHORT_DIGITS = 3
 """Significant digits of a duration. With more digits, trailing zeros are kept, so that columns line up."""
 
 _TOKENS = re.compile(r"(\d{1,18})(?:\.(\d{1,18}))?\s*([km]?)", re.IGNORECASE | re.ASCII)
+_NUMBERS = re.compile(r"[0-9]{1,4}(,[0-9]{1,4})*")
 _SCALE = {"": 1, "k": KIB, "m": KIB * KIB}
 
 DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "int64": 8, "int32": 4, "uint8": 1}
@@ -61,6 +63,24 @@ def parse_tokens(text: str, *, option: str = "--seq-len", least: int = 1) -> int
         got=repr(text),
         wanted=f"a whole number from {least} to 1024m, for example 65536 or 64k",
         hint=f"{option} 64k",
+    )
+
+
+def parse_numbers(text: str, *, option: str) -> tuple[int, ...]:
+    """Return the numbers of ``text``, which are joined by commas: ``7,8,8,7``.
+
+    ``option`` is the command-line option that the message names.
+
+    Raises:
+        UsageError: when one of them is not a whole number from 1 to 9999.
+    """
+    if _NUMBERS.fullmatch(text) and (numbers := tuple(map(int, text.split(",")))) and min(numbers) > 0:
+        return numbers
+    raise UsageError(
+        "not a list of numbers",
+        got=repr(text),
+        wanted="whole numbers from 1 to 9999, joined by commas",
+        hint=f"{option} 7,8,8,7",
     )
 
 

@@ -27,7 +27,7 @@ class CasePrediction(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     alpha: float | None = None
     layout: Layout | None = None
     outside_calibration: list[str] = []
-    """Curves that were read outside the range of their measurements."""
+    """Curves that were read outside the range of their measurements, by work of more than 5 % of the step."""
     lanes: dict[str, float] = {}
     """Busy fraction of the step for each lane of the slowest rank."""
     waits: dict[str, float] = {}

@@ -37,6 +37,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import log
 
+from memo_sim.contract.attention_kernels import Libraries
 from memo_sim.contract.errors import Infeasible
 from memo_sim.contract.hardware import AttentionTable
 from memo_sim.costs.curves import LogCurve, between
@@ -47,6 +48,17 @@ WAVE_TOKENS = 128 * 128
 
 Up to one wave, the A100's measured rates grow in proportion to the grid. An A100 has 108 multiprocessors, an H100 132,
 a B200 148; each computes half a wave at once."""
+
+
+def of_year(tables: Sequence[AttentionTable], libraries: Libraries) -> list[AttentionTable]:
+    """Return the tables of the latest version of each kernel that the libraries of a year have."""
+    latest: dict[tuple[str, str, str, int], AttentionTable] = {}
+    for table in tables:
+        if (table.libraries or "") <= libraries:
+            key = (table.kernel, table.dtype, table.attention_pass, table.head_dim)
+            if key not in latest or (table.libraries or "") > (latest[key].libraries or ""):
+                latest[key] = table
+    return list(latest.values())
 
 
 class _HeadSize:
@@ -90,7 +102,7 @@ class _HeadSize:
 
 
 class AttentionRates:
-    """Prices calls of the attention kernels of one profile."""
+    """Prices calls of the attention kernels of one profile, each in one version (``of_year``)."""
 
     def __init__(self, tables: Sequence[AttentionTable], *, wave_tokens: float | None = None) -> None:
         """``wave_tokens``: heads x tokens that run at once; None for a CPU, whose few cores run blocks in turn."""

@@ -29,14 +29,18 @@ More than two nodes are outside the range of that curve.
 
 from __future__ import annotations
 
+from functools import cached_property
 from math import log2
+from typing import Literal
 
 from memo_sim.contract.cluster import Cluster, Network
 from memo_sim.contract.errors import Infeasible
 from memo_sim.contract.hardware import CollectiveKind, Hardware
 from memo_sim.contract.plan import Layout
+from memo_sim.costs.contention import Demands, Link
 from memo_sim.costs.curves import LogCurve, between
 from memo_sim.costs.placement import Placement, hop, place
+from memo_sim.program.ir.instruction import COLLECTIVE_LANES, Lane
 from memo_sim.program.ir.work import Collective, Exchange, Group, PointToPoint
 from memo_sim.program.layout.rank_order import degree
 
@@ -53,6 +57,9 @@ ALIKE: dict[CollectiveKind, tuple[CollectiveKind, ...]] = {
 
 LARGE_BYTES = 2**30
 """Bytes of a tensor whose collective runs at the link's full rate."""
+
+KINDS: dict[Group, CollectiveKind] = {"ulysses": "all_to_all", "cp": "all_gather", "metp": "broadcast"}
+"""The kind that stands for a group's collectives where links are shared; ``reduce_scatter`` for all other groups."""
 
 CURVE_NODES = 2
 """Number of nodes that the network's efficiency curve was measured on."""
@@ -94,23 +101,57 @@ class CollectiveTimes:
         placement = place(work.group, work.ranks, self._layout, self._devices_per_node)
         return self._time("send_recv", work.bytes, placement, outside)
 
-    @property
-    def replica_link_share(self) -> float:
-        """Fraction of a device's link inside its node that a large collective over the replicas uses while it runs.
+    @cached_property
+    def demands(self) -> Demands:
+        """The fractions of links that large transfers of each lane use while they run alone (``contention.py``).
 
-        It is 1 inside a node, the fraction that the cards allow across nodes, and 0 when a node has one rank of the
-        group. When only METP's ranks are replicas (of embedding and head), it is their collective's fraction.
+        A group inside a node uses all of a device's link. Across nodes it uses the cards that its size and place allow,
+        and of the link inside the node as much as keeps up with them. A collective and a hop of a ring use both
+        directions, and a transfer between pipeline stages uses one.
         """
         layout = self._layout
-        group: Group = "grads" if layout.replicas > 1 else "ends"
-        placement = place(group, degree(group, layout), layout, self._devices_per_node)
-        if placement.per_node < 2 or not self._tables:
-            return 0.0
+        found: dict[Lane, dict[Link, float]] = {}
+        if not self._tables:
+            return found
+        for group, lane in COLLECTIVE_LANES.items():
+            if degree(group, layout) > 1:
+                placement = place(group, degree(group, layout), layout, self._devices_per_node)
+                node, network = self._used(KINDS.get(group, "reduce_scatter"), placement)
+                found[lane] = _shares(node, network, "out") | _shares(node, network, "in")
+        ring: Group = "metp" if layout.metp > 1 else "cp"
+        if degree(ring, layout) > 1:
+            placement = place(ring, degree(ring, layout), layout, self._devices_per_node)
+            node, network = self._used("send_recv", placement)
+            found[Lane.P2P] = _shares(node, network, "out") | _shares(node, network, "in")
+        if layout.pp > 1:
+            hops = {hop(i, i + 1, layout, self._devices_per_node) for i in range(layout.pp - 1)}
+            node, network = map(max, zip(*(self._used("send_recv", each) for each in hops), strict=True))
+            found[Lane.SEND] = _shares(node, network, "out")
+            found[Lane.RECV] = _shares(node, network, "in")
+        return found
+
+    def _used(self, kind: CollectiveKind, placement: Placement) -> tuple[float, float]:
+        """Return the fractions of a device's link in its node, and of the node's cards, that a large transfer uses."""
         if placement.nodes == 1:
-            return 1.0
+            return 1.0, 0.0
+        if self._network is None:
+            return 0.0, 0.0
+        cards = self._cards(kind, placement)
+        senders = placement.together * (placement.per_node if kind == "all_to_all" else 1)
+        network = cards * senders / self._network.nics_per_node
+        if placement.per_node < 2:
+            return 0.0, network
+        bytes_per_s = self._network.nic_bytes_per_s.value * cards
+        if kind == "all_to_all":
+            bytes_per_s *= (placement.per_node - 1) / (placement.ranks - placement.per_node)
+        return min(1.0, bytes_per_s / self._inside(kind, LARGE_BYTES, placement.per_node)[1]), network
+
+    def _cards(self, kind: CollectiveKind, placement: Placement) -> float:
+        """Return how many of a node's cards the group uses, or one rank of it in an all-to-all or p2p transfer."""
         cards = self._net.nics_per_node / placement.together
-        bus = self._inside("reduce_scatter", LARGE_BYTES, placement.per_node)[1]
-        return min(1.0, self._net.nic_bytes_per_s.value * cards / bus)
+        if kind == "all_to_all":
+            cards /= placement.per_node
+        return min(1.0, cards) if kind in ("send_recv", "all_to_all") else cards
 
     def p2p_seconds(self, work: PointToPoint, outside: set[str]) -> float:
         """Return the seconds that a rank of one pipeline stage takes to send to its peer on another stage."""
@@ -163,11 +204,7 @@ class CollectiveTimes:
 
     def _streaming_across(self, kind: CollectiveKind, size_bytes: int, placement: Placement) -> tuple[float, bool]:
         """Return the transfer's seconds across nodes without latency, and whether the network's curve covers it."""
-        cards = self._net.nics_per_node / placement.together
-        if kind == "all_to_all":
-            cards /= placement.per_node
-        if kind in ("send_recv", "all_to_all"):
-            cards = min(1.0, cards)
+        cards = self._cards(kind, placement)
         whole = size_bytes * self._net.nics_per_node / cards
         efficiency, covered = 1.0, False
         if self._efficiency:
@@ -184,3 +221,11 @@ class CollectiveTimes:
         if kind == "all_reduce" and placement.nodes == TREE_NODES:
             return max(size_bytes / share, volume / local), covered
         return volume / min(local, share), covered
+
+
+def _shares(node: float, network: float, direction: Literal["out", "in"]) -> dict[Link, float]:
+    """Return the used fractions of the links in one direction, without links that are not used."""
+    links: dict[Link, float] = (
+        {"node out": node, "network out": network} if direction == "out" else {"node in": node, "network in": network}
+    )
+    return {link: share for link, share in links.items() if share}

@@ -7,30 +7,39 @@ lane therefore means that all local devices copy in that direction. A device's c
     uplink its share of the node   ``all_devices`` x the profile's devices is what the node carries in one direction its
     share of the host   ``host_copy_bytes_per_s`` is for all copies of all local devices in both directions
 
-Compute runs slower beside copies, collectives and p2p exchanges, by the factors of ``compute_slowdown``. The factors
-multiply, because these use different resources. The two collective lanes use the same resource and count once.
+Compute runs slower beside copies, collectives and p2p transfers, by the factors of ``compute_slowdown``. The factors
+multiply, because these use different resources. All collectives use the same resource and count once.
 
-Collectives share links inside a node:
+Communicators run beside each other and share links: those of a device inside its node, and the node's network cards. A
+large transfer that runs alone uses a known fraction of each link, its demand (``CollectiveTimes.demands``). Where lanes
+together demand more than a link has, each gets the same fraction of its demand:
 
-- A collective over the replicas runs beside a layer's collective or a ring exchange. Together they demand ``1 +
-  replica_link_share`` of the link; each gets the same fraction of its demand.
-- METP's broadcasts and reductions use the links of the ring. So do RSA's sums of the gradients of keys and values. Both
-  these collectives and the ring exchange demand the whole link.
+    all-to-all inside the node       node 1.0                        rate 1 / 1.4
+    gather over several nodes        node 0.4      network 1.0       rate 1 / 1.4, and the network is not full
+    all-reduce inside the node       node 1.0                        (with both others: each 1 / 2.4)
+
+A link's two directions are shared apart: a collective uses both, a send one, and a receive the other.
 
 Multipliers are rates relative to the instruction running alone, in (0, 1].
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Literal
+
 from memo_sim.contract.cluster import Cluster
 from memo_sim.contract.hardware import Hardware
-from memo_sim.program.ir.instruction import Lane
+from memo_sim.program.ir.instruction import COLLECTIVE_LANES, Lane
 
 COPY = (1 << Lane.D2H) | (1 << Lane.H2D)
 P2P = (1 << Lane.P2P) | (1 << Lane.SEND) | (1 << Lane.RECV)
-COLLECTIVE = (1 << Lane.COLLECTIVE) | (1 << Lane.REPLICA)
-LAYERS = (Lane.COLLECTIVE, Lane.P2P)
-"""Lanes of the layers' communication, which may share links with the replicas' collectives."""
+COLLECTIVE = sum(1 << lane for lane in COLLECTIVE_LANES.values())
+
+Link = Literal["node out", "node in", "network out", "network in"]
+"""A device's links inside its node, or its node's network cards; one direction of them."""
+Demands = Mapping[Lane, Mapping[Link, float]]
+"""By lane: the fraction of each link, in [0, 1], that its transfers use when they run alone."""
 
 
 class NodeRates:
@@ -42,16 +51,13 @@ class NodeRates:
         cluster: Cluster,
         local_devices: int | None = None,
         *,
-        replica_link_share: float = 0.0,
-        ring_shares_links: bool = False,
+        demands: Demands | None = None,
     ) -> None:
         """``local_devices``: devices of one node that take part; default all.
 
-        ``replica_link_share``: fraction of a device's link inside the node that a replica collective uses, in [0, 1].
-        ``ring_shares_links``: whether a ring exchange uses the same links as a layer's collectives.
+        ``demands``: what lanes use of the links; without it, no transfers slow each other.
         """
-        self._replica_link_share = replica_link_share
-        self._ring_shares_links = ring_shares_links
+        self._demands = demands or {}
         self._hardware = hardware
         self.local_devices = local_devices or cluster.devices_per_node
         self._known: dict[int, tuple[float, ...]] = {}
@@ -67,8 +73,8 @@ class NodeRates:
         slowed = [1.0] * len(Lane)
         if busy & (1 << Lane.COMPUTE):
             slowed[Lane.COMPUTE] = self._compute(busy)
-        for lane in self._on_links(busy):
-            slowed[lane] = 1.0 / self._links_asked(busy)
+        for lane, rate in self._on_links(busy).items():
+            slowed[lane] = rate
         d2h, h2d = bool(busy & (1 << Lane.D2H)), bool(busy & (1 << Lane.H2D))
         down = self._link(Lane.D2H, both=h2d) if d2h else 0.0
         up = self._link(Lane.H2D, both=d2h) if h2d else 0.0
@@ -83,18 +89,14 @@ class NodeRates:
             slowed[Lane.HOST] = left
         return tuple(slowed)
 
-    def _on_links(self, busy: int) -> list[Lane]:
-        """Return the busy lanes that share links with another busy lane; may be empty."""
-        layers = [lane for lane in LAYERS if busy & (1 << lane)]
-        if layers and busy & (1 << Lane.REPLICA):
-            return [*layers, Lane.REPLICA]
-        return layers if self._ring_shares_links else []
-
-    def _links_asked(self, busy: int) -> float:
-        """Return the total demand on a device's links, of layers and replicas, in links."""
-        layers = sum(bool(busy & (1 << lane)) for lane in LAYERS)
-        asked = float(layers if self._ring_shares_links else min(1, layers))
-        return asked + (self._replica_link_share if busy & (1 << Lane.REPLICA) else 0.0)
+    def _on_links(self, busy: int) -> dict[Lane, float]:
+        """Return the rates of the busy lanes that transfer; a lane has the rate of its fullest link."""
+        on = {lane: demands for lane, demands in self._demands.items() if busy & (1 << lane)}
+        asked: dict[Link, float] = {}
+        for demands in on.values():
+            for link, demand in demands.items():
+                asked[link] = asked.get(link, 0.0) + demand
+        return {lane: 1.0 / max([1.0, *(asked[link] for link in demands)]) for lane, demands in on.items()}
 
     def _compute(self, busy: int) -> float:
         slowdown = self._hardware.compute_slowdown

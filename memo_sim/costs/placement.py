@@ -9,11 +9,12 @@ Ranks are ordered as in ``program/layout/rank_order.py``.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 
 from memo_sim.contract.plan import Layout
 from memo_sim.program.ir.work import Group
-from memo_sim.program.layout.rank_order import stride
+from memo_sim.program.layout.rank_order import REPLICATE, SHARD, coordinate, members, stride
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +40,23 @@ def hop(source: int, target: int, layout: Layout, devices_per_node: int) -> Plac
 
 def place(group: Group, ranks: int, layout: Layout, devices_per_node: int) -> Placement:
     """Return the placement of a group of ``ranks`` ranks on nodes of ``devices_per_node`` devices."""
+    if group in (SHARD, REPLICATE):
+        return _widest(group, layout, devices_per_node)
     per_node = min(ranks, max(1, -(-devices_per_node // stride(group, layout))))
     used = min(devices_per_node, layout.devices)
     return Placement(ranks, per_node, -(-ranks // per_node), max(1, used // per_node))
+
+
+def _widest(group: Group, layout: Layout, devices_per_node: int) -> Placement:
+    """Return the placement of the group that lies on most nodes, with the most groups that share a node's cards there.
+
+    Groups of ``zero_ranks`` replicas may begin anywhere in a node, so ranks are counted. All groups of a layout run at
+    the same time, and ranks wait for the slowest.
+
+        zero_ranks 6 on nodes of eight:   node 0 [0 0 0 0 0 0 1 1]   node 1 [1 1 1 1 2 2 2 2]   group 1 is on two nodes
+    """
+    firsts = [rank for rank in range(layout.devices) if coordinate(group, layout, rank) == 0]
+    nodes = [Counter(rank // devices_per_node for rank in members(group, layout, first)) for first in firsts]
+    widest = max(nodes, key=len)
+    sharing = Counter(node for found in nodes if len(found) == len(widest) for node in found)
+    return Placement(widest.total(), max(widest.values()), len(widest), max(sharing.values()))

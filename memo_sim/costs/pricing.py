@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from memo_sim.contract.cluster import Cluster
 from memo_sim.contract.hardware import Hardware
-from memo_sim.contract.plan import Layout, RowwiseKernel
+from memo_sim.contract.knobs import RowwiseKernel
+from memo_sim.contract.plan import Layout
 from memo_sim.contract.units import DTYPE_BYTES
-from memo_sim.costs.attention import WAVE_TOKENS, AttentionRates
+from memo_sim.costs.attention import WAVE_TOKENS, AttentionRates, of_year
 from memo_sim.costs.collective import CollectiveTimes
-from memo_sim.costs.contention import NodeRates
+from memo_sim.costs.contention import Demands, NodeRates
 from memo_sim.costs.gemm import GemmRates
 from memo_sim.costs.pace import pace
 from memo_sim.costs.rowwise import RowwiseRates
@@ -29,6 +30,7 @@ from memo_sim.program.ir.work import (
     Rowwise,
     Work,
 )
+from memo_sim.program.operators.workspaces import repeated_kv_bytes
 
 __all__ = ["NodeRates", "Pricer"]
 
@@ -42,8 +44,10 @@ class _Kernels:
     def __init__(self, hardware: Hardware) -> None:
         self.hardware = hardware
         self.gemm = GemmRates(hardware.gemm)
+        self.sustained = 1.0 if hardware.sustained_gemm is None else hardware.sustained_gemm.value
         wave_tokens = WAVE_TOKENS if hardware.device == "cuda" else None
-        self.attention = AttentionRates(hardware.attention, wave_tokens=wave_tokens)
+        tables = of_year(hardware.attention, hardware.eager_libraries)
+        self.attention = AttentionRates(tables, wave_tokens=wave_tokens)
         self.rowwise = RowwiseRates(hardware)
         directions = {"d2h": hardware.d2h, "h2d": hardware.h2d}
         self.copies = {
@@ -68,13 +72,15 @@ def _kernels(hardware: Hardware) -> _Kernels:
 class Pricer:
     """Prices the work of one layout on one cluster; ``outside`` collects the curves that were read outside their range.
 
-    ``rowwise`` is the implementation of the plan's row-wise operators.
+    ``outside_of`` has those curves by work, for all work that was priced. ``rowwise`` is the implementation of the
+    plan's row-wise operators.
     """
 
     def __init__(
         self, hardware: Hardware, cluster: Cluster, layout: Layout, *, rowwise: RowwiseKernel = "torch"
     ) -> None:
         self.outside: set[str] = set()
+        self.outside_of: dict[Work, frozenset[str]] = {}
         self._rowwise: RowwiseKernel = rowwise
         self._hardware = hardware
         self._kernels = _kernels(hardware)
@@ -85,9 +91,9 @@ class Pricer:
         self._known: dict[Work, float] = {}
 
     @property
-    def replica_link_share(self) -> float:
-        """Fraction of a device's link inside its node that a collective over the replicas uses (``NodeRates``)."""
-        return self._collectives.replica_link_share
+    def demands(self) -> Demands:
+        """The fractions of links that each lane's transfers use when they run alone (``NodeRates``)."""
+        return self._collectives.demands
 
     def seconds(self, work: Work) -> float:
         """Return the seconds that ``work`` takes when nothing else runs.
@@ -97,7 +103,10 @@ class Pricer:
         """
         found = self._known.get(work)
         if found is None:
+            earlier, self.outside = self.outside, set()
             found = self._known[work] = self._price(work)
+            self.outside_of[work] = frozenset(self.outside)
+            self.outside |= earlier
         return found
 
     def _price(self, work: Work) -> float:  # noqa: PLR0911 - one return per kind of work
@@ -108,7 +117,8 @@ class Pricer:
             case BatchedGemm():
                 return self._pace * self._batched(work)
             case Attention():
-                return self._pace * max(self._floor_s, kernels.attention.seconds(work, self.outside))
+                seconds = max(self._floor_s, kernels.attention.seconds(work, self.outside))
+                return self._pace * seconds + self._repeated(work)
             case Rowwise():
                 return kernels.rowwise.seconds(work, self.outside, self._rowwise)
             case Copy():
@@ -121,6 +131,17 @@ class Pricer:
                 return self._collectives.p2p_seconds(work, self.outside)
             case HostUpdate():
                 return work.moved_bytes / self._host_bytes_per_s
+
+    def _repeated(self, work: Attention) -> float:
+        """Return the seconds in which grouped keys and values are repeated for every query head (flash1, triton-flash).
+
+        Forward and backward read the grouped tensors and write the repeated ones; backward also reads the repeated
+        gradients and writes their sums.
+        """
+        if (repeated := repeated_kv_bytes(work)) == 0:
+            return 0.0
+        grouped = repeated * work.kv_heads // work.heads
+        return self._kernels.rowwise.stream_seconds((repeated + grouped) * (2 if work.backward else 1))
 
     def _batched(self, work: BatchedGemm) -> float:
         """Return the seconds of a batched product.
@@ -137,7 +158,7 @@ class Pricer:
         """Return a product's seconds; for a shape thinner than any measured one, at least the time to move operands."""
         model = self._kernels.gemm.model(work, self.outside)
         shape = (work.m, work.n, work.k)
-        seconds = max(self._floor_s, work.flops / model.rate(*shape))
+        seconds = max(self._floor_s, work.flops / (model.rate(*shape) * self._kernels.sustained))
         if model.covers(*shape):
             return seconds
         if seconds > self._floor_s:

@@ -4,6 +4,8 @@
 - Its variants (``gelu.bwd``, ``cross_entropy.stats``) use that curve when they have none.
 - Every other operator uses the common curve of memory-bound kernels.
 - A fused kernel needs a curve of its own implementation; torch's curves say nothing about it.
+- With a framework's library, an operator takes the sum of its kernels (``operators/framework_kernels.py``). A kernel
+  has the curve of its library and pattern, or else that of the operator.
 - The loss that is fused in every plan (``knobs.Loss``) has Triton's curve, or the operator's where there is none.
 """
 
@@ -11,9 +13,10 @@ from __future__ import annotations
 
 from memo_sim.contract.errors import Infeasible
 from memo_sim.contract.hardware import Hardware
-from memo_sim.contract.plan import RowwiseKernel
+from memo_sim.contract.knobs import FrameworkLibrary, RowwiseKernel
 from memo_sim.costs.curves import LogCurve
 from memo_sim.program.ir.work import Rowwise
+from memo_sim.program.operators.framework_kernels import Kernel, framework_kernels, library_of
 from memo_sim.program.operators.workspaces import FUSED_KINDS
 
 FUSED_LOSS, LOSS = "cross_entropy.fused", "cross_entropy"
@@ -31,6 +34,11 @@ class RowwiseRates:
             for kernel, curves in hardware.fused_rowwise_bytes_per_s.items()
             for kind, curve in curves.items()
         }
+        self._framework = {
+            (library, pattern): LogCurve.of(curve)
+            for library, curves in hardware.framework_rowwise_bytes_per_s.items()
+            for pattern, curve in curves.items()
+        }
         self._floor_s = hardware.launch_floor_s.value
 
     def seconds(self, work: Rowwise, outside: set[str], kernel: RowwiseKernel = "torch") -> float:
@@ -39,7 +47,11 @@ class RowwiseRates:
         Raises:
                 Infeasible: when the profile has not measured this implementation of the operator.
         """
-        if kernel != "torch" and work.kind in FUSED_KINDS:
+        library = library_of(kernel)
+        if library is not None:
+            if kernels := framework_kernels(work, library):
+                return sum(self._kernel_seconds(one, work, library, outside) for one in kernels)
+        elif kernel == "triton" and work.kind in FUSED_KINDS:
             curve = self._fused.get((kernel, work.kind))
             if curve is None:
                 raise Infeasible(
@@ -50,10 +62,21 @@ class RowwiseRates:
             return self._time(f"rowwise.{kernel}.{work.kind}", curve, work.moved_bytes, outside)
         if work.kind == FUSED_LOSS and (found := self._fused.get(("triton", LOSS))):
             return self._time(f"rowwise.triton.{LOSS}", found, work.moved_bytes, outside)
+        return self._time(*self._curve_of(work), work.moved_bytes, outside)
+
+    def _kernel_seconds(self, kernel: Kernel, work: Rowwise, library: FrameworkLibrary, outside: set[str]) -> float:
+        """Return the seconds of one kernel of a framework, over all its launches."""
+        own = self._framework.get((library, kernel.pattern))
+        name, curve = (f"rowwise.{library}.{kernel.pattern}", own) if own else self._curve_of(work)
+        each = kernel.moved_bytes(work) // kernel.launches
+        return kernel.launches * self._time(name, curve, each, outside)
+
+    def _curve_of(self, work: Rowwise) -> tuple[str, LogCurve]:
+        """Return the name and the curve of an operator that is one kernel of torch."""
         for name in (work.kind, work.kind.split(".")[0]):
             if name in self._by_kind:
-                return self._time(f"rowwise.{name}", self._by_kind[name], work.moved_bytes, outside)
-        return self._time("memory_bound", self._common, work.moved_bytes, outside)
+                return f"rowwise.{name}", self._by_kind[name]
+        return "memory_bound", self._common
 
     def stream_seconds(self, moved_bytes: float) -> float:
         """Return the shortest time in which any kernel can read and write ``moved_bytes`` bytes."""

@@ -1,8 +1,12 @@
 """How long kernels wait for the host of an eager framework, which launches every kernel.
 
-Python and autograd take ``host_launch_s`` per kernel. Each pass of a micro-batch takes another ``host_pass_s`` before
-its first kernel: for the batch, the loop over micro-batches and the p2p transfers. While the device is slower, the host
-runs ahead and costs nothing. Where kernels are shorter than their launches, the device waits before each kernel:
+Python and autograd take ``host_launch_s`` per kernel. How many kernels an instruction is follows from the plan's
+row-wise library (``operators/framework_kernels.py``): eager modules launch the most, compiled ones few. For fused
+kernels, and for memo-exec's own, it is ``KERNELS`` for every instruction: Megatron-LM's autograd functions launch fewer
+kernels than eager modules but run more Python for each, and the A100's time was fitted to them with that number. Each
+pass of a micro-batch takes another ``host_pass_s`` before its first kernel: for the batch, the loop over micro-batches
+and the p2p transfers. While the device is slower, the host runs ahead and costs nothing. Where kernels are shorter than
+their launches, the device waits before each kernel:
 
     host     |l0|l1|l2|l3|l4|            |l0|l1|l2|l3|
     device      |k0|..|k1|..|k2|            |k0------|k1----|k2...
@@ -17,8 +21,9 @@ Between two such points, the waits follow from program order alone: kernel i sta
 
     wait before i = M(i) - M(i - 1),    M(i) = max over j <= i of (launched(j) - busy before j), at least 0
 
-The device's time counts its kernels and the collectives on the same lanes, one after another. Where collectives overlap
-with compute, the host is in fact a little further behind than this model says.
+The device's time counts its kernels and collectives, one after another, but not the collectives of replicas that
+``overlap`` moves beside compute. Where other collectives overlap with compute, the host is in fact a little further
+behind than this model says.
 """
 
 from __future__ import annotations
@@ -32,11 +37,12 @@ from memo_sim.contract.plan import Decisions
 from memo_sim.engine.playback import Floats
 from memo_sim.memory.eager_framework import KERNELS
 from memo_sim.program.analysis.columns import Columns, Ints
-from memo_sim.program.ir.instruction import Instance, Lane
+from memo_sim.program.ir.instruction import COLLECTIVE_LANES, Instance, Lane
 from memo_sim.program.ir.program import Program
+from memo_sim.program.operators.framework_kernels import launches, library_of
 
-_SERIAL = (Lane.COMPUTE, Lane.COLLECTIVE)
-"""Lanes whose work an eager framework without overlap plays one after another."""
+_REPLICAS = frozenset((Lane.REPLICA, Lane.ENDS, Lane.SHARD, Lane.REPLICATE))
+"""Lanes of the collectives that ``overlap`` moves beside compute."""
 
 
 def launch_waits(
@@ -49,8 +55,10 @@ def launch_waits(
     waits = np.zeros(len(seconds))
     if decisions.memory_policy != "eager" or hardware.host_launch_s is None or not len(seconds):
         return waits
-    serial = np.flatnonzero(np.isin(columns.lane, _SERIAL))
-    launch_s = np.where(columns.lane[serial] == Lane.COMPUTE, KERNELS, 1) * hardware.host_launch_s.value
+    beside = _REPLICAS if decisions.overlap != "none" else frozenset[Lane]()
+    lanes = [Lane.COMPUTE, *(lane for lane in COLLECTIVE_LANES.values() if lane not in beside)]
+    serial = np.flatnonzero(np.isin(columns.lane, lanes))
+    launch_s = _kernels(program, columns, decisions)[serial] * hardware.host_launch_s.value
     if hardware.host_pass_s is not None:
         starts = np.searchsorted(columns.instance[serial], [instance for _, instance in program.passes])
         launch_s[starts] += hardware.host_pass_s.value
@@ -64,6 +72,22 @@ def launch_waits(
         highest = np.maximum(np.maximum.accumulate(behind[first:end] - ahead), 0.0)
         waits[serial[first:end]] = np.diff(highest, prepend=0.0)
     return waits
+
+
+def _kernels(program: Program, columns: Columns, decisions: Decisions) -> Ints:
+    """Return the number of kernels that the host launches for each instruction; one for a collective."""
+    library = library_of(decisions.kernels.rowwise)
+    longest = max((len(template.instructions) for template in program.templates), default=0)
+    table = np.ones((len(program.templates), longest), dtype=np.int64)
+    for row, template in zip(table, program.templates, strict=True):
+        for position, instruction in enumerate(template.instructions):
+            if instruction.lane is Lane.COMPUTE:
+                if library is None or library == "fused":
+                    row[position] = KERNELS
+                else:
+                    row[position] = launches(instruction.work, library)
+    found: Ints = table[columns.template, columns.position]
+    return found
 
 
 def _windows(program: Program, columns: Columns) -> Ints:

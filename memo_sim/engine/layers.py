@@ -56,7 +56,7 @@ def step_s_of_few_layers(decisions: Decisions, hardware: Hardware, cluster: Clus
     layout = decisions.layout
     if layers <= few or layout.pp > 1 or decisions.memory_policy != "planned":
         return None
-    if layout.replicas > 1 and layout.zero < 3:
+    if layout.replicas > 1 and (layout.zero < 3 or layout.shards == 1):
         return None  # whole blocks are gathered beside the first layers, or reduced beside the gradient norm's kernels
     model = msgspec.structs.replace(decisions.model, layers=few)
     simulation = simulate(msgspec.structs.replace(decisions, model=model), hardware, cluster, predict=False)

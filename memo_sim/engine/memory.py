@@ -27,7 +27,7 @@ from memo_sim.contract.units import format_bytes
 from memo_sim.costs.curves import LogCurve
 from memo_sim.engine.caching_allocator import CachingMemory, caching_memory
 from memo_sim.engine.playback import Playback
-from memo_sim.memory.eager_framework import WORKSPACES, eager_buffers, libraries_of, run_ahead
+from memo_sim.memory.eager_framework import WORKSPACES, eager_buffers, fused_loss, libraries_of, run_ahead
 from memo_sim.memory.initial_states import Beginning, beginning_of
 from memo_sim.memory.pinned_allocator import pinned_bytes
 from memo_sim.memory.replay import RunAhead
@@ -208,7 +208,7 @@ def memory_of(program: Program, columns: Columns, decisions: Decisions, hardware
             workspace_bytes=workspace_bytes,
             own_loss=decisions.loss == "auto",
         )
-        ahead = run_ahead(program, columns, lives) if libraries == "2024" else None
+        ahead = run_ahead(program, columns, lives) if not fused_loss(libraries) else None
         beginning = beginning_of(program, decisions)
     caching = decisions.memory_policy != "planned"
     host_memory = cluster.host_memory_bytes or hardware.host_memory_bytes

@@ -30,14 +30,11 @@ from memo_sim.engine.segments import Segments, cut
 from memo_sim.program.analysis.columns import Columns, Ints
 from memo_sim.program.analysis.edges import Edges
 from memo_sim.program.analysis.rendezvous import Rendezvous
-from memo_sim.program.ir.instruction import Lane
 
 Rates = Callable[[int], tuple[float, ...]]
 """Maps the set of busy lanes (bit ``1 << lane``) to every lane's rate, in (0, 1]."""
 
 _IDLE = float("inf")
-_LANES = len(Lane)
-_LANES_OF = [tuple(lane for lane in range(_LANES) if busy >> lane & 1) for busy in range(1 << _LANES)]
 
 
 @dataclass(frozen=True)
@@ -73,12 +70,14 @@ def play_stages(parts: Sequence[Part], rates: Rates, all_rendezvous: Sequence[Re
         np.concatenate([part.edges.producer + first[r] for r, part in enumerate(parts)]),
         np.concatenate([part.edges.consumer + first[r] for r, part in enumerate(parts)]),
     )
-    lanes: Ints = np.concatenate([part.columns.lane + _LANES * r for r, part in enumerate(parts)])
+    every: Ints = np.concatenate([part.columns.lane for part in parts])
+    used, of_used = np.unique(every, return_inverse=True)
+    lanes: Ints = of_used + len(used) * np.repeat(np.arange(len(parts)), np.diff(first))
     seconds: Floats = np.concatenate([part.seconds for part in parts])
     met = [[int(first[stage] + i) for stage, i in rendezvous] for rendezvous in all_rendezvous]
-    segments = cut(lanes, joined, _LANES * len(parts), np.array([i for each in met for i in each], dtype=np.int64))
+    segments = cut(lanes, joined, len(used) * len(parts), np.array([i for each in met for i in each], dtype=np.int64))
     work = np.add.reduceat(seconds[segments.order], segments.first) if len(seconds) else np.zeros(0)
-    clock = _run(segments, work.tolist(), rates, _met_segments(segments, met))
+    clock = _run(segments, work.tolist(), _UsedRates(used.tolist(), rates), _met_segments(segments, met))
 
     def name(i: int) -> str:
         stage = int(np.searchsorted(first, i, side="right")) - 1
@@ -109,6 +108,25 @@ def _met_segments(segments: Segments, met: list[list[int]]) -> dict[int, tuple[i
     return {s: group for group in groups for s in group}
 
 
+class _UsedRates:
+    """The rates of the lanes that the programs use; these are numbered from 0, so that idle ones cost nothing."""
+
+    def __init__(self, used: list[int], rates: Rates) -> None:
+        self.lanes = len(used)
+        self._used = used
+        self._rates = rates
+        self._known: dict[int, tuple[tuple[int, ...], tuple[float, ...]]] = {}
+
+    def __call__(self, busy: int) -> tuple[tuple[int, ...], tuple[float, ...]]:
+        """Return the busy lanes, and the rate of every lane."""
+        found = self._known.get(busy)
+        if found is None:
+            on = tuple(lane for lane in range(self.lanes) if busy >> lane & 1)
+            rates = self._rates(sum(1 << self._used[lane] for lane in on))
+            found = self._known[busy] = on, tuple(rates[lane] for lane in self._used)
+        return found
+
+
 @dataclass(frozen=True)
 class _Clock:
     """The result of the events: start and end of segments, the next segment of each lane, and the rates' breakpoints.
@@ -122,34 +140,30 @@ class _Clock:
     points: list[float]
 
 
-def _run(segments: Segments, work: list[float], rates: Rates, met: dict[int, tuple[int, ...]]) -> _Clock:  # noqa: PLR0915 - locals are fast
+def _run(  # noqa: PLR0915 - locals are fast
+    segments: Segments, work: list[float], rates_of: _UsedRates, met: dict[int, tuple[int, ...]]
+) -> _Clock:
     """Play the segments, one SimPy event per change of the set of busy lanes; lanes are numbered over all stages."""
     env = simpy.Environment()
     bounds, targets, target_bounds = segments.lane_bounds, segments.targets, segments.target_bounds
-    lanes = len(bounds) - 1
+    lanes, own = len(bounds) - 1, rates_of.lanes
+    """All lanes, and those of one stage."""
     lane_of = [lane for lane in range(lanes) for _ in range(bounds[lane + 1] - bounds[lane])]
     missing, heads = list(segments.waits), bounds[:-1]
     start, end = [0.0] * len(work), [0.0] * len(work)
     left, since, rate, finish = ([0.0] * lanes, [0.0] * lanes, [0.0] * lanes, [_IDLE] * lanes)
-    busy = [0] * (lanes // _LANES)
+    busy = [0] * (lanes // own if own else 0)
     beside: dict[int, tuple[int, ...]] = {}
     """By lane: all lanes of the matched segments that it plays now."""
     arrived: dict[tuple[int, ...], int] = {}
-    known: dict[int, tuple[float, ...]] = {}
     points: list[float] = []
     changed: set[int] = set()
     """Stages whose set of busy lanes has changed."""
     ending = 0
 
-    def rates_of(lanes_busy: int) -> tuple[float, ...]:
-        found = known.get(lanes_busy)
-        if found is None:
-            found = known[lanes_busy] = rates(lanes_busy)
-        return found
-
     def begin(segment: int, lane: int, now: float) -> None:
-        stage = lane // _LANES
-        busy[stage] |= 1 << lane % _LANES
+        stage = lane // own
+        busy[stage] |= 1 << lane % own
         changed.add(stage)
         start[segment] = since[lane] = now
         left[lane] = work[segment]
@@ -179,19 +193,20 @@ def _run(segments: Segments, work: list[float], rates: Rates, met: dict[int, tup
         """Update the rates of the busy lanes, and schedule an event at the first end."""
         nonlocal ending
         for stage in changed:
-            current, base = rates_of(busy[stage]), stage * _LANES
-            for lane in _LANES_OF[busy[stage]]:
+            base = stage * own
+            on, current = rates_of(busy[stage])
+            for lane in on:
                 together = beside.get(base + lane)
                 if together is None:
                     if rate[base + lane] != current[lane]:
                         change(base + lane, current[lane], now)
                     continue
-                least = min(rates_of(busy[each // _LANES])[each % _LANES] for each in together)
+                least = min(rates_of(busy[each // own])[1][each % own] for each in together)
                 for each in together:
                     if rate[each] != least:
                         change(each, least, now)
         changed.clear()
-        soonest = min(finish)
+        soonest = min(finish, default=_IDLE)
         if soonest < _IDLE:
             ending = finish.index(soonest)
             # Rounding may leave the remaining time slightly below zero; the segment then ends now.
@@ -220,8 +235,8 @@ def _run(segments: Segments, work: list[float], rates: Rates, met: dict[int, tup
             soonest = min(finish)
             lane, now = finish.index(soonest), max(now, soonest)
         finish[lane] = _IDLE
-        stage = lane // _LANES
-        busy[stage] &= ~(1 << lane % _LANES)
+        stage = lane // own
+        busy[stage] &= ~(1 << lane % own)
         changed.add(stage)
         for each in beside.pop(lane, ()):  # the other lanes of the match end in their own events, at the same instant
             beside.pop(each, None)

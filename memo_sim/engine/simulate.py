@@ -32,6 +32,10 @@ from memo_sim.program.lower import lower, program_sha256
 
 __all__ = ["ALLOCATOR", "HOST", "Prices", "Simulation", "simulate"]
 
+LEAST_OUTSIDE = 0.05
+"""A prediction names a curve that was read outside its range only if work of more than this share of the step did so.
+Almost every plan has some small work outside; a mark on all of them would tell the reader nothing."""
+
 MOST_SPANS = 200_000
 """Largest number of spans in a trace of a whole step; about 40 MB."""
 
@@ -67,9 +71,7 @@ def simulate(
     played = min(decisions.micro_batches, micro_batches_played or played_at_first(layout, decisions.micro_batches))
     local_devices = min(cluster.devices_per_node, layout.devices)
     prices = Pricer(hardware, cluster, layout, rowwise=decisions.kernels.rowwise)
-    shared = 0.0 if decisions.overlap == "none" else prices.replica_link_share
-    ring = layout.metp > 1 or layout.cp_exchange == "rsa"
-    contending = NodeRates(hardware, cluster, local_devices, replica_link_share=shared, ring_shares_links=ring)
+    contending = NodeRates(hardware, cluster, local_devices, demands=prices.demands)
     again = False
     while True:
         simulation = Simulation(
@@ -261,6 +263,19 @@ class Simulation:
             found.append(Stall(lane=Lane.COMPUTE.label, waits_for=bubble(latest), seconds=left_s, count=1))
         return summed(found)
 
+    @cached_property
+    def outside_shares(self) -> dict[str, float]:
+        """Shares of the step by curve that was read outside its range, the largest first (``LEAST_OUTSIDE``)."""
+        return self._outside_shares(self.prediction.step_s or 0.0)
+
+    def _outside_shares(self, step_s: float) -> dict[str, float]:
+        found: dict[str, float] = {}
+        for stage in self.stages:
+            for name, seconds in stage.outside_s.items():
+                found[name] = max(found.get(name, 0.0), seconds / step_s if step_s else 0.0)
+        carried = {name: share for name, share in found.items() if share > LEAST_OUTSIDE}
+        return dict(sorted(carried.items(), key=lambda item: (-item[1], item[0])))
+
     @property
     def collective_bytes(self) -> dict[str, int]:
         """Bytes of the whole tensors of the pace-setting stage's collectives, by operator."""
@@ -337,7 +352,7 @@ class Simulation:
             moved_bytes=self.pace.moved_bytes,
             lanes=self.pace.lanes_s,
             stalls=self._stalls(step_s),
-            outside_calibration=sorted(self._pricer.outside),
+            outside_calibration=list(self._outside_shares(step_s)),
         )
 
     def _does_not_fit(self) -> Prediction:

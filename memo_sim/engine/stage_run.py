@@ -6,7 +6,7 @@ stands for several repetitions counts as often as it is repeated (``repetition.p
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cached_property
 from typing import Protocol
 
@@ -40,9 +40,11 @@ HOST = "launch"
 
 
 class Prices(Protocol):
-    """The part of a pricer that the engine needs; ``outside`` collects curves that were read outside their range."""
+    """The part of a pricer that the engine needs."""
 
-    outside: set[str]
+    @property
+    def outside_of(self) -> Mapping[Work, frozenset[str]]:
+        """The curves that were read outside their measured range, by work; work without any may be missing."""
 
     def seconds(self, work: Work) -> float:
         """Return how long ``work`` takes when nothing else runs."""
@@ -117,6 +119,19 @@ class StageRun:
         """Seconds of the step's compute, each kernel alone."""
         compute = self.per_instruction(lambda i: float(i.lane == Lane.COMPUTE))
         return float(np.sum(self.seconds * self.weights * compute))
+
+    @property
+    def outside_s(self) -> dict[str, float]:
+        """Seconds of the step's instructions whose curve was read outside its range, each alone, by curve."""
+        outside_of = self._pricer.outside_of
+        seconds = self.seconds * self.weights
+        names = frozenset[str]().union(*outside_of.values())
+
+        def by(name: str) -> float:
+            mine = self.per_instruction(lambda i: float(name in outside_of.get(i.work, ())))
+            return float(np.sum(seconds * mine))
+
+        return {name: by(name) for name in sorted(names)}
 
     @property
     def compute_s_without_recompute(self) -> float:

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import msgspec
 
-from memo_sim.contract.hardware import DISTURBED
+from memo_sim.contract.hardware import BOARD, DISTURBED, POWER
+from memo_sim.contract.knobs import FrameworkLibrary
 from memo_sim.contract.plan import Decisions, Prediction
 from memo_sim.contract.units import counted, format_bytes, format_seconds, format_tokens
 from memo_sim.engine.simulate import ALLOCATOR, Simulation
+from memo_sim.explain.attention import attention
 from memo_sim.explain.metp import metp
 from memo_sim.explain.remedies import ways_out
 from memo_sim.explain.runner_up import label, runner_up, ties
@@ -21,13 +23,22 @@ from memo_sim.planning.presets import KEEP, PARTIAL_SWAP, TOKENWISE, Policy
 from memo_sim.planning.question import Question
 from memo_sim.planning.subsequences import swap_each
 from memo_sim.program.arena.library_workspaces import RESULTS
+from memo_sim.program.ir.instruction import Lane
 from memo_sim.program.ir.kinds import BlockKind, TemplateKind
+from memo_sim.program.ir.work import Rowwise
 from memo_sim.program.layout.attention_chunks import attention_chunks, in_chunks
 from memo_sim.program.layout.rank_order import ENDS, degree
+from memo_sim.program.operators.framework_kernels import library_of
 from memo_sim.views.plan_table import layout_label
 
 EXACT = 1e-6
 LAYER_PASSES = (TemplateKind.FORWARD, TemplateKind.BACKWARD, TemplateKind.BACKWARD_RESIDENT)
+LIBRARIES: dict[FrameworkLibrary, str] = {
+    "eager": "eager torch kernels (a kernel for each operator and cast)",
+    "compiled": "kernels of torch.compile",
+    "fused": "fused kernels of Megatron-LM and Transformer Engine",
+}
+"""What the kernels of each library are called."""
 SLACK = 0.01
 """Compute is the bottleneck when it is idle for less than this fraction of the step."""
 
@@ -41,7 +52,9 @@ def explain(
     """Return the reasons, most important first. When no plan fits, return what is missing and what would help."""
     if simulation is None:
         return _nothing_fits(question, found)
-    lines = [*_rounded(question, simulation), _binding(simulation), *_recompute(found, simulation), _peak(simulation)]
+    lines = [*_rounded(question, simulation), _binding(simulation), *attention(question, simulation.decisions)]
+    lines += [*_recompute(found, simulation), _peak(simulation)]
+    lines += _rowwise(simulation)
     lines += _arena(simulation, arena) if arena else []
     lines += _allocator(simulation)
     lines += [
@@ -60,9 +73,9 @@ def explain(
         *runner_up(found),
         *ties(found),
     ]
-    outside = simulation.prediction.outside_calibration
-    if outside:
-        lines.append(f"Outside the calibrated range: {', '.join(outside)}. Treat the figures as extrapolations.")
+    if outside := simulation.outside_shares:
+        listed = ", ".join(f"{name} ({share:.0%} of the step)" for name, share in outside.items())
+        lines.append(f"Outside the calibrated range: {listed}. Treat the figures as extrapolations.")
     lines += _profile(question)
     if found.refused:
         skipped = f"{counted(len(found.refused), 'layout')} {'does' if len(found.refused) == 1 else 'do'}"
@@ -80,12 +93,26 @@ def _rounded(question: Question, simulation: Simulation) -> list[str]:
     return [f"Alpha {asked:.3g} is rounded to {alpha:.3g}: tokens are swapped in blocks of {granule}{each}."]
 
 
-def _profile(question: Question) -> list[str]:
-    """Say that the profile was measured while other work ran on the machine."""
-    disturbed = question.hardware.provenance.get(DISTURBED)
-    if not disturbed:
+def _rowwise(simulation: Simulation) -> list[str]:
+    """Say that row-wise operators run as a framework's kernels, and what they take."""
+    library = library_of(simulation.decisions.kernels.rowwise)
+    if library is None:
         return []
-    return [f"The profile {question.hardware.name} was measured on a busy machine ({disturbed}). Calibrate again."]
+    stage = simulation.pace
+    rowwise = stage.per_instruction(lambda i: isinstance(i.work, Rowwise) and i.lane is Lane.COMPUTE) * stage.weights
+    share = float((rowwise * stage.seconds).sum()) / stage.compute_s
+    text = f"Row-wise operators run as {LIBRARIES[library]} and take {share:.1%} of compute time"
+    return [f"{text}; memo-exec cannot play such a plan (--rowwise torch or triton)."]
+
+
+def _profile(question: Question) -> list[str]:
+    """Say which board and power limit the profile was changed to, and whether other work ran during measurement."""
+    hardware = question.hardware
+    lines = [f"The board is {text}." for text in [hardware.provenance.get(BOARD)] if text]
+    lines += [f"The power limit is {text}." for text in [hardware.provenance.get(POWER)] if text]
+    if disturbed := hardware.provenance.get(DISTURBED):
+        lines.append(f"The profile {hardware.name} was measured on a busy machine ({disturbed}). Calibrate again.")
+    return lines
 
 
 def _nothing_fits(question: Question, found: SearchResult) -> list[str]:
@@ -95,6 +122,7 @@ def _nothing_fits(question: Question, found: SearchResult) -> list[str]:
     need = format_bytes(nearest.prediction.shortfall_bytes)
     return [
         f"No plan fits. The nearest is {label(nearest)}, short by {need}: {nearest.prediction.reason}.",
+        *attention(question, nearest.decisions),
         f"What would help: {'; '.join(ways_out(question, nearest))}.",
     ]
 
@@ -204,7 +232,7 @@ def _pipeline(simulation: Simulation) -> list[str]:
 
 
 def _sharding(simulation: Simulation) -> list[str]:
-    """Say how many bytes ZeRO 2 and 3 gather and reduce-scatter, and how long compute waits for that."""
+    """Say how many bytes ZeRO 2 and 3 gather and reduce, and how long compute waits for that."""
     layout, moved = simulation.decisions.layout, simulation.collective_bytes
     if layout.zero < 2:
         return []
@@ -213,10 +241,16 @@ def _sharding(simulation: Simulation) -> list[str]:
     held = "gradients" if layout.zero == 2 else "gradients and parameters"
     if layout.replicas == 1:
         held += " of embedding and head, which METP replicates"
-    names = {"params.all_gather": "gathers", "grads.reduce_scatter": "reduce-scatters"}
-    parts = [f"{verb} {format_bytes(moved[op])}" for op, verb in names.items() if op in moved]
+    names = {
+        "params.all_gather": "gathers {}",
+        "grads.reduce_scatter": "reduce-scatters {}",
+        "shards.all_reduce": "all-reduces {} between groups",
+    }
+    over = f" over groups of {layout.shards} ranks" if "shards.all_reduce" in moved else ""
+    *others, last = [text.format(format_bytes(moved[op])) for op, text in names.items() if op in moved]
+    does = f"{', '.join(others)} and {last}" if others else last
     waited = sum(s.seconds for s in simulation.prediction.stalls if s.lane == "compute" and s.waits_for in names)
-    text = f"ZeRO {layout.zero}: a rank holds a shard of {held}; per step it {' and '.join(parts)}"
+    text = f"ZeRO {layout.zero}{over}: a rank holds a shard of {held}; per step it {does}"
     return [f"{text}; compute waits {format_seconds(waited)} for these collectives."]
 
 

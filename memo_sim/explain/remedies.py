@@ -48,6 +48,9 @@ def _knobs(question: Question, decisions: Decisions) -> list[tuple[str, Decision
     if layout.replicas > 1 and layout.zero < MOST_ZERO:
         divided = msgspec.structs.replace(layout, zero=MOST_ZERO)
         found.append((f"--zero {MOST_ZERO}", msgspec.structs.replace(decisions, layout=divided)))
+    if layout.zero_ranks:
+        divided = msgspec.structs.replace(layout, zero_ranks=0)
+        found.append((f"--zero-ranks {layout.replicas}", msgspec.structs.replace(decisions, layout=divided)))
     if question.memory_policy != "planned":
         found.append(("--memory-policy planned", msgspec.structs.replace(decisions, memory_policy="planned")))
     return found

@@ -11,8 +11,9 @@ rows. A framework that leaves memory to autograd and ``torch.distributed`` diffe
                 both generations have that order)
     workspaces  the libraries' part of a profile's reserve comes from the allocator (torch.empty, cuBLAS's handles)
 
-Other differences depend on the generation of the libraries (``Hardware.eager_libraries``). What is known of 2025 is
-Megatron-LM 0.14's; so other frameworks, with ZeRO 2 and 3, count as 2024:
+Other differences depend on the year of the libraries (``Hardware.eager_libraries``): up to 2024, and from 2025 on, when
+PyTorch and Transformer Engine have version 2.8 or later. What is known of 2025 is Megatron-LM 0.14's; so other
+frameworks, with ZeRO 2 and 3, count as 2024 at the latest:
 
     2024        loss: all logits are copied to fp32, and their fp32 softmax is kept for backward (Megatron-LM,
                 core/tensor_parallel/cross_entropy.py). Bytes per bf16 logit: 2 + 4 + 4 forward, 4 + 2 backward
@@ -43,14 +44,15 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from memo_sim.contract.hardware import Hardware, Libraries
+from memo_sim.contract.attention_kernels import Libraries
+from memo_sim.contract.hardware import Hardware
 from memo_sim.contract.plan import Decisions
 from memo_sim.contract.units import DTYPE_BYTES
 from memo_sim.memory.replay import RunAhead
 from memo_sim.program.analysis.columns import Columns, Ints
 from memo_sim.program.analysis.liveness import Liveness
 from memo_sim.program.arena.requests import buffer_names, device_buffers
-from memo_sim.program.ir.instruction import BufferClass, Instruction, Lane, Mode
+from memo_sim.program.ir.instruction import COLLECTIVE_LANES, BufferClass, Instruction, Lane, Mode
 from memo_sim.program.ir.program import Program
 from memo_sim.program.ir.work import Gemm
 
@@ -81,7 +83,7 @@ EMBEDDING = "embed.bwd"
 GATHERED = frozenset({"head/fwd.final_full", "head/fwd.final_again"})
 """Buffer families of the classifier's gathered input: one buffer for all micro-batches, forward and backward."""
 
-STREAMS = (Lane.D2H, Lane.H2D, Lane.COLLECTIVE, Lane.P2P)
+STREAMS = (Lane.D2H, Lane.H2D, Lane.P2P, *COLLECTIVE_LANES.values())
 """Lanes with streams other than the one that tensors are allocated on."""
 
 
@@ -109,8 +111,14 @@ class _Added:
 
 
 def libraries_of(decisions: Decisions, hardware: Hardware) -> Libraries:
-    """Return the generation of libraries that a plan's framework is assumed to use."""
-    return hardware.eager_libraries if decisions.layout.zero <= 1 else "2024"
+    """Return the year of the libraries that a plan's framework is assumed to use."""
+    year = hardware.eager_libraries
+    return year if decisions.layout.zero <= 1 else min(year, "2024")
+
+
+def fused_loss(libraries: Libraries) -> bool:
+    """Return whether libraries of this year write the loss's gradient over the logits, and order streams by events."""
+    return libraries >= "2025"
 
 
 def eager_buffers(
@@ -132,7 +140,7 @@ def eager_buffers(
     death[held] = np.searchsorted(columns.instance, columns.instance[birth[held]], side="right") - 1
     added: list[_Added] = []
     for loss in _losses(program, columns) if own_loss else ():
-        if libraries == "2025":
+        if fused_loss(libraries):
             death[loss.logits] = max(death[loss.logits], death[loss.gradient])
             sizes[loss.gradient] = 0
         elif loss.dtype == "fp32":
@@ -147,7 +155,7 @@ def eager_buffers(
     added += _gathered(program, lives)
     sizes[_of_families(program, lives, GATHERED)] = 0
     state = _a_state(program, lives)
-    if libraries == "2025":
+    if fused_loss(libraries):
         added += [
             _Added(f"wgrad.dummy[{m}x{n}]", -1, lives.instructions, size, state)
             for (m, n), size in sorted(_weight_gradients(program).items())

@@ -50,7 +50,7 @@ def beginning_of(program: Program, decisions: Decisions) -> Beginning | None:
         return None
     elements = _parameters(program, decisions)
     size = DTYPE_BYTES[decisions.dtype]
-    shares = _last_share(elements, decisions.layout.replicas if decisions.layout.zero else 1)
+    shares = _last_share(elements, decisions.layout.shards)
     pure = decisions.states == "pure-bf16"
     moment = 2 if decisions.states == "bf16" or pure else FP32_BYTES
     master = [FP32_BYTES * share for share in shares] if decisions.dtype != "fp32" and not pure else []

@@ -22,7 +22,7 @@ from memo_sim.program.arena.requests import arena_requests
 from memo_sim.program.lower import check_pinned, lower
 
 KINDS = (
-    "a memo.plan/2 or memo.requests/1 document, a CSV id,lower,upper,size, "
+    "a memo.plan/3 or memo.requests/1 document, a CSV id,lower,upper,size, "
     "a log of 'malloc ID SIZE' and 'free ID SIZE', or a PyTorch memory snapshot"
 )
 

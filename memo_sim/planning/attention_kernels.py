@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import msgspec
 
+from memo_sim.contract.attention_kernels import ATTENTION_KERNELS, FLASH, FLASH_GENERATIONS
 from memo_sim.contract.errors import Infeasible
 from memo_sim.contract.plan import Decisions, Kernels, Layout
+from memo_sim.costs.attention import of_year
 from memo_sim.planning.question import Question
 from memo_sim.program.arena.library_workspaces import beside_arena, groups_beside
 from memo_sim.program.attention.attention import longest_keys
+from memo_sim.program.attention.plain import PLAIN
 from memo_sim.program.ir.work import Attention
 from memo_sim.program.layout.attention_chunks import in_chunks
 from memo_sim.program.layout.compatibility import PLANNED_PLAIN_ATTENTION
@@ -44,26 +47,54 @@ def head_groups(shape: Shape, base: Decisions, kernel: str) -> int:
 
 
 def attention_kernel(question: Question) -> str:
-    """Return the pinned attention kernel, or the measured kernel of the dtype with the highest backward rate.
+    """Return the kernel of the question: the one that it names, else the one with the highest backward rate.
+
+    A generation stands for the first of its kernels that the profile has for the question's dtype, ``flash`` for the
+    newest generation that it has.
 
     Raises:
-        Infeasible: when plain attention is asked for with a planned arena, or no kernel of the dtype was measured.
+        Infeasible: when plain attention is asked for with a planned arena, or the profile has no such kernel.
     """
-    if question.pins.attention:
-        base = question.decisions(Layout())
-        asked = msgspec.structs.replace(base, kernels=Kernels(attention=question.pins.attention))
-        if PLANNED_PLAIN_ATTENTION.breaks(asked):
-            raise PLANNED_PLAIN_ATTENTION.refusal(asked)
-        return question.pins.attention
-    fastest: dict[str, float] = {}
-    for table in question.hardware.attention:
-        if table.dtype == question.dtype and table.attention_pass == "backward":
-            fastest[table.kernel] = max(fastest.get(table.kernel, 0.0), *(row[2] for row in table.rows))
+    asked = question.pins.attention
+    if asked == PLAIN:
+        base = msgspec.structs.replace(question.decisions(Layout()), kernels=Kernels(attention=PLAIN))
+        if PLANNED_PLAIN_ATTENTION.breaks(base):
+            raise PLANNED_PLAIN_ATTENTION.refusal(base)
+        return PLAIN
+    fastest = _backward_rates(question)
     if not fastest:
         raise Infeasible(
-            "the profile has measured no attention kernel for this dtype",
+            "the profile has no attention kernel for this dtype and year",
             where=question.hardware.name,
-            got=question.dtype,
-            hint="calibrate the device again",
+            got=f"{question.dtype}, libraries of {question.hardware.eager_libraries}",
+            hint="calibrate the device again, or other --libraries",
         )
-    return max(fastest, key=lambda kernel: fastest[kernel])
+    if asked is None:
+        return max(fastest, key=lambda kernel: fastest[kernel])
+    if asked in fastest:
+        return asked
+    generations = (*FLASH_GENERATIONS, "torch-flash-cpu") if asked == FLASH else (asked,)
+    found = [
+        name
+        for generation in generations
+        for name, kernel in ATTENTION_KERNELS.items()
+        if kernel.generation == generation and name in fastest
+    ]
+    if not found:
+        raise Infeasible(
+            "the profile has no rates of this attention kernel",
+            where=question.hardware.name,
+            got=f"{asked}, {question.dtype}, libraries of {question.hardware.eager_libraries}",
+            wanted=", ".join(sorted({PLAIN, *fastest, *(ATTENTION_KERNELS[name].generation for name in fastest)})),
+            hint="another --attention",
+        )
+    return found[0]
+
+
+def _backward_rates(question: Question) -> dict[str, float]:
+    """Return the highest backward rate of each kernel of the question's dtype, in FLOP/s."""
+    found: dict[str, float] = {}
+    for table in of_year(question.hardware.attention, question.hardware.eager_libraries):
+        if table.dtype == question.dtype and table.attention_pass == "backward":
+            found[table.kernel] = max(found.get(table.kernel, 0.0), *(row[2] for row in table.rows))
+    return found

@@ -14,7 +14,7 @@ from dataclasses import replace
 import msgspec
 
 from memo_sim.contract.errors import Infeasible
-from memo_sim.contract.plan import Decisions, Kernels, Layout
+from memo_sim.contract.plan import Decisions, Layout
 from memo_sim.contract.units import DTYPE_BYTES, KIB
 from memo_sim.planning.attention_kernels import head_groups
 from memo_sim.planning.contradictions import check_rules
@@ -106,7 +106,7 @@ def cut(question: Question, whole: Decisions, policy: Policy, others: Sequence[P
         if policy.attention_chunks and optional:
             return None
         raise
-    kernels = Kernels(attention=kernel, head_groups=head_groups(shape, made, kernel))
+    kernels = msgspec.structs.replace(made.kernels, attention=kernel, head_groups=head_groups(shape, made, kernel))
     return msgspec.structs.replace(made, kernels=kernels)
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 
+from memo_sim.contract.attention_kernels import ATTENTION_KERNELS
 from memo_sim.contract.errors import UsageError
 from memo_sim.contract.knobs import DEGREES, KNOBS, PINNED, Knob
 from memo_sim.contract.plan import Decisions, Layout
@@ -36,6 +37,7 @@ def check_pins(question: Question) -> None:
         UsageError: naming the option, and what to do about it.
     """
     _check_degrees(question)
+    _check_year(question)
     for knob in PINNED:
         if knob.needs:
             _check_need(question, knob, KNOBS[knob.needs])
@@ -47,7 +49,7 @@ def repinned(question: Question, **changes: Any) -> Question:
     """Return the question with other pins, and without those that have no effect beside them."""
     other = replace(question, pins=replace(question.pins, **changes))
     without_effect: dict[str, Any] = {
-        knob.name: knob.default for knob in PINNED if knob.needs and not _above_one(other, KNOBS[knob.needs])
+        knob.name: knob.default for knob in PINNED if knob.needs and not _above_default(other, KNOBS[knob.needs])
     }
     return replace(other, pins=replace(other.pins, **without_effect))
 
@@ -78,15 +80,18 @@ def _check_degrees(question: Question) -> None:
             )
 
 
-def _check_need(question: Question, knob: Knob, need: Knob) -> None:
-    """Refuse a pinned knob whose ``need`` is 1 in every layout: it would have no effect."""
-    value, other = getattr(question.pins, knob.name), getattr(question.pins, need.name)
-    if value not in (knob.default, _UNLESS_PINNED[knob.name]) and not _above_one(question, need):
+def _check_year(question: Question) -> None:
+    """Refuse an attention kernel that is newer than the libraries that are pinned."""
+    asked, year = question.pins.attention, question.pins.libraries
+    if asked is None or year is None:
+        return
+    years = [kernel.since for name, kernel in ATTENTION_KERNELS.items() if asked in (name, kernel.generation)]
+    if years and min(years) > year:
         raise UsageError(
-            f"{knob.option} has no effect without {need.option}",
-            got=f"{knob.name} {str(value).lower()}, {need.name} {other or 'not given'}",
-            wanted=f"{need.option} 2 or more",
-            hint=f"{need.option} 2, or leave {knob.option} out",
+            "these libraries do not have this attention kernel",
+            got=f"--attention {asked} --libraries {year}",
+            wanted=f"--libraries {min(years)} or later",
+            hint="--attention flash is the newest that they have",
         )
 
 
@@ -112,10 +117,25 @@ def _check_inputs(question: Question) -> None:
         )
 
 
-def _above_one(question: Question, knob: Knob) -> bool:
-    """Return whether a knob is above 1 in some layout of the question."""
-    pinned = getattr(question.pins, knob.name)
-    return knob.name in question.preset.searched if pinned is None else pinned == "auto" or pinned > 1
+def _check_need(question: Question, knob: Knob, need: Knob) -> None:
+    """Refuse a pinned knob whose ``need`` has its default in every layout: it would have no effect."""
+    value, other = getattr(question.pins, knob.name), getattr(question.pins, need.name)
+    if value not in (knob.default, _UNLESS_PINNED[knob.name]) and not _above_default(question, need):
+        least = _UNLESS_PINNED[need.name] + 1
+        raise UsageError(
+            f"{knob.option} has no effect without {need.option}",
+            got=f"{knob.name} {str(value).lower()}, {need.name} {'not given' if other is None else other}",
+            wanted=f"{need.option} {least} or more",
+            hint=f"{need.option} {least}, or leave {knob.option} out",
+        )
+
+
+def _above_default(question: Question, knob: Knob) -> bool:
+    """Return whether a knob is above its default (1 of a degree, ZeRO 0) in some layout of the question."""
+    pinned, system = getattr(question.pins, knob.name), question.preset
+    if pinned is not None:
+        return bool(pinned == "auto" or pinned > _UNLESS_PINNED[knob.name])
+    return knob.name in system.searched or (knob.name == "zero" and max(system.zeros) > 0)
 
 
 def _pinned(question: Question) -> Decisions:

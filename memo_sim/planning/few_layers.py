@@ -24,7 +24,7 @@ from memo_sim.program.analysis.columns import Columns, Flags, Ints, expand
 from memo_sim.program.analysis.edges import derive_edges
 from memo_sim.program.analysis.liveness import Liveness, live_bytes, liveness
 from memo_sim.program.arena.library_workspaces import lives_in_arena
-from memo_sim.program.ir.instruction import BufferClass, Instance, Instruction, Lane, Template
+from memo_sim.program.ir.instruction import COLLECTIVE_LANES, BufferClass, Instance, Instruction, Lane, Template
 from memo_sim.program.ir.kinds import BlockKind, Phase, TemplateKind
 from memo_sim.program.ir.program import Program
 from memo_sim.program.ir.work import Attention
@@ -108,7 +108,15 @@ class Passes:
             decisions,
             model=msgspec.structs.replace(decisions.model, layers=few),
             layout=msgspec.structs.replace(
-                decisions.layout, dp=1, pp=1, zero=0, schedule="1f1b", virtual_stages=1, multiplexed=False
+                decisions.layout,
+                dp=1,
+                pp=1,
+                pp_layers=(),
+                zero=0,
+                zero_ranks=0,
+                schedule="1f1b",
+                virtual_stages=1,
+                multiplexed=False,
             ),
             global_batch=decisions.micro_batch,
             states="fp32",
@@ -199,7 +207,7 @@ class _FewLayers:
             self.computed(times),
             idle_s=float(self._idle_s @ weights),
             copy_s=float(max(lanes[Lane.D2H], lanes[Lane.H2D])),
-            collective_s=float(lanes[Lane.COLLECTIVE]),
+            collective_s=float(max(lanes[lane] for lane in COLLECTIVE_LANES.values())),
             p2p_s=float(lanes[Lane.P2P]),
             device_bytes=self._fullest(sizes, device=True),
             host_bytes=self._fullest(sizes, device=False),

@@ -176,6 +176,8 @@ def _layout(
 ) -> Layout:
     pins = question.pins
     exchange = pins.cp_exchange or question.preset.cp_exchange
+    replicas = cp * ulysses * dp
+    zero_ranks = pins.zero_ranks if zero and pins.zero_ranks not in (None, replicas) else 0
     # Interleaved stages that waited would wait in a cycle; Megatron-LM overlaps theirs alone.
     overlapped = schedule == "interleaved" or not question.preset.waits_for_p2p
     return Layout(
@@ -184,14 +186,17 @@ def _layout(
         cp=cp,
         cp_exchange=exchange if cp > 1 or exchange == "rsa" else "ring",
         ulysses=ulysses,
+        uneven_heads=pins.uneven_heads and ulysses > 1,
         metp=metp,
         overlap_exchanges=metp == 1 or pins.overlap_exchanges is not False,
         pp=pp,
+        pp_layers=pins.pp_layers or (),
         schedule=schedule,
         virtual_stages=chunks,
         overlap_p2p=overlapped if pins.overlap_p2p is None else pins.overlap_p2p,
         dp=dp,
         zero=zero,
+        zero_ranks=zero_ranks,
         subsequences=subsequences,
         partition=pins.partition,
     )

@@ -21,7 +21,7 @@ from memo_sim.contract.plan import Decisions, Layout
 from memo_sim.contract.units import DTYPE_BYTES
 from memo_sim.costs.pricing import NodeRates
 from memo_sim.engine.layers import step_s_of_few_layers
-from memo_sim.memory.eager_framework import libraries_of
+from memo_sim.memory.eager_framework import fused_loss, libraries_of
 from memo_sim.planning.few_layers import Pass, Passes
 from memo_sim.planning.subsequences import part_prices
 from memo_sim.program.data_parallel.optimizer import Optimizer
@@ -63,7 +63,7 @@ class LowerBounds:
         """Layouts whose layers were not seen to repeat; they are not lowered for that again."""
         self._hardware = hardware
         rates = NodeRates(hardware, cluster)
-        beside = {"copy_s": Lane.D2H, "collective_s": Lane.COLLECTIVE, "p2p_s": Lane.P2P}
+        beside = {"copy_s": Lane.D2H, "collective_s": Lane.TP, "p2p_s": Lane.P2P}
         self._slowed = {name: rates.rates(1 << Lane.COMPUTE | 1 << lane)[Lane.COMPUTE] for name, lane in beside.items()}
         """Compute's rate while one other lane is busy."""
 
@@ -143,8 +143,8 @@ class LowerBounds:
         return host * self._local(decisions) > self.host_room_bytes
 
     def _layers(self, decisions: Decisions) -> tuple[int, list[Activations]]:
-        """Return the number of a stage's layers, and every subsequence's activations of one micro-batch there."""
-        stage, shape = stages_of(decisions)[0], shape_of(decisions)
+        """Return the fewest layers of a stage, and every subsequence's activations of one micro-batch there."""
+        stage, shape = min(stages_of(decisions), key=lambda stage: len(stage.layers)), shape_of(decisions)
         return len(stage.layers), [
             Activations(decisions, part.shape, 1, stage, part) for part in subsequences_of(decisions, shape)
         ]
@@ -188,10 +188,13 @@ class LowerBounds:
     def _parts(
         self, decisions: Decisions, passes: Callable[[Decisions, int], Pass] | None = None
     ) -> tuple[Pass, Pass, Pass]:
-        """Return the passes of the whole model, of a stage's layers, and of one more layer (zero without stages)."""
+        """Return the passes of the whole model, of the fewest layers of a stage, and of one more layer.
+
+        Without stages, the last is zero.
+        """
         of = passes or self.passes.of
         layers = decisions.model.layers
-        held = layers // decisions.layout.pp
+        held = _fewest_layers(decisions)
         whole, stage = of(decisions, layers), of(decisions, held)
         names = [f.name for f in fields(Pass)]
         added = {name: (getattr(whole, name) - getattr(stage, name)) / max(1, layers - held) for name in names}
@@ -228,7 +231,7 @@ class LowerBounds:
         stages = layout.pp if layout.subsequences == 1 else 1
         ahead = decisions.micro_batches if layout.schedule == "gpipe" else min(decisions.micro_batches, stages)
         kept = layout.pp > 1 and not decisions.offload_window
-        in_flight = ahead * decisions.model.layers // layout.pp if kept else 0
+        in_flight = ahead * len(stages_of(decisions)[0].layers) if kept else 0
         in_place = self._written_over_bytes(decisions)
         return LowerBound(
             step_s=self._step_s(decisions, whole, layer),
@@ -240,27 +243,26 @@ class LowerBounds:
         """Return the bytes of a pass's logit gradient, when an eager framework writes it over the logits."""
         if decisions.memory_policy != "eager" or decisions.loss != "auto":
             return 0
-        if libraries_of(decisions, self._hardware) == "2024":
+        if not fused_loss(libraries_of(decisions, self._hardware)):
             return 0
         shape = shape_of(decisions)
         rows = min(decisions.loss_chunk_tokens or shape.tokens, shape.tokens)
         return rows * shape.vocab * DTYPE_BYTES[decisions.dtype]
 
     def _step_s(self, decisions: Decisions, whole: Pass, layer: Pass) -> float:
-        layout, times, layers = decisions.layout, decisions.micro_batches, decisions.model.layers
+        layout, times, stages = decisions.layout, decisions.micro_batches, stages_of(decisions)
         mean_s = self._busy_s(whole) * times / layout.pp
         if layout.pp == 1:
             return mean_s
         # The last stage has the work of its layers, and waits for the other stages' chunks before its first pass and
         # after its last one. The chunks are those of one subsequence: the first one both comes first in forward and
         # leaves last in backward.
-        others = (layout.pp - 1) * layers // (layout.pp * layout.virtual_stages)
+        others = sum(len(stage.runs[0]) for stage in stages[:-1])
         around_s = others * layer.first_forward_s
         if layout.schedule != "zero-bubble":  # its last W passes fill that wait
             # The last layer's gradient leaves its pass before the pass has ended, so the wait has one layer less.
             around_s += (others - 1) * (layer.first_compute_s - layer.first_forward_s)
-        held = layers // layout.pp
-        last = _times(layer, held)
+        last = _times(layer, len(stages[-1].layers))
         last = replace(last, compute_s=last.compute_s + whole.head_s)
         return max(mean_s, times * self._busy_s(last) + around_s)
 
@@ -282,16 +284,21 @@ class LowerBounds:
     def _states(self, decisions: Decisions) -> tuple[int, int]:
         """Return the bytes of one rank's parameters, gradients and optimizer states: on the device, and on the host.
 
-        With pipeline stages, only those of the layers, because every stage has layers.
+        With pipeline stages, only those of the fewest layers of a stage, because every stage has as many.
         """
         model, layout = decisions.model, decisions.layout
-        blocks = [(layer_block(model, layout.divided), BlockKind.LAYER, model.layers // layout.pp)]
+        blocks = [(layer_block(model, layout.divided), BlockKind.LAYER, _fewest_layers(decisions))]
         if layout.pp == 1:
             blocks.append((embed_block(model, layout.tp), BlockKind.EMBED, 1))
             blocks.append((head_block(model, layout.tp), BlockKind.HEAD, 1))
         families = [f for block, kind, count in blocks for f in Optimizer(decisions, block, kind, count).families()]
         device, host = (sum(f.bytes * f.count for f in families if f.space == space) for space in ("device", "host"))
         return device, host
+
+
+def _fewest_layers(decisions: Decisions) -> int:
+    """Return the layers of the pipeline stage that has the fewest."""
+    return min(len(stage.layers) for stage in stages_of(decisions))
 
 
 def _times(one: Pass, layers: int) -> Pass:

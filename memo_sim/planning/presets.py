@@ -18,7 +18,8 @@ memory. The rivals run on PyTorch's caching allocator under an eager framework (
                        data-parallel workers. Inferred, not read: with states divided over the ring too, as
                        Megatron-LM could, 30B would run up to 896K in Table 3, where it ends at 384K. ``zero`` 1 may be
                        pinned
-    fsdp               data parallelism alone, every parameter gathered for one use (ZeRO 3)
+    fsdp               data parallelism alone, every parameter gathered for one use (ZeRO 3), around torch modules that
+                       run eagerly
     ring-attention     a ring over sequence blocks, parameters sharded over all ranks (Liu et al. 2023, section 4)
     rsa                ring self-attention over sequence blocks, parameters and states whole on every rank: scores are
                        written, no flash kernel can play it (Li et al. 2021; METP's Tables 1 and 2). Its hops run beside
@@ -36,7 +37,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from memo_sim.contract.errors import UsageError, did_you_mean
-from memo_sim.contract.knobs import CpExchange, MemoryPolicy, Overlap, Schedule
+from memo_sim.contract.knobs import CpExchange, MemoryPolicy, Overlap, RowwiseKernel, Schedule
 from memo_sim.contract.plan import Decisions, HostAllocator
 from memo_sim.contract.units import KIB
 from memo_sim.program.layout.attention_chunks import in_chunks
@@ -128,6 +129,10 @@ class System:
     (its transformer.py) and 32 of the loss (its gpt_model.py); 0: as ``blocks.py`` chooses."""
     waits_for_p2p: bool = False
     """Whether pipeline stages compute nothing while they send and receive."""
+    rowwise: RowwiseKernel | None = None
+    """Whose row-wise kernels, unless pinned: the framework's, or None for those of memo-exec that are faster.
+
+    Megatron-LM and its fork for DeepSpeed have fused ones, and FSDP wraps modules that run eagerly."""
     whole_loss: bool = False
     """Whether the logits of all tokens exist at once."""
     subsequences: bool = False
@@ -211,6 +216,7 @@ SYSTEMS = {
             "Megatron-LM: tp with sequence parallelism, ring cp, pp, dp with ZeRO 1; own recompute, caching allocator",
             (KEEP, SELECTIVE_RECOMPUTE, FULL_RECOMPUTE),
             memory_policy="eager",
+            rowwise="fused",
             degrees=("tp", "cp", "pp", "dp"),
             pinnable=("ulysses",),  # cp_comm_type a2a, later than MEMO's comparison
             zero_needs_dp=True,
@@ -224,6 +230,7 @@ SYSTEMS = {
             "DeepSpeed-Ulysses: all-to-all around attention and ZeRO 3; full recompute, caching allocator",
             (FULL_RECOMPUTE,),
             memory_policy="eager",
+            rowwise="fused",
             degrees=("ulysses", "dp"),
             zeros=(3,),
         ),
@@ -232,6 +239,7 @@ SYSTEMS = {
             "FSDP: dp alone with ZeRO 3; keep or full recompute, caching allocator",
             (KEEP, FULL_RECOMPUTE),
             memory_policy="eager",
+            rowwise="eager",
             degrees=("dp",),
             zeros=(3,),
         ),
@@ -257,6 +265,7 @@ SYSTEMS = {
             "DeepSpeed-Ulysses with FPDT: ZeRO 3, full recompute from host inputs; attention, MLP and loss in chunks",
             (LEAST_MEMORY,),
             memory_policy="eager",
+            rowwise="fused",
             chunk_tokens=64 * KIB,
             degrees=("ulysses", "dp"),
             zeros=(3,),

@@ -6,16 +6,16 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from memo_sim.contract.attention_kernels import ATTENTION_KERNELS, FLASH, Libraries
+from memo_sim.contract.boards import OPTION_SOURCE
 from memo_sim.contract.cluster import Cluster
 from memo_sim.contract.hardware import DtypeName, Hardware, Quantity, Source
-from memo_sim.contract.knobs import Chosen, MemoryPolicy, Overlap, Pins
+from memo_sim.contract.knobs import Chosen, MemoryPolicy, Overlap, Pins, RowwiseKernel
 from memo_sim.contract.model import Model
 from memo_sim.contract.plan import Decisions, Layout
 from memo_sim.planning.presets import System, find_system
 
-__all__ = ["Pins", "Question", "under_system", "with_memory"]
-
-OPTION_SOURCE = "option"
+__all__ = ["Pins", "Question", "under_system", "with_libraries", "with_memory"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,13 +32,16 @@ class Question(Chosen):
     """The system that is called ``system``, looked up here and nowhere else."""
 
     def __post_init__(self) -> None:
-        """Look the system up, and take the profile as the system's own kernels run on it.
+        """Look the system up, and take the profile as its kernels run on it: of the year, and the system's own.
 
         Raises:
             UsageError: when there is no such system.
         """
         object.__setattr__(self, "preset", find_system(self.system))
-        object.__setattr__(self, "hardware", under_system(self.hardware, self.system))
+        hardware = with_libraries(self.hardware, self.pins.libraries)
+        if self.pins.attention in (None, FLASH):
+            hardware = under_system(hardware, self.system)
+        object.__setattr__(self, "hardware", hardware)
 
     def decisions(self, layout: Layout) -> Decisions:
         """Return a plan of the question on a layout: what the question says itself, and defaults of all else."""
@@ -53,6 +56,7 @@ class Question(Chosen):
             states=self.states,
             loss=self.loss,
             dtype=self.dtype,
+            libraries=self.pins.libraries,
             replay_allocator=self.pins.replay_allocator,
         )
 
@@ -67,11 +71,27 @@ class Question(Chosen):
         return self.pins.memory_policy or self.preset.memory_policy
 
     @property
+    def rowwise(self) -> RowwiseKernel | None:
+        """What is pinned, or else the system's own; None: memo-exec's that are faster."""
+        return self.pins.rowwise or self.preset.rowwise
+
+    @property
     def dtype(self) -> DtypeName:
         """Dtype of parameters and activations: what is pinned, else bf16 where the device has it, or fp32 (CPUs)."""
         if self.pins.dtype:
             return self.pins.dtype
         return "bf16" if "bf16" in self.hardware.peak_flops else "fp32"
+
+
+def with_libraries(hardware: Hardware, year: Libraries | None) -> Hardware:
+    """Return the profile without the attention kernels that the libraries of ``year`` do not have.
+
+    The same profile when no year is given: what a profile has measured exists, whatever its own year.
+    """
+    if year is None:
+        return hardware
+    kept = [table for table in hardware.attention if ATTENTION_KERNELS[table.kernel].since <= year]
+    return msgspec.structs.replace(hardware, attention=kept, eager_libraries=year)
 
 
 def under_system(hardware: Hardware, system: str) -> Hardware:

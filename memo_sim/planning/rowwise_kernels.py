@@ -11,7 +11,8 @@ from collections import Counter
 import msgspec
 
 from memo_sim.contract.hardware import Hardware
-from memo_sim.contract.plan import Decisions, RowwiseKernel
+from memo_sim.contract.knobs import RowwiseKernel
+from memo_sim.contract.plan import Decisions
 from memo_sim.costs.rowwise import RowwiseRates
 from memo_sim.program.ir.work import Rowwise
 from memo_sim.program.lower import lower
@@ -40,7 +41,7 @@ class RowwiseChoice:
         alike = msgspec.structs.replace(
             decisions,
             swapped_tokens=0,
-            layout=msgspec.structs.replace(decisions.layout, dp=1, zero=0),
+            layout=msgspec.structs.replace(decisions.layout, dp=1, zero=0, zero_ranks=0),
             global_batch=decisions.micro_batch,
         )
         if alike not in self._known:

@@ -99,6 +99,7 @@ def candidates(question: Question) -> tuple[list[Candidate], list[str]]:
     """
     chosen, kernel = policies(question), attention_kernel(question)
     rowwise = RowwiseChoice(question.hardware)
+    kernels = Kernels(attention=kernel, rowwise=question.rowwise or "torch")
     prices = part_prices(question.hardware, question.cluster)
     found: list[Candidate] = []
     refused: list[tuple[Infeasible, str]] = []
@@ -116,7 +117,7 @@ def candidates(question: Question) -> tuple[list[Candidate], list[str]]:
             refused.append((error, f"{in_words(layout)}: {error.what}"))
             continue
         chunk = blocks.loss_chunk(question, base, shape)
-        complete = msgspec.structs.replace(base, loss_chunk_tokens=chunk, kernels=Kernels(attention=kernel))
+        complete = msgspec.structs.replace(base, loss_chunk_tokens=chunk, kernels=kernels)
         for policy in chosen:
             rebuilt = msgspec.structs.replace(complete, recompute=policy.recompute)
             if NORMS_KEPT_UNDER_FULL_RECOMPUTE.breaks(rebuilt) and question.pins.recompute is None:
@@ -129,7 +130,7 @@ def candidates(question: Question) -> tuple[list[Candidate], list[str]]:
             except Infeasible as error:
                 refused.append((error, f"{in_words(layout)}: {error.what}"))
                 continue
-            cut = rowwise.faster(cut)
+            cut = rowwise.faster(cut) if question.rowwise is None else cut
             try:
                 offered, without = _offloaded(question, cut, policy, prices)
             except Infeasible as error:

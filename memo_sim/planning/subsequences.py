@@ -27,10 +27,11 @@ from memo_sim.costs.pricing import Pricer
 from memo_sim.planning.bandwidth import offload_bandwidth
 from memo_sim.planning.question import Question
 from memo_sim.program.ir.instruction import Instruction, Lane, Mode, Template
-from memo_sim.program.ir.work import Attention, Work
+from memo_sim.program.ir.work import Attention, Collective, Work
 from memo_sim.program.layers.kinds import skeletal_of
 from memo_sim.program.layout.partition import partition, swapped_parts
 from memo_sim.program.layout.shape import shape_of
+from memo_sim.program.layout.stage import stages_of
 from memo_sim.program.layout.subsequence import subsequences_of
 from memo_sim.program.lower import lower
 
@@ -78,7 +79,7 @@ class _Works:
         forward, backward, head = named["layer.fwd"], named["layer.bwd"], named["head"]
         return cls(
             (_on_lane(forward, Lane.COMPUTE), _on_lane(backward, Lane.COMPUTE)),
-            (_on_lane(forward, Lane.COLLECTIVE), _on_lane(backward, Lane.COLLECTIVE)),
+            (_on_lane(forward, Lane.TP), _on_lane(backward, Lane.TP)),
             (*waited_for(forward), *waited_for(backward)),
             _on_lane(head, Lane.COMPUTE),
         )
@@ -182,7 +183,7 @@ def waited_for(template: Template) -> list[tuple[Work, ...]]:
     found, behind = list[tuple[Work, ...]](), list[Instruction]()
     last: Instruction | None = None
     for one in template.instructions:
-        if one.lane is Lane.COLLECTIVE:
+        if isinstance(one.work, Collective):
             if last is not None and _follows(one, last):
                 behind.append(one)
         elif one.lane is Lane.COMPUTE:
@@ -222,7 +223,7 @@ def held_bytes(sizes: Sequence[float], alphas: Sequence[float]) -> list[float]:
 
 def most_held_bytes(decisions: Decisions) -> float:
     """Return the most bytes of activations that a stage's forwards of one sequence hold, without K and V (SPPO 5.2)."""
-    token_bytes = offloaded_bytes(decisions) * decisions.model.layers / decisions.layout.pp
+    token_bytes = offloaded_bytes(decisions) * max(len(stage.layers) for stage in stages_of(decisions))
     parts, swapped = partition(decisions), swapped_parts(decisions)
     alphas = [some / part for some, part in zip(swapped, parts, strict=True)]
     return max(held_bytes([token_bytes * part for part in parts], alphas))

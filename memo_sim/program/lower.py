@@ -17,17 +17,20 @@ from memo_sim.program.pipeline.stage_program import stage_program
 from memo_sim.program.pipeline.template_cache import cached_templates
 
 
-def lower(decisions: Decisions, *, micro_batches: int | None = None, cp_rank: int | None = None) -> tuple[Program, ...]:
+def lower(
+    decisions: Decisions, *, micro_batches: int | None = None, cp_rank: int | None = None, ulysses_rank: int = 0
+) -> tuple[Program, ...]:
     """Return the program of each pipeline stage: ``stage0``, ``stage1`` ...; without stages, the one program ``rank``.
 
     ``micro_batches``: how many the programs have, by default all; the engine lowers a few and repeats identical ones.
     ``cp_rank``: the context-parallel rank whose programs are returned. The default is the last rank, whose programs
     represent all ranks: plans pin them, and the engine plays them.
+    ``ulysses_rank``: the rank of Ulysses. Where ranks have unequal numbers of heads, rank 0 has the most.
 
     Raises:
         Infeasible: when the layout does not divide the model or the sequence, or the options are incompatible.
     """
-    shape = shape_of(decisions, cp_rank=cp_rank)
+    shape = shape_of(decisions, cp_rank=cp_rank, ulysses_rank=ulysses_rank)
     played = micro_batches or decisions.micro_batches
     made = cached_templates(decisions)
     return tuple(stage_program(decisions, shape, stage, played, made=made) for stage in stages_of(decisions))

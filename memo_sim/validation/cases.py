@@ -15,12 +15,13 @@ from typing import Annotated, Any, get_args
 
 import msgspec
 
+from memo_sim.contract.attention_kernels import AttentionName, Libraries
 from memo_sim.contract.catalog import DATA
 from memo_sim.contract.codec import decode_object, read_raw
 from memo_sim.contract.errors import BadInput, UsageError, did_you_mean
-from memo_sim.contract.knobs import Loss, Recompute, Schedule, States
+from memo_sim.contract.knobs import Loss, Recompute, RowwiseKernel, Schedule, States
 from memo_sim.contract.plan import Status
-from memo_sim.contract.units import MOST_TOKENS, Degree, Layers, SequenceTokens, Width, ZeroLevel
+from memo_sim.contract.units import MOST_TOKENS, Degree, Layers, SequenceTokens, Width, ZeroLevel, parse_numbers
 from memo_sim.contract.validation import Expectation
 
 SHIPPED = DATA / "cases"
@@ -33,14 +34,16 @@ QUESTION_COLUMNS = [
 EXPECTED_COLUMNS = [f"expected_{name}" for name in ("status", "mfu", "tgs", "step_ms", "allocated_gib", "reserved_gib")]
 COLUMNS = ["case", "source", *QUESTION_COLUMNS, *EXPECTED_COLUMNS, "note"]
 OPTIONAL_COLUMNS = [
-    *("virtual_stages", "loss", "loss_chunk", "states", "offload_inputs"),
+    *("virtual_stages", "pp_layers", "uneven_heads", "zero_ranks", "rowwise", "power_w", "libraries"),
+    *("loss", "loss_chunk", "states", "offload_inputs"),
     "expected_allocation_retries",
 ]
 """Columns that a file may leave out, because few sources report them."""
 SIZES = frozenset({"layers", "hidden", "heads", "kv_heads", "ffn", "vocab"})
 """Columns that describe a model by its sizes instead of a preset's name."""
 
-PINNED_COLUMNS = ("tp", "pp", "dp", "cp", "ulysses", "zero", "alpha", "recompute", "schedule", "virtual_stages")
+PINNED_COLUMNS = ("tp", "pp", "dp", "cp", "ulysses", "zero", "alpha", "recompute", "attention", "schedule")
+PINNED_OPTIONAL_COLUMNS = ("virtual_stages", "pp_layers", "zero_ranks", "rowwise", "libraries")
 """Columns that pin the knob of their name (``contract/knobs.py``); blank leaves it open."""
 
 COLUMN_TEXTS = {
@@ -68,7 +71,7 @@ COLUMN_TEXTS = {
     "alpha": "fraction of tokens swapped, 0 to 1",
     "recompute": "what backward recomputes",
     "memory_plan": "yes: one planned arena; no: PyTorch's caching allocator under an eager framework",
-    "attention": "flash: the fastest kernel that the profile measured; plain: scores written to memory",
+    "attention": "a generation, flash for the newest that GPU and libraries have, or a kernel; blank: the fastest",
     "schedule": "pipeline schedule; interleaved needs virtual_stages",
     "overlap": "whether collectives of replicas and p2p sends between stages overlap compute",
     "precision": "dtype of parameters and activations",
@@ -80,6 +83,12 @@ COLUMN_TEXTS = {
     "expected_reserved_gib": "measured peak of reserved device memory, GiB",
     "note": "free text; not read",
     "virtual_stages": "chunks of layers per stage, for the interleaved schedule",
+    "pp_layers": "layers of each pipeline stage (of each chunk), joined by commas; nearly equal numbers when blank",
+    "uneven_heads": "yes: Ulysses' ranks may have unequal numbers of heads",
+    "zero_ranks": "consecutive replicas that ZeRO divides over; all when blank",
+    "rowwise": "kernels of row-wise operators: eager, compiled or fused, as the framework has them; else memo-exec's",
+    "power_w": "power limit of a GPU in watts; its board's when blank",
+    "libraries": "year of PyTorch, flash-attn and Transformer Engine; the profile's when blank",
     "loss": "how the loss is computed (`--loss`); auto when blank",
     "loss_chunk": "tokens whose logits exist at once, 0 for all; the system's own when blank",
     "states": "dtype and place of gradients and optimizer states (`--states`); fp32 when blank",
@@ -91,10 +100,13 @@ COLUMN_TEXTS = {
 _WORDS = {
     "sp": ("yes", "no"),
     "recompute": get_args(Recompute),
+    "rowwise": get_args(RowwiseKernel),
     "memory_plan": ("yes", "no"),
-    "attention": ("flash", "plain"),
+    "attention": get_args(AttentionName),
+    "libraries": get_args(Libraries),
     "schedule": get_args(Schedule),
     "overlap": ("yes", "no"),
+    "uneven_heads": ("yes", "no"),
     "precision": ("bf16", "fp16"),
     "expected_status": get_args(Status),
     "loss": get_args(Loss),
@@ -105,7 +117,8 @@ _INTEGERS: dict[str, Any] = {
     "layers": Layers,
     **dict.fromkeys(("hidden", "heads", "kv_heads", "ffn", "vocab"), Width),
     "seq_tokens": SequenceTokens,
-    **dict.fromkeys(("global_batch", "micro_batch", "tp", "pp", "dp", "cp", "ulysses", "virtual_stages"), Degree),
+    **dict.fromkeys(("global_batch", "micro_batch", "tp", "pp", "dp", "cp", "ulysses"), Degree),
+    **dict.fromkeys(("virtual_stages", "zero_ranks", "power_w"), Degree),
     "zero": ZeroLevel,
     "loss_chunk": Annotated[int, msgspec.Meta(ge=0, le=MOST_TOKENS)],
 }
@@ -125,12 +138,13 @@ class CaseQuestion:
     integers: dict[str, int]
     """Model sizes, batches and layout degrees, where given."""
     alpha: float | None
+    pp_layers: tuple[int, ...] | None = None
 
     @property
     def pins(self) -> dict[str, Any]:
         """The knobs that the row pins by name."""
-        given: dict[str, Any] = {**self.integers, **self.words, "alpha": self.alpha}
-        return {name: given[name] for name in PINNED_COLUMNS if name in given}
+        given: dict[str, Any] = {**self.integers, **self.words, "alpha": self.alpha, "pp_layers": self.pp_layers}
+        return {name: given[name] for name in (*PINNED_COLUMNS, *PINNED_OPTIONAL_COLUMNS) if name in given}
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,6 +284,7 @@ def _case(row: dict[str, str], where: str) -> Case:
         words=words,
         integers=integers,
         alpha=alpha,
+        pp_layers=_numbers(cells.get("pp_layers", ""), where),
     )
     return Case(cells["case"], cells["source"], question, _expectation(cells, where))
 
@@ -309,6 +324,16 @@ def _whole(text: str, column: str, where: str) -> int:
         got=repr(text),
         wanted=f"an integer from {least} to {most}",
     )
+
+
+def _numbers(text: str, where: str) -> tuple[int, ...] | None:
+    """Return the layers of each stage; None for a blank cell."""
+    try:
+        return parse_numbers(text, option="--pp-layers") if text else None
+    except UsageError as error:
+        raise BadInput(
+            error.what, where=f"{where}, column pp_layers", got=error.got, wanted=error.wanted, hint="7,8,8,7"
+        ) from None
 
 
 def _number(text: str, where: str) -> float | None:

@@ -12,6 +12,7 @@ from concurrent.futures import ProcessPoolExecutor
 
 import msgspec
 
+from memo_sim.contract.boards import with_power
 from memo_sim.contract.catalog import list_models, load_cluster, load_model
 from memo_sim.contract.codec import decode
 from memo_sim.contract.errors import BadInput, Infeasible, OutOfTolerance, UsageError
@@ -25,7 +26,6 @@ from memo_sim.contract.validation import CaseError, CasePrediction, CaseReport, 
 from memo_sim.planning.presets import SYSTEMS
 from memo_sim.planning.question import Pins, Question
 from memo_sim.planning.search import Evaluated, search
-from memo_sim.program.attention.plain import PLAIN
 from memo_sim.validation.cases import SIZES, Case, CaseQuestion
 from memo_sim.validation.intervals import with_intervals
 from memo_sim.views.accuracy import QUANTITIES, summarise
@@ -204,18 +204,20 @@ def question_of(asked: CaseQuestion, change: Callable[[Hardware], Hardware] | No
     cluster, hardware = load_cluster(asked.cluster)
     hardware = change(hardware) if change else hardware
     given = asked.integers
+    if "power_w" in given:
+        hardware = with_power(hardware, given["power_w"])
     sp, overlap, inputs = (asked.words.get(name) for name in ("sp", "overlap", "offload_inputs"))
     if overlap == "no":
         hardware = _taking_turns(hardware)
     pins = Pins(
         **asked.pins,
         sequence_parallel=None if sp is None else sp == "yes",
+        uneven_heads=asked.words.get("uneven_heads") == "yes",
         overlap_p2p=None if overlap is None else overlap == "yes",
         memory_policy=_MEMORY[asked.words.get("memory_plan", "")],
         overlap=_OVERLAP[overlap or ""],
         offload_inputs=None if inputs is None else inputs == "yes",
         loss_chunk_tokens=given.get("loss_chunk"),
-        attention=PLAIN if asked.words.get("attention") == "plain" else None,
         dtype=asked.words.get("precision"),  # type: ignore[arg-type]
     )
     return Question(

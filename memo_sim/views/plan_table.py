@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from textwrap import shorten
 
-from memo_sim.contract.knobs import PINNED, Mark
+from memo_sim.contract.knobs import PINNED, Listed, Mark
 from memo_sim.contract.plan import Layout, PlanRow, Stall
 from memo_sim.contract.result import Result
 from memo_sim.contract.units import GIB, MIB, counted, format_bytes, format_seconds, format_tokens
@@ -27,9 +27,9 @@ def layout_label(layout: Layout) -> str:
 
     Each knob's label is declared with it (``contract/knobs.py``).
 
-    ``+ag``: context-parallel ranks all-gather keys and values; ``+rsa``: they write all scores. ``+length``: all
-    subsequences have the same length. ``+mx``: idle stages compute rows of other stages in the pipeline's fill and
-    drain.
+    ``+ag``: context-parallel ranks all-gather keys and values; ``+rsa``: they write all scores. ``pp4(7,8,8,7)``: the
+    layers of each stage, where they are given. ``+length``: all subsequences have the same length. ``+mx``: idle stages
+    compute rows of other stages in the pipeline's fill and drain.
     """
     parts = dict[str, str]()
     for knob in PINNED:
@@ -38,6 +38,9 @@ def layout_label(layout: Layout) -> str:
             if isinstance(label, Mark):
                 if value == label.value and label.of in parts and getattr(layout, label.of) >= label.least:
                     parts[label.of] += label.text
+            elif isinstance(label, Listed):
+                if isinstance(value, tuple) and value:
+                    parts[label.of] += f"({','.join(map(str, value))})"
             elif isinstance(value, int) and value > label.above:
                 parts[knob.name] = f"{label.text}{value}"
     return " ".join(parts.values())

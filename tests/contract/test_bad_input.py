@@ -132,9 +132,9 @@ def test_documents_that_make_no_sense_are_refused(
 
 def test_another_kind_of_document_is_named(samples: dict[str, msgspec.Struct]) -> None:
     error = refusal(codec.encode(samples["hardware"]), Plan)
-    assert (error.got, error.wanted) == ('"memo.hardware/1"', "memo.plan/2")
+    assert (error.got, error.wanted) == ('"memo.hardware/1"', "memo.plan/3")
     newer = refusal(changed(samples["plan"], "schema", "memo.plan/9"), Plan)
-    assert (newer.got, newer.wanted) == ('"memo.plan/9"', "memo.plan/2")
+    assert (newer.got, newer.wanted) == ('"memo.plan/9"', "memo.plan/3")
 
 
 @pytest.mark.parametrize(
@@ -169,24 +169,24 @@ def test_a_document_without_a_schema_is_refused(sample: msgspec.Struct, schema: 
         (b"3", ": $", "3", "object"),
         (b'{"schema": 3}', ": $.schema", "3", "str | null"),
         (b"plan: yes", ": line 1, column 1", '"plan"', None),
-        (b'{\n  "schema": "memo.plan/2",\n  "decisions": NaN\n}', ": line 3, column 16", '"NaN"', None),
-        (b'{"schema": "memo.plan/2"} trailing', ": line 1, column 28", '"railing"', None),
-        (b'{"schema": "memo.plan/2", "program_sha256": "\xff"}', "", "UTF-8", None),
+        (b'{\n  "schema": "memo.plan/3",\n  "decisions": NaN\n}', ": line 3, column 16", '"NaN"', None),
+        (b'{"schema": "memo.plan/3"} trailing', ": line 1, column 28", '"railing"', None),
+        (b'{"schema": "memo.plan/3", "program_sha256": "\xff"}', "", "UTF-8", None),
         (b"\xff\xfe{\x00}\x00", ": line 1, column 1", "character", None),
         (b"PK\x03\x04\x00\x00", ": line 1, column 1", '"PK"', None),
-        (b'{"schema": "memo.plan/2", "decisions": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "", "nested", None),
+        (b'{"schema": "memo.plan/3", "decisions": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "", "nested", None),
         (b"[" * 100_000, ": $", "array", "object"),
         (b'{"a":' * 100_000, "", "nested", None),
         (
-            b'{"schema": "memo.plan/2", "decisions": {"seq_tokens": ' + b"9" * 5000 + b"}}",
+            b'{"schema": "memo.plan/3", "decisions": {"seq_tokens": ' + b"9" * 5000 + b"}}",
             *(": $.decisions.seq_tokens", None, None),
         ),
         (
-            b'{"schema": "memo.plan/2", "prediction": {"status": "ok", "step_s": 1e999}}',
+            b'{"schema": "memo.plan/3", "prediction": {"status": "ok", "step_s": 1e999}}',
             *(": $.prediction.step_s", None, None),
         ),
-        (b'{"schema": "memo.plan/2", "x` - at `$.y": 1}', ": $.y.x", '"x"', "one of"),
-        (b'{"schema": "memo.plan/2", "x\\ny": 1}', ": $.x\\ny", '"x\\ny"', "program_sha256"),
+        (b'{"schema": "memo.plan/3", "x` - at `$.y": 1}', ": $.y.x", '"x"', "one of"),
+        (b'{"schema": "memo.plan/3", "x\\ny": 1}', ": $.x\\ny", '"x\\ny"', "program_sha256"),
     ],
 )
 def test_files_that_hold_something_else(raw: bytes, where: str, got: str | None, wanted: str | None) -> None:

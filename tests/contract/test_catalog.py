@@ -134,7 +134,7 @@ def test_listed_names_load() -> None:
         "h100-sxm5-80gb",
         "h200-sxm5-141gb",
     ]
-    assert list_clusters() == ["a100-1x8", "a800-1x8", "b200-1x8", "h100-1x8", "h200-1x8"]
+    assert list_clusters() == ["a100-1x8", "a800-1x8", "b200-1x8", "h100-1x8", "h100hbm2e-1x8", "h200-1x8"]
     for name in list_hardware():
         assert load_hardware(name).name == name
     for name in list_clusters():
@@ -181,7 +181,7 @@ def test_a_cluster_file_without_its_profile(samples: dict[str, msgspec.Struct], 
 def test_another_document_is_no_cluster(samples: dict[str, msgspec.Struct], tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     codec.write(path, samples["plan"])
-    with refused(BadInput, where="$.schema", got="memo.plan/2", wanted=("memo.cluster/1", "memo.hardware/1")):
+    with refused(BadInput, where="$.schema", got="memo.plan/3", wanted=("memo.cluster/1", "memo.hardware/1")):
         load_cluster(str(path))
 
 

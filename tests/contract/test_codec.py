@@ -89,7 +89,7 @@ def test_a_number_lost_to_null_is_noticed(samples: dict[str, msgspec.Struct]) ->
     plan = samples["plan"]
     assert isinstance(plan, Plan)
     broken = msgspec.structs.replace(plan.prediction, mfu=float("nan"))
-    with refused(MemoError, where="memo.plan/2"):
+    with refused(MemoError, where="memo.plan/3"):
         codec.encode(msgspec.structs.replace(plan, prediction=broken))
 
 

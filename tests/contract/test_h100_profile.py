@@ -5,6 +5,7 @@ import pytest
 from memo_sim.contract import codec
 from memo_sim.contract.catalog import load_hardware
 from memo_sim.contract.hardware import Curve, Hardware
+from memo_sim.costs.attention import of_year
 
 NVLINK_BYTES_PER_S = 450e9
 GEN5_BYTES_PER_S = 63e9
@@ -57,7 +58,8 @@ def test_nothing_is_faster_than_the_data_sheet(h100: Hardware) -> None:
 def test_published_points_of_attention_stand_as_they_are(
     h100: Hardware, kernel: str, published: tuple[int, ...]
 ) -> None:
-    (table,) = (t for t in h100.attention if (t.kernel, t.attention_pass, t.head_dim) == (kernel, "forward", 128))
+    tables = of_year(h100.attention, "2024")
+    (table,) = (t for t in tables if (t.kernel, t.attention_pass, t.head_dim) == (kernel, "forward", 128))
     rates = {(tokens, heads): rate for tokens, heads, rate in table.rows}
     lengths = (512, 1024, 2048, 4096, 8192, 16384)
     assert [rates[tokens, 16 * 16384 / tokens] / 1e12 for tokens in lengths] == pytest.approx(published)
@@ -71,3 +73,24 @@ def test_fewer_heads_and_the_fp32_result_never_gain(h100: Hardware) -> None:
     shared = set(rates["wgrad"]) & set(rates["fprop"])
     assert len(shared) >= 5
     assert all(rates["wgrad"][shape] < rates["fprop"][shape] for shape in shared)
+
+
+@pytest.mark.parametrize(
+    ("name", "kernel", "head_dim", "both"),
+    # From flash-attention's published pictures: causal forward and backward, hidden 2048, 16K tokens per batch.
+    [
+        ("a100-sxm4-80gb", "flash1", 128, (55, 62, 69, 76, 80, 83)),
+        ("a100-sxm4-80gb", "triton-flash", 128, (50, 61, 68, 74, 78, 80)),
+        ("a100-sxm4-80gb", "triton-flash", 64, (59, 75, 79, 76, 79, 80)),
+        ("a100-sxm4-80gb", "flash1", 64, (58, 70, 77, 87, 92, 97)),
+        ("h100-sxm5-80gb", "flash1", 128, (98, 109, 108, 126, 135, 137)),
+        ("h100-sxm5-80gb", "flash1", 64, (104, 123, 136, 138, 149, 156)),
+    ],
+)
+def test_flash_attention_1_has_the_published_rate_of_both_passes(
+    name: str, kernel: str, head_dim: int, both: tuple[int, ...]
+) -> None:
+    tables = [t for t in load_hardware(name).attention if (t.kernel, t.head_dim) == (kernel, head_dim)]
+    for tokens, published in zip((512, 1024, 2048, 4096, 8192, 16384), both, strict=True):
+        fastest = {t.attention_pass: max(rate for length, _, rate in t.rows if length == tokens) for t in tables}
+        assert 3.5e-12 / (1 / fastest["forward"] + 2.5 / fastest["backward"]) == pytest.approx(published, rel=1e-3)

@@ -5,6 +5,7 @@ import pytest
 from memo_sim.contract import codec
 from memo_sim.contract.catalog import load_hardware
 from memo_sim.contract.hardware import Curve, Hardware
+from memo_sim.costs.attention import of_year
 
 GEN5_BYTES_PER_S = 63e9
 NVLINK_BYTES_PER_S = {"b200-sxm6-180gb": 900e9, "h200-sxm5-141gb": 450e9}
@@ -116,10 +117,9 @@ def test_published_attention_counts_the_unmasked_half(
     b200: Hardware, attention_pass: str, tokens: int, heads: int, fraction: float
 ) -> None:
     """The publisher counts the whole square of scores, and reports fractions of the peak."""
+    tables = of_year(b200.attention, "2025")
     for kernel in ("torch-cudnn", "te-fused"):
-        (table,) = (
-            t for t in b200.attention if (t.kernel, t.attention_pass, t.head_dim) == (kernel, attention_pass, 128)
-        )
+        (table,) = (t for t in tables if (t.kernel, t.attention_pass, t.head_dim) == (kernel, attention_pass, 128))
         rates = {(row[0], row[1]): row[2] for row in table.rows}
         assert rates[tokens, heads] == pytest.approx(fraction * 2250e12 / 2, rel=1e-3)
 
@@ -129,3 +129,20 @@ def test_the_price_of_the_loss_is_the_measured_one(b200: Hardware) -> None:
     curve = b200.rowwise_bytes_per_s["cross_entropy"]
     logits = 4096 * 64128
     assert 6 * logits / curve.y[0] == pytest.approx(8 * logits / (0.2795145022199592 * 8000 * 2**30), rel=1e-3)
+
+
+@pytest.mark.parametrize(("attention_pass", "published"), [("forward", 1418.1), ("backward", 1208.6)])
+def test_flash_attention_4_has_its_published_rates(b200: Hardware, attention_pass: str, published: float) -> None:
+    (table,) = (
+        t for t in b200.attention if (t.kernel, t.attention_pass, t.head_dim) == ("flash4", attention_pass, 128)
+    )
+    assert max(rate for tokens, _, rate in table.rows if tokens == 8192) == pytest.approx(published * 1e12, rel=1e-3)
+
+
+def test_a_later_cudnn_has_its_published_rates() -> None:
+    """64 heads of one sequence of 16K tokens (NVIDIA's benchmark of cuDNN 9.19 on H200)."""
+    tables = of_year(load_hardware("h200-sxm5-141gb").attention, "2026")
+    for attention_pass, published in (("forward", 673), ("backward", 579)):
+        name = ("torch-cudnn", attention_pass, 128)
+        (table,) = (t for t in tables if (t.kernel, t.attention_pass, t.head_dim) == name)
+        assert max(rate for tokens, _, rate in table.rows if tokens == 16384) == pytest.approx(published * 1e12)

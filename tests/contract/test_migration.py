@@ -14,19 +14,22 @@ from memo_sim.contract.result import Result
 from memo_sim.contract.validation import Validation
 
 GOLDEN_PLAN_1 = Path(__file__).parent / "golden_plan_1.json"
+EARLIER_PLANS = [GOLDEN_PLAN_1, GOLDEN_PLAN_1.with_name("golden_plan_2.json")]
 NAMES_OF_1 = {"overlap_p2p": "overlap_handovers", "allocation_retries": "reorganisations"}
 
 
-def test_a_plan_of_version_1_keeps_its_decisions(samples: dict[str, msgspec.Struct]) -> None:
-    today, read = samples["plan"], codec.read(GOLDEN_PLAN_1, Plan)
+@pytest.mark.parametrize("golden", EARLIER_PLANS, ids=lambda path: path.stem)
+def test_an_earlier_plan_keeps_its_decisions(samples: dict[str, msgspec.Struct], golden: Path) -> None:
+    today, read = samples["plan"], codec.read(golden, Plan)
     assert isinstance(today, Plan)
     assert read.decisions == today.decisions
     assert read.provenance == today.provenance
 
 
-def test_a_plan_of_version_1_pins_no_program_and_predicts_nothing() -> None:
-    """The names in its program, and so its hash and its prediction by buffer class, are not today's."""
-    read = codec.read(GOLDEN_PLAN_1, Plan)
+@pytest.mark.parametrize("golden", EARLIER_PLANS, ids=lambda path: path.stem)
+def test_an_earlier_plan_pins_no_program_and_predicts_nothing(golden: Path) -> None:
+    """Names or lanes in its program, and so its hash and its prediction, are not today's."""
+    read = codec.read(golden, Plan)
     assert (read.program_sha256, read.placement_sha256, read.prediction) == ("", "", None)
 
 

@@ -14,7 +14,7 @@ from memo_sim.contract.errors import UsageError
 from memo_sim.contract.schemas import DOCUMENTS, json_schema
 from tests.refusals import refused
 
-VERSIONS = {"longest": 2, "memory": 2, "plan": 2, "result": 2, "validation": 2}
+VERSIONS = {"longest": 2, "memory": 2, "plan": 3, "result": 2, "validation": 2}
 """Of the schemas that have changed; ``contract/migration.py`` reads the versions before."""
 
 

@@ -36,7 +36,7 @@ def connected(member: Member, layout: Layout) -> list[Key]:
     ("layout", "wanted"),
     [
         (ROUND, [(Lane.P2P, "cp"), (Lane.SEND, "0>1"), (Lane.SEND, "1>0")]),
-        (Layout(ulysses=2, dp=2, zero=1), [(Lane.COLLECTIVE, "ulysses")]),
+        (Layout(ulysses=2, dp=2, zero=1), [(Lane.ULYSSES, "ulysses")]),
         (Layout(tp=2, sequence_parallel=True, dp=2), []),
     ],
     ids=["cp2-pp2", "ulysses2-dp2", "tp2-dp2"],

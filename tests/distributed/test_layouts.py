@@ -29,11 +29,15 @@ LAYOUTS = {
     "dp2-zero2": Layout(dp=2, zero=2),
     "dp2-zero3": Layout(dp=2, zero=3),
     "tp2-dp2": Layout(tp=2, dp=2),
+    "dp4-zero1-over2": Layout(dp=4, zero=1, zero_ranks=2),
+    "dp4-zero2-over2": Layout(dp=4, zero=2, zero_ranks=2),
+    "dp4-zero3-over2": Layout(dp=4, zero=3, zero_ranks=2),
     "tp2-sp-dp2-zero3": Layout(tp=2, sequence_parallel=True, dp=2, zero=3),
 }
 ALPHAS = {"0": 0.0, "half": 0.5, "1": 1.0}
 QUICK = {("gpt", "tp2-sp", "half"), ("llama", "tp4-sp", "1"), ("llama", "tp2", "0"), ("gpt", "dp2-zero1", "half")}
 QUICK |= {("llama", "dp2-zero2", "1"), ("gpt", "dp2-zero3", "0"), ("gpt", "tp2-sp-dp2-zero3", "half")}
+QUICK |= {("llama", "dp4-zero1-over2", "0"), ("gpt", "dp4-zero2-over2", "half"), ("gpt", "dp4-zero3-over2", "0")}
 """Cases of the default run: every kind of collective, each alpha and both models. The other cases are slow."""
 
 CASES = [
@@ -86,14 +90,41 @@ def test_replicas_talk_beside_compute(team: Team, overlap: str) -> None:
     check(team, decisions(MODELS["llama"], layout, overlap=overlap, seq_tokens=256), 3)
 
 
-@pytest.mark.parametrize("layout", ["tp2", "tp2-sp", "dp2-zero1", "dp2-zero2", "dp2-zero3"])
+@pytest.mark.parametrize("overlap", ["gradients", "both"])
+@pytest.mark.slow
+def test_groups_of_replicas_talk_beside_compute(team: Team, overlap: str) -> None:
+    check(team, decisions(MODELS["gpt"], LAYOUTS["dp4-zero1-over2"], 0.5, overlap=overlap), 3)
+
+
+@pytest.mark.parametrize("zero", [1, 2, 3])
+@pytest.mark.slow
+def test_groups_may_be_of_ranks_that_share_a_sequence(team: Team, zero: int) -> None:
+    """ZeRO divides over cp here, and over the two dp ranks the shards are the same."""
+    layout = Layout(cp=2, dp=2, zero=zero, zero_ranks=2)
+    check(team, decisions(MODELS["llama"], layout, recompute="none", global_batch=6), 3)
+
+
+@pytest.mark.slow
+def test_groups_of_one_rank_divide_nothing(team: Team) -> None:
+    check(team, decisions(MODELS["gpt"], Layout(dp=2, zero=3, zero_ranks=1), 0.5))
+
+
+@pytest.mark.parametrize(
+    "layout", ["tp2", "tp2-sp", "dp2-zero1", "dp2-zero2", "dp2-zero3", "dp4-zero1-over2", "dp4-zero3-over2"]
+)
 @pytest.mark.slow
 def test_no_race(team: Team, layout: str) -> None:
     check(team, decisions(MODELS["gpt"], LAYOUTS[layout], 0.5), debug=True)
 
 
+STATE_LAYOUTS = [
+    *(Layout(dp=2, zero=1), Layout(tp=2, dp=2, zero=2), Layout(dp=3, zero=3)),
+    *(Layout(dp=4, zero=zero, zero_ranks=2) for zero in (1, 3)),
+]
+
+
 @pytest.mark.parametrize("states", ["bf16", "host"])
-@pytest.mark.parametrize("layout", [Layout(dp=2, zero=1), Layout(tp=2, dp=2, zero=2), Layout(dp=3, zero=3)], ids=str)
+@pytest.mark.parametrize("layout", STATE_LAYOUTS, ids=str)
 @pytest.mark.slow
 def test_states(team: Team, layout: Layout, states: str) -> None:
     check(team, decisions(MODELS["gpt"], layout, states=states, global_batch=6 if layout.dp == 3 else 4), 3)

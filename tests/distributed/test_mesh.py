@@ -25,6 +25,8 @@ LAYOUTS = {
     "tp2": Layout(tp=2, sequence_parallel=True),
     "dp4-zero1": Layout(dp=4, zero=1),
     "dp3-zero3": Layout(dp=3, zero=3),
+    "dp6-zero1-over3": Layout(dp=6, zero=1, zero_ranks=3),
+    "dp6-zero3-over3": Layout(dp=6, zero=3, zero_ranks=3),
     "tp2-dp2-zero2": Layout(tp=2, dp=2, zero=2),
     "tp2-cp2-zero1": Layout(tp=2, cp=2, zero=1),
     "metp2-dp2-zero1": Layout(metp=2, dp=2, zero=1),
@@ -43,9 +45,16 @@ def test_shares_cover_a_stretch_once(length: int, ranks: int) -> None:
     assert share.even == (len({share.of(index)[1] for index in range(ranks)}) == 1)
 
 
-@pytest.mark.parametrize("layout", [Layout(tp=2, ulysses=2, cp=2, dp=2, pp=2), Layout(metp=4, dp=3, pp=2)])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(tp=2, ulysses=2, cp=2, dp=2, pp=2),
+        Layout(metp=4, dp=3, pp=2),
+        Layout(tp=2, cp=2, dp=6, pp=2, zero=1, zero_ranks=4),
+    ],
+)
 def test_groups_partition_the_ranks(layout: Layout) -> None:
-    for group in (*AXES, "grads", "ends"):
+    for group in (*AXES, "grads", "ends", "shard", "replicate"):
         found = {tuple(members(group, layout, rank)) for rank in range(layout.devices)}
         assert sorted(rank for each in found for rank in each) == list(range(layout.devices))
         assert {len(each) for each in found} == {degree(group, layout)}
@@ -57,6 +66,13 @@ def test_neighbours_are_tensor_parallel_ranks() -> None:
     assert members("tp", layout, 5) == [4, 5, 6, 7]
     assert members("cp", layout, 5) == [1, 5]
     assert members("grads", layout, 5) == [1, 5, 9, 13]
+
+
+def test_zero_divides_over_consecutive_replicas() -> None:
+    layout = Layout(tp=2, cp=2, dp=4, zero=1, zero_ranks=4)
+    assert members("grads", layout, 9) == [1, 3, 5, 7, 9, 11, 13, 15]
+    assert members("shard", layout, 9) == [9, 11, 13, 15]
+    assert members("replicate", layout, 9) == [1, 9]
 
 
 @pytest.mark.parametrize(
@@ -116,5 +132,5 @@ def test_lanes_have_groups_of_their_own() -> None:
     chosen = training("llama", "tp2-cp2-zero1")
     keys = group_keys(lower(chosen)[0])
     assert keys == sorted(set(keys))
-    assert {(Lane.COLLECTIVE, "tp"), (Lane.P2P, "cp"), (Lane.COLLECTIVE, "grads")} <= set(keys)
+    assert {(Lane.TP, "tp"), (Lane.P2P, "cp"), (Lane.REPLICA, "grads")} <= set(keys)
     assert missing_groups(lower(chosen)[0], chosen.layout, {}) == keys

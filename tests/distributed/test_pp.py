@@ -30,6 +30,18 @@ def test_every_schedule(team: Team, name: str, schedule: str, alpha: float) -> N
     parity(team, name, Layout(pp=2, **SCHEDULES[schedule]), alpha, global_batch=4, steps=5)
 
 
+UNEQUAL = [
+    Layout(pp=3),
+    Layout(pp=2, pp_layers=(1, 4), schedule="zero-bubble"),
+    Layout(pp=2, pp_layers=(1, 1, 2, 1), schedule="interleaved", virtual_stages=2),
+]
+
+
+@pytest.mark.parametrize("layout", UNEQUAL, ids=label)
+def test_unequal_stages(team: Team, layout: Layout) -> None:
+    parity(team, "llama5", layout, 0.5, global_batch=4)
+
+
 COMBINED = [
     Layout(pp=4),
     Layout(pp=4, schedule="gpipe"),

@@ -39,7 +39,8 @@ STAGES = {
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
 TORCHRUN += ["-m", "memo_exec", "run"]
-QUICK = {("tp2", "one"), ("tp2", "dp2-zero3"), ("dp3-zero2", "tp4")}
+QUICK = {("tp2", "one"), ("tp2", "dp2-zero3"), ("dp3-zero2", "tp4"), ("cp2-dp2-zero1-over2", "cp2-dp2-zero3-over2")}
+SAVED_BY = ("tp2", "dp3-zero2", "cp2-dp2-zero1-over2")
 """Pairs of the default run: the layout that saves a checkpoint, and the one that resumes from it."""
 
 LAYOUTS = {
@@ -50,6 +51,8 @@ LAYOUTS = {
     "dp2-zero1": Layout(dp=2, zero=1),
     "dp2-zero3": Layout(dp=2, zero=3),
     "dp3-zero2": Layout(dp=3, zero=2),
+    "cp2-dp2-zero1-over2": Layout(cp=2, dp=2, zero=1, zero_ranks=2),
+    "cp2-dp2-zero3-over2": Layout(cp=2, dp=2, zero=3, zero_ranks=2),
 }
 
 
@@ -91,7 +94,7 @@ def whole(team: Team, plans: Path) -> list[float]:
 def saved(team: Team, plans: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Checkpoints after a few steps of each of these layouts."""
     folder = tmp_path_factory.mktemp("saved")
-    for name in ("tp2", "dp3-zero2"):
+    for name in SAVED_BY:
         outcomes(team, plans, name, steps=SAVED, save=folder / name)
     return folder
 
@@ -145,7 +148,7 @@ def test_a_rank_of_a_pipeline_is_compared_with_its_own_stage(team: Team, plans: 
     "way",
     [
         pytest.param(way, marks=() if way in QUICK else pytest.mark.slow, id="-to-".join(way))
-        for way in product(("tp2", "dp3-zero2"), LAYOUTS)
+        for way in product(SAVED_BY, LAYOUTS)
     ],
 )
 def test_a_checkpoint_goes_on_in_another_layout(

@@ -12,8 +12,11 @@ from tests.exec_cpu.small import decide, gpt, llama
 SEQ_TOKENS = 512
 MODELS: dict[str, Model] = {"gpt": gpt(max_positions=2 * SEQ_TOKENS), "llama": llama()}
 MODELS |= {"gpt4": gpt(layers=4, max_positions=2 * SEQ_TOKENS), "llama4": llama(layers=4)}
-"""Models with four layers can be divided into pipeline stages."""
+MODELS |= {"llama5": llama(layers=5)}
+"""Models with four layers or five can be divided into pipeline stages."""
 MODELS |= {"llama-mha": llama(kv_heads=4), "llama-normed": llama(qk_norm=True)}
+MODELS |= {"llama-uneven": llama(heads=6, kv_heads=3), "gpt-uneven": gpt(heads=3, kv_heads=3, max_positions=1024)}
+MODELS |= {"llama-one-kv4": llama(layers=4, heads=8, kv_heads=1, qk_norm=True, qkv_bias=True)}
 """METP on four ranks needs one key/value head per rank. Every rank has gradients for the norms of heads."""
 
 

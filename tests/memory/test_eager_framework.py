@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
+from memo_sim.contract.attention_kernels import Libraries
 from memo_sim.contract.catalog import load_cluster, load_model
-from memo_sim.contract.hardware import Libraries
 from memo_sim.contract.model import Model
 from memo_sim.contract.plan import Decisions, Layout
 from memo_sim.memory import eager_framework
@@ -132,8 +132,8 @@ def test_buffers_of_other_lanes_wait_for_their_streams() -> None:
     requests = requests_of(case.program, case.columns)
     assert len(requests.ids) == len(device_buffers(case.lives))
     waits = {requests.ids[place]: set(streams) for place, streams in ahead.streams.items()}
-    assert waits["layer.fwd/fwd.norm1_full[0]"] == {Lane.COLLECTIVE}
-    assert waits["layer.fwd/proj_out[0]"] == {Lane.COLLECTIVE}  # what is scattered
+    assert waits["layer.fwd/fwd.norm1_full[0]"] == {Lane.TP}
+    assert waits["layer.fwd/proj_out[0]"] == {Lane.TP}  # what is scattered
     assert waits["layer.fwd/kv.ring1[0]"] == {Lane.P2P}
     assert not any(name.startswith(("layer.fwd/up", "layer.fwd/qkv", "head/logits")) for name in waits)
     for lane, instants in ahead.work.items():
@@ -275,14 +275,14 @@ def test_a_step_of_megatron_in_bytes() -> None:
 
 def test_only_megatron_is_known_with_later_libraries() -> None:
     _, hardware = load_cluster("b200-1x8")
-    assert hardware.eager_libraries == "2025"
+    assert hardware.eager_libraries == "2026"
     found = {
         zero: libraries_of(
             Decisions(model=load_model("gpt-tiny"), seq_tokens=512, layout=Layout(dp=2, zero=zero)), hardware
         )
         for zero in range(4)
     }
-    assert found == {0: "2025", 1: "2025", 2: "2024", 3: "2024"}
+    assert found == {0: "2026", 1: "2026", 2: "2024", 3: "2024"}
 
 
 def test_the_classifiers_gathered_input_stays_allocated() -> None:

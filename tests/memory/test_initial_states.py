@@ -47,6 +47,11 @@ def test_all_states_are_allocated_in_the_end(dp: int) -> None:
     assert sum(beginning.later) == 8 * share
 
 
+def test_a_share_is_that_of_a_group_that_zero_divides_over() -> None:
+    groups = decisions(layout=Layout(tp=2, sequence_parallel=True, dp=4, zero=1, zero_ranks=2), global_batch=4)
+    assert found(groups) == found(decisions())
+
+
 def test_the_last_rank_holds_the_first_parameters() -> None:
     """The flat buffer runs from the last parameter to the first; this rank's share ends with the embedding."""
     asked = decisions()

@@ -96,7 +96,7 @@ def test_a_logs_live_bytes_are_its_own_at_every_line(wishes: list[tuple[bool, in
 
 
 CALLS = ("malloc ID SIZE", "free ID SIZE")
-DOCUMENTS = ("memo.plan/2", "memo.requests/1")
+DOCUMENTS = ("memo.plan/3", "memo.requests/1")
 KINDS = (*DOCUMENTS, "id,lower,upper,size", *CALLS)
 
 

@@ -3,6 +3,10 @@
 Names have changed since; ``renames.json`` says how. A program of today, with every name put back, hashes to what was
 recorded before the first rename, or it is another program. Names are mapped by where they stand, because one word may
 mean two things: ``recv`` is a lane's name today, and has always been an operand of a ring's exchange.
+
+Up to version 2, the collectives of all groups were on one lane, and those that ``overlap`` moves were on another. Since
+version 3 each group has its own lane. ``lane_text`` says where a call stood, and ``verify/program.py`` where it has to
+stand today.
 """
 
 from __future__ import annotations
@@ -13,7 +17,9 @@ import re
 from functools import cache
 from pathlib import Path
 
-from memo_sim.program.ir.instruction import Family, Instance, Instruction, Operand, Template
+from memo_sim.contract.plan import Decisions
+from memo_sim.program.ir.instruction import COLLECTIVE_LANES, Family, Instance, Instruction, Operand, Template
+from memo_sim.program.ir.kinds import TemplateKind
 from memo_sim.program.ir.program import Program
 
 FORMAT_VERSION = 1
@@ -48,18 +54,26 @@ def tuple_text(items: list[str]) -> str:
     return f"({', '.join(items)}{',' if len(items) == 1 else ''})"
 
 
-def instruction_text(instruction: Instruction) -> str:
+def lane_text(instruction: Instruction, kind: TemplateKind, decisions: Decisions) -> str:
+    lane = instruction.lane
+    if lane not in COLLECTIVE_LANES.values():
+        return f"<Lane.{before('lane', lane.label).upper()}: {lane.value}>"
+    early = instruction.op.startswith("grads.") and decisions.overlap != "none" and decisions.layout.zero < 2
+    return "<Lane.REPLICA: 6>" if early or kind is TemplateKind.GATHER_UPDATED else "<Lane.COLLECTIVE: 3>"
+
+
+def instruction_text(instruction: Instruction, kind: TemplateKind, decisions: Decisions) -> str:
     name, op = before("instruction", instruction.name), before("op", instruction.op)
-    lane = f"<Lane.{before('lane', instruction.lane.label).upper()}: {instruction.lane.value}>"
+    lane = lane_text(instruction, kind, decisions)
     operands = tuple_text([operand_text(operand) for operand in instruction.operands])
     work = before("work", repr(instruction.work))
     return f"Instruction(name={name!r}, op={op!r}, lane={lane}, work={work}, operands={operands})"
 
 
-def template_text(template: Template) -> str:
+def template_text(template: Template, decisions: Decisions) -> str:
     slots = tuple_text([repr(before("slot", slot)) for slot in template.slots])
     own = tuple_text([family_text(family) for family in template.own])
-    instructions = tuple_text([instruction_text(each) for each in template.instructions])
+    instructions = tuple_text([instruction_text(each, template.kind, decisions) for each in template.instructions])
     name = before("template", template.name)
     return f"Template(name={name!r}, slots={slots}, own={own}, instructions={instructions})"
 
@@ -71,11 +85,11 @@ def instance_text(instance: Instance) -> str:
     )
 
 
-def program_sha256(program: Program) -> str:
+def program_sha256(program: Program, decisions: Decisions) -> str:
     digest = hashlib.sha256(f"memo.program/{FORMAT_VERSION}:{program.stage}\n".encode())
     for lines in (
         map(family_text, program.families),
-        map(template_text, program.templates),
+        (template_text(template, decisions) for template in program.templates),
         map(instance_text, program.instances),
     ):
         for line in lines:
@@ -84,8 +98,7 @@ def program_sha256(program: Program) -> str:
     return digest.hexdigest()
 
 
-def sha256_of(programs: tuple[Program, ...]) -> str:
+def sha256_of(programs: tuple[Program, ...], decisions: Decisions) -> str:
     """Return the hash that a plan of that version pinned."""
-    if len(programs) == 1:
-        return program_sha256(programs[0])
-    return hashlib.sha256("".join(map(program_sha256, programs)).encode()).hexdigest()
+    found = [program_sha256(program, decisions) for program in programs]
+    return found[0] if len(found) == 1 else hashlib.sha256("".join(found).encode()).hexdigest()

@@ -25,6 +25,7 @@ LAYOUTS = [
     Layout(cp=2, zero=2),
     Layout(tp=2, sequence_parallel=True, dp=2, zero=3),
     Layout(ulysses=2, zero=3),
+    Layout(cp=2, ulysses=2, dp=2, zero=3),
     Layout(tp=2, sequence_parallel=True, cp=2, dp=2, zero=1),
 ]
 POLICIES = [
@@ -77,7 +78,7 @@ class ToyPrices:
     """Prices linear in FLOPs or bytes, with a minimum; ``factor`` scales all, ``copy_s_per_byte`` the copies."""
 
     def __init__(self, factor: float = 1.0, copy_s_per_byte: float = 1 / 20e9) -> None:
-        self.outside: set[str] = set()
+        self.outside_of: dict[Work, frozenset[str]] = {}
         self.factor = factor
         self.copy_s_per_byte = copy_s_per_byte
 

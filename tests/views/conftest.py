@@ -15,7 +15,8 @@ from memo_sim.program.analysis.liveness import live_bytes, liveness
 from memo_sim.program.ir.instruction import Instruction
 from memo_sim.program.lower import lower
 
-RATES = {"flops": 200e12, "bytes": 1.4e12, "d2h": 10e9, "h2d": 11e9, "collective": 150e9, "p2p": 40e9, "host": 50e9}
+RATES = {"flops": 200e12, "bytes": 1.4e12, "d2h": 10e9, "h2d": 11e9, "p2p": 40e9, "host": 50e9}
+RATES |= dict.fromkeys(("tp", "replica"), 150e9)
 
 
 def seconds(instruction: Instruction, rates: dict[str, float]) -> float:

@@ -24,7 +24,7 @@ def test_slices_of_a_thread_nest_or_do_not_overlap(document) -> None:
             # Old versions of Perfetto truncate to whole nanoseconds.
             start, length = int(event["ts"] * 1000.0), int(event["dur"] * 1000.0)
             threads[event["pid"], event["tid"]].append((start, start + length))
-    assert len(threads) == 2 * 6  # the step and five lanes, twice
+    assert len(threads) == 2 * 7  # the step and six lanes, twice
     for slices in threads.values():
         open_ends: list[int] = []
         for start, end in slices:
@@ -58,7 +58,7 @@ def test_predicted_and_measured_are_two_processes(document, played) -> None:
     names = {e["pid"]: e["args"]["name"] for e in metadata if e["name"] == "process_name"}
     assert names == {1: "rank 0 predicted", 2: "rank 0 measured"}
     threads = [[e["args"]["name"] for e in metadata if e["name"] == "thread_name" and e["pid"] == pid] for pid in names]
-    assert threads == [["step", "compute", "d2h", "h2d", "collective", "p2p"]] * 2
+    assert threads == [["step", "compute", "d2h", "h2d", "tp", "replica", "p2p"]] * 2
     for pid in names:
         assert min(e["ts"] for e in document["traceEvents"] if e["ph"] == "X" and e["pid"] == pid) == 0
     assert document["distributedInfo"] == {"rank": 0, "world_size": 8}

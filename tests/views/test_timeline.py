@@ -44,7 +44,7 @@ def test_texts_name_what_is_shown(tmp_path, played, alpha) -> None:
     assert f"peak {peak / GIB:.2f} GiB (50% of capacity)" in found
     assert f"capacity {2 * peak / GIB:.2f} GiB" in found
     assert {"0", "1", "2", "3"} <= set(found)  # the layers
-    for lane in ("compute", "waiting", "d2h", "h2d", "collective", "p2p"):
+    for lane in ("compute", "waiting", "d2h", "h2d", "tp", "p2p"):
         assert any(re.fullmatch(rf"{lane} \d+%", text) for text in found), lane
 
 
@@ -71,8 +71,8 @@ def test_stalls_are_hatched_and_totalled(tmp_path, played) -> None:
 
 
 def test_stalls_are_joined_where_the_lane_hardly_ran_between_them() -> None:
-    stalls = [Stall("compute", "collective", at, at + 0.8) for at in (0.0, 1.0, 2.0, 9.0)]
-    short = [Stall("compute", "collective", at, at + 0.1) for at in (0.0, 1.0, 2.0)]
+    stalls = [Stall("compute", "tp", at, at + 0.8) for at in (0.0, 1.0, 2.0, 9.0)]
+    short = [Stall("compute", "tp", at, at + 0.1) for at in (0.0, 1.0, 2.0)]
 
     assert [(s.start_s, s.end_s) for s in joined(stalls, 1.0)] == [(0.0, 2.8), (9.0, 9.8)]
     assert joined(stalls, 0.1) == stalls

@@ -44,7 +44,7 @@ def start(builder: TemplateBuilder, decisions: Decisions, shape: Shape, suffix: 
     builder.emit(
         f"kv.gather{suffix}",
         "all_gather",
-        Lane.COLLECTIVE,
+        Lane.CP,
         Collective("all_gather", _all_bytes(decisions, shape), shape.cp, "cp"),
         shard=reads(builder.all(MINE)),
         full=writes(builder.all(ALL)),
@@ -76,7 +76,7 @@ def backward(builder: TemplateBuilder, decisions: Decisions, shape: Shape) -> No
     builder.emit(
         "d_kv.scatter",
         "reduce_scatter",
-        Lane.COLLECTIVE,
+        Lane.CP,
         Collective("reduce_scatter", _all_bytes(decisions, shape), shape.cp, "cp"),
         full=reads(builder.all(D_ALL)),
         shard=writes(builder.all(D_MINE)),

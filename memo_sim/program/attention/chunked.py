@@ -27,6 +27,7 @@ from __future__ import annotations
 from typing import Literal
 
 from memo_sim.contract.plan import Decisions
+from memo_sim.program.attention import shared_heads
 from memo_sim.program.attention.partial import add, attention_work, join, merge_part, put, split, workspace
 from memo_sim.program.attention.projection import project
 from memo_sim.program.attention.ulysses import Ulysses
@@ -194,7 +195,7 @@ class ChunkedAttention:
         writer.norm("norm1", "x", rows, at)
         source = self._gathered(at)
         packed = Rows(self._packed(self.ulysses.sequence_sharded("qkv"), shape), *at)
-        writer.linear("qkv", source, packed, shape.qkv_width, shape.hidden)
+        shared_heads.product(writer, source, packed, self.room)
         writer.positions(packed, Rows("qk_raw", *at), first=first)
         head_sharded = Rows(self._packed("qkv", self.inside), 0, shape.ulysses * tokens)
         self.ulysses.to_head_ranks("qkv", packed, head_sharded, writer.suffix)
@@ -353,6 +354,7 @@ class ChunkedAttention:
         sequence_sharded = Rows(self._packed(self.ulysses.sequence_sharded("d_qkv"), shape), 0, tokens)
         self.ulysses.to_sequence_ranks("d_qkv", joined, sequence_sharded, writer.suffix)
         writer.positions_backward(sequence_sharded, first=first)
+        grad = shared_heads.product_gradient(writer, sequence_sharded, self.room)
         phase, builder.phase, writer.suffix = builder.phase, Phase.RECOMPUTE, f".again.c{k}"
         writer.norm("norm1", "x", (first, tokens), (0, tokens))
         source = self._gathered((0, tokens))
@@ -360,7 +362,7 @@ class ChunkedAttention:
         writer.product_and_norm_backward(
             "qkv",
             "norm1",
-            grad=sequence_sharded,
+            grad=grad,
             source=source,
             norm_input="x",
             residual_grad="d_resid",

@@ -182,7 +182,7 @@ class _Rsa:
         self.builder.emit(f"attn.{name}", op, Lane.COMPUTE, work, **operands, out=writes(rows))
         if shape.cp > 1:
             summing = Collective("all_reduce", rows.tokens * self._row_bytes, shape.cp, "cp")
-            self.builder.emit(f"{name}.reduce", "all_reduce", Lane.COLLECTIVE, summing, tensor=accumulates(rows))
+            self.builder.emit(f"{name}.reduce", "all_reduce", Lane.CP, summing, tensor=accumulates(rows))
 
     def return_gradients(self, name: str, grad_qkv: Access) -> None:
         """Add this rank's rows of such a sum to the gradient of the packed Q, K, V.

@@ -17,7 +17,8 @@ neither.
 
 Token shards are cut at the same row blocks as the whole: rows [first, first + n) of every rank arrive as rows
 [ulysses x first, ulysses x (first + n)). Recompute of rows [swapped_tokens, end) therefore exchanges only those rows.
-The degree must divide the query heads and the key/value heads, because each rank needs whole heads.
+Each rank needs whole heads. Where several ranks read one key/value head, rows that are grouped by rank have a copy of
+it for each of them, and unpacking adds up the copies' gradients (``layout/heads.py``).
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ class Ulysses:
         if self.shape.ulysses == 1:
             return
         width = self.builder.features(sequence_sharded.slot)
-        sent = self._exchange(f"{name}.packed", width, sequence_sharded)
+        sent = self._exchange(f"{name}.packed", self.shape.grouped_width(width), sequence_sharded)
         self._copy(f"{name}.pack{suffix}", sequence_sharded, sent)
         self._all_to_all(f"{name}.to_heads{suffix}", sent, head_sharded, width)
 
@@ -65,7 +66,7 @@ class Ulysses:
         if self.shape.ulysses == 1:
             return
         width = self.builder.features(sequence_sharded.slot)
-        arrived = self._exchange(f"{name}.arrived", width, sequence_sharded)
+        arrived = self._exchange(f"{name}.arrived", self.shape.grouped_width(width), sequence_sharded)
         self._all_to_all(f"{name}.to_tokens{suffix}", head_sharded, arrived, width)
         self._copy(f"{name}.unpack{suffix}", arrived, sequence_sharded)
 
@@ -81,12 +82,16 @@ class Ulysses:
         return Rows(name, 0 if self.room else rows.first, rows.tokens)
 
     def _all_to_all(self, name: str, send: Rows, recv: Rows, width: int) -> None:
-        tokens = min(send.tokens, recv.tokens)
-        work = Collective("all_to_all", tokens * width * DTYPE_BYTES[self.dtype], self.shape.ulysses, "ulysses")
-        self.builder.emit(name, "all_to_all", Lane.COLLECTIVE, work, send=reads(send), recv=writes(recv))
+        # The ranks make the same call, so its size is that of the rank with the most heads.
+        fullest = self.shape.ulysses * self.shape.fullest_width(width)
+        size = min(send.tokens, recv.tokens) * fullest * DTYPE_BYTES[self.dtype]
+        work = Collective("all_to_all", size, self.shape.ulysses, "ulysses")
+        self.builder.emit(name, "all_to_all", Lane.ULYSSES, work, send=reads(send), recv=writes(recv))
 
     def _copy(self, name: str, source: Rows, target: Rows) -> None:
         """Emit the copy that rearranges heads in memory: it reads and writes every element once."""
-        size = source.tokens * self.builder.features(source.slot) * DTYPE_BYTES[self.dtype]
-        work = Rowwise("transpose", source.tokens, size, size)
+        work = Rowwise("transpose", source.tokens, self._bytes(source), self._bytes(target))
         self.builder.emit(name, "heads.transpose", Lane.COMPUTE, work, source=reads(source), target=writes(target))
+
+    def _bytes(self, rows: Rows) -> int:
+        return rows.tokens * self.builder.features(rows.slot) * DTYPE_BYTES[self.dtype]

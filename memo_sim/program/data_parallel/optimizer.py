@@ -8,7 +8,14 @@ same parameters (cp x ulysses x dp).
     zero 2    a rank also keeps only its shard of the gradients (``sharding.py``)
     zero 3    a rank also keeps only its shard of the parameters (``sharding.py``)
 
-``overlap`` moves both collectives beside compute, to a lane of their own; ``sharding.py`` places them in the step.
+With ``zero_ranks``, the states are divided over groups of that many replicas. Gradients are reduce-scattered inside a
+group, and each shard is all-reduced between the groups. Parameters are gathered inside a group. So do torch's HSDP
+(``_fsdp_collectives.py``, foreach_reduce) and Megatron-LM with several distributed optimizer instances
+(``param_and_grad_buffer.py``).
+
+    8 replicas, zero_ranks 4     reduce-scatter, all-gather: 0 1 2 3 | 4 5 6 7     all-reduce: 0 4 | 1 5 | 2 6 | 3 7
+
+``overlap`` moves both collectives beside compute; ``sharding.py`` places them in the step.
 
 States ``bf16`` keeps both moments in bf16. States ``pure-bf16`` also has bf16 gradients, which are summed over
 micro-batches and ranks in bf16, and no master copy: AdamW rounds each parameter to bf16 after every step. States
@@ -29,11 +36,11 @@ from memo_sim.contract.hardware import DtypeName
 from memo_sim.contract.plan import Decisions
 from memo_sim.contract.units import DTYPE_BYTES
 from memo_sim.program.ir.builder import Rows, TemplateBuilder, accumulates, reads, writes
-from memo_sim.program.ir.instruction import BufferClass, Families, Family, Lane, Template
+from memo_sim.program.ir.instruction import COLLECTIVE_LANES, BufferClass, Families, Family, Lane, Template
 from memo_sim.program.ir.kinds import BlockKind, FamilyKind, Phase, TemplateKind
 from memo_sim.program.ir.work import Collective, Copy, Group, HostUpdate, Rowwise
 from memo_sim.program.layout.parameters import Block, gradient_dtype
-from memo_sim.program.layout.rank_order import degree
+from memo_sim.program.layout.rank_order import GRADS, REPLICATE, SHARD, degree
 from memo_sim.program.operators.workspaces import adamw_workspace_bytes
 
 
@@ -63,7 +70,18 @@ class Optimizer:
     @property
     def shards(self) -> int:
         """Number of ranks over which the optimizer's states are divided."""
-        return self.replicas if self.decisions.layout.zero >= 1 else 1
+        layout = self.decisions.layout
+        return (layout.zero_ranks or self.replicas) if layout.zero >= 1 else 1
+
+    @property
+    def copies(self) -> int:
+        """Number of ranks that hold the same shard."""
+        return self.replicas // self.shards
+
+    @property
+    def shard_group(self) -> Group:
+        """The group of ranks over which the optimizer's states are divided."""
+        return self.group if self.shards == self.replicas else SHARD
 
     @property
     def master(self) -> bool:
@@ -179,7 +197,8 @@ class Optimizer:
         """Return the template that sums the whole gradients over ranks; None when no sum is needed.
 
         Vectors whose gradient a rank computes in part are summed over tp (over metp for METP's layers). All gradients
-        are then summed over the replicas.
+        are then summed over the replicas: those that are divided inside the ``shard_group`` first. Sums of shards that
+        a rank keeps alone are not part of it (``reduce_shards``).
         """
         builder = TemplateBuilder(f"{self.kind}.reduce", Phase.REDUCE, TemplateKind.REDUCE, self.kind)
         builder.bind(families[f"grads.{self.kind}"], slot="grads")
@@ -193,14 +212,33 @@ class Optimizer:
         if partial:
             rows = Rows("grads", self.block.elements - partial, partial)
             work = Collective("all_reduce", self._grad_bytes * partial, degree(over, layout), over)
-            builder.emit("vectors", "all_reduce", Lane.COLLECTIVE, work, tensor=accumulates(rows))
+            builder.emit("vectors", "all_reduce", COLLECTIVE_LANES[over], work, tensor=accumulates(rows))
         if self.replicas > 1:
             kind: Literal["reduce_scatter", "all_reduce"] = "reduce_scatter" if self.shards > 1 else "all_reduce"
-            work = Collective(kind, self._grad_bytes * self.block.elements, self.replicas, self.group)
+            ranks, group = (self.shards, self.shard_group) if self.shards > 1 else (self.replicas, self.group)
+            work = Collective(kind, self._grad_bytes * self.block.elements, ranks, group)
             whole = accumulates(builder.all("grads"))
-            lane = Lane.REPLICA if self.reduced_early else Lane.COLLECTIVE
-            builder.emit("grads", f"grads.{kind}", lane, work, tensor=whole)
+            builder.emit("grads", f"grads.{kind}", COLLECTIVE_LANES[group], work, tensor=whole)
+            if self.shards > 1 and self.copies > 1 and not self.shared("grads"):
+                self._reduce_shards(builder)
         return builder.build() if partial or self.replicas > 1 else None
+
+    def reduce_shards(self, families: Families) -> Template | None:
+        """Return the template that sums this rank's shard of gradients between groups; None without several groups."""
+        if self.copies == 1 or not self.shared("grads"):
+            return None
+        builder = TemplateBuilder(f"{self.kind}.reduce", Phase.REDUCE, TemplateKind.REDUCE, self.kind)
+        builder.bind(families[f"grads.{self.kind}"], slot="grads")
+        self._reduce_shards(builder)
+        return builder.build()
+
+    def _reduce_shards(self, builder: TemplateBuilder) -> None:
+        work = Collective("all_reduce", self._grad_bytes * self.state_elements(), self.copies, REPLICATE)
+        tensors, offset = {}, 0
+        for name, first, length in self.runs():
+            tensors[f"tensor.{name}"] = accumulates(self._held("grads", first, offset, length))
+            offset += length
+        builder.emit("shard", "shards.all_reduce", COLLECTIVE_LANES[REPLICATE], work, **tensors)
 
     def norm(self, families: Families) -> Template:
         """Return the template that adds the block's squared gradient norm.
@@ -241,7 +279,7 @@ class Optimizer:
             offset += length
         builder.run = ""
         if self.shards > 1 and not self.shared("params") and not self.gathered_late:
-            self._gather(builder, Lane.COLLECTIVE)
+            self._gather(builder)
         return builder.build()
 
     def gather(self, families: Families) -> Template | None:
@@ -250,12 +288,13 @@ class Optimizer:
             return None
         builder = TemplateBuilder(f"{self.kind}.gather", Phase.GATHER, TemplateKind.GATHER_UPDATED, self.kind)
         builder.bind(families[f"params.{self.kind}"], slot="params")
-        self._gather(builder, Lane.REPLICA)
+        self._gather(builder)
         return builder.build()
 
-    def _gather(self, builder: TemplateBuilder, lane: Lane) -> None:
+    def _gather(self, builder: TemplateBuilder) -> None:
         size = self.block.elements * DTYPE_BYTES[self.decisions.dtype]
-        work = Collective("all_gather", size, self.replicas, self.group)
+        work = Collective("all_gather", size, self.shards, self.shard_group)
+        lane = COLLECTIVE_LANES[self.shard_group]
         builder.emit("gather", "params.all_gather", lane, work, tensor=accumulates(builder.all("params")))
 
     def _held(self, name: Literal["params", "grads"], first: int, offset: int, length: int) -> Rows:
@@ -267,12 +306,20 @@ class Optimizer:
 
     def _device_update(self, builder: TemplateBuilder, name: str, first: int, offset: int, length: int) -> None:
         read, written = self._update_bytes()
+        size = DTYPE_BYTES[self.decisions.dtype]
         params = self._held("params", first, offset, length)
         builder.emit(
             f"adamw.{name}",
             f"adamw.{name}",
             Lane.COMPUTE,
-            Rowwise("adamw", length, read * length, written * length),
+            Rowwise(
+                "adamw.pure" if self.pure else "adamw",
+                length,
+                read * length,
+                written * length,
+                elements=length,
+                element_bytes=size,
+            ),
             grads=accumulates(self._held("grads", first, offset, length)),
             norm=reads(builder.all("grad_norm")),
             master=accumulates(Rows("master", offset, length)) if self.master else None,
@@ -327,7 +374,7 @@ def tied(block: Block, families: Families) -> Template:
     rows = Rows("grads", tokens.first, tokens.elements)
     size = DTYPE_BYTES[families["grads.embed"].dtype] * tokens.elements
     work = Collective("all_reduce", size, 2, "tied")
-    builder.emit("tied", "all_reduce", Lane.COLLECTIVE, work, tensor=accumulates(rows))
+    builder.emit("tied", "all_reduce", Lane.TIED, work, tensor=accumulates(rows))
     return builder.build()
 
 
@@ -342,7 +389,7 @@ def totals(decisions: Decisions, families: Families) -> Template | None:
     wanted: list[tuple[str, Group, int, bool]] = [
         ("grad_norm", "tp", layout.tp, True),
         ("grad_norm", weights, degree(weights, layout), layout.whole_ends),
-        ("grad_norm", "grads", replicas, layout.zero >= 1),
+        ("grad_norm", GRADS if layout.shards == replicas else SHARD, layout.shards, True),
         ("grad_norm", "pp", layout.pp, True),
         ("loss", weights, degree(weights, layout), layout.whole_ends),
         ("loss", "grads", replicas, True),
@@ -352,5 +399,5 @@ def totals(decisions: Decisions, families: Families) -> Template | None:
     for name, group, ranks in chosen:
         work = Collective("all_reduce", 4, ranks, group)
         tensor = accumulates(builder.all(name))
-        builder.emit(f"{name}.{group}", "all_reduce", Lane.COLLECTIVE, work, tensor=tensor)
+        builder.emit(f"{name}.{group}", "all_reduce", COLLECTIVE_LANES[group], work, tensor=tensor)
     return builder.build() if chosen else None

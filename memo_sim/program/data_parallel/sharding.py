@@ -4,7 +4,8 @@ A use is one pass of the embedding, a layer or the head that needs a block of pa
 
     zero 2   Whole gradients are zeroed before a use and reduce-scattered after it. This rank's shard is then added to
              its sum over earlier micro-batches. The shards are divided over the ranks with the same parameters:
-             cp x ulysses x dp. METP ranks all hold embedding and head, so for these the ranks are metp x dp.
+             cp x ulysses x dp, or over ``zero_ranks`` of them. METP ranks all hold embedding and head, so for these the
+             ranks are metp x dp.
     zero 3   A rank also holds only a shard of the parameters. The whole block is gathered before every use, again for
              backward, and freed after it.
 
@@ -12,18 +13,21 @@ A gather is placed before the previous use and overlaps with it, so two whole bl
 after the next use, so that no kernel waits for the reduce-scatter. Gathers do not cross the end of a micro-batch: the
 first layer waits for its parameters.
 
-      collective  [gather l2][gather l1]   [scatter l2][gather l0]     [scatter l1]
+      replica     [gather l2][gather l1]   [scatter l2][gather l0]     [scatter l1]
       compute                [backward l2 .....       ][backward l1 .........     ][add l2][backward l0 ...
 
+With ``zero_ranks``, gathers and reduce-scatters stay inside a group. After a block's last add of the step, its shard is
+all-reduced between the groups, beside backward. torchtitan does that once a step too (set_requires_all_reduce).
+
 With ZeRO 0 and 1 a rank always holds whole gradients. ``overlap`` then reduces the gradients of each block over the
-replicas after its last backward of the step, on a separate lane. Layers' collectives share links with it
-(``costs/contention.py``), but do not wait for it.
+replicas after its last backward of the step.
 
       replica                                 [reduce l2 .......][reduce l1 .......]
       compute  m1 [backward l2 .....][backward l1 .....][backward l0 .....]
 
-The collective lane runs in program order. So a layer's own collectives (tensor parallelism, Ulysses) wait for gathers
-and reduce-scatters that are placed before them.
+All of these run in the communicator of the ranks with the same parameters, one after another. A layer's own collectives
+(tensor parallelism, Ulysses) are on other lanes. They do not wait for a gather, but share links with it
+(``costs/contention.py``).
 """
 
 from __future__ import annotations
@@ -35,7 +39,7 @@ from memo_sim.contract.plan import Decisions
 from memo_sim.contract.units import DTYPE_BYTES
 from memo_sim.program.data_parallel.optimizer import Optimizer
 from memo_sim.program.ir.builder import Rows, TemplateBuilder, accumulates, reads, writes
-from memo_sim.program.ir.instruction import BufferClass, Families, Family, Lane, Template
+from memo_sim.program.ir.instruction import COLLECTIVE_LANES, BufferClass, Families, Family, Lane, Template
 from memo_sim.program.ir.kinds import BlockKind, FamilyKind, Phase, TemplateKind
 from memo_sim.program.ir.work import Collective, Rowwise
 from memo_sim.program.layout.stage import Stage
@@ -100,9 +104,10 @@ class Sharding:
         # Deferred weight gradients come after the last backward. Those of helper stages come after the owner's backward
         # (``pipeline/owner_stage.py``).
         late = (decisions.layout.schedule == "zero-bubble" and stage.stages > 1) or decisions.layout.multiplexed
-        early = () if late else [kind for kind, optimizer in optimizers.items() if optimizer.reduced_early]
+        early = [] if late else [kind for kind, optimizer in optimizers.items() if optimizer.reduced_early]
+        early += [kind for kind in self.grads if optimizers[kind].copies > 1]
         self.reduced_early = frozenset(early)
-        """The kinds of blocks whose whole gradients are reduced right after their last backward."""
+        """The kinds of blocks whose gradients, whole or as a shard, are reduced right after their last backward."""
         self.embed_uses = 2 if decisions.model.tied_embeddings else 1
 
     def families(self) -> list[Family]:
@@ -165,8 +170,8 @@ class Sharding:
         builder.emit(
             f"params.{kind}",
             "params.all_gather",
-            Lane.COLLECTIVE,
-            Collective("all_gather", size, optimizer.replicas, optimizer.group),
+            COLLECTIVE_LANES[optimizer.shard_group],
+            Collective("all_gather", size, optimizer.shards, optimizer.shard_group),
             shard=reads(builder.all(shard)),
             full=writes(builder.all(full)),
         )
@@ -228,14 +233,17 @@ class Sharding:
             starts = i == 0 or uses[i - 1].micro_batch != use.micro_batch
             following = [u for u in uses[i + 1 : i + 2] if u.micro_batch == use.micro_batch]
             before, after = [p for u in [use] * starts + following for p in self._gathered(u)], []
+            reduced = self._reduced(use)
             if use.grads:
                 kinds = tuple(kind for kind in use.grads if kind in self.grads)
                 before += _placed(use, kinds, "clear")
                 after = _placed(use, kinds, "scatter") + waiting
                 waiting = _placed(use, kinds, "add")
+                if kinds:  # a shard is reduced after its last add, whole gradients at once
+                    waiting, reduced = waiting + reduced, []
             if not following:
                 after, waiting = after + waiting, []
-            found[use.place, use.backward] = (before, after + self._reduced(use))
+            found[use.place, use.backward] = (before, after + reduced)
         return found
 
     def _gathered(self, use: Use) -> list[Placed]:

@@ -12,28 +12,59 @@ from typing import Literal
 
 from memo_sim.contract.units import DTYPE_BYTES
 from memo_sim.program.ir.kinds import BlockKind, FamilyKind, Phase, TemplateKind
-from memo_sim.program.ir.work import Work
+from memo_sim.program.ir.work import Group, Work
 
 
 class Lane(IntEnum):
-    """A serial resource: both interpreters run the instructions of a lane one at a time, in program order."""
+    """A serial resource: both interpreters run the instructions of a lane one at a time, in program order.
+
+    The collectives of each group of ranks have a lane of their own, because they have a communicator of their own:
+    within a communicator order is first in, first out, and communicators run beside each other.
+    """
 
     COMPUTE = 0
     D2H = 1
     H2D = 2
-    COLLECTIVE = 3
+    TP = 3
     P2P = 4
+    """Exchanges along a ring, of context parallelism or METP."""
     HOST = 5
     REPLICA = 6
-    """Collectives over the ranks with the same parameters, when they overlap with the layers' collectives."""
+    """Collectives over the ranks with the same parameters of a layer (group ``grads``)."""
     SEND = 7
     RECV = 8
     """P2p transfers between pipeline stages (``pipeline/stage_p2p.py``); ``SEND`` and ``RECV`` are two lanes."""
+    ULYSSES = 9
+    CP = 10
+    METP = 11
+    ENDS = 12
+    """Collectives over the ranks with the same embedding and head, with METP."""
+    PP = 13
+    TIED = 14
+    SHARD = 15
+    """Collectives over the replicas that ZeRO divides over, where these are not all."""
+    REPLICATE = 16
+    """All-reduces between those groups."""
 
     @property
     def label(self) -> str:
         """The lane's name in files and pictures."""
         return self.name.lower()
+
+
+COLLECTIVE_LANES: dict[Group, Lane] = {
+    "tp": Lane.TP,
+    "ulysses": Lane.ULYSSES,
+    "cp": Lane.CP,
+    "metp": Lane.METP,
+    "grads": Lane.REPLICA,
+    "ends": Lane.ENDS,
+    "shard": Lane.SHARD,
+    "replicate": Lane.REPLICATE,
+    "pp": Lane.PP,
+    "tied": Lane.TIED,
+}
+"""The lane of each group's collectives. METP's are on the compute lane where they do not run beside compute."""
 
 
 class Mode(IntEnum):

@@ -14,7 +14,7 @@ from functools import cached_property
 from memo_sim.program.ir.instruction import Family, Instance, Instruction, Template
 from memo_sim.program.layout.schedule import Pass
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 
 
 @dataclass(frozen=True)

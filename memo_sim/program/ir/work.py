@@ -11,11 +11,13 @@ from typing import Literal
 from memo_sim.contract.hardware import CollectiveKind, DtypeName, GemmPass
 
 Mask = Literal["none", "causal"]
-Group = Literal["tp", "ulysses", "cp", "metp", "dp", "grads", "ends", "pp", "tied"]
-"""The ranks that take part.
+Group = Literal["tp", "ulysses", "cp", "metp", "grads", "ends", "shard", "replicate", "pp", "tied"]
+"""The ranks that take part. The collectives of a group have a lane of their own (``ir/instruction.py``).
 
 - ``grads``: all ranks with the same parameters of a layer (ulysses x cp x dp).
 - ``ends``: all ranks with the same embedding and head (metp x ulysses x cp x dp); used only with METP.
+- ``shard``: the ranks of ``grads`` that ZeRO divides over, where these are not all (``Layout.zero_ranks``).
+- ``replicate``: the ranks of ``grads`` that hold the same shard, one of every ``shard`` group.
 - ``pp``: one rank of every pipeline stage.
 - ``tied``: one rank of the first stage and one of the last.
 - The others are the groups of one parallelism.
@@ -99,6 +101,12 @@ class Rowwise:
 
     The instruction's name contains the chunk, so the hash leaves it out.
     """
+    elements: int = field(default=0, repr=False)
+    """Elements of the tensor whose passes ``operators/framework_kernels.py`` counts; 0 where that table has no entry.
+
+    The kind and the bytes follow from it, so the hash leaves it out."""
+    element_bytes: int = field(default=2, repr=False)
+    """Bytes of one of them, in the plan's dtype."""
 
     @property
     def moved_bytes(self) -> int:

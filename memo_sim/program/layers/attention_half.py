@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from memo_sim.program.attention import attention
+from memo_sim.program.attention import attention, shared_heads
 from memo_sim.program.attention import subsequence as prefix_attention
 from memo_sim.program.attention.projection import project
 from memo_sim.program.attention.ulysses import Ulysses
@@ -80,11 +80,12 @@ class WholeAttention:
         d_qkv = writer.own(sequence_sharded("d_qkv"), shape.tokens, shape.qkv_width)
         self.ulysses.to_tokens("d_qkv", builder.all(d_qkv))
         writer.positions_backward(builder.all(d_qkv))
+        grad = shared_heads.product_gradient(writer, builder.all(d_qkv), shape.tokens)
         whole = (0, shape.tokens)
         writer.product_and_norm_backward(
             "qkv",
             "norm1",
-            grad=builder.all(d_qkv),
+            grad=grad,
             source=None,
             norm_input="x",
             residual_grad="d_resid",
@@ -100,7 +101,7 @@ class WholeAttention:
         writer.norm("norm1", "x", rows, rows)
         source = writer.gather("norm1", writer.shard_rows("norm1", rows), "norm1_full", first)
         packed = Rows(writer.own(self.ulysses.sequence_sharded("qkv"), shape.tokens, shape.qkv_width), first, tokens)
-        writer.linear("qkv", source, packed, shape.qkv_width, shape.hidden)
+        shared_heads.product(writer, source, packed, shape.tokens)
         writer.positions(packed, Rows("qk_raw", first, tokens))
         self.ulysses.to_heads("qkv", packed, writer.suffix)
         if shape.kv_cache_tokens:

@@ -165,7 +165,7 @@ class MetpLayer(OperatorWriter):
         self.linear("ffn_up", self._all("norm2"), self._all(up), self.up_width, shape.hidden)
         op, tokens = self._activation, shape.tokens
         x, out = reads(self._all(up)), writes(self._all(act))
-        self.memory_bound("act", op, tokens, self.up_width, shape.ffn, x=x, out=out)
+        self.memory_bound("act", op, tokens, self.up_width, shape.ffn, features=shape.ffn, x=x, out=out)
 
     @property
     def _activation(self) -> str:
@@ -189,7 +189,9 @@ class MetpLayer(OperatorWriter):
             self.dgrad("ffn_down", upstream, d_act, shape.ffn, hidden)
             read, grad, x = shape.ffn + self.up_width, reads(d_act), reads(self._all("up"))
             op, into = f"{self._activation}.bwd", writes(d_up)
-            self.memory_bound("act.bwd", op, tokens, read, self.up_width, grad=grad, x=x, grad_x=into)
+            self.memory_bound(
+                "act.bwd", op, tokens, read, self.up_width, features=shape.ffn, grad=grad, x=x, grad_x=into
+            )
             last = step == self.ranks - 1
             if not last:
                 self._sum_dgrad("ffn_up", d_up, d_norm, hidden, self.up_width, step)
@@ -265,6 +267,7 @@ class MetpLayer(OperatorWriter):
             tokens,
             4 * hidden,
             2 * hidden,
+            features=hidden,
             scratch=table.norm_backward_workspace_bytes(tokens, hidden, self.dtype, self.rowwise),
             grad=reads(self._all(f"d_{norm}")),
             x=reads(self._all(norm_input)),
@@ -364,7 +367,7 @@ class MetpLayer(OperatorWriter):
         for run in self.attn.runs():
             work = Collective("broadcast", self.size * run.elements, self.ranks, "metp", part)
             own, full = reads(run.own("params")), writes(run.exchanged(self.attn.buffer(part)))
-            name, lane = f"attn.{run.name}.g{part}", self._lane(Lane.COLLECTIVE)
+            name, lane = f"attn.{run.name}.g{part}", self._lane(Lane.METP)
             self.builder.emit(name, "broadcast", lane, work, own=own, tensor=full)
 
     def _clear(self, bundle: Bundle, step: int) -> None:
@@ -380,7 +383,7 @@ class MetpLayer(OperatorWriter):
             size = DTYPE_BYTES[GRAD_DTYPE] * run.elements
             work = Collective("reduce", size, self.ranks, "metp", part)
             tensor = accumulates(run.exchanged(self.attn.buffer(part, sums=True)))
-            name, lane = f"d_attn.{run.name}.g{part}", self._lane(Lane.COLLECTIVE)
+            name, lane = f"d_attn.{run.name}.g{part}", self._lane(Lane.METP)
             self.builder.emit(name, "reduce", lane, work, tensor=tensor, total=accumulates(run.own("grads")))
 
 

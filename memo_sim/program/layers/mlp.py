@@ -72,6 +72,7 @@ class Mlp:
             at[1],
             self.width,
             self.shape.ffn,
+            features=self.shape.ffn,
             x=reads(Rows("up", *at)),
             out=writes(Rows("act", *at)),
         )
@@ -123,6 +124,7 @@ class Mlp:
             at[1],
             shape.ffn + self.width,
             self.width,
+            features=shape.ffn,
             grad=reads(d_act),
             x=reads(Rows("up", *at)),
             grad_x=writes(d_up),

@@ -48,6 +48,11 @@ class DeferredWeightGradients:
         return "" if self.shape.ulysses == 1 else "_seq"
 
     @property
+    def _d_qkv(self) -> str:
+        """The gradient of the QKV product's result."""
+        return "d_qkv_part" if self.shape.shared_by > 1 else f"d_qkv{self._sequence_sharded}"
+
+    @property
     def _inputs(self) -> list[Skeletal]:
         """The skeletal tensors that are inputs of products."""
         wanted = {"norm1", f"attn{self._sequence_sharded}", "norm2", "act"}
@@ -71,7 +76,7 @@ class DeferredWeightGradients:
         shape, model = self.shape, self.decisions.model
         up = 2 * shape.ffn if model.gated else shape.ffn
         return [
-            (f"d_qkv{self._sequence_sharded}", shape.tokens, shape.qkv_width),
+            (self._d_qkv, shape.tokens, shape.product_width),
             ("d_resid", shape.shard_tokens, shape.hidden),
             ("d_up", shape.tokens, up),
         ]
@@ -122,7 +127,7 @@ class DeferredWeightGradients:
         up = builder.features("d_up")
 
         d_out, d_resid = builder.all("grad_out"), builder.all("d_resid")
-        d_up, d_qkv = builder.all("d_up"), builder.all(f"d_qkv{self._sequence_sharded}")
+        d_up, d_qkv = builder.all("d_up"), builder.all(self._d_qkv)
         dy = writer.gather("ffn_down.grad", d_out, "d_ffn_down_full", 0)
         writer.wgrad("ffn_down", dy, builder.all("act"), shape.hidden, shape.ffn)
         writer.bgrad("ffn_down", d_out, shape.hidden)
@@ -133,5 +138,5 @@ class DeferredWeightGradients:
         writer.wgrad("proj", d_proj, builder.all(f"attn{self._sequence_sharded}"), shape.hidden, shape.q_width)
         writer.bgrad("proj", d_resid, shape.hidden)
         norm1 = writer.gather("norm1", builder.all("norm1"), "norm1_full", 0)
-        writer.wgrad("qkv", d_qkv, norm1, shape.qkv_width, shape.hidden)
-        writer.bgrad("qkv", d_qkv, shape.qkv_width)
+        writer.wgrad("qkv", d_qkv, norm1, shape.product_width, shape.hidden)
+        writer.bgrad("qkv", d_qkv, shape.product_width)

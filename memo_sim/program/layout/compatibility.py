@@ -18,9 +18,13 @@ from operator import attrgetter
 from memo_sim.contract.errors import Infeasible
 from memo_sim.contract.plan import Decisions
 from memo_sim.program.layout.attention_chunks import in_chunks
+from memo_sim.program.layout.stage import layers_of_runs
 
 MOST_ZERO_OF_STAGES = 1
 """Pipeline stages keep whole parameters and gradients, which ZeRO 2 and 3 would divide."""
+
+FLASH1_HEAD_DIM = 128
+"""Largest head size of flash-attn 1 (csrc/flash_attn/fmha_api.cpp and flash_attn_triton.py at v1.0.9)."""
 
 Test = Callable[[Decisions], bool]
 Text = str | Callable[[Decisions], str]
@@ -251,6 +255,15 @@ MULTIPLEXING = (
         hint="--no-multiplexed, or another --schedule",
     ),
     Rule(
+        name="multiplexing: pp_layers",
+        breaks=lambda d: d.layout.multiplexed and len(set(layers_of_runs(d))) > 1,
+        what="multiplexing needs stages of equal numbers of layers: helper stages take rows in proportion to work",
+        where="layout.pp_layers",
+        got=lambda d: ", ".join(map(str, layers_of_runs(d))),
+        wanted="equal numbers",
+        hint="--no-multiplexed, or a --pp that divides the layers",
+    ),
+    Rule(
         name="multiplexing: memory_policy",
         breaks=lambda d: d.layout.multiplexed and d.memory_policy == "eager",
         what="no eager framework multiplexes",
@@ -282,6 +295,24 @@ RULES = (
         wanted="0 or 1",
         hint="--zero 1: ZeRO 2 and 3 would gather and scatter for every micro-batch of every stage",
     ),
+    Rule(
+        name="ranks of ZeRO: zero",
+        breaks=lambda d: d.layout.zero_ranks > 0 and d.layout.zero == 0,
+        what="ranks of ZeRO without ZeRO have no effect",
+        where="layout.zero_ranks",
+        got=lambda d: f"{d.layout.zero_ranks} with zero 0",
+        wanted="0",
+        hint="--zero 1 or more, or leave --zero-ranks out",
+    ),
+    Rule(
+        name="ranks of ZeRO: replicas",
+        breaks=lambda d: d.layout.zero_ranks > 0 and d.layout.replicas % d.layout.zero_ranks > 0,
+        what="the ranks with the same parameters do not make up whole groups of ZeRO",
+        where="layout.zero_ranks",
+        got=lambda d: f"{d.layout.zero_ranks} of {d.layout.replicas} ranks",
+        wanted="a divisor of cp x ulysses x dp",
+        hint="another --zero-ranks, or leave it out: ZeRO then divides over all of them",
+    ),
     MLP_BLOCKS_UNDER_ZERO_BUBBLE,
     Rule(
         name="keep_norms: metp",
@@ -294,6 +325,9 @@ RULES = (
     ),
     _METP.allows("layout.tp", 1, because="METP divides the same rows and columns of a layer's weights as tp"),
     _METP.allows("layout.cp", 1, because="METP passes keys and values round a ring of its own"),
+    _METP.allows(
+        "layout.zero_ranks", 0, because="METP's layers and its embedding and head have different numbers of replicas"
+    ),
     _METP.allows("layout.ulysses", 1, because="METP plays the heads part by part, which Ulysses would divide"),
     _METP.allows(
         "layout.subsequences",
@@ -405,6 +439,15 @@ RULES = (
     ),
     SELECTIVE_SWAPS_NOTHING,
     MLP_BLOCKS_UNDER_FULL_RECOMPUTE,
+    Rule(
+        name="FlashAttention 1: head_dim",
+        breaks=lambda d: d.kernels.attention in ("flash1", "triton-flash") and d.model.head_dim > FLASH1_HEAD_DIM,
+        what="FlashAttention 1 has no kernel for heads of this size",
+        where="decisions.kernels.attention",
+        got=lambda d: f"{d.kernels.attention} with heads of {d.model.head_dim}",
+        wanted=f"heads of at most {FLASH1_HEAD_DIM}",
+        hint="another --attention",
+    ),
     Rule(
         name="pure bf16 states: dtype",
         breaks=lambda d: d.states == "pure-bf16" and d.dtype != "bf16",

@@ -7,7 +7,8 @@ W(x_i) = i W(S) / N (SPPO 4, TeraPipe 3.3):
     x_i = sqrt(k^2 + (2 k S + S^2) i / N) - k,    k = c / a
 
 Example: with S = 8 granules, k = 4 and N = 2 the first subsequence has 5.2 granules and the second 2.8, which round to
-5 and 3. Only layers count, because every stage has the same number of them; the head is on the last stage alone.
+5 and 3. Only layers count: equal work in one layer is equal work in a stage's layers. The head is on the last stage
+alone.
 """
 
 from __future__ import annotations

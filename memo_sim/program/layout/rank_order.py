@@ -12,13 +12,17 @@ distance between its consecutive ranks:
     pp        tp*metp*ulysses*cp*dp
     grads     tp*metp    ranks that hold the same parameters of a layer: ulysses x cp x dp
     ends      tp         ranks that hold the same embedding and head: metp x ulysses x cp x dp
+    shard     tp*metp    consecutive ranks of grads that ZeRO shards over, if not over all of them (zero_ranks)
+    replicate tp*metp*zero_ranks     ranks of grads that hold the same shard
 
     tp 4, cp 2, dp 2:   tp group of rank 0: 0 1 2 3    cp: 0 4    dp: 0 8    grads: 0 4 8 12
+    with zero_ranks 2:  shard group of rank 0: 0 4    replicate: 0 8
 """
 
 from __future__ import annotations
 
 from math import prod
+from typing import Literal
 
 from memo_sim.contract.plan import Layout
 
@@ -27,17 +31,23 @@ AXES = ("tp", "metp", "ulysses", "cp", "dp", "pp")
 
 TIED = "tied"
 """The group of one rank on the first and one on the last pipeline stage, which hold a tied embedding."""
-GRADS = "grads"
+GRADS: Literal["grads"] = "grads"
 """The group that spans ulysses, cp and dp."""
 ENDS = "ends"
 """The group that spans metp, ulysses, cp and dp."""
+SHARD: Literal["shard"] = "shard"
+"""The group of ``Layout.shards`` consecutive ranks of ``grads`` that ZeRO shards over (torch's dp_shard)."""
+REPLICATE: Literal["replicate"] = "replicate"
+"""The group of ranks of ``grads`` that hold the same shard, one of each group that shards (torch's dp_replicate)."""
 
 
 def stride(group: str, layout: Layout) -> int:
-    """Return the distance between consecutive ranks of ``group``: an axis, ``grads``, ``ends`` or ``tied``."""
+    """Return the distance between consecutive ranks of ``group``: an axis, or one of the groups named above."""
     if group == TIED:
         return stride("pp", layout) * max(1, layout.pp - 1)
-    first = {GRADS: "ulysses", ENDS: "metp"}.get(group, group)
+    if group == REPLICATE:
+        return stride(GRADS, layout) * layout.shards
+    first = {GRADS: "ulysses", SHARD: "ulysses", ENDS: "metp"}.get(group, group)
     return prod(degree(axis, layout) for axis in AXES[: AXES.index(first)])
 
 
@@ -47,6 +57,8 @@ def degree(group: str, layout: Layout) -> int:
         return min(2, layout.pp)
     if group == ENDS:
         return layout.metp * layout.replicas
+    if group in (SHARD, REPLICATE):
+        return layout.shards if group == SHARD else layout.shard_copies
     return layout.replicas if group == GRADS else int(getattr(layout, group))
 
 

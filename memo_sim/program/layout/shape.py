@@ -6,10 +6,12 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from memo_sim.contract.errors import BadInput, Infeasible
+from memo_sim.contract.model import Model
 from memo_sim.contract.plan import Decisions
 from memo_sim.contract.units import MOST_TOKENS
 from memo_sim.program.layout.attention_chunks import check_attention_chunks
 from memo_sim.program.layout.compatibility import check_compatible
+from memo_sim.program.layout.heads import are_even, divided_heads, shares, sharing_ranks
 from memo_sim.program.layout.partition import PRICE_AGAIN
 
 MOST_LOSS_CHUNKS = 2**16
@@ -54,6 +56,10 @@ class Shape:
     metp: int = 1
     keep_norms: bool = False
     """Whether METP keeps the results of both norms."""
+    ulysses_rank: int = 0
+    """Coordinate among the ranks of Ulysses, which may have different numbers of heads (``heads.py``)."""
+    shared_by: int = 1
+    """Tensor-parallel ranks that have copies of one key/value head."""
     ring: Literal["cp", "metp"] = "cp"
     """The group that forms the ring of the ``cp`` ranks; "metp" inside METP's attention (``layers/metp.py``)."""
 
@@ -63,25 +69,52 @@ class Shape:
         return self.q_width + 2 * self.kv_width
 
     @property
+    def product_width(self) -> int:
+        """Features of the QKV product: less than ``qkv_width`` when ranks have copies of key/value heads."""
+        return self.q_width + 2 * self.kv_width // self.shared_by
+
+    @property
     def attention(self) -> Shape:
         """The sizes inside attention, where Ulysses holds all tokens of a part of the heads."""
-        degree = self.ulysses
+        own, head_dim = shares(self.heads, self.kv_heads, self.ulysses)[self.ulysses_rank], self.head_dim
         return replace(
             self,
-            tokens=self.tokens * degree,
-            q_width=self.q_width // degree,
-            kv_width=self.kv_width // degree,
-            heads=self.heads // degree,
-            kv_heads=self.kv_heads // degree,
+            tokens=self.tokens * self.ulysses,
+            q_width=own.heads * head_dim,
+            kv_width=own.kv_heads * head_dim,
+            heads=own.heads,
+            kv_heads=own.kv_heads,
         )
+
+    @property
+    def head_dim(self) -> int:
+        """Features of one head."""
+        return self.q_width // self.heads
+
+    def grouped_width(self, width: int) -> int:
+        """Return the features of a sequence-sharded row of ``width`` features, grouped by the rank of their heads.
+
+        Queries' features are grouped as they are. Of Q, K and V, each rank gets its own copy of a key/value head.
+        """
+        if width == self.q_width:
+            return width
+        ranks = shares(self.heads, self.kv_heads, self.ulysses)
+        return sum(share.heads + 2 * share.kv_heads for share in ranks) * self.head_dim
+
+    def fullest_width(self, width: int) -> int:
+        """Return the features of the head-sharded form of such a row, on the rank with the most heads."""
+        most = shares(self.heads, self.kv_heads, self.ulysses)[0]
+        return (most.heads + (0 if width == self.q_width else 2 * most.kv_heads)) * self.head_dim
 
     def shard(self, tokens: int) -> int:
         """Return how many of ``tokens`` tokens this rank's sequence-parallel shard holds."""
         return tokens // self.tp if self.gathered else tokens
 
 
-def shape_of(decisions: Decisions, *, cp_rank: int | None = None) -> Shape:
+def shape_of(decisions: Decisions, *, cp_rank: int | None = None, ulysses_rank: int = 0) -> Shape:
     """Return the per-rank sizes of ``decisions`` on the representative context-parallel rank, or on ``cp_rank``.
+
+    ``ulysses_rank``: the rank of Ulysses; rank 0 has the most heads.
 
     Raises:
         Infeasible: when the layout does not divide the model or the sequence, or combines incompatible options
@@ -91,10 +124,7 @@ def shape_of(decisions: Decisions, *, cp_rank: int | None = None) -> Shape:
     model, layout = decisions.model, decisions.layout
     check_compatible(decisions)
     check_attention_chunks(decisions)
-    for what in ("heads", "kv_heads"):
-        _degree_divides(what, getattr(model, what), "tp", layout.tp)
-        _degree_divides(what, getattr(model, what), "tp x ulysses", layout.tp * layout.ulysses)
-        _degree_divides(what, getattr(model, what), "metp", layout.metp)
+    _check_heads(decisions)
     _degree_divides("ffn_hidden", model.ffn_hidden, "tp", layout.tp)
     _degree_divides("ffn_hidden", model.ffn_hidden, "metp", layout.metp)
     _divides("global_batch", decisions.global_batch, "micro_batch x dp", decisions.micro_batch * layout.dp)
@@ -115,24 +145,52 @@ def shape_of(decisions: Decisions, *, cp_rank: int | None = None) -> Shape:
     _check_swapped(decisions, tokens)
     _check_mlp_blocks(decisions, tokens)
     _check_size(decisions, tokens)
+    heads, kv_heads = divided_heads(model, layout)
     return Shape(
         tokens=tokens,
         shard_tokens=tokens // layout.tp if gathered else tokens,
         hidden=model.hidden,
-        q_width=model.q_width // layout.divided,
-        kv_width=model.kv_width // layout.divided,
+        q_width=heads * model.head_dim,
+        kv_width=kv_heads * model.head_dim,
         ffn=model.ffn_hidden // layout.divided,
         vocab=-(-model.vocab // layout.tp),
-        heads=model.heads // layout.divided,
-        kv_heads=model.kv_heads // layout.divided,
+        heads=heads,
+        kv_heads=kv_heads,
         tp=layout.tp,
         cp=layout.cp,
         ulysses=layout.ulysses,
         gathered=gathered,
+        ulysses_rank=ulysses_rank,
+        shared_by=sharing_ranks(model, layout),
         cp_rank=layout.ring - 1 if cp_rank is None else cp_rank,
         metp=layout.metp,
         keep_norms=decisions.keep_norms,
     )
+
+
+def _check_heads(decisions: Decisions) -> None:
+    """Reject degrees that do not give every rank whole heads, or copies of one key/value head."""
+    model, layout = decisions.model, decisions.layout
+    _degree_divides("heads", model.heads, "tp", layout.tp)
+    _divides_or_copies(model, "tp", layout.tp)
+    _divides("features of keys", model.kv_width, "tp", layout.tp)
+    for what in ("heads", "kv_heads"):
+        _degree_divides(what, getattr(model, what), "metp", layout.metp)
+    heads, kv_heads = divided_heads(model, layout)
+    if are_even(heads, kv_heads, layout.ulysses) or (layout.uneven_heads and layout.ulysses < kv_heads):
+        return
+    by, degree = "tp x ulysses", layout.tp * layout.ulysses
+    if layout.uneven_heads:
+        raise Infeasible(
+            "Ulysses has more ranks than there are key/value heads to divide unevenly",
+            where="kv_heads",
+            got=f"{kv_heads} of a tensor-parallel rank with ulysses {layout.ulysses}",
+            wanted=f"ulysses below {kv_heads}, or a multiple of {kv_heads} that divides {heads} heads",
+            hint="a smaller --ulysses",
+        )
+    more = "; with --uneven-heads some ranks have one more" if layout.ulysses < kv_heads else ""
+    _degree_divides("heads", model.heads, by, degree, more)
+    _divides_or_copies(model, by, degree, more)
 
 
 def _check_swapped(decisions: Decisions, tokens: int) -> None:
@@ -179,10 +237,19 @@ def _check_size(decisions: Decisions, tokens: int) -> None:
         )
 
 
-def _degree_divides(what: str, value: int, by: str, degree: int) -> None:
-    """Reject a degree that does not divide a size of the model; suggest the largest smaller degrees that do."""
+def _degree_divides(what: str, value: int, by: str, degree: int, more: str = "") -> None:
+    """Reject a degree that does not divide a size of the model; suggest the largest smaller degrees that do.
+
+    ``more`` ends the hint.
+    """
     fewer = [str(each) for each in range(degree - 1, 0, -1) if value % each == 0][:DEGREES_NAMED]
-    _divides(what, value, by, degree, hint=f"{by} = {' or '.join(fewer)} divides {what}")
+    _divides(what, value, by, degree, hint=f"{by} = {' or '.join(fewer)} divides {what}{more}")
+
+
+def _divides_or_copies(model: Model, by: str, degree: int, more: str = "") -> None:
+    """Reject a degree that neither divides the key/value heads nor is a multiple of them."""
+    if degree % model.kv_heads:
+        _degree_divides("kv_heads", model.kv_heads, by, degree, more)
 
 
 def _divides(what: str, value: int, by: str, divisor: int, hint: str | None = None) -> None:

@@ -1,14 +1,24 @@
 """Pipeline stages: the layers that a stage holds in chunks, and its neighbours before and after each chunk.
 
-Equal chunks of layers are dealt out to the stages in turn: chunk c of stage s of p is the (c*p + s)-th run of layers.
-Without pipeline parallelism there is one chunk of all layers.
+Runs of layers are dealt out to the stages in turn: chunk c of stage s of p is the (c*p + s)-th run. Without pipeline
+parallelism there is one run of all layers. ``pp_layers`` says how many layers each run has. Otherwise runs are equal,
+or as equal as possible: some have one layer more.
 
       8 layers, p 2, 2 chunks a stage      stage 0: [l0 l1] [l4 l5]      stage 1: [l2 l3] [l6 l7]
+      14 layers, p 4                       3 4 4 3 layers
+
+The runs beside the embedding and beside the head get their extra layer last, because these stages have that work too.
+This is the split of Megatron-LM with ``--account-for-embedding-in-pipeline-split`` and
+``--account-for-loss-in-pipeline-split`` (126 layers on 16 stages: 7, 14 times 8, 7), which Megatron-LM has only where
+layers + 2 divide by the stages (``megatron/core/transformer/transformer_block.py``). What its
+``--decoder-first-pipeline-num-layers`` and ``--decoder-last-pipeline-num-layers`` choose is given by ``pp_layers``.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 
 from memo_sim.contract.errors import Infeasible
 from memo_sim.contract.plan import Decisions
@@ -18,15 +28,14 @@ from memo_sim.contract.plan import Decisions
 class Stage:
     """The layers of one pipeline stage.
 
-    ``layers`` are numbers in the model; the local number of a layer is its index in ``layers``. Boundaries are the
-    points before, between and after the layers of each chunk. The first boundary of chunk c is the local number of the
-    chunk's first layer plus c.
+    The local number of a layer is its index in ``layers``. Boundaries are the points before, between and after the
+    layers of each chunk. The first boundary of chunk c is the local number of the chunk's first layer plus c.
     """
 
     index: int
     stages: int
-    chunks: int
-    layers: tuple[int, ...]
+    runs: tuple[range, ...]
+    """The numbers of each chunk's layers in the model."""
 
     @property
     def name(self) -> str:
@@ -44,9 +53,14 @@ class Stage:
         return self.index == self.stages - 1
 
     @property
-    def chunk_layers(self) -> int:
-        """Number of layers in one chunk."""
-        return len(self.layers) // self.chunks
+    def layers(self) -> tuple[int, ...]:
+        """The numbers of the stage's layers in the model."""
+        return tuple(layer for run in self.runs for layer in run)
+
+    @property
+    def chunks(self) -> int:
+        """Number of chunks."""
+        return len(self.runs)
 
     @property
     def boundaries(self) -> int:
@@ -55,11 +69,12 @@ class Stage:
 
     def chunk(self, number: int) -> range:
         """Return the local numbers of a chunk's layers."""
-        return range(number * self.chunk_layers, (number + 1) * self.chunk_layers)
+        first = sum(len(run) for run in self.runs[:number])
+        return range(first, first + len(self.runs[number]))
 
     def chunk_of(self, layer: int) -> int:
         """Return the chunk that holds a layer (local number)."""
-        return layer // self.chunk_layers
+        return bisect_right(list(accumulate(len(run) for run in self.runs)), layer)
 
     def boundary(self, layer: int, *, after: bool) -> int:
         """Return the number of the boundary before or after a layer (local number)."""
@@ -67,7 +82,7 @@ class Stage:
 
     def ends_chunk(self, layer: int) -> bool:
         """Return whether a layer (local number) is the last of its chunk."""
-        return (layer + 1) % self.chunk_layers == 0
+        return layer == self.chunk(self.chunk_of(layer))[-1]
 
     def begins_model(self, layer: int) -> bool:
         """Return whether the embedding comes directly before a layer (local number)."""
@@ -94,36 +109,45 @@ def stages_of(decisions: Decisions) -> tuple[Stage, ...]:
     """Return the stages of a layout, from first to last; one stage without pipeline parallelism.
 
     Raises:
-        Infeasible: when the schedule cannot divide the layers or the micro-batches evenly.
+        Infeasible: when there are fewer layers than runs, ``pp_layers`` are of another number of runs or layers, or the
+            schedule cannot divide the micro-batches evenly.
     """
-    layout, layers = decisions.layout, decisions.model.layers
+    layout = decisions.layout
     _check(decisions)
-    run = layers // (layout.pp * layout.virtual_stages)
-    return tuple(
-        Stage(
-            index,
-            layout.pp,
-            layout.virtual_stages,
-            tuple(
-                layer
-                for chunk in range(layout.virtual_stages)
-                for layer in range((chunk * layout.pp + index) * run, (chunk * layout.pp + index + 1) * run)
-            ),
-        )
-        for index in range(layout.pp)
-    )
+    ends = (0, *accumulate(layers_of_runs(decisions)))
+    runs = [range(first, end) for first, end in pairwise(ends)]
+    return tuple(Stage(index, layout.pp, tuple(runs[index :: layout.pp])) for index in range(layout.pp))
+
+
+def layers_of_runs(decisions: Decisions) -> tuple[int, ...]:
+    """Return the number of layers of each run, in the order of the model: those given, or nearly equal ones."""
+    layout, layers = decisions.layout, decisions.model.layers
+    if layout.pp_layers:
+        return layout.pp_layers
+    count = layout.pp * layout.virtual_stages
+    least, extra = divmod(layers, count)
+    longer = [*range(1, count - 1), 0][:extra]
+    return tuple(least + (run in longer) for run in range(count))
 
 
 def _check(decisions: Decisions) -> None:
     layout, layers = decisions.layout, decisions.model.layers
-    runs = layout.pp * layout.virtual_stages
-    if layers % runs:
+    runs, given = layout.pp * layout.virtual_stages, layout.pp_layers
+    if layers < runs:
         raise Infeasible(
-            f"pp x virtual stages = {runs} does not divide the layers",
+            f"pp x virtual stages = {runs} is more than the layers",
             where="layout.pp",
             got=f"{layers} layers",
-            wanted=f"a multiple of {runs}",
-            hint="stages hold equal numbers of layers: another --pp, or fewer --virtual-stages",
+            wanted=f"at least {runs}",
+            hint="every stage holds layers: another --pp, or fewer --virtual-stages",
+        )
+    if given and (len(given) != runs or sum(given) != layers):
+        raise Infeasible(
+            "pp_layers does not give every stage its layers",
+            where="layout.pp_layers",
+            got=f"{len(given)} numbers that sum to {sum(given)}",
+            wanted=f"{runs} numbers that sum to {layers}: one for each stage, or each chunk in the model's order",
+            hint="other --pp-layers; without it stages hold nearly equal numbers of layers",
         )
     if layout.schedule == "interleaved" and layout.pp > 1:
         _check_groups(decisions)

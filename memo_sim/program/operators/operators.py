@@ -64,15 +64,17 @@ class OperatorWriter:
         read: int,
         written: int,
         *,
+        features: int,
         scratch: int = 0,
         first: int = 0,
         **operands: Access | None,
     ) -> None:
         """Emit a memory-bound operator that reads ``read`` and writes ``written`` elements a row.
 
-        ``scratch``: bytes of its workspace. ``first``: the row of the rank at which its buffers begin.
+        ``features``: those of a row of the tensor that it works on. ``scratch``: bytes of its workspace. ``first``: the
+        row of the rank at which its buffers begin.
         """
-        work = Rowwise(op, rows, rows * read * self.size, rows * written * self.size, first)
+        work = Rowwise(op, rows, rows * read * self.size, rows * written * self.size, first, rows * features, self.size)
         workspace = self.builder.scratch(f"{self.builder.phase}.{name}{self.suffix}.scratch", scratch)
         self.builder.emit(name + self.suffix, op, Lane.COMPUTE, work, **operands, workspace=workspace)
 
@@ -86,6 +88,7 @@ class OperatorWriter:
             shard.tokens,
             self.shape.hidden,
             self.shape.hidden,
+            features=self.shape.hidden,
             scratch=table.norm_workspace_bytes(shard.tokens, self.shape.hidden, self.dtype, self.rowwise),
             x=reads(self.shard_rows(source, rows)),
             weight=self.param(f"{which}.weight"),
@@ -121,7 +124,7 @@ class OperatorWriter:
         rows = Rows(full, first, source.tokens * self.shape.tp)
         work = Collective("all_gather", rows.tokens * self.shape.hidden * self.size, self.shape.tp, "tp")
         self.builder.emit(
-            f"{name}.gather{self.suffix}", "all_gather", Lane.COLLECTIVE, work, shard=reads(source), full=writes(rows)
+            f"{name}.gather{self.suffix}", "all_gather", Lane.TP, work, shard=reads(source), full=writes(rows)
         )
         return rows
 
@@ -146,9 +149,7 @@ class OperatorWriter:
             return partial
         if not self.shape.gathered:
             work = Collective("all_reduce", size, self.shape.tp, "tp")
-            self.builder.emit(
-                f"{name}.reduce{self.suffix}", "all_reduce", Lane.COLLECTIVE, work, tensor=accumulates(partial)
-            )
+            self.builder.emit(f"{name}.reduce{self.suffix}", "all_reduce", Lane.TP, work, tensor=accumulates(partial))
             return partial
         room = self.shape.shard(tokens or self.shape.tokens)
         shard = self.own(f"{name}_shard", room, self.shape.hidden, BufferClass.EXCHANGE)
@@ -158,7 +159,7 @@ class OperatorWriter:
         self.builder.emit(
             f"{name}.scatter{self.suffix}",
             "reduce_scatter",
-            Lane.COLLECTIVE,
+            Lane.TP,
             work,
             full=reads(partial),
             shard=writes(rows),
@@ -175,6 +176,7 @@ class OperatorWriter:
             shard.tokens,
             2 * h,
             h,
+            features=h,
             x=reads(self.shard_rows(x, rows)),
             y=reads(y),
             bias=self.param(bias),
@@ -237,6 +239,7 @@ class OperatorWriter:
                 grad.tokens,
                 width,
                 0,
+                features=width,
                 scratch=table.bias_backward_workspace_bytes(grad.tokens, width, self.dtype),
                 grad=reads(grad),
                 out=self.grad(f"{name}.bias"),
@@ -284,6 +287,7 @@ class OperatorWriter:
             written.tokens,
             4 * hidden,
             2 * hidden,
+            features=hidden,
             scratch=table.norm_backward_workspace_bytes(written.tokens, hidden, self.dtype, self.rowwise),
             grad=reads(summed),
             x=reads(self.shard_rows(norm_input, rows)),
@@ -308,6 +312,7 @@ class OperatorWriter:
                 tokens,
                 width,
                 2 * width,
+                features=width,
                 scratch=table.qk_norm_workspace_bytes(tokens, *self._rotated, self.dtype),
                 qkv=accumulates(packed),
                 q_weight=self.param("q_norm.weight"),
@@ -317,14 +322,26 @@ class OperatorWriter:
         if not self.model.learned_positions:
             scratch = table.rotary_workspace_bytes(tokens, *self._rotated, self.dtype, self.rowwise)
             qkv = accumulates(packed)
-            self.memory_bound("rotary", "rotary", tokens, width, width, scratch=scratch, first=first, qkv=qkv)
+            self.memory_bound(
+                "rotary", "rotary", tokens, width, width, features=width, scratch=scratch, first=first, qkv=qkv
+            )
 
     def positions_backward(self, d_qkv: Rows, *, first: int = 0) -> None:
         """Write the backward of ``positions``, in place in the gradient; it reads the same rows of ``qk_raw``."""
         tokens, width, grad = d_qkv.tokens, self.shape.q_width + self.shape.kv_width, accumulates(d_qkv)
         if not self.model.learned_positions:
             scratch = table.rotary_workspace_bytes(tokens, *self._rotated, self.dtype, self.rowwise)
-            self.memory_bound("rotary.bwd", "rotary.bwd", tokens, width, width, scratch=scratch, first=first, grad=grad)
+            self.memory_bound(
+                "rotary.bwd",
+                "rotary.bwd",
+                tokens,
+                width,
+                width,
+                features=width,
+                scratch=scratch,
+                first=first,
+                grad=grad,
+            )
         if self.model.qk_norm:
             self.memory_bound(
                 "qk_norm.bwd",
@@ -332,6 +349,7 @@ class OperatorWriter:
                 tokens,
                 2 * width,
                 width,
+                features=width,
                 scratch=table.qk_norm_backward_workspace_bytes(tokens, *self._rotated, self.dtype),
                 grad=grad,
                 raw=reads(Rows("qk_raw", d_qkv.first, d_qkv.tokens)),

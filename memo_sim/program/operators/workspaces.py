@@ -7,15 +7,23 @@ the CPU the operators of torch 2.13, which return their results in new tensors.
 
 from __future__ import annotations
 
+from memo_sim.contract import attention_kernels
 from memo_sim.contract.errors import Infeasible
-from memo_sim.contract.plan import RowwiseKernel
+from memo_sim.contract.knobs import RowwiseKernel
 from memo_sim.contract.units import DTYPE_BYTES
 from memo_sim.program.ir.work import Attention
 from memo_sim.program.operators.head_groups import check_head_groups, flash3_head_dim, round_up
 
-ATTENTION_KERNELS = ("flash2", "flash3", "flash4", "torch-flash", "torch-cudnn", "te-fused", "torch-flash-cpu")
+ATTENTION_KERNELS = tuple(name for name in attention_kernels.ATTENTION_KERNELS if name != "plain")
 """flash*: flash-attn, which writes results into given tensors. torch-*: aten operators, which return their results in
-new tensors. te-fused: cuDNN through transformer-engine, which needs contiguous tensors and returns new ones."""
+new tensors. te-fused: cuDNN through transformer-engine, which needs contiguous tensors and returns new ones. Plain
+attention is no kernel of one call, but products and passes over scores (``program/attention/plain.py``)."""
+
+FIRST_GENERATION = ("flash1", "triton-flash")
+"""Kernels without grouped queries: keys and values are repeated for every query head."""
+
+IN_PLACE = (*FIRST_GENERATION, "flash2", "flash3", "flash4")
+"""Kernels that write results into given tensors."""
 
 FUSED_KINDS = frozenset(
     f"{kind}{backward}" for kind in ("layer_norm", "rms_norm", "gelu", "swiglu", "rotary") for backward in ("", ".bwd")
@@ -54,6 +62,10 @@ SCRATCH_ALIGNMENT_BYTES = 64
 def attention_workspace_bytes(work: Attention, head_groups: int, *, deterministic: bool = False) -> int:
     """Return the scratch of one attention call, which runs in ``head_groups`` groups of heads one after the other.
 
+    - flash-attn 1 forward sums its output in fp32 (o_tmp), backward dq in fp32 (dq_tmp) with one fp32 number a row
+      (csrc/flash_attn/fmha_api.cpp at v1.0.9). Its Triton version sums the output in registers and stores one more
+      number a row (flash_attn/flash_attn_triton.py). Neither knows grouped queries: keys, values and their gradients
+      exist for every query head.
     - flash-attn 2 backward needs dq in fp32 (4 bytes x tokens x heads x head_dim) and softmax_d in fp32. With grouped
       queries it also needs dk and dv expanded to all heads. With ``deterministic`` it splits the sum of dq and needs
       one dq for each split: multiprocessors / (batch x heads), rounded up (csrc/flash_attn/flash_api.cpp).
@@ -73,7 +85,10 @@ def attention_workspace_bytes(work: Attention, head_groups: int, *, deterministi
     q_bytes = work.batch * work.q_tokens * heads * work.head_dim
     kv_bytes = work.batch * work.k_tokens * kv_heads * work.head_dim
     row = work.batch * work.q_tokens * heads
-    returned = work.kernel not in ("flash2", "flash3", "flash4")
+    returned = work.kernel not in IN_PLACE
+    if work.kernel in FIRST_GENERATION:
+        sums = 2 * 4 * row if work.kernel == "triton-flash" and not work.backward else 4 * q_bytes + 4 * row
+        return sums + repeated_kv_bytes(work) // head_groups * (2 if work.backward else 1)
     copied = (q_bytes + 2 * kv_bytes) * size if work.kernel == "te-fused" else 0
     if not work.backward:
         return copied + (q_bytes * size if returned else 0) + 4 * row
@@ -90,6 +105,13 @@ def attention_workspace_bytes(work: Attention, head_groups: int, *, deterministi
     elif work.kernel in ("flash3", "flash4"):
         total += _wide_accumulators(work, heads, kv_heads)
     return total
+
+
+def repeated_kv_bytes(work: Attention) -> int:
+    """Return the bytes of keys and values repeated for every query head; 0 for kernels that know grouped queries."""
+    if work.kernel not in FIRST_GENERATION or work.heads == work.kv_heads:
+        return 0
+    return 2 * work.batch * work.k_tokens * work.heads * work.head_dim * DTYPE_BYTES[work.dtype]
 
 
 def _wide_accumulators(work: Attention, heads: int, kv_heads: int) -> int:

@@ -117,7 +117,7 @@ class StageP2P:
         part = Rows(slot, 0, family.tokens // self._parts)
         others = Rows(slot, part.tokens, family.tokens - part.tokens)
         work = Collective("all_gather", family.bytes, self._parts, "tp")
-        builder.emit(name, "all_gather", Lane.COLLECTIVE, work, shard=reads(part), others=writes(others))
+        builder.emit(name, "all_gather", Lane.TP, work, shard=reads(part), others=writes(others))
         return builder
 
     @property

@@ -73,8 +73,7 @@ class StageTemplates:
         for kind, each in parts.optimizers.items():
             for write in (each.zero, each.gather, each.prepare):
                 self._add(write(families))
-            if kind not in parts.sharding.grads:
-                self._add(each.reduce(families))
+            self._add(each.reduce_shards(families) if kind in parts.sharding.grads else each.reduce(families))
             self._add(each.norm(families))
             self._add(each.update(families))
 

@@ -9,16 +9,17 @@ from collections import defaultdict
 
 from memo_sim.program.analysis.columns import Columns
 from memo_sim.program.analysis.edges import Edges
-from memo_sim.program.ir.instruction import BufferClass, Instruction, Lane, Mode
+from memo_sim.program.ir.instruction import COLLECTIVE_LANES, BufferClass, Instruction, Lane, Mode
 from memo_sim.program.ir.kinds import TemplateKind
 from memo_sim.program.ir.program import Program
 from memo_sim.program.ir.work import Collective, Copy, Exchange, PointToPoint
 
 
 def check_program(program: Program, columns: Columns) -> list[str]:
-    """Return every fault of one program: ids, bounds, aliasing, sizes, reads of unwritten rows, gathered buffers."""
+    """Return every fault of one program: ids, lanes, bounds, aliasing, sizes, unwritten rows, gathered buffers."""
     return [
         *_check_ids(program),
+        *_check_lanes(program),
         *_check_operands(program),
         *_check_defined(program, columns),
         *_check_gathered(program, columns),
@@ -104,6 +105,25 @@ def _check_ids(program: Program) -> list[str]:
     return faults
 
 
+def _check_lanes(program: Program) -> list[str]:
+    """Find calls on the lane of another communicator. METP's may be on the compute lane (``overlap_exchanges``)."""
+    faults = []
+    for template in program.templates:
+        for each in template.instructions:
+            if isinstance(each.work, Collective):
+                own = COLLECTIVE_LANES[each.work.group]
+            elif isinstance(each.work, Exchange):
+                own = Lane.P2P
+            else:
+                if each.lane in (*COLLECTIVE_LANES.values(), Lane.P2P):
+                    faults.append(f"{template.name}: {each.name} is no call, but on lane {each.lane.label}")
+                continue
+            allowed = (own, Lane.COMPUTE) if each.work.group == "metp" else (own,)
+            if each.lane not in allowed:
+                faults.append(f"{template.name}: {each.name} of group {each.work.group} is on lane {each.lane.label}")
+    return faults
+
+
 def _check_operands(program: Program) -> list[str]:
     tokens = {f.name: f.tokens for f in program.all_families}
     row_bytes = {f.name: f.row_bytes for f in program.all_families}
@@ -132,11 +152,16 @@ def _check_operands(program: Program) -> list[str]:
 def _collective_sizes(work: Collective, sizes: dict[str, int], row_bytes: dict[str, int]) -> list[str]:
     """Compare the bytes of a collective's operands, by role, with its work: the whole tensor, and one rank's shard.
 
+    Operands ``tensor.x`` are parts of one tensor.
     A shard may be up to two rows longer than one rank's share of the tensor, because a block has two runs, each divided
-    and rounded up.
+    and rounded up. An all-to-all of uneven heads is priced for the rank with the most; a rank then receives other bytes
+    than it sends.
     """
+    uneven = work.kind == "all_to_all" and sizes["send"] != sizes["recv"]
     faults = []
-    for role, size in sizes.items():
+    parts = {role: size for role, size in sizes.items() if role.startswith("tensor.")}
+    sizes = {role: size for role, size in sizes.items() if role not in parts}
+    for role, size in (sizes | ({"tensor": sum(parts.values())} if parts else {})).items():
         if role == "shard":
             beyond = size * work.ranks - work.bytes
             if not 0 <= beyond <= 2 * work.ranks * row_bytes[role]:
@@ -144,7 +169,7 @@ def _collective_sizes(work: Collective, sizes: dict[str, int], row_bytes: dict[s
         elif role == "others":
             if size + sizes["shard"] != work.bytes:
                 faults.append(f"a shard and {size} bytes of other shards do not add up to {work.bytes} bytes")
-        elif size != work.bytes:
+        elif size > work.bytes or (size < work.bytes and not uneven):
             faults.append(f"{role} has {size} bytes, but the {work.kind} is priced for {work.bytes}")
     return faults
 
@@ -222,7 +247,7 @@ def _check_gathered(program: Program, columns: Columns) -> list[str]:
     faults = []
     for buffer in sorted(set(writers) | set(readers)):
         name = families[columns.buffer_family[buffer]].name
-        if writers[buffer] not in ([Lane.COLLECTIVE], [Lane.RECV]):
+        if len(writers[buffer]) != 1 or writers[buffer][0] not in (*COLLECTIVE_LANES.values(), Lane.RECV):
             faults.append(f"buffer {buffer} ({name}) is not written by exactly one collective or receive")
         if len(readers[buffer]) != 1:
             faults.append(f"buffer {buffer} ({name}) is read by {len(readers[buffer])} passes instead of one")

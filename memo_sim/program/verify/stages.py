@@ -72,11 +72,14 @@ def check_deadlock(
     return [f"{programs[r].stage}: {ids[r][i]} never starts" for r, i in sorted(everything - done)]
 
 
-def check_calls(programs: tuple[Program, ...]) -> list[str]:
-    """Return every collective and exchange that differs between the ranks of its group."""
+def check_calls(programs: tuple[Program, ...], among: Sequence[str] = ()) -> list[str]:
+    """Return every collective and exchange that differs between the ranks of its group.
+
+    ``among``: the groups that these ranks form together; empty for all groups.
+    """
     calls = [_group_calls(p) for p in programs]
     faults = []
-    for group in sorted({g for mine in calls for g in mine}):
+    for group in sorted({g for mine in calls for g in mine if not among or g in among}):
         for first, *others in _members(group, programs, calls):
             for other in others:
                 a, b = calls[first].get(group, []), calls[other].get(group, [])

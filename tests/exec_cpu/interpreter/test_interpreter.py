@@ -210,7 +210,7 @@ def test_a_lane_that_waits_for_another_rank_does_not_keep_a_failure_back(monkeyp
 
     decisions = decide(gpt(), recompute="tokenwise", swapped_tokens=128)
     kernels = {**KERNELS, "d2h": waits, "attention": fails}
-    interpreter = play(decisions, kernels=kernels, groups={(Lane.COLLECTIVE, "tp"): None})
+    interpreter = play(decisions, kernels=kernels, groups={(Lane.TP, "tp"): None})
     batches = batch(decisions)
     with pytest.raises(ZeroDivisionError):
         interpreter.run_step(batches, scalars(batches))

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from memo_exec.kernels import StepScalars
-from memo_sim.contract.plan import Decisions, Kernels, RowwiseKernel
+from memo_sim.contract.knobs import RowwiseKernel
+from memo_sim.contract.plan import Decisions, Kernels
 from memo_sim.program.operators import workspaces as table
 from tests.exec_cpu.kernels.hand_call import play
 from tests.exec_cpu.small import CPU_KERNELS, decide, gpt, llama

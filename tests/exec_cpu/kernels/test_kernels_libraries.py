@@ -131,3 +131,11 @@ def test_requests_are_recorded_without_the_library(name: str) -> None:
     found = observe_fake(decisions, program)
     assert found.unexplained == ()
     assert found.with_scratch_peak_bytes == pytest.approx(found.program_peak_bytes, rel=0.02)
+
+
+@pytest.mark.parametrize("name", ["flash1", "triton-flash", "plain"])
+def test_a_kernel_that_is_only_priced_is_refused_by_its_name(name: str) -> None:
+    decisions = decide(llama(), dtype="bf16", memory_policy="caching", kernels=Kernels(attention=name))
+    (program,) = lower(decisions)
+    with refused(CannotRun, where="$.decisions.kernels.attention", got=(name, "priced, not run"), wanted="torch-flash"):
+        check_kernels(decisions, program, GPU)

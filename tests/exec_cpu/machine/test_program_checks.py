@@ -45,6 +45,16 @@ def test_programs_of_every_layout_pass(layout: Layout) -> None:
     assert [check.name for check in checks] == [*names, "stages", *(["ring"] if layout.ring > 1 else [])]
 
 
+def test_programs_of_ranks_with_uneven_heads_pass() -> None:
+    model = gpt(vocab=256, heads=5, kv_heads=5, max_positions=768)
+    layout = Layout(ulysses=3, uneven_heads=True, cp=2)
+    checks = program_checks.program_checks(
+        msgspec.structs.replace(decisions_of(layout), model=model, seq_tokens=768, micro_batch=1)
+    )
+    assert [check.faults for check in checks] == [()] * len(checks)
+    assert [check.name for check in checks] == ["program rank", "stages", "ring", "uneven heads"]
+
+
 def changed(program: Program, change: Callable[[Instruction], Instruction]) -> Program:
     templates = [replace(t, instructions=tuple(change(i) for i in t.instructions)) for t in program.templates]
     return replace(program, templates=tuple(templates))

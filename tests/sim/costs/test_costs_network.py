@@ -120,6 +120,24 @@ class TestPlacement:
     def test_groups_of_a_layout(self, group: Group, ranks: int, expected: Placement) -> None:
         assert place(group, ranks, self.layout, 8) == expected
 
+    @pytest.mark.parametrize(
+        ("layout", "shard", "replicate"),
+        [
+            (Layout(dp=32, zero=1, zero_ranks=8), Placement(8, 8, 1, 1), Placement(4, 1, 4, 8)),
+            (Layout(tp=2, dp=16, zero=3, zero_ranks=4), Placement(4, 4, 1, 2), Placement(4, 1, 4, 8)),
+            (Layout(dp=32, zero=3, zero_ranks=2), Placement(2, 2, 1, 4), Placement(16, 4, 4, 2)),
+            (Layout(tp=4, dp=8, zero=1, zero_ranks=4), Placement(4, 2, 2, 4), Placement(2, 1, 2, 8)),
+        ],
+    )
+    def test_groups_of_replicas(self, layout: Layout, shard: Placement, replicate: Placement) -> None:
+        assert place("shard", shard.ranks, layout, 8) == shard
+        assert place("replicate", replicate.ranks, layout, 8) == replicate
+
+    def test_a_group_across_two_nodes_sets_the_pace(self) -> None:
+        """Of four groups of six ranks, the second and the third begin inside a node and end in the next one."""
+        layout = Layout(dp=24, zero=1, zero_ranks=6)
+        assert place("shard", 6, layout, 8) == Placement(6, 4, 2, 2)
+
     def test_a_group_wider_than_a_node_is_alone_on_it(self) -> None:
         assert place("tp", 16, Layout(tp=16), 8) == Placement(16, 8, 2, 1)
 
@@ -255,8 +273,8 @@ class TestContention:
 
     def test_compute_is_slower_beside_traffic(self) -> None:
         slowed = A800.compute_slowdown["collective"].value
-        assert self.node.rates(mask(Lane.COMPUTE, Lane.COLLECTIVE))[Lane.COMPUTE] == pytest.approx(1 / slowed)
-        both = self.node.rates(mask(Lane.COMPUTE, Lane.COLLECTIVE, Lane.P2P))[Lane.COMPUTE]
+        assert self.node.rates(mask(Lane.COMPUTE, Lane.ULYSSES))[Lane.COMPUTE] == pytest.approx(1 / slowed)
+        both = self.node.rates(mask(Lane.COMPUTE, Lane.ULYSSES, Lane.P2P))[Lane.COMPUTE]
         assert both == pytest.approx(1 / slowed / A800.compute_slowdown["p2p"].value)
         assert self.node.rates(mask(Lane.COMPUTE, Lane.D2H))[Lane.COMPUTE] == 1.0
 

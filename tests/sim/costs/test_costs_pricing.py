@@ -83,8 +83,10 @@ class TestWorks:
         assert price.seconds(Rowwise("gelu", 1, 10**8, 0)) == pytest.approx(1e-3)
         assert price.seconds(Rowwise("gelu.bwd", 1, 10**8, 0)) == pytest.approx(1e-3)
         assert price.outside == set()
-        price.seconds(Rowwise("gelu.bwd", 1, 10**10, 0))
+        large = Rowwise("gelu.bwd", 1, 10**10, 0)
+        price.seconds(large)
         assert price.outside == {"rowwise.gelu"}
+        assert {work for work, curves in price.outside_of.items() if curves} == {large}
 
     def test_a_fused_loss_has_tritons_curve_or_that_of_the_profiles_loss(self) -> None:
         """Operators of a loss that is not fused are passes at the common rate of memory-bound kernels."""

@@ -101,7 +101,7 @@ def stopped(*stops: tuple[int, float, bool]) -> Replay:
 
 
 def test_a_stop_belongs_to_the_kernel_that_follows() -> None:
-    lane = np.array([Lane.COMPUTE, Lane.COLLECTIVE, Lane.COMPUTE, Lane.COMPUTE, Lane.D2H])
+    lane = np.array([Lane.COMPUTE, Lane.TP, Lane.COMPUTE, Lane.COMPUTE, Lane.D2H])
     found = CachingMemory(stopped((0, 0.5, True), (1, 0.25, True), (2, 2.0, False), (4, 8.0, True)), lane)
     # Instruction 1 is a collective, so kernel 2 waits. After the last kernel, the last kernel waits.
     assert found.stall_s.tolist() == [0.5, 0, 2.25, 8.0, 0]

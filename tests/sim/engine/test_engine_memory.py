@@ -43,7 +43,7 @@ class NoPrices:
     """A pricer that fails when anything is priced."""
 
     def __init__(self) -> None:
-        self.outside: set[str] = set()
+        self.outside_of: dict[Work, frozenset[str]] = {}
 
     def seconds(self, work: Work) -> float:
         raise AssertionError(work)

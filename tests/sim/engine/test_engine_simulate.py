@@ -14,6 +14,7 @@ from memo_sim.contract.plan import Decisions, Layout
 from memo_sim.engine.player import Rates, play
 from memo_sim.engine.simulate import Simulation, simulate
 from memo_sim.program.ir.instruction import Lane
+from memo_sim.program.ir.work import Attention, Gemm, Rowwise, Work
 from memo_sim.program.lower import lower
 from tests.refusals import refused
 from tests.sim.engine.critical_path import chain, critical_path
@@ -69,6 +70,35 @@ def test_repeated_micro_batches_equal_full_play(policy: tuple[str, float], layou
         assert count == other_count or seconds < 1e-9 * a.step_s, key
 
 
+class OneKindOutside(ToyPrices):
+    """Prices whose work of one kind was never measured."""
+
+    def __init__(self, kind: type[Work], **others: float) -> None:
+        super().__init__(**others)
+        self.kind = kind
+
+    def seconds(self, work: Work) -> float:
+        if isinstance(work, self.kind):
+            self.outside_of[work] = frozenset({"curve"})
+        return super().seconds(work)
+
+
+def test_a_curve_outside_its_range_is_named_when_it_carries_more_than_a_twentieth_of_the_step() -> None:
+    decisions = decide(("none", 0.5), global_batch=6)
+    for kind in (Attention, Gemm, Rowwise):
+        simulation = run(decisions, prices=OneKindOutside(kind), rates=alone)
+        step_s = simulation.prediction.step_s
+        assert step_s is not None
+        stage = simulation.pace
+        mine = stage.per_instruction(lambda i, kind=kind: float(isinstance(i.work, kind)))  # type: ignore[misc]
+        share = float(np.sum(stage.seconds * stage.weights * mine)) / step_s
+        assert simulation.outside_shares == ({"curve": pytest.approx(share)} if share > 0.05 else {})
+        assert simulation.prediction.outside_calibration == list(simulation.outside_shares)
+    # The same work in a step that copies fill.
+    hidden = run(decisions, prices=OneKindOutside(Attention, copy_s_per_byte=1e-8), rates=alone)
+    assert not hidden.outside_shares
+
+
 def test_fewer_micro_batches_than_show_a_period_are_refused() -> None:
     with pytest.raises(ValueError, match=r"\b2\b"):
         run(decide(("none", 0.0), global_batch=4), played=2)
@@ -99,7 +129,7 @@ def test_the_figures_are_their_definitions() -> None:
     assert p.status == "ok"
     assert p.hardware == "toy"
     assert p.step_s == simulation.playback.span_s
-    assert set(p.lanes) == {"compute", "d2h", "h2d", "collective", "p2p"}
+    assert set(p.lanes) == {"compute", "d2h", "h2d", "tp", "p2p", "replica"}
     assert all(0 < seconds <= p.step_s for seconds in p.lanes.values())
     assert [s.seconds for s in p.stalls] == sorted((s.seconds for s in p.stalls), reverse=True)
     compute = sum(s.seconds for s in p.stalls if s.lane == "compute")

@@ -13,6 +13,7 @@ from memo_sim.engine.launches import launch_waits
 from memo_sim.engine.simulate import Simulation, simulate
 from memo_sim.memory.eager_framework import KERNELS
 from memo_sim.program.ir.instruction import Lane
+from memo_sim.program.operators.framework_kernels import launches
 from tests.sim.small_programs import decide
 
 CLUSTER, A100 = load_cluster("a100-1x8")
@@ -46,6 +47,24 @@ def test_with_kernels_of_no_time_the_host_sets_the_pace() -> None:
     assert found.sum() == pytest.approx(KERNELS * LAUNCH_S * len(found), rel=1e-12)
     assert np.allclose(found, KERNELS * LAUNCH_S)
     assert (simulation.columns.lane == Lane.COMPUTE).all()
+
+
+def test_a_framework_launches_the_kernels_of_its_row_wise_library() -> None:
+    counts = {}
+    for rowwise in ("eager", "compiled"):
+        decisions = eager(global_batch=1)
+        kernels = msgspec.structs.replace(decisions.kernels, rowwise=rowwise)
+        simulation, found = waits(msgspec.structs.replace(decisions, kernels=kernels), 0.0)
+        instructions = [i for _, i in simulation.program.walk()]
+        assert found == pytest.approx([LAUNCH_S * launches(i.work, rowwise) for i in instructions])
+        counts[rowwise] = found.sum()
+    assert counts["eager"] > counts["compiled"]
+
+
+def test_fused_kernels_take_the_host_as_long_as_the_time_was_fitted_for() -> None:
+    decisions = eager(global_batch=1)
+    kernels = msgspec.structs.replace(decisions.kernels, rowwise="fused")
+    assert (waits(msgspec.structs.replace(decisions, kernels=kernels), 0.0)[1] == waits(decisions, 0.0)[1]).all()
 
 
 def test_with_long_kernels_a_window_waits_only_for_its_first_launch() -> None:

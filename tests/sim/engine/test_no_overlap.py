@@ -36,7 +36,7 @@ def played(asked: CaseQuestion) -> Simulation:
 
 
 def one_after_the_other_s(simulation: Simulation) -> float:
-    both = np.isin(simulation.columns.lane, (Lane.COMPUTE, Lane.COLLECTIVE))
+    both = np.isin(simulation.columns.lane, (Lane.COMPUTE, Lane.TP))
     return float(simulation.seconds[both].sum())
 
 

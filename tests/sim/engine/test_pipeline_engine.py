@@ -44,7 +44,7 @@ class LayersAlone:
     """Prices only products and attention of layers, and p2p transfers if asked to; all stages are equal."""
 
     def __init__(self, p2p_s: float = 0.0) -> None:
-        self.outside: set[str] = set()
+        self.outside_of: dict[Work, frozenset[str]] = {}
         self.p2p_s = p2p_s
 
     def seconds(self, work: Work) -> float:
@@ -135,7 +135,8 @@ def test_equal_stages_are_seen_to_be_steady(layout: Layout) -> None:
     assert short.steady
     assert short.program.micro_batches < 40 or layout.schedule == "gpipe"
     assert short.prediction.step_s == pytest.approx(full.prediction.step_s, rel=1e-12)
-    assert short.prediction.lanes == pytest.approx(full.prediction.lanes, rel=1e-9)
+    # Stages are equal, so which one sets the pace is chance; their collectives differ, but take no time here.
+    assert _busy(short) == pytest.approx(_busy(full), rel=1e-9)
 
 
 def test_of_many_micro_batches_a_pipelines_filling_and_two_periods_are_played() -> None:
@@ -164,12 +165,16 @@ def test_lanes_are_serial_and_meetings_are_one(layout: Layout) -> None:
         assert (playback.start_s[edges.consumer] >= playback.end_s[edges.producer]).all()
     met = all_rendezvous([stage.program for stage in simulation.stages])
     handed = 2 * 2 * layout.pp * (layout.pp * layout.virtual_stages - 1)
-    assert len([each for each in met if len(each) == 2 and _lane(simulation, each[0]) is not Lane.COLLECTIVE]) == handed
+    assert len([each for each in met if _lane(simulation, each[0]) in (Lane.SEND, Lane.RECV)]) == handed
     for rendezvous in met:
         starts = {float(simulation.stages[r].playback.start_s[i]) for r, i in rendezvous}
         ends = [float(simulation.stages[r].playback.end_s[i]) for r, i in rendezvous]
         assert len(starts) == 1
         assert ends == pytest.approx([ends[0]] * len(ends), rel=1e-12)
+
+
+def _busy(simulation: Simulation) -> dict[str, float]:
+    return {lane: seconds for lane, seconds in simulation.prediction.lanes.items() if seconds}
 
 
 def _lane(simulation: Simulation, each: tuple[int, int]) -> Lane:

@@ -142,6 +142,8 @@ def test_the_engine_adds_sums_head_and_unequal_subsequences_to_the_formula() -> 
         waits = sum(
             s.seconds for s in played.stalls if s.lane == "compute" and s.waits_for.startswith("pipeline bubble")
         )
+        # At the end, the last stage waits for the first one's norm of the tied embedding, which waits for this sum.
+        waits -= played.lanes["tied"]
         with_sums = replace(choice, work_s=choice.work_s + sums_s(simulation))
         assert choice.bubble_s < with_sums.bubble_s < waits < 1.3 * with_sums.bubble_s
         assert played.step_s / with_sums.step_s == pytest.approx(1.06, abs=0.01)

@@ -14,7 +14,7 @@ from memo_sim.contract.units import GIB, format_bytes
 from memo_sim.explain.runner_up import runner_up
 from memo_sim.planning.outcome import Evaluated, SearchResult
 from memo_sim.planning.presets import Policy
-from memo_sim.planning.question import Question, with_memory
+from memo_sim.planning.question import Pins, Question, with_memory
 from memo_sim.planning.search import play
 from memo_sim.program.arena.library_workspaces import RESULTS
 from tests.sim.planning.test_search import question
@@ -96,6 +96,21 @@ def test_only_options_that_are_still_open_are_named() -> None:
     )
     assert re.search(wanted, text)
     assert "more host memory" in why(question(1024 * 1024, system="full-swap"))
+
+
+def test_groups_of_zero_are_explained_and_left_out_where_memory_is_short() -> None:
+    pins = Pins(dp=8, zero=2, zero_ranks=4)
+    asked = dataclasses.replace(question(1024, system="full-recompute"), pins=pins, global_batch=8)
+    line = next(line for line in what_if(asked).result.why if line.startswith("ZeRO 2"))
+    assert re.match(
+        r"ZeRO 2 over groups of 4 ranks: a rank holds a shard of gradients; per step it gathers [\d.]+ GiB,"
+        r" reduce-scatters [\d.]+ GiB and all-reduces [\d.]+ GiB between groups; compute waits",
+        line,
+    )
+    small: dict[str, int | None] = {"device_bytes": 36 * GIB, "host_bytes": None}
+    cluster, hardware = with_memory(asked.cluster, asked.hardware, **small)
+    text = why(dataclasses.replace(asked, cluster=cluster, hardware=hardware))
+    assert re.search(r"What would help: .*--zero-ranks 8", text)
 
 
 def test_the_allocators_reserve_and_cost_are_reported() -> None:

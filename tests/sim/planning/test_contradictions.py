@@ -13,13 +13,20 @@ from memo_sim.planning.contradictions import check_pins, repinned
 from memo_sim.planning.question import Question
 
 WITHOUT_EFFECT: dict[str, dict[str, Any]] = {
+    "uneven_heads": {"uneven_heads": True},
     "overlap_exchanges": {"overlap_exchanges": False},
     "keep_norms": {"keep_norms": True},
+    "pp_layers": {"pp_layers": (15, 17)},
     "schedule": {"schedule": "gpipe"},
     "virtual_stages": {"virtual_stages": 2},
+    "zero_ranks": {"zero_ranks": 2},
     "partition": {"partition": "length"},
 }
 """A value of each knob that needs another one."""
+OFF = {"zero": 0}
+"""The value at which a knob divides nothing, if it is not 1."""
+SYSTEM_WITHOUT = {"zero": "rsa"}
+"""A system that leaves a knob at that value unless it is pinned, if `any` does not."""
 
 
 def ask(system: str = "any", **pins: Any) -> Question:
@@ -40,10 +47,11 @@ def test_every_knob_that_needs_another_is_tried() -> None:
 @pytest.mark.parametrize("name", WITHOUT_EFFECT)
 def test_a_pin_without_effect_names_the_option_that_it_needs(name: str) -> None:
     knob, need = KNOBS[name], KNOBS[KNOBS[name].needs]
-    for others in ({}, {need.name: 1}):
-        error = refused(ask(**WITHOUT_EFFECT[name], **others))
+    off = OFF.get(need.name, 1)
+    for others in ({}, {need.name: off}):
+        error = refused(ask(SYSTEM_WITHOUT.get(need.name, "any"), **WITHOUT_EFFECT[name], **others))
         assert (knob.option in error.what, need.option in error.what) == (True, True)
-        assert error.wanted == f"{need.option} 2 or more"
+        assert error.wanted == f"{need.option} {off + 1} or more"
         assert str(error.got).endswith(f"{need.name} {others.get(need.name, 'not given')}")
 
 
@@ -53,8 +61,9 @@ def test_a_pin_beside_what_it_needs_is_kept_and_else_dropped(name: str) -> None:
     need = KNOBS[name].needs
     beside = ask(**pins, **{need: 2})
     check_pins(beside)
-    check_pins(repinned(beside, **{need: 1}))
-    assert getattr(repinned(beside, **{need: 1}).pins, name) == KNOBS[name].default
+    without = repinned(beside, **{need: OFF.get(need, 1)})
+    check_pins(without)
+    assert getattr(without.pins, name) == KNOBS[name].default
     assert repinned(beside, tp=2).pins == Pins(**pins, **{need: 2}, tp=2)
 
 

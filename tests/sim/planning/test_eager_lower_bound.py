@@ -5,8 +5,8 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from memo_sim.contract.attention_kernels import Libraries
 from memo_sim.contract.catalog import load_cluster, load_model
-from memo_sim.contract.hardware import Libraries
 from memo_sim.contract.plan import Decisions, Kernels, Layout
 from memo_sim.engine.simulate import simulate
 from memo_sim.planning.lower_bounds import LowerBounds

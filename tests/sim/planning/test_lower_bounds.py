@@ -39,6 +39,7 @@ LAYOUTS = [
     Layout(tp=4, sequence_parallel=True, cp=2, zero=1),
     Layout(tp=2, sequence_parallel=True, ulysses=2, dp=2, zero=3),
     Layout(cp=4, cp_exchange="all_gather", dp=2, zero=2),
+    Layout(tp=2, sequence_parallel=True, dp=4, zero=3, zero_ranks=2),
     Layout(tp=8),
     Layout(metp=4, dp=2, zero=1),
     Layout(metp=8),
@@ -84,6 +85,30 @@ def test_no_plan_is_below_its_lower_bound(layout: Layout, layers: int) -> None:
             assert rough.device_bytes > 0.7 * bound.device_bytes
 
 
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(tp=2, sequence_parallel=True, ulysses=4, dp=4, zero=3),
+        Layout(ulysses=4, dp=8, zero=3),
+        Layout(cp=4, cp_exchange="all_gather", ulysses=8, zero=3),
+        Layout(tp=4, sequence_parallel=True, cp=2, dp=4, zero=2),
+    ],
+    ids=layout_label,
+)
+@pytest.mark.parametrize("seq_tokens", [1 << 13, 1 << 16])
+def test_collectives_beside_each_other_do_not_break_the_lower_bound(layout: Layout, seq_tokens: int) -> None:
+    """Collectives of several groups overlap, so a bound that added their times would be too high."""
+    cluster, hardware = with_memory(*load_cluster("a800-4x8"), device_bytes=ROOM, host_bytes=ROOM)
+    bounds = LowerBounds(hardware, cluster)
+    for recompute in ("none", "full"):
+        base = Decisions(model=shallow(12), layout=layout, seq_tokens=seq_tokens, global_batch=2 * layout.dp)
+        decisions = with_alpha(base, recompute, 0.0)
+        played = simulate(decisions, hardware, cluster).prediction
+        assert played.step_s is not None
+        assert 0 < bounds.of(decisions).step_s <= played.step_s
+        assert not bounds.reach(decisions, played.step_s * (1 + 1e-9))
+
+
 @pytest.mark.parametrize("states", ["bf16", "host"])
 @pytest.mark.parametrize("policy", ["planned", "eager"])
 def test_lower_bounds_hold_for_other_states_and_memory_policies(states: str, policy: str) -> None:
@@ -121,6 +146,27 @@ def test_pipelines_are_not_below_their_lower_bound(schedule: str, chunks: int, a
         assert bound.host_bytes_per_node <= played.peak_host_bytes_per_node
         if not alpha:
             assert bound.step_s > ahead * played.step_s
+
+
+@pytest.mark.parametrize(
+    ("pp_layers", "schedule", "chunks"),
+    [((), "1f1b", 1), ((1, 9, 4), "1f1b", 1), ((8, 5, 1), "zero-bubble", 1), ((1, 4, 2, 3, 1, 3), "interleaved", 2)],
+)
+def test_unequal_stages_are_not_below_their_lower_bound(pp_layers: tuple[int, ...], schedule: str, chunks: int) -> None:
+    cluster, hardware = with_memory(*load_cluster("a800-1x8"), device_bytes=ROOM, host_bytes=ROOM)
+    cluster = msgspec.structs.replace(cluster, devices_per_node=6)
+    bounds = LowerBounds(hardware, cluster)
+    layout = Layout(
+        tp=2, sequence_parallel=True, pp=3, pp_layers=pp_layers, schedule=schedule, virtual_stages=chunks, zero=0
+    )
+    base = Decisions(model=shallow(14), layout=layout, seq_tokens=1 << 14, global_batch=6, loss_chunk_tokens=4096)
+    for recompute, alpha in (("none", 0.0), ("full", 0.0), ("tokenwise", 0.5), ("none", 1.0)):
+        decisions = with_alpha(base, recompute, alpha)
+        bound, played = bounds.of(decisions), simulate(decisions, hardware, cluster).prediction
+        assert bound.step_s <= played.step_s
+        assert bound.device_bytes <= played.peak_device_bytes
+        assert bounds.rough(decisions, keep=None).device_bytes <= played.peak_device_bytes
+        assert bound.host_bytes_per_node <= played.peak_host_bytes_per_node
 
 
 @pytest.mark.parametrize("window", [0, 1, 2])

@@ -51,7 +51,7 @@ class KernelsAlone:
     def __init__(self, decisions: Decisions) -> None:
         cluster, hardware = ROOMY
         self._pricer = Pricer(hardware, cluster, decisions.layout, rowwise=decisions.kernels.rowwise)
-        self.outside = self._pricer.outside
+        self.outside_of = self._pricer.outside_of
 
     def seconds(self, work: Work) -> float:
         return 0.0 if isinstance(work, Collective | Copy | PointToPoint) else self._pricer.seconds(work)

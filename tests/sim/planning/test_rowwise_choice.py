@@ -9,7 +9,8 @@ from memo_sim.contract.catalog import load_cluster, load_model
 from memo_sim.contract.cluster import Cluster
 from memo_sim.contract.errors import Infeasible
 from memo_sim.contract.hardware import Curve, Hardware
-from memo_sim.contract.plan import Kernels, RowwiseKernel
+from memo_sim.contract.knobs import RowwiseKernel
+from memo_sim.contract.plan import Kernels
 from memo_sim.costs.pricing import Pricer
 from memo_sim.planning.question import Pins, Question
 from memo_sim.planning.search import play, search

@@ -90,6 +90,12 @@ def test_zero_can_be_pinned(zero: int) -> None:
         assert {layout.zero for layout in layouts(ask(system, zero=zero))} == {zero}
 
 
+def test_ranks_of_zero_are_said_only_where_they_are_not_all_replicas() -> None:
+    found = {(each.replicas, each.zero): each.zero_ranks for each in layouts(ask("any", zero_ranks=2))}
+    assert found[1, 0] == found[2, 1] == 0
+    assert found[4, 1] == found[8, 1] == 2
+
+
 def test_rivals_use_an_eager_frameworks_memory_unless_pinned() -> None:
     def policy(system: str, **pins: object) -> set[str]:
         return {c.base.memory_policy for c in candidates(ask(system, **pins))[0]}

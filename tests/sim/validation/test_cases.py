@@ -93,6 +93,13 @@ def test_a_cell_at_its_bound_is_read(tmp_path: Path) -> None:
     assert columns["layers"]["description"].endswith("(1 to 10000)")
 
 
+def test_ranks_of_zero_are_a_column_that_files_may_leave_out(tmp_path: Path) -> None:
+    path = case_file(tmp_path, {**ROW, "zero_ranks": "8"}, ROW, columns=[*COLUMNS, "zero_ranks"])
+    given, blank = (case.question.pins for case in load_cases(str(path)))
+    assert given["zero_ranks"] == 8
+    assert "zero_ranks" not in blank
+
+
 def test_headers_and_ragged_rows_are_refused(tmp_path: Path) -> None:
     with refused(BadInput, where="cases.csv", got="alpha", wanted="memo-sim schema cases"):
         load_cases(str(case_file(tmp_path, columns=[c for c in COLUMNS if c != "alpha"])))
@@ -234,6 +241,34 @@ def test_stages_may_hold_several_chunks(tmp_path: Path) -> None:
     assert plain.mfu is not None
     assert chunks.mfu is not None
     assert chunks.mfu > 1.03 * plain.mfu
+
+
+def test_a_row_may_have_uneven_heads(tmp_path: Path) -> None:
+    row = {**ROW, "system": "deepspeed-ulysses", "alpha": "", "recompute": "full", "seq_tokens": "12288"}
+    row |= {"model": "gpt", "layers": "4", "hidden": "1280", "heads": "10", "vocab": "50257"}
+    row |= {"tp": "", "cp": "", "ulysses": "4", "global_batch": "2"}
+    columns = [*COLUMNS[:-1], "uneven_heads", COLUMNS[-1]]
+    path = case_file(tmp_path, *({**row, "uneven_heads": word} for word in ("", "no", "yes")), columns=columns)
+    blank, no, yes = (c.predicted for c in validate(load_cases(str(path))).cases)
+    assert [blank.status, no.status, yes.status] == ["invalid", "invalid", "ok"]
+    assert "does not divide heads" in no.reason
+    assert yes.layout is not None
+    assert (yes.layout.ulysses, yes.layout.uneven_heads) == (4, True)
+
+
+def test_a_row_gives_the_layers_of_its_stages(tmp_path: Path) -> None:
+    row = {**ROW, "alpha": "", "recompute": "full", "global_batch": "8", "tp": "2", "cp": "1", "pp": "4"}
+    columns = [*COLUMNS[:-1], "pp_layers", COLUMNS[-1]]
+    rows = (row, {**row, "pp_layers": "5,9,9,9"}, {**row, "pp_layers": "8,8,8,7"})
+    equal, given, wrong = validate(load_cases(str(case_file(tmp_path, *rows, columns=columns)))).cases
+    assert given.predicted.layout is not None
+    assert given.predicted.layout.pp_layers == (5, 9, 9, 9)
+    assert equal.predicted.mfu is not None
+    assert given.predicted.mfu is not None
+    assert given.predicted.mfu < equal.predicted.mfu
+    assert "4 numbers that sum to 31" in wrong.predicted.reason
+    with refused(BadInput, where="column pp_layers", got="7;8"):
+        load_cases(str(case_file(tmp_path, {**row, "pp_layers": "7;8"}, columns=columns)))
 
 
 @pytest.mark.parametrize(

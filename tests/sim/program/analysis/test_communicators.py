@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 import msgspec
 import pytest
 
 from memo_sim.contract.plan import Layout
 from memo_sim.program.analysis.communicators import communicators
+from memo_sim.program.ir.instruction import COLLECTIVE_LANES
+from memo_sim.program.ir.work import Group
 from memo_sim.program.lower import lower
 from tests.sim.small_programs import GPT, decide
 
@@ -30,6 +34,8 @@ def test_a_single_device_has_no_communicators() -> None:
         (Layout(tp=4, sequence_parallel=True), [4, 4]),  # all ranks, and the tensor-parallel group of the same ranks
         (Layout(dp=2, zero=1), [2, 2]),
         (EIGHT, [8, 4, 2, 2]),
+        # All ranks, all of them once more for the loss, the ranks that ZeRO divides over, those with the same shard.
+        (Layout(dp=8, zero=3, zero_ranks=4), [8, 8, 4, 2]),
     ],
 )
 def test_all_ranks_and_every_group_that_a_program_names(layout: Layout, wanted: list[int]) -> None:
@@ -44,11 +50,16 @@ def test_a_stage_between_two_others_has_a_pair_for_each_way() -> None:
     assert len(first) == len(last)
 
 
-def test_a_lane_of_its_own_is_a_communicator_of_its_own_but_not_under_an_eager_framework() -> None:
+def test_a_group_has_one_communicator_with_and_without_overlap() -> None:
     (alone,), (beside,) = sizes(EIGHT, overlap="none"), sizes(EIGHT, overlap="gradients")
-    assert sorted(beside) == sorted([*alone, EIGHT.replicas])
+    assert sorted(beside) == sorted(alone)
     (eager,) = sizes(EIGHT, "eager", overlap="gradients")
     assert sorted(eager) == sorted(alone)
+
+
+def test_the_collectives_of_each_group_have_a_lane() -> None:
+    assert set(COLLECTIVE_LANES) == set(get_args(Group))
+    assert len(set(COLLECTIVE_LANES.values())) == len(COLLECTIVE_LANES)
 
 
 def test_stages_of_an_eager_framework_send_in_one_group() -> None:

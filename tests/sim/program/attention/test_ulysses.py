@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -32,6 +33,9 @@ LAYOUTS = [
     Layout(tp=2, sequence_parallel=True, ulysses=2, zero=2),
     Layout(tp=2, ulysses=2),
 ]
+THREE = msgspec.structs.replace(LLAMA, heads=6, kv_heads=3)
+WITH_COPIES = [Layout(ulysses=8), Layout(tp=2, sequence_parallel=True, ulysses=4), Layout(ulysses=8, zero=3)]
+UNEVEN = [Layout(ulysses=3, uneven_heads=True), Layout(ulysses=3, cp=2, uneven_heads=True, zero=1)]
 
 
 @pytest.mark.parametrize("model", [GPT, LLAMA], ids=["gpt", "llama"])
@@ -39,6 +43,15 @@ LAYOUTS = [
 def test_every_program_passes_the_independent_checkers(model: Model, policy: tuple[str, float]) -> None:
     for layout in LAYOUTS:
         assert faults_of(decide(model, layout, policy, seq_tokens=4096)) == []
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=lambda p: f"{p[0]}-{p[1]}")
+def test_programs_with_copies_and_uneven_heads_pass_the_independent_checkers(policy: tuple[str, float]) -> None:
+    for layout in WITH_COPIES:
+        assert faults_of(decide(LLAMA, layout, policy, seq_tokens=8192)) == []
+    for layout in UNEVEN:
+        assert faults_of(decide(LLAMA, layout, policy, seq_tokens=6144)) == []
+        assert faults_of(decide(GPT, layout, policy, seq_tokens=6144)) == []
 
 
 def exchanged(decisions: Decisions) -> Counter[str]:
@@ -69,6 +82,54 @@ def test_bytes_exchanged_are_those_of_the_formula(model: Model, degree: int) -> 
     rebuilt = whole * (layers - 2) // layers // 2
     assert at(("tokenwise", 0.5)) == {"fwd": whole, "rec": rebuilt, "bwd": whole}
     assert at(("none", 1.0)) == {"fwd": whole, "bwd": whole}
+
+
+def test_copies_of_keys_and_values_are_exchanged_too() -> None:
+    """Eight ranks read four key/value heads: each is sent twice (DeepSpeed's ``repeat_interleave``)."""
+    tokens, layers, micro_batches = 8192 // 8, LLAMA.layers, 2
+    whole = layers * micro_batches * tokens * (2 * LLAMA.q_width + 2 * 2 * LLAMA.kv_width) * 2
+    decisions = decide(LLAMA, Layout(ulysses=8), seq_tokens=8192)
+    assert exchanged(decisions) == {"fwd": whole, "bwd": whole}
+    works = {i.work for _, i in lower(decisions)[0].walk() if isinstance(i.work, Attention)}
+    assert {(w.q_tokens, w.heads, w.kv_heads) for w in works} == {(8192, 1, 1)}
+    # Weights are whole under Ulysses, so their products have no copies.
+    widths = {i.work.n for n, i in lower(decisions)[0].walk() if n.endswith("fwd/qkv") and isinstance(i.work, Gemm)}
+    assert widths == {LLAMA.q_width + 2 * LLAMA.kv_width}
+
+
+def test_the_rank_with_most_heads_stands_for_all() -> None:
+    decisions = decide(LLAMA, Layout(ulysses=3, uneven_heads=True), seq_tokens=6144)
+
+    def found(rank: int) -> tuple[set[tuple[int, int, int]], float, int]:
+        (program,) = lower(decisions, ulysses_rank=rank)
+        works = [i.work for _, i in program.walk() if isinstance(i.work, Attention)]
+        kept = sum(f.bytes * f.count for f in program.families if f.name == "skeletal.qkv")
+        return {(w.q_tokens, w.heads, w.kv_heads) for w in works}, sum(w.flops for w in works), kept
+
+    ranks = [found(rank) for rank in range(3)]
+    assert [heads for heads, _, _ in ranks] == [{(6144, 4, 2)}, {(6144, 2, 1)}, {(6144, 2, 1)}]
+    assert ranks[0][1:] == (2 * ranks[1][1], 2 * ranks[1][2])
+    assert lower(decisions) == lower(decisions, ulysses_rank=0)
+
+
+@pytest.mark.parametrize(
+    ("layout", "got", "wanted"),
+    [
+        (Layout(ulysses=3), "8", "a multiple of 3"),
+        (Layout(ulysses=16), "8", "a multiple of 16"),
+        (Layout(ulysses=5, uneven_heads=True), "4 of a", "ulysses below 4"),
+        (Layout(tp=2, ulysses=3, uneven_heads=True), "2 of a", "ulysses below 2"),
+    ],
+    ids=str,
+)
+def test_degrees_without_whole_heads_are_refused(layout: Layout, got: object, wanted: str) -> None:
+    with refused(Infeasible, got=got, wanted=wanted):
+        lower(decide(LLAMA, layout, seq_tokens=3840))
+
+
+def test_a_degree_that_leaves_a_remainder_names_uneven_heads() -> None:
+    with refused(Infeasible, where="heads", hint="--uneven-heads"):
+        lower(decide(LLAMA, Layout(ulysses=3), seq_tokens=6144))
 
 
 @pytest.mark.parametrize("degree", [2, 4])
@@ -155,8 +216,9 @@ def play(template: Template, i: Instruction, ranks: list[dict[str, np.ndarray]],
     ("model", "layout", "seq_tokens", "fields"),
     [
         (GPT, Layout(ulysses=8), 4096, ("heads", "4", "a multiple of 8")),
-        (LLAMA, Layout(ulysses=8), 4096, ("kv_heads", "4", "a multiple of 8")),
-        (LLAMA, Layout(tp=2, ulysses=4), 4096, ("kv_heads", "4", "a multiple of 8")),
+        (LLAMA, Layout(ulysses=16), 4096, ("heads", "8", "a multiple of 16")),
+        (THREE, Layout(ulysses=2), 4096, ("kv_heads", "3", "a multiple of 2")),
+        (THREE, Layout(tp=2), 4096, ("kv_heads", "3", "a multiple of 2")),
         (GPT, Layout(ulysses=4), 4098, ("seq_tokens", "4098", "a multiple of 4")),
         (GPT, Layout(ulysses=4, cp=2), 4104, ("seq_tokens", "4104", "a multiple of 16")),
     ],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 
 import msgspec
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -13,7 +14,7 @@ from memo_sim.contract.catalog import load_cluster, load_model
 from memo_sim.contract.knobs import Overlap
 from memo_sim.contract.model import Model
 from memo_sim.contract.plan import Decisions, Layout
-from memo_sim.costs.pricing import NodeRates, Pricer
+from memo_sim.costs.pricing import Pricer
 from memo_sim.engine.simulate import simulate
 from memo_sim.program.analysis.columns import expand
 from memo_sim.program.analysis.edges import derive_edges
@@ -65,7 +66,7 @@ def test_every_overlap_moves_the_same_bytes(model: Model, layout: Layout, batche
     ]
     moved = [sorted((kind, size) for _, kind, _, size in found) for found in calls]
     assert moved[0] == moved[1] == moved[2]
-    assert {lane for _, _, lane, _ in calls[0]} == {Lane.COLLECTIVE}
+    assert {lane for found in calls for _, _, lane, _ in found} == {Lane.REPLICA}
 
 
 def test_gradients_are_reduced_after_the_last_backward_and_parameters_gathered_before_the_first_forward() -> None:
@@ -101,46 +102,31 @@ def test_long_backwards_hide_the_collectives_of_replicas(overlap: Overlap) -> No
     assert exposed.prediction.step_s
     assert hidden.prediction.step_s
     saved = exposed.prediction.step_s - hidden.prediction.step_s
-    moved = exposed.prediction.lanes["collective"] - hidden.prediction.lanes["collective"]
+    ops = {"gradients": ["grads.reduce_scatter"], "both": ["grads.reduce_scatter", "params.all_gather"]}[overlap]
+    moved = float(np.sum(exposed.seconds * exposed.pace.per_instruction(lambda i: float(i.op in ops))))
     # Compute is slower beside the collectives, so the step saves only a part of their time.
     assert 0.5 * moved < saved < moved
     assert hidden.prediction.peak_device_bytes == exposed.prediction.peak_device_bytes
 
 
-def test_replicas_share_a_link_with_the_collectives_of_layers() -> None:
+def test_replicas_use_a_part_of_the_link_inside_a_node() -> None:
     cluster, hardware = load_cluster("a800-4x8")
 
     def share(layout: Layout) -> float:
-        return Pricer(hardware, cluster, layout).replica_link_share
+        return Pricer(hardware, cluster, layout).demands[Lane.REPLICA].get("node out", 0.0)
 
     one_node = load_cluster("a800-1x8")[0]
-    assert Pricer(hardware, one_node, Layout(tp=2, dp=4)).replica_link_share == 1.0
+    assert Pricer(hardware, one_node, Layout(tp=2, dp=4)).demands[Lane.REPLICA] == {"node out": 1.0, "node in": 1.0}
     assert share(Layout(tp=8, dp=4)) == 0.0
     assert 0.2 < share(Layout(tp=4, dp=8)) < 0.5
-    both = 1 << Lane.COLLECTIVE | 1 << Lane.REPLICA
-    rates = NodeRates(hardware, one_node, replica_link_share=1.0)
-    assert rates.rates(both)[Lane.COLLECTIVE] == rates.rates(both)[Lane.REPLICA] == 0.5
-    assert rates.rates(1 << Lane.REPLICA)[Lane.REPLICA] == 1.0
-    beside = 1 << Lane.COMPUTE | 1 << Lane.REPLICA
-    assert rates.rates(beside)[Lane.COMPUTE] == rates.rates(beside | 1 << Lane.COLLECTIVE)[Lane.COMPUTE] < 1.0
+    assert Pricer(hardware, cluster, Layout(tp=8, dp=4)).demands[Lane.REPLICA]["network out"] == 1.0
 
 
-def test_metps_ring_shares_the_links_of_its_broadcasts() -> None:
+def test_metps_ranks_are_the_replicas_of_embedding_and_head() -> None:
     cluster, hardware = load_cluster("a800-1x8")
-    both, replica = 1 << Lane.COLLECTIVE | 1 << Lane.P2P, 1 << Lane.REPLICA
-    ring = NodeRates(hardware, cluster, replica_link_share=0.5)
-    metp = NodeRates(hardware, cluster, replica_link_share=0.5, ring_shares_links=True)
-    assert ring.rates(both)[Lane.P2P] == ring.rates(both)[Lane.COLLECTIVE] == 1.0
-    assert metp.rates(both)[Lane.P2P] == metp.rates(both)[Lane.COLLECTIVE] == 0.5
-    assert metp.rates(1 << Lane.P2P)[Lane.P2P] == metp.rates(1 << Lane.COLLECTIVE)[Lane.COLLECTIVE] == 1.0
-    assert metp.rates(both | replica)[Lane.REPLICA] == metp.rates(both | replica)[Lane.P2P] == 1 / 2.5
-    assert ring.rates(both | replica)[Lane.REPLICA] == 1 / 1.5
-
-
-def test_without_dp_metps_ranks_are_the_replicas() -> None:
-    cluster, hardware = load_cluster("a800-1x8")
-    assert Pricer(hardware, cluster, Layout(metp=8)).replica_link_share == 1.0
-    assert Pricer(hardware, cluster, Layout(tp=8)).replica_link_share == 0.0
+    assert Lane.REPLICA not in Pricer(hardware, cluster, Layout(metp=8)).demands
+    assert Pricer(hardware, cluster, Layout(metp=8)).demands[Lane.ENDS]["node in"] == 1.0
+    assert Pricer(hardware, cluster, Layout(tp=8)).demands.keys() == {Lane.TP}
 
 
 @pytest.mark.parametrize("layout", [Layout(dp=4), Layout(dp=4, zero=1), Layout(tp=2, dp=4)])

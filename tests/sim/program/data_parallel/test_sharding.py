@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
+from memo_sim.contract.catalog import load_cluster, load_model
 from memo_sim.contract.model import Model
 from memo_sim.contract.plan import Decisions, Layout
 from memo_sim.engine.simulate import simulate
@@ -34,6 +35,9 @@ LAYOUTS = [
     Layout(tp=2, sequence_parallel=True, cp=2, zero=3),
     Layout(tp=2, dp=2, zero=2),
 ]
+GROUPS = [Layout(dp=RANKS, zero=zero, zero_ranks=2) for zero in (1, 2, 3)]
+GROUPS += [Layout(cp=2, dp=2, zero=3, zero_ranks=2), Layout(tp=2, dp=6, zero=2, zero_ranks=3)]
+"""Layouts with two groups of ranks that ZeRO divides over."""
 
 
 def moved(program: Program, group: str = "grads") -> Counter[tuple[str, str]]:
@@ -48,8 +52,8 @@ def moved(program: Program, group: str = "grads") -> Counter[tuple[str, str]]:
 @pytest.mark.parametrize("model", [GPT, LLAMA], ids=["gpt", "llama"])
 @pytest.mark.parametrize("policy", POLICIES, ids=lambda p: f"{p[0]}-{p[1]}")
 def test_every_sharded_program_passes_the_independent_checkers(model: Model, policy: tuple[str, float]) -> None:
-    for layout, states in itertools.product(LAYOUTS, ("bf16", "host")):
-        (program,) = lower(decide(model, layout, policy, states=states))
+    for layout, states in itertools.product([*LAYOUTS, *GROUPS], ("bf16", "host")):
+        (program,) = lower(decide(model, layout, policy, states=states, global_batch=2 * layout.dp))
         columns = expand(program)
         assert check_program(program, columns) == []
         assert check_edges(columns, derive_edges(columns)) == []
@@ -72,6 +76,64 @@ def test_bytes_moved_are_those_of_the_formula(model: Model, micro_batches: int) 
             ("all_gather", "params.all_gather"): gathered,
             ("all_reduce", "all_reduce"): 8,  # the gradient norm, the loss
         }
+
+
+@pytest.mark.parametrize("micro_batches", [1, 3])
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_groups_reduce_inside_and_each_shard_between_them_once_a_step(zero: int, micro_batches: int) -> None:
+    embed, layer, head = (block(LLAMA, 1).elements for block in (embed_block, layer_block, head_block))
+    once = LLAMA.layers * layer + embed + head
+    every_use = 2 * LLAMA.layers * layer + embed + head
+    layout = Layout(dp=RANKS, zero=zero, zero_ranks=2)
+    (program,) = lower(decide(LLAMA, layout, global_batch=micro_batches * RANKS))
+    assert moved(program, "shard") == {
+        ("reduce_scatter", "grads.reduce_scatter"): 4 * once * (micro_batches if zero > 1 else 1),
+        ("all_gather", "params.all_gather"): 2 * (every_use * micro_batches if zero == 3 else once),
+        ("all_reduce", "all_reduce"): 4,  # the gradient norm: the other group has the same gradients
+    }
+    assert moved(program, "replicate") == {("all_reduce", "shards.all_reduce"): 4 * once // 2}
+    assert moved(program) == {("all_reduce", "all_reduce"): 4}  # the loss
+    ranks = {i.work.group: i.work.ranks for _, i in program.walk() if isinstance(i.work, Collective)}
+    assert ranks == {"shard": 2, "replicate": 2, "grads": RANKS}
+
+
+@pytest.mark.parametrize("zero", [2, 3])
+def test_a_shard_is_reduced_between_groups_beside_the_backward_of_earlier_layers(zero: int) -> None:
+    layout = Layout(dp=RANKS, zero=zero, zero_ranks=2)
+    (program,) = lower(decide(LLAMA, layout, global_batch=2 * RANKS))
+    ids, calls = program.ids(), {name: i for name, i in program.walk() if i.op == "shards.all_reduce"}
+    assert len(calls) == LLAMA.layers + 2
+    assert {i.lane for i in calls.values()} == {Lane.REPLICATE}
+    for number in range(2, LLAMA.layers):
+        reduced = ids.index(f"step/l{number}/reduce/shard")
+        assert max(ids.index(f"m{m}/s0/l{number}/reduce/add.no_decay") for m in range(2)) < reduced
+        assert reduced < min(i for i, name in enumerate(ids) if name.startswith(f"m1/s0/l{number - 2}/bwd/"))
+
+
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_groups_of_all_replicas_are_no_groups(zero: int) -> None:
+    all_of_them, unsaid = (Layout(dp=RANKS, zero=zero, zero_ranks=ranks) for ranks in (RANKS, 0))
+    assert program_sha256(lower(decide(LLAMA, all_of_them))) == program_sha256(lower(decide(LLAMA, unsaid)))
+
+
+def test_groups_of_one_rank_divide_nothing() -> None:
+    alone, whole = Layout(dp=RANKS, zero=3, zero_ranks=1), Layout(dp=RANKS)
+    assert program_sha256(lower(decide(LLAMA, alone))) == program_sha256(lower(decide(LLAMA, whole)))
+
+
+def test_compute_waits_less_for_gathers_inside_a_node() -> None:
+    """Four nodes with four cards each; the price of it is four times the states."""
+    cluster, hardware = load_cluster("a100-4x8-hdr4")
+    found = []
+    for ranks in (0, 8):
+        layout = Layout(dp=32, zero=3, zero_ranks=ranks)
+        decisions = decide(load_model("gpt-7b"), layout, ("full", 0.0), seq_tokens=1024, global_batch=32)
+        found.append(simulate(decisions, hardware, cluster).prediction)
+    whole, groups = found
+    assert groups.step_s is not None
+    assert whole.step_s is not None
+    assert groups.step_s < whole.step_s
+    assert groups.peak_by_class["state"] == pytest.approx(4 * whole.peak_by_class["state"], rel=1e-3)
 
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
@@ -155,7 +217,7 @@ def test_compute_waits_for_a_slow_network() -> None:
     # Every collective is on the critical path: two uses of four layers, embedding, head, and their gradients.
     assert slow.step_s is not None
     assert quick.step_s is not None
-    assert slow.step_s > slow.lanes["collective"] > quick.step_s
+    assert slow.step_s > slow.lanes["replica"] > quick.step_s
 
 
 class Network(ToyPrices):
@@ -206,9 +268,9 @@ def test_zero_3_needs_less_memory_than_2_and_2_than_1() -> None:
     assert len(set(peaks)) == len(peaks)
 
 
-def test_gathered_parameters_wait_on_the_collective_lane_in_program_order() -> None:
+def test_gathered_parameters_wait_on_the_replicas_lane_in_program_order() -> None:
     (program,) = lower(decide(GPT, Layout(dp=RANKS, zero=3), global_batch=RANKS))
-    calls = [name for name, i in program.walk() if i.lane is Lane.COLLECTIVE]
+    calls = [name for name, i in program.walk() if i.lane is Lane.REPLICA]
     assert calls[:3] == [
         "m0/s0/embed/gather/params.embed",
         "m0/s0/l0/gather/params.layer",

@@ -33,7 +33,7 @@ class Ideal:
     """Prices: products at the peak rate, exchanges of kind ``priced`` at the link's rate, all else is free."""
 
     def __init__(self, hidden: int, priced: str, alpha_s: float = 0.0, *, attention: bool = True) -> None:
-        self.outside: set[str] = set()
+        self.outside_of: dict[Work, frozenset[str]] = {}
         self._hop = Exchange(2 * 8 * hidden**2 // RANKS, RANKS, "metp")
         self._priced, self._alpha_s, self._attention = priced, alpha_s, attention
 
@@ -128,7 +128,7 @@ def test_without_overlap_nothing_is_exchanged_beside_compute() -> None:
         layer = [i for t in program.templates if t.name in ("layer.fwd", "layer.bwd") for i in t.instructions]
         lanes[beside] = {i.lane for i in layer}
         hops[beside] = {i.name for i in layer if i.op == "send_recv"}
-    assert lanes == {False: {Lane.COMPUTE}, True: {Lane.COMPUTE, Lane.P2P, Lane.COLLECTIVE}}
+    assert lanes == {False: {Lane.COMPUTE}, True: {Lane.COMPUTE, Lane.P2P, Lane.METP}}
     assert hops[False] == hops[True]
 
 

@@ -63,7 +63,7 @@ def test_only_attention_runs_forward_once_more(layout: Layout) -> None:
 def test_keys_and_values_are_communicated_once_more(exchange: CpExchange) -> None:
     def calls(policy: tuple[str, float]) -> Counter[str]:
         decisions = decide(GPT, Layout(cp=4, cp_exchange=exchange), policy, global_batch=1)
-        ids = [name.split("/")[-1] for name, i in lower(decisions)[0].walk() if i.lane.label in ("p2p", "collective")]
+        ids = [name.split("/")[-1] for name, i in lower(decisions)[0].walk() if i.lane.label in ("p2p", "cp")]
         return Counter(name for name in ids if name.startswith("kv."))
 
     again, once = calls(("selective", 0.0)), calls(("none", 0.0))

@@ -14,19 +14,21 @@ from memo_sim.program.lower import lower
 from tests.sim.small_programs import GPT
 
 BIDIRECTIONAL = msgspec.structs.replace(GPT, bidirectional=True)
+WIDE_HEADS = msgspec.structs.replace(GPT, heads=1, kv_heads=1, head_dim=256)
 PLAIN = Kernels(attention="plain")
 CHUNKS = {"recompute": "full", "attention_chunk_tokens": 512}
 
 
 def multiplexed(**changes: Any) -> Layout:
-    return Layout(**({"pp": 2, "subsequences": 4, "multiplexed": True} | changes))
+    return Layout(**({"pp": 5, "subsequences": 8, "multiplexed": True} | changes))
 
 
 BREAKS: dict[str, tuple[Layout, dict[str, Any], str]] = {
     "multiplexing: pp": (multiplexed(pp=1), {}, "1"),
-    "multiplexing: subsequences": (multiplexed(pp=5), {}, "4 with 5 stages"),
+    "multiplexing: subsequences": (multiplexed(subsequences=4), {}, "4 with 5 stages"),
     "multiplexing: global_batch": (multiplexed(), {"global_batch": 2}, "2 micro-batches"),
     "multiplexing: schedule": (multiplexed(schedule="zero-bubble"), {}, "zero-bubble"),
+    "multiplexing: pp_layers": (multiplexed(pp=2), {}, "3, 2"),
     "multiplexing: memory_policy": (multiplexed(), {"memory_policy": "eager"}, "eager"),
     "virtual stages: schedule": (
         Layout(pp=2, virtual_stages=2),
@@ -39,6 +41,8 @@ BREAKS: dict[str, tuple[Layout, dict[str, Any], str]] = {
         "false",
     ),
     "pipeline stages: zero": (Layout(pp=2, dp=2, zero=2), {}, "2 with pp 2"),
+    "ranks of ZeRO: zero": (Layout(dp=4, zero_ranks=2), {"global_batch": 4}, "2 with zero 0"),
+    "ranks of ZeRO: replicas": (Layout(dp=6, zero=1, zero_ranks=4), {"global_batch": 6}, "4 of 6 ranks"),
     "MLP in row blocks: schedule": (
         Layout(pp=2, schedule="zero-bubble"),
         {"recompute": "full", "mlp_chunk_tokens": 512},
@@ -50,6 +54,7 @@ BREAKS: dict[str, tuple[Layout, dict[str, Any], str]] = {
     "keep_norms: metp": (Layout(tp=2), {"keep_norms": True}, "true with metp 1"),
     "METP: tp": (Layout(metp=2, tp=2), {}, "2 with metp 2"),
     "METP: cp": (Layout(metp=2, cp=2), {}, "2 with metp 2"),
+    "METP: zero_ranks": (Layout(metp=2, dp=2, zero=1, zero_ranks=2), {"global_batch": 2}, "2 with metp 2"),
     "METP: ulysses": (Layout(metp=2, ulysses=2), {}, "2 with metp 2"),
     "METP: subsequences": (Layout(metp=2, subsequences=2), {}, "2 with metp 2"),
     "METP: schedule": (Layout(metp=2, pp=5, schedule="zero-bubble"), {}, "zero-bubble with metp 2"),
@@ -136,6 +141,11 @@ BREAKS: dict[str, tuple[Layout, dict[str, Any], str]] = {
         "alpha 0.5 (1024 tokens) with recompute selective",
     ),
     "MLP in row blocks: recompute": (Layout(), {"mlp_chunk_tokens": 512}, "512 with recompute none"),
+    "FlashAttention 1: head_dim": (
+        Layout(),
+        {"model": WIDE_HEADS, "kernels": Kernels(attention="flash1")},
+        "flash1 with heads of 256",
+    ),
     "plain attention: cp": (Layout(cp=2), {"kernels": PLAIN}, "2 with plain attention"),
     "plain attention: swapped_tokens": (
         Layout(),

@@ -2,7 +2,8 @@
 
 import msgspec
 
-from memo_sim.contract.plan import Decisions, Kernels, RowwiseKernel
+from memo_sim.contract.knobs import RowwiseKernel
+from memo_sim.contract.plan import Decisions, Kernels
 from memo_sim.program.ir.instruction import BufferClass
 from memo_sim.program.ir.program import Program
 from memo_sim.program.lower import lower, program_sha256

@@ -211,7 +211,7 @@ class ByRows:
     """Prices of SPPO's limit: a product of a layer takes a second for 128 rows; all else is free."""
 
     def __init__(self) -> None:
-        self.outside: set[str] = set()
+        self.outside_of: dict[Work, frozenset[str]] = {}
 
     def seconds(self, work: Work) -> float:
         if not isinstance(work, Gemm) or toy_machine.small_model().vocab in (work.m, work.n, work.k):

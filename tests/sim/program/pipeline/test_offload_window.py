@@ -138,7 +138,7 @@ class Figure8:
     """Prices of Figure 8: a layer's forward of a subsequence, its backward, and a copy of one unit each take 4 s."""
 
     def __init__(self, unit_bytes: int) -> None:
-        self.outside: set[str] = set()
+        self.outside_of: dict[Work, frozenset[str]] = {}
         self.unit_bytes = unit_bytes
 
     def seconds(self, work: Work) -> float:

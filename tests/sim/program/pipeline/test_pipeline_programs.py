@@ -20,7 +20,7 @@ from memo_sim.program.ir.program import Program
 from memo_sim.program.ir.work import Collective, PointToPoint
 from memo_sim.program.layout.schedule import Kind
 from memo_sim.program.layout.shape import shape_of
-from memo_sim.program.layout.stage import stages_of
+from memo_sim.program.layout.stage import layers_of_runs, stages_of
 from memo_sim.program.lower import lower, program_sha256
 from memo_sim.program.pipeline.stage_p2p import StageP2P
 from memo_sim.program.verify.program import check_edges, check_program
@@ -42,6 +42,9 @@ LAYOUTS = [
     Layout(pp=2, tp=2, sequence_parallel=True, dp=2, zero=1),
     Layout(pp=2, cp=2, zero=1),
     Layout(pp=2, ulysses=2),
+    Layout(pp=3),
+    Layout(pp=3, pp_layers=(1, 5, 2), schedule="zero-bubble"),
+    Layout(pp=2, pp_layers=(1, 2, 4, 1), schedule="interleaved", virtual_stages=2),
 ]
 EVERY = [*POLICIES, ("selective", 0.0)]
 
@@ -278,8 +281,10 @@ def test_interleaved_stages_without_early_receives_deadlock(
 @pytest.mark.parametrize(
     ("layout", "more", "where", "got"),
     [
-        (Layout(pp=3), {}, "layout.pp", "8 layers"),
+        (Layout(pp=9), {}, "layout.pp", "8 layers"),
         (Layout(pp=4, schedule="interleaved", virtual_stages=4), {}, "layout.pp", "8 layers"),
+        (Layout(pp=4, pp_layers=(2, 3, 2)), {}, "layout.pp_layers", "3 numbers that sum to 7"),
+        (Layout(pp=2, pp_layers=(4, 5)), {}, "layout.pp_layers", "2 numbers that sum to 9"),
         (Layout(pp=2, schedule="interleaved"), {}, "layout.virtual_stages", ("1", "interleaved", "pp 2")),
         (Layout(pp=2, virtual_stages=2), {}, "layout.virtual_stages", ("2", "1f1b", "pp 2")),
         (Layout(virtual_stages=2), {}, "layout.virtual_stages", ("2", "1f1b", "pp 1")),
@@ -312,3 +317,32 @@ def test_source_and_target_of_chunks_match(model: Model) -> None:
     assert last == {1: 1, 3: 0, 5: 1, 7: None}
     assert first == {0: None, 2: 0, 4: 1, 6: 0}
     assert [stage.boundaries for stage in found] == [6, 6]
+
+
+@pytest.mark.parametrize(
+    ("layers", "layout", "expected"),
+    [
+        (126, Layout(pp=16), (7, *[8] * 14, 7)),
+        (15, Layout(pp=4), (4, 4, 4, 3)),
+        (14, Layout(pp=4), (3, 4, 4, 3)),
+        (13, Layout(pp=4), (3, 4, 3, 3)),
+        (5, Layout(pp=2), (3, 2)),
+        (13, Layout(pp=4, virtual_stages=2), (1, 2, 2, 2, 2, 2, 1, 1)),
+        (12, Layout(pp=4, pp_layers=(1, 5, 4, 2)), (1, 5, 4, 2)),
+    ],
+)
+def test_stages_beside_embedding_and_head_get_one_layer_more_last(
+    layers: int, layout: Layout, expected: tuple[int, ...]
+) -> None:
+    decisions = decide(msgspec.structs.replace(GPT, layers=layers), layout)
+    assert layers_of_runs(decisions) == expected
+
+
+def test_chunks_of_unequal_stages_are_consecutive_runs_of_the_model() -> None:
+    layout = Layout(pp=2, pp_layers=(1, 2, 4, 1), schedule="interleaved", virtual_stages=2)
+    first, second = stages_of(decide(EIGHT["gpt"], layout))
+    assert (first.layers, second.layers) == ((0, 3, 4, 5, 6), (1, 2, 7))
+    assert ([*first.chunk(1)], [*second.chunk(1)]) == ([1, 2, 3, 4], [2])
+    assert [first.chunk_of(layer) for layer in range(5)] == [0, 1, 1, 1, 1]
+    assert [first.ends_chunk(layer) for layer in range(5)] == [True, False, False, False, True]
+    assert (first.boundaries, second.boundaries) == (7, 5)

@@ -81,7 +81,7 @@ class EqualParts:
     """
 
     def __init__(self) -> None:
-        self.outside: set[str] = set()
+        self.outside_of: dict[Work, frozenset[str]] = {}
 
     def seconds(self, work: Work) -> float:
         return float(isinstance(work, Gemm) and VOCAB not in (work.m, work.n, work.k))

@@ -1,0 +1,279 @@
+"""Kernels that training frameworks launch for one row-wise operator, each with its own passes over memory.
+
+memo-exec plays a row-wise operator as one instruction. Frameworks launch other kernels for the same operator:
+
+    eager     torch modules as model code writes them. Every tensor operator is a kernel that reads its inputs from
+              memory and writes its result; casts to fp32 and back are kernels too, and so is all of autograd
+    compiled  the same modules under torch.compile: Inductor fuses a chain of operators into one kernel, and a sum
+              over rows (the gradient of a norm's weight) stays a kernel of its own
+    fused     Megatron-LM's and Transformer Engine's own kernels: one for a norm, a bias with its activation, a bias
+              with the residual, a rotary embedding
+
+An entry lists the kernels of one operator. A kernel's traffic counts tensors as large as the operator's own
+(``Rowwise.elements``): ``n`` in the plan's dtype (narrow), ``w`` in fp32 (wide), ``h`` half a tensor in the plan's
+dtype. So ``_k("n", "w")`` is a cast to fp32. Vectors and single numbers per row are left out; a kernel that works
+only on those has no traffic and takes a launch.
+
+    LlamaRMSNorm, eager:  n>w  w>w  w>  >  >  w>w  w>n  n>n     8 kernels, 36 bytes an element; memo-exec: 1 and 4
+
+An operator that is not in a library's table is one kernel with the bytes of its instruction (copies, packing, a loss
+over a divided vocabulary). ``tests/exec_cpu/kernels/test_framework_kernels.py`` counts the eager kernels and their
+tensors under torch's own autograd.
+
+Left out: Inductor fuses the addition of a residual with the norm that follows it, which saves that norm's read.
+Autograd keeps more tensors for backward in eager mode than memo's programs do (fp32 copies inside a norm).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from memo_sim.contract.hardware import AccessPattern
+from memo_sim.contract.knobs import FrameworkLibrary, RowwiseKernel
+from memo_sim.program.ir.work import Attention, Rowwise, Work
+
+ATTENTION_BACKWARD_KERNELS = 3
+"""Kernels of flash-attn's backward (csrc/flash_attn/src/flash_bwd_launch_template.h)."""
+
+WIDE_BYTES = 4
+"""Bytes of an element of a wide (fp32) tensor."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """One kernel of an operator: the tensors that it reads and writes, and how it goes through memory."""
+
+    pattern: AccessPattern
+    reads: str
+    """One letter a tensor: n, w or h (see above)."""
+    writes: str
+    launches: int = 1
+    """Kernels over which these bytes are divided: 2 where model code calls the same for queries and for keys."""
+
+    def moved_bytes(self, work: Rowwise) -> int:
+        """Return the bytes that all launches read and write for an operator."""
+        sizes = {"n": 2 * work.element_bytes, "w": 2 * WIDE_BYTES, "h": work.element_bytes}
+        return work.elements * sum(sizes[tensor] for tensor in self.reads + self.writes) // 2
+
+
+Kernels = tuple[Kernel, ...]
+
+
+def _k(reads: str, writes: str, pattern: AccessPattern = "elementwise", launches: int = 1) -> Kernel:
+    return Kernel(pattern, reads, writes, launches)
+
+
+_TINY = _k("", "")
+"""A kernel over one number a row."""
+
+_WIDEN, _NARROW = _k("n", "w"), _k("w", "n")
+"""Casts to fp32 and back."""
+
+_CASTS = frozenset({("n", "w"), ("w", "n")})
+"""Tensors of those casts, which a plan in fp32 has not."""
+
+_RESIDUAL = _k("nn", "n")
+"""Autograd adds the gradients of the two branches that read the residual stream (torch, ``input_buffer.cpp``)."""
+
+
+def _rms_norm(launches: int = 1) -> Kernels:
+    """transformers, ``LlamaRMSNorm.forward``; Qwen3's norms of queries and keys are the same class."""
+    kernels = (
+        _WIDEN,  # hidden_states.to(torch.float32)
+        _k("w", "w"),  # .pow(2)
+        _k("w", "", "row_sum"),  # .mean(-1)
+        _TINY,  # variance + eps
+        _TINY,  # rsqrt
+        _k("w", "w"),  # hidden_states * rsqrt
+        _NARROW,  # .to(input_dtype)
+        _k("n", "n"),  # weight * hidden_states
+    )
+    return _times(kernels, launches)
+
+
+def _rms_norm_backward(launches: int = 1) -> Kernels:
+    """Autograd of ``LlamaRMSNorm.forward`` (torch, ``derivatives.yaml`` and ``FunctionsManual.cpp``)."""
+    kernels = (
+        _k("n", "n"),  # grad * weight
+        _k("nn", "n"),  # grad * normalised rows
+        _k("n", "", "column_sum"),  # their sum over rows: the weight's gradient
+        _WIDEN,  # cast to fp32
+        _k("ww", "w"),  # grad * x, for rsqrt
+        _k("w", "w"),  # grad * rsqrt
+        _k("w", "", "row_sum"),
+        *(_TINY,) * 3,  # backward of rsqrt
+        _k("", "w"),  # backward of mean: expanded and divided
+        _k("w", "w"),  # backward of pow: x.pow(1)
+        _k("w", "w"),  # * 2
+        _k("ww", "w"),  # * grad
+        _k("ww", "w"),  # both gradients of x added
+        _NARROW,  # cast back
+    )
+    return _times(kernels, launches)
+
+
+def _times(kernels: Kernels, launches: int) -> Kernels:
+    return tuple(Kernel(k.pattern, k.reads, k.writes, launches) for k in kernels)
+
+
+_EAGER: dict[str, Kernels] = {
+    # llm-foundry, LPLayerNorm: F.layer_norm with autocast off, parameters and input in bf16. Backward is one aten
+    # operator with two kernels, for the input and for weight and bias (torch, layer_norm_kernel.cu).
+    "layer_norm": (_k("n", "n", "norm"),),
+    "layer_norm.bwd": (_k("nn", "n", "norm_backward"), _k("nn", "", "norm_backward"), _RESIDUAL),
+    "rms_norm": _rms_norm(),
+    "rms_norm.bwd": (*_rms_norm_backward(), _RESIDUAL),
+    "qk_norm": _rms_norm(2),
+    "qk_norm.bwd": _rms_norm_backward(2),
+    # transformers, apply_rotary_pos_emb and rotate_half, for queries and for keys.
+    "rotary": (
+        _k("n", "n", "strided", 2),  # q * cos
+        _k("h", "h", "strided", 2),  # -x2
+        _k("hh", "n", "strided", 2),  # cat((-x2, x1))
+        _k("n", "n", "elementwise", 2),  # * sin
+        _k("nn", "n", "elementwise", 2),
+    ),
+    "rotary.bwd": (
+        _k("n", "n", "elementwise", 2),  # grad * sin
+        _k("", "n", "elementwise", 2),  # slice_backward of x1: zeros, and a copy of the half
+        _k("h", "h", "strided", 2),
+        _k("h", "h", "strided", 2),  # neg
+        _k("", "n", "elementwise", 2),  # slice_backward of x2
+        _k("h", "h", "strided", 2),
+        _k("nn", "n", "elementwise", 2),  # both halves
+        _k("n", "n", "elementwise", 2),  # grad * cos
+        _k("nn", "n", "elementwise", 2),  # both branches
+    ),
+    "gelu": (_k("n", "n"),),
+    "gelu.bwd": (_k("nn", "n"),),
+    # transformers, LlamaMLP: act_fn(gate_proj(x)) * up_proj(x).
+    "swiglu": (_k("n", "n"), _k("nn", "n")),
+    "swiglu.bwd": (_k("nn", "n"), _k("nn", "n"), _k("nn", "n")),
+    "residual_add": (_k("nn", "n"),),
+    "bias.bwd": (_k("n", "", "column_sum"),),
+    # logits.float(), then F.cross_entropy: log_softmax reads rows that do not fit into shared memory three times, for
+    # their maximum, their sum and the result, and its backward reads the gradient twice (torch, SoftMax.cu). The
+    # gradient of nll_loss is zeros with one number a row.
+    "cross_entropy": (
+        _WIDEN,
+        _k("www", "w", "softmax"),
+        _TINY,  # nll_loss
+        _k("", "w"),  # its backward
+        _TINY,
+        _k("www", "w", "softmax"),
+        _NARROW,
+    ),
+    # torch.optim.AdamW with foreach, its default on CUDA (torch/optim/adamw.py, _multi_tensor_adamw), all in fp32;
+    # after the gradients are scaled (clip_grad_norm_), and before parameters are cast for the next gather.
+    "adamw": (
+        _k("w", "w", "multi_tensor"),  # gradients clipped
+        _k("w", "w", "multi_tensor"),  # params.mul_(1 - lr * weight_decay)
+        _k("ww", "w", "multi_tensor"),  # exp_avg.lerp_(grad)
+        _k("w", "w", "multi_tensor"),  # exp_avg_sq.mul_(beta2)
+        _k("ww", "w", "multi_tensor"),  # .addcmul_(grad, grad)
+        _k("w", "w", "multi_tensor"),  # sqrt
+        _k("w", "w", "multi_tensor"),  # / bias correction
+        _k("w", "w", "multi_tensor"),  # + eps
+        _k("www", "w", "multi_tensor"),  # params.addcdiv_(exp_avg, denom)
+        _k("w", "n", "multi_tensor"),
+    ),
+}
+
+_COMPILED: dict[str, Kernels] = {
+    # One kernel for the rows, with the gradient of the residual stream added; the sums over rows are split in two.
+    "layer_norm": (_k("n", "n", "norm"),),
+    "layer_norm.bwd": (_k("nnn", "n", "norm_backward"), _k("nn", "", "column_sum"), _TINY),
+    "rms_norm": (_k("n", "n", "norm"),),
+    "rms_norm.bwd": (_k("nnn", "n", "norm_backward"), _k("nn", "", "column_sum"), _TINY),
+    "qk_norm": (_k("n", "n", "norm", 2),),
+    "qk_norm.bwd": (_k("nn", "n", "norm_backward", 2), _k("nn", "", "column_sum", 2), _TINY, _TINY),
+    "rotary": (_k("n", "n", "strided", 2),),
+    "rotary.bwd": (_k("n", "n", "strided", 2),),
+    "gelu": (_k("n", "n"),),
+    "gelu.bwd": (_k("nn", "n"),),
+    "swiglu": (_k("nn", "n"),),
+    "swiglu.bwd": (_k("nnn", "nn"),),
+    "residual_add": (_k("nn", "n"),),
+    "bias.bwd": (_k("n", "", "column_sum"), _TINY),
+    # Maximum and sum in one pass (Inductor's online softmax), then the gradient from the logits.
+    "cross_entropy": (_k("n", "", "softmax"), _TINY, _k("n", "n")),
+}
+
+_FUSED: dict[str, Kernels] = {
+    # Transformer Engine's norms (transformer_engine/common/normalization): backward sums the weight's gradient in the
+    # same kernel, by blocks of rows, and a second kernel adds the blocks.
+    "layer_norm": (_k("n", "n", "norm"),),
+    "layer_norm.bwd": (_k("nn", "n", "norm_backward"), _TINY, _RESIDUAL),
+    "rms_norm": (_k("n", "n", "norm"),),
+    "rms_norm.bwd": (_k("nn", "n", "norm_backward"), _TINY, _RESIDUAL),
+    "qk_norm": (_k("n", "n", "norm", 2),),
+    "qk_norm.bwd": (_k("nn", "n", "norm_backward", 2), _TINY, _TINY),
+    # Megatron-LM, core/fusions: fused_bias_gelu, fused_bias_swiglu, fused_bias_dropout; Transformer Engine's rotary.
+    "rotary": (_k("n", "n", "strided", 2),),
+    "rotary.bwd": (_k("n", "n", "strided", 2),),
+    "gelu": (_k("n", "n"),),
+    "gelu.bwd": (_k("nn", "n"),),
+    "swiglu": (_k("nn", "n", "strided"),),
+    "swiglu.bwd": (_k("nnn", "nn", "strided"),),
+    "residual_add": (_k("nn", "n"),),
+    "bias.bwd": (_k("n", "", "column_sum"),),
+}
+
+# States in bf16 without master weights: the same kernels on bf16 numbers, and no cast for the next gather.
+_EAGER["adamw.pure"] = tuple(
+    Kernel(k.pattern, k.reads.replace("w", "n"), k.writes.replace("w", "n")) for k in _EAGER["adamw"][:-1]
+)
+
+_SOFTMAX = {name: (_k("www", "w", "softmax"),) for name in ("log_softmax", "log_softmax.bwd")}
+"""Of a loss that the plan computes as autograd does, in every library (``layers/loss.py``)."""
+
+_LIBRARIES: Mapping[str, dict[str, Kernels]] = {
+    "eager": _EAGER | _SOFTMAX,
+    "compiled": _COMPILED | _SOFTMAX,
+    "fused": _FUSED | _SOFTMAX,
+}
+
+_ADDS_RESIDUAL = frozenset({"layer_norm.bwd", "rms_norm.bwd"})
+"""Operators that add the gradient of the residual stream, except behind the last layer."""
+
+
+def library_of(kernel: RowwiseKernel) -> FrameworkLibrary | None:
+    """Return the framework's library that a plan's row-wise kernels are, or None for memo-exec's own."""
+    match kernel:
+        case "eager" | "compiled" | "fused":
+            return kernel
+        case _:
+            return None
+
+
+def framework_kernels(work: Rowwise, library: FrameworkLibrary) -> Kernels:
+    """Return the kernels that ``library`` launches for an operator; empty when its table has no entry."""
+    found = _LIBRARIES[library].get(work.kind, ()) if work.elements else ()
+    if work.element_bytes == WIDE_BYTES:
+        found = tuple(kernel for kernel in found if (kernel.reads, kernel.writes) not in _CASTS)
+    alone = work.write_bytes <= work.elements * work.element_bytes
+    if work.kind in _ADDS_RESIDUAL and alone:
+        return tuple(_without_residual(kernel) for kernel in found if kernel is not _RESIDUAL)
+    return found
+
+
+def _without_residual(kernel: Kernel) -> Kernel:
+    """Return a kernel of a norm's backward that adds no gradient of a residual stream."""
+    return _k("nn", kernel.writes, kernel.pattern) if kernel.reads == "nnn" else kernel
+
+
+def launches(work: Work, library: FrameworkLibrary) -> int:
+    """Return the number of kernels that a framework with ``library`` launches for the work of one instruction.
+
+    - A row-wise operator: those of the library's table, or one.
+    - Attention: one forward; backward has three (flash-attn: row sums of grad x out, the gradients, and dq cast).
+    - A product: one; its bias is added in its epilogue.
+    """
+    match work:
+        case Rowwise():
+            return sum(kernel.launches for kernel in framework_kernels(work, library)) or 1
+        case Attention(backward=True):
+            return ATTENTION_BACKWARD_KERNELS
+        case _:
+            return 1
