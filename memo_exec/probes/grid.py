@@ -46,8 +46,8 @@ class Grid:
     """Seconds for which lanes run at the same time."""
     copied_bytes: int = 2**24
     """Size of one copy while lanes run at the same time."""
-    updated_elements: int = 2**26
-    """Parameters of one optimizer update on the host; its 1.8 GiB of operands outgrow the caches."""
+    updated_elements: int = 2**25
+    """Parameters of one optimizer update on the host; its 0.6 GiB of operands outgrow most caches."""
     budget_s: float = 240.0
     """Seconds after which no further pass over the operators starts."""
 
