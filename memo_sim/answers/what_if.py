@@ -296,6 +296,7 @@ def row(decisions: Decisions, prediction: Prediction, *, system: str) -> PlanRow
         mlp_chunk_tokens=decisions.mlp_chunk_tokens,
         attention_chunk_tokens=decisions.attention_chunk_tokens,
         memory_policy=decisions.memory_policy,
+        allocator_limit_gib=decisions.allocator_limit_gib,
         states=decisions.states,
         micro_batch=decisions.micro_batch,
         peak_device_bytes=prediction.peak_device_bytes,

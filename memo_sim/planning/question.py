@@ -50,6 +50,7 @@ class Question(Chosen):
             global_batch=self.global_batch,
             host_allocator=self.preset.host_allocator,
             memory_policy=self.memory_policy,
+            allocator_limit_gib=self.pins.allocator_limit_gib or 0,
             states=self.states,
             dtype=self.dtype,
             replay_allocator=self.pins.replay_allocator,

@@ -208,6 +208,7 @@ def _question(asked: CaseQuestion, change: Callable[[Hardware], Hardware] | None
         sequence_parallel=None if sp is None else sp == "yes",
         overlap_p2p=None if overlap is None else overlap == "yes",
         memory_policy=_MEMORY[asked.words.get("memory_plan", "")],
+        allocator_limit_gib=0,  # no source says that it limited the allocator
         overlap=_OVERLAP[overlap or ""],
         attention=PLAIN if asked.words.get("attention") == "plain" else None,
         dtype=asked.words.get("precision"),  # type: ignore[arg-type]
