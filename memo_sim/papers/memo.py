@@ -13,7 +13,7 @@ Layouts are searched, for figures as for tables. A length is the longest when it
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from memo_sim.contract.catalog import load_cluster, load_model
 from memo_sim.contract.errors import Infeasible, UsageError, did_you_mean
@@ -121,7 +121,7 @@ def _question(
         seq_tokens=seq_tokens,
         system=system,
         global_batch=sequences,
-        pins=pins or Pins(),
+        pins=replace(pins or Pins(), allocator_limit_gib=0),
     )
 
 

@@ -69,7 +69,7 @@ class Job:
         sequences = 1
         if system == DEEPSPEED:
             pins, sequences = Pins(ulysses=self.ulysses), cluster.devices // (self.ulysses or cluster.devices)
-        model = load_model(self.model)
+        pins, model = replace(pins, allocator_limit_gib=0), load_model(self.model)
         return Question(model, cluster, hardware, thousands * KIB, system=system, pins=pins, global_batch=sequences)
 
 

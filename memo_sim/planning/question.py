@@ -53,6 +53,7 @@ class Question(Chosen):
             global_batch=self.global_batch,
             host_allocator=self.preset.host_allocator,
             memory_policy=self.memory_policy,
+            allocator_limit_gib=self.pins.allocator_limit_gib or 0,
             states=self.states,
             loss=self.loss,
             dtype=self.dtype,

@@ -508,6 +508,15 @@ PLANNED_LIBRARIES = Rule(
     wanted="memory policy planned",
     hint="--memory-policy planned, or leave --replay-allocator out",
 )
+LIMITED_ALLOCATOR = Rule(
+    name="allocator_limit_gib: memory_policy",
+    breaks=lambda d: d.allocator_limit_gib > 0 and d.memory_policy == "planned",
+    what="planned memory does not use PyTorch's allocator, so nothing can be limited",
+    where="decisions.allocator_limit_gib",
+    got=lambda d: f"{d.allocator_limit_gib} GiB with memory policy planned",
+    wanted="0, or memory policy caching or eager",
+    hint="leave --allocator-limit-gib out, or give --device-memory-gib",
+)
 PLANNED_PLAIN_ATTENTION = Rule(
     name="plain attention: memory_policy",
     breaks=lambda d: d.kernels.attention == "plain" and d.memory_policy == "planned",
@@ -517,5 +526,5 @@ PLANNED_PLAIN_ATTENTION = Rule(
     wanted="caching or eager (in a case file: memory_plan no)",
     hint="--memory-policy eager",
 )
-ARENA_RULES = (PLANNED_LIBRARIES, PLANNED_PLAIN_ATTENTION)
+ARENA_RULES = (PLANNED_LIBRARIES, LIMITED_ALLOCATOR, PLANNED_PLAIN_ATTENTION)
 """What no arena is planned for; programs can be written for it, and the search refuses it."""

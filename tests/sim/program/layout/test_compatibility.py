@@ -162,6 +162,11 @@ BREAKS: dict[str, tuple[Layout, dict[str, Any], str]] = {
         {"replay_allocator": True, "memory_policy": "caching"},
         "--replay-allocator with memory policy caching",
     ),
+    "allocator_limit_gib: memory_policy": (
+        Layout(),
+        {"allocator_limit_gib": 40, "memory_policy": "planned"},
+        "40 GiB with memory policy planned",
+    ),
     "plain attention: memory_policy": (
         Layout(),
         {"kernels": PLAIN, "memory_policy": "planned"},
