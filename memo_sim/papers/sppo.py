@@ -316,8 +316,8 @@ def longest(progress: Progress) -> Figure:
     )
 
 
-STEP_TOKENS, MOST_STEPS = 256 * KIB, 32
-"""Lengths of Figure 12 are multiples of 256K tokens up to 8M; longer ones are not tried."""
+STEP_TOKENS, MOST_STEPS = 512 * KIB, 16
+"""Lengths of Figure 12 are multiples of 512K tokens up to 8M; longer ones are not tried."""
 PART_TOKENS = 16 * KIB
 """Tokens per subsequence in Figure 12, the longest of SPPO's range (6.1), as in ``LONG``."""
 TUNED = "megatron-lm, any layout"
@@ -340,7 +340,9 @@ def lengths(progress: Progress) -> Figure:
     points: dict[str, list[Point]] = {label: [] for label in fitting}
     for i, job in enumerate(LONG):
         for j, (label, layout) in enumerate(fitting.items()):
-            tokens, how = last_that_fits(lambda n, f=layout, k=job: f(k, n), STEP_TOKENS, MOST_STEPS, first_steps=4)  # type: ignore[misc]
+            ((thousands, _),) = job.parts.items()
+            first = thousands * KIB // STEP_TOKENS
+            tokens, how = last_that_fits(lambda n, f=layout, k=job: f(k, n), STEP_TOKENS, MOST_STEPS, first_steps=first)  # type: ignore[misc]
             note = f"{how}; longer ones not tried" if tokens == STEP_TOKENS * MOST_STEPS else how or "no length fits"
             points[label].append(Point(x=8 * job.nodes, y=tokens or None, note=note))
             progress(i * len(fitting) + j + 1, len(LONG) * len(fitting))

@@ -121,13 +121,13 @@ def test_lengths_grow_as_far_as_each_system_fits(monkeypatch: pytest.MonkeyPatch
     found = figure("sppo-12", progress=lambda done, total: told.append((done, total)))
     lines = {line.label: line.points for line in found.lines}
     assert list(lines) == [SPPO, MEGATRON, sppo.TUNED, DEEPSPEED]
-    assert [(p.x, p.y) for p in lines[SPPO]] == [(32, 1280 * KIB), (64, 2560 * KIB), (128, 5120 * KIB)]
+    assert [(p.x, p.y) for p in lines[SPPO]] == [(32, 1024 * KIB), (64, 2560 * KIB), (128, 5120 * KIB)]
     assert lines[SPPO][0].note == "a layout"
-    assert lines[MEGATRON][0].y == 768 * KIB
+    assert lines[MEGATRON][0].y == 512 * KIB
     assert (lines[sppo.TUNED][0].y, lines[sppo.TUNED][0].note) == (8192 * KIB, "a layout; longer ones not tried")
     assert (lines[DEEPSPEED][0].y, lines[DEEPSPEED][0].note) == (None, "no length fits")
-    assert "40, 40, 40K tokens per GPU" in found.findings[0]
-    assert "fits 768k" in found.findings[1]
+    assert "32, 40, 40K tokens per GPU" in found.findings[0]
+    assert "fits 512k" in found.findings[1]
     assert found.step_tokens == sppo.STEP_TOKENS
     assert told[-1] == (12, 12)
 
