@@ -79,6 +79,16 @@ def test_each_panel_has_its_own_table() -> None:
     assert all(len(block.splitlines()) == 11 for block in blocks[1:5])
 
 
+def test_an_axis_with_many_places_has_few_ticks() -> None:
+    def ticks(count: int) -> list[float]:
+        points = [Point(x=1.5 * i + 20, y=1.0 + i) for i in range(count)]
+        figure = msgspec.structs.replace(LONGEST, x_kind="number", lines=[Line(label="a", points=points)])
+        return picture(figure).axes[0].get_xticks().tolist()
+
+    assert ticks(16) == [1.5 * i + 20 for i in range(16)]
+    assert len(ticks(40)) <= 16
+
+
 def test_panels_do_not_overlap() -> None:
     """With any number of findings, axes keep their size, and titles, ticks and text do not overlap."""
     pytest.importorskip("matplotlib")
