@@ -52,6 +52,7 @@ class Question(Chosen):
             states=self.states,
             dtype=self.dtype,
             replay_allocator=self.pins.replay_allocator,
+            cuda_graphs=self.pins.cuda_graphs,
         )
 
     @property

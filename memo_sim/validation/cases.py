@@ -32,7 +32,7 @@ QUESTION_COLUMNS = [
 ]
 EXPECTED_COLUMNS = [f"expected_{name}" for name in ("status", "mfu", "tgs", "step_ms", "allocated_gib", "reserved_gib")]
 COLUMNS = ["case", "source", *QUESTION_COLUMNS, *EXPECTED_COLUMNS, "note"]
-OPTIONAL_COLUMNS = ["virtual_stages", "rowwise", "power_w", "expected_allocation_retries"]
+OPTIONAL_COLUMNS = ["virtual_stages", "rowwise", "power_w", "cuda_graphs", "expected_allocation_retries"]
 """Columns that a file may leave out, because few sources report them."""
 SIZES = frozenset({"layers", "hidden", "heads", "kv_heads", "ffn", "vocab"})
 """Columns that describe a model by its sizes instead of a preset's name."""
@@ -80,12 +80,14 @@ COLUMN_TEXTS = {
     "virtual_stages": "chunks of layers per stage, for the interleaved schedule",
     "rowwise": "kernels of row-wise operators: eager, compiled or fused, as the framework has them; else memo-exec's",
     "power_w": "power limit of a GPU in watts; its board's when blank",
+    "cuda_graphs": "yes: the framework replays its kernels from CUDA graphs, without launches by the host",
     "expected_allocation_retries": "measured allocation retries per micro-batch (MEMO: reorganisations)",
 }
 """What each column holds. A blank cell is an open knob or a quantity that was not measured."""
 
 _WORDS = {
     "sp": ("yes", "no"),
+    "cuda_graphs": ("yes", "no"),
     "recompute": get_args(Recompute),
     "rowwise": get_args(RowwiseKernel),
     "memory_plan": ("yes", "no"),
@@ -116,7 +118,7 @@ class CaseQuestion:
     cluster: str
     seq_tokens: int
     words: dict[str, str]
-    """sp, recompute, memory_plan, attention, schedule, overlap, precision, rowwise, where given."""
+    """sp, recompute, memory_plan, attention, schedule, overlap, precision, rowwise, cuda_graphs, where given."""
     integers: dict[str, int]
     """Model sizes, batches and layout degrees, where given."""
     alpha: float | None

@@ -210,6 +210,7 @@ def _question(asked: CaseQuestion, change: Callable[[Hardware], Hardware] | None
         overlap_p2p=None if overlap is None else overlap == "yes",
         memory_policy=_MEMORY[asked.words.get("memory_plan", "")],
         overlap=_OVERLAP[overlap or ""],
+        cuda_graphs=asked.words.get("cuda_graphs") == "yes",
         attention=PLAIN if asked.words.get("attention") == "plain" else None,
         dtype=asked.words.get("precision"),  # type: ignore[arg-type]
     )

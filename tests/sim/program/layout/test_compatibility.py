@@ -149,6 +149,11 @@ BREAKS: dict[str, tuple[Layout, dict[str, Any], str]] = {
         {"replay_allocator": True, "memory_policy": "caching"},
         "--replay-allocator with memory policy caching",
     ),
+    "cuda_graphs: memory_policy": (
+        Layout(),
+        {"cuda_graphs": True, "memory_policy": "planned"},
+        "--cuda-graphs with memory policy planned",
+    ),
     "plain attention: memory_policy": (
         Layout(),
         {"kernels": PLAIN, "memory_policy": "planned"},
