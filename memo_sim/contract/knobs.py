@@ -457,6 +457,12 @@ class Pins:
     replay_allocator: bool = _knob(
         False, Flag(), "CUDA: memo-exec's allocator serves libraries from the arena (with memory policy planned)."
     )
+    cuda_graphs: bool = _knob(
+        False,
+        Flag(),
+        "An eager framework replays its kernels from CUDA graphs: its host launches none (with memory policy eager).",
+    )
+    """Not searched: it is a choice of the framework's configuration."""
     loss_chunk_tokens: int | None = _knob(
         None, Length(), "Tokens whose logits exist at once; 0 = all. Chosen when not given."
     )

@@ -222,6 +222,9 @@ class Decisions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     Otherwise torch's allocator serves them, outside the arena."""
 
+    cuda_graphs: bool = False
+    """Whether an eager framework replays its kernels from CUDA graphs, which costs its host no launches."""
+
     def __post_init__(self) -> None:
         """Refuse numbers of swapped tokens that row blocks cannot represent."""
         swapped, tokens = self.swapped_tokens, self.local_tokens

@@ -59,6 +59,7 @@ class Question(Chosen):
             dtype=self.dtype,
             libraries=self.pins.libraries,
             replay_allocator=self.pins.replay_allocator,
+            cuda_graphs=self.pins.cuda_graphs,
         )
 
     @property

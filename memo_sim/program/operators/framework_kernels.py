@@ -19,8 +19,9 @@ An operator that is not in a library's table is one kernel with the bytes of its
 over a divided vocabulary). ``tests/exec_cpu/kernels/test_framework_kernels.py`` counts the eager kernels and their
 tensors under torch's own autograd.
 
-Left out: Inductor fuses the addition of a residual with the norm that follows it, which saves that norm's read.
-Autograd keeps more tensors for backward in eager mode than memo's programs do (fp32 copies inside a norm).
+Left out: Inductor fuses the addition of a residual with the norm that follows it, which saves that norm's read. In
+eager mode, autograd joins the gradients of Q, K and V in one more copy, clears some results first, and keeps more
+tensors for backward than memo's programs do (fp32 copies inside a norm).
 """
 
 from __future__ import annotations
