@@ -158,17 +158,22 @@ def _model(family: Family, width: int, head_dim: int, vocab: int = 256) -> Model
     )
 
 
+FULL_GRID = 2**19
+"""Heads x tokens that fill any device: 32 waves of 128 blocks of 128 tokens. More heads have the same rate."""
+
+
 def attention_operators(grid: Grid, kernel: str, head_dim: int) -> Iterator[Operator]:
     """Yield attention forward and backward over lengths and heads, with a causal mask.
 
-    For the largest number of heads, also yield calls without a mask, up to half the FLOPs. The gain of calls without a
+    More heads are left out where fewer already fill the device. For the largest number of heads, also yield calls without a mask, up to half the FLOPs. The gain of calls without a
     mask on longer sequences is extrapolated from these (``memo_sim/costs/attention.py``).
     """
-    for heads in grid.heads:
-        masks: dict[Mask, float] = {"causal": grid.most_attention_flops}
-        if heads == grid.heads[-1]:
-            masks["none"] = grid.most_attention_flops / 2
-        for tokens in grid.attention_lengths:
+    for tokens in grid.attention_lengths:
+        counts = [n for fewer, n in zip((0, *grid.heads), grid.heads, strict=False) if fewer * tokens < FULL_GRID]
+        for heads in counts:
+            masks: dict[Mask, float] = {"causal": grid.most_attention_flops}
+            if heads == counts[-1]:
+                masks["none"] = grid.most_attention_flops / 2
             for mask, most in masks.items():
                 for backward in (False, True):
                     operator = attention_operator(
