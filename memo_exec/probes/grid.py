@@ -165,8 +165,9 @@ FULL_GRID = 2**19
 def attention_operators(grid: Grid, kernel: str, head_dim: int) -> Iterator[Operator]:
     """Yield attention forward and backward over lengths and heads, with a causal mask.
 
-    More heads are left out where fewer already fill the device. For the largest number of heads, also yield calls without a mask, up to half the FLOPs. The gain of calls without a
-    mask on longer sequences is extrapolated from these (``memo_sim/costs/attention.py``).
+    More heads are left out where fewer already fill the device. For the largest number of heads, also yield calls
+    without a mask, up to half the FLOPs. The gain of calls without a mask on longer sequences is extrapolated from
+    these (``memo_sim/costs/attention.py``).
     """
     for tokens in grid.attention_lengths:
         counts = [n for fewer, n in zip((0, *grid.heads), grid.heads, strict=False) if fewer * tokens < FULL_GRID]

@@ -357,7 +357,7 @@ def lengths(progress: Progress) -> Figure:
         lines=[Line(label=label, points=its) for label, its in points.items()],
         findings=[
             f"sppo fits {', '.join(map(str, per_gpu))}K tokens per GPU (SPPO trains 1m, 2m and 4m: 32K per GPU).",
-            f"On 32 GPUs, megatron-lm in Table 4's layout fits {_tokens(points[MEGATRON][0])} (SPPO: 896k).",
+            f"On 32 GPUs, Table 4's megatron-lm fits {_tokens(points[MEGATRON][0])} (SPPO: {PRINTED_ON_32}k).",
         ],
         step_tokens=STEP_TOKENS,
     )

@@ -237,7 +237,8 @@ def test_placement_of_groups_on_nodes() -> None:
     assert place("cp", 2, layout, 8) == Placement(ranks=2, per_node=1, nodes=2, together=8, span=2)
     assert place("grads", 16, layout, 8) == Placement(ranks=16, per_node=4, nodes=4, together=2, span=4)
     # With 16 ranks the exchange crosses two nodes, and two such groups share the network cards.
-    assert place("ulysses", 8, Layout(tp=2, ulysses=8), 8) == Placement(
+    crossing = Placement(ranks=8, per_node=4, nodes=2, together=2, span=2)
+    assert place("ulysses", 8, Layout(tp=2, ulysses=8), 8) == crossing
         ranks=8, per_node=4, nodes=2, together=2, span=2
     )
 
