@@ -132,8 +132,8 @@ def candidates(question: Question) -> tuple[list[Candidate], list[str]]:
             except Infeasible as error:
                 refused.append((error, f"{in_words(layout)}: {error.what}"))
                 continue
+            cut = rowwise.faster(cut) if question.rowwise is None else cut
             try:
-                cut = rowwise.faster(cut) if question.rowwise is None else cut
                 offered, without = _offloaded(question, cut, policy, prices)
             except Infeasible as error:
                 refused.append((error, f"{in_words(layout)}: {error.what}"))

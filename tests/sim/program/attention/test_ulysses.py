@@ -239,8 +239,6 @@ def test_placement_of_groups_on_nodes() -> None:
     # With 16 ranks the exchange crosses two nodes, and two such groups share the network cards.
     crossing = Placement(ranks=8, per_node=4, nodes=2, together=2, span=2)
     assert place("ulysses", 8, Layout(tp=2, ulysses=8), 8) == crossing
-        ranks=8, per_node=4, nodes=2, together=2, span=2
-    )
 
 
 def ask(
