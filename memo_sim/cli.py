@@ -252,8 +252,8 @@ def fit_command(cases: str, constant: str, system: str | None, chosen: tuple[str
 @click.option("-o", "--output", type=click.Path(), help="Draw the figure into this file: .png, .svg, .pdf.")
 @click.option("--json", "as_json", is_flag=True, help="Print one memo.figure/1 (of a table memo.validation/2).")
 def figure_command(name: str, output: str | None, *, as_json: bool) -> None:
-    """Compute a figure or table of a paper again: MEMO's 1b, 6, 11a, 11b, 11c, table3 to table5; SPPO's
-    sppo-1, sppo-6, sppo-7, sppo-10, sppo-11; METP's metp-4 to metp-7.
+    """Compute a figure or table of a paper again: MEMO's 1a, 1b, 6, 11a, 11b, 11c, table3 to table5; SPPO's
+    sppo-1, sppo-6, sppo-7, sppo-10, sppo-11, sppo-12, sppo-table2; METP's metp-4 to metp-7.
 
     A table's predictions stand where the paper printed the measurements, with the error beneath each.
     """

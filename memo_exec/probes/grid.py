@@ -46,8 +46,8 @@ class Grid:
     """Seconds for which lanes run at the same time."""
     copied_bytes: int = 2**24
     """Size of one copy while lanes run at the same time."""
-    updated_elements: int = 2**26
-    """Parameters of one optimizer update on the host; its 1.8 GiB of operands outgrow the caches."""
+    updated_elements: int = 2**25
+    """Parameters of one optimizer update on the host; its 0.6 GiB of operands outgrow most caches."""
     budget_s: float = 240.0
     """Seconds after which no further pass over the operators starts."""
 
@@ -158,17 +158,23 @@ def _model(family: Family, width: int, head_dim: int, vocab: int = 256) -> Model
     )
 
 
+FULL_GRID = 2**19
+"""Heads x tokens that fill any device: 32 waves of 128 blocks of 128 tokens. More heads have the same rate."""
+
+
 def attention_operators(grid: Grid, kernel: str, head_dim: int) -> Iterator[Operator]:
     """Yield attention forward and backward over lengths and heads, with a causal mask.
 
-    For the largest number of heads, also yield calls without a mask, up to half the FLOPs. The gain of calls without a
-    mask on longer sequences is extrapolated from these (``memo_sim/costs/attention.py``).
+    More heads are left out where fewer already fill the device. For the largest number of heads, also yield calls
+    without a mask, up to half the FLOPs. The gain of calls without a mask on longer sequences is extrapolated from
+    these (``memo_sim/costs/attention.py``).
     """
-    for heads in grid.heads:
-        masks: dict[Mask, float] = {"causal": grid.most_attention_flops}
-        if heads == grid.heads[-1]:
-            masks["none"] = grid.most_attention_flops / 2
-        for tokens in grid.attention_lengths:
+    for tokens in grid.attention_lengths:
+        counts = [n for fewer, n in zip((0, *grid.heads), grid.heads, strict=False) if fewer * tokens < FULL_GRID]
+        for heads in counts:
+            masks: dict[Mask, float] = {"causal": grid.most_attention_flops}
+            if heads == counts[-1]:
+                masks["none"] = grid.most_attention_flops / 2
             for mask, most in masks.items():
                 for backward in (False, True):
                     operator = attention_operator(

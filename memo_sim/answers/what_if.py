@@ -300,6 +300,7 @@ def row(decisions: Decisions, prediction: Prediction, *, system: str) -> PlanRow
         attention_chunk_tokens=decisions.attention_chunk_tokens,
         memory_policy=decisions.memory_policy,
         rowwise=decisions.kernels.rowwise,
+        allocator_limit_gib=decisions.allocator_limit_gib,
         states=decisions.states,
         loss=decisions.loss,
         micro_batch=decisions.micro_batch,

@@ -98,7 +98,7 @@ def with_board(hardware: Hardware, name: str) -> Hardware:
 
 def _with_memory_rate(hardware: Hardware, bus: float, other: float) -> Hardware:
     """Return the profile with device memory of another rate, in bytes/s of its bus."""
-    efficiency = max(hardware.memory_bound_bytes_per_s.y) / bus
+    efficiency = hardware.memory_bound_bytes_per_s.y[-1] / bus  # before the end, the cache may be faster
     added = (1.0 / other - 1.0 / bus) / efficiency
 
     def slower(curve: Curve) -> Curve:

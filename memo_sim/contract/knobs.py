@@ -104,6 +104,7 @@ Partition = Literal["length", "flops"]
 MOST_SEQUENCES = 2**16
 MOST_SUBSEQUENCES = 2**16
 MOST_WINDOW = 64
+MOST_LIMIT_GIB = 2**20
 MOST_ZERO = 3
 """ZeRO 3 divides parameters, gradients and optimizer states."""
 T = TypeVar("T")
@@ -453,9 +454,21 @@ class Pins:
         " unless given.",
     )
     """Not searched: it is the user's choice whether memory is planned, and what it costs not to."""
+    allocator_limit_gib: int | None = _knob(
+        None,
+        Whole(0, MOST_LIMIT_GIB),
+        "PyTorch's allocator leaves the device's memory above so many GiB unused"
+        " (torch.cuda.set_per_process_memory_fraction); 0: uses all. Lower limits are tried unless given.",
+    )
     replay_allocator: bool = _knob(
         False, Flag(), "CUDA: memo-exec's allocator serves libraries from the arena (with memory policy planned)."
     )
+    cuda_graphs: bool = _knob(
+        False,
+        Flag(),
+        "An eager framework replays its kernels from CUDA graphs: its host launches none (with memory policy eager).",
+    )
+    """Not searched: it is a choice of the framework's configuration."""
     loss_chunk_tokens: int | None = _knob(
         None, Length(), "Tokens whose logits exist at once; 0 = all. Chosen when not given."
     )

@@ -13,6 +13,7 @@ import msgspec
 from memo_sim.contract.attention_kernels import Libraries
 from memo_sim.contract.hardware import DtypeName
 from memo_sim.contract.knobs import (
+    MOST_LIMIT_GIB,
     MOST_WINDOW,
     CpExchange,
     Loss,
@@ -190,6 +191,11 @@ class Decisions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     They are copied to the host during this many following passes of the stage (SPPO 5.2: 1), and copied back during the
     pass before their backward."""
     memory_policy: MemoryPolicy = "planned"
+    allocator_limit_gib: Annotated[int, msgspec.Meta(ge=0, le=MOST_LIMIT_GIB)] = 0
+    """GiB of the device that PyTorch's allocator and the reserve may take together; 0: all of it.
+
+    ``torch.cuda.set_per_process_memory_fraction`` sets it. With less memory the allocator retries more often, but each
+    retry releases less, so a step can be shorter."""
     host_allocator: HostAllocator = "exact"
     states: States = "fp32"
     overlap: Overlap = "none"
@@ -218,6 +224,9 @@ class Decisions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Whether memo-exec's allocator below torch serves library requests from the arena (CUDA only).
 
     Otherwise torch's allocator serves them, outside the arena."""
+
+    cuda_graphs: bool = False
+    """Whether an eager framework replays its kernels from CUDA graphs, which costs its host no launches."""
 
     def __post_init__(self) -> None:
         """Refuse numbers of swapped tokens that row blocks cannot represent."""
@@ -381,6 +390,8 @@ class PlanRow(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     attention_chunk_tokens: Tokens = 0
     memory_policy: MemoryPolicy
     rowwise: RowwiseKernel = "torch"
+    allocator_limit_gib: int = 0
+    """GiB of the device that PyTorch's allocator is limited to; 0: all of it."""
     states: States
     loss: Loss = "auto"
     micro_batch: Positive

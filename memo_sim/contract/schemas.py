@@ -24,6 +24,7 @@ from memo_sim.contract.validation import Validation
 
 DOCUMENTS: dict[str, type[msgspec.Struct]] = {
     "accuracy": Accuracies,
+    "errors": PublishedErrors,
     "model": Model,
     "hardware": Hardware,
     "cluster": Cluster,
@@ -37,7 +38,6 @@ DOCUMENTS: dict[str, type[msgspec.Struct]] = {
     "validation": Validation,
     "comparison": Comparison,
     "figure": Figure,
-    "errors": PublishedErrors,
 }
 
 

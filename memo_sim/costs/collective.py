@@ -14,7 +14,7 @@ Across nodes (``network.py`` has rings, trees and protocols; the fastest is take
   group's share of the node's cards, which all groups of the node use at once.
 - Over two nodes, an all-reduce is a tree when a tree is faster. The tensor then crosses the network once in each
   direction instead of 2(n-1)/n times, and the bus rate may exceed the cards' rate (AddyLaddy, nccl#812; sjeaugey,
-  nccl-tests#196; SimAI models it too).
+  nccl-tests#196; SimAI models it too), if the tree's channels or switches that reduce allow it.
 - In an all-to-all, each rank sends its bytes for other nodes through its own share of the cards, at most one card
   (sjeaugey, nccl-tests#267). Bytes for the same node move at the same time.
 - An exchange or an all-to-all over n nodes takes as long as the slowest of n transfers, if the network says how much
@@ -65,6 +65,10 @@ LARGE_BYTES = 2**30
 
 KINDS: dict[Group, CollectiveKind] = {"ulysses": "all_to_all", "cp": "all_gather", "metp": "broadcast"}
 """The kind that stands for a group's collectives where links are shared; ``reduce_scatter`` for all other groups."""
+
+RING_AND_REDUCED: tuple[CollectiveKind, CollectiveKind] = ("all_gather", "all_reduce")
+IN_SWITCH = 1.1
+"""Bus rate of an all-reduce over an all-gather's inside a node, above which switches reduce; measured: 1.3 on H200."""
 
 MESSAGE_NODES = 2
 """Number of nodes that an all-to-all's efficiency is known for."""
@@ -225,11 +229,20 @@ class CollectiveTimes:
                 alpha_s + across.short_ring_seconds(size_bytes, factor, passes, path),
             ]
             if kind == "all_reduce":
-                ways.append(alpha_s + across.tree_seconds(size_bytes, factor * size_bytes / local, path))
+                local_s = factor * size_bytes / local
+                in_switch = self._reduces_in_switch(placement.per_node)
+                ways.append(alpha_s + across.tree_seconds(size_bytes, local_s, path, in_switch=in_switch))
             seconds = min(ways)
         if placement.nodes > measured_nodes or (not across.covers(size_bytes, path) and seconds > 2 * fastest_s):
             outside.add("network")
         return seconds
+
+    def _reduces_in_switch(self, per_node: int) -> bool:
+        """Whether switches inside a node reduce (NVLink SHARP); all-reduces then have a higher bus rate than rings."""
+        if per_node < 2 or "all_gather" not in self._tables:
+            return False
+        ring, reduced = (self._inside(kind, LARGE_BYTES, per_node)[1] for kind in RING_AND_REDUCED)
+        return reduced > IN_SWITCH * ring
 
     def _path(self, kind: CollectiveKind, placement: Placement) -> Path:
         """Return the group's share of the cards, and what its bytes are on all cards of a node."""

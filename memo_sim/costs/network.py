@@ -22,7 +22,10 @@ NCCL takes the fastest of its algorithms, and so does this module:
 
     ring                every collective
     tree                all-reduce. Over two nodes the tensor crosses the network once each way, over more nodes twice.
-                        Its latency grows with log2(nodes), and its rate is below a ring's
+                        Its latency grows with log2(nodes), and its rate is below a ring's. Where switches inside the
+                        node do not reduce (A100), one channel a card limits it: over two nodes of A100 with four or
+                        eight HDR cards all-reduces reach 86 to 91 and 192 GB/s, no more than a ring does
+                        (nccl-tests#175, #100, nccl#1048, #812)
     low latency (LL)    short hops, at most half of the rate; in a ring for tensors smaller than any measured one
 
 Bytes are those of a whole tensor spread over all cards of a node; a transfer with fewer cards asks at equal bytes per
@@ -60,6 +63,11 @@ LL_BYTES_PER_S = 20e9
 
 TREE_RATE = 0.92
 """Rate of a tree over a ring's (same source)."""
+
+TREE_CHANNEL_BYTES_PER_S = (23.6e9, 17.8e9)
+"""Highest rate of one channel of a tree on A100 over two nodes, and over more (same source: ``perChMaxTreeBws``).
+
+A channel sends and receives the tensor's share once each, so a tree of c channels takes 2 x bytes / (c x rate)."""
 
 TREE_CORRECTION_BYTES = [2.0**22, 2.0**25, 2.0**26, 2.0**27, 2.0**28, 2.0**29]
 TREE_CORRECTION = [0.7, 0.7, 0.8, 0.9, 0.9, 1.0]
@@ -155,9 +163,17 @@ class NetworkTimes:
         rate = min(LL_BYTES_PER_S, path.bytes_per_s * self._steady * LL_RING_RATE)
         return passes * self._short_latency_s(path) + factor * size_bytes / rate
 
-    def tree_seconds(self, size_bytes: float, local_s: float, path: Path) -> float:
-        """Return the seconds of an all-reduce over a tree; ``local_s``: the time that links inside a node need."""
-        crossings = 1 if path.nodes == TREE_NODES else 2
+    def tree_seconds(self, size_bytes: float, local_s: float, path: Path, *, in_switch: bool) -> float:
+        """Return the seconds of an all-reduce over a tree; ``local_s``: the time that links inside a node need.
+
+        ``in_switch``: whether switches inside the node reduce, so that channels do not limit the tree.
+        """
+        two = path.nodes == TREE_NODES
+        crossings = 1 if two else 2
+        if not in_switch:
+            channels = path.bytes_per_s / self._network.nic_bytes_per_s.value
+            rate = channels * TREE_CHANNEL_BYTES_PER_S[0 if two else 1]
+            local_s = max(local_s, 2 * size_bytes / rate)
         levels = ceil(log2(path.nodes))
         network_s = self._network.latency_s.value
         rate = path.bytes_per_s * self._steady

@@ -67,6 +67,7 @@ def caching_memory(
     lives: Liveness,
     hardware: Hardware,
     *,
+    capacity_bytes: int,
     reserve_bytes: int,
     names: list[str] | None = None,
     ahead: RunAhead | None = None,
@@ -75,15 +76,15 @@ def caching_memory(
     """Return the behaviour of PyTorch's allocator for ``program`` on one device.
 
     ``lives`` gives lives and sizes of the requested buffers. ``names`` names them when they are not all the program's
-    own. ``reserve_bytes`` of the device are not available to the allocator. ``beginning`` replaces the program's
-    states.
+    own. Of ``capacity_bytes``, ``reserve_bytes`` are not available to the allocator. ``beginning`` replaces the
+    program's states.
     """
     if beginning:
         lives = without_states(program, lives)
     return CachingMemory(
         replay(
             requests_of(program, columns, lives=lives, names=names),
-            capacity_bytes=int(hardware.device_memory_bytes.value),
+            capacity_bytes=capacity_bytes,
             reserve_bytes=reserve_bytes,
             costs=allocation_costs(hardware),
             ahead=ahead,

@@ -50,10 +50,11 @@ def launch_waits(
 ) -> Floats:
     """Return the seconds that each instruction of one stage waits for its launch; ``seconds`` are durations alone.
 
-    All zero when the framework is not eager, or when the profile does not know its host's times.
+    All zero when the framework is not eager or replays CUDA graphs, or when the profile does not know its host's times.
     """
     waits = np.zeros(len(seconds))
-    if decisions.memory_policy != "eager" or hardware.host_launch_s is None or not len(seconds):
+    launched = decisions.memory_policy == "eager" and not decisions.cuda_graphs
+    if not launched or hardware.host_launch_s is None or not len(seconds):
         return waits
     beside = _REPLICAS if decisions.overlap != "none" else frozenset[Lane]()
     lanes = [Lane.COMPUTE, *(lane for lane in COLLECTIVE_LANES.values() if lane not in beside)]

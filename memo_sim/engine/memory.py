@@ -23,7 +23,7 @@ from memo_sim.contract.cluster import Cluster
 from memo_sim.contract.hardware import Hardware
 from memo_sim.contract.plan import Decisions
 from memo_sim.contract.trace import MemoryCurve
-from memo_sim.contract.units import format_bytes
+from memo_sim.contract.units import GIB, format_bytes
 from memo_sim.costs.curves import LogCurve
 from memo_sim.engine.caching_allocator import CachingMemory, caching_memory
 from memo_sim.engine.playback import Playback
@@ -211,13 +211,16 @@ def memory_of(program: Program, columns: Columns, decisions: Decisions, hardware
         ahead = run_ahead(program, columns, lives) if records_streams(decisions, libraries) else None
         beginning = beginning_of(program, decisions)
     caching = decisions.memory_policy != "planned"
+    capacity_bytes = int(hardware.device_memory_bytes.value)
+    if decisions.allocator_limit_gib:
+        capacity_bytes = min(capacity_bytes, decisions.allocator_limit_gib * GIB)
     host_memory = cluster.host_memory_bytes or hardware.host_memory_bytes
     return Memory(
         program=program,
         device_lives=lives_in_arena(program, columns, lives, decisions),
         host_lives=_pinned_blocks(lives, program, decisions) if decisions.host_allocator == "power_of_two" else lives,
         reserve=reserve_of(program, columns, decisions, reserve),
-        device_capacity_bytes=int(hardware.device_memory_bytes.value),
+        device_capacity_bytes=capacity_bytes,
         host_capacity_bytes=int(host_memory.value),
         local_ranks=min(cluster.devices_per_node, decisions.layout.devices // decisions.layout.pp),
         caching=caching_memory(
@@ -225,6 +228,7 @@ def memory_of(program: Program, columns: Columns, decisions: Decisions, hardware
             columns,
             lives,
             hardware,
+            capacity_bytes=capacity_bytes,
             reserve_bytes=sum(reserve.values()),
             names=names,
             ahead=ahead,

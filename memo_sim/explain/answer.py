@@ -15,7 +15,7 @@ from memo_sim.engine.simulate import ALLOCATOR, Simulation
 from memo_sim.explain.attention import attention
 from memo_sim.explain.metp import metp
 from memo_sim.explain.remedies import ways_out
-from memo_sim.explain.runner_up import closer_than_the_interval, label, runner_up, ties
+from memo_sim.explain.runner_up import allocator_decides, closer_than_the_interval, label, runner_up, ties
 from memo_sim.explain.subsequences import balance, heuristic, subsequences
 from memo_sim.planning.arena import Arena
 from memo_sim.planning.outcome import Evaluated, SearchResult
@@ -72,7 +72,7 @@ def explain(
     lines += [*_recompute(found, simulation), _peak(simulation)]
     lines += _rowwise(simulation)
     lines += _arena(simulation, arena) if arena else []
-    lines += _allocator(simulation)
+    lines += [*_allocator(simulation), *_limited(found)]
     lines += [
         *_pipeline(simulation),
         *subsequences(found, simulation),
@@ -87,6 +87,7 @@ def explain(
         *_full_recompute(found, simulation),
         *_fallback(question, found),
         *runner_up(found),
+        *allocator_decides(found),
         *ties(found),
         *closer_than_the_interval(found, interval),
     ]
@@ -319,6 +320,21 @@ def _allocator(simulation: Simulation) -> list[str]:
     freed = FREED.get(simulation.decisions.streams)
     waits = f" Memory that other streams use comes back {freed} (--streams {simulation.decisions.streams})."
     return [f"{text}; {retries}{share if stalled else ''}.{waits if freed else ''}"]
+
+
+def _limited(found: SearchResult) -> list[str]:
+    """Say what limiting PyTorch's allocator gains, and how a user does it."""
+    best = found.best
+    if best is None or best.unlimited is None:
+        return []
+    limit = best.decisions.allocator_limit_gib
+    text = f"PyTorch's allocator is limited to {limit} GiB of the device (torch.cuda.set_per_process_memory_fraction)"
+    if best.unlimited.step_s is None:
+        return [f"{text}: with all of it, fragmentation is worse and the plan does not fit ({_short(best.unlimited)})."]
+    slower_s = best.unlimited.step_s - (best.prediction.step_s or 0.0)
+    often = f"{best.unlimited.allocation_retries} allocation retries instead of {best.prediction.allocation_retries}"
+    why = f"each retry releases the whole cache; without the limit there are {often}"
+    return [f"{text}: {why}, and the step is {format_seconds(slower_s)} longer."]
 
 
 def _alpha(found: SearchResult) -> list[str]:

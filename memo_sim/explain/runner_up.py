@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from memo_sim.contract.plan import Prediction, StepInterval
-from memo_sim.contract.units import format_bytes, format_seconds
+from memo_sim.contract.units import counted, format_bytes, format_seconds
+from memo_sim.engine.simulate import ALLOCATOR
 from memo_sim.planning.outcome import Evaluated, SearchResult, ranked_s
 from memo_sim.views.plan_table import layout_label
 
@@ -49,6 +50,29 @@ def _where_lost(best: Evaluated, other: Evaluated) -> str:
 def _waits_s(prediction: Prediction) -> dict[str, float]:
     """Return the seconds that compute waits, by what it waits for."""
     return {stall.waits_for: stall.seconds for stall in prediction.stalls if stall.lane == "compute"}
+
+
+def allocator_decides(found: SearchResult) -> list[str]:
+    """Say which plan would be the best if it did not wait for PyTorch's allocator."""
+    best = found.best
+    if best is None or best.prediction.step_s is None:
+        return []
+    best_s = best.prediction.step_s
+    others = [e for e in found.ranked if e is not best and e.prediction.step_s is not None]
+    rivals = [(_without_allocator_s(e.prediction), e) for e in others]
+    ahead = [(step_s, e) for step_s, e in rivals if step_s < best_s and step_s < (e.prediction.step_s or 0.0)]
+    if not ahead:
+        return []
+    least_s, rival = min(ahead, key=lambda pair: (pair[0], pair[1].rank_key))
+    step_s = rival.prediction.step_s or 0.0
+    text = f"The allocator decides: {label(rival)} takes {format_seconds(step_s)}, of which compute waits"
+    text += f" {format_seconds(step_s - least_s)} for calls of PyTorch's allocator"
+    more = f", as would {counted(len(ahead) - 1, 'other plan')}" if len(ahead) > 1 else ""
+    return [f"{text}; without these waits it would beat the best plan{more}."]
+
+
+def _without_allocator_s(prediction: Prediction) -> float:
+    return (prediction.step_s or 0.0) - _waits_s(prediction).get(ALLOCATOR, 0.0)
 
 
 def ties(found: SearchResult) -> list[str]:

@@ -1,5 +1,6 @@
 """Computes MEMO's figures and tables again with the engine, on the paper's models and clusters.
 
+    1a    allocated and reserved memory over one step of Megatron-LM: gpt-7b, 512K tokens, 8 A800
     1b    a layer's forward, its FlashAttention and the full offload of its activations by length; gpt-7b, tp 8, 8 A800
     6     FlashAttention and the rest of a layer's forward, for the same lengths
     11a   the longest sequence of three systems on 8 to 64 GPUs, gpt-7b;  11b: their MFU at that length
@@ -13,15 +14,18 @@ Layouts are searched, for figures as for tables. A length is the longest when it
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from memo_sim.contract.catalog import load_cluster, load_model
 from memo_sim.contract.errors import Infeasible, UsageError, did_you_mean
 from memo_sim.contract.figure import Figure, Line, Point, XKind, YKind
 from memo_sim.contract.progress import Progress
-from memo_sim.contract.units import KIB, format_tokens
+from memo_sim.contract.units import GIB, KIB, format_tokens
 from memo_sim.contract.validation import CaseReport, Validation
 from memo_sim.costs.pricing import Pricer
+from memo_sim.engine.simulate import Simulation
+from memo_sim.memory.replay import Iteration
+from memo_sim.papers.longest import last_that_fits
 from memo_sim.planning.bandwidth import offload_bandwidth
 from memo_sim.planning.question import Pins, Question
 from memo_sim.planning.search import Evaluated, play, search
@@ -46,6 +50,11 @@ MOST_STEPS = 128
 MOSTLY = 0.9
 MEMOS_MOSTLY = 576 * KIB
 """Beyond this length, attention takes more than ``MOSTLY`` of a layer's forward in the paper's Figure 6."""
+SNAPSHOT_SYSTEM, SNAPSHOT_TOKENS = "megatron-lm", 512 * KIB
+"""System and length of Figure 1a. The paper prints the model and the length; the system and 8 GPUs are assumed: of its
+two baselines, only Megatron-LM runs gpt-7b at this length on 8 GPUs (Table 3)."""
+WINDOWS = 32
+"""Equal parts of a step in Figure 1a; each is shown at the instant where most is allocated."""
 LAYER_TOKENS = tuple(64 * KIB * n for n in range(1, 13))
 LONG_TOKENS = tuple(1024 * KIB * n for n in range(1, 9))
 
@@ -79,21 +88,7 @@ def longest(question: Callable[[int], Question], step_tokens: int, most_steps: i
 
     Assumes that a length fits if a longer one fits. Returns 0 and None where not even one step fits.
     """
-    known: dict[int, Evaluated | None] = {}
-
-    def best(steps: int) -> Evaluated | None:
-        if steps not in known:
-            known[steps] = _best(question(steps * step_tokens))
-        return known[steps]
-
-    low, high = 0, 1
-    while high <= most_steps and best(high) is not None:
-        low, high = high, 2 * high
-    high = min(high, most_steps + 1)
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if best(middle) is not None else (low, middle)
-    return low * step_tokens, known.get(low)
+    return last_that_fits(lambda tokens: _best(question(tokens)), step_tokens, most_steps)
 
 
 def _best(question: Question) -> Evaluated | None:
@@ -121,8 +116,97 @@ def _question(
         seq_tokens=seq_tokens,
         system=system,
         global_batch=sequences,
-        pins=pins or Pins(),
+        pins=replace(pins or Pins(), allocator_limit_gib=0),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class FailedRequest:
+    """A request that the allocator's cache could not serve, at an allocation retry.
+
+    ``requested_bytes``: the new segment's size. ``unused_bytes``: reserved and not allocated before the retry released
+    memory. ``seconds``: of the retry's cudaFree and cudaMalloc calls.
+    """
+
+    requested_bytes: int
+    unused_bytes: int
+    seconds: float
+
+
+def failed_requests(step: Iteration) -> list[FailedRequest]:
+    """Return the requests of a replayed step that made the allocator retry, in order."""
+    at = {instant: number for number, instant in enumerate(step.instants)}
+    found = []
+    for stop in step.stops:
+        if stop.retried_allocation:
+            number, requested = at[stop.instant], stop.calls[-1].bytes
+            unused = step.reserved_bytes[number] - (step.allocated_bytes[number] - requested)
+            found.append(FailedRequest(requested, unused, stop.seconds))
+    return found
+
+
+def _allocated_and_reserved(progress: Progress) -> Figure:
+    question = _question(SNAPSHOT_SYSTEM, SNAPSHOT_TOKENS, gpus=GPUS, sequences=1)
+    best = _best(question)
+    if best is None:
+        raise Infeasible(f"{SNAPSHOT_SYSTEM} has no plan for {MODEL} at {format_tokens(SNAPSHOT_TOKENS)} tokens")
+    simulation = play(question, best.decisions)
+    caching = simulation.memory.caching
+    assert caching is not None, "the system's memory policy is not planned"
+    step = caching.replay.steady
+    points = _fullest_of_windows(simulation, step)
+    progress(1, 1)
+    return Figure(
+        name="1a",
+        title=f"Memory of PyTorch's allocator over one step: {MODEL}, {format_tokens(SNAPSHOT_TOKENS)}, {_how(best)}",
+        x_label="seconds",
+        y_label="GiB",
+        x_kind="number",
+        y_kind="number",
+        lines=[
+            Line(label="reserved", points=[Point(x=second, y=reserved / GIB) for second, _, reserved in points]),
+            Line(label="allocated", points=[Point(x=second, y=allocated / GIB) for second, allocated, _ in points]),
+        ],
+        findings=_fragmentation(step, simulation.fullest.playback.span_s),
+    )
+
+
+def _fullest_of_windows(simulation: Simulation, step: Iteration) -> list[tuple[float, int, int]]:
+    """Return (seconds, allocated bytes, reserved bytes) at the fullest instant of each window of the step."""
+    times_s = simulation.fullest.playback.start_s[step.instants]
+    window_s = simulation.fullest.playback.span_s / WINDOWS
+    fullest: dict[int, int] = {}
+    for number, second in enumerate(times_s.tolist()):
+        window = min(WINDOWS - 1, int(second / window_s))
+        if window not in fullest or step.allocated_bytes[number] > step.allocated_bytes[fullest[window]]:
+            fullest[window] = number
+    return [
+        (round(float(times_s[n]), 1), step.allocated_bytes[n], step.reserved_bytes[n]) for n in sorted(fullest.values())
+    ]
+
+
+def _fragmentation(step: Iteration, step_s: float) -> list[str]:
+    """Return the paper's statements on Figure 1a, checked on a replayed step of ``step_s`` seconds."""
+    allocated = max(step.allocated_bytes)
+    unused = step.reserved_bytes[step.allocated_bytes.index(allocated)] - allocated
+    peak = (
+        f"At the highest peak, {allocated / GIB:.1f} GiB are allocated and {unused / GIB:.1f} GiB more are reserved "
+        "(MEMO: more than 4 GB)."
+    )
+    failed = failed_requests(step)
+    if not failed:
+        return [peak, "No allocation retry happens."]
+    sizes = " or ".join(f"{size:g}" for size in sorted({round(each.requested_bytes / GIB, 2) for each in failed}))
+    least, most = (f(each.unused_bytes for each in failed) / GIB for f in (min, max))
+    requests = (
+        f"{len(failed)} requests of {sizes} GiB fail in a step, while {least:.1f} to {most:.1f} GiB are reserved and "
+        "not allocated (MEMO: a request of 4 GB fails)."
+    )
+    calls = (
+        f"The allocator's calls to the device take {step.seconds:.0f} of the step's {step_s:.0f} seconds, "
+        f"{sum(each.seconds for each in failed):.0f} of them in allocation retries."
+    )
+    return [peak, requests, calls]
 
 
 def _layers(progress: Progress) -> dict[int, LayerTimes]:
@@ -330,6 +414,7 @@ def _row(asked: CaseQuestion) -> str:
 
 
 FIGURES: dict[str, Callable[[Progress], Figure]] = {
+    "1a": _allocated_and_reserved,
     "1b": _offload_and_forward,
     "6": _attention_share,
     "11a": _longest,

@@ -5,6 +5,8 @@
     sppo-7     a layer's forward over N subsequences and the bubble that N leaves; hidden 4096, 128K tokens, one A100
     sppo-10    Table 4: tokens per GPU and second of three systems
     sppo-11    the gain of each of SPPO's techniques
+    sppo-12    the longest sequence of gpt-7b on 32, 64 and 128 GPUs, for the three systems
+    sppo-table2    memory of states and of kept activations at 4M tokens, and the fewest A100 that hold both
 
 The systems of Table 4:
 
@@ -22,23 +24,30 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from math import inf
+from itertools import count
+from math import ceil, inf
 
 from msgspec.structs import replace as replace_struct
 
 from memo_sim.contract.catalog import load_cluster, load_model
+from memo_sim.contract.errors import Infeasible
 from memo_sim.contract.figure import Figure, Line, Point
 from memo_sim.contract.knobs import MemoryPolicy
 from memo_sim.contract.plan import Decisions, Layout, Prediction
 from memo_sim.contract.progress import Progress
-from memo_sim.contract.units import KIB, format_bytes, format_seconds, format_tokens
+from memo_sim.contract.units import GIB, KIB, format_bytes, format_seconds, format_tokens
+from memo_sim.engine.simulate import simulate
+from memo_sim.papers.longest import last_that_fits
 from memo_sim.planning.presets import FULL_SWAP, KEEP, SEQUENCE_AWARE, Policy
 from memo_sim.planning.question import Pins, Question
 from memo_sim.planning.search import play, search
 from memo_sim.planning.space import candidates
 from memo_sim.planning.subsequences import PartPrices, swap_fraction
 from memo_sim.program.analysis.access import access_types, accesses
+from memo_sim.program.ir.instruction import BufferClass
+from memo_sim.program.layers.kinds import skeletal_of
 from memo_sim.program.layout.partition import partition
+from memo_sim.program.layout.shape import shape_of
 from memo_sim.program.lower import lower
 from memo_sim.views.plan_table import layout_label
 
@@ -69,7 +78,7 @@ class Job:
         sequences = 1
         if system == DEEPSPEED:
             pins, sequences = Pins(ulysses=self.ulysses), cluster.devices // (self.ulysses or cluster.devices)
-        model = load_model(self.model)
+        pins, model = replace(pins, allocator_limit_gib=0), load_model(self.model)
         return Question(model, cluster, hardware, thousands * KIB, system=system, pins=pins, global_batch=sequences)
 
 
@@ -307,6 +316,184 @@ def longest(progress: Progress) -> Figure:
     )
 
 
+STEP_TOKENS, MOST_STEPS = 512 * KIB, 16
+"""Lengths of Figure 12 are multiples of 512K tokens up to 8M; longer ones are not tried."""
+PART_TOKENS = 16 * KIB
+"""Tokens per subsequence in Figure 12, the longest of SPPO's range (6.1), as in ``LONG``."""
+TUNED = "megatron-lm, any layout"
+PRINTED_ON_32 = 896
+"""Thousands of tokens: beyond this length, Megatron-LM's gpt-7b runs out of memory on 32 GPUs (section 7.1)."""
+
+
+def lengths(progress: Progress) -> Figure:
+    """Return SPPO's Figure 12: the longest sequence of gpt-7b by number of GPUs.
+
+    Each system has the layout of Table 4, continued to more GPUs as in ``LONG``. Megatron-LM is shown with its best
+    layout as well. SPPO offloads everything, which needs least device memory.
+    """
+    fitting: dict[str, Callable[[Job, int], str | None]] = {
+        SPPO: _sppo_layout,
+        MEGATRON: _megatron_layout,
+        TUNED: _searched_layout,
+        DEEPSPEED: _fpdt_layout,
+    }
+    points: dict[str, list[Point]] = {label: [] for label in fitting}
+    for i, job in enumerate(LONG):
+        for j, (label, layout) in enumerate(fitting.items()):
+            ((thousands, _),) = job.parts.items()
+            first = thousands * KIB // STEP_TOKENS
+            tokens, how = last_that_fits(lambda n, f=layout, k=job: f(k, n), STEP_TOKENS, MOST_STEPS, first_steps=first)  # type: ignore[misc]
+            note = f"{how}; longer ones not tried" if tokens == STEP_TOKENS * MOST_STEPS else how or "no length fits"
+            points[label].append(Point(x=8 * job.nodes, y=tokens or None, note=note))
+            progress(i * len(fitting) + j + 1, len(LONG) * len(fitting))
+    per_gpu = [round((point.y or 0) / point.x / KIB) for point in points[SPPO]]
+    return Figure(
+        name="sppo-12",
+        title="The longest sequence of gpt-7b by number of A100, one sequence per step",
+        x_label="GPUs",
+        y_label="sequence length (tokens)",
+        x_kind="number",
+        y_kind="tokens",
+        lines=[Line(label=label, points=its) for label, its in points.items()],
+        findings=[
+            f"sppo fits {', '.join(map(str, per_gpu))}K tokens per GPU (SPPO trains 1m, 2m and 4m: 32K per GPU).",
+            f"On 32 GPUs, Table 4's megatron-lm fits {_tokens(points[MEGATRON][0])} (SPPO: {PRINTED_ON_32}k).",
+        ],
+        step_tokens=STEP_TOKENS,
+    )
+
+
+def _tokens(point: Point) -> str:
+    return "no length" if point.y is None else format_tokens(round(point.y))
+
+
+def _sppo_layout(job: Job, tokens: int) -> str | None:
+    question = replace(job, parts={tokens // KIB: tokens // PART_TOKENS}).question(SPPO, tokens // KIB)
+    offered = [swap_fraction(c.base, 1.0) for c in candidates(question)[0] if c.policy.hides]
+    return _first_that_fits(question, [replace_struct(each, offload_window=1) for each in offered])
+
+
+def _megatron_layout(job: Job, tokens: int) -> str | None:
+    question = job.question(MEGATRON, tokens // KIB)
+    return _first_that_fits(question, [c.base for c in candidates(question)[0]])
+
+
+def _searched_layout(job: Job, tokens: int) -> str | None:
+    question = job.question(MEGATRON, tokens // KIB)
+    best = search(replace(question, pins=Pins(recompute="full")), enough_s=inf).best
+    return None if best is None else layout_label(best.decisions.layout)
+
+
+def _fpdt_layout(job: Job, tokens: int) -> str | None:
+    question = replace(job, ulysses=load_model(job.model).heads).question(DEEPSPEED, tokens // KIB)
+    return _first_that_fits(question, [c.base for c in candidates(question)[0]])
+
+
+def _first_that_fits(question: Question, offered: Sequence[Decisions]) -> str | None:
+    """Return the layout of the first plan whose memory suffices, or None; nothing is played."""
+    for each in offered:
+        if simulate(each, question.hardware, question.cluster, predict=False).memory.fault is None:
+            return layout_label(each.layout)
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class Footprint:
+    """A row of SPPO's Table 2: bytes of a model's states, bytes of kept activations, and numbers of GPUs.
+
+    ``by_bytes``: GPUs if memory were divided exactly. ``by_plan``: the fewest that have a plan that keeps everything.
+    """
+
+    state_bytes: int
+    activation_bytes: int
+    by_bytes: int
+    by_plan: int
+    how: str
+
+
+PRINTED = {"gpt-7b": (120, 16384, 512), "gpt-13b": (234, 52600, 660), "gpt-65b": (1200, 81920, 1024)}
+"""SPPO's Table 2: GB of the model, GB of activations, number of A100."""
+TABLE_TOKENS = 4096 * KIB
+STATE_TOKENS = 4 * KIB
+"""Any length: states do not depend on it, and one device lowers a short sequence faster."""
+GPU_BYTES = 80 * GIB
+NODE = 8
+"""GPUs per node, and the tensor-parallel degree of the plans of Table 2."""
+
+
+def footprint(model_name: str, seq_tokens: int = TABLE_TOKENS) -> Footprint:
+    """Return what a model's states and kept activations need at ``seq_tokens``, and how many A100 hold both."""
+    model = load_model(model_name)
+    (program,) = lower(Decisions(model=model, seq_tokens=STATE_TOKENS))
+    states = sum(f.bytes * f.count for f in program.all_families if f.buffer_class is BufferClass.STATE)
+    whole = Decisions(model=model, seq_tokens=seq_tokens)
+    activations = model.layers * sum(tensor.bytes for tensor in skeletal_of(whole, shape_of(whole)))
+    by_bytes = ceil((states + activations) / GPU_BYTES)
+    by_plan, how = next(
+        found for nodes in count(ceil(by_bytes / NODE)) if (found := _kept(model_name, seq_tokens, nodes))
+    )
+    return Footprint(states, activations, by_bytes, by_plan, how)
+
+
+def _kept(model_name: str, seq_tokens: int, nodes: int) -> tuple[int, str] | None:
+    """Return the GPUs of ``nodes`` and the first plan on them that keeps all activations, or None."""
+    cluster, hardware = load_cluster(f"a100-{nodes}x{NODE}-hdr4")
+    pins = Pins(tp=NODE, recompute="none", alpha=0.0)
+    asked = Question(load_model(model_name), cluster, hardware, seq_tokens, system="every-layout", pins=pins)
+    try:
+        best = search(asked, enough_s=inf).best
+    except Infeasible:  # no layout divides this length
+        return None
+    return None if best is None else (cluster.devices, layout_label(best.decisions.layout))
+
+
+def _footprints(progress: Progress) -> Figure:
+    """Return SPPO's Table 2 beside what the programs need; one panel for each of its columns."""
+    found: dict[str, Footprint] = {}
+    for done, name in enumerate(PRINTED, start=1):
+        found[name] = footprint(name)
+        progress(done, len(PRINTED))
+    billions = {name: round(load_model(name).total_params / 1e9, 1) for name in PRINTED}
+    panels: dict[str, dict[str, dict[str, tuple[float, str]]]] = {
+        "states of the model (GB, 1e9 bytes)": {
+            "computed": {name: (row.state_bytes / 1e9, "") for name, row in found.items()},
+            "printed": {name: (PRINTED[name][0], "") for name in found},
+        },
+        "kept activations (GiB)": {
+            "computed": {name: (row.activation_bytes / GIB, "") for name, row in found.items()},
+            "printed": {name: (PRINTED[name][1], "") for name in found},
+        },
+        "A100 with 80 GB": {
+            "by bytes": {name: (row.by_bytes, "") for name, row in found.items()},
+            "by a plan": {name: (row.by_plan, row.how) for name, row in found.items()},
+            "printed": {name: (PRINTED[name][2], "") for name in found},
+        },
+    }
+    return Figure(
+        name="sppo-table2",
+        title=f"Memory that training needs at {format_tokens(TABLE_TOKENS)} tokens, everything kept",
+        x_label="parameters (billions)",
+        y_label="GB, GiB, GPUs",
+        x_kind="number",
+        y_kind="number",
+        lines=[
+            Line(panel=panel, label=label, points=[Point(x=billions[n], y=y, note=how) for n, (y, how) in rows.items()])
+            for panel, lines in panels.items()
+            for label, rows in lines.items()
+        ],
+        findings=[_beside_printed(name, row) for name, row in found.items()],
+    )
+
+
+def _beside_printed(name: str, row: Footprint) -> str:
+    states, activations, gpus = PRINTED[name]
+    return (
+        f"{name}: states {row.state_bytes / 1e9 / states - 1:+.1%}, activations "
+        f"{row.activation_bytes / GIB / activations - 1:+.1%} against print; {row.by_bytes} GPUs by bytes, "
+        f"{row.by_plan} by a plan (SPPO: {gpus} and more)."
+    )
+
+
 LAYER_TOKENS = 128 * KIB
 """Tokens in Figure 7, which times one layer with gpt-7b's hidden size."""
 NUMBERS = tuple(2**i for i in range(10))
@@ -391,4 +578,6 @@ FIGURES: dict[str, Callable[[Progress], Figure]] = {
     "sppo-7": _kernel_efficiency,
     "sppo-10": throughput,
     "sppo-11": breakdown,
+    "sppo-12": lengths,
+    "sppo-table2": _footprints,
 }

@@ -19,6 +19,8 @@ from memo_sim.contract.knobs import DEGREES, KNOBS, PINNED, Knob
 from memo_sim.contract.plan import Decisions, Layout
 from memo_sim.planning.question import Question
 from memo_sim.program.layout.compatibility import (
+    GRAPHS_OF_EAGER,
+    LIMITED_ALLOCATOR,
     PLANNED_LIBRARIES,
     SELECTIVE_SWAPS_NOTHING,
     STREAMS_OF_A_FRAMEWORK,
@@ -26,7 +28,14 @@ from memo_sim.program.layout.compatibility import (
     Rule,
 )
 
-OF_OPTIONS = (VIRTUAL_STAGES_INTERLEAVE, SELECTIVE_SWAPS_NOTHING, PLANNED_LIBRARIES, STREAMS_OF_A_FRAMEWORK)
+OF_OPTIONS = (
+    VIRTUAL_STAGES_INTERLEAVE,
+    SELECTIVE_SWAPS_NOTHING,
+    PLANNED_LIBRARIES,
+    LIMITED_ALLOCATOR,
+    GRAPHS_OF_EAGER,
+    STREAMS_OF_A_FRAMEWORK,
+)
 """Rules that options break whatever the layout is."""
 _UNLESS_PINNED = {f.name: f.default for f in (*msgspec.structs.fields(Layout), *msgspec.structs.fields(Decisions))}
 

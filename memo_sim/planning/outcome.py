@@ -29,6 +29,8 @@ class Evaluated:
     linear_program: LinearProgram | None = None
     above: Prediction | None = None
     below: Prediction | None = None
+    unlimited: Prediction | None = None
+    """The same plan without the limit of PyTorch's allocator that the search found for it."""
 
     @property
     def rank_key(self) -> tuple[bool, bool, float, int, int, str]:

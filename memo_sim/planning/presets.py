@@ -204,6 +204,7 @@ class System:
         policies = self.short_sequences + self.policies
         several = {
             "zero": len(self.zeros) > 1,
+            "allocator_limit_gib": self.memory_policy != "planned",
             "subsequences": self.subsequences,
             "schedule": len(self.schedules) > 1,
             "virtual_stages": "interleaved" in self.schedules,

@@ -53,12 +53,14 @@ class Question(Chosen):
             global_batch=self.global_batch,
             host_allocator=self.preset.host_allocator,
             memory_policy=self.memory_policy,
+            allocator_limit_gib=self.pins.allocator_limit_gib or 0,
             states=self.states,
             loss=self._loss(layout),
             streams=self._streams,
             dtype=self.dtype,
             libraries=self.pins.libraries,
             replay_allocator=self.pins.replay_allocator,
+            cuda_graphs=self.pins.cuda_graphs,
         )
 
     @property

@@ -10,6 +10,7 @@ from collections import Counter
 
 import msgspec
 
+from memo_sim.contract.errors import Infeasible
 from memo_sim.contract.hardware import Hardware
 from memo_sim.contract.knobs import RowwiseKernel
 from memo_sim.contract.plan import Decisions
@@ -33,8 +34,7 @@ class RowwiseChoice:
     def faster(self, decisions: Decisions) -> Decisions:
         """Return ``decisions`` with the implementation that takes the fewest seconds; torch wins a tie.
 
-        Raises:
-            Infeasible: when the layout cannot be lowered.
+        Decisions that cannot be lowered come back as they are: the search says why.
         """
         if not self._measured:
             return decisions
@@ -45,7 +45,10 @@ class RowwiseChoice:
             global_batch=decisions.micro_batch,
         )
         if alike not in self._known:
-            self._known[alike] = self._fastest(alike)
+            try:
+                self._known[alike] = self._fastest(alike)
+            except Infeasible:
+                return decisions
         kernels = msgspec.structs.replace(decisions.kernels, rowwise=self._known[alike])
         return msgspec.structs.replace(decisions, kernels=kernels)
 

@@ -7,6 +7,9 @@ that evaluating everything would give. When the Pareto front is asked for, a can
 is as fast as its bound and needs no more of either memory. Tighter bounds cost a lowering, so they are computed only
 when the previous ones do not decide.
 
+Plans on PyTorch's allocator that may be the best are played under lower limits of its memory, too
+(``allocator_limits.py``).
+
 Other candidates are pruned because a simpler plan is at least as good:
 
 - a partial swap, when everything can be kept: keeping copies less;
@@ -27,6 +30,7 @@ from memo_sim.contract.errors import Infeasible
 from memo_sim.contract.plan import Decisions, Layout, Prediction
 from memo_sim.contract.progress import Progress
 from memo_sim.engine.simulate import Simulation, simulate
+from memo_sim.planning.allocator_limits import least_limited_s, may_gain, with_best_limit
 from memo_sim.planning.alpha_linear_program import LinearProgram, linear_program
 from memo_sim.planning.alpha_search import Grid, best_alpha, best_partial_swap
 from memo_sim.planning.bandwidth import offload_bandwidth
@@ -180,6 +184,7 @@ class _Search:
                 progress(done, len(found))
         if not self.ranked:
             return SearchResult([], 0, len(pruned) + stood_for, refused, self.bounds.passes)
+        self._limit_the_allocator()
         best = min(self.ranked, key=lambda e: e.rank_key)
         beside = [c for c in pruned if c.base.layout == best.decisions.layout] if self.siblings else []
         stood_for += sum(not self._add(candidate) for candidate in beside)
@@ -187,6 +192,25 @@ class _Search:
         self.ranked[0] = self._with_refusals(self.ranked[0])
         left = len(pruned) - len(beside) + stood_for
         return SearchResult(self.ranked, len(self.ranked), left, refused, self.bounds.passes)
+
+    def _limit_the_allocator(self) -> None:
+        """Play plans that may then be the best under lower limits of PyTorch's allocator (``allocator_limits.py``)."""
+        question = self.question
+        if question.memory_policy == "planned" or question.pins.allocator_limit_gib is not None or self.enough_s:
+            return
+        steps = [e.prediction.step_s for e in (*self.ranked, self.limit) if e and e.prediction.step_s is not None]
+        best_s = min(steps, default=float("inf"))
+        capacity_bytes = question.hardware.device_memory_bytes.value
+        for at in sorted(range(len(self.ranked)), key=lambda at: self.ranked[at].rank_key):
+            one = self.ranked[at]
+            if not may_gain(one, capacity_bytes) or self._least_limited_s(one) >= best_s:
+                continue
+            self.ranked[at] = one = with_best_limit(one, self.predict, capacity_bytes=capacity_bytes)
+            best_s = min(best_s, one.prediction.step_s or best_s)
+
+    def _least_limited_s(self, one: Evaluated) -> float:
+        """Return a time that no limit of the allocator makes a plan's step shorter than."""
+        return self.bounds.of(one.decisions).step_s if one.prediction.step_s is None else least_limited_s(one)
 
     def _found_enough(self) -> bool:
         return bool(self.ranked) and self._enough(self.ranked[-1].prediction)

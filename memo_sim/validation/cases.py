@@ -34,7 +34,7 @@ QUESTION_COLUMNS = [
 EXPECTED_COLUMNS = [f"expected_{name}" for name in ("status", "mfu", "tgs", "step_ms", "allocated_gib", "reserved_gib")]
 COLUMNS = ["case", "source", *QUESTION_COLUMNS, *EXPECTED_COLUMNS, "note"]
 OPTIONAL_COLUMNS = [
-    *("virtual_stages", "pp_layers", "uneven_heads", "zero_ranks", "rowwise", "power_w", "libraries"),
+    *("virtual_stages", "pp_layers", "uneven_heads", "zero_ranks", "rowwise", "power_w", "cuda_graphs", "libraries"),
     *("loss", "loss_chunk", "mlp_chunk", "states", "offload_inputs", "max_positions"),
     "expected_allocation_retries",
 ]
@@ -96,12 +96,14 @@ COLUMN_TEXTS = {
     "mlp_chunk": "tokens whose MLP exists at once under full recompute, 0 for all; the system's own when blank",
     "states": "dtype and place of gradients and optimizer states (`--states`); fp32 when blank",
     "offload_inputs": "whether the inputs of full recompute wait in host memory; the system's own when blank",
+    "cuda_graphs": "yes: the framework replays its kernels from CUDA graphs, without launches by the host",
     "expected_allocation_retries": "measured allocation retries per micro-batch (MEMO: reorganisations)",
 }
 """What each column holds. A blank cell is an open knob or a quantity that was not measured."""
 
 _WORDS = {
     "sp": ("yes", "no"),
+    "cuda_graphs": ("yes", "no"),
     "recompute": get_args(Recompute),
     "rowwise": get_args(RowwiseKernel),
     "memory_plan": ("yes", "no"),

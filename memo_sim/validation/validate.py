@@ -244,7 +244,9 @@ def question_of(asked: CaseQuestion, change: Callable[[Hardware], Hardware] | No
         uneven_heads=asked.words.get("uneven_heads") == "yes",
         overlap_p2p={"no": False, "yes": True}.get(overlap or ""),
         memory_policy=_MEMORY[asked.words.get("memory_plan", "")],
+        allocator_limit_gib=0,  # no source says that it limited the allocator
         overlap=_OVERLAP[overlap or ""],
+        cuda_graphs=asked.words.get("cuda_graphs") == "yes",
         offload_inputs=None if inputs is None else inputs == "yes",
         loss_chunk_tokens=given.get("loss_chunk"),
         mlp_chunk_tokens=given.get("mlp_chunk"),

@@ -31,6 +31,8 @@ FINDING_IN, CHARACTERS_AN_INCH = 0.15, 16
 """Height of a line of findings, and how many characters fit on an inch of it."""
 LINES_INSIDE = 6
 """A legend with more lines stands outside the axes."""
+MOST_TICKS = 16
+"""An axis with more places than this is linear, with ticks at round numbers instead of at the places."""
 WIDE = 32.0
 COLOURS = ("#3b76b5", "#f0a030", "#3f9b6b", "#8a63b8", "#c0504d", "#6b6b6b")
 MARKERS = ("o", "s", "^", "D", "v", "P")
@@ -105,10 +107,11 @@ def _draw(ax: Axes, figure: Figure, lines: list[Line], styles: dict[str, tuple[s
     ax.set_xlabel(figure.x_label)
     places = sorted({p.x for line in lines for p in line.points})
     values = [p.y for line in figure.lines for p in line.points if p.y is not None]
-    if _wide(places):
-        ax.set_xscale("log", base=2)
-        ax.minorticks_off()
-    ax.set_xticks(places)
+    if len(places) <= MOST_TICKS:
+        if _wide(places):
+            ax.set_xscale("log", base=2)
+            ax.minorticks_off()
+        ax.set_xticks(places)
     if figure.y_kind == "number" and _wide(places) and _wide(values):
         ax.set_yscale("log", subs=())
         ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))

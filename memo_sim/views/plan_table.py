@@ -152,10 +152,12 @@ def _recompute(plan: PlanRow) -> str:
 
 
 def _allocator(plan: PlanRow, scale: int) -> list[str | None]:
-    """Return a plan's memory policy, its reserved memory, and its allocation retries per step."""
+    """Return a plan's memory policy and limit, its reserved memory, and its allocation retries per step."""
+    limit = f" in {plan.allocator_limit_gib} GiB" if plan.allocator_limit_gib else ""
+    policy = f"{plan.memory_policy}{limit}"
     if plan.reserved_bytes is None:
-        return [plan.memory_policy, None, None]
-    return [plan.memory_policy, f"{plan.reserved_bytes / scale:.1f}", str(plan.allocation_retries)]
+        return [policy, None, None]
+    return [policy, f"{plan.reserved_bytes / scale:.1f}", str(plan.allocation_retries)]
 
 
 def infeasible_table(plans: Sequence[PlanRow], *, top: int | None = None) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -77,6 +78,20 @@ def test_each_panel_has_its_own_table() -> None:
     blocks = chart_table(in_panels()).split("\n\n")
     assert [block.splitlines()[0] for block in blocks[1:5]] == [f"model {m}" for m in range(4)]
     assert all(len(block.splitlines()) == 11 for block in blocks[1:5])
+
+
+def test_an_axis_with_many_places_has_few_ticks() -> None:
+    pytest.importorskip("matplotlib")
+
+    def axes(count: int) -> Any:
+        points = [Point(x=1.5 * i + 0.5, y=1.0 + i) for i in range(count)]
+        figure = msgspec.structs.replace(LONGEST, x_kind="number", lines=[Line(label="a", points=points)])
+        return picture(figure).axes[0]
+
+    assert axes(16).get_xticks().tolist() == [1.5 * i + 0.5 for i in range(16)]
+    assert axes(16).get_xscale() == "log"
+    assert len(axes(40).get_xticks()) <= 16
+    assert axes(40).get_xscale() == "linear"
 
 
 def test_panels_do_not_overlap() -> None:

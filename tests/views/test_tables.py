@@ -70,6 +70,8 @@ def test_plans_without_planned_memory_show_reserved_memory_and_retries() -> None
     assert lines[3].split()[-8:-3] == ["71.0", "eager", "77.0", "95", "1200.0"]
     assert lines[4].split()[-8:-3] == ["71.0", "planned", "-", "-", "1200.0"]
     assert "reserved" not in result_table(result(plan()))
+    limited = plan(memory_policy="eager", reserved_bytes=42 * GIB, allocation_retries=31, allocator_limit_gib=44)
+    assert "  eager in 44 GiB          42.0       31  " in result_table(result(limited))
 
 
 @pytest.mark.parametrize(

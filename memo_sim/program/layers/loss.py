@@ -33,6 +33,7 @@ from memo_sim.program.ir.instruction import BufferClass, Lane
 from memo_sim.program.ir.work import Collective, Rowwise
 from memo_sim.program.layout.shape import Shape
 from memo_sim.program.operators import workspaces as table
+from memo_sim.program.operators.framework_kernels import library_of
 
 FP32_BYTES = 4
 STATISTICS = 3
@@ -110,6 +111,11 @@ class LossWriter:
         return table.loss_workspace_bytes(chunk, shape.vocab, decisions.dtype, rowwise)
 
     @property
+    def _one_in_a_framework(self) -> bool:
+        """Whether the plan names a loss of one kernel beside a framework's kernels, whose own loss may be several."""
+        return self.decisions.loss == "blocks" and library_of(self.decisions.kernels.rowwise) is not None
+
+    @property
     def _workspace(self) -> Access | None:
         return writes(self.builder.all("loss.scratch")) if self.builder.has("loss.scratch") else None
 
@@ -130,7 +136,7 @@ class LossWriter:
         builder, shape, workspace = self.builder, self.shape, self._workspace
         logits, gradient = Rows("logits", 0, tokens), Rows(self.gradient, 0, tokens)
         size = tokens * shape.vocab * DTYPE_BYTES[self.decisions.dtype]
-        stats, kind = None, "cross_entropy.fused" if fused else "cross_entropy"
+        stats, kind = None, "cross_entropy.fused" if fused or self._one_in_a_framework else "cross_entropy"
         if shape.tp > 1:
             stats, kind = Rows("loss_stats", 0, tokens), "cross_entropy.divided"
             builder.emit(
@@ -169,11 +175,12 @@ class LossWriter:
         """Write torch's operators; the gradient of the log-probabilities takes the buffer of the fp32 logits."""
         wide = self._widen(suffix, tokens)
         log_probs, gradient = Rows("log_probs", 0, tokens), Rows("d_logits.fp32", 0, tokens)
+        wide_logits = {"elements": tokens * self.shape.vocab, "element_bytes": FP32_BYTES}
         size, column = FP32_BYTES * tokens * self.shape.vocab, FP32_BYTES * tokens
         self._emit(
             f"loss.softmax{suffix}",
             "log_softmax",
-            Rowwise("log_softmax", tokens, SOFTMAX_READS * size, size),
+            Rowwise("log_softmax", tokens, SOFTMAX_READS * size, size, **wide_logits),
             logits=reads(wide),
             out=writes(log_probs),
         )
@@ -197,7 +204,7 @@ class LossWriter:
         self._emit(
             f"loss.softmax.bwd{suffix}",
             "log_softmax.bwd",
-            Rowwise("log_softmax.bwd", tokens, SOFTMAX_BACKWARD_READS * size, size),
+            Rowwise("log_softmax.bwd", tokens, SOFTMAX_BACKWARD_READS * size, size, **wide_logits),
             grad=reads(wide),
             log_probs=reads(log_probs),
             out=writes(gradient),

@@ -1,7 +1,7 @@
 """Which knobs do not go together: one table of rules, each with the message that a user gets.
 
 ``shape_of``, and so ``lower``, refuses decisions that break a rule of ``RULES``; the search reads the same rules to
-leave such plans out. ``ARENA_RULES`` are about planned memory: a program can be written all the same, so the search
+leave such plans out. ``ARENA_RULES`` are about memory policies: a program can be written all the same, so the search
 alone refuses them. Whether a degree divides a size of the model or the sequence is no rule of this table: ``shape.py``,
 ``stage.py`` and ``attention_chunks.py`` check that.
 
@@ -508,6 +508,24 @@ PLANNED_LIBRARIES = Rule(
     wanted="memory policy planned",
     hint="--memory-policy planned, or leave --replay-allocator out",
 )
+LIMITED_ALLOCATOR = Rule(
+    name="allocator_limit_gib: memory_policy",
+    breaks=lambda d: d.allocator_limit_gib > 0 and d.memory_policy == "planned",
+    what="planned memory does not use PyTorch's allocator, so nothing can be limited",
+    where="decisions.allocator_limit_gib",
+    got=lambda d: f"{d.allocator_limit_gib} GiB with memory policy planned",
+    wanted="0, or memory policy caching or eager",
+    hint="leave --allocator-limit-gib out, or give --device-memory-gib",
+)
+GRAPHS_OF_EAGER = Rule(
+    name="cuda_graphs: memory_policy",
+    breaks=lambda d: d.cuda_graphs and d.memory_policy != "eager",
+    what="CUDA graphs replace the launches of an eager framework, and memo-exec's launches cost nothing here",
+    where="decisions.cuda_graphs",
+    got=lambda d: f"--cuda-graphs with memory policy {d.memory_policy}",
+    wanted="memory policy eager",
+    hint="--memory-policy eager, or leave --cuda-graphs out",
+)
 PLANNED_PLAIN_ATTENTION = Rule(
     name="plain attention: memory_policy",
     breaks=lambda d: d.kernels.attention == "plain" and d.memory_policy == "planned",
@@ -526,5 +544,11 @@ STREAMS_OF_A_FRAMEWORK = Rule(
     wanted="memory policy eager",
     hint="--memory-policy eager, or leave --streams out",
 )
-ARENA_RULES = (PLANNED_LIBRARIES, PLANNED_PLAIN_ATTENTION, STREAMS_OF_A_FRAMEWORK)
+ARENA_RULES = (
+    PLANNED_LIBRARIES,
+    LIMITED_ALLOCATOR,
+    GRAPHS_OF_EAGER,
+    PLANNED_PLAIN_ATTENTION,
+    STREAMS_OF_A_FRAMEWORK,
+)
 """What no arena is planned for; programs can be written for it, and the search refuses it."""

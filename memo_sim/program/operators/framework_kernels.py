@@ -19,8 +19,9 @@ An operator that is not in a library's table is one kernel with the bytes of its
 over a divided vocabulary). ``tests/exec_cpu/kernels/test_framework_kernels.py`` counts the eager kernels and their
 tensors under torch's own autograd.
 
-Left out: Inductor fuses the addition of a residual with the norm that follows it, which saves that norm's read.
-Autograd keeps more tensors for backward in eager mode than memo's programs do (fp32 copies inside a norm).
+Left out: Inductor fuses the addition of a residual with the norm that follows it, which saves that norm's read. In
+eager mode, autograd joins the gradients of Q, K and V in one more copy, clears some results first, and keeps more
+tensors for backward than memo's programs do (fp32 copies inside a norm).
 """
 
 from __future__ import annotations
@@ -220,7 +221,19 @@ _FUSED: dict[str, Kernels] = {
     "bias.bwd": (_k("n", "", "column_sum"),),
 }
 
-_LIBRARIES: Mapping[str, dict[str, Kernels]] = {"eager": _EAGER, "compiled": _COMPILED, "fused": _FUSED}
+# States in bf16 without master weights: the same kernels on bf16 numbers, and no cast for the next gather.
+_EAGER["adamw.pure"] = tuple(
+    Kernel(k.pattern, k.reads.replace("w", "n"), k.writes.replace("w", "n")) for k in _EAGER["adamw"][:-1]
+)
+
+_SOFTMAX = {name: (_k("www", "w", "softmax"),) for name in ("log_softmax", "log_softmax.bwd")}
+"""Of a loss that the plan computes as autograd does, in every library (``layers/loss.py``)."""
+
+_LIBRARIES: Mapping[str, dict[str, Kernels]] = {
+    "eager": _EAGER | _SOFTMAX,
+    "compiled": _COMPILED | _SOFTMAX,
+    "fused": _FUSED | _SOFTMAX,
+}
 
 _ADDS_RESIDUAL = frozenset({"layer_norm.bwd", "rms_norm.bwd"})
 """Operators that add the gradient of the residual stream, except behind the last layer."""

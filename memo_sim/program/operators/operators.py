@@ -64,15 +64,15 @@ class OperatorWriter:
         read: int,
         written: int,
         *,
-        features: int,
+        features: int = 0,
         scratch: int = 0,
         first: int = 0,
         **operands: Access | None,
     ) -> None:
         """Emit a memory-bound operator that reads ``read`` and writes ``written`` elements a row.
 
-        ``features``: those of a row of the tensor that it works on. ``scratch``: bytes of its workspace. ``first``: the
-        row of the rank at which its buffers begin.
+        ``features``: those of a row of the tensor that it works on; 0 where no framework has kernels of its own for the
+        operator. ``scratch``: bytes of its workspace. ``first``: the row of the rank at which its buffers begin.
         """
         work = Rowwise(op, rows, rows * read * self.size, rows * written * self.size, first, rows * features, self.size)
         workspace = self.builder.scratch(f"{self.builder.phase}.{name}{self.suffix}.scratch", scratch)

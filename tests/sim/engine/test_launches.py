@@ -61,6 +61,11 @@ def test_a_framework_launches_the_kernels_of_its_row_wise_library() -> None:
     assert counts["eager"] > counts["compiled"]
 
 
+def test_cuda_graphs_launch_nothing() -> None:
+    _, found = waits(eager(cuda_graphs=True), 0.0)
+    assert not found.any()
+
+
 def test_fused_kernels_take_the_host_as_long_as_the_time_was_fitted_for() -> None:
     decisions = eager(global_batch=1)
     kernels = msgspec.structs.replace(decisions.kernels, rowwise="fused")

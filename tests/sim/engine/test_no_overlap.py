@@ -12,7 +12,7 @@ from memo_sim.contract.plan import Decisions, Kernels, Layout
 from memo_sim.engine.simulate import Simulation, simulate
 from memo_sim.program.ir.instruction import Lane
 from memo_sim.validation.cases import CaseQuestion, load_cases
-from memo_sim.validation.validate import _question, predict
+from memo_sim.validation.validate import predict, question_of
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +25,7 @@ def asked() -> CaseQuestion:
 
 
 def played(asked: CaseQuestion) -> Simulation:
-    question = _question(asked, None)
+    question = question_of(asked, None)
     decisions = Decisions(
         model=question.model,
         layout=Layout(tp=4, sequence_parallel=True),
@@ -56,5 +56,5 @@ def test_by_default_products_overlap_with_collectives(asked: CaseQuestion) -> No
 def test_the_profile_itself_is_not_changed(asked: CaseQuestion) -> None:
     _, hardware = load_cluster(asked.cluster)
     assert hardware.compute_slowdown["collective"].value < 2
-    assert _question(asked, None).hardware.compute_slowdown["copy"] == hardware.compute_slowdown["copy"]
+    assert question_of(asked, None).hardware.compute_slowdown["copy"] == hardware.compute_slowdown["copy"]
     assert predict(asked)[0].status == "ok"

@@ -12,7 +12,7 @@ from memo_sim.answers.what_if import what_if
 from memo_sim.contract.hardware import DISTURBED
 from memo_sim.contract.plan import Layout, Prediction, Stall, StepInterval
 from memo_sim.contract.units import GIB, format_bytes
-from memo_sim.explain.runner_up import closer_than_the_interval, runner_up
+from memo_sim.explain.runner_up import allocator_decides, closer_than_the_interval, runner_up
 from memo_sim.planning.outcome import Evaluated, SearchResult
 from memo_sim.planning.presets import Policy
 from memo_sim.planning.question import Pins, Question, with_memory
@@ -115,7 +115,7 @@ def test_groups_of_zero_are_explained_and_left_out_where_memory_is_short() -> No
 
 
 def test_the_allocators_reserve_and_cost_are_reported() -> None:
-    text = why(question(128 * 1024, system="full-recompute", memory_policy="eager"))
+    text = why(question(128 * 1024, system="full-recompute", memory_policy="eager", allocator_limit_gib=0))
     assert re.search(
         r"Memory is not planned: an eager framework reserves 7\d\.\d\d GiB, \d+\.\d% above the peak; "
         r"[\d.]+ allocation retries per micro-batch; compute waits for its calls for \d+\.\d% of the step\.",
@@ -185,3 +185,34 @@ def test_a_runner_up_loses_time_to_waiting_or_to_compute() -> None:
     said = [runner_up(SearchResult(ranked=[best, e], evaluated=2, pruned=0))[0] for e in (waiting, computing)]
     assert said[0].endswith("5 s (50.0%) slower: 3 s more waiting, mostly for allocator.")
     assert said[1].endswith("5 s (50.0%) slower: 5 s more compute.")
+
+
+def test_a_rival_that_only_the_allocator_slows_is_named() -> None:
+    played, policy = decide(("full", 0.0)), Policy("full", 0.0)
+
+    def evaluated(step_s: float, waits_s: float) -> Evaluated:
+        stalls = [Stall(lane="compute", waits_for="allocator", seconds=waits_s, count=1)]
+        return Evaluated(policy, played, Prediction(status="ok", step_s=step_s, stalls=stalls))
+
+    def said(*rivals: Evaluated) -> str:
+        ranked = [evaluated(10.0, 0.5), *rivals]
+        return " ".join(allocator_decides(SearchResult(ranked=ranked, evaluated=len(ranked), pruned=0)))
+
+    assert said(evaluated(12.0, 1.5), evaluated(13.0, 0.0)) == ""
+    one = said(evaluated(12.0, 3.0), evaluated(13.0, 0.0))
+    assert one.startswith("The allocator decides: full recompute on tp1 cp1 dp1 takes 12 s, of which compute waits 3 s")
+    assert one.endswith("without these waits it would beat the best plan.")
+    assert said(evaluated(12.0, 3.0), evaluated(13.0, 4.5)).endswith("beat the best plan, as would 1 other plan.")
+
+
+def test_a_limit_of_the_allocator_is_explained() -> None:
+    text = why(question(128 * 1024, system="full-recompute", memory_policy="eager"))
+    found = re.search(
+        r"PyTorch's allocator is limited to \d+ GiB of the device \(torch\.cuda\.set_per_process_memory_fraction\): "
+        r"each retry releases the whole cache; without the limit there are \d+ allocation retries instead of \d+, and "
+        r"the step is [\d.]+ m?s longer\.",
+        text,
+    )
+    pinned = why(question(128 * 1024, system="full-recompute", memory_policy="eager", allocator_limit_gib=0))
+    assert "is limited to" not in pinned
+    assert found is not None

@@ -8,9 +8,12 @@ from typing import Any
 import pytest
 
 from memo_sim.contract.catalog import load_cluster, load_model
-from memo_sim.contract.errors import UsageError
+from memo_sim.contract.errors import Infeasible, UsageError
 from memo_sim.contract.figure import Point
+from memo_sim.contract.units import GIB
 from memo_sim.contract.validation import CaseError, CasePrediction, CaseReport, Expectation
+from memo_sim.memory.device_allocator import DeviceCall
+from memo_sim.memory.replay import DeviceStop, Iteration
 from memo_sim.papers import memo
 from memo_sim.papers.figures import figure
 from memo_sim.papers.memo import TABLES, cells, layer_times, longest, published
@@ -34,6 +37,55 @@ def test_a_longer_sequence_hides_its_offload_and_attention_takes_over(monkeypatc
     assert offload[3] / offload[2] == pytest.approx(2, rel=0.01)
     assert attention[3] / attention[2] == pytest.approx(4, rel=0.02)
     assert told == [(1, 4), (2, 4), (3, 4), (4, 4)]
+
+
+def test_the_allocator_reserves_more_than_is_allocated_and_requests_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[tuple[int, int]] = []
+    found = figure("1a", progress=lambda done, total: told.append((done, total)))
+    assert "gpt-7b, 512k, tp8+sp" in found.title
+    reserved, allocated = ([p.y or 0.0 for p in line.points] for line in found.lines)
+    assert [line.label for line in found.lines] == ["reserved", "allocated"]
+    assert len(reserved) <= memo.WINDOWS
+    assert all(all_of_it >= used for all_of_it, used in zip(reserved, allocated, strict=True))
+    # As in the paper: more than 4 GB reserved and not allocated at the peak, and requests of 4 GiB that fail.
+    peak = allocated.index(max(allocated))
+    assert reserved[peak] - allocated[peak] > 4
+    assert max(reserved) <= 79.25
+    assert f"{max(allocated):.1f} GiB are allocated" in found.findings[0]
+    assert "4 or" in found.findings[1]
+    assert "in allocation retries" in found.findings[2]
+    seconds = [p.x for p in found.lines[0].points]
+    assert seconds == sorted(set(seconds))
+    assert told == [(1, 1)]
+
+
+def test_failed_requests_are_those_that_retry() -> None:
+    calls = (DeviceCall("synchronize", 0), DeviceCall("free", 6), DeviceCall("malloc", 4))
+    step = Iteration(
+        instants=[3, 7],
+        allocated_bytes=[5, 9],
+        reserved_bytes=[12, 12],
+        stops=[
+            DeviceStop(3, "a", (DeviceCall("malloc", 2),), 0.5, False),
+            DeviceStop(7, "b", calls, 1.5, True),
+        ],
+    )
+    # Of 12 bytes, 5 are allocated when the request of 4 fails; 9 with it.
+    assert memo.failed_requests(step) == [memo.FailedRequest(requested_bytes=4, unused_bytes=7, seconds=1.5)]
+
+
+def test_memory_without_retries_is_said_to_have_none() -> None:
+    step = Iteration(instants=[0], allocated_bytes=[8 * GIB], reserved_bytes=[9 * GIB])
+    assert memo._fragmentation(step, 1.0) == [
+        "At the highest peak, 8.0 GiB are allocated and 1.0 GiB more are reserved (MEMO: more than 4 GB).",
+        "No allocation retry happens.",
+    ]
+
+
+def test_figure_1a_is_refused_where_nothing_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memo, "_best", lambda question: None)
+    with refused(Infeasible, what="megatron-lm has no plan for gpt-7b at 512k tokens"):
+        figure("1a")
 
 
 def test_attention_and_the_rest_are_the_whole_forward(monkeypatch: pytest.MonkeyPatch) -> None:

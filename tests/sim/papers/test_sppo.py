@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 
+from memo_sim.contract.catalog import load_model
+from memo_sim.contract.units import GIB, KIB
 from memo_sim.papers import sppo
 from memo_sim.papers.figures import figure
 from memo_sim.papers.sppo import DEEPSPEED, JOBS, MEGATRON, SPPO, UNPLANNED, Job, cell
@@ -104,3 +107,78 @@ def test_short_subsequences_slow_kernels_and_long_ones_make_a_bubble(monkeypatch
     # The paper's range of good lengths, 2K to 16K tokens.
     assert 2048 <= found.lines[2].points[both.index(min(both))].x <= 16384
     assert "4k tokens each" in found.findings[0]
+
+
+def test_lengths_grow_as_far_as_each_system_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    def up_to(thousands_per_gpu: int) -> Callable[[Job, int], str | None]:
+        return lambda job, tokens: "a layout" if tokens <= thousands_per_gpu * 8 * job.nodes * KIB else None
+
+    monkeypatch.setattr(sppo, "_sppo_layout", up_to(40))
+    monkeypatch.setattr(sppo, "_megatron_layout", up_to(26))
+    monkeypatch.setattr(sppo, "_searched_layout", up_to(1000))
+    monkeypatch.setattr(sppo, "_fpdt_layout", up_to(0))
+    told: list[tuple[int, int]] = []
+    found = figure("sppo-12", progress=lambda done, total: told.append((done, total)))
+    lines = {line.label: line.points for line in found.lines}
+    assert list(lines) == [SPPO, MEGATRON, sppo.TUNED, DEEPSPEED]
+    assert [(p.x, p.y) for p in lines[SPPO]] == [(32, 1024 * KIB), (64, 2560 * KIB), (128, 5120 * KIB)]
+    assert lines[SPPO][0].note == "a layout"
+    assert lines[MEGATRON][0].y == 512 * KIB
+    assert (lines[sppo.TUNED][0].y, lines[sppo.TUNED][0].note) == (8192 * KIB, "a layout; longer ones not tried")
+    assert (lines[DEEPSPEED][0].y, lines[DEEPSPEED][0].note) == (None, "no length fits")
+    assert "32, 40, 40K tokens per GPU" in found.findings[0]
+    assert "fits 512k" in found.findings[1]
+    assert found.step_tokens == sppo.STEP_TOKENS
+    assert told[-1] == (12, 12)
+
+
+def test_long_sequences_of_sppo_fit_until_device_memory_is_full() -> None:
+    assert sppo._sppo_layout(SMALL, 64 * KIB) == "tp2+sp cp1 pp4 dp1 n4"
+    assert sppo._sppo_layout(SMALL, 1024 * KIB) is None
+
+
+def test_fpdt_has_as_many_ranks_a_sequence_as_heads() -> None:
+    job = Job("gpt-7b", 8, {64: 4}, (8, 8), (32, 2), None, "")
+    assert sppo._fpdt_layout(job, 64 * KIB) == "tp1 cp1 ulysses32 dp2 zero3"
+    assert sppo._megatron_layout(job, 64 * KIB) == "tp32+sp cp1 pp2 dp1"
+    assert sppo._megatron_layout(job, 8192 * KIB) is None
+
+
+def test_a_plan_without_play_fits_where_the_played_one_does() -> None:
+    for thousands in (16, 1024):
+        played = cell(SMALL, MEGATRON, thousands)
+        assert (played.tgs is not None) == (sppo._megatron_layout(SMALL, thousands * KIB) is not None)
+
+
+def test_table_2_counts_states_and_kept_activations() -> None:
+    """18 bytes a parameter, and 32 bytes for each token, layer and hidden unit beside the statistics."""
+    for name in sppo.PRINTED:
+        model = load_model(name)
+        row = sppo.footprint(name, 64 * KIB)
+        assert row.state_bytes == pytest.approx(18 * model.total_params, rel=1e-6)
+        units = 32 * model.layers * model.hidden * 64 * KIB
+        assert units < row.activation_bytes < 1.002 * units
+        assert row.by_bytes == -(-(row.state_bytes + row.activation_bytes) // (80 * GIB))
+        assert row.by_plan >= row.by_bytes
+
+
+def test_the_fewest_gpus_of_table_2_have_a_plan_and_fewer_nodes_have_none() -> None:
+    row = sppo.footprint("gpt-7b", 256 * KIB)
+    assert row.by_plan > 8
+    nodes = row.by_plan // 8
+    assert sppo._kept("gpt-7b", 256 * KIB, nodes) == (row.by_plan, row.how)
+    for fewer in range(-(-row.by_bytes // 8), nodes):
+        assert sppo._kept("gpt-7b", 256 * KIB, fewer) is None
+
+
+def test_table_2_has_print_beside_what_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sppo, "PRINTED", {"gpt-7b": (120, 1000, 512)})
+    monkeypatch.setattr(sppo, "footprint", lambda name: sppo.Footprint(60 * 10**9, 1100 * GIB, 16, 24, "tp8"))
+    found = figure("sppo-table2")
+    assert [line.name.split(")")[-1].strip() for line in found.lines][:2] == ["computed", "printed"]
+    assert found.lines[3].points[0].y == 1000
+    assert [line.points[0].y for line in found.lines[4:]] == [16, 24, 512]
+    assert found.lines[5].points[0].note == "tp8"
+    assert found.findings == [
+        "gpt-7b: states -50.0%, activations +10.0% against print; 16 GPUs by bytes, 24 by a plan (SPPO: 512 and more)."
+    ]

@@ -37,7 +37,7 @@ def asked_of(hardware: Hardware, cluster: str = "h100-1x8", system: str = "megat
         ("a100-1x8", {}, "flash2"),
         ("h100-1x8", {}, "flash3"),
         ("b200-1x8", {}, "flash4"),
-        ("h100-1x8", {"libraries": "2026"}, "torch-cudnn"),  # faster backward than the FlashAttention-3 of 2024
+        ("h100-1x8", {"libraries": "2026"}, "flash3"),  # cuDNN was measured, and is a tenth slower than published
         ("h100-1x8", {"libraries": "2023"}, "flash2"),
         ("h100-1x8", {"libraries": "2022"}, "flash1"),
         ("b200-1x8", {"libraries": "2025"}, "torch-cudnn"),
@@ -87,7 +87,7 @@ def test_the_year_decides_which_version_of_a_kernel_is_priced() -> None:
         year: work.flops / AttentionRates(of_year(hardware.attention, year)).seconds(work, set()) / 1e12
         for year in ("2024", "2025", "2026")
     }
-    assert rates == pytest.approx({"2024": 539, "2025": 539, "2026": 673})
+    assert rates == pytest.approx({"2024": 539, "2025": 539, "2026": 570}, rel=1e-3)
 
 
 def test_a_systems_own_attention_is_not_that_of_a_named_kernel() -> None:

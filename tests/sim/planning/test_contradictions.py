@@ -85,6 +85,11 @@ def test_what_the_system_searches_can_be_needed() -> None:
             "served from a planned arena",
             "--replay-allocator with memory policy caching",
         ),
+        (
+            {"allocator_limit_gib": 40},
+            "does not use PyTorch's allocator",
+            "40 GiB with memory policy planned",
+        ),
     ],
 )
 def test_pins_that_contradict_each_other_whatever_the_layout(pins: dict[str, Any], what: str, got: str) -> None:

@@ -30,6 +30,7 @@ def question(
     cp: int = 2,
     global_batch: int = 2,
     memory_policy: MemoryPolicy = "planned",
+    allocator_limit_gib: int | None = None,
 ) -> Question:
     cluster, hardware = load_cluster("a800-1x8")
     return Question(
@@ -38,7 +39,7 @@ def question(
         hardware=hardware,
         seq_tokens=seq_tokens,
         system=system,
-        pins=Pins(tp=tp, cp=cp, memory_policy=memory_policy),
+        pins=Pins(tp=tp, cp=cp, memory_policy=memory_policy, allocator_limit_gib=allocator_limit_gib),
         global_batch=global_batch,
     )
 

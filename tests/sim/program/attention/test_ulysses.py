@@ -233,12 +233,12 @@ def test_degrees_that_divide_neither_heads_nor_tokens_are_refused(
 
 def test_placement_of_groups_on_nodes() -> None:
     layout = Layout(tp=2, ulysses=4, cp=2, dp=2)
-    assert place("ulysses", 4, layout, 8) == Placement(ranks=4, per_node=4, nodes=1, together=2)
-    assert place("cp", 2, layout, 8) == Placement(ranks=2, per_node=1, nodes=2, together=8)
-    assert place("dp", 2, layout, 16) == Placement(ranks=2, per_node=1, nodes=2, together=16)
-    assert place("grads", 16, layout, 8) == Placement(ranks=16, per_node=4, nodes=4, together=2)
+    assert place("ulysses", 4, layout, 8) == Placement(ranks=4, per_node=4, nodes=1, together=2, span=1)
+    assert place("cp", 2, layout, 8) == Placement(ranks=2, per_node=1, nodes=2, together=8, span=2)
+    assert place("grads", 16, layout, 8) == Placement(ranks=16, per_node=4, nodes=4, together=2, span=4)
     # With 16 ranks the exchange crosses two nodes, and two such groups share the network cards.
-    assert place("ulysses", 8, Layout(tp=2, ulysses=8), 8) == Placement(ranks=8, per_node=4, nodes=2, together=2)
+    crossing = Placement(ranks=8, per_node=4, nodes=2, together=2, span=2)
+    assert place("ulysses", 8, Layout(tp=2, ulysses=8), 8) == crossing
 
 
 def ask(

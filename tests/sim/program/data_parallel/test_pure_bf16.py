@@ -12,6 +12,7 @@ from memo_sim.program.ir.program import Program
 from memo_sim.program.ir.work import Collective, Rowwise
 from memo_sim.program.layout.parameters import embed_block, head_block, layer_block
 from memo_sim.program.lower import lower
+from memo_sim.program.operators.framework_kernels import framework_kernels
 from tests.sim.small_programs import GPT, LLAMA, decide, faults_of
 
 PARAMETERS = LLAMA.layers * layer_block(LLAMA, 1).elements + sum(
@@ -62,6 +63,13 @@ def test_the_update_reads_four_numbers_and_writes_three(policy: str, read: int, 
     assert {
         (work.read_bytes / work.rows, work.write_bytes / work.rows) for work in works if isinstance(work, Rowwise)
     } == {(read, written)}
+
+
+def test_eager_kernels_of_the_update_go_over_bf16_numbers() -> None:
+    """Half of the bytes of the same kernels over fp32 numbers, without the cast of the parameters (6 bytes)."""
+    plain, pure = (Rowwise(kind, 10, 0, 0, elements=10, element_bytes=2) for kind in ("adamw", "adamw.pure"))
+    moved = [sum(kernel.moved_bytes(work) for kernel in framework_kernels(work, "eager")) for work in (plain, pure)]
+    assert 2 * moved[1] == moved[0] - 10 * 6
 
 
 def test_an_eager_framework_allocates_no_master_weights() -> None:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from memo_sim.contract.knobs import Loss
-from memo_sim.contract.plan import Layout
+from memo_sim.contract.plan import Kernels, Layout
 from memo_sim.memory.eager_framework import eager_buffers
 from memo_sim.program.analysis.columns import expand
 from memo_sim.program.analysis.liveness import liveness
@@ -14,6 +14,7 @@ from memo_sim.program.ir.instruction import Template
 from memo_sim.program.ir.program import Program
 from memo_sim.program.ir.work import Collective, Rowwise
 from memo_sim.program.lower import lower
+from memo_sim.program.operators.framework_kernels import framework_kernels
 from tests.sim.small_programs import GPT, LLAMA, decide, faults_of
 
 TOKENS = 2048
@@ -100,3 +101,24 @@ def test_checkers_pass(form: Loss, chunk: int, layout: Layout) -> None:
     if form == "eager-fp32" and layout.tp > 1:
         pytest.skip("refused")
     assert faults_of(decide(LLAMA, layout, loss=form, loss_chunk_tokens=chunk)) == []
+
+
+@pytest.mark.parametrize("library", ["eager", "compiled", "fused"])
+def test_a_named_loss_is_not_that_of_the_frameworks_kernels(library: str) -> None:
+    """Blocks and fused are one kernel, and autograd's softmax has the bytes of the program in every library."""
+
+    def loss_of(form: Loss) -> dict[str, Rowwise]:
+        kernels = Kernels(rowwise=library)  # type: ignore[arg-type]
+        found = lower(decide(GPT, loss=form, loss_chunk_tokens=0, kernels=kernels, global_batch=1))[0]
+        works = {i.name: i.work for i in head_of(found).instructions if i.name.startswith("fwd/loss")}
+        return {name: work for name, work in works.items() if isinstance(work, Rowwise)}
+
+    for form in ("blocks", "fused"):
+        (work,) = loss_of(form).values()
+        assert framework_kernels(work, library) == ()  # type: ignore[arg-type]
+    (own,) = loss_of("auto").values()
+    assert own.kind == "cross_entropy"
+    for name, work in loss_of("eager-fp32").items():
+        kernels = framework_kernels(work, library)  # type: ignore[arg-type]
+        assert (len(kernels) == 1) == ("softmax" in name)
+        assert sum(kernel.moved_bytes(work) for kernel in kernels) in (0, work.moved_bytes)

@@ -167,6 +167,16 @@ BREAKS: dict[str, tuple[Layout, dict[str, Any], str]] = {
         {"streams": "events", "memory_policy": "caching"},
         "events with memory policy caching",
     ),
+    "allocator_limit_gib: memory_policy": (
+        Layout(),
+        {"allocator_limit_gib": 40, "memory_policy": "planned"},
+        "40 GiB with memory policy planned",
+    ),
+    "cuda_graphs: memory_policy": (
+        Layout(),
+        {"cuda_graphs": True, "memory_policy": "planned"},
+        "--cuda-graphs with memory policy planned",
+    ),
     "plain attention: memory_policy": (
         Layout(),
         {"kernels": PLAIN, "memory_policy": "planned"},
