@@ -4,11 +4,11 @@ Every allocation retry releases the whole cache, and the bytes that are still ne
 memory retries are fewer, but each releases more. So the step time is a sawtooth over the memory, and a device with more
 memory can be slower as it is (llama3-8b, 32K, tp 4, dp 2, full recompute on eight H100):
 
-    GiB    44    48    52    56    60    64      72
-    s     8.0   8.4   8.6   8.5   8.7   8.4     6.2 without a retry, on another layout
+    GiB     44     48     52     56     60     64     72
+    s     6.85   6.93   6.99   6.97   7.02   7.02   7.01
 
-With more memory a plan may even fail: what the cache holds in other sizes is lost to it (fragmentation). A user can
-leave memory unused (``torch.cuda.set_per_process_memory_fraction``), so the best plan need not become
+More memory can even make a plan fail, because the free bytes of the cache lie in blocks of other sizes (fragmentation).
+A user can leave memory unused (``torch.cuda.set_per_process_memory_fraction``), so the best plan need not become
 slower. The search therefore tries lower limits. They depend on nothing but their own size, so a larger device tries
 what a smaller one tries, too. There are eight for each power of two:
 

@@ -1,6 +1,6 @@
 """The loss of a chunk of tokens and the gradient of its logits, in each form that frameworks have (``knobs.Loss``).
 
-Bytes per logit of a bf16 model; ``peak`` is what the loss holds at once with one chunk, ``moved`` is read and written.
+Bytes per logit of a bf16 model. ``peak``: held at once, with one chunk. ``moved``: read and written.
 
     form             peak  moved   passes over memory
     blocks              4      6   read twice, written once (as counted for every measured curve)

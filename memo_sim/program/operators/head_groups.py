@@ -4,7 +4,7 @@ Limits of the kernels ("next 128" = rounded up to a multiple of 128):
 
     torch-flash, flash2   batch x heads x tokens (next 128) x max(head_dim, 32) <= 2**31. The limit is exact: above it
                           backward reads memory out of bounds (TabPFN#1184, flash-attention#1500).
-    flash1, triton-flash  the same limit: its tensors have the same shapes, and nobody tested beyond (assumed)
+    flash1, triton-flash  the same limit, assumed: the tensors have the same shapes
     flash4, cuDNN         batch x heads x tokens x head_dim (next 32) <= 2**31. No fault above it is known, but the
                           libraries do not test there (nearest reports: flash-attention#2611, cudnn-frontend#965).
     flash3                tokens (next 128) x head_dim (next size it is built for) < 2**31 for one head. The
