@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from memo_sim.contract.trace import Trace
 
 LANES = (
-    *("compute", "d2h", "h2d", "tp", "ulysses", "cp", "metp", "replica", "ends", "p2p", "send", "recv", "pp", "tied"),
-    "host",
+    *("compute", "d2h", "h2d", "tp", "ulysses", "cp", "metp", "replica", "shard", "replicate", "ends"),
+    *("p2p", "send", "recv", "pp", "tied", "host"),
 )
 """Lanes from top to bottom; other lanes of a trace follow in alphabetical order."""
 

@@ -29,10 +29,14 @@ WAITS = {
     "cp": "#6b4c9a",
     "metp": "#9c6b1e",
     "replica": "#b8860b",
+    "shard": "#c08552",
+    "replicate": "#7f6b00",
     "ends": "#8f8f2f",
     "p2p": "#5a3b8c",
     "send": "#2f7f6f",
     "recv": "#7a5230",
+    "pp": "#4a6fa5",
+    "tied": "#a05c7b",
     "host": "#556b2f",
 }
 """Colour by the lane that is waited for."""

@@ -9,15 +9,23 @@ import pytest
 from memo_sim.contract.errors import UsageError
 from memo_sim.contract.trace import MemoryCurve, Trace
 from memo_sim.contract.units import GIB
-from memo_sim.views.bars import Stall
+from memo_sim.program.ir.instruction import Lane
+from memo_sim.views.bars import LANES, Stall
 from memo_sim.views.lane_panel import joined
 from memo_sim.views.memory_panel import MemoryPanel, peak_of
+from memo_sim.views.palette import WAITS
 from memo_sim.views.timeline import draw_comparison, draw_timeline, time_unit
 from tests.refusals import refused
 
 
 def texts(svg) -> list[str]:
     return re.findall(r"<text[^>]*>([^<]*)</text>", svg.read_text())
+
+
+def test_every_lane_has_a_place_and_a_colour() -> None:
+    labels = {lane.label for lane in Lane}
+    assert labels == set(LANES) == set(WAITS)
+    assert len(set(WAITS.values())) == len(labels)
 
 
 def test_the_same_png_is_written_again(tmp_path, played) -> None:
