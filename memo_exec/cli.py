@@ -156,7 +156,7 @@ def run_command(**options: Any) -> None:
     )
     outcome = run(options["plan"], chosen, tell=lambda figure: say(figure.line()), note=say)
     if outcome is None:
-        raise click.Abort
+        return
     if not outcome.stopped_by and outcome.rank == 0:
         _print_comparison(outcome.comparison, as_json=options["as_json"])
     _write_traces(outcome, options["trace_path"], options["measured_path"])

@@ -12,7 +12,7 @@ import ctypes
 import dataclasses
 import signal
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,7 @@ from memo_exec.machine.placement_file import checked_placement
 from memo_exec.machine.program_checks import check_programs
 from memo_exec.memory.replaying import check_device, use_for_torch
 from memo_exec.observe.observed import Observed
-from memo_exec.training import checkpoint, weights
+from memo_exec.training import checkpoint, run_folder, weights
 from memo_exec.training.dataset import load_dataset
 from memo_exec.training.hyperparameters import Hyperparameters
 from memo_exec.training.loop import StepFigure, Training
@@ -93,7 +93,9 @@ def run(
     tell: Callable[[StepFigure], None] = lambda figure: None,
     note: Callable[[str], None] = lambda text: None,
 ) -> Outcome | None:
-    """Train as a plan says; return None when a signal came before the first step had ended.
+    """Train as a plan says; return None when the checkpoint to resume from had played all steps already.
+
+    The trained weights are written then too, because a run may be killed after its last checkpoint and before them.
 
     ``tell`` receives the figures of each step and ``note`` other messages, both only on the first rank.
 
@@ -101,7 +103,8 @@ def run(
         BadInput: when the plan, data, weights or checkpoint cannot be used.
         CannotRun: when this machine cannot run the plan.
         MemoError: with ``debug``, when the plan's program is faulty.
-        UsageError: when options contradict each other or the checkpoint.
+        UsageError: when options contradict each other or the checkpoint, or another run uses the ``save`` folder.
+        KeyboardInterrupt: when a signal came before the first step had ended.
     """
     launch, plan = launched(), codec.read(plan_path, Plan)
     if launch.world > 1:
@@ -129,6 +132,7 @@ def run(
     base = state.hyperparameters if state is not None else Hyperparameters()
     seed = state.data.seed if state is not None else options.seed or 0
     with (
+        ExitStack() as open_until_end,
         joined(launch, device, patience_s=_patience_s(plan)) as world,
         Interpreter(
             plan.decisions,
@@ -151,28 +155,66 @@ def run(
             world=world,
         )
         _refuse_other_checkpoints(world, state)
-        if saved is not None and state is not None:
-            training.restore(saved, state)
-        elif options.weights is not None:
-            weights.load(interpreter, options.weights)
-        else:
-            weights.initialize(interpreter, seed)
-        if training.step >= options.steps:
-            raise UsageError(
-                "the checkpoint has already played all steps",
-                where=str(saved),
-                got=f"step {training.step}",
-                wanted=f"--steps above {training.step} (it counts the steps of the whole run)",
-            )
+        if options.save is not None:
+            _use_folder(options.save, training, saved, state, open_until_end)
+        _begin(training, options, saved, state)
+        if options.save is not None and training.step == options.steps:
+            _save_weights(training, options.save, note)
+            note(f"all {options.steps} steps had been played already; the weights are in {options.save / WEIGHTS}")
+            return None
         with _signals(training, note):
             training.run(options.steps, save=options.save, save_every=options.save_every, tell=tell)
         if not training.records:
-            return None
+            raise KeyboardInterrupt
         if options.save is not None and not training.stopped_by:
             _save_weights(training, options.save, note)
         if interpreter.below is not None:
             note(interpreter.below.report().line())
         return _outcome(training, machine, plan_path, predicted)
+
+
+def _begin(training: Training, options: RunOptions, saved: Path | None, state: checkpoint.RunState | None) -> None:
+    """Give the run its first states: of a checkpoint, of a file of weights, or random ones.
+
+    Raises:
+        BadInput: when the checkpoint or the weights cannot be used.
+        UsageError: when the checkpoint has played more steps than the run is to have.
+    """
+    if saved is not None and state is not None:
+        training.restore(saved, state)
+    elif options.weights is not None:
+        weights.load(training.interpreter, options.weights)
+    else:
+        weights.initialize(training.interpreter, training.seed)
+    if training.step > options.steps:
+        raise UsageError(
+            "the checkpoint has already played more steps",
+            where=str(saved),
+            got=f"step {training.step}",
+            wanted=f"--steps of {training.step} or more (it counts the steps of the whole run)",
+        )
+
+
+def _use_folder(
+    folder: Path, training: Training, saved: Path | None, state: checkpoint.RunState | None, until_end: ExitStack
+) -> None:
+    """Lock the folder of the checkpoints for this run. Every rank has to call this; the first one holds the lock.
+
+    Raises:
+        UsageError: when another run uses it or has just used it, or something there has the name of a checkpoint.
+        CannotRun: when another rank has stopped.
+    """
+    run = state.run if state is not None and state.run else training.run_id
+
+    def lock() -> None:
+        until_end.enter_context(run_folder.locked(folder, run))
+        if checkpoint.latest(folder) != saved:
+            raise UsageError(
+                "another run has just written to the --save directory", where=str(folder), hint="start this run again"
+            )
+        run_folder.check_free(folder, after=state.step if state is not None else 0)
+
+    training.world.by_first(lock)
 
 
 def _groups(plan: Plan, world: World, device: torch.device, needs: Needs) -> Groups:
@@ -268,7 +310,7 @@ def _checkpoint(
             where=str(options.weights),
             hint="choose another --save directory",
         )
-    checkpoint.check_directory(options.save)
+    run_folder.check_directory(options.save)
     found = checkpoint.latest(options.save)
     if found is not None and not options.resume:
         raise UsageError(

@@ -49,17 +49,26 @@ def launched() -> Launch:
     """Read torchrun's environment variables; without them return a launch of one process.
 
     Raises:
-        UsageError: when a variable that torchrun sets is missing or is not a number.
+        UsageError: when a variable that torchrun sets is missing, is not a number, or contradicts another one.
     """
     world = _number("WORLD_SIZE", 1)
     if world == 1:
         return Launch()
-    return Launch(
+    launch = Launch(
         rank=_number("RANK", None),
         world=world,
         local_rank=_number("LOCAL_RANK", None),
         local_world=_number("LOCAL_WORLD_SIZE", world),
     )
+    for name, rank, size, ranks in (
+        ("RANK", launch.rank, "WORLD_SIZE", launch.world),
+        ("LOCAL_RANK", launch.local_rank, "LOCAL_WORLD_SIZE", launch.local_world),
+    ):
+        if rank >= ranks:
+            raise UsageError(
+                f"{name} does not fit {size}", got=f"{name}={rank}, {size}={ranks}", wanted=f"0 to {ranks - 1}"
+            )
+    return launch
 
 
 def _number(name: str, default: int | None) -> int:

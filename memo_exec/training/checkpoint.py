@@ -1,21 +1,23 @@
 """Saves and loads checkpoints, so that a run killed at any step can be resumed and has the same losses.
 
     DIR/step-00000120/state/      parameters, fp32 masters, moments: whole tensors by name, stored as the ranks' shards
-    DIR/step-00000120/run.json    step, data position, hyperparameters, losses so far (``memo.checkpoint/1``)
+    DIR/step-00000120/run.json    step, data position, hyperparameters, losses so far (``memo.checkpoint/2``)
 
 - A checkpoint is written under a temporary name, flushed and then renamed, so a final name means a complete checkpoint.
-  Only then is the previous one removed.
+  Only then are the previous ones of the same run removed (``run_folder``).
+- ``run.json`` has the SHA-256 of every stored file and of itself. All are compared before a checkpoint is used.
+- A state with a NaN or an infinity is never saved, so it cannot replace a good checkpoint.
 - Gradients are not saved, because a step starts by zeroing them.
 - The stored tensors do not depend on the layout, so a run can resume with another layout (``checkpoint_shards``).
 - Ranks on several nodes need a directory that all of them see.
-- Checkpoints of older versions, written by one process, have flat blocks in ``state.safetensors``. They can be read.
+- Checkpoints of older versions can be read. They have no sums (``memo.checkpoint/1``); the oldest, which one process
+  wrote, have flat blocks in ``state.safetensors``.
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
-import re
-import secrets
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -29,7 +31,7 @@ from memo_exec.distributed.shards import whole_block
 from memo_exec.distributed.world import World
 from memo_exec.interpreter.interpreter import Interpreter
 from memo_exec.memory.dtypes import TORCH_DTYPES
-from memo_exec.training import weights
+from memo_exec.training import run_folder, weights
 from memo_exec.training.hyperparameters import Hyperparameters
 from memo_exec.training.weights import Held
 from memo_sim.contract import codec
@@ -48,8 +50,12 @@ FLAT_FILE = "state.safetensors"
 STATES = ("params", "master", "moment1", "moment2")
 """The states of buffers that a checkpoint holds."""
 
-_NAME = re.compile(r"step-(\d{8,})")
-_UNFINISHED = ".unfinished-"
+FINITE_AT_ONCE = 2**22
+"""How many elements are tested at once, because a GPU's memory may be planned to its last GiB."""
+
+
+class NotFinite(UsageError):
+    """The error for a state with a NaN or an infinity, which was not saved."""
 
 
 class DataPosition(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -61,7 +67,7 @@ class DataPosition(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class RunState(
-    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="schema", tag="memo.checkpoint/1"
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="schema", tag="memo.checkpoint/2"
 ):
     """The state of a run without its tensors."""
 
@@ -77,20 +83,12 @@ class RunState(
     losses: list[float]
     grad_norms: list[float]
     program_sha256: str
-
-
-def check_directory(directory: Path) -> None:
-    """Make the directory of a run's checkpoints before the first step, so that a wrong path fails early.
-
-    Raises:
-        UsageError: when it cannot be made or written to.
-    """
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UsageError("checkpoints cannot be written here", where=str(directory), got=error.strerror) from None
-    if not os.access(directory, os.W_OK | os.X_OK):
-        raise UsageError("checkpoints cannot be written here", where=str(directory), got="no permission to write")
+    run: str = ""
+    """The identifier of the run, which resumed runs keep. Empty in checkpoints of version 1."""
+    files: dict[str, str] = {}
+    """The SHA-256 of every file of the state, by its name. Empty in checkpoints of version 1."""
+    identity: str = ""
+    """The SHA-256 of this document with this field empty. Empty in checkpoints of version 1."""
 
 
 def state_of(interpreter: Interpreter) -> dict[str, list[Held]]:
@@ -103,26 +101,69 @@ def state_of(interpreter: Interpreter) -> dict[str, list[Held]]:
 
 
 def save(directory: Path, run: RunState, interpreter: Interpreter, world: World) -> Path:
-    """Write a checkpoint atomically, remove the older ones, and return its directory. Every rank has to call this.
+    """Write a checkpoint atomically, remove the run's older ones, and return its directory.
+
+    Every rank has to call this. ``run`` comes without sums, which are added here.
 
     Raises:
         UsageError: when it cannot be written to ``directory``.
+        NotFinite: when the state has a NaN or an infinity.
         CannotRun: when another rank has stopped.
     """
     from memo_exec.training import checkpoint_shards as stored
 
-    final = directory / f"step-{run.step:08d}"
-    if world.by_first(final.exists):
-        return final
-    fresh = world.by_first(lambda: _made(directory))
+    final = run_folder.place_of(directory, run.step)
+    state = state_of(interpreter)
+    _check_finite(state, world, step=run.step)
+    fresh = world.by_first(lambda: run_folder.fresh(directory, run.run))
     try:
         check_shared(fresh, world)
-        stored.write(fresh / STATE_DIRECTORY, _written(state_of(interpreter), interpreter.mesh), world.talk)
-        world.by_first(lambda: _finish(fresh, final, run))
+        folder = fresh / STATE_DIRECTORY
+        stored.write(folder, _written(state, interpreter.mesh), world)
+        sums = _together(world.gathered({path.name: sum_of(path) for path in stored.files_of(folder, world.rank)}))
+        world.by_first(lambda: _finish(fresh, final, msgspec.structs.replace(run, files=sums)))
     finally:
         if world.first:
             shutil.rmtree(fresh, ignore_errors=True)
     return final
+
+
+def _check_finite(state: Mapping[str, list[Held]], world: World, *, step: int) -> None:
+    """Refuse a state with a NaN or an infinity on any rank.
+
+    Raises:
+        NotFinite: naming the first tensor that has one.
+    """
+    broken = next((name for name, found in state.items() if not all(_finite(held.view) for held in found)), None)
+    names = world.gathered(broken)
+    rank = next((rank for rank, name in enumerate(names) if name is not None), None)
+    if rank is not None:
+        raise NotFinite(
+            "the state has a number that is not finite, and was not saved",
+            where=f"step {step}, rank {rank}",
+            got=f"NaN or infinity in {names[rank]}",
+        )
+
+
+def _finite(values: Tensor) -> bool:
+    return all(bool(part.isfinite().all()) for part in torch.split(values.reshape(-1), FINITE_AT_ONCE))
+
+
+def sum_of(path: Path) -> str:
+    """Return the SHA-256 of a file in lower-case hexadecimal.
+
+    Raises:
+        BadInput: when it cannot be read.
+    """
+    try:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise BadInput("the checkpoint cannot be read", where=str(path), got=error.strerror) from None
+
+
+def _together(parts: list[dict[str, str]]) -> dict[str, str]:
+    return {name: value for part in parts for name, value in part.items()}
 
 
 def check_shared(made: Path, world: World) -> None:
@@ -154,26 +195,19 @@ def _written(state: dict[str, list[Held]], place: MeshCoordinates) -> dict[str, 
     return {name: held for name, held in state.items() if "/embed/" not in name}
 
 
-def _made(directory: Path) -> Path:
-    fresh = directory / f"{_UNFINISHED}{secrets.token_hex(8)}"
-    try:
-        fresh.mkdir(parents=True)
-    except OSError as error:
-        raise _unwritable(directory, error) from None
-    return fresh
-
-
 def _finish(fresh: Path, final: Path, run: RunState) -> None:
     """Flush a written checkpoint to the disk and give it its final name."""
     try:
-        codec.write(fresh / RUN_FILE, run)
+        codec.write(fresh / RUN_FILE, msgspec.structs.replace(run, identity=codec.sha256_of(run)))
         for path in (fresh / STATE_DIRECTORY, fresh):
             _flush(path)
+        if os.path.lexists(final):  # made since the run began; renaming would replace it if it is an empty folder
+            raise UsageError("the checkpoint cannot be written", where=str(final), got="something else has its name")
         fresh.rename(final)
         _flush(final.parent)
     except OSError as error:
         raise _unwritable(final.parent, error) from None
-    _remove_all_but(final.parent, final)
+    _remove_before(final, run)
 
 
 def _unwritable(directory: Path, error: OSError) -> UsageError:
@@ -189,21 +223,28 @@ def _flush(path: Path) -> None:
         os.close(descriptor)
 
 
-def _remove_all_but(directory: Path, kept: Path) -> None:
-    """Remove the checkpoints before ``kept`` and the unfinished ones of killed runs."""
-    for path in directory.iterdir():
-        if path == kept or not path.is_dir():
-            continue
-        if path.name.startswith(_UNFINISHED) or _NAME.fullmatch(path.name):
+def _remove_before(kept: Path, run: RunState) -> None:
+    """Remove the run's own checkpoints before ``kept``."""
+    for step, path in run_folder.steps_in(kept.parent).items():
+        if step < run.step and _is_checkpoint(path) and _run_of(path) == run.run:
             shutil.rmtree(path, ignore_errors=True)
 
 
-def latest(directory: Path) -> Path | None:
-    """Return the newest complete checkpoint in ``directory``, None when there is none yet."""
-    if not directory.is_dir():
+def _run_of(checkpoint: Path) -> str | None:
+    try:
+        return codec.read(checkpoint / RUN_FILE, RunState).run
+    except BadInput:
         return None
-    found = [path for path in directory.iterdir() if _NAME.fullmatch(path.name) and (path / RUN_FILE).is_file()]
-    return max(found, key=lambda path: int(path.name.removeprefix("step-")), default=None)
+
+
+def _is_checkpoint(path: Path) -> bool:
+    return run_folder.is_folder(path) and (path / RUN_FILE).is_file()
+
+
+def latest(directory: Path) -> Path | None:
+    """Return the newest complete checkpoint in ``directory``, None when there is none yet. Links are left out."""
+    found = {step: path for step, path in run_folder.steps_in(directory).items() if _is_checkpoint(path)}
+    return found[max(found)] if found else None
 
 
 def check(run: RunState, decisions: Decisions, data_sha256: str, *, where: Path) -> None:
@@ -240,13 +281,53 @@ def load_run(checkpoint: Path) -> RunState:
     """Return the state of the run that wrote a checkpoint.
 
     Raises:
-        BadInput: when the file cannot be read.
+        BadInput: when the file cannot be read, or has been changed since it was written.
     """
-    return codec.read(checkpoint / RUN_FILE, RunState)
+    path = run_folder.check_plain(checkpoint / RUN_FILE)
+    raw = codec.read_raw(path)
+    run = codec.decode(raw, RunState, where=str(path))
+    if codec.schema_of(raw, where=str(path)) == RunState.__struct_config__.tag:
+        own = codec.sha256_of(msgspec.structs.replace(run, identity=""))
+        if run.identity != own:
+            raise _changed(path, got=own, wanted=run.identity)
+    return run
+
+
+def check_files(checkpoint: Path, run: RunState, world: World) -> None:
+    """Compare the stored files with the sums in ``run``; every rank reads a part. Every rank has to call this.
+
+    Raises:
+        BadInput: when a file is missing or a link, or has other bytes than were written.
+        CannotRun: when another rank has stopped.
+    """
+    folder, wrong = checkpoint / STATE_DIRECTORY, None
+    for name in sorted(run.files)[world.rank :: world.size]:
+        try:
+            if (got := sum_of(run_folder.check_plain(folder / name))) != run.files[name]:
+                wrong = _changed(folder / name, got=got, wanted=run.files[name])
+        except BadInput as error:
+            wrong = error
+        if wrong is not None:
+            break
+    found = next((error for error in world.gathered(wrong) if error is not None), None)
+    if found is not None:
+        raise found
+
+
+def _changed(path: Path, *, got: str, wanted: str) -> BadInput:
+    return BadInput(
+        "this file of the checkpoint is not the one that was written",
+        where=str(path),
+        got=f"SHA-256 {got[:16]}…",
+        wanted=f"{wanted[:16]}…",
+        hint="take the checkpoint from a backup; if the disk is not to blame, another run's file was put here",
+    )
 
 
 def load_state(checkpoint: Path, interpreter: Interpreter, world: World) -> None:
-    """Fill this rank's buffers from a checkpoint of any layout. Every rank has to call this.
+    """Fill this rank's buffers from a checkpoint of any layout, whose files ``check_files`` has accepted.
+
+    Every rank has to call this.
 
     Raises:
         BadInput: when the checkpoint is broken, or its tensors are not those of the run.
@@ -258,7 +339,7 @@ def load_state(checkpoint: Path, interpreter: Interpreter, world: World) -> None
         return
     from memo_exec.training import checkpoint_shards as stored
 
-    stored.read(checkpoint / STATE_DIRECTORY, state, world.talk)
+    stored.read(checkpoint / STATE_DIRECTORY, state, world)
 
 
 def parameters(checkpoint: Path, interpreter: Interpreter) -> dict[str, Tensor]:
@@ -276,7 +357,7 @@ def parameters(checkpoint: Path, interpreter: Interpreter) -> dict[str, Tensor]:
             for each in whole_block(model, kind).parameters:
                 found[f"{block}/{each.name}"] = torch.empty(each.shape, dtype=dtype)
     held = {f"params/{name}": [Held(name, value.shape, (0,) * value.dim(), value)] for name, value in found.items()}
-    stored.read(checkpoint / STATE_DIRECTORY, held, None)
+    stored.read(checkpoint / STATE_DIRECTORY, held, World())
     return found
 
 

@@ -5,19 +5,18 @@ The checkpoint holds whole tensors by name. Each rank has shards of them, which 
 - A rank writes its own rectangles. When several ranks hold the same rectangle, one of them writes it.
 - A rank reads its own rectangles from all stored rectangles that overlap them, whatever layout wrote them.
 
-The two planners below only name the rectangles. The library manages files, metadata and the distribution of work.
+The two planners below only name the rectangles. The library manages files and the distribution of work. Its metadata
+is read by ``checkpoint_metadata``, which runs nothing that the file names.
 """
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
@@ -32,6 +31,8 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
+from memo_exec.distributed.world import World, answered
+from memo_exec.training.checkpoint_metadata import FILE, CheckedReader
 from memo_exec.training.weights import Held
 from memo_sim.contract.errors import BadInput, UsageError
 
@@ -39,35 +40,53 @@ State = Mapping[str, Sequence[Held]]
 """This rank's rectangles, by name of the whole tensor."""
 
 
-def write(directory: Path, state: State, talk: dist.ProcessGroup | None) -> None:
-    """Write the shards of all ranks into ``directory`` and flush them; ``talk`` is None when there is one process.
+def write(directory: Path, state: State, world: World) -> None:
+    """Write the shards of all ranks into ``directory`` and flush them. Every rank has to call this.
 
     Raises:
         UsageError: when they cannot be written to ``directory``.
+        CannotRun: when another rank has stopped.
     """
     try:
-        with _quiet():
-            save(_named(state), planner=_Writes(state), **_where(directory, talk))
+        with _quiet(), _others(world):
+            save(
+                _named(state),
+                checkpoint_id=directory,
+                planner=_Writes(state),
+                process_group=world.talk,
+                no_dist=world.talk is None,
+            )
     except CheckpointException as error:
         raise UsageError("the checkpoint cannot be written", where=str(directory), got=_reason(error)) from None
 
 
-def read(directory: Path, state: State, talk: dist.ProcessGroup | None) -> None:
+def files_of(directory: Path, rank: int) -> list[Path]:
+    """Return the files of a checkpoint that ``rank`` has written; the first rank has written the metadata as well."""
+    own = sorted(directory.glob(f"__{rank}_*"))
+    return [directory / FILE, *own] if rank == 0 else own
+
+
+def read(directory: Path, state: State, world: World) -> None:
     """Fill the rectangles of ``state`` from the checkpoint in ``directory``.
+
+    Every rank of ``world`` has to call this; a ``World()`` has this process alone.
 
     Raises:
         BadInput: when the checkpoint is broken, lacks a tensor, or has it in another shape or dtype.
+        CannotRun: when another rank has stopped.
     """
+    reader = CheckedReader(directory)
     try:
-        with _quiet():
-            load(_named(state), planner=_Reads(state), **_where(directory, talk))
+        with _quiet(), _others(world):
+            load(
+                _named(state),
+                storage_reader=reader,
+                planner=_Reads(state),
+                process_group=world.talk,
+                no_dist=world.talk is None,
+            )
     except CheckpointException as error:
         raise BadInput("the checkpoint cannot be read", where=str(directory), got=_reason(error)) from None
-
-
-def _where(directory: Path, talk: dist.ProcessGroup | None) -> dict[str, Any]:
-    """Return the library's arguments for the directory of a checkpoint and the participating ranks."""
-    return {"checkpoint_id": directory, "process_group": talk, "no_dist": talk is None}
 
 
 class _Writes(DefaultSavePlanner):
@@ -134,6 +153,11 @@ def _item(index: MetadataIndex, held: Held) -> WriteItem:
     properties = TensorProperties.create_from_tensor(held.view)
     data = TensorWriteData(_chunk(held), properties, torch.Size(held.whole))
     return WriteItem(index, WriteItemType.SHARD, tensor_data=data)
+
+
+def _others(world: World) -> AbstractContextManager[None]:
+    """Return a context for work in which every rank takes part."""
+    return answered(world.rank, world.size) if world.size > 1 else nullcontext()
 
 
 @contextmanager

@@ -23,7 +23,7 @@ from memo_exec.distributed.world import World
 from memo_exec.interpreter.interpreter import Interpreter
 from memo_exec.interpreter.record import StepRecord
 from memo_exec.kernels import StepScalars
-from memo_exec.training import checkpoint
+from memo_exec.training import checkpoint, run_folder
 from memo_exec.training.dataset import IGNORED_LABEL, Batch, Dataset
 from memo_exec.training.hyperparameters import Hyperparameters
 from memo_sim.contract.errors import UsageError
@@ -76,6 +76,10 @@ class Training:
     """The number of the signal that any rank received; it ends the loop after the current step. 0 for none."""
     world: World = field(default_factory=World)
     """The ranks of this run."""
+    run_id: str = field(default_factory=run_folder.new_run)
+    """The identifier that the checkpoints of this run and of its resumed runs share."""
+    last_saved: Path | None = None
+    """The newest good checkpoint: written by this run, or resumed from."""
     times_s: deque[list[float]] = field(default_factory=lambda: deque(maxlen=MOST_RECORDS))
     """For every record: the step's time on each rank in seconds."""
 
@@ -94,7 +98,7 @@ class Training:
         """Play steps until ``steps`` have ended in total, including those before a resume.
 
         Raises:
-            UsageError: when the loss or the gradient norm becomes NaN or infinite.
+            UsageError: when the loss, the gradient norm or a state becomes NaN or infinite.
         """
         saved = self.step
         self.stopped_by = int(max(asked for (asked,) in self.world.numbers(self.asked)))
@@ -118,7 +122,7 @@ class Training:
                 "the loss or the gradient norm is not a number any more",
                 where=f"step {number}",
                 got=f"loss {record.loss}, grad norm {record.grad_norm}",
-                hint="use a lower --lr, or more --warmup-steps",
+                hint=self._after_bad_step(),
             )
         self.step = number
         self.losses.append(record.loss)
@@ -127,6 +131,10 @@ class Training:
         self.stopped_by = int(max(asked for asked, _, _ in by_rank))
         self.times_s.append([seconds for _, seconds, _ in by_rank])
         return self._figure(record, max(self.times_s[-1]), int(max(peak for _, _, peak in by_rank)))
+
+    def _after_bad_step(self) -> str:
+        saved = f"the last good checkpoint is {self.last_saved}; " if self.last_saved is not None else ""
+        return f"{saved}use a lower --lr, or more --warmup-steps"
 
     def _micro_batches(self, batch: Batch) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Return this rank's micro-batches: its sequences of the global batch, in order, and of these its tokens."""
@@ -184,10 +192,14 @@ class Training:
         """Write a checkpoint into ``directory`` and return its path.
 
         Raises:
-            UsageError: when it cannot be written there.
+            UsageError: when it cannot be written there, or the state has a NaN or an infinity.
             CannotRun: when another rank has stopped.
         """
-        return checkpoint.save(directory, self._state(), self.interpreter, self.world)
+        try:
+            self.last_saved = checkpoint.save(directory, self._state(), self.interpreter, self.world)
+        except checkpoint.NotFinite as error:
+            raise UsageError(error.what, where=error.where, got=error.got, hint=self._after_bad_step()) from None
+        return self.last_saved
 
     def _state(self) -> checkpoint.RunState:
         decisions = self.plan.decisions
@@ -203,6 +215,7 @@ class Training:
             losses=self.losses,
             grad_norms=self.grad_norms,
             program_sha256=self.plan.program_sha256,
+            run=self.run_id,
         )
 
     def restore(self, saved: Path, run: checkpoint.RunState) -> None:
@@ -211,8 +224,10 @@ class Training:
         Raises:
             BadInput: when its tensors cannot be read, or are not those of the plan.
         """
+        checkpoint.check_files(saved, run, self.world)
         checkpoint.load_state(saved, self.interpreter, self.world)
-        self.step = run.step
+        self.last_saved, self.step = saved, run.step
+        self.run_id = run.run or self.run_id
         self.losses, self.grad_norms = list(run.losses), list(run.grad_norms)
 
 

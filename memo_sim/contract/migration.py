@@ -48,5 +48,6 @@ _UPGRADES: dict[str, Callable[[JsonObject], JsonObject]] = {
     "memo.result/1": _renamed_to("memo.result/2"),
     "memo.longest/1": _renamed_to("memo.longest/2"),
     "memo.memory/1": _renamed_to("memo.memory/2"),
+    "memo.checkpoint/1": _renamed_to("memo.checkpoint/2"),
     "memo.validation/1": _renamed_to("memo.validation/2"),
 }

@@ -11,10 +11,10 @@ import codecs
 from memo_sim.contract import codec
 from memo_sim.contract.diagnosis import explain_schema
 from memo_sim.contract.errors import BadInput, UsageError
+from memo_sim.contract.plain_pickle import is_pickle
 from memo_sim.contract.plan import Plan
 from memo_sim.contract.requests import Requests
 from memo_sim.memory.allocation_log import is_allocation_log, read_allocation_log
-from memo_sim.memory.plain_pickle import is_pickle
 from memo_sim.memory.request_table import is_request_table, read_request_table
 from memo_sim.memory.snapshot import read_snapshot
 from memo_sim.memory.source import Source, check_countable

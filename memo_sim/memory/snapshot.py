@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from memo_sim.contract.errors import BadInput, UsageError
+from memo_sim.contract.plain_pickle import load_plain
 from memo_sim.contract.requests import Requests
 from memo_sim.contract.units import format_bytes
-from memo_sim.memory.plain_pickle import load_plain
 from memo_sim.memory.source import MOST_BYTES, Source
 
 DEFAULT_POOL = (0, 0)

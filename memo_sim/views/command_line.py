@@ -17,7 +17,7 @@ from typing import Any, NoReturn, Protocol, TypeVar
 import click
 from click.core import ParameterSource
 
-from memo_sim.contract.errors import MemoError, missing_package
+from memo_sim.contract.errors import CannotRun, MemoError, missing_package
 from memo_sim.contract.output import system_failure, while_read
 from memo_sim.contract.progress import Progress
 
@@ -127,6 +127,13 @@ def run_commands(group: click.Group, name: str, fail: Failing) -> None:
         failure = system_failure(error)
         fail(str(failure), failure.exit_code, error)
     except Exception as error:
+        if str(error).startswith("can't start new thread"):
+            short = CannotRun(
+                "the system refused a thread",
+                got=str(error),
+                hint="raise the limit of memory (ulimit -v) or of processes (-u)",
+            )
+            fail(str(short), short.exit_code, error)
         if absent := missing_package(error):
             fail(str(absent), absent.exit_code, error)
         if os.environ.get("MEMO_TRACEBACK"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pkgutil
 import shutil
 import signal
 import subprocess
@@ -225,6 +226,44 @@ def test_a_rank_that_dies_takes_the_others_down_with_a_message(plans: Path, how:
     assert fine
     assert "rank 0 of 2" in said
     assert (alive, end) == (False, "the process ended")
+
+
+MOMENTS = {
+    "before the plan": "memo_exec.training.checkpoint_shards._Writes.create_local_plan",
+    "while it writes": "memo_exec.training.checkpoint_shards._Writes.lookup_object",
+    "before the sums": "memo_exec.training.checkpoint.sum_of",
+}
+"""Functions that the writing of a checkpoint calls, by the moment."""
+
+
+def dies_while_saving(member: Member, plan: Path, folder: Path, function: str) -> tuple[str, str]:
+    """Run a plan whose last rank dies when its second checkpoint calls ``function``; return the error of the others."""
+    owner, name = function.rsplit(".", 1)
+    found: Any = pkgutil.resolve_name(owner.replace(".checkpoint_shards.", ".checkpoint_shards:"))
+    real = getattr(found, name)
+
+    def dying(*arguments: Any) -> Any:
+        if member.rank == member.world - 1 and (folder / "step-00000001").exists():
+            os.kill(os.getpid(), signal.SIGKILL)
+        return real(*arguments)
+
+    setattr(found, name, dying)
+    with pytest.raises(MemoError) as caught:
+        run(plan, RunOptions(steps=9, save=folder, save_every=1))
+    return type(caught.value).__name__, str(caught.value)
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_a_rank_that_dies_while_saving_is_no_bug_and_loses_nothing(plans: Path, tmp_path: Path, moment: str) -> None:
+    with Team(2) as own, pytest.raises(Failed) as caught:
+        own.play(dies_while_saving, 2, plans / "tp2.json", tmp_path, MOMENTS[moment], meets=False, limit_s=90)
+    (fine, said), (alive, end) = caught.value.answers
+    assert fine, said
+    assert said[0] == "RankLost"
+    assert "another rank has stopped" in said[1]
+    assert (alive, end) == (False, "the process ended")
+    assert checkpoint.latest(tmp_path) == tmp_path / "step-00000001"
+    assert not list(tmp_path.glob(".unfinished-*"))
 
 
 def refused(member: Member, plan: Path) -> MemoError:

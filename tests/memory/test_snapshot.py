@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from memo_sim.contract.errors import BadInput, UsageError
-from memo_sim.memory.plain_pickle import load_plain
+from memo_sim.contract.plain_pickle import load_plain
 from memo_sim.memory.snapshot import read_snapshot
 from tests.refusals import Expected, refused
 

@@ -30,6 +30,13 @@ STEPS = 6
 FLAT = "state.safetensors"
 
 
+def as_version_1(folder: Path) -> None:
+    """Rewrite a checkpoint's run.json as version 1 had it, without sums and without the run's identifier."""
+    path = folder / checkpoint.RUN_FILE
+    fields = json.loads(path.read_bytes()) | {"schema": "memo.checkpoint/1"}
+    path.write_text(json.dumps({name: fields[name] for name in fields if name not in ("run", "files", "identity")}))
+
+
 def losses(plan: Path, **options: Any) -> tuple[list[float], list[float]]:
     outcome = run(plan, RunOptions(**options))
     assert outcome is not None
@@ -67,9 +74,14 @@ def test_hyperparameters_and_seed_stay_unless_given(tmp_path: Path) -> None:
 
 
 def test_only_the_newest_is_kept_and_what_a_kill_left_is_removed(tmp_path: Path) -> None:
-    (tmp_path / "run" / ".unfinished-1").mkdir(parents=True)
-    losses(write_plan(tmp_path / "plan.json"), steps=5, save=tmp_path / "run", save_every=2)
-    assert sorted(p.name for p in (tmp_path / "run").iterdir()) == ["step-00000005", "weights"]
+    """The lock file names the run that a kill ended; only its unfinished checkpoint is removed."""
+    folder, killed = tmp_path / "run", "0123456789abcdef"
+    for name in (f".unfinished-{killed}-0", ".unfinished-fedcba9876543210-0"):
+        (folder / name).mkdir(parents=True)
+    (folder / ".lock").write_text(json.dumps({"run": killed, "host": "a", "process": 1}))
+    losses(write_plan(tmp_path / "plan.json"), steps=5, save=folder, save_every=2)
+    left = [".lock", ".unfinished-fedcba9876543210-0", "step-00000005", "weights"]
+    assert sorted(p.name for p in folder.iterdir()) == left
     state = checkpoint.load_run(tmp_path / "run/step-00000005")
     assert state.step == len(state.losses) == len(state.grad_norms) == 5
 
@@ -111,8 +123,8 @@ def test_resume_contradictions_are_refused(saved: Path) -> None:
         resumed(saved, save=None)
     with refused(UsageError, got="--seed 3", wanted="0", hint="--seed"):
         resumed(saved, seed=3)
-    with refused(UsageError, where="step-00000002", got="step 2", wanted="--steps above 2"):
-        resumed(saved, steps=2)
+    with refused(UsageError, where="step-00000002", got="step 2", wanted="--steps of 2 or more"):
+        resumed(saved, steps=1)
 
 
 @pytest.mark.parametrize(
@@ -143,8 +155,7 @@ def test_a_truncated_checkpoint_is_refused(saved: Path, tmp_path: Path, file: st
     shutil.copytree(saved, tmp_path / "copy")
     broken = tmp_path / "copy/run/step-00000002" / file
     broken.write_bytes(broken.read_bytes()[:100])
-    named = broken if file == checkpoint.RUN_FILE else broken.parent
-    with refused(BadInput, where=str(named)):
+    with refused(BadInput, where=str(broken)):
         resumed(tmp_path / "copy")
 
 
@@ -161,7 +172,7 @@ def test_tensors_that_do_not_fit_are_refused(
     found = checkpoint.latest(saved / "run")
     assert found is not None
     with refused(BadInput, where=str(found / "state"), got=("rank 0", name, *got)):
-        stored.read(found / "state", {name: [Held(name, whole, (0, 0), torch.zeros(whole))]}, None)
+        stored.read(found / "state", {name: [Held(name, whole, (0, 0), torch.zeros(whole))]}, World())
 
 
 def test_a_checkpoint_of_flat_blocks_is_read(tmp_path: Path) -> None:
@@ -176,6 +187,7 @@ def test_a_checkpoint_of_flat_blocks_is_read(tmp_path: Path) -> None:
         checkpoint.load_state(found, interpreter, World())
         save_file(states(interpreter), found / FLAT)
     shutil.rmtree(found / "state")
+    as_version_1(found)
     assert losses(plan, steps=STEPS, save=tmp_path / "run", resume=True) == whole
 
 

@@ -1,9 +1,12 @@
 """Reads a pickle as plain data: lists, dictionaries, tuples, text, numbers, bytes. It never imports or runs code.
 
+A caller may list names of classes and functions that the pickle may mention. They are not imported either: a call of
+one, or an object of one, is returned as a ``Mentioned`` with its arguments and state, which the caller checks.
+
 The standard reader is not safe here: before any of its hooks is called, it crashes or uses all memory at a key of
 tuples nested a hundred thousand times, at a memo index of two billion, or at a length of eight GiB. This reader refuses
 every opcode that is not listed. A memo index must count up by one, a length must end inside the file, and a key must be
-text or a number. Nothing recurses, so time and memory are proportional to the file.
+text, a number or a ``Mentioned``. Nothing recurses, so time and memory are proportional to the file.
 
     80 04  } 94  8c 01 a 94  4b 05  73  2e        {"a": 5}: protocol, {}, memo 0, "a", memo 1, 5, set item, stop
 """
@@ -11,7 +14,8 @@ text or a number. Nothing recurses, so time and memory are proportional to the f
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -19,7 +23,20 @@ from memo_sim.contract.errors import BadInput
 
 _PROTO, _STOP, _SHORT_GET, _LONG_GET = 0x80, 0x2E, 0x68, 0x6A
 _HIGHEST = 5
-_KEYS = (str, int, float, bytes, type(None))
+
+
+@dataclass(eq=False, slots=True)
+class Mentioned:
+    """A class or function that a pickle names, or (``args`` is a tuple then) the object that calling it would make."""
+
+    name: str
+    """Module and name, such as ``torch.Size``."""
+    args: tuple[Any, ...] | None = None
+    state: Any = None
+    """What the pickle passes to the object's ``__setstate__``."""
+
+
+_KEYS = (str, int, float, bytes, type(None), Mentioned)
 
 
 class _Refused(Exception):
@@ -31,14 +48,23 @@ def is_pickle(raw: bytes) -> bool:
     return len(raw) > 1 and raw[0] == _PROTO and 2 <= raw[1] <= _HIGHEST
 
 
-def load_plain(raw: bytes, where: str) -> Any:
+def load_plain(
+    raw: bytes,
+    where: str,
+    *,
+    names: Collection[str] = (),
+    wanted: str = "dictionaries, lists, text and numbers, as torch.cuda.memory._dump_snapshot writes",
+) -> Any:
     """Return the object in a pickle that consists of dict, list, tuple, str, int, float, bool, None and bytes only.
+
+    ``names`` may be mentioned as well (module and name, with a dot between); nothing of that name is imported.
+    ``wanted`` is what an error says about the file that was expected.
 
     Raises:
         BadInput: when it holds anything else, is truncated, or is not a pickle.
     """
     try:
-        return _Reader(raw).read()
+        return _Reader(raw, names).read()
     except _Refused as error:
         why = str(error)
     except IndexError:
@@ -47,15 +73,16 @@ def load_plain(raw: bytes, where: str) -> Any:
         "not a pickle of plain data",
         where=where,
         got=why,
-        wanted="dictionaries, lists, text and numbers, as torch.cuda.memory._dump_snapshot writes",
+        wanted=wanted,
     )
 
 
 class _Reader:
     """The stack on which opcodes build the object; ``below`` holds the stacks under each mark."""
 
-    def __init__(self, raw: bytes) -> None:
+    def __init__(self, raw: bytes, names: Collection[str]) -> None:
         self.raw = raw
+        self.names = names
         self.at = 0
         self.stack: list[Any] = []
         self.below: list[list[Any]] = []
@@ -172,12 +199,30 @@ class _Reader:
         target.update(zip(items[::2], items[1::2], strict=True))
 
     def name(self, *, on_stack: bool) -> None:
-        """Refuse an import, with its name."""
+        """Push a name that may be mentioned; refuse any other import."""
         if on_stack:
             module, name = (str(part)[:80] if isinstance(part, str) else "?" for part in self.group(2))
         else:
             module, name, *_ = [*self.raw[self.at : self.at + 160].decode(errors="replace").split("\n"), ""]
-        raise _Refused(f"it imports {module}.{name}")
+            self.take(len(f"{module}\n{name}\n".encode()))
+        if f"{module}.{name}" not in self.names:
+            raise _Refused(f"it imports {module}.{name}")
+        self.stack.append(Mentioned(f"{module}.{name}"))
+
+    def make(self) -> None:
+        """Push the object of a mentioned name and a tuple of arguments."""
+        named, args = self.group(2)
+        if not isinstance(named, Mentioned) or named.args is not None or not isinstance(args, tuple):
+            raise _Refused("it calls what is not a name")
+        self.stack.append(Mentioned(named.name, args))
+
+    def build(self) -> None:
+        """Give the object before it its state."""
+        (state,) = self.group(1)
+        made = self.stack[-1]
+        if not isinstance(made, Mentioned) or made.args is None or made.state is not None:
+            raise _Refused(f"it sets the state of a {type(made).__name__}")
+        made.state = state
 
 
 _Handler = Callable[[_Reader], None]
@@ -215,5 +260,8 @@ _HANDLERS: dict[int, _Handler] = {
     0x75: partial(_Reader.set_items, count=None),
     0x63: partial(_Reader.name, on_stack=False),
     0x93: partial(_Reader.name, on_stack=True),
+    0x52: _Reader.make,
+    0x81: _Reader.make,
+    0x62: _Reader.build,
 }
 """Opcodes of protocols 2 to 5, in hexadecimal as Python's ``pickletools`` lists them."""
