@@ -14,6 +14,7 @@ window has one token more than the sequence. A shorter file is padded, and the l
 from __future__ import annotations
 
 import hashlib
+import tokenize
 from dataclasses import dataclass
 from functools import cached_property
 from importlib.resources import files
@@ -24,10 +25,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from memo_sim.contract.errors import BadInput
+from memo_sim.contract.files import check_regular, read_regular
 
 TEXT_VOCAB = 256
 IGNORED_LABEL = -100
 """Label of a token without a target (padding). It gives no loss and no gradient and does not count as a target."""
+
+BAD_HEADER = (EOFError, SyntaxError, TypeError, KeyError, RecursionError, tokenize.TokenError)
+"""What numpy raises for a header that it cannot read, besides ValueError."""
 
 Ids = NDArray[np.int64]
 
@@ -83,11 +88,10 @@ def load_dataset(path: str | Path | None, vocab: int) -> Dataset:
         BadInput: when the file cannot be read, has fewer than two tokens, or has ids outside the vocabulary.
     """
     file = Path(path) if path is not None else Path(str(files("memo_exec").joinpath("data", "shakespeare.txt")))
+    size = check_regular(file)
     try:
-        tokens = _read(file, vocab)
-    except FileNotFoundError:
-        raise BadInput("no such file", where=str(file)) from None
-    except (OSError, ValueError, OverflowError) as error:
+        tokens = _read(file, size, vocab)
+    except (OSError, ValueError, OverflowError, *BAD_HEADER) as error:
         raise BadInput("the token ids cannot be read", where=str(file), got=str(error)) from None
     if len(tokens) < 2:
         raise BadInput(
@@ -105,18 +109,19 @@ def load_dataset(path: str | Path | None, vocab: int) -> Dataset:
     return Dataset(file, tokens)
 
 
-def _read(file: Path, vocab: int) -> NDArray[Any]:
-    """Return the tokens in ``file``; .npy and .bin files are memory-mapped."""
+def _read(file: Path, size: int, vocab: int) -> NDArray[Any]:
+    """Return the tokens in ``file``, which has ``size`` bytes; .npy and .bin files are memory-mapped."""
     suffix = file.suffix.lower()
     if suffix == ".npy":
-        return _one_dimensional(np.load(file, mmap_mode="r", allow_pickle=False))
+        # open_memmap reads nothing but arrays: numpy.load would also open a zip or a pickle of that name
+        return _one_dimensional(np.lib.format.open_memmap(file, mode="r"))
     if suffix == ".bin":
         dtype = np.dtype("<u2" if vocab <= 2**16 else "<u4")
-        if file.stat().st_size % dtype.itemsize:
-            raise ValueError(f"{file.stat().st_size} bytes are not a multiple of {dtype.itemsize} ({dtype.name})")
-        return np.fromfile(file, dtype=dtype) if not file.stat().st_size else np.memmap(file, dtype=dtype, mode="r")
+        if size % dtype.itemsize:
+            raise ValueError(f"{size} bytes are not a multiple of {dtype.itemsize} ({dtype.name})")
+        return np.memmap(file, dtype=dtype, mode="r") if size else np.array([], dtype=dtype)
     if suffix == ".ids":
-        return np.array(file.read_bytes().split(), dtype=np.int64)
+        return np.array(read_regular(file).split(), dtype=np.int64)
     if vocab < TEXT_VOCAB:
         raise BadInput(
             "the file is read as text, but the model's vocabulary has fewer tokens than a byte has values",
@@ -125,7 +130,7 @@ def _read(file: Path, vocab: int) -> NDArray[Any]:
             wanted=f"at least {TEXT_VOCAB}",
             hint="give a file with token ids: .npy, .bin or .ids",
         )
-    return np.frombuffer(file.read_bytes(), dtype=np.uint8)
+    return np.frombuffer(read_regular(file), dtype=np.uint8)
 
 
 def _one_dimensional(tokens: NDArray[Any]) -> NDArray[Any]:

@@ -20,7 +20,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from memo_sim.contract import codec
 from memo_sim.contract.errors import BadInput, UsageError, did_you_mean
+from memo_sim.contract.files import check_regular
 from memo_sim.contract.huggingface import model_from_config
 from memo_sim.contract.model import Model
 from memo_sim.program.layout.parameters import embed_block, head_block, layer_block
@@ -195,12 +197,7 @@ def read(directory: Path, model: Model, wanted: list[str]) -> Iterator[tuple[str
 
 def _check_config(directory: Path, model: Model) -> None:
     path = directory / "config.json"
-    try:
-        fields = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise BadInput("cannot read the weights' config.json", where=str(path), got=str(error)) from None
-    if not isinstance(fields, dict):
-        raise BadInput("config.json is not a JSON object", where=str(path))
+    fields = codec.decode_object(codec.read_raw(path), where=str(path))
     theirs = model_from_config(fields, where=str(path), name=model.name)
     unlike = {"name", "source"} | (set() if model.learned_positions else {"max_positions"})
     for field in msgspec.structs.fields(Model):
@@ -245,6 +242,7 @@ def _shapes_in(directory: Path) -> dict[Stored, tuple[int, ...]]:
         )
     found: dict[Stored, tuple[int, ...]] = {}
     for file in files:
+        check_regular(file)
         try:
             with safe_open(file, framework="pt") as opened:
                 for name in opened.keys():  # noqa: SIM118 - the opened file is not a mapping

@@ -22,6 +22,7 @@ import msgspec
 
 from memo_sim.contract.diagnosis import explain_invalid, explain_malformed, explain_schema
 from memo_sim.contract.errors import BadInput, MemoError, UsageError
+from memo_sim.contract.files import read_regular
 from memo_sim.contract.migration import upgraded
 
 T = TypeVar("T", bound=msgspec.Struct)
@@ -147,14 +148,7 @@ def read_raw(path: str | Path) -> bytes:
     Raises:
             BadInput: when the file does not exist or cannot be read, or when a ``.toml`` file is not valid TOML.
     """
-    try:
-        raw = Path(path).read_bytes().removeprefix(codecs.BOM_UTF8)
-    except FileNotFoundError:
-        raise BadInput("no such file", where=str(path)) from None
-    except IsADirectoryError:
-        raise BadInput("this is a directory", where=str(path), wanted="a file") from None
-    except (OSError, ValueError) as error:  # ValueError: a NUL in the name
-        raise BadInput("the file cannot be read", where=repr(str(path)), got=str(error)) from None
+    raw = read_regular(path).removeprefix(codecs.BOM_UTF8)
     if Path(path).suffix.lower() != ".toml":
         return raw
     import tomllib

@@ -7,6 +7,7 @@ the nearest known name.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 from types import NoneType, UnionType
@@ -107,7 +108,38 @@ def explain_invalid(complaint: str, raw: bytes, kind: type, where: str) -> BadIn
     if expected := _EXPECTED.fullmatch(parts["what"]):
         got = (expected["got"] or "").strip("`") if place.value is msgspec.UNSET else _shown(place.value)
         return BadInput("a wrong value", where=here, got=got or None, wanted=expected["wanted"].replace("`", ""))
-    return BadInput(parts["what"], where=here)
+    return _other(parts["what"], place, raw, where)
+
+
+def _other(what: str, place: _Place, raw: bytes, where: str) -> BadInput:
+    """Return the error for a rule without a name; the decoder does not know the place of some numbers."""
+    number = _first_out_of_range(raw) if what in OUT_OF_RANGE and "[...]" in place.path else None
+    if number is None:
+        return BadInput(what, where=f"{where}: {place.path}")
+    line, column, text = number
+    return BadInput("a number is too large", where=f"{where}: line {line}, column {column}", got=_shown(text))
+
+
+OUT_OF_RANGE = ("Number out of range", "Integer value out of range")
+"""What the decoder says of numbers beyond 64 bits, without their place when it does not know the field."""
+
+_TOKEN = re.compile(rb'"(?:[^"\\]|\\.)*"|(?P<number>-?\d[-+.\deE]*)', re.DOTALL)
+
+
+def _first_out_of_range(raw: bytes) -> tuple[int, int, str] | None:
+    """Return line, column and text of the first number in JSON text that no float or 64-bit integer can hold."""
+    for token in _TOKEN.finditer(raw):
+        text = (token["number"] or b"").decode()
+        if not text:
+            continue
+        try:
+            beyond = abs(int(text)) >= 2**63 if text.lstrip("-").isdigit() else math.isinf(float(text))
+        except ValueError:  # too many digits for an int, or no number after all
+            beyond = text.lstrip("-").isdigit()
+        if beyond:
+            at = token.start()
+            return raw.count(b"\n", 0, at) + 1, at - raw.rfind(b"\n", 0, at), text
+    return None
 
 
 def _not_allowed(place: _Place, here: str, *, is_key: bool) -> BadInput:

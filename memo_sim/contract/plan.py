@@ -10,7 +10,8 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from memo_sim.contract.attention_kernels import Libraries
+from memo_sim.contract.attention_kernels import ATTENTION_KERNELS, Libraries
+from memo_sim.contract.errors import did_you_mean
 from memo_sim.contract.hardware import DtypeName
 from memo_sim.contract.knobs import (
     MOST_LIMIT_GIB,
@@ -149,6 +150,12 @@ class Kernels(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Attention runs in this many groups of heads, one after the other, which limits its workspace."""
     rowwise: RowwiseKernel = "torch"
     """Whose kernels play norms, activations, rotary embeddings, residuals, loss and optimizer."""
+
+    def __post_init__(self) -> None:
+        """Refuse an attention kernel that memo does not know."""
+        if self.attention not in ATTENTION_KERNELS:
+            hint = did_you_mean(self.attention, ATTENTION_KERNELS) or f"one of {', '.join(ATTENTION_KERNELS)}"
+            raise ValueError(f"{self.attention!r} is no attention kernel: {hint}")
 
 
 class Decisions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

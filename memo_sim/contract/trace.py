@@ -12,6 +12,8 @@ import msgspec
 
 from memo_sim.contract.units import Bytes, Seconds
 
+MOST_SECONDS = 1e60
+
 
 class Spans(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One row per instruction; times are in seconds from the step's start."""
@@ -27,15 +29,21 @@ class Spans(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         if len({len(self.ids), len(self.ops), len(self.lanes), len(self.start_s), len(self.end_s)}) != 1:
             raise ValueError("span columns differ in length")
         for i, (start, end) in enumerate(zip(self.start_s, self.end_s, strict=True)):
-            if not 0 <= start <= end:
+            if not 0 <= start <= end <= MOST_SECONDS:
                 raise ValueError(f"span {self.ids[i]} runs from {start} to {end}")
 
 
 class MemoryCurve(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Live bytes over time, by buffer class: ``bytes_by_class[c][i]`` holds from ``time_s[i]`` to ``time_s[i + 1]``."""
 
-    time_s: list[float]
+    time_s: list[Seconds]
     bytes_by_class: dict[str, list[Bytes]]
+
+    def __post_init__(self) -> None:
+        """Refuse columns of different lengths."""
+        for name, column in self.bytes_by_class.items():
+            if len(column) != len(self.time_s):
+                raise ValueError(f"{len(column)} values of {name} for {len(self.time_s)} times")
 
 
 class Wait(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -43,7 +51,7 @@ class Wait(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     instruction: str
     waits_for: str
-    start_s: float
+    start_s: Seconds
     seconds: Seconds
 
 

@@ -16,8 +16,10 @@ KIB = 1024
 MIB = 2**20
 GIB = 2**30
 
-Bytes = Annotated[int, msgspec.Meta(ge=0)]
-Tokens = Annotated[int, msgspec.Meta(ge=0)]
+MOST_BYTES = 2**60
+"""An exbibyte. Any larger number in a file is a typo, and would overflow the 64-bit numbers of libraries."""
+Bytes = Annotated[int, msgspec.Meta(ge=0, le=MOST_BYTES)]
+Tokens = Annotated[int, msgspec.Meta(ge=0, le=2**60)]
 Positive = Annotated[int, msgspec.Meta(ge=1)]
 MOST_TOKENS = 2**30
 """Longest plausible sequence; anything longer is a typo, and a program in chunks would grow with it."""
@@ -29,9 +31,11 @@ Degree = Annotated[int, msgspec.Meta(ge=1, le=2**20)]
 """A number of devices, nodes or sequences."""
 ZeroLevel = Annotated[int, msgspec.Meta(ge=0, le=3)]
 ZeroRanks = Annotated[int, msgspec.Meta(ge=0, le=2**20)]
-Seconds = Annotated[float, msgspec.Meta(ge=0)]
-NonNegative = Annotated[float, msgspec.Meta(ge=0)]
-Rate = Annotated[float, msgspec.Meta(gt=0)]
+Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e60)]
+"""The bound is far above any time that ``Rate`` allows, and small enough for whole nanoseconds."""
+NonNegative = Annotated[float, msgspec.Meta(ge=0, le=1e30)]
+Rate = Annotated[float, msgspec.Meta(ge=1e-30, le=1e30)]
+"""A rate, or a ratio. The bounds keep quotients finite."""
 Fraction = Annotated[float, msgspec.Meta(ge=0, le=1)]
 
 SHORT_DIGITS = 3

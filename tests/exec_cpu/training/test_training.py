@@ -1,6 +1,7 @@
 """Tests the data, the learning-rate schedule and the training loop, and that training lowers the loss."""
 
 import hashlib
+import io
 import math
 from collections import Counter
 from pathlib import Path
@@ -80,6 +81,18 @@ def test_bin_is_wider_for_a_large_vocabulary(tmp_path: Path) -> None:
     assert load_dataset(tmp_path / "t.bin", 128256).tokens.tolist() == [5, 100000]
 
 
+def _saved() -> bytes:
+    file = io.BytesIO()
+    np.save(file, np.arange(300) % 50)
+    return file.getvalue()
+
+
+def _zipped() -> bytes:
+    file = io.BytesIO()
+    np.savez(file, tokens=np.arange(5))
+    return file.getvalue()
+
+
 def _bad_files() -> dict[str, tuple[str, bytes]]:
     return {
         "text for a small vocabulary": ("a.txt", b"hello"),
@@ -91,6 +104,12 @@ def _bad_files() -> dict[str, tuple[str, bytes]]:
         "empty": ("a.bin", b""),
         "an odd number of bytes": ("a.bin", b"abc"),
         "no array": ("a.npy", b"abc"),
+        "an empty array file": ("a.npy", b""),
+        "a zip of arrays": ("a.npy", _zipped()),
+        "a header that is cut short": ("a.npy", _saved()[:60]),
+        "a header of open brackets": ("a.npy", _saved()[:10] + b"{'descr': ((((((((" + _saved()[28:]),
+        "a negative length": ("a.npy", _saved().replace(b"(300,)", b"(-30,)")),
+        "a pickled object": ("a.npy", _saved().replace(b"<i8", b"|O8")),
     }
 
 

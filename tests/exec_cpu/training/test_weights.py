@@ -201,10 +201,10 @@ def spoil_tensors(directory: Path, **changes: Tensor | None) -> None:
 
 SPOILERS = {
     "another model": (spoil_config, {"where": "config.json: norm_eps", "got": "0.1", "wanted": "1e-05"}),
-    "no config": (lambda d: (d / "config.json").unlink(), {"where": "config.json", "got": "No such file"}),
+    "no config": (lambda d: (d / "config.json").unlink(), {"where": "config.json", "what": "no such file"}),
     "garbled config": (
-        lambda d: (d / "config.json").write_text("[1, 2"),
-        {"where": "config.json", "got": "line 1 column 6"},
+        lambda d: (d / "config.json").write_text('{"model_type": '),
+        {"where": "config.json", "got": "ends too early"},
     ),
     "no weights": (lambda d: (d / "model.safetensors").unlink(), {"got": None, "wanted": "model.safetensors"}),
     "cut short": (
