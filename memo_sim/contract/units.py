@@ -16,10 +16,10 @@ KIB = 1024
 MIB = 2**20
 GIB = 2**30
 
-MOST_BYTES = 2**60
-"""An exbibyte. Any larger number in a file is a typo, and would overflow the 64-bit numbers of libraries."""
+MOST_BYTES = 2**62
+"""Four exbibytes. Any larger number in a file is a typo, and would overflow the 64-bit numbers of libraries."""
 Bytes = Annotated[int, msgspec.Meta(ge=0, le=MOST_BYTES)]
-Tokens = Annotated[int, msgspec.Meta(ge=0, le=2**60)]
+Tokens = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
 Positive = Annotated[int, msgspec.Meta(ge=1)]
 MOST_TOKENS = 2**30
 """Longest plausible sequence; anything longer is a typo, and a program in chunks would grow with it."""
