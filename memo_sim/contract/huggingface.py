@@ -10,8 +10,11 @@ from __future__ import annotations
 
 from typing import Any, TypeVar
 
+import msgspec
+
 from memo_sim.contract.errors import BadInput
 from memo_sim.contract.model import Model, RopeScaling
+from memo_sim.contract.units import MOST_LAYERS, MOST_TOKENS, MOST_WIDTH
 
 SUPPORTED = ("gpt2", "llama", "qwen2", "qwen3")
 
@@ -43,7 +46,7 @@ def model_from_config(fields: dict[str, Any], *, where: str, name: str) -> Model
     dropout = max((config.number(key, 0.0, least=0.0) for key in _DROPOUT_KEYS if key in fields), default=0.0)
     source = f"Hugging Face config.json of model_type {model_type}"
     try:
-        return Model(
+        model = Model(
             name=config.text("_name_or_path", "").rstrip("/").rpartition("/")[2] or name,
             vocab=config.whole("vocab_size"),
             source=source + (f"; its dropout of {dropout:g} is not applied" if dropout else ""),
@@ -51,6 +54,10 @@ def model_from_config(fields: dict[str, Any], *, where: str, name: str) -> Model
         )
     except ValueError as error:
         raise BadInput(str(error), where=where) from None
+    try:  # a constructor does not check types and bounds; reading the document again does
+        return msgspec.json.decode(msgspec.json.encode(model), type=Model)
+    except msgspec.ValidationError as error:
+        raise BadInput("the config describes a model beyond all bounds", where=where, got=str(error)) from None
 
 
 class _Config:
@@ -66,11 +73,11 @@ class _Config:
         got = repr(self.fields[key]) if key in self.fields else "nothing"
         return BadInput(what, where=f"{self.where}: {self.path}.{key}", got=got[:80], wanted=wanted, hint=hint)
 
-    def whole(self, key: str, default: int | None = None) -> int:
-        """Return a positive whole number; a null or missing key gives ``default``, or an error without a default."""
+    def whole(self, key: str, default: int | None = None, *, most: int = MOST_WIDTH) -> int:
+        """Return a whole number from 1 to ``most``; a null or missing key gives ``default``, or else an error."""
         value = self._get(key, default)
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise self.refusal(key, "a wrong value", wanted="a positive whole number")
+        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
+            raise self.refusal(key, "a wrong value", wanted=f"a whole number from 1 to {most:,}")
         return value
 
     def number(self, key: str, default: float | None = None, *, least: float | None = None) -> float:
@@ -123,14 +130,14 @@ def _gpt2(config: _Config) -> dict[str, Any]:
     hidden, heads = config.whole("n_embd"), config.whole("n_head")
     return {
         "family": "gpt",
-        "layers": config.whole("n_layer"),
+        "layers": config.whole("n_layer", most=MOST_LAYERS),
         "hidden": hidden,
         "heads": heads,
         "kv_heads": heads,
         "head_dim": _even_split(config, "n_embd", hidden, heads),
         "ffn_hidden": config.whole("n_inner", 4 * hidden),
         "tied_embeddings": config.flag("tie_word_embeddings", True),
-        "max_positions": config.whole("n_positions"),
+        "max_positions": config.whole("n_positions", most=MOST_TOKENS),
         "norm_eps": config.number("layer_norm_epsilon", 1e-5),
         "qkv_bias": True,
         "linear_bias": True,
@@ -142,7 +149,7 @@ def _rotary(config: _Config, model_type: str) -> dict[str, Any]:
     """Return the shape of a Llama or Qwen: rotary positions, a gated FFN, grouped-query heads."""
     if config.text("hidden_act", "silu") != "silu":
         raise config.refusal("hidden_act", "only FFNs gated by silu are modelled", wanted="silu")
-    layers = config.whole("num_hidden_layers")
+    layers = config.whole("num_hidden_layers", most=MOST_LAYERS)
     _refuse_windows(config, layers)
     hidden, heads = config.whole("hidden_size"), config.whole("num_attention_heads")
     if model_type != "llama" and "num_key_value_heads" not in config.fields:  # the first Llama configs lack this key
@@ -214,7 +221,7 @@ def _rope(config: _Config) -> tuple[float, RopeScaling | None]:
             factor=table.number("factor", least=1.0),
             low_freq_factor=table.number("low_freq_factor"),
             high_freq_factor=table.number("high_freq_factor"),
-            original_max_positions=table.whole("original_max_position_embeddings"),
+            original_max_positions=table.whole("original_max_position_embeddings", most=MOST_TOKENS),
         )
         return theta, scaling
     raise table.refusal(kind_key, "this rotary scaling is not modelled", wanted="default, linear or llama3")

@@ -24,8 +24,10 @@ Positive = Annotated[int, msgspec.Meta(ge=1)]
 MOST_TOKENS = 2**30
 """Longest plausible sequence; anything longer is a typo, and a program in chunks would grow with it."""
 SequenceTokens = Annotated[int, msgspec.Meta(ge=1, le=MOST_TOKENS)]
-Layers = Annotated[int, msgspec.Meta(ge=1, le=10_000)]
-Width = Annotated[int, msgspec.Meta(ge=1, le=2**24)]
+MOST_LAYERS = 10_000
+Layers = Annotated[int, msgspec.Meta(ge=1, le=MOST_LAYERS)]
+MOST_WIDTH = 2**24
+Width = Annotated[int, msgspec.Meta(ge=1, le=MOST_WIDTH)]
 """Heads or features of a layer, rows of a vocabulary. Far above any model, and small enough that no size overflows."""
 Degree = Annotated[int, msgspec.Meta(ge=1, le=2**20)]
 """A number of devices, nodes or sequences."""

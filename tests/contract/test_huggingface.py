@@ -193,6 +193,24 @@ def test_shapes_that_contradict_themselves() -> None:
     check_fields(refusal({**LLAMA, "rope_scaling": rope}), BadInput, what=("high_freq_factor", "low_freq_factor"))
 
 
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        (LLAMA | {"num_hidden_layers": 10**9}, ("$.num_hidden_layers", "1 to 10,000")),
+        (LLAMA | {"vocab_size": 10**12}, ("$.vocab_size", "1 to 16,777,216")),
+        (GPT2 | {"n_layer": 10_001}, ("$.n_layer", "1 to 10,000")),
+        (GPT2 | {"n_positions": 2**31}, ("$.n_positions", "1 to 1,073,741,824")),
+        (LLAMA | {"rms_norm_eps": 1e200}, ("beyond all bounds", "$.norm_eps")),
+        (LLAMA | {"rope_theta": 5e-324}, ("beyond all bounds", "$.rope_theta")),
+    ],
+)
+def test_the_bounds_are_those_of_our_own_models(config: dict[str, Any], says: tuple[str, ...]) -> None:
+    """Without them a billion layers end in a MemoryError, and a vocabulary of 10^12 in a negative shift."""
+    with pytest.raises(BadInput) as caught:
+        model_from_config(config, where="config.json", name="x")
+    assert all(text in str(caught.value) for text in says)
+
+
 def test_unknown_types_list_the_supported_ones() -> None:
     error = refusal({**LLAMA, "model_type": "qwen4"})
     check_fields(error, BadInput, where="$.model_type", got="'qwen4'", wanted=tuple(SUPPORTED))
