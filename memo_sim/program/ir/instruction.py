@@ -27,7 +27,8 @@ class Lane(IntEnum):
     H2D = 2
     TP = 3
     P2P = 4
-    """Exchanges along a ring, of context parallelism or METP."""
+    """Exchanges between two ranks of a group: along the ring of context parallelism or METP, or of chunks of tensor
+    parallelism (``tp_overlap``)."""
     HOST = 5
     REPLICA = 6
     """Collectives over the ranks with the same parameters of a layer (group ``grads``)."""

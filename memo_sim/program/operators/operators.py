@@ -7,12 +7,14 @@ parameter block. ``suffix`` ends the names of instructions and tells row blocks 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from memo_sim.contract.model import Model
 from memo_sim.contract.plan import Decisions
 from memo_sim.contract.units import DTYPE_BYTES
 from memo_sim.program.ir.builder import Access, Rows, TemplateBuilder, accumulates, reads, writes
 from memo_sim.program.ir.instruction import BufferClass, Lane
-from memo_sim.program.ir.work import Collective, Gemm, Rowwise
+from memo_sim.program.ir.work import Collective, Exchange, Gemm, Rowwise
 from memo_sim.program.layout.parameters import Block, gradient_dtype, half_gradients
 from memo_sim.program.layout.shape import Shape
 from memo_sim.program.operators import workspaces as table
@@ -33,6 +35,8 @@ class OperatorWriter:
         self.dtype, self.rowwise = decisions.dtype, decisions.kernels.rowwise
         self.size = DTYPE_BYTES[decisions.dtype]
         self.suffix = ""
+        self.in_chunks = decisions.layout.tp_overlap == "chunked" and shape.gathered
+        """Whether products overlap with the collectives of tensor parallelism, chunk by chunk."""
         self.defers_wgrad = False
         """Whether another template computes the weight gradients (``layers/weight_gradients.py``)."""
 
@@ -146,6 +150,86 @@ class OperatorWriter:
             f"{name}.gather{self.suffix}", "all_gather", Lane.TP, work, shard=reads(source), full=writes(rows)
         )
         return rows
+
+    def gather_and_multiply(
+        self, name: str, source: Rows, full: str, at: RowBlock, product: Callable[[Rows, RowBlock], None], *, tokens: int = 0
+    ) -> Rows:
+        """Gather rows as ``gather`` does to the rows ``at``, and write their product; return the gathered rows.
+
+        ``product`` writes it: it is called with the rows to multiply, and with the rows of the result.
+
+        In chunks, ``product`` is called for each rank's rows, this rank's first. Those are copied into ``full``; every
+        rank then sends its own to each of the others, one hop after the other (``tp_overlap``).
+        """
+        if not self.in_chunks:
+            rows = self.gather(name, source, full, at[0], tokens=tokens)
+            product(rows, at)
+            return rows
+        shape, suffix, chunk = self.shape, self.suffix, source.tokens
+        full = f"{self.builder.phase}.{full}"
+        self.own(full, tokens or shape.tokens, shape.hidden, BufferClass.EXCHANGE)
+        parts = [
+            Rows(full, at[0] + (shape.tp_rank - step) % shape.tp * chunk, chunk) for step in range(shape.tp)
+        ]
+        size = chunk * shape.hidden * self.size
+        copied = Rowwise("copy", chunk, size, size)
+        target = writes(parts[0])
+        self.builder.emit(f"{name}.own{suffix}", "copy", Lane.COMPUTE, copied, source=reads(source), target=target)
+        for step in range(shape.tp):
+            if step + 1 < shape.tp:
+                self._hop(f"{name}.gather", step + 1, reads(parts[0]), writes(parts[step + 1]), size)
+            self.suffix = f"{suffix}.c{step}"
+            product(parts[step], (parts[step].first, chunk))
+            self.suffix = suffix
+        return Rows(full, *at)
+
+    def multiply_and_scatter(
+        self,
+        name: str,
+        x: Rows,
+        out: str,
+        first: int,
+        product: Callable[[Rows, Rows], None],
+        *,
+        tokens: int = 0,
+    ) -> Rows:
+        """Write the ``product`` of ``x`` and its sum over the tensor-parallel ranks (``scatter``); return the sum.
+
+        ``product`` is called with the rows to multiply and those of the result. ``out`` is the buffer of the product,
+        whose rows start at ``first``; it holds ``tokens`` rows, 0 for all of the rank's.
+
+        In chunks, ``product`` is called for each rank's rows, this rank's last. A chunk is sent to its rank while the
+        next one is computed, in two exchange buffers in turn, and each rank adds up what it has got.
+        """
+        shape, suffix = self.shape, self.suffix
+        if not self.in_chunks:
+            partial = Rows(self.own(out, tokens or shape.tokens, shape.hidden), first, x.tokens)
+            product(x, partial)
+            return self.scatter(name, partial, tokens=tokens)
+        tp, chunk, hidden = shape.tp, shape.shard(x.tokens), shape.hidden
+        room = shape.shard(tokens or shape.tokens)
+        sent = [self.own(f"{name}.sent{i}", room, hidden, BufferClass.EXCHANGE) for i in range(min(2, tp - 1))]
+        parts = self.own(f"{name}.parts", tp * room, hidden, BufferClass.EXCHANGE)
+        size = chunk * hidden * self.size
+        for step in range(tp):
+            to = (shape.tp_rank + step + 1) % tp
+            last = step + 1 == tp
+            into = Rows(parts, 0, chunk) if last else Rows(sent[step % len(sent)], 0, chunk)
+            self.suffix = f"{suffix}.c{step}"
+            product(Rows(x.slot, x.first + to * chunk, chunk), into)
+            self.suffix = suffix
+            if not last:
+                self._hop(f"{name}.scatter", step + 1, reads(into), writes(Rows(parts, (step + 1) * chunk, chunk)), size)
+        summed = Rows(self.own(f"{name}_shard", room, hidden, BufferClass.EXCHANGE), shape.shard(first), chunk)
+        added = Rowwise("parts.sum", chunk, tp * size, size)
+        given = reads(Rows(parts, 0, tp * chunk))
+        self.builder.emit(f"{name}.sum{suffix}", "parts.sum", Lane.COMPUTE, added, parts=given, out=writes(summed))
+        return summed
+
+    def _hop(self, name: str, step: int, send: Access, recv: Access, size: int) -> None:
+        """Emit the exchange of a chunk of ``size`` bytes: sent ``step`` ranks ahead, received from as far behind."""
+        work = Exchange(size, self.shape.tp, "tp", step)
+        self.builder.emit(f"{name}{step}{self.suffix}", "send_recv", Lane.P2P, work, send=send, recv=recv)
 
     def gather_again(self, name: str, source: Rows, full: str, first: int, *, tokens: int = 0) -> Rows:
         """Gather rows that only a weight gradient reads; return ``source`` when another template computes it.
@@ -293,9 +377,14 @@ class OperatorWriter:
             mine = self.shard_rows(norm, at)
             source = self.gather_again(norm, mine, f"{norm}_full", at[0])
             shard = mine if source != mine else None
-        partial = Rows(self.own(f"d_{norm}", tokens or self.shape.tokens, hidden), *at)
-        self.dgrad(product, grad, partial, hidden, width)
-        summed = self.scatter(f"d_{norm}", partial, tokens=tokens)
+        summed = self.multiply_and_scatter(
+            f"d_{norm}",
+            grad,
+            f"d_{norm}",
+            at[0],
+            lambda some, out: self.dgrad(product, some, out, hidden, width),
+            tokens=tokens,
+        )
         self.wgrad(product, grad, source, width, hidden, shard=shard)
         self.bgrad(product, grad, width)
         op = "layer_norm.bwd" if self.model.family == "gpt" else "rms_norm.bwd"
