@@ -20,7 +20,8 @@ from memo_sim.program.ir.program import Program
 from memo_sim.program.ir.work import Collective, Exchange, PointToPoint, Work
 
 RING, PAIR, ALL = "ring", "pair", "all"
-"""Who sends to whom: each rank to the next one (or to one farther away), the source stage to the target stage, each rank to all others."""
+"""Who sends to whom: each rank to the next one, or one farther away; the source stage to the target stage; each rank to
+all others."""
 
 
 def connect(programs: Sequence[Program], mesh: MeshCoordinates, groups: Groups, device: torch.device) -> list[Key]:

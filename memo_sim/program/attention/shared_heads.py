@@ -25,7 +25,7 @@ from memo_sim.program.operators.operators import OperatorWriter
 
 
 def product(writer: OperatorWriter, source: Rows, packed: Rows, room: int) -> None:
-    """Write the QKV product of ``source``, which ``exchange`` brings to ``packed``, whose buffer holds ``room`` rows."""
+    """Write the QKV product of ``source``: to ``packed``, or to a buffer of ``room`` rows that ``exchange`` reads."""
     shape = writer.shape
     part = _part(writer, packed, room) if shape.shared_by > 1 else packed
     writer.linear("qkv", source, part, shape.product_width, shape.hidden)

@@ -149,6 +149,10 @@ class Instruction:
     phase: Phase = Phase.FORWARD
     run: str = field(default="", repr=False)
     """The run of a parameter block that it updates or adds to; the name contains it, so the hash leaves it out."""
+    further: bool = field(default=False, repr=False)
+    """Whether it belongs to the call of an earlier instruction, as the chunks of a product after the first do.
+
+    A framework launches it in the same call. The name contains it, so the hash leaves it out."""
 
 
 @dataclass(frozen=True, slots=True)

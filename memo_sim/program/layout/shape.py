@@ -113,9 +113,7 @@ class Shape:
         return tokens // self.tp if self.gathered else tokens
 
 
-def shape_of(
-    decisions: Decisions, *, cp_rank: int | None = None, ulysses_rank: int = 0, tp_rank: int = 0
-) -> Shape:
+def shape_of(decisions: Decisions, *, cp_rank: int | None = None, ulysses_rank: int = 0, tp_rank: int = 0) -> Shape:
     """Return the per-rank sizes of ``decisions`` on the representative context-parallel rank, or on ``cp_rank``.
 
     ``ulysses_rank``: the rank of Ulysses; rank 0 has the most heads. ``tp_rank``: the tensor-parallel rank.

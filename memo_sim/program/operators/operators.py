@@ -3,6 +3,22 @@
 Forward, recompute, backward and the MLP's row blocks all emit these operators. An operator has a work, operands and a
 workspace. It reads weights from slot ``params`` and adds their gradients to slot ``grads``; both slots hold one
 parameter block. ``suffix`` ends the names of instructions and tells row blocks apart.
+
+With ``tp_overlap`` products overlap with the all-gathers before them and the reduce-scatters behind them, in one chunk
+for the rows of each tensor-parallel rank. In exchange i a rank sends to the rank i places ahead and receives from the
+rank i places behind, as torch's fused operators do (``torch/distributed/_symmetric_memory``). Example of rank 0 of 4;
+``own`` copies its shard into the gathered rows, and ``sum`` adds up the partial sums of its rows:
+
+    all-gather        p2p          [from 3][from 2][from 1]
+    and product       compute  own [rows 0][rows 3][rows 2][rows 1]
+
+    product and       p2p                  [to 1 ][to 2 ][to 3 ]
+    reduce-scatter    compute      [rows 1][rows 2][rows 3][rows 0] sum
+
+A rank sends as many bytes as in the collective. In one pass the gathers before QKV, the first MLP product and the two
+gradients of the others' inputs run so, and the sums behind projection and second MLP product. The two gathers and two
+sums of QKV and first MLP product in backward stay whole: they run beside the gradients of input and weight, without
+``tp_overlap`` too (Transformer Engine's bulk overlap).
 """
 
 from __future__ import annotations
@@ -152,35 +168,39 @@ class OperatorWriter:
         return rows
 
     def gather_and_multiply(
-        self, name: str, source: Rows, full: str, at: RowBlock, product: Callable[[Rows, RowBlock], None], *, tokens: int = 0
+        self,
+        name: str,
+        source: Rows,
+        full: str,
+        at: RowBlock,
+        product: Callable[[Rows, RowBlock], None],
+        *,
+        tokens: int = 0,
     ) -> Rows:
-        """Gather rows as ``gather`` does to the rows ``at``, and write their product; return the gathered rows.
+        """Gather ``source`` into rows ``at`` as ``gather`` does, and write its product; return the gathered rows.
 
-        ``product`` writes it: it is called with the rows to multiply, and with the rows of the result.
-
-        In chunks, ``product`` is called for each rank's rows, this rank's first. Those are copied into ``full``; every
-        rank then sends its own to each of the others, one hop after the other (``tp_overlap``).
+        ``product`` is called with the rows to multiply and the row block of the result: once, or with ``tp_overlap``
+        for the chunk of every rank, this rank's first. This rank's chunk is copied into ``full``, and sent from there.
         """
         if not self.in_chunks:
             rows = self.gather(name, source, full, at[0], tokens=tokens)
             product(rows, at)
             return rows
-        shape, suffix, chunk = self.shape, self.suffix, source.tokens
-        full = f"{self.builder.phase}.{full}"
-        self.own(full, tokens or shape.tokens, shape.hidden, BufferClass.EXCHANGE)
-        parts = [
-            Rows(full, at[0] + (shape.tp_rank - step) % shape.tp * chunk, chunk) for step in range(shape.tp)
-        ]
-        size = chunk * shape.hidden * self.size
-        copied = Rowwise("copy", chunk, size, size)
-        target = writes(parts[0])
-        self.builder.emit(f"{name}.own{suffix}", "copy", Lane.COMPUTE, copied, source=reads(source), target=target)
-        for step in range(shape.tp):
-            if step + 1 < shape.tp:
-                self._hop(f"{name}.gather", step + 1, reads(parts[0]), writes(parts[step + 1]), size)
-            self.suffix = f"{suffix}.c{step}"
-            product(parts[step], (parts[step].first, chunk))
-            self.suffix = suffix
+        builder, suffix, tp, chunk = self.builder, self.suffix, self.shape.tp, source.tokens
+        full = self.own(f"{builder.phase}.{full}", tokens or self.shape.tokens, self.shape.hidden, BufferClass.EXCHANGE)
+        ranks = [(self.shape.tp_rank - step) % tp for step in range(tp)]
+        parts = [Rows(full, at[0] + rank * chunk, chunk) for rank in ranks]
+        size = chunk * self.shape.hidden * self.size
+        builder.further = True
+        operands = {"source": reads(source), "target": writes(parts[0])}
+        builder.emit(f"{name}.own{suffix}", "copy", Lane.COMPUTE, Rowwise("copy", chunk, size, size), **operands)
+        for step, part in enumerate(parts):
+            if step + 1 < tp:
+                self._send_chunk(f"{name}.gather", step + 1, parts[0], parts[step + 1])
+            self.suffix, builder.further = f"{suffix}.c{step}", step > 0
+            product(part, (part.first, chunk))
+            self.suffix, builder.further = suffix, True
+        builder.further = False
         return Rows(full, *at)
 
     def multiply_and_scatter(
@@ -192,44 +212,44 @@ class OperatorWriter:
         product: Callable[[Rows, Rows], None],
         *,
         tokens: int = 0,
+        whole: bool = False,
     ) -> Rows:
-        """Write the ``product`` of ``x`` and its sum over the tensor-parallel ranks (``scatter``); return the sum.
+        """Write the product of ``x``, and sum it over the tensor-parallel ranks as ``scatter`` does; return the sum.
 
-        ``product`` is called with the rows to multiply and those of the result. ``out`` is the buffer of the product,
-        whose rows start at ``first``; it holds ``tokens`` rows, 0 for all of the rank's.
+        ``product`` is called with the rows to multiply and those of the result: once, with rows of the buffer ``out``
+        from ``first`` on, or with ``tp_overlap`` for the chunk of every rank, this rank's last. ``tokens``: rows of
+        ``out``; 0 for all of the rank's. ``whole``: without chunks, because the sum overlaps with what follows.
 
-        In chunks, ``product`` is called for each rank's rows, this rank's last. A chunk is sent to its rank while the
-        next one is computed, in two exchange buffers in turn, and each rank adds up what it has got.
+        Chunks for other ranks lie in two exchange buffers in turn.
         """
-        shape, suffix = self.shape, self.suffix
-        if not self.in_chunks:
-            partial = Rows(self.own(out, tokens or shape.tokens, shape.hidden), first, x.tokens)
+        if whole or not self.in_chunks:
+            partial = Rows(self.own(out, tokens or self.shape.tokens, self.shape.hidden), first, x.tokens)
             product(x, partial)
             return self.scatter(name, partial, tokens=tokens)
-        tp, chunk, hidden = shape.tp, shape.shard(x.tokens), shape.hidden
-        room = shape.shard(tokens or shape.tokens)
+        builder, suffix, tp, hidden = self.builder, self.suffix, self.shape.tp, self.shape.hidden
+        chunk, room = self.shape.shard(x.tokens), self.shape.shard(tokens or self.shape.tokens)
         sent = [self.own(f"{name}.sent{i}", room, hidden, BufferClass.EXCHANGE) for i in range(min(2, tp - 1))]
         parts = self.own(f"{name}.parts", tp * room, hidden, BufferClass.EXCHANGE)
+        for step in range(1, tp + 1):
+            to = (self.shape.tp_rank + step) % tp
+            result = Rows(sent[step % len(sent)], 0, chunk) if step < tp else Rows(parts, 0, chunk)
+            self.suffix = f"{suffix}.c{step - 1}"
+            product(Rows(x.slot, x.first + to * chunk, chunk), result)
+            self.suffix, builder.further = suffix, True
+            if step < tp:
+                self._send_chunk(f"{name}.scatter", step, result, Rows(parts, step * chunk, chunk))
+        summed = Rows(self.own(f"{name}_shard", room, hidden, BufferClass.EXCHANGE), self.shape.shard(first), chunk)
         size = chunk * hidden * self.size
-        for step in range(tp):
-            to = (shape.tp_rank + step + 1) % tp
-            last = step + 1 == tp
-            into = Rows(parts, 0, chunk) if last else Rows(sent[step % len(sent)], 0, chunk)
-            self.suffix = f"{suffix}.c{step}"
-            product(Rows(x.slot, x.first + to * chunk, chunk), into)
-            self.suffix = suffix
-            if not last:
-                self._hop(f"{name}.scatter", step + 1, reads(into), writes(Rows(parts, (step + 1) * chunk, chunk)), size)
-        summed = Rows(self.own(f"{name}_shard", room, hidden, BufferClass.EXCHANGE), shape.shard(first), chunk)
-        added = Rowwise("parts.sum", chunk, tp * size, size)
-        given = reads(Rows(parts, 0, tp * chunk))
-        self.builder.emit(f"{name}.sum{suffix}", "parts.sum", Lane.COMPUTE, added, parts=given, out=writes(summed))
+        added, given = Rowwise("parts.sum", chunk, tp * size, size), reads(Rows(parts, 0, tp * chunk))
+        builder.emit(f"{name}.sum{suffix}", "parts.sum", Lane.COMPUTE, added, parts=given, out=writes(summed))
+        builder.further = False
         return summed
 
-    def _hop(self, name: str, step: int, send: Access, recv: Access, size: int) -> None:
-        """Emit the exchange of a chunk of ``size`` bytes: sent ``step`` ranks ahead, received from as far behind."""
-        work = Exchange(size, self.shape.tp, "tp", step)
-        self.builder.emit(f"{name}{step}{self.suffix}", "send_recv", Lane.P2P, work, send=send, recv=recv)
+    def _send_chunk(self, name: str, distance: int, send: Rows, recv: Rows) -> None:
+        """Emit the exchange of a chunk: sent ``distance`` ranks ahead, received from as far behind."""
+        work = Exchange(send.tokens * self.shape.hidden * self.size, self.shape.tp, "tp", distance)
+        operands = {"send": reads(send), "recv": writes(recv)}
+        self.builder.emit(f"{name}{distance}{self.suffix}", "send_recv", Lane.P2P, work, **operands)
 
     def gather_again(self, name: str, source: Rows, full: str, first: int, *, tokens: int = 0) -> Rows:
         """Gather rows that only a weight gradient reads; return ``source`` when another template computes it.
@@ -369,7 +389,8 @@ class OperatorWriter:
         ``at``: its rows in the norm's output and statistics and in the product's input gradient. The buffer of that
         gradient holds ``tokens`` rows; 0 for all of the rank's.
 
-        The ranks sum the input gradient while the weight gradient is computed.
+        The ranks sum the input gradient while the weight gradient is computed. Where another template computes that,
+        the sum overlaps with the product of the input gradient (``tp_overlap``).
         """
         width, hidden = self.builder.features(grad.slot), self.shape.hidden
         shard = None
@@ -382,8 +403,9 @@ class OperatorWriter:
             grad,
             f"d_{norm}",
             at[0],
-            lambda some, out: self.dgrad(product, some, out, hidden, width),
+            lambda some, into: self.dgrad(product, some, into, hidden, width),
             tokens=tokens,
+            whole=not self.defers_wgrad,
         )
         self.wgrad(product, grad, source, width, hidden, shard=shard)
         self.bgrad(product, grad, width)
