@@ -393,11 +393,6 @@ RULES = (
         "layout.subsequences", 1, because="the templates of subsequences are shared by all tensor-parallel ranks"
     ),
     _TP_CHUNKS.allows("decisions.attention_chunk_tokens", 0, because="a chunk of attention is gathered by itself"),
-    _TP_CHUNKS.allows(
-        "decisions.recompute",
-        *("none", "full", "selective", "operators"),
-        because="a rank's shard of two row blocks is not one chunk of the gathered rows",
-    ),
     _RSA.allows("layout.metp", 1),
     _RSA.allows("layout.ulysses", 1),
     _RSA.allows("layout.subsequences", 1),

@@ -23,7 +23,7 @@ sums of QKV and first MLP product in backward stay whole: they run beside the gr
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from memo_sim.contract.model import Model
 from memo_sim.contract.plan import Decisions
@@ -33,6 +33,7 @@ from memo_sim.program.ir.instruction import BufferClass, Lane
 from memo_sim.program.ir.work import Collective, Exchange, Gemm, Rowwise
 from memo_sim.program.layout.parameters import Block, gradient_dtype, half_gradients
 from memo_sim.program.layout.shape import Shape
+from memo_sim.program.layout.token_order import clipped_runs, row_blocks
 from memo_sim.program.operators import workspaces as table
 
 RowBlock = tuple[int, int]
@@ -186,6 +187,15 @@ class OperatorWriter:
             rows = self.gather(name, source, full, at[0], tokens=tokens)
             product(rows, at)
             return rows
+        for rows in self._row_blocks(at):
+            mine = Rows(source.slot, source.first + self.shape.shard(rows[0] - at[0]), self.shape.shard(rows[1]))
+            self._gather_chunks(name, mine, full, rows, product, tokens)
+        return Rows(f"{self.builder.phase}.{full}", *at)
+
+    def _gather_chunks(  # noqa: PLR0917 - the arguments of ``gather_and_multiply``
+        self, name: str, source: Rows, full: str, at: RowBlock, product: Callable[[Rows, RowBlock], None], tokens: int
+    ) -> None:
+        """Write ``gather_and_multiply`` of one row block in chunks."""
         builder, suffix, tp, chunk = self.builder, self.suffix, self.shape.tp, source.tokens
         full = self.own(f"{builder.phase}.{full}", tokens or self.shape.tokens, self.shape.hidden, BufferClass.EXCHANGE)
         ranks = [(self.shape.tp_rank - step) % tp for step in range(tp)]
@@ -201,7 +211,6 @@ class OperatorWriter:
             product(part, (part.first, chunk))
             self.suffix, builder.further = suffix, True
         builder.further = False
-        return Rows(full, *at)
 
     def multiply_and_scatter(
         self,
@@ -226,6 +235,15 @@ class OperatorWriter:
             partial = Rows(self.own(out, tokens or self.shape.tokens, self.shape.hidden), first, x.tokens)
             product(x, partial)
             return self.scatter(name, partial, tokens=tokens)
+        for rows in self._row_blocks((first, x.tokens)):
+            some = Rows(x.slot, x.first + rows[0] - first, rows[1])
+            self._scatter_chunks(name, some, rows[0], product, tokens)
+        return Rows(f"{name}_shard", self.shape.shard(first), self.shape.shard(x.tokens))
+
+    def _scatter_chunks(
+        self, name: str, x: Rows, first: int, product: Callable[[Rows, Rows], None], tokens: int
+    ) -> None:
+        """Write ``multiply_and_scatter`` of one row block in chunks."""
         builder, suffix, tp, hidden = self.builder, self.suffix, self.shape.tp, self.shape.hidden
         chunk, room = self.shape.shard(x.tokens), self.shape.shard(tokens or self.shape.tokens)
         sent = [self.own(f"{name}.sent{i}", room, hidden, BufferClass.EXCHANGE) for i in range(min(2, tp - 1))]
@@ -243,7 +261,19 @@ class OperatorWriter:
         added, given = Rowwise("parts.sum", chunk, tp * size, size), reads(Rows(parts, 0, tp * chunk))
         builder.emit(f"{name}.sum{suffix}", "parts.sum", Lane.COMPUTE, added, parts=given, out=writes(summed))
         builder.further = False
-        return summed
+
+    def _row_blocks(self, at: RowBlock) -> Iterator[RowBlock]:
+        """Yield the row blocks inside ``at``, in each of which ranks have a chunk of their own; ``suffix`` names them.
+
+        Row blocks of the MLP (``mlp_chunk_tokens``) count rows from their own beginning, and are not divided.
+        """
+        blocks, suffix = [at], self.suffix
+        if self.decisions.recompute == "tokenwise":
+            blocks = list(clipped_runs(row_blocks(self.decisions), *at))
+        for number, rows in enumerate(blocks):
+            self.suffix = f"{suffix}.r{number}" if len(blocks) > 1 else suffix
+            yield rows
+        self.suffix = suffix
 
     def _send_chunk(self, name: str, distance: int, send: Rows, recv: Rows) -> None:
         """Emit the exchange of a chunk: sent ``distance`` ranks ahead, received from as far behind."""

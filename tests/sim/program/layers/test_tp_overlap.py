@@ -24,6 +24,7 @@ TP = 4
 PEAK = 300e12
 MODELS = pytest.mark.parametrize("model", [GPT, LLAMA], ids=["gpt", "llama"])
 POLICIES = [("none", 0.0), ("none", 1.0), ("full", 0.0), ("full", 1.0), ("selective", 0.0), ("operators", 0.0)]
+POLICIES += [("tokenwise", 0.0), ("tokenwise", 0.5), ("tokenwise", 1.0)]
 LAYOUTS = [
     Layout(tp=2, cp=2),
     Layout(tp=2, cp=2, cp_exchange="all_gather"),

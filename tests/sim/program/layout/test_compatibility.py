@@ -54,11 +54,6 @@ BREAKS: dict[str, tuple[Layout, dict[str, Any], str]] = {
     ),
     "tensor parallelism in chunks: subsequences": (chunked(subsequences=2), {}, "2 with tp_overlap chunked"),
     "tensor parallelism in chunks: attention_chunk_tokens": (chunked(), CHUNKS, "512 with tp_overlap chunked"),
-    "tensor parallelism in chunks: recompute": (
-        chunked(),
-        {"recompute": "tokenwise"},
-        "tokenwise with tp_overlap chunked",
-    ),
     "ranks of ZeRO: zero": (Layout(dp=4, zero_ranks=2), {"global_batch": 4}, "2 with zero 0"),
     "ranks of ZeRO: replicas": (Layout(dp=6, zero=1, zero_ranks=4), {"global_batch": 6}, "4 of 6 ranks"),
     "MLP in row blocks: schedule": (
