@@ -390,9 +390,13 @@ RULES = (
         when=lambda d: d.layout.tp_overlap == "chunked" and d.layout.tp > 1,
     ),
     _TP_CHUNKS.allows(
-        "layout.subsequences", 1, because="the templates of subsequences are shared by all tensor-parallel ranks"
+        "layout.subsequences", 1, because="subsequences have templates that all tensor-parallel ranks share"
     ),
-    _TP_CHUNKS.allows("decisions.attention_chunk_tokens", 0, because="a chunk of attention is gathered by itself"),
+    _TP_CHUNKS.allows(
+        "decisions.attention_chunk_tokens",
+        0,
+        because="attention in chunks gathers a part of the rows at a time already",
+    ),
     _RSA.allows("layout.metp", 1),
     _RSA.allows("layout.ulysses", 1),
     _RSA.allows("layout.subsequences", 1),

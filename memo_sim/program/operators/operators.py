@@ -15,10 +15,14 @@ rank i places behind, as torch's fused operators do (``torch/distributed/_symmet
     product and       p2p                  [to 1 ][to 2 ][to 3 ]
     reduce-scatter    compute      [rows 1][rows 2][rows 3][rows 0] sum
 
-A rank sends as many bytes as in the collective. In one pass the gathers before QKV, the first MLP product and the two
-gradients of the others' inputs run so, and the sums behind projection and second MLP product. The two gathers and two
-sums of QKV and first MLP product in backward stay whole: they run beside the gradients of input and weight, without
-``tp_overlap`` too (Transformer Engine's bulk overlap).
+A rank sends as many bytes as in the collective. Products that run so:
+
+    behind a gather    QKV and the first MLP product; gradients of the inputs of projection and second MLP product
+    before a sum       projection and second MLP product; with deferred weight gradients, gradients of the inputs of QKV
+                       and first MLP product
+
+In backward QKV and the first MLP product also gather their input again and sum its gradient. Both collectives stay
+whole, because they run beside the gradients of input and weight anyway (Transformer Engine's bulk overlap).
 """
 
 from __future__ import annotations

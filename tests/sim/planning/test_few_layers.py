@@ -17,7 +17,6 @@ CLUSTER, HARDWARE = with_memory(*load_cluster("a800-1x8"), device_bytes=2**50, h
 POLICIES = [("none", 0.0), ("none", 0.5), ("none", 1.0), ("tokenwise", 0.25), ("tokenwise", 0.75), ("full", 0.0)]
 LAYOUTS = [
     Layout(tp=8),
-    Layout(tp=8, sequence_parallel=True, tp_overlap="chunked"),
     Layout(tp=2, sequence_parallel=True, ulysses=2, dp=2, zero=3),
     Layout(cp=8, zero=3),
     Layout(cp=4, dp=2, zero=3, zero_ranks=4),
