@@ -17,7 +17,7 @@ memory. The rivals run on PyTorch's caching allocator under an eager framework (
                        distributed optimizer where there are replicas: MEMO 2.3 has ZeRO divide states among
                        data-parallel workers. Inferred, not read: with states divided over the ring too, as
                        Megatron-LM could, 30B would run up to 896K in Table 3, where it ends at 384K. ``zero`` 1 may be
-                       pinned
+                       pinned. Its recompute methods block and uniform: ``--recompute-layers`` first-K and groups-N
     fsdp               data parallelism alone, every parameter gathered for one use (ZeRO 3), around torch modules that
                        run eagerly
     ring-attention     a ring over sequence blocks, parameters sharded over all ranks (Liu et al. 2023, section 4)
@@ -38,8 +38,9 @@ Frameworks of 2025 and 2026, from their sources (commits as read), and what memo
                        default, or none, or full. Eager modules (its ``compile`` is off unless asked for: ``--rowwise
                        compiled``), torch's flash attention first of its backends, cross_entropy of an fp32 copy of all
                        logits, sharded over tp where there is tp (pytorch/torchtitan@b5bcd76: config/configs.py,
-                       distributed/fsdp.py, models/common/attention.py, components/loss.py). Stages have ZeRO 1 here,
-                       torchtitan's ZeRO 2; its fused AdamW is priced as eager AdamW; no asynchronous tp
+                       distributed/fsdp.py, models/common/attention.py, components/loss.py). Its selective option N
+                       (every N-th layer) is ``--recompute-layers every-N``. Stages have ZeRO 1 here, torchtitan's
+                       ZeRO 2; its fused AdamW is priced as eager AdamW; no asynchronous tp
     trl-fsdp2          TRL on accelerate: ZeRO 3 over dp x cp, keys and values gathered, full recompute (inputs on the
                        device unless ``--offload-inputs``), the loss in chunks of 256 tokens, Hugging Face's eager
                        modules, torch's attention, cuDNN's where it has that (huggingface/trl@f2cd577:
@@ -55,7 +56,8 @@ Frameworks of 2025 and 2026, from their sources (commits as read), and what memo
                        stages may be interleaved, any tp is tried, and the loss is its own over the vocabulary, unfused
                        (NVIDIA/Megatron-LM@d98e8a6: training/arguments.py, core/transformer/transformer_config.py,
                        core/model_parallel_config.py). Distributed optimizer and both overlaps are on, which are options
-                       there. No recompute of single modules, no overlap of tp, no CUDA graphs
+                       there. Its recompute methods block and uniform are ``--recompute-layers first-K`` and
+                       ``groups-N``. No recompute of single modules, no overlap of tp, no CUDA graphs
 """
 
 from __future__ import annotations
@@ -69,6 +71,7 @@ from memo_sim.contract.knobs import CpExchange, Loss, MemoryPolicy, Overlap, Row
 from memo_sim.contract.plan import Decisions, HostAllocator
 from memo_sim.contract.units import KIB
 from memo_sim.program.layout.attention_chunks import in_chunks
+from memo_sim.program.layout.recomputed_layers import ALL
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,12 +88,14 @@ class Policy:
     attention_chunks: bool = False
     hides: bool = False
     """Whether alpha is as much as hides under the next subsequence (SPPO 5.2), where it is not searched."""
+    layers: str = ALL
+    """The layers that full recompute is about (``Decisions.recompute_layers``)."""
 
     @classmethod
     def of(cls, decisions: Decisions) -> Policy:
         """Return what ``decisions`` do, as a policy that fixes it."""
-        chunked = in_chunks(decisions)
-        return cls(decisions.recompute, decisions.alpha, decisions.mlp_chunk_tokens > 0, chunked)
+        chunked, layers = in_chunks(decisions), decisions.recompute_layers
+        return cls(decisions.recompute, decisions.alpha, decisions.mlp_chunk_tokens > 0, chunked, layers=layers)
 
     @property
     def label(self) -> str:
@@ -98,7 +103,8 @@ class Policy:
         if self.recompute == "full":
             inputs = f", inputs {'swapped' if self.alpha == 1 else 'partly swapped'}" if self.alpha else ""
             blocks = ", MLP in blocks" if self.mlp_blocks else ""
-            return f"full recompute{inputs}{blocks}{', attention in chunks' if self.attention_chunks else ''}"
+            layers = "" if self.layers == ALL else f", layers {self.layers}"
+            return f"full recompute{layers}{inputs}{blocks}{', attention in chunks' if self.attention_chunks else ''}"
         if self.recompute == "selective":
             return "selective recompute"
         if self.recompute == "operators":
