@@ -31,7 +31,7 @@ from memo_sim.program.ir.kinds import BlockKind
 from memo_sim.program.layers.activations import Activations
 from memo_sim.program.layout.attention_chunks import in_chunks
 from memo_sim.program.layout.parameters import embed_block, head_block, layer_block
-from memo_sim.program.layout.recomputed_layers import ALL
+from memo_sim.program.layout.recomputed_layers import ALL, in_groups
 from memo_sim.program.layout.shape import shape_of
 from memo_sim.program.layout.stage import stages_of
 from memo_sim.program.layout.subsequence import subsequences_of
@@ -195,11 +195,10 @@ class LowerBounds:
     ) -> tuple[Pass, Pass, Pass]:
         """Return the passes of the whole model, of the fewest layers of a stage, and of one more layer.
 
-        Without stages, the last is zero. Stages whose layers are recomputed differently have at least the work of
-        stages that keep everything; what they hold and wait for is not known.
+        Without stages, the last is zero.
         """
         if decisions.recompute_layers != ALL and decisions.layout.pp > 1:
-            return self._parts(kept(decisions), self.passes.computed)
+            return self._parts_of_different(decisions)
         of = passes or self.passes.of
         layers = decisions.model.layers
         held = _fewest_layers(decisions)
@@ -207,6 +206,21 @@ class LowerBounds:
         names = [f.name for f in fields(Pass)]
         added = {name: (getattr(whole, name) - getattr(stage, name)) / max(1, layers - held) for name in names}
         return whole, stage, Pass(**added)
+
+    def _parts_of_different(self, decisions: Decisions) -> tuple[Pass, Pass, Pass]:
+        """Return the parts of stages whose layers are recomputed differently: lower bounds of each.
+
+        They compute at least as much as stages that keep everything; their waits are left out. Each layer holds its
+        input at least, and a group of N layers one. A stage without chunks holds what its layers alone hold.
+        """
+        whole, stage, layer = self._parts(kept(decisions), self.passes.computed)
+        _, activations = self._layers(decisions)
+        kept_bytes = sum(f.bytes for each in activations for f in each.families())
+        layers = int(decisions.recompute_layers.rpartition("-")[2]) if in_groups(decisions) else 1
+        if decisions.layout.virtual_stages == 1:
+            held = self.passes.of(decisions, _fewest_layers(decisions))
+            stage = replace(stage, device_bytes=held.device_bytes)
+        return whole, stage, replace(layer, device_bytes=kept_bytes / layers)
 
     def _of_parts(self, decisions: Decisions) -> tuple[Pass, Pass]:
         """Return the time of the kernels of all subsequences, and of one layer; what joins subsequences is left out.

@@ -17,7 +17,8 @@ memory. The rivals run on PyTorch's caching allocator under an eager framework (
                        distributed optimizer where there are replicas: MEMO 2.3 has ZeRO divide states among
                        data-parallel workers. Inferred, not read: with states divided over the ring too, as
                        Megatron-LM could, 30B would run up to 896K in Table 3, where it ends at 384K. ``zero`` 1 may be
-                       pinned. Its recompute methods block and uniform: ``--recompute-layers`` first-K and groups-N
+                       pinned. Its recompute methods block and uniform are ``--recompute-layers`` first-K and groups-N;
+                       pairs of layers are tried where nothing else fits
     fsdp               data parallelism alone, every parameter gathered for one use (ZeRO 3), around torch modules that
                        run eagerly
     ring-attention     a ring over sequence blocks, parameters sharded over all ranks (Liu et al. 2023, section 4)
@@ -124,6 +125,11 @@ MLP_IN_BLOCKS = Policy("full", 0.0, mlp_blocks=True)
 INPUTS_SWAPPED_MLP_IN_BLOCKS = Policy("full", 1.0, mlp_blocks=True)
 LEAST_MEMORY = Policy("full", 1.0, mlp_blocks=True, attention_chunks=True)
 """Nothing of a layer but its input is kept, and that on the host, where attention's chunks wait as well (FPDT)."""
+PAIRS_OF_LAYERS = Policy("full", 0.0, layers="groups-2")
+"""Full recompute with one input for two layers, which are live at once in backward.
+
+Of a GPT layer, 16 times its input is live (MEMO 3.2). So pairs halve the inputs of a stage for 15 inputs more, and
+larger groups save less and hold more."""
 SELECTIVE_RECOMPUTE = Policy("selective", 0.0)
 OPERATOR_RECOMPUTE = Policy("operators", 0.0)
 FULL_SWAP = Policy("none", 1.0)
@@ -152,6 +158,9 @@ class System:
     about: str
     policies: tuple[Policy, ...]
     short_sequences: tuple[Policy, ...] = ()
+    last_resorts: tuple[Policy, ...] = ()
+    """Policies that are tried where no plan of the others fits; not where a question pins what is recomputed or
+    swapped."""
     host_allocator: HostAllocator = "exact"
     memory_policy: MemoryPolicy = "planned"
     framework: Framework = "torch"
@@ -217,6 +226,7 @@ class System:
             "multiplexed": self.multiplexed,
             "offload_window": len(self.offload_windows) > 1,
             "recompute": len({policy.recompute for policy in policies}) > 1,
+            "recompute_layers": bool(self.last_resorts),
             "alpha": len({policy.alpha for policy in policies}) > 1 or policies[0].alpha is None,
             "mlp_chunk_tokens": len({policy.mlp_blocks for policy in policies}) > 1,
             "attention_chunk_tokens": len({policy.attention_chunks for policy in policies}) > 1,
@@ -272,6 +282,7 @@ SYSTEMS = {
             "megatron-lm",
             "Megatron-LM: tp with sequence parallelism, ring cp, pp, dp with ZeRO 1; own recompute, caching allocator",
             (KEEP, SELECTIVE_RECOMPUTE, FULL_RECOMPUTE),
+            last_resorts=(PAIRS_OF_LAYERS,),
             framework="megatron",
             memory_policy="eager",
             rowwise="fused",
@@ -406,6 +417,7 @@ SYSTEMS = {
             "megatron-core",
             "Megatron-Core of today: tp, ring cp, pp (interleaved too), dp; ZeRO 1 over dp and cp, fused kernels",
             (KEEP, SELECTIVE_RECOMPUTE, FULL_RECOMPUTE),
+            last_resorts=(PAIRS_OF_LAYERS,),
             framework="megatron",
             memory_policy="eager",
             rowwise="fused",

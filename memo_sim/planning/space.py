@@ -103,13 +103,23 @@ def _by_recompute(question: Question) -> tuple[Policy, ...]:
     return own or (next(p for p in known if p.recompute == mode),)
 
 
-def candidates(question: Question) -> tuple[list[Candidate], list[str]]:
+def last_resorts(question: Question) -> tuple[Policy, ...]:
+    """Return the policies to try where the others do not fit: none where the question pins what they decide."""
+    pins = question.pins
+    decided = (pins.recompute, pins.recompute_layers, pins.alpha, pins.offload_inputs)
+    cut = (pins.mlp_chunk_tokens, pins.attention_chunk_tokens)
+    return question.preset.last_resorts if {*decided, *cut} == {None} else ()
+
+
+def candidates(question: Question, tried: tuple[Policy, ...] | None = None) -> tuple[list[Candidate], list[str]]:
     """Return the candidates that can be lowered, and the reasons why other layouts cannot.
+
+    ``tried``: the policies, unless given those of the question.
 
     Raises:
         Infeasible: when no layout divides the model and the sequence.
     """
-    chosen, kernel = policies(question), attention_kernel(question)
+    chosen, kernel = policies(question) if tried is None else tried, attention_kernel(question)
     rowwise = RowwiseChoice(question.hardware)
     kernels = Kernels(attention=kernel, rowwise=question.rowwise or "torch")
     prices = part_prices(question.hardware, question.cluster)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,13 +11,13 @@ from memo_sim.contract.catalog import load_cluster, load_model
 from memo_sim.contract.errors import UsageError
 from memo_sim.contract.model import Model
 from memo_sim.contract.plan import Decisions, Layout
-from memo_sim.contract.units import parse_layer_choice
+from memo_sim.contract.units import KIB, parse_layer_choice
 from memo_sim.engine.simulate import simulate
 from memo_sim.explain.answer import explain
-from memo_sim.planning.presets import FULL_RECOMPUTE, SYSTEMS
+from memo_sim.planning.presets import FULL_RECOMPUTE, PAIRS_OF_LAYERS, SYSTEMS
 from memo_sim.planning.question import Pins, Question
 from memo_sim.planning.search import search
-from memo_sim.planning.space import policies
+from memo_sim.planning.space import last_resorts, policies
 from memo_sim.program.analysis.columns import expand
 from memo_sim.program.analysis.liveness import live_bytes, liveness
 from memo_sim.program.ir.instruction import BufferClass
@@ -157,6 +158,24 @@ def test_pins_that_do_not_go_with_some_layers_are_refused(pins: dict[str, Any], 
 def test_other_choices_are_refused(text: str) -> None:
     with refused(UsageError, got=repr(text), hint="--recompute-layers every-2"):
         parse_layer_choice(text, option="--recompute-layers")
+
+
+def test_pairs_of_layers_are_the_last_resort_of_megatron() -> None:
+    cluster, hardware = load_cluster("a800-1x8")
+    asked = Question(
+        load_model("gpt-7b"), cluster, hardware, 640 * KIB, "megatron-lm", Pins(tp=8, cp=1, pp=1), global_batch=2
+    )
+    assert last_resorts(asked) == (PAIRS_OF_LAYERS,)
+    found = search(asked)
+    assert found.best is not None
+    assert found.best.decisions.recompute_layers == "groups-2"
+    assert found.best.policy == PAIRS_OF_LAYERS
+    assert {e.decisions.recompute_layers for e in found.ranked} == {"all", "groups-2"}
+    pinned = replace(asked, pins=replace(asked.pins, recompute="full"))
+    assert last_resorts(pinned) == ()
+    assert search(pinned).best is None
+    shorter = replace(asked, seq_tokens=32 * KIB)
+    assert {e.decisions.recompute_layers for e in search(shorter).ranked} == {"all"}
 
 
 def test_time_and_memory_lie_between_keep_and_full_recompute() -> None:
