@@ -22,6 +22,7 @@ from memo_sim.contract.knobs import (
     Flag,
     Fraction,
     Knob,
+    LayerChoice,
     Length,
     Numbers,
     OneOf,
@@ -83,6 +84,8 @@ def _option(knob: Knob) -> Callable[[Command], Command]:
             attributes["metavar"] = "N|auto"
         case Numbers():
             attributes["metavar"] = "N,N,..."
+        case LayerChoice():
+            attributes["metavar"] = "all|every-N|first-K|groups-N"
         case Switch():
             names += f"/--no-{knob.option.removeprefix('--')}"
         case Flag():
@@ -155,7 +158,7 @@ def question_of(options: Options) -> tuple[Plan | None, Question]:
 
 def _value(knob: Knob, given: Any) -> Any:
     """Return the knob's value of what click read: lengths and counts arrive as text."""
-    from memo_sim.contract.units import parse_numbers, parse_tokens
+    from memo_sim.contract.units import parse_layer_choice, parse_numbers, parse_tokens
 
     match knob.kind:
         case Length() if given is not None:
@@ -164,6 +167,8 @@ def _value(knob: Knob, given: Any) -> Any:
             return _count_or_auto(knob, given, most)
         case Numbers() if given is not None:
             return parse_numbers(given, option=knob.option)
+        case LayerChoice() if given is not None:
+            return parse_layer_choice(given, option=knob.option)
         case _:
             return given
 

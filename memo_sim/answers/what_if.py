@@ -294,6 +294,7 @@ def row(decisions: Decisions, prediction: Prediction, *, system: str) -> PlanRow
         offload_window=decisions.offload_window,
         layout=decisions.layout,
         recompute=decisions.recompute,
+        recompute_layers=decisions.recompute_layers,
         attention=decisions.kernels.attention,
         executable=decisions.kernels.attention not in PRICED_ONLY,
         mlp_chunk_tokens=decisions.mlp_chunk_tokens,

@@ -197,6 +197,14 @@ class Numbers:
 
 
 @dataclass(frozen=True, slots=True)
+class LayerChoice:
+    """Which layers of a stage a decision is about (``contract/units.py``, ``parse_layer_choice``)."""
+
+    def __str__(self) -> str:
+        return "all, every-N, first-K or groups-N"
+
+
+@dataclass(frozen=True, slots=True)
 class Name:
     """A name that is looked up elsewhere, such as an attention kernel's."""
 
@@ -204,7 +212,7 @@ class Name:
         return "a name"
 
 
-Kind = Degree | Whole | Fraction | OneOf | Switch | Flag | Length | CountOrAuto | Numbers | Name
+Kind = Degree | Whole | Fraction | OneOf | Switch | Flag | Length | CountOrAuto | Numbers | LayerChoice | Name
 """What values a knob has; ``str()`` says it in a table."""
 
 
@@ -450,6 +458,15 @@ class Pins:
     )
     alpha: float | None = _knob(None, Fraction(), "Fraction of tokens swapped (full recompute: of its inputs).")
     recompute: Recompute | None = _knob(None, _one_of(Recompute), "What is rebuilt of the tokens that are not swapped.")
+    recompute_layers: str | None = _knob(
+        None,
+        LayerChoice(),
+        "Full recompute: which layers of a stage run forward again, while the others keep everything. every-2: every"
+        " second one (torchtitan's selective option 2). first-8: the first 8 of each chunk (Megatron-LM's recompute"
+        " method block). groups-2: all of them, with one input kept for 2 layers (its method uniform). All unless"
+        " given.",
+    )
+    """Not searched, but groups of layers under systems that name them (``System.last_resorts``)."""
     offload_inputs: bool | None = _knob(
         None,
         Switch(),

@@ -33,6 +33,7 @@ from memo_sim.contract.units import (
     Bytes,
     Degree,
     Fraction,
+    LayerChoice,
     Layers,
     Positive,
     Seconds,
@@ -188,6 +189,13 @@ class Decisions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     global_batch: Degree = 1
     """Sequences of one step, over all replicas."""
     recompute: Recompute = "none"
+    recompute_layers: LayerChoice = "all"
+    """Which layers of a stage full recompute is about; the others keep everything (``layout/recomputed_layers.py``).
+
+    - all: every layer keeps its input.
+    - every-N: the N-th, 2N-th, ... layer of a stage.
+    - first-K: the first K layers of each chunk of a stage.
+    - groups-N: all layers; each chunk is divided into groups of N layers, and only a group's first input is kept."""
     keep_norms: bool = False
     """Whether METP's layers keep the outputs of their norms, as METP's authors count (Table 1) and autograd does.
 
@@ -392,6 +400,8 @@ class PlanRow(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     offload_window: int = 0
     """Passes during which a subsequence's swapped rows are copied out; 0 when layers share two rounding buffers."""
     recompute: Recompute
+    recompute_layers: str = "all"
+    """The layers that full recompute is about (``Decisions.recompute_layers``)."""
     attention: str = ""
     """Attention kernel."""
     executable: bool = True

@@ -31,6 +31,9 @@ Width = Annotated[int, msgspec.Meta(ge=1, le=MOST_WIDTH)]
 """Heads or features of a layer, rows of a vocabulary. Far above any model, and small enough that no size overflows."""
 Degree = Annotated[int, msgspec.Meta(ge=1, le=2**20)]
 """A number of devices, nodes or sequences."""
+LAYER_CHOICE = r"all|first-[1-9][0-9]{0,3}|(every|groups)-([2-9]|[1-9][0-9]{1,3})"
+LayerChoice = Annotated[str, msgspec.Meta(pattern=f"^({LAYER_CHOICE})$")]
+"""Which layers of a stage: all, every N-th, the first K, or all of them in groups of N."""
 ZeroLevel = Annotated[int, msgspec.Meta(ge=0, le=3)]
 ZeroRanks = Annotated[int, msgspec.Meta(ge=0, le=2**20)]
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e60)]
@@ -45,6 +48,7 @@ SHORT_DIGITS = 3
 
 _TOKENS = re.compile(r"(\d{1,18})(?:\.(\d{1,18}))?\s*([km]?)", re.IGNORECASE | re.ASCII)
 _NUMBERS = re.compile(r"[0-9]{1,4}(,[0-9]{1,4})*")
+_LAYER_CHOICE = re.compile(LAYER_CHOICE)
 _SCALE = {"": 1, "k": KIB, "m": KIB * KIB}
 
 DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "int64": 8, "int32": 4, "uint8": 1}
@@ -87,6 +91,24 @@ def parse_numbers(text: str, *, option: str) -> tuple[int, ...]:
         got=repr(text),
         wanted="whole numbers from 1 to 9999, joined by commas",
         hint=f"{option} 7,8,8,7",
+    )
+
+
+def parse_layer_choice(text: str, *, option: str) -> str:
+    """Return ``text`` if it says which layers of a stage: ``all``, ``every-2``, ``first-8`` or ``groups-2``.
+
+    ``option`` is the command-line option that the message names.
+
+    Raises:
+        UsageError: when it does not.
+    """
+    if _LAYER_CHOICE.fullmatch(text):
+        return text
+    raise UsageError(
+        "not a choice of layers",
+        got=repr(text),
+        wanted="all, every-N (N from 2), first-K (K from 1) or groups-N (N from 2), up to 9999",
+        hint=f"{option} every-2",
     )
 
 

@@ -28,6 +28,7 @@ from memo_sim.engine.repetition import STEADY
 from memo_sim.engine.simulate import simulate
 from memo_sim.program.ir.kinds import BlockKind, TemplateKind
 from memo_sim.program.ir.program import Program
+from memo_sim.program.layout.recomputed_layers import ALL
 
 FEW = 10
 """Layers played: enough for the run to become steady, two windows, and the last two, whose activations stay.
@@ -45,8 +46,8 @@ LAYER_PASSES = (TemplateKind.FORWARD, TemplateKind.BACKWARD, TemplateKind.BACKWA
 def step_s_of_few_layers(decisions: Decisions, hardware: Hardware, cluster: Cluster) -> float | None:
     """Return the step time (seconds) of a plan that fits, from a few of its layers.
 
-    None when that is not possible: for pipelines, for models with few layers, when the layers are not seen to repeat,
-    and when memory is not planned (an allocator's stalls depend on everything that is held).
+    None when that is not possible: for pipelines, for models with few layers, when layers are recomputed differently or
+    are not seen to repeat, and when memory is not planned (an allocator's stalls depend on everything that is held).
 
     Raises:
         Infeasible: when the plan cannot be lowered, or the profile has not measured its work.
@@ -54,7 +55,7 @@ def step_s_of_few_layers(decisions: Decisions, hardware: Hardware, cluster: Clus
     layers = decisions.model.layers
     few = FEW + layers % WINDOW
     layout = decisions.layout
-    if layers <= few or layout.pp > 1 or decisions.memory_policy != "planned":
+    if layers <= few or layout.pp > 1 or decisions.memory_policy != "planned" or decisions.recompute_layers != ALL:
         return None
     if layout.replicas > 1 and (layout.zero < 3 or layout.shards == 1):
         return None  # whole blocks are gathered beside the first layers, or reduced beside the gradient norm's kernels

@@ -28,6 +28,7 @@ from memo_sim.program.ir.kinds import BlockKind, TemplateKind
 from memo_sim.program.ir.work import Rowwise
 from memo_sim.program.layout.attention_chunks import attention_chunks, in_chunks
 from memo_sim.program.layout.rank_order import ENDS, degree
+from memo_sim.program.layout.recomputed_layers import ALL
 from memo_sim.program.operators.framework_kernels import library_of
 from memo_sim.views.plan_table import layout_label
 
@@ -369,15 +370,29 @@ def _partial_swap(found: SearchResult) -> list[str]:
 
 
 def _full_recompute(found: SearchResult, simulation: Simulation) -> list[str]:
-    """Say what swapped layer inputs, MLP row blocks and attention chunks save in a plan with full recompute."""
+    """Say what some layers, swapped inputs, MLP row blocks and attention chunks mean in a plan with full recompute."""
     best = found.best
     if best is None or best.policy.recompute != "full":
         return []
     return [
+        *_some_layers(best),
         *_swapped_inputs(found, best, simulation),
         *_mlp_chunks(found, best),
         *_attention_chunks(found, best, simulation),
     ]
+
+
+def _some_layers(best: Evaluated) -> list[str]:
+    """Say which layers are recomputed, and what the others keep."""
+    kind, _, number = best.decisions.recompute_layers.partition("-")
+    if kind == ALL:
+        return []
+    if kind == "groups":
+        text = f"One layer input is kept for {number} layers, which run forward again together before their backward"
+        return [f"{text}."]
+    every = f"the last of every {number} layers of a stage runs"
+    which = every if kind == "every" else f"the first {number} layers of each chunk of a stage run"
+    return [f"Only {which} forward again; the others keep everything."]
 
 
 def _swapped_inputs(found: SearchResult, best: Evaluated, simulation: Simulation) -> list[str]:

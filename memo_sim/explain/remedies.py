@@ -12,6 +12,7 @@ from memo_sim.planning.layouts import WITHIN_A_STAGE
 from memo_sim.planning.outcome import Evaluated
 from memo_sim.planning.question import Question
 from memo_sim.planning.search import play
+from memo_sim.program.layout.recomputed_layers import ALL
 
 WORTH_TELLING = 0.1
 """A knob that does not make the plan fit is named when it saves at least this fraction of the shortfall."""
@@ -39,7 +40,9 @@ def _knobs(question: Question, decisions: Decisions) -> list[tuple[str, Decision
     """Return the options that need less device memory, each with the plan changed by it."""
     smaller = {"fp32": ("bf16", "host"), "bf16": ("host",)}.get(question.states, ())
     found = [(f"--states {states}", msgspec.structs.replace(decisions, states=states)) for states in smaller]
-    if decisions.recompute == "full" and not decisions.swapped_tokens and question.pins.offload_inputs is None:
+    if decisions.recompute_layers != ALL:
+        found.append(("--recompute-layers all", msgspec.structs.replace(decisions, recompute_layers=ALL)))
+    elif decisions.recompute == "full" and not decisions.swapped_tokens and question.pins.offload_inputs is None:
         offloaded = msgspec.structs.replace(decisions, swapped_tokens=decisions.local_tokens)
         found.append(("--offload-inputs", offloaded))
     if decisions.loss != "fused":

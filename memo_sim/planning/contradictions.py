@@ -23,14 +23,17 @@ from memo_sim.program.layout.compatibility import (
     LIMITED_ALLOCATOR,
     PLANNED_LIBRARIES,
     SELECTIVE_SWAPS_NOTHING,
+    SOME_LAYERS,
     STREAMS_OF_A_FRAMEWORK,
     VIRTUAL_STAGES_INTERLEAVE,
     Rule,
 )
+from memo_sim.program.layout.recomputed_layers import ALL
 
 OF_OPTIONS = (
     VIRTUAL_STAGES_INTERLEAVE,
     SELECTIVE_SWAPS_NOTHING,
+    *SOME_LAYERS,
     PLANNED_LIBRARIES,
     LIMITED_ALLOCATOR,
     GRAPHS_OF_EAGER,
@@ -153,6 +156,14 @@ def _pinned(question: Question) -> Decisions:
     pins = question.pins
     layout = Layout(pp=2, schedule=pins.schedule or "1f1b", virtual_stages=pins.virtual_stages or 1)
     base = question.decisions(layout)
-    granules = ceil((pins.alpha or 0.0) * base.local_tokens / base.swap_granule)
-    swapped = min(granules * base.swap_granule, base.local_tokens)
-    return msgspec.structs.replace(base, recompute=pins.recompute or "none", swapped_tokens=swapped)
+    alpha = float(pins.offload_inputs) if pins.offload_inputs else pins.alpha or 0.0
+    granules = ceil(alpha * base.local_tokens / base.swap_granule)
+    swapped, layers = min(granules * base.swap_granule, base.local_tokens), pins.recompute_layers or ALL
+    return msgspec.structs.replace(
+        base,
+        recompute=pins.recompute or ("none" if layers == ALL else "full"),
+        recompute_layers=layers,
+        swapped_tokens=swapped,
+        mlp_chunk_tokens=pins.mlp_chunk_tokens or 0,
+        attention_chunk_tokens=pins.attention_chunk_tokens or 0,
+    )

@@ -1,7 +1,8 @@
 """Work of each lane, unavoidable waits and bytes of one micro-batch on one rank, for any number of layers.
 
 Middle layers are identical. A few layers are lowered, and two in the middle stand for all that are left out. There are
-two of them, because layers alternate between two rounding buffers.
+two of them, because layers alternate between two rounding buffers. Where layers are recomputed differently, all are
+lowered.
 
       lowered   l0 l1 l2 l3 l4 l5        eighty layers   l0 l1 (l2 l3) x 38 l78 l79
 """
@@ -28,6 +29,7 @@ from memo_sim.program.ir.instruction import COLLECTIVE_LANES, BufferClass, Insta
 from memo_sim.program.ir.kinds import BlockKind, Phase, TemplateKind
 from memo_sim.program.ir.program import Program
 from memo_sim.program.ir.work import Attention
+from memo_sim.program.layout.recomputed_layers import ALL
 from memo_sim.program.lower import lower
 
 FEW = 6
@@ -103,7 +105,7 @@ class Passes:
 
     def _lower(self, decisions: Decisions, layers: int) -> tuple[int, _FewLayers]:
         """Return the number of layers that are lowered, and the lowered layers."""
-        few = min(layers, FEW + layers % 2)
+        few = min(layers, FEW + layers % 2) if decisions.recompute_layers == ALL else layers
         alone = msgspec.structs.replace(
             decisions,
             model=msgspec.structs.replace(decisions.model, layers=few),

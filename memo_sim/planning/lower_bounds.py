@@ -23,6 +23,7 @@ from memo_sim.costs.pricing import NodeRates
 from memo_sim.engine.layers import step_s_of_few_layers
 from memo_sim.memory.eager_framework import fused_loss, libraries_of
 from memo_sim.planning.few_layers import Pass, Passes
+from memo_sim.planning.pipeline_lower_bound import kept
 from memo_sim.planning.subsequences import part_prices
 from memo_sim.program.data_parallel.optimizer import Optimizer
 from memo_sim.program.ir.instruction import Lane
@@ -30,6 +31,7 @@ from memo_sim.program.ir.kinds import BlockKind
 from memo_sim.program.layers.activations import Activations
 from memo_sim.program.layout.attention_chunks import in_chunks
 from memo_sim.program.layout.parameters import embed_block, head_block, layer_block
+from memo_sim.program.layout.recomputed_layers import ALL, in_groups
 from memo_sim.program.layout.shape import shape_of
 from memo_sim.program.layout.stage import stages_of
 from memo_sim.program.layout.subsequence import subsequences_of
@@ -98,7 +100,7 @@ class LowerBounds:
 
         - ``any_alpha``: bounds for all plans that swap at least as much; more swapped tokens leave less on the device.
         - ``keep``: the plan of the same layout that keeps everything, or None when it is not known. All other plans
-          compute at least as much; full recompute plays attention's forward twice.
+          compute at least as much; full recompute of all layers plays attention's forward twice.
 
         Subsequences are priced one by one instead, because lowering hundreds of them takes seconds.
         """
@@ -112,7 +114,7 @@ class LowerBounds:
             (whole, layer), again = self._of_parts(decisions), False
         elif keep is not None:
             whole, _, layer = self._parts(keep, self.passes.computed)
-            again = decisions.recompute == "full"
+            again = decisions.recompute == "full" and decisions.recompute_layers == ALL
         else:
             return bound
         if decisions.layout.multiplexed or in_chunks(decisions):
@@ -165,10 +167,13 @@ class LowerBounds:
         """Return a lower bound of the bytes that a stage's layers hold on the device when a backward begins.
 
         It counts the rounding buffers and the layers' own buffers; some layers that use rounding buffers have no
-        others. It does not count what an offload window copies out, nor what an eager framework adds.
+        others. It does not count what an offload window copies out, nor what an eager framework adds, nor layers that
+        are recomputed differently.
         """
         decisions = parts[0].decisions
         if decisions.offload_window or decisions.layout.multiplexed or decisions.memory_policy == "eager":
+            return 0
+        if decisions.recompute_layers != ALL:
             return 0
         slots = sum(f.bytes * f.count for f in parts[0].shared_families())
         layer = [sum(f.bytes for f in each.families() if f.space == "device") for each in parts]
@@ -192,6 +197,8 @@ class LowerBounds:
 
         Without stages, the last is zero.
         """
+        if decisions.recompute_layers != ALL and decisions.layout.pp > 1:
+            return self._parts_of_different(decisions)
         of = passes or self.passes.of
         layers = decisions.model.layers
         held = _fewest_layers(decisions)
@@ -199,6 +206,21 @@ class LowerBounds:
         names = [f.name for f in fields(Pass)]
         added = {name: (getattr(whole, name) - getattr(stage, name)) / max(1, layers - held) for name in names}
         return whole, stage, Pass(**added)
+
+    def _parts_of_different(self, decisions: Decisions) -> tuple[Pass, Pass, Pass]:
+        """Return the parts of stages whose layers are recomputed differently: lower bounds of each.
+
+        They compute at least as much as stages that keep everything; their waits are left out. Each layer holds its
+        input at least, and a group of N layers one. A stage without chunks holds what its layers alone hold.
+        """
+        whole, stage, layer = self._parts(kept(decisions), self.passes.computed)
+        _, activations = self._layers(decisions)
+        kept_bytes = sum(f.bytes for each in activations for f in each.families())
+        layers = int(decisions.recompute_layers.rpartition("-")[2]) if in_groups(decisions) else 1
+        if decisions.layout.virtual_stages == 1:
+            held = self.passes.of(decisions, _fewest_layers(decisions))
+            stage = replace(stage, device_bytes=held.device_bytes)
+        return whole, stage, replace(layer, device_bytes=kept_bytes / layers)
 
     def _of_parts(self, decisions: Decisions) -> tuple[Pass, Pass]:
         """Return the time of the kernels of all subsequences, and of one layer; what joins subsequences is left out.

@@ -32,6 +32,7 @@ from memo_sim.program.analysis.columns import Columns, Flags, Ints, expand
 from memo_sim.program.analysis.rendezvous import all_rendezvous
 from memo_sim.program.ir.instruction import Lane, Mode
 from memo_sim.program.ir.program import Program
+from memo_sim.program.layout.recomputed_layers import ALL
 from memo_sim.program.lower import lower
 
 ROUNDING = 1e-9
@@ -42,7 +43,7 @@ Wait = tuple[int, int, int]
 
 def kept(decisions: Decisions) -> Decisions:
     """Return the plan of the same layout that keeps everything."""
-    whole = {"mlp_chunk_tokens": 0, "attention_chunk_tokens": 0}
+    whole = {"recompute_layers": ALL, "mlp_chunk_tokens": 0, "attention_chunk_tokens": 0}
     return swap_each(msgspec.structs.replace(decisions, recompute="none", **whole), 0)
 
 

@@ -17,7 +17,8 @@ memory. The rivals run on PyTorch's caching allocator under an eager framework (
                        distributed optimizer where there are replicas: MEMO 2.3 has ZeRO divide states among
                        data-parallel workers. Inferred, not read: with states divided over the ring too, as
                        Megatron-LM could, 30B would run up to 896K in Table 3, where it ends at 384K. ``zero`` 1 may be
-                       pinned
+                       pinned. Its recompute methods block and uniform are ``--recompute-layers`` first-K and groups-N;
+                       pairs of layers are tried where nothing else fits
     fsdp               data parallelism alone, every parameter gathered for one use (ZeRO 3), around torch modules that
                        run eagerly
     ring-attention     a ring over sequence blocks, parameters sharded over all ranks (Liu et al. 2023, section 4)
@@ -38,9 +39,10 @@ Frameworks of 2025 and 2026, from their sources (commits as read), and what memo
                        default, or none, or full. Eager modules (its ``compile`` is off unless asked for: ``--rowwise
                        compiled``), torch's flash attention first of its backends, cross_entropy of an fp32 copy of all
                        logits, sharded over tp where there is tp (pytorch/torchtitan@b5bcd76: config/configs.py,
-                       distributed/fsdp.py, models/common/attention.py, components/loss.py). Stages have ZeRO 1 here,
-                       torchtitan's ZeRO 2; its fused AdamW is priced as eager AdamW. Asynchronous tp, which needs
-                       compiled modules: ``--tp-overlap chunked --rowwise compiled`` (distributed/compile.py)
+                       distributed/fsdp.py, models/common/attention.py, components/loss.py). Its selective option N
+                       (every N-th layer) is ``--recompute-layers every-N``. Stages have ZeRO 1 here, torchtitan's
+                       ZeRO 2; its fused AdamW is priced as eager AdamW. Asynchronous tp, which needs compiled
+                       modules: ``--tp-overlap chunked --rowwise compiled`` (distributed/compile.py)
     trl-fsdp2          TRL on accelerate: ZeRO 3 over dp x cp, keys and values gathered, full recompute (inputs on the
                        device unless ``--offload-inputs``), the loss in chunks of 256 tokens, Hugging Face's eager
                        modules, torch's attention, cuDNN's where it has that (huggingface/trl@f2cd577:
@@ -56,7 +58,8 @@ Frameworks of 2025 and 2026, from their sources (commits as read), and what memo
                        stages may be interleaved, any tp is tried, and the loss is its own over the vocabulary, unfused
                        (NVIDIA/Megatron-LM@d98e8a6: training/arguments.py, core/transformer/transformer_config.py,
                        core/model_parallel_config.py). Distributed optimizer and both overlaps are on, which are options
-                       there. ``tp_comm_overlap``, off unless asked for: ``--tp-overlap chunked`` (NVIDIA/
+                       there. Its recompute methods block and uniform are ``--recompute-layers first-K`` and
+                       ``groups-N``. ``tp_comm_overlap``, off unless asked for: ``--tp-overlap chunked`` (NVIDIA/
                        TransformerEngine: pytorch/module/base.py, ``initialize_ub``; its buffers live as long as the
                        job, and behind projection and second MLP product it cuts sums into four pieces by default). No
                        recompute of single modules, no CUDA graphs
@@ -73,6 +76,7 @@ from memo_sim.contract.knobs import CpExchange, Loss, MemoryPolicy, Overlap, Row
 from memo_sim.contract.plan import Decisions, HostAllocator
 from memo_sim.contract.units import KIB
 from memo_sim.program.layout.attention_chunks import in_chunks
+from memo_sim.program.layout.recomputed_layers import ALL
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,12 +93,14 @@ class Policy:
     attention_chunks: bool = False
     hides: bool = False
     """Whether alpha is as much as hides under the next subsequence (SPPO 5.2), where it is not searched."""
+    layers: str = ALL
+    """The layers that full recompute is about (``Decisions.recompute_layers``)."""
 
     @classmethod
     def of(cls, decisions: Decisions) -> Policy:
         """Return what ``decisions`` do, as a policy that fixes it."""
-        chunked = in_chunks(decisions)
-        return cls(decisions.recompute, decisions.alpha, decisions.mlp_chunk_tokens > 0, chunked)
+        chunked, layers = in_chunks(decisions), decisions.recompute_layers
+        return cls(decisions.recompute, decisions.alpha, decisions.mlp_chunk_tokens > 0, chunked, layers=layers)
 
     @property
     def label(self) -> str:
@@ -102,7 +108,8 @@ class Policy:
         if self.recompute == "full":
             inputs = f", inputs {'swapped' if self.alpha == 1 else 'partly swapped'}" if self.alpha else ""
             blocks = ", MLP in blocks" if self.mlp_blocks else ""
-            return f"full recompute{inputs}{blocks}{', attention in chunks' if self.attention_chunks else ''}"
+            layers = "" if self.layers == ALL else f", layers {self.layers}"
+            return f"full recompute{layers}{inputs}{blocks}{', attention in chunks' if self.attention_chunks else ''}"
         if self.recompute == "selective":
             return "selective recompute"
         if self.recompute == "operators":
@@ -122,6 +129,11 @@ MLP_IN_BLOCKS = Policy("full", 0.0, mlp_blocks=True)
 INPUTS_SWAPPED_MLP_IN_BLOCKS = Policy("full", 1.0, mlp_blocks=True)
 LEAST_MEMORY = Policy("full", 1.0, mlp_blocks=True, attention_chunks=True)
 """Nothing of a layer but its input is kept, and that on the host, where attention's chunks wait as well (FPDT)."""
+PAIRS_OF_LAYERS = Policy("full", 0.0, layers="groups-2")
+"""Full recompute with one input for two layers, which are live at once in backward.
+
+Of a GPT layer, 16 times its input is live (MEMO 3.2). So pairs halve the inputs of a stage for 15 inputs more, and
+larger groups save less and hold more."""
 SELECTIVE_RECOMPUTE = Policy("selective", 0.0)
 OPERATOR_RECOMPUTE = Policy("operators", 0.0)
 FULL_SWAP = Policy("none", 1.0)
@@ -150,6 +162,9 @@ class System:
     about: str
     policies: tuple[Policy, ...]
     short_sequences: tuple[Policy, ...] = ()
+    last_resorts: tuple[Policy, ...] = ()
+    """Policies that are tried where no plan of the others fits; not where a question pins what is recomputed or
+    swapped."""
     host_allocator: HostAllocator = "exact"
     memory_policy: MemoryPolicy = "planned"
     framework: Framework = "torch"
@@ -215,6 +230,7 @@ class System:
             "multiplexed": self.multiplexed,
             "offload_window": len(self.offload_windows) > 1,
             "recompute": len({policy.recompute for policy in policies}) > 1,
+            "recompute_layers": bool(self.last_resorts),
             "alpha": len({policy.alpha for policy in policies}) > 1 or policies[0].alpha is None,
             "mlp_chunk_tokens": len({policy.mlp_blocks for policy in policies}) > 1,
             "attention_chunk_tokens": len({policy.attention_chunks for policy in policies}) > 1,
@@ -270,6 +286,7 @@ SYSTEMS = {
             "megatron-lm",
             "Megatron-LM: tp with sequence parallelism, ring cp, pp, dp with ZeRO 1; own recompute, caching allocator",
             (KEEP, SELECTIVE_RECOMPUTE, FULL_RECOMPUTE),
+            last_resorts=(PAIRS_OF_LAYERS,),
             framework="megatron",
             memory_policy="eager",
             rowwise="fused",
@@ -404,6 +421,7 @@ SYSTEMS = {
             "megatron-core",
             "Megatron-Core of today: tp, ring cp, pp (interleaved too), dp; ZeRO 1 over dp and cp, fused kernels",
             (KEEP, SELECTIVE_RECOMPUTE, FULL_RECOMPUTE),
+            last_resorts=(PAIRS_OF_LAYERS,),
             framework="megatron",
             memory_policy="eager",
             rowwise="fused",

@@ -18,6 +18,10 @@ Other candidates are pruned because a simpler plan is at least as good:
   only what hides.
 
 A search for the Pareto front prunes none of these; the first two need less device memory.
+
+Where no plan fits, the last resorts of some systems are tried (``System.last_resorts``). They are not tried beside a
+plan that fits: it has allocation retries at most, and a second search would take as long as the first. So a device with
+a little more memory, in which another plan just fits, may have a slower best plan than one without.
 """
 
 from __future__ import annotations
@@ -38,9 +42,9 @@ from memo_sim.planning.few_layers import Passes
 from memo_sim.planning.lower_bounds import LowerBound, LowerBounds
 from memo_sim.planning.outcome import Evaluated, SearchResult, as_good, ranked_s
 from memo_sim.planning.pipeline_lower_bound import is_known, kept, least_step_s
-from memo_sim.planning.presets import FULL_SWAP, INPUTS_SWAPPED, INPUTS_SWAPPED_MLP_IN_BLOCKS, PARTIAL_SWAP
+from memo_sim.planning.presets import FULL_SWAP, INPUTS_SWAPPED, INPUTS_SWAPPED_MLP_IN_BLOCKS, PARTIAL_SWAP, Policy
 from memo_sim.planning.question import Question
-from memo_sim.planning.space import Candidate, candidates, policies, with_alpha
+from memo_sim.planning.space import Candidate, candidates, last_resorts, policies, with_alpha
 from memo_sim.planning.subsequences import swap_each
 
 __all__ = ["Evaluated", "SearchResult", "best_with_more_memory", "play", "search"]
@@ -74,8 +78,33 @@ def search(
     found, refused = candidates(question)
     if front:
         found = [*found, *(eighth for candidate in found for eighth in _eighths(candidate))]
-    made = _Search(question, keep=keep, front=front, prune=prune, siblings=siblings, enough_s=enough_s)
-    return made.run(found, refused, progress)
+
+    def made(passes: Passes | None = None) -> _Search:
+        return _Search(
+            question, keep=keep, front=front, prune=prune, siblings=siblings, enough_s=enough_s, passes=passes
+        )
+
+    result, tried = made().run(found, refused, progress), last_resorts(question)
+    if result.best is not None or not tried:
+        return result
+    return _with_last_resorts(question, tried, result, made(result.passes))
+
+
+def _with_last_resorts(
+    question: Question, tried: tuple[Policy, ...], first: SearchResult, again: _Search
+) -> SearchResult:
+    """Return the result of a search without a plan that fits, with the last resorts where one of them fits."""
+    try:
+        found, _ = candidates(question, tried)
+    except Infeasible:
+        return first
+    again.limit = first.ranked[0] if first.ranked else None  # plans that are further from fitting are not played
+    second = again.run(found, [], None)
+    if second.best is None:
+        return first
+    ranked = sorted([*first.ranked, *second.ranked], key=lambda e: e.rank_key)
+    evaluated, pruned = first.evaluated + second.evaluated, first.pruned + second.pruned
+    return SearchResult(ranked, evaluated, pruned, first.refused, first.passes)
 
 
 def best_with_more_memory(question: Question, before: SearchResult) -> Evaluated | None:
@@ -147,7 +176,7 @@ class _Search:
         self.siblings = siblings
         self.enough_s = enough_s
         self.limit: Evaluated | None = None
-        """A plan that is known to fit, though it is not an outcome of this search."""
+        """A plan that is known, though it is not an outcome of this search: plans that rank after it are pruned."""
         self.bounds = LowerBounds(question.hardware, question.cluster, passes)
         self.least_s: dict[Decisions, float] = {}
         """By plan that keeps everything: the lower bound of its layout's step time (``pipeline_lower_bound.py``)."""

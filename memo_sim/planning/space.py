@@ -33,6 +33,7 @@ from memo_sim.planning.subsequences import PartPrices, hide, part_prices, swap_e
 from memo_sim.program.layout.compatibility import NORMS_KEPT_UNDER_FULL_RECOMPUTE, check_compatible
 from memo_sim.program.layout.partition import partition
 from memo_sim.program.layout.rank_order import ENDS, degree
+from memo_sim.program.layout.recomputed_layers import ALL
 from memo_sim.program.layout.shape import shape_of
 from memo_sim.program.layout.stage import stages_of
 
@@ -53,13 +54,15 @@ class Candidate:
 def policies(question: Question) -> tuple[Policy, ...]:
     """Return the policies to try: the system's, narrowed by a pinned alpha or recompute, which turn fallbacks off.
 
-    With offloaded inputs, pinned MLP blocks or attention chunks, only full recompute is left.
+    With offloaded inputs, pinned MLP blocks or attention chunks, or recompute of some layers, only full recompute is
+    left.
 
     Raises:
         UsageError: when pins contradict each other or the system.
     """
     check_pins(question)
-    return blocks.pinned(_by_inputs(_by_recompute(question), question.pins.offload_inputs), question)
+    found = _by_inputs(_by_recompute(question), question.pins.offload_inputs)
+    return blocks.pinned(_by_layers(found, question.pins.recompute_layers), question)
 
 
 def _by_inputs(found: tuple[Policy, ...], offloaded: bool | None) -> tuple[Policy, ...]:
@@ -73,6 +76,13 @@ def _by_inputs(found: tuple[Policy, ...], offloaded: bool | None) -> tuple[Polic
         found = tuple(p for p in found if p.recompute == "full") or (FULL_RECOMPUTE,)
     changed = (replace(p, alpha=float(offloaded)) if p.recompute == "full" else p for p in found)
     return tuple(dict.fromkeys(changed))
+
+
+def _by_layers(found: tuple[Policy, ...], layers: str | None) -> tuple[Policy, ...]:
+    """Return the only policy that goes with pinned layers, under every system; with all layers, those found."""
+    if layers is None or layers == ALL:
+        return found
+    return (replace(FULL_RECOMPUTE, layers=layers),)
 
 
 def _by_recompute(question: Question) -> tuple[Policy, ...]:
@@ -93,13 +103,23 @@ def _by_recompute(question: Question) -> tuple[Policy, ...]:
     return own or (next(p for p in known if p.recompute == mode),)
 
 
-def candidates(question: Question) -> tuple[list[Candidate], list[str]]:
+def last_resorts(question: Question) -> tuple[Policy, ...]:
+    """Return the policies to try where the others do not fit: none where the question pins what they decide."""
+    pins = question.pins
+    decided = (pins.recompute, pins.recompute_layers, pins.alpha, pins.offload_inputs)
+    cut = (pins.mlp_chunk_tokens, pins.attention_chunk_tokens)
+    return question.preset.last_resorts if {*decided, *cut} == {None} else ()
+
+
+def candidates(question: Question, tried: tuple[Policy, ...] | None = None) -> tuple[list[Candidate], list[str]]:
     """Return the candidates that can be lowered, and the reasons why other layouts cannot.
+
+    ``tried``: the policies, unless given those of the question.
 
     Raises:
         Infeasible: when no layout divides the model and the sequence.
     """
-    chosen, kernel = policies(question), attention_kernel(question)
+    chosen, kernel = policies(question) if tried is None else tried, attention_kernel(question)
     rowwise = RowwiseChoice(question.hardware)
     kernels = Kernels(attention=kernel, rowwise=question.rowwise or "torch")
     prices = part_prices(question.hardware, question.cluster)
@@ -125,6 +145,7 @@ def candidates(question: Question) -> tuple[list[Candidate], list[str]]:
             if NORMS_KEPT_UNDER_FULL_RECOMPUTE.breaks(rebuilt) and question.pins.recompute is None:
                 continue
             whole = with_alpha(complete, policy.recompute, policy.alpha or 0.0)
+            whole = msgspec.structs.replace(whole, recompute_layers=policy.layers)
             try:
                 cut = blocks.cut(question, whole, policy, chosen)
                 if cut is None:

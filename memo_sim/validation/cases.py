@@ -11,7 +11,7 @@ import io
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any, Protocol, TypeVar, get_args
 
 import msgspec
 
@@ -21,10 +21,20 @@ from memo_sim.contract.codec import decode_object, read_raw
 from memo_sim.contract.errors import BadInput, UsageError, did_you_mean
 from memo_sim.contract.knobs import Loss, Recompute, RowwiseKernel, Schedule, States, TpOverlap
 from memo_sim.contract.plan import Status
-from memo_sim.contract.units import MOST_TOKENS, Degree, Layers, SequenceTokens, Width, ZeroLevel, parse_numbers
+from memo_sim.contract.units import (
+    MOST_TOKENS,
+    Degree,
+    Layers,
+    SequenceTokens,
+    Width,
+    ZeroLevel,
+    parse_layer_choice,
+    parse_numbers,
+)
 from memo_sim.contract.validation import Expectation
 
 SHIPPED = DATA / "cases"
+Parsed_co = TypeVar("Parsed_co", covariant=True)
 
 QUESTION_COLUMNS = [
     *("system", "model", "layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "cluster", "seq_tokens"),
@@ -35,7 +45,7 @@ EXPECTED_COLUMNS = [f"expected_{name}" for name in ("status", "mfu", "tgs", "ste
 COLUMNS = ["case", "source", *QUESTION_COLUMNS, *EXPECTED_COLUMNS, "note"]
 OPTIONAL_COLUMNS = [
     *("virtual_stages", "pp_layers", "uneven_heads", "zero_ranks", "rowwise", "power_w", "cuda_graphs", "libraries"),
-    *("loss", "loss_chunk", "mlp_chunk", "states", "offload_inputs", "max_positions", "tp_overlap"),
+    *("loss", "loss_chunk", "mlp_chunk", "states", "offload_inputs", "max_positions", "tp_overlap", "recompute_layers"),
     "expected_allocation_retries",
 ]
 """Columns that a file may leave out, because few sources report them."""
@@ -43,7 +53,9 @@ SIZES = frozenset({"layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "max
 """Columns that describe a model by its sizes instead of a preset's name."""
 
 PINNED_COLUMNS = ("tp", "pp", "dp", "cp", "ulysses", "zero", "alpha", "recompute", "attention", "schedule")
-PINNED_OPTIONAL_COLUMNS = ("virtual_stages", "pp_layers", "zero_ranks", "rowwise", "libraries", "tp_overlap")
+PINNED_OPTIONAL_COLUMNS = (
+    *("virtual_stages", "pp_layers", "zero_ranks", "rowwise", "libraries", "tp_overlap", "recompute_layers"),
+)
 """Columns that pin the knob of their name (``contract/knobs.py``); blank leaves it open."""
 
 COLUMN_TEXTS = {
@@ -97,6 +109,7 @@ COLUMN_TEXTS = {
     "states": "dtype and place of gradients and optimizer states (`--states`); fp32 when blank",
     "offload_inputs": "whether the inputs of full recompute wait in host memory; the system's own when blank",
     "tp_overlap": "whether a layer's products overlap with collectives of tensor parallelism; none when blank",
+    "recompute_layers": "layers of full recompute: all (when blank), every-N, first-K or groups-N",
     "cuda_graphs": "yes: the framework replays its kernels from CUDA graphs, without launches by the host",
     "expected_allocation_retries": "measured allocation retries per micro-batch (MEMO: reorganisations)",
 }
@@ -146,11 +159,13 @@ class CaseQuestion:
     """Model sizes, batches and layout degrees, where given."""
     alpha: float | None
     pp_layers: tuple[int, ...] | None = None
+    recompute_layers: str | None = None
 
     @property
     def pins(self) -> dict[str, Any]:
         """The knobs that the row pins by name."""
-        given: dict[str, Any] = {**self.integers, **self.words, "alpha": self.alpha, "pp_layers": self.pp_layers}
+        apart = {name: getattr(self, name) for name in ("alpha", "pp_layers", "recompute_layers")}
+        given: dict[str, Any] = {**self.integers, **self.words, **apart}
         return {name: given[name] for name in (*PINNED_COLUMNS, *PINNED_OPTIONAL_COLUMNS) if name in given}
 
 
@@ -291,7 +306,8 @@ def _case(row: dict[str, str], where: str) -> Case:
         words=words,
         integers=integers,
         alpha=alpha,
-        pp_layers=_numbers(cells.get("pp_layers", ""), where),
+        pp_layers=_parsed(parse_numbers, cells, "pp_layers", where, hint="7,8,8,7"),
+        recompute_layers=_parsed(parse_layer_choice, cells, "recompute_layers", where, hint="every-2"),
     )
     return Case(cells["case"], cells["source"], question, _expectation(cells, where))
 
@@ -333,13 +349,21 @@ def _whole(text: str, column: str, where: str) -> int:
     )
 
 
-def _numbers(text: str, where: str) -> tuple[int, ...] | None:
-    """Return the layers of each stage; None for a blank cell."""
+class _Parse(Protocol[Parsed_co]):
+    """Reads the text of an option; the message of its error names the option."""
+
+    def __call__(self, text: str, *, option: str) -> Parsed_co:
+        """Return the value."""
+
+
+def _parsed(parse: _Parse[Parsed_co], cells: dict[str, str], column: str, where: str, *, hint: str) -> Parsed_co | None:
+    """Return the value of a cell that is written like an option; None for a blank cell."""
+    text = cells.get(column, "")
     try:
-        return parse_numbers(text, option="--pp-layers") if text else None
+        return parse(text, option=column) if text else None
     except UsageError as error:
         raise BadInput(
-            error.what, where=f"{where}, column pp_layers", got=error.got, wanted=error.wanted, hint="7,8,8,7"
+            error.what, where=f"{where}, column {column}", got=error.got, wanted=error.wanted, hint=hint
         ) from None
 
 

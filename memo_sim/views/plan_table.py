@@ -146,9 +146,10 @@ def _digits(steps_s: Sequence[float]) -> int:
 
 
 def _recompute(plan: PlanRow) -> str:
-    """Return the recompute mode, and the chunk sizes of MLP and attention where they run in chunks."""
+    """Return the recompute mode, which layers it is about, and the chunk sizes of MLP and attention in chunks."""
     cut = {"mlp": plan.mlp_chunk_tokens, "attention": plan.attention_chunk_tokens}
-    return ", ".join([plan.recompute, *(f"{name} {format_tokens(n)}" for name, n in cut.items() if n)])
+    layers = [] if plan.recompute_layers == "all" else [plan.recompute_layers]
+    return ", ".join([plan.recompute, *layers, *(f"{name} {format_tokens(n)}" for name, n in cut.items() if n)])
 
 
 def _allocator(plan: PlanRow, scale: int) -> list[str | None]:

@@ -28,6 +28,7 @@ from memo_sim.contract.knobs import (
     Flag,
     Fraction,
     Knob,
+    LayerChoice,
     Length,
     Listed,
     Mark,
@@ -67,6 +68,7 @@ VALUES = {
     Length: int,
     CountOrAuto: int,
     Numbers: tuple,
+    LayerChoice: str,
     Name: str,
 }
 

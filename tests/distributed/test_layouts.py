@@ -161,6 +161,7 @@ def test_pure_bf16_gradients_err_as_one_process_does(team: Team, layout: Layout)
         {"recompute": "full"},
         {"recompute": "full", "swapped_tokens": 256},
         {"recompute": "full", "mlp_chunk_tokens": 256},
+        {"recompute": "full", "recompute_layers": "every-2"},
         {"recompute": "none", "swapped_tokens": 256},
         {"recompute": "selective"},
         {"recompute": "operators"},

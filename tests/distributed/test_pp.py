@@ -30,6 +30,13 @@ def test_every_schedule(team: Team, name: str, schedule: str, alpha: float) -> N
     parity(team, name, Layout(pp=2, **SCHEDULES[schedule]), alpha, global_batch=4, steps=5)
 
 
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zero-bubble"])
+@pytest.mark.parametrize("layers", ["every-2", "first-1", "groups-2"])
+def test_stages_whose_layers_are_recomputed_differently(team: Team, layers: str, schedule: str) -> None:
+    changes = {"recompute": "full", "recompute_layers": layers, "global_batch": 4, "swapped_tokens": 0}
+    parity(team, "llama5", Layout(pp=2, **SCHEDULES[schedule]), **changes)
+
+
 UNEQUAL = [
     Layout(pp=3),
     Layout(pp=2, pp_layers=(1, 4), schedule="zero-bubble"),

@@ -45,6 +45,7 @@ class TemplateKind(StrEnum):
     """The forward of the head includes loss and backward."""
     BACKWARD = "backward"
     BACKWARD_RESIDENT = "backward of activations that never left the device"
+    REBUILD = "forward again before the backward of a group of layers"
     WGRAD = "deferred weight gradients"
     OFFLOAD = "offload"
     PREFETCH = "prefetch"

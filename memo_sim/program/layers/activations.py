@@ -182,11 +182,15 @@ class Activations:
             return tensor.name not in operator_recompute.rebuilt(self.decisions.model, self.shape)
         return self.decisions.recompute != "full" or tensor.name == "x"
 
-    def bind(self, builder: TemplateBuilder, families: Families) -> None:
-        """Add a slot for every skeletal tensor to a forward or backward template that does not have it yet."""
+    def bind(self, builder: TemplateBuilder, families: Families, enters: str = "skeletal.x") -> None:
+        """Add a slot for every skeletal tensor to a forward or backward template that does not have it yet.
+
+        ``enters``: the family of the layer's input.
+        """
         for t in self.tensors:
             if self._shared(t):
-                builder.bind(families[f"skeletal.{t.name}"], slot=t.name, tokens=t.tokens)
+                family = enters if t.name == "x" else f"skeletal.{t.name}"
+                builder.bind(families[family], slot=t.name, tokens=t.tokens)
             elif not builder.has(t.name):
                 rows = min(of.rows_at_once(t, self.decisions, self.shape) for of in (mlp, chunked_attention))
                 if rows:

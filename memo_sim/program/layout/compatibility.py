@@ -18,10 +18,14 @@ from operator import attrgetter
 from memo_sim.contract.errors import Infeasible
 from memo_sim.contract.plan import Decisions
 from memo_sim.program.layout.attention_chunks import in_chunks
+from memo_sim.program.layout.recomputed_layers import ALL, in_groups
 from memo_sim.program.layout.stage import layers_of_runs
 
 MOST_ZERO_OF_STAGES = 1
 """Pipeline stages keep whole parameters and gradients, which ZeRO 2 and 3 would divide."""
+
+MOST_ZERO_OF_GROUPS = 2
+"""Layers of a group run forward again with parameters that no gather brings."""
 
 FLASH1_HEAD_DIM = 128
 """Largest head size of flash-attn 1 (csrc/flash_attn/fmha_api.cpp and flash_attn_triton.py at v1.0.9)."""
@@ -164,6 +168,13 @@ _SUBSEQUENCES = _Feature(
     setting=lambda d: f"{d.layout.subsequences} subsequences",
     hint="tp, pp and dp go with --subsequences",
 )
+_SOME_LAYERS = _Feature(
+    name="layers of full recompute",
+    chosen=lambda d: d.recompute_layers != ALL,
+    beside="where full recompute is not about each layer by itself",
+    setting=lambda d: f"recompute_layers {d.recompute_layers}",
+    hint="leave --recompute-layers out; tp, cp, Ulysses, pp, dp and ZeRO go with it",
+)
 _WHOLE_SEQUENCES = "a ring of whole sequences, or one rank, and a flash kernel"
 
 METP_SCHEDULE = _METP.allows(
@@ -208,6 +219,29 @@ MLP_BLOCKS_UNDER_ZERO_BUBBLE = Rule(
     got=lambda d: f"{d.mlp_chunk_tokens} with the schedule zero-bubble",
     wanted="0",
     hint="leave --mlp-chunk out, or another --schedule",
+)
+LAYERS_OF_FULL_RECOMPUTE = Rule(
+    name="layers of full recompute: recompute",
+    breaks=lambda d: d.recompute_layers != ALL and d.recompute != "full",
+    what="layers are chosen for full recompute alone",
+    where="decisions.recompute_layers",
+    got=lambda d: f"{d.recompute_layers} with recompute {d.recompute}",
+    wanted="all, or recompute full",
+    hint="--recompute full, or leave --recompute-layers out",
+)
+SOME_LAYERS = (
+    LAYERS_OF_FULL_RECOMPUTE,
+    _SOME_LAYERS.allows("decisions.swapped_tokens", 0, because="no layer's tensors are swapped beside kept ones"),
+    _SOME_LAYERS.allows("decisions.mlp_chunk_tokens", 0, because="layers that keep everything keep the whole MLP"),
+    _SOME_LAYERS.allows("decisions.attention_chunk_tokens", 0, because="other layers keep the whole attention"),
+    _SOME_LAYERS.allows("layout.metp", 1, because="METP recomputes a part of every layer anyway"),
+    _SOME_LAYERS.allows("layout.subsequences", 1, because="subsequences are priced with layers that are all alike"),
+    _SOME_LAYERS.allows(
+        "layout.zero",
+        *(0, 1, 2),
+        because="ZeRO 3 would gather the parameters of a whole group once more",
+        when=lambda d: in_groups(d) and d.layout.zero > MOST_ZERO_OF_GROUPS,
+    ),
 )
 SELECTIVE_SWAPS_NOTHING = Rule(
     name="selective recompute: swapped_tokens",
@@ -474,6 +508,7 @@ RULES = (
         hint="--recompute full rebuilds attention too",
     ),
     SELECTIVE_SWAPS_NOTHING,
+    *SOME_LAYERS,
     MLP_BLOCKS_UNDER_FULL_RECOMPUTE,
     Rule(
         name="FlashAttention 1: head_dim",

@@ -126,8 +126,10 @@ class StageOrder:
             for layer_pass in layer_passes:
                 self.play_layer_pass(layer_pass)
             if each.kind is Kind.WEIGHTS:
+                keeps = self._parts.subsequences[each.subsequence].keeps
                 for layer in reversed(self._stage.chunk(each.chunk)):
-                    self._place_layer("layer.wgrad", each.micro_batch, layer, each.subsequence)
+                    template = "layer.wgrad.kept" if keeps(layer) else "layer.wgrad"
+                    self._place_layer(template, each.micro_batch, layer, each.subsequence)
             self._place_transfers(number)
 
     def _place_transfers(self, number: int) -> None:
@@ -155,8 +157,7 @@ class StageOrder:
             self._use("embed.fwd", f"{at}/embed", each, -1)
             if self._parts.subsequences[s].own:
                 self._place_layer("stage.enter", m, layer, s)
-        last = stage.ends_model(layer)
-        template = "layer.fwd.last" if last else "layer.fwd.out" if stage.ends_chunk(layer) else "layer.fwd"
+        last, template = stage.ends_model(layer), self._parts.subsequences[s].forward(layer).name
         self._use(template, f"{at}/l{stage.layers[layer]}", each, layer, first=self._first_row(s))
         if swapped and self._rounding:
             self._place_layer("layer.offload", m, layer, s)
@@ -167,8 +168,11 @@ class StageOrder:
 
     def _backward(self, each: LayerPass, swapped: bool, then: Callable[[], None] | None) -> None:
         layer, at = each.layer, f"m{each.micro_batch}/s{each.subsequence}"
-        resident = self._parts.subsequences[0].activations.resident_differs and not swapped
-        template = "layer.bwd.resident" if resident else "layer.bwd"
+        parts = self._parts.subsequences[each.subsequence]
+        for again in parts.layers_again.before(layer):
+            self._place_layer("layer.rebuild", each.micro_batch, again, each.subsequence)
+        resident = parts.activations.resident_differs and not swapped
+        template = "layer.bwd.kept" if parts.keeps(layer) else "layer.bwd.resident" if resident else "layer.bwd"
         place = f"{at}/l{self._stage.layers[layer]}"
         self._use(template, place, each, layer, backward=True, first=self._first_row(each.subsequence))
         if then:

@@ -8,8 +8,10 @@ same on every stage, and so are their templates: they are written once (``Made``
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
+
+import msgspec
 
 from memo_sim.contract.plan import Decisions
 from memo_sim.program.attention import subsequence as prefix_attention
@@ -23,6 +25,7 @@ from memo_sim.program.layers.layer import LayerWriter
 from memo_sim.program.layers.weight_gradients import DeferredWeightGradients
 from memo_sim.program.layout.multiplex import Portion, swapped_by_owner
 from memo_sim.program.layout.parameters import Block
+from memo_sim.program.layout.recomputed_layers import ALL, recomputed_layers
 from memo_sim.program.layout.stage import Stage
 from memo_sim.program.layout.subsequence import Subsequence
 from memo_sim.program.operators.operators import OperatorWriter
@@ -32,6 +35,26 @@ Bound = tuple[Template, list[str]]
 """A template, and the names of the slots that an instance binds."""
 Made = dict[str, Bound]
 """By name: layer templates that are the same on every stage of one lowering."""
+
+KEPT, PASSED, LAST, OUT = "skeletal.x", "passed.x", "head.x", "stage.out"
+"""Families of a layer's input and output: an input that backward reads, or that is freed after forward (of layers
+inside a group), the head's input, and what a stage sends."""
+_ENDS = {KEPT: "", PASSED: ".passed", LAST: ".last", OUT: ".out"}
+
+
+@dataclass(frozen=True)
+class Forward:
+    """One form of a layer's forward: where its input and output lie, and whether it keeps everything."""
+
+    out: str
+    enters: str = KEPT
+    keeps: bool = False
+
+    @property
+    def name(self) -> str:
+        """The name of its template."""
+        inner = ".inner" if self.enters == PASSED else ""
+        return f"layer.fwd{'.kept' if self.keeps else ''}{inner}{_ENDS[self.out]}"
 
 
 class SubsequenceTemplates:
@@ -62,10 +85,15 @@ class SubsequenceTemplates:
         self.blocks = blocks
         self.made = {} if own else made
         played = self._played(own) if own else subsequence
+        self.layers_again = recomputed_layers(decisions, stage)
+        """Which layers of the stage full recompute is about."""
         self.activations = Activations(decisions, self.rows, micro_batches, stage, played)
+        self.keeping = replace(self.activations, decisions=_keeping(decisions))
+        """The activations of layers that keep everything, where others do not."""
         enters = self.activations.rounding or own is not None
         self.p2p = StageP2P(decisions, self.shape, stage, micro_batches, enters, self.first)
         self.deferred = DeferredWeightGradients(decisions, self.rows, self.activations)
+        self.deferred_of_kept = DeferredWeightGradients(decisions, self.rows, self.keeping)
 
     def _played(self, own: Portion) -> Subsequence:
         """Return the subsequence with only the rows that the stage computes itself."""
@@ -90,28 +118,63 @@ class SubsequenceTemplates:
 
     def families(self) -> list[Family]:
         """Return the buffers of activations, of p2p transfers, and of deferred weight gradients."""
-        return [f for each in (self.activations, self.p2p, self.deferred) for f in each.families()]
+        held = self.activations if self._alike else self.keeping
+        found = [f for each in (held, self.p2p, self.deferred) for f in each.families()]
+        if self.layers_again.passed:
+            x = next(f for f in found if f.name == KEPT)
+            inner = replace(x, name=PASSED, buffer_class=BufferClass.TRANSIENT, kind=FamilyKind.PER_LAYER)
+            found.append(inner)
+        return found
+
+    def forward(self, layer: int) -> Forward:
+        """Return the form of a layer's forward; ``layer`` is a local number."""
+        again, stage = self.layers_again, self.stage
+        out = LAST if stage.ends_model(layer) else OUT if stage.ends_chunk(layer) else KEPT
+        return Forward(
+            out=PASSED if layer + 1 in again.passed else out,
+            enters=PASSED if layer in again.passed else KEPT,
+            keeps=layer in again.kept,
+        )
+
+    def keeps(self, layer: int) -> bool:
+        """Return whether backward finds everything of a layer (local number), by then: kept, or rebuilt before."""
+        return layer in self.layers_again.kept or layer in self.layers_again.whole
+
+    @property
+    def _alike(self) -> bool:
+        """Whether all layers are recomputed alike."""
+        return self.decisions.recompute_layers == ALL
+
+    def _forwards(self, families: Families) -> list[Forward]:
+        """Return the forms of forward of the stage's layers; where they are recomputed alike, all that there may be."""
+        if self._alike:
+            return [Forward(out) for out in (KEPT, LAST, OUT) if out in families]
+        return list(dict.fromkeys(map(self.forward, range(len(self.stage.layers)))))
 
     def layers(self, families: Families, seen: Families) -> Iterator[Bound]:
         """Yield the templates of layers; ``seen``: ``families``, with whole parameters and gradients for shards."""
 
-        def forward(name: str, out: str) -> TemplateBuilder:
-            builder, writer = self._layer(name, TemplateKind.FORWARD, families, seen)
-            first = 0 if out == "skeletal.x" else self.first
-            builder.bind(families[out], slot="next_x", tokens=self.rows.shard_tokens, first=first)
-            writer.forward(self.activations.row_blocks, "next_x")
+        def forward(form: Forward) -> TemplateBuilder:
+            held = self.keeping if form.keeps else self.activations
+            builder, writer = self._layer(form.name, TemplateKind.FORWARD, families, seen, held, enters=form.enters)
+            self._forward(builder, writer, held, families[form.out], first=0 if form.out == KEPT else self.first)
             return builder
 
-        for name, out in (("layer.fwd", "skeletal.x"), ("layer.fwd.last", "head.x"), ("layer.fwd.out", "stage.out")):
-            if out in families:
-                yield self._once(name, partial(forward, name, out))
+        for form in self._forwards(families):
+            yield self._once(form.name, partial(forward, form))
         whole = self._once("layer.bwd", lambda: self._backward("layer.bwd", TemplateKind.BACKWARD, families, seen))
         yield whole
         if self.activations.resident_differs:
             name, kind = "layer.bwd.resident", TemplateKind.BACKWARD_RESIDENT
             yield self._once(name, lambda: self._backward(name, kind, families, seen))
-        if self.deferred.applies:
-            yield self._once("layer.wgrad", lambda: self._weight_gradients(families, seen))
+        kept = not self._alike
+        if self.layers_again.whole:
+            yield self._once("layer.rebuild", lambda: self._rebuild(families, seen))
+        if kept:
+            yield self._once("layer.bwd.kept", lambda: self._backward_of_kept(families, seen))
+        for name, deferred in (("layer.wgrad", self.deferred), ("layer.wgrad.kept", self.deferred_of_kept))[: 1 + kept]:
+            if deferred.applies:
+                yield self._once(name, partial(self._weight_gradients, name, deferred, families, seen))
         if self.activations.copied_out:
             yield self._once("layer.offload", lambda: self.activations.offload(families))
             yield self._once("layer.prefetch", lambda: self.activations.prefetch(families, whole[0]))
@@ -148,23 +211,58 @@ class SubsequenceTemplates:
             yield self._named(builder)
 
     def _layer(
-        self, name: str, kind: TemplateKind, families: Families, seen: Families
+        self,
+        name: str,
+        kind: TemplateKind,
+        families: Families,
+        seen: Families,
+        held: Activations,
+        *,
+        enters: str = KEPT,
     ) -> tuple[TemplateBuilder, Layer]:
-        gradients = kind is not TemplateKind.FORWARD
+        """Return a layer's template without instructions, and what writes them; ``held``: its activations.
+
+        ``enters``: the family of the layer's input.
+        """
+        gradients = kind in (TemplateKind.BACKWARD, TemplateKind.BACKWARD_RESIDENT)
         builder = TemplateBuilder(name, Phase.BACKWARD if gradients else Phase.FORWARD, kind, BlockKind.LAYER)
         builder.bind(seen["params.layer"], slot="params")
         if gradients:
             builder.bind(seen["grads.layer"], slot="grads")
-            if self.deferred.applies:
-                self.deferred.bind(builder, families)
-        self.activations.bind(builder, families)
+            deferred = self.deferred_of_kept if held is self.keeping else self.deferred
+            if deferred.applies:
+                deferred.bind(builder, families)
+        held.bind(builder, families, enters)
         prefix_attention.bind(builder, families, self.rows, gradients=gradients)
         writer = layer_kind(self.decisions).writer
-        return builder, writer(builder, self.decisions, self.rows, self.blocks[BlockKind.LAYER])
+        return builder, writer(builder, held.decisions, self.rows, self.blocks[BlockKind.LAYER])
+
+    def _forward(
+        self, builder: TemplateBuilder, writer: Layer, held: Activations, out: Family, *, first: int = 0
+    ) -> None:
+        """Write a whole forward into ``out``; ``first``: the row of it that the layer's rows begin with."""
+        builder.bind(out, slot="next_x", tokens=self.rows.shard_tokens, first=first)
+        writer.forward(held.row_blocks, "next_x")
+
+    def _rebuild(self, families: Families, seen: Families) -> TemplateBuilder:
+        """Return the forward of a layer inside a group once more: it fills what backward reads, and the next input."""
+        builder, writer = self._layer("layer.rebuild", TemplateKind.REBUILD, families, seen, self.keeping)
+        builder.phase = Phase.RECOMPUTE
+        self._forward(builder, writer, self.keeping, families[KEPT])
+        return builder
+
+    def _backward_of_kept(self, families: Families, seen: Families) -> TemplateBuilder:
+        """Return the backward of a layer of which everything is there."""
+        builder, writer = self._layer("layer.bwd.kept", TemplateKind.BACKWARD, families, seen, self.keeping)
+        for slot in ("grad_out", "grad_in"):
+            builder.bind(families["grad.x"], slot=slot)
+        writer.defers_wgrad = self.deferred.applies
+        writer.backward("grad_out", "grad_in")
+        return builder
 
     def _backward(self, name: str, kind: TemplateKind, families: Families, seen: Families) -> TemplateBuilder:
         """Return a layer's backward; the one for activations that never left the device recomputes no token."""
-        builder, writer = self._layer(name, kind, families, seen)
+        builder, writer = self._layer(name, kind, families, seen, self.activations)
         for slot in ("grad_out", "grad_in"):
             builder.bind(families["grad.x"], slot=slot, first=self.first)
         builder.phase = Phase.RECOMPUTE
@@ -183,9 +281,18 @@ class SubsequenceTemplates:
             self.deferred.keep(builder)
         return builder
 
-    def _weight_gradients(self, families: Families, seen: Families) -> TemplateBuilder:
-        builder = TemplateBuilder("layer.wgrad", Phase.WGRAD, TemplateKind.WGRAD, BlockKind.LAYER)
+    def _weight_gradients(
+        self, name: str, deferred: DeferredWeightGradients, families: Families, seen: Families
+    ) -> TemplateBuilder:
+        builder = TemplateBuilder(name, Phase.WGRAD, TemplateKind.WGRAD, BlockKind.LAYER)
         builder.bind(seen["grads.layer"], slot="grads")
-        self.deferred.bind_inputs(builder, families)
-        self.deferred.write(OperatorWriter(builder, self.decisions, self.rows, self.blocks[BlockKind.LAYER]))
+        deferred.bind_inputs(builder, families)
+        deferred.write(OperatorWriter(builder, self.decisions, self.rows, self.blocks[BlockKind.LAYER]))
         return builder
+
+
+def _keeping(decisions: Decisions) -> Decisions:
+    """Return the decisions of layers that keep everything where others are recomputed."""
+    if decisions.recompute_layers == ALL:
+        return decisions
+    return msgspec.structs.replace(decisions, recompute="none", recompute_layers=ALL)

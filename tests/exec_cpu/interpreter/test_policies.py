@@ -5,6 +5,7 @@ Gradients are bitwise those of keep, loss curves are the same, and memory and mo
 
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -23,6 +24,10 @@ POLICIES: dict[str, dict[str, Any]] = {
     "full recompute": {"recompute": "full"},
     "full recompute, inputs swapped": {"recompute": "full", "swapped_tokens": 256},
     "full recompute, inputs partly swapped": {"recompute": "full", "swapped_tokens": 128},
+    "every second layer's recompute": {"recompute": "full", "recompute_layers": "every-2"},
+    "the first layer's recompute": {"recompute": "full", "recompute_layers": "first-1"},
+    "grouped recompute": {"recompute": "full", "recompute_layers": "groups-2"},
+    "one group's recompute": {"recompute": "full", "recompute_layers": "groups-8"},
     "selective recompute": {"recompute": "selective"},
     "operator recompute": {"recompute": "operators"},
     "full swap": {"swapped_tokens": 256},
@@ -52,6 +57,15 @@ def test_offloaded_inputs_leave_the_gradients_to_autograd(name: str, memory_poli
     decisions = decide(MODELS[name], micro_batch=1, global_batch=2, **fields)
     assert decisions.offload_inputs
     assert_gradients_equal_autograds(decisions)
+
+
+@pytest.mark.parametrize("layers", ["every-2", "first-2", "groups-2", "groups-3"])
+@pytest.mark.parametrize("name", ["gpt2", "qwen3"])
+def test_layers_that_differ_leave_the_gradients_to_autograd(name: str, layers: str) -> None:
+    fields = {"recompute": "full", "recompute_layers": layers, "micro_batch": 1, "global_batch": 2}
+    deeper = msgspec.structs.replace(MODELS[name], layers=5)
+    assert_gradients_equal_autograds(decide(deeper, **fields))
+    assert_gradients_equal_autograds(decide(deeper, memory_policy="caching", **fields))
 
 
 @pytest.mark.parametrize("policy", ["keep", *POLICIES])

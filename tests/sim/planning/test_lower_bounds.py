@@ -171,6 +171,35 @@ def test_unequal_stages_are_not_below_their_lower_bound(pp_layers: tuple[int, ..
         assert bound.host_bytes_per_node <= played.peak_host_bytes_per_node
 
 
+@pytest.mark.parametrize("layers", ["every-2", "first-3", "groups-2", "groups-3"])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(tp=2, sequence_parallel=True, cp=3, zero=1),
+        Layout(tp=2, pp=3),
+        Layout(pp=3, schedule="interleaved", virtual_stages=2, tp=2, sequence_parallel=True),
+        Layout(tp=2, pp=3, pp_layers=(1, 9, 4), schedule="zero-bubble"),
+    ],
+    ids=layout_label,
+)
+def test_layers_that_differ_are_not_below_their_lower_bound(layout: Layout, layers: str) -> None:
+    cluster, hardware = with_memory(*load_cluster("a800-1x8"), device_bytes=ROOM, host_bytes=ROOM)
+    cluster = msgspec.structs.replace(cluster, devices_per_node=6)
+    base = Decisions(model=shallow(14), layout=layout, seq_tokens=3 << 13, global_batch=6, loss_chunk_tokens=4096)
+    for policy in ("planned", "eager"):
+        decisions = msgspec.structs.replace(
+            base, recompute="full", recompute_layers=layers, memory_policy=policy, loss="blocks"
+        )
+        bounds = LowerBounds(hardware, cluster)
+        played = simulate(decisions, hardware, cluster).prediction
+        keep = msgspec.structs.replace(decisions, recompute="none", recompute_layers="all")
+        for bound in (bounds.of(decisions), bounds.rough(decisions, keep=keep)):
+            assert bound.step_s <= played.step_s
+            assert bound.device_bytes <= played.peak_device_bytes
+            assert bound.host_bytes_per_node <= played.peak_host_bytes_per_node
+        assert not bounds.reach(decisions, played.step_s * 1.0001)
+
+
 @pytest.mark.parametrize(
     "layout",
     [

@@ -320,6 +320,17 @@ def test_columns_of_the_frameworks_loss_states_and_inputs_pin_their_knobs(tmp_pa
     assert (default.pins.loss_chunk_tokens, default.pins.offload_inputs) == (None, None)
 
 
+def test_a_row_says_which_layers_are_recomputed(tmp_path: Path) -> None:
+    row = {**ROW, "system": "fsdp", "tp": "", "cp": "", "alpha": "", "recompute": "full", "memory_plan": "no"}
+    rows = ({**row, "recompute_layers": layers} for layers in ("", "every-2"))
+    columns = [*COLUMNS, "recompute_layers"]
+    whole, some = load_cases(str(case_file(tmp_path, *rows, columns=columns)))
+    assert question_of(whole.question).pins.recompute_layers is None
+    assert question_of(some.question).pins.recompute_layers == "every-2"
+    with refused(BadInput, where="column recompute_layers", got="'every-0'"):
+        load_cases(str(case_file(tmp_path, {**row, "recompute_layers": "every-0"}, columns=columns)))
+
+
 def test_a_framework_that_offloads_nothing_is_not_taken_to(tmp_path: Path) -> None:
     row = {**ROW, "offload_inputs": "no"}
     (case,) = load_cases(str(case_file(tmp_path, row, columns=[*COLUMNS, "offload_inputs"])))

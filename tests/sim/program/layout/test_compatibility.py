@@ -17,6 +17,7 @@ BIDIRECTIONAL = msgspec.structs.replace(GPT, bidirectional=True)
 WIDE_HEADS = msgspec.structs.replace(GPT, heads=1, kv_heads=1, head_dim=256)
 PLAIN = Kernels(attention="plain")
 CHUNKS = {"recompute": "full", "attention_chunk_tokens": 512}
+EVERY_SECOND = {"recompute": "full", "recompute_layers": "every-2"}
 
 
 def multiplexed(**changes: Any) -> Layout:
@@ -152,6 +153,33 @@ BREAKS: dict[str, tuple[Layout, dict[str, Any], str]] = {
         Layout(),
         {"recompute": "selective", "swapped_tokens": 1024},
         "alpha 0.5 (1024 tokens) with recompute selective",
+    ),
+    "layers of full recompute: recompute": (Layout(), {"recompute_layers": "first-2"}, "first-2 with recompute none"),
+    "layers of full recompute: swapped_tokens": (
+        Layout(),
+        {"swapped_tokens": 128, **EVERY_SECOND},
+        "128 with recompute_layers every-2",
+    ),
+    "layers of full recompute: mlp_chunk_tokens": (
+        Layout(),
+        {"mlp_chunk_tokens": 512, **EVERY_SECOND},
+        "512 with recompute_layers every-2",
+    ),
+    "layers of full recompute: attention_chunk_tokens": (
+        Layout(),
+        {**CHUNKS, **EVERY_SECOND},
+        "512 with recompute_layers every-2",
+    ),
+    "layers of full recompute: metp": (Layout(metp=2), EVERY_SECOND, "2 with recompute_layers every-2"),
+    "layers of full recompute: subsequences": (
+        Layout(subsequences=2),
+        EVERY_SECOND,
+        "2 with recompute_layers every-2",
+    ),
+    "layers of full recompute: zero": (
+        Layout(dp=2, zero=3),
+        {"global_batch": 2, "recompute": "full", "recompute_layers": "groups-2"},
+        "3 with recompute_layers groups-2",
     ),
     "MLP in row blocks: recompute": (Layout(), {"mlp_chunk_tokens": 512}, "512 with recompute none"),
     "FlashAttention 1: head_dim": (
