@@ -24,7 +24,7 @@ from memo_sim.planning.question import Question
 from memo_sim.planning.subsequences import swap_each
 from memo_sim.program.arena.library_workspaces import RESULTS
 from memo_sim.program.ir.instruction import Lane
-from memo_sim.program.ir.kinds import BlockKind, TemplateKind
+from memo_sim.program.ir.kinds import BlockKind, FamilyKind, TemplateKind
 from memo_sim.program.ir.work import Rowwise
 from memo_sim.program.layout.attention_chunks import attention_chunks, in_chunks
 from memo_sim.program.layout.rank_order import ENDS, degree
@@ -369,15 +369,26 @@ def _partial_swap(found: SearchResult) -> list[str]:
 
 
 def _full_recompute(found: SearchResult, simulation: Simulation) -> list[str]:
-    """Say what swapped layer inputs, MLP row blocks and attention chunks save in a plan with full recompute."""
+    """Say what rounding buffers take, and what swapped layer inputs, MLP row blocks and attention chunks save."""
     best = found.best
     if best is None or best.policy.recompute != "full":
         return []
     return [
+        *_rounding_buffers(simulation),
         *_swapped_inputs(found, best, simulation),
         *_mlp_chunks(found, best),
         *_attention_chunks(found, best, simulation),
     ]
+
+
+def _rounding_buffers(simulation: Simulation) -> list[str]:
+    """Say that full recompute is played in the rounding buffers, and how large they are."""
+    if not simulation.decisions.rounding_buffers:
+        return []
+    families = simulation.program.families
+    size = sum(f.bytes * f.count for f in families if f.kind is FamilyKind.SKELETAL and f.space == "device")
+    text = f"Both rounding buffers exist all step under full recompute too, {format_bytes(size)}, as in MEMO's executor"
+    return [f"{text}; with --no-rounding-buffers each layer has buffers of its own, which take less."]
 
 
 def _swapped_inputs(found: SearchResult, best: Evaluated, simulation: Simulation) -> list[str]:

@@ -78,6 +78,17 @@ class Question(Chosen):
         """What is pinned, or else the system's own; None: memo-exec's that are faster."""
         return self.pins.rowwise or self.preset.rowwise
 
+    def rounding_buffers(self, recompute: str) -> bool:
+        """Return whether full recompute is played in the rounding buffers: what is pinned, or else the system's own.
+
+        A system's own are part of its planned memory, and an offload window leaves none.
+        """
+        if recompute != "full":
+            return False
+        if self.pins.rounding_buffers is not None:
+            return self.pins.rounding_buffers
+        return self.preset.rounding_buffers and self.memory_policy == "planned" and not self.pins.offload_window
+
     def _loss(self, layout: Layout) -> Loss:
         """Return the form that is given, or else the system's own on that layout."""
         own = self.preset.loss if self.loss == "auto" else self.loss

@@ -14,7 +14,7 @@ from memo_sim.contract.knobs import Overlap
 from memo_sim.contract.plan import Decisions, Kernels, Layout
 from memo_sim.planning import blocks
 from memo_sim.planning.attention_kernels import attention_kernel
-from memo_sim.planning.contradictions import check_pins
+from memo_sim.planning.contradictions import check_pins, check_rounding_buffers
 from memo_sim.planning.layouts import in_words, layouts
 from memo_sim.planning.presets import (
     FULL_RECOMPUTE,
@@ -59,7 +59,9 @@ def policies(question: Question) -> tuple[Policy, ...]:
         UsageError: when pins contradict each other or the system.
     """
     check_pins(question)
-    return blocks.pinned(_by_inputs(_by_recompute(question), question.pins.offload_inputs), question)
+    found = blocks.pinned(_by_inputs(_by_recompute(question), question.pins.offload_inputs), question)
+    check_rounding_buffers(question, {policy.recompute for policy in found})
+    return found
 
 
 def _by_inputs(found: tuple[Policy, ...], offloaded: bool | None) -> tuple[Policy, ...]:
@@ -125,6 +127,7 @@ def candidates(question: Question) -> tuple[list[Candidate], list[str]]:
             if NORMS_KEPT_UNDER_FULL_RECOMPUTE.breaks(rebuilt) and question.pins.recompute is None:
                 continue
             whole = with_alpha(complete, policy.recompute, policy.alpha or 0.0)
+            whole = msgspec.structs.replace(whole, rounding_buffers=question.rounding_buffers(policy.recompute))
             try:
                 cut = blocks.cut(question, whole, policy, chosen)
                 if cut is None:

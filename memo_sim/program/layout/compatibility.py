@@ -211,6 +211,15 @@ SELECTIVE_SWAPS_NOTHING = Rule(
     wanted="0",
     hint="leave --alpha out, or another --recompute",
 )
+ROUNDING_BUFFERS_OF_FULL_RECOMPUTE = Rule(
+    name="rounding buffers: recompute",
+    breaks=lambda d: d.rounding_buffers and d.recompute != "full",
+    what="the choice of rounding buffers belongs to full recompute",
+    where="decisions.rounding_buffers",
+    got=lambda d: f"true with recompute {d.recompute}",
+    wanted="false, or recompute full",
+    hint="--recompute full, or leave --rounding-buffers out: plans that swap have them anyway",
+)
 VIRTUAL_STAGES_INTERLEAVE = Rule(
     name="virtual stages: schedule",
     breaks=lambda d: (d.layout.schedule == "interleaved" and _staged(d)) != (d.layout.virtual_stages > 1),
@@ -419,6 +428,15 @@ RULES = (
         wanted="0",
         hint="--subsequences 8 and an --alpha above 0, or leave --offload-window out",
     ),
+    Rule(
+        name="rounding buffers: offload_window",
+        breaks=lambda d: d.rounding_buffers and d.offload_window > 0,
+        what="in an offload window each subsequence has buffers of its own",
+        where="decisions.offload_window",
+        got=lambda d: f"{d.offload_window} with rounding buffers",
+        wanted="0",
+        hint="--no-rounding-buffers, or leave --offload-window out",
+    ),
     _SUBSEQUENCES.allows("micro_batch", 1),
     _SUBSEQUENCES.allows("layout.cp", 1),
     _SUBSEQUENCES.allows("layout.ulysses", 1),
@@ -441,6 +459,7 @@ RULES = (
         hint="--recompute full rebuilds attention too",
     ),
     SELECTIVE_SWAPS_NOTHING,
+    ROUNDING_BUFFERS_OF_FULL_RECOMPUTE,
     MLP_BLOCKS_UNDER_FULL_RECOMPUTE,
     Rule(
         name="FlashAttention 1: head_dim",

@@ -23,6 +23,8 @@ POLICIES: dict[str, dict[str, Any]] = {
     "full recompute": {"recompute": "full"},
     "full recompute, inputs swapped": {"recompute": "full", "swapped_tokens": 256},
     "full recompute, inputs partly swapped": {"recompute": "full", "swapped_tokens": 128},
+    "rounding buffers, full recompute": {"recompute": "full", "rounding_buffers": True},
+    "rounding buffers, inputs swapped": {"recompute": "full", "rounding_buffers": True, "swapped_tokens": 256},
     "selective recompute": {"recompute": "selective"},
     "operator recompute": {"recompute": "operators"},
     "full swap": {"swapped_tokens": 256},
