@@ -192,7 +192,8 @@ class Activations:
         """Return the rows of a tensor that exist at once; 0 when chunks of it have other slots."""
         if self._shared(tensor):
             return tensor.tokens
-        return min(of.rows_at_once(tensor, self.decisions, shape) for of in (mlp, chunked_attention))
+        block = mlp.rows_at_once(tensor, self.decisions, shape)
+        return min(block, chunked_attention.rows_at_once(tensor, self.decisions, shape))
 
     def bind(self, builder: TemplateBuilder, families: Families) -> None:
         """Add a slot for every skeletal tensor to a forward or backward template that does not have it yet."""
