@@ -474,6 +474,13 @@ class Pins:
         " system's own unless given.",
     )
     """Goes with every system and memory policy, as ``--alpha`` does only where a system leaves alpha open."""
+    rounding_buffers: bool | None = _knob(
+        None,
+        Switch(),
+        "Full recompute: every layer is played in the two rounding buffers, which exist all step (as in MEMO's"
+        " executor), or has buffers of its own. The system's own unless given.",
+    )
+    """Not searched: buffers of a layer's own never take more memory."""
     overlap: Overlap | None = _knob(
         None,
         _one_of(Overlap),

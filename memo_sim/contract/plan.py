@@ -208,6 +208,11 @@ class Decisions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     0: in two rounding buffers that layers use alternately (MEMO 4.1). Otherwise each subsequence has its own buffers.
     They are copied to the host during this many following passes of the stage (SPPO 5.2: 1), and copied back during the
     pass before their backward."""
+    rounding_buffers: bool = False
+    """Whether full recompute plays every layer in the two rounding buffers, which exist all step (MEMO 4.1, 4.3.4).
+
+    Otherwise each layer's forward and backward has skeletal buffers of its own. Plans that swap, or recompute token by
+    token, have the rounding buffers anyway."""
     memory_policy: MemoryPolicy = "planned"
     allocator_limit_gib: Annotated[int, msgspec.Meta(ge=0, le=MOST_LIMIT_GIB)] = 0
     """GiB of the device that PyTorch's allocator and the reserve may take together; 0: all of it.

@@ -24,7 +24,7 @@ from memo_sim.planning.question import Question
 from memo_sim.planning.subsequences import swap_each
 from memo_sim.program.arena.library_workspaces import RESULTS
 from memo_sim.program.ir.instruction import Lane
-from memo_sim.program.ir.kinds import BlockKind, TemplateKind
+from memo_sim.program.ir.kinds import BlockKind, FamilyKind, TemplateKind
 from memo_sim.program.ir.work import Rowwise
 from memo_sim.program.layout.attention_chunks import attention_chunks, in_chunks
 from memo_sim.program.layout.rank_order import ENDS, degree
@@ -370,12 +370,13 @@ def _partial_swap(found: SearchResult) -> list[str]:
 
 
 def _full_recompute(found: SearchResult, simulation: Simulation) -> list[str]:
-    """Say what some layers, swapped inputs, MLP row blocks and attention chunks mean in a plan with full recompute."""
+    """Say what some layers, rounding buffers, swapped inputs, MLP row blocks and attention chunks mean."""
     best = found.best
     if best is None or best.policy.recompute != "full":
         return []
     return [
         *_some_layers(best),
+        *_rounding_buffers(simulation),
         *_swapped_inputs(found, best, simulation),
         *_mlp_chunks(found, best),
         *_attention_chunks(found, best, simulation),
@@ -393,6 +394,16 @@ def _some_layers(best: Evaluated) -> list[str]:
     every = f"the last of every {number} layers of a stage runs"
     which = every if kind == "every" else f"the first {number} layers of each chunk of a stage run"
     return [f"Only {which} forward again; the others keep everything."]
+
+
+def _rounding_buffers(simulation: Simulation) -> list[str]:
+    """Say that full recompute is played in the rounding buffers, and how large they are."""
+    if not simulation.decisions.rounding_buffers:
+        return []
+    families = simulation.program.families
+    size = sum(f.bytes * f.count for f in families if f.kind is FamilyKind.SKELETAL and f.space == "device")
+    text = f"Both rounding buffers exist all step under full recompute too, {format_bytes(size)}, as in MEMO's executor"
+    return [f"{text}; with --no-rounding-buffers each layer has buffers of its own, which take less."]
 
 
 def _swapped_inputs(found: SearchResult, best: Evaluated, simulation: Simulation) -> list[str]:

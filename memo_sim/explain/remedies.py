@@ -8,6 +8,7 @@ from memo_sim.contract.errors import Infeasible
 from memo_sim.contract.knobs import KNOBS, MOST_ZERO
 from memo_sim.contract.plan import Decisions
 from memo_sim.contract.units import format_bytes
+from memo_sim.planning.contradictions import repinned
 from memo_sim.planning.layouts import WITHIN_A_STAGE
 from memo_sim.planning.outcome import Evaluated
 from memo_sim.planning.question import Question
@@ -45,6 +46,8 @@ def _knobs(question: Question, decisions: Decisions) -> list[tuple[str, Decision
     elif decisions.recompute == "full" and not decisions.swapped_tokens and question.pins.offload_inputs is None:
         offloaded = msgspec.structs.replace(decisions, swapped_tokens=decisions.local_tokens)
         found.append(("--offload-inputs", offloaded))
+    if decisions.rounding_buffers:
+        found.append(("--no-rounding-buffers", msgspec.structs.replace(decisions, rounding_buffers=False)))
     if decisions.loss != "fused":
         found.append(("--loss fused", msgspec.structs.replace(decisions, loss="fused")))
     layout = decisions.layout
@@ -55,7 +58,9 @@ def _knobs(question: Question, decisions: Decisions) -> list[tuple[str, Decision
         divided = msgspec.structs.replace(layout, zero_ranks=0)
         found.append((f"--zero-ranks {layout.replicas}", msgspec.structs.replace(decisions, layout=divided)))
     if question.memory_policy != "planned":
-        found.append(("--memory-policy planned", msgspec.structs.replace(decisions, memory_policy="planned")))
+        rounding = repinned(question, memory_policy="planned").rounding_buffers(decisions.recompute)
+        planned = msgspec.structs.replace(decisions, memory_policy="planned", rounding_buffers=rounding)
+        found.append(("--memory-policy planned", planned))
     return found
 
 

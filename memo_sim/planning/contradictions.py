@@ -6,7 +6,7 @@ These are wrong options (``UsageError``). Pins that only some layouts do not go 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from math import ceil
 from typing import Any
@@ -128,6 +128,24 @@ def _check_inputs(question: Question) -> None:
             wanted="one of them",
             hint=f"leave {option} out",
         )
+
+
+def check_rounding_buffers(question: Question, recompute: Collection[str]) -> None:
+    """Refuse a choice of rounding buffers when no policy that is tried recomputes in full: it has no effect.
+
+    Raises:
+        UsageError: naming the option.
+    """
+    pinned = question.pins.rounding_buffers
+    if pinned is None or "full" in recompute:
+        return
+    option = "--rounding-buffers" if pinned else "--no-rounding-buffers"
+    raise UsageError(
+        "the choice of rounding buffers belongs to full recompute; plans that swap always have them",
+        got=f"{option} with recompute {', '.join(sorted(recompute))}",
+        wanted="--recompute full",
+        hint=f"--recompute full, or leave {option} out",
+    )
 
 
 def _check_need(question: Question, knob: Knob, need: Knob) -> None:

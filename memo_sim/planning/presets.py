@@ -5,7 +5,10 @@ memory. The rivals run on PyTorch's caching allocator under an eager framework (
 
     memo               Megatron-LM's model and parallelisms (MEMO 4.3.4): its whole logits, its distributed optimizer
                        with gradients reduced and parameters gathered beside compute (NVIDIA/Megatron-LM#391). Layouts
-                       were tuned by hand (5.2); every one that the paper names has tensor parallelism of 4, 8 or 16
+                       were tuned by hand (5.2); every one that the paper names has tensor parallelism of 4, 8 or 16.
+                       Full recompute, where a question asks for it, is played in the two rounding buffers, which are
+                       allocated before the first step and hold every layer's skeletal tensors (4.1, 4.3.4). Without a
+                       memory plan it is Megatron-LM's (5.3.1), whose tensors PyTorch's allocator serves
     metp               memory-efficient tensor parallelism (Liang et al. 2025) with dp and ZeRO 1 or 3 (its 6.2: FSDP is
                        orthogonal), on planned memory and with MEMO's swap, which the paper has not. No other system
                        searches its degree, so that their figures stay; those whose memory and ZeRO allow it have it
@@ -201,6 +204,8 @@ class System:
     """Tokens of a chunk of the loss, where its authors name them; 0: as ``blocks.py`` chooses."""
     mlp_tiles: bool = False
     """Whether the MLP's row blocks are ceil(tokens / hidden) equal ones (DeepSpeed's TiledMLP)."""
+    rounding_buffers: bool = False
+    """Whether full recompute is played in the two rounding buffers, unless given, where memory is planned."""
     whole_loss: bool = False
     """Whether the logits of all tokens exist at once."""
     subsequences: bool = False
@@ -263,6 +268,7 @@ SYSTEMS = {
             framework="megatron",
             short_sequences=(KEEP,),
             host_allocator="power_of_two",
+            rounding_buffers=True,
             pinnable=("metp",),
             overlap="both",
             least_tp=4,

@@ -14,6 +14,7 @@ from memo_sim.contract.knobs import Chosen, Loss, MemoryPolicy, Overlap, Pins, R
 from memo_sim.contract.model import Model
 from memo_sim.contract.plan import Decisions, Layout
 from memo_sim.planning.presets import System, find_system
+from memo_sim.program.layout.recomputed_layers import ALL
 
 __all__ = ["Pins", "Question", "under_system", "with_libraries", "with_memory"]
 
@@ -77,6 +78,19 @@ class Question(Chosen):
     def rowwise(self) -> RowwiseKernel | None:
         """What is pinned, or else the system's own; None: memo-exec's that are faster."""
         return self.pins.rowwise or self.preset.rowwise
+
+    def rounding_buffers(self, recompute: str) -> bool:
+        """Return whether full recompute is played in the rounding buffers: what is pinned, or else the system's own.
+
+        A system's own are part of its planned memory; an offload window, or layers that keep everything, leave none.
+        """
+        if recompute != "full":
+            return False
+        if self.pins.rounding_buffers is not None:
+            return self.pins.rounding_buffers
+        if self.pins.recompute_layers not in (None, ALL):
+            return False
+        return self.preset.rounding_buffers and self.memory_policy == "planned" and not self.pins.offload_window
 
     def _loss(self, layout: Layout) -> Loss:
         """Return the form that is given, or else the system's own on that layout."""

@@ -14,7 +14,7 @@ from memo_sim.contract.knobs import Overlap
 from memo_sim.contract.plan import Decisions, Kernels, Layout
 from memo_sim.planning import blocks
 from memo_sim.planning.attention_kernels import attention_kernel
-from memo_sim.planning.contradictions import check_pins
+from memo_sim.planning.contradictions import check_pins, check_rounding_buffers
 from memo_sim.planning.layouts import in_words, layouts
 from memo_sim.planning.presets import (
     FULL_RECOMPUTE,
@@ -62,7 +62,9 @@ def policies(question: Question) -> tuple[Policy, ...]:
     """
     check_pins(question)
     found = _by_inputs(_by_recompute(question), question.pins.offload_inputs)
-    return blocks.pinned(_by_layers(found, question.pins.recompute_layers), question)
+    found = blocks.pinned(_by_layers(found, question.pins.recompute_layers), question)
+    check_rounding_buffers(question, {policy.recompute for policy in found})
+    return found
 
 
 def _by_inputs(found: tuple[Policy, ...], offloaded: bool | None) -> tuple[Policy, ...]:
@@ -145,7 +147,8 @@ def candidates(question: Question, tried: tuple[Policy, ...] | None = None) -> t
             if NORMS_KEPT_UNDER_FULL_RECOMPUTE.breaks(rebuilt) and question.pins.recompute is None:
                 continue
             whole = with_alpha(complete, policy.recompute, policy.alpha or 0.0)
-            whole = msgspec.structs.replace(whole, recompute_layers=policy.layers)
+            buffers = question.rounding_buffers(policy.recompute)
+            whole = msgspec.structs.replace(whole, recompute_layers=policy.layers, rounding_buffers=buffers)
             try:
                 cut = blocks.cut(question, whole, policy, chosen)
                 if cut is None:

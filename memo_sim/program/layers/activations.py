@@ -4,7 +4,8 @@ Each policy chooses the families of the skeletal slots in the forward and backwa
 
     keep        one buffer for each micro-batch and layer, from forward to backward
     full        Only the layer input is kept. Backward recomputes the rest into buffers of its own. Swapped inputs use
-                the two rounding buffers: one is read while the next layer's input is prefetched into the other.
+                the two rounding buffers: one is read while the next layer's input is prefetched into the other. With
+                ``rounding_buffers`` all skeletal tensors lie in those two, and inputs are copied out of them.
     selective   keeps everything except tensors that only attention makes (``selective.py``)
     operators   keeps the outputs of every second product and of attention (``operator_recompute.py``)
     rounding    Layers alternate between two buffers (MEMO 4.1). A layer whose buffer is overwritten is offloaded to
@@ -68,7 +69,8 @@ class Activations:
     @property
     def moved(self) -> bool:
         """Whether skeletal tensors are copied out of the buffers that forward writes."""
-        return self.decisions.recompute == "tokenwise" or self.decisions.swapped_tokens > 0
+        decisions = self.decisions
+        return decisions.recompute == "tokenwise" or decisions.swapped_tokens > 0 or decisions.rounding_buffers
 
     @property
     def rounding(self) -> bool:
@@ -138,7 +140,7 @@ class Activations:
                 f"skeletal.{t.name}",
                 kind,
                 t.dtype,
-                t.tokens,
+                rows,
                 t.features,
                 ROUNDING_BUFFERS,
                 "device",
@@ -146,7 +148,7 @@ class Activations:
                 kind=FamilyKind.SKELETAL,
             )
             for t in self._tensors(room)
-            if self._shared(t)
+            if self._bound(t) and (rows := self._rows_at_once(t, room))
         ]
 
     def families(self) -> list[Family]:
@@ -172,7 +174,7 @@ class Activations:
         return tuple(t for t in self.tensors if self._shared(t))
 
     def _shared(self, tensor: Skeletal) -> bool:
-        """Return whether a tensor outlives a forward or backward; recomputed tensors belong to each instance.
+        """Return whether a tensor outlives a forward or backward; recomputed tensors do not.
 
         Full recompute shares only the layer input.
         """
@@ -182,19 +184,29 @@ class Activations:
             return tensor.name not in operator_recompute.rebuilt(self.decisions.model, self.shape)
         return self.decisions.recompute != "full" or tensor.name == "x"
 
+    def _bound(self, tensor: Skeletal) -> bool:
+        """Return whether a tensor has a buffer of the step; other tensors belong to each instance."""
+        return self._shared(tensor) or self.decisions.rounding_buffers
+
+    def _rows_at_once(self, tensor: Skeletal, shape: Shape) -> int:
+        """Return the rows of a tensor that exist at once; 0 when chunks of it have other slots."""
+        if self._shared(tensor):
+            return tensor.tokens
+        block = mlp.rows_at_once(tensor, self.decisions, shape)
+        return min(block, chunked_attention.rows_at_once(tensor, self.decisions, shape))
+
     def bind(self, builder: TemplateBuilder, families: Families, enters: str = "skeletal.x") -> None:
         """Add a slot for every skeletal tensor to a forward or backward template that does not have it yet.
 
         ``enters``: the family of the layer's input.
         """
         for t in self.tensors:
-            if self._shared(t):
+            rows = self._rows_at_once(t, self.shape)
+            if self._shared(t) or (self._bound(t) and rows and not builder.has(t.name)):
                 family = enters if t.name == "x" else f"skeletal.{t.name}"
-                builder.bind(families[family], slot=t.name, tokens=t.tokens)
-            elif not builder.has(t.name):
-                rows = min(of.rows_at_once(t, self.decisions, self.shape) for of in (mlp, chunked_attention))
-                if rows:
-                    builder.own(t.name, BufferClass.SKELETAL, t.dtype, rows, t.features)
+                builder.bind(families[family], slot=t.name, tokens=rows)
+            elif rows and not builder.has(t.name):
+                builder.own(t.name, BufferClass.SKELETAL, t.dtype, rows, t.features)
 
     def offload(self, families: Families) -> TemplateBuilder:
         """Return the template that offloads one layer, in the order in which forward wrote the tensors."""

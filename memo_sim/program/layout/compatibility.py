@@ -234,6 +234,7 @@ SOME_LAYERS = (
     _SOME_LAYERS.allows("decisions.swapped_tokens", 0, because="no layer's tensors are swapped beside kept ones"),
     _SOME_LAYERS.allows("decisions.mlp_chunk_tokens", 0, because="layers that keep everything keep the whole MLP"),
     _SOME_LAYERS.allows("decisions.attention_chunk_tokens", 0, because="other layers keep the whole attention"),
+    _SOME_LAYERS.allows("decisions.rounding_buffers", False, because="two buffers hold layers that are all rebuilt"),
     _SOME_LAYERS.allows("layout.metp", 1, because="METP recomputes a part of every layer anyway"),
     _SOME_LAYERS.allows("layout.subsequences", 1, because="subsequences are priced with layers that are all alike"),
     _SOME_LAYERS.allows(
@@ -251,6 +252,15 @@ SELECTIVE_SWAPS_NOTHING = Rule(
     got=lambda d: f"alpha {d.alpha:.3g} ({d.swapped_tokens} tokens) with recompute {d.recompute}",
     wanted="0",
     hint="leave --alpha out, or another --recompute",
+)
+ROUNDING_BUFFERS_OF_FULL_RECOMPUTE = Rule(
+    name="rounding buffers: recompute",
+    breaks=lambda d: d.rounding_buffers and d.recompute != "full",
+    what="the choice of rounding buffers belongs to full recompute",
+    where="decisions.rounding_buffers",
+    got=lambda d: f"true with recompute {d.recompute}",
+    wanted="false, or recompute full",
+    hint="--recompute full, or leave --rounding-buffers out: plans that swap have them anyway",
 )
 VIRTUAL_STAGES_INTERLEAVE = Rule(
     name="virtual stages: schedule",
@@ -486,6 +496,15 @@ RULES = (
         wanted="0",
         hint="--subsequences 8 and an --alpha above 0, or leave --offload-window out",
     ),
+    Rule(
+        name="rounding buffers: offload_window",
+        breaks=lambda d: d.rounding_buffers and d.offload_window > 0,
+        what="in an offload window each subsequence has buffers of its own",
+        where="decisions.offload_window",
+        got=lambda d: f"{d.offload_window} with rounding buffers",
+        wanted="0",
+        hint="--no-rounding-buffers, or leave --offload-window out",
+    ),
     _SUBSEQUENCES.allows("micro_batch", 1),
     _SUBSEQUENCES.allows("layout.cp", 1),
     _SUBSEQUENCES.allows("layout.ulysses", 1),
@@ -509,6 +528,7 @@ RULES = (
     ),
     SELECTIVE_SWAPS_NOTHING,
     *SOME_LAYERS,
+    ROUNDING_BUFFERS_OF_FULL_RECOMPUTE,
     MLP_BLOCKS_UNDER_FULL_RECOMPUTE,
     Rule(
         name="FlashAttention 1: head_dim",

@@ -92,6 +92,8 @@ def test_every_dropped_edge_is_found(edged: Edged, dropped: int, monkeypatch: py
     [
         {},
         {"recompute": "full"},
+        {"recompute": "full", "rounding_buffers": True},
+        {"recompute": "full", "rounding_buffers": True, "swapped_tokens": 256, "mlp_chunk_tokens": 128},
         {"recompute": "full", "swapped_tokens": 256, "mlp_chunk_tokens": 128},
         {"recompute": "full", "seq_tokens": 320, "micro_batch": 1, "attention_chunk_tokens": 128},
         {"swapped_tokens": 256},

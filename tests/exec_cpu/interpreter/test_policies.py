@@ -28,6 +28,8 @@ POLICIES: dict[str, dict[str, Any]] = {
     "the first layer's recompute": {"recompute": "full", "recompute_layers": "first-1"},
     "grouped recompute": {"recompute": "full", "recompute_layers": "groups-2"},
     "one group's recompute": {"recompute": "full", "recompute_layers": "groups-8"},
+    "rounding buffers, full recompute": {"recompute": "full", "rounding_buffers": True},
+    "rounding buffers, inputs swapped": {"recompute": "full", "rounding_buffers": True, "swapped_tokens": 256},
     "selective recompute": {"recompute": "selective"},
     "operator recompute": {"recompute": "operators"},
     "full swap": {"swapped_tokens": 256},

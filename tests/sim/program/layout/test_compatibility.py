@@ -136,6 +136,12 @@ BREAKS: dict[str, tuple[Layout, dict[str, Any], str]] = {
         {"offload_window": 1, "swapped_tokens": 128},
         "1 with 1 subsequences, 128 tokens swapped",
     ),
+    "rounding buffers: recompute": (Layout(), {"rounding_buffers": True}, "true with recompute none"),
+    "rounding buffers: offload_window": (
+        Layout(subsequences=2),
+        {"rounding_buffers": True, "recompute": "full", "swapped_tokens": 2048, "offload_window": 1},
+        "1 with rounding buffers",
+    ),
     "subsequences: micro_batch": (
         Layout(subsequences=2),
         {"micro_batch": 2, "global_batch": 2},
