@@ -21,7 +21,16 @@ from memo_sim.contract.codec import decode_object, read_raw
 from memo_sim.contract.errors import BadInput, UsageError, did_you_mean
 from memo_sim.contract.knobs import Loss, Recompute, RowwiseKernel, Schedule, States
 from memo_sim.contract.plan import Status
-from memo_sim.contract.units import MOST_TOKENS, Degree, Layers, SequenceTokens, Width, ZeroLevel, parse_numbers
+from memo_sim.contract.units import (
+    MOST_TOKENS,
+    Degree,
+    Layers,
+    SequenceTokens,
+    Width,
+    ZeroLevel,
+    format_tokens,
+    parse_numbers,
+)
 from memo_sim.contract.validation import Expectation
 
 SHIPPED = DATA / "cases"
@@ -150,6 +159,14 @@ class CaseQuestion:
         """The knobs that the row pins by name."""
         given: dict[str, Any] = {**self.integers, **self.words, "alpha": self.alpha, "pp_layers": self.pp_layers}
         return {name: given[name] for name in (*PINNED_COLUMNS, *PINNED_OPTIONAL_COLUMNS) if name in given}
+
+    @property
+    def subject(self) -> str:
+        """What rows share that differ in their plan alone: model, machine, length and sequences in a step."""
+        of_the_model = [f"{name} {self.integers[name]}" for name in sorted(SIZES & set(self.integers))]
+        power = [f"{self.integers['power_w']} W"] if "power_w" in self.integers else []
+        batch = f"{self.integers.get('global_batch', 1)} x {format_tokens(self.seq_tokens)}"
+        return ", ".join([self.model, *of_the_model, self.cluster, *power, batch])
 
 
 @dataclass(frozen=True, slots=True)
