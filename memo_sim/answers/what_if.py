@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from math import exp, expm1
 from pathlib import Path
 
 import msgspec
 
 import memo_sim
+from memo_sim.contract.accuracy import Setting
 from memo_sim.contract.attention_kernels import PRICED_ONLY
 from memo_sim.contract.codec import check_distinct, check_not_read, check_writable, sha256_of, write
 from memo_sim.contract.errors import Infeasible, UsageError
@@ -17,6 +19,7 @@ from memo_sim.contract.progress import Progress
 from memo_sim.contract.result import Result
 from memo_sim.engine.simulate import Simulation
 from memo_sim.explain.answer import explain, plan_title
+from memo_sim.explain.runner_up import Closeness
 from memo_sim.planning.arena import Arena, arena_of
 from memo_sim.planning.layouts import cuts_sequences
 from memo_sim.planning.presets import Policy
@@ -24,7 +27,7 @@ from memo_sim.planning.question import Question
 from memo_sim.planning.search import Evaluated, SearchResult, play, search
 from memo_sim.planning.space import policies
 from memo_sim.program.lower import program_sha256
-from memo_sim.validation.intervals import setting_of, shipped_errors, step_interval, without_interval
+from memo_sim.validation.intervals import LEVEL, setting_of, shipped_spread, step_interval, without_interval
 from memo_sim.views.pictures import FORMATS
 from memo_sim.views.plan_table import step_line
 
@@ -130,7 +133,7 @@ def what_if(
         pruned=found.pruned,
         why=[
             *_certainty(question, simulation, interval),
-            *explain(question, found, simulation, arena, interval=interval),
+            *explain(question, found, simulation, arena, close=_close(question, found)),
             *beyond,
         ],
         front=[_row(e, question) for e in found.front],
@@ -142,7 +145,34 @@ def what_if(
 def interval_of(question: Question, decisions: Decisions, prediction: Prediction) -> StepInterval | None:
     """Return the interval of a plan's step, from the errors that ship with memo; None where there is none."""
     setting = setting_of(question.system, decisions, question.hardware, prediction)
-    return step_interval(prediction.step_s, setting, shipped_errors())
+    return step_interval(prediction.step_s, setting, shipped_spread())
+
+
+def _close(question: Question, found: SearchResult) -> Closeness | None:
+    """Return which plans predictions cannot tell from the best; None where no plan fits or too little is known."""
+    best = found.best
+    if best is None or best.prediction.step_s is None:
+        return None
+    spread = shipped_spread()
+
+    def setting(plan: Evaluated) -> Setting:
+        return setting_of(question.system, plan.decisions, question.hardware, plan.prediction)
+
+    mine = setting(best)
+    same = spread.margin(mine, mine)
+    if same is None:
+        return None
+    alike = others = 0
+    for rival in found.ranked:
+        theirs = setting(rival)
+        margin = spread.margin(mine, theirs)
+        if rival is best or rival.prediction.step_s is None or margin is None:
+            continue
+        if rival.prediction.step_s > best.prediction.step_s * exp(margin.half):
+            continue
+        alike += margin.pairs > 0
+        others += margin.pairs == 0
+    return Closeness(expm1(same.half), LEVEL, same.pairs, same.sources, alike, others)
 
 
 def _certainty(question: Question, best: Simulation | None, interval: StepInterval | None) -> list[str]:
@@ -152,7 +182,7 @@ def _certainty(question: Question, best: Simulation | None, interval: StepInterv
     if interval is not None:
         return [step_line(best.prediction.step_s, interval)]
     setting = setting_of(question.system, best.decisions, question.hardware, best.prediction)
-    return [without_interval(setting, shipped_errors())]
+    return [without_interval(setting, shipped_spread())]
 
 
 def _best_that_fits(question: Question, found: SearchResult) -> tuple[Simulation | None, Arena | None]:
@@ -192,7 +222,7 @@ def price(plan: Plan, question: Question) -> Answer:
         pruned=0,
         why=[
             *(sure if simulation else []),
-            *explain(question, found, simulation, arena, interval=interval),
+            *explain(question, found, simulation, arena),
             *_idle(plan.decisions, question),
         ],
     )

@@ -68,6 +68,8 @@ class ErrorGroup(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     kernels: dict[str, str]
     rows: dict[str, Annotated[list[float], msgspec.Meta(min_length=3, max_length=3)]]
     """[tokens of a sequence, devices, log(measured step time / predicted step time)] by case."""
+    questions: dict[str, str] = {}
+    """What rows share that differ in their plan alone, by case; empty in files of earlier versions."""
 
 
 class PublishedErrors(

@@ -91,6 +91,8 @@ class CaseReport(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     fitted: bool
     model: str = ""
     seq_tokens: int = 0
+    question: str = ""
+    """What rows share that differ in their plan alone: model, cluster, length and sequences in a step."""
     interval: Interval | None = None
     """Null when nothing was predicted, or when other sources have fewer than five rows of the same class."""
 

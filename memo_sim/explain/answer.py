@@ -9,13 +9,13 @@ import msgspec
 
 from memo_sim.contract.hardware import BOARD, DISTURBED, POWER
 from memo_sim.contract.knobs import FrameworkLibrary
-from memo_sim.contract.plan import Decisions, Prediction, StepInterval
+from memo_sim.contract.plan import Decisions, Prediction
 from memo_sim.contract.units import counted, format_bytes, format_seconds, format_tokens
 from memo_sim.engine.simulate import ALLOCATOR, Simulation
 from memo_sim.explain.attention import attention
 from memo_sim.explain.metp import metp
 from memo_sim.explain.remedies import ways_out
-from memo_sim.explain.runner_up import allocator_decides, closer_than_the_interval, label, runner_up, ties
+from memo_sim.explain.runner_up import Closeness, allocator_decides, closer_than_the_interval, label, runner_up, ties
 from memo_sim.explain.subsequences import balance, heuristic, subsequences
 from memo_sim.planning.arena import Arena
 from memo_sim.planning.outcome import Evaluated, SearchResult
@@ -60,11 +60,11 @@ def explain(
     simulation: Simulation | None,
     arena: Arena | None = None,
     *,
-    interval: StepInterval | None = None,
+    close: Closeness | None = None,
 ) -> list[str]:
     """Return the reasons, most important first. When no plan fits, return what is missing and what would help.
 
-    ``interval`` is that of the best plan's step.
+    ``close`` are the plans that cannot be told from the best.
     """
     if simulation is None:
         return _nothing_fits(question, found)
@@ -90,7 +90,7 @@ def explain(
         *runner_up(found),
         *allocator_decides(found),
         *ties(found),
-        *closer_than_the_interval(found, interval),
+        *closer_than_the_interval(close),
     ]
     if outside := simulation.outside_shares:
         listed = ", ".join(f"{name} ({share:.0%} of the step)" for name, share in outside.items())

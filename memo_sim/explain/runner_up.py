@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from memo_sim.contract.plan import Prediction, StepInterval
+from dataclasses import dataclass
+
+from memo_sim.contract.plan import Prediction
 from memo_sim.contract.units import counted, format_bytes, format_seconds
 from memo_sim.engine.simulate import ALLOCATOR
 from memo_sim.planning.outcome import Evaluated, SearchResult, ranked_s
@@ -93,20 +95,39 @@ def ties(found: SearchResult) -> list[str]:
     return [f"Equally fast (within {TIED:.1%}): {listed}{more}. They are ranked by {decides}."]
 
 
-def closer_than_the_interval(found: SearchResult, interval: StepInterval | None) -> list[str]:
-    """Say how many plans differ from the best by less than a prediction's error."""
-    best = found.best
-    if best is None or best.prediction.step_s is None or interval is None:
+@dataclass(frozen=True)
+class Closeness:
+    """Plans that differ from the best by less than the error of a comparison.
+
+    ``plans`` of them have the best plan's class of errors. For these, ``margin`` says by which fraction the ratio of
+    two steps may be off, from ``pairs`` of published plans in ``sources`` publications; ``level`` is the share of such
+    pairs that it holds. ``others`` have another class: another kind of memory, or allocation retries.
+    """
+
+    margin: float
+    level: float
+    pairs: int
+    sources: int
+    plans: int
+    others: int = 0
+
+
+def closer_than_the_interval(close: Closeness | None) -> list[str]:
+    """Say how many plans are closer to the best than two predictions can be compared."""
+    if close is None or close.plans + close.others == 0:
         return []
-    step_s = best.prediction.step_s
-    margin = max(interval.high_s / step_s, step_s / interval.low_s) - 1 if interval.low_s else float("inf")
-    others = [e for e in found.ranked if e is not best and e.prediction.step_s is not None]
-    close = sum((e.prediction.step_s or 0.0) <= step_s * (1 + margin) for e in others)
-    if not close:
-        return []
-    plans = "1 other plan is" if close == 1 else f"{close} other plans are"
-    text = f"{plans} within {margin:.1%} of the best, closer than the interval; measured, one of them may be faster"
-    return [f"{text}."]
+    lines = []
+    if close.plans:
+        plans = "1 other plan is" if close.plans == 1 else f"{close.plans} other plans are"
+        known = f"{counted(close.pairs, 'pair')} of plans in {counted(close.sources, 'source')}"
+        text = f"{plans} within {close.margin:.1%} of the best, closer than the interval of their difference"
+        text += f" ({100 * close.level:.0f} %, from {known}); measured, one of them may be faster."
+        lines.append(text)
+    if close.others:
+        plans = "1 plan" if close.others == 1 else f"{close.others} plans"
+        text = f"{plans} with another kind of memory, or with and without allocation retries, may be faster too"
+        lines.append(f"{text}: errors of such plans are not shared, and their intervals meet.")
+    return lines
 
 
 def _beside(best: Evaluated, other: Evaluated) -> str:

@@ -7,7 +7,7 @@ writes the file again, and reviewers see that in the change.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from math import expm1, log1p
+from math import ceil, expm1, log1p
 from pathlib import Path
 
 from memo_sim.contract import codec
@@ -18,8 +18,8 @@ from memo_sim.contract.units import counted
 from memo_sim.contract.validation import CaseReport, Validation
 from memo_sim.validation.intervals import (
     ERRORS,
+    LEAST_CASES,
     LEVEL,
-    bounds,
     by_source_and_system,
     errors_document,
     errors_of,
@@ -29,6 +29,9 @@ from memo_sim.validation.intervals import (
 from memo_sim.views.accuracy import judged_error, summarise
 
 ACCEPTED = DATA / "accuracy.json"
+
+WHOLE = 1e-9
+"""Slack for a product that is a whole number but for rounding."""
 
 ROUNDING = 5e-4
 """A mean error may grow by this fraction (0.05 %) and still pass: it allows for the rounding in the file."""
@@ -55,6 +58,19 @@ def _group(cases: Sequence[CaseReport]) -> GroupAccuracy:
         quantity=next((q for case in predicted if (q := judged(case))), "") if between else "",
         errors={case.case: round(e, 4) for case in predicted if (e := judged_error(case)) is not None},
     )
+
+
+def bounds(ratios: Sequence[float]) -> tuple[float, float] | None:
+    """Return the shortest range around 0 that holds ``LEVEL`` of n + 1 cases; None for fewer than ``LEAST_CASES``.
+
+    Of equally short ranges it is the lowest.
+    """
+    if len(ratios) < LEAST_CASES:
+        return None
+    ordered = sorted(ratios)
+    held = min(len(ordered), ceil(LEVEL * (len(ordered) + 1) - WHOLE))
+    ends = [(min(0.0, low), max(0.0, high)) for low, high in zip(ordered, ordered[held - 1 :], strict=False)]
+    return min(ends, key=lambda end: (end[1] - end[0], end[0]))
 
 
 def load_accepted(path: Path = ACCEPTED) -> Accuracies:

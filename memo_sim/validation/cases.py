@@ -28,6 +28,7 @@ from memo_sim.contract.units import (
     SequenceTokens,
     Width,
     ZeroLevel,
+    format_tokens,
     parse_layer_choice,
     parse_numbers,
 )
@@ -167,6 +168,14 @@ class CaseQuestion:
         apart = {name: getattr(self, name) for name in ("alpha", "pp_layers", "recompute_layers")}
         given: dict[str, Any] = {**self.integers, **self.words, **apart}
         return {name: given[name] for name in (*PINNED_COLUMNS, *PINNED_OPTIONAL_COLUMNS) if name in given}
+
+    @property
+    def subject(self) -> str:
+        """What rows share that differ in their plan alone: model, machine, length and sequences in a step."""
+        of_the_model = [f"{name} {self.integers[name]}" for name in sorted(SIZES & set(self.integers))]
+        power = [f"{self.integers['power_w']} W"] if "power_w" in self.integers else []
+        batch = f"{self.integers.get('global_batch', 1)} x {format_tokens(self.seq_tokens)}"
+        return ", ".join([self.model, *of_the_model, self.cluster, *power, batch])
 
 
 @dataclass(frozen=True, slots=True)

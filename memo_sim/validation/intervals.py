@@ -1,30 +1,50 @@
-"""Gives each prediction an interval, from the errors on published rows of the same class.
+"""Gives each prediction an interval, from the errors on published rows of the same class and of other sources.
 
 A class is a GPU generation, a class of frameworks, and whether the allocator retries allocations: where it does, the
 retries decide the step, and errors are many times as large.
 
 The errors are log(measured step time / predicted step time) of rows on which nothing was fitted; they ship with memo
-(``data/errors.json``, written by ``memo-sim validate --all --accept``). An interval of level L is the shortest range
-that holds the prediction and L of n + 1 errors, n of which are known:
+(``data/errors.json``, written by ``memo-sim validate --all --accept``). Rows of one source share their hardware, their
+software and their error, so sources count, not rows. An interval is the prediction times exp(-half) to exp(+half):
 
-    n = 9, L = 0.8    x[x x . x x x x x]        eight of nine: the one that is far off is left out
-    n = 5            [x x x x x]                where n is small, all of them
+    half = factor x spread x sqrt(1 + steps)
 
-This is split-conformal prediction: nothing is fitted to the rows but these two ends. A row's own interval comes from
-the rows of other sources only, because rows of one source share their hardware, their software and their error.
+``spread`` is the class's: the typical error that 80 % of a source's rows stay below. It is the geometric mean over the
+class's sources and one more that has the mean of all classes. So a class of one or two sources borrows from the others,
+and a class of many does not. A source of n rows weighs n / (n + 1).
 
-The interval is wider where no row was measured. Every doubling of the sequence beyond the longest row, every doubling
-of devices beyond the most, and every kernel that no row has counts as one step into the unknown, and adds the whole
-interval once more: the errors of such steps may all have the same sign. ``held_out`` tests all of it: each source is
-left out, and its rows are counted that lie in the interval from the others.
+``steps`` is how far the plan lies outside what was measured: a step is a doubling of the sequence beyond the longest
+row of the class, a doubling of devices beyond the most, or a kernel that no row has. The errors of steps are taken as
+independent and as large as the spread, so their variances add.
+
+``factor`` is what makes 80 % of new sources' rows lie inside. Each source is left out in turn, spread and steps are
+taken from the others, and its rows are scored by |error| / (spread x sqrt(1 + steps)). The factor is the 80 % quantile
+of all scores, where every source has the same weight, and a source that nobody has seen yet has that weight at
+infinity. It needs four sources.
+
+This is conformal prediction for data in groups (R. F. Barber et al., "Conformal prediction beyond exchangeability",
+2023, section 3: weighted quantiles; R. Dunn, L. Wasserman, A. Ramdas, "Distribution-free prediction sets for two-layer
+hierarchical models", 2023, and Y. Lee, R. F. Barber, R. Willett, "Distribution-free inference with hierarchical data",
+2023: each group weighs the same, and the new group's weight lies at infinity), with scores divided by a local spread
+(J. Lei et al., "Distribution-free predictive inference for regression", 2018, section 5.2). Like a jackknife, it
+scores a source by the spread of one source less than an interval has. The spread is the posterior mean of a normal
+model of the sources' log spreads, where the prior is worth one source: the variance between classes is taken to be that
+between sources of a class. n / (n + 1) says that one row's log error varies as much again.
+
+``held_out`` tests all of it: each source is left out, and its rows are counted that lie in the interval from the
+others.
+
+``ErrorSpread.margin`` says how far the ratio of two plans' predictions may be off. It has the same spread and steps;
+its factor comes from the differences of errors of two rows of one source that ask the same question.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
-from functools import cache
-from math import ceil, exp, expm1, log, log2
+from dataclasses import dataclass, field
+from functools import cache, cached_property
+from itertools import combinations
+from math import ceil, exp, expm1, hypot, inf, log, log2, sqrt
 from pathlib import Path
 
 import msgspec
@@ -41,10 +61,22 @@ from memo_sim.views.accuracy import JUDGED, HeldOut, class_label
 
 LEVEL = 0.8
 LEAST_CASES = 5
-"""With fewer rows there is no interval: they say too little about the spread of errors."""
+"""With fewer rows of its class a prediction has no interval: they say too little about the spread of errors."""
+LEAST_SOURCES = 4
+"""With fewer sources, more than a fifth of the weight lies on sources that nobody has seen."""
+PRIOR_SOURCES = 1.0
+"""How many sources of a class the mean of all classes is worth."""
+PRIOR_ROWS = 1.0
+"""How many rows of a source vary as much as sources of a class do."""
+LEAST_SPREAD = 1e-3
+"""Published figures have three digits; a smaller error says nothing."""
 
 ROUNDING = 1e-9
 """Slack for a product that is a whole number but for rounding."""
+
+ALL = "all classes"
+DIFFERENCES = "two plans of one question"
+"""Names of the tests over all classes, of the intervals and of the margins."""
 
 ERRORS = DATA / "errors.json"
 
@@ -57,6 +89,8 @@ class PublishedError:
     source: str
     setting: Setting
     log_ratio: float
+    question: str = ""
+    """What rows share that differ in their plan alone; empty where it is not known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,13 +152,13 @@ def _flat(document: PublishedErrors) -> Iterable[PublishedError]:
                 devices=int(devices),
                 kernels=group.kernels,
             )
-            yield PublishedError(case, group.source, setting, ratio)
+            yield PublishedError(case, group.source, setting, ratio, group.questions.get(case, ""))
 
 
 def errors_of(validation: Validation) -> list[PublishedError]:
     """Return the errors of a validation's rows that were predicted, measured and not fitted."""
     return [
-        PublishedError(case.case, case.source, case.predicted.setting, ratio)
+        PublishedError(case.case, case.source, case.predicted.setting, ratio, case.question)
         for case in validation.cases
         if case.predicted.setting is not None and (ratio := log_ratio(case)) is not None
     ]
@@ -149,6 +183,8 @@ def errors_document(errors: Iterable[PublishedError]) -> PublishedErrors:
             ),
         )
         group.rows[error.case] = [setting.seq_tokens, setting.devices, round(error.log_ratio, 4)]
+        if error.question:
+            group.questions[error.case] = error.question
     return PublishedErrors(groups=[groups[key] for key in sorted(groups)])
 
 
@@ -166,67 +202,193 @@ def log_ratio(report: CaseReport) -> float | None:
     return -ratio if quantity == "step_ms" else ratio
 
 
-def bounds(ratios: Sequence[float]) -> tuple[float, float] | None:
-    """Return the shortest range around 0 that holds ``LEVEL`` of n + 1 cases; None for fewer than ``LEAST_CASES``.
-
-    Of equally short ranges it is the lowest.
-    """
-    if len(ratios) < LEAST_CASES:
-        return None
-    ordered = sorted(ratios)
-    held = min(len(ordered), ceil(LEVEL * (len(ordered) + 1) - ROUNDING))
-    ends = [(min(0.0, low), max(0.0, high)) for low, high in zip(ordered, ordered[held - 1 :], strict=False)]
-    return min(ends, key=lambda end: (end[1] - end[0], end[0]))
+Class = tuple[str, Framework, bool]
+"""GPU generation, class of frameworks, allocation retries."""
 
 
-def band(setting: Setting, errors: Iterable[PublishedError]) -> Band | None:
-    """Return the interval of a prediction from those ``errors`` that have its class; None where they are too few."""
-    alike = _of_class(setting, errors)
-    between = bounds([error.log_ratio for error in alike])
-    if between is None:
-        return None
-    steps, beyond = _beyond(setting, alike)
-    return Band(
-        low=between[0] * (1 + steps),
-        high=between[1] * (1 + steps),
-        rows=len(alike),
-        sources=len({error.source for error in alike}),
-        beyond=beyond,
-    )
-
-
-def _of_class(setting: Setting, errors: Iterable[PublishedError]) -> list[PublishedError]:
-    """Return the errors of the same class; none where the generation is not known."""
-    asked = _class_of(setting)
-    return [e for e in errors if setting.generation and _class_of(e.setting) == asked]
-
-
-def _class_of(setting: Setting) -> tuple[str, Framework, bool]:
+def _class_of(setting: Setting) -> Class:
     return setting.generation, setting.framework, setting.allocation_retries
 
 
-def _beyond(setting: Setting, alike: Sequence[PublishedError]) -> tuple[float, tuple[str, ...]]:
-    """Return how many steps lie between a setting and the measured ones, and what they are."""
-    steps, told = 0.0, []
-    longest = max(e.setting.seq_tokens for e in alike)
-    if setting.seq_tokens > longest:
-        steps += log2(setting.seq_tokens / longest)
-        told.append(f"{format_tokens(setting.seq_tokens)} tokens (the longest row has {format_tokens(longest)})")
-    most = max(e.setting.devices for e in alike)
-    if setting.devices > most:
-        steps += log2(setting.devices / most)
-        told.append(f"{setting.devices} devices (the largest row has {most})")
-    for name, kernel in sorted(setting.kernels.items()):
-        measured = {e.setting.kernels[name] for e in alike if name in e.setting.kernels}
-        if measured and kernel not in measured:
-            steps += 1
-            told.append(f"{name} {kernel} (the rows have {', '.join(sorted(measured))})")
-    return steps, tuple(told)
+class _Reach:
+    """What the rows of one class cover: the longest sequence, the most devices, the kernels."""
+
+    def __init__(self, settings: Iterable[Setting]) -> None:
+        known = list(settings)
+        self.longest = max(s.seq_tokens for s in known)
+        self.most = max(s.devices for s in known)
+        self.kernels: dict[str, set[str]] = {}
+        for setting in known:
+            for name, kernel in setting.kernels.items():
+                self.kernels.setdefault(name, set()).add(kernel)
+
+    def beyond(self, setting: Setting) -> tuple[float, tuple[str, ...]]:
+        """Return how many steps lie between a setting and the rows, and what they are."""
+        steps, told = 0.0, []
+        if setting.seq_tokens > self.longest:
+            steps += log2(setting.seq_tokens / self.longest)
+            shown = format_tokens(self.longest)
+            told.append(f"{format_tokens(setting.seq_tokens)} tokens (the longest row has {shown})")
+        if setting.devices > self.most:
+            steps += log2(setting.devices / self.most)
+            told.append(f"{setting.devices} devices (the largest row has {self.most})")
+        for name, kernel in sorted(setting.kernels.items()):
+            measured = self.kernels.get(name)
+            if measured and kernel not in measured:
+                steps += 1
+                told.append(f"{name} {kernel} (the rows have {', '.join(sorted(measured))})")
+        return steps, tuple(told)
 
 
-def step_interval(step_s: float | None, setting: Setting, errors: Sequence[PublishedError]) -> StepInterval | None:
+class _Spreads:
+    """The typical error of a source, by class, drawn towards the mean of all classes (log errors)."""
+
+    def __init__(self, errors: Iterable[PublishedError]) -> None:
+        rows: dict[tuple[str, Class], list[float]] = {}
+        for error in errors:
+            rows.setdefault((error.source, _class_of(error.setting)), []).append(abs(error.log_ratio))
+        weighed = {
+            key: (len(known) / (len(known) + PRIOR_ROWS), log(max(LEAST_SPREAD, _quantile(known, LEVEL))))
+            for key, known in rows.items()
+        }
+        self._all = _mean(weighed.values())
+        classes = {name for _, name in weighed}
+        prior = (PRIOR_SOURCES, self._all)
+        self._by_class = {
+            name: _mean([prior, *(each for (_, own), each in weighed.items() if own == name)]) for name in classes
+        }
+
+    def of(self, name: Class) -> float:
+        """Return the spread of a class; that of all classes for one without rows."""
+        return exp(self._by_class.get(name, self._all))
+
+
+def _mean(weighed: Iterable[tuple[float, float]]) -> float:
+    """Return the mean of (weight, value) pairs; 0 where there is none."""
+    pairs = list(weighed)
+    total = sum(weight for weight, _ in pairs)
+    return sum(weight * value for weight, value in pairs) / total if total else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Margin:
+    """How far the ratio of two predictions may be off, as a log ratio, with the pairs of rows that it comes from."""
+
+    half: float
+    pairs: int
+    sources: int
+
+
+class ErrorSpread:
+    """The errors on published rows, and the intervals and margins that follow from them (see the module)."""
+
+    def __init__(self, errors: Iterable[PublishedError]) -> None:
+        self.errors = tuple(error for error in errors if error.setting.generation)
+        self.sources = sorted({error.source for error in self.errors})
+        self.differences = tuple(_differences(self.errors))
+        self._without: dict[str, ErrorSpread] = {}
+        by_class: dict[Class, list[PublishedError]] = {}
+        for error in self.errors:
+            by_class.setdefault(_class_of(error.setting), []).append(error)
+        self._by_class = by_class
+        self._reach = {name: _Reach(e.setting for e in rows) for name, rows in by_class.items()}
+        self._spreads = _Spreads(self.errors)
+
+    def without(self, source: str) -> ErrorSpread:
+        """Return the same with one source left out."""
+        if source not in self.sources:
+            return self
+        if source not in self._without:
+            self._without[source] = ErrorSpread(error for error in self.errors if error.source != source)
+        return self._without[source]
+
+    def alike(self, setting: Setting) -> list[PublishedError]:
+        """Return the rows of a setting's class; none where its generation is not known."""
+        return self._by_class.get(_class_of(setting), [])
+
+    @cached_property
+    def factor(self) -> float:
+        """80 % of a new source's errors are expected below this multiple of ``width``; infinite for few sources."""
+        return self._factor(self.errors)
+
+    @cached_property
+    def difference_factor(self) -> float:
+        """The same for the differences of two plans' errors."""
+        return self._factor(self.differences)
+
+    def width(self, setting: Setting) -> float:
+        """Return the spread of a setting's class, wider where nothing was measured."""
+        return self._spreads.of(_class_of(setting)) * sqrt(1 + self._beyond(setting)[0])
+
+    def _beyond(self, setting: Setting) -> tuple[float, tuple[str, ...]]:
+        reach = self._reach.get(_class_of(setting))
+        return reach.beyond(setting) if reach else (0.0, ())
+
+    def _factor(self, known: Sequence[PublishedError]) -> float:
+        """Return the quantile of the scores: each source has weight 1, one more source lies at infinity."""
+        by_source: dict[str, list[PublishedError]] = {}
+        for error in known:
+            by_source.setdefault(error.source, []).append(error)
+        scores = []
+        for source, rows in by_source.items():
+            others = self.without(source)
+            scores += [(abs(e.log_ratio) / others.width(e.setting), 1 / len(rows)) for e in rows]
+        left = LEVEL * (len(by_source) + 1) - ROUNDING
+        for score, weight in sorted(scores):
+            left -= weight
+            if left <= 0:
+                return score
+        return inf
+
+    def band(self, setting: Setting) -> Band | None:
+        """Return the interval of a prediction; None where rows of its class, or sources, are too few."""
+        alike = self.alike(setting)
+        if len(alike) < LEAST_CASES or self.factor == inf:
+            return None
+        half = self.factor * self.width(setting)
+        return Band(
+            low=-half,
+            high=half,
+            rows=len(alike),
+            sources=len({error.source for error in alike}),
+            beyond=self._beyond(setting)[1],
+        )
+
+    def margin(self, mine: Setting, theirs: Setting) -> Margin | None:
+        """Return how far the ratio of two plans' predictions may be off; None where that is not known.
+
+        Plans of different classes share no error: their intervals are taken as independent.
+        """
+        if _class_of(mine) != _class_of(theirs):
+            one, other = self.band(mine), self.band(theirs)
+            return Margin(hypot(one.high, other.high), 0, 0) if one and other else None
+        if self.difference_factor == inf:
+            return None
+        half = self.difference_factor * max(self.width(mine), self.width(theirs))
+        return Margin(half, len(self.differences), len({pair.source for pair in self.differences}))
+
+
+def _differences(errors: Iterable[PublishedError]) -> Iterable[PublishedError]:
+    """Yield the difference of the errors of two rows of one source and class that ask the same question."""
+    asked: dict[tuple[str, str, Class], list[PublishedError]] = {}
+    for error in errors:
+        if error.question:
+            asked.setdefault((error.source, error.question, _class_of(error.setting)), []).append(error)
+    for rows in asked.values():
+        for one, other in combinations(rows, 2):
+            apart = one.log_ratio - other.log_ratio
+            yield PublishedError(f"{one.case}, {other.case}", one.source, one.setting, apart, one.question)
+
+
+@cache
+def shipped_spread() -> ErrorSpread:
+    """Return the spread of the errors that ship with memo."""
+    return ErrorSpread(shipped_errors())
+
+
+def step_interval(step_s: float | None, setting: Setting, spread: ErrorSpread) -> StepInterval | None:
     """Return the interval of a predicted step; None where there is no step, or too few published rows of its class."""
-    found = band(setting, errors)
+    found = spread.band(setting)
     if found is None or step_s is None:
         return None
     return StepInterval(
@@ -242,11 +404,15 @@ def step_interval(step_s: float | None, setting: Setting, errors: Sequence[Publi
     )
 
 
-def without_interval(setting: Setting, errors: Sequence[PublishedError]) -> str:
+def without_interval(setting: Setting, spread: ErrorSpread) -> str:
     """Say why a prediction has no interval."""
     if not setting.generation:
         return "No interval: the hardware profile names no GPU generation, so no published row is known to be alike."
-    rows = counted(len(_of_class(setting, errors)), "published row")
+    known = len(spread.alike(setting))
+    if known >= LEAST_CASES:
+        sources = counted(len(spread.sources), "source")
+        return f"No interval: published rows of {sources}; {LEAST_SOURCES} are needed."
+    rows = counted(known, "published row")
     name = class_label(setting.generation, setting.framework, retries=setting.allocation_retries)
     return f"No interval: {rows} of {name}; {LEAST_CASES} are needed."
 
@@ -256,8 +422,8 @@ def with_intervals(validation: Validation, shipped: Sequence[PublishedError] = (
 
     It comes from the rows of other sources: the validation's own, and ``shipped`` for sources that it lacks.
     """
-    errors = _known(validation, shipped)
-    return Validation(cases=[_with_interval(case, errors) for case in validation.cases])
+    spread = ErrorSpread(_known(validation, shipped))
+    return Validation(cases=[_with_interval(case, spread.without(case.source)) for case in validation.cases])
 
 
 def _known(validation: Validation, shipped: Sequence[PublishedError]) -> list[PublishedError]:
@@ -266,10 +432,10 @@ def _known(validation: Validation, shipped: Sequence[PublishedError]) -> list[Pu
     return [*errors_of(validation), *(error for error in shipped if error.source not in mine)]
 
 
-def _with_interval(case: CaseReport, errors: Sequence[PublishedError]) -> CaseReport:
+def _with_interval(case: CaseReport, spread: ErrorSpread) -> CaseReport:
     quantity = judged(case) or next((q for q in JUDGED if getattr(case.predicted, q) is not None), None)
     setting = case.predicted.setting
-    found = None if setting is None else band(setting, (e for e in errors if e.source != case.source))
+    found = None if setting is None else spread.band(setting)
     if found is None or quantity is None:
         return case
     predicted = getattr(case.predicted, quantity)
@@ -290,35 +456,58 @@ def held_out(validation: Validation, shipped: Sequence[PublishedError] = ()) -> 
     """Return by class how many rows lie in the intervals that were made without their source.
 
     Only sources of the validation are held out; ``shipped`` are the errors of other sources. A source is not held out
-    where the others have fewer than ``LEAST_CASES`` rows of the class.
+    where the others are too few for an interval.
     """
     return classes_held_out(_known(validation, shipped), {case.source for case in validation.cases})
 
 
-def classes_held_out(errors: Sequence[PublishedError], sources: Collection[str] | None = None) -> list[HeldOut]:
-    """Return the test of each class's intervals; only ``sources`` are held out (None: all)."""
-    mine = {error.source for error in errors} if sources is None else set(sources)
-    classes = sorted({_class_of(e.setting) for e in errors if e.source in mine})
-    return [_held_out(name, errors, mine) for name in classes if name[0]]
+def classes_held_out(errors: Iterable[PublishedError], sources: Collection[str] | None = None) -> list[HeldOut]:
+    """Return the test of each class's intervals, of all classes together, and of the margins between two plans.
+
+    Only ``sources`` are held out (None: all).
+    """
+    spread = ErrorSpread(errors)
+    mine = set(spread.sources if sources is None else sources)
+    tested: dict[Class, _Tested] = {}
+    for error in spread.errors:
+        # Every source of a class is listed, whether its rows can be tested or not.
+        tested.setdefault(_class_of(error.setting), _Tested()).known.append(error)
+    for error in (e for e in spread.errors if e.source in mine):
+        if found := spread.without(error.source).band(error.setting):
+            tested[_class_of(error.setting)].rows.append((error, found.high))
+    tested = {name: test for name, test in sorted(tested.items()) if any(e.source in mine for e in test.known)}
+    results = [test.result(class_label(name[0], name[1], retries=name[2])) for name, test in tested.items()]
+    if sum(bool(test.rows) for test in tested.values()) > 1:
+        both = _Tested()
+        for test in tested.values():
+            both.known += test.known
+            both.rows += test.rows
+        results.append(both.result(ALL))
+    pairs = _Tested(known=list(spread.differences))
+    for pair in (p for p in spread.differences if p.source in mine):
+        if margin := spread.without(pair.source).margin(pair.setting, pair.setting):
+            pairs.rows.append((pair, margin.half))
+    return [*results, pairs.result(DIFFERENCES)] if pairs.rows else results
 
 
-def _held_out(name: tuple[str, Framework, bool], errors: Sequence[PublishedError], mine: set[str]) -> HeldOut:
-    alike = [e for e in errors if _class_of(e.setting) == name]
-    tested: list[tuple[PublishedError, Band]] = []
-    for source in sorted({e.source for e in alike} & mine):
-        others = [e for e in alike if e.source != source]
-        bands = ((e, band(e.setting, others)) for e in alike if e.source == source)
-        tested += [(e, found) for e, found in bands if found is not None]
-    return HeldOut(
-        name=class_label(name[0], name[1], retries=name[2]),
-        sources=len({e.source for e in alike}),
-        known=len(alike),
-        held_out=len({e.source for e, _ in tested}),
-        rows=len(tested),
-        inside=sum(found.low <= e.log_ratio <= found.high for e, found in tested),
-        median_width=_quantile([exp(found.high) - exp(found.low) for _, found in tested], 0.5),
-        error=_quantile([abs(expm1(e.log_ratio)) for e, _ in tested], LEVEL),
-    )
+@dataclass
+class _Tested:
+    """Rows of one class, and those of them that were held out with half the width of their interval."""
+
+    known: list[PublishedError] = field(default_factory=list)
+    rows: list[tuple[PublishedError, float]] = field(default_factory=list)
+
+    def result(self, name: str) -> HeldOut:
+        return HeldOut(
+            name=name,
+            sources=len({e.source for e in self.known}),
+            known=len(self.known),
+            held_out=len({e.source for e, _ in self.rows}),
+            rows=len(self.rows),
+            inside=sum(abs(e.log_ratio) <= half for e, half in self.rows),
+            median_width=_quantile([exp(half) - exp(-half) for _, half in self.rows], 0.5),
+            error=_quantile([abs(expm1(e.log_ratio)) for e, _ in self.rows], LEVEL),
+        )
 
 
 def _quantile(values: Sequence[float], share: float) -> float:

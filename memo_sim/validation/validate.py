@@ -92,6 +92,7 @@ def _report(case: Case, predicted: CasePrediction, fitted: frozenset[str]) -> Ca
         if {"layers", "hidden"} <= set(sizes)
         else asked.model,
         seq_tokens=asked.seq_tokens,
+        question=asked.subject,
     )
 
 

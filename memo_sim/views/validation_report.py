@@ -26,17 +26,20 @@ HOW_TO_READ = """An error is predicted / measured - 1; the bias is the mean of s
 of absolute values. Rows on which a constant was fitted are marked, counted apart, and used for no interval. A
 prediction sees only the row's question; layouts that a source does not print are searched under the system's rules.
 
-The interval of a prediction comes from the rows of other sources that have the same GPU generation and class of
-framework, and on which nothing was fitted: it is the shortest range that holds 80 % of their measured / predicted step
-times (for fewer than nine rows, all). It is wider for sequences longer, and jobs larger, than any of those rows, and
-for kernels that none of them has. Fewer than five such rows make no interval.
+The interval of a prediction comes from the rows of other sources on which nothing was fitted. It runs from prediction /
+exp(half) to prediction x exp(half). Half is the typical error of a source of the same GPU generation and class of
+framework, times what makes 80 % of a source's rows lie inside when it is left out; every source weighs the same. It is
+wider for sequences longer, and jobs larger, than any row of the class, and for kernels that none of them has. Fewer
+than five rows of the class make no interval.
 
 "80 % within" is different: between these two errors lie 80 % of the rows of the same source and system."""
 
 HOW_INTERVALS_DO = """Every source was held out in turn, and its rows are counted that lie in the interval from the
-other sources of the same class. 80 % is what the interval promises. The width is (high - low) / predicted; 80 % of the
+other sources. 80 % is what the interval promises, over all classes. The width is (high - low) / predicted; 80 % of the
 rows held out have a smaller error than the last column, so a width of twice that figure is what a perfect interval
-around the prediction would have."""
+around the prediction would have. A class of few sources is above or below, because sources differ by a factor of two,
+and nobody knows beforehand which a new one is. The last line is about two plans of one question: whether the ratio of
+their measured steps lies as close to the predicted one as `what-if` says."""
 
 
 def validation_report(

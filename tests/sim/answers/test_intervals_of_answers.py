@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import exp, expm1
 
 import msgspec
 import pytest
 
 from memo_sim.answers.what_if import UNNAMED_FRAMEWORK, plan_of, price, what_if
+from memo_sim.contract.catalog import load_cluster, load_model
+from memo_sim.planning.question import Question
+from memo_sim.validation.intervals import setting_of, shipped_spread
 from tests.sim.planning.test_search import question
 
 
@@ -49,3 +53,25 @@ def test_an_unplanned_plan_does_not_name_its_framework(asked) -> None:
     plan, _ = plan_of(answer.best, answer.arena, eager, created="", command="")
     again = price(plan, eager).result
     assert (again.best.interval, again.why[0]) == (None, UNNAMED_FRAMEWORK)
+
+
+@pytest.mark.parametrize("generation", ["Ampere", "Hopper"])
+def test_plans_that_a_comparison_cannot_tell_apart_are_counted(generation: str) -> None:
+    """Hopper has no row in planned memory, so no interval; pairs of other classes say how exact a comparison is."""
+    cluster, hardware = load_cluster("h100-1x8")
+    asked = Question(
+        model=msgspec.structs.replace(load_model("llama3-8b"), layers=2),
+        cluster=cluster,
+        hardware=msgspec.structs.replace(hardware, generation=generation),
+        seq_tokens=64 * 1024,
+    )
+    answer = what_if(asked, top=100)
+    result = answer.result
+    mine = setting_of(asked.system, answer.best.decisions, asked.hardware, answer.best.prediction)
+    half = shipped_spread().margin(mine, mine).half
+    near = [p for p in result.plans[1:] if p.step_s and p.step_s <= result.best.step_s * exp(half)]
+    said = next(line for line in result.why if "closer than the interval of their difference" in line)
+    assert len(near) > 0
+    assert said.startswith(f"{len(near)} other plan")
+    assert f"within {expm1(half):.1%} of the best" in said
+    assert result.why[0].startswith("Step" if generation == "Ampere" else "No interval: 0 published rows of Hopper")

@@ -6,13 +6,12 @@ import dataclasses
 import re
 
 import msgspec
-import pytest
 
 from memo_sim.answers.what_if import what_if
 from memo_sim.contract.hardware import DISTURBED
-from memo_sim.contract.plan import Layout, Prediction, Stall, StepInterval
+from memo_sim.contract.plan import Layout, Prediction, Stall
 from memo_sim.contract.units import GIB, format_bytes
-from memo_sim.explain.runner_up import allocator_decides, closer_than_the_interval, runner_up
+from memo_sim.explain.runner_up import Closeness, allocator_decides, closer_than_the_interval, runner_up
 from memo_sim.planning.outcome import Evaluated, SearchResult
 from memo_sim.planning.presets import Policy
 from memo_sim.planning.question import Pins, Question, with_memory
@@ -151,25 +150,18 @@ def test_a_profile_of_a_busy_machine_is_reported() -> None:
     assert "busy machine" not in why(asked)
 
 
-@pytest.mark.parametrize(
-    ("steps_s", "said"),
-    [
-        ((10.0, 10.9, 11.1), "1 other plan is within 10.0% of the best, closer than the interval"),
-        ((10.0, 10.9, 11.0), "2 other plans are within 10.0% of the best, closer than the interval"),
-        ((10.0, 11.1), ""),
-        ((10.0,), ""),
-    ],
-)
-def test_plans_closer_than_the_interval_are_counted(steps_s: tuple[float, ...], said: str) -> None:
-    played, policy = decide(("full", 0.0)), Policy("full", 0.0)
-    ranked = [Evaluated(policy, played, Prediction(status="ok", step_s=step_s)) for step_s in steps_s]
-    found = SearchResult(ranked=ranked, evaluated=len(ranked), pruned=0)
-    interval = StepInterval(
-        low_s=9.5, high_s=11.0, level=0.8, rows=9, sources=2, generation="Ampere", framework="planned"
-    )
-    assert "".join(closer_than_the_interval(found, interval)).startswith(said)
-    assert bool(said) == bool(closer_than_the_interval(found, interval))
-    assert closer_than_the_interval(found, None) == []
+def test_plans_closer_than_the_interval_are_counted() -> None:
+    def said(plans: int, others: int = 0) -> list[str]:
+        return closer_than_the_interval(
+            Closeness(margin=0.1, level=0.8, pairs=90, sources=6, plans=plans, others=others)
+        )
+
+    known = "closer than the interval of their difference (80 %, from 90 pairs of plans in 6 sources)"
+    assert said(1) == [f"1 other plan is within 10.0% of the best, {known}; measured, one of them may be faster."]
+    assert said(2)[0].startswith("2 other plans are within 10.0% of the best, closer than the interval")
+    assert said(0, 1)[0].startswith("1 plan with another kind of memory, or with and without allocation retries, may")
+    assert [line.split(" ")[0] for line in said(3, 2)] == ["3", "2"]
+    assert said(0) == closer_than_the_interval(None) == []
 
 
 def test_a_runner_up_loses_time_to_waiting_or_to_compute() -> None:

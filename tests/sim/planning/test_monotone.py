@@ -20,6 +20,8 @@ from memo_sim.planning.search import search
 EXACT = 1 + 1e-9
 SIZES = limits_gib(16 * GIB, 81 * GIB)
 SHALLOW = msgspec.structs.replace(load_model("llama3-8b"), layers=2)
+DEEPER = msgspec.structs.replace(SHALLOW, layers=4)
+"""The last two layers of a stage swap nothing, so a sweep of copies needs more of them."""
 SYSTEMS = [
     ("megatron-lm", 128, 2),
     ("megatron-lm", 64, 2),
@@ -28,8 +30,12 @@ SYSTEMS = [
     ("deepspeed-ulysses", 128, 2),
     ("full-recompute", 256, 2),
     ("memo", 64, 8),
+    ("sppo", 32, 4),
+    ("metp", 64, 4),
 ]
 """A system, thousands of tokens and sequences in a step."""
+PINNED: dict[str, dict[str, object]] = {"sppo": {"subsequences": 4}}
+"""Knobs that are pinned by system, because a search of them takes ten seconds."""
 
 
 def ask(case: tuple[str, int, int], machine: tuple[Cluster, Hardware], **pins: object) -> Question:
@@ -42,7 +48,7 @@ def ask(case: tuple[str, int, int], machine: tuple[Cluster, Hardware], **pins: o
         seq_tokens=kilotokens * KIB,
         system=system,
         global_batch=sequences,
-        pins=Pins(**pins),  # type: ignore[arg-type]
+        pins=Pins(**PINNED.get(system, {}) | pins),  # type: ignore[arg-type]
     )
 
 
@@ -52,8 +58,9 @@ def best_s(question: Question) -> float:
     return float("inf") if found is None or found.prediction.step_s is None else found.prediction.step_s
 
 
-def sized(gib: int) -> tuple[Cluster, Hardware]:
-    return with_memory(*load_cluster("h100-1x8"), device_bytes=gib * GIB, host_bytes=None)
+def sized(gib: int, *, host_gib: int | None = None) -> tuple[Cluster, Hardware]:
+    host_bytes = None if host_gib is None else host_gib * GIB
+    return with_memory(*load_cluster("h100-1x8"), device_bytes=gib * GIB, host_bytes=host_bytes)
 
 
 class TestMemory:
@@ -64,6 +71,17 @@ class TestMemory:
         self, case: tuple[str, int, int], sizes: list[int]
     ) -> None:
         less, more = (best_s(ask(case, sized(gib))) for gib in sorted(sizes))
+        assert more <= less * EXACT
+
+    @given(
+        case=st.sampled_from([("memo", 128, 4), ("full-swap", 64, 4), ("sppo", 64, 4)]),
+        sizes=st.lists(st.sampled_from([10, 20, 40, 80, 160, 1600]), min_size=2, max_size=2, unique=True),
+    )
+    @settings(max_examples=5, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    def test_more_host_memory_never_makes_the_best_plan_slower(
+        self, case: tuple[str, int, int], sizes: list[int]
+    ) -> None:
+        less, more = (best_s(replace(ask(case, sized(22, host_gib=gib)), model=DEEPER)) for gib in sorted(sizes))
         assert more <= less * EXACT
 
     def test_without_limits_of_the_allocator_it_can(self) -> None:
@@ -116,6 +134,9 @@ def _copies(rates: CopyRates, factor: float) -> CopyRates:
     )
 
 
+COPIES = {"d2h": ["d2h"], "h2d": ["h2d"], "pcie": ["d2h", "h2d"]}
+
+
 def faster(machine: tuple[Cluster, Hardware], what: str, factor: float) -> tuple[Cluster, Hardware]:
     """Return the machine with ``factor`` times the bandwidth of one kind."""
     cluster, hardware = machine
@@ -124,8 +145,8 @@ def faster(machine: tuple[Cluster, Hardware], what: str, factor: float) -> tuple
         assert cluster.network is not None
         network = change(cluster.network, nic_bytes_per_s=_quantity(cluster.network.nic_bytes_per_s, factor))
         return change(cluster, network=network), hardware
-    if what in ("d2h", "h2d"):
-        return cluster, change(hardware, **{what: _copies(getattr(hardware, what), factor)})
+    if what in COPIES:
+        return cluster, change(hardware, **{lane: _copies(getattr(hardware, lane), factor) for lane in COPIES[what]})
     if what == "links":
         tables = [change(t, bus_bytes_per_s=_curve(t.bus_bytes_per_s, factor)) for t in hardware.collectives]
         return cluster, change(hardware, collectives=tables)
@@ -137,20 +158,57 @@ def faster(machine: tuple[Cluster, Hardware], what: str, factor: float) -> tuple
     return cluster, change(hardware, host_copy_bytes_per_s=_quantity(hardware.host_copy_bytes_per_s, factor))
 
 
-KINDS = ["network", "d2h", "h2d", "links", "device memory", "host memory"]
+KINDS = ["network", "d2h", "h2d", "pcie", "links", "device memory", "host memory"]
+CASES = [
+    ("megatron-lm", 32, 8),
+    ("fsdp", 16, 8),
+    ("deepspeed-ulysses", 64, 16),
+    ("memo", 128, 4),
+    ("full-swap", 64, 4),
+    ("sppo", 64, 4),
+    ("metp", 64, 4),
+]
+SMALL_GIB = {"memo": 24, "full-swap": 24, "metp": 24, "sppo": 24}
+"""Device memory of the systems that swap where they must; the others have all 80 GiB."""
+BY_SPPOS_RULE = 1.01
+"""SPPO offloads as much as hides under the next subsequence (its section 5.2), whether the device needs room or not.
+With a faster bus it offloads more, compute runs slower beside more copies, and blocks of the few tokens that it keeps
+are short. The system's plan is the paper's, so it may lose a percent."""
+
+
+def swept_s(case: tuple[str, int, int], what: str, factor: float) -> float:
+    """Return the step of the best plan on a machine with ``factor`` times one bandwidth."""
+    machine = load_cluster("a100-2x8-hdr8" if what == "network" else "a100-1x8")
+    if gib := SMALL_GIB.get(case[0]):
+        machine = with_memory(*machine, device_bytes=gib * GIB, host_bytes=None)
+    return best_s(replace(ask(case, faster(machine, what, factor)), model=DEEPER))
 
 
 @given(
     what=st.sampled_from(KINDS),
-    case=st.sampled_from(
-        [("megatron-lm", 32, 8), ("memo", 64, 8), ("deepspeed-ulysses", 64, 16), ("full-swap", 64, 4)]
-    ),
+    case=st.sampled_from(CASES),
     factors=st.lists(st.sampled_from([0.25, 0.5, 0.8, 1.0, 1.25, 2.0, 4.0]), min_size=2, max_size=2, unique=True),
 )
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@example(what="d2h", case=("sppo", 64, 4), factors=[2.0, 4.0])  # a percent slower at most
+@settings(max_examples=14, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_more_bandwidth_never_makes_the_best_plan_slower(
     what: str, case: tuple[str, int, int], factors: list[float]
 ) -> None:
-    cluster = "a100-2x8-hdr8" if what == "network" else "a100-1x8"
-    slow, fast = (best_s(ask(case, faster(load_cluster(cluster), what, factor))) for factor in sorted(factors))
-    assert fast <= slow * EXACT
+    slow, fast = (swept_s(case, what, factor) for factor in sorted(factors))
+    by_rule = case[0] == "sppo" and what in ("d2h", "pcie", "host memory")
+    assert fast <= slow * (BY_SPPOS_RULE if by_rule else EXACT)
+
+
+@pytest.mark.parametrize(
+    ("what", "case"),
+    [
+        ("network", ("megatron-lm", 32, 8)),
+        ("links", ("metp", 64, 4)),
+        ("d2h", ("full-swap", 64, 4)),
+        ("h2d", ("full-swap", 64, 4)),
+        ("pcie", ("memo", 128, 4)),
+        ("device memory", ("fsdp", 16, 8)),
+    ],
+)
+def test_the_sweeps_reach_the_bandwidth_that_they_change(what: str, case: tuple[str, int, int]) -> None:
+    assert swept_s(case, what, 1.0) < swept_s(case, what, 0.25)

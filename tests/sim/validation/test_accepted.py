@@ -7,11 +7,14 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from memo_sim.contract.errors import OutOfTolerance
 from memo_sim.contract.validation import CaseError, CasePrediction, CaseReport, Expectation, Validation
-from memo_sim.validation.accepted import accept, accuracy_of, check_accepted, load_accepted
+from memo_sim.validation.accepted import accept, accuracy_of, bounds, check_accepted, load_accepted
 from memo_sim.validation.cases import Case, list_case_files, load_cases
+from memo_sim.validation.intervals import LEVEL
 from memo_sim.validation.validate import validate
 from tests.refusals import refused
 
@@ -143,3 +146,23 @@ def test_a_group_without_accepted_accuracy_fails_and_accepting_it_keeps_the_othe
     with refused(OutOfTolerance, got="s/fsdp", hint="--accept"):
         check_accepted(Validation(cases=other), load_accepted(path))
     assert set(accept(Validation(cases=other), path).groups) == {"s/fsdp", "s/memo"}
+
+
+class TestBounds:
+    """The range that holds four fifths of one source's errors."""
+
+    def test_it_is_the_shortest_range_around_zero(self) -> None:
+        assert bounds([-0.9, -0.02, -0.01, 0.0, 0.01, 0.02, 0.03, 0.04, 0.05]) == (-0.02, 0.05)
+        assert bounds([-0.02, -0.01, 0.0, 0.01, 0.02, 0.03, 0.04, 0.05, 0.9]) == (-0.02, 0.05)
+        assert bounds([n / 100 for n in range(-10, 10)]) == (-0.1, 0.06)  # of several, the lowest
+        assert bounds([-0.5, 0.1, 0.1, 0.1, 0.2]) == (-0.5, 0.2)
+        assert bounds([1.0, 2.0, 3.0, 4.0]) is None
+
+    @given(st.lists(st.floats(-1, 1), min_size=5, max_size=60))
+    def test_it_holds_zero_and_four_fifths_of_all_rows_and_one(self, ratios: list[float]) -> None:
+        found = bounds(ratios)
+        assert found is not None
+        low, high = found
+        assert low <= 0 <= high
+        inside = sum(low <= ratio <= high for ratio in ratios)
+        assert inside >= min(len(ratios), LEVEL * (len(ratios) + 1) - 1e-9)
