@@ -48,7 +48,7 @@ MemoryPolicy = Literal["planned", "caching", "eager"]
 States = Literal["fp32", "bf16", "host", "pure-bf16"]
 """Dtype and place of gradients and optimizer states; bytes per parameter of a bf16 model, whole on one rank.
 
-- fp32: gradients, master weights and moments in fp32 (2 + 4 + 4 + 8 = 18).
+- fp32: gradients, master weights and moments in fp32 (2 + 4 + 4 + 8 = 18; 16 where ``ZeroParams`` is cast).
 - bf16: moments in bf16, the rest as fp32 (14).
 - host: as fp32, with master weights and moments in host memory (6 on the device).
 - pure-bf16: no master weights; gradients and moments in bf16 as the parameters (2 + 2 + 4 = 8). That is AdamW on a
@@ -59,6 +59,16 @@ Streams = Literal["auto", "recorded", "events"]
 - recorded: when the device has passed that work (``record_stream``): DeepSpeed, FSDP1, c10d before PyTorch 2.8.
 - events: when the tensor dies, because the streams wait for each other's events: FSDP2, c10d since.
 - auto: by the year of the libraries and the level of ZeRO (``memory/eager_framework.py``)."""
+ZeroParams = Literal["auto", "stored", "cast"]
+"""What ZeRO 3 gathers parameters from, where there is an fp32 master copy.
+
+- stored: a rank keeps its shard in the parameters' dtype beside the fp32 shard, and gathers that (DeepSpeed).
+- cast: a rank keeps only the fp32 shard, and casts it before every gather (torch FSDP's ``MixedPrecision``).
+- auto: the system's own, else stored."""
+ReduceDtype = Literal["fp32", "bf16"]
+"""Dtype of a micro-batch's whole gradients under ZeRO 2 and 3, and of their reduce-scatter; shards are summed in fp32.
+
+bf16 is torch FSDP's ``MixedPrecision(reduce_dtype=torch.bfloat16)`` (Composer's mixed precision ``PURE``)."""
 Loss = Literal["auto", "blocks", "fused", "eager-fp32", "vocab-parallel"]
 """How the loss and the gradient of the logits are computed (``program/layers/loss.py``).
 
@@ -440,6 +450,14 @@ class Pins:
         " system's own unless given.",
     )
     """Goes with every system and memory policy, as ``--alpha`` does only where a system leaves alpha open."""
+    early_stop: bool | None = _knob(
+        None,
+        Switch(),
+        "Full recompute ends where backward has all of a layer's tensors, without the MLP's second product, or repeats"
+        " the whole layer. The system's own unless given.",
+    )
+    """PyTorch 2.1 and later, ``use_reentrant=False``: ``torch.utils.checkpoint.set_checkpoint_early_stop``, on by
+    default. Not searched: it never loses, and whether a framework has it is for the user to say."""
     overlap: Overlap | None = _knob(
         None,
         _one_of(Overlap),
@@ -520,6 +538,18 @@ class Chosen:
         _one_of(States),
         "fp32: master weights and moments in fp32. bf16: moments in bf16. host: optimizer states and their update on"
         " the host. pure-bf16: no master weights; gradients and moments in bf16.",
+    )
+    zero_params: ZeroParams = _knob(
+        "auto",
+        _one_of(ZeroParams),
+        "Memory policy eager with ZeRO 3: a rank stores a shard of parameters in their dtype beside the fp32 shard"
+        " (DeepSpeed), or casts the fp32 shard before every gather (FSDP). auto: the system's own, else stored.",
+    )
+    reduce_dtype: ReduceDtype = _knob(
+        "fp32",
+        _one_of(ReduceDtype),
+        "Memory policy eager with ZeRO 2 or 3: dtype of a micro-batch's whole gradients and of their reduce-scatter;"
+        " shards are summed in fp32.",
     )
     loss: Loss = _knob(
         "auto",

@@ -21,10 +21,12 @@ from memo_sim.contract.knobs import (
     Overlap,
     Partition,
     Recompute,
+    ReduceDtype,
     RowwiseKernel,
     Schedule,
     States,
     Streams,
+    ZeroParams,
 )
 from memo_sim.contract.model import Model
 from memo_sim.contract.units import (
@@ -182,6 +184,8 @@ class Decisions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Whether METP's layers keep the outputs of their norms, as METP's authors count (Table 1) and autograd does.
 
     Otherwise backward recomputes them."""
+    early_stop: bool = False
+    """Whether full recompute leaves out the MLP's second product, whose output backward does not read."""
     swapped_tokens: Tokens = 0
     subsequence_swapped_tokens: tuple[Tokens, ...] = ()
     offload_window: Annotated[int, msgspec.Meta(ge=0, le=MOST_WINDOW)] = 0
@@ -198,6 +202,10 @@ class Decisions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     retry releases less, so a step can be shorter."""
     host_allocator: HostAllocator = "exact"
     states: States = "fp32"
+    zero_params: ZeroParams = "auto"
+    """What ZeRO 3 gathers parameters from (``data_parallel/sharding.py``); auto: stored."""
+    reduce_dtype: ReduceDtype = "fp32"
+    """Dtype of whole gradients under ZeRO 2 and 3, and of their reduce-scatter."""
     overlap: Overlap = "none"
     loss: Loss = "auto"
     """How the loss and the gradient of the logits are computed (``program/layers/loss.py``)."""

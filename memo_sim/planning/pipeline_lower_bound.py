@@ -43,7 +43,7 @@ Wait = tuple[int, int, int]
 def kept(decisions: Decisions) -> Decisions:
     """Return the plan of the same layout that keeps everything."""
     whole = {"mlp_chunk_tokens": 0, "attention_chunk_tokens": 0}
-    return swap_each(msgspec.structs.replace(decisions, recompute="none", **whole), 0)
+    return swap_each(msgspec.structs.replace(decisions, recompute="none", early_stop=False, **whole), 0)
 
 
 def is_known(decisions: Decisions) -> bool:

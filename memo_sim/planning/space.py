@@ -124,6 +124,7 @@ def candidates(question: Question) -> tuple[list[Candidate], list[str]]:
             rebuilt = msgspec.structs.replace(complete, recompute=policy.recompute)
             if NORMS_KEPT_UNDER_FULL_RECOMPUTE.breaks(rebuilt) and question.pins.recompute is None:
                 continue
+            complete = msgspec.structs.replace(complete, early_stop=question.early_stop(policy.recompute))
             whole = with_alpha(complete, policy.recompute, policy.alpha or 0.0)
             try:
                 cut = blocks.cut(question, whole, policy, chosen)

@@ -19,7 +19,7 @@ from memo_sim.contract.attention_kernels import AttentionName, Libraries
 from memo_sim.contract.catalog import DATA
 from memo_sim.contract.codec import decode_object, read_raw
 from memo_sim.contract.errors import BadInput, UsageError, did_you_mean
-from memo_sim.contract.knobs import Loss, Recompute, RowwiseKernel, Schedule, States
+from memo_sim.contract.knobs import Loss, Recompute, ReduceDtype, RowwiseKernel, Schedule, States, ZeroParams
 from memo_sim.contract.plan import Status
 from memo_sim.contract.units import MOST_TOKENS, Degree, Layers, SequenceTokens, Width, ZeroLevel, parse_numbers
 from memo_sim.contract.validation import Expectation
@@ -36,6 +36,7 @@ COLUMNS = ["case", "source", *QUESTION_COLUMNS, *EXPECTED_COLUMNS, "note"]
 OPTIONAL_COLUMNS = [
     *("virtual_stages", "pp_layers", "uneven_heads", "zero_ranks", "rowwise", "power_w", "cuda_graphs", "libraries"),
     *("loss", "loss_chunk", "mlp_chunk", "states", "offload_inputs", "max_positions"),
+    *("early_stop", "zero_params", "reduce_dtype"),
     "expected_allocation_retries",
 ]
 """Columns that a file may leave out, because few sources report them."""
@@ -96,6 +97,9 @@ COLUMN_TEXTS = {
     "mlp_chunk": "tokens whose MLP exists at once under full recompute, 0 for all; the system's own when blank",
     "states": "dtype and place of gradients and optimizer states (`--states`); fp32 when blank",
     "offload_inputs": "whether the inputs of full recompute wait in host memory; the system's own when blank",
+    "early_stop": "whether full recompute leaves out the MLP's second product; the system's own when blank",
+    "zero_params": "what ZeRO 3 gathers parameters from (`--zero-params`); the system's own when blank",
+    "reduce_dtype": "dtype in which ZeRO 2 and 3 reduce gradients (`--reduce-dtype`); fp32 when blank",
     "cuda_graphs": "yes: the framework replays its kernels from CUDA graphs, without launches by the host",
     "expected_allocation_retries": "measured allocation retries per micro-batch (MEMO: reorganisations)",
 }
@@ -117,6 +121,9 @@ _WORDS = {
     "loss": get_args(Loss),
     "states": get_args(States),
     "offload_inputs": ("yes", "no"),
+    "early_stop": ("yes", "no"),
+    "zero_params": get_args(ZeroParams),
+    "reduce_dtype": get_args(ReduceDtype),
 }
 _INTEGERS: dict[str, Any] = {
     "layers": Layers,

@@ -39,7 +39,7 @@ from memo_sim.program.ir.builder import Rows, TemplateBuilder, accumulates, read
 from memo_sim.program.ir.instruction import COLLECTIVE_LANES, BufferClass, Families, Family, Lane, Template
 from memo_sim.program.ir.kinds import BlockKind, FamilyKind, Phase, TemplateKind
 from memo_sim.program.ir.work import Collective, Copy, Group, HostUpdate, Rowwise
-from memo_sim.program.layout.parameters import Block, gradient_dtype
+from memo_sim.program.layout.parameters import Block, gradient_dtype, whole_gradient_dtype
 from memo_sim.program.layout.rank_order import GRADS, REPLICATE, SHARD, degree
 from memo_sim.program.operators.workspaces import adamw_workspace_bytes
 
@@ -89,6 +89,11 @@ class Optimizer:
         return (self.decisions.dtype != "fp32" and not self.pure) or self.on_host
 
     @property
+    def cast(self) -> bool:
+        """Whether a rank stores no shard of parameters in their dtype, and casts the master copy for every gather."""
+        return self.decisions.zero_params == "cast" and self.master and self.shared("params")
+
+    @property
     def pure(self) -> bool:
         """Whether gradients and moments have the parameters' dtype, bf16, and there is no master copy."""
         return self.decisions.states == "pure-bf16"
@@ -97,6 +102,11 @@ class Optimizer:
     def grad_dtype(self) -> DtypeName:
         """Dtype of the sums of gradients."""
         return gradient_dtype(self.decisions)
+
+    @property
+    def whole_grad_dtype(self) -> DtypeName:
+        """Dtype of a micro-batch's whole gradients, which ranks reduce."""
+        return whole_gradient_dtype(self.decisions)
 
     @property
     def _grad_bytes(self) -> int:
@@ -157,7 +167,7 @@ class Optimizer:
             )
 
         held = {name: share if self.shared(name) else self.block.elements for name in ("params", "grads")}
-        found = [state(FamilyKind.PARAMS, self.decisions.dtype, held["params"], "device")]
+        found = [] if self.cast else [state(FamilyKind.PARAMS, self.decisions.dtype, held["params"], "device")]
         found.append(state(FamilyKind.GRADS, self.grad_dtype, held["grads"], "device"))
         if self.master:
             found.append(state(FamilyKind.MASTER, "fp32", share, space))
@@ -171,8 +181,8 @@ class Optimizer:
         """Return the template that zeroes this rank's gradients at the start of a step."""
         builder = TemplateBuilder(f"{self.kind}.zero", Phase.ZERO, TemplateKind.ZERO, self.kind)
         builder.bind(families[f"grads.{self.kind}"], slot="grads")
-        held = builder.all("grads")
-        work = Rowwise("zero", held.tokens, 0, self._grad_bytes * held.tokens)
+        held, size = builder.all("grads"), DTYPE_BYTES[builder.dtype("grads")]
+        work = Rowwise("zero", held.tokens, 0, size * held.tokens)
         builder.emit("grads", "zero", Lane.COMPUTE, work, target=writes(held))
         return builder.build()
 
@@ -202,7 +212,7 @@ class Optimizer:
         """
         builder = TemplateBuilder(f"{self.kind}.reduce", Phase.REDUCE, TemplateKind.REDUCE, self.kind)
         builder.bind(families[f"grads.{self.kind}"], slot="grads")
-        layout = self.decisions.layout
+        layout, size = self.decisions.layout, DTYPE_BYTES[builder.dtype("grads")]
         if self.eager and self.reduced_early:
             self._prepare(builder)
         partial = self.block.partial_elements(sequence_parallel=layout.sequence_parallel) if layout.tp > 1 else 0
@@ -211,12 +221,12 @@ class Optimizer:
             partial, over = self.block.partial_elements(sequence_parallel=True), layout.weights_group
         if partial:
             rows = Rows("grads", self.block.elements - partial, partial)
-            work = Collective("all_reduce", self._grad_bytes * partial, degree(over, layout), over)
+            work = Collective("all_reduce", size * partial, degree(over, layout), over)
             builder.emit("vectors", "all_reduce", COLLECTIVE_LANES[over], work, tensor=accumulates(rows))
         if self.replicas > 1:
             kind: Literal["reduce_scatter", "all_reduce"] = "reduce_scatter" if self.shards > 1 else "all_reduce"
             ranks, group = (self.shards, self.shard_group) if self.shards > 1 else (self.replicas, self.group)
-            work = Collective(kind, self._grad_bytes * self.block.elements, ranks, group)
+            work = Collective(kind, size * self.block.elements, ranks, group)
             whole = accumulates(builder.all("grads"))
             builder.emit("grads", f"grads.{kind}", COLLECTIVE_LANES[group], work, tensor=whole)
             if self.shards > 1 and self.copies > 1 and not self.shared("grads"):
@@ -325,7 +335,7 @@ class Optimizer:
             master=accumulates(Rows("master", offset, length)) if self.master else None,
             moment1=accumulates(Rows("moment1", offset, length)),
             moment2=accumulates(Rows("moment2", offset, length)),
-            params=writes(params) if self.master else accumulates(params),
+            params=None if self.cast else writes(params) if self.master else accumulates(params),
             workspace=builder.scratch(f"adamw.{name}.scratch", adamw_workspace_bytes(length, self.decisions.states)),
         )
 
@@ -337,7 +347,7 @@ class Optimizer:
             return 4 * size + size * eager, 3 * size + size * eager
         moment = 2 if self.decisions.states == "bf16" else 4
         read = 4 + 2 * moment + 4
-        written = 2 * moment + 4 + (size if self.master else 0)
+        written = 2 * moment + 4 + (size if self.master and not self.cast else 0)
         return (read + 8, written + 4) if eager else (read, written)
 
     def _host_update(self, builder: TemplateBuilder, name: str, first: int, offset: int, length: int) -> None:

@@ -100,6 +100,8 @@ class FamilyKind(StrEnum):
     HOST_PARAMS = "host_params"
     GATHERED = "gathered"
     """Gathered parameters of a whole block, for one use."""
+    CAST = "cast"
+    """This rank's shard of a block's parameters, cast for a gather."""
     WHOLE_GRADS = "whole_grads"
     """Gradients of a whole block, for one use."""
     SCALAR = "scalar"

@@ -159,6 +159,20 @@ _SUBSEQUENCES = _Feature(
 )
 _WHOLE_SEQUENCES = "a ring of whole sequences, or one rank, and a flash kernel"
 
+_CAST = _Feature(
+    name="cast parameters",
+    chosen=lambda d: d.zero_params == "cast",
+    beside="beside parameters that every gather casts",
+    setting="zero_params cast",
+    hint="--zero-params stored",
+)
+_REDUCED_IN_BF16 = _Feature(
+    name="gradients reduced in bf16",
+    chosen=lambda d: d.reduce_dtype == "bf16",
+    beside="beside gradients that are reduced in bf16",
+    setting="reduce_dtype bf16",
+    hint="--reduce-dtype fp32",
+)
 METP_SCHEDULE = _METP.allows(
     "layout.schedule",
     *("gpipe", "1f1b", "interleaved"),
@@ -192,6 +206,15 @@ MLP_BLOCKS_UNDER_FULL_RECOMPUTE = Rule(
     got=lambda d: f"{d.mlp_chunk_tokens} with recompute {d.recompute}",
     wanted="0, or recompute full",
     hint="--recompute full, or leave --mlp-chunk out",
+)
+EARLY_STOP_OF_FULL_RECOMPUTE = Rule(
+    name="early stop: recompute",
+    breaks=lambda d: d.early_stop and d.recompute != "full",
+    what="only full recompute repeats what backward does not need",
+    where="decisions.early_stop",
+    got=lambda d: f"true with recompute {d.recompute}",
+    wanted="false, or recompute full",
+    hint="--recompute full, or leave --early-stop out",
 )
 MLP_BLOCKS_UNDER_ZERO_BUBBLE = Rule(
     name="MLP in row blocks: schedule",
@@ -344,6 +367,7 @@ RULES = (
         because="of what selective recompute drops METP keeps only attention's output, which full recompute rebuilds",
     ),
     METP_WHOLE_MLP,
+    _METP.allows("decisions.early_stop", False, because="METP's full recompute plays whole rings"),
     _METP.allows(
         "decisions.states",
         "fp32",
@@ -442,6 +466,7 @@ RULES = (
     ),
     SELECTIVE_SWAPS_NOTHING,
     MLP_BLOCKS_UNDER_FULL_RECOMPUTE,
+    EARLY_STOP_OF_FULL_RECOMPUTE,
     Rule(
         name="FlashAttention 1: head_dim",
         breaks=lambda d: d.kernels.attention in ("flash1", "triton-flash") and d.model.head_dim > FLASH1_HEAD_DIM,
@@ -460,6 +485,13 @@ RULES = (
         wanted="bf16",
         hint="--states fp32, or a device that computes in bf16",
     ),
+    _CAST.allows("decisions.memory_policy", "eager", because="memo-exec stores a shard of parameters and gathers it"),
+    _CAST.allows("layout.zero", 3, because="otherwise a rank has whole parameters"),
+    _CAST.allows("decisions.states", "fp32", "bf16", because="there has to be an fp32 shard on the device"),
+    _CAST.allows("decisions.dtype", "bf16", "fp16", because="fp32 parameters need no cast"),
+    _REDUCED_IN_BF16.allows("decisions.memory_policy", "eager", because="memo-exec reduces gradients in fp32"),
+    _REDUCED_IN_BF16.allows("layout.zero", 2, 3, because="otherwise gradients are summed in the dtype of their states"),
+    _REDUCED_IN_BF16.allows("decisions.dtype", "bf16", because="gradients of other parameters are not bf16"),
     Rule(
         name="eager-fp32 loss: tp",
         breaks=lambda d: d.loss == "eager-fp32" and d.layout.tp > 1,

@@ -50,6 +50,43 @@ BREAKS: dict[str, tuple[Layout, dict[str, Any], str]] = {
     ),
     "METP: states": (Layout(metp=2), {"states": "pure-bf16"}, "pure-bf16 with metp 2"),
     "pure bf16 states: dtype": (Layout(), {"states": "pure-bf16", "dtype": "fp32"}, "fp32 with states pure-bf16"),
+    "METP: early_stop": (Layout(metp=2), {"recompute": "full", "early_stop": True}, "true with metp 2"),
+    "early stop: recompute": (Layout(), {"early_stop": True}, "true with recompute none"),
+    "cast parameters: memory_policy": (
+        Layout(dp=2, zero=3),
+        {"global_batch": 2, "zero_params": "cast"},
+        "caching with zero_params cast",
+    ),
+    "cast parameters: zero": (
+        Layout(dp=2, zero=2),
+        {"global_batch": 2, "zero_params": "cast", "memory_policy": "eager"},
+        "2 with zero_params cast",
+    ),
+    "cast parameters: states": (
+        Layout(dp=2, zero=3),
+        {"global_batch": 2, "zero_params": "cast", "memory_policy": "eager", "states": "host"},
+        "host with zero_params cast",
+    ),
+    "cast parameters: dtype": (
+        Layout(dp=2, zero=3),
+        {"global_batch": 2, "zero_params": "cast", "memory_policy": "eager", "dtype": "fp32"},
+        "fp32 with zero_params cast",
+    ),
+    "gradients reduced in bf16: memory_policy": (
+        Layout(dp=2, zero=2),
+        {"global_batch": 2, "reduce_dtype": "bf16"},
+        "caching with reduce_dtype bf16",
+    ),
+    "gradients reduced in bf16: zero": (
+        Layout(dp=2, zero=1),
+        {"global_batch": 2, "reduce_dtype": "bf16", "memory_policy": "eager"},
+        "1 with reduce_dtype bf16",
+    ),
+    "gradients reduced in bf16: dtype": (
+        Layout(dp=2, zero=2),
+        {"global_batch": 2, "reduce_dtype": "bf16", "memory_policy": "eager", "dtype": "fp32"},
+        "fp32 with reduce_dtype bf16",
+    ),
     "eager-fp32 loss: tp": (Layout(tp=2), {"loss": "eager-fp32"}, "eager-fp32 with tp 2"),
     "keep_norms: metp": (Layout(tp=2), {"keep_norms": True}, "true with metp 1"),
     "METP: tp": (Layout(metp=2, tp=2), {}, "2 with metp 2"),
