@@ -65,10 +65,6 @@ ZeroParams = Literal["auto", "stored", "cast"]
 - stored: a rank keeps its shard in the parameters' dtype beside the fp32 shard, and gathers that (DeepSpeed).
 - cast: a rank keeps only the fp32 shard, and casts it before every gather (torch FSDP's ``MixedPrecision``).
 - auto: the system's own, else stored."""
-ReduceDtype = Literal["fp32", "bf16"]
-"""Dtype of a micro-batch's whole gradients under ZeRO 2 and 3, and of their reduce-scatter; shards are summed in fp32.
-
-bf16 is torch FSDP's ``MixedPrecision(reduce_dtype=torch.bfloat16)`` (Composer's mixed precision ``PURE``)."""
 Loss = Literal["auto", "blocks", "fused", "eager-fp32", "vocab-parallel"]
 """How the loss and the gradient of the logits are computed (``program/layers/loss.py``).
 
@@ -115,6 +111,8 @@ MOST_SEQUENCES = 2**16
 MOST_SUBSEQUENCES = 2**16
 MOST_WINDOW = 64
 MOST_LIMIT_GIB = 2**20
+MOST_METRICS = 16
+"""More is a typo."""
 MOST_ZERO = 3
 """ZeRO 3 divides parameters, gradients and optimizer states."""
 T = TypeVar("T")
@@ -545,12 +543,6 @@ class Chosen:
         "Memory policy eager with ZeRO 3: a rank stores a shard of parameters in their dtype beside the fp32 shard"
         " (DeepSpeed), or casts the fp32 shard before every gather (FSDP). auto: the system's own, else stored.",
     )
-    reduce_dtype: ReduceDtype = _knob(
-        "fp32",
-        _one_of(ReduceDtype),
-        "Memory policy eager with ZeRO 2 or 3: dtype of a micro-batch's whole gradients and of their reduce-scatter;"
-        " shards are summed in fp32.",
-    )
     loss: Loss = _knob(
         "auto",
         _one_of(Loss),
@@ -558,6 +550,13 @@ class Chosen:
         " gradient over the logits. eager-fp32: torch's cross_entropy of an fp32 copy under autograd. vocab-parallel:"
         " Megatron-LM's, in place in an fp32 copy. auto: blocks, or with memory policy eager what its libraries do.",
     )
+    loss_metrics: int = _knob(
+        0,
+        Whole(0, MOST_METRICS),
+        "Memory policy eager: times that the trainer computes torch's cross entropy again, as metrics, from a"
+        " micro-batch's logits, which it keeps until its backward has ended.",
+    )
+    """MosaicML's Composer with llm-foundry's defaults has two: cross entropy and perplexity, each from the logits."""
     streams: Streams = _knob(
         "auto",
         _one_of(Streams),

@@ -14,6 +14,7 @@ from memo_sim.contract.attention_kernels import Libraries
 from memo_sim.contract.hardware import DtypeName
 from memo_sim.contract.knobs import (
     MOST_LIMIT_GIB,
+    MOST_METRICS,
     MOST_WINDOW,
     CpExchange,
     Loss,
@@ -21,7 +22,6 @@ from memo_sim.contract.knobs import (
     Overlap,
     Partition,
     Recompute,
-    ReduceDtype,
     RowwiseKernel,
     Schedule,
     States,
@@ -204,11 +204,11 @@ class Decisions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     states: States = "fp32"
     zero_params: ZeroParams = "auto"
     """What ZeRO 3 gathers parameters from (``data_parallel/sharding.py``); auto: stored."""
-    reduce_dtype: ReduceDtype = "fp32"
-    """Dtype of whole gradients under ZeRO 2 and 3, and of their reduce-scatter."""
     overlap: Overlap = "none"
     loss: Loss = "auto"
     """How the loss and the gradient of the logits are computed (``program/layers/loss.py``)."""
+    loss_metrics: Annotated[int, msgspec.Meta(ge=0, le=MOST_METRICS)] = 0
+    """Times that cross entropy is computed again from a micro-batch's logits when its backward has ended."""
     streams: Streams = "auto"
     """When an eager framework gets memory back that streams beside compute have used; auto: as its libraries do."""
     loss_chunk_tokens: Tokens = 0

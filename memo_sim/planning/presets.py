@@ -21,8 +21,7 @@ memory. The rivals run on PyTorch's caching allocator under an eager framework (
     fsdp               data parallelism alone, every parameter gathered for one use (ZeRO 3), around torch modules that
                        run eagerly. Mixed precision: only fp32 shards are stored, and cast for every gather (torch,
                        ``distributed/fsdp``: ``MixedPrecision(param_dtype)``). Full recompute is ``checkpoint_wrapper``
-                       with ``NO_REENTRANT``, which ends early since PyTorch 2.1. Gradients are reduced in fp32 unless
-                       ``--reduce-dtype bf16`` (MosaicML's Composer and llm-foundry: mixed precision ``PURE``)
+                       with ``NO_REENTRANT``, which ends early since PyTorch 2.1.
     ring-attention     a ring over sequence blocks, parameters sharded over all ranks (Liu et al. 2023, section 4)
     rsa                ring self-attention over sequence blocks, parameters and states whole on every rank: scores are
                        written, no flash kernel can play it (Li et al. 2021; METP's Tables 1 and 2). Its hops run beside

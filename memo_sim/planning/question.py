@@ -71,7 +71,7 @@ class Question(Chosen):
             loss=self._loss(layout),
             streams=self._streams,
             zero_params=self._zero_params(layout),
-            reduce_dtype=self.reduce_dtype,
+            loss_metrics=self.loss_metrics,
             dtype=self.dtype,
             libraries=self.pins.libraries,
             replay_allocator=self.pins.replay_allocator,

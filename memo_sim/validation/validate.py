@@ -264,8 +264,8 @@ def question_of(asked: CaseQuestion, change: Callable[[Hardware], Hardware] | No
         global_batch=given.get("global_batch", 1),
         loss=asked.words.get("loss", "auto"),  # type: ignore[arg-type]
         states=asked.words.get("states", "fp32"),  # type: ignore[arg-type]
+        loss_metrics=given.get("loss_metrics", 0),
         zero_params=asked.words.get("zero_params", "auto"),  # type: ignore[arg-type]
-        reduce_dtype=asked.words.get("reduce_dtype", "fp32"),  # type: ignore[arg-type]
     )
 
 

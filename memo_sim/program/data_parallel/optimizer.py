@@ -39,7 +39,7 @@ from memo_sim.program.ir.builder import Rows, TemplateBuilder, accumulates, read
 from memo_sim.program.ir.instruction import COLLECTIVE_LANES, BufferClass, Families, Family, Lane, Template
 from memo_sim.program.ir.kinds import BlockKind, FamilyKind, Phase, TemplateKind
 from memo_sim.program.ir.work import Collective, Copy, Group, HostUpdate, Rowwise
-from memo_sim.program.layout.parameters import Block, gradient_dtype, whole_gradient_dtype
+from memo_sim.program.layout.parameters import Block, gradient_dtype
 from memo_sim.program.layout.rank_order import GRADS, REPLICATE, SHARD, degree
 from memo_sim.program.operators.workspaces import adamw_workspace_bytes
 
@@ -102,11 +102,6 @@ class Optimizer:
     def grad_dtype(self) -> DtypeName:
         """Dtype of the sums of gradients."""
         return gradient_dtype(self.decisions)
-
-    @property
-    def whole_grad_dtype(self) -> DtypeName:
-        """Dtype of a micro-batch's whole gradients, which ranks reduce."""
-        return whole_gradient_dtype(self.decisions)
 
     @property
     def _grad_bytes(self) -> int:
@@ -181,8 +176,8 @@ class Optimizer:
         """Return the template that zeroes this rank's gradients at the start of a step."""
         builder = TemplateBuilder(f"{self.kind}.zero", Phase.ZERO, TemplateKind.ZERO, self.kind)
         builder.bind(families[f"grads.{self.kind}"], slot="grads")
-        held, size = builder.all("grads"), DTYPE_BYTES[builder.dtype("grads")]
-        work = Rowwise("zero", held.tokens, 0, size * held.tokens)
+        held = builder.all("grads")
+        work = Rowwise("zero", held.tokens, 0, self._grad_bytes * held.tokens)
         builder.emit("grads", "zero", Lane.COMPUTE, work, target=writes(held))
         return builder.build()
 
@@ -212,7 +207,7 @@ class Optimizer:
         """
         builder = TemplateBuilder(f"{self.kind}.reduce", Phase.REDUCE, TemplateKind.REDUCE, self.kind)
         builder.bind(families[f"grads.{self.kind}"], slot="grads")
-        layout, size = self.decisions.layout, DTYPE_BYTES[builder.dtype("grads")]
+        layout = self.decisions.layout
         if self.eager and self.reduced_early:
             self._prepare(builder)
         partial = self.block.partial_elements(sequence_parallel=layout.sequence_parallel) if layout.tp > 1 else 0
@@ -221,12 +216,12 @@ class Optimizer:
             partial, over = self.block.partial_elements(sequence_parallel=True), layout.weights_group
         if partial:
             rows = Rows("grads", self.block.elements - partial, partial)
-            work = Collective("all_reduce", size * partial, degree(over, layout), over)
+            work = Collective("all_reduce", self._grad_bytes * partial, degree(over, layout), over)
             builder.emit("vectors", "all_reduce", COLLECTIVE_LANES[over], work, tensor=accumulates(rows))
         if self.replicas > 1:
             kind: Literal["reduce_scatter", "all_reduce"] = "reduce_scatter" if self.shards > 1 else "all_reduce"
             ranks, group = (self.shards, self.shard_group) if self.shards > 1 else (self.replicas, self.group)
-            work = Collective(kind, size * self.block.elements, ranks, group)
+            work = Collective(kind, self._grad_bytes * self.block.elements, ranks, group)
             whole = accumulates(builder.all("grads"))
             builder.emit("grads", f"grads.{kind}", COLLECTIVE_LANES[group], work, tensor=whole)
             if self.shards > 1 and self.copies > 1 and not self.shared("grads"):

@@ -10,8 +10,6 @@ A use is one pass of the embedding, a layer or the head that needs a block of pa
              backward, and freed after it. With ``zero_params`` cast (torch FSDP's mixed precision) there is only the
              fp32 shard of the optimizer, which is cast before every gather.
 
-``reduce_dtype`` is the dtype of whole gradients and of their reduce-scatter; shards are summed in fp32.
-
 A gather is placed before the previous use and overlaps with it, so two whole blocks exist at a time. A shard is added
 after the next use, so that no kernel waits for the reduce-scatter. Gathers do not cross the end of a micro-batch: the
 first layer waits for its parameters.
@@ -126,7 +124,7 @@ class Sharding:
                     Family(
                         name,
                         BufferClass.TRANSIENT,
-                        optimizer.whole_grad_dtype,
+                        optimizer.grad_dtype,
                         elements,
                         1,
                         uses[kind],
@@ -209,15 +207,14 @@ class Sharding:
         builder = TemplateBuilder(f"{kind}.add", Phase.REDUCE, TemplateKind.ADD, kind)
         whole = builder.bind(families[f"whole_grads.{kind}"])
         shard = builder.bind(families[f"grads.{kind}"])
-        offset, size = 0, DTYPE_BYTES[self.optimizers[kind].grad_dtype]
-        added = DTYPE_BYTES[self.optimizers[kind].whole_grad_dtype]
+        offset, size = 0, DTYPE_BYTES["bf16" if self.optimizers[kind].pure else "fp32"]
         for name, first, length in self.optimizers[kind].runs():
             builder.run = name
             builder.emit(
                 f"add.{name}",
                 "grad.accumulate",
                 Lane.COMPUTE,
-                Rowwise("grad.accumulate", length, (added + size) * length, size * length),
+                Rowwise("grad.accumulate", length, 2 * size * length, size * length),
                 x=reads(Rows(whole, first, length)),
                 out=accumulates(Rows(shard, offset, length)),
             )

@@ -45,6 +45,7 @@ class TemplateKind(StrEnum):
     """The forward of the head includes loss and backward."""
     BACKWARD = "backward"
     BACKWARD_RESIDENT = "backward of activations that never left the device"
+    METRICS = "metrics from the logits, after a micro-batch's backward"
     WGRAD = "deferred weight gradients"
     OFFLOAD = "offload"
     PREFETCH = "prefetch"

@@ -19,7 +19,7 @@ from memo_sim.program.ir.kinds import BlockKind, Phase, TemplateKind
 from memo_sim.program.ir.work import Gemm, Rowwise
 from memo_sim.program.layers.loss import LossWriter
 from memo_sim.program.layout.attention_chunks import attention_chunks, in_chunks
-from memo_sim.program.layout.parameters import Block, whole_gradient_dtype
+from memo_sim.program.layout.parameters import Block, gradient_dtype
 from memo_sim.program.layout.shape import Shape
 from memo_sim.program.operators import workspaces as table
 from memo_sim.program.operators.operators import OperatorWriter, RowBlock
@@ -87,7 +87,7 @@ def embed_backward(decisions: Decisions, shape: Shape, block: Block, families: F
     writer = OperatorWriter(builder, decisions, shape, block)
     grad = writer.gather("grad", builder.all("grad.x"), "grad_full", 0)
     row, size = shape.hidden, DTYPE_BYTES[decisions.dtype]
-    summed = DTYPE_BYTES["bf16" if decisions.states == "pure-bf16" else whole_gradient_dtype(decisions)]
+    summed = DTYPE_BYTES["bf16" if decisions.states == "pure-bf16" else "fp32"]
     read, written = shape.tokens * row * (size + summed), shape.tokens * row * summed
     if decisions.memory_policy == "eager":
         # Autograd makes a gradient table, clears it first, and adds it to the gradients
@@ -122,6 +122,8 @@ def head(
     for name in ("head.x", "input.labels", "params.head", "grads.head", "loss", "grad.x"):
         builder.bind(families[name], slot=name)
     tied = decisions.model.tied_embeddings
+    if decisions.loss_metrics:
+        builder.bind(families["logits"], slot="logits")
     if tied:
         for name in ("params.embed", "grads.embed"):
             builder.bind(families[name], slot=name)
@@ -250,7 +252,7 @@ class _Classifier:
         gradient = Rows(self.losses.gradient, 0, tokens)
         scratch = table.wgrad_workspace_bytes(
             *(shape.vocab, shape.hidden, tokens, dtype, self.decisions.kernels.attention),
-            into=whole_gradient_dtype(self.decisions),
+            into=gradient_dtype(self.decisions),
         )
         builder.emit(
             f"classifier.dgrad{suffix}",

@@ -166,12 +166,12 @@ _CAST = _Feature(
     setting="zero_params cast",
     hint="--zero-params stored",
 )
-_REDUCED_IN_BF16 = _Feature(
-    name="gradients reduced in bf16",
-    chosen=lambda d: d.reduce_dtype == "bf16",
-    beside="beside gradients that are reduced in bf16",
-    setting="reduce_dtype bf16",
-    hint="--reduce-dtype fp32",
+_METRICS = _Feature(
+    name="metrics from logits",
+    chosen=lambda d: d.loss_metrics > 0,
+    beside="beside metrics that read all logits of a micro-batch",
+    setting=lambda d: f"loss_metrics {d.loss_metrics}",
+    hint="leave --loss-metrics out",
 )
 METP_SCHEDULE = _METP.allows(
     "layout.schedule",
@@ -489,9 +489,12 @@ RULES = (
     _CAST.allows("layout.zero", 3, because="otherwise a rank has whole parameters"),
     _CAST.allows("decisions.states", "fp32", "bf16", because="there has to be an fp32 shard on the device"),
     _CAST.allows("decisions.dtype", "bf16", "fp16", because="fp32 parameters need no cast"),
-    _REDUCED_IN_BF16.allows("decisions.memory_policy", "eager", because="memo-exec reduces gradients in fp32"),
-    _REDUCED_IN_BF16.allows("layout.zero", 2, 3, because="otherwise gradients are summed in the dtype of their states"),
-    _REDUCED_IN_BF16.allows("decisions.dtype", "bf16", because="gradients of other parameters are not bf16"),
+    _METRICS.allows("decisions.memory_policy", "eager", because="memo-exec computes no metrics"),
+    _METRICS.allows("layout.tp", 1, because="ranks of tp hold parts of the logits"),
+    _METRICS.allows("layout.pp", 1, because="stages have no metrics here"),
+    _METRICS.allows("layout.subsequences", 1, because="subsequences have logits of their own"),
+    _METRICS.allows("decisions.loss", "blocks", "eager-fp32", because="the logits have to outlive the loss"),
+    _METRICS.allows("decisions.loss_chunk_tokens", 0, because="chunks of the loss share the buffer of their logits"),
     Rule(
         name="eager-fp32 loss: tp",
         breaks=lambda d: d.loss == "eager-fp32" and d.layout.tp > 1,

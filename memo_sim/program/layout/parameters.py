@@ -136,15 +136,10 @@ def head_block(model: Model, tp: int) -> Block:
 
 
 def gradient_dtype(decisions: Decisions) -> DtypeName:
-    """Return the dtype in which gradients are summed, over micro-batches and (``reduce_dtype`` fp32) over ranks."""
+    """Return the dtype in which gradients are summed, over micro-batches and over ranks."""
     if decisions.states == "pure-bf16":
         return "bf16"
     return "fp16" if half_gradients(decisions) else "fp32"
-
-
-def whole_gradient_dtype(decisions: Decisions) -> DtypeName:
-    """Return the dtype in which a micro-batch's whole gradients are written and reduced over ranks."""
-    return "bf16" if decisions.reduce_dtype == "bf16" else gradient_dtype(decisions)
 
 
 def half_gradients(decisions: Decisions) -> bool:

@@ -13,7 +13,7 @@ from memo_sim.contract.units import DTYPE_BYTES
 from memo_sim.program.ir.builder import Access, Rows, TemplateBuilder, accumulates, reads, writes
 from memo_sim.program.ir.instruction import BufferClass, Lane
 from memo_sim.program.ir.work import Collective, Gemm, Rowwise
-from memo_sim.program.layout.parameters import Block, half_gradients, whole_gradient_dtype
+from memo_sim.program.layout.parameters import Block, gradient_dtype, half_gradients
 from memo_sim.program.layout.shape import Shape
 from memo_sim.program.operators import workspaces as table
 
@@ -223,7 +223,7 @@ class OperatorWriter:
             return
         kernel = self.decisions.kernels.attention
         scratch = table.wgrad_workspace_bytes(
-            m, n, grad.tokens, self.dtype, kernel, into=whole_gradient_dtype(self.decisions)
+            m, n, grad.tokens, self.dtype, kernel, into=gradient_dtype(self.decisions)
         )
         apart = half_gradients(self.decisions)
         product = self.builder.all(self.own(f"{name}.wgrad.product{self.suffix}", m, n)) if apart else None

@@ -16,6 +16,7 @@ from tests.sim.small_programs import GPT
 BIDIRECTIONAL = msgspec.structs.replace(GPT, bidirectional=True)
 WIDE_HEADS = msgspec.structs.replace(GPT, heads=1, kv_heads=1, head_dim=256)
 PLAIN = Kernels(attention="plain")
+METRICS = {"loss_metrics": 2, "loss": "blocks", "memory_policy": "eager"}
 CHUNKS = {"recompute": "full", "attention_chunk_tokens": 512}
 
 
@@ -72,20 +73,19 @@ BREAKS: dict[str, tuple[Layout, dict[str, Any], str]] = {
         {"global_batch": 2, "zero_params": "cast", "memory_policy": "eager", "dtype": "fp32"},
         "fp32 with zero_params cast",
     ),
-    "gradients reduced in bf16: memory_policy": (
-        Layout(dp=2, zero=2),
-        {"global_batch": 2, "reduce_dtype": "bf16"},
-        "caching with reduce_dtype bf16",
+    "metrics from logits: memory_policy": (
+        Layout(),
+        {"loss_metrics": 2, "loss": "blocks"},
+        "caching with loss_metrics 2",
     ),
-    "gradients reduced in bf16: zero": (
-        Layout(dp=2, zero=1),
-        {"global_batch": 2, "reduce_dtype": "bf16", "memory_policy": "eager"},
-        "1 with reduce_dtype bf16",
-    ),
-    "gradients reduced in bf16: dtype": (
-        Layout(dp=2, zero=2),
-        {"global_batch": 2, "reduce_dtype": "bf16", "memory_policy": "eager", "dtype": "fp32"},
-        "fp32 with reduce_dtype bf16",
+    "metrics from logits: tp": (Layout(tp=2), METRICS, "2 with loss_metrics 2"),
+    "metrics from logits: pp": (Layout(pp=5), METRICS, "5 with loss_metrics 2"),
+    "metrics from logits: subsequences": (Layout(subsequences=2), METRICS, "2 with loss_metrics 2"),
+    "metrics from logits: loss": (Layout(), METRICS | {"loss": "fused"}, "fused with loss_metrics 2"),
+    "metrics from logits: loss_chunk_tokens": (
+        Layout(),
+        METRICS | {"loss_chunk_tokens": 512},
+        "512 with loss_metrics 2",
     ),
     "eager-fp32 loss: tp": (Layout(tp=2), {"loss": "eager-fp32"}, "eager-fp32 with tp 2"),
     "keep_norms: metp": (Layout(tp=2), {"keep_norms": True}, "true with metp 1"),

@@ -1,4 +1,4 @@
-"""FSDP's dtypes: parameters that every gather casts, gradients reduced in bf16, and an early end of recompute."""
+"""What FSDP and its trainers do otherwise: shards cast for every gather, recompute that ends early, metrics."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from memo_sim.program.data_parallel.optimizer import Optimizer
 from memo_sim.program.ir.instruction import BufferClass, Lane
 from memo_sim.program.ir.kinds import BlockKind
 from memo_sim.program.ir.program import Program
-from memo_sim.program.ir.work import Collective
 from memo_sim.program.layout.parameters import layer_block
 from memo_sim.program.lower import lower
 from memo_sim.program.verify.program import check_edges, check_program
@@ -35,15 +34,6 @@ def decisions(*, zero: int = 3, **changes: Any) -> Decisions:
 
 def state_bytes(made: Program) -> int:
     return sum(f.bytes * f.count for f in made.all_families if f.buffer_class is BufferClass.STATE)
-
-
-def reduced_bytes(made: Program) -> int:
-    works = [i.work for t in made.templates for i in t.instructions]
-    return sum(w.bytes for w in works if isinstance(w, Collective) and w.kind == "reduce_scatter")
-
-
-def ops(made: Program) -> list[str]:
-    return [i.op for _, i in made.walk()]
 
 
 def ids(made: Program) -> list[str]:
@@ -73,16 +63,8 @@ def test_the_update_of_cast_parameters_writes_none() -> None:
     assert not [o.role for i in updates for o in i.operands if o.role == "params"]
 
 
-@pytest.mark.parametrize("zero", [2, 3])
-def test_bf16_halves_what_is_reduced(zero: int) -> None:
-    half, whole = (reduced_bytes(program(zero=zero, reduce_dtype=dtype)) for dtype in ("bf16", "fp32"))
-    assert 2 * half == whole
-    # The sums over micro-batches stay in fp32.
-    assert state_bytes(program(zero=zero, reduce_dtype="bf16")) == state_bytes(program(zero=zero))
-
-
 def test_the_checker_accepts_them() -> None:
-    made = program(zero_params="cast", reduce_dtype="bf16", early_stop=True, global_batch=2 * RANKS)
+    made = program(zero_params="cast", early_stop=True, loss="blocks", loss_metrics=2, global_batch=2 * RANKS)
     columns = expand(made)
     assert check_program(made, columns) == []
     assert check_edges(columns, derive_edges(columns)) == []
@@ -95,3 +77,21 @@ def test_an_early_stop_leaves_out_the_second_product() -> None:
         dropped.remove(name)
     assert dropped == ["rec/ffn_down", "rec/out_add"]
     assert expand(whole).buffer_bytes.sum() > expand(early).buffer_bytes.sum()
+
+
+def test_metrics_read_the_logits_when_backward_has_ended() -> None:
+    made = program(loss="blocks", loss_metrics=2, global_batch=2 * RANKS)
+    names = [each for each in made.ids() if each.startswith("m0/")]
+    last = [each for each in names if "/metrics/" in each]
+    assert names[-len(last) :] == last
+    assert [each.rpartition("/")[2] for each in last] == [
+        f"{op}.m{n}" for n in range(2) for op in ("widen", "softmax", "nll")
+    ]
+    # Each micro-batch has logits of its own, which live until then.
+    assert sum(f.count for f in made.families if f.name == "logits") == 2
+    assert not [f.name for f in made.all_families if f.name == "head/logits"]
+
+
+def test_without_metrics_the_program_is_the_same() -> None:
+    assert program(loss="blocks").sha256 == program(loss="blocks", loss_metrics=0).sha256
+    assert "logits" not in {f.name for f in program(loss="blocks").families}
